@@ -1,0 +1,33 @@
+#include "base/fail.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static FailHandler fail_handler;
+
+void fail_set_handler(FailHandler handler) {
+  fail_handler = handler;
+}
+
+void fail(const char *format, ...) {
+  char sentence[2048];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(sentence, sizeof sentence, format, arguments);
+  va_end(arguments);
+  if (fail_handler) fail_handler(sentence);
+  fflush(stdout);
+  fprintf(stderr, "lce: %s\n", sentence);
+  exit(1);
+}
+
+void warn(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  fflush(stdout);
+  fputs("lce: ", stderr);
+  vfprintf(stderr, format, arguments);
+  fputc('\n', stderr);
+  va_end(arguments);
+}

@@ -1,0 +1,23 @@
+// How the program gives up: one sentence that says what is wrong, where, and what to do about it.
+#ifndef LCE_BASE_FAIL_H
+#define LCE_BASE_FAIL_H
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+// Prints "lce: <sentence>" to stderr and exits with status 1. Never returns.
+void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
+
+// Prints "lce: <sentence>" to stderr and carries on: for what the user should know but need not fix.
+void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+// Replaces what fail() does with the finished sentence; tests catch it here (with longjmp: it must not
+// return). NULL restores printing and exiting.
+typedef void (*FailHandler)(const char *sentence);
+void fail_set_handler(FailHandler handler);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif
