@@ -1,0 +1,454 @@
+// The arithmetic: every operation a transformer's training step needs, one interface for all backends.
+//
+// An operation takes one struct whose fields are its tensors and numbers, with the shape beside each field:
+//
+//     norm_forward(backend, (NormForward){.out = normed, .rstd = rstd, .x = x, .weight = w, .epsilon =
+//     1e-5f});
+//
+// A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The door of every
+// operation (kernels.c) checks shapes and dtypes once and fails with a sentence that names both shapes, then
+// pushes the scratch the backend asks for, then calls the backend. So the backends check nothing.
+//
+// Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and
+// statistics), plan (runs nothing; the ledger counts). All calls are asynchronous in the order of one stream:
+// only backend_to_host and backend_synchronize wait. Results are bitwise repeatable on one machine and build.
+//
+// Letters: N rows (tokens; N = B*T), B sequences, T positions, H hidden size, V vocabulary, F intermediate
+// size, C rows of a chunk. "real" is fp32 or bf16, the same within one call unless said otherwise. Gradients
+// of weights are written when `accumulate` is false and added to when it is true; they may be fp32 beside
+// bf16 operands. Sums run in fp32 or wider everywhere.
+#ifndef LCE_KERNELS_H
+#define LCE_KERNELS_H
+
+#include "kernels/memory.h"
+#include "kernels/tensor.h"
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+typedef struct Backend Backend;
+
+// A target with this id is not counted: no loss, no gradient (PyTorch's ignore_index default).
+enum { IGNORE_INDEX = -100 };
+
+// --- tokens to vectors
+// ------------------------------------------------------------------------------------------
+
+// out[n] = token_weight[tokens[n]] + position_weight[n mod T].   GPT-2 has both, Llama only the first.
+typedef struct {
+  Tensor out;             // real [N, H]
+  Tensor tokens;          // int32 [N], each in [0, V)
+  Tensor token_weight;    // real [V, H]
+  Tensor position_weight; // real [P, H] with P >= T, or absent
+  int64_t seq_len;        // T, divides N
+} EmbeddingForward;
+
+// dtoken_weight[v] (+)= sum of dout[n] over n with tokens[n] = v;  dposition_weight[t] (+)= sum over n mod T
+// = t. Sorted, then summed segment by segment: no floating-point atomics. Rows that no token names become 0
+// when accumulate is false.
+typedef struct {
+  Tensor dtoken_weight;    // fp32 or bf16 [V, H]
+  Tensor dposition_weight; // fp32 or bf16 [P, H], or absent; rows at and after T become 0 without accumulate
+  Tensor dout;             // real [N, H]
+  Tensor tokens;           // int32 [N]
+  int64_t seq_len;
+  bool accumulate_token, accumulate_position;
+  Tensor workspace; // from the door
+} EmbeddingBackward;
+
+// --- normalisation
+// ---------------------------------------------------------------------------------------------- The residual
+// additions around the norms are done by the products before them (LinearForward.residual).
+
+typedef enum {
+  NORM_LAYER, // (x - mean) * rstd * weight + bias, rstd = 1/sqrt(variance + epsilon)   (Ba et al. 2016)
+  NORM_RMS    // x * rstd * weight,                 rstd = 1/sqrt(mean(x^2) + epsilon)  (Zhang, Sennrich 2019)
+} NormKind;
+
+typedef struct {
+  NormKind kind;
+  Tensor out;    // real [N, H]
+  Tensor mean;   // fp32 [N], saved for the backward pass; absent for NORM_RMS
+  Tensor rstd;   // fp32 [N], saved for the backward pass
+  Tensor x;      // real [N, H]
+  Tensor weight; // real [H]
+  Tensor bias;   // real [H]; absent for NORM_RMS
+  float epsilon;
+} NormForward;
+
+// With g = dout * weight and xhat = (x - mean) * rstd (mean 0 for NORM_RMS):
+//   dx (+)= rstd * (g - [mean(g)] - xhat * mean(g * xhat)),  mean(g) only for NORM_LAYER
+//   dweight (+)= sum_n dout[n] * xhat[n],   dbias (+)= sum_n dout[n]
+typedef struct {
+  NormKind kind;
+  Tensor dx;      // real [N, H]; with accumulate_dx the gradient of the residual stream is added to in place
+  Tensor dweight; // fp32 or bf16 [H]
+  Tensor dbias;   // fp32 or bf16 [H]; absent for NORM_RMS
+  Tensor dout;    // real [N, H]; must not be dx
+  Tensor x;       // real [N, H]
+  Tensor weight;  // real [H]
+  Tensor mean;    // fp32 [N]; absent for NORM_RMS
+  Tensor rstd;    // fp32 [N]
+  bool accumulate_dx; // add to dx rather than write it
+  bool accumulate;    // likewise for dweight, dbias
+  Tensor workspace;   // from the door
+} NormBackward;
+
+// --- matrix products
+// -------------------------------------------------------------------------------------------- Three products
+// make a linear layer. `input_major` says how the weight lies: false is torch.nn.Linear's [out, in], true is
+// GPT-2's Conv1D [in, out].
+
+// pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if asked for.
+typedef struct {
+  Tensor out;    // real [N, O]; may be strided. fp32 is allowed beside bf16 operands
+  Tensor x;      // real [N, I]; may be strided
+  Tensor weight; // real [O, I], or [I, O] when input_major
+  bool input_major;
+  Tensor bias; // real [O], or absent
+  Tensor
+      pre_activation; // real [N, O], or absent; present means gelu: pre is stored here for the backward pass
+  Tensor residual;    // real [N, O], or absent; may be out itself. Not together with pre_activation
+} LinearForward;
+
+// dx (+)= dout W, times gelu'(pre_activation) if that is present.
+typedef struct {
+  Tensor dx;     // real [N, I]; may be strided
+  Tensor dout;   // real [N, O]; may be strided
+  Tensor weight; // as in LinearForward
+  bool input_major;
+  Tensor pre_activation; // real [N, I]: what gelu made dx's layer input from, or absent
+  bool accumulate;       // not together with pre_activation
+} LinearBackwardInput;
+
+// dweight (+)= alpha * dout^T x (in the weight's own layout);  dbias (+)= alpha * sum_n dout[n].
+typedef struct {
+  Tensor dweight; // fp32 or bf16 [O, I], or [I, O] when input_major
+  Tensor dbias;   // fp32 or bf16 [O], or absent
+  Tensor dout;    // real [N, O]; may be strided
+  Tensor x;       // real [N, I]; may be strided
+  bool input_major;
+  float alpha; // 0 is read as 1
+  bool accumulate;
+  Tensor workspace; // from the door
+} LinearBackwardWeight;
+
+// --- activations
+// ------------------------------------------------------------------------------------------------
+
+// GELU in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2).
+// The forward is LinearForward's epilogue; this recomputes out = gelu(x) where it was not kept.
+typedef struct {
+  Tensor out; // real [N, F]
+  Tensor x;   // real [N, F]
+} GeluForward;
+
+// out = silu(gate) * up, silu(g) = g / (1 + exp(-g));  gate_up holds gate in columns [0, F), up in [F, 2F)
+// (Shazeer 2020; Llama's MLP).
+typedef struct {
+  Tensor out;     // real [N, F]
+  Tensor gate_up; // real [N, 2F]
+} SwigluForward;
+
+// d gate = dout * up * silu'(gate),  d up = dout * silu(gate).
+typedef struct {
+  Tensor dgate_up; // real [N, 2F]; may be gate_up itself
+  Tensor dout;     // real [N, F]
+  Tensor gate_up;  // real [N, 2F]
+} SwigluBackward;
+
+// --- attention
+// -------------------------------------------------------------------------------------------------- qkv
+// packs, for each row n = b*T + t, the heads [q_0 .. q_{Q-1} | k_0 .. k_{K-1} | v_0 .. v_{K-1}], each of D
+// numbers. Query head h reads key/value head h / (Q / K) (grouped-query attention; Ainslie et al. 2023).
+
+typedef struct {
+  int64_t batch, seq_len;      // B, T
+  int64_t num_heads;           // Q
+  int64_t num_key_value_heads; // K, divides Q
+  int64_t head_dim;            // D
+} AttentionShape;
+
+// Rotary positions (Su et al. 2021) in Hugging Face's half-split order, in place on the q and k heads: for
+// i < D/2, with c, s = cos_sin[t, i]:  x[i], x[i + D/2] = x[i] c - x[i + D/2] s,  x[i + D/2] c + x[i] s.
+// `inverse` turns the other way, which is the backward pass.
+typedef struct {
+  Tensor qkv;     // real [N, (Q + 2K) D]
+  Tensor cos_sin; // fp32 [T', D]: row t holds cos for i < D/2, then sin; T' >= T
+  AttentionShape shape;
+  bool inverse;
+} Rope;
+
+// Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = logsumexp of that
+// row. Never a T x T matrix (Dao et al. 2022): tiles, running maximum and sum.
+typedef struct {
+  Tensor out; // real [N, Q D]
+  Tensor lse; // fp32 [B, Q * T], row b holds head after head
+  Tensor qkv; // real [N, (Q + 2K) D]
+  AttentionShape shape;
+  Tensor workspace; // from the door
+} AttentionForward;
+
+// With P = softmax as above: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));  dq = dS k / sqrt(D);
+// dk = dS^T q / sqrt(D). P is recomputed from lse. dqkv has qkv's layout and is written whole.
+typedef struct {
+  Tensor dqkv; // real [N, (Q + 2K) D]; must not be qkv
+  Tensor dout; // real [N, Q D]
+  Tensor out;  // real [N, Q D]
+  Tensor lse;  // fp32 [B, Q * T]
+  Tensor qkv;  // real [N, (Q + 2K) D]
+  AttentionShape shape;
+  Tensor workspace; // from the door
+} AttentionBackward;
+
+// --- the last layer's pieces
+// ------------------------------------------------------------------------------------ linear_cross_entropy.h
+// puts these together and says why the arithmetic is anchored at the target.
+
+// z = x W^T;  anchor a = z[target];  E[j] = exp(z[j] - a) for j != target, E[target] = 0;  R = sum_j E[j] in
+// fp32 before E is rounded;  dx_raw = E W. Where R overflows, the row is redone with anchor = max_j z[j].
+// target_e = exp(z[target] - anchor): 1 unless the row was redone.
+typedef struct {
+  Tensor exps;      // real [C, V] (may be strided), or absent: forward only, nothing of width V is kept
+  Tensor dx_raw;    // fp32 or x's dtype [C, H]; absent when exps is
+  Tensor row_sum;   // fp32 [C]: R
+  Tensor target_e;  // fp32 [C]
+  Tensor target_z;  // fp32 [C]: z[target]
+  Tensor anchor;    // fp32 [C]
+  Tensor x;         // real [C, H]
+  Tensor weight;    // real [V, H]
+  Tensor targets;   // int32 [C], each in [0, V)
+  Tensor workspace; // from the door
+} LceSweep;
+
+// What follows from a row's sums, for token weight s:  D = R + target_e
+//   loss = (anchor - z[target]) + log(D), computed as log1p(R) where target_e = 1
+//   scale_others r = s / D         (multiplies E)
+//   scale_target c = -s R / D      (the target's own entry, p - 1 without the cancellation)
+//   scaled_x = r * x
+typedef struct {
+  Tensor loss;         // fp32 [C]
+  Tensor scale_others; // fp32 [C]
+  Tensor scale_target; // fp32 [C]
+  Tensor scaled_x;     // real [C, H], or absent (forward only; the scales are absent too)
+  Tensor row_sum, target_e, target_z, anchor; // as LceSweep left them
+  Tensor x;                                   // real [C, H]
+  float token_weight; // s; the mean's 1/count comes later, through the products' alpha
+} LceRows;
+
+// dx = alpha (r * dx_raw + c * W[target]), in place over dx_raw.
+typedef struct {
+  Tensor dx;                         // [C, H], holds dx_raw
+  Tensor scale_others, scale_target; // fp32 [C]
+  Tensor weight;                     // real [V, H]
+  Tensor targets;                    // int32 [C]
+  float alpha;
+} LceInputGradient;
+
+// dweight[target[n]] += alpha * c[n] * x[n] for all n, deterministically.
+typedef struct {
+  Tensor dweight;      // fp32 or bf16 [V, H]
+  Tensor scale_target; // fp32 [C]
+  Tensor x;            // real [C, H]
+  Tensor targets;      // int32 [C]
+  float alpha;
+  Tensor workspace; // from the door
+} LceTargetGradient;
+
+// The materialized mode's one pass: logits become their own gradient in place.
+//   loss[n] = logsumexp(z[n]) - z[n, target];  z[n] = alpha * (softmax(z[n]) - onehot(target))
+// A row whose target is IGNORE_INDEX gets loss 0 and gradient 0.
+typedef struct {
+  Tensor loss;    // fp32 [N]
+  Tensor logits;  // real [N, V]; may be strided
+  Tensor targets; // int32 [N]
+  float alpha;
+  bool forward_only; // logits stay as they are
+} CrossEntropyInPlace;
+
+// out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). Any dtype, 32 or 16
+// bit.
+typedef struct {
+  Tensor out;
+  Tensor x;
+  Tensor rows; // int32 [C]
+} MoveRows;
+
+// --- the optimizer
+// ----------------------------------------------------------------------------------------------
+
+// AdamW with decoupled decay (Loshchilov, Hutter 2019), over n numbers at once. With g = grad *
+// grad_scale[0]:
+//   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+//   w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w)
+// in fp32, on `master` if it is there (weight then receives the rounded copy), else on weight itself. Where a
+// bf16 number is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
+// that depend on (seed, step, index) alone.
+typedef struct {
+  Tensor weight;     // real [n]
+  Tensor master;     // fp32 [n], or absent
+  Tensor m, v;       // fp32 or bf16 [n]
+  Tensor grad;       // fp32 or bf16 [n]
+  Tensor grad_scale; // fp32 [1], on the device
+  float lr, beta1, beta2, epsilon, weight_decay;
+  int64_t step; // t, from 1
+  uint64_t seed;
+} AdamW;
+
+// sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.
+typedef struct {
+  Tensor sum; // fp32 [1]
+  Tensor x;   // fp32 or bf16, dense
+  bool squares;
+  bool accumulate;
+  Tensor workspace; // from the door
+} Reduce;
+
+// norm[0] = sqrt(sum_of_squares[0]);  scale[0] = min(1, max_norm / norm), or 1 when max_norm is 0.
+// A norm that is not finite gives scale NaN: the update then shows what happened instead of hiding it.
+typedef struct {
+  Tensor norm, scale;    // fp32 [1]
+  Tensor sum_of_squares; // fp32 [1]
+  float max_norm;
+} ClipScale;
+
+// --- collectives over ranks (nothing to do when there is one)
+// -----------------------------------------------------
+
+typedef struct {
+  Tensor out; // all_reduce: x's shape (may be x); reduce_scatter: x's count / ranks; all_gather: x's count *
+              // ranks
+  Tensor x;   // fp32, bf16 or int32, dense; broadcast sends rank 0's x into out everywhere
+} Collective;
+
+// --- the doors
+// --------------------------------------------------------------------------------------------------
+
+void embedding_forward(Backend *backend, EmbeddingForward a);
+void embedding_backward(Backend *backend, EmbeddingBackward a);
+void norm_forward(Backend *backend, NormForward a);
+void norm_backward(Backend *backend, NormBackward a);
+void linear_forward(Backend *backend, LinearForward a);
+void linear_backward_input(Backend *backend, LinearBackwardInput a);
+void linear_backward_weight(Backend *backend, LinearBackwardWeight a);
+void gelu_forward(Backend *backend, GeluForward a);
+void swiglu_forward(Backend *backend, SwigluForward a);
+void swiglu_backward(Backend *backend, SwigluBackward a);
+void rope(Backend *backend, Rope a);
+void attention_forward(Backend *backend, AttentionForward a);
+void attention_backward(Backend *backend, AttentionBackward a);
+void lce_sweep(Backend *backend, LceSweep a);
+void lce_rows(Backend *backend, LceRows a);
+void lce_input_gradient(Backend *backend, LceInputGradient a);
+void lce_target_gradient(Backend *backend, LceTargetGradient a);
+void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a);
+void gather_rows(Backend *backend, MoveRows a);
+void scatter_rows(Backend *backend, MoveRows a);
+void adamw(Backend *backend, AdamW a);
+void reduce(Backend *backend, Reduce a);
+void clip_scale(Backend *backend, ClipScale a);
+void fill_zero(Backend *backend, Tensor t); // dense
+void all_reduce(Backend *backend, Collective a);
+void reduce_scatter(Backend *backend, Collective a);
+void all_gather(Backend *backend, Collective a);
+void broadcast(Backend *backend, Collective a);
+
+// Copies of dense tensors between the host and the backend's memory. to_device may return before the device
+// has read: the host buffer is copied aside first where that is so. to_host waits for everything before it.
+void backend_to_device(Backend *backend, Tensor destination, const void *host);
+void backend_to_host(Backend *backend, void *host, Tensor source);
+void backend_synchronize(Backend *backend);
+
+// --- what a backend is
+// --------------------------------------------------------------------------------------------
+
+// The operations. A member that is NULL does nothing, which is all that a plan needs.
+typedef struct {
+  void (*embedding_forward)(Backend *, const EmbeddingForward *);
+  void (*embedding_backward)(Backend *, const EmbeddingBackward *);
+  void (*norm_forward)(Backend *, const NormForward *);
+  void (*norm_backward)(Backend *, const NormBackward *);
+  void (*linear_forward)(Backend *, const LinearForward *);
+  void (*linear_backward_input)(Backend *, const LinearBackwardInput *);
+  void (*linear_backward_weight)(Backend *, const LinearBackwardWeight *);
+  void (*gelu_forward)(Backend *, const GeluForward *);
+  void (*swiglu_forward)(Backend *, const SwigluForward *);
+  void (*swiglu_backward)(Backend *, const SwigluBackward *);
+  void (*rope)(Backend *, const Rope *);
+  void (*attention_forward)(Backend *, const AttentionForward *);
+  void (*attention_backward)(Backend *, const AttentionBackward *);
+  void (*lce_sweep)(Backend *, const LceSweep *);
+  void (*lce_rows)(Backend *, const LceRows *);
+  void (*lce_input_gradient)(Backend *, const LceInputGradient *);
+  void (*lce_target_gradient)(Backend *, const LceTargetGradient *);
+  void (*cross_entropy_in_place)(Backend *, const CrossEntropyInPlace *);
+  void (*gather_rows)(Backend *, const MoveRows *);
+  void (*scatter_rows)(Backend *, const MoveRows *);
+  void (*adamw)(Backend *, const AdamW *);
+  void (*reduce)(Backend *, const Reduce *);
+  void (*clip_scale)(Backend *, const ClipScale *);
+  void (*fill_zero)(Backend *, Tensor);
+  void (*all_reduce)(Backend *, const Collective *);
+  void (*reduce_scatter)(Backend *, const Collective *);
+  void (*all_gather)(Backend *, const Collective *);
+  void (*broadcast)(Backend *, const Collective *);
+  void (*to_device)(Backend *, Tensor, const void *);
+  void (*to_host)(Backend *, void *, Tensor);
+  void (*synchronize)(Backend *);
+  // What the system says about memory, beside the ledger: bytes the process (CPU: VmHWM) or the device (GPU)
+  // holds now, and at most since peak_reset.
+  size_t (*device_bytes_now)(Backend *);
+  size_t (*device_bytes_peak)(Backend *);
+  void (*device_peak_reset)(Backend *);
+  void (*destroy)(Backend *);
+} BackendOps;
+
+// The scratch bytes that an operation needs, from its shapes and dtypes alone, so that a plan can count for a
+// device that is not there. NULL members need none. These files include no device header.
+typedef struct {
+  size_t (*embedding_backward)(const EmbeddingBackward *);
+  size_t (*norm_backward)(const NormBackward *);
+  size_t (*linear_backward_weight)(const LinearBackwardWeight *);
+  size_t (*attention_forward)(const AttentionForward *);
+  size_t (*attention_backward)(const AttentionBackward *);
+  size_t (*lce_sweep)(const LceSweep *);
+  size_t (*lce_target_gradient)(const LceTargetGradient *);
+  size_t (*reduce)(const Reduce *);
+  // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
+  int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
+  // Bytes the backend reserves for itself when it starts (a product's workspace), named in the ledger.
+  size_t resident_bytes;
+} BackendScratch;
+
+extern const BackendScratch cpu_scratch;  // kernels/cpu/scratch.c
+extern const BackendScratch cuda_scratch; // kernels/cuda/scratch.c, compiled everywhere
+
+struct Backend {
+  const char *name;      // "cpu", "cuda", "plan"
+  char description[128]; // "CPU, 2 threads, OpenBLAS", "NVIDIA H200, CUDA 13.0"
+  const BackendOps *ops;
+  const BackendScratch *scratch;
+  Memory memory;
+  Dtype dtype;            // of weights and activations
+  int rank, ranks;        // 0 of 1 without a launcher
+  size_t device_capacity; // bytes of memory the device has; 0 when unknown
+  size_t device_overhead; // bytes the device held when the backend stood ready and the ledger was still empty
+  void *state;            // the backend's own
+};
+
+// The reference: fp32, OpenMP, CBLAS where it was found at build time. plain_products replaces CBLAS by
+// loops.
+Backend *cpu_backend_create(bool plain_products);
+// The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
+// device or the program was built without CUDA; *reason then says why (a literal or static text).
+Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
+// Runs nothing and counts for the given kind of device ("cpu", "cuda").
+Backend *plan_backend_create(const char *device, Dtype dtype);
+// Releases the memory and everything else.
+void backend_destroy(Backend *backend);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif

@@ -1,0 +1,184 @@
+#include "kernels/memory.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "base/text.h"
+
+// Planned addresses start here: never NULL, never handed to anything that would follow them.
+static const uintptr_t PLANNED_BASE = (uintptr_t)1 << 44;
+
+const char *memory_category_name(MemoryCategory category) {
+  static const char *const names[MEMORY_CATEGORY_COUNT] = {
+      "weights",     "master weights",       "gradients",     "optimizer moments", "tables and batch",
+      "activations", "activation gradients", "lm_head, loss", "workspace"};
+  return names[category];
+}
+
+size_t memory_padded(size_t bytes) {
+  return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
+}
+
+static void *grow(void *array, size_t count, size_t *capacity, size_t element) {
+  if (count < *capacity) return array;
+  *capacity = *capacity ? 2 * *capacity : 64;
+  void *grown = realloc(array, *capacity * element);
+  if (!grown) fail("out of host memory for the memory ledger");
+  return grown;
+}
+
+// --- the ledger
+// ------------------------------------------------------------------------------------------------
+
+static void ledger_event(Ledger *ledger, const char *name) {
+  if (!ledger->recording) return;
+  ledger->events = grow(ledger->events, ledger->event_count, &ledger->event_capacity, sizeof *ledger->events);
+  LedgerEvent *event = &ledger->events[ledger->event_count++];
+  event->name = name;
+  event->step = ledger->step;
+  memcpy(event->bytes, ledger->now, sizeof event->bytes);
+}
+
+static void ledger_add(Ledger *ledger, const MemoryBlock *block, bool on_stack) {
+  ledger->now[block->category] += block->bytes;
+  ledger->total += block->bytes;
+  if (on_stack) ledger->stack += block->bytes;
+  if (ledger->now[block->category] > ledger->highest[block->category])
+    ledger->highest[block->category] = ledger->now[block->category];
+  if (ledger->stack > ledger->stack_peak) ledger->stack_peak = ledger->stack;
+  if (ledger->total > ledger->peak) {
+    ledger->peak = ledger->total;
+    memcpy(ledger->at_peak, ledger->now, sizeof ledger->at_peak);
+  }
+  ledger_event(ledger, block->name);
+}
+
+static void ledger_remove(Ledger *ledger, const MemoryBlock *block, bool on_stack) {
+  ledger->now[block->category] -= block->bytes;
+  ledger->total -= block->bytes;
+  if (on_stack) ledger->stack -= block->bytes;
+  ledger_event(ledger, block->name);
+}
+
+void ledger_reset_peak(Ledger *ledger) {
+  memcpy(ledger->highest, ledger->now, sizeof ledger->highest);
+  memcpy(ledger->at_peak, ledger->now, sizeof ledger->at_peak);
+  ledger->peak = ledger->total;
+  ledger->stack_peak = ledger->stack;
+}
+
+void ledger_record(Ledger *ledger, bool on) {
+  ledger->recording = on;
+}
+
+void ledger_step(Ledger *ledger, int step) {
+  ledger->step = step;
+}
+
+// --- the memory
+// ------------------------------------------------------------------------------------------------
+
+Memory memory_create(const MemorySource *source) {
+  Memory memory = {.planning = source == NULL};
+  if (source) memory.source = *source;
+  return memory;
+}
+
+static void source_release(Memory *memory, void *data, size_t bytes) {
+  if (!memory->planning && data) memory->source.release(memory->source.context, data, bytes);
+}
+
+void memory_destroy(Memory *memory) {
+  for (size_t i = 0; i < memory->reserved_count; i++)
+    source_release(memory, memory->reserved[i].data, memory->reserved[i].bytes);
+  source_release(memory, memory->stack_base, memory->stack_capacity);
+  free(memory->reserved);
+  free(memory->pushed);
+  free(memory->ledger.events);
+  *memory = (Memory){.planning = true};
+}
+
+static _Noreturn void out_of_memory(const Memory *memory, const char *name, size_t bytes) {
+  char holders[1024] = "";
+  size_t length = 0;
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
+    if (memory->ledger.now[c])
+      length +=
+          (size_t)snprintf(holders + length, sizeof holders - length, "%s%s %s", length ? ", " : "",
+                           memory_category_name((MemoryCategory)c), text_bytes(memory->ledger.now[c]).text);
+  fail("out of memory: %s needs %s more, and %s are in use (%s); a smaller --batch or --seq-len, --recompute "
+       "layer, "
+       "or --fused-lce with a smaller --lce-chunk needs less, and --plan says how much",
+       name, text_bytes(bytes).text, text_bytes(memory->ledger.total).text, length ? holders : "nothing yet");
+}
+
+void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
+  bytes = memory_padded(bytes);
+  void *data = (void *)(PLANNED_BASE + memory->ledger.total);
+  if (!memory->planning) data = memory->source.allocate(memory->source.context, bytes);
+  if (!data) out_of_memory(memory, name, bytes);
+  memory->reserved =
+      grow(memory->reserved, memory->reserved_count, &memory->reserved_capacity, sizeof *memory->reserved);
+  MemoryBlock *block = &memory->reserved[memory->reserved_count++];
+  *block = (MemoryBlock){.name = name, .category = category, .bytes = bytes, .data = data};
+  ledger_add(&memory->ledger, block, false);
+  return data;
+}
+
+void memory_unreserve(Memory *memory, void *data) {
+  for (size_t i = 0; i < memory->reserved_count; i++) {
+    if (memory->reserved[i].data != data) continue;
+    ledger_remove(&memory->ledger, &memory->reserved[i], false);
+    source_release(memory, data, memory->reserved[i].bytes);
+    memory->reserved[i] = memory->reserved[--memory->reserved_count];
+    return;
+  }
+  fail("internal: memory_unreserve of an address that was not reserved");
+}
+
+void memory_set_stack(Memory *memory, size_t capacity) {
+  if (memory->pushed_count)
+    fail("internal: the memory stack is remade while %s lies on it", memory->pushed[0].name);
+  source_release(memory, memory->stack_base, memory->stack_capacity);
+  memory->stack_base = NULL;
+  memory->stack_capacity = 0;
+  if (memory->planning || !capacity) return;
+  memory->stack_base = memory->source.allocate(memory->source.context, capacity);
+  if (!memory->stack_base) out_of_memory(memory, "the step's stack", capacity);
+  memory->stack_capacity = capacity;
+}
+
+static void *push(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
+  bytes = memory_padded(bytes);
+  size_t offset = memory->ledger.stack;
+  if (!memory->planning && offset + bytes > memory->stack_capacity) out_of_memory(memory, name, bytes);
+  memory->pushed =
+      grow(memory->pushed, memory->pushed_count, &memory->pushed_capacity, sizeof *memory->pushed);
+  MemoryBlock *block = &memory->pushed[memory->pushed_count++];
+  *block = (MemoryBlock){.name = name, .category = category, .bytes = bytes};
+  ledger_add(&memory->ledger, block, true);
+  uintptr_t base = memory->planning ? PLANNED_BASE : (uintptr_t)memory->stack_base;
+  void *data = (void *)(base + offset);
+  if (memory->poison && bytes) memory->source.poison(memory->source.context, data, bytes);
+  return data;
+}
+
+Tensor memory_push_1d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0) {
+  return tensor_1d(push(memory, name, category, (size_t)d0 * dtype_bytes(dtype)), dtype, d0);
+}
+
+Tensor memory_push_2d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0,
+                      int64_t d1) {
+  return tensor_2d(push(memory, name, category, (size_t)d0 * (size_t)d1 * dtype_bytes(dtype)), dtype, d0, d1);
+}
+
+MemoryMark memory_mark(const Memory *memory) {
+  return memory->pushed_count;
+}
+
+void memory_pop_to(Memory *memory, MemoryMark mark) {
+  while (memory->pushed_count > mark)
+    ledger_remove(&memory->ledger, &memory->pushed[--memory->pushed_count], true);
+}

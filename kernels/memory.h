@@ -1,0 +1,119 @@
+// Memory with names.
+//
+// What lives as long as the program (weights, gradients, optimizer state, tables) is reserved once. What
+// lives within a step (activations, logits chunks, workspaces) is pushed on and popped off one stack, in the
+// order in which forward and backward need it; the stack is a single allocation whose size the plan has found
+// out. Every reservation and every push has a name and a category, so the ledger always knows who holds how
+// many bytes, the high-water mark, and the timeline of a step.
+//
+// On a GPU kernels run behind the host, in the order of one stream. Popping returns bytes to later pushes of
+// the same stream order, so nothing has to wait.
+#ifndef LCE_KERNELS_MEMORY_H
+#define LCE_KERNELS_MEMORY_H
+
+#include "kernels/tensor.h"
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+typedef enum {
+  MEMORY_WEIGHTS,              // what the products read
+  MEMORY_MASTER_WEIGHTS,       // the fp32 copy that AdamW updates, where the products read bf16
+  MEMORY_GRADIENTS,            // of the weights
+  MEMORY_MOMENTS,              // AdamW's two
+  MEMORY_TABLES,               // rotary angles, the batch, scalars
+  MEMORY_ACTIVATIONS,          // saved by the forward pass for the backward pass
+  MEMORY_ACTIVATION_GRADIENTS, // gradients flowing back through the layers
+  MEMORY_HEAD,                 // the last layer: logits or a chunk of them, row statistics
+  MEMORY_WORKSPACE,            // scratch inside one operation
+  MEMORY_CATEGORY_COUNT
+} MemoryCategory;
+
+const char *memory_category_name(MemoryCategory category);
+
+// Every block starts on a multiple of this many bytes, and the ledger counts the padding.
+enum { MEMORY_ALIGNMENT = 256 };
+size_t memory_padded(size_t bytes);
+
+// Where bytes come from. A plan has no source: its addresses only count.
+typedef struct {
+  void *(*allocate)(void *context, size_t bytes); // zeroed; NULL when there are not that many
+  void (*release)(void *context, void *data, size_t bytes);
+  void (*poison)(void *context, void *data, size_t bytes); // fills with bytes 0xFF (NaN in fp32 and bf16)
+  void *context;
+} MemorySource;
+
+// The bytes in use after one reservation, push or pop, by category.
+typedef struct {
+  const char *name; // of the block that came or went
+  int step;         // as told by ledger_step
+  size_t bytes[MEMORY_CATEGORY_COUNT];
+} LedgerEvent;
+
+typedef struct {
+  size_t now[MEMORY_CATEGORY_COUNT];     // bytes in use by category
+  size_t highest[MEMORY_CATEGORY_COUNT]; // each category's own high-water mark
+  size_t total, peak;                    // bytes in use, and the most there ever were
+  size_t at_peak[MEMORY_CATEGORY_COUNT]; // who held them at the peak
+  size_t stack, stack_peak;              // the part of both that lies on the stack
+  // The timeline, kept only while `recording`.
+  bool recording;
+  int step;
+  LedgerEvent *events;
+  size_t event_count, event_capacity;
+} Ledger;
+
+typedef struct {
+  const char *name;
+  MemoryCategory category;
+  size_t bytes; // padded
+  void *data;   // of a reservation
+} MemoryBlock;
+
+typedef struct Memory {
+  MemorySource source;
+  bool planning; // no source: addresses are made up
+  bool poison;   // fill every push with NaN first (tests)
+  Ledger ledger;
+  MemoryBlock *reserved;
+  size_t reserved_count, reserved_capacity;
+  void *stack_base;
+  size_t stack_capacity;
+  MemoryBlock *pushed; // from the bottom of the stack up
+  size_t pushed_count, pushed_capacity;
+} Memory;
+
+// A memory over a source, or one that only counts (source NULL). The stack has no bytes yet.
+Memory memory_create(const MemorySource *source);
+// Gives everything back to the source. Tensors made from this memory are dead afterwards.
+void memory_destroy(Memory *memory);
+
+// Zeroed bytes that stay until memory_destroy or memory_unreserve. Names must outlive the memory (literals).
+// When the source has no more, the program fails with a sentence that says who holds what.
+void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
+void memory_unreserve(Memory *memory, void *data);
+
+// Makes (or remakes) the stack; it must be empty. A plan's stack is boundless and needs no call.
+void memory_set_stack(Memory *memory, size_t capacity);
+
+// A dense tensor on top of the stack, uninitialised. Fails with a sentence when the stack is full.
+Tensor memory_push_1d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0);
+Tensor memory_push_2d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0,
+                      int64_t d1);
+
+// Pops everything pushed after the mark was taken.
+typedef size_t MemoryMark;
+MemoryMark memory_mark(const Memory *memory);
+void memory_pop_to(Memory *memory, MemoryMark mark);
+
+// The high-water marks (total, stack, categories) start again from what is in use now.
+void ledger_reset_peak(Ledger *ledger);
+// Starts the timeline; ledger_step says which step the following events belong to.
+void ledger_record(Ledger *ledger, bool on);
+void ledger_step(Ledger *ledger, int step);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif

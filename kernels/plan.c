@@ -1,0 +1,25 @@
+// The plan: a backend that runs nothing. Its doors check the same shapes and push the same scratch as a real
+// backend's, onto a memory that only counts, so one training step through it says what that step would need,
+// to the byte, for a device that need not be there.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "kernels/kernels.h"
+
+Backend *plan_backend_create(const char *device, Dtype dtype) {
+  static const BackendOps nothing;
+  Backend *backend = calloc(1, sizeof *backend);
+  if (!backend) fail("out of host memory for the plan");
+  backend->name = "plan";
+  snprintf(backend->description, sizeof backend->description, "plan for %s", device);
+  backend->ops = &nothing;
+  backend->scratch = strcmp(device, "cuda") == 0 ? &cuda_scratch : &cpu_scratch;
+  backend->memory = memory_create(NULL);
+  backend->dtype = dtype;
+  backend->ranks = 1;
+  if (backend->scratch->resident_bytes)
+    memory_reserve(&backend->memory, "product workspace", MEMORY_WORKSPACE, backend->scratch->resident_bytes);
+  return backend;
+}

@@ -1,0 +1,116 @@
+#include "kernels/tensor.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/fail.h"
+
+size_t dtype_bytes(Dtype dtype) {
+  return dtype == DTYPE_BF16 ? 2 : 4;
+}
+
+const char *dtype_name(Dtype dtype) {
+  static const char *const names[DTYPE_COUNT] = {"fp32", "bf16", "int32"};
+  return names[dtype];
+}
+
+// Planned tensors have addresses that nothing lies behind, so addresses are moved as integers.
+static void *address_plus(void *data, int64_t elements, Dtype dtype) {
+  return data ? (void *)((uintptr_t)data + (uintptr_t)elements * dtype_bytes(dtype)) : NULL;
+}
+
+Tensor tensor_1d(void *data, Dtype dtype, int64_t d0) {
+  return (Tensor){.data = data, .dtype = dtype, .rank = 1, .shape = {d0}, .stride = d0};
+}
+
+Tensor tensor_2d(void *data, Dtype dtype, int64_t d0, int64_t d1) {
+  return (Tensor){.data = data, .dtype = dtype, .rank = 2, .shape = {d0, d1}, .stride = d1};
+}
+
+Tensor tensor_3d(void *data, Dtype dtype, int64_t d0, int64_t d1, int64_t d2) {
+  return (Tensor){.data = data, .dtype = dtype, .rank = 3, .shape = {d0, d1, d2}, .stride = d2};
+}
+
+int64_t tensor_count(Tensor t) {
+  int64_t count = t.rank > 0;
+  for (int i = 0; i < t.rank; i++) count *= t.shape[i];
+  return count;
+}
+
+size_t tensor_bytes(Tensor t) {
+  return (size_t)tensor_count(t) * dtype_bytes(t.dtype);
+}
+
+bool tensor_is_dense(Tensor t) {
+  return t.stride == t.shape[t.rank - 1];
+}
+
+bool tensor_same_shape(Tensor a, Tensor b) {
+  if (a.rank != b.rank) return false;
+  for (int i = 0; i < a.rank; i++)
+    if (a.shape[i] != b.shape[i]) return false;
+  return true;
+}
+
+Tensor tensor_rows(Tensor t, int64_t first, int64_t count) {
+  int64_t rows_per_slice = 1;
+  for (int i = 1; i + 1 < t.rank; i++) rows_per_slice *= t.shape[i];
+  int64_t step = t.rank == 1 ? 1 : rows_per_slice * t.stride;
+  if (first < 0 || count < 0 || first + count > t.shape[0])
+    fail("rows %lld to %lld lie outside of %s", (long long)first, (long long)(first + count),
+         tensor_text(t).text);
+  t.data = address_plus(t.data, first * step, t.dtype);
+  t.shape[0] = count;
+  if (t.rank == 1) t.stride = count;
+  return t;
+}
+
+Tensor tensor_columns(Tensor t, int64_t first, int64_t count) {
+  int64_t length = t.shape[t.rank - 1];
+  if (first < 0 || count < 0 || first + count > length)
+    fail("columns %lld to %lld lie outside of %s", (long long)first, (long long)(first + count),
+         tensor_text(t).text);
+  t.data = address_plus(t.data, first, t.dtype);
+  t.shape[t.rank - 1] = count;
+  return t;
+}
+
+Tensor tensor_flat(Tensor t) {
+  if (!tensor_is_dense(t))
+    fail("%s has gaps between its rows and cannot be read as one row", tensor_text(t).text);
+  return tensor_1d(t.data, t.dtype, tensor_count(t));
+}
+
+Tensor tensor_reshape_2d(Tensor t, int64_t rows, int64_t columns) {
+  if (!tensor_is_dense(t) || tensor_count(t) != rows * columns)
+    fail("%s cannot be read as [%lld, %lld]", tensor_text(t).text, (long long)rows, (long long)columns);
+  return tensor_2d(t.data, t.dtype, rows, columns);
+}
+
+TensorText tensor_text(Tensor t) {
+  TensorText out;
+  if (!tensor_exists(t)) {
+    strcpy(out.text, "absent");
+    return out;
+  }
+  int length = snprintf(out.text, sizeof out.text, "%s [", dtype_name(t.dtype));
+  for (int i = 0; i < t.rank; i++)
+    length += snprintf(out.text + length, sizeof out.text - (size_t)length, i ? ", %lld" : "%lld",
+                       (long long)t.shape[i]);
+  snprintf(out.text + length, sizeof out.text - (size_t)length, "]");
+  return out;
+}
+
+uint16_t bf16_from_f32(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)(bits >> 16 | 0x40u);
+  return (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+float bf16_to_f32(uint16_t bits) {
+  uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  memcpy(&value, &wide, sizeof value);
+  return value;
+}

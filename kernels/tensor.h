@@ -1,0 +1,59 @@
+// A tensor is a small value: where the numbers lie, what they are, and their shape. It owns nothing.
+#ifndef LCE_KERNELS_TENSOR_H
+#define LCE_KERNELS_TENSOR_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+typedef enum { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_COUNT } Dtype;
+
+typedef struct Tensor {
+  void *data;       // address of element [0, ..., 0] in the backend's memory; NULL means "no such tensor"
+  Dtype dtype;      // of every element
+  int rank;         // 1 to 4
+  int64_t shape[4]; // the last axis is a row, contiguous in memory
+  int64_t stride;   // elements from the start of one row to the start of the next; the row length when dense
+} Tensor;
+
+size_t dtype_bytes(Dtype dtype);
+const char *dtype_name(Dtype dtype);
+
+// Dense tensors over memory that the caller owns. Dimensions of 0 are allowed (an empty tensor).
+Tensor tensor_1d(void *data, Dtype dtype, int64_t d0);
+Tensor tensor_2d(void *data, Dtype dtype, int64_t d0, int64_t d1);
+Tensor tensor_3d(void *data, Dtype dtype, int64_t d0, int64_t d1, int64_t d2);
+
+static inline bool tensor_exists(Tensor t) {
+  return t.data != NULL;
+}
+int64_t tensor_count(Tensor t); // elements
+size_t tensor_bytes(Tensor t);  // of the elements, without what a stride skips
+bool tensor_is_dense(Tensor t); // rows follow one another without a gap
+bool tensor_same_shape(Tensor a, Tensor b);
+
+// Views. Rows [first, first + count) of the first axis; columns [first, first + count) of the last axis (the
+// stride stays); the same dense elements as one row, or as [rows, columns].
+Tensor tensor_rows(Tensor t, int64_t first, int64_t count);
+Tensor tensor_columns(Tensor t, int64_t first, int64_t count);
+Tensor tensor_flat(Tensor t);
+Tensor tensor_reshape_2d(Tensor t, int64_t rows, int64_t columns);
+
+// "bf16 [4096, 128256]" or "absent", for messages. The text is part of the returned value.
+typedef struct {
+  char text[96];
+} TensorText;
+TensorText tensor_text(Tensor t);
+
+// bf16 is the upper half of an fp32; conversion rounds to nearest even and keeps NaN a NaN.
+uint16_t bf16_from_f32(float value);
+float bf16_to_f32(uint16_t bits);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif
