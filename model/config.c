@@ -1,0 +1,134 @@
+#include "model/config.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/fail.h"
+
+typedef struct {
+  const char *name;
+  ModelFamily family;
+  int64_t vocab, hidden, intermediate, layers, heads, key_value_heads, head_dim, positions;
+  bool tied;
+  double rope_factor;
+  double learning_rate;
+} Preset;
+
+static const Preset presets[] = {
+    // name         family        vocab   hidden  F      L   Q   K   D    positions tied  rope  lr
+    {"gpt2-tiny", FAMILY_GPT2, 50257, 128, 512, 4, 4, 4, 32, 1024, true, 0, 2e-3},
+    {"gpt2-124m", FAMILY_GPT2, 50257, 768, 3072, 12, 12, 12, 64, 1024, true, 0, 6e-4},
+    {"gpt2-350m", FAMILY_GPT2, 50257, 1024, 4096, 24, 16, 16, 64, 1024, true, 0, 3e-4},
+    {"gpt2-774m", FAMILY_GPT2, 50257, 1280, 5120, 36, 20, 20, 64, 1024, true, 0, 2.5e-4},
+    {"gpt2-1558m", FAMILY_GPT2, 50257, 1600, 6400, 48, 25, 25, 64, 1024, true, 0, 2e-4},
+    {"llama-tiny", FAMILY_LLAMA, 128256, 128, 384, 4, 4, 2, 32, 8192, true, 0, 2e-3},
+    {"llama-1b", FAMILY_LLAMA, 128256, 2048, 8192, 16, 32, 8, 64, 131072, true, 32, 3e-4},
+    {"llama-3b", FAMILY_LLAMA, 128256, 3072, 8192, 28, 24, 8, 128, 131072, true, 32, 3e-4},
+    {"llama-8b", FAMILY_LLAMA, 128256, 4096, 14336, 32, 32, 8, 128, 131072, false, 8, 3e-4},
+};
+enum { PRESET_COUNT = sizeof presets / sizeof *presets };
+
+const char *model_preset_names(void) {
+  static char names[256];
+  size_t length = 0;
+  for (int i = 0; i < PRESET_COUNT; i++)
+    length += (size_t)snprintf(names + length, sizeof names - length, "%s%s", i ? ", " : "", presets[i].name);
+  return names;
+}
+
+static const Preset *find(const char *name) {
+  for (int i = 0; i < PRESET_COUNT; i++)
+    if (strcmp(presets[i].name, name) == 0) return &presets[i];
+  fail("no model preset is called '%s'; there are %s", name, model_preset_names());
+}
+
+double model_preset_learning_rate(const char *name) {
+  return find(name)->learning_rate;
+}
+
+ModelConfig model_preset(const char *name) {
+  const Preset *p = find(name);
+  bool gpt2 = p->family == FAMILY_GPT2;
+  ModelConfig config = {.family = p->family,
+                        .vocab_size = p->vocab,
+                        .hidden_size = p->hidden,
+                        .intermediate_size = p->intermediate,
+                        .num_hidden_layers = p->layers,
+                        .num_attention_heads = p->heads,
+                        .num_key_value_heads = p->key_value_heads,
+                        .head_dim = p->head_dim,
+                        .max_position_embeddings = p->positions,
+                        .norm = gpt2 ? NORM_LAYER : NORM_RMS,
+                        .learned_positions = gpt2,
+                        .gated_mlp = !gpt2,
+                        .linear_bias = gpt2,
+                        .input_major = gpt2,
+                        .tie_word_embeddings = p->tied,
+                        .norm_epsilon = 1e-5,
+                        .rope_theta = 500000,
+                        .initializer_range = 0.02};
+  if (p->rope_factor > 0)
+    config.rope_scaling = (RopeScaling){.factor = p->rope_factor,
+                                        .low_freq_factor = 1,
+                                        .high_freq_factor = 4,
+                                        .original_max_position_embeddings = 8192};
+  snprintf(config.name, sizeof config.name, "%s", name);
+  return config;
+}
+
+void model_config_check(const ModelConfig *c) {
+  const struct {
+    const char *name;
+    int64_t value;
+  } sizes[] = {{"vocab_size", c->vocab_size},
+               {"hidden_size", c->hidden_size},
+               {"intermediate_size", c->intermediate_size},
+               {"num_hidden_layers", c->num_hidden_layers},
+               {"num_attention_heads", c->num_attention_heads},
+               {"num_key_value_heads", c->num_key_value_heads},
+               {"head_dim", c->head_dim},
+               {"max_position_embeddings", c->max_position_embeddings}};
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+    if (sizes[i].value < 1 || sizes[i].value > INT32_MAX)
+      fail("a model cannot have %s %lld; give a whole number from 1 to %d", sizes[i].name,
+           (long long)sizes[i].value, INT32_MAX);
+  if (c->num_attention_heads % c->num_key_value_heads)
+    fail("%lld attention heads cannot share %lld key/value heads evenly; choose --num-key-value-heads that "
+         "divides "
+         "--num-attention-heads",
+         (long long)c->num_attention_heads, (long long)c->num_key_value_heads);
+  if (c->family == FAMILY_GPT2 && c->num_key_value_heads != c->num_attention_heads)
+    fail("GPT-2 has as many key/value heads as attention heads, not %lld and %lld; grouped heads are Llama's",
+         (long long)c->num_key_value_heads, (long long)c->num_attention_heads);
+  if (c->family == FAMILY_GPT2 && c->head_dim * c->num_attention_heads != c->hidden_size)
+    fail("GPT-2's %lld heads of %lld do not make up a hidden size of %lld; change --num-attention-heads or "
+         "--hidden-size",
+         (long long)c->num_attention_heads, (long long)c->head_dim, (long long)c->hidden_size);
+  if (!c->learned_positions && c->head_dim % 2)
+    fail(
+        "rotary positions turn pairs of numbers, so a head size of %lld cannot be; choose an even --head-dim",
+        (long long)c->head_dim);
+}
+
+// Weights of the matrix products of one layer.
+static int64_t layer_products(const ModelConfig *c) {
+  int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
+  return c->hidden_size * (q + 2 * kv) + q * c->hidden_size +
+         (c->gated_mlp ? 3 : 2) * c->hidden_size * c->intermediate_size;
+}
+
+int64_t model_parameter_count(const ModelConfig *c) {
+  int64_t norm = c->hidden_size * (c->norm == NORM_LAYER ? 2 : 1);
+  int64_t kv = c->num_key_value_heads * c->head_dim, q = c->num_attention_heads * c->head_dim;
+  int64_t biases = c->linear_bias ? q + 2 * kv + c->hidden_size + c->intermediate_size + c->hidden_size : 0;
+  int64_t embeddings = c->vocab_size * c->hidden_size * (c->tie_word_embeddings ? 1 : 2);
+  if (c->learned_positions) embeddings += c->max_position_embeddings * c->hidden_size;
+  return embeddings + c->num_hidden_layers * (layer_products(c) + biases + 2 * norm) + norm;
+}
+
+double model_flops_per_token(const ModelConfig *c, int64_t seq_len) {
+  double products = (double)(c->num_hidden_layers * layer_products(c) + c->vocab_size * c->hidden_size);
+  double attention =
+      (double)c->num_hidden_layers * (double)seq_len * (double)(c->num_attention_heads * c->head_dim);
+  return 6 * products + 6 * attention;
+}

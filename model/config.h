@@ -1,0 +1,64 @@
+// What a transformer is: the choices and the sizes that tell GPT-2 and Llama apart, with Hugging Face's
+// names.
+#ifndef LCE_MODEL_CONFIG_H
+#define LCE_MODEL_CONFIG_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "kernels/kernels.h"
+
+typedef enum { FAMILY_GPT2, FAMILY_LLAMA } ModelFamily;
+
+// Llama 3's stretching of the rotary frequencies (transformers: rope_type "llama3"); factor 0 means none.
+typedef struct {
+  double factor;                            // long wavelengths turn this much slower
+  double low_freq_factor, high_freq_factor; // wavelengths between original/high and original/low are blended
+  int64_t original_max_position_embeddings;
+} RopeScaling;
+
+typedef struct {
+  char name[32];      // the preset it started from
+  ModelFamily family; // names of the tensors, initialisation
+  // sizes
+  int64_t vocab_size;              // V
+  int64_t hidden_size;             // H
+  int64_t intermediate_size;       // F
+  int64_t num_hidden_layers;       // L
+  int64_t num_attention_heads;     // Q
+  int64_t num_key_value_heads;     // K, divides Q
+  int64_t head_dim;                // D
+  int64_t max_position_embeddings; // the longest sequence
+  // choices
+  NormKind norm;            // LayerNorm with bias, or RMSNorm
+  bool learned_positions;   // a table added to the embedding; otherwise rotary
+  bool gated_mlp;           // SwiGLU; otherwise GELU (tanh)
+  bool linear_bias;         // biases on all projections
+  bool input_major;         // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
+  bool tie_word_embeddings; // the head is the token embedding
+  double norm_epsilon;
+  double rope_theta;
+  RopeScaling rope_scaling;
+  double initializer_range; // standard deviation of the initial weights
+} ModelConfig;
+
+// The published shapes; fails with the list of names when there is none called `name`. A preset's learning
+// rate is its paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024), tiny ones
+// our own.
+ModelConfig model_preset(const char *name);
+double model_preset_learning_rate(const char *name);
+int64_t model_preset_seq_len(const char *name); // what --seq-len is when not given
+const char *model_preset_names(void);           // "gpt2-tiny, gpt2-124m, ..."
+
+// Fails with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head,
+// ...). `overridden` sizes of 0 have been filled in by the caller before.
+void model_config_check(const ModelConfig *config);
+
+int64_t model_parameter_count(const ModelConfig *config);
+
+// Floating-point operations of one training step per token: 6 for each weight of a matrix product (2 forward,
+// 4 backward) and 6 L T Q D for causal attention. The embedding look-up, norms and the optimizer are not
+// counted.
+double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
+
+#endif

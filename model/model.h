@@ -1,0 +1,46 @@
+// A model: its configuration, its weights, and the layers as operations see them.
+#ifndef LCE_MODEL_MODEL_H
+#define LCE_MODEL_MODEL_H
+
+#include "model/config.h"
+#include "model/parameters.h"
+
+// One transformer block. Products carry their bias beside them; Llama has none (absent).
+typedef struct {
+  Param norm1_weight, norm1_bias; // before attention
+  Param qkv_weight, qkv_bias;     // [(Q + 2K) D, H]: q, k and v as one product
+  Param out_weight, out_bias;     // [H, Q D]
+  Param norm2_weight, norm2_bias; // before the MLP
+  Param up_weight, up_bias;       // [F, H], or [2F, H] with the gate's rows first
+  Param down_weight, down_bias;   // [H, F]
+} Layer;                          // GPT-2 stores the four matrices transposed (config.input_major)
+
+typedef struct {
+  ModelConfig config;
+  Parameters parameters;
+  Param token_embedding;    // [V, H]
+  Param position_embedding; // [P, H], GPT-2 only
+  Layer *layers;
+  Param final_norm_weight, final_norm_bias;
+  Param head;         // [V, H]: the token embedding itself when tied
+  Tensor rope_angles; // fp32 [seq_len, D], Llama only: cosines, then sines
+} Model;
+
+// Lays out the parameters, reserves their slabs and the rotary table for sequences up to seq_len. The model
+// owns its tables on the host; the backend's memory owns the tensors. Fails when the sizes make no model. The
+// model must not move afterwards.
+void model_create(Model *model, const ModelConfig *config, Backend *backend, ParameterDtypes dtypes,
+                  int64_t seq_len);
+// First values as each family's paper and code have them:
+//   GPT-2: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases 0, norms 1 (Radford et al. 2019)
+//   Llama: N(0, 0.02), norms 1 (transformers' initializer_range)
+void model_initialize(Model *model, Backend *backend, uint64_t seed);
+void model_destroy(Model *model);
+
+// inv_freq[i] = theta^(-2i/D) for i < D/2, stretched by `scaling` as Llama 3.1 does (Grattafiori et al. 2024;
+// transformers' _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn `factor` times
+// slower, those under original/high_freq_factor as before, and between the two the change is blended
+// linearly.
+void rope_frequencies(const ModelConfig *config, float *inv_freq);
+
+#endif

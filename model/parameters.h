@@ -1,0 +1,85 @@
+// Every weight of a model: a table of named tensors, with the names and the shapes that Hugging Face gives
+// them.
+//
+// The tensors of one role (weights, gradients, moments, ...) lie in one slab. Within a slab they stand in
+// three groups, so that the optimizer updates each group in one sweep. Where a product reads several tensors
+// as one (q, k and v; gate and up), they lie one after the other: a Param then spans them all, and the table
+// still names each, as a slice.
+#ifndef LCE_MODEL_PARAMETERS_H
+#define LCE_MODEL_PARAMETERS_H
+
+#include "kernels/kernels.h"
+
+typedef enum {
+  GROUP_HEAD,     // the head's matrix: decayed, and its gradient is always fp32
+  GROUP_MATRICES, // all other matrices: decayed
+  GROUP_VECTORS,  // norms and biases: not decayed
+  GROUP_COUNT
+} ParameterGroup;
+
+// A weight as an operation sees it.
+typedef struct {
+  Tensor value; // of the backend's dtype
+  Tensor grad;  // fp32, or the gradients' dtype
+} Param;
+
+typedef enum { INIT_NORMAL, INIT_ONES, INIT_ZEROS } InitKind;
+
+// One named tensor. Its copies in the roles' slabs have the same shape.
+typedef struct {
+  char name[96];
+  ParameterGroup group;
+  int rank;
+  int64_t shape[2];
+  int64_t offset; // elements, within its group
+  InitKind init;
+  double stddev; // of INIT_NORMAL
+  Tensor value, grad, m, v;
+  Tensor master; // fp32, or absent: then value is the only copy
+} Parameter;
+
+typedef struct {
+  Dtype weight; // what the products read
+  bool master;  // keep an fp32 copy (only where weight is bf16)
+  Dtype grad;   // of all gradients but the head's
+  Dtype moment; // of AdamW's m and v
+} ParameterDtypes;
+
+typedef struct Parameters {
+  Parameter *items; // in Hugging Face's order
+  int64_t count;
+  int64_t capacity;
+  int64_t group_elements[GROUP_COUNT]; // with padding
+  // Whole groups, flat: what the optimizer and the norm sweep over.
+  Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT], m[GROUP_COUNT], v[GROUP_COUNT];
+  // Where parameters_allocate puts what it makes.
+  struct ParameterView *views;
+  int64_t view_count, view_capacity;
+} Parameters;
+
+// One tensor to be: its name, shape (rank 1: [d0]) and first value.
+typedef struct {
+  const char *name;
+  int64_t d0, d1; // d1 0 means rank 1
+  InitKind init;
+  double stddev;
+} ParameterSpec;
+
+// Adds `count` tensors that lie one after the other, with the same d1, and asks for `param` to become a view
+// of them all. `param` must stay where it is until parameters_allocate.
+void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, const ParameterSpec *specs,
+                    int count);
+
+// Reserves the slabs (zeroed) and fills in every tensor of the table and every Param asked for.
+void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes dtypes);
+
+// First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank
+// count.
+void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
+
+// The tensor called `name`, or NULL.
+Parameter *parameters_find(Parameters *parameters, const char *name);
+
+void parameters_free(Parameters *parameters);
+
+#endif

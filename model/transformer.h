@@ -1,0 +1,49 @@
+// The transformer at work: one forward, one backward, for GPT-2 and Llama alike.
+#ifndef LCE_MODEL_TRANSFORMER_H
+#define LCE_MODEL_TRANSFORMER_H
+
+#include "kernels/linear_cross_entropy.h"
+#include "model/model.h"
+
+// What the forward pass does not keep and the backward pass computes again (activation checkpointing; Chen et
+// al. 2016). Each level includes those before it. Per token and layer, bf16 Llama: none keeps 2 (6 H + 2 K D
+// + 3 F) + bytes, layer keeps 2 H; the cost is what is computed twice.
+typedef enum {
+  RECOMPUTE_NONE,
+  RECOMPUTE_ELEMENTWISE, // norms and activation functions: cheap to repeat, a third of the memory
+  RECOMPUTE_MLP,         // and the MLP's first product: the widest tensor of the layer
+  RECOMPUTE_LAYER,       // everything but the layer's input
+  RECOMPUTE_COUNT
+} Recompute;
+
+const char *recompute_name(Recompute recompute); // "none", "elementwise", "mlp", "layer"
+
+// The tokens of one micro-batch, on the device; row n = b * seq_len + t.
+typedef struct {
+  int64_t batch, seq_len;
+  Tensor tokens;   // int32 [N]
+  Tensor targets;  // int32 [N], IGNORE_INDEX where nothing is predicted
+  Tensor rows;     // int32 [N], or absent when no target is ignored: see LinearCrossEntropy
+  int64_t counted; // how many targets count; read only when rows is there
+} Batch;
+
+typedef struct {
+  LceMode mode;
+  int64_t chunk;
+  Recompute recompute;
+} TransformerOptions;
+
+// One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'
+// gradients are written (accumulate false) or added to: scale times those of the losses' sum. Everything else
+// lives on the backend's stack and is gone on return. Fails when a shape does not fit the model.
+void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
+                       float scale, bool accumulate, Tensor loss);
+
+// The losses alone.
+void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
+                          const TransformerOptions *options, Tensor loss);
+
+// The logits (fp32 [R, V], the caller's) of the rows whose numbers stand in `rows` (int32 [R]), for sampling.
+void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits);
+
+#endif
