@@ -1,0 +1,429 @@
+// lce.c: trains GPT-2 and Llama with a fused, chunked lm_head + cross-entropy.
+//
+//   options -> backend -> plan -> model -> loop -> summary
+//
+// Reading on from here: trainer/trainer.c (a step), model/transformer.c (forward and backward),
+// kernels/linear_cross_entropy.c (the last layer), kernels/kernels.h (every operation).
+#include <math.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "base/text.h"
+#include "data/byte_tokenizer.h"
+#include "data/corpus.h"
+#include "trainer/log.h"
+#include "trainer/report.h"
+#include "trainer/speed.h"
+
+// --- stopping
+// -------------------------------------------------------------------------------------------------------
+
+static volatile sig_atomic_t stop_asked;
+
+static void ask_to_stop(int signal_number) {
+  stop_asked = 1;
+  signal(signal_number, SIG_DFL); // a second one ends the program at once
+}
+
+// --- machine
+// --------------------------------------------------------------------------------------------------------
+
+static Backend *open_backend(Options *o) {
+  const char *reason = NULL;
+  Backend *backend = NULL;
+  if (o->device != DEVICE_CPU) {
+    backend = cuda_backend_create(0, o->dtype == DTYPE_F32 ? DTYPE_F32 : DTYPE_BF16, &reason);
+    if (!backend && o->device == DEVICE_CUDA) fail("--device cuda: %s", reason);
+    if (!backend) printf("no GPU is used: %s\n", reason);
+  }
+  options_settle_dtypes(o, backend != NULL);
+  return backend ? backend : cpu_backend_create(o->plain_products);
+}
+
+static const char *device_kind(const Backend *backend) {
+  return backend->scratch == &cuda_scratch ? "cuda" : "cpu";
+}
+
+// The device that a plan is for: the one asked for, or the one that is there.
+static const char *planned_device(Options *o, size_t *capacity) {
+  if (o->device == DEVICE_AUTO || o->fit) {
+    Backend *backend = open_backend(o);
+    const char *kind = device_kind(backend);
+    *capacity = backend->device_capacity > backend->device_overhead
+                    ? backend->device_capacity - backend->device_overhead
+                    : 0;
+    backend_destroy(backend);
+    return kind;
+  }
+  options_settle_dtypes(o, o->device == DEVICE_CUDA);
+  return o->device == DEVICE_CUDA ? "cuda" : "cpu";
+}
+
+// --- what is printed before anything runs
+// -----------------------------------------------------------------------------
+
+static void describe(const Options *o, const Backend *backend, const Loader *loader) {
+  const ModelConfig *m = &o->model;
+  char data[256];
+  loader_describe(loader, data, sizeof data);
+  printf("device   %s\n", backend->description);
+  printf("model    %s: %s parameters, V %s, H %lld, L %lld, heads %lld/%lld of %lld, %s head\n", m->name,
+         text_count((double)model_parameter_count(m)).text, text_grouped(m->vocab_size).text,
+         (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
+         (long long)m->num_key_value_heads, (long long)m->head_dim,
+         m->tie_word_embeddings ? "tied" : "untied");
+  printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
+         text_grouped(o->total_batch).text, (long long)o->micro_steps, (long long)o->batch,
+         (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
+  if (o->mode == LCE_FUSED)
+    printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
+           (long long)o->lce_chunk, recompute_name(o->recompute));
+  else
+    printf("loss     materialized logits, recompute %s\n", recompute_name(o->recompute));
+  printf("data     %s\n", data);
+}
+
+static int print_plan(Options *o) {
+  size_t capacity = 0;
+  const char *device = planned_device(o, &capacity);
+  Backend *plan = plan_backend_create(device, o->dtype);
+  options_settle_chunk(o, plan);
+  backend_destroy(plan);
+  MemoryColumn columns[2] = {
+      {.title = "fused, planned", .memory = plan_run(o, device, LCE_FUSED)},
+      {.title = "materialized, planned", .memory = plan_run(o, device, LCE_MATERIALIZED)}};
+  printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
+         o->model.name, text_count((double)model_parameter_count(&o->model)).text, device,
+         (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
+         dtype_name(o->dtype), (long long)o->lce_chunk, recompute_name(o->recompute));
+  report_memory(stdout, columns, 2, NULL);
+  return 0;
+}
+
+static int print_fit(Options *o) {
+  size_t capacity = 0;
+  const char *device = planned_device(o, &capacity);
+  Backend *plan = plan_backend_create(device, o->dtype);
+  options_settle_chunk(o, plan);
+  backend_destroy(plan);
+  if (!capacity)
+    fail("--fit: the memory of the device is not known; use --plan with a --batch of your choice");
+  int64_t fused = plan_largest_batch(o, device, LCE_FUSED, capacity);
+  int64_t materialized = plan_largest_batch(o, device, LCE_MATERIALIZED, capacity);
+  printf("%s at --seq-len %lld in %s: --batch %lld fits with the fused loss, --batch %lld with materialized "
+         "logits\n",
+         o->model.name, (long long)o->seq_len, text_bytes(capacity).text, (long long)fused,
+         (long long)materialized);
+  return 0;
+}
+
+// --- the run
+// ----------------------------------------------------------------------------------------------------------
+
+typedef struct {
+  const Options *options;
+  Backend *backend;
+  Trainer *trainer;
+  const Source *source;
+  const Loader *loader;
+  Log *log;
+  Progress progress;
+  double first_loss, last_loss, val_loss; // NAN before there is one
+  int64_t steps_done, steps_timed;
+  double seconds_timed; // of the steps after the first ones, without validation and samples
+} Run;
+
+static size_t system_bytes(const Backend *backend) {
+  return backend->ops->device_bytes_now((Backend *)backend);
+}
+
+// Fetches the results of the steps since the last time, which took `seconds`.
+static void collect(Run *run, double seconds) {
+  StepResult results[TRAINER_PENDING];
+  int count = trainer_collect(run->trainer, results);
+  if (!count) return;
+  double rate = (double)run->options->total_batch * count / seconds;
+  for (int i = 0; i < count; i++) {
+    const StepResult *r = &results[i];
+    if (isnan(run->first_loss)) run->first_loss = r->loss;
+    run->last_loss = r->loss;
+    cJSON *line = cJSON_CreateObject();
+    cJSON_AddNumberToObject(line, "step", (double)(r->step + 1));
+    cJSON_AddNumberToObject(line, "loss", r->loss);
+    cJSON_AddNumberToObject(line, "learning_rate", r->learning_rate);
+    cJSON_AddNumberToObject(line, "grad_norm", r->grad_norm);
+    cJSON_AddNumberToObject(line, "tokens", (double)r->counted);
+    cJSON_AddNumberToObject(line, "tokens_per_second", rate);
+    log_write(run->log, "step", line);
+    if (!isfinite(r->loss) || !isfinite(r->grad_norm)) {
+      progress_break(&run->progress);
+      fail("step %lld: the loss is %g and the gradient norm %g; the training has diverged, try a lower --lr "
+           "or a longer "
+           "--warmup",
+           (long long)(r->step + 1), r->loss, r->grad_norm);
+    }
+  }
+  if (run->steps_done > 0) {
+    run->steps_timed += count;
+    run->seconds_timed += seconds;
+  }
+  run->steps_done += count;
+  progress_update(&run->progress, &results[count - 1], count, seconds, run->options->total_batch,
+                  system_bytes(run->backend));
+}
+
+static void validate(Run *run, int64_t step) {
+  if (!run->loader->validation_batches) return;
+  run->val_loss = trainer_validate(run->trainer, run->loader, run->options->eval_batches);
+  progress_break(&run->progress);
+  printf("step %lld  validation loss %.4f (perplexity %.1f)\n", (long long)step, run->val_loss,
+         exp(run->val_loss));
+  cJSON *line = cJSON_CreateObject();
+  cJSON_AddNumberToObject(line, "step", (double)step);
+  cJSON_AddNumberToObject(line, "val_loss", run->val_loss);
+  log_write(run->log, "validation", line);
+}
+
+// Text is prompted and shown as text. Shards know only ids: they are prompted with their first token.
+static void sample(Run *run, int64_t step) {
+  const Options *o = run->options;
+  bool text = source_kind(run->source) == SOURCE_TEXT;
+  int64_t prompt_count = text ? (int64_t)strlen(o->prompt) : 1, count;
+  int32_t *prompt = malloc((size_t)(prompt_count + 1) * sizeof *prompt);
+  if (!prompt) fail("out of host memory for the prompt");
+  if (text)
+    byte_encode(o->prompt, prompt_count, prompt);
+  else
+    source_read(run->source, 0, 1, prompt);
+  int32_t *tokens = trainer_sample(run->trainer, prompt, prompt_count, o->seed + (uint64_t)step, &count);
+  progress_break(&run->progress);
+  printf("step %lld  sample:", (long long)step);
+  cJSON *line = cJSON_CreateObject();
+  cJSON_AddNumberToObject(line, "step", (double)step);
+  if (text) {
+    char *shown = byte_decode(tokens, count);
+    printf(" %s\n", shown);
+    cJSON_AddStringToObject(line, "text", shown);
+    free(shown);
+  } else {
+    for (int64_t i = 0; i < count; i++) printf(" %d", tokens[i]);
+    putchar('\n');
+    cJSON_AddItemToObject(line, "tokens", cJSON_CreateIntArray(tokens, (int)count));
+  }
+  log_write(run->log, "sample", line);
+  free(tokens);
+  free(prompt);
+}
+
+static bool every(int64_t period, int64_t done) {
+  return period && done % period == 0;
+}
+
+static void train(Run *run) {
+  const Options *o = run->options;
+  Ledger *ledger = &run->backend->memory.ledger;
+  int64_t collect_every = 1;
+  double since = now_seconds();
+  for (int64_t step = 0; step < o->steps && !stop_asked; step++) {
+    if (o->timeline && step < 3) ledger_record(ledger, true);
+    ledger_step(ledger, (int)step);
+    trainer_step(run->trainer, run->loader, step);
+    ledger_record(ledger, false);
+    int64_t done = step + 1;
+    bool look = every(o->eval_every, done) || every(o->sample_every, done) || done == o->steps;
+    if (run->trainer->pending_count < collect_every && !look) continue;
+
+    collect(run, now_seconds() - since);
+    // The host looks at the device about twice a second, so that it does not stand in its way.
+    collect_every = (int64_t)(0.5 / run->progress.smoothed_seconds);
+    collect_every = collect_every < 1 ? 1 : collect_every > TRAINER_PENDING ? TRAINER_PENDING : collect_every;
+    if (every(o->eval_every, done) && done < o->steps) validate(run, done);
+    if (every(o->sample_every, done)) sample(run, done);
+    since = now_seconds();
+  }
+  collect(run, now_seconds() - since);
+  progress_break(&run->progress);
+  if (stop_asked) printf("stopped after step %lld, as asked\n", (long long)run->steps_done);
+  validate(run, run->steps_done);
+}
+
+// --- afterwards
+// -------------------------------------------------------------------------------------------------------
+
+// A few forward and backward passes in `mode`, with everything measured afresh.
+static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
+  enum { PASSES = 3 };
+  Backend *backend = trainer->backend;
+  trainer_set_mode(trainer, LCE_FUSED); // give a larger stack back before looking
+  memory_set_stack(&backend->memory, 0);
+  ledger_reset_peak(&backend->memory.ledger);
+  backend->ops->device_peak_reset(backend);
+  trainer_set_mode(trainer, mode);
+  double best = INFINITY;
+  for (int i = 0; i < PASSES; i++) {
+    backend_synchronize(backend);
+    double start = now_seconds();
+    trainer_gradient_pass(trainer);
+    backend_synchronize(backend);
+    best = fmin(best, now_seconds() - start);
+  }
+  return (MemoryColumn){.title = title,
+                        .memory = plan_from_ledger(&backend->memory.ledger),
+                        .device_bytes = backend->ops->device_bytes_peak(backend),
+                        .pass_seconds = best};
+}
+
+static const char *system_row(const Backend *backend) {
+  return backend->scratch == &cuda_scratch ? "the device's own figure" : "the process's own figure (VmHWM)";
+}
+
+static void compare_modes(Run *run) {
+  const Options *o = run->options;
+  const char *kind = device_kind(run->backend);
+  MemoryColumn columns[2];
+  static const char *const measured[2] = {"fused, measured", "materialized, measured"};
+  static const char *const planned[2] = {"fused, planned", "materialized, planned"};
+  for (int i = 0; i < 2; i++) {
+    LceMode mode = i == 0 ? LCE_FUSED : LCE_MATERIALIZED;
+    Plan plan = plan_run(o, kind, mode);
+    size_t usable = run->backend->device_capacity - run->backend->device_overhead;
+    bool fits = !run->backend->device_capacity || plan.peak_bytes <= usable;
+    columns[i] = fits ? measure_mode(run->trainer, mode, measured[i])
+                      : (MemoryColumn){.title = planned[i], .memory = plan};
+    if (!fits) printf("the %s mode does not fit here: it is planned, not measured\n", lce_mode_name(mode));
+  }
+  putchar('\n');
+  report_memory(stdout, columns, 2, system_row(run->backend));
+  printf("\nat %s tokens and V %s the last layer holds %.1f times less when it is fused\n",
+         text_grouped(o->batch * o->seq_len).text, text_grouped(o->model.vocab_size).text,
+         (double)columns[1].memory.head_peak_bytes / (double)columns[0].memory.head_peak_bytes);
+}
+
+static void add_number(cJSON *line, const char *name, double value) {
+  cJSON_AddItemToObject(line, name, isfinite(value) ? cJSON_CreateNumber(value) : cJSON_CreateNull());
+}
+
+static void summarize(Run *run) {
+  const Options *o = run->options;
+  Backend *backend = run->backend;
+  Plan memory = plan_from_ledger(&backend->memory.ledger);
+  size_t device_peak = backend->ops->device_bytes_peak(backend);
+  double per_step = run->steps_timed ? run->seconds_timed / (double)run->steps_timed : NAN;
+  double rate = (double)o->total_batch / per_step;
+  double entropy = corpus_entropy(run->source);
+
+  printf("\nloss     %.4f at first, %.4f at last", run->first_loss, run->last_loss);
+  if (isfinite(run->val_loss)) printf(", %.4f on validation data", run->val_loss);
+  printf("; %.4f is what token frequencies alone give\n", entropy);
+  if (run->steps_timed)
+    printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its bare products\n",
+           text_count(rate).text, 1e3 * per_step, 100 * progress_share(&run->progress, per_step));
+  putchar('\n');
+  MemoryColumn column = {
+      .title = lce_mode_name(run->trainer->transformer.mode), .memory = memory, .device_bytes = device_peak};
+  if (!o->compare_modes) report_memory(stdout, &column, 1, system_row(backend));
+
+  cJSON *line = cJSON_CreateObject();
+  cJSON_AddStringToObject(line, "loss_mode", lce_mode_name(run->trainer->transformer.mode));
+  cJSON_AddNumberToObject(line, "steps", (double)run->steps_done);
+  cJSON_AddBoolToObject(line, "stopped", stop_asked);
+  add_number(line, "first_loss", run->first_loss);
+  add_number(line, "last_loss", run->last_loss);
+  add_number(line, "val_loss", run->val_loss);
+  add_number(line, "unigram_entropy", entropy);
+  add_number(line, "tokens_per_second", rate);
+  add_number(line, "seconds_per_step", per_step);
+  add_number(line, "share_of_products", progress_share(&run->progress, per_step));
+  add_number(line, "product_flops_per_second", run->progress.product_rate);
+  add_number(line, "peak_bytes", (double)memory.peak_bytes);
+  add_number(line, "head_peak_bytes", (double)memory.head_peak_bytes);
+  add_number(line, "device_peak_bytes", (double)device_peak);
+  add_number(line, "device_overhead_bytes", (double)backend->device_overhead);
+  log_write(run->log, "summary", line);
+}
+
+static void log_start(Run *run) {
+  const Options *o = run->options;
+  const ModelConfig *m = &o->model;
+  cJSON *line = cJSON_CreateObject();
+  cJSON_AddStringToObject(line, "device", run->backend->description);
+  cJSON_AddStringToObject(line, "model", m->name);
+  cJSON_AddNumberToObject(line, "parameters", (double)model_parameter_count(m));
+  cJSON_AddNumberToObject(line, "vocab_size", (double)m->vocab_size);
+  cJSON_AddNumberToObject(line, "hidden_size", (double)m->hidden_size);
+  cJSON_AddNumberToObject(line, "num_hidden_layers", (double)m->num_hidden_layers);
+  cJSON_AddNumberToObject(line, "batch", (double)o->batch);
+  cJSON_AddNumberToObject(line, "seq_len", (double)o->seq_len);
+  cJSON_AddNumberToObject(line, "total_batch", (double)o->total_batch);
+  cJSON_AddNumberToObject(line, "steps", (double)o->steps);
+  cJSON_AddNumberToObject(line, "seed", (double)o->seed);
+  cJSON_AddStringToObject(line, "loss_mode", lce_mode_name(o->mode));
+  cJSON_AddNumberToObject(line, "lce_chunk", o->mode == LCE_FUSED ? (double)o->lce_chunk : 0);
+  cJSON_AddStringToObject(line, "recompute", recompute_name(o->recompute));
+  cJSON_AddStringToObject(line, "dtype", dtype_name(o->dtype));
+  cJSON_AddStringToObject(line, "data", source_name(run->source));
+  log_write(run->log, "start", line);
+}
+
+int main(int argc, char **argv) {
+  Options options;
+  options_parse(&options, argc, argv);
+  if (options.plan || options.fit) {
+    int status = options.plan ? print_plan(&options) : print_fit(&options);
+    options_free(&options);
+    return status;
+  }
+
+  Backend *backend = open_backend(&options);
+  options_settle_chunk(&options, backend);
+  Source *source = options.data_count
+                       ? source_open(options.data, options.data_count, options.model.vocab_size)
+                       : corpus_open(options.model.vocab_size);
+  Source *val_source = options.val_data_count
+                           ? source_open(options.val_data, options.val_data_count, options.model.vocab_size)
+                           : NULL;
+  Loader loader = loader_create((LoaderOptions){.source = source,
+                                                .validation_source = val_source,
+                                                .validation_fraction = options.val_fraction,
+                                                .batch = options.batch,
+                                                .seq_len = options.seq_len,
+                                                .seed = options.seed});
+  describe(&options, backend, &loader);
+  plan_require(&options, device_kind(backend), backend->device_capacity, backend->device_overhead);
+
+  Log *log = log_open(options.log);
+  double product_rate = measure_product_rate(backend);
+  Trainer trainer;
+  trainer_create(&trainer, &options, backend);
+  trainer_set_mode(&trainer, options.mode);
+  backend->ops->device_peak_reset(backend);
+  double flops = model_flops_per_token(&options.model, options.seq_len) * (double)options.total_batch;
+  Run run = {.options = &options,
+             .backend = backend,
+             .trainer = &trainer,
+             .source = source,
+             .loader = &loader,
+             .log = log,
+             .progress = progress_begin(options.steps, flops, product_rate),
+             .first_loss = NAN,
+             .last_loss = NAN,
+             .val_loss = NAN};
+  signal(SIGINT, ask_to_stop);
+  signal(SIGTERM, ask_to_stop);
+  log_start(&run);
+  putchar('\n');
+  train(&run);
+  summarize(&run);
+  if (options.timeline) report_timeline(options.timeline, &backend->memory.ledger);
+  if (options.compare_modes && !stop_asked) compare_modes(&run);
+
+  log_close(log);
+  trainer_destroy(&trainer);
+  source_close(val_source);
+  source_close(source);
+  backend_destroy(backend);
+  options_free(&options);
+  return 0;
+}

@@ -1,0 +1,503 @@
+#include "trainer/options.h"
+
+#include <argp.h>
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+
+const char *argp_program_version = "lce.c 0.1";
+
+// clang-format off
+enum {
+  KEY_MODEL = 1000, KEY_VOCAB, KEY_HIDDEN_SIZE, KEY_INTERMEDIATE_SIZE, KEY_NUM_LAYERS, KEY_NUM_HEADS, KEY_NUM_KV_HEADS,
+  KEY_HEAD_DIM, KEY_MAX_POSITIONS, KEY_TIED, KEY_UNTIED, KEY_ROPE_THETA,
+  KEY_BATCH, KEY_SEQ_LEN, KEY_TOTAL_BATCH, KEY_STEPS, KEY_SEED,
+  KEY_LR, KEY_MIN_LR, KEY_WARMUP, KEY_SCHEDULE, KEY_BETA1, KEY_BETA2, KEY_EPSILON, KEY_WEIGHT_DECAY, KEY_GRAD_CLIP,
+  KEY_FUSED, KEY_MATERIALIZED, KEY_CHUNK, KEY_LCE_MEMORY,
+  KEY_DATA, KEY_VAL_DATA, KEY_VAL_FRACTION, KEY_EVAL_EVERY, KEY_EVAL_BATCHES, KEY_SAMPLE_EVERY, KEY_SAMPLE_TOKENS,
+  KEY_TEMPERATURE, KEY_PROMPT,
+  KEY_DEVICE, KEY_DTYPE, KEY_GRAD_DTYPE, KEY_MOMENT_DTYPE, KEY_MASTER, KEY_NO_MASTER, KEY_RECOMPUTE, KEY_ATTENTION,
+  KEY_PLAIN_PRODUCTS,
+  KEY_LOG, KEY_PLAN, KEY_FIT, KEY_COMPARE, KEY_TIMELINE
+};
+// clang-format on
+
+// clang-format off
+static const struct argp_option table[] = {
+    {0, 0, 0, 0, "Model (a preset's sizes are the published ones; each can be overridden)", 1},
+    {"model", KEY_MODEL, "PRESET", 0,
+     "gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny, -1b, -3b, -8b (default llama-tiny)", 0},
+    {"vocab", KEY_VOCAB, "V", 0, "Vocabulary size (default the preset's: 50257 or 128256)", 0},
+    {"hidden-size", KEY_HIDDEN_SIZE, "H", 0, "Width of the residual stream", 0},
+    {"intermediate-size", KEY_INTERMEDIATE_SIZE, "F", 0, "Width of the MLP", 0},
+    {"num-layers", KEY_NUM_LAYERS, "L", 0, "Transformer blocks", 0},
+    {"num-attention-heads", KEY_NUM_HEADS, "Q", 0, "Query heads", 0},
+    {"num-key-value-heads", KEY_NUM_KV_HEADS, "K", 0, "Key/value heads (Llama); divides the query heads", 0},
+    {"head-dim", KEY_HEAD_DIM, "D", 0, "Size of a head (default hidden size / query heads)", 0},
+    {"max-position-embeddings", KEY_MAX_POSITIONS, "P", 0, "Longest sequence the model can take", 0},
+    {"tie-word-embeddings", KEY_TIED, 0, 0, "The head is the token embedding", 0},
+    {"untie-word-embeddings", KEY_UNTIED, 0, 0, "The head has a matrix of its own", 0},
+    {"rope-theta", KEY_ROPE_THETA, "THETA", 0, "Base of the rotary frequencies (default 500000)", 0},
+
+    {0, 0, 0, 0, "Job", 2},
+    {"batch", KEY_BATCH, "B", 0, "Sequences in a micro-batch (default 4)", 0},
+    {"seq-len", KEY_SEQ_LEN, "T", 0, "Tokens in a sequence (default 128 for tiny models, 1024 for GPT-2, 2048 for Llama)",
+     0},
+    {"total-batch", KEY_TOTAL_BATCH, "TOKENS", 0,
+     "Tokens in an optimizer step, a multiple of B x T; the rest is gradient accumulation (default B x T)", 0},
+    {"steps", KEY_STEPS, "N", 0, "Optimizer steps (default 200)", 0},
+    {"seed", KEY_SEED, "SEED", 0, "Of the weights and the order of the data (default 1)", 0},
+
+    {0, 0, 0, 0, "Optimizer (AdamW)", 3},
+    {"lr", KEY_LR, "RATE", 0, "Highest learning rate (default the preset's)", 0},
+    {"min-lr", KEY_MIN_LR, "SHARE", 0, "Share of --lr left at the end, 0 to 1 (default 0.1)", 0},
+    {"warmup", KEY_WARMUP, "N", 0, "Warm-up steps (default a twentieth of --steps)", 0},
+    {"schedule", KEY_SCHEDULE, "KIND", 0, "cosine, linear, constant or wsd (default cosine)", 0},
+    {"beta1", KEY_BETA1, "B", 0, "Decay of the first moment (default 0.9)", 0},
+    {"beta2", KEY_BETA2, "B", 0, "Decay of the second moment (default 0.95)", 0},
+    {"epsilon", KEY_EPSILON, "E", 0, "Added to the root of the second moment (default 1e-8)", 0},
+    {"weight-decay", KEY_WEIGHT_DECAY, "D", 0, "Decoupled; matrices only, not norms and biases (default 0.1)", 0},
+    {"grad-clip", KEY_GRAD_CLIP, "NORM", 0, "Largest global gradient norm; 0 does not clip (default 1)", 0},
+
+    {0, 0, 0, 0, "Last layer", 4},
+    {"fused-lce", KEY_FUSED, 0, 0, "Fused, chunked lm_head + cross-entropy; gradients in the forward pass (default)", 0},
+    {"materialized-logits", KEY_MATERIALIZED, 0, 0, "Keep the logits of all tokens, to compare with", 0},
+    {"lce-chunk", KEY_CHUNK, "TOKENS", 0, "Tokens per chunk (default an eighth of B x T, within 128 and 4096)", 0},
+    {"lce-memory", KEY_LCE_MEMORY, "MIB", 0, "Choose the largest chunk whose layer holds at most this much", 0},
+
+    {0, 0, 0, 0, "Data", 5},
+    {"data", KEY_DATA, "PATH", 0,
+     "Text file, directory or glob (a byte is a token), or llm.c shards (*.bin); may be given again (default: this "
+     "source tree)", 0},
+    {"val-data", KEY_VAL_DATA, "PATH", 0, "Validation data of its own (default: a held-out part of --data)", 0},
+    {"val-fraction", KEY_VAL_FRACTION, "SHARE", 0, "Part held out for validation, below 1; 0 for none (default 0.05)", 0},
+    {"eval-every", KEY_EVAL_EVERY, "N", 0, "Validate every N steps and at the end; 0 only at the end (default 50)", 0},
+    {"eval-batches", KEY_EVAL_BATCHES, "N", 0, "Batches of a validation; 0 takes all (default 8)", 0},
+    {"sample-every", KEY_SAMPLE_EVERY, "N", 0, "Show a text sample every N steps; 0 for none (default 100)", 0},
+    {"sample-tokens", KEY_SAMPLE_TOKENS, "N", 0, "Tokens of a sample (default 64)", 0},
+    {"temperature", KEY_TEMPERATURE, "T", 0, "Of the samples; 0 takes the likeliest token (default 0.8)", 0},
+    {"prompt", KEY_PROMPT, "TEXT", 0, "What samples begin with (default a newline)", 0},
+
+    {0, 0, 0, 0, "Machine and memory", 6},
+    {"device", KEY_DEVICE, "DEVICE", 0, "cpu, cuda or auto: the GPU if there is one (default auto)", 0},
+    {"dtype", KEY_DTYPE, "TYPE", 0, "bf16 or fp32 weights and activations (default bf16 on cuda; the CPU is fp32)", 0},
+    {"grad-dtype", KEY_GRAD_DTYPE, "TYPE", 0, "bf16 or fp32 weight gradients (default as --dtype); the head's are fp32", 0},
+    {"moment-dtype", KEY_MOMENT_DTYPE, "TYPE", 0, "bf16 or fp32 AdamW moments (default fp32)", 0},
+    {"master-weights", KEY_MASTER, 0, 0, "Keep fp32 master weights beside bf16 ones (default)", 0},
+    {"no-master-weights", KEY_NO_MASTER, 0, 0, "Update bf16 weights directly, with stochastic rounding", 0},
+    {"recompute", KEY_RECOMPUTE, "WHAT", 0,
+     "Compute again in the backward pass instead of keeping: none, elementwise, mlp or layer (default none)", 0},
+    {"attention", KEY_ATTENTION, "WHICH", 0, "own, cudnn or auto (cuda only; default auto)", 0},
+    {"plain-products", KEY_PLAIN_PRODUCTS, 0, 0, "CPU: matrix products by plain loops, to compare with", 0},
+
+    {0, 0, 0, 0, "Output", 7},
+    {"log", KEY_LOG, "FILE", 0, "Write one JSON object a line; the last is the summary", 0},
+    {"plan", KEY_PLAN, 0, 0, "Only say how much memory this run would need, in both modes; nothing is allocated", 0},
+    {"fit", KEY_FIT, 0, 0, "Only say the largest --batch that fits the device's memory, in both modes", 0},
+    {"compare-modes", KEY_COMPARE, 0, 0, "Afterwards measure a few steps in both modes and print the table", 0},
+    {"timeline", KEY_TIMELINE, "FILE", 0, "Write the bytes in use over the first three steps, by category, as CSV", 0},
+    {0}};
+// clang-format on
+
+// --- values
+// -------------------------------------------------------------------------------------------------------
+
+static const char *option_name(int key) {
+  for (const struct argp_option *o = table; o->name || o->doc; o++)
+    if (o->key == key) return o->name;
+  return "?";
+}
+
+static int64_t integer(int key, const char *text, int64_t least, int64_t most) {
+  char *end;
+  errno = 0;
+  long long value = strtoll(text, &end, 10);
+  if (errno || end == text || *end || value < least || value > most)
+    fail("--%s %s: give a whole number from %lld to %lld", option_name(key), text, (long long)least,
+         (long long)most);
+  return value;
+}
+
+static double number(int key, const char *text, double least, double most) {
+  char *end;
+  errno = 0;
+  double value = strtod(text, &end);
+  if (errno || end == text || *end || !(value >= least && value <= most))
+    fail("--%s %s: give a number from %g to %g", option_name(key), text, least, most);
+  return value;
+}
+
+static int choice(int key, const char *text, const char *const *names, int count) {
+  char list[128] = "";
+  for (int i = 0; i < count; i++) {
+    if (strcmp(text, names[i]) == 0) return i;
+    strcat(strcat(list, i == 0 ? "" : i + 1 < count ? ", " : " or "), names[i]);
+  }
+  fail("--%s %s: give %s", option_name(key), text, list);
+}
+
+static Dtype dtype(int key, const char *text) {
+  static const char *const names[] = {"fp32", "bf16"};
+  return choice(key, text, names, 2) ? DTYPE_BF16 : DTYPE_F32;
+}
+
+static void append(const char ***list, int64_t *count, const char *path) {
+  *list = realloc(*list, (size_t)(*count + 1) * sizeof **list);
+  if (!*list) fail("out of host memory for the list of paths");
+  (*list)[(*count)++] = path;
+}
+
+// --- parsing
+// ------------------------------------------------------------------------------------------------------
+
+// Sizes and settings as given; 0 or NAN where nothing was.
+typedef struct {
+  Options *options;
+  const char *model;
+  ModelConfig given;
+  int tied; // 1 tie, -1 untie
+  double rope_theta, lr;
+  int64_t warmup;
+  int dtype, grad_dtype, moment_dtype; // 1 + Dtype
+  int mode;                            // 1 + LceMode
+} Parsed;
+
+static void once(Parsed *p, LceMode mode) {
+  if (p->mode && p->mode != 1 + (int)mode)
+    fail("--fused-lce and --materialized-logits exclude each other; give one of them");
+  p->mode = 1 + (int)mode;
+}
+
+static error_t parse_model(int key, char *text, Parsed *p) {
+  const int64_t most = INT32_MAX;
+  switch (key) {
+  case KEY_MODEL:
+    p->model = text;
+    return 0;
+  case KEY_VOCAB:
+    p->given.vocab_size = integer(key, text, 1, most);
+    return 0;
+  case KEY_HIDDEN_SIZE:
+    p->given.hidden_size = integer(key, text, 1, most);
+    return 0;
+  case KEY_INTERMEDIATE_SIZE:
+    p->given.intermediate_size = integer(key, text, 1, most);
+    return 0;
+  case KEY_NUM_LAYERS:
+    p->given.num_hidden_layers = integer(key, text, 1, 10000);
+    return 0;
+  case KEY_NUM_HEADS:
+    p->given.num_attention_heads = integer(key, text, 1, most);
+    return 0;
+  case KEY_NUM_KV_HEADS:
+    p->given.num_key_value_heads = integer(key, text, 1, most);
+    return 0;
+  case KEY_HEAD_DIM:
+    p->given.head_dim = integer(key, text, 1, most);
+    return 0;
+  case KEY_MAX_POSITIONS:
+    p->given.max_position_embeddings = integer(key, text, 1, most);
+    return 0;
+  case KEY_TIED:
+    p->tied = 1;
+    return 0;
+  case KEY_UNTIED:
+    p->tied = -1;
+    return 0;
+  case KEY_ROPE_THETA:
+    p->rope_theta = number(key, text, 1, 1e12);
+    return 0;
+  default:
+    return ARGP_ERR_UNKNOWN;
+  }
+}
+
+static error_t parse_job(int key, char *text, Parsed *p) {
+  Options *o = p->options;
+  const int64_t most = INT32_MAX;
+  static const char *const schedules[] = {"cosine", "linear", "constant", "wsd"};
+  switch (key) {
+  case KEY_BATCH:
+    o->batch = integer(key, text, 1, most);
+    return 0;
+  case KEY_SEQ_LEN:
+    o->seq_len = integer(key, text, 1, most);
+    return 0;
+  case KEY_TOTAL_BATCH:
+    o->total_batch = integer(key, text, 1, (int64_t)1 << 40);
+    return 0;
+  case KEY_STEPS:
+    o->steps = integer(key, text, 1, (int64_t)1 << 40);
+    return 0;
+  case KEY_SEED:
+    o->seed = (uint64_t)integer(key, text, 0, INT64_MAX);
+    return 0;
+  case KEY_LR:
+    p->lr = number(key, text, 0, 100);
+    return 0;
+  case KEY_MIN_LR:
+    o->schedule.floor = number(key, text, 0, 1);
+    return 0;
+  case KEY_WARMUP:
+    p->warmup = integer(key, text, 0, (int64_t)1 << 40);
+    return 0;
+  case KEY_SCHEDULE:
+    o->schedule.kind = (ScheduleKind)choice(key, text, schedules, SCHEDULE_COUNT);
+    return 0;
+  case KEY_BETA1:
+    o->beta1 = number(key, text, 0, 0.999999);
+    return 0;
+  case KEY_BETA2:
+    o->beta2 = number(key, text, 0, 0.999999);
+    return 0;
+  case KEY_EPSILON:
+    o->epsilon = number(key, text, 1e-30, 1);
+    return 0;
+  case KEY_WEIGHT_DECAY:
+    o->weight_decay = number(key, text, 0, 100);
+    return 0;
+  case KEY_GRAD_CLIP:
+    o->max_grad_norm = number(key, text, 0, 1e30);
+    return 0;
+  case KEY_FUSED:
+    once(p, LCE_FUSED);
+    return 0;
+  case KEY_MATERIALIZED:
+    once(p, LCE_MATERIALIZED);
+    return 0;
+  case KEY_CHUNK:
+    o->lce_chunk = integer(key, text, 1, most);
+    return 0;
+  case KEY_LCE_MEMORY:
+    o->lce_memory = integer(key, text, 1, (int64_t)1 << 30);
+    return 0;
+  default:
+    return ARGP_ERR_UNKNOWN;
+  }
+}
+
+static error_t parse_rest(int key, char *text, Parsed *p) {
+  Options *o = p->options;
+  static const char *const devices[] = {"auto", "cpu", "cuda"};
+  static const char *const attentions[] = {"auto", "own", "cudnn"};
+  static const char *const levels[] = {"none", "elementwise", "mlp", "layer"};
+  switch (key) {
+  case KEY_DATA:
+    append(&o->data, &o->data_count, text);
+    return 0;
+  case KEY_VAL_DATA:
+    append(&o->val_data, &o->val_data_count, text);
+    return 0;
+  case KEY_VAL_FRACTION:
+    o->val_fraction = number(key, text, 0, 0.999);
+    return 0;
+  case KEY_EVAL_EVERY:
+    o->eval_every = integer(key, text, 0, INT32_MAX);
+    return 0;
+  case KEY_EVAL_BATCHES:
+    o->eval_batches = integer(key, text, 0, INT32_MAX);
+    return 0;
+  case KEY_SAMPLE_EVERY:
+    o->sample_every = integer(key, text, 0, INT32_MAX);
+    return 0;
+  case KEY_SAMPLE_TOKENS:
+    o->sample_tokens = integer(key, text, 1, 1 << 20);
+    return 0;
+  case KEY_TEMPERATURE:
+    o->temperature = number(key, text, 0, 100);
+    return 0;
+  case KEY_PROMPT:
+    o->prompt = text;
+    return 0;
+  case KEY_DEVICE:
+    o->device = (DeviceChoice)choice(key, text, devices, 3);
+    return 0;
+  case KEY_DTYPE:
+    p->dtype = 1 + (int)dtype(key, text);
+    return 0;
+  case KEY_GRAD_DTYPE:
+    p->grad_dtype = 1 + (int)dtype(key, text);
+    return 0;
+  case KEY_MOMENT_DTYPE:
+    p->moment_dtype = 1 + (int)dtype(key, text);
+    return 0;
+  case KEY_MASTER:
+    o->dtypes.master = true;
+    return 0;
+  case KEY_NO_MASTER:
+    o->dtypes.master = false;
+    return 0;
+  case KEY_RECOMPUTE:
+    o->recompute = (Recompute)choice(key, text, levels, RECOMPUTE_COUNT);
+    return 0;
+  case KEY_ATTENTION:
+    o->attention = attentions[choice(key, text, attentions, 3)];
+    return 0;
+  case KEY_PLAIN_PRODUCTS:
+    o->plain_products = true;
+    return 0;
+  case KEY_LOG:
+    o->log = text;
+    return 0;
+  case KEY_PLAN:
+    o->plan = true;
+    return 0;
+  case KEY_FIT:
+    o->fit = true;
+    return 0;
+  case KEY_COMPARE:
+    o->compare_modes = true;
+    return 0;
+  case KEY_TIMELINE:
+    o->timeline = text;
+    return 0;
+  case ARGP_KEY_ARG:
+    fail("'%s' is not an option; paths are given with --data PATH, and --help lists the rest", text);
+  default:
+    return ARGP_ERR_UNKNOWN;
+  }
+}
+
+static error_t parse_one(int key, char *text, struct argp_state *state) {
+  Parsed *p = state->input;
+  error_t result = parse_model(key, text, p);
+  if (result == ARGP_ERR_UNKNOWN) result = parse_job(key, text, p);
+  if (result == ARGP_ERR_UNKNOWN) result = parse_rest(key, text, p);
+  return result;
+}
+
+// --- what follows from what was given
+// -----------------------------------------------------------------------------
+
+static void override(int64_t *size, int64_t given) {
+  if (given) *size = given;
+}
+
+static void settle_model(Options *o, const Parsed *p) {
+  ModelConfig *m = &o->model;
+  *m = model_preset(p->model);
+  int64_t preset_heads = m->num_attention_heads, preset_hidden = m->hidden_size;
+  override(&m->vocab_size, p->given.vocab_size);
+  override(&m->hidden_size, p->given.hidden_size);
+  override(&m->intermediate_size, p->given.intermediate_size);
+  override(&m->num_hidden_layers, p->given.num_hidden_layers);
+  override(&m->num_attention_heads, p->given.num_attention_heads);
+  override(&m->max_position_embeddings, p->given.max_position_embeddings);
+  bool reshaped = m->num_attention_heads != preset_heads || m->hidden_size != preset_hidden;
+  if (reshaped) {
+    if (m->family == FAMILY_GPT2) m->num_key_value_heads = m->num_attention_heads;
+    if (!p->given.head_dim) {
+      if (m->hidden_size % m->num_attention_heads)
+        fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
+             "--num-attention-heads, or "
+             "give --head-dim",
+             (long long)m->hidden_size, (long long)m->num_attention_heads);
+      m->head_dim = m->hidden_size / m->num_attention_heads;
+    }
+    // GPT-2's MLP is four times as wide as the stream.
+    if (m->family == FAMILY_GPT2 && !p->given.intermediate_size) m->intermediate_size = 4 * m->hidden_size;
+  }
+  override(&m->num_key_value_heads, p->given.num_key_value_heads);
+  override(&m->head_dim, p->given.head_dim);
+  if (p->tied) m->tie_word_embeddings = p->tied > 0;
+  if (p->rope_theta > 0) m->rope_theta = p->rope_theta;
+  model_config_check(m);
+}
+
+static void settle_job(Options *o, const Parsed *p) {
+  if (!o->seq_len) o->seq_len = model_preset_seq_len(p->model);
+  if (o->seq_len > o->model.max_position_embeddings)
+    fail(
+        "--seq-len %lld is longer than the %lld positions of %s; lower it or raise --max-position-embeddings",
+        (long long)o->seq_len, (long long)o->model.max_position_embeddings, o->model.name);
+  int64_t tokens = o->batch * o->seq_len;
+  if (tokens > INT32_MAX)
+    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
+         "--total-batch",
+         (long long)o->batch, (long long)o->seq_len, INT32_MAX);
+  if (!o->total_batch) o->total_batch = tokens;
+  if (o->total_batch % tokens)
+    fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (--batch x --seq-len)",
+         (long long)o->total_batch, (long long)tokens);
+  o->micro_steps = o->total_batch / tokens;
+  o->schedule.peak = isnan(p->lr) ? model_preset_learning_rate(p->model) : p->lr;
+  o->schedule.total_steps = o->steps;
+  o->schedule.warmup_steps = p->warmup >= 0 ? p->warmup : (o->steps + 19) / 20;
+  if (o->lce_chunk && o->lce_memory)
+    fail("--lce-chunk and --lce-memory both choose the chunk; give one of them");
+  if (o->mode == LCE_MATERIALIZED && (o->lce_chunk || o->lce_memory))
+    fail("--lce-chunk and --lce-memory belong to --fused-lce; --materialized-logits has no chunks");
+}
+
+void options_parse(Options *o, int argc, char **argv) {
+  static const char doc[] =
+      "Trains GPT-2 and Llama in plain C and CUDA. The last layer is a fused, chunked lm_head + "
+      "cross-entropy, beside a "
+      "materialized-logits mode to measure it against.\v"
+      "Examples:\n"
+      "  ./train --vocab 128256 --fused-lce\n"
+      "  ./train --model llama-8b --seq-len 32768 --batch 1 --plan\n"
+      "  ./train --model gpt2-124m --data 'shards/train_*.bin' --val-data shards/val.bin --batch 64\n";
+  static const struct argp argp = {.options = table, .parser = parse_one, .doc = doc};
+  *o = (Options){.batch = 4,
+                 .steps = 200,
+                 .seed = 1,
+                 .schedule = {.kind = SCHEDULE_COSINE, .floor = 0.1},
+                 .beta1 = 0.9,
+                 .beta2 = 0.95,
+                 .epsilon = 1e-8,
+                 .weight_decay = 0.1,
+                 .max_grad_norm = 1,
+                 .val_fraction = 0.05,
+                 .eval_every = 50,
+                 .eval_batches = 8,
+                 .sample_every = 100,
+                 .sample_tokens = 64,
+                 .temperature = 0.8,
+                 .prompt = "\n",
+                 .attention = "auto",
+                 .dtypes.master = true};
+  Parsed p = {.options = o, .model = "llama-tiny", .lr = NAN, .warmup = -1};
+  error_t error = argp_parse(&argp, argc, argv, 0, NULL, &p);
+  if (error) fail("cannot read the command line: %s", strerror(error));
+  o->mode = p.mode ? (LceMode)(p.mode - 1) : LCE_FUSED;
+  settle_model(o, &p);
+  settle_job(o, &p);
+  // Dtypes are settled when the device is known; until then COUNT says that nothing was given.
+  o->dtype = p.dtype ? (Dtype)(p.dtype - 1) : DTYPE_COUNT;
+  o->dtypes.grad = p.grad_dtype ? (Dtype)(p.grad_dtype - 1) : DTYPE_COUNT;
+  o->dtypes.moment = p.moment_dtype ? (Dtype)(p.moment_dtype - 1) : DTYPE_F32;
+}
+
+void options_settle_dtypes(Options *o, bool cuda) {
+  if (o->dtype == DTYPE_COUNT) o->dtype = cuda ? DTYPE_BF16 : DTYPE_F32;
+  if (o->dtypes.grad == DTYPE_COUNT) o->dtypes.grad = o->dtype;
+  if (!cuda && (o->dtype != DTYPE_F32 || o->dtypes.grad != DTYPE_F32 || o->dtypes.moment != DTYPE_F32))
+    fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype and --moment-dtype, or use --device "
+         "cuda");
+  o->dtypes.weight = o->dtype;
+  if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
+}
+
+void options_settle_chunk(Options *o, const Backend *backend) {
+  int64_t tokens = o->batch * o->seq_len;
+  if (o->lce_memory) {
+    LceShape shape = {tokens, o->model.hidden_size, o->model.vocab_size, o->dtype, false};
+    o->lce_chunk = lce_chunk_within(backend, (size_t)o->lce_memory << 20, shape);
+    if (!o->lce_chunk)
+      fail("--lce-memory %lld: even a chunk of one token needs %lld MiB at this vocabulary; give at least "
+           "that",
+           (long long)o->lce_memory,
+           (long long)((lce_bytes(backend, LCE_FUSED, 1, shape) + (1 << 20) - 1) >> 20));
+  }
+  if (!o->lce_chunk) o->lce_chunk = lce_default_chunk(tokens);
+}
+
+void options_free(Options *o) {
+  free(o->data);
+  free(o->val_data);
+  *o = (Options){0};
+}

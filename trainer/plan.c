@@ -1,0 +1,95 @@
+#include "trainer/plan.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "base/text.h"
+#include "trainer/trainer.h"
+
+Plan plan_from_ledger(const Ledger *ledger) {
+  Plan plan = {.peak_bytes = ledger->peak,
+               .stack_bytes = ledger->stack_peak,
+               .head_peak_bytes = ledger->highest[MEMORY_HEAD]};
+  memcpy(plan.at_peak, ledger->at_peak, sizeof plan.at_peak);
+  return plan;
+}
+
+Plan plan_run(const Options *options, const char *device, LceMode mode) {
+  Backend *backend = plan_backend_create(device, options->dtype);
+  Trainer trainer;
+  trainer_create(&trainer, options, backend);
+  trainer_set_mode(&trainer, mode);
+  trainer_step(&trainer, NULL, 0);
+  trainer_validate(&trainer, NULL, 1);
+  int64_t count;
+  trainer_sample(&trainer, NULL, 1, 0, &count);
+  Plan plan = plan_from_ledger(&backend->memory.ledger);
+  trainer_destroy(&trainer);
+  backend_destroy(backend);
+  return plan;
+}
+
+static Options with_batch(const Options *options, int64_t batch) {
+  Options o = *options;
+  o.batch = batch;
+  o.total_batch = batch * o.seq_len;
+  o.micro_steps = 1;
+  return o;
+}
+
+int64_t plan_largest_batch(const Options *options, const char *device, LceMode mode, size_t bytes) {
+  int64_t fits = 0, above = INT32_MAX / options->seq_len + 1;
+  while (above - fits > 1) {
+    int64_t middle = fits + (above - fits) / 2;
+    Options o = with_batch(options, middle);
+    if (plan_run(&o, device, mode).peak_bytes <= bytes)
+      fits = middle;
+    else
+      above = middle;
+  }
+  return fits;
+}
+
+// Appends "; --flag needs 12.3 GiB" when that is less than the capacity. Returns whether it fits.
+static bool suggest(char *text, size_t size, const char *flag, const Options *o, const char *device,
+                    LceMode mode, size_t capacity) {
+  size_t bytes = plan_run(o, device, mode).peak_bytes;
+  if (bytes > capacity) return false;
+  size_t length = strlen(text);
+  snprintf(text + length, size - length, "%s%s needs %s", length ? ", " : "", flag, text_bytes(bytes).text);
+  return true;
+}
+
+void plan_require(const Options *options, const char *device, size_t capacity, size_t overhead) {
+  size_t usable = capacity > overhead ? capacity - overhead : 0;
+  Plan plan = plan_run(options, device, options->mode);
+  if (!capacity || plan.peak_bytes <= usable) return;
+
+  char holders[512] = "", ways[512] = "";
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
+    size_t length = strlen(holders);
+    if (plan.at_peak[c] >> 20)
+      snprintf(holders + length, sizeof holders - length, "%s%s %s", length ? ", " : "",
+               memory_category_name((MemoryCategory)c), text_bytes(plan.at_peak[c]).text);
+  }
+  if (options->mode == LCE_MATERIALIZED)
+    suggest(ways, sizeof ways, "--fused-lce", options, device, LCE_FUSED, usable);
+  for (int r = options->recompute + 1; r < RECOMPUTE_COUNT; r++) {
+    Options o = *options;
+    o.recompute = (Recompute)r;
+    char flag[40];
+    snprintf(flag, sizeof flag, "--recompute %s", recompute_name(o.recompute));
+    if (suggest(ways, sizeof ways, flag, &o, device, options->mode, usable)) break;
+  }
+  int64_t batch = plan_largest_batch(options, device, options->mode, usable);
+  if (batch) {
+    size_t length = strlen(ways);
+    snprintf(ways + length, sizeof ways - length, "%s--batch %lld fits", length ? ", " : "",
+             (long long)batch);
+  }
+  fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak_bytes).text,
+       text_bytes(usable).text, holders,
+       ways[0] ? ways
+               : "no smaller batch fits: take a smaller model, --moment-dtype bf16 or --no-master-weights");
+}

@@ -1,0 +1,27 @@
+// How much memory a run needs, found out by running it through the plan backend: nothing is allocated.
+#ifndef LCE_TRAINER_PLAN_H
+#define LCE_TRAINER_PLAN_H
+
+#include "trainer/options.h"
+
+typedef struct {
+  size_t peak_bytes;                     // the most in use at a time
+  size_t at_peak[MEMORY_CATEGORY_COUNT]; // who holds it then
+  size_t stack_bytes;                    // the step's stack, at its highest
+  size_t head_peak_bytes;                // the most the last layer holds beyond weights and gradients
+} Plan;
+
+// A training step, a validation batch and a sampled token of `options` (settled) in `mode` on `device`.
+Plan plan_run(const Options *options, const char *device, LceMode mode);
+
+// The same numbers as a real run's ledger has them.
+Plan plan_from_ledger(const Ledger *ledger);
+
+// The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
+int64_t plan_largest_batch(const Options *options, const char *device, LceMode mode, size_t bytes);
+
+// Fails with a sentence when the run needs more than `capacity` bytes: who holds what, and what would fit
+// instead, with numbers. `overhead` is what the device holds beside the ledger.
+void plan_require(const Options *options, const char *device, size_t capacity, size_t overhead);
+
+#endif

@@ -1,0 +1,60 @@
+#include "trainer/speed.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+#include "base/fail.h"
+#include "base/random.h"
+
+double now_seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// The same block of random numbers in [-1, 1), over and over.
+static void fill_random(Backend *backend, Tensor t) {
+  enum { BLOCK = 1 << 16 };
+  static float values[BLOCK];
+  static uint16_t rounded[BLOCK];
+  for (int i = 0; i < BLOCK; i++) {
+    values[i] = (float)(2 * random_uniform(1, 2, (uint64_t)i) - 1);
+    rounded[i] = bf16_from_f32(values[i]);
+  }
+  Tensor flat = tensor_flat(t);
+  const void *block = t.dtype == DTYPE_F32 ? (const void *)values : (const void *)rounded;
+  for (int64_t first = 0; first < flat.shape[0]; first += BLOCK) {
+    int64_t left = flat.shape[0] - first;
+    backend_to_device(backend, tensor_rows(flat, first, left < BLOCK ? left : BLOCK), block);
+  }
+}
+
+static int by_size(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+double measure_product_rate(Backend *backend) {
+  enum { WARM_UP = 2, TIMES = 5 };
+  const int64_t n = backend->scratch == &cuda_scratch ? 8192 : 1024; // large enough to fill the device
+  Memory *memory = &backend->memory;
+  memory_set_stack(memory, 3 * memory_padded((size_t)(n * n) * dtype_bytes(backend->dtype)));
+  Tensor x = memory_push_2d(memory, "x", MEMORY_WORKSPACE, backend->dtype, n, n);
+  Tensor w = memory_push_2d(memory, "w", MEMORY_WORKSPACE, backend->dtype, n, n);
+  Tensor out = memory_push_2d(memory, "out", MEMORY_WORKSPACE, backend->dtype, n, n);
+  fill_random(backend, x);
+  fill_random(backend, w);
+  double seconds[TIMES];
+  for (int i = -WARM_UP; i < TIMES; i++) {
+    backend_synchronize(backend);
+    double start = now_seconds();
+    linear_forward(backend, (LinearForward){.out = out, .x = x, .weight = w});
+    backend_synchronize(backend);
+    if (i >= 0) seconds[i] = now_seconds() - start;
+  }
+  qsort(seconds, TIMES, sizeof *seconds, by_size);
+  memory_pop_to(memory, 0);
+  memory_set_stack(memory, 0);
+  ledger_reset_peak(&memory->ledger);
+  return 2.0 * (double)n * (double)n * (double)n / seconds[TIMES / 2];
+}

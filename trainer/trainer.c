@@ -1,0 +1,246 @@
+#include "trainer/trainer.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "base/random.h"
+#include "trainer/plan.h"
+
+// --- life
+// ---------------------------------------------------------------------------------------------------------
+
+static int64_t tokens_of(const Trainer *t) {
+  return t->options->batch * t->options->seq_len;
+}
+
+static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int64_t count) {
+  size_t bytes = (size_t)count * dtype_bytes(dtype);
+  return tensor_1d(memory_reserve(&backend->memory, name, MEMORY_TABLES, bytes), dtype, count);
+}
+
+static int32_t *host_array(int64_t count) {
+  int32_t *array = malloc((size_t)count * sizeof *array);
+  if (!array) fail("out of host memory for a batch of %lld tokens", (long long)count);
+  return array;
+}
+
+void trainer_create(Trainer *t, const Options *options, Backend *backend) {
+  *t = (Trainer){
+      .options = options,
+      .backend = backend,
+      .transformer = {.mode = options->mode, .chunk = options->lce_chunk, .recompute = options->recompute}};
+  int64_t tokens = tokens_of(t);
+  model_create(&t->model, &options->model, backend, options->dtypes, options->seq_len);
+  t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
+  t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
+  t->rows = reserve_table(backend, "counted rows", DTYPE_I32, tokens);
+  t->loss = reserve_table(backend, "losses", DTYPE_F32, tokens);
+  t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
+  t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
+  t->results = reserve_table(backend, "step results", DTYPE_F32, 2 * TRAINER_PENDING);
+  if (backend->memory.planning) return;
+  t->host_tokens = host_array(options->micro_steps * tokens);
+  t->host_targets = host_array(options->micro_steps * tokens);
+  t->host_rows = host_array(tokens);
+  model_initialize(&t->model, backend, options->seed);
+}
+
+void trainer_destroy(Trainer *t) {
+  model_destroy(&t->model);
+  free(t->host_tokens);
+  free(t->host_targets);
+  free(t->host_rows);
+  *t = (Trainer){0};
+}
+
+void trainer_set_mode(Trainer *t, LceMode mode) {
+  t->transformer.mode = mode;
+  if (t->backend->memory.planning) return;
+  Plan plan = plan_run(t->options, t->backend->scratch == &cuda_scratch ? "cuda" : "cpu", mode);
+  backend_synchronize(t->backend);
+  memory_set_stack(&t->backend->memory, plan.stack_bytes);
+}
+
+// --- a step
+// -------------------------------------------------------------------------------------------------------
+
+static Batch device_batch(const Trainer *t) {
+  return (Batch){
+      .batch = t->options->batch, .seq_len = t->options->seq_len, .tokens = t->tokens, .targets = t->targets};
+}
+
+static void upload(Trainer *t, const int32_t *tokens, const int32_t *targets) {
+  backend_to_device(t->backend, t->tokens, tokens);
+  backend_to_device(t->backend, t->targets, targets);
+}
+
+// Positions of the counted targets, first things first; the rest of the array is of no interest.
+static int64_t count_rows(const int32_t *targets, int64_t tokens, int32_t *rows) {
+  int64_t counted = 0;
+  for (int64_t n = 0; n < tokens; n++)
+    if (targets[n] != IGNORE_INDEX) rows[counted++] = (int32_t)n;
+  return counted;
+}
+
+void trainer_gradient_pass(Trainer *t) {
+  Batch batch = device_batch(t);
+  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
+                    t->loss);
+}
+
+static Tensor result_slot(const Trainer *t, int pending, int which) {
+  return tensor_rows(t->results, 2 * pending + which, 1);
+}
+
+// The norm over all gradients, the clip factor, and AdamW over each group of parameters.
+static void update(Trainer *t, int pending, double learning_rate, int64_t step) {
+  const Options *o = t->options;
+  const Parameters *p = &t->model.parameters;
+  for (int g = 0; g < GROUP_COUNT; g++)
+    reduce(t->backend, (Reduce){.sum = t->squares, .x = p->grad[g], .squares = true, .accumulate = g > 0});
+  clip_scale(t->backend, (ClipScale){.norm = result_slot(t, pending, 1),
+                                     .scale = t->scale,
+                                     .sum_of_squares = t->squares,
+                                     .max_norm = (float)o->max_grad_norm});
+  for (int g = 0; g < GROUP_COUNT; g++)
+    adamw(t->backend, (AdamW){.weight = p->value[g],
+                              .master = p->master[g],
+                              .m = p->m[g],
+                              .v = p->v[g],
+                              .grad = p->grad[g],
+                              .grad_scale = t->scale,
+                              .lr = (float)learning_rate,
+                              .beta1 = (float)o->beta1,
+                              .beta2 = (float)o->beta2,
+                              .epsilon = (float)o->epsilon,
+                              .weight_decay = g == GROUP_VECTORS ? 0 : (float)o->weight_decay,
+                              .step = step + 1,
+                              .seed = o->seed * GROUP_COUNT + (uint64_t)g});
+}
+
+void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
+  const Options *o = t->options;
+  int64_t tokens = tokens_of(t), counted = 0;
+  if (t->pending_count == TRAINER_PENDING)
+    fail("internal: the results of %d steps were not collected", TRAINER_PENDING);
+  bool planning = t->backend->memory.planning;
+  // All micro-batches first: the mean's normaliser is the number of targets counted in the whole step.
+  for (int64_t m = 0; m < o->micro_steps && !planning; m++) {
+    LoaderPlace place = {.step = step,
+                         .micro_step = m,
+                         .micro_steps = o->micro_steps,
+                         .rank = t->backend->rank,
+                         .ranks = t->backend->ranks};
+    counted += loader_train_batch(loader, place, t->host_tokens + m * tokens, t->host_targets + m * tokens);
+  }
+  float scale = counted ? (float)(1.0 / (double)counted) : 0;
+  int slot = t->pending_count++;
+  for (int64_t m = 0; m < o->micro_steps; m++) {
+    Batch batch = device_batch(t);
+    if (!planning) upload(t, t->host_tokens + m * tokens, t->host_targets + m * tokens);
+    transformer_train(t->backend, &t->model, &batch, &t->transformer, scale, m > 0, t->loss);
+    reduce(t->backend, (Reduce){.sum = result_slot(t, slot, 0), .x = t->loss, .accumulate = m > 0});
+    if (planning) break; // the rest of the micro-batches need the same memory
+  }
+  double learning_rate = schedule_rate(&o->schedule, step);
+  update(t, slot, learning_rate, step);
+  t->pending[slot] = (StepResult){.step = step, .learning_rate = learning_rate, .counted = counted};
+}
+
+int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
+  int count = t->pending_count;
+  if (!count) return 0;
+  float values[2 * TRAINER_PENDING];
+  backend_to_host(t->backend, values, tensor_rows(t->results, 0, 2 * count));
+  for (int i = 0; i < count; i++) {
+    results[i] = t->pending[i];
+    results[i].loss = results[i].counted ? (double)values[2 * i] / (double)results[i].counted : 0;
+    results[i].grad_norm = (double)values[2 * i + 1];
+  }
+  t->pending_count = 0;
+  return count;
+}
+
+// --- watching
+// -----------------------------------------------------------------------------------------------------
+
+double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
+  int64_t tokens = tokens_of(t), counted = 0;
+  bool planning = t->backend->memory.planning;
+  if (!planning && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
+  double sum = 0;
+  MemoryMark mark = memory_mark(&t->backend->memory);
+  Tensor total = memory_push_1d(&t->backend->memory, "validation loss", MEMORY_WORKSPACE, DTYPE_F32, 1);
+  for (int64_t b = 0; b < batches; b++) {
+    Batch batch = device_batch(t);
+    batch.rows = t->rows; // the last batch may be padded
+    batch.counted = tokens;
+    if (!planning) {
+      loader_validation_batch(loader, b, t->host_tokens, t->host_targets);
+      upload(t, t->host_tokens, t->host_targets);
+      batch.counted = count_rows(t->host_targets, tokens, t->host_rows);
+      backend_to_device(t->backend, t->rows, t->host_rows);
+    }
+    transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, t->loss);
+    reduce(t->backend, (Reduce){.sum = total, .x = t->loss});
+    float value = 0;
+    backend_to_host(t->backend, &value, total);
+    sum += (double)value;
+    counted += batch.counted;
+  }
+  memory_pop_to(&t->backend->memory, mark);
+  return counted ? sum / (double)counted : 0;
+}
+
+// The token at which the cumulative softmax of logits / temperature passes `uniform`; the largest logit at 0.
+static int32_t draw_token(const float *logits, int64_t vocab_size, double temperature, double uniform) {
+  int64_t best = 0;
+  for (int64_t v = 1; v < vocab_size; v++)
+    if (logits[v] > logits[best]) best = v;
+  if (temperature == 0) return (int32_t)best;
+  double sum = 0, passed = 0;
+  for (int64_t v = 0; v < vocab_size; v++) sum += exp((double)(logits[v] - logits[best]) / temperature);
+  for (int64_t v = 0; v < vocab_size; v++) {
+    passed += exp((double)(logits[v] - logits[best]) / temperature);
+    if (passed > uniform * sum) return (int32_t)v;
+  }
+  return (int32_t)best;
+}
+
+int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
+                        int64_t *count) {
+  const Options *o = t->options;
+  Backend *backend = t->backend;
+  int64_t window = o->seq_len, vocab_size = o->model.vocab_size, have = prompt_count;
+  bool planning = backend->memory.planning;
+  MemoryMark mark = memory_mark(&backend->memory);
+  Tensor logits =
+      memory_push_2d(&backend->memory, "sampled logits", MEMORY_WORKSPACE, DTYPE_F32, 1, vocab_size);
+  Batch batch = {.batch = 1, .seq_len = window, .tokens = tensor_rows(t->tokens, 0, window)};
+  Tensor row = tensor_rows(t->rows, 0, 1);
+  *count = prompt_count + o->sample_tokens;
+  if (planning) {
+    transformer_logits(backend, &t->model, &batch, row, logits);
+    memory_pop_to(&backend->memory, mark);
+    return NULL;
+  }
+  int32_t *tokens =
+      calloc((size_t)(*count + window), sizeof *tokens); // zeros follow: later tokens are never seen
+  float *host = malloc((size_t)vocab_size * sizeof *host);
+  if (!tokens || !host) fail("out of host memory for a sample of %lld tokens", (long long)o->sample_tokens);
+  memcpy(tokens, prompt, (size_t)prompt_count * sizeof *tokens);
+  for (; have < *count; have++) {
+    int64_t start = have > window ? have - window : 0;
+    int32_t last = (int32_t)(have - start - 1);
+    backend_to_device(backend, batch.tokens, tokens + start);
+    backend_to_device(backend, row, &last);
+    transformer_logits(backend, &t->model, &batch, row, logits);
+    backend_to_host(backend, host, logits);
+    tokens[have] = draw_token(host, vocab_size, o->temperature, random_uniform(seed, 7, (uint64_t)have));
+  }
+  memory_pop_to(&backend->memory, mark);
+  free(host);
+  return tokens;
+}

@@ -1,0 +1,61 @@
+// A training run on one backend: the model, its optimizer, the batch, and what a step does with them.
+#ifndef LCE_TRAINER_TRAINER_H
+#define LCE_TRAINER_TRAINER_H
+
+#include "data/loader.h"
+#include "model/transformer.h"
+#include "trainer/options.h"
+
+// Steps whose results may wait on the device before trainer_collect must fetch them.
+enum { TRAINER_PENDING = 64 };
+
+typedef struct {
+  int64_t step; // from 0
+  double loss;  // mean over the step's counted targets, nats; 0 when none counted
+  double grad_norm, learning_rate;
+  int64_t counted;
+} StepResult;
+
+typedef struct {
+  const Options *options; // the caller's; must outlive the trainer
+  Backend *backend;       // likewise
+  Model model;
+  TransformerOptions transformer;
+  // On the device, reserved once: the micro-batch, its losses, and scalars.
+  Tensor tokens, targets, rows, loss;
+  Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
+  Tensor results;        // fp32 [2 TRAINER_PENDING]: loss sum and gradient norm of each pending step
+  // On the host: the whole step's tokens and targets.
+  int32_t *host_tokens, *host_targets, *host_rows;
+  StepResult pending[TRAINER_PENDING];
+  int pending_count;
+} Trainer;
+
+// Reserves weights, gradients, moments and tables on the backend (a plan's too) and draws the first weights.
+// options must be settled. Fails in one sentence when the model or the memory does not allow it.
+void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
+void trainer_destroy(Trainer *trainer);
+
+// Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
+void trainer_set_mode(Trainer *trainer, LceMode mode);
+
+// One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping,
+// AdamW. Asynchronous: the result waits on the device. Fetch with trainer_collect at the latest when
+// TRAINER_PENDING are waiting.
+void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
+
+// Waits for the pending steps and writes their results; returns how many.
+int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
+
+// Mean loss over the first `batches` validation batches (0: all), in nats per counted token.
+double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
+
+// Continues `prompt` by options->sample_tokens byte-level or other tokens, drawn with `seed`. The caller
+// frees the tokens (prompt included); *count receives how many.
+int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
+                        int64_t *count);
+
+// Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
+void trainer_gradient_pass(Trainer *trainer);
+
+#endif
