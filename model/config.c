@@ -46,6 +46,12 @@ double model_preset_learning_rate(const char *name) {
   return find(name)->learning_rate;
 }
 
+int64_t model_preset_seq_len(const char *name) {
+  const Preset *p = find(name);
+  bool tiny = p->hidden < 512;
+  return tiny ? 128 : p->family == FAMILY_GPT2 ? 1024 : 2048;
+}
+
 ModelConfig model_preset(const char *name) {
   const Preset *p = find(name);
   bool gpt2 = p->family == FAMILY_GPT2;

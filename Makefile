@@ -1,0 +1,327 @@
+# lce.c: `make run` trains the demonstration, `make test` runs the tests; both install what is missing
+# first. `make help` lists the rest. There is nothing to configure: make looks for what is there, says so,
+# and builds with it. Needs GNU make 4; the rest is optional or installed by `make deps`.
+
+VARIANT   ?= release
+BUILD     := build/$(VARIANT)
+BIN       := $(BUILD)/
+CUDA      ?= 1
+MPI       ?= 1
+CUDA_HOME ?=
+# A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
+DEPS_ROOT ?=
+RUN_ARGS  ?= --model llama-tiny --vocab 128256 --fused-lce --compare-modes
+
+ifeq ($(origin CC),default)
+  CC := gcc
+endif
+# All cores; a -j on the command line wins.
+ifeq ($(MAKELEVEL),0)
+  MAKEFLAGS += -j$(shell nproc)
+endif
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+Q := $(if $(V),,@)# `make V=1` shows whole commands
+
+GOALS := $(or $(MAKECMDGOALS),all)
+
+.PHONY: all tests info deps deps-dev run test bench memory-curve check format clean help
+.PHONY: build-and-run build-and-test build-and-bench build-and-memory-curve
+.SECONDARY:
+.DELETE_ON_ERROR:
+all:
+
+# --- Variants: each has a folder of its own, so that they live side by side ---------------------------------
+
+ifeq ($(VARIANT),release)
+  OPTIMIZE := -O3
+  BIN      :=
+else ifeq ($(VARIANT),debug)
+  OPTIMIZE := -Og -g3
+else ifeq ($(VARIANT),asan)
+  OPTIMIZE := -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+  CUDA     := 0
+else ifeq ($(VARIANT),clang)
+  OPTIMIZE := -O3
+  CC       := clang
+else
+  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang)
+endif
+WARNINGS := -Wall -Wextra -Werror
+
+# --- What is there ------------------------------------------------------------------------------------------
+
+# These goals only hand on to another make after installing, or need no compiler: they skip the search.
+SEARCH := $(filter-out run test bench memory-curve check format clean help,$(GOALS))
+ifneq ($(SEARCH),)
+
+MULTIARCH := $(shell $(CC) -print-multiarch 2>/dev/null)
+ifneq ($(DEPS_ROOT),)
+  DEPS_LIB      := $(abspath $(DEPS_ROOT))/usr/lib
+  DEPS_CPPFLAGS := -isystem $(DEPS_ROOT)/usr/include -isystem $(DEPS_ROOT)/usr/include/$(MULTIARCH)
+  DEPS_LDFLAGS  := $(foreach d,$(DEPS_LIB) $(DEPS_LIB)/$(MULTIARCH),-L$(d) -Wl,-rpath,$(d))
+endif
+
+hash  := \#
+comma := ,
+# $(call try,HEADERS,FLAGS): "yes" when a program that includes the headers compiles and links with the flags.
+try = $(shell out=$$(mktemp); { printf '$(hash)include <%s>\n' stddef.h stdarg.h setjmp.h stdint.h $(1); \
+	echo 'int main(void) { return 0; }'; } | $(CC) $(DEPS_CPPFLAGS) -x c - -o $$out $(DEPS_LDFLAGS) $(2) \
+	2>/dev/null && echo yes; rm -f $$out)
+
+HAVE_CC     := $(call try,stdio.h)
+HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
+HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
+HAVE_STB    := $(call try,stdio.h stb/stb_image_write.h)
+
+# BLAS_LIBS names another CBLAS; BLAS_LIBS= does without.
+ifeq ($(origin BLAS_LIBS),undefined)
+  BLAS_LIBS := $(if $(call try,cblas.h,-lopenblas),-lopenblas,\
+                 $(shell pkg-config --cflags --libs openblas 2>/dev/null))
+endif
+HAVE_CBLAS := $(if $(BLAS_LIBS),$(call try,cblas.h,$(BLAS_LIBS)))
+
+ifneq ($(MPI),0)
+  MPI_LIBS := $(shell { pkg-config --cflags --libs mpi-c || pkg-config --cflags --libs ompi-c || \
+                        { mpicc --showme:compile && mpicc --showme:link; }; } 2>/dev/null)
+  HAVE_MPI := $(if $(MPI_LIBS),$(call try,mpi.h,$(MPI_LIBS)))
+endif
+
+# CUDA: nvcc 12.4 or later with cuBLASLt. NO_CUDA becomes the reason to do without.
+ifeq ($(CUDA),0)
+  NO_CUDA := switched off
+else
+  NVCC := $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc)) $(shell command -v nvcc) \
+            $(wildcard /usr/local/cuda/bin/nvcc))
+  ifeq ($(NVCC),)
+    NO_CUDA := no nvcc in CUDA_HOME, PATH or /usr/local/cuda
+  else
+    CUDA_VERSION := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
+    CUDA_DIR     := $(or $(CUDA_HOME),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
+    CUDA_LIB     := $(firstword $(wildcard $(CUDA_DIR)/lib64 $(CUDA_DIR)/lib))
+    CUDA_INCLUDE := $(addprefix -isystem ,$(filter-out /usr/include,$(CUDA_DIR)/include))
+    CUDA_LIBS    := -L$(CUDA_LIB) -Wl,-rpath,$(CUDA_LIB) -lcudart -lcublasLt
+    ifneq ($(firstword $(sort 012.004 $(shell printf '%03d.%03d' $(subst ., ,$(CUDA_VERSION))))),012.004)
+      NO_CUDA := nvcc is $(CUDA_VERSION), 12.4 or later is needed
+    else ifeq ($(shell command -v g++),)
+      NO_CUDA := nvcc $(CUDA_VERSION) needs g++, which is missing
+    else ifeq ($(call try,cublasLt.h,$(CUDA_INCLUDE) $(CUDA_LIBS)),)
+      NO_CUDA := nvcc $(CUDA_VERSION) is there, but cuBLASLt is missing
+    endif
+  endif
+endif
+ifeq ($(NO_CUDA),)
+  HAVE_CUDA  := yes
+  HAVE_NCCL  := $(call try,nccl.h,$(CUDA_INCLUDE) $(CUDA_LIBS) -lnccl)
+  HAVE_CUDNN := $(call try,cudnn.h,$(CUDA_INCLUDE) $(CUDA_LIBS) -lcudnn)
+  CUDA_LIBS  += $(if $(HAVE_NCCL),-lnccl) $(if $(HAVE_CUDNN),-lcudnn) -lstdc++
+  # For the GPUs here if nvcc knows them (90a: Hopper with its own instructions), else for a portable set.
+  GPUS  := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))
+  KNOWN := $(filter-out 5% 6% 7%,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
+  ifeq ($(or $(if $(GPUS),,none),$(filter-out $(KNOWN),$(GPUS))),)
+    GPU_CODES := $(patsubst 90,90a,$(sort $(GPUS)))
+    GPU_TEXT  := for the GPU here: $(GPU_CODES:%=sm_%)
+  else
+    GPU_CODES := 80 90a
+    GPU_TEXT  := for sm_80$(comma) sm_90a and PTX
+    PTX       := -gencode=arch=compute_80,code=compute_80
+  endif
+endif
+
+# What `make deps` would install, as pairs package=reason.
+MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_library) \
+	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_matrix_products_on_the_CPU) \
+	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
+	$(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
+	$(if $(HAVE_STB),,libstb-dev=plots_as_PNG) \
+	$(if $(wildcard /usr/share/fonts/truetype/dejavu/DejaVuSans.ttf),,fonts-dejavu-core=letters_in_plots) \
+	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
+MISSING := $(strip $(MISSING))
+
+# --- Flags --------------------------------------------------------------------------------------------------
+
+# Under -std=c11 GCC leaves out fused multiply-adds, and errno from sqrtf keeps loops from becoming vectors.
+# What is promised is equal bits for equal builds on one machine; neither option touches that.
+FOUND        := $(if $(HAVE_CBLAS),$(BLAS_LIBS)) $(if $(HAVE_MPI),$(MPI_LIBS))
+HAVES        := $(foreach h,CBLAS CUDA NCCL CUDNN MPI STB,$(if $(HAVE_$(h)),-DHAVE_$(h)))
+ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(CUDA_INCLUDE)) \
+	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
+ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) -march=native -ffp-contract=fast -fno-math-errno -fopenmp \
+	$(WARNINGS) $(CFLAGS)
+ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
+	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
+	-Xcompiler=-g,-Wall,-Wextra,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
+ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
+ALL_LIBS     := -lcjson $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+
+# --- What was found, said when it changed or when asked -----------------------------------------------------
+
+# $(call remember,NAME,TEXT): keeps TEXT in build/VARIANT/NAME, which is as old as the last change; "changed"
+# if that is now.
+remember = $(shell mkdir -p $(BUILD); printf '%s\n' '$(subst ','\'',$(2))' | cmp -s - $(BUILD)/$(1) || \
+	{ printf '%s\n' '$(subst ','\'',$(2))' >$(BUILD)/$(1); echo changed; })
+found = $(if $(HAVE_$(1)),$(2),missing: $(3))
+define newline
+
+
+endef
+MISSING_NAMES := $(foreach m,$(MISSING),$(firstword $(subst =, ,$(m))))
+define TABLE
+lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
+  CUDA        $(call found,CUDA,nvcc $(CUDA_VERSION) with cuBLASLt$(comma) $(GPU_TEXT),the CPU only ($(NO_CUDA)))
+  NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found,one GPU only),not looked for without CUDA)
+  cuDNN       $(if $(HAVE_CUDA),$(call found,CUDNN,found,no --attention cudnn),not looked for without CUDA)
+  CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
+  MPI         $(call found,MPI,found,one CPU process only)
+  stb         $(call found,STB,found,no plots as PNG)
+  cJSON       $(call found,CJSON,found,cannot build)
+  cmocka      $(call found,CMOCKA,found,cannot test)$(if $(MISSING),$(newline)`make deps` installs: $(MISSING_NAMES))
+endef
+
+COMPILER := $(shell $(CC) --version 2>/dev/null | head -n 1)
+CHANGED  := $(call remember,flags,$(COMPILER) $(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) | \
+	$(NVCC) $(CUDA_VERSION) $(ALL_CUFLAGS) | $(ALL_LDFLAGS) $(ALL_LIBS))
+ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
+  ifeq ($(findstring s,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
+    $(info $(TABLE))
+  endif
+endif
+ifneq ($(filter-out info deps deps-dev,$(GOALS)),)
+  ifeq ($(and $(HAVE_CC),$(HAVE_CJSON)),)
+    $(error $(if $(HAVE_CC),cJSON,A working C compiler ($(CC))) is missing; `make deps` installs it)
+  endif
+endif
+
+endif # SEARCH
+
+# --- Sources, by room ---------------------------------------------------------------------------------------
+
+# Without CUDA, kernels/cuda/ still says how much scratch its operations need, for the plan.
+SOURCES  := $(wildcard base/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c trainer/*.c) $(if $(HAVE_CUDA),\
+	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu),\
+	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
+PROGRAMS := $(wildcard train.c tools/*.c) $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
+TESTS    := $(wildcard tests/test_*.c)
+HELPERS  := $(filter-out $(TESTS),$(wildcard tests/*.c))
+
+ifneq ($(SEARCH),)
+  SOURCES_CHANGED := $(call remember,sources,$(SOURCES))
+endif
+
+LIBRARY       := $(BUILD)/liblce.a
+objects        = $(patsubst %,$(BUILD)/%.o,$(1))
+programs       = $(addprefix $(BIN),$(basename $(1)))
+TEST_PROGRAMS := $(TESTS:%.c=$(BUILD)/%)
+
+all: $(LIBRARY) $(call programs,$(PROGRAMS))
+tests: $(TEST_PROGRAMS)
+info:
+	@:
+
+# --- Building -----------------------------------------------------------------------------------------------
+
+$(BUILD)/%.c.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	@echo "  cc    $<"
+	$(Q)$(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
+
+$(BUILD)/%.cu.o: %.cu $(BUILD)/flags
+	@mkdir -p $(@D)
+	@echo "  nvcc  $<"
+	$(Q)$(NVCC) $(ALL_CPPFLAGS) $(ALL_CUFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+# Made anew, so that the object of a source that is gone goes too; q keeps equal names from two rooms apart.
+$(LIBRARY): $(call objects,$(SOURCES)) $(BUILD)/sources
+	@echo "  ar    $@"
+	@rm -f $@
+	$(Q)ar qcs $@ $(filter %.o,$^)
+
+define LINK
+@mkdir -p $(@D)
+@echo "  link  $@"
+$(Q)$(CC) $(ALL_CFLAGS) $(ALL_LDFLAGS) $(filter %.o %.a,$^) $(1) $(ALL_LIBS) -o $@
+endef
+
+$(call programs,$(filter %.c,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
+	$(LINK)
+
+$(call programs,$(filter %.cu,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.cu.o $(LIBRARY)
+	$(LINK)
+
+$(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
+	$(call LINK,-lcmocka)
+
+-include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS)))
+
+# --- Running ------------------------------------------------------------------------------------------------
+
+# What is missing is installed first; then make starts over and finds it. DEPS_ROOT stands in for installing.
+run test bench memory-curve:
+	$(if $(DEPS_ROOT),,@$(MAKE) deps)
+	@$(MAKE) build-and-$@
+
+build-and-run: $(BIN)train
+	./$< $(RUN_ARGS)
+
+build-and-test: all tests
+	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS)
+
+build-and-bench: $(call programs,$(wildcard tools/bench*.c) $(if $(HAVE_CUDA),$(wildcard tools/bench*.cu)))
+	@set -e; for program in $^; do ./$$program; done
+
+build-and-memory-curve: $(BIN)tools/memory_curve
+	./$<
+
+deps:
+	@$(if $(MISSING),tools/deps.sh $(MISSING),$(if $(filter 0,$(MAKELEVEL)),echo "Nothing is missing."))
+
+deps-dev: deps
+	@tools/deps.sh \
+	  $(if $(shell command -v clang),,clang=a_second_compiler) \
+	  $(if $(wildcard /usr/lib/llvm*/lib/libomp.so /usr/lib64/libomp.so),,libomp-dev=OpenMP_for_clang) \
+	  $(if $(shell command -v clang-format),,clang-format=the_layout_of_the_code) \
+	  $(if $(shell command -v cppcheck),,cppcheck=a_second_look_at_the_code)
+
+# --- Looking after the code ---------------------------------------------------------------------------------
+
+# Every file that git tracks or would track.
+FILES = $(wildcard $(shell git ls-files -co --exclude-standard 2>/dev/null || find * -type f -not -path 'build/*'))
+CODE  = $(filter %.c %.h %.cu %.cuh,$(FILES))
+
+# Words that promise to finish later, and words (and paths) that only whoever wrote them can follow.
+WORDS := TO[D]O|FIX[M]E|XX[X]|ST[U]B|HA[C]K|ISS[U]E \#?[0-9]+
+
+check:
+	clang-format --dry-run -Werror --ferror-limit=1 $(CODE)
+	@mkdir -p build/cppcheck
+	cppcheck --quiet -j$(shell nproc) --cppcheck-build-dir=build/cppcheck --std=c11 -I. \
+	  --enable=warning,portability,performance --inline-suppr --error-exitcode=1 $(filter %.c,$(CODE))
+	! grep -nIiE '\b($(WORDS))\b|/(home|root|work)/' $(FILES)
+
+format:
+	clang-format -i $(CODE)
+
+clean:
+	rm -rf build train $(basename $(wildcard tools/*.c tools/*.cu))
+
+help:
+	@sed -n 's/^#: \?//p' Makefile
+
+#: make                 builds ./train and the programs of tools/, and says what was found on this machine
+#: make tests           builds the test programs
+#: make run             installs what is missing, builds, trains the demonstration; RUN_ARGS="..." for other options
+#: make test            installs what is missing, builds, runs every test
+#: make bench           likewise the benchmarks (tools/bench*)
+#: make memory-curve    likewise tools/memory_curve
+#: make info            only says what was found
+#: make deps            only installs what is missing (Debian packages; says which and why)
+#: make deps-dev        the same, and what `make check` needs
+#: make check           layout, cppcheck, forbidden words
+#: make format          lays the code out
+#: make clean           removes what was built
+#:
+#: VARIANT=release|debug|asan|clang   a build of its own under build/VARIANT (default release)
+#: CC=clang  CFLAGS=...  WARNINGS=    another compiler, more flags, no -Werror
+#: CUDA=0  MPI=0  BLAS_LIBS=          builds without;  BLAS_LIBS="-L... -lname" takes another CBLAS
+#: CUDA_HOME=/usr/local/cuda-13.0     which CUDA;  CUFLAGS=... more flags for nvcc
+#: DEPS_ROOT=folder                   looks for headers and libraries of unpacked packages there too
+#: V=1                                shows whole commands

@@ -1,0 +1,110 @@
+#include "data/loader.h"
+#include "base/fail.h"
+#include "base/random.h"
+#include "base/text.h"
+
+#include <assert.h>
+#include <math.h>
+#include <stdio.h>
+
+// Streams of random_permute, far above the small numbers that other rooms count up from.
+static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
+
+static int64_t source_windows(const Loader *loader) {
+  return source_tokens(loader->options.source) / (loader->options.seq_len + 1);
+}
+
+static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
+  int64_t have = source_tokens(o->source), window = o->seq_len + 1;
+  if (have / window < windows)
+    fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s",
+         source_name(o->source), (long long)have, kinds, (long long)o->seq_len, (long long)(windows * window),
+         advice);
+}
+
+Loader loader_create(LoaderOptions o) {
+  assert(o.batch > 0 && o.seq_len > 0 && o.validation_fraction >= 0 && o.validation_fraction < 1);
+  Loader loader = {.options = o};
+  int64_t windows = source_windows(&loader);
+  bool split = !o.validation_source && o.validation_fraction > 0;
+  if (split) {
+    require_windows(&o, 2, "one training and one validation window",
+                    ", shorten --seq-len or name --val-data");
+    int64_t held_back = llround(o.validation_fraction * (double)windows);
+    loader.validation_windows = held_back < 1 ? 1 : held_back > windows - 1 ? windows - 1 : held_back;
+    loader.validation_targets = loader.validation_windows * o.seq_len;
+  } else {
+    require_windows(&o, 1, "one window", " or shorten --seq-len");
+  }
+  loader.train_windows = windows - loader.validation_windows;
+  if (o.validation_source) {
+    loader.validation_targets = source_tokens(o.validation_source) - 1;
+    if (loader.validation_targets < 1)
+      fail("%s holds 1 token and validation needs at least 2: name more --val-data",
+           source_name(o.validation_source));
+    loader.validation_windows = (loader.validation_targets + o.seq_len - 1) / o.seq_len;
+  }
+  loader.validation_batches = (loader.validation_windows + o.batch - 1) / o.batch;
+  return loader;
+}
+
+// The windows of the source in an order that knows neither seed nor step: validation has the first places.
+static int64_t split_window(const Loader *loader, int64_t place) {
+  uint64_t windows = (uint64_t)source_windows(loader);
+  return (int64_t)random_permute(split_seed, split_stream, (uint64_t)place, windows);
+}
+
+// One row: inputs from position `first`, each target the token after its input. What lies past the source's
+// end is padded. Returns the counted targets.
+static int64_t fill_row(const Source *source, int64_t seq_len, int64_t first, int32_t *tokens,
+                        int32_t *targets) {
+  int64_t left = source_tokens(source) - 1 - first;
+  int64_t counted = left < seq_len ? left : seq_len;
+  source_read(source, first, counted, tokens);
+  source_read(source, first + 1, counted, targets);
+  for (int64_t t = counted; t < seq_len; t++) tokens[t] = 0, targets[t] = IGNORED_TARGET;
+  return counted;
+}
+
+int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens, int32_t *targets) {
+  assert(at.step >= 0 && at.micro_step >= 0 && at.micro_step < at.micro_steps);
+  assert(at.rank >= 0 && at.rank < at.ranks);
+  const LoaderOptions *o = &loader->options;
+  int64_t counted = 0;
+  for (int64_t row = 0; row < o->batch; row++) {
+    int64_t number = ((at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank) * o->batch + row;
+    uint64_t epoch = (uint64_t)(number / loader->train_windows);
+    uint64_t visit = (uint64_t)(number % loader->train_windows);
+    uint64_t place = random_permute(o->seed, order_stream + epoch, visit, (uint64_t)loader->train_windows);
+    int64_t held_back = source_windows(loader) - loader->train_windows;
+    int64_t window = split_window(loader, held_back + (int64_t)place);
+    int64_t offset = row * o->seq_len;
+    counted += fill_row(o->source, o->seq_len, window * (o->seq_len + 1), tokens + offset, targets + offset);
+  }
+  return counted;
+}
+
+int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets) {
+  assert(index >= 0);
+  const LoaderOptions *o = &loader->options;
+  const Source *own = o->validation_source, *source = own ? own : o->source;
+  int64_t counted = 0;
+  for (int64_t row = 0; row < o->batch; row++) {
+    int64_t window = index * o->batch + row;
+    int64_t first = source_tokens(source) - 1; // past the last window: a row with nothing left to predict
+    if (window < loader->validation_windows)
+      first = own ? window * o->seq_len : split_window(loader, window) * (o->seq_len + 1);
+    int64_t offset = row * o->seq_len;
+    counted += fill_row(source, o->seq_len, first, tokens + offset, targets + offset);
+  }
+  return counted;
+}
+
+void loader_describe(const Loader *loader, char *out, size_t size) {
+  const LoaderOptions *o = &loader->options;
+  int64_t files = source_files(o->source);
+  snprintf(out, size, "%s, %s file%s, %s tokens; %s training and %s validation windows of %s",
+           source_kind_name(o->source), text_grouped(files).text, files == 1 ? "" : "s",
+           text_grouped(source_tokens(o->source)).text, text_grouped(loader->train_windows).text,
+           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text);
+}

@@ -1,0 +1,76 @@
+// Batches of a source, by number: the batch of any step is a function of the data, the seed and the step
+// alone. Nothing is remembered from call to call, so resuming at step 1000 is asking for step 1000, and a
+// rank asks for its own share. Needs no memory beyond the struct, however large the data.
+//
+// A training window is T + 1 consecutive tokens, T of them inputs and, shifted by one, T targets. Windows
+// stand at stride T + 1 from the stream's start: no position stands in two windows, so nothing that is
+// validated was ever trained on. The last tokens that fill no window are left out.
+//
+// Of n windows, a fixed fraction is held back for validation (at least one, and at least one is left to train
+// on), picked by a permutation that is the same for every seed. Epoch e visits the others in the order
+// random_permute(seed, e, .): each once an epoch.
+//
+// A step takes ranks * micro_steps * batch windows that follow each other in that order:
+//
+//     number of a row's window = ((step * micro_steps + micro_step) * ranks + rank) * batch + row
+//
+// so R ranks with M micro-steps see in a step exactly what one rank with R * M micro-steps sees.
+//
+// A validation source of its own is read from end to end instead: windows of T + 1 tokens at stride T, so
+// that every token but the first is predicted exactly once, the last window padded.
+#ifndef LCE_DATA_LOADER_H
+#define LCE_DATA_LOADER_H
+
+#include "data/source.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+// Stands in `targets` where there is no counted target: the value of kernels.h's IGNORE_INDEX.
+enum { IGNORED_TARGET = -100 };
+
+typedef struct {
+  const Source *source;            // borrowed, as is the next: close them after the last batch
+  const Source *validation_source; // or NULL: hold back a fraction of `source`
+  double validation_fraction;      // in [0, 1), used without a validation source; 0 holds back nothing
+  int64_t batch;                   // B, rows of a batch on one rank
+  int64_t seq_len;                 // T
+  uint64_t seed;                   // of the training order
+} LoaderOptions;
+
+// A plain value: copy it, drop it.
+typedef struct {
+  LoaderOptions options;
+  int64_t train_windows;      // in an epoch; at least 1
+  int64_t validation_windows; // 0 when there is no validation
+  int64_t validation_batches; // ceil(validation_windows / batch)
+  int64_t validation_targets; // counted targets in one pass over the validation batches
+} Loader;
+
+// Fails when the data are too few for one window of each kind asked for, with how many tokens there are and
+// how many are needed.
+Loader loader_create(LoaderOptions options);
+
+typedef struct {
+  int64_t step;       // of the optimizer, from 0
+  int64_t micro_step; // in [0, micro_steps)
+  int64_t micro_steps;
+  int64_t rank; // in [0, ranks)
+  int64_t ranks;
+} LoaderPlace;
+
+// Fills tokens[B*T] and targets[B*T] (the caller's) with the training batch at `place` and returns how many
+// targets count.
+int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tokens, int32_t *targets);
+
+// The same for validation batch `index`. Rows past the last window have token 0 and ignored targets; an index
+// at or past validation_batches is a batch of such rows (returns 0). So R ranks that take indices rank, rank
+// + R,
+// ... for ceil(validation_batches / R) rounds stay together and cover everything once.
+int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets);
+
+// One line for people: "byte-level text, 63 files, 512,345 tokens; 480 training and 25 validation windows of
+// 1,024". Writes at most `size` bytes with the terminator.
+void loader_describe(const Loader *loader, char *out, size_t size);
+
+#endif

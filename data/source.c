@@ -1,0 +1,333 @@
+#include "data/source.h"
+#include "base/fail.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum {
+  SHARD_HEADER_INTS = 256,
+  SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS,
+  SHARD_MAGIC_UINT16 = 20240520,
+  SHARD_VERSION_UINT16 = 1,
+  SHARD_MAGIC_UINT32 = 20240801,
+  SHARD_VERSION_UINT32 = 7,
+  BINARY_PROBE_BYTES = 8 << 10,
+  COPY_LIMIT_BYTES = 128 << 10,
+  CHECK_BLOCK = 4096,     // tokens a thread widens at a time
+  CHECK_STRETCH = 8 << 20 // tokens after which the pages read are given back
+};
+
+// One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator.
+typedef struct {
+  char *path;
+  void *memory; // the whole file
+  size_t bytes;
+  bool mapped;
+  const void *tokens; // in memory
+  int64_t stored, first;
+} Piece;
+
+struct Source {
+  char *name;
+  SourceKind kind;
+  int64_t vocab_size, count, total;
+  Piece *pieces;
+};
+
+static int64_t token_bytes(SourceKind kind) {
+  return kind == SOURCE_TEXT ? 1 : kind == SOURCE_SHARDS_UINT16 ? 2 : 4;
+}
+
+// --- one file -------------------------------------------------------------------------------------------
+
+static Piece load_file(const char *path) {
+  int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) fail("cannot open %s: %s", path, strerror(errno));
+  struct stat status;
+  if (fstat(file, &status) != 0) fail("cannot read %s: %s", path, strerror(errno));
+  Piece piece = {.bytes = (size_t)status.st_size, .mapped = status.st_size > COPY_LIMIT_BYTES};
+  if (piece.mapped) {
+    piece.memory = mmap(NULL, piece.bytes, PROT_READ, MAP_PRIVATE, file, 0);
+    if (piece.memory == MAP_FAILED) fail("cannot map %s into memory: %s", path, strerror(errno));
+  } else {
+    piece.memory = malloc(piece.bytes + 1);
+    if (!piece.memory) fail("out of memory for %s", path);
+    size_t have = 0;
+    ssize_t got = 1;
+    while (have < piece.bytes && got > 0) {
+      got = read(file, (char *)piece.memory + have, piece.bytes - have);
+      if (got < 0) fail("cannot read %s at byte %zu: %s", path, have, strerror(errno));
+      have += (size_t)got;
+    }
+    piece.bytes = have;
+  }
+  close(file);
+  piece.path = strdup(path);
+  if (!piece.path) fail("out of memory for the path %s", path);
+  return piece;
+}
+
+static void unload(Piece *piece) {
+  if (piece->mapped)
+    munmap(piece->memory, piece->bytes);
+  else
+    free(piece->memory);
+  free(piece->path);
+}
+
+static int32_t header_value(const Piece *piece, int index) {
+  int32_t value;
+  memcpy(&value, (const char *)piece->memory + 4 * index, sizeof value);
+  return value;
+}
+
+static bool has_shard_magic(const Piece *piece) {
+  if (piece->bytes < 4) return false;
+  int32_t magic = header_value(piece, 0);
+  return magic == SHARD_MAGIC_UINT16 || magic == SHARD_MAGIC_UINT32;
+}
+
+// Checks the header against the file and points the piece at its tokens.
+static SourceKind open_shard(Piece *piece) {
+  const char *path = piece->path;
+  if (piece->bytes < SHARD_HEADER_BYTES)
+    fail("%s is truncated: a token shard begins with a header of %d bytes and this file ends at byte %zu",
+         path, SHARD_HEADER_BYTES, piece->bytes);
+  if (!has_shard_magic(piece))
+    fail("%s is no llm.c token shard: the magic at byte 0 is %d, not %d (uint16) or %d (uint32)", path,
+         header_value(piece, 0), SHARD_MAGIC_UINT16, SHARD_MAGIC_UINT32);
+  bool wide = header_value(piece, 0) == SHARD_MAGIC_UINT32;
+  SourceKind kind = wide ? SOURCE_SHARDS_UINT32 : SOURCE_SHARDS_UINT16;
+  int32_t version = header_value(piece, 1), known = wide ? SHARD_VERSION_UINT32 : SHARD_VERSION_UINT16;
+  if (version != known)
+    fail("%s has shard version %d at byte 4 where magic %d goes with version %d: make it again with the "
+         "current "
+         "llm.c format",
+         path, version, header_value(piece, 0), known);
+  int64_t count = header_value(piece, 2);
+  int64_t expected = SHARD_HEADER_BYTES + count * token_bytes(kind);
+  if (count <= 0)
+    fail("%s holds no tokens: the count at byte 8 of its header is %lld", path, (long long)count);
+  if (expected > (int64_t)piece->bytes)
+    fail("%s is truncated: the header at byte 8 promises %lld tokens, which end at byte %lld, and the file "
+         "ends "
+         "at byte %zu",
+         path, (long long)count, (long long)expected, piece->bytes);
+  if (expected < (int64_t)piece->bytes)
+    fail("%s disagrees with its header: the %lld tokens promised at byte 8 end at byte %lld, and the file "
+         "goes "
+         "on to byte %zu",
+         path, (long long)count, (long long)expected, piece->bytes);
+  piece->tokens = (const char *)piece->memory + SHARD_HEADER_BYTES;
+  piece->stored = count;
+  return kind;
+}
+
+static const char *kind_name(SourceKind kind) {
+  static const char *const names[] = {"byte-level text", "llm.c shards, uint16", "llm.c shards, uint32"};
+  return names[kind];
+}
+
+// Appends the file unless its origin lets it be skipped. The array has room for it.
+static void add_file(Source *source, const FileEntry *entry) {
+  Piece piece = load_file(entry->path);
+  const char *suffix = strrchr(entry->path, '.');
+  bool is_bin = suffix && strcmp(suffix, ".bin") == 0;
+  SourceKind kind = SOURCE_TEXT;
+  if (is_bin && (entry->origin != FILE_FOUND || has_shard_magic(&piece))) {
+    kind = open_shard(&piece);
+  } else {
+    size_t probe = piece.bytes < BINARY_PROBE_BYTES ? piece.bytes : BINARY_PROBE_BYTES;
+    const char *nul = memchr(piece.memory, 0, probe);
+    if (entry->origin == FILE_NAMED && piece.bytes == 0)
+      fail("%s is empty: name a file with at least one byte of text", entry->path);
+    if (entry->origin == FILE_NAMED && nul)
+      fail("%s is not text (NUL at byte %lld): name text files, or llm.c token shards ending in .bin",
+           entry->path, (long long)(nul - (const char *)piece.memory));
+    if (piece.bytes == 0 || nul) {
+      unload(&piece);
+      return;
+    }
+    piece.tokens = piece.memory;
+    piece.stored = (int64_t)piece.bytes;
+  }
+  if (source->count > 0 && source->kind != kind)
+    fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", source->pieces[0].path,
+         kind_name(source->kind), entry->path, kind_name(kind));
+  source->kind = kind;
+  source->pieces[source->count++] = piece;
+}
+
+// --- token ids ------------------------------------------------------------------------------------------
+
+// out[i] = tokens[first + i]; a uint32 above INT32_MAX comes out negative.
+static void widen(SourceKind kind, const void *tokens, int64_t first, int64_t count, int32_t *out) {
+  if (kind == SOURCE_TEXT)
+    for (int64_t i = 0; i < count; i++) out[i] = ((const uint8_t *)tokens)[first + i];
+  else if (kind == SOURCE_SHARDS_UINT16)
+    for (int64_t i = 0; i < count; i++) out[i] = ((const uint16_t *)tokens)[first + i];
+  else
+    memcpy(out, (const uint32_t *)tokens + first, (size_t)count * sizeof *out);
+}
+
+// The least index in [first, end) whose id is no id of the vocabulary, or `end`.
+static int64_t find_outside(const Source *source, const Piece *piece, int64_t first, int64_t end) {
+  int64_t found = end;
+#pragma omp parallel for reduction(min : found)
+  for (int64_t start = first; start < end; start += CHECK_BLOCK) {
+    int32_t ids[CHECK_BLOCK];
+    int64_t count = end - start < CHECK_BLOCK ? end - start : CHECK_BLOCK;
+    widen(source->kind, piece->tokens, start, count, ids);
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = (uint32_t)ids[i] > largest ? (uint32_t)ids[i] : largest;
+    if (largest < source->vocab_size) continue;
+    int64_t i = 0;
+    while ((uint32_t)ids[i] < source->vocab_size) i++;
+    found = start + i < found ? start + i : found;
+  }
+  return found;
+}
+
+static void fail_outside(const Source *source, const Piece *piece, int64_t index) {
+  int32_t id;
+  widen(source->kind, piece->tokens, index, 1, &id);
+  int64_t at = (const char *)piece->tokens - (const char *)piece->memory + index * token_bytes(source->kind);
+  fail("%s: token %lld (byte %lld) has id %u and the vocabulary has %lld: raise --vocab to at least %lld or "
+       "%s",
+       piece->path, (long long)index, (long long)at, (uint32_t)id, (long long)source->vocab_size,
+       (long long)(uint32_t)id + 1,
+       source->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer");
+}
+
+static void check_ids(const Source *source, const Piece *piece) {
+  int64_t possible = (int64_t)1 << (8 * token_bytes(source->kind));
+  if (source->vocab_size >= possible) return;
+  for (int64_t first = 0; first < piece->stored; first += CHECK_STRETCH) {
+    int64_t end = piece->stored - first < CHECK_STRETCH ? piece->stored : first + CHECK_STRETCH;
+    int64_t outside = find_outside(source, piece, first, end);
+    if (outside < end) fail_outside(source, piece, outside);
+    // The pages stay in the system's cache but leave this process: a scan of all the data must not show as
+    // memory that training needed.
+    if (piece->mapped) madvise(piece->memory, piece->bytes, MADV_DONTNEED);
+  }
+}
+
+// --- the source -----------------------------------------------------------------------------------------
+
+static Source *new_source(const char *first_name, int64_t more, int64_t vocab_size) {
+  assert(vocab_size > 0);
+  Source *source = calloc(1, sizeof *source);
+  if (!source) fail("out of memory for the data source %s", first_name);
+  source->vocab_size = vocab_size;
+  int written = more > 0 ? asprintf(&source->name, "%s and %lld more", first_name, (long long)more)
+                         : asprintf(&source->name, "%s", first_name);
+  if (written < 0) fail("out of memory for the data source %s", first_name);
+  return source;
+}
+
+static void add_files(Source *source, const FileList *files, const char *name) {
+  int64_t before = source->count;
+  Piece *pieces = realloc(source->pieces, (size_t)(before + files->count + 1) * sizeof *pieces);
+  if (!pieces) fail("out of memory for %lld data files", (long long)(before + files->count));
+  source->pieces = pieces;
+  for (int64_t i = 0; i < files->count; i++) add_file(source, &files->entries[i]);
+  if (source->count == before) fail("%s holds no text and no token shards", name);
+  for (int64_t i = before; i < source->count; i++) check_ids(source, &source->pieces[i]);
+}
+
+static bool has_separators(const Source *source) {
+  return source->kind == SOURCE_TEXT && source->vocab_size > END_OF_TEXT;
+}
+
+static Source *join(Source *source) {
+  for (int64_t i = 0; i < source->count; i++) {
+    if (i > 0) source->total += has_separators(source);
+    source->pieces[i].first = source->total;
+    source->total += source->pieces[i].stored;
+  }
+  return source;
+}
+
+Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size) {
+  assert(count > 0);
+  Source *source = new_source(paths[0], count - 1, vocab_size);
+  for (int64_t i = 0; i < count; i++) {
+    FileList files = {0};
+    file_list_add(&files, paths[i]);
+    add_files(source, &files, paths[i]);
+    file_list_free(&files);
+  }
+  return join(source);
+}
+
+Source *source_open_files(const FileList *files, const char *name, int64_t vocab_size) {
+  Source *source = new_source(name, 0, vocab_size);
+  add_files(source, files, name);
+  return join(source);
+}
+
+void source_close(Source *source) {
+  if (!source) return;
+  for (int64_t i = 0; i < source->count; i++) unload(&source->pieces[i]);
+  free(source->pieces);
+  free(source->name);
+  free(source);
+}
+
+const char *source_name(const Source *source) {
+  return source->name;
+}
+
+SourceKind source_kind(const Source *source) {
+  return source->kind;
+}
+
+const char *source_kind_name(const Source *source) {
+  return kind_name(source->kind);
+}
+
+int64_t source_files(const Source *source) {
+  return source->count;
+}
+
+int64_t source_tokens(const Source *source) {
+  return source->total;
+}
+
+int64_t source_vocab_size(const Source *source) {
+  return source->vocab_size;
+}
+
+// The last piece that begins at or before `position`.
+static const Piece *piece_at(const Source *source, int64_t position) {
+  int64_t low = 0, high = source->count;
+  while (high - low > 1) {
+    int64_t middle = low + (high - low) / 2;
+    if (source->pieces[middle].first <= position)
+      low = middle;
+    else
+      high = middle;
+  }
+  return &source->pieces[low];
+}
+
+void source_read(const Source *source, int64_t first, int64_t count, int32_t *out) {
+  assert(first >= 0 && count >= 0 && first <= source->total - count);
+  if (count == 0) return;
+  for (const Piece *piece = piece_at(source, first); count > 0; piece++) {
+    int64_t start = first - piece->first;
+    int64_t available = piece->stored - start; // 0 when `first` is the separator itself
+    int64_t taken = available < count ? available : count;
+    widen(source->kind, piece->tokens, start, taken, out);
+    if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
+    first += taken, out += taken, count -= taken;
+  }
+}

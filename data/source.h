@@ -1,0 +1,56 @@
+// A source: one long stream of token ids, read from files that are memory-mapped and never copied whole.
+//
+// Two kinds of files, which one source does not mix:
+//   - text: every byte is a token, its id the byte (0..255). Between two files stands one END_OF_TEXT (256)
+//     when the vocabulary has more than 256 ids; a vocabulary of 256 or fewer has no separator.
+//   - llm.c token shards (*.bin): 256 little-endian int32 of header, then the tokens. header[0] is the magic,
+//     header[1] the version, header[2] the number of tokens. Magic 20240520 version 1 holds uint16, magic
+//     20240801 version 7 holds uint32. Shards join without a separator: they bring their own.
+//
+// How strictly a file is read depends on who named it. A path written out must be text or a shard and not
+// empty. Files matched by a glob or found in a directory are skipped when they are empty or binary (a NUL
+// byte in the first 8 KiB). A *.bin file that is named or matched must be a shard; one found in a directory
+// is a shard when it begins with a shard's magic.
+//
+// Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
+// million small files would exceed the system's limit on mappings. Larger files and shards are mapped, and
+// must not shrink while the source is open.
+#ifndef LCE_DATA_SOURCE_H
+#define LCE_DATA_SOURCE_H
+
+#include "data/files.h"
+
+#include <stdint.h>
+
+enum { END_OF_TEXT = 256 };
+
+typedef enum { SOURCE_TEXT, SOURCE_SHARDS_UINT16, SOURCE_SHARDS_UINT32 } SourceKind;
+
+typedef struct Source Source;
+
+// Opens what `paths[0..count)` name, in this order (files.h says what a path can be), and checks every token
+// id against the vocabulary: one pass over the data at the disk's speed, left out where the type cannot
+// exceed it. A path given twice is read twice. Fails, naming file and offset, on a missing, unreadable or
+// empty path, a path without text or shards, a mix of kinds, a truncated or foreign shard, a header that
+// disagrees with the file's size, and an id at or above `vocab_size`. The caller closes it.
+Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
+
+// The same for a list of files already made; `name` is what messages call the whole (copied).
+Source *source_open_files(const FileList *files, const char *name, int64_t vocab_size);
+
+void source_close(Source *source); // NULL is fine
+
+// Facts.
+const char *source_name(const Source *source); // "corpus.txt", "shards/a.bin and 2 more"; the source's own
+SourceKind source_kind(const Source *source);
+const char *
+source_kind_name(const Source *source); // "byte-level text", "llm.c shards, uint16", "..., uint32"
+int64_t source_files(const Source *source);
+int64_t source_tokens(const Source *source); // separators included
+int64_t source_vocab_size(const Source *source);
+
+// out[i] = token at position first + i, for i in [0, count); 0 <= first, first + count <= source_tokens. Any
+// number of threads may read at once.
+void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
+
+#endif

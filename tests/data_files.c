@@ -1,0 +1,151 @@
+#include "tests/data_files.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static char room[] = "/tmp/test_data.XXXXXX";
+
+int make_room(void **state) {
+  (void)state;
+  return mkdtemp(room) ? 0 : -1;
+}
+
+int clear_room(void **state) {
+  (void)state;
+  char command[256];
+  snprintf(command, sizeof command, "rm -rf '%s'", room);
+  return system(command);
+}
+
+const char *in_room(const char *name) {
+  static char paths[8][512];
+  static int turn;
+  char *path = paths[turn++ % 8];
+  snprintf(path, sizeof paths[0], "%s/%s", room, name);
+  return path;
+}
+
+void write_bytes(const char *name, const void *bytes, size_t size) {
+  FILE *file = fopen(in_room(name), "wb");
+  assert_non_null(file);
+  assert_int_equal(fwrite(bytes, 1, size, file), size);
+  assert_int_equal(fclose(file), 0);
+}
+
+void write_text(const char *name, const char *text) {
+  write_bytes(name, text, strlen(text));
+}
+
+void make_directory(const char *name) {
+  assert_int_equal(mkdir(in_room(name), 0755), 0);
+}
+
+void write_shard(const char *name, int32_t magic, int32_t version, int32_t claimed, const void *tokens,
+                 size_t bytes) {
+  int32_t header[256] = {magic, version, claimed};
+  FILE *file = fopen(in_room(name), "wb");
+  assert_non_null(file);
+  assert_int_equal(fwrite(header, 1, sizeof header, file), sizeof header);
+  if (bytes > 0) assert_int_equal(fwrite(tokens, 1, bytes, file), bytes);
+  assert_int_equal(fclose(file), 0);
+}
+
+void write_shard16(const char *name, const uint16_t *tokens, int32_t count) {
+  write_shard(name, 20240520, 1, count, tokens, (size_t)count * 2);
+}
+
+void write_shard32(const char *name, const uint32_t *tokens, int32_t count) {
+  write_shard(name, 20240801, 7, count, tokens, (size_t)count * 4);
+}
+
+void write_sparse_shard16(const char *name, int32_t count) {
+  write_shard(name, 20240520, 1, count, NULL, 0);
+  assert_int_equal(truncate(in_room(name), 1024 + 2L * count), 0);
+}
+
+void put_token16(const char *name, long position, uint16_t id) {
+  FILE *file = fopen(in_room(name), "r+b");
+  assert_non_null(file);
+  assert_int_equal(fseek(file, 1024 + 2 * position, SEEK_SET), 0);
+  assert_int_equal(fwrite(&id, sizeof id, 1, file), 1);
+  assert_int_equal(fclose(file), 0);
+}
+
+Source *open_counting(const char *name, int64_t count) {
+  uint32_t *tokens = malloc((size_t)count * sizeof *tokens);
+  for (int64_t i = 0; i < count; i++) tokens[i] = (uint32_t)i;
+  write_shard32(name, tokens, (int32_t)count);
+  free(tokens);
+  const char *path = in_room(name);
+  return source_open(&path, 1, count);
+}
+
+Source *open_one(const char *name, int64_t vocab_size) {
+  const char *path = in_room(name);
+  return source_open(&path, 1, vocab_size);
+}
+
+Source *open_two(const char *first, const char *second, int64_t vocab_size) {
+  const char *paths[] = {in_room(first), in_room(second)};
+  return source_open(paths, 2, vocab_size);
+}
+
+int mappings(void) {
+  FILE *maps = fopen("/proc/self/maps", "r");
+  assert_non_null(maps);
+  char line[1024];
+  int count = 0;
+  while (fgets(line, sizeof line, maps)) count += strstr(line, room) != NULL;
+  fclose(maps);
+  return count;
+}
+
+void assert_stream(const Source *source, const int32_t *expected, int64_t count) {
+  assert_int_equal(source_tokens(source), count);
+  int32_t *got = malloc((size_t)(count + 1) * sizeof *got);
+  for (int64_t first = 0; first <= count; first++)
+    for (int64_t length = 0; length <= count - first; length++) {
+      got[length] = -7;
+      source_read(source, first, length, got);
+      assert_memory_equal(got, expected + first, (size_t)length * sizeof *got);
+      assert_int_equal(got[length], -7);
+    }
+  free(got);
+}
+
+void assert_text(const Source *source, const char *expected) {
+  int64_t count = (int64_t)strlen(expected);
+  int32_t *tokens = malloc((size_t)count * sizeof *tokens);
+  for (int64_t i = 0; i < count; i++) tokens[i] = expected[i] == '|' ? END_OF_TEXT : expected[i];
+  assert_stream(source, tokens, count);
+  free(tokens);
+}
+
+// What a failing call holds is the exiting program's, no leak; absent in a build without LeakSanitizer.
+void __lsan_disable(void) __attribute__((weak));
+void __lsan_enable(void) __attribute__((weak));
+
+jmp_buf room_caught;
+char room_sentence[2048];
+
+static void catch_sentence(const char *text) {
+  snprintf(room_sentence, sizeof room_sentence, "%s", text);
+  longjmp(room_caught, 1);
+}
+
+void expect_failures(bool expected) {
+  fail_set_handler(expected ? catch_sentence : NULL);
+  if (expected && __lsan_disable) __lsan_disable();
+  if (!expected && __lsan_enable) __lsan_enable();
+}
+
+void assert_sentence(const char *const *parts, int count) {
+  assert_null(strchr(room_sentence, '\n'));
+  assert_null(strstr(room_sentence, ". "));
+  assert_int_not_equal(room_sentence[strlen(room_sentence) - 1], '.');
+  for (int i = 0; i < count; i++)
+    if (!strstr(room_sentence, parts[i])) fail_msg("\"%s\" does not say \"%s\"", room_sentence, parts[i]);
+}

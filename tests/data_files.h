@@ -1,0 +1,68 @@
+// What the tests of the data room share: small files in a directory of their own, sources that show where
+// their tokens come from, and sentences of fail().
+#ifndef LCE_TESTS_DATA_FILES_H
+#define LCE_TESTS_DATA_FILES_H
+
+#include "base/fail.h" // before cmocka.h, which makes fail() a macro
+#include "data/source.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+// Group set-up and tear-down: the directory comes and goes.
+int make_room(void **state);
+int clear_room(void **state);
+
+// The path of `name` in the room, in one of a few buffers that take turns.
+const char *in_room(const char *name);
+
+void make_directory(const char *name);
+void write_bytes(const char *name, const void *bytes, size_t size);
+void write_text(const char *name, const char *text);
+
+// A shard whose header says `magic`, `version` and `claimed` tokens, whatever follows it.
+void write_shard(const char *name, int32_t magic, int32_t version, int32_t claimed, const void *tokens,
+                 size_t bytes);
+void write_shard16(const char *name, const uint16_t *tokens, int32_t count);
+void write_shard32(const char *name, const uint32_t *tokens, int32_t count);
+// A uint16 shard of zeros that take no room on the disk, and one token put into it.
+void write_sparse_shard16(const char *name, int32_t count);
+void put_token16(const char *name, long position, uint16_t id);
+
+Source *open_one(const char *name, int64_t vocab_size);
+Source *open_two(const char *first, const char *second, int64_t vocab_size);
+// A source whose token at position i is i.
+Source *open_counting(const char *name, int64_t count);
+
+// The number of files of the room that are mapped now.
+int mappings(void);
+
+// The stream equals `expected`, read whole and from any place to any other.
+void assert_stream(const Source *source, const int32_t *expected, int64_t count);
+// The same for text, where '|' stands for END_OF_TEXT.
+void assert_text(const Source *source, const char *expected);
+
+// For ASSERT_FAILS. assert_sentence: one line, nothing after a full stop, every part in it.
+extern jmp_buf room_caught;
+extern char room_sentence[2048];
+void expect_failures(bool expected);
+void assert_sentence(const char *const *parts, int count);
+
+// The call fails, and its sentence holds every one of the given strings.
+#define ASSERT_FAILS(call, ...)                                                                              \
+  do {                                                                                                       \
+    const char *const parts_[] = {__VA_ARGS__};                                                              \
+    room_sentence[0] = 0;                                                                                    \
+    expect_failures(true);                                                                                   \
+    if (setjmp(room_caught) == 0) (void)(call);                                                              \
+    expect_failures(false);                                                                                  \
+    if (!room_sentence[0]) fail_msg("%s did not fail", #call);                                               \
+    assert_sentence(parts_, (int)(sizeof parts_ / sizeof *parts_));                                          \
+  } while (0)
+
+#endif

@@ -1,0 +1,275 @@
+// The loader: which tokens stand in which batch.
+#include "data/loader.h"
+#include "tests/data_files.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int64_t train_batch(const Loader *loader, int64_t step, int64_t micro_step, int64_t micro_steps,
+                           int64_t rank, int64_t ranks, int32_t *tokens, int32_t *targets) {
+  LoaderPlace place = {
+      .step = step, .micro_step = micro_step, .micro_steps = micro_steps, .rank = rank, .ranks = ranks};
+  return loader_train_batch(loader, place, tokens, targets);
+}
+
+// A whole row of a counting source: consecutive tokens, targets one further. Returns its first position.
+static int64_t assert_row(const int32_t *tokens, const int32_t *targets, int64_t seq_len) {
+  for (int64_t t = 0; t < seq_len; t++) {
+    assert_int_equal(tokens[t], tokens[0] + t);
+    assert_int_equal(targets[t], tokens[t] + 1);
+  }
+  return tokens[0];
+}
+
+static void no_position_is_trained_on_twice_or_validated(void **state) {
+  (void)state;
+  const int64_t lengths[] = {1, 3, 7, 16}, sizes[] = {34, 35, 100, 257, 1000};
+  const double fractions[] = {0, 0.01, 0.05, 0.3, 0.99};
+  for (int s = 0; s < 5; s++) {
+    Source *source = open_counting("counting.bin", sizes[s]);
+    for (int l = 0; l < 4; l++)
+      for (int f = 0; f < 5; f++) {
+        int64_t T = lengths[l], n = sizes[s] / (T + 1);
+        Loader loader = loader_create((LoaderOptions){
+            .source = source, .validation_fraction = fractions[f], .batch = 1, .seq_len = T, .seed = 7});
+        assert_int_equal(loader.train_windows + loader.validation_windows, n);
+        assert_true(loader.train_windows >= 1);
+        if (fractions[f] == 0)
+          assert_int_equal(loader.validation_windows, 0);
+        else
+          assert_true(loader.validation_windows >= 1 &&
+                      fabs((double)loader.validation_windows - fractions[f] * (double)n) <= 1);
+        assert_int_equal(loader.validation_targets, loader.validation_windows * T);
+        char *seen = calloc((size_t)sizes[s], 1);
+        int32_t tokens[16], targets[16];
+        for (int64_t i = 0; i < n; i++) {
+          bool train = i < loader.train_windows;
+          int64_t counted = train
+                                ? train_batch(&loader, i, 0, 1, 0, 1, tokens, targets)
+                                : loader_validation_batch(&loader, i - loader.train_windows, tokens, targets);
+          assert_int_equal(counted, T);
+          int64_t first = assert_row(tokens, targets, T);
+          for (int64_t p = first; p <= first + T; p++) {
+            assert_int_equal(seen[p], 0);
+            seen[p] = 1;
+          }
+        }
+        int64_t unseen = 0;
+        for (int64_t p = 0; p < sizes[s]; p++) unseen += !seen[p];
+        assert_int_equal(unseen, sizes[s] % (T + 1));
+        free(seen);
+      }
+    source_close(source);
+  }
+}
+
+// The first positions of `count` training windows from number 0, in batches of B.
+static void collect(const Loader *loader, int64_t count, int64_t *firsts) {
+  int64_t B = loader->options.batch, T = loader->options.seq_len;
+  int32_t *tokens = malloc((size_t)(B * T) * sizeof *tokens),
+          *targets = malloc((size_t)(B * T) * sizeof *targets);
+  for (int64_t i = 0; i < count; i++) {
+    if (i % B == 0) assert_int_equal(train_batch(loader, i / B, 0, 1, 0, 1, tokens, targets), B * T);
+    firsts[i] = assert_row(tokens + i % B * T, targets + i % B * T, T);
+  }
+  free(tokens);
+  free(targets);
+}
+
+static int compare_numbers(const void *a, const void *b) {
+  int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+  return (x > y) - (x < y);
+}
+
+static void every_epoch_is_another_permutation(void **state) {
+  (void)state;
+  enum { EPOCHS = 4, WINDOWS = 42 }; // 50 windows of 5 tokens, 8 held back; batches of 5 straddle the epochs
+  Source *source = open_counting("counting.bin", 253);
+  int64_t firsts[2][EPOCHS * WINDOWS], sorted[EPOCHS][WINDOWS];
+  for (uint64_t seed = 0; seed < 2; seed++) {
+    Loader loader = loader_create((LoaderOptions){
+        .source = source, .validation_fraction = 0.16, .batch = 5, .seq_len = 4, .seed = seed});
+    assert_int_equal(loader.train_windows, WINDOWS);
+    assert_int_equal(loader.validation_windows, 8);
+    assert_int_equal(loader.validation_batches, 2);
+    collect(&loader, EPOCHS * WINDOWS, firsts[seed]);
+    for (int e = 0; e < EPOCHS; e++) {
+      memcpy(sorted[e], firsts[seed] + e * WINDOWS, sizeof sorted[e]);
+      qsort(sorted[e], WINDOWS, sizeof sorted[e][0], compare_numbers);
+      for (int i = 1; i < WINDOWS; i++) assert_int_not_equal(sorted[e][i], sorted[e][i - 1]);
+      assert_memory_equal(sorted[e], sorted[0], sizeof sorted[0]);
+      for (int other = 0; other < e; other++)
+        assert_memory_not_equal(firsts[seed] + e * WINDOWS, firsts[seed] + other * WINDOWS, sizeof sorted[0]);
+    }
+  }
+  assert_memory_not_equal(firsts[0], firsts[1], sizeof firsts[0]);
+  // What is held back does not depend on the seed: both seeds trained on the same windows.
+  qsort(firsts[0], WINDOWS, sizeof firsts[0][0], compare_numbers);
+  assert_memory_equal(firsts[0], sorted[0], sizeof sorted[0]);
+  source_close(source);
+}
+
+static void the_order_has_no_history_and_does_not_change(void **state) {
+  (void)state;
+  Source *source = open_counting("counting.bin", 1000);
+  LoaderOptions options = {
+      .source = source, .validation_fraction = 0.05, .batch = 3, .seq_len = 9, .seed = 1337};
+  Loader loader = loader_create(options), again = loader_create(options);
+  int32_t tokens[3 * 9], targets[3 * 9], later[3 * 9], later_targets[3 * 9];
+  train_batch(&loader, 17, 0, 1, 0, 1, tokens, targets);
+  for (int64_t step = 0; step <= 17; step++) train_batch(&again, step, 0, 1, 0, 1, later, later_targets);
+  assert_memory_equal(tokens, later, sizeof tokens);
+  assert_memory_equal(targets, later_targets, sizeof targets);
+  // These very windows: a checkpoint resumed under a newer program must meet the data it would have met.
+  const int64_t known[] = {620, 410, 810, 800, 190, 670, 630, 440};
+  int64_t firsts[8];
+  collect(&loader, 8, firsts);
+  for (int i = 0; i < 8; i++) assert_int_equal(firsts[i], known[i]);
+  train_batch(&loader, INT64_C(1) << 50, 0, 1, 0, 1, tokens, targets);
+  for (int row = 0; row < 3; row++) assert_row(tokens + row * 9, targets + row * 9, 9);
+  source_close(source);
+}
+
+static void ranks_and_micro_steps_share_one_order(void **state) {
+  (void)state;
+  enum { B = 2, M = 3, R = 4, T = 5, STEPS = 7, ROW = B * T };
+  Source *source = open_counting("counting.bin", 611);
+  LoaderOptions options = {.source = source, .validation_fraction = 0.1, .batch = B, .seq_len = T, .seed = 3};
+  Loader loader = loader_create(options);
+  options.batch = B * M * R;
+  Loader wide = loader_create(options);
+  for (int64_t step = 0; step < STEPS; step++) {
+    int32_t all[M * R * ROW], all_targets[M * R * ROW];
+    assert_int_equal(train_batch(&wide, step, 0, 1, 0, 1, all, all_targets), M * R * ROW);
+    for (int64_t m = 0; m < M; m++)
+      for (int64_t r = 0; r < R; r++) {
+        int32_t tokens[ROW], targets[ROW];
+        assert_int_equal(train_batch(&loader, step, m, M, r, R, tokens, targets), ROW);
+        assert_memory_equal(tokens, all + (m * R + r) * ROW, sizeof tokens);
+        assert_memory_equal(targets, all_targets + (m * R + r) * ROW, sizeof targets);
+        train_batch(&loader, step, m * R + r, M * R, 0, 1, tokens, targets);
+        assert_memory_equal(tokens, all + (m * R + r) * ROW, sizeof tokens);
+      }
+  }
+  source_close(source);
+}
+
+static void held_back_batches_are_padded(void **state) {
+  (void)state;
+  Source *source = open_counting("counting.bin", 100);
+  Loader loader = loader_create(
+      (LoaderOptions){.source = source, .validation_fraction = 0.25, .batch = 4, .seq_len = 9, .seed = 3});
+  assert_int_equal(loader.validation_windows, 3); // of 10, rounded
+  assert_int_equal(loader.validation_batches, 1);
+  int32_t tokens[36], targets[36];
+  assert_int_equal(loader_validation_batch(&loader, 0, tokens, targets), 27);
+  for (int row = 0; row < 3; row++) assert_row(tokens + row * 9, targets + row * 9, 9);
+  for (int i = 27; i < 36; i++) assert_true(tokens[i] == 0 && targets[i] == IGNORED_TARGET);
+  assert_int_equal(loader_validation_batch(&loader, 1, tokens, targets), 0);
+  for (int i = 0; i < 36; i++) assert_true(tokens[i] == 0 && targets[i] == IGNORED_TARGET);
+  source_close(source);
+}
+
+static void a_validation_source_is_predicted_once_throughout(void **state) {
+  (void)state;
+  enum { B = 3, T = 4 };
+  Source *source = open_counting("counting.bin", 50);
+  for (int64_t count = 2; count <= 40; count++) {
+    Source *own = open_counting("own.bin", count);
+    Loader loader = loader_create((LoaderOptions){.source = source,
+                                                  .validation_source = own,
+                                                  .validation_fraction = 0.5,
+                                                  .batch = B,
+                                                  .seq_len = T,
+                                                  .seed = 1});
+    assert_int_equal(loader.train_windows, 10);
+    assert_int_equal(loader.validation_windows, (count - 1 + T - 1) / T);
+    assert_int_equal(loader.validation_targets, count - 1);
+    int64_t next = 1, total = 0;
+    for (int64_t index = 0; index < loader.validation_batches + 2; index++) {
+      int32_t tokens[B * T], targets[B * T];
+      int64_t counted = loader_validation_batch(&loader, index, tokens, targets), found = 0;
+      for (int i = 0; i < B * T; i++) {
+        if (targets[i] == IGNORED_TARGET) {
+          assert_int_equal(tokens[i], 0);
+          continue;
+        }
+        assert_int_equal(targets[i], next++);
+        assert_int_equal(tokens[i], targets[i] - 1);
+        found++;
+      }
+      assert_int_equal(found, counted);
+      assert_int_equal(counted > 0, index < loader.validation_batches);
+      total += counted;
+    }
+    assert_int_equal(total, count - 1);
+    source_close(own);
+  }
+  source_close(source);
+}
+
+static void the_smallest_sources_suffice_and_smaller_ones_do_not(void **state) {
+  (void)state;
+  Source *one = open_counting("one.bin", 9), *two = open_counting("two.bin", 16);
+  LoaderOptions options = {.source = one, .batch = 2, .seq_len = 8, .seed = 0};
+  Loader loader = loader_create(options);
+  assert_int_equal(loader.train_windows, 1);
+  assert_int_equal(loader.validation_batches, 0);
+  int32_t tokens[16], targets[16];
+  for (int64_t step = 0; step < 3; step++) {
+    assert_int_equal(train_batch(&loader, step, 0, 1, 0, 1, tokens, targets), 16);
+    assert_int_equal(assert_row(tokens, targets, 8), 0);
+    assert_int_equal(assert_row(tokens + 8, targets + 8, 8), 0);
+  }
+  options.validation_fraction = 0.05;
+  ASSERT_FAILS(loader_create(options), "one.bin holds 9 tokens", "one training and one validation window",
+               "8 + 1", "needs 18", "--val-data");
+  options.source = two;
+  options.seq_len = 7;
+  loader = loader_create(options);
+  assert_true(loader.train_windows == 1 && loader.validation_windows == 1);
+  options.seq_len = 8;
+  ASSERT_FAILS(loader_create(options), "two.bin holds 16 tokens", "needs 18");
+  options.seq_len = 16;
+  options.validation_fraction = 0;
+  ASSERT_FAILS(loader_create(options), "two.bin holds 16 tokens", "one window of --seq-len 16", "needs 17");
+  write_shard32("single.bin", (const uint32_t[]){0}, 1);
+  Source *single = open_one("single.bin", 16);
+  options.seq_len = 7;
+  options.validation_source = single;
+  ASSERT_FAILS(loader_create(options), "single.bin holds 1 token", "at least 2", "--val-data");
+  source_close(single);
+  source_close(two);
+  source_close(one);
+}
+
+static void the_description_tells_the_facts(void **state) {
+  (void)state;
+  Source *source = open_counting("counting.bin", 20000);
+  Loader loader =
+      loader_create((LoaderOptions){.source = source, .validation_fraction = 0.05, .batch = 1, .seq_len = 9});
+  char line[256];
+  loader_describe(&loader, line, sizeof line);
+  assert_string_equal(
+      line, "llm.c shards, uint32, 1 file, 20,000 tokens; 1,900 training and 100 validation windows "
+            "of 9");
+  char small[8];
+  loader_describe(&loader, small, sizeof small);
+  assert_string_equal(small, "llm.c s");
+  source_close(source);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(no_position_is_trained_on_twice_or_validated),
+      cmocka_unit_test(every_epoch_is_another_permutation),
+      cmocka_unit_test(the_order_has_no_history_and_does_not_change),
+      cmocka_unit_test(ranks_and_micro_steps_share_one_order),
+      cmocka_unit_test(held_back_batches_are_padded),
+      cmocka_unit_test(a_validation_source_is_predicted_once_throughout),
+      cmocka_unit_test(the_smallest_sources_suffice_and_smaller_ones_do_not),
+      cmocka_unit_test(the_description_tells_the_facts),
+  };
+  return cmocka_run_group_tests(tests, make_room, clear_room);
+}
