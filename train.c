@@ -14,6 +14,7 @@
 #include "data/byte_tokenizer.h"
 #include "data/corpus.h"
 #include "trainer/log.h"
+#include "trainer/machine.h"
 #include "trainer/report.h"
 #include "trainer/speed.h"
 
@@ -30,30 +31,12 @@ static void ask_to_stop(int signal_number) {
 // --- machine
 // --------------------------------------------------------------------------------------------------------
 
-static Backend *open_backend(Options *o) {
-  const char *reason = NULL;
-  Backend *backend = NULL;
-  if (o->device != DEVICE_CPU) {
-    backend = cuda_backend_create(0, o->dtype == DTYPE_F32 ? DTYPE_F32 : DTYPE_BF16, &reason);
-    if (!backend && o->device == DEVICE_CUDA) fail("--device cuda: %s", reason);
-    if (!backend) printf("no GPU is used: %s\n", reason);
-  }
-  options_settle_dtypes(o, backend != NULL);
-  return backend ? backend : cpu_backend_create(o->plain_products);
-}
-
-static const char *device_kind(const Backend *backend) {
-  return backend->scratch == &cuda_scratch ? "cuda" : "cpu";
-}
-
 // The device that a plan is for: the one asked for, or the one that is there.
 static const char *planned_device(Options *o, size_t *capacity) {
   if (o->device == DEVICE_AUTO || o->fit) {
-    Backend *backend = open_backend(o);
-    const char *kind = device_kind(backend);
-    *capacity = backend->device_capacity > backend->device_overhead
-                    ? backend->device_capacity - backend->device_overhead
-                    : 0;
+    Backend *backend = machine_open(o);
+    const char *kind = machine_kind(backend);
+    *capacity = machine_usable_bytes(backend);
     backend_destroy(backend);
     return kind;
   }
@@ -281,15 +264,15 @@ static const char *system_row(const Backend *backend) {
 
 static void compare_modes(Run *run) {
   const Options *o = run->options;
-  const char *kind = device_kind(run->backend);
+  const char *kind = machine_kind(run->backend);
   MemoryColumn columns[2];
   static const char *const measured[2] = {"fused, measured", "materialized, measured"};
   static const char *const planned[2] = {"fused, planned", "materialized, planned"};
   for (int i = 0; i < 2; i++) {
     LceMode mode = i == 0 ? LCE_FUSED : LCE_MATERIALIZED;
     Plan plan = plan_run(o, kind, mode);
-    size_t usable = run->backend->device_capacity - run->backend->device_overhead;
-    bool fits = !run->backend->device_capacity || plan.peak_bytes <= usable;
+    size_t usable = machine_usable_bytes(run->backend);
+    bool fits = !usable || plan.peak_bytes <= usable;
     columns[i] = fits ? measure_mode(run->trainer, mode, measured[i])
                       : (MemoryColumn){.title = planned[i], .memory = plan};
     if (!fits) printf("the %s mode does not fit here: it is planned, not measured\n", lce_mode_name(mode));
@@ -376,7 +359,7 @@ int main(int argc, char **argv) {
     return status;
   }
 
-  Backend *backend = open_backend(&options);
+  Backend *backend = machine_open(&options);
   options_settle_chunk(&options, backend);
   Source *source = options.data_count
                        ? source_open(options.data, options.data_count, options.model.vocab_size)
@@ -391,7 +374,7 @@ int main(int argc, char **argv) {
                                                 .seq_len = options.seq_len,
                                                 .seed = options.seed});
   describe(&options, backend, &loader);
-  plan_require(&options, device_kind(backend), backend->device_capacity, backend->device_overhead);
+  plan_require(&options, machine_kind(backend), machine_usable_bytes(backend));
 
   Log *log = log_open(options.log);
   double product_rate = measure_product_rate(backend);

@@ -61,10 +61,9 @@ static bool suggest(char *text, size_t size, const char *flag, const Options *o,
   return true;
 }
 
-void plan_require(const Options *options, const char *device, size_t capacity, size_t overhead) {
-  size_t usable = capacity > overhead ? capacity - overhead : 0;
+void plan_require(const Options *options, const char *device, size_t usable) {
   Plan plan = plan_run(options, device, options->mode);
-  if (!capacity || plan.peak_bytes <= usable) return;
+  if (!usable || plan.peak_bytes <= usable) return;
 
   char holders[512] = "", ways[512] = "";
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {

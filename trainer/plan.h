@@ -20,8 +20,8 @@ Plan plan_from_ledger(const Ledger *ledger);
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, const char *device, LceMode mode, size_t bytes);
 
-// Fails with a sentence when the run needs more than `capacity` bytes: who holds what, and what would fit
-// instead, with numbers. `overhead` is what the device holds beside the ledger.
-void plan_require(const Options *options, const char *device, size_t capacity, size_t overhead);
+// Fails with a sentence when the run needs more than `usable` bytes (0: unknown, never fails): who holds
+// what, and what would fit instead, with numbers.
+void plan_require(const Options *options, const char *device, size_t usable);
 
 #endif

@@ -6,7 +6,11 @@
 
 #include "base/fail.h"
 #include "base/random.h"
+#include "trainer/machine.h"
 #include "trainer/plan.h"
+
+_Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
+               "the loader and the last layer agree on what is not counted");
 
 // --- life
 // ---------------------------------------------------------------------------------------------------------
@@ -58,7 +62,7 @@ void trainer_destroy(Trainer *t) {
 void trainer_set_mode(Trainer *t, LceMode mode) {
   t->transformer.mode = mode;
   if (t->backend->memory.planning) return;
-  Plan plan = plan_run(t->options, t->backend->scratch == &cuda_scratch ? "cuda" : "cpu", mode);
+  Plan plan = plan_run(t->options, machine_kind(t->backend), mode);
   backend_synchronize(t->backend);
   memory_set_stack(&t->backend->memory, plan.stack_bytes);
 }

@@ -1,0 +1,203 @@
+// How much of a training step is matrix products, and how fast would the step be if it were nothing else?
+//
+// Takes ./train's options. Runs a few steps and times them; then records the products of one forward and
+// backward pass (the calls of linear_* and the last layer's two products) and runs them alone, back to back,
+// on the same tensors: the step's bare products. Their time over the step's is its share of the speed of
+// light. On the CPU the same step is timed once more with products by plain loops.
+//
+//   tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/fail.h"
+#include "base/text.h"
+#include "data/corpus.h"
+#include "trainer/machine.h"
+#include "trainer/plan.h"
+#include "trainer/speed.h"
+#include "trainer/trainer.h"
+
+// --- recording the products of a pass
+// -----------------------------------------------------------------------------
+
+typedef struct {
+  enum { FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT } kind;
+  union {
+    LinearForward forward;
+    LinearBackwardInput input;
+    LinearBackwardWeight weight;
+  } call;
+} Product;
+
+static struct {
+  const BackendOps *real;
+  Product *products;
+  size_t count, capacity;
+  double flops;
+} record;
+
+static void append(Product product, Tensor rows, Tensor weight) {
+  if (record.count == record.capacity) {
+    record.capacity = record.capacity ? 2 * record.capacity : 256;
+    record.products = realloc(record.products, record.capacity * sizeof *record.products);
+    if (!record.products) fail("out of host memory for the list of products");
+  }
+  record.products[record.count++] = product;
+  record.flops += 2.0 * (double)rows.shape[0] * (double)tensor_count(weight);
+}
+
+static void record_forward(Backend *backend, const LinearForward *a) {
+  append((Product){.kind = FORWARD, .call.forward = *a}, a->x, a->weight);
+  record.real->linear_forward(backend, a);
+}
+
+static void record_backward_input(Backend *backend, const LinearBackwardInput *a) {
+  append((Product){.kind = BACKWARD_INPUT, .call.input = *a}, a->dout, a->weight);
+  record.real->linear_backward_input(backend, a);
+}
+
+static void record_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
+  append((Product){.kind = BACKWARD_WEIGHT, .call.weight = *a}, a->dout, a->dweight);
+  record.real->linear_backward_weight(backend, a);
+}
+
+// The sweep's two products, bare: logits, and their gradient's way back to x.
+static void record_sweep(Backend *backend, const LceSweep *a) {
+  LinearForward logits = {.out = a->exps, .x = a->x, .weight = a->weight};
+  LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
+  append((Product){.kind = FORWARD, .call.forward = logits}, a->x, a->weight);
+  append((Product){.kind = BACKWARD_INPUT, .call.input = dx}, a->x, a->weight);
+  record.real->lce_sweep(backend, a);
+}
+
+static void record_pass(Trainer *trainer) {
+  Backend *backend = trainer->backend;
+  static BackendOps recording;
+  record.real = backend->ops;
+  recording = *backend->ops;
+  recording.linear_forward = record_forward;
+  recording.linear_backward_input = record_backward_input;
+  recording.linear_backward_weight = record_backward_weight;
+  recording.lce_sweep = record_sweep;
+  backend->ops = &recording;
+  trainer_gradient_pass(trainer);
+  backend->ops = record.real;
+  backend_synchronize(backend);
+}
+
+// The recorded tensors' places on the stack are free by now, but the bytes are still there.
+static void replay(Backend *backend) {
+  for (size_t i = 0; i < record.count; i++) {
+    const Product *p = &record.products[i];
+    switch (p->kind) {
+    case FORWARD:
+      backend->ops->linear_forward(backend, &p->call.forward);
+      break;
+    case BACKWARD_INPUT:
+      backend->ops->linear_backward_input(backend, &p->call.input);
+      break;
+    case BACKWARD_WEIGHT:
+      backend->ops->linear_backward_weight(backend, &p->call.weight);
+      break;
+    }
+  }
+}
+
+// --- timing
+// -------------------------------------------------------------------------------------------------------
+
+enum { WARM_UP = 3, ROUNDS = 5 };
+
+typedef struct {
+  Trainer *trainer;
+  const Loader *loader;
+  int64_t step;
+} Steps;
+
+static void one_step(Steps *s) {
+  StepResult results[TRAINER_PENDING];
+  trainer_step(s->trainer, s->loader, s->step++);
+  trainer_collect(s->trainer, results);
+}
+
+static int by_size(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+static double median(double *values, int count) {
+  qsort(values, (size_t)count, sizeof *values, by_size);
+  return values[count / 2];
+}
+
+// Seconds of a step whose products are plain loops: one step, the same shapes, a backend of its own.
+static double plain_step_seconds(const Options *options, const Loader *loader) {
+  Backend *backend = cpu_backend_create(true);
+  Trainer trainer;
+  trainer_create(&trainer, options, backend);
+  trainer_set_mode(&trainer, options->mode);
+  Steps steps = {&trainer, loader, 0};
+  double start = now_seconds();
+  one_step(&steps);
+  double seconds = now_seconds() - start;
+  trainer_destroy(&trainer);
+  backend_destroy(backend);
+  return seconds;
+}
+
+int main(int argc, char **argv) {
+  Options options;
+  options_parse(&options, argc, argv);
+  Backend *backend = machine_open(&options);
+  options_settle_chunk(&options, backend);
+  Source *source = options.data_count
+                       ? source_open(options.data, options.data_count, options.model.vocab_size)
+                       : corpus_open(options.model.vocab_size);
+  Loader loader = loader_create((LoaderOptions){
+      .source = source, .batch = options.batch, .seq_len = options.seq_len, .seed = options.seed});
+  plan_require(&options, machine_kind(backend), machine_usable_bytes(backend));
+  Trainer trainer;
+  trainer_create(&trainer, &options, backend);
+  trainer_set_mode(&trainer, options.mode);
+
+  Steps steps = {&trainer, &loader, 0};
+  for (int i = 0; i < WARM_UP; i++) one_step(&steps);
+  record_pass(&trainer);
+  replay(backend);
+  double step[ROUNDS], products[ROUNDS];
+  for (int i = 0; i < ROUNDS; i++) { // in turn: a card's speed changes with its heat
+    backend_synchronize(backend);
+    double start = now_seconds();
+    one_step(&steps);
+    backend_synchronize(backend);
+    double middle = now_seconds();
+    for (int64_t m = 0; m < options.micro_steps; m++) replay(backend);
+    backend_synchronize(backend);
+    step[i] = middle - start;
+    products[i] = now_seconds() - middle;
+  }
+  double step_seconds = median(step, ROUNDS), product_seconds = median(products, ROUNDS);
+  double flops = record.flops * (double)options.micro_steps;
+  const Ledger *ledger = &backend->memory.ledger;
+  printf("%s, %s: batch %lld x %lld, V %s, %s loss, recompute %s\n", backend->description, options.model.name,
+         (long long)options.batch, (long long)options.seq_len, text_grouped(options.model.vocab_size).text,
+         lce_mode_name(options.mode), recompute_name(options.recompute));
+  printf("  step           %9.2f ms   %s tokens/s\n", 1e3 * step_seconds,
+         text_grouped((int64_t)((double)options.total_batch / step_seconds)).text);
+  printf("  bare products  %9.2f ms   %.1f TFLOP/s, %.0f%% of the step\n", 1e3 * product_seconds,
+         1e-12 * flops / product_seconds, 100 * product_seconds / step_seconds);
+  printf("  memory         %9s      at the peak (ledger), %s of it the last layer's\n",
+         text_bytes(ledger->peak).text, text_bytes(ledger->highest[MEMORY_HEAD]).text);
+  printf("  the device     %9s      at the peak, by its own figure\n",
+         text_bytes(backend->ops->device_bytes_peak(backend)).text);
+  trainer_destroy(&trainer);
+  if (backend->scratch == &cpu_scratch) {
+    double plain = plain_step_seconds(&options, &loader);
+    printf("  plain loops    %9.2f ms   %.1f times the step\n", 1e3 * plain, plain / step_seconds);
+  }
+  free(record.products);
+  source_close(source);
+  backend_destroy(backend);
+  options_free(&options);
+  return 0;
+}

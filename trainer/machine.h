@@ -1,0 +1,17 @@
+// Which machine a run computes on.
+#ifndef LCE_TRAINER_MACHINE_H
+#define LCE_TRAINER_MACHINE_H
+
+#include "trainer/options.h"
+
+// The backend that the options ask for, and the dtypes that follow. With --device auto the GPU if there is a
+// usable one; why there is none is said in one line. --device cuda without one fails. The caller destroys it.
+Backend *machine_open(Options *options);
+
+// "cuda" or "cpu": what a plan for this backend is called.
+const char *machine_kind(const Backend *backend);
+
+// Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
+size_t machine_usable_bytes(const Backend *backend);
+
+#endif
