@@ -18,8 +18,7 @@
 #include "trainer/report.h"
 #include "trainer/speed.h"
 
-// --- stopping
-// -------------------------------------------------------------------------------------------------------
+// --- stopping ----------------------------------------------------------------------------------------------
 
 static volatile sig_atomic_t stop_asked;
 
@@ -28,8 +27,7 @@ static void ask_to_stop(int signal_number) {
   signal(signal_number, SIG_DFL); // a second one ends the program at once
 }
 
-// --- machine
-// --------------------------------------------------------------------------------------------------------
+// --- machine -----------------------------------------------------------------------------------------------
 
 // The device that a plan is for: the one asked for, or the one that is there.
 static const char *planned_device(Options *o, size_t *capacity) {
@@ -44,8 +42,7 @@ static const char *planned_device(Options *o, size_t *capacity) {
   return o->device == DEVICE_CUDA ? "cuda" : "cpu";
 }
 
-// --- what is printed before anything runs
-// -----------------------------------------------------------------------------
+// --- what is printed before anything runs ------------------------------------------------------------------
 
 static void describe(const Options *o, const Backend *backend, const Loader *loader) {
   const ModelConfig *m = &o->model;
@@ -102,8 +99,7 @@ static int print_fit(Options *o) {
   return 0;
 }
 
-// --- the run
-// ----------------------------------------------------------------------------------------------------------
+// --- the run -----------------------------------------------------------------------------------------------
 
 typedef struct {
   const Options *options;
@@ -232,8 +228,7 @@ static void train(Run *run) {
   validate(run, run->steps_done);
 }
 
-// --- afterwards
-// -------------------------------------------------------------------------------------------------------
+// --- afterwards --------------------------------------------------------------------------------------------
 
 // A few forward and backward passes in `mode`, with everything measured afresh.
 static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {

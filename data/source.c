@@ -46,7 +46,7 @@ static int64_t token_bytes(SourceKind kind) {
   return kind == SOURCE_TEXT ? 1 : kind == SOURCE_SHARDS_UINT16 ? 2 : 4;
 }
 
-// --- one file -------------------------------------------------------------------------------------------
+// --- one file ----------------------------------------------------------------------------------------------
 
 static Piece load_file(const char *path) {
   int file = open(path, O_RDONLY | O_CLOEXEC);
@@ -166,7 +166,7 @@ static void add_file(Source *source, const FileEntry *entry) {
   source->pieces[source->count++] = piece;
 }
 
-// --- token ids ------------------------------------------------------------------------------------------
+// --- token ids ---------------------------------------------------------------------------------------------
 
 // out[i] = tokens[first + i]; a uint32 above INT32_MAX comes out negative.
 static void widen(SourceKind kind, const void *tokens, int64_t first, int64_t count, int32_t *out) {
@@ -220,7 +220,7 @@ static void check_ids(const Source *source, const Piece *piece) {
   }
 }
 
-// --- the source -----------------------------------------------------------------------------------------
+// --- the source --------------------------------------------------------------------------------------------
 
 static Source *new_source(const char *first_name, int64_t more, int64_t vocab_size) {
   assert(vocab_size > 0);

@@ -7,8 +7,7 @@
 
 #include "base/fail.h"
 
-// --- what is checked
-// ----------------------------------------------------------------------------------------------
+// --- what is checked ---------------------------------------------------------------------------------------
 
 typedef const char *Op; // the operation's name, for messages
 
@@ -77,8 +76,7 @@ static void two_axes(Op op, const char *field, Tensor t) {
   if (t.rank != 2) fail("%s: %s is %s where a matrix is needed", op, field, tensor_text(t).text);
 }
 
-// --- how an operation is called
-// -------------------------------------------------------------------------------------
+// --- how an operation is called ----------------------------------------------------------------------------
 
 static Tensor push_scratch(Backend *backend, Op op, MemoryCategory category, size_t bytes) {
   if (!bytes) return (Tensor){0};
@@ -98,8 +96,7 @@ static Tensor push_scratch(Backend *backend, Op op, MemoryCategory category, siz
     memory_pop_to(&backend->memory, mark);                                                                   \
   } while (0)
 
-// --- tokens to vectors
-// ----------------------------------------------------------------------------------------------
+// --- tokens to vectors -------------------------------------------------------------------------------------
 
 static void whole_sequences(Op op, int64_t rows, int64_t seq_len) {
   if (seq_len < 1 || rows % seq_len)
@@ -142,8 +139,7 @@ void embedding_backward(Backend *backend, EmbeddingBackward a) {
   CALL_WITH_SCRATCH(embedding_backward, MEMORY_WORKSPACE);
 }
 
-// --- normalisation
-// --------------------------------------------------------------------------------------------------
+// --- normalisation -----------------------------------------------------------------------------------------
 
 static void norm_operands(Op op, NormKind kind, Tensor x, Tensor weight, Tensor mean, Tensor rstd) {
   two_axes(op, "x", x);
@@ -181,8 +177,7 @@ void norm_backward(Backend *backend, NormBackward a) {
   CALL_WITH_SCRATCH(norm_backward, MEMORY_WORKSPACE);
 }
 
-// --- matrix products
-// ------------------------------------------------------------------------------------------------
+// --- matrix products ---------------------------------------------------------------------------------------
 
 // The weight of a layer from `inputs` to `outputs`, in either layout.
 static void linear_weight(Op op, const char *field, Tensor t, bool input_major, int64_t outputs,
@@ -240,8 +235,7 @@ void linear_backward_weight(Backend *backend, LinearBackwardWeight a) {
   CALL_WITH_SCRATCH(linear_backward_weight, MEMORY_WORKSPACE);
 }
 
-// --- activations
-// ----------------------------------------------------------------------------------------------------
+// --- activations -------------------------------------------------------------------------------------------
 
 void gelu_forward(Backend *backend, GeluForward a) {
   const Op op = "gelu_forward";
@@ -271,8 +265,7 @@ void swiglu_backward(Backend *backend, SwigluBackward a) {
   CALL(swiglu_backward);
 }
 
-// --- attention
-// ------------------------------------------------------------------------------------------------------
+// --- attention ---------------------------------------------------------------------------------------------
 
 static void attention_heads(Op op, AttentionShape s, Tensor qkv) {
   if (s.batch < 1 || s.seq_len < 1 || s.num_heads < 1 || s.num_key_value_heads < 1 || s.head_dim < 1 ||
@@ -319,8 +312,7 @@ void attention_backward(Backend *backend, AttentionBackward a) {
   CALL_WITH_SCRATCH(attention_backward, MEMORY_WORKSPACE);
 }
 
-// --- the last layer's pieces
-// ------------------------------------------------------------------------------------------
+// --- the last layer's pieces -------------------------------------------------------------------------------
 
 void lce_sweep(Backend *backend, LceSweep a) {
   const Op op = "lce_sweep";
@@ -421,8 +413,7 @@ void scatter_rows(Backend *backend, MoveRows a) {
   CALL(scatter_rows);
 }
 
-// --- the optimizer
-// --------------------------------------------------------------------------------------------------
+// --- the optimizer -----------------------------------------------------------------------------------------
 
 void adamw(Backend *backend, AdamW a) {
   const Op op = "adamw";
@@ -461,8 +452,7 @@ void fill_zero(Backend *backend, Tensor t) {
   if (backend->ops->fill_zero) backend->ops->fill_zero(backend, t);
 }
 
-// --- collectives
-// ----------------------------------------------------------------------------------------------------
+// --- collectives -------------------------------------------------------------------------------------------
 
 static void collective(Op op, const Backend *backend, Collective a, int64_t out_parts, int64_t x_parts) {
   need(op, "x", a.x);
@@ -495,8 +485,7 @@ void broadcast(Backend *backend, Collective a) {
   CALL(broadcast);
 }
 
-// --- copies and life
-// --------------------------------------------------------------------------------------------------
+// --- copies and life ---------------------------------------------------------------------------------------
 
 void backend_to_device(Backend *backend, Tensor destination, const void *host) {
   need("backend_to_device", "destination", destination);

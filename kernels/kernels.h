@@ -32,8 +32,7 @@ typedef struct Backend Backend;
 // A target with this id is not counted: no loss, no gradient (PyTorch's ignore_index default).
 enum { IGNORE_INDEX = -100 };
 
-// --- tokens to vectors
-// ------------------------------------------------------------------------------------------
+// --- tokens to vectors -------------------------------------------------------------------------------------
 
 // out[n] = token_weight[tokens[n]] + position_weight[n mod T].   GPT-2 has both, Llama only the first.
 typedef struct {
@@ -57,9 +56,8 @@ typedef struct {
   Tensor workspace; // from the door
 } EmbeddingBackward;
 
-// --- normalisation
-// ---------------------------------------------------------------------------------------------- The residual
-// additions around the norms are done by the products before them (LinearForward.residual).
+// --- normalisation -----------------------------------------------------------------------------------------
+// The residual additions around the norms are done by the products before them (LinearForward.residual).
 
 typedef enum {
   NORM_LAYER, // (x - mean) * rstd * weight + bias, rstd = 1/sqrt(variance + epsilon)   (Ba et al. 2016)
@@ -95,10 +93,9 @@ typedef struct {
   Tensor workspace;   // from the door
 } NormBackward;
 
-// --- matrix products
-// -------------------------------------------------------------------------------------------- Three products
-// make a linear layer. `input_major` says how the weight lies: false is torch.nn.Linear's [out, in], true is
-// GPT-2's Conv1D [in, out].
+// --- matrix products ---------------------------------------------------------------------------------------
+// Three products make a linear layer. `input_major` says how the weight lies: false is torch.nn.Linear's
+// [out, in], true is GPT-2's Conv1D [in, out].
 
 // pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if asked for.
 typedef struct {
@@ -134,8 +131,7 @@ typedef struct {
   Tensor workspace; // from the door
 } LinearBackwardWeight;
 
-// --- activations
-// ------------------------------------------------------------------------------------------------
+// --- activations -------------------------------------------------------------------------------------------
 
 // GELU in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2).
 // The forward is LinearForward's epilogue; this recomputes out = gelu(x) where it was not kept.
@@ -158,10 +154,9 @@ typedef struct {
   Tensor gate_up;  // real [N, 2F]
 } SwigluBackward;
 
-// --- attention
-// -------------------------------------------------------------------------------------------------- qkv
-// packs, for each row n = b*T + t, the heads [q_0 .. q_{Q-1} | k_0 .. k_{K-1} | v_0 .. v_{K-1}], each of D
-// numbers. Query head h reads key/value head h / (Q / K) (grouped-query attention; Ainslie et al. 2023).
+// --- attention ---------------------------------------------------------------------------------------------
+// qkv packs, for each row n = b*T + t, the heads [q_0 .. q_{Q-1} | k_0 .. k_{K-1} | v_0 .. v_{K-1}], each of
+// D numbers. Query head h reads key/value head h / (Q / K) (grouped-query attention; Ainslie et al. 2023).
 
 typedef struct {
   int64_t batch, seq_len;      // B, T
@@ -202,9 +197,8 @@ typedef struct {
   Tensor workspace; // from the door
 } AttentionBackward;
 
-// --- the last layer's pieces
-// ------------------------------------------------------------------------------------ linear_cross_entropy.h
-// puts these together and says why the arithmetic is anchored at the target.
+// --- the last layer's pieces -------------------------------------------------------------------------------
+// linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target.
 
 // z = x W^T;  anchor a = z[target];  E[j] = exp(z[j] - a) for j != target, E[target] = 0;  R = sum_j E[j] in
 // fp32 before E is rounded;  dx_raw = E W. Where R overflows, the row is redone with anchor = max_j z[j].
@@ -275,11 +269,10 @@ typedef struct {
   Tensor rows; // int32 [C]
 } MoveRows;
 
-// --- the optimizer
-// ----------------------------------------------------------------------------------------------
+// --- the optimizer -----------------------------------------------------------------------------------------
 
-// AdamW with decoupled decay (Loshchilov, Hutter 2019), over n numbers at once. With g = grad *
-// grad_scale[0]:
+// AdamW with decoupled decay (Loshchilov, Hutter 2019), over n numbers at once.
+// With g = grad * grad_scale[0]:
 //   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
 //   w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w)
 // in fp32, on `master` if it is there (weight then receives the rounded copy), else on weight itself. Where a
@@ -313,17 +306,14 @@ typedef struct {
   float max_norm;
 } ClipScale;
 
-// --- collectives over ranks (nothing to do when there is one)
-// -----------------------------------------------------
+// --- collectives over ranks (nothing to do when there is one) ----------------------------------------------
 
 typedef struct {
-  Tensor out; // all_reduce: x's shape (may be x); reduce_scatter: x's count / ranks; all_gather: x's count *
-              // ranks
+  Tensor out; // all_reduce: as x (may be x itself); reduce_scatter: x / ranks; all_gather: x * ranks
   Tensor x;   // fp32, bf16 or int32, dense; broadcast sends rank 0's x into out everywhere
 } Collective;
 
-// --- the doors
-// --------------------------------------------------------------------------------------------------
+// --- the doors ---------------------------------------------------------------------------------------------
 
 void embedding_forward(Backend *backend, EmbeddingForward a);
 void embedding_backward(Backend *backend, EmbeddingBackward a);
@@ -360,8 +350,7 @@ void backend_to_device(Backend *backend, Tensor destination, const void *host);
 void backend_to_host(Backend *backend, void *host, Tensor source);
 void backend_synchronize(Backend *backend);
 
-// --- what a backend is
-// --------------------------------------------------------------------------------------------
+// --- what a backend is -------------------------------------------------------------------------------------
 
 // The operations. A member that is NULL does nothing, which is all that a plan needs.
 typedef struct {

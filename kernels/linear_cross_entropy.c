@@ -37,8 +37,7 @@ const char *lce_mode_name(LceMode mode) {
   return mode == LCE_FUSED ? "fused" : "materialized";
 }
 
-// --- the materialized mode: the honest baseline
-// -----------------------------------------------------------------
+// --- the materialized mode: the honest baseline ------------------------------------------------------------
 
 static Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype) {
   int64_t stride = backend->scratch->logits_stride(vocab_size, dtype);
@@ -63,8 +62,7 @@ static void materialized(Backend *backend, const LinearCrossEntropy *a) {
           .dweight = a->dweight, .dout = logits, .x = a->x, .alpha = 1, .accumulate = a->accumulate});
 }
 
-// --- the fused mode
-// ---------------------------------------------------------------------------------------------
+// --- the fused mode ----------------------------------------------------------------------------------------
 
 // What a chunk of C tokens needs; everything is pushed once and used by every chunk.
 typedef struct {
@@ -226,8 +224,7 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   memory_pop_to(&backend->memory, mark);
 }
 
-// --- how large a chunk
-// --------------------------------------------------------------------------------------------
+// --- how large a chunk -------------------------------------------------------------------------------------
 
 int64_t lce_default_chunk(int64_t tokens) {
   int64_t chunk = divide_up(tokens, 8);

@@ -29,8 +29,7 @@ static void *grow(void *array, size_t count, size_t *capacity, size_t element) {
   return grown;
 }
 
-// --- the ledger
-// ------------------------------------------------------------------------------------------------
+// --- the ledger --------------------------------------------------------------------------------------------
 
 static void ledger_event(Ledger *ledger, const char *name) {
   if (!ledger->recording) return;
@@ -77,8 +76,7 @@ void ledger_step(Ledger *ledger, int step) {
   ledger->step = step;
 }
 
-// --- the memory
-// ------------------------------------------------------------------------------------------------
+// --- the memory --------------------------------------------------------------------------------------------
 
 Memory memory_create(const MemorySource *source) {
   Memory memory = {.planning = source == NULL};

@@ -7,8 +7,7 @@
 
 #include "base/fail.h"
 
-// --- the parameters of both families
-// ----------------------------------------------------------------------------
+// --- the parameters of both families -----------------------------------------------------------------------
 
 // Hugging Face's names of one family's tensors. %d is the layer's number; where a tensor is made of several,
 // the names stand in the order in which they are packed.
@@ -114,8 +113,7 @@ static void add_layer(Model *m, const Names *names, int index) {
                  c->intermediate_size, residual_stddev);
 }
 
-// --- rotary positions
-// -------------------------------------------------------------------------------------------
+// --- rotary positions --------------------------------------------------------------------------------------
 
 void rope_frequencies(const ModelConfig *c, float *inv_freq) {
   const double two_pi = 6.283185307179586476925;
@@ -154,8 +152,7 @@ static void make_rope_table(Model *m, Backend *backend, int64_t seq_len) {
   free(inv_freq);
 }
 
-// --- the model
-// ----------------------------------------------------------------------------------------------------
+// --- the model ---------------------------------------------------------------------------------------------
 
 void model_create(Model *m, const ModelConfig *config, Backend *backend, ParameterDtypes dtypes,
                   int64_t seq_len) {

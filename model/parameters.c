@@ -101,8 +101,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   }
 }
 
-// --- first values
-// -----------------------------------------------------------------------------------------------
+// --- first values ------------------------------------------------------------------------------------------
 
 enum { DRAWN_AT_ONCE = 1 << 22 }; // elements: bounds the host memory that initialisation takes
 

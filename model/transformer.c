@@ -64,8 +64,7 @@ static Tensor push_statistic(const Pass *p, const char *name) {
   return memory_push_1d(&p->backend->memory, name, MEMORY_ACTIVATIONS, DTYPE_F32, p->rows);
 }
 
-// --- norms
-// ------------------------------------------------------------------------------------------------------
+// --- norms -------------------------------------------------------------------------------------------------
 
 typedef struct {
   Tensor out, mean, rstd;
@@ -102,8 +101,7 @@ static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor
                                            .accumulate = p->accumulate});
 }
 
-// --- products
-// ---------------------------------------------------------------------------------------------------
+// --- products ----------------------------------------------------------------------------------------------
 
 static void project(const Pass *p, Tensor out, Tensor x, const Param *weight, const Param *bias,
                     Tensor residual, Tensor pre_activation) {
@@ -135,8 +133,7 @@ static void project_backward_weight(const Pass *p, Tensor dout, Tensor x, const 
                                                             .accumulate = p->accumulate});
 }
 
-// --- one layer
-// ----------------------------------------------------------------------------------------------------
+// --- one layer ---------------------------------------------------------------------------------------------
 
 // What a layer computes on its way. Which of these are on the stack at a time is Recompute's choice.
 typedef struct {
@@ -309,8 +306,7 @@ static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Tensor 
   attention_half_backward(p, w, s, dr);
 }
 
-// --- the whole step
-// -------------------------------------------------------------------------------------------------
+// --- the whole step ----------------------------------------------------------------------------------------
 
 static Tensor embed(const Pass *p) {
   Tensor out = push_activation(p, "residual", p->model->config.hidden_size);

@@ -17,8 +17,7 @@
 #include "trainer/speed.h"
 #include "trainer/trainer.h"
 
-// --- recording the products of a pass
-// -----------------------------------------------------------------------------
+// --- recording the products of a pass ----------------------------------------------------------------------
 
 typedef struct {
   enum { FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT } kind;
@@ -103,8 +102,7 @@ static void replay(Backend *backend) {
   }
 }
 
-// --- timing
-// -------------------------------------------------------------------------------------------------------
+// --- timing ------------------------------------------------------------------------------------------------
 
 enum { WARM_UP = 3, ROUNDS = 5 };
 

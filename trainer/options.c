@@ -102,8 +102,7 @@ static const struct argp_option table[] = {
     {0}};
 // clang-format on
 
-// --- values
-// -------------------------------------------------------------------------------------------------------
+// --- values ------------------------------------------------------------------------------------------------
 
 static const char *option_name(int key) {
   for (const struct argp_option *o = table; o->name || o->doc; o++)
@@ -150,8 +149,7 @@ static void append(const char ***list, int64_t *count, const char *path) {
   (*list)[(*count)++] = path;
 }
 
-// --- parsing
-// ------------------------------------------------------------------------------------------------------
+// --- parsing -----------------------------------------------------------------------------------------------
 
 // Sizes and settings as given; 0 or NAN where nothing was.
 typedef struct {
@@ -369,8 +367,7 @@ static error_t parse_one(int key, char *text, struct argp_state *state) {
   return result;
 }
 
-// --- what follows from what was given
-// -----------------------------------------------------------------------------
+// --- what follows from what was given ----------------------------------------------------------------------
 
 static void override(int64_t *size, int64_t given) {
   if (given) *size = given;

@@ -8,8 +8,7 @@
 #include "base/text.h"
 #include "trainer/speed.h"
 
-// --- the memory table
-// -----------------------------------------------------------------------------------------------
+// --- the memory table --------------------------------------------------------------------------------------
 
 static void row(FILE *out, const char *name, const MemoryColumn *columns, int count,
                 size_t (*bytes)(const MemoryColumn *)) {
@@ -82,8 +81,7 @@ void report_timeline(const char *path, const Ledger *ledger) {
   if (fclose(out)) fail("cannot write the timeline %s: %s", path, strerror(errno));
 }
 
-// --- the progress line
-// ----------------------------------------------------------------------------------------------
+// --- the progress line -------------------------------------------------------------------------------------
 
 Progress progress_begin(int64_t steps, double flops_per_step, double product_rate) {
   double now = now_seconds();

@@ -12,8 +12,7 @@
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
                "the loader and the last layer agree on what is not counted");
 
-// --- life
-// ---------------------------------------------------------------------------------------------------------
+// --- life --------------------------------------------------------------------------------------------------
 
 static int64_t tokens_of(const Trainer *t) {
   return t->options->batch * t->options->seq_len;
@@ -67,8 +66,7 @@ void trainer_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_bytes);
 }
 
-// --- a step
-// -------------------------------------------------------------------------------------------------------
+// --- a step ------------------------------------------------------------------------------------------------
 
 static Batch device_batch(const Trainer *t) {
   return (Batch){
@@ -167,8 +165,7 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   return count;
 }
 
-// --- watching
-// -----------------------------------------------------------------------------------------------------
+// --- watching ----------------------------------------------------------------------------------------------
 
 double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   int64_t tokens = tokens_of(t), counted = 0;
