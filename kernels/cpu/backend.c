@@ -1,0 +1,176 @@
+// The CPU backend: where its memory comes from, what the system says about it, and the table of operations.
+//
+// Memory is zero pages from mmap: they cost nothing until they are touched, so the system's own figures
+// (VmRSS, VmHWM) show what a step used. Large blocks lie on 2 MiB boundaries and ask for huge pages: a row of
+// logits is half a megabyte long, and a walk down its columns would otherwise miss the TLB at every step.
+#include <omp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/fail.h"
+#include "kernels/cpu/cpu.h"
+
+#ifdef HAVE_CBLAS
+#include <cblas.h>
+#endif
+
+static const size_t HUGE_PAGE = (size_t)2 << 20;
+
+static void *pages_allocate(void *context, size_t bytes) {
+  (void)context;
+  size_t margin = bytes >= HUGE_PAGE ? HUGE_PAGE : 0, length = bytes ? bytes : 1;
+  char *base = mmap(NULL, length + margin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) return NULL;
+  if (!margin) return base;
+  // Give back what lies before the boundary; what lies behind the block stays in its last pages' mapping.
+  size_t before = (HUGE_PAGE - (uintptr_t)base % HUGE_PAGE) % HUGE_PAGE;
+  size_t page = (size_t)sysconf(_SC_PAGESIZE), used = (length + page - 1) / page * page;
+  if (before) munmap(base, before);
+  size_t mapped = (length + margin + page - 1) / page * page;
+  if (mapped > before + used) munmap(base + before + used, mapped - before - used);
+  madvise(base + before, length, MADV_HUGEPAGE); // a wish: the kernel may have huge pages switched off
+  return base + before;
+}
+
+static void pages_release(void *context, void *data, size_t bytes) {
+  (void)context;
+  munmap(data, bytes ? bytes : 1);
+}
+
+static void pages_poison(void *context, void *data, size_t bytes) {
+  (void)context;
+  memset(data, 0xFF, bytes);
+}
+
+// A figure such as "VmHWM:   12345 kB" from /proc/self/status, in bytes; 0 when the system has none.
+static size_t status_bytes(const char *field) {
+  FILE *file = fopen("/proc/self/status", "r");
+  if (!file) return 0;
+  char line[256];
+  size_t kib = 0, length = strlen(field);
+  while (fgets(line, sizeof line, file))
+    if (!strncmp(line, field, length) && line[length] == ':') kib = strtoull(line + length + 1, NULL, 10);
+  fclose(file);
+  return kib * 1024;
+}
+
+static size_t bytes_now(Backend *backend) {
+  (void)backend;
+  return status_bytes("VmRSS");
+}
+
+static size_t bytes_peak(Backend *backend) {
+  (void)backend;
+  return status_bytes("VmHWM");
+}
+
+// Where the kernel does not let a process reset its mark, the mark stays the whole run's.
+static void peak_reset(Backend *backend) {
+  (void)backend;
+  FILE *file = fopen("/proc/self/clear_refs", "w");
+  if (!file) return;
+  fputs("5", file);
+  fclose(file);
+}
+
+static void fill_zero_bytes(Backend *backend, Tensor t) {
+  (void)backend;
+  enum { BLOCK = 1 << 20 };
+  size_t bytes = tensor_bytes(t);
+#pragma omp parallel for schedule(static)
+  for (size_t first = 0; first < bytes; first += BLOCK)
+    memset((char *)t.data + first, 0, bytes - first < BLOCK ? bytes - first : BLOCK);
+}
+
+static void to_device(Backend *backend, Tensor destination, const void *host) {
+  (void)backend;
+  memcpy(destination.data, host, tensor_bytes(destination));
+}
+
+static void to_host(Backend *backend, void *host, Tensor source) {
+  (void)backend;
+  memcpy(host, source.data, tensor_bytes(source));
+}
+
+// Of one rank every collective is a copy.
+static void collective_copy(Backend *backend, const Collective *a) {
+  (void)backend;
+  if (a->out.data != a->x.data) memcpy(a->out.data, a->x.data, tensor_bytes(a->x));
+}
+
+static void destroy(Backend *backend) {
+  free(backend->state);
+}
+
+static const BackendOps cpu_ops = {
+    .embedding_forward = cpu_embedding_forward,
+    .embedding_backward = cpu_embedding_backward,
+    .norm_forward = cpu_norm_forward,
+    .norm_backward = cpu_norm_backward,
+    .linear_forward = cpu_linear_forward,
+    .linear_backward_input = cpu_linear_backward_input,
+    .linear_backward_weight = cpu_linear_backward_weight,
+    .gelu_forward = cpu_gelu_forward,
+    .swiglu_forward = cpu_swiglu_forward,
+    .swiglu_backward = cpu_swiglu_backward,
+    .rope = cpu_rope,
+    .attention_forward = cpu_attention_forward,
+    .attention_backward = cpu_attention_backward,
+    .attention_decode = cpu_attention_decode,
+    .lce_sweep = cpu_lce_sweep,
+    .lce_rows = cpu_lce_rows,
+    .lce_input_gradient = cpu_lce_input_gradient,
+    .lce_target_gradient = cpu_lce_target_gradient,
+    .cross_entropy_in_place = cpu_cross_entropy_in_place,
+    .gather_rows = cpu_gather_rows,
+    .scatter_rows = cpu_scatter_rows,
+    .adamw = cpu_adamw,
+    .reduce = cpu_reduce,
+    .clip_scale = cpu_clip_scale,
+    .fill_zero = fill_zero_bytes,
+    .all_reduce = collective_copy,
+    .reduce_scatter = collective_copy,
+    .all_gather = collective_copy,
+    .broadcast = collective_copy,
+    .to_device = to_device,
+    .to_host = to_host,
+    .device_bytes_now = bytes_now,
+    .device_bytes_peak = bytes_peak,
+    .device_peak_reset = peak_reset,
+    .destroy = destroy,
+};
+
+static const char *product_name(bool plain_products) {
+#if defined(HAVE_CBLAS) && defined(OPENBLAS_VERSION)
+  return plain_products ? "plain loops" : "OpenBLAS";
+#elif defined(HAVE_CBLAS)
+  return plain_products ? "plain loops" : "CBLAS";
+#else
+  (void)plain_products;
+  return "plain loops";
+#endif
+}
+
+Backend *cpu_backend_create(bool plain_products) {
+  Backend *backend = calloc(1, sizeof *backend);
+  CpuState *state = calloc(1, sizeof *state);
+  if (!backend || !state) fail("out of memory for the CPU backend itself");
+  state->plain_products = plain_products;
+  MemorySource pages = {.allocate = pages_allocate, .release = pages_release, .poison = pages_poison};
+  *backend = (Backend){.name = "cpu",
+                       .ops = &cpu_ops,
+                       .scratch = &cpu_scratch,
+                       .memory = memory_create(&pages),
+                       .dtype = DTYPE_F32,
+                       .ranks = 1,
+                       .state = state};
+  int threads = omp_get_max_threads();
+  snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
+           threads == 1 ? "" : "s", product_name(plain_products));
+  backend->device_capacity = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+  backend->device_overhead = bytes_now(backend);
+  return backend;
+}

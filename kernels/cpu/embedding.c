@@ -1,0 +1,48 @@
+// Tokens to vectors. The forward pass copies rows; the backward pass adds rows that several tokens may share,
+// so it sorts the tokens and lets one thread sum each row's terms (rows.c): the same bits for any number of
+// threads.
+#include <string.h>
+
+#include "kernels/cpu/cpu.h"
+
+void cpu_embedding_forward(Backend *backend, const EmbeddingForward *a) {
+  (void)backend;
+  int64_t hidden = a->out.shape[1];
+  const int32_t *tokens = a->tokens.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < a->out.shape[0]; n++) {
+    float *out = cpu_row(a->out, n);
+    memcpy(out, cpu_row(a->token_weight, tokens[n]), (size_t)hidden * sizeof *out);
+    if (!tensor_exists(a->position_weight)) continue;
+    const float *position = cpu_row(a->position_weight, n % a->seq_len);
+#pragma omp simd
+    for (int64_t i = 0; i < hidden; i++) out[i] += position[i];
+  }
+}
+
+static void zero_rows(Tensor t) {
+#pragma omp parallel for schedule(static)
+  for (int64_t v = 0; v < t.shape[0]; v++) memset(cpu_row(t, v), 0, (size_t)t.shape[1] * sizeof(float));
+}
+
+// A position's gradient is the sum over the sequences of the batch.
+static void position_gradient(const EmbeddingBackward *a) {
+  int64_t hidden = a->dout.shape[1], batch = a->dout.shape[0] / a->seq_len;
+  if (!a->accumulate_position) zero_rows(a->dposition_weight);
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < a->seq_len; t++) {
+    float *out = cpu_row(a->dposition_weight, t);
+    for (int64_t b = 0; b < batch; b++) {
+      const float *dout = cpu_row(a->dout, b * a->seq_len + t);
+#pragma omp simd
+      for (int64_t i = 0; i < hidden; i++) out[i] += dout[i];
+    }
+  }
+}
+
+void cpu_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
+  (void)backend;
+  if (!a->accumulate_token) zero_rows(a->dtoken_weight);
+  cpu_scatter_add(a->dtoken_weight, a->tokens.data, a->dout.shape[0], a->dout, NULL, 1.0f, a->workspace.data);
+  if (tensor_exists(a->dposition_weight)) position_gradient(a);
+}

@@ -1,0 +1,146 @@
+// A linear layer: three products (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them.
+//
+// Bias, GELU and residual are one more pass over the rows that the product has just written. A residual that
+// is added in place costs nothing: the product starts from it (beta = 1). The gradient of a vocabulary's
+// weight has a product of its own, below.
+#include "kernels/cpu/tile.h"
+#include "kernels/cpu/vector_math.h"
+
+static CpuMatrix matrix(Tensor t, bool transposed) {
+  return (CpuMatrix){.data = t.data, .stride = t.stride, .transposed = transposed};
+}
+
+static void add_row(float *restrict row, const float *restrict term, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; i++) row[i] += term[i];
+}
+
+void cpu_linear_forward(Backend *backend, const LinearForward *a) {
+  int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = a->out.shape[1];
+  bool gelu = tensor_exists(a->pre_activation), bias = tensor_exists(a->bias);
+  bool residual = tensor_exists(a->residual);
+  bool in_place = residual && a->residual.data == a->out.data;
+  Tensor product = gelu ? a->pre_activation : a->out;
+  cpu_product(cpu_plain_products(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
+              matrix(a->weight, !a->input_major), in_place ? 1.0f : 0.0f, product.data, product.stride);
+  if (!gelu && !bias && (!residual || in_place)) return;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < rows; n++) {
+    float *row = cpu_row(product, n);
+    if (bias) add_row(row, a->bias.data, outputs);
+    if (residual && !in_place) add_row(row, cpu_row(a->residual, n), outputs);
+    if (gelu) {
+      float *activated = cpu_row(a->out, n);
+#pragma omp simd
+      for (int64_t i = 0; i < outputs; i++) activated[i] = gelu_f32(row[i]);
+    }
+  }
+}
+
+void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
+  int64_t rows = a->dx.shape[0], inputs = a->dx.shape[1], outputs = a->dout.shape[1];
+  cpu_product(cpu_plain_products(backend), rows, inputs, outputs, 1.0f, matrix(a->dout, false),
+              matrix(a->weight, a->input_major), a->accumulate ? 1.0f : 0.0f, a->dx.data, a->dx.stride);
+  if (!tensor_exists(a->pre_activation)) return;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < rows; n++) {
+    float *dx = cpu_row(a->dx, n);
+    const float *pre = cpu_row(a->pre_activation, n);
+#pragma omp simd
+    for (int64_t i = 0; i < inputs; i++) dx[i] *= gelu_slope_f32(pre[i]);
+  }
+}
+
+// dbias (+)= alpha * the sum of dout's rows, 64 columns to a thread at a time, in double.
+static void bias_gradient(Tensor dbias, Tensor dout, float alpha, bool accumulate) {
+  enum { COLUMNS = 64 };
+  int64_t outputs = dout.shape[1];
+  float *out = dbias.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t first = 0; first < outputs; first += COLUMNS) {
+    int64_t count = cpu_min(COLUMNS, outputs - first);
+    double sum[COLUMNS] = {0};
+    for (int64_t n = 0; n < dout.shape[0]; n++) {
+      const float *row = cpu_row(dout, n) + first;
+#pragma omp simd
+      for (int64_t i = 0; i < count; i++) sum[i] += row[i];
+    }
+    for (int64_t i = 0; i < count; i++)
+      out[first + i] = (accumulate ? out[first + i] : 0.0f) + (float)(alpha * sum[i]);
+  }
+}
+
+// --- the gradient of a tall weight -------------------------------------------------------------------------
+//
+// Over a vocabulary dW [O, I] is the largest matrix in sight. When the inner length, a chunk of tokens, is
+// short, the product is limited by reading and writing dW unless something fetches ahead. Here a block of
+// dW's rows is finished at a time, its own old values are fetched while their sums run, the columns of dout
+// that the next block needs come during this one, and x is packed once for all blocks.
+
+enum {
+  TALL_BLOCK = 48,  // rows of dW at a time: three cache lines of a row of dout
+  TALL_DEPTH = 128, // longest inner length: a panel of x stays in the first-level cache. sgemm wins beyond
+  LINE = 64 / sizeof(float)
+};
+
+// Whether to do it this way: a chunk against a vocabulary's weight, not a layer's.
+static bool is_tall(const LinearBackwardWeight *a) {
+  int64_t rows = a->x.shape[0], outputs = a->dout.shape[1];
+  return !a->input_major && rows <= TALL_DEPTH && outputs >= 4096 && outputs >= 8 * a->x.shape[1];
+}
+
+// x as panels [inputs / TILE_COLUMNS][rows][TILE_COLUMNS]; room for any machine's TILE_COLUMNS.
+size_t cpu_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
+  if (!is_tall(a)) return 0;
+  return (size_t)(a->x.shape[0] * cpu_ceil_div(a->x.shape[1], 64) * 64) * sizeof(float);
+}
+
+// Part `part` of `parts` of the columns [first, first + TALL_BLOCK) of dout.
+static void fetch_columns(Tensor dout, int64_t first, int64_t part, int64_t parts) {
+  if (first + TALL_BLOCK > dout.shape[1]) return;
+  int64_t lines = dout.shape[0] * (TALL_BLOCK / LINE);
+  for (int64_t l = part * lines / parts; l < (part + 1) * lines / parts; l++)
+    __builtin_prefetch(cpu_row(dout, l / (TALL_BLOCK / LINE)) + first + l % (TALL_BLOCK / LINE) * LINE, 0, 2);
+}
+
+// Rows [first, first + count) of dW.
+static void tall_block(const LinearBackwardWeight *a, float alpha, int64_t first, int64_t count) {
+  int64_t rows = a->x.shape[0], inputs = a->x.shape[1], part = 0;
+  int64_t parts = cpu_ceil_div(inputs, TILE_COLUMNS) * cpu_ceil_div(count, TILE_ROWS);
+  for (int64_t i = 0; i < inputs; i += TILE_COLUMNS)
+    for (int64_t o = first; o < first + count; o += TILE_ROWS) {
+      fetch_columns(a->dout, first + TALL_BLOCK, part++, parts);
+      tile_panel_product(cpu_min(TILE_ROWS, first + count - o), cpu_min(TILE_COLUMNS, inputs - i), rows,
+                         alpha, cpu_row(a->dout, 0) + o, 1, a->dout.stride,
+                         (const float *)a->workspace.data + i * rows, a->accumulate,
+                         cpu_row(a->dweight, o) + i, a->dweight.stride);
+    }
+}
+
+static void tall_product(const LinearBackwardWeight *a, float alpha) {
+  int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = a->dout.shape[1];
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < inputs; i += TILE_COLUMNS)
+      tile_pack((float *)a->workspace.data + i * rows,
+                (CpuMatrix){.data = cpu_row(a->x, 0) + i, .stride = a->x.stride}, rows,
+                cpu_min(TILE_COLUMNS, inputs - i));
+#pragma omp for schedule(dynamic, 8)
+    for (int64_t o = 0; o < outputs; o += TALL_BLOCK)
+      tall_block(a, alpha, o, cpu_min(TALL_BLOCK, outputs - o));
+  }
+}
+
+void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
+  float alpha = a->alpha == 0.0f ? 1.0f : a->alpha;
+  bool plain = cpu_plain_products(backend);
+  if (!plain && is_tall(a)) {
+    tall_product(a, alpha);
+  } else {
+    Tensor left = a->input_major ? a->x : a->dout, right = a->input_major ? a->dout : a->x;
+    cpu_product(plain, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], alpha, matrix(left, true),
+                matrix(right, false), a->accumulate ? 1.0f : 0.0f, a->dweight.data, a->dweight.stride);
+  }
+  if (tensor_exists(a->dbias)) bias_gradient(a->dbias, a->dout, alpha, a->accumulate);
+}

@@ -1,0 +1,104 @@
+// LayerNorm and RMSNorm: one pass for the statistics, one for the result, a row at a time.
+//
+// The weights' gradients are sums over all rows. A thread takes 64 columns and walks all rows, so that the
+// order of summation does not depend on the number of threads; that reads x and dout a second time.
+#include <math.h>
+
+#include "kernels/cpu/cpu.h"
+
+static float row_mean(const float *x, int64_t count) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; i++) sum += x[i];
+  return sum / (float)count;
+}
+
+static float row_mean_square(const float *x, float mean, int64_t count) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; i++) sum += (x[i] - mean) * (x[i] - mean);
+  return sum / (float)count;
+}
+
+void cpu_norm_forward(Backend *backend, const NormForward *a) {
+  (void)backend;
+  int64_t hidden = a->x.shape[1];
+  const float *weight = a->weight.data, *bias = a->bias.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+    const float *x = cpu_row(a->x, n);
+    float *out = cpu_row(a->out, n);
+    float mean = a->kind == NORM_LAYER ? row_mean(x, hidden) : 0.0f;
+    float rstd = 1.0f / sqrtf(row_mean_square(x, mean, hidden) + a->epsilon);
+    ((float *)a->rstd.data)[n] = rstd;
+    if (a->kind == NORM_LAYER) {
+      ((float *)a->mean.data)[n] = mean;
+#pragma omp simd
+      for (int64_t i = 0; i < hidden; i++) out[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < hidden; i++) out[i] = x[i] * rstd * weight[i];
+    }
+  }
+}
+
+static void input_gradient(const NormBackward *a) {
+  int64_t hidden = a->x.shape[1];
+  const float *weight = a->weight.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+    const float *x = cpu_row(a->x, n), *dout = cpu_row(a->dout, n);
+    float *dx = cpu_row(a->dx, n);
+    float mean = a->kind == NORM_LAYER ? ((const float *)a->mean.data)[n] : 0.0f;
+    float rstd = ((const float *)a->rstd.data)[n];
+    float sum_g = 0.0f, sum_g_xhat = 0.0f;
+#pragma omp simd reduction(+ : sum_g, sum_g_xhat)
+    for (int64_t i = 0; i < hidden; i++) {
+      float g = dout[i] * weight[i];
+      sum_g += g;
+      sum_g_xhat += g * ((x[i] - mean) * rstd);
+    }
+    float mean_g = a->kind == NORM_LAYER ? sum_g / (float)hidden : 0.0f;
+    float mean_g_xhat = sum_g_xhat / (float)hidden;
+    if (a->accumulate_dx) {
+#pragma omp simd
+      for (int64_t i = 0; i < hidden; i++)
+        dx[i] += rstd * (dout[i] * weight[i] - mean_g - (x[i] - mean) * rstd * mean_g_xhat);
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < hidden; i++)
+        dx[i] = rstd * (dout[i] * weight[i] - mean_g - (x[i] - mean) * rstd * mean_g_xhat);
+    }
+  }
+}
+
+static void weight_gradients(const NormBackward *a) {
+  enum { COLUMNS = 64 };
+  int64_t hidden = a->x.shape[1];
+  float *dweight = a->dweight.data, *dbias = a->dbias.data;
+  const float *means = a->mean.data, *rstds = a->rstd.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t first = 0; first < hidden; first += COLUMNS) {
+    int64_t count = cpu_min(COLUMNS, hidden - first);
+    double weight_sum[COLUMNS] = {0}, bias_sum[COLUMNS] = {0};
+    for (int64_t n = 0; n < a->x.shape[0]; n++) {
+      const float *x = cpu_row(a->x, n) + first, *dout = cpu_row(a->dout, n) + first;
+      float mean = a->kind == NORM_LAYER ? means[n] : 0.0f, rstd = rstds[n];
+#pragma omp simd
+      for (int64_t i = 0; i < count; i++) {
+        weight_sum[i] += dout[i] * ((x[i] - mean) * rstd);
+        bias_sum[i] += dout[i];
+      }
+    }
+    for (int64_t i = 0; i < count; i++) {
+      dweight[first + i] = (a->accumulate ? dweight[first + i] : 0.0f) + (float)weight_sum[i];
+      if (dbias) dbias[first + i] = (a->accumulate ? dbias[first + i] : 0.0f) + (float)bias_sum[i];
+    }
+  }
+}
+
+void cpu_norm_backward(Backend *backend, const NormBackward *a) {
+  (void)backend;
+  weight_gradients(a);
+  input_gradient(a);
+}

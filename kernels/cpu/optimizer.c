@@ -1,0 +1,61 @@
+// AdamW over a slab, the sum under the global norm, and the factor that clips it.
+//
+// AdamW moves 28 bytes for a weight (reads weight, gradient, m, v; writes weight, m, v) and is limited by
+// them. Sums are cut into blocks of fixed length, so that the order of summation depends on the size alone.
+#include <math.h>
+
+#include "kernels/cpu/cpu.h"
+
+void cpu_adamw(Backend *backend, const AdamW *a) {
+  (void)backend;
+  float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
+  float *m = a->m.data, *v = a->v.data;
+  const float *grad = a->grad.data;
+  float grad_scale = *(const float *)a->grad_scale.data;
+  float beta1 = a->beta1, beta2 = a->beta2, epsilon = a->epsilon, decay = a->lr * a->weight_decay;
+  // lr (m / c1) / (sqrt(v / c2) + epsilon), with the corrections for the first steps folded into factors.
+  float rate = (float)(a->lr / (1.0 - pow(beta1, (double)a->step)));
+  float v_correction = (float)(1.0 / (1.0 - pow(beta2, (double)a->step)));
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < a->weight.shape[0]; i++) {
+    float g = grad[i] * grad_scale;
+    m[i] = beta1 * m[i] + (1.0f - beta1) * g;
+    v[i] = beta2 * v[i] + (1.0f - beta2) * g * g;
+    float w = master[i];
+    w -= rate * m[i] / (sqrtf(v[i] * v_correction) + epsilon) + decay * w;
+    master[i] = w;
+    weight[i] = w;
+  }
+}
+
+void cpu_reduce(Backend *backend, const Reduce *a) {
+  (void)backend;
+  int64_t count = tensor_count(a->x), blocks = cpu_ceil_div(count, CPU_REDUCE_BLOCK);
+  const float *x = a->x.data;
+  double *partial = a->workspace.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t b = 0; b < blocks; b++) {
+    int64_t last = cpu_min(count, (b + 1) * CPU_REDUCE_BLOCK);
+    double sum = 0.0;
+    if (a->squares) {
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = b * CPU_REDUCE_BLOCK; i < last; i++) sum += (double)x[i] * x[i];
+    } else {
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = b * CPU_REDUCE_BLOCK; i < last; i++) sum += x[i];
+    }
+    partial[b] = sum;
+  }
+  double total = 0.0;
+  for (int64_t b = 0; b < blocks; b++) total += partial[b];
+  float *out = a->sum.data;
+  *out = (float)(a->accumulate ? *out + total : total);
+}
+
+void cpu_clip_scale(Backend *backend, const ClipScale *a) {
+  (void)backend;
+  float norm = sqrtf(*(const float *)a->sum_of_squares.data), scale = 1.0f;
+  if (a->max_norm > 0.0f && norm > a->max_norm) scale = a->max_norm / norm;
+  *(float *)a->norm.data = norm;
+  *(float *)a->scale.data = isfinite(norm) ? scale : NAN;
+}

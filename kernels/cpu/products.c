@@ -1,0 +1,61 @@
+// The matrix product behind every layer: CBLAS where it was found at build time, loops otherwise or on
+// request. The loops are the straightforward implementation that a reader would write first, parallel over
+// rows with a contiguous inner loop; the trainer keeps them selectable so that anyone can measure what a
+// tuned product is worth.
+#include <limits.h>
+
+#include "base/fail.h"
+#include "kernels/cpu/cpu.h"
+
+#ifdef HAVE_CBLAS
+#include <cblas.h>
+#endif
+
+static void scale_row(float *row, int64_t n, float beta) {
+  if (beta == 0.0f)
+    for (int64_t j = 0; j < n; j++) row[j] = 0.0f;
+  else if (beta != 1.0f)
+    for (int64_t j = 0; j < n; j++) row[j] *= beta;
+}
+
+static void plain_product(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
+                          float *out, int64_t out_stride) {
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < m; i++) {
+    float *row = out + i * out_stride;
+    scale_row(row, n, beta);
+    if (b.transposed) { // rows of both operands are contiguous: dot products
+      for (int64_t j = 0; j < n; j++) {
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t p = 0; p < k; p++) sum += a.data[i * a.stride + p] * b.data[j * b.stride + p];
+        row[j] += alpha * sum;
+      }
+    } else { // rows of b are contiguous: a sum of rows
+      for (int64_t p = 0; p < k; p++) {
+        float factor = alpha * (a.transposed ? a.data[p * a.stride + i] : a.data[i * a.stride + p]);
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) row[j] += factor * b.data[p * b.stride + j];
+      }
+    }
+  }
+}
+
+void cpu_product(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
+                 float beta, float *out, int64_t out_stride) {
+  if (m == 0 || n == 0) return;
+#ifdef HAVE_CBLAS
+  if (!plain && k > 0) {
+    if (m > INT_MAX || n > INT_MAX || k > INT_MAX || a.stride > INT_MAX || b.stride > INT_MAX ||
+        out_stride > INT_MAX)
+      fail("a matrix product of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m,
+           (long long)n, (long long)k);
+    cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
+                b.transposed ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k, alpha, a.data,
+                (int)a.stride, b.data, (int)b.stride, beta, out, (int)out_stride);
+    return;
+  }
+#endif
+  (void)plain;
+  plain_product(m, n, k, alpha, a, b, beta, out, out_stride);
+}

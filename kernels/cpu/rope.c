@@ -1,0 +1,23 @@
+// Rotary positions, in place: pairs (i, i + D/2) of every query and key head turn by the angle of their
+// position. The backward pass turns them back.
+#include "kernels/cpu/cpu.h"
+
+void cpu_rope(Backend *backend, const Rope *a) {
+  (void)backend;
+  AttentionShape s = a->shape;
+  int64_t half = s.head_dim / 2, turned_heads = s.num_heads + s.num_key_value_heads;
+  float sign = a->inverse ? -1.0f : 1.0f;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < s.batch * s.seq_len; n++) {
+    const float *cosine = cpu_row(a->cos_sin, n % s.seq_len), *sine = cosine + half;
+    for (int64_t h = 0; h < turned_heads; h++) {
+      float *low = cpu_row(a->qkv, n) + h * s.head_dim, *high = low + half;
+#pragma omp simd
+      for (int64_t i = 0; i < half; i++) {
+        float x = low[i], y = high[i], turn = sign * sine[i];
+        low[i] = x * cosine[i] - y * turn;
+        high[i] = y * cosine[i] + x * turn;
+      }
+    }
+  }
+}

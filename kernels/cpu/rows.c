@@ -1,0 +1,78 @@
+// Moving rows: gather, scatter, and the scatter-add under the embedding's backward pass and the last layer's
+// target term.
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/cpu/cpu.h"
+
+// Row lengths in bytes, so that one loop serves every dtype.
+static char *row_address(Tensor t, int64_t i) {
+  return (char *)t.data + (size_t)(i * t.stride) * dtype_bytes(t.dtype);
+}
+
+static int64_t row_length(Tensor t) {
+  return t.rank == 1 ? 1 : t.shape[t.rank - 1];
+}
+
+// A vector is a matrix of rows of one element.
+static Tensor as_rows(Tensor t) {
+  if (t.rank == 1) t.stride = 1;
+  return t;
+}
+
+void cpu_gather_rows(Backend *backend, const MoveRows *a) {
+  (void)backend;
+  const int32_t *rows = a->rows.data;
+  Tensor out = as_rows(a->out), x = as_rows(a->x);
+  size_t bytes = (size_t)row_length(x) * dtype_bytes(x.dtype);
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < a->rows.shape[0]; i++) memcpy(row_address(out, i), row_address(x, rows[i]), bytes);
+}
+
+void cpu_scatter_rows(Backend *backend, const MoveRows *a) {
+  (void)backend;
+  const int32_t *rows = a->rows.data;
+  Tensor out = as_rows(a->out), x = as_rows(a->x);
+  size_t bytes = (size_t)row_length(x) * dtype_bytes(x.dtype);
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < a->rows.shape[0]; i++) memcpy(row_address(out, rows[i]), row_address(x, i), bytes);
+}
+
+static int compare_keys(const void *a, const void *b) {
+  uint64_t left = *(const uint64_t *)a, right = *(const uint64_t *)b;
+  return (left > right) - (left < right);
+}
+
+// Adds the terms of keys[0 .. count), which all name one row, to that row.
+static void add_segment(float *out, int64_t length, const uint64_t *keys, int64_t count, Tensor x,
+                        const float *coefficients, float alpha) {
+  enum { COLUMNS = 256 };
+  for (int64_t first = 0; first < length; first += COLUMNS) {
+    int64_t width = cpu_min(COLUMNS, length - first);
+    double sum[COLUMNS] = {0};
+    for (int64_t k = 0; k < count; k++) {
+      int64_t n = (int64_t)(keys[k] & UINT32_MAX);
+      const float *term = cpu_row(x, n) + first;
+      double factor = coefficients ? (double)alpha * coefficients[n] : alpha;
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) sum[i] += factor * term[i];
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[first + i] += (float)sum[i];
+  }
+}
+
+void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
+                     float alpha, uint64_t *keys) {
+  for (int64_t n = 0; n < count; n++) keys[n] = (uint64_t)ids[n] << 32 | (uint64_t)n;
+  if (count) qsort(keys, (size_t)count, sizeof *keys, compare_keys);
+    // Whoever meets the first key of a row sums the whole row.
+#pragma omp parallel for schedule(dynamic, 16)
+  for (int64_t first = 0; first < count; first++) {
+    uint64_t id = keys[first] >> 32;
+    if (first > 0 && keys[first - 1] >> 32 == id) continue;
+    int64_t last = first + 1;
+    while (last < count && keys[last] >> 32 == id) last++;
+    add_segment(cpu_row(out, (int64_t)id), x.shape[1], keys + first, last - first, x, coefficients, alpha);
+  }
+}

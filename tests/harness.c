@@ -1,0 +1,291 @@
+#include "tests/harness.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#undef fail // cmocka's; the program's own takes a sentence
+#include "base/fail.h"
+#include "base/random.h"
+
+#define TEST_FAILS(...) (print_error(__VA_ARGS__), print_error("\n"), _fail(__FILE__, __LINE__))
+
+enum { STACK_BYTES = 256 << 20, SEED = 20240520, SAMPLES = 48 };
+
+static void *checked_alloc(size_t bytes) {
+  void *data = calloc(bytes ? bytes : 1, 1);
+  if (!data) fail("out of host memory for a test");
+  return data;
+}
+
+static Backend *open_backend(const char *name) {
+  const char *reason = NULL;
+  if (!strcmp(name, "cpu")) return cpu_backend_create(false);
+  if (!strcmp(name, "cpu-plain")) return cpu_backend_create(true);
+  if (!strcmp(name, "cuda")) return cuda_backend_create(0, DTYPE_BF16, &reason);
+  if (!strcmp(name, "cuda-fp32")) return cuda_backend_create(0, DTYPE_F32, &reason);
+  fail("tests know no backend named %s", name);
+}
+
+Harness *harness_open(const char *name) {
+  Backend *backend = open_backend(name);
+  if (!backend) return NULL;
+  Harness *h = checked_alloc(sizeof *h);
+  h->backend = backend;
+  h->dtype = backend->dtype;
+  backend->memory.poison = true;
+  memory_set_stack(&backend->memory, STACK_BYTES);
+  return h;
+}
+
+void harness_close(Harness *h) {
+  backend_destroy(h->backend);
+  for (size_t i = 0; i < h->block_count; i++) free(h->blocks[i]);
+  free(h->blocks);
+  free(h);
+}
+
+// --- values and tensors ------------------------------------------------------------------------------------
+
+static void *host_block(Harness *h, size_t bytes) {
+  if (h->block_count == h->block_capacity) {
+    h->block_capacity = h->block_capacity ? 2 * h->block_capacity : 64;
+    h->blocks = realloc(h->blocks, h->block_capacity * sizeof *h->blocks);
+    if (!h->blocks) fail("out of host memory for a test");
+  }
+  return h->blocks[h->block_count++] = checked_alloc(bytes);
+}
+
+double *host_values(Harness *h, int64_t count) {
+  return host_block(h, (size_t)count * sizeof(double));
+}
+
+double *random_values(Harness *h, int64_t count, double scale) {
+  double *values = host_values(h, count);
+  uint64_t stream = h->draws++;
+  for (int64_t i = 0; i < count; i++) values[i] = scale * random_normal(SEED, stream, (uint64_t)i);
+  return values;
+}
+
+int32_t *random_ids(Harness *h, int64_t count, int64_t below) {
+  int32_t *ids = host_block(h, (size_t)count * sizeof *ids);
+  uint64_t stream = h->draws++;
+  for (int64_t i = 0; i < count; i++)
+    ids[i] = (int32_t)(random_bits(SEED, stream, (uint64_t)i) % (uint64_t)below);
+  return ids;
+}
+
+// A strided tensor as the dense block that it lies in.
+static Tensor whole_block(Tensor t) {
+  return tensor_2d(t.data, t.dtype, t.shape[0], t.stride);
+}
+
+Tensor poisoned_strided(Harness *h, Dtype dtype, int64_t rows, int64_t columns, int64_t stride) {
+  Tensor block = memory_push_2d(&h->backend->memory, "test tensor", MEMORY_ACTIVATIONS, dtype, rows, stride);
+  return tensor_columns(block, 0, columns);
+}
+
+Tensor poisoned(Harness *h, Dtype dtype, int64_t rows, int64_t columns) {
+  return poisoned_strided(h, dtype, rows, columns, columns);
+}
+
+Tensor poisoned_vector(Harness *h, Dtype dtype, int64_t count) {
+  return tensor_flat(poisoned(h, dtype, 1, count));
+}
+
+static double rounded(Dtype dtype, double value) {
+  float f = (float)value;
+  return dtype == DTYPE_BF16 ? bf16_to_f32(bf16_from_f32(f)) : f;
+}
+
+Tensor strided_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns, int64_t stride) {
+  Tensor t = poisoned_strided(h, dtype, rows, columns, stride);
+  size_t bytes = (size_t)(rows * stride) * dtype_bytes(dtype);
+  char *host = checked_alloc(bytes);
+  memset(host, 0xFF, bytes);
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < columns; j++) {
+      double *value = &values[i * columns + j];
+      *value = rounded(dtype, *value);
+      float f = (float)*value;
+      uint16_t half = bf16_from_f32(f);
+      char *place = host + (size_t)(i * stride + j) * dtype_bytes(dtype);
+      memcpy(place, dtype == DTYPE_BF16 ? (void *)&half : (void *)&f, dtype_bytes(dtype));
+    }
+  backend_to_device(h->backend, whole_block(t), host);
+  backend_synchronize(h->backend);
+  free(host);
+  return t;
+}
+
+Tensor tensor_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns) {
+  return strided_from(h, dtype, values, rows, columns, columns);
+}
+
+Tensor vector_from(Harness *h, Dtype dtype, double *values, int64_t count) {
+  return tensor_flat(tensor_from(h, dtype, values, 1, count));
+}
+
+Tensor ids_from(Harness *h, const int32_t *ids, int64_t count) {
+  Tensor t = memory_push_1d(&h->backend->memory, "test ids", MEMORY_ACTIVATIONS, DTYPE_I32, count);
+  backend_to_device(h->backend, t, ids);
+  backend_synchronize(h->backend);
+  return t;
+}
+
+// The whole block behind a tensor, gaps included.
+static double *block_values(Harness *h, Tensor t) {
+  Tensor block = t.rank == 1 ? tensor_2d(t.data, t.dtype, 1, t.shape[0]) : whole_block(t);
+  int64_t count = tensor_count(block);
+  char *host = checked_alloc(tensor_bytes(block));
+  backend_to_host(h->backend, host, block);
+  double *values = host_values(h, count);
+  for (int64_t i = 0; i < count; i++) {
+    const char *place = host + (size_t)i * dtype_bytes(t.dtype);
+    if (t.dtype == DTYPE_I32) {
+      int32_t id;
+      memcpy(&id, place, sizeof id);
+      values[i] = id;
+    } else if (t.dtype == DTYPE_BF16) {
+      uint16_t bits;
+      memcpy(&bits, place, sizeof bits);
+      values[i] = bf16_to_f32(bits);
+    } else {
+      float value;
+      memcpy(&value, place, sizeof value);
+      values[i] = value;
+    }
+  }
+  free(host);
+  return values;
+}
+
+double *values_of(Harness *h, Tensor t) {
+  double *block = block_values(h, t);
+  if (t.rank == 1 || tensor_is_dense(t)) return block;
+  double *values = host_values(h, tensor_count(t));
+  for (int64_t i = 0; i < t.shape[0]; i++)
+    memcpy(values + i * t.shape[1], block + i * t.stride, (size_t)t.shape[1] * sizeof *values);
+  return values;
+}
+
+// --- comparisons -------------------------------------------------------------------------------------------
+
+double dtype_epsilon(Dtype dtype) {
+  return dtype == DTYPE_BF16 ? 0x1p-7 : 0x1p-23;
+}
+
+Tolerance within(double units, double terms) {
+  return (Tolerance){.units = units, .terms = terms, .operations = dtype_epsilon(DTYPE_F32)};
+}
+
+Tolerance within_stored(const Harness *h, double units, double terms) {
+  return (Tolerance){.units = units, .terms = terms, .operations = dtype_epsilon(h->dtype)};
+}
+
+static double root_mean_square(const double *values, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += values[i] * values[i];
+  return count ? sqrt(sum / (double)count) : 0;
+}
+
+static double allowed(Tolerance t, Dtype stored, double want, double rms) {
+  return t.units * t.operations * sqrt(t.terms) * (fabs(want) + rms) +
+         0.5 * dtype_epsilon(stored) * fabs(want) + FLT_MIN;
+}
+
+static void check_one(const char *what, int64_t i, double got, double want, double tolerance) {
+  bool same = got == want || (isnan(got) && isnan(want)) || fabs(got - want) <= tolerance;
+  if (!same)
+    TEST_FAILS("%s: element %lld is %.9g, should be %.9g (off by %.3g, allowed %.3g)", what, (long long)i,
+               got, want, fabs(got - want), tolerance);
+}
+
+void check_values(Harness *h, const char *what, Tensor got, const double *want, Tolerance tolerance) {
+  double *values = values_of(h, got);
+  int64_t count = tensor_count(got);
+  double rms = root_mean_square(want, count);
+  for (int64_t i = 0; i < count; i++)
+    check_one(what, i, values[i], want[i], allowed(tolerance, got.dtype, want[i], rms));
+}
+
+void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b) {
+  double *left = values_of(h, a), *right = values_of(h, b);
+  assert_true(tensor_same_shape(a, b));
+  for (int64_t i = 0; i < tensor_count(a); i++)
+    if (memcmp(&left[i], &right[i], sizeof left[i]) != 0)
+      TEST_FAILS("%s: element %lld is %.9g here and %.9g there", what, (long long)i, left[i], right[i]);
+}
+
+void check_gaps(Harness *h, const char *what, Tensor t) {
+  double *block = block_values(h, t);
+  for (int64_t i = 0; i < t.shape[0]; i++)
+    for (int64_t j = t.shape[1]; j < t.stride; j++)
+      if (!isnan(block[i * t.stride + j]))
+        TEST_FAILS("%s: row %lld was written beyond its end, at column %lld", what, (long long)i,
+                   (long long)j);
+}
+
+void check_gradient(Harness *h, const char *what, Tensor got, const double *before, double *x,
+                    Objective objective, void *context, Tolerance tolerance) {
+  double *values = values_of(h, got);
+  int64_t count = tensor_count(got), samples = count < SAMPLES ? count : SAMPLES;
+  double rms = root_mean_square(values, count);
+  if (isnan(rms)) TEST_FAILS("%s holds a NaN", what);
+  uint64_t stream = h->draws++;
+  for (int64_t s = 0; s < samples; s++) {
+    int64_t i = (int64_t)random_permute(SEED, stream, (uint64_t)s, (uint64_t)count);
+    double kept = x[i], step = 1e-4 * (1 + fabs(kept));
+    // Two central differences, extrapolated: the error is of the fourth order in the step.
+    double slopes[2];
+    for (int k = 0; k < 2; k++) {
+      double width = step * (k + 1);
+      x[i] = kept + width;
+      double above = objective(context);
+      x[i] = kept - width;
+      double below = objective(context);
+      slopes[k] = (above - below) / (2 * width);
+    }
+    x[i] = kept;
+    double want = (before ? before[i] : 0) + (4 * slopes[0] - slopes[1]) / 3;
+    check_one(what, i, values[i], want, allowed(tolerance, got.dtype, want, rms));
+  }
+}
+
+// --- fail() ------------------------------------------------------------------------------------------------
+
+jmp_buf harness_failure;
+static char failure_sentence[2048];
+static MemoryMark failure_mark;
+
+static void remember_failure(const char *sentence) {
+  strncpy(failure_sentence, sentence, sizeof failure_sentence - 1);
+  longjmp(harness_failure, 1);
+}
+
+void harness_expect_failure(Harness *h) {
+  failure_mark = memory_mark(&h->backend->memory);
+  fail_set_handler(remember_failure);
+}
+
+void harness_failed(Harness *h, const char *part, const char *file, int line) {
+  fail_set_handler(NULL);
+  memory_pop_to(&h->backend->memory, failure_mark);
+  if (strstr(failure_sentence, part)) return;
+  print_error("%s:%d: the sentence was: %s\n", file, line, failure_sentence);
+  _fail(file, line);
+}
+
+void harness_did_not_fail(const char *part, const char *file, int line) {
+  fail_set_handler(NULL);
+  print_error("%s:%d: should have failed with: %s\n", file, line, part);
+  _fail(file, line);
+}

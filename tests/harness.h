@@ -1,0 +1,96 @@
+// What the tests of the operations share: a backend to run on, tensors made from float64 values, comparisons
+// whose tolerance follows from the arithmetic, and a way to catch fail().
+//
+// Host values are float64 arrays that live until harness_close. A tensor made from them takes the values as
+// its dtype can hold them and writes the rounded values back, so that the reference computes from what the
+// device has.
+#ifndef LCE_TESTS_HARNESS_H
+#define LCE_TESTS_HARNESS_H
+
+#include <setjmp.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kernels/kernels.h"
+
+typedef struct {
+  Backend *backend;
+  Dtype dtype; // of operands: the backend's
+  uint64_t draws;
+  void **blocks; // host values
+  size_t block_count, block_capacity;
+} Harness;
+
+// "cpu", "cpu-plain" (loops in place of CBLAS), "cuda" (bf16), "cuda-fp32". NULL when this build or machine
+// has none. Every push is filled with NaN first.
+Harness *harness_open(const char *backend);
+void harness_close(Harness *h);
+
+// --- values and tensors ------------------------------------------------------------------------------------
+
+double *host_values(Harness *h, int64_t count);                 // zeros
+double *random_values(Harness *h, int64_t count, double scale); // normal, a new draw each time
+int32_t *random_ids(Harness *h, int64_t count, int64_t below);
+
+Tensor tensor_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns);
+Tensor vector_from(Harness *h, Dtype dtype, double *values, int64_t count);
+// The same with rows `stride` apart; what lies between them is NaN and must stay untouched (check_gaps).
+Tensor strided_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns, int64_t stride);
+Tensor ids_from(Harness *h, const int32_t *ids, int64_t count);
+// Uninitialised memory, full of NaN.
+Tensor poisoned(Harness *h, Dtype dtype, int64_t rows, int64_t columns);
+Tensor poisoned_vector(Harness *h, Dtype dtype, int64_t count);
+Tensor poisoned_strided(Harness *h, Dtype dtype, int64_t rows, int64_t columns, int64_t stride);
+
+// The tensor's numbers (rank 1 or 2, any stride), row after row.
+double *values_of(Harness *h, Tensor t);
+
+// --- comparisons -------------------------------------------------------------------------------------------
+
+// The distance from 1 to the next number: 2^-23 for fp32, 2^-7 for bf16.
+double dtype_epsilon(Dtype dtype);
+
+// How far a result may be off. Rounding errors of a sum of `terms` numbers add up like a random walk, so an
+// element is allowed units * epsilon * sqrt(terms) * (|want| + rms(want)), plus half an epsilon of |want| for
+// storing it in the tensor's own dtype, plus the smallest normal number, below which results may become 0.
+// `operations` is the epsilon that the arithmetic runs in: fp32's, but bf16's where an intermediate is stored
+// in bf16.
+typedef struct {
+  double units, terms, operations;
+} Tolerance;
+
+Tolerance within(double units, double terms);                          // fp32 arithmetic
+Tolerance within_stored(const Harness *h, double units, double terms); // intermediates in the operands' dtype
+
+void check_values(Harness *h, const char *what, Tensor got, const double *want, Tolerance tolerance);
+void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b);
+// NaN still lies between the rows of a strided tensor.
+void check_gaps(Harness *h, const char *what, Tensor t);
+
+// Compares got (+ nothing) with before + d objective / d x, by central differences in float64, at up to 48
+// places of x. `before` may be NULL (zeros). The objective reads x, which is perturbed and restored.
+typedef double (*Objective)(void *context);
+void check_gradient(Harness *h, const char *what, Tensor got, const double *before, double *x,
+                    Objective objective, void *context, Tolerance tolerance);
+
+// --- fail() ------------------------------------------------------------------------------------------------
+
+// assert_fails(h, "part of the sentence", statement): the statement must fail() with a sentence that holds
+// the part. What it had pushed is popped.
+extern jmp_buf harness_failure;
+void harness_expect_failure(Harness *h);
+void harness_failed(Harness *h, const char *part, const char *file, int line);
+void harness_did_not_fail(const char *part, const char *file, int line);
+#define assert_fails(h, part, statement)                                                                     \
+  do {                                                                                                       \
+    harness_expect_failure(h);                                                                               \
+    if (setjmp(harness_failure) == 0) {                                                                      \
+      statement;                                                                                             \
+      harness_did_not_fail(part, __FILE__, __LINE__);                                                        \
+    } else {                                                                                                 \
+      harness_failed(h, part, __FILE__, __LINE__);                                                           \
+    }                                                                                                        \
+  } while (0)
+
+#endif

@@ -1,0 +1,153 @@
+#include "tests/reference.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "base/fail.h"
+
+void reference_embedding(double *out, const int32_t *tokens, const double *token_weight,
+                         const double *position_weight, int64_t rows, int64_t hidden, int64_t seq_len) {
+  for (int64_t n = 0; n < rows; n++)
+    for (int64_t i = 0; i < hidden; i++) {
+      out[n * hidden + i] = token_weight[tokens[n] * hidden + i];
+      if (position_weight) out[n * hidden + i] += position_weight[n % seq_len * hidden + i];
+    }
+}
+
+void reference_norm(NormKind kind, double *out, double *mean, double *rstd, const double *x,
+                    const double *weight, const double *bias, int64_t rows, int64_t hidden, double epsilon) {
+  for (int64_t n = 0; n < rows; n++) {
+    const double *row = x + n * hidden;
+    double centre = 0, square = 0;
+    if (kind == NORM_LAYER)
+      for (int64_t i = 0; i < hidden; i++) centre += row[i] / (double)hidden;
+    for (int64_t i = 0; i < hidden; i++) square += (row[i] - centre) * (row[i] - centre) / (double)hidden;
+    double r = 1 / sqrt(square + epsilon);
+    for (int64_t i = 0; i < hidden; i++)
+      out[n * hidden + i] = (row[i] - centre) * r * weight[i] + (kind == NORM_LAYER ? bias[i] : 0);
+    if (mean) mean[n] = centre;
+    rstd[n] = r;
+  }
+}
+
+double reference_gelu(double x) {
+  return 0.5 * x * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
+}
+
+void reference_linear(double *out, const double *x, const double *weight, bool input_major,
+                      const double *bias, const double *residual, int64_t rows, int64_t inputs,
+                      int64_t outputs) {
+  for (int64_t n = 0; n < rows; n++)
+    for (int64_t o = 0; o < outputs; o++) {
+      double sum = bias ? bias[o] : 0;
+      for (int64_t i = 0; i < inputs; i++)
+        sum += x[n * inputs + i] * (input_major ? weight[i * outputs + o] : weight[o * inputs + i]);
+      out[n * outputs + o] = sum + (residual ? residual[n * outputs + o] : 0);
+    }
+}
+
+void reference_swiglu(double *out, const double *gate_up, int64_t rows, int64_t width) {
+  for (int64_t n = 0; n < rows; n++)
+    for (int64_t i = 0; i < width; i++) {
+      double gate = gate_up[n * 2 * width + i], up = gate_up[n * 2 * width + width + i];
+      out[n * width + i] = gate / (1 + exp(-gate)) * up;
+    }
+}
+
+void reference_rope(double *qkv, const double *cos_sin, AttentionShape s, bool inverse) {
+  int64_t half = s.head_dim / 2, width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
+  for (int64_t n = 0; n < s.batch * s.seq_len; n++)
+    for (int64_t h = 0; h < s.num_heads + s.num_key_value_heads; h++)
+      for (int64_t i = 0; i < half; i++) {
+        double *x = qkv + n * width + h * s.head_dim + i, *y = x + half, kept = *x;
+        double c = cos_sin[n % s.seq_len * s.head_dim + i];
+        double sine = cos_sin[n % s.seq_len * s.head_dim + half + i];
+        if (inverse) sine = -sine;
+        *x = kept * c - *y * sine;
+        *y = *y * c + kept * sine;
+      }
+}
+
+void reference_attention(double *out, double *lse, const double *qkv, AttentionShape s) {
+  int64_t width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
+  for (int64_t b = 0; b < s.batch; b++)
+    for (int64_t h = 0; h < s.num_heads; h++)
+      for (int64_t t = 0; t < s.seq_len; t++) {
+        int64_t kv = h / (s.num_heads / s.num_key_value_heads);
+        const double *rows = qkv + b * s.seq_len * width, *q = rows + t * width + h * s.head_dim;
+        const double *k = rows + (s.num_heads + kv) * s.head_dim;
+        const double *v = k + s.num_key_value_heads * s.head_dim;
+        double *result = out + ((b * s.seq_len + t) * s.num_heads + h) * s.head_dim;
+        double sum = 0;
+        for (int64_t d = 0; d < s.head_dim; d++) result[d] = 0;
+        for (int64_t u = 0; u <= t; u++) {
+          double score = 0;
+          for (int64_t d = 0; d < s.head_dim; d++) score += q[d] * k[u * width + d];
+          double e = exp(score / sqrt((double)s.head_dim));
+          sum += e;
+          for (int64_t d = 0; d < s.head_dim; d++) result[d] += e * v[u * width + d];
+        }
+        for (int64_t d = 0; d < s.head_dim; d++) result[d] /= sum;
+        if (lse) lse[(b * s.num_heads + h) * s.seq_len + t] = log(sum);
+      }
+}
+
+void reference_cross_entropy(double *loss, const double *logits, const int32_t *targets, int64_t rows,
+                             int64_t vocab) {
+  for (int64_t n = 0; n < rows; n++) {
+    const double *z = logits + n * vocab;
+    loss[n] = 0;
+    if (targets[n] == IGNORE_INDEX) continue;
+    double maximum = -INFINITY, target = z[targets[n]], others = 0;
+    for (int64_t j = 0; j < vocab; j++) maximum = fmax(maximum, z[j]);
+    for (int64_t j = 0; j < vocab; j++)
+      if (j != targets[n]) others += exp(z[j] - maximum);
+    // log1p keeps the digits of a loss near 0.
+    double e = exp(target - maximum);
+    loss[n] = log1p(others / e);
+    if (e < 1e-200) loss[n] = maximum - target + log(others);
+  }
+}
+
+void reference_linear_cross_entropy(double *loss, double *dx, double *dweight, const double *x,
+                                    const double *weight, const int32_t *targets, double scale, int64_t rows,
+                                    int64_t hidden, int64_t vocab) {
+  double *z = malloc((size_t)vocab * sizeof *z);
+  if (!z) fail("out of host memory for a test");
+  for (int64_t n = 0; n < rows; n++) {
+    const double *row = x + n * hidden;
+    reference_linear(z, row, weight, false, NULL, NULL, 1, hidden, vocab);
+    reference_cross_entropy(loss + n, z, targets + n, 1, vocab);
+    if (!dx) continue;
+    for (int64_t i = 0; i < hidden; i++) dx[n * hidden + i] = 0;
+    if (targets[n] == IGNORE_INDEX) continue;
+    double lse = loss[n] + z[targets[n]];
+    for (int64_t j = 0; j < vocab; j++) {
+      double dz = scale * exp(z[j] - lse);
+      if (j == targets[n]) dz = scale * expm1(-loss[n]); // p - 1 without the cancellation
+      for (int64_t i = 0; i < hidden; i++) {
+        dx[n * hidden + i] += dz * weight[j * hidden + i];
+        dweight[j * hidden + i] += dz * row[i];
+      }
+    }
+  }
+  free(z);
+}
+
+void reference_adamw(double *weight, double *m, double *v, const double *grad, int64_t count,
+                     double grad_scale, double lr, double beta1, double beta2, double epsilon,
+                     double weight_decay, int64_t step) {
+  for (int64_t i = 0; i < count; i++) {
+    double g = grad[i] * grad_scale;
+    m[i] = beta1 * m[i] + (1 - beta1) * g;
+    v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+    double m_hat = m[i] / (1 - pow(beta1, (double)step)), v_hat = v[i] / (1 - pow(beta2, (double)step));
+    weight[i] -= lr * (m_hat / (sqrt(v_hat) + epsilon) + weight_decay * weight[i]);
+  }
+}
+
+double reference_dot(const double *a, const double *b, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += a[i] * b[i];
+  return sum;
+}

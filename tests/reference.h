@@ -1,0 +1,49 @@
+// The operations in float64, as plain loops: what the formulas in kernels/kernels.h say, and nothing else.
+// The tests compare the backends' forward results with these, and the gradients with finite differences of
+// these. All arrays are dense and row-major; letters as in kernels.h.
+#ifndef LCE_TESTS_REFERENCE_H
+#define LCE_TESTS_REFERENCE_H
+
+#include "kernels/kernels.h"
+
+// position_weight may be NULL.
+void reference_embedding(double *out, const int32_t *tokens, const double *token_weight,
+                         const double *position_weight, int64_t rows, int64_t hidden, int64_t seq_len);
+
+// mean may be NULL; bias is read for NORM_LAYER only.
+void reference_norm(NormKind kind, double *out, double *mean, double *rstd, const double *x,
+                    const double *weight, const double *bias, int64_t rows, int64_t hidden, double epsilon);
+
+double reference_gelu(double x);
+
+// out = residual + (x W^T + bias), bias and residual NULL when absent.
+void reference_linear(double *out, const double *x, const double *weight, bool input_major,
+                      const double *bias, const double *residual, int64_t rows, int64_t inputs,
+                      int64_t outputs);
+
+void reference_swiglu(double *out, const double *gate_up, int64_t rows, int64_t width);
+
+void reference_rope(double *qkv, const double *cos_sin, AttentionShape shape, bool inverse);
+
+// lse may be NULL.
+void reference_attention(double *out, double *lse, const double *qkv, AttentionShape shape);
+
+// loss[n] = logsumexp(z[n]) - z[n, target]; 0 for IGNORE_INDEX.
+void reference_cross_entropy(double *loss, const double *logits, const int32_t *targets, int64_t rows,
+                             int64_t vocab);
+
+// The mean's worth of all of it: loss as above of z = x W^T, and the gradients of scale * sum(loss):
+// dz = scale (softmax(z) - onehot), dx = dz W, dweight += dz^T x. dx and dweight may be NULL.
+void reference_linear_cross_entropy(double *loss, double *dx, double *dweight, const double *x,
+                                    const double *weight, const int32_t *targets, double scale, int64_t rows,
+                                    int64_t hidden, int64_t vocab);
+
+// One step on n numbers, in place on weight, m and v.
+void reference_adamw(double *weight, double *m, double *v, const double *grad, int64_t count,
+                     double grad_scale, double lr, double beta1, double beta2, double epsilon,
+                     double weight_decay, int64_t step);
+
+// The sum of a[i] * b[i]: an objective whose gradient with respect to a is b.
+double reference_dot(const double *a, const double *b, int64_t count);
+
+#endif

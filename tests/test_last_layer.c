@@ -1,0 +1,459 @@
+// The last layer against float64: its pieces, the fused layer made of them, and the materialized mode beside
+// it, on shapes that nothing divides and on rows that ordinary softmax code gets wrong.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+
+#include "kernels/linear_cross_entropy.h"
+#include "tests/harness.h"
+#include "tests/reference.h"
+
+static const char *backend_name; // of the group that runs
+
+static int open_group(void **state) {
+  *state = harness_open(backend_name);
+  return *state == NULL;
+}
+
+static int close_group(void **state) {
+  harness_close(*state);
+  return 0;
+}
+
+static int pop_all(void **state) {
+  Harness *h = *state;
+  memory_pop_to(&h->backend->memory, 0);
+  return 0;
+}
+
+// --- one problem -------------------------------------------------------------------------------------------
+
+typedef struct {
+  int64_t rows, hidden, vocab;
+  double *x, *weight;
+  int32_t *targets;
+  double scale;
+  double *loss, *dx, *dweight; // float64, once solve_reference has run
+} Problem;
+
+static Problem make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double sharpness) {
+  Problem p = {.rows = rows, .hidden = hidden, .vocab = vocab, .scale = 1.0 / (double)rows};
+  p.x = random_values(h, rows * hidden, 1);
+  p.weight = random_values(h, vocab * hidden, sharpness / sqrt((double)hidden));
+  p.targets = random_ids(h, rows, vocab);
+  return p;
+}
+
+static void solve_reference(Harness *h, Problem *p) {
+  p->loss = host_values(h, p->rows);
+  p->dx = host_values(h, p->rows * p->hidden);
+  p->dweight = host_values(h, p->vocab * p->hidden);
+  reference_linear_cross_entropy(p->loss, p->dx, p->dweight, p->x, p->weight, p->targets, p->scale, p->rows,
+                                 p->hidden, p->vocab);
+}
+
+static double problem_objective(void *context) {
+  Problem *p = context;
+  double sum = 0;
+  reference_linear_cross_entropy(p->loss, NULL, NULL, p->x, p->weight, p->targets, p->scale, p->rows,
+                                 p->hidden, p->vocab);
+  for (int64_t n = 0; n < p->rows; n++) sum += p->scale * p->loss[n];
+  return sum;
+}
+
+// --- the pieces, put together by hand ----------------------------------------------------------------------
+
+typedef struct {
+  Tensor x, weight, targets;
+  Tensor exps, loss, dx, dweight, row_sum, target_e, target_z, anchor, scale_others, scale_target, scaled_x;
+} Pieces;
+
+// pad: what lies between the rows of exps. dweight starts as zeros.
+static Pieces run_pieces(Harness *h, Problem *p, int64_t pad) {
+  Backend *backend = h->backend;
+  Pieces s = {.x = tensor_from(h, h->dtype, p->x, p->rows, p->hidden),
+              .weight = tensor_from(h, h->dtype, p->weight, p->vocab, p->hidden),
+              .targets = ids_from(h, p->targets, p->rows)};
+  s.exps = poisoned_strided(h, h->dtype, p->rows, p->vocab, p->vocab + pad);
+  s.dx = poisoned(h, DTYPE_F32, p->rows, p->hidden);
+  s.dweight = poisoned(h, DTYPE_F32, p->vocab, p->hidden);
+  s.scaled_x = poisoned(h, h->dtype, p->rows, p->hidden);
+  Tensor *const columns[] = {&s.loss,   &s.row_sum,      &s.target_e,    &s.target_z,
+                             &s.anchor, &s.scale_others, &s.scale_target};
+  for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
+    *columns[i] = poisoned_vector(h, DTYPE_F32, p->rows);
+  lce_sweep(backend, (LceSweep){.exps = s.exps,
+                                .dx_raw = s.dx,
+                                .row_sum = s.row_sum,
+                                .target_e = s.target_e,
+                                .target_z = s.target_z,
+                                .anchor = s.anchor,
+                                .x = s.x,
+                                .weight = s.weight,
+                                .targets = s.targets});
+  lce_rows(backend, (LceRows){.loss = s.loss,
+                              .scale_others = s.scale_others,
+                              .scale_target = s.scale_target,
+                              .scaled_x = s.scaled_x,
+                              .row_sum = s.row_sum,
+                              .target_e = s.target_e,
+                              .target_z = s.target_z,
+                              .anchor = s.anchor,
+                              .x = s.x,
+                              .token_weight = 1});
+  lce_input_gradient(backend, (LceInputGradient){.dx = s.dx,
+                                                 .scale_others = s.scale_others,
+                                                 .scale_target = s.scale_target,
+                                                 .weight = s.weight,
+                                                 .targets = s.targets,
+                                                 .alpha = (float)p->scale});
+  linear_backward_weight(
+      backend, (LinearBackwardWeight){
+                   .dweight = s.dweight, .dout = s.exps, .x = s.scaled_x, .alpha = (float)p->scale});
+  lce_target_gradient(backend, (LceTargetGradient){.dweight = s.dweight,
+                                                   .scale_target = s.scale_target,
+                                                   .x = s.x,
+                                                   .targets = s.targets,
+                                                   .alpha = (float)p->scale});
+  return s;
+}
+
+// The logits' error (H terms) multiplies the exponentials; then V or N of those are summed.
+static double terms_of(const Problem *p) {
+  return (double)(p->hidden + p->vocab);
+}
+
+static void check_pieces(Harness *h, Problem *p, const Pieces *s) {
+  double over_rows = (double)(p->hidden + p->rows);
+  check_values(h, "loss", s->loss, p->loss, within(8, terms_of(p)));
+  check_values(h, "dx", s->dx, p->dx, within_stored(h, 8, terms_of(p)));
+  check_values(h, "dweight", s->dweight, p->dweight, within_stored(h, 8, over_rows));
+  check_gaps(h, "exponentials", s->exps);
+}
+
+static void test_pieces(void **state) {
+  Harness *h = *state;
+  const int64_t shapes[][3] = {{1, 1, 1},     {7, 13, 1},     {1, 5, 17},    {5, 3, 1031},   {130, 7, 33},
+                               {131, 37, 29}, {257, 8, 4100}, {3, 67, 2053}, {127, 17, 1024}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+    Problem p = make_problem(h, shapes[i][0], shapes[i][1], shapes[i][2], 2);
+    Pieces s = run_pieces(h, &p, i % 2 ? 3 : 0);
+    solve_reference(h, &p);
+    check_pieces(h, &p, &s);
+    pop_all(state);
+  }
+}
+
+// The float64 gradients themselves are the slopes of the float64 loss.
+static void test_reference_gradients(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, 5, 7, 11, 2);
+  p.targets[2] = IGNORE_INDEX;
+  solve_reference(h, &p);
+  Tensor dx = tensor_from(h, DTYPE_F32, p.dx, p.rows, p.hidden);
+  Tensor dweight = tensor_from(h, DTYPE_F32, p.dweight, p.vocab, p.hidden);
+  check_gradient(h, "reference dx", dx, NULL, p.x, problem_objective, &p, within(1, 1));
+  check_gradient(h, "reference dweight", dweight, NULL, p.weight, problem_objective, &p, within(1, 1));
+}
+
+// Without exps nothing of width V is kept, and the loss is the same.
+static void test_forward_only(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, 131, 3, 40009, 3);
+  Pieces with = run_pieces(h, &p, 0);
+  Tensor columns[5];
+  for (int i = 0; i < 5; i++) columns[i] = poisoned_vector(h, DTYPE_F32, p.rows);
+  LceSweep sweep = {.row_sum = columns[0],
+                    .target_e = columns[1],
+                    .target_z = columns[2],
+                    .anchor = columns[3],
+                    .x = with.x,
+                    .weight = with.weight,
+                    .targets = with.targets};
+  assert_true(!h->backend->scratch->lce_sweep ||
+              h->backend->scratch->lce_sweep(&sweep) < tensor_bytes(with.exps));
+  lce_sweep(h->backend, sweep);
+  lce_rows(h->backend, (LceRows){.loss = columns[4],
+                                 .row_sum = columns[0],
+                                 .target_e = columns[1],
+                                 .target_z = columns[2],
+                                 .anchor = columns[3],
+                                 .x = with.x,
+                                 .token_weight = 1});
+  check_values(h, "loss without gradients", columns[4], values_of(h, with.loss), within(4, terms_of(&p)));
+}
+
+// --- rows that are hard ------------------------------------------------------------------------------------
+
+// Makes logit `column` of row n beat the target's by `lead`, exactly enough: x[n] is turned into a unit
+// vector of its own axis, which only these two rows of W then have to agree on.
+static void set_lead(Problem *p, int64_t n, int64_t column, double lead) {
+  for (int64_t i = 0; i < p->hidden; i++) p->x[n * p->hidden + i] = i == n;
+  p->weight[column * p->hidden + n] = p->weight[p->targets[n] * p->hidden + n] + lead;
+}
+
+static void test_overflow_repair(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, 9, 31, 1511, 1);
+  for (int64_t n = 0; n < p.rows; n++) {
+    p.targets[n] = (int32_t)(100 * n + 5);
+    for (int64_t i = 0; i < p.rows; i++) p.x[n * p.hidden + i] = 0; // set_lead's axes are its rows' own
+  }
+  set_lead(&p, 1, 1400, 500); // exp overflows by far
+  set_lead(&p, 4, 3, 88.5);   // just below the largest number
+  set_lead(&p, 6, 1500, 1e4);
+  set_lead(&p, 7, 0, 60); // no overflow
+  Pieces s = run_pieces(h, &p, 1);
+  solve_reference(h, &p);
+  double *loss = values_of(h, s.loss), *target_e = values_of(h, s.target_e);
+  assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100 && target_e[1] < 1 && target_e[0] == 1);
+  check_values(h, "loss", s.loss, p.loss, within_stored(h, 4, (double)p.hidden));
+  check_pieces(h, &p, &s);
+}
+
+// Every logit far below the target's: the loss is tiny and all its digits count.
+static void test_nearly_certain(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, 5, 13, 17, 0.02);
+  for (int64_t n = 0; n < p.rows; n++) {
+    p.targets[n] = (int32_t)n;
+    set_lead(&p, n, n + 8, 0);
+  }
+  for (int64_t n = 0; n < p.rows; n++) p.weight[n * p.hidden + n] = 20; // e^-20 = 2e-9 for each of the others
+  for (int64_t n = 0; n < p.rows; n++) p.weight[(n + 8) * p.hidden + n] = -3;
+  Pieces s = run_pieces(h, &p, 0);
+  solve_reference(h, &p);
+  double *loss = values_of(h, s.loss), *scale_target = values_of(h, s.scale_target);
+  for (int64_t n = 0; n < p.rows; n++) {
+    // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
+    double tolerance = 32 * dtype_epsilon(DTYPE_F32) * p.loss[n];
+    assert_true(p.loss[n] > 1e-9 && p.loss[n] < 1e-7);
+    assert_true(fabs(loss[n] - p.loss[n]) <= tolerance);
+    assert_true(fabs(scale_target[n] - expm1(-p.loss[n])) <= tolerance);
+  }
+}
+
+static void test_nan_row_stays_alone(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, 7, 11, 1301, 2);
+  Pieces clean = run_pieces(h, &p, 0);
+  p.x[3 * p.hidden + 2] = NAN;
+  Pieces s = run_pieces(h, &p, 0);
+  double *loss = values_of(h, s.loss), *dx = values_of(h, s.dx);
+  assert_true(isnan(loss[3]) && isnan(dx[3 * p.hidden]));
+  for (int64_t n = 0; n < p.rows; n++) {
+    if (n == 3) continue;
+    check_bitwise_equal(h, "loss beside a NaN row", tensor_rows(s.loss, n, 1), tensor_rows(clean.loss, n, 1));
+    check_bitwise_equal(h, "dx beside a NaN row", tensor_rows(s.dx, n, 1), tensor_rows(clean.dx, n, 1));
+  }
+}
+
+// A row above the limit must not make its neighbours' bits depend on it.
+static void test_repair_leaves_others_alone(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, 9, 31, 1511, 1);
+  p.targets[1] = 5;
+  p.targets[2] = 1400;
+  Pieces clean = run_pieces(h, &p, 0);
+  for (int64_t i = 0; i < p.hidden; i++)
+    p.x[p.hidden + i] = 400 * (p.weight[1400 * p.hidden + i] - p.weight[5 * p.hidden + i]);
+  Pieces s = run_pieces(h, &p, 0);
+  assert_true(values_of(h, s.target_e)[1] != 1);
+  for (int64_t n = 0; n < p.rows; n++) {
+    if (n == 1) continue;
+    check_bitwise_equal(h, "loss beside a repaired row", tensor_rows(s.loss, n, 1),
+                        tensor_rows(clean.loss, n, 1));
+    check_bitwise_equal(h, "dx beside a repaired row", tensor_rows(s.dx, n, 1), tensor_rows(clean.dx, n, 1));
+  }
+}
+
+// --- the materialized pass ---------------------------------------------------------------------------------
+
+typedef struct {
+  int64_t rows, vocab;
+  double *logits, *loss, alpha;
+  int32_t *targets;
+} CrossEntropyCase;
+
+static double cross_entropy_objective(void *context) {
+  CrossEntropyCase *c = context;
+  double sum = 0;
+  reference_cross_entropy(c->loss, c->logits, c->targets, c->rows, c->vocab);
+  for (int64_t n = 0; n < c->rows; n++) sum += c->alpha * c->loss[n];
+  return sum;
+}
+
+static void cross_entropy_case(Harness *h, int64_t rows, int64_t vocab, int64_t pad) {
+  CrossEntropyCase c = {.rows = rows, .vocab = vocab, .alpha = 0.5};
+  c.logits = random_values(h, rows * vocab, 3);
+  c.loss = host_values(h, rows);
+  c.targets = random_ids(h, rows, vocab);
+  if (rows > 2) {
+    c.targets[1] = IGNORE_INDEX;
+    c.logits[2 * vocab + c.targets[2]] += 25;                  // nearly certain
+    c.logits[0] = c.targets[0] == 0 ? c.logits[0] - 500 : 500; // hopeless
+  }
+  Tensor logits = strided_from(h, h->dtype, c.logits, rows, vocab, vocab + pad);
+  Tensor kept = strided_from(h, h->dtype, c.logits, rows, vocab, vocab + pad);
+  Tensor targets = ids_from(h, c.targets, rows), loss = poisoned_vector(h, DTYPE_F32, rows);
+  Tensor forward_loss = poisoned_vector(h, DTYPE_F32, rows);
+  cross_entropy_in_place(
+      h->backend,
+      (CrossEntropyInPlace){
+          .loss = forward_loss, .logits = kept, .targets = targets, .alpha = 0.5f, .forward_only = true});
+  check_bitwise_equal(h, "logits of the forward pass alone", kept, logits);
+  cross_entropy_in_place(
+      h->backend, (CrossEntropyInPlace){.loss = loss, .logits = logits, .targets = targets, .alpha = 0.5f});
+  cross_entropy_objective(&c);
+  check_values(h, "loss", loss, c.loss, within(8, (double)vocab));
+  check_values(h, "loss of the forward pass alone", forward_loss, c.loss, within(8, (double)vocab));
+  check_gradient(h, "dlogits", logits, NULL, c.logits, cross_entropy_objective, &c,
+                 within_stored(h, 8, (double)vocab));
+  check_gaps(h, "dlogits", logits);
+  if (rows <= 2) return;
+  double *got = values_of(h, loss), *gradient = values_of(h, logits);
+  assert_true(fabs(got[2] - c.loss[2]) <= 64 * dtype_epsilon(DTYPE_F32) * c.loss[2]);
+  for (int64_t j = 0; j < vocab; j++) assert_true(gradient[vocab + j] == 0);
+}
+
+static void test_cross_entropy_in_place(void **state) {
+  cross_entropy_case(*state, 1, 1, 0);
+  cross_entropy_case(*state, 5, 13, 3);
+  cross_entropy_case(*state, 3, 5003, 1);
+}
+
+// --- the whole layer ---------------------------------------------------------------------------------------
+
+// ignored: every ignored-th target is ignored, 0 for none.
+static void layer_case(Harness *h, LceMode mode, int64_t rows, int64_t hidden, int64_t vocab, int64_t chunk,
+                       int64_t ignored, bool accumulate) {
+  Problem p = make_problem(h, rows, hidden, vocab, 2);
+  int32_t *counted = random_ids(h, rows, 1);
+  int64_t count = 0;
+  for (int64_t n = 0; n < rows; n++)
+    if (ignored && n % ignored == 0)
+      p.targets[n] = IGNORE_INDEX;
+    else
+      counted[count++] = (int32_t)n;
+  double *before = random_values(h, vocab * hidden, 1);
+  Tensor dweight =
+      accumulate ? tensor_from(h, DTYPE_F32, before, vocab, hidden) : poisoned(h, DTYPE_F32, vocab, hidden);
+  Tensor loss = poisoned_vector(h, DTYPE_F32, rows), dx = poisoned(h, h->dtype, rows, hidden);
+  LinearCrossEntropy a = {.mode = mode,
+                          .chunk = chunk,
+                          .loss = loss,
+                          .dx = dx,
+                          .dweight = dweight,
+                          .x = tensor_from(h, h->dtype, p.x, rows, hidden),
+                          .weight = tensor_from(h, h->dtype, p.weight, vocab, hidden),
+                          .targets = ids_from(h, p.targets, rows),
+                          .counted = count,
+                          .scale = (float)p.scale,
+                          .accumulate = accumulate};
+  if (ignored) a.rows = ids_from(h, counted, rows);
+  linear_cross_entropy(h->backend, a);
+  solve_reference(h, &p);
+  for (int64_t i = 0; i < vocab * hidden && accumulate; i++) p.dweight[i] += before[i];
+  check_values(h, "layer loss", loss, p.loss,
+               mode == LCE_FUSED ? within(8, terms_of(&p)) : within_stored(h, 8, terms_of(&p)));
+  check_values(h, "layer dx", dx, p.dx, within_stored(h, 8, terms_of(&p)));
+  check_values(h, "layer dweight", dweight, p.dweight, within_stored(h, 8, (double)(hidden + rows)));
+}
+
+static void test_layer(void **state) {
+  const struct {
+    int64_t rows, hidden, vocab, chunk, ignored;
+  } cases[] = {
+      {1, 1, 1, 1, 0},        {1, 7, 13, 5, 0},    {13, 11, 1, 5, 0},    {13, 11, 1, 5, 3},
+      {29, 17, 101, 7, 0},    {29, 17, 101, 7, 2}, {29, 17, 101, 64, 5}, {131, 13, 1031, 37, 4},
+      {257, 5, 2003, 128, 0}, {6, 5, 7, 4, 1}, // all ignored
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+    for (int variant = 0; variant < 4; variant++) {
+      layer_case(*state, variant & 1 ? LCE_MATERIALIZED : LCE_FUSED, cases[i].rows, cases[i].hidden,
+                 cases[i].vocab, cases[i].chunk, cases[i].ignored, variant & 2);
+      pop_all(state);
+    }
+}
+
+static void test_bitwise_repeatable(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, 67, 33, 3001, 2);
+  for (int64_t n = 0; n < p.rows; n++) p.targets[n] %= 5; // many tokens of one row
+  Pieces first = run_pieces(h, &p, 0), second = run_pieces(h, &p, 0);
+  check_bitwise_equal(h, "loss", first.loss, second.loss);
+  check_bitwise_equal(h, "dx", first.dx, second.dx);
+  check_bitwise_equal(h, "dweight", first.dweight, second.dweight);
+}
+
+// How a chunk is cut depends on its shape alone, so the number of threads does not show in the bits.
+static void test_threads_do_not_show(void **state) {
+  Harness *h = *state;
+  if (strcmp(backend_name, "cpu") != 0) return;
+  Problem p = make_problem(h, 131, 33, 9001, 2);
+  int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  Pieces one = run_pieces(h, &p, 0);
+  omp_set_num_threads(3);
+  Pieces three = run_pieces(h, &p, 0);
+  omp_set_num_threads(threads);
+  check_bitwise_equal(h, "loss", one.loss, three.loss);
+  check_bitwise_equal(h, "dx", one.dx, three.dx);
+  check_bitwise_equal(h, "dweight", one.dweight, three.dweight);
+}
+
+static void test_refusals(void **state) {
+  Harness *h = *state;
+  Backend *backend = h->backend;
+  Tensor x = poisoned(h, h->dtype, 3, 4), weight = poisoned(h, h->dtype, 5, 4),
+         wide = poisoned(h, h->dtype, 5, 6);
+  Tensor loss = poisoned_vector(h, DTYPE_F32, 3), targets = poisoned_vector(h, DTYPE_I32, 3);
+  Tensor dweight = poisoned(h, DTYPE_F32, 5, 4), half = poisoned(h, DTYPE_BF16, 5, 4);
+  LinearCrossEntropy a = {
+      .chunk = 1, .loss = loss, .dx = x, .dweight = dweight, .x = x, .weight = weight, .targets = targets};
+  LinearCrossEntropy b = a;
+  b.weight = wide;
+  assert_fails(h, "whose hidden sizes differ", linear_cross_entropy(backend, b));
+  b = a, b.chunk = 0;
+  assert_fails(h, "a chunk of 0 tokens", linear_cross_entropy(backend, b));
+  b = a, b.dx.data = NULL;
+  assert_fails(h, "give both, or neither", linear_cross_entropy(backend, b));
+  b = a, b.dweight = half;
+  assert_fails(h, "sums over chunks need fp32", linear_cross_entropy(backend, b));
+  b = a, b.rows = targets, b.counted = 4;
+  assert_fails(h, "4 tokens count", linear_cross_entropy(backend, b));
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test_teardown(test_reference_gradients, pop_all),
+      cmocka_unit_test_teardown(test_pieces, pop_all),
+      cmocka_unit_test_teardown(test_forward_only, pop_all),
+      cmocka_unit_test_teardown(test_overflow_repair, pop_all),
+      cmocka_unit_test_teardown(test_nearly_certain, pop_all),
+      cmocka_unit_test_teardown(test_nan_row_stays_alone, pop_all),
+      cmocka_unit_test_teardown(test_repair_leaves_others_alone, pop_all),
+      cmocka_unit_test_teardown(test_cross_entropy_in_place, pop_all),
+      cmocka_unit_test_teardown(test_layer, pop_all),
+      cmocka_unit_test_teardown(test_bitwise_repeatable, pop_all),
+      cmocka_unit_test_teardown(test_threads_do_not_show, pop_all),
+      cmocka_unit_test_teardown(test_refusals, pop_all),
+  };
+  const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
+  int failures = 0;
+  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
+    Harness *probe = harness_open(backends[i]);
+    if (!probe) continue;
+    harness_close(probe);
+    backend_name = backends[i];
+    failures += cmocka_run_group_tests_name(backends[i], tests, open_group, close_group);
+  }
+  return failures;
+}
