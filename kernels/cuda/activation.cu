@@ -1,0 +1,102 @@
+// GELU and SwiGLU: one pass over the rows, 16 bytes at a time. Traffic: each operand once, so what they cost is
+// their bytes over the memory's bandwidth. GELU's usual place is the epilogue of a product (linear.cu); here it
+// recomputes what was not kept.
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/gelu.cuh"
+
+// One block a row, here and below.
+template <typename T, int W> static __global__ void gelu_kernel(T *out, const T *x, int columns) {
+  out += (int64_t)blockIdx.x * columns;
+  x += (int64_t)blockIdx.x * columns;
+  for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
+    float values[W];
+    load(values, x + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) values[k] = gelu(values[k]);
+    store(out + i, values);
+  }
+}
+
+void cuda_gelu_forward(Backend *backend, const GeluForward *a) {
+  int64_t rows = a->x.shape[0], columns = a->x.shape[1];
+  if (rows == 0) return;
+  with_real(a->x.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->out, WIDTH<T>), [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      gelu_kernel<T, W>
+          <<<(unsigned)rows, row_threads(cuda_ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
+              data_of<T>(a->out), data_of<T>(a->x), (int)columns);
+    });
+  });
+  cuda_check_launch("gelu_forward");
+}
+
+template <typename T, int W>
+static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, int columns) {
+  out += (int64_t)blockIdx.x * columns;
+  gate_up += (int64_t)blockIdx.x * 2 * columns;
+  for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
+    float gate[W], up[W];
+    load(gate, gate_up + i);
+    load(up, gate_up + columns + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) up[k] *= gate[k] * logistic(gate[k]);
+    store(out + i, up);
+  }
+}
+
+void cuda_swiglu_forward(Backend *backend, const SwigluForward *a) {
+  int64_t rows = a->out.shape[0], columns = a->out.shape[1];
+  if (rows == 0) return;
+  with_real(a->out.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_bool(rows_align(a->out, WIDTH<T>) && rows_align(a->gate_up, WIDTH<T>), [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      swiglu_forward_kernel<T, W>
+          <<<(unsigned)rows, row_threads(cuda_ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
+              data_of<T>(a->out), data_of<T>(a->gate_up), (int)columns);
+    });
+  });
+  cuda_check_launch("swiglu_forward");
+}
+
+// A thread reads its gate and up before it writes their gradients, which may take their place.
+template <typename T, int W>
+static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const T *gate_up, int columns) {
+  dout += (int64_t)blockIdx.x * columns;
+  gate_up += (int64_t)blockIdx.x * 2 * columns;
+  dgate_up += (int64_t)blockIdx.x * 2 * columns;
+  for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
+    float d[W], gate[W], up[W];
+    load(d, dout + i);
+    load(gate, gate_up + i);
+    load(up, gate_up + columns + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) {
+      float p = logistic(gate[k]), silu = gate[k] * p;
+      float slope = p * (1 + gate[k] * (1 - p));
+      gate[k] = d[k] * up[k] * slope;
+      up[k] = d[k] * silu;
+    }
+    store(dgate_up + i, gate);
+    store(dgate_up + columns + i, up);
+  }
+}
+
+void cuda_swiglu_backward(Backend *backend, const SwigluBackward *a) {
+  int64_t rows = a->dout.shape[0], columns = a->dout.shape[1];
+  if (rows == 0) return;
+  with_real(a->dout.dtype, [&](auto type) {
+    using T = decltype(type);
+    bool aligned = rows_align(a->dout, WIDTH<T>) && rows_align(a->gate_up, WIDTH<T>) &&
+                   rows_align(a->dgate_up, WIDTH<T>);
+    with_bool(aligned, [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      swiglu_backward_kernel<T, W>
+          <<<(unsigned)rows, row_threads(cuda_ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
+              data_of<T>(a->dgate_up), data_of<T>(a->dout), data_of<T>(a->gate_up), (int)columns);
+    });
+  });
+  cuda_check_launch("swiglu_backward");
+}

@@ -1,0 +1,230 @@
+// Attention, forward, on the tensor cores: FlashAttention-2's order of work (Dao 2023), for sm_80 and later.
+//
+// A block of four warps owns 128 queries of one head, 32 per warp, and walks over the keys in tiles of 64
+// from the diagonal back to the start. S = Q K^T stays in registers; the running maximum m and sum l of each
+// row rescale what was summed before; P = exp(S - m), rounded to bf16, lies as the next product, O += P V,
+// wants it. K and V tiles are double-buffered, so one barrier per tile suffices. Two m16 products
+// share every K and V fragment, which halves the shared-memory traffic that would bound the kernel otherwise.
+//
+// Memory traffic: q and out once, k and v once per 128 queries, mostly from L2. Arithmetic: 4 B Q T^2 D / 2.
+#include "kernels/cuda/attention_mma.cuh"
+#include "kernels/cuda/attention_own.h"
+
+namespace attention {
+
+struct ForwardArguments {
+  const bf16 *qkv;
+  bf16 *out;
+  float *lse;
+  int64_t qkv_stride, out_stride, lse_stride; // elements per row
+  int seq_len, num_heads, num_key_value_heads;
+  float scale_log2; // log2(e) / sqrt(D): exponentials are powers of two
+};
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS, M = 2, ROWS = WARPS * M * 16, KEYS = 64;
+
+// The running softmax of one warp's rows: this lane's rows are 16 m + 8 half + lane / 4.
+struct RowStatistics {
+  float max[M][2], sum[M][2];
+};
+
+// Keys after the query get -infinity.
+__device__ __forceinline__ void mask_causal(float (&s)[M][KEYS / 8][4], int first_query, int first_key) {
+  int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (first_key + n * 8 + 2 * q + (i & 1) > first_query + m * 16 + (i >> 1) * 8 + g)
+          s[m][n][i] = -INFINITY;
+}
+
+// s becomes exp(s - max); what was summed so far (o, sum) is brought to the new maximum.
+template <int D>
+__device__ __forceinline__ void softmax_step(float (&s)[M][KEYS / 8][4], float (&o)[M][D / 8][4],
+                                             RowStatistics &row, float scale_log2) {
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float largest = row.max[m][half];
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+        largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      float rescale = exp2_fast((row.max[m][half] - largest) * scale_log2);
+      float shift = largest * scale_log2, total = 0;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; i++) {
+          s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale_log2, -shift));
+          total += s[m][n][i];
+        }
+      row.max[m][half] = largest;
+      row.sum[m][half] = row.sum[m][half] * rescale + total;
+#pragma unroll
+      for (int n = 0; n < D / 8; n++) {
+        o[m][n][2 * half] *= rescale;
+        o[m][n][2 * half + 1] *= rescale;
+      }
+    }
+}
+
+template <int D> struct ForwardShared {
+  bf16 q[ROWS * D];
+  bf16 k[2][KEYS * D], v[2][KEYS * D];
+};
+
+template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a) {
+  // For heads of 64 a warp keeps its queries in registers; for 128 there is no room, and they are read again.
+  constexpr bool KEEP_Q = D <= 64;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  ForwardShared<D> &shared = *reinterpret_cast<ForwardShared<D> *>(shared_bytes);
+
+  const int warp = threadIdx.x / 32, lane_index = threadIdx.x % 32;
+  const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS; // the longest blocks start first
+  const int head = blockIdx.y, batch = blockIdx.z;
+  const int key_value_head = head / (a.num_heads / a.num_key_value_heads);
+  const int T = a.seq_len;
+  const bf16 *rows = a.qkv + batch * (int64_t)T * a.qkv_stride;
+  const bf16 *q = rows + head * D;
+  const bf16 *k = rows + (a.num_heads + key_value_head) * D;
+  const bf16 *v = k + a.num_key_value_heads * D;
+
+  const Lane<D> lane;
+  const uint32_t q_tile = shared_address(shared.q) + warp * (M * 16) * D * 2;
+  const int first_query = first_row + warp * M * 16;
+  const int tiles = (min(first_row + ROWS, T) + KEYS - 1) / KEYS;
+
+  load_tile<ROWS, D, THREADS>(shared_address(shared.q), q, a.qkv_stride, first_row, T);
+  load_tile<KEYS, D, THREADS>(shared_address(shared.k[0]), k, a.qkv_stride, (tiles - 1) * KEYS, T);
+  load_tile<KEYS, D, THREADS>(shared_address(shared.v[0]), v, a.qkv_stride, (tiles - 1) * KEYS, T);
+  copies_commit();
+
+  float o[M][D / 8][4] = {};
+  RowStatistics row;
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) row.max[m][half] = -INFINITY, row.sum[m][half] = 0;
+  uint32_t q_kept[KEEP_Q ? M : 1][KEEP_Q ? D / 16 : 1][4];
+
+  for (int tile = tiles - 1, stage = 0; tile >= 0; tile--, stage ^= 1) {
+    copies_wait<0>();
+    __syncthreads();
+    if (tile > 0) {
+      load_tile<KEYS, D, THREADS>(shared_address(shared.k[stage ^ 1]), k, a.qkv_stride, (tile - 1) * KEYS, T);
+      load_tile<KEYS, D, THREADS>(shared_address(shared.v[stage ^ 1]), v, a.qkv_stride, (tile - 1) * KEYS, T);
+      copies_commit();
+    }
+    if (KEEP_Q && tile == tiles - 1) {
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int d = 0; d < D / 16; d++)
+          lane.a(q_kept[KEEP_Q ? m : 0][KEEP_Q ? d : 0], q_tile, m * 16, d * 16);
+    }
+    const int first_key = tile * KEYS;
+    if (first_key >= first_query + M * 16) continue; // no key of this tile is visible to this warp
+
+    const uint32_t k_tile = shared_address(shared.k[stage]), v_tile = shared_address(shared.v[stage]);
+    float s[M][KEYS / 8][4] = {};
+#pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+      uint32_t q_now[M][4];
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        if (!KEEP_Q) lane.a(q_now[m], q_tile, m * 16, d * 16);
+      }
+#pragma unroll
+      for (int n = 0; n < KEYS / 16; n++) {
+        uint32_t b[4];
+        lane.b_rows(b, k_tile, n * 16, d * 16);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+          const uint32_t *fragment = KEEP_Q ? q_kept[KEEP_Q ? m : 0][KEEP_Q ? d : 0] : q_now[m];
+          mma(s[m][2 * n], fragment, b);
+          mma(s[m][2 * n + 1], fragment, b + 2);
+        }
+      }
+    }
+    if (first_key + KEYS - 1 > first_query) mask_causal(s, first_query, first_key);
+    softmax_step<D>(s, o, row, a.scale_log2);
+#pragma unroll
+    for (int n = 0; n < KEYS / 16; n++) {
+      uint32_t p[M][4];
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        p[m][0] = pack(s[m][2 * n][0], s[m][2 * n][1]);
+        p[m][1] = pack(s[m][2 * n][2], s[m][2 * n][3]);
+        p[m][2] = pack(s[m][2 * n + 1][0], s[m][2 * n + 1][1]);
+        p[m][3] = pack(s[m][2 * n + 1][2], s[m][2 * n + 1][3]);
+      }
+#pragma unroll
+      for (int d = 0; d < D / 16; d++) {
+        uint32_t b[4];
+        lane.b_columns(b, v_tile, n * 16, d * 16);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+          mma(o[m][2 * d], p[m], b);
+          mma(o[m][2 * d + 1], p[m], b + 2);
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float total = row.sum[m][half];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      int t = first_query + m * 16 + half * 8 + lane_index / 4;
+      if (lane_index % 4 == 0 && t < T)
+        a.lse[batch * a.lse_stride + (int64_t)head * T + t] =
+            row.max[m][half] * (a.scale_log2 / LOG2_E) + logf(total);
+      float inverse = 1 / total;
+#pragma unroll
+      for (int n = 0; n < D / 8; n++) {
+        o[m][n][2 * half] *= inverse;
+        o[m][n][2 * half + 1] *= inverse;
+      }
+    }
+  // The warp's part of q's tile is free: it alone reads it.
+  __syncwarp();
+  store_rows<M, D>(o, 1.0f, q_tile, a.out + batch * (int64_t)T * a.out_stride + head * D, a.out_stride,
+                   first_query, T);
+}
+
+template <int D> static void forward(const AttentionForward *f, cudaStream_t stream) {
+  AttentionShape s = f->shape;
+  ForwardArguments a = {.qkv = data_of<const bf16>(f->qkv),
+                        .out = data_of<bf16>(f->out),
+                        .lse = data_of<float>(f->lse),
+                        .qkv_stride = f->qkv.stride,
+                        .out_stride = f->out.stride,
+                        .lse_stride = f->lse.stride,
+                        .seq_len = (int)s.seq_len,
+                        .num_heads = (int)s.num_heads,
+                        .num_key_value_heads = (int)s.num_key_value_heads,
+                        .scale_log2 = LOG2_E / sqrtf((float)D)};
+  constexpr int bytes = sizeof(ForwardShared<D>);
+  cudaFuncSetAttribute(forward_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  dim3 grid((unsigned)((s.seq_len + ROWS - 1) / ROWS), (unsigned)s.num_heads, (unsigned)s.batch);
+  forward_kernel<D><<<grid, THREADS, bytes, stream>>>(a);
+}
+
+} // namespace attention
+
+void attention_tensor_core_forward(const AttentionForward *a, cudaStream_t stream) {
+  if (a->shape.head_dim == 64)
+    attention::forward<64>(a, stream);
+  else
+    attention::forward<128>(a, stream);
+  cuda_check_launch("attention_forward");
+}

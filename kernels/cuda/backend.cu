@@ -1,0 +1,297 @@
+// The CUDA backend: finds the device, gives memory, moves bytes between host and device.
+//
+// Operations run in the order of one stream, so memory that is popped off the step's stack can be pushed again
+// at once. The host never waits, except for what it wants to read: uploads go through a ring of pinned memory,
+// from which the copy engine reads whenever the stream gets there, so that the caller's buffer is free again
+// when the call returns. The ring is cut into pieces of any size in the order of the uploads; the host waits
+// for the oldest piece only when the ring is full.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/text.h"
+#include "kernels/cuda/cuda_common.cuh"
+
+// --- uploads -----------------------------------------------------------------------------------------------
+
+struct Staging {
+  enum { CAPACITY = 16 << 20, PIECE = 4 << 20, PENDING = 64 };
+  struct Piece {
+    size_t begin, end;
+    cudaEvent_t copied;
+  };
+  char *base;
+  size_t next;           // where the next piece begins
+  Piece pieces[PENDING]; // a queue: `count` pieces from `first` on may still be read by the device
+  int first, count;
+};
+
+static Staging *staging_create() {
+  Staging *s = static_cast<Staging *>(calloc(1, sizeof(Staging)));
+  if (!s) fail("out of host memory for the CUDA backend");
+  cuda_check(cudaMallocHost(reinterpret_cast<void **>(&s->base), Staging::CAPACITY),
+             "allocating 16 MiB of pinned host memory");
+  for (Staging::Piece &piece : s->pieces)
+    cuda_check(cudaEventCreateWithFlags(&piece.copied, cudaEventDisableTiming), "creating an event");
+  return s;
+}
+
+static void staging_destroy(Staging *s) {
+  for (Staging::Piece &piece : s->pieces) cudaEventDestroy(piece.copied);
+  cudaFreeHost(s->base);
+  free(s);
+}
+
+static void wait_for_oldest(Staging *s) {
+  cuda_check(cudaEventSynchronize(s->pieces[s->first].copied), "waiting for an upload");
+  s->first = (s->first + 1) % Staging::PENDING;
+  s->count--;
+}
+
+static bool overlaps_pending(const Staging *s, size_t begin, size_t end) {
+  for (int i = 0; i < s->count; i++) {
+    const Staging::Piece &piece = s->pieces[(s->first + i) % Staging::PENDING];
+    if (piece.begin < end && begin < piece.end) return true;
+  }
+  return false;
+}
+
+// A part of the ring that the device no longer reads, entered at the end of the queue.
+static Staging::Piece *take_piece(Staging *s, size_t bytes) {
+  size_t padded = memory_padded(bytes), begin = s->next + padded <= Staging::CAPACITY ? s->next : 0;
+  while (s->count == Staging::PENDING || overlaps_pending(s, begin, begin + padded)) wait_for_oldest(s);
+  Staging::Piece *piece = &s->pieces[(s->first + s->count++) % Staging::PENDING];
+  piece->begin = begin;
+  piece->end = s->next = begin + padded;
+  return piece;
+}
+
+static void to_device(Backend *backend, Tensor destination, const void *host) {
+  CudaState *state = cuda_state(backend);
+  size_t bytes = tensor_bytes(destination);
+  for (size_t done = 0; done < bytes;) {
+    size_t part = bytes - done < Staging::PIECE ? bytes - done : (size_t)Staging::PIECE;
+    Staging::Piece *piece = take_piece(state->staging, part);
+    memcpy(state->staging->base + piece->begin, static_cast<const char *>(host) + done, part);
+    cuda_check(cudaMemcpyAsync(data_of<char>(destination) + done, state->staging->base + piece->begin, part,
+                               cudaMemcpyHostToDevice, state->stream),
+               "uploading");
+    cuda_check(cudaEventRecord(piece->copied, state->stream), "recording an event");
+    done += part;
+  }
+}
+
+static void synchronize(Backend *backend) {
+  cuda_check(cudaStreamSynchronize(cuda_stream(backend)), "running the kernels queued so far");
+}
+
+static void to_host(Backend *backend, void *host, Tensor source) {
+  cuda_check(
+      cudaMemcpyAsync(host, source.data, tensor_bytes(source), cudaMemcpyDeviceToHost, cuda_stream(backend)),
+      "downloading");
+  synchronize(backend);
+}
+
+// --- memory ------------------------------------------------------------------------------------------------
+
+// What the whole device holds now, other programs included; cudaMemGetInfo knows no owner.
+static size_t device_bytes_now(Backend *backend) {
+  (void)backend;
+  size_t available = 0, total = 0;
+  cuda_check(cudaMemGetInfo(&available, &total), "asking for the free memory");
+  return total - available;
+}
+
+static void sample_peak(Backend *backend) {
+  CudaState *state = cuda_state(backend);
+  size_t now = device_bytes_now(backend);
+  if (now > state->peak_bytes) state->peak_bytes = now;
+}
+
+// Device memory is taken in few large pieces and cuBLASLt takes a little when it first meets a product, so the
+// peak is sampled after each allocation and when somebody asks. What another program takes and gives back in
+// between goes unseen.
+static size_t device_bytes_peak(Backend *backend) {
+  sample_peak(backend);
+  return cuda_state(backend)->peak_bytes;
+}
+
+static void device_peak_reset(Backend *backend) {
+  cuda_state(backend)->peak_bytes = device_bytes_now(backend);
+}
+
+static void *allocate(void *context, size_t bytes) {
+  Backend *backend = static_cast<Backend *>(context);
+  void *data = nullptr;
+  cudaError_t error = cudaMalloc(&data, bytes);
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError(); // the ledger tells the user; the device is as it was
+    return nullptr;
+  }
+  cuda_check(error, "allocating device memory");
+  cuda_check(cudaMemsetAsync(data, 0, bytes, cuda_stream(backend)), "zeroing new memory");
+  sample_peak(backend);
+  return data;
+}
+
+static void release(void *context, void *data, size_t bytes) {
+  (void)bytes;
+  synchronize(static_cast<Backend *>(context));
+  cuda_check(cudaFree(data), "freeing device memory");
+}
+
+static void poison(void *context, void *data, size_t bytes) {
+  cuda_check(cudaMemsetAsync(data, 0xFF, bytes, cuda_stream(static_cast<Backend *>(context))), "poisoning");
+}
+
+void cuda_fill_zero(Backend *backend, Tensor t) {
+  cuda_check(cudaMemsetAsync(t.data, 0, tensor_bytes(t), cuda_stream(backend)), "filling with zero");
+}
+
+void cuda_copy_to_self(Backend *backend, const Collective *a) {
+  if (a->out.data == a->x.data) return;
+  cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), cudaMemcpyDeviceToDevice,
+                             cuda_stream(backend)),
+             "copying on the device");
+}
+
+// --- life --------------------------------------------------------------------------------------------------
+
+static void destroy(Backend *backend) {
+  CudaState *state = cuda_state(backend);
+  products_destroy(state->products);
+  staging_destroy(state->staging);
+  for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
+  for (cudaEvent_t event : state->joined) cudaEventDestroy(event);
+  cudaStreamDestroy(state->urgent);
+  cudaStreamDestroy(state->beside);
+  cudaStreamDestroy(state->stream);
+  free(state);
+}
+
+static const BackendOps operations = {
+    .embedding_forward = cuda_embedding_forward,
+    .embedding_backward = cuda_embedding_backward,
+    .norm_forward = cuda_norm_forward,
+    .norm_backward = cuda_norm_backward,
+    .linear_forward = cuda_linear_forward,
+    .linear_backward_input = cuda_linear_backward_input,
+    .linear_backward_weight = cuda_linear_backward_weight,
+    .gelu_forward = cuda_gelu_forward,
+    .swiglu_forward = cuda_swiglu_forward,
+    .swiglu_backward = cuda_swiglu_backward,
+    .rope = cuda_rope,
+    .attention_forward = cuda_attention_forward,
+    .attention_backward = cuda_attention_backward,
+    .attention_decode = cuda_attention_decode,
+    .lce_sweep = cuda_lce_sweep,
+    .lce_rows = cuda_lce_rows,
+    .lce_input_gradient = cuda_lce_input_gradient,
+    .lce_target_gradient = cuda_lce_target_gradient,
+    .cross_entropy_in_place = cuda_cross_entropy_in_place,
+    .gather_rows = cuda_gather_rows,
+    .scatter_rows = cuda_scatter_rows,
+    .adamw = cuda_adamw,
+    .reduce = cuda_reduce,
+    .clip_scale = cuda_clip_scale,
+    .fill_zero = cuda_fill_zero,
+    .all_reduce = cuda_copy_to_self,
+    .reduce_scatter = cuda_copy_to_self,
+    .all_gather = cuda_copy_to_self,
+    .broadcast = cuda_copy_to_self,
+    .to_device = to_device,
+    .to_host = to_host,
+    .synchronize = synchronize,
+    .device_bytes_now = device_bytes_now,
+    .device_bytes_peak = device_bytes_peak,
+    .device_peak_reset = device_peak_reset,
+    .destroy = destroy,
+};
+
+// A sentence about why device `ordinal` cannot be used, or NULL.
+static const char *why_unusable(int ordinal) {
+  static char reason[256];
+  int driver = 0, runtime = 0, count = 0, major = 0, minor = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  if (driver == 0) return "no NVIDIA driver was found";
+  cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorInsufficientDriver) {
+    snprintf(reason, sizeof reason,
+             "the NVIDIA driver is for CUDA %d.%d and the program was built with CUDA %d.%d", driver / 1000,
+             driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    return reason;
+  }
+  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) return "no NVIDIA GPU was found";
+  if (error != cudaSuccess) {
+    snprintf(reason, sizeof reason, "CUDA did not start: %s", cudaGetErrorString(error));
+    return reason;
+  }
+  if (ordinal < 0 || ordinal >= count) {
+    snprintf(reason, sizeof reason, "there is no GPU %d, only %d of them, counted from 0", ordinal, count);
+    return reason;
+  }
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+  if (major < 8) {
+    snprintf(reason, sizeof reason,
+             "GPU %d has compute capability %d.%d, and bf16 products need 8.0 (Ampere) or later", ordinal,
+             major, minor);
+    return reason;
+  }
+  error = cudaSetDevice(ordinal);
+  if (error == cudaSuccess) error = cudaFree(nullptr); // makes the context
+  if (error != cudaSuccess) {
+    snprintf(reason, sizeof reason, "GPU %d did not start: %s", ordinal, cudaGetErrorString(error));
+    return reason;
+  }
+  return nullptr;
+}
+
+extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason) {
+  *reason = why_unusable(ordinal);
+  if (*reason) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  Backend *backend = static_cast<Backend *>(calloc(1, sizeof(Backend)));
+  CudaState *state = static_cast<CudaState *>(calloc(1, sizeof(CudaState)));
+  if (!backend || !state) fail("out of host memory for the CUDA backend");
+  cudaDeviceProp properties;
+  cuda_check(cudaGetDeviceProperties(&properties, ordinal), "asking for the device's properties");
+  state->ordinal = ordinal;
+  state->multiprocessors = properties.multiProcessorCount;
+  int lowest = 0, highest = 0;
+  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
+  cuda_check(cudaStreamCreateWithPriority(&state->stream, cudaStreamNonBlocking, lowest),
+             "creating a stream");
+  cuda_check(cudaStreamCreateWithPriority(&state->beside, cudaStreamNonBlocking, lowest),
+             "creating a stream");
+  cuda_check(cudaStreamCreateWithPriority(&state->urgent, cudaStreamNonBlocking, highest),
+             "creating a stream");
+  for (int i = 0; i < CUDA_LCE_TILES; i++) {
+    cuda_check(cudaEventCreateWithFlags(&state->forked[i], cudaEventDisableTiming), "creating an event");
+    cuda_check(cudaEventCreateWithFlags(&state->joined[i], cudaEventDisableTiming), "creating an event");
+  }
+  state->staging = staging_create();
+
+  int runtime = 0;
+  cudaRuntimeGetVersion(&runtime);
+  snprintf(backend->description, sizeof backend->description, "%.80s, CUDA %d.%d", properties.name,
+           runtime / 1000, runtime % 1000 / 10);
+  backend->name = "cuda";
+  backend->ops = &operations;
+  backend->scratch = &cuda_scratch;
+  backend->dtype = dtype;
+  backend->ranks = 1;
+  backend->state = state;
+  MemorySource source = {.allocate = allocate, .release = release, .poison = poison, .context = backend};
+  backend->memory = memory_create(&source);
+  backend->device_capacity = properties.totalGlobalMem;
+  state->products = products_create(backend);
+  backend->device_overhead = device_bytes_now(backend);
+  products_use_workspace(backend, memory_reserve(&backend->memory, "product workspace", MEMORY_WORKSPACE,
+                                                 CUDA_PRODUCT_WORKSPACE_BYTES));
+  device_peak_reset(backend);
+  return backend;
+}

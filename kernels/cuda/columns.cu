@@ -1,0 +1,89 @@
+// Column sums: the gradient of a bias, and the second half of a norm's dweight.
+//
+// A block sums 32 vectors of columns over a slice of rows, its eight warps every eighth row; the slices' sums
+// are added by a second, small kernel. Each number is the sum of the same terms in the same order on every run.
+// Traffic: x once; the partial sums are 1/64 of it or less.
+#include "kernels/cuda/cuda_common.cuh"
+
+static constexpr int ROW_WARPS = 8;
+
+template <typename T, int W>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    column_partials(float *partials, const T *x, int64_t rows, int64_t columns, int64_t stride,
+                    int64_t slice_rows) {
+  __shared__ float of_warp[ROW_WARPS][W][33];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int64_t column = ((int64_t)blockIdx.x * 32 + lane) * W;
+  int64_t begin = blockIdx.y * slice_rows, end = min(rows, begin + slice_rows);
+  float sum[W] = {};
+  if (column < columns) {
+#pragma unroll 8
+    for (int64_t row = begin + warp; row < end; row += ROW_WARPS) {
+      float values[W];
+      load(values, x + row * stride + column);
+#pragma unroll
+      for (int i = 0; i < W; i++) sum[i] += values[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < W; i++) of_warp[warp][i][lane] = sum[i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < 32 * W; i += blockDim.x) {
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < ROW_WARPS; w++) total += of_warp[w][i % W][i / W];
+    int64_t to = (int64_t)blockIdx.x * 32 * W + i;
+    if (to < columns) partials[blockIdx.y * columns + to] = total;
+  }
+}
+
+// 32 columns a block; warp g sums slices g, g + 32, ... and the warps' sums are added in their order.
+template <typename T>
+static __global__ void __launch_bounds__(1024)
+    column_totals(T *out, const float *partials, int64_t slices, int64_t columns, int64_t stride, float alpha,
+                  bool accumulate) {
+  __shared__ float of_warp[32][33];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int64_t column = (int64_t)blockIdx.x * 32 + lane;
+  float sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (int64_t slice = warp; slice < slices; slice += 32) sum += partials[slice * stride + column];
+  }
+  of_warp[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= columns) return;
+  float total = 0;
+  for (int w = 0; w < 32; w++) total += of_warp[w][lane];
+  total *= alpha;
+  if (accumulate) total += to_float(out[column]);
+  out[column] = from_float<T>(total);
+}
+
+void column_sums_finish(Backend *backend, Tensor out, const float *partials, int64_t slices, int64_t stride,
+                        float alpha, bool accumulate) {
+  int64_t columns = tensor_count(out);
+  if (columns == 0) return;
+  with_real(out.dtype, [&](auto type) {
+    using T = decltype(type);
+    column_totals<T><<<(unsigned)cuda_ceil_div(columns, 32), 1024, 0, cuda_stream(backend)>>>(
+        data_of<T>(out), partials, slices, columns, stride, alpha, accumulate);
+  });
+  cuda_check_launch("a column sum");
+}
+
+void column_sums(Backend *backend, Tensor out, Tensor x, float alpha, bool accumulate, float *partials) {
+  int64_t rows = x.shape[0], columns = x.shape[1], slices = cuda_column_slices(rows);
+  if (columns == 0) return;
+  with_real(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_bool(rows_align(x, WIDTH<T>), [&](auto aligned) {
+      constexpr int W = decltype(aligned)::value ? WIDTH<T> : 1;
+      dim3 grid((unsigned)cuda_ceil_div(columns, 32 * W), (unsigned)slices);
+      column_partials<T, W><<<grid, 32 * ROW_WARPS, 0, cuda_stream(backend)>>>(
+          partials, data_of<T>(x), rows, columns, x.stride, cuda_ceil_div(rows, slices));
+    });
+  });
+  cuda_check_launch("a column sum");
+  column_sums_finish(backend, out, partials, slices, columns, alpha, accumulate);
+}

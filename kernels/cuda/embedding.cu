@@ -1,0 +1,87 @@
+// Tokens to vectors, and their gradients back to the rows of the tables.
+//
+// Forward: one block a token copies (and adds the position's) row. Backward: a token's row may be named many
+// times (the commonest token of a text is a tenth of it), so the sum goes through segments.cu: sorted, cut into
+// pieces, summed in a fixed order. A position's row is named once per sequence, at known places.
+#include "kernels/cuda/cuda_common.cuh"
+
+template <typename T, int W>
+static __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, const T *token_weight,
+                                                const T *position_weight, int seq_len, int hidden_size) {
+  int64_t row = blockIdx.x;
+  const T *token = token_weight + (int64_t)tokens[row] * hidden_size;
+  for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
+    float sum[W];
+    load(sum, token + i);
+    if (position_weight) {
+      float position[W];
+      load(position, position_weight + row % seq_len * hidden_size + i);
+#pragma unroll
+      for (int k = 0; k < W; k++) sum[k] += position[k];
+    }
+    store(out + row * hidden_size + i, sum);
+  }
+}
+
+void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a) {
+  int64_t rows = a->out.shape[0], hidden_size = a->out.shape[1];
+  if (rows == 0) return;
+  with_real(a->out.dtype, [&](auto type) {
+    using T = decltype(type);
+    bool aligned = rows_align(a->out, WIDTH<T>) && rows_align(a->token_weight, WIDTH<T>) &&
+                   (!tensor_exists(a->position_weight) || rows_align(a->position_weight, WIDTH<T>));
+    with_bool(aligned, [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      embedding_forward_kernel<T, W>
+          <<<(unsigned)rows, row_threads(cuda_ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
+              data_of<T>(a->out), data_of<int32_t>(a->tokens), data_of<T>(a->token_weight),
+              data_of<T>(a->position_weight), (int)a->seq_len, (int)hidden_size);
+    });
+  });
+  cuda_check_launch("embedding_forward");
+}
+
+// One block a position; its row of every sequence in turn.
+template <typename TD, typename T, int W>
+static __global__ void position_gradient_kernel(TD *dposition, const T *dout, int batch, int hidden_size,
+                                                bool accumulate) {
+  int64_t t = blockIdx.x, seq_len = gridDim.x;
+  for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
+    float sum[W] = {};
+#pragma unroll 4
+    for (int b = 0; b < batch; b++) {
+      float values[W];
+      load(values, dout + (b * seq_len + t) * hidden_size + i);
+#pragma unroll
+      for (int k = 0; k < W; k++) sum[k] += values[k];
+    }
+    store_or_add(dposition + t * hidden_size + i, sum, accumulate);
+  }
+}
+
+static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
+  int64_t rows = a->dout.shape[0], hidden_size = a->dout.shape[1], positions = a->dposition_weight.shape[0];
+  Tensor unused = tensor_rows(a->dposition_weight, a->seq_len, positions - a->seq_len);
+  if (!a->accumulate_position && positions > a->seq_len) cuda_fill_zero(backend, unused);
+  with_real(a->dout.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_real(a->dposition_weight.dtype, [&](auto gradient_type) {
+      using TD = decltype(gradient_type);
+      with_bool(rows_align(a->dout, WIDTH<T>) && rows_align(a->dposition_weight, WIDTH<T>), [&](auto wide) {
+        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+        position_gradient_kernel<TD, T, W>
+            <<<(unsigned)a->seq_len, row_threads(cuda_ceil_div(hidden_size, W), 256), 0,
+               cuda_stream(backend)>>>(data_of<TD>(a->dposition_weight), data_of<T>(a->dout),
+                                       (int)(rows / a->seq_len), (int)hidden_size, a->accumulate_position);
+      });
+    });
+  });
+  cuda_check_launch("embedding_backward");
+}
+
+void cuda_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
+  if (!a->accumulate_token) cuda_fill_zero(backend, a->dtoken_weight);
+  segment_add(backend, a->dtoken_weight, data_of<int32_t>(a->tokens), a->dout, nullptr, 1.0f,
+              a->accumulate_token, a->workspace.data);
+  if (tensor_exists(a->dposition_weight)) position_gradient(backend, a);
+}

@@ -1,0 +1,645 @@
+// The last layer's products on Hopper: tensor cores, copy engine and exponentials at work at the same time.
+//
+// WHAT. One kernel makes tiles of D = A B, A [M, K] and B [K, N] in bf16, sums in fp32. It ends in one of two ways:
+//
+//   logits   A = X [C, H], B = W^T: turns each logit into E = exp(z - anchor), leaves out the target, adds up the
+//            rows in fp32 and writes E in bf16. No logit ever leaves the registers.
+//   gradient A = E [C, V], B = W: writes dX's sums as they are, or in parts where V is cut into slices.
+//
+// COST, for a chunk of C rows: 2 C V H flops each. The logits read X and W and write 2 C V bytes of E and 4 C V /
+// 192 bytes of row sums; the gradient reads E and W. At V = 128,256 and H = 4096 a chunk of 1024 makes 2 GiB of
+// traffic in both together against 2.2 Tflop: memory is busy a sixth of the time, the tensor cores all of it.
+//
+// HOW. Threads do not load and multiply by turns; they have roles, and engines do the work.
+//
+//   block = 1 loading group + 2 multiplying groups of 128 threads, one block on each multiprocessor.
+//
+//   loader       one thread: box of A (128 x 64) and box of B (192 x 64) -> stage s, when stage s is empty
+//   multiplier 0 tile t:    multiply multiply multiply | finish finish         | multiply ...
+//   multiplier 1 tile t+1:  finish finish            | multiply multiply ...   | finish ...
+//
+// Each multiplier owns a whole tile of 128 x 192, and the two take turns: while one has the tensor cores the other
+// turns its sums into exponentials and stores them. The exponentials of a tile take about 6,000 cycles of one
+// group against 24,000 cycles of products at H = 2048: they vanish behind them. With both groups on one tile of
+// 128 x 256 (each half of it) both finish at once and the tensor cores wait; that tile needs less traffic
+// through shared memory, but the first product then takes 4 to 10% longer (measured, below).
+//
+// A tile of 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get when the
+// loaders give theirs up. Five stages of 40 KiB hide the memory's latency (four cost 1 to 4%).
+//
+// Two blocks on neighbouring multiprocessors form a cluster and work on two tiles below one another: they need
+// the same box of B, each loads half of it, and the copy engine delivers each half to both. Without that, the L2
+// cache cannot keep up (6 to 12% slower); four blocks to a cluster leave multiprocessors without one.
+//
+// The grid is as many clusters as fit on the device. Cluster i makes tiles i, i + clusters, ...; neighbours in
+// time share boxes in the L2 cache: A's rows of all tiles in a band, B's columns of a few.
+//
+// SLICES. dX has C x H entries, 96 cluster-tiles at 2048 x 2304 for 66 clusters: a second round would be half empty.
+// So tiles of the last round are cut along K into slices; each slice leaves its fp32 sums in scratch and a
+// second kernel adds them in order. All clusters walk through K in step, so E and W still come from memory once.
+//
+// THE EXPONENT is taken as 2^(z log2(e) - a log2(e)): one fused multiply-add and one instruction of the special
+// unit. a log2(e) is rounded once per row, which would shift all of a row's E alike; the rounding error is known
+// (a second fused multiply-add gives it) and the row's sum is corrected by it. The target's entry and columns
+// beyond V become 2^-infinity before, in the few tiles that have any.
+//
+// MEASURED, one H200 at its power limit (1,250 MHz, at which the tensor cores could do 676 TFLOP/s; cuBLASLt's
+// fastest algorithm and this kernel in turn, median of 8; above 1 is faster than cuBLASLt's bare product):
+//
+//   C x H x V                logits with exponentials   same, 128 x 256 by both   dX
+//   4096 x 4096 x 128256     656 TFLOP/s   1.07          607   0.97               630   1.00
+//   1024 x 4096 x 128256     643           1.00          621   0.95               641   1.02
+//   4096 x 2048 x 131072     634           0.97          582   0.88               637   1.01
+//   1024 x 2048 x 131072     624           0.98          571   0.90               623   1.00
+//   4096 x 2304 x 256000     653           1.09          587   0.97               643   0.99
+//   1024 x 2304 x 256000                                                          656   1.10
+//
+// TRIED, and left out: dW += E^T (r X) with the same kernel, added in memory by the copy engine's reduction: 0.94
+// to 1.00 of cuBLASLt's fastest, so dW is cuBLASLt's (the 128 x 256 tile reached 0.82 to 0.93; red.global from
+// registers was 10% slower than the copy engine; a staging pattern without bank conflicts made no difference).
+// Clusters of four: 0.83. Marking E's lines for early eviction, walking tiles in other orders: within 1%.
+#include <cudaTypedefs.h>
+#include <math.h>
+
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/hopper_product.h"
+#include "kernels/cuda/hopper_ptx.cuh"
+
+enum { TILE_M = 128, TILE_N = 192, TILE_K = 64, STAGES = 5, CLUSTER = 2 };
+enum { A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES };
+enum { GROUP = 128, MULTIPLIERS = 2, THREADS = GROUP * (1 + MULTIPLIERS) };
+// A warp stores 16 rows of 128 bytes at a time, from a place of its own.
+enum { BOX_ROWS = 16, BOX_BYTES = BOX_ROWS * 128, SHARED_BYTES = STAGES * STAGE_BYTES + 8 * BOX_BYTES + 1024 };
+
+enum Output { EXPONENTIALS, SUMS_BF16, SUMS_F32 };
+
+// A cluster's tile has CLUSTER * TILE_M rows. Tiles are made in bands of `band` rows of tiles, and column after
+// column within a band. The first `whole` tiles are made over all of k; the others in `slices` parts each.
+struct Work {
+  int m, n;
+  int m_tiles, n_tiles, k_steps, band;
+  int whole, slices, units;
+};
+
+struct Ends {
+  const float *anchor;    // logits: [m]
+  const int32_t *targets; // logits: [m]
+  float *tile_sums;       // logits: [m, n_tiles]
+  bool store;             // logits: whether E is kept
+  float *out;             // gradient in fp32: [m, n]
+  int64_t out_stride;
+  float *slices; // gradient: [units - whole, CLUSTER * TILE_M, TILE_N]
+};
+
+// One piece of work for a cluster, as one of its blocks sees it.
+struct Unit {
+  int row, column;      // of the tile's first entry
+  int k_begin, k_end;   // in steps of TILE_K
+  int slice;            // where its sums go in Ends.slices, or -1
+};
+
+struct TileAt {
+  int row, column; // of a cluster's tile
+};
+
+static __device__ __forceinline__ TileAt tile_at(const Work &w, int tile) {
+  int of_band = w.band * w.n_tiles, band = tile / of_band, within = tile % of_band;
+  int height = min(w.band, w.m_tiles - band * w.band);
+  return {(band * w.band + within % height) * CLUSTER * TILE_M, within / height * TILE_N};
+}
+
+#if defined(HOPPER_CODE)
+
+// Unit u. Within the slices, the same slice of all tiles comes first.
+static __device__ __forceinline__ Unit unit_at(const Work &w, int u, int rank) {
+  int tile = u, slice = 0, slices = 1, of_slices = u - w.whole;
+  if (of_slices >= 0) {
+    int rest = w.m_tiles * w.n_tiles - w.whole;
+    tile = w.whole + of_slices % rest;
+    slice = of_slices / rest;
+    slices = w.slices;
+  }
+  TileAt at = tile_at(w, tile);
+  Unit unit;
+  unit.row = at.row + rank * TILE_M;
+  unit.column = at.column;
+  unit.k_begin = (int)((int64_t)w.k_steps * slice / slices);
+  unit.k_end = (int)((int64_t)w.k_steps * (slice + 1) / slices);
+  unit.slice = of_slices >= 0 ? of_slices : -1;
+  return unit;
+}
+
+// The ring of stages. Loader and multipliers walk around it on their own; a stage's barriers change phase once a
+// round, so whoever waits needs the parity of its own round.
+struct Ring {
+  uint32_t first; // shared memory
+  uint64_t *full, *empty;
+};
+
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance(int steps) {
+    int to = stage + steps;
+    parity ^= to / STAGES & 1;
+    stage = to % STAGES;
+  }
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+static __device__ __forceinline__ int first_unit() {
+  return blockIdx.x / CLUSTER;
+}
+static __device__ __forceinline__ int unit_step() {
+  return gridDim.x / CLUSTER;
+}
+
+// --- the loader
+// -------------------------------------------------------------------------------------------------
+
+template <bool B_K_INNERMOST>
+static __device__ __forceinline__ void load_stages(const Work &w, const Ring &ring, const CUtensorMap *a,
+                                                   const CUtensorMap *b, int rank) {
+  constexpr uint16_t everyone = (1 << CLUSTER) - 1;
+  Place at;
+  at.parity = 1; // a fresh barrier counts as past its odd phase: all stages are empty
+  for (int u = first_unit(); u < w.units; u += unit_step()) {
+    Unit unit = unit_at(w, u, rank);
+    for (int k = unit.k_begin; k < unit.k_end; k++, at.next()) {
+      uint64_t *full = &ring.full[at.stage];
+      uint32_t a_stage = ring.first + at.stage * STAGE_BYTES, b_stage = a_stage + A_BYTES;
+      barrier_wait(&ring.empty[at.stage], at.parity);
+      barrier_arrive_expecting(full, STAGE_BYTES); // both halves of B count, whoever sends them
+      box_load(a_stage, a, full, k * TILE_K, unit.row);
+      if (B_K_INNERMOST) { // this block's share: some of the columns
+        constexpr int share = TILE_N / CLUSTER;
+        box_load_multicast(b_stage + rank * share * 128, b, full, k * TILE_K, unit.column + rank * share, everyone);
+      } else { // some of the k, of each block of 64 columns
+        constexpr int share = TILE_K / CLUSTER;
+        for (int i = 0; i < TILE_N / 64; i++)
+          box_load_multicast(b_stage + i * 8192 + rank * share * 128, b, full, unit.column + i * 64,
+                             k * TILE_K + rank * share, everyone);
+      }
+    }
+  }
+}
+
+// --- the multipliers
+// --------------------------------------------------------------------------------------------
+
+// A thread's sums: of rows [64 h, 64 h + 64) of the tile in sums[h], as wgmma_64x192x16 leaves them.
+typedef float Sums[TILE_M / 64][TILE_N / 2];
+
+// The stage may be filled again once each block that it was sent to has said so, to each block that sends to it.
+static __device__ __forceinline__ void release(const Ring &ring, int stage) {
+  if (threadIdx.x % GROUP < CLUSTER) barrier_arrive_at(&ring.empty[stage], threadIdx.x % GROUP);
+}
+
+// All products of a unit. `last_stage_is_here` is called once nothing remains to be waited for.
+template <bool B_K_INNERMOST, typename F>
+static __device__ __forceinline__ void multiply(Sums &sums, const Ring &ring, Place &at, int steps,
+                                                F last_stage_is_here) {
+  constexpr int b_step = B_K_INNERMOST ? 32 : 2048; // bytes from 16 values of k to the next 16
+  int before = -1;
+  for (int k = 0; k < steps; k++, at.next()) {
+    barrier_wait(&ring.full[at.stage], at.parity);
+    if (k + 1 == steps) last_stage_is_here();
+    uint32_t a = ring.first + at.stage * STAGE_BYTES, b = a + A_BYTES;
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < TILE_K / 16; i++) {
+      uint64_t b_tile = tile_descriptor(b + i * b_step, B_K_INNERMOST);
+#pragma unroll
+      for (int h = 0; h < TILE_M / 64; h++)
+        wgmma_64x192x16<true, B_K_INNERMOST>(sums[h], tile_descriptor(a + h * 8192 + i * 32, true), b_tile,
+                                             k > 0 || i > 0);
+    }
+    wgmma_commit();
+    if (before >= 0) {
+      wgmma_wait<1>(); // the step before this one has read its stage
+      release(ring, before);
+    }
+    before = at.stage;
+  }
+  wgmma_wait<0>();
+  release(ring, before);
+}
+
+// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in sums[h][4 j] and
+// [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
+struct Lane {
+  int warp, lane, column;
+  __device__ Lane() : warp(threadIdx.x % GROUP / 32), lane(threadIdx.x % 32), column(threadIdx.x % 4 * 2) {}
+  __device__ __forceinline__ int first_row(int h) const { return h * 64 + warp * 16; }
+  __device__ __forceinline__ int row(int h) const { return first_row(h) + lane / 4; }
+};
+
+static __device__ __forceinline__ uint32_t pack(float low, float high) {
+  __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<uint32_t &>(both);
+}
+
+// A warp's 16 rows by 64 columns, sums[0 .. 32) of each thread, to rows `y` and columns `x` of the matrix.
+static __device__ __forceinline__ void store_box(const CUtensorMap *out, uint32_t box, const float *sums, int x, int y,
+                                                 int lane) {
+  if (lane == 0) stores_wait_read<0>(); // the box before this one has been read
+  __syncwarp();
+  int row = lane % 16;
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) { // lanes 0 to 15 give the rows of columns [8 j, 8 j + 8), the others of the next 8
+    int piece = (j + lane / 16) ^ (row & 7);
+    const float *s = sums + j * 4;
+    store_blocks(box + row * 128 + piece * 16, pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7]));
+  }
+  copy_engine_fence();
+  __syncwarp();
+  if (lane == 0) {
+    box_store(out, box, x, y);
+    stores_commit();
+  }
+}
+
+static __device__ __forceinline__ void store_half_bf16(const CUtensorMap *out, uint32_t box, const float *sums, int x,
+                                                       int y, int lane) {
+#pragma unroll
+  for (int part = 0; part < TILE_N / 64; part++) store_box(out, box, sums + part * 32, x + part * 64, y, lane);
+}
+
+// fp32, straight from the registers: four lanes write 32 bytes of a row.
+static __device__ __forceinline__ void store_half_f32(float *out, int64_t stride, int rows, int columns,
+                                                      const float *sums, const Lane &me) {
+#pragma unroll
+  for (int below = 0; below < 2; below++) {
+    if (me.lane / 4 + 8 * below >= rows) continue;
+    float *to = out + (int64_t)(me.lane / 4 + 8 * below) * stride + me.column;
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; j++)
+      if (me.column + 8 * j < columns)
+        *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(sums[4 * j + 2 * below], sums[4 * j + 2 * below + 1]);
+  }
+}
+
+// Logits into exponentials, in place; their sums over the thread's entries of the two rows in `row_sums`.
+static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], float (&row_sums)[2], const Work &w,
+                                                    const Ends &ends, int row, int first_column, int column) {
+  constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+  float shift[2], correction[2];
+  int target[2];
+  bool masked = first_column + TILE_N > w.n;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    bool inside = row + 8 * i < w.m;
+    float a = inside ? ends.anchor[row + 8 * i] : 0.0f;
+    target[i] = inside ? ends.targets[row + 8 * i] - first_column : -1;
+    masked |= (unsigned)target[i] < TILE_N;
+    shift[i] = -a * LOG2_E;
+    // a log2(e) = -shift + error; 2^error = 1 + error ln 2. An infinite anchor has no error.
+    correction[i] = isfinite(shift[i]) ? fmaf(-a, LOG2_E, -shift[i]) * LN_2 : 0.0f;
+    row_sums[i] = 0;
+  }
+  if (__any_sync(~0u, masked)) {
+#pragma unroll
+    for (int j = 0; j < TILE_N / 2; j++) {
+      int at = j / 4 * 8 + column + j % 2;
+      if (at == target[j / 2 % 2] || first_column + at >= w.n) z[j] = -INFINITY;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < TILE_N / 2; j++) {
+    z[j] = exp2_fast(fmaf(z[j], LOG2_E, shift[j / 2 % 2]));
+    row_sums[j / 2 % 2] += z[j];
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) row_sums[i] = fmaf(row_sums[i], correction[i], row_sums[i]);
+}
+
+static __device__ __forceinline__ void finish_logits(Sums &sums, const Work &w, const Ends &ends, const Unit &unit,
+                                                     const CUtensorMap *out, uint32_t box) {
+  const Lane me;
+#pragma unroll
+  for (int h = 0; h < TILE_M / 64; h++) {
+    float row_sums[2];
+    int row = unit.row + me.row(h);
+    exponentials(sums[h], row_sums, w, ends, row, unit.column, me.column);
+    if (ends.store) store_half_bf16(out, box, sums[h], unit.column, unit.row + me.first_row(h), me.lane);
+#pragma unroll
+    for (int i = 0; i < 2; i++) { // four lanes share a row
+      row_sums[i] += __shfl_xor_sync(~0u, row_sums[i], 1);
+      row_sums[i] += __shfl_xor_sync(~0u, row_sums[i], 2);
+      if (me.lane % 4 == 0 && row + 8 * i < w.m)
+        ends.tile_sums[(int64_t)(row + 8 * i) * w.n_tiles + unit.column / TILE_N] = row_sums[i];
+    }
+  }
+}
+
+template <Output OUTPUT>
+static __device__ __forceinline__ void finish_gradient(Sums &sums, const Work &w, const Ends &ends, const Unit &unit,
+                                                       const CUtensorMap *out, uint32_t box, int rank) {
+  const Lane me;
+#pragma unroll
+  for (int h = 0; h < TILE_M / 64; h++) {
+    int row = me.first_row(h), below = w.m - unit.row - row;
+    if (unit.slice >= 0)
+      store_half_f32(ends.slices + (((int64_t)unit.slice * CLUSTER + rank) * TILE_M + row) * TILE_N, TILE_N, 16, TILE_N,
+                     sums[h], me);
+    else if (OUTPUT == SUMS_F32)
+      store_half_f32(ends.out + (unit.row + row) * ends.out_stride + unit.column, ends.out_stride, below,
+                     w.n - unit.column, sums[h], me);
+    else
+      store_half_bf16(out, box, sums[h], unit.column, unit.row + row, me.lane);
+  }
+}
+
+// The multipliers' turns: barrier 1 + g opens when the other group has all its stages. Without turns, group 1
+// might look for a stage two rounds ahead of the ring, and a parity cannot tell two rounds apart.
+static __device__ __forceinline__ void wait_for_turn(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(2 * GROUP) : "memory");
+}
+static __device__ __forceinline__ void give_turn(int group) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(1 + group), "n"(2 * GROUP) : "memory");
+}
+
+template <Output OUTPUT>
+static __device__ __forceinline__ void multiply_and_finish(const Work &w, const Ends &ends, const Ring &ring,
+                                                           const CUtensorMap *out, uint32_t boxes, int group, int rank) {
+  constexpr bool B_K_INNERMOST = OUTPUT == EXPONENTIALS;
+  uint32_t box = boxes + (group * 4 + threadIdx.x % GROUP / 32) * BOX_BYTES;
+  Sums sums;
+  Place at;
+  int turn = 0;
+  for (int u = first_unit(); u < w.units; u += unit_step(), turn ^= 1) {
+    Unit unit = unit_at(w, u, rank);
+    if (turn != group) {
+      at.advance(unit.k_end - unit.k_begin);
+      continue;
+    }
+    if (u >= unit_step()) wait_for_turn(group);
+    bool more = u + unit_step() < w.units;
+    multiply<B_K_INNERMOST>(sums, ring, at, unit.k_end - unit.k_begin, [&] {
+      if (more) give_turn(group ^ 1);
+    });
+    if (OUTPUT == EXPONENTIALS)
+      finish_logits(sums, w, ends, unit, out, box);
+    else
+      finish_gradient<OUTPUT>(sums, w, ends, unit, out, box, rank);
+  }
+  if (threadIdx.x % 32 == 0) stores_wait_all();
+}
+
+#endif
+
+// --- the kernel
+// -------------------------------------------------------------------------------------------------
+
+template <Output OUTPUT>
+static __global__ void __launch_bounds__(THREADS, 1)
+    product_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                   const __grid_constant__ CUtensorMap out, const __grid_constant__ Work w,
+                   const __grid_constant__ Ends ends) {
+#if defined(HOPPER_CODE)
+  extern __shared__ uint8_t shared[];
+  __shared__ __align__(8) uint64_t full[STAGES], empty[STAGES];
+  Ring ring = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
+  uint32_t boxes = ring.first + STAGES * STAGE_BYTES;
+  int rank = (int)cluster_rank(), group = (int)threadIdx.x / GROUP - 1;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(&full[s], 1);        // the loader, and the bytes it announces
+      barrier_init(&empty[s], CLUSTER); // the multiplier of each block
+    }
+    barrier_init_fence();
+  }
+  cluster_synchronize();
+  if (group < 0) {
+    registers_shrink_to<40>();
+    if (threadIdx.x == 0) load_stages<OUTPUT == EXPONENTIALS>(w, ring, &a, &b, rank);
+  } else {
+    registers_grow_to<232>();
+    multiply_and_finish<OUTPUT>(w, ends, ring, &out, boxes, group, rank);
+  }
+  cluster_synchronize(); // nobody leaves while others may still arrive at its barriers
+#else
+  __trap(); // never launched there: see hopper()
+#endif
+}
+
+// out = the sum of the slices, in their order: a tile's 256 rows by 192 columns to a row of blocks, four entries a
+// thread.
+template <typename T>
+static __global__ void __launch_bounds__(256)
+    add_slices_kernel(T *out, int64_t stride, const float *slices, const __grid_constant__ Work w) {
+  constexpr int SIZE = CLUSTER * TILE_M * TILE_N;
+  int rest = w.m_tiles * w.n_tiles - w.whole, tile = w.whole + blockIdx.y;
+  int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
+  TileAt at = tile_at(w, tile);
+  int row = at.row + i / TILE_N, column = at.column + i % TILE_N;
+  if (row >= w.m || column >= w.n) return;
+  float sum[4] = {};
+  for (int s = 0; s < w.slices; s++) {
+    float part[4];
+    load(part, slices + ((int64_t)s * rest + blockIdx.y) * SIZE + i);
+#pragma unroll
+    for (int k = 0; k < 4; k++) sum[k] += part[k];
+  }
+  store(out + row * stride + column, sum);
+}
+
+// One warp a row.
+static __global__ void __launch_bounds__(256)
+    add_tile_sums_kernel(double *row_sum, const float *tile_sums, int64_t rows, int tiles) {
+  int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
+  if (row >= rows) return;
+  double sum = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < tiles; i += 32) sum += (double)tile_sums[row * tiles + i];
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  if (threadIdx.x % 32 == 0) row_sum[row] = sum;
+}
+
+// --- launching
+// --------------------------------------------------------------------------------------------------
+
+static cudaLaunchConfig_t launch_config(cudaLaunchAttribute *cluster, int blocks, cudaStream_t stream) {
+  cluster->id = cudaLaunchAttributeClusterDimension;
+  cluster->val.clusterDim.x = CLUSTER;
+  cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)blocks);
+  config.blockDim = dim3(THREADS);
+  config.dynamicSmemBytes = SHARED_BYTES;
+  config.stream = stream;
+  config.attrs = cluster;
+  config.numAttrs = 1;
+  return config;
+}
+
+// What the kernels need to know of the device; clusters is 0 where they do not run.
+struct Hopper {
+  int clusters; // that run at the same time
+  PFN_cuTensorMapEncodeTiled_v12000 encode;
+};
+
+static Hopper find_hopper(Backend *backend) {
+  CudaState *state = cuda_state(backend);
+  Hopper found = {};
+  int major = 0, minor = 0;
+  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, state->ordinal), "asking for the device");
+  cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, state->ordinal), "asking for the device");
+  if (major != 9 || minor != 0) return found;
+  const void *kernels[] = {(const void *)product_kernel<EXPONENTIALS>, (const void *)product_kernel<SUMS_BF16>,
+                           (const void *)product_kernel<SUMS_F32>};
+  for (const void *kernel : kernels) {
+    cudaFuncAttributes attributes;
+    cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
+    if (attributes.binaryVersion != 90) return found; // built without sm_90a
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES),
+               "asking for shared memory");
+  }
+  cudaDriverEntryPointQueryResult result;
+  void *encode = nullptr;
+  cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result),
+             "looking for cuTensorMapEncodeTiled");
+  if (result != cudaDriverEntryPointSuccess) return found;
+  found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode);
+  cudaLaunchAttribute cluster;
+  cudaLaunchConfig_t config = launch_config(&cluster, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
+  cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<EXPONENTIALS>, &config),
+             "counting clusters");
+  return found;
+}
+
+static const Hopper &hopper(Backend *backend) {
+  static const Hopper found = find_hopper(backend); // a process uses one device
+  return found;
+}
+
+bool hopper_runs(Backend *backend) {
+  return hopper(backend).clusters > 0;
+}
+
+// Whether the copy engine can read or write the matrix.
+static bool copyable(Tensor t) {
+  return rows_start_aligned(t, WIDTH<bf16>) && t.shape[0] > 0 && t.shape[1] > 0 && t.shape[0] <= INT32_MAX &&
+         t.shape[1] <= INT32_MAX;
+}
+
+// A bf16 matrix in boxes of `rows` x 64.
+static CUtensorMap boxes_of(Backend *backend, Tensor t, int rows) {
+  CUtensorMap map;
+  cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]}, stride[] = {(cuuint64_t)t.stride * 2};
+  cuuint32_t box[] = {64, (cuuint32_t)rows}, every[] = {1, 1};
+  CUresult result = hopper(backend).encode(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) fail("CUDA could not describe %s to the copy engine (%d)", tensor_text(t).text, (int)result);
+  return map;
+}
+
+// The rows of A that a band goes through again and again stay in the L2 cache when they are 16 MiB or less.
+static Work work_of(int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t BAND_BYTES = 16 << 20;
+  Work w;
+  w.m = (int)m, w.n = (int)n;
+  w.m_tiles = (int)cuda_ceil_div(m, CLUSTER * TILE_M);
+  w.n_tiles = (int)cuda_ceil_div(n, TILE_N);
+  w.k_steps = (int)cuda_ceil_div(k, TILE_K);
+  int64_t bands = cuda_max(1, cuda_min(w.m_tiles, cuda_ceil_div(m * k * 2, BAND_BYTES)));
+  w.band = (int)cuda_ceil_div(w.m_tiles, bands);
+  w.whole = w.units = w.m_tiles * w.n_tiles;
+  w.slices = 1;
+  return w;
+}
+
+template <Output OUTPUT>
+static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out, const Work &w,
+                   const Ends &ends) {
+  int clusters = (int)cuda_min(hopper(backend).clusters, w.units);
+  cudaLaunchAttribute cluster;
+  cudaLaunchConfig_t config = launch_config(&cluster, clusters * CLUSTER, cuda_stream(backend));
+  cuda_check(cudaLaunchKernelEx(&config, product_kernel<OUTPUT>, a, b, out, w, ends), "launching a Hopper product");
+}
+
+bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, Tensor x, Tensor weight,
+                         const int32_t *targets, void *scratch, size_t bytes) {
+  if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
+  bool store = tensor_exists(exps);
+  if (!copyable(x) || !copyable(weight) || (store && !copyable(exps))) return false;
+  int64_t rows = x.shape[0], vocab_size = weight.shape[0], tiles = cuda_ceil_div(vocab_size, TILE_N);
+  int64_t band = (int64_t)(bytes / sizeof(float)) / tiles;
+  if (band < rows) band = band / (CLUSTER * TILE_M) * (CLUSTER * TILE_M);
+  if (band == 0) return false;
+  float *tile_sums = static_cast<float *>(scratch);
+  CUtensorMap weight_map = boxes_of(backend, weight, TILE_N / CLUSTER);
+  for (int64_t first = 0; first < rows; first += band) {
+    int64_t count = cuda_min(band, rows - first);
+    Tensor x_band = tensor_rows(x, first, count);
+    CUtensorMap x_map = boxes_of(backend, x_band, TILE_M);
+    CUtensorMap out_map = store ? boxes_of(backend, tensor_rows(exps, first, count), BOX_ROWS) : x_map;
+    Ends ends = {.anchor = anchor + first, .targets = targets + first, .tile_sums = tile_sums, .store = store};
+    launch<EXPONENTIALS>(backend, x_map, weight_map, out_map, work_of(count, vocab_size, x.shape[1]), ends);
+    add_tile_sums_kernel<<<(unsigned)cuda_ceil_div(count, 8), 256, 0, cuda_stream(backend)>>>(row_sum + first, tile_sums,
+                                                                                          count, (int)tiles);
+    cuda_check_launch("the sums over tiles");
+  }
+  return true;
+}
+
+// Cuts the tiles of the last, partly empty round into slices so that they take least time, in units of a tile's.
+// A slice costs a little more than its share: about a hundredth of a tile for its sums.
+static void cut_last_round(Work *w, int clusters, size_t scratch_bytes) {
+  int tiles = w->m_tiles * w->n_tiles, rest = tiles % clusters;
+  int64_t slots = (int64_t)(scratch_bytes / (CLUSTER * TILE_M * TILE_N * sizeof(float)));
+  double best = 1;
+  for (int slices = 2; rest > 0 && slices <= 16 && slices <= w->k_steps && (int64_t)rest * slices <= slots; slices++) {
+    double rounds = (double)cuda_ceil_div((int64_t)rest * slices, clusters);
+    double time = rounds / slices + 0.01 * rounds;
+    if (time >= best) continue;
+    best = time;
+    w->slices = slices;
+  }
+  if (w->slices == 1) return;
+  w->whole = tiles - rest;
+  w->units = w->whole + rest * w->slices;
+}
+
+// The part of the time in which clusters have work, were all tiles alike.
+static double busy(double units, double clusters) {
+  return units / (ceil(units / clusters) * clusters);
+}
+
+// Whether the work is done sooner here than by cuBLASLt, whose tiles of 128 x 256 spend less energy: at the power
+// limit they are 5% faster when they come out even. It splits k as well, but into few parts.
+static bool beats_library(const Work &w, int clusters) {
+  double library = 0, rest = w.m_tiles * w.n_tiles - w.whole;
+  for (int parts = 1; parts <= 3; parts++)
+    library = fmax(library, busy((double)w.m_tiles * (double)cuda_ceil_div(w.n, 256) * parts, clusters));
+  double tiles = (double)w.m * w.n / (CLUSTER * TILE_M * TILE_N);
+  double rounds = ceil((double)w.whole / clusters) + ceil(rest * w.slices / clusters) / w.slices;
+  return 0.95 * tiles / (rounds * clusters) > library;
+}
+
+bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
+                              bool always) {
+  if (exps.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
+  if (!copyable(exps) || !copyable(weight) || !copyable(out) || out.shape[1] % WIDTH<bf16> != 0) return false;
+  Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
+  cut_last_round(&w, hopper(backend).clusters, bytes);
+  if (!always && !beats_library(w, hopper(backend).clusters)) return false;
+  CUtensorMap exps_map = boxes_of(backend, exps, TILE_M), weight_map = boxes_of(backend, weight, TILE_K / CLUSTER);
+  Ends ends = {.out = data_of<float>(out), .out_stride = out.stride, .slices = static_cast<float *>(scratch)};
+  if (out.dtype == DTYPE_BF16)
+    launch<SUMS_BF16>(backend, exps_map, weight_map, boxes_of(backend, out, BOX_ROWS), w, ends);
+  else
+    launch<SUMS_F32>(backend, exps_map, weight_map, exps_map, w, ends);
+  if (w.slices == 1) return true;
+  dim3 grid(CLUSTER * TILE_M * TILE_N / 4 / 256, (unsigned)(w.m_tiles * w.n_tiles - w.whole));
+  with_real(out.dtype, [&](auto type) {
+    using T = decltype(type);
+    add_slices_kernel<T><<<grid, 256, 0, cuda_stream(backend)>>>(data_of<T>(out), out.stride, ends.slices, w);
+  });
+  cuda_check_launch("the sums over slices");
+  return true;
+}

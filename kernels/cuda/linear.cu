@@ -1,0 +1,576 @@
+// Matrix products through cuBLASLt, with bias, GELU, GELU's gradient and the residual in their epilogues.
+//
+// cuBLASLt thinks in columns: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes
+// out^T = right^T left^T and the two operands change places. Then the bias runs along the library's rows, which
+// is where its epilogue wants it.
+//
+// Which of the library's algorithms is fastest is measured, once for each distinct product, on the caller's own
+// operands. Two algorithms may round differently, and a choice by stopwatch would then change the loss from one
+// run to the next. So only those compete whose result is the same, bit for bit, as that of the library's first
+// choice (which depends on shapes, GPU and library version alone): most differ from it only in the order of
+// tiles, not in the order of summation. Every run then computes the same bits, whichever of them won.
+// LCE_MATMUL_TUNE=0 in the environment takes the first choice unmeasured. Split sums are reduced in fp32 in a
+// fixed order, never by atomics.
+//
+// One thing the library decides alone: where a bf16 matrix is added to in place, it may round the product before
+// it adds. That is one rounding more than from one matrix into another.
+//
+// A product is measured when running it several times leaves the same result as running it once: not while it
+// accumulates in place, and not while the stream is being captured into a graph.
+//
+// Where rows are not aligned to 16 bytes, cuBLASLt refuses some epilogues and rounds to bf16 before others; GELU
+// in fp32 it computes to 1e-6 only. Those few run on a plain kernel of our own.
+#include <cublasLt.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/gelu.cuh"
+
+static void lt_check(cublasStatus_t status, const char *doing) {
+  if (status != CUBLAS_STATUS_SUCCESS)
+    fail("cuBLASLt failed while %s: %s", doing, cublasLtGetStatusString(status));
+}
+
+// --- the products met so far -------------------------------------------------------------------------------
+
+// Everything that the choice of an algorithm may depend on, in the library's terms: d[m, n] = a[m, k] b[k, n].
+// Compared as bytes, so it is zeroed before it is filled.
+struct ProductKey {
+  int64_t m, n, k, lda, ldb, ldc, ldd, ld_pre;
+  int32_t operand_dtype, out_dtype, transpose_a, transpose_b, epilogue, beside_others;
+  uint32_t align_a, align_b, align_c, align_d; // bytes: powers of two, at most 256
+};
+
+struct KnownProduct {
+  ProductKey key;
+  cublasLtMatmulDesc_t operation;
+  cublasLtMatrixLayout_t a, b, c, d;
+  cublasLtMatmulAlgo_t algorithm;
+  bool possible, measured;
+};
+
+struct Products {
+  enum { CANDIDATES = 12, ROUNDS = 3 };
+  cublasLtHandle_t handle;
+  void *workspace;
+  KnownProduct *known;
+  size_t count, capacity;
+  bool measure;
+  cudaEvent_t begin, end;
+  unsigned long long *checksum; // on the device
+};
+
+Products *products_create(Backend *backend) {
+  (void)backend;
+  Products *p = static_cast<Products *>(calloc(1, sizeof(Products)));
+  if (!p) fail("out of host memory for the CUDA backend");
+  lt_check(cublasLtCreate(&p->handle), "starting");
+  cuda_check(cudaEventCreate(&p->begin), "creating an event");
+  cuda_check(cudaEventCreate(&p->end), "creating an event");
+  cuda_check(cudaMalloc(reinterpret_cast<void **>(&p->checksum), sizeof *p->checksum),
+             "allocating a checksum");
+  const char *measure = getenv("LCE_MATMUL_TUNE");
+  p->measure = !measure || strcmp(measure, "0") != 0;
+  return p;
+}
+
+void products_use_workspace(Backend *backend, void *workspace) {
+  cuda_state(backend)->products->workspace = workspace;
+}
+
+void products_destroy(Products *p) {
+  for (size_t i = 0; i < p->count; i++) {
+    cublasLtMatmulDescDestroy(p->known[i].operation);
+    for (cublasLtMatrixLayout_t layout : {p->known[i].a, p->known[i].b, p->known[i].c, p->known[i].d})
+      cublasLtMatrixLayoutDestroy(layout);
+  }
+  cublasLtDestroy(p->handle);
+  cudaEventDestroy(p->begin);
+  cudaEventDestroy(p->end);
+  cudaFree(p->checksum);
+  free(p->known);
+  free(p);
+}
+
+static cudaDataType_t lt_type(Dtype dtype) {
+  return dtype == DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_32F;
+}
+
+static uint32_t alignment_of(const void *address) {
+  uintptr_t bits = (uintptr_t)address | 256;
+  return (uint32_t)(bits & (~bits + 1));
+}
+
+static cublasLtEpilogue_t lt_epilogue(ProductEpilogue epilogue) {
+  switch (epilogue) {
+  case PRODUCT_BIAS:
+    return CUBLASLT_EPILOGUE_BIAS;
+  case PRODUCT_GELU:
+    return CUBLASLT_EPILOGUE_GELU_AUX;
+  case PRODUCT_BIAS_GELU:
+    return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+  case PRODUCT_TIMES_GELU_SLOPE:
+    return CUBLASLT_EPILOGUE_DGELU;
+  default:
+    return CUBLASLT_EPILOGUE_DEFAULT;
+  }
+}
+
+template <typename T>
+static void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, T value) {
+  lt_check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value),
+           "describing a product");
+}
+
+static bool has_bias(ProductEpilogue e) {
+  return e == PRODUCT_BIAS || e == PRODUCT_BIAS_GELU;
+}
+
+static bool has_pre(ProductEpilogue e) {
+  return e == PRODUCT_GELU || e == PRODUCT_BIAS_GELU || e == PRODUCT_TIMES_GELU_SLOPE;
+}
+
+static ProductKey key_of(const Product *p) {
+  ProductKey key;
+  memset(&key, 0, sizeof key);
+  key.m = p->n, key.n = p->m, key.k = p->k;
+  key.lda = p->right.stride, key.ldb = p->left.stride, key.ldd = p->out_stride;
+  key.ldc = p->addend ? p->addend_stride : p->out_stride;
+  key.ld_pre = has_pre(p->epilogue) ? p->pre_stride : 0;
+  key.operand_dtype = p->operand_dtype, key.out_dtype = p->out_dtype;
+  key.transpose_a = p->right.transposed, key.transpose_b = p->left.transposed;
+  key.epilogue = p->epilogue;
+  key.beside_others = p->stream != nullptr;
+  key.align_a = alignment_of(p->right.data), key.align_b = alignment_of(p->left.data);
+  key.align_c = alignment_of(p->addend ? p->addend : p->out), key.align_d = alignment_of(p->out);
+  return key;
+}
+
+static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns, int64_t stride,
+                                     bool transposed) {
+  cublasLtMatrixLayout_t out;
+  if (transposed) {
+    int64_t swap = rows;
+    rows = columns, columns = swap;
+  }
+  lt_check(cublasLtMatrixLayoutCreate(&out, lt_type(dtype), (uint64_t)rows, (uint64_t)columns, stride),
+           "describing a matrix");
+  return out;
+}
+
+static void describe(KnownProduct *known) {
+  const ProductKey &key = known->key;
+  Dtype operands = (Dtype)key.operand_dtype, out = (Dtype)key.out_dtype;
+  ProductEpilogue epilogue = (ProductEpilogue)key.epilogue;
+  lt_check(cublasLtMatmulDescCreate(&known->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+           "describing a product");
+  set(known->operation, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(known->operation, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(known->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, lt_epilogue(epilogue));
+  if (has_bias(epilogue)) set(known->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, lt_type(operands));
+  if (has_pre(epilogue)) {
+    set(known->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(operands));
+    set(known->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_pre);
+  }
+  known->a = layout(operands, key.m, key.k, key.lda, key.transpose_a);
+  known->b = layout(operands, key.k, key.n, key.ldb, key.transpose_b);
+  known->c = layout(out, key.m, key.n, key.ldc, false);
+  known->d = layout(out, key.m, key.n, key.ldd, false);
+}
+
+static void point_epilogue(KnownProduct *known, const Product *p) {
+  if (has_bias(p->epilogue)) set(known->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p->bias);
+  if (has_pre(p->epilogue)) set(known->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre);
+}
+
+// The library's suggestions, best first by its own reckoning.
+static int suggestions(Products *products, const KnownProduct *known,
+                       cublasLtMatmulHeuristicResult_t *results, int most) {
+  cublasLtMatmulPreference_t preference;
+  lt_check(cublasLtMatmulPreferenceCreate(&preference), "describing a preference");
+  auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    lt_check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value),
+             "describing a preference");
+  };
+  // There is one workspace, and products side by side cannot share it.
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+         (uint64_t)(known->key.beside_others ? 0 : CUDA_PRODUCT_WORKSPACE_BYTES));
+  // Split sums meet in fp32 in the workspace: not in the output's bf16, and in no order of arrival.
+  prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, known->key.align_a);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, known->key.align_b);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, known->key.align_c);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, known->key.align_d);
+  int found = 0;
+  cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(products->handle, known->operation, known->a, known->b, known->c,
+                                     known->d, preference, most, results, &found);
+  cublasLtMatmulPreferenceDestroy(preference);
+  if (status != CUBLAS_STATUS_SUCCESS) return 0;
+  int usable = 0;
+  for (int i = 0; i < found; i++)
+    if (results[i].state == CUBLAS_STATUS_SUCCESS) results[usable++] = results[i];
+  return usable;
+}
+
+static cudaStream_t stream_of(Backend *backend, const Product *p) {
+  return p->stream ? p->stream : cuda_stream(backend);
+}
+
+static cublasStatus_t execute(Backend *backend, const KnownProduct *known, const Product *p,
+                              const cublasLtMatmulAlgo_t *algorithm) {
+  Products *products = cuda_state(backend)->products;
+  float beta = p->addend ? 1.0f : 0.0f;
+  return cublasLtMatmul(products->handle, known->operation, &p->alpha, p->right.data, known->a, p->left.data,
+                        known->b, &beta, p->addend ? p->addend : p->out, known->c, p->out, known->d,
+                        algorithm, products->workspace, p->stream ? 0 : CUDA_PRODUCT_WORKSPACE_BYTES,
+                        stream_of(backend, p));
+}
+
+// --- measuring ---------------------------------------------------------------------------------------------
+
+// Adds up a hash of each element's place and bits. Integer addition commutes, so the order of the atomics does
+// not matter.
+template <typename Bits>
+static __global__ void checksum_kernel(unsigned long long *sum, const Bits *data, int64_t stride,
+                                       int64_t columns) {
+  unsigned long long total = 0;
+  for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) {
+    unsigned long long z = (blockIdx.x * (unsigned long long)columns + i + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ data[blockIdx.x * stride + i]) * 0xBF58476D1CE4E5B9u;
+    total += (z ^ (z >> 29)) * 0x94D049BB133111EBu;
+  }
+  atomicAdd(sum, total);
+}
+
+static void add_checksum(Backend *backend, const Product *p, const void *data, Dtype dtype, int64_t rows,
+                         int64_t columns, int64_t stride) {
+  unsigned long long *sum = cuda_state(backend)->products->checksum;
+  if (dtype_bytes(dtype) == 2)
+    checksum_kernel<<<(unsigned)rows, 256, 0, stream_of(backend, p)>>>(
+        sum, static_cast<const uint16_t *>(data), stride, columns);
+  else
+    checksum_kernel<<<(unsigned)rows, 256, 0, stream_of(backend, p)>>>(
+        sum, static_cast<const uint32_t *>(data), stride, columns);
+}
+
+// Of everything that the product writes.
+static unsigned long long checksum(Backend *backend, const Product *p) {
+  unsigned long long *sum = cuda_state(backend)->products->checksum, value = 0;
+  cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, stream_of(backend, p)), "clearing a checksum");
+  add_checksum(backend, p, p->out, p->out_dtype, p->m, p->n, p->out_stride);
+  if (has_pre(p->epilogue) && p->epilogue != PRODUCT_TIMES_GELU_SLOPE)
+    add_checksum(backend, p, p->pre, p->operand_dtype, p->m, p->n, p->pre_stride);
+  cuda_check_launch("a checksum");
+  cuda_check(cudaMemcpyAsync(&value, sum, sizeof value, cudaMemcpyDeviceToHost, stream_of(backend, p)),
+             "reading a checksum");
+  cuda_check(cudaStreamSynchronize(stream_of(backend, p)), "measuring a product");
+  return value;
+}
+
+// Milliseconds of one run.
+static float stopwatch(Backend *backend, const KnownProduct *known, const Product *p,
+                       const cublasLtMatmulAlgo_t *algorithm) {
+  Products *products = cuda_state(backend)->products;
+  float milliseconds = 0;
+  cuda_check(cudaEventRecord(products->begin, stream_of(backend, p)), "measuring a product");
+  lt_check(execute(backend, known, p, algorithm), "multiplying");
+  cuda_check(cudaEventRecord(products->end, stream_of(backend, p)), "measuring a product");
+  cuda_check(cudaEventSynchronize(products->end), "measuring a product");
+  cuda_check(cudaEventElapsedTime(&milliseconds, products->begin, products->end), "measuring a product");
+  return milliseconds;
+}
+
+// The fastest of the suggestions that give the first one's bits.
+static void measure(Backend *backend, KnownProduct *known, const Product *p) {
+  Products *products = cuda_state(backend)->products;
+  cublasLtMatmulHeuristicResult_t results[Products::CANDIDATES];
+  int found = suggestions(products, known, results, Products::CANDIDATES), rivals = 0;
+  unsigned long long wanted = 0;
+  for (int i = 0; i < found; i++) {
+    if (execute(backend, known, p, &results[i].algo) != CUBLAS_STATUS_SUCCESS) continue;
+    unsigned long long bits = checksum(backend, p);
+    if (rivals == 0) wanted = bits;
+    if (bits == wanted) results[rivals++] = results[i];
+  }
+  float best[Products::CANDIDATES];
+  for (int round = 0; round < Products::ROUNDS; round++)
+    for (int i = 0; i < rivals; i++) {
+      float time = stopwatch(backend, known, p, &results[i].algo);
+      if (round == 0 || time < best[i]) best[i] = time;
+    }
+  int winner = 0;
+  for (int i = 1; i < rivals; i++)
+    if (best[i] < best[winner]) winner = i;
+  if (rivals > 0) known->algorithm = results[winner].algo;
+  known->measured = true;
+}
+
+// Whether the product may run again and again, here and now.
+static bool repeatable(Backend *backend, const Product *p) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cuda_check(cudaStreamIsCapturing(stream_of(backend, p), &capture), "asking whether the stream is captured");
+  return capture == cudaStreamCaptureStatusNone && p->addend != p->out;
+}
+
+// Whether equal results mean an equal order of summation. Rounding to bf16 hides all but one in some ten
+// thousand of the differences that another order makes in fp32: a small bf16 result agrees by chance, on this
+// step's numbers and not on a later one's. Small products are not worth the stopwatch anyway.
+static bool telling(const Product *p) {
+  return p->m * p->n >= (p->out_dtype == DTYPE_BF16 ? 1 << 20 : 1 << 14) && p->k >= 64;
+}
+
+static KnownProduct *know(Backend *backend, const Product *p) {
+  Products *products = cuda_state(backend)->products;
+  ProductKey key = key_of(p);
+  for (size_t i = 0; i < products->count; i++)
+    if (memcmp(&products->known[i].key, &key, sizeof key) == 0) return &products->known[i];
+  if (products->count == products->capacity) {
+    products->capacity = products->capacity ? 2 * products->capacity : 64;
+    products->known =
+        static_cast<KnownProduct *>(realloc(products->known, products->capacity * sizeof *products->known));
+    if (!products->known) fail("out of host memory for the products' algorithms");
+  }
+  KnownProduct *known = &products->known[products->count++];
+  memset(known, 0, sizeof *known);
+  known->key = key;
+  describe(known);
+  point_epilogue(known, p);
+  cublasLtMatmulHeuristicResult_t first;
+  known->possible = suggestions(products, known, &first, 1) > 0;
+  if (known->possible) known->algorithm = first.algo;
+  return known;
+}
+
+static bool aligned(const void *data, int64_t stride, Dtype dtype) {
+  return !data || ((uintptr_t)data | (uintptr_t)stride * dtype_bytes(dtype)) % 16 == 0;
+}
+
+static bool all_aligned(const Product *p) {
+  return aligned(p->left.data, p->left.stride, p->operand_dtype) &&
+         aligned(p->right.data, p->right.stride, p->operand_dtype) &&
+         aligned(p->pre, p->pre_stride, p->operand_dtype) && aligned(p->out, p->out_stride, p->out_dtype) &&
+         aligned(p->addend, p->addend_stride, p->out_dtype);
+}
+
+// False when the library cannot do this product, or not well.
+static bool cublaslt_product(Backend *backend, const Product *p) {
+  if (p->operand_dtype == DTYPE_F32 && has_pre(p->epilogue)) return false;
+  if ((p->addend || p->epilogue != PRODUCT_PLAIN) && p->out_dtype == DTYPE_BF16 && !all_aligned(p))
+    return false;
+  KnownProduct *known = know(backend, p);
+  if (!known->possible) return false;
+  point_epilogue(known, p);
+  bool measuring = cuda_state(backend)->products->measure && telling(p) && repeatable(backend, p);
+  if (!known->measured && measuring) measure(backend, known, p);
+  lt_check(execute(backend, known, p, &known->algorithm), "multiplying");
+  return true;
+}
+
+// --- the plain product -------------------------------------------------------------------------------------
+
+// A block makes a tile of 64 x 64, a thread every 16th row and column of it, and the tiles of the operands pass
+// through shared memory 16 terms at a time.
+static constexpr int TILE = 64, TERMS = 16;
+
+// Rows [first, first + TILE) of an operand's [rows, k] and terms [term, term + TERMS), 0 beyond its ends. `along`
+// says that the terms of a row follow one another in memory.
+template <typename T>
+static __device__ void load_tile(float (&tile)[TERMS][TILE + 1], const T *data, int64_t stride, bool along,
+                                 int64_t first, int64_t rows, int64_t term, int64_t terms) {
+  for (int i = threadIdx.x; i < TILE * TERMS; i += blockDim.x) {
+    int row = along ? i / TERMS : i % TILE, t = along ? i % TERMS : i / TILE;
+    bool inside = first + row < rows && term + t < terms;
+    int64_t at = along ? (first + row) * stride + term + t : (term + t) * stride + first + row;
+    tile[t][row] = inside ? to_float(data[at]) : 0.0f;
+  }
+}
+
+template <typename T, typename TO>
+static __device__ void plain_epilogue(const Product &p, int64_t row, int64_t column, float sum) {
+  float value = p.alpha * sum;
+  T *pre = static_cast<T *>(p.pre) + row * p.pre_stride + column;
+  if (p.addend) value += to_float(static_cast<const TO *>(p.addend)[row * p.addend_stride + column]);
+  if (p.bias) value += to_float(static_cast<const T *>(p.bias)[column]);
+  if (p.epilogue == PRODUCT_TIMES_GELU_SLOPE) {
+    value *= gelu_slope(to_float(*pre));
+  } else if (p.pre) {
+    *pre = from_float<T>(value);
+    value = gelu(value);
+  }
+  static_cast<TO *>(p.out)[row * p.out_stride + column] = from_float<TO>(value);
+}
+
+template <typename T, typename TO>
+static __global__ void __launch_bounds__(256) plain_product_kernel(Product p) {
+  __shared__ float left[TERMS][TILE + 1], right[TERMS][TILE + 1];
+  int64_t first_row = (int64_t)blockIdx.x * TILE, first_column = (int64_t)blockIdx.y * TILE;
+  int x = threadIdx.x % 16, y = threadIdx.x / 16;
+  float sum[4][4] = {};
+  for (int64_t term = 0; term < p.k; term += TERMS) {
+    load_tile(left, static_cast<const T *>(p.left.data), p.left.stride, !p.left.transposed, first_row, p.m,
+              term, p.k);
+    load_tile(right, static_cast<const T *>(p.right.data), p.right.stride, p.right.transposed, first_column,
+              p.n, term, p.k);
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < TERMS; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[i][j] += left[t][y + 16 * i] * right[t][x + 16 * j];
+    __syncthreads();
+  }
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 4; j++) {
+      int64_t row = first_row + y + 16 * i, column = first_column + x + 16 * j;
+      if (row < p.m && column < p.n) plain_epilogue<T, TO>(p, row, column, sum[i][j]);
+    }
+}
+
+static void plain_product(Backend *backend, const Product *p) {
+  dim3 grid((unsigned)cuda_ceil_div(p->m, TILE), (unsigned)cuda_ceil_div(p->n, TILE));
+  with_real(p->operand_dtype, [&](auto type) {
+    with_real(p->out_dtype, [&](auto out_type) {
+      plain_product_kernel<decltype(type), decltype(out_type)><<<grid, 256, 0, stream_of(backend, p)>>>(*p);
+    });
+  });
+  cuda_check_launch("a plain product");
+}
+
+// --- ragged ends -------------------------------------------------------------------------------------------
+
+// The library's fast kernels move 16 bytes at a time along a matrix's contiguous axis. Where that axis is no multiple
+// of 8 numbers long, though its rows are aligned (a vocabulary of 50257 in rows of 50304), it falls back to kernels
+// several times slower. So the last few terms, rows or columns of such a product are a product of their own.
+enum { WHOLE = 8 };
+
+static bool ragged(int64_t extent) {
+  return extent % WHOLE != 0 && extent >= 64 * WHOLE;
+}
+
+static void skip(Operand *o, Dtype dtype, int64_t rows, int64_t columns) {
+  int64_t elements = o->transposed ? columns * o->stride + rows : rows * o->stride + columns;
+  o->data = static_cast<const char *>(o->data) + elements * (int64_t)dtype_bytes(dtype);
+}
+
+// Rows [rows, m) and columns [columns, n) of the product.
+static Product corner(const Product *p, int64_t rows, int64_t columns) {
+  Product rest = *p;
+  int64_t bytes = (int64_t)dtype_bytes(p->out_dtype);
+  rest.m -= rows;
+  rest.n -= columns;
+  skip(&rest.left, p->operand_dtype, rows, 0);
+  skip(&rest.right, p->operand_dtype, 0, columns);
+  rest.out = static_cast<char *>(p->out) + (rows * p->out_stride + columns) * bytes;
+  if (p->addend)
+    rest.addend = static_cast<const char *>(p->addend) + (rows * p->addend_stride + columns) * bytes;
+  return rest;
+}
+
+static void whole_product(Backend *backend, const Product *p) {
+  if (!cublaslt_product(backend, p)) plain_product(backend, p);
+}
+
+void cuda_product(Backend *backend, const Product *p) {
+  if (p->m == 0 || p->n == 0) return;
+  bool splits = p->operand_dtype == DTYPE_BF16 && p->epilogue == PRODUCT_PLAIN && all_aligned(p);
+  Product bulk = *p, rest;
+  if (splits && ragged(p->k) && (!p->left.transposed || p->right.transposed)) {
+    bulk.k -= p->k % WHOLE;
+    rest = *p;
+    rest.k = p->k % WHOLE;
+    skip(&rest.left, p->operand_dtype, 0, bulk.k);
+    skip(&rest.right, p->operand_dtype, bulk.k, 0);
+    rest.addend = p->out;
+    rest.addend_stride = p->out_stride;
+    cuda_product(backend, &bulk);
+    plain_product(backend, &rest);
+  } else if (splits && ragged(p->m) && p->left.transposed) {
+    bulk.m -= p->m % WHOLE;
+    rest = corner(p, bulk.m, 0);
+    cuda_product(backend, &bulk);
+    whole_product(backend, &rest);
+  } else if (splits && ragged(p->n)) {
+    bulk.n -= p->n % WHOLE;
+    rest = corner(p, 0, bulk.n);
+    cuda_product(backend, &bulk);
+    plain_product(backend, &rest);
+  } else {
+    whole_product(backend, p);
+  }
+}
+
+// --- the three products of a linear layer ------------------------------------------------------------------
+
+// The weight as the right operand of x W^T: [inputs, outputs].
+static Operand weight_operand(Tensor weight, bool input_major) {
+  return {weight.data, weight.stride, !input_major};
+}
+
+void cuda_linear_forward(Backend *backend, const LinearForward *a) {
+  bool bias = tensor_exists(a->bias), gelu = tensor_exists(a->pre_activation);
+  Product product = {.m = a->x.shape[0],
+                     .n = a->out.shape[1],
+                     .k = a->x.shape[1],
+                     .left = {a->x.data, a->x.stride, false},
+                     .right = weight_operand(a->weight, a->input_major),
+                     .operand_dtype = a->x.dtype,
+                     .out_dtype = a->out.dtype,
+                     .out = a->out.data,
+                     .out_stride = a->out.stride,
+                     .addend = a->residual.data,
+                     .addend_stride = a->residual.stride,
+                     .epilogue = gelu   ? bias ? PRODUCT_BIAS_GELU : PRODUCT_GELU
+                                 : bias ? PRODUCT_BIAS
+                                        : PRODUCT_PLAIN,
+                     .bias = a->bias.data,
+                     .pre = a->pre_activation.data,
+                     .pre_stride = a->pre_activation.stride};
+  cuda_product(backend, &product);
+}
+
+void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
+  bool gelu = tensor_exists(a->pre_activation);
+  Operand weight = weight_operand(a->weight, a->input_major);
+  weight.transposed = !weight.transposed;
+  Product product = {.m = a->dout.shape[0],
+                     .n = a->dx.shape[1],
+                     .k = a->dout.shape[1],
+                     .left = {a->dout.data, a->dout.stride, false},
+                     .right = weight,
+                     .operand_dtype = a->dout.dtype,
+                     .out_dtype = a->dx.dtype,
+                     .out = a->dx.data,
+                     .out_stride = a->dx.stride,
+                     .addend = a->accumulate ? a->dx.data : nullptr,
+                     .addend_stride = a->dx.stride,
+                     .epilogue = gelu ? PRODUCT_TIMES_GELU_SLOPE : PRODUCT_PLAIN,
+                     .pre = a->pre_activation.data,
+                     .pre_stride = a->pre_activation.stride};
+  cuda_product(backend, &product);
+}
+
+void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
+  float alpha = a->alpha == 0 ? 1 : a->alpha;
+  Tensor left = a->input_major ? a->x : a->dout, right = a->input_major ? a->dout : a->x;
+  Product product = {.m = left.shape[1],
+                     .n = right.shape[1],
+                     .k = a->x.shape[0],
+                     .left = {left.data, left.stride, true},
+                     .right = {right.data, right.stride, false},
+                     .operand_dtype = a->x.dtype,
+                     .out_dtype = a->dweight.dtype,
+                     .out = a->dweight.data,
+                     .out_stride = a->dweight.stride,
+                     .addend = a->accumulate ? a->dweight.data : nullptr,
+                     .addend_stride = a->dweight.stride,
+                     .alpha = alpha};
+  if (product.k > 0)
+    cuda_product(backend, &product);
+  else if (!a->accumulate)
+    cuda_fill_zero(backend, a->dweight);
+  if (tensor_exists(a->dbias))
+    column_sums(backend, a->dbias, a->dout, alpha, a->accumulate, data_of<float>(a->workspace));
+}

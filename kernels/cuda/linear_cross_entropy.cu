@@ -1,0 +1,377 @@
+// The last layer's pieces, on any GPU from sm_80 on (on sm_90 with the products of hopper_product.cu). Why the arithmetic is anchored at the target is told in
+// kernels/linear_cross_entropy.c; this file is about where the bytes go.
+//
+// The sweep makes the logits in fp32, a tile of vocabulary entries at a time, through cuBLASLt. A second kernel
+// finds the tile in the L2 cache, turns each logit into E = exp(z - a), reduces the row sums and maxima, and
+// writes E, rounded once, to where it stays. So a logit crosses the L2 twice in fp32, E crosses device memory
+// once in bf16, and no logit is ever rounded. A row's sum over the tiles is kept in double; one block adds to it
+// per tile, in the tiles' order. Then one product over the whole vocabulary, E W.
+//
+// Several tiles take turns, so that nothing waits: the products alternate between two streams, one beginning on
+// the multiprocessors that the one before it leaves, and the second kernel runs on a third stream that goes
+// before both.
+//
+// Rows whose sum exceeds 2^100 are redone with their maximum as anchor. Short of the overflow at 2^128 already,
+// because r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are any: the
+// kernels that redo them look at a flag and, as a rule, leave.
+//
+// Traffic for a chunk of C rows, besides the products' own: 8 C V bytes through L2, 2 C V bytes to memory.
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/hopper_product.h"
+
+static constexpr float LARGEST_SUM = 0x1p100f;
+static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a tile
+
+// What the sweep keeps in its scratch, in this order (scratch.c adds up the same sizes).
+struct Sweep {
+  float *tile[CUDA_LCE_TILES]; // [rows, columns], dense
+  double *sum;                 // [rows]
+  float *max;                  // [rows]
+  int *redo;                   // whether some row must be redone
+  int64_t columns;
+};
+
+static Sweep sweep_scratch(const LceSweep *a) {
+  int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
+  char *at = data_of<char>(a->workspace);
+  Sweep s;
+  s.columns = columns;
+  for (float *&tile : s.tile) {
+    tile = reinterpret_cast<float *>(at);
+    at += memory_padded((size_t)(rows * columns) * sizeof(float));
+  }
+  s.sum = reinterpret_cast<double *>(at);
+  at += memory_padded((size_t)rows * sizeof(double));
+  s.max = reinterpret_cast<float *>(at);
+  at += memory_padded((size_t)rows * sizeof(float));
+  s.redo = reinterpret_cast<int *>(at);
+  return s;
+}
+
+// sum of x[i] * w[i], by one warp; every lane gets it.
+template <typename T, int W> static __device__ float warp_dot(const T *x, const T *w, int hidden_size) {
+  float sum = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x % 32 * W; i < hidden_size; i += 32 * W) {
+    float a[W], b[W];
+    load(a, x + i);
+    load(b, w + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) sum += a[k] * b[k];
+  }
+  return warp_sum(sum);
+}
+
+// One warp a row: z[target], which is also the anchor; and the sums start at 0.
+template <typename T, int W>
+static __global__ void __launch_bounds__(256)
+    anchor_kernel(float *target_z, float *anchor, Sweep s, const T *x, int64_t x_stride, const T *weight,
+                  const int32_t *targets, int64_t rows, int hidden_size) {
+  int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *s.redo = 0;
+  if (row >= rows) return;
+  float z = warp_dot<T, W>(x + row * x_stride, weight + (int64_t)targets[row] * hidden_size, hidden_size);
+  if (threadIdx.x % 32) return;
+  target_z[row] = z;
+  anchor[row] = z;
+  s.sum[row] = 0;
+  s.max[row] = -INFINITY;
+}
+
+// One block a row of the tile, whose first column is vocabulary entry `first`. exps is NULL when nothing is kept.
+template <typename T, int W>
+static __global__ void __launch_bounds__(1024)
+    exponential_kernel(T *exps, int64_t exps_stride, Sweep s, const float *tile, const float *anchor,
+                       const int32_t *targets, int64_t first, int columns) {
+  int64_t row = blockIdx.x;
+  tile += row * s.columns;
+  float a = anchor[row], sum = 0, most = -INFINITY;
+  int target = (int)(targets[row] - first); // may lie outside of the tile
+  if (exps) exps += row * exps_stride + first;
+  int body = columns / W * W, tail = body + threadIdx.x;
+#pragma unroll 4
+  for (int i = threadIdx.x * W; i < body; i += blockDim.x * W) {
+    float z[W];
+    load(z, tile + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) {
+      most = fmaxf(most, z[k]);
+      z[k] = i + k == target ? 0.0f : __expf(z[k] - a);
+      sum += z[k];
+    }
+    if (exps) store(exps + i, z);
+  }
+  if (tail < columns) {
+    float e = tail == target ? 0.0f : __expf(tile[tail] - a);
+    most = fmaxf(most, tile[tail]);
+    sum += e;
+    if (exps) exps[tail] = from_float<T>(e);
+  }
+  float2 total = block_sum_max(make_float2(sum, most));
+  if (threadIdx.x) return;
+  s.sum[row] += total.x;
+  s.max[row] = fmaxf(s.max[row], total.y);
+}
+
+static __global__ void row_sum_kernel(float *row_sum, float *target_e, Sweep s, int64_t rows) {
+  int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= rows) return;
+  row_sum[row] = (float)s.sum[row];
+  target_e[row] = 1;
+  if (s.sum[row] > LARGEST_SUM) *s.redo = 1;
+}
+
+// Floats are ordered as their bits are, read as integers, and the other way around below zero.
+static __device__ void raise_to(float *max, float x) {
+  x += 0.0f; // -0 becomes 0
+  if (x >= 0)
+    atomicMax(reinterpret_cast<int *>(max), __float_as_int(x));
+  else
+    atomicMin(reinterpret_cast<unsigned *>(max), __float_as_uint(x));
+}
+
+// The marked rows' maxima, where the sweep has not kept them: block b looks at its share of the vocabulary.
+template <typename T, int W>
+static __global__ void __launch_bounds__(256)
+    redo_max_kernel(Sweep s, const float *row_sum, const T *x, int64_t x_stride, const T *weight,
+                    int64_t rows, int64_t vocab_size, int hidden_size) {
+  if (*s.redo == 0) return;
+  int64_t share = (vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  int64_t end = min(vocab_size, begin + share);
+  for (int64_t row = 0; row < rows; row++) {
+    if (!(row_sum[row] > LARGEST_SUM)) continue;
+    float most = -INFINITY;
+    for (int64_t v = begin + threadIdx.x / 32; v < end; v += blockDim.x / 32)
+      most = fmaxf(most, warp_dot<T, W>(x + row * x_stride, weight + v * hidden_size, hidden_size));
+    if (threadIdx.x % 32 == 0) raise_to(&s.max[row], most);
+  }
+}
+
+// Redoes the marked rows: block b makes the entries of its share of the vocabulary, and leaves the share's sum
+// in a tile, which is free by now.
+template <typename T, int W>
+static __global__ void __launch_bounds__(256)
+    redo_kernel(T *exps, int64_t exps_stride, Sweep s, const float *row_sum, const T *x, int64_t x_stride,
+                const T *weight, const int32_t *targets, int64_t rows, int64_t vocab_size, int hidden_size) {
+  if (*s.redo == 0) return;
+  int64_t share = (vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  int64_t end = min(vocab_size, begin + share);
+  for (int64_t row = 0; row < rows; row++) {
+    if (!(row_sum[row] > LARGEST_SUM)) continue;
+    float sum = 0;
+    for (int64_t v = begin + threadIdx.x / 32; v < end; v += blockDim.x / 32) {
+      float z = warp_dot<T, W>(x + row * x_stride, weight + v * hidden_size, hidden_size);
+      float e = v == targets[row] ? 0.0f : __expf(z - s.max[row]);
+      if (threadIdx.x % 32) continue;
+      sum += e;
+      if (exps) exps[row * exps_stride + v] = from_float<T>(e);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) s.tile[0][row * gridDim.x + blockIdx.x] = sum;
+  }
+}
+
+// One warp a row.
+static __global__ void __launch_bounds__(32) redone_sum_kernel(float *row_sum, float *target_e, float *anchor,
+                                                               Sweep s, const float *target_z, int shares) {
+  int64_t row = blockIdx.x;
+  if (*s.redo == 0 || !(row_sum[row] > LARGEST_SUM)) return;
+  float sum = 0;
+  for (int i = threadIdx.x; i < shares; i += 32) sum += s.tile[0][row * shares + i];
+  sum = warp_sum(sum);
+  if (threadIdx.x) return;
+  row_sum[row] = sum;
+  target_e[row] = __expf(target_z[row] - s.max[row]);
+  anchor[row] = s.max[row];
+}
+
+// Logits of vocabulary entries [first, first + columns) into a tile.
+static void logits_product(Backend *backend, cudaStream_t stream, const LceSweep *a, float *tile,
+                           int64_t stride, int64_t first, int64_t columns) {
+  Product product = {.m = a->x.shape[0],
+                     .n = columns,
+                     .k = a->x.shape[1],
+                     .left = {a->x.data, a->x.stride, false},
+                     .right = {tensor_rows(a->weight, first, columns).data, a->weight.stride, true},
+                     .operand_dtype = a->x.dtype,
+                     .out_dtype = DTYPE_F32,
+                     .out = tile,
+                     .out_stride = stride,
+                     .stream = stream};
+  cuda_product(backend, &product);
+}
+
+static void record(cudaEvent_t event, cudaStream_t stream) {
+  cuda_check(cudaEventRecord(event, stream), "forking and joining streams");
+}
+
+static void wait_for(cudaEvent_t event, cudaStream_t stream) {
+  cuda_check(cudaStreamWaitEvent(stream, event, 0), "forking and joining streams");
+}
+
+// All tiles: E, and the rows' sums and maxima.
+template <typename T> static void sweep_tiles(Backend *backend, const LceSweep *a, const Sweep &s) {
+  CudaState *state = cuda_state(backend);
+  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
+  T *exps = data_of<T>(a->exps);
+  record(state->joined[0], state->stream);
+  wait_for(state->joined[0], state->beside);
+  int turn = 0;
+  for (int64_t first = 0; first < vocab_size; first += s.columns, turn++) {
+    int64_t columns = cuda_min(s.columns, vocab_size - first);
+    int i = turn % CUDA_LCE_TILES;
+    cudaStream_t stream = turn % 2 ? state->beside : state->stream;
+    if (turn >= CUDA_LCE_TILES) wait_for(state->joined[i], stream);
+    logits_product(backend, stream, a, s.tile[i], s.columns, first, columns);
+    record(state->forked[i], stream);
+    wait_for(state->forked[i], state->urgent);
+    with_bool(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      int threads = row_threads(cuda_ceil_div(columns, EXPS_GROUPS * W), 1024);
+      exponential_kernel<T, W><<<(unsigned)rows, threads, 0, state->urgent>>>(
+          exps, a->exps.stride, s, s.tile[i], data_of<float>(a->anchor), data_of<int32_t>(a->targets), first,
+          (int)columns);
+    });
+    record(state->joined[i], state->urgent);
+    if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends after all others
+  }
+}
+
+void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
+  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = a->weight.shape[0];
+  if (rows == 0) return;
+  cudaStream_t stream = cuda_stream(backend);
+  Sweep s = sweep_scratch(a);
+  size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
+  float *row_sum = data_of<float>(a->row_sum), *target_e = data_of<float>(a->target_e);
+  float *target_z = data_of<float>(a->target_z), *anchor = data_of<float>(a->anchor);
+  const int32_t *targets = data_of<int32_t>(a->targets);
+  with_real(a->x.dtype, [&](auto type) {
+    using T = decltype(type);
+    T *exps = data_of<T>(a->exps);
+    const T *x = data_of<T>(a->x), *weight = data_of<T>(a->weight);
+    bool dots_align = rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>);
+    with_bool(dots_align, [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      anchor_kernel<T, W><<<(unsigned)cuda_ceil_div(rows, 8), 256, 0, stream>>>(
+          target_z, anchor, s, x, a->x.stride, weight, targets, rows, (int)hidden_size);
+    });
+    size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
+    bool on_hopper =
+        hopper_exponentials(backend, a->exps, s.sum, anchor, a->x, a->weight, targets, s.tile[0], tile_bytes);
+    if (!on_hopper) sweep_tiles<T>(backend, a, s);
+    row_sum_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, stream>>>(row_sum, target_e, s, rows);
+    int shares = (int)cuda_min(256, cuda_ceil_div(vocab_size, 256));
+    with_bool(dots_align, [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      if (on_hopper)
+        redo_max_kernel<T, W><<<shares, 256, 0, stream>>>(s, row_sum, x, a->x.stride, weight, rows,
+                                                          vocab_size, (int)hidden_size);
+      redo_kernel<T, W><<<shares, 256, 0, stream>>>(exps, a->exps.stride, s, row_sum, x, a->x.stride, weight,
+                                                    targets, rows, vocab_size, (int)hidden_size);
+    });
+    redone_sum_kernel<<<(unsigned)rows, 32, 0, stream>>>(row_sum, target_e, anchor, s, target_z, shares);
+  });
+  cuda_check_launch("lce_sweep");
+  if (!tensor_exists(a->exps)) return;
+  if (hopper_exps_times_weight(backend, a->dx_raw, a->exps, a->weight, s.tile[0], tile_bytes, false)) return;
+  Product product = {.m = rows,
+                     .n = hidden_size,
+                     .k = vocab_size,
+                     .left = {a->exps.data, a->exps.stride, false},
+                     .right = {a->weight.data, a->weight.stride, false},
+                     .operand_dtype = a->x.dtype,
+                     .out_dtype = a->dx_raw.dtype,
+                     .out = a->dx_raw.data,
+                     .out_stride = a->dx_raw.stride};
+  cuda_product(backend, &product);
+}
+
+// --- what follows from a row's sums ------------------------------------------------------------------------
+
+// One block a row.
+template <typename T, int W>
+static __global__ void lce_rows_kernel(float *loss, float *scale_others, float *scale_target, T *scaled_x,
+                                       const float *row_sum, const float *target_e, const float *target_z,
+                                       const float *anchor, const T *x, int hidden_size, float token_weight) {
+  int64_t row = blockIdx.x;
+  float others = row_sum[row], total = others + target_e[row];
+  float r = token_weight / total;
+  if (threadIdx.x == 0) {
+    loss[row] = target_e[row] == 1 ? log1pf(others) : anchor[row] - target_z[row] + logf(total);
+    if (scaled_x) {
+      scale_others[row] = r;
+      scale_target[row] = -token_weight * others / total;
+    }
+  }
+  if (!scaled_x) return;
+  for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
+    float values[W];
+    load(values, x + row * hidden_size + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) values[k] *= r;
+    store(scaled_x + row * hidden_size + i, values);
+  }
+}
+
+void cuda_lce_rows(Backend *backend, const LceRows *a) {
+  int64_t rows = a->row_sum.shape[0];
+  if (rows == 0) return;
+  bool backward = tensor_exists(a->scaled_x);
+  int hidden_size = backward ? (int)a->x.shape[1] : 0;
+  with_real(backward ? a->x.dtype : DTYPE_F32, [&](auto type) {
+    using T = decltype(type);
+    with_bool(backward && rows_align(a->x, WIDTH<T>) && rows_align(a->scaled_x, WIDTH<T>), [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      lce_rows_kernel<T, W>
+          <<<(unsigned)rows, row_threads(cuda_ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
+              data_of<float>(a->loss), data_of<float>(a->scale_others), data_of<float>(a->scale_target),
+              data_of<T>(a->scaled_x), data_of<float>(a->row_sum), data_of<float>(a->target_e),
+              data_of<float>(a->target_z), data_of<float>(a->anchor), data_of<T>(a->x), hidden_size,
+              a->token_weight);
+    });
+  });
+  cuda_check_launch("lce_rows");
+}
+
+template <typename TD, typename T, int W>
+static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_others, const float *scale_target,
+                                                 const T *weight, const int32_t *targets, int hidden_size,
+                                                 float alpha) {
+  int64_t row = blockIdx.x;
+  float r = alpha * scale_others[row], c = alpha * scale_target[row];
+  const T *target = weight + (int64_t)targets[row] * hidden_size;
+  dx += row * hidden_size;
+  for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
+    float d[W], w[W];
+    load(d, dx + i);
+    load(w, target + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) d[k] = r * d[k] + c * w[k];
+    store(dx + i, d);
+  }
+}
+
+void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
+  int64_t rows = a->dx.shape[0], hidden_size = a->dx.shape[1];
+  if (rows == 0) return;
+  with_real(a->dx.dtype, [&](auto dx_type) {
+    with_real(a->weight.dtype, [&](auto type) {
+      using TD = decltype(dx_type);
+      using T = decltype(type);
+      with_bool(rows_align(a->dx, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
+        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+        lce_input_gradient_kernel<TD, T, W>
+            <<<(unsigned)rows, row_threads(cuda_ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
+                data_of<TD>(a->dx), data_of<float>(a->scale_others), data_of<float>(a->scale_target),
+                data_of<T>(a->weight), data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
+      });
+    });
+  });
+  cuda_check_launch("lce_input_gradient");
+}
+
+void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
+  segment_add(backend, a->dweight, data_of<int32_t>(a->targets), a->x, data_of<float>(a->scale_target),
+              a->alpha, true, a->workspace.data);
+}

@@ -1,0 +1,217 @@
+// LayerNorm and RMSNorm.
+//
+// A row lies in the registers of as few threads as hold it, GROUPS accesses of 16 bytes each. Up to 1024 bf16
+// numbers that is one warp: no barrier, and a block takes four rows. In the backward pass each team of threads
+// walks over many rows, so that the sums over rows for dweight and dbias stay in registers too, since a thread
+// sees the same columns of every row; the teams' sums are added in a fixed order by columns.cu.
+//
+// Traffic: forward reads x and writes out; backward reads x and dout and writes (or reads and writes) dx.
+#include "kernels/cuda/cuda_common.cuh"
+
+// Rows whose length or address is not a multiple of 16 bytes are read one element at a time.
+template <bool ALIGNED> static constexpr int GROUPS = ALIGNED ? 4 : 16;
+
+// A thread of a block of at most 256 has all the registers it wants. Longer rows (from 8192 bf16 numbers on)
+// take up to 1024 threads, with 64 registers each.
+static constexpr int FEW = 256, MANY = 1024;
+
+// A row, of which each thread holds every blockDim.x-th group of W elements, as it lies in memory: two bf16
+// numbers to a register. Beyond the end of the row they are 0.
+template <typename T, int W, int N> struct Row {
+  static constexpr int WORDS = sizeof(T) * W < 4 ? 1 : sizeof(T) * W / 4;
+  uint32_t word[N][WORDS];
+
+  __device__ __forceinline__ void read(const T *from, int length) {
+#pragma unroll
+    for (int g = 0; g < N; g++) {
+      int at = (threadIdx.x + g * blockDim.x) * W;
+      bool inside = at < length;
+      if constexpr (WORDS == 4) {
+        uint4 four = inside ? *reinterpret_cast<const uint4 *>(from + at) : make_uint4(0, 0, 0, 0);
+        word[g][0] = four.x, word[g][1] = four.y, word[g][2] = four.z, word[g][3] = four.w;
+      } else if constexpr (sizeof(T) == 4) {
+        word[g][0] = inside ? reinterpret_cast<const uint32_t *>(from)[at] : 0;
+      } else {
+        word[g][0] = inside ? reinterpret_cast<const uint16_t *>(from)[at] : 0;
+      }
+    }
+  }
+  __device__ __forceinline__ float operator()(int g, int k) const {
+    if constexpr (sizeof(T) == 4) return __uint_as_float(word[g][k]);
+    return __uint_as_float(k % 2 ? word[g][k / 2] & 0xFFFF0000u : word[g][k / 2] << 16);
+  }
+  // Makes the compiler widen the row anew from here on, where it would rather keep both forms in registers.
+  __device__ __forceinline__ void forget_widened() {
+#pragma unroll
+    for (int i = 0; i < N * WORDS; i++) asm volatile("" : "+r"(word[i / WORDS][i % WORDS]));
+  }
+};
+
+template <typename T, int W, int N, int THREADS, bool LAYER>
+static __global__ void __launch_bounds__(THREADS)
+    norm_forward_kernel(T *out, float *mean, float *rstd, const T *x, const T *weight, const T *bias,
+                        int64_t rows, int hidden_size, float epsilon) {
+  int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+  if (row >= rows) return; // with several rows to a block, each is one warp
+  Row<T, W, N> v, w, b;
+  v.read(x + row * hidden_size, hidden_size);
+  w.read(weight, hidden_size);
+  if (LAYER) b.read(bias, hidden_size);
+  float m = 0, sum = 0;
+  if (LAYER) {
+#pragma unroll
+    for (int g = 0; g < N; g++)
+#pragma unroll
+      for (int k = 0; k < W; k++) sum += v(g, k);
+    m = block_sum(sum) / hidden_size;
+    sum = 0;
+  }
+#pragma unroll
+  for (int g = 0; g < N; g++)
+#pragma unroll
+    for (int k = 0; k < W; k++)
+      if ((threadIdx.x + g * blockDim.x) * W < hidden_size) sum += (v(g, k) - m) * (v(g, k) - m);
+  float r = rsqrtf(block_sum(sum) / hidden_size + epsilon);
+  if (threadIdx.x == 0) {
+    if (LAYER) mean[row] = m;
+    rstd[row] = r;
+  }
+#pragma unroll
+  for (int g = 0; g < N; g++) {
+    int at = (threadIdx.x + g * blockDim.x) * W;
+    float result[W];
+#pragma unroll
+    for (int k = 0; k < W; k++) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER ? b(g, k) : 0);
+    if (at < hidden_size) store(out + row * hidden_size + at, result);
+  }
+}
+
+// partials: row t receives team t's part of dweight, then of dbias.
+template <typename T, int W, int N, int THREADS, bool LAYER>
+static __global__ void __launch_bounds__(THREADS, THREADS == FEW && (!LAYER || N * W <= 24) ? 2 : 1)
+    norm_backward_kernel(T *dx, float *partials, const T *dout, const T *x, const T *weight,
+                         const float *mean, const float *rstd, int64_t rows, int hidden_size, bool accumulate,
+                         int64_t teams) {
+  int64_t team = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+  if (team >= teams) return;
+  Row<T, W, N> w;
+  float dweight[N][W] = {}, dbias[N][W] = {};
+  w.read(weight, hidden_size);
+  for (int64_t row = team; row < rows; row += teams) {
+    Row<T, W, N> v, d, old;
+    v.read(x + row * hidden_size, hidden_size);
+    d.read(dout + row * hidden_size, hidden_size);
+    if (accumulate) old.read(dx + row * hidden_size, hidden_size);
+    float r = rstd[row], shift = LAYER ? -mean[row] * r : 0; // xhat = x r + shift
+    float2 sums = {0, 0}; // of g, and of g * xhat; beyond the end of the row g is 0
+#pragma unroll
+    for (int g = 0; g < N; g++)
+#pragma unroll
+      for (int k = 0; k < W; k++) {
+        float grad = d(g, k) * w(g, k), xhat = v(g, k) * r + shift;
+        if (LAYER) sums.x += grad;
+        sums.y += grad * xhat;
+        dweight[g][k] += d(g, k) * xhat;
+        if (LAYER) dbias[g][k] += d(g, k);
+      }
+    sums = block_sum(sums);
+    v.forget_widened(), d.forget_widened(), w.forget_widened();
+    float mean_g = sums.x / hidden_size, mean_gx = sums.y / hidden_size;
+#pragma unroll
+    for (int g = 0; g < N; g++) {
+      int at = (threadIdx.x + g * blockDim.x) * W;
+      float result[W];
+#pragma unroll
+      for (int k = 0; k < W; k++) {
+        result[k] = r * (d(g, k) * w(g, k) - mean_g - (v(g, k) * r + shift) * mean_gx);
+        if (accumulate) result[k] += old(g, k);
+      }
+      if (at < hidden_size) store(dx + row * hidden_size + at, result);
+    }
+  }
+  partials += team * (LAYER ? 2 : 1) * hidden_size;
+#pragma unroll
+  for (int g = 0; g < N; g++) {
+    int at = (threadIdx.x + g * blockDim.x) * W;
+    if (at >= hidden_size) continue;
+    store(partials + at, dweight[g]);
+    if (LAYER) store(partials + hidden_size + at, dbias[g]);
+  }
+}
+
+// What a kernel is compiled for.
+template <typename Real, bool ALIGNED, int HELD, bool MANY_THREADS, bool IS_LAYER> struct RowKernel {
+  using T = Real;
+  static constexpr int W = ALIGNED ? WIDTH<T> : 1, N = HELD, THREADS = MANY_THREADS ? MANY : FEW;
+  static constexpr bool LAYER = IS_LAYER;
+};
+
+// Calls f with the RowKernel for these rows, and with the block: the threads of a row, and rows side by side.
+template <typename F>
+static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidden_size, F f) {
+  int64_t groups = aligned ? hidden_size * (int64_t)dtype_bytes(dtype) / 16 : hidden_size;
+  int64_t most = aligned ? GROUPS<true> : GROUPS<false>;
+  if (groups > MANY * most)
+    fail("a norm over %lld numbers is more than the CUDA backend takes (%lld)", (long long)hidden_size,
+         (long long)(MANY * most * hidden_size / groups));
+  int threads = row_threads(cuda_ceil_div(groups, most), MANY);
+  dim3 block((unsigned)threads, threads == 32 ? 4 : 1);
+  with_real(dtype, [&](auto type) {
+    with_bool(layer, [&](auto is_layer) {
+      using T = decltype(type);
+      constexpr bool LAYER = decltype(is_layer)::value;
+      with_bool(threads > FEW, [&](auto many) {
+        constexpr bool MANY_THREADS = decltype(many)::value;
+        if (!aligned)
+          f(RowKernel<T, false, GROUPS<false>, MANY_THREADS, LAYER>(), block);
+        else if (groups <= 3 * threads) // fewer registers: 768, 1280
+          f(RowKernel<T, true, 3, MANY_THREADS, LAYER>(), block);
+        else
+          f(RowKernel<T, true, GROUPS<true>, MANY_THREADS, LAYER>(), block);
+      });
+    });
+  });
+}
+
+void cuda_norm_forward(Backend *backend, const NormForward *a) {
+  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1];
+  if (rows == 0) return;
+  bool layer = a->kind == NORM_LAYER;
+  int64_t width = 16 / (int64_t)dtype_bytes(a->x.dtype);
+  bool aligned = rows_align(a->x, width) && rows_align(a->out, width) && rows_align(a->weight, width) &&
+                 (!layer || rows_align(a->bias, width));
+  with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
+    using K = decltype(kernel);
+    using T = typename K::T;
+    norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
+        <<<(unsigned)cuda_ceil_div(rows, block.y), block, 0, cuda_stream(backend)>>>(
+            data_of<T>(a->out), data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
+            data_of<T>(a->weight), data_of<T>(a->bias), rows, (int)hidden_size, a->epsilon);
+  });
+  cuda_check_launch("norm_forward");
+}
+
+void cuda_norm_backward(Backend *backend, const NormBackward *a) {
+  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], teams = cuda_norm_teams(rows, hidden_size);
+  bool layer = a->kind == NORM_LAYER;
+  float *partials = data_of<float>(a->workspace);
+  int64_t stride = hidden_size * (layer ? 2 : 1), width = 16 / (int64_t)dtype_bytes(a->x.dtype);
+  if (rows > 0) {
+    bool aligned = rows_align(a->x, width) && rows_align(a->dout, width) && rows_align(a->dx, width) &&
+                   rows_align(a->weight, width);
+    with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
+      using K = decltype(kernel);
+      using T = typename K::T;
+      norm_backward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
+          <<<(unsigned)cuda_ceil_div(teams, block.y), block, 0, cuda_stream(backend)>>>(
+              data_of<T>(a->dx), partials, data_of<T>(a->dout), data_of<T>(a->x), data_of<T>(a->weight),
+              data_of<float>(a->mean), data_of<float>(a->rstd), rows, (int)hidden_size, a->accumulate_dx,
+              teams);
+    });
+    cuda_check_launch("norm_backward");
+  }
+  int64_t slices = rows > 0 ? teams : 0;
+  column_sums_finish(backend, a->dweight, partials, slices, stride, 1.0f, a->accumulate);
+  if (layer)
+    column_sums_finish(backend, a->dbias, partials + hidden_size, slices, stride, 1.0f, a->accumulate);
+}

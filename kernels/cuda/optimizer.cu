@@ -1,0 +1,210 @@
+// AdamW over a slab, the sum under the global norm, and the factor that clips it.
+//
+// AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient:
+// with fp32 everywhere and a bf16 weight, 30 bytes a parameter, and the memory's bandwidth is the whole cost.
+// A bf16 number that is the only copy is rounded stochastically: rounded to nearest, steps smaller than half
+// its last bit would never accumulate. The bits come from a counter, so a resumed run draws the same ones.
+#include <math.h>
+
+#include "kernels/cuda/cuda_common.cuh"
+
+// splitmix64's finaliser over a keyed counter, as in base/random.h.
+static __host__ __device__ __forceinline__ uint64_t mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+static uint64_t counter_key(uint64_t seed, uint64_t stream) {
+  return mix(seed + 0x9E3779B97F4A7C15u) ^ mix(stream * 0xD1342543DE82EF95u + 0x632BE59BD9B4E019u);
+}
+
+// 32 bits for a number: 16 for the weight, 16 for its moments. Two neighbours share one draw.
+static __device__ __forceinline__ uint32_t counter_bits(uint64_t key, uint64_t index) {
+  return (uint32_t)(mix(key + (index / 2 + 1) * 0x9E3779B97F4A7C15u) >> (index % 2 * 32));
+}
+
+// Up with the probability that makes the mean right: 16 random bits below the bits that are kept. Infinity and
+// NaN stay what they are. An fp32 number is stored as it is.
+static __device__ __forceinline__ void store_stochastic(float *to, float x, uint32_t bits) {
+  (void)bits;
+  *to = x;
+}
+static __device__ __forceinline__ void store_stochastic(bf16 *to, float x, uint32_t bits) {
+  uint32_t word = __float_as_uint(x);
+  if ((word & 0x7F800000u) != 0x7F800000u) x = __uint_as_float((word + (bits & 0xFFFFu)) & 0xFFFF0000u);
+  *to = __float2bfloat16(x);
+}
+
+// Good to a unit in the last place or two; the exact ones would make a slab of bf16 wait for arithmetic.
+static __device__ __forceinline__ float root(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+struct AdamWNumbers {
+  float rate;                         // lr / (1 - beta1^t)
+  float v_correction;                 // 1 / (1 - beta2^t)
+  float beta1, beta2, epsilon, decay; // decay: lr * weight_decay
+  uint64_t key;
+};
+
+template <int W, typename T>
+static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W], const uint32_t (&random)[W],
+                                                     int shift) {
+  Group<T, W> group;
+#pragma unroll
+  for (int k = 0; k < W; k++) store_stochastic(&group.at[k], x[k], random[k] >> shift);
+  *reinterpret_cast<Group<T, W> *>(to) = group;
+}
+
+template <typename T, typename TM, typename TG, bool MASTER, int W>
+static __global__ void __launch_bounds__(256)
+    adamw_kernel(T *weight, float *master, TM *m, TM *v, const TG *grad, const float *grad_scale,
+                 int64_t first, int64_t end, AdamWNumbers a) {
+  int64_t i = first + ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
+  if (i >= end) return;
+  constexpr bool RANDOM = sizeof(TM) == 2 || (sizeof(T) == 2 && !MASTER);
+  float w[W], mi[W], vi[W], g[W], scale = *grad_scale;
+  uint32_t random[W] = {};
+  load(g, grad + i);
+  load(mi, m + i);
+  load(vi, v + i);
+  if (MASTER)
+    load(w, master + i);
+  else
+    load(w, weight + i);
+#pragma unroll
+  for (int k = 0; k < W; k++) {
+    float gradient = g[k] * scale;
+    mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
+    vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
+    w[k] -= __fdividef(a.rate * mi[k], root(vi[k] * a.v_correction) + a.epsilon) + a.decay * w[k];
+    if (RANDOM) random[k] = counter_bits(a.key, (uint64_t)(i + k));
+  }
+  store_rounded(m + i, mi, random, 16);
+  store_rounded(v + i, vi, random, 16);
+  if (MASTER) {
+    store(master + i, w);
+    store(weight + i, w);
+  } else {
+    store_rounded(weight + i, w, random, 0);
+  }
+}
+
+void cuda_adamw(Backend *backend, const AdamW *a) {
+  int64_t count = a->weight.shape[0];
+  if (count == 0) return;
+  AdamWNumbers numbers = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
+                          .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
+                          .beta1 = a->beta1,
+                          .beta2 = a->beta2,
+                          .epsilon = a->epsilon,
+                          .decay = a->lr * a->weight_decay,
+                          .key = counter_key(a->seed, (uint64_t)a->step)};
+  bool master = tensor_exists(a->master);
+  bool aligned = rows_start_aligned(a->weight, 8) && rows_start_aligned(a->m, 8) &&
+                 rows_start_aligned(a->v, 8) && rows_start_aligned(a->grad, 8) &&
+                 (!master || rows_start_aligned(a->master, 8));
+  with_real(a->weight.dtype, [&](auto weight_type) {
+    with_real(a->m.dtype, [&](auto moment_type) {
+      with_real(a->grad.dtype, [&](auto grad_type) {
+        with_bool(master, [&](auto has_master) {
+          using T = decltype(weight_type);
+          using TM = decltype(moment_type);
+          using TG = decltype(grad_type);
+          auto launch = [&](auto width, int64_t first, int64_t end) {
+            constexpr int W = decltype(width)::value;
+            if (first == end) return;
+            adamw_kernel<T, TM, TG, decltype(has_master)::value, W>
+                <<<(unsigned)cuda_ceil_div(end - first, 256 * W), 256, 0, cuda_stream(backend)>>>(
+                    data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v),
+                    data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end, numbers);
+          };
+          constexpr int GROUP = sizeof(TM) == 2 ? 8 : 4;
+          int64_t groups_end = aligned ? count / GROUP * GROUP : 0; // then one by one
+          launch(std::integral_constant<int, GROUP>(), 0, groups_end);
+          launch(std::integral_constant<int, 1>(), groups_end, count);
+        });
+      });
+    });
+  });
+  cuda_check_launch("adamw");
+}
+
+// --- sums --------------------------------------------------------------------------------------------------
+
+// A block's sum in a fixed order: each thread its own, then a tree over the threads.
+static __device__ double block_total(double sum) {
+  __shared__ double of_thread[256];
+  of_thread[threadIdx.x] = sum;
+  for (int half = 128; half; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) of_thread[threadIdx.x] += of_thread[threadIdx.x + half];
+  }
+  return of_thread[0];
+}
+
+template <typename T, int W, bool SQUARES>
+static __global__ void __launch_bounds__(256) reduce_blocks(double *partial, const T *x, int64_t count) {
+  double total = 0;
+  int64_t body = count / W * W, thread = (int64_t)blockIdx.x * 256 + threadIdx.x;
+#pragma unroll 4
+  for (int64_t i = thread * W; i < body; i += (int64_t)gridDim.x * 256 * W) {
+    float values[W], sum = 0;
+    load(values, x + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) sum += SQUARES ? values[k] * values[k] : values[k];
+    total += sum;
+  }
+  if (body + thread < count) {
+    float value = to_float(x[body + thread]);
+    total += SQUARES ? value * value : value;
+  }
+  total = block_total(total);
+  if (threadIdx.x == 0) partial[blockIdx.x] = total;
+}
+
+static __global__ void __launch_bounds__(256)
+    reduce_partials(float *sum, const double *partial, int count, bool accumulate) {
+  double total = 0;
+  for (int i = threadIdx.x; i < count; i += 256) total += partial[i];
+  total = block_total(total);
+  if (threadIdx.x == 0) *sum = (float)(accumulate ? *sum + total : total);
+}
+
+void cuda_reduce(Backend *backend, const Reduce *a) {
+  int64_t count = tensor_count(a->x);
+  Tensor flat = tensor_1d(a->x.data, a->x.dtype, count);
+  double *partial = data_of<double>(a->workspace);
+  int blocks = 0;
+  with_real(a->x.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_bool(rows_start_aligned(flat, WIDTH<T>), [&](auto wide) {
+      with_bool(a->squares, [&](auto squares) {
+        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+        blocks = (int)cuda_max(1, cuda_min(CUDA_REDUCE_BLOCKS, cuda_ceil_div(count, 256 * W)));
+        reduce_blocks<T, W, decltype(squares)::value>
+            <<<(unsigned)blocks, 256, 0, cuda_stream(backend)>>>(partial, data_of<T>(a->x), count);
+      });
+    });
+  });
+  reduce_partials<<<1, 256, 0, cuda_stream(backend)>>>(data_of<float>(a->sum), partial, blocks,
+                                                       a->accumulate);
+  cuda_check_launch("reduce");
+}
+
+static __global__ void clip_scale_kernel(float *norm, float *scale, const float *sum_of_squares,
+                                         float max_norm) {
+  float n = sqrtf(*sum_of_squares), s = 1;
+  if (max_norm > 0 && n > max_norm) s = max_norm / n;
+  *norm = n;
+  *scale = isfinite(n) ? s : NAN;
+}
+
+void cuda_clip_scale(Backend *backend, const ClipScale *a) {
+  clip_scale_kernel<<<1, 1, 0, cuda_stream(backend)>>>(data_of<float>(a->norm), data_of<float>(a->scale),
+                                                       data_of<float>(a->sum_of_squares), a->max_norm);
+  cuda_check_launch("clip_scale");
+}

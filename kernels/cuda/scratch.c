@@ -1,0 +1,52 @@
+// The scratch that the CUDA backend's operations need, from shapes alone: a plan counts it on machines that
+// have no GPU, so this file knows no CUDA header. cuda_ops.h holds the sizes that the kernels share.
+#include "kernels/cuda/cuda_ops.h"
+
+static size_t embedding_backward_scratch(const EmbeddingBackward *a) {
+  return cuda_segment_bytes(a->dout.shape[0], a->dout.shape[1]);
+}
+
+static size_t norm_backward_scratch(const NormBackward *a) {
+  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1];
+  int64_t vectors = a->kind == NORM_LAYER ? 2 : 1; // dweight, dbias
+  return (size_t)(cuda_norm_teams(rows, hidden_size) * vectors * hidden_size) * sizeof(float);
+}
+
+static size_t linear_backward_weight_scratch(const LinearBackwardWeight *a) {
+  if (!tensor_exists(a->dbias)) return 0;
+  return (size_t)(cuda_column_slices(a->dout.shape[0]) * a->dout.shape[1]) * sizeof(float);
+}
+
+// The tiles of logits; a row's sum so far in double and its maximum in fp32; one flag.
+static size_t lce_sweep_scratch(const LceSweep *a) {
+  int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
+  return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float)) +
+         memory_padded((size_t)rows * sizeof(double)) + memory_padded((size_t)rows * sizeof(float)) +
+         memory_padded(sizeof(int32_t));
+}
+
+static size_t lce_target_gradient_scratch(const LceTargetGradient *a) {
+  return cuda_segment_bytes(a->x.shape[0], a->x.shape[1]);
+}
+
+static size_t reduce_scratch(const Reduce *a) {
+  (void)a;
+  return CUDA_REDUCE_BLOCKS * sizeof(double);
+}
+
+// Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest products ask for.
+static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
+  int64_t multiple = 128 / (int64_t)dtype_bytes(dtype);
+  return cuda_ceil_div(vocab_size, multiple) * multiple;
+}
+
+const BackendScratch cuda_scratch = {.embedding_backward = embedding_backward_scratch,
+                                     .norm_backward = norm_backward_scratch,
+                                     .linear_backward_weight = linear_backward_weight_scratch,
+                                     .attention_forward = cuda_attention_forward_scratch,
+                                     .attention_backward = cuda_attention_backward_scratch,
+                                     .lce_sweep = lce_sweep_scratch,
+                                     .lce_target_gradient = lce_target_gradient_scratch,
+                                     .reduce = reduce_scratch,
+                                     .logits_stride = logits_stride,
+                                     .resident_bytes = CUDA_PRODUCT_WORKSPACE_BYTES};

@@ -1,0 +1,140 @@
+// A scatter-add without atomics: out[ids[n]] += alpha * c[n] * x[n], where many n may name the same row.
+//
+// The positions n are sorted by id (a stable radix sort), so that the rows of one id follow one another: a
+// segment. The sorted sequence is cut into pieces (cuda_segment_piece), and a block sums within a piece, in order. A segment
+// that lies inside one piece is finished there. One that crosses pieces leaves a partial sum in each, and a
+// second kernel adds them in the order of the pieces: the commonest token of a batch, with a tenth of all rows,
+// then costs many short sums side by side and one of a few hundred terms.
+//
+// Traffic: x once, the named rows of out once or twice, 8 H bytes of partial sums for each piece.
+#include <cub/device/device_radix_sort.cuh>
+
+#include "kernels/cuda/cuda_common.cuh"
+
+static __global__ void count_up(int32_t *positions, int64_t count) {
+  int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) positions[i] = (int32_t)i;
+}
+
+// A segment's part in a piece that it entered from the piece before lies in row 0; one that starts in the
+// piece and goes on after it, in row 1.
+static __device__ float *partial_of(float *partials, int64_t piece, int which, int hidden_size) {
+  return partials + (piece * 2 + which) * hidden_size;
+}
+
+template <typename TO, typename T, int W>
+static __global__ void __launch_bounds__(128)
+    sum_pieces(TO *out, float *partials, const int32_t *ids, const int32_t *positions, int64_t count, int64_t piece_rows,
+               const T *x, int64_t x_stride, const float *coefficients, float alpha, int hidden_size,
+               bool accumulate) {
+  int64_t piece = blockIdx.x, begin = piece * piece_rows, end = min(count, begin + piece_rows);
+  int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
+  if (column >= hidden_size) return;
+  bool entered = begin > 0 && ids[begin - 1] == ids[begin];
+  float sum[W] = {};
+#pragma unroll 4
+  for (int64_t i = begin; i < end; i++) {
+    int32_t id = ids[i], from = positions[i];
+    float factor = coefficients ? alpha * coefficients[from] : alpha, values[W];
+    load(values, x + from * x_stride + column);
+#pragma unroll
+    for (int k = 0; k < W; k++) sum[k] += factor * values[k];
+    bool last = i + 1 == count, ends = last || ids[i + 1] != id;
+    if (!ends && i + 1 < end) continue;
+    if (entered)
+      store(partial_of(partials, piece, 0, hidden_size) + column, sum);
+    else if (!ends)
+      store(partial_of(partials, piece, 1, hidden_size) + column, sum);
+    else
+      store_or_add(out + (int64_t)id * hidden_size + column, sum, accumulate);
+    entered = false;
+#pragma unroll
+    for (int k = 0; k < W; k++) sum[k] = 0;
+  }
+}
+
+// One past the last position whose id is `id`, from `begin` on.
+static __device__ int64_t segment_end(const int32_t *ids, int64_t begin, int64_t count, int32_t id) {
+  while (begin < count) {
+    int64_t middle = (begin + count) / 2;
+    if (ids[middle] <= id)
+      begin = middle + 1;
+    else
+      count = middle;
+  }
+  return begin;
+}
+
+// One block for each segment that starts in piece blockIdx.x and crosses into the next.
+template <typename TO, int W>
+static __global__ void __launch_bounds__(128) join_pieces(TO *out, float *partials, const int32_t *ids,
+                                                          int64_t count, int64_t piece_rows, int hidden_size,
+                                                          bool accumulate) {
+  int64_t piece = blockIdx.x, begin = piece * piece_rows, next = begin + piece_rows;
+  int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
+  if (column >= hidden_size || next >= count || ids[next - 1] != ids[next]) return;
+  int32_t id = ids[next];
+  if (begin > 0 && ids[begin - 1] == id) return; // it started earlier
+  int64_t last_piece = (segment_end(ids, next, count, id) - 1) / piece_rows;
+  float sum[W];
+  load(sum, partial_of(partials, piece, 1, hidden_size) + column);
+#pragma unroll 8
+  for (int64_t p = piece + 1; p <= last_piece; p++) {
+    float values[W];
+    load(values, partial_of(partials, p, 0, hidden_size) + column);
+#pragma unroll
+    for (int k = 0; k < W; k++) sum[k] += values[k];
+  }
+  store_or_add(out + (int64_t)id * hidden_size + column, sum, accumulate);
+}
+
+static int bits_of(int64_t count) {
+  int bits = 1;
+  while (bits < 31 && ((int64_t)1 << bits) < count) bits++;
+  return bits;
+}
+
+void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
+                 float alpha, bool accumulate, void *workspace) {
+  int64_t count = x.shape[0], hidden_size = x.shape[1], piece_rows = cuda_segment_piece(count);
+  int64_t pieces = cuda_ceil_div(count, piece_rows);
+  if (count == 0 || hidden_size == 0) return;
+  cudaStream_t stream = cuda_stream(backend);
+  size_t id_bytes = memory_padded((size_t)count * sizeof(int32_t));
+  char *at = static_cast<char *>(workspace);
+  int32_t *unsorted = reinterpret_cast<int32_t *>(at);
+  int32_t *sorted_ids = reinterpret_cast<int32_t *>(at + id_bytes);
+  int32_t *positions = reinterpret_cast<int32_t *>(at + 2 * id_bytes);
+  float *partials = reinterpret_cast<float *>(at + 3 * id_bytes);
+  size_t sort_bytes = cuda_segment_sort_bytes(count), needed = 0;
+  void *sort_space = at + cuda_segment_bytes(count, hidden_size) - sort_bytes;
+
+  count_up<<<(unsigned)cuda_ceil_div(count, 256), 256, 0, stream>>>(unsorted, count);
+  int bits = bits_of(out.shape[0]);
+  cuda_check(cub::DeviceRadixSort::SortPairs(nullptr, needed, ids, sorted_ids, unsorted, positions, count, 0,
+                                             bits, stream),
+             "planning a sort");
+  if (needed > sort_bytes)
+    fail("internal: sorting %lld ids takes %zu bytes of scratch, and cuda_segment_sort_bytes gives %zu",
+         (long long)count, needed, sort_bytes);
+  cuda_check(cub::DeviceRadixSort::SortPairs(sort_space, sort_bytes, ids, sorted_ids, unsorted, positions,
+                                             count, 0, bits, stream),
+             "sorting");
+  with_real(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_real(out.dtype, [&](auto out_type) {
+      using TO = decltype(out_type);
+      with_bool(rows_align(x, WIDTH<T>) && rows_align(out, WIDTH<T>), [&](auto wide) {
+        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+        int threads = row_threads(cuda_ceil_div(hidden_size, W), 128);
+        dim3 grid((unsigned)pieces, (unsigned)cuda_ceil_div(hidden_size, (int64_t)threads * W));
+        sum_pieces<TO, T, W><<<grid, threads, 0, stream>>>(data_of<TO>(out), partials, sorted_ids, positions,
+                                                           count, piece_rows, data_of<T>(x), x.stride, coefficients,
+                                                           alpha, (int)hidden_size, accumulate);
+        join_pieces<TO, W><<<grid, threads, 0, stream>>>(data_of<TO>(out), partials, sorted_ids, count,
+                                                         piece_rows, (int)hidden_size, accumulate);
+      });
+    });
+  });
+  cuda_check_launch("a sum over equal ids");
+}

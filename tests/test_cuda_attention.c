@@ -1,0 +1,376 @@
+// Attention on CUDA against float64: every implementation that this build and device have, on lengths around
+// the tiles' edges, grouped heads, both tensor-core head sizes and odd ones, with outputs that hold NaN
+// beforehand; the same bits from run to run; and what --attention says to names it does not know.
+//
+// What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
+// dtype and e the error of a probability in fp32 (its exponent is a sum of D products):
+//   out     P is rounded to the dtype:  (u + e) sum |P v|,          and u |out| when stored
+//   delta   out was stored:             sum |dout| (error of out)
+//   dS      rounded to the dtype:       u |dS| + P (error of delta) + e P (sum |dout v| + |delta|)
+//   dq, dk  sums of dS times k, q; dv a sum of P dout; each rounded once more, and cuDNN's dk and dv once
+//           again for every query head that shares a key.
+// Bounds, not typical errors: signs are not counted on.
+#include <float.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "kernels/cuda/attention.h"
+#include "tests/harness.h"
+
+#ifdef HAVE_CUDA
+#include "kernels/cuda/attention_own.h"
+#include "kernels/cuda/attention_scratch.h"
+#endif
+
+// One problem in float64, with the largest error that each number of the results may have.
+typedef struct {
+  AttentionShape shape;
+  int64_t rows, qkv_width, out_width;
+  double *qkv, *dout;
+  double *out, *lse, *dqkv;
+  double *out_bound, *lse_bound, *dqkv_bound;
+} Problem;
+
+static Problem problem_make(Harness *h, AttentionShape s) {
+  Problem p = {.shape = s, .rows = s.batch * s.seq_len};
+  p.qkv_width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
+  p.out_width = s.num_heads * s.head_dim;
+  p.qkv = random_values(h, p.rows * p.qkv_width, 1.5);
+  p.dout = random_values(h, p.rows * p.out_width, 1);
+  p.out = host_values(h, p.rows * p.out_width);
+  p.out_bound = host_values(h, p.rows * p.out_width);
+  p.lse = host_values(h, s.batch * s.num_heads * s.seq_len);
+  p.lse_bound = host_values(h, s.batch * s.num_heads * s.seq_len);
+  p.dqkv = host_values(h, p.rows * p.qkv_width);
+  p.dqkv_bound = host_values(h, p.rows * p.qkv_width);
+  return p;
+}
+
+// sum x y, and sum |x y|.
+typedef struct {
+  double value, magnitude;
+} Dot;
+
+static Dot dot(const double *x, const double *y, int64_t count) {
+  Dot d = {0, 0};
+  for (int64_t i = 0; i < count; i++) {
+    d.value += x[i] * y[i];
+    d.magnitude += fabs(x[i] * y[i]);
+  }
+  return d;
+}
+
+// The results of query t of head h in sequence b, and its share of dk and dv.
+static void solve_query(Problem *p, double *scores, int64_t b, int64_t h, int64_t t, double u) {
+  AttentionShape s = p->shape;
+  int64_t D = s.head_dim, head = h / (s.num_heads / s.num_key_value_heads), row = b * s.seq_len + t;
+  double scale = 1 / sqrt((double)D), largest = -INFINITY, sum = 0, magnitude = 0;
+  const double *q = p->qkv + row * p->qkv_width + h * D, *dout = p->dout + row * p->out_width + h * D;
+  const double *keys = p->qkv + b * s.seq_len * p->qkv_width + (s.num_heads + head) * D;
+  const double *values = keys + s.num_key_value_heads * D;
+  for (int64_t i = 0; i <= t; i++) {
+    Dot score = dot(q, keys + i * p->qkv_width, D);
+    scores[i] = score.value * scale;
+    largest = fmax(largest, scores[i]);
+    magnitude = fmax(magnitude, score.magnitude * scale);
+  }
+  for (int64_t i = 0; i <= t; i++) sum += exp(scores[i] - largest);
+  double lse = largest + log(fmax(sum, 1)); // the largest score alone makes it 1
+  // A score is a sum of D products, the exponentials' has t + 1 terms; exp2 and log are good to a few units.
+  double e = FLT_EPSILON * ((double)(D + 8) * (magnitude + fabs(lse)) + (double)t + 16);
+  p->lse[(b * s.num_heads + h) * s.seq_len + t] = lse;
+  p->lse_bound[(b * s.num_heads + h) * s.seq_len + t] = e;
+
+  double *out = p->out + row * p->out_width + h * D, *out_bound = p->out_bound + row * p->out_width + h * D;
+  for (int64_t i = 0; i <= t; i++)
+    for (int64_t d = 0; d < D; d++) {
+      double term = exp(scores[i] - lse) * values[i * p->qkv_width + d];
+      out[d] += term;
+      out_bound[d] += (u + e) * fabs(term);
+    }
+  for (int64_t d = 0; d < D; d++) out_bound[d] += u * fabs(out[d]);
+
+  double delta = dot(dout, out, D).value, delta_error = dot(dout, out_bound, D).magnitude;
+  double *dq = p->dqkv + row * p->qkv_width + h * D, *dq_bound = p->dqkv_bound + row * p->qkv_width + h * D;
+  for (int64_t i = 0; i <= t; i++) {
+    const double *key = keys + i * p->qkv_width;
+    double *dk = p->dqkv + (key - p->qkv), *dk_bound = p->dqkv_bound + (key - p->qkv);
+    double *dv = dk + s.num_key_value_heads * D, *dv_bound = dk_bound + s.num_key_value_heads * D;
+    double probability = exp(scores[i] - lse);
+    Dot dp = dot(dout, values + i * p->qkv_width, D);
+    double ds = probability * (dp.value - delta) * scale;
+    double ds_error = u * fabs(ds) + probability * scale * (delta_error + e * (dp.magnitude + fabs(delta)));
+    for (int64_t d = 0; d < D; d++) {
+      dq[d] += ds * key[d];
+      dq_bound[d] += ds_error * fabs(key[d]);
+      dk[d] += ds * q[d];
+      dk_bound[d] += (ds_error + u * fabs(ds)) * fabs(q[d]);
+      dv[d] += probability * dout[d];
+      dv_bound[d] += (2 * u + e) * probability * fabs(dout[d]);
+    }
+  }
+}
+
+static void problem_solve(Problem *p, Dtype dtype) {
+  AttentionShape s = p->shape;
+  double u = dtype_epsilon(dtype) / 2;
+  int64_t group = s.num_heads / s.num_key_value_heads;
+#pragma omp parallel for
+  for (int64_t i = 0; i < s.batch * s.num_key_value_heads; i++) {
+    int64_t b = i / s.num_key_value_heads, first = i % s.num_key_value_heads * group;
+    double *scores = calloc((size_t)s.seq_len, sizeof *scores);
+    for (int64_t h = first; h < first + group; h++)
+      for (int64_t t = 0; t < s.seq_len; t++) solve_query(p, scores, b, h, t, u);
+    free(scores);
+  }
+  for (int64_t i = 0; i < p->rows * p->qkv_width; i++) p->dqkv_bound[i] += u * fabs(p->dqkv[i]);
+}
+
+static void check_bounds(Harness *h, const char *what, AttentionShape s, Tensor t, const double *want,
+                         const double *bound) {
+  const double *got = values_of(h, t);
+  for (int64_t i = 0; i < tensor_count(t); i++) {
+    if (fabs(got[i] - want[i]) <= bound[i] + FLT_MIN) continue;
+    fail_msg(
+        "%s of batch %lld, T %lld, heads %lld/%lld, D %lld: number %lld is %.9g instead of %.9g, and %.3g is "
+        "the most it may be off",
+        what, (long long)s.batch, (long long)s.seq_len, (long long)s.num_heads,
+        (long long)s.num_key_value_heads, (long long)s.head_dim, (long long)i, got[i], want[i], bound[i]);
+  }
+}
+
+// --- running -----------------------------------------------------------------------------------------------
+
+typedef struct {
+  Tensor qkv, dout, out, lse, dqkv;
+} Run;
+
+static Run run_make(Harness *h, Problem *p) {
+  AttentionShape s = p->shape;
+  return (Run){.qkv = tensor_from(h, h->dtype, p->qkv, p->rows, p->qkv_width),
+               .dout = tensor_from(h, h->dtype, p->dout, p->rows, p->out_width),
+               .out = poisoned(h, h->dtype, p->rows, p->out_width),
+               .lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len),
+               .dqkv = poisoned(h, h->dtype, p->rows, p->qkv_width)};
+}
+
+static void run_forward(Harness *h, AttentionShape s, Run r) {
+  attention_forward(h->backend, (AttentionForward){.out = r.out, .lse = r.lse, .qkv = r.qkv, .shape = s});
+}
+
+static AttentionBackward backward_of(AttentionShape s, Run r) {
+  return (AttentionBackward){
+      .dqkv = r.dqkv, .dout = r.dout, .out = r.out, .lse = r.lse, .qkv = r.qkv, .shape = s};
+}
+
+static void run_through_the_doors(Harness *h, AttentionShape s, Run r) {
+  run_forward(h, s, r);
+  attention_backward(h->backend, backward_of(s, r));
+}
+
+typedef void (*Runner)(Harness *h, AttentionShape s, Run r);
+
+static void check_shape(Harness *h, AttentionShape s, Runner runner) {
+  Problem p = problem_make(h, s);
+  Run r = run_make(h, &p);
+  problem_solve(&p, h->dtype);
+  runner(h, s, r);
+  check_bounds(h, "out", s, r.out, p.out, p.out_bound);
+  check_bounds(h, "lse", s, r.lse, p.lse, p.lse_bound);
+  check_bounds(h, "dqkv", s, r.dqkv, p.dqkv, p.dqkv_bound);
+  memory_pop_to(&h->backend->memory, 0);
+}
+
+// compute-sanitizer is some hundred times slower than the GPU alone.
+static bool small_shapes(void) {
+  return getenv("LCE_SMALL_SHAPES") != NULL;
+}
+
+static void check_tensor_core_shapes(Harness *h, Runner runner) {
+  if (small_shapes()) {
+    check_shape(h, (AttentionShape){2, 65, 3, 1, 64}, runner);
+    check_shape(h, (AttentionShape){1, 129, 2, 2, 128}, runner);
+    return;
+  }
+  static const int64_t lengths[] = {1, 7, 63, 64, 65, 129, 257},
+                       heads[][2] = {{2, 2}, {3, 1}, {8, 2}, {8, 1}};
+  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+    for (size_t j = 0; j < sizeof heads / sizeof *heads; j++)
+      for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64)
+        check_shape(
+            h, (AttentionShape){1 + (int64_t)(i + j) % 3, lengths[i], heads[j][0], heads[j][1], head_dim},
+            runner);
+}
+
+// Heads that have no tensor-core kernel.
+static void check_other_shapes(Harness *h, Runner runner) {
+  static const AttentionShape shapes[] = {{2, 1, 1, 1, 1},   {1, 7, 2, 2, 2},   {2, 33, 6, 2, 10},
+                                          {1, 65, 4, 1, 80}, {2, 40, 3, 3, 96}, {1, 70, 2, 1, 256},
+                                          {1, 63, 4, 4, 32}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(h, shapes[i], runner);
+}
+
+static void test_auto(void **state) {
+  cuda_attention_select("auto");
+  check_tensor_core_shapes(*state, run_through_the_doors);
+  check_other_shapes(*state, run_through_the_doors);
+}
+
+static void test_own(void **state) {
+  cuda_attention_select("own");
+  check_tensor_core_shapes(*state, run_through_the_doors);
+  check_other_shapes(*state, run_through_the_doors);
+}
+
+static void test_cudnn(void **state) {
+  if (cuda_attention_cudnn_absent()) {
+    print_message("cuDNN's attention is not tested: %s\n", cuda_attention_cudnn_absent());
+    skip();
+  }
+  cuda_attention_select("cudnn");
+  check_tensor_core_shapes(*state, run_through_the_doors);
+}
+
+#ifdef HAVE_CUDA
+// The backward pass that devices other than Hopper take, on whatever device this is.
+static void run_portable(Harness *h, AttentionShape s, Run r) {
+  run_forward(h, s, r);
+  AttentionBackward a = backward_of(s, r);
+  size_t bytes = cuda_attention_workspace(s, ATTENTION_OWN).statistics;
+  Tensor statistics = poisoned_vector(h, DTYPE_F32, (int64_t)(bytes / sizeof(float)));
+  Tensor counters = poisoned_vector(h, DTYPE_I32, ATTENTION_COUNTERS);
+  backend_synchronize(h->backend);
+  attention_statistics(&a, statistics.data, counters.data, cudaStreamPerThread);
+  attention_tensor_core_backward(&a, statistics.data, cudaStreamPerThread);
+  assert_int_equal(cudaStreamSynchronize(cudaStreamPerThread), cudaSuccess);
+}
+#endif
+
+static void test_portable(void **state) {
+#ifdef HAVE_CUDA
+  cuda_attention_select("own");
+  check_tensor_core_shapes(*state, run_portable);
+#else
+  (void)state;
+#endif
+}
+
+static void test_fp32(void **state) {
+  cuda_attention_select("auto");
+  check_tensor_core_shapes(*state, run_through_the_doors);
+  check_other_shapes(*state, run_through_the_doors);
+}
+
+// More work than multiprocessors, so that who does what differs between the runs.
+static void test_bitwise_repeatable(void **state) {
+  Harness *h = *state;
+  static const char *const choices[] = {"auto", "own"};
+  for (int i = 0; i < 2; i++)
+    for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
+      cuda_attention_select(choices[i]);
+      AttentionShape s = {4, small_shapes() ? 100 : 1000, 12, 4, head_dim};
+      Problem p = problem_make(h, s);
+      Run r = run_make(h, &p), again = r;
+      again.out = poisoned(h, h->dtype, p.rows, p.out_width);
+      again.lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
+      again.dqkv = poisoned(h, h->dtype, p.rows, p.qkv_width);
+      run_through_the_doors(h, s, r);
+      run_through_the_doors(h, s, again);
+      check_bitwise_equal(h, "out", r.out, again.out);
+      check_bitwise_equal(h, "lse", r.lse, again.lse);
+      check_bitwise_equal(h, "dqkv", r.dqkv, again.dqkv);
+      memory_pop_to(&h->backend->memory, 0);
+    }
+}
+
+// ||a - b|| / ||b||
+static double distance(Harness *h, Tensor a, Tensor b) {
+  const double *x = values_of(h, a), *y = values_of(h, b);
+  double difference = 0, norm = 0;
+  for (int64_t i = 0; i < tensor_count(a); i++) {
+    difference += (x[i] - y[i]) * (x[i] - y[i]);
+    norm += y[i] * y[i];
+  }
+  return sqrt(difference / norm);
+}
+
+// Both round P and dS to bf16 at the same places, so they differ by a few units of roundoff in the mean.
+static void test_own_and_cudnn_agree(void **state) {
+  Harness *h = *state;
+  if (cuda_attention_cudnn_absent()) skip();
+  for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
+    AttentionShape s = {2, small_shapes() ? 100 : 1000, 12, 4, head_dim};
+    Problem p = problem_make(h, s);
+    Run own = run_make(h, &p), cudnn = own;
+    cudnn.out = poisoned(h, h->dtype, p.rows, p.out_width);
+    cudnn.lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
+    cudnn.dqkv = poisoned(h, h->dtype, p.rows, p.qkv_width);
+    cuda_attention_select("own");
+    run_through_the_doors(h, s, own);
+    cuda_attention_select("cudnn");
+    run_through_the_doors(h, s, cudnn);
+    double u = dtype_epsilon(h->dtype) / 2;
+    assert_true(distance(h, own.out, cudnn.out) < u);
+    assert_true(distance(h, own.lse, cudnn.lse) < 1e-6);
+    assert_true(distance(h, own.dqkv, cudnn.dqkv) < 2 * u);
+    memory_pop_to(&h->backend->memory, 0);
+  }
+}
+
+static void test_unknown_name(void **state) {
+  assert_fails(*state, "--attention flash is not known; it is one of auto, own, cudnn",
+               cuda_attention_select("flash"));
+  cuda_attention_select("auto");
+  if (cuda_attention_cudnn_absent())
+    assert_fails(*state, "--attention cudnn: ", cuda_attention_select("cudnn"));
+}
+
+// --- the program -------------------------------------------------------------------------------------------
+
+static const char *backend_name;
+
+static int open_group(void **state) {
+  *state = harness_open(backend_name);
+  return *state == NULL;
+}
+
+static int close_group(void **state) {
+  cuda_attention_select("auto");
+  harness_close(*state);
+  return 0;
+}
+
+static void test_nothing(void **state) {
+  (void)state;
+  print_message("attention on CUDA is not tested: no usable GPU, or built without CUDA\n");
+  skip();
+}
+
+int main(void) {
+  const struct CMUnitTest bf16_tests[] = {
+      cmocka_unit_test(test_auto),
+      cmocka_unit_test(test_own),
+      cmocka_unit_test(test_cudnn),
+      cmocka_unit_test(test_portable),
+      cmocka_unit_test(test_bitwise_repeatable),
+      cmocka_unit_test(test_own_and_cudnn_agree),
+      cmocka_unit_test(test_unknown_name),
+  };
+  const struct CMUnitTest fp32_tests[] = {cmocka_unit_test(test_fp32)};
+  const struct CMUnitTest no_tests[] = {cmocka_unit_test(test_nothing)};
+  Harness *probe = harness_open("cuda");
+  if (!probe) return cmocka_run_group_tests_name("cuda attention", no_tests, NULL, NULL);
+  harness_close(probe);
+  backend_name = "cuda";
+  int failures = cmocka_run_group_tests_name("cuda attention, bf16", bf16_tests, open_group, close_group);
+  backend_name = "cuda-fp32";
+  return failures + cmocka_run_group_tests_name("cuda attention, fp32", fp32_tests, open_group, close_group);
+}

@@ -1,0 +1,291 @@
+// The Hopper products (kernels/cuda/hopper_product.h) against float64: tiles that are ragged in every direction,
+// rows with gaps, more tiles than a round holds and fewer, row sums in bands, outputs that hold NaN beforehand, a
+// NaN in one row, a target that outweighs the rest, and the same bits on every run. Skipped on other devices.
+
+// cmocka.h needs the four before it.
+// clang-format off
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+// clang-format on
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/linear_cross_entropy.h"
+#include "tests/harness.h"
+#include "tests/reference.h"
+
+#ifdef HAVE_CUDA
+#include "kernels/cuda/hopper_product.h"
+
+enum { SCRATCH_BYTES = 48 << 20 };
+
+// One call of hopper_exponentials, and what it must give.
+typedef struct {
+  int64_t rows, hidden, vocab;
+  Tensor x, weight, targets, anchor, exps, row_sum; // row_sum: doubles, in fp32's clothes
+  double *exps_want, *sum_want, *sums;
+} Logits;
+
+static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double scale) {
+  Logits l = {.rows = rows, .hidden = hidden, .vocab = vocab};
+  double *x = random_values(h, rows * hidden, 1), *weight = random_values(h, vocab * hidden, scale);
+  int32_t *targets = random_ids(h, rows, vocab);
+  targets[0] = (int32_t)vocab - 1; // the last tile's last column
+  l.x = tensor_from(h, DTYPE_BF16, x, rows, hidden);
+  l.weight = tensor_from(h, DTYPE_BF16, weight, vocab, hidden);
+  l.targets = ids_from(h, targets, rows);
+  double *z = host_values(h, rows * vocab), *anchor = host_values(h, rows);
+  reference_linear(z, x, weight, false, NULL, NULL, rows, hidden, vocab);
+  for (int64_t n = 0; n < rows; n++) anchor[n] = z[n * vocab + targets[n]];
+  l.anchor = vector_from(h, DTYPE_F32, anchor, rows);
+  l.exps_want = host_values(h, rows * vocab);
+  l.sum_want = host_values(h, rows);
+  for (int64_t n = 0; n < rows; n++)
+    for (int64_t j = 0; j < vocab; j++) {
+      double e = j == targets[n] ? 0 : exp(z[n * vocab + j] - anchor[n]);
+      l.exps_want[n * vocab + j] = e;
+      l.sum_want[n] += e;
+    }
+  l.exps = poisoned_strided(h, DTYPE_BF16, rows, vocab, (vocab + 63) / 64 * 64);
+  l.row_sum = poisoned_vector(h, DTYPE_F32, 2 * rows);
+  l.sums = host_values(h, rows);
+  return l;
+}
+
+static void logits_run(Harness *h, Logits *l, bool keep, size_t scratch_bytes) {
+  Backend *b = h->backend;
+  MemoryMark mark = memory_mark(&b->memory);
+  void *scratch = poisoned(h, DTYPE_F32, 1, (int64_t)scratch_bytes / 4).data;
+  Tensor none = {0};
+  assert_true(hopper_exponentials(b, keep ? l->exps : none, l->row_sum.data, l->anchor.data, l->x, l->weight,
+                                  l->targets.data, scratch, scratch_bytes));
+  backend_to_host(b, l->sums, l->row_sum);
+  memory_pop_to(&b->memory, mark);
+}
+
+// A logit is a sum of `hidden` products in fp32, wrong by about epsilon sqrt(hidden) |z|; so is E, relatively, and
+// rounding to bf16 adds half a unit.
+static void logits_check(Harness *h, Logits *l, double largest_logit) {
+  double logit_error = 4 * dtype_epsilon(DTYPE_F32) * sqrt((double)l->hidden) * (1 + largest_logit) + 1e-6;
+  double *got = values_of(h, l->exps);
+  for (int64_t i = 0; i < l->rows * l->vocab; i++)
+    if (!(fabs(got[i] - l->exps_want[i]) <= (logit_error + 0x1.02p-9) * l->exps_want[i] + 0x1p-126))
+      fail_msg("E[%lld] is %.9g, not %.9g (%lld x %lld x %lld)", (long long)i, got[i], l->exps_want[i],
+               (long long)l->rows, (long long)l->hidden, (long long)l->vocab);
+  for (int64_t n = 0; n < l->rows; n++)
+    if (!(fabs(l->sums[n] - l->sum_want[n]) <= logit_error * l->sum_want[n]))
+      fail_msg("row sum %lld is %.9g, not %.9g", (long long)n, l->sums[n], l->sum_want[n]);
+  check_gaps(h, "E", l->exps);
+}
+
+static void test_logits(void **state) {
+  Harness *h = *state;
+  static const int64_t shapes[][3] = {{1, 8, 8},      {5, 64, 100},   {128, 72, 193}, {129, 136, 192},
+                                      {257, 64, 1000}, {256, 256, 384}, {700, 24, 3001}, {33, 1000, 517},
+                                      {1030, 16, 6007}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+    MemoryMark mark = memory_mark(&h->backend->memory);
+    Logits l = logits_make(h, shapes[i][0], shapes[i][1], shapes[i][2], 2 / sqrt((double)shapes[i][1]));
+    logits_run(h, &l, true, SCRATCH_BYTES);
+    logits_check(h, &l, 12);
+    memory_pop_to(&h->backend->memory, mark);
+  }
+}
+
+// Without E the sums have the same bits; with little scratch, too, since a row's sums do not meet another's.
+static void test_logits_in_bands(void **state) {
+  Harness *h = *state;
+  Logits l = logits_make(h, 1000, 64, 1000, 0.2);
+  logits_run(h, &l, true, SCRATCH_BYTES);
+  double *sums = host_values(h, l.rows);
+  memcpy(sums, l.sums, (size_t)l.rows * sizeof *sums);
+  logits_run(h, &l, false, SCRATCH_BYTES);
+  assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
+  size_t tiles = (1000 + 191) / 192;
+  logits_run(h, &l, true, tiles * 300 * sizeof(float)); // bands of 256 rows
+  assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
+  logits_check(h, &l, 8);
+  Tensor none = {0};
+  assert_false(hopper_exponentials(h->backend, none, l.row_sum.data, l.anchor.data, l.x, l.weight, l.targets.data,
+                                   l.exps.data, tiles * 255 * sizeof(float)));
+}
+
+// Anchors of 40 and sums near 1e-8: the rounding of the anchor's product with log2(e) must not show.
+static void test_nearly_certain(void **state) {
+  Harness *h = *state;
+  int64_t rows = 130, hidden = 64, vocab = 500;
+  Logits l = logits_make(h, rows, hidden, vocab, 0.01);
+  double *x = values_of(h, l.x), *weight = values_of(h, l.weight), *anchor = host_values(h, rows);
+  double *z = host_values(h, rows * vocab), *want = host_values(h, rows);
+  int32_t *targets = malloc((size_t)rows * sizeof *targets);
+  assert_non_null(targets);
+  backend_to_host(h->backend, targets, l.targets);
+  reference_linear(z, x, weight, false, NULL, NULL, rows, hidden, vocab);
+  for (int64_t n = 0; n < rows; n++) {
+    anchor[n] = 25 + 0.37 * (double)n; // need not be the target's logit
+    anchor[n] = (float)anchor[n];
+    for (int64_t j = 0; j < vocab; j++)
+      if (j != targets[n]) want[n] += exp(z[n * vocab + j] - anchor[n]);
+  }
+  l.anchor = vector_from(h, DTYPE_F32, anchor, rows);
+  logits_run(h, &l, true, SCRATCH_BYTES);
+  for (int64_t n = 0; n < rows; n++)
+    if (!(fabs(l.sums[n] - want[n]) <= 1e-6 * want[n]))
+      fail_msg("row %lld with anchor %.2f sums to %.9g, not %.9g", (long long)n, anchor[n], l.sums[n], want[n]);
+  free(targets);
+}
+
+static void test_nan_stays_in_its_row(void **state) {
+  Harness *h = *state;
+  Logits l = logits_make(h, 200, 64, 700, 0.2);
+  const uint16_t nan_bits = 0x7FC0;
+  Tensor one = tensor_1d((char *)l.x.data + (17 * 64 + 5) * 2, DTYPE_BF16, 1);
+  backend_to_device(h->backend, one, &nan_bits);
+  logits_run(h, &l, true, SCRATCH_BYTES);
+  double *exps = values_of(h, l.exps);
+  for (int64_t n = 0; n < l.rows; n++) {
+    assert_int_equal(n == 17, isnan(l.sums[n]) != 0);
+    assert_int_equal(n == 17, isnan(exps[n * l.vocab + 3]) != 0);
+  }
+}
+
+static void gradient_case(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, Dtype dtype, size_t scratch_bytes) {
+  MemoryMark mark = memory_mark(&h->backend->memory);
+  double *exps = random_values(h, rows * vocab, 1), *weight = random_values(h, vocab * hidden, 1);
+  int64_t stride = (vocab + 63) / 64 * 64;
+  Tensor e = strided_from(h, DTYPE_BF16, exps, rows, vocab, stride); // NaN beyond the end must not enter
+  Tensor w = tensor_from(h, DTYPE_BF16, weight, vocab, hidden);
+  Tensor out = poisoned_strided(h, dtype, rows, hidden, hidden + 8), again = poisoned(h, dtype, rows, hidden);
+  Tensor scratch = poisoned(h, DTYPE_F32, 1, (int64_t)scratch_bytes / 4);
+  double *want = host_values(h, rows * hidden);
+  for (int64_t n = 0; n < rows; n++)
+    for (int64_t j = 0; j < vocab; j++)
+      for (int64_t i = 0; i < hidden; i++) want[n * hidden + i] += exps[n * vocab + j] * weight[j * hidden + i];
+  assert_true(hopper_exps_times_weight(h->backend, out, e, w, scratch.data, scratch_bytes, true));
+  check_values(h, "dX", out, want, within(2, (double)vocab));
+  check_gaps(h, "dX", out);
+  assert_true(hopper_exps_times_weight(h->backend, again, e, w, scratch.data, scratch_bytes, true));
+  check_bitwise_equal(h, "dX again", again, out);
+  memory_pop_to(&h->backend->memory, mark);
+}
+
+static void test_gradient(void **state) {
+  static const int64_t shapes[][3] = {{1, 8, 8},       {5, 64, 100},   {128, 72, 193}, {300, 200, 1000},
+                                      {257, 192, 777}, {256, 384, 640}, {700, 24, 301}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (int k = 0; k < 4; k++) // sums in slices, and without room for slices
+      gradient_case(*state, shapes[i][0], shapes[i][1], shapes[i][2], k % 2 ? DTYPE_F32 : DTYPE_BF16,
+                    k / 2 ? SCRATCH_BYTES : 4096);
+}
+
+// More tiles than run at once, with a remainder: whole tiles and slices in one call.
+static void test_gradient_of_many_tiles(void **state) {
+  gradient_case(*state, 2600, 1600, 130, DTYPE_BF16, SCRATCH_BYTES);
+  gradient_case(*state, 2600, 1600, 130, DTYPE_F32, SCRATCH_BYTES);
+}
+
+static void test_refuses(void **state) {
+  Harness *h = *state;
+  Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
+  Tensor full = poisoned(h, DTYPE_F32, 100, 32), sums = poisoned_vector(h, DTYPE_F32, 200);
+  Tensor none = {0}, anchor = poisoned_vector(h, DTYPE_F32, 100), targets = ids_from(h, random_ids(h, 100, 100), 100);
+  assert_false(hopper_exponentials(h->backend, none, sums.data, anchor.data, odd, odd, targets.data, full.data, 1 << 12));
+  assert_false(hopper_exponentials(h->backend, none, sums.data, anchor.data, full, full, targets.data, full.data, 1 << 12));
+  assert_false(hopper_exps_times_weight(h->backend, even, odd, even, full.data, 1 << 12, true));
+}
+
+// The whole layer in chunks, beside float64: rows that are misaligned (the portable path) and rows that are not.
+static void test_layer(void **state) {
+  Harness *h = *state;
+  static const int64_t shapes[][4] = {{300, 64, 1001, 128}, {300, 63, 1001, 128}, {129, 200, 770, 50}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+    int64_t rows = shapes[i][0], hidden = shapes[i][1], vocab = shapes[i][2];
+    MemoryMark mark = memory_mark(&h->backend->memory);
+    double *x = random_values(h, rows * hidden, 1), *weight = random_values(h, vocab * hidden, 0.3);
+    int32_t *targets = random_ids(h, rows, vocab);
+    double *loss = host_values(h, rows), *dx = host_values(h, rows * hidden), *dweight = host_values(h, vocab * hidden);
+    LinearCrossEntropy a = {.mode = LCE_FUSED,
+                            .chunk = shapes[i][3],
+                            .loss = poisoned_vector(h, DTYPE_F32, rows),
+                            .dx = poisoned(h, DTYPE_F32, rows, hidden),
+                            .dweight = poisoned(h, DTYPE_F32, vocab, hidden),
+                            .x = tensor_from(h, DTYPE_BF16, x, rows, hidden),
+                            .weight = tensor_from(h, DTYPE_BF16, weight, vocab, hidden),
+                            .targets = ids_from(h, targets, rows),
+                            .scale = 1.0f / (float)rows};
+    reference_linear_cross_entropy(loss, dx, dweight, x, weight, targets, a.scale, rows, hidden, vocab);
+    linear_cross_entropy(h->backend, a);
+    check_values(h, "loss", a.loss, loss, within(4, (double)hidden));
+    check_values(h, "dx", a.dx, dx, within_stored(h, 2, 1));
+    check_values(h, "dweight", a.dweight, dweight, within_stored(h, 2, 1));
+    memory_pop_to(&h->backend->memory, mark);
+  }
+}
+
+static int open_harness(void **state) {
+  Harness *h = harness_open("cuda");
+  if (h && !hopper_runs(h->backend)) {
+    harness_close(h);
+    h = NULL;
+  }
+  *state = h;
+  return 0;
+}
+
+static int close_harness(void **state) {
+  if (*state) harness_close(*state);
+  return 0;
+}
+
+static int pop_all(void **state) {
+  Harness *h = *state;
+  if (h) memory_pop_to(&h->backend->memory, 0);
+  return 0;
+}
+
+// Each test is skipped, by name, where there is no such device.
+#define ON_HOPPER(test)                                                                                      \
+  static void test##_on_hopper(void **state) {                                                               \
+    if (!*state) skip();                                                                                     \
+    test(state);                                                                                             \
+  }
+ON_HOPPER(test_logits)
+ON_HOPPER(test_logits_in_bands)
+ON_HOPPER(test_nearly_certain)
+ON_HOPPER(test_nan_stays_in_its_row)
+ON_HOPPER(test_gradient)
+ON_HOPPER(test_gradient_of_many_tiles)
+ON_HOPPER(test_refuses)
+ON_HOPPER(test_layer)
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test_teardown(test_logits_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_logits_in_bands_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_nearly_certain_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_nan_stays_in_its_row_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_gradient_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_gradient_of_many_tiles_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_refuses_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_layer_on_hopper, pop_all),
+  };
+  return cmocka_run_group_tests_name("hopper", tests, open_harness, close_harness);
+}
+
+#else
+
+static void test_without_cuda(void **state) {
+  (void)state;
+  skip();
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_without_cuda)};
+  return cmocka_run_group_tests_name("hopper", tests, NULL, NULL);
+}
+
+#endif

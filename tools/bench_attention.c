@@ -1,0 +1,129 @@
+// How fast attention runs on the GPU, our own kernels and cuDNN's:
+//
+//   tools/bench_attention
+//
+// TFLOP/s count the causal half: forward 2 B Q T^2 D, backward 2.5 times that, whatever is really computed.
+// "auto" is what training uses; cuDNN's backward pass is not bitwise repeatable, the others are.
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "base/random.h"
+#include "kernels/cuda/attention.h"
+#include "kernels/kernels.h"
+
+typedef struct {
+  const char *name;
+  AttentionShape shape;
+} Case;
+
+static const Case cases[] = {
+    {"gpt2-124m   B 64 T 1024  12 heads of 64", {64, 1024, 12, 12, 64}},
+    {"gpt2-1558m  B 16 T 1024  25 heads of 64", {16, 1024, 25, 25, 64}},
+    {"            B 4  T 4096  32 heads of 64", {4, 4096, 32, 32, 64}},
+    {"llama-1b    B 4  T 4096  32/8 of 64", {4, 4096, 32, 8, 64}},
+    {"            B 2  T 8192  32 heads of 128", {2, 8192, 32, 32, 128}},
+    {"llama-8b    B 1  T 32768 32/8 of 128", {1, 32768, 32, 8, 128}},
+};
+
+enum { REPEATS = 7 };
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int by_size(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+typedef struct {
+  Backend *backend;
+  AttentionForward forward;
+  AttentionBackward backward;
+} Bench;
+
+static void run(const Bench *b, bool backward, int times) {
+  for (int i = 0; i < times; i++) {
+    if (backward)
+      attention_backward(b->backend, b->backward);
+    else
+      attention_forward(b->backend, b->forward);
+  }
+  backend_synchronize(b->backend);
+}
+
+// Seconds of one call: the median over batches of calls that take at least 20 ms each.
+static double seconds(const Bench *b, bool backward) {
+  run(b, backward, 2);
+  double start = now();
+  run(b, backward, 4);
+  int times = (int)(0.02 / ((now() - start) / 4)) + 1;
+  double samples[REPEATS];
+  for (int i = 0; i < REPEATS; i++) {
+    start = now();
+    run(b, backward, times);
+    samples[i] = (now() - start) / times;
+  }
+  qsort(samples, REPEATS, sizeof *samples, by_size);
+  return samples[REPEATS / 2];
+}
+
+// A normal draw in every place: zeros would run faster than training does.
+static Tensor random_tensor(Backend *backend, const char *name, int64_t rows, int64_t columns,
+                            uint64_t stream) {
+  Tensor t = memory_push_2d(&backend->memory, name, MEMORY_ACTIVATIONS, DTYPE_BF16, rows, columns);
+  int64_t count = rows * columns, drawn = 1 << 20;
+  uint16_t *values = malloc((size_t)count * sizeof *values);
+  if (!values) return t;
+  for (int64_t i = 0; i < count; i++)
+    values[i] = i < drawn ? bf16_from_f32((float)random_normal(1, stream, (uint64_t)i))
+                          : values[i - drawn + i / drawn % 7];
+  backend_to_device(backend, t, values);
+  free(values);
+  return t;
+}
+
+static void bench(Backend *backend, const Case *c) {
+  AttentionShape s = c->shape;
+  int64_t rows = s.batch * s.seq_len, width = s.num_heads * s.head_dim;
+  int64_t qkv_width = width + 2 * s.num_key_value_heads * s.head_dim;
+  MemoryMark mark = memory_mark(&backend->memory);
+  Tensor qkv = random_tensor(backend, "qkv", rows, qkv_width, 1);
+  Tensor dout = random_tensor(backend, "dout", rows, width, 2);
+  Tensor out = memory_push_2d(&backend->memory, "out", MEMORY_ACTIVATIONS, DTYPE_BF16, rows, width);
+  Tensor dqkv = memory_push_2d(&backend->memory, "dqkv", MEMORY_ACTIVATIONS, DTYPE_BF16, rows, qkv_width);
+  Tensor lse = memory_push_2d(&backend->memory, "lse", MEMORY_ACTIVATIONS, DTYPE_F32, s.batch,
+                              s.num_heads * s.seq_len);
+  Bench b = {.backend = backend,
+             .forward = {.out = out, .lse = lse, .qkv = qkv, .shape = s},
+             .backward = {.dqkv = dqkv, .dout = dout, .out = out, .lse = lse, .qkv = qkv, .shape = s}};
+  double work =
+      2e-12 * (double)(s.batch * s.num_heads) * (double)s.seq_len * (double)s.seq_len * (double)s.head_dim;
+  static const char *const choices[] = {"auto", "own", "cudnn"};
+  for (int i = 0; i < 3; i++) {
+    if (i == 2 && cuda_attention_cudnn_absent()) continue;
+    cuda_attention_select(choices[i]);
+    double forward = seconds(&b, false), backward = seconds(&b, true);
+    printf("%-42s %-6s %9.3f ms %5.0f TFLOP/s %9.3f ms %5.0f TFLOP/s\n", i ? "" : c->name, choices[i],
+           1e3 * forward, work / forward, 1e3 * backward, 2.5 * work / backward);
+  }
+  memory_pop_to(&backend->memory, mark);
+}
+
+int main(void) {
+  const char *reason = NULL;
+  Backend *backend = cuda_backend_create(0, DTYPE_BF16, &reason);
+  if (!backend) {
+    printf("bench_attention needs a GPU: %s\n", reason);
+    return 0;
+  }
+  printf("%s%s\n%-49s %21s %28s\n", backend->description,
+         cuda_attention_cudnn_absent() ? ", without cuDNN" : "", "", "forward", "backward");
+  memory_set_stack(&backend->memory, (size_t)4 << 30);
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) bench(backend, &cases[i]);
+  backend_destroy(backend);
+  return 0;
+}

@@ -1,0 +1,85 @@
+#!/bin/bash
+# Everything that needs a GPU, in one go: builds for the GPU here, runs its tests (also under compute-sanitizer) and
+# its benchmarks, and prints one short table at the end. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
+#
+#   tools/gpu_check.sh [all|tests|sanitizer|bench]...
+#
+# DEPS_ROOT=folder (unpacked packages) is handed on to make, for machines without apt.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+OUT=${OUT:-runs/gpu_check}
+mkdir -p "$OUT"
+parts=" ${*:-all} "
+table=()
+failed=0
+
+wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
+row() { table+=("$(printf '%-44s %s' "$1" "$2")"); }
+
+# run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row of the table.
+run() {
+  local name=$1 seconds=$2
+  shift 2
+  timeout --kill-after=10 "$seconds" "$@" >"$OUT/$name.log" 2>&1
+  local status=$?
+  if [ $status != 0 ]; then
+    failed=1
+    row "$name" "FAILED with status $status, see $OUT/$name.log"
+    tail -n 15 "$OUT/$name.log"
+  fi
+  return $status
+}
+
+command -v nvidia-smi >/dev/null || { echo "tools/gpu_check.sh: no nvidia-smi, so there is no GPU to check" >&2; exit 1; }
+row "GPU" "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
+
+make -s all tests ${DEPS_ROOT:+DEPS_ROOT="$DEPS_ROOT"} >"$OUT/build.log" 2>&1 ||
+  { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
+
+if wants tests; then
+  for program in build/release/tests/test_cuda*[a-z]; do
+    [ -x "$program" ] && [ ! -d "$program" ] || continue
+    run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
+  done
+fi
+
+if wants sanitizer; then
+  for tool in memcheck racecheck; do
+    for program in test_cuda test_cuda_attention; do
+      LCE_SMALL_SHAPES=1 run "$program-$tool" 200 compute-sanitizer --tool $tool --error-exitcode 9 "build/release/tests/$program" &&
+        row "$program under $tool" "$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$OUT/$program-$tool.log" | sed 's/=* *//')"
+    done
+  done
+fi
+
+if wants bench; then
+  # layer N H V CHUNK: the last layer against its three bare products
+  layer() {
+    local name="layer-$1-$2-$3-$4"
+    run "$name" 120 tools/bench_lce --device cuda --tokens "$1" --hidden-size "$2" --vocab "$3" --chunk "$4" &&
+      sed 's/^/  /' "$OUT/$name.log"
+  }
+  # step NAME OPTIONS...: a whole training step
+  step() {
+    local name="step-$1"
+    shift
+    run "$name" 150 tools/bench_step --device cuda "$@" &&
+      row "$name" "$(awk '/^  step/ {rate = $5} /bare products/ {tflops = $5; share = $7} /at the peak \(ledger\)/ {bytes = $2 " " $3}
+        END {print rate " tokens/s, products " tflops " TFLOP/s = " share " of the step, " bytes}' "$OUT/$name.log")"
+  }
+  layer 16384 2048 131072 4096
+  layer 16384 2048 131072 2048
+  layer 16384 2048 131072 1024
+  layer 4096 4096 128256 4096
+  layer 4096 4096 128256 1024
+  [ -x tools/bench_attention ] && run attention 120 tools/bench_attention && sed 's/^/  /' "$OUT/attention.log"
+  step gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024
+  step gpt2-1558m --model gpt2-1558m --batch 16 --seq-len 1024
+  step llama-1b --model llama-1b --batch 4 --seq-len 4096
+  step llama-1b-lean --model llama-1b --batch 4 --seq-len 4096 --moment-dtype bf16 --no-master-weights --recompute elementwise --lce-chunk 1024
+  step llama-1b-materialized --model llama-1b --batch 4 --seq-len 4096 --materialized-logits
+fi
+
+echo
+printf '%s\n' "${table[@]}"
+exit $failed
