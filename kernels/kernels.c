@@ -312,6 +312,20 @@ void attention_backward(Backend *backend, AttentionBackward a) {
   CALL_WITH_SCRATCH(attention_backward, MEMORY_WORKSPACE);
 }
 
+void attention_decode(Backend *backend, AttentionDecode a) {
+  const Op op = "attention_decode";
+  AttentionShape s = a.shape;
+  attention_heads(op, s, a.qkv);
+  matrix(op, "out", a.out, a.qkv.dtype, s.batch * s.seq_len, s.num_heads * s.head_dim);
+  two_axes(op, "keys", a.keys);
+  matrix(op, "keys", a.keys, a.qkv.dtype, s.batch * s.num_key_value_heads, a.keys.shape[1]);
+  matrix(op, "values", a.values, a.qkv.dtype, a.keys.shape[0], a.keys.shape[1]);
+  if (a.past < 0 || a.past > a.keys.shape[1] / s.head_dim - s.seq_len)
+    fail("%s: %lld tokens after %lld do not fit into keys, which is %s", op, (long long)s.seq_len,
+         (long long)a.past, tensor_text(a.keys).text);
+  CALL(attention_decode);
+}
+
 // --- the last layer's pieces -------------------------------------------------------------------------------
 
 void lce_sweep(Backend *backend, LceSweep a) {

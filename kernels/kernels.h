@@ -197,6 +197,18 @@ typedef struct {
   Tensor workspace; // from the door
 } AttentionBackward;
 
+// Attention of S new tokens a sequence (shape.seq_len = S) that follow `past` others, whose keys and values
+// the caches hold: position u of key/value head kv of sequence b lies at row b K + kv, columns [u D, (u+1) D).
+// The new tokens' keys and values are stored at positions past .. past + S - 1, then
+//   out[b, s, h] = sum_{u <= past + s} softmax_u(q_s . k_u / sqrt(D)) v_u.
+typedef struct {
+  Tensor out;          // real [B S, Q D]
+  Tensor keys, values; // real [B K, P D], P >= past + S
+  Tensor qkv;          // real [B S, (Q + 2K) D], rotated for its positions
+  AttentionShape shape;
+  int64_t past;
+} AttentionDecode;
+
 // --- the last layer's pieces -------------------------------------------------------------------------------
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target.
 
@@ -328,6 +340,7 @@ void swiglu_backward(Backend *backend, SwigluBackward a);
 void rope(Backend *backend, Rope a);
 void attention_forward(Backend *backend, AttentionForward a);
 void attention_backward(Backend *backend, AttentionBackward a);
+void attention_decode(Backend *backend, AttentionDecode a);
 void lce_sweep(Backend *backend, LceSweep a);
 void lce_rows(Backend *backend, LceRows a);
 void lce_input_gradient(Backend *backend, LceInputGradient a);
@@ -367,6 +380,7 @@ typedef struct {
   void (*rope)(Backend *, const Rope *);
   void (*attention_forward)(Backend *, const AttentionForward *);
   void (*attention_backward)(Backend *, const AttentionBackward *);
+  void (*attention_decode)(Backend *, const AttentionDecode *);
   void (*lce_sweep)(Backend *, const LceSweep *);
   void (*lce_rows)(Backend *, const LceRows *);
   void (*lce_input_gradient)(Backend *, const LceInputGradient *);

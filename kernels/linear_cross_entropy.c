@@ -177,22 +177,39 @@ static int64_t divide_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
+// As many chunks of at most `most` tokens as needed, all nearly alike, in steps of 128 where there is room for
+// steps: how many tokens each then has.
+static int64_t even_chunk(int64_t tokens, int64_t most) {
+  int64_t even = divide_up(tokens, divide_up(tokens, most)), stepped = divide_up(even, 128) * 128;
+  return stepped <= most ? stepped : even;
+}
+
+// How many tokens count is up to the data, and with it the size of a sweep's scratch: the ledger sees that of a
+// full chunk once, so that what it says does not depend on the data.
+static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, const Chunk *c) {
+  LceSweep sweep = {.exps = c->exps, .dx_raw = c->dx, .x = c->x, .weight = a->weight, .targets = c->targets};
+  size_t bytes = backend->scratch->lce_sweep ? backend->scratch->lce_sweep(&sweep) : 0;
+  MemoryMark mark = memory_mark(&backend->memory);
+  memory_push_1d(&backend->memory, "lce_sweep", MEMORY_HEAD, DTYPE_I32, (int64_t)((bytes + 3) / 4));
+  memory_pop_to(&backend->memory, mark);
+}
+
 static void fused(Backend *backend, const LinearCrossEntropy *a) {
   int64_t tokens = a->x.shape[0], counted = tensor_exists(a->rows) ? a->counted : tokens;
   // The memory is that of all tokens counted: it must not depend on the data.
-  Chunk buffers = push_chunk(backend, a, a->chunk < tokens ? a->chunk : tokens);
+  int64_t most = even_chunk(tokens, a->chunk < tokens ? a->chunk : tokens);
+  Chunk buffers = push_chunk(backend, a, most);
   if (tensor_exists(a->rows)) {
+    show_full_scratch(backend, a, &buffers);
     fill_zero(backend, a->loss);
     if (tensor_exists(a->dx)) fill_zero(backend, a->dx);
   }
   if (counted == 0 && tensor_exists(a->dweight) && !a->accumulate) fill_zero(backend, a->dweight);
-  // As many chunks as needed, all nearly alike, in steps of 128 rows where there is room for steps.
-  int64_t chunks = divide_up(counted, a->chunk);
-  int64_t even = chunks ? divide_up(counted, chunks) : 0;
-  int64_t stepped = divide_up(even, 128) * 128;
-  int64_t size = stepped <= a->chunk ? stepped : even;
-  for (int64_t first = 0; first < counted; first += size)
+  int64_t size = counted ? even_chunk(counted, most) : 0;
+  for (int64_t first = 0; first < counted; first += size) {
     one_chunk(backend, a, &buffers, first, first + size < counted ? size : counted - first);
+    if (backend->memory.planning) break; // the chunks after the first need no more
+  }
 }
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {

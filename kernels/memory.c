@@ -21,6 +21,16 @@ size_t memory_padded(size_t bytes) {
   return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
 }
 
+// No ledger counts beyond this, so that sums of what absurd sizes ask for do not wrap around.
+static const size_t COUNTABLE = (size_t)1 << 62;
+
+static size_t bytes_of(Dtype dtype, int64_t d0, int64_t d1) {
+  size_t bytes;
+  bool wraps = __builtin_mul_overflow((size_t)d0, (size_t)d1, &bytes) ||
+               __builtin_mul_overflow(bytes, dtype_bytes(dtype), &bytes);
+  return wraps || bytes > COUNTABLE ? COUNTABLE : bytes;
+}
+
 static void *grow(void *array, size_t count, size_t *capacity, size_t element) {
   if (count < *capacity) return array;
   *capacity = *capacity ? 2 * *capacity : 64;
@@ -112,8 +122,13 @@ static _Noreturn void out_of_memory(const Memory *memory, const char *name, size
        name, text_bytes(bytes).text, text_bytes(memory->ledger.total).text, length ? holders : "nothing yet");
 }
 
+static void require_countable(const Memory *memory, const char *name, size_t bytes) {
+  if (bytes >= COUNTABLE - memory->ledger.total) out_of_memory(memory, name, bytes);
+}
+
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
   bytes = memory_padded(bytes);
+  require_countable(memory, name, bytes);
   void *data = (void *)(PLANNED_BASE + memory->ledger.total);
   if (!memory->planning) data = memory->source.allocate(memory->source.context, bytes);
   if (!data) out_of_memory(memory, name, bytes);
@@ -150,6 +165,7 @@ void memory_set_stack(Memory *memory, size_t capacity) {
 
 static void *push(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
   bytes = memory_padded(bytes);
+  require_countable(memory, name, bytes);
   size_t offset = memory->ledger.stack;
   if (!memory->planning && offset + bytes > memory->stack_capacity) out_of_memory(memory, name, bytes);
   memory->pushed =
@@ -164,12 +180,12 @@ static void *push(Memory *memory, const char *name, MemoryCategory category, siz
 }
 
 Tensor memory_push_1d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0) {
-  return tensor_1d(push(memory, name, category, (size_t)d0 * dtype_bytes(dtype)), dtype, d0);
+  return tensor_1d(push(memory, name, category, bytes_of(dtype, d0, 1)), dtype, d0);
 }
 
 Tensor memory_push_2d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0,
                       int64_t d1) {
-  return tensor_2d(push(memory, name, category, (size_t)d0 * (size_t)d1 * dtype_bytes(dtype)), dtype, d0, d1);
+  return tensor_2d(push(memory, name, category, bytes_of(dtype, d0, d1)), dtype, d0, d1);
 }
 
 MemoryMark memory_mark(const Memory *memory) {

@@ -1,0 +1,185 @@
+#include "tests/process.h"
+
+#include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+enum { MOST_ARGUMENTS = 64, DEADLINE_SECONDS = 120 };
+
+static const char *program(void) {
+  static char beside[4096];
+  const char *named = getenv("LCE_TRAIN");
+  if (named) return named;
+  ssize_t length = readlink("/proc/self/exe", beside, sizeof beside - 16); // build/VARIANT/tests/test_x
+  assert_true(length > 0);
+  beside[length] = 0;
+  for (int i = 0; i < 2; i++) *strrchr(beside, '/') = 0;
+  strcat(beside, "/train");
+  return access(beside, X_OK) == 0 ? beside : "./train"; // the release build's lies in the root
+}
+
+// Cuts `line` into words; 'a word in quotes' may hold spaces or nothing.
+static void split(char *line, char *argv[MOST_ARGUMENTS + 1]) {
+  int argc = 1;
+  for (char *at = line; *at;) {
+    at += strspn(at, " ");
+    if (!*at) break;
+    assert_true(argc < MOST_ARGUMENTS);
+    char end = *at == '\'' ? '\'' : ' ';
+    if (end == '\'') at++;
+    argv[argc++] = at;
+    at += strcspn(at, end == '\'' ? "'" : " ");
+    if (*at) *at++ = 0;
+  }
+  argv[argc] = NULL;
+}
+
+static int temporary_file(void) {
+  char name[] = "/tmp/test_cli.XXXXXX";
+  int file = mkstemp(name);
+  assert_true(file >= 0);
+  unlink(name);
+  return file;
+}
+
+// A terminal: *inner becomes the program's end of it.
+static int open_terminal(int *inner) {
+  int outer = posix_openpt(O_RDWR | O_NOCTTY);
+  assert_true(outer >= 0 && grantpt(outer) == 0 && unlockpt(outer) == 0);
+  *inner = open(ptsname(outer), O_RDWR | O_NOCTTY);
+  assert_true(*inner >= 0);
+  return outer;
+}
+
+static Process start(bool terminal, const char *format, va_list arguments) {
+  char line[4096];
+  char *argv[MOST_ARGUMENTS + 1] = {(char *)program()};
+  assert_in_range(vsnprintf(line, sizeof line, format, arguments), 0, sizeof line - 1);
+  split(line, argv);
+  int inner = -1;
+  Process p = {.err = temporary_file()};
+  p.out = terminal ? open_terminal(&inner) : temporary_file();
+  p.pid = fork();
+  assert_true(p.pid >= 0);
+  if (p.pid == 0) {
+    setenv("CUDA_VISIBLE_DEVICES", "", 1);
+    setenv("OMP_WAIT_POLICY", "passive", 1); // several tests' threads may share few cores
+    dup2(terminal ? inner : p.out, STDOUT_FILENO);
+    dup2(p.err, STDERR_FILENO);
+    execv(argv[0], argv);
+    _exit(127);
+  }
+  if (terminal) {
+    close(inner);
+    fcntl(p.out, F_SETFL, O_NONBLOCK);
+    p.terminal_text = calloc(1, 1);
+  }
+  return p;
+}
+
+Process train_start(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(false, format, arguments);
+  va_end(arguments);
+  return p;
+}
+
+static char *contents(int file) {
+  off_t size = lseek(file, 0, SEEK_END);
+  assert_true(size >= 0);
+  char *text = calloc((size_t)size + 1, 1);
+  assert_non_null(text);
+  ssize_t got = pread(file, text, (size_t)size, 0);
+  assert_true(got >= 0);
+  text[got] = 0;
+  return text;
+}
+
+// What has come over the terminal since the last time.
+static void read_terminal(Process *p) {
+  char buffer[4096];
+  ssize_t got;
+  while ((got = read(p->out, buffer, sizeof buffer)) > 0) {
+    size_t length = strlen(p->terminal_text);
+    p->terminal_text = realloc(p->terminal_text, length + (size_t)got + 1);
+    assert_non_null(p->terminal_text);
+    memcpy(p->terminal_text + length, buffer, (size_t)got);
+    p->terminal_text[length + (size_t)got] = 0;
+  }
+}
+
+static void pause_briefly(void) {
+  nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
+}
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void give_up(const Process *p, const char *waiting_for) {
+  kill(p->pid, SIGKILL);
+  char *out = p->terminal_text ? p->terminal_text : contents(p->out), *err = contents(p->err);
+  fail_msg("waited in vain for %s; it said: %s%s", waiting_for, out, err);
+}
+
+void process_wait_for(Process *p, const char *text) {
+  for (double started = now();; pause_briefly()) {
+    char *out = contents(p->out);
+    bool found = strstr(out, text);
+    free(out);
+    if (found) return;
+    if (now() - started > DEADLINE_SECONDS || waitpid(p->pid, NULL, WNOHANG) != 0) give_up(p, text);
+  }
+}
+
+Output process_finish(Process *p) {
+  int status = 0;
+  for (double started = now(); waitpid(p->pid, &status, WNOHANG) == 0; pause_briefly()) {
+    if (p->terminal_text) read_terminal(p);
+    if (now() - started > DEADLINE_SECONDS) give_up(p, "the end");
+  }
+  if (p->terminal_text) read_terminal(p);
+  Output output = {.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
+                   .out = p->terminal_text ? p->terminal_text : contents(p->out),
+                   .err = contents(p->err)};
+  close(p->out);
+  close(p->err);
+  return output;
+}
+
+Output train(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(false, format, arguments);
+  va_end(arguments);
+  return process_finish(&p);
+}
+
+Output train_in_terminal(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(true, format, arguments);
+  va_end(arguments);
+  return process_finish(&p);
+}
+
+void output_free(Output *output) {
+  free(output->out);
+  free(output->err);
+  *output = (Output){0};
+}

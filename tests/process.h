@@ -1,0 +1,32 @@
+// Runs ./train as a user would, and keeps what it says.
+#ifndef LCE_TESTS_PROCESS_H
+#define LCE_TESTS_PROCESS_H
+
+#include <sys/types.h>
+
+typedef struct {
+  int status;      // the exit status, or 128 + the signal that ended it
+  char *out, *err; // all of standard output and standard error
+} Output;
+
+// `format` makes the arguments, parted by spaces; 'in quotes' is one argument. The program is $LCE_TRAIN, or lies
+// where the build puts it beside the tests. No GPU is visible to it. A run that takes longer than two minutes is
+// killed, and the test fails.
+Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
+// The same with standard output a terminal.
+Output train_in_terminal(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void output_free(Output *output);
+
+// A run that is looked at while it goes on.
+typedef struct {
+  pid_t pid;
+  int out, err; // files, or the terminal's other end
+  char *terminal_text;
+} Process;
+
+Process train_start(const char *format, ...) __attribute__((format(printf, 1, 2)));
+// Waits until standard output holds `text`.
+void process_wait_for(Process *process, const char *text);
+Output process_finish(Process *process);
+
+#endif

@@ -1,0 +1,65 @@
+#include "tests/runs.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "data/corpus.h"
+
+Options options_from(char *line) {
+  enum { MOST = 64 };
+  char *argv[MOST + 1] = {"train"}, *rest = NULL;
+  int argc = 1;
+  for (char *word = strtok_r(line, " ", &rest); word && argc < MOST; word = strtok_r(NULL, " ", &rest))
+    argv[argc++] = word;
+  Options options;
+  options_parse(&options, argc, argv);
+  options_settle_dtypes(&options, false);
+  Backend *plan = plan_backend_create("cpu", options.dtype);
+  options_settle_chunk(&options, plan);
+  backend_destroy(plan);
+  return options;
+}
+
+Run *run_open(const char *format, ...) {
+  Run *run = calloc(1, sizeof *run);
+  assert_non_null(run);
+  va_list arguments;
+  va_start(arguments, format);
+  int length = vsnprintf(run->line, sizeof run->line, format, arguments);
+  va_end(arguments);
+  assert_in_range(length, 0, sizeof run->line - 1);
+  run->options = options_from(run->line);
+  const Options *o = &run->options;
+  run->h = harness_open("cpu");
+  assert_non_null(run->h);
+  run->source = o->data_count ? source_open(o->data, o->data_count, o->model.vocab_size)
+                              : corpus_open(o->model.vocab_size);
+  if (o->val_data_count) run->val_source = source_open(o->val_data, o->val_data_count, o->model.vocab_size);
+  run->loader = loader_create((LoaderOptions){.source = run->source,
+                                              .validation_source = run->val_source,
+                                              .validation_fraction = o->val_fraction,
+                                              .batch = o->batch,
+                                              .seq_len = o->seq_len,
+                                              .seed = o->seed});
+  trainer_create(&run->trainer, o, run->h->backend);
+  trainer_set_mode(&run->trainer, o->mode);
+  return run;
+}
+
+void run_close(Run *run) {
+  trainer_destroy(&run->trainer);
+  source_close(run->source);
+  source_close(run->val_source);
+  harness_close(run->h);
+  options_free(&run->options);
+  free(run);
+}
+
+StepResult run_step(Run *run, int64_t step) {
+  StepResult results[TRAINER_PENDING];
+  trainer_step(&run->trainer, &run->loader, step);
+  assert_int_equal(trainer_collect(&run->trainer, results), 1);
+  assert_int_equal(results[0].step, step);
+  return results[0];
+}

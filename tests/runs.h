@@ -1,0 +1,30 @@
+// A training run inside a test's process, made from a command line as train.c makes it, on the CPU.
+#ifndef LCE_TESTS_RUNS_H
+#define LCE_TESTS_RUNS_H
+
+#include "tests/data_files.h"
+#include "tests/harness.h"
+#include "trainer/plan.h"
+#include "trainer/trainer.h"
+
+// The options that a line of arguments parted by spaces gives, settled for the CPU. They point into `line`,
+// which is cut up. options_free gives them back.
+Options options_from(char *line);
+
+typedef struct {
+  char line[1024];
+  Options options;
+  Harness *h; // its backend; every push is filled with NaN first
+  Source *source, *val_source;
+  Loader loader;
+  Trainer trainer;
+} Run;
+
+// Without --data the run reads the source tree.
+Run *run_open(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void run_close(Run *run);
+
+// One step, and its result at once.
+StepResult run_step(Run *run, int64_t step);
+
+#endif

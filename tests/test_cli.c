@@ -1,0 +1,664 @@
+// The program as its user meets it: every message for a wrong option, the help, the plans, a short run with its log
+// and its files, and Ctrl-C.
+#include "base/fail.h"
+#include "data/source.h"
+#include "tests/process.h"
+#include "tests/runs.h"
+
+#include <cjson/cJSON.h>
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+// A model that trains in no time.
+#define TINY                                                                                                 \
+  "--device cpu --model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 2 "      \
+  "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 16 --batch 3 "
+
+static char *read_text(const char *path) {
+  FILE *file = fopen(path, "rb");
+  if (!file) fail_msg("there is no %s", path);
+  fseek(file, 0, SEEK_END);
+  long size = ftell(file);
+  rewind(file);
+  char *text = calloc((size_t)size + 1, 1);
+  assert_int_equal(fread(text, 1, (size_t)size, file), size);
+  fclose(file);
+  return text;
+}
+
+static void assert_says(const char *text, const char *part) {
+  if (!strstr(text, part)) fail_msg("it should say \"%s\" and says: %s", part, text);
+}
+
+// --- what goes wrong ---------------------------------------------------------------------------------------
+
+// The program gives up with one sentence on stderr that holds `part`.
+static void assert_refused(const char *arguments, const char *part) {
+  Output o = train("%s", arguments);
+  size_t length = strlen(o.err);
+  bool one_line = length > 1 && strchr(o.err, '\n') == o.err + length - 1;
+  if (o.status != 1 || !one_line || strncmp(o.err, "lce: ", 5) != 0 || !strstr(o.err, part))
+    fail_msg("train %s: should exit 1 with one sentence that holds \"%s\", not %d with: %s", arguments, part,
+             o.status, o.err);
+  output_free(&o);
+}
+
+typedef struct {
+  const char *arguments, *part;
+} Refusal;
+
+static void each_refused(const Refusal *refusals, size_t count) {
+  for (size_t i = 0; i < count; i++) assert_refused(refusals[i].arguments, refusals[i].part);
+}
+#define EACH_REFUSED(list) each_refused(list, sizeof list / sizeof *list)
+
+// 0 is refused wherever it makes no sense.
+static void test_zeros(void **state) {
+  (void)state;
+  static const char *const options[] = {"batch",
+                                        "seq-len",
+                                        "total-batch",
+                                        "vocab",
+                                        "hidden-size",
+                                        "num-layers",
+                                        "lce-chunk",
+                                        "intermediate-size",
+                                        "head-dim",
+                                        "lce-memory",
+                                        "num-attention-heads",
+                                        "sample-tokens",
+                                        "num-key-value-heads",
+                                        "max-position-embeddings"};
+  for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+    char arguments[96], part[96];
+    snprintf(arguments, sizeof arguments, "--%s 0", options[i]);
+    snprintf(part, sizeof part, "--%s 0: give a whole number from 1 to ", options[i]);
+    assert_refused(arguments, part);
+  }
+}
+
+static void test_wrong_numbers(void **state) {
+  (void)state;
+  static const Refusal refusals[] = {
+      {"--batch four", "--batch four: give a whole number from 1 to 2147483647"},
+      {"--batch 4x", "--batch 4x: give a whole number"},
+      {"--batch 1.5", "--batch 1.5: give a whole number"},
+      {"--batch -1", "--batch -1: give a whole number"},
+      {"--batch ''", "--batch : give a whole number"},
+      {"--batch 99999999999999999999", "--batch 99999999999999999999: give a whole number"},
+      {"--batch 2147483648", "--batch 2147483648: give a whole number"},
+      {"--num-layers 10001", "--num-layers 10001: give a whole number from 1 to 10000"},
+      {"--seed -1", "--seed -1: give a whole number from 0 to "},
+      {"--warmup -1", "--warmup -1: give a whole number from 0 to "},
+      {"--eval-every -1", "--eval-every -1: give a whole number from 0 to "},
+      {"--eval-batches -1", "--eval-batches -1: give a whole number from 0 to "},
+      {"--sample-every -1", "--sample-every -1: give a whole number from 0 to "},
+      {"--lr fast", "--lr fast: give a number from 0 to 100"},
+      {"--lr -1", "--lr -1: give a number from 0 to 100"},
+      {"--lr nan", "--lr nan: give a number"},
+      {"--lr inf", "--lr inf: give a number"},
+      {"--lr 1e-3x", "--lr 1e-3x: give a number"},
+      {"--min-lr 1.1", "--min-lr 1.1: give a number from 0 to 1"},
+      {"--beta1 1", "--beta1 1: give a number from 0 to 0.999999"},
+      {"--beta2 1", "--beta2 1: give a number from 0 to 0.999999"},
+      {"--epsilon 0", "--epsilon 0: give a number from 1e-30 to 1"},
+      {"--weight-decay -0.1", "--weight-decay -0.1: give a number from 0 to 100"},
+      {"--grad-clip -1", "--grad-clip -1: give a number from 0 to "},
+      {"--val-fraction 1", "--val-fraction 1: give a number from 0 to 0.999"},
+      {"--temperature -1", "--temperature -1: give a number from 0 to 100"},
+      {"--rope-theta 0", "--rope-theta 0: give a number from 1 to "},
+  };
+  EACH_REFUSED(refusals);
+}
+
+static void test_wrong_words(void **state) {
+  (void)state;
+  static const Refusal refusals[] = {
+      {"--model gpt5", "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m"},
+      {"--schedule step", "--schedule step: give cosine, linear, constant or wsd"},
+      {"--device tpu", "--device tpu: give auto, cpu or cuda"},
+      {"--dtype fp16", "--dtype fp16: give fp32 or bf16"},
+      {"--grad-dtype int8", "--grad-dtype int8: give fp32 or bf16"},
+      {"--moment-dtype fp8", "--moment-dtype fp8: give fp32 or bf16"},
+      {"--recompute all", "--recompute all: give none, elementwise, mlp or layer"},
+      {"--attention flash", "--attention flash: give auto, own or cudnn"},
+      {"--prompt ''", "--prompt: give at least one character"},
+      {"corpus.txt", "'corpus.txt' is not an option; paths are given with --data PATH"},
+      {"--steps 5 7", "'7' is not an option"},
+  };
+  EACH_REFUSED(refusals);
+}
+
+static void test_impossible_combinations(void **state) {
+  (void)state;
+  static const Refusal refusals[] = {
+      {"--fused-lce --materialized-logits", "--fused-lce and --materialized-logits exclude each other"},
+      {"--materialized-logits --fused-lce", "--fused-lce and --materialized-logits exclude each other"},
+      {"--lce-chunk 64 --lce-memory 64", "--lce-chunk and --lce-memory both choose the chunk"},
+      {"--materialized-logits --lce-chunk 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
+      {"--materialized-logits --lce-memory 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
+      {TINY "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"},
+      {"--batch 3 --seq-len 64 --total-batch 500", "--total-batch 500 is not a multiple of the 192 tokens"},
+      {"--batch 3 --seq-len 64 --total-batch 1", "--total-batch 1 is not a multiple of the 192 tokens"},
+      {"--model gpt2-124m --seq-len 1025", "--seq-len 1025 is longer than the 1024 positions of gpt2-124m"},
+      {"--model llama-8b --batch 1000000 --seq-len 131072",
+       "is more than 2147483647 tokens in a micro-batch"},
+      {"--hidden-size 130", "a hidden size of 130 does not divide into 4 heads"},
+      {"--num-key-value-heads 3", "4 attention heads cannot share 3 key/value heads evenly"},
+      {"--model gpt2-tiny --num-key-value-heads 2", "GPT-2 has as many key/value heads as attention heads"},
+      {"--model gpt2-tiny --head-dim 16", "GPT-2's 4 heads of 16 do not make up a hidden size of 128"},
+      {"--head-dim 31", "a head size of 31 cannot be"},
+      {"--hidden-size 2147483644 --num-attention-heads 2 --intermediate-size 2147483647",
+       "weights is beyond anything this program counts"},
+      {"--plan --batch 1000000 --seq-len 2000 --num-layers 10000 --intermediate-size 8388608",
+       "out of memory"},
+      {"--device cpu --dtype bf16", "the CPU computes in fp32 only"},
+      {"--device cpu --grad-dtype bf16", "the CPU computes in fp32 only"},
+      {"--device cpu --plan --moment-dtype bf16", "the CPU computes in fp32 only"},
+      {"--device cuda", "--device cuda: "},
+      {"--device cuda --fit", "--device cuda: "},
+  };
+  EACH_REFUSED(refusals);
+}
+
+// What argp itself refuses: an exit status of its own, and where to read on.
+static void test_unknown_options(void **state) {
+  (void)state;
+  static const Refusal refusals[] = {{"--vocabulary 7", "unrecognized option '--vocabulary'"},
+                                     {"-x", "invalid option -- 'x'"},
+                                     {"--batch", "option '--batch' requires an argument"},
+                                     {"--plan=7", "option '--plan' doesn't allow an argument"},
+                                     {"--e", "option '--e' is ambiguous"}};
+  for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
+    Output o = train("%s", refusals[i].arguments);
+    assert_int_equal(o.status, 64);
+    assert_says(o.err, refusals[i].part);
+    assert_says(o.err, "--help");
+    output_free(&o);
+  }
+}
+
+static void assert_refused_data(const char *data, const char *part) {
+  char arguments[1024];
+  snprintf(arguments, sizeof arguments, TINY "%s", data);
+  assert_refused(arguments, part);
+}
+
+static void test_wrong_files(void **state) {
+  (void)state;
+  char data[512];
+  write_text("empty.txt", "");
+  write_text("short.txt", "too little");
+  write_text(
+      "letters.txt",
+      "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa");
+  write_shard16("large_id.bin", (const uint16_t[]){1, 2, 299, 300, 5}, 5);
+  write_shard("truncated.bin", 20240520, 1, 100, "ab", 2);
+  assert_refused_data("--data /nowhere/at/all.txt", "/nowhere/at/all.txt");
+  assert_refused_data("--val-data /nowhere/at/all.txt", "/nowhere/at/all.txt");
+  snprintf(data, sizeof data, "--data '%s'", in_room("*.md"));
+  assert_refused_data(data, "no file matches ");
+  snprintf(data, sizeof data, "--data %s", in_room("empty.txt"));
+  assert_refused_data(data, "is empty");
+  snprintf(data, sizeof data, "--data %s", in_room("short.txt"));
+  assert_refused_data(data, "holds 10 tokens");
+  snprintf(data, sizeof data, "--data %s --vocab 97", in_room("letters.txt"));
+  assert_refused_data(data, "has id 97 and the vocabulary has 97: raise --vocab to at least 98");
+  snprintf(data, sizeof data, "--data %s", in_room("large_id.bin"));
+  assert_refused_data(data, "token 3 (byte 1030) has id 300 and the vocabulary has 300");
+  snprintf(data, sizeof data, "--data %s", in_room("truncated.bin"));
+  assert_refused_data(data, "is truncated");
+  snprintf(data, sizeof data, "--data %s --vocab 98 --prompt 'aab'", in_room("letters.txt"));
+  assert_refused_data(data, "--prompt: byte 2 of it is 98 and the vocabulary has 98");
+  assert_refused(TINY "--log /nowhere/log.json", "cannot write the log /nowhere/log.json: No such file");
+  assert_refused(TINY "--log /dev/full", "cannot write the log /dev/full: No space left on device");
+  assert_refused(TINY "--steps 1 --timeline /nowhere/t.csv", "cannot write the timeline /nowhere/t.csv");
+}
+
+// More than any machine has: said before anything is allocated, with a batch that would do.
+static void test_out_of_memory(void **state) {
+  (void)state;
+  Output o = train(TINY "--seq-len 2000 --batch 1000000 --recompute none");
+  assert_int_equal(o.status, 1);
+  assert_says(o.err, "lce: this run needs ");
+  assert_says(o.err, " and the device has ");
+  assert_says(o.err, "activations ");
+  const char *fits = strstr(o.err, "--batch ");
+  assert_non_null(fits);
+  assert_in_range(strtoll(fits + 8, NULL, 10), 1, 999999);
+  assert_says(fits, " fits\n");
+  output_free(&o);
+}
+
+static void test_divergence(void **state) {
+  (void)state;
+  assert_refused(TINY "--lr 100 --warmup 0 --grad-clip 0 --weight-decay 100 --steps 200 --sample-every 0",
+                 "the training has diverged, try a lower --lr");
+}
+
+// --- help --------------------------------------------------------------------------------------------------
+
+static void test_help(void **state) {
+  (void)state;
+  static const char *const parts[] = {"Model (",
+                                      "Job",
+                                      "Optimizer (AdamW)",
+                                      "Last layer",
+                                      "Data",
+                                      "Machine and memory",
+                                      "Output",
+                                      "--model=PRESET",
+                                      "--vocab=V",
+                                      "--batch=B",
+                                      "--seq-len=T",
+                                      "--total-batch=TOKENS",
+                                      "--steps=N",
+                                      "--lr=RATE",
+                                      "--data=PATH",
+                                      "--val-data=PATH",
+                                      "--device=DEVICE",
+                                      "--seed=SEED",
+                                      "--plan",
+                                      "--log=FILE",
+                                      "--fused-lce",
+                                      "--materialized-logits",
+                                      "--lce-chunk=TOKENS",
+                                      "--lce-memory=MIB",
+                                      "--recompute=WHAT",
+                                      "--compare-modes",
+                                      "--timeline=FILE",
+                                      "--schedule=KIND",
+                                      "(default 4)",
+                                      "(default 200)",
+                                      "Examples:"};
+  Output o = train("--help");
+  assert_int_equal(o.status, 0);
+  assert_string_equal(o.err, "");
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) assert_says(o.out, parts[i]);
+  output_free(&o);
+  o = train("--version");
+  assert_int_equal(o.status, 0);
+  assert_int_equal(strncmp(o.out, "lce.c ", 6), 0);
+  output_free(&o);
+}
+
+// --- plans -------------------------------------------------------------------------------------------------
+
+// The two columns of a row of the memory table, in bytes.
+static void table_row(const char *table, const char *name, double columns[2]) {
+  const char *row = strstr(table, name);
+  if (!row) fail_msg("there is no row \"%s\" in: %s", name, table);
+  row += strlen(name);
+  static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  for (int i = 0; i < 2; i++) {
+    char unit[8];
+    int used = 0;
+    assert_int_equal(sscanf(row, " %lf %7s%n", &columns[i], unit, &used), 2);
+    int power = 0;
+    while (power < 5 && strcmp(unit, units[power])) power++;
+    assert_in_range(power, 0, 4);
+    columns[i] *= pow(1024, power);
+    row += used;
+  }
+}
+
+static void assert_two_columns(const char *table) {
+  double all[2], head[2];
+  table_row(table, "all together (ledger)", all);
+  table_row(table, "the last layer alone, at its peak", head);
+  assert_true(head[0] < all[0] && head[1] < all[1]);
+  assert_true(head[0] < head[1]);
+  assert_true(all[0] < all[1]);
+}
+
+static void test_plans(void **state) {
+  (void)state;
+  char names[256];
+  strcpy(names, model_preset_names());
+  for (char *name = strtok(names, ", "); name; name = strtok(NULL, ", "))
+    for (int device = 0; device < 2; device++) {
+      Output o = train("--model %s --plan --batch 16 --device %s", name, device ? "cuda" : "cpu");
+      if (o.status) fail_msg("--plan of %s: %s", name, o.err);
+      assert_string_equal(o.err, "");
+      assert_says(o.out, name);
+      assert_says(o.out, "fused, planned");
+      assert_says(o.out, "materialized, planned");
+      assert_says(o.out, device ? "bf16" : "fp32");
+      assert_two_columns(o.out);
+      output_free(&o);
+    }
+}
+
+// 32,768 tokens of 128,256 logits in bf16 are 7.83 GiB (and a little more for aligned rows).
+static void test_plan_of_long_sequences(void **state) {
+  (void)state;
+  double head[2];
+  Output o = train("--model llama-8b --seq-len 32768 --batch 1 --plan --device cuda --recompute layer");
+  assert_int_equal(o.status, 0);
+  assert_says(o.out, "llama-8b (8.03B parameters) on cuda: batch 1 x 32768, V 128,256, bf16, chunks of 4096");
+  table_row(o.out, "the last layer alone, at its peak", head);
+  assert_true(fabs(head[1] / (32768.0 * 128256 * 2) - 1) < 0.01);
+  assert_true(head[0] < head[1] / 7);
+  output_free(&o);
+}
+
+// What --fit names does fit, as --plan has it.
+static void test_fit(void **state) {
+  (void)state;
+  long long fused = 0, materialized = 0;
+  Output o = train("--device cpu --model gpt2-124m --fit");
+  assert_int_equal(o.status, 0);
+  const char *line = strstr(o.out, "--seq-len 1024 in ");
+  assert_non_null(line);
+  line = strstr(line, "--batch ");
+  assert_non_null(line);
+  assert_int_equal(sscanf(line,
+                          "--batch %lld fits with the fused loss, --batch %lld with materialized logits",
+                          &fused, &materialized),
+                   2);
+  assert_true(fused >= materialized && materialized >= 0);
+  output_free(&o);
+}
+
+// --- a run -------------------------------------------------------------------------------------------------
+
+enum { MOST_LINES = 256 };
+
+// The log's lines, each one JSON object. Returns how many.
+static int read_log(const char *path, cJSON *lines[MOST_LINES]) {
+  char *text = read_text(path), *rest = NULL;
+  int count = 0;
+  assert_true(*text && text[strlen(text) - 1] == '\n');
+  for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+    assert_true(count < MOST_LINES);
+    lines[count] = cJSON_Parse(line);
+    if (!lines[count]) fail_msg("this is no JSON: %s", line);
+    count++;
+  }
+  free(text);
+  return count;
+}
+
+static void free_log(cJSON **lines, int count) {
+  for (int i = 0; i < count; i++) cJSON_Delete(lines[i]);
+}
+
+static double number_in(const cJSON *line, const char *name) {
+  const cJSON *item = cJSON_GetObjectItemCaseSensitive(line, name);
+  if (!cJSON_IsNumber(item)) fail_msg("%s is no number in the log", name);
+  return item->valuedouble;
+}
+
+static const char *text_in(const cJSON *line, const char *name) {
+  const cJSON *item = cJSON_GetObjectItemCaseSensitive(line, name);
+  if (!cJSON_IsString(item)) fail_msg("%s is no text in the log", name);
+  return item->valuestring;
+}
+
+static int count_events(cJSON **lines, int count, const char *event) {
+  int found = 0;
+  for (int i = 0; i < count; i++) found += strcmp(text_in(lines[i], "event"), event) == 0;
+  return found;
+}
+
+// The log of 7 steps of TINY: a start, steps in order, validations, samples, and a summary that agrees with them
+// and with the plan.
+static void check_log(cJSON **lines, int count, const char *mode, const Plan *plan) {
+  const cJSON *first = lines[0], *last = lines[count - 1];
+  assert_string_equal(text_in(first, "event"), "start");
+  assert_string_equal(text_in(first, "loss_mode"), mode);
+  assert_int_equal(number_in(first, "vocab_size"), 300);
+  assert_int_equal(number_in(first, "steps"), 7);
+  assert_string_equal(text_in(first, "model"), "llama-tiny");
+  int step = 0;
+  double first_loss = NAN, last_loss = NAN, val_loss = NAN;
+  for (int i = 1; i < count - 1; i++) {
+    const char *event = text_in(lines[i], "event");
+    if (strcmp(event, "step") == 0) {
+      assert_int_equal(number_in(lines[i], "step"), ++step);
+      last_loss = number_in(lines[i], "loss");
+      if (step == 1) first_loss = last_loss;
+      assert_true(number_in(lines[i], "learning_rate") > 0 && number_in(lines[i], "grad_norm") > 0);
+      assert_int_equal(number_in(lines[i], "tokens"), 2 * 48);
+      assert_true(number_in(lines[i], "tokens_per_second") > 0);
+    } else if (strcmp(event, "validation") == 0) {
+      val_loss = number_in(lines[i], "val_loss");
+    } else {
+      assert_string_equal(event, "sample");
+      assert_int_equal(strncmp(text_in(lines[i], "text"), "if (", 4), 0);
+    }
+  }
+  assert_int_equal(step, 7);
+  assert_int_equal(count_events(lines, count, "validation"), 3); // after 3, 6 and 7 steps
+  assert_int_equal(count_events(lines, count, "sample"), 1);     // after 5
+  assert_string_equal(text_in(last, "event"), "summary");
+  assert_string_equal(text_in(last, "loss_mode"), mode);
+  assert_true(number_in(last, "first_loss") == first_loss);
+  assert_true(number_in(last, "last_loss") == last_loss);
+  assert_true(number_in(last, "val_loss") == val_loss);
+  assert_true(fabs(first_loss - log(300)) < 0.2);
+  assert_int_equal(number_in(last, "steps"), 7);
+  assert_true(cJSON_IsFalse(cJSON_GetObjectItemCaseSensitive(last, "stopped")));
+  assert_true(number_in(last, "tokens_per_second") > 0);
+  assert_true(number_in(last, "unigram_entropy") > 2);
+  assert_int_equal(number_in(last, "peak_bytes"), plan->peak_bytes);
+  assert_int_equal(number_in(last, "head_peak_bytes"), plan->head_peak_bytes);
+  assert_true(number_in(last, "device_peak_bytes") > number_in(last, "peak_bytes"));
+}
+
+static void test_run(void **state) {
+  (void)state;
+  static const char *const job =
+      TINY "--steps 7 --total-batch 96 --eval-every 3 --eval-batches 2 --sample-every 5 --prompt 'if (' "
+           "--sample-tokens 9";
+  for (int mode = 0; mode < 2; mode++) {
+    const char *flag = mode == LCE_FUSED ? "--lce-chunk 20" : "--materialized-logits";
+    const char *name = mode == LCE_FUSED ? "fused" : "materialized";
+    char line[1024];
+    snprintf(line, sizeof line, TINY "--total-batch 96 %s", flag);
+    Options options = options_from(line);
+    Plan plan = plan_run(&options, "cpu", options.mode);
+    options_free(&options);
+    Output o = train("%s %s --log %s", job, flag, in_room("run.json"));
+    if (o.status) fail_msg("%s", o.err);
+    assert_string_equal(o.err, "");
+    assert_null(strchr(o.out, '\r')); // no terminal: plain lines
+    assert_null(strchr(o.out, '\033'));
+    assert_says(o.out, "device   CPU, ");
+    assert_says(o.out, "model    llama-tiny: ");
+    assert_says(o.out, "step     96 tokens: 2 micro-batches of 3 x 16");
+    assert_says(o.out, "step 1/7  loss 5.");
+    assert_says(o.out, "step 7/7  loss ");
+    assert_says(o.out, "step 3  validation loss ");
+    assert_says(o.out, "step 5  sample: if (");
+    assert_says(o.out, "is what token frequencies alone give");
+    assert_says(o.out, "all together (ledger)");
+    assert_says(o.out, "(VmHWM)");
+    output_free(&o);
+    cJSON *lines[MOST_LINES];
+    int count = read_log(in_room("run.json"), lines);
+    check_log(lines, count, name, &plan);
+    free_log(lines, count);
+  }
+}
+
+// No step at all: the model as it is, validated.
+static void test_no_steps(void **state) {
+  (void)state;
+  Output o = train(TINY "--steps 0 --log %s", in_room("run.json"));
+  if (o.status) fail_msg("%s", o.err);
+  assert_null(strstr(o.out, "nan"));
+  output_free(&o);
+  cJSON *lines[MOST_LINES];
+  int count = read_log(in_room("run.json"), lines);
+  const cJSON *last = lines[count - 1];
+  assert_int_equal(count_events(lines, count, "step"), 0);
+  assert_true(fabs(number_in(last, "val_loss") - log(300)) < 0.2);
+  assert_int_equal(number_in(last, "steps"), 0);
+  assert_true(cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(last, "first_loss")));
+  free_log(lines, count);
+}
+
+static void test_terminal(void **state) {
+  (void)state;
+  Output o = train_in_terminal(TINY "--steps 3 --sample-every 0 --eval-every 0");
+  assert_int_equal(o.status, 0);
+  assert_says(o.out, "\r\033[Kstep 1/3");
+  assert_says(o.out, "\r\033[Kstep 3/3");
+  assert_says(o.out, "left\r\n"); // the line is left standing
+  output_free(&o);
+}
+
+// Token shards, with validation shards of their own; nothing held back; a sample in numbers.
+static void test_shards(void **state) {
+  (void)state;
+  uint16_t tokens[600];
+  for (int i = 0; i < 600; i++) tokens[i] = (uint16_t)(i * i % 300);
+  write_shard16("train_1.bin", tokens, 600);
+  write_shard16("train_2.bin", tokens, 500);
+  write_shard16("val.bin", tokens, 100);
+  Output o = train(TINY "--steps 2 --sample-every 2 --sample-tokens 5 --data '%s' --val-data %s --log %s",
+                   in_room("train_*.bin"), in_room("val.bin"), in_room("run.json"));
+  if (o.status) fail_msg("%s", o.err);
+  assert_says(o.out, "llm.c shards, uint16, 2 files, 1,100 tokens");
+  output_free(&o);
+  cJSON *lines[MOST_LINES];
+  int count = read_log(in_room("run.json"), lines), samples = 0;
+  for (int i = 0; i < count; i++) {
+    const cJSON *sample = cJSON_GetObjectItemCaseSensitive(lines[i], "tokens");
+    if (strcmp(text_in(lines[i], "event"), "sample")) continue;
+    assert_int_equal(cJSON_GetArraySize(sample), 1 + 5);
+    samples++;
+  }
+  assert_int_equal(samples, 1);
+  assert_true(number_in(lines[count - 1], "val_loss") > 0);
+  free_log(lines, count);
+
+  o = train(TINY "--steps 1 --sample-every 0 --data %s --val-fraction 0 --log %s", in_room("train_1.bin"),
+            in_room("run.json"));
+  assert_int_equal(o.status, 0);
+  assert_null(strstr(o.out, "validation loss"));
+  output_free(&o);
+  count = read_log(in_room("run.json"), lines);
+  assert_true(cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(lines[count - 1], "val_loss")));
+  free_log(lines, count);
+}
+
+static void test_compare_modes(void **state) {
+  (void)state;
+  double head[2];
+  Output o = train(TINY "--vocab 3000 --batch 16 --steps 2 --sample-every 0 --compare-modes");
+  if (o.status) fail_msg("%s", o.err);
+  assert_string_equal(o.err, "");
+  assert_says(o.out, "fused, measured");
+  assert_says(o.out, "materialized, measured");
+  assert_says(o.out, "time of one forward and backward");
+  assert_says(o.out, "(VmHWM)");
+  assert_two_columns(o.out);
+  table_row(o.out, "the last layer alone, at its peak", head);
+  const char *times = strstr(o.out, "the last layer holds ");
+  assert_non_null(times);
+  assert_true(fabs(strtod(times + 21, NULL) - head[1] / head[0]) < 0.2);
+  output_free(&o);
+}
+
+// One line for each event: number, step, name, total, and the categories, which add up to the total.
+static void test_timeline(void **state) {
+  (void)state;
+  Output o = train(TINY "--steps 5 --sample-every 0 --timeline %s", in_room("timeline.csv"));
+  if (o.status) fail_msg("%s", o.err);
+  output_free(&o);
+  char *text = read_text(in_room("timeline.csv")), *rest = NULL;
+  char *header = strtok_r(text, "\n", &rest);
+  assert_int_equal(strncmp(header, "event,step,block,total,\"weights\",", 32), 0);
+  long events = 0, steps[3] = {0};
+  unsigned long long highest = 0, last = 0;
+  for (char *line = strtok_r(NULL, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest), events++) {
+    long event, step;
+    int used = 0;
+    assert_int_equal(sscanf(line, "%ld,%ld,\"%*[^\"]\",%llu%n", &event, &step, &last, &used), 3);
+    assert_int_equal(event, events);
+    assert_in_range(step, 0, 2);
+    steps[step]++;
+    unsigned long long sum = 0;
+    int columns = 0;
+    for (char *at = line + used; *at == ','; columns++) sum += strtoull(at + 1, &at, 10);
+    assert_int_equal(columns, MEMORY_CATEGORY_COUNT);
+    assert_int_equal(sum, last);
+    highest = last > highest ? last : highest;
+  }
+  free(text);
+  assert_true(steps[0] > 20 && steps[1] == steps[0] && steps[2] == steps[0]);
+  char line[512];
+  snprintf(line, sizeof line, "%s", TINY);
+  Options options = options_from(line);
+  assert_int_equal(highest, plan_run(&options, "cpu", LCE_FUSED).peak_bytes);
+  options_free(&options);
+}
+
+// Ctrl-C (or a polite kill) while a long run is under way: it ends after the running step, with the summary.
+static void test_stopping(void **state) {
+  (void)state;
+  static const int signals[] = {SIGINT, SIGTERM};
+  for (int i = 0; i < 2; i++) {
+    Process p =
+        train_start(TINY "--steps 1000000 --sample-every 0 --eval-every 0 --log %s", in_room("run.json"));
+    process_wait_for(&p, "step 1/1000000");
+    assert_int_equal(kill(p.pid, signals[i]), 0);
+    Output o = process_finish(&p);
+    assert_int_equal(o.status, 0);
+    assert_string_equal(o.err, "");
+    assert_says(o.out, "stopped after step ");
+    assert_says(o.out, "all together (ledger)");
+    // The log may be long: its last line counts.
+    char *text = read_text(in_room("run.json"));
+    text[strlen(text) - 1] = 0;
+    const char *line = strrchr(text, '\n') + 1;
+    cJSON *last = cJSON_Parse(line);
+    assert_non_null(last);
+    assert_string_equal(text_in(last, "event"), "summary");
+    assert_true(cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(last, "stopped")));
+    long long said = strtoll(strstr(o.out, "stopped after step ") + 19, NULL, 10);
+    assert_int_equal(number_in(last, "steps"), said);
+    assert_in_range(said, 1, 999999);
+    assert_true(number_in(last, "val_loss") > 0);
+    cJSON_Delete(last);
+    free(text);
+    output_free(&o);
+  }
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_zeros),
+      cmocka_unit_test(test_wrong_numbers),
+      cmocka_unit_test(test_wrong_words),
+      cmocka_unit_test(test_impossible_combinations),
+      cmocka_unit_test(test_unknown_options),
+      cmocka_unit_test(test_wrong_files),
+      cmocka_unit_test(test_out_of_memory),
+      cmocka_unit_test(test_divergence),
+      cmocka_unit_test(test_help),
+      cmocka_unit_test(test_plans),
+      cmocka_unit_test(test_plan_of_long_sequences),
+      cmocka_unit_test(test_fit),
+      cmocka_unit_test(test_run),
+      cmocka_unit_test(test_no_steps),
+      cmocka_unit_test(test_terminal),
+      cmocka_unit_test(test_shards),
+      cmocka_unit_test(test_compare_modes),
+      cmocka_unit_test(test_timeline),
+      cmocka_unit_test(test_stopping),
+  };
+  return cmocka_run_group_tests(tests, make_room, clear_room);
+}

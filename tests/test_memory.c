@@ -1,0 +1,511 @@
+// What everything stands on: memory with names and its ledger, tensors as views, bf16, random numbers, numbers as
+// text, and how the program gives up.
+#include "base/fail.h"
+#include "base/random.h"
+#include "base/text.h"
+#include "kernels/kernels.h"
+
+#include <float.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+// --- sentences ---------------------------------------------------------------------------------------------
+
+static jmp_buf caught;
+static char sentence[2048];
+
+static void catch_sentence(const char *text) {
+  strncpy(sentence, text, sizeof sentence - 1);
+  longjmp(caught, 1);
+}
+
+// The call fails with exactly this sentence.
+#define ASSERT_SAYS(call, expected)                                                                          \
+  do {                                                                                                       \
+    sentence[0] = 0;                                                                                         \
+    fail_set_handler(catch_sentence);                                                                        \
+    if (setjmp(caught) == 0) (void)(call);                                                                   \
+    fail_set_handler(NULL);                                                                                  \
+    assert_string_equal(sentence, expected);                                                                 \
+  } while (0)
+
+// --- a source that counts ----------------------------------------------------------------------------------
+
+typedef struct {
+  size_t limit, given, poisoned, blocks;
+} Counter;
+
+static void *counted_allocate(void *context, size_t bytes) {
+  Counter *c = context;
+  if (c->given + bytes > c->limit) return NULL;
+  c->given += bytes;
+  c->blocks++;
+  void *data = aligned_alloc(MEMORY_ALIGNMENT, memory_padded(bytes + 1));
+  assert_non_null(data);
+  return memset(data, 0, bytes);
+}
+
+static void counted_release(void *context, void *data, size_t bytes) {
+  Counter *c = context;
+  assert_true(c->given >= bytes && c->blocks > 0);
+  c->given -= bytes;
+  c->blocks--;
+  free(data);
+}
+
+static void counted_poison(void *context, void *data, size_t bytes) {
+  Counter *c = context;
+  c->poisoned += bytes;
+  memset(data, 0xFF, bytes);
+}
+
+static Memory counted_memory(Counter *counter) {
+  MemorySource source = {
+      .allocate = counted_allocate, .release = counted_release, .poison = counted_poison, .context = counter};
+  return memory_create(&source);
+}
+
+// --- memory ------------------------------------------------------------------------------------------------
+
+static void test_padding(void **state) {
+  (void)state;
+  assert_int_equal(memory_padded(0), 0);
+  assert_int_equal(memory_padded(1), 256);
+  assert_int_equal(memory_padded(256), 256);
+  assert_int_equal(memory_padded(257), 512);
+}
+
+static void test_reserving(void **state) {
+  (void)state;
+  Counter counter = {.limit = 4096};
+  Memory m = counted_memory(&counter);
+  char *a = memory_reserve(&m, "a", MEMORY_WEIGHTS, 1000), *b = memory_reserve(&m, "b", MEMORY_MOMENTS, 256);
+  assert_int_equal((uintptr_t)a % MEMORY_ALIGNMENT, 0);
+  assert_int_equal((uintptr_t)b % MEMORY_ALIGNMENT, 0);
+  for (int i = 0; i < 1000; i++) assert_int_equal(a[i], 0);
+  assert_int_equal(m.ledger.now[MEMORY_WEIGHTS], 1024);
+  assert_int_equal(m.ledger.now[MEMORY_MOMENTS], 256);
+  assert_int_equal(m.ledger.total, 1280);
+  assert_int_equal(m.ledger.stack, 0);
+  assert_int_equal(counter.given, 1280);
+  memory_unreserve(&m, a);
+  assert_int_equal(m.ledger.total, 256);
+  assert_int_equal(m.ledger.peak, 1280);
+  assert_int_equal(counter.given, 256);
+  ASSERT_SAYS(memory_unreserve(&m, a), "internal: memory_unreserve of an address that was not reserved");
+  memory_destroy(&m);
+  assert_int_equal(counter.blocks, 0);
+  assert_int_equal(counter.given, 0);
+}
+
+// The stack hands out the same bytes again in the order last in, first out.
+static void test_stack(void **state) {
+  (void)state;
+  Counter counter = {.limit = 1 << 20};
+  Memory m = counted_memory(&counter);
+  memory_set_stack(&m, 2048);
+  Tensor a = memory_push_1d(&m, "a", MEMORY_ACTIVATIONS, DTYPE_F32, 65); // 260 bytes: 512
+  MemoryMark mark = memory_mark(&m);
+  Tensor b = memory_push_2d(&m, "b", MEMORY_HEAD, DTYPE_BF16, 3, 5);
+  Tensor empty = memory_push_1d(&m, "empty", MEMORY_HEAD, DTYPE_F32, 0);
+  assert_ptr_equal(a.data, m.stack_base);
+  assert_ptr_equal(b.data, (char *)a.data + 512);
+  assert_ptr_equal(empty.data, (char *)b.data + 256);
+  assert_string_equal(tensor_text(b).text, "bf16 [3, 5]");
+  assert_int_equal(m.ledger.stack, 768);
+  memory_pop_to(&m, mark);
+  assert_int_equal(m.ledger.stack, 512);
+  assert_int_equal(m.ledger.stack_peak, 768);
+  Tensor c = memory_push_1d(&m, "c", MEMORY_WORKSPACE, DTYPE_I32, 1);
+  assert_ptr_equal(c.data, b.data);
+  ASSERT_SAYS(memory_set_stack(&m, 4096), "internal: the memory stack is remade while a lies on it");
+  memory_pop_to(&m, 0);
+  assert_int_equal(m.ledger.total, 0);
+  memory_set_stack(&m, 4096); // the old one goes back
+  assert_int_equal(counter.given, 4096);
+  assert_int_equal(counter.blocks, 1);
+  memory_set_stack(&m, 0);
+  assert_int_equal(counter.blocks, 0);
+  memory_destroy(&m);
+}
+
+static void test_out_of_memory(void **state) {
+  (void)state;
+  Counter counter = {.limit = 8192};
+  Memory m = counted_memory(&counter);
+#define ADVICE                                                                                               \
+  "; a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "    \
+  "less, and --plan says how much"
+  ASSERT_SAYS(memory_reserve(&m, "weights", MEMORY_WEIGHTS, 10000),
+              "out of memory: weights needs 10.0 KiB more, and 0 B are in use (nothing yet)" ADVICE);
+  memory_reserve(&m, "weights", MEMORY_WEIGHTS, 2048);
+  memory_set_stack(&m, 1024);
+  memory_push_1d(&m, "residual", MEMORY_ACTIVATIONS, DTYPE_F32, 128);
+  // Filled to the last byte, and one byte beyond.
+  MemoryMark mark = memory_mark(&m);
+  memory_push_1d(&m, "rest", MEMORY_HEAD, DTYPE_F32, 128);
+  ASSERT_SAYS(
+      memory_push_1d(&m, "one more", MEMORY_HEAD, DTYPE_F32, 1).data,
+      "out of memory: one more needs 256 B more, and 3.0 KiB are in use (weights 2.0 KiB, activations "
+      "512 B, lm_head, loss 512 B)" ADVICE);
+  memory_pop_to(&m, mark);
+  ASSERT_SAYS(memory_push_1d(&m, "logits", MEMORY_HEAD, DTYPE_F32, 129).data,
+              "out of memory: logits needs 768 B more, and 2.5 KiB are in use (weights 2.0 KiB, activations "
+              "512 B)" ADVICE);
+  memory_pop_to(&m, 0);
+  ASSERT_SAYS(
+      (memory_set_stack(&m, 8192), 0),
+      "out of memory: the step's stack needs 8.0 KiB more, and 2.0 KiB are in use (weights 2.0 KiB)" ADVICE);
+  memory_destroy(&m);
+  assert_int_equal(counter.blocks, 0);
+
+  // Sizes whose product no 64 bits hold must not come back around as small ones.
+  Memory plan = memory_create(NULL);
+  const int64_t huge = INT64_MAX / 2;
+  const char *text = "out of memory: huge needs 4194304.00 TiB more, and 0 B are in use (nothing yet)" ADVICE;
+  ASSERT_SAYS(memory_push_2d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, huge, 8).data, text);
+  ASSERT_SAYS(memory_push_2d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, (int64_t)1 << 32, (int64_t)1 << 32).data,
+              text);
+  ASSERT_SAYS(memory_push_1d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, huge).data, text);
+  memory_destroy(&plan);
+}
+
+static void test_poison(void **state) {
+  (void)state;
+  Counter counter = {.limit = 4096};
+  Memory m = counted_memory(&counter);
+  memory_set_stack(&m, 1024);
+  Tensor plain = memory_push_1d(&m, "plain", MEMORY_HEAD, DTYPE_F32, 64);
+  assert_true(((float *)plain.data)[0] == 0);
+  m.poison = true;
+  Tensor t = memory_push_1d(&m, "poisoned", MEMORY_HEAD, DTYPE_F32, 65);
+  for (int i = 0; i < 128; i++) assert_true(isnan(((float *)t.data)[i])); // the padding too
+  assert_int_equal(counter.poisoned, 512);
+  assert_true(isnan(bf16_to_f32(((uint16_t *)t.data)[0])));
+  memory_destroy(&m);
+}
+
+// At the peak: 1000 of weights, 300 of activations and 500 of the head. The head's own peak came later.
+static void test_peaks(void **state) {
+  (void)state;
+  Memory m = memory_create(NULL);
+  memory_reserve(&m, "weights", MEMORY_WEIGHTS, 1024);
+  memory_push_1d(&m, "kept", MEMORY_ACTIVATIONS, DTYPE_F32, 64);
+  MemoryMark mark = memory_mark(&m);
+  memory_push_1d(&m, "more", MEMORY_ACTIVATIONS, DTYPE_F32, 192);
+  memory_push_1d(&m, "head", MEMORY_HEAD, DTYPE_F32, 128);
+  assert_int_equal(m.ledger.peak, 1024 + 256 + 768 + 512);
+  memory_pop_to(&m, mark);
+  memory_push_1d(&m, "larger head", MEMORY_HEAD, DTYPE_F32, 256); // 1024, but less than before together
+  const Ledger *l = &m.ledger;
+  assert_int_equal(l->peak, 2560);
+  assert_int_equal(l->at_peak[MEMORY_WEIGHTS], 1024);
+  assert_int_equal(l->at_peak[MEMORY_ACTIVATIONS], 1024);
+  assert_int_equal(l->at_peak[MEMORY_HEAD], 512);
+  assert_int_equal(l->highest[MEMORY_HEAD], 1024);
+  assert_int_equal(l->highest[MEMORY_ACTIVATIONS], 1024);
+  assert_int_equal(l->stack, 1280);
+  assert_int_equal(l->stack_peak, 1536);
+  memory_pop_to(&m, mark);
+  ledger_reset_peak(&m.ledger);
+  assert_int_equal(l->peak, 1280);
+  assert_int_equal(l->stack_peak, 256);
+  assert_int_equal(l->highest[MEMORY_HEAD], 0);
+  assert_int_equal(l->at_peak[MEMORY_HEAD], 0);
+  assert_int_equal(l->at_peak[MEMORY_ACTIVATIONS], 256);
+  // As high as before is no new peak: who held it first stays.
+  memory_push_1d(&m, "head", MEMORY_HEAD, DTYPE_F32, 64);
+  memory_pop_to(&m, mark);
+  memory_push_1d(&m, "scratch", MEMORY_WORKSPACE, DTYPE_F32, 64);
+  assert_int_equal(l->at_peak[MEMORY_HEAD], 256);
+  assert_int_equal(l->at_peak[MEMORY_WORKSPACE], 0);
+  memory_destroy(&m);
+}
+
+static void test_timeline(void **state) {
+  (void)state;
+  Memory m = memory_create(NULL);
+  memory_push_1d(&m, "unseen", MEMORY_HEAD, DTYPE_F32, 1);
+  ledger_record(&m.ledger, true);
+  ledger_step(&m.ledger, 7);
+  MemoryMark mark = memory_mark(&m);
+  memory_push_1d(&m, "a", MEMORY_ACTIVATIONS, DTYPE_F32, 1);
+  memory_push_1d(&m, "b", MEMORY_WORKSPACE, DTYPE_F32, 100);
+  ledger_step(&m.ledger, 8);
+  memory_pop_to(&m, mark);
+  void *r = memory_reserve(&m, "r", MEMORY_TABLES, 1);
+  memory_unreserve(&m, r);
+  ledger_record(&m.ledger, false);
+  memory_pop_to(&m, 0);
+  static const struct {
+    const char *name;
+    int step;
+    size_t head, activations, workspace, tables;
+  } want[] = {{"a", 7, 256, 256, 0, 0}, {"b", 7, 256, 256, 512, 0}, {"b", 8, 256, 256, 0, 0},
+              {"a", 8, 256, 0, 0, 0},   {"r", 8, 256, 0, 0, 256},   {"r", 8, 256, 0, 0, 0}};
+  assert_int_equal(m.ledger.event_count, sizeof want / sizeof *want);
+  for (size_t i = 0; i < sizeof want / sizeof *want; i++) {
+    const LedgerEvent *e = &m.ledger.events[i];
+    assert_string_equal(e->name, want[i].name);
+    assert_int_equal(e->step, want[i].step);
+    assert_int_equal(e->bytes[MEMORY_HEAD], want[i].head);
+    assert_int_equal(e->bytes[MEMORY_ACTIVATIONS], want[i].activations);
+    assert_int_equal(e->bytes[MEMORY_WORKSPACE], want[i].workspace);
+    assert_int_equal(e->bytes[MEMORY_TABLES], want[i].tables);
+  }
+  // Longer than its first array.
+  ledger_record(&m.ledger, true);
+  for (int i = 0; i < 1000; i++) {
+    memory_push_1d(&m, "x", MEMORY_HEAD, DTYPE_F32, 1);
+    memory_pop_to(&m, 0);
+  }
+  assert_int_equal(m.ledger.event_count, 6 + 2000);
+  memory_destroy(&m);
+}
+
+// A plan's addresses exist (a tensor is there), lie apart as real ones would, and point to nothing.
+static void test_planned_addresses(void **state) {
+  (void)state;
+  Counter counter = {.limit = 1 << 20};
+  Memory plan = memory_create(NULL), real = counted_memory(&counter);
+  memory_set_stack(&real, 1 << 16);
+  assert_non_null(memory_reserve(&plan, "weights", MEMORY_WEIGHTS, 1000));
+  Tensor a[2], b[2];
+  for (int i = 0; i < 2; i++) {
+    Memory *m = i ? &real : &plan;
+    a[i] = memory_push_2d(m, "a", MEMORY_HEAD, DTYPE_BF16, 7, 33);
+    b[i] = memory_push_1d(m, "b", MEMORY_HEAD, DTYPE_F32, 9);
+    assert_true(tensor_exists(a[i]) && tensor_exists(b[i]));
+    assert_int_equal((uintptr_t)b[i].data % MEMORY_ALIGNMENT, 0);
+  }
+  assert_int_equal((uintptr_t)b[0].data - (uintptr_t)a[0].data, (uintptr_t)b[1].data - (uintptr_t)a[1].data);
+  assert_int_equal(plan.ledger.stack, real.ledger.stack);
+  // Terabytes cost nothing.
+  memory_push_2d(&plan, "logits", MEMORY_HEAD, DTYPE_F32, 10000000, 128256);
+  assert_int_equal(plan.ledger.now[MEMORY_HEAD] >> 40, 4);
+  memory_destroy(&plan);
+  memory_destroy(&real);
+}
+
+// A plan has no operations, and the memory of what it plans for.
+static void test_plan_backend(void **state) {
+  (void)state;
+  static const char *const devices[] = {"cpu", "cuda"};
+  for (int i = 0; i < 2; i++) {
+    Backend *plan = plan_backend_create(devices[i], DTYPE_BF16);
+    const BackendScratch *scratch = i ? &cuda_scratch : &cpu_scratch;
+    assert_string_equal(plan->name, "plan");
+    assert_ptr_equal(plan->scratch, scratch);
+    assert_true(plan->memory.planning);
+    assert_int_equal(plan->ranks, 1);
+    assert_int_equal(plan->memory.ledger.total, memory_padded(scratch->resident_bytes));
+    Tensor t = memory_push_1d(&plan->memory, "t", MEMORY_HEAD, DTYPE_F32, 1 << 30);
+    fill_zero(plan, t); // nothing happens
+    backend_to_device(plan, t, NULL);
+    backend_synchronize(plan);
+    backend_destroy(plan);
+  }
+}
+
+static void test_category_names(void **state) {
+  (void)state;
+  for (int a = 0; a < MEMORY_CATEGORY_COUNT; a++)
+    for (int b = 0; b < a; b++)
+      assert_string_not_equal(memory_category_name((MemoryCategory)a),
+                              memory_category_name((MemoryCategory)b));
+  assert_string_equal(memory_category_name(MEMORY_HEAD), "lm_head, loss");
+}
+
+// --- tensors -----------------------------------------------------------------------------------------------
+
+static void test_tensors(void **state) {
+  (void)state;
+  float numbers[60];
+  Tensor t = tensor_2d(numbers, DTYPE_F32, 6, 10);
+  assert_int_equal(tensor_count(t), 60);
+  assert_int_equal(tensor_bytes(t), 240);
+  assert_true(tensor_is_dense(t));
+  Tensor rows = tensor_rows(t, 2, 3);
+  assert_ptr_equal(rows.data, numbers + 20);
+  assert_string_equal(tensor_text(rows).text, "fp32 [3, 10]");
+  Tensor columns = tensor_columns(rows, 4, 5);
+  assert_ptr_equal(columns.data, numbers + 24);
+  assert_int_equal(columns.stride, 10);
+  assert_false(tensor_is_dense(columns));
+  assert_int_equal(tensor_bytes(columns), 60); // 15 numbers, without the gaps
+  assert_ptr_equal(tensor_rows(columns, 1, 1).data, numbers + 34);
+  assert_ptr_equal(tensor_rows(tensor_flat(t), 17, 2).data, numbers + 17);
+  assert_ptr_equal(tensor_rows(tensor_3d(numbers, DTYPE_F32, 3, 4, 5), 1, 2).data, numbers + 20);
+  assert_true(tensor_same_shape(tensor_reshape_2d(t, 15, 4), tensor_2d(numbers, DTYPE_BF16, 15, 4)));
+  assert_false(tensor_same_shape(t, tensor_flat(t)));
+  assert_int_equal(tensor_count(tensor_rows(t, 6, 0)), 0);
+  assert_int_equal(tensor_count((Tensor){0}), 0);
+  assert_false(tensor_exists(tensor_rows(tensor_2d(NULL, DTYPE_F32, 6, 10), 3, 1))); // absent stays absent
+  assert_string_equal(tensor_text((Tensor){0}).text, "absent");
+  assert_string_equal(tensor_text(tensor_3d(numbers, DTYPE_I32, 1, 2, 3)).text, "int32 [1, 2, 3]");
+  const int64_t huge = INT64_MAX; // the longest text
+  Tensor largest = {.data = numbers, .dtype = DTYPE_I32, .rank = 4, .shape = {huge, huge, huge, huge}};
+  assert_int_equal(strlen(tensor_text(largest).text), strlen("int32 []") + 4 * 19 + 3 * 2);
+  ASSERT_SAYS(tensor_rows(t, 5, 2).data, "rows 5 to 7 lie outside of fp32 [6, 10]");
+  ASSERT_SAYS(tensor_rows(t, -1, 2).data, "rows -1 to 1 lie outside of fp32 [6, 10]");
+  ASSERT_SAYS(tensor_columns(t, 8, 3).data, "columns 8 to 11 lie outside of fp32 [6, 10]");
+  ASSERT_SAYS(tensor_flat(columns).data,
+              "fp32 [3, 5] has gaps between its rows and cannot be read as one row");
+  ASSERT_SAYS(tensor_reshape_2d(t, 7, 9).data, "fp32 [6, 10] cannot be read as [7, 9]");
+  ASSERT_SAYS(tensor_reshape_2d(columns, 5, 3).data, "fp32 [3, 5] cannot be read as [5, 3]");
+}
+
+static void test_bf16(void **state) {
+  (void)state;
+  static const struct {
+    float value;
+    uint16_t bits;
+  } cases[] = {{0, 0},
+               {-0.0f, 0x8000},
+               {1, 0x3F80},
+               {-2, 0xC000},
+               {0x1.00p0f + 0x1p-8f, 0x3F80},            // a tie: to even, down
+               {0x1.02p0f + 0x1p-8f, 0x3F82},            // a tie: to even, up
+               {0x1.00p0f + 0x1p-8f + 0x1p-23f, 0x3F81}, // just above the tie
+               {0x1.02p0f + 0x1p-8f - 0x1p-23f, 0x3F81}, // just below
+               {0x1.FFp0f, 0x4000},                      // carries into the exponent
+               {FLT_MAX, 0x7F80},                        // rounds to infinity
+               {INFINITY, 0x7F80},
+               {-INFINITY, 0xFF80},
+               {0x1p-133f, 0x0001}}; // the smallest subnormal
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+    assert_int_equal(bf16_from_f32(cases[i].value), cases[i].bits);
+  for (uint32_t bits = 0; bits < 65536; bits++) {
+    float value = bf16_to_f32((uint16_t)bits);
+    if (!isnan(value)) assert_int_equal(bf16_from_f32(value), bits); // exact there and back
+  }
+  uint32_t quiet[] = {0x7F800001, 0xFFFFFFFF, 0x7F80FFFF, 0x7FC00000}; // NaN, also where only low bits say so
+  for (int i = 0; i < 4; i++) {
+    float value;
+    memcpy(&value, &quiet[i], sizeof value);
+    assert_true(isnan(bf16_to_f32(bf16_from_f32(value))));
+  }
+  // Never further than half a unit of the last place.
+  for (uint64_t i = 0; i < 10000; i++) {
+    float value = (float)random_normal(1, 2, i);
+    assert_true(fabsf(bf16_to_f32(bf16_from_f32(value)) - value) <= fabsf(value) * 0x1p-8f);
+  }
+  assert_int_equal(dtype_bytes(DTYPE_F32), 4);
+  assert_int_equal(dtype_bytes(DTYPE_BF16), 2);
+  assert_int_equal(dtype_bytes(DTYPE_I32), 4);
+}
+
+// --- random numbers ----------------------------------------------------------------------------------------
+
+static void test_random(void **state) {
+  (void)state;
+  enum { COUNT = 100000 };
+  assert_true(random_bits(1, 2, 3) == random_bits(1, 2, 3));
+  double mean = 0, square = 0, normal = 0, normal_square = 0, neighbours = 0;
+  for (uint64_t i = 0; i < COUNT; i++) {
+    double u = random_uniform(9, 4, i), n = random_normal(9, 5, i);
+    assert_true(u >= 0 && u < 1 && isfinite(n));
+    // A neighbour in any of the three is another number.
+    assert_true(random_bits(9, 4, i) != random_bits(9, 4, i + 1));
+    assert_true(random_bits(9, 4, i) != random_bits(9, 5, i));
+    assert_true(random_bits(9, 4, i) != random_bits(10, 4, i));
+    mean += u;
+    square += (u - 0.5) * (u - 0.5);
+    normal += n;
+    normal_square += n * n;
+    neighbours += (u - 0.5) * (random_uniform(9, 4, i + 1) - 0.5);
+  }
+  double five = 5 / sqrt(COUNT); // standard errors
+  assert_true(fabs(mean / COUNT - 0.5) < five * sqrt(1.0 / 12));
+  assert_true(fabs(square / COUNT - 1.0 / 12) < five * sqrt(1.0 / 180));
+  assert_true(fabs(normal / COUNT) < five);
+  assert_true(fabs(normal_square / COUNT - 1) < five * sqrt(2));
+  assert_true(fabs(neighbours / COUNT) < five / 12);
+}
+
+static void test_permutation(void **state) {
+  (void)state;
+  static const uint64_t counts[] = {1, 2, 3, 4, 5, 16, 17, 100, 1000, 4096, 4097};
+  for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
+    for (uint64_t seed = 0; seed < 3; seed++) {
+      uint64_t count = counts[k], stays = 0;
+      bool *seen = calloc(count, sizeof *seen);
+      for (uint64_t i = 0; i < count; i++) {
+        uint64_t to = random_permute(seed, 5, i, count);
+        assert_true(to < count && !seen[to]);
+        seen[to] = true;
+        stays += to == i;
+      }
+      if (count >= 100) assert_true(stays < 10); // one is expected
+      free(seen);
+    }
+  // Another seed or stream is another order. Where an index goes is spread evenly over 16 stretches.
+  uint64_t same_seed = 0, same_stream = 0, stretches[16] = {0};
+  for (uint64_t i = 0; i < 1000; i++) {
+    uint64_t to = random_permute(1, 1, i, 1000);
+    same_seed += to == random_permute(2, 1, i, 1000);
+    same_stream += to == random_permute(1, 2, i, 1000);
+  }
+  assert_true(same_seed < 10 && same_stream < 10);
+  for (uint64_t seed = 0; seed < 3200; seed++) stretches[random_permute(seed, 1, 0, 1600) / 100]++;
+  for (int i = 0; i < 16; i++) assert_in_range(stretches[i], 130, 270); // 200, 5 standard errors of 13.7
+  // Beyond 32 bits.
+  uint64_t large = (uint64_t)1 << 40;
+  for (uint64_t i = 0; i < 100; i++) assert_true(random_permute(1, 1, large - 1 - i, large) < large);
+}
+
+// --- text --------------------------------------------------------------------------------------------------
+
+static void test_text(void **state) {
+  (void)state;
+  assert_string_equal(text_bytes(0).text, "0 B");
+  assert_string_equal(text_bytes(1023).text, "1023 B");
+  assert_string_equal(text_bytes(1024).text, "1.0 KiB");
+  assert_string_equal(text_bytes(12595).text, "12.3 KiB");
+  assert_string_equal(text_bytes((uint64_t)1 << 20).text, "1.0 MiB");
+  assert_string_equal(text_bytes((uint64_t)16815 << 20).text, "16.42 GiB");
+  assert_string_equal(text_bytes((uint64_t)3 << 39).text, "1.50 TiB");
+  assert_string_equal(text_bytes(UINT64_MAX).text, "16777216.00 TiB");
+  assert_string_equal(text_count(0).text, "0");
+  assert_string_equal(text_count(950).text, "950");
+  assert_string_equal(text_count(1000).text, "1.00K");
+  assert_string_equal(text_count(12400).text, "12.4K");
+  assert_string_equal(text_count(124439808).text, "124M");
+  assert_string_equal(text_count(8030261248.0).text, "8.03B");
+  assert_string_equal(text_duration(0).text, "0s");
+  assert_string_equal(text_duration(-5).text, "0s");
+  assert_string_equal(text_duration(45.4).text, "45s");
+  assert_string_equal(text_duration(59.6).text, "1m 00s");
+  assert_string_equal(text_duration(185).text, "3m 05s");
+  assert_string_equal(text_duration(2 * 3600 + 14 * 60 + 3).text, "2h 14m");
+  assert_string_equal(text_duration(3 * 86400 + 4 * 3600).text, "3d 04h");
+  assert_string_equal(text_grouped(0).text, "0");
+  assert_string_equal(text_grouped(999).text, "999");
+  assert_string_equal(text_grouped(1000).text, "1,000");
+  assert_string_equal(text_grouped(128256).text, "128,256");
+  assert_string_equal(text_grouped(-128256).text, "-128,256");
+  assert_string_equal(text_grouped(-999).text, "-999");
+  assert_string_equal(text_grouped(INT64_MIN).text, "-9,223,372,036,854,775,808");
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_padding),      cmocka_unit_test(test_reserving),
+      cmocka_unit_test(test_stack),        cmocka_unit_test(test_out_of_memory),
+      cmocka_unit_test(test_poison),       cmocka_unit_test(test_peaks),
+      cmocka_unit_test(test_timeline),     cmocka_unit_test(test_planned_addresses),
+      cmocka_unit_test(test_plan_backend), cmocka_unit_test(test_category_names),
+      cmocka_unit_test(test_tensors),      cmocka_unit_test(test_bf16),
+      cmocka_unit_test(test_random),       cmocka_unit_test(test_permutation),
+      cmocka_unit_test(test_text),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

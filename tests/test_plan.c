@@ -1,0 +1,302 @@
+// What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what is
+// derived from it: the chunk within a budget, the largest batch, the sentence when memory does not suffice.
+#include "base/fail.h"
+#include "base/text.h"
+#include "tests/runs.h"
+#include "trainer/machine.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <cmocka.h>
+
+#define LLAMA                                                                                                \
+  "--model llama-tiny --vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 "                   \
+  "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 "
+#define GPT2                                                                                                 \
+  "--model gpt2-tiny --vocab 257 --hidden-size 20 --num-layers 3 --num-attention-heads 2 "                   \
+  "--max-position-embeddings 50 "
+
+// --- the plan and the run ----------------------------------------------------------------------------------
+
+// A step, a validation and a sample for real; then the ledger against the plan. Chunks that do not divide, that
+// exceed the batch, gradient accumulation, padded validation batches.
+static void check_plan(const char *model, const char *job, LceMode mode, Recompute recompute) {
+  Run *run = run_open("%s %s %s --recompute %s --sample-tokens 3", model, job,
+                      mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits", recompute_name(recompute));
+  Memory *memory = &run->h->backend->memory;
+  Plan plan = plan_run(&run->options, machine_kind(run->h->backend), mode);
+  assert_int_equal(memory->stack_capacity, plan.stack_bytes);
+  static const int32_t prompt[] = {10};
+  int64_t count;
+  run_step(run, 0);
+  trainer_validate(&run->trainer, &run->loader, 2);
+  free(trainer_sample(&run->trainer, prompt, 1, 1, &count));
+  Plan real = plan_from_ledger(&memory->ledger);
+  assert_int_equal(real.peak_bytes, plan.peak_bytes);
+  assert_int_equal(real.stack_bytes, plan.stack_bytes);
+  assert_int_equal(real.head_peak_bytes, plan.head_peak_bytes);
+  assert_memory_equal(real.at_peak, plan.at_peak, sizeof plan.at_peak);
+  size_t sum = 0;
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) sum += plan.at_peak[c];
+  assert_int_equal(sum, plan.peak_bytes);
+  assert_int_equal(memory->pushed_count, 0);
+  run_close(run);
+}
+
+static void test_plan_equals_run(void **state) {
+  (void)state;
+  static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2};
+  static const char *const jobs[] = {"--batch 3 --seq-len 17", "--batch 1 --seq-len 1",
+                                     "--batch 5 --seq-len 49 --total-batch 490"};
+  for (size_t m = 0; m < sizeof models / sizeof *models; m++)
+    for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++)
+      for (int recompute = 0; recompute < RECOMPUTE_COUNT; recompute++)
+        for (int mode = 0; mode < 2; mode++)
+          check_plan(models[m], jobs[j], (LceMode)mode, (Recompute)recompute);
+}
+
+static void test_ragged_chunks(void **state) {
+  (void)state;
+  static const int chunks[] = {1, 7, 50, 51, 52, 128, 1000};
+  for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
+    char job[96];
+    snprintf(job, sizeof job, "--batch 3 --seq-len 17 --lce-chunk %d", chunks[k]);
+    check_plan(LLAMA, job, LCE_FUSED, RECOMPUTE_MLP);
+    check_plan(GPT2, job, LCE_FUSED, RECOMPUTE_NONE);
+  }
+}
+
+// One trainer, both modes by turns: each has the stack that its plan says.
+static void test_switching_modes(void **state) {
+  (void)state;
+  Run *run = run_open(LLAMA "--batch 3 --seq-len 17 --lce-chunk 5");
+  Memory *memory = &run->h->backend->memory;
+  for (int i = 0; i < 4; i++) {
+    LceMode mode = i % 2 ? LCE_FUSED : LCE_MATERIALIZED;
+    trainer_set_mode(&run->trainer, mode);
+    ledger_reset_peak(&memory->ledger);
+    trainer_gradient_pass(&run->trainer);
+    Plan plan = plan_run(&run->options, "cpu", mode);
+    assert_int_equal(memory->stack_capacity, plan.stack_bytes);
+    assert_int_equal(memory->ledger.peak, plan.peak_bytes);
+  }
+  run_close(run);
+}
+
+// --- large models ------------------------------------------------------------------------------------------
+
+static Options options_of_device(char *line, const char *device) {
+  char *argv[32] = {"train"}, *rest = NULL;
+  int argc = 1;
+  for (char *word = strtok_r(line, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) argv[argc++] = word;
+  Options o;
+  options_parse(&o, argc, argv);
+  options_settle_dtypes(&o, strcmp(device, "cuda") == 0);
+  Backend *plan = plan_backend_create(device, o.dtype);
+  options_settle_chunk(&o, plan);
+  backend_destroy(plan);
+  return o;
+}
+
+static double seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// A model of 8 billion weights at 32,768 tokens is planned at once, on a machine that could never hold it. Its
+// weights, gradients and moments are what the published count says; its materialized logits are N x V.
+static void test_large_plan(void **state) {
+  (void)state;
+  const size_t parameters = 8030261248, head = (size_t)128256 * 4096;
+  double start = seconds();
+  char line[] = "--model llama-8b --seq-len 32768 --batch 1 --recompute layer";
+  Options o = options_of_device(line, "cuda");
+  Plan fused = plan_run(&o, "cuda", LCE_FUSED), materialized = plan_run(&o, "cuda", LCE_MATERIALIZED);
+  double spent = seconds() - start;
+  if (spent > 0.5) fail_msg("planning took %.3f s", spent);
+  const size_t padding = 1 << 20; // of tensors to their alignment
+  const size_t *at_peak = fused.at_peak;
+  assert_in_range(at_peak[MEMORY_WEIGHTS], 2 * parameters, 2 * parameters + padding);
+  assert_in_range(at_peak[MEMORY_MASTER_WEIGHTS], 4 * parameters, 4 * parameters + padding);
+  assert_in_range(at_peak[MEMORY_MOMENTS], 8 * parameters, 8 * parameters + padding);
+  assert_in_range(at_peak[MEMORY_GRADIENTS], 2 * parameters + 2 * head, 2 * parameters + 2 * head + padding);
+  size_t logits = (size_t)32768 * 128256 * 2;
+  assert_in_range(materialized.head_peak_bytes, logits, logits + logits / 100);
+  assert_true(fused.head_peak_bytes < materialized.head_peak_bytes / 7); // chunks of an eighth, 4096
+  assert_true(fused.peak_bytes < materialized.peak_bytes);
+  options_free(&o);
+}
+
+// --- what follows from plans -------------------------------------------------------------------------------
+
+static void check_chunk_within(const Backend *backend, size_t bytes, LceShape shape) {
+  int64_t chunk = lce_chunk_within(backend, bytes, shape);
+  if (chunk > 0) assert_true(lce_bytes(backend, LCE_FUSED, chunk, shape) <= bytes);
+  if (chunk < shape.tokens) assert_true(lce_bytes(backend, LCE_FUSED, chunk + 1, shape) > bytes);
+  assert_in_range(chunk, 0, shape.tokens);
+}
+
+static void test_chunk_within(void **state) {
+  (void)state;
+  Backend *cpu = cpu_backend_create(false);
+  for (int ignores = 0; ignores < 2; ignores++) {
+    LceShape shape = {.tokens = 333, .hidden_size = 24, .vocab_size = 1001, .ignores = ignores};
+    size_t one = lce_bytes(cpu, LCE_FUSED, 1, shape), all = lce_bytes(cpu, LCE_FUSED, 333, shape);
+    assert_true(one >= 1001 * 4 && all >= 333 * 1001 * 4);
+    for (size_t bytes = 0; bytes < all + 100000; bytes += 12345) check_chunk_within(cpu, bytes, shape);
+    check_chunk_within(cpu, one, shape);
+    check_chunk_within(cpu, one - 1, shape);
+    assert_int_equal(lce_chunk_within(cpu, one - 1, shape), 0);
+    assert_int_equal(lce_chunk_within(cpu, all, shape), 333);
+    assert_int_equal(lce_chunk_within(cpu, SIZE_MAX, shape), 333);
+    // More tokens than the chunk holds cost nothing; a chunk beyond the tokens neither.
+    shape.tokens = 1000;
+    assert_true(lce_bytes(cpu, LCE_FUSED, 333, shape) <= all);
+    assert_int_equal(lce_bytes(cpu, LCE_FUSED, 5000, shape), lce_bytes(cpu, LCE_FUSED, 1000, shape));
+  }
+  backend_destroy(cpu);
+  assert_int_equal(lce_default_chunk(1), 128);
+  assert_int_equal(lce_default_chunk(1025), 129);
+  assert_int_equal(lce_default_chunk(32768), 4096);
+  assert_int_equal(lce_default_chunk(1 << 20), 4096);
+}
+
+static void test_chunk_option(void **state) {
+  (void)state;
+  char budget[] = LLAMA "--vocab 5003 --batch 8 --seq-len 128 --lce-memory 3",
+       given[] = LLAMA "--lce-chunk 77";
+  char none[] = LLAMA "--batch 16 --seq-len 128";
+  Options o = options_from(budget);
+  Backend *cpu = plan_backend_create("cpu", DTYPE_F32);
+  LceShape shape = {.tokens = 1024, .hidden_size = 24, .vocab_size = 5003};
+  assert_int_equal(o.lce_chunk, lce_chunk_within(cpu, 3 << 20, shape));
+  assert_in_range(o.lce_chunk, 2, 1023);
+  assert_true(plan_run(&o, "cpu", LCE_FUSED).head_peak_bytes <= 3 << 20);
+  backend_destroy(cpu);
+  options_free(&o);
+  o = options_from(given);
+  assert_int_equal(o.lce_chunk, 77);
+  options_free(&o);
+  o = options_from(none);
+  assert_int_equal(o.lce_chunk, 256); // an eighth
+  options_free(&o);
+}
+
+static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
+  char with_batch[512];
+  snprintf(with_batch, sizeof with_batch, "%s --batch %lld", line, (long long)batch);
+  Options o = options_from(with_batch);
+  size_t bytes = plan_run(&o, "cpu", mode).peak_bytes;
+  options_free(&o);
+  return bytes;
+}
+
+// The batch that is named fits when it is asked for, and one more does not: the default chunk and --lce-memory
+// follow the batch, a chunk that was given stays.
+static void test_largest_batch(void **state) {
+  (void)state;
+  static const char *const lines[] = {LLAMA "--seq-len 128", LLAMA "--seq-len 128 --lce-chunk 100",
+                                      LLAMA "--seq-len 128 --lce-memory 1"};
+  for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
+    for (int mode = 0; mode < 2; mode++) {
+      char line[512];
+      snprintf(line, sizeof line, "%s --total-batch 2048", lines[i]); // this job's; must not matter
+      Options o = options_from(line);
+      size_t one = peak_with_batch(lines[i], (LceMode)mode, 1);
+      assert_int_equal(plan_largest_batch(&o, "cpu", (LceMode)mode, one - 1), 0);
+      assert_int_equal(plan_largest_batch(&o, "cpu", (LceMode)mode, one), 1);
+      for (size_t bytes = (size_t)3 << 20; bytes < (size_t)200 << 20; bytes = bytes * 5 / 2) {
+        int64_t batch = plan_largest_batch(&o, "cpu", (LceMode)mode, bytes);
+        assert_true(batch >= 1);
+        assert_true(peak_with_batch(lines[i], (LceMode)mode, batch) <= bytes);
+        assert_true(peak_with_batch(lines[i], (LceMode)mode, batch + 1) > bytes);
+      }
+      options_free(&o);
+    }
+}
+
+// --- when memory does not suffice --------------------------------------------------------------------------
+
+static char sentence[2048];
+static jmp_buf caught;
+
+static void catch_sentence(const char *text) {
+  snprintf(sentence, sizeof sentence, "%s", text);
+  longjmp(caught, 1);
+}
+
+// What plan_require says about `usable` bytes; "" when it lets the run go on.
+static const char *requirement(const Options *o, size_t usable) {
+  sentence[0] = 0;
+  fail_set_handler(catch_sentence);
+  if (setjmp(caught) == 0) plan_require(o, "cpu", usable);
+  fail_set_handler(NULL);
+  return sentence;
+}
+
+static void assert_says(const char *text, const char *part) {
+  if (!strstr(text, part)) fail_msg("\"%s\" should say \"%s\"", text, part);
+}
+
+// "FLAG needs 12.3 MiB", as a planned run with that flag needs.
+static void assert_offers(const char *text, const Options *o, const char *flag, LceMode mode,
+                          Recompute recompute) {
+  Options other = *o;
+  other.recompute = recompute;
+  char offer[128];
+  snprintf(offer, sizeof offer, "%s needs %s", flag,
+           text_bytes(plan_run(&other, "cpu", mode).peak_bytes).text);
+  assert_says(text, offer);
+}
+
+static void test_requirement(void **state) {
+  (void)state;
+  char line[] = LLAMA "--seq-len 128 --batch 64 --materialized-logits";
+  Options o = options_from(line);
+  size_t need = plan_run(&o, "cpu", LCE_MATERIALIZED).peak_bytes;
+  assert_string_equal(requirement(&o, need), "");
+  assert_string_equal(requirement(&o, 0), ""); // unknown
+  const char *text = requirement(&o, need - 1);
+  char start[128], batch[64];
+  snprintf(start, sizeof start, "this run needs %s and the device has %s to give (", text_bytes(need).text,
+           text_bytes(need - 1).text);
+  assert_int_equal(strncmp(text, start, strlen(start)), 0);
+  assert_says(text, "activations ");
+  assert_says(text, "lm_head, loss ");
+  assert_offers(text, &o, "--fused-lce", LCE_FUSED, RECOMPUTE_NONE);
+  assert_offers(text, &o, "--recompute elementwise", LCE_MATERIALIZED, RECOMPUTE_ELEMENTWISE);
+  assert_says(text, "--batch 63 fits");
+  assert_null(strstr(text, "\n"));
+
+  // So little that only the strongest recomputation, or a few sequences, would do.
+  o.recompute = RECOMPUTE_LAYER;
+  size_t least = plan_run(&o, "cpu", LCE_MATERIALIZED).peak_bytes;
+  o.recompute = RECOMPUTE_NONE;
+  text = requirement(&o, least);
+  assert_offers(text, &o, "--recompute layer", LCE_MATERIALIZED, RECOMPUTE_LAYER);
+  assert_null(strstr(text, "--recompute mlp"));
+  snprintf(batch, sizeof batch, "--batch %lld fits",
+           (long long)plan_largest_batch(&o, "cpu", LCE_MATERIALIZED, least));
+  assert_says(text, batch);
+
+  assert_says(requirement(&o, 1 << 16), "no smaller batch fits");
+  options_free(&o);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_plan_equals_run), cmocka_unit_test(test_ragged_chunks),
+      cmocka_unit_test(test_switching_modes), cmocka_unit_test(test_large_plan),
+      cmocka_unit_test(test_chunk_within),    cmocka_unit_test(test_chunk_option),
+      cmocka_unit_test(test_largest_batch),   cmocka_unit_test(test_requirement),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,525 @@
+// The whole transformer: losses and logits against an independent float64 model, every parameter's gradient
+// against finite differences of it, and what must not change the result: recomputation, the mode of the last
+// layer, how a step is cut into micro-batches, what lay on the stack before. Every push is filled with NaN
+// first.
+#include "model/transformer.h"
+#include "tests/harness.h"
+#include "tests/reference_model.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+// Odd on purpose: nothing divides anything else.
+static ModelConfig tiny_gpt2(void) {
+  ModelConfig c = model_preset("gpt2-tiny");
+  c.vocab_size = 13;
+  c.hidden_size = 10;
+  c.intermediate_size = 23;
+  c.num_hidden_layers = 2;
+  c.num_attention_heads = c.num_key_value_heads = 2;
+  c.head_dim = 5;
+  c.max_position_embeddings = 7;
+  return c;
+}
+
+// The heads together are wider than the stream, and every two of them share a key/value head.
+static ModelConfig tiny_llama(void) {
+  ModelConfig c = model_preset("llama-tiny");
+  c.vocab_size = 13;
+  c.hidden_size = 11;
+  c.intermediate_size = 17;
+  c.num_hidden_layers = 2;
+  c.num_attention_heads = 4;
+  c.num_key_value_heads = 2;
+  c.head_dim = 6;
+  c.rope_theta = 100;
+  return c;
+}
+
+// Of its four rotary frequencies one stays, one is blended and two are stretched.
+static ModelConfig tiny_llama_untied(void) {
+  ModelConfig c = tiny_llama();
+  c.vocab_size = 17;
+  c.num_attention_heads = 3;
+  c.num_key_value_heads = 1;
+  c.head_dim = 8;
+  c.tie_word_embeddings = false;
+  c.rope_scaling = (RopeScaling){
+      .factor = 8, .low_freq_factor = 1, .high_freq_factor = 4, .original_max_position_embeddings = 40};
+  return c;
+}
+
+// --- a model with a batch ----------------------------------------------------------------------------------
+
+typedef struct {
+  Harness *h;
+  Model model;
+  ReferenceModel reference;
+  int64_t batch, seq_len, rows, counted;
+  int32_t *tokens, *targets;
+  Batch on_device;
+  Tensor loss;
+} Case;
+
+// Weights that make every path matter: activations of about 1, norms and biases away from their first values.
+static void draw_weights(Harness *h, Model *model) {
+  for (int64_t i = 0; i < model->parameters.count; i++) {
+    const Parameter *p = &model->parameters.items[i];
+    int64_t count = tensor_count(p->value);
+    double *values = random_values(h, count, p->rank == 2 ? 1.2 / sqrt((double)p->shape[1]) : 0.3);
+    float *rounded = calloc((size_t)count, sizeof *rounded);
+    for (int64_t k = 0; k < count; k++) rounded[k] = (float)(values[k] + (p->init == INIT_ONES));
+    backend_to_device(h->backend, p->value, rounded);
+    free(rounded);
+  }
+}
+
+// Every gradient NaN: a pass that does not accumulate must write them all.
+static void poison_gradients(Case *c) {
+  for (int64_t i = 0; i < c->model.parameters.count; i++) {
+    Tensor grad = c->model.parameters.items[i].grad;
+    float *nan_values = malloc(tensor_bytes(grad));
+    memset(nan_values, 0xFF, tensor_bytes(grad));
+    backend_to_device(c->h->backend, grad, nan_values);
+    free(nan_values);
+  }
+}
+
+// Puts the batch on the device; `rows` names the counted tokens where some are ignored.
+static void upload_batch(Case *c) {
+  Harness *h = c->h;
+  int32_t *rows = calloc((size_t)c->rows, sizeof *rows);
+  c->counted = 0;
+  for (int64_t n = 0; n < c->rows; n++)
+    if (c->targets[n] != IGNORE_INDEX) rows[c->counted++] = (int32_t)n;
+  c->on_device = (Batch){.batch = c->batch,
+                         .seq_len = c->seq_len,
+                         .tokens = ids_from(h, c->tokens, c->rows),
+                         .targets = ids_from(h, c->targets, c->rows),
+                         .counted = c->counted};
+  if (c->counted < c->rows) c->on_device.rows = ids_from(h, rows, c->rows);
+  c->loss = poisoned_vector(h, DTYPE_F32, c->rows);
+  free(rows);
+}
+
+// ignore_every 0: all targets count; 1: none does.
+static Case *case_open(ModelConfig config, int64_t batch, int64_t seq_len, int ignore_every) {
+  Harness *h = harness_open("cpu");
+  Case *c = calloc(1, sizeof *c);
+  assert_non_null(h);
+  assert_non_null(c);
+  *c = (Case){.h = h, .batch = batch, .seq_len = seq_len, .rows = batch * seq_len};
+  model_create(&c->model, &config, h->backend,
+               (ParameterDtypes){.weight = h->dtype, .grad = h->dtype, .moment = DTYPE_F32}, seq_len);
+  draw_weights(h, &c->model);
+  c->reference = reference_model_read(&c->model, h->backend);
+  c->tokens = random_ids(h, c->rows, config.vocab_size);
+  c->targets = random_ids(h, c->rows, config.vocab_size);
+  for (int64_t n = 0; n < c->rows; n++)
+    if (ignore_every && n % ignore_every == 0) c->targets[n] = IGNORE_INDEX;
+  upload_batch(c);
+  return c;
+}
+
+static void case_close(Case *c) {
+  reference_model_free(&c->reference);
+  model_destroy(&c->model);
+  harness_close(c->h);
+  free(c);
+}
+
+static TransformerOptions options_of(LceMode mode, int64_t chunk, Recompute recompute) {
+  return (TransformerOptions){.mode = mode, .chunk = chunk, .recompute = recompute};
+}
+
+static void train_once(Case *c, TransformerOptions options, float scale) {
+  poison_gradients(c);
+  MemoryMark before = memory_mark(&c->h->backend->memory);
+  transformer_train(c->h->backend, &c->model, &c->on_device, &options, scale, false, c->loss);
+  assert_int_equal(memory_mark(&c->h->backend->memory), before);
+}
+
+// All gradients, tensor after tensor, as they are now.
+static double **gradients_of(Case *c) {
+  const Parameters *p = &c->model.parameters;
+  double **all = (double **)host_values(c->h, p->count);
+  for (int64_t i = 0; i < p->count; i++) all[i] = values_of(c->h, p->items[i].grad);
+  return all;
+}
+
+typedef ModelConfig (*MakeConfig)(void);
+static const MakeConfig families[] = {tiny_gpt2, tiny_llama, tiny_llama_untied};
+enum { FAMILIES = sizeof families / sizeof *families };
+
+// --- forward -----------------------------------------------------------------------------------------------
+
+// Rounding grows through 2 layers of some ten operations each; 64 units of fp32's epsilon hold it.
+static Tolerance forward_tolerance(void) {
+  return within(64, 1);
+}
+
+static void test_losses(void **state) {
+  (void)state;
+  for (int f = 0; f < FAMILIES; f++)
+    for (int ignore_every = 0; ignore_every <= 3; ignore_every += 3) {
+      Case *c = case_open(families[f](), 2, 5, ignore_every);
+      double *want = host_values(c->h, c->rows);
+      reference_model_losses(&c->reference, c->tokens, c->targets, c->batch, c->seq_len, want);
+      for (int mode = 0; mode < 2; mode++) {
+        TransformerOptions options = options_of((LceMode)mode, 3, RECOMPUTE_NONE);
+        train_once(c, options, 1);
+        check_values(c->h, "loss while training", c->loss, want, forward_tolerance());
+        c->loss = poisoned_vector(c->h, DTYPE_F32, c->rows);
+        transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss);
+        check_values(c->h, "loss alone", c->loss, want, forward_tolerance());
+      }
+      case_close(c);
+    }
+}
+
+static void test_logits(void **state) {
+  (void)state;
+  for (int f = 0; f < FAMILIES; f++) {
+    Case *c = case_open(families[f](), 2, 5, 0);
+    int64_t vocab = c->model.config.vocab_size;
+    const int32_t rows[] = {9, 0, 4};
+    enum { PICKED = sizeof rows / sizeof *rows };
+    double *all = host_values(c->h, c->rows * vocab), *want = host_values(c->h, PICKED * vocab);
+    reference_model_logits(&c->reference, c->tokens, c->batch, c->seq_len, all);
+    for (int i = 0; i < PICKED; i++)
+      memcpy(want + i * vocab, all + rows[i] * vocab, (size_t)vocab * sizeof *want);
+    Tensor logits = poisoned(c->h, DTYPE_F32, PICKED, vocab);
+    transformer_logits(c->h->backend, &c->model, &c->on_device, ids_from(c->h, rows, PICKED), logits);
+    check_values(c->h, "logits", logits, want, forward_tolerance());
+    case_close(c);
+  }
+}
+
+// A token sees neither those after it nor those of other sequences.
+static void test_causal(void **state) {
+  (void)state;
+  for (int f = 0; f < FAMILIES; f++) {
+    Case *c = case_open(families[f](), 3, 6, 0);
+    TransformerOptions options = options_of(LCE_FUSED, 7, RECOMPUTE_NONE);
+    transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss);
+    double *before = values_of(c->h, c->loss);
+    int64_t changed = c->seq_len + 3; // in the second sequence
+    c->tokens[changed] = (c->tokens[changed] + 1) % (int32_t)c->model.config.vocab_size;
+    upload_batch(c);
+    transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss);
+    double *after = values_of(c->h, c->loss);
+    for (int64_t n = 0; n < c->rows; n++) {
+      bool sees = n >= changed && n < 2 * c->seq_len;
+      if (sees)
+        assert_true(before[n] != after[n]);
+      else
+        assert_true(before[n] == after[n]);
+    }
+    case_close(c);
+  }
+}
+
+// --- gradients against finite differences ------------------------------------------------------------------
+
+static double mean_of_losses(void *context) {
+  Case *c = context;
+  double *loss = calloc((size_t)c->rows, sizeof *loss), sum = 0;
+  reference_model_losses(&c->reference, c->tokens, c->targets, c->batch, c->seq_len, loss);
+  for (int64_t n = 0; n < c->rows; n++) sum += loss[n];
+  free(loss);
+  return sum / (double)c->counted;
+}
+
+// The derivative along `direction` of one tensor: two central differences, extrapolated.
+static double slope_along(Case *c, double *x, const double *direction, int64_t count) {
+  double slopes[2], *kept = malloc((size_t)count * sizeof *kept);
+  memcpy(kept, x, (size_t)count * sizeof *kept);
+  for (int k = 0; k < 2; k++) {
+    double width = 1e-4 * (k + 1), ends[2];
+    for (int side = 0; side < 2; side++) {
+      for (int64_t i = 0; i < count; i++) x[i] = kept[i] + (side ? width : -width) * direction[i];
+      ends[side] = mean_of_losses(c);
+    }
+    slopes[k] = (ends[1] - ends[0]) / (2 * width);
+  }
+  memcpy(x, kept, (size_t)count * sizeof *kept);
+  free(kept);
+  return (4 * slopes[0] - slopes[1]) / 3;
+}
+
+// Single entries say where a gradient is wrong; a random direction through the whole tensor misses none.
+static void check_tensor_gradient(Case *c, int64_t i) {
+  enum { DIRECTIONS = 2, UNITS = 256 };
+  const Parameter *p = &c->model.parameters.items[i];
+  double *x = c->reference.values[i], *grad = values_of(c->h, p->grad);
+  int64_t count = tensor_count(p->grad);
+  check_gradient(c->h, p->name, p->grad, NULL, x, mean_of_losses, c, within(UNITS, 1));
+  double squares = 0;
+  for (int64_t k = 0; k < count; k++) squares += grad[k] * grad[k];
+  for (int d = 0; d < DIRECTIONS; d++) {
+    double *direction = random_values(c->h, count, 1), along = 0;
+    for (int64_t k = 0; k < count; k++) along += grad[k] * direction[k];
+    double want = slope_along(c, x, direction, count), allowed = UNITS * 0x1p-23 * sqrt(squares);
+    if (fabs(along - want) > allowed)
+      fail_msg("%s: along a random direction %.9g, should be %.9g (off by %.3g, allowed %.3g)", p->name,
+               along, want, fabs(along - want), allowed);
+  }
+}
+
+static void check_gradients(MakeConfig config, LceMode mode, Recompute recompute, int ignore_every) {
+  Case *c = case_open(config(), 2, 5, ignore_every);
+  train_once(c, options_of(mode, 4, recompute), (float)(1.0 / (double)c->counted));
+  for (int64_t i = 0; i < c->model.parameters.count; i++) check_tensor_gradient(c, i);
+  case_close(c);
+}
+
+static void test_gradients_gpt2(void **state) {
+  (void)state;
+  check_gradients(tiny_gpt2, LCE_FUSED, RECOMPUTE_NONE, 0);
+}
+
+static void test_gradients_llama_tied(void **state) {
+  (void)state;
+  check_gradients(tiny_llama, LCE_MATERIALIZED, RECOMPUTE_NONE, 3);
+}
+
+static void test_gradients_llama_untied(void **state) {
+  (void)state;
+  check_gradients(tiny_llama_untied, LCE_FUSED, RECOMPUTE_LAYER, 4);
+}
+
+// --- what must not matter ----------------------------------------------------------------------------------
+
+// What is computed again is computed from the same numbers by the same operations: the same bits.
+static void test_recompute(void **state) {
+  (void)state;
+  for (int f = 0; f < FAMILIES; f++) {
+    Case *c = case_open(families[f](), 3, 7, 5);
+    const Parameters *p = &c->model.parameters;
+    train_once(c, options_of(LCE_FUSED, 8, RECOMPUTE_NONE), 0.25f);
+    double **want = gradients_of(c), *want_loss = values_of(c->h, c->loss);
+    for (int level = RECOMPUTE_NONE; level < RECOMPUTE_COUNT; level++) {
+      c->loss = poisoned_vector(c->h, DTYPE_F32, c->rows);
+      train_once(c, options_of(LCE_FUSED, 8, (Recompute)level), 0.25f);
+      double **got = gradients_of(c), *got_loss = values_of(c->h, c->loss);
+      assert_memory_equal(got_loss, want_loss, (size_t)c->rows * sizeof *want_loss);
+      for (int64_t i = 0; i < p->count; i++)
+        if (memcmp(got[i], want[i], (size_t)tensor_count(p->items[i].grad) * sizeof **got))
+          fail_msg("--recompute %s changes the gradient of %s", recompute_name((Recompute)level),
+                   p->items[i].name);
+    }
+    case_close(c);
+  }
+}
+
+// Each level holds less than the one before while the last layer runs.
+static void test_recompute_saves(void **state) {
+  (void)state;
+  for (int f = 0; f < FAMILIES; f++) {
+    size_t before = SIZE_MAX;
+    for (int level = RECOMPUTE_NONE; level < RECOMPUTE_COUNT; level++) {
+      ModelConfig config = families[f]();
+      config.num_hidden_layers = 5;
+      Case *c = case_open(config, 3, 7, 0);
+      Ledger *ledger = &c->h->backend->memory.ledger;
+      ledger_reset_peak(ledger);
+      train_once(c, options_of(LCE_FUSED, 8, (Recompute)level), 1);
+      assert_true(ledger->highest[MEMORY_ACTIVATIONS] < before);
+      before = ledger->highest[MEMORY_ACTIVATIONS];
+      case_close(c);
+    }
+  }
+}
+
+// Gradients that are 0 but for rounding (those of q in a sequence of one token) carry the rounding of all others:
+// what is allowed goes by the gradient as a whole.
+static void check_gradients_agree(Case *c, double **want) {
+  enum { UNITS = 128 };
+  const Parameters *p = &c->model.parameters;
+  double squares = 0, total = 0;
+  for (int64_t i = 0; i < p->count; i++) {
+    int64_t count = tensor_count(p->items[i].grad);
+    for (int64_t k = 0; k < count; k++) squares += want[i][k] * want[i][k];
+    total += (double)count;
+  }
+  double rms = sqrt(squares / total);
+  for (int64_t i = 0; i < p->count; i++) {
+    double *got = values_of(c->h, p->items[i].grad);
+    for (int64_t k = 0; k < tensor_count(p->items[i].grad); k++) {
+      double allowed = UNITS * 0x1p-23 * (fabs(want[i][k]) + rms);
+      if (!(fabs(got[k] - want[i][k]) <= allowed))
+        fail_msg("%s: element %lld is %.9g, should be %.9g (allowed %.3g)", p->items[i].name, (long long)k,
+                 got[k], want[i][k], allowed);
+    }
+  }
+}
+
+typedef struct {
+  int64_t batch, seq_len, vocab, chunk;
+  int ignore_every;
+} HeadCase;
+
+// Both modes sum the same numbers in another order: they agree within fp32's rounding.
+static void test_modes_agree(void **state) {
+  (void)state;
+  static const HeadCase cases[] = {
+      {3, 7, 13, 8, 0},    // N 21, V 13, H 10 or 11, chunk 8: no two share a factor
+      {3, 7, 13, 8, 4},    // some ignored
+      {1, 7, 101, 5, 0},   //
+      {1, 7, 101, 5, 2},   //
+      {2, 5, 13, 64, 0},   // a chunk beyond N
+      {2, 5, 13, 64, 3},   //
+      {2, 5, 13, 1, 3},    // token by token
+      {1, 1, 13, 1, 0},    // one token
+      {1, 1, 1, 4, 0},     // one token, one word: certain
+      {3, 5, 1, 4, 2},     // V 1
+      {29, 7, 257, 129, 6} // chunks that are evened out in steps of 128
+  };
+  for (int f = 0; f < FAMILIES; f++)
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+      const HeadCase *s = &cases[k];
+      ModelConfig config = families[f]();
+      config.vocab_size = s->vocab;
+      Case *c = case_open(config, s->batch, s->seq_len, s->ignore_every);
+      float scale = c->counted ? (float)(1.0 / (double)c->counted) : 0;
+      train_once(c, options_of(LCE_MATERIALIZED, 0, RECOMPUTE_NONE), scale);
+      double **want = gradients_of(c), *want_loss = values_of(c->h, c->loss);
+      c->loss = poisoned_vector(c->h, DTYPE_F32, c->rows);
+      train_once(c, options_of(LCE_FUSED, s->chunk, RECOMPUTE_NONE), scale);
+      check_values(c->h, "fused loss", c->loss, want_loss, within(32, 1));
+      check_gradients_agree(c, want);
+      case_close(c);
+    }
+}
+
+static void assert_all_zero(const char *what, const double *values, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    if (values[i] != 0) fail_msg("%s: element %lld is %g", what, (long long)i, values[i]);
+}
+
+// Nothing to learn from: losses and gradients are zeros, whatever lay there before, and an accumulating pass
+// leaves the gradients alone.
+static void test_all_ignored(void **state) {
+  (void)state;
+  for (int f = 0; f < FAMILIES; f++)
+    for (int mode = 0; mode < 2; mode++) {
+      Case *c = case_open(families[f](), 2, 5, 1);
+      const Parameters *p = &c->model.parameters;
+      TransformerOptions options = options_of((LceMode)mode, 3, RECOMPUTE_NONE);
+      train_once(c, options, 0);
+      assert_all_zero("loss", values_of(c->h, c->loss), c->rows);
+      for (int64_t i = 0; i < p->count; i++)
+        assert_all_zero(p->items[i].name, values_of(c->h, p->items[i].grad), tensor_count(p->items[i].grad));
+      train_once(c, options, 0.5f);
+      for (int64_t i = 0; i < p->count; i++)
+        assert_all_zero(p->items[i].name, values_of(c->h, p->items[i].grad), tensor_count(p->items[i].grad));
+      transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss);
+      assert_all_zero("loss alone", values_of(c->h, c->loss), c->rows);
+      case_close(c);
+    }
+}
+
+// How many tokens count must not decide how much memory a step takes: its stack was sized before the data came.
+static void test_ignored_memory(void **state) {
+  (void)state;
+  static const int ignore_every[] = {0, 2, 3, 5, 100, 1};
+  for (int mode = 0; mode < 2; mode++) {
+    size_t most = 0;
+    for (size_t k = 0; k < sizeof ignore_every / sizeof *ignore_every; k++) {
+      ModelConfig config = tiny_llama();
+      config.num_hidden_layers = 1;
+      config.vocab_size = 301;
+      Case *c = case_open(config, 8, 125, ignore_every[k]);
+      int32_t *rows = calloc((size_t)c->rows, sizeof *rows);
+      for (int64_t n = 0; n < c->rows; n++) rows[n] = (int32_t)n;
+      if (!ignore_every[k]) c->on_device.rows = ids_from(c->h, rows, c->rows); // some might have been ignored
+      free(rows);
+      Ledger *ledger = &c->h->backend->memory.ledger;
+      size_t before = ledger->stack;
+      ledger_reset_peak(ledger);
+      train_once(c, options_of((LceMode)mode, 400, RECOMPUTE_NONE), 0.001f);
+      size_t taken = ledger->stack_peak - before;
+      if (!ignore_every[k]) most = taken;
+      assert_true(taken <= most);
+      case_close(c);
+    }
+  }
+}
+
+// One batch of 4 sequences, and the same in 4 parts added up, each divided by the count of the whole step.
+// The parts count 7, 5, 0 and 4 targets: a mean of means would be wrong.
+static void test_accumulation(void **state) {
+  (void)state;
+  enum { BATCH = 4, SEQ_LEN = 7 };
+  static const int counted[BATCH] = {7, 5, 0, 4};
+  for (int f = 0; f < FAMILIES; f++)
+    for (int mode = 0; mode < 2; mode++) {
+      Case *c = case_open(families[f](), BATCH, SEQ_LEN, 0);
+      TransformerOptions options = options_of((LceMode)mode, 5, RECOMPUTE_NONE);
+      for (int b = 0; b < BATCH; b++)
+        for (int t = counted[b]; t < SEQ_LEN; t++) c->targets[b * SEQ_LEN + t] = IGNORE_INDEX;
+      upload_batch(c);
+      assert_int_equal(c->counted, 16);
+      train_once(c, options, 1.f / 16);
+      double **want = gradients_of(c), *want_loss = values_of(c->h, c->loss);
+
+      int32_t *tokens = c->tokens, *targets = c->targets;
+      c->batch = 1;
+      c->rows = SEQ_LEN;
+      poison_gradients(c);
+      for (int b = 0; b < BATCH; b++) {
+        c->tokens = tokens + b * SEQ_LEN;
+        c->targets = targets + b * SEQ_LEN;
+        upload_batch(c);
+        assert_int_equal(c->counted, counted[b]);
+        transformer_train(c->h->backend, &c->model, &c->on_device, &options, 1.f / 16, b > 0, c->loss);
+        check_values(c->h, "loss of a part", c->loss, want_loss + b * SEQ_LEN, within(32, 1));
+      }
+      check_gradients_agree(c, want);
+      case_close(c);
+    }
+}
+
+static void test_refusals(void **state) {
+  (void)state;
+  Case *c = case_open(tiny_llama(), 2, 5, 0);
+  TransformerOptions options = options_of(LCE_FUSED, 4, RECOMPUTE_NONE);
+  c->on_device.seq_len = 10; // longer than the rotary table
+  c->on_device.batch = 1;
+  assert_fails(c->h, "a batch of sequences of 10 for a model made for 5",
+               transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss));
+  c->on_device.seq_len = 5;
+  assert_fails(c->h, "where [10, 11] is needed",
+               transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss));
+  c->on_device.batch = 2;
+  options.chunk = 0;
+  assert_fails(c->h, "a chunk of 0 tokens",
+               transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss));
+  case_close(c);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_losses),
+      cmocka_unit_test(test_logits),
+      cmocka_unit_test(test_causal),
+      cmocka_unit_test(test_gradients_gpt2),
+      cmocka_unit_test(test_gradients_llama_tied),
+      cmocka_unit_test(test_gradients_llama_untied),
+      cmocka_unit_test(test_recompute),
+      cmocka_unit_test(test_recompute_saves),
+      cmocka_unit_test(test_modes_agree),
+      cmocka_unit_test(test_all_ignored),
+      cmocka_unit_test(test_ignored_memory),
+      cmocka_unit_test(test_accumulation),
+      cmocka_unit_test(test_refusals),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
