@@ -70,6 +70,8 @@ try = $(shell out=$$(mktemp); { printf '$(hash)include <%s>\n' stddef.h stdarg.h
 
 HAVE_CC     := $(call try,stdio.h)
 HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
+HAVE_ZLIB   := $(call try,zlib.h,-lz)
+HAVE_PCRE2  := $(call try,pcre2.h,-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
 HAVE_STB    := $(call try,stdio.h stb/stb_image_write.h)
 
@@ -131,6 +133,8 @@ endif
 MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_library) \
 	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_matrix_products_on_the_CPU) \
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
+	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
+	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
 	$(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
 	$(if $(HAVE_STB),,libstb-dev=plots_as_PNG) \
 	$(if $(wildcard /usr/share/fonts/truetype/dejavu/DejaVuSans.ttf),,fonts-dejavu-core=letters_in_plots) \
@@ -142,7 +146,7 @@ MISSING := $(strip $(MISSING))
 # Under -std=c11 GCC leaves out fused multiply-adds, and errno from sqrtf keeps loops from becoming vectors.
 # What is promised is equal bits for equal builds on one machine; neither option touches that.
 FOUND        := $(if $(HAVE_CBLAS),$(BLAS_LIBS)) $(if $(HAVE_MPI),$(MPI_LIBS))
-HAVES        := $(foreach h,CBLAS CUDA NCCL CUDNN MPI STB,$(if $(HAVE_$(h)),-DHAVE_$(h)))
+HAVES        := $(foreach h,CBLAS CUDA NCCL CUDNN MPI PCRE2 STB,$(if $(HAVE_$(h)),-DHAVE_$(h)))
 ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(CUDA_INCLUDE)) \
 	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
 ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) -march=native -ffp-contract=fast -fno-math-errno -fopenmp \
@@ -151,7 +155,7 @@ ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
 	-Xcompiler=-g,-Wall,-Wextra,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
-ALL_LIBS     := -lcjson $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+ALL_LIBS     := -lcjson -lz $(if $(HAVE_PCRE2),-lpcre2-8) $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
 # --- What was found, said when it changed or when asked -----------------------------------------------------
 
@@ -173,7 +177,9 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found,one CPU process only)
   stb         $(call found,STB,found,no plots as PNG)
+  PCRE2       $(call found,PCRE2,found,no prompts by tokenizer.json)
   cJSON       $(call found,CJSON,found,cannot build)
+  zlib        $(call found,ZLIB,found,cannot build)
   cmocka      $(call found,CMOCKA,found,cannot test)$(if $(MISSING),$(newline)`make deps` installs: $(MISSING_NAMES))
 endef
 
@@ -186,8 +192,8 @@ ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-dev,$(GOALS)),)
-  ifeq ($(and $(HAVE_CC),$(HAVE_CJSON)),)
-    $(error $(if $(HAVE_CC),cJSON,A working C compiler ($(CC))) is missing; `make deps` installs it)
+  ifeq ($(and $(HAVE_CC),$(HAVE_CJSON),$(HAVE_ZLIB)),)
+    $(error $(if $(HAVE_CC),$(if $(HAVE_CJSON),zlib,cJSON),A working C compiler ($(CC))) is missing; `make deps` installs it)
   endif
 endif
 
@@ -196,7 +202,7 @@ endif # SEARCH
 # --- Sources, by room ---------------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still says how much scratch its operations need, for the plan.
-SOURCES  := $(wildcard base/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c trainer/*.c) $(if $(HAVE_CUDA),\
+SOURCES  := $(wildcard base/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c checkpoint/*.c trainer/*.c plot/*.c curves/*.c) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 PROGRAMS := $(wildcard train.c tools/*.c) $(if $(HAVE_CUDA),$(wildcard tools/*.cu))

@@ -11,11 +11,14 @@
 
 #include "base/fail.h"
 #include "base/text.h"
-#include "data/byte_tokenizer.h"
+#include "checkpoint/checkpoint.h"
 #include "data/corpus.h"
+#include "trainer/evaluate.h"
 #include "trainer/log.h"
 #include "trainer/machine.h"
+#include "trainer/prompt.h"
 #include "trainer/report.h"
+#include "trainer/resume.h"
 #include "trainer/speed.h"
 
 // --- stopping ----------------------------------------------------------------------------------------------
@@ -44,25 +47,29 @@ static const char *planned_device(Options *o, size_t *capacity) {
 
 // --- what is printed before anything runs ------------------------------------------------------------------
 
-static void describe(const Options *o, const Backend *backend, const Loader *loader) {
+static void describe(const Options *o, const Backend *backend, const char *data) {
   const ModelConfig *m = &o->model;
-  char data[256];
-  loader_describe(loader, data, sizeof data);
   printf("device   %s\n", backend->description);
   printf("model    %s: %s parameters, V %s, H %lld, L %lld, heads %lld/%lld of %lld, %s head\n", m->name,
          text_count((double)model_parameter_count(m)).text, text_grouped(m->vocab_size).text,
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
          (long long)m->num_key_value_heads, (long long)m->head_dim,
          m->tie_word_embeddings ? "tied" : "untied");
-  printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
-         text_grouped(o->total_batch).text, (long long)o->micro_steps, (long long)o->batch,
-         (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
+  if (!o->eval_only)
+    printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
+           text_grouped(o->total_batch).text, (long long)o->micro_steps, (long long)o->batch,
+           (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
            (long long)o->lce_chunk, recompute_name(o->recompute));
   else
     printf("loss     materialized logits, recompute %s\n", recompute_name(o->recompute));
   printf("data     %s\n", data);
+  if (o->resumed_from)
+    printf("resumed  %s, after step %lld of %lld\n", o->origin, (long long)o->first_step,
+           (long long)o->steps);
+  else if (o->origin)
+    printf("weights  %s\n", o->origin);
 }
 
 static int print_plan(Options *o) {
@@ -92,10 +99,15 @@ static int print_fit(Options *o) {
     fail("--fit: the memory of the device is not known; use --plan with a --batch of your choice");
   int64_t fused = plan_largest_batch(o, device, LCE_FUSED, capacity);
   int64_t materialized = plan_largest_batch(o, device, LCE_MATERIALIZED, capacity);
-  printf("%s at --seq-len %lld in %s: --batch %lld fits with the fused loss, --batch %lld with materialized "
-         "logits\n",
-         o->model.name, (long long)o->seq_len, text_bytes(capacity).text, (long long)fused,
-         (long long)materialized);
+  if (!fused)
+    fail("--fit: not even one sequence of %lld tokens fits in %s; shorten --seq-len, or give --recompute layer",
+         (long long)o->seq_len, text_bytes(capacity).text);
+  printf("%s at --seq-len %lld in %s: --batch %lld fits with the fused loss, ", o->model.name,
+         (long long)o->seq_len, text_bytes(capacity).text, (long long)fused);
+  if (materialized)
+    printf("--batch %lld with materialized logits\n", (long long)materialized);
+  else
+    printf("not even --batch 1 with materialized logits\n");
   return 0;
 }
 
@@ -107,7 +119,12 @@ typedef struct {
   Trainer *trainer;
   const Source *source;
   const Loader *loader;
+  const Prompt *prompt;
+  const Choices *choices; // of --hellaswag
   Log *log;
+  CheckpointStore *store; // NULL without --save
+  int64_t saved_step;     // of the last checkpoint; -1 before there is one
+  const char *data;       // what the loader reads, in words
   Progress progress;
   double first_loss, last_loss, val_loss; // NAN before there is one
   int64_t steps_done, steps_timed;
@@ -165,35 +182,73 @@ static void validate(Run *run, int64_t step) {
   log_write(run->log, "validation", line);
 }
 
-// Text is prompted and shown as text. Shards know only ids: they are prompted with their first token.
+static void choose(Run *run) {
+  const Options *o = run->options;
+  if (!o->hellaswag || stop_asked) return;
+  ChoiceScore score = trainer_choose(run->trainer, run->choices, o->hellaswag_examples);
+  double examples = (double)score.examples;
+  progress_break(&run->progress);
+  printf("%s: %s of %s right (%.2f%%), %.2f%% by the loss that is not divided by the length\n", o->hellaswag,
+         text_grouped(score.correct_normalized).text, text_grouped(score.examples).text,
+         100 * (double)score.correct_normalized / examples, 100 * (double)score.correct / examples);
+  if (score.shortened)
+    printf("%s of its contexts lost their beginning: they are longer than --seq-len %lld\n",
+           text_grouped(score.shortened).text, (long long)o->seq_len);
+  cJSON *line = cJSON_CreateObject();
+  cJSON_AddStringToObject(line, "file", o->hellaswag);
+  cJSON_AddNumberToObject(line, "examples", examples);
+  cJSON_AddNumberToObject(line, "acc_norm", (double)score.correct_normalized / examples);
+  cJSON_AddNumberToObject(line, "acc", (double)score.correct / examples);
+  log_write(run->log, "choices", line);
+}
+
+// Shown as text where something says what the tokens mean.
 static void sample(Run *run, int64_t step) {
   const Options *o = run->options;
-  bool text = source_kind(run->source) == SOURCE_TEXT;
-  int64_t prompt_count = text ? (int64_t)strlen(o->prompt) : 1, count;
-  int32_t *prompt = malloc((size_t)(prompt_count + 1) * sizeof *prompt);
-  if (!prompt) fail("out of host memory for the prompt");
-  if (text)
-    byte_encode(o->prompt, prompt_count, prompt);
-  else
-    source_read(run->source, 0, 1, prompt);
-  int32_t *tokens = trainer_sample(run->trainer, prompt, prompt_count, o->seed + (uint64_t)step, &count);
+  const Prompt *p = run->prompt;
+  int64_t count;
+  int32_t *tokens = trainer_sample(run->trainer, p->tokens, p->count, o->seed + (uint64_t)step, &count);
   progress_break(&run->progress);
   printf("step %lld  sample:", (long long)step);
   cJSON *line = cJSON_CreateObject();
   cJSON_AddNumberToObject(line, "step", (double)step);
-  if (text) {
-    char *shown = byte_decode(tokens, count);
+  char *shown = prompt_show(p, tokens, count);
+  if (shown) {
     printf(" %s\n", shown);
     cJSON_AddStringToObject(line, "text", shown);
-    free(shown);
   } else {
     for (int64_t i = 0; i < count; i++) printf(" %d", tokens[i]);
     putchar('\n');
     cJSON_AddItemToObject(line, "tokens", cJSON_CreateIntArray(tokens, (int)count));
   }
   log_write(run->log, "sample", line);
+  free(shown);
   free(tokens);
-  free(prompt);
+}
+
+// The checkpoint after `step` steps. One that cannot be written does not stop the run: the disk may have room again
+// when the next one is due.
+static void save(Run *run, int64_t step) {
+  RunState state = {.step = step,
+                    .first_loss = run->first_loss,
+                    .last_loss = run->last_loss,
+                    .val_loss = run->val_loss,
+                    .data = run->data};
+  cJSON *json = resume_write(run->options, &state);
+  Reason reason;
+  double start = now_seconds();
+  progress_break(&run->progress);
+  if (checkpoint_save(run->store, &run->trainer->model, run->backend, step, json, &reason)) {
+    run->saved_step = step;
+    printf("step %lld  saved in %s (%.1fs)\n", (long long)step, run->options->save, now_seconds() - start);
+    cJSON *line = cJSON_CreateObject();
+    cJSON_AddNumberToObject(line, "step", (double)step);
+    cJSON_AddNumberToObject(line, "seconds", now_seconds() - start);
+    log_write(run->log, "checkpoint", line);
+  } else {
+    warn("no checkpoint after step %lld: %s", (long long)step, reason.text);
+  }
+  cJSON_Delete(json);
 }
 
 static bool every(int64_t period, int64_t done) {
@@ -205,13 +260,14 @@ static void train(Run *run) {
   Ledger *ledger = &run->backend->memory.ledger;
   int64_t collect_every = 1;
   double since = now_seconds();
-  for (int64_t step = 0; step < o->steps && !stop_asked; step++) {
-    if (o->timeline && step < 3) ledger_record(ledger, true);
+  for (int64_t step = o->first_step; step < o->steps && !stop_asked; step++) {
+    if (o->timeline && step < o->first_step + 3) ledger_record(ledger, true);
     ledger_step(ledger, (int)step);
     trainer_step(run->trainer, run->loader, step);
     ledger_record(ledger, false);
     int64_t done = step + 1;
-    bool look = every(o->eval_every, done) || every(o->sample_every, done) || done == o->steps;
+    bool look = every(o->eval_every, done) || every(o->sample_every, done) || every(o->save_every, done) ||
+                done == o->steps;
     if (run->trainer->pending_count < collect_every && !look) continue;
 
     collect(run, now_seconds() - since);
@@ -220,12 +276,17 @@ static void train(Run *run) {
     collect_every = collect_every < 1 ? 1 : collect_every > TRAINER_PENDING ? TRAINER_PENDING : collect_every;
     if (every(o->eval_every, done) && done < o->steps) validate(run, done);
     if (every(o->sample_every, done)) sample(run, done);
+    if (every(o->save_every, done)) save(run, done);
     since = now_seconds();
   }
   collect(run, now_seconds() - since);
   progress_break(&run->progress);
-  if (stop_asked) printf("stopped after step %lld, as asked\n", (long long)run->steps_done);
-  validate(run, run->steps_done);
+  int64_t done = o->first_step + run->steps_done;
+  if (stop_asked) printf("stopped after step %lld, as asked\n", (long long)done);
+  // Before the last validation: who stops a run wants its weights, and may not want to wait.
+  if (run->store && run->saved_step != done) save(run, done);
+  validate(run, done);
+  choose(run);
 }
 
 // --- afterwards --------------------------------------------------------------------------------------------
@@ -292,9 +353,10 @@ static void summarize(Run *run) {
   double rate = (double)o->total_batch / per_step;
   double entropy = corpus_entropy(run->source);
 
-  printf("\nloss     %.4f at first, %.4f at last", run->first_loss, run->last_loss);
-  if (isfinite(run->val_loss)) printf(", %.4f on validation data", run->val_loss);
-  printf("; %.4f is what token frequencies alone give\n", entropy);
+  printf("\nloss     ");
+  if (isfinite(run->first_loss)) printf("%.4f at first, %.4f at last; ", run->first_loss, run->last_loss);
+  if (isfinite(run->val_loss)) printf("%.4f on validation data; ", run->val_loss);
+  printf("%.4f is what token frequencies alone give\n", entropy);
   if (run->steps_timed)
     printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its bare products\n",
            text_count(rate).text, 1e3 * per_step, 100 * progress_share(&run->progress, per_step));
@@ -322,6 +384,18 @@ static void summarize(Run *run) {
   log_write(run->log, "summary", line);
 }
 
+static void evaluate(Run *run) {
+  if (!run->loader->validation_batches && !run->options->hellaswag)
+    fail(
+        "--eval-only: there is nothing to evaluate; name --val-data or --hellaswag, or raise --val-fraction");
+  validate(run, run->options->first_step);
+  choose(run);
+  cJSON *line = cJSON_CreateObject();
+  add_number(line, "val_loss", run->val_loss);
+  add_number(line, "perplexity", exp(run->val_loss));
+  log_write(run->log, "summary", line);
+}
+
 static void log_start(Run *run) {
   const Options *o = run->options;
   const ModelConfig *m = &o->model;
@@ -345,6 +419,14 @@ static void log_start(Run *run) {
   log_write(run->log, "start", line);
 }
 
+// What is trained on; nothing but the validation data where that is all that is looked at.
+static Source *open_data(const Options *o) {
+  if (o->data_count) return source_open(o->data, o->data_count, o->model.vocab_size);
+  if (o->eval_only && o->val_data_count)
+    return source_open(o->val_data, o->val_data_count, o->model.vocab_size);
+  return corpus_open(o->model.vocab_size);
+}
+
 int main(int argc, char **argv) {
   Options options;
   options_parse(&options, argc, argv);
@@ -356,9 +438,10 @@ int main(int argc, char **argv) {
 
   Backend *backend = machine_open(&options);
   options_settle_chunk(&options, backend);
-  Source *source = options.data_count
-                       ? source_open(options.data, options.data_count, options.model.vocab_size)
-                       : corpus_open(options.model.vocab_size);
+  Source *source = open_data(&options);
+  Prompt prompt = prompt_open(&options, source);
+  Choices choices = {0};
+  if (options.hellaswag) choices = choices_open(options.hellaswag, options.model.vocab_size);
   Source *val_source = options.val_data_count
                            ? source_open(options.val_data, options.val_data_count, options.model.vocab_size)
                            : NULL;
@@ -368,11 +451,23 @@ int main(int argc, char **argv) {
                                                 .batch = options.batch,
                                                 .seq_len = options.seq_len,
                                                 .seed = options.seed});
-  describe(&options, backend, &loader);
+  char data[256];
+  loader_describe(&loader, data, sizeof data);
+  describe(&options, backend, data);
   plan_require(&options, machine_kind(backend), machine_usable_bytes(backend));
 
-  Log *log = log_open(options.log);
-  double product_rate = measure_product_rate(backend);
+  RunState state = {.first_loss = NAN, .last_loss = NAN, .val_loss = NAN};
+  if (options.resumed_from) state = resume_read(&options, data);
+  bool automatic = options.resumed_from && strcmp(options.resume, "auto") == 0;
+  int64_t first = options.resumed_from ? options.first_step : -1;
+  CheckpointStore store = {0};
+  if (options.save && !options.eval_only)
+    store = checkpoint_store_open(options.save, options.origin, first, automatic);
+  store.keep = options.keep;
+  store.dtype = options.save_dtype;
+
+  Log *log = log_open(options.log, options.resumed_from != NULL);
+  double product_rate = options.eval_only ? NAN : measure_product_rate(backend);
   Trainer trainer;
   trainer_create(&trainer, &options, backend);
   trainer_set_mode(&trainer, options.mode);
@@ -383,25 +478,40 @@ int main(int argc, char **argv) {
              .trainer = &trainer,
              .source = source,
              .loader = &loader,
+             .prompt = &prompt,
+             .choices = &choices,
              .log = log,
+             .store = store.directory ? &store : NULL,
+             .saved_step = first,
+             .data = data,
              .progress = progress_begin(options.steps, flops, product_rate),
-             .first_loss = NAN,
-             .last_loss = NAN,
-             .val_loss = NAN};
+             .first_loss = state.first_loss,
+             .last_loss = state.last_loss,
+             .val_loss = state.val_loss};
+  run.progress.first_step = options.first_step;
   signal(SIGINT, ask_to_stop);
   signal(SIGTERM, ask_to_stop);
+  signal(SIGXFSZ, SIG_IGN); // a file that may not grow is then said in a sentence, like a full disk
   log_start(&run);
   putchar('\n');
-  train(&run);
-  summarize(&run);
+  if (options.eval_only) {
+    evaluate(&run);
+  } else {
+    train(&run);
+    summarize(&run);
+  }
   if (options.timeline) report_timeline(options.timeline, &backend->memory.ledger);
   if (options.compare_modes && !stop_asked) compare_modes(&run);
 
   log_close(log);
+  bool unsaved = run.store && run.saved_step != options.first_step + run.steps_done;
+  checkpoint_store_close(&store);
   trainer_destroy(&trainer);
+  choices_close(&choices);
+  prompt_close(&prompt);
   source_close(val_source);
   source_close(source);
   backend_destroy(backend);
   options_free(&options);
-  return 0;
+  return unsaved;
 }

@@ -59,10 +59,10 @@ static int64_t split_window(const Loader *loader, int64_t place) {
 static int64_t fill_row(const Source *source, int64_t seq_len, int64_t first, int32_t *tokens,
                         int32_t *targets) {
   int64_t left = source_tokens(source) - 1 - first;
-  int64_t counted = left < seq_len ? left : seq_len;
-  source_read(source, first, counted, tokens);
-  source_read(source, first + 1, counted, targets);
-  for (int64_t t = counted; t < seq_len; t++) tokens[t] = 0, targets[t] = IGNORED_TARGET;
+  int64_t filled = left < seq_len ? left : seq_len;
+  source_read(source, first, filled, tokens);
+  int64_t counted = source_read_targets(source, first + 1, filled, targets);
+  for (int64_t t = filled; t < seq_len; t++) tokens[t] = 0, targets[t] = IGNORED_TARGET;
   return counted;
 }
 

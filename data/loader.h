@@ -26,9 +26,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Stands in `targets` where there is no counted target: the value of kernels.h's IGNORE_INDEX.
-enum { IGNORED_TARGET = -100 };
-
 typedef struct {
   const Source *source;            // borrowed, as is the next: close them after the last batch
   const Source *validation_source; // or NULL: hold back a fraction of `source`
@@ -44,7 +41,7 @@ typedef struct {
   int64_t train_windows;      // in an epoch; at least 1
   int64_t validation_windows; // 0 when there is no validation
   int64_t validation_batches; // ceil(validation_windows / batch)
-  int64_t validation_targets; // counted targets in one pass over the validation batches
+  int64_t validation_targets; // targets in one pass over the validation batches; a mask may leave some out
 } Loader;
 
 // Fails when the data are too few for one window of each kind asked for, with how many tokens there are and
@@ -60,7 +57,7 @@ typedef struct {
 } LoaderPlace;
 
 // Fills tokens[B*T] and targets[B*T] (the caller's) with the training batch at `place` and returns how many
-// targets count.
+// targets count; those that a mask leaves out are IGNORED_TARGET.
 int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tokens, int32_t *targets);
 
 // The same for validation batch `index`. Rows past the last window have token 0 and ignored targets; an index

@@ -19,19 +19,27 @@ enum {
   SHARD_VERSION_UINT16 = 1,
   SHARD_MAGIC_UINT32 = 20240801,
   SHARD_VERSION_UINT32 = 7,
+  MASK_MAGIC = 20261120,
+  MASK_VERSION = 1,
   BINARY_PROBE_BYTES = 8 << 10,
   COPY_LIMIT_BYTES = 128 << 10,
   CHECK_BLOCK = 4096,     // tokens a thread widens at a time
   CHECK_STRETCH = 8 << 20 // tokens after which the pages read are given back
 };
 
-// One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator.
+// A whole file in memory.
 typedef struct {
   char *path;
-  void *memory; // the whole file
+  void *memory;
   size_t bytes;
   bool mapped;
-  const void *tokens; // in memory
+} File;
+
+// One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator.
+typedef struct {
+  File file, mask_file;
+  const void *tokens;  // in the file
+  const uint8_t *mask; // in the mask file, or NULL: every token counts
   int64_t stored, first;
 } Piece;
 
@@ -39,6 +47,7 @@ struct Source {
   char *name;
   SourceKind kind;
   int64_t vocab_size, count, total;
+  bool masked;
   Piece *pieces;
 };
 
@@ -48,87 +57,119 @@ static int64_t token_bytes(SourceKind kind) {
 
 // --- one file ----------------------------------------------------------------------------------------------
 
-static Piece load_file(const char *path) {
+static File load_file(const char *path) {
   int file = open(path, O_RDONLY | O_CLOEXEC);
   if (file < 0) fail("cannot open %s: %s", path, strerror(errno));
   struct stat status;
   if (fstat(file, &status) != 0) fail("cannot read %s: %s", path, strerror(errno));
-  Piece piece = {.bytes = (size_t)status.st_size, .mapped = status.st_size > COPY_LIMIT_BYTES};
-  if (piece.mapped) {
-    piece.memory = mmap(NULL, piece.bytes, PROT_READ, MAP_PRIVATE, file, 0);
-    if (piece.memory == MAP_FAILED) fail("cannot map %s into memory: %s", path, strerror(errno));
+  File loaded = {.bytes = (size_t)status.st_size, .mapped = status.st_size > COPY_LIMIT_BYTES};
+  if (loaded.mapped) {
+    loaded.memory = mmap(NULL, loaded.bytes, PROT_READ, MAP_PRIVATE, file, 0);
+    if (loaded.memory == MAP_FAILED) fail("cannot map %s into memory: %s", path, strerror(errno));
   } else {
-    piece.memory = malloc(piece.bytes + 1);
-    if (!piece.memory) fail("out of memory for %s", path);
+    loaded.memory = malloc(loaded.bytes + 1);
+    if (!loaded.memory) fail("out of memory for %s", path);
     size_t have = 0;
     ssize_t got = 1;
-    while (have < piece.bytes && got > 0) {
-      got = read(file, (char *)piece.memory + have, piece.bytes - have);
+    while (have < loaded.bytes && got > 0) {
+      got = read(file, (char *)loaded.memory + have, loaded.bytes - have);
       if (got < 0) fail("cannot read %s at byte %zu: %s", path, have, strerror(errno));
       have += (size_t)got;
     }
-    piece.bytes = have;
+    loaded.bytes = have;
   }
   close(file);
-  piece.path = strdup(path);
-  if (!piece.path) fail("out of memory for the path %s", path);
-  return piece;
+  loaded.path = strdup(path);
+  if (!loaded.path) fail("out of memory for the path %s", path);
+  return loaded;
 }
 
-static void unload(Piece *piece) {
-  if (piece->mapped)
-    munmap(piece->memory, piece->bytes);
+static void unload(const File *file) {
+  if (file->mapped)
+    munmap(file->memory, file->bytes);
   else
-    free(piece->memory);
-  free(piece->path);
+    free(file->memory);
+  free(file->path);
 }
 
-static int32_t header_value(const Piece *piece, int index) {
+static int32_t header_value(const File *file, int index) {
   int32_t value;
-  memcpy(&value, (const char *)piece->memory + 4 * index, sizeof value);
+  memcpy(&value, (const char *)file->memory + 4 * index, sizeof value);
   return value;
 }
 
-static bool has_shard_magic(const Piece *piece) {
-  if (piece->bytes < 4) return false;
-  int32_t magic = header_value(piece, 0);
+static bool has_shard_magic(const File *file) {
+  if (file->bytes < 4) return false;
+  int32_t magic = header_value(file, 0);
   return magic == SHARD_MAGIC_UINT16 || magic == SHARD_MAGIC_UINT32;
 }
 
 // Checks the header against the file and points the piece at its tokens.
 static SourceKind open_shard(Piece *piece) {
-  const char *path = piece->path;
-  if (piece->bytes < SHARD_HEADER_BYTES)
+  const File *file = &piece->file;
+  const char *path = file->path;
+  if (file->bytes < SHARD_HEADER_BYTES)
     fail("%s is truncated: a token shard begins with a header of %d bytes and this file ends at byte %zu",
-         path, SHARD_HEADER_BYTES, piece->bytes);
-  if (!has_shard_magic(piece))
+         path, SHARD_HEADER_BYTES, file->bytes);
+  if (!has_shard_magic(file))
     fail("%s is no llm.c token shard: the magic at byte 0 is %d, not %d (uint16) or %d (uint32)", path,
-         header_value(piece, 0), SHARD_MAGIC_UINT16, SHARD_MAGIC_UINT32);
-  bool wide = header_value(piece, 0) == SHARD_MAGIC_UINT32;
+         header_value(file, 0), SHARD_MAGIC_UINT16, SHARD_MAGIC_UINT32);
+  bool wide = header_value(file, 0) == SHARD_MAGIC_UINT32;
   SourceKind kind = wide ? SOURCE_SHARDS_UINT32 : SOURCE_SHARDS_UINT16;
-  int32_t version = header_value(piece, 1), known = wide ? SHARD_VERSION_UINT32 : SHARD_VERSION_UINT16;
+  int32_t version = header_value(file, 1), known = wide ? SHARD_VERSION_UINT32 : SHARD_VERSION_UINT16;
   if (version != known)
     fail("%s has shard version %d at byte 4 where magic %d goes with version %d: make it again with the "
          "current "
          "llm.c format",
-         path, version, header_value(piece, 0), known);
-  int64_t count = header_value(piece, 2);
+         path, version, header_value(file, 0), known);
+  int64_t count = header_value(file, 2);
   int64_t expected = SHARD_HEADER_BYTES + count * token_bytes(kind);
   if (count <= 0)
     fail("%s holds no tokens: the count at byte 8 of its header is %lld", path, (long long)count);
-  if (expected > (int64_t)piece->bytes)
+  if (expected > (int64_t)file->bytes)
     fail("%s is truncated: the header at byte 8 promises %lld tokens, which end at byte %lld, and the file "
          "ends "
          "at byte %zu",
-         path, (long long)count, (long long)expected, piece->bytes);
-  if (expected < (int64_t)piece->bytes)
+         path, (long long)count, (long long)expected, file->bytes);
+  if (expected < (int64_t)file->bytes)
     fail("%s disagrees with its header: the %lld tokens promised at byte 8 end at byte %lld, and the file "
          "goes "
          "on to byte %zu",
-         path, (long long)count, (long long)expected, piece->bytes);
-  piece->tokens = (const char *)piece->memory + SHARD_HEADER_BYTES;
+         path, (long long)count, (long long)expected, file->bytes);
+  piece->tokens = (const char *)file->memory + SHARD_HEADER_BYTES;
   piece->stored = count;
   return kind;
+}
+
+// "shards/a.mask" for "shards/a.bin"; the caller frees it. NULL where there is no such file.
+static char *find_mask(const char *shard) {
+  char *path = NULL;
+  if (asprintf(&path, "%.*s.mask", (int)(strlen(shard) - strlen(".bin")), shard) < 0)
+    fail("out of memory for the path of the mask of %s", shard);
+  if (access(path, F_OK) == 0) return path;
+  free(path);
+  return NULL;
+}
+
+// Loads the mask beside a shard, if there is one, and checks that it belongs to it.
+static void open_mask(Piece *piece) {
+  char *path = find_mask(piece->file.path);
+  if (!path) return;
+  piece->mask_file = load_file(path);
+  free(path);
+  const File *file = &piece->mask_file;
+  if (file->bytes < SHARD_HEADER_BYTES || header_value(file, 0) != MASK_MAGIC ||
+      header_value(file, 1) != MASK_VERSION)
+    fail("%s is no mask of a token shard (magic %d, version %d): make it and %s again with "
+         "tools/prepare_data.py, or remove it to count every token",
+         file->path, MASK_MAGIC, MASK_VERSION, piece->file.path);
+  int64_t count = header_value(file, 2), expected = SHARD_HEADER_BYTES + (piece->stored + 7) / 8;
+  if (count != piece->stored || (int64_t)file->bytes != expected)
+    fail("%s is not the mask of %s: it is for %lld tokens in %zu bytes, and %lld tokens in %lld bytes are "
+         "needed",
+         file->path, piece->file.path, (long long)count, file->bytes, (long long)piece->stored,
+         (long long)expected);
+  piece->mask = (const uint8_t *)file->memory + SHARD_HEADER_BYTES;
 }
 
 static const char *kind_name(SourceKind kind) {
@@ -136,31 +177,37 @@ static const char *kind_name(SourceKind kind) {
   return names[kind];
 }
 
+static bool is_bin(const char *path) {
+  const char *suffix = strrchr(path, '.');
+  return suffix && strcmp(suffix, ".bin") == 0;
+}
+
 // Appends the file unless its origin lets it be skipped. The array has room for it.
 static void add_file(Source *source, const FileEntry *entry) {
-  Piece piece = load_file(entry->path);
-  const char *suffix = strrchr(entry->path, '.');
-  bool is_bin = suffix && strcmp(suffix, ".bin") == 0;
+  Piece piece = {.file = load_file(entry->path)};
+  const File *file = &piece.file;
   SourceKind kind = SOURCE_TEXT;
-  if (is_bin && (entry->origin != FILE_FOUND || has_shard_magic(&piece))) {
+  if (is_bin(entry->path) && (entry->origin != FILE_FOUND || has_shard_magic(file))) {
     kind = open_shard(&piece);
+    open_mask(&piece);
+    source->masked |= piece.mask != NULL;
   } else {
-    size_t probe = piece.bytes < BINARY_PROBE_BYTES ? piece.bytes : BINARY_PROBE_BYTES;
-    const char *nul = memchr(piece.memory, 0, probe);
-    if (entry->origin == FILE_NAMED && piece.bytes == 0)
+    size_t probe = file->bytes < BINARY_PROBE_BYTES ? file->bytes : BINARY_PROBE_BYTES;
+    const char *nul = memchr(file->memory, 0, probe);
+    if (entry->origin == FILE_NAMED && file->bytes == 0)
       fail("%s is empty: name a file with at least one byte of text", entry->path);
     if (entry->origin == FILE_NAMED && nul)
       fail("%s is not text (NUL at byte %lld): name text files, or llm.c token shards ending in .bin",
-           entry->path, (long long)(nul - (const char *)piece.memory));
-    if (piece.bytes == 0 || nul) {
-      unload(&piece);
+           entry->path, (long long)(nul - (const char *)file->memory));
+    if (file->bytes == 0 || nul) {
+      unload(file);
       return;
     }
-    piece.tokens = piece.memory;
-    piece.stored = (int64_t)piece.bytes;
+    piece.tokens = file->memory;
+    piece.stored = (int64_t)file->bytes;
   }
   if (source->count > 0 && source->kind != kind)
-    fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", source->pieces[0].path,
+    fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", source->pieces[0].file.path,
          kind_name(source->kind), entry->path, kind_name(kind));
   source->kind = kind;
   source->pieces[source->count++] = piece;
@@ -199,10 +246,11 @@ static int64_t find_outside(const Source *source, const Piece *piece, int64_t fi
 static void fail_outside(const Source *source, const Piece *piece, int64_t index) {
   int32_t id;
   widen(source->kind, piece->tokens, index, 1, &id);
-  int64_t at = (const char *)piece->tokens - (const char *)piece->memory + index * token_bytes(source->kind);
+  int64_t at =
+      (const char *)piece->tokens - (const char *)piece->file.memory + index * token_bytes(source->kind);
   fail("%s: token %lld (byte %lld) has id %u and the vocabulary has %lld: raise --vocab to at least %lld or "
        "%s",
-       piece->path, (long long)index, (long long)at, (uint32_t)id, (long long)source->vocab_size,
+       piece->file.path, (long long)index, (long long)at, (uint32_t)id, (long long)source->vocab_size,
        (long long)(uint32_t)id + 1,
        source->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer");
 }
@@ -216,7 +264,7 @@ static void check_ids(const Source *source, const Piece *piece) {
     if (outside < end) fail_outside(source, piece, outside);
     // The pages stay in the system's cache but leave this process: a scan of all the data must not show as
     // memory that training needed.
-    if (piece->mapped) madvise(piece->memory, piece->bytes, MADV_DONTNEED);
+    if (piece->file.mapped) madvise(piece->file.memory, piece->file.bytes, MADV_DONTNEED);
   }
 }
 
@@ -233,12 +281,26 @@ static Source *new_source(const char *first_name, int64_t more, int64_t vocab_si
   return source;
 }
 
+static bool is_found_shard(const FileEntry *entry) {
+  if (entry->origin != FILE_FOUND || !is_bin(entry->path)) return false;
+  int32_t magic = 0;
+  FILE *file = fopen(entry->path, "rb");
+  bool has = file && fread(&magic, sizeof magic, 1, file) == 1;
+  if (file) fclose(file);
+  return has && (magic == SHARD_MAGIC_UINT16 || magic == SHARD_MAGIC_UINT32);
+}
+
 static void add_files(Source *source, const FileList *files, const char *name) {
   int64_t before = source->count;
   Piece *pieces = realloc(source->pieces, (size_t)(before + files->count + 1) * sizeof *pieces);
   if (!pieces) fail("out of memory for %lld data files", (long long)(before + files->count));
   source->pieces = pieces;
-  for (int64_t i = 0; i < files->count; i++) add_file(source, &files->entries[i]);
+  bool shards_found = false;
+  for (int64_t i = 0; i < files->count; i++) shards_found |= is_found_shard(&files->entries[i]);
+  for (int64_t i = 0; i < files->count; i++) {
+    const FileEntry *entry = &files->entries[i];
+    if (!shards_found || entry->origin != FILE_FOUND || is_found_shard(entry)) add_file(source, entry);
+  }
   if (source->count == before) fail("%s holds no text and no token shards", name);
   for (int64_t i = before; i < source->count; i++) check_ids(source, &source->pieces[i]);
 }
@@ -276,7 +338,10 @@ Source *source_open_files(const FileList *files, const char *name, int64_t vocab
 
 void source_close(Source *source) {
   if (!source) return;
-  for (int64_t i = 0; i < source->count; i++) unload(&source->pieces[i]);
+  for (int64_t i = 0; i < source->count; i++) {
+    unload(&source->pieces[i].file);
+    unload(&source->pieces[i].mask_file);
+  }
   free(source->pieces);
   free(source->name);
   free(source);
@@ -300,6 +365,10 @@ int64_t source_files(const Source *source) {
 
 int64_t source_tokens(const Source *source) {
   return source->total;
+}
+
+bool source_masked(const Source *source) {
+  return source->masked;
 }
 
 int64_t source_vocab_size(const Source *source) {
@@ -330,4 +399,35 @@ void source_read(const Source *source, int64_t first, int64_t count, int32_t *ou
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
   }
+}
+
+int64_t source_read_targets(const Source *source, int64_t first, int64_t count, int32_t *out) {
+  source_read(source, first, count, out);
+  if (!source->masked || count == 0) return count;
+  int64_t counted = 0, end = first + count;
+  for (const Piece *piece = piece_at(source, first); first < end; piece++) {
+    int64_t piece_end = piece->first + piece->stored; // shards have no separators
+    for (; first < end && first < piece_end; first++, out++) {
+      int64_t bit = first - piece->first;
+      bool counts = !piece->mask || (piece->mask[bit / 8] >> (bit % 8) & 1);
+      if (!counts) *out = IGNORED_TARGET;
+      counted += counts;
+    }
+  }
+  return counted;
+}
+
+bool source_paths_masked(const char *const *paths, int64_t count) {
+  bool masked = false;
+  for (int64_t i = 0; i < count; i++) {
+    FileList files = {0};
+    file_list_add(&files, paths[i]);
+    for (int64_t k = 0; k < files.count && !masked; k++) {
+      char *mask = is_bin(files.entries[k].path) ? find_mask(files.entries[k].path) : NULL;
+      masked = mask != NULL;
+      free(mask);
+    }
+    file_list_free(&files);
+  }
+  return masked;
 }

@@ -7,9 +7,14 @@
 //     header[1] the version, header[2] the number of tokens. Magic 20240520 version 1 holds uint16, magic
 //     20240801 version 7 holds uint32. Shards join without a separator: they bring their own.
 //
+// A shard may have a mask beside it, which says what tokens count as targets: x.mask for x.bin, made by
+// tools/prepare_data.py for fine-tuning data, where the prompt's tokens are read but not learned. It is 256
+// int32 of header (magic 20261120, version 1, the shard's number of tokens), then a bit for each token, the
+// lowest bit of a byte first: 1 counts, 0 does not.
+//
 // How strictly a file is read depends on who named it. A path written out must be text or a shard and not
 // empty. Files matched by a glob or found in a directory are skipped when they are empty or binary (a NUL
-// byte in the first 8 KiB). A *.bin file that is named or matched must be a shard; one found in a directory
+// byte in the first 8 KiB), and a directory that holds shards is read for them alone. A *.bin file that is named or matched must be a shard; one found in a directory
 // is a shard when it begins with a shard's magic.
 //
 // Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
@@ -23,6 +28,9 @@
 #include <stdint.h>
 
 enum { END_OF_TEXT = 256 };
+
+// Stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX.
+enum { IGNORED_TARGET = -100 };
 
 typedef enum { SOURCE_TEXT, SOURCE_SHARDS_UINT16, SOURCE_SHARDS_UINT32 } SourceKind;
 
@@ -48,9 +56,16 @@ source_kind_name(const Source *source); // "byte-level text", "llm.c shards, uin
 int64_t source_files(const Source *source);
 int64_t source_tokens(const Source *source); // separators included
 int64_t source_vocab_size(const Source *source);
+bool source_masked(const Source *source); // some file has a mask: targets may be ignored
 
 // out[i] = token at position first + i, for i in [0, count); 0 <= first, first + count <= source_tokens. Any
 // number of threads may read at once.
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
+
+// The same for tokens as targets: those that a mask leaves out become IGNORED_TARGET. Returns how many count.
+int64_t source_read_targets(const Source *source, int64_t first, int64_t count, int32_t *out);
+
+// Whether a source opened from these paths would be masked, without reading the files.
+bool source_paths_masked(const char *const *paths, int64_t count);
 
 #endif

@@ -46,10 +46,9 @@ double model_preset_learning_rate(const char *name) {
   return find(name)->learning_rate;
 }
 
-int64_t model_preset_seq_len(const char *name) {
-  const Preset *p = find(name);
-  bool tiny = p->hidden < 512;
-  return tiny ? 128 : p->family == FAMILY_GPT2 ? 1024 : 2048;
+int64_t model_default_seq_len(const ModelConfig *c) {
+  int64_t length = c->hidden_size < 512 ? 128 : c->family == FAMILY_GPT2 ? 1024 : 2048;
+  return length < c->max_position_embeddings ? length : c->max_position_embeddings;
 }
 
 ModelConfig model_preset(const char *name) {
@@ -67,7 +66,8 @@ ModelConfig model_preset(const char *name) {
                         .norm = gpt2 ? NORM_LAYER : NORM_RMS,
                         .learned_positions = gpt2,
                         .gated_mlp = !gpt2,
-                        .linear_bias = gpt2,
+                        .attention_bias = gpt2,
+                        .mlp_bias = gpt2,
                         .input_major = gpt2,
                         .tie_word_embeddings = p->tied,
                         .norm_epsilon = 1e-5,
@@ -114,6 +114,15 @@ void model_config_check(const ModelConfig *c) {
     fail(
         "rotary positions turn pairs of numbers, so a head size of %lld cannot be; choose an even --head-dim",
         (long long)c->head_dim);
+  const double most = 1e15; // what is derived from these sizes then stays within 64 bits
+  double q = (double)c->num_attention_heads * (double)c->head_dim, h = (double)c->hidden_size;
+  double weights = (double)c->num_hidden_layers * h * (4 * q + 3 * (double)c->intermediate_size) +
+                   h * (2 * (double)c->vocab_size + (double)c->max_position_embeddings);
+  if (weights > most)
+    fail("a model of %.1e weights is beyond anything this program counts (%.0e); lower --num-layers, --vocab "
+         "or the "
+         "widths",
+         weights, most);
 }
 
 // Weights of the matrix products of one layer.
@@ -126,7 +135,8 @@ static int64_t layer_products(const ModelConfig *c) {
 int64_t model_parameter_count(const ModelConfig *c) {
   int64_t norm = c->hidden_size * (c->norm == NORM_LAYER ? 2 : 1);
   int64_t kv = c->num_key_value_heads * c->head_dim, q = c->num_attention_heads * c->head_dim;
-  int64_t biases = c->linear_bias ? q + 2 * kv + c->hidden_size + c->intermediate_size + c->hidden_size : 0;
+  int64_t biases = c->attention_bias ? q + 2 * kv + c->hidden_size : 0;
+  if (c->mlp_bias) biases += (c->gated_mlp ? 2 : 1) * c->intermediate_size + c->hidden_size;
   int64_t embeddings = c->vocab_size * c->hidden_size * (c->tie_word_embeddings ? 1 : 2);
   if (c->learned_positions) embeddings += c->max_position_embeddings * c->hidden_size;
   return embeddings + c->num_hidden_layers * (layer_products(c) + biases + 2 * norm) + norm;

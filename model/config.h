@@ -33,7 +33,8 @@ typedef struct {
   NormKind norm;            // LayerNorm with bias, or RMSNorm
   bool learned_positions;   // a table added to the embedding; otherwise rotary
   bool gated_mlp;           // SwiGLU; otherwise GELU (tanh)
-  bool linear_bias;         // biases on all projections
+  bool attention_bias;      // biases on the projections of attention (q, k, v and out)
+  bool mlp_bias;            // and on those of the MLP
   bool input_major;         // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
   bool tie_word_embeddings; // the head is the token embedding
   double norm_epsilon;
@@ -47,7 +48,7 @@ typedef struct {
 // our own.
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
-int64_t model_preset_seq_len(const char *name); // what --seq-len is when not given
+int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
 const char *model_preset_names(void);           // "gpt2-tiny, gpt2-124m, ..."
 
 // Fails with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head,

@@ -54,7 +54,7 @@ static Name tensor_name(const char *pattern, int layer, const char *suffix) {
   return name;
 }
 
-// A projection from `inputs` to the packed `outputs` of the tensors that `names` lists.
+// A projection from `inputs` to the packed `outputs` of the tensors that `names` lists; no bias where it is NULL.
 static void add_projection(Model *m, Param *weight, Param *bias, const char *const *names, int count,
                            int layer, const int64_t *outputs, int64_t inputs, double stddev) {
   const ModelConfig *c = &m->config;
@@ -71,7 +71,7 @@ static void add_projection(Model *m, Param *weight, Param *bias, const char *con
     biases[i] = (ParameterSpec){.name = bias_names[i].text, .d0 = outputs[i], .init = INIT_ZEROS};
   }
   parameters_add(&m->parameters, weight, GROUP_MATRICES, weights, count);
-  if (c->linear_bias) parameters_add(&m->parameters, bias, GROUP_VECTORS, biases, count);
+  if (bias) parameters_add(&m->parameters, bias, GROUP_VECTORS, biases, count);
 }
 
 static void add_norm(Model *m, Param *weight, Param *bias, const char *pattern, int layer) {
@@ -102,15 +102,16 @@ static void add_layer(Model *m, const Names *names, int index) {
   int qkv_count = names->qkv[1] ? 3 : 1, up_count = c->gated_mlp ? 2 : 1;
   const int64_t separate[3] = {q, kv, kv}, packed[1] = {q + 2 * kv};
   const int64_t up[2] = {c->intermediate_size, c->intermediate_size}, back[1] = {c->hidden_size};
+  Param *qkv_bias = c->attention_bias ? &layer->qkv_bias : NULL, *out_bias = c->attention_bias ? &layer->out_bias : NULL;
+  Param *up_bias = c->mlp_bias ? &layer->up_bias : NULL, *down_bias = c->mlp_bias ? &layer->down_bias : NULL;
   add_norm(m, &layer->norm1_weight, &layer->norm1_bias, names->norm1, index);
-  add_projection(m, &layer->qkv_weight, &layer->qkv_bias, names->qkv, qkv_count, index,
+  add_projection(m, &layer->qkv_weight, qkv_bias, names->qkv, qkv_count, index,
                  qkv_count == 3 ? separate : packed, c->hidden_size, stddev);
-  add_projection(m, &layer->out_weight, &layer->out_bias, &names->out, 1, index, back, q, residual_stddev);
+  add_projection(m, &layer->out_weight, out_bias, &names->out, 1, index, back, q, residual_stddev);
   add_norm(m, &layer->norm2_weight, &layer->norm2_bias, names->norm2, index);
-  add_projection(m, &layer->up_weight, &layer->up_bias, names->up, up_count, index, up, c->hidden_size,
-                 stddev);
-  add_projection(m, &layer->down_weight, &layer->down_bias, &names->down, 1, index, back,
-                 c->intermediate_size, residual_stddev);
+  add_projection(m, &layer->up_weight, up_bias, names->up, up_count, index, up, c->hidden_size, stddev);
+  add_projection(m, &layer->down_weight, down_bias, &names->down, 1, index, back, c->intermediate_size,
+                 residual_stddev);
 }
 
 // --- rotary positions --------------------------------------------------------------------------------------

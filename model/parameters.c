@@ -77,11 +77,13 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   const Dtype grad[GROUP_COUNT] = {DTYPE_F32, d.grad, d.grad};
   const Dtype moment[GROUP_COUNT] = {d.moment, d.moment, d.moment};
   reserve_role(parameters, memory, "weights", MEMORY_WEIGHTS, weight, parameters->value);
-  if (d.master)
+  if (d.master && !d.frozen)
     reserve_role(parameters, memory, "master weights", MEMORY_MASTER_WEIGHTS, master, parameters->master);
-  reserve_role(parameters, memory, "gradients", MEMORY_GRADIENTS, grad, parameters->grad);
-  reserve_role(parameters, memory, "first moments", MEMORY_MOMENTS, moment, parameters->m);
-  reserve_role(parameters, memory, "second moments", MEMORY_MOMENTS, moment, parameters->v);
+  if (!d.frozen) {
+    reserve_role(parameters, memory, "gradients", MEMORY_GRADIENTS, grad, parameters->grad);
+    reserve_role(parameters, memory, "first moments", MEMORY_MOMENTS, moment, parameters->m);
+    reserve_role(parameters, memory, "second moments", MEMORY_MOMENTS, moment, parameters->v);
+  }
 
   for (int64_t i = 0; i < parameters->count; i++) {
     Parameter *p = &parameters->items[i];
@@ -116,8 +118,7 @@ static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t fir
     out[i] = (float)(p->stddev * random_normal(seed, stream, (uint64_t)(first + i)));
 }
 
-static void upload(Backend *backend, Tensor to, const float *values, uint16_t *rounded) {
-  if (!tensor_exists(to)) return;
+void parameters_upload(Backend *backend, Tensor to, const float *values, uint16_t *rounded) {
   if (to.dtype == DTYPE_F32) {
     backend_to_device(backend, to, values);
     return;
@@ -139,8 +140,8 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
     for (int64_t first = 0, total = elements_of(p); first < total; first += DRAWN_AT_ONCE) {
       int64_t count = total - first < DRAWN_AT_ONCE ? total - first : DRAWN_AT_ONCE;
       draw(p, seed, (uint64_t)i, first, count, values);
-      upload(backend, tensor_rows(value, first, count), values, rounded);
-      if (tensor_exists(master)) upload(backend, tensor_rows(master, first, count), values, rounded);
+      parameters_upload(backend, tensor_rows(value, first, count), values, rounded);
+      if (tensor_exists(master)) parameters_upload(backend, tensor_rows(master, first, count), values, rounded);
     }
   }
   free(values);

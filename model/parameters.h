@@ -41,6 +41,7 @@ typedef struct {
 typedef struct {
   Dtype weight; // what the products read
   bool master;  // keep an fp32 copy (only where weight is bf16)
+  bool frozen;  // the weights alone, for evaluation and text: no master, gradients or moments
   Dtype grad;   // of all gradients but the head's
   Dtype moment; // of AdamW's m and v
 } ParameterDtypes;
@@ -76,6 +77,9 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
 // First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank
 // count.
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
+
+// Writes fp32 numbers to a flat tensor of the backend, rounded where it is bf16; `rounded` has room for as many.
+void parameters_upload(Backend *backend, Tensor to, const float *values, uint16_t *rounded);
 
 // The tensor called `name`, or NULL.
 Parameter *parameters_find(Parameters *parameters, const char *name);

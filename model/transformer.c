@@ -30,6 +30,8 @@ typedef struct {
   bool accumulate; // the parameters' gradients
   int64_t rows;    // N
   AttentionShape heads;
+  const KeyValueCache *cache; // of the `past` tokens before the batch's, or NULL
+  int64_t past;
 } Pass;
 
 static Pass pass_begin(Backend *backend, Model *model, const Batch *batch) {
@@ -177,8 +179,26 @@ static void push_kept(const Pass *p, LayerState *s) {
 
 static void rotate(const Pass *p, Tensor qkv, bool inverse) {
   if (p->model->config.learned_positions) return;
-  rope(p->backend,
-       (Rope){.qkv = qkv, .cos_sin = p->model->rope_angles, .shape = p->heads, .inverse = inverse});
+  Tensor angles = p->model->rope_angles;
+  rope(p->backend, (Rope){.qkv = qkv,
+                          .cos_sin = tensor_rows(angles, p->past, angles.shape[0] - p->past),
+                          .shape = p->heads,
+                          .inverse = inverse});
+}
+
+static void attend(const Pass *p, const Layer *w, const LayerState *s) {
+  if (!p->cache) {
+    attention_forward(
+        p->backend, (AttentionForward){.out = s->attention, .lse = s->lse, .qkv = s->qkv, .shape = p->heads});
+    return;
+  }
+  int64_t heads = p->cache->batch * p->heads.num_key_value_heads, first = 2 * heads * (w - p->model->layers);
+  attention_decode(p->backend, (AttentionDecode){.out = s->attention,
+                                                 .keys = tensor_rows(p->cache->data, first, heads),
+                                                 .values = tensor_rows(p->cache->data, first + heads, heads),
+                                                 .qkv = s->qkv,
+                                                 .shape = p->heads,
+                                                 .past = p->past});
 }
 
 static void mlp_first_half(const Pass *p, const Layer *w, const LayerState *s) {
@@ -196,8 +216,7 @@ static void layer_forward_inner(const Pass *p, const Layer *w, const LayerState 
   run_norm(p, &s->norm1, s->input, &w->norm1_weight, &w->norm1_bias);
   project(p, s->qkv, s->norm1.out, &w->qkv_weight, &w->qkv_bias, (Tensor){0}, (Tensor){0});
   rotate(p, s->qkv, false);
-  attention_forward(p->backend,
-                    (AttentionForward){.out = s->attention, .lse = s->lse, .qkv = s->qkv, .shape = p->heads});
+  attend(p, w, s);
   project(p, s->middle, s->attention, &w->out_weight, &w->out_bias, s->input, (Tensor){0});
   run_norm(p, &s->norm2, s->middle, &w->norm2_weight, &w->norm2_bias);
   mlp_first_half(p, w, s);
@@ -310,10 +329,12 @@ static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Tensor 
 
 static Tensor embed(const Pass *p) {
   Tensor out = push_activation(p, "residual", p->model->config.hidden_size);
+  Tensor positions = p->model->position_embedding.value;
+  if (tensor_exists(positions)) positions = tensor_rows(positions, p->past, positions.shape[0] - p->past);
   embedding_forward(p->backend, (EmbeddingForward){.out = out,
                                                    .tokens = p->batch->tokens,
                                                    .token_weight = p->model->token_embedding.value,
-                                                   .position_weight = p->model->position_embedding.value,
+                                                   .position_weight = positions,
                                                    .seq_len = p->batch->seq_len});
   return out;
 }
@@ -413,13 +434,41 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
   memory_pop_to(&backend->memory, bottom);
 }
 
+static void logits_of_rows(Pass *p, Tensor rows, Tensor logits) {
+  Backend *backend = p->backend;
+  MemoryMark bottom = memory_mark(&backend->memory);
+  Tensor stream = forward_only(p);
+  if (tensor_exists(logits)) {
+    Norm norm = final_norm(p, stream);
+    Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
+                                   backend->dtype, rows.shape[0], p->model->config.hidden_size);
+    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
+    linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = p->model->head.value});
+  }
+  memory_pop_to(&backend->memory, bottom);
+}
+
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits) {
   Pass p = pass_begin(backend, model, batch);
-  MemoryMark bottom = memory_mark(&backend->memory);
-  Norm norm = final_norm(&p, forward_only(&p));
-  Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS, backend->dtype,
-                                 rows.shape[0], model->config.hidden_size);
-  gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
-  linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = model->head.value});
-  memory_pop_to(&backend->memory, bottom);
+  logits_of_rows(&p, rows, logits);
+}
+
+KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64_t batch, int64_t capacity) {
+  int64_t rows = 2 * c->num_hidden_layers * batch * c->num_key_value_heads;
+  return (KeyValueCache){.batch = batch,
+                         .capacity = capacity,
+                         .data = memory_push_2d(&backend->memory, "key/value cache", MEMORY_ACTIVATIONS,
+                                                backend->dtype, rows, capacity * c->head_dim)};
+}
+
+void transformer_continue(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
+                          int64_t past, Tensor rows, Tensor logits) {
+  if (batch->batch != cache->batch || past < 0 || past + batch->seq_len > cache->capacity)
+    fail("%lld sequences of %lld tokens after %lld do not fit into a cache for %lld of %lld",
+         (long long)batch->batch, (long long)batch->seq_len, (long long)past, (long long)cache->batch,
+         (long long)cache->capacity);
+  Pass p = pass_begin(backend, model, batch);
+  p.cache = cache;
+  p.past = past;
+  logits_of_rows(&p, rows, logits);
 }

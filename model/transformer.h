@@ -43,6 +43,22 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss);
 
+// The keys and values of the tokens that a text has so far, of every layer: what the next token's attention
+// reads, so that no token is computed twice.
+typedef struct {
+  int64_t batch, capacity; // B sequences of up to P tokens
+  Tensor data;             // real [2 L B K, P D]: layer by layer the keys, then the values
+} KeyValueCache;
+
+// A cache on top of the backend's stack, uninitialised.
+KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, int64_t batch,
+                                   int64_t capacity);
+
+// Takes the batch's tokens as those that follow `past` others in the cache, and adds them to it. Then the
+// logits, as transformer_logits gives them; rows and logits may be absent together: the cache is all then.
+void transformer_continue(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
+                          int64_t past, Tensor rows, Tensor logits);
+
 // The logits (fp32 [R, V], the caller's) of the rows whose numbers stand in `rows` (int32 [R]), for sampling.
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits);
 

@@ -219,11 +219,75 @@ static void kinds_do_not_mix(void **state) {
   ASSERT_FAILS(open_two("mix32.bin", "mix.txt", 300), "mix32.bin (llm.c shards, uint32)", "mix.txt",
                "cannot be mixed");
   ASSERT_FAILS(open_two("mix16.bin", "mix32.bin", 300), "uint16", "uint32", "cannot be mixed");
-  make_directory("mixed");
-  write_text("mixed/readme.md", "text");
-  write_shard16("mixed/train.bin", (const uint16_t[]){1}, 1);
-  ASSERT_FAILS(open_one("mixed", 300), "mixed/readme.md", "mixed/train.bin", "cannot be mixed");
 }
+
+// What lies beside shards in their directory (a manifest, a tokenizer) is not taken for data.
+static void a_directory_of_shards_is_read_for_them_alone(void **state) {
+  (void)state;
+  make_directory("mixed");
+  write_text("mixed/manifest.json", "{}");
+  write_shard16("mixed/train.bin", (const uint16_t[]){7, 9}, 2);
+  write_text("mixed/zebra.txt", "text");
+  Source *source = open_one("mixed", 300);
+  assert_int_equal(source_kind(source), SOURCE_SHARDS_UINT16);
+  assert_stream(source, (const int32_t[]){7, 9}, 2);
+  source_close(source);
+}
+
+// --- masks -------------------------------------------------------------------------------------------------
+
+static void write_mask(const char *name, int32_t count, const void *bits, size_t bytes) {
+  write_shard(name, 20261120, 1, count, bits, bytes);
+}
+
+static void assert_targets(const Source *source, const int32_t *expected, int64_t total) {
+  int32_t got[32];
+  for (int64_t first = 0; first <= total; first++)
+    for (int64_t length = 0; length <= total - first; length++) {
+      int64_t counted = 0;
+      for (int64_t i = 0; i < length; i++) counted += expected[first + i] != IGNORED_TARGET;
+      got[length] = -7;
+      assert_int_equal(source_read_targets(source, first, length, got), counted);
+      assert_memory_equal(got, expected + first, (size_t)length * sizeof *got);
+      assert_int_equal(got[length], -7);
+    }
+}
+
+static void masks_say_what_counts(void **state) {
+  (void)state;
+  enum { NO = IGNORED_TARGET };
+  write_shard16("a_masked.bin", (const uint16_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, 11);
+  write_mask("a_masked.mask", 11, "\xA1\xFE", 2); // bits 0, 5, 7, then 9 and 10 and some past the end
+  write_shard16("b_plain.bin", (const uint16_t[]){20, 21}, 2);
+  Source *plain = open_one("b_plain.bin", 50), *both = open_two("a_masked.bin", "b_plain.bin", 50);
+  assert_false(source_masked(plain));
+  assert_targets(plain, (const int32_t[]){20, 21}, 2);
+  assert_true(source_masked(both));
+  assert_stream(both, (const int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 21}, 13);
+  assert_targets(both, (const int32_t[]){0, NO, NO, NO, NO, 5, NO, 7, NO, 9, 10, 20, 21}, 13);
+  source_close(both);
+  source_close(plain);
+  const char *paths[] = {in_room("b_plain.bin"), in_room("a_*.bin")};
+  assert_false(source_paths_masked(paths, 1));
+  assert_true(source_paths_masked(paths, 2));
+}
+
+static void masks_of_other_shards_are_refused(void **state) {
+  (void)state;
+  write_shard16("wrong.bin", (const uint16_t[]){1, 2, 3, 4, 5, 6, 7, 8, 9}, 9);
+  write_text("wrong.mask", "not a mask");
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "wrong.bin", "prepare_data.py");
+  write_shard("wrong.mask", 20240520, 1, 9, "ab", 2);
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "20261120");
+  write_mask("wrong.mask", 10, "ab", 2);
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not the mask of", "10 tokens", "9 tokens");
+  write_mask("wrong.mask", 9, "a", 1);
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not the mask of", "1025 bytes", "1026 bytes");
+  write_mask("wrong.mask", 9, "ab", 2);
+  source_close(open_one("wrong.bin", 50));
+}
+
+// --- damage ------------------------------------------------------------------------------------------------
 
 static void damaged_shards_are_refused(void **state) {
   (void)state;
@@ -463,6 +527,9 @@ int main(int argc, char **argv) {
       cmocka_unit_test(unreadable_paths_are_named),
       cmocka_unit_test(shards_of_both_widths_join),
       cmocka_unit_test(kinds_do_not_mix),
+      cmocka_unit_test(a_directory_of_shards_is_read_for_them_alone),
+      cmocka_unit_test(masks_say_what_counts),
+      cmocka_unit_test(masks_of_other_shards_are_refused),
       cmocka_unit_test(damaged_shards_are_refused),
       cmocka_unit_test(ids_outside_the_vocabulary_are_found),
       cmocka_unit_test(decoded_text_is_safe_to_print),

@@ -12,11 +12,12 @@ struct Log {
   const char *path;
 };
 
-Log *log_open(const char *path) {
+Log *log_open(const char *path, bool append) {
+  FILE *file = path ? fopen(path, append ? "a" : "w") : NULL;
+  if (path && !file) fail("cannot write the log %s: %s", path, strerror(errno));
   Log *log = calloc(1, sizeof *log);
   if (!log) fail("out of host memory for the log");
-  log->path = path;
-  if (path && !(log->file = fopen(path, "w"))) fail("cannot write the log %s: %s", path, strerror(errno));
+  *log = (Log){.file = file, .path = path};
   return log;
 }
 

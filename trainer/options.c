@@ -7,6 +7,9 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "checkpoint/hf_config.h"
+#include "data/source.h"
+#include "trainer/resume.h"
 
 const char *argp_program_version = "lce.c 0.1";
 
@@ -18,10 +21,12 @@ enum {
   KEY_LR, KEY_MIN_LR, KEY_WARMUP, KEY_SCHEDULE, KEY_BETA1, KEY_BETA2, KEY_EPSILON, KEY_WEIGHT_DECAY, KEY_GRAD_CLIP,
   KEY_FUSED, KEY_MATERIALIZED, KEY_CHUNK, KEY_LCE_MEMORY,
   KEY_DATA, KEY_VAL_DATA, KEY_VAL_FRACTION, KEY_EVAL_EVERY, KEY_EVAL_BATCHES, KEY_SAMPLE_EVERY, KEY_SAMPLE_TOKENS,
-  KEY_TEMPERATURE, KEY_PROMPT,
+  KEY_TEMPERATURE, KEY_TOP_K, KEY_TOP_P, KEY_PROMPT, KEY_TOKENIZER, KEY_EVAL_ONLY, KEY_HELLASWAG, KEY_HELLASWAG_EXAMPLES,
+  KEY_INIT, KEY_SAVE, KEY_SAVE_EVERY, KEY_KEEP, KEY_SAVE_DTYPE, KEY_RESUME,
   KEY_DEVICE, KEY_DTYPE, KEY_GRAD_DTYPE, KEY_MOMENT_DTYPE, KEY_MASTER, KEY_NO_MASTER, KEY_RECOMPUTE, KEY_ATTENTION,
   KEY_PLAIN_PRODUCTS,
-  KEY_LOG, KEY_PLAN, KEY_FIT, KEY_COMPARE, KEY_TIMELINE
+  KEY_LOG, KEY_PLAN, KEY_FIT, KEY_COMPARE, KEY_TIMELINE,
+  KEY_END
 };
 // clang-format on
 
@@ -52,7 +57,7 @@ static const struct argp_option table[] = {
     {"seed", KEY_SEED, "SEED", 0, "Of the weights and the order of the data (default 1)", 0},
 
     {0, 0, 0, 0, "Optimizer (AdamW)", 3},
-    {"lr", KEY_LR, "RATE", 0, "Highest learning rate (default the preset's)", 0},
+    {"lr", KEY_LR, "RATE", 0, "Highest learning rate (default the preset's; 2e-5 with --init)", 0},
     {"min-lr", KEY_MIN_LR, "SHARE", 0, "Share of --lr left at the end, 0 to 1 (default 0.1)", 0},
     {"warmup", KEY_WARMUP, "N", 0, "Warm-up steps (default a twentieth of --steps)", 0},
     {"schedule", KEY_SCHEDULE, "KIND", 0, "cosine, linear, constant or wsd (default cosine)", 0},
@@ -79,9 +84,27 @@ static const struct argp_option table[] = {
     {"sample-every", KEY_SAMPLE_EVERY, "N", 0, "Show a text sample every N steps; 0 for none (default 100)", 0},
     {"sample-tokens", KEY_SAMPLE_TOKENS, "N", 0, "Tokens of a sample (default 64)", 0},
     {"temperature", KEY_TEMPERATURE, "T", 0, "Of the samples; 0 takes the likeliest token (default 0.8)", 0},
+    {"top-k", KEY_TOP_K, "K", 0, "Samples take one of the K likeliest tokens; 0 of all (default 0)", 0},
+    {"top-p", KEY_TOP_P, "P", 0, "Samples take of the fewest tokens that have probability P together (default 1)", 0},
+    {"tokenizer", KEY_TOKENIZER, "PATH", 0,
+     "tokenizer.json, or a directory with one: samples are prompted and shown as text (default the one in --init)", 0},
+    {"eval-only", KEY_EVAL_ONLY, 0, 0, "Only evaluate: the loss over all of --val-data (or of the held-out part)", 0},
+    {"hellaswag", KEY_HELLASWAG, "FILE", 0, "At the end choose among completions: an evaluation file of llm.c", 0},
+    {"hellaswag-examples", KEY_HELLASWAG_EXAMPLES, "N", 0, "Of it take the first N examples; 0 takes all (default 0)", 0},
     {"prompt", KEY_PROMPT, "TEXT", 0, "What samples begin with (default a newline)", 0},
 
-    {0, 0, 0, 0, "Machine and memory", 6},
+    {0, 0, 0, 0, "Checkpoints", 6},
+    {"init", KEY_INIT, "DIR", 0,
+     "Begin with the model in DIR (config.json and safetensors of Hugging Face: Llama or GPT-2); instead of --model", 0},
+    {"save", KEY_SAVE, "DIR", 0, "Save checkpoints as DIR/step-...; they and DIR open as models in transformers", 0},
+    {"save-every", KEY_SAVE_EVERY, "N", 0, "Save every N steps and at the end; 0 only at the end (default 0)", 0},
+    {"keep", KEY_KEEP, "M", 0, "Keep the newest M checkpoints; 0 keeps all (default 0)", 0},
+    {"save-dtype", KEY_SAVE_DTYPE, "TYPE", 0, "bf16 or fp32 stored weights (default as --dtype)", 0},
+    {"resume", KEY_RESUME, "WHERE", 0,
+     "Carry on from a checkpoint, or with auto from the newest intact one in --save, if any; what is not given is as "
+     "it was", 0},
+
+    {0, 0, 0, 0, "Machine and memory", 7},
     {"device", KEY_DEVICE, "DEVICE", 0, "cpu, cuda or auto: the GPU if there is one (default auto)", 0},
     {"dtype", KEY_DTYPE, "TYPE", 0, "bf16 or fp32 weights and activations (default bf16 on cuda; the CPU is fp32)", 0},
     {"grad-dtype", KEY_GRAD_DTYPE, "TYPE", 0, "bf16 or fp32 weight gradients (default as --dtype); the head's are fp32", 0},
@@ -93,7 +116,7 @@ static const struct argp_option table[] = {
     {"attention", KEY_ATTENTION, "WHICH", 0, "own, cudnn or auto (cuda only; default auto)", 0},
     {"plain-products", KEY_PLAIN_PRODUCTS, 0, 0, "CPU: matrix products by plain loops, to compare with", 0},
 
-    {0, 0, 0, 0, "Output", 7},
+    {0, 0, 0, 0, "Output", 8},
     {"log", KEY_LOG, "FILE", 0, "Write one JSON object a line; the last is the summary", 0},
     {"plan", KEY_PLAN, 0, 0, "Only say how much memory this run would need, in both modes; nothing is allocated", 0},
     {"fit", KEY_FIT, 0, 0, "Only say the largest --batch that fits the device's memory, in both modes", 0},
@@ -154,13 +177,14 @@ static void append(const char ***list, int64_t *count, const char *path) {
 // Sizes and settings as given; 0 or NAN where nothing was.
 typedef struct {
   Options *options;
-  const char *model;
+  const char *model; // NULL: none was named
   ModelConfig given;
   int tied; // 1 tie, -1 untie
   double rope_theta, lr;
   int64_t warmup;
   int dtype, grad_dtype, moment_dtype; // 1 + Dtype
   int mode;                            // 1 + LceMode
+  bool seen[KEY_END - KEY_MODEL];      // which options were given
 } Parsed;
 
 static void once(Parsed *p, LceMode mode) {
@@ -228,7 +252,7 @@ static error_t parse_job(int key, char *text, Parsed *p) {
     o->total_batch = integer(key, text, 1, (int64_t)1 << 40);
     return 0;
   case KEY_STEPS:
-    o->steps = integer(key, text, 1, (int64_t)1 << 40);
+    o->steps = integer(key, text, 0, (int64_t)1 << 40);
     return 0;
   case KEY_SEED:
     o->seed = (uint64_t)integer(key, text, 0, INT64_MAX);
@@ -277,6 +301,32 @@ static error_t parse_job(int key, char *text, Parsed *p) {
   }
 }
 
+static error_t parse_checkpoints(int key, char *text, Parsed *p) {
+  Options *o = p->options;
+  switch (key) {
+  case KEY_INIT:
+    o->init = text;
+    return 0;
+  case KEY_SAVE:
+    o->save = text;
+    return 0;
+  case KEY_SAVE_EVERY:
+    o->save_every = integer(key, text, 0, (int64_t)1 << 40);
+    return 0;
+  case KEY_KEEP:
+    o->keep = integer(key, text, 0, INT32_MAX);
+    return 0;
+  case KEY_SAVE_DTYPE:
+    o->save_dtype = dtype(key, text);
+    return 0;
+  case KEY_RESUME:
+    o->resume = text;
+    return 0;
+  default:
+    return ARGP_ERR_UNKNOWN;
+  }
+}
+
 static error_t parse_rest(int key, char *text, Parsed *p) {
   Options *o = p->options;
   static const char *const devices[] = {"auto", "cpu", "cuda"};
@@ -307,7 +357,26 @@ static error_t parse_rest(int key, char *text, Parsed *p) {
   case KEY_TEMPERATURE:
     o->temperature = number(key, text, 0, 100);
     return 0;
+  case KEY_TOKENIZER:
+    o->tokenizer = text;
+    return 0;
+  case KEY_EVAL_ONLY:
+    o->eval_only = true;
+    return 0;
+  case KEY_HELLASWAG:
+    o->hellaswag = text;
+    return 0;
+  case KEY_HELLASWAG_EXAMPLES:
+    o->hellaswag_examples = integer(key, text, 0, INT32_MAX);
+    return 0;
+  case KEY_TOP_K:
+    o->top_k = integer(key, text, 0, INT32_MAX);
+    return 0;
+  case KEY_TOP_P:
+    o->top_p = number(key, text, 1e-9, 1);
+    return 0;
   case KEY_PROMPT:
+    if (!*text) fail("--prompt: give at least one character for samples to continue");
     o->prompt = text;
     return 0;
   case KEY_DEVICE:
@@ -363,7 +432,9 @@ static error_t parse_one(int key, char *text, struct argp_state *state) {
   Parsed *p = state->input;
   error_t result = parse_model(key, text, p);
   if (result == ARGP_ERR_UNKNOWN) result = parse_job(key, text, p);
+  if (result == ARGP_ERR_UNKNOWN) result = parse_checkpoints(key, text, p);
   if (result == ARGP_ERR_UNKNOWN) result = parse_rest(key, text, p);
+  if (key >= KEY_MODEL && key < KEY_END) p->seen[key - KEY_MODEL] = true;
   return result;
 }
 
@@ -373,9 +444,13 @@ static void override(int64_t *size, int64_t given) {
   if (given) *size = given;
 }
 
-static void settle_model(Options *o, const Parsed *p) {
-  ModelConfig *m = &o->model;
-  *m = model_preset(p->model);
+static const char *preset_name(const Parsed *p) {
+  return p->model ? p->model : "llama-tiny";
+}
+
+// The preset, overridden.
+static ModelConfig asked_model(const Parsed *p) {
+  ModelConfig asked = model_preset(preset_name(p)), *m = &asked;
   int64_t preset_heads = m->num_attention_heads, preset_hidden = m->hidden_size;
   override(&m->vocab_size, p->given.vocab_size);
   override(&m->hidden_size, p->given.hidden_size);
@@ -401,11 +476,46 @@ static void settle_model(Options *o, const Parsed *p) {
   override(&m->head_dim, p->given.head_dim);
   if (p->tied) m->tie_word_embeddings = p->tied > 0;
   if (p->rope_theta > 0) m->rope_theta = p->rope_theta;
-  model_config_check(m);
+  return asked;
+}
+
+static void require_same(const Options *o, int key, double asked, double have) {
+  if (asked != have)
+    fail("--%s is asked to be %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
+         option_name(key), asked, o->origin, have);
+}
+
+static void require_size(const Options *o, int key, int64_t asked, int64_t have) {
+  if (asked) require_same(o, key, (double)asked, (double)have);
+}
+
+// A model that comes from a directory is as it is; what the command line says about it must be so.
+static void require_agreement(const Options *o, const Parsed *p) {
+  const ModelConfig *m = &o->model;
+  ModelConfig a = p->model ? asked_model(p) : p->given;
+  if (p->model && a.family != m->family)
+    fail("--model %s is of another family than the model in %s; leave it out", p->model, o->origin);
+  require_size(o, KEY_VOCAB, a.vocab_size, m->vocab_size);
+  require_size(o, KEY_HIDDEN_SIZE, a.hidden_size, m->hidden_size);
+  require_size(o, KEY_INTERMEDIATE_SIZE, a.intermediate_size, m->intermediate_size);
+  require_size(o, KEY_NUM_LAYERS, a.num_hidden_layers, m->num_hidden_layers);
+  require_size(o, KEY_NUM_HEADS, a.num_attention_heads, m->num_attention_heads);
+  require_size(o, KEY_NUM_KV_HEADS, a.num_key_value_heads, m->num_key_value_heads);
+  require_size(o, KEY_HEAD_DIM, a.head_dim, m->head_dim);
+  require_size(o, KEY_MAX_POSITIONS, a.max_position_embeddings, m->max_position_embeddings);
+  if (p->tied) require_same(o, p->tied > 0 ? KEY_TIED : KEY_UNTIED, 1, (p->tied > 0) == m->tie_word_embeddings);
+  if (p->rope_theta > 0) require_same(o, KEY_ROPE_THETA, p->rope_theta, m->rope_theta);
+}
+
+static void settle_model(Options *o, const Parsed *p) {
+  if (o->init && p->model) fail("--init and --model both say what the model is; give one of them");
+  o->model = o->origin ? hf_config_read(o->origin) : asked_model(p);
+  model_config_check(&o->model);
+  if (o->origin) require_agreement(o, p);
 }
 
 static void settle_job(Options *o, const Parsed *p) {
-  if (!o->seq_len) o->seq_len = model_preset_seq_len(p->model);
+  if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
   if (o->seq_len > o->model.max_position_embeddings)
     fail(
         "--seq-len %lld is longer than the %lld positions of %s; lower it or raise --max-position-embeddings",
@@ -420,16 +530,25 @@ static void settle_job(Options *o, const Parsed *p) {
     fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (--batch x --seq-len)",
          (long long)o->total_batch, (long long)tokens);
   o->micro_steps = o->total_batch / tokens;
-  o->schedule.peak = isnan(p->lr) ? model_preset_learning_rate(p->model) : p->lr;
+  const double tuning = 2e-5; // for a model that is trained already
+  double usual = o->origin ? tuning : model_preset_learning_rate(preset_name(p));
+  o->schedule.peak = isnan(p->lr) ? usual : p->lr;
   o->schedule.total_steps = o->steps;
   o->schedule.warmup_steps = p->warmup >= 0 ? p->warmup : (o->steps + 19) / 20;
+  o->masked = source_paths_masked(o->data, o->data_count);
+  if (o->eval_only && (o->save || o->compare_modes || o->timeline))
+    fail("--eval-only trains nothing: leave out --save, --compare-modes and --timeline");
+  if (o->eval_only) o->dtypes.frozen = true, o->eval_batches = 0, o->sample_every = 0;
+  o->chunk_given = o->lce_chunk > 0;
   if (o->lce_chunk && o->lce_memory)
     fail("--lce-chunk and --lce-memory both choose the chunk; give one of them");
   if (o->mode == LCE_MATERIALIZED && (o->lce_chunk || o->lce_memory))
     fail("--lce-chunk and --lce-memory belong to --fused-lce; --materialized-logits has no chunks");
 }
 
-void options_parse(Options *o, int argc, char **argv) {
+// --- reading the command line ------------------------------------------------------------------------------
+
+static Parsed parse(Options *o, int argc, char **argv) {
   static const char doc[] =
       "Trains GPT-2 and Llama in plain C and CUDA. The last layer is a fused, chunked lm_head + "
       "cross-entropy, beside a "
@@ -454,12 +573,76 @@ void options_parse(Options *o, int argc, char **argv) {
                  .sample_every = 100,
                  .sample_tokens = 64,
                  .temperature = 0.8,
+                 .top_p = 1,
                  .prompt = "\n",
+                 .save_dtype = DTYPE_COUNT,
                  .attention = "auto",
                  .dtypes.master = true};
-  Parsed p = {.options = o, .model = "llama-tiny", .lr = NAN, .warmup = -1};
+  Parsed p = {.options = o, .lr = NAN, .warmup = -1};
   error_t error = argp_parse(&argp, argc, argv, 0, NULL, &p);
   if (error) fail("cannot read the command line: %s", strerror(error));
+  return p;
+}
+
+// Adds --name=value, or --name where the value is empty, to a command line.
+static void remember(Options *o, const char *name, const char *value) {
+  char *text;
+  o->remembered = realloc(o->remembered, (size_t)(o->remembered_count + 1) * sizeof *o->remembered);
+  if (!o->remembered || asprintf(&text, *value ? "--%s=%s" : "--%s", name, value) < 0)
+    fail("out of host memory for the options of a checkpoint");
+  o->remembered[o->remembered_count++] = text;
+}
+
+static void remember_paths(Options *o, const char *name, const char *member) {
+  const cJSON *path, *paths = cJSON_GetObjectItemCaseSensitive(o->resumed_from, member);
+  cJSON_ArrayForEach(path, paths) {
+    if (cJSON_IsString(path)) remember(o, name, path->valuestring);
+  }
+}
+
+// What the checkpoint remembers of the options that are not given now.
+static void remember_settings(Options *o, const Parsed *given) {
+  static const int keys[] = {KEY_SEED, KEY_BATCH, KEY_SEQ_LEN, KEY_TOTAL_BATCH, KEY_STEPS, KEY_SCHEDULE,
+                             KEY_LR, KEY_MIN_LR, KEY_WARMUP, KEY_BETA1, KEY_BETA2, KEY_EPSILON, KEY_WEIGHT_DECAY,
+                             KEY_GRAD_CLIP, KEY_VAL_FRACTION, KEY_FUSED, KEY_MATERIALIZED, KEY_CHUNK, KEY_RECOMPUTE};
+  const cJSON *settings = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "settings");
+  bool other_chunk = o->lce_memory || given->mode == 1 + (int)LCE_MATERIALIZED;
+  for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+    const cJSON *value = cJSON_GetObjectItemCaseSensitive(settings, option_name(keys[i]));
+    bool is_mode = keys[i] == KEY_FUSED || keys[i] == KEY_MATERIALIZED;
+    bool overruled = given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) || (keys[i] == KEY_CHUNK && other_chunk);
+    if (cJSON_IsString(value) && !overruled) remember(o, option_name(keys[i]), value->valuestring);
+  }
+  if (!o->data_count) remember_paths(o, "data", "data_paths");
+  if (!o->val_data_count && !o->data_count) remember_paths(o, "val-data", "val_data_paths");
+}
+
+// Once more, with what the checkpoint remembers put before what was given.
+static Parsed parse_resumed(Options *o, const Parsed *given, int argc, char **argv) {
+  remember_settings(o, given);
+  int remembered = (int)o->remembered_count, count = argc + remembered;
+  char **all = calloc((size_t)count + 1, sizeof *all);
+  if (!all) fail("out of host memory for %d options", count);
+  all[0] = argv[0];
+  for (int i = 0; i < remembered; i++) all[1 + i] = o->remembered[i];
+  for (int i = 1; i < argc; i++) all[remembered + i] = argv[i];
+  Options before = *o;
+  free(o->data);
+  free(o->val_data);
+  Parsed p = parse(o, count, all);
+  free(all);
+  o->origin = before.origin;
+  o->resumed_from = before.resumed_from;
+  o->first_step = before.first_step;
+  o->remembered = before.remembered;
+  o->remembered_count = before.remembered_count;
+  return p;
+}
+
+void options_parse(Options *o, int argc, char **argv) {
+  Parsed p = parse(o, argc, argv);
+  resume_find(o);
+  if (o->resumed_from) p = parse_resumed(o, &p, argc, argv);
   o->mode = p.mode ? (LceMode)(p.mode - 1) : LCE_FUSED;
   settle_model(o, &p);
   settle_job(o, &p);
@@ -476,13 +659,14 @@ void options_settle_dtypes(Options *o, bool cuda) {
     fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype and --moment-dtype, or use --device "
          "cuda");
   o->dtypes.weight = o->dtype;
+  if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
   if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
 }
 
 void options_settle_chunk(Options *o, const Backend *backend) {
   int64_t tokens = o->batch * o->seq_len;
   if (o->lce_memory) {
-    LceShape shape = {tokens, o->model.hidden_size, o->model.vocab_size, o->dtype, false};
+    LceShape shape = {tokens, o->model.hidden_size, o->model.vocab_size, o->dtype, o->masked};
     o->lce_chunk = lce_chunk_within(backend, (size_t)o->lce_memory << 20, shape);
     if (!o->lce_chunk)
       fail("--lce-memory %lld: even a chunk of one token needs %lld MiB at this vocabulary; give at least "
@@ -496,5 +680,9 @@ void options_settle_chunk(Options *o, const Backend *backend) {
 void options_free(Options *o) {
   free(o->data);
   free(o->val_data);
+  free(o->origin);
+  cJSON_Delete(o->resumed_from);
+  for (int64_t i = 0; i < o->remembered_count; i++) free(o->remembered[i]);
+  free(o->remembered);
   *o = (Options){0};
 }

@@ -5,6 +5,8 @@
 #include "model/transformer.h"
 #include "trainer/schedule.h"
 
+struct cJSON;
+
 typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
 
 typedef struct {
@@ -23,15 +25,31 @@ typedef struct {
   // the last layer
   LceMode mode;
   int64_t lce_chunk;  // tokens; 0 until options_settle has chosen
+  bool chunk_given;   // by --lce-chunk; otherwise it follows the batch
   int64_t lce_memory; // MiB the last layer may hold; 0 when --lce-chunk or the default rules
   // data
   const char **data, **val_data; // paths, in the order given
   int64_t data_count, val_data_count;
   double val_fraction;
+  bool masked; // some of the data has a mask: training targets may be ignored
   // what is watched
   int64_t eval_every, eval_batches, sample_every, sample_tokens;
-  double temperature;
-  const char *prompt;
+  double temperature, top_p; // of the samples; see Sampling
+  int64_t top_k;
+  const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
+  bool eval_only;                 // no training: the validation data from end to end
+  const char *hellaswag;          // an evaluation file of llm.c, or NULL
+  int64_t hellaswag_examples;     // of it the first so many; 0: all
+  // checkpoints
+  const char *init, *resume;  // as given: a model's directory; a checkpoint, a directory of some, or "auto"
+  char *origin;               // the folder whose weights the run begins with; NULL: they are drawn
+  struct cJSON *resumed_from; // its trainer_state.json when the run resumes; NULL otherwise
+  int64_t first_step;         // 0 unless the run resumes
+  char **remembered;          // options that the checkpoint adds to those given
+  int64_t remembered_count;
+  const char *save;           // NULL: nothing is saved
+  int64_t save_every, keep;
+  Dtype save_dtype; // of the stored weights
   // machine
   DeviceChoice device;
   bool plain_products; // CPU products by plain loops, to compare with

@@ -20,30 +20,48 @@ Plan plan_run(const Options *options, const char *device, LceMode mode) {
   Trainer trainer;
   trainer_create(&trainer, options, backend);
   trainer_set_mode(&trainer, mode);
-  trainer_step(&trainer, NULL, 0);
+  if (!options->eval_only) {
+    int64_t count;
+    trainer_step(&trainer, NULL, 0);
+    trainer_sample(&trainer, NULL, 1, 0, &count);
+  }
   trainer_validate(&trainer, NULL, 1);
-  int64_t count;
-  trainer_sample(&trainer, NULL, 1, 0, &count);
   Plan plan = plan_from_ledger(&backend->memory.ledger);
   trainer_destroy(&trainer);
   backend_destroy(backend);
   return plan;
 }
 
-static Options with_batch(const Options *options, int64_t batch) {
+static Options with_batch(const Options *options, const char *device, int64_t batch) {
   Options o = *options;
   o.batch = batch;
   o.total_batch = batch * o.seq_len;
   o.micro_steps = 1;
+  if (!o.chunk_given) { // as it would be chosen for that batch
+    Backend *plan = plan_backend_create(device, o.dtype);
+    o.lce_chunk = 0;
+    options_settle_chunk(&o, plan);
+    backend_destroy(plan);
+  }
   return o;
 }
 
+static bool batch_fits(const Options *options, const char *device, LceMode mode, size_t bytes,
+                       int64_t batch) {
+  Options o = with_batch(options, device, batch);
+  return plan_run(&o, device, mode).peak_bytes <= bytes;
+}
+
 int64_t plan_largest_batch(const Options *options, const char *device, LceMode mode, size_t bytes) {
-  int64_t fits = 0, above = INT32_MAX / options->seq_len + 1;
+  int64_t most = INT32_MAX / options->seq_len, fits = 0, above = 1;
+  while (above <= most && batch_fits(options, device, mode, bytes, above)) {
+    fits = above;
+    above *= 2;
+  }
+  if (above > most) above = most + 1;
   while (above - fits > 1) {
     int64_t middle = fits + (above - fits) / 2;
-    Options o = with_batch(options, middle);
-    if (plan_run(&o, device, mode).peak_bytes <= bytes)
+    if (batch_fits(options, device, mode, bytes, middle))
       fits = middle;
     else
       above = middle;

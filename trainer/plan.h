@@ -11,7 +11,8 @@ typedef struct {
   size_t head_peak_bytes;                // the most the last layer holds beyond weights and gradients
 } Plan;
 
-// A training step, a validation batch and a sampled token of `options` (settled) in `mode` on `device`.
+// A training step, a validation batch and a sampled token of `options` (settled) in `mode` on `device`; with
+// --eval-only the validation batch alone.
 Plan plan_run(const Options *options, const char *device, LceMode mode);
 
 // The same numbers as a real run's ledger has them.

@@ -1,11 +1,10 @@
 #include "trainer/trainer.h"
 
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/fail.h"
-#include "base/random.h"
+#include "checkpoint/checkpoint.h"
+#include "model/generate.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 
@@ -24,7 +23,7 @@ static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int
 }
 
 static int32_t *host_array(int64_t count) {
-  int32_t *array = malloc((size_t)count * sizeof *array);
+  int32_t *array = calloc((size_t)count, sizeof *array);
   if (!array) fail("out of host memory for a batch of %lld tokens", (long long)count);
   return array;
 }
@@ -47,7 +46,10 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->host_tokens = host_array(options->micro_steps * tokens);
   t->host_targets = host_array(options->micro_steps * tokens);
   t->host_rows = host_array(tokens);
-  model_initialize(&t->model, backend, options->seed);
+  if (options->origin)
+    checkpoint_load(options->origin, &t->model, backend, options->resumed_from != NULL);
+  else
+    model_initialize(&t->model, backend, options->seed);
 }
 
 void trainer_destroy(Trainer *t) {
@@ -86,8 +88,23 @@ static int64_t count_rows(const int32_t *targets, int64_t tokens, int32_t *rows)
   return counted;
 }
 
+// Where targets may be ignored the counted ones are named, so that the last layer computes for them alone.
+static void upload_rows(Trainer *t, const int32_t *targets, Batch *batch) {
+  batch->rows = t->rows;
+  batch->counted = tokens_of(t);
+  if (t->backend->memory.planning) return;
+  batch->counted = count_rows(targets, tokens_of(t), t->host_rows);
+  backend_to_device(t->backend, t->rows, t->host_rows);
+}
+
 void trainer_gradient_pass(Trainer *t) {
   Batch batch = device_batch(t);
+  if (!t->backend->memory.planning) {
+    for (int64_t n = 0; n < tokens_of(t); n++)
+      if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the most work there can be
+    upload(t, t->host_tokens, t->host_targets);
+  }
+  if (t->options->masked) upload_rows(t, t->host_targets, &batch);
   transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
 }
@@ -142,6 +159,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   for (int64_t m = 0; m < o->micro_steps; m++) {
     Batch batch = device_batch(t);
     if (!planning) upload(t, t->host_tokens + m * tokens, t->host_targets + m * tokens);
+    if (o->masked) upload_rows(t, t->host_targets + m * tokens, &batch);
     transformer_train(t->backend, &t->model, &batch, &t->transformer, scale, m > 0, t->loss);
     reduce(t->backend, (Reduce){.sum = result_slot(t, slot, 0), .x = t->loss, .accumulate = m > 0});
     if (planning) break; // the rest of the micro-batches need the same memory
@@ -168,7 +186,7 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
 // --- watching ----------------------------------------------------------------------------------------------
 
 double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
-  int64_t tokens = tokens_of(t), counted = 0;
+  int64_t counted = 0;
   bool planning = t->backend->memory.planning;
   if (!planning && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
   double sum = 0;
@@ -176,14 +194,11 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   Tensor total = memory_push_1d(&t->backend->memory, "validation loss", MEMORY_WORKSPACE, DTYPE_F32, 1);
   for (int64_t b = 0; b < batches; b++) {
     Batch batch = device_batch(t);
-    batch.rows = t->rows; // the last batch may be padded
-    batch.counted = tokens;
     if (!planning) {
       loader_validation_batch(loader, b, t->host_tokens, t->host_targets);
       upload(t, t->host_tokens, t->host_targets);
-      batch.counted = count_rows(t->host_targets, tokens, t->host_rows);
-      backend_to_device(t->backend, t->rows, t->host_rows);
     }
+    upload_rows(t, t->host_targets, &batch); // the last batch may be padded
     transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, t->loss);
     reduce(t->backend, (Reduce){.sum = total, .x = t->loss});
     float value = 0;
@@ -195,53 +210,14 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   return counted ? sum / (double)counted : 0;
 }
 
-// The token at which the cumulative softmax of logits / temperature passes `uniform`; the largest logit at 0.
-static int32_t draw_token(const float *logits, int64_t vocab_size, double temperature, double uniform) {
-  int64_t best = 0;
-  for (int64_t v = 1; v < vocab_size; v++)
-    if (logits[v] > logits[best]) best = v;
-  if (temperature == 0) return (int32_t)best;
-  double sum = 0, passed = 0;
-  for (int64_t v = 0; v < vocab_size; v++) sum += exp((double)(logits[v] - logits[best]) / temperature);
-  for (int64_t v = 0; v < vocab_size; v++) {
-    passed += exp((double)(logits[v] - logits[best]) / temperature);
-    if (passed > uniform * sum) return (int32_t)v;
-  }
-  return (int32_t)best;
-}
-
 int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count) {
   const Options *o = t->options;
-  Backend *backend = t->backend;
-  int64_t window = o->seq_len, vocab_size = o->model.vocab_size, have = prompt_count;
-  bool planning = backend->memory.planning;
-  MemoryMark mark = memory_mark(&backend->memory);
-  Tensor logits =
-      memory_push_2d(&backend->memory, "sampled logits", MEMORY_WORKSPACE, DTYPE_F32, 1, vocab_size);
-  Batch batch = {.batch = 1, .seq_len = window, .tokens = tensor_rows(t->tokens, 0, window)};
-  Tensor row = tensor_rows(t->rows, 0, 1);
-  *count = prompt_count + o->sample_tokens;
-  if (planning) {
-    transformer_logits(backend, &t->model, &batch, row, logits);
-    memory_pop_to(&backend->memory, mark);
-    return NULL;
-  }
-  int32_t *tokens =
-      calloc((size_t)(*count + window), sizeof *tokens); // zeros follow: later tokens are never seen
-  float *host = malloc((size_t)vocab_size * sizeof *host);
-  if (!tokens || !host) fail("out of host memory for a sample of %lld tokens", (long long)o->sample_tokens);
-  memcpy(tokens, prompt, (size_t)prompt_count * sizeof *tokens);
-  for (; have < *count; have++) {
-    int64_t start = have > window ? have - window : 0;
-    int32_t last = (int32_t)(have - start - 1);
-    backend_to_device(backend, batch.tokens, tokens + start);
-    backend_to_device(backend, row, &last);
-    transformer_logits(backend, &t->model, &batch, row, logits);
-    backend_to_host(backend, host, logits);
-    tokens[have] = draw_token(host, vocab_size, o->temperature, random_uniform(seed, 7, (uint64_t)have));
-  }
-  memory_pop_to(&backend->memory, mark);
-  free(host);
-  return tokens;
+  Generation generation = {.prompt = prompt,
+                           .prompt_count = prompt_count,
+                           .most = o->sample_tokens,
+                           .window = o->seq_len,
+                           .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
+                           .seed = seed};
+  return generate(t->backend, &t->model, &generation, count);
 }

@@ -31,8 +31,9 @@ typedef struct {
   int pending_count;
 } Trainer;
 
-// Reserves weights, gradients, moments and tables on the backend (a plan's too) and draws the first weights.
-// options must be settled. Fails in one sentence when the model or the memory does not allow it.
+// Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights from
+// options->origin or draws them. options must be settled. Fails in one sentence when the model, the memory or the
+// files do not allow it.
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
 

@@ -1,0 +1,55 @@
+// A set of named tensors in a folder: stem.safetensors, or several such files with an index,
+//
+//     stem-00001-of-00004.safetensors ...    stem.safetensors.index.json
+//
+// as Hugging Face lays out model weights. Files are mapped and numbers travel a few million at a time, so
+// that a set as large as the disk needs no more host memory than a small one.
+#ifndef LCE_CHECKPOINT_TENSORS_H
+#define LCE_CHECKPOINT_TENSORS_H
+
+#include "checkpoint/files.h"
+#include "checkpoint/folder.h"
+#include "checkpoint/safetensors.h"
+#include "kernels/kernels.h"
+
+// --- reading -----------------------------------------------------------------------------------------------
+
+typedef struct {
+  char *path;
+  Mapping mapping;
+  SafetensorsHeader header;
+} TensorFile;
+
+typedef struct {
+  char *path; // of the one file or of the index, for messages
+  TensorFile *files;
+  int count;
+} TensorSet;
+
+// Opens the set and checks that index and files agree; count is 0 when the folder has neither file nor index.
+// Fails naming file and reason when one is not sound.
+TensorSet tensor_set_open(const char *folder, const char *stem);
+void tensor_set_close(TensorSet *set);
+
+// The tensor called `name`, and its file; NULL when there is none.
+const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, const TensorFile **file);
+
+// Copies a stored tensor (F32, BF16 or F16) to tensors on the backend that hold as many numbers, the second one
+// if it is there; each rounds to its own dtype, which is exact where that is not narrower.
+void tensor_read(const TensorFile *file, const SafetensorsEntry *entry, Backend *backend, Tensor to,
+                 Tensor also_to);
+
+// --- writing -----------------------------------------------------------------------------------------------
+
+typedef struct {
+  char name[112];
+  Tensor tensor; // on the backend
+  Dtype dtype;   // as which it is stored: its own, or widened to fp32, or rounded to bf16
+} TensorToStore;
+
+// Writes the set into a folder in the making, in files of at most `shard_bytes` (one tensor may exceed it).
+// Errors stick to the folder.
+void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *tensors, int64_t count,
+                      Backend *backend, size_t shard_bytes);
+
+#endif

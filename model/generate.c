@@ -1,0 +1,176 @@
+// A prompt enters the cache in pieces of PIECE tokens, whatever its length: the last piece is filled up with
+// tokens that nobody sees (attention looks back only, and the positions they took are written again before any
+// later token reads them), so that the memory does not depend on the prompt.
+#include "model/generate.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "base/random.h"
+
+enum { PIECE = 64, SAMPLE_STREAM = 7 };
+
+// --- drawing a token ---------------------------------------------------------------------------------------
+
+static bool outranks(const float *logits, int32_t a, int32_t b) {
+  return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+}
+
+// Restores the heap (the first of all on top) below `at`.
+static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t at) {
+  for (int64_t child; (child = 2 * at + 1) < count; at = child) {
+    if (child + 1 < count && outranks(logits, heap[child + 1], heap[child])) child++;
+    if (!outranks(logits, heap[child], heap[at])) return;
+    int32_t moved = heap[at];
+    heap[at] = heap[child];
+    heap[child] = moved;
+  }
+}
+
+// The likeliest tokens in order are popped until there are `most` of them or they weigh `enough`. They end up
+// at the array's end, the first one last. Returns how many.
+static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t most, double enough,
+                             const double *weights) {
+  for (int64_t i = count / 2; i-- > 0;) sift_down(logits, heap, count, i);
+  double popped = 0;
+  int64_t kept = 0;
+  while (kept < most && (kept == 0 || popped < enough)) {
+    int64_t last = count - 1 - kept++;
+    int32_t top = heap[0];
+    heap[0] = heap[last];
+    heap[last] = top;
+    sift_down(logits, heap, last, 0);
+    popped += weights[top];
+  }
+  return kept;
+}
+
+static double sum_of(const double *weights, const int32_t *ids, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += weights[ids[i]];
+  return sum;
+}
+
+int32_t sampling_draw(const Sampling *s, const float *logits, int64_t vocab_size, double uniform) {
+  int32_t best = 0;
+  for (int64_t v = 1; v < vocab_size; v++)
+    if (logits[v] > logits[best]) best = (int32_t)v;
+  if (s->temperature == 0) return best;
+  double *weights = malloc((size_t)vocab_size * sizeof *weights);
+  int32_t *ids = malloc((size_t)vocab_size * sizeof *ids);
+  if (!weights || !ids) fail("out of host memory for a draw from %lld tokens", (long long)vocab_size);
+  for (int64_t v = 0; v < vocab_size; v++) {
+    weights[v] = exp((double)(logits[v] - logits[best]) / s->temperature);
+    ids[v] = (int32_t)v;
+  }
+  int64_t kept = vocab_size;
+  if (s->top_k > 0 && s->top_k < kept)
+    kept = pop_likeliest(logits, ids, vocab_size, s->top_k, INFINITY, weights);
+  if (s->top_p > 0 && s->top_p < 1) {
+    double enough = s->top_p * sum_of(weights, ids + vocab_size - kept, kept);
+    for (int64_t v = 0; v < vocab_size; v++) ids[v] = (int32_t)v;
+    kept = pop_likeliest(logits, ids, vocab_size, kept, enough, weights);
+  }
+  const int32_t *candidates = ids + vocab_size - kept;
+  double passing = uniform * sum_of(weights, candidates, kept), passed = 0;
+  int32_t drawn = best;
+  for (int64_t i = 0; i < kept; i++) {
+    passed += weights[candidates[i]];
+    if (passed > passing) {
+      drawn = candidates[i];
+      break;
+    }
+  }
+  free(weights);
+  free(ids);
+  return drawn;
+}
+
+// --- the text ----------------------------------------------------------------------------------------------
+
+typedef struct {
+  Backend *backend;
+  Model *model;
+  KeyValueCache cache;
+  Tensor tokens; // int32 [piece]
+  Tensor row;    // int32 [1]
+  Tensor logits; // fp32 [1, V]
+  int64_t piece;
+  int64_t start;  // the token at position 0
+  int64_t cached; // how many tokens from there on are in the cache
+} Text;
+
+// `length` tokens from the text's token start + past on, of which the row-th is to be predicted from, if any.
+static void pass(const Text *text, const int32_t *tokens, int64_t past, int64_t length, int64_t row) {
+  Batch batch = {.batch = 1, .seq_len = length, .tokens = tensor_rows(text->tokens, 0, length)};
+  if (tokens) backend_to_device(text->backend, batch.tokens, tokens + text->start + past);
+  bool predicts = row < length;
+  int32_t wanted = (int32_t)row;
+  if (predicts && tokens) backend_to_device(text->backend, text->row, &wanted);
+  transformer_continue(text->backend, text->model, &batch, &text->cache, past,
+                       predicts ? text->row : (Tensor){0}, predicts ? text->logits : (Tensor){0});
+}
+
+// Makes text->logits those of the token after tokens[0..have). After them lie `piece` more that nobody sees.
+static void predict(Text *text, const int32_t *tokens, int64_t have) {
+  if (have - text->start > text->cache.capacity) {
+    text->start = have - text->cache.capacity;
+    text->cached = 0;
+  }
+  int64_t last = have - text->start - 1;
+  while (text->cached <= last) {
+    int64_t length = text->cached > 0 && text->cached == last ? 1 : text->piece;
+    int64_t room = text->cache.capacity - length, past = text->cached < room ? text->cached : room;
+    pass(text, tokens, past, length, last - past);
+    text->cached = past + length < last + 1 ? past + length : last + 1;
+  }
+}
+
+static bool is_stop(const Generation *g, int32_t token) {
+  for (int64_t i = 0; i < g->stop_count; i++)
+    if (g->stop[i] == token) return true;
+  return false;
+}
+
+static int32_t *write_text(Text *text, const Generation *g, int64_t *count) {
+  int64_t vocab_size = text->model->config.vocab_size, end = g->prompt_count + g->most;
+  int32_t *tokens = calloc((size_t)(end + text->piece), sizeof *tokens);
+  float *logits = malloc((size_t)vocab_size * sizeof *logits);
+  if (!tokens || !logits) fail("out of host memory for a text of %lld tokens", (long long)end);
+  memcpy(tokens, g->prompt, (size_t)g->prompt_count * sizeof *tokens);
+  int64_t have = g->prompt_count;
+  for (bool stopped = false; have < end && !stopped; have++) {
+    predict(text, tokens, have);
+    backend_to_host(text->backend, logits, text->logits);
+    double uniform = random_uniform(g->seed, SAMPLE_STREAM, (uint64_t)have);
+    tokens[have] = sampling_draw(&g->sampling, logits, vocab_size, uniform);
+    if (g->on_token) g->on_token(g->context, tokens[have]);
+    stopped = is_stop(g, tokens[have]);
+  }
+  free(logits);
+  *count = have;
+  return tokens;
+}
+
+int32_t *generate(Backend *backend, Model *model, const Generation *g, int64_t *count) {
+  Memory *memory = &backend->memory;
+  bool planning = memory->planning;
+  if (!planning && g->prompt_count < 1) fail("a text needs a prompt of at least one token to begin with");
+  MemoryMark mark = memory_mark(memory);
+  Text text = {.backend = backend, .model = model, .piece = g->window < PIECE ? g->window : PIECE};
+  text.logits =
+      memory_push_2d(memory, "sampled logits", MEMORY_WORKSPACE, DTYPE_F32, 1, model->config.vocab_size);
+  text.tokens = memory_push_1d(memory, "sampled tokens", MEMORY_WORKSPACE, DTYPE_I32, text.piece);
+  text.row = memory_push_1d(memory, "sampled row", MEMORY_WORKSPACE, DTYPE_I32, 1);
+  text.cache = key_value_cache_push(backend, &model->config, 1, g->window);
+  int32_t *tokens = NULL;
+  *count = 0;
+  if (planning)
+    pass(&text, NULL, 0, text.piece, 0);
+  else
+    tokens = write_text(&text, g, count);
+  memory_pop_to(memory, mark);
+  return tokens;
+}

@@ -1,0 +1,40 @@
+// Text from a model, one token after the other. The keys and values of the tokens so far are cached, so a new
+// token costs one token's arithmetic.
+#ifndef LCE_MODEL_GENERATE_H
+#define LCE_MODEL_GENERATE_H
+
+#include "model/transformer.h"
+
+// How the next token is drawn from its logits: first they are divided by the temperature, then all but the
+// top_k largest are dropped, then, of what is left, all beyond the fewest that together have a probability of
+// top_p. Equal logits rank by id.
+typedef struct {
+  double temperature; // 0 takes the largest logit
+  int64_t top_k;      // 0 keeps all
+  double top_p;       // 1 keeps all; 0 is read as 1
+} Sampling;
+
+// The token at which the cumulative probability of those kept passes `uniform`, in [0, 1).
+int32_t sampling_draw(const Sampling *sampling, const float *logits, int64_t vocab_size, double uniform);
+
+typedef struct {
+  const int32_t *prompt;
+  int64_t prompt_count; // at least 1
+  int64_t most;         // tokens to add to it
+  int64_t window;       // a token sees at most so many before it; within the positions of the model
+  Sampling sampling;
+  uint64_t seed;       // token number i is drawn with (seed, i) alone
+  const int32_t *stop; // ids that end the text
+  int64_t stop_count;
+  void (*on_token)(void *context, int32_t token); // called for every new token at once, or NULL
+  void *context;
+} Generation;
+
+// The prompt and its continuation, a stop id included; the caller frees them. *count receives how many. What
+// it needs on the backend's stack does not depend on the prompt. A plan returns NULL and *count 0.
+//
+// While the text is within the window each new token is one pass of one token. Beyond it every token has a new
+// set of positions, so each costs a pass over the window.
+int32_t *generate(Backend *backend, Model *model, const Generation *generation, int64_t *count);
+
+#endif

@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""Makes the golden models beside this file, or compares ./train with transformers and torch.
+
+  make_golden.py                 writes NAME/ for each model: a checkpoint as transformers saves it, tokens.bin (an
+                                 llm.c shard) and expected.safetensors: logits, loss, every gradient, and the losses,
+                                 gradient norms and weights of 10 AdamW steps, all in fp32 on the CPU
+  make_golden.py --live ./train  trains each model here and there, and compares: losses, weights, the validation loss
+                                 of what was saved, the bits of a model loaded and saved
+
+Made with torch 2.15.0 and transformers 5.23.0. Everything is drawn from fixed seeds.
+"""
+import argparse, json, math, pathlib, struct, subprocess, sys, tempfile
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+HERE = pathlib.Path(__file__).resolve().parent
+VOCAB, BATCH, SEQ, STEPS = 61, 3, 16, 10
+ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
+CLIP = 1.0
+
+
+def llama(**changes):
+    sizes = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+
+
+def gpt2(**changes):
+    sizes = dict(vocab_size=VOCAB, n_embd=20, n_layer=2, n_head=4, n_positions=24, resid_pdrop=0, embd_pdrop=0,
+                 attn_pdrop=0, bos_token_id=1, eos_token_id=2)
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **changes}))
+
+
+LLAMA3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=40)
+
+# name: model, dtype on disk, largest shard
+MODELS = {
+    "llama": (lambda: llama(tie_word_embeddings=False), torch.float32, "5GB"),
+    "llama-tied": (lambda: llama(tie_word_embeddings=True, head_dim=8, num_key_value_heads=1, attention_bias=True,
+                                 mlp_bias=True, rope_parameters=LLAMA3), torch.bfloat16, "10KB"),
+    "gpt2": (lambda: gpt2(), torch.float32, "5GB"),
+    "gpt2-bare": (lambda: gpt2(tie_word_embeddings=False, n_inner=52), torch.float16, "5GB"),
+}
+
+
+def draw(model, seed):
+    """Weights that make every path matter, exact in the dtype they are stored as."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        scale = 1 / math.sqrt(min(p.shape)) if p.dim() == 2 else 0.3
+        with torch.no_grad():
+            p.copy_(torch.randn(p.shape, generator=generator) * scale)
+            if p.dim() == 1 and name.endswith("weight"):
+                p.add_(1)
+
+
+def save_bare(model, folder):
+    """As the first GPT-2 files were: no prefix, the causal mask among the weights."""
+    tensors = {k.removeprefix("transformer."): v.clone() for k, v in model.state_dict().items()}
+    for layer in range(model.config.n_layer):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 24, 24, dtype=torch.uint8)
+        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_shard(path, tokens):
+    header = [20240520, 1, len(tokens)] + [0] * 253
+    path.write_bytes(struct.pack("<256i", *header) + struct.pack(f"<{len(tokens)}H", *tokens))
+
+
+def read_shard(path):
+    data = path.read_bytes()
+    return torch.tensor(struct.unpack(f"<{(len(data) - 1024) // 2}H", data[1024:]))
+
+
+def windows(path):
+    """BATCH windows of SEQ + 1 tokens: all of them in every step, so their order does not matter."""
+    tokens = read_shard(path).view(BATCH, SEQ + 1)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model, tokens, targets):
+    logits = model(input_ids=tokens).logits
+    return torch.nn.functional.cross_entropy(logits.view(-1, VOCAB), targets.reshape(-1)), logits
+
+
+def optimizer_for(model):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW([dict(params=matrices), dict(params=vectors, weight_decay=0.0)], **ADAMW)
+
+
+def train(model, tokens, targets):
+    optimizer, losses, norms = optimizer_for(model), [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss, _ = loss_of(model, tokens, targets)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def make(name, index):
+    build, dtype, shard = MODELS[name]
+    folder = HERE / name
+    folder.mkdir(exist_ok=True)
+    model = build()
+    draw(model, 1000 + index)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    if name == "gpt2-bare":
+        save_bare(model, folder)
+    generator = torch.Generator().manual_seed(index)
+    write_shard(folder / "tokens.bin", torch.randint(VOCAB, (BATCH * (SEQ + 1),), generator=generator).tolist())
+
+    model = load(folder)
+    tokens, targets = windows(folder / "tokens.bin")
+    loss, logits = loss_of(model, tokens, targets)
+    loss.backward()
+    expected = {"logits": logits.detach(), "loss": loss.detach().view(1)}
+    expected |= {"grad." + k: p.grad.clone() for k, p in model.named_parameters()}
+    losses, norms = train(model, tokens, targets)
+    expected |= {"after." + k: p.detach() for k, p in model.named_parameters()}
+    expected |= {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}
+    save_file({k: v.contiguous() for k, v in expected.items()}, folder / "expected.safetensors")
+
+
+# --- the live comparison --------------------------------------------------------------------------------------------
+
+
+def run(program, *options):
+    command = [program, "--device", "cpu", "--sample-every", "0", *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr}")
+
+
+def relative(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def bits(folder):
+    tensors = {}
+    for path in pathlib.Path(folder).glob("model*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def check(what, got, most):
+    print(f"  {what:55} {got:.1e}  (at most {most:.0e})")
+    if not got <= most:
+        sys.exit(f"{what}: too far off")
+
+
+def compare(name, program):
+    print(name)
+    folder, dtype = HERE / name, MODELS[name][1]
+    shard = folder / "tokens.bin"
+    tokens, targets = windows(shard)
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = pathlib.Path(scratch)
+        common = ["--data", shard, "--val-data", shard, "--batch", BATCH, "--seq-len", SEQ]
+        run(program, "--init", folder, "--steps", STEPS, "--schedule", "constant", "--warmup", 0, "--lr", ADAMW["lr"],
+            "--epsilon", ADAMW["eps"], "--weight-decay", ADAMW["weight_decay"], "--grad-clip", CLIP, "--eval-batches", 0,
+            "--save", scratch / "trained", "--log", scratch / "log.jsonl", *common)
+        log = [json.loads(line) for line in open(scratch / "log.jsonl")]
+        model = load(folder)
+        losses, norms = train(model, tokens, targets)
+        steps = [line for line in log if line["event"] == "step"]
+        assert len(steps) == STEPS
+        check("losses of 10 steps", max(abs(s["loss"] / l - 1) for s, l in zip(steps, losses)), 2e-5)
+        check("gradient norms of 10 steps", max(abs(s["grad_norm"] / n - 1) for s, n in zip(steps, norms)), 2e-5)
+        trained = load(scratch / "trained")
+        ours = dict(trained.named_parameters())
+        check("weights after 10 steps", max(relative(ours[k], p) for k, p in model.named_parameters()), 2e-5)
+        # --val-data is read from end to end: every token but the first is predicted.
+        stream = read_shard(shard)
+        whole = torch.stack([stream[i:i + SEQ + 1] for i in range(0, len(stream) - SEQ, SEQ)])
+        rest = stream[whole.shape[0] * SEQ:]
+        with torch.no_grad():
+            sums = [torch.nn.functional.cross_entropy(trained(input_ids=w[None, :-1]).logits[0], w[1:], reduction="sum")
+                    for w in [*whole, rest] if len(w) > 1]
+        theirs = sum(s.item() for s in sums) / (len(stream) - 1)
+        check("validation loss in transformers", abs(log[-1]["val_loss"] - theirs), 1e-5)
+        stored = "bf16" if dtype == torch.bfloat16 else "fp32"
+        run(program, "--init", folder, "--steps", 0, "--save", scratch / "copy", "--save-dtype", stored, *common)
+        again, before = load(scratch / "copy" / "latest").state_dict(), load(folder).state_dict()
+        assert again.keys() == before.keys()
+        same = all(torch.equal(again[k].view(torch.int32), before[k].view(torch.int32)) for k in before)
+        if dtype != torch.float16 and name != "gpt2-bare":
+            disk, there = bits(scratch / "copy" / "latest"), bits(folder)
+            same &= disk.keys() == there.keys() and all(torch.equal(disk[k], there[k]) and disk[k].dtype == there[k].dtype for k in there)
+        if not same:
+            sys.exit("loading and saving changed the weights")
+        print("  loaded and saved: the same bits")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--live", metavar="TRAIN", help="the trainer to compare")
+    parser.add_argument("names", nargs="*", default=list(MODELS))
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for number, model_name in enumerate(MODELS):
+        if model_name in arguments.names:
+            compare(model_name, arguments.live) if arguments.live else make(model_name, number)

@@ -1,0 +1,353 @@
+// Generation: attention over a cache against attention over the whole text, cached logits against uncached ones
+// at every position, texts against the plain loop that computes everything again, draws against the
+// distributions they are from, and memory that does not depend on the prompt.
+#include "base/random.h"
+#include "model/generate.h"
+#include "tests/harness.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+// --- attention over a cache --------------------------------------------------------------------------------
+
+// The same tokens in one go, and in pieces of 4, 1, 1 and 3.
+static void check_decode(Harness *h, int64_t query_heads, int64_t key_heads, int64_t head_dim) {
+  enum { B = 2, T = 9, P = 11 };
+  static const int64_t pieces[] = {4, 1, 1, 3};
+  AttentionShape shape = {B, T, query_heads, key_heads, head_dim};
+  int64_t columns = (query_heads + 2 * key_heads) * head_dim, out_columns = query_heads * head_dim;
+  double *qkv = random_values(h, B * T * columns, 1);
+  Tensor whole = tensor_from(h, h->dtype, qkv, B * T, columns);
+  Tensor out = poisoned(h, h->dtype, B * T, out_columns);
+  attention_forward(h->backend, (AttentionForward){.out = out,
+                                                   .lse = poisoned(h, DTYPE_F32, B, query_heads * T),
+                                                   .qkv = whole,
+                                                   .shape = shape});
+  double *want = values_of(h, out);
+  Tensor keys = poisoned(h, h->dtype, B * key_heads, P * head_dim);
+  Tensor values = poisoned(h, h->dtype, B * key_heads, P * head_dim);
+  for (int64_t i = 0, past = 0; i < 4; past += pieces[i++]) {
+    int64_t length = pieces[i];
+    double *part = host_values(h, B * length * columns), *expected = host_values(h, B * length * out_columns);
+    for (int64_t b = 0; b < B; b++) {
+      memcpy(part + b * length * columns, qkv + (b * T + past) * columns,
+             (size_t)(length * columns) * sizeof *part);
+      memcpy(expected + b * length * out_columns, want + (b * T + past) * out_columns,
+             (size_t)(length * out_columns) * sizeof *part);
+    }
+    shape.seq_len = length;
+    Tensor decoded = poisoned(h, h->dtype, B * length, out_columns);
+    attention_decode(h->backend, (AttentionDecode){.out = decoded,
+                                                   .keys = keys,
+                                                   .values = values,
+                                                   .qkv = tensor_from(h, h->dtype, part, B * length, columns),
+                                                   .shape = shape,
+                                                   .past = past});
+    check_values(h, "attention_decode", decoded, expected, within_stored(h, 16, (double)T));
+  }
+  shape.seq_len = 3;
+  assert_fails(h, "3 tokens after 9 do not fit",
+               attention_decode(h->backend, (AttentionDecode){.out = tensor_rows(out, 0, 3 * B),
+                                                              .keys = keys,
+                                                              .values = values,
+                                                              .qkv = tensor_rows(whole, 0, 3 * B),
+                                                              .shape = shape,
+                                                              .past = 9}));
+}
+
+static void test_decode_equals_forward(void **state) {
+  (void)state;
+  static const char *const backends[] = {"cpu", "cpu-plain", "cuda", "cuda-fp32"};
+  for (int i = 0; i < 4; i++) {
+    Harness *h = harness_open(backends[i]);
+    if (!h) continue;
+    check_decode(h, 4, 2, 6);
+    check_decode(h, 3, 3, 64);
+    check_decode(h, 8, 1, 128);
+    harness_close(h);
+  }
+}
+
+// --- a model -----------------------------------------------------------------------------------------------
+
+typedef struct {
+  Harness *h;
+  Model model;
+} Case;
+
+// Longer than two pieces of a prompt, and not a multiple of one.
+enum { WINDOW = 150 };
+
+static ModelConfig small_model(bool gpt2) {
+  ModelConfig c = model_preset(gpt2 ? "gpt2-tiny" : "llama-tiny");
+  c.vocab_size = 29;
+  c.hidden_size = 12;
+  c.intermediate_size = 20;
+  c.num_hidden_layers = 3;
+  c.num_attention_heads = gpt2 ? 2 : 4;
+  c.num_key_value_heads = 2;
+  c.head_dim = 6;
+  c.max_position_embeddings = WINDOW;
+  return c;
+}
+
+static Case case_open(const char *backend, bool gpt2) {
+  Case c = {.h = harness_open(backend)};
+  if (!c.h) return c;
+  ModelConfig config = small_model(gpt2);
+  Dtype dtype = c.h->dtype;
+  ParameterDtypes dtypes = {.weight = dtype, .grad = dtype, .moment = DTYPE_F32};
+  model_create(&c.model, &config, c.h->backend, dtypes, WINDOW);
+  model_initialize(&c.model, c.h->backend, 3);
+  return c;
+}
+
+static void case_close(Case *c) {
+  model_destroy(&c->model);
+  harness_close(c->h);
+}
+
+// Weights large enough that what a token looks back on matters.
+static void sharpen(Case *c) {
+  for (int64_t i = 0; i < c->model.parameters.count; i++) {
+    const Parameter *p = &c->model.parameters.items[i];
+    if (p->rank != 2) continue;
+    int64_t count = tensor_count(p->value);
+    float *values = malloc((size_t)count * sizeof *values);
+    backend_to_host(c->h->backend, values, p->value);
+    for (int64_t k = 0; k < count; k++) values[k] *= 15;
+    backend_to_device(c->h->backend, p->value, values);
+    free(values);
+  }
+}
+
+static Tensor all_rows(Harness *h, int64_t count) {
+  int32_t rows[2 * WINDOW];
+  for (int64_t i = 0; i < count; i++) rows[i] = (int32_t)i;
+  return ids_from(h, rows, count);
+}
+
+static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length) {
+  Tensor logits = poisoned(c->h, DTYPE_F32, length, c->model.config.vocab_size);
+  Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c->h, tokens, length)};
+  transformer_logits(c->h->backend, &c->model, &batch, all_rows(c->h, length), logits);
+  return logits;
+}
+
+static void test_cached_logits_equal_uncached(void **state) {
+  (void)state;
+  enum { LENGTH = 40 };
+  static const int64_t pieces[] = {1, 13, 1, 1, 24};
+  for (int gpt2 = 0; gpt2 < 2; gpt2++) {
+    Case c = case_open("cpu", gpt2);
+    sharpen(&c);
+    int32_t *tokens = random_ids(c.h, LENGTH, c.model.config.vocab_size);
+    double *want = values_of(c.h, logits_of(&c, tokens, LENGTH));
+    KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
+    for (int64_t i = 0, past = 0; i < 5; past += pieces[i++]) {
+      int64_t length = pieces[i];
+      Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c.h, tokens + past, length)};
+      Tensor logits = poisoned(c.h, DTYPE_F32, length, c.model.config.vocab_size);
+      transformer_continue(c.h->backend, &c.model, &batch, &cache, past, all_rows(c.h, length), logits);
+      check_values(c.h, "cached logits", logits, want + past * c.model.config.vocab_size, within(64, 20));
+    }
+    Batch batch = {.batch = 1, .seq_len = 3, .tokens = ids_from(c.h, tokens, 3)};
+    assert_fails(c.h, "do not fit into a cache for 1 of 42",
+                 transformer_continue(c.h->backend, &c.model, &batch, &cache, 40, (Tensor){0}, (Tensor){0}));
+    case_close(&c);
+  }
+}
+
+// --- texts -------------------------------------------------------------------------------------------------
+
+static void test_texts_equal_the_plain_loop(void **state) {
+  (void)state;
+  static const int64_t prompts[] = {1, 63, 64, 130, 170};
+  for (int gpt2 = 0; gpt2 < 2; gpt2++) {
+    Case c = case_open("cpu", gpt2);
+    sharpen(&c);
+    int64_t vocab_size = c.model.config.vocab_size;
+    float *logits = malloc((size_t)(WINDOW * vocab_size) * sizeof *logits);
+    for (int k = 0; k < 5; k++) {
+      enum { MOST = 30 };
+      int64_t count, end = prompts[k] + MOST;
+      int32_t *prompt = random_ids(c.h, end, vocab_size);
+      Generation g = {.prompt = prompt,
+                      .prompt_count = prompts[k],
+                      .most = MOST,
+                      .window = WINDOW,
+                      .sampling = {.temperature = 1},
+                      .seed = 11};
+      int32_t *text = generate(c.h->backend, &c.model, &g, &count);
+      assert_int_equal(count, end);
+      assert_memory_equal(text, prompt, (size_t)prompts[k] * sizeof *text);
+      for (int64_t i = prompts[k]; i < end; i++) {
+        MemoryMark mark = memory_mark(&c.h->backend->memory);
+        int64_t start = i > WINDOW ? i - WINDOW : 0;
+        backend_to_host(c.h->backend, logits, logits_of(&c, text + start, i - start));
+        memory_pop_to(&c.h->backend->memory, mark);
+        int32_t drawn = sampling_draw(&g.sampling, logits + (i - start - 1) * vocab_size, vocab_size,
+                                      random_uniform(11, 7, (uint64_t)i));
+        assert_int_equal(text[i], drawn);
+      }
+      free(text);
+    }
+    free(logits);
+    case_close(&c);
+  }
+}
+
+static void record(void *context, int32_t token) {
+  int32_t **next = context;
+  *(*next)++ = token;
+}
+
+static void test_seeds_stops_and_callbacks(void **state) {
+  (void)state;
+  static const char *const backends[] = {"cpu", "cuda"};
+  for (int i = 0; i < 2; i++) {
+    Case c = case_open(backends[i], false);
+    if (!c.h) continue;
+    static const int32_t prompt[] = {4, 2};
+    Generation g = {
+        .prompt = prompt, .prompt_count = 2, .most = 50, .window = WINDOW, .sampling = {1, 0, 1}, .seed = 5};
+    int64_t count, again_count;
+    int32_t *text = generate(c.h->backend, &c.model, &g, &count);
+    int32_t *again = generate(c.h->backend, &c.model, &g, &again_count);
+    assert_int_equal(count, 52);
+    assert_memory_equal(text, again, 52 * sizeof *text);
+    free(again);
+    g.seed = 6;
+    again = generate(c.h->backend, &c.model, &g, &again_count);
+    assert_memory_not_equal(text, again, 52 * sizeof *text);
+    free(again);
+    // Ends at the first of two stop ids, whose tokens the callback has seen as they came.
+    int32_t seen[64], *next = seen, stops[] = {text[20], text[9]};
+    int64_t first = 2;
+    while (text[first] != stops[0] && text[first] != stops[1]) first++;
+    g.seed = 5;
+    g.stop = stops;
+    g.stop_count = 2;
+    g.on_token = record;
+    g.context = &next;
+    again = generate(c.h->backend, &c.model, &g, &again_count);
+    assert_int_equal(again_count, first + 1);
+    assert_memory_equal(text, again, (size_t)again_count * sizeof *text);
+    assert_int_equal(next - seen, again_count - 2);
+    assert_memory_equal(seen, text + 2, (size_t)(next - seen) * sizeof *seen);
+    free(again);
+    free(text);
+    g.prompt_count = 0;
+    assert_fails(c.h, "at least one token", generate(c.h->backend, &c.model, &g, &count));
+    case_close(&c);
+  }
+}
+
+static void test_memory_does_not_depend_on_the_prompt(void **state) {
+  (void)state;
+  Backend *plan = plan_backend_create("cpu", DTYPE_F32);
+  ModelConfig config = small_model(false);
+  Model model;
+  ParameterDtypes dtypes = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};
+  model_create(&model, &config, plan, dtypes, WINDOW);
+  Generation g = {.most = 7, .window = WINDOW, .sampling = {.temperature = 1}};
+  int64_t count;
+  assert_null(generate(plan, &model, &g, &count));
+  size_t planned = plan->memory.ledger.stack_peak;
+  model_destroy(&model);
+  backend_destroy(plan);
+  static const int64_t prompts[] = {1, 2, 65, 150, 300};
+  for (int k = 0; k < 5; k++) {
+    Case c = case_open("cpu", false);
+    g.prompt = random_ids(c.h, prompts[k], config.vocab_size);
+    g.prompt_count = prompts[k];
+    size_t before = c.h->backend->memory.ledger.stack;
+    ledger_reset_peak(&c.h->backend->memory.ledger);
+    free(generate(c.h->backend, &c.model, &g, &count));
+    assert_int_equal(c.h->backend->memory.ledger.stack_peak - before, planned);
+    case_close(&c);
+  }
+}
+
+// --- draws -------------------------------------------------------------------------------------------------
+
+// Over N evenly spread uniforms every token must come N times its probability, give or take the rounding of its
+// two borders.
+static void check_draws(const Sampling *sampling, const float *logits, int count, const double *probability) {
+  enum { N = 20000 };
+  int drawn[16] = {0};
+  for (int i = 0; i < N; i++) {
+    int32_t token = sampling_draw(sampling, logits, count, (i + 0.5) / N);
+    assert_in_range(token, 0, count - 1);
+    drawn[token]++;
+  }
+  for (int v = 0; v < count; v++)
+    if (fabs(drawn[v] - N * probability[v]) > 1.001)
+      fail_msg("token %d was drawn %d times of %d, should be %g", v, drawn[v], N, N * probability[v]);
+}
+
+static void test_draws_follow_their_distribution(void **state) {
+  (void)state;
+  // Probabilities 0.05, 0.4, 0.1, 0.25, 0.2.
+  const float z[] = {logf(0.05f), logf(0.4f), logf(0.1f), logf(0.25f), logf(0.2f)};
+  check_draws(&(Sampling){1, 0, 1}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
+  check_draws(&(Sampling){1, 0, 0}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
+  check_draws(&(Sampling){1, 5, 1}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
+  check_draws(&(Sampling){1, 99, 1}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
+  check_draws(&(Sampling){0, 0, 1}, z, 5, (const double[]){0, 1, 0, 0, 0});
+  check_draws(&(Sampling){1, 1, 1}, z, 5, (const double[]){0, 1, 0, 0, 0});
+  check_draws(&(Sampling){1, 3, 1}, z, 5, (const double[]){0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85});
+  check_draws(&(Sampling){1, 0, 0.64}, z, 5, (const double[]){0, 0.4 / 0.65, 0, 0.25 / 0.65, 0});
+  check_draws(&(Sampling){1, 0, 0.66}, z, 5, (const double[]){0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85});
+  check_draws(&(Sampling){1, 0, 1e-9}, z, 5, (const double[]){0, 1, 0, 0, 0});
+  // top_p is a share of what top_k left: of 0.4 and 0.25 the first alone has 0.615.
+  check_draws(&(Sampling){1, 2, 0.6}, z, 5, (const double[]){0, 1, 0, 0, 0});
+  check_draws(&(Sampling){1, 2, 0.63}, z, 5, (const double[]){0, 0.4 / 0.65, 0, 0.25 / 0.65, 0});
+  // Temperature first: at 1/2 the probabilities are squared.
+  double sum = 0.16 + 0.0625 + 0.04 + 0.01 + 0.0025;
+  check_draws(&(Sampling){0.5, 0, 1}, z, 5,
+              (const double[]){0.0025 / sum, 0.16 / sum, 0.01 / sum, 0.0625 / sum, 0.04 / sum});
+  check_draws(&(Sampling){0.5, 2, 1}, z, 5, (const double[]){0, 0.16 / 0.2225, 0, 0.0625 / 0.2225, 0});
+  // Equal logits rank by id.
+  const float equal[] = {1, 2, 2, 2};
+  check_draws(&(Sampling){1, 2, 1}, equal, 4, (const double[]){0, 0.5, 0.5, 0});
+  check_draws(&(Sampling){0, 0, 1}, equal, 4, (const double[]){0, 1, 0, 0});
+}
+
+// The same choice as sorting would make, on many tokens with many ties.
+static void test_the_likeliest_of_many(void **state) {
+  (void)state;
+  enum { V = 1000, K = 137 };
+  float z[V];
+  for (int v = 0; v < V; v++) z[v] = (float)(random_bits(1, 2, (uint64_t)v) % 200) / 50;
+  bool drawn[V] = {false};
+  for (int i = 0; i < 60000; i++) drawn[sampling_draw(&(Sampling){1, K, 1}, z, V, (i + 0.5) / 60000)] = true;
+  int kept = 0;
+  for (int v = 0; v < V; v++) {
+    int before = 0;
+    for (int u = 0; u < V; u++) before += z[u] > z[v] || (z[u] == z[v] && u < v);
+    assert_int_equal(drawn[v], before < K);
+    kept += drawn[v];
+  }
+  assert_int_equal(kept, K);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_decode_equals_forward),
+      cmocka_unit_test(test_cached_logits_equal_uncached),
+      cmocka_unit_test(test_texts_equal_the_plain_loop),
+      cmocka_unit_test(test_seeds_stops_and_callbacks),
+      cmocka_unit_test(test_memory_does_not_depend_on_the_prompt),
+      cmocka_unit_test(test_draws_follow_their_distribution),
+      cmocka_unit_test(test_the_likeliest_of_many),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,180 @@
+// Training on masked data: a step's loss against float64, the same steps in both modes of the last layer and
+// however they are cut into micro-batches, a step that counts nothing, and the plan of such a run.
+#include "base/random.h"
+#include "tests/reference_model.h"
+#include "tests/runs.h"
+#include "trainer/machine.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define LLAMA                                                                                                \
+  "--model llama-tiny --vocab 61 --hidden-size 24 --intermediate-size 40 --num-layers 2 --seq-len 17 "       \
+  "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --lr 0.01 --warmup 5 --epsilon 1e-5 "
+
+enum { TOKENS = 3000 };
+
+// A shard of a language with something to learn, of which runs of tokens count and runs do not: prompts and
+// answers of uneven lengths.
+static const char *masked_shard(const char *name) {
+  uint16_t tokens[TOKENS];
+  uint8_t mask[(TOKENS + 7) / 8] = {0};
+  char file[64];
+  bool counts = false;
+  for (int i = 0, left = 0; i < TOKENS; i++, left--) {
+    if (left <= 0) {
+      counts = !counts;
+      left = 1 + (int)(random_bits(5, 1, (uint64_t)i) % (counts ? 20 : 60));
+    }
+    tokens[i] = (uint16_t)(i % 7 == 0 ? random_bits(5, 2, (uint64_t)i) % 61 : (uint64_t)(3 * i % 61));
+    mask[i / 8] |= (uint8_t)(counts << i % 8);
+  }
+  snprintf(file, sizeof file, "%s.bin", name);
+  write_shard16(file, tokens, TOKENS);
+  snprintf(file, sizeof file, "%s.mask", name);
+  write_shard(file, 20261120, 1, TOKENS, mask, sizeof mask);
+  snprintf(file, sizeof file, "%s.bin", name);
+  return in_room(file);
+}
+
+// The mean over the counted targets of one step, in float64, from the weights before it.
+static double reference_step(Run *run, int64_t step, int64_t *counted) {
+  const Options *o = &run->options;
+  int64_t rows = o->batch * o->seq_len;
+  int32_t *tokens = calloc((size_t)rows, sizeof *tokens), *targets = calloc((size_t)rows, sizeof *targets);
+  double *loss = host_values(run->h, rows), sum = 0;
+  *counted = 0;
+  ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+  for (int64_t m = 0; m < o->micro_steps; m++) {
+    LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = 1};
+    *counted += loader_train_batch(&run->loader, place, tokens, targets);
+    reference_model_losses(&reference, tokens, targets, o->batch, o->seq_len, loss);
+    for (int64_t n = 0; n < rows; n++) sum += loss[n];
+  }
+  reference_model_free(&reference);
+  free(tokens);
+  free(targets);
+  return sum / (double)*counted;
+}
+
+static void test_loss_is_the_mean_of_what_counts(void **state) {
+  (void)state;
+  static const char *const modes[] = {"--fused-lce --lce-chunk 5", "--fused-lce", "--materialized-logits"};
+  for (int m = 0; m < 3; m++) {
+    Run *run = run_open(LLAMA "--batch 2 --total-batch 102 --data %s %s", masked_shard("mean"), modes[m]);
+    assert_true(run->options.masked);
+    for (int64_t step = 0; step < 4; step++) {
+      int64_t counted;
+      double want = reference_step(run, step, &counted);
+      StepResult got = run_step(run, step);
+      assert_in_range(counted, 1, 101);
+      assert_int_equal(got.counted, counted);
+      if (fabs(got.loss - want) > 1e-5)
+        fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, want);
+    }
+    run_close(run);
+  }
+}
+
+// Losses and gradient norms stay together over steps of AdamW, so the gradients are the same.
+static void test_same_curve_in_all_modes(void **state) {
+  (void)state;
+  enum { STEPS = 20 };
+  static const char *const variants[] = {
+      "--batch 4 --materialized-logits", "--batch 4 --fused-lce", "--batch 4 --fused-lce --lce-chunk 3",
+      "--batch 1 --total-batch 68 --fused-lce --lce-chunk 6",
+      "--batch 2 --total-batch 68 --materialized-logits --recompute layer"};
+  double losses[STEPS], norms[STEPS];
+  for (size_t v = 0; v < sizeof variants / sizeof *variants; v++) {
+    Run *run = run_open(LLAMA "--data %s %s", masked_shard("curve"), variants[v]);
+    for (int64_t step = 0; step < STEPS; step++) {
+      StepResult r = run_step(run, step);
+      if (v == 0) losses[step] = r.loss, norms[step] = r.grad_norm;
+      if (fabs(r.loss - losses[step]) > 1e-5 || fabs(r.grad_norm / norms[step] - 1) > 1e-3)
+        fail_msg("%s: step %d: loss %.9g and %.9g, norm %.9g and %.9g", variants[v], (int)step, losses[step],
+                 r.loss, norms[step], r.grad_norm);
+    }
+    assert_true(losses[STEPS - 1] < losses[0] - 0.3);
+    run_close(run);
+  }
+}
+
+// Nothing counts: no loss, no gradient, and only the decay of the weights.
+static void test_a_step_without_targets(void **state) {
+  (void)state;
+  uint16_t tokens[400] = {1};
+  uint8_t mask[50] = {0};
+  write_shard16("nothing.bin", tokens, 400);
+  write_shard("nothing.mask", 20261120, 1, 400, mask, sizeof mask);
+  for (int fused = 0; fused < 2; fused++) {
+    Run *run = run_open(LLAMA "--batch 2 --total-batch 68 --data %s %s", in_room("nothing.bin"),
+                        fused ? "--fused-lce" : "--materialized-logits");
+    StepResult r = run_step(run, 0);
+    assert_int_equal(r.counted, 0);
+    assert_true(r.loss == 0 && r.grad_norm == 0);
+    assert_true(trainer_validate(&run->trainer, &run->loader, 0) == 0);
+    run_close(run);
+  }
+}
+
+static void test_plan_equals_masked_run(void **state) {
+  (void)state;
+  static const char *const jobs[] = {"--fused-lce --lce-chunk 7", "--fused-lce --recompute layer",
+                                     "--fused-lce --lce-chunk 51", "--materialized-logits"};
+  for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
+    Run *run = run_open(LLAMA "--batch 3 --data %s %s", masked_shard("plan"), jobs[j]);
+    Memory *memory = &run->h->backend->memory;
+    Plan plan = plan_run(&run->options, machine_kind(run->h->backend), run->options.mode);
+    assert_int_equal(memory->stack_capacity, plan.stack_bytes);
+    for (int64_t step = 0; step < 10; step++) run_step(run, step);
+    trainer_validate(&run->trainer, &run->loader, 0);
+    trainer_gradient_pass(&run->trainer); // what --compare-modes measures, after a padded batch
+    Plan real = plan_from_ledger(&memory->ledger);
+    assert_int_equal(real.peak_bytes, plan.peak_bytes);
+    assert_int_equal(real.stack_bytes, plan.stack_bytes);
+    assert_int_equal(real.head_peak_bytes, plan.head_peak_bytes);
+    // A run of the same shape that counts every target does not need more.
+    run->options.masked = false;
+    Plan unmasked = plan_run(&run->options, machine_kind(run->h->backend), run->options.mode);
+    assert_in_range(unmasked.head_peak_bytes, 1, plan.head_peak_bytes);
+    run_close(run);
+  }
+}
+
+// The pass that --compare-modes measures counts every target, whatever batch was there before it.
+static void test_gradient_pass_after_a_padded_batch(void **state) {
+  (void)state;
+  uint16_t tokens[60];
+  for (int i = 0; i < 60; i++) tokens[i] = (uint16_t)(i % 61);
+  write_shard16("short.bin", tokens, 60);
+  Run *run = run_open(LLAMA "--batch 3 --data %s --val-data %s", in_room("short.bin"), in_room("short.bin"));
+  assert_false(run->options.masked);
+  run_step(run, 0);
+  trainer_validate(&run->trainer, &run->loader, 0);
+  trainer_gradient_pass(&run->trainer);
+  Tensor loss = run->trainer.loss;
+  float *values = malloc(tensor_bytes(loss));
+  backend_to_host(run->h->backend, values, loss);
+  for (int64_t n = 0; n < tensor_count(loss); n++) assert_true(isfinite(values[n]) && values[n] > 0);
+  free(values);
+  run_close(run);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_loss_is_the_mean_of_what_counts),
+      cmocka_unit_test(test_same_curve_in_all_modes),
+      cmocka_unit_test(test_a_step_without_targets),
+      cmocka_unit_test(test_plan_equals_masked_run),
+      cmocka_unit_test(test_gradient_pass_after_a_padded_batch),
+  };
+  return cmocka_run_group_tests(tests, make_room, clear_room);
+}

@@ -1,0 +1,316 @@
+// Text from a model: a Hugging Face directory or a checkpoint of ./train continues a prompt, token by token, as
+// it comes.
+//
+//   tools/generate --init runs/llama --prompt "Once upon a time"
+//   tools/generate --init gpt2 --prompt - --tokens 400 --temperature 0.7 --top-p 0.9 <prompt.txt
+//
+// model/generate.c draws the tokens, data/tokenizer.c makes them text.
+#include <argp.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/fail.h"
+#include "base/text.h"
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/files.h"
+#include "checkpoint/hf_config.h"
+#include "checkpoint/json.h"
+#include "data/byte_tokenizer.h"
+#include "data/tokenizer.h"
+#include "model/generate.h"
+#include "trainer/machine.h"
+#include "trainer/speed.h"
+
+typedef struct {
+  const char *init, *tokenizer, *prompt;
+  int64_t tokens, samples;
+  bool go_on; // past the token that ends a text
+  Sampling sampling;
+  uint64_t seed;
+  Options machine; // device and dtype
+} Wanted;
+
+// --- the command line --------------------------------------------------------------------------------------
+
+// clang-format off
+enum { KEY_INIT = 1000, KEY_TOKENIZER, KEY_PROMPT, KEY_TOKENS, KEY_SAMPLES, KEY_GO_ON, KEY_TEMPERATURE, KEY_TOP_K, KEY_TOP_P,
+       KEY_SEED, KEY_DEVICE, KEY_DTYPE };
+static const struct argp_option table[] = {
+    {"init", KEY_INIT, "DIR", 0, "The model: config.json and safetensors of Hugging Face (Llama or GPT-2), or a checkpoint", 0},
+    {"tokenizer", KEY_TOKENIZER, "PATH", 0, "tokenizer.json, or a directory with one (default DIR's; without any a byte is a token)", 0},
+    {"prompt", KEY_PROMPT, "TEXT", 0, "What to continue; - reads it from standard input (default a newline)", 0},
+    {"tokens", KEY_TOKENS, "N", 0, "Tokens to add (default 200); the model may end the text earlier", 0},
+    {"samples", KEY_SAMPLES, "N", 0, "Texts to write (default 1)", 0},
+    {"go-on", KEY_GO_ON, 0, 0, "Do not stop at the token that ends a text", 0},
+    {"temperature", KEY_TEMPERATURE, "T", 0, "0 takes the likeliest token (default 0.8)", 0},
+    {"top-k", KEY_TOP_K, "K", 0, "Take one of the K likeliest tokens; 0 of all (default 0)", 0},
+    {"top-p", KEY_TOP_P, "P", 0, "Take of the fewest tokens that have probability P together (default 1)", 0},
+    {"seed", KEY_SEED, "SEED", 0, "The same seed gives the same text (default 1)", 0},
+    {"device", KEY_DEVICE, "DEVICE", 0, "cpu, cuda or auto: the GPU if there is one (default auto)", 0},
+    {"dtype", KEY_DTYPE, "TYPE", 0, "bf16 or fp32 (default bf16 on cuda; the CPU is fp32)", 0},
+    {0}};
+// clang-format on
+
+static double number(const char *option, const char *text, double least, double most, bool whole) {
+  char *end;
+  errno = 0;
+  double value = strtod(text, &end);
+  if (errno || end == text || *end || !(value >= least && value <= most) ||
+      (whole && value != (double)(int64_t)value))
+    fail("--%s %s: give a %snumber from %g to %g", option, text, whole ? "whole " : "", least, most);
+  return value;
+}
+
+static int choice(const char *option, const char *text, const char *const *names, int count,
+                  const char *list) {
+  for (int i = 0; i < count; i++)
+    if (strcmp(text, names[i]) == 0) return i;
+  fail("--%s %s: give %s", option, text, list);
+}
+
+static error_t parse(int key, char *text, struct argp_state *state) {
+  Wanted *w = state->input;
+  static const char *const devices[] = {"auto", "cpu", "cuda"}, *const dtypes[] = {"fp32", "bf16"};
+  const double many = 1e9;
+  switch (key) {
+  case KEY_INIT:
+    w->init = text;
+    return 0;
+  case KEY_TOKENIZER:
+    w->tokenizer = text;
+    return 0;
+  case KEY_PROMPT:
+    w->prompt = text;
+    return 0;
+  case KEY_TOKENS:
+    w->tokens = (int64_t)number("tokens", text, 1, many, true);
+    return 0;
+  case KEY_SAMPLES:
+    w->samples = (int64_t)number("samples", text, 1, many, true);
+    return 0;
+  case KEY_GO_ON:
+    w->go_on = true;
+    return 0;
+  case KEY_TEMPERATURE:
+    w->sampling.temperature = number("temperature", text, 0, 100, false);
+    return 0;
+  case KEY_TOP_K:
+    w->sampling.top_k = (int64_t)number("top-k", text, 0, many, true);
+    return 0;
+  case KEY_TOP_P:
+    w->sampling.top_p = number("top-p", text, 1e-9, 1, false);
+    return 0;
+  case KEY_SEED:
+    w->seed = (uint64_t)number("seed", text, 0, 0x1p53, true);
+    return 0;
+  case KEY_DEVICE:
+    w->machine.device = (DeviceChoice)choice("device", text, devices, 3, "auto, cpu or cuda");
+    return 0;
+  case KEY_DTYPE:
+    w->machine.dtype = choice("dtype", text, dtypes, 2, "fp32 or bf16") ? DTYPE_BF16 : DTYPE_F32;
+    return 0;
+  case ARGP_KEY_ARG:
+    fail("'%s' is not an option; the model is named with --init DIR, and --help lists the rest", text);
+  default:
+    return ARGP_ERR_UNKNOWN;
+  }
+}
+
+// --- the text ----------------------------------------------------------------------------------------------
+
+static char *read_all(FILE *file) {
+  size_t have = 0, capacity = 1 << 16, got;
+  char *text = malloc(capacity + 1);
+  while (text && (got = fread(text + have, 1, capacity - have, file)) > 0)
+    if ((have += got) == capacity) text = realloc(text, (capacity *= 2) + 1);
+  if (!text) fail("out of host memory for the prompt");
+  text[have] = 0;
+  return text;
+}
+
+static Tokenizer *find_tokenizer(const Wanted *w) {
+  if (w->tokenizer) return tokenizer_open(w->tokenizer);
+  char *path = path_join(w->init, "tokenizer.json");
+  Tokenizer *tokenizer = path_exists(path) ? tokenizer_open(path) : NULL;
+  free(path);
+  return tokenizer;
+}
+
+static char *bytes_of(const Tokenizer *t, const int32_t *tokens, int64_t count, int64_t *length) {
+  if (t) return tokenizer_decode(t, tokens, count, length);
+  char *bytes = malloc((size_t)count + 1);
+  if (!bytes) fail("out of host memory for a text of %lld tokens", (long long)count);
+  *length = 0;
+  for (int64_t i = 0; i < count; i++)
+    if (tokens[i] < 256) bytes[(*length)++] = (char)tokens[i];
+  return bytes;
+}
+
+// A token may end within a character: its bytes wait until the rest has come. On a terminal the text is shown
+// as byte_decode makes it safe; elsewhere the bytes go out as they are.
+typedef struct {
+  const Tokenizer *tokenizer;
+  char waiting[4];
+  int64_t waits;
+} Printer;
+
+// Bytes at the end that begin a character and do not finish it.
+static int64_t unfinished(const char *bytes, int64_t length) {
+  for (int64_t back = 1; back <= 3 && back <= length; back++) {
+    unsigned char c = (unsigned char)bytes[length - back];
+    if ((c & 0xC0) == 0x80) continue;
+    int64_t whole = c >= 0xF0 ? 4 : c >= 0xE0 ? 3 : c >= 0xC0 ? 2 : 1;
+    return whole > back ? back : 0;
+  }
+  return 0;
+}
+
+static void put(const char *bytes, int64_t length) {
+  int32_t *tokens = malloc((size_t)(length + 1) * sizeof *tokens);
+  if (!tokens) fail("out of host memory for a text of %lld bytes", (long long)length);
+  byte_encode(bytes, length, tokens);
+  char *shown = byte_decode(tokens, length);
+  if (isatty(STDOUT_FILENO))
+    fputs(shown, stdout);
+  else
+    fwrite(bytes, 1, (size_t)length, stdout);
+  fflush(stdout);
+  free(shown);
+  free(tokens);
+}
+
+static void print_token(void *context, int32_t token) {
+  Printer *p = context;
+  int64_t length;
+  char *bytes = bytes_of(p->tokenizer, &token, 1, &length), *all = malloc((size_t)(length + p->waits) + 1);
+  if (!all) fail("out of host memory for a token");
+  memcpy(all, p->waiting, (size_t)p->waits);
+  memcpy(all + p->waits, bytes, (size_t)length);
+  length += p->waits;
+  p->waits = unfinished(all, length);
+  memcpy(p->waiting, all + length - p->waits, (size_t)p->waits);
+  put(all, length - p->waits);
+  free(all);
+  free(bytes);
+}
+
+// --- the model ---------------------------------------------------------------------------------------------
+
+enum { MOST_STOPS = 16 };
+
+// The ids that end a text: eos_token_id of generation_config.json or config.json, a number or a list.
+static int64_t find_stops(const char *directory, int32_t stops[MOST_STOPS]) {
+  static const char *const files[] = {"generation_config.json", "config.json"};
+  int64_t count = 0;
+  for (int i = 0; i < 2 && count == 0; i++) {
+    char *path = path_join(directory, files[i]);
+    cJSON *json = json_read(path);
+    const cJSON *id = cJSON_GetObjectItemCaseSensitive(json, "eos_token_id");
+    if (cJSON_IsArray(id)) id = id->child;
+    for (; id && count < MOST_STOPS; id = id->next) {
+      if (json_is_whole(id) && id->valuedouble < INT32_MAX) stops[count++] = (int32_t)id->valuedouble;
+      if (!cJSON_IsArray(cJSON_GetObjectItemCaseSensitive(json, "eos_token_id"))) break;
+    }
+    cJSON_Delete(json);
+    free(path);
+  }
+  return count;
+}
+
+// The stack that a text takes, found out by a plan; fails when weights and stack do not fit.
+static size_t plan_stack(const Wanted *w, const Backend *backend, const ModelConfig *config,
+                         const Generation *g) {
+  Backend *plan = plan_backend_create(machine_kind(backend), w->machine.dtype);
+  Model model;
+  int64_t count;
+  ParameterDtypes dtypes = {.weight = w->machine.dtype, .frozen = true};
+  model_create(&model, config, plan, dtypes, g->window);
+  generate(plan, &model, g, &count);
+  size_t stack = plan->memory.ledger.stack_peak, needed = plan->memory.ledger.peak,
+         usable = machine_usable_bytes(backend);
+  model_destroy(&model);
+  backend_destroy(plan);
+  if (usable && needed > usable)
+    fail("a text of %lld tokens needs %s and the device has %s to give; lower --tokens or use another "
+         "--device",
+         (long long)g->window, text_bytes(needed).text, text_bytes(usable).text);
+  return stack;
+}
+
+static void write_samples(const Wanted *w, Backend *backend, Model *model, Generation *g,
+                          const Tokenizer *tokenizer) {
+  int64_t written = 0, count;
+  double start = now_seconds();
+  for (int64_t i = 0; i < w->samples; i++) {
+    Printer printer = {.tokenizer = tokenizer};
+    if (i > 0) fputs("\n---\n", stdout);
+    for (int64_t k = 0; k < g->prompt_count; k++) print_token(&printer, g->prompt[k]);
+    g->on_token = print_token;
+    g->context = &printer;
+    g->seed = w->seed + (uint64_t)i;
+    free(generate(backend, model, g, &count));
+    put(printer.waiting, printer.waits);
+    written += count - g->prompt_count;
+  }
+  putchar('\n');
+  double seconds = now_seconds() - start;
+  fprintf(stderr, "%s tokens, %.1f a second, on %s\n", text_grouped(written).text, (double)written / seconds,
+          backend->description);
+}
+
+int main(int argc, char **argv) {
+  static const struct argp argp = {
+      .options = table, .parser = parse, .doc = "Continues a prompt with a Llama or GPT-2 model."};
+  Wanted w = {.prompt = "\n",
+              .tokens = 200,
+              .samples = 1,
+              .sampling = {.temperature = 0.8, .top_p = 1},
+              .seed = 1,
+              .machine = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT, .attention = "auto"}};
+  error_t error = argp_parse(&argp, argc, argv, 0, NULL, &w);
+  if (error) fail("cannot read the command line: %s", strerror(error));
+  if (!w.init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");
+
+  checkpoint_require_intact(w.init, CHECK_LENGTHS, false);
+  ModelConfig config = hf_config_read(w.init);
+  Tokenizer *tokenizer = find_tokenizer(&w);
+  char *text = strcmp(w.prompt, "-") == 0 ? read_all(stdin) : strdup(w.prompt);
+  if (!text) fail("out of host memory for the prompt");
+  int64_t length = (int64_t)strlen(text), count = length;
+  int32_t stops[MOST_STOPS], *prompt = tokenizer ? tokenizer_encode(tokenizer, text, length, true, &count)
+                                                 : calloc((size_t)length + 1, sizeof *prompt);
+  if (!prompt) fail("out of host memory for the prompt");
+  if (!tokenizer) byte_encode(text, length, prompt);
+  if (count < 1) fail("--prompt: give at least one character to continue");
+  for (int64_t i = 0; i < count; i++)
+    if (prompt[i] < 0 || prompt[i] >= config.vocab_size)
+      fail("--prompt: its token %lld is %d and the model has %lld; name the model's own --tokenizer",
+           (long long)i, prompt[i], (long long)config.vocab_size);
+
+  Backend *backend = machine_open(&w.machine);
+  int64_t whole = count + w.tokens, longest = config.max_position_embeddings;
+  Generation generation = {.prompt = prompt,
+                           .prompt_count = count,
+                           .most = w.tokens,
+                           .window = whole < longest ? whole : longest,
+                           .sampling = w.sampling,
+                           .stop = stops,
+                           .stop_count = w.go_on ? 0 : find_stops(w.init, stops)};
+  size_t stack = plan_stack(&w, backend, &config, &generation);
+  Model model;
+  ParameterDtypes dtypes = {.weight = w.machine.dtype, .frozen = true};
+  model_create(&model, &config, backend, dtypes, generation.window);
+  checkpoint_load(w.init, &model, backend, false);
+  memory_set_stack(&backend->memory, stack);
+  write_samples(&w, backend, &model, &generation, tokenizer);
+
+  model_destroy(&model);
+  backend_destroy(backend);
+  tokenizer_close(tokenizer);
+  free(prompt);
+  free(text);
+  return 0;
+}

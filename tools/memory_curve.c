@@ -1,0 +1,395 @@
+// How much memory does a large vocabulary cost, and what does the fused loss save? Sweeps one size over both
+// modes of the last layer, plans and measures every point, and writes curve.csv, curve.png and a table.
+//
+//   tools/memory_curve                                        the default model over its tokens
+//   tools/memory_curve --model llama-1b --sweep tokens --values 4096:65536:x2
+//   tools/memory_curve --layer-only --tokens 4096 --sweep chunk
+//   tools/memory_curve --timeline --model llama-8b --seq-len 32768 --batch 1 --plan-only --device cuda
+//   tools/memory_curve --recipe gemma2-2b
+//
+// curves/point.c measures a point, curves/pictures.c draws, curves/recipes.c holds the published experiments.
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "base/fail.h"
+#include "base/text.h"
+#include "curves/pictures.h"
+#include "curves/run.h"
+#include "trainer/machine.h"
+#include "trainer/plan.h"
+#include "trainer/speed.h"
+
+static const char HELP[] =
+    "Usage: memory_curve [OPTION...]\n"
+    "Memory and time of a training step, or of its last layer, with the fused loss and with materialized\n"
+    "logits: planned, counted by the ledger, and by the device's own figure. Writes curve.csv and curve.png.\n"
+    "\n"
+    "What is swept\n"
+    "  --sweep WHAT       tokens, vocab, hidden or chunk (default tokens). A chunk is swept over the last layer\n"
+    "                     alone and drawn as time against memory\n"
+    "  --values LIST      512,1024,4096 or a range: 256:2048:256, 128:16384:x2; tokens also as batch x sequence,\n"
+    "                     4x20480 (default: eight that suit the model)\n"
+    "  --layer-only       the last layer alone, on random data: tokens from --batch x --seq-len or --tokens\n"
+    "  --tokens N         tokens of --layer-only\n"
+    "  --gradient-error   with --layer-only: compare sampled gradients with float64\n"
+    "  --timeline         instead: bytes in use over three training steps, by category, in both modes\n"
+    "  --recipe NAME      a published experiment; --list-recipes says which there are\n"
+    "\n"
+    "How\n"
+    "  --plan-only        measure nothing: any model, any device (--device cuda needs no GPU), in seconds\n"
+    "  --device-memory G  GiB that the device is taken to have (default: asked)\n"
+    "  --patience S       seconds a point may take before it is only planned (default 120)\n"
+    "  --out DIR          where the files go (default runs/memory_curve, or a folder in it for a recipe)\n"
+    "  --fresh            start over; without it a sweep that was stopped goes on where it was\n"
+    "  --redraw           only draw again what is in DIR\n"
+    "  --resolution N     pixels per point of the pictures, 1 to 4 (default 2)\n"
+    "\n"
+    "Every option of ./train that describes the model, the job or the machine is understood too\n"
+    "(./train --help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...\n";
+
+typedef struct {
+  const char *sweep, *values, *recipe, *out;
+  bool layer_only, errors, timeline, plan_only, fresh, redraw;
+  int64_t tokens;
+  double memory_gib, patience;
+  int resolution;
+} Own;
+
+// --- options -----------------------------------------------------------------------------------------------
+
+static double number(const char *name, const char *text, double least, double most) {
+  char *end;
+  errno = 0;
+  double value = strtod(text, &end);
+  if (errno || end == text || *end || !(value >= least && value <= most))
+    fail("%s %s: give a number from %g to %g", name, text, least, most);
+  return value;
+}
+
+// Takes one of the options above from the command line; false when it is none of them.
+static bool take_own(Own *own, const char *name, const char *value, bool *used_value) {
+  const struct {
+    const char *name;
+    bool *flag;
+  } flags[] = {{"--layer-only", &own->layer_only}, {"--gradient-error", &own->errors}, {"--timeline", &own->timeline},
+               {"--plan-only", &own->plan_only},   {"--fresh", &own->fresh},           {"--redraw", &own->redraw}};
+  const struct {
+    const char *name;
+    const char **text;
+  } texts[] = {{"--sweep", &own->sweep}, {"--values", &own->values}, {"--recipe", &own->recipe}, {"--out", &own->out}};
+  for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
+    if (strcmp(name, flags[i].name) == 0) return *flags[i].flag = true;
+  const char *const numbers[] = {"--tokens", "--device-memory", "--patience", "--resolution"};
+  bool known = false;
+  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) known |= strcmp(name, texts[i].name) == 0;
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) known |= strcmp(name, numbers[i]) == 0;
+  if (!known) return false;
+  if (!value) fail("%s needs a value; --help says which", name);
+  *used_value = true;
+  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
+    if (strcmp(name, texts[i].name) == 0) *texts[i].text = value;
+  if (strcmp(name, numbers[0]) == 0) own->tokens = (int64_t)number(name, value, 1, INT32_MAX);
+  if (strcmp(name, numbers[1]) == 0) own->memory_gib = number(name, value, 0.001, 1e6);
+  if (strcmp(name, numbers[2]) == 0) own->patience = number(name, value, 0.001, 1e9);
+  if (strcmp(name, numbers[3]) == 0) own->resolution = (int)number(name, value, 1, 4);
+  return true;
+}
+
+// Takes our options; what is left, behind the recipe's own, is ./train's.
+static Own parse(int argc, char **argv, const Recipe **recipe, Options *options) {
+  Own own = {.patience = 120, .resolution = 2};
+  char **rest = calloc((size_t)argc + 40, sizeof *rest);
+  if (!rest) fail("out of host memory for the command line");
+  int count = 0, extra = 1;
+  for (int i = 1; i < argc; i++) {
+    char name[64];
+    const char *equals = strchr(argv[i], '=');
+    snprintf(name, sizeof name, "%.*s", equals ? (int)(equals - argv[i]) : (int)strlen(argv[i]), argv[i]);
+    if (strcmp(name, "--help") == 0) {
+      fputs(HELP, stdout);
+      exit(0);
+    }
+    if (strcmp(name, "--list-recipes") == 0) {
+      recipes_list(stdout);
+      exit(0);
+    }
+    bool used = false;
+    if (!take_own(&own, name, equals ? equals + 1 : i + 1 < argc ? argv[i + 1] : NULL, &used))
+      rest[count++] = argv[i];
+    else if (used && !equals)
+      i++;
+  }
+  *recipe = recipe_named(own.recipe);
+  char **all = calloc((size_t)count + 40, sizeof *all);
+  if (!all) fail("out of host memory for the command line");
+  all[0] = argv[0];
+  for (const char *const *a = *recipe ? (*recipe)->arguments : NULL; a && *a; a++) all[extra++] = (char *)*a;
+  for (int i = 0; i < count; i++) all[extra++] = rest[i];
+  options_parse(options, extra, all);
+  free(all);
+  free(rest);
+  return own;
+}
+
+static void check(Own *own, const Recipe *recipe, Options *o) {
+  if (own->recipe && (own->sweep || own->values || own->timeline))
+    fail("--recipe %s says what is swept; leave out --sweep, --values and --timeline", own->recipe);
+  if (own->timeline && (own->sweep || own->values || own->layer_only))
+    fail("--timeline shows whole steps of one size; leave out --sweep, --values and --layer-only");
+  if (own->sweep && sweep_named(own->sweep) == SWEEP_CHUNK) own->layer_only = true;
+  if (recipe) own->layer_only = recipe->layer_only, own->errors |= recipe->errors;
+  if (own->tokens && !own->layer_only) fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
+  if (own->errors && !own->layer_only) fail("--gradient-error belongs to --layer-only");
+  if (own->tokens) o->batch = 1, o->seq_len = own->tokens;
+  o->total_batch = o->batch * o->seq_len;
+  o->micro_steps = 1;
+}
+
+static void make_folders(const char *path) {
+  char part[512];
+  snprintf(part, sizeof part, "%s", path);
+  for (char *at = part + 1;; at++) {
+    if (*at && *at != '/') continue;
+    char kept = *at;
+    *at = 0;
+    if (mkdir(part, 0777) && errno != EEXIST) fail("cannot make the folder %s: %s", part, strerror(errno));
+    *at = kept;
+    if (!kept) return;
+  }
+}
+
+// --- the machine -------------------------------------------------------------------------------------------
+
+typedef struct {
+  char description[160];
+  size_t usable;
+} Device;
+
+// Settles what is computed on, and how fast it is. A recipe for a GPU is planned for one where there is none.
+static Device settle_device(Own *own, const Recipe *recipe, Options *o, Experiment *e) {
+  Device d = {.usable = e->memory};
+  const char *reason;
+  if (recipe && recipe->gpu && o->device == DEVICE_AUTO) {
+    Backend *gpu = cuda_backend_create(0, DTYPE_BF16, &reason);
+    if (gpu) backend_destroy(gpu);
+    if (!gpu) {
+      printf("%s is planned for a GPU in bf16, since none is used here: %s\n", recipe->name, reason);
+      own->plan_only = true;
+    }
+    o->device = DEVICE_CUDA;
+  }
+  if (own->plan_only && o->device != DEVICE_AUTO) {
+    e->device = o->device == DEVICE_CUDA ? "cuda" : "cpu";
+    options_settle_dtypes(o, o->device == DEVICE_CUDA);
+    snprintf(d.description, sizeof d.description, "%s", o->device == DEVICE_CUDA ? "a GPU" : "a CPU");
+    return d;
+  }
+  Backend *backend = machine_open(o);
+  e->device = machine_kind(backend);
+  o->device = backend->scratch == &cuda_scratch ? DEVICE_CUDA : DEVICE_CPU; // every point opens the same
+  snprintf(d.description, sizeof d.description, "%s", backend->description);
+  if (!d.usable) d.usable = machine_usable_bytes(backend);
+  if (own->plan_only)
+    e->memory = d.usable;
+  else
+    e->product_rate = measure_product_rate(backend);
+  backend_destroy(backend);
+  return d;
+}
+
+// --- what is run -------------------------------------------------------------------------------------------
+
+static void describe(Curve *c, const Own *own, const Recipe *recipe, const Options *o, const Device *device) {
+  const ModelConfig *m = &o->model;
+  curve_set(c, "what", "%s", own->layer_only ? "layer" : "step");
+  curve_set(c, "recipe", "%s", recipe ? recipe->name : "none");
+  curve_set(c, "planned", "%s", own->plan_only ? "yes" : "no");
+  curve_set(c, "device", "%s", device->description);
+  curve_set(c, "dtype", "%s", dtype_name(o->dtype));
+  if (!own->layer_only) {
+    curve_set(c, "model", "%s", m->name);
+    curve_set(c, "layers", "%lld", (long long)m->num_hidden_layers);
+    curve_set(c, "intermediate", "%lld", (long long)m->intermediate_size);
+    curve_set(c, "heads", "%lld/%lld of %lld", (long long)m->num_attention_heads, (long long)m->num_key_value_heads,
+              (long long)m->head_dim);
+    curve_set(c, "head", "%s", m->tie_word_embeddings ? "tied" : "untied");
+    curve_set(c, "gradients", "%s", dtype_name(o->dtypes.grad));
+    curve_set(c, "moments", "%s", dtype_name(o->dtypes.moment));
+    curve_set(c, "master", "%s", o->dtypes.master ? "fp32" : "none");
+    curve_set(c, "recompute", "%s", recompute_name(o->recompute));
+    curve_set(c, "attention", "%s", o->attention);
+  }
+  curve_set(c, "vocab", "%lld", (long long)m->vocab_size);
+  curve_set(c, "hidden", "%lld", (long long)m->hidden_size);
+  curve_set(c, "batch", "%lld", (long long)o->batch);
+  curve_set(c, "seq_len", "%lld", (long long)o->seq_len);
+  curve_set(c, "chunk", o->lce_chunk ? "%lld" : o->lce_memory ? "within %lld MiB" : "an eighth",
+            (long long)(o->lce_chunk ? o->lce_chunk : o->lce_memory));
+  if (own->errors) curve_set(c, "gradient_error", "yes");
+  if (own->memory_gib > 0) curve_set(c, "memory", "%g GiB", own->memory_gib);
+  curve_set(c, "sweep", "%s", recipe ? sweep_name(recipe->sweeps[0].sweep) : own->sweep ? own->sweep : "tokens");
+  curve_set(c, "values", "%s", own->values ? own->values : "usual");
+}
+
+static void draw(const char *path, void (*picture)(const char *path, const void *what), const void *what) {
+  const char *reason;
+  if (!canvas_possible(&reason)) {
+    printf("no picture: %s\n", reason);
+    return;
+  }
+  picture(path, what);
+  printf("wrote %s\n", path);
+}
+
+typedef struct {
+  const Curve *curve;
+  const Recipe *recipe;
+  double scale;
+} CurvePicture;
+
+static void draw_trade(const char *path, const void *what) {
+  const CurvePicture *p = what;
+  picture_trade(p->curve, p->recipe, p->scale, path);
+}
+
+static void draw_curve(const char *path, const void *what) {
+  const CurvePicture *p = what;
+  picture_curve(p->curve, p->recipe, p->scale, path);
+}
+
+typedef struct {
+  const Timeline *timelines;
+  const char *title, *subtitle;
+  double scale;
+} TimelinePicture;
+
+static void draw_timeline(const char *path, const void *what) {
+  const TimelinePicture *p = what;
+  picture_timeline(p->timelines, p->title, p->subtitle, p->scale, path);
+}
+
+typedef struct {
+  char csv[600], png[600];
+} Files;
+
+static Files files_in(const char *folder, const char *name) {
+  Files f;
+  snprintf(f.csv, sizeof f.csv, "%s/%s.csv", folder, name);
+  snprintf(f.png, sizeof f.png, "%s/%s.png", folder, name);
+  return f;
+}
+
+// The picture of a curve; small multiples leave the trade-off to a picture of its own.
+static void draw_all(const char *folder, const Curve *c, const Recipe *recipe, int resolution) {
+  CurvePicture picture = {c, recipe, resolution};
+  draw(files_in(folder, "curve").png, draw_curve, &picture);
+  if (recipe && recipe->sweep_count > 1 && picture_has_trade(c)) draw(files_in(folder, "trade").png, draw_trade, &picture);
+}
+
+static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, const Device *device) {
+  const Options *o = e->options;
+  PointList points = {0};
+  if (recipe)
+    for (int i = 0; i < recipe->sweep_count; i++)
+      points_add_sweep(&points, o, e->device, own->layer_only, recipe->sweeps[i].sweep, recipe->sweeps[i].values);
+  else
+    points_add_sweep(&points, o, e->device, own->layer_only, sweep_named(own->sweep ? own->sweep : "tokens"), own->values);
+  for (int i = 0; i < points.count; i++) point_options(e, &points.items[i]); // refuses what is no model, first
+  Curve curve = {0};
+  describe(&curve, own, recipe, o, device);
+  Files files = files_in(own->out, "curve");
+  printf("%s\n\n", curve_caption(&curve).text);
+  run_points(stdout, e, &points, files.csv, own->fresh, &curve);
+  run_summary(stdout, e, &curve);
+  if (recipe) recipe_compare(stdout, recipe, e, &curve);
+  printf("\nwrote %s\n", files.csv);
+  draw_all(own->out, &curve, recipe, own->resolution);
+  curve_free(&curve);
+  points_free(&points);
+}
+
+static void timeline(const Own *own, const Recipe *recipe, Experiment e, const Device *device) {
+  const Options *o = e.options;
+  PointList points = {0};
+  char value[64];
+  snprintf(value, sizeof value, "%lldx%lld", (long long)o->batch, (long long)o->seq_len);
+  points_add_sweep(&points, o, e.device, false, SWEEP_TOKENS, value);
+  for (int i = 0; i < points.count && !e.plan_only; i++) {
+    Options at = point_options(&e, &points.items[i]);
+    size_t needs = plan_run(&at, e.device, points.items[i].mode).peak_bytes;
+    if (device->usable && needs > device->usable) {
+      printf("the timeline is planned: %s needs %s of %s\n", lce_mode_name(points.items[i].mode),
+             text_bytes(needs).text, text_bytes(device->usable).text);
+      e.plan_only = true;
+    }
+  }
+  Timeline timelines[2]; // materialized above, fused below
+  for (int i = 0; i < 2; i++) timelines[1 - i] = timeline_record(&e, &points.items[i]);
+  Own shown = *own;
+  shown.plan_only = e.plan_only;
+  Curve settings = {0};
+  describe(&settings, &shown, recipe, o, device);
+  Files files = files_in(own->out, "timeline");
+  timeline_write(timelines, settings.settings, files.csv);
+  printf("wrote %s\n", files.csv);
+  Caption subtitle = curve_caption(&settings);
+  draw(files.png, draw_timeline,
+       &(TimelinePicture){timelines, "Memory over three training steps", subtitle.text, own->resolution});
+  for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
+  points_free(&points);
+}
+
+// Draws what the folder holds once more.
+static void redraw(const Own *own) {
+  Files curve_files = files_in(own->out, "curve"), timeline_files = files_in(own->out, "timeline");
+  Curve curve;
+  bool any = curve_read(&curve, curve_files.csv) && curve.count;
+  if (any) {
+    Setting name = curve_setting(&curve, "recipe");
+    const Recipe *recipe = recipe_named(strcmp(name.text, "none") ? name.text : NULL);
+    draw_all(own->out, &curve, recipe, own->resolution);
+    curve_free(&curve);
+  }
+  struct stat info;
+  if (stat(timeline_files.csv, &info) == 0) {
+    Timeline timelines[2];
+    Curve settings = {0};
+    timeline_read(timelines, settings.settings, sizeof settings.settings, timeline_files.csv);
+    Caption subtitle = curve_caption(&settings);
+    draw(timeline_files.png, draw_timeline,
+         &(TimelinePicture){timelines, "Memory over three training steps", subtitle.text, own->resolution});
+    for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
+    any = true;
+  }
+  if (!any) fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", own->out);
+}
+
+int main(int argc, char **argv) {
+  Options options;
+  const Recipe *recipe;
+  Own own = parse(argc, argv, &recipe, &options);
+  check(&own, recipe, &options);
+  char folder[300];
+  snprintf(folder, sizeof folder, "runs/memory_curve%s%s", recipe ? "/" : "", recipe ? recipe->name : "");
+  if (!own.out) own.out = folder;
+  if (own.redraw) {
+    redraw(&own);
+    options_free(&options);
+    return 0;
+  }
+  Experiment e = {.options = &options,
+                  .layer_only = own.layer_only,
+                  .errors = own.errors,
+                  .memory = (size_t)(own.memory_gib * 0x1p30),
+                  .patience = own.patience};
+  Device device = settle_device(&own, recipe, &options, &e);
+  e.plan_only = own.plan_only;
+  make_folders(own.out);
+  if (!own.timeline) sweep(&own, recipe, &e, &device);
+  if (own.timeline || (recipe && recipe->timeline)) timeline(&own, recipe, e, &device);
+  options_free(&options);
+  return 0;
+}

@@ -1,0 +1,749 @@
+#!/usr/bin/env python3
+"""Makes token shards for ./train from text, JSON lines, Parquet or conversations.
+
+    tools/prepare_data.py corpus/ --tokenizer gpt2/ --out shards
+    tools/prepare_data.py 'web/*.parquet' --field text --train-tokenizer 32000 --out shards
+    tools/prepare_data.py chats.jsonl --chat --tokenizer Llama-3.2-1B-Instruct/ --out sft
+    tools/prepare_data.py hellaswag_val.jsonl --multiple-choice --tokenizer gpt2/ --out eval
+    ./train --data 'shards/train_*.bin' --val-data 'shards/val_*.bin' --tokenizer shards ...
+
+Tokens are made by Hugging Face's `tokenizers`, in as many processes as there are cores. Out come llm.c's shards
+(uint16, or uint32 where ids are larger), each document closed by the end-of-text token, tokenizer.json, and
+manifest.json, which says what is in them. In conversations (--chat) only what the assistant says is learned: a
+bit a token beside each shard (x.mask for x.bin, see data/source.h) says what counts.
+
+Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
+"""
+import argparse
+import glob
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import time
+
+SHARD_FORMATS = {2: (20240520, 1), 4: (20240801, 7)}  # bytes of a token: magic, version
+MASK_MAGIC, MASK_VERSION = 20261120, 1
+CHOICES_MAGIC = 20240522
+HEADER_INTS = 256
+
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>", "<|im_end|>"]
+
+# What a conversation looks like when neither the tokenizer nor the user says: a heading for every message, the
+# end-of-text token after every answer.
+SIMPLE_TEMPLATE = (
+    "{% for message in messages %}{{ '' if loop.first else '\n\n' }}### {{ message['role'] | capitalize }}:\n"
+    "{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
+    "{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}")
+
+ITEM_BYTES = 4 << 20  # of a file, handed to a worker at a time
+PIECE_BYTES = 1 << 18  # of a document, tokenized at a time
+
+
+def fail(sentence):
+    sys.exit("prepare_data.py: " + sentence)
+
+
+def require(module, purpose):
+    try:
+        return __import__(module, fromlist=["_"])
+    except ImportError:
+        fail(f"{purpose} needs the Python package {module.split('.')[0]}: pip install {module.split('.')[0]}")
+
+
+# --- files and their parts ----------------------------------------------------------------------------------
+
+def kind_of(path, given):
+    if given != "auto":
+        return given
+    suffix = os.path.splitext(path)[1].lower()
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
+
+
+def find_files(inputs):
+    files = []
+    for name in inputs:
+        if os.path.isdir(name):
+            found = sorted(os.path.join(folder, file) for folder, _, names in os.walk(name) for file in names
+                           if not file.startswith("."))
+        elif os.path.exists(name):
+            found = [name]
+        else:
+            found = sorted(glob.glob(name, recursive=True))
+        if not found:
+            fail(f"there is no file {name}")
+        files += [file for file in found if os.path.isfile(file)]
+    return files
+
+
+class Item:
+    """A part of a file. A document may go on in the next item; `closes` says that it does not."""
+
+    def __init__(self, number, path, kind, start, end, split=None, closes=True):
+        self.number, self.path, self.kind, self.start, self.end = number, path, kind, start, end
+        self.split, self.closes = split, closes
+
+
+def is_safe_cut(window, at):
+    """Whether text can be cut after the newline at `at` without changing its tokens: no tokenizer's piece reaches
+    from a lone newline into the line after it."""
+    return 0 < at < len(window) - 1 and window[at - 1:at].strip() != b"" and window[at + 1:at + 2].strip() != b""
+
+
+def find_cut(file, at, size, anywhere):
+    """The first place at or after `at` where the file can be cut."""
+    overlap = b""
+    while at < size:
+        file.seek(at)
+        window = overlap + file.read(1 << 16)
+        newline = -1
+        while (newline := window.find(b"\n", newline + 1)) >= 0:
+            if anywhere or is_safe_cut(window, newline):
+                return at - len(overlap) + newline + 1
+        at += len(window) - len(overlap)
+        overlap = window[-2:]
+    return size
+
+
+def ranges(path, step, anywhere):
+    size = os.path.getsize(path)
+    start = 0
+    with open(path, "rb") as file:
+        while start < size:
+            end = find_cut(file, start + step, size, anywhere) if start + step < size else size
+            yield start, end, end == size
+            start = end
+
+
+def is_held_back(fraction, *place):
+    """Whether a document is for validation: a function of its place alone."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def items_of(files, options):
+    """The parts of all files, in order."""
+    number = 0
+    for path in files:
+        kind = kind_of(path, options.format)
+        if kind == "parquet":
+            parquet = require("pyarrow.parquet", "reading Parquet")
+            try:
+                groups = parquet.ParquetFile(path).num_row_groups
+            except Exception as error:
+                fail(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}")
+            for group in range(groups):
+                yield Item(number, path, kind, group, group + 1)
+                number += 1
+        elif kind == "jsonl" or options.document == "line":
+            for start, end, _ in ranges(path, ITEM_BYTES, True):
+                yield Item(number, path, kind, start, end)
+                number += 1
+        else:
+            # The file is one document, of which stretches are held back.
+            size = os.path.getsize(path)
+            step = max(1 << 14, min(ITEM_BYTES, size // 100)) if options.val_fraction > 0 else ITEM_BYTES
+            before = None
+            for start, end, last in ranges(path, step, False):
+                split = "val" if is_held_back(options.val_fraction, number) else "train"
+                if before:
+                    before.closes = before.split != split
+                    yield before
+                before = Item(number, path, kind, start, end, split, True)
+                number += 1
+            if before:
+                yield before
+
+
+# --- documents ----------------------------------------------------------------------------------------------
+
+def read_range(item):
+    with open(item.path, "rb") as file:
+        file.seek(item.start)
+        return file.read(item.end - item.start)
+
+
+def as_text(data):
+    """UTF-8, what is none replaced; also how many characters had to be."""
+    try:
+        return data.decode("utf-8"), 0
+    except UnicodeDecodeError:
+        text = data.decode("utf-8", errors="replace")
+        return text, text.count("\ufffd")
+
+
+def records_of(item, columns):
+    """The objects of JSON lines or of a Parquet row group."""
+    if item.kind == "parquet":
+        parquet = require("pyarrow.parquet", "reading Parquet")
+        file = parquet.ParquetFile(item.path)
+        known = [column for column in columns if column in file.schema_arrow.names]
+        if not known:
+            raise ValueError(f"{item.path} has no column {columns[0]}; it has {', '.join(file.schema_arrow.names)}")
+        yield from file.read_row_group(item.start, columns=known).to_pylist()
+        return
+    data, at = read_range(item), item.start
+    for line in data.split(b"\n"):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{item.path}, byte {at}: this line is no JSON ({error})")
+            if not isinstance(record, dict):
+                raise ValueError(f"{item.path}, byte {at}: this line is no JSON object")
+            yield record
+        at += len(line) + 1
+
+
+def field_of(record, name, item):
+    if name not in record:
+        raise ValueError(f"{item.path} has no field {name}; it has {', '.join(sorted(record))}: name one with --field")
+    return record[name]
+
+
+def pieces_of(text):
+    """A long document in pieces that have the same tokens apart as together."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        cut = start + PIECE_BYTES
+        while (cut := text.find("\n", cut)) >= 0:
+            if text[cut - 1:cut].strip() and text[cut + 1:cut + 2].strip():
+                break
+            cut += 1
+        if cut < 0:
+            break
+        yield text[start:cut + 1]
+        start = cut + 1
+    yield text[start:]
+
+
+class Document:
+    """Segments of text, each with whether it counts. `closes`: an end-of-text token follows."""
+
+    def __init__(self, segments, closes=True):
+        self.segments, self.closes = segments, closes
+
+
+def plain_documents(item, options, report):
+    if item.kind != "text":
+        for record in records_of(item, [options.field]):
+            text = field_of(record, options.field, item)
+            if text:
+                yield Document([(piece, True) for piece in pieces_of(str(text))])
+        return
+    text, replaced = as_text(read_range(item))
+    report["replaced"] += replaced
+    if options.document == "line":
+        for line in text.split("\n"):
+            if line.strip():
+                yield Document([(piece, True) for piece in pieces_of(line)])
+    elif text:
+        yield Document([(piece, True) for piece in pieces_of(text)], item.closes)
+
+
+class Chat:
+    """Conversations as text, by a chat template as Hugging Face has them."""
+
+    def __init__(self, source, special):
+        sandbox = require("jinja2.sandbox", "a chat template")
+        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                            extensions=["jinja2.ext.loopcontrols"])
+
+        def raise_exception(message):
+            raise ValueError(f"the chat template refuses a conversation: {message}")
+
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = time.strftime
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        # These marks tell others what the assistant said; here that follows from the messages.
+        source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
+        try:
+            self.template = environment.from_string(source)
+        except Exception as error:
+            fail(f"the chat template cannot be read: {error}")
+        self.special = special
+
+    def render(self, messages, prompt):
+        return self.template.render(messages=messages, add_generation_prompt=prompt, **self.special)
+
+    def segments(self, messages):
+        """What the assistant says counts: what a message of its adds to the text before it."""
+        segments, done = [], ""
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:i], True)
+            after = self.render(messages[:i + 1], False)
+            if not before.startswith(done) or not after.startswith(before):
+                raise ValueError("the chat template changes earlier messages when later ones come, so what the "
+                                 "assistant said cannot be told from the rest; give another with --chat-template")
+            segments += [(before[len(done):], False), (after[len(before):], True)]
+            done = after
+        return [(text, counts) for text, counts in segments if text]
+
+
+def messages_of(record, options, item):
+    if options.messages_field in record:
+        messages = record[options.messages_field]
+    elif "prompt" in record and "completion" in record:
+        messages = [{"role": "user", "content": record["prompt"]},
+                    {"role": "assistant", "content": record["completion"]}]
+    else:
+        messages = field_of(record, options.messages_field, item)
+    # As ShareGPT writes them: from and value.
+    roles = {"human": "user", "gpt": "assistant"}
+    return [{"role": roles.get(m["from"], m["from"]), "content": m["value"]} if "from" in m else m for m in messages]
+
+
+def chat_documents(item, options, chat, report):
+    if item.kind == "text":
+        raise ValueError(f"{item.path} is plain text; conversations come as JSON lines or Parquet")
+    for record in records_of(item, [options.messages_field, "prompt", "completion"]):
+        try:
+            segments = chat.segments(messages_of(record, options, item))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{item.path} has a conversation that is no list of messages with role and content "
+                             f"({type(error).__name__}: {error})")
+        if segments:
+            yield Document(segments)
+        else:
+            report["without_answer"] += 1
+
+
+# --- workers ------------------------------------------------------------------------------------------------
+
+WORKER = None
+
+
+class Worker:
+    """What a process needs to make tokens of an item."""
+
+    def __init__(self, options, tokenizer_path, end_of_text, template, special):
+        from tokenizers import Tokenizer
+        import numpy
+        self.options, self.end_of_text, self.numpy = options, end_of_text, numpy
+        self.tokenizer = Tokenizer.from_file(tokenizer_path)
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.encode = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
+        self.chat = Chat(template, special) if options.chat else None
+
+    def documents(self, item, report):
+        if self.chat:
+            return chat_documents(item, self.options, self.chat, report)
+        return plain_documents(item, self.options, report)
+
+    def run(self, item):
+        report = {"replaced": 0, "without_answer": 0, "documents": {"train": 0, "val": 0}}
+        out = {"train": ([], []), "val": ([], [])}
+        batch, size = [], 0
+        for number, document in enumerate(self.documents(item, report)):
+            held_back = is_held_back(self.options.val_fraction, item.number, number)
+            split = item.split or ("val" if held_back else "train")
+            report["documents"][split] += document.closes
+            batch.append((document, split))
+            size += sum(len(text) for text, _ in document.segments)
+            if size > PIECE_BYTES:
+                self.flush(batch, out)
+                batch, size = [], 0
+        self.flush(batch, out)
+        return {split: (self.join(tokens, "tokens"), self.join(counts, "counts")) for split, (tokens, counts)
+                in out.items()}, report
+
+    def join(self, arrays, what):
+        if arrays:
+            return self.numpy.concatenate(arrays)
+        return self.numpy.zeros(0, self.numpy.uint32 if what == "tokens" else bool)
+
+    def flush(self, batch, out):
+        special = self.options.special_tokens and not self.options.chat
+        encodings = iter(self.encode([text for document, _ in batch for text, _ in document.segments],
+                                     add_special_tokens=special))
+        for document, split in batch:
+            ids, counts = [], []
+            for _, counted in document.segments:
+                piece = next(encodings).ids
+                ids += piece
+                if self.chat:
+                    counts += [counted] * len(piece)
+            if document.closes and (not ids or ids[-1] != self.end_of_text):
+                ids.append(self.end_of_text)
+                counts.append(False)
+            out[split][0].append(self.numpy.array(ids, self.numpy.uint32))
+            if self.chat:
+                out[split][1].append(self.numpy.array(counts, bool))
+
+
+def start_worker(*arguments):
+    global WORKER
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    WORKER = Worker(*arguments)
+
+
+def run_worker(item):
+    try:
+        return item, WORKER.run(item), None
+    except ValueError as error:
+        return item, None, str(error)
+
+
+# --- shards -------------------------------------------------------------------------------------------------
+
+class Shards:
+    """Writes one split's tokens into files of at most shard_tokens. A file has its name when it is whole."""
+
+    def __init__(self, folder, split, token_bytes, shard_tokens, masked):
+        import numpy
+        self.numpy, self.folder, self.split, self.masked = numpy, folder, split, masked
+        self.dtype = numpy.uint16 if token_bytes == 2 else numpy.uint32
+        self.format, self.most = SHARD_FORMATS[token_bytes], shard_tokens
+        self.file, self.count, self.mask, self.shards = None, 0, [], []
+        self.tokens = self.counted = 0
+
+    def header(self, magic, version, count):
+        header = self.numpy.zeros(HEADER_INTS, "<i4")
+        header[:3] = magic, version, count
+        return header.tobytes()
+
+    def add(self, tokens, counts):
+        while len(tokens):
+            if not self.file:
+                self.path = os.path.join(self.folder, f"{self.split}_{len(self.shards):06d}.bin")
+                self.file = open(self.path + ".partial", "wb")
+                self.file.write(self.header(*self.format, 0))
+            taken = min(len(tokens), self.most - self.count)
+            self.file.write(tokens[:taken].astype(self.dtype).tobytes())
+            if self.masked:
+                self.mask.append(counts[:taken])
+                counts = counts[taken:]
+            tokens = tokens[taken:]
+            self.count += taken
+            if self.count == self.most:
+                self.close()
+
+    def close(self):
+        if not self.file:
+            return
+        self.file.seek(0)
+        self.file.write(self.header(*self.format, self.count))
+        self.file.close()
+        counted = self.count
+        if self.masked:
+            bits = self.numpy.concatenate(self.mask)
+            counted = int(bits.sum())
+            path = self.path[:-len(".bin")] + ".mask"
+            with open(path + ".partial", "wb") as file:
+                file.write(self.header(MASK_MAGIC, MASK_VERSION, self.count))
+                file.write(self.numpy.packbits(bits, bitorder="little").tobytes())
+            os.replace(path + ".partial", path)
+        os.replace(self.path + ".partial", self.path)
+        self.shards.append({"file": os.path.basename(self.path), "tokens": self.count, "counted_tokens": counted})
+        self.tokens += self.count
+        self.counted += counted
+        self.file, self.count, self.mask = None, 0, []
+
+
+class Progress:
+    def __init__(self, total):
+        self.total, self.done, self.tokens, self.start, self.last = total, 0, 0, time.time(), 0
+
+    def line(self):
+        seconds = max(time.time() - self.start, 1e-9)
+        share = f"{100 * self.done / self.total:.0f}% of {self.total / 1e6:.1f} MB" if self.total else "nothing"
+        return f"{share}, {self.tokens:,} tokens, {self.done / seconds / 1e6:.1f} MB/s"
+
+    def update(self, item_bytes, tokens):
+        self.done, self.tokens = self.done + item_bytes, self.tokens + tokens
+        terminal = sys.stderr.isatty()
+        if time.time() - self.last > (0.2 if terminal else 10):
+            self.last = time.time()
+            print(("\r\033[K" if terminal else "") + self.line(), end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    def finish(self):
+        print(("\r\033[K" if sys.stderr.isatty() else "") + self.line(), file=sys.stderr)
+
+
+# --- tokenizers ---------------------------------------------------------------------------------------------
+
+def train_tokenizer(files, options, path):
+    tokenizers = require("tokenizers", "making tokens")
+    from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+    if options.style == "gpt2":
+        split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        split = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    trainer = trainers.BpeTrainer(vocab_size=options.train_tokenizer, special_tokens=[END_OF_TEXT_NAMES[0]],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                                  show_progress=sys.stderr.isatty())
+
+    def texts():
+        left = options.tokenizer_sample
+        report = {"replaced": 0, "without_answer": 0}
+        for item in items_of(files, options):
+            if options.chat:
+                for record in records_of(item, [options.messages_field, "prompt", "completion"]):
+                    for message in messages_of(record, options, item):
+                        left -= len(message["content"])
+                        yield message["content"]
+            else:
+                for document in plain_documents(item, options, report):
+                    for text, _ in document.segments:
+                        left -= len(text)
+                        yield text
+            if left < 0:
+                return
+
+    print(f"training a tokenizer of {options.train_tokenizer:,} tokens ...", file=sys.stderr)
+    try:
+        tokenizer.train_from_iterator(texts(), trainer)
+    except ValueError as error:
+        fail(str(error))
+    made = tokenizer.get_vocab_size()
+    if made < options.train_tokenizer:
+        print(f"the text has pairs for a vocabulary of {made:,} only, not {options.train_tokenizer:,}", file=sys.stderr)
+    tokenizer.save(path)
+
+
+def read_settings(folder):
+    path = os.path.join(folder, "tokenizer_config.json")
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def token_text(value):
+    return value["content"] if isinstance(value, dict) else value
+
+
+class Tokens:
+    """The tokenizer in the output folder, and what is known about its special tokens."""
+
+    def __init__(self, options, files):
+        tokenizers = require("tokenizers", "making tokens")
+        self.path = os.path.join(options.out, "tokenizer.json")
+        self.settings, self.template = {}, None
+        if options.train_tokenizer:
+            train_tokenizer(files, options, self.path)
+        else:
+            self.copy(options.tokenizer)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(self.path)
+        except Exception as error:
+            fail(f"{options.tokenizer} is no tokenizer.json: {error}")
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        wanted = [options.end_of_text] if options.end_of_text else [token_text(self.settings.get("eos_token"))] + END_OF_TEXT_NAMES
+        self.end_of_text = next((name for name in wanted if name in vocabulary), None)
+        if not self.end_of_text:
+            fail(f"the tokenizer has no token {' or '.join(filter(None, wanted))}; name what ends a text with --end-of-text")
+        self.end_of_text_id = vocabulary[self.end_of_text]
+        self.special = {name: token_text(self.settings.get(name)) or "" for name in
+                        ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self.special["eos_token"] = self.special["eos_token"] or self.end_of_text
+
+    def copy(self, source):
+        folder = source if os.path.isdir(source) else os.path.dirname(source)
+        file = os.path.join(source, "tokenizer.json") if os.path.isdir(source) else source
+        if not os.path.isfile(file):
+            fail(f"there is no {file}; --tokenizer names a tokenizer.json or a directory with one")
+        if os.path.abspath(file) != os.path.abspath(self.path):
+            shutil.copyfile(file, self.path)
+        self.settings = read_settings(folder)
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            path, copy = os.path.join(folder, name), os.path.join(os.path.dirname(self.path), name)
+            if os.path.exists(path) and os.path.abspath(path) != os.path.abspath(copy):
+                shutil.copyfile(path, copy)
+        template = self.settings.get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        beside = os.path.join(folder, "chat_template.jinja")
+        if os.path.exists(beside):
+            with open(beside, encoding="utf-8") as file:
+                template = file.read()
+        self.template = template
+
+    def chat_template(self, path):
+        if path:
+            with open(path, encoding="utf-8") as file:
+                return file.read()
+        return self.template or SIMPLE_TEMPLATE
+
+    def manifest(self):
+        with open(self.path, "rb") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+        return {"file": os.path.basename(self.path), "sha256": digest, "vocab_size": self.vocab_size,
+                "end_of_text": self.end_of_text, "end_of_text_id": self.end_of_text_id}
+
+
+# --- multiple choice ----------------------------------------------------------------------------------------
+
+def write_choices(files, options, tokens):
+    """llm.c's evaluation file (data/choices.h) from records with ctx, endings and label."""
+    import numpy
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_file(tokens.path)
+    wide = tokens.vocab_size >= 2**16
+    dtype, start = (numpy.uint32, 2**32 - 1) if wide else (numpy.uint16, 2**16 - 1)
+    examples = []
+    for item in items_of(files, options):
+        for record in records_of(item, ["ctx", "endings", "label"]):
+            try:
+                endings, label = record["endings"], int(record["label"])
+                texts = [record["ctx"]] + [" " + ending for ending in endings]
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(f"{item.path} has a record without ctx, endings and label")
+            if not 0 <= label < len(endings):
+                raise ValueError(f"{item.path} says that ending {label} is right of {len(endings)}")
+            lists = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+            if not all(lists):
+                raise ValueError(f"{item.path} has an empty context or ending")
+            values = [start, 0, len(examples) % start, label, len(endings)]
+            for ids in lists:
+                values += [len(ids)] + ids
+            values[1] = len(values) * dtype().itemsize
+            if values[1] >= start:
+                raise ValueError(f"{item.path} has an example of {values[1]} bytes, too long for the format")
+            examples.append(numpy.array(values, dtype))
+    header = numpy.zeros(HEADER_INTS, "<i4")
+    header[:4] = CHOICES_MAGIC, 2 if wide else 1, len(examples), max((len(e) * dtype().itemsize for e in examples), default=0)
+    path = os.path.join(options.out, "choices.bin")
+    with open(path + ".partial", "wb") as file:
+        file.write(header.tobytes())
+        for example in examples:
+            file.write(example.tobytes())
+    os.replace(path + ".partial", path)
+    print(f"{path}: {len(examples):,} examples; ./train --hellaswag {path}")
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
+
+def parse_options():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", nargs="+", help="files, directories or globs: .txt and others, .jsonl, .parquet")
+    parser.add_argument("--out", required=True, help="the folder for shards, tokenizer and manifest")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tokenizer", help="a tokenizer.json, or a directory with one (and tokenizer_config.json)")
+    which.add_argument("--train-tokenizer", type=int, metavar="V", help="train a byte-level BPE of V tokens on the text")
+    parser.add_argument("--style", choices=["llama3", "gpt2"], default="llama3", help="how the trained tokenizer splits text")
+    parser.add_argument("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="train it on so much text (2^30)")
+    parser.add_argument("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="instead of by suffix")
+    parser.add_argument("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
+    parser.add_argument("--document", choices=["file", "line"], default="file", help="what a document is in plain text (file)")
+    parser.add_argument("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
+    parser.add_argument("--special-tokens", action="store_true", help="with what the tokenizer puts around a text, such as a BOS")
+    parser.add_argument("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
+    parser.add_argument("--messages-field", default="messages", help="where the messages are (messages)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
+    parser.add_argument("--multiple-choice", action="store_true", help="make an evaluation file of ctx, endings, label")
+    parser.add_argument("--val-fraction", type=float, default=0.01, metavar="SHARE", help="of the documents, held back (0.01)")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
+    options = parser.parse_args()
+    if not 0 <= options.val_fraction < 1:
+        fail(f"--val-fraction {options.val_fraction}: give a share from 0 to below 1")
+    if not 1 <= options.shard_tokens < 2**31:
+        fail(f"--shard-tokens {options.shard_tokens}: a shard holds from 1 to {2**31 - 1} tokens")
+    if options.workers < 1:
+        fail(f"--workers {options.workers}: at least one process is needed")
+    if options.train_tokenizer and options.train_tokenizer < 257:
+        fail(f"--train-tokenizer {options.train_tokenizer}: 256 bytes and the end of text make 257 tokens at least")
+    return options
+
+
+def size_of(item):
+    if item.kind != "parquet":
+        return item.end - item.start
+    parquet = require("pyarrow.parquet", "reading Parquet")
+    return os.path.getsize(item.path) // max(1, parquet.ParquetFile(item.path).num_row_groups)
+
+
+def make_shards(files, options, tokens):
+    width = 2 if tokens.vocab_size <= 2**16 else 4
+    shards = {split: Shards(options.out, split, width, options.shard_tokens, options.chat) for split in ("train", "val")}
+    for pattern in ("train_*", "val_*"):
+        for old in glob.glob(os.path.join(glob.escape(options.out), pattern)):
+            os.remove(old)
+    totals = {"replaced": 0, "without_answer": 0, "documents": {"train": 0, "val": 0}}
+    progress = Progress(sum(os.path.getsize(file) for file in files))
+    template = tokens.chat_template(options.chat_template) if options.chat else None
+    if template:
+        Chat(template, tokens.special)  # a template that cannot be read is said once, here
+    arguments = (options, tokens.path, tokens.end_of_text_id, template, tokens.special)
+    with multiprocessing.Pool(options.workers, start_worker, arguments) as pool:
+        for item, result, problem in pool.imap(run_worker, items_of(files, options)):
+            if problem:
+                pool.terminate()
+                fail(problem)
+            parts, report = result
+            for split, (ids, counts) in parts.items():
+                shards[split].add(ids, counts)
+                totals["documents"][split] += report["documents"][split]
+            totals["replaced"] += report["replaced"]
+            totals["without_answer"] += report["without_answer"]
+            progress.update(size_of(item), sum(len(ids) for ids, _ in parts.values()))
+    progress.finish()
+    for split in shards.values():
+        split.close()
+    return shards, totals
+
+
+def write_manifest(files, options, tokens, shards, totals):
+    manifest = {
+        "format": "lce.c shards", "version": 1, "dtype": "uint16" if tokens.vocab_size <= 2**16 else "uint32",
+        "masked": options.chat, "tokenizer": tokens.manifest(),
+        "splits": {split: {"documents": totals["documents"][split], "tokens": s.tokens, "counted_tokens": s.counted,
+                           "shards": s.shards} for split, s in shards.items() if s.shards},
+        "inputs": [{"file": file, "bytes": os.path.getsize(file)} for file in files],
+        "arguments": sys.argv[1:],
+    }
+    path = os.path.join(options.out, "manifest.json")
+    with open(path + ".partial", "w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.write("\n")
+    os.replace(path + ".partial", path)
+
+
+def main():
+    options = parse_options()
+    require("numpy", "writing shards")
+    require("tokenizers", "making tokens")
+    files = find_files(options.inputs)
+    os.makedirs(options.out, exist_ok=True)
+    tokens = Tokens(options, files)
+    if options.multiple_choice:
+        try:
+            write_choices(files, options, tokens)
+        except ValueError as error:
+            fail(str(error))
+        return
+    shards, totals = make_shards(files, options, tokens)
+    if not shards["train"].tokens:
+        fail("there is no text in " + ", ".join(options.inputs))
+    write_manifest(files, options, tokens, shards, totals)
+    for split, s in shards.items():
+        counted = f", of which {s.counted:,} count" if options.chat else ""
+        print(f"{split}: {totals['documents'][split]:,} documents, {s.tokens:,} tokens{counted}, {len(s.shards)} shards")
+    if options.val_fraction > 0 and not shards["val"].tokens:
+        print("no document was drawn for validation: there are few; raise --val-fraction or prepare others for it")
+    if totals["replaced"]:
+        print(f"{totals['replaced']:,} characters were no UTF-8 and became U+FFFD")
+    if totals["without_answer"]:
+        print(f"{totals['without_answer']:,} conversations had nothing that the assistant said and were left out")
+    print(f"./train --vocab {tokens.vocab_size} --data '{options.out}/train_*.bin'"
+          + (f" --val-data '{options.out}/val_*.bin'" if shards["val"].tokens else "") + f" --tokenizer {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+#include "trainer/evaluate.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+
+// Rows of `width` inputs in the trainer's own buffers, and what came of those that are done.
+typedef struct {
+  Trainer *trainer;
+  int64_t width, capacity; // capacity rows at a time
+  int64_t filled;          // rows waiting
+  float *losses;           // host [capacity * width]
+  double *sums;            // of every row so far
+  int64_t done;
+} Rows;
+
+// Evaluates the waiting rows.
+static void flush(Rows *r) {
+  if (!r->filled) return;
+  Trainer *t = r->trainer;
+  int64_t tokens = r->filled * r->width, counted = 0;
+  for (int64_t n = 0; n < tokens; n++)
+    if (t->host_targets[n] != IGNORE_INDEX) t->host_rows[counted++] = (int32_t)n;
+  Batch batch = {.batch = r->filled,
+                 .seq_len = r->width,
+                 .tokens = tensor_rows(t->tokens, 0, tokens),
+                 .targets = tensor_rows(t->targets, 0, tokens),
+                 .rows = tensor_rows(t->rows, 0, tokens),
+                 .counted = counted};
+  Tensor loss = tensor_rows(t->loss, 0, tokens);
+  backend_to_device(t->backend, batch.tokens, t->host_tokens);
+  backend_to_device(t->backend, batch.targets, t->host_targets);
+  backend_to_device(t->backend, batch.rows, t->host_rows);
+  transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, loss);
+  backend_to_host(t->backend, r->losses, loss);
+  for (int64_t row = 0; row < r->filled; row++) {
+    double sum = 0;
+    for (int64_t i = 0; i < r->width; i++) sum += (double)r->losses[row * r->width + i];
+    r->sums[r->done++] = sum;
+  }
+  r->filled = 0;
+}
+
+// Appends a context with a completion, of which the completion's tokens count. The last of them is predicted
+// and never read, so a row of width w has room for w + 1 tokens; where that is too few the context's beginning
+// goes. Returns how many count.
+static int64_t add_row(Rows *r, const Choice *choice, const int32_t *completion, int64_t length,
+                       bool *shortened) {
+  Trainer *t = r->trainer;
+  int32_t *tokens = t->host_tokens + r->filled * r->width, *targets = t->host_targets + r->filled * r->width;
+  int64_t all = choice->context_length + length, skipped = all > r->width + 1 ? all - r->width - 1 : 0;
+  int64_t counted = 0;
+  for (int64_t i = 0; i < r->width; i++) {
+    int64_t at = skipped + i, next = at + 1;
+    bool read = next < all, counts = read && next >= choice->context_length;
+    tokens[i] = !read                         ? 0
+                : at < choice->context_length ? choice->context[at]
+                                              : completion[at - choice->context_length];
+    targets[i] = counts ? completion[next - choice->context_length] : IGNORE_INDEX;
+    counted += counts;
+  }
+  *shortened = skipped > 0;
+  if (++r->filled == r->capacity) flush(r);
+  return counted;
+}
+
+static int64_t least(const double *values, const int64_t *divisors, int64_t count) {
+  int64_t best = 0;
+  for (int64_t i = 1; i < count; i++) {
+    double value = divisors ? values[i] / (double)divisors[i] : values[i];
+    double lowest = divisors ? values[best] / (double)divisors[best] : values[best];
+    if (value < lowest) best = i;
+  }
+  return best;
+}
+
+ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples) {
+  if (!examples || examples > choices->count) examples = choices->count;
+  int64_t seq_len = t->options->seq_len, tokens = t->options->batch * seq_len;
+  Rows r = {.trainer = t, .width = choices->longest - 1 < seq_len ? choices->longest - 1 : seq_len};
+  r.capacity = tokens / r.width;
+  size_t all_rows = 0;
+  for (int64_t e = 0; e < examples; e++) all_rows += (size_t)choices_get(choices, e).completion_count;
+  int64_t *counts = malloc(all_rows * sizeof *counts);
+  r.sums = malloc(all_rows * sizeof *r.sums);
+  r.losses = malloc((size_t)tokens * sizeof *r.losses);
+  if (!counts || !r.sums || !r.losses)
+    fail("out of host memory for the %lld examples of %s", (long long)examples, choices->path);
+
+  ChoiceScore score = {.examples = examples};
+  int64_t row = 0, length;
+  for (int64_t e = 0; e < examples; e++) {
+    Choice choice = choices_get(choices, e);
+    for (int64_t i = 0; i < choice.completion_count; i++) {
+      bool shortened;
+      const int32_t *completion = choice_completion(&choice, i, &length);
+      counts[row++] = add_row(&r, &choice, completion, length, &shortened);
+      score.shortened += shortened;
+    }
+  }
+  flush(&r);
+  row = 0;
+  for (int64_t e = 0; e < examples; e++) {
+    Choice choice = choices_get(choices, e);
+    score.correct += least(r.sums + row, NULL, choice.completion_count) == choice.label;
+    score.correct_normalized += least(r.sums + row, counts + row, choice.completion_count) == choice.label;
+    row += choice.completion_count;
+  }
+  free(counts);
+  free(r.sums);
+  free(r.losses);
+  return score;
+}

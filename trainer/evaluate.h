@@ -1,0 +1,19 @@
+// Multiple-choice accuracy of a model, as llm.c counts it.
+#ifndef LCE_TRAINER_EVALUATE_H
+#define LCE_TRAINER_EVALUATE_H
+
+#include "data/choices.h"
+#include "trainer/trainer.h"
+
+typedef struct {
+  int64_t examples;
+  int64_t correct;            // the right completion has the lowest loss summed over its tokens
+  int64_t correct_normalized; // the lowest mean loss per token: llm.c's figure, "acc_norm"
+  int64_t shortened;          // completions whose context lost its beginning, to fit into seq_len
+} ChoiceScore;
+
+// Of the first `examples` (0: all). Each completion is a row, as many rows at a time as the trainer's batch has
+// room for.
+ChoiceScore trainer_choose(Trainer *trainer, const Choices *choices, int64_t examples);
+
+#endif

@@ -1,0 +1,68 @@
+#include "trainer/prompt.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/fail.h"
+#include "data/byte_tokenizer.h"
+
+static Tokenizer *find_tokenizer(const Options *o) {
+  if (o->tokenizer) return tokenizer_open(o->tokenizer);
+  if (!o->origin) return NULL;
+  char *path;
+  if (asprintf(&path, "%s/tokenizer.json", o->origin) < 0) fail("out of host memory for a path");
+  Tokenizer *tokenizer = access(path, R_OK) == 0 ? tokenizer_open(path) : NULL;
+  free(path);
+  return tokenizer;
+}
+
+static int32_t *allocate(int64_t count) {
+  int32_t *tokens = malloc((size_t)(count + 1) * sizeof *tokens);
+  if (!tokens) fail("out of host memory for the prompt");
+  return tokens;
+}
+
+static void check(const Options *o, const Prompt *p) {
+  if (p->count < 1) fail("--prompt \"%s\" has no token; give another", o->prompt);
+  for (int64_t i = 0; i < p->count; i++)
+    if (p->tokens[i] < 0 || p->tokens[i] >= o->model.vocab_size)
+      fail("--prompt: %s %lld of it is %d and the vocabulary has %lld; give another prompt or %s",
+           p->bytes ? "byte" : "token", (long long)i, p->tokens[i], (long long)o->model.vocab_size,
+           p->bytes ? "raise --vocab" : "the tokenizer that the model was made for");
+}
+
+Prompt prompt_open(const Options *o, const Source *source) {
+  Prompt p = {.tokenizer = find_tokenizer(o)};
+  int64_t length = (int64_t)strlen(o->prompt);
+  p.bytes = !p.tokenizer && source_kind(source) == SOURCE_TEXT;
+  if (p.tokenizer && source_kind(source) == SOURCE_TEXT)
+    warn("%s is read byte by byte, though there is a tokenizer; tools/prepare_data.py makes its text into "
+         "tokens",
+         source_name(source));
+  if (p.tokenizer) {
+    p.tokens = tokenizer_encode(p.tokenizer, o->prompt, length, true, &p.count);
+  } else if (p.bytes) {
+    p.tokens = allocate(length);
+    p.count = length;
+    byte_encode(o->prompt, length, p.tokens);
+  } else {
+    p.tokens = allocate(1);
+    p.count = 1;
+    source_read(source, 0, 1, p.tokens);
+  }
+  if (o->sample_every) check(o, &p);
+  return p;
+}
+
+void prompt_close(Prompt *p) {
+  tokenizer_close(p->tokenizer);
+  free(p->tokens);
+  *p = (Prompt){0};
+}
+
+char *prompt_show(const Prompt *p, const int32_t *tokens, int64_t count) {
+  if (p->tokenizer) return tokenizer_show(p->tokenizer, tokens, count);
+  return p->bytes ? byte_decode(tokens, count) : NULL;
+}
