@@ -114,6 +114,8 @@ static void read_gpt2(JsonMembers *from, ModelConfig *c) {
   c->num_key_value_heads = c->num_attention_heads;
   c->intermediate_size = 4 * c->hidden_size;
   json_size(from, "n_inner", &c->intermediate_size);
+  if (from->ok && c->intermediate_size > INT32_MAX)
+    from->ok = refuse(from->reason, "n_embd %lld makes the MLP too wide", (long long)c->hidden_size);
   json_number(from, "layer_norm_epsilon", &c->norm_epsilon);
   json_bool(from, "tie_word_embeddings", &c->tie_word_embeddings);
   need_text(from, "activation_function", "gelu_new", "gelu_new", "gelu_pytorch_tanh");

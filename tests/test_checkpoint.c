@@ -15,8 +15,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define TINY "--model llama-tiny --vocab 20 --hidden-size 8 --intermediate-size 12 --num-layers 1 --num-attention-heads 2 " \
-             "--num-key-value-heads 1 --seq-len 8 --batch 1 --steps 2 --data %s"
+#define TINY                                                                                                 \
+  "--model llama-tiny --vocab 20 --hidden-size 8 --intermediate-size 12 --num-layers 1 "                     \
+  "--num-attention-heads 2 "                                                                                 \
+  "--num-key-value-heads 1 --seq-len 8 --batch 1 --steps 2 --data %s"
 
 static Run *open_tiny(const char *more) {
   uint16_t tokens[40];
@@ -76,7 +78,8 @@ static void what_is_missing_left_over_or_misshapen_is_named(void **state) {
   Tampered t = tamper("");
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
   t.count--;
-  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "tampered/model.safetensors lacks model.norm.weight [8]");
+  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
+               "tampered/model.safetensors lacks model.norm.weight [8]");
   t.count--;
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "lacks", "and others");
   t.count += 2;
@@ -93,8 +96,9 @@ static void what_is_missing_left_over_or_misshapen_is_named(void **state) {
   load_tampered(&t, CHECKPOINT_SHARD_BYTES); // which old files have, and which means nothing
   t.count--;
   t.list[0].tensor = tensor_reshape_2d(some, 8, 20);
-  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
-               "model.safetensors: model.embed_tokens.weight has the shape [8, 20], and config.json makes it [20, 8]");
+  ASSERT_FAILS(
+      load_tampered(&t, CHECKPOINT_SHARD_BYTES),
+      "model.safetensors: model.embed_tokens.weight has the shape [8, 20], and config.json makes it [20, 8]");
   run_close(t.run);
 }
 
@@ -104,8 +108,8 @@ static void a_tied_head_must_be_the_embedding(void **state) {
   add_tensor(&t, "lm_head.weight", t.list[0].tensor);
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
   t.list[t.count - 1].tensor = t.run->trainer.model.head.grad; // as large, and zero
-  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "lm_head.weight differs from model.embed_tokens.weight",
-               "tie_word_embeddings");
+  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
+               "lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings");
   run_close(t.run);
   t = tamper("--untie-word-embeddings");
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
@@ -125,9 +129,11 @@ static void shards_and_index_must_agree(void **state) {
   char folder[512];
   snprintf(folder, sizeof folder, "%s", in_room("tampered"));
   shell("cd %s && cp -r tampered aside && sed -i 's/00003-of/00001-of/' tampered/*.json", in_room("."));
-  ASSERT_FAILS(weights_load(model, backend, folder), "model-00001-of-00003.safetensors lacks", "says is in it");
+  ASSERT_FAILS(weights_load(model, backend, folder), "model-00001-of-00003.safetensors lacks",
+               "says is in it");
   shell("cd %s && cp aside/*.json tampered && rm tampered/model-00003*", in_room("."));
-  ASSERT_FAILS(weights_load(model, backend, folder), "model-00003-of-00003.safetensors does not exist", "says that");
+  ASSERT_FAILS(weights_load(model, backend, folder), "model-00003-of-00003.safetensors does not exist",
+               "says that");
   shell("cd %s && sed -i 's/model-00003-of/..\\/model-00003-of/' tampered/*.json", in_room("."));
   ASSERT_FAILS(weights_load(model, backend, folder), "names no file of its folder");
   shell("echo '{}' >%s", index);
@@ -144,17 +150,18 @@ static void shards_and_index_must_agree(void **state) {
 static void options_that_contradict_the_model_are_refused(void **state) {
   (void)state;
   const char *origin = "--init tests/golden/llama --data tests/golden/llama/tokens.bin --batch 1 --seq-len 8";
-  static const char *const refused[][2] = {{"--vocab 62", "--vocab is asked to be 62, and tests/golden/llama/config.json says 61"},
-                                           {"--hidden-size 25", "--hidden-size"},
-                                           {"--num-layers 3", "--num-layers"},
-                                           {"--num-key-value-heads 4", "--num-key-value-heads"},
-                                           {"--head-dim 8", "--head-dim"},
-                                           {"--tie-word-embeddings", "--tie-word-embeddings"},
-                                           {"--rope-theta 7", "--rope-theta"},
-                                           {"--model llama-tiny", "--init and --model"},
-                                           {"--seq-len 65", "longer than the 64 positions"},
-                                           {"--save-every 3", "need --save"},
-                                           {"--resume auto", "--save DIR"}};
+  static const char *const refused[][2] = {
+      {"--vocab 62", "--vocab is asked to be 62, and tests/golden/llama/config.json says 61"},
+      {"--hidden-size 25", "--hidden-size"},
+      {"--num-layers 3", "--num-layers"},
+      {"--num-key-value-heads 4", "--num-key-value-heads"},
+      {"--head-dim 8", "--head-dim"},
+      {"--tie-word-embeddings", "--tie-word-embeddings"},
+      {"--rope-theta 7", "--rope-theta"},
+      {"--model llama-tiny", "--init and --model"},
+      {"--seq-len 65", "longer than the 64 positions"},
+      {"--save-every 3", "need --save"},
+      {"--resume auto", "--save DIR"}};
   for (volatile size_t i = 0; i < sizeof refused / sizeof *refused; i++)
     ASSERT_FAILS(run_open("%s %s", origin, refused[i][0]), refused[i][1]);
   run_close(run_open("%s --vocab 61 --num-layers 2 --untie-word-embeddings", origin));
@@ -304,7 +311,8 @@ static void a_model_is_not_written_over(void **state) {
   (void)state;
   make_directory("model");
   write_text("model/config.json", "{}");
-  ASSERT_FAILS(checkpoint_store_open(in_room("model"), NULL, -1, false), "a model lies there that is no checkpoint");
+  ASSERT_FAILS(checkpoint_store_open(in_room("model"), NULL, -1, false),
+               "a model lies there that is no checkpoint");
   write_text("file", "");
   ASSERT_FAILS(checkpoint_store_open(in_room("file/store"), NULL, -1, false), "cannot make");
   bool any;
@@ -317,7 +325,8 @@ static void companions_travel_along(void **state) {
   (void)state;
   shell("cp -r tests/golden/llama %s", in_room("origin"));
   write_text("origin/tokenizer.json", "{\"not\": \"read\"}");
-  Run *run = run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", in_room("origin"), in_room("origin"));
+  Run *run =
+      run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", in_room("origin"), in_room("origin"));
   CheckpointStore store = checkpoint_store_open(in_room("travelled"), in_room("origin"), -1, false);
   shell("rm -r %s", in_room("origin"));
   save_steps(run, &store, (const int64_t[]){1}, 1);

@@ -17,10 +17,12 @@
 
 // Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint shares.
 #define STEPS 12
-#define RUN                                                                                                            \
-  "--device cpu --model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 1 "                \
-  "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 16 --batch 2 --total-batch 64 --steps 12 --warmup 3 "     \
-  "--grad-clip 0.5 --eval-every 5 --eval-batches 2 --sample-every 7 --sample-tokens 3 --data tests/test_resume.c "
+#define RUN                                                                                                  \
+  "--device cpu --model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 1 "      \
+  "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 16 --batch 2 --total-batch 64 --steps 12 "      \
+  "--warmup 3 "                                                                                              \
+  "--grad-clip 0.5 --eval-every 5 --eval-batches 2 --sample-every 7 --sample-tokens 3 --data "               \
+  "tests/test_resume.c "
 
 static void succeeds(Output output) {
   if (output.status) fail_msg("exit status %d: %s", output.status, output.err);
@@ -42,7 +44,7 @@ static void check_same_file(const char *a, const char *b) {
 // All files of a checkpoint: weights, moments, state, and the checksums of them.
 static void check_same_checkpoint(const char *a, const char *b) {
   static const char *const files[] = {"model.safetensors", "training_state.safetensors", "trainer_state.json",
-                                      "config.json", "generation_config.json", "checksums.json"};
+                                      "config.json",       "generation_config.json",     "checksums.json"};
   for (int i = 0; i < 6; i++) {
     char x[1024], y[1024];
     snprintf(x, sizeof x, "%s/%s", a, files[i]);
@@ -101,9 +103,10 @@ static int run_straight(void **state) {
 // With nothing but --resume: the settings, and the data, come from the checkpoint.
 static void half_and_half_is_the_whole(void **state) {
   (void)state;
-  succeeds(train("--device cpu --resume %s --save %s --log %s --eval-every 5 --eval-batches 2 --sample-every 7 "
-                 "--sample-tokens 3",
-                 in_room("straight/step-000006"), in_room("half"), in_room("half.jsonl")));
+  succeeds(
+      train("--device cpu --resume %s --save %s --log %s --eval-every 5 --eval-batches 2 --sample-every 7 "
+            "--sample-tokens 3",
+            in_room("straight/step-000006"), in_room("half"), in_room("half.jsonl")));
   check_same_checkpoint(in_room("straight/step-000012"), in_room("half/step-000012"));
   double losses[2][STEPS + 1] = {{0}}, val_losses[2][STEPS + 1] = {{0}};
   read_log(in_room("straight.jsonl"), losses[0], val_losses[0]);
@@ -118,7 +121,8 @@ static void rounded_weights_resume_too(void **state) {
   (void)state;
   succeeds(train(RUN "--save %s --save-every 6 --save-dtype bf16", in_room("rounded")));
   succeeds(train("--device cpu --resume %s --save %s", in_room("rounded/step-000006"), in_room("again")));
-  check_same_file(in_room("straight/step-000012/model.safetensors"), in_room("again/step-000012/model.safetensors"));
+  check_same_file(in_room("straight/step-000012/model.safetensors"),
+                  in_room("again/step-000012/model.safetensors"));
   succeeds(train("--device cpu --init %s --data tests/test_resume.c --steps 0 --save %s", in_room("rounded"),
                  in_room("widened")));
 }
@@ -147,8 +151,10 @@ static void damage_is_passed_over(void **state) {
   (void)state;
   char command[2048], damaged[512];
   snprintf(damaged, sizeof damaged, "%s", in_room("damaged"));
-  snprintf(command, sizeof command, "cp -a %s %s && printf x | dd of=%s/step-000012/training_state.safetensors bs=1 "
-           "seek=2000 conv=notrunc 2>/dev/null", in_room("straight"), damaged, damaged);
+  snprintf(command, sizeof command,
+           "cp -a %s %s && printf x | dd of=%s/step-000012/training_state.safetensors bs=1 "
+           "seek=2000 conv=notrunc 2>/dev/null",
+           in_room("straight"), damaged, damaged);
   assert_int_equal(system(command), 0);
   Output output = train("--device cpu --resume %s/step-000012", damaged);
   assert_int_equal(output.status, 1);
@@ -203,8 +209,9 @@ static void killed_runs_lose_nothing(void **state) {
   for (int i = 0; i < kills; i++) {
     Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
                             in_room("killed.jsonl"));
-    double seconds = 1.5 * seconds_of_a_run * rand() / RAND_MAX;
-    nanosleep(&(struct timespec){.tv_sec = (time_t)seconds, .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))},
+    double seconds = 4 * seconds_of_a_run * rand() / RAND_MAX; // it saves more often, which takes longer
+    nanosleep(&(struct timespec){.tv_sec = (time_t)seconds,
+                                 .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))},
               NULL);
     kill(p.pid, SIGKILL);
     Output output = process_finish(&p);
@@ -218,21 +225,28 @@ static void killed_runs_lose_nothing(void **state) {
     snprintf(command, sizeof command, "rm -rf %s %s", directory, in_room("killed.jsonl"));
     assert_int_equal(system(command), 0);
   }
-  print_message("killed %d times, %d runs came through\n", kills - survived, survived);
-  Output output = train(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory, in_room("killed.jsonl"));
+  bool any;
+  char *newest = checkpoint_newest(directory, CHECK_LENGTHS, &any);
+  int reached = newest ? atoi(strstr(newest, "/step-") + 6) : 0;
+  free(newest);
+  print_message("killed %d times, %d runs came through, the last reached step %d\n", kills - survived,
+                survived, reached);
+  Output output = train(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
+                        in_room("killed.jsonl"));
   if (output.status) fail_msg("after %d kills: %s", kills, output.err);
   output_free(&output);
   check_same_checkpoint(in_room("straight/step-000012"), in_room("killed/step-000012"));
   check_same_losses(in_room("straight.jsonl"), in_room("killed.jsonl"));
-  snprintf(command, sizeof command, "test $(ls -d %s/step-* | wc -l) = 2 && ! ls -d %s/.[sr]*", directory, directory);
+  snprintf(command, sizeof command, "test $(ls -d %s/step-* | wc -l) = 2 && ! ls -d %s/.[sr]*", directory,
+           directory);
   assert_int_equal(system(command), 0);
 }
 
 static void a_full_disk_leaves_the_last_good_checkpoint(void **state) {
   (void)state;
   char command[1200];
-  snprintf(command, sizeof command, "cp -a %s %s && rm -r %s/step-000012", in_room("straight"), in_room("full"),
-           in_room("full"));
+  snprintf(command, sizeof command, "cp -a %s %s && rm -r %s/step-000012", in_room("straight"),
+           in_room("full"), in_room("full"));
   assert_int_equal(system(command), 0);
   struct rlimit before, limit;
   getrlimit(RLIMIT_FSIZE, &before);

@@ -45,7 +45,8 @@ static void refuses_length(const char *header, int64_t length, size_t data, cons
   SafetensorsHeader h;
   Reason reason;
   if (safetensors_parse(bytes, size, &h, &reason)) fail_msg("%s is not refused", header);
-  if (!strstr(reason.text, why)) fail_msg("%s is refused because %s, not because %s", header, reason.text, why);
+  if (!strstr(reason.text, why))
+    fail_msg("%s is refused because %s, not because %s", header, reason.text, why);
   assert_null(h.entries);
   free(bytes);
 }
@@ -54,7 +55,8 @@ static void refuses(const char *header, size_t data, const char *why) {
   refuses_length(header, -1, data, why);
 }
 
-#define F32(name, shape, place) "\"" name "\":{\"dtype\":\"F32\",\"shape\":" shape ",\"data_offsets\":" place "}"
+#define F32(name, shape, place)                                                                              \
+  "\"" name "\":{\"dtype\":\"F32\",\"shape\":" shape ",\"data_offsets\":" place "}"
 
 static void sound_headers_are_read(void **state) {
   (void)state;
@@ -69,7 +71,8 @@ static void sound_headers_are_read(void **state) {
 static void entries_stand_in_the_order_of_the_file(void **state) {
   (void)state;
   size_t size;
-  char *bytes = file_of("{" F32("late", "[1]", "[24,28]") "," F32("early", "[2,3]", "[0,24]") "}", -1, 28, &size);
+  char *bytes =
+      file_of("{" F32("late", "[1]", "[24,28]") "," F32("early", "[2,3]", "[0,24]") "}", -1, 28, &size);
   SafetensorsHeader h;
   Reason reason;
   assert_true(safetensors_parse(bytes, size, &h, &reason));
@@ -123,7 +126,8 @@ static void hostile_headers_are_refused(void **state) {
   refuses(deep, 0, "no JSON object");
   Reason reason;
   SafetensorsHeader h;
-  for (size_t size = 0; size < 8; size++) assert_false(safetensors_parse("\1\0\0\0\0\0\0", size, &h, &reason));
+  for (size_t size = 0; size < 8; size++)
+    assert_false(safetensors_parse("\1\0\0\0\0\0\0", size, &h, &reason));
 }
 
 // Every beginning of a sound file is refused, and none is read beyond its end.
@@ -144,12 +148,15 @@ static void truncated_files_are_refused(void **state) {
 
 static void what_is_composed_is_read_again(void **state) {
   (void)state;
-  const SafetensorsEntry entries[] = {{.name = "a \"quoted\" \xC3\xA4", .dtype = "BF16", .rank = 2, .shape = {3, 5}, .bytes = 30},
-                                      {.name = "b", .dtype = "F32", .rank = 1, .shape = {2}, .bytes = 8}};
+  const SafetensorsEntry entries[] = {
+      {.name = "a \"quoted\" \xC3\xA4", .dtype = "BF16", .rank = 2, .shape = {3, 5}, .bytes = 30},
+      {.name = "b", .dtype = "F32", .rank = 1, .shape = {2}, .bytes = 8}};
   size_t length;
-  char *header = safetensors_compose(entries, 2, &length);
+  char *composed = safetensors_compose(entries, 2, &length), *header = calloc(length + 38, 1);
+  assert_non_null(header);
   assert_int_equal(length % 8, 0);
-  header = realloc(header, length + 38);
+  memcpy(header, composed, length);
+  free(composed);
   SafetensorsHeader h;
   Reason reason;
   assert_true(safetensors_parse(header, length + 38, &h, &reason));
@@ -194,16 +201,20 @@ static void half_precision_widens_exactly(void **state) {
 
 // --- config.json -------------------------------------------------------------------------------------------
 
-#define LLAMA_SIZES                                                                                                    \
-  "\"model_type\":\"llama\",\"vocab_size\":10,\"hidden_size\":12,\"intermediate_size\":20,\"num_hidden_layers\":2,"     \
+#define LLAMA_SIZES                                                                                          \
+  "\"model_type\":\"llama\",\"vocab_size\":10,\"hidden_size\":12,\"intermediate_size\":20,\"num_hidden_"     \
+  "layers\":2,"                                                                                              \
   "\"num_attention_heads\":3"
-#define LLAMA3 "\"factor\":8,\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":32"
-#define GPT2_SIZES "\"model_type\":\"gpt2\",\"vocab_size\":10,\"n_embd\":12,\"n_layer\":2,\"n_head\":3,\"n_positions\":7"
+#define LLAMA3                                                                                               \
+  "\"factor\":8,\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":32"
+#define GPT2_SIZES                                                                                           \
+  "\"model_type\":\"gpt2\",\"vocab_size\":10,\"n_embd\":12,\"n_layer\":2,\"n_head\":3,\"n_positions\":7"
 
 static ModelConfig read_config(const char *text) {
   ModelConfig config;
   Reason reason;
-  if (!hf_config_parse(text, strlen(text), &config, &reason)) fail_msg("%s is refused: %s", text, reason.text);
+  if (!hf_config_parse(text, strlen(text), &config, &reason))
+    fail_msg("%s is refused: %s", text, reason.text);
   return config;
 }
 
@@ -236,7 +247,8 @@ static void llama_configs_are_read(void **state) {
   for (int i = 0; i < 3; i++) {
     c = read_config(spellings[i]);
     assert_true(c.rope_theta == 7 && c.rope_scaling.factor == 8 && c.rope_scaling.low_freq_factor == 1);
-    assert_true(c.rope_scaling.high_freq_factor == 4 && c.rope_scaling.original_max_position_embeddings == 32);
+    assert_true(c.rope_scaling.high_freq_factor == 4 &&
+                c.rope_scaling.original_max_position_embeddings == 32);
   }
   c = read_config("{" LLAMA_SIZES ",\"rope_parameters\":{\"rope_theta\":7,\"rope_type\":\"default\"}}");
   assert_true(c.rope_theta == 7 && c.rope_scaling.factor == 0);
@@ -250,7 +262,8 @@ static void gpt2_configs_are_read(void **state) {
   assert_int_equal(c.head_dim, 4);
   assert_int_equal(c.num_key_value_heads, 3);
   assert_int_equal(c.intermediate_size, 48);
-  c = read_config("{" GPT2_SIZES ",\"n_inner\":5,\"tie_word_embeddings\":false,\"activation_function\":\"gelu_new\"}");
+  c = read_config("{" GPT2_SIZES
+                  ",\"n_inner\":5,\"tie_word_embeddings\":false,\"activation_function\":\"gelu_new\"}");
   assert_int_equal(c.intermediate_size, 5);
   assert_false(c.tie_word_embeddings);
 }
@@ -269,16 +282,24 @@ static void other_configs_are_refused_by_name(void **state) {
   refuses_config("{" LLAMA_SIZES ",\"rms_norm_eps\":1e999}", "rms_norm_eps is not a number above 0");
   refuses_config("{" LLAMA_SIZES ",\"attention_bias\":1}", "attention_bias is not true or false");
   refuses_config("{" LLAMA_SIZES ",\"hidden_act\":\"gelu\"}", "hidden_act \"gelu\"");
-  refuses_config("{" LLAMA_SIZES ",\"architectures\":[\"LlamaForSequenceClassification\"]}", "LlamaForSequence");
+  refuses_config("{" LLAMA_SIZES ",\"architectures\":[\"LlamaForSequenceClassification\"]}",
+                 "LlamaForSequence");
   refuses_config("{" LLAMA_SIZES ",\"quantization_config\":{}}", "quantized");
-  refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4}}", "rope_type \"yarn\"");
-  refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":4}}", "lacks one of");
-  refuses_config("{" LLAMA_SIZES ",\"rope_parameters\":{\"partial_rotary_factor\":0.5}}", "partial_rotary_factor 0.5");
+  refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4}}",
+                 "rope_type \"yarn\"");
+  refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":4}}",
+                 "lacks one of");
+  refuses_config("{" LLAMA_SIZES ",\"rope_parameters\":{\"partial_rotary_factor\":0.5}}",
+                 "partial_rotary_factor 0.5");
   refuses_config("{\"model_type\":\"llama\",\"vocab_size\":10,\"hidden_size\":13,\"intermediate_size\":20,"
                  "\"num_hidden_layers\":2,\"num_attention_heads\":3}",
                  "13 does not divide into 3 heads");
+  refuses_config("{\"model_type\":\"gpt2\",\"vocab_size\":5,\"n_embd\":600000000,\"n_layer\":1,\"n_head\":1,"
+                 "\"n_positions\":7}",
+                 "n_embd 600000000 makes the MLP too wide");
   refuses_config("{" GPT2_SIZES ",\"activation_function\":\"relu\"}", "activation_function \"relu\"");
-  refuses_config("{" GPT2_SIZES ",\"scale_attn_by_inverse_layer_idx\":true}", "scale_attn_by_inverse_layer_idx true");
+  refuses_config("{" GPT2_SIZES ",\"scale_attn_by_inverse_layer_idx\":true}",
+                 "scale_attn_by_inverse_layer_idx true");
   refuses_config("{" GPT2_SIZES ",\"scale_attn_weights\":false}", "scale_attn_weights false");
   refuses_config("{" GPT2_SIZES ",\"add_cross_attention\":true}", "add_cross_attention true");
 }
@@ -301,7 +322,8 @@ static void written_configs_are_read_again(void **state) {
     free(twice);
   }
   ModelConfig c = read_config("{" LLAMA_SIZES "}");
-  char *text = hf_config_write(&c, DTYPE_F32, "{" LLAMA_SIZES ",\"eos_token_id\":7,\"torch_dtype\":\"float16\"}");
+  char *text =
+      hf_config_write(&c, DTYPE_F32, "{" LLAMA_SIZES ",\"eos_token_id\":7,\"torch_dtype\":\"float16\"}");
   assert_non_null(strstr(text, "\"eos_token_id\":\t7"));
   assert_null(strstr(text, "float16\""));
   assert_non_null(strstr(text, "\"float32\""));

@@ -1,0 +1,31 @@
+// A token shard and its mask out of the fuzzer's bytes: the first two say where the one ends and the other
+// begins. What is accepted must lie within the bytes.
+#include <stdlib.h>
+#include <string.h>
+
+#include "data/shard.h"
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+  if (size < 2) return 0;
+  size_t cut = (size_t)(data[0] | data[1] << 8) % (size - 1), rest = size - 2 - cut;
+  uint8_t *file = malloc(cut + 1),
+          *mask_file = malloc(rest + 1); // of their own, so that reading past one shows
+  memcpy(file, data + 2, cut);
+  memcpy(mask_file, data + 2 + cut, rest);
+  Reason reason;
+  Shard shard;
+  const uint8_t *mask;
+  unsigned sum = 0;
+  if (shard_parse(file, cut, &shard, &reason)) {
+    for (int64_t i = 0; i < shard.count * (shard.wide ? 4 : 2); i++)
+      sum += ((const uint8_t *)shard.tokens)[i];
+    mask = shard_parse_mask(mask_file, rest, shard.count, &reason);
+    for (int64_t i = 0; mask && i < shard.count; i++) sum += mask[i / 8] >> (i % 8) & 1;
+  }
+  if (sum == 1u << 31) abort(); // never; keeps the reads
+  free(file);
+  free(mask_file);
+  return 0;
+}
