@@ -57,7 +57,7 @@ static void reference_rows(Reference *r) {
     int32_t target = layer_random_target(r->seed, r->tokens[s], vocab);
     for (int64_t v = 1; v < vocab; v++) highest = fmax(highest, row[v]);
     for (int64_t v = 0; v < vocab; v++) sum += exp(row[v] - highest);
-    double lse = highest + log(sum);
+    double lse = highest + log(fmax(sum, 1)); // the highest alone adds 1
     r->loss[s] = lse - row[target];
     for (int64_t v = 0; v < vocab; v++)
       row[v] = (exp(row[v] - lse) - (v == target ? 1 : 0)) / (double)r->shape.tokens;
@@ -91,7 +91,8 @@ Reference *reference_create(LceShape shape, uint64_t seed) {
   for (int s = 0; s < SAMPLES; s++) {
     r->tokens[s] = shape.tokens * s / SAMPLES;
     // Half of the entries are some token's target: rows where the gradient is large.
-    r->entries[s] = s % 2 ? layer_random_target(seed, r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
+    r->entries[s] =
+        s % 2 ? layer_random_target(seed, r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
   }
   reference_rows(r);
   return r;
@@ -138,19 +139,20 @@ static void reference_columns(Reference *r, const float *loss) {
 // Relative error of sampled rows of a device tensor.
 static double rows_error(Backend *backend, Tensor t, const int64_t *rows, const double *want) {
   int64_t hidden = t.shape[1];
-  float *got = floats(hidden);
-  uint16_t *rounded = (uint16_t *)got;
+  void *row = floats(hidden); // or half as many bytes of bf16
+  const float *whole = row;
+  const uint16_t *half = row;
   double error = 0, size = 0;
   for (int s = 0; s < SAMPLES; s++) {
-    backend_to_host(backend, got, tensor_rows(t, rows[s], 1));
-    for (int64_t h = hidden - 1; h >= 0; h--) { // backwards: bf16 lies in the lower half of the floats
-      double value = t.dtype == DTYPE_BF16 ? (double)bf16_to_f32(rounded[h]) : (double)got[h];
+    backend_to_host(backend, row, tensor_rows(t, rows[s], 1));
+    for (int64_t h = 0; h < hidden; h++) {
+      double value = t.dtype == DTYPE_BF16 ? (double)bf16_to_f32(half[h]) : (double)whole[h];
       double truth = want[s * hidden + h];
       error += (value - truth) * (value - truth);
       size += truth * truth;
     }
   }
-  free(got);
+  free(row);
   return sqrt(error / size);
 }
 

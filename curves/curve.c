@@ -87,8 +87,8 @@ void curve_require_same(const Curve *on_disk, const Curve *wanted, const char *p
     *strchr(name, '=') = 0;
     Setting have = curve_setting(on_disk, name), want = curve_setting(wanted, name);
     if (strcmp(have.text, want.text))
-      fail("%s holds a sweep with %s %s, and this one has %s; give another --out, or --fresh to start over", path,
-           name, have.text[0] ? have.text : "(none)", want.text);
+      fail("%s holds a sweep with %s %s, and this one has %s; give another --out, or --fresh to start over",
+           path, name, have.text[0] ? have.text : "(none)", want.text);
   }
   fail("%s holds a sweep with other settings; give another --out, or --fresh to start over", path);
 }
@@ -96,13 +96,17 @@ void curve_require_same(const Curve *on_disk, const Curve *wanted, const char *p
 // --- on disk -----------------------------------------------------------------------------------------------
 
 static void put_bytes(FILE *out, size_t bytes) {
-  if (bytes) fprintf(out, ",%zu", bytes);
-  else fputc(',', out);
+  if (bytes)
+    fprintf(out, ",%zu", bytes);
+  else
+    fputc(',', out);
 }
 
 static void put_number(FILE *out, double value) {
-  if (isfinite(value) && value > 0) fprintf(out, ",%.6g", value);
-  else fputc(',', out);
+  if (isfinite(value) && value > 0)
+    fprintf(out, ",%.6g", value);
+  else
+    fputc(',', out);
 }
 
 static void put_row(FILE *out, const Reading *r) {
@@ -202,13 +206,15 @@ bool curve_read(Curve *c, const char *path) {
     strcpy(c->settings, line + sizeof MARK - 1);
     header = fgets(line, sizeof line, in) && strncmp(line, COLUMNS, sizeof COLUMNS - 1) == 0;
   }
-  if (!header) fail("%s is no memory curve of this version; move it away, or give --fresh to replace it", path);
+  if (!header)
+    fail("%s is no memory curve of this version; move it away, or give --fresh to replace it", path);
   for (int number = 3; fgets(line, sizeof line, in); number++) {
     char *end = strchr(line, '\n');
     if (!end) break; // cut off where the writer was killed
     *end = 0;
     Reading r;
-    if (!parse_row(line, &r)) fail("%s:%d is no row of a memory curve; remove the line, or give --fresh", path, number);
+    if (!parse_row(line, &r))
+      fail("%s:%d is no row of a memory curve; remove the line, or give --fresh", path, number);
     curve_add(c, &r);
   }
   fclose(in);

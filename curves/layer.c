@@ -76,13 +76,13 @@ LastLayer layer_push(Trainer *trainer, uint64_t seed) {
   Backend *backend = trainer->backend;
   int64_t tokens = trainer->tokens.shape[0], hidden_size = trainer->model.config.hidden_size;
   LastLayer layer = {.backend = backend,
-                 .weight = trainer->model.head.value,
-                 .dweight = trainer->model.head.grad,
-                 .targets = trainer->targets,
-                 .loss = trainer->loss};
+                     .weight = trainer->model.head.value,
+                     .dweight = trainer->model.head.grad,
+                     .targets = trainer->targets,
+                     .loss = trainer->loss};
   layer.x = memory_push_2d(&backend->memory, "x", MEMORY_ACTIVATIONS, backend->dtype, tokens, hidden_size);
-  layer.dx =
-      memory_push_2d(&backend->memory, "dx", MEMORY_ACTIVATION_GRADIENTS, backend->dtype, tokens, hidden_size);
+  layer.dx = memory_push_2d(&backend->memory, "dx", MEMORY_ACTIVATION_GRADIENTS, backend->dtype, tokens,
+                            hidden_size);
   if (!backend->memory.planning) fill_normal(backend, layer.x, seed, false);
   return layer;
 }
@@ -125,11 +125,9 @@ void layer_products(const LastLayer *l, int64_t rows) {
     linear_backward_input(
         backend,
         (LinearBackwardInput){.dx = tensor_rows(l->dx, first, count), .dout = logits, .weight = l->weight});
-    linear_backward_weight(backend, (LinearBackwardWeight){.dweight = l->dweight,
-                                                           .dout = logits,
-                                                           .x = x,
-                                                           .alpha = 1,
-                                                           .accumulate = first > 0});
+    linear_backward_weight(
+        backend, (LinearBackwardWeight){
+                     .dweight = l->dweight, .dout = logits, .x = x, .alpha = 1, .accumulate = first > 0});
   }
   memory_pop_to(&backend->memory, mark);
 }

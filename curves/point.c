@@ -78,8 +78,8 @@ double point_flops(const Experiment *e, const Point *p) {
 
 // What the two phases of a point need: the steps, and then the last layer by itself.
 typedef struct {
-  size_t peak, layer;               // Reading's ledger_bytes and layer_bytes
-  size_t step_stack, layer_stack;   // the stack of each phase
+  size_t peak, layer;             // Reading's ledger_bytes and layer_bytes
+  size_t step_stack, layer_stack; // the stack of each phase
 } Needs;
 
 static Needs plan_step(const Experiment *e, const Point *p) {
@@ -142,12 +142,6 @@ static double timed_products(const LastLayer *layer, int64_t rows) {
   return now_seconds() - start;
 }
 
-// The device's figures around what was measured.
-static void read_device(Reading *r, Backend *backend) {
-  r->device_bytes = backend->ops->device_bytes_peak(backend);
-  r->device_base_bytes = backend->device_overhead;
-}
-
 static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Backend *backend) {
   const Point *p = &r->point;
   Options o = point_options(e, p);
@@ -155,13 +149,13 @@ static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Ba
   backend->ops->device_peak_reset(backend);
   Source *source =
       o.data_count ? source_open(o.data, o.data_count, o.model.vocab_size) : corpus_open(o.model.vocab_size);
-  Loader loader =
-      loader_create((LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});
+  Loader loader = loader_create(
+      (LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});
   Trainer trainer;
   trainer_create(&trainer, &o, backend);
   trainer_set_mode(&trainer, p->mode);
   StepResult results[TRAINER_PENDING];
-  double seconds[ROUNDS_MOST], spent = 0;
+  double seconds[ROUNDS_MOST] = {0}, spent = 0;
   int rounds = 0;
   for (int step = 0; rounds < ROUNDS_MOST && spent < ROUND_SECONDS; step++) {
     backend_synchronize(backend);
@@ -173,14 +167,13 @@ static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Ba
   }
   r->step_seconds = median(seconds, rounds);
   r->ledger_bytes = ledger->peak;
-  read_device(r, backend);
+  r->device_bytes = backend->ops->device_bytes_peak(backend);
 
   if (needs->layer_stack > needs->step_stack) memory_set_stack(&backend->memory, needs->layer_stack);
   LastLayer layer = layer_push(&trainer, o.seed);
   r->layer_bytes = layer_held(&layer, p->mode, p->chunk);
   rounds = 0, spent = 0;
-  do
-    spent += seconds[rounds++] = timed_layer(&layer, p);
+  do spent += seconds[rounds++] = timed_layer(&layer, p);
   while (rounds < ROUNDS_MOST && spent < 0.5 * ROUND_SECONDS);
   r->layer_seconds = median(seconds, rounds);
   memory_pop_to(&backend->memory, 0);
@@ -228,14 +221,7 @@ static void measure_errors(const Experiment *e, Reading *r, const LastLayer *lay
 static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, Backend *backend) {
   const Point *p = &r->point;
   Memory *memory = &backend->memory;
-  backend->ops->device_peak_reset(backend);
   LastLayer layer = layer_reserve(backend, shape_of(e, p), 1);
-  memory_set_stack(memory, needs->layer_stack);
-  r->layer_bytes = layer_held(&layer, p->mode, p->chunk);
-  backend_synchronize(backend);
-  r->ledger_bytes = memory->ledger.peak;
-  read_device(r, backend);
-
   int64_t rows = floor_rows(backend, shape_of(e, p), r->usable_bytes);
   size_t stack = layer_products_stack(backend, shape_of(e, p), rows);
   if (needs->layer_stack > stack) stack = needs->layer_stack;
@@ -245,7 +231,7 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
     if (more > stack) stack = more;
   }
   memory_set_stack(memory, stack);
-  double layers[ROUNDS_MOST], floors[ROUNDS_MOST], spent = 0;
+  double layers[ROUNDS_MOST] = {0}, floors[ROUNDS_MOST] = {0}, spent = 0;
   int rounds = 0;
   timed_products(&layer, rows);
   do { // in turn: a card's speed changes with its heat
@@ -257,6 +243,16 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
   r->layer_seconds = median(layers, rounds);
   r->floor_seconds = median(floors, rounds);
   if (e->errors) measure_errors(e, r, &layer);
+
+  // Memory last, when the libraries have all they keep for themselves.
+  memory_set_stack(memory, 0);
+  ledger_reset_peak(&memory->ledger);
+  backend->ops->device_peak_reset(backend);
+  memory_set_stack(memory, needs->layer_stack);
+  r->layer_bytes = layer_held(&layer, p->mode, p->chunk);
+  backend_synchronize(backend);
+  r->ledger_bytes = memory->ledger.peak;
+  r->device_bytes = backend->ops->device_bytes_peak(backend);
 }
 
 // Bytes that the device can give now. A host's memory is shared: what is free counts, not what is there.
@@ -301,6 +297,9 @@ Reading point_read(const Experiment *e, const Point *p) {
       measure_layer(e, &r, &needs, backend);
     else
       measure_step(e, &r, &needs, backend);
+    // What the context and the product library keep for themselves, loaded and touched by now.
+    memory_destroy(&backend->memory);
+    r.device_base_bytes = backend->ops->device_bytes_now(backend);
   }
   backend_destroy(backend);
   return r;

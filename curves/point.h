@@ -32,10 +32,12 @@ typedef struct {
   Point point;
   PointStatus status;
   size_t planned_bytes, planned_layer_bytes;
-  size_t ledger_bytes; // the most in use at a time: of the step, or with --layer-only of the layer and its tensors
-  size_t layer_bytes;  // what the last layer pushed beyond its tensors, its operations' scratch included
-  size_t device_bytes, device_base_bytes; // the device's own figure at the peak, and before anything was held
-  size_t usable_bytes;                    // what the device had to give; 0 when unknown
+  size_t
+      ledger_bytes; // the most in use at a time: of the step, or with --layer-only of the layer and its tensors
+  size_t layer_bytes; // what the last layer pushed beyond its tensors, its operations' scratch included
+  // The device's own figure at the peak, and with everything given back: the context and the libraries' own.
+  size_t device_bytes, device_base_bytes;
+  size_t usable_bytes; // what the device had to give; 0 when unknown
   double step_seconds, layer_seconds;
   double floor_seconds; // of the layer's three bare products, timed in turn with it
   double loss_error, dx_error, dweight_error;

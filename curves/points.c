@@ -37,7 +37,8 @@ static int64_t whole(const char *text, const char *part, char **end) {
   errno = 0;
   long long value = strtoll(part, end, 10);
   if (errno || *end == part || value < 1 || value > INT32_MAX)
-    fail("--values %s: '%s' is no whole number from 1 to %d; write a list (512,1024) or a range (256:2048:256, "
+    fail("--values %s: '%s' is no whole number from 1 to %d; write a list (512,1024) or a range "
+         "(256:2048:256, "
          "128:16384:x2)",
          text, part, INT32_MAX);
   return value;
@@ -51,7 +52,8 @@ static void add_range(Values *v, const char *text, int64_t first, const char *re
   int64_t step = whole(text, end + 1 + factor, &end);
   if (*end) fail("--values %s: '%s' after the range is not understood", text, end);
   if (last < first)
-    fail("--values %s: the range ends at %lld, before it begins at %lld", text, (long long)last, (long long)first);
+    fail("--values %s: the range ends at %lld, before it begins at %lld", text, (long long)last,
+         (long long)first);
   if (factor && step < 2) fail("--values %s: a factor is 2 or more", text);
   for (int64_t value = first; value <= last; value = factor ? value * step : value + step)
     add_value(v, text, (Value){.value = value});
@@ -77,7 +79,8 @@ static Values parse_values(const char *text, bool tokens) {
         fail("--values %s: %s tokens are more than %d", text, text_grouped(value * seq_len).text, INT32_MAX);
       add_value(&v, text, (Value){.value = value * seq_len, .batch = value, .seq_len = seq_len});
     } else if (*end) {
-      fail("--values %s: '%s' is not understood; write a list (512,1024) or a range (256:2048:256)", text, part);
+      fail("--values %s: '%s' is not understood; write a list (512,1024) or a range (256:2048:256)", text,
+           part);
     } else {
       add_value(&v, text, (Value){.value = value});
     }
@@ -148,9 +151,10 @@ static void set_tokens(Point *p, const Value *v, const Options *o, bool layer_on
   p->batch = v->batch ? v->batch : layer_only ? 1 : v->value / o->seq_len;
   p->seq_len = v->batch ? v->seq_len : layer_only ? v->value : o->seq_len;
   if (p->batch * p->seq_len != v->value)
-    fail("--values: %s tokens are not whole sequences of %s; give multiples of --seq-len, or batch x sequence "
-         "(2x%lld)",
-         text_grouped(v->value).text, text_grouped(o->seq_len).text, (long long)o->seq_len);
+    fail(
+        "--values: %s tokens are not whole sequences of %s; give multiples of --seq-len, or batch x sequence "
+        "(2x%lld)",
+        text_grouped(v->value).text, text_grouped(o->seq_len).text, (long long)o->seq_len);
 }
 
 void points_add_sweep(PointList *list, const Options *o, const char *device, bool layer_only, Sweep sweep,

@@ -7,19 +7,21 @@
 #include "base/text.h"
 #include "curves/layer.h"
 
-#define MIB 0x1p20
-#define GIB 0x1p30
+#define MIB          0x1p20
+#define GIB          0x1p30
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
-static const char *const LLAMA3_8B[] = {"--model", "llama-8b", "--batch", "1", "--seq-len", "32768", "--recompute",
-                                        "layer", "--moment-dtype", "bf16", "--no-master-weights", NULL};
+static const char *const LLAMA3_8B[] = {
+    "--model",     "llama-8b", "--batch",        "1",    "--seq-len",           "32768",
+    "--recompute", "layer",    "--moment-dtype", "bf16", "--no-master-weights", NULL};
 static const char *const TOKENS_81920[] = {"--model", "llama-8b", "--batch", "4", "--seq-len", "20480", NULL};
-static const char *const CHUNK_SWEEP[] = {"--batch", "16", "--seq-len", "1024", "--hidden-size", "2048",
-                                          "--vocab", "131072", NULL};
-static const char *const GEMMA2_2B[] = {"--batch", "8", "--seq-len", "1024", "--hidden-size", "2304",
-                                        "--vocab", "256000", NULL};
-static const char *const BATCH_512[] = {"--batch", "1", "--seq-len", "512", "--hidden-size", "512",
-                                        "--vocab", "128256", "--dtype", "fp32", "--lce-chunk", "64", NULL};
+static const char *const CHUNK_SWEEP[] = {"--batch", "16",      "--seq-len", "1024", "--hidden-size",
+                                          "2048",    "--vocab", "131072",    NULL};
+static const char *const GEMMA2_2B[] = {"--batch", "8",       "--seq-len", "1024", "--hidden-size",
+                                        "2304",    "--vocab", "256000",    NULL};
+static const char *const BATCH_512[] = {"--batch",     "1",       "--seq-len", "512",     "--hidden-size",
+                                        "512",         "--vocab", "128256",    "--dtype", "fp32",
+                                        "--lce-chunk", "64",      NULL};
 
 static const Mark LLAMA3_MARKS[] = {
     {SWEEP_TOKENS, 32768, 15 * GIB, 0, 0, "15 GB, fp32 logits"},
@@ -58,8 +60,9 @@ static const Mark BATCH_MARKS[] = {
 static const Recipe recipes[] = {
     {.name = "llama3-8b-32k",
      .title = "Llama 3 8B, training step at long context",
-     .source = "PyTorch's feature request for linear_cross_entropy (pytorch issue 124480)",
-     .says = "at [B, T] = [1, 32768] and [4, 20480] the fp32 logits are a spike of 15 GB that the fused loss removes",
+     .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
+     .says = "at [B, T] = [1, 32768] and [4, 20480] the fp32 logits are a spike of 15 GB that the fused loss "
+             "removes",
      .grey = "what PyTorch's feature request for linear_cross_entropy says",
      .arguments = LLAMA3_8B,
      .timeline = true,
@@ -70,7 +73,7 @@ static const Recipe recipes[] = {
      .mark_count = COUNT(LLAMA3_MARKS)},
     {.name = "tokens-81920",
      .title = "Llama 3's last layer up to 81,920 tokens",
-     .source = "PyTorch's feature request for linear_cross_entropy (pytorch issue 124480)",
+     .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
      .says = "128,256 x 81,920 x 2 bytes: 19.57 GiB of logits",
      .grey = "what PyTorch's feature request for linear_cross_entropy says",
      .arguments = TOKENS_81920,
@@ -82,9 +85,11 @@ static const Recipe recipes[] = {
      .mark_count = COUNT(TOKENS_MARKS)},
     {.name = "chunk-sweep",
      .title = "The last layer over every size: N 16,384, H 2,048, V 131,072",
-     .source = "the second benchmark in PyTorch's feature request for linear_cross_entropy (pytorch issue 124480)",
-     .says = "memory, TFLOP/s and gradient error over each size, the others at N 16,384, H 2,048, V 131,072; the "
-             "libraries beside it were measured on one H200 with PyTorch 2.11",
+     .source = "the second benchmark in PyTorch's feature request for linear_cross_entropy "
+               "(pytorch/pytorch#124480)",
+     .says =
+         "memory, TFLOP/s and gradient error over each size, the others at N 16,384, H 2,048, V 131,072; the "
+         "libraries beside it were measured on one H200 with PyTorch 2.11",
      .grey = "other libraries, as measured on one H200 with PyTorch 2.11",
      .arguments = CHUNK_SWEEP,
      .layer_only = true,
@@ -100,7 +105,8 @@ static const Recipe recipes[] = {
     {.name = "gemma2-2b",
      .title = "Gemma 2 2B's last layer: N 8,192, H 2,304, V 256,000",
      .source = "Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al. 2025)",
-     .says = "24 GB against 1 MB for the loss alone, 28 GB against about 1.1 GB with the gradients; the libraries "
+     .says = "24 GB against 1 MB for the loss alone, 28 GB against about 1.1 GB with the gradients; the "
+             "libraries "
              "beside it were measured on one H200 with PyTorch 2.11",
      .grey = "the paper's figures; other libraries, as measured on one H200 with PyTorch 2.11",
      .arguments = GEMMA2_2B,
@@ -144,8 +150,8 @@ const Recipe *recipe_named(const char *name) {
 
 void recipes_list(FILE *out) {
   for (int i = 0; i < COUNT(recipes); i++)
-    fprintf(out, "%-16s%s\n%16s%s\n%16ssays %s\n", recipes[i].name, recipes[i].title, "", recipes[i].source, "",
-            recipes[i].says);
+    fprintf(out, "%-16s%s\n%16s%s\n%16ssays %s\n", recipes[i].name, recipes[i].title, "", recipes[i].source,
+            "", recipes[i].says);
 }
 
 // --- beside the source -------------------------------------------------------------------------------------
@@ -164,12 +170,15 @@ static const Reading *reading_at(const Curve *c, const Mark *m, LceMode mode) {
 
 static void our_figures(FILE *out, const Reading *r) {
   if (!r) {
-    fprintf(out, " %24s", "-");
+    fprintf(out, " %27s", "-");
     return;
   }
-  char text[64];
-  snprintf(text, sizeof text, "%s%s", text_bytes(reading_layer_bytes(r)).text, r->layer_bytes ? "" : " planned");
-  fprintf(out, " %24s", text);
+  char text[96], chunk[32] = "";
+  if (r->point.sweep == SWEEP_CHUNK && r->point.chunk)
+    snprintf(chunk, sizeof chunk, " at chunk %lld", (long long)r->point.chunk);
+  snprintf(text, sizeof text, "%s%s%s", text_bytes(reading_layer_bytes(r)).text, chunk,
+           r->layer_bytes ? "" : " plan");
+  fprintf(out, " %27s", text);
 }
 
 // What the layer pushes when only the losses are asked for.
@@ -199,13 +208,14 @@ static size_t gradient_bytes(const Experiment *e) {
 
 void recipe_compare(FILE *out, const Recipe *recipe, const Experiment *e, const Curve *c) {
   fprintf(out, "\n%s\n  says: %s\n", recipe->source, recipe->says);
-  fprintf(out, "  %-52s %12s %24s %24s\n", "what the last layer holds", "source", "fused here", "materialized here");
+  fprintf(out, "  %-48s %12s %27s %27s\n", "what the last layer holds", "source", "fused here",
+          "materialized here");
   for (int i = 0; i < recipe->mark_count; i++) {
     const Mark *m = &recipe->marks[i];
     char what[80];
     snprintf(what, sizeof what, m->value > 0 ? "%s, %s %s" : "%s", m->label, sweep_name(m->sweep),
              text_grouped((int64_t)m->value).text);
-    fprintf(out, "  %-52s %12s", what, text_bytes((uint64_t)m->bytes).text);
+    fprintf(out, "  %-48s %12s", what, text_bytes((uint64_t)m->bytes).text);
     our_figures(out, reading_at(c, m, LCE_FUSED));
     our_figures(out, reading_at(c, m, LCE_MATERIALIZED));
     fputc('\n', out);
@@ -214,12 +224,14 @@ void recipe_compare(FILE *out, const Recipe *recipe, const Experiment *e, const 
   Mark any = {.sweep = SWEEP_CHUNK};
   const Reading *fused = reading_at(c, &any, LCE_FUSED), *whole = reading_at(c, &any, LCE_MATERIALIZED);
   if (!fused || !whole) return;
-  fprintf(out, "  %-52s %12s %24s %24s\n", "the loss alone, no gradients (planned)", "1 MB / 24 GB",
+  fprintf(out, "  %-48s %12s %27s %27s\n", "the loss alone, no gradients (planned)", "1 MB / 24 GB",
           text_bytes(loss_alone_bytes(e, LCE_FUSED, fused->point.chunk)).text,
           text_bytes(loss_alone_bytes(e, LCE_MATERIALIZED, 0)).text);
   char fused_all[48], whole_all[48];
-  snprintf(fused_all, sizeof fused_all, "%s", text_bytes(reading_layer_bytes(fused) + gradient_bytes(e)).text);
-  snprintf(whole_all, sizeof whole_all, "%s", text_bytes(reading_layer_bytes(whole) + gradient_bytes(e)).text);
-  fprintf(out, "  %-52s %12s %24s %24s\n", "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB", fused_all,
-          whole_all);
+  snprintf(fused_all, sizeof fused_all, "%s",
+           text_bytes(reading_layer_bytes(fused) + gradient_bytes(e)).text);
+  snprintf(whole_all, sizeof whole_all, "%s",
+           text_bytes(reading_layer_bytes(whole) + gradient_bytes(e)).text);
+  fprintf(out, "  %-48s %12s %27s %27s\n", "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB",
+          fused_all, whole_all);
 }

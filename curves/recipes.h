@@ -19,10 +19,10 @@ typedef struct {
 
 typedef struct {
   const char *name;
-  const char *title;  // of the picture
-  const char *source; // whose experiment it is, in words
-  const char *says;   // what the source found
-  const char *grey;   // what the grey marks in the picture are
+  const char *title;            // of the picture
+  const char *source;           // whose experiment it is, in words
+  const char *says;             // what the source found
+  const char *grey;             // what the grey marks in the picture are
   const char *const *arguments; // ./train's options that set it up; what the user gives comes after and wins
   bool layer_only, errors, timeline, loss_alone;
   bool gpu; // planned for a GPU in bf16 where there is none

@@ -25,8 +25,8 @@ static const char *time_or_dash(double seconds, char *buffer, size_t size) {
 }
 
 static void print_head(FILE *out, const Experiment *e, bool errors) {
-  fprintf(out, "%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", "", "", "chunk", "planned", "ledger", "device",
-          "last layer", e->layer_only ? "products" : "step", "last layer");
+  fprintf(out, "%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", "", "", "chunk", "planned", "ledger",
+          "device", "last layer", e->layer_only ? "products" : "step", "last layer");
   if (errors) fprintf(out, " %9s %9s %9s", "loss err", "dX err", "dW err");
   fputc('\n', out);
 }
@@ -37,7 +37,7 @@ static void print_row(FILE *out, const Experiment *e, const Reading *r, const ch
   Text planned, ledger, device, layer;
   snprintf(what, sizeof what, "%s %s", sweep_name(p->sweep), text_grouped((int64_t)point_value(p)).text);
   if (p->chunk) snprintf(chunk, sizeof chunk, "%lld", (long long)p->chunk);
-  // The device's figure without what it held before anything was asked of it: comparable with the ledger.
+  // The device's figure without its context and its libraries' own: comparable with the ledger.
   size_t held = r->device_bytes > r->device_base_bytes ? r->device_bytes - r->device_base_bytes : 0;
   fprintf(out, "%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", what, lce_mode_name(p->mode), chunk,
           bytes_or_dash(r->planned_bytes, &planned), bytes_or_dash(r->ledger_bytes, &ledger),
@@ -47,7 +47,8 @@ static void print_row(FILE *out, const Experiment *e, const Reading *r, const ch
   if (e->errors && r->status == POINT_MEASURED)
     fprintf(out, " %9.2g %9.2g %9.2g", r->loss_error, r->dx_error, r->dweight_error);
   if (r->status == POINT_NO_ROOM)
-    fprintf(out, "  does not fit: needs %s of %s", text_bytes(r->planned_bytes).text, text_bytes(r->usable_bytes).text);
+    fprintf(out, "  does not fit: needs %s of %s", text_bytes(r->planned_bytes).text,
+            text_bytes(r->usable_bytes).text);
   else if (r->status != POINT_MEASURED)
     fprintf(out, "  %s", point_status_name(r->status));
   fprintf(out, "%s\n", left);
@@ -82,14 +83,17 @@ static void take_up(Curve *c, const PointList *points, const char *path) {
   curve_free(&found);
 }
 
-void run_points(FILE *out, const Experiment *e, const PointList *points, const char *path, bool fresh, Curve *c) {
+void run_points(FILE *out, const Experiment *e, const PointList *points, const char *path, bool fresh,
+                Curve *c) {
   if (!fresh) take_up(c, points, path);
   int had = c->count;
   curve_write(c, path);
-  if (had) fprintf(out, "%d of %d points are in %s already\n", had, points->count, path);
-  double todo = 0, done = 0, started = now_seconds();
+  if (had)
+    fprintf(out, "%d of %d points are in %s already (--fresh measures them again)\n", had, points->count,
+            path);
+  double ahead = 0, done = 0, started = now_seconds();
   for (int i = 0; i < points->count; i++)
-    if (!curve_find(c, &points->items[i])) todo += cost(e, &points->items[i]);
+    if (!curve_find(c, &points->items[i])) ahead += cost(e, &points->items[i]);
   print_head(out, e, e->errors);
   bool terminal = isatty(fileno(out));
   for (int i = 0; i < points->count; i++) {
@@ -110,11 +114,11 @@ void run_points(FILE *out, const Experiment *e, const PointList *points, const c
     if (r.status == POINT_MEASURED)
       done += cost(e, p);
     else
-      todo -= cost(e, p);
+      ahead -= cost(e, p);
     char left[40] = "";
     double spent = now_seconds() - started;
-    if (done > 0 && todo - done > 1e-6 * todo)
-      snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (todo - done)).text);
+    if (done > 0 && ahead - done > 1e-6 * ahead)
+      snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (ahead - done)).text);
     print_row(out, e, &r, left);
   }
   reorder(c, points);
@@ -124,7 +128,7 @@ void run_points(FILE *out, const Experiment *e, const PointList *points, const c
 
 static void agreement(FILE *out, const Curve *c) {
   int measured = 0, exact = 0;
-  double least = INFINITY, most = -INFINITY;
+  double least = INFINITY, most = -INFINITY, base = 0;
   for (int i = 0; i < c->count; i++) {
     const Reading *r = &c->readings[i];
     if (r->status != POINT_MEASURED) continue;
@@ -133,15 +137,19 @@ static void agreement(FILE *out, const Curve *c) {
     double apart = (double)r->device_bytes - (double)r->device_base_bytes - (double)r->ledger_bytes;
     least = fmin(least, apart);
     most = fmax(most, apart);
+    base = fmax(base, (double)r->device_base_bytes);
   }
   if (!measured) {
     fprintf(out, "\nevery figure is planned: nothing was allocated\n");
     return;
   }
   fprintf(out, "\nplanned and ledger agree to the byte at %d of %d measured points\n", exact, measured);
-  Text base = text_bytes(c->readings[0].device_base_bytes);
-  fprintf(out, "the device says between %s%s less and %s%s more than the ledger, beside its context's own %s\n",
-          text_bytes((uint64_t)fmax(0, -least)).text, "", text_bytes((uint64_t)fmax(0, most)).text, "", base.text);
+  fprintf(
+      out,
+      "the device says from %s less to %s more than the ledger, beside the up to %s of its context and its "
+      "libraries\n",
+      text_bytes((uint64_t)fmax(0, -least)).text, text_bytes((uint64_t)fmax(0, most)).text,
+      text_bytes((uint64_t)base).text);
 }
 
 // The materialized reading that a fused one is to be compared with.
@@ -161,21 +169,24 @@ static void saving(FILE *out, const Experiment *e, const Reading *fused, const R
   double less = (double)reading_layer_bytes(whole) / (double)reading_layer_bytes(fused);
   bool measured = fused->layer_bytes && whole->layer_bytes;
   fprintf(out,
-          "at N %s, H %s, V %s the last layer's peak beyond its gradients falls %.1f times, from %s materialized to "
+          "at N %s, H %s, V %s the last layer's peak beyond its gradients falls %.1f times, from %s "
+          "materialized to "
           "%s fused at chunk %s (%s, %s)\n",
-          text_grouped(point_tokens(p)).text, text_grouped(p->hidden_size).text, text_grouped(p->vocab_size).text,
-          less, text_bytes(reading_layer_bytes(whole)).text, text_bytes(reading_layer_bytes(fused)).text,
-          text_grouped(p->chunk).text, dtype_name(e->options->dtype), measured ? "measured" : "planned");
+          text_grouped(point_tokens(p)).text, text_grouped(p->hidden_size).text,
+          text_grouped(p->vocab_size).text, less, text_bytes(reading_layer_bytes(whole)).text,
+          text_bytes(reading_layer_bytes(fused)).text, text_grouped(p->chunk).text,
+          dtype_name(e->options->dtype), measured ? "measured" : "planned");
   if (e->layer_only) return;
   double planned = (double)whole->planned_bytes - (double)fused->planned_bytes;
   fprintf(out, "the whole step's peak falls from %s to %s", text_bytes(reading_bytes(whole)).text,
           text_bytes(reading_bytes(fused)).text);
   if (fused->ledger_bytes && whole->ledger_bytes) {
     double ledger = (double)whole->ledger_bytes - (double)fused->ledger_bytes;
-    double device = (double)whole->device_bytes - (double)whole->device_base_bytes - (double)fused->device_bytes +
-                    (double)fused->device_base_bytes;
-    fprintf(out, ": by %s, where the plan says %s and the device %s\n", text_bytes((uint64_t)fmax(0, ledger)).text,
-            text_bytes((uint64_t)fmax(0, planned)).text, text_bytes((uint64_t)fmax(0, device)).text);
+    double device = (double)whole->device_bytes - (double)whole->device_base_bytes -
+                    (double)fused->device_bytes + (double)fused->device_base_bytes;
+    fprintf(out, ": by %s, where the plan says %s and the device %s\n",
+            text_bytes((uint64_t)fmax(0, ledger)).text, text_bytes((uint64_t)fmax(0, planned)).text,
+            text_bytes((uint64_t)fmax(0, device)).text);
   } else {
     fprintf(out, ", planned\n");
   }

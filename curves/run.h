@@ -11,8 +11,8 @@
 // the time left. `curve` comes with its settings and leaves with all readings, in the points' order. What was
 // too slow before is tried again: the patience may have grown. `fresh` starts over. Fails when the file holds a
 // sweep of other settings.
-void run_points(FILE *out, const Experiment *experiment, const PointList *points, const char *path, bool fresh,
-                Curve *curve);
+void run_points(FILE *out, const Experiment *experiment, const PointList *points, const char *path,
+                bool fresh, Curve *curve);
 
 // The sentences after the table: whether plan, ledger and device agree, and what the fused mode saves.
 void run_summary(FILE *out, const Experiment *experiment, const Curve *curve);

@@ -20,10 +20,10 @@ static struct {
   const BackendOps *real;
   Backend *backend;
   Timeline *timeline;
-  double clock;    // of a plan
-  int64_t tokens;  // of the step
-  double started;  // of a device
-  size_t dated;    // events of the ledger that have a date
+  double clock;   // of a plan
+  int64_t tokens; // of the step
+  double started; // of a device
+  size_t dated;   // events of the ledger that have a date
 } record;
 
 // What a plan's clock takes an operation to last: as on a device that reaches this many flops and bytes a
@@ -157,7 +157,8 @@ static Work of_scatter_rows(const MoveRows *a) {
   return (Work){0, 2 * bytes_of(a->x)};
 }
 static Work of_adamw(const AdamW *a) {
-  return (Work){0, 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)) + bytes_of(a->grad)};
+  return (Work){0, 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)) +
+                       bytes_of(a->grad)};
 }
 static Work of_reduce(const Reduce *a) {
   return (Work){0, bytes_of(a->x)};
@@ -215,8 +216,10 @@ Timeline timeline_record(const Experiment *e, const Point *p) {
   Source *source = NULL;
   Loader loader = {0};
   if (!planned) {
-    source = o.data_count ? source_open(o.data, o.data_count, o.model.vocab_size) : corpus_open(o.model.vocab_size);
-    loader = loader_create((LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});
+    source = o.data_count ? source_open(o.data, o.data_count, o.model.vocab_size)
+                          : corpus_open(o.model.vocab_size);
+    loader = loader_create(
+        (LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});
   }
   Trainer trainer;
   trainer_create(&trainer, &o, backend);
@@ -268,7 +271,8 @@ void timeline_write(const Timeline timelines[2], const char *settings, const cha
   FILE *out = fopen(path, "w");
   if (!out) fail("cannot write %s: %s", path, strerror(errno));
   fprintf(out, "%s%s\nmode,seconds,step", MARK, settings);
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
+    fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
   fputc('\n', out);
   for (int i = 0; i < 2; i++) {
     const Timeline *t = &timelines[i];

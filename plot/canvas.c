@@ -15,9 +15,9 @@ struct Canvas {
   double scale;
   int columns, rows; // pixels
   Color *pixels;
-  float *mask;                         // coverage of the shape being drawn; 0 between shapes
-  int left, top, right, bottom;        // the part of the mask that is not 0
-  unsigned char *fonts[2];             // the files: regular, bold
+  float *mask;                  // coverage of the shape being drawn; 0 between shapes
+  int left, top, right, bottom; // the part of the mask that is not 0
+  unsigned char *fonts[2];      // the files: regular, bold
 #ifdef HAVE_STB
   stbtt_fontinfo faces[2];
 #endif
@@ -200,8 +200,10 @@ void canvas_line(Canvas *c, Spot from, Spot to, Stroke stroke) {
 
 void canvas_rule(Canvas *c, Spot from, Spot to, double width, Color color) {
   double thick = fmax(1, round(width * c->scale)) / c->scale, half = floor(0.5 * thick * c->scale) / c->scale;
-  double left = round(fmin(from.x, to.x) * c->scale) / c->scale, right = round(fmax(from.x, to.x) * c->scale) / c->scale;
-  double top = round(fmin(from.y, to.y) * c->scale) / c->scale, bottom = round(fmax(from.y, to.y) * c->scale) / c->scale;
+  double left = round(fmin(from.x, to.x) * c->scale) / c->scale,
+         right = round(fmax(from.x, to.x) * c->scale) / c->scale;
+  double top = round(fmin(from.y, to.y) * c->scale) / c->scale,
+         bottom = round(fmax(from.y, to.y) * c->scale) / c->scale;
   Box box = {left, top, right, bottom};
   if (from.y == to.y)
     box.top -= half, box.bottom = box.top + thick;
@@ -218,7 +220,8 @@ static double overlap(double low, double high, int pixel) {
 
 void canvas_boxes(Canvas *c, const Box *boxes, int count, Color color, double opacity) {
   for (int i = 0; i < count; i++) {
-    Box b = {boxes[i].left * c->scale, boxes[i].top * c->scale, boxes[i].right * c->scale, boxes[i].bottom * c->scale};
+    Box b = {boxes[i].left * c->scale, boxes[i].top * c->scale, boxes[i].right * c->scale,
+             boxes[i].bottom * c->scale};
     if (b.right <= b.left || b.bottom <= b.top) continue;
     Pixels p = touch(c, b.left, b.top, b.right, b.bottom);
     for (int y = p.top; y < p.bottom; y++)
@@ -228,13 +231,14 @@ void canvas_boxes(Canvas *c, const Box *boxes, int count, Color color, double op
   paint(c, color, opacity);
 }
 
-void canvas_between(Canvas *c, const double *x, const double *upper, const double *lower, int count, Color color,
-                    double opacity) {
+void canvas_between(Canvas *c, const double *x, const double *upper, const double *lower, int count,
+                    Color color, double opacity) {
   for (int i = 0; i + 1 < count; i++) {
     double left = x[i] * c->scale, right = x[i + 1] * c->scale;
-    for (int column = within((int)floor(left), 0, c->columns); column < within((int)ceil(right), 0, c->columns);
-         column++) {
-      double middle = (fmin(right, column + 1) + fmax(left, column)) / 2, t = (middle - left) / (right - left);
+    for (int column = within((int)floor(left), 0, c->columns);
+         column < within((int)ceil(right), 0, c->columns); column++) {
+      double middle = (fmin(right, column + 1) + fmax(left, column)) / 2,
+             t = (middle - left) / (right - left);
       double top = (upper[i] + t * (upper[i + 1] - upper[i])) * c->scale;
       double bottom = (lower[i] + t * (lower[i + 1] - lower[i])) * c->scale;
       if (bottom <= top) continue;
@@ -264,7 +268,8 @@ static double outside(Marker marker, double x, double y, double radius) {
 
 static void cover_shape(Canvas *c, Marker marker, Spot at, double radius) {
   Spot m = {at.x * c->scale, at.y * c->scale};
-  Pixels p = touch(c, m.x - 1.5 * radius - 1, m.y - 1.5 * radius - 1, m.x + 1.5 * radius + 1, m.y + 1.5 * radius + 1);
+  Pixels p = touch(c, m.x - 1.5 * radius - 1, m.y - 1.5 * radius - 1, m.x + 1.5 * radius + 1,
+                   m.y + 1.5 * radius + 1);
   for (int y = p.top; y < p.bottom; y++)
     for (int x = p.left; x < p.right; x++) {
       double inside = 0.5 - outside(marker, x + 0.5 - m.x, y + 0.5 - m.y, radius);
@@ -278,10 +283,10 @@ void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color
   if (marker == MARKER_NONE) return;
   if (marker == MARKER_CROSS) {
     Stroke stroke = {.color = color, .width = 1.3};
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius}, (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius},
-                stroke);
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius}, (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius},
-                stroke);
+    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius},
+                (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius}, stroke);
+    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius},
+                (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius}, stroke);
     return;
   }
   if (filled) {
@@ -304,16 +309,18 @@ static int next_letter(const unsigned char **text) {
   int more = t[0] >= 0xF0 ? 3 : t[0] >= 0xE0 ? 2 : t[0] >= 0xC0 ? 1 : 0;
   int code = more ? t[0] & (0x3F >> more) : t[0];
   for (int i = 1; i <= more; i++) {
-    if ((t[i] & 0xC0) != 0x80) more = i - 1;
-    else code = code << 6 | (t[i] & 0x3F);
+    if ((t[i] & 0xC0) != 0x80)
+      more = i - 1;
+    else
+      code = code << 6 | (t[i] & 0x3F);
   }
   *text = t + 1 + more;
   return code;
 }
 
 // Walks the text from pixel x on and draws into the mask unless told only to measure. Returns where it ends.
-static double walk_text(Canvas *c, const stbtt_fontinfo *face, double size, double x, int baseline, const char *text,
-                        bool draw) {
+static double walk_text(Canvas *c, const stbtt_fontinfo *face, double size, double x, int baseline,
+                        const char *text, bool draw) {
   float scale = stbtt_ScaleForMappingEmToPixels(face, (float)size);
   const unsigned char *at = (const unsigned char *)text;
   while (*at) {
@@ -347,7 +354,8 @@ double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
 double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
   double width = canvas_text_width(c, style, text);
   double x = at.x - (style.align == ALIGN_RIGHT ? width : style.align == ALIGN_CENTER ? width / 2 : 0);
-  walk_text(c, &c->faces[style.bold], style.size * c->scale, x * c->scale, (int)lround(at.y * c->scale), text, true);
+  walk_text(c, &c->faces[style.bold], style.size * c->scale, x * c->scale, (int)lround(at.y * c->scale), text,
+            true);
   paint(c, style.color, 1);
   return width;
 }

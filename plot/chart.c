@@ -27,7 +27,8 @@ typedef struct {
   const char *name;
 } UnitStep;
 
-static const UnitStep BYTES[] = {{1, "B"}, {0x1p10, "KiB"}, {0x1p20, "MiB"}, {0x1p30, "GiB"}, {0x1p40, "TiB"}};
+static const UnitStep BYTES[] = {
+    {1, "B"}, {0x1p10, "KiB"}, {0x1p20, "MiB"}, {0x1p30, "GiB"}, {0x1p40, "TiB"}};
 static const UnitStep SECONDS[] = {{1e-6, "µs"}, {1e-3, "ms"}, {1, "s"}};
 
 // The unit in which `value` is about 1 or more.
@@ -129,7 +130,8 @@ int axis_ticks(const Axis *axis, int most, double ticks[TICKS_MOST]) {
     }
     return count;
   }
-  double step = round_step((axis->high - axis->low) / most, axis->unit, unit_step(axis->unit, axis->high).size);
+  double step =
+      round_step((axis->high - axis->low) / most, axis->unit, unit_step(axis->unit, axis->high).size);
   for (double k = ceil(axis->low / step - 1e-9); count < most + 1 && count < TICKS_MOST; k++) {
     if (k * step > axis->high + 1e-9 * step) break;
     ticks[count++] = k * step + 0.0; // no -0
@@ -201,7 +203,10 @@ void panel_series(const Panel *p, SeriesStyle style, const double *x, const doub
                   int count) {
   for (int i = 0; i + 1 < count; i++) {
     bool whole = !firm || (firm[i] && firm[i + 1]);
-    Stroke stroke = {.color = style.color, .width = style.width, .dash = whole ? style.dash : 5, .gap = whole ? style.gap : 4};
+    Stroke stroke = {.color = style.color,
+                     .width = style.width,
+                     .dash = whole ? style.dash : 5,
+                     .gap = whole ? style.gap : 4};
     canvas_line(p->canvas, panel_spot(p, x[i], y[i]), panel_spot(p, x[i + 1], y[i + 1]), stroke);
   }
   for (int i = 0; i < count; i++)

@@ -66,7 +66,7 @@ static void succeeds(Output o) {
 }
 
 static Curve curve_in(const char *folder) {
-  char path[600];
+  char path[700];
   Curve curve;
   snprintf(path, sizeof path, "%s/curve.csv", folder);
   if (!curve_read(&curve, path)) fail_msg("there is no %s", path);
@@ -88,13 +88,15 @@ static const Reading *reading(const Curve *c, LceMode mode, Sweep sweep, double 
 static void hand_worked_csv(void **state) {
   (void)state;
   const char *out = in_room("hand");
-  succeeds(train("--layer-only --plan-only --device cuda --sweep tokens --values 64 --hidden-size 32 --vocab 1000 "
-                 "--lce-chunk 16 --out %s",
-                 out));
+  succeeds(
+      train("--layer-only --plan-only --device cuda --sweep tokens --values 64 --hidden-size 32 --vocab 1000 "
+            "--lce-chunk 16 --out %s",
+            out));
   Curve c = curve_in(out);
   assert_int_equal(c.count, 2);
   size_t x = 64 * 32 * 2, weight = 1000 * 32 * 2, dweight = 1000 * 32 * 4, losses = 256, targets = 256;
-  size_t held = x + weight + x + dweight + losses + targets + ((size_t)32 << 20); // and the products' workspace
+  size_t held =
+      x + weight + x + dweight + losses + targets + ((size_t)32 << 20); // and the products' workspace
 
   const Reading *whole = reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 64);
   size_t logits = 64 * 1024 * 2; // rows of 1000 stand 1024 apart: whole cache lines
@@ -104,12 +106,13 @@ static void hand_worked_csv(void **state) {
   assert_int_equal(whole->ledger_bytes, 0);
 
   const Reading *fused = reading(&c, LCE_FUSED, SWEEP_TOKENS, 64);
-  size_t columns = 6 * 256;                                // six fp32 columns of 16 rows
-  size_t chunk = columns + 16 * 32 * 2 + 16 * 1024 * 2;    // scaled x, exponentials
+  size_t columns = 6 * 256;                             // six fp32 columns of 16 rows
+  size_t chunk = columns + 16 * 32 * 2 + 16 * 1024 * 2; // scaled x, exponentials
   Tensor exps = tensor_2d(NULL, DTYPE_BF16, 16, 1000), x_chunk = tensor_2d(NULL, DTYPE_BF16, 16, 32);
   Tensor w = tensor_2d(NULL, DTYPE_BF16, 1000, 32);
   exps.data = x_chunk.data = w.data = &chunk; // only has to be there
-  size_t sweep = memory_padded(cuda_scratch.lce_sweep(&(LceSweep){.exps = exps, .dx_raw = x_chunk, .x = x_chunk, .weight = w}));
+  size_t sweep = memory_padded(
+      cuda_scratch.lce_sweep(&(LceSweep){.exps = exps, .dx_raw = x_chunk, .x = x_chunk, .weight = w}));
   size_t scatter = memory_padded(cuda_scratch.lce_target_gradient(&(LceTargetGradient){.x = x_chunk}));
   size_t scratch = sweep > scatter ? sweep : scatter;
   assert_int_equal(fused->planned_layer_bytes, chunk + scratch);
@@ -118,7 +121,8 @@ static void hand_worked_csv(void **state) {
 
   // And the file itself, as another program reads it.
   char *text = read_text(in_room("hand/curve.csv")), row[200];
-  snprintf(row, sizeof row, "\ntokens,materialized,1,64,64,1000,32,0,planned,%zu,%zu,,,,,,,,,,,\n", held + logits, logits);
+  snprintf(row, sizeof row, "\ntokens,materialized,1,64,64,1000,32,0,planned,%zu,%zu,,,,,,,,,,,\n",
+           held + logits, logits);
   assert_says(text, row);
   free(text);
   curve_free(&c);
@@ -182,7 +186,9 @@ static void curve_equals_plan(void **state) {
 static void gradient_errors(void **state) {
   (void)state;
   const char *out = in_room("errors");
-  succeeds(train("--device cpu --layer-only --gradient-error --values 40 --vocab 700 --hidden-size 24 --lce-chunk 16 --out %s", out));
+  succeeds(train("--device cpu --layer-only --gradient-error --values 40 --vocab 700 --hidden-size 24 "
+                 "--lce-chunk 16 --out %s",
+                 out));
   Curve c = curve_in(out);
   for (int i = 0; i < c.count; i++) {
     const Reading *r = &c.readings[i];
@@ -197,21 +203,20 @@ static void what_does_not_fit(void **state) {
   (void)state;
   const char *out = in_room("small");
   // Between the two modes' needs: the fused one fits, the materialized one does not.
-  Output o = train("--plan-only --device cuda --layer-only --values 4096 --vocab 128256 --hidden-size 64 --device-memory 0.5 --out %s", out);
+  Output o = train("--plan-only --device cuda --layer-only --values 4096 --vocab 128256 --hidden-size 64 "
+                   "--device-memory 0.5 --out %s",
+                   out);
   assert_int_equal(o.status, 0);
-  assert_says(o.out, "does not fit: needs 1.07 GiB of 512.0 MiB");
+  assert_says(o.out, "does not fit: needs 1.06 GiB of 512.0 MiB");
   output_free(&o);
   Curve c = curve_in(out);
   assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 4096)->status, POINT_PLANNED);
   assert_int_equal(reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 4096)->status, POINT_NO_ROOM);
   curve_free(&c);
   // The same where it would be measured.
-  succeeds(train("--device cpu " TINY "--values 32,64 --device-memory 0.001 --out %s", in_room("small2")));
+  succeeds(train("--device cpu " TINY "--values 32,64 --device-memory 1e-5 --out %s", in_room("small2")));
   c = curve_in(in_room("small2"));
-  for (int i = 0; i < c.count; i++) {
-    assert_true(c.readings[i].status == (c.readings[i].planned_bytes > c.readings[i].usable_bytes ? POINT_NO_ROOM : POINT_MEASURED));
-  }
-  assert_int_equal(c.readings[c.count - 1].status, POINT_NO_ROOM);
+  for (int i = 0; i < c.count; i++) assert_int_equal(c.readings[i].status, POINT_NO_ROOM);
   curve_free(&c);
 }
 
@@ -219,17 +224,15 @@ static void what_does_not_fit(void **state) {
 static void patience(void **state) {
   (void)state;
   const char *out = in_room("patience");
-  succeeds(train("--device cpu " TINY "--values 32,64 --patience 0.001 --out %s", out));
+  succeeds(train("--device cpu " TINY "--values 512,1024 --patience 1e-6 --out %s", out));
   Curve c = curve_in(out);
-  bool slow = false;
-  for (int i = 0; i < c.count; i++) slow |= c.readings[i].status == POINT_TOO_SLOW;
+  for (int i = 0; i < c.count; i++) assert_int_equal(c.readings[i].status, POINT_TOO_SLOW);
   curve_free(&c);
-  succeeds(train("--device cpu " TINY "--values 32,64 --out %s", out));
+  succeeds(train("--device cpu " TINY "--values 512,1024 --out %s", out));
   c = curve_in(out);
   assert_int_equal(c.count, 4);
   assert_planned_is_ledger(&c);
   curve_free(&c);
-  (void)slow; // a fast machine measures such steps in a millisecond
 }
 
 // --- recipes -----------------------------------------------------------------------------------------------
@@ -239,7 +242,8 @@ static void recipes_plan(void **state) {
   Output list = train("--list-recipes");
   assert_int_equal(list.status, 0);
   static const int points[] = {10, 16, 39, 8, 8};
-  static const char *const names[] = {"llama3-8b-32k", "tokens-81920", "chunk-sweep", "gemma2-2b", "batch-512"};
+  static const char *const names[] = {"llama3-8b-32k", "tokens-81920", "chunk-sweep", "gemma2-2b",
+                                      "batch-512"};
   assert_int_equal(recipe_count(), 5);
   for (int i = 0; i < recipe_count(); i++) {
     const Recipe *r = recipe_at(i);
@@ -254,7 +258,8 @@ static void recipes_plan(void **state) {
     output_free(&o);
     Curve c = curve_in(out);
     assert_int_equal(c.count, points[i]);
-    for (int k = 0; k < c.count; k++) assert_true(c.readings[k].planned_bytes > c.readings[k].planned_layer_bytes);
+    for (int k = 0; k < c.count; k++)
+      assert_true(c.readings[k].planned_bytes > c.readings[k].planned_layer_bytes);
     curve_free(&c);
   }
   output_free(&list);
@@ -292,7 +297,7 @@ static void killed_sweep_resumes(void **state) {
   Curve before = curve_in(killed);
   assert_true(before.count >= 5 && before.count < 20);
   // A row that was cut off in the middle is no row.
-  char path[640];
+  char path[700];
   snprintf(path, sizeof path, "%s/curve.csv", killed);
   FILE *file = fopen(path, "a");
   fputs("tokens,fused,1,64", file);
@@ -326,9 +331,12 @@ static void killed_sweep_resumes(void **state) {
   free(again);
   o = train("--device cpu --layer-only --values 64 --vocab 20001 --hidden-size 64 --out %s", killed);
   assert_int_equal(o.status, 1);
-  assert_says(o.err, "holds a sweep with vocab 20000, and this one has 20001; give another --out, or --fresh to start over");
+  assert_says(
+      o.err,
+      "holds a sweep with vocab 20000, and this one has 20001; give another --out, or --fresh to start over");
   output_free(&o);
-  succeeds(train("--device cpu --layer-only --values 64 --vocab 20001 --hidden-size 64 --fresh --out %s", killed));
+  succeeds(
+      train("--device cpu --layer-only --values 64 --vocab 20001 --hidden-size 64 --fresh --out %s", killed));
   curve_free(&before);
   curve_free(&after);
   curve_free(&never);
@@ -376,8 +384,9 @@ static void refusals(void **state) {
       {"--tokens 0 --layer-only", "--tokens 0: give a number from 1"},
       {"--gradient-error", "--gradient-error belongs to --layer-only"},
       {"--timeline --sweep tokens", "--timeline shows whole steps of one size"},
-      {"--recipe soup", "no recipe is called 'soup'; there are llama3-8b-32k, tokens-81920, chunk-sweep, gemma2-2b, "
-                        "batch-512"},
+      {"--recipe soup",
+       "no recipe is called 'soup'; there are llama3-8b-32k, tokens-81920, chunk-sweep, gemma2-2b, "
+       "batch-512"},
       {"--recipe batch-512 --sweep vocab", "--recipe batch-512 says what is swept"},
       {"--resolution 9", "--resolution 9: give a number from 1 to 4"},
       {"--patience never", "--patience never: give a number"},
@@ -386,7 +395,8 @@ static void refusals(void **state) {
       {"--out /proc/nothing", "cannot make the folder /proc/nothing"},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    const char *out = strstr(cases[i].arguments, "--out") ? "" : "--out ", *folder = *out ? in_room("refused") : "";
+    const char *out = strstr(cases[i].arguments, "--out") ? "" : "--out ",
+               *folder = *out ? in_room("refused") : "";
     const char *model = strstr(cases[i].arguments, "--model") ? "" : TINY;
     Output o = train("--plan-only --device cpu %s %s%s %s", model, out, folder, cases[i].arguments);
     if (o.status != 1) fail_msg("'%s' ended with %d: %s", cases[i].arguments, o.status, o.out);
@@ -415,8 +425,8 @@ static Color pixel(const Picture *p, Spot at, double scale) {
 static void assert_color(const char *what, const Picture *p, Spot at, double scale, Color want) {
   Color c = pixel(p, at, scale);
   if (abs(c.r - want.r) + abs(c.g - want.g) + abs(c.b - want.b) > 6)
-    fail_msg("%s at (%g, %g) is #%02x%02x%02x and not #%02x%02x%02x", what, at.x, at.y, c.r, c.g, c.b, want.r, want.g,
-             want.b);
+    fail_msg("%s at (%g, %g) is #%02x%02x%02x and not #%02x%02x%02x", what, at.x, at.y, c.r, c.g, c.b, want.r,
+             want.g, want.b);
 }
 
 static void assert_not_blank(const Picture *p) {
@@ -439,7 +449,11 @@ static Curve made_up(const char *what, Sweep sweep) {
   curve_set(&c, "sweep", "%s", sweep_name(sweep));
   for (int i = 1; i <= 4; i++)
     for (int m = 0; m < 2; m++) {
-      Reading r = {.point = {.sweep = sweep, .mode = (LceMode)m, .batch = 1, .vocab_size = 128256, .hidden_size = 2048},
+      Reading r = {.point = {.sweep = sweep,
+                             .mode = (LceMode)m,
+                             .batch = 1,
+                             .vocab_size = 128256,
+                             .hidden_size = 2048},
                    .status = i < 4 ? POINT_MEASURED : POINT_NO_ROOM,
                    .loss_error = NAN,
                    .dx_error = NAN,
@@ -494,7 +508,8 @@ static void lines_are_where_they_should_be(void **state) {
           assert_color("a line", &p, middle, scale, COLOR_MODE[m]);
         }
       // Nothing above the materialized line.
-      assert_color("the paper", &p, panel_spot(&panel, 1500, panel.y.high * 0.93), scale, (Color){255, 255, 255});
+      assert_color("the paper", &p, panel_spot(&panel, 1500, panel.y.high * 0.93), scale,
+                   (Color){255, 255, 255});
       picture_free(&p);
       curve_free(&c);
     }
@@ -565,7 +580,8 @@ static void timelines(void **state) {
   Curve c = curve_in(in_room("peaks"));
   for (int planned = 0; planned < 2; planned++) {
     const char *out = in_room("time");
-    succeeds(train("--timeline --device cpu %s " TINY "--resolution 1 --out %s", planned ? "--plan-only" : "", out));
+    succeeds(train("--timeline --device cpu %s " TINY "--resolution 1 --out %s", planned ? "--plan-only" : "",
+                   out));
     Timeline t[2];
     char settings[2048];
     timeline_read(t, settings, sizeof settings, in_room("time/timeline.csv"));
@@ -574,9 +590,11 @@ static void timelines(void **state) {
       assert_int_equal(highest_total(&t[i]), reading(&c, t[i].mode, SWEEP_TOKENS, 32)->planned_bytes);
       assert_int_equal(t[i].moments[0].step, 1);
       assert_int_equal(t[i].moments[t[i].count - 1].step, TIMELINE_STEPS);
-      for (int k = 1; k < t[i].count; k++) assert_true(t[i].moments[k].seconds >= t[i].moments[k - 1].seconds);
-      // The same comes and goes in each step.
-      assert_memory_equal(t[i].moments[0].bytes, t[i].moments[t[i].count - 1].bytes, sizeof t[i].moments[0].bytes);
+      for (int k = 1; k < t[i].count; k++)
+        assert_true(t[i].moments[k].seconds >= t[i].moments[k - 1].seconds);
+      // Nothing of a step outlives it.
+      const size_t *left = t[i].moments[t[i].count - 1].bytes;
+      assert_int_equal(left[MEMORY_HEAD] + left[MEMORY_ACTIVATIONS] + left[MEMORY_ACTIVATION_GRADIENTS], 0);
     }
     assert_int_equal(t[0].mode, LCE_MATERIALIZED);
     for (int i = 0; i < 2; i++) timeline_free(&t[i]);
@@ -600,7 +618,9 @@ static void fit(void **state) {
   long long fused = 0, whole = 0;
   const char *at = strstr(o.out, "--batch ");
   assert_non_null(at);
-  assert_int_equal(sscanf(at, "--batch %lld fits with the fused loss, --batch %lld with materialized logits", &fused, &whole), 2);
+  assert_int_equal(sscanf(at, "--batch %lld fits with the fused loss, --batch %lld with materialized logits",
+                          &fused, &whole),
+                   2);
   assert_true(whole > 0 && fused > 4 * whole);
   output_free(&o);
   o = train("--fit --device cpu --model llama-8b --vocab 2000000000 --seq-len 128");

@@ -25,12 +25,15 @@
 static const char HELP[] =
     "Usage: memory_curve [OPTION...]\n"
     "Memory and time of a training step, or of its last layer, with the fused loss and with materialized\n"
-    "logits: planned, counted by the ledger, and by the device's own figure. Writes curve.csv and curve.png.\n"
+    "logits: planned, counted by the ledger, and by the device's own figure. Writes curve.csv and "
+    "curve.png.\n"
     "\n"
     "What is swept\n"
-    "  --sweep WHAT       tokens, vocab, hidden or chunk (default tokens). A chunk is swept over the last layer\n"
+    "  --sweep WHAT       tokens, vocab, hidden or chunk (default tokens). A chunk is swept over the last "
+    "layer\n"
     "                     alone and drawn as time against memory\n"
-    "  --values LIST      512,1024,4096 or a range: 256:2048:256, 128:16384:x2; tokens also as batch x sequence,\n"
+    "  --values LIST      512,1024,4096 or a range: 256:2048:256, 128:16384:x2; tokens also as batch x "
+    "sequence,\n"
     "                     4x20480 (default: eight that suit the model)\n"
     "  --layer-only       the last layer alone, on random data: tokens from --batch x --seq-len or --tokens\n"
     "  --tokens N         tokens of --layer-only\n"
@@ -74,12 +77,14 @@ static bool take_own(Own *own, const char *name, const char *value, bool *used_v
   const struct {
     const char *name;
     bool *flag;
-  } flags[] = {{"--layer-only", &own->layer_only}, {"--gradient-error", &own->errors}, {"--timeline", &own->timeline},
-               {"--plan-only", &own->plan_only},   {"--fresh", &own->fresh},           {"--redraw", &own->redraw}};
+  } flags[] = {{"--layer-only", &own->layer_only}, {"--gradient-error", &own->errors},
+               {"--timeline", &own->timeline},     {"--plan-only", &own->plan_only},
+               {"--fresh", &own->fresh},           {"--redraw", &own->redraw}};
   const struct {
     const char *name;
     const char **text;
-  } texts[] = {{"--sweep", &own->sweep}, {"--values", &own->values}, {"--recipe", &own->recipe}, {"--out", &own->out}};
+  } texts[] = {
+      {"--sweep", &own->sweep}, {"--values", &own->values}, {"--recipe", &own->recipe}, {"--out", &own->out}};
   for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
     if (strcmp(name, flags[i].name) == 0) return *flags[i].flag = true;
   const char *const numbers[] = {"--tokens", "--device-memory", "--patience", "--resolution"};
@@ -92,8 +97,8 @@ static bool take_own(Own *own, const char *name, const char *value, bool *used_v
   for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
     if (strcmp(name, texts[i].name) == 0) *texts[i].text = value;
   if (strcmp(name, numbers[0]) == 0) own->tokens = (int64_t)number(name, value, 1, INT32_MAX);
-  if (strcmp(name, numbers[1]) == 0) own->memory_gib = number(name, value, 0.001, 1e6);
-  if (strcmp(name, numbers[2]) == 0) own->patience = number(name, value, 0.001, 1e9);
+  if (strcmp(name, numbers[1]) == 0) own->memory_gib = number(name, value, 1e-6, 1e6);
+  if (strcmp(name, numbers[2]) == 0) own->patience = number(name, value, 0, 1e9);
   if (strcmp(name, numbers[3]) == 0) own->resolution = (int)number(name, value, 1, 4);
   return true;
 }
@@ -141,7 +146,8 @@ static void check(Own *own, const Recipe *recipe, Options *o) {
     fail("--timeline shows whole steps of one size; leave out --sweep, --values and --layer-only");
   if (own->sweep && sweep_named(own->sweep) == SWEEP_CHUNK) own->layer_only = true;
   if (recipe) own->layer_only = recipe->layer_only, own->errors |= recipe->errors;
-  if (own->tokens && !own->layer_only) fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
+  if (own->tokens && !own->layer_only)
+    fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
   if (own->errors && !own->layer_only) fail("--gradient-error belongs to --layer-only");
   if (own->tokens) o->batch = 1, o->seq_len = own->tokens;
   o->total_batch = o->batch * o->seq_len;
@@ -213,8 +219,8 @@ static void describe(Curve *c, const Own *own, const Recipe *recipe, const Optio
     curve_set(c, "model", "%s", m->name);
     curve_set(c, "layers", "%lld", (long long)m->num_hidden_layers);
     curve_set(c, "intermediate", "%lld", (long long)m->intermediate_size);
-    curve_set(c, "heads", "%lld/%lld of %lld", (long long)m->num_attention_heads, (long long)m->num_key_value_heads,
-              (long long)m->head_dim);
+    curve_set(c, "heads", "%lld/%lld of %lld", (long long)m->num_attention_heads,
+              (long long)m->num_key_value_heads, (long long)m->head_dim);
     curve_set(c, "head", "%s", m->tie_word_embeddings ? "tied" : "untied");
     curve_set(c, "gradients", "%s", dtype_name(o->dtypes.grad));
     curve_set(c, "moments", "%s", dtype_name(o->dtypes.moment));
@@ -226,11 +232,17 @@ static void describe(Curve *c, const Own *own, const Recipe *recipe, const Optio
   curve_set(c, "hidden", "%lld", (long long)m->hidden_size);
   curve_set(c, "batch", "%lld", (long long)o->batch);
   curve_set(c, "seq_len", "%lld", (long long)o->seq_len);
-  curve_set(c, "chunk", o->lce_chunk ? "%lld" : o->lce_memory ? "within %lld MiB" : "an eighth",
+  curve_set(c, "chunk",
+            o->lce_chunk    ? "%lld"
+            : o->lce_memory ? "within %lld MiB"
+                            : "an eighth",
             (long long)(o->lce_chunk ? o->lce_chunk : o->lce_memory));
   if (own->errors) curve_set(c, "gradient_error", "yes");
   if (own->memory_gib > 0) curve_set(c, "memory", "%g GiB", own->memory_gib);
-  curve_set(c, "sweep", "%s", recipe ? sweep_name(recipe->sweeps[0].sweep) : own->sweep ? own->sweep : "tokens");
+  curve_set(c, "sweep", "%s",
+            recipe       ? sweep_name(recipe->sweeps[0].sweep)
+            : own->sweep ? own->sweep
+                         : "tokens");
   curve_set(c, "values", "%s", own->values ? own->values : "usual");
 }
 
@@ -286,7 +298,8 @@ static Files files_in(const char *folder, const char *name) {
 static void draw_all(const char *folder, const Curve *c, const Recipe *recipe, int resolution) {
   CurvePicture picture = {c, recipe, resolution};
   draw(files_in(folder, "curve").png, draw_curve, &picture);
-  if (recipe && recipe->sweep_count > 1 && picture_has_trade(c)) draw(files_in(folder, "trade").png, draw_trade, &picture);
+  if (recipe && recipe->sweep_count > 1 && picture_has_trade(c))
+    draw(files_in(folder, "trade").png, draw_trade, &picture);
 }
 
 static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, const Device *device) {
@@ -294,10 +307,13 @@ static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, con
   PointList points = {0};
   if (recipe)
     for (int i = 0; i < recipe->sweep_count; i++)
-      points_add_sweep(&points, o, e->device, own->layer_only, recipe->sweeps[i].sweep, recipe->sweeps[i].values);
+      points_add_sweep(&points, o, e->device, own->layer_only, recipe->sweeps[i].sweep,
+                       recipe->sweeps[i].values);
   else
-    points_add_sweep(&points, o, e->device, own->layer_only, sweep_named(own->sweep ? own->sweep : "tokens"), own->values);
-  for (int i = 0; i < points.count; i++) point_options(e, &points.items[i]); // refuses what is no model, first
+    points_add_sweep(&points, o, e->device, own->layer_only, sweep_named(own->sweep ? own->sweep : "tokens"),
+                     own->values);
+  for (int i = 0; i < points.count; i++)
+    point_options(e, &points.items[i]); // refuses what is no model, first
   Curve curve = {0};
   describe(&curve, own, recipe, o, device);
   Files files = files_in(own->out, "curve");
@@ -364,7 +380,8 @@ static void redraw(const Own *own) {
     for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
     any = true;
   }
-  if (!any) fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", own->out);
+  if (!any)
+    fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", own->out);
 }
 
 int main(int argc, char **argv) {
