@@ -213,7 +213,8 @@ typedef struct {
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target.
 
 // z = x W^T;  anchor a = z[target];  E[j] = exp(z[j] - a) for j != target, E[target] = 0;  R = sum_j E[j] in
-// fp32 before E is rounded;  dx_raw = E W. Where R overflows, the row is redone with anchor = max_j z[j].
+// fp32 before E is rounded;  dx_raw = E W. Where R grows out of range (beyond about 2^96, so that 1/(1+R) stays a
+// normal number) the row is redone with anchor = max_j z[j].
 // target_e = exp(z[target] - anchor): 1 unless the row was redone.
 typedef struct {
   Tensor exps;      // real [C, V] (may be strided), or absent: forward only, nothing of width V is kept

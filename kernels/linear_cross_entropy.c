@@ -22,8 +22,9 @@
 // cancels (p_y - 1), never meets a rounded logit: it is -R/(1+R), applied in fp32 beside the products. A
 // nearly certain token has a loss of R itself, with all its digits.
 //
-// The exponential overflows when a logit beats the target's by more than 88, a loss no working model has.
-// Those rows are found by R being infinite and redone with the row's maximum as anchor (LceSweep).
+// The exponential overflows when a logit beats the target's by more than 88, a loss no working model has. Those
+// rows, and a few short of it whose sums would leave r no normal number, are found by R and redone with the row's
+// maximum as anchor (LceSweep).
 //
 // Memory traffic per chunk, with e bytes an element: W is read three times (logits, dX, and nothing for dW),
 // E is written once and read twice, dW (fp32) is read and written once. So small chunks cost traffic of W and

@@ -12,10 +12,11 @@
 //
 // Measured as a ratio to the three bare sgemm calls over all tokens, the floor that the layer is held against
 // (N 1024, H 256, V 128256, chunks of 114; CPU time of one core with AVX-512 beside OpenBLAS 0.3.21):
-//   0.94  as it stands, holding 1/8.7 of what the materialized mode holds; two threads, by the clock: 0.95
-//   1.03  when the next tile of W is not fetched ahead
-//   1.01  with sgemm for dW
-//   1.41  with sgemm on these tiles: it copies both operands at every call, and the tiles are small
+//   0.94 to 0.98  as it stands, holding 1/8.7 of what the materialized mode holds (two threads, by the clock
+//                 of a busy machine: 0.93 to 1.01)
+//   1.06          when the next tile of W is not fetched ahead
+//   1.01          with sgemm for dW
+//   1.41          with sgemm on these tiles: it copies both operands at every call, and the tiles are small
 // It can fall below 1 because these products read their left operand where it lies, and sgemm copies both.
 #include <math.h>
 

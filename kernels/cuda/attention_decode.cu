@@ -27,12 +27,12 @@ template <class Real> __global__ void store_kernel(Arguments<Real> a) {
   }
 }
 
-// Block: x a query head, y a new token. Shared: the query [D], each warp's weighted values [WARPS, D].
+// Block: x a new token, y a query head. Shared: the query [D], each warp's weighted values [WARPS, D].
 template <class Real> __global__ void attend_kernel(Arguments<Real> a) {
   extern __shared__ float shared[];
   __shared__ float maxima[WARPS], sums[WARPS];
-  int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int64_t n = blockIdx.y, b = n / a.S, count = a.past + n % a.S + 1, row = b * a.K + h / (a.Q / a.K);
+  int h = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int64_t n = blockIdx.x, b = n / a.S, count = a.past + n % a.S + 1, row = b * a.K + h / (a.Q / a.K);
   const Real *keys = a.keys + row * a.cache_stride, *values = a.values + row * a.cache_stride;
   float *query = shared, *weighted = shared + (1 + warp) * a.D;
   for (int d = threadIdx.x; d < a.D; d += blockDim.x)
@@ -75,7 +75,7 @@ template <class Real> void decode(const AttentionDecode *d, cudaStream_t stream)
   a.scale = 1 / sqrtf((float)s.head_dim);
   unsigned tokens = (unsigned)(s.batch * s.seq_len);
   store_kernel<<<tokens, row_threads(a.K * a.D, 256), 0, stream>>>(a);
-  attend_kernel<<<dim3((unsigned)a.Q, tokens), WARPS * 32, (1 + WARPS) * a.D * sizeof(float), stream>>>(a);
+  attend_kernel<<<dim3(tokens, (unsigned)a.Q), WARPS * 32, (1 + WARPS) * a.D * sizeof(float), stream>>>(a);
 }
 
 } // namespace

@@ -1,10 +1,10 @@
 // The CUDA backend: finds the device, gives memory, moves bytes between host and device.
 //
-// Operations run in the order of one stream, so memory that is popped off the step's stack can be pushed again
-// at once. The host never waits, except for what it wants to read: uploads go through a ring of pinned memory,
-// from which the copy engine reads whenever the stream gets there, so that the caller's buffer is free again
-// when the call returns. The ring is cut into pieces of any size in the order of the uploads; the host waits
-// for the oldest piece only when the ring is full.
+// Operations run in the order of one stream, so memory that is popped off the step's stack can be pushed
+// again at once. The host never waits, except for what it wants to read: uploads go through a ring of pinned
+// memory, from which the copy engine reads whenever the stream gets there, so that the caller's buffer is
+// free again when the call returns. The ring is cut into pieces of any size in the order of the uploads; the
+// host waits for the oldest piece only when the ring is full.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -108,9 +108,9 @@ static void sample_peak(Backend *backend) {
   if (now > state->peak_bytes) state->peak_bytes = now;
 }
 
-// Device memory is taken in few large pieces and cuBLASLt takes a little when it first meets a product, so the
-// peak is sampled after each allocation and when somebody asks. What another program takes and gives back in
-// between goes unseen.
+// Device memory is taken in few large pieces and cuBLASLt takes a little when it first meets a product, so
+// the peak is sampled after each allocation and when somebody asks. What another program takes and gives back
+// in between goes unseen.
 static size_t device_bytes_peak(Backend *backend) {
   sample_peak(backend);
   return cuda_state(backend)->peak_bytes;

@@ -19,8 +19,8 @@ struct Staging;  // backend.cu: pinned memory between the host and the device
 
 struct CudaState {
   cudaStream_t stream; // every operation runs in its order
-  // Two more, which an operation may fork off the first and joins before it ends, and the events to do it with.
-  // The second of them goes before all others.
+  // Two more, which an operation may fork off the first and joins before it ends, and the events to do it
+  // with. The second of them goes before all others.
   cudaStream_t beside, urgent;
   cudaEvent_t forked[CUDA_LCE_TILES], joined[CUDA_LCE_TILES];
   int ordinal, multiprocessors;
@@ -70,7 +70,8 @@ template <typename F> static inline void with_bool(bool condition, F f) {
 // Elements of a 16-byte access.
 template <typename T> constexpr int WIDTH = 16 / (int)sizeof(T);
 
-// Whether every row starts where groups of `width` elements may be read, 16 bytes or the whole group at a time.
+// Whether every row starts where groups of `width` elements may be read, 16 bytes or the whole group at a
+// time.
 static inline bool rows_start_aligned(Tensor t, int64_t width) {
   uintptr_t bytes = (uintptr_t)cuda_min(16, width * (int64_t)dtype_bytes(t.dtype));
   return (uintptr_t)t.data % bytes == 0 &&
@@ -231,14 +232,15 @@ void products_destroy(Products *products);
 // columns.cu: out[j] (+)= alpha * sum_i x[i, j], in a fixed order. x is [rows, columns];
 // `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, float alpha, bool accumulate, float *partials);
-// The second half of it, for kernels that make the partial sums themselves: partials is [slices, out's length],
-// its rows `stride` apart.
+// The second half of it, for kernels that make the partial sums themselves: partials is [slices, out's
+// length], its rows `stride` apart.
 void column_sums_finish(Backend *backend, Tensor out, const float *partials, int64_t slices, int64_t stride,
                         float alpha, bool accumulate);
 
-// segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed order,
-// without atomics; coefficients may be NULL (all 1). x is [N, H]; workspace holds cuda_segment_bytes(N, H).
-// Rows of out that no id names are left alone: without accumulate the caller has zeroed them.
+// segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
+// order, without atomics; coefficients may be NULL (all 1). x is [N, H]; workspace holds
+// cuda_segment_bytes(N, H). Rows of out that no id names are left alone: without accumulate the caller has
+// zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
 

@@ -31,8 +31,8 @@ static inline int64_t cuda_column_slices(int64_t rows) {
   return cuda_max(1, cuda_min(256, cuda_ceil_div(rows, 64)));
 }
 
-// norm.cu's backward pass: teams of threads, each of which leaves a row of partial sums for dweight (and dbias).
-// Enough to fill a large GPU, and about 8 MiB for either vector at any hidden size.
+// norm.cu's backward pass: teams of threads, each of which leaves a row of partial sums for dweight (and
+// dbias). Enough to fill a large GPU, and about 8 MiB for either vector at any hidden size.
 static inline int64_t cuda_norm_teams(int64_t rows, int64_t hidden_size) {
   return cuda_max(1, cuda_min(rows, 2112 / cuda_ceil_div(hidden_size, 1024)));
 }
@@ -41,7 +41,7 @@ static inline int64_t cuda_norm_teams(int64_t rows, int64_t hidden_size) {
 // two partial sums. Its scratch: ids and positions before and after the sort, the sums, the sort's own.
 // The rows of a piece are added one after the other, so few rows are cut into short pieces: more at a time.
 static inline int64_t cuda_segment_piece(int64_t rows) {
-  return rows <= 8192 ? 4 : 32;
+  return rows <= 1024 ? 4 : rows <= 4096 ? 8 : 32;
 }
 
 static inline size_t cuda_segment_sort_bytes(int64_t rows) {
@@ -50,15 +50,15 @@ static inline size_t cuda_segment_sort_bytes(int64_t rows) {
 
 static inline size_t cuda_segment_bytes(int64_t rows, int64_t hidden_size) {
   size_t ids = memory_padded((size_t)rows * sizeof(int32_t));
-  size_t sums =
-      memory_padded((size_t)(cuda_ceil_div(rows, cuda_segment_piece(rows)) * 2 * hidden_size) * sizeof(float));
+  size_t sums = memory_padded((size_t)(cuda_ceil_div(rows, cuda_segment_piece(rows)) * 2 * hidden_size) *
+                              sizeof(float));
   return 3 * ids + sums + cuda_segment_sort_bytes(rows);
 }
 
 // linear_cross_entropy.cu: the logits of `rows` tokens are made this many vocabulary entries at a time, in an
-// fp32 tile that stays in the L2 cache between the product that writes it and the kernel that reads it. Its rows
-// are whole cache lines.
-enum { CUDA_LCE_TILE_BYTES = 16 << 20, CUDA_LCE_TILES = 3 };
+// fp32 tile that stays in the L2 cache between the product that writes it and the kernel that reads it. Its
+// rows are whole cache lines.
+enum { CUDA_LCE_TILE_BYTES = 20 << 20, CUDA_LCE_TILES = 3 };
 
 static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   int64_t columns = CUDA_LCE_TILE_BYTES / (int64_t)sizeof(float) / cuda_max(1, rows) / 256 * 256;

@@ -1,63 +1,79 @@
 // The last layer's products on Hopper: tensor cores, copy engine and exponentials at work at the same time.
 //
-// WHAT. One kernel makes tiles of D = A B, A [M, K] and B [K, N] in bf16, sums in fp32. It ends in one of two ways:
+// WHAT. One kernel makes tiles of D = A B, A [M, K] and B [K, N] in bf16, sums in fp32. It ends in one of
+// two ways:
 //
-//   logits   A = X [C, H], B = W^T: turns each logit into E = exp(z - anchor), leaves out the target, adds up the
-//            rows in fp32 and writes E in bf16. No logit ever leaves the registers.
+//   logits   A = X [C, H], B = W^T: turns each logit into E = exp(z - anchor), leaves out the target, adds
+//            up the rows in fp32 and writes E in bf16. No logit ever leaves the registers.
 //   gradient A = E [C, V], B = W: writes dX's sums as they are, or in parts where V is cut into slices.
 //
-// COST, for a chunk of C rows: 2 C V H flops each. The logits read X and W and write 2 C V bytes of E and 4 C V /
-// 192 bytes of row sums; the gradient reads E and W. At V = 128,256 and H = 4096 a chunk of 1024 makes 2 GiB of
-// traffic in both together against 2.2 Tflop: memory is busy a sixth of the time, the tensor cores all of it.
+// COST, for a chunk of C rows: 2 C V H flops each. The logits read X and W, and write 2 C V bytes of E and
+// 4 C V / 192 of row sums; the gradient reads E and W. At C = 1024, H = 4096, V = 128,256 the two move 2.6
+// GB for 2.2 Tflop: memory is busy a fifth of the time, the tensor cores all of it.
 //
-// HOW. Threads do not load and multiply by turns; they have roles, and engines do the work.
+// HOW. Threads do not load and multiply by turns; they have roles, and engines do the work. A block, alone
+// on its multiprocessor, is a loading group and two multiplying groups of 128 threads:
 //
-//   block = 1 loading group + 2 multiplying groups of 128 threads, one block on each multiprocessor.
+//   loader        one thread: box of A (128 x 64) and box of B (192 x 64) -> stage s, once stage s is empty
+//   multiplier 0  tile t:    multiply multiply multiply | finish . . . . . . . | multiply ...
+//   multiplier 1  tile t+1:  finish . . . . . . . . . . | multiply multiply .. | finish ...
 //
-//   loader       one thread: box of A (128 x 64) and box of B (192 x 64) -> stage s, when stage s is empty
-//   multiplier 0 tile t:    multiply multiply multiply | finish finish         | multiply ...
-//   multiplier 1 tile t+1:  finish finish            | multiply multiply ...   | finish ...
+// Each multiplier owns a whole tile of 128 x 192, and the two take turns: while one has the tensor cores,
+// the other turns its sums into exponentials and stores them. A tile's exponentials keep the special units
+// busy for 1,536 cycles, its products the tensor cores for 24,576 at H = 2048; with the conversions, sums
+// and stores around them the exponentials still vanish behind the products, and cost 2 to 3% against
+// storing bare logits.
 //
-// Each multiplier owns a whole tile of 128 x 192, and the two take turns: while one has the tensor cores the other
-// turns its sums into exponentials and stores them. The exponentials of a tile take about 6,000 cycles of one
-// group against 24,000 cycles of products at H = 2048: they vanish behind them. With both groups on one tile of
-// 128 x 256 (each half of it) both finish at once and the tensor cores wait; that tile needs less traffic
-// through shared memory, but the first product then takes 4 to 10% longer (measured, below).
+// A tile of 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get
+// when the loaders give theirs up. Five stages of 40 KiB bridge the memory's latency (four: up to 2% slower).
 //
-// A tile of 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get when the
-// loaders give theirs up. Five stages of 40 KiB hide the memory's latency (four cost 1 to 4%).
+// Two blocks on neighbouring multiprocessors form a cluster and work on two tiles one below the other. They
+// need the same box of B: each loads half of it, and the copy engine delivers each half to both. Without
+// that, the logits take 2 to 14% longer.
 //
-// Two blocks on neighbouring multiprocessors form a cluster and work on two tiles below one another: they need
-// the same box of B, each loads half of it, and the copy engine delivers each half to both. Without that, the L2
-// cache cannot keep up (6 to 12% slower); four blocks to a cluster leave multiprocessors without one.
+// The grid is as many clusters as fit on the device. Cluster i makes tiles i, i + clusters, ...; neighbours
+// in time share boxes in the L2 cache: the rows of A of a band, 16 MiB at most, and a few columns of B.
 //
-// The grid is as many clusters as fit on the device. Cluster i makes tiles i, i + clusters, ...; neighbours in
-// time share boxes in the L2 cache: A's rows of all tiles in a band, B's columns of a few.
+// SLICES. dX at C = 1024, H = 2304 has 48 cluster tiles, for 66 clusters: in one round, a quarter of the
+// device would be idle. So tiles of the last round are cut along K into slices; each slice leaves its fp32
+// sums in scratch, and a second kernel adds them in order. All clusters walk through K in step, so that E
+// and W still come from memory about once. Where tiles come out even, dX is cuBLASLt's (see beats_library).
 //
-// SLICES. dX has C x H entries, 96 cluster-tiles at 2048 x 2304 for 66 clusters: a second round would be half empty.
-// So tiles of the last round are cut along K into slices; each slice leaves its fp32 sums in scratch and a
-// second kernel adds them in order. All clusters walk through K in step, so E and W still come from memory once.
+// THE EXPONENT is taken as 2^(z log2(e) - a log2(e)): one fused multiply-add and one instruction of the
+// special unit. a log2(e) is rounded once for a row, which would shift all of the row's E alike; the
+// rounding error is known (a second fused multiply-add gives it), and the row's sum is corrected by it. The
+// target's entry and columns beyond V become 2^-infinity beforehand, in the few tiles that have any.
 //
-// THE EXPONENT is taken as 2^(z log2(e) - a log2(e)): one fused multiply-add and one instruction of the special
-// unit. a log2(e) is rounded once per row, which would shift all of a row's E alike; the rounding error is known
-// (a second fused multiply-add gives it) and the row's sum is corrected by it. The target's entry and columns
-// beyond V become 2^-infinity before, in the few tiles that have any.
+// MEASURED on one H200. At its power limit of 700 W the clock sinks to where the work fits in: it is not
+// idle cycles that cost time then, but energy. Each alone for half a second, TFLOP/s, hot:
 //
-// MEASURED, one H200 at its power limit (1,250 MHz, at which the tensor cores could do 676 TFLOP/s; cuBLASLt's
-// fastest algorithm and this kernel in turn, median of 8; above 1 is faster than cuBLASLt's bare product):
+//   C x H x V                bare logits, cuBLASLt's fastest | E and sums, here | same, tiles of 128 x 256
+//   4096 x 4096 x 128256     675                               661                658
+//   1024 x 4096 x 128256     671                               652                646
+//   4096 x 2048 x 131072     691                               667                639
+//   1024 x 2048 x 131072     677                               642                611
 //
-//   C x H x V                logits with exponentials   same, 128 x 256 by both   dX
-//   4096 x 4096 x 128256     656 TFLOP/s   1.07          607   0.97               630   1.00
-//   1024 x 4096 x 128256     643           1.00          621   0.95               641   1.02
-//   4096 x 2048 x 131072     634           0.97          582   0.88               637   1.01
-//   1024 x 2048 x 131072     624           0.98          571   0.90               623   1.00
-//   4096 x 2304 x 256000     653           1.09          587   0.97               643   0.99
-//   1024 x 2304 x 256000                                                          656   1.10
+// The last column is the usual way: both groups work on halves of one tile of 128 x 256 and finish
+// together, while the tensor cores wait. Its larger tile needs less traffic through shared memory, and the
+// clock stays at 1,320 MHz instead of 1,250; so for dX, which has next to nothing to finish, it is the
+// better one: 659 to 680 against 635 to 653 here and 662 to 690 of cuBLASLt. Starting the second group
+// later made no difference: it comes to lag behind by itself.
 //
-// TRIED, and left out: dW += E^T (r X) with the same kernel, added in memory by the copy engine's reduction: 0.94
-// to 1.00 of cuBLASLt's fastest, so dW is cuBLASLt's (the 128 x 256 tile reached 0.82 to 0.93; red.global from
-// registers was 10% slower than the copy engine; a staging pattern without bank conflicts made no difference).
-// Clusters of four: 0.83. Marking E's lines for early eviction, walking tiles in other orders: within 1%.
+// The whole layer over its three bare products by cuBLASLt on all N tokens, in turn within one run:
+//
+//   N x H x V                 chunk 4096   2048   1024
+//   4096 x 4096 x 128256            1.00   1.01   1.06
+//   16384 x 2048 x 131072           0.98   1.01   1.09
+//   8192 x 2304 x 256000            0.95   0.98   1.03
+//   32768 x 4096 x 128256           1.02   1.03   1.08
+//
+// At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it.
+//
+// TRIED, and left out: dW += E^T (r X) with this kernel, added in memory by the copy engine's reduction,
+// gave the same bits as cuBLASLt's fastest algorithm in 0.99 to 1.06 of its time, so dW is cuBLASLt's.
+// (With 128 x 256: 1.00 to 1.22. By red.global from the registers: 3 to 17% slower than by the copy engine.
+// Staging without bank conflicts: no difference.) Clusters of four, with 128 x 256: 3 to 10% slower than of
+// two. Marking E's lines for early eviction: within 1%. A band of 32 MiB instead of 16: 2% slower.
 #include <cudaTypedefs.h>
 #include <math.h>
 
@@ -69,12 +85,17 @@ enum { TILE_M = 128, TILE_N = 192, TILE_K = 64, STAGES = 5, CLUSTER = 2 };
 enum { A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES };
 enum { GROUP = 128, MULTIPLIERS = 2, THREADS = GROUP * (1 + MULTIPLIERS) };
 // A warp stores 16 rows of 128 bytes at a time, from a place of its own.
-enum { BOX_ROWS = 16, BOX_BYTES = BOX_ROWS * 128, SHARED_BYTES = STAGES * STAGE_BYTES + 8 * BOX_BYTES + 1024 };
+enum {
+  BOX_ROWS = 16,
+  BOX_BYTES = BOX_ROWS * 128,
+  SHARED_BYTES = STAGES * STAGE_BYTES + 8 * BOX_BYTES + 1024
+};
 
 enum Output { EXPONENTIALS, SUMS_BF16, SUMS_F32 };
 
-// A cluster's tile has CLUSTER * TILE_M rows. Tiles are made in bands of `band` rows of tiles, and column after
-// column within a band. The first `whole` tiles are made over all of k; the others in `slices` parts each.
+// A cluster's tile has CLUSTER * TILE_M rows. Tiles are made in bands of `band` rows of tiles, and column
+// after column within a band. The first `whole` tiles are made over all of k; the others in `slices` parts
+// each.
 struct Work {
   int m, n;
   int m_tiles, n_tiles, k_steps, band;
@@ -93,9 +114,9 @@ struct Ends {
 
 // One piece of work for a cluster, as one of its blocks sees it.
 struct Unit {
-  int row, column;      // of the tile's first entry
-  int k_begin, k_end;   // in steps of TILE_K
-  int slice;            // where its sums go in Ends.slices, or -1
+  int row, column;    // of the tile's first entry
+  int k_begin, k_end; // in steps of TILE_K
+  int slice;          // where its sums go in Ends.slices, or -1
 };
 
 struct TileAt {
@@ -129,8 +150,8 @@ static __device__ __forceinline__ Unit unit_at(const Work &w, int u, int rank) {
   return unit;
 }
 
-// The ring of stages. Loader and multipliers walk around it on their own; a stage's barriers change phase once a
-// round, so whoever waits needs the parity of its own round.
+// The ring of stages. Loader and multipliers walk around it on their own; a stage's barriers change phase
+// once a round, so whoever waits needs the parity of its own round.
 struct Ring {
   uint32_t first; // shared memory
   uint64_t *full, *empty;
@@ -175,7 +196,8 @@ static __device__ __forceinline__ void load_stages(const Work &w, const Ring &ri
       box_load(a_stage, a, full, k * TILE_K, unit.row);
       if (B_K_INNERMOST) { // this block's share: some of the columns
         constexpr int share = TILE_N / CLUSTER;
-        box_load_multicast(b_stage + rank * share * 128, b, full, k * TILE_K, unit.column + rank * share, everyone);
+        box_load_multicast(b_stage + rank * share * 128, b, full, k * TILE_K, unit.column + rank * share,
+                           everyone);
       } else { // some of the k, of each block of 64 columns
         constexpr int share = TILE_K / CLUSTER;
         for (int i = 0; i < TILE_N / 64; i++)
@@ -192,7 +214,8 @@ static __device__ __forceinline__ void load_stages(const Work &w, const Ring &ri
 // A thread's sums: of rows [64 h, 64 h + 64) of the tile in sums[h], as wgmma_64x192x16 leaves them.
 typedef float Sums[TILE_M / 64][TILE_N / 2];
 
-// The stage may be filled again once each block that it was sent to has said so, to each block that sends to it.
+// The stage may be filled again once each block that it was sent to has said so, to each block that sends
+// to it.
 static __device__ __forceinline__ void release(const Ring &ring, int stage) {
   if (threadIdx.x % GROUP < CLUSTER) barrier_arrive_at(&ring.empty[stage], threadIdx.x % GROUP);
 }
@@ -227,8 +250,8 @@ static __device__ __forceinline__ void multiply(Sums &sums, const Ring &ring, Pl
   release(ring, before);
 }
 
-// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in sums[h][4 j] and
-// [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
+// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in
+// sums[h][4 j] and [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
 struct Lane {
   int warp, lane, column;
   __device__ Lane() : warp(threadIdx.x % GROUP / 32), lane(threadIdx.x % 32), column(threadIdx.x % 4 * 2) {}
@@ -242,16 +265,18 @@ static __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 // A warp's 16 rows by 64 columns, sums[0 .. 32) of each thread, to rows `y` and columns `x` of the matrix.
-static __device__ __forceinline__ void store_box(const CUtensorMap *out, uint32_t box, const float *sums, int x, int y,
-                                                 int lane) {
+static __device__ __forceinline__ void store_box(const CUtensorMap *out, uint32_t box, const float *sums,
+                                                 int x, int y, int lane) {
   if (lane == 0) stores_wait_read<0>(); // the box before this one has been read
   __syncwarp();
   int row = lane % 16;
 #pragma unroll
-  for (int j = 0; j < 8; j += 2) { // lanes 0 to 15 give the rows of columns [8 j, 8 j + 8), the others of the next 8
+  for (int j = 0; j < 8;
+       j += 2) { // lanes 0 to 15 give the rows of columns [8 j, 8 j + 8), the others of the next 8
     int piece = (j + lane / 16) ^ (row & 7);
     const float *s = sums + j * 4;
-    store_blocks(box + row * 128 + piece * 16, pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7]));
+    store_blocks(box + row * 128 + piece * 16, pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]),
+                 pack(s[6], s[7]));
   }
   copy_engine_fence();
   __syncwarp();
@@ -261,10 +286,11 @@ static __device__ __forceinline__ void store_box(const CUtensorMap *out, uint32_
   }
 }
 
-static __device__ __forceinline__ void store_half_bf16(const CUtensorMap *out, uint32_t box, const float *sums, int x,
-                                                       int y, int lane) {
+static __device__ __forceinline__ void store_half_bf16(const CUtensorMap *out, uint32_t box,
+                                                       const float *sums, int x, int y, int lane) {
 #pragma unroll
-  for (int part = 0; part < TILE_N / 64; part++) store_box(out, box, sums + part * 32, x + part * 64, y, lane);
+  for (int part = 0; part < TILE_N / 64; part++)
+    store_box(out, box, sums + part * 32, x + part * 64, y, lane);
 }
 
 // fp32, straight from the registers: four lanes write 32 bytes of a row.
@@ -277,13 +303,15 @@ static __device__ __forceinline__ void store_half_f32(float *out, int64_t stride
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; j++)
       if (me.column + 8 * j < columns)
-        *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(sums[4 * j + 2 * below], sums[4 * j + 2 * below + 1]);
+        *reinterpret_cast<float2 *>(to + 8 * j) =
+            make_float2(sums[4 * j + 2 * below], sums[4 * j + 2 * below + 1]);
   }
 }
 
 // Logits into exponentials, in place; their sums over the thread's entries of the two rows in `row_sums`.
-static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], float (&row_sums)[2], const Work &w,
-                                                    const Ends &ends, int row, int first_column, int column) {
+static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], float (&row_sums)[2],
+                                                    const Work &w, const Ends &ends, int row,
+                                                    int first_column, int column) {
   constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
   float shift[2], correction[2];
   int target[2];
@@ -295,8 +323,8 @@ static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], floa
     target[i] = inside ? ends.targets[row + 8 * i] - first_column : -1;
     masked |= (unsigned)target[i] < TILE_N;
     shift[i] = -a * LOG2_E;
-    // a log2(e) = -shift + error; 2^error = 1 + error ln 2. An infinite anchor has no error.
-    correction[i] = isfinite(shift[i]) ? fmaf(-a, LOG2_E, -shift[i]) * LN_2 : 0.0f;
+    // -a log2(e) = shift + error; 2^error = 1 + error ln 2. An infinite anchor has no error.
+    correction[i] = isfinite(shift[i]) ? fmaf(fmaf(-a, LOG2_E, -shift[i]), LN_2, 1.0f) : 1.0f;
     row_sums[i] = 0;
   }
   if (__any_sync(~0u, masked)) {
@@ -312,11 +340,11 @@ static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], floa
     row_sums[j / 2 % 2] += z[j];
   }
 #pragma unroll
-  for (int i = 0; i < 2; i++) row_sums[i] = fmaf(row_sums[i], correction[i], row_sums[i]);
+  for (int i = 0; i < 2; i++) row_sums[i] *= correction[i];
 }
 
-static __device__ __forceinline__ void finish_logits(Sums &sums, const Work &w, const Ends &ends, const Unit &unit,
-                                                     const CUtensorMap *out, uint32_t box) {
+static __device__ __forceinline__ void finish_logits(Sums &sums, const Work &w, const Ends &ends,
+                                                     const Unit &unit, const CUtensorMap *out, uint32_t box) {
   const Lane me;
 #pragma unroll
   for (int h = 0; h < TILE_M / 64; h++) {
@@ -335,15 +363,16 @@ static __device__ __forceinline__ void finish_logits(Sums &sums, const Work &w, 
 }
 
 template <Output OUTPUT>
-static __device__ __forceinline__ void finish_gradient(Sums &sums, const Work &w, const Ends &ends, const Unit &unit,
-                                                       const CUtensorMap *out, uint32_t box, int rank) {
+static __device__ __forceinline__ void finish_gradient(Sums &sums, const Work &w, const Ends &ends,
+                                                       const Unit &unit, const CUtensorMap *out, uint32_t box,
+                                                       int rank) {
   const Lane me;
 #pragma unroll
   for (int h = 0; h < TILE_M / 64; h++) {
     int row = me.first_row(h), below = w.m - unit.row - row;
     if (unit.slice >= 0)
-      store_half_f32(ends.slices + (((int64_t)unit.slice * CLUSTER + rank) * TILE_M + row) * TILE_N, TILE_N, 16, TILE_N,
-                     sums[h], me);
+      store_half_f32(ends.slices + (((int64_t)unit.slice * CLUSTER + rank) * TILE_M + row) * TILE_N, TILE_N,
+                     16, TILE_N, sums[h], me);
     else if (OUTPUT == SUMS_F32)
       store_half_f32(ends.out + (unit.row + row) * ends.out_stride + unit.column, ends.out_stride, below,
                      w.n - unit.column, sums[h], me);
@@ -363,7 +392,8 @@ static __device__ __forceinline__ void give_turn(int group) {
 
 template <Output OUTPUT>
 static __device__ __forceinline__ void multiply_and_finish(const Work &w, const Ends &ends, const Ring &ring,
-                                                           const CUtensorMap *out, uint32_t boxes, int group, int rank) {
+                                                           const CUtensorMap *out, uint32_t boxes, int group,
+                                                           int rank) {
   constexpr bool B_K_INNERMOST = OUTPUT == EXPONENTIALS;
   uint32_t box = boxes + (group * 4 + threadIdx.x % GROUP / 32) * BOX_BYTES;
   Sums sums;
@@ -425,8 +455,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
 #endif
 }
 
-// out = the sum of the slices, in their order: a tile's 256 rows by 192 columns to a row of blocks, four entries a
-// thread.
+// out = the sum of the slices, in their order: a tile's 256 rows by 192 columns to a row of blocks, four
+// entries a thread.
 template <typename T>
 static __global__ void __launch_bounds__(256)
     add_slices_kernel(T *out, int64_t stride, const float *slices, const __grid_constant__ Work w) {
@@ -486,11 +516,13 @@ static Hopper find_hopper(Backend *backend) {
   CudaState *state = cuda_state(backend);
   Hopper found = {};
   int major = 0, minor = 0;
-  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, state->ordinal), "asking for the device");
-  cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, state->ordinal), "asking for the device");
+  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, state->ordinal),
+             "asking for the device");
+  cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, state->ordinal),
+             "asking for the device");
   if (major != 9 || minor != 0) return found;
-  const void *kernels[] = {(const void *)product_kernel<EXPONENTIALS>, (const void *)product_kernel<SUMS_BF16>,
-                           (const void *)product_kernel<SUMS_F32>};
+  const void *kernels[] = {(const void *)product_kernel<EXPONENTIALS>,
+                           (const void *)product_kernel<SUMS_BF16>, (const void *)product_kernel<SUMS_F32>};
   for (const void *kernel : kernels) {
     cudaFuncAttributes attributes;
     cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
@@ -500,8 +532,9 @@ static Hopper find_hopper(Backend *backend) {
   }
   cudaDriverEntryPointQueryResult result;
   void *encode = nullptr;
-  cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result),
-             "looking for cuTensorMapEncodeTiled");
+  cuda_check(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result),
+      "looking for cuTensorMapEncodeTiled");
   if (result != cudaDriverEntryPointSuccess) return found;
   found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode);
   cudaLaunchAttribute cluster;
@@ -529,12 +562,15 @@ static bool copyable(Tensor t) {
 // A bf16 matrix in boxes of `rows` x 64.
 static CUtensorMap boxes_of(Backend *backend, Tensor t, int rows) {
   CUtensorMap map;
-  cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]}, stride[] = {(cuuint64_t)t.stride * 2};
+  cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},
+             stride[] = {(cuuint64_t)t.stride * 2};
   cuuint32_t box[] = {64, (cuuint32_t)rows}, every[] = {1, 1};
-  CUresult result = hopper(backend).encode(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) fail("CUDA could not describe %s to the copy engine (%d)", tensor_text(t).text, (int)result);
+  CUresult result =
+      hopper(backend).encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, box, every,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    fail("CUDA could not describe %s to the copy engine (%d)", tensor_text(t).text, (int)result);
   return map;
 }
 
@@ -554,16 +590,17 @@ static Work work_of(int64_t m, int64_t n, int64_t k) {
 }
 
 template <Output OUTPUT>
-static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out, const Work &w,
-                   const Ends &ends) {
+static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
+                   const Work &w, const Ends &ends) {
   int clusters = (int)cuda_min(hopper(backend).clusters, w.units);
   cudaLaunchAttribute cluster;
   cudaLaunchConfig_t config = launch_config(&cluster, clusters * CLUSTER, cuda_stream(backend));
-  cuda_check(cudaLaunchKernelEx(&config, product_kernel<OUTPUT>, a, b, out, w, ends), "launching a Hopper product");
+  cuda_check(cudaLaunchKernelEx(&config, product_kernel<OUTPUT>, a, b, out, w, ends),
+             "launching a Hopper product");
 }
 
-bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, Tensor x, Tensor weight,
-                         const int32_t *targets, void *scratch, size_t bytes) {
+bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, Tensor x,
+                         Tensor weight, const int32_t *targets, void *scratch, size_t bytes) {
   if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
   bool store = tensor_exists(exps);
   if (!copyable(x) || !copyable(weight) || (store && !copyable(exps))) return false;
@@ -578,22 +615,24 @@ bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const f
     Tensor x_band = tensor_rows(x, first, count);
     CUtensorMap x_map = boxes_of(backend, x_band, TILE_M);
     CUtensorMap out_map = store ? boxes_of(backend, tensor_rows(exps, first, count), BOX_ROWS) : x_map;
-    Ends ends = {.anchor = anchor + first, .targets = targets + first, .tile_sums = tile_sums, .store = store};
+    Ends ends = {
+        .anchor = anchor + first, .targets = targets + first, .tile_sums = tile_sums, .store = store};
     launch<EXPONENTIALS>(backend, x_map, weight_map, out_map, work_of(count, vocab_size, x.shape[1]), ends);
-    add_tile_sums_kernel<<<(unsigned)cuda_ceil_div(count, 8), 256, 0, cuda_stream(backend)>>>(row_sum + first, tile_sums,
-                                                                                          count, (int)tiles);
+    add_tile_sums_kernel<<<(unsigned)cuda_ceil_div(count, 8), 256, 0, cuda_stream(backend)>>>(
+        row_sum + first, tile_sums, count, (int)tiles);
     cuda_check_launch("the sums over tiles");
   }
   return true;
 }
 
-// Cuts the tiles of the last, partly empty round into slices so that they take least time, in units of a tile's.
-// A slice costs a little more than its share: about a hundredth of a tile for its sums.
+// Cuts the tiles of the last, partly empty round into slices so that they take least time, in units of a
+// tile's. A slice costs a little more than its share: about a hundredth of a tile for its sums.
 static void cut_last_round(Work *w, int clusters, size_t scratch_bytes) {
   int tiles = w->m_tiles * w->n_tiles, rest = tiles % clusters;
   int64_t slots = (int64_t)(scratch_bytes / (CLUSTER * TILE_M * TILE_N * sizeof(float)));
   double best = 1;
-  for (int slices = 2; rest > 0 && slices <= 16 && slices <= w->k_steps && (int64_t)rest * slices <= slots; slices++) {
+  for (int slices = 2; rest > 0 && slices <= 16 && slices <= w->k_steps && (int64_t)rest * slices <= slots;
+       slices++) {
     double rounds = (double)cuda_ceil_div((int64_t)rest * slices, clusters);
     double time = rounds / slices + 0.01 * rounds;
     if (time >= best) continue;
@@ -610,8 +649,8 @@ static double busy(double units, double clusters) {
   return units / (ceil(units / clusters) * clusters);
 }
 
-// Whether the work is done sooner here than by cuBLASLt, whose tiles of 128 x 256 spend less energy: at the power
-// limit they are 5% faster when they come out even. It splits k as well, but into few parts.
+// Whether the work is done sooner here than by cuBLASLt, whose tiles of 128 x 256 spend less energy: at the
+// power limit they are 5% faster when they come out even. It splits k as well, but into few parts.
 static bool beats_library(const Work &w, int clusters) {
   double library = 0, rest = w.m_tiles * w.n_tiles - w.whole;
   for (int parts = 1; parts <= 3; parts++)
@@ -621,14 +660,15 @@ static bool beats_library(const Work &w, int clusters) {
   return 0.95 * tiles / (rounds * clusters) > library;
 }
 
-bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
-                              bool always) {
+bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,
+                              size_t bytes, bool always) {
   if (exps.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
   if (!copyable(exps) || !copyable(weight) || !copyable(out) || out.shape[1] % WIDTH<bf16> != 0) return false;
   Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
   cut_last_round(&w, hopper(backend).clusters, bytes);
   if (!always && !beats_library(w, hopper(backend).clusters)) return false;
-  CUtensorMap exps_map = boxes_of(backend, exps, TILE_M), weight_map = boxes_of(backend, weight, TILE_K / CLUSTER);
+  CUtensorMap exps_map = boxes_of(backend, exps, TILE_M),
+              weight_map = boxes_of(backend, weight, TILE_K / CLUSTER);
   Ends ends = {.out = data_of<float>(out), .out_stride = out.stride, .slices = static_cast<float *>(scratch)};
   if (out.dtype == DTYPE_BF16)
     launch<SUMS_BF16>(backend, exps_map, weight_map, boxes_of(backend, out, BOX_ROWS), w, ends);

@@ -1,6 +1,6 @@
-// Two matrix products of the last layer on Hopper's own instructions; hopper_product.cu tells how. Each function
-// says whether it did the work: false means "not on this device, or not with rows like these", and nothing has
-// been touched then.
+// Two matrix products of the last layer on Hopper's own instructions; hopper_product.cu tells how. Each
+// function says whether it did the work: false means "not on this device, or not with rows like these", and
+// nothing has been touched then.
 #ifndef LCE_KERNELS_CUDA_HOPPER_PRODUCT_H
 #define LCE_KERNELS_CUDA_HOPPER_PRODUCT_H
 
@@ -12,18 +12,19 @@ extern "C" {
 
 bool hopper_runs(Backend *backend); // whether the device has what the two need
 
-// E[c, j] = exp(x[c] . weight[j] - anchor[c]) for j != targets[c], 0 for j = targets[c], written to exps (bf16,
-// may be strided) unless that is absent;  row_sum[c] = sum_j E[c, j], from before E is rounded, in a fixed order.
-// x [C, H] and weight [V, H] are bf16 with rows that start on 16 bytes. `scratch` holds `bytes`; what does not
-// fit at once is done in bands of rows, and false is returned when not even 128 rows fit.
-bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, Tensor x, Tensor weight,
-                         const int32_t *targets, void *scratch, size_t bytes);
+// E[c, j] = exp(x[c] . weight[j] - anchor[c]) for j != targets[c], 0 for j = targets[c], written to exps
+// (bf16, may be strided) unless that is absent;  row_sum[c] = sum_j E[c, j], from before E is rounded, in a
+// fixed order. x [C, H] and weight [V, H] are bf16 with rows that start on 16 bytes. `scratch` holds
+// `bytes`; what does not fit at once is done in bands of rows, and false is returned when not even 128 rows
+// fit.
+bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, Tensor x,
+                         Tensor weight, const int32_t *targets, void *scratch, size_t bytes);
 
-// out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. When the
-// tiles of out do not fill the device evenly, sums over parts of V meet in `scratch`, in a fixed order. Unless
-// `always`, it is only done where it takes less time than cuBLASLt's product.
-bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
-                              bool always);
+// out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. When
+// the tiles of out do not fill the device evenly, sums over parts of V meet in `scratch`, in a fixed order.
+// Unless `always`, it is only done where it takes less time than cuBLASLt's product.
+bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,
+                              size_t bytes, bool always);
 
 #if defined(__cplusplus)
 }

@@ -46,7 +46,8 @@ static __device__ __forceinline__ void barrier_init_fence() {
 }
 
 static __device__ __forceinline__ void barrier_arrive_expecting(uint64_t *barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
                : "memory");
 }
 
@@ -72,18 +73,19 @@ static __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t 
 // --- the copy engine: boxes of a matrix, at column x and row y. What lies outside the matrix reads as zero
 // and is not written.
 
-// Into the shared memory of every block of the cluster that `blocks` has a bit for, at the same place in each;
-// the bytes count at each one's own barrier.
-static __device__ __forceinline__ void box_load_multicast(uint32_t to, const CUtensorMap *matrix, uint64_t *barrier,
-                                                          int x, int y, uint16_t blocks) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-               "l"(matrix), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
-               : "memory");
+// Into the shared memory of every block of the cluster that `blocks` has a bit for, at the same place in
+// each; the bytes count at each one's own barrier.
+static __device__ __forceinline__ void box_load_multicast(uint32_t to, const CUtensorMap *matrix,
+                                                          uint64_t *barrier, int x, int y, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(matrix), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
+      : "memory");
 }
 
-static __device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *matrix, uint64_t *barrier, int x,
-                                                int y) {
+static __device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *matrix, uint64_t *barrier,
+                                                int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
                "l"(matrix), "r"(shared_address(barrier)), "r"(x), "r"(y)
@@ -135,22 +137,22 @@ template <int N> static __device__ __forceinline__ void wgmma_wait() {
 }
 
 // How a tile lies in shared memory, for the tensor cores: 128-byte rows whose 16-byte pieces are permuted
-// within groups of 8 rows (the copy engine's SWIZZLE_128B), groups 1024 bytes apart. The rows run along k when
-// the operand is stored with k innermost. Otherwise they hold 64 entries along m or n for one k, and the
-// blocks of 64 entries are 8 KiB apart (64 values of k).
+// within groups of 8 rows (the copy engine's SWIZZLE_128B), groups 1024 bytes apart. The rows run along k
+// when the operand is stored with k innermost. Otherwise they hold 64 entries along m or n for one k, and
+// the blocks of 64 entries are 8 KiB apart (64 values of k).
 static __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, bool k_innermost) {
   uint64_t leading = k_innermost ? 1 : 8192 / 16, group = 1024 / 16, swizzle_128 = 1;
   return (address & 0x3FFFF) >> 4 | leading << 16 | group << 32 | swizzle_128 << 62;
 }
 
-#define SUMS_16(i)                                                                                                      \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),           \
-      "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]), "+f"(d[i + 12]),                \
-      "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define SUMS_16(i)                                                                                           \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),                \
+      "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),      \
+      "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
 
-// d[64, 192] = (keep ? d : 0) + a[64, 16] b[16, 192], fp32 sums of bf16 products. Thread t of the warpgroup, in
-// warp w = t / 32 with lane l = t % 32, holds rows 16 w + l / 4 (d[4j], d[4j+1]) and 8 below that (d[4j+2],
-// d[4j+3]), columns 8 j + 2 (l % 4) and the next.
+// d[64, 192] = (keep ? d : 0) + a[64, 16] b[16, 192], fp32 sums of bf16 products. Thread t of the
+// warpgroup, in warp w = t / 32 with lane l = t % 32, holds rows 16 w + l / 4 (d[4j], d[4j+1]) and 8 below
+// that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
 template <bool A_K_INNERMOST, bool B_K_INNERMOST>
 static __device__ __forceinline__ void wgmma_64x192x16(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
   asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %98, 0;\n\t"
@@ -167,11 +169,12 @@ static __device__ __forceinline__ void wgmma_64x192x16(float (&d)[96], uint64_t 
 }
 #undef SUMS_16
 
-// Four 8x8 blocks of bf16 from the registers of a warp, laid out as wgmma leaves its sums, into rows of shared
-// memory: lane l gives the address of row l % 8 of block l / 8.
-static __device__ __forceinline__ void store_blocks(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
-               "r"(d)
+// Four 8x8 blocks of bf16 from the registers of a warp, laid out as wgmma leaves its sums, into rows of
+// shared memory: lane l gives the address of row l % 8 of block l / 8.
+static __device__ __forceinline__ void store_blocks(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
+                                                    uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 

@@ -1,25 +1,25 @@
 // Matrix products through cuBLASLt, with bias, GELU, GELU's gradient and the residual in their epilogues.
 //
-// cuBLASLt thinks in columns: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes
-// out^T = right^T left^T and the two operands change places. Then the bias runs along the library's rows, which
-// is where its epilogue wants it.
+// cuBLASLt thinks in columns: a row-major [m, n] matrix is its column-major [n, m], so out = left right
+// becomes out^T = right^T left^T and the two operands change places. Then the bias runs along the library's
+// rows, which is where its epilogue wants it.
 //
-// Which of the library's algorithms is fastest is measured, once for each distinct product, on the caller's own
-// operands. Two algorithms may round differently, and a choice by stopwatch would then change the loss from one
-// run to the next. So only those compete whose result is the same, bit for bit, as that of the library's first
-// choice (which depends on shapes, GPU and library version alone): most differ from it only in the order of
-// tiles, not in the order of summation. Every run then computes the same bits, whichever of them won.
-// LCE_MATMUL_TUNE=0 in the environment takes the first choice unmeasured. Split sums are reduced in fp32 in a
-// fixed order, never by atomics.
+// Which of the library's algorithms is fastest is measured, once for each distinct product, on the caller's
+// own operands. Two algorithms may round differently, and a choice by stopwatch would then change the loss
+// from one run to the next. So only those compete whose result is the same, bit for bit, as that of the
+// library's first choice (which depends on shapes, GPU and library version alone): most differ from it only
+// in the order of tiles, not in the order of summation. Every run then computes the same bits, whichever of
+// them won. LCE_MATMUL_TUNE=0 in the environment takes the first choice unmeasured. Split sums are reduced in
+// fp32 in a fixed order, never by atomics.
 //
-// One thing the library decides alone: where a bf16 matrix is added to in place, it may round the product before
-// it adds. That is one rounding more than from one matrix into another.
+// One thing the library decides alone: where a bf16 matrix is added to in place, it may round the product
+// before it adds. That is one rounding more than from one matrix into another.
 //
 // A product is measured when running it several times leaves the same result as running it once: not while it
 // accumulates in place, and not while the stream is being captured into a graph.
 //
-// Where rows are not aligned to 16 bytes, cuBLASLt refuses some epilogues and rounds to bf16 before others; GELU
-// in fp32 it computes to 1e-6 only. Those few run on a plain kernel of our own.
+// Where rows are not aligned to 16 bytes, cuBLASLt refuses some epilogues and rounds to bf16 before others;
+// GELU in fp32 it computes to 1e-6 only. Those few run on a plain kernel of our own.
 #include <cublasLt.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,8 +34,8 @@ static void lt_check(cublasStatus_t status, const char *doing) {
 
 // --- the products met so far -------------------------------------------------------------------------------
 
-// Everything that the choice of an algorithm may depend on, in the library's terms: d[m, n] = a[m, k] b[k, n].
-// Compared as bytes, so it is zeroed before it is filled.
+// Everything that the choice of an algorithm may depend on, in the library's terms: d[m, n] = a[m, k] b[k,
+// n]. Compared as bytes, so it is zeroed before it is filled.
 struct ProductKey {
   int64_t m, n, k, lda, ldb, ldc, ldd, ld_pre;
   int32_t operand_dtype, out_dtype, transpose_a, transpose_b, epilogue, beside_others;
@@ -230,8 +230,8 @@ static cublasStatus_t execute(Backend *backend, const KnownProduct *known, const
 
 // --- measuring ---------------------------------------------------------------------------------------------
 
-// Adds up a hash of each element's place and bits. Integer addition commutes, so the order of the atomics does
-// not matter.
+// Adds up a hash of each element's place and bits. Integer addition commutes, so the order of the atomics
+// does not matter.
 template <typename Bits>
 static __global__ void checksum_kernel(unsigned long long *sum, const Bits *data, int64_t stride,
                                        int64_t columns) {
@@ -370,12 +370,12 @@ static bool cublaslt_product(Backend *backend, const Product *p) {
 
 // --- the plain product -------------------------------------------------------------------------------------
 
-// A block makes a tile of 64 x 64, a thread every 16th row and column of it, and the tiles of the operands pass
-// through shared memory 16 terms at a time.
+// A block makes a tile of 64 x 64, a thread every 16th row and column of it, and the tiles of the operands
+// pass through shared memory 16 terms at a time.
 static constexpr int TILE = 64, TERMS = 16;
 
-// Rows [first, first + TILE) of an operand's [rows, k] and terms [term, term + TERMS), 0 beyond its ends. `along`
-// says that the terms of a row follow one another in memory.
+// Rows [first, first + TILE) of an operand's [rows, k] and terms [term, term + TERMS), 0 beyond its ends.
+// `along` says that the terms of a row follow one another in memory.
 template <typename T>
 static __device__ void load_tile(float (&tile)[TERMS][TILE + 1], const T *data, int64_t stride, bool along,
                                  int64_t first, int64_t rows, int64_t term, int64_t terms) {
@@ -441,9 +441,10 @@ static void plain_product(Backend *backend, const Product *p) {
 
 // --- ragged ends -------------------------------------------------------------------------------------------
 
-// The library's fast kernels move 16 bytes at a time along a matrix's contiguous axis. Where that axis is no multiple
-// of 8 numbers long, though its rows are aligned (a vocabulary of 50257 in rows of 50304), it falls back to kernels
-// several times slower. So the last few terms, rows or columns of such a product are a product of their own.
+// The library's fast kernels move 16 bytes at a time along a matrix's contiguous axis. Where that axis is no
+// multiple of 8 numbers long, though its rows are aligned (a vocabulary of 50257 in rows of 50304), it falls
+// back to kernels several times slower. So the last few terms, rows or columns of such a product are a
+// product of their own.
 enum { WHOLE = 8 };
 
 static bool ragged(int64_t extent) {

@@ -1,21 +1,24 @@
-// The last layer's pieces, on any GPU from sm_80 on (on sm_90 with the products of hopper_product.cu). Why the arithmetic is anchored at the target is told in
-// kernels/linear_cross_entropy.c; this file is about where the bytes go.
+// The last layer's pieces, on any GPU from sm_80 on (on sm_90 with the products of hopper_product.cu). Why
+// the arithmetic is anchored at the target is told in kernels/linear_cross_entropy.c; this file is about
+// where the bytes go.
 //
-// The sweep makes the logits in fp32, a tile of vocabulary entries at a time, through cuBLASLt. A second kernel
-// finds the tile in the L2 cache, turns each logit into E = exp(z - a), reduces the row sums and maxima, and
-// writes E, rounded once, to where it stays. So a logit crosses the L2 twice in fp32, E crosses device memory
-// once in bf16, and no logit is ever rounded. A row's sum over the tiles is kept in double; one block adds to it
-// per tile, in the tiles' order. Then one product over the whole vocabulary, E W.
+// The sweep makes the logits in fp32, a tile of vocabulary entries at a time, through cuBLASLt. A second
+// kernel finds the tile in the L2 cache, turns each logit into E = exp(z - a), reduces the row sums and
+// maxima, and writes E, rounded once, to where it stays. So a logit crosses the L2 twice in fp32, E crosses
+// device memory once in bf16, and no logit is ever rounded. A row's sum over the tiles is kept in double; one
+// block adds to it per tile, in the tiles' order. Then one product over the whole vocabulary, E W.
 //
-// Several tiles take turns, so that nothing waits: the products alternate between two streams, one beginning on
-// the multiprocessors that the one before it leaves, and the second kernel runs on a third stream that goes
-// before both.
+// Several tiles take turns, so that nothing waits: the products alternate between two streams, one beginning
+// on the multiprocessors that the one before it leaves, and the second kernel runs on a third stream that
+// goes before both.
 //
-// Rows whose sum exceeds 2^100 are redone with their maximum as anchor. Short of the overflow at 2^128 already,
-// because r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are any: the
-// kernels that redo them look at a flag and, as a rule, leave.
+// Rows whose sum exceeds 2^100 are redone with their maximum as anchor. Short of the overflow at 2^128
+// already, because r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are
+// any: the kernels that redo them look at a flag and, as a rule, leave.
 //
 // Traffic for a chunk of C rows, besides the products' own: 8 C V bytes through L2, 2 C V bytes to memory.
+// Measured on an H200 without hopper_product.cu, whole layer over its three bare products in the same run, at
+// N 16384, H 2048, V 131072: 1.14 in chunks of 4096, 1.13 in chunks of 2048.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_product.h"
 
@@ -78,7 +81,8 @@ static __global__ void __launch_bounds__(256)
   s.max[row] = -INFINITY;
 }
 
-// One block a row of the tile, whose first column is vocabulary entry `first`. exps is NULL when nothing is kept.
+// One block a row of the tile, whose first column is vocabulary entry `first`. exps is NULL when nothing is
+// kept.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     exponential_kernel(T *exps, int64_t exps_stride, Sweep s, const float *tile, const float *anchor,
@@ -147,8 +151,8 @@ static __global__ void __launch_bounds__(256)
   }
 }
 
-// Redoes the marked rows: block b makes the entries of its share of the vocabulary, and leaves the share's sum
-// in a tile, which is free by now.
+// Redoes the marked rows: block b makes the entries of its share of the vocabulary, and leaves the share's
+// sum in a tile, which is free by now.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     redo_kernel(T *exps, int64_t exps_stride, Sweep s, const float *row_sum, const T *x, int64_t x_stride,

@@ -1,11 +1,13 @@
 // LayerNorm and RMSNorm.
 //
 // A row lies in the registers of as few threads as hold it, GROUPS accesses of 16 bytes each. Up to 1024 bf16
-// numbers that is one warp: no barrier, and a block takes four rows. In the backward pass each team of threads
-// walks over many rows, so that the sums over rows for dweight and dbias stay in registers too, since a thread
-// sees the same columns of every row; the teams' sums are added in a fixed order by columns.cu.
+// numbers that is one warp: no barrier, and a block takes four rows. In the backward pass each team of
+// threads walks over many rows, so that the sums over rows for dweight and dbias stay in registers too, since
+// a thread sees the same columns of every row; the teams' sums are added in a fixed order by columns.cu.
 //
 // Traffic: forward reads x and writes out; backward reads x and dout and writes (or reads and writes) dx.
+// Measured on an H200, whose copy moves 4.3 TB/s: 3.5 TB/s at H 768 (65,536 rows), 3.7 at 2048, 3.9 at 4096,
+// both ways.
 #include "kernels/cuda/cuda_common.cuh"
 
 // Rows whose length or address is not a multiple of 16 bytes are read one element at a time.

@@ -17,10 +17,18 @@ static size_t linear_backward_weight_scratch(const LinearBackwardWeight *a) {
   return (size_t)(cuda_column_slices(a->dout.shape[0]) * a->dout.shape[1]) * sizeof(float);
 }
 
+// At least what a tile of so many rows takes, and growing with them, so that a chunk of fewer rows (how many
+// tokens count is up to the data) never needs more than a full one.
+static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
+  int64_t least = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);
+  int64_t whole = rows * cuda_lce_tile_columns(1, vocab_size) * (int64_t)sizeof(float);
+  return memory_padded((size_t)cuda_min(whole, cuda_max(least, CUDA_LCE_TILE_BYTES)));
+}
+
 // The tiles of logits; a row's sum so far in double and its maximum in fp32; one flag.
 static size_t lce_sweep_scratch(const LceSweep *a) {
-  int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
-  return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float)) +
+  int64_t rows = a->x.shape[0];
+  return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
          memory_padded((size_t)rows * sizeof(double)) + memory_padded((size_t)rows * sizeof(float)) +
          memory_padded(sizeof(int32_t));
 }

@@ -1,10 +1,10 @@
 // A scatter-add without atomics: out[ids[n]] += alpha * c[n] * x[n], where many n may name the same row.
 //
 // The positions n are sorted by id (a stable radix sort), so that the rows of one id follow one another: a
-// segment. The sorted sequence is cut into pieces (cuda_segment_piece), and a block sums within a piece, in order. A segment
-// that lies inside one piece is finished there. One that crosses pieces leaves a partial sum in each, and a
-// second kernel adds them in the order of the pieces: the commonest token of a batch, with a tenth of all rows,
-// then costs many short sums side by side and one of a few hundred terms.
+// segment. The sorted sequence is cut into pieces (cuda_segment_piece), and a block sums within a piece, in
+// order. A segment that lies inside one piece is finished there. One that crosses pieces leaves a partial sum
+// in each, and a second kernel adds them in the order of the pieces: the commonest token of a batch, with a
+// tenth of all rows, then costs many short sums side by side and one of a few hundred terms.
 //
 // Traffic: x once, the named rows of out once or twice, 8 H bytes of partial sums for each piece.
 #include <cub/device/device_radix_sort.cuh>
@@ -24,9 +24,9 @@ static __device__ float *partial_of(float *partials, int64_t piece, int which, i
 
 template <typename TO, typename T, int W>
 static __global__ void __launch_bounds__(128)
-    sum_pieces(TO *out, float *partials, const int32_t *ids, const int32_t *positions, int64_t count, int64_t piece_rows,
-               const T *x, int64_t x_stride, const float *coefficients, float alpha, int hidden_size,
-               bool accumulate) {
+    sum_pieces(TO *out, float *partials, const int32_t *ids, const int32_t *positions, int64_t count,
+               int64_t piece_rows, const T *x, int64_t x_stride, const float *coefficients, float alpha,
+               int hidden_size, bool accumulate) {
   int64_t piece = blockIdx.x, begin = piece * piece_rows, end = min(count, begin + piece_rows);
   int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
   if (column >= hidden_size) return;
@@ -67,9 +67,9 @@ static __device__ int64_t segment_end(const int32_t *ids, int64_t begin, int64_t
 
 // One block for each segment that starts in piece blockIdx.x and crosses into the next.
 template <typename TO, int W>
-static __global__ void __launch_bounds__(128) join_pieces(TO *out, float *partials, const int32_t *ids,
-                                                          int64_t count, int64_t piece_rows, int hidden_size,
-                                                          bool accumulate) {
+static __global__ void __launch_bounds__(128)
+    join_pieces(TO *out, float *partials, const int32_t *ids, int64_t count, int64_t piece_rows,
+                int hidden_size, bool accumulate) {
   int64_t piece = blockIdx.x, begin = piece * piece_rows, next = begin + piece_rows;
   int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
   if (column >= hidden_size || next >= count || ids[next - 1] != ids[next]) return;
@@ -129,8 +129,8 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
         int threads = row_threads(cuda_ceil_div(hidden_size, W), 128);
         dim3 grid((unsigned)pieces, (unsigned)cuda_ceil_div(hidden_size, (int64_t)threads * W));
         sum_pieces<TO, T, W><<<grid, threads, 0, stream>>>(data_of<TO>(out), partials, sorted_ids, positions,
-                                                           count, piece_rows, data_of<T>(x), x.stride, coefficients,
-                                                           alpha, (int)hidden_size, accumulate);
+                                                           count, piece_rows, data_of<T>(x), x.stride,
+                                                           coefficients, alpha, (int)hidden_size, accumulate);
         join_pieces<TO, W><<<grid, threads, 0, stream>>>(data_of<TO>(out), partials, sorted_ids, count,
                                                          piece_rows, (int)hidden_size, accumulate);
       });
