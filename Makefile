@@ -25,7 +25,7 @@ Q := $(if $(V),,@)# `make V=1` shows whole commands
 GOALS := $(or $(MAKECMDGOALS),all)
 
 .PHONY: all tests info deps deps-dev run test bench memory-curve check format clean help
-.PHONY: build-and-run build-and-test build-and-bench build-and-memory-curve
+.PHONY: fuzz build-and-run build-and-test build-and-fuzz build-and-bench build-and-memory-curve
 .SECONDARY:
 .DELETE_ON_ERROR:
 all:
@@ -43,15 +43,19 @@ else ifeq ($(VARIANT),asan)
 else ifeq ($(VARIANT),clang)
   OPTIMIZE := -O3
   CC       := clang
+else ifeq ($(VARIANT),fuzz)
+  OPTIMIZE := -O1 -fno-omit-frame-pointer -fsanitize=address,undefined,fuzzer-no-link -fno-sanitize-recover=undefined
+  CC       := clang
+  CUDA     := 0
 else
-  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang)
+  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, fuzz)
 endif
-WARNINGS := -Wall -Wextra -Werror
+WARNINGS := -Wall -Wextra -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-failed)
 
 # --- What is there ------------------------------------------------------------------------------------------
 
 # These goals only hand on to another make after installing, or need no compiler: they skip the search.
-SEARCH := $(filter-out run test bench memory-curve check format clean help,$(GOALS))
+SEARCH := $(filter-out run test fuzz bench memory-curve check format clean help,$(GOALS))
 ifneq ($(SEARCH),)
 
 MULTIARCH := $(shell $(CC) -print-multiarch 2>/dev/null)
@@ -208,6 +212,7 @@ SOURCES  := $(wildcard base/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c c
 PROGRAMS := $(wildcard train.c tools/*.c) $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
 TESTS    := $(wildcard tests/test_*.c)
 HELPERS  := $(filter-out $(TESTS),$(wildcard tests/*.c))
+FUZZERS  := $(wildcard fuzz/*.c)
 
 ifneq ($(SEARCH),)
   SOURCES_CHANGED := $(call remember,sources,$(SOURCES))
@@ -217,6 +222,7 @@ LIBRARY       := $(BUILD)/liblce.a
 objects        = $(patsubst %,$(BUILD)/%.o,$(1))
 programs       = $(addprefix $(BIN),$(basename $(1)))
 TEST_PROGRAMS := $(TESTS:%.c=$(BUILD)/%)
+FUZZ_PROGRAMS := $(FUZZERS:%.c=$(BUILD)/%)
 
 all: $(LIBRARY) $(call programs,$(PROGRAMS))
 tests: $(TEST_PROGRAMS)
@@ -256,7 +262,10 @@ $(call programs,$(filter %.cu,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.cu.o $(LIBRARY)
 $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
 	$(call LINK,-lcmocka)
 
--include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS)))
+$(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
+	$(call LINK,-fsanitize=fuzzer)
+
+-include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
 # --- Running ------------------------------------------------------------------------------------------------
 
@@ -269,7 +278,21 @@ build-and-run: $(BIN)train
 	./$< $(RUN_ARGS)
 
 build-and-test: all tests
-	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS)
+	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v python3),$(wildcard tests/test_*.py))
+
+# Every target for FUZZ_SECONDS, from its seeds; what it learns and finds stays in build/fuzz/fuzz.
+FUZZ_SECONDS ?= 20
+fuzz:
+	@$(MAKE) VARIANT=fuzz build-and-fuzz
+
+build-and-fuzz: $(FUZZ_PROGRAMS)
+	@for program in $^; do \
+	  mkdir -p $$program.corpus; \
+	  ./$$program -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -timeout=10 -print_final_stats=1 \
+	    -artifact_prefix=$$program. $$program.corpus $$(ls -d fuzz/seeds/$${program##*fuzz_} 2>/dev/null) \
+	    >$$program.log 2>&1 || { tail -n 60 $$program.log; exit 1; }; \
+	  echo "$$program: $$(sed -n 's/^stat::number_of_executed_units: *//p' $$program.log) inputs in $(FUZZ_SECONDS) s, clean"; \
+	done
 
 build-and-bench: $(call programs,$(wildcard tools/bench*.c) $(if $(HAVE_CUDA),$(wildcard tools/bench*.cu)))
 	@set -e; for program in $^; do ./$$program; done
@@ -316,6 +339,7 @@ help:
 #: make tests           builds the test programs
 #: make run             installs what is missing, builds, trains the demonstration; RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, runs every test
+#: make fuzz            feeds the readers of files random bytes for FUZZ_SECONDS=20 each (clang)
 #: make bench           likewise the benchmarks (tools/bench*)
 #: make memory-curve    likewise tools/memory_curve
 #: make info            only says what was found
@@ -325,7 +349,7 @@ help:
 #: make format          lays the code out
 #: make clean           removes what was built
 #:
-#: VARIANT=release|debug|asan|clang   a build of its own under build/VARIANT (default release)
+#: VARIANT=release|debug|asan|clang|fuzz   a build of its own under build/VARIANT (default release)
 #: CC=clang  CFLAGS=...  WARNINGS=    another compiler, more flags, no -Werror
 #: CUDA=0  MPI=0  BLAS_LIBS=          builds without;  BLAS_LIBS="-L... -lname" takes another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     which CUDA;  CUFLAGS=... more flags for nvcc

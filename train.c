@@ -100,7 +100,8 @@ static int print_fit(Options *o) {
   int64_t fused = plan_largest_batch(o, device, LCE_FUSED, capacity);
   int64_t materialized = plan_largest_batch(o, device, LCE_MATERIALIZED, capacity);
   if (!fused)
-    fail("--fit: not even one sequence of %lld tokens fits in %s; shorten --seq-len, or give --recompute layer",
+    fail("--fit: not even one sequence of %lld tokens fits in %s; shorten --seq-len, or give --recompute "
+         "layer",
          (long long)o->seq_len, text_bytes(capacity).text);
   printf("%s at --seq-len %lld in %s: --batch %lld fits with the fused loss, ", o->model.name,
          (long long)o->seq_len, text_bytes(capacity).text, (long long)fused);
@@ -469,7 +470,9 @@ int main(int argc, char **argv) {
   Log *log = log_open(options.log, options.resumed_from != NULL);
   double product_rate = options.eval_only ? NAN : measure_product_rate(backend);
   Trainer trainer;
+  double start = now_seconds();
   trainer_create(&trainer, &options, backend);
+  if (options.origin) printf("loaded   in %.1fs\n", now_seconds() - start);
   trainer_set_mode(&trainer, options.mode);
   backend->ops->device_peak_reset(backend);
   double flops = model_flops_per_token(&options.model, options.seq_len) * (double)options.total_batch;
@@ -489,6 +492,8 @@ int main(int argc, char **argv) {
              .last_loss = state.last_loss,
              .val_loss = state.val_loss};
   run.progress.first_step = options.first_step;
+  // A place that cannot be written is better known now than after the run.
+  if (options.timeline) report_timeline(options.timeline, &backend->memory.ledger);
   signal(SIGINT, ask_to_stop);
   signal(SIGTERM, ask_to_stop);
   signal(SIGXFSZ, SIG_IGN); // a file that may not grow is then said in a sentence, like a full disk

@@ -41,8 +41,8 @@ void bpe_merges_add(BpeMerges *merges, int32_t left, int32_t right, int32_t rank
 
 // --- merging -----------------------------------------------------------------------------------------------
 
-// The ids are a doubly linked list in an array. What could be merged waits in a heap; a candidate whose tokens
-// have changed in the meantime is passed over when its turn comes.
+// The ids are a doubly linked list in an array. What could be merged waits in a heap; a candidate whose
+// tokens have changed in the meantime is passed over when its turn comes.
 typedef struct {
   int32_t id;            // -1: merged into its left neighbour
   int32_t before, after; // places, or -1

@@ -16,8 +16,8 @@ void bpe_merges_free(BpeMerges *merges);
 // The merge learned as number `rank`; a pair that is there already stays as it is.
 void bpe_merges_add(BpeMerges *merges, int32_t left, int32_t right, int32_t rank, int32_t merged);
 
-// Merges ids[0..count) in place, always the pair of the lowest rank and of equal ones the leftmost, until none
-// is left; returns how many ids remain. Time count log count, whatever the text.
+// Merges ids[0..count) in place, always the pair of the lowest rank and of equal ones the leftmost, until
+// none is left; returns how many ids remain. Time count log count, whatever the text.
 int64_t bpe_merge(const BpeMerges *merges, int32_t *ids, int64_t count);
 
 #endif

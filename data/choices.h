@@ -1,5 +1,5 @@
-// Multiple choice: a context and several ways to go on, one of which is right (HellaSwag, Zellers et al. 2019;
-// MMLU), in llm.c's evaluation files.
+// Multiple choice: a context and several ways to go on, one of which is right (HellaSwag, Zellers et al.
+// 2019; MMLU), in llm.c's evaluation files.
 //
 // A file is 256 int32 of header (magic 20240522, version, number of examples, bytes of the longest example),
 // then the examples. Version 1 holds uint16 and version 2 uint32, little-endian; an example is
@@ -8,7 +8,11 @@
 #ifndef LCE_DATA_CHOICES_H
 #define LCE_DATA_CHOICES_H
 
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
+
+#include "base/reason.h"
 
 typedef struct {
   char *path;
@@ -22,6 +26,9 @@ typedef struct {
 // Reads and checks the whole file. Fails naming file and example when it is damaged, or when an id is at or
 // above vocab_size.
 Choices choices_open(const char *path, int64_t vocab_size);
+// The same from the file's bytes; false with a reason, which reads on from the file's name. `path` stays
+// NULL.
+bool choices_parse(const void *bytes, size_t size, int64_t vocab_size, Choices *choices, Reason *reason);
 void choices_close(Choices *choices);
 
 // One example; the pointers are into the stream.

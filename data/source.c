@@ -1,5 +1,6 @@
 #include "data/source.h"
 #include "base/fail.h"
+#include "data/shard.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -13,14 +14,6 @@
 #include <unistd.h>
 
 enum {
-  SHARD_HEADER_INTS = 256,
-  SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS,
-  SHARD_MAGIC_UINT16 = 20240520,
-  SHARD_VERSION_UINT16 = 1,
-  SHARD_MAGIC_UINT32 = 20240801,
-  SHARD_VERSION_UINT32 = 7,
-  MASK_MAGIC = 20261120,
-  MASK_VERSION = 1,
   BINARY_PROBE_BYTES = 8 << 10,
   COPY_LIMIT_BYTES = 128 << 10,
   CHECK_BLOCK = 4096,     // tokens a thread widens at a time
@@ -92,53 +85,15 @@ static void unload(const File *file) {
   free(file->path);
 }
 
-static int32_t header_value(const File *file, int index) {
-  int32_t value;
-  memcpy(&value, (const char *)file->memory + 4 * index, sizeof value);
-  return value;
-}
-
-static bool has_shard_magic(const File *file) {
-  if (file->bytes < 4) return false;
-  int32_t magic = header_value(file, 0);
-  return magic == SHARD_MAGIC_UINT16 || magic == SHARD_MAGIC_UINT32;
-}
-
-// Checks the header against the file and points the piece at its tokens.
+// Checks the shard and points the piece at its tokens.
 static SourceKind open_shard(Piece *piece) {
   const File *file = &piece->file;
-  const char *path = file->path;
-  if (file->bytes < SHARD_HEADER_BYTES)
-    fail("%s is truncated: a token shard begins with a header of %d bytes and this file ends at byte %zu",
-         path, SHARD_HEADER_BYTES, file->bytes);
-  if (!has_shard_magic(file))
-    fail("%s is no llm.c token shard: the magic at byte 0 is %d, not %d (uint16) or %d (uint32)", path,
-         header_value(file, 0), SHARD_MAGIC_UINT16, SHARD_MAGIC_UINT32);
-  bool wide = header_value(file, 0) == SHARD_MAGIC_UINT32;
-  SourceKind kind = wide ? SOURCE_SHARDS_UINT32 : SOURCE_SHARDS_UINT16;
-  int32_t version = header_value(file, 1), known = wide ? SHARD_VERSION_UINT32 : SHARD_VERSION_UINT16;
-  if (version != known)
-    fail("%s has shard version %d at byte 4 where magic %d goes with version %d: make it again with the "
-         "current "
-         "llm.c format",
-         path, version, header_value(file, 0), known);
-  int64_t count = header_value(file, 2);
-  int64_t expected = SHARD_HEADER_BYTES + count * token_bytes(kind);
-  if (count <= 0)
-    fail("%s holds no tokens: the count at byte 8 of its header is %lld", path, (long long)count);
-  if (expected > (int64_t)file->bytes)
-    fail("%s is truncated: the header at byte 8 promises %lld tokens, which end at byte %lld, and the file "
-         "ends "
-         "at byte %zu",
-         path, (long long)count, (long long)expected, file->bytes);
-  if (expected < (int64_t)file->bytes)
-    fail("%s disagrees with its header: the %lld tokens promised at byte 8 end at byte %lld, and the file "
-         "goes "
-         "on to byte %zu",
-         path, (long long)count, (long long)expected, file->bytes);
-  piece->tokens = (const char *)file->memory + SHARD_HEADER_BYTES;
-  piece->stored = count;
-  return kind;
+  Shard shard;
+  Reason reason;
+  if (!shard_parse(file->memory, file->bytes, &shard, &reason)) fail("%s %s", file->path, reason.text);
+  piece->tokens = shard.tokens;
+  piece->stored = shard.count;
+  return shard.wide ? SOURCE_SHARDS_UINT32 : SOURCE_SHARDS_UINT16;
 }
 
 // "shards/a.mask" for "shards/a.bin"; the caller frees it. NULL where there is no such file.
@@ -158,18 +113,9 @@ static void open_mask(Piece *piece) {
   piece->mask_file = load_file(path);
   free(path);
   const File *file = &piece->mask_file;
-  if (file->bytes < SHARD_HEADER_BYTES || header_value(file, 0) != MASK_MAGIC ||
-      header_value(file, 1) != MASK_VERSION)
-    fail("%s is no mask of a token shard (magic %d, version %d): make it and %s again with "
-         "tools/prepare_data.py, or remove it to count every token",
-         file->path, MASK_MAGIC, MASK_VERSION, piece->file.path);
-  int64_t count = header_value(file, 2), expected = SHARD_HEADER_BYTES + (piece->stored + 7) / 8;
-  if (count != piece->stored || (int64_t)file->bytes != expected)
-    fail("%s is not the mask of %s: it is for %lld tokens in %zu bytes, and %lld tokens in %lld bytes are "
-         "needed",
-         file->path, piece->file.path, (long long)count, file->bytes, (long long)piece->stored,
-         (long long)expected);
-  piece->mask = (const uint8_t *)file->memory + SHARD_HEADER_BYTES;
+  Reason reason;
+  piece->mask = shard_parse_mask(file->memory, file->bytes, piece->stored, &reason);
+  if (!piece->mask) fail("%s %s", file->path, reason.text);
 }
 
 static const char *kind_name(SourceKind kind) {
@@ -187,7 +133,7 @@ static void add_file(Source *source, const FileEntry *entry) {
   Piece piece = {.file = load_file(entry->path)};
   const File *file = &piece.file;
   SourceKind kind = SOURCE_TEXT;
-  if (is_bin(entry->path) && (entry->origin != FILE_FOUND || has_shard_magic(file))) {
+  if (is_bin(entry->path) && (entry->origin != FILE_FOUND || shard_has_magic(file->memory, file->bytes))) {
     kind = open_shard(&piece);
     open_mask(&piece);
     source->masked |= piece.mask != NULL;
@@ -287,7 +233,7 @@ static bool is_found_shard(const FileEntry *entry) {
   FILE *file = fopen(entry->path, "rb");
   bool has = file && fread(&magic, sizeof magic, 1, file) == 1;
   if (file) fclose(file);
-  return has && (magic == SHARD_MAGIC_UINT16 || magic == SHARD_MAGIC_UINT32);
+  return has && shard_has_magic(&magic, sizeof magic);
 }
 
 static void add_files(Source *source, const FileList *files, const char *name) {

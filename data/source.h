@@ -14,8 +14,8 @@
 //
 // How strictly a file is read depends on who named it. A path written out must be text or a shard and not
 // empty. Files matched by a glob or found in a directory are skipped when they are empty or binary (a NUL
-// byte in the first 8 KiB), and a directory that holds shards is read for them alone. A *.bin file that is named or matched must be a shard; one found in a directory
-// is a shard when it begins with a shard's magic.
+// byte in the first 8 KiB), and a directory that holds shards is read for them alone. A *.bin file that is
+// named or matched must be a shard; one found in a directory is a shard when it begins with a shard's magic.
 //
 // Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
 // million small files would exceed the system's limit on mappings. Larger files and shards are mapped, and

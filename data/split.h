@@ -22,8 +22,8 @@ typedef struct {
 bool splitter_add(Splitter *splitter, const char *expression, Reason *reason);
 void splitter_free(Splitter *splitter);
 
-// Calls `piece` for every piece of the UTF-8 text from left to right. False with a reason when the text is not
-// UTF-8 or an expression takes too long on it.
+// Calls `piece` for every piece of the UTF-8 text from left to right. False with a reason when the text is
+// not UTF-8 or an expression takes too long on it.
 typedef void (*SplitPiece)(void *context, const char *piece, int64_t length);
 bool splitter_split(const Splitter *splitter, const char *text, int64_t length, SplitPiece piece,
                     void *context, Reason *reason);

@@ -64,8 +64,8 @@ static void *allocate(size_t count, size_t size) {
 
 // --- bytes as characters -----------------------------------------------------------------------------------
 
-// The vocabulary is JSON text, so each byte has a printable character: printable Latin-1 stands for itself, the
-// other 68 bytes take U+0100 and up in their order. (The map is GPT-2's bytes_to_unicode.)
+// The vocabulary is JSON text, so each byte has a printable character: printable Latin-1 stands for itself,
+// the other 68 bytes take U+0100 and up in their order. (The map is GPT-2's bytes_to_unicode.)
 static bool stands_for_itself(int byte) {
   return (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte != 0xAD);
 }
@@ -398,14 +398,14 @@ Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason) {
 static char *read_file(const char *path, size_t *length) {
   FILE *file = fopen(path, "rb");
   if (!file) fail("cannot open the tokenizer %s: %s", path, strerror(errno));
-  size_t have = 0, capacity = 1 << 20, got;
-  char *text = malloc(capacity);
-  while (text && (got = fread(text + have, 1, capacity - have, file)) > 0)
-    if ((have += got) == capacity) text = realloc(text, capacity *= 2);
+  long size = fseek(file, 0, SEEK_END) == 0 ? ftell(file) : -1;
+  if (size < 0) fail("cannot read the tokenizer %s: %s", path, strerror(errno));
+  rewind(file);
+  char *text = malloc((size_t)size + 1);
   if (!text) fail("out of memory for the tokenizer %s", path);
-  if (ferror(file)) fail("cannot read the tokenizer %s: %s", path, strerror(errno));
+  *length = fread(text, 1, (size_t)size, file);
+  if (*length != (size_t)size) fail("cannot read the tokenizer %s: %s", path, strerror(errno));
   fclose(file);
-  *length = have;
   return text;
 }
 
@@ -470,8 +470,7 @@ static void encode_piece(void *context, const char *piece, int64_t length) {
 }
 
 // Text without added tokens.
-static void encode_part(Encoding *e, const char *text, int64_t length) {
-  Reason reason;
+static bool encode_part(Encoding *e, const char *text, int64_t length, Reason *reason) {
   char *spaced = NULL;
   if (e->tokenizer->space_first && length > 0 && text[0] != ' ') {
     spaced = allocate((size_t)length + 1, 1);
@@ -479,9 +478,9 @@ static void encode_part(Encoding *e, const char *text, int64_t length) {
     memcpy(spaced + 1, text, (size_t)length++);
     text = spaced;
   }
-  if (!splitter_split(&e->tokenizer->splitter, text, length, encode_piece, e, &reason))
-    fail("the tokenizer cannot encode a text: %s", reason.text);
+  bool good = splitter_split(&e->tokenizer->splitter, text, length, encode_piece, e, reason);
   free(spaced);
+  return good;
 }
 
 // The longest added token at the beginning of the text, or NULL.
@@ -496,29 +495,49 @@ static const AddedToken *added_at(const Tokenizer *t, const char *text, int64_t 
   return longest;
 }
 
-int32_t *tokenizer_encode(const Tokenizer *t, const char *text, int64_t length, bool special,
-                          int64_t *count) {
-  if (!t->encodes) fail("the tokenizer can decode, but not encode: %s", t->cannot_encode.text);
-  if (length > LONGEST_TEXT)
-    fail("a text of %lld bytes is too long to be encoded at once", (long long)length);
-  Encoding e = {.tokenizer = t};
-  for (int64_t i = 0; special && i < t->before.count; i++) append(&e.ids, t->before.ids[i]);
+// The text with its added tokens.
+static bool encode_text(Encoding *e, const char *text, int64_t length, Reason *reason) {
   int64_t done = 0;
   for (int64_t at = 0; at < length;) {
-    const AddedToken *added = added_at(t, text + at, length - at);
+    const AddedToken *added = added_at(e->tokenizer, text + at, length - at);
     if (!added) {
       at++;
       continue;
     }
-    encode_part(&e, text + done, at - done);
-    append(&e.ids, added->id);
+    if (!encode_part(e, text + done, at - done, reason)) return false;
+    append(&e->ids, added->id);
     done = at += added->length;
   }
-  encode_part(&e, text + done, length - done);
+  return encode_part(e, text + done, length - done, reason);
+}
+
+int32_t *tokenizer_try_encode(const Tokenizer *t, const char *text, int64_t length, bool special,
+                              int64_t *count, Reason *reason) {
+  if (!t->encodes) {
+    refuse(reason, "the tokenizer can decode, but not encode: %s", t->cannot_encode.text);
+    return NULL;
+  }
+  if (length > LONGEST_TEXT) {
+    refuse(reason, "a text of %lld bytes is too long to be encoded at once", (long long)length);
+    return NULL;
+  }
+  Encoding e = {.tokenizer = t, .ids = {.ids = allocate(16, sizeof *e.ids.ids), .capacity = 16}};
+  for (int64_t i = 0; special && i < t->before.count; i++) append(&e.ids, t->before.ids[i]);
+  if (!encode_text(&e, text, length, reason)) {
+    free(e.ids.ids);
+    return NULL;
+  }
   for (int64_t i = 0; special && i < t->after.count; i++) append(&e.ids, t->after.ids[i]);
   *count = e.ids.count;
-  if (!e.ids.ids) e.ids.ids = allocate(1, sizeof *e.ids.ids);
   return e.ids.ids;
+}
+
+int32_t *tokenizer_encode(const Tokenizer *t, const char *text, int64_t length, bool special,
+                          int64_t *count) {
+  Reason reason;
+  int32_t *ids = tokenizer_try_encode(t, text, length, special, count, &reason);
+  if (!ids) fail("cannot make tokens of a text: %s", reason.text);
+  return ids;
 }
 
 // --- decoding ----------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ typedef struct {
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
-const char *model_preset_names(void);           // "gpt2-tiny, gpt2-124m, ..."
+const char *model_preset_names(void);                     // "gpt2-tiny, gpt2-124m, ..."
 
 // Fails with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head,
 // ...). `overridden` sizes of 0 have been filled in by the caller before.

@@ -1,6 +1,6 @@
 // A prompt enters the cache in pieces of PIECE tokens, whatever its length: the last piece is filled up with
-// tokens that nobody sees (attention looks back only, and the positions they took are written again before any
-// later token reads them), so that the memory does not depend on the prompt.
+// tokens that nobody sees (attention looks back only, and the positions they took are written again before
+// any later token reads them), so that the memory does not depend on the prompt.
 #include "model/generate.h"
 
 #include <math.h>
@@ -15,7 +15,7 @@ enum { PIECE = 64, SAMPLE_STREAM = 7 };
 // --- drawing a token ---------------------------------------------------------------------------------------
 
 static bool outranks(const float *logits, int32_t a, int32_t b) {
-  return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+  return a < b ? logits[a] >= logits[b] : logits[a] > logits[b];
 }
 
 // Restores the heap (the first of all on top) below `at`.

@@ -33,8 +33,8 @@ typedef struct {
 // The prompt and its continuation, a stop id included; the caller frees them. *count receives how many. What
 // it needs on the backend's stack does not depend on the prompt. A plan returns NULL and *count 0.
 //
-// While the text is within the window each new token is one pass of one token. Beyond it every token has a new
-// set of positions, so each costs a pass over the window.
+// While the text is within the window each new token is one pass of one token. Beyond it every token has a
+// new set of positions, so each costs a pass over the window.
 int32_t *generate(Backend *backend, Model *model, const Generation *generation, int64_t *count);
 
 #endif

@@ -102,7 +102,8 @@ static void add_layer(Model *m, const Names *names, int index) {
   int qkv_count = names->qkv[1] ? 3 : 1, up_count = c->gated_mlp ? 2 : 1;
   const int64_t separate[3] = {q, kv, kv}, packed[1] = {q + 2 * kv};
   const int64_t up[2] = {c->intermediate_size, c->intermediate_size}, back[1] = {c->hidden_size};
-  Param *qkv_bias = c->attention_bias ? &layer->qkv_bias : NULL, *out_bias = c->attention_bias ? &layer->out_bias : NULL;
+  Param *qkv_bias = c->attention_bias ? &layer->qkv_bias : NULL,
+        *out_bias = c->attention_bias ? &layer->out_bias : NULL;
   Param *up_bias = c->mlp_bias ? &layer->up_bias : NULL, *down_bias = c->mlp_bias ? &layer->down_bias : NULL;
   add_norm(m, &layer->norm1_weight, &layer->norm1_bias, names->norm1, index);
   add_projection(m, &layer->qkv_weight, qkv_bias, names->qkv, qkv_count, index,

@@ -141,7 +141,8 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
       int64_t count = total - first < DRAWN_AT_ONCE ? total - first : DRAWN_AT_ONCE;
       draw(p, seed, (uint64_t)i, first, count, values);
       parameters_upload(backend, tensor_rows(value, first, count), values, rounded);
-      if (tensor_exists(master)) parameters_upload(backend, tensor_rows(master, first, count), values, rounded);
+      if (tensor_exists(master))
+        parameters_upload(backend, tensor_rows(master, first, count), values, rounded);
     }
   }
   free(values);

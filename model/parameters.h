@@ -47,7 +47,7 @@ typedef struct {
 } ParameterDtypes;
 
 typedef struct Parameters {
-  Parameter *items; // in Hugging Face's order
+  Parameter *items; // in the order of the forward pass
   int64_t count;
   int64_t capacity;
   int64_t group_elements[GROUP_COUNT]; // with padding

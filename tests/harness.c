@@ -191,6 +191,11 @@ Tolerance within_stored(const Harness *h, double units, double terms) {
   return (Tolerance){.units = units, .terms = terms, .operations = dtype_epsilon(h->dtype)};
 }
 
+Tolerance of_size(Tolerance tolerance, double size) {
+  tolerance.size = size;
+  return tolerance;
+}
+
 static double root_mean_square(const double *values, int64_t count) {
   double sum = 0;
   for (int64_t i = 0; i < count; i++) sum += values[i] * values[i];
@@ -198,7 +203,7 @@ static double root_mean_square(const double *values, int64_t count) {
 }
 
 static double allowed(Tolerance t, Dtype stored, double want, double rms) {
-  return t.units * t.operations * sqrt(t.terms) * (fabs(want) + rms) +
+  return t.units * t.operations * sqrt(t.terms) * (fabs(want) + rms + t.size) +
          0.5 * dtype_epsilon(stored) * fabs(want) + FLT_MIN;
 }
 

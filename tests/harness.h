@@ -52,16 +52,17 @@ double *values_of(Harness *h, Tensor t);
 double dtype_epsilon(Dtype dtype);
 
 // How far a result may be off. Rounding errors of a sum of `terms` numbers add up like a random walk, so an
-// element is allowed units * epsilon * sqrt(terms) * (|want| + rms(want)), plus half an epsilon of |want| for
-// storing it in the tensor's own dtype, plus the smallest normal number, below which results may become 0.
-// `operations` is the epsilon that the arithmetic runs in: fp32's, but bf16's where an intermediate is stored
-// in bf16.
+// element is allowed units * epsilon * sqrt(terms) * (|want| + rms(want) + size), plus half an epsilon of
+// |want| for storing it in the tensor's own dtype, plus the smallest normal number, below which results may
+// become 0. `size` is that of the numbers that were summed, for results in which they cancel. `operations` is
+// the epsilon that the arithmetic runs in: fp32's, but bf16's where an intermediate is stored in bf16.
 typedef struct {
-  double units, terms, operations;
+  double units, terms, operations, size;
 } Tolerance;
 
 Tolerance within(double units, double terms);                          // fp32 arithmetic
 Tolerance within_stored(const Harness *h, double units, double terms); // intermediates in the operands' dtype
+Tolerance of_size(Tolerance tolerance, double size);
 
 void check_values(Harness *h, const char *what, Tensor got, const double *want, Tolerance tolerance);
 void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b);

@@ -1,7 +1,6 @@
 #include "tests/reference_model.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,8 +27,16 @@ ReferenceModel reference_model_read(const Model *model, Backend *backend) {
     char *raw = malloc(tensor_bytes(t));
     if (!raw) fail("out of host memory for a reference model");
     backend_to_host(backend, raw, t);
-    for (int64_t k = 0; k < count; k++)
-      m.values[i][k] = t.dtype == DTYPE_BF16 ? bf16_to_f32(((uint16_t *)raw)[k]) : ((float *)raw)[k];
+    for (int64_t k = 0; k < count; k++) {
+      float value;
+      uint16_t half;
+      memcpy(&half, raw + 2 * k, sizeof half);
+      if (t.dtype == DTYPE_F32)
+        memcpy(&value, raw + 4 * k, sizeof value);
+      else
+        value = bf16_to_f32(half);
+      m.values[i][k] = (double)value;
+    }
     free(raw);
   }
   return m;
@@ -41,20 +48,28 @@ void reference_model_free(ReferenceModel *m) {
   *m = (ReferenceModel){0};
 }
 
-// The tensor called by this name, %d being the layer; its shape must be [d0, d1], or [d0] where d1 is 0.
+// Whether `name` is the pattern with this layer's number for %d.
+static bool is_called(const char *name, const char *pattern, int64_t layer) {
+  const char *number = strstr(pattern, "%d");
+  if (!number) return strcmp(name, pattern) == 0;
+  size_t before = (size_t)(number - pattern);
+  char *rest;
+  return strncmp(name, pattern, before) == 0 && strtoll(name + before, &rest, 10) == layer &&
+         strcmp(rest, number + 2) == 0;
+}
+
+// The tensor of this name; its shape must be [d0, d1], or [d0] where d1 is 0.
 static const double *weight(const ReferenceModel *m, const char *pattern, int64_t layer, int64_t d0,
                             int64_t d1) {
-  char name[96];
-  snprintf(name, sizeof name, pattern, (int)layer);
   for (int64_t i = 0; i < m->count; i++) {
     const Parameter *p = &m->table[i];
-    if (strcmp(p->name, name)) continue;
+    if (!is_called(p->name, pattern, layer)) continue;
     if (p->shape[0] != d0 || p->shape[1] != d1)
-      fail("%s is [%lld, %lld] and should be [%lld, %lld]", name, (long long)p->shape[0],
+      fail("%s is [%lld, %lld] and should be [%lld, %lld]", p->name, (long long)p->shape[0],
            (long long)p->shape[1], (long long)d0, (long long)d1);
     return m->values[i];
   }
-  fail("the model has no tensor called %s", name);
+  fail("the model has no tensor %s of layer %lld", pattern, (long long)layer);
 }
 
 // --- the pieces --------------------------------------------------------------------------------------------

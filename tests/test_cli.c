@@ -614,6 +614,10 @@ static void test_stopping(void **state) {
     Process p =
         train_start(TINY "--steps 1000000 --sample-every 0 --eval-every 0 --log %s", in_room("run.json"));
     process_wait_for(&p, "step 1/1000000");
+    char *so_far = read_text(in_room("run.json")); // a log is complete at any time
+    assert_says(so_far, "{\"event\":\"step\",\"step\":1,");
+    assert_int_equal(so_far[strlen(so_far) - 1], '\n');
+    free(so_far);
     assert_int_equal(kill(p.pid, signals[i]), 0);
     Output o = process_finish(&p);
     assert_int_equal(o.status, 0);

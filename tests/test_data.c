@@ -276,7 +276,7 @@ static void masks_of_other_shards_are_refused(void **state) {
   (void)state;
   write_shard16("wrong.bin", (const uint16_t[]){1, 2, 3, 4, 5, 6, 7, 8, 9}, 9);
   write_text("wrong.mask", "not a mask");
-  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "wrong.bin", "prepare_data.py");
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "its shard", "prepare_data.py");
   write_shard("wrong.mask", 20240520, 1, 9, "ab", 2);
   ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "20261120");
   write_mask("wrong.mask", 10, "ab", 2);

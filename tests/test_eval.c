@@ -1,4 +1,5 @@
-// Evaluation: llm.c's multiple-choice files and what is refused of them, a model's choices against float64, and
+// Evaluation: llm.c's multiple-choice files and what is refused of them, a model's choices against float64,
+// and
 // --eval-only, which holds nothing but the weights.
 #include "base/random.h"
 #include "data/choices.h"
@@ -149,7 +150,7 @@ static void test_damaged_choices_are_refused(void **state) {
     assert_damaged(&s, "of 65000 tokens");
     s = three_examples(wide);
     s.values[7] = 61;
-    assert_damaged(&s, "has the token 61 and the vocabulary has 61");
+    assert_damaged(&s, "has the token 61 in example 0 and the vocabulary has 61");
     s = three_examples(wide);
     s.count -= 3;
     assert_damaged(&s, "example 2 says that it has");
@@ -157,6 +158,9 @@ static void test_damaged_choices_are_refused(void **state) {
     assert_damaged(&s, "says that it holds 3 examples");
   }
   Stream s = three_examples(true);
+  s.values[11] = INT32_MAX; // a length that would wrap around when added to
+  assert_damaged(&s, "of 2147483647 tokens");
+  s = three_examples(true);
   s.values[4] = UINT32_MAX;
   assert_damaged(&s, "completions");
 }

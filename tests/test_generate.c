@@ -1,5 +1,5 @@
-// Generation: attention over a cache against attention over the whole text, cached logits against uncached ones
-// at every position, texts against the plain loop that computes everything again, draws against the
+// Generation: attention over a cache against attention over the whole text, cached logits against uncached
+// ones at every position, texts against the plain loop that computes everything again, draws against the
 // distributions they are from, and memory that does not depend on the prompt.
 #include "base/random.h"
 #include "model/generate.h"
@@ -141,28 +141,31 @@ static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length) {
   return logits;
 }
 
-static void test_cached_logits_equal_uncached(void **state) {
-  (void)state;
+static void check_cached_logits(bool gpt2) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
-  for (int gpt2 = 0; gpt2 < 2; gpt2++) {
-    Case c = case_open("cpu", gpt2);
-    sharpen(&c);
-    int32_t *tokens = random_ids(c.h, LENGTH, c.model.config.vocab_size);
-    double *want = values_of(c.h, logits_of(&c, tokens, LENGTH));
-    KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
-    for (int64_t i = 0, past = 0; i < 5; past += pieces[i++]) {
-      int64_t length = pieces[i];
-      Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c.h, tokens + past, length)};
-      Tensor logits = poisoned(c.h, DTYPE_F32, length, c.model.config.vocab_size);
-      transformer_continue(c.h->backend, &c.model, &batch, &cache, past, all_rows(c.h, length), logits);
-      check_values(c.h, "cached logits", logits, want + past * c.model.config.vocab_size, within(64, 20));
-    }
-    Batch batch = {.batch = 1, .seq_len = 3, .tokens = ids_from(c.h, tokens, 3)};
-    assert_fails(c.h, "do not fit into a cache for 1 of 42",
-                 transformer_continue(c.h->backend, &c.model, &batch, &cache, 40, (Tensor){0}, (Tensor){0}));
-    case_close(&c);
+  Case c = case_open("cpu", gpt2);
+  sharpen(&c);
+  int32_t *tokens = random_ids(c.h, LENGTH, c.model.config.vocab_size);
+  double *want = values_of(c.h, logits_of(&c, tokens, LENGTH));
+  KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
+  for (int64_t i = 0, past = 0; i < 5; past += pieces[i++]) {
+    int64_t length = pieces[i];
+    Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c.h, tokens + past, length)};
+    Tensor logits = poisoned(c.h, DTYPE_F32, length, c.model.config.vocab_size);
+    transformer_continue(c.h->backend, &c.model, &batch, &cache, past, all_rows(c.h, length), logits);
+    check_values(c.h, "cached logits", logits, want + past * c.model.config.vocab_size, within(64, 20));
   }
+  Batch batch = {.batch = 1, .seq_len = 3, .tokens = ids_from(c.h, tokens, 3)};
+  assert_fails(c.h, "do not fit into a cache for 1 of 42",
+               transformer_continue(c.h->backend, &c.model, &batch, &cache, 40, (Tensor){0}, (Tensor){0}));
+  case_close(&c);
+}
+
+static void test_cached_logits_equal_uncached(void **state) {
+  (void)state;
+  check_cached_logits(false);
+  check_cached_logits(true);
 }
 
 // --- texts -------------------------------------------------------------------------------------------------
@@ -209,45 +212,47 @@ static void record(void *context, int32_t token) {
   *(*next)++ = token;
 }
 
+static void check_seeds_stops_and_callbacks(const char *backend) {
+  Case c = case_open(backend, false);
+  if (!c.h) return;
+  static const int32_t prompt[] = {4, 2};
+  Generation g = {
+      .prompt = prompt, .prompt_count = 2, .most = 50, .window = WINDOW, .sampling = {1, 0, 1}, .seed = 5};
+  int64_t count, again_count;
+  int32_t *text = generate(c.h->backend, &c.model, &g, &count);
+  int32_t *again = generate(c.h->backend, &c.model, &g, &again_count);
+  assert_int_equal(count, 52);
+  assert_memory_equal(text, again, 52 * sizeof *text);
+  free(again);
+  g.seed = 6;
+  again = generate(c.h->backend, &c.model, &g, &again_count);
+  assert_memory_not_equal(text, again, 52 * sizeof *text);
+  free(again);
+  // Ends at the first of two stop ids, whose tokens the callback has seen as they came.
+  int32_t seen[64], *next = seen, stops[] = {text[20], text[9]};
+  int64_t first = 2;
+  while (text[first] != stops[0] && text[first] != stops[1]) first++;
+  g.seed = 5;
+  g.stop = stops;
+  g.stop_count = 2;
+  g.on_token = record;
+  g.context = &next;
+  again = generate(c.h->backend, &c.model, &g, &again_count);
+  assert_int_equal(again_count, first + 1);
+  assert_memory_equal(text, again, (size_t)again_count * sizeof *text);
+  assert_int_equal(next - seen, again_count - 2);
+  assert_memory_equal(seen, text + 2, (size_t)(next - seen) * sizeof *seen);
+  free(again);
+  free(text);
+  g.prompt_count = 0;
+  assert_fails(c.h, "at least one token", generate(c.h->backend, &c.model, &g, &count));
+  case_close(&c);
+}
+
 static void test_seeds_stops_and_callbacks(void **state) {
   (void)state;
-  static const char *const backends[] = {"cpu", "cuda"};
-  for (int i = 0; i < 2; i++) {
-    Case c = case_open(backends[i], false);
-    if (!c.h) continue;
-    static const int32_t prompt[] = {4, 2};
-    Generation g = {
-        .prompt = prompt, .prompt_count = 2, .most = 50, .window = WINDOW, .sampling = {1, 0, 1}, .seed = 5};
-    int64_t count, again_count;
-    int32_t *text = generate(c.h->backend, &c.model, &g, &count);
-    int32_t *again = generate(c.h->backend, &c.model, &g, &again_count);
-    assert_int_equal(count, 52);
-    assert_memory_equal(text, again, 52 * sizeof *text);
-    free(again);
-    g.seed = 6;
-    again = generate(c.h->backend, &c.model, &g, &again_count);
-    assert_memory_not_equal(text, again, 52 * sizeof *text);
-    free(again);
-    // Ends at the first of two stop ids, whose tokens the callback has seen as they came.
-    int32_t seen[64], *next = seen, stops[] = {text[20], text[9]};
-    int64_t first = 2;
-    while (text[first] != stops[0] && text[first] != stops[1]) first++;
-    g.seed = 5;
-    g.stop = stops;
-    g.stop_count = 2;
-    g.on_token = record;
-    g.context = &next;
-    again = generate(c.h->backend, &c.model, &g, &again_count);
-    assert_int_equal(again_count, first + 1);
-    assert_memory_equal(text, again, (size_t)again_count * sizeof *text);
-    assert_int_equal(next - seen, again_count - 2);
-    assert_memory_equal(seen, text + 2, (size_t)(next - seen) * sizeof *seen);
-    free(again);
-    free(text);
-    g.prompt_count = 0;
-    assert_fails(c.h, "at least one token", generate(c.h->backend, &c.model, &g, &count));
-    case_close(&c);
-  }
+  check_seeds_stops_and_callbacks("cpu");
+  check_seeds_stops_and_callbacks("cuda");
 }
 
 static void test_memory_does_not_depend_on_the_prompt(void **state) {
@@ -278,8 +283,8 @@ static void test_memory_does_not_depend_on_the_prompt(void **state) {
 
 // --- draws -------------------------------------------------------------------------------------------------
 
-// Over N evenly spread uniforms every token must come N times its probability, give or take the rounding of its
-// two borders.
+// Over N evenly spread uniforms every token must come N times its probability, give or take the rounding of
+// its two borders.
 static void check_draws(const Sampling *sampling, const float *logits, int count, const double *probability) {
   enum { N = 20000 };
   int drawn[16] = {0};
@@ -332,7 +337,7 @@ static void test_the_likeliest_of_many(void **state) {
   int kept = 0;
   for (int v = 0; v < V; v++) {
     int before = 0;
-    for (int u = 0; u < V; u++) before += z[u] > z[v] || (z[u] == z[v] && u < v);
+    for (int u = 0; u < V; u++) before += u < v ? z[u] >= z[v] : z[u] > z[v];
     assert_int_equal(drawn[v], before < K);
     kept += drawn[v];
   }

@@ -21,7 +21,7 @@ static const float *numbers(const TensorSet *set, int64_t count, const char *for
   const SafetensorsEntry *e = tensor_set_find(set, full, &file);
   if (!e) fail_msg("%s lacks %s", set->path, full);
   assert_int_equal(e->bytes, (size_t)count * sizeof(float));
-  return (const float *)(file->mapping.bytes + e->offset);
+  return (const void *)(file->mapping.bytes + e->offset);
 }
 
 // |got - want| over |want|, of all numbers together and of the worst against the largest.
@@ -57,9 +57,10 @@ static void check_tensors(Run *run, const TensorSet *expected, const char *forma
 }
 
 static Run *open_golden(const char *name, const char *more) {
-  return run_open("--init tests/golden/%s --data tests/golden/%s/tokens.bin --val-fraction 0 --batch 3 --seq-len 16 "
-                  "--steps 10 --schedule constant --warmup 0 --lr 1e-2 --epsilon 1e-4 --weight-decay 0.1 %s",
-                  name, name, more);
+  return run_open(
+      "--init tests/golden/%s --data tests/golden/%s/tokens.bin --val-fraction 0 --batch 3 --seq-len 16 "
+      "--steps 10 --schedule constant --warmup 0 --lr 1e-2 --epsilon 1e-4 --weight-decay 0.1 %s",
+      name, name, more);
 }
 
 // Loss, logits and gradients of the tokens in the file's order, which is the order of the expected logits.
@@ -78,7 +79,8 @@ static void check_pass(Run *run, const TensorSet *expected) {
   Batch batch = {.batch = BATCH, .seq_len = SEQ, .tokens = t->tokens, .targets = t->targets};
   int64_t vocab_size = t->model.config.vocab_size;
   MemoryMark mark = memory_mark(&t->backend->memory);
-  Tensor logits = memory_push_2d(&t->backend->memory, "logits", MEMORY_WORKSPACE, DTYPE_F32, ROWS, vocab_size);
+  Tensor logits =
+      memory_push_2d(&t->backend->memory, "logits", MEMORY_WORKSPACE, DTYPE_F32, ROWS, vocab_size);
   transformer_logits(t->backend, &t->model, &batch, t->rows, logits);
   float *got = on_host(run, logits);
   check_close("logits", got, numbers(expected, ROWS * vocab_size, "%s", "logits"), ROWS * vocab_size);

@@ -92,7 +92,7 @@ static void test_same_curve_in_all_modes(void **state) {
       "--batch 4 --materialized-logits", "--batch 4 --fused-lce", "--batch 4 --fused-lce --lce-chunk 3",
       "--batch 1 --total-batch 68 --fused-lce --lce-chunk 6",
       "--batch 2 --total-batch 68 --materialized-logits --recompute layer"};
-  double losses[STEPS], norms[STEPS];
+  double losses[STEPS] = {0}, norms[STEPS] = {0};
   for (size_t v = 0; v < sizeof variants / sizeof *variants; v++) {
     Run *run = run_open(LLAMA "--data %s %s", masked_shard("curve"), variants[v]);
     for (int64_t step = 0; step < STEPS; step++) {

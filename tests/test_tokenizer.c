@@ -1,5 +1,5 @@
-// The tokenizer against Hugging Face's `tokenizers`: ids and decoded bytes of many texts (golden files), what is
-// shown of half characters and unknown ids, long texts, and files that are refused.
+// The tokenizer against Hugging Face's `tokenizers`: ids and decoded bytes of many texts (golden files), what
+// is shown of half characters and unknown ids, long texts, and files that are refused.
 #include "base/fail.h"
 #include "data/bpe.h"
 #include "data/tokenizer.h"
@@ -104,8 +104,7 @@ static void test_the_same_as_tokenizers(void **state) {
     char path[128];
     snprintf(path, sizeof path, GOLDEN "%s", names[i]);
     Tokenizer *t = tokenizer_open(path);
-    const cJSON *row;
-    cJSON_ArrayForEach(row, rows) check_row(t, row, names[i]);
+    for (const cJSON *row = rows->child; row; row = row->next) check_row(t, row, names[i]);
     tokenizer_close(t);
   }
   cJSON_Delete(rows);
@@ -121,7 +120,7 @@ static void test_another_tokenizer(void **state) {
   cJSON *rows = cJSON_Parse(text);
   Tokenizer *t = tokenizer_open(path);
   const cJSON *row;
-  cJSON_ArrayForEach(row, rows) check_row(t, row, "other");
+  for (const cJSON *row = rows->child; row; row = row->next) check_row(t, row, "other");
   tokenizer_close(t);
   cJSON_Delete(rows);
   free(text);
@@ -135,7 +134,8 @@ static void test_what_is_shown(void **state) {
   int32_t end = tokenizer_find(t, "<|endoftext|>");
   assert_int_equal(tokenizer_size(t), end + 1);
   assert_int_equal(tokenizer_find(t, "<|nothing|>"), -1);
-  // The alphabet's first tokens are the bytes from '!' on, then Latin-1's printable ones, then the other bytes.
+  // The alphabet's first tokens are the bytes from '!' on, then Latin-1's printable ones, then the other
+  // bytes.
   int32_t exclamation = 0, escape = 94 + 12 + 82 + 27, half = 94 + 12 + (0xC3 - 0xAE);
   char *shown = tokenizer_show(t, (const int32_t[]){exclamation, escape, half, end, -1, 1 << 30, end + 1}, 7);
   assert_string_equal(shown, "!\\x1B\\xC3<|endoftext|>\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD");

@@ -1,5 +1,5 @@
-// Text from a model: a Hugging Face directory or a checkpoint of ./train continues a prompt, token by token, as
-// it comes.
+// Text from a model: a Hugging Face directory or a checkpoint of ./train continues a prompt, token by token,
+// as it comes.
 //
 //   tools/generate --init runs/llama --prompt "Once upon a time"
 //   tools/generate --init gpt2 --prompt - --tokens 400 --temperature 0.7 --top-p 0.9 <prompt.txt
@@ -36,11 +36,13 @@ typedef struct {
 // --- the command line --------------------------------------------------------------------------------------
 
 // clang-format off
-enum { KEY_INIT = 1000, KEY_TOKENIZER, KEY_PROMPT, KEY_TOKENS, KEY_SAMPLES, KEY_GO_ON, KEY_TEMPERATURE, KEY_TOP_K, KEY_TOP_P,
-       KEY_SEED, KEY_DEVICE, KEY_DTYPE };
+enum { KEY_INIT = 1000, KEY_TOKENIZER, KEY_PROMPT, KEY_TOKENS, KEY_SAMPLES, KEY_GO_ON, KEY_TEMPERATURE, KEY_TOP_K,
+       KEY_TOP_P, KEY_SEED, KEY_DEVICE, KEY_DTYPE };
 static const struct argp_option table[] = {
-    {"init", KEY_INIT, "DIR", 0, "The model: config.json and safetensors of Hugging Face (Llama or GPT-2), or a checkpoint", 0},
-    {"tokenizer", KEY_TOKENIZER, "PATH", 0, "tokenizer.json, or a directory with one (default DIR's; without any a byte is a token)", 0},
+    {"init", KEY_INIT, "DIR", 0,
+     "The model: config.json and safetensors of Hugging Face (Llama or GPT-2), or a checkpoint", 0},
+    {"tokenizer", KEY_TOKENIZER, "PATH", 0,
+     "tokenizer.json, or a directory with one (default DIR's; without any a byte is a token)", 0},
     {"prompt", KEY_PROMPT, "TEXT", 0, "What to continue; - reads it from standard input (default a newline)", 0},
     {"tokens", KEY_TOKENS, "N", 0, "Tokens to add (default 200); the model may end the text earlier", 0},
     {"samples", KEY_SAMPLES, "N", 0, "Texts to write (default 1)", 0},
@@ -122,12 +124,12 @@ static error_t parse(int key, char *text, struct argp_state *state) {
 // --- the text ----------------------------------------------------------------------------------------------
 
 static char *read_all(FILE *file) {
-  size_t have = 0, capacity = 1 << 16, got;
-  char *text = malloc(capacity + 1);
-  while (text && (got = fread(text + have, 1, capacity - have, file)) > 0)
-    if ((have += got) == capacity) text = realloc(text, (capacity *= 2) + 1);
-  if (!text) fail("out of host memory for the prompt");
-  text[have] = 0;
+  char *text = NULL;
+  size_t room = 0;
+  if (getdelim(&text, &room, 0, file) < 0) { // nothing there
+    free(text);
+    text = strdup("");
+  }
   return text;
 }
 
@@ -240,20 +242,21 @@ static size_t plan_stack(const Wanted *w, const Backend *backend, const ModelCon
   return stack;
 }
 
-static void write_samples(const Wanted *w, Backend *backend, Model *model, Generation *g,
+static void write_samples(const Wanted *w, Backend *backend, Model *model, const Generation *wanted,
                           const Tokenizer *tokenizer) {
   int64_t written = 0, count;
   double start = now_seconds();
   for (int64_t i = 0; i < w->samples; i++) {
     Printer printer = {.tokenizer = tokenizer};
+    Generation g = *wanted;
+    g.on_token = print_token;
+    g.context = &printer;
+    g.seed = w->seed + (uint64_t)i;
     if (i > 0) fputs("\n---\n", stdout);
-    for (int64_t k = 0; k < g->prompt_count; k++) print_token(&printer, g->prompt[k]);
-    g->on_token = print_token;
-    g->context = &printer;
-    g->seed = w->seed + (uint64_t)i;
-    free(generate(backend, model, g, &count));
+    for (int64_t k = 0; k < g.prompt_count; k++) print_token(&printer, g.prompt[k]);
+    free(generate(backend, model, &g, &count));
     put(printer.waiting, printer.waits);
-    written += count - g->prompt_count;
+    written += count - g.prompt_count;
   }
   putchar('\n');
   double seconds = now_seconds() - start;

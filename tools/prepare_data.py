@@ -65,12 +65,21 @@ def kind_of(path, given):
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
 
 
-def find_files(inputs):
+def is_wanted(path, given):
+    """Whether a file that lies in a directory is data: no hidden, empty or binary one."""
+    if os.path.basename(path).startswith(".") or not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        start = file.read(1 << 13)
+    return bool(start) and (kind_of(path, given) == "parquet" or b"\0" not in start)
+
+
+def find_files(inputs, given):
     files = []
     for name in inputs:
         if os.path.isdir(name):
             found = sorted(os.path.join(folder, file) for folder, _, names in os.walk(name) for file in names
-                           if not file.startswith("."))
+                           if is_wanted(os.path.join(folder, file), given))
         elif os.path.exists(name):
             found = [name]
         else:
@@ -719,7 +728,7 @@ def main():
     options = parse_options()
     require("numpy", "writing shards")
     require("tokenizers", "making tokens")
-    files = find_files(options.inputs)
+    files = find_files(options.inputs, options.format)
     os.makedirs(options.out, exist_ok=True)
     tokens = Tokens(options, files)
     if options.multiple_choice:

@@ -43,8 +43,8 @@ static void flush(Rows *r) {
 }
 
 // Appends a context with a completion, of which the completion's tokens count. The last of them is predicted
-// and never read, so a row of width w has room for w + 1 tokens; where that is too few the context's beginning
-// goes. Returns how many count.
+// and never read, so a row of width w has room for w + 1 tokens; where that is too few the context's
+// beginning goes. Returns how many count.
 static int64_t add_row(Rows *r, const Choice *choice, const int32_t *completion, int64_t length,
                        bool *shortened) {
   Trainer *t = r->trainer;

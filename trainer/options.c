@@ -481,8 +481,9 @@ static ModelConfig asked_model(const Parsed *p) {
 
 static void require_same(const Options *o, int key, double asked, double have) {
   if (asked != have)
-    fail("--%s is asked to be %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
-         option_name(key), asked, o->origin, have);
+    fail(
+        "--%s is asked to be %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
+        option_name(key), asked, o->origin, have);
 }
 
 static void require_size(const Options *o, int key, int64_t asked, int64_t have) {
@@ -503,7 +504,8 @@ static void require_agreement(const Options *o, const Parsed *p) {
   require_size(o, KEY_NUM_KV_HEADS, a.num_key_value_heads, m->num_key_value_heads);
   require_size(o, KEY_HEAD_DIM, a.head_dim, m->head_dim);
   require_size(o, KEY_MAX_POSITIONS, a.max_position_embeddings, m->max_position_embeddings);
-  if (p->tied) require_same(o, p->tied > 0 ? KEY_TIED : KEY_UNTIED, 1, (p->tied > 0) == m->tie_word_embeddings);
+  if (p->tied)
+    require_same(o, p->tied > 0 ? KEY_TIED : KEY_UNTIED, 1, (p->tied > 0) == m->tie_word_embeddings);
   if (p->rope_theta > 0) require_same(o, KEY_ROPE_THETA, p->rope_theta, m->rope_theta);
 }
 
@@ -602,15 +604,18 @@ static void remember_paths(Options *o, const char *name, const char *member) {
 
 // What the checkpoint remembers of the options that are not given now.
 static void remember_settings(Options *o, const Parsed *given) {
-  static const int keys[] = {KEY_SEED, KEY_BATCH, KEY_SEQ_LEN, KEY_TOTAL_BATCH, KEY_STEPS, KEY_SCHEDULE,
-                             KEY_LR, KEY_MIN_LR, KEY_WARMUP, KEY_BETA1, KEY_BETA2, KEY_EPSILON, KEY_WEIGHT_DECAY,
-                             KEY_GRAD_CLIP, KEY_VAL_FRACTION, KEY_FUSED, KEY_MATERIALIZED, KEY_CHUNK, KEY_RECOMPUTE};
+  static const int keys[] = {KEY_SEED,         KEY_BATCH,     KEY_SEQ_LEN,      KEY_TOTAL_BATCH,
+                             KEY_STEPS,        KEY_SCHEDULE,  KEY_LR,           KEY_MIN_LR,
+                             KEY_WARMUP,       KEY_BETA1,     KEY_BETA2,        KEY_EPSILON,
+                             KEY_WEIGHT_DECAY, KEY_GRAD_CLIP, KEY_VAL_FRACTION, KEY_FUSED,
+                             KEY_MATERIALIZED, KEY_CHUNK,     KEY_RECOMPUTE};
   const cJSON *settings = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "settings");
   bool other_chunk = o->lce_memory || given->mode == 1 + (int)LCE_MATERIALIZED;
   for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(settings, option_name(keys[i]));
     bool is_mode = keys[i] == KEY_FUSED || keys[i] == KEY_MATERIALIZED;
-    bool overruled = given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) || (keys[i] == KEY_CHUNK && other_chunk);
+    bool overruled =
+        given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) || (keys[i] == KEY_CHUNK && other_chunk);
     if (cJSON_IsString(value) && !overruled) remember(o, option_name(keys[i]), value->valuestring);
   }
   if (!o->data_count) remember_paths(o, "data", "data_paths");

@@ -47,7 +47,7 @@ typedef struct {
   int64_t first_step;         // 0 unless the run resumes
   char **remembered;          // options that the checkpoint adds to those given
   int64_t remembered_count;
-  const char *save;           // NULL: nothing is saved
+  const char *save; // NULL: nothing is saved
   int64_t save_every, keep;
   Dtype save_dtype; // of the stored weights
   // machine

@@ -26,6 +26,9 @@ static size_t peak_of(const MemoryColumn *c) {
 static size_t head_of(const MemoryColumn *c) {
   return c->memory.head_peak_bytes;
 }
+static size_t outside_of(const MemoryColumn *c) {
+  return c->device_bytes > c->memory.peak_bytes ? c->device_bytes - c->memory.peak_bytes : 0;
+}
 static size_t device_of(const MemoryColumn *c) {
   return c->device_bytes;
 }
@@ -51,6 +54,7 @@ void report_memory(FILE *out, const MemoryColumn *columns, int count, const char
     fputc('\n', out);
   }
   row(out, "all together (ledger)", columns, count, peak_of);
+  if (measured) row(out, "outside of it (libraries, context)", columns, count, outside_of);
   if (measured) row(out, device_row, columns, count, device_of);
   row(out, "the last layer alone, at its peak", columns, count, head_of);
   if (!timed) return;

@@ -44,7 +44,7 @@ double measure_product_rate(Backend *backend) {
   Tensor out = memory_push_2d(memory, "out", MEMORY_WORKSPACE, backend->dtype, n, n);
   fill_random(backend, x);
   fill_random(backend, w);
-  double seconds[TIMES];
+  double seconds[TIMES] = {0};
   for (int i = -WARM_UP; i < TIMES; i++) {
     backend_synchronize(backend);
     double start = now_seconds();

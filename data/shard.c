@@ -1,0 +1,83 @@
+#include "data/shard.h"
+
+#include <string.h>
+
+enum {
+  HEADER_INTS = 256,
+  HEADER_BYTES = 4 * HEADER_INTS,
+  MAGIC_UINT16 = 20240520,
+  VERSION_UINT16 = 1,
+  MAGIC_UINT32 = 20240801,
+  VERSION_UINT32 = 7,
+  MASK_MAGIC = 20261120,
+  MASK_VERSION = 1
+};
+
+static int32_t header_value(const void *bytes, int index) {
+  int32_t value;
+  memcpy(&value, (const char *)bytes + 4 * index, sizeof value);
+  return value;
+}
+
+bool shard_has_magic(const void *bytes, size_t size) {
+  if (size < 4) return false;
+  int32_t magic = header_value(bytes, 0);
+  return magic == MAGIC_UINT16 || magic == MAGIC_UINT32;
+}
+
+bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason) {
+  if (size < HEADER_BYTES)
+    return refuse(
+        reason, "is truncated: a token shard begins with a header of %d bytes and this file ends at byte %zu",
+        HEADER_BYTES, size);
+  int32_t magic = header_value(bytes, 0), version = header_value(bytes, 1);
+  if (!shard_has_magic(bytes, size))
+    return refuse(reason,
+                  "is no llm.c token shard: the magic at byte 0 is %d, not %d (uint16) or %d (uint32)", magic,
+                  MAGIC_UINT16, MAGIC_UINT32);
+  bool wide = magic == MAGIC_UINT32;
+  int32_t known = wide ? VERSION_UINT32 : VERSION_UINT16;
+  if (version != known)
+    return refuse(
+        reason,
+        "has shard version %d at byte 4 where magic %d goes with version %d: make it again with the current "
+        "llm.c format",
+        version, magic, known);
+  int64_t count = header_value(bytes, 2), expected = HEADER_BYTES + count * (wide ? 4 : 2);
+  if (count <= 0)
+    return refuse(reason, "holds no tokens: the count at byte 8 of its header is %lld", (long long)count);
+  if (expected > (int64_t)size)
+    return refuse(reason,
+                  "is truncated: the header at byte 8 promises %lld tokens, which end at byte %lld, and the "
+                  "file ends at "
+                  "byte %zu",
+                  (long long)count, (long long)expected, size);
+  if (expected < (int64_t)size)
+    return refuse(reason,
+                  "disagrees with its header: the %lld tokens promised at byte 8 end at byte %lld, and the "
+                  "file goes on "
+                  "to byte %zu",
+                  (long long)count, (long long)expected, size);
+  *shard = (Shard){.wide = wide, .tokens = (const char *)bytes + HEADER_BYTES, .count = count};
+  return true;
+}
+
+const uint8_t *shard_parse_mask(const void *bytes, size_t size, int64_t count, Reason *reason) {
+  if (size < HEADER_BYTES || header_value(bytes, 0) != MASK_MAGIC || header_value(bytes, 1) != MASK_VERSION) {
+    refuse(reason,
+           "is no mask of a token shard (magic %d, version %d): make it and its shard again with "
+           "tools/prepare_data.py, "
+           "or remove it to count every token",
+           MASK_MAGIC, MASK_VERSION);
+    return NULL;
+  }
+  int64_t claimed = header_value(bytes, 2), expected = HEADER_BYTES + (count + 7) / 8;
+  if (claimed != count || (int64_t)size != expected) {
+    refuse(reason,
+           "is not the mask of its shard: it is for %lld tokens in %zu bytes, and %lld tokens in %lld bytes "
+           "are needed",
+           (long long)claimed, size, (long long)count, (long long)expected);
+    return NULL;
+  }
+  return (const uint8_t *)bytes + HEADER_BYTES;
+}

@@ -1,0 +1,25 @@
+// llm.c's token shards, and the masks beside them, in memory. source.h says what the files hold.
+#ifndef LCE_DATA_SHARD_H
+#define LCE_DATA_SHARD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/reason.h"
+
+typedef struct {
+  bool wide;          // uint32, otherwise uint16
+  const void *tokens; // within the file
+  int64_t count;
+} Shard;
+
+// Whether a file's first bytes are a shard's.
+bool shard_has_magic(const void *bytes, size_t size);
+// Checks a file against its header; false with a reason, which reads on from the file's name: "is truncated:
+// ...".
+bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason);
+// The same for the mask of a shard of `count` tokens; NULL with a reason, or the bits.
+const uint8_t *shard_parse_mask(const void *bytes, size_t size, int64_t count, Reason *reason);
+
+#endif
