@@ -119,7 +119,6 @@ static void test_another_tokenizer(void **state) {
   char *text = read_text(texts);
   cJSON *rows = cJSON_Parse(text);
   Tokenizer *t = tokenizer_open(path);
-  const cJSON *row;
   for (const cJSON *row = rows->child; row; row = row->next) check_row(t, row, "other");
   tokenizer_close(t);
   cJSON_Delete(rows);
