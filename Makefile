@@ -294,8 +294,9 @@ build-and-fuzz: $(FUZZ_PROGRAMS)
 	  echo "$$program: $$(sed -n 's/^stat::number_of_executed_units: *//p' $$program.log) inputs in $(FUZZ_SECONDS) s, clean"; \
 	done
 
-build-and-bench: $(call programs,$(wildcard tools/bench*.c) $(if $(HAVE_CUDA),$(wildcard tools/bench*.cu)))
-	@set -e; for program in $^; do ./$$program; done
+build-and-bench: $(BIN)tools/bench_lce $(BIN)tools/bench_step
+	$(BIN)tools/bench_lce --materialized
+	$(BIN)tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
 
 build-and-memory-curve: $(BIN)tools/memory_curve
 	./$<
