@@ -176,10 +176,10 @@ MISSING_NAMES := $(foreach m,$(MISSING),$(firstword $(subst =, ,$(m))))
 define TABLE
 lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CUDA        $(call found,CUDA,nvcc $(CUDA_VERSION) with cuBLASLt$(comma) $(GPU_TEXT),the CPU only ($(NO_CUDA)))
-  NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found,one GPU only),not looked for without CUDA)
+  NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found$(comma) but one GPU is all that is used so far,one GPU only),not looked for without CUDA)
   cuDNN       $(if $(HAVE_CUDA),$(call found,CUDNN,found,no --attention cudnn),not looked for without CUDA)
   CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
-  MPI         $(call found,MPI,found,one CPU process only)
+  MPI         $(call found,MPI,found$(comma) but one process is all that is used so far,one CPU process only)
   stb         $(call found,STB,found,no plots as PNG)
   PCRE2       $(call found,PCRE2,found,no prompts by tokenizer.json)
   cJSON       $(call found,CJSON,found,cannot build)
