@@ -116,16 +116,6 @@ static Needs plan_layer(const Experiment *e, const Point *p) {
 enum { ROUNDS_MOST = 9 };
 static const double ROUND_SECONDS = 1; // after so long, the rounds so far must do
 
-static int by_size(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
-static double median(double *values, int count) {
-  qsort(values, (size_t)count, sizeof *values, by_size);
-  return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
-}
-
 static double timed_layer(const LastLayer *layer, const Point *p) {
   backend_synchronize(layer->backend);
   double start = now_seconds();

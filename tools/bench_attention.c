@@ -6,11 +6,11 @@
 // "auto" is what training uses; cuDNN's backward pass is not bitwise repeatable, the others are.
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "base/random.h"
 #include "kernels/cuda/attention.h"
 #include "kernels/kernels.h"
+#include "trainer/speed.h"
 
 typedef struct {
   const char *name;
@@ -27,17 +27,6 @@ static const Case cases[] = {
 };
 
 enum { REPEATS = 7 };
-
-static double now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static int by_size(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
 
 typedef struct {
   Backend *backend;
@@ -58,17 +47,16 @@ static void run(const Bench *b, bool backward, int times) {
 // Seconds of one call: the median over batches of calls that take at least 20 ms each.
 static double seconds(const Bench *b, bool backward) {
   run(b, backward, 2);
-  double start = now();
+  double start = now_seconds();
   run(b, backward, 4);
-  int times = (int)(0.02 / ((now() - start) / 4)) + 1;
+  int times = (int)(0.02 / ((now_seconds() - start) / 4)) + 1;
   double samples[REPEATS];
   for (int i = 0; i < REPEATS; i++) {
-    start = now();
+    start = now_seconds();
     run(b, backward, times);
-    samples[i] = (now() - start) / times;
+    samples[i] = (now_seconds() - start) / times;
   }
-  qsort(samples, REPEATS, sizeof *samples, by_size);
-  return samples[REPEATS / 2];
+  return median(samples, REPEATS);
 }
 
 // A normal draw in every place: zeros would run faster than training does.

@@ -9,12 +9,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/fail.h"
 #include "base/random.h"
 #include "base/text.h"
 #include "kernels/linear_cross_entropy.h"
+#include "trainer/speed.h"
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, chunk, repeat;
@@ -159,23 +159,11 @@ static void materialized(const Bench *b) {
 }
 
 static double seconds(const Bench *b, void (*work)(const Bench *)) {
-  struct timespec begin, end;
   backend_synchronize(b->backend);
-  clock_gettime(CLOCK_MONOTONIC, &begin);
+  double start = now_seconds();
   work(b);
   backend_synchronize(b->backend);
-  clock_gettime(CLOCK_MONOTONIC, &end);
-  return (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
-}
-
-static int compare(const void *a, const void *b) {
-  double left = *(const double *)a, right = *(const double *)b;
-  return (left > right) - (left < right);
-}
-
-static double median(double *values, int64_t count) {
-  qsort(values, (size_t)count, sizeof *values, compare);
-  return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
+  return now_seconds() - start;
 }
 
 static void report(const char *name, double *times, double *ratios, int64_t rounds, size_t bytes) {

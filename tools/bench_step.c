@@ -118,16 +118,6 @@ static void one_step(Steps *s) {
   trainer_collect(s->trainer, results);
 }
 
-static int by_size(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
-static double median(double *values, int count) {
-  qsort(values, (size_t)count, sizeof *values, by_size);
-  return values[count / 2];
-}
-
 // Seconds of a step whose products are plain loops: one step, the same shapes, a backend of its own.
 static double plain_step_seconds(const Options *options, const Loader *loader) {
   Backend *backend = cpu_backend_create(true);

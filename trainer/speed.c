@@ -34,6 +34,11 @@ static int by_size(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
+double median(double *values, int64_t count) {
+  qsort(values, (size_t)count, sizeof *values, by_size);
+  return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
+}
+
 double measure_product_rate(Backend *backend) {
   enum { WARM_UP = 2, TIMES = 5 };
   const int64_t n = backend->scratch == &cuda_scratch ? 8192 : 1024; // large enough to fill the device
@@ -52,9 +57,8 @@ double measure_product_rate(Backend *backend) {
     backend_synchronize(backend);
     if (i >= 0) seconds[i] = now_seconds() - start;
   }
-  qsort(seconds, TIMES, sizeof *seconds, by_size);
   memory_pop_to(memory, 0);
   memory_set_stack(memory, 0);
   ledger_reset_peak(&memory->ledger);
-  return 2.0 * (double)n * (double)n * (double)n / seconds[TIMES / 2];
+  return 2.0 * (double)n * (double)n * (double)n / median(seconds, TIMES);
 }

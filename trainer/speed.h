@@ -11,4 +11,7 @@ double measure_product_rate(Backend *backend);
 
 double now_seconds(void); // monotonic
 
+// The middle one of `count` values, or the mean of the middle two. Sorts them.
+double median(double *values, int64_t count);
+
 #endif
