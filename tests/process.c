@@ -183,3 +183,21 @@ void output_free(Output *output) {
   free(output->err);
   *output = (Output){0};
 }
+
+// --- what was said -----------------------------------------------------------------------------------------
+
+char *read_text(const char *path) {
+  FILE *file = fopen(path, "rb");
+  if (!file) fail_msg("there is no %s: run the tests from the repository's root", path);
+  fseek(file, 0, SEEK_END);
+  long size = ftell(file);
+  rewind(file);
+  char *text = calloc((size_t)size + 1, 1);
+  assert_int_equal(fread(text, 1, (size_t)size, file), size);
+  fclose(file);
+  return text;
+}
+
+void assert_says(const char *text, const char *part) {
+  if (!strstr(text, part)) fail_msg("it should say \"%s\" and says: %s", part, text);
+}

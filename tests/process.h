@@ -29,4 +29,9 @@ Process train_start(const char *format, ...) __attribute__((format(printf, 1, 2)
 void process_wait_for(Process *process, const char *text);
 Output process_finish(Process *process);
 
+// The whole of a file, which must be there; the caller frees it.
+char *read_text(const char *path);
+// The test fails unless `text` holds `part`.
+void assert_says(const char *text, const char *part);
+
 #endif

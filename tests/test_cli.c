@@ -24,22 +24,6 @@
   "--device cpu --model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 2 "      \
   "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 16 --batch 3 "
 
-static char *read_text(const char *path) {
-  FILE *file = fopen(path, "rb");
-  if (!file) fail_msg("there is no %s", path);
-  fseek(file, 0, SEEK_END);
-  long size = ftell(file);
-  rewind(file);
-  char *text = calloc((size_t)size + 1, 1);
-  assert_int_equal(fread(text, 1, (size_t)size, file), size);
-  fclose(file);
-  return text;
-}
-
-static void assert_says(const char *text, const char *part) {
-  if (!strstr(text, part)) fail_msg("it should say \"%s\" and says: %s", part, text);
-}
-
 // --- what goes wrong ---------------------------------------------------------------------------------------
 
 // The program gives up with one sentence on stderr that holds `part`.

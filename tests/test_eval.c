@@ -278,10 +278,6 @@ static void test_eval_only_holds_the_weights_alone(void **state) {
   run_close(whole);
 }
 
-static void assert_says(const char *text, const char *part) {
-  if (!strstr(text, part)) fail_msg("it should say \"%s\" and says: %s", part, text);
-}
-
 static void test_eval_only_as_a_user_meets_it(void **state) {
   (void)state;
   Stream s = {.wide = false};

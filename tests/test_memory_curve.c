@@ -44,22 +44,6 @@ static int find_programs(void **state) {
   return make_room(state);
 }
 
-static char *read_text(const char *path) {
-  FILE *file = fopen(path, "rb");
-  if (!file) fail_msg("there is no %s", path);
-  fseek(file, 0, SEEK_END);
-  long size = ftell(file);
-  rewind(file);
-  char *text = calloc((size_t)size + 1, 1);
-  assert_int_equal(fread(text, 1, (size_t)size, file), size);
-  fclose(file);
-  return text;
-}
-
-static void assert_says(const char *text, const char *part) {
-  if (!strstr(text, part)) fail_msg("it should say \"%s\" and says: %s", part, text);
-}
-
 static void succeeds(Output o) {
   if (o.status) fail_msg("exit status %d: %s%s", o.status, o.out, o.err);
   output_free(&o);

@@ -4,6 +4,7 @@
 #include "data/bpe.h"
 #include "data/tokenizer.h"
 #include "tests/data_files.h"
+#include "tests/process.h"
 
 #include <cjson/cJSON.h>
 #include <setjmp.h>
@@ -26,18 +27,6 @@ enum { ENCODES = 1 };
 #else
 enum { ENCODES = 0 };
 #endif
-
-static char *read_text(const char *path) {
-  FILE *file = fopen(path, "rb");
-  if (!file) fail_msg("there is no %s: run the tests from the repository's root", path);
-  fseek(file, 0, SEEK_END);
-  long size = ftell(file);
-  rewind(file);
-  char *text = calloc((size_t)size + 1, 1);
-  assert_int_equal(fread(text, 1, (size_t)size, file), size);
-  fclose(file);
-  return text;
-}
 
 // --- against tokenizers ------------------------------------------------------------------------------------
 
