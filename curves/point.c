@@ -64,7 +64,10 @@ Options point_options(const Experiment *e, const Point *p) {
 }
 
 static LceShape shape_of(const Experiment *e, const Point *p) {
-  return (LceShape){point_tokens(p), p->hidden_size, p->vocab_size, e->options->dtype, false};
+  return (LceShape){.tokens = point_tokens(p),
+                    .hidden_size = p->hidden_size,
+                    .vocab_size = p->vocab_size,
+                    .dtype = e->options->dtype};
 }
 
 double point_flops(const Experiment *e, const Point *p) {

@@ -352,6 +352,31 @@ void lce_sweep(Backend *backend, LceSweep a) {
   CALL_WITH_SCRATCH(lce_sweep, MEMORY_HEAD);
 }
 
+static void optional_vector(Op op, const char *field, Tensor t, Dtype dtype, int64_t count) {
+  if (tensor_exists(t)) vector(op, field, t, dtype, count);
+}
+
+static void loss_terms(Op op, const LossTerms *terms, int64_t vocab_size) {
+  if (!(terms->label_smoothing >= 0 && terms->label_smoothing <= 1))
+    fail("%s: label_smoothing is %g, which is not in [0, 1]", op, (double)terms->label_smoothing);
+  if (!(terms->z_loss >= 0)) fail("%s: z_loss is %g, which is not 0 or more", op, (double)terms->z_loss);
+  if (!(terms->softcap >= 0)) fail("%s: softcap is %g, which is not 0 or more", op, (double)terms->softcap);
+  if (!(terms->temperature >= 0))
+    fail("%s: temperature is %g, which is not 0 or more", op, (double)terms->temperature);
+  optional_vector(op, "class_weights", terms->class_weights, DTYPE_F32, vocab_size);
+  if (tensor_exists(terms->class_weights) && terms->label_smoothing > 0)
+    vector(op, "class_weight_sum", terms->class_weight_sum, DTYPE_F32, 1);
+}
+
+static void token_outputs(Op op, const TokenOutputs *outputs, int64_t tokens) {
+  optional_vector(op, "z_loss", outputs->z_loss, DTYPE_F32, tokens);
+  optional_vector(op, "log_prob", outputs->log_prob, DTYPE_F32, tokens);
+  optional_vector(op, "logsumexp", outputs->logsumexp, DTYPE_F32, tokens);
+  optional_vector(op, "entropy", outputs->entropy, DTYPE_F32, tokens);
+  optional_vector(op, "max_logit", outputs->max_logit, DTYPE_F32, tokens);
+  optional_vector(op, "predicted", outputs->predicted, DTYPE_I32, tokens);
+}
+
 void lce_rows(Backend *backend, LceRows a) {
   const Op op = "lce_rows";
   need(op, "row_sum", a.row_sum);
@@ -361,12 +386,25 @@ void lce_rows(Backend *backend, LceRows a) {
   vector(op, "target_z", a.target_z, DTYPE_F32, rows);
   vector(op, "anchor", a.anchor, DTYPE_F32, rows);
   vector(op, "loss", a.loss, DTYPE_F32, rows);
+  vector(op, "targets", a.targets, DTYPE_I32, rows);
+  loss_terms(op, &a.terms, a.vocab_size);
+  if (a.terms.softcap > 0) fail("%s: a soft-cap does not act on whole rows", op);
+  token_outputs(op, &a.outputs, rows);
+  const char *why = "it is not told by row sums alone";
+  absent(op, "entropy", a.outputs.entropy, why);
+  absent(op, "max_logit", a.outputs.max_logit, why);
+  absent(op, "predicted", a.outputs.predicted, why);
+  optional_vector(op, "token_weights", a.token_weights, DTYPE_F32, rows);
+  optional_vector(op, "factor", a.factor, DTYPE_F32, 1);
+  two_axes(op, "x", a.x);
+  matrix(op, "x", a.x, a.x.dtype, rows, a.x.shape[1]);
+  bool smoothing = a.terms.label_smoothing > 0;
+  if (smoothing) vector(op, "smoothing_row", a.smoothing_row, DTYPE_F32, a.x.shape[1]);
   if (tensor_exists(a.scaled_x)) {
-    two_axes(op, "x", a.x);
-    matrix(op, "x", a.x, a.x.dtype, rows, a.x.shape[1]);
     matrix(op, "scaled_x", a.scaled_x, a.x.dtype, rows, a.x.shape[1]);
     vector(op, "scale_others", a.scale_others, DTYPE_F32, rows);
     vector(op, "scale_target", a.scale_target, DTYPE_F32, rows);
+    if (smoothing) vector(op, "scale_uniform", a.scale_uniform, DTYPE_F32, rows);
   }
   CALL(lce_rows);
 }
@@ -380,6 +418,10 @@ void lce_input_gradient(Backend *backend, LceInputGradient a) {
   vector(op, "scale_others", a.scale_others, DTYPE_F32, rows);
   vector(op, "scale_target", a.scale_target, DTYPE_F32, rows);
   vector(op, "targets", a.targets, DTYPE_I32, rows);
+  if (tensor_exists(a.smoothing_row) || tensor_exists(a.scale_uniform)) {
+    vector(op, "smoothing_row", a.smoothing_row, DTYPE_F32, a.weight.shape[1]);
+    vector(op, "scale_uniform", a.scale_uniform, DTYPE_F32, rows);
+  }
   CALL(lce_input_gradient);
 }
 
@@ -398,9 +440,51 @@ void lce_target_gradient(Backend *backend, LceTargetGradient a) {
 void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a) {
   const Op op = "cross_entropy_in_place";
   two_axes(op, "logits", a.logits);
-  vector(op, "targets", a.targets, DTYPE_I32, a.logits.shape[0]);
-  vector(op, "loss", a.loss, DTYPE_F32, a.logits.shape[0]);
+  int64_t tokens = a.logits.shape[0], vocab_size = a.logits.shape[1];
+  vector(op, "targets", a.targets, DTYPE_I32, tokens);
+  vector(op, "loss", a.loss, DTYPE_F32, tokens);
+  token_outputs(op, &a.outputs, tokens);
+  optional_vector(op, "token_weights", a.token_weights, DTYPE_F32, tokens);
+  optional_vector(op, "entropy_weights", a.entropy_weights, DTYPE_F32, tokens);
+  optional_vector(op, "factor", a.factor, DTYPE_F32, 1);
+  loss_terms(op, &a.terms, vocab_size);
+  if (tensor_exists(a.dlogits)) {
+    is_2d(op, "dlogits", a.dlogits, tokens, vocab_size);
+    is_real(op, "dlogits", a.dlogits);
+    size_t row = (size_t)a.logits.stride * dtype_bytes(a.logits.dtype);
+    if (a.dlogits.data != a.logits.data || (size_t)a.dlogits.stride * dtype_bytes(a.dlogits.dtype) != row ||
+        dtype_bytes(a.dlogits.dtype) > dtype_bytes(a.logits.dtype))
+      fail("%s: dlogits is %s and does not lie in the place of logits, %s", op, tensor_text(a.dlogits).text,
+           tensor_text(a.logits).text);
+  }
   CALL(cross_entropy_in_place);
+}
+
+void loss_factor(Backend *backend, LossFactor a) {
+  const Op op = "loss_factor";
+  need(op, "targets", a.targets);
+  vector(op, "targets", a.targets, DTYPE_I32, a.targets.shape[0]);
+  vector(op, "factor", a.factor, DTYPE_F32, 1);
+  if (tensor_exists(a.class_weights))
+    vector(op, "class_weights", a.class_weights, DTYPE_F32, a.class_weights.shape[0]);
+  CALL(loss_factor);
+}
+
+void weighted_column_sum(Backend *backend, WeightedColumnSum a) {
+  const Op op = "weighted_column_sum";
+  two_axes(op, "x", a.x);
+  vector(op, "out", a.out, DTYPE_F32, a.x.shape[1]);
+  optional_vector(op, "coefficients", a.coefficients, DTYPE_F32, a.x.shape[0]);
+  CALL_WITH_SCRATCH(weighted_column_sum, MEMORY_HEAD);
+}
+
+void add_outer(Backend *backend, AddOuter a) {
+  const Op op = "add_outer";
+  two_axes(op, "out", a.out);
+  matrix(op, "out", a.out, DTYPE_F32, a.out.shape[0], a.out.shape[1]);
+  optional_vector(op, "rows", a.rows, DTYPE_F32, a.out.shape[0]);
+  vector(op, "columns", a.columns, DTYPE_F32, a.out.shape[1]);
+  CALL(add_outer);
 }
 
 // Row i of `few` and row rows[i] of `many` change places; vectors count as matrices of one column.

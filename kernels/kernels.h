@@ -209,51 +209,130 @@ typedef struct {
   int64_t past;
 } AttentionDecode;
 
-// --- the last layer's pieces -------------------------------------------------------------------------------
-// linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target.
+// --- the loss ----------------------------------------------------------------------------------------------
+// One definition for every mode and backend. With z = x W^T + bias for a token, y its target:
+//
+//   u       = c tanh(z / c)  (soft-cap c; none: u = z)       v = u / T  (temperature T)
+//   p       = softmax(v)                                     lse = logsumexp(v)
+//   loss    = (1 - eps) w[y] (lse - v[y]) + eps / V sum_j w[j] (lse - v[j])   (class weights w, smoothing eps; as
+//             torch.nn.functional.cross_entropy)
+//   z_loss  = lambda lse^2                                                    (PaLM; Chowdhery et al. 2022)
+//   entropy = lse - sum_j p[j] v[j]
+//
+// and the gradients are those of
+//
+//   alpha factor[0] sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
+//
+// with every weight that is absent read as 1, but entropy_weights as 0. Tokens whose target is IGNORE_INDEX have
+// 0 everywhere.
 
-// z = x W^T;  anchor a = z[target];  E[j] = exp(z[j] - a) for j != target, E[target] = 0;  R = sum_j E[j] in
+typedef struct {
+  float label_smoothing;   // eps, in [0, 1]
+  float z_loss;            // lambda
+  float softcap;           // c; 0 for none
+  float temperature;       // T; 0 is read as 1
+  Tensor class_weights;    // w: fp32 [V], or absent
+  Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; there when class_weights and label_smoothing are
+} LossTerms;
+
+// What can be told of each token beside its loss: fp32 [N] each (predicted: int32), or absent.
+typedef union {
+  struct {
+    Tensor z_loss;
+    Tensor log_prob;  // log p[y]
+    Tensor logsumexp; // lse
+    Tensor entropy;
+    Tensor max_logit; // max_j v[j]
+    Tensor predicted; // the j of that maximum, the first of several
+  };
+  Tensor all[6];
+} TokenOutputs;
+
+// The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become their
+// own gradient in place, loss and outputs being told on the way.
+typedef struct {
+  Tensor loss;          // fp32 [N]
+  TokenOutputs outputs; // any of them
+  Tensor logits;        // z: real [N, V]; may be strided; overwritten, also when dlogits is absent
+  Tensor dlogits;       // logits itself, or bf16 at the same address with rows as long in bytes (logits being
+                        // fp32), or absent: the forward pass alone
+  Tensor targets;       // int32 [N]
+  Tensor token_weights; // fp32 [N], or absent
+  Tensor entropy_weights; // fp32 [N], or absent
+  Tensor factor;          // fp32 [1], or absent
+  LossTerms terms;
+  float alpha;
+} CrossEntropyInPlace;
+
+// factor[0] = 1 / sum of w[targets[n]] over the tokens that count: what makes a sum their (weighted) mean, without
+// the host knowing how many there are. 0 when none counts.
+typedef struct {
+  Tensor factor;        // fp32 [1]
+  Tensor targets;       // int32 [N]
+  Tensor class_weights; // fp32 [V], or absent
+} LossFactor;
+
+// --- the last layer's pieces -------------------------------------------------------------------------------
+// linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know the
+// terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
+
+// z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in
 // fp32 before E is rounded;  dx_raw = E W. Where R grows out of range (beyond about 2^96, so that 1/(1+R) stays a
 // normal number) the row is redone with anchor = max_j z[j].
-// target_e = exp(z[target] - anchor): 1 unless the row was redone.
+// target_e = exp((z[target] - anchor) / T): 1 unless the row was redone. A row whose target is IGNORE_INDEX has E, R
+// and target_z 0, and an infinite anchor.
 typedef struct {
-  Tensor exps;      // real [C, V] (may be strided), or absent: forward only, nothing of width V is kept
-  Tensor dx_raw;    // fp32 or x's dtype [C, H]; absent when exps is
-  Tensor row_sum;   // fp32 [C]: R
-  Tensor target_e;  // fp32 [C]
-  Tensor target_z;  // fp32 [C]: z[target]
-  Tensor anchor;    // fp32 [C]
-  Tensor x;         // real [C, H]
-  Tensor weight;    // real [V, H]
-  Tensor targets;   // int32 [C], each in [0, V)
-  Tensor workspace; // from the door
+  Tensor
+      exps; // real [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
+            // are stored in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end
+  Tensor dx_raw;     // fp32 or x's dtype [C, H]; absent when exps is
+  Tensor row_sum;    // fp32 [C]: R
+  Tensor target_e;   // fp32 [C]
+  Tensor target_z;   // fp32 [C]: z[target]
+  Tensor anchor;     // fp32 [C]
+  Tensor x;          // real [C, H]
+  Tensor weight;     // real [V, H]
+  Tensor targets;    // int32 [C], each in [0, V) or IGNORE_INDEX
+  float temperature; // T; 0 is read as 1
+  Tensor workspace;  // from the door
 } LceSweep;
 
-// What follows from a row's sums, for token weight s:  D = R + target_e
-//   loss = (anchor - z[target]) + log(D), computed as log1p(R) where target_e = 1
-//   scale_others r = s / D         (multiplies E)
-//   scale_target c = -s R / D      (the target's own entry, p - 1 without the cancellation)
-//   scaled_x = r * x
+// What follows from a row's sums. With D = R + target_e, s = factor[0] token_weights[n], A = (1 - eps) w[y] +
+// eps / V sum w, and smoothing_row S = sum_j w[j] W[j]:
+//   lse = anchor / T + log(D);  lse - v[y] computed as log1p(R) where target_e = 1;  sum_j w[j] v[j] = x . S / T
+//   scale_others  = s/T (A + 2 lambda lse) / D      (multiplies E)
+//   scale_target  = s/T (-(1 - eps) w[y] R / D + (eps / V sum w + 2 lambda lse) target_e / D)
+//                                                   (the target's own entry: p - 1 without the cancellation)
+//   scale_uniform = -s/T eps / V                    (multiplies S in dx, and w x in dweight)
+//   scaled_x      = scale_others * x
 typedef struct {
-  Tensor loss;         // fp32 [C]
-  Tensor scale_others; // fp32 [C]
-  Tensor scale_target; // fp32 [C]
-  Tensor scaled_x;     // real [C, H], or absent (forward only; the scales are absent too)
+  Tensor loss;          // fp32 [C]
+  TokenOutputs outputs; // of these z_loss, log_prob, logsumexp
+  Tensor scale_others;  // fp32 [C]
+  Tensor scale_target;  // fp32 [C]
+  Tensor scale_uniform; // fp32 [C]; there when smoothing_row is
+  Tensor scaled_x;      // real [C, H], or absent (forward only; the scales are absent too)
   Tensor row_sum, target_e, target_z, anchor; // as LceSweep left them
   Tensor x;                                   // real [C, H]
-  float token_weight; // s; the mean's 1/count comes later, through the products' alpha
+  Tensor targets;                             // int32 [C]
+  Tensor token_weights;                       // fp32 [C], or absent
+  Tensor factor;                              // fp32 [1], or absent; alpha comes later, through the products
+  Tensor smoothing_row;                       // fp32 [H]; there when terms.label_smoothing is
+  LossTerms terms;                            // without a soft-cap
+  int64_t vocab_size;
 } LceRows;
 
-// dx = alpha (r * dx_raw + c * W[target]), in place over dx_raw.
+// dx = alpha (r * dx_raw + c * W[target] + scale_uniform * smoothing_row), in place over dx_raw.
 typedef struct {
-  Tensor dx;                         // [C, H], holds dx_raw
-  Tensor scale_others, scale_target; // fp32 [C]
-  Tensor weight;                     // real [V, H]
-  Tensor targets;                    // int32 [C]
+  Tensor dx;                           // [C, H], holds dx_raw
+  Tensor scale_others, scale_target;   // fp32 [C]
+  Tensor scale_uniform, smoothing_row; // fp32 [C], [H]; both or neither
+  Tensor weight;                       // real [V, H]
+  Tensor targets;                      // int32 [C]
   float alpha;
 } LceInputGradient;
 
-// dweight[target[n]] += alpha * c[n] * x[n] for all n, deterministically.
+// dweight[target[n]] += alpha * c[n] * x[n] for all n, deterministically. Tokens with IGNORE_INDEX add nothing.
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]
   Tensor scale_target; // fp32 [C]
@@ -263,16 +342,22 @@ typedef struct {
   Tensor workspace; // from the door
 } LceTargetGradient;
 
-// The materialized mode's one pass: logits become their own gradient in place.
-//   loss[n] = logsumexp(z[n]) - z[n, target];  z[n] = alpha * (softmax(z[n]) - onehot(target))
-// A row whose target is IGNORE_INDEX gets loss 0 and gradient 0.
+// out[h] (+)= sum_n coefficients[n] x[n, h]: the rank-one terms of label smoothing.
 typedef struct {
-  Tensor loss;    // fp32 [N]
-  Tensor logits;  // real [N, V]; may be strided
-  Tensor targets; // int32 [N]
+  Tensor out;          // fp32 [H]
+  Tensor x;            // real [N, H]; may be strided
+  Tensor coefficients; // fp32 [N], or absent: all 1
+  bool accumulate;
+  Tensor workspace; // from the door
+} WeightedColumnSum;
+
+// out[v, h] += alpha rows[v] columns[h].
+typedef struct {
+  Tensor out;     // fp32 [V, H], dense
+  Tensor rows;    // fp32 [V], or absent: all 1
+  Tensor columns; // fp32 [H]
   float alpha;
-  bool forward_only; // logits stay as they are
-} CrossEntropyInPlace;
+} AddOuter;
 
 // out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). Any dtype, 32 or 16
 // bit.
@@ -347,6 +432,9 @@ void lce_rows(Backend *backend, LceRows a);
 void lce_input_gradient(Backend *backend, LceInputGradient a);
 void lce_target_gradient(Backend *backend, LceTargetGradient a);
 void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a);
+void loss_factor(Backend *backend, LossFactor a);
+void weighted_column_sum(Backend *backend, WeightedColumnSum a);
+void add_outer(Backend *backend, AddOuter a);
 void gather_rows(Backend *backend, MoveRows a);
 void scatter_rows(Backend *backend, MoveRows a);
 void adamw(Backend *backend, AdamW a);
@@ -387,6 +475,9 @@ typedef struct {
   void (*lce_input_gradient)(Backend *, const LceInputGradient *);
   void (*lce_target_gradient)(Backend *, const LceTargetGradient *);
   void (*cross_entropy_in_place)(Backend *, const CrossEntropyInPlace *);
+  void (*loss_factor)(Backend *, const LossFactor *);
+  void (*weighted_column_sum)(Backend *, const WeightedColumnSum *);
+  void (*add_outer)(Backend *, const AddOuter *);
   void (*gather_rows)(Backend *, const MoveRows *);
   void (*scatter_rows)(Backend *, const MoveRows *);
   void (*adamw)(Backend *, const AdamW *);
@@ -418,6 +509,7 @@ typedef struct {
   size_t (*attention_backward)(const AttentionBackward *);
   size_t (*lce_sweep)(const LceSweep *);
   size_t (*lce_target_gradient)(const LceTargetGradient *);
+  size_t (*weighted_column_sum)(const WeightedColumnSum *);
   size_t (*reduce)(const Reduce *);
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);

@@ -38,7 +38,127 @@ const char *lce_mode_name(LceMode mode) {
   return mode == LCE_FUSED ? "fused" : "materialized";
 }
 
-// --- the materialized mode: the honest baseline ------------------------------------------------------------
+// --- what a call holds besides its chunks ------------------------------------------------------------------
+
+typedef struct {
+  LossTerms terms;      // with class_weight_sum
+  Tensor factor;        // fp32 [1], or absent
+  Tensor smoothing_row; // fp32 [H]: sum_j w[j] W[j]
+  Tensor smoothing_x;   // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks
+} Common;
+
+static Tensor push_column(Backend *backend, const char *name, int64_t rows) {
+  return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, rows);
+}
+
+static Common push_common(Backend *backend, const LinearCrossEntropy *a, bool rank_one_terms) {
+  Common c = {.terms = a->terms};
+  bool smoothing = a->terms.label_smoothing > 0;
+  if (smoothing && tensor_exists(a->terms.class_weights)) {
+    c.terms.class_weight_sum = push_column(backend, "sum of class weights", 1);
+    reduce(backend, (Reduce){.sum = c.terms.class_weight_sum, .x = a->terms.class_weights});
+  }
+  if (a->mean) {
+    c.factor = push_column(backend, "the mean's factor", 1);
+    loss_factor(
+        backend,
+        (LossFactor){.factor = c.factor, .targets = a->targets, .class_weights = a->terms.class_weights});
+  }
+  if (!smoothing || !rank_one_terms) return c;
+  c.smoothing_row = push_column(backend, "weighted sum of W", a->x.shape[1]);
+  if (tensor_exists(a->dx)) c.smoothing_x = push_column(backend, "weighted sum of x", a->x.shape[1]);
+  weighted_column_sum(
+      backend,
+      (WeightedColumnSum){.out = c.smoothing_row, .x = a->weight, .coefficients = a->terms.class_weights});
+  return c;
+}
+
+// --- tokens of a call --------------------------------------------------------------------------------------
+
+enum { OUTPUTS = sizeof(TokenOutputs) / sizeof(Tensor) };
+
+// Some of a call's tokens: views of the caller's tensors, or copies of the counted ones, packed.
+typedef struct {
+  Tensor x, targets, token_weights, entropy_weights; // what is read
+  Tensor loss, dx;                                   // what is written
+  TokenOutputs outputs;
+} Tokens;
+
+static Tensor first_rows(Tensor t, int64_t first, int64_t count) {
+  return tensor_exists(t) ? tensor_rows(t, first, count) : t;
+}
+
+static Tokens tokens_range(const Tokens *t, int64_t first, int64_t count) {
+  Tokens part = {.x = first_rows(t->x, first, count),
+                 .targets = first_rows(t->targets, first, count),
+                 .token_weights = first_rows(t->token_weights, first, count),
+                 .entropy_weights = first_rows(t->entropy_weights, first, count),
+                 .loss = first_rows(t->loss, first, count),
+                 .dx = first_rows(t->dx, first, count)};
+  for (int i = 0; i < OUTPUTS; i++) part.outputs.all[i] = first_rows(t->outputs.all[i], first, count);
+  return part;
+}
+
+static Tokens tokens_of_call(const LinearCrossEntropy *a) {
+  return (Tokens){.x = a->x,
+                  .targets = a->targets,
+                  .token_weights = a->token_weights,
+                  .entropy_weights = a->entropy_weights,
+                  .loss = a->loss,
+                  .dx = a->dx,
+                  .outputs = a->outputs};
+}
+
+// Room for `rows` packed tokens, of what the caller gave.
+static Tensor push_like(Backend *backend, const char *name, Tensor t, int64_t rows) {
+  if (!tensor_exists(t)) return t;
+  return t.rank == 1 ? memory_push_1d(&backend->memory, name, MEMORY_HEAD, t.dtype, rows)
+                     : memory_push_2d(&backend->memory, name, MEMORY_HEAD, t.dtype, rows, t.shape[1]);
+}
+
+static Tokens push_packed(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
+  Tokens t = {.x = push_like(backend, "counted rows of x", a->x, rows),
+              .targets = push_like(backend, "counted targets", a->targets, rows),
+              .token_weights = push_like(backend, "counted token weights", a->token_weights, rows),
+              .entropy_weights = push_like(backend, "counted entropy weights", a->entropy_weights, rows),
+              .loss = push_like(backend, "counted losses", a->loss, rows),
+              .dx = push_like(backend, "counted rows of dx", a->dx, rows)};
+  for (int i = 0; i < OUTPUTS; i++)
+    t.outputs.all[i] = push_like(backend, "counted outputs", a->outputs.all[i], rows);
+  return t;
+}
+
+static void gather(Backend *backend, Tensor packed, Tensor x, Tensor rows) {
+  if (tensor_exists(packed)) gather_rows(backend, (MoveRows){.out = packed, .x = x, .rows = rows});
+}
+
+static void scatter(Backend *backend, Tensor out, Tensor packed, Tensor rows) {
+  if (tensor_exists(packed)) scatter_rows(backend, (MoveRows){.out = out, .x = packed, .rows = rows});
+}
+
+static void gather_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows) {
+  gather(backend, packed->x, a->x, rows);
+  gather(backend, packed->targets, a->targets, rows);
+  gather(backend, packed->token_weights, a->token_weights, rows);
+  gather(backend, packed->entropy_weights, a->entropy_weights, rows);
+}
+
+static void scatter_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows) {
+  scatter(backend, a->loss, packed->loss, rows);
+  scatter(backend, a->dx, packed->dx, rows);
+  for (int i = 0; i < OUTPUTS; i++) scatter(backend, a->outputs.all[i], packed->outputs.all[i], rows);
+}
+
+static void zero_tokens(Backend *backend, const LinearCrossEntropy *a) {
+  fill_zero(backend, a->loss);
+  if (tensor_exists(a->dx)) fill_zero(backend, a->dx);
+  for (int i = 0; i < OUTPUTS; i++)
+    if (tensor_exists(a->outputs.all[i])) fill_zero(backend, a->outputs.all[i]);
+}
+
+// --- logits, and their gradient in place -------------------------------------------------------------------
+// All tokens at once this is the materialized mode, the honest baseline. A chunk at a time it is the way of the
+// terms that need a row's logits side by side.
 
 static Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype) {
   int64_t stride = backend->scratch->logits_stride(vocab_size, dtype);
@@ -46,133 +166,141 @@ static Tensor push_logits(Backend *backend, const char *name, int64_t rows, int6
   return tensor_columns(padded, 0, vocab_size);
 }
 
-static void materialized(Backend *backend, const LinearCrossEntropy *a) {
-  bool forward_only = !tensor_exists(a->dx);
-  Tensor logits = push_logits(backend, "logits", a->x.shape[0], a->weight.shape[0], a->x.dtype);
-  linear_forward(backend, (LinearForward){.out = logits, .x = a->x, .weight = a->weight});
-  cross_entropy_in_place(backend, (CrossEntropyInPlace){.loss = a->loss,
-                                                        .logits = logits,
-                                                        .targets = a->targets,
-                                                        .alpha = a->scale,
-                                                        .forward_only = forward_only});
-  if (forward_only) return;
-  linear_backward_input(backend, (LinearBackwardInput){.dx = a->dx, .dout = logits, .weight = a->weight});
-  linear_backward_weight(
-      backend,
-      (LinearBackwardWeight){
-          .dweight = a->dweight, .dout = logits, .x = a->x, .alpha = 1, .accumulate = a->accumulate});
+// The same memory, row for row, as numbers of `dtype`.
+static Tensor in_place_as(Tensor t, Dtype dtype) {
+  t.stride = t.stride * (int64_t)dtype_bytes(t.dtype) / (int64_t)dtype_bytes(dtype);
+  t.dtype = dtype;
+  return t;
 }
 
-// --- the fused mode ----------------------------------------------------------------------------------------
+static void logits_and_gradient(Backend *backend, const LinearCrossEntropy *a, const Common *common,
+                                Tensor logits, const Tokens *t, bool accumulate) {
+  bool backward = tensor_exists(t->dx);
+  Tensor dlogits = backward ? in_place_as(logits, a->x.dtype) : (Tensor){0};
+  linear_forward(backend, (LinearForward){.out = logits, .x = t->x, .weight = a->weight, .bias = a->bias});
+  cross_entropy_in_place(backend, (CrossEntropyInPlace){.loss = t->loss,
+                                                        .outputs = t->outputs,
+                                                        .logits = logits,
+                                                        .dlogits = dlogits,
+                                                        .targets = t->targets,
+                                                        .token_weights = t->token_weights,
+                                                        .entropy_weights = t->entropy_weights,
+                                                        .factor = common->factor,
+                                                        .terms = common->terms,
+                                                        .alpha = a->scale});
+  if (!backward) return;
+  linear_backward_input(backend, (LinearBackwardInput){.dx = t->dx, .dout = dlogits, .weight = a->weight});
+  linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
+                                                         .dbias = a->dbias,
+                                                         .dout = dlogits,
+                                                         .x = t->x,
+                                                         .alpha = 1,
+                                                         .accumulate = accumulate});
+}
+
+static void materialized(Backend *backend, const LinearCrossEntropy *a) {
+  Common common = push_common(backend, a, false);
+  Tensor logits = push_logits(backend, "logits", a->x.shape[0], a->weight.shape[0], a->x.dtype);
+  Tokens all = tokens_of_call(a);
+  logits_and_gradient(backend, a, &common, logits, &all, a->accumulate);
+}
+
+// --- exponentials anchored at the target -------------------------------------------------------------------
 
 // What a chunk of C tokens needs; everything is pushed once and used by every chunk.
 typedef struct {
-  Tensor exps;                                // [C, V]
-  Tensor row_sum, target_e, target_z, anchor; // fp32 [C]
-  Tensor scale_others, scale_target;          // fp32 [C]
-  Tensor scaled_x;                            // [C, H]
-  Tensor x, targets, loss, dx;                // the counted tokens, packed: only where some may be ignored
-} Chunk;
+  Tensor row_sum, target_e, target_z, anchor;       // fp32 [C]
+  Tensor scale_others, scale_target, scale_uniform; // fp32 [C]
+  Tensor scaled_x;                                  // [C, H]
+  Tensor exps;                                      // [C, V]
+} Rows;
 
-static Tensor push_column(Backend *backend, const char *name, int64_t rows) {
-  return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, rows);
+static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
+  Rows r = {.row_sum = push_column(backend, "row sums", rows),
+            .target_e = push_column(backend, "target exponentials", rows),
+            .target_z = push_column(backend, "target logits", rows),
+            .anchor = push_column(backend, "anchors", rows)};
+  if (!tensor_exists(a->dx)) return r;
+  r.scale_others = push_column(backend, "scales of the others", rows);
+  r.scale_target = push_column(backend, "scales of the target", rows);
+  if (a->terms.label_smoothing > 0) r.scale_uniform = push_column(backend, "scales of all", rows);
+  r.scaled_x = memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, a->x.dtype, rows, a->x.shape[1]);
+  r.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
+  return r;
 }
 
-static Chunk push_chunk(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
-  Memory *memory = &backend->memory;
-  int64_t hidden_size = a->x.shape[1];
-  Chunk c = {.row_sum = push_column(backend, "row sums", rows),
-             .target_e = push_column(backend, "target exponentials", rows),
-             .target_z = push_column(backend, "target logits", rows),
-             .anchor = push_column(backend, "anchors", rows)};
-  if (tensor_exists(a->rows)) {
-    c.x = memory_push_2d(memory, "counted rows of x", MEMORY_HEAD, a->x.dtype, rows, hidden_size);
-    c.targets = memory_push_1d(memory, "counted targets", MEMORY_HEAD, DTYPE_I32, rows);
-    c.loss = push_column(backend, "counted losses", rows);
-  }
-  if (!tensor_exists(a->dx)) return c;
-  if (tensor_exists(a->rows))
-    c.dx = memory_push_2d(memory, "counted rows of dx", MEMORY_HEAD, a->dx.dtype, rows, hidden_size);
-  c.scale_others = push_column(backend, "scales of the others", rows);
-  c.scale_target = push_column(backend, "scales of the target", rows);
-  c.scaled_x = memory_push_2d(memory, "scaled x", MEMORY_HEAD, a->x.dtype, rows, hidden_size);
-  c.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
-  return c;
+static Rows rows_range(const Rows *r, int64_t count) {
+  return (Rows){.row_sum = first_rows(r->row_sum, 0, count),
+                .target_e = first_rows(r->target_e, 0, count),
+                .target_z = first_rows(r->target_z, 0, count),
+                .anchor = first_rows(r->anchor, 0, count),
+                .scale_others = first_rows(r->scale_others, 0, count),
+                .scale_target = first_rows(r->scale_target, 0, count),
+                .scale_uniform = first_rows(r->scale_uniform, 0, count),
+                .scaled_x = first_rows(r->scaled_x, 0, count),
+                .exps = first_rows(r->exps, 0, count)};
 }
 
-static Tensor first_rows(Tensor t, int64_t count) {
-  return tensor_exists(t) ? tensor_rows(t, 0, count) : t;
-}
-
-// Counted tokens [first, first + count): sweep, row statistics, the two gradients.
-static void one_chunk(Backend *backend, const LinearCrossEntropy *a, const Chunk *buffers, int64_t first,
-                      int64_t count) {
-  Chunk c = {.exps = first_rows(buffers->exps, count),
-             .row_sum = first_rows(buffers->row_sum, count),
-             .target_e = first_rows(buffers->target_e, count),
-             .target_z = first_rows(buffers->target_z, count),
-             .anchor = first_rows(buffers->anchor, count),
-             .scale_others = first_rows(buffers->scale_others, count),
-             .scale_target = first_rows(buffers->scale_target, count),
-             .scaled_x = first_rows(buffers->scaled_x, count),
-             .x = first_rows(buffers->x, count),
-             .targets = first_rows(buffers->targets, count),
-             .loss = first_rows(buffers->loss, count),
-             .dx = first_rows(buffers->dx, count)};
-  bool packed = tensor_exists(a->rows), backward = tensor_exists(a->dx);
-  Tensor rows = {0};
-  if (packed) {
-    rows = tensor_rows(a->rows, first, count);
-    gather_rows(backend, (MoveRows){.out = c.x, .x = a->x, .rows = rows});
-    gather_rows(backend, (MoveRows){.out = c.targets, .x = a->targets, .rows = rows});
-  } else {
-    c.x = tensor_rows(a->x, first, count);
-    c.targets = tensor_rows(a->targets, first, count);
-    c.loss = tensor_rows(a->loss, first, count);
-    if (backward) c.dx = tensor_rows(a->dx, first, count);
-  }
-
-  lce_sweep(backend, (LceSweep){.exps = c.exps,
-                                .dx_raw = c.dx,
-                                .row_sum = c.row_sum,
-                                .target_e = c.target_e,
-                                .target_z = c.target_z,
-                                .anchor = c.anchor,
-                                .x = c.x,
+// Sweep, row statistics, the two gradients. `accumulate`: a chunk has been before this one, or the caller adds.
+static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common *common,
+                     const Rows *all_rows, const Tokens *t, bool first, bool accumulate) {
+  Rows r = rows_range(all_rows, t->x.shape[0]);
+  lce_sweep(backend, (LceSweep){.exps = r.exps,
+                                .dx_raw = t->dx,
+                                .row_sum = r.row_sum,
+                                .target_e = r.target_e,
+                                .target_z = r.target_z,
+                                .anchor = r.anchor,
+                                .x = t->x,
                                 .weight = a->weight,
-                                .targets = c.targets});
-  lce_rows(backend, (LceRows){.loss = c.loss,
-                              .scale_others = c.scale_others,
-                              .scale_target = c.scale_target,
-                              .scaled_x = c.scaled_x,
-                              .row_sum = c.row_sum,
-                              .target_e = c.target_e,
-                              .target_z = c.target_z,
-                              .anchor = c.anchor,
-                              .x = c.x,
-                              .token_weight = 1});
-  if (packed) scatter_rows(backend, (MoveRows){.out = a->loss, .x = c.loss, .rows = rows});
-  if (!backward) return;
-
-  lce_input_gradient(backend, (LceInputGradient){.dx = c.dx,
-                                                 .scale_others = c.scale_others,
-                                                 .scale_target = c.scale_target,
+                                .targets = t->targets,
+                                .temperature = common->terms.temperature});
+  lce_rows(backend, (LceRows){.loss = t->loss,
+                              .outputs = t->outputs,
+                              .scale_others = r.scale_others,
+                              .scale_target = r.scale_target,
+                              .scale_uniform = r.scale_uniform,
+                              .scaled_x = r.scaled_x,
+                              .row_sum = r.row_sum,
+                              .target_e = r.target_e,
+                              .target_z = r.target_z,
+                              .anchor = r.anchor,
+                              .x = t->x,
+                              .targets = t->targets,
+                              .token_weights = t->token_weights,
+                              .factor = common->factor,
+                              .smoothing_row = common->smoothing_row,
+                              .terms = common->terms,
+                              .vocab_size = a->weight.shape[0]});
+  if (!tensor_exists(t->dx)) return;
+  bool smoothing = tensor_exists(common->smoothing_row);
+  lce_input_gradient(backend, (LceInputGradient){.dx = t->dx,
+                                                 .scale_others = r.scale_others,
+                                                 .scale_target = r.scale_target,
+                                                 .scale_uniform = r.scale_uniform,
+                                                 .smoothing_row = common->smoothing_row,
                                                  .weight = a->weight,
-                                                 .targets = c.targets,
+                                                 .targets = t->targets,
                                                  .alpha = a->scale});
-  if (packed) scatter_rows(backend, (MoveRows){.out = a->dx, .x = c.dx, .rows = rows});
-  // The mean's factor rides on the products' alpha, so that r X stays within the normal numbers.
+  // The caller's scale rides on the products' alpha, so that r X stays within the normal numbers.
   linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
-                                                         .dout = c.exps,
-                                                         .x = c.scaled_x,
+                                                         .dout = r.exps,
+                                                         .x = r.scaled_x,
                                                          .alpha = a->scale,
-                                                         .accumulate = a->accumulate || first > 0});
+                                                         .accumulate = accumulate});
   lce_target_gradient(backend, (LceTargetGradient){.dweight = a->dweight,
-                                                   .scale_target = c.scale_target,
-                                                   .x = c.x,
-                                                   .targets = c.targets,
+                                                   .scale_target = r.scale_target,
+                                                   .x = t->x,
+                                                   .targets = t->targets,
                                                    .alpha = a->scale});
+  if (smoothing)
+    weighted_column_sum(backend, (WeightedColumnSum){.out = common->smoothing_x,
+                                                     .x = t->x,
+                                                     .coefficients = r.scale_uniform,
+                                                     .accumulate = !first});
 }
+
+// --- the fused mode ----------------------------------------------------------------------------------------
 
 static int64_t divide_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -185,32 +313,75 @@ static int64_t even_chunk(int64_t tokens, int64_t most) {
   return stepped <= most ? stepped : even;
 }
 
-// How many tokens count is up to the data, and with it the size of a sweep's scratch: the ledger sees that of a
-// full chunk once, so that what it says does not depend on the data.
-static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, const Chunk *c) {
-  LceSweep sweep = {.exps = c->exps, .dx_raw = c->dx, .x = c->x, .weight = a->weight, .targets = c->targets};
-  size_t bytes = backend->scratch->lce_sweep ? backend->scratch->lce_sweep(&sweep) : 0;
+static void show_scratch(Backend *backend, const char *op, size_t bytes) {
   MemoryMark mark = memory_mark(&backend->memory);
-  memory_push_1d(&backend->memory, "lce_sweep", MEMORY_HEAD, DTYPE_I32, (int64_t)((bytes + 3) / 4));
+  memory_push_1d(&backend->memory, op, MEMORY_HEAD, DTYPE_I32, (int64_t)((bytes + 3) / 4));
   memory_pop_to(&backend->memory, mark);
 }
 
+// How many tokens count is up to the data, and with it the size of the operations' scratch: the ledger sees that of
+// a full chunk once, so that what it says does not depend on the data.
+static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, const Tokens *t, const Rows *r,
+                              Tensor logits) {
+  const BackendScratch *scratch = backend->scratch;
+  LceSweep sweep = {.exps = r->exps, .dx_raw = t->dx, .x = t->x, .weight = a->weight, .targets = t->targets};
+  if (!tensor_exists(logits))
+    show_scratch(backend, "lce_sweep", scratch->lce_sweep ? scratch->lce_sweep(&sweep) : 0);
+  if (tensor_exists(a->dbias)) {
+    LinearBackwardWeight weight = {.dweight = a->dweight, .dbias = a->dbias, .dout = logits, .x = t->x};
+    show_scratch(backend, "linear_backward_weight",
+                 scratch->linear_backward_weight ? scratch->linear_backward_weight(&weight) : 0);
+  }
+}
+
 static void fused(Backend *backend, const LinearCrossEntropy *a) {
-  int64_t tokens = a->x.shape[0], counted = tensor_exists(a->rows) ? a->counted : tokens;
+  bool packed = tensor_exists(a->rows), backward = tensor_exists(a->dx), beside = lce_needs_logits(a);
+  int64_t tokens = a->x.shape[0], counted = packed ? a->counted : tokens;
+  Common common = push_common(backend, a, !beside);
   // The memory is that of all tokens counted: it must not depend on the data.
   int64_t most = even_chunk(tokens, a->chunk < tokens ? a->chunk : tokens);
-  Chunk buffers = push_chunk(backend, a, most);
-  if (tensor_exists(a->rows)) {
-    show_full_scratch(backend, a, &buffers);
-    fill_zero(backend, a->loss);
-    if (tensor_exists(a->dx)) fill_zero(backend, a->dx);
+  Tokens all = packed ? push_packed(backend, a, most) : tokens_of_call(a);
+  Rows rows = {0};
+  Tensor logits = {0};
+  if (beside)
+    logits = push_logits(backend, "logits", most, a->weight.shape[0], DTYPE_F32);
+  else
+    rows = push_rows(backend, a, most);
+  if (packed) {
+    show_full_scratch(backend, a, &all, &rows, logits);
+    zero_tokens(backend, a);
   }
-  if (counted == 0 && tensor_exists(a->dweight) && !a->accumulate) fill_zero(backend, a->dweight);
+  if (counted == 0 && backward && !a->accumulate) {
+    fill_zero(backend, a->dweight);
+    if (tensor_exists(a->dbias)) fill_zero(backend, a->dbias);
+  }
   int64_t size = counted ? even_chunk(counted, most) : 0;
   for (int64_t first = 0; first < counted; first += size) {
-    one_chunk(backend, a, &buffers, first, first + size < counted ? size : counted - first);
+    int64_t count = first + size < counted ? size : counted - first;
+    Tokens t = tokens_range(&all, packed ? 0 : first, count);
+    Tensor positions = packed ? tensor_rows(a->rows, first, count) : (Tensor){0};
+    if (packed) gather_tokens(backend, &t, a, positions);
+    bool accumulate = a->accumulate || first > 0;
+    if (beside)
+      logits_and_gradient(backend, a, &common, tensor_rows(logits, 0, count), &t, accumulate);
+    else
+      anchored(backend, a, &common, &rows, &t, first == 0, accumulate);
+    if (packed) scatter_tokens(backend, &t, a, positions);
     if (backend->memory.planning) break; // the chunks after the first need no more
   }
+  if (counted && tensor_exists(common.smoothing_x))
+    add_outer(backend, (AddOuter){.out = a->dweight,
+                                  .rows = a->terms.class_weights,
+                                  .columns = common.smoothing_x,
+                                  .alpha = a->scale});
+}
+
+// --- the door ----------------------------------------------------------------------------------------------
+
+bool lce_needs_logits(const LinearCrossEntropy *a) {
+  return tensor_exists(a->bias) || a->terms.softcap > 0 || tensor_exists(a->entropy_weights) ||
+         tensor_exists(a->outputs.entropy) || tensor_exists(a->outputs.max_logit) ||
+         tensor_exists(a->outputs.predicted);
 }
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
@@ -226,6 +397,9 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
          tensor_text(a.dx).text, tensor_text(a.dweight).text);
   if (tensor_exists(a.dx) && !tensor_same_shape(a.dx, a.x))
     fail("%s: dx is %s and x is %s", op, tensor_text(a.dx).text, tensor_text(a.x).text);
+  if (tensor_exists(a.dbias) != (tensor_exists(a.bias) && tensor_exists(a.dx)))
+    fail("%s: bias is %s and dbias is %s; a bias has a gradient where x has one", op,
+         tensor_text(a.bias).text, tensor_text(a.dbias).text);
   if (tensor_exists(a.dweight) && a.dweight.dtype != DTYPE_F32)
     fail("%s: dweight is %s, but sums over chunks need fp32", op, tensor_text(a.dweight).text);
   if (a.loss.rank != 1 || a.loss.shape[0] != tokens || a.targets.rank != 1 || a.targets.shape[0] != tokens)
@@ -263,6 +437,7 @@ size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape s
                           .weight = memory_push_2d(m, "weight", other, s.dtype, s.vocab_size, s.hidden_size),
                           .targets = memory_push_1d(m, "targets", other, DTYPE_I32, s.tokens)};
   if (s.ignores) a.rows = memory_push_1d(m, "rows", other, DTYPE_I32, s.tokens);
+  if (s.logits) a.terms.softcap = 1;
   a.counted = s.tokens;
   linear_cross_entropy(plan, a);
   size_t bytes = m->ledger.highest[MEMORY_HEAD];

@@ -12,26 +12,47 @@ typedef enum {
 
 const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 
-// With z = x W^T and, for each counted token n, loss[n] = logsumexp(z[n]) - z[n, targets[n]]:
-//   dx      = scale * sum_n d loss[n] / d x       (rows of ignored tokens are 0)
-//   dweight (+)= scale * sum_n d loss[n] / d W
-// so scale = 1 / (tokens counted in the whole optimizer step) makes the gradients those of the mean. The sum
-// of loss is left to the caller (reduce). The caller owns every tensor; what the layer needs beyond them is
-// pushed as MEMORY_HEAD and popped before it returns. Wrong shapes fail with one sentence.
+// The loss of every token, and the gradients of
+//
+//   scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
+//
+// with respect to x, W and bias; kernels.h ("the loss") defines the terms. factor is 1, or with `mean` 1 over the sum
+// of the counted tokens' class weights, found on the device; scale is the caller's own. So `scale = 1 / (tokens
+// counted in the whole optimizer step)` makes the gradients of a mean over several calls, `mean` those of one call's
+// (reduction="mean" of torch.nn.functional.cross_entropy), token_weights those of reduction="none" with any upstream
+// gradient. What loss and outputs tell is per token and before scale, factor and weights of tokens; sums are the
+// caller's (reduce).
+//
+// A bias, a soft-cap, entropy_weights and the outputs entropy, max_logit and predicted need a row's logits side by
+// side: with one of these (lce_needs_logits) a chunk holds them in fp32 and makes their gradient in place. All other
+// terms act on whole rows, and are free but for one pass over W and one over dweight that label smoothing costs.
+//
+// The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before it
+// returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's.
 typedef struct {
   LceMode mode;
-  int64_t chunk;   // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
-  Tensor loss;     // fp32 [N]; 0 where the target is IGNORE_INDEX
-  Tensor dx;       // [N, H] of x's dtype (fused: or fp32), or absent: forward only
-  Tensor dweight;  // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
-  Tensor x;        // real [N, H]
-  Tensor weight;   // real [V, H]
-  Tensor targets;  // int32 [N], each in [0, V) or IGNORE_INDEX
-  Tensor rows;     // int32 [N], or absent when no target is ignored: the counted tokens' positions come first
+  int64_t chunk;          // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
+  Tensor loss;            // fp32 [N]; 0 where the target is IGNORE_INDEX
+  TokenOutputs outputs;   // any of them, likewise
+  Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: forward only
+  Tensor dweight;         // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
+  Tensor dbias;           // fp32 [V]; there when bias and dx are
+  Tensor x;               // real [N, H]
+  Tensor weight;          // real [V, H]
+  Tensor bias;            // real [V], or absent
+  Tensor targets;         // int32 [N], each in [0, V) or IGNORE_INDEX
+  Tensor token_weights;   // fp32 [N], or absent
+  Tensor entropy_weights; // fp32 [N], or absent
+  LossTerms terms;        // class_weight_sum is the layer's own business
+  Tensor rows; // int32 [N], or absent: positions of the counted tokens come first, and only they are computed
   int64_t counted; // how many; read only when rows is there
   float scale;
-  bool accumulate; // add to dweight rather than write it
+  bool mean;
+  bool accumulate; // add to dweight and dbias rather than write them
 } LinearCrossEntropy;
+
+// Whether the terms and outputs asked for need a row's logits side by side.
+bool lce_needs_logits(const LinearCrossEntropy *a);
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 
@@ -40,6 +61,7 @@ typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V
   Dtype dtype;
   bool ignores; // some targets may be ignored: rows is given
+  bool logits;  // lce_needs_logits
 } LceShape;
 
 // The chunk taken when the user names none: an eighth of the tokens, but at least 128 and at most 4096. An

@@ -109,29 +109,85 @@ void reference_cross_entropy(double *loss, const double *logits, const int32_t *
   }
 }
 
-void reference_linear_cross_entropy(double *loss, double *dx, double *dweight, const double *x,
-                                    const double *weight, const int32_t *targets, double scale, int64_t rows,
-                                    int64_t hidden, int64_t vocab) {
-  double *z = malloc((size_t)vocab * sizeof *z);
-  if (!z) fail("out of host memory for a test");
-  for (int64_t n = 0; n < rows; n++) {
-    const double *row = x + n * hidden;
-    reference_linear(z, row, weight, false, NULL, NULL, 1, hidden, vocab);
-    reference_cross_entropy(loss + n, z, targets + n, 1, vocab);
-    if (!dx) continue;
-    for (int64_t i = 0; i < hidden; i++) dx[n * hidden + i] = 0;
-    if (targets[n] == IGNORE_INDEX) continue;
-    double lse = loss[n] + z[targets[n]];
-    for (int64_t j = 0; j < vocab; j++) {
-      double dz = scale * exp(z[j] - lse);
-      if (j == targets[n]) dz = scale * expm1(-loss[n]); // p - 1 without the cancellation
-      for (int64_t i = 0; i < hidden; i++) {
-        dx[n * hidden + i] += dz * weight[j * hidden + i];
-        dweight[j * hidden + i] += dz * row[i];
-      }
+static void tell(double *output, int64_t n, double value) {
+  if (output) output[n] = value;
+}
+
+static double or_else(const double *values, int64_t n, double otherwise) {
+  return values ? values[n] : otherwise;
+}
+
+static void reference_loss_row(ReferenceLoss *r, int64_t n, double scale, double *v, double *slope) {
+  const double *x = r->x + n * r->hidden, *w = r->class_weights;
+  int64_t V = r->vocab;
+  int32_t y = r->targets[n];
+  double T = r->temperature > 0 ? r->temperature : 1, eps = r->label_smoothing;
+  reference_linear(v, x, r->weight, false, r->bias, NULL, 1, r->hidden, V);
+  double maximum = -INFINITY, best = 0, weight_sum = 0, weighted = 0;
+  for (int64_t j = 0; j < V; j++) {
+    double u = r->softcap > 0 ? r->softcap * tanh(v[j] / r->softcap) : v[j];
+    slope[j] = (r->softcap > 0 ? 1 - u * u / (r->softcap * r->softcap) : 1) / T;
+    v[j] = u / T;
+    if (v[j] > maximum) maximum = v[j], best = (double)j;
+    weight_sum += or_else(w, j, 1);
+    weighted += or_else(w, j, 1) * v[j];
+  }
+  // The others' sum apart from the target's term keeps the digits of a loss near 0.
+  double others = 0, mean_v = 0;
+  for (int64_t j = 0; j < V; j++) {
+    double e = exp(v[j] - maximum);
+    mean_v += e * v[j];
+    if (j != y) others += e;
+  }
+  double target_e = exp(v[y] - maximum), all = others + target_e;
+  double nll = target_e > 1e-200 ? log1p(others / target_e) : maximum - v[y] + log(others);
+  double lse = v[y] + nll, entropy = lse - mean_v / all, z_loss = r->z_loss * lse * lse;
+  double loss = (1 - eps) * or_else(w, y, 1) * nll + eps / (double)V * (weight_sum * lse - weighted);
+  tell(r->loss, n, loss);
+  tell(r->token_z_loss, n, z_loss);
+  tell(r->log_prob, n, -nll);
+  tell(r->logsumexp, n, lse);
+  tell(r->entropy, n, entropy);
+  tell(r->max_logit, n, maximum);
+  tell(r->predicted, n, best);
+  double s = scale * or_else(r->token_weights, n, 1), b = scale * or_else(r->entropy_weights, n, 0);
+  r->objective += s * (loss + z_loss) + b * entropy;
+  if (!r->dx) return;
+  for (int64_t j = 0; j < V; j++) {
+    double p = exp(v[j] - lse), own = (1 - eps) * or_else(w, y, 1);
+    double p_minus_target = j == y ? expm1(-nll) : p; // p - 1 without the cancellation
+    double dv = s * (own * p_minus_target + eps / (double)V * (weight_sum * p - or_else(w, j, 1)) +
+                     2 * r->z_loss * lse * p) -
+                b * p * (v[j] - lse + entropy);
+    double dz = dv * slope[j];
+    if (r->dbias) r->dbias[j] += dz;
+    for (int64_t i = 0; i < r->hidden; i++) {
+      r->dx[n * r->hidden + i] += dz * r->weight[j * r->hidden + i];
+      r->dweight[j * r->hidden + i] += dz * x[i];
     }
   }
-  free(z);
+}
+
+static void zero(double *values, int64_t count) {
+  for (int64_t i = 0; values && i < count; i++) values[i] = 0;
+}
+
+void reference_loss(ReferenceLoss *r) {
+  double *v = malloc((size_t)(2 * r->vocab) * sizeof *v), normaliser = 0;
+  if (!v) fail("out of host memory for a test");
+  double *const per_token[] = {r->loss,    r->token_z_loss, r->log_prob, r->logsumexp,
+                               r->entropy, r->max_logit,    r->predicted};
+  for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) zero(per_token[i], r->rows);
+  zero(r->dx, r->rows * r->hidden);
+  zero(r->dweight, r->vocab * r->hidden);
+  zero(r->dbias, r->vocab);
+  r->objective = 0;
+  for (int64_t n = 0; n < r->rows; n++)
+    if (r->targets[n] != IGNORE_INDEX) normaliser += or_else(r->class_weights, r->targets[n], 1);
+  double scale = r->mean ? r->scale / normaliser : r->scale;
+  for (int64_t n = 0; n < r->rows; n++)
+    if (r->targets[n] != IGNORE_INDEX) reference_loss_row(r, n, scale, v, v + r->vocab);
+  free(v);
 }
 
 void reference_adamw(double *weight, double *m, double *v, const double *grad, int64_t count,

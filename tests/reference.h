@@ -32,11 +32,23 @@ void reference_attention(double *out, double *lse, const double *qkv, AttentionS
 void reference_cross_entropy(double *loss, const double *logits, const int32_t *targets, int64_t rows,
                              int64_t vocab);
 
-// The mean's worth of all of it: loss as above of z = x W^T, and the gradients of scale * sum(loss):
-// dz = scale (softmax(z) - onehot), dx = dz W, dweight += dz^T x. dx and dweight may be NULL.
-void reference_linear_cross_entropy(double *loss, double *dx, double *dweight, const double *x,
-                                    const double *weight, const int32_t *targets, double scale, int64_t rows,
-                                    int64_t hidden, int64_t vocab);
+// The whole of kernels.h's "the loss", and the gradients of its objective. Absent arrays are NULL; what is computed
+// is written, not added. Ignored tokens give 0 everywhere.
+typedef struct {
+  int64_t rows, hidden, vocab;
+  const double *x, *weight, *bias;
+  const int32_t *targets;
+  const double *class_weights, *token_weights, *entropy_weights;
+  double label_smoothing, z_loss, softcap, temperature; // temperature 0 is read as 1
+  double scale;
+  bool mean; // scale by 1 / sum of the counted targets' class weights as well
+  double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit,
+      *predicted; // [rows]; loss is needed
+  double *dx, *dweight, *dbias;
+  double objective;
+} ReferenceLoss;
+
+void reference_loss(ReferenceLoss *r);
 
 // One step on n numbers, in place on weight, m and v.
 void reference_adamw(double *weight, double *m, double *v, const double *grad, int64_t count,

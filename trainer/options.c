@@ -671,7 +671,11 @@ void options_settle_dtypes(Options *o, bool cuda) {
 void options_settle_chunk(Options *o, const Backend *backend) {
   int64_t tokens = o->batch * o->seq_len;
   if (o->lce_memory) {
-    LceShape shape = {tokens, o->model.hidden_size, o->model.vocab_size, o->dtype, o->masked};
+    LceShape shape = {.tokens = tokens,
+                      .hidden_size = o->model.hidden_size,
+                      .vocab_size = o->model.vocab_size,
+                      .dtype = o->dtype,
+                      .ignores = o->masked};
     o->lce_chunk = lce_chunk_within(backend, (size_t)o->lce_memory << 20, shape);
     if (!o->lce_chunk)
       fail("--lce-memory %lld: even a chunk of one token needs %lld MiB at this vocabulary; give at least "

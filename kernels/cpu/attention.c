@@ -56,7 +56,7 @@ static void forward_block(bool plain, Rows q, Rows k, Rows v, Rows out, float *l
       float tile_maximum = maximum_of(scores[i], visible);
       float grown = tile_maximum > maximum[i] ? tile_maximum : maximum[i];
       float shrink = expf(maximum[i] - grown);
-      sum[i] = sum[i] * shrink + (float)exp_and_sum(scores[i], grown, visible, scores[i]);
+      sum[i] = sum[i] * shrink + (float)exp_and_sum(scores[i], grown, 1.0f, visible, scores[i]);
       maximum[i] = grown;
       for (int64_t j = visible; j < keys; j++) scores[i][j] = 0.0f;
       if (first_key == 0 || shrink == 1.0f) continue;

@@ -26,7 +26,7 @@ static void attend(float *out, const float *q, const float *keys, const float *v
     for (int64_t u = 0; u < width; u++) scores[u] = scale * dot(q, keys + (first + u) * head_dim, head_dim);
     float tile_maximum = maximum_of(scores, width);
     float grown = tile_maximum > maximum ? tile_maximum : maximum, shrink = expf(maximum - grown);
-    sum = sum * shrink + (float)exp_and_sum(scores, grown, width, scores);
+    sum = sum * shrink + (float)exp_and_sum(scores, grown, 1.0f, width, scores);
     maximum = grown;
     for (int64_t d = 0; d < head_dim; d++) out[d] *= shrink;
     for (int64_t u = 0; u < width; u++) {

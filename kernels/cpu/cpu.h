@@ -43,7 +43,7 @@ void cpu_product(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMa
 // --- rows.c ------------------------------------------------------------------------------------------------
 
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count, where several n may
-// name the same row: sorted by id, then each row's terms are summed in the order of n, in double.
+// name the same row, and IGNORE_INDEX none: sorted by id, then each row's terms are summed in the order of n, in double.
 // `keys` is scratch for `count` numbers.
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
@@ -75,6 +75,9 @@ void cpu_lce_rows(Backend *backend, const LceRows *a);
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a);
 void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
 void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);
+void cpu_loss_factor(Backend *backend, const LossFactor *a);
+void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a);
+void cpu_add_outer(Backend *backend, const AddOuter *a);
 void cpu_gather_rows(Backend *backend, const MoveRows *a);
 void cpu_scatter_rows(Backend *backend, const MoveRows *a);
 void cpu_adamw(Backend *backend, const AdamW *a);

@@ -1,47 +1,187 @@
-// The materialized mode's pass over the logits: each row becomes its own gradient in place.
+// Logits become their own gradient in place, row by row: all terms of the loss, as kernels.h defines them.
 //
-// Three walks over a row, which stays in the second-level cache up to a few hundred thousand entries: the
-// maximum; e = exp(z - maximum), stored, and its sum; the scaling. The target is kept out of the sum, so that
-// its entry, p - 1 = -others / (others + e_target), and the loss of a nearly certain token do not cancel.
+// Three walks over a row, which stays in the second-level cache up to a few hundred thousand entries: the largest
+// of the others; the sums over exp(v - anchor); the gradient. The target is kept out of the sums, so that its
+// entry, p - 1 = -others / (others + e_target), and the loss of a nearly certain token do not cancel. The plain
+// loss keeps the exponentials of the second walk; other terms take them anew, since they need v as well.
 #include <math.h>
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 
-// One row: returns the loss. The target's logit is hidden from the sums behind -infinity, whose exp is 0.
-static float row_in_place(float *z, int64_t vocab, int32_t target, float alpha, bool forward_only) {
-  float target_z = z[target];
-  z[target] = -INFINITY;
-  float others_maximum = maximum_of(z, vocab);
-  float anchor = target_z > others_maximum ? target_z : others_maximum;
-  double others = exp_and_sum(z, anchor, vocab, forward_only ? NULL : z);
-  double target_e = exp((double)target_z - anchor);
-  float loss = (float)(target_e == 1.0 ? log1p(others) : anchor - (double)target_z + log(others + target_e));
-  if (forward_only) {
-    z[target] = target_z;
-    return loss;
+// The terms, as one row needs them.
+typedef struct {
+  float epsilon, lambda, softcap, sharpness; // sharpness = 1 / T
+  float share;                               // eps / V
+  const float *class_weights;                // or NULL
+  double class_weight_sum;
+  bool plain; // nothing but sharpness, z-loss and weights of whole rows
+} Terms;
+
+static Terms terms_of(const CrossEntropyInPlace *a) {
+  const LossTerms *t = &a->terms;
+  int64_t vocab = a->logits.shape[1];
+  return (Terms){.epsilon = t->label_smoothing,
+                 .lambda = t->z_loss,
+                 .softcap = t->softcap,
+                 .sharpness = t->temperature > 0 ? 1.0f / t->temperature : 1.0f,
+                 .share = t->label_smoothing / (float)vocab,
+                 .class_weights = t->class_weights.data,
+                 .class_weight_sum =
+                     tensor_exists(t->class_weight_sum) ? *(float *)t->class_weight_sum.data : (double)vocab,
+                 .plain = t->softcap == 0 && t->label_smoothing == 0 && !tensor_exists(a->entropy_weights) &&
+                          !tensor_exists(a->outputs.entropy)};
+}
+
+// The sums over the others of a row, with e = exp(v - anchor): what the loss and its gradient are made of.
+typedef struct {
+  double e;   // sum e
+  double e_v; // sum e (v - anchor)
+} Sums;
+
+static Sums sums_of(const float *v, int64_t vocab, float anchor) {
+  enum { BLOCK = 1024 };
+  Sums sums = {0};
+  for (int64_t first = 0; first < vocab; first += BLOCK) {
+    int64_t last = cpu_min(vocab, first + BLOCK);
+    float e_sum = 0, e_v = 0;
+#pragma omp simd reduction(+ : e_sum, e_v)
+    for (int64_t j = first; j < last; j++) {
+      float distance = v[j] - anchor, e = exp_f32(distance);
+      e_sum += e;
+      e_v += e == 0.0f ? 0.0f : e * distance;
+    }
+    sums.e += e_sum;
+    sums.e_v += e_v;
   }
-  float scale = (float)(alpha / (others + target_e));
+  return sums;
+}
+
+// sum_j w[j] v[j], over all of the row.
+static double weighted_sum(const float *v, int64_t vocab, const float *w) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < vocab; j++) sum += (w ? w[j] : 1.0f) * (double)v[j];
+  return sum;
+}
+
+// v in place of z; dv/dz is found again from v (slope_of).
+static void cap_and_sharpen(float *z, int64_t vocab, const Terms *t) {
+  float cap = t->softcap;
+  if (cap > 0)
 #pragma omp simd
-  for (int64_t j = 0; j < vocab; j++) z[j] *= scale;
-  z[target] = (float)(-alpha * (others / (others + target_e)));
-  return loss;
+    for (int64_t j = 0; j < vocab; j++) z[j] = cap * tanh_f32(z[j] / cap) * t->sharpness;
+  else if (t->sharpness != 1)
+#pragma omp simd
+    for (int64_t j = 0; j < vocab; j++) z[j] *= t->sharpness;
+}
+
+// dv/dz = (1 - (u/c)^2) / T
+static inline float slope_of(float v, const Terms *t) {
+  if (t->softcap == 0) return t->sharpness;
+  float ratio = v / (t->sharpness * t->softcap);
+  return t->sharpness * (1.0f - ratio * ratio);
+}
+
+static int64_t index_of(const float *v, int64_t vocab, float value) {
+  for (int64_t j = 0; j < vocab; j++)
+    if (v[j] == value) return j;
+  return 0; // NaN everywhere
+}
+
+static void tell(Tensor output, int64_t n, double value) {
+  if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
+}
+
+static double read(Tensor t, int64_t n, double otherwise) {
+  return tensor_exists(t) ? ((const float *)t.data)[n] : otherwise;
+}
+
+// Row n, whose target counts.
+static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
+  int64_t vocab = a->logits.shape[1];
+  int32_t target = ((const int32_t *)a->targets.data)[n];
+  float *v = cpu_row(a->logits, n);
+  bool backward = tensor_exists(a->dlogits);
+  cap_and_sharpen(v, vocab, t);
+  float target_v = v[target];
+  if (tensor_exists(a->outputs.predicted))
+    ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)index_of(v, vocab, maximum_of(v, vocab));
+  double weighted = t->epsilon > 0 ? weighted_sum(v, vocab, t->class_weights) : 0;
+  v[target] = -INFINITY; // hidden from the sums: its exponential is 0
+  float others_maximum = maximum_of(v, vocab), anchor = target_v > others_maximum ? target_v : others_maximum;
+  tell(a->outputs.max_logit, n, anchor);
+  Sums sums = {0};
+  if (t->plain)
+    sums.e = exp_and_sum(v, anchor, 1.0f, vocab, backward ? v : NULL);
+  else
+    sums = sums_of(v, vocab, anchor);
+  double target_e = exp((double)target_v - anchor), all = sums.e + target_e,
+         offset = anchor - (double)target_v;
+  double nll = target_e == 1.0 ? log1p(sums.e) : offset + log(all), lse = target_v + nll;
+  double class_weight = t->class_weights ? t->class_weights[target] : 1.0;
+  double entropy = log(all) - (sums.e_v - target_e * offset) / all;
+  double loss = (1 - (double)t->epsilon) * class_weight * nll;
+  if (t->epsilon > 0) loss += t->share * (t->class_weight_sum * lse - weighted);
+  tell(a->loss, n, loss);
+  tell(a->outputs.z_loss, n, t->lambda * lse * lse);
+  tell(a->outputs.log_prob, n, -nll);
+  tell(a->outputs.logsumexp, n, lse);
+  tell(a->outputs.entropy, n, entropy);
+  if (!backward) return;
+
+  double alpha = a->alpha * read(a->factor, 0, 1);
+  double s = alpha * read(a->token_weights, n, 1), of_entropy = alpha * read(a->entropy_weights, n, 0);
+  double own = s * (1 - (double)t->epsilon) * class_weight;
+  double spread = s * (t->share * t->class_weight_sum + 2 * (double)t->lambda * lse);
+  double target_p = target_e / all;
+  double target_gradient = spread * target_p - own * (sums.e / all) - s * t->share * class_weight -
+                           of_entropy * target_p * (target_v - lse + entropy);
+  if (t->plain) {
+    float scale = (float)((own + spread) / all * t->sharpness);
+#pragma omp simd
+    for (int64_t j = 0; j < vocab; j++) v[j] *= scale;
+  } else {
+    float per_e = (float)((own + spread) / all), entropy_per_e = (float)(of_entropy / all);
+    float from_anchor = (float)(anchor - lse + entropy), uniform = (float)(s * t->share);
+    const float *w = t->class_weights;
+#pragma omp simd
+    for (int64_t j = 0; j < vocab; j++) {
+      float distance = v[j] - anchor, e = exp_f32(distance);
+      float g = e * per_e - (e == 0.0f ? 0.0f : e * entropy_per_e * (distance + from_anchor));
+      v[j] = (g - uniform * (w ? w[j] : 1.0f)) * slope_of(v[j], t);
+    }
+  }
+  v[target] = (float)(target_gradient * (double)slope_of(target_v, t));
+}
+
+static void ignored_row(const CrossEntropyInPlace *a, int64_t n) {
+  tell(a->loss, n, 0);
+  for (size_t i = 0; i < sizeof a->outputs.all / sizeof a->outputs.all[0]; i++)
+    if (tensor_exists(a->outputs.all[i])) memset((int32_t *)a->outputs.all[i].data + n, 0, sizeof(int32_t));
+  if (tensor_exists(a->dlogits))
+    memset(cpu_row(a->dlogits, n), 0, (size_t)a->logits.shape[1] * sizeof(float));
 }
 
 void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a) {
   (void)backend;
-  int64_t vocab = a->logits.shape[1];
   const int32_t *targets = a->targets.data;
-  float *loss = a->loss.data;
+  Terms terms = terms_of(a);
 #pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->logits.shape[0]; n++) {
-    float *z = cpu_row(a->logits, n);
-    if (targets[n] != IGNORE_INDEX) {
-      loss[n] = row_in_place(z, vocab, targets[n], a->alpha, a->forward_only);
-      continue;
-    }
-    loss[n] = 0.0f;
-    if (!a->forward_only) memset(z, 0, (size_t)vocab * sizeof *z);
-  }
+  for (int64_t n = 0; n < a->logits.shape[0]; n++)
+    if (targets[n] == IGNORE_INDEX)
+      ignored_row(a, n);
+    else
+      one_row(a, &terms, n);
+}
+
+void cpu_loss_factor(Backend *backend, const LossFactor *a) {
+  (void)backend;
+  const int32_t *targets = a->targets.data;
+  const float *class_weights = a->class_weights.data;
+  double sum = 0;
+  for (int64_t n = 0; n < a->targets.shape[0]; n++)
+    if (targets[n] != IGNORE_INDEX) sum += class_weights ? class_weights[targets[n]] : 1.0;
+  *(float *)a->factor.data = sum != 0 ? (float)(1 / sum) : 0.0f;
 }

@@ -19,6 +19,7 @@
 //   1.41          with sgemm on these tiles: it copies both operands at every call, and the tiles are small
 // It can fall below 1 because these products read their left operand where it lies, and sgemm copies both.
 #include <math.h>
+#include <string.h>
 
 #include "kernels/cpu/tile.h"
 #include "kernels/cpu/vector_math.h"
@@ -76,9 +77,14 @@ static Scratch split_scratch(const LceSweep *a) {
 
 typedef enum { EXPONENTIALS, MAXIMA } Pass;
 
+static float sharpness_of(float temperature) {
+  return temperature > 0 ? 1.0f / temperature : 1.0f;
+}
+
 // What a pass does with a tile of logits: row sums of the exponentials, which stay in the tile, or maxima.
 static void finish_tile(Pass pass, float *tile, int64_t stride, int64_t rows, int64_t columns,
-                        const float *anchor, const int32_t *targets, int64_t first_column, double *sums) {
+                        const float *anchor, float sharpness, const int32_t *targets, int64_t first_column,
+                        double *sums) {
   for (int64_t i = 0; i < rows; i++) {
     float *z = tile + i * stride;
     if (pass == MAXIMA) {
@@ -87,7 +93,7 @@ static void finish_tile(Pass pass, float *tile, int64_t stride, int64_t rows, in
     }
     int64_t target = targets[i] - first_column;
     if (target >= 0 && target < columns) z[target] = -INFINITY; // its exponential is exactly 0
-    sums[i] += exp_and_sum(z, anchor[i], columns, z);
+    sums[i] += exp_and_sum(z, anchor[i], sharpness, columns, z);
   }
 }
 
@@ -115,7 +121,8 @@ static void sweep_unit(bool plain, const LceSweep *a, const Grid *g, const Scrat
     TileAhead ahead = {.next = (const char *)(w.data + columns * w.stride),
                        .lines = next_rows * hidden * (int64_t)sizeof(float) / 64};
     tile_multiply(plain, rows, columns, hidden, 1.0f, x, w, false, tile, stride, &ahead);
-    finish_tile(pass, tile, stride, rows, columns, anchor, targets, first, sums);
+    finish_tile(pass, tile, stride, rows, columns, anchor, sharpness_of(a->temperature), targets, first,
+                sums);
     if (!keep || pass == MAXIMA) continue;
     w.transposed = false;
     tile_multiply(plain, rows, hidden, columns, 1.0f, (CpuMatrix){.data = tile, .stride = stride}, w,
@@ -163,17 +170,25 @@ static void add_slices(const LceSweep *a, const Grid *g, const Scratch *scratch)
   }
 }
 
+// sum of x[i] * w[i].
+static double dot(const float *x, const float *w, int64_t count) {
+  double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; i++) sum += (double)x[i] * w[i];
+  return sum;
+}
+
 static void anchor_at_targets(const LceSweep *a) {
   int64_t hidden = a->x.shape[1];
   const int32_t *targets = a->targets.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    const float *x = cpu_row(a->x, n), *w = cpu_row(a->weight, targets[n]);
-    double dot = 0.0;
-#pragma omp simd reduction(+ : dot)
-    for (int64_t i = 0; i < hidden; i++) dot += (double)x[i] * w[i];
-    ((float *)a->target_z.data)[n] = ((float *)a->anchor.data)[n] = (float)dot;
+    ((float *)a->target_z.data)[n] = 0.0f;
     ((float *)a->target_e.data)[n] = 1.0f;
+    ((float *)a->anchor.data)[n] = INFINITY; // every exponential of a row that does not count is 0
+    if (targets[n] == IGNORE_INDEX) continue;
+    double z = dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), hidden);
+    ((float *)a->target_z.data)[n] = ((float *)a->anchor.data)[n] = (float)z;
   }
 }
 
@@ -184,7 +199,7 @@ static void anchor_at_maxima(const LceSweep *a, const Grid *g, const Scratch *sc
     double maximum = -INFINITY, target_z = ((const float *)a->target_z.data)[n];
     for (int64_t s = 0; s < g->slices; s++) maximum = fmax(maximum, scratch->sums[s * chunk + n]);
     ((float *)a->anchor.data)[n] = (float)maximum;
-    ((float *)a->target_e.data)[n] = (float)exp(target_z - maximum);
+    ((float *)a->target_e.data)[n] = (float)exp((target_z - maximum) * (double)sharpness_of(a->temperature));
   }
 }
 
@@ -205,36 +220,80 @@ void cpu_lce_sweep(Backend *backend, const LceSweep *a) {
   add_slices(a, &g, &scratch);
 }
 
+// --- what follows from a row's sums ------------------------------------------------------------------------
+
+static float *optional(Tensor t) {
+  return t.data;
+}
+
+static void tell(Tensor output, int64_t n, double value) {
+  if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
+}
+
 void cpu_lce_rows(Backend *backend, const LceRows *a) {
   (void)backend;
+  const LossTerms *terms = &a->terms;
   const float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *target_z = a->target_z.data;
-  const float *anchor = a->anchor.data;
-  float *loss = a->loss.data, *others = a->scale_others.data, *target = a->scale_target.data;
+  const float *anchor = a->anchor.data, *class_weights = optional(terms->class_weights);
+  const float *token_weights = optional(a->token_weights);
+  const int32_t *targets = a->targets.data;
+  double sharpness = sharpness_of(terms->temperature), epsilon = terms->label_smoothing,
+         lambda = terms->z_loss;
+  double factor = tensor_exists(a->factor) ? *(float *)a->factor.data : 1.0;
+  double weight_sum =
+      tensor_exists(terms->class_weight_sum) ? *(float *)terms->class_weight_sum.data : (double)a->vocab_size;
+  double share = epsilon / (double)a->vocab_size; // of each class in a smoothed target
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->row_sum.shape[0]; n++) {
-    double sum = row_sum[n], all = sum + target_e[n], offset = (double)anchor[n] - target_z[n];
-    loss[n] = (float)(target_e[n] == 1.0f ? log1p(sum) : offset + log(all));
-    if (!tensor_exists(a->scaled_x)) continue;
-    others[n] = (float)(a->token_weight / all);
-    target[n] = (float)(-a->token_weight * (sum / all));
+    bool counts = targets[n] != IGNORE_INDEX;
+    double others = row_sum[n], all = others + target_e[n];
+    double nll =
+        target_e[n] == 1.0f ? log1p(others) : ((double)anchor[n] - target_z[n]) * sharpness + log(all);
+    double target_v = target_z[n] * sharpness, lse = target_v + nll;
+    double class_weight = class_weights && counts ? class_weights[targets[n]] : 1.0;
     const float *x = cpu_row(a->x, n);
-    float *scaled = cpu_row(a->scaled_x, n), factor = others[n];
+    double loss = (1 - epsilon) * class_weight * nll;
+    if (epsilon > 0 && counts)
+      loss += share * (weight_sum * lse - sharpness * dot(x, a->smoothing_row.data, a->x.shape[1]));
+    tell(a->loss, n, counts ? loss : 0);
+    tell(a->outputs.z_loss, n, counts ? lambda * lse * lse : 0);
+    tell(a->outputs.log_prob, n, counts ? -nll : 0);
+    tell(a->outputs.logsumexp, n, counts ? lse : 0);
+    if (!tensor_exists(a->scaled_x)) continue;
+    double s = counts ? factor * sharpness * (token_weights ? token_weights[n] : 1.0) : 0;
+    double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p beside the target's own weight
+    float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all);
+    tell(a->scale_others, n, scale);
+    tell(a->scale_target, n,
+         s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (others / all)));
+    if (epsilon > 0) tell(a->scale_uniform, n, -s * share);
+    float *scaled = cpu_row(a->scaled_x, n);
+    if (!counts) scale = 0;
 #pragma omp simd
-    for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = factor * x[i];
+    for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = scale * x[i];
   }
 }
 
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
   (void)backend;
   const float *others = a->scale_others.data, *target = a->scale_target.data;
+  const float *uniform = optional(a->scale_uniform), *smoothing_row = optional(a->smoothing_row);
   const int32_t *targets = a->targets.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->dx.shape[0]; n++) {
     float *dx = cpu_row(a->dx, n);
+    if (targets[n] == IGNORE_INDEX) {
+      memset(dx, 0, (size_t)a->dx.shape[1] * sizeof *dx);
+      continue;
+    }
     const float *w = cpu_row(a->weight, targets[n]);
     float r = a->alpha * others[n], c = a->alpha * target[n];
 #pragma omp simd
     for (int64_t i = 0; i < a->dx.shape[1]; i++) dx[i] = r * dx[i] + c * w[i];
+    if (!smoothing_row) continue;
+    float u = a->alpha * uniform[n];
+#pragma omp simd
+    for (int64_t i = 0; i < a->dx.shape[1]; i++) dx[i] += u * smoothing_row[i];
   }
 }
 
@@ -242,4 +301,37 @@ void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
   (void)backend;
   cpu_scatter_add(a->dweight, a->targets.data, a->x.shape[0], a->x, a->scale_target.data, a->alpha,
                   a->workspace.data);
+}
+
+// --- the rank-one terms of label smoothing -----------------------------------------------------------------
+
+void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {
+  (void)backend;
+  enum { COLUMNS = 64 };
+  const float *coefficients = optional(a->coefficients);
+  float *out = a->out.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t first = 0; first < a->x.shape[1]; first += COLUMNS) {
+    int64_t width = cpu_min(COLUMNS, a->x.shape[1] - first);
+    double sum[COLUMNS] = {0};
+    for (int64_t n = 0; n < a->x.shape[0]; n++) {
+      const float *x = cpu_row(a->x, n) + first;
+      double factor = coefficients ? coefficients[n] : 1.0;
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) sum[i] += factor * x[i];
+    }
+    for (int64_t i = 0; i < width; i++)
+      out[first + i] = (float)(sum[i] + (a->accumulate ? out[first + i] : 0));
+  }
+}
+
+void cpu_add_outer(Backend *backend, const AddOuter *a) {
+  (void)backend;
+  const float *rows = optional(a->rows), *columns = a->columns.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t v = 0; v < a->out.shape[0]; v++) {
+    float *out = cpu_row(a->out, v), factor = rows ? a->alpha * rows[v] : a->alpha;
+#pragma omp simd
+    for (int64_t i = 0; i < a->out.shape[1]; i++) out[i] += factor * columns[i];
+  }
 }

@@ -78,9 +78,21 @@ static inline float gelu_slope_f32(float x) {
   return multiply_add(x * s * (1.0f - s), slope, s);
 }
 
-// e[j] = exp(z[j] - anchor) for j < count, and the sum of them. `e` may be z itself, or NULL when only the
-// sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
-static inline double exp_and_sum(const float *z, float anchor, int64_t count, float *e) {
+// tanh(x), to within a few ulp: 1 - 2 / (1 + e^2x) would lose the digits of a small x, for which the series up to
+// x^7 has them all.
+static inline float tanh_f32(float x) {
+  float square = x * x;
+  float small =
+      x * multiply_add(
+              square, multiply_add(square, multiply_add(square, -17.0f / 315.0f, 2.0f / 15.0f), -1.0f / 3.0f),
+              1.0f);
+  float large = 1.0f - 2.0f * sigmoid_f32(-2.0f * x);
+  return square < 0.04f ? small : large;
+}
+
+// e[j] = exp((z[j] - anchor) * sharpness) for j < count, and the sum of them. `e` may be z itself, or NULL when only
+// the sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
+static inline double exp_and_sum(const float *z, float anchor, float sharpness, int64_t count, float *e) {
   enum { BLOCK = 1024 };
   double total = 0.0;
   for (int64_t first = 0; first < count; first += BLOCK) {
@@ -89,13 +101,13 @@ static inline double exp_and_sum(const float *z, float anchor, int64_t count, fl
     if (e) {
 #pragma omp simd reduction(+ : sum)
       for (int64_t j = first; j < last; j++) {
-        float value = exp_f32(z[j] - anchor);
+        float value = exp_f32((z[j] - anchor) * sharpness);
         e[j] = value;
         sum += value;
       }
     } else {
 #pragma omp simd reduction(+ : sum)
-      for (int64_t j = first; j < last; j++) sum += exp_f32(z[j] - anchor);
+      for (int64_t j = first; j < last; j++) sum += exp_f32((z[j] - anchor) * sharpness);
     }
     total += sum;
   }
