@@ -181,11 +181,17 @@ static void our_figures(FILE *out, const Reading *r) {
   fprintf(out, " %27s", text);
 }
 
+static LceShape own_shape(const Options *o) {
+  return (LceShape){.tokens = o->batch * o->seq_len,
+                    .hidden_size = o->model.hidden_size,
+                    .vocab_size = o->model.vocab_size,
+                    .dtype = o->dtype};
+}
+
 // What the layer pushes when only the losses are asked for.
 static size_t loss_alone_bytes(const Experiment *e, LceMode mode, int64_t chunk) {
-  const Options *o = e->options;
-  LceShape s = {o->batch * o->seq_len, o->model.hidden_size, o->model.vocab_size, o->dtype, false};
-  Backend *plan = plan_backend_create(e->device, o->dtype);
+  LceShape s = own_shape(e->options);
+  Backend *plan = plan_backend_create(e->device, s.dtype);
   LastLayer l = layer_reserve(plan, s, 1);
   linear_cross_entropy(plan, (LinearCrossEntropy){.mode = mode,
                                                   .chunk = chunk,
@@ -200,8 +206,7 @@ static size_t loss_alone_bytes(const Experiment *e, LceMode mode, int64_t chunk)
 }
 
 static size_t gradient_bytes(const Experiment *e) {
-  const Options *o = e->options;
-  LceShape s = {o->batch * o->seq_len, o->model.hidden_size, o->model.vocab_size, o->dtype, false};
+  LceShape s = own_shape(e->options);
   return (size_t)(s.tokens * s.hidden_size) * dtype_bytes(s.dtype) +
          (size_t)(s.vocab_size * s.hidden_size) * sizeof(float);
 }
