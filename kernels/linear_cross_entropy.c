@@ -384,6 +384,12 @@ bool lce_needs_logits(const LinearCrossEntropy *a) {
          tensor_exists(a->outputs.predicted);
 }
 
+// The operations see a chunk's part only, so what belongs to all tokens is measured here.
+static void per_token(const char *field, Tensor t, int64_t tokens) {
+  if (tensor_exists(t) && (t.rank != 1 || t.shape[0] != tokens))
+    fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);
+}
+
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   const char *op = "linear_cross_entropy";
   if (a.x.rank != 2 || a.weight.rank != 2 || a.x.shape[1] != a.weight.shape[1])
@@ -405,6 +411,9 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   if (a.loss.rank != 1 || a.loss.shape[0] != tokens || a.targets.rank != 1 || a.targets.shape[0] != tokens)
     fail("%s: loss is %s and targets is %s for %lld tokens", op, tensor_text(a.loss).text,
          tensor_text(a.targets).text, (long long)tokens);
+  per_token("token_weights", a.token_weights, tokens);
+  per_token("entropy_weights", a.entropy_weights, tokens);
+  for (int i = 0; i < OUTPUTS; i++) per_token("an output", a.outputs.all[i], tokens);
   if (tensor_exists(a.rows) && (a.counted < 0 || a.counted > a.rows.shape[0]))
     fail("%s: %lld tokens count, but rows is %s", op, (long long)a.counted, tensor_text(a.rows).text);
 

@@ -68,6 +68,8 @@ void check_values(Harness *h, const char *what, Tensor got, const double *want, 
 void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b);
 // NaN still lies between the rows of a strided tensor.
 void check_gaps(Harness *h, const char *what, Tensor t);
+// The tensor with its columns up to the end of a piece of 16 bytes: what a row stored in such pieces may fill.
+Tensor in_pieces(Tensor t);
 
 // Compares got (+ nothing) with before + d objective / d x, by central differences in float64, at up to 48
 // places of x. `before` may be NULL (zeros). The objective reads x, which is perturbed and restored.

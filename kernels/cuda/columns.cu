@@ -1,4 +1,4 @@
-// Column sums: the gradient of a bias, and the second half of a norm's dweight.
+// Column sums: the gradient of a bias, the second half of a norm's dweight, label smoothing's rank-one terms.
 //
 // A block sums 32 vectors of columns over a slice of rows, its eight warps every eighth row; the slices' sums
 // are added by a second, small kernel. Each number is the sum of the same terms in the same order on every
@@ -11,7 +11,7 @@ static constexpr int ROW_WARPS = 8;
 template <typename T, int W>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     column_partials(float *partials, const T *x, int64_t rows, int64_t columns, int64_t stride,
-                    int64_t slice_rows) {
+                    int64_t slice_rows, const float *coefficients) {
   __shared__ float of_warp[ROW_WARPS][W][33];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t column = ((int64_t)blockIdx.x * 32 + lane) * W;
@@ -22,8 +22,9 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     for (int64_t row = begin + warp; row < end; row += ROW_WARPS) {
       float values[W];
       load(values, x + row * stride + column);
+      float factor = coefficients ? coefficients[row] : 1;
 #pragma unroll
-      for (int i = 0; i < W; i++) sum[i] += values[i];
+      for (int i = 0; i < W; i++) sum[i] += factor * values[i];
     }
   }
 #pragma unroll
@@ -73,7 +74,8 @@ void column_sums_finish(Backend *backend, Tensor out, const float *partials, int
   cuda_check_launch("a column sum");
 }
 
-void column_sums(Backend *backend, Tensor out, Tensor x, float alpha, bool accumulate, float *partials) {
+void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
+                 bool accumulate, float *partials) {
   int64_t rows = x.shape[0], columns = x.shape[1], slices = cuda_column_slices(rows);
   if (columns == 0) return;
   with_real(x.dtype, [&](auto type) {
@@ -82,9 +84,44 @@ void column_sums(Backend *backend, Tensor out, Tensor x, float alpha, bool accum
       constexpr int W = decltype(aligned)::value ? WIDTH<T> : 1;
       dim3 grid((unsigned)cuda_ceil_div(columns, 32 * W), (unsigned)slices);
       column_partials<T, W><<<grid, 32 * ROW_WARPS, 0, cuda_stream(backend)>>>(
-          partials, data_of<T>(x), rows, columns, x.stride, cuda_ceil_div(rows, slices));
+          partials, data_of<T>(x), rows, columns, x.stride, cuda_ceil_div(rows, slices), coefficients);
     });
   });
   cuda_check_launch("a column sum");
   column_sums_finish(backend, out, partials, slices, columns, alpha, accumulate);
+}
+
+void cuda_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {
+  column_sums(backend, a->out, a->x, data_of<float>(a->coefficients), 1, a->accumulate,
+              data_of<float>(a->workspace));
+}
+
+// One block a row.
+template <int W>
+static __global__ void __launch_bounds__(256)
+    add_outer_kernel(float *out, const float *rows, const float *columns, int width, float alpha) {
+  int64_t row = blockIdx.x;
+  float factor = rows ? alpha * rows[row] : alpha;
+  out += row * width;
+  for (int i = threadIdx.x * W; i < width; i += blockDim.x * W) {
+    float values[W], add[W];
+    load(values, out + i);
+    load(add, columns + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) values[k] += factor * add[k];
+    store(out + i, values);
+  }
+}
+
+void cuda_add_outer(Backend *backend, const AddOuter *a) {
+  int64_t rows = a->out.shape[0], width = a->out.shape[1];
+  if (rows == 0 || width == 0) return;
+  with_bool(rows_align(a->out, WIDTH<float>) && rows_align(a->columns, WIDTH<float>), [&](auto wide) {
+    constexpr int W = decltype(wide)::value ? WIDTH<float> : 1;
+    add_outer_kernel<W>
+        <<<(unsigned)rows, row_threads(cuda_ceil_div(width, W), 256), 0, cuda_stream(backend)>>>(
+            data_of<float>(a->out), data_of<float>(a->rows), data_of<float>(a->columns), (int)width,
+            a->alpha);
+  });
+  cuda_check_launch("add_outer");
 }

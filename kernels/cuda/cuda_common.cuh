@@ -229,16 +229,17 @@ Products *products_create(Backend *backend);
 void products_use_workspace(Backend *backend, void *workspace);
 void products_destroy(Products *products);
 
-// columns.cu: out[j] (+)= alpha * sum_i x[i, j], in a fixed order. x is [rows, columns];
-// `partials` holds cuda_column_slices(rows) * columns floats.
-void column_sums(Backend *backend, Tensor out, Tensor x, float alpha, bool accumulate, float *partials);
+// columns.cu: out[j] (+)= alpha * sum_i coefficients[i] x[i, j], in a fixed order; coefficients may be NULL (all 1).
+// x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
+void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
+                 bool accumulate, float *partials);
 // The second half of it, for kernels that make the partial sums themselves: partials is [slices, out's
 // length], its rows `stride` apart.
 void column_sums_finish(Backend *backend, Tensor out, const float *partials, int64_t slices, int64_t stride,
                         float alpha, bool accumulate);
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
-// order, without atomics; coefficients may be NULL (all 1). x is [N, H]; workspace holds
+// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX names no row. x is [N, H]; workspace holds
 // cuda_segment_bytes(N, H). Rows of out that no id names are left alone: without accumulate the caller has
 // zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,

@@ -39,7 +39,7 @@
 // sums in scratch, and a second kernel adds them in order. All clusters walk through K in step, so that E
 // and W still come from memory about once. Where tiles come out even, dX is cuBLASLt's (see beats_library).
 //
-// THE EXPONENT is taken as 2^(z log2(e) - a log2(e)): one fused multiply-add and one instruction of the
+// THE EXPONENT is taken as 2^(z log2(e) - a log2(e)) (log2(e) / T with a temperature): one fused multiply-add and one instruction of the
 // special unit. a log2(e) is rounded once for a row, which would shift all of the row's E alike; the
 // rounding error is known (a second fused multiply-add gives it), and the row's sum is corrected by it. The
 // target's entry and columns beyond V become 2^-infinity beforehand, in the few tiles that have any.
@@ -105,6 +105,7 @@ struct Work {
 struct Ends {
   const float *anchor;    // logits: [m]
   const int32_t *targets; // logits: [m]
+  float scale;            // logits: log2(e), times the sharpness
   float *tile_sums;       // logits: [m, n_tiles]
   bool store;             // logits: whether E is kept
   float *out;             // gradient in fp32: [m, n]
@@ -177,8 +178,7 @@ static __device__ __forceinline__ int unit_step() {
   return gridDim.x / CLUSTER;
 }
 
-// --- the loader
-// -------------------------------------------------------------------------------------------------
+// --- the loader --------------------------------------------------------------------------------------------
 
 template <bool B_K_INNERMOST>
 static __device__ __forceinline__ void load_stages(const Work &w, const Ring &ring, const CUtensorMap *a,
@@ -208,8 +208,7 @@ static __device__ __forceinline__ void load_stages(const Work &w, const Ring &ri
   }
 }
 
-// --- the multipliers
-// --------------------------------------------------------------------------------------------
+// --- the multipliers ---------------------------------------------------------------------------------------
 
 // A thread's sums: of rows [64 h, 64 h + 64) of the tile in sums[h], as wgmma_64x192x16 leaves them.
 typedef float Sums[TILE_M / 64][TILE_N / 2];
@@ -312,7 +311,7 @@ static __device__ __forceinline__ void store_half_f32(float *out, int64_t stride
 static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], float (&row_sums)[2],
                                                     const Work &w, const Ends &ends, int row,
                                                     int first_column, int column) {
-  constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+  constexpr float LN_2 = 0.6931471805599453f;
   float shift[2], correction[2];
   int target[2];
   bool masked = first_column + TILE_N > w.n;
@@ -322,9 +321,9 @@ static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], floa
     float a = inside ? ends.anchor[row + 8 * i] : 0.0f;
     target[i] = inside ? ends.targets[row + 8 * i] - first_column : -1;
     masked |= (unsigned)target[i] < TILE_N;
-    shift[i] = -a * LOG2_E;
+    shift[i] = -a * ends.scale;
     // -a log2(e) = shift + error; 2^error = 1 + error ln 2. An infinite anchor has no error.
-    correction[i] = isfinite(shift[i]) ? fmaf(fmaf(-a, LOG2_E, -shift[i]), LN_2, 1.0f) : 1.0f;
+    correction[i] = isfinite(shift[i]) ? fmaf(fmaf(-a, ends.scale, -shift[i]), LN_2, 1.0f) : 1.0f;
     row_sums[i] = 0;
   }
   if (__any_sync(~0u, masked)) {
@@ -336,7 +335,7 @@ static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], floa
   }
 #pragma unroll
   for (int j = 0; j < TILE_N / 2; j++) {
-    z[j] = exp2_fast(fmaf(z[j], LOG2_E, shift[j / 2 % 2]));
+    z[j] = exp2_fast(fmaf(z[j], ends.scale, shift[j / 2 % 2]));
     row_sums[j / 2 % 2] += z[j];
   }
 #pragma unroll
@@ -420,8 +419,7 @@ static __device__ __forceinline__ void multiply_and_finish(const Work &w, const 
 
 #endif
 
-// --- the kernel
-// -------------------------------------------------------------------------------------------------
+// --- the kernel --------------------------------------------------------------------------------------------
 
 template <Output OUTPUT>
 static __global__ void __launch_bounds__(THREADS, 1)
@@ -489,8 +487,7 @@ static __global__ void __launch_bounds__(256)
   if (threadIdx.x % 32 == 0) row_sum[row] = sum;
 }
 
-// --- launching
-// --------------------------------------------------------------------------------------------------
+// --- launching ---------------------------------------------------------------------------------------------
 
 static cudaLaunchConfig_t launch_config(cudaLaunchAttribute *cluster, int blocks, cudaStream_t stream) {
   cluster->id = cudaLaunchAttributeClusterDimension;
@@ -599,8 +596,10 @@ static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b,
              "launching a Hopper product");
 }
 
-bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, Tensor x,
-                         Tensor weight, const int32_t *targets, void *scratch, size_t bytes) {
+static constexpr float LOG2_E = 1.4426950408889634f;
+
+bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, float sharpness,
+                         Tensor x, Tensor weight, const int32_t *targets, void *scratch, size_t bytes) {
   if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
   bool store = tensor_exists(exps);
   if (!copyable(x) || !copyable(weight) || (store && !copyable(exps))) return false;
@@ -615,8 +614,11 @@ bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const f
     Tensor x_band = tensor_rows(x, first, count);
     CUtensorMap x_map = boxes_of(backend, x_band, TILE_M);
     CUtensorMap out_map = store ? boxes_of(backend, tensor_rows(exps, first, count), BOX_ROWS) : x_map;
-    Ends ends = {
-        .anchor = anchor + first, .targets = targets + first, .tile_sums = tile_sums, .store = store};
+    Ends ends = {.anchor = anchor + first,
+                 .targets = targets + first,
+                 .scale = LOG2_E * sharpness,
+                 .tile_sums = tile_sums,
+                 .store = store};
     launch<EXPONENTIALS>(backend, x_map, weight_map, out_map, work_of(count, vocab_size, x.shape[1]), ends);
     add_tile_sums_kernel<<<(unsigned)cuda_ceil_div(count, 8), 256, 0, cuda_stream(backend)>>>(
         row_sum + first, tile_sums, count, (int)tiles);

@@ -12,13 +12,13 @@ extern "C" {
 
 bool hopper_runs(Backend *backend); // whether the device has what the two need
 
-// E[c, j] = exp(x[c] . weight[j] - anchor[c]) for j != targets[c], 0 for j = targets[c], written to exps
+// E[c, j] = exp((x[c] . weight[j] - anchor[c]) * sharpness) for j != targets[c], 0 for j = targets[c], written to exps
 // (bf16, may be strided) unless that is absent;  row_sum[c] = sum_j E[c, j], from before E is rounded, in a
 // fixed order. x [C, H] and weight [V, H] are bf16 with rows that start on 16 bytes. `scratch` holds
 // `bytes`; what does not fit at once is done in bands of rows, and false is returned when not even 128 rows
 // fit.
-bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, Tensor x,
-                         Tensor weight, const int32_t *targets, void *scratch, size_t bytes);
+bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, float sharpness,
+                         Tensor x, Tensor weight, const int32_t *targets, void *scratch, size_t bytes);
 
 // out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. When
 // the tiles of out do not fill the device evenly, sums over parts of V meet in `scratch`, in a fixed order.

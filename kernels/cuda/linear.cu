@@ -573,5 +573,5 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
   else if (!a->accumulate)
     cuda_fill_zero(backend, a->dweight);
   if (tensor_exists(a->dbias))
-    column_sums(backend, a->dbias, a->dout, alpha, a->accumulate, data_of<float>(a->workspace));
+    column_sums(backend, a->dbias, a->dout, nullptr, alpha, a->accumulate, data_of<float>(a->workspace));
 }

@@ -34,6 +34,10 @@ struct Sweep {
   int64_t columns;
 };
 
+static float sharpness_of(float temperature) {
+  return temperature > 0 ? 1 / temperature : 1;
+}
+
 static Sweep sweep_scratch(const LceSweep *a) {
   int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
   char *at = data_of<char>(a->workspace);
@@ -73,10 +77,13 @@ static __global__ void __launch_bounds__(256)
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
   if (blockIdx.x == 0 && threadIdx.x == 0) *s.redo = 0;
   if (row >= rows) return;
-  float z = warp_dot<T, W>(x + row * x_stride, weight + (int64_t)targets[row] * hidden_size, hidden_size);
+  bool counts = targets[row] != IGNORE_INDEX;
+  float z = 0;
+  if (counts)
+    z = warp_dot<T, W>(x + row * x_stride, weight + (int64_t)targets[row] * hidden_size, hidden_size);
   if (threadIdx.x % 32) return;
   target_z[row] = z;
-  anchor[row] = z;
+  anchor[row] = counts ? z : INFINITY; // every exponential of a row that does not count is 0
   s.sum[row] = 0;
   s.max[row] = -INFINITY;
 }
@@ -86,7 +93,7 @@ static __global__ void __launch_bounds__(256)
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     exponential_kernel(T *exps, int64_t exps_stride, Sweep s, const float *tile, const float *anchor,
-                       const int32_t *targets, int64_t first, int columns) {
+                       const int32_t *targets, int64_t first, int columns, float sharpness) {
   int64_t row = blockIdx.x;
   tile += row * s.columns;
   float a = anchor[row], sum = 0, most = -INFINITY;
@@ -100,13 +107,13 @@ static __global__ void __launch_bounds__(1024)
 #pragma unroll
     for (int k = 0; k < W; k++) {
       most = fmaxf(most, z[k]);
-      z[k] = i + k == target ? 0.0f : __expf(z[k] - a);
+      z[k] = i + k == target ? 0.0f : __expf((z[k] - a) * sharpness);
       sum += z[k];
     }
     if (exps) store(exps + i, z);
   }
   if (tail < columns) {
-    float e = tail == target ? 0.0f : __expf(tile[tail] - a);
+    float e = tail == target ? 0.0f : __expf((tile[tail] - a) * sharpness);
     most = fmaxf(most, tile[tail]);
     sum += e;
     if (exps) exps[tail] = from_float<T>(e);
@@ -156,7 +163,8 @@ static __global__ void __launch_bounds__(256)
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     redo_kernel(T *exps, int64_t exps_stride, Sweep s, const float *row_sum, const T *x, int64_t x_stride,
-                const T *weight, const int32_t *targets, int64_t rows, int64_t vocab_size, int hidden_size) {
+                const T *weight, const int32_t *targets, int64_t rows, int64_t vocab_size, int hidden_size,
+                float sharpness) {
   if (*s.redo == 0) return;
   int64_t share = (vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
   int64_t end = min(vocab_size, begin + share);
@@ -165,7 +173,7 @@ static __global__ void __launch_bounds__(256)
     float sum = 0;
     for (int64_t v = begin + threadIdx.x / 32; v < end; v += blockDim.x / 32) {
       float z = warp_dot<T, W>(x + row * x_stride, weight + v * hidden_size, hidden_size);
-      float e = v == targets[row] ? 0.0f : __expf(z - s.max[row]);
+      float e = v == targets[row] ? 0.0f : __expf((z - s.max[row]) * sharpness);
       if (threadIdx.x % 32) continue;
       sum += e;
       if (exps) exps[row * exps_stride + v] = from_float<T>(e);
@@ -176,8 +184,9 @@ static __global__ void __launch_bounds__(256)
 }
 
 // One warp a row.
-static __global__ void __launch_bounds__(32) redone_sum_kernel(float *row_sum, float *target_e, float *anchor,
-                                                               Sweep s, const float *target_z, int shares) {
+static __global__ void __launch_bounds__(32)
+    redone_sum_kernel(float *row_sum, float *target_e, float *anchor, Sweep s, const float *target_z,
+                      int shares, float sharpness) {
   int64_t row = blockIdx.x;
   if (*s.redo == 0 || !(row_sum[row] > LARGEST_SUM)) return;
   float sum = 0;
@@ -185,7 +194,7 @@ static __global__ void __launch_bounds__(32) redone_sum_kernel(float *row_sum, f
   sum = warp_sum(sum);
   if (threadIdx.x) return;
   row_sum[row] = sum;
-  target_e[row] = __expf(target_z[row] - s.max[row]);
+  target_e[row] = __expf((target_z[row] - s.max[row]) * sharpness);
   anchor[row] = s.max[row];
 }
 
@@ -234,7 +243,7 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceSweep *
       int threads = row_threads(cuda_ceil_div(columns, EXPS_GROUPS * W), 1024);
       exponential_kernel<T, W><<<(unsigned)rows, threads, 0, state->urgent>>>(
           exps, a->exps.stride, s, s.tile[i], data_of<float>(a->anchor), data_of<int32_t>(a->targets), first,
-          (int)columns);
+          (int)columns, sharpness_of(a->temperature));
     });
     record(state->joined[i], state->urgent);
     if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends after all others
@@ -261,8 +270,8 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
           target_z, anchor, s, x, a->x.stride, weight, targets, rows, (int)hidden_size);
     });
     size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
-    bool on_hopper =
-        hopper_exponentials(backend, a->exps, s.sum, anchor, a->x, a->weight, targets, s.tile[0], tile_bytes);
+    bool on_hopper = hopper_exponentials(backend, a->exps, s.sum, anchor, sharpness_of(a->temperature), a->x,
+                                         a->weight, targets, s.tile[0], tile_bytes);
     if (!on_hopper) sweep_tiles<T>(backend, a, s);
     row_sum_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, stream>>>(row_sum, target_e, s, rows);
     int shares = (int)cuda_min(256, cuda_ceil_div(vocab_size, 256));
@@ -272,9 +281,11 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
         redo_max_kernel<T, W><<<shares, 256, 0, stream>>>(s, row_sum, x, a->x.stride, weight, rows,
                                                           vocab_size, (int)hidden_size);
       redo_kernel<T, W><<<shares, 256, 0, stream>>>(exps, a->exps.stride, s, row_sum, x, a->x.stride, weight,
-                                                    targets, rows, vocab_size, (int)hidden_size);
+                                                    targets, rows, vocab_size, (int)hidden_size,
+                                                    sharpness_of(a->temperature));
     });
-    redone_sum_kernel<<<(unsigned)rows, 32, 0, stream>>>(row_sum, target_e, anchor, s, target_z, shares);
+    redone_sum_kernel<<<(unsigned)rows, 32, 0, stream>>>(row_sum, target_e, anchor, s, target_z, shares,
+                                                         sharpness_of(a->temperature));
   });
   cuda_check_launch("lce_sweep");
   if (!tensor_exists(a->exps)) return;
@@ -293,65 +304,130 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
 
 // --- what follows from a row's sums ------------------------------------------------------------------------
 
+// What the kernel reads and writes of each row; absent is NULL.
+struct RowTerms {
+  float *loss, *z_loss, *log_prob, *logsumexp, *scale_others, *scale_target, *scale_uniform;
+  const float *row_sum, *target_e, *target_z, *anchor, *token_weights, *factor;
+  const float *class_weights, *class_weight_sum, *smoothing_row;
+  const int32_t *targets;
+  float epsilon, lambda, sharpness;
+  float share; // eps / V
+  int64_t vocab_size;
+};
+
+static __device__ __forceinline__ float read(const float *values, int64_t n, float otherwise) {
+  return values ? values[n] : otherwise;
+}
+
+static __device__ __forceinline__ void tell(float *output, int64_t n, float value) {
+  if (output) output[n] = value;
+}
+
 // One block a row.
 template <typename T, int W>
-static __global__ void lce_rows_kernel(float *loss, float *scale_others, float *scale_target, T *scaled_x,
-                                       const float *row_sum, const float *target_e, const float *target_z,
-                                       const float *anchor, const T *x, int hidden_size, float token_weight) {
+static __global__ void __launch_bounds__(256)
+    lce_rows_kernel(const __grid_constant__ RowTerms t, T *scaled_x, const T *x, int hidden_size) {
   int64_t row = blockIdx.x;
-  float others = row_sum[row], total = others + target_e[row];
-  float r = token_weight / total;
+  int target = t.targets[row];
+  bool counts = target != IGNORE_INDEX;
+  x += row * hidden_size;
+  float others = t.row_sum[row], target_e = t.target_e[row], total = others + target_e;
+  float nll = target_e == 1 ? log1pf(others) : (t.anchor[row] - t.target_z[row]) * t.sharpness + logf(total);
+  float lse = t.target_z[row] * t.sharpness + nll, w = counts ? read(t.class_weights, target, 1) : 1;
+  float weight_sum = read(t.class_weight_sum, 0, (float)t.vocab_size);
+  float loss = (1 - t.epsilon) * w * nll;
+  if (t.smoothing_row) { // the same for the whole block
+    float dot = 0;
+    for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) dot += to_float(x[i]) * t.smoothing_row[i];
+    loss += t.share * (weight_sum * lse - t.sharpness * block_sum(dot));
+  }
+  float s = counts ? t.sharpness * read(t.factor, 0, 1) * read(t.token_weights, row, 1) : 0;
+  float own = (1 - t.epsilon) * w, spread = t.share * weight_sum + 2 * t.lambda * lse;
+  float r = counts ? s * (own + spread) / total : 0;
   if (threadIdx.x == 0) {
-    loss[row] = target_e[row] == 1 ? log1pf(others) : anchor[row] - target_z[row] + logf(total);
+    tell(t.loss, row, counts ? loss : 0);
+    tell(t.z_loss, row, counts ? t.lambda * lse * lse : 0);
+    tell(t.log_prob, row, counts ? -nll : 0);
+    tell(t.logsumexp, row, counts ? lse : 0);
     if (scaled_x) {
-      scale_others[row] = r;
-      scale_target[row] = -token_weight * others / total;
+      t.scale_others[row] = r;
+      t.scale_target[row] = counts ? s * (spread * (target_e / total) - own * (others / total)) : 0;
+      tell(t.scale_uniform, row, -s * t.share);
     }
   }
   if (!scaled_x) return;
+  scaled_x += row * hidden_size;
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
     float values[W];
-    load(values, x + row * hidden_size + i);
+    load(values, x + i);
 #pragma unroll
     for (int k = 0; k < W; k++) values[k] *= r;
-    store(scaled_x + row * hidden_size + i, values);
+    store(scaled_x + i, values);
   }
 }
 
 void cuda_lce_rows(Backend *backend, const LceRows *a) {
   int64_t rows = a->row_sum.shape[0];
   if (rows == 0) return;
+  RowTerms t;
+  t.loss = data_of<float>(a->loss);
+  t.z_loss = data_of<float>(a->outputs.z_loss);
+  t.log_prob = data_of<float>(a->outputs.log_prob);
+  t.logsumexp = data_of<float>(a->outputs.logsumexp);
+  t.scale_others = data_of<float>(a->scale_others);
+  t.scale_target = data_of<float>(a->scale_target);
+  t.scale_uniform = data_of<float>(a->scale_uniform);
+  t.row_sum = data_of<float>(a->row_sum);
+  t.target_e = data_of<float>(a->target_e);
+  t.target_z = data_of<float>(a->target_z);
+  t.anchor = data_of<float>(a->anchor);
+  t.token_weights = data_of<float>(a->token_weights);
+  t.factor = data_of<float>(a->factor);
+  t.class_weights = data_of<float>(a->terms.class_weights);
+  t.class_weight_sum = data_of<float>(a->terms.class_weight_sum);
+  t.smoothing_row = a->terms.label_smoothing > 0 ? data_of<float>(a->smoothing_row) : nullptr;
+  t.targets = data_of<int32_t>(a->targets);
+  t.epsilon = a->terms.label_smoothing;
+  t.lambda = a->terms.z_loss;
+  t.sharpness = sharpness_of(a->terms.temperature);
+  t.share = a->terms.label_smoothing / (float)a->vocab_size;
+  t.vocab_size = a->vocab_size;
+  int hidden_size = (int)a->x.shape[1];
   bool backward = tensor_exists(a->scaled_x);
-  int hidden_size = backward ? (int)a->x.shape[1] : 0;
-  with_real(backward ? a->x.dtype : DTYPE_F32, [&](auto type) {
+  with_real(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(backward && rows_align(a->x, WIDTH<T>) && rows_align(a->scaled_x, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       lce_rows_kernel<T, W>
           <<<(unsigned)rows, row_threads(cuda_ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
-              data_of<float>(a->loss), data_of<float>(a->scale_others), data_of<float>(a->scale_target),
-              data_of<T>(a->scaled_x), data_of<float>(a->row_sum), data_of<float>(a->target_e),
-              data_of<float>(a->target_z), data_of<float>(a->anchor), data_of<T>(a->x), hidden_size,
-              a->token_weight);
+              t, data_of<T>(a->scaled_x), data_of<T>(a->x), hidden_size);
     });
   });
   cuda_check_launch("lce_rows");
 }
 
+// One block a row.
 template <typename TD, typename T, int W>
 static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_others, const float *scale_target,
+                                                 const float *scale_uniform, const float *smoothing_row,
                                                  const T *weight, const int32_t *targets, int hidden_size,
                                                  float alpha) {
   int64_t row = blockIdx.x;
+  int target = targets[row];
+  bool counts = target != IGNORE_INDEX;
   float r = alpha * scale_others[row], c = alpha * scale_target[row];
-  const T *target = weight + (int64_t)targets[row] * hidden_size;
+  float u = smoothing_row ? alpha * scale_uniform[row] : 0;
   dx += row * hidden_size;
+  if (counts) weight += (int64_t)target * hidden_size;
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
-    float d[W], w[W];
-    load(d, dx + i);
-    load(w, target + i);
+    float d[W] = {}, w[W], shared[W] = {};
+    if (counts) {
+      load(d, dx + i);
+      load(w, weight + i);
+      if (smoothing_row) load(shared, smoothing_row + i);
 #pragma unroll
-    for (int k = 0; k < W; k++) d[k] = r * d[k] + c * w[k];
+      for (int k = 0; k < W; k++) d[k] = r * d[k] + c * w[k] + u * shared[k];
+    }
     store(dx + i, d);
   }
 }
@@ -368,7 +444,8 @@ void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
         lce_input_gradient_kernel<TD, T, W>
             <<<(unsigned)rows, row_threads(cuda_ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
                 data_of<TD>(a->dx), data_of<float>(a->scale_others), data_of<float>(a->scale_target),
-                data_of<T>(a->weight), data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
+                data_of<float>(a->scale_uniform), data_of<float>(a->smoothing_row), data_of<T>(a->weight),
+                data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
       });
     });
   });

@@ -37,6 +37,10 @@ static size_t lce_target_gradient_scratch(const LceTargetGradient *a) {
   return cuda_segment_bytes(a->x.shape[0], a->x.shape[1]);
 }
 
+static size_t weighted_column_sum_scratch(const WeightedColumnSum *a) {
+  return (size_t)(cuda_column_slices(a->x.shape[0]) * a->x.shape[1]) * sizeof(float);
+}
+
 static size_t reduce_scratch(const Reduce *a) {
   (void)a;
   return CUDA_REDUCE_BLOCKS * sizeof(double);
@@ -55,6 +59,7 @@ const BackendScratch cuda_scratch = {.embedding_backward = embedding_backward_sc
                                      .attention_backward = cuda_attention_backward_scratch,
                                      .lce_sweep = lce_sweep_scratch,
                                      .lce_target_gradient = lce_target_gradient_scratch,
+                                     .weighted_column_sum = weighted_column_sum_scratch,
                                      .reduce = reduce_scratch,
                                      .logits_stride = logits_stride,
                                      .resident_bytes = CUDA_PRODUCT_WORKSPACE_BYTES};

@@ -1,4 +1,5 @@
-// A scatter-add without atomics: out[ids[n]] += alpha * c[n] * x[n], where many n may name the same row.
+// A scatter-add without atomics: out[ids[n]] += alpha * c[n] * x[n], where many n may name the same row, and
+// IGNORE_INDEX names none.
 //
 // The positions n are sorted by id (a stable radix sort), so that the rows of one id follow one another: a
 // segment. The sorted sequence is cut into pieces (cuda_segment_piece), and a block sums within a piece, in
@@ -45,7 +46,7 @@ static __global__ void __launch_bounds__(128)
       store(partial_of(partials, piece, 0, hidden_size) + column, sum);
     else if (!ends)
       store(partial_of(partials, piece, 1, hidden_size) + column, sum);
-    else
+    else if (id >= 0)
       store_or_add(out + (int64_t)id * hidden_size + column, sum, accumulate);
     entered = false;
 #pragma unroll
@@ -53,11 +54,11 @@ static __global__ void __launch_bounds__(128)
   }
 }
 
-// One past the last position whose id is `id`, from `begin` on.
+// One past the last position whose id is `id`, from `begin` on. IGNORE_INDEX comes last, as an unsigned number.
 static __device__ int64_t segment_end(const int32_t *ids, int64_t begin, int64_t count, int32_t id) {
   while (begin < count) {
     int64_t middle = (begin + count) / 2;
-    if (ids[middle] <= id)
+    if ((uint32_t)ids[middle] <= (uint32_t)id)
       begin = middle + 1;
     else
       count = middle;
@@ -74,6 +75,7 @@ static __global__ void __launch_bounds__(128)
   int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
   if (column >= hidden_size || next >= count || ids[next - 1] != ids[next]) return;
   int32_t id = ids[next];
+  if (id < 0) return;
   if (begin > 0 && ids[begin - 1] == id) return; // it started earlier
   int64_t last_piece = (segment_end(ids, next, count, id) - 1) / piece_rows;
   float sum[W];
@@ -110,7 +112,7 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
   void *sort_space = at + cuda_segment_bytes(count, hidden_size) - sort_bytes;
 
   count_up<<<(unsigned)cuda_ceil_div(count, 256), 256, 0, stream>>>(unsorted, count);
-  int bits = bits_of(out.shape[0]);
+  int bits = bits_of(out.shape[0] - IGNORE_INDEX); // so many of IGNORE_INDEX's bits are no row's number
   cuda_check(cub::DeviceRadixSort::SortPairs(nullptr, needed, ids, sorted_ids, unsorted, positions, count, 0,
                                              bits, stream),
              "planning a sort");
