@@ -89,16 +89,20 @@ LastLayer layer_push(Trainer *trainer, uint64_t seed) {
 
 // --- what is measured --------------------------------------------------------------------------------------
 
+LinearCrossEntropy layer_call(const LastLayer *l, LceMode mode, int64_t chunk) {
+  return (LinearCrossEntropy){.mode = mode,
+                              .chunk = chunk,
+                              .loss = l->loss,
+                              .dx = l->dx,
+                              .dweight = l->dweight,
+                              .x = l->x,
+                              .weight = l->weight,
+                              .targets = l->targets,
+                              .scale = 1.0f / (float)l->x.shape[0]};
+}
+
 void layer_run(const LastLayer *l, LceMode mode, int64_t chunk) {
-  linear_cross_entropy(l->backend, (LinearCrossEntropy){.mode = mode,
-                                                        .chunk = chunk,
-                                                        .loss = l->loss,
-                                                        .dx = l->dx,
-                                                        .dweight = l->dweight,
-                                                        .x = l->x,
-                                                        .weight = l->weight,
-                                                        .targets = l->targets,
-                                                        .scale = 1.0f / (float)l->x.shape[0]});
+  linear_cross_entropy(l->backend, layer_call(l, mode, chunk));
 }
 
 size_t layer_held(const LastLayer *l, LceMode mode, int64_t chunk) {

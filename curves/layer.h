@@ -22,7 +22,9 @@ int32_t layer_random_target(uint64_t seed, int64_t token, int64_t vocab_size);
 // pops them.
 LastLayer layer_push(Trainer *trainer, uint64_t seed);
 
-// Forward and backward once. Asynchronous.
+// The call that computes forward and backward once, the mean over all tokens; terms may be added to it.
+LinearCrossEntropy layer_call(const LastLayer *layer, LceMode mode, int64_t chunk);
+// Makes it. Asynchronous.
 void layer_run(const LastLayer *layer, LceMode mode, int64_t chunk);
 // The same, and returns the bytes that it pushed at its peak, its operations' scratch included.
 size_t layer_held(const LastLayer *layer, LceMode mode, int64_t chunk);

@@ -226,7 +226,8 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
   memory_set_stack(memory, stack);
   double layers[ROUNDS_MOST] = {0}, floors[ROUNDS_MOST] = {0}, spent = 0;
   int rounds = 0;
-  timed_products(&layer, rows);
+  timed_products(&layer, rows); // the first of each chooses its algorithms
+  timed_layer(&layer, p);
   do { // in turn: a card's speed changes with its heat
     floors[rounds] = timed_products(&layer, rows);
     layers[rounds] = timed_layer(&layer, p);

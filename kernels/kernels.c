@@ -375,6 +375,7 @@ static void token_outputs(Op op, const TokenOutputs *outputs, int64_t tokens) {
   optional_vector(op, "entropy", outputs->entropy, DTYPE_F32, tokens);
   optional_vector(op, "max_logit", outputs->max_logit, DTYPE_F32, tokens);
   optional_vector(op, "predicted", outputs->predicted, DTYPE_I32, tokens);
+  optional_vector(op, "correct", outputs->correct, DTYPE_F32, tokens);
 }
 
 void lce_rows(Backend *backend, LceRows a) {
@@ -394,6 +395,7 @@ void lce_rows(Backend *backend, LceRows a) {
   absent(op, "entropy", a.outputs.entropy, why);
   absent(op, "max_logit", a.outputs.max_logit, why);
   absent(op, "predicted", a.outputs.predicted, why);
+  absent(op, "correct", a.outputs.correct, why);
   optional_vector(op, "token_weights", a.token_weights, DTYPE_F32, rows);
   optional_vector(op, "factor", a.factor, DTYPE_F32, 1);
   two_axes(op, "x", a.x);

@@ -244,8 +244,9 @@ typedef union {
     Tensor entropy;
     Tensor max_logit; // max_j v[j]
     Tensor predicted; // the j of that maximum, the first of several
+    Tensor correct;   // 1 where that is the target, else 0
   };
-  Tensor all[6];
+  Tensor all[7];
 } TokenOutputs;
 
 // The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become their

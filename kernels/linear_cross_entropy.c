@@ -207,7 +207,9 @@ static void materialized(Backend *backend, const LinearCrossEntropy *a) {
 
 // --- exponentials anchored at the target -------------------------------------------------------------------
 
-// What a chunk of C tokens needs; everything is pushed once and used by every chunk.
+// What a chunk of C tokens needs; everything is pushed once and used by every chunk. Only the targets' scales are
+// kept for all tokens: their rows of dweight are touched for thousands of tokens at a time, which keeps a GPU busy
+// where a chunk of a thousand takes almost as long. Packed tokens are gone with their chunk, and so are their scales.
 typedef struct {
   Tensor row_sum, target_e, target_z, anchor;       // fp32 [C]
   Tensor scale_others, scale_target, scale_uniform; // fp32 [C]
@@ -222,29 +224,42 @@ static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t row
             .anchor = push_column(backend, "anchors", rows)};
   if (!tensor_exists(a->dx)) return r;
   r.scale_others = push_column(backend, "scales of the others", rows);
-  r.scale_target = push_column(backend, "scales of the target", rows);
+  r.scale_target =
+      push_column(backend, "scales of the target", tensor_exists(a->rows) ? rows : a->x.shape[0]);
   if (a->terms.label_smoothing > 0) r.scale_uniform = push_column(backend, "scales of all", rows);
   r.scaled_x = memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, a->x.dtype, rows, a->x.shape[1]);
   r.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
   return r;
 }
 
-static Rows rows_range(const Rows *r, int64_t count) {
+// The first `count` of a chunk whose first token's target scale is number `target_first`.
+static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
   return (Rows){.row_sum = first_rows(r->row_sum, 0, count),
                 .target_e = first_rows(r->target_e, 0, count),
                 .target_z = first_rows(r->target_z, 0, count),
                 .anchor = first_rows(r->anchor, 0, count),
                 .scale_others = first_rows(r->scale_others, 0, count),
-                .scale_target = first_rows(r->scale_target, 0, count),
+                .scale_target = first_rows(r->scale_target, target_first, count),
                 .scale_uniform = first_rows(r->scale_uniform, 0, count),
                 .scaled_x = first_rows(r->scaled_x, 0, count),
                 .exps = first_rows(r->exps, 0, count)};
 }
 
-// Sweep, row statistics, the two gradients. `accumulate`: a chunk has been before this one, or the caller adds.
+static void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
+                        Tensor targets) {
+  lce_target_gradient(backend, (LceTargetGradient){.dweight = a->dweight,
+                                                   .scale_target = scale_target,
+                                                   .x = x,
+                                                   .targets = targets,
+                                                   .alpha = a->scale});
+}
+
+// Sweep, row statistics, the gradients but for the targets' rows of dweight, for tokens from number `first` on.
+// `accumulate`: a chunk has been before this one, or the caller adds.
 static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common *common,
-                     const Rows *all_rows, const Tokens *t, bool first, bool accumulate) {
-  Rows r = rows_range(all_rows, t->x.shape[0]);
+                     const Rows *all_rows, const Tokens *t, int64_t first, bool accumulate) {
+  bool packed = tensor_exists(a->rows);
+  Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
   lce_sweep(backend, (LceSweep){.exps = r.exps,
                                 .dx_raw = t->dx,
                                 .row_sum = r.row_sum,
@@ -288,16 +303,12 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                                                          .x = r.scaled_x,
                                                          .alpha = a->scale,
                                                          .accumulate = accumulate});
-  lce_target_gradient(backend, (LceTargetGradient){.dweight = a->dweight,
-                                                   .scale_target = r.scale_target,
-                                                   .x = t->x,
-                                                   .targets = t->targets,
-                                                   .alpha = a->scale});
+  if (packed) add_targets(backend, a, r.scale_target, t->x, t->targets);
   if (smoothing)
     weighted_column_sum(backend, (WeightedColumnSum){.out = common->smoothing_x,
                                                      .x = t->x,
                                                      .coefficients = r.scale_uniform,
-                                                     .accumulate = !first});
+                                                     .accumulate = first > 0});
 }
 
 // --- the fused mode ----------------------------------------------------------------------------------------
@@ -334,6 +345,16 @@ static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, con
   }
 }
 
+static void add_all_targets(Backend *backend, const LinearCrossEntropy *a, const Rows *r) {
+  enum { AT_ONCE = 8192 };
+  for (int64_t first = 0, tokens = a->x.shape[0]; first < tokens; first += AT_ONCE) {
+    int64_t count = tokens - first < AT_ONCE ? tokens - first : AT_ONCE;
+    add_targets(backend, a, tensor_rows(r->scale_target, first, count), tensor_rows(a->x, first, count),
+                tensor_rows(a->targets, first, count));
+    if (backend->memory.planning) break;
+  }
+}
+
 static void fused(Backend *backend, const LinearCrossEntropy *a) {
   bool packed = tensor_exists(a->rows), backward = tensor_exists(a->dx), beside = lce_needs_logits(a);
   int64_t tokens = a->x.shape[0], counted = packed ? a->counted : tokens;
@@ -365,10 +386,11 @@ static void fused(Backend *backend, const LinearCrossEntropy *a) {
     if (beside)
       logits_and_gradient(backend, a, &common, tensor_rows(logits, 0, count), &t, accumulate);
     else
-      anchored(backend, a, &common, &rows, &t, first == 0, accumulate);
+      anchored(backend, a, &common, &rows, &t, first, accumulate);
     if (packed) scatter_tokens(backend, &t, a, positions);
     if (backend->memory.planning) break; // the chunks after the first need no more
   }
+  if (backward && !beside && !packed) add_all_targets(backend, a, &rows);
   if (counted && tensor_exists(common.smoothing_x))
     add_outer(backend, (AddOuter){.out = a->dweight,
                                   .rows = a->terms.class_weights,
@@ -381,7 +403,7 @@ static void fused(Backend *backend, const LinearCrossEntropy *a) {
 bool lce_needs_logits(const LinearCrossEntropy *a) {
   return tensor_exists(a->bias) || a->terms.softcap > 0 || tensor_exists(a->entropy_weights) ||
          tensor_exists(a->outputs.entropy) || tensor_exists(a->outputs.max_logit) ||
-         tensor_exists(a->outputs.predicted);
+         tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct);
 }
 
 // The operations see a chunk's part only, so what belongs to all tokens is measured here.

@@ -177,6 +177,7 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
     a.outputs.entropy = poisoned_vector(h, DTYPE_F32, rows);
     a.outputs.max_logit = poisoned_vector(h, DTYPE_F32, rows);
     a.outputs.predicted = poisoned_vector(h, DTYPE_I32, rows);
+    a.outputs.correct = poisoned_vector(h, DTYPE_F32, rows);
   }
   double *before = NULL, *bias_before = NULL;
   if (!way.forward_only) {
@@ -215,8 +216,11 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
     check_values(h, what, outputs[i].got, outputs[i].want, told);
   }
   if (way.outputs && (exact || h->dtype == DTYPE_F32)) {
-    double *predicted = values_of(h, a.outputs.predicted);
-    for (int64_t n = 0; n < rows; n++) assert_true(predicted[n] == r->predicted[n]);
+    double *predicted = values_of(h, a.outputs.predicted), *correct = values_of(h, a.outputs.correct);
+    for (int64_t n = 0; n < rows; n++) {
+      assert_true(predicted[n] == r->predicted[n]);
+      assert_true(correct[n] == (r->predicted[n] == p.targets[n]));
+    }
   }
   if (way.forward_only) return;
   double gradient_size = r->scale * (1 + 8 * r->z_loss);

@@ -37,7 +37,7 @@ make -s all tests ${DEPS_ROOT:+DEPS_ROOT="$DEPS_ROOT"} >"$OUT/build.log" 2>&1 ||
   { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
 
 if wants tests; then
-  for program in build/release/tests/test_cuda* build/release/tests/test_generate; do
+  for program in build/release/tests/test_{cuda*,kernels,last_layer,loss*,generate}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
@@ -56,12 +56,11 @@ if wants sanitizer; then
 fi
 
 if wants bench; then
-  # layer N H V CHUNK: the last layer against its three bare products
+  # layer N H V OPTIONS: the last layer against its three bare products, at three chunks
   layer() {
-    local name="layer-$1-$2-$3-$4"
-    run "$name" 120 tools/bench_lce --device cuda --tokens "$1" --hidden-size "$2" --vocab "$3" --chunk "$4" &&
-      row "layer, N $1 H $2 V $3, chunk $4" "$(awk '/three bare/ {floor = $4} /^  fused/ {time = $2; ratio = $4; held = $5 " " $6}
-        END {print ratio " of its bare products (" time " and " floor " ms), holds " held}' "$OUT/$name.log")"
+    local name="layer-$1-$2-$3"
+    run "$name" 150 tools/bench_lce --device cuda --tokens "$1" --hidden-size "$2" --vocab "$3" --chunk 4096,2048,1024 "${@:4}" &&
+      while read -r text; do row "layer, N $1 H $2 V $3" "$text"; done < <(sed -n 's/^  \(fused\|  +\|materialized\)/\1/p' "$OUT/$name.log")
   }
   # step NAME OPTIONS...: a whole training step
   step() {
@@ -71,9 +70,10 @@ if wants bench; then
       row "$name" "$(awk '/^  step/ {rate = $5} /bare products/ {tflops = $5; share = $7} /at the peak \(ledger\)/ {bytes = $2 " " $3}
         END {print rate " tokens/s, products " tflops " TFLOP/s = " share " of the step, " bytes}' "$OUT/$name.log")"
   }
-  for shape in "4096 4096 128256" "16384 2048 131072" "8192 2304 256000" "32768 4096 128256"; do
-    for chunk in 4096 2048 1024; do layer $shape $chunk; done
-  done
+  layer 4096 4096 128256
+  layer 16384 2048 131072 --materialized --terms
+  layer 8192 2304 256000
+  layer 32768 4096 128256
   [ -x tools/bench_attention ] && run attention 120 tools/bench_attention && sed 's/^/  /' "$OUT/attention.log"
   step gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024
   step gpt2-1558m --model gpt2-1558m --batch 16 --seq-len 1024

@@ -106,8 +106,11 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   bool backward = tensor_exists(a->dlogits);
   cap_and_sharpen(v, vocab, t);
   float target_v = v[target];
-  if (tensor_exists(a->outputs.predicted))
-    ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)index_of(v, vocab, maximum_of(v, vocab));
+  if (tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct)) {
+    int64_t predicted = index_of(v, vocab, maximum_of(v, vocab));
+    if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)predicted;
+    tell(a->outputs.correct, n, predicted == target);
+  }
   double weighted = t->epsilon > 0 ? weighted_sum(v, vocab, t->class_weights) : 0;
   v[target] = -INFINITY; // hidden from the sums: its exponential is 0
   float others_maximum = maximum_of(v, vocab), anchor = target_v > others_maximum ? target_v : others_maximum;

@@ -16,7 +16,7 @@
 // The terms and the tokens' vectors, as the kernel reads them; absent is NULL.
 struct Loss {
   float *loss;
-  float *z_loss, *log_prob, *logsumexp, *entropy, *max_logit;
+  float *z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct;
   int32_t *predicted;
   const int32_t *targets;
   const float *token_weights, *entropy_weights, *factor, *class_weights, *class_weight_sum;
@@ -158,7 +158,9 @@ static __device__ __forceinline__ RowGradient finish_row(Sums s, float target_v,
     tell(a.logsumexp, row, lse);
     tell(a.entropy, row, entropy);
     tell(a.max_logit, row, anchor);
-    if (a.predicted) a.predicted[row] = ahead || s.best == INT_MAX ? target : s.best;
+    int predicted = ahead || s.best == INT_MAX ? target : s.best;
+    if (a.predicted) a.predicted[row] = predicted;
+    tell(a.correct, row, predicted == target);
   }
   float alpha = a.alpha * read(a.factor, 0, 1), of_entropy = alpha * read(a.entropy_weights, row, 0);
   float weight = alpha * read(a.token_weights, row, 1), own = weight * (1 - a.epsilon) * w;
@@ -175,7 +177,7 @@ static __device__ __forceinline__ RowGradient finish_row(Sums s, float target_v,
 
 static __device__ void ignore_row(int64_t row, const Loss &a) {
   a.loss[row] = 0;
-  float *const outputs[] = {a.z_loss, a.log_prob, a.logsumexp, a.entropy, a.max_logit};
+  float *const outputs[] = {a.z_loss, a.log_prob, a.logsumexp, a.entropy, a.max_logit, a.correct};
   for (float *output : outputs) tell(output, row, 0);
   if (a.predicted) a.predicted[row] = 0;
 }
@@ -263,6 +265,7 @@ static Loss loss_of(const CrossEntropyInPlace *a) {
   l.logsumexp = data_of<float>(a->outputs.logsumexp);
   l.entropy = data_of<float>(a->outputs.entropy);
   l.max_logit = data_of<float>(a->outputs.max_logit);
+  l.correct = data_of<float>(a->outputs.correct);
   l.predicted = data_of<int32_t>(a->outputs.predicted);
   l.targets = data_of<int32_t>(a->targets);
   l.token_weights = data_of<float>(a->token_weights);
@@ -284,7 +287,7 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
   if (rows == 0) return;
   Loss loss = loss_of(a);
   bool plain = loss.softcap == 0 && loss.epsilon == 0 && !loss.entropy_weights && !loss.entropy &&
-               !loss.max_logit && !loss.predicted;
+               !loss.max_logit && !loss.predicted && !loss.correct;
   with_real(a->logits.dtype, [&](auto type) {
     using T = decltype(type);
     auto launch = [&](auto gradient_type) {
