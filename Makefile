@@ -280,19 +280,20 @@ build-and-run: $(BIN)train
 build-and-test: all tests
 	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v python3),$(wildcard tests/test_*.py))
 
-# Every target for FUZZ_SECONDS, from its seeds; what it learns and finds stays in build/fuzz/fuzz.
+# Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; what it
+# learns and finds stays in build/fuzz/fuzz.
 FUZZ_SECONDS ?= 20
 fuzz:
 	@$(MAKE) VARIANT=fuzz build-and-fuzz
 
-build-and-fuzz: $(FUZZ_PROGRAMS)
-	@for program in $^; do \
-	  mkdir -p $$program.corpus; \
-	  ./$$program -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -timeout=10 -print_final_stats=1 \
-	    -artifact_prefix=$$program. $$program.corpus $$(ls -d fuzz/seeds/$${program##*fuzz_} 2>/dev/null) \
-	    >$$program.log 2>&1 || { tail -n 60 $$program.log; exit 1; }; \
-	  echo "$$program: $$(sed -n 's/^stat::number_of_executed_units: *//p' $$program.log) inputs in $(FUZZ_SECONDS) s, clean"; \
-	done
+build-and-fuzz: $(FUZZ_PROGRAMS:%=run-%)
+
+$(FUZZ_PROGRAMS:%=run-%): run-%: %
+	@mkdir -p $<.corpus
+	@OMP_NUM_THREADS=1 ./$< -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -timeout=10 -print_final_stats=1 \
+	  -artifact_prefix=$<. $<.corpus $(wildcard fuzz/seeds/$(<:$(BUILD)/fuzz/fuzz_%=%)) >$<.log 2>&1 || \
+	  { tail -n 60 $<.log; exit 1; }
+	@echo "  fuzz  $(<F): $$(sed -n 's/^stat::number_of_executed_units: *//p' $<.log) inputs in $(FUZZ_SECONDS) s, clean"
 
 build-and-bench: $(BIN)tools/bench_lce $(BIN)tools/bench_step
 	$(BIN)tools/bench_lce --materialized
@@ -340,7 +341,7 @@ help:
 #: make tests           builds the test programs
 #: make run             installs what is missing, builds, trains the demonstration; RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, runs every test
-#: make fuzz            feeds the readers of files random bytes for FUZZ_SECONDS=20 each (clang)
+#: make fuzz            feeds the readers of files random bytes, FUZZ_SECONDS=20 for each (clang)
 #: make bench           likewise the benchmarks (tools/bench*)
 #: make memory-curve    likewise tools/memory_curve
 #: make info            only says what was found

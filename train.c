@@ -463,7 +463,7 @@ int main(int argc, char **argv) {
   int64_t first = options.resumed_from ? options.first_step : -1;
   CheckpointStore store = {0};
   if (options.save && !options.eval_only)
-    store = checkpoint_store_open(options.save, options.origin, first, automatic);
+    store = checkpoint_store_open(options.save, options.origin, options.tokenizer, first, automatic);
   store.keep = options.keep;
   store.dtype = options.save_dtype;
 

@@ -17,18 +17,14 @@
 
 #define TRAINER_STATE     "trainer_state.json"
 #define GENERATION_CONFIG "generation_config.json"
+#define TOKENIZER         "tokenizer.json"
 
-static const char *const companion_names[] = {GENERATION_CONFIG,
-                                              "tokenizer.json",
-                                              "tokenizer_config.json",
-                                              "special_tokens_map.json",
-                                              "added_tokens.json",
-                                              "vocab.json",
-                                              "merges.txt",
-                                              "tokenizer.model",
-                                              "chat_template.jinja",
-                                              "chat_template.json"};
-enum { COMPANION_NAMES = sizeof companion_names / sizeof *companion_names };
+// What may lie beside TOKENIZER and belongs to it.
+static const char *const tokenizer_names[] = {
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",  "vocab.json", "merges.txt",
+    "tokenizer.model",       "chat_template.jinja",     "chat_template.json",
+};
+enum { TOKENIZER_NAMES = sizeof tokenizer_names / sizeof *tokenizer_names };
 
 // --- steps in a directory ----------------------------------------------------------------------------------
 
@@ -109,24 +105,43 @@ static void refuse_foreign(const CheckpointStore *store, int64_t first_step, boo
   free_names(names, count);
 }
 
-static void take_along(CheckpointStore *store, const char *origin) {
-  char *path = path_join(origin, "config.json");
-  size_t length;
-  store->config = file_read(path, &length);
+// Takes `path` over; a file that is not there does not travel.
+static void take(CheckpointStore *store, const char *name, char *path) {
+  Companion c = {.name = name};
+  c.text = file_read(path, &c.length);
   free(path);
-  store->companions = calloc(COMPANION_NAMES, sizeof *store->companions);
-  if (!store->companions) fail("out of host memory for the files beside %s", origin);
-  for (int i = 0; i < COMPANION_NAMES; i++) {
-    Companion c = {.name = companion_names[i]};
-    path = path_join(origin, c.name);
-    c.text = file_read(path, &c.length);
-    free(path);
-    if (c.text) store->companions[store->companion_count++] = c;
-  }
+  if (c.text) store->companions[store->companion_count++] = c;
 }
 
-CheckpointStore checkpoint_store_open(const char *directory, const char *origin, int64_t first_step,
-                                      bool may_replace) {
+// The tokenizer's files come from one place: those of two tokenizers would contradict each other.
+static void take_tokenizer(CheckpointStore *store, const char *path) {
+  struct stat status;
+  bool is_folder = !stat(path, &status) && S_ISDIR(status.st_mode);
+  const char *slash = strrchr(path, '/');
+  char *folder = is_folder ? strdup(path) : slash ? strndup(path, (size_t)(slash - path) + 1) : strdup(".");
+  if (!folder) fail("out of host memory for the path %s", path);
+  take(store, TOKENIZER,
+       is_folder ? path_join(path, TOKENIZER) : path_join(folder, slash ? slash + 1 : path));
+  for (int i = 0; i < TOKENIZER_NAMES; i++)
+    take(store, tokenizer_names[i], path_join(folder, tokenizer_names[i]));
+  free(folder);
+}
+
+static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
+  store->companions = calloc(TOKENIZER_NAMES + 2, sizeof *store->companions);
+  if (!store->companions) fail("out of host memory for the files beside a model");
+  if (origin) {
+    char *path = path_join(origin, "config.json");
+    size_t length;
+    store->config = file_read(path, &length);
+    free(path);
+    take(store, GENERATION_CONFIG, path_join(origin, GENERATION_CONFIG));
+  }
+  if (tokenizer || origin) take_tokenizer(store, tokenizer ? tokenizer : origin);
+}
+
+CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
+                                      int64_t first_step, bool may_replace) {
   CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step};
   make_directories(directory);
   store.directory = strdup(directory);
@@ -134,7 +149,7 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   refuse_foreign(&store, first_step, may_replace);
   take_lock(&store);
   folder_clean(directory);
-  if (origin) take_along(&store, origin);
+  take_along(&store, origin, tokenizer);
   return store;
 }
 

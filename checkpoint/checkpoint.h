@@ -2,7 +2,7 @@
 // model directory that transformers, vLLM and lm-eval open.
 //
 //     DIR/step-000100/    config.json, generation_config.json, model.safetensors (or shards and their index),
-//                         tokenizer files if the model came with some;
+//                         tokenizer files if the model came with some, or the run was given some;
 //                         training_state.safetensors, trainer_state.json; checksums.json
 //     DIR/latest          a link to the newest, and links to its files: DIR itself opens as a model, too
 //
@@ -39,11 +39,12 @@ typedef struct {
 #define CHECKPOINT_SHARD_BYTES ((size_t)5000000000)
 
 // Makes `directory` if there is none, takes its lock and removes what a killed run left behind. The files that
-// the model in `origin` (NULL: none) came with will travel along. Fails when another run writes there, when it
-// holds a model that is no checkpoint, or checkpoints beyond the one that the run resumes from (`first_step`; -1: it
-// does not resume), unless `may_replace` says that those are known to be damaged.
-CheckpointStore checkpoint_store_open(const char *directory, const char *origin, int64_t first_step,
-                                      bool may_replace);
+// the model in `origin` (NULL: none) came with will travel along; its tokenizer gives way to `tokenizer` (a
+// tokenizer.json by any name, or a folder with one; NULL: none) and what lies beside that. Fails when another run
+// writes there, when it holds a model that is no checkpoint, or checkpoints beyond the one that the run resumes from
+// (`first_step`; -1: it does not resume), unless `may_replace` says that those are known to be damaged.
+CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
+                                      int64_t first_step, bool may_replace);
 // Writes the checkpoint of a step, then deletes what `keep` has no room for. False with a reason that names the
 // last good one when it could not be written; nothing is then left behind or deleted.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,

@@ -269,7 +269,7 @@ static void the_newest_are_kept(void **state) {
   Run *run = open_tiny("");
   char directory[512];
   snprintf(directory, sizeof directory, "%s", in_room("deep/down/store"));
-  CheckpointStore store = checkpoint_store_open(directory, NULL, -1, false);
+  CheckpointStore store = checkpoint_store_open(directory, NULL, NULL, -1, false);
   store.keep = 2;
   save_steps(run, &store, (const int64_t[]){5, 10, 999999, 1000000}, 4);
   assert_false(path_exists(in_room("deep/down/store/step-000005")));
@@ -291,12 +291,13 @@ static void the_newest_are_kept(void **state) {
   newest = checkpoint_newest(directory, CHECK_ALL, &any); // warns
   assert_non_null(strstr(newest, "step-999999"));
   free(newest);
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, 999999, true), "another run is writing");
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 999999, true), "another run is writing");
   checkpoint_store_close(&store);
 
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, -1, false), "step-1000000 lies there", "--resume auto");
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000000 lies there",
+               "--resume auto");
   shell("cd %s && mkdir .saving-step-000007 .removing-step-000003 && touch .saving-step-000007/x", directory);
-  store = checkpoint_store_open(directory, NULL, 999999, true);
+  store = checkpoint_store_open(directory, NULL, NULL, 999999, true);
   assert_false(path_exists(in_room("deep/down/store/.saving-step-000007")));
   assert_false(path_exists(in_room("deep/down/store/.removing-step-000003")));
   save_steps(run, &store, (const int64_t[]){1000000}, 1); // in the damaged one's place
@@ -311,10 +312,10 @@ static void a_model_is_not_written_over(void **state) {
   (void)state;
   make_directory("model");
   write_text("model/config.json", "{}");
-  ASSERT_FAILS(checkpoint_store_open(in_room("model"), NULL, -1, false),
+  ASSERT_FAILS(checkpoint_store_open(in_room("model"), NULL, NULL, -1, false),
                "a model lies there that is no checkpoint");
   write_text("file", "");
-  ASSERT_FAILS(checkpoint_store_open(in_room("file/store"), NULL, -1, false), "cannot make");
+  ASSERT_FAILS(checkpoint_store_open(in_room("file/store"), NULL, NULL, -1, false), "cannot make");
   bool any;
   assert_null(checkpoint_newest(in_room("absent"), CHECK_ALL, &any));
   assert_false(any);
@@ -327,7 +328,7 @@ static void companions_travel_along(void **state) {
   write_text("origin/tokenizer.json", "{\"not\": \"read\"}");
   Run *run =
       run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", in_room("origin"), in_room("origin"));
-  CheckpointStore store = checkpoint_store_open(in_room("travelled"), in_room("origin"), -1, false);
+  CheckpointStore store = checkpoint_store_open(in_room("travelled"), in_room("origin"), NULL, -1, false);
   shell("rm -r %s", in_room("origin"));
   save_steps(run, &store, (const int64_t[]){1}, 1);
   size_t length;
@@ -338,6 +339,55 @@ static void companions_travel_along(void **state) {
   assert_non_null(strstr(text, "\"eos_token_id\":\t2"));
   free(text);
   checkpoint_store_close(&store);
+  run_close(run);
+}
+
+static void assert_travelled(const char *store, const char *name, const char *text) {
+  size_t length;
+  char *path = path_join(in_room(store), name), *found = file_read(path, &length);
+  if (text && !found) fail_msg("%s did not travel", path);
+  if (text) assert_string_equal(found, text);
+  if (!text) assert_null(found);
+  free(found);
+  free(path);
+}
+
+// The tokenizer that the run was given is the model's from then on, with what lies beside it and nothing of
+// the one before; a later run that resumes needs not be given it again.
+static void a_given_tokenizer_travels_too(void **state) {
+  (void)state;
+  static const char config[] = "{\"model_max_length\": 8}";
+  shell("cp -r tests/golden/llama %s", in_room("base"));
+  write_text("base/tokenizer.json", "the model's");
+  write_text("base/merges.txt", "the model's");
+  write_text("base/generation_config.json", "{\"top_k\": 3}");
+  make_directory("given");
+  write_text("given/mine.json", "mine");
+  write_text("given/tokenizer.json", "another");
+  write_text("given/tokenizer_config.json", config);
+  write_text("given/special_tokens_map.json", "{}");
+  Run *run =
+      run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", in_room("base"), in_room("base"));
+  const struct {
+    const char *store, *origin, *tokenizer, *text;
+  } cases[] = {{"by-file", "base", "given/mine.json", "mine"},
+               {"by-folder", "base", "given", "another"},
+               {"no-model", NULL, "given/mine.json", "mine"},
+               {"resumed", "by-file", NULL, "mine"}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    char *origin = cases[i].origin ? strdup(in_room(cases[i].origin)) : NULL;
+    char *tokenizer = cases[i].tokenizer ? strdup(in_room(cases[i].tokenizer)) : NULL;
+    CheckpointStore store = checkpoint_store_open(in_room(cases[i].store), origin, tokenizer, -1, false);
+    save_steps(run, &store, (const int64_t[]){1}, 1);
+    checkpoint_store_close(&store);
+    assert_travelled(cases[i].store, "tokenizer.json", cases[i].text);
+    assert_travelled(cases[i].store, "tokenizer_config.json", config);
+    assert_travelled(cases[i].store, "special_tokens_map.json", "{}");
+    assert_travelled(cases[i].store, "merges.txt", NULL);
+    if (origin) assert_travelled(cases[i].store, "generation_config.json", "{\"top_k\": 3}");
+    free(origin);
+    free(tokenizer);
+  }
   run_close(run);
 }
 
@@ -353,6 +403,7 @@ int main(void) {
       cmocka_unit_test(the_newest_are_kept),
       cmocka_unit_test(a_model_is_not_written_over),
       cmocka_unit_test(companions_travel_along),
+      cmocka_unit_test(a_given_tokenizer_travels_too),
   };
   return cmocka_run_group_tests(tests, make_room, clear_room);
 }
