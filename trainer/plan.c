@@ -17,6 +17,7 @@ Plan plan_from_ledger(const Ledger *ledger) {
 
 Plan plan_run(const Options *options, const char *device, LceMode mode) {
   Backend *backend = plan_backend_create(device, options->dtype);
+  backend->ranks = options->ranks;
   Trainer trainer;
   trainer_create(&trainer, options, backend);
   trainer_set_mode(&trainer, mode);
@@ -35,7 +36,7 @@ Plan plan_run(const Options *options, const char *device, LceMode mode) {
 static Options with_batch(const Options *options, const char *device, int64_t batch) {
   Options o = *options;
   o.batch = batch;
-  o.total_batch = batch * o.seq_len;
+  o.total_batch = batch * o.seq_len * o.ranks;
   o.micro_steps = 1;
   if (!o.chunk_given) { // as it would be chosen for that batch
     Backend *plan = plan_backend_create(device, o.dtype);
