@@ -48,6 +48,13 @@ static const char *planned_device(Options *o, size_t *capacity) {
 
 // --- what is printed before anything runs ------------------------------------------------------------------
 
+static const char *spread_name(int zero) {
+  static const char *const names[] = {"nothing is spread over them",
+                                      "master weights and moments are spread over them",
+                                      "gradients, master weights and moments are spread over them"};
+  return names[zero];
+}
+
 static void describe(const Options *o, const Backend *backend, const char *data) {
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
@@ -83,6 +90,7 @@ static int print_plan(Options *o) {
   MemoryColumn columns[2] = {
       {.title = "fused, planned", .memory = plan_run(o, device, LCE_FUSED)},
       {.title = "materialized, planned", .memory = plan_run(o, device, LCE_MATERIALIZED)}};
+  if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, spread_name(o->dtypes.zero));
   printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device,
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
@@ -267,6 +275,7 @@ static void save(Run *run, int64_t step) {
   cJSON *json = resume_write(run->options, &state);
   progress_break(&run->progress);
   bool saved = run->store && save_files(run, step, json);
+  if (!run->store) checkpoint_help_save(&run->trainer->model, run->backend, run->options->save_dtype);
   ranks_share(&saved, sizeof saved);
   if (saved) run->saved_step = step;
   cJSON_Delete(json);

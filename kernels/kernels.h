@@ -375,7 +375,7 @@ typedef struct {
 //   w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w)
 // in fp32, on `master` if it is there (weight then receives the rounded copy), else on weight itself. Where a
 // bf16 number is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
-// that depend on (seed, step, index) alone.
+// that depend on (seed, step, first + index) alone.
 typedef struct {
   Tensor weight;     // real [n]
   Tensor master;     // fp32 [n], or absent
@@ -385,6 +385,7 @@ typedef struct {
   float lr, beta1, beta2, epsilon, weight_decay;
   int64_t step; // t, from 1
   uint64_t seed;
+  int64_t first; // the place of these n numbers among all that share the seed; even
 } AdamW;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.

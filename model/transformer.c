@@ -361,7 +361,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                        float scale, bool accumulate, Tensor loss) {
   Pass p = pass_begin(backend, model, batch);
   p.recompute = options->recompute;
-  p.accumulate = accumulate;
+  p.accumulate = accumulate && !options->fresh;
   Memory *memory = &backend->memory;
   int64_t hidden_size = model->config.hidden_size, layers = model->config.num_hidden_layers;
   LayerState *states = calloc((size_t)layers, sizeof *states);
@@ -404,14 +404,14 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     say_ready(options, GROUP_MATRICES, place_in_group(model, &model->layers[l].qkv_weight));
   }
   // A tied embedding already holds the head's gradient.
-  embedding_backward(backend,
-                     (EmbeddingBackward){.dtoken_weight = model->token_embedding.grad,
-                                         .dposition_weight = model->position_embedding.grad,
-                                         .dout = dr,
-                                         .tokens = batch->tokens,
-                                         .seq_len = batch->seq_len,
-                                         .accumulate_token = accumulate || model->config.tie_word_embeddings,
-                                         .accumulate_position = accumulate});
+  embedding_backward(
+      backend, (EmbeddingBackward){.dtoken_weight = model->token_embedding.grad,
+                                   .dposition_weight = model->position_embedding.grad,
+                                   .dout = dr,
+                                   .tokens = batch->tokens,
+                                   .seq_len = batch->seq_len,
+                                   .accumulate_token = p.accumulate || model->config.tie_word_embeddings,
+                                   .accumulate_position = p.accumulate});
   memory_pop_to(memory, bottom);
   say_ready(options, GROUP_MATRICES, 0);
   say_ready(options, GROUP_VECTORS, 0);

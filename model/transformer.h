@@ -37,6 +37,7 @@ typedef struct {
   Recompute recompute;
   GradientsReady ready; // or NULL
   void *ready_context;
+  bool fresh; // gradients but the head's are written even where `accumulate` says to add
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'

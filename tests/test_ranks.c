@@ -5,6 +5,7 @@
 #include "ranks/launch.h"
 #include "tests/data_files.h"
 #include "tests/process.h"
+#include "tests/runs.h"
 
 #include <cjson/cJSON.h>
 #include <math.h>
@@ -59,7 +60,7 @@ static void succeeds(Output output) {
 }
 
 // A run of `ranks` ranks with its checkpoint in the folder `name` and its log in name.jsonl; 0: without a launcher.
-static void run(int ranks, const char *name, const char *options) {
+static void run_job(int ranks, const char *name, const char *options) {
   char log[64];
   snprintf(log, sizeof log, "%s.jsonl", name);
   if (ranks)
@@ -118,8 +119,8 @@ static void check_same_bits(const char *a, const char *b, int step) {
   assert_true(difference(checkpoint_of(a, step), checkpoint_of(b, step), "training_state") == 0);
 }
 
-// The numbers called `field` of a log's lines, in their order; returns how many.
-static int read_log(const char *name, const char *field, double *values, int most) {
+// The numbers called `field` of a log's lines of one kind (NULL: any but the summary), in their order; returns how many.
+static int read_log(const char *name, const char *event, const char *field, double *values, int most) {
   char file[64], *rest = NULL;
   snprintf(file, sizeof file, "%s.jsonl", name);
   char *text = read_text(in_room(file));
@@ -127,8 +128,9 @@ static int read_log(const char *name, const char *field, double *values, int mos
   for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
     cJSON *json = cJSON_Parse(line);
     const cJSON *value = cJSON_GetObjectItem(json, field);
-    bool summary = !strcmp(cJSON_GetStringValue(cJSON_GetObjectItem(json, "event")), "summary");
-    if (value && !summary && count < most) values[count++] = value->valuedouble;
+    const char *kind = cJSON_GetStringValue(cJSON_GetObjectItem(json, "event"));
+    bool wanted = event ? !strcmp(kind, event) : strcmp(kind, "summary") != 0;
+    if (value && wanted && count < most) values[count++] = value->valuedouble;
     cJSON_Delete(json);
   }
   free(text);
@@ -138,9 +140,9 @@ static int read_log(const char *name, const char *field, double *values, int mos
 static void check_same_log(const char *a, const char *b, const char *field, double most) {
   enum { MOST = 64 };
   double x[MOST], y[MOST];
-  int count = read_log(a, field, x, MOST);
+  int count = read_log(a, NULL, field, x, MOST);
   assert_true(count > 0);
-  assert_int_equal(read_log(b, field, y, MOST), count);
+  assert_int_equal(read_log(b, NULL, field, y, MOST), count);
   for (int i = 0; i < count; i++)
     if (!(fabs(x[i] - y[i]) <= most * fabs(x[i])))
       fail_msg("%s number %d is %.9g in %s and %.9g in %s", field, i, x[i], a, y[i], b);
@@ -165,11 +167,11 @@ static void any_number_of_ranks_trains_the_same(void **state) {
   for (int j = 0; j < 2; j++) {
     char one[32], several[32];
     snprintf(one, sizeof one, "%s-1", jobs[j][0]);
-    run(0, one, jobs[j][1]);
+    run_job(0, one, jobs[j][1]);
     for (int ranks = 1; ranks <= most_ranks(); ranks++) {
       if (12 % ranks) continue;
       snprintf(several, sizeof several, "%s-of-%d", jobs[j][0], ranks);
-      run(ranks, several, jobs[j][1]);
+      run_job(ranks, several, jobs[j][1]);
       check_same_training(one, several);
       if (ranks == 1) check_same_bits(one, several, STEPS);
     }
@@ -180,8 +182,8 @@ static void the_same_number_repeats_to_the_bit(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   int ranks = most_ranks() >= 3 && !getenv("LCE_GPU_RANKS") ? 3 : 2;
-  run(ranks, "first", LLAMA TEXT);
-  run(ranks, "second", LLAMA TEXT);
+  run_job(ranks, "first", LLAMA TEXT);
+  run_job(ranks, "second", LLAMA TEXT);
   check_same_bits("first", "second", STEPS);
   check_same_log("first", "second", "loss", 0);
 }
@@ -202,13 +204,80 @@ static void masked_ranks_neither_hang_nor_skew(void **state) {
   write_shard("masked.mask", 20261120, 1, TOKENS, mask, sizeof mask);
   char job[1024];
   snprintf(job, sizeof job, LLAMA "--data %s", in_room("masked.bin"));
-  run(0, "masked-1", job);
+  run_job(0, "masked-1", job);
   for (int ranks = 2; ranks <= most_ranks(); ranks++) {
     if (12 % ranks) continue;
     char name[32];
     snprintf(name, sizeof name, "masked-of-%d", ranks);
-    run(ranks, name, job);
+    run_job(ranks, name, job);
     check_same_training("masked-1", name);
+  }
+}
+
+// --- what is spread over the ranks -------------------------------------------------------------------------
+
+static void spreading_changes_no_number(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  static const char *const jobs[][2] = {{"llama", LLAMA TEXT}, {"gpt2", GPT2 TEXT}};
+  for (int j = 0; j < 2; j++) {
+    char one[32], name[48], options[1024];
+    snprintf(one, sizeof one, "%s-whole", jobs[j][0]);
+    run_job(0, one, jobs[j][1]);
+    for (int ranks = 2; ranks <= most_ranks(); ranks++)
+      for (int zero = 1; zero <= 2; zero++) {
+        if (12 % ranks) continue;
+        snprintf(name, sizeof name, "%s-%d-zero-%d", jobs[j][0], ranks, zero);
+        snprintf(options, sizeof options, "%s --zero %d", jobs[j][1], zero);
+        run_job(ranks, name, options);
+        check_same_training(one, name);
+      }
+  }
+}
+
+// Half of a run with some ranks and the other half with others: nothing in a checkpoint depends on them.
+static void checkpoints_know_no_ranks(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  run_job(0, "all", LLAMA TEXT "--save-every 2");
+  int most = most_ranks() >= 4 ? 4 : 2;
+  run_job(most, "many", LLAMA TEXT "--save-every 2 --zero 2");
+  check_same_weights("all", "many", 2, 30 * tolerance());
+  char options[1024];
+  snprintf(options, sizeof options, "--resume %s --zero 1 --save-every 4", checkpoint_of("many", 2));
+  run_job(2, "two", options);
+  check_same_weights("all", "two", 4, 30 * tolerance());
+  snprintf(options, sizeof options, "--resume %s", checkpoint_of("two", 4));
+  run_job(0, "one", options);
+  check_same_weights("all", "one", 6, 30 * tolerance());
+  assert_true(difference(checkpoint_of("all", 6), checkpoint_of("one", 6), "training_state") <
+              100 * tolerance());
+  // With the same ranks it goes on to the bit.
+  snprintf(options, sizeof options, "--resume %s --zero 1", checkpoint_of("two", 4));
+  run_job(2, "again", options);
+  check_same_bits("two", "again", 6);
+}
+
+// The ledger of a run is the plan's to the byte, and what is spread takes less.
+static void plans_know_ranks(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  size_t before = SIZE_MAX;
+  for (int zero = 0; zero <= 2; zero++) {
+    char line[1100], options[1024], name[32];
+    double measured = 0;
+    snprintf(name, sizeof name, "planned-%d", zero);
+    snprintf(options, sizeof options, LLAMA TEXT "--num-layers 12 --hidden-size 64 --zero %d", zero);
+    run_job(2, name, options);
+    assert_int_equal(read_log(name, "summary", "peak_bytes", &measured, 1), 1);
+    snprintf(line, sizeof line, "%s --save somewhere --plan --ranks 2", options);
+    Options o = options_from(line);
+    size_t planned = plan_run(&o, getenv("LCE_GPU_RANKS") ? "cuda" : "cpu", LCE_FUSED).peak_bytes;
+    options_free(&o);
+    if ((size_t)measured != planned)
+      fail_msg("--zero %d: planned %zu, measured %.0f", zero, planned, measured);
+    assert_true(planned < before);
+    before = planned;
   }
 }
 
@@ -336,6 +405,9 @@ int main(void) {
       cmocka_unit_test(any_number_of_ranks_trains_the_same),
       cmocka_unit_test(the_same_number_repeats_to_the_bit),
       cmocka_unit_test(masked_ranks_neither_hang_nor_skew),
+      cmocka_unit_test(spreading_changes_no_number),
+      cmocka_unit_test(checkpoints_know_no_ranks),
+      cmocka_unit_test(plans_know_ranks),
       cmocka_unit_test(one_rank_speaks),
       cmocka_unit_test(what_cannot_be_is_refused_once),
       cmocka_unit_test(launchers_are_understood),

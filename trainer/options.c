@@ -25,7 +25,7 @@ enum {
   KEY_TEMPERATURE, KEY_TOP_K, KEY_TOP_P, KEY_PROMPT, KEY_TOKENIZER, KEY_EVAL_ONLY, KEY_HELLASWAG, KEY_HELLASWAG_EXAMPLES,
   KEY_INIT, KEY_SAVE, KEY_SAVE_EVERY, KEY_KEEP, KEY_SAVE_DTYPE, KEY_RESUME,
   KEY_DEVICE, KEY_DTYPE, KEY_GRAD_DTYPE, KEY_MOMENT_DTYPE, KEY_MASTER, KEY_NO_MASTER, KEY_RECOMPUTE, KEY_ATTENTION,
-  KEY_PLAIN_PRODUCTS, KEY_RANKS, KEY_TIMEOUT,
+  KEY_PLAIN_PRODUCTS, KEY_ZERO, KEY_RANKS, KEY_TIMEOUT,
   KEY_LOG, KEY_PLAN, KEY_FIT, KEY_COMPARE, KEY_TIMELINE,
   KEY_END
 };
@@ -119,6 +119,8 @@ static const struct argp_option table[] = {
     {"plain-products", KEY_PLAIN_PRODUCTS, 0, 0, "CPU: matrix products by plain loops, to compare with", 0},
 
     {0, 0, 0, 0, "Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)", 8},
+    {"zero", KEY_ZERO, "LEVEL", 0,
+     "Spread over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients (default 0)", 0},
     {"timeout", KEY_TIMEOUT, "SECONDS", 0, "End the job when no rank has got on for so long (default 300)", 0},
     {"ranks", KEY_RANKS, "N", 0, "With --plan or --fit: as if N ranks had been started", 0},
 
@@ -411,6 +413,9 @@ static error_t parse_rest(int key, char *text, Parsed *p) {
     return 0;
   case KEY_PLAIN_PRODUCTS:
     o->plain_products = true;
+    return 0;
+  case KEY_ZERO:
+    o->dtypes.zero = (int)integer(key, text, 0, 2);
     return 0;
   case KEY_RANKS:
     o->ranks = (int)integer(key, text, 1, 1 << 20);

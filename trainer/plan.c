@@ -5,6 +5,7 @@
 
 #include "base/fail.h"
 #include "base/text.h"
+#include "model/shards.h"
 #include "trainer/trainer.h"
 
 Plan plan_from_ledger(const Ledger *ledger) {
@@ -27,6 +28,7 @@ Plan plan_run(const Options *options, const char *device, LceMode mode) {
     trainer_sample(&trainer, NULL, 1, 0, &count);
   }
   trainer_validate(&trainer, NULL, 1);
+  if (options->save && !options->eval_only) shards_plan_read(&trainer.model.parameters, backend);
   Plan plan = plan_from_ledger(&backend->memory.ledger);
   trainer_destroy(&trainer);
   backend_destroy(backend);

@@ -4,19 +4,17 @@
 
 #include "model/transformer.h"
 
-// Gradients travel in buckets of this many bytes: large enough for the links' full speed, and small enough that the
-// last of a step, which nothing hides, takes little time.
-enum { REDUCTION_BUCKET_BYTES = 32 << 20 };
-
 typedef struct {
   Backend *backend;
   const Parameters *parameters;
+  bool first, last;          // micro-batch of the step
   int64_t left[GROUP_COUNT]; // elements of each group that have not been sent off, from its start
 } Reduction;
 
-// Before the backward pass whose gradients count (the last micro-batch of a step).
-Reduction reduction_begin(Backend *backend, const Parameters *parameters);
-// A GradientsReady; the context is the Reduction. Sums the buckets that are whole over the ranks, beside what follows.
-void reduction_ready(void *reduction, ParameterGroup group, int64_t first);
+// Lets the backward pass of a micro-batch, run with these options, sum its gradients over the ranks; nothing with one
+// rank. Where gradients are added up over the micro-batches first, only the last one's pass does. The Reduction must
+// stay where it is until the pass is over.
+void reduction_begin(Reduction *reduction, Backend *backend, const Parameters *parameters, bool first,
+                     bool last, TransformerOptions *options);
 
 #endif

@@ -8,6 +8,7 @@
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/reduction.h"
+#include "trainer/update.h"
 
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
                "the loader and the last layer agree on what is not counted");
@@ -143,32 +144,6 @@ static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
   return counted;
 }
 
-// The norm over all gradients, the clip factor, and AdamW over each group of parameters.
-static void update(Trainer *t, int pending, double learning_rate, int64_t step) {
-  const Options *o = t->options;
-  const Parameters *p = &t->model.parameters;
-  for (int g = 0; g < GROUP_COUNT; g++)
-    reduce(t->backend, (Reduce){.sum = t->squares, .x = p->grad[g], .squares = true, .accumulate = g > 0});
-  clip_scale(t->backend, (ClipScale){.norm = result_slot(t, pending, RESULT_NORM),
-                                     .scale = t->scale,
-                                     .sum_of_squares = t->squares,
-                                     .max_norm = (float)o->max_grad_norm});
-  for (int g = 0; g < GROUP_COUNT; g++)
-    adamw(t->backend, (AdamW){.weight = p->value[g],
-                              .master = p->master[g],
-                              .m = p->m[g],
-                              .v = p->v[g],
-                              .grad = p->grad[g],
-                              .grad_scale = t->scale,
-                              .lr = (float)learning_rate,
-                              .beta1 = (float)o->beta1,
-                              .beta2 = (float)o->beta2,
-                              .epsilon = (float)o->epsilon,
-                              .weight_decay = g == GROUP_VECTORS ? 0 : (float)o->weight_decay,
-                              .step = step + 1,
-                              .seed = o->seed * GROUP_COUNT + (uint64_t)g});
-}
-
 void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
   int64_t tokens = tokens_of(t), counted = 0;
@@ -184,9 +159,8 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     if (!planning) upload(t, t->host_tokens + m * tokens, t->host_targets + m * tokens);
     if (o->masked) upload_rows(t, t->host_targets + m * tokens, &batch);
     TransformerOptions options = t->transformer;
-    bool last = m == o->micro_steps - 1 || planning;
-    Reduction reduction = reduction_begin(t->backend, &t->model.parameters);
-    if (last && t->backend->ranks > 1) options.ready = reduction_ready, options.ready_context = &reduction;
+    Reduction reduction;
+    reduction_begin(&reduction, t->backend, &t->model.parameters, m == 0, m == o->micro_steps - 1, &options);
     transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
     reduce(t->backend, (Reduce){.sum = result_slot(t, slot, RESULT_LOSS), .x = t->loss, .accumulate = m > 0});
     if (planning) break; // the rest of the micro-batches need the same memory
@@ -196,7 +170,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     collectives_join(t->backend, 0);
   }
   double learning_rate = schedule_rate(&o->schedule, step);
-  update(t, slot, learning_rate, step);
+  update_weights(t, result_slot(t, slot, RESULT_NORM), learning_rate, step);
   t->pending[slot] = (StepResult){.step = step, .learning_rate = learning_rate, .counted = counted};
 }
 
