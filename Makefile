@@ -176,10 +176,10 @@ MISSING_NAMES := $(foreach m,$(MISSING),$(firstword $(subst =, ,$(m))))
 define TABLE
 lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CUDA        $(call found,CUDA,nvcc $(CUDA_VERSION) with cuBLASLt$(comma) $(GPU_TEXT),the CPU only ($(NO_CUDA)))
-  NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found$(comma) but one GPU is all that is used so far,one GPU only),not looked for without CUDA)
+  NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
   cuDNN       $(if $(HAVE_CUDA),$(call found,CUDNN,found,no --attention cudnn),not looked for without CUDA)
   CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
-  MPI         $(call found,MPI,found$(comma) but one process is all that is used so far,one CPU process only)
+  MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
   stb         $(call found,STB,found,no plots as PNG)
   PCRE2       $(call found,PCRE2,found,no prompts by tokenizer.json)
   cJSON       $(call found,CJSON,found,cannot build)
@@ -206,7 +206,7 @@ endif # SEARCH
 # --- Sources, by room ---------------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still says how much scratch its operations need, for the plan.
-SOURCES  := $(wildcard base/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c checkpoint/*.c trainer/*.c plot/*.c curves/*.c) $(if $(HAVE_CUDA),\
+SOURCES  := $(wildcard base/*.c ranks/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c checkpoint/*.c trainer/*.c plot/*.c curves/*.c) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 PROGRAMS := $(wildcard train.c tools/*.c) $(if $(HAVE_CUDA),$(wildcard tools/*.cu))

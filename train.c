@@ -13,6 +13,7 @@
 #include "base/text.h"
 #include "checkpoint/checkpoint.h"
 #include "data/corpus.h"
+#include "ranks/ranks.h"
 #include "trainer/evaluate.h"
 #include "trainer/log.h"
 #include "trainer/machine.h"
@@ -47,9 +48,17 @@ static const char *planned_device(Options *o, size_t *capacity) {
 
 // --- what is printed before anything runs ------------------------------------------------------------------
 
+static const char *spread_name(int zero) {
+  static const char *const names[] = {"nothing is spread over them",
+                                      "master weights and moments are spread over them",
+                                      "gradients, master weights and moments are spread over them"};
+  return names[zero];
+}
+
 static void describe(const Options *o, const Backend *backend, const char *data) {
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
+  if (backend->ranks > 1) printf("ranks    %d, started by %s\n", backend->ranks, ranks_self()->launcher);
   printf("model    %s: %s parameters, V %s, H %lld, L %lld, heads %lld/%lld of %lld, %s head\n", m->name,
          text_count((double)model_parameter_count(m)).text, text_grouped(m->vocab_size).text,
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
@@ -57,7 +66,7 @@ static void describe(const Options *o, const Backend *backend, const char *data)
          m->tie_word_embeddings ? "tied" : "untied");
   if (!o->eval_only)
     printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
-           text_grouped(o->total_batch).text, (long long)o->micro_steps, (long long)o->batch,
+           text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks), (long long)o->batch,
            (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
@@ -81,6 +90,7 @@ static int print_plan(Options *o) {
   MemoryColumn columns[2] = {
       {.title = "fused, planned", .memory = plan_run(o, device, LCE_FUSED)},
       {.title = "materialized, planned", .memory = plan_run(o, device, LCE_MATERIALIZED)}};
+  if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, spread_name(o->dtypes.zero));
   printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device,
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
@@ -123,14 +133,22 @@ typedef struct {
   const Prompt *prompt;
   const Choices *choices; // of --hellaswag
   Log *log;
-  CheckpointStore *store; // NULL without --save
+  CheckpointStore *store; // NULL without --save, and on other ranks than 0
+  bool saves;             // with --save, on all ranks
   int64_t saved_step;     // of the last checkpoint; -1 before there is one
   const char *data;       // what the loader reads, in words
   Progress progress;
+  bool stop;   // some rank was asked to stop, as all ranks know after the same step
+  double pace; // seconds a step takes, on which the ranks agree
   double first_loss, last_loss, val_loss; // NAN before there is one
   int64_t steps_done, steps_timed;
   double seconds_timed; // of the steps after the first ones, without validation and samples
 } Run;
+
+// A rank alone stops when it is asked to. Several stop together, where the results of a step say so to all.
+static bool stopping(const Run *run) {
+  return run->options->ranks == 1 ? stop_asked : run->stop;
+}
 
 static size_t system_bytes(const Backend *backend) {
   return backend->ops->device_bytes_now((Backend *)backend);
@@ -144,6 +162,8 @@ static void collect(Run *run, double seconds) {
   double rate = (double)run->options->total_batch * count / seconds;
   for (int i = 0; i < count; i++) {
     const StepResult *r = &results[i];
+    run->stop |= r->stop;
+    run->pace = r->agreed_seconds;
     if (isnan(run->first_loss)) run->first_loss = r->loss;
     run->last_loss = r->loss;
     cJSON *line = cJSON_CreateObject();
@@ -185,7 +205,7 @@ static void validate(Run *run, int64_t step) {
 
 static void choose(Run *run) {
   const Options *o = run->options;
-  if (!o->hellaswag || stop_asked) return;
+  if (!o->hellaswag || stopping(run)) return;
   ChoiceScore score = trainer_choose(run->trainer, run->choices, o->hellaswag_examples);
   double examples = (double)score.examples;
   progress_break(&run->progress);
@@ -203,9 +223,10 @@ static void choose(Run *run) {
   log_write(run->log, "choices", line);
 }
 
-// Shown as text where something says what the tokens mean.
+// Shown as text where something says what the tokens mean. All ranks have the same weights: one draws.
 static void sample(Run *run, int64_t step) {
   const Options *o = run->options;
+  if (o->rank) return;
   const Prompt *p = run->prompt;
   int64_t count;
   int32_t *tokens = trainer_sample(run->trainer, p->tokens, p->count, o->seed + (uint64_t)step, &count);
@@ -227,6 +248,22 @@ static void sample(Run *run, int64_t step) {
   free(tokens);
 }
 
+// Rank 0's part of saving: whether it went well.
+static bool save_files(Run *run, int64_t step, const cJSON *state) {
+  Reason reason;
+  double start = now_seconds();
+  if (!checkpoint_save(run->store, &run->trainer->model, run->backend, step, state, &reason)) {
+    warn("no checkpoint after step %lld: %s", (long long)step, reason.text);
+    return false;
+  }
+  printf("step %lld  saved in %s (%.1fs)\n", (long long)step, run->options->save, now_seconds() - start);
+  cJSON *line = cJSON_CreateObject();
+  cJSON_AddNumberToObject(line, "step", (double)step);
+  cJSON_AddNumberToObject(line, "seconds", now_seconds() - start);
+  log_write(run->log, "checkpoint", line);
+  return true;
+}
+
 // The checkpoint after `step` steps. One that cannot be written does not stop the run: the disk may have room again
 // when the next one is due.
 static void save(Run *run, int64_t step) {
@@ -236,19 +273,11 @@ static void save(Run *run, int64_t step) {
                     .val_loss = run->val_loss,
                     .data = run->data};
   cJSON *json = resume_write(run->options, &state);
-  Reason reason;
-  double start = now_seconds();
   progress_break(&run->progress);
-  if (checkpoint_save(run->store, &run->trainer->model, run->backend, step, json, &reason)) {
-    run->saved_step = step;
-    printf("step %lld  saved in %s (%.1fs)\n", (long long)step, run->options->save, now_seconds() - start);
-    cJSON *line = cJSON_CreateObject();
-    cJSON_AddNumberToObject(line, "step", (double)step);
-    cJSON_AddNumberToObject(line, "seconds", now_seconds() - start);
-    log_write(run->log, "checkpoint", line);
-  } else {
-    warn("no checkpoint after step %lld: %s", (long long)step, reason.text);
-  }
+  bool saved = run->store && save_files(run, step, json);
+  if (!run->store) checkpoint_help_save(&run->trainer->model, run->backend, run->options->save_dtype);
+  ranks_share(&saved, sizeof saved);
+  if (saved) run->saved_step = step;
   cJSON_Delete(json);
 }
 
@@ -261,9 +290,11 @@ static void train(Run *run) {
   Ledger *ledger = &run->backend->memory.ledger;
   int64_t collect_every = 1;
   double since = now_seconds();
-  for (int64_t step = o->first_step; step < o->steps && !stop_asked; step++) {
+  for (int64_t step = o->first_step; step < o->steps && !stopping(run); step++) {
     if (o->timeline && step < o->first_step + 3) ledger_record(ledger, true);
     ledger_step(ledger, (int)step);
+    run->trainer->stop_asked = stop_asked;
+    run->trainer->step_seconds = run->progress.smoothed_seconds;
     trainer_step(run->trainer, run->loader, step);
     ledger_record(ledger, false);
     int64_t done = step + 1;
@@ -272,20 +303,21 @@ static void train(Run *run) {
     if (run->trainer->pending_count < collect_every && !look) continue;
 
     collect(run, now_seconds() - since);
-    // The host looks at the device about twice a second, so that it does not stand in its way.
-    collect_every = (int64_t)(0.5 / run->progress.smoothed_seconds);
-    collect_every = collect_every < 1 ? 1 : collect_every > TRAINER_PENDING ? TRAINER_PENDING : collect_every;
+    // The host looks at the device about twice a second, so that it does not stand in its way; all ranks at once.
+    double pace = o->ranks == 1 ? run->progress.smoothed_seconds : run->pace;
+    collect_every = pace > 0 ? (int64_t)fmin(0.5 / pace, TRAINER_PENDING) : 1;
+    if (collect_every < 1) collect_every = 1;
     if (every(o->eval_every, done) && done < o->steps) validate(run, done);
     if (every(o->sample_every, done)) sample(run, done);
-    if (every(o->save_every, done)) save(run, done);
+    if (run->saves && every(o->save_every, done)) save(run, done);
     since = now_seconds();
   }
   collect(run, now_seconds() - since);
   progress_break(&run->progress);
   int64_t done = o->first_step + run->steps_done;
-  if (stop_asked) printf("stopped after step %lld, as asked\n", (long long)done);
+  if (stopping(run)) printf("stopped after step %lld, as asked\n", (long long)done);
   // Before the last validation: who stops a run wants its weights, and may not want to wait.
-  if (run->store && run->saved_step != done) save(run, done);
+  if (run->saves && run->saved_step != done) save(run, done);
   validate(run, done);
   choose(run);
 }
@@ -345,11 +377,36 @@ static void add_number(cJSON *line, const char *name, double value) {
   cJSON_AddItemToObject(line, name, isfinite(value) ? cJSON_CreateNumber(value) : cJSON_CreateNull());
 }
 
+// The peak of this rank, or of the rank that holds the most.
+typedef struct {
+  Plan memory;
+  uint64_t device_peak;
+} Peak;
+
+static Peak largest_peak(Run *run) {
+  Backend *backend = run->backend;
+  Peak peak = {.memory = plan_from_ledger(&backend->memory.ledger),
+               .device_peak = backend->ops->device_bytes_peak(backend)};
+  if (backend->ranks == 1) return peak;
+  Peak *all = calloc((size_t)backend->ranks, sizeof *all);
+  if (!all) fail("out of host memory for the figures of %d ranks", backend->ranks);
+  trainer_gather(run->trainer, &peak, all, sizeof peak);
+  peak = all[0];
+  for (int r = 1; r < backend->ranks; r++) {
+    uint64_t device_peak = peak.device_peak > all[r].device_peak ? peak.device_peak : all[r].device_peak;
+    if (all[r].memory.peak_bytes > peak.memory.peak_bytes) peak = all[r];
+    peak.device_peak = device_peak;
+  }
+  free(all);
+  return peak;
+}
+
 static void summarize(Run *run) {
   const Options *o = run->options;
   Backend *backend = run->backend;
-  Plan memory = plan_from_ledger(&backend->memory.ledger);
-  size_t device_peak = backend->ops->device_bytes_peak(backend);
+  Peak peak = largest_peak(run);
+  Plan memory = peak.memory;
+  size_t device_peak = peak.device_peak;
   double per_step = run->steps_timed ? run->seconds_timed / (double)run->steps_timed : NAN;
   double rate = (double)o->total_batch / per_step;
   double entropy = corpus_entropy(run->source);
@@ -369,7 +426,7 @@ static void summarize(Run *run) {
   cJSON *line = cJSON_CreateObject();
   cJSON_AddStringToObject(line, "loss_mode", lce_mode_name(run->trainer->transformer.mode));
   cJSON_AddNumberToObject(line, "steps", (double)run->steps_done);
-  cJSON_AddBoolToObject(line, "stopped", stop_asked);
+  cJSON_AddBoolToObject(line, "stopped", stopping(run));
   add_number(line, "first_loss", run->first_loss);
   add_number(line, "last_loss", run->last_loss);
   add_number(line, "val_loss", run->val_loss);
@@ -410,6 +467,7 @@ static void log_start(Run *run) {
   cJSON_AddNumberToObject(line, "batch", (double)o->batch);
   cJSON_AddNumberToObject(line, "seq_len", (double)o->seq_len);
   cJSON_AddNumberToObject(line, "total_batch", (double)o->total_batch);
+  cJSON_AddNumberToObject(line, "ranks", (double)o->ranks);
   cJSON_AddNumberToObject(line, "steps", (double)o->steps);
   cJSON_AddNumberToObject(line, "seed", (double)o->seed);
   cJSON_AddStringToObject(line, "loss_mode", lce_mode_name(o->mode));
@@ -428,9 +486,30 @@ static Source *open_data(const Options *o) {
   return corpus_open(o->model.vocab_size);
 }
 
+// Ranks that were not asked for the same cannot work together.
+static void require_same_everywhere(const Options *o, const char *data) {
+  cJSON *json = resume_settings(o);
+  cJSON_AddStringToObject(json, "model", o->model.name);
+  cJSON_AddNumberToObject(json, "parameters", (double)model_parameter_count(&o->model));
+  cJSON_AddNumberToObject(json, "first step", (double)o->first_step);
+  cJSON_AddStringToObject(json, "data", data);
+  char *mine = cJSON_PrintUnformatted(json), theirs[RANKS_SHARED];
+  if (!mine) fail("out of host memory for the settings");
+  snprintf(theirs, sizeof theirs, "%s", mine);
+  ranks_share(theirs, sizeof theirs);
+  if (strncmp(mine, theirs, sizeof theirs - 1))
+    fail("this rank is to do %s, and rank 0 %s: all ranks must see the same options, checkpoints and data",
+         mine, theirs);
+  free(mine);
+  cJSON_Delete(json);
+}
+
 int main(int argc, char **argv) {
   Options options;
+  ranks_begin();
+  ranks_mute_others(true);
   options_parse(&options, argc, argv);
+  ranks_mute_others(false);
   if (options.plan || options.fit) {
     int status = options.plan ? print_plan(&options) : print_fit(&options);
     options_free(&options);
@@ -438,6 +517,7 @@ int main(int argc, char **argv) {
   }
 
   Backend *backend = machine_open(&options);
+  machine_join_ranks(backend);
   options_settle_chunk(&options, backend);
   Source *source = open_data(&options);
   Prompt prompt = prompt_open(&options, source);
@@ -454,21 +534,25 @@ int main(int argc, char **argv) {
                                                 .seed = options.seed});
   char data[256];
   loader_describe(&loader, data, sizeof data);
+  require_same_everywhere(&options, data);
   describe(&options, backend, data);
   plan_require(&options, machine_kind(backend), machine_usable_bytes(backend));
 
   RunState state = {.first_loss = NAN, .last_loss = NAN, .val_loss = NAN};
+  ranks_mute_others(true);
   if (options.resumed_from) state = resume_read(&options, data);
+  ranks_mute_others(false);
   bool automatic = options.resumed_from && strcmp(options.resume, "auto") == 0;
   int64_t first = options.resumed_from ? options.first_step : -1;
   CheckpointStore store = {0};
-  if (options.save && !options.eval_only)
+  bool saves = options.save && !options.eval_only;
+  if (saves && options.rank == 0)
     store = checkpoint_store_open(options.save, options.origin, options.tokenizer, first, automatic);
   store.keep = options.keep;
   store.dtype = options.save_dtype;
 
-  Log *log = log_open(options.log, options.resumed_from != NULL);
-  double product_rate = options.eval_only ? NAN : measure_product_rate(backend);
+  Log *log = log_open(options.rank ? NULL : options.log, options.resumed_from != NULL);
+  double product_rate = options.eval_only ? NAN : options.ranks * measure_product_rate(backend);
   Trainer trainer;
   double start = now_seconds();
   trainer_create(&trainer, &options, backend);
@@ -485,6 +569,7 @@ int main(int argc, char **argv) {
              .choices = &choices,
              .log = log,
              .store = store.directory ? &store : NULL,
+             .saves = saves,
              .saved_step = first,
              .data = data,
              .progress = progress_begin(options.steps, flops, product_rate),
@@ -493,7 +578,7 @@ int main(int argc, char **argv) {
              .val_loss = state.val_loss};
   run.progress.first_step = options.first_step;
   // A place that cannot be written is better known now than after the run.
-  if (options.timeline) report_timeline(options.timeline, &backend->memory.ledger);
+  if (options.timeline && options.rank == 0) report_timeline(options.timeline, &backend->memory.ledger);
   signal(SIGINT, ask_to_stop);
   signal(SIGTERM, ask_to_stop);
   signal(SIGXFSZ, SIG_IGN); // a file that may not grow is then said in a sentence, like a full disk
@@ -505,11 +590,11 @@ int main(int argc, char **argv) {
     train(&run);
     summarize(&run);
   }
-  if (options.timeline) report_timeline(options.timeline, &backend->memory.ledger);
-  if (options.compare_modes && !stop_asked) compare_modes(&run);
+  if (options.timeline && options.rank == 0) report_timeline(options.timeline, &backend->memory.ledger);
+  if (options.compare_modes && !stopping(&run)) compare_modes(&run);
 
   log_close(log);
-  bool unsaved = run.store && run.saved_step != options.first_step + run.steps_done;
+  bool unsaved = run.saves && run.saved_step != options.first_step + run.steps_done;
   checkpoint_store_close(&store);
   trainer_destroy(&trainer);
   choices_close(&choices);

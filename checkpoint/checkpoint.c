@@ -235,6 +235,12 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   return true;
 }
 
+void checkpoint_help_save(const Model *model, Backend *backend, Dtype dtype) {
+  Folder nothing = {0};
+  weights_store(model, backend, &nothing, dtype, CHECKPOINT_SHARD_BYTES);
+  optimizer_store(model, backend, &nothing, dtype, CHECKPOINT_SHARD_BYTES);
+}
+
 // --- reading -----------------------------------------------------------------------------------------------
 
 char *checkpoint_newest(const char *directory, FolderCheck check, bool *any) {

@@ -6,8 +6,8 @@
 //                         training_state.safetensors, trainer_state.json; checksums.json
 //     DIR/latest          a link to the newest, and links to its files: DIR itself opens as a model, too
 //
-// A checkpoint appears whole or not at all (folder.h) and nothing in it depends on the number of ranks: the
-// data's position and every random number follow from the step and the seed.
+// A checkpoint appears whole or not at all (folder.h) and nothing in it depends on the number of ranks or on what is
+// spread over them: the data's position and every random number follow from the step and the seed.
 #ifndef LCE_CHECKPOINT_CHECKPOINT_H
 #define LCE_CHECKPOINT_CHECKPOINT_H
 
@@ -49,6 +49,8 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
 // last good one when it could not be written; nothing is then left behind or deleted.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason);
+// The other ranks' part in it, with the same dtype: rank 0 has the store.
+void checkpoint_help_save(const Model *model, Backend *backend, Dtype dtype);
 void checkpoint_store_close(CheckpointStore *store);
 
 // --- reading -----------------------------------------------------------------------------------------------

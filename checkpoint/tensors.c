@@ -6,7 +6,7 @@
 
 #include "base/fail.h"
 #include "checkpoint/json.h"
-#include "model/parameters.h"
+#include "ranks/ranks.h"
 
 enum { AT_ONCE = 1 << 22 }; // numbers on the way between disk and backend
 
@@ -118,9 +118,10 @@ const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, 
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *backend, Tensor to,
-                 Tensor also_to) {
-  int64_t total = tensor_count(to);
+void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *backend,
+                 const Parameters *parameters, const Parameter *p, const Tensor *role,
+                 const Tensor *also_role) {
+  int64_t total = tensor_count(p->value);
   size_t width = total ? e->bytes / (size_t)total : 0;
   float *values = host_buffer(AT_ONCE * sizeof *values);
   uint16_t *rounded = host_buffer(AT_ONCE * sizeof *rounded);
@@ -131,10 +132,10 @@ void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *bac
                    AT_ONCE * width); // the next part, of this tensor or another
     if (!safetensors_widen(e->dtype, file->mapping.bytes + offset, count, values))
       fail("%s: %s is stored as %s; F32, BF16 and F16 can be read", file->path, e->name, e->dtype);
-    parameters_upload(backend, tensor_rows(tensor_flat(to), first, count), values, rounded);
-    if (tensor_exists(also_to))
-      parameters_upload(backend, tensor_rows(tensor_flat(also_to), first, count), values, rounded);
+    shards_write(parameters, backend, role, p, first, count, values, rounded);
+    if (also_role) shards_write(parameters, backend, also_role, p, first, count, values, rounded);
     file_done_with(&file->mapping, offset, bytes);
+    ranks_alive();
   }
   free(values);
   free(rounded);
@@ -150,17 +151,30 @@ static SafetensorsEntry entry_of(const TensorToStore *t) {
   return e;
 }
 
+// Numbers [first, first + count) of it.
+static void fetch(const TensorToStore *t, Backend *backend, int64_t first, int64_t count, void *host) {
+  if (t->role)
+    shards_read(t->parameters, backend, t->role, t->parameter, first, count, host);
+  else if (backend->rank == 0)
+    backend_to_host(backend, host, tensor_rows(tensor_flat(t->tensor), first, count));
+}
+
 static void write_numbers(Folder *folder, const TensorToStore *t, Backend *backend, void *raw, float *values,
                           uint16_t *rounded) {
-  Tensor flat = tensor_flat(t->tensor);
-  for (int64_t first = 0, total = tensor_count(flat); first < total && folder->ok; first += AT_ONCE) {
+  Dtype dtype = t->tensor.dtype;
+  // Where others take part in fetching, even a folder that has no room goes through all of it.
+  bool together = backend->ranks > 1;
+  for (int64_t first = 0, total = tensor_count(t->tensor); first < total && (folder->ok || together);
+       first += AT_ONCE) {
     int64_t count = total - first < AT_ONCE ? total - first : AT_ONCE;
-    backend_to_host(backend, raw, tensor_rows(flat, first, count));
+    fetch(t, backend, first, count, raw);
+    ranks_alive();
+    if (!folder->ok) continue;
     const void *out = raw;
-    if (t->dtype != flat.dtype && t->dtype == DTYPE_F32) {
-      safetensors_widen(safetensors_dtype(flat.dtype), raw, count, values);
+    if (t->dtype != dtype && t->dtype == DTYPE_F32) {
+      safetensors_widen(safetensors_dtype(dtype), raw, count, values);
       out = values;
-    } else if (t->dtype != flat.dtype) {
+    } else if (t->dtype != dtype) {
       const float *wide = raw;
 #pragma omp parallel for schedule(static)
       for (int64_t i = 0; i < count; i++) rounded[i] = bf16_from_f32(wide[i]);

@@ -10,7 +10,7 @@
 #include "checkpoint/files.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/safetensors.h"
-#include "kernels/kernels.h"
+#include "model/shards.h"
 
 // --- reading -----------------------------------------------------------------------------------------------
 
@@ -34,21 +34,28 @@ void tensor_set_close(TensorSet *set);
 // The tensor called `name`, and its file; NULL when there is none.
 const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, const TensorFile **file);
 
-// Copies a stored tensor (F32, BF16 or F16) to tensors on the backend that hold as many numbers, the second one
-// if it is there; each rounds to its own dtype, which is exact where that is not narrower.
-void tensor_read(const TensorFile *file, const SafetensorsEntry *entry, Backend *backend, Tensor to,
-                 Tensor also_to);
+// Copies a stored tensor (F32, BF16 or F16) to a parameter of as many numbers, in one role of its (parameters->value,
+// ...) and in another unless that is NULL; each rounds to its own dtype, which is exact where that is not narrower. A
+// rank keeps what it owns.
+void tensor_read(const TensorFile *file, const SafetensorsEntry *entry, Backend *backend,
+                 const Parameters *parameters, const Parameter *parameter, const Tensor *role,
+                 const Tensor *also_role);
 
 // --- writing -----------------------------------------------------------------------------------------------
 
 typedef struct {
   char name[112];
-  Tensor tensor; // on the backend
+  Tensor tensor; // on the backend; of what is spread over the ranks only shape and dtype count
   Dtype dtype;   // as which it is stored: its own, or widened to fp32, or rounded to bf16
+  // Where it is a parameter's, in a role that may be spread; NULL otherwise.
+  const Parameters *parameters;
+  const Parameter *parameter;
+  const Tensor *role;
 } TensorToStore;
 
 // Writes the set into a folder in the making, in files of at most `shard_bytes` (one tensor may exceed it).
-// Errors stick to the folder.
+// Errors stick to the folder. All ranks call it with the same list, the others than rank 0 with a folder that takes
+// nothing ({0}): what is spread comes to rank 0 a piece at a time.
 void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *tensors, int64_t count,
                       Backend *backend, size_t shard_bytes);
 

@@ -123,7 +123,8 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
     for (int64_t k = 0; k < set.files[f].header.count; k++) {
       const SafetensorsEntry *e = &set.files[f].header.entries[k];
       const Parameter *p = owner_of(model, e->name);
-      if (p) tensor_read(&set.files[f], e, backend, p->value, p->master);
+      const Parameters *all = &model->parameters;
+      if (p) tensor_read(&set.files[f], e, backend, all, p, all->value, all->master);
     }
   free(stored);
   tensor_set_close(&set);
@@ -137,22 +138,29 @@ static TensorToStore *list_for(int64_t count) {
   return list;
 }
 
-static void add(TensorToStore *list, int64_t *count, const char *prefix, const Parameter *p, Tensor tensor,
-                Dtype dtype) {
+static void add(TensorToStore *list, int64_t *count, const char *prefix, const Parameters *all,
+                const Parameter *p, const Tensor *role, Dtype dtype) {
   TensorToStore *t = &list[(*count)++];
   snprintf(t->name, sizeof t->name, "%s%s", prefix, p->name);
-  t->tensor = tensor;
+  t->tensor = p->value;
+  t->tensor.dtype = role[p->group].dtype;
   t->dtype = dtype;
+  t->parameters = all;
+  t->parameter = p;
+  t->role = role;
+}
+
+// The master weights where there are any: what the weights would be without rounding.
+static const Tensor *exact_weights(const Parameters *all) {
+  return tensor_exists(all->master[GROUP_MATRICES]) ? all->master : all->value;
 }
 
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes) {
-  TensorToStore *list = list_for(model->parameters.count);
+  const Parameters *all = &model->parameters;
+  TensorToStore *list = list_for(all->count);
   int64_t count = 0;
-  for (int64_t i = 0; i < model->parameters.count; i++) {
-    const Parameter *p = &model->parameters.items[i];
-    bool from_master = dtype == DTYPE_F32 && tensor_exists(p->master);
-    add(list, &count, "", p, from_master ? p->master : p->value, dtype);
-  }
+  for (int64_t i = 0; i < all->count; i++)
+    add(list, &count, "", all, &all->items[i], dtype == DTYPE_F32 ? exact_weights(all) : all->value, dtype);
   tensor_set_write(folder, model_stem, list, count, backend, shard_bytes);
   free(list);
 }
@@ -161,42 +169,44 @@ void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype d
 
 void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype weights_dtype,
                      size_t shard_bytes) {
-  TensorToStore *list = list_for(3 * model->parameters.count);
+  const Parameters *all = &model->parameters;
+  const Tensor *exact = exact_weights(all);
+  TensorToStore *list = list_for(3 * all->count);
   int64_t count = 0;
-  for (int64_t i = 0; i < model->parameters.count; i++) {
-    const Parameter *p = &model->parameters.items[i];
-    Tensor exact = tensor_exists(p->master) ? p->master : p->value;
-    add(list, &count, "m.", p, p->m, p->m.dtype);
-    add(list, &count, "v.", p, p->v, p->v.dtype);
-    if (weights_dtype == DTYPE_BF16 && exact.dtype == DTYPE_F32)
-      add(list, &count, "master.", p, exact, DTYPE_F32);
+  for (int64_t i = 0; i < all->count; i++) {
+    const Parameter *p = &all->items[i];
+    add(list, &count, "m.", all, p, all->m, all->m[p->group].dtype);
+    add(list, &count, "v.", all, p, all->v, all->v[p->group].dtype);
+    if (weights_dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
+      add(list, &count, "master.", all, p, exact, DTYPE_F32);
   }
   tensor_set_write(folder, state_stem, list, count, backend, shard_bytes);
   free(list);
 }
 
 // False when there is none of that name.
-static bool load_state(const TensorSet *set, Backend *backend, const char *prefix, const Parameter *p,
-                       Tensor to, Tensor also_to) {
+static bool load_state(const TensorSet *set, Backend *backend, const char *prefix, const Parameters *all,
+                       const Parameter *p, const Tensor *role, const Tensor *also_role) {
   char name[112];
   snprintf(name, sizeof name, "%s%s", prefix, p->name);
   const TensorFile *file;
   const SafetensorsEntry *e = tensor_set_find(set, name, &file);
   if (!e) return false;
   check_fit(file, e, p);
-  tensor_read(file, e, backend, to, also_to);
+  tensor_read(file, e, backend, all, p, role, also_role);
   return true;
 }
 
 void optimizer_load(Model *model, Backend *backend, const char *folder) {
   TensorSet set = tensor_set_open(folder, state_stem);
-  for (int64_t i = 0; i < model->parameters.count; i++) {
-    const Parameter *p = &model->parameters.items[i];
-    if (!load_state(&set, backend, "m.", p, p->m, (Tensor){0}) ||
-        !load_state(&set, backend, "v.", p, p->v, (Tensor){0}))
+  const Parameters *all = &model->parameters;
+  for (int64_t i = 0; i < all->count; i++) {
+    const Parameter *p = &all->items[i];
+    if (!load_state(&set, backend, "m.", all, p, all->m, NULL) ||
+        !load_state(&set, backend, "v.", all, p, all->v, NULL))
       fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone", set.path,
            p->name);
-    load_state(&set, backend, "master.", p, p->value, p->master);
+    load_state(&set, backend, "master.", all, p, all->value, all->master);
   }
   tensor_set_close(&set);
 }

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "base/fail.h"
+#include "ranks/ranks.h"
 
 // --- what is checked ---------------------------------------------------------------------------------------
 
@@ -85,6 +86,7 @@ static Tensor push_scratch(Backend *backend, Op op, MemoryCategory category, siz
 
 #define CALL(op)                                                                                             \
   do {                                                                                                       \
+    ranks_alive();                                                                                           \
     if (backend->ops->op) backend->ops->op(backend, &a);                                                     \
   } while (0)
 
@@ -565,24 +567,37 @@ static void collective(Op op, const Backend *backend, Collective a, int64_t out_
          tensor_text(a.x).text);
 }
 
+// The watch knows where a rank is that does not come back.
+#define CALL_COLLECTIVE(op)                                                                                  \
+  do {                                                                                                       \
+    ranks_enter(#op, true);                                                                                  \
+    CALL(op);                                                                                                \
+    ranks_leave();                                                                                           \
+  } while (0)
+
 void all_reduce(Backend *backend, Collective a) {
   collective("all_reduce", backend, a, 1, 1);
-  CALL(all_reduce);
+  CALL_COLLECTIVE(all_reduce);
 }
 
 void reduce_scatter(Backend *backend, Collective a) {
   collective("reduce_scatter", backend, a, backend->ranks, 1);
-  CALL(reduce_scatter);
+  if (a.accumulate) is_real("reduce_scatter", "out", a.out);
+  CALL_COLLECTIVE(reduce_scatter);
 }
 
 void all_gather(Backend *backend, Collective a) {
   collective("all_gather", backend, a, 1, backend->ranks);
-  CALL(all_gather);
+  CALL_COLLECTIVE(all_gather);
 }
 
 void broadcast(Backend *backend, Collective a) {
   collective("broadcast", backend, a, 1, 1);
-  CALL(broadcast);
+  CALL_COLLECTIVE(broadcast);
+}
+
+void collectives_join(Backend *backend, int64_t behind) {
+  if (backend->ops->collectives_join) backend->ops->collectives_join(backend, behind);
 }
 
 // --- copies and life ---------------------------------------------------------------------------------------
@@ -596,11 +611,15 @@ void backend_to_device(Backend *backend, Tensor destination, const void *host) {
 void backend_to_host(Backend *backend, void *host, Tensor source) {
   need("backend_to_host", "source", source);
   is_dense("backend_to_host", "source", source);
+  ranks_enter("waiting for the device", false);
   if (backend->ops->to_host) backend->ops->to_host(backend, host, source);
+  ranks_leave();
 }
 
 void backend_synchronize(Backend *backend) {
+  ranks_enter("waiting for the device", false);
   if (backend->ops->synchronize) backend->ops->synchronize(backend);
+  ranks_leave();
 }
 
 void backend_destroy(Backend *backend) {

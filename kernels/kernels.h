@@ -376,7 +376,7 @@ typedef struct {
 //   w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w)
 // in fp32, on `master` if it is there (weight then receives the rounded copy), else on weight itself. Where a
 // bf16 number is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
-// that depend on (seed, step, index) alone.
+// that depend on (seed, step, first + index) alone.
 typedef struct {
   Tensor weight;     // real [n]
   Tensor master;     // fp32 [n], or absent
@@ -386,6 +386,7 @@ typedef struct {
   float lr, beta1, beta2, epsilon, weight_decay;
   int64_t step; // t, from 1
   uint64_t seed;
+  int64_t first; // the place of these n numbers among all that share the seed; even
 } AdamW;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.
@@ -407,9 +408,19 @@ typedef struct {
 
 // --- collectives over ranks (nothing to do when there is one) ----------------------------------------------
 
+// With R ranks, x of n numbers:
+//   all_reduce      out [n] = the sum of all ranks' x; out may be x itself
+//   reduce_scatter  out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice of x
+//   all_gather      out [n R] = the ranks' x one after the other; x may be out's slice r
+//   broadcast       out [n] = rank 0's x
+// All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
 typedef struct {
-  Tensor out; // all_reduce: as x (may be x itself); reduce_scatter: x / ranks; all_gather: x * ranks
-  Tensor x;   // fp32, bf16 or int32, dense; broadcast sends rank 0's x into out everywhere
+  Tensor out;
+  Tensor x; // fp32, bf16 or int32, dense
+  bool
+      accumulate; // reduce_scatter alone: out is added to, and must not lie in x, of which slice r is then lost
+  // It runs beside the operations that follow, which must leave out and x alone until collectives_join.
+  bool beside;
 } Collective;
 
 // --- the doors ---------------------------------------------------------------------------------------------
@@ -446,6 +457,8 @@ void all_reduce(Backend *backend, Collective a);
 void reduce_scatter(Backend *backend, Collective a);
 void all_gather(Backend *backend, Collective a);
 void broadcast(Backend *backend, Collective a);
+// What follows waits for the collectives that run beside, but for the last `behind` of them (at most 63).
+void collectives_join(Backend *backend, int64_t behind);
 
 // Copies of dense tensors between the host and the backend's memory. to_device may return before the device
 // has read: the host buffer is copied aside first where that is so. to_host waits for everything before it.
@@ -489,6 +502,7 @@ typedef struct {
   void (*reduce_scatter)(Backend *, const Collective *);
   void (*all_gather)(Backend *, const Collective *);
   void (*broadcast)(Backend *, const Collective *);
+  void (*collectives_join)(Backend *, int64_t behind);
   void (*to_device)(Backend *, Tensor, const void *);
   void (*to_host)(Backend *, void *, Tensor);
   void (*synchronize)(Backend *);
@@ -540,6 +554,10 @@ Backend *cpu_backend_create(bool plain_products);
 // The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
 // device or the program was built without CUDA; *reason then says why (a literal or static text).
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
+// Makes the backend this process's part of a job of several ranks (ranks/ranks.h), through MPI or NCCL. Call it on all
+// ranks at once; with one rank it does nothing. Fails in a sentence when the ranks cannot talk.
+void cpu_backend_join_ranks(Backend *backend);
+void cuda_backend_join_ranks(Backend *backend);
 // Runs nothing and counts for the given kind of device ("cpu", "cuda").
 Backend *plan_backend_create(const char *device, Dtype dtype);
 // Releases the memory and everything else.

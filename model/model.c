@@ -168,12 +168,16 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   m->layers = calloc((size_t)config->num_hidden_layers, sizeof *m->layers);
   if (!m->layers) fail("out of host memory for %lld layers", (long long)config->num_hidden_layers);
 
+  parameters_spread(&m->parameters, dtypes.zero, backend->rank, backend->ranks);
   ParameterGroup embedding_group = config->tie_word_embeddings ? GROUP_HEAD : GROUP_MATRICES;
   add_table(m, &m->token_embedding, embedding_group, names->token_embedding, config->vocab_size);
   if (config->learned_positions)
     add_table(m, &m->position_embedding, GROUP_MATRICES, names->position_embedding,
               config->max_position_embeddings);
+  const int64_t *matrices = &m->parameters.group_elements[GROUP_MATRICES];
+  m->parameters.spread.before_layers = *matrices;
   for (int i = 0; i < config->num_hidden_layers; i++) add_layer(m, names, i);
+  m->parameters.spread.layer = (*matrices - m->parameters.spread.before_layers) / config->num_hidden_layers;
   add_norm(m, &m->final_norm_weight, &m->final_norm_bias, names->final_norm, 0);
   if (!config->tie_word_embeddings) add_table(m, &m->head, GROUP_HEAD, names->head, config->vocab_size);
 

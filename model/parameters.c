@@ -6,6 +6,8 @@
 
 #include "base/fail.h"
 #include "base/random.h"
+#include "model/shards.h"
+#include "ranks/ranks.h"
 
 // A Param that spans `count` tensors of the table from `first` on.
 struct ParameterView {
@@ -23,6 +25,21 @@ static void *grow(void *array, int64_t count, int64_t *capacity, size_t element)
 
 static int64_t elements_of(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
+}
+
+void parameters_spread(Parameters *parameters, int zero, int rank, int ranks) {
+  bool spread = zero && ranks > 1;
+  parameters->spread =
+      (Spread){.zero = spread ? zero : 0, .part = spread ? rank : 0, .parts = spread ? ranks : 1};
+}
+
+// Views start aligned in every dtype, and so do their slices; padding stays zero for ever, since no gradient reaches it.
+static int64_t alignment(const Parameters *parameters) {
+  return MEMORY_ALIGNMENT / 2 * parameters->spread.parts;
+}
+
+static int64_t rounded_up(int64_t count, int64_t multiple) {
+  return (count + multiple - 1) / multiple * multiple;
 }
 
 void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, const ParameterSpec *specs,
@@ -45,9 +62,7 @@ void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, 
     snprintf(p->name, sizeof p->name, "%s", specs[i].name);
     *end += elements_of(p);
   }
-  // Views start aligned in every dtype; padding stays zero for ever, since no gradient reaches it.
-  const int64_t step = MEMORY_ALIGNMENT / 2;
-  *end = (*end + step - 1) / step * step;
+  *end = rounded_up(*end, alignment(parameters));
 }
 
 static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[2]) {
@@ -57,18 +72,61 @@ static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[
   return rank == 1 ? flat : tensor_reshape_2d(flat, shape[0], shape[1]);
 }
 
-// One slab for one role; groups[g] becomes the flat tensor of group g.
-static void reserve_role(const Parameters *parameters, Memory *memory, const char *name,
-                         MemoryCategory category, const Dtype dtypes[GROUP_COUNT],
+// One slab for one role; groups[g] becomes the flat tensor of group g, absent where it has no elements to hold.
+static void reserve_role(Memory *memory, const char *name, MemoryCategory category,
+                         const int64_t elements[GROUP_COUNT], const Dtype dtypes[GROUP_COUNT],
                          Tensor groups[GROUP_COUNT]) {
   size_t bytes = 0;
-  for (int g = 0; g < GROUP_COUNT; g++)
-    bytes += (size_t)parameters->group_elements[g] * dtype_bytes(dtypes[g]);
+  for (int g = 0; g < GROUP_COUNT; g++) bytes += (size_t)elements[g] * dtype_bytes(dtypes[g]);
   uintptr_t at = (uintptr_t)memory_reserve(memory, name, category, bytes);
   for (int g = 0; g < GROUP_COUNT; g++) {
-    groups[g] = tensor_1d((void *)at, dtypes[g], parameters->group_elements[g]);
+    groups[g] = tensor_1d((void *)at, dtypes[g], elements[g]);
     at += tensor_bytes(groups[g]);
   }
+}
+
+// At zero 2 buckets end where layers do: a layer is cut into as many equal ones as make about the usual size.
+static int64_t bucket_of_layer(const Parameters *p, int64_t usual) {
+  int64_t units = p->spread.layer / alignment(p), pieces = (p->spread.layer + usual - 1) / usual;
+  while (pieces < units && units % pieces) pieces++;
+  return p->spread.layer / pieces;
+}
+
+static void cut_buckets(Parameters *p, const Dtype grad[GROUP_COUNT]) {
+  for (int g = 0; g < GROUP_COUNT; g++) {
+    int64_t usual = BUCKET_BYTES / (int64_t)dtype_bytes(grad[g]) / alignment(p) * alignment(p);
+    if (usual == 0) usual = alignment(p);
+    p->bucket[g] = g == GROUP_MATRICES && p->spread.zero == 2 ? bucket_of_layer(p, usual) : usual;
+  }
+}
+
+int64_t parameters_turn(const Parameters *p, int64_t element) {
+  int64_t before = p->spread.before_layers, layer = p->spread.layer;
+  if (element < before) return element;
+  int64_t index = (element - before) / layer;
+  return before + index % 2 * layer + (element - before) % layer;
+}
+
+static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GROUP_COUNT]) {
+  int64_t made[GROUP_COUNT], summed[GROUP_COUNT];
+  for (int g = 0; g < GROUP_COUNT; g++) {
+    made[g] = p->group_elements[g];
+    summed[g] = g == GROUP_HEAD ? 0 : p->group_elements[g] / p->spread.parts;
+  }
+  if (p->spread.zero == 2) { // two layers take turns; padding stays where it is, and zero
+    int64_t two = p->spread.before_layers + 2 * p->spread.layer;
+    if (made[GROUP_MATRICES] > two) made[GROUP_MATRICES] = two;
+  }
+  reserve_role(memory, "gradients", MEMORY_GRADIENTS, made, grad, p->grad);
+  if (p->spread.zero < 2) return;
+  reserve_role(memory, "summed gradients", MEMORY_GRADIENTS, summed, grad, p->grad_shard);
+  p->grad_shard[GROUP_HEAD] = (Tensor){0};
+}
+
+static Tensor gradient_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
+  bool turns = p->spread.zero == 2 && first->group == GROUP_MATRICES;
+  return slice(p->grad[first->group], turns ? parameters_turn(p, first->offset) : first->offset, first->rank,
+               shape);
 }
 
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes d) {
@@ -76,19 +134,24 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   const Dtype master[GROUP_COUNT] = {DTYPE_F32, DTYPE_F32, DTYPE_F32};
   const Dtype grad[GROUP_COUNT] = {DTYPE_F32, d.grad, d.grad};
   const Dtype moment[GROUP_COUNT] = {d.moment, d.moment, d.moment};
-  reserve_role(parameters, memory, "weights", MEMORY_WEIGHTS, weight, parameters->value);
+  int64_t shard[GROUP_COUNT];
+  for (int g = 0; g < GROUP_COUNT; g++) shard[g] = parameters->group_elements[g] / parameters->spread.parts;
+  cut_buckets(parameters, grad);
+  reserve_role(memory, "weights", MEMORY_WEIGHTS, parameters->group_elements, weight, parameters->value);
   if (d.master && !d.frozen)
-    reserve_role(parameters, memory, "master weights", MEMORY_MASTER_WEIGHTS, master, parameters->master);
+    reserve_role(memory, "master weights", MEMORY_MASTER_WEIGHTS, shard, master, parameters->master);
   if (!d.frozen) {
-    reserve_role(parameters, memory, "gradients", MEMORY_GRADIENTS, grad, parameters->grad);
-    reserve_role(parameters, memory, "first moments", MEMORY_MOMENTS, moment, parameters->m);
-    reserve_role(parameters, memory, "second moments", MEMORY_MOMENTS, moment, parameters->v);
+    reserve_gradients(parameters, memory, grad);
+    reserve_role(memory, "first moments", MEMORY_MOMENTS, shard, moment, parameters->m);
+    reserve_role(memory, "second moments", MEMORY_MOMENTS, shard, moment, parameters->v);
   }
 
+  bool whole = parameters->spread.parts == 1;
   for (int64_t i = 0; i < parameters->count; i++) {
     Parameter *p = &parameters->items[i];
     p->value = slice(parameters->value[p->group], p->offset, p->rank, p->shape);
-    p->grad = slice(parameters->grad[p->group], p->offset, p->rank, p->shape);
+    p->grad = gradient_view(parameters, p, p->shape);
+    if (!whole) continue;
     p->m = slice(parameters->m[p->group], p->offset, p->rank, p->shape);
     p->v = slice(parameters->v[p->group], p->offset, p->rank, p->shape);
     p->master = slice(parameters->master[p->group], p->offset, p->rank, p->shape);
@@ -99,7 +162,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     int64_t shape[2] = {0, first->shape[1]};
     for (int64_t k = 0; k < view.count; k++) shape[0] += first[k].shape[0];
     view.param->value = slice(parameters->value[first->group], first->offset, first->rank, shape);
-    view.param->grad = slice(parameters->grad[first->group], first->offset, first->rank, shape);
+    view.param->grad = gradient_view(parameters, first, shape);
   }
 }
 
@@ -135,14 +198,12 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
   if (!values || !rounded) fail("out of host memory for the initial weights");
   for (int64_t i = 0; i < parameters->count; i++) {
     const Parameter *p = &parameters->items[i];
-    Tensor value = tensor_flat(p->value),
-           master = tensor_exists(p->master) ? tensor_flat(p->master) : p->master;
     for (int64_t first = 0, total = elements_of(p); first < total; first += DRAWN_AT_ONCE) {
       int64_t count = total - first < DRAWN_AT_ONCE ? total - first : DRAWN_AT_ONCE;
       draw(p, seed, (uint64_t)i, first, count, values);
-      parameters_upload(backend, tensor_rows(value, first, count), values, rounded);
-      if (tensor_exists(master))
-        parameters_upload(backend, tensor_rows(master, first, count), values, rounded);
+      shards_write(parameters, backend, parameters->value, p, first, count, values, rounded);
+      shards_write(parameters, backend, parameters->master, p, first, count, values, rounded);
+      ranks_alive();
     }
   }
   free(values);

@@ -34,8 +34,8 @@ typedef struct {
   int64_t offset; // elements, within its group
   InitKind init;
   double stddev; // of INIT_NORMAL
-  Tensor value, grad, m, v;
-  Tensor master; // fp32, or absent: then value is the only copy
+  Tensor value, grad;
+  Tensor m, v, master; // absent where they are spread; master, fp32, also where value is the only copy
 } Parameter;
 
 typedef struct {
@@ -44,15 +44,27 @@ typedef struct {
   bool frozen;  // the weights alone, for evaluation and text: no master, gradients or moments
   Dtype grad;   // of all gradients but the head's
   Dtype moment; // of AdamW's m and v
+  int zero;     // what is spread where there are several ranks, 0 to 2
 } ParameterDtypes;
 
+// How the parameters are spread over ranks; see shards.h. {0, 0, 1} spreads nothing.
+typedef struct {
+  int zero;        // 0 to 2
+  int part, parts; // this rank's shard, of how many
+  // GROUP_MATRICES: elements before the first layer, and of a layer. Where zero is 2.
+  int64_t before_layers, layer;
+} Spread;
+
 typedef struct Parameters {
+  Spread spread;
   Parameter *items; // in the order of the forward pass
   int64_t count;
   int64_t capacity;
   int64_t group_elements[GROUP_COUNT]; // with padding
-  // Whole groups, flat: what the optimizer and the norm sweep over.
+  int64_t bucket[GROUP_COUNT];         // elements of the ranges in which gradients travel
+  // Whole groups, flat: what the optimizer and the norm sweep over. Where they are spread, this rank's shards.
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT], m[GROUP_COUNT], v[GROUP_COUNT];
+  Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
   // Where parameters_allocate puts what it makes.
   struct ParameterView *views;
   int64_t view_count, view_capacity;
@@ -66,6 +78,9 @@ typedef struct {
   double stddev;
 } ParameterSpec;
 
+// Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.
+void parameters_spread(Parameters *parameters, int zero, int rank, int ranks);
+
 // Adds `count` tensors that lie one after the other, with the same d1, and asks for `param` to become a view
 // of them all. `param` must stay where it is until parameters_allocate.
 void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, const ParameterSpec *specs,
@@ -73,6 +88,9 @@ void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, 
 
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every Param asked for.
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes dtypes);
+
+// Where an element of GROUP_MATRICES has its gradient at zero 2, when its layer's turn has come.
+int64_t parameters_turn(const Parameters *parameters, int64_t element);
 
 // First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank
 // count.

@@ -347,11 +347,21 @@ static Norm final_norm(const Pass *p, Tensor stream) {
   return norm;
 }
 
+// Where a matrix begins within its group.
+static int64_t place_in_group(const Model *model, const Param *matrix) {
+  const Tensor group = model->parameters.value[GROUP_MATRICES];
+  return ((char *)matrix->value.data - (char *)group.data) / (int64_t)dtype_bytes(group.dtype);
+}
+
+static void say_ready(const TransformerOptions *options, ParameterGroup group, int64_t first) {
+  if (options->ready) options->ready(options->ready_context, group, first);
+}
+
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss) {
   Pass p = pass_begin(backend, model, batch);
   p.recompute = options->recompute;
-  p.accumulate = accumulate;
+  p.accumulate = accumulate && !options->fresh;
   Memory *memory = &backend->memory;
   int64_t hidden_size = model->config.hidden_size, layers = model->config.num_hidden_layers;
   LayerState *states = calloc((size_t)layers, sizeof *states);
@@ -384,23 +394,28 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                                                      .counted = batch->counted,
                                                      .scale = scale,
                                                      .accumulate = accumulate});
+  if (!model->config.tie_word_embeddings) say_ready(options, GROUP_HEAD, 0);
   run_norm_backward(&p, &norm, dr, dnorm, stream, &model->final_norm_weight, &model->final_norm_bias, false);
   memory_pop_to(memory, top);
 
   for (int64_t l = layers; l-- > 0;) {
     layer_backward(&p, &model->layers[l], &states[l], dr);
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
+    say_ready(options, GROUP_MATRICES, place_in_group(model, &model->layers[l].qkv_weight));
   }
   // A tied embedding already holds the head's gradient.
-  embedding_backward(backend,
-                     (EmbeddingBackward){.dtoken_weight = model->token_embedding.grad,
-                                         .dposition_weight = model->position_embedding.grad,
-                                         .dout = dr,
-                                         .tokens = batch->tokens,
-                                         .seq_len = batch->seq_len,
-                                         .accumulate_token = accumulate || model->config.tie_word_embeddings,
-                                         .accumulate_position = accumulate});
+  embedding_backward(
+      backend, (EmbeddingBackward){.dtoken_weight = model->token_embedding.grad,
+                                   .dposition_weight = model->position_embedding.grad,
+                                   .dout = dr,
+                                   .tokens = batch->tokens,
+                                   .seq_len = batch->seq_len,
+                                   .accumulate_token = p.accumulate || model->config.tie_word_embeddings,
+                                   .accumulate_position = p.accumulate});
   memory_pop_to(memory, bottom);
+  say_ready(options, GROUP_MATRICES, 0);
+  say_ready(options, GROUP_VECTORS, 0);
+  if (model->config.tie_word_embeddings) say_ready(options, GROUP_HEAD, 0);
   free(states);
   free(marks);
 }

@@ -27,10 +27,17 @@ typedef struct {
   int64_t counted; // how many targets count; read only when rows is there
 } Batch;
 
+// Hears, while the backward pass runs, that the gradients of a group from element `first` on will not change any more:
+// the head's first (last where it is tied to the embedding), then layer by layer from the top, then all the rest.
+typedef void (*GradientsReady)(void *context, ParameterGroup group, int64_t first);
+
 typedef struct {
   LceMode mode;
   int64_t chunk;
   Recompute recompute;
+  GradientsReady ready; // or NULL
+  void *ready_context;
+  bool fresh; // gradients but the head's are written even where `accumulate` says to add
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'

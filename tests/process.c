@@ -16,7 +16,7 @@
 
 #include <cmocka.h>
 
-enum { MOST_ARGUMENTS = 64, DEADLINE_SECONDS = 120 };
+enum { MOST_ARGUMENTS = 96, DEADLINE_SECONDS = 120 };
 
 static const char *program(void) {
   static char beside[4096];
@@ -30,9 +30,8 @@ static const char *program(void) {
   return access(beside, X_OK) == 0 ? beside : "./train"; // the release build's lies in the root
 }
 
-// Cuts `line` into words; 'a word in quotes' may hold spaces or nothing.
-static void split(char *line, char *argv[MOST_ARGUMENTS + 1]) {
-  int argc = 1;
+// Cuts `line` into words behind the `argc` that are there; 'a word in quotes' may hold spaces or nothing.
+static void split(char *line, int argc, char *argv[MOST_ARGUMENTS + 1]) {
   for (char *at = line; *at;) {
     at += strspn(at, " ");
     if (!*at) break;
@@ -63,22 +62,39 @@ static int open_terminal(int *inner) {
   return outer;
 }
 
-static Process start(bool terminal, const char *format, va_list arguments) {
+// The command that starts `ranks` ranks; returns how many words it has.
+static int launcher(int ranks, char *argv[MOST_ARGUMENTS + 1]) {
+  static char number[16];
+  snprintf(number, sizeof number, "%d", ranks);
+  char *const gpus[] = {"tools/launch", number, NULL};
+  char *const cpus[] = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number,
+                        NULL};
+  char *const *words = getenv("LCE_GPU_RANKS") ? gpus : cpus;
+  int count = 0;
+  for (; words[count]; count++) argv[count] = words[count];
+  return count;
+}
+
+// `ranks` 0: without a launcher.
+static Process start(bool terminal, int ranks, const char *format, va_list arguments) {
   char line[4096];
-  char *argv[MOST_ARGUMENTS + 1] = {(char *)program()};
+  char *argv[MOST_ARGUMENTS + 1];
+  int argc = ranks ? launcher(ranks, argv) : 0;
+  argv[argc++] = (char *)program();
   assert_in_range(vsnprintf(line, sizeof line, format, arguments), 0, sizeof line - 1);
-  split(line, argv);
+  split(line, argc, argv);
   int inner = -1;
   Process p = {.err = temporary_file()};
   p.out = terminal ? open_terminal(&inner) : temporary_file();
   p.pid = fork();
   assert_true(p.pid >= 0);
   if (p.pid == 0) {
-    setenv("CUDA_VISIBLE_DEVICES", "", 1);
-    setenv("OMP_WAIT_POLICY", "passive", 1); // several tests' threads may share few cores
+    if (!getenv("LCE_GPU_RANKS")) setenv("CUDA_VISIBLE_DEVICES", "", 1);
+    if (ranks) setenv("ASAN_OPTIONS", "detect_leaks=0", 1); // MPI never frees what it starts with
+    setenv("OMP_WAIT_POLICY", "passive", 1);                // several tests' threads may share few cores
     dup2(terminal ? inner : p.out, STDOUT_FILENO);
     dup2(p.err, STDERR_FILENO);
-    execv(argv[0], argv);
+    execvp(argv[0], argv);
     _exit(127);
   }
   if (terminal) {
@@ -92,7 +108,15 @@ static Process start(bool terminal, const char *format, va_list arguments) {
 Process train_start(const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  Process p = start(false, format, arguments);
+  Process p = start(false, 0, format, arguments);
+  va_end(arguments);
+  return p;
+}
+
+Process train_ranks_start(int ranks, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(false, ranks, format, arguments);
   va_end(arguments);
   return p;
 }
@@ -165,7 +189,15 @@ Output process_finish(Process *p) {
 Output train(const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  Process p = start(false, format, arguments);
+  Process p = start(false, 0, format, arguments);
+  va_end(arguments);
+  return process_finish(&p);
+}
+
+Output train_ranks(int ranks, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(false, ranks, format, arguments);
   va_end(arguments);
   return process_finish(&p);
 }
@@ -173,7 +205,7 @@ Output train(const char *format, ...) {
 Output train_in_terminal(const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  Process p = start(true, format, arguments);
+  Process p = start(true, 0, format, arguments);
   va_end(arguments);
   return process_finish(&p);
 }

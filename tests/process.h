@@ -14,6 +14,8 @@ typedef struct {
 // killed, and the test fails.
 Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // The same with standard output a terminal.
+// The same as `ranks` ranks, started by mpirun or, where LCE_GPU_RANKS is set, by tools/launch with GPUs in sight.
+Output train_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 Output train_in_terminal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void output_free(Output *output);
 
@@ -25,6 +27,7 @@ typedef struct {
 } Process;
 
 Process train_start(const char *format, ...) __attribute__((format(printf, 1, 2)));
+Process train_ranks_start(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // Waits until standard output holds `text`.
 void process_wait_for(Process *process, const char *text);
 Output process_finish(Process *process);

@@ -21,6 +21,7 @@
 #include "data/byte_tokenizer.h"
 #include "data/tokenizer.h"
 #include "model/generate.h"
+#include "ranks/launch.h"
 #include "trainer/machine.h"
 #include "trainer/speed.h"
 
@@ -265,6 +266,7 @@ static void write_samples(const Wanted *w, Backend *backend, Model *model, const
 }
 
 int main(int argc, char **argv) {
+  if (launch_read().rank) return 0; // several processes are no faster than one
   static const struct argp argp = {
       .options = table, .parser = parse, .doc = "Continues a prompt with a Llama or GPT-2 model."};
   Wanted w = {.prompt = "\n",

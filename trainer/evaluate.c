@@ -75,13 +75,33 @@ static int64_t least(const double *values, const int64_t *divisors, int64_t coun
   return best;
 }
 
+// The ranks take turns.
+static bool is_mine(const Trainer *t, int64_t example) {
+  return example % t->backend->ranks == t->backend->rank;
+}
+
+static void sum_over_ranks(Trainer *t, ChoiceScore *score) {
+  const int64_t mine[3] = {score->correct, score->correct_normalized, score->shortened};
+  int64_t *all = calloc((size_t)t->backend->ranks, sizeof mine);
+  if (!all) fail("out of host memory for the scores of %d ranks", t->backend->ranks);
+  trainer_gather(t, mine, all, sizeof mine);
+  score->correct = score->correct_normalized = score->shortened = 0;
+  for (int r = 0; r < t->backend->ranks; r++) {
+    score->correct += all[3 * r];
+    score->correct_normalized += all[3 * r + 1];
+    score->shortened += all[3 * r + 2];
+  }
+  free(all);
+}
+
 ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples) {
   if (!examples || examples > choices->count) examples = choices->count;
   int64_t seq_len = t->options->seq_len, tokens = t->options->batch * seq_len;
   Rows r = {.trainer = t, .width = choices->longest - 1 < seq_len ? choices->longest - 1 : seq_len};
   r.capacity = tokens / r.width;
-  size_t all_rows = 0;
-  for (int64_t e = 0; e < examples; e++) all_rows += (size_t)choices_get(choices, e).completion_count;
+  size_t all_rows = 1; // no rank asks for nothing
+  for (int64_t e = 0; e < examples; e++)
+    if (is_mine(t, e)) all_rows += (size_t)choices_get(choices, e).completion_count;
   int64_t *counts = malloc(all_rows * sizeof *counts);
   r.sums = malloc(all_rows * sizeof *r.sums);
   r.losses = malloc((size_t)tokens * sizeof *r.losses);
@@ -91,6 +111,7 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   ChoiceScore score = {.examples = examples};
   int64_t row = 0, length;
   for (int64_t e = 0; e < examples; e++) {
+    if (!is_mine(t, e)) continue;
     Choice choice = choices_get(choices, e);
     for (int64_t i = 0; i < choice.completion_count; i++) {
       bool shortened;
@@ -102,6 +123,7 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   flush(&r);
   row = 0;
   for (int64_t e = 0; e < examples; e++) {
+    if (!is_mine(t, e)) continue;
     Choice choice = choices_get(choices, e);
     score.correct += least(r.sums + row, NULL, choice.completion_count) == choice.label;
     score.correct_normalized += least(r.sums + row, counts + row, choice.completion_count) == choice.label;
@@ -110,5 +132,6 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   free(counts);
   free(r.sums);
   free(r.losses);
+  if (t->backend->ranks > 1) sum_over_ranks(t, &score);
   return score;
 }

@@ -8,6 +8,9 @@
 // usable one; why there is none is said in one line. --device cuda without one fails. The caller destroys it.
 Backend *machine_open(Options *options);
 
+// Makes it this rank's part of the job; nothing without a launcher. Call it on all ranks at once.
+void machine_join_ranks(Backend *backend);
+
 // "cuda" or "cpu": what a plan for this backend is called.
 const char *machine_kind(const Backend *backend);
 

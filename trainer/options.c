@@ -9,6 +9,7 @@
 #include "base/fail.h"
 #include "checkpoint/hf_config.h"
 #include "data/source.h"
+#include "ranks/ranks.h"
 #include "trainer/resume.h"
 
 const char *argp_program_version = "lce.c 0.1";
@@ -24,7 +25,7 @@ enum {
   KEY_TEMPERATURE, KEY_TOP_K, KEY_TOP_P, KEY_PROMPT, KEY_TOKENIZER, KEY_EVAL_ONLY, KEY_HELLASWAG, KEY_HELLASWAG_EXAMPLES,
   KEY_INIT, KEY_SAVE, KEY_SAVE_EVERY, KEY_KEEP, KEY_SAVE_DTYPE, KEY_RESUME,
   KEY_DEVICE, KEY_DTYPE, KEY_GRAD_DTYPE, KEY_MOMENT_DTYPE, KEY_MASTER, KEY_NO_MASTER, KEY_RECOMPUTE, KEY_ATTENTION,
-  KEY_PLAIN_PRODUCTS,
+  KEY_PLAIN_PRODUCTS, KEY_ZERO, KEY_RANKS, KEY_TIMEOUT,
   KEY_LOG, KEY_PLAN, KEY_FIT, KEY_COMPARE, KEY_TIMELINE,
   KEY_END
 };
@@ -52,7 +53,8 @@ static const struct argp_option table[] = {
     {"seq-len", KEY_SEQ_LEN, "T", 0, "Tokens in a sequence (default 128 for tiny models, 1024 for GPT-2, 2048 for Llama)",
      0},
     {"total-batch", KEY_TOTAL_BATCH, "TOKENS", 0,
-     "Tokens in an optimizer step, a multiple of B x T; the rest is gradient accumulation (default B x T)", 0},
+     "Tokens in an optimizer step over all ranks, a multiple of ranks x B x T; the rest is gradient accumulation "
+     "(default ranks x B x T)", 0},
     {"steps", KEY_STEPS, "N", 0, "Optimizer steps (default 200)", 0},
     {"seed", KEY_SEED, "SEED", 0, "Of the weights and the order of the data (default 1)", 0},
 
@@ -116,7 +118,13 @@ static const struct argp_option table[] = {
     {"attention", KEY_ATTENTION, "WHICH", 0, "own, cudnn or auto (cuda only; default auto)", 0},
     {"plain-products", KEY_PLAIN_PRODUCTS, 0, 0, "CPU: matrix products by plain loops, to compare with", 0},
 
-    {0, 0, 0, 0, "Output", 8},
+    {0, 0, 0, 0, "Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)", 8},
+    {"zero", KEY_ZERO, "LEVEL", 0,
+     "Spread over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients (default 0)", 0},
+    {"timeout", KEY_TIMEOUT, "SECONDS", 0, "End the job when no rank has got on for so long (default 300)", 0},
+    {"ranks", KEY_RANKS, "N", 0, "With --plan or --fit: as if N ranks had been started", 0},
+
+    {0, 0, 0, 0, "Output", 9},
     {"log", KEY_LOG, "FILE", 0, "Write one JSON object a line; the last is the summary", 0},
     {"plan", KEY_PLAN, 0, 0, "Only say how much memory this run would need, in both modes; nothing is allocated", 0},
     {"fit", KEY_FIT, 0, 0, "Only say the largest --batch that fits the device's memory, in both modes", 0},
@@ -406,6 +414,15 @@ static error_t parse_rest(int key, char *text, Parsed *p) {
   case KEY_PLAIN_PRODUCTS:
     o->plain_products = true;
     return 0;
+  case KEY_ZERO:
+    o->dtypes.zero = (int)integer(key, text, 0, 2);
+    return 0;
+  case KEY_RANKS:
+    o->ranks = (int)integer(key, text, 1, 1 << 20);
+    return 0;
+  case KEY_TIMEOUT:
+    o->timeout = number(key, text, 1, 1e6);
+    return 0;
   case KEY_LOG:
     o->log = text;
     return 0;
@@ -516,22 +533,43 @@ static void settle_model(Options *o, const Parsed *p) {
   if (o->origin) require_agreement(o, p);
 }
 
+static void settle_ranks(Options *o) {
+  const Launch *launch = ranks_self();
+  bool imagined = o->plan || o->fit;
+  if (o->ranks && !imagined && o->ranks != launch->ranks)
+    fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); the option alone is for --plan "
+         "and --fit",
+         o->ranks, o->ranks);
+  if (!o->ranks) o->ranks = launch->ranks;
+  o->rank = launch->rank < o->ranks ? launch->rank : 0;
+  ranks_set_timeout(o->timeout);
+}
+
+// The tokens of an optimizer step, cut into micro-batches.
+static void settle_batch(Options *o) {
+  int64_t tokens = o->batch * o->seq_len, together = tokens * o->ranks;
+  if (tokens > INT32_MAX)
+    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
+         "--total-batch",
+         (long long)o->batch, (long long)o->seq_len, INT32_MAX);
+  if (!o->total_batch) o->total_batch = together;
+  if (o->total_batch % together && o->ranks == 1)
+    fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (--batch x --seq-len)",
+         (long long)o->total_batch, (long long)tokens);
+  if (o->total_batch % together)
+    fail("--total-batch %lld is not a multiple of the %lld tokens that a micro-batch of %d ranks has "
+         "(ranks x --batch x --seq-len); change --batch or --total-batch",
+         (long long)o->total_batch, (long long)together, o->ranks);
+  o->micro_steps = o->total_batch / together;
+}
+
 static void settle_job(Options *o, const Parsed *p) {
   if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
   if (o->seq_len > o->model.max_position_embeddings)
     fail(
         "--seq-len %lld is longer than the %lld positions of %s; lower it or raise --max-position-embeddings",
         (long long)o->seq_len, (long long)o->model.max_position_embeddings, o->model.name);
-  int64_t tokens = o->batch * o->seq_len;
-  if (tokens > INT32_MAX)
-    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
-         "--total-batch",
-         (long long)o->batch, (long long)o->seq_len, INT32_MAX);
-  if (!o->total_batch) o->total_batch = tokens;
-  if (o->total_batch % tokens)
-    fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (--batch x --seq-len)",
-         (long long)o->total_batch, (long long)tokens);
-  o->micro_steps = o->total_batch / tokens;
+  settle_batch(o);
   const double tuning = 2e-5; // for a model that is trained already
   double usual = o->origin ? tuning : model_preset_learning_rate(preset_name(p));
   o->schedule.peak = isnan(p->lr) ? usual : p->lr;
@@ -577,6 +615,7 @@ static Parsed parse(Options *o, int argc, char **argv) {
                  .temperature = 0.8,
                  .top_p = 1,
                  .prompt = "\n",
+                 .timeout = 300,
                  .save_dtype = DTYPE_COUNT,
                  .attention = "auto",
                  .dtypes.master = true};
@@ -650,6 +689,7 @@ void options_parse(Options *o, int argc, char **argv) {
   if (o->resumed_from) p = parse_resumed(o, &p, argc, argv);
   o->mode = p.mode ? (LceMode)(p.mode - 1) : LCE_FUSED;
   settle_model(o, &p);
+  settle_ranks(o);
   settle_job(o, &p);
   // Dtypes are settled when the device is known; until then COUNT says that nothing was given.
   o->dtype = p.dtype ? (Dtype)(p.dtype - 1) : DTYPE_COUNT;

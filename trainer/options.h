@@ -16,7 +16,7 @@ typedef struct {
   int64_t batch;       // sequences in a micro-batch, per rank
   int64_t seq_len;     // tokens in a sequence
   int64_t total_batch; // tokens in an optimizer step, over micro-batches and ranks
-  int64_t micro_steps; // total_batch / (batch * seq_len)
+  int64_t micro_steps; // total_batch / (ranks * batch * seq_len)
   int64_t steps;
   uint64_t seed;
   // optimizer
@@ -50,6 +50,9 @@ typedef struct {
   const char *save; // NULL: nothing is saved
   int64_t save_every, keep;
   Dtype save_dtype; // of the stored weights
+  // ranks
+  int rank, ranks; // 0 of 1 without a launcher; for a plan as many as asked for
+  double timeout;  // seconds without progress that end a job of several ranks
   // machine
   DeviceChoice device;
   bool plain_products; // CPU products by plain loops, to compare with

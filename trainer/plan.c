@@ -5,6 +5,7 @@
 
 #include "base/fail.h"
 #include "base/text.h"
+#include "model/shards.h"
 #include "trainer/trainer.h"
 
 Plan plan_from_ledger(const Ledger *ledger) {
@@ -17,6 +18,7 @@ Plan plan_from_ledger(const Ledger *ledger) {
 
 Plan plan_run(const Options *options, const char *device, LceMode mode) {
   Backend *backend = plan_backend_create(device, options->dtype);
+  backend->ranks = options->ranks;
   Trainer trainer;
   trainer_create(&trainer, options, backend);
   trainer_set_mode(&trainer, mode);
@@ -26,6 +28,7 @@ Plan plan_run(const Options *options, const char *device, LceMode mode) {
     trainer_sample(&trainer, NULL, 1, 0, &count);
   }
   trainer_validate(&trainer, NULL, 1);
+  if (options->save && !options->eval_only) shards_plan_read(&trainer.model.parameters, backend);
   Plan plan = plan_from_ledger(&backend->memory.ledger);
   trainer_destroy(&trainer);
   backend_destroy(backend);
@@ -35,7 +38,7 @@ Plan plan_run(const Options *options, const char *device, LceMode mode) {
 static Options with_batch(const Options *options, const char *device, int64_t batch) {
   Options o = *options;
   o.batch = batch;
-  o.total_batch = batch * o.seq_len;
+  o.total_batch = batch * o.seq_len * o.ranks;
   o.micro_steps = 1;
   if (!o.chunk_given) { // as it would be chosen for that batch
     Backend *plan = plan_backend_create(device, o.dtype);

@@ -7,11 +7,16 @@
 #include "model/generate.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
+#include "trainer/reduction.h"
+#include "trainer/update.h"
 
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
                "the loader and the last layer agree on what is not counted");
 
 // --- life --------------------------------------------------------------------------------------------------
+
+// What a step leaves behind: all but the norm is summed over the ranks at once.
+enum { RESULT_LOSS, RESULT_STOP, RESULT_SECONDS, RESULT_NORM, RESULTS };
 
 static int64_t tokens_of(const Trainer *t) {
   return t->options->batch * t->options->seq_len;
@@ -41,7 +46,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->loss = reserve_table(backend, "losses", DTYPE_F32, tokens);
   t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
-  t->results = reserve_table(backend, "step results", DTYPE_F32, 2 * TRAINER_PENDING);
+  t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);
   if (backend->memory.planning) return;
   t->host_tokens = host_array(options->micro_steps * tokens);
   t->host_targets = host_array(options->micro_steps * tokens);
@@ -110,33 +115,33 @@ void trainer_gradient_pass(Trainer *t) {
 }
 
 static Tensor result_slot(const Trainer *t, int pending, int which) {
-  return tensor_rows(t->results, 2 * pending + which, 1);
+  return tensor_rows(t->results, RESULTS * pending + which, 1);
 }
 
-// The norm over all gradients, the clip factor, and AdamW over each group of parameters.
-static void update(Trainer *t, int pending, double learning_rate, int64_t step) {
+// The loss over all ranks, and what they tell each other.
+static void sum_results(Trainer *t, int slot) {
+  Tensor told = tensor_rows(t->results, RESULTS * slot + RESULT_STOP, 2);
+  Tensor summed = tensor_rows(t->results, RESULTS * slot, RESULT_NORM);
+  const float values[2] = {t->stop_asked, (float)t->step_seconds};
+  backend_to_device(t->backend, told, values);
+  all_reduce(t->backend, (Collective){.out = summed, .x = summed, .beside = true});
+}
+
+// The step's batches of this rank, and how many targets count in those of all ranks: the mean's normaliser. Where
+// none is masked that is known; otherwise every rank counts for all, which costs less than asking.
+static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
-  const Parameters *p = &t->model.parameters;
-  for (int g = 0; g < GROUP_COUNT; g++)
-    reduce(t->backend, (Reduce){.sum = t->squares, .x = p->grad[g], .squares = true, .accumulate = g > 0});
-  clip_scale(t->backend, (ClipScale){.norm = result_slot(t, pending, 1),
-                                     .scale = t->scale,
-                                     .sum_of_squares = t->squares,
-                                     .max_norm = (float)o->max_grad_norm});
-  for (int g = 0; g < GROUP_COUNT; g++)
-    adamw(t->backend, (AdamW){.weight = p->value[g],
-                              .master = p->master[g],
-                              .m = p->m[g],
-                              .v = p->v[g],
-                              .grad = p->grad[g],
-                              .grad_scale = t->scale,
-                              .lr = (float)learning_rate,
-                              .beta1 = (float)o->beta1,
-                              .beta2 = (float)o->beta2,
-                              .epsilon = (float)o->epsilon,
-                              .weight_decay = g == GROUP_VECTORS ? 0 : (float)o->weight_decay,
-                              .step = step + 1,
-                              .seed = o->seed * GROUP_COUNT + (uint64_t)g});
+  const Backend *b = t->backend;
+  int64_t tokens = tokens_of(t), counted = 0;
+  for (int64_t m = 0; m < o->micro_steps; m++) {
+    int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
+    LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
+    for (place.rank = 0; place.rank < b->ranks && o->masked; place.rank++)
+      if (place.rank != b->rank) counted += loader_train_batch(loader, place, to, targets);
+    place.rank = b->rank;
+    counted += loader_train_batch(loader, place, to, targets) * (o->masked ? 1 : b->ranks);
+  }
+  return counted;
 }
 
 void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
@@ -146,67 +151,111 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     fail("internal: the results of %d steps were not collected", TRAINER_PENDING);
   bool planning = t->backend->memory.planning;
   // All micro-batches first: the mean's normaliser is the number of targets counted in the whole step.
-  for (int64_t m = 0; m < o->micro_steps && !planning; m++) {
-    LoaderPlace place = {.step = step,
-                         .micro_step = m,
-                         .micro_steps = o->micro_steps,
-                         .rank = t->backend->rank,
-                         .ranks = t->backend->ranks};
-    counted += loader_train_batch(loader, place, t->host_tokens + m * tokens, t->host_targets + m * tokens);
-  }
+  if (!planning) counted = load_step(t, loader, step);
   float scale = counted ? (float)(1.0 / (double)counted) : 0;
   int slot = t->pending_count++;
   for (int64_t m = 0; m < o->micro_steps; m++) {
     Batch batch = device_batch(t);
     if (!planning) upload(t, t->host_tokens + m * tokens, t->host_targets + m * tokens);
     if (o->masked) upload_rows(t, t->host_targets + m * tokens, &batch);
-    transformer_train(t->backend, &t->model, &batch, &t->transformer, scale, m > 0, t->loss);
-    reduce(t->backend, (Reduce){.sum = result_slot(t, slot, 0), .x = t->loss, .accumulate = m > 0});
+    TransformerOptions options = t->transformer;
+    Reduction reduction;
+    reduction_begin(&reduction, t->backend, &t->model.parameters, m == 0, m == o->micro_steps - 1, &options);
+    transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
+    reduce(t->backend, (Reduce){.sum = result_slot(t, slot, RESULT_LOSS), .x = t->loss, .accumulate = m > 0});
     if (planning) break; // the rest of the micro-batches need the same memory
   }
+  if (t->backend->ranks > 1) {
+    sum_results(t, slot);
+    collectives_join(t->backend, 0);
+  }
   double learning_rate = schedule_rate(&o->schedule, step);
-  update(t, slot, learning_rate, step);
+  update_weights(t, result_slot(t, slot, RESULT_NORM), learning_rate, step);
   t->pending[slot] = (StepResult){.step = step, .learning_rate = learning_rate, .counted = counted};
 }
 
 int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   int count = t->pending_count;
   if (!count) return 0;
-  float values[2 * TRAINER_PENDING];
-  backend_to_host(t->backend, values, tensor_rows(t->results, 0, 2 * count));
+  float values[RESULTS * TRAINER_PENDING];
+  backend_to_host(t->backend, values, tensor_rows(t->results, 0, RESULTS * count));
+  bool alone = t->backend->ranks == 1;
   for (int i = 0; i < count; i++) {
+    const float *of_step = values + RESULTS * i;
     results[i] = t->pending[i];
-    results[i].loss = results[i].counted ? (double)values[2 * i] / (double)results[i].counted : 0;
-    results[i].grad_norm = (double)values[2 * i + 1];
+    results[i].loss = results[i].counted ? (double)of_step[RESULT_LOSS] / (double)results[i].counted : 0;
+    results[i].grad_norm = (double)of_step[RESULT_NORM];
+    results[i].stop = alone ? t->stop_asked : of_step[RESULT_STOP] > 0;
+    results[i].agreed_seconds = alone ? t->step_seconds : (double)of_step[RESULT_SECONDS] / t->backend->ranks;
   }
   t->pending_count = 0;
   return count;
 }
 
+void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
+  Backend *b = t->backend;
+  int64_t words = (int64_t)(bytes / 4);
+  MemoryMark mark = memory_mark(&b->memory);
+  Tensor gathered =
+      memory_push_1d(&b->memory, "words of all ranks", MEMORY_WORKSPACE, DTYPE_I32, b->ranks * words);
+  Tensor own = tensor_rows(gathered, b->rank * words, words);
+  backend_to_device(b, own, mine);
+  all_gather(b, (Collective){.out = gathered, .x = own});
+  backend_to_host(b, all, gathered);
+  memory_pop_to(&b->memory, mark);
+}
+
 // --- watching ----------------------------------------------------------------------------------------------
 
-double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
-  int64_t counted = 0;
-  bool planning = t->backend->memory.planning;
-  if (!planning && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
-  double sum = 0;
-  MemoryMark mark = memory_mark(&t->backend->memory);
-  Tensor total = memory_push_1d(&t->backend->memory, "validation loss", MEMORY_WORKSPACE, DTYPE_F32, 1);
-  for (int64_t b = 0; b < batches; b++) {
-    Batch batch = device_batch(t);
-    if (!planning) {
-      loader_validation_batch(loader, b, t->host_tokens, t->host_targets);
-      upload(t, t->host_tokens, t->host_targets);
-    }
-    upload_rows(t, t->host_targets, &batch); // the last batch may be padded
-    transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, t->loss);
-    reduce(t->backend, (Reduce){.sum = total, .x = t->loss});
-    float value = 0;
-    backend_to_host(t->backend, &value, total);
-    sum += (double)value;
-    counted += batch.counted;
+enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two looks at the device
+
+// Batch `index` on this rank; its loss goes to `sum`.
+static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tensor sum, int64_t *counted) {
+  Batch batch = device_batch(t);
+  if (loader) {
+    *counted += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
+    upload(t, t->host_tokens, t->host_targets);
   }
-  memory_pop_to(&t->backend->memory, mark);
+  upload_rows(t, t->host_targets, &batch); // the last batch may be padded
+  transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, t->loss);
+  reduce(t->backend, (Reduce){.sum = sum, .x = t->loss});
+}
+
+// Batches [first, end), the ranks taking turns; their losses are added in the order of the batches.
+static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t end, int64_t *counted) {
+  Backend *b = t->backend;
+  MemoryMark mark = memory_mark(&b->memory);
+  Tensor all = memory_push_1d(&b->memory, "validation losses", MEMORY_WORKSPACE, DTYPE_F32,
+                              b->ranks * VALIDATION_ROUNDS);
+  Tensor own = tensor_rows(all, b->rank * VALIDATION_ROUNDS, VALIDATION_ROUNDS);
+  fill_zero(b, own);
+  for (int64_t index = first; index < end; index++) {
+    int64_t rank = (index - first) % b->ranks, round = (index - first) / b->ranks;
+    if (rank == b->rank)
+      validate_batch(t, loader, index, tensor_rows(own, round, 1), counted);
+    else if (loader) // for the count alone
+      *counted += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
+  }
+  all_gather(b, (Collective){.out = all, .x = own});
+  float *losses = calloc((size_t)(b->ranks * VALIDATION_ROUNDS), sizeof *losses);
+  if (!losses) fail("out of host memory for the losses of a validation");
+  backend_to_host(b, losses, all);
+  double sum = 0;
+  for (int64_t i = 0; i < end - first; i++)
+    sum += (double)losses[i % b->ranks * VALIDATION_ROUNDS + i / b->ranks];
+  free(losses);
+  memory_pop_to(&b->memory, mark);
+  return sum;
+}
+
+double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
+  if (loader && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
+  int64_t counted = 0, at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
+  double sum = 0;
+  for (int64_t first = 0; first < batches; first += at_once) {
+    int64_t end = first + at_once < batches ? first + at_once : batches;
+    sum += validate_some(t, loader, first, end, &counted);
+  }
   return counted ? sum / (double)counted : 0;
 }
 

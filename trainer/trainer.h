@@ -14,6 +14,9 @@ typedef struct {
   double loss;  // mean over the step's counted targets, nats; 0 when none counted
   double grad_norm, learning_rate;
   int64_t counted;
+  // Over all ranks, and so the same on each (with one rank: as told).
+  bool stop;             // some rank was asked to stop
+  double agreed_seconds; // a step takes, the mean of what they told
 } StepResult;
 
 typedef struct {
@@ -24,11 +27,14 @@ typedef struct {
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, loss;
   Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
-  Tensor results;        // fp32 [2 TRAINER_PENDING]: loss sum and gradient norm of each pending step
+  Tensor results; // fp32 [4 TRAINER_PENDING], of each pending step: loss sum, stop, seconds; gradient norm
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows;
   StepResult pending[TRAINER_PENDING];
   int pending_count;
+  // What this rank tells the others with each step; see StepResult.
+  bool stop_asked;
+  double step_seconds;
 } Trainer;
 
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights from
@@ -41,20 +47,24 @@ void trainer_destroy(Trainer *trainer);
 void trainer_set_mode(Trainer *trainer, LceMode mode);
 
 // One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping,
-// AdamW. Asynchronous: the result waits on the device. Fetch with trainer_collect at the latest when
+// AdamW, with gradients summed over all ranks. Asynchronous: the result waits on the device. Fetch with trainer_collect at the latest when
 // TRAINER_PENDING are waiting.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
 
-// Mean loss over the first `batches` validation batches (0: all), in nats per counted token.
+// Mean loss over the first `batches` validation batches (0: all), in nats per counted token: the same number whatever
+// the number of ranks, which share them. Call it on all ranks.
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
 // Continues `prompt` by options->sample_tokens byte-level or other tokens, drawn with `seed`. The caller
 // frees the tokens (prompt included); *count receives how many.
 int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count);
+
+// Every rank's `bytes` (a multiple of 4) to all ranks, one after the other into `all`. Waits. Call it on all ranks.
+void trainer_gather(Trainer *trainer, const void *mine, void *all, size_t bytes);
 
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
 void trainer_gradient_pass(Trainer *trainer);

@@ -95,13 +95,8 @@ static void to_host(Backend *backend, void *host, Tensor source) {
   memcpy(host, source.data, tensor_bytes(source));
 }
 
-// Of one rank every collective is a copy.
-static void collective_copy(Backend *backend, const Collective *a) {
-  (void)backend;
-  if (a->out.data != a->x.data) memcpy(a->out.data, a->x.data, tensor_bytes(a->x));
-}
-
 static void destroy(Backend *backend) {
+  cpu_collectives_end(backend);
   free(backend->state);
 }
 
@@ -134,10 +129,10 @@ static const BackendOps cpu_ops = {
     .reduce = cpu_reduce,
     .clip_scale = cpu_clip_scale,
     .fill_zero = fill_zero_bytes,
-    .all_reduce = collective_copy,
-    .reduce_scatter = collective_copy,
-    .all_gather = collective_copy,
-    .broadcast = collective_copy,
+    .all_reduce = cpu_all_reduce,
+    .reduce_scatter = cpu_reduce_scatter,
+    .all_gather = cpu_all_gather,
+    .broadcast = cpu_broadcast,
     .to_device = to_device,
     .to_host = to_host,
     .device_bytes_now = bytes_now,

@@ -6,7 +6,8 @@
 
 // backend->state.
 typedef struct {
-  bool plain_products; // loops in place of CBLAS
+  bool plain_products;                // loops in place of CBLAS
+  struct CpuCollectives *collectives; // NULL while there is one rank
 } CpuState;
 
 static inline bool cpu_plain_products(const Backend *backend) {
@@ -83,5 +84,10 @@ void cpu_scatter_rows(Backend *backend, const MoveRows *a);
 void cpu_adamw(Backend *backend, const AdamW *a);
 void cpu_reduce(Backend *backend, const Reduce *a);
 void cpu_clip_scale(Backend *backend, const ClipScale *a);
+void cpu_all_reduce(Backend *backend, const Collective *a);
+void cpu_reduce_scatter(Backend *backend, const Collective *a);
+void cpu_all_gather(Backend *backend, const Collective *a);
+void cpu_broadcast(Backend *backend, const Collective *a);
+void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
 
 #endif

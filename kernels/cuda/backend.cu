@@ -148,17 +148,11 @@ void cuda_fill_zero(Backend *backend, Tensor t) {
   cuda_check(cudaMemsetAsync(t.data, 0, tensor_bytes(t), cuda_stream(backend)), "filling with zero");
 }
 
-void cuda_copy_to_self(Backend *backend, const Collective *a) {
-  if (a->out.data == a->x.data) return;
-  cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), cudaMemcpyDeviceToDevice,
-                             cuda_stream(backend)),
-             "copying on the device");
-}
-
 // --- life --------------------------------------------------------------------------------------------------
 
 static void destroy(Backend *backend) {
   CudaState *state = cuda_state(backend);
+  cuda_collectives_end(backend);
   products_destroy(state->products);
   staging_destroy(state->staging);
   for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
@@ -198,10 +192,11 @@ static const BackendOps operations = {
     .reduce = cuda_reduce,
     .clip_scale = cuda_clip_scale,
     .fill_zero = cuda_fill_zero,
-    .all_reduce = cuda_copy_to_self,
-    .reduce_scatter = cuda_copy_to_self,
-    .all_gather = cuda_copy_to_self,
-    .broadcast = cuda_copy_to_self,
+    .all_reduce = cuda_all_reduce,
+    .reduce_scatter = cuda_reduce_scatter,
+    .all_gather = cuda_all_gather,
+    .broadcast = cuda_broadcast,
+    .collectives_join = cuda_collectives_join,
     .to_device = to_device,
     .to_host = to_host,
     .synchronize = synchronize,

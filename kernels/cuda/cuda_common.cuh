@@ -14,8 +14,9 @@ typedef __nv_bfloat16 bf16;
 
 // --- the backend's state -----------------------------------------------------------------------------------
 
-struct Products; // linear.cu: cuBLASLt's handle and the products it has seen
-struct Staging;  // backend.cu: pinned memory between the host and the device
+struct Products;        // linear.cu: cuBLASLt's handle and the products it has seen
+struct Staging;         // backend.cu: pinned memory between the host and the device
+struct CudaCollectives; // collectives.cu: what connects this GPU to those of the other ranks
 
 struct CudaState {
   cudaStream_t stream; // every operation runs in its order
@@ -27,6 +28,7 @@ struct CudaState {
   size_t peak_bytes; // most the device held after any allocation
   Products *products;
   Staging *staging;
+  CudaCollectives *collectives; // NULL while there is one rank
 };
 
 static inline CudaState *cuda_state(Backend *backend) {

@@ -98,7 +98,12 @@ void cuda_adamw(Backend *backend, const AdamW *a);
 void cuda_reduce(Backend *backend, const Reduce *a);
 void cuda_clip_scale(Backend *backend, const ClipScale *a);
 void cuda_fill_zero(Backend *backend, Tensor t);
-void cuda_copy_to_self(Backend *backend, const Collective *a); // every collective of a single rank
+void cuda_all_reduce(Backend *backend, const Collective *a);
+void cuda_reduce_scatter(Backend *backend, const Collective *a);
+void cuda_all_gather(Backend *backend, const Collective *a);
+void cuda_broadcast(Backend *backend, const Collective *a);
+void cuda_collectives_join(Backend *backend, int64_t behind);
+void cuda_collectives_end(Backend *backend); // collectives.cu: when the backend goes
 
 // attention_scratch.c; the rest of the table is in scratch.c.
 size_t cuda_attention_forward_scratch(const AttentionForward *a);

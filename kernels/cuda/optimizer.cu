@@ -49,6 +49,7 @@ struct AdamWNumbers {
   float v_correction;                 // 1 / (1 - beta2^t)
   float beta1, beta2, epsilon, decay; // decay: lr * weight_decay
   uint64_t key;
+  int64_t place; // of the first number among those that share the key
 };
 
 template <int W, typename T>
@@ -82,7 +83,7 @@ static __global__ void __launch_bounds__(256)
     mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
     vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
     w[k] -= __fdividef(a.rate * mi[k], root(vi[k] * a.v_correction) + a.epsilon) + a.decay * w[k];
-    if (RANDOM) random[k] = counter_bits(a.key, (uint64_t)(i + k));
+    if (RANDOM) random[k] = counter_bits(a.key, (uint64_t)(a.place + i + k));
   }
   store_rounded(m + i, mi, random, 16);
   store_rounded(v + i, vi, random, 16);
@@ -103,7 +104,8 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
                           .beta2 = a->beta2,
                           .epsilon = a->epsilon,
                           .decay = a->lr * a->weight_decay,
-                          .key = counter_key(a->seed, (uint64_t)a->step)};
+                          .key = counter_key(a->seed, (uint64_t)a->step),
+                          .place = a->first};
   bool master = tensor_exists(a->master);
   bool aligned = rows_start_aligned(a->weight, 8) && rows_start_aligned(a->m, 8) &&
                  rows_start_aligned(a->v, 8) && rows_start_aligned(a->grad, 8) &&

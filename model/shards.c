@@ -1,0 +1,97 @@
+#include "model/shards.h"
+
+static int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+Bucket shards_bucket(const Parameters *p, ParameterGroup group, int64_t end) {
+  int64_t count = least(p->bucket[group], end);
+  return (Bucket){end - count, count};
+}
+
+Tensor shards_slice_of_whole(const Parameters *p, Tensor group, Bucket b) {
+  int64_t slice = b.count / p->spread.parts;
+  return tensor_exists(group) ? tensor_rows(group, b.first + p->spread.part * slice, slice) : group;
+}
+
+Tensor shards_slice_of_shard(const Parameters *p, Tensor shard, Bucket b) {
+  int64_t parts = p->spread.parts;
+  return tensor_exists(shard) ? tensor_rows(shard, b.first / parts, b.count / parts) : shard;
+}
+
+static bool takes_turns(const Parameters *p, ParameterGroup group) {
+  return p->spread.zero == 2 && group == GROUP_MATRICES;
+}
+
+Tensor shards_gradients_made(const Parameters *p, ParameterGroup group, Bucket b) {
+  int64_t first = takes_turns(p, group) ? parameters_turn(p, b.first) : b.first;
+  return tensor_rows(p->grad[group], first, b.count);
+}
+
+Tensor shards_gradients_summed(const Parameters *p, ParameterGroup group, Bucket b) {
+  if (tensor_exists(p->grad_shard[group])) return shards_slice_of_shard(p, p->grad_shard[group], b);
+  return shards_slice_of_whole(p, p->grad[group], b);
+}
+
+// --- numbers to and from the host --------------------------------------------------------------------------
+
+static bool is_spread(const Parameters *p, const Tensor *role, ParameterGroup group) {
+  return tensor_count(role[group]) != p->group_elements[group];
+}
+
+void shards_write(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
+                  int64_t first, int64_t count, const float *values, uint16_t *rounded) {
+  ParameterGroup group = parameter->group;
+  if (!tensor_exists(role[group])) return;
+  int64_t begin = parameter->offset + first, stop = begin + count;
+  if (!is_spread(p, role, group)) {
+    parameters_upload(backend, tensor_rows(role[group], begin, count), values, rounded);
+    return;
+  }
+  for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
+    b = shards_bucket(p, group, b.first);
+    int64_t slice = b.count / p->spread.parts, own = b.first + p->spread.part * slice;
+    int64_t from = begin > own ? begin : own, to = least(stop, own + slice);
+    if (from >= to) continue;
+    Tensor mine = tensor_rows(shards_slice_of_shard(p, role[group], b), from - own, to - from);
+    parameters_upload(backend, mine, values + (from - begin), rounded);
+  }
+}
+
+static Tensor push_bucket(Backend *backend, Dtype dtype, int64_t count) {
+  return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype, count);
+}
+
+void shards_read(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
+                 int64_t first, int64_t count, void *host) {
+  ParameterGroup group = parameter->group;
+  int64_t begin = parameter->offset + first, stop = begin + count;
+  if (!is_spread(p, role, group)) {
+    if (backend->rank == 0) backend_to_host(backend, host, tensor_rows(role[group], begin, count));
+    return;
+  }
+  size_t width = dtype_bytes(role[group].dtype);
+  for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
+    b = shards_bucket(p, group, b.first);
+    if (b.first >= stop) continue;
+    MemoryMark mark = memory_mark(&backend->memory);
+    Tensor whole = push_bucket(backend, role[group].dtype, b.count);
+    all_gather(backend, (Collective){.out = whole, .x = shards_slice_of_shard(p, role[group], b)});
+    int64_t from = begin > b.first ? begin : b.first, to = least(stop, b.first + b.count);
+    if (backend->rank == 0)
+      backend_to_host(backend, (char *)host + (size_t)(from - begin) * width,
+                      tensor_rows(whole, from - b.first, to - from));
+    memory_pop_to(&backend->memory, mark);
+  }
+}
+
+void shards_plan_read(const Parameters *p, Backend *backend) {
+  const Tensor *const roles[] = {p->master, p->m, p->v};
+  for (int r = 0; r < 3; r++)
+    for (int g = 0; g < GROUP_COUNT; g++) {
+      if (!tensor_exists(roles[r][g]) || !is_spread(p, roles[r], (ParameterGroup)g)) continue;
+      MemoryMark mark = memory_mark(&backend->memory);
+      push_bucket(backend, roles[r][g].dtype, least(p->bucket[g], p->group_elements[g]));
+      memory_pop_to(&backend->memory, mark);
+    }
+}

@@ -1,0 +1,52 @@
+// What of the parameters is spread over the ranks, and how numbers come and go there (ZeRO; Rajbhandari et al. 2020).
+//
+// A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many equal slices
+// as there are ranks. A rank owns its slice of every bucket: there it sums gradients, keeps master weights and
+// moments, and updates weights. A rank's slices lie one after the other in its shards, bucket by bucket.
+//
+//   zero 0   nothing is spread: every rank holds and updates everything
+//   zero 1   master weights and moments are; gradients are whole, and in the own slices lie their sums
+//   zero 2   so are the gradients. Whole remain those of the head and the embeddings (a pass adds to all of them), of
+//            norms and biases, and of two layers that take turns: what one leaves is summed into the shards while the
+//            next computes
+#ifndef LCE_MODEL_SHARDS_H
+#define LCE_MODEL_SHARDS_H
+
+#include "model/parameters.h"
+
+// Buckets are about this large: large enough for the links' full speed, and small enough that the last of a step, which
+// nothing hides, takes little time.
+enum { BUCKET_BYTES = 32 << 20 };
+
+typedef struct {
+  int64_t first, count; // elements of the group; a multiple of 128 x ranks
+} Bucket;
+
+// The bucket of `group` that ends before element `end` (the group's length for the first of them).
+Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t end);
+
+// The rank's slice of a bucket: of a whole group, and where it lies in a shard of one. Absent tensors stay absent.
+Tensor shards_slice_of_whole(const Parameters *parameters, Tensor group, Bucket bucket);
+Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket bucket);
+
+// Where the gradients of a bucket are made: in their group, or at zero 2 in the room that layers take turns in.
+Tensor shards_gradients_made(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+// Where the sums over all ranks of the own slice end up.
+Tensor shards_gradients_summed(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+
+// Writes fp32 numbers to elements [first, first + count) of a parameter in one role (parameters->master, ...), whole
+// or spread: of what is spread each rank keeps what it owns. `rounded` has room for as many. Nothing where the role
+// is absent.
+void shards_write(const Parameters *parameters, Backend *backend, const Tensor *role,
+                  const Parameter *parameter, int64_t first, int64_t count, const float *values,
+                  uint16_t *rounded);
+
+// Reads them to the host of rank 0, in the role's dtype; of what is spread a bucket at a time is gathered on the
+// backend's stack. Call it on all ranks; `host` is left alone on the others.
+void shards_read(const Parameters *parameters, Backend *backend, const Tensor *role,
+                 const Parameter *parameter, int64_t first, int64_t count, void *host);
+
+// Pushes and pops what shards_read needs at most, for a plan.
+void shards_plan_read(const Parameters *parameters, Backend *backend);
+
+#endif

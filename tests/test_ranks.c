@@ -1,0 +1,417 @@
+// Training with several ranks: whole runs of ./train under mpirun (or, with LCE_GPU_RANKS=N, under tools/launch on N
+// GPUs) do what one rank does with the same tokens, the same way every time; and what launchers say is understood.
+#include "base/random.h"
+#include "checkpoint/tensors.h"
+#include "ranks/launch.h"
+#include "tests/data_files.h"
+#include "tests/process.h"
+#include "tests/runs.h"
+
+#include <cjson/cJSON.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Twelve micro-batches a step: 12, 6, 4 or 3 for 1, 2, 3 or 4 ranks.
+#define STEPS 6
+#define JOB                                                                                                  \
+  "--dtype fp32 --num-layers 2 --seq-len 16 --batch 2 --total-batch 384 --steps 6 --lr 0.01 --warmup 2 "     \
+  "--epsilon 1e-5 --eval-every 3 --eval-batches 5 --sample-every 4 --sample-tokens 3 "
+#define LLAMA                                                                                                \
+  JOB "--model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-attention-heads 2 "      \
+      "--num-key-value-heads 1 --untie-word-embeddings "
+#define GPT2 JOB "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 2 "
+#define TEXT "--data tests/test_resume.c "
+
+static const char *device(void) {
+  return getenv("LCE_GPU_RANKS") ? "--device cuda" : "--device cpu";
+}
+
+static int most_ranks(void) {
+  const char *gpus = getenv("LCE_GPU_RANKS");
+  return gpus ? atoi(gpus) : 4;
+}
+
+// Numbers that differ by rounding alone; GPUs sum in an order of their own.
+static double tolerance(void) {
+  return getenv("LCE_GPU_RANKS") ? 2e-4 : 2e-5;
+}
+
+static bool can_launch(void) {
+  if (getenv("LCE_GPU_RANKS")) return true;
+#ifdef HAVE_MPI
+  if (system("command -v mpirun >/dev/null") == 0) return true;
+  print_message("skipped: there is no mpirun\n");
+#else
+  print_message("skipped: this build has no MPI\n");
+#endif
+  return false;
+}
+
+#define NEEDS_LAUNCHER()                                                                                     \
+  do {                                                                                                       \
+    if (!can_launch()) skip();                                                                               \
+  } while (0)
+
+static void succeeds(Output output) {
+  if (output.status) fail_msg("exit status %d: %s%s", output.status, output.out, output.err);
+  output_free(&output);
+}
+
+// A run of `ranks` ranks with its checkpoint in the folder `name` and its log in name.jsonl; 0: without a launcher.
+static void run_job(int ranks, const char *name, const char *options) {
+  char log[64];
+  snprintf(log, sizeof log, "%s.jsonl", name);
+  if (ranks)
+    succeeds(train_ranks(ranks, "%s %s --save %s --log %s", device(), options, in_room(name), in_room(log)));
+  else
+    succeeds(train("%s %s --save %s --log %s", device(), options, in_room(name), in_room(log)));
+}
+
+// --- comparing ---------------------------------------------------------------------------------------------
+
+static const char *checkpoint_of(const char *name, int step) {
+  static char path[2][1024];
+  static int turn;
+  turn = !turn;
+  snprintf(path[turn], sizeof path[turn], "%s/step-%06d", in_room(name), step);
+  return path[turn];
+}
+
+// The largest difference between two sets of tensors, over the largest number in each.
+static double difference(const char *a, const char *b, const char *stem) {
+  TensorSet x = tensor_set_open(a, stem), y = tensor_set_open(b, stem);
+  double worst = 0;
+  assert_true(x.count == 1 && y.count == 1 && x.files[0].header.count > 0);
+  assert_int_equal(x.files[0].header.count, y.files[0].header.count);
+  for (int64_t i = 0; i < x.files[0].header.count; i++) {
+    const SafetensorsEntry *e = &x.files[0].header.entries[i];
+    const TensorFile *file;
+    const SafetensorsEntry *f = tensor_set_find(&y, e->name, &file);
+    assert_non_null(f);
+    assert_string_equal(e->dtype, "F32");
+    assert_int_equal(e->bytes, f->bytes);
+    size_t count = e->bytes / sizeof(float);
+    float *p = malloc(e->bytes), *q = malloc(e->bytes), largest = 0, apart = 0;
+    memcpy(p, x.files[0].mapping.bytes + e->offset, e->bytes);
+    memcpy(q, file->mapping.bytes + f->offset, f->bytes);
+    for (size_t k = 0; k < count; k++) {
+      largest = fmaxf(largest, fabsf(p[k]));
+      apart = fmaxf(apart, fabsf(p[k] - q[k]));
+    }
+    if (apart > 0) worst = fmax(worst, (double)apart / (double)largest);
+    free(p);
+    free(q);
+  }
+  tensor_set_close(&x);
+  tensor_set_close(&y);
+  return worst;
+}
+
+static void check_same_weights(const char *a, const char *b, int step, double most) {
+  double apart = difference(checkpoint_of(a, step), checkpoint_of(b, step), "model");
+  if (!(apart <= most)) fail_msg("the weights of %s and %s differ by %g", a, b, apart);
+}
+
+static void check_same_bits(const char *a, const char *b, int step) {
+  assert_true(difference(checkpoint_of(a, step), checkpoint_of(b, step), "model") == 0);
+  assert_true(difference(checkpoint_of(a, step), checkpoint_of(b, step), "training_state") == 0);
+}
+
+// The numbers called `field` of a log's lines of one kind (NULL: any but the summary), in their order; returns how many.
+static int read_log(const char *name, const char *event, const char *field, double *values, int most) {
+  char file[64], *rest = NULL;
+  snprintf(file, sizeof file, "%s.jsonl", name);
+  char *text = read_text(in_room(file));
+  int count = 0;
+  for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+    cJSON *json = cJSON_Parse(line);
+    const cJSON *value = cJSON_GetObjectItem(json, field);
+    const char *kind = cJSON_GetStringValue(cJSON_GetObjectItem(json, "event"));
+    bool wanted = event ? !strcmp(kind, event) : strcmp(kind, "summary") != 0;
+    if (value && wanted && count < most) values[count++] = value->valuedouble;
+    cJSON_Delete(json);
+  }
+  free(text);
+  return count;
+}
+
+static void check_same_log(const char *a, const char *b, const char *field, double most) {
+  enum { MOST = 64 };
+  double x[MOST], y[MOST];
+  int count = read_log(a, NULL, field, x, MOST);
+  assert_true(count > 0);
+  assert_int_equal(read_log(b, NULL, field, y, MOST), count);
+  for (int i = 0; i < count; i++)
+    if (!(fabs(x[i] - y[i]) <= most * fabs(x[i])))
+      fail_msg("%s number %d is %.9g in %s and %.9g in %s", field, i, x[i], a, y[i], b);
+}
+
+// Everything that a run of one rank and one of several must share.
+static void check_same_training(const char *one, const char *several) {
+  check_same_weights(one, several, STEPS,
+                     30 * tolerance()); // Adam divides small differences by small moments
+  check_same_log(one, several, "loss", tolerance());
+  check_same_log(one, several, "grad_norm", 10 * tolerance());
+  check_same_log(one, several, "val_loss", tolerance());
+  check_same_log(one, several, "tokens", 0);
+}
+
+// --- data parallel -----------------------------------------------------------------------------------------
+
+static void any_number_of_ranks_trains_the_same(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  static const char *const jobs[][2] = {{"llama", LLAMA TEXT}, {"gpt2", GPT2 TEXT "--recompute layer"}};
+  for (int j = 0; j < 2; j++) {
+    char one[32], several[32];
+    snprintf(one, sizeof one, "%s-1", jobs[j][0]);
+    run_job(0, one, jobs[j][1]);
+    for (int ranks = 1; ranks <= most_ranks(); ranks++) {
+      if (12 % ranks) continue;
+      snprintf(several, sizeof several, "%s-of-%d", jobs[j][0], ranks);
+      run_job(ranks, several, jobs[j][1]);
+      check_same_training(one, several);
+      if (ranks == 1) check_same_bits(one, several, STEPS);
+    }
+  }
+}
+
+static void the_same_number_repeats_to_the_bit(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  int ranks = most_ranks() >= 3 && !getenv("LCE_GPU_RANKS") ? 3 : 2;
+  run_job(ranks, "first", LLAMA TEXT);
+  run_job(ranks, "second", LLAMA TEXT);
+  check_same_bits("first", "second", STEPS);
+  check_same_log("first", "second", "loss", 0);
+}
+
+// Half the windows count nothing at all, so that now and then a rank's whole micro-batch does not.
+static void masked_ranks_neither_hang_nor_skew(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  enum { TOKENS = 3400 };
+  static uint16_t tokens[TOKENS];
+  static uint8_t mask[(TOKENS + 7) / 8];
+  for (int i = 0; i < TOKENS; i++) {
+    tokens[i] = (uint16_t)(i % 5 ? 3 * i % 61 : (int)(random_bits(5, 2, (uint64_t)i) % 61));
+    bool counts = i / 17 % 4 == 3 && i % 3; // windows are 17 tokens long
+    mask[i / 8] |= (uint8_t)(counts << i % 8);
+  }
+  write_shard16("masked.bin", tokens, TOKENS);
+  write_shard("masked.mask", 20261120, 1, TOKENS, mask, sizeof mask);
+  char job[1024];
+  snprintf(job, sizeof job, LLAMA "--data %s", in_room("masked.bin"));
+  run_job(0, "masked-1", job);
+  for (int ranks = 2; ranks <= most_ranks(); ranks++) {
+    if (12 % ranks) continue;
+    char name[32];
+    snprintf(name, sizeof name, "masked-of-%d", ranks);
+    run_job(ranks, name, job);
+    check_same_training("masked-1", name);
+  }
+}
+
+// --- what is spread over the ranks -------------------------------------------------------------------------
+
+static void spreading_changes_no_number(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  static const char *const jobs[][2] = {{"llama", LLAMA TEXT}, {"gpt2", GPT2 TEXT}};
+  for (int j = 0; j < 2; j++) {
+    char one[32], name[48], options[1024];
+    snprintf(one, sizeof one, "%s-whole", jobs[j][0]);
+    run_job(0, one, jobs[j][1]);
+    for (int ranks = 2; ranks <= most_ranks(); ranks++)
+      for (int zero = 1; zero <= 2; zero++) {
+        if (12 % ranks) continue;
+        snprintf(name, sizeof name, "%s-%d-zero-%d", jobs[j][0], ranks, zero);
+        snprintf(options, sizeof options, "%s --zero %d", jobs[j][1], zero);
+        run_job(ranks, name, options);
+        check_same_training(one, name);
+      }
+  }
+}
+
+// Half of a run with some ranks and the other half with others: nothing in a checkpoint depends on them.
+static void checkpoints_know_no_ranks(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  run_job(0, "all", LLAMA TEXT "--save-every 2");
+  int most = most_ranks() >= 4 ? 4 : 2;
+  run_job(most, "many", LLAMA TEXT "--save-every 2 --zero 2");
+  check_same_weights("all", "many", 2, 30 * tolerance());
+  char options[1024];
+  snprintf(options, sizeof options, "--resume %s --zero 1 --save-every 4", checkpoint_of("many", 2));
+  run_job(2, "two", options);
+  check_same_weights("all", "two", 4, 30 * tolerance());
+  snprintf(options, sizeof options, "--resume %s", checkpoint_of("two", 4));
+  run_job(0, "one", options);
+  check_same_weights("all", "one", 6, 30 * tolerance());
+  assert_true(difference(checkpoint_of("all", 6), checkpoint_of("one", 6), "training_state") <
+              100 * tolerance());
+  // With the same ranks it goes on to the bit.
+  snprintf(options, sizeof options, "--resume %s --zero 1", checkpoint_of("two", 4));
+  run_job(2, "again", options);
+  check_same_bits("two", "again", 6);
+}
+
+// The ledger of a run is the plan's to the byte, and what is spread takes less.
+static void plans_know_ranks(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  size_t before = SIZE_MAX;
+  for (int zero = 0; zero <= 2; zero++) {
+    char line[1100], options[1024], name[32];
+    double measured = 0;
+    snprintf(name, sizeof name, "planned-%d", zero);
+    snprintf(options, sizeof options, LLAMA TEXT "--num-layers 12 --hidden-size 64 --zero %d", zero);
+    run_job(2, name, options);
+    assert_int_equal(read_log(name, "summary", "peak_bytes", &measured, 1), 1);
+    snprintf(line, sizeof line, "%s --save somewhere --plan --ranks 2", options);
+    Options o = options_from(line);
+    size_t planned = plan_run(&o, getenv("LCE_GPU_RANKS") ? "cuda" : "cpu", LCE_FUSED).peak_bytes;
+    options_free(&o);
+    if ((size_t)measured != planned)
+      fail_msg("--zero %d: planned %zu, measured %.0f", zero, planned, measured);
+    assert_true(planned < before);
+    before = planned;
+  }
+}
+
+// --- what is said ------------------------------------------------------------------------------------------
+
+static int times(const char *text, const char *part) {
+  int count = 0;
+  for (const char *at = text; (at = strstr(at, part)); at += strlen(part)) count++;
+  return count;
+}
+
+static void one_rank_speaks(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  Output output = train_ranks(2, "%s " LLAMA TEXT, device());
+  assert_int_equal(output.status, 0);
+  assert_int_equal(times(output.out, "step 3  validation loss"), 1);
+  assert_int_equal(times(output.out, "step 4  sample:"), 1);
+  assert_int_equal(times(output.out, "all together (ledger)"), 1);
+  assert_says(output.out, "ranks    2, started by ");
+  assert_int_equal(times(output.err, "lce:"), 0);
+  output_free(&output);
+  output = train_ranks(2, "%s " LLAMA TEXT "--eval-only", device());
+  assert_int_equal(output.status, 0);
+  assert_int_equal(times(output.out, "validation loss"), 1);
+  output_free(&output);
+}
+
+// One sentence, once, and no rank stays behind.
+static void what_cannot_be_is_refused_once(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  static const char *const wrong[][2] = {
+      {LLAMA TEXT "--total-batch 96",
+       "--total-batch 96 is not a multiple of the 64 tokens that a micro-batch of 2 ranks"},
+      {LLAMA TEXT "--ranks 3", "--ranks 3: a launcher starts ranks"},
+      {LLAMA "--data nowhere", "nowhere"},
+  };
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+    Output output = train_ranks(2, "%s %s", device(), wrong[i][0]);
+    assert_int_equal(output.status, 1);
+    assert_says(output.err, wrong[i][1]);
+    assert_int_equal(times(output.err, "lce:"), 1);
+    output_free(&output);
+  }
+}
+
+// --- launchers ---------------------------------------------------------------------------------------------
+
+static void set(const char *const *pairs) {
+  static const char *const known[] = {"RANK",
+                                      "WORLD_SIZE",
+                                      "LOCAL_RANK",
+                                      "LOCAL_WORLD_SIZE",
+                                      "MASTER_ADDR",
+                                      "MASTER_PORT",
+                                      "TORCHELASTIC_RUN_ID",
+                                      "OMPI_COMM_WORLD_RANK",
+                                      "OMPI_COMM_WORLD_SIZE",
+                                      "OMPI_COMM_WORLD_LOCAL_RANK",
+                                      "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                      "SLURM_STEP_ID",
+                                      "SLURM_JOB_ID",
+                                      "SLURM_PROCID",
+                                      "SLURM_NTASKS",
+                                      "SLURM_LOCALID",
+                                      "SLURM_STEP_NODELIST",
+                                      "PMIX_RANK",
+                                      "PMI_RANK",
+                                      "PMI_SIZE"};
+  for (size_t i = 0; i < sizeof known / sizeof *known; i++) unsetenv(known[i]);
+  for (; *pairs; pairs += 2) setenv(pairs[0], pairs[1], 1);
+}
+
+#define LAUNCHED(...) (set((const char *const[]){__VA_ARGS__, NULL}), launch_read())
+
+static void launchers_are_understood(void **state) {
+  (void)state;
+  set((const char *const[]){NULL});
+  Launch l = launch_read();
+  assert_null(l.launcher);
+  assert_int_equal(l.ranks, 1);
+  l = LAUNCHED("RANK", "3", "WORLD_SIZE", "8", "LOCAL_RANK", "1", "LOCAL_WORLD_SIZE", "2", "MASTER_ADDR",
+               "a.b", "MASTER_PORT", "29500");
+  assert_string_equal(l.launcher, "torchrun");
+  assert_true(l.rank == 3 && l.ranks == 8 && l.local_rank == 1 && l.local_ranks == 2 && l.port == 29500 &&
+              !l.mpi);
+  assert_string_equal(l.address, "a.b");
+  l = LAUNCHED("RANK", "3", "WORLD_SIZE", "8", "MASTER_ADDR", "a.b", "MASTER_PORT", "29500",
+               "TORCHELASTIC_RUN_ID", "x");
+  assert_int_equal(l.port, 29501); // torchrun's own store listens at the other
+  l = LAUNCHED("OMPI_COMM_WORLD_RANK", "2", "OMPI_COMM_WORLD_SIZE", "4", "OMPI_COMM_WORLD_LOCAL_RANK", "0",
+               "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
+  assert_string_equal(l.launcher, "mpirun");
+  assert_true(l.rank == 2 && l.ranks == 4 && l.local_rank == 0 && l.local_ranks == 2 && l.mpi);
+  l = LAUNCHED("SLURM_STEP_ID", "0", "SLURM_JOB_ID", "77", "SLURM_PROCID", "5", "SLURM_NTASKS", "16",
+               "SLURM_LOCALID", "1", "SLURM_STEP_NODELIST", "gpu[03-06,9],x7");
+  assert_string_equal(l.launcher, "srun");
+  assert_true(l.rank == 5 && l.ranks == 16 && l.local_rank == 1 && l.port >= 20000 && !l.mpi);
+  assert_string_equal(l.address, "gpu03");
+  // A batch script of Slurm is no step; a job of one process needs no others.
+  l = LAUNCHED("SLURM_PROCID", "0", "SLURM_NTASKS", "16");
+  assert_int_equal(l.ranks, 1);
+  l = LAUNCHED("OMPI_COMM_WORLD_RANK", "0", "OMPI_COMM_WORLD_SIZE", "1");
+  assert_null(l.launcher);
+  ASSERT_FAILS(LAUNCHED("RANK", "8", "WORLD_SIZE", "8"), "RANK=8", "WORLD_SIZE=8");
+  ASSERT_FAILS(LAUNCHED("RANK", "x", "WORLD_SIZE", "8"), "RANK=x");
+  ASSERT_FAILS(LAUNCHED("RANK", "1", "WORLD_SIZE", "8", "MASTER_ADDR", "a"), "MASTER_PORT");
+  set((const char *const[]){NULL});
+}
+
+static void the_first_host_of_a_list(void **state) {
+  (void)state;
+  static const char *const lists[][2] = {{"node", "node"},         {"a1,b2", "a1"},    {"gpu-[1-3]", "gpu-1"},
+                                         {"n[007,9]-x,m", "n007"}, {"c[12],d", "c12"}, {"", ""}};
+  for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
+    char host[64];
+    launch_first_host(lists[i][0], host, sizeof host);
+    assert_string_equal(host, lists[i][1]);
+  }
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(any_number_of_ranks_trains_the_same),
+      cmocka_unit_test(the_same_number_repeats_to_the_bit),
+      cmocka_unit_test(masked_ranks_neither_hang_nor_skew),
+      cmocka_unit_test(spreading_changes_no_number),
+      cmocka_unit_test(checkpoints_know_no_ranks),
+      cmocka_unit_test(plans_know_ranks),
+      cmocka_unit_test(one_rank_speaks),
+      cmocka_unit_test(what_cannot_be_is_refused_once),
+      cmocka_unit_test(launchers_are_understood),
+      cmocka_unit_test(the_first_host_of_a_list),
+  };
+  return cmocka_run_group_tests(tests, make_room, clear_room);
+}

@@ -1,0 +1,80 @@
+#include "trainer/update.h"
+
+#include "model/shards.h"
+
+// Numbers that this rank updates in one go: a whole group, or its slice of a bucket.
+typedef struct {
+  ParameterGroup group;
+  Bucket bucket; // what it is a slice of
+  Tensor value, master, m, v, grad;
+} Piece;
+
+static Piece piece_of(const Parameters *p, ParameterGroup g, Bucket b) {
+  if (p->spread.parts == 1) return (Piece){g, b, p->value[g], p->master[g], p->m[g], p->v[g], p->grad[g]};
+  return (Piece){.group = g,
+                 .bucket = b,
+                 .value = shards_slice_of_whole(p, p->value[g], b),
+                 .master = shards_slice_of_shard(p, p->master[g], b),
+                 .m = shards_slice_of_shard(p, p->m[g], b),
+                 .v = shards_slice_of_shard(p, p->v[g], b),
+                 .grad = shards_gradients_summed(p, g, b)};
+}
+
+typedef void (*PieceWork)(Trainer *trainer, const Piece *piece, void *context);
+
+static void for_each_piece(Trainer *t, PieceWork work, void *context) {
+  const Parameters *p = &t->model.parameters;
+  for (int g = 0; g < GROUP_COUNT; g++)
+    for (Bucket b = {p->group_elements[g], 0}; b.first > 0;) {
+      b = p->spread.parts == 1 ? (Bucket){0, b.first} : shards_bucket(p, (ParameterGroup)g, b.first);
+      Piece piece = piece_of(p, (ParameterGroup)g, b);
+      work(t, &piece, context);
+    }
+}
+
+static void add_squares(Trainer *t, const Piece *piece, void *started) {
+  reduce(t->backend,
+         (Reduce){.sum = t->squares, .x = piece->grad, .squares = true, .accumulate = *(bool *)started});
+  *(bool *)started = true;
+}
+
+static void step_piece(Trainer *t, const Piece *piece, void *numbers) {
+  const Parameters *p = &t->model.parameters;
+  AdamW a = *(const AdamW *)numbers;
+  a.weight = piece->value;
+  a.master = piece->master;
+  a.m = piece->m;
+  a.v = piece->v;
+  a.grad = piece->grad;
+  a.seed = t->options->seed * GROUP_COUNT + (uint64_t)piece->group;
+  if (piece->group == GROUP_VECTORS) a.weight_decay = 0;
+  if (p->spread.parts == 1) {
+    adamw(t->backend, a);
+    return;
+  }
+  a.first = piece->bucket.first + p->spread.part * (piece->bucket.count / p->spread.parts);
+  adamw(t->backend, a);
+  Tensor whole = tensor_rows(p->value[piece->group], piece->bucket.first, piece->bucket.count);
+  all_gather(t->backend, (Collective){.out = whole, .x = piece->value, .beside = true});
+}
+
+void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step) {
+  const Options *o = t->options;
+  bool started = false;
+  for_each_piece(t, add_squares, &started);
+  if (t->model.parameters.spread.parts > 1)
+    all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
+  clip_scale(t->backend, (ClipScale){.norm = norm,
+                                     .scale = t->scale,
+                                     .sum_of_squares = t->squares,
+                                     .max_norm = (float)o->max_grad_norm});
+  AdamW numbers = {.grad_scale = t->scale,
+                   .lr = (float)learning_rate,
+                   .beta1 = (float)o->beta1,
+                   .beta2 = (float)o->beta2,
+                   .epsilon = (float)o->epsilon,
+                   .weight_decay = (float)o->weight_decay,
+                   .step = step + 1};
+  for_each_piece(t, step_piece, &numbers);
+  collectives_join(t->backend, 0);
+}
