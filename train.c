@@ -154,11 +154,29 @@ static size_t system_bytes(const Backend *backend) {
   return backend->ops->device_bytes_now((Backend *)backend);
 }
 
-// Fetches the results of the steps since the last time, which took `seconds`.
-static void collect(Run *run, double seconds) {
+static void add_told(cJSON *line, const char *name, double value) {
+  if (isfinite(value)) cJSON_AddNumberToObject(line, name, value);
+}
+
+static void stop_diverged(Run *run, const StepResult *r) {
+  progress_break(&run->progress);
+  char where[128] = "";
+  int64_t lost = trainer_first_lost_token(run->trainer), seq_len = run->options->seq_len;
+  if (lost >= 0)
+    snprintf(where, sizeof where, " (first at token %lld of sequence %lld of the last micro-batch)",
+             (long long)(lost % seq_len), (long long)(lost / seq_len));
+  fail("step %lld: the loss is %g%s and the gradient norm %g; the training has diverged, try a lower --lr or "
+       "a longer "
+       "--warmup",
+       (long long)(r->step + 1), r->loss, where, r->grad_norm);
+}
+
+// Fetches the results of the steps since `since`, when nothing was under way.
+static void collect(Run *run, double since) {
   StepResult results[TRAINER_PENDING];
   int count = trainer_collect(run->trainer, results);
   if (!count) return;
+  double seconds = now_seconds() - since; // only now has the device done them all
   double rate = (double)run->options->total_batch * count / seconds;
   for (int i = 0; i < count; i++) {
     const StepResult *r = &results[i];
@@ -169,18 +187,16 @@ static void collect(Run *run, double seconds) {
     cJSON *line = cJSON_CreateObject();
     cJSON_AddNumberToObject(line, "step", (double)(r->step + 1));
     cJSON_AddNumberToObject(line, "loss", r->loss);
+    add_told(line, "z_loss", r->z_loss);
+    add_told(line, "accuracy", r->accuracy);
+    add_told(line, "entropy", r->entropy);
+    add_told(line, "max_logit", r->max_logit);
     cJSON_AddNumberToObject(line, "learning_rate", r->learning_rate);
     cJSON_AddNumberToObject(line, "grad_norm", r->grad_norm);
     cJSON_AddNumberToObject(line, "tokens", (double)r->counted);
     cJSON_AddNumberToObject(line, "tokens_per_second", rate);
     log_write(run->log, "step", line);
-    if (!isfinite(r->loss) || !isfinite(r->grad_norm)) {
-      progress_break(&run->progress);
-      fail("step %lld: the loss is %g and the gradient norm %g; the training has diverged, try a lower --lr "
-           "or a longer "
-           "--warmup",
-           (long long)(r->step + 1), r->loss, r->grad_norm);
-    }
+    if (!isfinite(r->loss) || !isfinite(r->grad_norm)) stop_diverged(run, r);
   }
   if (run->steps_done > 0) {
     run->steps_timed += count;
@@ -302,7 +318,7 @@ static void train(Run *run) {
                 done == o->steps;
     if (run->trainer->pending_count < collect_every && !look) continue;
 
-    collect(run, now_seconds() - since);
+    collect(run, since);
     // The host looks at the device about twice a second, so that it does not stand in its way; all ranks at once.
     double pace = o->ranks == 1 ? run->progress.smoothed_seconds : run->pace;
     collect_every = pace > 0 ? (int64_t)fmin(0.5 / pace, TRAINER_PENDING) : 1;
@@ -312,7 +328,7 @@ static void train(Run *run) {
     if (run->saves && every(o->save_every, done)) save(run, done);
     since = now_seconds();
   }
-  collect(run, now_seconds() - since);
+  collect(run, since);
   progress_break(&run->progress);
   int64_t done = o->first_step + run->steps_done;
   if (stopping(run)) printf("stopped after step %lld, as asked\n", (long long)done);

@@ -69,6 +69,14 @@ static void read_rope(JsonMembers *from, ModelConfig *c) {
   from->ok = rope.ok;
 }
 
+// Not part of these architectures in transformers, which leaves a key that it does not know alone.
+static void read_softcap(JsonMembers *from, ModelConfig *c) {
+  json_number(from, "final_logit_softcapping", &c->final_logit_softcapping);
+  if (from->ok && !(c->final_logit_softcapping >= 0 && c->final_logit_softcapping <= 1e6))
+    from->ok = refuse(from->reason, "final_logit_softcapping is %g, which is not 0 to 1e6",
+                      c->final_logit_softcapping);
+}
+
 static void read_llama(JsonMembers *from, ModelConfig *c) {
   c->family = FAMILY_LLAMA;
   c->norm = NORM_RMS;
@@ -90,6 +98,7 @@ static void read_llama(JsonMembers *from, ModelConfig *c) {
   json_size(from, "head_dim", &c->head_dim);
   json_size(from, "max_position_embeddings", &c->max_position_embeddings);
   json_number(from, "rms_norm_eps", &c->norm_epsilon);
+  read_softcap(from, c);
   json_bool(from, "tie_word_embeddings", &c->tie_word_embeddings);
   json_bool(from, "attention_bias", &c->attention_bias);
   json_bool(from, "mlp_bias", &c->mlp_bias);
@@ -117,6 +126,7 @@ static void read_gpt2(JsonMembers *from, ModelConfig *c) {
   if (from->ok && c->intermediate_size > INT32_MAX)
     from->ok = refuse(from->reason, "n_embd %lld makes the MLP too wide", (long long)c->hidden_size);
   json_number(from, "layer_norm_epsilon", &c->norm_epsilon);
+  read_softcap(from, c);
   json_bool(from, "tie_word_embeddings", &c->tie_word_embeddings);
   need_text(from, "activation_function", "gelu_new", "gelu_new", "gelu_pytorch_tanh");
   need_bool(from, "scale_attn_weights", true, true);
@@ -204,6 +214,7 @@ static cJSON *describe(const ModelConfig *c) {
   set_number(json, "initializer_range", c->initializer_range);
   set(json, "tie_word_embeddings", cJSON_CreateBool(c->tie_word_embeddings));
   set_number(json, "vocab_size", (double)c->vocab_size);
+  if (c->final_logit_softcapping > 0) set_number(json, "final_logit_softcapping", c->final_logit_softcapping);
   if (*c->name) set(json, "_name_or_path", cJSON_CreateString(c->name));
   if (c->family == FAMILY_GPT2) {
     set(json, "model_type", cJSON_CreateString("gpt2"));

@@ -37,6 +37,7 @@ typedef struct {
   bool mlp_bias;            // and on those of the MLP
   bool input_major;         // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
   bool tie_word_embeddings; // the head is the token embedding
+  double final_logit_softcapping; // c of c tanh(logit / c), as Gemma 2 has it; 0: none
   double norm_epsilon;
   double rope_theta;
   RopeScaling rope_scaling;

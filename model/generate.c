@@ -134,6 +134,11 @@ static bool is_stop(const Generation *g, int32_t token) {
   return false;
 }
 
+static void cap_softly(float *logits, int64_t vocab_size, double cap) {
+  for (int64_t v = 0; cap > 0 && v < vocab_size; v++)
+    logits[v] = (float)(cap * tanh((double)logits[v] / cap));
+}
+
 static int32_t *write_text(Text *text, const Generation *g, int64_t *count) {
   int64_t vocab_size = text->model->config.vocab_size, end = g->prompt_count + g->most;
   int32_t *tokens = calloc((size_t)(end + text->piece), sizeof *tokens);
@@ -144,6 +149,7 @@ static int32_t *write_text(Text *text, const Generation *g, int64_t *count) {
   for (bool stopped = false; have < end && !stopped; have++) {
     predict(text, tokens, have);
     backend_to_host(text->backend, logits, text->logits);
+    cap_softly(logits, vocab_size, text->model->config.final_logit_softcapping);
     double uniform = random_uniform(g->seed, SAMPLE_STREAM, (uint64_t)have);
     tokens[have] = sampling_draw(&g->sampling, logits, vocab_size, uniform);
     if (g->on_token) g->on_token(g->context, tokens[have]);

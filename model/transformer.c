@@ -34,6 +34,10 @@ typedef struct {
   int64_t past;
 } Pass;
 
+static float softcap_of(const Model *model) {
+  return (float)model->config.final_logit_softcapping;
+}
+
 static Pass pass_begin(Backend *backend, Model *model, const Batch *batch) {
   const ModelConfig *c = &model->config;
   if (!c->learned_positions && batch->seq_len > model->rope_angles.shape[0])
@@ -385,6 +389,10 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   linear_cross_entropy(backend, (LinearCrossEntropy){.mode = options->mode,
                                                      .chunk = options->chunk,
                                                      .loss = loss,
+                                                     .outputs = options->outputs,
+                                                     .terms = {.label_smoothing = options->label_smoothing,
+                                                               .z_loss = options->z_loss,
+                                                               .softcap = softcap_of(model)},
                                                      .dx = dnorm,
                                                      .dweight = model->head.grad,
                                                      .x = norm.out,
@@ -441,6 +449,7 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
   linear_cross_entropy(backend, (LinearCrossEntropy){.mode = options->mode,
                                                      .chunk = options->chunk,
                                                      .loss = loss,
+                                                     .terms = {.softcap = softcap_of(model)},
                                                      .x = norm.out,
                                                      .weight = model->head.value,
                                                      .targets = batch->targets,

@@ -54,7 +54,9 @@ static void test_plan_equals_run(void **state) {
   (void)state;
   static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2};
   static const char *const jobs[] = {"--batch 3 --seq-len 17", "--batch 1 --seq-len 1",
-                                     "--batch 5 --seq-len 49 --total-batch 490"};
+                                     "--batch 5 --seq-len 49 --total-batch 490",
+                                     "--batch 3 --seq-len 17 --label-smoothing 0.1 --z-loss 0.001",
+                                     "--batch 3 --seq-len 17 --logit-softcap 5 --metrics"};
   for (size_t m = 0; m < sizeof models / sizeof *models; m++)
     for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++)
       for (int recompute = 0; recompute < RECOMPUTE_COUNT; recompute++)

@@ -162,6 +162,41 @@ static void test_modes_give_one_curve(void **state) {
     check_same_curve(small_models[m], "--lce-chunk 7 --recompute layer", "--materialized-logits");
 }
 
+static void test_terms_give_one_curve(void **state) {
+  (void)state;
+  static const char *const terms[] = {"--label-smoothing 0.1 --z-loss 0.001", "--logit-softcap 4 --metrics",
+                                      "--label-smoothing 0.1 --z-loss 0.001 --logit-softcap 4"};
+  for (size_t i = 0; i < sizeof terms / sizeof *terms; i++) {
+    char left[160], right[160];
+    snprintf(left, sizeof left, "--lce-chunk 7 %s", terms[i]);
+    snprintf(right, sizeof right, "--materialized-logits %s", terms[i]);
+    check_same_curve(small_models[SMALL_LLAMA], left, right);
+  }
+}
+
+// At the start every token is as likely as any other; what is not asked for is not told.
+static void test_what_is_told(void **state) {
+  (void)state;
+  for (int asked = 0; asked < 2; asked++) {
+    Run *run = run_open("%s --lr 0.003 --warmup 0 %s", small_models[SMALL_LLAMA],
+                        asked ? "--z-loss 0.01 --metrics --total-batch 102" : "");
+    StepResult first = run_step(run, 0), later = first;
+    if (asked) {
+      assert_float_equal(first.entropy, log(300), 0.02);
+      assert_float_equal(first.z_loss, 0.01 * log(300) * log(300), 0.02);
+      assert_true(first.accuracy >= 0 && first.accuracy < 0.2);
+      assert_true(first.max_logit > 0 && first.max_logit < 1);
+      for (int step = 1; step < 30; step++) later = run_step(run, step);
+      assert_true(later.accuracy > first.accuracy + 0.1 && later.entropy < first.entropy - 1);
+      assert_true(later.max_logit > first.max_logit + 1);
+    } else {
+      assert_true(isnan(first.z_loss) && isnan(first.accuracy) && isnan(first.entropy) &&
+                  isnan(first.max_logit));
+    }
+    run_close(run);
+  }
+}
+
 // 4 micro-batches of 1 sequence are 1 micro-batch of 4: the same windows, the same normaliser.
 static void test_accumulation(void **state) {
   (void)state;
@@ -440,6 +475,8 @@ int main(void) {
       cmocka_unit_test(test_schedule_edges),
       cmocka_unit_test(test_one_seed_one_result),
       cmocka_unit_test(test_modes_give_one_curve),
+      cmocka_unit_test(test_terms_give_one_curve),
+      cmocka_unit_test(test_what_is_told),
       cmocka_unit_test(test_accumulation),
       cmocka_unit_test(test_pending),
       cmocka_unit_test(test_update),

@@ -20,7 +20,7 @@ enum {
   KEY_HEAD_DIM, KEY_MAX_POSITIONS, KEY_TIED, KEY_UNTIED, KEY_ROPE_THETA,
   KEY_BATCH, KEY_SEQ_LEN, KEY_TOTAL_BATCH, KEY_STEPS, KEY_SEED,
   KEY_LR, KEY_MIN_LR, KEY_WARMUP, KEY_SCHEDULE, KEY_BETA1, KEY_BETA2, KEY_EPSILON, KEY_WEIGHT_DECAY, KEY_GRAD_CLIP,
-  KEY_FUSED, KEY_MATERIALIZED, KEY_CHUNK, KEY_LCE_MEMORY,
+  KEY_FUSED, KEY_MATERIALIZED, KEY_CHUNK, KEY_LCE_MEMORY, KEY_SMOOTHING, KEY_Z_LOSS, KEY_SOFTCAP, KEY_METRICS,
   KEY_DATA, KEY_VAL_DATA, KEY_VAL_FRACTION, KEY_EVAL_EVERY, KEY_EVAL_BATCHES, KEY_SAMPLE_EVERY, KEY_SAMPLE_TOKENS,
   KEY_TEMPERATURE, KEY_TOP_K, KEY_TOP_P, KEY_PROMPT, KEY_TOKENIZER, KEY_EVAL_ONLY, KEY_HELLASWAG, KEY_HELLASWAG_EXAMPLES,
   KEY_INIT, KEY_SAVE, KEY_SAVE_EVERY, KEY_KEEP, KEY_SAVE_DTYPE, KEY_RESUME,
@@ -74,6 +74,17 @@ static const struct argp_option table[] = {
     {"materialized-logits", KEY_MATERIALIZED, 0, 0, "Keep the logits of all tokens, to compare with", 0},
     {"lce-chunk", KEY_CHUNK, "TOKENS", 0, "Tokens per chunk (default an eighth of B x T, within 128 and 4096)", 0},
     {"lce-memory", KEY_LCE_MEMORY, "MIB", 0, "Choose the largest chunk whose layer holds at most this much", 0},
+
+    {"label-smoothing", KEY_SMOOTHING, "EPS", 0,
+     "Share of every target that is spread over the vocabulary, 0 to 1 (default 0); validation has none", 0},
+    {"z-loss", KEY_Z_LOSS, "LAMBDA", 0,
+     "Add LAMBDA logsumexp^2 to the training loss, logged apart (default 0; PaLM has 1e-4)", 0},
+    {"logit-softcap", KEY_SOFTCAP, "C", 0,
+     "Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none); a chunk then holds fp32 "
+     "logits",
+     0},
+    {"metrics", KEY_METRICS, 0, 0,
+     "Log each step's accuracy, entropy and largest logit; a chunk then holds fp32 logits", 0},
 
     {0, 0, 0, 0, "Data", 5},
     {"data", KEY_DATA, "PATH", 0,
@@ -187,8 +198,8 @@ typedef struct {
   Options *options;
   const char *model; // NULL: none was named
   ModelConfig given;
-  int tied; // 1 tie, -1 untie
-  double rope_theta, lr;
+  int tied;                       // 1 tie, -1 untie
+  double rope_theta, lr, softcap; // softcap: below 0 when not given
   int64_t warmup;
   int dtype, grad_dtype, moment_dtype; // 1 + Dtype
   int mode;                            // 1 + LceMode
@@ -303,6 +314,18 @@ static error_t parse_job(int key, char *text, Parsed *p) {
     return 0;
   case KEY_LCE_MEMORY:
     o->lce_memory = integer(key, text, 1, (int64_t)1 << 30);
+    return 0;
+  case KEY_SMOOTHING:
+    o->label_smoothing = number(key, text, 0, 1);
+    return 0;
+  case KEY_Z_LOSS:
+    o->z_loss = number(key, text, 0, 1e6);
+    return 0;
+  case KEY_SOFTCAP:
+    p->softcap = number(key, text, 0, 1e6);
+    return 0;
+  case KEY_METRICS:
+    o->metrics = true;
     return 0;
   default:
     return ARGP_ERR_UNKNOWN;
@@ -529,6 +552,7 @@ static void require_agreement(const Options *o, const Parsed *p) {
 static void settle_model(Options *o, const Parsed *p) {
   if (o->init && p->model) fail("--init and --model both say what the model is; give one of them");
   o->model = o->origin ? hf_config_read(o->origin) : asked_model(p);
+  if (p->softcap >= 0) o->model.final_logit_softcapping = p->softcap;
   model_config_check(&o->model);
   if (o->origin) require_agreement(o, p);
 }
@@ -619,7 +643,7 @@ static Parsed parse(Options *o, int argc, char **argv) {
                  .save_dtype = DTYPE_COUNT,
                  .attention = "auto",
                  .dtypes.master = true};
-  Parsed p = {.options = o, .lr = NAN, .warmup = -1};
+  Parsed p = {.options = o, .lr = NAN, .warmup = -1, .softcap = -1};
   error_t error = argp_parse(&argp, argc, argv, 0, NULL, &p);
   if (error) fail("cannot read the command line: %s", strerror(error));
   return p;
@@ -715,7 +739,8 @@ void options_settle_chunk(Options *o, const Backend *backend) {
                       .hidden_size = o->model.hidden_size,
                       .vocab_size = o->model.vocab_size,
                       .dtype = o->dtype,
-                      .ignores = o->masked};
+                      .ignores = o->masked,
+                      .logits = o->metrics || o->model.final_logit_softcapping > 0};
     o->lce_chunk = lce_chunk_within(backend, (size_t)o->lce_memory << 20, shape);
     if (!o->lce_chunk)
       fail("--lce-memory %lld: even a chunk of one token needs %lld MiB at this vocabulary; give at least "

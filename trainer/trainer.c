@@ -1,5 +1,6 @@
 #include "trainer/trainer.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "base/fail.h"
@@ -16,7 +17,17 @@ _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
 // --- life --------------------------------------------------------------------------------------------------
 
 // What a step leaves behind: all but the norm is summed over the ranks at once.
-enum { RESULT_LOSS, RESULT_STOP, RESULT_SECONDS, RESULT_NORM, RESULTS };
+enum {
+  RESULT_LOSS,
+  RESULT_Z_LOSS,
+  RESULT_CORRECT,
+  RESULT_ENTROPY,
+  RESULT_MAX_LOGIT,
+  RESULT_STOP,
+  RESULT_SECONDS,
+  RESULT_NORM,
+  RESULTS
+};
 
 static int64_t tokens_of(const Trainer *t) {
   return t->options->batch * t->options->seq_len;
@@ -34,19 +45,30 @@ static int32_t *host_array(int64_t count) {
 }
 
 void trainer_create(Trainer *t, const Options *options, Backend *backend) {
-  *t = (Trainer){
-      .options = options,
-      .backend = backend,
-      .transformer = {.mode = options->mode, .chunk = options->lce_chunk, .recompute = options->recompute}};
+  *t = (Trainer){.options = options,
+                 .backend = backend,
+                 .transformer = {.mode = options->mode,
+                                 .chunk = options->lce_chunk,
+                                 .recompute = options->recompute,
+                                 .label_smoothing = (float)options->label_smoothing,
+                                 .z_loss = (float)options->z_loss}};
   int64_t tokens = tokens_of(t);
   model_create(&t->model, &options->model, backend, options->dtypes, options->seq_len);
   t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
   t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
   t->rows = reserve_table(backend, "counted rows", DTYPE_I32, tokens);
   t->loss = reserve_table(backend, "losses", DTYPE_F32, tokens);
+  if (options->z_loss > 0) t->outputs.z_loss = reserve_table(backend, "z-losses", DTYPE_F32, tokens);
+  if (options->metrics) {
+    t->outputs.correct = reserve_table(backend, "right predictions", DTYPE_F32, tokens);
+    t->outputs.entropy = reserve_table(backend, "entropies", DTYPE_F32, tokens);
+    t->outputs.max_logit = reserve_table(backend, "largest logits", DTYPE_F32, tokens);
+  }
+  t->transformer.outputs = t->outputs;
   t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
   t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);
+  fill_zero(backend, t->results); // what is never told is summed over the ranks all the same
   if (backend->memory.planning) return;
   t->host_tokens = host_array(options->micro_steps * tokens);
   t->host_targets = host_array(options->micro_steps * tokens);
@@ -118,6 +140,18 @@ static Tensor result_slot(const Trainer *t, int pending, int which) {
   return tensor_rows(t->results, RESULTS * pending + which, 1);
 }
 
+// Adds up what is told of the micro-batch's tokens.
+static void sum_tokens(Trainer *t, int slot, bool accumulate) {
+  const Tensor told[] = {[RESULT_LOSS] = t->loss,
+                         [RESULT_Z_LOSS] = t->outputs.z_loss,
+                         [RESULT_CORRECT] = t->outputs.correct,
+                         [RESULT_ENTROPY] = t->outputs.entropy,
+                         [RESULT_MAX_LOGIT] = t->outputs.max_logit};
+  for (int i = RESULT_LOSS; i <= RESULT_MAX_LOGIT; i++)
+    if (tensor_exists(told[i]))
+      reduce(t->backend, (Reduce){.sum = result_slot(t, slot, i), .x = told[i], .accumulate = accumulate});
+}
+
 // The loss over all ranks, and what they tell each other.
 static void sum_results(Trainer *t, int slot) {
   Tensor told = tensor_rows(t->results, RESULTS * slot + RESULT_STOP, 2);
@@ -162,7 +196,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     Reduction reduction;
     reduction_begin(&reduction, t->backend, &t->model.parameters, m == 0, m == o->micro_steps - 1, &options);
     transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
-    reduce(t->backend, (Reduce){.sum = result_slot(t, slot, RESULT_LOSS), .x = t->loss, .accumulate = m > 0});
+    sum_tokens(t, slot, m > 0);
     if (planning) break; // the rest of the micro-batches need the same memory
   }
   if (t->backend->ranks > 1) {
@@ -174,6 +208,11 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   t->pending[slot] = (StepResult){.step = step, .learning_rate = learning_rate, .counted = counted};
 }
 
+// The mean over the step's counted targets of what was summed for them.
+static double mean_of(const float *of_step, int which, int64_t counted, bool told) {
+  return !told ? NAN : counted ? (double)of_step[which] / (double)counted : 0;
+}
+
 int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   int count = t->pending_count;
   if (!count) return 0;
@@ -183,7 +222,13 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   for (int i = 0; i < count; i++) {
     const float *of_step = values + RESULTS * i;
     results[i] = t->pending[i];
-    results[i].loss = results[i].counted ? (double)of_step[RESULT_LOSS] / (double)results[i].counted : 0;
+    int64_t counted = results[i].counted;
+    bool metrics = t->options->metrics;
+    results[i].loss = mean_of(of_step, RESULT_LOSS, counted, true);
+    results[i].z_loss = mean_of(of_step, RESULT_Z_LOSS, counted, t->options->z_loss > 0);
+    results[i].accuracy = mean_of(of_step, RESULT_CORRECT, counted, metrics);
+    results[i].entropy = mean_of(of_step, RESULT_ENTROPY, counted, metrics);
+    results[i].max_logit = mean_of(of_step, RESULT_MAX_LOGIT, counted, metrics);
     results[i].grad_norm = (double)of_step[RESULT_NORM];
     results[i].stop = alone ? t->stop_asked : of_step[RESULT_STOP] > 0;
     results[i].agreed_seconds = alone ? t->step_seconds : (double)of_step[RESULT_SECONDS] / t->backend->ranks;
@@ -203,6 +248,17 @@ void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
   all_gather(b, (Collective){.out = gathered, .x = own});
   backend_to_host(b, all, gathered);
   memory_pop_to(&b->memory, mark);
+}
+
+int64_t trainer_first_lost_token(Trainer *t) {
+  int64_t tokens = tokens_of(t), lost = -1;
+  float *losses = malloc((size_t)tokens * sizeof *losses);
+  if (!losses) fail("out of host memory for the losses of a batch");
+  backend_to_host(t->backend, losses, t->loss);
+  for (int64_t n = tokens; n-- > 0;)
+    if (!isfinite(losses[n])) lost = n;
+  free(losses);
+  return lost;
 }
 
 // --- watching ----------------------------------------------------------------------------------------------

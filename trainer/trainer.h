@@ -14,6 +14,9 @@ typedef struct {
   double loss;  // mean over the step's counted targets, nats; 0 when none counted
   double grad_norm, learning_rate;
   int64_t counted;
+  // Means over the same targets, NaN where they are not asked for.
+  double z_loss;                       // --z-loss
+  double accuracy, entropy, max_logit; // --metrics
   // Over all ranks, and so the same on each (with one rank: as told).
   bool stop;             // some rank was asked to stop
   double agreed_seconds; // a step takes, the mean of what they told
@@ -26,8 +29,9 @@ typedef struct {
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, loss;
+  TokenOutputs outputs;  // what is told of each token beside its loss
   Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
-  Tensor results; // fp32 [4 TRAINER_PENDING], of each pending step: loss sum, stop, seconds; gradient norm
+  Tensor results;        // fp32, of each pending step: sums of what is told, and the gradient norm
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows;
   StepResult pending[TRAINER_PENDING];
@@ -53,6 +57,9 @@ void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
+
+// The first token of the last micro-batch on this rank whose loss is not a number, or -1.
+int64_t trainer_first_lost_token(Trainer *trainer);
 
 // Mean loss over the first `batches` validation batches (0: all), in nats per counted token: the same number whatever
 // the number of ranks, which share them. Call it on all ranks.
