@@ -142,6 +142,7 @@ typedef struct {
   double pace; // seconds a step takes, on which the ranks agree
   double first_loss, last_loss, val_loss; // NAN before there is one
   int64_t steps_done, steps_timed;
+  double wire_bytes;    // that this rank sent in the last step
   double seconds_timed; // of the steps after the first ones, without validation and samples
 } Run;
 
@@ -311,7 +312,9 @@ static void train(Run *run) {
     ledger_step(ledger, (int)step);
     run->trainer->stop_asked = stop_asked;
     run->trainer->step_seconds = run->progress.smoothed_seconds;
+    double sent = run->backend->wire_bytes;
     trainer_step(run->trainer, run->loader, step);
+    run->wire_bytes = run->backend->wire_bytes - sent;
     ledger_record(ledger, false);
     int64_t done = step + 1;
     bool look = every(o->eval_every, done) || every(o->sample_every, done) || every(o->save_every, done) ||
@@ -434,6 +437,8 @@ static void summarize(Run *run) {
   if (run->steps_timed)
     printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its bare products\n",
            text_count(rate).text, 1e3 * per_step, 100 * progress_share(&run->progress, per_step));
+  if (o->ranks > 1)
+    printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)run->wire_bytes).text);
   putchar('\n');
   MemoryColumn column = {
       .title = lce_mode_name(run->trainer->transformer.mode), .memory = memory, .device_bytes = device_peak};
@@ -451,6 +456,8 @@ static void summarize(Run *run) {
   add_number(line, "seconds_per_step", per_step);
   add_number(line, "share_of_products", progress_share(&run->progress, per_step));
   add_number(line, "product_flops_per_second", run->progress.product_rate);
+  add_number(line, "ranks", o->ranks);
+  add_number(line, "wire_bytes_per_step", run->wire_bytes);
   add_number(line, "peak_bytes", (double)memory.peak_bytes);
   add_number(line, "head_peak_bytes", (double)memory.head_peak_bytes);
   add_number(line, "device_peak_bytes", (double)device_peak);

@@ -556,7 +556,9 @@ void fill_zero(Backend *backend, Tensor t) {
 
 // --- collectives -------------------------------------------------------------------------------------------
 
-static void collective(Op op, const Backend *backend, Collective a, int64_t out_parts, int64_t x_parts) {
+// `rounds` is how often a ring of the ranks passes the larger of the two tensors around.
+static void collective(Op op, Backend *backend, Collective a, int64_t out_parts, int64_t x_parts,
+                       int rounds) {
   need(op, "x", a.x);
   need(op, "out", a.out);
   is_type(op, "out", a.out, a.x.dtype);
@@ -565,6 +567,8 @@ static void collective(Op op, const Backend *backend, Collective a, int64_t out_
   if (tensor_count(a.out) * out_parts != tensor_count(a.x) * x_parts)
     fail("%s over %d ranks: out is %s and x is %s", op, backend->ranks, tensor_text(a.out).text,
          tensor_text(a.x).text);
+  double bytes = (double)tensor_bytes(tensor_count(a.out) > tensor_count(a.x) ? a.out : a.x);
+  backend->wire_bytes += rounds * bytes * (backend->ranks - 1) / backend->ranks;
 }
 
 // The watch knows where a rank is that does not come back.
@@ -576,23 +580,23 @@ static void collective(Op op, const Backend *backend, Collective a, int64_t out_
   } while (0)
 
 void all_reduce(Backend *backend, Collective a) {
-  collective("all_reduce", backend, a, 1, 1);
+  collective("all_reduce", backend, a, 1, 1, 2);
   CALL_COLLECTIVE(all_reduce);
 }
 
 void reduce_scatter(Backend *backend, Collective a) {
-  collective("reduce_scatter", backend, a, backend->ranks, 1);
+  collective("reduce_scatter", backend, a, backend->ranks, 1, 1);
   if (a.accumulate) is_real("reduce_scatter", "out", a.out);
   CALL_COLLECTIVE(reduce_scatter);
 }
 
 void all_gather(Backend *backend, Collective a) {
-  collective("all_gather", backend, a, 1, backend->ranks);
+  collective("all_gather", backend, a, 1, backend->ranks, 1);
   CALL_COLLECTIVE(all_gather);
 }
 
 void broadcast(Backend *backend, Collective a) {
-  collective("broadcast", backend, a, 1, 1);
+  collective("broadcast", backend, a, 1, 1, 1);
   CALL_COLLECTIVE(broadcast);
 }
 

@@ -543,6 +543,7 @@ struct Backend {
   Memory memory;
   Dtype dtype;            // of weights and activations
   int rank, ranks;        // 0 of 1 without a launcher
+  double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it
   size_t device_capacity; // bytes of memory the device has; 0 when unknown
   size_t device_overhead; // bytes the device held when the backend stood ready and the ledger was still empty
   void *state;            // the backend's own

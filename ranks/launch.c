@@ -88,5 +88,6 @@ Launch launch_read(void) {
   l.mpi = strcmp(d->name, "mpirun") == 0 || getenv("PMIX_RANK") || getenv("PMI_RANK");
   if (strcmp(d->name, "torchrun") == 0) l.mpi = false;
   find_address(&l);
+  if (getenv("LCE_LAUNCHER")) l.launcher = getenv("LCE_LAUNCHER"); // tools/launch speaks torchrun's dialect
   return l;
 }

@@ -157,20 +157,35 @@ static void on_fail(const char *sentence) {
 
 // --- listening ---------------------------------------------------------------------------------------------
 
+// On other ranks than 0 about rank 0: rank 1 speaks, if it is there.
+static _Noreturn void say_as_rank_1(const char *text) {
+  if (watch.launch->rank == 1) speak_and_leave(text);
+  pause_for(2);
+  _exit(1);
+}
+
 static _Noreturn void say_lost(int rank) {
   char text[512], where[160];
   where_am_i(where, sizeof where);
   const Peer *p = &watch.peers[rank];
-  if (watch.launch->rank == 0)
+  if (watch.launch->rank == 0) {
     tell(text, sizeof text,
          "rank %d (process %d on %s) ended without a word, when rank 0 was in %s; the job ends", rank,
          (int)p->pid, p->host, where);
-  else
-    tell(text, sizeof text, "rank %d ended without a word, when rank %d was in %s; the job ends", rank,
-         watch.launch->rank, where);
-  if (watch.launch->rank > 1) pause_for(2); // rank 1 speaks, if it is there
-  if (watch.launch->rank > 1) _exit(1);
-  speak_and_leave(text);
+    speak_and_leave(text);
+  }
+  tell(text, sizeof text, "rank 0 ended without a word, when rank %d was in %s; the job ends",
+       watch.launch->rank, where);
+  say_as_rank_1(text);
+}
+
+static _Noreturn void say_rank_0_is_silent(double seconds) {
+  char text[512], where[160];
+  where_am_i(where, sizeof where);
+  tell(text, sizeof text,
+       "rank 0 has not been heard of for %.0f s, while rank %d waits in %s; the job ends (--timeout)",
+       seconds, watch.launch->rank, where);
+  say_as_rank_1(text);
 }
 
 static void note_done(int rank) {
@@ -276,7 +291,9 @@ static _Noreturn void say_hung(double seconds) {
 static void look_for_hang(void) {
   double limit = timeout, time = now();
   if (watch.launch->rank == 0 && time - watch.last_sign > limit) say_hung(limit);
-  if (watch.launch->rank != 0 && time - watch.known[0].heard > limit + 10) say_lost(0);
+  double silent = time - watch.known[0].heard;
+  if (watch.launch->rank != 0 && silent > limit + 5)
+    say_rank_0_is_silent(silent); // if it could, it would have spoken
 }
 
 // --- the thread --------------------------------------------------------------------------------------------

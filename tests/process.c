@@ -62,25 +62,36 @@ static int open_terminal(int *inner) {
   return outer;
 }
 
-// The command that starts `ranks` ranks; returns how many words it has.
-static int launcher(int ranks, char *argv[MOST_ARGUMENTS + 1]) {
+// tools/launch of the same build as ./train.
+static const char *launch_program(void) {
+  static char path[4096];
+  const char *train = program(), *slash = strrchr(train, '/');
+  assert_in_range(snprintf(path, sizeof path, "%.*s/tools/launch", (int)(slash - train), train), 1,
+                  sizeof path - 1);
+  return path;
+}
+
+// How a program is started: alone, by mpirun (or on GPUs), or by tools/launch.
+typedef enum { ALONE, AS_RANKS, LAUNCHED } Way;
+
+// The words that go before the program's own; returns how many there are.
+static int launcher(Way way, int ranks, char *argv[MOST_ARGUMENTS + 1]) {
   static char number[16];
   snprintf(number, sizeof number, "%d", ranks);
-  char *const gpus[] = {"tools/launch", number, NULL};
-  char *const cpus[] = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number,
-                        NULL};
-  char *const *words = getenv("LCE_GPU_RANKS") ? gpus : cpus;
+  char *const own[] = {(char *)launch_program(), number, NULL};
+  char *const mpi[] = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number,
+                       NULL};
+  char *const *words = way == LAUNCHED || getenv("LCE_GPU_RANKS") ? own : mpi;
   int count = 0;
-  for (; words[count]; count++) argv[count] = words[count];
+  for (; way != ALONE && words[count]; count++) argv[count] = words[count];
   return count;
 }
 
-// `ranks` 0: without a launcher.
-static Process start(bool terminal, int ranks, const char *format, va_list arguments) {
+static Process start(bool terminal, Way way, int ranks, const char *format, va_list arguments) {
   char line[4096];
   char *argv[MOST_ARGUMENTS + 1];
-  int argc = ranks ? launcher(ranks, argv) : 0;
-  argv[argc++] = (char *)program();
+  int argc = launcher(way, ranks, argv);
+  if (way != LAUNCHED) argv[argc++] = (char *)program();
   assert_in_range(vsnprintf(line, sizeof line, format, arguments), 0, sizeof line - 1);
   split(line, argc, argv);
   int inner = -1;
@@ -90,8 +101,8 @@ static Process start(bool terminal, int ranks, const char *format, va_list argum
   assert_true(p.pid >= 0);
   if (p.pid == 0) {
     if (!getenv("LCE_GPU_RANKS")) setenv("CUDA_VISIBLE_DEVICES", "", 1);
-    if (ranks) setenv("ASAN_OPTIONS", "detect_leaks=0", 1); // MPI never frees what it starts with
-    setenv("OMP_WAIT_POLICY", "passive", 1);                // several tests' threads may share few cores
+    if (way != ALONE) setenv("ASAN_OPTIONS", "detect_leaks=0", 1); // MPI never frees what it starts with
+    setenv("OMP_WAIT_POLICY", "passive", 1); // several tests' threads may share few cores
     dup2(terminal ? inner : p.out, STDOUT_FILENO);
     dup2(p.err, STDERR_FILENO);
     execvp(argv[0], argv);
@@ -108,7 +119,7 @@ static Process start(bool terminal, int ranks, const char *format, va_list argum
 Process train_start(const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  Process p = start(false, 0, format, arguments);
+  Process p = start(false, ALONE, 0, format, arguments);
   va_end(arguments);
   return p;
 }
@@ -116,7 +127,7 @@ Process train_start(const char *format, ...) {
 Process train_ranks_start(int ranks, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  Process p = start(false, ranks, format, arguments);
+  Process p = start(false, AS_RANKS, ranks, format, arguments);
   va_end(arguments);
   return p;
 }
@@ -189,7 +200,7 @@ Output process_finish(Process *p) {
 Output train(const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  Process p = start(false, 0, format, arguments);
+  Process p = start(false, ALONE, 0, format, arguments);
   va_end(arguments);
   return process_finish(&p);
 }
@@ -197,17 +208,60 @@ Output train(const char *format, ...) {
 Output train_ranks(int ranks, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  Process p = start(false, ranks, format, arguments);
+  Process p = start(false, AS_RANKS, ranks, format, arguments);
   va_end(arguments);
   return process_finish(&p);
+}
+
+Output launch(int ranks, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(false, LAUNCHED, ranks, format, arguments);
+  va_end(arguments);
+  return process_finish(&p);
+}
+
+const char *train_program(void) {
+  return program();
 }
 
 Output train_in_terminal(const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  Process p = start(true, 0, format, arguments);
+  Process p = start(true, ALONE, 0, format, arguments);
   va_end(arguments);
   return process_finish(&p);
+}
+
+// What `pid` was started with says that it is this rank.
+static bool is_rank(pid_t pid, int rank) {
+  char path[64], wanted[2][48], environment[1 << 16];
+  snprintf(path, sizeof path, "/proc/%d/environ", (int)pid);
+  snprintf(wanted[0], sizeof wanted[0], "RANK=%d", rank);
+  snprintf(wanted[1], sizeof wanted[1], "OMPI_COMM_WORLD_RANK=%d", rank);
+  FILE *file = fopen(path, "r");
+  if (!file) return false;
+  size_t length = fread(environment, 1, sizeof environment - 1, file);
+  fclose(file);
+  environment[length] = 0;
+  for (const char *at = environment; at < environment + length; at += strlen(at) + 1)
+    if (!strcmp(at, wanted[0]) || !strcmp(at, wanted[1])) return true;
+  return false;
+}
+
+pid_t process_of_rank(const Process *p, int rank) {
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)p->pid, (int)p->pid);
+  char children[4096] = "", *rest = NULL;
+  FILE *file = fopen(path, "r");
+  assert_non_null(file);
+  if (!fgets(children, sizeof children, file)) children[0] = 0;
+  fclose(file);
+  pid_t found = 0;
+  for (char *word = strtok_r(children, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
+    if (is_rank(atoi(word), rank)) found = atoi(word);
+  if (!found) fail_msg("rank %d does not run", rank);
+  return found;
 }
 
 void output_free(Output *output) {

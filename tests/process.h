@@ -13,9 +13,12 @@ typedef struct {
 // where the build puts it beside the tests. No GPU is visible to it. A run that takes longer than two minutes is
 // killed, and the test fails.
 Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
-// The same with standard output a terminal.
 // The same as `ranks` ranks, started by mpirun or, where LCE_GPU_RANKS is set, by tools/launch with GPUs in sight.
 Output train_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
+// tools/launch with the words of any command; train_program() is one.
+Output launch(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
+const char *train_program(void);
+// As train() with standard output a terminal.
 Output train_in_terminal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void output_free(Output *output);
 
@@ -31,6 +34,8 @@ Process train_ranks_start(int ranks, const char *format, ...) __attribute__((for
 // Waits until standard output holds `text`.
 void process_wait_for(Process *process, const char *text);
 Output process_finish(Process *process);
+// The process of a rank that train_ranks_start started.
+pid_t process_of_rank(const Process *process, int rank);
 
 // The whole of a file, which must be there; the caller frees it.
 char *read_text(const char *path);

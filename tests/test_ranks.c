@@ -1,6 +1,7 @@
 // Training with several ranks: whole runs of ./train under mpirun (or, with LCE_GPU_RANKS=N, under tools/launch on N
 // GPUs) do what one rank does with the same tokens, the same way every time; and what launchers say is understood.
 #include "base/random.h"
+#include "checkpoint/checkpoint.h"
 #include "checkpoint/tensors.h"
 #include "ranks/launch.h"
 #include "tests/data_files.h"
@@ -9,9 +10,11 @@
 
 #include <cjson/cJSON.h>
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 // Twelve micro-batches a step: 12, 6, 4 or 3 for 1, 2, 3 or 4 ranks.
 #define STEPS 6
@@ -325,6 +328,83 @@ static void what_cannot_be_is_refused_once(void **state) {
   }
 }
 
+// --- ends --------------------------------------------------------------------------------------------------
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// A run that would go on for ever, when it has saved something.
+static Process endless(const char *name) {
+  Process p =
+      train_ranks_start(2,
+                        "%s " LLAMA TEXT "--steps 100000000 --eval-every 0 --sample-every 0 --save %s "
+                        "--save-every 20 --keep 2 --timeout 4",
+                        device(), in_room(name));
+  process_wait_for(&p, "saved in");
+  return p;
+}
+
+static void check_usable(const char *name) {
+  bool any;
+  char *newest = checkpoint_newest(in_room(name), CHECK_ALL, &any);
+  assert_non_null(newest);
+  free(newest);
+}
+
+// Whatever happens to a rank: all end soon, one of them says why, and the last checkpoint is whole.
+static void a_rank_that_is_gone_ends_the_job(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  static const struct {
+    int rank, signal;
+    double seconds;
+    const char *says;
+  } ends[] = {{1, SIGKILL, 5, "lce: rank 1 (process "},
+              {0, SIGKILL, 5, "lce: rank 0 ended without a word, when rank 1 was in "},
+              {1, SIGSTOP, 15, "has not been heard of for "},
+              {0, SIGSTOP, 20, "lce: rank 0 has not been heard of for "}};
+  for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "ended-%zu", i);
+    Process p = endless(name);
+    double before = now();
+    kill(process_of_rank(&p, ends[i].rank), ends[i].signal);
+    Output output = process_finish(&p);
+    assert_int_not_equal(output.status, 0);
+    assert_says(output.err, ends[i].says);
+    assert_int_equal(times(output.err, "lce:"), 1);
+    if (now() - before > ends[i].seconds) fail_msg("it took %.1f s to end: %s", now() - before, output.err);
+    output_free(&output);
+    check_usable(name);
+  }
+}
+
+// Any rank may be asked; all stop after the same step and save.
+static void asked_to_stop_all_stop(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  for (int rank = 0; rank < 2; rank++) {
+    char name[32], options[1024];
+    snprintf(name, sizeof name, "asked-%d", rank);
+    Process p = endless(name);
+    kill(process_of_rank(&p, rank), SIGINT);
+    Output output = process_finish(&p);
+    assert_int_equal(output.status, 0);
+    assert_says(output.out, "stopped after step ");
+    assert_int_equal(times(output.err, "lce:"), 0);
+    long long stopped = atoll(strstr(output.out, "stopped after step ") + strlen("stopped after step "));
+    output_free(&output);
+    assert_true(path_exists(checkpoint_of(name, (int)stopped)));
+    // It goes on from there.
+    snprintf(options, sizeof options, "--resume auto --steps %lld", stopped + 2);
+    run_job(2, name, options);
+    assert_true(path_exists(checkpoint_of(name, (int)stopped + 2)));
+  }
+}
+
 // --- launchers ---------------------------------------------------------------------------------------------
 
 static void set(const char *const *pairs) {
@@ -389,6 +469,27 @@ static void launchers_are_understood(void **state) {
   set((const char *const[]){NULL});
 }
 
+// The launcher in the tree, with programs of its own kind and with ranks that meet over TCP and cannot compute.
+static void tools_launch_starts_and_ends_ranks(void **state) {
+  (void)state;
+  Output output = launch(3, "sh -c 'echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE'");
+  assert_int_equal(output.status, 0);
+  assert_int_equal(times(output.out, "rank "), 3);
+  assert_says(output.out, "rank 2 of 3, 2 of 3");
+  output_free(&output);
+  double before = now();
+  output = launch(3, "sh -c 'test $RANK = 1 && exit 7; exec sleep 100'");
+  assert_int_equal(output.status, 7);
+  assert_true(now() - before < 20); // ten seconds to see it themselves
+  output_free(&output);
+  if (getenv("LCE_GPU_RANKS")) return;
+  output = launch(3, "%s --device cpu --model llama-tiny --vocab 300 " TEXT, train_program());
+  assert_int_equal(output.status, 1);
+  assert_says(output.err, "3 ranks on the CPU talk through MPI");
+  assert_int_equal(times(output.err, "lce:"), 1);
+  output_free(&output);
+}
+
 static void the_first_host_of_a_list(void **state) {
   (void)state;
   static const char *const lists[][2] = {{"node", "node"},         {"a1,b2", "a1"},    {"gpu-[1-3]", "gpu-1"},
@@ -410,6 +511,9 @@ int main(void) {
       cmocka_unit_test(plans_know_ranks),
       cmocka_unit_test(one_rank_speaks),
       cmocka_unit_test(what_cannot_be_is_refused_once),
+      cmocka_unit_test(a_rank_that_is_gone_ends_the_job),
+      cmocka_unit_test(asked_to_stop_all_stop),
+      cmocka_unit_test(tools_launch_starts_and_ends_ranks),
       cmocka_unit_test(launchers_are_understood),
       cmocka_unit_test(the_first_host_of_a_list),
   };

@@ -3,12 +3,19 @@
 # its benchmarks, and prints one short table at the end. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
 #
 #   tools/gpu_check.sh [all|tests|sanitizer|bench]...
+#   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, how training scales, llama-8b on two
 #
 # DEPS_ROOT=folder (unpacked packages) is handed on to make, for machines without apt.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 OUT=${OUT:-runs/gpu_check}
 mkdir -p "$OUT"
+ranks=0
+if [ "${1:-}" = --ranks ]; then
+  ranks=${2:?tools/gpu_check.sh --ranks N}
+  shift 2
+  set -- ranks "$@"
+fi
 parts=" ${*:-all} "
 table=()
 failed=0
@@ -80,6 +87,28 @@ if wants bench; then
   step llama-1b --model llama-1b --batch 4 --seq-len 4096
   step llama-1b-lean --model llama-1b --batch 4 --seq-len 4096 --moment-dtype bf16 --no-master-weights --recompute elementwise --lce-chunk 1024
   step llama-1b-materialized --model llama-1b --batch 4 --seq-len 4096 --materialized-logits
+fi
+
+if wants ranks && [ "$ranks" -gt 1 ]; then
+  # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
+  export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=400 run test_ranks 420 tests/run build/release/tests/test_ranks &&
+    row "test_ranks on $ranks GPUs" "$(tail -n 1 "$OUT/test_ranks.log")"
+  # scaling NAME OPTIONS...: weak scaling from one GPU to all
+  scaling() {
+    local name="scaling-$1"
+    shift
+    run "$name" 400 tools/bench_scaling --ranks "$ranks" --device cuda "$@" &&
+      while read -r line; do row "$name" "$line"; done < <(awk 'NR > 1 {print $1 " ranks: " $2 " tokens/s, " $5 ", " $6 " " $7 " sent a step by each"}' "$OUT/$name.log")
+  }
+  scaling llama-1b --model llama-1b --batch 4 --seq-len 4096
+  scaling gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024 --steps 100
+  # A model whose state fits no single GPU, and whether the plan knew what each of two would hold.
+  eight=(--device cuda --model llama-8b --zero 1 --batch 1 --seq-len 8192)
+  figure() { sed -n "s/.*\"event\":\"summary\".*\"$1\":\([0-9.e+]*\).*/\1/p" "$OUT/llama-8b.jsonl"; }
+  run llama-8b-plan 60 ./train "${eight[@]}" --ranks 2 --plan &&
+    run llama-8b 400 tools/launch 2 ./train "${eight[@]}" --steps 6 --val-fraction 0 --sample-every 0 --log "$OUT/llama-8b.jsonl" &&
+    row "llama-8b --zero 1 on 2 GPUs, T 8192" "planned $(awk '/all together/ {print $4 " " $5}' "$OUT/llama-8b-plan.log"), ledger $(awk "BEGIN {printf \"%.2f\", $(figure peak_bytes) / 2^30}") GiB, device $(awk "BEGIN {printf \"%.2f\", ($(figure device_peak_bytes) - $(figure device_overhead_bytes)) / 2^30}") GiB more than before, $(figure tokens_per_second) tokens/s"
 fi
 
 echo

@@ -12,10 +12,6 @@
 #include "ranks/mpi.h"
 #include "ranks/ranks.h"
 
-static const CpuState *state_of(const Backend *backend) {
-  return backend->state;
-}
-
 // Of one rank every collective is a copy, or a sum with what is there.
 static void alone(const Collective *a) {
   const float *x = a->x.data;
@@ -36,6 +32,11 @@ struct CpuCollectives {
   int *counts, *places, *arrived_counts, *arrived_places; // [ranks], for one exchange
   char *arrived;                                          // [ranks * SLICE] numbers
 };
+
+// NULL while there is one rank.
+static struct CpuCollectives *joined(const Backend *backend) {
+  return ((const CpuState *)backend->state)->collectives;
+}
 
 static void check(int error, const char *operation) {
   if (error == MPI_SUCCESS) return;
@@ -86,7 +87,7 @@ static void exchange_and_sum(struct CpuCollectives *c, const Collective *a, cons
 }
 
 void cpu_all_reduce(Backend *backend, const Collective *a) {
-  struct CpuCollectives *c = state_of(backend)->collectives;
+  struct CpuCollectives *c = joined(backend);
   if (!c) {
     alone(a);
     return;
@@ -109,7 +110,7 @@ void cpu_all_reduce(Backend *backend, const Collective *a) {
 }
 
 void cpu_reduce_scatter(Backend *backend, const Collective *a) {
-  struct CpuCollectives *c = state_of(backend)->collectives;
+  struct CpuCollectives *c = joined(backend);
   if (!c) {
     alone(a);
     return;
@@ -127,7 +128,7 @@ void cpu_reduce_scatter(Backend *backend, const Collective *a) {
 }
 
 void cpu_all_gather(Backend *backend, const Collective *a) {
-  struct CpuCollectives *c = state_of(backend)->collectives;
+  struct CpuCollectives *c = joined(backend);
   if (!c) {
     alone(a);
     return;
@@ -141,7 +142,7 @@ void cpu_all_gather(Backend *backend, const Collective *a) {
 }
 
 void cpu_broadcast(Backend *backend, const Collective *a) {
-  struct CpuCollectives *c = state_of(backend)->collectives;
+  struct CpuCollectives *c = joined(backend);
   if (!c || c->rank == 0) alone(a);
   if (!c) return;
   whole_numbers(a);
@@ -176,7 +177,7 @@ void cpu_backend_join_ranks(Backend *backend) {
 }
 
 void cpu_collectives_end(Backend *backend) {
-  struct CpuCollectives *c = state_of(backend)->collectives;
+  struct CpuCollectives *c = joined(backend);
   if (!c) return;
   free(c->counts);
   free(c->places);

@@ -1,0 +1,140 @@
+// Starts a program several times on this machine, as the ranks of one job: what torchrun does on one node, in C.
+//
+//   tools/launch 8 ./train --model llama-1b ...
+//
+// Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Signals go on to all
+// of them, once: they stand in groups of their own, which the terminal's Ctrl-C does not reach. When one fails, the
+// others have ten seconds to see it themselves; then they are ended. The status is that of the first that failed.
+#include <errno.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/fail.h"
+
+enum { MOST = 1024, GRACE_SECONDS = 10, LAST_SECONDS = 3 };
+
+static pid_t children[MOST]; // 0: gone
+static int count;
+
+static void signal_all(int number) {
+  for (int i = 0; i < count; i++)
+    if (children[i] > 0) kill(children[i], number);
+}
+
+static void forward(int number) {
+  int before = errno;
+  signal_all(number);
+  errno = before;
+}
+
+// One that is free now; rank 0 tries those after it, too.
+static int free_port(void) {
+  struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t length = sizeof address;
+  int probe = socket(AF_INET, SOCK_STREAM, 0);
+  if (probe < 0 || bind(probe, (struct sockaddr *)&address, sizeof address) ||
+      getsockname(probe, (struct sockaddr *)&address, &length))
+    fail("there is no free port on this machine: %s", strerror(errno));
+  close(probe);
+  int port = ntohs(address.sin_port);
+  return port > 65000 ? 65000 : port;
+}
+
+static void set_number(const char *name, int value) {
+  char text[16];
+  snprintf(text, sizeof text, "%d", value);
+  setenv(name, text, 1);
+}
+
+static void start(int rank, int port, char **command, const sigset_t *signals) {
+  pid_t parent = getpid(), child = fork();
+  if (child < 0) fail("cannot start rank %d: %s", rank, strerror(errno));
+  if (child > 0) {
+    children[rank] = child;
+    return;
+  }
+  setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGKILL); // nobody stays when the launcher is killed
+  if (getppid() != parent) _exit(1);
+  signal(SIGINT, SIG_DFL);
+  signal(SIGTERM, SIG_DFL);
+  signal(SIGHUP, SIG_DFL);
+  sigprocmask(SIG_SETMASK, signals, NULL);
+  set_number("RANK", rank);
+  set_number("LOCAL_RANK", rank);
+  set_number("WORLD_SIZE", count);
+  set_number("LOCAL_WORLD_SIZE", count);
+  set_number("MASTER_PORT", port);
+  setenv("MASTER_ADDR", "127.0.0.1", 1);
+  setenv("LCE_LAUNCHER", "tools/launch", 1);
+  unsetenv("TORCHELASTIC_RUN_ID"); // this is not torchrun, whatever is around it
+  execvp(command[0], command);
+  fprintf(stderr, "lce: cannot start %s: %s\n", command[0], strerror(errno));
+  _exit(127);
+}
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// Waits for all; returns the status of the first that failed.
+static int wait_for_all(void) {
+  int left = count, result = 0, asked = 0;
+  double failed_at = 0;
+  while (left) {
+    int status;
+    pid_t gone = waitpid(-1, &status, result ? WNOHANG : 0);
+    if (gone > 0) {
+      for (int i = 0; i < count; i++)
+        if (children[i] == gone) children[i] = 0;
+      left--;
+      int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+      if (code && !result) result = code, failed_at = now();
+      continue;
+    }
+    if (gone < 0 && errno != EINTR) break;
+    if (!result) continue; // a signal came, and went on to them
+    double since = now() - failed_at;
+    if (since > GRACE_SECONDS && asked == 0) asked = 1, signal_all(SIGTERM);
+    if (since > GRACE_SECONDS + LAST_SECONDS) signal_all(SIGKILL);
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+  }
+  return result;
+}
+
+int main(int argc, char **argv) {
+  char *end = NULL;
+  long ranks = argc > 2 ? strtol(argv[1], &end, 10) : 0;
+  if (argc < 3 || *end || ranks < 1 || ranks > MOST) {
+    fprintf(stderr, "usage: tools/launch RANKS ./train ...   (RANKS processes on this machine, 1 to %d)\n",
+            MOST);
+    return 64;
+  }
+  count = (int)ranks;
+  // Held back until all are there, so that none misses one.
+  sigset_t held, before;
+  sigemptyset(&held);
+  sigaddset(&held, SIGINT);
+  sigaddset(&held, SIGTERM);
+  sigaddset(&held, SIGHUP);
+  sigprocmask(SIG_BLOCK, &held, &before);
+  struct sigaction action = {.sa_handler = forward};
+  sigaction(SIGINT, &action, NULL);
+  sigaction(SIGTERM, &action, NULL);
+  sigaction(SIGHUP, &action, NULL);
+  int port = free_port();
+  for (int rank = 0; rank < count; rank++) start(rank, port, argv + 2, &before);
+  sigprocmask(SIG_SETMASK, &before, NULL);
+  return wait_for_all();
+}
