@@ -364,8 +364,8 @@ static void a_rank_that_is_gone_ends_the_job(void **state) {
     const char *says;
   } ends[] = {{1, SIGKILL, 5, "lce: rank 1 (process "},
               {0, SIGKILL, 5, "lce: rank 0 ended without a word, when rank 1 was in "},
-              {1, SIGSTOP, 15, "has not been heard of for "},
-              {0, SIGSTOP, 20, "lce: rank 0 has not been heard of for "}};
+              {1, SIGSTOP, 25, "has not been heard of for "},
+              {0, SIGSTOP, 25, "lce: rank 0 has not been heard of for "}};
   for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
     char name[32];
     snprintf(name, sizeof name, "ended-%zu", i);

@@ -667,11 +667,18 @@ static void remember_paths(Options *o, const char *name, const char *member) {
 
 // What the checkpoint remembers of the options that are not given now.
 static void remember_settings(Options *o, const Parsed *given) {
-  static const int keys[] = {KEY_SEED,         KEY_BATCH,     KEY_SEQ_LEN,      KEY_TOTAL_BATCH,
-                             KEY_STEPS,        KEY_SCHEDULE,  KEY_LR,           KEY_MIN_LR,
-                             KEY_WARMUP,       KEY_BETA1,     KEY_BETA2,        KEY_EPSILON,
-                             KEY_WEIGHT_DECAY, KEY_GRAD_CLIP, KEY_VAL_FRACTION, KEY_FUSED,
-                             KEY_MATERIALIZED, KEY_CHUNK,     KEY_RECOMPUTE};
+  static const int keys[] = {
+      KEY_SEED,         KEY_BATCH,     KEY_SEQ_LEN,      KEY_TOTAL_BATCH, KEY_STEPS,        KEY_SCHEDULE,
+      KEY_LR,           KEY_MIN_LR,    KEY_WARMUP,       KEY_BETA1,       KEY_BETA2,        KEY_EPSILON,
+      KEY_WEIGHT_DECAY, KEY_GRAD_CLIP, KEY_VAL_FRACTION, KEY_FUSED,       KEY_MATERIALIZED, KEY_CHUNK,
+      KEY_RECOMPUTE,    KEY_SMOOTHING, KEY_Z_LOSS,       KEY_METRICS,     KEY_DTYPE,        KEY_GRAD_DTYPE,
+      KEY_MOMENT_DTYPE, KEY_MASTER,    KEY_NO_MASTER};
+  static const int dtype_keys[] = {KEY_DTYPE, KEY_GRAD_DTYPE, KEY_MOMENT_DTYPE, KEY_MASTER, KEY_NO_MASTER};
+  bool dtypes_given = false;
+  for (size_t i = 0; i < sizeof dtype_keys / sizeof *dtype_keys; i++)
+    dtypes_given |= given->seen[dtype_keys[i] - KEY_MODEL];
+  const cJSON *device = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "device");
+  bool from_gpu = cJSON_IsString(device) && !strcmp(device->valuestring, "cuda");
   const cJSON *settings = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "settings");
   bool other_chunk = o->lce_memory || given->mode == 1 + (int)LCE_MATERIALIZED;
   for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
@@ -679,8 +686,13 @@ static void remember_settings(Options *o, const Parsed *given) {
     bool is_mode = keys[i] == KEY_FUSED || keys[i] == KEY_MATERIALIZED;
     bool overruled =
         given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) || (keys[i] == KEY_CHUNK && other_chunk);
+    bool is_master = keys[i] == KEY_MASTER || keys[i] == KEY_NO_MASTER;
+    overruled |= is_master && (given->seen[KEY_MASTER - KEY_MODEL] || given->seen[KEY_NO_MASTER - KEY_MODEL]);
+    for (size_t k = 0; k < sizeof dtype_keys / sizeof *dtype_keys; k++)
+      overruled |= keys[i] == dtype_keys[k] && !from_gpu;
     if (cJSON_IsString(value) && !overruled) remember(o, option_name(keys[i]), value->valuestring);
   }
+  o->dtypes_remembered = from_gpu && !dtypes_given;
   if (!o->data_count) remember_paths(o, "data", "data_paths");
   if (!o->val_data_count && !o->data_count) remember_paths(o, "val-data", "val_data_paths");
 }
@@ -702,6 +714,7 @@ static Parsed parse_resumed(Options *o, const Parsed *given, int argc, char **ar
   o->origin = before.origin;
   o->resumed_from = before.resumed_from;
   o->first_step = before.first_step;
+  o->dtypes_remembered = before.dtypes_remembered;
   o->remembered = before.remembered;
   o->remembered_count = before.remembered_count;
   return p;
@@ -722,6 +735,11 @@ void options_parse(Options *o, int argc, char **argv) {
 }
 
 void options_settle_dtypes(Options *o, bool cuda) {
+  o->on_cuda = cuda;
+  if (!cuda && o->dtypes_remembered) { // a GPU's run goes on here in fp32
+    o->dtype = o->dtypes.grad = o->dtypes.moment = DTYPE_F32;
+    o->dtypes.master = true;
+  }
   if (o->dtype == DTYPE_COUNT) o->dtype = cuda ? DTYPE_BF16 : DTYPE_F32;
   if (o->dtypes.grad == DTYPE_COUNT) o->dtypes.grad = o->dtype;
   if (!cuda && (o->dtype != DTYPE_F32 || o->dtypes.grad != DTYPE_F32 || o->dtypes.moment != DTYPE_F32))

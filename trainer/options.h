@@ -59,7 +59,9 @@ typedef struct {
   DeviceChoice device;
   bool plain_products; // CPU products by plain loops, to compare with
   const char *attention;
-  Dtype dtype; // of weights and activations
+  Dtype dtype;            // of weights and activations
+  bool dtypes_remembered; // all dtypes are those of a checkpoint from a GPU; none was given
+  bool on_cuda;           // once the dtypes are settled
   ParameterDtypes dtypes;
   Recompute recompute;
   // output

@@ -78,11 +78,14 @@ cJSON *resume_settings(const Options *o) {
   put_number(s, "val-fraction", o->val_fraction);
   cJSON_AddStringToObject(s, o->mode == LCE_FUSED ? "fused-lce" : "materialized-logits", "");
   if (o->mode == LCE_FUSED) put_whole(s, "lce-chunk", o->lce_chunk);
+  put_number(s, "label-smoothing", o->label_smoothing);
+  put_number(s, "z-loss", o->z_loss);
+  if (o->metrics) cJSON_AddStringToObject(s, "metrics", "");
   cJSON_AddStringToObject(s, "recompute", recompute_name(o->recompute));
   return s;
 }
 
-// What follows from the machine where it is not given: compared, but not taken up on another machine.
+// And what follows from the machine where it is not given: taken up where a GPU's run goes on on a GPU.
 static cJSON *all_settings(const Options *o) {
   cJSON *s = resume_settings(o);
   cJSON_AddStringToObject(s, "dtype", dtype_name(o->dtype));
@@ -106,6 +109,7 @@ static cJSON *paths(const char **list, int64_t count) {
 cJSON *resume_write(const Options *o, const RunState *state) {
   cJSON *json = cJSON_CreateObject();
   cJSON_AddNumberToObject(json, "step", (double)state->step);
+  cJSON_AddStringToObject(json, "device", o->on_cuda ? "cuda" : "cpu");
   put_loss(json, "first_loss", state->first_loss);
   put_loss(json, "last_loss", state->last_loss);
   put_loss(json, "val_loss", state->val_loss);
