@@ -58,7 +58,9 @@ static const char *spread_name(int zero) {
 static void describe(const Options *o, const Backend *backend, const char *data) {
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
-  if (backend->ranks > 1) printf("ranks    %d, started by %s\n", backend->ranks, ranks_self()->launcher);
+  if (backend->ranks > 1)
+    printf("ranks    %d, started by %s; %s\n", backend->ranks, ranks_self()->launcher,
+           spread_name(o->dtypes.zero));
   printf("model    %s: %s parameters, V %s, H %lld, L %lld, heads %lld/%lld of %lld, %s head\n", m->name,
          text_count((double)model_parameter_count(m)).text, text_grouped(m->vocab_size).text,
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
@@ -509,20 +511,33 @@ static Source *open_data(const Options *o) {
   return corpus_open(o->model.vocab_size);
 }
 
+// Where two lists of settings begin to differ: the start of that setting.
+static size_t first_difference(const char *a, const char *b) {
+  size_t at = 0, setting = 0;
+  for (; a[at] && a[at] == b[at]; at++)
+    if (a[at] == ',') setting = at + 1;
+  return setting;
+}
+
 // Ranks that were not asked for the same cannot work together.
 static void require_same_everywhere(const Options *o, const char *data) {
   cJSON *json = resume_settings(o);
   cJSON_AddStringToObject(json, "model", o->model.name);
   cJSON_AddNumberToObject(json, "parameters", (double)model_parameter_count(&o->model));
   cJSON_AddNumberToObject(json, "first step", (double)o->first_step);
+  cJSON_AddStringToObject(json, "dtype", dtype_name(o->dtype));
+  cJSON_AddNumberToObject(json, "zero", o->dtypes.zero);
   cJSON_AddStringToObject(json, "data", data);
   char *mine = cJSON_PrintUnformatted(json), theirs[RANKS_SHARED];
   if (!mine) fail("out of host memory for the settings");
   snprintf(theirs, sizeof theirs, "%s", mine);
   ranks_share(theirs, sizeof theirs);
-  if (strncmp(mine, theirs, sizeof theirs - 1))
-    fail("this rank is to do %s, and rank 0 %s: all ranks must see the same options, checkpoints and data",
-         mine, theirs);
+  if (strncmp(mine, theirs, sizeof theirs - 1)) {
+    size_t at = first_difference(mine, theirs);
+    fail("all ranks must see the same options, checkpoints and data, and this one has %.*s where rank 0 has "
+         "%.*s",
+         (int)strcspn(mine + at, ","), mine + at, (int)strcspn(theirs + at, ","), theirs + at);
+  }
   free(mine);
   cJSON_Delete(json);
 }

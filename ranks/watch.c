@@ -379,6 +379,7 @@ void watch_end(void) {
 void ranks_share(void *bytes, size_t count) {
   static int shares; // so far; all ranks call as often
   shares++;
+  if (count > RANKS_SHARED) fail("internal: %zu bytes are too many to share at once", count);
   if (!watch.running) return;
   Message message = {.kind = SHARED, .shares = shares};
   ranks_enter("sharing with the other ranks", false);

@@ -25,7 +25,7 @@ static void ready(void *reduction, ParameterGroup group, int64_t first) {
   Reduction *r = reduction;
   const Parameters *p = r->parameters;
   if (!r->last && !sums_every_time(r, group)) return;
-  int64_t sent = 0;
+  int64_t sent = 0; // of this layer
   while (r->left[group] > first) {
     Bucket bucket = shards_bucket(p, group, r->left[group]);
     if (bucket.first < first) break;
@@ -34,8 +34,8 @@ static void ready(void *reduction, ParameterGroup group, int64_t first) {
     sent++;
   }
   if (p->spread.zero != 2 || group != GROUP_MATRICES) return;
-  collectives_join(r->backend,
-                   sent); // the layer below writes where the one above was: that one's sums must be done
+  // The layer below writes where the one above was: that one's sums must be done.
+  collectives_join(r->backend, sent < 64 ? sent : 0);
 }
 
 void reduction_begin(Reduction *r, Backend *backend, const Parameters *parameters, bool first, bool last,
@@ -43,6 +43,8 @@ void reduction_begin(Reduction *r, Backend *backend, const Parameters *parameter
   if (backend->ranks == 1) return;
   *r = (Reduction){.backend = backend, .parameters = parameters, .first = first, .last = last};
   for (int g = 0; g < GROUP_COUNT; g++) r->left[g] = parameters->group_elements[g];
+  if (parameters->spread.zero == 2)
+    collectives_join(backend, 0); // the last micro-batch's are not to be overwritten
   options->ready = ready;
   options->ready_context = r;
   options->fresh = parameters->spread.zero == 2;
