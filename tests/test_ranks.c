@@ -222,7 +222,9 @@ static void masked_ranks_neither_hang_nor_skew(void **state) {
 static void spreading_changes_no_number(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  static const char *const jobs[][2] = {{"llama", LLAMA TEXT}, {"gpt2", GPT2 TEXT}};
+  // Enough layers that they take turns in the room for gradients.
+  static const char *const jobs[][2] = {{"llama", LLAMA TEXT "--num-layers 5"},
+                                        {"gpt2", GPT2 TEXT "--num-layers 3"}};
   for (int j = 0; j < 2; j++) {
     char one[32], name[48], options[1024];
     snprintf(one, sizeof one, "%s-whole", jobs[j][0]);

@@ -133,6 +133,7 @@ static const BackendOps cpu_ops = {
     .reduce_scatter = cpu_reduce_scatter,
     .all_gather = cpu_all_gather,
     .broadcast = cpu_broadcast,
+    .collectives_join = cpu_collectives_join,
     .to_device = to_device,
     .to_host = to_host,
     .device_bytes_now = bytes_now,

@@ -4,6 +4,10 @@
 // exchange and a loop: rank r receives everyone's slice r, adds the slices in the order of the ranks, in double,
 // rounds once, and hands the result back. Each number is summed at one place, so all ranks get the same bits, every
 // time; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
+//
+// Nothing is gained here by running beside other operations. Collectives that may do so run as late as they may: when
+// they are joined. A caller that touches their tensors too early then gets wrong numbers on the CPU, every time, and
+// not only now and then on a GPU.
 #include <stdlib.h>
 #include <string.h>
 
@@ -27,8 +31,18 @@ static void alone(const Collective *a) {
 
 enum { SLICE = 1 << 16 }; // numbers that a rank sums at a time: what arrives for it stays in the cache
 
+typedef void (*Work)(struct CpuCollectives *, const Collective *);
+
+typedef struct {
+  Work work;
+  const char *name;
+  Collective operands;
+} Waiting;
+
 struct CpuCollectives {
   int rank, ranks;
+  Waiting *waiting; // to be joined, oldest first
+  int64_t count, capacity;
   int *counts, *places, *arrived_counts, *arrived_places; // [ranks], for one exchange
   char *arrived;                                          // [ranks * SLICE] numbers
 };
@@ -86,13 +100,44 @@ static void exchange_and_sum(struct CpuCollectives *c, const Collective *a, cons
   sum(c, a->x.dtype, mine, a->accumulate, out);
 }
 
-void cpu_all_reduce(Backend *backend, const Collective *a) {
+// All that wait but the last `behind`.
+static void run_waiting(struct CpuCollectives *c, int64_t behind) {
+  int64_t ready = c->count - behind;
+  if (ready <= 0) return;
+  for (int64_t i = 0; i < ready; i++) {
+    ranks_enter(c->waiting[i].name, false);
+    c->waiting[i].work(c, &c->waiting[i].operands);
+    ranks_leave();
+  }
+  c->count = behind;
+  memmove(c->waiting, c->waiting + ready, (size_t)behind * sizeof *c->waiting);
+}
+
+static void run(Backend *backend, const Collective *a, Work work, const char *name) {
   struct CpuCollectives *c = joined(backend);
   if (!c) {
     alone(a);
     return;
   }
   whole_numbers(a);
+  if (!a->beside) {
+    run_waiting(c, 0);
+    work(c, a);
+    return;
+  }
+  if (c->count == c->capacity) {
+    c->capacity = c->capacity ? 2 * c->capacity : 64;
+    c->waiting = realloc(c->waiting, (size_t)c->capacity * sizeof *c->waiting);
+    if (!c->waiting) fail("out of memory for %lld collectives", (long long)c->capacity);
+  }
+  c->waiting[c->count++] = (Waiting){work, name, *a};
+}
+
+void cpu_collectives_join(Backend *backend, int64_t behind) {
+  if (joined(backend)) run_waiting(joined(backend), behind);
+}
+
+static void sum_everywhere(struct CpuCollectives *c, const Collective *a) {
   int64_t total = tensor_count(a->x), block = (int64_t)c->ranks * SLICE;
   for (int64_t first = 0; first < total; first += block) {
     int count = (int)cpu_min(block, total - first), slice = (int)cpu_ceil_div(count, c->ranks);
@@ -109,13 +154,7 @@ void cpu_all_reduce(Backend *backend, const Collective *a) {
   }
 }
 
-void cpu_reduce_scatter(Backend *backend, const Collective *a) {
-  struct CpuCollectives *c = joined(backend);
-  if (!c) {
-    alone(a);
-    return;
-  }
-  whole_numbers(a);
+static void sum_slices(struct CpuCollectives *c, const Collective *a) {
   int64_t share = tensor_count(a->out);
   for (int64_t first = 0; first < share; first += SLICE) {
     for (int r = 0; r < c->ranks; r++) {
@@ -127,13 +166,7 @@ void cpu_reduce_scatter(Backend *backend, const Collective *a) {
   }
 }
 
-void cpu_all_gather(Backend *backend, const Collective *a) {
-  struct CpuCollectives *c = joined(backend);
-  if (!c) {
-    alone(a);
-    return;
-  }
-  whole_numbers(a);
+static void gather(struct CpuCollectives *c, const Collective *a) {
   int count = (int)tensor_count(a->x);
   float *mine = (float *)a->out.data + (int64_t)c->rank * count;
   if (mine != a->x.data) memcpy(mine, a->x.data, tensor_bytes(a->x));
@@ -141,12 +174,25 @@ void cpu_all_gather(Backend *backend, const Collective *a) {
         "gathering from all ranks");
 }
 
-void cpu_broadcast(Backend *backend, const Collective *a) {
-  struct CpuCollectives *c = joined(backend);
-  if (!c || c->rank == 0) alone(a);
-  if (!c) return;
-  whole_numbers(a);
+static void send_from_0(struct CpuCollectives *c, const Collective *a) {
+  if (c->rank == 0) alone(a);
   check(MPI_Bcast(a->out.data, (int)tensor_count(a->x), MPI_FLOAT, 0, MPI_COMM_WORLD), "broadcasting");
+}
+
+void cpu_all_reduce(Backend *backend, const Collective *a) {
+  run(backend, a, sum_everywhere, "all_reduce");
+}
+
+void cpu_reduce_scatter(Backend *backend, const Collective *a) {
+  run(backend, a, sum_slices, "reduce_scatter");
+}
+
+void cpu_all_gather(Backend *backend, const Collective *a) {
+  run(backend, a, gather, "all_gather");
+}
+
+void cpu_broadcast(Backend *backend, const Collective *a) {
+  run(backend, a, send_from_0, "broadcast");
 }
 
 static int *ints(int count) {
@@ -184,6 +230,7 @@ void cpu_collectives_end(Backend *backend) {
   free(c->arrived_counts);
   free(c->arrived_places);
   free(c->arrived);
+  free(c->waiting);
   free(c);
 }
 
@@ -207,6 +254,11 @@ void cpu_all_gather(Backend *backend, const Collective *a) {
 void cpu_broadcast(Backend *backend, const Collective *a) {
   (void)backend;
   alone(a);
+}
+
+void cpu_collectives_join(Backend *backend, int64_t behind) {
+  (void)backend;
+  (void)behind;
 }
 
 void cpu_backend_join_ranks(Backend *backend) {

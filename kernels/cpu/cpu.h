@@ -88,6 +88,7 @@ void cpu_all_reduce(Backend *backend, const Collective *a);
 void cpu_reduce_scatter(Backend *backend, const Collective *a);
 void cpu_all_gather(Backend *backend, const Collective *a);
 void cpu_broadcast(Backend *backend, const Collective *a);
+void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
 
 #endif
