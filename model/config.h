@@ -30,13 +30,13 @@ typedef struct {
   int64_t head_dim;                // D
   int64_t max_position_embeddings; // the longest sequence
   // choices
-  NormKind norm;            // LayerNorm with bias, or RMSNorm
-  bool learned_positions;   // a table added to the embedding; otherwise rotary
-  bool gated_mlp;           // SwiGLU; otherwise GELU (tanh)
-  bool attention_bias;      // biases on the projections of attention (q, k, v and out)
-  bool mlp_bias;            // and on those of the MLP
-  bool input_major;         // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
-  bool tie_word_embeddings; // the head is the token embedding
+  NormKind norm;                  // LayerNorm with bias, or RMSNorm
+  bool learned_positions;         // a table added to the embedding; otherwise rotary
+  bool gated_mlp;                 // SwiGLU; otherwise GELU (tanh)
+  bool attention_bias;            // biases on the projections of attention (q, k, v and out)
+  bool mlp_bias;                  // and on those of the MLP
+  bool input_major;               // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
+  bool tie_word_embeddings;       // the head is the token embedding
   double final_logit_softcapping; // c of c tanh(logit / c), as Gemma 2 has it; 0: none
   double norm_epsilon;
   double rope_theta;

@@ -37,7 +37,7 @@ typedef struct {
   Recompute recompute;
   float label_smoothing, z_loss; // of training; see LossTerms
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
-  GradientsReady ready; // or NULL
+  GradientsReady ready;          // or NULL
   void *ready_context;
   bool fresh; // gradients but the head's are written even where `accumulate` says to add
 } TransformerOptions;
