@@ -70,7 +70,7 @@ static void make_ready(int socket) {
   int on = 1;
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  set_patience(socket, 0);
+  set_patience(socket, 10); // for the rest of a message that has begun
 }
 
 // --- rank 0 ------------------------------------------------------------------------------------------------

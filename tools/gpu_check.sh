@@ -92,7 +92,7 @@ fi
 if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=400 run test_ranks 420 tests/run build/release/tests/test_ranks &&
+  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 run test_ranks 570 tests/run build/release/tests/test_ranks &&
     row "test_ranks on $ranks GPUs" "$(tail -n 1 "$OUT/test_ranks.log")"
   # scaling NAME OPTIONS...: weak scaling from one GPU to all
   scaling() {
