@@ -451,6 +451,7 @@ void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a) {
   optional_vector(op, "token_weights", a.token_weights, DTYPE_F32, tokens);
   optional_vector(op, "entropy_weights", a.entropy_weights, DTYPE_F32, tokens);
   optional_vector(op, "factor", a.factor, DTYPE_F32, 1);
+  if (tensor_exists(a.bias)) gradient_vector(op, "bias", a.bias, vocab_size);
   loss_terms(op, &a.terms, vocab_size);
   if (tensor_exists(a.dlogits)) {
     is_2d(op, "dlogits", a.dlogits, tokens, vocab_size);

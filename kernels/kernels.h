@@ -254,9 +254,10 @@ typedef union {
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
-  Tensor logits;        // z: real [N, V]; may be strided; overwritten, also when dlogits is absent
+  Tensor logits;        // z: real [N, V], still without the bias; may be strided; overwritten in any case
   Tensor dlogits;       // logits itself, or bf16 at the same address with rows as long in bytes (logits being
                         // fp32), or absent: the forward pass alone
+  Tensor bias;          // real [V], or absent: added to z
   Tensor targets;       // int32 [N]
   Tensor token_weights; // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent

@@ -177,10 +177,11 @@ static void logits_and_gradient(Backend *backend, const LinearCrossEntropy *a, c
                                 Tensor logits, const Tokens *t, bool accumulate) {
   bool backward = tensor_exists(t->dx);
   Tensor dlogits = backward ? in_place_as(logits, a->x.dtype) : (Tensor){0};
-  linear_forward(backend, (LinearForward){.out = logits, .x = t->x, .weight = a->weight, .bias = a->bias});
+  linear_forward(backend, (LinearForward){.out = logits, .x = t->x, .weight = a->weight});
   cross_entropy_in_place(backend, (CrossEntropyInPlace){.loss = t->loss,
                                                         .outputs = t->outputs,
                                                         .logits = logits,
+                                                        .bias = a->bias,
                                                         .dlogits = dlogits,
                                                         .targets = t->targets,
                                                         .token_weights = t->token_weights,

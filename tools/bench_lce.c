@@ -2,7 +2,7 @@
 // bare products that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once),
 // the fused layer at each chunk, with --materialized the other mode, and with --terms the fused layer with one term of
 // the loss after the other. Prints medians, the medians of the ratios to the products, and the bytes that the layer
-// holds. Only ratios from one run mean anything: the machine is shared, and a GPU heats up.
+// holds; terms are timed in turn with the layer without them, and told as a ratio to that. Only ratios from one run mean anything: the machine is shared, and a GPU heats up.
 //
 //   tools/bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //   tools/bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
@@ -107,11 +107,11 @@ typedef struct {
 enum { WORKS_MOST = CHUNKS_MOST + 12 };
 
 typedef struct {
-  const Settings *options;
+  const Settings *settings;
   LastLayer layer;
   Tensor bias, dbias, class_weights, token_weights, entropy_weights, told; // what terms need
   Work works[WORKS_MOST];
-  int count;
+  int count, first_term; // terms come last
 } Bench;
 
 static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, int64_t count, bool ones) {
@@ -149,27 +149,27 @@ static void add_terms(Bench *b, int64_t chunk) {
   const LinearCrossEntropy plain = layer_call(&b->layer, LCE_FUSED, chunk);
   LinearCrossEntropy call;
   call = plain, call.mean = true;
-  add_work(b, "  + mean on the device", call);
+  add_work(b, "+ mean on the device", call);
   call = plain, call.token_weights = b->token_weights;
-  add_work(b, "  + token weights", call);
+  add_work(b, "+ token weights", call);
   call = plain, call.terms.class_weights = b->class_weights;
-  add_work(b, "  + class weights", call);
+  add_work(b, "+ class weights", call);
   call = plain, call.terms.z_loss = 1e-4f, call.outputs.z_loss = b->told;
-  add_work(b, "  + z-loss", call);
+  add_work(b, "+ z-loss", call);
   call = plain, call.terms.label_smoothing = 0.1f;
-  add_work(b, "  + label smoothing", call);
+  add_work(b, "+ label smoothing", call);
   call = plain, call.terms.temperature = 0.7f;
-  add_work(b, "  + temperature", call);
+  add_work(b, "+ temperature", call);
   call = plain, call.terms.softcap = 30;
-  add_work(b, "  + soft-cap", call);
+  add_work(b, "+ soft-cap", call);
   call = plain, call.bias = b->bias, call.dbias = b->dbias;
-  add_work(b, "  + bias", call);
+  add_work(b, "+ bias", call);
   call = plain, call.entropy_weights = b->entropy_weights, call.outputs.entropy = b->told;
-  add_work(b, "  + entropy", call);
+  add_work(b, "+ entropy", call);
 }
 
 static void prepare(Bench *b) {
-  const Settings *o = b->options;
+  const Settings *o = b->settings;
   Backend *backend = b->layer.backend;
   add_work(b, "three bare products", (LinearCrossEntropy){.chunk = 0});
   for (int i = 0; i < o->chunk_count; i++) {
@@ -178,6 +178,7 @@ static void prepare(Bench *b) {
              (long long)o->chunks[i]);
   }
   if (o->materialized) add_work(b, "materialized", layer_call(&b->layer, LCE_MATERIALIZED, 1));
+  b->first_term = b->count;
   if (!o->terms) return;
   b->bias = reserve_vector(backend, "bias", backend->dtype, o->vocab_size, false);
   b->dbias = reserve_vector(backend, "dbias", DTYPE_F32, o->vocab_size, false);
@@ -195,28 +196,42 @@ static double seconds(const Bench *b, const Work *work) {
   if (work->call.chunk)
     linear_cross_entropy(backend, work->call);
   else
-    layer_products(&b->layer, b->options->tokens);
+    layer_products(&b->layer, b->settings->tokens);
   backend_synchronize(backend);
   return now_seconds() - start;
 }
 
-static void run(Bench *b) {
-  int64_t rounds = b->options->repeat;
-  layer_products(&b->layer, b->options->tokens); // chooses its algorithms; held_by does so for the others
-  for (int i = 1; i < b->count; i++) b->works[i].held = held_by(b->layer.backend, b->works[i].call);
-  for (int64_t round = 0; round < rounds; round++)
-    for (int i = 0; i < b->count; i++) {
-      Work *work = &b->works[i];
-      work->times[round] = seconds(b, work);
-      work->ratios[round] = work->times[round] / b->works[0].times[round];
+// Times works [first, end) in turn, each also as a ratio to the turn's time of `base`.
+static void time_in_turn(Bench *b, Work *base, int first, int end) {
+  for (int64_t round = 0; round < b->settings->repeat; round++) {
+    double floor = base->times[round] = seconds(b, base);
+    base->ratios[round] = 1;
+    for (int i = first; i < end; i++) {
+      b->works[i].times[round] = seconds(b, &b->works[i]);
+      b->works[i].ratios[round] = b->works[i].times[round] / floor;
     }
+  }
+}
+
+static void report(const Bench *b, Work *work) {
+  int64_t rounds = b->settings->repeat;
+  printf("  %-24s %9.2f ms %7.3f", work->name, 1e3 * median(work->times, rounds),
+         median(work->ratios, rounds));
+  if (work->held) printf("   %s", text_bytes(work->held).text);
+  putchar('\n');
+}
+
+static void run(Bench *b) {
+  layer_products(&b->layer, b->settings->tokens); // chooses its algorithms; held_by does so for the others
+  for (int i = 1; i < b->count; i++) b->works[i].held = held_by(b->layer.backend, b->works[i].call);
+  time_in_turn(b, &b->works[0], 1, b->first_term);
   printf("  %-24s %12s %7s   held\n", "", "median", "ratio");
-  for (int i = 0; i < b->count; i++) {
-    Work *work = &b->works[i];
-    printf("  %-24s %9.2f ms %7.3f", work->name, 1e3 * median(work->times, rounds),
-           median(work->ratios, rounds));
-    if (work->held) printf("   %s", text_bytes(work->held).text);
-    putchar('\n');
+  for (int i = 0; i < b->first_term; i++) report(b, &b->works[i]);
+  if (b->first_term == b->count) return;
+  printf("  %-24s %12s %7s   held\n", "with a term", "median", "over without");
+  for (int i = b->first_term; i < b->count; i++) {
+    time_in_turn(b, &b->works[1], i, i + 1);
+    report(b, &b->works[i]);
   }
 }
 
@@ -253,7 +268,7 @@ int main(int argc, char **argv) {
          text_grouped(options.hidden_size).text, text_grouped(options.vocab_size).text);
   Bench *bench = calloc(1, sizeof *bench);
   if (!bench) fail("out of host memory");
-  bench->options = &options;
+  bench->settings = &options;
   bench->layer = layer_reserve(backend, shape, 1);
   prepare(bench);
   // The bare products hold all logits whatever the layer holds; terms push a little more than is planned for.

@@ -67,14 +67,14 @@ if wants bench; then
   layer() {
     local name="layer-$1-$2-$3"
     run "$name" 150 tools/bench_lce --device cuda --tokens "$1" --hidden-size "$2" --vocab "$3" --chunk 4096,2048,1024 "${@:4}" &&
-      while read -r text; do row "layer, N $1 H $2 V $3" "$text"; done < <(sed -n 's/^  \(fused\|  +\|materialized\)/\1/p' "$OUT/$name.log")
+      while read -r text; do row "layer, N $1 H $2 V $3" "$text"; done < <(sed -n 's/^  \(fused\|+\|materialized\)/\1/p' "$OUT/$name.log")
   }
   # step NAME OPTIONS...: a whole training step
   step() {
     local name="step-$1"
     shift
     run "$name" 150 tools/bench_step --device cuda "$@" &&
-      row "$name" "$(awk '/^  step/ {rate = $5} /bare products/ {tflops = $5; share = $7} /at the peak \(ledger\)/ {bytes = $2 " " $3}
+      row "$name" "$(awk '/^  step/ {rate = $4} /bare products/ {tflops = $5; share = $7} /at the peak \(ledger\)/ {bytes = $2 " " $3}
         END {print rate " tokens/s, products " tflops " TFLOP/s = " share " of the step, " bytes}' "$OUT/$name.log")"
   }
   layer 4096 4096 128256

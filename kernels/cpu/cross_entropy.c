@@ -66,6 +66,12 @@ static double weighted_sum(const float *v, int64_t vocab, const float *w) {
   return sum;
 }
 
+static void add_bias(float *z, int64_t vocab, const float *bias) {
+  if (!bias) return;
+#pragma omp simd
+  for (int64_t j = 0; j < vocab; j++) z[j] += bias[j];
+}
+
 // v in place of z; dv/dz is found again from v (slope_of).
 static void cap_and_sharpen(float *z, int64_t vocab, const Terms *t) {
   float cap = t->softcap;
@@ -104,6 +110,7 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   int32_t target = ((const int32_t *)a->targets.data)[n];
   float *v = cpu_row(a->logits, n);
   bool backward = tensor_exists(a->dlogits);
+  add_bias(v, vocab, a->bias.data);
   cap_and_sharpen(v, vocab, t);
   float target_v = v[target];
   if (tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct)) {

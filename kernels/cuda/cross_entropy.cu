@@ -20,7 +20,7 @@ struct Loss {
   int32_t *predicted;
   const int32_t *targets;
   const float *token_weights, *entropy_weights, *factor, *class_weights, *class_weight_sum;
-  float epsilon, lambda, softcap, sharpness, alpha; // sharpness = 1 / T
+  float epsilon, lambda, softcap, inverse_softcap, sharpness, alpha; // sharpness = 1 / T
   int vocab_size;
 };
 
@@ -117,15 +117,23 @@ static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i
 
 // --- v and its slope ---------------------------------------------------------------------------------------
 
-template <bool PLAIN> static __device__ __forceinline__ float v_of(float z, const Loss &loss) {
-  if (!PLAIN && loss.softcap > 0) z = loss.softcap * tanhf(z / loss.softcap);
+// tanh, off by 1e-7 at most: what a soft-cap of 30 makes of that is an fp32 logit's own rounding.
+static __device__ __forceinline__ float fast_tanh(float x) {
+  return 1 - __fdividef(2, 1 + __expf(2 * x));
+}
+
+// Of the entry in column j.
+template <bool PLAIN, typename TB>
+static __device__ __forceinline__ float v_of(float z, int j, const TB *bias, const Loss &loss) {
+  if (!PLAIN && bias) z += to_float(bias[j]);
+  if (!PLAIN && loss.softcap > 0) z = loss.softcap * fast_tanh(z * loss.inverse_softcap);
   return z * loss.sharpness;
 }
 
 // dv/dz = (1 - (u/c)^2) / T
 template <bool PLAIN> static __device__ __forceinline__ float slope_of(float v, const Loss &loss) {
   if (PLAIN || loss.softcap == 0) return loss.sharpness;
-  float ratio = v / (loss.sharpness * loss.softcap);
+  float ratio = v * loss.inverse_softcap / loss.sharpness;
   return loss.sharpness * (1 - ratio * ratio);
 }
 
@@ -183,9 +191,9 @@ static __device__ void ignore_row(int64_t row, const Loss &a) {
 }
 
 // dlogits is NULL, or logits in TG; both strides are in elements.
-template <typename T, typename TG, int W, bool PLAIN>
+template <typename T, typename TG, typename TB, int W, bool PLAIN>
 static __global__ void __launch_bounds__(1024, 1)
-    cross_entropy_kernel(T *logits, int64_t stride, TG *dlogits, int64_t dstride,
+    cross_entropy_kernel(T *logits, int64_t stride, TG *dlogits, int64_t dstride, const TB *bias,
                          const __grid_constant__ Loss a) {
   int64_t row = blockIdx.x;
   int target = a.targets[row], step = blockDim.x * W, first = threadIdx.x * W;
@@ -201,8 +209,8 @@ static __global__ void __launch_bounds__(1024, 1)
     if (tail < a.vocab_size) dlogits[tail] = from_float<TG>(0);
     return;
   }
-  float target_v = v_of<PLAIN>(to_float(logits[target]), a); // before anybody writes
-  float tail_v[1] = {tail < a.vocab_size ? v_of<PLAIN>(to_float(logits[tail]), a) : -INFINITY};
+  float target_v = v_of<PLAIN>(to_float(logits[target]), target, bias, a); // before anybody writes
+  float tail_v[1] = {tail < a.vocab_size ? v_of<PLAIN>(to_float(logits[tail]), tail, bias, a) : -INFINITY};
 
   Sums s;
   int last = first;
@@ -211,7 +219,7 @@ static __global__ void __launch_bounds__(1024, 1)
     float v[W];
     load(v, logits + i);
 #pragma unroll
-    for (int k = 0; k < W; k++) v[k] = v_of<PLAIN>(v[k], a);
+    for (int k = 0; k < W; k++) v[k] = v_of<PLAIN>(v[k], i + k, bias, a);
     add_entries<PLAIN>(s, v, i, target, a);
     last = i;
   }
@@ -230,7 +238,7 @@ static __global__ void __launch_bounds__(1024, 1)
   };
   auto group = [&](float(&v)[W], int i) {
 #pragma unroll
-    for (int k = 0; k < W; k++) v[k] = gradient(v_of<PLAIN>(v[k], a), i + k);
+    for (int k = 0; k < W; k++) v[k] = gradient(v_of<PLAIN>(v[k], i + k, bias, a), i + k);
   };
   if (sizeof(T) == sizeof(TG)) {
     if (tail < a.vocab_size) dlogits[tail] = from_float<TG>(gradient(kept, tail));
@@ -276,6 +284,7 @@ static Loss loss_of(const CrossEntropyInPlace *a) {
   l.epsilon = t->label_smoothing;
   l.lambda = t->z_loss;
   l.softcap = t->softcap;
+  l.inverse_softcap = t->softcap > 0 ? 1 / t->softcap : 0;
   l.sharpness = t->temperature > 0 ? 1 / t->temperature : 1;
   l.alpha = a->alpha;
   l.vocab_size = (int)a->logits.shape[1];
@@ -287,7 +296,7 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
   if (rows == 0) return;
   Loss loss = loss_of(a);
   bool plain = loss.softcap == 0 && loss.epsilon == 0 && !loss.entropy_weights && !loss.entropy &&
-               !loss.max_logit && !loss.predicted && !loss.correct;
+               !loss.max_logit && !loss.predicted && !loss.correct && !tensor_exists(a->bias);
   with_real(a->logits.dtype, [&](auto type) {
     using T = decltype(type);
     auto launch = [&](auto gradient_type) {
@@ -295,12 +304,19 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
       bool aligned = rows_start_aligned(a->logits, WIDTH<T>) &&
                      (!tensor_exists(a->dlogits) || rows_start_aligned(a->dlogits, WIDTH<T>));
       with_bool(aligned, [&](auto wide) {
-        with_bool(plain, [&](auto is_plain) {
-          constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-          cross_entropy_kernel<T, TG, W, decltype(is_plain)::value>
-              <<<(unsigned)rows, row_threads(cuda_ceil_div(vocab_size, W), 1024), 0, cuda_stream(backend)>>>(
-                  data_of<T>(a->logits), a->logits.stride, data_of<TG>(a->dlogits), a->dlogits.stride, loss);
-        });
+        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+        int threads = row_threads(cuda_ceil_div(vocab_size, W), 1024);
+        auto run = [&](auto kernel, auto bias) {
+          kernel<<<(unsigned)rows, threads, 0, cuda_stream(backend)>>>(
+              data_of<T>(a->logits), a->logits.stride, data_of<TG>(a->dlogits), a->dlogits.stride, bias,
+              loss);
+        };
+        if (plain)
+          run(cross_entropy_kernel<T, TG, float, W, true>, (const float *)nullptr);
+        else if (a->bias.dtype == DTYPE_BF16)
+          run(cross_entropy_kernel<T, TG, bf16, W, false>, (const bf16 *)a->bias.data);
+        else
+          run(cross_entropy_kernel<T, TG, float, W, false>, (const float *)a->bias.data);
       });
     };
     if (tensor_exists(a->dlogits) && a->dlogits.dtype == DTYPE_BF16)
