@@ -11,6 +11,7 @@
 #include "base/fail.h"
 #include "checkpoint/files.h"
 #include "checkpoint/json.h"
+#include "ranks/ranks.h"
 
 static const char saving[] = ".saving-", removing[] = ".removing-";
 
@@ -159,6 +160,7 @@ static bool file_intact(const char *path, const cJSON *entry, FolderCheck check,
     size_t count = mapping.size - first < piece ? mapping.size - first : piece;
     file_will_need(&mapping, first + piece, piece);
     sum = checksum(sum, mapping.bytes + first, count);
+    ranks_alive();
     file_done_with(&mapping, first, count);
   }
   file_unmap(&mapping);

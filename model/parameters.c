@@ -72,7 +72,7 @@ static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[
   return rank == 1 ? flat : tensor_reshape_2d(flat, shape[0], shape[1]);
 }
 
-// One slab for one role; groups[g] becomes the flat tensor of group g, absent where it has no elements to hold.
+// One slab for one role; groups[g] becomes the flat tensor of group g.
 static void reserve_role(Memory *memory, const char *name, MemoryCategory category,
                          const int64_t elements[GROUP_COUNT], const Dtype dtypes[GROUP_COUNT],
                          Tensor groups[GROUP_COUNT]) {

@@ -44,8 +44,7 @@ static void require_a_way_to_meet(void) {
   if (*self.address || mpi_is_there()) return;
   if (self.rank) _exit(1); // rank 0 says it
   fail("%s started %d ranks, and this build has no MPI to find them with; set MASTER_ADDR and MASTER_PORT, "
-       "or start "
-       "them with torchrun or tools/launch",
+       "or start them with torchrun or tools/launch",
        self.launcher, self.ranks);
 }
 
