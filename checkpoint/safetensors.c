@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/copy.h"
 #include "base/fail.h"
 #include "checkpoint/json.h"
 
@@ -214,13 +215,13 @@ static inline float widen_f16(uint16_t half) {
 bool safetensors_widen(const char *dtype, const char *from, int64_t count, float *to) {
   bool f32 = !strcmp(dtype, "F32"), bf16 = !strcmp(dtype, "BF16"), f16 = !strcmp(dtype, "F16");
   if (!f32 && !bf16 && !f16) return false;
+  if (f32) {
+    copy_bytes(to, from, (size_t)count * sizeof *to);
+    return true;
+  }
 #pragma omp parallel for schedule(static)
   for (int64_t first = 0; first < count; first += 1 << 14) {
     int64_t last = count - first < 1 << 14 ? count : first + (1 << 14);
-    if (f32) {
-      memcpy(to + first, from + 4 * first, (size_t)(last - first) * 4);
-      continue;
-    }
     for (int64_t i = first; i < last; i++) {
       uint16_t half;
       memcpy(&half, from + 2 * i, sizeof half);

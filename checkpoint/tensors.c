@@ -118,27 +118,56 @@ const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, 
 
 // --- reading -----------------------------------------------------------------------------------------------
 
+// A tensor on its way from its file to a parameter.
+typedef struct {
+  const TensorFile *file;
+  const SafetensorsEntry *entry;
+  const Parameters *parameters;
+  const Parameter *parameter;
+  Backend *backend;
+  float *values;
+  uint16_t *rounded;
+} Passage;
+
+// Its numbers from `first` on, at `stored`, to one role of the parameter: straight from the file's pages where they are
+// of the role's dtype, else by way of fp32, which the first role that needs it makes.
+static void pass(const Passage *p, const Tensor *role, const char *stored, int64_t first, int64_t count,
+                 bool *widened) {
+  Dtype dtype = role[p->parameter->group].dtype;
+  const void *numbers = stored;
+  if (strcmp(p->entry->dtype, safetensors_dtype(dtype))) {
+    if (!*widened && !safetensors_widen(p->entry->dtype, stored, count, p->values))
+      fail("%s: %s is stored as %s; F32, BF16 and F16 can be read", p->file->path, p->entry->name,
+           p->entry->dtype);
+    *widened = true;
+    numbers = p->values;
+    dtype = DTYPE_F32;
+  }
+  shards_write(p->parameters, p->backend, role, p->parameter, first, count, numbers, dtype, p->rounded);
+}
+
 void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *backend,
-                 const Parameters *parameters, const Parameter *p, const Tensor *role,
+                 const Parameters *parameters, const Parameter *parameter, const Tensor *role,
                  const Tensor *also_role) {
-  int64_t total = tensor_count(p->value);
+  int64_t total = tensor_count(parameter->value);
   size_t width = total ? e->bytes / (size_t)total : 0;
-  float *values = host_buffer(AT_ONCE * sizeof *values);
-  uint16_t *rounded = host_buffer(AT_ONCE * sizeof *rounded);
+  Passage p = {
+      .file = file, .entry = e, .parameters = parameters, .parameter = parameter, .backend = backend};
+  p.values = host_buffer(AT_ONCE * sizeof *p.values);
+  p.rounded = host_buffer(AT_ONCE * sizeof *p.rounded);
   for (int64_t first = 0; first < total; first += AT_ONCE) {
     int64_t count = total - first < AT_ONCE ? total - first : AT_ONCE;
     size_t offset = e->offset + (size_t)first * width, bytes = (size_t)count * width;
+    bool widened = false;
     file_will_need(&file->mapping, offset + bytes,
                    AT_ONCE * width); // the next part, of this tensor or another
-    if (!safetensors_widen(e->dtype, file->mapping.bytes + offset, count, values))
-      fail("%s: %s is stored as %s; F32, BF16 and F16 can be read", file->path, e->name, e->dtype);
-    shards_write(parameters, backend, role, p, first, count, values, rounded);
-    if (also_role) shards_write(parameters, backend, also_role, p, first, count, values, rounded);
+    pass(&p, role, file->mapping.bytes + offset, first, count, &widened);
+    if (also_role) pass(&p, also_role, file->mapping.bytes + offset, first, count, &widened);
     file_done_with(&file->mapping, offset, bytes);
     ranks_alive();
   }
-  free(values);
-  free(rounded);
+  free(p.values);
+  free(p.rounded);
 }
 
 // --- writing -----------------------------------------------------------------------------------------------

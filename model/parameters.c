@@ -181,11 +181,12 @@ static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t fir
     out[i] = (float)(p->stddev * random_normal(seed, stream, (uint64_t)(first + i)));
 }
 
-void parameters_upload(Backend *backend, Tensor to, const float *values, uint16_t *rounded) {
-  if (to.dtype == DTYPE_F32) {
-    backend_to_device(backend, to, values);
+void parameters_upload(Backend *backend, Tensor to, const void *numbers, Dtype dtype, uint16_t *rounded) {
+  if (to.dtype == dtype) {
+    backend_to_device(backend, to, numbers);
     return;
   }
+  const float *values = numbers;
   int64_t count = tensor_count(to);
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; i++) rounded[i] = bf16_from_f32(values[i]);
@@ -201,8 +202,8 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
     for (int64_t first = 0, total = elements_of(p); first < total; first += DRAWN_AT_ONCE) {
       int64_t count = total - first < DRAWN_AT_ONCE ? total - first : DRAWN_AT_ONCE;
       draw(p, seed, (uint64_t)i, first, count, values);
-      shards_write(parameters, backend, parameters->value, p, first, count, values, rounded);
-      shards_write(parameters, backend, parameters->master, p, first, count, values, rounded);
+      shards_write(parameters, backend, parameters->value, p, first, count, values, DTYPE_F32, rounded);
+      shards_write(parameters, backend, parameters->master, p, first, count, values, DTYPE_F32, rounded);
       ranks_alive();
     }
   }

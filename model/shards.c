@@ -40,12 +40,12 @@ static bool is_spread(const Parameters *p, const Tensor *role, ParameterGroup gr
 }
 
 void shards_write(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
-                  int64_t first, int64_t count, const float *values, uint16_t *rounded) {
+                  int64_t first, int64_t count, const void *numbers, Dtype dtype, uint16_t *rounded) {
   ParameterGroup group = parameter->group;
   if (!tensor_exists(role[group])) return;
   int64_t begin = parameter->offset + first, stop = begin + count;
   if (!is_spread(p, role, group)) {
-    parameters_upload(backend, tensor_rows(role[group], begin, count), values, rounded);
+    parameters_upload(backend, tensor_rows(role[group], begin, count), numbers, dtype, rounded);
     return;
   }
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
@@ -54,7 +54,8 @@ void shards_write(const Parameters *p, Backend *backend, const Tensor *role, con
     int64_t from = begin > own ? begin : own, to = least(stop, own + slice);
     if (from >= to) continue;
     Tensor mine = tensor_rows(shards_slice_of_shard(p, role[group], b), from - own, to - from);
-    parameters_upload(backend, mine, values + (from - begin), rounded);
+    const char *own_numbers = (const char *)numbers + (size_t)(from - begin) * dtype_bytes(dtype);
+    parameters_upload(backend, mine, own_numbers, dtype, rounded);
   }
 }
 

@@ -34,11 +34,11 @@ Tensor shards_gradients_made(const Parameters *parameters, ParameterGroup group,
 // Where the sums over all ranks of the own slice end up.
 Tensor shards_gradients_summed(const Parameters *parameters, ParameterGroup group, Bucket bucket);
 
-// Writes fp32 numbers to elements [first, first + count) of a parameter in one role (parameters->master, ...), whole
-// or spread: of what is spread each rank keeps what it owns. `rounded` has room for as many. Nothing where the role
-// is absent.
+// Writes numbers to elements [first, first + count) of a parameter in one role (parameters->master, ...), whole or
+// spread: of what is spread each rank keeps what it owns. They are fp32 or of the role's own `dtype`; `rounded` has
+// room for as many. Nothing where the role is absent.
 void shards_write(const Parameters *parameters, Backend *backend, const Tensor *role,
-                  const Parameter *parameter, int64_t first, int64_t count, const float *values,
+                  const Parameter *parameter, int64_t first, int64_t count, const void *numbers, Dtype dtype,
                   uint16_t *rounded);
 
 // Reads them to the host of rank 0, in the role's dtype; of what is spread a bucket at a time is gathered on the

@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/copy.h"
 #include "base/fail.h"
 #include "kernels/cpu/cpu.h"
 
@@ -87,12 +88,12 @@ static void fill_zero_bytes(Backend *backend, Tensor t) {
 
 static void to_device(Backend *backend, Tensor destination, const void *host) {
   (void)backend;
-  memcpy(destination.data, host, tensor_bytes(destination));
+  copy_bytes(destination.data, host, tensor_bytes(destination));
 }
 
 static void to_host(Backend *backend, void *host, Tensor source) {
   (void)backend;
-  memcpy(host, source.data, tensor_bytes(source));
+  copy_bytes(host, source.data, tensor_bytes(source));
 }
 
 static void destroy(Backend *backend) {

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/copy.h"
 #include "base/fail.h"
 #include "kernels/cpu/cpu.h"
 #include "ranks/mpi.h"
@@ -23,7 +24,7 @@ static void alone(const Collective *a) {
   if (a->accumulate)
     for (int64_t i = 0; i < tensor_count(a->x); i++) out[i] += x[i];
   else if (out != x)
-    memcpy(out, x, tensor_bytes(a->x));
+    copy_bytes(out, x, tensor_bytes(a->x));
 }
 
 #ifdef HAVE_MPI

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/copy.h"
 #include "base/text.h"
 #include "kernels/cuda/cuda_common.cuh"
 
@@ -72,7 +73,7 @@ static void to_device(Backend *backend, Tensor destination, const void *host) {
   for (size_t done = 0; done < bytes;) {
     size_t part = bytes - done < Staging::PIECE ? bytes - done : (size_t)Staging::PIECE;
     Staging::Piece *piece = take_piece(state->staging, part);
-    memcpy(state->staging->base + piece->begin, static_cast<const char *>(host) + done, part);
+    copy_bytes(state->staging->base + piece->begin, static_cast<const char *>(host) + done, part);
     cuda_check(cudaMemcpyAsync(data_of<char>(destination) + done, state->staging->base + piece->begin, part,
                                cudaMemcpyHostToDevice, state->stream),
                "uploading");

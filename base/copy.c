@@ -1,0 +1,10 @@
+#include "base/copy.h"
+
+#include <string.h>
+
+void copy_bytes(void *to, const void *from, size_t bytes) {
+  const size_t block = (size_t)256 << 10;
+#pragma omp parallel for schedule(static) if (bytes > 4 * block)
+  for (size_t first = 0; first < bytes; first += block)
+    memcpy((char *)to + first, (const char *)from + first, bytes - first < block ? bytes - first : block);
+}
