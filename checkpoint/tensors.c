@@ -9,6 +9,7 @@
 #include "ranks/ranks.h"
 
 enum { AT_ONCE = 1 << 22 }; // numbers on the way between disk and backend
+enum { AHEAD = 64 << 20 };  // bytes that the disk may read before they are asked for
 
 static char *file_name(const char *stem, int number, int of) {
   char *name;
@@ -159,8 +160,7 @@ void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *bac
     int64_t count = total - first < AT_ONCE ? total - first : AT_ONCE;
     size_t offset = e->offset + (size_t)first * width, bytes = (size_t)count * width;
     bool widened = false;
-    file_will_need(&file->mapping, offset + bytes,
-                   AT_ONCE * width); // the next part, of this tensor or another
+    file_will_need(&file->mapping, offset + AHEAD, bytes); // of this tensor or of those behind it
     pass(&p, role, file->mapping.bytes + offset, first, count, &widened);
     if (also_role) pass(&p, also_role, file->mapping.bytes + offset, first, count, &widened);
     file_done_with(&file->mapping, offset, bytes);

@@ -183,9 +183,10 @@ static int64_t floor_rows(const Backend *backend, LceShape shape, size_t usable)
 }
 
 // The fused run whose losses complete the reference of the gradients.
-static Point reference_point(const Point *p) {
+static Point reference_point(const Experiment *e, const Point *p) {
   Point fused = *p;
-  if (p->mode == LCE_MATERIALIZED) fused.chunk = lce_default_chunk(point_tokens(p));
+  if (p->mode == LCE_MATERIALIZED)
+    fused.chunk = options_default_chunk(point_tokens(p), !strcmp(e->device, "cuda"));
   fused.mode = LCE_FUSED;
   return fused;
 }
@@ -201,7 +202,7 @@ static void measure_errors(const Experiment *e, Reading *r, const LastLayer *lay
     reference_destroy(reference);
     reference = reference_create(shape, 1);
     kept = shape;
-    layer_run(layer, LCE_FUSED, reference_point(&r->point).chunk);
+    layer_run(layer, LCE_FUSED, reference_point(e, &r->point).chunk);
     reference_errors(reference, layer);
     layer_run(layer, r->point.mode, r->point.chunk);
   }
@@ -219,7 +220,7 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
   size_t stack = layer_products_stack(backend, shape_of(e, p), rows);
   if (needs->layer_stack > stack) stack = needs->layer_stack;
   if (e->errors) {
-    Point fused = reference_point(p);
+    Point fused = reference_point(e, p);
     size_t more = plan_layer(e, &fused).layer_stack;
     if (more > stack) stack = more;
   }

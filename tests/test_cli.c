@@ -257,6 +257,7 @@ static void test_help(void **state) {
                                       "--fused-lce",
                                       "--materialized-logits",
                                       "--lce-chunk=TOKENS",
+                                      "on cuda 1024",
                                       "--lce-memory=MIB",
                                       "--recompute=WHAT",
                                       "--compare-modes",

@@ -157,7 +157,7 @@ static void curve_equals_plan(void **state) {
   Options o;
   options_parse(&o, 7, arguments);
   options_settle_dtypes(&o, true);
-  o.lce_chunk = lce_default_chunk(2048);
+  o.lce_chunk = options_default_chunk(2048, true);
   for (int m = 0; m < 2; m++) {
     Plan plan = plan_run(&o, "cuda", (LceMode)m);
     assert_int_equal(reading(&c, (LceMode)m, SWEEP_TOKENS, 2048)->planned_bytes, plan.peak_bytes);

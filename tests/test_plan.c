@@ -190,6 +190,18 @@ static void test_chunk_option(void **state) {
   o = options_from(none);
   assert_int_equal(o.lce_chunk, 256); // an eighth
   options_free(&o);
+  // On a GPU never less than 1024, unless it is named.
+  char same[] = LLAMA "--batch 16 --seq-len 128", more[] = LLAMA "--batch 128 --seq-len 128",
+       named[] = LLAMA "--batch 16 --seq-len 128 --lce-chunk 77";
+  o = options_of_device(same, "cuda");
+  assert_int_equal(o.lce_chunk, 1024);
+  options_free(&o);
+  o = options_of_device(more, "cuda");
+  assert_int_equal(o.lce_chunk, 2048);
+  options_free(&o);
+  o = options_of_device(named, "cuda");
+  assert_int_equal(o.lce_chunk, 77);
+  options_free(&o);
 }
 
 static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {

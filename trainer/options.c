@@ -72,7 +72,8 @@ static const struct argp_option table[] = {
     {0, 0, 0, 0, "Last layer", 4},
     {"fused-lce", KEY_FUSED, 0, 0, "Fused, chunked lm_head + cross-entropy; gradients in the forward pass (default)", 0},
     {"materialized-logits", KEY_MATERIALIZED, 0, 0, "Keep the logits of all tokens, to compare with", 0},
-    {"lce-chunk", KEY_CHUNK, "TOKENS", 0, "Tokens per chunk (default an eighth of B x T, within 128 and 4096)", 0},
+    {"lce-chunk", KEY_CHUNK, "TOKENS", 0, 
+     "Tokens per chunk (default an eighth of B x T, within 128, on cuda 1024, and 4096)", 0},
     {"lce-memory", KEY_LCE_MEMORY, "MIB", 0, "Choose the largest chunk whose layer holds at most this much", 0},
 
     {"label-smoothing", KEY_SMOOTHING, "EPS", 0,
@@ -750,6 +751,12 @@ void options_settle_dtypes(Options *o, bool cuda) {
   if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
 }
 
+int64_t options_default_chunk(int64_t tokens, bool cuda) {
+  const int64_t least_on_cuda = 1024;
+  int64_t chunk = lce_default_chunk(tokens);
+  return cuda && chunk < least_on_cuda ? least_on_cuda : chunk;
+}
+
 void options_settle_chunk(Options *o, const Backend *backend) {
   int64_t tokens = o->batch * o->seq_len;
   if (o->lce_memory) {
@@ -766,7 +773,7 @@ void options_settle_chunk(Options *o, const Backend *backend) {
            (long long)o->lce_memory,
            (long long)((lce_bytes(backend, LCE_FUSED, 1, shape) + (1 << 20) - 1) >> 20));
   }
-  if (!o->lce_chunk) o->lce_chunk = lce_default_chunk(tokens);
+  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(tokens, backend->scratch == &cuda_scratch);
 }
 
 void options_free(Options *o) {
