@@ -41,6 +41,20 @@ static Axis trade_axis(const Trade *fused, const Trade *whole) {
   return axis_around(y, count, UNIT_PLAIN, false, false);
 }
 
+// Where a mark with a time stands; one beyond the top stands at it.
+static Spot mark_spot(const Panel *p, const Mark *m) {
+  return panel_spot(p, m->bytes, m->ratio > p->y.high ? p->y.high : m->ratio);
+}
+
+static void take_marks(const Panel *p, const Recipe *recipe, Taken *taken) {
+  Marks marks = marks_of(recipe, SWEEP_CHUNK);
+  for (int i = 0; i < marks.count; i++) {
+    if (!(marks.items[i]->ratio > 0)) continue;
+    Spot at = mark_spot(p, marks.items[i]);
+    taken_add(taken, (Box){at.x - 7, at.y - 7, at.x + 7, at.y + 7});
+  }
+}
+
 static void trade_marks(const Panel *p, const Recipe *recipe, Taken *taken) {
   Marks marks = marks_of(recipe, SWEEP_CHUNK);
   Box frame = p->box;
@@ -50,11 +64,10 @@ static void trade_marks(const Panel *p, const Recipe *recipe, Taken *taken) {
     const Mark *m = marks.items[i];
     if (m->ratio > 0) {
       bool beyond = m->ratio > p->y.high;
-      Spot at = panel_spot(p, m->bytes, beyond ? p->y.high : m->ratio);
+      Spot at = mark_spot(p, m);
       char text[96];
       snprintf(text, sizeof text, beyond ? "%s, at %.2f" : "%s", m->label, m->ratio);
       canvas_marker(p->canvas, MARKER_DIAMOND, at, 5, COLOR_MUTED, true);
-      taken_add(taken, (Box){at.x - 7, at.y - 7, at.x + 7, at.y + 7});
       text_beside(p->canvas, taken, frame, at, 9, small, text,
                   (const Side[]){SIDE_RIGHT, SIDE_LEFT, SIDE_ABOVE, SIDE_BELOW}, 4);
       continue;
@@ -115,6 +128,7 @@ void draw_trade(Canvas *canvas, const Curve *c, const Recipe *recipe) {
         }
       }
     }
+  take_marks(&p, recipe, &taken);
   small.color = COLOR_MODE[LCE_FUSED];
   for (int i = 0; i < fused.line.count; i++) {
     Spot at = panel_spot(&p, fused.line.x[i], fused.line.y[i]);
@@ -126,7 +140,8 @@ void draw_trade(Canvas *canvas, const Curve *c, const Recipe *recipe) {
   TextStyle bold = {.size = 12, .bold = true, .color = COLOR_MODE[LCE_MATERIALIZED]};
   for (int i = 0; i < whole.line.count; i++)
     text_beside(canvas, &taken, p.box, panel_spot(&p, whole.line.x[i], whole.line.y[i]), 9, bold,
-                MODE_TEXT[LCE_MATERIALIZED], (const Side[]){SIDE_RIGHT, SIDE_LEFT, SIDE_ABOVE}, 3);
+                MODE_TEXT[LCE_MATERIALIZED], (const Side[]){SIDE_RIGHT, SIDE_LEFT, SIDE_ABOVE, SIDE_BELOW},
+                4);
   trade_marks(&p, recipe, &taken);
   note(canvas, c, recipe ? recipe->grey : NULL, TRADE_SIZE.height - 18);
 }

@@ -258,18 +258,20 @@ void text_beside(Canvas *c, Taken *t, Box frame, Spot at, double distance, TextS
   double width = canvas_text_width(c, style, text), tall = style.size;
   Box place = {0};
   style.align = ALIGN_LEFT;
-  for (int i = 0; i < count; i++) {
+  bool placed = false;
+  // Close by if there is room, else a little further away.
+  for (int i = 0; i < 3 * count && !placed; i++) {
+    double away = distance * (1 + i / count);
+    Side side = sides[i % count];
     Spot middle = at;
-    if (sides[i] == SIDE_RIGHT) middle.x += distance + width / 2;
-    if (sides[i] == SIDE_LEFT) middle.x -= distance + width / 2;
-    if (sides[i] == SIDE_ABOVE) middle.y -= distance + 0.45 * tall;
-    if (sides[i] == SIDE_BELOW) middle.y += distance + 0.55 * tall;
+    if (side == SIDE_RIGHT) middle.x += away + width / 2;
+    if (side == SIDE_LEFT) middle.x -= away + width / 2;
+    if (side == SIDE_ABOVE) middle.y -= away + 0.45 * tall;
+    if (side == SIDE_BELOW) middle.y += away + 0.55 * tall;
     Box box = {middle.x - width / 2, middle.y - tall / 2, middle.x + width / 2, middle.y + tall / 2};
-    bool inside = box.left >= frame.left && box.right <= frame.right && box.top >= frame.top &&
-                  box.bottom <= frame.bottom;
-    if (i > 0 && !(inside && is_free(t, box))) continue;
-    place = box; // the first stands in when none is free
-    if (inside && is_free(t, box)) break;
+    placed = box.left >= frame.left && box.right <= frame.right && box.top >= frame.top &&
+             box.bottom <= frame.bottom && is_free(t, box);
+    if (i == 0 || placed) place = box; // the first stands in when none is free
   }
   // Paper under the letters, so that grid lines do not cross them.
   canvas_boxes(c, &place, 1, (Color){255, 255, 255}, 0.8);
