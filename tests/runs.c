@@ -6,7 +6,7 @@
 
 #include "data/corpus.h"
 
-Options options_from(char *line) {
+static Options options_on(bool cuda, char *line) {
   enum { MOST = 64 };
   char *argv[MOST + 1] = {"train"}, *rest = NULL;
   int argc = 1;
@@ -14,25 +14,32 @@ Options options_from(char *line) {
     argv[argc++] = word;
   Options options;
   options_parse(&options, argc, argv);
-  options_settle_dtypes(&options, false);
-  Backend *plan = plan_backend_create("cpu", options.dtype);
+  options_settle_dtypes(&options, cuda);
+  Backend *plan = plan_backend_create(cuda ? "cuda" : "cpu", options.dtype);
   options_settle_chunk(&options, plan);
   backend_destroy(plan);
   return options;
 }
 
-Run *run_open(const char *format, ...) {
+Options options_from(char *line) {
+  return options_on(false, line);
+}
+
+static Run *open_line(const char *backend, const char *format, va_list arguments) {
   Run *run = calloc(1, sizeof *run);
   assert_non_null(run);
-  va_list arguments;
-  va_start(arguments, format);
+  run->h = harness_open(backend);
+  if (!run->h) {
+    free(run);
+    return NULL;
+  }
+  bool cuda = !strncmp(backend, "cuda", 4), fp32 = strstr(backend, "fp32") != NULL;
   int length = vsnprintf(run->line, sizeof run->line, format, arguments);
-  va_end(arguments);
+  if (cuda && fp32)
+    length += snprintf(run->line + length, sizeof run->line - (size_t)length, " --dtype fp32");
   assert_in_range(length, 0, sizeof run->line - 1);
-  run->options = options_from(run->line);
+  run->options = options_on(cuda, run->line);
   const Options *o = &run->options;
-  run->h = harness_open("cpu");
-  assert_non_null(run->h);
   run->source = o->data_count ? source_open(o->data, o->data_count, o->model.vocab_size)
                               : corpus_open(o->model.vocab_size);
   if (o->val_data_count) run->val_source = source_open(o->val_data, o->val_data_count, o->model.vocab_size);
@@ -44,6 +51,23 @@ Run *run_open(const char *format, ...) {
                                               .seed = o->seed});
   trainer_create(&run->trainer, o, run->h->backend);
   trainer_set_mode(&run->trainer, o->mode);
+  return run;
+}
+
+Run *run_open(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Run *run = open_line("cpu", format, arguments);
+  va_end(arguments);
+  assert_non_null(run);
+  return run;
+}
+
+Run *run_open_on(const char *backend, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Run *run = open_line(backend, format, arguments);
+  va_end(arguments);
   return run;
 }
 

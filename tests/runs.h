@@ -1,4 +1,4 @@
-// A training run inside a test's process, made from a command line as train.c makes it, on the CPU.
+// A training run inside a test's process, made from a command line as train.c makes it, on the CPU or a GPU.
 #ifndef LCE_TESTS_RUNS_H
 #define LCE_TESTS_RUNS_H
 
@@ -22,6 +22,8 @@ typedef struct {
 
 // Without --data the run reads the source tree.
 Run *run_open(const char *format, ...) __attribute__((format(printf, 1, 2)));
+// The same on a backend by its name in harness_open, or NULL where there is none.
+Run *run_open_on(const char *backend, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void run_close(Run *run);
 
 // One step, and its result at once.

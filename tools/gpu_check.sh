@@ -44,7 +44,7 @@ make -s all tests ${DEPS_ROOT:+DEPS_ROOT="$DEPS_ROOT"} >"$OUT/build.log" 2>&1 ||
   { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
 
 if wants tests; then
-  for program in build/release/tests/test_{cuda*,kernels,last_layer,loss*,generate}; do
+  for program in build/release/tests/test_{cuda*,kernels,last_layer,loss*,accuracy,golden,generate}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
