@@ -25,7 +25,7 @@ Q := $(if $(V),,@)# `make V=1` shows whole commands
 GOALS := $(or $(MAKECMDGOALS),all)
 
 .PHONY: all tests info deps deps-dev run test bench memory-curve check format clean help
-.PHONY: fuzz build-and-run build-and-test build-and-fuzz build-and-bench build-and-memory-curve
+.PHONY: liblce.so build-library fuzz build-and-run build-and-test build-and-fuzz build-and-bench build-and-memory-curve
 .SECONDARY:
 .DELETE_ON_ERROR:
 all:
@@ -47,15 +47,18 @@ else ifeq ($(VARIANT),fuzz)
   OPTIMIZE := -O1 -fno-omit-frame-pointer -fsanitize=address,undefined,fuzzer-no-link -fno-sanitize-recover=undefined
   CC       := clang
   CUDA     := 0
+else ifeq ($(VARIANT),library)
+  OPTIMIZE := -O3 -fPIC -fvisibility=hidden
+  CUFLAGS  += -Xcompiler=-fPIC,-fvisibility=hidden
 else
-  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, fuzz)
+  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, fuzz, library)
 endif
 WARNINGS := -Wall -Wextra -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-failed)
 
 # --- What is there ------------------------------------------------------------------------------------------
 
 # These goals only hand on to another make after installing, or need no compiler: they skip the search.
-SEARCH := $(filter-out run test fuzz bench memory-curve check format clean help,$(GOALS))
+SEARCH := $(filter-out liblce.so run test fuzz bench memory-curve check format clean help,$(GOALS))
 ifneq ($(SEARCH),)
 
 MULTIARCH := $(shell $(CC) -print-multiarch 2>/dev/null)
@@ -209,6 +212,10 @@ endif # SEARCH
 SOURCES  := $(wildcard base/*.c ranks/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c checkpoint/*.c trainer/*.c plot/*.c curves/*.c) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
+# What liblce.so is made of; the archive leaves out what it does not need.
+ifeq ($(VARIANT),library)
+  SOURCES := $(filter base/% kernels/% ranks/%,$(SOURCES)) $(wildcard library/*.c)
+endif
 PROGRAMS := $(wildcard train.c tools/*.c) $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
 TESTS    := $(wildcard tests/test_*.c)
 HELPERS  := $(filter-out $(TESTS),$(wildcard tests/*.c))
@@ -264,6 +271,15 @@ $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRAR
 
 $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
 	$(call LINK,-fsanitize=fuzzer)
+
+# The layer for other languages: objects of their own, which may lie anywhere in memory.
+LIBLCE ?= liblce.so
+liblce.so:
+	@$(MAKE) VARIANT=library build-library
+
+build-library: $(LIBRARY)
+	@echo "  link  $(LIBLCE)"
+	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/library/lce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
 
 -include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
@@ -332,13 +348,14 @@ format:
 	clang-format -i $(CODE)
 
 clean:
-	rm -rf build train $(basename $(wildcard tools/*.c tools/*.cu))
+	rm -rf build train liblce.so $(basename $(wildcard tools/*.c tools/*.cu))
 
 help:
 	@sed -n 's/^#: \?//p' Makefile
 
 #: make                 builds ./train and the programs of tools/, and says what was found on this machine
 #: make tests           builds the test programs
+#: make liblce.so       the last layer behind a C interface (library/lce.h), for any language
 #: make run             installs what is missing, builds, trains the demonstration; RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, runs every test
 #: make fuzz            feeds the readers of files random bytes, FUZZ_SECONDS=20 for each (clang)
