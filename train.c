@@ -441,10 +441,12 @@ static void summarize(Run *run) {
            text_count(rate).text, 1e3 * per_step, 100 * progress_share(&run->progress, per_step));
   if (o->ranks > 1)
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)run->wire_bytes).text);
-  putchar('\n');
   MemoryColumn column = {
       .title = lce_mode_name(run->trainer->transformer.mode), .memory = memory, .device_bytes = device_peak};
-  if (!o->compare_modes) report_memory(stdout, &column, 1, system_row(backend));
+  if (!o->compare_modes) {
+    putchar('\n');
+    report_memory(stdout, &column, 1, system_row(backend));
+  }
 
   cJSON *line = cJSON_CreateObject();
   cJSON_AddStringToObject(line, "loss_mode", lce_mode_name(run->trainer->transformer.mode));

@@ -54,11 +54,11 @@ if wants sanitizer; then
   # racecheck does not know mbarriers and bulk copies: it reports every kernel that is ordered by them, the libraries'
   # own as well, so those are left to the comparisons with the CPU.
   unknown=(--kernel-name-exclude kernel_substring=product_kernel)
-  for program in test_cuda test_cuda_attention; do
-    LCE_SMALL_SHAPES=1 run "$program-memcheck" 200 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/$program" &&
+  for program in test_cuda test_cuda_attention test_loss_terms; do
+    LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run "$program-memcheck" 200 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/$program" &&
       row "$program under memcheck" "$(grep 'ERROR SUMMARY' "$OUT/$program-memcheck.log" | tail -n 1 | sed 's/=* *//')"
   done
-  LCE_SMALL_SHAPES=1 run test_cuda-racecheck 200 compute-sanitizer --tool racecheck "${unknown[@]}" --error-exitcode 9 build/release/tests/test_cuda &&
+  LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run test_cuda-racecheck 240 compute-sanitizer --tool racecheck "${unknown[@]}" --error-exitcode 9 build/release/tests/test_cuda &&
     row "test_cuda under racecheck" "$(grep 'RACECHECK SUMMARY' "$OUT/test_cuda-racecheck.log" | tail -n 1 | sed 's/=* *//')"
 fi
 
