@@ -12,7 +12,7 @@
 
 struct lce_context {
   Backend *backend;
-  size_t stack_bytes; // what the stack was last made for
+  Backend *plan; // of the call being checked: a call that is refused leaves it behind
   size_t held_bytes;
 };
 
@@ -129,12 +129,19 @@ static LinearCrossEntropy call_of(const lce_args *a, Dtype real) {
                               .accumulate = a->accumulate};
 }
 
-// What the call will push, by a backend that runs nothing.
-static size_t planned_bytes(const Backend *backend, LinearCrossEntropy call) {
-  Backend *plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", backend->dtype);
-  linear_cross_entropy(plan, call);
-  size_t bytes = plan->memory.ledger.stack_peak;
+static void forget_plan(lce_context *context) {
+  Backend *plan = context->plan;
+  context->plan = NULL;
   backend_destroy(plan);
+}
+
+// What the call will push, by a backend that runs nothing.
+static size_t planned_bytes(lce_context *context, LinearCrossEntropy call) {
+  const Backend *backend = context->backend;
+  context->plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", backend->dtype);
+  linear_cross_entropy(context->plan, call);
+  size_t bytes = context->plan->memory.ledger.stack_peak;
+  forget_plan(context);
   return bytes;
 }
 
@@ -142,15 +149,15 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   Backend *backend = context->backend;
   if (setjmp(caller)) {
     memory_pop_to(&backend->memory, 0);
+    forget_plan(context);
     return 1;
   }
   check(args);
   LinearCrossEntropy call = call_of(args, backend->dtype);
-  size_t bytes = planned_bytes(backend, call);
-  if (bytes > context->stack_bytes) {
+  size_t bytes = planned_bytes(context, call);
+  if (bytes > backend->memory.stack_capacity) {
     backend_synchronize(backend); // earlier calls may still use the stack that goes
     memory_set_stack(&backend->memory, bytes);
-    context->stack_bytes = bytes;
   }
   linear_cross_entropy(backend, call);
   context->held_bytes = bytes;

@@ -7,6 +7,7 @@ import array
 import ctypes
 import json
 import os
+import resource
 import subprocess
 import sys
 import traceback
@@ -89,6 +90,26 @@ def errors_come_back(lce):
     lce.lce_destroy(None)
 
 
+def refusals_leave_nothing_behind(lce):
+    """Neither memory, call after call, nor a context that lost its stack to a call that asked for too much."""
+    context = lce.lce_create(b"cpu", 0, b"fp32")
+    first = run(lce, context, case_named("mean"))
+    numbers = floats([1] * 16)
+    there = {name: address(numbers) for name in ("x", "weight", "targets", "loss", "dx", "dweight")}
+    endless = Args(tokens=1 << 10, hidden_size=1, vocab_size=1 << 36, chunk=1 << 10, scale=1, **there)
+    assert lce.lce_linear_cross_entropy(context, ctypes.byref(endless)) == 1
+    assert b"out of memory" in lce.lce_last_error(), lce.lce_last_error()
+    assert run(lce, context, case_named("mean")) == first
+    wrong = Args(tokens=2, hidden_size=2, vocab_size=2, label_smoothing=7, scale=1, **there)
+    most = []
+    for _ in range(2):  # the first turn is what the allocator grows by
+        for _ in range(2000):
+            assert lce.lce_linear_cross_entropy(context, ctypes.byref(wrong)) == 1
+        most.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert most[1] - most[0] < 1024, f"{most[1] - most[0]} KiB more after 2000 refusals"
+    lce.lce_destroy(context)
+
+
 def contexts_do_not_meet(lce):
     a, b = lce.lce_create(b"cpu", 0, b"fp32"), lce.lce_create(b"cpu", 0, b"fp32")
     first, second = run(lce, a, case_named("mean")), run(lce, b, case_named("z-loss, mean"))
@@ -100,7 +121,7 @@ def contexts_do_not_meet(lce):
     lce.lce_destroy(b)
 
 
-TESTS = (same_as_pytorch, errors_come_back, contexts_do_not_meet)
+TESTS = (same_as_pytorch, errors_come_back, refusals_leave_nothing_behind, contexts_do_not_meet)
 
 
 def main():

@@ -56,7 +56,9 @@ def compiled(device):
 def native(_):
     if not hasattr(F, "linear_cross_entropy"):
         raise Absent(f"PyTorch {torch.__version__} has none")
-    return autograd(lambda x, w, y: F.linear_cross_entropy(x, w, y))
+    # Without options it is the plain composition; with them, where there are any, it goes in chunks.
+    options = {"options": torch.nn.LinearCrossEntropyOptions()} if hasattr(torch.nn, "LinearCrossEntropyOptions") else {}
+    return autograd(lambda x, w, y: F.linear_cross_entropy(x, w, y, **options))
 
 
 def liger(device):
@@ -67,11 +69,11 @@ def liger(device):
     return autograd(lambda x, w, y: loss(w, x, y))
 
 
-def cce(device):
+def cce(device, filter_eps):
     if device == "cpu":
         raise Absent("runs on GPUs only")
     from cut_cross_entropy import linear_cross_entropy
-    return autograd(lambda x, w, y: linear_cross_entropy(x, w, y))
+    return autograd(lambda x, w, y: linear_cross_entropy(x, w, y, filter_eps=filter_eps))
 
 
 def quack(device):
@@ -106,6 +108,7 @@ class Ours:
                            x=x.data_ptr(), weight=w.data_ptr(), targets=y.data_ptr(), loss=loss.data_ptr(), **more)
         if backward:
             args.dx, args.dweight = dx.data_ptr(), dw.data_ptr()
+        wait(y.device.type)  # the library's stream does not wait for PyTorch's, which may still make the inputs
         if self.lce.lce_linear_cross_entropy(self.context, ctypes.byref(args)) or \
                 self.lce.lce_synchronize(self.context):
             raise RuntimeError(self.lce.lce_last_error().decode())
@@ -153,7 +156,8 @@ def peers(device, library):
     yield "torch linear_cross_entropy", lambda: native(device), None
     yield "Liger (Triton, fp32 dW)", lambda: liger(device), None
     yield "QuACK (CuTe)", lambda: quack(device), None
-    yield "Cut Cross-Entropy", lambda: cce(device), None
+    yield "Cut Cross-Entropy (filtered)", lambda: cce(device, "high"), None
+    yield "Cut Cross-Entropy (exact)", lambda: cce(device, None), None
     for chunk in (4096, 2048, 1024):
         yield f"lce.c, chunk {chunk}", lambda chunk=chunk: chunk, library
 
