@@ -361,6 +361,28 @@ static void say_ready(const TransformerOptions *options, ParameterGroup group, i
   if (options->ready) options->ready(options->ready_context, group, first);
 }
 
+// The head's gradient, which is the embedding's too, takes longest to sum over the ranks: [V, H] in fp32. So that it
+// may go while the layers' backward passes run, the embedding's part comes after the sum. It has N rows at most: every
+// rank gets those of all ranks and adds them, in the same order.
+static void embedding_of_all_ranks(Pass *p, Tensor dr) {
+  Backend *backend = p->backend;
+  Memory *memory = &backend->memory;
+  int64_t rows = p->rows * backend->ranks, hidden_size = p->model->config.hidden_size;
+  MemoryMark mark = memory_mark(memory);
+  Tensor tokens = memory_push_1d(memory, "tokens of all ranks", MEMORY_ACTIVATION_GRADIENTS, DTYPE_I32, rows);
+  Tensor dout = memory_push_2d(memory, "d residual of all ranks", MEMORY_ACTIVATION_GRADIENTS, dr.dtype, rows,
+                               hidden_size);
+  all_gather(backend, (Collective){.out = tokens, .x = p->batch->tokens});
+  all_gather(backend, (Collective){.out = dout, .x = dr});
+  collectives_join(backend, 0); // the head's sum among them
+  embedding_backward(backend, (EmbeddingBackward){.dtoken_weight = p->model->token_embedding.grad,
+                                                  .dout = dout,
+                                                  .tokens = tokens,
+                                                  .seq_len = p->batch->seq_len,
+                                                  .accumulate_token = true});
+  memory_pop_to(memory, mark);
+}
+
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss) {
   Pass p = pass_begin(backend, model, batch);
@@ -402,7 +424,9 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                                                      .counted = batch->counted,
                                                      .scale = scale,
                                                      .accumulate = accumulate});
-  if (!model->config.tie_word_embeddings) say_ready(options, GROUP_HEAD, 0);
+  bool tied = model->config.tie_word_embeddings;
+  bool head_first = !tied || (options->sums_head && !tensor_exists(model->position_embedding.grad));
+  if (head_first) say_ready(options, GROUP_HEAD, 0);
   run_norm_backward(&p, &norm, dr, dnorm, stream, &model->final_norm_weight, &model->final_norm_bias, false);
   memory_pop_to(memory, top);
 
@@ -411,19 +435,20 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
     say_ready(options, GROUP_MATRICES, place_in_group(model, &model->layers[l].qkv_weight));
   }
-  // A tied embedding already holds the head's gradient.
-  embedding_backward(
-      backend, (EmbeddingBackward){.dtoken_weight = model->token_embedding.grad,
-                                   .dposition_weight = model->position_embedding.grad,
-                                   .dout = dr,
-                                   .tokens = batch->tokens,
-                                   .seq_len = batch->seq_len,
-                                   .accumulate_token = p.accumulate || model->config.tie_word_embeddings,
-                                   .accumulate_position = p.accumulate});
+  if (tied && head_first)
+    embedding_of_all_ranks(&p, dr);
+  else // a tied embedding already holds the head's gradient
+    embedding_backward(backend, (EmbeddingBackward){.dtoken_weight = model->token_embedding.grad,
+                                                    .dposition_weight = model->position_embedding.grad,
+                                                    .dout = dr,
+                                                    .tokens = batch->tokens,
+                                                    .seq_len = batch->seq_len,
+                                                    .accumulate_token = p.accumulate || tied,
+                                                    .accumulate_position = p.accumulate});
   memory_pop_to(memory, bottom);
   say_ready(options, GROUP_MATRICES, 0);
   say_ready(options, GROUP_VECTORS, 0);
-  if (model->config.tie_word_embeddings) say_ready(options, GROUP_HEAD, 0);
+  if (!head_first) say_ready(options, GROUP_HEAD, 0);
   free(states);
   free(marks);
 }

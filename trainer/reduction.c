@@ -47,5 +47,6 @@ void reduction_begin(Reduction *r, Backend *backend, const Parameters *parameter
     collectives_join(backend, 0); // the last micro-batch's are not to be overwritten
   options->ready = ready;
   options->ready_context = r;
+  options->sums_head = last && !tensor_exists(parameters->grad_shard[GROUP_HEAD]);
   options->fresh = parameters->spread.zero == 2;
 }
