@@ -39,6 +39,7 @@ EXPORTED const char *lce_last_error(void) {
 // --- contexts ----------------------------------------------------------------------------------------------
 
 static Backend *open_backend(const char *device, int ordinal, const char *dtype) {
+  if (!device || !dtype) return failed("lce_create: device and dtype must be there"), NULL;
   bool fp32 = !strcmp(dtype, "fp32");
   if (!fp32 && strcmp(dtype, "bf16") != 0) return failed("dtype is neither \"bf16\" nor \"fp32\""), NULL;
   if (!strcmp(device, "cpu")) {
@@ -69,14 +70,19 @@ EXPORTED void lce_destroy(lce_context *context) {
   free(context);
 }
 
+static bool there(const lce_context *context) {
+  return context || failed("the context is NULL: lce_create found none, and lce_last_error said why");
+}
+
 EXPORTED int lce_synchronize(lce_context *context) {
+  if (!there(context)) return 1;
   if (setjmp(caller)) return 1;
   backend_synchronize(context->backend);
   return 0;
 }
 
 EXPORTED int64_t lce_held_bytes(const lce_context *context) {
-  return (int64_t)context->held_bytes;
+  return context ? (int64_t)context->held_bytes : 0;
 }
 
 // --- the layer ---------------------------------------------------------------------------------------------
@@ -90,6 +96,7 @@ static Tensor matrix(const void *data, Dtype dtype, int64_t rows, int64_t column
 }
 
 static void check(const lce_args *a) {
+  if (!a) fail("lce_linear_cross_entropy: args must be there");
   if (a->tokens < 1 || a->hidden_size < 1 || a->vocab_size < 1)
     fail("lce_linear_cross_entropy: tokens %lld, hidden_size %lld, vocab_size %lld; all must be 1 or more",
          (long long)a->tokens, (long long)a->hidden_size, (long long)a->vocab_size);
@@ -146,6 +153,7 @@ static size_t planned_bytes(lce_context *context, LinearCrossEntropy call) {
 }
 
 EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
+  if (!there(context)) return 1;
   Backend *backend = context->backend;
   if (setjmp(caller)) {
     memory_pop_to(&backend->memory, 0);

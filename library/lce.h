@@ -57,7 +57,8 @@ void lce_destroy(lce_context *context); // NULL is fine
 int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 int lce_synchronize(lce_context *context);
 
-// Bytes that the last call held at its peak beyond the caller's tensors.
+// Bytes that the last call held at its peak beyond the caller's tensors, without the fixed workspace of matrix products
+// that a context on CUDA has from the start; 0 for NULL and before the first call.
 int64_t lce_held_bytes(const lce_context *context);
 
 // Why the last call of this thread failed.

@@ -46,10 +46,10 @@ def case_named(name):
     return next(c for c in golden["cases"] if c["name"] == name)
 
 
-def run(lce, context, case, **more):
+def run(lce, context, case, dweight=None, **more):
     """The tensors of a call that computes the case, and the call itself."""
     t = dict(x=floats(golden["x"]), weight=floats(golden["weight"]), targets=array.array("i", case.get("targets", golden["targets"])),
-             loss=floats([0] * N), dx=floats([9] * N * H), dweight=floats([9] * V * H), logsumexp=floats([0] * N))
+             loss=floats([0] * N), dx=floats([9] * N * H), dweight=dweight or floats([9] * V * H))
     args = Args(tokens=N, hidden_size=H, vocab_size=V, scale=case["scale"], mean=case["mean"],
                 label_smoothing=case["label_smoothing"], z_loss=case["z_loss"], temperature=case["temperature"],
                 chunk=4, **{name: address(numbers) for name, numbers in t.items()}, **more)
@@ -66,6 +66,33 @@ def same_as_pytorch(lce):
         for what in ("loss", "dx", "dweight"):
             close(f"{name}: {what}", t[what], case[what])
     assert lce.lce_held_bytes(context) > 4 * 4 * V
+    lce.lce_destroy(context)
+
+
+OUTPUTS = ("token_z_loss", "log_prob", "logsumexp", "entropy", "max_logit")
+
+
+def every_field_arrives(lce):
+    """All of PyTorch's golden cases, each with every tensor that the struct can name, materialized too, added up too."""
+    context = lce.lce_create(b"cpu", 0, b"fp32")
+    zero = {"entropy_weights": 0}
+    for case in golden["cases"]:
+        given = {name: floats(golden[name]) if case[f"with_{name}"] else floats([zero.get(name, 1)] * size)
+                 for name, size in (("class_weights", V), ("token_weights", N), ("entropy_weights", N))}
+        given["bias"] = floats(golden["bias"] if case["with_bias"] else [0] * V)
+        got = {name: floats([9] * N) for name in OUTPUTS}
+        got.update(dbias=floats([9] * V), correct=floats([9] * N), predicted=array.array("i", [9] * N))
+        more = {name: address(numbers) for name, numbers in (*given.items(), *got.items())}
+        for materialized in (0, 1):
+            got.update(run(lce, context, case, softcap=case["softcap"], materialized=materialized, **more))
+            for what in ("loss", "dx", "dweight", "predicted", *OUTPUTS, *(["dbias"] if "dbias" in case else [])):
+                close(f"{case['name']}: {what}", got[what], case[what])
+            targets = case.get("targets", golden["targets"])
+            want = [float(y >= 0 and y == p) for y, p in zip(targets, case["predicted"])]
+            assert list(got["correct"]) == want, case["name"]
+        once = got["dweight"]
+        again = run(lce, context, case, once, softcap=case["softcap"], accumulate=1, **more)["dweight"]
+        close(f"{case['name']}: dweight twice", again, [2 * number for number in case["dweight"]])
     lce.lce_destroy(context)
 
 
@@ -87,6 +114,9 @@ def errors_come_back(lce):
     assert b"label_smoothing is 7" in lce.lce_last_error()
     run(lce, context, case_named("mean"))  # the context still works
     lce.lce_destroy(context)
+    assert lce.lce_linear_cross_entropy(None, ctypes.byref(wrong)) == 1 and b"NULL" in lce.lce_last_error()
+    assert lce.lce_synchronize(None) == 1 and lce.lce_held_bytes(None) == 0
+    assert lce.lce_create(None, 0, None) is None
     lce.lce_destroy(None)
 
 
@@ -121,7 +151,7 @@ def contexts_do_not_meet(lce):
     lce.lce_destroy(b)
 
 
-TESTS = (same_as_pytorch, errors_come_back, refusals_leave_nothing_behind, contexts_do_not_meet)
+TESTS = (same_as_pytorch, every_field_arrives, errors_come_back, refusals_leave_nothing_behind, contexts_do_not_meet)
 
 
 def main():
