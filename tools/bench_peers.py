@@ -7,9 +7,11 @@
 Every peer computes the mean loss and the gradients of x and W. Peers take turns; every time is also told as a ratio to
 the three bare matrix products of the same turn (logits, dX and dW through torch.matmul). "holds" is the most memory in
 use beyond inputs and gradients: PyTorch's own count, for lce.c what its library says. Errors of the gradients are
-against float64 at a shape where that fits. A peer that is not there, or fails, is a row that says why.
+against float64 at a shape where that fits; lce.c's dW is fp32, PyTorch hands out the others' in W's own dtype. A peer that
+is not there, or fails, is a row that says why.
 """
 import argparse
+import importlib.metadata
 import json
 import os
 import statistics
@@ -50,7 +52,8 @@ def eager(_):
 def compiled(device):
     if device == "cpu":
         raise Absent("needs a compiler for every shape; left out on the CPU")
-    return autograd(torch.compile(lambda x, w, y: F.cross_entropy(x @ w.T, y)))
+    # Every shape gets kernels of its own: left to itself, the second would get slower ones for any shape.
+    return autograd(torch.compile(lambda x, w, y: F.cross_entropy(x @ w.T, y), dynamic=False))
 
 
 def native(_):
@@ -61,12 +64,24 @@ def native(_):
     return autograd(lambda x, w, y: F.linear_cross_entropy(x, w, y, **options))
 
 
-def liger(device):
+def liger(device, kernels):
     if device == "cpu":
         raise Absent("runs on GPUs only")
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    try:
+        import liger_kernel.backends as backends
+    except ImportError:  # before 0.8 there was Triton alone
+        backends = None
+    there = backends.available_impls("cross_entropy_loss_and_grad") if backends else ["nvidia-triton"]
+    if kernels not in there:
+        raise Absent(f"Liger finds only {', '.join(there)} here; CuTe needs liger-kernel[cutedsl]")
     loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
-    return autograd(lambda x, w, y: loss(w, x, y))
+
+    def loss_of(x, w, y):
+        if backends:
+            backends.set_impl(kernels)  # left to itself it takes CuTe where it can
+        return loss(w, x, y)
+    return autograd(loss_of)
 
 
 def cce(device, filter_eps):
@@ -154,7 +169,8 @@ def peers(device, library):
     yield "PyTorch eager", lambda: eager(device), None
     yield "torch.compile", lambda: compiled(device), None
     yield "torch linear_cross_entropy", lambda: native(device), None
-    yield "Liger (Triton, fp32 dW)", lambda: liger(device), None
+    yield "Liger (Triton, fp32 dW)", lambda: liger(device, "nvidia-triton"), None
+    yield "Liger (CuTe, fp32 dW)", lambda: liger(device, "nvidia-cutedsl"), None
     yield "QuACK (CuTe)", lambda: quack(device), None
     yield "Cut Cross-Entropy (filtered)", lambda: cce(device, "high"), None
     yield "Cut Cross-Entropy (exact)", lambda: cce(device, None), None
@@ -186,8 +202,20 @@ def prepare(device, name, make, library, tensors):
     return work, torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in gradients)
 
 
+def versions():
+    """Of PyTorch and every peer that is there."""
+    found = {"torch": torch.__version__}
+    for package in ("triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
+
+
 def reason_of(error):
-    return str(error).strip().splitlines()[0][:90] if str(error).strip() else type(error).__name__
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:90].replace("|", "/")
 
 
 def bench_shape(device, shape, rounds, library, absent):
@@ -245,7 +273,8 @@ def bench_errors(device, library):
 
 
 def bench_z_loss(device, shape, rounds, library):
-    """z-loss by a chain of operations, and by ours: milliseconds forward, backward, together."""
+    """z-loss by a chain of operations, and by ours: milliseconds forward, backward, together. Ours computes gradients
+    on the way forward; what they add to the forward pass alone stands for its backward."""
     x, w, y = problem(device, shape)
     y32 = y.to(torch.int32)
 
@@ -267,11 +296,13 @@ def bench_z_loss(device, shape, rounds, library):
         backward.append(seconds(device, lambda: kept.pop().backward()))
         together.append(seconds(device, lambda: ours(True)))
         alone.append(seconds(device, lambda: ours(False)))
+    added = [t - a for t, a in zip(together, alone)]
     middle = lambda values: 1e3 * statistics.median(values)  # noqa: E731
     return dict(shape=shape, chain_forward_ms=middle(forward), chain_backward_ms=middle(backward),
-                ours_forward_ms=middle(alone), ours_together_ms=middle(together),
+                ours_forward_ms=middle(alone), ours_backward_ms=middle(added), ours_together_ms=middle(together),
                 together_ratio=statistics.median((f + b) / t for f, b, t in zip(forward, backward, together)),
-                forward_ratio=statistics.median(f / a for f, a in zip(forward, alone)))
+                forward_ratio=statistics.median(f / a for f, a in zip(forward, alone)),
+                backward_ratio=statistics.median(b / a for b, a in zip(backward, added)))
 
 
 # --- showing ----------------------------------------------------------------------------------------------------
@@ -310,7 +341,7 @@ def main():
     except Absent as absent:
         library = absent
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(f"{device}, PyTorch {torch.__version__}, median of {options.rounds}")
+    print(f"{device}, median of {options.rounds}; " + ", ".join(f"{name} {v}" for name, v in versions().items()))
     errors = bench_errors(options.device, library)
     results, z_loss = [], []
     for shape in shapes:
@@ -322,13 +353,14 @@ def main():
         for shape in shapes[:2]:
             z = bench_z_loss(options.device, shape, options.rounds, library)
             z_loss.append(z)
-            print(f"\nz-loss, N {shape[0]}, H {shape[1]}, V {shape[2]}: a chain of operations takes "
+            print(f"\nz-loss, N {shape[0]}, H {shape[1]}, V {shape[2]}: a chain of operations on fp32 logits takes "
                   f"{z['chain_forward_ms']:.1f} ms forward and {z['chain_backward_ms']:.1f} backward; lce.c "
-                  f"{z['ours_forward_ms']:.1f} forward alone ({z['forward_ratio']:.1f} times as fast) and "
-                  f"{z['ours_together_ms']:.1f} with gradients ({z['together_ratio']:.1f} times)")
+                  f"{z['ours_forward_ms']:.1f} forward alone ({z['forward_ratio']:.1f} times as fast), its gradients "
+                  f"{z['ours_backward_ms']:.1f} more ({z['backward_ratio']:.1f} times), together "
+                  f"{z['ours_together_ms']:.1f} ({z['together_ratio']:.1f} times)")
     if options.out:
         with open(options.out, "w") as file:
-            json.dump(dict(device=device, torch=torch.__version__, results=results, errors=errors, z_loss=z_loss),
+            json.dump(dict(device=device, versions=versions(), results=results, errors=errors, z_loss=z_loss),
                       file, indent=1)
 
 
