@@ -12,12 +12,13 @@
 enum { BATCH = 3, SEQ = 16, ROWS = BATCH * SEQ, STEPS = 10 };
 
 // The relative error allowed. In bf16 every stored activation and gradient is rounded to 2^-9; some twenty roundings
-// lie on the way to a gradient and add up like a random walk to 1e-2, of which three times as much is allowed.
+// lie on the way to a gradient and add up like a random walk to 1e-2, of which three times as much is allowed. A GPU's
+// fp32 has exponentials of its own.
 static const struct {
   const char *backend;
   double most;
   bool steps; // AdamW's first steps are +-lr whatever the gradient's size: bf16 flips some of them
-} ways_to_run[] = {{"cpu", 2e-5, true}, {"cuda-fp32", 2e-5, true}, {"cuda", 3e-2, false}};
+} ways_to_run[] = {{"cpu", 2e-5, true}, {"cuda-fp32", 1e-4, true}, {"cuda", 3e-2, false}};
 
 static double most; // of the way that is checked
 
@@ -71,11 +72,16 @@ static void check_tensors(Run *run, const TensorSet *expected, const char *forma
 }
 
 static Run *open_golden(const char *backend, const char *name, const char *more) {
-  return run_open_on(
+  Run *run = run_open_on(
       backend,
       "--init tests/golden/%s --data tests/golden/%s/tokens.bin --val-fraction 0 --batch 3 --seq-len 16 "
       "--steps 10 --schedule constant --warmup 0 --lr 1e-2 --epsilon 1e-4 --weight-decay 0.1 %s",
       name, name, more);
+  if (!run) return NULL;
+  // Logits of all rows are more than a step's plan has room for.
+  Memory *memory = &run->h->backend->memory;
+  memory_set_stack(memory, memory->stack_capacity + ((size_t)64 << 20));
+  return run;
 }
 
 // Loss, logits and gradients of the tokens in the file's order, which is the order of the expected logits.

@@ -138,7 +138,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
 
 // --- sums --------------------------------------------------------------------------------------------------
 
-// A block's sum in a fixed order: each thread its own, then a tree over the threads.
+// A block's sum in a fixed order: each thread its own, then a tree over the threads. Thread 0 gets it.
 static __device__ double block_total(double sum) {
   __shared__ double of_thread[256];
   of_thread[threadIdx.x] = sum;
@@ -146,7 +146,7 @@ static __device__ double block_total(double sum) {
     __syncthreads();
     if (threadIdx.x < half) of_thread[threadIdx.x] += of_thread[threadIdx.x + half];
   }
-  return of_thread[0];
+  return threadIdx.x == 0 ? of_thread[0] : 0;
 }
 
 template <typename T, int W, bool SQUARES>
