@@ -283,8 +283,8 @@ static bool save_files(Run *run, int64_t step, const cJSON *state) {
   return true;
 }
 
-// The checkpoint after `step` steps. One that cannot be written does not stop the run: the disk may have room again
-// when the next one is due.
+// The checkpoint after `step` steps. One that cannot be written does not stop the run: the disk may have room
+// again when the next one is due.
 static void save(Run *run, int64_t step) {
   RunState state = {.step = step,
                     .first_loss = run->first_loss,
@@ -324,7 +324,8 @@ static void train(Run *run) {
     if (run->trainer->pending_count < collect_every && !look) continue;
 
     collect(run, since);
-    // The host looks at the device about twice a second, so that it does not stand in its way; all ranks at once.
+    // The host looks at the device about twice a second, so that it does not stand in its way; all ranks at
+    // once.
     double pace = o->ranks == 1 ? run->progress.smoothed_seconds : run->pace;
     collect_every = pace > 0 ? (int64_t)fmin(0.5 / pace, TRAINER_PENDING) : 1;
     if (collect_every < 1) collect_every = 1;

@@ -6,8 +6,8 @@
 //                         training_state.safetensors, trainer_state.json; checksums.json
 //     DIR/latest          a link to the newest, and links to its files: DIR itself opens as a model, too
 //
-// A checkpoint appears whole or not at all (folder.h) and nothing in it depends on the number of ranks or on what is
-// spread over them: the data's position and every random number follow from the step and the seed.
+// A checkpoint appears whole or not at all (folder.h) and nothing in it depends on the number of ranks or on
+// what is spread over them: the data's position and every random number follow from the step and the seed.
 #ifndef LCE_CHECKPOINT_CHECKPOINT_H
 #define LCE_CHECKPOINT_CHECKPOINT_H
 
@@ -38,11 +38,12 @@ typedef struct {
 // Hugging Face's own default of many years.
 #define CHECKPOINT_SHARD_BYTES ((size_t)5000000000)
 
-// Makes `directory` if there is none, takes its lock and removes what a killed run left behind. The files that
-// the model in `origin` (NULL: none) came with will travel along; its tokenizer gives way to `tokenizer` (a
-// tokenizer.json by any name, or a folder with one; NULL: none) and what lies beside that. Fails when another run
-// writes there, when it holds a model that is no checkpoint, or checkpoints beyond the one that the run resumes from
-// (`first_step`; -1: it does not resume), unless `may_replace` says that those are known to be damaged.
+// Makes `directory` if there is none, takes its lock and removes what a killed run left behind. The files
+// that the model in `origin` (NULL: none) came with will travel along; its tokenizer gives way to `tokenizer`
+// (a tokenizer.json by any name, or a folder with one; NULL: none) and what lies beside that. Fails when
+// another run writes there, when it holds a model that is no checkpoint, or checkpoints beyond the one that
+// the run resumes from (`first_step`; -1: it does not resume), unless `may_replace` says that those are known
+// to be damaged.
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
                                       int64_t first_step, bool may_replace);
 // Writes the checkpoint of a step, then deletes what `keep` has no room for. False with a reason that names the
@@ -55,8 +56,8 @@ void checkpoint_store_close(CheckpointStore *store);
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// The newest intact checkpoint in `directory`, past damaged ones, of which it warns; NULL when there is none. *any
-// says whether there are checkpoints at all. The caller frees the path.
+// The newest intact checkpoint in `directory`, past damaged ones, of which it warns; NULL when there is none.
+// *any says whether there are checkpoints at all. The caller frees the path.
 char *checkpoint_newest(const char *directory, FolderCheck check, bool *any);
 // Fails naming the damaged file of a checkpoint; `whole` includes the training state, otherwise only the model
 // is looked at. A model without checksums.json (not written here) passes unless `whole`.

@@ -130,8 +130,8 @@ typedef struct {
   uint16_t *rounded;
 } Passage;
 
-// Its numbers from `first` on, at `stored`, to one role of the parameter: straight from the file's pages where they are
-// of the role's dtype, else by way of fp32, which the first role that needs it makes.
+// Its numbers from `first` on, at `stored`, to one role of the parameter: straight from the file's pages
+// where they are of the role's dtype, else by way of fp32, which the first role that needs it makes.
 static void pass(const Passage *p, const Tensor *role, const char *stored, int64_t first, int64_t count,
                  bool *widened) {
   Dtype dtype = role[p->parameter->group].dtype;

@@ -34,9 +34,9 @@ void tensor_set_close(TensorSet *set);
 // The tensor called `name`, and its file; NULL when there is none.
 const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, const TensorFile **file);
 
-// Copies a stored tensor (F32, BF16 or F16) to a parameter of as many numbers, in one role of its (parameters->value,
-// ...) and in another unless that is NULL; each rounds to its own dtype, which is exact where that is not narrower. A
-// rank keeps what it owns.
+// Copies a stored tensor (F32, BF16 or F16) to a parameter of as many numbers, in one role of its
+// (parameters->value, ...) and in another unless that is NULL; each rounds to its own dtype, which is exact
+// where that is not narrower. A rank keeps what it owns.
 void tensor_read(const TensorFile *file, const SafetensorsEntry *entry, Backend *backend,
                  const Parameters *parameters, const Parameter *parameter, const Tensor *role,
                  const Tensor *also_role);
@@ -54,8 +54,8 @@ typedef struct {
 } TensorToStore;
 
 // Writes the set into a folder in the making, in files of at most `shard_bytes` (one tensor may exceed it).
-// Errors stick to the folder. All ranks call it with the same list, the others than rank 0 with a folder that takes
-// nothing ({0}): what is spread comes to rank 0 a piece at a time.
+// Errors stick to the folder. All ranks call it with the same list, the others than rank 0 with a folder that
+// takes nothing ({0}): what is spread comes to rank 0 a piece at a time.
 void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *tensors, int64_t count,
                       Backend *backend, size_t shard_bytes);
 

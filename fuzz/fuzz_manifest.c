@@ -1,5 +1,6 @@
-// checksums.json, the manifest of a checkpoint, out of the fuzzer's bytes, in a folder with two files. Whatever is
-// accepted must have been there: a name that leads out of the folder, or a file that is not as listed, must not.
+// checksums.json, the manifest of a checkpoint, out of the fuzzer's bytes, in a folder with two files.
+// Whatever is accepted must have been there: a name that leads out of the folder, or a file that is not as
+// listed, must not.
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>

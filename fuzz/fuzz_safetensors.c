@@ -1,4 +1,5 @@
-// A whole safetensors file out of the fuzzer's bytes. What is accepted must lie within the file, tensor by tensor.
+// A whole safetensors file out of the fuzzer's bytes. What is accepted must lie within the file, tensor by
+// tensor.
 #include <stdlib.h>
 #include <string.h>
 

@@ -223,8 +223,8 @@ typedef struct {
 //
 //   alpha factor[0] sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
-// with every weight that is absent read as 1, but entropy_weights as 0. Tokens whose target is IGNORE_INDEX have
-// 0 everywhere.
+// with every weight that is absent read as 1, but entropy_weights as 0. Tokens whose target is IGNORE_INDEX
+// have 0 everywhere.
 
 typedef struct {
   float label_smoothing;   // eps, in [0, 1]
@@ -249,8 +249,8 @@ typedef union {
   Tensor all[7];
 } TokenOutputs;
 
-// The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become their
-// own gradient in place, loss and outputs being told on the way.
+// The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become
+// their own gradient in place, loss and outputs being told on the way.
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
@@ -266,8 +266,8 @@ typedef struct {
   float alpha;
 } CrossEntropyInPlace;
 
-// factor[0] = 1 / sum of w[targets[n]] over the tokens that count: what makes a sum their (weighted) mean, without
-// the host knowing how many there are. 0 when none counts.
+// factor[0] = 1 / sum of w[targets[n]] over the tokens that count: what makes a sum their (weighted) mean,
+// without the host knowing how many there are. 0 when none counts.
 typedef struct {
   Tensor factor;        // fp32 [1]
   Tensor targets;       // int32 [N]
@@ -275,8 +275,8 @@ typedef struct {
 } LossFactor;
 
 // --- the last layer's pieces -------------------------------------------------------------------------------
-// linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know the
-// terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
+// linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
+// the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
 
 // z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in
 // fp32 before E is rounded;  dx_raw = E W. Where R grows out of range (beyond about 2^96, so that 1/(1+R) stays a
@@ -556,8 +556,8 @@ Backend *cpu_backend_create(bool plain_products);
 // The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
 // device or the program was built without CUDA; *reason then says why (a literal or static text).
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
-// Makes the backend this process's part of a job of several ranks (ranks/ranks.h), through MPI or NCCL. Call it on all
-// ranks at once; with one rank it does nothing. Fails in a sentence when the ranks cannot talk.
+// Makes the backend this process's part of a job of several ranks (ranks/ranks.h), through MPI or NCCL. Call
+// it on all ranks at once; with one rank it does nothing. Fails in a sentence when the ranks cannot talk.
 void cpu_backend_join_ranks(Backend *backend);
 void cuda_backend_join_ranks(Backend *backend);
 // Runs nothing and counts for the given kind of device ("cpu", "cuda").

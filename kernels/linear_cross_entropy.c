@@ -22,9 +22,9 @@
 // cancels (p_y - 1), never meets a rounded logit: it is -R/(1+R), applied in fp32 beside the products. A
 // nearly certain token has a loss of R itself, with all its digits.
 //
-// The exponential overflows when a logit beats the target's by more than 88, a loss no working model has. Those
-// rows, and a few short of it whose sums would leave r no normal number, are found by R and redone with the row's
-// maximum as anchor (LceSweep).
+// The exponential overflows when a logit beats the target's by more than 88, a loss no working model has.
+// Those rows, and a few short of it whose sums would leave r no normal number, are found by R and redone with
+// the row's maximum as anchor (LceSweep).
 //
 // Memory traffic per chunk, with e bytes an element: W is read three times (logits, dX, and nothing for dW),
 // E is written once and read twice, dW (fp32) is read and written once. So small chunks cost traffic of W and
@@ -208,9 +208,10 @@ static void materialized(Backend *backend, const LinearCrossEntropy *a) {
 
 // --- exponentials anchored at the target -------------------------------------------------------------------
 
-// What a chunk of C tokens needs; everything is pushed once and used by every chunk. Only the targets' scales are
-// kept for all tokens: their rows of dweight are touched for thousands of tokens at a time, which keeps a GPU busy
-// where a chunk of a thousand takes almost as long. Packed tokens are gone with their chunk, and so are their scales.
+// What a chunk of C tokens needs; everything is pushed once and used by every chunk. Only the targets' scales
+// are kept for all tokens: their rows of dweight are touched for thousands of tokens at a time, which keeps a
+// GPU busy where a chunk of a thousand takes almost as long. Packed tokens are gone with their chunk, and so
+// are their scales.
 typedef struct {
   Tensor row_sum, target_e, target_z, anchor;       // fp32 [C]
   Tensor scale_others, scale_target, scale_uniform; // fp32 [C]
@@ -331,8 +332,8 @@ static void show_scratch(Backend *backend, const char *op, size_t bytes) {
   memory_pop_to(&backend->memory, mark);
 }
 
-// How many tokens count is up to the data, and with it the size of the operations' scratch: the ledger sees that of
-// a full chunk once, so that what it says does not depend on the data.
+// How many tokens count is up to the data, and with it the size of the operations' scratch: the ledger sees
+// that of a full chunk once, so that what it says does not depend on the data.
 static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, const Tokens *t, const Rows *r,
                               Tensor logits) {
   const BackendScratch *scratch = backend->scratch;

@@ -16,16 +16,17 @@ const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 //
 //   scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
-// with respect to x, W and bias; kernels.h ("the loss") defines the terms. factor is 1, or with `mean` 1 over the sum
-// of the counted tokens' class weights, found on the device; scale is the caller's own. So `scale = 1 / (tokens
-// counted in the whole optimizer step)` makes the gradients of a mean over several calls, `mean` those of one call's
-// (reduction="mean" of torch.nn.functional.cross_entropy), token_weights those of reduction="none" with any upstream
-// gradient. What loss and outputs tell is per token and before scale, factor and weights of tokens; sums are the
-// caller's (reduce).
+// with respect to x, W and bias; kernels.h ("the loss") defines the terms. factor is 1, or with `mean` 1 over
+// the sum of the counted tokens' class weights, found on the device; scale is the caller's own. So `scale = 1
+// / (tokens counted in the whole optimizer step)` makes the gradients of a mean over several calls, `mean`
+// those of one call's (reduction="mean" of torch.nn.functional.cross_entropy), token_weights those of
+// reduction="none" with any upstream gradient. What loss and outputs tell is per token and before scale,
+// factor and weights of tokens; sums are the caller's (reduce).
 //
-// A bias, a soft-cap, entropy_weights and the outputs entropy, max_logit, predicted and correct need a row's logits side by
-// side: with one of these (lce_needs_logits) a chunk holds them in fp32 and makes their gradient in place. All other
-// terms act on whole rows, and are free but for one pass over W and one over dweight that label smoothing costs.
+// A bias, a soft-cap, entropy_weights and the outputs entropy, max_logit, predicted and correct need a row's
+// logits side by side: with one of these (lce_needs_logits) a chunk holds them in fp32 and makes their
+// gradient in place. All other terms act on whole rows, and are free but for one pass over W and one over
+// dweight that label smoothing costs.
 //
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before it
 // returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's.

@@ -1,14 +1,16 @@
-// The last layer for any language: linear_cross_entropy behind a plain C interface, as liblce.so (`make liblce.so`).
+// The last layer for any language: linear_cross_entropy behind a plain C interface, as liblce.so (`make
+// liblce.so`).
 //
 //   lce_context *lce = lce_create("cuda", 0, "bf16");
 //   lce_args args = {.tokens = N, .hidden_size = H, .vocab_size = V, .x = x, .weight = w, .targets = y, .loss = loss,
 //                    .dx = dx, .dweight = dw, .scale = 1, .mean = 1};
 //   if (lce_linear_cross_entropy(lce, &args) || lce_synchronize(lce)) puts(lce_last_error());
 //
-// Pointers are to the device's memory (a GPU's, or the host's for "cpu"), dense and row-major; the caller owns all of
-// it. What the layer needs beyond them it allocates once for the largest call so far and keeps until lce_destroy.
-// Calls are asynchronous, on a stream of the library's own: inputs must be ready when a call is made (synchronise your
-// own stream), and lce_synchronize waits for the results. One thread at a time may use a context.
+// Pointers are to the device's memory (a GPU's, or the host's for "cpu"), dense and row-major; the caller
+// owns all of it. What the layer needs beyond them it allocates once for the largest call so far and keeps
+// until lce_destroy. Calls are asynchronous, on a stream of the library's own: inputs must be ready when a
+// call is made (synchronise your own stream), and lce_synchronize waits for the results. One thread at a time
+// may use a context.
 //
 // Functions that can fail return 0 when all went well; lce_last_error then tells, in a sentence, what did not.
 #ifndef LCE_LIBRARY_LCE_H
@@ -22,8 +24,8 @@ extern "C" {
 
 typedef struct lce_context lce_context;
 
-// N tokens, H hidden size, V vocabulary. "real" is the context's dtype. NULL stands for an absent tensor. Terms, their
-// formulas and sources: kernels/kernels.h, "the loss".
+// N tokens, H hidden size, V vocabulary. "real" is the context's dtype. NULL stands for an absent tensor.
+// Terms, their formulas and sources: kernels/kernels.h, "the loss".
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V
   int64_t chunk;                           // tokens at a time; 0 lets the library choose
@@ -48,17 +50,18 @@ typedef struct {
   int32_t *predicted;                                                         // [N], or NULL
 } lce_args;
 
-// A context on "cpu" (dtype "fp32") or on CUDA device `ordinal` (dtype "bf16" or "fp32"). NULL when there is none.
+// A context on "cpu" (dtype "fp32") or on CUDA device `ordinal` (dtype "bf16" or "fp32"). NULL when there is
+// none.
 lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 void lce_destroy(lce_context *context); // NULL is fine
 
-// Losses, and the gradients of scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n]
-// entropy[n]), where factor is 1 or the mean's.
+// Losses, and the gradients of scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) +
+// entropy_weights[n] entropy[n]), where factor is 1 or the mean's.
 int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 int lce_synchronize(lce_context *context);
 
-// Bytes that the last call held at its peak beyond the caller's tensors, without the fixed workspace of matrix products
-// that a context on CUDA has from the start; 0 for NULL and before the first call.
+// Bytes that the last call held at its peak beyond the caller's tensors, without the fixed workspace of
+// matrix products that a context on CUDA has from the start; 0 for NULL and before the first call.
 int64_t lce_held_bytes(const lce_context *context);
 
 // Why the last call of this thread failed.

@@ -54,7 +54,8 @@ static Name tensor_name(const char *pattern, int layer, const char *suffix) {
   return name;
 }
 
-// A projection from `inputs` to the packed `outputs` of the tensors that `names` lists; no bias where it is NULL.
+// A projection from `inputs` to the packed `outputs` of the tensors that `names` lists; no bias where it is
+// NULL.
 static void add_projection(Model *m, Param *weight, Param *bias, const char *const *names, int count,
                            int layer, const int64_t *outputs, int64_t inputs, double stddev) {
   const ModelConfig *c = &m->config;

@@ -33,7 +33,8 @@ void parameters_spread(Parameters *parameters, int zero, int rank, int ranks) {
       (Spread){.zero = spread ? zero : 0, .part = spread ? rank : 0, .parts = spread ? ranks : 1};
 }
 
-// Views start aligned in every dtype, and so do their slices; padding stays zero for ever, since no gradient reaches it.
+// Views start aligned in every dtype, and so do their slices; padding stays zero for ever, since no gradient
+// reaches it.
 static int64_t alignment(const Parameters *parameters) {
   return MEMORY_ALIGNMENT / 2 * parameters->spread.parts;
 }

@@ -96,8 +96,8 @@ int64_t parameters_turn(const Parameters *parameters, int64_t element);
 // count.
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
 
-// Writes numbers to a flat tensor of the backend: of the tensor's own `dtype` as they are, fp32 ones rounded where it
-// is bf16; `rounded` has room for as many.
+// Writes numbers to a flat tensor of the backend: of the tensor's own `dtype` as they are, fp32 ones rounded
+// where it is bf16; `rounded` has room for as many.
 void parameters_upload(Backend *backend, Tensor to, const void *numbers, Dtype dtype, uint16_t *rounded);
 
 // The tensor called `name`, or NULL.

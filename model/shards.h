@@ -1,8 +1,10 @@
-// What of the parameters is spread over the ranks, and how numbers come and go there (ZeRO; Rajbhandari et al. 2020).
+// What of the parameters is spread over the ranks, and how numbers come and go there (ZeRO; Rajbhandari et
+// al. 2020).
 //
-// A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many equal slices
-// as there are ranks. A rank owns its slice of every bucket: there it sums gradients, keeps master weights and
-// moments, and updates weights. A rank's slices lie one after the other in its shards, bucket by bucket.
+// A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many
+// equal slices as there are ranks. A rank owns its slice of every bucket: there it sums gradients, keeps
+// master weights and moments, and updates weights. A rank's slices lie one after the other in its shards,
+// bucket by bucket.
 //
 //   zero 0   nothing is spread: every rank holds and updates everything
 //   zero 1   master weights and moments are; gradients are whole, and in the own slices lie their sums
@@ -14,8 +16,8 @@
 
 #include "model/parameters.h"
 
-// Buckets are about this large: large enough for the links' full speed, and small enough that the last of a step, which
-// nothing hides, takes little time.
+// Buckets are about this large: large enough for the links' full speed, and small enough that the last of a
+// step, which nothing hides, takes little time.
 enum { BUCKET_BYTES = 32 << 20 };
 
 typedef struct {
@@ -25,7 +27,8 @@ typedef struct {
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
 Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t end);
 
-// The rank's slice of a bucket: of a whole group, and where it lies in a shard of one. Absent tensors stay absent.
+// The rank's slice of a bucket: of a whole group, and where it lies in a shard of one. Absent tensors stay
+// absent.
 Tensor shards_slice_of_whole(const Parameters *parameters, Tensor group, Bucket bucket);
 Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket bucket);
 
@@ -34,15 +37,15 @@ Tensor shards_gradients_made(const Parameters *parameters, ParameterGroup group,
 // Where the sums over all ranks of the own slice end up.
 Tensor shards_gradients_summed(const Parameters *parameters, ParameterGroup group, Bucket bucket);
 
-// Writes numbers to elements [first, first + count) of a parameter in one role (parameters->master, ...), whole or
-// spread: of what is spread each rank keeps what it owns. They are fp32 or of the role's own `dtype`; `rounded` has
-// room for as many. Nothing where the role is absent.
+// Writes numbers to elements [first, first + count) of a parameter in one role (parameters->master, ...),
+// whole or spread: of what is spread each rank keeps what it owns. They are fp32 or of the role's own
+// `dtype`; `rounded` has room for as many. Nothing where the role is absent.
 void shards_write(const Parameters *parameters, Backend *backend, const Tensor *role,
                   const Parameter *parameter, int64_t first, int64_t count, const void *numbers, Dtype dtype,
                   uint16_t *rounded);
 
-// Reads them to the host of rank 0, in the role's dtype; of what is spread a bucket at a time is gathered on the
-// backend's stack. Call it on all ranks; `host` is left alone on the others.
+// Reads them to the host of rank 0, in the role's dtype; of what is spread a bucket at a time is gathered on
+// the backend's stack. Call it on all ranks; `host` is left alone on the others.
 void shards_read(const Parameters *parameters, Backend *backend, const Tensor *role,
                  const Parameter *parameter, int64_t first, int64_t count, void *host);
 

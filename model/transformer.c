@@ -361,9 +361,9 @@ static void say_ready(const TransformerOptions *options, ParameterGroup group, i
   if (options->ready) options->ready(options->ready_context, group, first);
 }
 
-// The head's gradient, which is the embedding's too, takes longest to sum over the ranks: [V, H] in fp32. So that it
-// may go while the layers' backward passes run, the embedding's part comes after the sum. It has N rows at most: every
-// rank gets those of all ranks and adds them, in the same order.
+// The head's gradient, which is the embedding's too, takes longest to sum over the ranks: [V, H] in fp32. So
+// that it may go while the layers' backward passes run, the embedding's part comes after the sum. It has N
+// rows at most: every rank gets those of all ranks and adds them, in the same order.
 static void embedding_of_all_ranks(Pass *p, Tensor dr) {
   Backend *backend = p->backend;
   Memory *memory = &backend->memory;

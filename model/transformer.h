@@ -27,9 +27,9 @@ typedef struct {
   int64_t counted; // how many targets count; read only when rows is there
 } Batch;
 
-// Hears, while the backward pass runs, that the gradients of a group from element `first` on will not change any more:
-// the head's first (last where it is tied to the embedding, unless sums_head), then layer by layer from the top, then
-// all the rest.
+// Hears, while the backward pass runs, that the gradients of a group from element `first` on will not change
+// any more: the head's first (last where it is tied to the embedding, unless sums_head), then layer by layer
+// from the top, then all the rest.
 typedef void (*GradientsReady)(void *context, ParameterGroup group, int64_t first);
 
 typedef struct {
@@ -41,8 +41,8 @@ typedef struct {
   GradientsReady ready;          // or NULL
   void *ready_context;
   bool fresh; // gradients but the head's are written even where `accumulate` says to add
-  // The gradients are summed over the ranks in this pass: a tied head's are then handed over after the last layer, and
-  // every rank adds the embedding's of all ranks to the sum.
+  // The gradients are summed over the ranks in this pass: a tied head's are then handed over after the last
+  // layer, and every rank adds the embedding's of all ranks to the sum.
   bool sums_head;
 } TransformerOptions;
 

@@ -16,7 +16,8 @@ static int number(const char *name, int otherwise) {
   return (int)value;
 }
 
-// The variables of one launcher. It has started this process where all of `rank`, `ranks` and `only_with` are set.
+// The variables of one launcher. It has started this process where all of `rank`, `ranks` and `only_with` are
+// set.
 typedef struct {
   const char *name, *rank, *ranks, *local_rank, *local_ranks, *only_with, *job;
 } Dialect;

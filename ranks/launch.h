@@ -1,4 +1,5 @@
-// Which of how many processes this one is, from what launchers leave in the environment. Nothing is started here.
+// Which of how many processes this one is, from what launchers leave in the environment. Nothing is started
+// here.
 //
 //   torchrun and tools/launch   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
 //   mpirun                      OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE} (Open MPI); PMI_RANK, PMI_SIZE,

@@ -1,6 +1,6 @@
-// Rank 0 speaks first: whoever connects hears a greeting with the job's number, and answers with its own rank. So a
-// rank that knocks at a port where somebody else listens (torchrun's own store does) hears nothing or something
-// else, says nothing, and tries the next port.
+// Rank 0 speaks first: whoever connects hears a greeting with the job's number, and answers with its own
+// rank. So a rank that knocks at a port where somebody else listens (torchrun's own store does) hears nothing
+// or something else, says nothing, and tries the next port.
 #include "ranks/meet.h"
 
 #include <errno.h>

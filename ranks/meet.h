@@ -1,5 +1,5 @@
-// The ranks' telephone: every rank holds one TCP connection to rank 0, and rank 0 one to every other. It carries what
-// keeps the job together (who is alive, why somebody gave up), never numbers of the training.
+// The ranks' telephone: every rank holds one TCP connection to rank 0, and rank 0 one to every other. It
+// carries what keeps the job together (who is alive, why somebody gave up), never numbers of the training.
 #ifndef LCE_RANKS_MEET_H
 #define LCE_RANKS_MEET_H
 
@@ -18,8 +18,9 @@ typedef struct {
 // Fails when none is free.
 int meet_listen(const Launch *launch, int *port);
 
-// Waits until all others have come (rank 0, which then closes `listener`), or reaches rank 0 at `address` and a port
-// from `port` on. Fills the `ranks` peers, whose sockets are -1 before. Fails within `seconds` naming who is missing.
+// Waits until all others have come (rank 0, which then closes `listener`), or reaches rank 0 at `address` and
+// a port from `port` on. Fills the `ranks` peers, whose sockets are -1 before. Fails within `seconds` naming
+// who is missing.
 void meet_everyone(const Launch *launch, int listener, const char *address, int port, double seconds,
                    Peer *peers);
 

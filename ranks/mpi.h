@@ -6,7 +6,8 @@
 
 #include <stddef.h>
 
-// Initialises MPI; false when the program was built without. Fails when MPI sees another job than the launcher's.
+// Initialises MPI; false when the program was built without. Fails when MPI sees another job than the
+// launcher's.
 bool mpi_begin(const Launch *launch);
 void mpi_share(void *bytes, int count); // rank 0's to everyone
 void mpi_end(void);                     // nothing where mpi_begin was not called

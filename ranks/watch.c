@@ -1,13 +1,13 @@
-// Every rank sends rank 0 a beat a second: how often it has shown life, how many collectives it has entered, where it
-// is. Rank 0 beats back. From that follow:
+// Every rank sends rank 0 a beat a second: how often it has shown life, how many collectives it has entered,
+// where it is. Rank 0 beats back. From that follow:
 //
 //   a connection that ends before its rank has said goodbye: that rank is dead
 //   no sign of life from anyone for the timeout: the job hangs, and the rank that is silent, or that has entered the
 //   fewest collectives, is the one that the others wait for
 //   no beat of rank 0 for the timeout: rank 0 itself is stopped, and rank 1 says so
 //
-// Whoever finds out speaks once; the rest leave silently. The process ends by _exit: libraries that wait for dead
-// peers have no say in it.
+// Whoever finds out speaks once; the rest leave silently. The process ends by _exit: libraries that wait for
+// dead peers have no say in it.
 #include "ranks/watch.h"
 
 #include <poll.h>

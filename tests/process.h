@@ -9,11 +9,12 @@ typedef struct {
   char *out, *err; // all of standard output and standard error
 } Output;
 
-// `format` makes the arguments, parted by spaces; 'in quotes' is one argument. The program is $LCE_TRAIN, or lies
-// where the build puts it beside the tests. No GPU is visible to it. A run that takes longer than two minutes is
-// killed, and the test fails.
+// `format` makes the arguments, parted by spaces; 'in quotes' is one argument. The program is $LCE_TRAIN, or
+// lies where the build puts it beside the tests. No GPU is visible to it. A run that takes longer than two
+// minutes is killed, and the test fails.
 Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
-// The same as `ranks` ranks, started by mpirun or, where LCE_GPU_RANKS is set, by tools/launch with GPUs in sight.
+// The same as `ranks` ranks, started by mpirun or, where LCE_GPU_RANKS is set, by tools/launch with GPUs in
+// sight.
 Output train_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // tools/launch with the words of any command; train_program() is one.
 Output launch(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));

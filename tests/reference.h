@@ -32,8 +32,8 @@ void reference_attention(double *out, double *lse, const double *qkv, AttentionS
 void reference_cross_entropy(double *loss, const double *logits, const int32_t *targets, int64_t rows,
                              int64_t vocab);
 
-// The whole of kernels.h's "the loss", and the gradients of its objective. Absent arrays are NULL; what is computed
-// is written, not added. Ignored tokens give 0 everywhere.
+// The whole of kernels.h's "the loss", and the gradients of its objective. Absent arrays are NULL; what is
+// computed is written, not added. Ignored tokens give 0 everywhere.
 typedef struct {
   int64_t rows, hidden, vocab;
   const double *x, *weight, *bias;

@@ -1,9 +1,8 @@
-// How exact is the fused layer? Its loss and gradients against float64 where rounding hurts most: at weights as at
-// initialisation, sharp, very sharp, and such as training leaves, with operands in the backend's dtype (bf16 on CUDA)
-// and N no power of two. The bounds are
-// those that the anchored arithmetic was designed for: E and r x are rounded to bf16, 1.0e-3 each on average, and
-// nothing else is. A layer that stores bf16
-// logits misses all of them by one to two orders of magnitude.
+// How exact is the fused layer? Its loss and gradients against float64 where rounding hurts most: at weights
+// as at initialisation, sharp, very sharp, and such as training leaves, with operands in the backend's dtype
+// (bf16 on CUDA) and N no power of two. The bounds are those that the anchored arithmetic was designed for: E
+// and r x are rounded to bf16, 1.0e-3 each on average, and nothing else is. A layer that stores bf16 logits
+// misses all of them by one to two orders of magnitude.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -29,7 +28,8 @@ typedef struct {
 
 // --- float64, in parallel ----------------------------------------------------------------------------------
 
-// z[n, j] = x[n] . W[j] becomes the gradient of the mean loss; the target's entry is p - 1 without the cancellation.
+// z[n, j] = x[n] . W[j] becomes the gradient of the mean loss; the target's entry is p - 1 without the
+// cancellation.
 static void logits_to_gradient(Problem *p, double *z) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < TOKENS; n++) {
@@ -72,7 +72,8 @@ static void solve(Problem *p) {
 
 // --- problems ----------------------------------------------------------------------------------------------
 
-// Weights of deviation `sharpness` / sqrt(H) make logits of that deviation; `lead` is added to a target's logit.
+// Weights of deviation `sharpness` / sqrt(H) make logits of that deviation; `lead` is added to a target's
+// logit.
 static Problem make_problem(Harness *h, double sharpness, double lead) {
   Problem p = {.x = random_values(h, TOKENS * HIDDEN, 1),
                .weight = random_values(h, vocab * HIDDEN, sharpness / sqrt((double)HIDDEN)),
@@ -124,7 +125,8 @@ static void check(Harness *h, const char *name, double sharpness, double lead, d
   print_message("%s: loss %.2f; off by %.2e in dX, %.2e in dW, %.1e in the mean loss, %.1e in a token's\n",
                 name, mean(p.loss, TOKENS), dx, dweight, fabs(mean(loss, TOKENS) / mean(p.loss, TOKENS) - 1),
                 worst);
-  // The few numbers that dominate where weights are sharp round up or down by the draw: by a tenth, as measured.
+  // The few numbers that dominate where weights are sharp round up or down by the draw: by a tenth, as
+  // measured.
   assert_true(dx <= 1.15 * dx_bound);
   assert_true(dweight <= 1.15 * dweight_bound);
   assert_true(fabs(mean(loss, TOKENS) / mean(p.loss, TOKENS) - 1) < 1e-6);

@@ -1,5 +1,5 @@
-// Checkpoints on disk: what is refused when weights are loaded, folders that appear whole or not at all, damage that
-// is noticed, and the directory that holds them. tests/test_resume.c has whole runs.
+// Checkpoints on disk: what is refused when weights are loaded, folders that appear whole or not at all,
+// damage that is noticed, and the directory that holds them. tests/test_resume.c has whole runs.
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/files.h"
 #include "checkpoint/hf_config.h"

@@ -1,5 +1,5 @@
-// The program as its user meets it: every message for a wrong option, the help, the plans, a short run with its log
-// and its files, and Ctrl-C.
+// The program as its user meets it: every message for a wrong option, the help, the plans, a short run with
+// its log and its files, and Ctrl-C.
 #include "base/fail.h"
 #include "data/source.h"
 #include "tests/process.h"
@@ -396,8 +396,8 @@ static int count_events(cJSON **lines, int count, const char *event) {
   return found;
 }
 
-// The log of 7 steps of TINY: a start, steps in order, validations, samples, and a summary that agrees with them
-// and with the plan.
+// The log of 7 steps of TINY: a start, steps in order, validations, samples, and a summary that agrees with
+// them and with the plan.
 static void check_log(cJSON **lines, int count, const char *mode, const Plan *plan) {
   const cJSON *first = lines[0], *last = lines[count - 1];
   assert_string_equal(text_in(first, "event"), "start");

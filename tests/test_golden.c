@@ -1,5 +1,5 @@
-// Models of transformers, computed there (tests/golden/make_golden.py) and here: logits, loss, every gradient, ten
-// steps of AdamW, and the round trip of loading and saving.
+// Models of transformers, computed there (tests/golden/make_golden.py) and here: logits, loss, every
+// gradient, ten steps of AdamW, and the round trip of loading and saving.
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/weights.h"
 #include "tests/runs.h"
@@ -11,9 +11,9 @@
 
 enum { BATCH = 3, SEQ = 16, ROWS = BATCH * SEQ, STEPS = 10 };
 
-// The relative error allowed. In bf16 every stored activation and gradient is rounded to 2^-9; some twenty roundings
-// lie on the way to a gradient and add up like a random walk to 1e-2, of which three times as much is allowed. A GPU's
-// fp32 has exponentials of its own.
+// The relative error allowed. In bf16 every stored activation and gradient is rounded to 2^-9; some twenty
+// roundings lie on the way to a gradient and add up like a random walk to 1e-2, of which three times as much
+// is allowed. A GPU's fp32 has exponentials of its own.
 static const struct {
   const char *backend;
   double most;

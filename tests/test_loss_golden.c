@@ -1,5 +1,6 @@
 // The loss as PyTorch defines it: every option alone and combined, computed there in float64 with autograd
-// (tests/golden/make_loss_golden.py) and here by the reference, and by both modes of the layer on every backend.
+// (tests/golden/make_loss_golden.py) and here by the reference, and by both modes of the layer on every
+// backend.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -172,8 +173,9 @@ static void reference_is_as_in_torch(void **state) {
 
 // --- the layer ---------------------------------------------------------------------------------------------
 
-// How the layer is run. `packed`: only the tokens that count are computed. `all_outputs`: with those that make it hold
-// logits side by side, so that without them the exponentials' path is taken where the terms allow.
+// How the layer is run. `packed`: only the tokens that count are computed. `all_outputs`: with those that
+// make it hold logits side by side, so that without them the exponentials' path is taken where the terms
+// allow.
 typedef struct {
   LceMode mode;
   int64_t chunk;

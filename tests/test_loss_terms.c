@@ -1,5 +1,5 @@
-// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several chunks) and the
-// materialized one, with and without ignored targets, on shapes that nothing divides.
+// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several
+// chunks) and the materialized one, with and without ignored targets, on shapes that nothing divides.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

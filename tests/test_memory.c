@@ -1,5 +1,5 @@
-// What everything stands on: memory with names and its ledger, tensors as views, bf16, random numbers, numbers as
-// text, and how the program gives up.
+// What everything stands on: memory with names and its ledger, tensors as views, bf16, random numbers,
+// numbers as text, and how the program gives up.
 #include "base/fail.h"
 #include "base/random.h"
 #include "base/text.h"

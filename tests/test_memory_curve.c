@@ -1,5 +1,5 @@
-// Memory curves: figures worked out by hand, plan against ledger, pictures looked at pixel by pixel, a sweep that
-// is killed, and every refusal.
+// Memory curves: figures worked out by hand, plan against ledger, pictures looked at pixel by pixel, a sweep
+// that is killed, and every refusal.
 #include "curves/pictures.h"
 #include "curves/points.h"
 #include "kernels/linear_cross_entropy.h"

@@ -1,5 +1,6 @@
-// What a model is: names and shapes as Hugging Face has them, published sizes, where the tensors lie, the rotary
-// frequencies, first values, and configurations that are refused. tests/test_transformer.c has it compute.
+// What a model is: names and shapes as Hugging Face has them, published sizes, where the tensors lie, the
+// rotary frequencies, first values, and configurations that are refused. tests/test_transformer.c has it
+// compute.
 #include "model/model.h"
 #include "tests/harness.h"
 #include "tests/reference_model.h"
@@ -288,9 +289,9 @@ static void assert_close(double got, double want, double relative) {
 }
 
 // D 8, theta 16: plain frequencies 1, 1/2, 1/4, 1/8. Over a context of 44 they turn 44 f / (2 pi) = 7.002817,
-// 3.501409, 1.750704 and 0.875352 times. With bounds 1 and 4: the first is kept; the next two are blended with
-// shares (turns - 1) / 3 = 0.8338029 and 0.2502347 of the plain one, the rest of an eighth of it; the last, with
-// less than one turn, becomes an eighth.
+// 3.501409, 1.750704 and 0.875352 times. With bounds 1 and 4: the first is kept; the next two are blended
+// with shares (turns - 1) / 3 = 0.8338029 and 0.2502347 of the plain one, the rest of an eighth of it; the
+// last, with less than one turn, becomes an eighth.
 //   1/2 (0.8338029 + 0.1661971 / 8) = 0.4272888      1/4 (0.2502347 + 0.7497653 / 8) = 0.0859889
 static void test_rope_scaling_by_hand(void **state) {
   (void)state;
@@ -349,7 +350,8 @@ static void test_rope_table(void **state) {
 
 // --- first values ------------------------------------------------------------------------------------------
 
-// Mean 0 and the standard deviation within 5 standard errors; 68.27% lie within one deviation, 95.45% within two.
+// Mean 0 and the standard deviation within 5 standard errors; 68.27% lie within one deviation, 95.45% within
+// two.
 static void check_normal(const char *name, const double *values, int64_t count, double stddev) {
   double sum = 0, squares = 0, one = 0, two = 0, n = (double)count;
   for (int64_t i = 0; i < count; i++) {

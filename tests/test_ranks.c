@@ -1,5 +1,6 @@
-// Training with several ranks: whole runs of ./train under mpirun (or, with LCE_GPU_RANKS=N, under tools/launch on N
-// GPUs) do what one rank does with the same tokens, the same way every time; and what launchers say is understood.
+// Training with several ranks: whole runs of ./train under mpirun (or, with LCE_GPU_RANKS=N, under
+// tools/launch on N GPUs) do what one rank does with the same tokens, the same way every time; and what
+// launchers say is understood.
 #include "base/random.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/tensors.h"
@@ -69,7 +70,8 @@ static void succeeds(Output output) {
   output_free(&output);
 }
 
-// A run of `ranks` ranks with its checkpoint in the folder `name` and its log in name.jsonl; 0: without a launcher.
+// A run of `ranks` ranks with its checkpoint in the folder `name` and its log in name.jsonl; 0: without a
+// launcher.
 static void run_job(int ranks, const char *name, const char *options) {
   char log[64];
   snprintf(log, sizeof log, "%s.jsonl", name);
@@ -129,7 +131,8 @@ static void check_same_bits(const char *a, const char *b, int step) {
   assert_true(difference(checkpoint_of(a, step), checkpoint_of(b, step), "training_state") == 0);
 }
 
-// The numbers called `field` of a log's lines of one kind (NULL: any but the summary), in their order; returns how many.
+// The numbers called `field` of a log's lines of one kind (NULL: any but the summary), in their order;
+// returns how many.
 static int read_log(const char *name, const char *event, const char *field, double *values, int most) {
   char file[64], *rest = NULL;
   snprintf(file, sizeof file, "%s.jsonl", name);

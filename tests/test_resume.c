@@ -1,5 +1,5 @@
-// Whole runs of ./train that stop, are stopped, killed or run out of disk, and go on: every tensor and every logged
-// loss is bitwise what it would have been.
+// Whole runs of ./train that stop, are stopped, killed or run out of disk, and go on: every tensor and every
+// logged loss is bitwise what it would have been.
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/files.h"
 #include "tests/data_files.h"
@@ -15,7 +15,8 @@
 #include <time.h>
 #include <unistd.h>
 
-// Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint shares.
+// Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint
+// shares.
 #define STEPS 12
 #define RUN                                                                                                  \
   "--device cpu --model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 1 "      \

@@ -1,5 +1,5 @@
-// Training: the learning rate's schedule, steps, validation and samples. tests/test_plan.c has the memory of the
-// same runs.
+// Training: the learning rate's schedule, steps, validation and samples. tests/test_plan.c has the memory of
+// the same runs.
 #include "base/fail.h"
 #include "base/random.h"
 #include "data/corpus.h"
@@ -138,7 +138,8 @@ static void test_one_seed_one_result(void **state) {
 }
 
 // Two variants of a model, 20 steps each: the losses may part by 1e-5 of a nat, about a hundred roundings of
-// fp32, the norms by a thousandth. (At high learning rates training is chaotic and any rounding grows without bound.)
+// fp32, the norms by a thousandth. (At high learning rates training is chaotic and any rounding grows without
+// bound.)
 static void check_same_curve(const char *model, const char *left, const char *right) {
   enum { STEPS = 20 };
   double losses[2][STEPS], norms[2][STEPS];
@@ -237,8 +238,9 @@ typedef struct {
   double *weight, *m, *v;
 } ReferenceMoments;
 
-// Three steps of AdamW in float64 from the first weights on, with the gradients that the trainer computed: the
-// norm over all of them, the clipping, the decay of matrices alone, the corrections of the moments, the schedule.
+// Three steps of AdamW in float64 from the first weights on, with the gradients that the trainer computed:
+// the norm over all of them, the clipping, the decay of matrices alone, the corrections of the moments, the
+// schedule.
 static void check_update(Run *run, bool clips) {
   enum { STEPS = 3 };
   Harness *h = run->h;
@@ -290,8 +292,8 @@ static void test_update(void **state) {
 
 // --- learning ----------------------------------------------------------------------------------------------
 
-// Token frequencies alone predict the source tree to its unigram entropy, about 3.5 nats. Whoever is a tenth of a
-// nat below it, on text held back from training, uses context.
+// Token frequencies alone predict the source tree to its unigram entropy, about 3.5 nats. Whoever is a tenth
+// of a nat below it, on text held back from training, uses context.
 static void test_learns(void **state) {
   (void)state;
 #if defined(__SANITIZE_ADDRESS__)

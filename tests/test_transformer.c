@@ -338,8 +338,8 @@ static void test_recompute_saves(void **state) {
   }
 }
 
-// Gradients that are 0 but for rounding (those of q in a sequence of one token) carry the rounding of all others:
-// what is allowed goes by the gradient as a whole.
+// Gradients that are 0 but for rounding (those of q in a sequence of one token) carry the rounding of all
+// others: what is allowed goes by the gradient as a whole.
 static void check_gradients_agree(Case *c, double **want) {
   enum { UNITS = 128 };
   const Parameters *p = &c->model.parameters;

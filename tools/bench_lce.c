@@ -1,8 +1,9 @@
-// How fast is the last layer, what does it hold, and what do its terms cost? Times, in turn within one run, the three
-// bare products that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once),
-// the fused layer at each chunk, with --materialized the other mode, and with --terms the fused layer with one term of
-// the loss after the other. Prints medians, the medians of the ratios to the products, and the bytes that the layer
-// holds; terms are timed in turn with the layer without them, and told as a ratio to that. Only ratios from one run mean anything: the machine is shared, and a GPU heats up.
+// How fast is the last layer, what does it hold, and what do its terms cost? Times, in turn within one run,
+// the three bare products that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over
+// all tokens at once), the fused layer at each chunk, with --materialized the other mode, and with --terms
+// the fused layer with one term of the loss after the other. Prints medians, the medians of the ratios to the
+// products, and the bytes that the layer holds; terms are timed in turn with the layer without them, and told
+// as a ratio to that. Only ratios from one run mean anything: the machine is shared, and a GPU heats up.
 //
 //   tools/bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //   tools/bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms

@@ -3,8 +3,9 @@
 //   tools/bench_scaling --model llama-1b --batch 4 --seq-len 4096           GPUs, by tools/launch
 //   tools/bench_scaling --ranks 2 --device cpu --model llama-tiny           CPU processes, by mpirun
 //
-// --ranks N, first, is the largest number (default: the GPUs that are there, or 4); the rest are ./train's options.
-// Efficiency is the tokens a second and rank over those of one rank alone; the bytes are what a rank sends in a step.
+// --ranks N, first, is the largest number (default: the GPUs that are there, or 4); the rest are ./train's
+// options. Efficiency is the tokens a second and rank over those of one rank alone; the bytes are what a rank
+// sends in a step.
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <fcntl.h>

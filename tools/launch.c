@@ -1,10 +1,12 @@
-// Starts a program several times on this machine, as the ranks of one job: what torchrun does on one node, in C.
+// Starts a program several times on this machine, as the ranks of one job: what torchrun does on one node, in
+// C.
 //
 //   tools/launch 8 ./train --model llama-1b ...
 //
-// Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Signals go on to all
-// of them, once: they stand in groups of their own, which the terminal's Ctrl-C does not reach. When one fails, the
-// others have ten seconds to see it themselves; then they are ended. The status is that of the first that failed.
+// Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Signals go
+// on to all of them, once: they stand in groups of their own, which the terminal's Ctrl-C does not reach.
+// When one fails, the others have ten seconds to see it themselves; then they are ended. The status is that
+// of the first that failed.
 #include <errno.h>
 #include <netinet/in.h>
 #include <signal.h>

@@ -12,8 +12,8 @@ typedef struct {
   int64_t shortened;          // completions whose context lost its beginning, to fit into seq_len
 } ChoiceScore;
 
-// Of the first `examples` (0: all), which the ranks share; every rank gets the whole score. Each completion is a row, as many rows at a time as the trainer's batch
-// has room for.
+// Of the first `examples` (0: all), which the ranks share; every rank gets the whole score. Each completion
+// is a row, as many rows at a time as the trainer's batch has room for.
 ChoiceScore trainer_choose(Trainer *trainer, const Choices *choices, int64_t examples);
 
 #endif

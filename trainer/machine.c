@@ -8,7 +8,8 @@
 #include "kernels/cuda/attention.h"
 #include "ranks/ranks.h"
 
-// The GPU of this rank: one each, in the order of the ranks on this machine. Slurm may show each rank its own alone.
+// The GPU of this rank: one each, in the order of the ranks on this machine. Slurm may show each rank its own
+// alone.
 static int ordinal(void) {
   const Launch *l = ranks_self();
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");

@@ -77,8 +77,8 @@ void options_parse(Options *options, int argc, char **argv);
 void options_settle_dtypes(Options *options, bool cuda);
 void options_settle_chunk(Options *options, const Backend *backend);
 
-// The chunk taken when none is named: lce_default_chunk, on a GPU at least 1024. A smaller chunk is bound by the
-// traffic of reading the head's matrix again for each one, and a GPU has the memory.
+// The chunk taken when none is named: lce_default_chunk, on a GPU at least 1024. A smaller chunk is bound by
+// the traffic of reading the head's matrix again for each one, and a GPU has the memory.
 int64_t options_default_chunk(int64_t tokens, bool cuda);
 
 void options_free(Options *options);

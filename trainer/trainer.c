@@ -161,8 +161,8 @@ static void sum_results(Trainer *t, int slot) {
   all_reduce(t->backend, (Collective){.out = summed, .x = summed, .beside = true});
 }
 
-// The step's batches of this rank, and how many targets count in those of all ranks: the mean's normaliser. Where
-// none is masked that is known; otherwise every rank counts for all, which costs less than asking.
+// The step's batches of this rank, and how many targets count in those of all ranks: the mean's normaliser.
+// Where none is masked that is known; otherwise every rank counts for all, which costs less than asking.
 static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
   const Backend *b = t->backend;

@@ -1,13 +1,13 @@
 // Collectives over the processes that mpirun started.
 //
-// MPI's own reductions may add in any order, and in another one from call to call. Here a sum over R ranks is an
-// exchange and a loop: rank r receives everyone's slice r, adds the slices in the order of the ranks, in double,
-// rounds once, and hands the result back. Each number is summed at one place, so all ranks get the same bits, every
-// time; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
+// MPI's own reductions may add in any order, and in another one from call to call. Here a sum over R ranks is
+// an exchange and a loop: rank r receives everyone's slice r, adds the slices in the order of the ranks, in
+// double, rounds once, and hands the result back. Each number is summed at one place, so all ranks get the
+// same bits, every time; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
 //
-// Nothing is gained here by running beside other operations. Collectives that may do so run as late as they may: when
-// they are joined. A caller that touches their tensors too early then gets wrong numbers on the CPU, every time, and
-// not only now and then on a GPU.
+// Nothing is gained here by running beside other operations. Collectives that may do so run as late as they
+// may: when they are joined. A caller that touches their tensors too early then gets wrong numbers on the
+// CPU, every time, and not only now and then on a GPU.
 #include <stdlib.h>
 #include <string.h>
 

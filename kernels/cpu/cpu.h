@@ -44,8 +44,8 @@ void cpu_product(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMa
 // --- rows.c ------------------------------------------------------------------------------------------------
 
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count, where several n may
-// name the same row, and IGNORE_INDEX none: sorted by id, then each row's terms are summed in the order of n, in double.
-// `keys` is scratch for `count` numbers.
+// name the same row, and IGNORE_INDEX none: sorted by id, then each row's terms are summed in the order of n,
+// in double. `keys` is scratch for `count` numbers.
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 

@@ -1,9 +1,10 @@
 // Logits become their own gradient in place, row by row: all terms of the loss, as kernels.h defines them.
 //
-// Three walks over a row, which stays in the second-level cache up to a few hundred thousand entries: the largest
-// of the others; the sums over exp(v - anchor); the gradient. The target is kept out of the sums, so that its
-// entry, p - 1 = -others / (others + e_target), and the loss of a nearly certain token do not cancel. The plain
-// loss keeps the exponentials of the second walk; other terms take them anew, since they need v as well.
+// Three walks over a row, which stays in the second-level cache up to a few hundred thousand entries: the
+// largest of the others; the sums over exp(v - anchor); the gradient. The target is kept out of the sums, so
+// that its entry, p - 1 = -others / (others + e_target), and the loss of a nearly certain token do not
+// cancel. The plain loss keeps the exponentials of the second walk; other terms take them anew, since they
+// need v as well.
 #include <math.h>
 #include <string.h>
 

@@ -78,8 +78,8 @@ static inline float gelu_slope_f32(float x) {
   return multiply_add(x * s * (1.0f - s), slope, s);
 }
 
-// tanh(x), to within a few ulp: 1 - 2 / (1 + e^2x) would lose the digits of a small x, for which the series up to
-// x^7 has them all.
+// tanh(x), to within a few ulp: 1 - 2 / (1 + e^2x) would lose the digits of a small x, for which the series
+// up to x^7 has them all.
 static inline float tanh_f32(float x) {
   float square = x * x;
   float small =
@@ -90,8 +90,8 @@ static inline float tanh_f32(float x) {
   return square < 0.04f ? small : large;
 }
 
-// e[j] = exp((z[j] - anchor) * sharpness) for j < count, and the sum of them. `e` may be z itself, or NULL when only
-// the sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
+// e[j] = exp((z[j] - anchor) * sharpness) for j < count, and the sum of them. `e` may be z itself, or NULL
+// when only the sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
 static inline double exp_and_sum(const float *z, float anchor, float sharpness, int64_t count, float *e) {
   enum { BLOCK = 1024 };
   double total = 0.0;

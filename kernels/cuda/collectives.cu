@@ -1,12 +1,13 @@
 // Collectives over GPUs, through NCCL, beside the products.
 //
-// They run on a stream of their own, which goes before the others where an SM is free. An event lets a collective wait
-// for what was queued before it; another, recorded behind it, lets what follows wait for it: at once, or, for those
-// that run beside, at collectives_join. The host never waits, so a bucket of gradients travels while the layers below
-// compute theirs. NCCL may take 16 thread blocks: products lose an eighth of the SMs for as long as something travels.
+// They run on a stream of their own, which goes before the others where an SM is free. An event lets a
+// collective wait for what was queued before it; another, recorded behind it, lets what follows wait for it:
+// at once, or, for those that run beside, at collectives_join. The host never waits, so a bucket of gradients
+// travels while the layers below compute theirs. NCCL may take 16 thread blocks: products lose an eighth of
+// the SMs for as long as something travels.
 //
-// NCCL adds in an order that follows from the number of ranks, the size and the machine's links, so runs repeat to the
-// bit on one machine. bf16 sums are rounded at every hop of a ring.
+// NCCL adds in an order that follows from the number of ranks, the size and the machine's links, so runs
+// repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
 #include <atomic>
 #include <stdio.h>
 #include <stdlib.h>

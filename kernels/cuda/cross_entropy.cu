@@ -1,14 +1,16 @@
-// Logits become their own gradient in place, as in llm.c's fused classifier, with every term of the loss (kernels.h).
+// Logits become their own gradient in place, as in llm.c's fused classifier, with every term of the loss
+// (kernels.h).
 //
 // One block of 1024 threads owns a row and reads it twice: once for the maximum and the sum of exponentials,
 // kept together and rescaled when the maximum grows, then backwards for the gradient. A row of 128,256 bf16
 // logits is 256 KB, and one block on each of 132 multiprocessors holds 34 MB of rows at a time, which the L2
-// cache keeps: device memory is read once and written once. Measured on an H200 for the plain loss, counting those
-// bytes: 3.1 TB/s at a vocabulary of 50,304, 2.9 at 128,256; two exponentials a logit keep it from more.
+// cache keeps: device memory is read once and written once. Measured on an H200 for the plain loss, counting
+// those bytes: 3.1 TB/s at a vocabulary of 50,304, 2.9 at 128,256; two exponentials a logit keep it from
+// more.
 //
-// The target stays out of the sums, so that its entry, p - 1 = -others / all, and the loss of a nearly certain token
-// do not cancel. fp32 logits may leave bf16 gradients in their place: a block then walks forwards, all of it reading
-// before any of it writes, and so never overwrites what is still to be read.
+// The target stays out of the sums, so that its entry, p - 1 = -others / all, and the loss of a nearly
+// certain token do not cancel. fp32 logits may leave bf16 gradients in their place: a block then walks
+// forwards, all of it reading before any of it writes, and so never overwrites what is still to be read.
 #include <float.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -34,8 +36,8 @@ static __device__ __forceinline__ void tell(float *output, int64_t n, float valu
 
 // --- sums over the others of a row -------------------------------------------------------------------------
 
-// Of what was seen so far: with e = exp(v - max). It starts at the lowest finite number, so that a logit of minus
-// infinity counts as 0 and only NaN gives NaN. The plain loss uses the first two.
+// Of what was seen so far: with e = exp(v - max). It starts at the lowest finite number, so that a logit of
+// minus infinity counts as 0 and only NaN gives NaN. The plain loss uses the first two.
 struct Sums {
   float max = -FLT_MAX, e = 0;
   float e_v = 0;      // sum e (v - max)

@@ -231,8 +231,8 @@ Products *products_create(Backend *backend);
 void products_use_workspace(Backend *backend, void *workspace);
 void products_destroy(Products *products);
 
-// columns.cu: out[j] (+)= alpha * sum_i coefficients[i] x[i, j], in a fixed order; coefficients may be NULL (all 1).
-// x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
+// columns.cu: out[j] (+)= alpha * sum_i coefficients[i] x[i, j], in a fixed order; coefficients may be NULL
+// (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
                  bool accumulate, float *partials);
 // The second half of it, for kernels that make the partial sums themselves: partials is [slices, out's
@@ -241,9 +241,9 @@ void column_sums_finish(Backend *backend, Tensor out, const float *partials, int
                         float alpha, bool accumulate);
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
-// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX names no row. x is [N, H]; workspace holds
-// cuda_segment_bytes(N, H). Rows of out that no id names are left alone: without accumulate the caller has
-// zeroed them.
+// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX names no row. x is [N, H];
+// workspace holds cuda_segment_bytes(N, H). Rows of out that no id names are left alone: without accumulate
+// the caller has zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
 

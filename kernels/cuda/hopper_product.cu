@@ -39,10 +39,11 @@
 // sums in scratch, and a second kernel adds them in order. All clusters walk through K in step, so that E
 // and W still come from memory about once. Where tiles come out even, dX is cuBLASLt's (see beats_library).
 //
-// THE EXPONENT is taken as 2^(z log2(e) - a log2(e)) (log2(e) / T with a temperature): one fused multiply-add and one instruction of the
-// special unit. a log2(e) is rounded once for a row, which would shift all of the row's E alike; the
-// rounding error is known (a second fused multiply-add gives it), and the row's sum is corrected by it. The
-// target's entry and columns beyond V become 2^-infinity beforehand, in the few tiles that have any.
+// THE EXPONENT is taken as 2^(z log2(e) - a log2(e)) (log2(e) / T with a temperature): one fused multiply-add
+// and one instruction of the special unit. a log2(e) is rounded once for a row, which would shift all of the
+// row's E alike; the rounding error is known (a second fused multiply-add gives it), and the row's sum is
+// corrected by it. The target's entry and columns beyond V become 2^-infinity beforehand, in the few tiles
+// that have any.
 //
 // MEASURED on one H200. At its power limit of 700 W the clock sinks to where the work fits in: it is not
 // idle cycles that cost time then, but energy. Each alone for half a second, TFLOP/s, hot:
