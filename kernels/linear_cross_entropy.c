@@ -26,6 +26,12 @@
 // Those rows, and a few short of it whose sums would leave r no normal number, are found by R and redone with
 // the row's maximum as anchor (LceSweep).
 //
+// Most other terms of the loss (kernels.h) act on whole rows, and so on r and c alone: weights of tokens and
+// classes, z-loss, temperature. Label smoothing subtracts the same vector, eps/V sum_j w[j] W[j], from every
+// token's dX, and from every row of dW the same sum of x: two rank-one terms, one pass over W and one over dW.
+// A bias, a soft-cap, entropy and its gradient act on single logits: a chunk then holds its logits in fp32,
+// and they become their own gradient in place, as all tokens' do at once in the materialized mode.
+//
 // Memory traffic per chunk, with e bytes an element: W is read three times (logits, dX, and nothing for dW),
 // E is written once and read twice, dW (fp32) is read and written once. So small chunks cost traffic of W and
 // dW, (2 e + 8) V H bytes each, against 6 C V H flops: on a GPU with 200 flops a byte a chunk of 1024 pays
