@@ -184,7 +184,7 @@ static void any_number_of_ranks_trains_the_same(void **state) {
     snprintf(one, sizeof one, "%s-1", jobs[j][0]);
     run_job(0, one, jobs[j][1]);
     for (int ranks = 1; ranks <= most_ranks(); ranks++) {
-      if (!worthwhile(ranks)) continue;
+      if (!worthwhile(ranks) || (j > 0 && ranks % 2)) continue; // one model with every number will do
       snprintf(several, sizeof several, "%s-of-%d", jobs[j][0], ranks);
       run_job(ranks, several, jobs[j][1]);
       check_same_training(one, several);
@@ -247,7 +247,7 @@ static void spreading_changes_no_number(void **state) {
     run_job(0, one, jobs[j][1]);
     for (int ranks = 2; ranks <= most_ranks(); ranks++)
       for (int zero = 1; zero <= 2; zero++) {
-        if (!worthwhile(ranks)) continue;
+        if (!worthwhile(ranks) || (j > 0 && ranks != 2)) continue;
         snprintf(name, sizeof name, "%s-%d-zero-%d", jobs[j][0], ranks, zero);
         snprintf(options, sizeof options, "%s --zero %d", jobs[j][1], zero);
         run_job(ranks, name, options);
