@@ -330,6 +330,11 @@ void attention_decode(Backend *backend, AttentionDecode a) {
 
 // --- the last layer's pieces -------------------------------------------------------------------------------
 
+static void raw_gradient(Op op, Tensor dx_raw, Dtype dtype, int64_t rows, int64_t hidden_size) {
+  gradient_matrix(op, "dx_raw", dx_raw, rows, hidden_size);
+  if (dx_raw.dtype != DTYPE_F32) is_type(op, "dx_raw", dx_raw, dtype);
+}
+
 void lce_sweep(Backend *backend, LceSweep a) {
   const Op op = "lce_sweep";
   two_axes(op, "x", a.x);
@@ -346,8 +351,7 @@ void lce_sweep(Backend *backend, LceSweep a) {
   if (tensor_exists(a.exps)) {
     is_2d(op, "exps", a.exps, rows, vocab_size);
     is_type(op, "exps", a.exps, dtype);
-    gradient_matrix(op, "dx_raw", a.dx_raw, rows, hidden_size);
-    if (a.dx_raw.dtype != DTYPE_F32) is_type(op, "dx_raw", a.dx_raw, dtype);
+    if (tensor_exists(a.dx_raw)) raw_gradient(op, a.dx_raw, dtype, rows, hidden_size);
   } else {
     absent(op, "dx_raw", a.dx_raw, "exps is absent, so this is the forward pass alone");
   }
@@ -411,6 +415,36 @@ void lce_rows(Backend *backend, LceRows a) {
     if (smoothing) vector(op, "scale_uniform", a.scale_uniform, DTYPE_F32, rows);
   }
   CALL(lce_rows);
+}
+
+static void filter_tiles(Op op, Tensor tiles, Tensor exps) {
+  two_axes(op, "exps", exps);
+  matrix(op, "tiles", tiles, DTYPE_F32, (exps.shape[0] + LCE_FILTER_ROWS - 1) / LCE_FILTER_ROWS,
+         (exps.shape[1] + LCE_FILTER_COLUMNS - 1) / LCE_FILTER_COLUMNS);
+}
+
+void lce_filter(Backend *backend, LceFilter a) {
+  const Op op = "lce_filter";
+  filter_tiles(op, a.tiles, a.exps);
+  vector(op, "told", a.told, DTYPE_F32, 3);
+  vector(op, "row_sum", a.row_sum, DTYPE_F32, a.exps.shape[0]);
+  vector(op, "target_e", a.target_e, DTYPE_F32, a.exps.shape[0]);
+  if (!(a.epsilon > 0 && a.epsilon < 1))
+    fail("%s: epsilon is %g, which is not in (0, 1)", op, (double)a.epsilon);
+  CALL(lce_filter);
+}
+
+void lce_filtered_products(Backend *backend, LceFilteredProducts a) {
+  const Op op = "lce_filtered_products";
+  filter_tiles(op, a.tiles, a.exps);
+  two_axes(op, "weight", a.weight);
+  int64_t rows = a.exps.shape[0], vocab_size = a.exps.shape[1], hidden_size = a.weight.shape[1];
+  Dtype dtype = a.exps.dtype;
+  matrix(op, "weight", a.weight, dtype, vocab_size, hidden_size);
+  matrix(op, "scaled_x", a.scaled_x, dtype, rows, hidden_size);
+  raw_gradient(op, a.dx_raw, dtype, rows, hidden_size);
+  matrix(op, "dweight", a.dweight, DTYPE_F32, vocab_size, hidden_size);
+  CALL_WITH_SCRATCH(lce_filtered_products, MEMORY_HEAD);
 }
 
 void lce_input_gradient(Backend *backend, LceInputGradient a) {

@@ -231,6 +231,7 @@ typedef struct {
   float z_loss;            // lambda
   float softcap;           // c; 0 for none
   float temperature;       // T; 0 is read as 1
+  float filter;            // of the gradients alone, in [0, 1); 0 for none: see LceFilter
   Tensor class_weights;    // w: fp32 [V], or absent
   Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; there when class_weights and label_smoothing are
 } LossTerms;
@@ -287,7 +288,7 @@ typedef struct {
   Tensor
       exps; // real [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
             // are stored in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end
-  Tensor dx_raw;     // fp32 or x's dtype [C, H]; absent when exps is
+  Tensor dx_raw;     // fp32 or x's dtype [C, H]; absent when exps is, or where LceFilteredProducts makes it
   Tensor row_sum;    // fp32 [C]: R
   Tensor target_e;   // fp32 [C]
   Tensor target_z;   // fp32 [C]: z[target]
@@ -323,6 +324,37 @@ typedef struct {
   LossTerms terms;                            // without a soft-cap
   int64_t vocab_size;
 } LceRows;
+
+// Gradient filtering (Cut Cross-Entropy; Wijmans et al. 2025). E is cut into tiles of LCE_FILTER_ROWS rows,
+// counted from the chunk's first, by LCE_FILTER_COLUMNS vocabulary entries. A tile in which every E[j] < epsilon
+// (R + target_e), so every p is below epsilon, counts as zero in both products; the target's own entry, outside
+// of E, stays.
+//   tiles[b, t]  where the tile is left out, its mass: the sum of E[j] / (R + target_e); -1 where it counts
+//   told        += {tiles left out, all tiles, the mass left out}, in a fixed order
+// A NaN keeps its tile, a row whose target is IGNORE_INDEX keeps none. What E holds in the tiles left out is
+// unspecified afterwards: a backend whose products are dense makes it 0.
+enum { LCE_FILTER_ROWS = 128, LCE_FILTER_COLUMNS = 256 };
+
+typedef struct {
+  Tensor tiles;             // fp32 [ceil(C / LCE_FILTER_ROWS), ceil(V / LCE_FILTER_COLUMNS)]
+  Tensor told;              // fp32 [3]
+  Tensor exps;              // real [C, V], may be strided
+  Tensor row_sum, target_e; // fp32 [C], as LceSweep left them
+  float epsilon;            // in (0, 1)
+} LceFilter;
+
+// Over the tiles that count alone:  dx_raw = E W;  dweight (+)= alpha E^T scaled_x.
+typedef struct {
+  Tensor dx_raw;    // fp32 or x's dtype [C, H]
+  Tensor dweight;   // fp32 [V, H]
+  Tensor tiles;     // as LceFilter left them, and exps with them
+  Tensor exps;      // real [C, V], may be strided
+  Tensor weight;    // real [V, H]
+  Tensor scaled_x;  // real [C, H]
+  float alpha;      // 0 is read as 1, as in LinearBackwardWeight
+  bool accumulate;  // dweight alone
+  Tensor workspace; // from the door
+} LceFilteredProducts;
 
 // dx = alpha (r * dx_raw + c * W[target] + scale_uniform * smoothing_row), in place over dx_raw.
 typedef struct {
@@ -442,6 +474,8 @@ void attention_backward(Backend *backend, AttentionBackward a);
 void attention_decode(Backend *backend, AttentionDecode a);
 void lce_sweep(Backend *backend, LceSweep a);
 void lce_rows(Backend *backend, LceRows a);
+void lce_filter(Backend *backend, LceFilter a);
+void lce_filtered_products(Backend *backend, LceFilteredProducts a);
 void lce_input_gradient(Backend *backend, LceInputGradient a);
 void lce_target_gradient(Backend *backend, LceTargetGradient a);
 void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a);
@@ -487,6 +521,8 @@ typedef struct {
   void (*attention_decode)(Backend *, const AttentionDecode *);
   void (*lce_sweep)(Backend *, const LceSweep *);
   void (*lce_rows)(Backend *, const LceRows *);
+  void (*lce_filter)(Backend *, const LceFilter *);
+  void (*lce_filtered_products)(Backend *, const LceFilteredProducts *);
   void (*lce_input_gradient)(Backend *, const LceInputGradient *);
   void (*lce_target_gradient)(Backend *, const LceTargetGradient *);
   void (*cross_entropy_in_place)(Backend *, const CrossEntropyInPlace *);
@@ -524,6 +560,7 @@ typedef struct {
   size_t (*attention_forward)(const AttentionForward *);
   size_t (*attention_backward)(const AttentionBackward *);
   size_t (*lce_sweep)(const LceSweep *);
+  size_t (*lce_filtered_products)(const LceFilteredProducts *);
   size_t (*lce_target_gradient)(const LceTargetGradient *);
   size_t (*weighted_column_sum)(const WeightedColumnSum *);
   size_t (*reduce)(const Reduce *);

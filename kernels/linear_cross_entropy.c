@@ -32,6 +32,9 @@
 // A bias, a soft-cap, entropy and its gradient act on single logits: a chunk then holds its logits in fp32,
 // and they become their own gradient in place, as all tokens' do at once in the materialized mode.
 //
+// A filter (LossTerms.filter) leaves what is too small to matter in E out of the products that are still to
+// come. It must know R first, so dX is then made after the sweep, from the tiles that are left, like dW.
+//
 // Memory traffic per chunk, with e bytes an element: W is read three times (logits, dX, and nothing for dW),
 // E is written once and read twice, dW (fp32) is read and written once. So small chunks cost traffic of W and
 // dW, (2 e + 8) V H bytes each, against 6 C V H flops: on a GPU with 200 flops a byte a chunk of 1024 pays
@@ -51,6 +54,7 @@ typedef struct {
   Tensor factor;        // fp32 [1], or absent
   Tensor smoothing_row; // fp32 [H]: sum_j w[j] W[j]
   Tensor smoothing_x;   // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks
+  Tensor filtered;      // fp32 [3]: see LinearCrossEntropy; there when terms.filter is
 } Common;
 
 static Tensor push_column(Backend *backend, const char *name, int64_t rows) {
@@ -69,6 +73,10 @@ static Common push_common(Backend *backend, const LinearCrossEntropy *a, bool ra
     loss_factor(
         backend,
         (LossFactor){.factor = c.factor, .targets = a->targets, .class_weights = a->terms.class_weights});
+  }
+  if (a->terms.filter > 0) {
+    c.filtered = tensor_exists(a->filtered) ? a->filtered : push_column(backend, "what is filtered", 3);
+    fill_zero(backend, c.filtered);
   }
   if (!smoothing || !rank_one_terms) return c;
   c.smoothing_row = push_column(backend, "weighted sum of W", a->x.shape[1]);
@@ -223,7 +231,12 @@ typedef struct {
   Tensor scale_others, scale_target, scale_uniform; // fp32 [C]
   Tensor scaled_x;                                  // [C, H]
   Tensor exps;                                      // [C, V]
+  Tensor tiles;                                     // of the filter: see LceFilter
 } Rows;
+
+static int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
   Rows r = {.row_sum = push_column(backend, "row sums", rows),
@@ -237,6 +250,10 @@ static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t row
   if (a->terms.label_smoothing > 0) r.scale_uniform = push_column(backend, "scales of all", rows);
   r.scaled_x = memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, a->x.dtype, rows, a->x.shape[1]);
   r.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
+  if (a->terms.filter > 0)
+    r.tiles =
+        memory_push_2d(&backend->memory, "tiles to filter", MEMORY_HEAD, DTYPE_F32,
+                       divide_up(rows, LCE_FILTER_ROWS), divide_up(a->weight.shape[0], LCE_FILTER_COLUMNS));
   return r;
 }
 
@@ -250,7 +267,8 @@ static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
                 .scale_target = first_rows(r->scale_target, target_first, count),
                 .scale_uniform = first_rows(r->scale_uniform, 0, count),
                 .scaled_x = first_rows(r->scaled_x, 0, count),
-                .exps = first_rows(r->exps, 0, count)};
+                .exps = first_rows(r->exps, 0, count),
+                .tiles = first_rows(r->tiles, 0, divide_up(count, LCE_FILTER_ROWS))};
 }
 
 static void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
@@ -262,14 +280,27 @@ static void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor sc
                                                    .alpha = a->scale});
 }
 
+// dx_raw and the others' part of dweight, from the tiles that the filter leaves.
+static LceFilteredProducts filtered_products(const LinearCrossEntropy *a, const Rows *r, const Tokens *t,
+                                             bool accumulate) {
+  return (LceFilteredProducts){.dx_raw = t->dx,
+                               .dweight = a->dweight,
+                               .tiles = r->tiles,
+                               .exps = r->exps,
+                               .weight = a->weight,
+                               .scaled_x = r->scaled_x,
+                               .alpha = a->scale,
+                               .accumulate = accumulate};
+}
+
 // Sweep, row statistics, the gradients but for the targets' rows of dweight, for tokens from number `first` on.
 // `accumulate`: a chunk has been before this one, or the caller adds.
 static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common *common,
                      const Rows *all_rows, const Tokens *t, int64_t first, bool accumulate) {
-  bool packed = tensor_exists(a->rows);
+  bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;
   Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
   lce_sweep(backend, (LceSweep){.exps = r.exps,
-                                .dx_raw = t->dx,
+                                .dx_raw = filter ? (Tensor){0} : t->dx,
                                 .row_sum = r.row_sum,
                                 .target_e = r.target_e,
                                 .target_z = r.target_z,
@@ -297,6 +328,15 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                               .vocab_size = a->weight.shape[0]});
   if (!tensor_exists(t->dx)) return;
   bool smoothing = tensor_exists(common->smoothing_row);
+  if (filter) {
+    lce_filter(backend, (LceFilter){.tiles = r.tiles,
+                                    .told = common->filtered,
+                                    .exps = r.exps,
+                                    .row_sum = r.row_sum,
+                                    .target_e = r.target_e,
+                                    .epsilon = a->terms.filter});
+    lce_filtered_products(backend, filtered_products(a, &r, t, accumulate));
+  }
   lce_input_gradient(backend, (LceInputGradient){.dx = t->dx,
                                                  .scale_others = r.scale_others,
                                                  .scale_target = r.scale_target,
@@ -306,11 +346,12 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                                                  .targets = t->targets,
                                                  .alpha = a->scale});
   // The caller's scale rides on the products' alpha, so that r X stays within the normal numbers.
-  linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
-                                                         .dout = r.exps,
-                                                         .x = r.scaled_x,
-                                                         .alpha = a->scale,
-                                                         .accumulate = accumulate});
+  if (!filter)
+    linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
+                                                           .dout = r.exps,
+                                                           .x = r.scaled_x,
+                                                           .alpha = a->scale,
+                                                           .accumulate = accumulate});
   if (packed) add_targets(backend, a, r.scale_target, t->x, t->targets);
   if (smoothing)
     weighted_column_sum(backend, (WeightedColumnSum){.out = common->smoothing_x,
@@ -320,10 +361,6 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
 }
 
 // --- the fused mode ----------------------------------------------------------------------------------------
-
-static int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // As many chunks of at most `most` tokens as needed, all nearly alike, in steps of 128 where there is room for
 // steps: how many tokens each then has.
@@ -343,9 +380,19 @@ static void show_scratch(Backend *backend, const char *op, size_t bytes) {
 static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, const Tokens *t, const Rows *r,
                               Tensor logits) {
   const BackendScratch *scratch = backend->scratch;
-  LceSweep sweep = {.exps = r->exps, .dx_raw = t->dx, .x = t->x, .weight = a->weight, .targets = t->targets};
+  bool filter = a->terms.filter > 0 && tensor_exists(t->dx);
+  LceSweep sweep = {.exps = r->exps,
+                    .dx_raw = filter ? (Tensor){0} : t->dx,
+                    .x = t->x,
+                    .weight = a->weight,
+                    .targets = t->targets};
   if (!tensor_exists(logits))
     show_scratch(backend, "lce_sweep", scratch->lce_sweep ? scratch->lce_sweep(&sweep) : 0);
+  if (filter) {
+    LceFilteredProducts products = filtered_products(a, r, t, false);
+    show_scratch(backend, "lce_filtered_products",
+                 scratch->lce_filtered_products ? scratch->lce_filtered_products(&products) : 0);
+  }
   if (tensor_exists(a->dbias)) {
     LinearBackwardWeight weight = {.dweight = a->dweight, .dbias = a->dbias, .dout = logits, .x = t->x};
     show_scratch(backend, "linear_backward_weight",
@@ -420,6 +467,22 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
     fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);
 }
 
+static void check_filter(const LinearCrossEntropy *a) {
+  double filter = (double)a->terms.filter;
+  if (!(filter >= 0 && filter < 1)) fail("linear_cross_entropy: filter is %g, which is not in [0, 1)", filter);
+  if (tensor_exists(a->filtered) && (a->filtered.rank != 1 || a->filtered.shape[0] != 3 || filter == 0))
+    fail("linear_cross_entropy: filtered is %s with a filter of %g; give fp32 [3] where there is a filter, and "
+         "nothing without",
+         tensor_text(a->filtered).text, filter);
+  if (filter > 0 && a->mode == LCE_MATERIALIZED)
+    fail("linear_cross_entropy: a filter of %g needs the fused mode; the materialized one has no exponentials",
+         filter);
+  if (filter > 0 && lce_needs_logits(a))
+    fail("linear_cross_entropy: a filter of %g acts on exponentials; leave it out, or what needs logits side by "
+         "side (a bias, a soft-cap, entropy, largest logits, predictions)",
+         filter);
+}
+
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   const char *op = "linear_cross_entropy";
   if (a.x.rank != 2 || a.weight.rank != 2 || a.x.shape[1] != a.weight.shape[1])
@@ -444,6 +507,7 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   per_token("token_weights", a.token_weights, tokens);
   per_token("entropy_weights", a.entropy_weights, tokens);
   for (int i = 0; i < OUTPUTS; i++) per_token("an output", a.outputs.all[i], tokens);
+  check_filter(&a);
   if (tensor_exists(a.rows) && (a.counted < 0 || a.counted > a.rows.shape[0]))
     fail("%s: %lld tokens count, but rows is %s", op, (long long)a.counted, tensor_text(a.rows).text);
 
@@ -477,6 +541,7 @@ size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape s
                           .targets = memory_push_1d(m, "targets", other, DTYPE_I32, s.tokens)};
   if (s.ignores) a.rows = memory_push_1d(m, "rows", other, DTYPE_I32, s.tokens);
   if (s.logits) a.terms.softcap = 1;
+  if (s.filter) a.terms.filter = 0.5f;
   a.counted = s.tokens;
   linear_cross_entropy(plan, a);
   size_t bytes = m->ledger.highest[MEMORY_HEAD];

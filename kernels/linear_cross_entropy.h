@@ -28,6 +28,10 @@ const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 // gradient in place. All other terms act on whole rows, and are free but for one pass over W and one over
 // dweight that label smoothing costs.
 //
+// terms.filter leaves tiles of small probabilities out of the gradients' products (LceFilter says which):
+// losses and outputs stay as they are, and dx and dweight lack the probability mass that `filtered` tells. It
+// acts on exponentials, so only the fused mode has it, without what lce_needs_logits.
+//
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before it
 // returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's.
 typedef struct {
@@ -35,6 +39,8 @@ typedef struct {
   int64_t chunk;          // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
   Tensor loss;            // fp32 [N]; 0 where the target is IGNORE_INDEX
   TokenOutputs outputs;   // any of them, likewise
+  Tensor filtered;        // fp32 [3], or absent; with terms.filter: tiles left out, all tiles, and the mass left
+                          // out, summed over the tokens. 0 where there are no gradients
   Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: forward only
   Tensor dweight;         // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
   Tensor dbias;           // fp32 [V]; there when bias and dx are
@@ -63,6 +69,7 @@ typedef struct {
   Dtype dtype;
   bool ignores; // some targets may be ignored: rows is given
   bool logits;  // lce_needs_logits
+  bool filter;  // terms.filter is on
 } LceShape;
 
 // The chunk taken when the user names none: an eighth of the tokens, but at least 128 and at most 4096. An

@@ -73,6 +73,8 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a);
 void cpu_attention_decode(Backend *backend, const AttentionDecode *a);
 void cpu_lce_sweep(Backend *backend, const LceSweep *a);
 void cpu_lce_rows(Backend *backend, const LceRows *a);
+void cpu_lce_filter(Backend *backend, const LceFilter *a);
+void cpu_lce_filtered_products(Backend *backend, const LceFilteredProducts *a);
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a);
 void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
 void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);

@@ -54,7 +54,7 @@ static Grid make_grid(int64_t rows, int64_t vocab) {
 // The door's workspace. Unit (block, slice) owns rows [slice * C + block * rows, ...) of both.
 typedef struct {
   double *sums; // [slices * C]: row sums, or maxima
-  float *wide;  // [slices * C, H]: shares of dx; or, without exps, [slices * C, BLOCK_VOCAB]: the tile
+  float *wide;  // [slices * C, H]: shares of dx_raw; or, without exps, [slices * C, BLOCK_VOCAB]: the tile
 } Scratch;
 
 // At least slices * C, and growing with C, so that a smaller chunk never needs more.
@@ -64,7 +64,7 @@ static int64_t scratch_rows(int64_t chunk, int64_t vocab) {
 }
 
 size_t cpu_lce_sweep_scratch(const LceSweep *a) {
-  int64_t width = tensor_exists(a->exps) ? a->x.shape[1] : BLOCK_VOCAB;
+  int64_t width = tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : BLOCK_VOCAB;
   size_t rows = (size_t)scratch_rows(a->x.shape[0], a->weight.shape[0]);
   return rows * (sizeof(double) + (size_t)width * sizeof(float));
 }
@@ -123,7 +123,7 @@ static void sweep_unit(bool plain, const LceSweep *a, const Grid *g, const Scrat
     tile_multiply(plain, rows, columns, hidden, 1.0f, x, w, false, tile, stride, &ahead);
     finish_tile(pass, tile, stride, rows, columns, anchor, sharpness_of(a->temperature), targets, first,
                 sums);
-    if (!keep || pass == MAXIMA) continue;
+    if (!tensor_exists(a->dx_raw) || pass == MAXIMA) continue;
     w.transposed = false;
     tile_multiply(plain, rows, hidden, columns, 1.0f, (CpuMatrix){.data = tile, .stride = stride}, w,
                   first > slice_first, dx, hidden, NULL);
@@ -160,7 +160,7 @@ static void add_slices(const LceSweep *a, const Grid *g, const Scratch *scratch)
     double sum = 0.0;
     for (int64_t s = 0; s < g->slices; s++) sum += scratch->sums[s * chunk + n];
     row_sum[n] = (float)sum;
-    if (!tensor_exists(a->exps)) continue;
+    if (!tensor_exists(a->dx_raw)) continue;
     float *dx = cpu_row(a->dx_raw, n);
     for (int64_t s = 0; s < g->slices; s++) {
       const float *share = scratch->wide + (s * chunk + n) * hidden;

@@ -33,6 +33,12 @@ static size_t lce_sweep_scratch(const LceSweep *a) {
          memory_padded(sizeof(int32_t));
 }
 
+// The lists of steps, then sums over parts of V.
+static size_t lce_filtered_products_scratch(const LceFilteredProducts *a) {
+  int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1];
+  return cuda_lce_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
+}
+
 static size_t lce_target_gradient_scratch(const LceTargetGradient *a) {
   return cuda_segment_bytes(a->x.shape[0], a->x.shape[1]);
 }
@@ -58,6 +64,7 @@ const BackendScratch cuda_scratch = {.embedding_backward = embedding_backward_sc
                                      .attention_forward = cuda_attention_forward_scratch,
                                      .attention_backward = cuda_attention_backward_scratch,
                                      .lce_sweep = lce_sweep_scratch,
+                                     .lce_filtered_products = lce_filtered_products_scratch,
                                      .lce_target_gradient = lce_target_gradient_scratch,
                                      .weighted_column_sum = weighted_column_sum_scratch,
                                      .reduce = reduce_scratch,
