@@ -194,6 +194,8 @@ static void collect(Run *run, double since) {
     add_told(line, "accuracy", r->accuracy);
     add_told(line, "entropy", r->entropy);
     add_told(line, "max_logit", r->max_logit);
+    add_told(line, "filtered_tiles", r->filtered_tiles);
+    add_told(line, "filtered_mass", r->filtered_mass);
     cJSON_AddNumberToObject(line, "learning_rate", r->learning_rate);
     cJSON_AddNumberToObject(line, "grad_norm", r->grad_norm);
     cJSON_AddNumberToObject(line, "tokens", (double)r->counted);

@@ -408,13 +408,16 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   MemoryMark top = memory_mark(memory);
   Norm norm = final_norm(&p, stream);
   Tensor dnorm = push_gradient(&p, "d final norm", hidden_size);
+  bool filter = options->mode == LCE_FUSED && options->filter > 0;
   linear_cross_entropy(backend, (LinearCrossEntropy){.mode = options->mode,
                                                      .chunk = options->chunk,
                                                      .loss = loss,
                                                      .outputs = options->outputs,
                                                      .terms = {.label_smoothing = options->label_smoothing,
                                                                .z_loss = options->z_loss,
-                                                               .softcap = softcap_of(model)},
+                                                               .softcap = softcap_of(model),
+                                                               .filter = filter ? options->filter : 0},
+                                                     .filtered = filter ? options->filtered : (Tensor){0},
                                                      .dx = dnorm,
                                                      .dweight = model->head.grad,
                                                      .x = norm.out,

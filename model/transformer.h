@@ -37,6 +37,8 @@ typedef struct {
   int64_t chunk;
   Recompute recompute;
   float label_smoothing, z_loss; // of training; see LossTerms
+  float filter;                  // of training in the fused mode; see LossTerms
+  Tensor filtered;               // there with it: see LinearCrossEntropy
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
   GradientsReady ready;          // or NULL
   void *ready_context;

@@ -65,8 +65,21 @@ static void record_sweep(Backend *backend, const LceSweep *a) {
   LinearForward logits = {.out = a->exps, .x = a->x, .weight = a->weight};
   LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
   append((Product){.kind = FORWARD, .call.forward = logits}, a->x, a->weight);
-  append((Product){.kind = BACKWARD_INPUT, .call.input = dx}, a->x, a->weight);
+  if (tensor_exists(a->dx_raw)) append((Product){.kind = BACKWARD_INPUT, .call.input = dx}, a->x, a->weight);
   record.real->lce_sweep(backend, a);
+}
+
+// And what they would be without a filter.
+static void record_filtered(Backend *backend, const LceFilteredProducts *a) {
+  LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
+  LinearBackwardWeight dweight = {.dweight = a->dweight,
+                                  .dout = a->exps,
+                                  .x = a->scaled_x,
+                                  .alpha = a->alpha,
+                                  .accumulate = a->accumulate};
+  append((Product){.kind = BACKWARD_INPUT, .call.input = dx}, a->exps, a->weight);
+  append((Product){.kind = BACKWARD_WEIGHT, .call.weight = dweight}, a->exps, a->dweight);
+  record.real->lce_filtered_products(backend, a);
 }
 
 static void record_pass(Trainer *trainer) {
@@ -78,6 +91,7 @@ static void record_pass(Trainer *trainer) {
   recording.linear_backward_input = record_backward_input;
   recording.linear_backward_weight = record_backward_weight;
   recording.lce_sweep = record_sweep;
+  recording.lce_filtered_products = record_filtered;
   backend->ops = &recording;
   trainer_gradient_pass(trainer);
   backend->ops = record.real;

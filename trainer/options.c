@@ -20,7 +20,7 @@ enum {
   KEY_HEAD_DIM, KEY_MAX_POSITIONS, KEY_TIED, KEY_UNTIED, KEY_ROPE_THETA,
   KEY_BATCH, KEY_SEQ_LEN, KEY_TOTAL_BATCH, KEY_STEPS, KEY_SEED,
   KEY_LR, KEY_MIN_LR, KEY_WARMUP, KEY_SCHEDULE, KEY_BETA1, KEY_BETA2, KEY_EPSILON, KEY_WEIGHT_DECAY, KEY_GRAD_CLIP,
-  KEY_FUSED, KEY_MATERIALIZED, KEY_CHUNK, KEY_LCE_MEMORY, KEY_SMOOTHING, KEY_Z_LOSS, KEY_SOFTCAP, KEY_METRICS,
+  KEY_FUSED, KEY_MATERIALIZED, KEY_CHUNK, KEY_LCE_MEMORY, KEY_FILTER, KEY_SMOOTHING, KEY_Z_LOSS, KEY_SOFTCAP, KEY_METRICS,
   KEY_DATA, KEY_VAL_DATA, KEY_VAL_FRACTION, KEY_EVAL_EVERY, KEY_EVAL_BATCHES, KEY_SAMPLE_EVERY, KEY_SAMPLE_TOKENS,
   KEY_TEMPERATURE, KEY_TOP_K, KEY_TOP_P, KEY_PROMPT, KEY_TOKENIZER, KEY_EVAL_ONLY, KEY_HELLASWAG, KEY_HELLASWAG_EXAMPLES,
   KEY_INIT, KEY_SAVE, KEY_SAVE_EVERY, KEY_KEEP, KEY_SAVE_DTYPE, KEY_RESUME,
@@ -75,6 +75,10 @@ static const struct argp_option table[] = {
     {"lce-chunk", KEY_CHUNK, "TOKENS", 0, 
      "Tokens per chunk (default an eighth of B x T, within 128, on cuda 1024, and 4096)", 0},
     {"lce-memory", KEY_LCE_MEMORY, "MIB", 0, "Choose the largest chunk whose layer holds at most this much", 0},
+    {"lce-filter", KEY_FILTER, "EPS", 0,
+     "Leave tiles of 128 tokens x 256 vocabulary entries, all of probability below EPS, out of the gradients, and log "
+     "how many and how much (default 0: none)",
+     0},
 
     {"label-smoothing", KEY_SMOOTHING, "EPS", 0,
      "Share of every target that is spread over the vocabulary, 0 to 1 (default 0); validation has none", 0},
@@ -315,6 +319,9 @@ static error_t parse_job(int key, char *text, Parsed *p) {
     return 0;
   case KEY_LCE_MEMORY:
     o->lce_memory = integer(key, text, 1, (int64_t)1 << 30);
+    return 0;
+  case KEY_FILTER:
+    o->lce_filter = number(key, text, 0, 0.5);
     return 0;
   case KEY_SMOOTHING:
     o->label_smoothing = number(key, text, 0, 1);
@@ -609,6 +616,11 @@ static void settle_job(Options *o, const Parsed *p) {
     fail("--lce-chunk and --lce-memory both choose the chunk; give one of them");
   if (o->mode == LCE_MATERIALIZED && (o->lce_chunk || o->lce_memory))
     fail("--lce-chunk and --lce-memory belong to --fused-lce; --materialized-logits has no chunks");
+  if (o->mode == LCE_MATERIALIZED && o->lce_filter > 0)
+    fail("--lce-filter belongs to --fused-lce; --materialized-logits has no tiles to leave out");
+  if (o->lce_filter > 0 && (o->metrics || o->model.final_logit_softcapping > 0))
+    fail("--lce-filter acts on exponentials, and with --metrics or a logit soft-cap a chunk holds logits; leave "
+         "it out, or those");
 }
 
 // --- reading the command line ------------------------------------------------------------------------------
@@ -673,7 +685,7 @@ static void remember_settings(Options *o, const Parsed *given) {
       KEY_LR,           KEY_MIN_LR,    KEY_WARMUP,       KEY_BETA1,       KEY_BETA2,        KEY_EPSILON,
       KEY_WEIGHT_DECAY, KEY_GRAD_CLIP, KEY_VAL_FRACTION, KEY_FUSED,       KEY_MATERIALIZED, KEY_CHUNK,
       KEY_RECOMPUTE,    KEY_SMOOTHING, KEY_Z_LOSS,       KEY_METRICS,     KEY_DTYPE,        KEY_GRAD_DTYPE,
-      KEY_MOMENT_DTYPE, KEY_MASTER,    KEY_NO_MASTER};
+      KEY_MOMENT_DTYPE, KEY_MASTER,    KEY_NO_MASTER,    KEY_FILTER};
   static const int dtype_keys[] = {KEY_DTYPE, KEY_GRAD_DTYPE, KEY_MOMENT_DTYPE, KEY_MASTER, KEY_NO_MASTER};
   bool dtypes_given = false;
   for (size_t i = 0; i < sizeof dtype_keys / sizeof *dtype_keys; i++)
@@ -681,12 +693,14 @@ static void remember_settings(Options *o, const Parsed *given) {
   const cJSON *device = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "device");
   bool from_gpu = cJSON_IsString(device) && !strcmp(device->valuestring, "cuda");
   const cJSON *settings = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "settings");
+  bool no_filter = given->mode == 1 + (int)LCE_MATERIALIZED;
   bool other_chunk = o->lce_memory || given->mode == 1 + (int)LCE_MATERIALIZED;
   for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(settings, option_name(keys[i]));
     bool is_mode = keys[i] == KEY_FUSED || keys[i] == KEY_MATERIALIZED;
     bool overruled =
-        given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) || (keys[i] == KEY_CHUNK && other_chunk);
+        given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) || (keys[i] == KEY_CHUNK && other_chunk) ||
+        (keys[i] == KEY_FILTER && no_filter);
     bool is_master = keys[i] == KEY_MASTER || keys[i] == KEY_NO_MASTER;
     overruled |= is_master && (given->seen[KEY_MASTER - KEY_MODEL] || given->seen[KEY_NO_MASTER - KEY_MODEL]);
     for (size_t k = 0; k < sizeof dtype_keys / sizeof *dtype_keys; k++)
@@ -765,7 +779,8 @@ void options_settle_chunk(Options *o, const Backend *backend) {
                       .vocab_size = o->model.vocab_size,
                       .dtype = o->dtype,
                       .ignores = o->masked,
-                      .logits = o->metrics || o->model.final_logit_softcapping > 0};
+                      .logits = o->metrics || o->model.final_logit_softcapping > 0,
+                      .filter = o->lce_filter > 0};
     o->lce_chunk = lce_chunk_within(backend, (size_t)o->lce_memory << 20, shape);
     if (!o->lce_chunk)
       fail("--lce-memory %lld: even a chunk of one token needs %lld MiB at this vocabulary; give at least "

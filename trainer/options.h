@@ -27,7 +27,7 @@ typedef struct {
   int64_t lce_chunk;  // tokens; 0 until options_settle has chosen
   bool chunk_given;   // by --lce-chunk; otherwise it follows the batch
   int64_t lce_memory; // MiB the last layer may hold; 0 when --lce-chunk or the default rules
-  double label_smoothing, z_loss;
+  double label_smoothing, z_loss, lce_filter;
   bool metrics; // accuracy, entropy and largest logit of every step
   // data
   const char **data, **val_data; // paths, in the order given

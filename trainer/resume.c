@@ -80,6 +80,7 @@ cJSON *resume_settings(const Options *o) {
   if (o->mode == LCE_FUSED) put_whole(s, "lce-chunk", o->lce_chunk);
   put_number(s, "label-smoothing", o->label_smoothing);
   put_number(s, "z-loss", o->z_loss);
+  if (o->lce_filter > 0) put_number(s, "lce-filter", o->lce_filter);
   if (o->metrics) cJSON_AddStringToObject(s, "metrics", "");
   cJSON_AddStringToObject(s, "recompute", recompute_name(o->recompute));
   return s;

@@ -23,6 +23,9 @@ enum {
   RESULT_CORRECT,
   RESULT_ENTROPY,
   RESULT_MAX_LOGIT,
+  RESULT_TILES_LEFT_OUT,
+  RESULT_TILES,
+  RESULT_MASS_LEFT_OUT,
   RESULT_STOP,
   RESULT_SECONDS,
   RESULT_NORM,
@@ -51,7 +54,8 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
                                  .chunk = options->lce_chunk,
                                  .recompute = options->recompute,
                                  .label_smoothing = (float)options->label_smoothing,
-                                 .z_loss = (float)options->z_loss}};
+                                 .z_loss = (float)options->z_loss,
+                                 .filter = (float)options->lce_filter}};
   int64_t tokens = tokens_of(t);
   model_create(&t->model, &options->model, backend, options->dtypes, options->seq_len);
   t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
@@ -65,6 +69,11 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     t->outputs.max_logit = reserve_table(backend, "largest logits", DTYPE_F32, tokens);
   }
   t->transformer.outputs = t->outputs;
+  if (options->lce_filter > 0) {
+    t->filtered = reserve_table(backend, "what is filtered", DTYPE_F32, 3);
+    fill_zero(backend, t->filtered); // the materialized mode tells nothing
+  }
+  t->transformer.filtered = t->filtered;
   t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
   t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);
@@ -140,14 +149,21 @@ static Tensor result_slot(const Trainer *t, int pending, int which) {
   return tensor_rows(t->results, RESULTS * pending + which, 1);
 }
 
-// Adds up what is told of the micro-batch's tokens.
+static Tensor number_of(Tensor t, int i) {
+  return tensor_exists(t) ? tensor_rows(t, i, 1) : t;
+}
+
+// Adds up what is told of the micro-batch's tokens, and of its tiles.
 static void sum_tokens(Trainer *t, int slot, bool accumulate) {
   const Tensor told[] = {[RESULT_LOSS] = t->loss,
                          [RESULT_Z_LOSS] = t->outputs.z_loss,
                          [RESULT_CORRECT] = t->outputs.correct,
                          [RESULT_ENTROPY] = t->outputs.entropy,
-                         [RESULT_MAX_LOGIT] = t->outputs.max_logit};
-  for (int i = RESULT_LOSS; i <= RESULT_MAX_LOGIT; i++)
+                         [RESULT_MAX_LOGIT] = t->outputs.max_logit,
+                         [RESULT_TILES_LEFT_OUT] = number_of(t->filtered, 0),
+                         [RESULT_TILES] = number_of(t->filtered, 1),
+                         [RESULT_MASS_LEFT_OUT] = number_of(t->filtered, 2)};
+  for (int i = RESULT_LOSS; i <= RESULT_MASS_LEFT_OUT; i++)
     if (tensor_exists(told[i]))
       reduce(t->backend, (Reduce){.sum = result_slot(t, slot, i), .x = told[i], .accumulate = accumulate});
 }
@@ -229,6 +245,10 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
     results[i].accuracy = mean_of(of_step, RESULT_CORRECT, counted, metrics);
     results[i].entropy = mean_of(of_step, RESULT_ENTROPY, counted, metrics);
     results[i].max_logit = mean_of(of_step, RESULT_MAX_LOGIT, counted, metrics);
+    bool filter = t->options->lce_filter > 0;
+    results[i].filtered_tiles =
+        mean_of(of_step, RESULT_TILES_LEFT_OUT, (int64_t)of_step[RESULT_TILES], filter);
+    results[i].filtered_mass = mean_of(of_step, RESULT_MASS_LEFT_OUT, counted, filter);
     results[i].grad_norm = (double)of_step[RESULT_NORM];
     results[i].stop = alone ? t->stop_asked : of_step[RESULT_STOP] > 0;
     results[i].agreed_seconds = alone ? t->step_seconds : (double)of_step[RESULT_SECONDS] / t->backend->ranks;

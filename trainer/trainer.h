@@ -17,6 +17,7 @@ typedef struct {
   // Means over the same targets, NaN where they are not asked for.
   double z_loss;                       // --z-loss
   double accuracy, entropy, max_logit; // --metrics
+  double filtered_tiles, filtered_mass; // --lce-filter: the share of tiles left out, and of probability
   // Over all ranks, and so the same on each (with one rank: as told).
   bool stop;             // some rank was asked to stop
   double agreed_seconds; // a step takes, the mean of what they told
@@ -30,6 +31,7 @@ typedef struct {
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, loss;
   TokenOutputs outputs;  // what is told of each token beside its loss
+  Tensor filtered;       // fp32 [3]: what the last layer's filter left out; there with --lce-filter
   Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
   Tensor results;        // fp32, of each pending step: sums of what is told, and the gradient norm
   // On the host: the whole step's tokens and targets.

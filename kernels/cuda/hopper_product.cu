@@ -39,6 +39,12 @@
 // sums in scratch, and a second kernel adds them in order. All clusters walk through K in step, so that E
 // and W still come from memory about once. Where tiles come out even, dX is cuBLASLt's (see beats_library).
 //
+// FILTERED (LceFilter), dX leaves out steps of K where E is 0. A kernel lists, for each row of cluster tiles,
+// the steps in which either of the cluster's two tiles of E counts; loader and multipliers walk along the list
+// where they otherwise walk along K, and slices are parts of the list. A slice must have a step, for its sums to
+// be written, so a list shorter than the most slices there are takes steps of zeros in. The loader asks for a
+// step's number before it waits for the stage, so the list's latency does not show.
+//
 // THE EXPONENT is taken as 2^(z log2(e) - a log2(e)) (log2(e) / T with a temperature): one fused multiply-add
 // and one instruction of the special unit. a log2(e) is rounded once for a row, which would shift all of the
 // row's E alike; the rounding error is known (a second fused multiply-add gives it), and the row's sum is
@@ -93,6 +99,7 @@ enum {
 };
 
 enum Output { EXPONENTIALS, SUMS_BF16, SUMS_F32 };
+enum { MOST_SLICES = 16 };
 
 // A cluster's tile has CLUSTER * TILE_M rows. Tiles are made in bands of `band` rows of tiles, and column
 // after column within a band. The first `whole` tiles are made over all of k; the others in `slices` parts
@@ -101,6 +108,7 @@ struct Work {
   int m, n;
   int m_tiles, n_tiles, k_steps, band;
   int whole, slices, units;
+  const int32_t *list; // filtered: [m_tiles, 1 + k_steps], how many steps count and which
 };
 
 struct Ends {
@@ -117,8 +125,9 @@ struct Ends {
 // One piece of work for a cluster, as one of its blocks sees it.
 struct Unit {
   int row, column;    // of the tile's first entry
-  int k_begin, k_end; // in steps of TILE_K
-  int slice;          // where its sums go in Ends.slices, or -1
+  int k_begin, k_end;   // in steps of TILE_K, or places in the list of them
+  const int32_t *steps; // filtered: the list
+  int slice;            // where its sums go in Ends.slices, or -1
 };
 
 struct TileAt {
@@ -134,6 +143,7 @@ static __device__ __forceinline__ TileAt tile_at(const Work &w, int tile) {
 #if defined(HOPPER_CODE)
 
 // Unit u. Within the slices, the same slice of all tiles comes first.
+template <bool FILTERED>
 static __device__ __forceinline__ Unit unit_at(const Work &w, int u, int rank) {
   int tile = u, slice = 0, slices = 1, of_slices = u - w.whole;
   if (of_slices >= 0) {
@@ -146,8 +156,14 @@ static __device__ __forceinline__ Unit unit_at(const Work &w, int u, int rank) {
   Unit unit;
   unit.row = at.row + rank * TILE_M;
   unit.column = at.column;
-  unit.k_begin = (int)((int64_t)w.k_steps * slice / slices);
-  unit.k_end = (int)((int64_t)w.k_steps * (slice + 1) / slices);
+  int steps = w.k_steps;
+  if (FILTERED) {
+    const int32_t *list = w.list + (int64_t)(at.row / (CLUSTER * TILE_M)) * (1 + w.k_steps);
+    steps = list[0];
+    unit.steps = list + 1;
+  }
+  unit.k_begin = (int)((int64_t)steps * slice / slices);
+  unit.k_end = (int)((int64_t)steps * (slice + 1) / slices);
   unit.slice = of_slices >= 0 ? of_slices : -1;
   return unit;
 }
@@ -181,15 +197,16 @@ static __device__ __forceinline__ int unit_step() {
 
 // --- the loader --------------------------------------------------------------------------------------------
 
-template <bool B_K_INNERMOST>
+template <bool B_K_INNERMOST, bool FILTERED>
 static __device__ __forceinline__ void load_stages(const Work &w, const Ring &ring, const CUtensorMap *a,
                                                    const CUtensorMap *b, int rank) {
   constexpr uint16_t everyone = (1 << CLUSTER) - 1;
   Place at;
   at.parity = 1; // a fresh barrier counts as past its odd phase: all stages are empty
   for (int u = first_unit(); u < w.units; u += unit_step()) {
-    Unit unit = unit_at(w, u, rank);
-    for (int k = unit.k_begin; k < unit.k_end; k++, at.next()) {
+    Unit unit = unit_at<FILTERED>(w, u, rank);
+    for (int place = unit.k_begin; place < unit.k_end; place++, at.next()) {
+      int k = FILTERED ? unit.steps[place] : place;
       uint64_t *full = &ring.full[at.stage];
       uint32_t a_stage = ring.first + at.stage * STAGE_BYTES, b_stage = a_stage + A_BYTES;
       barrier_wait(&ring.empty[at.stage], at.parity);
@@ -390,7 +407,7 @@ static __device__ __forceinline__ void give_turn(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(1 + group), "n"(2 * GROUP) : "memory");
 }
 
-template <Output OUTPUT>
+template <Output OUTPUT, bool FILTERED>
 static __device__ __forceinline__ void multiply_and_finish(const Work &w, const Ends &ends, const Ring &ring,
                                                            const CUtensorMap *out, uint32_t boxes, int group,
                                                            int rank) {
@@ -400,7 +417,7 @@ static __device__ __forceinline__ void multiply_and_finish(const Work &w, const 
   Place at;
   int turn = 0;
   for (int u = first_unit(); u < w.units; u += unit_step(), turn ^= 1) {
-    Unit unit = unit_at(w, u, rank);
+    Unit unit = unit_at<FILTERED>(w, u, rank);
     if (turn != group) {
       at.advance(unit.k_end - unit.k_begin);
       continue;
@@ -422,7 +439,7 @@ static __device__ __forceinline__ void multiply_and_finish(const Work &w, const 
 
 // --- the kernel --------------------------------------------------------------------------------------------
 
-template <Output OUTPUT>
+template <Output OUTPUT, bool FILTERED>
 static __global__ void __launch_bounds__(THREADS, 1)
     product_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                    const __grid_constant__ CUtensorMap out, const __grid_constant__ Work w,
@@ -443,10 +460,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
   cluster_synchronize();
   if (group < 0) {
     registers_shrink_to<40>();
-    if (threadIdx.x == 0) load_stages<OUTPUT == EXPONENTIALS>(w, ring, &a, &b, rank);
+    if (threadIdx.x == 0) load_stages<OUTPUT == EXPONENTIALS, FILTERED>(w, ring, &a, &b, rank);
   } else {
     registers_grow_to<232>();
-    multiply_and_finish<OUTPUT>(w, ends, ring, &out, boxes, group, rank);
+    multiply_and_finish<OUTPUT, FILTERED>(w, ends, ring, &out, boxes, group, rank);
   }
   cluster_synchronize(); // nobody leaves while others may still arrive at its barriers
 #else
@@ -473,6 +490,32 @@ static __global__ void __launch_bounds__(256)
     for (int k = 0; k < 4; k++) sum[k] += part[k];
   }
   store(out + row * stride + column, sum);
+}
+
+// One warp a row of cluster tiles: the list of its steps.
+static __global__ void __launch_bounds__(32)
+    list_kernel(int32_t *list, const float *tiles, int rows_of_tiles, int across, int k_steps) {
+  constexpr int TALL = CLUSTER * TILE_M / LCE_FILTER_ROWS, WIDE = LCE_FILTER_COLUMNS / TILE_K;
+  int first_row = blockIdx.x * TALL, lane = threadIdx.x, length = 0;
+  list += (int64_t)blockIdx.x * (1 + k_steps);
+  auto counts = [&](int t) {
+    bool any = false;
+    for (int b = first_row; b < min(first_row + TALL, rows_of_tiles); b++) any |= tiles[b * across + t] < 0;
+    return any;
+  };
+  for (int first = 0; first < across; first += 32) {
+    int t = first + lane;
+    unsigned marked = __ballot_sync(~0u, t < across && counts(t));
+    int at = 1 + length + WIDE * __popc(marked & ((1u << lane) - 1));
+    if (marked >> lane & 1)
+      for (int k = t * WIDE; k < min((t + 1) * WIDE, k_steps); k++) list[at++] = k;
+    length += WIDE * __popc(marked);
+  }
+  if (lane) return;
+  if (counts(across - 1)) length -= across * WIDE - k_steps; // the last tile may be narrower
+  for (int k = 0; k < k_steps && length < MOST_SLICES; k++)
+    if (!counts(k / WIDE)) list[1 + length++] = k;
+  list[0] = length;
 }
 
 // One warp a row.
@@ -519,8 +562,10 @@ static Hopper find_hopper(Backend *backend) {
   cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, state->ordinal),
              "asking for the device");
   if (major != 9 || minor != 0) return found;
-  const void *kernels[] = {(const void *)product_kernel<EXPONENTIALS>,
-                           (const void *)product_kernel<SUMS_BF16>, (const void *)product_kernel<SUMS_F32>};
+  const void *kernels[] = {
+      (const void *)product_kernel<EXPONENTIALS, false>, (const void *)product_kernel<SUMS_BF16, false>,
+      (const void *)product_kernel<SUMS_F32, false>, (const void *)product_kernel<SUMS_BF16, true>,
+      (const void *)product_kernel<SUMS_F32, true>};
   for (const void *kernel : kernels) {
     cudaFuncAttributes attributes;
     cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
@@ -537,8 +582,9 @@ static Hopper find_hopper(Backend *backend) {
   found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode);
   cudaLaunchAttribute cluster;
   cudaLaunchConfig_t config = launch_config(&cluster, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
-  cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<EXPONENTIALS>, &config),
-             "counting clusters");
+  cuda_check(
+      cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<EXPONENTIALS, false>, &config),
+      "counting clusters");
   return found;
 }
 
@@ -584,16 +630,17 @@ static Work work_of(int64_t m, int64_t n, int64_t k) {
   w.band = (int)cuda_ceil_div(w.m_tiles, bands);
   w.whole = w.units = w.m_tiles * w.n_tiles;
   w.slices = 1;
+  w.list = nullptr;
   return w;
 }
 
-template <Output OUTPUT>
+template <Output OUTPUT, bool FILTERED = false>
 static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
                    const Work &w, const Ends &ends) {
   int clusters = (int)cuda_min(hopper(backend).clusters, w.units);
   cudaLaunchAttribute cluster;
   cudaLaunchConfig_t config = launch_config(&cluster, clusters * CLUSTER, cuda_stream(backend));
-  cuda_check(cudaLaunchKernelEx(&config, product_kernel<OUTPUT>, a, b, out, w, ends),
+  cuda_check(cudaLaunchKernelEx(&config, product_kernel<OUTPUT, FILTERED>, a, b, out, w, ends),
              "launching a Hopper product");
 }
 
@@ -634,7 +681,7 @@ static void cut_last_round(Work *w, int clusters, size_t scratch_bytes) {
   int tiles = w->m_tiles * w->n_tiles, rest = tiles % clusters;
   int64_t slots = (int64_t)(scratch_bytes / (CLUSTER * TILE_M * TILE_N * sizeof(float)));
   double best = 1;
-  for (int slices = 2; rest > 0 && slices <= 16 && slices <= w->k_steps && (int64_t)rest * slices <= slots;
+  for (int slices = 2; rest > 0 && slices <= MOST_SLICES && slices <= w->k_steps && (int64_t)rest * slices <= slots;
        slices++) {
     double rounds = (double)cuda_ceil_div((int64_t)rest * slices, clusters);
     double time = rounds / slices + 0.01 * rounds;
@@ -663,26 +710,52 @@ static bool beats_library(const Work &w, int clusters) {
   return 0.95 * tiles / (rounds * clusters) > library;
 }
 
-bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,
-                              size_t bytes, bool always) {
-  if (exps.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
-  if (!copyable(exps) || !copyable(weight) || !copyable(out) || out.shape[1] % WIDTH<bf16> != 0) return false;
-  Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
-  cut_last_round(&w, hopper(backend).clusters, bytes);
-  if (!always && !beats_library(w, hopper(backend).clusters)) return false;
+static bool multipliable(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
+  return exps.dtype == DTYPE_BF16 && hopper_runs(backend) && copyable(exps) && copyable(weight) &&
+         copyable(out) && out.shape[1] % WIDTH<bf16> == 0;
+}
+
+template <bool FILTERED>
+static void exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, const Work &w,
+                              void *scratch) {
   CUtensorMap exps_map = boxes_of(backend, exps, TILE_M),
               weight_map = boxes_of(backend, weight, TILE_K / CLUSTER);
   Ends ends = {.out = data_of<float>(out), .out_stride = out.stride, .slices = static_cast<float *>(scratch)};
   if (out.dtype == DTYPE_BF16)
-    launch<SUMS_BF16>(backend, exps_map, weight_map, boxes_of(backend, out, BOX_ROWS), w, ends);
+    launch<SUMS_BF16, FILTERED>(backend, exps_map, weight_map, boxes_of(backend, out, BOX_ROWS), w, ends);
   else
-    launch<SUMS_F32>(backend, exps_map, weight_map, exps_map, w, ends);
-  if (w.slices == 1) return true;
+    launch<SUMS_F32, FILTERED>(backend, exps_map, weight_map, exps_map, w, ends);
+  if (w.slices == 1) return;
   dim3 grid(CLUSTER * TILE_M * TILE_N / 4 / 256, (unsigned)(w.m_tiles * w.n_tiles - w.whole));
   with_real(out.dtype, [&](auto type) {
     using T = decltype(type);
     add_slices_kernel<T><<<grid, 256, 0, cuda_stream(backend)>>>(data_of<T>(out), out.stride, ends.slices, w);
   });
   cuda_check_launch("the sums over slices");
+}
+
+bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,
+                              size_t bytes, bool always) {
+  if (!multipliable(backend, out, exps, weight)) return false;
+  Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
+  cut_last_round(&w, hopper(backend).clusters, bytes);
+  if (!always && !beats_library(w, hopper(backend).clusters)) return false;
+  exps_times_weight<false>(backend, out, exps, weight, w, scratch);
+  return true;
+}
+
+bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight,
+                                       const float *tiles, int32_t *list, void *scratch, size_t bytes) {
+  static_assert(CLUSTER * TILE_M == 256 && TILE_K == 64, "as cuda_lce_list_bytes counts");
+  if (!multipliable(backend, out, exps, weight)) return false;
+  Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
+  cut_last_round(&w, hopper(backend).clusters, bytes);
+  w.list = list;
+  int rows_of_tiles = (int)cuda_ceil_div(w.m, LCE_FILTER_ROWS);
+  int across = (int)cuda_ceil_div(weight.shape[0], LCE_FILTER_COLUMNS);
+  list_kernel<<<(unsigned)w.m_tiles, 32, 0, cuda_stream(backend)>>>(list, tiles, rows_of_tiles, across,
+                                                                    w.k_steps);
+  cuda_check_launch("the list of steps");
+  exps_times_weight<true>(backend, out, exps, weight, w, scratch);
   return true;
 }

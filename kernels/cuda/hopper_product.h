@@ -26,6 +26,11 @@ bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const f
 bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,
                               size_t bytes, bool always);
 
+// The same over the tiles of exps that count (LceFilter; the others are 0), skipping steps of V. Always done
+// where it can be. `list` holds cuda_lce_list_bytes(C, V).
+bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight,
+                                       const float *tiles, int32_t *list, void *scratch, size_t bytes);
+
 #if defined(__cplusplus)
 }
 #endif

@@ -288,7 +288,7 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
                                                          sharpness_of(a->temperature));
   });
   cuda_check_launch("lce_sweep");
-  if (!tensor_exists(a->exps)) return;
+  if (!tensor_exists(a->dx_raw)) return;
   if (hopper_exps_times_weight(backend, a->dx_raw, a->exps, a->weight, s.tile[0], tile_bytes, false)) return;
   Product product = {.m = rows,
                      .n = hidden_size,
