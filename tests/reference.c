@@ -117,7 +117,15 @@ static double or_else(const double *values, int64_t n, double otherwise) {
   return values ? values[n] : otherwise;
 }
 
-static void reference_loss_row(ReferenceLoss *r, int64_t n, double scale, double *v, double *slope) {
+// Where the filter's tiles are, and which count.
+typedef struct {
+  int64_t *tile_row; // [rows]: of a token, or -1
+  int64_t tile_rows, across;
+  bool *counts; // [tile_rows, across]
+} Filter;
+
+static void reference_loss_row(ReferenceLoss *r, const Filter *filter, int64_t n, double scale, double *v,
+                               double *slope) {
   const double *x = r->x + n * r->hidden, *w = r->class_weights;
   int64_t V = r->vocab;
   int32_t y = r->targets[n];
@@ -155,6 +163,9 @@ static void reference_loss_row(ReferenceLoss *r, int64_t n, double scale, double
   if (!r->dx) return;
   for (int64_t j = 0; j < V; j++) {
     double p = exp(v[j] - lse), own = (1 - eps) * or_else(w, y, 1);
+    if (r->filter > 0 && j != y &&
+        !filter->counts[filter->tile_row[n] * filter->across + j / LCE_FILTER_COLUMNS])
+      p = 0;
     double p_minus_target = j == y ? expm1(-nll) : p; // p - 1 without the cancellation
     double dv = s * (own * p_minus_target + eps / (double)V * (weight_sum * p - or_else(w, j, 1)) +
                      2 * r->z_loss * lse * p) -
@@ -166,6 +177,50 @@ static void reference_loss_row(ReferenceLoss *r, int64_t n, double scale, double
       r->dweight[j * r->hidden + i] += dz * x[i];
     }
   }
+}
+
+static void *zeroed(int64_t count, size_t size) {
+  void *values = calloc((size_t)count, size);
+  if (!values) fail("out of host memory for a test");
+  return values;
+}
+
+// p of a token's entries but the target's, which is 0.
+static void others(const ReferenceLoss *r, int64_t n, double *p) {
+  double T = r->temperature > 0 ? r->temperature : 1, maximum = -INFINITY, all = 0;
+  reference_linear(p, r->x + n * r->hidden, r->weight, false, NULL, NULL, 1, r->hidden, r->vocab);
+  for (int64_t j = 0; j < r->vocab; j++) maximum = fmax(maximum, p[j] / T);
+  for (int64_t j = 0; j < r->vocab; j++) all += p[j] = exp(p[j] / T - maximum);
+  for (int64_t j = 0; j < r->vocab; j++) p[j] = j == r->targets[n] ? 0 : p[j] / all;
+}
+
+static Filter make_filter(ReferenceLoss *r, double *p) {
+  Filter f = {.tile_row = zeroed(r->rows, sizeof *f.tile_row),
+              .across = (r->vocab + LCE_FILTER_COLUMNS - 1) / LCE_FILTER_COLUMNS};
+  f.counts = zeroed(r->rows * f.across, sizeof *f.counts);
+  double *mass = zeroed(r->rows * f.across, sizeof *mass);
+  for (int64_t n = 0, place = 0; n < r->rows; n++) {
+    bool counted = r->targets[n] != IGNORE_INDEX;
+    f.tile_row[n] = -1;
+    if (!counted && r->counted_alone) continue;
+    f.tile_rows += place % r->chunk % LCE_FILTER_ROWS == 0;
+    f.tile_row[n] = f.tile_rows - 1;
+    place++;
+    if (!counted) continue;
+    others(r, n, p);
+    for (int64_t j = 0; j < r->vocab; j++) {
+      int64_t tile = f.tile_row[n] * f.across + j / LCE_FILTER_COLUMNS;
+      f.counts[tile] |= p[j] >= r->filter;
+      mass[tile] += p[j];
+    }
+  }
+  for (int64_t i = 0; i < f.tile_rows * f.across; i++) {
+    r->filtered[0] += !f.counts[i];
+    r->filtered[1] += 1;
+    r->filtered[2] += f.counts[i] ? 0 : mass[i];
+  }
+  free(mass);
+  return f;
 }
 
 static void zero(double *values, int64_t count) {
@@ -185,8 +240,13 @@ void reference_loss(ReferenceLoss *r) {
   for (int64_t n = 0; n < r->rows; n++)
     if (r->targets[n] != IGNORE_INDEX) normaliser += or_else(r->class_weights, r->targets[n], 1);
   double scale = r->mean ? r->scale / normaliser : r->scale;
+  zero(r->filtered, 3);
+  Filter filter = {0};
+  if (r->filter > 0) filter = make_filter(r, v);
   for (int64_t n = 0; n < r->rows; n++)
-    if (r->targets[n] != IGNORE_INDEX) reference_loss_row(r, n, scale, v, v + r->vocab);
+    if (r->targets[n] != IGNORE_INDEX) reference_loss_row(r, &filter, n, scale, v, v + r->vocab);
+  free(filter.tile_row);
+  free(filter.counts);
   free(v);
 }
 

@@ -75,6 +75,18 @@ static void test_ragged_chunks(void **state) {
   }
 }
 
+// A filter pushes tiles, and on a GPU lists of steps.
+static void test_filter(void **state) {
+  (void)state;
+  static const char *const jobs[] = {"--batch 3 --seq-len 17 --lce-filter 0.004",
+                                     "--batch 6 --seq-len 49 --lce-chunk 140 --lce-filter 0.003 --z-loss 0.1",
+                                     "--batch 6 --seq-len 49 --lce-memory 1 --lce-filter 1e-9"};
+  for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
+    check_plan(LLAMA, jobs[j], LCE_FUSED, RECOMPUTE_LAYER);
+    check_plan(GPT2, jobs[j], LCE_FUSED, RECOMPUTE_NONE);
+  }
+}
+
 // One trainer, both modes by turns: each has the stack that its plan says.
 static void test_switching_modes(void **state) {
   (void)state;
@@ -149,8 +161,9 @@ static void check_chunk_within(const Backend *backend, size_t bytes, LceShape sh
 static void test_chunk_within(void **state) {
   (void)state;
   Backend *cpu = cpu_backend_create(false);
-  for (int ignores = 0; ignores < 2; ignores++) {
-    LceShape shape = {.tokens = 333, .hidden_size = 24, .vocab_size = 1001, .ignores = ignores};
+  for (int kind = 0; kind < 4; kind++) {
+    LceShape shape = {
+        .tokens = 333, .hidden_size = 24, .vocab_size = 1001, .ignores = kind & 1, .filter = kind & 2};
     size_t one = lce_bytes(cpu, LCE_FUSED, 1, shape), all = lce_bytes(cpu, LCE_FUSED, 333, shape);
     assert_true(one >= 1001 * 4 && all >= 333 * 1001 * 4);
     for (size_t bytes = 0; bytes < all + 100000; bytes += 12345) check_chunk_within(cpu, bytes, shape);
@@ -308,6 +321,7 @@ static void test_requirement(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_plan_equals_run), cmocka_unit_test(test_ragged_chunks),
+      cmocka_unit_test(test_filter),
       cmocka_unit_test(test_switching_modes), cmocka_unit_test(test_large_plan),
       cmocka_unit_test(test_chunk_within),    cmocka_unit_test(test_chunk_option),
       cmocka_unit_test(test_largest_batch),   cmocka_unit_test(test_requirement),

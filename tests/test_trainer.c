@@ -175,6 +175,31 @@ static void test_terms_give_one_curve(void **state) {
   }
 }
 
+// At the start every token has a probability of about 1 / 300: two tiles of the vocabulary, both below 0.01. What
+// a step tells is that of all its micro-batches, and its loss is what it is without a filter.
+static void test_filter_is_told(void **state) {
+  (void)state;
+  static const char *const filters[] = {"", "--lce-filter 1e-9", "--lce-filter 0.01"};
+  double loss = 0, norm = 0;
+  for (int i = 0; i < 3; i++) {
+    Run *run = run_open("%s --total-batch 102 --lce-chunk 20 %s", small_models[SMALL_LLAMA], filters[i]);
+    StepResult r = run_step(run, 0);
+    if (i == 0) loss = r.loss, norm = r.grad_norm;
+    assert_true(r.loss == loss);
+    if (i == 0) assert_true(isnan(r.filtered_tiles) && isnan(r.filtered_mass));
+    if (i == 1) {
+      assert_true(r.filtered_tiles == 0 && r.filtered_mass == 0);
+      assert_float_equal(r.grad_norm, norm, 1e-4 * norm);
+    }
+    if (i == 2) {
+      assert_true(r.filtered_tiles == 1);
+      assert_float_equal(r.filtered_mass, 299.0 / 300, 1e-3);
+      assert_true(fabs(r.grad_norm - norm) > 1e-3 * norm);
+    }
+    run_close(run);
+  }
+}
+
 // At the start every token is as likely as any other; what is not asked for is not told.
 static void test_what_is_told(void **state) {
   (void)state;
@@ -478,7 +503,7 @@ int main(void) {
       cmocka_unit_test(test_one_seed_one_result),
       cmocka_unit_test(test_modes_give_one_curve),
       cmocka_unit_test(test_terms_give_one_curve),
-      cmocka_unit_test(test_what_is_told),
+      cmocka_unit_test(test_filter_is_told), cmocka_unit_test(test_what_is_told),
       cmocka_unit_test(test_accumulation),
       cmocka_unit_test(test_pending),
       cmocka_unit_test(test_update),

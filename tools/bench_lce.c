@@ -5,6 +5,9 @@
 // products, and the bytes that the layer holds; terms are timed in turn with the layer without them, and told
 // as a ratio to that. Only ratios from one run mean anything: the machine is shared, and a GPU heats up.
 //
+// The filter comes last, and twice: with nothing to leave out, and with seven eighths of the tiles
+// (make_filterable), each beside the layer without it on the same weights.
+//
 //   tools/bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //   tools/bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
 #include <argp.h>
@@ -105,12 +108,12 @@ typedef struct {
   double times[ROUNDS_MOST], ratios[ROUNDS_MOST];
 } Work;
 
-enum { WORKS_MOST = CHUNKS_MOST + 12 };
+enum { WORKS_MOST = CHUNKS_MOST + 14 };
 
 typedef struct {
   const Settings *settings;
   LastLayer layer;
-  Tensor bias, dbias, class_weights, token_weights, entropy_weights, told; // what terms need
+  Tensor bias, dbias, class_weights, token_weights, entropy_weights, told, filtered; // what terms need
   Work works[WORKS_MOST];
   int count, first_term; // terms come last
 } Bench;
@@ -167,6 +170,10 @@ static void add_terms(Bench *b, int64_t chunk) {
   add_work(b, "+ bias", call);
   call = plain, call.entropy_weights = b->entropy_weights, call.outputs.entropy = b->told;
   add_work(b, "+ entropy", call);
+  call = plain, call.filtered = b->filtered, call.terms.filter = 1e-30f;
+  add_work(b, "+ filter of nothing", call);
+  call.terms.filter = 2.0f / (float)b->settings->vocab_size;
+  add_work(b, "+ filter", call);
 }
 
 static void prepare(Bench *b) {
@@ -187,7 +194,23 @@ static void prepare(Bench *b) {
   b->token_weights = reserve_vector(backend, "token weights", DTYPE_F32, o->tokens, true);
   b->entropy_weights = reserve_vector(backend, "entropy weights", DTYPE_F32, o->tokens, true);
   b->told = reserve_vector(backend, "told", DTYPE_F32, o->tokens, false);
+  b->filtered = reserve_vector(backend, "what is filtered", DTYPE_F32, 3, false);
   add_terms(b, o->chunks[0]);
+}
+
+// Something to filter: all but the first eighth of the vocabulary gets a logit of 0, and so a probability of about
+// 1 / V, while every tile before has some of more than 2 / V.
+static void make_filterable(Bench *b) {
+  int64_t vocab_size = b->settings->vocab_size;
+  int64_t first = vocab_size / 8 / LCE_FILTER_COLUMNS * LCE_FILTER_COLUMNS;
+  fill_zero(b->layer.backend, tensor_rows(b->layer.weight, first, vocab_size - first));
+}
+
+static void report_filtered(const Bench *b) {
+  float told[3];
+  backend_to_host(b->layer.backend, told, b->filtered);
+  printf("   %.1f%% of the tiles, a mass of %.3g per token", 100 * (double)(told[0] / told[1]),
+         (double)told[2] / (double)b->settings->tokens);
 }
 
 static double seconds(const Bench *b, const Work *work) {
@@ -219,6 +242,7 @@ static void report(const Bench *b, Work *work) {
   printf("  %-24s %9.2f ms %7.3f", work->name, 1e3 * median(work->times, rounds),
          median(work->ratios, rounds));
   if (work->held) printf("   %s", text_bytes(work->held).text);
+  if (tensor_exists(work->call.filtered)) report_filtered(b);
   putchar('\n');
 }
 
@@ -231,6 +255,7 @@ static void run(Bench *b) {
   if (b->first_term == b->count) return;
   printf("  %-24s %12s %7s   held\n", "with a term", "median", "over without");
   for (int i = b->first_term; i < b->count; i++) {
+    if (tensor_exists(b->works[i].call.filtered)) make_filterable(b);
     time_in_turn(b, &b->works[1], i, i + 1);
     report(b, &b->works[i]);
   }

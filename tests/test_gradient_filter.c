@@ -1,0 +1,307 @@
+// Gradient filtering against float64 that applies the same rule: tiles that are ragged in both directions,
+// several chunks, counted tokens packed or not, the terms that may stand beside it; tiles on the border; what is
+// told.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "kernels/linear_cross_entropy.h"
+#include "tests/harness.h"
+#include "tests/reference.h"
+
+static const char *backend_name; // of the group that runs
+
+static int open_group(void **state) {
+  *state = harness_open(backend_name);
+  return *state == NULL;
+}
+
+static int close_group(void **state) {
+  harness_close(*state);
+  return 0;
+}
+
+static int pop_all(void **state) {
+  Harness *h = *state;
+  memory_pop_to(&h->backend->memory, 0);
+  return 0;
+}
+
+// --- problems with tiles to leave out ----------------------------------------------------------------------
+
+// Tokens come in runs of KINDS kinds, and the logits of kind k are 0 in every KINDS-th tile of the vocabulary from
+// the k-th on, GAP less in all others, but for a little noise: probabilities are of two sizes, and no rounding
+// moves one across the border between them.
+enum { KINDS = 3, RUN = 150 };
+static const double GAP = 2;
+
+typedef struct {
+  int64_t rows, hidden, vocab, chunk;
+  int64_t size;         // of the chunks that result, all but the last
+  bool ignored, packed; // some targets are ignored, and the counted ones named
+  bool terms;           // what may stand beside a filter
+  bool mean, accumulate;
+} Case;
+
+typedef struct {
+  ReferenceLoss r;
+  double *x, *before; // before: dweight's first values
+  LinearCrossEntropy call;
+} Problem;
+
+static void add_terms(Harness *h, Problem *p) {
+  ReferenceLoss *r = &p->r;
+  LossTerms *terms = &p->call.terms;
+  double *class_weights = random_values(h, r->vocab, 0.1), *token_weights = random_values(h, r->rows, 0.1);
+  for (int64_t j = 0; j < r->vocab; j++) class_weights[j] += 1;
+  for (int64_t n = 0; n < r->rows; n++) token_weights[n] += 1;
+  r->label_smoothing = terms->label_smoothing = 0.125f;
+  r->z_loss = terms->z_loss = 0.015625f;
+  terms->class_weights = vector_from(h, DTYPE_F32, class_weights, r->vocab);
+  p->call.token_weights = vector_from(h, DTYPE_F32, token_weights, r->rows);
+  r->class_weights = class_weights, r->token_weights = token_weights;
+}
+
+static Problem make_problem(Harness *h, Case c) {
+  Problem p = {.x = random_values(h, c.rows * c.hidden, 0.05)};
+  double *weight = random_values(h, c.vocab * c.hidden, 0.02);
+  int32_t *targets = random_ids(h, c.rows, c.vocab), *counted_rows = random_ids(h, c.rows, 1);
+  int64_t counted = 0;
+  for (int64_t n = 0; n < c.rows; n++) {
+    p.x[n * c.hidden + n / RUN % KINDS] += 4;
+    if (c.ignored && n % 3 == 1)
+      targets[n] = IGNORE_INDEX;
+    else
+      counted_rows[counted++] = (int32_t)n;
+  }
+  for (int64_t j = 0; j < c.vocab; j++)
+    for (int k = 0; k < KINDS; k++)
+      if (j / LCE_FILTER_COLUMNS % KINDS != k) weight[j * c.hidden + k] -= GAP / 4;
+  double temperature = c.terms ? 1.25 : 1, low = exp(-GAP / temperature);
+  double high = 1 / ((double)c.vocab * (1 + (KINDS - 1) * low) / KINDS); // the larger probabilities, about
+  p.r = (ReferenceLoss){.rows = c.rows,
+                        .hidden = c.hidden,
+                        .vocab = c.vocab,
+                        .x = p.x,
+                        .weight = weight,
+                        .targets = targets,
+                        .scale = 0.5,
+                        .mean = c.mean,
+                        .temperature = temperature,
+                        .loss = host_values(h, c.rows),
+                        .dx = host_values(h, c.rows * c.hidden),
+                        .dweight = host_values(h, c.vocab * c.hidden),
+                        .filter = (float)(high * sqrt(low)),
+                        .chunk = c.size,
+                        .counted_alone = c.packed};
+  p.before = c.accumulate ? random_values(h, c.vocab * c.hidden, 0.001) : host_values(h, c.vocab * c.hidden);
+  LinearCrossEntropy *a = &p.call;
+  *a = (LinearCrossEntropy){.mode = LCE_FUSED,
+                            .chunk = c.chunk,
+                            .loss = poisoned_vector(h, DTYPE_F32, c.rows),
+                            .filtered = poisoned_vector(h, DTYPE_F32, 3),
+                            .dx = poisoned(h, h->dtype, c.rows, c.hidden),
+                            .dweight = c.accumulate
+                                           ? tensor_from(h, DTYPE_F32, p.before, c.vocab, c.hidden)
+                                           : poisoned(h, DTYPE_F32, c.vocab, c.hidden),
+                            .x = tensor_from(h, h->dtype, p.x, c.rows, c.hidden),
+                            .weight = tensor_from(h, h->dtype, weight, c.vocab, c.hidden),
+                            .targets = ids_from(h, targets, c.rows),
+                            .terms = {.temperature = (float)temperature, .filter = (float)p.r.filter},
+                            .scale = 0.5f,
+                            .mean = c.mean,
+                            .accumulate = c.accumulate};
+  if (c.packed) a->rows = ids_from(h, counted_rows, c.rows), a->counted = counted;
+  if (c.terms) add_terms(h, &p);
+  return p;
+}
+
+static double distance(const double *a, const double *b, int64_t count) {
+  double squares = 0;
+  for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]);
+  return sqrt(squares);
+}
+
+// `got` is what `want` says, and not what it would be without a filter.
+static void check_filtered(Harness *h, const char *what, Tensor got, const double *want, const double *whole,
+                           double terms, double size) {
+  int64_t count = tensor_count(got);
+  double off = distance(values_of(h, got), want, count), filter = distance(whole, want, count);
+  check_values(h, what, got, want, of_size(within_stored(h, 8, terms), size));
+  if (!(off < 0.1 * filter)) fail_msg("%s is off by %g, and the filter changes %g", what, off, filter);
+}
+
+static void check_told(Harness *h, const Problem *p) {
+  double *told = values_of(h, p->call.filtered), epsilon = dtype_epsilon(h->dtype);
+  const double *want = p->r.filtered;
+  if (!(told[0] == want[0] && told[1] == want[1] &&
+        fabs(told[2] - want[2]) <= (0.5 * epsilon + 1e-5) * want[2]))
+    fail_msg("%g of %g tiles and a mass of %.9g are told, not %g of %g and %.9g", told[0], told[1], told[2],
+             want[0], want[1], want[2]);
+}
+
+static void check_case(Harness *h, Case c) {
+  Problem p = make_problem(h, c);
+  int64_t dx_count = c.rows * c.hidden, dweight_count = c.vocab * c.hidden;
+  ReferenceLoss whole = p.r;
+  whole.filter = 0;
+  whole.dx = host_values(h, dx_count), whole.dweight = host_values(h, dweight_count);
+  reference_loss(&whole);
+  reference_loss(&p.r);
+  assert_true(p.r.filtered[0] > 0 && p.r.filtered[0] < p.r.filtered[1]);
+  linear_cross_entropy(h->backend, p.call);
+  for (int64_t i = 0; i < dweight_count; i++) p.r.dweight[i] += p.before[i], whole.dweight[i] += p.before[i];
+  check_told(h, &p);
+  check_values(h, "loss", p.call.loss, p.r.loss, of_size(within(16, (double)(c.hidden + c.vocab)), 8));
+  check_filtered(h, "dx", p.call.dx, p.r.dx, whole.dx, (double)(c.hidden + c.vocab), p.r.scale);
+  check_filtered(h, "dweight", p.call.dweight, p.r.dweight, whole.dweight, (double)(c.hidden + c.rows),
+                 p.r.scale);
+  memory_pop_to(&h->backend->memory, 0);
+}
+
+static void test_cases(void **state) {
+  static const Case cases[] = {
+      {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 150, .size = 150},
+      {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 40, .size = 38},
+      {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 1000, .size = 301},
+      {.rows = 600, .hidden = 17, .vocab = 777, .chunk = 256, .size = 256, .accumulate = true},
+      {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150, .terms = true, .mean = true},
+      {.rows = 450, .hidden = 16, .vocab = 1030, .chunk = 225, .size = 225, .ignored = true},
+      {.rows = 450, .hidden = 16, .vocab = 1030, .chunk = 225, .size = 150, .ignored = true, .packed = true},
+      {.rows = 900, .hidden = 40, .vocab = 900, .chunk = 500, .size = 384, .ignored = true, .packed = true,
+       .terms = true, .mean = true, .accumulate = true}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_case(*state, cases[i]);
+}
+
+// --- the border and the ends -------------------------------------------------------------------------------
+
+// x is 0, so all probabilities are 1 / 1024, in every arithmetic.
+static Problem uniform(Harness *h, int64_t rows, float filter) {
+  Problem p = make_problem(h, (Case){.rows = rows, .hidden = 16, .vocab = 1024, .chunk = rows, .size = rows});
+  fill_zero(h->backend, p.call.x);
+  for (int64_t i = 0; i < rows * 16; i++) p.x[i] = 0;
+  p.r.filter = p.call.terms.filter = filter;
+  return p;
+}
+
+static void test_border(void **state) {
+  Harness *h = *state;
+  const float border = 1.0f / 1024;
+  for (int beyond = 0; beyond < 2; beyond++) {
+    Problem p = uniform(h, 200, beyond ? nextafterf(border, 1) : border);
+    reference_loss(&p.r);
+    assert_true(p.r.filtered[0] == (beyond ? 8 : 0) && p.r.filtered[1] == 8);
+    linear_cross_entropy(h->backend, p.call);
+    check_told(h, &p);
+    check_values(h, "dx on the border", p.call.dx, p.r.dx, within_stored(h, 2, 1024));
+    pop_all(state);
+  }
+}
+
+// A NaN is not below anything: its tiles count, and spoil no other row of dx.
+static void test_nan(void **state) {
+  Harness *h = *state;
+  Problem p = uniform(h, 200, 0.25f);
+  p.x[5 * 16 + 3] = NAN;
+  p.call.x = tensor_from(h, h->dtype, p.x, 200, 16);
+  linear_cross_entropy(h->backend, p.call);
+  double *told = values_of(h, p.call.filtered), *dx = values_of(h, p.call.dx);
+  assert_true(told[0] == 4 && told[1] == 8);
+  for (int64_t i = 0; i < 200 * 16; i++) assert_int_equal(isnan(dx[i]) != 0, i / 16 == 5);
+}
+
+static void test_off(void **state) {
+  Harness *h = *state;
+  const Case c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 128, .size = 128};
+  Problem p = make_problem(h, c);
+  // A filter that nothing is below changes no more than the order of sums.
+  p.r.filter = p.call.terms.filter = 0x1p-60f;
+  linear_cross_entropy(h->backend, p.call);
+  reference_loss(&p.r);
+  assert_true(p.r.filtered[0] == 0);
+  check_told(h, &p);
+  check_values(h, "dx", p.call.dx, p.r.dx, of_size(within_stored(h, 8, (double)(c.hidden + c.vocab)), 0.5));
+  check_values(h, "dweight", p.call.dweight, p.r.dweight,
+               of_size(within_stored(h, 8, (double)(c.hidden + c.rows)), 0.5));
+  // 0 is no filter, to the bit.
+  LinearCrossEntropy zero = p.call, none = p.call;
+  zero.terms.filter = 0, zero.filtered = (Tensor){0};
+  none.terms = (LossTerms){.temperature = p.call.terms.temperature}, none.filtered = (Tensor){0};
+  none.dx = poisoned(h, h->dtype, c.rows, c.hidden);
+  none.dweight = poisoned(h, DTYPE_F32, c.vocab, c.hidden);
+  none.loss = poisoned_vector(h, DTYPE_F32, c.rows);
+  linear_cross_entropy(h->backend, zero);
+  linear_cross_entropy(h->backend, none);
+  check_bitwise_equal(h, "loss with a filter of 0", zero.loss, none.loss);
+  check_bitwise_equal(h, "dx with a filter of 0", zero.dx, none.dx);
+  check_bitwise_equal(h, "dweight with a filter of 0", zero.dweight, none.dweight);
+}
+
+// The same bits again; losses are those without a filter; nothing to tell without gradients.
+static void test_repeats(void **state) {
+  Harness *h = *state;
+  const Case c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
+  Problem p = make_problem(h, c);
+  LinearCrossEntropy again = p.call;
+  again.dx = poisoned(h, h->dtype, c.rows, c.hidden);
+  again.dweight = poisoned(h, DTYPE_F32, c.vocab, c.hidden);
+  again.filtered = poisoned_vector(h, DTYPE_F32, 3);
+  linear_cross_entropy(h->backend, p.call);
+  linear_cross_entropy(h->backend, again);
+  check_bitwise_equal(h, "dx again", again.dx, p.call.dx);
+  check_bitwise_equal(h, "dweight again", again.dweight, p.call.dweight);
+  check_bitwise_equal(h, "what is told again", again.filtered, p.call.filtered);
+  LinearCrossEntropy whole = again, forward = again;
+  whole.terms.filter = 0, whole.filtered = (Tensor){0};
+  whole.loss = poisoned_vector(h, DTYPE_F32, c.rows);
+  linear_cross_entropy(h->backend, whole);
+  check_bitwise_equal(h, "loss", whole.loss, p.call.loss);
+  forward.dx = forward.dweight = (Tensor){0};
+  linear_cross_entropy(h->backend, forward);
+  check_values(h, "what the forward pass tells", forward.filtered, (double[]){0, 0, 0}, within(0, 1));
+}
+
+static void test_refusals(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, (Case){.rows = 3, .hidden = 4, .vocab = 5, .chunk = 3, .size = 3});
+  p.call.terms.filter = 0.001f;
+  LinearCrossEntropy b = p.call;
+  b.terms.filter = 1;
+  assert_fails(h, "filter is 1, which is not in [0, 1)", linear_cross_entropy(h->backend, b));
+  b.terms.filter = NAN;
+  assert_fails(h, "filter is nan", linear_cross_entropy(h->backend, b));
+  b = p.call, b.mode = LCE_MATERIALIZED;
+  assert_fails(h, "a filter of 0.001 needs the fused mode", linear_cross_entropy(h->backend, b));
+  b = p.call, b.terms.softcap = 5;
+  assert_fails(h, "a filter of 0.001 acts on exponentials", linear_cross_entropy(h->backend, b));
+  b = p.call, b.outputs.entropy = poisoned_vector(h, DTYPE_F32, 3);
+  assert_fails(h, "a filter of 0.001 acts on exponentials", linear_cross_entropy(h->backend, b));
+  b = p.call, b.terms.filter = 0;
+  assert_fails(h, "filtered is fp32 [3] with a filter of 0", linear_cross_entropy(h->backend, b));
+  b = p.call, b.filtered = poisoned_vector(h, DTYPE_F32, 2);
+  assert_fails(h, "filtered is fp32 [2]", linear_cross_entropy(h->backend, b));
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test_teardown(test_cases, pop_all),   cmocka_unit_test_teardown(test_border, pop_all),
+      cmocka_unit_test_teardown(test_nan, pop_all),     cmocka_unit_test_teardown(test_off, pop_all),
+      cmocka_unit_test_teardown(test_repeats, pop_all), cmocka_unit_test_teardown(test_refusals, pop_all),
+  };
+  const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
+  int failures = 0;
+  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
+    Harness *probe = harness_open(backends[i]);
+    if (!probe) continue;
+    harness_close(probe);
+    backend_name = backends[i];
+    failures += cmocka_run_group_tests_name(backends[i], tests, open_group, close_group);
+  }
+  return failures;
+}
