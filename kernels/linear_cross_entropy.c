@@ -280,6 +280,12 @@ static void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor sc
                                                    .alpha = a->scale});
 }
 
+// What the sweep makes of dx: nothing where the filter must look at E first.
+static Tensor swept_dx(const LinearCrossEntropy *a, const Tokens *t) {
+  const Tensor none = {0};
+  return a->terms.filter > 0 ? none : t->dx;
+}
+
 // dx_raw and the others' part of dweight, from the tiles that the filter leaves.
 static LceFilteredProducts filtered_products(const LinearCrossEntropy *a, const Rows *r, const Tokens *t,
                                              bool accumulate) {
@@ -300,7 +306,7 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
   bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;
   Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
   lce_sweep(backend, (LceSweep){.exps = r.exps,
-                                .dx_raw = filter ? (Tensor){0} : t->dx,
+                                .dx_raw = swept_dx(a, t),
                                 .row_sum = r.row_sum,
                                 .target_e = r.target_e,
                                 .target_z = r.target_z,
@@ -381,11 +387,8 @@ static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, con
                               Tensor logits) {
   const BackendScratch *scratch = backend->scratch;
   bool filter = a->terms.filter > 0 && tensor_exists(t->dx);
-  LceSweep sweep = {.exps = r->exps,
-                    .dx_raw = filter ? (Tensor){0} : t->dx,
-                    .x = t->x,
-                    .weight = a->weight,
-                    .targets = t->targets};
+  LceSweep sweep = {
+      .exps = r->exps, .dx_raw = swept_dx(a, t), .x = t->x, .weight = a->weight, .targets = t->targets};
   if (!tensor_exists(logits))
     show_scratch(backend, "lce_sweep", scratch->lce_sweep ? scratch->lce_sweep(&sweep) : 0);
   if (filter) {
@@ -469,16 +472,20 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
 
 static void check_filter(const LinearCrossEntropy *a) {
   double filter = (double)a->terms.filter;
-  if (!(filter >= 0 && filter < 1)) fail("linear_cross_entropy: filter is %g, which is not in [0, 1)", filter);
+  if (!(filter >= 0 && filter < 1))
+    fail("linear_cross_entropy: filter is %g, which is not in [0, 1)", filter);
   if (tensor_exists(a->filtered) && (a->filtered.rank != 1 || a->filtered.shape[0] != 3 || filter == 0))
-    fail("linear_cross_entropy: filtered is %s with a filter of %g; give fp32 [3] where there is a filter, and "
+    fail("linear_cross_entropy: filtered is %s with a filter of %g; give fp32 [3] where there is a filter, "
+         "and "
          "nothing without",
          tensor_text(a->filtered).text, filter);
   if (filter > 0 && a->mode == LCE_MATERIALIZED)
-    fail("linear_cross_entropy: a filter of %g needs the fused mode; the materialized one has no exponentials",
-         filter);
+    fail(
+        "linear_cross_entropy: a filter of %g needs the fused mode; the materialized one has no exponentials",
+        filter);
   if (filter > 0 && lce_needs_logits(a))
-    fail("linear_cross_entropy: a filter of %g acts on exponentials; leave it out, or what needs logits side by "
+    fail("linear_cross_entropy: a filter of %g acts on exponentials; leave it out, or what needs logits side "
+         "by "
          "side (a bias, a soft-cap, entropy, largest logits, predictions)",
          filter);
 }

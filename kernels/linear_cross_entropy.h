@@ -36,18 +36,18 @@ const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 // returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's.
 typedef struct {
   LceMode mode;
-  int64_t chunk;          // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
-  Tensor loss;            // fp32 [N]; 0 where the target is IGNORE_INDEX
-  TokenOutputs outputs;   // any of them, likewise
-  Tensor filtered;        // fp32 [3], or absent; with terms.filter: tiles left out, all tiles, and the mass left
-                          // out, summed over the tokens. 0 where there are no gradients
-  Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: forward only
-  Tensor dweight;         // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
-  Tensor dbias;           // fp32 [V]; there when bias and dx are
-  Tensor x;               // real [N, H]
-  Tensor weight;          // real [V, H]
-  Tensor bias;            // real [V], or absent
-  Tensor targets;         // int32 [N], each in [0, V) or IGNORE_INDEX
+  int64_t chunk;        // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
+  Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX
+  TokenOutputs outputs; // any of them, likewise
+  Tensor filtered; // fp32 [3], or absent; with terms.filter: tiles left out, all tiles, and the mass left
+                   // out, summed over the tokens. 0 where there are no gradients
+  Tensor dx;       // [N, H] of x's dtype (fused: or fp32), or absent: forward only
+  Tensor dweight;  // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
+  Tensor dbias;    // fp32 [V]; there when bias and dx are
+  Tensor x;        // real [N, H]
+  Tensor weight;   // real [V, H]
+  Tensor bias;     // real [V], or absent
+  Tensor targets;  // int32 [N], each in [0, V) or IGNORE_INDEX
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
   LossTerms terms;        // class_weight_sum is the layer's own business

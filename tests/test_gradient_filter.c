@@ -9,6 +9,7 @@
 #include <cmocka.h>
 
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 
 #include "kernels/linear_cross_entropy.h"
@@ -107,9 +108,8 @@ static Problem make_problem(Harness *h, Case c) {
                             .loss = poisoned_vector(h, DTYPE_F32, c.rows),
                             .filtered = poisoned_vector(h, DTYPE_F32, 3),
                             .dx = poisoned(h, h->dtype, c.rows, c.hidden),
-                            .dweight = c.accumulate
-                                           ? tensor_from(h, DTYPE_F32, p.before, c.vocab, c.hidden)
-                                           : poisoned(h, DTYPE_F32, c.vocab, c.hidden),
+                            .dweight = c.accumulate ? tensor_from(h, DTYPE_F32, p.before, c.vocab, c.hidden)
+                                                    : poisoned(h, DTYPE_F32, c.vocab, c.hidden),
                             .x = tensor_from(h, h->dtype, p.x, c.rows, c.hidden),
                             .weight = tensor_from(h, h->dtype, weight, c.vocab, c.hidden),
                             .targets = ids_from(h, targets, c.rows),
@@ -174,8 +174,16 @@ static void test_cases(void **state) {
       {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150, .terms = true, .mean = true},
       {.rows = 450, .hidden = 16, .vocab = 1030, .chunk = 225, .size = 225, .ignored = true},
       {.rows = 450, .hidden = 16, .vocab = 1030, .chunk = 225, .size = 150, .ignored = true, .packed = true},
-      {.rows = 900, .hidden = 40, .vocab = 900, .chunk = 500, .size = 384, .ignored = true, .packed = true,
-       .terms = true, .mean = true, .accumulate = true}};
+      {.rows = 900,
+       .hidden = 40,
+       .vocab = 900,
+       .chunk = 500,
+       .size = 384,
+       .ignored = true,
+       .packed = true,
+       .terms = true,
+       .mean = true,
+       .accumulate = true}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_case(*state, cases[i]);
 }
 
@@ -243,7 +251,7 @@ static void test_off(void **state) {
   check_bitwise_equal(h, "dweight with a filter of 0", zero.dweight, none.dweight);
 }
 
-// The same bits again; losses are those without a filter; nothing to tell without gradients.
+// The same bits again, with more threads; losses are those without a filter; nothing to tell without gradients.
 static void test_repeats(void **state) {
   Harness *h = *state;
   const Case c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
@@ -252,8 +260,12 @@ static void test_repeats(void **state) {
   again.dx = poisoned(h, h->dtype, c.rows, c.hidden);
   again.dweight = poisoned(h, DTYPE_F32, c.vocab, c.hidden);
   again.filtered = poisoned_vector(h, DTYPE_F32, 3);
+  int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
   linear_cross_entropy(h->backend, p.call);
+  omp_set_num_threads(3);
   linear_cross_entropy(h->backend, again);
+  omp_set_num_threads(threads);
   check_bitwise_equal(h, "dx again", again.dx, p.call.dx);
   check_bitwise_equal(h, "dweight again", again.dweight, p.call.dweight);
   check_bitwise_equal(h, "what is told again", again.filtered, p.call.filtered);

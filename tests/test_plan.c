@@ -321,10 +321,10 @@ static void test_requirement(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_plan_equals_run), cmocka_unit_test(test_ragged_chunks),
-      cmocka_unit_test(test_filter),
-      cmocka_unit_test(test_switching_modes), cmocka_unit_test(test_large_plan),
-      cmocka_unit_test(test_chunk_within),    cmocka_unit_test(test_chunk_option),
-      cmocka_unit_test(test_largest_batch),   cmocka_unit_test(test_requirement),
+      cmocka_unit_test(test_filter),          cmocka_unit_test(test_switching_modes),
+      cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_chunk_within),
+      cmocka_unit_test(test_chunk_option),    cmocka_unit_test(test_largest_batch),
+      cmocka_unit_test(test_requirement),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -619,7 +619,8 @@ static void settle_job(Options *o, const Parsed *p) {
   if (o->mode == LCE_MATERIALIZED && o->lce_filter > 0)
     fail("--lce-filter belongs to --fused-lce; --materialized-logits has no tiles to leave out");
   if (o->lce_filter > 0 && (o->metrics || o->model.final_logit_softcapping > 0))
-    fail("--lce-filter acts on exponentials, and with --metrics or a logit soft-cap a chunk holds logits; leave "
+    fail("--lce-filter acts on exponentials, and with --metrics or a logit soft-cap a chunk holds logits; "
+         "leave "
          "it out, or those");
 }
 
@@ -698,9 +699,8 @@ static void remember_settings(Options *o, const Parsed *given) {
   for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(settings, option_name(keys[i]));
     bool is_mode = keys[i] == KEY_FUSED || keys[i] == KEY_MATERIALIZED;
-    bool overruled =
-        given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) || (keys[i] == KEY_CHUNK && other_chunk) ||
-        (keys[i] == KEY_FILTER && no_filter);
+    bool overruled = given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) ||
+                     (keys[i] == KEY_CHUNK && other_chunk) || (keys[i] == KEY_FILTER && no_filter);
     bool is_master = keys[i] == KEY_MASTER || keys[i] == KEY_NO_MASTER;
     overruled |= is_master && (given->seen[KEY_MASTER - KEY_MODEL] || given->seen[KEY_NO_MASTER - KEY_MODEL]);
     for (size_t k = 0; k < sizeof dtype_keys / sizeof *dtype_keys; k++)

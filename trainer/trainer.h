@@ -15,8 +15,8 @@ typedef struct {
   double grad_norm, learning_rate;
   int64_t counted;
   // Means over the same targets, NaN where they are not asked for.
-  double z_loss;                       // --z-loss
-  double accuracy, entropy, max_logit; // --metrics
+  double z_loss;                        // --z-loss
+  double accuracy, entropy, max_logit;  // --metrics
   double filtered_tiles, filtered_mass; // --lce-filter: the share of tiles left out, and of probability
   // Over all ranks, and so the same on each (with one rank: as told).
   bool stop;             // some rank was asked to stop

@@ -2,15 +2,16 @@
 //
 // The look at E reads C V numbers, beside 4 C V H flops in the two products; a tile that counts is left at the
 // first row that says so. The products take a tile of E after the other where the sweep would have taken all, and
-// skip tiles whole: neither E nor the rows of W that it meets are touched. dX is cut into pieces of 128 rows x 64
-// columns and dW into pieces of 256 rows; a piece is one thread's, in the order of E's tiles, so the bits are the
-// same for any number of threads. Rows of dW that no tile leads to are left alone, or made 0 where nothing is
+// skip tiles whole: neither E nor the rows of W that it meets are touched. dX is cut into pieces of 128 rows by as
+// many columns as there are threads for, since every piece reads its rows of E anew, and dW into pieces of 256
+// rows; a piece is one thread's, in the order of E's tiles, so the bits are the same for any number of threads. Rows of dW that no tile leads to are left alone, or made 0 where nothing is
 // added to them.
+#include <omp.h>
 #include <string.h>
 
 #include "kernels/cpu/tile.h"
 
-enum { STRIP = 64 }; // columns of dX at a time
+enum { STRIP = 64 }; // of dX's columns, or a multiple
 
 // One tile of E.
 typedef struct {
@@ -108,13 +109,16 @@ static void weight_rows(bool plain, const LceFilteredProducts *a, float alpha, i
 }
 
 void cpu_lce_filtered_products(Backend *backend, const LceFilteredProducts *a) {
+  if (a->exps.shape[0] == 0) return;
   bool plain = cpu_plain_products(backend);
   int64_t hidden = a->weight.shape[1];
   float alpha = a->alpha == 0.0f ? 1.0f : a->alpha;
+  int64_t strips = cpu_ceil_div(omp_get_max_threads(), a->tiles.shape[0]);
+  int64_t width = cpu_ceil_div(cpu_ceil_div(hidden, strips), STRIP) * STRIP;
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t b = 0; b < a->tiles.shape[0]; b++)
-    for (int64_t first = 0; first < hidden; first += STRIP)
-      input_strip(plain, a, b, first, cpu_min(STRIP, hidden - first));
+    for (int64_t first = 0; first < hidden; first += width)
+      input_strip(plain, a, b, first, cpu_min(width, hidden - first));
 #pragma omp parallel for schedule(dynamic)
   for (int64_t t = 0; t < a->tiles.shape[1]; t++) weight_rows(plain, a, alpha, t);
 }

@@ -19,8 +19,8 @@ enum { WARPS = 8, ROWS_AT_ONCE = 4 }; // a warp takes a row at a time, and so ma
 // One block a tile, blockIdx.x counting along the rows of tiles.
 template <typename T, int W>
 static __global__ void __launch_bounds__(WARPS * 32)
-    filter_kernel(float *tiles, T *exps, int64_t stride, const float *row_sum, const float *target_e, int rows,
-                  int columns, unsigned across, float epsilon) {
+    filter_kernel(float *tiles, T *exps, int64_t stride, const float *row_sum, const float *target_e,
+                  int rows, int columns, unsigned across, float epsilon) {
   constexpr int PIECES = LCE_FILTER_COLUMNS / (32 * W);
   int first_row = blockIdx.x / across * LCE_FILTER_ROWS, end_row = min(rows, first_row + LCE_FILTER_ROWS);
   int first_column = blockIdx.x % across * LCE_FILTER_COLUMNS + threadIdx.x % 32 * W;

@@ -124,7 +124,7 @@ struct Ends {
 
 // One piece of work for a cluster, as one of its blocks sees it.
 struct Unit {
-  int row, column;    // of the tile's first entry
+  int row, column;      // of the tile's first entry
   int k_begin, k_end;   // in steps of TILE_K, or places in the list of them
   const int32_t *steps; // filtered: the list
   int slice;            // where its sums go in Ends.slices, or -1
@@ -143,8 +143,7 @@ static __device__ __forceinline__ TileAt tile_at(const Work &w, int tile) {
 #if defined(HOPPER_CODE)
 
 // Unit u. Within the slices, the same slice of all tiles comes first.
-template <bool FILTERED>
-static __device__ __forceinline__ Unit unit_at(const Work &w, int u, int rank) {
+template <bool FILTERED> static __device__ __forceinline__ Unit unit_at(const Work &w, int u, int rank) {
   int tile = u, slice = 0, slices = 1, of_slices = u - w.whole;
   if (of_slices >= 0) {
     int rest = w.m_tiles * w.n_tiles - w.whole;
@@ -582,9 +581,8 @@ static Hopper find_hopper(Backend *backend) {
   found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode);
   cudaLaunchAttribute cluster;
   cudaLaunchConfig_t config = launch_config(&cluster, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
-  cuda_check(
-      cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<EXPONENTIALS, false>, &config),
-      "counting clusters");
+  cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<EXPONENTIALS, false>, &config),
+             "counting clusters");
   return found;
 }
 
@@ -681,7 +679,8 @@ static void cut_last_round(Work *w, int clusters, size_t scratch_bytes) {
   int tiles = w->m_tiles * w->n_tiles, rest = tiles % clusters;
   int64_t slots = (int64_t)(scratch_bytes / (CLUSTER * TILE_M * TILE_N * sizeof(float)));
   double best = 1;
-  for (int slices = 2; rest > 0 && slices <= MOST_SLICES && slices <= w->k_steps && (int64_t)rest * slices <= slots;
+  for (int slices = 2;
+       rest > 0 && slices <= MOST_SLICES && slices <= w->k_steps && (int64_t)rest * slices <= slots;
        slices++) {
     double rounds = (double)cuda_ceil_div((int64_t)rest * slices, clusters);
     double time = rounds / slices + 0.01 * rounds;
