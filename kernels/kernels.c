@@ -134,8 +134,9 @@ void embedding_backward(Backend *backend, EmbeddingBackward a) {
   is_dense(op, "dout", a.dout);
   int64_t rows = a.dout.shape[0], hidden_size = a.dout.shape[1];
   vector(op, "tokens", a.tokens, DTYPE_I32, rows);
-  need(op, "dtoken_weight", a.dtoken_weight);
-  gradient_matrix(op, "dtoken_weight", a.dtoken_weight, a.dtoken_weight.shape[0], hidden_size);
+  if (!tensor_exists(a.dposition_weight)) need(op, "dtoken_weight", a.dtoken_weight);
+  if (tensor_exists(a.dtoken_weight))
+    gradient_matrix(op, "dtoken_weight", a.dtoken_weight, a.dtoken_weight.shape[0], hidden_size);
   whole_sequences(op, rows, a.seq_len);
   positions(op, "dposition_weight", a.dposition_weight, a.seq_len, hidden_size);
   CALL_WITH_SCRATCH(embedding_backward, MEMORY_WORKSPACE);
@@ -335,6 +336,27 @@ static void raw_gradient(Op op, Tensor dx_raw, Dtype dtype, int64_t rows, int64_
   if (dx_raw.dtype != DTYPE_F32) is_type(op, "dx_raw", dx_raw, dtype);
 }
 
+void shard_indices(Backend *backend, ShardIndices a) {
+  const Op op = "shard_indices";
+  need(op, "indices", a.indices);
+  vector(op, "indices", a.indices, DTYPE_I32, a.indices.shape[0]);
+  vector(op, "out", a.out, DTYPE_I32, a.indices.shape[0]);
+  if (a.first < 0 || a.count < 0)
+    fail("%s: a part of %lld entries from %lld on", op, (long long)a.count, (long long)a.first);
+  CALL(shard_indices);
+}
+
+void lce_target_logits(Backend *backend, LceTargetLogits a) {
+  const Op op = "lce_target_logits";
+  two_axes(op, "x", a.x);
+  two_axes(op, "weight", a.weight);
+  matrix(op, "x", a.x, a.x.dtype, a.x.shape[0], a.x.shape[1]);
+  matrix(op, "weight", a.weight, a.x.dtype, a.weight.shape[0], a.x.shape[1]);
+  vector(op, "targets", a.targets, DTYPE_I32, a.x.shape[0]);
+  vector(op, "target_z", a.target_z, DTYPE_F32, a.x.shape[0]);
+  CALL(lce_target_logits);
+}
+
 void lce_sweep(Backend *backend, LceSweep a) {
   const Op op = "lce_sweep";
   two_axes(op, "x", a.x);
@@ -356,6 +378,20 @@ void lce_sweep(Backend *backend, LceSweep a) {
     absent(op, "dx_raw", a.dx_raw, "exps is absent, so this is the forward pass alone");
   }
   CALL_WITH_SCRATCH(lce_sweep, MEMORY_HEAD);
+}
+
+void lce_combine(Backend *backend, LceCombine a) {
+  const Op op = "lce_combine";
+  need(op, "row_sum", a.row_sum);
+  int64_t rows = a.row_sum.shape[0];
+  vector(op, "row_sum", a.row_sum, DTYPE_F32, rows);
+  vector(op, "target_e", a.target_e, DTYPE_F32, rows);
+  vector(op, "anchor", a.anchor, DTYPE_F32, rows);
+  vector(op, "rescale", a.rescale, DTYPE_F32, rows);
+  vector(op, "target_z", a.target_z, DTYPE_F32, rows);
+  vector(op, "targets", a.targets, DTYPE_I32, rows);
+  vector(op, "parts", a.parts, DTYPE_F32, 2 * rows * backend->ranks);
+  CALL(lce_combine);
 }
 
 static void optional_vector(Op op, const char *field, Tensor t, Dtype dtype, int64_t count) {
@@ -402,6 +438,7 @@ void lce_rows(Backend *backend, LceRows a) {
   absent(op, "max_logit", a.outputs.max_logit, why);
   absent(op, "predicted", a.outputs.predicted, why);
   absent(op, "correct", a.outputs.correct, why);
+  optional_vector(op, "rescale", a.rescale, DTYPE_F32, rows);
   optional_vector(op, "token_weights", a.token_weights, DTYPE_F32, rows);
   optional_vector(op, "factor", a.factor, DTYPE_F32, 1);
   two_axes(op, "x", a.x);

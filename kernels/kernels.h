@@ -31,6 +31,8 @@ typedef struct Backend Backend;
 
 // A target with this id is not counted: no loss, no gradient (PyTorch's ignore_index default).
 enum { IGNORE_INDEX = -100 };
+// A token that is in another rank's part of the vocabulary (ShardIndices); not a caller's to give.
+enum { ELSEWHERE = -1 };
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
@@ -47,10 +49,10 @@ typedef struct {
 // = t. Sorted, then summed segment by segment: no floating-point atomics. Rows that no token names become 0
 // when accumulate is false.
 typedef struct {
-  Tensor dtoken_weight;    // fp32 or bf16 [V, H]
+  Tensor dtoken_weight;    // fp32 or bf16 [V, H]; absent: the positions' alone
   Tensor dposition_weight; // fp32 or bf16 [P, H], or absent; rows at and after T become 0 without accumulate
   Tensor dout;             // real [N, H]
-  Tensor tokens;           // int32 [N]
+  Tensor tokens;           // int32 [N]; ELSEWHERE names no row
   int64_t seq_len;
   bool accumulate_token, accumulate_position;
   Tensor workspace; // from the door
@@ -279,11 +281,26 @@ typedef struct {
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
 // the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
 
+// Each rank's part of a vocabulary that is split over ranks (kernels/vocabulary_parallel.c):
+//   out[n] = indices[n] - first where that lies in [0, count), ELSEWHERE where it does not; IGNORE_INDEX stays
+typedef struct {
+  Tensor out, indices;  // int32 [N]; may be the same tensor
+  int64_t first, count; // of the part's rows
+} ShardIndices;
+
+// target_z[n] = x[n] . W[targets[n]], in fp32; 0 where the target is ELSEWHERE or IGNORE_INDEX.
+typedef struct {
+  Tensor target_z; // fp32 [C]
+  Tensor x;        // real [C, H]
+  Tensor weight;   // real [V, H]
+  Tensor targets;  // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
+} LceTargetLogits;
+
 // z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in
 // fp32 before E is rounded;  dx_raw = E W. Where R grows out of range (beyond about 2^96, so that 1/(1+R) stays a
 // normal number) the row is redone with anchor = max_j z[j].
-// target_e = exp((z[target] - anchor) / T): 1 unless the row was redone. A row whose target is IGNORE_INDEX has E, R
-// and target_z 0, and an infinite anchor.
+// target_e = exp((z[target] - anchor) / T): 1 unless the row was redone. A row whose target is IGNORE_INDEX has E and
+// R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
 typedef struct {
   Tensor
       exps; // real [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
@@ -291,19 +308,33 @@ typedef struct {
   Tensor dx_raw;     // fp32 or x's dtype [C, H]; absent when exps is, or where LceFilteredProducts makes it
   Tensor row_sum;    // fp32 [C]: R
   Tensor target_e;   // fp32 [C]
-  Tensor target_z;   // fp32 [C]: z[target]
+  Tensor target_z;   // fp32 [C]: z[target], as LceTargetLogits left it
   Tensor anchor;     // fp32 [C]
   Tensor x;          // real [C, H]
   Tensor weight;     // real [V, H]
-  Tensor targets;    // int32 [C], each in [0, V) or IGNORE_INDEX
+  Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
   Tensor workspace;  // from the door
 } LceSweep;
 
+// The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
+//   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;
+//   target_e = exp((target_z - a) / T);  rescale = exp((a_own - a) / T), by which this rank's E is too large
+// As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
+typedef struct {
+  Tensor row_sum, target_e, anchor; // fp32 [C]
+  Tensor rescale;                   // fp32 [C]
+  Tensor parts;                     // fp32 [R * 2 C]: from each rank C anchors, then C row sums
+  Tensor target_z;                  // fp32 [C]
+  Tensor targets;                   // int32 [C]; rows with IGNORE_INDEX stay as LceSweep has them
+  int64_t own;                      // this rank's part
+  float temperature;
+} LceCombine;
+
 // What follows from a row's sums. With D = R + target_e, s = factor[0] token_weights[n], A = (1 - eps) w[y] +
 // eps / V sum w, and smoothing_row S = sum_j w[j] W[j]:
 //   lse = anchor / T + log(D);  lse - v[y] computed as log1p(R) where target_e = 1;  sum_j w[j] v[j] = x . S / T
-//   scale_others  = s/T (A + 2 lambda lse) / D      (multiplies E)
+//   scale_others  = s/T (A + 2 lambda lse) / D      (multiplies E; times rescale, where that is there)
 //   scale_target  = s/T (-(1 - eps) w[y] R / D + (eps / V sum w + 2 lambda lse) target_e / D)
 //                                                   (the target's own entry: p - 1 without the cancellation)
 //   scale_uniform = -s/T eps / V                    (multiplies S in dx, and w x in dweight)
@@ -315,7 +346,8 @@ typedef struct {
   Tensor scale_target;  // fp32 [C]
   Tensor scale_uniform; // fp32 [C]; there when smoothing_row is
   Tensor scaled_x;      // real [C, H], or absent (forward only; the scales are absent too)
-  Tensor row_sum, target_e, target_z, anchor; // as LceSweep left them
+  Tensor row_sum, target_e, target_z, anchor; // as LceSweep or LceCombine left them
+  Tensor rescale;                             // fp32 [C], or absent: see LceCombine
   Tensor x;                                   // real [C, H]
   Tensor targets;                             // int32 [C]
   Tensor token_weights;                       // fp32 [C], or absent
@@ -356,7 +388,8 @@ typedef struct {
   Tensor workspace; // from the door
 } LceFilteredProducts;
 
-// dx = alpha (r * dx_raw + c * W[target] + scale_uniform * smoothing_row), in place over dx_raw.
+// dx = alpha (r * dx_raw + c * W[target] + scale_uniform * smoothing_row), in place over dx_raw. Without the second
+// term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
 typedef struct {
   Tensor dx;                           // [C, H], holds dx_raw
   Tensor scale_others, scale_target;   // fp32 [C]
@@ -366,7 +399,8 @@ typedef struct {
   float alpha;
 } LceInputGradient;
 
-// dweight[target[n]] += alpha * c[n] * x[n] for all n, deterministically. Tokens with IGNORE_INDEX add nothing.
+// dweight[target[n]] += alpha * c[n] * x[n] for all n, deterministically. IGNORE_INDEX and ELSEWHERE add
+// nothing.
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]
   Tensor scale_target; // fp32 [C]
@@ -472,7 +506,10 @@ void rope(Backend *backend, Rope a);
 void attention_forward(Backend *backend, AttentionForward a);
 void attention_backward(Backend *backend, AttentionBackward a);
 void attention_decode(Backend *backend, AttentionDecode a);
+void shard_indices(Backend *backend, ShardIndices a);
+void lce_target_logits(Backend *backend, LceTargetLogits a);
 void lce_sweep(Backend *backend, LceSweep a);
+void lce_combine(Backend *backend, LceCombine a);
 void lce_rows(Backend *backend, LceRows a);
 void lce_filter(Backend *backend, LceFilter a);
 void lce_filtered_products(Backend *backend, LceFilteredProducts a);
@@ -519,7 +556,10 @@ typedef struct {
   void (*attention_forward)(Backend *, const AttentionForward *);
   void (*attention_backward)(Backend *, const AttentionBackward *);
   void (*attention_decode)(Backend *, const AttentionDecode *);
+  void (*shard_indices)(Backend *, const ShardIndices *);
+  void (*lce_target_logits)(Backend *, const LceTargetLogits *);
   void (*lce_sweep)(Backend *, const LceSweep *);
+  void (*lce_combine)(Backend *, const LceCombine *);
   void (*lce_rows)(Backend *, const LceRows *);
   void (*lce_filter)(Backend *, const LceFilter *);
   void (*lce_filtered_products)(Backend *, const LceFilteredProducts *);

@@ -39,7 +39,7 @@
 // E is written once and read twice, dW (fp32) is read and written once. So small chunks cost traffic of W and
 // dW, (2 e + 8) V H bytes each, against 6 C V H flops: on a GPU with 200 flops a byte a chunk of 1024 pays
 // about 8% for it, one of 4096 next to nothing.
-#include "kernels/linear_cross_entropy.h"
+#include "kernels/linear_cross_entropy_parts.h"
 
 #include "base/fail.h"
 
@@ -57,7 +57,7 @@ typedef struct {
   Tensor filtered;      // fp32 [3]: see LinearCrossEntropy; there when terms.filter is
 } Common;
 
-static Tensor push_column(Backend *backend, const char *name, int64_t rows) {
+Tensor push_column(Backend *backend, const char *name, int64_t rows) {
   return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, rows);
 }
 
@@ -91,18 +91,11 @@ static Common push_common(Backend *backend, const LinearCrossEntropy *a, bool ra
 
 enum { OUTPUTS = sizeof(TokenOutputs) / sizeof(Tensor) };
 
-// Some of a call's tokens: views of the caller's tensors, or copies of the counted ones, packed.
-typedef struct {
-  Tensor x, targets, token_weights, entropy_weights; // what is read
-  Tensor loss, dx;                                   // what is written
-  TokenOutputs outputs;
-} Tokens;
-
-static Tensor first_rows(Tensor t, int64_t first, int64_t count) {
+Tensor first_rows(Tensor t, int64_t first, int64_t count) {
   return tensor_exists(t) ? tensor_rows(t, first, count) : t;
 }
 
-static Tokens tokens_range(const Tokens *t, int64_t first, int64_t count) {
+Tokens tokens_range(const Tokens *t, int64_t first, int64_t count) {
   Tokens part = {.x = first_rows(t->x, first, count),
                  .targets = first_rows(t->targets, first, count),
                  .token_weights = first_rows(t->token_weights, first, count),
@@ -113,7 +106,7 @@ static Tokens tokens_range(const Tokens *t, int64_t first, int64_t count) {
   return part;
 }
 
-static Tokens tokens_of_call(const LinearCrossEntropy *a) {
+Tokens tokens_of_call(const LinearCrossEntropy *a) {
   return (Tokens){.x = a->x,
                   .targets = a->targets,
                   .token_weights = a->token_weights,
@@ -123,14 +116,13 @@ static Tokens tokens_of_call(const LinearCrossEntropy *a) {
                   .outputs = a->outputs};
 }
 
-// Room for `rows` packed tokens, of what the caller gave.
 static Tensor push_like(Backend *backend, const char *name, Tensor t, int64_t rows) {
   if (!tensor_exists(t)) return t;
   return t.rank == 1 ? memory_push_1d(&backend->memory, name, MEMORY_HEAD, t.dtype, rows)
                      : memory_push_2d(&backend->memory, name, MEMORY_HEAD, t.dtype, rows, t.shape[1]);
 }
 
-static Tokens push_packed(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
+Tokens push_packed(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
   Tokens t = {.x = push_like(backend, "counted rows of x", a->x, rows),
               .targets = push_like(backend, "counted targets", a->targets, rows),
               .token_weights = push_like(backend, "counted token weights", a->token_weights, rows),
@@ -150,20 +142,20 @@ static void scatter(Backend *backend, Tensor out, Tensor packed, Tensor rows) {
   if (tensor_exists(packed)) scatter_rows(backend, (MoveRows){.out = out, .x = packed, .rows = rows});
 }
 
-static void gather_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows) {
+void gather_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows) {
   gather(backend, packed->x, a->x, rows);
   gather(backend, packed->targets, a->targets, rows);
   gather(backend, packed->token_weights, a->token_weights, rows);
   gather(backend, packed->entropy_weights, a->entropy_weights, rows);
 }
 
-static void scatter_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows) {
+void scatter_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows) {
   scatter(backend, a->loss, packed->loss, rows);
   scatter(backend, a->dx, packed->dx, rows);
   for (int i = 0; i < OUTPUTS; i++) scatter(backend, a->outputs.all[i], packed->outputs.all[i], rows);
 }
 
-static void zero_tokens(Backend *backend, const LinearCrossEntropy *a) {
+void zero_tokens(Backend *backend, const LinearCrossEntropy *a) {
   fill_zero(backend, a->loss);
   if (tensor_exists(a->dx)) fill_zero(backend, a->dx);
   for (int i = 0; i < OUTPUTS; i++)
@@ -174,7 +166,7 @@ static void zero_tokens(Backend *backend, const LinearCrossEntropy *a) {
 // All tokens at once this is the materialized mode, the honest baseline. A chunk at a time it is the way of the
 // terms that need a row's logits side by side.
 
-static Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype) {
+Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype) {
   int64_t stride = backend->scratch->logits_stride(vocab_size, dtype);
   Tensor padded = memory_push_2d(&backend->memory, name, MEMORY_HEAD, dtype, rows, stride);
   return tensor_columns(padded, 0, vocab_size);
@@ -305,6 +297,9 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                      const Rows *all_rows, const Tokens *t, int64_t first, bool accumulate) {
   bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;
   Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
+  lce_target_logits(
+      backend,
+      (LceTargetLogits){.target_z = r.target_z, .x = t->x, .weight = a->weight, .targets = t->targets});
   lce_sweep(backend, (LceSweep){.exps = r.exps,
                                 .dx_raw = swept_dx(a, t),
                                 .row_sum = r.row_sum,
@@ -368,14 +363,12 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
 
 // --- the fused mode ----------------------------------------------------------------------------------------
 
-// As many chunks of at most `most` tokens as needed, all nearly alike, in steps of 128 where there is room for
-// steps: how many tokens each then has.
-static int64_t even_chunk(int64_t tokens, int64_t most) {
+int64_t even_chunk(int64_t tokens, int64_t most) {
   int64_t even = divide_up(tokens, divide_up(tokens, most)), stepped = divide_up(even, 128) * 128;
   return stepped <= most ? stepped : even;
 }
 
-static void show_scratch(Backend *backend, const char *op, size_t bytes) {
+void show_scratch(Backend *backend, const char *op, size_t bytes) {
   MemoryMark mark = memory_mark(&backend->memory);
   memory_push_1d(&backend->memory, op, MEMORY_HEAD, DTYPE_I32, (int64_t)((bytes + 3) / 4));
   memory_pop_to(&backend->memory, mark);
@@ -490,6 +483,20 @@ static void check_filter(const LinearCrossEntropy *a) {
          filter);
 }
 
+static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
+  const VocabShard *s = &a->shard;
+  int64_t rows = a->weight.shape[0];
+  if (!s->vocab_size) return;
+  if (s->first < 0 || s->first + rows > s->vocab_size)
+    fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
+         (long long)s->first, (long long)s->vocab_size);
+  if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a) || a->terms.filter > 0 || a->mean)
+    fail(
+        "linear_cross_entropy: a head split over %d ranks knows the fused mode, and sums over row statistics "
+        "alone: no bias, soft-cap, entropy, largest logits, predictions, filter or mean",
+        backend->ranks);
+}
+
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   const char *op = "linear_cross_entropy";
   if (a.x.rank != 2 || a.weight.rank != 2 || a.x.shape[1] != a.weight.shape[1])
@@ -515,11 +522,14 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   per_token("entropy_weights", a.entropy_weights, tokens);
   for (int i = 0; i < OUTPUTS; i++) per_token("an output", a.outputs.all[i], tokens);
   check_filter(&a);
+  check_shard(backend, &a);
   if (tensor_exists(a.rows) && (a.counted < 0 || a.counted > a.rows.shape[0]))
     fail("%s: %lld tokens count, but rows is %s", op, (long long)a.counted, tensor_text(a.rows).text);
 
   MemoryMark mark = memory_mark(&backend->memory);
-  if (a.mode == LCE_MATERIALIZED)
+  if (a.shard.vocab_size)
+    vocabulary_parallel(backend, &a);
+  else if (a.mode == LCE_MATERIALIZED)
     materialized(backend, &a);
   else
     fused(backend, &a);
@@ -537,15 +547,18 @@ size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape s
   Backend *plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", s.dtype);
   Memory *m = &plan->memory;
   MemoryCategory other = MEMORY_ACTIVATIONS;
+  plan->ranks = s.ranks > 1 ? s.ranks : 1;
+  int64_t vocab_rows = divide_up(s.vocab_size, plan->ranks);
   LinearCrossEntropy a = {.mode = mode,
                           .chunk = chunk,
                           .loss = memory_push_1d(m, "loss", other, DTYPE_F32, s.tokens),
                           .dx = memory_push_2d(m, "dx", other, s.dtype, s.tokens, s.hidden_size),
                           .dweight =
-                              memory_push_2d(m, "dweight", other, DTYPE_F32, s.vocab_size, s.hidden_size),
+                              memory_push_2d(m, "dweight", other, DTYPE_F32, vocab_rows, s.hidden_size),
                           .x = memory_push_2d(m, "x", other, s.dtype, s.tokens, s.hidden_size),
-                          .weight = memory_push_2d(m, "weight", other, s.dtype, s.vocab_size, s.hidden_size),
+                          .weight = memory_push_2d(m, "weight", other, s.dtype, vocab_rows, s.hidden_size),
                           .targets = memory_push_1d(m, "targets", other, DTYPE_I32, s.tokens)};
+  if (s.ranks > 1) a.shard.vocab_size = s.vocab_size;
   if (s.ignores) a.rows = memory_push_1d(m, "rows", other, DTYPE_I32, s.tokens);
   if (s.logits) a.terms.softcap = 1;
   if (s.filter) a.terms.filter = 0.5f;

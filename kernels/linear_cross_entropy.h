@@ -12,6 +12,12 @@ typedef enum {
 
 const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 
+// Which rows of a head `weight` is, where its rows are split over the backend's ranks (vocabulary_parallel.c):
+// [first, first + weight.shape[0]) of vocab_size. {0, 0}: all of them.
+typedef struct {
+  int64_t first, vocab_size;
+} VocabShard;
+
 // The loss of every token, and the gradients of
 //
 //   scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
@@ -32,6 +38,12 @@ const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 // losses and outputs stay as they are, and dx and dweight lack the probability mass that `filtered` tells. It
 // acts on exponentials, so only the fused mode has it, without what lce_needs_logits.
 //
+// With a shard every rank gives its own tokens, as many as the others, and its own rows of the head. It gets the
+// losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and chunk (tokens
+// of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then names ignored
+// tokens after the counted ones. What lce_needs_logits, the filter, the mean and the materialized mode are not
+// for shards.
+//
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before it
 // returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's.
 typedef struct {
@@ -47,10 +59,11 @@ typedef struct {
   Tensor x;        // real [N, H]
   Tensor weight;   // real [V, H]
   Tensor bias;     // real [V], or absent
-  Tensor targets;  // int32 [N], each in [0, V) or IGNORE_INDEX
+  Tensor targets;  // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
-  LossTerms terms;        // class_weight_sum is the layer's own business
+  LossTerms terms; // class_weight_sum is the layer's own business; class_weights is whole, even with a shard
+  VocabShard shard;
   Tensor rows; // int32 [N], or absent: positions of the counted tokens come first, and only they are computed
   int64_t counted; // how many; read only when rows is there
   float scale;
@@ -70,6 +83,7 @@ typedef struct {
   bool ignores; // some targets may be ignored: rows is given
   bool logits;  // lce_needs_logits
   bool filter;  // terms.filter is on
+  int ranks;    // over which the head is split; 0 or 1: it is whole
 } LceShape;
 
 // The chunk taken when the user names none: an eighth of the tokens, but at least 128 and at most 4096. An

@@ -15,6 +15,7 @@
 #undef fail // cmocka's; the program's own takes a sentence
 #include "base/fail.h"
 #include "base/random.h"
+#include "ranks/ranks.h"
 
 #define TEST_FAILS(...) (print_error(__VA_ARGS__), print_error("\n"), _fail(__FILE__, __LINE__))
 
@@ -30,8 +31,8 @@ static Backend *open_backend(const char *name) {
   const char *reason = NULL;
   if (!strcmp(name, "cpu")) return cpu_backend_create(false);
   if (!strcmp(name, "cpu-plain")) return cpu_backend_create(true);
-  if (!strcmp(name, "cuda")) return cuda_backend_create(0, DTYPE_BF16, &reason);
-  if (!strcmp(name, "cuda-fp32")) return cuda_backend_create(0, DTYPE_F32, &reason);
+  if (!strcmp(name, "cuda")) return cuda_backend_create(ranks_self()->local_rank, DTYPE_BF16, &reason);
+  if (!strcmp(name, "cuda-fp32")) return cuda_backend_create(ranks_self()->local_rank, DTYPE_F32, &reason);
   fail("tests know no backend named %s", name);
 }
 
@@ -44,6 +45,13 @@ Harness *harness_open(const char *name) {
   backend->memory.poison = true;
   memory_set_stack(&backend->memory, STACK_BYTES);
   return h;
+}
+
+void harness_join_ranks(Harness *h) {
+  if (h->backend->scratch == &cuda_scratch)
+    cuda_backend_join_ranks(h->backend);
+  else
+    cpu_backend_join_ranks(h->backend);
 }
 
 void harness_close(Harness *h) {

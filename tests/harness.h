@@ -26,6 +26,8 @@ typedef struct {
 // has none. Every push is filled with NaN first.
 Harness *harness_open(const char *backend);
 void harness_close(Harness *h);
+// Joins the ranks of the job (ranks_begin); each has the GPU of its number on the machine.
+void harness_join_ranks(Harness *h);
 
 // --- values and tensors ------------------------------------------------------------------------------------
 

@@ -18,13 +18,20 @@
 
 enum { MOST_ARGUMENTS = 96, DEADLINE_SECONDS = 120 };
 
+// Where this program lies: build/VARIANT/tests/test_x.
+static const char *test_program(void) {
+  static char path[4080];
+  ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+  assert_true(length > 0);
+  path[length] = 0;
+  return path;
+}
+
 static const char *program(void) {
   static char beside[4096];
   const char *named = getenv("LCE_TRAIN");
   if (named) return named;
-  ssize_t length = readlink("/proc/self/exe", beside, sizeof beside - 16); // build/VARIANT/tests/test_x
-  assert_true(length > 0);
-  beside[length] = 0;
+  strcpy(beside, test_program());
   for (int i = 0; i < 2; i++) *strrchr(beside, '/') = 0;
   strcat(beside, "/train");
   return access(beside, X_OK) == 0 ? beside : "./train"; // the release build's lies in the root
@@ -71,8 +78,8 @@ static const char *launch_program(void) {
   return path;
 }
 
-// How a program is started: alone, by mpirun (or on GPUs), or by tools/launch.
-typedef enum { ALONE, AS_RANKS, LAUNCHED } Way;
+// How a program is started: alone, by mpirun (or on GPUs), the test program likewise, or by tools/launch.
+typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, LAUNCHED } Way;
 
 // The words that go before the program's own; returns how many there are.
 static int launcher(Way way, int ranks, char *argv[MOST_ARGUMENTS + 1]) {
@@ -91,7 +98,7 @@ static Process start(bool terminal, Way way, int ranks, const char *format, va_l
   char line[4096];
   char *argv[MOST_ARGUMENTS + 1];
   int argc = launcher(way, ranks, argv);
-  if (way != LAUNCHED) argv[argc++] = (char *)program();
+  if (way != LAUNCHED) argv[argc++] = (char *)(way == SELF_AS_RANKS ? test_program() : program());
   assert_in_range(vsnprintf(line, sizeof line, format, arguments), 0, sizeof line - 1);
   split(line, argc, argv);
   int inner = -1;
@@ -211,6 +218,25 @@ Output train_ranks(int ranks, const char *format, ...) {
   Process p = start(false, AS_RANKS, ranks, format, arguments);
   va_end(arguments);
   return process_finish(&p);
+}
+
+Output launch_self(int ranks, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(false, SELF_AS_RANKS, ranks, format, arguments);
+  va_end(arguments);
+  return process_finish(&p);
+}
+
+bool can_launch(void) {
+  if (getenv("LCE_GPU_RANKS")) return true;
+#ifdef HAVE_MPI
+  if (system("command -v mpirun >/dev/null") == 0) return true;
+  print_message("skipped: there is no mpirun\n");
+#else
+  print_message("skipped: this build has no MPI\n");
+#endif
+  return false;
 }
 
 Output launch(int ranks, const char *format, ...) {

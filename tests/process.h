@@ -2,6 +2,7 @@
 #ifndef LCE_TESTS_PROCESS_H
 #define LCE_TESTS_PROCESS_H
 
+#include <stdbool.h>
 #include <sys/types.h>
 
 typedef struct {
@@ -16,6 +17,10 @@ Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // The same as `ranks` ranks, started by mpirun or, where LCE_GPU_RANKS is set, by tools/launch with GPUs in
 // sight.
 Output train_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
+// The same with the test program itself.
+Output launch_self(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
+// Whether train_ranks can start anything here; says why not.
+bool can_launch(void);
 // tools/launch with the words of any command; train_program() is one.
 Output launch(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *train_program(void);

@@ -581,6 +581,8 @@ static Swept sweep(Harness *h, Tensor x, Tensor weight, Tensor targets) {
              .target_e = poisoned_vector(h, DTYPE_F32, rows),
              .target_z = poisoned_vector(h, DTYPE_F32, rows),
              .anchor = poisoned_vector(h, DTYPE_F32, rows)};
+  lce_target_logits(h->backend,
+                    (LceTargetLogits){.target_z = s.target_z, .x = x, .weight = weight, .targets = targets});
   lce_sweep(h->backend, (LceSweep){.exps = s.exps,
                                    .dx_raw = s.dx_raw,
                                    .row_sum = s.row_sum,

@@ -99,6 +99,8 @@ static Pieces run_pieces(Harness *h, Problem *p, int64_t pad) {
                              &s.anchor, &s.scale_others, &s.scale_target};
   for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
     *columns[i] = poisoned_vector(h, DTYPE_F32, p->rows);
+  lce_target_logits(
+      backend, (LceTargetLogits){.target_z = s.target_z, .x = s.x, .weight = s.weight, .targets = s.targets});
   lce_sweep(backend, (LceSweep){.exps = s.exps,
                                 .dx_raw = s.dx,
                                 .row_sum = s.row_sum,
@@ -192,6 +194,10 @@ static void test_forward_only(void **state) {
   // A GPU's tiles of logits have a size of their own.
   if (h->backend->scratch == &cpu_scratch)
     assert_true(h->backend->scratch->lce_sweep(&sweep) < tensor_bytes(with.exps));
+  lce_target_logits(h->backend, (LceTargetLogits){.target_z = sweep.target_z,
+                                                  .x = sweep.x,
+                                                  .weight = sweep.weight,
+                                                  .targets = sweep.targets});
   lce_sweep(h->backend, sweep);
   lce_rows(h->backend, (LceRows){.loss = columns[4],
                                  .row_sum = columns[0],

@@ -49,17 +49,6 @@ static double tolerance(void) {
   return getenv("LCE_GPU_RANKS") ? 2e-4 : 2e-5;
 }
 
-static bool can_launch(void) {
-  if (getenv("LCE_GPU_RANKS")) return true;
-#ifdef HAVE_MPI
-  if (system("command -v mpirun >/dev/null") == 0) return true;
-  print_message("skipped: there is no mpirun\n");
-#else
-  print_message("skipped: this build has no MPI\n");
-#endif
-  return false;
-}
-
 #define NEEDS_LAUNCHER()                                                                                     \
   do {                                                                                                       \
     if (!can_launch()) skip();                                                                               \

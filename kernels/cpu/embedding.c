@@ -42,7 +42,10 @@ static void position_gradient(const EmbeddingBackward *a) {
 
 void cpu_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
   (void)backend;
-  if (!a->accumulate_token) zero_rows(a->dtoken_weight);
-  cpu_scatter_add(a->dtoken_weight, a->tokens.data, a->dout.shape[0], a->dout, NULL, 1.0f, a->workspace.data);
+  if (tensor_exists(a->dtoken_weight)) {
+    if (!a->accumulate_token) zero_rows(a->dtoken_weight);
+    cpu_scatter_add(a->dtoken_weight, a->tokens.data, a->dout.shape[0], a->dout, NULL, 1.0f,
+                    a->workspace.data);
+  }
   if (tensor_exists(a->dposition_weight)) position_gradient(a);
 }

@@ -178,17 +178,24 @@ static double dot(const float *x, const float *w, int64_t count) {
   return sum;
 }
 
-static void anchor_at_targets(const LceSweep *a) {
-  int64_t hidden = a->x.shape[1];
+void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
+  (void)backend;
   const int32_t *targets = a->targets.data;
+  float *target_z = a->target_z.data;
 #pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < a->x.shape[0]; n++)
+    target_z[n] =
+        targets[n] < 0 ? 0.0f : (float)dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]);
+}
+
+static void anchor_at_targets(const LceSweep *a) {
+  const int32_t *targets = a->targets.data;
+  const float *target_z = a->target_z.data;
+  float *target_e = a->target_e.data, *anchor = a->anchor.data;
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    ((float *)a->target_z.data)[n] = 0.0f;
-    ((float *)a->target_e.data)[n] = 1.0f;
-    ((float *)a->anchor.data)[n] = INFINITY; // every exponential of a row that does not count is 0
-    if (targets[n] == IGNORE_INDEX) continue;
-    double z = dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), hidden);
-    ((float *)a->target_z.data)[n] = ((float *)a->anchor.data)[n] = (float)z;
+    target_e[n] = 1.0f;
+    // Every exponential of a row that does not count is 0.
+    anchor[n] = targets[n] == IGNORE_INDEX ? INFINITY : target_z[n];
   }
 }
 
@@ -220,6 +227,44 @@ void cpu_lce_sweep(Backend *backend, const LceSweep *a) {
   add_slices(a, &g, &scratch);
 }
 
+// --- a vocabulary split over ranks -------------------------------------------------------------------------
+
+void cpu_shard_indices(Backend *backend, const ShardIndices *a) {
+  (void)backend;
+  const int32_t *indices = a->indices.data;
+  int32_t *out = a->out.data;
+  for (int64_t n = 0; n < a->indices.shape[0]; n++) {
+    int64_t local = indices[n] - a->first;
+    if (indices[n] != IGNORE_INDEX)
+      out[n] = local >= 0 && local < a->count ? (int32_t)local : ELSEWHERE;
+    else
+      out[n] = IGNORE_INDEX;
+  }
+}
+
+void cpu_lce_combine(Backend *backend, const LceCombine *a) {
+  int64_t rows = a->row_sum.shape[0];
+  const int32_t *targets = a->targets.data;
+  const float *parts = a->parts.data, *target_z = a->target_z.data;
+  float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *all_anchor = a->anchor.data;
+  double sharpness = sharpness_of(a->temperature);
+  for (int64_t n = 0; n < rows; n++) {
+    bool counts = targets[n] != IGNORE_INDEX;
+    double anchor = counts ? -INFINITY : INFINITY, sum = 0, own = 1;
+    for (int64_t r = 0; r < backend->ranks && counts; r++)
+      anchor = fmax(anchor, (double)parts[r * 2 * rows + n]);
+    for (int64_t r = 0; r < backend->ranks && counts; r++) {
+      double factor = exp(((double)parts[r * 2 * rows + n] - anchor) * sharpness);
+      sum += parts[(r * 2 + 1) * rows + n] * factor;
+      if (r == a->own) own = factor;
+    }
+    row_sum[n] = (float)sum;
+    all_anchor[n] = (float)anchor;
+    target_e[n] = counts ? (float)exp((target_z[n] - anchor) * sharpness) : 1.0f;
+    ((float *)a->rescale.data)[n] = (float)own;
+  }
+}
+
 // --- what follows from a row's sums ------------------------------------------------------------------------
 
 static float *optional(Tensor t) {
@@ -235,7 +280,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
   const LossTerms *terms = &a->terms;
   const float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *target_z = a->target_z.data;
   const float *anchor = a->anchor.data, *class_weights = optional(terms->class_weights);
-  const float *token_weights = optional(a->token_weights);
+  const float *token_weights = optional(a->token_weights), *rescale = optional(a->rescale);
   const int32_t *targets = a->targets.data;
   double sharpness = sharpness_of(terms->temperature), epsilon = terms->label_smoothing,
          lambda = terms->z_loss;
@@ -262,7 +307,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
     if (!tensor_exists(a->scaled_x)) continue;
     double s = counts ? factor * sharpness * (token_weights ? token_weights[n] : 1.0) : 0;
     double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p beside the target's own weight
-    float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all);
+    float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all * (rescale ? rescale[n] : 1.0));
     tell(a->scale_others, n, scale);
     tell(a->scale_target, n,
          s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (others / all)));
@@ -286,10 +331,12 @@ void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
       memset(dx, 0, (size_t)a->dx.shape[1] * sizeof *dx);
       continue;
     }
-    const float *w = cpu_row(a->weight, targets[n]);
     float r = a->alpha * others[n], c = a->alpha * target[n];
 #pragma omp simd
-    for (int64_t i = 0; i < a->dx.shape[1]; i++) dx[i] = r * dx[i] + c * w[i];
+    for (int64_t i = 0; i < a->dx.shape[1]; i++) dx[i] *= r;
+    const float *w = targets[n] == ELSEWHERE ? NULL : cpu_row(a->weight, targets[n]);
+#pragma omp simd
+    for (int64_t i = 0; i < (w ? a->dx.shape[1] : 0); i++) dx[i] += c * w[i];
     if (!smoothing_row) continue;
     float u = a->alpha * uniform[n];
 #pragma omp simd

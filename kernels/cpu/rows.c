@@ -70,7 +70,7 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
 #pragma omp parallel for schedule(dynamic, 16)
   for (int64_t first = 0; first < count; first++) {
     uint64_t id = keys[first] >> 32;
-    if (id > INT32_MAX) continue; // IGNORE_INDEX
+    if (id > INT32_MAX) continue; // IGNORE_INDEX or ELSEWHERE
     if (first > 0 && keys[first - 1] >> 32 == id) continue;
     int64_t last = first + 1;
     while (last < count && keys[last] >> 32 == id) last++;

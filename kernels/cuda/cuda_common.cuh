@@ -241,7 +241,7 @@ void column_sums_finish(Backend *backend, Tensor out, const float *partials, int
                         float alpha, bool accumulate);
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
-// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX names no row. x is [N, H];
+// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is [N, H];
 // workspace holds cuda_segment_bytes(N, H). Rows of out that no id names are left alone: without accumulate
 // the caller has zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,

@@ -80,8 +80,10 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
 }
 
 void cuda_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
-  if (!a->accumulate_token) cuda_fill_zero(backend, a->dtoken_weight);
-  segment_add(backend, a->dtoken_weight, data_of<int32_t>(a->tokens), a->dout, nullptr, 1.0f,
-              a->accumulate_token, a->workspace.data);
+  if (tensor_exists(a->dtoken_weight)) {
+    if (!a->accumulate_token) cuda_fill_zero(backend, a->dtoken_weight);
+    segment_add(backend, a->dtoken_weight, data_of<int32_t>(a->tokens), a->dout, nullptr, 1.0f,
+                a->accumulate_token, a->workspace.data);
+  }
   if (tensor_exists(a->dposition_weight)) position_gradient(backend, a);
 }

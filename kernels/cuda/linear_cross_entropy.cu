@@ -69,21 +69,43 @@ template <typename T, int W> static __device__ float warp_dot(const T *x, const 
   return warp_sum(sum);
 }
 
-// One warp a row: z[target], which is also the anchor; and the sums start at 0.
+// One warp a row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
-    anchor_kernel(float *target_z, float *anchor, Sweep s, const T *x, int64_t x_stride, const T *weight,
-                  const int32_t *targets, int64_t rows, int hidden_size) {
+    target_logits_kernel(float *target_z, const T *x, int64_t x_stride, const T *weight,
+                         const int32_t *targets, int64_t rows, int hidden_size) {
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *s.redo = 0;
   if (row >= rows) return;
-  bool counts = targets[row] != IGNORE_INDEX;
+  int target = targets[row];
   float z = 0;
-  if (counts)
-    z = warp_dot<T, W>(x + row * x_stride, weight + (int64_t)targets[row] * hidden_size, hidden_size);
-  if (threadIdx.x % 32) return;
-  target_z[row] = z;
-  anchor[row] = counts ? z : INFINITY; // every exponential of a row that does not count is 0
+  if (target >= 0)
+    z = warp_dot<T, W>(x + row * x_stride, weight + (int64_t)target * hidden_size, hidden_size);
+  if (threadIdx.x % 32 == 0) target_z[row] = z;
+}
+
+void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
+  int64_t rows = a->x.shape[0];
+  if (rows == 0) return;
+  with_real(a->x.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      target_logits_kernel<T, W><<<(unsigned)cuda_ceil_div(rows, 8), 256, 0, cuda_stream(backend)>>>(
+          data_of<float>(a->target_z), data_of<T>(a->x), a->x.stride, data_of<T>(a->weight),
+          data_of<int32_t>(a->targets), rows, (int)a->x.shape[1]);
+    });
+  });
+  cuda_check_launch("lce_target_logits");
+}
+
+// The rows' anchors, and sums that start at 0.
+static __global__ void anchor_kernel(float *anchor, Sweep s, const float *target_z, const int32_t *targets,
+                                     int64_t rows) {
+  int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (row == 0) *s.redo = 0;
+  if (row >= rows) return;
+  // Every exponential of a row that does not count is 0.
+  anchor[row] = targets[row] != IGNORE_INDEX ? target_z[row] : INFINITY;
   s.sum[row] = 0;
   s.max[row] = -INFINITY;
 }
@@ -257,18 +279,15 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
   Sweep s = sweep_scratch(a);
   size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
   float *row_sum = data_of<float>(a->row_sum), *target_e = data_of<float>(a->target_e);
-  float *target_z = data_of<float>(a->target_z), *anchor = data_of<float>(a->anchor);
+  const float *target_z = data_of<float>(a->target_z);
+  float *anchor = data_of<float>(a->anchor);
   const int32_t *targets = data_of<int32_t>(a->targets);
   with_real(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     T *exps = data_of<T>(a->exps);
     const T *x = data_of<T>(a->x), *weight = data_of<T>(a->weight);
     bool dots_align = rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>);
-    with_bool(dots_align, [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      anchor_kernel<T, W><<<(unsigned)cuda_ceil_div(rows, 8), 256, 0, stream>>>(
-          target_z, anchor, s, x, a->x.stride, weight, targets, rows, (int)hidden_size);
-    });
+    anchor_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, stream>>>(anchor, s, target_z, targets, rows);
     size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
     bool on_hopper = hopper_exponentials(backend, a->exps, s.sum, anchor, sharpness_of(a->temperature), a->x,
                                          a->weight, targets, s.tile[0], tile_bytes);
@@ -302,12 +321,65 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
   cuda_product(backend, &product);
 }
 
+// --- a vocabulary split over ranks -------------------------------------------------------------------------
+
+static __global__ void shard_indices_kernel(int32_t *out, const int32_t *indices, int64_t rows, int64_t first,
+                                            int64_t count) {
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n >= rows) return;
+  int32_t index = indices[n];
+  int64_t local = index - first;
+  out[n] = index == IGNORE_INDEX ? IGNORE_INDEX : local >= 0 && local < count ? (int32_t)local : ELSEWHERE;
+}
+
+void cuda_shard_indices(Backend *backend, const ShardIndices *a) {
+  int64_t rows = a->indices.shape[0];
+  if (rows == 0) return;
+  shard_indices_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
+      data_of<int32_t>(a->out), data_of<int32_t>(a->indices), rows, a->first, a->count);
+  cuda_check_launch("shard_indices");
+}
+
+static __global__ void combine_kernel(float *row_sum, float *target_e, float *anchor, float *rescale,
+                                      const float *parts, const float *target_z, const int32_t *targets,
+                                      int64_t rows, int ranks, int own, float sharpness) {
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n >= rows) return;
+  if (targets[n] == IGNORE_INDEX) {
+    row_sum[n] = 0;
+    target_e[n] = rescale[n] = 1;
+    anchor[n] = INFINITY;
+    return;
+  }
+  float most = -INFINITY;
+  for (int r = 0; r < ranks; r++) most = fmaxf(most, parts[r * 2 * rows + n]);
+  double sum = 0;
+  for (int r = 0; r < ranks; r++) {
+    float factor = expf((parts[r * 2 * rows + n] - most) * sharpness);
+    sum += (double)(parts[(r * 2 + 1) * rows + n] * factor);
+    if (r == own) rescale[n] = factor;
+  }
+  row_sum[n] = (float)sum;
+  anchor[n] = most;
+  target_e[n] = expf((target_z[n] - most) * sharpness);
+}
+
+void cuda_lce_combine(Backend *backend, const LceCombine *a) {
+  int64_t rows = a->row_sum.shape[0];
+  if (rows == 0) return;
+  combine_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
+      data_of<float>(a->row_sum), data_of<float>(a->target_e), data_of<float>(a->anchor),
+      data_of<float>(a->rescale), data_of<float>(a->parts), data_of<float>(a->target_z),
+      data_of<int32_t>(a->targets), rows, backend->ranks, (int)a->own, sharpness_of(a->temperature));
+  cuda_check_launch("lce_combine");
+}
+
 // --- what follows from a row's sums ------------------------------------------------------------------------
 
 // What the kernel reads and writes of each row; absent is NULL.
 struct RowTerms {
   float *loss, *z_loss, *log_prob, *logsumexp, *scale_others, *scale_target, *scale_uniform;
-  const float *row_sum, *target_e, *target_z, *anchor, *token_weights, *factor;
+  const float *row_sum, *target_e, *target_z, *anchor, *rescale, *token_weights, *factor;
   const float *class_weights, *class_weight_sum, *smoothing_row;
   const int32_t *targets;
   float epsilon, lambda, sharpness;
@@ -343,7 +415,7 @@ static __global__ void __launch_bounds__(256)
   }
   float s = counts ? t.sharpness * read(t.factor, 0, 1) * read(t.token_weights, row, 1) : 0;
   float own = (1 - t.epsilon) * w, spread = t.share * weight_sum + 2 * t.lambda * lse;
-  float r = counts ? s * (own + spread) / total : 0;
+  float r = counts ? s * (own + spread) / total * read(t.rescale, row, 1) : 0;
   if (threadIdx.x == 0) {
     tell(t.loss, row, counts ? loss : 0);
     tell(t.z_loss, row, counts ? t.lambda * lse * lse : 0);
@@ -381,6 +453,7 @@ void cuda_lce_rows(Backend *backend, const LceRows *a) {
   t.target_e = data_of<float>(a->target_e);
   t.target_z = data_of<float>(a->target_z);
   t.anchor = data_of<float>(a->anchor);
+  t.rescale = data_of<float>(a->rescale);
   t.token_weights = data_of<float>(a->token_weights);
   t.factor = data_of<float>(a->factor);
   t.class_weights = data_of<float>(a->terms.class_weights);
@@ -414,16 +487,16 @@ static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_othe
                                                  float alpha) {
   int64_t row = blockIdx.x;
   int target = targets[row];
-  bool counts = target != IGNORE_INDEX;
+  bool counts = target != IGNORE_INDEX, here = target >= 0;
   float r = alpha * scale_others[row], c = alpha * scale_target[row];
   float u = smoothing_row ? alpha * scale_uniform[row] : 0;
   dx += row * hidden_size;
-  if (counts) weight += (int64_t)target * hidden_size;
+  if (here) weight += (int64_t)target * hidden_size;
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
-    float d[W] = {}, w[W], shared[W] = {};
+    float d[W] = {}, w[W] = {}, shared[W] = {};
     if (counts) {
       load(d, dx + i);
-      load(w, weight + i);
+      if (here) load(w, weight + i);
       if (smoothing_row) load(shared, smoothing_row + i);
 #pragma unroll
       for (int k = 0; k < W; k++) d[k] = r * d[k] + c * w[k] + u * shared[k];

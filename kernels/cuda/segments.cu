@@ -1,5 +1,5 @@
 // A scatter-add without atomics: out[ids[n]] += alpha * c[n] * x[n], where many n may name the same row, and
-// IGNORE_INDEX names none.
+// IGNORE_INDEX and ELSEWHERE name none.
 //
 // The positions n are sorted by id (a stable radix sort), so that the rows of one id follow one another: a
 // segment. The sorted sequence is cut into pieces (cuda_segment_piece), and a block sums within a piece, in
@@ -54,7 +54,8 @@ static __global__ void __launch_bounds__(128)
   }
 }
 
-// One past the last position whose id is `id`, from `begin` on. IGNORE_INDEX comes last, as an unsigned number.
+// One past the last position whose id is `id`, from `begin` on. What names
+// no row comes last, as an unsigned number.
 static __device__ int64_t segment_end(const int32_t *ids, int64_t begin, int64_t count, int32_t id) {
   while (begin < count) {
     int64_t middle = (begin + count) / 2;
@@ -112,7 +113,7 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
   void *sort_space = at + cuda_segment_bytes(count, hidden_size) - sort_bytes;
 
   count_up<<<(unsigned)cuda_ceil_div(count, 256), 256, 0, stream>>>(unsorted, count);
-  int bits = bits_of(out.shape[0] - IGNORE_INDEX); // so many of IGNORE_INDEX's bits are no row's number
+  int bits = bits_of(out.shape[0] - IGNORE_INDEX); // so many of the bits of IGNORE_INDEX and above are no row's number
   cuda_check(cub::DeviceRadixSort::SortPairs(nullptr, needed, ids, sorted_ids, unsorted, positions, count, 0,
                                              bits, stream),
              "planning a sort");

@@ -1,0 +1,38 @@
+// What linear_cross_entropy.c and vocabulary_parallel.c share; nobody else's business.
+#ifndef LCE_KERNELS_LINEAR_CROSS_ENTROPY_PARTS_H
+#define LCE_KERNELS_LINEAR_CROSS_ENTROPY_PARTS_H
+
+#include "kernels/linear_cross_entropy.h"
+
+// Some of a call's tokens: views of the caller's tensors, or copies of the counted ones, packed.
+typedef struct {
+  Tensor x, targets, token_weights, entropy_weights; // what is read
+  Tensor loss, dx;                                   // what is written
+  TokenOutputs outputs;
+} Tokens;
+
+Tokens tokens_of_call(const LinearCrossEntropy *a);
+Tokens tokens_range(const Tokens *t, int64_t first, int64_t count);
+// Room for `rows` packed tokens, of what the caller gave; filled and emptied by the positions in `rows`.
+Tokens push_packed(Backend *backend, const LinearCrossEntropy *a, int64_t rows);
+void gather_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows);
+void scatter_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows);
+// Zeros to all that is told of the call's tokens.
+void zero_tokens(Backend *backend, const LinearCrossEntropy *a);
+
+// The first rows of a tensor that may be absent.
+Tensor first_rows(Tensor t, int64_t first, int64_t count);
+Tensor push_column(Backend *backend, const char *name, int64_t rows);
+Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype);
+
+// As many chunks of at most `most` tokens as needed, all nearly alike, in steps of 128 where there is room for
+// steps: how many tokens each then has.
+int64_t even_chunk(int64_t tokens, int64_t most);
+
+// Shows the ledger an operation's scratch.
+void show_scratch(Backend *backend, const char *op, size_t bytes);
+
+// vocabulary_parallel.c: the call where weight is a part of the head.
+void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a);
+
+#endif
