@@ -11,18 +11,41 @@
 
 enum { BATCH = 3, SEQ = 16, ROWS = BATCH * SEQ, STEPS = 10 };
 
-// The relative error allowed. In bf16 every stored activation and gradient is rounded to 2^-9; some twenty
-// roundings lie on the way to a gradient and add up like a random walk to 1e-2, of which three times as much
-// is allowed. A GPU's fp32 has exponentials of its own.
-static const struct {
+// Ways to run, with the relative error allowed. A GPU's fp32 has exponentials of its own.
+typedef struct {
   const char *backend;
-  double most;
-  bool steps; // AdamW's first steps are +-lr whatever the gradient's size: bf16 flips some of them
-} ways_to_run[] = {{"cpu", 2e-5, true}, {"cuda-fp32", 1e-4, true}, {"cuda", 3e-2, false}};
+  double most; // IN_BF16: what transformers' own passes in bf16 say
+  bool steps;  // AdamW's first steps are +-lr whatever the gradient's size: bf16 flips some of them
+} Way;
 
-static double most; // of the way that is checked
+#define IN_BF16 0.0
+static const Way ways_to_run[] = {{"cpu", 2e-5, true}, {"cuda-fp32", 1e-4, true}, {"cuda", IN_BF16, false}};
+
+// How far off a tensor may be in bf16 depends on the model and the tensor: by 0.5% or by 8%. So the golden
+// files tell how far off transformers' own passes in bf16 are, their root mean square (make_golden.py,
+// errors_in_bf16). Of 2048 such passes one in nine had a tensor more than twice as far off as that, but one in
+// a thousand more than TENSOR times, except the loss: it is one number, with no others to even it out, and may
+// be off by one rounding. All tensors of a pass together were at most 1.8 times as far off, mostly up to 1.2.
+static const double TENSOR = 3, TOGETHER = 2, ONE_ROUNDING = 1. / 512;
 
 // --- what is expected --------------------------------------------------------------------------------------
+
+// A model run in one way, and what was found so far.
+typedef struct {
+  const char *model, *options;
+  const Way *way;
+  const TensorSet *expected;
+  int outside;      // errors out of bounds
+  double nearest;   // the largest error over what is allowed, and
+  char tensor[256]; // whose it is
+  double squares;   // in bf16: the sum of (error / transformers' error)^2
+  int count;        // of how many tensors
+} Check;
+
+// Of all numbers together, |got - want| / |want|, and of the worst against the largest.
+typedef struct {
+  double relative, worst;
+} Error;
 
 static const float *numbers(const TensorSet *set, int64_t count, const char *format, const char *name) {
   char full[256];
@@ -34,8 +57,7 @@ static const float *numbers(const TensorSet *set, int64_t count, const char *for
   return (const void *)(file->mapping.bytes + e->offset);
 }
 
-// |got - want| over |want|, of all numbers together and of the worst against the largest.
-static void check_close(const char *what, const float *got, const float *want, int64_t count) {
+static Error error_of(const float *got, const float *want, int64_t count) {
   double error = 0, size = 0, worst = 0, largest = 0;
   for (int64_t i = 0; i < count; i++) {
     double difference = (double)got[i] - (double)want[i];
@@ -44,8 +66,43 @@ static void check_close(const char *what, const float *got, const float *want, i
     worst = fmax(worst, fabs(difference));
     largest = fmax(largest, fabs((double)want[i]));
   }
-  if (!(sqrt(error) <= most * sqrt(size)) || !(worst <= most * largest))
-    fail_msg("%s is off by %.1e, at worst %.1e", what, sqrt(error / size), worst / largest);
+  if (!isfinite(error)) return (Error){INFINITY, INFINITY}; // fmax passes over NaN
+  return (Error){sqrt(error / size), worst / largest};
+}
+
+static Error allowed_error(Check *c, const char *name, Error error) {
+  if (c->way->most != IN_BF16) return (Error){c->way->most, c->way->most};
+  const float *theirs = numbers(c->expected, 2, "bf16.%s", name);
+  c->squares += pow(error.relative / (double)theirs[0], 2);
+  c->count++;
+  return (Error){fmax(TENSOR * (double)theirs[0], ONE_ROUNDING),
+                 fmax(TENSOR * (double)theirs[1], ONE_ROUNDING)};
+}
+
+// `name` in the golden file.
+static void check_close(Check *c, const char *name, const float *got, int64_t count) {
+  Error error = error_of(got, numbers(c->expected, count, "%s", name), count);
+  Error allowed = allowed_error(c, name, error);
+  double ratio = fmax(error.relative / allowed.relative, error.worst / allowed.worst);
+  if (ratio > c->nearest) {
+    c->nearest = ratio;
+    snprintf(c->tensor, sizeof c->tensor, "%s", name);
+  }
+  if (ratio <= 1) return;
+  c->outside++;
+  print_error("%s on %s %s: %s is off by %.1e, at worst %.1e; allowed are %.1e and %.1e\n", c->model,
+              c->way->backend, c->options, name, error.relative, error.worst, allowed.relative,
+              allowed.worst);
+}
+
+static void conclude(Check *c) {
+  print_message("%s on %s: at worst %.2f of the error allowed, %s\n", c->model, c->way->backend, c->nearest,
+                c->tensor);
+  if (c->way->most != IN_BF16) return;
+  double together = sqrt(c->squares / c->count);
+  print_message("%s on %s: all tensors together %.2f of transformers' error in bf16, %.0f allowed\n",
+                c->model, c->way->backend, together, TOGETHER);
+  if (!(together <= TOGETHER)) c->outside++;
 }
 
 static float *on_host(Run *run, Tensor t) {
@@ -60,13 +117,14 @@ static float *on_host(Run *run, Tensor t) {
   return host;
 }
 
-static void check_tensors(Run *run, const TensorSet *expected, const char *format, bool gradients) {
+static void check_tensors(Check *c, Run *run, const char *format, bool gradients) {
   const Parameters *p = &run->trainer.model.parameters;
   for (int64_t i = 0; i < p->count; i++) {
-    const char *name = p->items[i].name;
+    char name[256];
+    snprintf(name, sizeof name, format, p->items[i].name);
     Tensor t = gradients ? p->items[i].grad : p->items[i].value;
     float *got = on_host(run, t);
-    check_close(name, got, numbers(expected, tensor_count(t), format, name), tensor_count(t));
+    check_close(c, name, got, tensor_count(t));
     free(got);
   }
 }
@@ -85,7 +143,7 @@ static Run *open_golden(const char *backend, const char *name, const char *more)
 }
 
 // Loss, logits and gradients of the tokens in the file's order, which is the order of the expected logits.
-static void check_pass(Run *run, const TensorSet *expected) {
+static void check_pass(Check *c, Run *run) {
   Trainer *t = &run->trainer;
   int32_t stream[ROWS + BATCH], tokens[ROWS], targets[ROWS], rows[ROWS];
   source_read(run->source, 0, ROWS + BATCH, stream);
@@ -104,7 +162,7 @@ static void check_pass(Run *run, const TensorSet *expected) {
       memory_push_2d(&t->backend->memory, "logits", MEMORY_WORKSPACE, DTYPE_F32, ROWS, vocab_size);
   transformer_logits(t->backend, &t->model, &batch, t->rows, logits);
   float *got = on_host(run, logits);
-  check_close("logits", got, numbers(expected, ROWS * vocab_size, "%s", "logits"), ROWS * vocab_size);
+  check_close(c, "logits", got, ROWS * vocab_size);
   free(got);
   memory_pop_to(&t->backend->memory, mark);
 
@@ -114,20 +172,20 @@ static void check_pass(Run *run, const TensorSet *expected) {
   for (int n = 0; n < ROWS; n++) sum += (double)losses[n];
   free(losses);
   float loss = (float)(sum / ROWS);
-  check_close("the loss", &loss, numbers(expected, 1, "%s", "loss"), 1);
-  check_tensors(run, expected, "grad.%s", true);
+  check_close(c, "loss", &loss, 1);
+  check_tensors(c, run, "grad.%s", true);
 }
 
-static void check_steps(Run *run, const TensorSet *expected) {
+static void check_steps(Check *c, Run *run) {
   float losses[STEPS], norms[STEPS];
   for (int step = 0; step < STEPS; step++) {
     StepResult result = run_step(run, step);
     losses[step] = (float)result.loss;
     norms[step] = (float)result.grad_norm;
   }
-  check_close("the losses", losses, numbers(expected, STEPS, "%s", "losses"), STEPS);
-  check_close("the gradient norms", norms, numbers(expected, STEPS, "%s", "norms"), STEPS);
-  check_tensors(run, expected, "after.%s", false);
+  check_close(c, "losses", losses, STEPS);
+  check_close(c, "norms", norms, STEPS);
+  check_tensors(c, run, "after.%s", false);
 }
 
 static void check_model(const char *name) {
@@ -135,17 +193,25 @@ static void check_model(const char *name) {
   snprintf(folder, sizeof folder, "tests/golden/%s", name);
   TensorSet expected = tensor_set_open(folder, "expected");
   assert_int_equal(expected.count, 1);
-  static const char *const ways[] = {"", "--materialized-logits", "--lce-chunk 7 --recompute layer"};
-  for (size_t w = 0; w < sizeof ways_to_run / sizeof *ways_to_run; w++)
-    for (int i = 0; i < 3; i++) {
-      Run *run = open_golden(ways_to_run[w].backend, name, ways[i]);
-      if (!run) continue; // no such device here
-      most = ways_to_run[w].most;
-      check_pass(run, &expected);
-      if (ways_to_run[w].steps) check_steps(run, &expected);
+  static const char *const options[] = {"", "--materialized-logits", "--lce-chunk 7 --recompute layer"};
+  int outside = 0;
+  for (size_t w = 0; w < sizeof ways_to_run / sizeof *ways_to_run; w++) {
+    Check c = {.model = name, .way = &ways_to_run[w], .expected = &expected};
+    bool ran = false;
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+      Run *run = open_golden(c.way->backend, name, options[i]);
+      if (!run) break; // no such device here
+      ran = true;
+      c.options = options[i];
+      check_pass(&c, run);
+      if (c.way->steps) check_steps(&c, run);
       run_close(run);
     }
+    if (ran) conclude(&c);
+    outside += c.outside;
+  }
   tensor_set_close(&expected);
+  if (outside) fail_msg("%d errors of %s are out of bounds", outside, name);
 }
 
 static void llama_is_as_in_transformers(void **state) {

@@ -3,7 +3,8 @@
 
   make_golden.py                 writes NAME/ for each model: a checkpoint as transformers saves it, tokens.bin (an
                                  llm.c shard) and expected.safetensors: logits, loss, every gradient, and the losses,
-                                 gradient norms and weights of 10 AdamW steps, all in fp32 on the CPU
+                                 gradient norms and weights of 10 AdamW steps, all in fp32 on the CPU; and how far
+                                 off transformers' own passes in bf16 are
   make_golden.py --live ./train  trains each model here and there, and compares: losses, weights, the validation loss
                                  of what was saved, the bits of a model loaded and saved
 
@@ -21,6 +22,7 @@ logging.disable_progress_bar()
 
 HERE = pathlib.Path(__file__).resolve().parent
 VOCAB, BATCH, SEQ, STEPS = 61, 3, 16, 10
+DRAWS, NUDGE = 64, 2**-8
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
 CLIP = 1.0
 
@@ -87,7 +89,7 @@ def windows(path):
 
 
 def loss_of(model, tokens, targets):
-    logits = model(input_ids=tokens).logits
+    logits = model(input_ids=tokens).logits.float()
     return torch.nn.functional.cross_entropy(logits.view(-1, VOCAB), targets.reshape(-1)), logits
 
 
@@ -109,8 +111,56 @@ def train(model, tokens, targets):
     return losses, norms
 
 
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+def load(folder, dtype=torch.float32):
+    """Not .to(dtype) after loading, which rounds RoPE's frequencies too."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def one_pass(model, tokens, targets):
+    model.zero_grad()
+    loss, logits = loss_of(model, tokens, targets)
+    loss.backward()
+    numbers = {"logits": logits.detach(), "loss": loss.detach().view(1)}
+    return numbers | {"grad." + k: p.grad.clone() for k, p in model.named_parameters()}
+
+
+def errors_in_bf16(folder, stored, generator):
+    """How far off transformers' passes in bf16 are from those in fp32: of every tensor |error| / |values|, and its largest
+    error over its largest value; [DRAWS, 2] each.
+
+    One pass is one draw of rounding errors: by luck it may be half or twice as far off as the next. So all but the first
+    have their weights nudged by up to NUDGE of their size, half a spacing of bf16 or a whole one, and rounded to the dtype
+    they are stored as: models as hard as the first, where all roundings fall anew. Each pass is compared with one in fp32
+    of the same weights, not rounded to bf16.
+    """
+    exact, rounded = load(folder), load(folder, torch.bfloat16)
+    tokens, targets = windows(folder / "tokens.bin")
+    first = [p.detach().clone() for p in exact.parameters()]
+    errors = {}
+    for draw in range(DRAWS):
+        with torch.no_grad():
+            for p, q, w in zip(exact.parameters(), rounded.parameters(), first, strict=True):
+                nudge = NUDGE * (2 * torch.rand(w.shape, generator=generator) - 1) if draw else 0
+                q.copy_(p.copy_((w * (1 + nudge)).to(stored)))
+        want, got = one_pass(exact, tokens, targets), one_pass(rounded, tokens, targets)
+        for k, w in want.items():
+            off = got[k].double() - w.double()
+            errors.setdefault(k, []).append([off.norm() / w.double().norm(), off.abs().max() / w.double().abs().max()])
+    return {k: torch.tensor(e) for k, e in errors.items()}
+
+
+def root_mean_square(errors):
+    return errors.square().mean(0).sqrt()
+
+
+def print_spread(name, errors):
+    """Each pass in bf16 against all others, which is what tests/test_golden.c asks of ours."""
+    e = torch.stack(list(errors.values()), 1)  # [DRAWS, tensors, 2]
+    ratios = e / ((e.square().sum(0) - e.square()) / (DRAWS - 1)).sqrt()
+    worst, whole = ratios.flatten(1).max(1).values, root_mean_square(ratios[:, :, 0].T)
+    print(f"{name}: passes in bf16 against the root mean square of the others: the worst tensor of a pass "
+          f"{worst.median():.2f} times (median), {worst.quantile(0.95):.2f} (95%), {worst.max():.2f} (all), "
+          f"all its tensors together {whole.median():.2f}, {whole.quantile(0.95):.2f}, {whole.max():.2f}")
 
 
 def make(name, index):
@@ -127,13 +177,13 @@ def make(name, index):
 
     model = load(folder)
     tokens, targets = windows(folder / "tokens.bin")
-    loss, logits = loss_of(model, tokens, targets)
-    loss.backward()
-    expected = {"logits": logits.detach(), "loss": loss.detach().view(1)}
-    expected |= {"grad." + k: p.grad.clone() for k, p in model.named_parameters()}
+    expected = one_pass(model, tokens, targets)
     losses, norms = train(model, tokens, targets)
     expected |= {"after." + k: p.detach() for k, p in model.named_parameters()}
     expected |= {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}
+    errors = errors_in_bf16(folder, dtype, generator)
+    print_spread(name, errors)
+    expected |= {"bf16." + k: root_mean_square(e).float() for k, e in errors.items()}
     save_file({k: v.contiguous() for k, v in expected.items()}, folder / "expected.safetensors")
 
 
