@@ -48,19 +48,21 @@ static const char *planned_device(Options *o, size_t *capacity) {
 
 // --- what is printed before anything runs ------------------------------------------------------------------
 
-static const char *spread_name(int zero) {
+static const char *spread_name(const Options *o) {
   static const char *const names[] = {"nothing is spread over them",
                                       "master weights and moments are spread over them",
                                       "gradients, master weights and moments are spread over them"};
-  return names[zero];
+  static const char *const split[] = {
+      "", "master weights, moments and the head's rows are spread over them",
+      "gradients, master weights, moments and the head's rows are spread over them"};
+  return o->dtypes.vocab_parallel ? split[o->dtypes.zero] : names[o->dtypes.zero];
 }
 
 static void describe(const Options *o, const Backend *backend, const char *data) {
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
   if (backend->ranks > 1)
-    printf("ranks    %d, started by %s; %s\n", backend->ranks, ranks_self()->launcher,
-           spread_name(o->dtypes.zero));
+    printf("ranks    %d, started by %s; %s\n", backend->ranks, ranks_self()->launcher, spread_name(o));
   printf("model    %s: %s parameters, V %s, H %lld, L %lld, heads %lld/%lld of %lld, %s head\n", m->name,
          text_count((double)model_parameter_count(m)).text, text_grouped(m->vocab_size).text,
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
@@ -89,15 +91,18 @@ static int print_plan(Options *o) {
   Backend *plan = plan_backend_create(device, o->dtype);
   options_settle_chunk(o, plan);
   backend_destroy(plan);
-  MemoryColumn columns[2] = {
-      {.title = "fused, planned", .memory = plan_run(o, device, LCE_FUSED)},
-      {.title = "materialized, planned", .memory = plan_run(o, device, LCE_MATERIALIZED)}};
-  if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, spread_name(o->dtypes.zero));
+  Options whole = *o;
+  whole.dtypes.vocab_parallel = false;
+  MemoryColumn columns[3] = {
+      {.title = "fused, planned", .memory = plan_run(&whole, device, LCE_FUSED)},
+      {.title = "materialized, planned", .memory = plan_run(o, device, LCE_MATERIALIZED)},
+      {.title = "head split, planned", .memory = plan_run(o, device, LCE_FUSED)}};
+  if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, spread_name(o));
   printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device,
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
          dtype_name(o->dtype), (long long)o->lce_chunk, recompute_name(o->recompute));
-  report_memory(stdout, columns, 2, NULL);
+  report_memory(stdout, columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, NULL);
   return 0;
 }
 
@@ -532,6 +537,7 @@ static void require_same_everywhere(const Options *o, const char *data) {
   cJSON_AddNumberToObject(json, "first step", (double)o->first_step);
   cJSON_AddStringToObject(json, "dtype", dtype_name(o->dtype));
   cJSON_AddNumberToObject(json, "zero", o->dtypes.zero);
+  cJSON_AddBoolToObject(json, "vocab_parallel", o->dtypes.vocab_parallel);
   cJSON_AddStringToObject(json, "data", data);
   char *mine = cJSON_PrintUnformatted(json), theirs[RANKS_SHARED];
   if (!mine) fail("out of host memory for the settings");

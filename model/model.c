@@ -169,7 +169,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   m->layers = calloc((size_t)config->num_hidden_layers, sizeof *m->layers);
   if (!m->layers) fail("out of host memory for %lld layers", (long long)config->num_hidden_layers);
 
-  parameters_spread(&m->parameters, dtypes.zero, backend->rank, backend->ranks);
+  parameters_spread(&m->parameters, dtypes, backend->rank, backend->ranks);
   ParameterGroup embedding_group = config->tie_word_embeddings ? GROUP_HEAD : GROUP_MATRICES;
   add_table(m, &m->token_embedding, embedding_group, names->token_embedding, config->vocab_size);
   if (config->learned_positions)
@@ -184,6 +184,10 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
 
   parameters_allocate(&m->parameters, &backend->memory, dtypes);
   if (config->tie_word_embeddings) m->head = m->token_embedding;
+  if (m->parameters.spread.split_head) {
+    m->shard.vocab_size = config->vocab_size;
+    parameters_own_head(&m->parameters, config->vocab_size, &m->shard.first);
+  }
   if (!config->learned_positions) make_rope_table(m, backend, seq_len);
 }
 

@@ -2,6 +2,7 @@
 #ifndef LCE_MODEL_MODEL_H
 #define LCE_MODEL_MODEL_H
 
+#include "kernels/linear_cross_entropy.h"
 #include "model/config.h"
 #include "model/parameters.h"
 
@@ -22,7 +23,8 @@ typedef struct {
   Param position_embedding; // [P, H], GPT-2 only
   Layer *layers;
   Param final_norm_weight, final_norm_bias;
-  Param head;         // [V, H]: the token embedding itself when tied
+  Param head;         // [V, H]: the token embedding itself when tied; where it is split grad has the own rows
+  VocabShard shard;   // the own rows of a split head; {0, 0}: it is whole
   Tensor rope_angles; // fp32 [seq_len, D], Llama only: cosines, then sines
 } Model;
 

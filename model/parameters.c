@@ -27,10 +27,21 @@ static int64_t elements_of(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
 }
 
-void parameters_spread(Parameters *parameters, int zero, int rank, int ranks) {
-  bool spread = zero && ranks > 1;
-  parameters->spread =
-      (Spread){.zero = spread ? zero : 0, .part = spread ? rank : 0, .parts = spread ? ranks : 1};
+void parameters_spread(Parameters *parameters, ParameterDtypes d, int rank, int ranks) {
+  bool spread = d.zero && ranks > 1;
+  parameters->spread = (Spread){.zero = spread ? d.zero : 0,
+                                .part = spread ? rank : 0,
+                                .parts = spread ? ranks : 1,
+                                .split_head = spread && d.vocab_parallel && !d.frozen};
+}
+
+int64_t parameters_own_head(const Parameters *p, int64_t vocab_size, int64_t *first) {
+  int64_t rows = p->spread.head_rows;
+  if ((p->spread.parts - 1) * rows >= vocab_size)
+    fail("a vocabulary of %lld, in parts of %lld, cannot be split over %d ranks; leave out --vocab-parallel",
+         (long long)vocab_size, (long long)rows, p->spread.parts);
+  *first = p->spread.part * rows;
+  return rows < vocab_size - *first ? rows : vocab_size - *first;
 }
 
 // Views start aligned in every dtype, and so do their slices; padding stays zero for ever, since no gradient
@@ -41,6 +52,14 @@ static int64_t alignment(const Parameters *parameters) {
 
 static int64_t rounded_up(int64_t count, int64_t multiple) {
   return (count + multiple - 1) / multiple * multiple;
+}
+
+// Whole rows for every part, of which each begins aligned.
+static void split_head(Parameters *p, int64_t vocab_size, int64_t hidden_size) {
+  int64_t step = 1, unit = MEMORY_ALIGNMENT / 2;
+  while (step * hidden_size % unit) step++;
+  p->spread.head_rows = rounded_up((vocab_size + p->spread.parts - 1) / p->spread.parts, step);
+  p->group_elements[GROUP_HEAD] = p->spread.parts * p->spread.head_rows * hidden_size;
 }
 
 void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, const ParameterSpec *specs,
@@ -64,6 +83,7 @@ void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, 
     *end += elements_of(p);
   }
   *end = rounded_up(*end, alignment(parameters));
+  if (group == GROUP_HEAD && parameters->spread.split_head) split_head(parameters, specs->d0, specs->d1);
 }
 
 static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[2]) {
@@ -99,6 +119,7 @@ static void cut_buckets(Parameters *p, const Dtype grad[GROUP_COUNT]) {
     if (usual == 0) usual = alignment(p);
     p->bucket[g] = g == GROUP_MATRICES && p->spread.zero == 2 ? bucket_of_layer(p, usual) : usual;
   }
+  if (p->spread.split_head) p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
 }
 
 int64_t parameters_turn(const Parameters *p, int64_t element) {
@@ -114,6 +135,7 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
     made[g] = p->group_elements[g];
     summed[g] = g == GROUP_HEAD ? 0 : p->group_elements[g] / p->spread.parts;
   }
+  if (p->spread.split_head) made[GROUP_HEAD] /= p->spread.parts;
   if (p->spread.zero == 2) { // two layers take turns; padding stays where it is, and zero
     int64_t two = p->spread.before_layers + 2 * p->spread.layer;
     if (made[GROUP_MATRICES] > two) made[GROUP_MATRICES] = two;
@@ -125,6 +147,10 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
 }
 
 static Tensor gradient_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
+  if (first->group == GROUP_HEAD && p->spread.split_head && tensor_exists(p->grad[GROUP_HEAD])) {
+    int64_t place, rows = parameters_own_head(p, shape[0], &place);
+    return slice(p->grad[GROUP_HEAD], 0, 2, (const int64_t[2]){rows, shape[1]});
+  }
   bool turns = p->spread.zero == 2 && first->group == GROUP_MATRICES;
   return slice(p->grad[first->group], turns ? parameters_turn(p, first->offset) : first->offset, first->rank,
                shape);

@@ -39,12 +39,13 @@ typedef struct {
 } Parameter;
 
 typedef struct {
-  Dtype weight; // what the products read
-  bool master;  // keep an fp32 copy (only where weight is bf16)
-  bool frozen;  // the weights alone, for evaluation and text: no master, gradients or moments
-  Dtype grad;   // of all gradients but the head's
-  Dtype moment; // of AdamW's m and v
-  int zero;     // what is spread where there are several ranks, 0 to 2
+  Dtype weight;        // what the products read
+  bool master;         // keep an fp32 copy (only where weight is bf16)
+  bool frozen;         // the weights alone, for evaluation and text: no master, gradients or moments
+  Dtype grad;          // of all gradients but the head's
+  Dtype moment;        // of AdamW's m and v
+  int zero;            // what is spread where there are several ranks, 0 to 2
+  bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
 } ParameterDtypes;
 
 // How the parameters are spread over ranks; see shards.h. {0, 0, 1} spreads nothing.
@@ -53,6 +54,9 @@ typedef struct {
   int part, parts; // this rank's shard, of how many
   // GROUP_MATRICES: elements before the first layer, and of a layer. Where zero is 2.
   int64_t before_layers, layer;
+  // Vocabulary-parallel: rows of the head that a part has, the last one's perhaps fewer; 0: the head is whole.
+  bool split_head;
+  int64_t head_rows;
 } Spread;
 
 typedef struct Parameters {
@@ -79,7 +83,10 @@ typedef struct {
 } ParameterSpec;
 
 // Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.
-void parameters_spread(Parameters *parameters, int zero, int rank, int ranks);
+void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, int rank, int ranks);
+
+// Where the head is split: this rank's rows of its `vocab_size`, from `first` on. Fails when some rank has none.
+int64_t parameters_own_head(const Parameters *parameters, int64_t vocab_size, int64_t *first);
 
 // Adds `count` tensors that lie one after the other, with the same d1, and asks for `param` to become a view
 // of them all. `param` must stay where it is until parameters_allocate.

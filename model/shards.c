@@ -29,6 +29,7 @@ Tensor shards_gradients_made(const Parameters *p, ParameterGroup group, Bucket b
 }
 
 Tensor shards_gradients_summed(const Parameters *p, ParameterGroup group, Bucket b) {
+  if (group == GROUP_HEAD && p->spread.split_head) return p->grad[GROUP_HEAD];
   if (tensor_exists(p->grad_shard[group])) return shards_slice_of_shard(p, p->grad_shard[group], b);
   return shards_slice_of_whole(p, p->grad[group], b);
 }

@@ -11,6 +11,10 @@
 //   zero 2   so are the gradients. Whole remain those of the head and the embeddings (a pass adds to all of them), of
 //            norms and biases, and of two layers that take turns: what one leaves is summed into the shards while the
 //            next computes
+//
+// Where the head is split (--vocab-parallel; kernels/vocabulary_parallel.c) its group is one bucket, whose slices are
+// whole rows, and a rank makes the gradients of its own rows for the tokens of all: there is nothing to sum. The
+// weights stay whole on every rank, for the embedding of a tied head, for evaluation and for samples.
 #ifndef LCE_MODEL_SHARDS_H
 #define LCE_MODEL_SHARDS_H
 

@@ -363,8 +363,10 @@ static void say_ready(const TransformerOptions *options, ParameterGroup group, i
 
 // The head's gradient, which is the embedding's too, takes longest to sum over the ranks: [V, H] in fp32. So
 // that it may go while the layers' backward passes run, the embedding's part comes after the sum. It has N
-// rows at most: every rank gets those of all ranks and adds them, in the same order.
+// rows at most: every rank gets those of all ranks and adds them, in the same order. Where the head is split it
+// adds those that are its own.
 static void embedding_of_all_ranks(Pass *p, Tensor dr) {
+  const VocabShard *shard = &p->model->shard;
   Backend *backend = p->backend;
   Memory *memory = &backend->memory;
   int64_t rows = p->rows * backend->ranks, hidden_size = p->model->config.hidden_size;
@@ -374,13 +376,25 @@ static void embedding_of_all_ranks(Pass *p, Tensor dr) {
                                hidden_size);
   all_gather(backend, (Collective){.out = tokens, .x = p->batch->tokens});
   all_gather(backend, (Collective){.out = dout, .x = dr});
-  collectives_join(backend, 0); // the head's sum among them
+  if (shard->vocab_size)
+    shard_indices(backend, (ShardIndices){.out = tokens,
+                                          .indices = tokens,
+                                          .first = shard->first,
+                                          .count = p->model->head.grad.shape[0]});
+  else
+    collectives_join(backend, 0); // the head's sum among them
   embedding_backward(backend, (EmbeddingBackward){.dtoken_weight = p->model->token_embedding.grad,
                                                   .dout = dout,
                                                   .tokens = tokens,
                                                   .seq_len = p->batch->seq_len,
                                                   .accumulate_token = true});
   memory_pop_to(memory, mark);
+}
+
+// The rows of the head that this rank computes with.
+static Tensor own_head(const Model *model) {
+  if (!model->shard.vocab_size) return model->head.value;
+  return tensor_rows(model->head.value, model->shard.first, model->head.grad.shape[0]);
 }
 
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
@@ -421,14 +435,16 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                                                      .dx = dnorm,
                                                      .dweight = model->head.grad,
                                                      .x = norm.out,
-                                                     .weight = model->head.value,
+                                                     .weight = own_head(model),
+                                                     .shard = model->shard,
                                                      .targets = batch->targets,
                                                      .rows = batch->rows,
                                                      .counted = batch->counted,
                                                      .scale = scale,
                                                      .accumulate = accumulate});
-  bool tied = model->config.tie_word_embeddings;
-  bool head_first = !tied || (options->sums_head && !tensor_exists(model->position_embedding.grad));
+  bool tied = model->config.tie_word_embeddings, split = model->shard.vocab_size > 0;
+  Tensor dpositions = model->position_embedding.grad;
+  bool head_first = !tied || split || (options->sums_head && !tensor_exists(dpositions));
   if (head_first) say_ready(options, GROUP_HEAD, 0);
   run_norm_backward(&p, &norm, dr, dnorm, stream, &model->final_norm_weight, &model->final_norm_bias, false);
   memory_pop_to(memory, top);
@@ -438,16 +454,17 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
     say_ready(options, GROUP_MATRICES, place_in_group(model, &model->layers[l].qkv_weight));
   }
-  if (tied && head_first)
-    embedding_of_all_ranks(&p, dr);
-  else // a tied embedding already holds the head's gradient
-    embedding_backward(backend, (EmbeddingBackward){.dtoken_weight = model->token_embedding.grad,
-                                                    .dposition_weight = model->position_embedding.grad,
-                                                    .dout = dr,
-                                                    .tokens = batch->tokens,
-                                                    .seq_len = batch->seq_len,
-                                                    .accumulate_token = p.accumulate || tied,
-                                                    .accumulate_position = p.accumulate});
+  bool of_all = tied && head_first;
+  if (of_all) embedding_of_all_ranks(&p, dr);
+  if (!of_all || tensor_exists(dpositions)) // a tied embedding already holds the head's gradient
+    embedding_backward(
+        backend, (EmbeddingBackward){.dtoken_weight = of_all ? (Tensor){0} : model->token_embedding.grad,
+                                     .dposition_weight = dpositions,
+                                     .dout = dr,
+                                     .tokens = batch->tokens,
+                                     .seq_len = batch->seq_len,
+                                     .accumulate_token = p.accumulate || tied,
+                                     .accumulate_position = p.accumulate});
   memory_pop_to(memory, bottom);
   say_ready(options, GROUP_MATRICES, 0);
   say_ready(options, GROUP_VECTORS, 0);

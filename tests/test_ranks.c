@@ -197,19 +197,27 @@ static void the_same_number_repeats_to_the_bit(void **state) {
 }
 
 // Half the windows count nothing at all, so that now and then a rank's whole micro-batch does not.
-static void masked_ranks_neither_hang_nor_skew(void **state) {
-  (void)state;
-  NEEDS_LAUNCHER();
+static void write_masked(const char *name) {
   enum { TOKENS = 3400 };
   static uint16_t tokens[TOKENS];
   static uint8_t mask[(TOKENS + 7) / 8];
+  char file[64];
+  memset(mask, 0, sizeof mask);
   for (int i = 0; i < TOKENS; i++) {
     tokens[i] = (uint16_t)(i % 5 ? 3 * i % 61 : (int)(random_bits(5, 2, (uint64_t)i) % 61));
     bool counts = i / 17 % 4 == 3 && i % 3; // windows are 17 tokens long
     mask[i / 8] |= (uint8_t)(counts << i % 8);
   }
-  write_shard16("masked.bin", tokens, TOKENS);
-  write_shard("masked.mask", 20261120, 1, TOKENS, mask, sizeof mask);
+  snprintf(file, sizeof file, "%s.bin", name);
+  write_shard16(file, tokens, TOKENS);
+  snprintf(file, sizeof file, "%s.mask", name);
+  write_shard(file, 20261120, 1, TOKENS, mask, sizeof mask);
+}
+
+static void masked_ranks_neither_hang_nor_skew(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  write_masked("masked");
   char job[1024];
   snprintf(job, sizeof job, LLAMA "--data %s", in_room("masked.bin"));
   run_job(0, "masked-1", job);
@@ -245,6 +253,44 @@ static void spreading_changes_no_number(void **state) {
   }
 }
 
+// The head's rows on several ranks: its loss is that of the whole head.
+static void a_split_head_changes_no_number(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  write_masked("split-masked");
+  char masked[1024];
+  snprintf(masked, sizeof masked, LLAMA "--z-loss 0.001 --data %s", in_room("split-masked.bin"));
+  const char *const jobs[][2] = {{"llama", LLAMA TEXT "--vocab 301"}, // which nothing divides
+                                 {"tied", TIED TEXT "--label-smoothing 0.1 --lce-chunk 5"},
+                                 {"gpt2", GPT2 TEXT "--num-layers 3"},
+                                 {"masked", masked}};
+  for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
+    char one[32], name[48], options[1200];
+    snprintf(one, sizeof one, "%s-unsplit", jobs[j][0]);
+    run_job(0, one, jobs[j][1]);
+    for (int ranks = 2; ranks <= most_ranks(); ranks++) {
+      if (!worthwhile(ranks) || (j == 2 && ranks != 2)) continue;
+      snprintf(name, sizeof name, "%s-split-%d", jobs[j][0], ranks);
+      snprintf(options, sizeof options, "%s --vocab-parallel --zero %d", jobs[j][1], ranks % 2 ? 2 : 1);
+      run_job(ranks, name, options);
+      check_same_training(one, name);
+      if (j != 1 || ranks != 2) continue;
+      run_job(ranks, "split-again", options);
+      check_same_bits(name, "split-again", STEPS);
+    }
+  }
+  // What a split head leaves is taken up by a whole one, and the other way around.
+  run_job(0, "split-all", TIED TEXT "--save-every 2");
+  run_job(2, "split-first", TIED TEXT "--save-every 2 --zero 1 --vocab-parallel");
+  check_same_weights("split-all", "split-first", 2, 30 * tolerance());
+  char options[1024];
+  snprintf(options, sizeof options, "--resume %s --zero 2 --save-every 4", checkpoint_of("split-first", 2));
+  run_job(2, "split-then", options);
+  snprintf(options, sizeof options, "--resume %s --zero 2 --vocab-parallel", checkpoint_of("split-then", 4));
+  run_job(most_ranks() >= 4 ? 4 : 2, "split-last", options);
+  check_same_weights("split-all", "split-last", 6, 30 * tolerance());
+}
+
 // Half of a run with some ranks and the other half with others: nothing in a checkpoint depends on them.
 static void checkpoints_know_no_ranks(void **state) {
   (void)state;
@@ -272,23 +318,26 @@ static void checkpoints_know_no_ranks(void **state) {
 static void plans_know_ranks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  size_t before = SIZE_MAX;
-  for (int zero = 0; zero <= 2; zero++) {
+  static const char *const spread[] = {"--zero 0", "--zero 1", "--zero 2", "--zero 1 --vocab-parallel",
+                                       "--zero 2 --vocab-parallel"};
+  size_t planned[5];
+  for (int way = 0; way < 5; way++) {
     char line[1100], options[1024], name[32];
     double measured = 0;
-    snprintf(name, sizeof name, "planned-%d", zero);
-    snprintf(options, sizeof options, TIED TEXT "--num-layers 12 --hidden-size 64 --zero %d", zero);
+    snprintf(name, sizeof name, "planned-%d", way);
+    snprintf(options, sizeof options, TIED TEXT "--num-layers 12 --hidden-size 64 --vocab 2000 %s",
+             spread[way]);
     run_job(2, name, options);
     assert_int_equal(read_log(name, "summary", "peak_bytes", &measured, 1), 1);
     snprintf(line, sizeof line, "%s --save somewhere --plan --ranks 2", options);
     Options o = options_from(line);
-    size_t planned = plan_run(&o, getenv("LCE_GPU_RANKS") ? "cuda" : "cpu", LCE_FUSED).peak_bytes;
+    planned[way] = plan_run(&o, getenv("LCE_GPU_RANKS") ? "cuda" : "cpu", LCE_FUSED).peak_bytes;
     options_free(&o);
-    if ((size_t)measured != planned)
-      fail_msg("--zero %d: planned %zu, measured %.0f", zero, planned, measured);
-    assert_true(planned < before);
-    before = planned;
+    if ((size_t)measured != planned[way])
+      fail_msg("%s: planned %zu, measured %.0f", spread[way], planned[way], measured);
   }
+  assert_true(planned[2] < planned[1] && planned[1] < planned[0]);
+  assert_true(planned[3] < planned[1] && planned[4] < planned[2]);
 }
 
 // --- what is said ------------------------------------------------------------------------------------------
@@ -514,6 +563,7 @@ int main(void) {
       cmocka_unit_test(the_same_number_repeats_to_the_bit),
       cmocka_unit_test(masked_ranks_neither_hang_nor_skew),
       cmocka_unit_test(spreading_changes_no_number),
+      cmocka_unit_test(a_split_head_changes_no_number),
       cmocka_unit_test(checkpoints_know_no_ranks),
       cmocka_unit_test(plans_know_ranks),
       cmocka_unit_test(one_rank_speaks),

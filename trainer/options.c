@@ -25,7 +25,7 @@ enum {
   KEY_TEMPERATURE, KEY_TOP_K, KEY_TOP_P, KEY_PROMPT, KEY_TOKENIZER, KEY_EVAL_ONLY, KEY_HELLASWAG, KEY_HELLASWAG_EXAMPLES,
   KEY_INIT, KEY_SAVE, KEY_SAVE_EVERY, KEY_KEEP, KEY_SAVE_DTYPE, KEY_RESUME,
   KEY_DEVICE, KEY_DTYPE, KEY_GRAD_DTYPE, KEY_MOMENT_DTYPE, KEY_MASTER, KEY_NO_MASTER, KEY_RECOMPUTE, KEY_ATTENTION,
-  KEY_PLAIN_PRODUCTS, KEY_ZERO, KEY_RANKS, KEY_TIMEOUT,
+  KEY_PLAIN_PRODUCTS, KEY_ZERO, KEY_VOCAB_PARALLEL, KEY_RANKS, KEY_TIMEOUT,
   KEY_LOG, KEY_PLAN, KEY_FIT, KEY_COMPARE, KEY_TIMELINE,
   KEY_END
 };
@@ -137,6 +137,8 @@ static const struct argp_option table[] = {
     {0, 0, 0, 0, "Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)", 8},
     {"zero", KEY_ZERO, "LEVEL", 0,
      "Spread over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients (default 0)", 0},
+    {"vocab-parallel", KEY_VOCAB_PARALLEL, 0, 0,
+     "Split the head's rows over the ranks: each computes its part of every token's loss (with --zero 1 or 2)", 0},
     {"timeout", KEY_TIMEOUT, "SECONDS", 0, "End the job when no rank has got on for so long (default 300)", 0},
     {"ranks", KEY_RANKS, "N", 0, "With --plan or --fit: as if N ranks had been started", 0},
 
@@ -448,6 +450,9 @@ static error_t parse_rest(int key, char *text, Parsed *p) {
   case KEY_ZERO:
     o->dtypes.zero = (int)integer(key, text, 0, 2);
     return 0;
+  case KEY_VOCAB_PARALLEL:
+    o->dtypes.vocab_parallel = true;
+    return 0;
   case KEY_RANKS:
     o->ranks = (int)integer(key, text, 1, 1 << 20);
     return 0;
@@ -595,6 +600,21 @@ static void settle_batch(Options *o) {
   o->micro_steps = o->total_batch / together;
 }
 
+static void check_vocab_parallel(const Options *o) {
+  if (!o->dtypes.zero)
+    fail("--vocab-parallel leaves the head's gradients where its rows are, and so its master weights and "
+         "moments: "
+         "add --zero 1 or --zero 2");
+  if (o->mode == LCE_MATERIALIZED || o->compare_modes)
+    fail("--vocab-parallel belongs to --fused-lce; leave out %s",
+         o->compare_modes ? "--compare-modes" : "--materialized-logits");
+  if (o->metrics || o->lce_filter > 0)
+    fail("--vocab-parallel knows what row sums tell; leave out %s",
+         o->metrics ? "--metrics" : "--lce-filter");
+  if (o->model.final_logit_softcapping > 0)
+    fail("--vocab-parallel knows no logit soft-cap, and %s has one", o->model.name);
+}
+
 static void settle_job(Options *o, const Parsed *p) {
   if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
   if (o->seq_len > o->model.max_position_embeddings)
@@ -618,6 +638,7 @@ static void settle_job(Options *o, const Parsed *p) {
     fail("--lce-chunk and --lce-memory belong to --fused-lce; --materialized-logits has no chunks");
   if (o->mode == LCE_MATERIALIZED && o->lce_filter > 0)
     fail("--lce-filter belongs to --fused-lce; --materialized-logits has no tiles to leave out");
+  if (o->dtypes.vocab_parallel) check_vocab_parallel(o);
   if (o->lce_filter > 0 && (o->metrics || o->model.final_logit_softcapping > 0))
     fail("--lce-filter acts on exponentials, and with --metrics or a logit soft-cap a chunk holds logits; "
          "leave "
@@ -780,7 +801,8 @@ void options_settle_chunk(Options *o, const Backend *backend) {
                       .dtype = o->dtype,
                       .ignores = o->masked,
                       .logits = o->metrics || o->model.final_logit_softcapping > 0,
-                      .filter = o->lce_filter > 0};
+                      .filter = o->lce_filter > 0,
+                      .ranks = o->dtypes.vocab_parallel ? o->ranks : 1};
     o->lce_chunk = lce_chunk_within(backend, (size_t)o->lce_memory << 20, shape);
     if (!o->lce_chunk)
       fail("--lce-memory %lld: even a chunk of one token needs %lld MiB at this vocabulary; give at least "

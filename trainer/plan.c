@@ -16,7 +16,10 @@ Plan plan_from_ledger(const Ledger *ledger) {
   return plan;
 }
 
-Plan plan_run(const Options *options, const char *device, LceMode mode) {
+Plan plan_run(const Options *given, const char *device, LceMode mode) {
+  Options settled = *given;
+  const Options *options = &settled;
+  if (mode == LCE_MATERIALIZED) settled.dtypes.vocab_parallel = false; // which that mode does not know
   Backend *backend = plan_backend_create(device, options->dtype);
   backend->ranks = options->ranks;
   Trainer trainer;

@@ -24,6 +24,7 @@ static void send_off(const Reduction *r, ParameterGroup group, Bucket bucket) {
 static void ready(void *reduction, ParameterGroup group, int64_t first) {
   Reduction *r = reduction;
   const Parameters *p = r->parameters;
+  if (group == GROUP_HEAD && p->spread.split_head) return; // they are the sums already
   if (!r->last && !sums_every_time(r, group)) return;
   int64_t sent = 0; // of this layer
   while (r->left[group] > first) {

@@ -82,6 +82,9 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->host_tokens = host_array(options->micro_steps * tokens);
   t->host_targets = host_array(options->micro_steps * tokens);
   t->host_rows = host_array(tokens);
+  t->host_most_counted = calloc((size_t)options->micro_steps, sizeof *t->host_most_counted);
+  if (!t->host_most_counted)
+    fail("out of host memory for %lld micro-batches", (long long)options->micro_steps);
   if (options->origin)
     checkpoint_load(options->origin, &t->model, backend, options->resumed_from != NULL);
   else
@@ -93,6 +96,7 @@ void trainer_destroy(Trainer *t) {
   free(t->host_tokens);
   free(t->host_targets);
   free(t->host_rows);
+  free(t->host_most_counted);
   *t = (Trainer){0};
 }
 
@@ -116,15 +120,19 @@ static void upload(Trainer *t, const int32_t *tokens, const int32_t *targets) {
   backend_to_device(t->backend, t->targets, targets);
 }
 
-// Positions of the counted targets, first things first; the rest of the array is of no interest.
+// Positions of the counted targets, then of the others.
 static int64_t count_rows(const int32_t *targets, int64_t tokens, int32_t *rows) {
-  int64_t counted = 0;
+  int64_t counted = 0, ignored = tokens;
   for (int64_t n = 0; n < tokens; n++)
-    if (targets[n] != IGNORE_INDEX) rows[counted++] = (int32_t)n;
+    if (targets[n] != IGNORE_INDEX)
+      rows[counted++] = (int32_t)n;
+    else
+      rows[--ignored] = (int32_t)n;
   return counted;
 }
 
-// Where targets may be ignored the counted ones are named, so that the last layer computes for them alone.
+// Where targets may be ignored the counted ones are named, so that the last layer computes for them alone. Ranks
+// that share the head's rows go through as many tokens as the one of them that counts the most.
 static void upload_rows(Trainer *t, const int32_t *targets, Batch *batch) {
   batch->rows = t->rows;
   batch->counted = tokens_of(t);
@@ -186,10 +194,16 @@ static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
   for (int64_t m = 0; m < o->micro_steps; m++) {
     int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
-    for (place.rank = 0; place.rank < b->ranks && o->masked; place.rank++)
-      if (place.rank != b->rank) counted += loader_train_batch(loader, place, to, targets);
+    int64_t most = 0, here;
+    for (place.rank = 0; place.rank < b->ranks && o->masked; place.rank++) {
+      if (place.rank == b->rank) continue;
+      counted += here = loader_train_batch(loader, place, to, targets);
+      if (here > most) most = here;
+    }
     place.rank = b->rank;
-    counted += loader_train_batch(loader, place, to, targets) * (o->masked ? 1 : b->ranks);
+    here = loader_train_batch(loader, place, to, targets);
+    counted += here * (o->masked ? 1 : b->ranks);
+    t->host_most_counted[m] = here > most ? here : most;
   }
   return counted;
 }
@@ -208,6 +222,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     Batch batch = device_batch(t);
     if (!planning) upload(t, t->host_tokens + m * tokens, t->host_targets + m * tokens);
     if (o->masked) upload_rows(t, t->host_targets + m * tokens, &batch);
+    if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_most_counted[m];
     TransformerOptions options = t->transformer;
     Reduction reduction;
     reduction_begin(&reduction, t->backend, &t->model.parameters, m == 0, m == o->micro_steps - 1, &options);

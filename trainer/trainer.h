@@ -36,6 +36,7 @@ typedef struct {
   Tensor results;        // fp32, of each pending step: sums of what is told, and the gradient norm
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows;
+  int64_t *host_most_counted; // of each micro-batch: targets on the rank that counts the most
   StepResult pending[TRAINER_PENDING];
   int pending_count;
   // What this rank tells the others with each step; see StepResult.
