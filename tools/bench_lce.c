@@ -8,8 +8,13 @@
 // The filter comes last, and twice: with nothing to leave out, and with seven eighths of the tiles
 // (make_filterable), each beside the layer without it on the same weights.
 //
+// Started as several ranks, it also times the layer with the head split over them (--vocab-parallel of ./train),
+// where every rank has so many tokens, against the whole layer on every rank by itself: the same work for each. A
+// time is then the slowest rank's.
+//
 //   tools/bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //   tools/bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
+//   tools/launch 4 tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
 #include <argp.h>
 #include <errno.h>
 #include <stdio.h>
@@ -19,6 +24,7 @@
 #include "base/fail.h"
 #include "base/text.h"
 #include "curves/layer.h"
+#include "ranks/ranks.h"
 #include "trainer/speed.h"
 
 enum { CHUNKS_MOST = 8, ROUNDS_MOST = 99 };
@@ -108,14 +114,15 @@ typedef struct {
   double times[ROUNDS_MOST], ratios[ROUNDS_MOST];
 } Work;
 
-enum { WORKS_MOST = CHUNKS_MOST + 14 };
+enum { WORKS_MOST = 2 * CHUNKS_MOST + 14 };
 
 typedef struct {
   const Settings *settings;
   LastLayer layer;
   Tensor bias, dbias, class_weights, token_weights, entropy_weights, told, filtered; // what terms need
   Work works[WORKS_MOST];
-  int count, first_term; // terms come last
+  Tensor barrier;                     // fp32 [1]
+  int count, first_split, first_term; // terms come last
 } Bench;
 
 static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, int64_t count, bool ones) {
@@ -176,6 +183,19 @@ static void add_terms(Bench *b, int64_t chunk) {
   add_work(b, "+ filter", call);
 }
 
+// The layer with this rank's rows of the head.
+static LinearCrossEntropy split_call(const LastLayer *layer, int64_t chunk) {
+  const Backend *backend = layer->backend;
+  LinearCrossEntropy call = layer_call(layer, LCE_FUSED, chunk);
+  int64_t vocab_size = layer->weight.shape[0], part = (vocab_size + backend->ranks - 1) / backend->ranks;
+  int64_t first = backend->rank * part, rows = vocab_size - first < part ? vocab_size - first : part;
+  if (rows < 1) fail("--vocab %lld cannot be split over %d ranks", (long long)vocab_size, backend->ranks);
+  call.weight = tensor_rows(layer->weight, first, rows);
+  call.dweight = tensor_rows(layer->dweight, first, rows);
+  call.shard = (VocabShard){.first = first, .vocab_size = vocab_size};
+  return call;
+}
+
 static void prepare(Bench *b) {
   const Settings *o = b->settings;
   Backend *backend = b->layer.backend;
@@ -186,6 +206,13 @@ static void prepare(Bench *b) {
              (long long)o->chunks[i]);
   }
   if (o->materialized) add_work(b, "materialized", layer_call(&b->layer, LCE_MATERIALIZED, 1));
+  b->first_split = b->count;
+  for (int i = 0; i < o->chunk_count && backend->ranks > 1; i++) {
+    LinearCrossEntropy call = split_call(&b->layer, o->chunks[i]);
+    snprintf(add_work(b, "", call)->name, sizeof b->works->name, "split, chunk %lld",
+             (long long)o->chunks[i]);
+  }
+  b->barrier = reserve_vector(backend, "barrier", DTYPE_F32, 1, false);
   b->first_term = b->count;
   if (!o->terms) return;
   b->bias = reserve_vector(backend, "bias", backend->dtype, o->vocab_size, false);
@@ -213,15 +240,21 @@ static void report_filtered(const Bench *b) {
          (double)told[2] / (double)b->settings->tokens);
 }
 
+static void wait_for_all(const Bench *b) {
+  Backend *backend = b->layer.backend;
+  if (backend->ranks > 1) all_reduce(backend, (Collective){.out = b->barrier, .x = b->barrier});
+  backend_synchronize(backend);
+}
+
 static double seconds(const Bench *b, const Work *work) {
   Backend *backend = b->layer.backend;
-  backend_synchronize(backend);
+  wait_for_all(b);
   double start = now_seconds();
   if (work->call.chunk)
     linear_cross_entropy(backend, work->call);
   else
     layer_products(&b->layer, b->settings->tokens);
-  backend_synchronize(backend);
+  wait_for_all(b);
   return now_seconds() - start;
 }
 
@@ -249,9 +282,15 @@ static void report(const Bench *b, Work *work) {
 static void run(Bench *b) {
   layer_products(&b->layer, b->settings->tokens); // chooses its algorithms; held_by does so for the others
   for (int i = 1; i < b->count; i++) b->works[i].held = held_by(b->layer.backend, b->works[i].call);
-  time_in_turn(b, &b->works[0], 1, b->first_term);
+  time_in_turn(b, &b->works[0], 1, b->first_split);
   printf("  %-24s %12s %7s   held\n", "", "median", "ratio");
-  for (int i = 0; i < b->first_term; i++) report(b, &b->works[i]);
+  for (int i = 0; i < b->first_split; i++) report(b, &b->works[i]);
+  if (b->first_split < b->first_term)
+    printf("  over %d ranks %25s %7s   held\n", b->layer.backend->ranks, "median", "over one's");
+  for (int i = b->first_split; i < b->first_term; i++) {
+    time_in_turn(b, &b->works[1 + i - b->first_split], i, i + 1);
+    report(b, &b->works[i]);
+  }
   if (b->first_term == b->count) return;
   printf("  %-24s %12s %7s   held\n", "with a term", "median", "over without");
   for (int i = b->first_term; i < b->count; i++) {
@@ -270,8 +309,13 @@ int main(int argc, char **argv) {
 
   const char *reason = NULL;
   bool cuda = strcmp(options.device, "cuda") == 0;
-  Backend *backend = cuda ? cuda_backend_create(0, DTYPE_BF16, &reason) : cpu_backend_create(false);
+  int ordinal = ranks_begin()->local_rank;
+  Backend *backend = cuda ? cuda_backend_create(ordinal, DTYPE_BF16, &reason) : cpu_backend_create(false);
   if (!backend) fail("--device cuda: %s", reason);
+  if (cuda)
+    cuda_backend_join_ranks(backend);
+  else
+    cpu_backend_join_ranks(backend);
   LceShape shape = {.tokens = options.tokens,
                     .hidden_size = options.hidden_size,
                     .vocab_size = options.vocab_size,
@@ -283,11 +327,14 @@ int main(int argc, char **argv) {
   }
   size_t stack = materialized_bytes;
   for (int i = 0; i < options.chunk_count; i++) {
-    LceShape widest = shape;
+    LceShape widest = shape, split = shape;
     widest.logits = options.terms && i == 0;
+    split.ranks = backend->ranks;
     size_t bytes = lce_bytes(backend, LCE_FUSED, options.chunks[i], widest) +
                    lce_bytes(backend, LCE_FUSED, options.chunks[i], shape);
+    size_t on_ranks = lce_bytes(backend, LCE_FUSED, options.chunks[i], split);
     if (bytes > stack) stack = bytes;
+    if (on_ranks > stack) stack = on_ranks;
   }
 
   printf("%s: N %s, H %s, V %s\n", backend->description, text_grouped(options.tokens).text,

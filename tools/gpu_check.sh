@@ -3,7 +3,8 @@
 # its benchmarks, and prints one short table at the end. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
 #
 #   tools/gpu_check.sh [all|tests|sanitizer|bench]...
-#   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, how training scales, llama-8b on two
+#   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how training scales,
+#                                     llama-8b on two
 #
 # DEPS_ROOT=folder (unpacked packages) is handed on to make, for machines without apt.
 set -uo pipefail
@@ -44,7 +45,7 @@ make -s all tests ${DEPS_ROOT:+DEPS_ROOT="$DEPS_ROOT"} >"$OUT/build.log" 2>&1 ||
   { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
 
 if wants tests; then
-  for program in build/release/tests/test_{cuda*,kernels,last_layer,loss*,accuracy,golden,generate}; do
+  for program in build/release/tests/test_{cuda*,kernels,last_layer,loss*,gradient_filter,accuracy,golden,generate}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
@@ -94,6 +95,10 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
   LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 run test_ranks 570 tests/run build/release/tests/test_ranks &&
     row "test_ranks on $ranks GPUs" "$(tail -n 1 "$OUT/test_ranks.log")"
+  LCE_GPU_RANKS=$ranks run test_vocabulary_parallel 200 tests/run build/release/tests/test_vocabulary_parallel &&
+    row "test_vocabulary_parallel on $ranks GPUs" "$(tail -n 1 "$OUT/test_vocabulary_parallel.log")"
+  run split 150 tools/launch "$ranks" tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256 --chunk 4096,2048,1024 &&
+    while read -r text; do row "layer, N 16384 H 4096 V 128256 a GPU" "$text"; done < <(sed -n 's/^  \(fused\|split\)/\1/p' "$OUT/split.log")
   # scaling NAME OPTIONS...: weak scaling from one GPU to all
   scaling() {
     local name="scaling-$1"
