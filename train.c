@@ -249,13 +249,13 @@ static void choose(Run *run) {
   log_write(run->log, "choices", line);
 }
 
-// Shown as text where something says what the tokens mean. All ranks have the same weights: one draws.
+// Shown as text where something says what the tokens mean.
 static void sample(Run *run, int64_t step) {
   const Options *o = run->options;
-  if (o->rank) return;
   const Prompt *p = run->prompt;
   int64_t count;
   int32_t *tokens = trainer_sample(run->trainer, p->tokens, p->count, o->seed + (uint64_t)step, &count);
+  if (o->rank) return;
   progress_break(&run->progress);
   printf("step %lld  sample:", (long long)step);
   cJSON *line = cJSON_CreateObject();

@@ -150,7 +150,7 @@ static void pass(const Passage *p, const Tensor *role, const char *stored, int64
 void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *backend,
                  const Parameters *parameters, const Parameter *parameter, const Tensor *role,
                  const Tensor *also_role) {
-  int64_t total = tensor_count(parameter->value);
+  int64_t total = parameter_elements(parameter);
   size_t width = total ? e->bytes / (size_t)total : 0;
   Passage p = {
       .file = file, .entry = e, .parameters = parameters, .parameter = parameter, .backend = backend};

@@ -142,8 +142,7 @@ static void add(TensorToStore *list, int64_t *count, const char *prefix, const P
                 const Parameter *p, const Tensor *role, Dtype dtype) {
   TensorToStore *t = &list[(*count)++];
   snprintf(t->name, sizeof t->name, "%s%s", prefix, p->name);
-  t->tensor = p->value;
-  t->tensor.dtype = role[p->group].dtype;
+  t->tensor = (Tensor){.dtype = role[p->group].dtype, .rank = p->rank, .shape = {p->shape[0], p->shape[1]}};
   t->dtype = dtype;
   t->parameters = all;
   t->parameter = p;

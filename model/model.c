@@ -169,7 +169,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   m->layers = calloc((size_t)config->num_hidden_layers, sizeof *m->layers);
   if (!m->layers) fail("out of host memory for %lld layers", (long long)config->num_hidden_layers);
 
-  parameters_spread(&m->parameters, dtypes, backend->rank, backend->ranks);
+  parameters_spread(&m->parameters, dtypes, config->tie_word_embeddings, backend->rank, backend->ranks);
   ParameterGroup embedding_group = config->tie_word_embeddings ? GROUP_HEAD : GROUP_MATRICES;
   add_table(m, &m->token_embedding, embedding_group, names->token_embedding, config->vocab_size);
   if (config->learned_positions)
@@ -193,6 +193,27 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
 
 void model_initialize(Model *m, Backend *backend, uint64_t seed) {
   parameters_initialize(&m->parameters, backend, seed);
+}
+
+MemoryMark model_gather_head(Model *m, Backend *backend) {
+  MemoryMark mark = memory_mark(&backend->memory);
+  const Parameters *p = &m->parameters;
+  if (!p->spread.split_head_weights) return mark;
+  Tensor own = p->value[GROUP_HEAD];
+  Tensor whole = memory_push_1d(&backend->memory, "gathered head", MEMORY_WORKSPACE, own.dtype,
+                                p->group_elements[GROUP_HEAD]);
+  all_gather(backend, (Collective){.out = whole, .x = own});
+  int64_t vocab_size = m->config.vocab_size, hidden_size = m->config.hidden_size;
+  m->head.value = tensor_reshape_2d(tensor_rows(whole, 0, vocab_size * hidden_size), vocab_size, hidden_size);
+  return mark;
+}
+
+void model_drop_head(Model *m, Backend *backend, MemoryMark mark) {
+  if (m->parameters.spread.split_head_weights)
+    m->head.value =
+        tensor_reshape_2d(tensor_rows(m->parameters.value[GROUP_HEAD], 0, tensor_count(m->head.grad)),
+                          m->head.grad.shape[0], m->config.hidden_size);
+  memory_pop_to(&backend->memory, mark);
 }
 
 void model_destroy(Model *m) {

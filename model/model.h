@@ -23,8 +23,8 @@ typedef struct {
   Param position_embedding; // [P, H], GPT-2 only
   Layer *layers;
   Param final_norm_weight, final_norm_bias;
-  Param head;         // [V, H]: the token embedding itself when tied; where it is split grad has the own rows
-  VocabShard shard;   // the own rows of a split head; {0, 0}: it is whole
+  Param head;         // [V, H]: the token embedding itself when tied; the own rows where it is split
+  VocabShard shard;   // which those are; {0, 0}: the head is whole
   Tensor rope_angles; // fp32 [seq_len, D], Llama only: cosines, then sines
 } Model;
 
@@ -38,6 +38,11 @@ void model_create(Model *model, const ModelConfig *config, Backend *backend, Par
 //   Llama: N(0, 0.02), norms 1 (transformers' initializer_range)
 void model_initialize(Model *model, Backend *backend, uint64_t seed);
 void model_destroy(Model *model);
+
+// Evaluation and text need the whole head. Where its weights are split this gathers them on the backend's stack, until
+// model_drop_head; call both on all ranks. Nothing to do where they are whole.
+MemoryMark model_gather_head(Model *model, Backend *backend);
+void model_drop_head(Model *model, Backend *backend, MemoryMark mark);
 
 // inv_freq[i] = theta^(-2i/D) for i < D/2, stretched by `scaling` as Llama 3.1 does (Grattafiori et al. 2024;
 // transformers' _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn `factor` times

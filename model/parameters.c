@@ -23,16 +23,17 @@ static void *grow(void *array, int64_t count, int64_t *capacity, size_t element)
   return grown;
 }
 
-static int64_t elements_of(const Parameter *p) {
+int64_t parameter_elements(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
 }
 
-void parameters_spread(Parameters *parameters, ParameterDtypes d, int rank, int ranks) {
-  bool spread = d.zero && ranks > 1;
+void parameters_spread(Parameters *parameters, ParameterDtypes d, bool tied, int rank, int ranks) {
+  bool spread = d.zero && ranks > 1, split = spread && d.vocab_parallel && !d.frozen;
   parameters->spread = (Spread){.zero = spread ? d.zero : 0,
                                 .part = spread ? rank : 0,
                                 .parts = spread ? ranks : 1,
-                                .split_head = spread && d.vocab_parallel && !d.frozen};
+                                .split_head = split,
+                                .split_head_weights = split && !tied};
 }
 
 int64_t parameters_own_head(const Parameters *p, int64_t vocab_size, int64_t *first) {
@@ -80,7 +81,7 @@ void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, 
                      .init = specs[i].init,
                      .stddev = specs[i].stddev};
     snprintf(p->name, sizeof p->name, "%s", specs[i].name);
-    *end += elements_of(p);
+    *end += parameter_elements(p);
   }
   *end = rounded_up(*end, alignment(parameters));
   if (group == GROUP_HEAD && parameters->spread.split_head) split_head(parameters, specs->d0, specs->d1);
@@ -146,11 +147,20 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
   p->grad_shard[GROUP_HEAD] = (Tensor){0};
 }
 
+// The head as it lies in a slab that has its own rows alone.
+static Tensor own_rows(const Parameters *p, Tensor group, const int64_t shape[2]) {
+  int64_t place, rows = parameters_own_head(p, shape[0], &place);
+  return slice(group, 0, 2, (const int64_t[2]){rows, shape[1]});
+}
+
+static Tensor value_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
+  if (first->group == GROUP_HEAD && p->spread.split_head_weights)
+    return own_rows(p, p->value[GROUP_HEAD], shape);
+  return slice(p->value[first->group], first->offset, first->rank, shape);
+}
+
 static Tensor gradient_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
-  if (first->group == GROUP_HEAD && p->spread.split_head && tensor_exists(p->grad[GROUP_HEAD])) {
-    int64_t place, rows = parameters_own_head(p, shape[0], &place);
-    return slice(p->grad[GROUP_HEAD], 0, 2, (const int64_t[2]){rows, shape[1]});
-  }
+  if (first->group == GROUP_HEAD && p->spread.split_head) return own_rows(p, p->grad[GROUP_HEAD], shape);
   bool turns = p->spread.zero == 2 && first->group == GROUP_MATRICES;
   return slice(p->grad[first->group], turns ? parameters_turn(p, first->offset) : first->offset, first->rank,
                shape);
@@ -161,10 +171,14 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   const Dtype master[GROUP_COUNT] = {DTYPE_F32, DTYPE_F32, DTYPE_F32};
   const Dtype grad[GROUP_COUNT] = {DTYPE_F32, d.grad, d.grad};
   const Dtype moment[GROUP_COUNT] = {d.moment, d.moment, d.moment};
-  int64_t shard[GROUP_COUNT];
-  for (int g = 0; g < GROUP_COUNT; g++) shard[g] = parameters->group_elements[g] / parameters->spread.parts;
+  int64_t whole_groups[GROUP_COUNT], shard[GROUP_COUNT];
+  for (int g = 0; g < GROUP_COUNT; g++) {
+    whole_groups[g] = parameters->group_elements[g];
+    shard[g] = whole_groups[g] / parameters->spread.parts;
+  }
+  if (parameters->spread.split_head_weights) whole_groups[GROUP_HEAD] = shard[GROUP_HEAD];
   cut_buckets(parameters, grad);
-  reserve_role(memory, "weights", MEMORY_WEIGHTS, parameters->group_elements, weight, parameters->value);
+  reserve_role(memory, "weights", MEMORY_WEIGHTS, whole_groups, weight, parameters->value);
   if (d.master && !d.frozen)
     reserve_role(memory, "master weights", MEMORY_MASTER_WEIGHTS, shard, master, parameters->master);
   if (!d.frozen) {
@@ -176,7 +190,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   bool whole = parameters->spread.parts == 1;
   for (int64_t i = 0; i < parameters->count; i++) {
     Parameter *p = &parameters->items[i];
-    p->value = slice(parameters->value[p->group], p->offset, p->rank, p->shape);
+    p->value = value_view(parameters, p, p->shape);
     p->grad = gradient_view(parameters, p, p->shape);
     if (!whole) continue;
     p->m = slice(parameters->m[p->group], p->offset, p->rank, p->shape);
@@ -188,7 +202,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     const Parameter *first = &parameters->items[view.first];
     int64_t shape[2] = {0, first->shape[1]};
     for (int64_t k = 0; k < view.count; k++) shape[0] += first[k].shape[0];
-    view.param->value = slice(parameters->value[first->group], first->offset, first->rank, shape);
+    view.param->value = value_view(parameters, first, shape);
     view.param->grad = gradient_view(parameters, first, shape);
   }
 }
@@ -226,7 +240,7 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
   if (!values || !rounded) fail("out of host memory for the initial weights");
   for (int64_t i = 0; i < parameters->count; i++) {
     const Parameter *p = &parameters->items[i];
-    for (int64_t first = 0, total = elements_of(p); first < total; first += DRAWN_AT_ONCE) {
+    for (int64_t first = 0, total = parameter_elements(p); first < total; first += DRAWN_AT_ONCE) {
       int64_t count = total - first < DRAWN_AT_ONCE ? total - first : DRAWN_AT_ONCE;
       draw(p, seed, (uint64_t)i, first, count, values);
       shards_write(parameters, backend, parameters->value, p, first, count, values, DTYPE_F32, rounded);

@@ -33,8 +33,8 @@ typedef struct {
   int64_t shape[2];
   int64_t offset; // elements, within its group
   InitKind init;
-  double stddev; // of INIT_NORMAL
-  Tensor value, grad;
+  double stddev;       // of INIT_NORMAL
+  Tensor value, grad;  // the own rows of a split head
   Tensor m, v, master; // absent where they are spread; master, fp32, also where value is the only copy
 } Parameter;
 
@@ -54,8 +54,9 @@ typedef struct {
   int part, parts; // this rank's shard, of how many
   // GROUP_MATRICES: elements before the first layer, and of a layer. Where zero is 2.
   int64_t before_layers, layer;
-  // Vocabulary-parallel: rows of the head that a part has, the last one's perhaps fewer; 0: the head is whole.
-  bool split_head;
+  // Vocabulary-parallel: the head's gradients are those of the own rows, and its weights as well unless they are the
+  // embedding's. A part has head_rows of them, the last one perhaps fewer.
+  bool split_head, split_head_weights;
   int64_t head_rows;
 } Spread;
 
@@ -83,7 +84,7 @@ typedef struct {
 } ParameterSpec;
 
 // Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.
-void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, int rank, int ranks);
+void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
 
 // Where the head is split: this rank's rows of its `vocab_size`, from `first` on. Fails when some rank has none.
 int64_t parameters_own_head(const Parameters *parameters, int64_t vocab_size, int64_t *first);
@@ -106,6 +107,8 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
 // Writes numbers to a flat tensor of the backend: of the tensor's own `dtype` as they are, fp32 ones rounded
 // where it is bf16; `rounded` has room for as many.
 void parameters_upload(Backend *backend, Tensor to, const void *numbers, Dtype dtype, uint16_t *rounded);
+
+int64_t parameter_elements(const Parameter *parameter); // of the whole, however it is spread
 
 // The tensor called `name`, or NULL.
 Parameter *parameters_find(Parameters *parameters, const char *name);

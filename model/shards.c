@@ -28,6 +28,14 @@ Tensor shards_gradients_made(const Parameters *p, ParameterGroup group, Bucket b
   return tensor_rows(p->grad[group], first, b.count);
 }
 
+bool shards_weights_are_whole(const Parameters *p, ParameterGroup group) {
+  return group != GROUP_HEAD || !p->spread.split_head_weights;
+}
+
+Tensor shards_weights(const Parameters *p, ParameterGroup group, Bucket b) {
+  return shards_weights_are_whole(p, group) ? shards_slice_of_whole(p, p->value[group], b) : p->value[group];
+}
+
 Tensor shards_gradients_summed(const Parameters *p, ParameterGroup group, Bucket b) {
   if (group == GROUP_HEAD && p->spread.split_head) return p->grad[GROUP_HEAD];
   if (tensor_exists(p->grad_shard[group])) return shards_slice_of_shard(p, p->grad_shard[group], b);
@@ -60,8 +68,30 @@ void shards_write(const Parameters *p, Backend *backend, const Tensor *role, con
   }
 }
 
+// Numbers of a split head that each rank gives at a time: a bucket's worth together.
+static int64_t head_at_once(const Parameters *p, Dtype dtype) {
+  return BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->spread.parts;
+}
+
 static Tensor push_bucket(Backend *backend, Dtype dtype, int64_t count) {
   return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype, count);
+}
+
+// Of a split head, whose one bucket is too large to gather: every rank gives what lies in its own slice where the
+// wanted numbers lie in their owner's.
+static void read_head(const Parameters *p, Backend *backend, Tensor shard, int64_t begin, int64_t stop,
+                      char *host) {
+  int64_t slice = tensor_count(shard), width = (int64_t)dtype_bytes(shard.dtype), count;
+  for (int64_t at = begin; at < stop; at += count) {
+    int64_t owner = at / slice, place = at % slice;
+    count = least(least(stop - at, slice - place), head_at_once(p, shard.dtype));
+    MemoryMark mark = memory_mark(&backend->memory);
+    Tensor all = push_bucket(backend, shard.dtype, count * p->spread.parts);
+    all_gather(backend, (Collective){.out = all, .x = tensor_rows(shard, place, count)});
+    if (backend->rank == 0)
+      backend_to_host(backend, host + (at - begin) * width, tensor_rows(all, owner * count, count));
+    memory_pop_to(&backend->memory, mark);
+  }
 }
 
 void shards_read(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
@@ -70,6 +100,10 @@ void shards_read(const Parameters *p, Backend *backend, const Tensor *role, cons
   int64_t begin = parameter->offset + first, stop = begin + count;
   if (!is_spread(p, role, group)) {
     if (backend->rank == 0) backend_to_host(backend, host, tensor_rows(role[group], begin, count));
+    return;
+  }
+  if (group == GROUP_HEAD && p->spread.split_head) {
+    read_head(p, backend, role[group], begin, stop, host);
     return;
   }
   size_t width = dtype_bytes(role[group].dtype);
@@ -88,12 +122,16 @@ void shards_read(const Parameters *p, Backend *backend, const Tensor *role, cons
 }
 
 void shards_plan_read(const Parameters *p, Backend *backend) {
-  const Tensor *const roles[] = {p->master, p->m, p->v};
-  for (int r = 0; r < 3; r++)
+  const Tensor *const roles[] = {p->value, p->master, p->m, p->v};
+  for (int r = 0; r < 4; r++)
     for (int g = 0; g < GROUP_COUNT; g++) {
-      if (!tensor_exists(roles[r][g]) || !is_spread(p, roles[r], (ParameterGroup)g)) continue;
+      Tensor role = roles[r][g];
+      if (!tensor_exists(role) || !is_spread(p, roles[r], (ParameterGroup)g)) continue;
       MemoryMark mark = memory_mark(&backend->memory);
-      push_bucket(backend, roles[r][g].dtype, least(p->bucket[g], p->group_elements[g]));
+      int64_t count = least(p->bucket[g], p->group_elements[g]);
+      if (g == GROUP_HEAD && p->spread.split_head)
+        count = least(head_at_once(p, role.dtype), tensor_count(role)) * p->spread.parts;
+      push_bucket(backend, role.dtype, count);
       memory_pop_to(&backend->memory, mark);
     }
 }

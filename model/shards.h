@@ -13,8 +13,8 @@
 //            next computes
 //
 // Where the head is split (--vocab-parallel; kernels/vocabulary_parallel.c) its group is one bucket, whose slices are
-// whole rows, and a rank makes the gradients of its own rows for the tokens of all: there is nothing to sum. The
-// weights stay whole on every rank, for the embedding of a tied head, for evaluation and for samples.
+// whole rows, and a rank makes the gradients of its own rows for the tokens of all: there is nothing to sum. Its weights
+// are spread as well, unless they are the embedding's, which every rank reads for its own tokens.
 #ifndef LCE_MODEL_SHARDS_H
 #define LCE_MODEL_SHARDS_H
 
@@ -38,6 +38,9 @@ Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket 
 
 // Where the gradients of a bucket are made: in their group, or at zero 2 in the room that layers take turns in.
 Tensor shards_gradients_made(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+// The own slice of the weights, and whether the others' are here too.
+Tensor shards_weights(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+bool shards_weights_are_whole(const Parameters *parameters, ParameterGroup group);
 // Where the sums over all ranks of the own slice end up.
 Tensor shards_gradients_summed(const Parameters *parameters, ParameterGroup group, Bucket bucket);
 

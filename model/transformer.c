@@ -393,7 +393,7 @@ static void embedding_of_all_ranks(Pass *p, Tensor dr) {
 
 // The rows of the head that this rank computes with.
 static Tensor own_head(const Model *model) {
-  if (!model->shard.vocab_size) return model->head.value;
+  if (!model->shard.vocab_size || model->parameters.spread.split_head_weights) return model->head.value;
   return tensor_rows(model->head.value, model->shard.first, model->head.grad.shape[0]);
 }
 

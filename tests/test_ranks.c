@@ -318,15 +318,16 @@ static void checkpoints_know_no_ranks(void **state) {
 static void plans_know_ranks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  static const char *const spread[] = {"--zero 0", "--zero 1", "--zero 2", "--zero 1 --vocab-parallel",
-                                       "--zero 2 --vocab-parallel"};
-  size_t planned[5];
-  for (int way = 0; way < 5; way++) {
-    char line[1100], options[1024], name[32];
+  enum { WAYS = 6 };
+  static const char *const ways[WAYS] = {TIED "--zero 0",  TIED "--zero 1",
+                                         TIED "--zero 2",  TIED "--zero 1 --vocab-parallel",
+                                         LLAMA "--zero 2", LLAMA "--zero 2 --vocab-parallel"};
+  size_t planned[WAYS];
+  for (int way = 0; way < WAYS; way++) {
+    char line[1200], options[1024], name[32];
     double measured = 0;
     snprintf(name, sizeof name, "planned-%d", way);
-    snprintf(options, sizeof options, TIED TEXT "--num-layers 12 --hidden-size 64 --vocab 2000 %s",
-             spread[way]);
+    snprintf(options, sizeof options, TEXT "%s --num-layers 12 --hidden-size 64 --vocab 2000", ways[way]);
     run_job(2, name, options);
     assert_int_equal(read_log(name, "summary", "peak_bytes", &measured, 1), 1);
     snprintf(line, sizeof line, "%s --save somewhere --plan --ranks 2", options);
@@ -334,10 +335,10 @@ static void plans_know_ranks(void **state) {
     planned[way] = plan_run(&o, getenv("LCE_GPU_RANKS") ? "cuda" : "cpu", LCE_FUSED).peak_bytes;
     options_free(&o);
     if ((size_t)measured != planned[way])
-      fail_msg("%s: planned %zu, measured %.0f", spread[way], planned[way], measured);
+      fail_msg("%s: planned %zu, measured %.0f", ways[way], planned[way], measured);
   }
   assert_true(planned[2] < planned[1] && planned[1] < planned[0]);
-  assert_true(planned[3] < planned[1] && planned[4] < planned[2]);
+  assert_true(planned[3] < planned[1] && planned[5] < planned[4]);
 }
 
 // --- what is said ------------------------------------------------------------------------------------------

@@ -108,12 +108,20 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
   }
   scaling llama-1b --model llama-1b --batch 4 --seq-len 4096
   scaling gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024 --steps 100
+  # The same tokens on 1, 2, 4, ... GPUs: how far apart the losses of 20 steps in bf16 are.
+  for ((n = 1; n <= ranks; n *= 2)); do
+    run "agree-$n" 120 tools/launch $n ./train --device cuda --model llama-1b --batch 1 --seq-len 2048 --total-batch 32768 --steps 20 --val-fraction 0 --sample-every 0 --log "$OUT/agree-$n.jsonl" &&
+      sed -n 's/.*"event":"step".*"loss":\([0-9.]*\).*/\1/p' "$OUT/agree-$n.jsonl" >"$OUT/agree-$n.losses"
+    [ $n = 1 ] || row "llama-1b, 20 steps, $n GPUs and 1" "$(paste "$OUT/agree-1.losses" "$OUT/agree-$n.losses" | awk '{d = $1 > $2 ? $1 - $2 : $2 - $1; if (d > most) most = d} END {print NR " losses, at most " most " apart, the last " $1 " and " $2}')"
+  done
   # A model whose state fits no single GPU, and whether the plan knew what each of two would hold.
-  eight=(--device cuda --model llama-8b --zero 1 --batch 1 --seq-len 8192)
   figure() { sed -n "s/.*\"event\":\"summary\".*\"$1\":\([0-9.e+]*\).*/\1/p" "$OUT/llama-8b.jsonl"; }
-  run llama-8b-plan 60 ./train "${eight[@]}" --ranks 2 --plan &&
-    run llama-8b 400 tools/launch 2 ./train "${eight[@]}" --steps 6 --val-fraction 0 --sample-every 0 --log "$OUT/llama-8b.jsonl" &&
-    row "llama-8b --zero 1 on 2 GPUs, T 8192" "planned $(awk '/all together/ {print $4 " " $5}' "$OUT/llama-8b-plan.log"), ledger $(awk "BEGIN {printf \"%.2f\", $(figure peak_bytes) / 2^30}") GiB, device $(awk "BEGIN {printf \"%.2f\", ($(figure device_peak_bytes) - $(figure device_overhead_bytes)) / 2^30}") GiB more than before, $(figure tokens_per_second) tokens/s"
+  for split in "" --vocab-parallel; do
+    eight=(--device cuda --model llama-8b --zero 1 $split --batch 1 --seq-len 8192)
+    run llama-8b-plan 60 ./train "${eight[@]}" --ranks 2 --plan &&
+      run llama-8b 400 tools/launch 2 ./train "${eight[@]}" --steps 6 --val-fraction 0 --sample-every 0 --log "$OUT/llama-8b.jsonl" &&
+      row "llama-8b --zero 1 $split on 2 GPUs, T 8192" "planned $(awk '/all together/ {print (NF > 8 ? $8 " " $9 : $4 " " $5)}' "$OUT/llama-8b-plan.log"), ledger $(awk "BEGIN {printf \"%.2f\", $(figure peak_bytes) / 2^30}") GiB, device $(awk "BEGIN {printf \"%.2f\", ($(figure device_peak_bytes) - $(figure device_overhead_bytes)) / 2^30}") GiB more than before, $(figure tokens_per_second) tokens/s"
+  done
 fi
 
 echo

@@ -109,6 +109,7 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
     fail("out of host memory for the %lld examples of %s", (long long)examples, choices->path);
 
   ChoiceScore score = {.examples = examples};
+  MemoryMark mark = model_gather_head(&t->model, t->backend);
   int64_t row = 0, length;
   for (int64_t e = 0; e < examples; e++) {
     if (!is_mine(t, e)) continue;
@@ -121,6 +122,7 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
     }
   }
   flush(&r);
+  model_drop_head(&t->model, t->backend, mark);
   row = 0;
   for (int64_t e = 0; e < examples; e++) {
     if (!is_mine(t, e)) continue;

@@ -343,10 +343,12 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   if (loader && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
   int64_t counted = 0, at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   double sum = 0;
+  MemoryMark mark = model_gather_head(&t->model, t->backend);
   for (int64_t first = 0; first < batches; first += at_once) {
     int64_t end = first + at_once < batches ? first + at_once : batches;
     sum += validate_some(t, loader, first, end, &counted);
   }
+  model_drop_head(&t->model, t->backend, mark);
   return counted ? sum / (double)counted : 0;
 }
 
@@ -359,5 +361,8 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
                            .window = o->seq_len,
                            .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
                            .seed = seed};
-  return generate(t->backend, &t->model, &generation, count);
+  MemoryMark mark = model_gather_head(&t->model, t->backend);
+  int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, &t->model, &generation, count);
+  model_drop_head(&t->model, t->backend, mark);
+  return tokens;
 }

@@ -69,7 +69,8 @@ int64_t trainer_first_lost_token(Trainer *trainer);
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
 // Continues `prompt` by options->sample_tokens byte-level or other tokens, drawn with `seed`. The caller
-// frees the tokens (prompt included); *count receives how many.
+// frees the tokens (prompt included); *count receives how many. Call it on all ranks: the first draws, the others get
+// NULL.
 int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count);
 

@@ -13,7 +13,7 @@ static Piece piece_of(const Parameters *p, ParameterGroup g, Bucket b) {
   if (p->spread.parts == 1) return (Piece){g, b, p->value[g], p->master[g], p->m[g], p->v[g], p->grad[g]};
   return (Piece){.group = g,
                  .bucket = b,
-                 .value = shards_slice_of_whole(p, p->value[g], b),
+                 .value = shards_weights(p, g, b),
                  .master = shards_slice_of_shard(p, p->master[g], b),
                  .m = shards_slice_of_shard(p, p->m[g], b),
                  .v = shards_slice_of_shard(p, p->v[g], b),
@@ -54,6 +54,7 @@ static void step_piece(Trainer *t, const Piece *piece, void *numbers) {
   }
   a.first = piece->bucket.first + p->spread.part * (piece->bucket.count / p->spread.parts);
   adamw(t->backend, a);
+  if (!shards_weights_are_whole(p, piece->group)) return;
   Tensor whole = tensor_rows(p->value[piece->group], piece->bucket.first, piece->bucket.count);
   all_gather(t->backend, (Collective){.out = whole, .x = piece->value, .beside = true});
 }
