@@ -546,6 +546,17 @@ void loss_factor(Backend *backend, LossFactor a) {
   CALL(loss_factor);
 }
 
+void read_targets(Backend *backend, ReadTargets a) {
+  const Op op = "read_targets";
+  need(op, "ids", a.ids);
+  int64_t tokens = a.ids.shape[0];
+  is_1d(op, "ids", a.ids, tokens);
+  if (a.ids.dtype != DTYPE_I32) is_type(op, "ids", a.ids, DTYPE_I64);
+  optional_vector(op, "targets", a.targets, DTYPE_I32, tokens);
+  optional_vector(op, "loss", a.loss, DTYPE_F32, tokens);
+  CALL(read_targets);
+}
+
 void weighted_column_sum(Backend *backend, WeightedColumnSum a) {
   const Op op = "weighted_column_sum";
   two_axes(op, "x", a.x);
@@ -696,6 +707,14 @@ void backend_synchronize(Backend *backend) {
   ranks_enter("waiting for the device", false);
   if (backend->ops->synchronize) backend->ops->synchronize(backend);
   ranks_leave();
+}
+
+void backend_follow(Backend *backend, void *stream) {
+  if (backend->ops->follow) backend->ops->follow(backend, stream);
+}
+
+void backend_precede(Backend *backend, void *stream) {
+  if (backend->ops->precede) backend->ops->precede(backend, stream);
 }
 
 void backend_destroy(Backend *backend) {

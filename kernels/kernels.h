@@ -277,6 +277,16 @@ typedef struct {
   Tensor class_weights; // fp32 [V], or absent
 } LossFactor;
 
+// Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX.
+// And once the layer has told its losses: loss[n] = NaN where ids[n] is neither in [0, V) nor IGNORE_INDEX, so that
+// the mistake shows in every sum and nothing outside of the tensors is read.
+typedef struct {
+  Tensor targets; // int32 [N], or absent
+  Tensor loss;    // fp32 [N], or absent; of other tokens it is left alone
+  Tensor ids;     // int32 or int64 [N]
+  int64_t vocab_size;
+} ReadTargets;
+
 // --- the last layer's pieces -------------------------------------------------------------------------------
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
 // the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
@@ -517,6 +527,7 @@ void lce_input_gradient(Backend *backend, LceInputGradient a);
 void lce_target_gradient(Backend *backend, LceTargetGradient a);
 void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a);
 void loss_factor(Backend *backend, LossFactor a);
+void read_targets(Backend *backend, ReadTargets a);
 void weighted_column_sum(Backend *backend, WeightedColumnSum a);
 void add_outer(Backend *backend, AddOuter a);
 void gather_rows(Backend *backend, MoveRows a);
@@ -537,6 +548,12 @@ void collectives_join(Backend *backend, int64_t behind);
 void backend_to_device(Backend *backend, Tensor destination, const void *host);
 void backend_to_host(Backend *backend, void *host, Tensor source);
 void backend_synchronize(Backend *backend);
+
+// For callers with a stream of their own (a cudaStream_t of the backend's device; NULL: the device's default one).
+// Operations after backend_follow wait for what the stream holds by then, and what the stream is given after
+// backend_precede waits for the operations before it: on the device, not the host. The CPU has no streams.
+void backend_follow(Backend *backend, void *stream);
+void backend_precede(Backend *backend, void *stream);
 
 // --- what a backend is -------------------------------------------------------------------------------------
 
@@ -567,6 +584,7 @@ typedef struct {
   void (*lce_target_gradient)(Backend *, const LceTargetGradient *);
   void (*cross_entropy_in_place)(Backend *, const CrossEntropyInPlace *);
   void (*loss_factor)(Backend *, const LossFactor *);
+  void (*read_targets)(Backend *, const ReadTargets *);
   void (*weighted_column_sum)(Backend *, const WeightedColumnSum *);
   void (*add_outer)(Backend *, const AddOuter *);
   void (*gather_rows)(Backend *, const MoveRows *);
@@ -583,6 +601,8 @@ typedef struct {
   void (*to_device)(Backend *, Tensor, const void *);
   void (*to_host)(Backend *, void *, Tensor);
   void (*synchronize)(Backend *);
+  void (*follow)(Backend *, void *stream);
+  void (*precede)(Backend *, void *stream);
   // What the system says about memory, beside the ledger: bytes the process (CPU: VmHWM) or the device (GPU)
   // holds now, and at most since peak_reset.
   size_t (*device_bytes_now)(Backend *);

@@ -6,11 +6,11 @@
 #include "base/fail.h"
 
 size_t dtype_bytes(Dtype dtype) {
-  return dtype == DTYPE_BF16 ? 2 : 4;
+  return dtype == DTYPE_BF16 ? 2 : dtype == DTYPE_I64 ? 8 : 4;
 }
 
 const char *dtype_name(Dtype dtype) {
-  static const char *const names[DTYPE_COUNT] = {"fp32", "bf16", "int32"};
+  static const char *const names[DTYPE_COUNT] = {"fp32", "bf16", "int32", "int64"};
   return names[dtype];
 }
 

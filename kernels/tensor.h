@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-typedef enum { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_COUNT } Dtype;
+typedef enum { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_I64, DTYPE_COUNT } Dtype;
 
 typedef struct Tensor {
   void *data;       // address of element [0, ..., 0] in the backend's memory; NULL means "no such tensor"

@@ -548,6 +548,33 @@ static void test_rows(void **state) {
   for (int i = 0; i < 4; i++) assert_true(got[i] == ids[picks[i]]);
 }
 
+static void test_read_targets(void **state) {
+  Harness *h = *state;
+  enum { TOKENS = 300, VOCAB = 7 };
+  // Of the wide ones two are wrong only above their lower 32 bits.
+  const int64_t few[] = {0, 6, -100, 7, -1, -99, INT32_MAX, INT32_MIN, 1LL << 32, (1LL << 33) + 3};
+  enum { FEW = sizeof few / sizeof *few };
+  for (int wide = 0; wide < 2; wide++) {
+    int64_t ids[TOKENS];
+    int32_t narrow[TOKENS];
+    for (int n = 0; n < TOKENS; n++) narrow[n] = (int32_t)(ids[n] = few[n % (wide ? FEW : FEW - 2)]);
+    Tensor given =
+        memory_push_1d(&h->backend->memory, "ids", MEMORY_TABLES, wide ? DTYPE_I64 : DTYPE_I32, TOKENS);
+    backend_to_device(h->backend, given, wide ? (void *)ids : narrow);
+    double *ones = host_values(h, TOKENS);
+    for (int n = 0; n < TOKENS; n++) ones[n] = 1;
+    Tensor targets = poisoned_vector(h, DTYPE_I32, TOKENS), loss = vector_from(h, DTYPE_F32, ones, TOKENS);
+    read_targets(h->backend, (ReadTargets){.targets = targets, .ids = given, .vocab_size = VOCAB});
+    read_targets(h->backend, (ReadTargets){.loss = loss, .ids = given, .vocab_size = VOCAB});
+    double *got = values_of(h, targets), *told = values_of(h, loss);
+    for (int n = 0; n < TOKENS; n++) {
+      bool counts = ids[n] >= 0 && ids[n] < VOCAB;
+      assert_true(got[n] == (counts ? (double)ids[n] : IGNORE_INDEX));
+      assert_true(counts || ids[n] == IGNORE_INDEX ? told[n] == 1 : isnan(told[n]));
+    }
+  }
+}
+
 // --- the optimizer -----------------------------------------------------------------------------------------
 
 static void adamw_case(Harness *h, int64_t count, bool with_master) {
@@ -737,6 +764,10 @@ static void test_refusals(void **state) {
                                              .x = m34,
                                              .weight = m54,
                                              .targets = ids3}));
+  assert_fails(h, "int64", read_targets(backend, (ReadTargets){.targets = ids3, .ids = v3, .vocab_size = 5}));
+  assert_fails(h, "targets",
+               read_targets(backend, (ReadTargets){.targets = v3, .ids = ids3, .vocab_size = 5}));
+  assert_fails(h, "loss", read_targets(backend, (ReadTargets){.loss = v4, .ids = ids3, .vocab_size = 5}));
   assert_fails(h, "their rows differ", gather_rows(backend, (MoveRows){.out = m34, .x = m35, .rows = ids3}));
   assert_fails(
       h, "steps count from 1",
@@ -792,6 +823,7 @@ int main(void) {
       cmocka_unit_test_teardown(test_attention, pop_all),
       cmocka_unit_test_teardown(test_attention_decode, pop_all),
       cmocka_unit_test_teardown(test_rows, pop_all),
+      cmocka_unit_test_teardown(test_read_targets, pop_all),
       cmocka_unit_test_teardown(test_adamw, pop_all),
       cmocka_unit_test_teardown(test_reduce, pop_all),
       cmocka_unit_test_teardown(test_clip_scale, pop_all),

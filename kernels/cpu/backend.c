@@ -127,6 +127,7 @@ static const BackendOps cpu_ops = {
     .lce_target_gradient = cpu_lce_target_gradient,
     .cross_entropy_in_place = cpu_cross_entropy_in_place,
     .loss_factor = cpu_loss_factor,
+    .read_targets = cpu_read_targets,
     .weighted_column_sum = cpu_weighted_column_sum,
     .add_outer = cpu_add_outer,
     .gather_rows = cpu_gather_rows,

@@ -82,6 +82,7 @@ void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a);
 void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
 void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);
 void cpu_loss_factor(Backend *backend, const LossFactor *a);
+void cpu_read_targets(Backend *backend, const ReadTargets *a);
 void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a);
 void cpu_add_outer(Backend *backend, const AddOuter *a);
 void cpu_gather_rows(Backend *backend, const MoveRows *a);

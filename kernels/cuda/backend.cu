@@ -86,6 +86,20 @@ static void synchronize(Backend *backend) {
   cuda_check(cudaStreamSynchronize(cuda_stream(backend)), "running the kernels queued so far");
 }
 
+static void let_wait(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
+  cuda_check(cudaEventRecord(event, earlier),
+             "recording an event on a stream, which must be of the context's device");
+  cuda_check(cudaStreamWaitEvent(later, event, 0), "letting a stream wait");
+}
+
+static void follow(Backend *backend, void *stream) {
+  let_wait(cuda_stream(backend), static_cast<cudaStream_t>(stream), cuda_state(backend)->handed);
+}
+
+static void precede(Backend *backend, void *stream) {
+  let_wait(static_cast<cudaStream_t>(stream), cuda_stream(backend), cuda_state(backend)->handed);
+}
+
 static void to_host(Backend *backend, void *host, Tensor source) {
   cuda_check(
       cudaMemcpyAsync(host, source.data, tensor_bytes(source), cudaMemcpyDeviceToHost, cuda_stream(backend)),
@@ -158,6 +172,7 @@ static void destroy(Backend *backend) {
   staging_destroy(state->staging);
   for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
   for (cudaEvent_t event : state->joined) cudaEventDestroy(event);
+  cudaEventDestroy(state->handed);
   cudaStreamDestroy(state->urgent);
   cudaStreamDestroy(state->beside);
   cudaStreamDestroy(state->stream);
@@ -190,6 +205,7 @@ static const BackendOps operations = {
     .lce_target_gradient = cuda_lce_target_gradient,
     .cross_entropy_in_place = cuda_cross_entropy_in_place,
     .loss_factor = cuda_loss_factor,
+    .read_targets = cuda_read_targets,
     .weighted_column_sum = cuda_weighted_column_sum,
     .add_outer = cuda_add_outer,
     .gather_rows = cuda_gather_rows,
@@ -206,6 +222,8 @@ static const BackendOps operations = {
     .to_device = to_device,
     .to_host = to_host,
     .synchronize = synchronize,
+    .follow = follow,
+    .precede = precede,
     .device_bytes_now = device_bytes_now,
     .device_bytes_peak = device_bytes_peak,
     .device_peak_reset = device_peak_reset,
@@ -277,6 +295,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
     cuda_check(cudaEventCreateWithFlags(&state->forked[i], cudaEventDisableTiming), "creating an event");
     cuda_check(cudaEventCreateWithFlags(&state->joined[i], cudaEventDisableTiming), "creating an event");
   }
+  cuda_check(cudaEventCreateWithFlags(&state->handed, cudaEventDisableTiming), "creating an event");
   state->staging = staging_create();
 
   int runtime = 0;

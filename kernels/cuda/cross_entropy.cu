@@ -346,3 +346,31 @@ void cuda_loss_factor(Backend *backend, const LossFactor *a) {
                                                            data_of<float>(a->class_weights));
   cuda_check_launch("loss_factor");
 }
+
+// --- targets from outside ----------------------------------------------------------------------------------
+
+template <typename Id>
+static __global__ void read_targets_kernel(int32_t *targets, float *loss, const Id *ids, int64_t tokens,
+                                           int64_t vocab_size) {
+  int64_t n = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+  if (n >= tokens) return;
+  int64_t id = ids[n];
+  bool counts = id >= 0 && id < vocab_size;
+  if (targets) targets[n] = counts ? (int32_t)id : IGNORE_INDEX;
+  if (loss && !counts && id != IGNORE_INDEX) loss[n] = NAN;
+}
+
+void cuda_read_targets(Backend *backend, const ReadTargets *a) {
+  int64_t tokens = a->ids.shape[0];
+  if (tokens == 0) return;
+  auto launch = [&](auto id) {
+    read_targets_kernel<<<(unsigned)cuda_ceil_div(tokens, 256), 256, 0, cuda_stream(backend)>>>(
+        data_of<int32_t>(a->targets), data_of<float>(a->loss), data_of<decltype(id)>(a->ids), tokens,
+        a->vocab_size);
+  };
+  if (a->ids.dtype == DTYPE_I64)
+    launch(int64_t());
+  else
+    launch(int32_t());
+  cuda_check_launch("read_targets");
+}

@@ -24,6 +24,7 @@ struct CudaState {
   // with. The second of them goes before all others.
   cudaStream_t beside, urgent;
   cudaEvent_t forked[CUDA_LCE_TILES], joined[CUDA_LCE_TILES];
+  cudaEvent_t handed; // between the first stream and a caller's own
   int ordinal, multiprocessors;
   size_t peak_bytes; // most the device held after any allocation
   Products *products;

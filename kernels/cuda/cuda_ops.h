@@ -102,6 +102,7 @@ void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a);
 void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
 void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);
 void cuda_loss_factor(Backend *backend, const LossFactor *a);
+void cuda_read_targets(Backend *backend, const ReadTargets *a);
 void cuda_weighted_column_sum(Backend *backend, const WeightedColumnSum *a);
 void cuda_add_outer(Backend *backend, const AddOuter *a);
 void cuda_gather_rows(Backend *backend, const MoveRows *a);
