@@ -209,12 +209,12 @@ endif # SEARCH
 # --- Sources, by room ---------------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still says how much scratch its operations need, for the plan.
-SOURCES  := $(wildcard base/*.c ranks/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c checkpoint/*.c trainer/*.c plot/*.c curves/*.c) $(if $(HAVE_CUDA),\
+SOURCES  := $(wildcard base/*.c ranks/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c checkpoint/*.c trainer/*.c plot/*.c curves/*.c library/*.c) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 # What liblce.so is made of; the archive leaves out what it does not need.
 ifeq ($(VARIANT),library)
-  SOURCES := $(filter base/% kernels/% ranks/%,$(SOURCES)) $(wildcard library/*.c)
+  SOURCES := $(filter base/% kernels/% ranks/% library/%,$(SOURCES))
 endif
 PROGRAMS := $(wildcard train.c tools/*.c) $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
 TESTS    := $(wildcard tests/test_*.c)

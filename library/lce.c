@@ -123,7 +123,6 @@ static LinearCrossEntropy call_of(const lce_args *a, Dtype real) {
                               .x = matrix(a->x, real, n, h),
                               .weight = matrix(a->weight, real, v, h),
                               .bias = vector(a->bias, real, v),
-                              .targets = vector(a->targets, DTYPE_I32, n),
                               .token_weights = vector(a->token_weights, DTYPE_F32, n),
                               .entropy_weights = vector(a->entropy_weights, DTYPE_F32, n),
                               .terms = {.label_smoothing = a->label_smoothing,
@@ -142,11 +141,22 @@ static void forget_plan(lce_context *context) {
   backend_destroy(plan);
 }
 
+static void run(Backend *backend, const lce_args *args) {
+  LinearCrossEntropy call = call_of(args, backend->dtype);
+  Tensor ids = vector(args->targets, args->targets_int64 ? DTYPE_I64 : DTYPE_I32, args->tokens);
+  MemoryMark mark = memory_mark(&backend->memory);
+  call.targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, args->tokens);
+  read_targets(backend, (ReadTargets){.targets = call.targets, .ids = ids, .vocab_size = args->vocab_size});
+  linear_cross_entropy(backend, call);
+  read_targets(backend, (ReadTargets){.loss = call.loss, .ids = ids, .vocab_size = args->vocab_size});
+  memory_pop_to(&backend->memory, mark);
+}
+
 // What the call will push, by a backend that runs nothing.
-static size_t planned_bytes(lce_context *context, LinearCrossEntropy call) {
+static size_t planned_bytes(lce_context *context, const lce_args *args) {
   const Backend *backend = context->backend;
   context->plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", backend->dtype);
-  linear_cross_entropy(context->plan, call);
+  run(context->plan, args);
   size_t bytes = context->plan->memory.ledger.stack_peak;
   forget_plan(context);
   return bytes;
@@ -161,13 +171,14 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
     return 1;
   }
   check(args);
-  LinearCrossEntropy call = call_of(args, backend->dtype);
-  size_t bytes = planned_bytes(context, call);
+  size_t bytes = planned_bytes(context, args);
   if (bytes > backend->memory.stack_capacity) {
     backend_synchronize(backend); // earlier calls may still use the stack that goes
     memory_set_stack(&backend->memory, bytes);
   }
-  linear_cross_entropy(backend, call);
+  backend_follow(backend, args->stream);
+  run(backend, args);
+  backend_precede(backend, args->stream);
   context->held_bytes = bytes;
   return 0;
 }

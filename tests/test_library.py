@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""liblce.so through ctypes, as any language would use it: one case of PyTorch's golden values, errors, two contexts.
+"""liblce.so through ctypes, as any language would use it: PyTorch's golden values, errors, two contexts, and where there
+is a GPU a caller's stream.
 
-Speaks TAP, as the other tests do. Builds a library of its own, for the CPU.
+Speaks TAP, as the other tests do. Builds a library of its own for the CPU, and the usual one for a GPU.
 """
 import array
 import ctypes
 import json
+import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import traceback
@@ -15,7 +18,7 @@ import traceback
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDER = os.path.join("build", "library-cpu")
 sys.path.insert(0, os.path.join(ROOT, "tools"))
-from liblce import Args, load  # noqa: E402
+from liblce import Args, Layer, load  # noqa: E402
 
 golden = json.load(open(os.path.join(ROOT, "tests", "golden", "loss.json")))
 N, H, V = golden["rows"], golden["hidden"], golden["vocab"]
@@ -29,11 +32,16 @@ def address(numbers):
     return numbers.buffer_info()[0]
 
 
-def build():
-    done = subprocess.run(["make", "-s", "VARIANT=library", "CUDA=0", "MPI=0", f"BUILD={FOLDER}",
-                           f"LIBLCE={FOLDER}/liblce.so", "build-library"], cwd=ROOT, capture_output=True, text=True)
+class Skip(Exception):
+    """Why a test cannot run here."""
+
+
+def build(folder, *settings):
+    """The path of a library built in the folder."""
+    done = subprocess.run(["make", "-s", "VARIANT=library", *settings, f"BUILD={folder}", f"LIBLCE={folder}/liblce.so",
+                           "build-library"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return load(os.path.join(ROOT, FOLDER, "liblce.so"))
+    return os.path.join(ROOT, folder, "liblce.so")
 
 
 def close(what, got, want, most=2e-5):
@@ -46,13 +54,17 @@ def case_named(name):
     return next(c for c in golden["cases"] if c["name"] == name)
 
 
-def run(lce, context, case, dweight=None, **more):
+def targets_of(case, wide=False):
+    return array.array("q" if wide else "i", case.get("targets", golden["targets"]))
+
+
+def run(lce, context, case, dweight=None, targets=None, **more):
     """The tensors of a call that computes the case, and the call itself."""
-    t = dict(x=floats(golden["x"]), weight=floats(golden["weight"]), targets=array.array("i", case.get("targets", golden["targets"])),
-             loss=floats([0] * N), dx=floats([9] * N * H), dweight=dweight or floats([9] * V * H))
+    targets = targets or targets_of(case)
+    t = dict(x=floats(golden["x"]), weight=floats(golden["weight"]), targets=targets, loss=floats([0] * N), dx=floats([9] * N * H), dweight=dweight or floats([9] * V * H))
     args = Args(tokens=N, hidden_size=H, vocab_size=V, scale=case["scale"], mean=case["mean"],
                 label_smoothing=case["label_smoothing"], z_loss=case["z_loss"], temperature=case["temperature"],
-                chunk=4, **{name: address(numbers) for name, numbers in t.items()}, **more)
+                chunk=4, targets_int64=targets.itemsize == 8, **{name: address(numbers) for name, numbers in t.items()}, **more)
     assert lce.lce_linear_cross_entropy(context, ctypes.byref(args)) == 0, lce.lce_last_error()
     assert lce.lce_synchronize(context) == 0
     return t
@@ -61,10 +73,11 @@ def run(lce, context, case, dweight=None, **more):
 def same_as_pytorch(lce):
     context = lce.lce_create(b"cpu", 0, b"fp32")
     for name in ("mean", "label smoothing", "temperature"):
-        case = case_named(name)
-        t = run(lce, context, case)
-        for what in ("loss", "dx", "dweight"):
-            close(f"{name}: {what}", t[what], case[what])
+        for wide in (False, True):
+            case = case_named(name)
+            t = run(lce, context, case, targets=targets_of(case, wide))
+            for what in ("loss", "dx", "dweight"):
+                close(f"{name}: {what}", t[what], case[what])
     assert lce.lce_held_bytes(context) > 4 * 4 * V
     lce.lce_destroy(context)
 
@@ -94,6 +107,43 @@ def every_field_arrives(lce):
         again = run(lce, context, case, once, softcap=case["softcap"], accumulate=1, **more)["dweight"]
         close(f"{case['name']}: dweight twice", again, [2 * number for number in case["dweight"]])
     lce.lce_destroy(context)
+
+
+def targets_out_of_range(lce):
+    """Such a token counts as ignored, but its loss is not a number."""
+    context = lce.lce_create(b"cpu", 0, b"fp32")
+    case = case_named("mean")
+    for wide, wrong in ((False, V), (False, -1), (True, V), (True, 1 << 32)):
+        targets, ignored = targets_of(case, wide), targets_of(case, wide)
+        targets[1], ignored[1] = wrong, -100
+        got, want = run(lce, context, case, targets=targets), run(lce, context, case, targets=ignored)
+        assert math.isnan(got["loss"][1]) and want["loss"][1] == 0
+        got["loss"][1] = 0
+        assert all(got[what] == want[what] for what in ("loss", "dx", "dweight"))
+    lce.lce_destroy(context)
+
+
+class Numbers:
+    """An array with those of a tensor's methods that the wrapper asks for."""
+
+    def __init__(self, numbers, *shape):
+        self.numbers, self.shape, self.is_cuda = numbers, shape, False
+        self.is_contiguous, self.data_ptr = (lambda: True), (lambda: address(numbers))
+        self.element_size = lambda: numbers.itemsize
+
+
+def wrapper_takes_tensors(lce):
+    case = case_named("z-loss, mean")
+    layer = Layer(lce._name, "cpu", "fp32")
+    for wide in (False, True):
+        loss, dx, dw = (Numbers(floats([9] * size)) for size in (N, N * H, V * H))
+        layer(Numbers(floats(golden["x"]), N, H), Numbers(floats(golden["weight"]), V, H),
+              Numbers(targets_of(case, wide), N), loss, dx=dx, dweight=dw, bias=None, scale=case["scale"],
+              mean=case["mean"], z_loss=case["z_loss"])
+        for what, got in (("loss", loss), ("dx", dx), ("dweight", dw)):
+            close(what, got.numbers, case[what])
+    assert layer.held_bytes() > 0
+    layer.close()
 
 
 def errors_come_back(lce):
@@ -151,17 +201,108 @@ def contexts_do_not_meet(lce):
     lce.lce_destroy(b)
 
 
-TESTS = (same_as_pytorch, every_field_arrives, errors_come_back, refusals_leave_nothing_behind, contexts_do_not_meet)
+# --- on a GPU ---------------------------------------------------------------------------------------------------
+
+class Gpu:
+    """The CUDA runtime that the library brings along, as far as a caller with a stream needs it."""
+
+    def __init__(self, lce):
+        self.lce = lce
+
+    def __getattr__(self, name):
+        function = getattr(self.lce, "cuda" + name)
+
+        def call(*arguments):
+            error = function(*arguments)
+            assert error == 0, f"cuda{name} gives error {error}"
+        return call
+
+    def memory(self, size):
+        place = ctypes.c_void_p()
+        self.Malloc(ctypes.byref(place), ctypes.c_size_t(size))
+        return place
+
+    def stream(self):
+        stream = ctypes.c_void_p()
+        self.StreamCreateWithFlags(ctypes.byref(stream), 1)  # does not wait for the default stream
+        return stream
+
+    def copy(self, to, source, size, kind, stream):  # kind 1: to the device, 2: to the host, 3: on the device
+        self.MemcpyAsync(to, source, ctypes.c_size_t(size), kind, stream)
+
+
+def streams_of_the_caller(_):
+    """Inputs that arrive late on the caller's stream, results that the same stream takes away: without a wait between."""
+    if not shutil.which("nvidia-smi") or subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode:
+        raise Skip("there is no GPU")
+    lce = load(build(os.path.join("build", "library")))
+    context = lce.lce_create(b"cuda", 0, b"fp32")
+    if not context:
+        raise Skip(lce.lce_last_error().decode())
+    gpu, case = Gpu(lce), case_named("z-loss, mean")
+    fresh = dict(loss=floats([9] * N), dx=floats([9] * N * H), dweight=floats([9] * V * H))
+    large = 1 << 30
+    slow = gpu.memory(large)
+
+    class Call:
+        def __init__(self, stream, wide):
+            self.stream = stream
+            self.inputs = dict(x=floats(golden["x"]), weight=floats(golden["weight"]), targets=targets_of(case, wide))
+            sizes = {name: len(a) * a.itemsize for name, a in (*self.inputs.items(), *fresh.items())}
+            self.sizes = sizes
+            self.early, self.place, self.taken = ({name: gpu.memory(size) for name, size in sizes.items()}
+                                                  for _ in range(3))
+            for name, numbers in self.inputs.items():
+                gpu.copy(self.early[name], ctypes.c_void_p(address(numbers)), sizes[name], 1, stream)
+            for name, place in self.place.items():  # what is read if the call does not wait for its inputs
+                gpu.MemsetAsync(place, 0, ctypes.c_size_t(sizes[name]), stream)
+            gpu.StreamSynchronize(stream)
+            self.args = Args(tokens=N, hidden_size=H, vocab_size=V, scale=case["scale"], mean=case["mean"],
+                             z_loss=case["z_loss"], chunk=4, targets_int64=wide, stream=stream.value,
+                             **{name: place.value for name, place in self.place.items()})
+
+        def enqueue(self):
+            for _ in range(40):  # some 15 ms
+                gpu.MemsetAsync(slow, 0, ctypes.c_size_t(large), self.stream)
+            for name in self.inputs:
+                gpu.copy(self.place[name], self.early[name], self.sizes[name], 3, self.stream)
+            assert lce.lce_linear_cross_entropy(context, ctypes.byref(self.args)) == 0, lce.lce_last_error()
+            for name in fresh:
+                gpu.copy(self.taken[name], self.place[name], self.sizes[name], 3, self.stream)
+
+        def check(self):
+            gpu.StreamSynchronize(self.stream)
+            for name, zeros in fresh.items():
+                got = array.array("f", zeros)
+                gpu.Memcpy(ctypes.c_void_p(address(got)), self.taken[name], ctypes.c_size_t(self.sizes[name]), 2)
+                close(name, got, case[name], 1e-4)
+
+    first = Call(gpu.stream(), 1)
+    first.enqueue()  # the first call allocates, and may wait for that
+    first.check()
+    for calls in ((first,), (Call(gpu.stream(), 0), first), (Call(ctypes.c_void_p(), 1),)):
+        for call in calls:
+            call.enqueue()
+        assert lce.cudaStreamQuery(calls[-1].stream) == 600, "the call has waited"  # cudaErrorNotReady
+        for call in calls:
+            call.check()
+    lce.lce_destroy(context)
+
+
+TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, wrapper_takes_tensors, errors_come_back,
+         refusals_leave_nothing_behind, contexts_do_not_meet, streams_of_the_caller)
 
 
 def main():
     print(f"1..{len(TESTS)}")
     failed = 0
-    library = build()
+    library = load(build(FOLDER, "CUDA=0", "MPI=0"))
     for number, test in enumerate(TESTS, 1):
         try:
             test(library)
             print(f"ok {number} - {test.__name__}")
+        except Skip as reason:
+            print(f"ok {number} # SKIP {test.__name__}: {reason}")
         except Exception:
             failed += 1
             print(f"not ok {number} - {test.__name__}")

@@ -49,6 +49,8 @@ if wants tests; then
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
+  # Builds liblce.so with CUDA before it runs.
+  run test_library.py 570 tests/run tests/test_library.py && row test_library.py "$(tail -n 1 "$OUT/test_library.py.log")"
 fi
 
 if wants sanitizer; then
