@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Times the last layer of lce.c beside what else there is, at the same shapes, in one run.
 
-  make liblce.so && tools/bench_peers.py                       # on a GPU, needs PyTorch; liger-kernel, cut-cross-entropy
-  tools/bench_peers.py --z-loss                                # z-loss instead: the layer, and a whole training step
-  tools/bench_peers.py --device cpu --shapes 64x32x1000        # where there is no GPU
+  make liblce.so && tools/bench_peers.py                  # on a GPU, needs PyTorch; liger-kernel, cut-cross-entropy
+  tools/bench_peers.py --z-loss                           # z-loss instead: the layer, and a whole training step
+  tools/bench_peers.py --device cpu --shapes 64x32x1000   # where there is no GPU
 
 Every peer computes the mean loss and the gradients of x and W. Peers take turns; every time is also told as a ratio to
 the three bare matrix products of the same turn (logits, dX and dW through torch.matmul). "holds" is the most memory in
 use beyond inputs and gradients: PyTorch's own count, for lce.c what its library says. Errors are relative, against
 float64 at the same shape: of the mean loss as the peer hands it out, and of the gradients in the Frobenius norm;
-lce.c's dW is fp32, PyTorch hands out the others' in W's own dtype. A peer that is not there, or fails, is a row that says
-why.
+lce.c's dW is fp32, PyTorch hands out the others' in W's own dtype. A peer that is not there, or fails, is a row that
+says why.
 """
 import argparse
 import importlib.metadata

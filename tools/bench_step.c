@@ -3,7 +3,8 @@
 // Takes ./train's options. Runs a few steps and times them; then records the products of one forward and
 // backward pass (the calls of linear_* and the last layer's two products) and runs them alone, back to back,
 // on the same tensors: the step's bare products. Their time over the step's is its share of the speed of
-// light. On the CPU the same step is timed once more with products by plain loops.
+// light. On the CPU the same step is timed once more with products by plain loops. --compare-modes also times the
+// step with the materialized last layer in turn with the fused one.
 //
 //   tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
 #include <stdio.h>
@@ -147,6 +148,29 @@ static double plain_step_seconds(const Options *options, const Loader *loader) {
   return seconds;
 }
 
+static double seconds_in(LceMode mode, Steps *s, Backend *backend) {
+  enum { TIMED = 2 };
+  trainer_set_mode(s->trainer, mode);
+  one_step(s); // on a stack that is new
+  backend_synchronize(backend);
+  double start = now_seconds();
+  for (int i = 0; i < TIMED; i++) one_step(s);
+  backend_synchronize(backend);
+  return (now_seconds() - start) / TIMED;
+}
+
+static void compare_modes(Steps *steps, Backend *backend) {
+  double fused[ROUNDS], materialized[ROUNDS], ratios[ROUNDS];
+  seconds_in(LCE_MATERIALIZED, steps, backend); // products that are new
+  for (int i = 0; i < ROUNDS; i++) {
+    fused[i] = seconds_in(LCE_FUSED, steps, backend);
+    materialized[i] = seconds_in(LCE_MATERIALIZED, steps, backend);
+    ratios[i] = materialized[i] / fused[i];
+  }
+  printf("  the modes      %9.2f ms   fused, %.2f ms materialized: %.3f times\n", 1e3 * median(fused, ROUNDS),
+         1e3 * median(materialized, ROUNDS), median(ratios, ROUNDS));
+}
+
 int main(int argc, char **argv) {
   Options options;
   options_parse(&options, argc, argv);
@@ -181,9 +205,10 @@ int main(int argc, char **argv) {
   double step_seconds = median(step, ROUNDS), product_seconds = median(products, ROUNDS);
   double flops = record.flops * (double)options.micro_steps;
   const Ledger *ledger = &backend->memory.ledger;
-  printf("%s, %s: batch %lld x %lld, V %s, %s loss, recompute %s\n", backend->description, options.model.name,
-         (long long)options.batch, (long long)options.seq_len, text_grouped(options.model.vocab_size).text,
-         lce_mode_name(options.mode), recompute_name(options.recompute));
+  printf("%s, %s: batch %lld x %lld, V %s, %s loss, z-loss %g, recompute %s\n", backend->description,
+         options.model.name, (long long)options.batch, (long long)options.seq_len,
+         text_grouped(options.model.vocab_size).text, lce_mode_name(options.mode), options.z_loss,
+         recompute_name(options.recompute));
   printf("  step           %9.2f ms   %s tokens/s\n", 1e3 * step_seconds,
          text_grouped((int64_t)((double)options.total_batch / step_seconds)).text);
   printf("  bare products  %9.2f ms   %.1f TFLOP/s, %.0f%% of the step\n", 1e3 * product_seconds,
@@ -192,6 +217,7 @@ int main(int argc, char **argv) {
          text_bytes(ledger->peak).text, text_bytes(ledger->highest[MEMORY_HEAD]).text);
   printf("  the device     %9s      at the peak, by its own figure\n",
          text_bytes(backend->ops->device_bytes_peak(backend)).text);
+  if (options.compare_modes) compare_modes(&steps, backend);
   trainer_destroy(&trainer);
   if (backend->scratch == &cpu_scratch) {
     double plain = plain_step_seconds(&options, &loader);

@@ -63,7 +63,8 @@ def native(_):
     if not hasattr(F, "linear_cross_entropy"):
         raise Absent(f"PyTorch {torch.__version__} has none")
     # Without options it is the plain composition; with them, where there are any, it goes in chunks.
-    options = {"options": torch.nn.LinearCrossEntropyOptions()} if hasattr(torch.nn, "LinearCrossEntropyOptions") else {}
+    chunked = hasattr(torch.nn, "LinearCrossEntropyOptions")
+    options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}
     return autograd(lambda x, w, y: F.linear_cross_entropy(x, w, y, **options))
 
 

@@ -1,9 +1,9 @@
 """z-loss by chains of separate framework operations and by lce.c: the layer alone, and a whole training step.
 
-The loss is mean(lse - z[y] + lambda lse^2) on fp32 logits. lce.c computes gradients on the way forward, so what they add
-to a forward pass alone stands for its backward pass. The step is that of one Llama written with PyTorch's operations
-(compiled blocks, flash attention, fused AdamW, all in bf16), of which only the last layer is exchanged; lce.c's enters
-as an autograd function.
+The loss is mean(lse - z[y] + lambda lse^2) on fp32 logits. lce.c computes gradients on the way forward, so what they
+add to a forward pass alone stands for its backward pass. The step is that of one Llama written with PyTorch's
+operations (compiled blocks, its own attention, fused AdamW, all in bf16), of which only the last layer is exchanged;
+lce.c's enters as an autograd function.
 """
 import statistics
 import sys
@@ -159,10 +159,10 @@ def show_layer(shape, rows):
 
 # --- a training step --------------------------------------------------------------------------------------------
 
-MODELS = {"cuda": dict(name="llama-1b", vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, head=64,
-                       batch=4, length=4096),
-          "cpu": dict(name="a tiny Llama", vocab=1000, hidden=32, inner=64, layers=2, heads=4, kv_heads=2, head=8, batch=2,
-                      length=16)}
+MODELS = {"cuda": dict(name="llama-1b", vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8,
+                       head=64, batch=4, length=4096),
+          "cpu": dict(name="a tiny Llama", vocab=1000, hidden=32, inner=64, layers=2, heads=4, kv_heads=2,
+                      head=8, batch=2, length=16)}
 
 
 def rotated(x, cos, sin):
