@@ -40,10 +40,11 @@
 // and W still come from memory about once. Where tiles come out even, dX is cuBLASLt's (see beats_library).
 //
 // FILTERED (LceFilter), dX leaves out steps of K where E is 0. A kernel lists, for each row of cluster tiles,
-// the steps in which either of the cluster's two tiles of E counts; loader and multipliers walk along the list
-// where they otherwise walk along K, and slices are parts of the list. A slice must have a step, for its sums to
-// be written, so a list shorter than the most slices there are takes steps of zeros in. The loader asks for a
-// step's number before it waits for the stage, so the list's latency does not show.
+// the steps in which either of the cluster's two tiles of E counts. Loader and multipliers walk along the
+// list where they otherwise walk along K, and slices are parts of the list. Every slice needs a step, since
+// its first product is what sets its sums: a list shorter than the most slices there can be takes in steps of
+// zeros, so that rows of which nothing counts come out 0. The loader asks for a step's number before it waits
+// for the stage, so the list's latency does not show.
 //
 // THE EXPONENT is taken as 2^(z log2(e) - a log2(e)) (log2(e) / T with a temperature): one fused multiply-add
 // and one instruction of the special unit. a log2(e) is rounded once for a row, which would shift all of the
@@ -108,7 +109,6 @@ struct Work {
   int m, n;
   int m_tiles, n_tiles, k_steps, band;
   int whole, slices, units;
-  const int32_t *list; // filtered: [m_tiles, 1 + k_steps], how many steps count and which
 };
 
 struct Ends {
@@ -119,15 +119,15 @@ struct Ends {
   bool store;             // logits: whether E is kept
   float *out;             // gradient in fp32: [m, n]
   int64_t out_stride;
-  float *slices; // gradient: [units - whole, CLUSTER * TILE_M, TILE_N]
+  float *slices;        // gradient: [units - whole, CLUSTER * TILE_M, TILE_N]
+  const int32_t *lists; // filtered: [m_tiles, 1 + k_steps], how many steps count and which
 };
 
 // One piece of work for a cluster, as one of its blocks sees it.
 struct Unit {
-  int row, column;      // of the tile's first entry
-  int k_begin, k_end;   // in steps of TILE_K, or places in the list of them
-  const int32_t *steps; // filtered: the list
-  int slice;            // where its sums go in Ends.slices, or -1
+  int row, column;    // of the tile's first entry
+  int k_begin, k_end; // in steps of TILE_K, or places in the list of them
+  int slice;          // where its sums go in Ends.slices, or -1
 };
 
 struct TileAt {
@@ -142,8 +142,14 @@ static __device__ __forceinline__ TileAt tile_at(const Work &w, int tile) {
 
 #if defined(HOPPER_CODE)
 
+// Filtered: the list for the cluster tiles with this row, its length first.
+static __device__ __forceinline__ const int32_t *list_of(const Work &w, const Ends &ends, int row) {
+  return ends.lists + (int64_t)(row / (CLUSTER * TILE_M)) * (1 + w.k_steps);
+}
+
 // Unit u. Within the slices, the same slice of all tiles comes first.
-template <bool FILTERED> static __device__ __forceinline__ Unit unit_at(const Work &w, int u, int rank) {
+template <bool FILTERED>
+static __device__ __forceinline__ Unit unit_at(const Work &w, const Ends &ends, int u, int rank) {
   int tile = u, slice = 0, slices = 1, of_slices = u - w.whole;
   if (of_slices >= 0) {
     int rest = w.m_tiles * w.n_tiles - w.whole;
@@ -155,12 +161,7 @@ template <bool FILTERED> static __device__ __forceinline__ Unit unit_at(const Wo
   Unit unit;
   unit.row = at.row + rank * TILE_M;
   unit.column = at.column;
-  int steps = w.k_steps;
-  if (FILTERED) {
-    const int32_t *list = w.list + (int64_t)(at.row / (CLUSTER * TILE_M)) * (1 + w.k_steps);
-    steps = list[0];
-    unit.steps = list + 1;
-  }
+  int steps = FILTERED ? list_of(w, ends, at.row)[0] : w.k_steps;
   unit.k_begin = (int)((int64_t)steps * slice / slices);
   unit.k_end = (int)((int64_t)steps * (slice + 1) / slices);
   unit.slice = of_slices >= 0 ? of_slices : -1;
@@ -197,15 +198,15 @@ static __device__ __forceinline__ int unit_step() {
 // --- the loader --------------------------------------------------------------------------------------------
 
 template <bool B_K_INNERMOST, bool FILTERED>
-static __device__ __forceinline__ void load_stages(const Work &w, const Ring &ring, const CUtensorMap *a,
-                                                   const CUtensorMap *b, int rank) {
+static __device__ __forceinline__ void load_stages(const Work &w, const Ends &ends, const Ring &ring,
+                                                   const CUtensorMap *a, const CUtensorMap *b, int rank) {
   constexpr uint16_t everyone = (1 << CLUSTER) - 1;
   Place at;
   at.parity = 1; // a fresh barrier counts as past its odd phase: all stages are empty
   for (int u = first_unit(); u < w.units; u += unit_step()) {
-    Unit unit = unit_at<FILTERED>(w, u, rank);
+    Unit unit = unit_at<FILTERED>(w, ends, u, rank);
     for (int place = unit.k_begin; place < unit.k_end; place++, at.next()) {
-      int k = FILTERED ? unit.steps[place] : place;
+      int k = FILTERED ? list_of(w, ends, unit.row)[1 + place] : place;
       uint64_t *full = &ring.full[at.stage];
       uint32_t a_stage = ring.first + at.stage * STAGE_BYTES, b_stage = a_stage + A_BYTES;
       barrier_wait(&ring.empty[at.stage], at.parity);
@@ -416,7 +417,7 @@ static __device__ __forceinline__ void multiply_and_finish(const Work &w, const 
   Place at;
   int turn = 0;
   for (int u = first_unit(); u < w.units; u += unit_step(), turn ^= 1) {
-    Unit unit = unit_at<FILTERED>(w, u, rank);
+    Unit unit = unit_at<FILTERED>(w, ends, u, rank);
     if (turn != group) {
       at.advance(unit.k_end - unit.k_begin);
       continue;
@@ -459,7 +460,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
   cluster_synchronize();
   if (group < 0) {
     registers_shrink_to<40>();
-    if (threadIdx.x == 0) load_stages<OUTPUT == EXPONENTIALS, FILTERED>(w, ring, &a, &b, rank);
+    if (threadIdx.x == 0) load_stages<OUTPUT == EXPONENTIALS, FILTERED>(w, ends, ring, &a, &b, rank);
   } else {
     registers_grow_to<232>();
     multiply_and_finish<OUTPUT, FILTERED>(w, ends, ring, &out, boxes, group, rank);
@@ -628,7 +629,6 @@ static Work work_of(int64_t m, int64_t n, int64_t k) {
   w.band = (int)cuda_ceil_div(w.m_tiles, bands);
   w.whole = w.units = w.m_tiles * w.n_tiles;
   w.slices = 1;
-  w.list = nullptr;
   return w;
 }
 
@@ -716,10 +716,13 @@ static bool multipliable(Backend *backend, Tensor out, Tensor exps, Tensor weigh
 
 template <bool FILTERED>
 static void exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, const Work &w,
-                              void *scratch) {
+                              const int32_t *lists, void *scratch) {
   CUtensorMap exps_map = boxes_of(backend, exps, TILE_M),
               weight_map = boxes_of(backend, weight, TILE_K / CLUSTER);
-  Ends ends = {.out = data_of<float>(out), .out_stride = out.stride, .slices = static_cast<float *>(scratch)};
+  Ends ends = {.out = data_of<float>(out),
+               .out_stride = out.stride,
+               .slices = static_cast<float *>(scratch),
+               .lists = lists};
   if (out.dtype == DTYPE_BF16)
     launch<SUMS_BF16, FILTERED>(backend, exps_map, weight_map, boxes_of(backend, out, BOX_ROWS), w, ends);
   else
@@ -739,7 +742,7 @@ bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor 
   Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
   cut_last_round(&w, hopper(backend).clusters, bytes);
   if (!always && !beats_library(w, hopper(backend).clusters)) return false;
-  exps_times_weight<false>(backend, out, exps, weight, w, scratch);
+  exps_times_weight<false>(backend, out, exps, weight, w, nullptr, scratch);
   return true;
 }
 
@@ -749,12 +752,11 @@ bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps
   if (!multipliable(backend, out, exps, weight)) return false;
   Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
   cut_last_round(&w, hopper(backend).clusters, bytes);
-  w.list = list;
   int rows_of_tiles = (int)cuda_ceil_div(w.m, LCE_FILTER_ROWS);
   int across = (int)cuda_ceil_div(weight.shape[0], LCE_FILTER_COLUMNS);
   list_kernel<<<(unsigned)w.m_tiles, 32, 0, cuda_stream(backend)>>>(list, tiles, rows_of_tiles, across,
                                                                     w.k_steps);
   cuda_check_launch("the list of steps");
-  exps_times_weight<true>(backend, out, exps, weight, w, scratch);
+  exps_times_weight<true>(backend, out, exps, weight, w, list, scratch);
   return true;
 }

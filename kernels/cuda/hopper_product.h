@@ -1,4 +1,4 @@
-// Two matrix products of the last layer on Hopper's own instructions; hopper_product.cu tells how. Each
+// The matrix products of the last layer on Hopper's own instructions; hopper_product.cu tells how. Each
 // function says whether it did the work: false means "not on this device, or not with rows like these", and
 // nothing has been touched then.
 #ifndef LCE_KERNELS_CUDA_HOPPER_PRODUCT_H
@@ -10,13 +10,13 @@
 extern "C" {
 #endif
 
-bool hopper_runs(Backend *backend); // whether the device has what the two need
+bool hopper_runs(Backend *backend); // whether the device has what they need
 
-// E[c, j] = exp((x[c] . weight[j] - anchor[c]) * sharpness) for j != targets[c], 0 for j = targets[c], written to exps
-// (bf16, may be strided) unless that is absent;  row_sum[c] = sum_j E[c, j], from before E is rounded, in a
-// fixed order. x [C, H] and weight [V, H] are bf16 with rows that start on 16 bytes. `scratch` holds
-// `bytes`; what does not fit at once is done in bands of rows, and false is returned when not even 128 rows
-// fit.
+// E[c, j] = exp((x[c] . weight[j] - anchor[c]) * sharpness) for j != targets[c], 0 for j = targets[c],
+// written to exps (bf16, may be strided) unless that is absent;  row_sum[c] = sum_j E[c, j], from before E is
+// rounded, in a fixed order. x [C, H] and weight [V, H] are bf16 with rows that start on 16 bytes. `scratch`
+// holds `bytes`; what does not fit at once is done in bands of rows, and false is returned when not even 256
+// rows fit.
 bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, float sharpness,
                          Tensor x, Tensor weight, const int32_t *targets, void *scratch, size_t bytes);
 
@@ -26,8 +26,9 @@ bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const f
 bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,
                               size_t bytes, bool always);
 
-// The same over the tiles of exps that count (LceFilter; the others are 0), skipping steps of V. Always done
-// where it can be. `list` holds cuda_lce_list_bytes(C, V).
+// The same over the tiles of exps that count (LceFilter; the others must be 0), skipping the steps of 64
+// vocabulary entries in which no tile of 256 rows counts. Always done where it can be. `list` has room for
+// cuda_lce_list_bytes(C, V), and is only there to be written.
 bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight,
                                        const float *tiles, int32_t *list, void *scratch, size_t bytes);
 
