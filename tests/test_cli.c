@@ -100,6 +100,10 @@ static void test_wrong_numbers(void **state) {
       {"--grad-clip -1", "--grad-clip -1: give a number from 0 to "},
       {"--val-fraction 1", "--val-fraction 1: give a number from 0 to 0.999"},
       {"--temperature -1", "--temperature -1: give a number from 0 to 100"},
+      {"--lce-filter 1", "--lce-filter 1: give a number from 0 to below 1"},
+      {"--lce-filter 0.999999999999", "--lce-filter 0.999999999999: give a number from 0 to below 1"},
+      {"--lce-filter -0.1", "--lce-filter -0.1: give a number from 0 to 1"},
+      {"--lce-filter nan", "--lce-filter nan: give a number from 0 to 1"},
       {"--rope-theta 0", "--rope-theta 0: give a number from 1 to "},
   };
   EACH_REFUSED(refusals);
@@ -131,10 +135,9 @@ static void test_impossible_combinations(void **state) {
       {"--lce-chunk 64 --lce-memory 64", "--lce-chunk and --lce-memory both choose the chunk"},
       {"--materialized-logits --lce-chunk 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
       {"--materialized-logits --lce-memory 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
-      {"--materialized-logits --lce-filter 0.001", "--lce-filter belongs to --fused-lce"},
-      {"--metrics --lce-filter 0.001", "--lce-filter acts on exponentials"},
-      {"--logit-softcap 30 --lce-filter 0.001", "--lce-filter acts on exponentials"},
-      {"--lce-filter 0.7", "--lce-filter 0.7: give a number from 0 to 0.5"},
+      {"--materialized-logits --lce-filter 0.001", "leave out --lce-filter or --materialized-logits"},
+      {"--metrics --lce-filter 0.001", "acts on exponentials, and --metrics needs logits; leave out one"},
+      {"--logit-softcap 30 --lce-filter 0.001", "and a soft-cap of 30 on logits; leave out --lce-filter, or"},
       {TINY "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"},
       {"--batch 3 --seq-len 64 --total-batch 500", "--total-batch 500 is not a multiple of the 192 tokens"},
       {"--batch 3 --seq-len 64 --total-batch 1", "--total-batch 1 is not a multiple of the 192 tokens"},
@@ -482,6 +485,25 @@ static void test_run(void **state) {
   }
 }
 
+// At the start all probabilities are about 1 / 300.
+static void test_filter(void **state) {
+  (void)state;
+  Output o = train(TINY "--steps 1 --lce-filter 0.01 --log %s", in_room("run.json"));
+  if (o.status) fail_msg("%s", o.err);
+  assert_says(o.out, "  filtered 100.0% of tiles, mass 1.0e+00  ");
+  output_free(&o);
+  cJSON *lines[MOST_LINES];
+  int count = read_log(in_room("run.json"), lines), steps = 0;
+  for (int i = 0; i < count; i++) {
+    if (strcmp(text_in(lines[i], "event"), "step") != 0) continue;
+    steps++;
+    assert_true(number_in(lines[i], "filtered_tiles") == 1);
+    assert_float_equal(number_in(lines[i], "filtered_mass"), 299.0 / 300, 1e-3);
+  }
+  assert_int_equal(steps, 1);
+  free_log(lines, count);
+}
+
 // No step at all: the model as it is, validated.
 static void test_no_steps(void **state) {
   (void)state;
@@ -647,6 +669,7 @@ int main(void) {
       cmocka_unit_test(test_plan_of_long_sequences),
       cmocka_unit_test(test_fit),
       cmocka_unit_test(test_run),
+      cmocka_unit_test(test_filter),
       cmocka_unit_test(test_no_steps),
       cmocka_unit_test(test_terminal),
       cmocka_unit_test(test_shards),

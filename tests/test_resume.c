@@ -148,6 +148,30 @@ static void what_differs_is_said(void **state) {
   output_free(&output);
 }
 
+// Another filter is said, and so is none; what is given now wins over what was remembered.
+static void a_filter_is_remembered(void **state) {
+  (void)state;
+  static const struct {
+    const char *options, *said;
+    bool filters;
+  } turns[] = {{"", NULL, true},
+               {"--lce-filter 0.125", "--lce-filter was 0.25 when ", true},
+               {"--lce-filter 0", "--lce-filter was 0.25 when ", false},
+               {"--materialized-logits", "--lce-filter was 0.25 when ", false},
+               {"--metrics", "--lce-filter was 0.25 when ", false}};
+  char saved[512];
+  succeeds(train(RUN "--lce-filter 0.25 --save-every 11 --save %s", in_room("filtered")));
+  snprintf(saved, sizeof saved, "%s", in_room("filtered/step-000011"));
+  for (size_t i = 0; i < sizeof turns / sizeof *turns; i++) {
+    Output o =
+        train("--device cpu --resume %s %s --log %s", saved, turns[i].options, in_room("filtered.jsonl"));
+    if (o.status) fail_msg("%s", o.err);
+    assert_true(turns[i].said ? strstr(o.err, turns[i].said) != NULL : !strcmp(o.err, ""));
+    assert_int_equal(strstr(o.out, "  filtered ") != NULL, turns[i].filters);
+    output_free(&o);
+  }
+}
+
 static void damage_is_passed_over(void **state) {
   (void)state;
   char command[2048], damaged[512];
@@ -278,6 +302,7 @@ int main(void) {
       cmocka_unit_test(half_and_half_is_the_whole),
       cmocka_unit_test(rounded_weights_resume_too),
       cmocka_unit_test(what_differs_is_said),
+      cmocka_unit_test(a_filter_is_remembered),
       cmocka_unit_test(damage_is_passed_over),
       cmocka_unit_test(stopped_runs_save),
       cmocka_unit_test(killed_runs_lose_nothing),

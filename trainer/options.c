@@ -76,9 +76,8 @@ static const struct argp_option table[] = {
      "Tokens per chunk (default an eighth of B x T, within 128, on cuda 1024, and 4096)", 0},
     {"lce-memory", KEY_LCE_MEMORY, "MIB", 0, "Choose the largest chunk whose layer holds at most this much", 0},
     {"lce-filter", KEY_FILTER, "EPS", 0,
-     "Leave tiles of 128 tokens x 256 vocabulary entries, all of probability below EPS, out of the gradients, and log "
-     "how many and how much (default 0: none)",
-     0},
+     "Leave tiles of 128 tokens x 256 vocabulary entries, all of probability below EPS, out of the gradients, and "
+     "tell how many and how much (default 0: none)", 0},
 
     {"label-smoothing", KEY_SMOOTHING, "EPS", 0,
      "Share of every target that is spread over the vocabulary, 0 to 1 (default 0); validation has none", 0},
@@ -175,6 +174,13 @@ static double number(int key, const char *text, double least, double most) {
   double value = strtod(text, &end);
   if (errno || end == text || *end || !(value >= least && value <= most))
     fail("--%s %s: give a number from %g to %g", option_name(key), text, least, most);
+  return value;
+}
+
+// In [0, 1).
+static double share_below_one(int key, const char *text) {
+  double value = number(key, text, 0, 1);
+  if (!((float)value < 1)) fail("--%s %s: give a number from 0 to below 1", option_name(key), text);
   return value;
 }
 
@@ -323,7 +329,7 @@ static error_t parse_job(int key, char *text, Parsed *p) {
     o->lce_memory = integer(key, text, 1, (int64_t)1 << 30);
     return 0;
   case KEY_FILTER:
-    o->lce_filter = number(key, text, 0, 0.5);
+    o->lce_filter = share_below_one(key, text);
     return 0;
   case KEY_SMOOTHING:
     o->label_smoothing = number(key, text, 0, 1);
@@ -637,12 +643,14 @@ static void settle_job(Options *o, const Parsed *p) {
   if (o->mode == LCE_MATERIALIZED && (o->lce_chunk || o->lce_memory))
     fail("--lce-chunk and --lce-memory belong to --fused-lce; --materialized-logits has no chunks");
   if (o->mode == LCE_MATERIALIZED && o->lce_filter > 0)
-    fail("--lce-filter belongs to --fused-lce; --materialized-logits has no tiles to leave out");
+    fail("--lce-filter belongs to --fused-lce; leave out --lce-filter or --materialized-logits");
   if (o->dtypes.vocab_parallel) check_vocab_parallel(o);
-  if (o->lce_filter > 0 && (o->metrics || o->model.final_logit_softcapping > 0))
-    fail("--lce-filter acts on exponentials, and with --metrics or a logit soft-cap a chunk holds logits; "
-         "leave "
-         "it out, or those");
+  if (o->lce_filter > 0 && o->metrics)
+    fail("--lce-filter acts on exponentials, and --metrics needs logits; leave out one of them");
+  if (o->lce_filter > 0 && o->model.final_logit_softcapping > 0)
+    fail("--lce-filter acts on exponentials, and a soft-cap of %g on logits; leave out --lce-filter, or give "
+         "--logit-softcap 0",
+         o->model.final_logit_softcapping);
 }
 
 // --- reading the command line ------------------------------------------------------------------------------
@@ -715,13 +723,14 @@ static void remember_settings(Options *o, const Parsed *given) {
   const cJSON *device = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "device");
   bool from_gpu = cJSON_IsString(device) && !strcmp(device->valuestring, "cuda");
   const cJSON *settings = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "settings");
-  bool no_filter = given->mode == 1 + (int)LCE_MATERIALIZED;
-  bool other_chunk = o->lce_memory || given->mode == 1 + (int)LCE_MATERIALIZED;
+  bool materialized = given->mode == 1 + (int)LCE_MATERIALIZED, other_chunk = o->lce_memory || materialized;
+  bool no_filter = materialized || o->metrics, no_metrics = o->lce_filter > 0; // as settle_job wants it
   for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(settings, option_name(keys[i]));
     bool is_mode = keys[i] == KEY_FUSED || keys[i] == KEY_MATERIALIZED;
     bool overruled = given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) ||
-                     (keys[i] == KEY_CHUNK && other_chunk) || (keys[i] == KEY_FILTER && no_filter);
+                     (keys[i] == KEY_CHUNK && other_chunk) || (keys[i] == KEY_FILTER && no_filter) ||
+                     (keys[i] == KEY_METRICS && no_metrics);
     bool is_master = keys[i] == KEY_MASTER || keys[i] == KEY_NO_MASTER;
     overruled |= is_master && (given->seen[KEY_MASTER - KEY_MODEL] || given->seen[KEY_NO_MASTER - KEY_MODEL]);
     for (size_t k = 0; k < sizeof dtype_keys / sizeof *dtype_keys; k++)

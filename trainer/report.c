@@ -1,6 +1,7 @@
 #include "trainer/report.h"
 
 #include <errno.h>
+#include <math.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -113,9 +114,13 @@ void progress_update(Progress *p, const StepResult *last, int count, double seco
   if (!due) return;
   p->last_printed = now;
   double left = (double)(p->steps - done) * p->smoothed_seconds;
-  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f  %s tok/s  %.0f%% of products  %s  %s left%s",
+  char filtered[64] = "";
+  if (!isnan(last->filtered_tiles))
+    snprintf(filtered, sizeof filtered, "  filtered %.1f%% of tiles, mass %.1e", 100 * last->filtered_tiles,
+             last->filtered_mass);
+  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of products  %s  %s left%s",
          p->terminal ? "\r\033[K" : "", (long long)done, (long long)p->steps, last->loss, last->learning_rate,
-         last->grad_norm, text_count((double)tokens_per_step / p->smoothed_seconds).text,
+         last->grad_norm, filtered, text_count((double)tokens_per_step / p->smoothed_seconds).text,
          100 * progress_share(p, p->smoothed_seconds), text_bytes(bytes).text, text_duration(left).text,
          p->terminal ? "" : "\n");
   fflush(stdout);

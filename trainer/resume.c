@@ -142,6 +142,10 @@ static void compare(const Options *o, const cJSON *then) {
       warn("--%s was %s when %s was saved and is %s now: the run goes on, but not as it would have",
            item->string, before, o->origin, item->valuestring);
   }
+  const char *filter = text_of(cJSON_GetObjectItemCaseSensitive(then, "lce-filter"));
+  if (filter && o->lce_filter == 0) // then it is no setting, and was not met above
+    warn("--lce-filter was %s when %s was saved and is 0 now: the run goes on, but not as it would have",
+         filter, o->origin);
   cJSON_Delete(now);
 }
 

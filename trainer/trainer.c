@@ -71,7 +71,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->transformer.outputs = t->outputs;
   if (options->lce_filter > 0) {
     t->filtered = reserve_table(backend, "what is filtered", DTYPE_F32, 3);
-    fill_zero(backend, t->filtered); // the materialized mode tells nothing
+    fill_zero(backend, t->filtered); // without the fused mode nothing is told
   }
   t->transformer.filtered = t->filtered;
   t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
