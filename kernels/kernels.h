@@ -368,9 +368,9 @@ typedef struct {
 } LceRows;
 
 // Gradient filtering (Cut Cross-Entropy; Wijmans et al. 2025). E is cut into tiles of LCE_FILTER_ROWS rows,
-// counted from the chunk's first, by LCE_FILTER_COLUMNS vocabulary entries. A tile in which every E[j] < epsilon
-// (R + target_e), so every p is below epsilon, counts as zero in both products; the target's own entry, outside
-// of E, stays.
+// counted from the chunk's first, by LCE_FILTER_COLUMNS vocabulary entries. A tile in which every entry is
+// E[j] < epsilon (R + target_e), so every p is below epsilon, counts as zero in both products; the target's
+// own entry, outside of E, stays.
 //   tiles[b, t]  where the tile is left out, its mass: the sum of E[j] / (R + target_e); -1 where it counts
 //   told        += {tiles left out, all tiles, the mass left out}, in a fixed order
 // A NaN keeps its tile, a row whose target is IGNORE_INDEX keeps none. What E holds in the tiles left out is
@@ -380,8 +380,8 @@ enum { LCE_FILTER_ROWS = 128, LCE_FILTER_COLUMNS = 256 };
 typedef struct {
   Tensor tiles;             // fp32 [ceil(C / LCE_FILTER_ROWS), ceil(V / LCE_FILTER_COLUMNS)]
   Tensor told;              // fp32 [3]
-  Tensor exps;              // real [C, V], may be strided
-  Tensor row_sum, target_e; // fp32 [C], as LceSweep left them
+  Tensor exps;              // real [C, V], may be strided: as LceSweep left it, and zeros may follow likewise
+  Tensor row_sum, target_e; // fp32 [C], likewise
   float epsilon;            // in (0, 1)
 } LceFilter;
 

@@ -468,18 +468,16 @@ static void check_filter(const LinearCrossEntropy *a) {
   if (!(filter >= 0 && filter < 1))
     fail("linear_cross_entropy: filter is %g, which is not in [0, 1)", filter);
   if (tensor_exists(a->filtered) && (a->filtered.rank != 1 || a->filtered.shape[0] != 3 || filter == 0))
-    fail("linear_cross_entropy: filtered is %s with a filter of %g; give fp32 [3] where there is a filter, "
-         "and "
-         "nothing without",
+    fail("linear_cross_entropy: filtered is %s with a filter of %g; give fp32 [3] with a filter, and nothing "
+         "without",
          tensor_text(a->filtered).text, filter);
   if (filter > 0 && a->mode == LCE_MATERIALIZED)
-    fail(
-        "linear_cross_entropy: a filter of %g needs the fused mode; the materialized one has no exponentials",
-        filter);
+    fail("linear_cross_entropy: a filter of %g needs the fused mode; the materialized one has no "
+         "exponentials",
+         filter);
   if (filter > 0 && lce_needs_logits(a))
-    fail("linear_cross_entropy: a filter of %g acts on exponentials; leave it out, or what needs logits side "
-         "by "
-         "side (a bias, a soft-cap, entropy, largest logits, predictions)",
+    fail("linear_cross_entropy: a filter of %g acts on exponentials; leave it out, or a bias, soft-cap, "
+         "entropy, largest logits and predictions, which need logits",
          filter);
 }
 

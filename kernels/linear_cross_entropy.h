@@ -35,35 +35,36 @@ typedef struct {
 // dweight that label smoothing costs.
 //
 // terms.filter leaves tiles of small probabilities out of the gradients' products (LceFilter says which):
-// losses and outputs stay as they are, and dx and dweight lack the probability mass that `filtered` tells. It
-// acts on exponentials, so only the fused mode has it, without what lce_needs_logits.
+// losses and outputs stay as they are to the bit, and dx and dweight lack the probability mass that
+// `filtered` tells. It acts on exponentials, so only the fused mode has it, without what lce_needs_logits.
+// `filtered` is {tiles left out, all tiles, the mass left out, summed over the tokens}; zeros where there are
+// no gradients.
 //
-// With a shard every rank gives its own tokens, as many as the others, and its own rows of the head. It gets the
-// losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and chunk (tokens
-// of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then names ignored
-// tokens after the counted ones. What lce_needs_logits, the filter, the mean and the materialized mode are not
-// for shards.
+// With a shard every rank gives its own tokens, as many as the others, and its own rows of the head. It gets
+// the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
+// chunk (tokens of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then
+// names ignored tokens after the counted ones. What lce_needs_logits, the filter, the mean and the materialized
+// mode are not for shards.
 //
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before it
 // returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's.
 typedef struct {
   LceMode mode;
-  int64_t chunk;        // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
-  Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX
-  TokenOutputs outputs; // any of them, likewise
-  Tensor filtered; // fp32 [3], or absent; with terms.filter: tiles left out, all tiles, and the mass left
-                   // out, summed over the tokens. 0 where there are no gradients
-  Tensor dx;       // [N, H] of x's dtype (fused: or fp32), or absent: forward only
-  Tensor dweight;  // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
-  Tensor dbias;    // fp32 [V]; there when bias and dx are
-  Tensor x;        // real [N, H]
-  Tensor weight;   // real [V, H]
-  Tensor bias;     // real [V], or absent
-  Tensor targets;  // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
+  int64_t chunk;          // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
+  Tensor loss;            // fp32 [N]; 0 where the target is IGNORE_INDEX
+  TokenOutputs outputs;   // any of them, likewise
+  Tensor filtered;        // fp32 [3], or absent; only with terms.filter
+  Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: forward only
+  Tensor dweight;         // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
+  Tensor dbias;           // fp32 [V]; there when bias and dx are
+  Tensor x;               // real [N, H]
+  Tensor weight;          // real [V, H]
+  Tensor bias;            // real [V], or absent
+  Tensor targets;         // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
-  LossTerms terms; // class_weight_sum is the layer's own business; class_weights is whole, even with a shard
-  VocabShard shard;
+  LossTerms terms;        // class_weight_sum is the layer's own business; class_weights is whole
+  VocabShard shard;       // this rank's rows of the head, or {0}: all of them are here
   Tensor rows; // int32 [N], or absent: positions of the counted tokens come first, and only they are computed
   int64_t counted; // how many; read only when rows is there
   float scale;

@@ -1,6 +1,6 @@
 // Gradient filtering against float64 that applies the same rule: tiles that are ragged in both directions,
-// several chunks, counted tokens packed or not, the terms that may stand beside it; tiles on the border; what is
-// told.
+// several chunks, counted tokens packed or not, the terms that may stand beside it; all tiles left out, or
+// none; tiles on the border; what is told; and the two operations by themselves.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -36,9 +36,9 @@ static int pop_all(void **state) {
 
 // --- problems with tiles to leave out ----------------------------------------------------------------------
 
-// Tokens come in runs of KINDS kinds, and the logits of kind k are 0 in every KINDS-th tile of the vocabulary from
-// the k-th on, GAP less in all others, but for a little noise: probabilities are of two sizes, and no rounding
-// moves one across the border between them.
+// Tokens come in runs of KINDS kinds, and the logits of kind k are 0 in every KINDS-th tile of the vocabulary
+// from the k-th on, GAP less in all others, but for a little noise: probabilities are of two sizes, and no
+// rounding moves one across the border between them.
 enum { KINDS = 3, RUN = 150 };
 static const double GAP = 2;
 
@@ -251,7 +251,8 @@ static void test_off(void **state) {
   check_bitwise_equal(h, "dweight with a filter of 0", zero.dweight, none.dweight);
 }
 
-// The same bits again, with more threads; losses are those without a filter; nothing to tell without gradients.
+// The same bits again, with more threads; losses are those without a filter; nothing to tell without
+// gradients.
 static void test_repeats(void **state) {
   Harness *h = *state;
   const Case c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
@@ -279,6 +280,124 @@ static void test_repeats(void **state) {
   check_values(h, "what the forward pass tells", forward.filtered, (double[]){0, 0, 0}, within(0, 1));
 }
 
+// --- the operations by themselves --------------------------------------------------------------------------
+
+typedef struct {
+  int64_t rows, hidden, vocab, stride;
+  bool accumulate;
+  float alpha;
+  int64_t every; // tile (b, t) counts where 5 b + 3 t is a multiple of it; 0: none counts
+} Shape;
+
+typedef struct {
+  Shape s;
+  int64_t down, across;
+  double *exps, *row_sum, *target_e, *told, *tiles; // told and tiles: as they must become
+  LceFilter call;
+} Filtering;
+
+static bool tile_counts(Shape s, int64_t n, int64_t j) {
+  return s.every && (5 * (n / LCE_FILTER_ROWS) + 3 * (j / LCE_FILTER_COLUMNS)) % s.every == 0;
+}
+
+// Every entry is below half of its row's threshold, but for the last one of a tile that counts, in its last row
+// and column, where an inattentive eye would miss it.
+static Filtering make_filtering(Harness *h, Shape s) {
+  const float epsilon = 0.01f;
+  Filtering f = {.s = s,
+                 .down = (s.rows + LCE_FILTER_ROWS - 1) / LCE_FILTER_ROWS,
+                 .across = (s.vocab + LCE_FILTER_COLUMNS - 1) / LCE_FILTER_COLUMNS,
+                 .exps = random_values(h, s.rows * s.vocab, 1),
+                 .row_sum = random_values(h, s.rows, 1),
+                 .target_e = random_values(h, s.rows, 1),
+                 .told = host_values(h, 3)};
+  f.tiles = host_values(h, f.down * f.across);
+  for (int64_t n = 0; n < s.rows; n++) {
+    bool ignored = n % 7 == 2; // as the sweep leaves such a row: nothing in E
+    f.row_sum[n] = ignored ? 0 : 8 + 4 * fabs(f.row_sum[n]);
+    f.target_e[n] = ignored ? 1 : 1 / (1 + fabs(f.target_e[n]));
+    bool last_row = (n + 1) % LCE_FILTER_ROWS == 0 || n + 1 == s.rows;
+    for (int64_t j = 0; j < s.vocab; j++) {
+      double *e = &f.exps[n * s.vocab + j], threshold = (double)epsilon * (f.row_sum[n] + f.target_e[n]);
+      bool last = last_row && ((j + 1) % LCE_FILTER_COLUMNS == 0 || j + 1 == s.vocab);
+      *e = last && tile_counts(s, n, j) ? 2 * threshold : ignored ? 0 : threshold / 2 / (1 + fabs(*e));
+    }
+  }
+  f.call = (LceFilter){.tiles = poisoned(h, DTYPE_F32, f.down, f.across),
+                       .told = vector_from(h, DTYPE_F32, (double[]){3, 5, 0.25}, 3),
+                       .exps = strided_from(h, h->dtype, f.exps, s.rows, s.vocab, s.stride),
+                       .row_sum = vector_from(h, DTYPE_F32, f.row_sum, s.rows),
+                       .target_e = vector_from(h, DTYPE_F32, f.target_e, s.rows),
+                       .epsilon = epsilon};
+  f.told[0] = 3, f.told[1] = 5 + (double)(f.down * f.across), f.told[2] = 0.25;
+  for (int64_t n = 0; n < s.rows; n++)
+    for (int64_t j = 0; j < s.vocab; j++) {
+      double p = f.exps[n * s.vocab + j] / (f.row_sum[n] + f.target_e[n]);
+      int64_t tile = n / LCE_FILTER_ROWS * f.across + j / LCE_FILTER_COLUMNS;
+      bool first = n % LCE_FILTER_ROWS == 0 && j % LCE_FILTER_COLUMNS == 0;
+      if (tile_counts(s, n, j)) {
+        f.tiles[tile] = -1;
+        continue;
+      }
+      f.tiles[tile] += p;
+      f.told[0] += first, f.told[2] += p;
+    }
+  return f;
+}
+
+static void check_products(Harness *h, const Filtering *f, Dtype dx_dtype) {
+  Shape s = f->s;
+  double *weight = random_values(h, s.vocab * s.hidden, 1), *x = random_values(h, s.rows * s.hidden, 1);
+  double *dx = host_values(h, s.rows * s.hidden), alpha = s.alpha == 0.0f ? 1 : (double)s.alpha;
+  double *dweight =
+      s.accumulate ? random_values(h, s.vocab * s.hidden, 1) : host_values(h, s.vocab * s.hidden);
+  LceFilteredProducts a = {.dx_raw = poisoned(h, dx_dtype, s.rows, s.hidden),
+                           .dweight = s.accumulate ? tensor_from(h, DTYPE_F32, dweight, s.vocab, s.hidden)
+                                                   : poisoned(h, DTYPE_F32, s.vocab, s.hidden),
+                           .tiles = f->call.tiles,
+                           .exps = f->call.exps,
+                           .weight = tensor_from(h, h->dtype, weight, s.vocab, s.hidden),
+                           .scaled_x = tensor_from(h, h->dtype, x, s.rows, s.hidden),
+                           .alpha = s.alpha,
+                           .accumulate = s.accumulate};
+  for (int64_t n = 0; n < s.rows; n++)
+    for (int64_t j = 0; j < s.vocab; j++) {
+      double e = f->exps[n * s.vocab + j];
+      if (!tile_counts(s, n, j)) continue;
+      for (int64_t i = 0; i < s.hidden; i++) {
+        dx[n * s.hidden + i] += e * weight[j * s.hidden + i];
+        dweight[j * s.hidden + i] += alpha * e * x[n * s.hidden + i];
+      }
+    }
+  lce_filtered_products(h->backend, a);
+  check_values(h, "dx_raw", a.dx_raw, dx, of_size(within(8, (double)s.vocab), 0.1));
+  check_values(h, "dweight", a.dweight, dweight, of_size(within(8, (double)s.rows), 0.1));
+}
+
+// All tiles count, some, the first alone, or none.
+static void test_operations(void **state) {
+  Harness *h = *state;
+  static const Shape shapes[] = {
+      {1, 1, 1, 1, .alpha = 0.5f},          {5, 24, 8, 64, .accumulate = true},
+      {128, 8, 256, 256, .alpha = 0.5f},    {129, 9, 257, 263, .alpha = 2, .accumulate = true},
+      {257, 64, 640, 640, .alpha = 1},      {300, 33, 1001, 1003, .accumulate = true},
+      {385, 72, 1283, 1344, .alpha = 0.25f}};
+  static const int64_t every[] = {1, 2, 3, 1009, 0};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (size_t k = 0; k < sizeof every / sizeof *every; k++) {
+      Shape s = shapes[i];
+      s.every = every[k];
+      Filtering f = make_filtering(h, s);
+      lce_filter(h->backend, f.call);
+      check_values(h, "tiles", f.call.tiles, f.tiles, within(8, (double)(s.rows + s.vocab)));
+      check_values(h, "told", f.call.told, f.told, within(8, (double)(s.rows + s.vocab)));
+      check_gaps(h, "exps", in_pieces(f.call.exps));
+      check_products(h, &f, DTYPE_F32);
+      if (h->dtype != DTYPE_F32) check_products(h, &f, h->dtype);
+      pop_all(state);
+    }
+}
+
 static void test_refusals(void **state) {
   Harness *h = *state;
   Problem p = make_problem(h, (Case){.rows = 3, .hidden = 4, .vocab = 5, .chunk = 3, .size = 3});
@@ -302,9 +421,10 @@ static void test_refusals(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_cases, pop_all),   cmocka_unit_test_teardown(test_border, pop_all),
-      cmocka_unit_test_teardown(test_nan, pop_all),     cmocka_unit_test_teardown(test_off, pop_all),
-      cmocka_unit_test_teardown(test_repeats, pop_all), cmocka_unit_test_teardown(test_refusals, pop_all),
+      cmocka_unit_test_teardown(test_cases, pop_all),    cmocka_unit_test_teardown(test_border, pop_all),
+      cmocka_unit_test_teardown(test_nan, pop_all),      cmocka_unit_test_teardown(test_off, pop_all),
+      cmocka_unit_test_teardown(test_repeats, pop_all),  cmocka_unit_test_teardown(test_operations, pop_all),
+      cmocka_unit_test_teardown(test_refusals, pop_all),
   };
   const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
   int failures = 0;

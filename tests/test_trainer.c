@@ -175,8 +175,8 @@ static void test_terms_give_one_curve(void **state) {
   }
 }
 
-// At the start every token has a probability of about 1 / 300: two tiles of the vocabulary, both below 0.01. What
-// a step tells is that of all its micro-batches, and its loss is what it is without a filter.
+// At the start every token has a probability of about 1 / 300: two tiles of the vocabulary, both below 0.01.
+// What a step tells is that of all its micro-batches, and its loss is what it is without a filter.
 static void test_filter_is_told(void **state) {
   (void)state;
   static const char *const filters[] = {"", "--lce-filter 1e-9", "--lce-filter 0.01"};

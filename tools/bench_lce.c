@@ -225,8 +225,8 @@ static void prepare(Bench *b) {
   add_terms(b, o->chunks[0]);
 }
 
-// Something to filter: all but the first eighth of the vocabulary gets a logit of 0, and so a probability of about
-// 1 / V, while every tile before has some of more than 2 / V.
+// Something to filter: all but the first eighth of the vocabulary gets a logit of 0, and so a probability of
+// about 1 / V, while every tile before has some of more than 2 / V.
 static void make_filterable(Bench *b) {
   int64_t vocab_size = b->settings->vocab_size;
   int64_t first = vocab_size / 8 / LCE_FILTER_COLUMNS * LCE_FILTER_COLUMNS;

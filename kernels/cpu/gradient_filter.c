@@ -1,17 +1,19 @@
 // Gradient filtering on the CPU: which tiles of E count, and the two products over those.
 //
-// The look at E reads C V numbers, beside 4 C V H flops in the two products; a tile that counts is left at the
-// first row that says so. The products take a tile of E after the other where the sweep would have taken all, and
-// skip tiles whole: neither E nor the rows of W that it meets are touched. dX is cut into pieces of 128 rows by as
-// many columns as there are threads for, since every piece reads its rows of E anew, and dW into pieces of 256
-// rows; a piece is one thread's, in the order of E's tiles, so the bits are the same for any number of threads. Rows of dW that no tile leads to are left alone, or made 0 where nothing is
-// added to them.
+// The look at E reads at most 4 C V bytes, and leaves a tile at the first row that has an entry to keep. The
+// products take 4 C V H flops where all tiles count, and half of that where half of them do: a tile that is
+// left out is not touched again, nor are the rows of W that it meets. Rows of dW that no tile leads to are
+// left as they are, or made 0 where nothing is added to them.
+//
+// dX is made in pieces of 128 rows. Where those are fewer than the threads they are cut into strips of
+// columns, and not otherwise: each strip reads its rows of E anew. dW is made in pieces of 256 rows. One
+// thread makes a piece, from E's tiles in their order, so the bits are the same for any number of threads.
 #include <omp.h>
 #include <string.h>
 
 #include "kernels/cpu/tile.h"
 
-enum { STRIP = 64 }; // of dX's columns, or a multiple
+enum { STRIP = 64 }; // a strip of dX has a multiple of so many columns, a whole number of tile.h's panels
 
 // One tile of E.
 typedef struct {

@@ -5,12 +5,12 @@
 // Traffic: at most 2 C V bytes read, and 2 C V bytes of zeros written where all is left out, against 4 C V H
 // flops in the two products.
 //
-// With the tiles at 0 any dense product gives the filtered gradient, and that is what other devices than Hopper
-// do: they save no time. On Hopper dX goes through the steps of V that count alone (hopper_product.cu), in lists
-// for each 256 rows: a step is skipped when both tiles beside each other are. How many those are is known on the
-// device alone, and the bits of a result must not hang on what an earlier call has told the host; so it is not
-// weighed against cuBLASLt's product, as the whole dX is, but always done. dW is cuBLASLt's on every device, zeros
-// and all.
+// With the tiles at 0 any dense product gives the filtered gradient, and that is what GPUs other than Hopper
+// do: they save no time. On Hopper dX goes through those steps of V alone that count (hopper_product.cu), by
+// a list for each 256 rows: a step is skipped when both tiles of E, one below the other, are left out. How
+// many are is known on the device alone, and the bits of a result must not hang on what an earlier call has
+// told the host. So this dX is not weighed against cuBLASLt's, as the whole one is, but always made so. dW is
+// cuBLASLt's on every GPU, zeros and all.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_product.h"
 
