@@ -455,16 +455,17 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     say_ready(options, GROUP_MATRICES, place_in_group(model, &model->layers[l].qkv_weight));
   }
   bool of_all = tied && head_first;
+  Tensor none = {0};
   if (of_all) embedding_of_all_ranks(&p, dr);
   if (!of_all || tensor_exists(dpositions)) // a tied embedding already holds the head's gradient
-    embedding_backward(
-        backend, (EmbeddingBackward){.dtoken_weight = of_all ? (Tensor){0} : model->token_embedding.grad,
-                                     .dposition_weight = dpositions,
-                                     .dout = dr,
-                                     .tokens = batch->tokens,
-                                     .seq_len = batch->seq_len,
-                                     .accumulate_token = p.accumulate || tied,
-                                     .accumulate_position = p.accumulate});
+    embedding_backward(backend,
+                       (EmbeddingBackward){.dtoken_weight = of_all ? none : model->token_embedding.grad,
+                                           .dposition_weight = dpositions,
+                                           .dout = dr,
+                                           .tokens = batch->tokens,
+                                           .seq_len = batch->seq_len,
+                                           .accumulate_token = p.accumulate || tied,
+                                           .accumulate_position = p.accumulate});
   memory_pop_to(memory, bottom);
   say_ready(options, GROUP_MATRICES, 0);
   say_ready(options, GROUP_VECTORS, 0);
