@@ -9,7 +9,6 @@
 #include "ranks/ranks.h"
 
 enum { AT_ONCE = 1 << 22 }; // numbers on the way between disk and backend
-enum { AHEAD = 64 << 20 };  // bytes that the disk may read before they are asked for
 
 static char *file_name(const char *stem, int number, int of) {
   char *name;
@@ -42,6 +41,7 @@ static bool add_file(TensorSet *set, char *path) {
   Reason reason;
   if (!safetensors_parse(mapping.bytes, mapping.size, &file.header, &reason))
     fail("%s: %s", path, reason.text);
+  file.ahead = read_ahead_create(mapping);
   set->files = realloc(set->files, (size_t)(set->count + 1) * sizeof *set->files);
   if (!set->files) fail("out of host memory for the files of %s", set->path);
   set->files[set->count++] = file;
@@ -99,6 +99,7 @@ TensorSet tensor_set_open(const char *folder, const char *stem) {
 void tensor_set_close(TensorSet *set) {
   for (int i = 0; i < set->count; i++) {
     safetensors_free(&set->files[i].header);
+    read_ahead_destroy(set->files[i].ahead);
     file_unmap(&set->files[i].mapping);
     free(set->files[i].path);
   }
@@ -160,7 +161,7 @@ void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *bac
     int64_t count = total - first < AT_ONCE ? total - first : AT_ONCE;
     size_t offset = e->offset + (size_t)first * width, bytes = (size_t)count * width;
     bool widened = false;
-    file_will_need(&file->mapping, offset + AHEAD, bytes); // of this tensor or of those behind it
+    read_ahead_reached(file->ahead, offset);
     pass(&p, role, file->mapping.bytes + offset, first, count, &widened);
     if (also_role) pass(&p, also_role, file->mapping.bytes + offset, first, count, &widened);
     file_done_with(&file->mapping, offset, bytes);

@@ -9,6 +9,7 @@
 
 #include "checkpoint/files.h"
 #include "checkpoint/folder.h"
+#include "checkpoint/read_ahead.h"
 #include "checkpoint/safetensors.h"
 #include "model/shards.h"
 
@@ -18,6 +19,7 @@ typedef struct {
   char *path;
   Mapping mapping;
   SafetensorsHeader header;
+  ReadAhead *ahead;
 } TensorFile;
 
 typedef struct {
