@@ -214,10 +214,10 @@ static void materialized(Backend *backend, const LinearCrossEntropy *a) {
 
 // --- exponentials anchored at the target -------------------------------------------------------------------
 
-// What a chunk of C tokens needs; everything is pushed once and used by every chunk. Only the targets' scales
-// are kept for all tokens: their rows of dweight are touched for thousands of tokens at a time, which keeps a
-// GPU busy where a chunk of a thousand takes almost as long. Packed tokens are gone with their chunk, and so
-// are their scales.
+// What a chunk of C tokens needs, pushed once and used by every chunk; but scaled_x is pushed by each, to lie
+// where the sweep's scratch has been. Only the targets' scales are kept for all tokens: their rows of dweight
+// are touched for thousands of tokens at a time, which keeps a GPU busy where a chunk of a thousand takes almost
+// as long. Packed tokens are gone with their chunk, and so are their scales.
 typedef struct {
   Tensor row_sum, target_e, target_z, anchor;       // fp32 [C]
   Tensor scale_others, scale_target, scale_uniform; // fp32 [C]
@@ -240,7 +240,6 @@ static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t row
   r.scale_target =
       push_column(backend, "scales of the target", tensor_exists(a->rows) ? rows : a->x.shape[0]);
   if (a->terms.label_smoothing > 0) r.scale_uniform = push_column(backend, "scales of all", rows);
-  r.scaled_x = memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, a->x.dtype, rows, a->x.shape[1]);
   r.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
   if (a->terms.filter > 0)
     r.tiles =
@@ -258,9 +257,12 @@ static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
                 .scale_others = first_rows(r->scale_others, 0, count),
                 .scale_target = first_rows(r->scale_target, target_first, count),
                 .scale_uniform = first_rows(r->scale_uniform, 0, count),
-                .scaled_x = first_rows(r->scaled_x, 0, count),
                 .exps = first_rows(r->exps, 0, count),
                 .tiles = first_rows(r->tiles, 0, divide_up(count, LCE_FILTER_ROWS))};
+}
+
+Tensor push_scaled_x(Backend *backend, Tensor x) {
+  return memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, x.dtype, x.shape[0], x.shape[1]);
 }
 
 static void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
@@ -310,6 +312,8 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                                 .weight = a->weight,
                                 .targets = t->targets,
                                 .temperature = common->terms.temperature});
+  MemoryMark mark = memory_mark(&backend->memory);
+  if (tensor_exists(t->dx)) r.scaled_x = push_scaled_x(backend, t->x);
   lce_rows(backend, (LceRows){.loss = t->loss,
                               .outputs = t->outputs,
                               .scale_others = r.scale_others,
@@ -359,6 +363,7 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                                                      .x = t->x,
                                                      .coefficients = r.scale_uniform,
                                                      .accumulate = first > 0});
+  memory_pop_to(&backend->memory, mark);
 }
 
 // --- the fused mode ----------------------------------------------------------------------------------------
@@ -371,6 +376,20 @@ int64_t even_chunk(int64_t tokens, int64_t most) {
 void show_scratch(Backend *backend, const char *op, size_t bytes) {
   MemoryMark mark = memory_mark(&backend->memory);
   memory_push_1d(&backend->memory, op, MEMORY_HEAD, DTYPE_I32, (int64_t)((bytes + 3) / 4));
+  memory_pop_to(&backend->memory, mark);
+}
+
+void show_behind_sweep(Backend *backend, const LinearCrossEntropy *a, Tensor x) {
+  const BackendScratch *scratch = backend->scratch;
+  LceTargetGradient targets = {.dweight = a->dweight, .x = x};
+  WeightedColumnSum sum = {.x = x};
+  MemoryMark mark = memory_mark(&backend->memory);
+  push_scaled_x(backend, x);
+  show_scratch(backend, "lce_target_gradient",
+               scratch->lce_target_gradient ? scratch->lce_target_gradient(&targets) : 0);
+  if (a->terms.label_smoothing > 0)
+    show_scratch(backend, "weighted_column_sum",
+                 scratch->weighted_column_sum ? scratch->weighted_column_sum(&sum) : 0);
   memory_pop_to(&backend->memory, mark);
 }
 
@@ -389,6 +408,7 @@ static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, con
     show_scratch(backend, "lce_filtered_products",
                  scratch->lce_filtered_products ? scratch->lce_filtered_products(&products) : 0);
   }
+  if (tensor_exists(t->dx) && !tensor_exists(logits)) show_behind_sweep(backend, a, t->x);
   if (tensor_exists(a->dbias)) {
     LinearBackwardWeight weight = {.dweight = a->dweight, .dbias = a->dbias, .dout = logits, .x = t->x};
     show_scratch(backend, "linear_backward_weight",

@@ -25,12 +25,17 @@ Tensor first_rows(Tensor t, int64_t first, int64_t count);
 Tensor push_column(Backend *backend, const char *name, int64_t rows);
 Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype);
 
+// Room for r X of a chunk, once its sweep is over.
+Tensor push_scaled_x(Backend *backend, Tensor x);
+
 // As many chunks of at most `most` tokens as needed, all nearly alike, in steps of 128 where there is room for
 // steps: how many tokens each then has.
 int64_t even_chunk(int64_t tokens, int64_t most);
 
 // Shows the ledger an operation's scratch.
 void show_scratch(Backend *backend, const char *op, size_t bytes);
+// And what a chunk of tokens x takes once its sweep is over.
+void show_behind_sweep(Backend *backend, const LinearCrossEntropy *a, Tensor x);
 
 // vocabulary_parallel.c: the call where weight is a part of the head.
 void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a);

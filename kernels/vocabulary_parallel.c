@@ -31,7 +31,7 @@ typedef struct {
   Tensor target_z, anchor, row_sum;      // fp32 [R C], of the whole vocabulary
   Tensor target_e, rescale, own_e, loss; // likewise; own_e: target_e as this rank's part has it
   Tensor scale_others, scale_target, scale_uniform;
-  Tensor scaled_x, dx; // [R C, H]
+  Tensor scaled_x, dx; // [R C, H]; the first only once the sweep is over
   Tensor exps;         // [R C, V / R]
 } Gathered;
 
@@ -84,7 +84,6 @@ static Gathered push_gathered(Backend *backend, const LinearCrossEntropy *a, int
   g.scale_others = push_column(backend, "scales of the others", rows);
   g.scale_target = push_column(backend, "scales of the target", rows);
   if (a->terms.label_smoothing > 0) g.scale_uniform = push_column(backend, "scales of all", rows);
-  g.scaled_x = memory_push_2d(m, "scaled x", MEMORY_HEAD, dtype, rows, hidden_size);
   g.dx = memory_push_2d(m, "parts of dx", MEMORY_HEAD, a->dx.dtype, rows, hidden_size);
   g.exps = push_logits(backend, "exponentials", rows, vocab_rows, dtype);
   return g;
@@ -108,7 +107,6 @@ static Gathered gathered_range(const Gathered *g, int64_t rows, int ranks) {
                     .scale_others = first_rows(g->scale_others, 0, rows),
                     .scale_target = first_rows(g->scale_target, 0, rows),
                     .scale_uniform = first_rows(g->scale_uniform, 0, rows),
-                    .scaled_x = first_rows(g->scaled_x, 0, rows),
                     .dx = first_rows(g->dx, 0, rows),
                     .exps = first_rows(g->exps, 0, rows)};
 }
@@ -222,10 +220,8 @@ static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, con
   const BackendScratch *scratch = backend->scratch;
   LceSweep sweep = {
       .exps = g->exps, .dx_raw = g->dx, .x = g->x, .weight = a->weight, .targets = g->local_targets};
-  LceTargetGradient targets = {.dweight = a->dweight, .x = g->x};
   if (scratch->lce_sweep) show_scratch(backend, "lce_sweep", scratch->lce_sweep(&sweep));
-  if (scratch->lce_target_gradient && tensor_exists(a->dx))
-    show_scratch(backend, "lce_target_gradient", scratch->lce_target_gradient(&targets));
+  if (tensor_exists(a->dx)) show_behind_sweep(backend, a, g->x);
 }
 
 // Some tokens of every rank on their way through the layer.
@@ -274,7 +270,9 @@ void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a) {
     join(backend, a, &before);
     sweep(backend, a, &chunk.g);
     tell_own(backend, a, &common, &chunk.g, &chunk.own);
+    MemoryMark mark = memory_mark(&backend->memory);
     if (backward) {
+      chunk.g.scaled_x = push_scaled_x(backend, chunk.g.x);
       scale_all(backend, a, &common, &chunk.g);
       send_gradients(backend, a, &common, &chunk.g, &chunk.own, first == 0);
     }
@@ -286,6 +284,7 @@ void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a) {
                                                              .x = chunk.g.scaled_x,
                                                              .alpha = a->scale,
                                                              .accumulate = true});
+    memory_pop_to(&backend->memory, mark);
     if (backend->memory.planning) return; // the chunks after the first need no more
   }
   join(backend, a, &before);

@@ -90,15 +90,15 @@ static void hand_worked_csv(void **state) {
   assert_int_equal(whole->ledger_bytes, 0);
 
   const Reading *fused = reading(&c, LCE_FUSED, SWEEP_TOKENS, 64);
-  size_t columns = 6 * 256;                             // six fp32 columns of 16 rows
-  size_t chunk = columns + 16 * 32 * 2 + 16 * 1024 * 2; // scaled x, exponentials
+  size_t chunk = 6 * 256 + 16 * 1024 * 2; // six fp32 columns of 16 rows, exponentials
   Tensor exps = tensor_2d(NULL, DTYPE_BF16, 16, 1000), x_chunk = tensor_2d(NULL, DTYPE_BF16, 16, 32);
   Tensor w = tensor_2d(NULL, DTYPE_BF16, 1000, 32);
   exps.data = x_chunk.data = w.data = &chunk; // only has to be there
   size_t sweep = memory_padded(
       cuda_scratch.lce_sweep(&(LceSweep){.exps = exps, .dx_raw = x_chunk, .x = x_chunk, .weight = w}));
   size_t scatter = memory_padded(cuda_scratch.lce_target_gradient(&(LceTargetGradient){.x = x_chunk}));
-  size_t scratch = sweep > scatter ? sweep : scatter;
+  size_t scratch = sweep > scatter ? sweep : scatter; // one after the other, as scaled x after the sweep
+  assert_true(scratch >= 16 * 32 * 2);
   assert_int_equal(fused->planned_layer_bytes, chunk + scratch);
   assert_int_equal(fused->planned_bytes, held + chunk + scratch);
   assert_int_equal(fused->point.chunk, 16);

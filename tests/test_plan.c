@@ -25,7 +25,7 @@
 
 // --- the plan and the run ----------------------------------------------------------------------------------
 
-// A step, a validation and a sample for real; then the ledger against the plan. Chunks that do not divide, that
+// A step, a sample and a validation for real, in the plan's order; then the ledger against the plan. Chunks that do not divide, that
 // exceed the batch, gradient accumulation, padded validation batches.
 static void check_plan(const char *model, const char *job, LceMode mode, Recompute recompute) {
   Run *run = run_open("%s %s %s --recompute %s --sample-tokens 3", model, job,
@@ -36,8 +36,8 @@ static void check_plan(const char *model, const char *job, LceMode mode, Recompu
   static const int32_t prompt[] = {10};
   int64_t count;
   run_step(run, 0);
-  trainer_validate(&run->trainer, &run->loader, 2);
   free(trainer_sample(&run->trainer, prompt, 1, 1, &count));
+  trainer_validate(&run->trainer, &run->loader, 2);
   Plan real = plan_from_ledger(&memory->ledger);
   assert_int_equal(real.peak_bytes, plan.peak_bytes);
   assert_int_equal(real.stack_bytes, plan.stack_bytes);
