@@ -1,6 +1,6 @@
 // Reading a large file while doing something with what has been read: a thread asks for the pages that come
-// next. Asking is a system call that waits while the disk has enough to do, so whoever uses the pages would ask
-// too late by the time of every use.
+// next. Asking is a system call that waits while the disk has enough to do, so whoever uses the pages would
+// ask too late by the time of every use.
 #ifndef LCE_CHECKPOINT_READ_AHEAD_H
 #define LCE_CHECKPOINT_READ_AHEAD_H
 

@@ -28,9 +28,9 @@
 //
 // Most other terms of the loss (kernels.h) act on whole rows, and so on r and c alone: weights of tokens and
 // classes, z-loss, temperature. Label smoothing subtracts the same vector, eps/V sum_j w[j] W[j], from every
-// token's dX, and from every row of dW the same sum of x: two rank-one terms, one pass over W and one over dW.
-// A bias, a soft-cap, entropy and its gradient act on single logits: a chunk then holds its logits in fp32,
-// and they become their own gradient in place, as all tokens' do at once in the materialized mode.
+// token's dX, and from every row of dW the same sum of x: two rank-one terms, one pass over W and one over
+// dW. A bias, a soft-cap, entropy and its gradient act on single logits: a chunk then holds its logits in
+// fp32, and they become their own gradient in place, as all tokens' do at once in the materialized mode.
 //
 // A filter (LossTerms.filter) leaves what is too small to matter in E out of the products that are still to
 // come. It must know R first, so dX is then made after the sweep, from the tiles that are left, like dW.
@@ -163,8 +163,8 @@ void zero_tokens(Backend *backend, const LinearCrossEntropy *a) {
 }
 
 // --- logits, and their gradient in place -------------------------------------------------------------------
-// All tokens at once this is the materialized mode, the honest baseline. A chunk at a time it is the way of the
-// terms that need a row's logits side by side.
+// All tokens at once this is the materialized mode, the honest baseline. A chunk at a time it is the way of
+// the terms that need a row's logits side by side.
 
 Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype) {
   int64_t stride = backend->scratch->logits_stride(vocab_size, dtype);
@@ -216,8 +216,8 @@ static void materialized(Backend *backend, const LinearCrossEntropy *a) {
 
 // What a chunk of C tokens needs, pushed once and used by every chunk; but scaled_x is pushed by each, to lie
 // where the sweep's scratch has been. Only the targets' scales are kept for all tokens: their rows of dweight
-// are touched for thousands of tokens at a time, which keeps a GPU busy where a chunk of a thousand takes almost
-// as long. Packed tokens are gone with their chunk, and so are their scales.
+// are touched for thousands of tokens at a time, which keeps a GPU busy where a chunk of a thousand takes
+// almost as long. Packed tokens are gone with their chunk, and so are their scales.
 typedef struct {
   Tensor row_sum, target_e, target_z, anchor;       // fp32 [C]
   Tensor scale_others, scale_target, scale_uniform; // fp32 [C]
@@ -293,8 +293,8 @@ static LceFilteredProducts filtered_products(const LinearCrossEntropy *a, const 
                                .accumulate = accumulate};
 }
 
-// Sweep, row statistics, the gradients but for the targets' rows of dweight, for tokens from number `first` on.
-// `accumulate`: a chunk has been before this one, or the caller adds.
+// Sweep, row statistics, the gradients but for the targets' rows of dweight, for tokens from number `first`
+// on. `accumulate`: a chunk has been before this one, or the caller adds.
 static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common *common,
                      const Rows *all_rows, const Tokens *t, int64_t first, bool accumulate) {
   bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;

@@ -12,8 +12,8 @@ typedef enum {
 
 const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 
-// Which rows of a head `weight` is, where its rows are split over the backend's ranks (vocabulary_parallel.c):
-// [first, first + weight.shape[0]) of vocab_size. {0, 0}: all of them.
+// Which rows of a head `weight` is, where its rows are split over the backend's ranks
+// (vocabulary_parallel.c): [first, first + weight.shape[0]) of vocab_size. {0, 0}: all of them.
 typedef struct {
   int64_t first, vocab_size;
 } VocabShard;
@@ -43,11 +43,12 @@ typedef struct {
 // With a shard every rank gives its own tokens, as many as the others, and its own rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
 // chunk (tokens of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then
-// names ignored tokens after the counted ones. What lce_needs_logits, the filter, the mean and the materialized
-// mode are not for shards.
+// names ignored tokens after the counted ones. What lce_needs_logits, the filter, the mean and the
+// materialized mode are not for shards.
 //
-// The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before it
-// returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's.
+// The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
+// it returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no
+// other's.
 typedef struct {
   LceMode mode;
   int64_t chunk;          // LCE_FUSED: tokens per chunk, at least 1; need not divide anything

@@ -28,8 +28,8 @@ Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t voc
 // Room for r X of a chunk, once its sweep is over.
 Tensor push_scaled_x(Backend *backend, Tensor x);
 
-// As many chunks of at most `most` tokens as needed, all nearly alike, in steps of 128 where there is room for
-// steps: how many tokens each then has.
+// As many chunks of at most `most` tokens as needed, all nearly alike, in steps of 128 where there is room
+// for steps: how many tokens each then has.
 int64_t even_chunk(int64_t tokens, int64_t most);
 
 // Shows the ledger an operation's scratch.

@@ -1,5 +1,6 @@
-// What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what is
-// derived from it: the chunk within a budget, the largest batch, the sentence when memory does not suffice.
+// What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what
+// is derived from it: the chunk within a budget, the largest batch, the sentence when memory does not
+// suffice.
 #include "base/fail.h"
 #include "base/text.h"
 #include "tests/runs.h"
@@ -25,8 +26,8 @@
 
 // --- the plan and the run ----------------------------------------------------------------------------------
 
-// A step, a sample and a validation for real, in the plan's order; then the ledger against the plan. Chunks that do not divide, that
-// exceed the batch, gradient accumulation, padded validation batches.
+// A step, a sample and a validation for real, in the plan's order; then the ledger against the plan. Chunks
+// that do not divide, that exceed the batch, gradient accumulation, padded validation batches.
 static void check_plan(const char *model, const char *job, LceMode mode, Recompute recompute) {
   Run *run = run_open("%s %s %s --recompute %s --sample-tokens 3", model, job,
                       mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits", recompute_name(recompute));
@@ -125,8 +126,8 @@ static double seconds(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// A model of 8 billion weights at 32,768 tokens is planned at once, on a machine that could never hold it. Its
-// weights, gradients and moments are what the published count says; its materialized logits are N x V.
+// A model of 8 billion weights at 32,768 tokens is planned at once, on a machine that could never hold it.
+// Its weights, gradients and moments are what the published count says; its materialized logits are N x V.
 static void test_large_plan(void **state) {
   (void)state;
   const size_t parameters = 8030261248, head = (size_t)128256 * 4096;
@@ -226,8 +227,8 @@ static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
   return bytes;
 }
 
-// The batch that is named fits when it is asked for, and one more does not: the default chunk and --lce-memory
-// follow the batch, a chunk that was given stays.
+// The batch that is named fits when it is asked for, and one more does not: the default chunk and
+// --lce-memory follow the batch, a chunk that was given stays.
 static void test_largest_batch(void **state) {
   (void)state;
   static const char *const lines[] = {LLAMA "--seq-len 128", LLAMA "--seq-len 128 --lce-chunk 100",

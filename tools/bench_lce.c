@@ -1,16 +1,16 @@
-// How fast is the last layer, what does it hold, and what do its terms cost? Times, in turn within one run,
-// the three bare products that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over
-// all tokens at once), the fused layer at each chunk, with --materialized the other mode, and with --terms
-// the fused layer with one term of the loss after the other. Prints medians, the medians of the ratios to the
-// products, and the bytes that the layer holds; terms are timed in turn with the layer without them, and told
-// as a ratio to that. Only ratios from one run mean anything: the machine is shared, and a GPU heats up.
+// How fast is the last layer, what does it hold, and what do its terms cost? Times the fused layer at each
+// chunk, and with --materialized the other mode, each in turn with the three bare products that no
+// implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once); with --terms
+// also the fused layer with one term of the loss after the other, in turn with the layer without it. Prints
+// medians, the medians of the ratios to what it was in turn with, and the bytes that the layer holds. Only
+// ratios of neighbours mean anything: a GPU at its power limit is slower after harder work.
 //
 // The filter comes last, and twice: with nothing to leave out, and with seven eighths of the tiles
 // (make_filterable), each beside the layer without it on the same weights.
 //
-// Started as several ranks, it also times the layer with the head split over them (--vocab-parallel of ./train),
-// where every rank has so many tokens, against the whole layer on every rank by itself: the same work for each. A
-// time is then the slowest rank's.
+// Started as several ranks, it also times the layer with the head split over them (--vocab-parallel of
+// ./train), where every rank has so many tokens, against the whole layer on every rank by itself: the same
+// work for each. A time is then the slowest rank's.
 //
 //   tools/bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //   tools/bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
@@ -258,15 +258,13 @@ static double seconds(const Bench *b, const Work *work) {
   return now_seconds() - start;
 }
 
-// Times works [first, end) in turn, each also as a ratio to the turn's time of `base`.
-static void time_in_turn(Bench *b, Work *base, int first, int end) {
+// Times both in turn, and so at the same temperature; `work` also as a ratio to the turn's time of `base`.
+static void time_in_turn(Bench *b, Work *base, Work *work) {
   for (int64_t round = 0; round < b->settings->repeat; round++) {
-    double floor = base->times[round] = seconds(b, base);
+    base->times[round] = seconds(b, base);
     base->ratios[round] = 1;
-    for (int i = first; i < end; i++) {
-      b->works[i].times[round] = seconds(b, &b->works[i]);
-      b->works[i].ratios[round] = b->works[i].times[round] / floor;
-    }
+    work->times[round] = seconds(b, work);
+    work->ratios[round] = work->times[round] / base->times[round];
   }
 }
 
@@ -282,20 +280,20 @@ static void report(const Bench *b, Work *work) {
 static void run(Bench *b) {
   layer_products(&b->layer, b->settings->tokens); // chooses its algorithms; held_by does so for the others
   for (int i = 1; i < b->count; i++) b->works[i].held = held_by(b->layer.backend, b->works[i].call);
-  time_in_turn(b, &b->works[0], 1, b->first_split);
+  for (int i = 1; i < b->first_split; i++) time_in_turn(b, &b->works[0], &b->works[i]);
   printf("  %-24s %12s %7s   held\n", "", "median", "ratio");
   for (int i = 0; i < b->first_split; i++) report(b, &b->works[i]);
   if (b->first_split < b->first_term)
     printf("  over %d ranks %25s %7s   held\n", b->layer.backend->ranks, "median", "over one's");
   for (int i = b->first_split; i < b->first_term; i++) {
-    time_in_turn(b, &b->works[1 + i - b->first_split], i, i + 1);
+    time_in_turn(b, &b->works[1 + i - b->first_split], &b->works[i]);
     report(b, &b->works[i]);
   }
   if (b->first_term == b->count) return;
   printf("  %-24s %12s %7s   held\n", "with a term", "median", "over without");
   for (int i = b->first_term; i < b->count; i++) {
     if (tensor_exists(b->works[i].call.filtered)) make_filterable(b);
-    time_in_turn(b, &b->works[1], i, i + 1);
+    time_in_turn(b, &b->works[1], &b->works[i]);
     report(b, &b->works[i]);
   }
 }
