@@ -258,8 +258,11 @@ static double seconds(const Bench *b, const Work *work) {
   return now_seconds() - start;
 }
 
-// Times both in turn, and so at the same temperature; `work` also as a ratio to the turn's time of `base`.
+// Times both in turn, `work` also as a ratio to the turn's time of `base`. Before that they run in turn untimed,
+// for a GPU settles at its power limit only after a while.
 static void time_in_turn(Bench *b, Work *base, Work *work) {
+  const double settled = 0.7;
+  for (double warm = 0; warm < settled;) warm += seconds(b, base) + seconds(b, work);
   for (int64_t round = 0; round < b->settings->repeat; round++) {
     base->times[round] = seconds(b, base);
     base->ratios[round] = 1;

@@ -114,6 +114,7 @@ def bench_shape(device, shape, options, library):
     for _ in range(options.rounds):
         for work, _, times in works:
             with torch.no_grad():
+                floor()  # a GPU that has rested during the peer before is faster for a while
                 floors.append(seconds(device, floor))
             times.append((seconds(device, work), floors[-1]))
             x.grad = w.grad = None
