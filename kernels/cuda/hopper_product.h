@@ -10,7 +10,8 @@
 extern "C" {
 #endif
 
-bool hopper_runs(Backend *backend); // whether the device has what they need
+// Whether the device has what they need, and LCE_HOPPER=0 in the environment does not ask for the portable way.
+bool hopper_runs(Backend *backend);
 
 // E[c, j] = exp((x[c] . weight[j] - anchor[c]) * sharpness) for j != targets[c], 0 for j = targets[c],
 // written to exps (bf16, may be strided) unless that is absent;  row_sum[c] = sum_j E[c, j], from before E is
