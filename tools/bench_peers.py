@@ -5,12 +5,12 @@
   tools/bench_peers.py --z-loss                           # z-loss instead: the layer, and a whole training step
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # where there is no GPU
 
-Every peer computes the mean loss and the gradients of x and W. Peers take turns; every time is also told as a ratio to
-the three bare matrix products of the same turn (logits, dX and dW through torch.matmul). "holds" is the most memory in
-use beyond inputs and gradients: PyTorch's own count, for lce.c what its library says. Errors are relative, against
-float64 at the same shape: of the mean loss as the peer hands it out, and of the gradients in the Frobenius norm;
-lce.c's dW is fp32, PyTorch hands out the others' in W's own dtype. A peer that is not there, or fails, is a row that
-says why.
+Every peer computes the mean loss and the gradients of x and W, in turn with the three bare matrix products (logits, dX
+and dW through torch.matmul), and is also told as a ratio to them. Before that both run untimed until the GPU has settled
+at its power limit. "holds" is the most memory in use beyond inputs and gradients: PyTorch's own count, for lce.c what
+its library says. Errors are relative, against float64 at the same shape: of the mean loss as the peer hands it out, and
+of the gradients in the Frobenius norm; lce.c's dW is fp32, PyTorch hands out the others' in W's own dtype. A peer that
+is not there, or fails, is a row that says why.
 """
 import argparse
 import importlib.metadata
@@ -27,6 +27,7 @@ import peers  # noqa: E402
 import peers_z_loss  # noqa: E402
 from peers import Absent, now_bytes, peak_bytes, problem, reason_of, reset_peak, seconds, wait  # noqa: E402
 
+SETTLING = 0.7  # seconds
 SHAPES = "4096x4096x128256,16384x2048x131072,8192x2304x256000,32768x4096x128256"
 
 
@@ -96,7 +97,7 @@ def bench_shape(device, shape, options, library):
         try:
             work, row = prepare(device, name, make, library, tensors, reference)
             rows.append(row)
-            works.append((work, row, []))
+            works.append((work, row))
         except Exception as error:  # a peer's failure is a row, whatever it is
             rows.append(dict(peer=name, why=reason_of(error)))
         x.grad = w.grad = None
@@ -111,14 +112,20 @@ def bench_shape(device, shape, options, library):
             peers.backward_products(x, w, *floor_tensors)
         floor()
     floors = []
-    for _ in range(options.rounds):
-        for work, _, times in works:
-            with torch.no_grad():
-                floor()  # a GPU that has rested during the peer before is faster for a while
-                floors.append(seconds(device, floor))
-            times.append((seconds(device, work), floors[-1]))
-            x.grad = w.grad = None
-    for _, row, times in works:
+
+    def pair(work):
+        with torch.no_grad():
+            before = seconds(device, floor)
+        taken = seconds(device, work)
+        x.grad = w.grad = None
+        return taken, before
+
+    for work, row in works:
+        settled = SETTLING if device == "cuda" else 0
+        while settled > 0:
+            settled -= sum(pair(work))
+        times = [pair(work) for _ in range(options.rounds)]
+        floors += [f for _, f in times]
         row.update(ms=1e3 * statistics.median(t for t, _ in times), ratio=statistics.median(t / f for t, f in times))
     return dict(shape=shape, floor_ms=1e3 * statistics.median(floors) if floors else None), rows
 
