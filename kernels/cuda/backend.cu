@@ -83,7 +83,10 @@ static void to_device(Backend *backend, Tensor destination, const void *host) {
 }
 
 static void synchronize(Backend *backend) {
-  cuda_check(cudaStreamSynchronize(cuda_stream(backend)), "running the kernels queued so far");
+  CudaState *state = cuda_state(backend);
+  // The first has joined the others, unless an operation failed between.
+  for (cudaStream_t stream : {state->beside, state->urgent, state->stream})
+    cuda_check(cudaStreamSynchronize(stream), "running the kernels queued so far");
 }
 
 static void let_wait(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
@@ -93,6 +96,14 @@ static void let_wait(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event
 }
 
 static void follow(Backend *backend, void *stream) {
+  int current = -1, own = cuda_state(backend)->ordinal;
+  cuda_check(cudaGetDevice(&current), "asking for the thread's current device");
+  if (current != own)
+    fail("the calling thread's current CUDA device is %d, and that of the backend is %d; call "
+         "cudaSetDevice(%d) first",
+         current, own, own);
+  // What a caller's own calls left behind (cudaErrorNotReady, say) would look like a launch that failed.
+  cudaGetLastError();
   let_wait(cuda_stream(backend), static_cast<cudaStream_t>(stream), cuda_state(backend)->handed);
 }
 
@@ -173,6 +184,7 @@ static void destroy(Backend *backend) {
   for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
   for (cudaEvent_t event : state->joined) cudaEventDestroy(event);
   cudaEventDestroy(state->handed);
+  free(state->hopper);
   cudaStreamDestroy(state->urgent);
   cudaStreamDestroy(state->beside);
   cudaStreamDestroy(state->stream);
@@ -232,7 +244,7 @@ static const BackendOps operations = {
 
 // A sentence about why device `ordinal` cannot be used, or NULL.
 static const char *why_unusable(int ordinal) {
-  static char reason[256];
+  static thread_local char reason[256];
   int driver = 0, runtime = 0, count = 0, major = 0, minor = 0;
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);

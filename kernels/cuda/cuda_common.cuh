@@ -16,6 +16,7 @@ typedef __nv_bfloat16 bf16;
 
 struct Products;        // linear.cu: cuBLASLt's handle and the products it has seen
 struct Staging;         // backend.cu: pinned memory between the host and the device
+struct Hopper;          // hopper_product.cu: what it found on this device
 struct CudaCollectives; // collectives.cu: what connects this GPU to those of the other ranks
 
 struct CudaState {
@@ -29,6 +30,7 @@ struct CudaState {
   size_t peak_bytes; // most the device held after any allocation
   Products *products;
   Staging *staging;
+  Hopper *hopper;               // NULL until it is asked for
   CudaCollectives *collectives; // NULL while there is one rank
 };
 

@@ -600,8 +600,14 @@ static Hopper find_hopper(Backend *backend) {
 }
 
 static const Hopper &hopper(Backend *backend) {
-  static const Hopper found = find_hopper(backend); // a process uses one device
-  return found;
+  CudaState *state = cuda_state(backend);
+  if (!state->hopper) {
+    Hopper found = find_hopper(backend);
+    state->hopper = static_cast<Hopper *>(malloc(sizeof found));
+    if (!state->hopper) fail("out of host memory for the CUDA backend");
+    *state->hopper = found;
+  }
+  return *state->hopper;
 }
 
 bool hopper_runs(Backend *backend) {
