@@ -5,9 +5,16 @@
 #include <stdlib.h>
 
 static FailHandler fail_handler;
+static _Thread_local FailHandler thread_handler;
 
 void fail_set_handler(FailHandler handler) {
   fail_handler = handler;
+}
+
+FailHandler fail_set_thread_handler(FailHandler handler) {
+  FailHandler before = thread_handler;
+  thread_handler = handler;
+  return before;
 }
 
 void fail(const char *format, ...) {
@@ -16,6 +23,7 @@ void fail(const char *format, ...) {
   va_start(arguments, format);
   vsnprintf(sentence, sizeof sentence, format, arguments);
   va_end(arguments);
+  if (thread_handler) thread_handler(sentence);
   if (fail_handler) fail_handler(sentence);
   fflush(stdout);
   fprintf(stderr, "lce: %s\n", sentence);

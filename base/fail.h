@@ -17,6 +17,11 @@ void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 typedef void (*FailHandler)(const char *sentence);
 void fail_set_handler(FailHandler handler);
 
+// The same for what fails in the calling thread, before the handler above is asked: a library's calls catch
+// their own failures, in any number of threads, and leave the program's alone. Returns the thread's handler
+// so far; NULL: none.
+FailHandler fail_set_thread_handler(FailHandler handler);
+
 #if defined(__cplusplus)
 }
 #endif

@@ -116,10 +116,12 @@ static _Noreturn void out_of_memory(const Memory *memory, const char *name, size
       length +=
           (size_t)snprintf(holders + length, sizeof holders - length, "%s%s %s", length ? ", " : "",
                            memory_category_name((MemoryCategory)c), text_bytes(memory->ledger.now[c]).text);
-  fail("out of memory: %s needs %s more, and %s are in use (%s); a smaller --batch or --seq-len, --recompute "
-       "layer, "
-       "or --fused-lce with a smaller --lce-chunk needs less, and --plan says how much",
-       name, text_bytes(bytes).text, text_bytes(memory->ledger.total).text, length ? holders : "nothing yet");
+  const char *advice = memory->advice
+                           ? memory->advice
+                           : "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a "
+                             "smaller --lce-chunk needs less, and --plan says how much";
+  fail("out of memory: %s needs %s more, and %s are in use (%s); %s", name, text_bytes(bytes).text,
+       text_bytes(memory->ledger.total).text, length ? holders : "nothing yet", advice);
 }
 
 static void require_countable(const Memory *memory, const char *name, size_t bytes) {

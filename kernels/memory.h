@@ -73,8 +73,9 @@ typedef struct {
 
 typedef struct Memory {
   MemorySource source;
-  bool planning; // no source: addresses are made up
-  bool poison;   // fill every push with NaN first (tests)
+  bool planning;      // no source: addresses are made up
+  bool poison;        // fill every push with NaN first (tests)
+  const char *advice; // what to do when memory runs out; NULL: the trainer's options
   Ledger ledger;
   MemoryBlock *reserved;
   size_t reserved_count, reserved_capacity;
