@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""liblce.so through ctypes, as any language would use it: PyTorch's golden values, errors, two contexts, and where
-there is a GPU a caller's stream.
+"""liblce.so through ctypes, as any language would use it: PyTorch's golden values, errors, two contexts, and
+where there is a GPU a caller's stream. And tools/liblce.py, with PyTorch's tensors where that is there.
 
 Speaks TAP, as the other tests do. Builds a library of its own for the CPU, and the usual one for a GPU.
 """
 import array
+import contextlib
 import ctypes
 import json
 import math
@@ -14,11 +15,13 @@ import shutil
 import subprocess
 import sys
 import traceback
+import types
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDER = os.path.join("build", "library-cpu")
 sys.path.insert(0, os.path.join(ROOT, "tools"))
-from liblce import Args, Layer, load  # noqa: E402
+import liblce  # noqa: E402
+from liblce import Args, Failure, Layer, load  # noqa: E402
 
 golden = json.load(open(os.path.join(ROOT, "tests", "golden", "loss.json")))
 N, H, V = golden["rows"], golden["hidden"], golden["vocab"]
@@ -128,24 +131,202 @@ def targets_out_of_range(lce):
 class Numbers:
     """An array with those of a tensor's methods that the wrapper asks for."""
 
-    def __init__(self, numbers, *shape):
-        self.numbers, self.shape, self.is_cuda = numbers, shape, False
-        self.is_contiguous, self.data_ptr = (lambda: True), (lambda: address(numbers))
-        self.element_size = lambda: numbers.itemsize
+    DTYPES = dict(f="torch.float32", i="torch.int32", q="torch.int64")
+
+    def __init__(self, numbers, *shape, dtype=None, device=("cpu", None), dense=True):
+        self.numbers, self.shape = numbers, shape or (len(numbers),)
+        self.dtype = dtype or self.DTYPES[numbers.typecode]
+        self.device = types.SimpleNamespace(type=device[0], index=device[1])
+        self.is_contiguous, self.data_ptr = (lambda: dense), (lambda: address(numbers))
+
+
+def wrapper_case(**more):
+    """The arguments of a call that computes a golden case, and the case."""
+    case = case_named("z-loss, mean")
+    given = dict(x=Numbers(floats(golden["x"]), N, H), weight=Numbers(floats(golden["weight"]), V, H),
+                 targets=Numbers(targets_of(case)), loss=Numbers(floats([9] * N)),
+                 dx=Numbers(floats([9] * N * H), N, H), dweight=Numbers(floats([9] * V * H), V, H), bias=None,
+                 scale=case["scale"], mean=case["mean"], z_loss=case["z_loss"])
+    return {**given, **more}, case
 
 
 def wrapper_takes_tensors(lce):
-    case = case_named("z-loss, mean")
     layer = Layer(lce._name, "cpu", "fp32")
     for wide in (False, True):
-        loss, dx, dw = (Numbers(floats([9] * size)) for size in (N, N * H, V * H))
-        layer(Numbers(floats(golden["x"]), N, H), Numbers(floats(golden["weight"]), V, H),
-              Numbers(targets_of(case, wide), N), loss, dx=dx, dweight=dw, bias=None, scale=case["scale"],
-              mean=case["mean"], z_loss=case["z_loss"])
-        for what, got in (("loss", loss), ("dx", dx), ("dweight", dw)):
-            close(what, got.numbers, case[what])
+        given, case = wrapper_case(chunk=4, materialized=False)
+        given["targets"] = Numbers(targets_of(case, wide))
+        layer(**given)
+        for what in ("loss", "dx", "dweight"):
+            close(what, given[what].numbers, case[what])
+    layer.synchronize()
     assert layer.held_bytes() > 0
     layer.close()
+
+
+def wrapper_refuses(lce):
+    """Everything about an argument that the library cannot see, each in a sentence that names it."""
+    layer = Layer(lce._name, "cpu", "fp32")
+    x, shorts = floats([1] * N * H), array.array("i", [1] * N)
+    n, v, w = floats([9] * N), floats([9] * V), floats([9] * V * H)
+    wrong = (
+        (TypeError, "x is None", dict(x=None)),
+        (TypeError, "loss is None", dict(loss=None)),
+        (TypeError, "weight is int, where a tensor", dict(weight=1 << 40)),
+        (TypeError, "dx is float, where a tensor", dict(dx=1.5)),
+        (ValueError, f"x has the shape [{N * H}], where 2 axes", dict(x=Numbers(x))),
+        (ValueError, "where 2 axes", dict(weight=Numbers(w, V, H, 1))),
+        (ValueError, "weight has the shape", dict(weight=Numbers(w, H, V))),
+        (ValueError, "targets has the shape", dict(targets=Numbers(shorts[1:]))),
+        (ValueError, "targets has the shape", dict(targets=Numbers(shorts, N, 1))),
+        (ValueError, "loss has the shape", dict(loss=Numbers(n[1:]))),
+        (ValueError, "dx has the shape", dict(dx=Numbers(x, H, N))),
+        (ValueError, "dweight has the shape", dict(dweight=Numbers(w))),
+        (ValueError, "token_weights has the shape", dict(token_weights=Numbers(v))),
+        (ValueError, "class_weights has the shape", dict(class_weights=Numbers(n))),
+        (ValueError, "log_prob has the shape", dict(log_prob=Numbers(n[1:]))),
+        (TypeError, "x is bfloat16, where float32", dict(x=Numbers(x, N, H, dtype="torch.bfloat16"))),
+        (TypeError, "weight is float64", dict(weight=Numbers(w, V, H, dtype="torch.float64"))),
+        (TypeError, "targets is float32, where int32 or int64", dict(targets=Numbers(n))),
+        (TypeError, "targets is int16", dict(targets=Numbers(shorts, dtype="torch.int16"))),
+        (TypeError, "loss is bfloat16, where float32", dict(loss=Numbers(n, dtype="torch.bfloat16"))),
+        (TypeError, "dx is float16", dict(dx=Numbers(x, N, H, dtype="torch.float16"))),
+        (TypeError, "dweight is bfloat16, where float32", dict(dweight=Numbers(w, V, H, dtype="bfloat16"))),
+        (TypeError, "predicted is int64, where int32", dict(predicted=Numbers(array.array("q", [9] * N)))),
+        (TypeError, "correct is int32, where float32", dict(correct=Numbers(shorts))),
+        (ValueError, "x is on", dict(x=Numbers(x, N, H, device=("cuda", 0)))),
+        (ValueError, "loss is on", dict(loss=Numbers(n, device=("cuda", 0)))),
+        (ValueError, "dweight is on", dict(dweight=Numbers(w, V, H, device=("meta", None)))),
+        (ValueError, "x has gaps", dict(x=Numbers(x, N, H, dense=False))),
+        (ValueError, "entropy has gaps", dict(entropy=Numbers(n, dense=False))),
+        (TypeError, "no argument label_smothing", dict(label_smothing=0.1)),
+        (TypeError, "no argument tokens", dict(tokens=1)),
+        (TypeError, "no argument stream", dict(stream=1)),
+        (TypeError, "scale is Numbers, where a number", dict(scale=Numbers(n[:1]))),
+        (TypeError, "scale is str", dict(scale="1")),
+        (TypeError, "scale is NoneType", dict(scale=None)),
+        (TypeError, "integer", dict(chunk=1.5)),
+        (ValueError, "64 bits", dict(chunk=1 << 64)),
+        (Failure, "chunk of -1", dict(chunk=-1)),
+        (Failure, "both, or neither", dict(dx=None)),
+        (Failure, "bias has a gradient", dict(bias=Numbers(v))),
+    )
+    for kind, part, more in wrong:
+        given, _ = wrapper_case(**more)
+        try:
+            layer(**given)
+        except (TypeError, ValueError, Failure) as refusal:
+            assert type(refusal) is kind and part in str(refusal), f"{more} gives {refusal!r}, not {part!r}"
+        else:
+            raise AssertionError(f"{more} is not refused")
+        assert all(set(given[what].numbers) == {9} for what in ("loss", "dx", "dweight") if what not in more)
+    given, case = wrapper_case(mean=1 << 32)  # a flag is not cut off to 32 bits
+    layer(**given)
+    close("dx", given["dx"].numbers, case["dx"])
+    layer.close()
+    for call in (lambda: layer(**given), layer.synchronize):
+        try:
+            call()
+        except (ValueError, Failure) as refusal:
+            assert "closed" in str(refusal) or "NULL" in str(refusal)
+        else:
+            raise AssertionError("a closed layer works")
+    layer.close()
+
+
+class TwoGpus:
+    """What the wrapper asks of PyTorch's module, with two GPUs, and a library that notes its calls."""
+
+    def __init__(self):
+        self.current, self.notes = 0, []
+        self.cuda = types.SimpleNamespace(
+            device=self.device, device_count=lambda: 2,
+            current_stream=lambda: types.SimpleNamespace(cuda_stream=1000 + self.current))
+
+    @contextlib.contextmanager
+    def device(self, ordinal):
+        before, self.current = self.current, ordinal
+        yield
+        self.current = before
+
+    def lce_create(self, device, ordinal, dtype):
+        self.notes.append(("create", ordinal, self.current))
+        self.current = ordinal  # as the library does it
+        return 1
+
+    def lce_linear_cross_entropy(self, context, args):
+        self.notes.append(("call", args._obj.stream, self.current))
+        return 0
+
+    def lce_destroy(self, context):
+        self.notes.append(("destroy", self.current))
+
+
+def wrapper_calls_on_the_tensors_device(_):
+    """The context's device is current during a call and no longer, and the stream is that device's."""
+    gpus = TwoGpus()
+    real_load, real_torch = liblce.load, sys.modules.get("torch")
+    liblce.load, sys.modules["torch"] = (lambda path: gpus), gpus
+    try:
+        def given_on(ordinal):
+            given, _ = wrapper_case()
+            for tensor in given.values():
+                if isinstance(tensor, Numbers):
+                    tensor.device = types.SimpleNamespace(type="cuda", index=ordinal)
+            return given
+        layer = Layer("", "cuda", "fp32", ordinal=1)
+        layer(**given_on(1))
+        assert gpus.current == 0
+        try:
+            layer(**given_on(0))
+        except ValueError as refusal:
+            assert "the layer is on cuda:1" in str(refusal)
+        else:
+            raise AssertionError("tensors of another GPU are taken")
+        layer.close()
+        assert gpus.notes == [("create", 1, 1), ("call", 1001, 1), ("destroy", 1)], gpus.notes
+        assert gpus.current == 0
+    finally:
+        liblce.load = real_load
+        sys.modules.pop("torch")
+        if real_torch:
+            sys.modules["torch"] = real_torch
+
+
+def tensors_of_pytorch(lce):
+    """On the CPU, and on the last GPU there is, on a stream of its own, while the first is current."""
+    try:
+        import torch
+    except ImportError:
+        raise Skip("there is no PyTorch") from None
+    case = case_named("z-loss, mean")
+    places = [("cpu", lce._name, 0)]
+    if torch.cuda.is_available():
+        places.append(("cuda", build(os.path.join("build", "library")), torch.cuda.device_count() - 1))
+    for kind, path, ordinal in places:
+        layer = Layer(path, kind, "fp32", ordinal)
+        device = torch.device(kind, ordinal) if kind == "cuda" else torch.device("cpu")
+        ours, first = contextlib.nullcontext(), contextlib.nullcontext()
+        if kind == "cuda":
+            ours, first = torch.cuda.stream(torch.cuda.Stream(device)), torch.cuda.device(0)
+        for wide in (torch.int32, torch.int64):
+            with ours, first:
+                x = torch.tensor(golden["x"], device=device).view(N, H)
+                weight = torch.tensor(golden["weight"], device=device).view(V, H)
+                targets = torch.tensor(list(targets_of(case)), dtype=wide, device=device)
+                loss, dx = torch.empty(N, device=device), torch.empty_like(x)
+                dweight = torch.empty_like(weight)
+                layer(x, weight, targets, loss, dx=dx, dweight=dweight, scale=case["scale"],
+                      mean=case["mean"], z_loss=case["z_loss"])
+            layer.synchronize()
+            for what, got in (("loss", loss), ("dx", dx), ("dweight", dweight)):
+                close(what, got.flatten().tolist(), case[what], 1e-4)
+            try:
+                layer(x.T.contiguous().T, weight, targets, loss)
+            except ValueError as refusal:
+                assert "gaps" in str(refusal)
+            else:
+                raise AssertionError("a transposed tensor is taken")
+        layer.close()
 
 
 def errors_come_back(lce):
@@ -159,9 +340,9 @@ def errors_come_back(lce):
                         (Args(tokens=1, hidden_size=1, vocab_size=1), b"must be there")):
         assert lce.lce_linear_cross_entropy(context, ctypes.byref(wrong)) == 1
         assert part in lce.lce_last_error(), lce.lce_last_error()
-    numbers = floats([1] * 16)
+    numbers = {name: floats([1] * 4) for name in ("x", "weight", "targets", "loss")}
     wrong = Args(tokens=2, hidden_size=2, vocab_size=2, label_smoothing=7, scale=1,
-                 **{name: address(numbers) for name in ("x", "weight", "targets", "loss")})
+                 **{name: address(four) for name, four in numbers.items()})
     assert lce.lce_linear_cross_entropy(context, ctypes.byref(wrong)) == 1
     assert b"label_smoothing is 7" in lce.lce_last_error()
     run(lce, context, case_named("mean"))  # the context still works
@@ -176,13 +357,16 @@ def refusals_leave_nothing_behind(lce):
     """Neither memory, call after call, nor a context that lost its stack to a call that asked for too much."""
     context = lce.lce_create(b"cpu", 0, b"fp32")
     first = run(lce, context, case_named("mean"))
-    numbers = floats([1] * 16)
-    there = {name: address(numbers) for name in ("x", "weight", "targets", "loss", "dx", "dweight")}
-    endless = Args(tokens=1 << 10, hidden_size=1, vocab_size=1 << 36, chunk=1 << 10, scale=1, **there)
+    names = ("x", "weight", "targets", "loss", "dx", "dweight")
+    # Nearly all the addresses that there are, at tensors that nobody follows.
+    endless = Args(tokens=1 << 14, hidden_size=1, vocab_size=(1 << 31) - (1 << 16), chunk=1 << 14, scale=1,
+                   **{name: 1 << 60 | i << 52 for i, name in enumerate(names)})
     assert lce.lce_linear_cross_entropy(context, ctypes.byref(endless)) == 1
     assert b"out of memory" in lce.lce_last_error(), lce.lce_last_error()
     assert run(lce, context, case_named("mean")) == first
-    wrong = Args(tokens=2, hidden_size=2, vocab_size=2, label_smoothing=7, scale=1, **there)
+    numbers = {name: floats([1] * 4) for name in names}
+    wrong = Args(tokens=2, hidden_size=2, vocab_size=2, label_smoothing=7, scale=1,
+                 **{name: address(four) for name, four in numbers.items()})
     most = []
     for _ in range(2):  # the first turn is what the allocator grows by
         for _ in range(2000):
@@ -286,13 +470,14 @@ def streams_of_the_caller(_):
         for call in calls:
             call.enqueue()
         assert lce.cudaStreamQuery(calls[-1].stream) == 600, "the call has waited"  # cudaErrorNotReady
-        lce.cudaGetLastError()  # it counts as an error until somebody has asked
+        # It counts as an error until somebody asks, and is none of the next call.
         for call in calls:
             call.check()
     lce.lce_destroy(context)
 
 
-TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, wrapper_takes_tensors, errors_come_back,
+TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, wrapper_takes_tensors, wrapper_refuses,
+         wrapper_calls_on_the_tensors_device, tensors_of_pytorch, errors_come_back,
          refusals_leave_nothing_behind, contexts_do_not_meet, streams_of_the_caller)
 
 

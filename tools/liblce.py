@@ -3,9 +3,12 @@
   layer = liblce.Layer("liblce.so", "cuda", "bf16")
   layer(x, weight, y, loss, dx=dx, dweight=dw, scale=1, mean=1)      # PyTorch's tensors, on PyTorch's stream
 
-Needs nothing but Python; tensors are whatever has PyTorch's methods.
+Needs nothing but Python, and PyTorch for tensors on a GPU; on the CPU anything with PyTorch's methods is one.
 """
+import contextlib
 import ctypes
+import numbers
+import operator
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 
 
@@ -37,37 +40,132 @@ class Failure(RuntimeError):
     """What lce_last_error said."""
 
 
-def address(tensor):
-    if not tensor.is_contiguous():
-        raise ValueError("the library reads and writes dense tensors: call contiguous() first")
-    return tensor.data_ptr()
+REAL = {"fp32": "float32", "bf16": "bfloat16"}
+# The tensors' shapes, by the sizes N, H and V, and their dtypes; "real" is the context's.
+TENSORS = dict(x=("NH", "real"), weight=("VH", "real"), bias=("V", "real"), targets=("N", "int32 or int64"),
+               class_weights=("V", "float32"), token_weights=("N", "float32"),
+               entropy_weights=("N", "float32"), loss=("N", "float32"), dx=("NH", "real"),
+               dweight=("VH", "float32"), dbias=("V", "float32"), token_z_loss=("N", "float32"),
+               log_prob=("N", "float32"), logsumexp=("N", "float32"), entropy=("N", "float32"),
+               max_logit=("N", "float32"), correct=("N", "float32"), predicted=("N", "int32"))
+FLAGS = ("materialized", "mean", "accumulate")
+NUMBERS = ("scale", "label_smoothing", "z_loss", "softcap", "temperature")
+
+
+def is_tensor(value):
+    return hasattr(value, "data_ptr")
+
+
+def dtype_of(tensor):
+    return str(tensor.dtype).replace("torch.", "")
 
 
 class Layer:
-    """A context. A call takes its place on the stream that is PyTorch's current one, so nobody waits."""
+    """A context on "cpu" or CUDA device `ordinal`, for tensors of that device.
+
+    A call takes its place on the stream that is PyTorch's current one of the device, so nobody waits. What
+    the library refuses raises Failure, what is wrong with an argument itself TypeError or ValueError. One
+    thread at a time.
+    """
 
     def __init__(self, path, device, dtype, ordinal=0):
+        self.context = None
         self.lce = load(path)
-        self.context = self.lce.lce_create(device.encode(), ordinal, dtype.encode())
+        self.device, self.ordinal = device, ordinal if device == "cuda" else None
+        self.real = REAL.get(dtype)
+        with self.on_device():
+            self.context = self.lce.lce_create(device.encode(), ordinal, dtype.encode())
         if not self.context:
             raise Failure(self.lce.lce_last_error().decode())
 
+    def on_device(self):
+        """For a `with`: the context's device is the thread's current one, and afterwards what it was."""
+        if self.device != "cuda":
+            return contextlib.nullcontext()
+        import torch
+        if self.ordinal >= torch.cuda.device_count():  # the library then says why there is no such device
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.ordinal)
+
     def __call__(self, x, weight, targets, loss, **more):
         """Targets are int32 or int64; `more` names other fields of lce_args: numbers, or tensors (None: absent)."""
-        tensors = dict(x=x, weight=weight, targets=targets, loss=loss)
-        tensors.update((name, more.pop(name)) for name in list(more) if hasattr(more[name], "data_ptr"))
-        args = Args(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=weight.shape[0],
-                    targets_int64=targets.element_size() == 8,
-                    **{name: address(tensor) for name, tensor in tensors.items()}, **more)
-        if x.is_cuda:
-            import torch
-            args.stream = torch.cuda.current_stream(x.device).cuda_stream
-        if self.lce.lce_linear_cross_entropy(self.context, ctypes.byref(args)):
+        if not self.context:
+            raise ValueError("the layer is closed")
+        given = dict(x=x, weight=weight, targets=targets, loss=loss, **more)
+        tensors = {name: given.pop(name) for name in TENSORS if name in given}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self.check_kinds(tensors)
+        sizes = dict(N=x.shape[0], H=x.shape[1], V=weight.shape[0])
+        for name, tensor in tensors.items():
+            self.check_tensor(name, tensor, sizes)
+        args = Args(tokens=sizes["N"], hidden_size=sizes["H"], vocab_size=sizes["V"],
+                    targets_int64=dtype_of(targets) == "int64", **numbers_of(given),
+                    **{name: tensor.data_ptr() for name, tensor in tensors.items()})
+        with self.on_device():
+            if self.device == "cuda":
+                import torch
+                args.stream = torch.cuda.current_stream().cuda_stream
+            failed = self.lce.lce_linear_cross_entropy(self.context, ctypes.byref(args))
+        if failed:
+            raise Failure(self.lce.lce_last_error().decode())
+
+    def check_kinds(self, tensors):
+        for name in ("x", "weight", "targets", "loss"):
+            if name not in tensors:
+                raise TypeError(f"{name} is None, and a tensor is needed")
+        for name, tensor in tensors.items():
+            if not is_tensor(tensor):
+                raise TypeError(f"{name} is {type(tensor).__name__}, where a tensor is needed")
+        for name in ("x", "weight"):
+            if len(tensors[name].shape) != 2:
+                raise ValueError(f"{name} has the shape {list(tensors[name].shape)}, where 2 axes are "
+                                 f"needed: reshape(-1, hidden_size) makes them")
+
+    def check_tensor(self, name, tensor, sizes):
+        axes, dtypes = TENSORS[name]
+        dtypes = dtypes.replace("real", self.real)
+        if dtype_of(tensor) not in dtypes.split(" or "):
+            raise TypeError(f"{name} is {dtype_of(tensor)}, where {dtypes} is needed")
+        shape = [sizes[axis] for axis in axes]
+        if list(tensor.shape) != shape:
+            raise ValueError(f"{name} has the shape {list(tensor.shape)}, where {shape}, that is "
+                             f"[{', '.join(axes)}], is needed")
+        elsewhere = self.device == "cuda" and tensor.device.index != self.ordinal
+        if tensor.device.type != self.device or elsewhere:
+            own = self.device if self.ordinal is None else f"{self.device}:{self.ordinal}"
+            raise ValueError(f"{name} is on {tensor.device}, and the layer is on {own}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has gaps or another order between its rows, and the library reads and "
+                             f"writes dense tensors: call contiguous() first")
+
+    def synchronize(self):
+        """Waits until the calls are done; Failure when one failed on the device."""
+        if self.lce.lce_synchronize(self.context):
             raise Failure(self.lce.lce_last_error().decode())
 
     def held_bytes(self):
         return self.lce.lce_held_bytes(self.context)
 
     def close(self):
-        self.lce.lce_destroy(self.context)
+        with self.on_device():
+            self.lce.lce_destroy(self.context)
         self.context = None
+
+
+def numbers_of(given):
+    """The fields that are no tensors; ctypes itself would take any name, and cut numbers off."""
+    values = {}
+    for name, value in given.items():
+        if name not in ("chunk", *FLAGS, *NUMBERS):
+            raise TypeError(f"there is no argument {name}")
+        if value is None or is_tensor(value) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} is {type(value).__name__}, where a number is needed")
+        if name in FLAGS:
+            values[name] = bool(value)
+        elif name in NUMBERS:
+            values[name] = float(value)
+        else:
+            values[name] = operator.index(value)
+            if not -2**63 <= values[name] < 2**63:
+                raise ValueError(f"{name} is {value}, which 64 bits do not hold")
+    return values
