@@ -84,8 +84,8 @@ HAVE_STB    := $(call try,stdio.h stb/stb_image_write.h)
 
 # BLAS_LIBS names another CBLAS; BLAS_LIBS= does without.
 ifeq ($(origin BLAS_LIBS),undefined)
-  BLAS_LIBS := $(if $(call try,cblas.h,-lopenblas),-lopenblas,\
-                 $(shell pkg-config --cflags --libs openblas 2>/dev/null))
+  BLAS_LIBS := $(strip $(if $(call try,cblas.h,-lopenblas),-lopenblas,\
+                 $(shell pkg-config --cflags --libs openblas 2>/dev/null)))
 endif
 HAVE_CBLAS := $(if $(BLAS_LIBS),$(call try,cblas.h,$(BLAS_LIBS)))
 
