@@ -134,15 +134,29 @@ static void add(PointList *list, Point point) {
   list->items[list->count++] = point;
 }
 
+// By --lce-memory, of the layer alone: without the validation that a run has.
+static int64_t layer_chunk(const Options *o, const Backend *plan, const Point *p) {
+  LceShape shape = {.tokens = point_tokens(p),
+                    .hidden_size = p->hidden_size,
+                    .vocab_size = p->vocab_size,
+                    .dtype = o->dtype};
+  int64_t chunk = lce_chunk_within(plan, (size_t)o->lce_memory << 20, shape);
+  if (!chunk)
+    fail("--lce-memory %lld: even a chunk of one token needs more at a vocabulary of %s; give more",
+         (long long)o->lce_memory, text_grouped(p->vocab_size).text);
+  return chunk;
+}
+
 // The chunk that a point's options ask for.
-static int64_t chunk_of(const Options *o, const char *device, const Point *p) {
-  Options at = *o;
-  at.batch = p->batch;
-  at.seq_len = p->seq_len;
-  at.model.vocab_size = p->vocab_size;
-  at.model.hidden_size = p->hidden_size;
+static int64_t chunk_of(const Options *o, const char *device, bool layer_only, const Point *p) {
+  Options at = point_options(&(Experiment){.options = o, .layer_only = layer_only}, p);
+  at.lce_chunk = o->lce_chunk;
+  at.lce_memory = o->lce_memory;
   Backend *plan = plan_backend_create(device, o->dtype);
-  options_settle_chunk(&at, plan);
+  if (layer_only && o->lce_memory)
+    at.lce_chunk = layer_chunk(o, plan, p);
+  else
+    options_settle_chunk(&at, plan);
   backend_destroy(plan);
   return at.lce_chunk;
 }
@@ -174,7 +188,7 @@ void points_add_sweep(PointList *list, const Options *o, const char *device, boo
       fail("--values: a chunk of %s is more than the %s tokens there are", text_grouped(value).text,
            text_grouped(point_tokens(&p)).text);
     p.mode = LCE_FUSED;
-    p.chunk = sweep == SWEEP_CHUNK ? value : chunk_of(o, device, &p);
+    p.chunk = sweep == SWEEP_CHUNK ? value : chunk_of(o, device, layer_only, &p);
     add(list, p);
     p.mode = LCE_MATERIALIZED;
     p.chunk = 0;

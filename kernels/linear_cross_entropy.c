@@ -577,10 +577,7 @@ size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape s
                           .weight = memory_push_2d(m, "weight", other, s.dtype, vocab_rows, s.hidden_size),
                           .targets = memory_push_1d(m, "targets", other, DTYPE_I32, s.tokens)};
   if (s.ranks > 1) a.shard.vocab_size = s.vocab_size;
-  if (s.ignores) a.rows = memory_push_1d(m, "rows", other, DTYPE_I32, s.tokens);
   if (s.logits) a.terms.softcap = 1;
-  if (s.filter) a.terms.filter = 0.5f;
-  a.counted = s.tokens;
   linear_cross_entropy(plan, a);
   size_t bytes = m->ledger.highest[MEMORY_HEAD];
   backend_destroy(plan);

@@ -82,10 +82,8 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V
   Dtype dtype;
-  bool ignores; // some targets may be ignored: rows is given
-  bool logits;  // lce_needs_logits
-  bool filter;  // terms.filter is on
-  int ranks;    // over which the head is split; 0 or 1: it is whole
+  bool logits; // lce_needs_logits
+  int ranks;   // over which the head is split; 0 or 1: it is whole
 } LceShape;
 
 // The chunk taken when the user names none: an eighth of the tokens, but at least 128 and at most 4096. An

@@ -318,10 +318,15 @@ static void checkpoints_know_no_ranks(void **state) {
 static void plans_know_ranks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  enum { WAYS = 6 };
-  static const char *const ways[WAYS] = {TIED "--zero 0",  TIED "--zero 1",
-                                         TIED "--zero 2",  TIED "--zero 1 --vocab-parallel",
-                                         LLAMA "--zero 2", LLAMA "--zero 2 --vocab-parallel"};
+  enum { WAYS = 7 };
+  static const char *const ways[WAYS] = {
+      TIED "--zero 0",
+      TIED "--zero 1",
+      TIED "--zero 2",
+      TIED "--zero 1 --vocab-parallel",
+      LLAMA "--zero 2",
+      LLAMA "--zero 2 --vocab-parallel",
+      TIED "--zero 1 --vocab-parallel --label-smoothing 0.1 --batch 24 --lce-memory 1"};
   size_t planned[WAYS];
   for (int way = 0; way < WAYS; way++) {
     char line[1200], options[1024], name[32];
@@ -337,6 +342,10 @@ static void plans_know_ranks(void **state) {
     if ((size_t)measured != planned[way])
       fail_msg("%s: planned %zu, measured %.0f", ways[way], planned[way], measured);
   }
+  // A budget of 1 MiB, as the last of them has it.
+  double held = 0;
+  assert_int_equal(read_log("planned-6", "summary", "head_peak_bytes", &held, 1), 1);
+  assert_true(held > 1 << 19 && held <= 1 << 20); // chunks come in steps
   assert_true(planned[2] < planned[1] && planned[1] < planned[0]);
   assert_true(planned[3] < planned[1] && planned[5] < planned[4]);
 }

@@ -10,6 +10,7 @@
 #include "checkpoint/hf_config.h"
 #include "data/source.h"
 #include "ranks/ranks.h"
+#include "trainer/plan.h"
 #include "trainer/resume.h"
 
 const char *argp_program_version = "lce.c 0.1";
@@ -803,23 +804,17 @@ int64_t options_default_chunk(int64_t tokens, bool cuda) {
 
 void options_settle_chunk(Options *o, const Backend *backend) {
   int64_t tokens = o->batch * o->seq_len;
+  bool cuda = backend->scratch == &cuda_scratch;
   if (o->lce_memory) {
-    LceShape shape = {.tokens = tokens,
-                      .hidden_size = o->model.hidden_size,
-                      .vocab_size = o->model.vocab_size,
-                      .dtype = o->dtype,
-                      .ignores = o->masked,
-                      .logits = o->metrics || o->model.final_logit_softcapping > 0,
-                      .filter = o->lce_filter > 0,
-                      .ranks = o->dtypes.vocab_parallel ? o->ranks : 1};
-    o->lce_chunk = lce_chunk_within(backend, (size_t)o->lce_memory << 20, shape);
+    const char *device = cuda ? "cuda" : "cpu";
+    size_t least;
+    o->lce_chunk = plan_chunk_within(o, device, (size_t)o->lce_memory << 20, &least);
     if (!o->lce_chunk)
-      fail("--lce-memory %lld: even a chunk of one token needs %lld MiB at this vocabulary; give at least "
+      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
            "that",
-           (long long)o->lce_memory,
-           (long long)((lce_bytes(backend, LCE_FUSED, 1, shape) + (1 << 20) - 1) >> 20));
+           (long long)o->lce_memory, (least + (1 << 20) - 1) >> 20);
   }
-  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(tokens, backend->scratch == &cuda_scratch);
+  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(tokens, cuda);
 }
 
 void options_free(Options *o) {

@@ -38,6 +38,26 @@ Plan plan_run(const Options *given, const char *device, LceMode mode) {
   return plan;
 }
 
+static size_t head_bytes(const Options *options, const char *device, int64_t chunk) {
+  Options o = *options;
+  o.lce_chunk = chunk;
+  return plan_run(&o, device, LCE_FUSED).head_peak_bytes;
+}
+
+int64_t plan_chunk_within(const Options *options, const char *device, size_t bytes, size_t *least) {
+  *least = head_bytes(options, device, 1);
+  if (*least > bytes) return 0;
+  int64_t fits = 1, above = options->batch * options->seq_len + 1; // bytes grow with the chunk: bisect
+  while (above - fits > 1) {
+    int64_t middle = fits + (above - fits) / 2;
+    if (head_bytes(options, device, middle) <= bytes)
+      fits = middle;
+    else
+      above = middle;
+  }
+  return fits;
+}
+
 static Options with_batch(const Options *options, const char *device, int64_t batch) {
   Options o = *options;
   o.batch = batch;

@@ -18,6 +18,10 @@ Plan plan_run(const Options *options, const char *device, LceMode mode);
 // The same numbers as a real run's ledger has them.
 Plan plan_from_ledger(const Ledger *ledger);
 
+// The largest chunk with which the last layer never holds more than `bytes`, in training and in validation; 0
+// when even one token's does not fit. `least` receives what one token's holds.
+int64_t plan_chunk_within(const Options *options, const char *device, size_t bytes, size_t *least);
+
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, const char *device, LceMode mode, size_t bytes);
 
