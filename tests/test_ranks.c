@@ -291,6 +291,39 @@ static void a_split_head_changes_no_number(void **state) {
   check_same_weights("split-all", "split-last", 6, 30 * tolerance());
 }
 
+// Whatever the last layer was asked for, a split head takes up the run: what it does not know is left behind,
+// and said.
+static void a_split_head_takes_up_any_run(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  static const struct {
+    const char *was, *says;
+    bool same; // in training
+  } runs[] = {{"--metrics", "--metrics was given when ", true},
+              {"--materialized-logits", "--fused-lce is new since ", true},
+              {"--lce-filter 0.001", "--lce-filter was 0.001 when ", false}};
+  run_job(0, "taken-all", LLAMA TEXT);
+  for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
+    char name[32], then[32], options[1024];
+    snprintf(name, sizeof name, "left-%zu", i);
+    snprintf(then, sizeof then, "taken-%zu", i);
+    snprintf(options, sizeof options, LLAMA TEXT "--save-every 2 %s", runs[i].was);
+    run_job(0, name, options);
+    Output output = train_ranks(2, "%s --resume %s --zero 1 --vocab-parallel --save %s", device(),
+                                checkpoint_of(name, 2), in_room(then));
+    if (output.status) fail_msg("%s: exit status %d: %s", runs[i].was, output.status, output.err);
+    assert_says(output.err, runs[i].says);
+    output_free(&output);
+    if (runs[i].same) check_same_weights("taken-all", then, STEPS, 30 * tolerance());
+    // What is asked for now is another matter.
+    output = train_ranks(2, "%s --resume %s --zero 1 --vocab-parallel %s", device(), checkpoint_of(name, 2),
+                         runs[i].was);
+    assert_int_equal(output.status, 1);
+    assert_says(output.err, "; leave out --");
+    output_free(&output);
+  }
+}
+
 // Half of a run with some ranks and the other half with others: nothing in a checkpoint depends on them.
 static void checkpoints_know_no_ranks(void **state) {
   (void)state;
@@ -574,6 +607,7 @@ int main(void) {
       cmocka_unit_test(masked_ranks_neither_hang_nor_skew),
       cmocka_unit_test(spreading_changes_no_number),
       cmocka_unit_test(a_split_head_changes_no_number),
+      cmocka_unit_test(a_split_head_takes_up_any_run),
       cmocka_unit_test(checkpoints_know_no_ranks),
       cmocka_unit_test(plans_know_ranks),
       cmocka_unit_test(one_rank_speaks),

@@ -619,7 +619,9 @@ static void check_vocab_parallel(const Options *o) {
     fail("--vocab-parallel knows what row sums tell; leave out %s",
          o->metrics ? "--metrics" : "--lce-filter");
   if (o->model.final_logit_softcapping > 0)
-    fail("--vocab-parallel knows no logit soft-cap, and %s has one", o->model.name);
+    fail("--vocab-parallel knows no logit soft-cap, and %s has one; leave out --vocab-parallel, or give "
+         "--logit-softcap 0",
+         o->model.name);
 }
 
 static void settle_job(Options *o, const Parsed *p) {
@@ -725,11 +727,13 @@ static void remember_settings(Options *o, const Parsed *given) {
   bool from_gpu = cJSON_IsString(device) && !strcmp(device->valuestring, "cuda");
   const cJSON *settings = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "settings");
   bool materialized = given->mode == 1 + (int)LCE_MATERIALIZED, other_chunk = o->lce_memory || materialized;
-  bool no_filter = materialized || o->metrics, no_metrics = o->lce_filter > 0; // as settle_job wants it
+  // As settle_job wants it. A split head takes up what a whole one left, in the only way it knows.
+  bool split = o->dtypes.vocab_parallel, no_mode = given->mode || split;
+  bool no_filter = materialized || o->metrics || split, no_metrics = o->lce_filter > 0 || split;
   for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(settings, option_name(keys[i]));
     bool is_mode = keys[i] == KEY_FUSED || keys[i] == KEY_MATERIALIZED;
-    bool overruled = given->seen[keys[i] - KEY_MODEL] || (is_mode && given->mode) ||
+    bool overruled = given->seen[keys[i] - KEY_MODEL] || (is_mode && no_mode) ||
                      (keys[i] == KEY_CHUNK && other_chunk) || (keys[i] == KEY_FILTER && no_filter) ||
                      (keys[i] == KEY_METRICS && no_metrics);
     bool is_master = keys[i] == KEY_MASTER || keys[i] == KEY_NO_MASTER;

@@ -146,6 +146,8 @@ static void compare(const Options *o, const cJSON *then) {
   if (filter && o->lce_filter == 0) // then it is no setting, and was not met above
     warn("--lce-filter was %s when %s was saved and is 0 now: the run goes on, but not as it would have",
          filter, o->origin);
+  if (cJSON_GetObjectItemCaseSensitive(then, "metrics") && !o->metrics)
+    warn("--metrics was given when %s was saved and is not now: the log goes on without", o->origin);
   cJSON_Delete(now);
 }
 
