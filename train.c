@@ -478,15 +478,20 @@ static void summarize(Run *run) {
 }
 
 static void evaluate(Run *run) {
-  if (!run->loader->validation_batches && !run->options->hellaswag)
-    fail(
-        "--eval-only: there is nothing to evaluate; name --val-data or --hellaswag, or raise --val-fraction");
   validate(run, run->options->first_step);
   choose(run);
   cJSON *line = cJSON_CreateObject();
   add_number(line, "val_loss", run->val_loss);
   add_number(line, "perplexity", exp(run->val_loss));
   log_write(run->log, "summary", line);
+}
+
+// Before anything is loaded, or a log begun.
+static void require_something_to_evaluate(const Options *o, const Loader *loader) {
+  if (!o->origin) fail("--eval-only: there is no model to evaluate; name its folder with --init or --resume");
+  if (!loader->validation_batches && !o->hellaswag)
+    fail(
+        "--eval-only: there is nothing to evaluate; name --val-data or --hellaswag, or raise --val-fraction");
 }
 
 static void log_start(Run *run) {
@@ -581,6 +586,7 @@ int main(int argc, char **argv) {
                                                 .batch = options.batch,
                                                 .seq_len = options.seq_len,
                                                 .seed = options.seed});
+  if (options.eval_only) require_something_to_evaluate(&options, &loader);
   char data[256];
   loader_describe(&loader, data, sizeof data);
   require_same_everywhere(&options, data);

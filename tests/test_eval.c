@@ -283,9 +283,13 @@ static void test_eval_only_as_a_user_meets_it(void **state) {
   Stream s = {.wide = false};
   for (int i = 0; i < 8; i++) put_example(&s, i % 4, (const int[]){3, 2, 2, 2, 2, 0});
   const char *choices = write_stream(&s, "eight.bin"), *shard = training_shard();
-  Output o = train("--device cpu " LLAMA "--eval-only --val-data %s --hellaswag %s --log %s", shard, choices,
-                   in_room("eval.jsonl"));
+  Output o = train("--device cpu " LLAMA "--steps 1 --lr 0 --data %s --save %s", shard, in_room("model"));
   assert_int_equal(o.status, 0);
+  output_free(&o);
+  o = train("--device cpu --eval-only --init %s --val-data %s --hellaswag %s --log %s", in_room("model"),
+            shard, choices, in_room("eval.jsonl"));
+  assert_int_equal(o.status, 0);
+  assert_string_equal(o.err, "");
   assert_says(o.out, "validation loss 4.1");
   assert_says(o.out, "of 8 right");
   assert_null(strstr(o.out, "learning rate"));
@@ -299,13 +303,57 @@ static void test_eval_only_as_a_user_meets_it(void **state) {
   assert_says(text, "\"acc_norm\":");
   assert_says(text, "\"perplexity\":");
   assert_null(strstr(text, "\"grad_norm\""));
-  o = train("--device cpu " LLAMA "--eval-only --save %s", in_room("saved"));
-  assert_int_equal(o.status, 1);
-  assert_says(o.err, "--eval-only trains nothing");
-  output_free(&o);
   o = train("--device cpu " LLAMA "--steps 1 --data %s --hellaswag %s", shard, shard);
   assert_int_equal(o.status, 1);
   assert_says(o.err, "is no evaluation file of llm.c");
+  output_free(&o);
+}
+
+// The program ends with `status`, and what it says on stderr is one sentence that holds `part`.
+static void says_once(Output o, int status, const char *part) {
+  size_t length = strlen(o.err);
+  if (o.status != status || !strstr(o.err, part) || strchr(o.err, '\n') != o.err + length - 1)
+    fail_msg("should exit %d with one sentence that holds \"%s\", not %d with: %s", status, part, o.status,
+             o.err);
+  output_free(&o);
+}
+
+// Every wrong use is one sentence, before anything is loaded or written.
+static void test_eval_only_is_told_what_it_lacks(void **state) {
+  (void)state;
+  const char *shard = training_shard();
+  Output o = train("--device cpu " LLAMA "--batch 2 --total-batch 68 --steps 1 --data %s --save %s", shard,
+                   in_room("told"));
+  assert_int_equal(o.status, 0);
+  output_free(&o);
+  write_text("log.jsonl", "of another run\n");
+  says_once(train("--device cpu " LLAMA "--eval-only --val-data %s --log %s", shard, in_room("log.jsonl")), 1,
+            "--eval-only: there is no model to evaluate; name its folder with --init or --resume");
+  says_once(train("--device cpu --seq-len 17 --eval-only --init %s --val-fraction 0 --data %s --log %s",
+                  in_room("told"), shard, in_room("log.jsonl")),
+            1, "--eval-only: there is nothing to evaluate; name --val-data or --hellaswag");
+  static const char *const refused[][2] = {
+      {"--save nowhere", "leave out --save\n"},
+      {"--save-every 2", "leave out --save-every\n"},
+      {"--keep 1 --timeline nowhere --compare-modes", "leave out --keep, --compare-modes and --timeline\n"},
+      {"--resume auto", "name the folder, --resume DIR\n"},
+      {"--resume auto --save nowhere", "name the folder, --resume DIR\n"}};
+  for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
+    says_once(train("--device cpu " LLAMA "--eval-only --log %s %s", in_room("log.jsonl"), refused[i][0]), 1,
+              refused[i][1]);
+  char *log = read_text(in_room("log.jsonl"));
+  assert_string_equal(log, "of another run\n");
+  free(log);
+  // What only says how to train is idle, and said to be; what the checkpoint remembers of it does not matter.
+  says_once(
+      train("--device cpu --eval-only --resume %s --lr 1 --steps 4 --eval-batches 1 --vocab-parallel",
+            in_room("told")),
+      0,
+      "--eval-only trains nothing: --steps, --lr, --eval-batches and --vocab-parallel mean nothing here\n");
+  o = train("--device cpu --eval-only --resume %s --batch 3 --val-data %s", in_room("told"),
+            training_shard());
+  if (o.status) fail_msg("%s", o.err);
+  assert_string_equal(o.err, "");
   output_free(&o);
 }
 
@@ -317,6 +365,7 @@ int main(void) {
       cmocka_unit_test(test_what_was_learned_is_chosen),
       cmocka_unit_test(test_eval_only_holds_the_weights_alone),
       cmocka_unit_test(test_eval_only_as_a_user_meets_it),
+      cmocka_unit_test(test_eval_only_is_told_what_it_lacks),
   };
   return cmocka_run_group_tests(tests, make_room, clear_room);
 }

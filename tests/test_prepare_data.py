@@ -272,7 +272,7 @@ def test_multiple_choice():
     assert values[:6].tolist() == [65535, size * 2, 0, 0, 3, len(context)]
     assert values[6:7 + len(context) + len(ending)].tolist() == context + [len(ending)] + ending
     assert values[size] == 65535 and header[3] >= size * 2
-    assert "of 9 right" in train("--vocab", 401, "--eval-only", "--val-fraction", 0, "--hellaswag", room("quiz", "choices.bin"), "--seq-len", 32)
+    assert "of 9 right" in train("--vocab", 401, "--steps", 0, "--val-fraction", 0, "--hellaswag", room("quiz", "choices.bin"), "--seq-len", 32)
 
 
 def test_one_sentence_when_it_goes_wrong():

@@ -394,7 +394,7 @@ static int times(const char *text, const char *part) {
 static void one_rank_speaks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  Output output = train_ranks(2, "%s " LLAMA TEXT, device());
+  Output output = train_ranks(2, "%s " LLAMA TEXT "--save %s", device(), in_room("spoken"));
   assert_int_equal(output.status, 0);
   assert_int_equal(times(output.out, "step 3  validation loss"), 1);
   assert_int_equal(times(output.out, "step 4  sample:"), 1);
@@ -402,8 +402,9 @@ static void one_rank_speaks(void **state) {
   assert_says(output.out, "ranks    2, started by ");
   assert_int_equal(times(output.err, "lce:"), 0);
   output_free(&output);
-  output = train_ranks(2, "%s " LLAMA TEXT "--eval-only", device());
+  output = train_ranks(2, "%s --eval-only --resume %s --steps 2", device(), in_room("spoken"));
   assert_int_equal(output.status, 0);
+  assert_int_equal(times(output.err, "lce:"), 1);
   assert_int_equal(times(output.out, "validation loss"), 1);
   output_free(&output);
 }

@@ -106,7 +106,7 @@ static const struct argp_option table[] = {
     {"top-p", KEY_TOP_P, "P", 0, "Samples take of the fewest tokens that have probability P together (default 1)", 0},
     {"tokenizer", KEY_TOKENIZER, "PATH", 0,
      "tokenizer.json, or a directory with one: samples are prompted and shown as text (default the one in --init)", 0},
-    {"eval-only", KEY_EVAL_ONLY, 0, 0, "Only evaluate: the loss over all of --val-data (or of the held-out part)", 0},
+    {"eval-only", KEY_EVAL_ONLY, 0, 0, "Only evaluate --init or --resume: the loss over all of --val-data (or the held-out part)", 0},
     {"hellaswag", KEY_HELLASWAG, "FILE", 0, "At the end choose among completions: an evaluation file of llm.c", 0},
     {"hellaswag-examples", KEY_HELLASWAG_EXAMPLES, "N", 0, "Of it take the first N examples; 0 takes all (default 0)", 0},
     {"prompt", KEY_PROMPT, "TEXT", 0, "What samples begin with (default a newline)", 0},
@@ -119,8 +119,8 @@ static const struct argp_option table[] = {
     {"keep", KEY_KEEP, "M", 0, "Keep the newest M checkpoints; 0 keeps all (default 0)", 0},
     {"save-dtype", KEY_SAVE_DTYPE, "TYPE", 0, "bf16 or fp32 stored weights (default as --dtype)", 0},
     {"resume", KEY_RESUME, "WHERE", 0,
-     "Carry on from a checkpoint, or with auto from the newest intact one in --save, if any; what is not given is as "
-     "it was", 0},
+     "Carry on from a checkpoint, or with auto from the newest intact one in --save, if any; what is not given of the "
+     "training is as it was, on any number of ranks and with any --zero and --vocab-parallel", 0},
 
     {0, 0, 0, 0, "Machine and memory", 7},
     {"device", KEY_DEVICE, "DEVICE", 0, "cpu, cuda or auto: the GPU if there is one (default auto)", 0},
@@ -596,7 +596,7 @@ static void settle_batch(Options *o) {
     fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
          "--total-batch",
          (long long)o->batch, (long long)o->seq_len, INT32_MAX);
-  if (!o->total_batch) o->total_batch = together;
+  if (!o->total_batch || o->eval_only) o->total_batch = together;
   if (o->total_batch % together && o->ranks == 1)
     fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (--batch x --seq-len)",
          (long long)o->total_batch, (long long)tokens);
@@ -637,9 +637,12 @@ static void settle_job(Options *o, const Parsed *p) {
   o->schedule.total_steps = o->steps;
   o->schedule.warmup_steps = p->warmup >= 0 ? p->warmup : (o->steps + 19) / 20;
   o->masked = source_paths_masked(o->data, o->data_count);
-  if (o->eval_only && (o->save || o->compare_modes || o->timeline))
-    fail("--eval-only trains nothing: leave out --save, --compare-modes and --timeline");
-  if (o->eval_only) o->dtypes.frozen = true, o->eval_batches = 0, o->sample_every = 0;
+  if (o->eval_only) {
+    o->dtypes.frozen = true;
+    o->dtypes.zero = 0;
+    o->dtypes.vocab_parallel = false;
+    o->eval_batches = o->sample_every = 0;
+  }
   o->chunk_given = o->lce_chunk > 0;
   if (o->lce_chunk && o->lce_memory)
     fail("--lce-chunk and --lce-memory both choose the chunk; give one of them");
@@ -654,6 +657,42 @@ static void settle_job(Options *o, const Parsed *p) {
     fail("--lce-filter acts on exponentials, and a soft-cap of %g on logits; leave out --lce-filter, or give "
          "--logit-softcap 0",
          o->model.final_logit_softcapping);
+}
+
+// "--a, --b and --c": those of `keys` that were given. Returns how many.
+static int list_given(const Parsed *p, const int *keys, size_t count, char *list, size_t size) {
+  int given = 0, listed = 0;
+  for (size_t i = 0; i < count; i++) given += p->seen[keys[i] - KEY_MODEL];
+  list[0] = 0;
+  for (size_t i = 0; i < count; i++) {
+    if (!p->seen[keys[i] - KEY_MODEL]) continue;
+    size_t length = strlen(list);
+    const char *before = !listed ? "" : listed == given - 1 ? " and " : ", ";
+    snprintf(list + length, size - length, "%s--%s", before, option_name(keys[i]));
+    listed++;
+  }
+  return given;
+}
+
+// What is asked for and would not be done is refused; what only says how to train is said to be idle.
+static void check_eval_only(const Options *o, const Parsed *given) {
+  static const int refused[] = {KEY_SAVE,       KEY_SAVE_EVERY, KEY_KEEP,
+                                KEY_SAVE_DTYPE, KEY_COMPARE,    KEY_TIMELINE};
+  static const int idle[] = {
+      KEY_TOTAL_BATCH, KEY_STEPS,        KEY_LR,           KEY_MIN_LR,        KEY_WARMUP,
+      KEY_SCHEDULE,    KEY_BETA1,        KEY_BETA2,        KEY_EPSILON,       KEY_WEIGHT_DECAY,
+      KEY_GRAD_CLIP,   KEY_SMOOTHING,    KEY_Z_LOSS,       KEY_METRICS,       KEY_FILTER,
+      KEY_EVAL_EVERY,  KEY_EVAL_BATCHES, KEY_SAMPLE_EVERY, KEY_SAMPLE_TOKENS, KEY_TEMPERATURE,
+      KEY_TOP_K,       KEY_TOP_P,        KEY_PROMPT,       KEY_GRAD_DTYPE,    KEY_MOMENT_DTYPE,
+      KEY_MASTER,      KEY_NO_MASTER,    KEY_RECOMPUTE,    KEY_ZERO,          KEY_VOCAB_PARALLEL};
+  char list[1024];
+  if (o->resume && !strcmp(o->resume, "auto"))
+    fail("--eval-only saves nothing, and --resume auto looks where a run saves: name the folder, --resume "
+         "DIR");
+  if (list_given(given, refused, sizeof refused / sizeof *refused, list, sizeof list))
+    fail("--eval-only trains nothing: leave out %s", list);
+  int count = list_given(given, idle, sizeof idle / sizeof *idle, list, sizeof list);
+  if (count) warn("--eval-only trains nothing: %s mean%s nothing here", list, count == 1 ? "s" : "");
 }
 
 // --- reading the command line ------------------------------------------------------------------------------
@@ -772,6 +811,7 @@ static Parsed parse_resumed(Options *o, const Parsed *given, int argc, char **ar
 
 void options_parse(Options *o, int argc, char **argv) {
   Parsed p = parse(o, argc, argv);
+  if (o->eval_only) check_eval_only(o, &p);
   resume_find(o);
   if (o->resumed_from) p = parse_resumed(o, &p, argc, argv);
   o->mode = p.mode ? (LceMode)(p.mode - 1) : LCE_FUSED;

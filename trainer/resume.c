@@ -153,9 +153,9 @@ static void compare(const Options *o, const cJSON *then) {
 
 RunState resume_read(const Options *o, const char *data) {
   const cJSON *json = o->resumed_from;
-  compare(o, cJSON_GetObjectItemCaseSensitive(json, "settings"));
   const char *before = text_of(cJSON_GetObjectItemCaseSensitive(json, "data"));
-  if (before && strcmp(before, data))
+  if (!o->eval_only) compare(o, cJSON_GetObjectItemCaseSensitive(json, "settings"));
+  if (!o->eval_only && before && strcmp(before, data))
     warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run goes on, but not as it would "
          "have",
          before, o->origin, data);
