@@ -69,28 +69,29 @@ static int open_terminal(int *inner) {
   return outer;
 }
 
-// tools/launch of the same build as ./train.
-static const char *launch_program(void) {
+// A program of the same build as ./train.
+static const char *tool_program(const char *name) {
   static char path[4096];
   const char *train = program(), *slash = strrchr(train, '/');
-  assert_in_range(snprintf(path, sizeof path, "%.*s/tools/launch", (int)(slash - train), train), 1,
+  assert_in_range(snprintf(path, sizeof path, "%.*s/tools/%s", (int)(slash - train), train, name), 1,
                   sizeof path - 1);
   return path;
 }
 
-// How a program is started: alone, by mpirun (or on GPUs), the test program likewise, or by tools/launch.
-typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, LAUNCHED } Way;
+// How a program is started: alone, by mpirun (or on GPUs), the test program likewise, by tools/launch; or,
+// alone, the one that the first word names.
+typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, LAUNCHED, NAMED } Way;
 
 // The words that go before the program's own; returns how many there are.
 static int launcher(Way way, int ranks, char *argv[MOST_ARGUMENTS + 1]) {
   static char number[16];
   snprintf(number, sizeof number, "%d", ranks);
-  char *const own[] = {(char *)launch_program(), number, NULL};
+  char *const own[] = {(char *)tool_program("launch"), number, NULL};
   char *const mpi[] = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number,
                        NULL};
   char *const *words = way == LAUNCHED || getenv("LCE_GPU_RANKS") ? own : mpi;
   int count = 0;
-  for (; way != ALONE && words[count]; count++) argv[count] = words[count];
+  for (; way != ALONE && way != NAMED && words[count]; count++) argv[count] = words[count];
   return count;
 }
 
@@ -98,7 +99,8 @@ static Process start(bool terminal, Way way, int ranks, const char *format, va_l
   char line[4096];
   char *argv[MOST_ARGUMENTS + 1];
   int argc = launcher(way, ranks, argv);
-  if (way != LAUNCHED) argv[argc++] = (char *)(way == SELF_AS_RANKS ? test_program() : program());
+  if (way != LAUNCHED && way != NAMED)
+    argv[argc++] = (char *)(way == SELF_AS_RANKS ? test_program() : program());
   assert_in_range(vsnprintf(line, sizeof line, format, arguments), 0, sizeof line - 1);
   split(line, argc, argv);
   int inner = -1;
@@ -245,6 +247,25 @@ Output launch(int ranks, const char *format, ...) {
   Process p = start(false, LAUNCHED, ranks, format, arguments);
   va_end(arguments);
   return process_finish(&p);
+}
+
+static Output __attribute__((format(printf, 1, 2))) run_named(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(false, NAMED, 0, format, arguments);
+  va_end(arguments);
+  return process_finish(&p);
+}
+
+Output run_tool(const char *name, const char *format, ...) {
+  char line[4096];
+  int length = snprintf(line, sizeof line, "%s ", tool_program(name));
+  va_list arguments;
+  va_start(arguments, format);
+  assert_in_range(vsnprintf(line + length, sizeof line - (size_t)length, format, arguments), 0,
+                  (int)sizeof line - length - 1);
+  va_end(arguments);
+  return run_named("%s", line);
 }
 
 const char *train_program(void) {

@@ -24,6 +24,8 @@ bool can_launch(void);
 // tools/launch with the words of any command; train_program() is one.
 Output launch(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *train_program(void);
+// A program of tools/, of the same build.
+Output run_tool(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // As train() with standard output a terminal.
 Output train_in_terminal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void output_free(Output *output);

@@ -1,10 +1,11 @@
-// How training scales: the same run on 1, 2, 4, 8, ... ranks with the batch of each rank fixed (weak scaling).
+// How training scales: the same run on 1, 2, 4, 8, ... and at last N ranks with the batch of each rank fixed
+// (weak scaling).
 //
 //   tools/bench_scaling --model llama-1b --batch 4 --seq-len 4096           GPUs, by tools/launch
 //   tools/bench_scaling --ranks 2 --device cpu --model llama-tiny           CPU processes, by mpirun
 //
-// --ranks N, first, is the largest number (default: the GPUs that are there, or 4); the rest are ./train's
-// options. Efficiency is the tokens a second and rank over those of one rank alone; the bytes are what a rank
+// --ranks N is the largest number (default: the GPUs that are there, or 4); the rest are ./train's options.
+// Efficiency is the tokens a second and rank over those of one rank alone; the bytes are what a rank
 // sends in a step.
 #include <cjson/cJSON.h>
 #include <errno.h>
@@ -72,6 +73,7 @@ static Figures read_summary(const char *log) {
   return f;
 }
 
+// One rank needs no launcher.
 static Figures run(const char *self, int ranks, bool cpu, int argc, char **argv) {
   char log[] = "/tmp/bench_scaling.XXXXXX", count[16];
   int file = mkstemp(log), words = 0;
@@ -94,9 +96,10 @@ static Figures run(const char *self, int ranks, bool cpu, int argc, char **argv)
                                log,
                                NULL};
   char *command[MOST_WORDS + 1];
-  for (const char *const *w = cpu ? by_mpi : by_launch; *w; w++) command[words++] = (char *)*w;
+  for (const char *const *w = cpu ? by_mpi : by_launch; ranks > 1 && *w; w++) command[words++] = (char *)*w;
   for (const char *const *w = train; *w; w++) command[words++] = (char *)*w;
-  for (int i = 0; i < argc && words < MOST_WORDS; i++) command[words++] = argv[i];
+  if (words + argc > MOST_WORDS) fail("%d options are more than the %d that fit", argc, MOST_WORDS - words);
+  for (int i = 0; i < argc; i++) command[words++] = argv[i];
   command[words] = NULL;
   pid_t child = fork();
   if (child < 0) fail("cannot start %s: %s", command[0], strerror(errno));
@@ -113,28 +116,94 @@ static Figures run(const char *self, int ranks, bool cpu, int argc, char **argv)
   unlink(log);
   free((char *)by_launch[0]);
   free((char *)train[0]);
-  if (status) fail("the run with %d rank%s failed", ranks, ranks > 1 ? "s" : "");
-  if (!(f.rate > 0)) fail("the run with %d ranks was too short to be timed: give more --steps", ranks);
+  const char *plural = ranks > 1 ? "s" : "";
+  if (ranks == 1 && WIFEXITED(status) && status) exit(WEXITSTATUS(status)); // it has said why
+  if (status) fail("the run with %d rank%s failed", ranks, plural);
+  if (!(f.rate > 0))
+    fail("the run with %d rank%s was too short to be timed: give more --steps", ranks, plural);
   return f;
 }
 
+static const char help[] =
+    "Usage: bench_scaling [--ranks N] [OPTION...]\n"
+    "How training scales: the same run on 1, 2, 4, 8, ... and at last N ranks of this machine, the batch of\n"
+    "each rank fixed. Prints tokens a second, the time of a step, the efficiency (tokens a second and rank\n"
+    "over those of one rank alone), the bytes that a rank sends in a step, and the ledger's peak on a rank.\n"
+    "\n"
+    "  --ranks N          the largest number of ranks (default: as many as there are GPUs, else 4)\n"
+    "  --help             says this\n"
+    "\n"
+    "All else goes to ./train (./train --help): --model, --batch, --seq-len, --zero, --vocab-parallel, ...\n"
+    "--steps is 30 unless it is given, and nothing is validated or sampled. Ranks on GPUs are started by\n"
+    "tools/launch, those of --device cpu (or where there is no GPU) by mpirun.\n"
+    "\n"
+    "  tools/bench_scaling --model llama-1b --batch 4 --seq-len 4096\n"
+    "  tools/bench_scaling --ranks 2 --device cpu --model llama-tiny\n";
+
+// Whether argument i is --name VALUE or --name=VALUE, which *value then is; NULL where it is missing.
+static bool is_option(const char *name, int argc, char **argv, int i, const char **value) {
+  size_t length = strlen(name);
+  if (strncmp(argv[i], name, length) != 0 || (argv[i][length] && argv[i][length] != '=')) return false;
+  *value = argv[i][length] ? argv[i] + length + 1 : i + 1 < argc ? argv[i + 1] : NULL;
+  return true;
+}
+
+static int whole_number(const char *text) {
+  char *end;
+  long value = text ? strtol(text, &end, 10) : 0;
+  if (!text || end == text || *end || value < 1 || value > 4096)
+    fail("--ranks %s: give a whole number from 1 to 4096", text ? text : "");
+  return (int)value;
+}
+
+// What ./train knows and a run that is timed has no use for, or that each run would take from the one before.
+static void refuse_other_work(const char *argument) {
+  static const char *const others[] = {"--plan",   "--fit", "--eval-only", "--save",
+                                       "--resume", "--log", "--timeline",  "--compare-modes"};
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+    if (!strncmp(argument, others[i], strlen(others[i])) && strchr("=", argument[strlen(others[i])]))
+      fail("bench_scaling times runs and does nothing else: leave out %s", others[i]);
+}
+
+// Takes this program's own options out of the command line; returns how many words are left for ./train.
+static int take_own(int argc, char **argv, int *most, bool *cpu) {
+  int rest = 0;
+  for (int i = 1; i < argc; i++) {
+    const char *value;
+    if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-?")) {
+      fputs(help, stdout);
+      exit(0);
+    }
+    refuse_other_work(argv[i]);
+    if (is_option("--ranks", argc, argv, i, &value)) {
+      *most = whole_number(value);
+      i += value == argv[i + 1];
+      continue;
+    }
+    if (is_option("--device", argc, argv, i, &value) && value && !strcmp(value, "cpu")) *cpu = true;
+    argv[rest++] = argv[i];
+  }
+  return rest;
+}
+
 int main(int argc, char **argv) {
-  int first = 1, most = 0;
-  if (argc > 2 && !strcmp(argv[1], "--ranks")) most = atoi(argv[2]), first = 3;
+  const char *self = argv[0];
   bool cpu = gpus() == 0;
-  for (int i = first; i < argc; i++)
-    if (!strcmp(argv[i], "cpu") && !strcmp(argv[i - 1], "--device")) cpu = true;
-  if (most < 1) most = cpu ? 4 : gpus();
-  printf("%5s %12s %14s %10s %12s %22s %14s\n", "ranks", "tokens/s", "each", "ms a step", "efficiency",
-         "sent a step by each", "ledger's peak");
+  int most = 0, count = take_own(argc, argv, &most, &cpu);
+  if (!most) most = cpu ? 4 : gpus();
   double alone = 0;
-  for (int ranks = 1; ranks <= most; ranks *= 2) {
-    Figures f = run(argv[0], ranks, cpu, argc - first, argv + first);
-    if (ranks == 1) alone = f.rate;
+  for (int ranks = 1, next; ranks <= most; ranks = next) {
+    Figures f = run(self, ranks, cpu, count, argv);
+    if (ranks == 1) {
+      alone = f.rate;
+      printf("%5s %12s %14s %10s %12s %22s %14s\n", "ranks", "tokens/s", "each", "ms a step", "efficiency",
+             "sent a step by each", "ledger's peak");
+    }
     printf("%5d %12s %14s %10.1f %11.1f%% %22s %14s\n", ranks, text_count(f.rate).text,
            text_count(f.rate / ranks).text, 1e3 * f.seconds, 100 * f.rate / ranks / alone,
            text_bytes((uint64_t)f.wire_bytes).text, text_bytes((uint64_t)f.peak_bytes).text);
     fflush(stdout);
+    next = ranks < most && 2 * ranks > most ? most : 2 * ranks;
   }
   return 0;
 }

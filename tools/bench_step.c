@@ -9,6 +9,7 @@
 //   tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/fail.h"
 #include "base/text.h"
@@ -171,9 +172,48 @@ static void compare_modes(Steps *steps, Backend *backend) {
          1e3 * median(materialized, ROUNDS), median(ratios, ROUNDS));
 }
 
+static const char help[] =
+    "Usage: bench_step [OPTION...]\n"
+    "The time of a training step on this machine, beside that of its matrix products alone: medians of 5,\n"
+    "after 3 steps to warm up; and what the step and its last layer hold. On the CPU also the same step\n"
+    "with products by plain loops.\n"
+    "\n"
+    "Takes ./train's options for what a step is (./train --help): --model and the sizes, --batch, "
+    "--seq-len,\n"
+    "--total-batch, --data, --init, the last layer's, --device, the dtypes, --recompute, --attention.\n"
+    "\n"
+    "  --compare-modes    times the step with materialized logits in turn with the fused one, too\n"
+    "  --help             says this\n"
+    "\n"
+    "One process on one device; tools/bench_scaling times several, tools/bench_lce the last layer alone.\n"
+    "\n"
+    "  tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu\n";
+
+// What ./train knows and this program would leave undone.
+static void refuse_other_work(const Options *o) {
+  const struct {
+    const char *name;
+    bool given;
+  } others[] = {{"plan", o->plan},           {"fit", o->fit},
+                {"eval-only", o->eval_only}, {"hellaswag", o->hellaswag != NULL},
+                {"save", o->save != NULL},   {"resume", o->resume != NULL},
+                {"log", o->log != NULL},     {"timeline", o->timeline != NULL},
+                {"zero", o->dtypes.zero},    {"vocab-parallel", o->dtypes.vocab_parallel}};
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+    if (others[i].given)
+      fail("bench_step times training steps of one process and does nothing else: leave out --%s",
+           others[i].name);
+}
+
 int main(int argc, char **argv) {
   Options options;
+  for (int i = 1; i < argc; i++) {
+    if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-?") != 0) continue;
+    fputs(help, stdout);
+    return 0;
+  }
   options_parse(&options, argc, argv);
+  refuse_other_work(&options);
   Backend *backend = machine_open(&options);
   options_settle_chunk(&options, backend);
   Source *source = options.data_count
