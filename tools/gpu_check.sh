@@ -63,9 +63,14 @@ if wants sanitizer; then
       row "$program under memcheck" "$(grep 'ERROR SUMMARY' "$OUT/$program-memcheck.log" | tail -n 1 | sed 's/=* *//')"
   done
   # racecheck does not know mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
-  # are left out here, and to the comparisons with the CPU.
-  LCE_HOPPER=0 LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run test_cuda-racecheck 240 compute-sanitizer --tool racecheck --error-exitcode 9 build/release/tests/test_cuda &&
-    row "test_cuda under racecheck" "$(grep 'RACECHECK SUMMARY' "$OUT/test_cuda-racecheck.log" | tail -n 1 | sed 's/=* *//')"
+  # are left out here, and to the comparisons with the CPU; cuBLASLt's (nvjet) are reported and counted apart.
+  log="$OUT/test_cuda-racecheck.log"
+  LCE_HOPPER=0 LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 timeout --kill-after=10 240 compute-sanitizer --tool racecheck build/release/tests/test_cuda >"$log" 2>&1
+  passed=$(grep -c '^\[  PASSED' "$log")
+  all=$(grep -c 'Race reported' "$log")
+  ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
+  [ "$passed" = 2 ] && [ "$ours" = 0 ] || failed=1
+  row "test_cuda under racecheck" "$passed of 2 dtypes ran; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
 fi
 
 if wants bench; then

@@ -24,6 +24,12 @@
 // and stores around them the exponentials still vanish behind the products, and cost 2 to 3% against
 // storing bare logits.
 //
+// What the tensor cores still wait for is the loader: from the moment a stage is empty to its next boxes' arrival
+// only three steps' time goes by without their noticing. So that way is short. A whole warp walks it though one
+// lane acts, for then addresses are the warp's own and need no detour (the multipliers do likewise: 65
+// instructions a step instead of 152); the next tile's place is worked out long before it is needed; and W, whose
+// every box comes from memory once, is asked into the L2 cache six steps ahead.
+//
 // A tile of 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get
 // when the loaders give theirs up. Five stages of 40 KiB bridge the memory's latency (four: up to 2% slower).
 //
@@ -52,37 +58,47 @@
 // corrected by it. The target's entry and columns beyond V become 2^-infinity beforehand, in the few tiles
 // that have any.
 //
-// MEASURED on one H200. At its power limit of 700 W the clock sinks to where the work fits in: it is not
-// idle cycles that cost time then, but energy. Each alone for half a second, TFLOP/s, hot:
+// MEASURED on one H200. The share of all cycles in which the tensor cores work (ncu), C = 4096:
 //
-//   C x H x V                bare logits, cuBLASLt's fastest | E and sums, here | same, tiles of 128 x 256
-//   4096 x 4096 x 128256     675                               661                658
-//   1024 x 4096 x 128256     671                               652                646
-//   4096 x 2048 x 131072     691                               667                639
-//   1024 x 2048 x 131072     677                               642                611
+//                                        H = 2048   4096
+//   E and sums, here                       97.9%   98.7%
+//   the same before the loader's haste     94.2%            (96.4% without asking ahead for W)
+//   bare logits, cuBLASLt's 168 x 128      99.3%
+//   bare logits, cuBLASLt's 256 x 128      93.0%
 //
-// The last column is the usual way: both groups work on halves of one tile of 128 x 256 and finish
-// together, while the tensor cores wait. Its larger tile needs less traffic through shared memory, and the
-// clock stays at 1,320 MHz instead of 1,250; so for dX, which has next to nothing to finish, it is the
-// better one: 659 to 680 against 635 to 653 here and 662 to 690 of cuBLASLt. Starting the second group
-// later made no difference: it comes to lag behind by itself.
+// At its power limit of 700 W the clock sinks to where the work fits in, and it is energy that costs time, too.
+// TFLOP/s in turn, 150 ms each, hot:
+//
+//   C x H x V                E and sums, here | bare logits, cuBLASLt's 256 x 128 | 168 x 128
+//   4096 x 4096 x 128256     696                683                                 641
+//   4096 x 2048 x 131072     692                673                                 655
+//
+// The usual way is that both groups work on halves of one tile of 128 x 256 and finish together, while the tensor
+// cores wait: 0 to 5% slower for E than this kernel was before the loader's haste. But its larger tile needs less
+// traffic through shared memory; for dX, which has next to nothing to finish, it then was the better one: 659 to
+// 680 TFLOP/s against 635 to 653 here and 662 to 690 of cuBLASLt.
 //
 // The whole layer over its three bare products by cuBLASLt on all N tokens, in turn, once the device has
 // settled at its power limit (medians of 9; cooler or hotter by some degrees they come out 0.02 to 0.03
 // lower or higher):
 //
 //   N x H x V                 chunk 4096   2048   1024
-//   4096 x 4096 x 128256            1.01   1.02   1.06
-//   16384 x 2048 x 131072           1.03   1.00   1.07
-//   8192 x 2304 x 256000            1.00   1.01   1.04
-//   32768 x 4096 x 128256           1.02   1.02   1.08
-//   16384 x 4096 x 128256           0.99   0.99   1.06
+//   4096 x 4096 x 128256            1.01   1.01   1.06
+//   16384 x 2048 x 131072           1.04   1.01   1.08
+//   8192 x 2304 x 256000            0.97   0.97   1.00
+//   32768 x 4096 x 128256           1.03   1.03   1.17
 //
-// Where the rest at 4096 lies, at 16384 x 4096 x 128256: E takes 2 to 4% longer than bare logits;
-// kernels that move rows (targets' logits and gradients, scales, dX's second term) take 0.8% of the layer; and
-// chunks move twice the bytes of whole products, 36 GB instead of 17, for W is read and dW added to in each.
-// None of them leaves the device waiting: run for 1.6 s each, the products take 54.8 J, the layer 52.2 to
-// 54.9 J at chunk 4096, 54.4 to 55.1 J at 2048 and 58.3 to 59.0 J at 1024, always at 660 to 700 W.
+// (The 1.17 was 1.08 in an earlier run. cuBLASLt's algorithm for adding to dW had been chosen by timing the
+// product that only writes it; it is chosen by timing the addition now, which has not been measured again.)
+//
+// Where the rest at 4096 lies, at 16384 x 2048: an exponential with its conversion, sum and store costs four
+// instructions for 2 H flops, 2.4% of a product's energy at H = 2048 and half of that at 4096; kernels that move
+// rows (targets' logits and gradients, scales, dX's second term) take 0.8% of the layer, at the speed of memory;
+// and chunks move 11 GB more than whole products, for W is read and dW added to in each, about 1% of the energy.
+// The floor has none of these, and its products are the layer's own: so at the power limit 1.00 is reached where
+// cuBLASLt is worse at whole products than at chunks of them, and not elsewhere. (Run for 1.6 s each at 16384 x
+// 4096 x 128256, before the loader's haste, the products took 54.8 J, the layer 52.2 to 54.9 J at chunk 4096,
+// 54.4 to 55.1 J at 2048 and 58.3 to 59.0 J at 1024, always at 660 to 700 W.)
 //
 // At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it.
 //
@@ -90,7 +106,11 @@
 // gave the same bits as cuBLASLt's fastest algorithm in 0.99 to 1.06 of its time, so dW is cuBLASLt's.
 // (With 128 x 256: 1.00 to 1.22. By red.global from the registers: 3 to 17% slower than by the copy engine.
 // Staging without bank conflicts: no difference.) Clusters of four, with 128 x 256: 3 to 10% slower than of
-// two. Marking E's lines for early eviction: within 1%. A band of 32 MiB instead of 16: 2% slower.
+// two. A band of 32 MiB instead of 16: 2% slower; of 8 or 12: W is read from memory more often than X less.
+// Tiles of 128, 144, 160 or 176 columns instead of 192: 15, 6, 4 and 0% slower. Other orders of a step's wgmmas:
+// no difference. At H = 4096 the logits read 5 to 8 GB where 2 would do, since a band of X does not survive in
+// the L2 cache beside W and E; telling it to keep X and drop W and E, or holding all clusters to the same tile by
+// a counter in memory, brought a tenth at best, and no time.
 #include <cudaTypedefs.h>
 #include <math.h>
 #include <stdlib.h>
@@ -208,31 +228,56 @@ static __device__ __forceinline__ int unit_step() {
 
 // --- the loader --------------------------------------------------------------------------------------------
 
+// Asks for W's box `AHEAD` steps from here, which the loads then find in the L2 cache. Clusters on tiles one
+// below the other need the same boxes at about the same time: of `shares` of them one asks for each.
+static __device__ __forceinline__ void prefetch(const Unit &unit, const Unit &next, int place,
+                                                const CUtensorMap *b, int rank) {
+  constexpr int AHEAD = 6;
+  int to = place + AHEAD;
+  bool later = to >= unit.k_end;
+  box_prefetch(b, (later ? to - unit.k_end + next.k_begin : to) * TILE_K,
+               (later ? next.column : unit.column) + rank * (TILE_N / CLUSTER));
+}
+
+// The work of a whole warp, of which one lane acts: so addresses are the warp's and not a thread's, and the
+// way from an empty stage to its loads, on which everything waits, is a few instructions.
 template <bool B_K_INNERMOST, bool FILTERED>
 static __device__ __forceinline__ void load_stages(const Work &w, const Ends &ends, const Ring &ring,
                                                    const CUtensorMap *a, const CUtensorMap *b, int rank) {
   constexpr uint16_t everyone = (1 << CLUSTER) - 1;
+  const bool acts = one_lane();
+  const int shares = min(w.band, 8);
   Place at;
   at.parity = 1; // a fresh barrier counts as past its odd phase: all stages are empty
-  for (int u = first_unit(); u < w.units; u += unit_step()) {
-    Unit unit = unit_at<FILTERED>(w, ends, u, rank);
+  Unit unit = unit_at<FILTERED>(w, ends, first_unit(), rank), next = unit;
+  for (int u = first_unit(); u < w.units; u += unit_step(), unit = next) {
+    int turn = unit.row / (CLUSTER * TILE_M) % shares;
     for (int place = unit.k_begin; place < unit.k_end; place++, at.next()) {
       int k = FILTERED ? list_of(w, ends, unit.row)[1 + place] : place;
       uint64_t *full = &ring.full[at.stage];
       uint32_t a_stage = ring.first + at.stage * STAGE_BYTES, b_stage = a_stage + A_BYTES;
       barrier_wait(&ring.empty[at.stage], at.parity);
-      barrier_arrive_expecting(full, STAGE_BYTES); // both halves of B count, whoever sends them
-      box_load(a_stage, a, full, k * TILE_K, unit.row);
-      if (B_K_INNERMOST) { // this block's share: some of the columns
-        constexpr int share = TILE_N / CLUSTER;
-        box_load_multicast(b_stage + rank * share * 128, b, full, k * TILE_K, unit.column + rank * share,
-                           everyone);
-      } else { // some of the k, of each block of 64 columns
-        constexpr int share = TILE_K / CLUSTER;
-        for (int i = 0; i < TILE_N / 64; i++)
-          box_load_multicast(b_stage + i * 8192 + rank * share * 128, b, full, unit.column + i * 64,
-                             k * TILE_K + rank * share, everyone);
+      if (acts) {
+        barrier_arrive_expecting(full, STAGE_BYTES); // both halves of B count, whoever sends them
+        box_load(a_stage, a, full, k * TILE_K, unit.row);
+        if (B_K_INNERMOST) { // this block's share: some of the columns
+          constexpr int share = TILE_N / CLUSTER;
+          box_load_multicast(b_stage + rank * share * 128, b, full, k * TILE_K, unit.column + rank * share,
+                             everyone);
+        } else { // some of the k, of each block of 64 columns
+          constexpr int share = TILE_K / CLUSTER;
+          for (int i = 0; i < TILE_N / 64; i++)
+            box_load_multicast(b_stage + i * 8192 + rank * share * 128, b, full, unit.column + i * 64,
+                               k * TILE_K + rank * share, everyone);
+        }
       }
+      if (B_K_INNERMOST && ++turn == shares) {
+        turn = 0;
+        if (acts) prefetch(unit, next, place, b, rank);
+      }
+      // Now, not when it is needed: its divisions would hold up a stage.
+      if (place == unit.k_begin && u + unit_step() < w.units)
+        next = unit_at<FILTERED>(w, ends, u + unit_step(), rank);
     }
   }
 }
@@ -257,16 +302,15 @@ static __device__ __forceinline__ void multiply(Sums &sums, const Ring &ring, Pl
   for (int k = 0; k < steps; k++, at.next()) {
     barrier_wait(&ring.full[at.stage], at.parity);
     if (k + 1 == steps) last_stage_is_here();
-    uint32_t a = ring.first + at.stage * STAGE_BYTES, b = a + A_BYTES;
+    uint32_t stage = ring.first + at.stage * STAGE_BYTES;
+    uint64_t a = tile_descriptor(stage, true), b = tile_descriptor(stage + A_BYTES, B_K_INNERMOST);
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < TILE_K / 16; i++) {
-      uint64_t b_tile = tile_descriptor(b + i * b_step, B_K_INNERMOST);
+    for (int i = 0; i < TILE_K / 16; i++)
 #pragma unroll
       for (int h = 0; h < TILE_M / 64; h++)
-        wgmma_64x192x16<true, B_K_INNERMOST>(sums[h], tile_descriptor(a + h * 8192 + i * 32, true), b_tile,
-                                             k > 0 || i > 0);
-    }
+        wgmma_64x192x16<true, B_K_INNERMOST>(sums[h], tile_further(a, h * 8192 + i * 32),
+                                             tile_further(b, i * b_step), k > 0 || i > 0);
     wgmma_commit();
     if (before >= 0) {
       wgmma_wait<1>(); // the step before this one has read its stage
@@ -460,7 +504,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
   __shared__ __align__(8) uint64_t full[STAGES], empty[STAGES];
   Ring ring = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
   uint32_t boxes = ring.first + STAGES * STAGE_BYTES;
-  int rank = (int)cluster_rank(), group = (int)threadIdx.x / GROUP - 1;
+  // From lane 0, so that the compiler knows: a warp has one role.
+  int rank = (int)cluster_rank(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), group = warp / 4 - 1;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(&full[s], 1);        // the loader, and the bytes it announces
@@ -471,7 +516,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
   cluster_synchronize();
   if (group < 0) {
     registers_shrink_to<40>();
-    if (threadIdx.x == 0) load_stages<OUTPUT == EXPONENTIALS, FILTERED>(w, ends, ring, &a, &b, rank);
+    if (warp == 0) load_stages<OUTPUT == EXPONENTIALS, FILTERED>(w, ends, ring, &a, &b, rank);
   } else {
     registers_grow_to<232>();
     multiply_and_finish<OUTPUT, FILTERED>(w, ends, ring, &out, boxes, group, rank);

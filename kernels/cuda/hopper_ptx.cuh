@@ -30,6 +30,15 @@ static __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// True in one lane of a warp that is here together.
+static __device__ __forceinline__ bool one_lane() {
+  uint32_t chosen;
+  asm volatile("{\n\t.reg .pred chosen;\n\telect.sync _|chosen, 0xffffffff;\n\t"
+               "selp.u32 %0, 1, 0, chosen;\n\t}"
+               : "=r"(chosen));
+  return chosen;
+}
+
 static __device__ __forceinline__ void cluster_synchronize() {
   asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -92,6 +101,12 @@ static __device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *
                : "memory");
 }
 
+// From memory into the L2 cache alone, for whoever loads it next.
+static __device__ __forceinline__ void box_prefetch(const CUtensorMap *matrix, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(matrix), "r"(x), "r"(y)
+               : "memory");
+}
+
 static __device__ __forceinline__ void box_store(const CUtensorMap *matrix, uint32_t from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(matrix),
                "r"(from), "r"(x), "r"(y)
@@ -143,6 +158,11 @@ template <int N> static __device__ __forceinline__ void wgmma_wait() {
 static __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, bool k_innermost) {
   uint64_t leading = k_innermost ? 1 : 8192 / 16, group = 1024 / 16, swizzle_128 = 1;
   return (address & 0x3FFFF) >> 4 | leading << 16 | group << 32 | swizzle_128 << 62;
+}
+
+// The same `bytes` further on. The address stays within its bits, so nothing carries into the upper half.
+static __device__ __forceinline__ uint64_t tile_further(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & ~0xffffffffull) | ((uint32_t)descriptor + (bytes >> 4));
 }
 
 #define SUMS_16(i)                                                                                           \
