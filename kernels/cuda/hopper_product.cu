@@ -27,8 +27,8 @@
 // What the tensor cores still wait for is the loader: from the moment a stage is empty to its next boxes' arrival
 // only three steps' time goes by without their noticing. So that way is short. A whole warp walks it though one
 // lane acts, for then addresses are the warp's own and need no detour (the multipliers do likewise: 65
-// instructions a step instead of 152); the next tile's place is worked out long before it is needed; and W, whose
-// every box comes from memory once, is asked into the L2 cache six steps ahead.
+// instructions a step instead of 152); the next tile's place is worked out long before it is needed; and W, which
+// comes from memory, is asked into the L2 cache six steps ahead.
 //
 // A tile of 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get
 // when the loaders give theirs up. Five stages of 40 KiB bridge the memory's latency (four: up to 2% slower).
@@ -91,10 +91,10 @@
 // (The 1.17 was 1.08 in an earlier run. cuBLASLt's algorithm for adding to dW had been chosen by timing the
 // product that only writes it; it is chosen by timing the addition now, which has not been measured again.)
 //
-// Where the rest at 4096 lies, at 16384 x 2048: an exponential with its conversion, sum and store costs four
-// instructions for 2 H flops, 2.4% of a product's energy at H = 2048 and half of that at 4096; kernels that move
-// rows (targets' logits and gradients, scales, dX's second term) take 0.8% of the layer, at the speed of memory;
-// and chunks move 11 GB more than whole products, for W is read and dW added to in each, about 1% of the energy.
+// Where the rest at 4096 lies, at 16384 x 2048: kernels that move rows (targets' logits and gradients, scales,
+// dX's second term) take 0.8% of the layer, at the speed of memory; and by reckoning, an exponential with its
+// conversion, sum and store, four instructions for 2 H flops, takes 2.4% of a product's energy at H = 2048 and half
+// of that at 4096, and the 10 GB that chunks move beyond whole products (W read and dW added to in each) 1%.
 // The floor has none of these, and its products are the layer's own: so at the power limit 1.00 is reached where
 // cuBLASLt is worse at whole products than at chunks of them, and not elsewhere. (Run for 1.6 s each at 16384 x
 // 4096 x 128256, before the loader's haste, the products took 54.8 J, the layer 52.2 to 54.9 J at chunk 4096,
@@ -107,7 +107,7 @@
 // (With 128 x 256: 1.00 to 1.22. By red.global from the registers: 3 to 17% slower than by the copy engine.
 // Staging without bank conflicts: no difference.) Clusters of four, with 128 x 256: 3 to 10% slower than of
 // two. A band of 32 MiB instead of 16: 2% slower; of 8 or 12: W is read from memory more often than X less.
-// Tiles of 128, 144, 160 or 176 columns instead of 192: 15, 6, 4 and 0% slower. Other orders of a step's wgmmas:
+// Tiles of 128, 144, 160 or 176 columns instead of 192: 15, 6, 5 and 0% slower. Other orders of a step's wgmmas:
 // no difference. At H = 4096 the logits read 5 to 8 GB where 2 would do, since a band of X does not survive in
 // the L2 cache beside W and E; telling it to keep X and drop W and E, or holding all clusters to the same tile by
 // a counter in memory, brought a tenth at best, and no time.
