@@ -14,15 +14,15 @@
 // HOW. Threads do not load and multiply by turns; they have roles, and engines do the work. A block, alone
 // on its multiprocessor, is a loading group and two multiplying groups of 128 threads:
 //
-//   loader        one thread: box of A (128 x 64) and box of B (192 x 64) -> stage s, once stage s is empty
+//   loader        one warp: box of A (128 x 64) and box of B (192 x 64) -> stage s, once stage s is empty
 //   multiplier 0  tile t:    multiply multiply multiply | finish . . . . . . . | multiply ...
 //   multiplier 1  tile t+1:  finish . . . . . . . . . . | multiply multiply .. | finish ...
 //
 // Each multiplier owns a whole tile of 128 x 192, and the two take turns: while one has the tensor cores,
 // the other turns its sums into exponentials and stores them. A tile's exponentials keep the special units
 // busy for 1,536 cycles, its products the tensor cores for 24,576 at H = 2048; with the conversions, sums
-// and stores around them the exponentials still vanish behind the products, and cost 2 to 3% against
-// storing bare logits.
+// and stores around them the exponentials still vanish behind the products, and cost 1% against storing bare
+// logits.
 //
 // What the tensor cores still wait for is the loader: from the moment a stage is empty to its next boxes' arrival
 // only three steps' time goes by without their noticing. So that way is short. A whole warp walks it though one
@@ -92,13 +92,12 @@
 // product that only writes it; it is chosen by timing the addition now, which has not been measured again.)
 //
 // Where the rest at 4096 lies, at 16384 x 2048: kernels that move rows (targets' logits and gradients, scales,
-// dX's second term) take 0.8% of the layer, at the speed of memory; and by reckoning, an exponential with its
-// conversion, sum and store, four instructions for 2 H flops, takes 2.4% of a product's energy at H = 2048 and half
-// of that at 4096, and the 10 GB that chunks move beyond whole products (W read and dW added to in each) 1%.
-// The floor has none of these, and its products are the layer's own: so at the power limit 1.00 is reached where
-// cuBLASLt is worse at whole products than at chunks of them, and not elsewhere. (Run for 1.6 s each at 16384 x
-// 4096 x 128256, before the loader's haste, the products took 54.8 J, the layer 52.2 to 54.9 J at chunk 4096,
-// 54.4 to 55.1 J at 2048 and 58.3 to 59.0 J at 1024, always at 660 to 700 W.)
+// dX's second term) take 0.8% of the layer, at the speed of memory; exponentials 1% of E; and by reckoning the
+// 10 GB that chunks move beyond whole products, for W is read and dW added to in each, take 1% of the energy. That
+// is about half of it; the other half is not accounted for. The floor has none of these and its products are the
+// layer's own, so at the power limit 1.00 is reached where cuBLASLt does worse at whole products than at chunks of
+// them. (Run for 1.6 s each at 16384 x 4096 x 128256, before the loader's haste, the products took 54.8 J, the
+// layer 52.2 to 54.9 J at chunk 4096, 54.4 to 55.1 J at 2048 and 58.3 to 59.0 J at 1024, always at 660 to 700 W.)
 //
 // At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it.
 //
