@@ -38,24 +38,42 @@ Plan plan_run(const Options *given, const char *device, LceMode mode) {
   return plan;
 }
 
+typedef struct {
+  const Options *options;
+  const char *device;
+  LceMode mode;
+  size_t bytes;
+} Budget;
+
+typedef bool (*Fits)(const Budget *budget, int64_t number);
+
+// The largest number that fits, where one that does is known and one that does not: bytes grow with it.
+static int64_t largest(const Budget *budget, Fits fits, int64_t known, int64_t above) {
+  while (above - known > 1) {
+    int64_t middle = known + (above - known) / 2;
+    if (fits(budget, middle))
+      known = middle;
+    else
+      above = middle;
+  }
+  return known;
+}
+
 static size_t head_bytes(const Options *options, const char *device, int64_t chunk) {
   Options o = *options;
   o.lce_chunk = chunk;
   return plan_run(&o, device, LCE_FUSED).head_peak_bytes;
 }
 
+static bool chunk_fits(const Budget *b, int64_t chunk) {
+  return head_bytes(b->options, b->device, chunk) <= b->bytes;
+}
+
 int64_t plan_chunk_within(const Options *options, const char *device, size_t bytes, size_t *least) {
   *least = head_bytes(options, device, 1);
   if (*least > bytes) return 0;
-  int64_t fits = 1, above = options->batch * options->seq_len + 1; // bytes grow with the chunk: bisect
-  while (above - fits > 1) {
-    int64_t middle = fits + (above - fits) / 2;
-    if (head_bytes(options, device, middle) <= bytes)
-      fits = middle;
-    else
-      above = middle;
-  }
-  return fits;
+  Budget budget = {options, device, LCE_FUSED, bytes};
+  return largest(&budget, chunk_fits, 1, options->batch * options->seq_len + 1);
 }
 
 static Options with_batch(const Options *options, const char *device, int64_t batch) {
@@ -72,27 +90,19 @@ static Options with_batch(const Options *options, const char *device, int64_t ba
   return o;
 }
 
-static bool batch_fits(const Options *options, const char *device, LceMode mode, size_t bytes,
-                       int64_t batch) {
-  Options o = with_batch(options, device, batch);
-  return plan_run(&o, device, mode).peak_bytes <= bytes;
+static bool batch_fits(const Budget *b, int64_t batch) {
+  Options o = with_batch(b->options, b->device, batch);
+  return plan_run(&o, b->device, b->mode).peak_bytes <= b->bytes;
 }
 
 int64_t plan_largest_batch(const Options *options, const char *device, LceMode mode, size_t bytes) {
+  Budget budget = {options, device, mode, bytes};
   int64_t most = INT32_MAX / options->seq_len, fits = 0, above = 1;
-  while (above <= most && batch_fits(options, device, mode, bytes, above)) {
+  while (above <= most && batch_fits(&budget, above)) {
     fits = above;
     above *= 2;
   }
-  if (above > most) above = most + 1;
-  while (above - fits > 1) {
-    int64_t middle = fits + (above - fits) / 2;
-    if (batch_fits(options, device, mode, bytes, middle))
-      fits = middle;
-    else
-      above = middle;
-  }
-  return fits;
+  return largest(&budget, batch_fits, fits, above > most ? most + 1 : above);
 }
 
 // Appends "; --flag needs 12.3 GiB" when that is less than the capacity. Returns whether it fits.
