@@ -504,7 +504,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
   Ring ring = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
   uint32_t boxes = ring.first + STAGES * STAGE_BYTES;
   // From lane 0, so that the compiler knows: a warp has one role.
-  int rank = (int)cluster_rank(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), group = warp / 4 - 1;
+  int rank = (int)cluster_rank(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0),
+      group = warp / (GROUP / 32) - 1;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(&full[s], 1);        // the loader, and the bytes it announces

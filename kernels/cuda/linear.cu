@@ -341,9 +341,10 @@ static void measure(Backend *backend, KnownProduct *known, const Product *p) {
   known->measured = true;
   if (count == 0) return;
   // Gradients of weights are written once and added to ever after, so it is the addition that is timed. What
-  // it leaves is written over by the run that was asked for.
+  // it leaves is written over by the run that was asked for. In fp32 alone: the library may refuse to add to
+  // bf16 (cublaslt_product).
   Product timed = *p;
-  if (p->left.transposed && p->epilogue == PRODUCT_PLAIN)
+  if (p->left.transposed && p->epilogue == PRODUCT_PLAIN && p->out_dtype == DTYPE_F32)
     timed.addend = p->out, timed.addend_stride = p->out_stride;
   bool large = 2.0 * (double)p->m * (double)p->n * (double)p->k >= SUSTAINED_FLOPS;
   if (large) {
