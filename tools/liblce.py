@@ -158,7 +158,7 @@ def numbers_of(given):
     for name, value in given.items():
         if name not in ("chunk", *FLAGS, *NUMBERS):
             raise TypeError(f"there is no argument {name}")
-        if value is None or is_tensor(value) or not isinstance(value, numbers.Real):
+        if not isinstance(value, numbers.Real):
             raise TypeError(f"{name} is {type(value).__name__}, where a number is needed")
         if name in FLAGS:
             values[name] = bool(value)
