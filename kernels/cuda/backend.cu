@@ -184,7 +184,7 @@ static void destroy(Backend *backend) {
   for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
   for (cudaEvent_t event : state->joined) cudaEventDestroy(event);
   cudaEventDestroy(state->handed);
-  free(state->hopper);
+  hopper_destroy(state->hopper);
   cudaStreamDestroy(state->urgent);
   cudaStreamDestroy(state->beside);
   cudaStreamDestroy(state->stream);

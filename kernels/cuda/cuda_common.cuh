@@ -234,6 +234,9 @@ Products *products_create(Backend *backend);
 void products_use_workspace(Backend *backend, void *workspace);
 void products_destroy(Products *products);
 
+// NULL is fine.
+void hopper_destroy(Hopper *hopper);
+
 // columns.cu: out[j] (+)= alpha * sum_i coefficients[i] x[i, j], in a fixed order; coefficients may be NULL
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,

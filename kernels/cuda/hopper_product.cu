@@ -1,56 +1,75 @@
 // The last layer's products on Hopper: tensor cores, copy engine and exponentials at work at the same time.
 //
 // WHAT. One kernel makes tiles of D = A B, A [M, K] and B [K, N] in bf16, sums in fp32. It ends in one of
-// two ways:
+// three ways:
 //
-//   logits   A = X [C, H], B = W^T: turns each logit into E = exp(z - anchor), leaves out the target, adds
-//            up the rows in fp32 and writes E in bf16. No logit ever leaves the registers.
-//   gradient A = E [C, V], B = W: writes dX's sums as they are, or in parts where V is cut into slices.
+//   logits  A = X [C, H], B = W^T: turns each logit into E = exp(z - anchor), leaves out the target, adds
+//           up the rows in fp32 and writes E in bf16. No logit ever leaves the registers.
+//   dX      A = E [C, V], B = W: writes the sums as they are, or in parts where V is cut into slices.
+//   dW      A = E^T [V, C], B = r X: adds the sums to dW, fp32, where it lies in memory.
 //
 // COST, for a chunk of C rows: 2 C V H flops each. The logits read X and W, and write 2 C V bytes of E and
-// 4 C V / 192 of row sums; the gradient reads E and W. At C = 1024, H = 4096, V = 128,256 the two move 2.6
-// GB for 2.2 Tflop: memory is busy a fifth of the time, the tensor cores all of it.
+// 4 C V / 192 of row sums; dX reads E and W; dW reads E and r X, and reads and writes 8 V H bytes. At C =
+// 4096, H = 4096, V = 128,256 that is 2.1 + 2.1 + 5.3 GB for 12.9 Tflop: memory would be busy an eighth of
+// the time, the tensor cores all of it.
 //
 // HOW. Threads do not load and multiply by turns; they have roles, and engines do the work. A block, alone
-// on its multiprocessor, is a loading group and two multiplying groups of 128 threads:
+// on its multiprocessor, is a loading group and two multiplying groups of 128 threads. Where there is much to
+// do with the sums, for logits and dW, the multipliers take turns:
 //
 //   loader        one warp: box of A (128 x 64) and box of B (192 x 64) -> stage s, once stage s is empty
 //   multiplier 0  tile t:    multiply multiply multiply | finish . . . . . . . | multiply ...
 //   multiplier 1  tile t+1:  finish . . . . . . . . . . | multiply multiply .. | finish ...
 //
-// Each multiplier owns a whole tile of 128 x 192, and the two take turns: while one has the tensor cores,
-// the other turns its sums into exponentials and stores them. A tile's exponentials keep the special units
-// busy for 1,536 cycles, its products the tensor cores for 24,576 at H = 2048; with the conversions, sums
-// and stores around them the exponentials still vanish behind the products, and cost 1% against storing bare
-// logits.
+// Each multiplier owns a whole tile of 128 x 192: while one has the tensor cores, the other turns its sums
+// into exponentials and stores them. A tile's exponentials keep the special units busy for 1,536 cycles,
+// its products the tensor cores for 24,576 at H = 2048; with the conversions, sums and stores around them
+// the exponentials still vanish behind the products, and cost 1% against storing bare logits. dX has next
+// to nothing to do with sums that took all of V: there the multipliers work together, on the upper and the
+// lower half of a tile of 256 x 192, which brings 30% fewer bytes into shared memory for the same flops.
 //
-// What the tensor cores still wait for is the loader: from the moment a stage is empty to its next boxes' arrival
-// only three steps' time goes by without their noticing. So that way is short. A whole warp walks it though one
-// lane acts, for then addresses are the warp's own and need no detour (the multipliers do likewise: 65
-// instructions a step instead of 152); the next tile's place is worked out long before it is needed; and W, which
-// comes from memory, is asked into the L2 cache six steps ahead.
+// What the tensor cores still wait for is the loader: from the moment a stage is empty to its next boxes'
+// arrival only three steps' time goes by without their noticing. So that way is short. A whole warp walks
+// it though one lane acts, for then addresses are the warp's own and need no detour (the multipliers do
+// likewise: 65 instructions a step instead of 152); the next tile's place is worked out long before it is
+// needed; and W, which comes from memory, is asked into the L2 cache six steps ahead of the logits.
 //
-// A tile of 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get
-// when the loaders give theirs up. Five stages of 40 KiB bridge the memory's latency (four: up to 2% slower).
+// 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get when the
+// loaders give theirs up. Five stages of 40 KiB, or three of 56, bridge the memory's latency (four of 40:
+// up to 2% slower). The last tile of a row may be narrower, by steps of 64 columns: H = 4096 is 21 tiles
+// and a third.
 //
 // Two blocks on neighbouring multiprocessors form a cluster and work on two tiles one below the other. They
 // need the same box of B: each loads half of it, and the copy engine delivers each half to both. Without
 // that, the logits take 2 to 14% longer.
 //
-// The grid is as many clusters as fit on the device. Cluster i makes tiles i, i + clusters, ...; neighbours
-// in time share boxes in the L2 cache: the rows of A of a band, 16 MiB at most, and a few columns of B.
+// IN STEP. The grid is as many clusters as fit on the device. Cluster i makes tiles i, i + clusters, ...;
+// the clusters of a round share rows of A and columns of B, and each box comes from memory once if all that
+// need it ask while it is in the L2 cache. Nothing in the hardware sees to that: left alone, clusters drift
+// apart, and at H = 4096 up to twice as much is read. So their loaders keep pace, by a counter in memory
+// (Pacer), within some ten steps of K of each other. Rounds walk through K forth and back by turns, so that
+// each begins with what the one before it has left in the cache. The logits do without both where all of X
+// stays in the cache: there they gain nothing, and cost up to 2% of the layer at C = 1024. GB read from
+// memory at C = 4096 (ncu), dW's own sums included:
 //
-// SLICES. dX at C = 1024, H = 2304 has 48 cluster tiles, for 66 clusters: in one round, a quarter of the
-// device would be idle. So tiles of the last round are cut along K into slices; each slice leaves its fp32
-// sums in scratch, and a second kernel adds them in order. All clusters walk through K in step, so that E
-// and W still come from memory about once. Where tiles come out even, dX is cuBLASLt's (see beats_library).
+//              H = 2048: here   cuBLASLt     H = 4096: left alone   here   cuBLASLt
+//   logits                1.2        1.6                  7.0-9.5    3.5        5.9
+//   dX                    2.2        2.4                  7.2-9.1    4.6        8.0
+//   dW                    2.8        3.7                     10.2    5.8        7.2
 //
-// FILTERED (LceFilter), dX leaves out steps of K where E is 0. A kernel lists, for each row of cluster tiles,
-// the steps in which either of the cluster's two tiles of E counts. Loader and multipliers walk along the
-// list where they otherwise walk along K, and slices are parts of the list. Every slice needs a step, since
-// its first product is what sets its sums: a list shorter than the most slices there can be takes in steps of
-// zeros, so that rows of which nothing counts come out 0. The loader asks for a step's number before it waits
-// for the stage, so the list's latency does not show.
+// SLICES. dX at C = 4096, H = 4096 has 176 cluster tiles, for 66 clusters: in the last of three rounds, a
+// third of the device would be idle. So tiles of the last round are cut along K into slices; each slice
+// leaves its fp32 sums in scratch, and a second kernel adds them in order. Where cuBLASLt is faster, dX is
+// its work (see beats_library), and so is dW in short chunks (hopper_exps_transposed_times_x).
+//
+// FILTERED (LceFilter), dX leaves out steps of K where E is 0. A kernel lists, for each row of cluster
+// tiles, the steps in which either of the cluster's two tiles of E counts. Loader and multipliers walk
+// along the list where they otherwise walk along K, and slices are parts of the list. Every slice needs a
+// step, since its first product is what sets its sums: a list shorter than the most slices there can be
+// takes in steps of zeros, so that rows of which nothing counts come out 0. The loader asks for a step's
+// number before it waits for the stage, so the list's latency does not show. Here the multipliers take
+// turns, for of a tile half as tall more steps can be left out; and nobody keeps pace, since lists differ
+// in length.
 //
 // THE EXPONENT is taken as 2^(z log2(e) - a log2(e)) (log2(e) / T with a temperature): one fused multiply-add
 // and one instruction of the special unit. a log2(e) is rounded once for a row, which would shift all of the
@@ -58,58 +77,55 @@
 // corrected by it. The target's entry and columns beyond V become 2^-infinity beforehand, in the few tiles
 // that have any.
 //
-// MEASURED on one H200. The share of all cycles in which the tensor cores work (ncu), C = 4096:
+// MEASURED on an H200. In 97.9% (H = 2048) and 98.7% (4096) of all cycles of the logits the tensor cores
+// work (ncu, before clusters kept pace; cuBLASLt's bare logits: 93.0% with its tiles of 256 x 128, 99.3%
+// with 168 x 128). At its power limit of 700 W the clock sinks to where the work fits in, so it is energy
+// that costs time, too: a GB read is about a quarter of a percent of a product at H = 4096. TFLOP/s, 250 ms
+// each in random order, V about 130,000, dW added:
 //
-//                                        H = 2048   4096
-//   E and sums, here                       97.9%   98.7%
-//   the same before the loader's haste     94.2%            (96.4% without asking ahead for W)
-//   bare logits, cuBLASLt's 168 x 128      99.3%
-//   bare logits, cuBLASLt's 256 x 128      93.0%
+//   C x H              logits: here   cuBLASLt      dX: here   cuBLASLt     dW: here   cuBLASLt
+//   4096 x 4096                 681        685           681        678          640        636
+//   4096 x 2048                 674        695           687        694          648        641
+//   2048 x 2048                 684        697           675        692          629        600
+//   1024 x 2048                 660        685           670        683          513        559
+//   1024 x 4096                 653        668           658        680          520        502
 //
-// At its power limit of 700 W the clock sinks to where the work fits in, and it is energy that costs time, too.
-// TFLOP/s in turn, 150 ms each, hot:
-//
-//   C x H x V                E and sums, here | bare logits, cuBLASLt's 256 x 128 | 168 x 128
-//   4096 x 4096 x 128256     696                683                                 641
-//   4096 x 2048 x 131072     692                673                                 655
-//
-// The usual way is that both groups work on halves of one tile of 128 x 256 and finish together, while the tensor
-// cores wait: 0 to 5% slower for E than this kernel was before the loader's haste. But its larger tile needs less
-// traffic through shared memory; for dX, which has next to nothing to finish, it then was the better one: 659 to
-// 680 TFLOP/s against 635 to 653 here and 662 to 690 of cuBLASLt.
+// cuBLASLt's logits are bare; writing dW instead of adding to it, it reaches 663 at 4096 x 4096. (All of
+// this and the layer's times below are of a build whose loader kept its place in local memory, by way of a
+// reference to this tile or the next. Without that the logits stood at 692 and 696 beside cuBLASLt's 673
+// and 683, on another day; the mended build has not been measured.)
 //
 // The whole layer over its three bare products by cuBLASLt on all N tokens, in turn, once the device has
-// settled at its power limit (medians of 9; cooler or hotter by some degrees they come out 0.02 to 0.03
-// lower or higher):
+// settled at its power limit, on three H200s, of which one may come out 0.03 above another:
 //
-//   N x H x V                 chunk 4096   2048   1024
-//   4096 x 4096 x 128256            1.01   1.01   1.06
-//   16384 x 2048 x 131072           1.04   1.01   1.08
-//   8192 x 2304 x 256000            0.97   0.97   1.00
-//   32768 x 4096 x 128256           1.03   1.03   1.17
+//   N x H x V                 chunk 4096       2048         1024
+//   4096 x 4096 x 128256       1.00-1.02  0.99-1.03    1.07-1.09
+//   16384 x 2048 x 131072      1.00-1.02  1.02-1.04    1.09-1.10
+//   8192 x 2304 x 256000       0.99-1.00  1.00-1.01    1.08-1.10
+//   32768 x 4096 x 128256      1.00-1.03  1.00-1.03         1.09
 //
-// (The 1.17 was 1.08 in an earlier run. cuBLASLt's algorithm for adding to dW had been chosen by timing the
-// product that only writes it; it is chosen by timing the addition now, which has not been measured again.)
+// With gradients by cuBLASLt and the logits out of step, all of it in turn on one of these cards, chunks of
+// 4096 took 0.02 longer at the first and the last two shapes, and as long at the second. (Two choices at
+// 1024 and 2048, who makes dW and whether the logits keep pace, were made by these measurements, and not
+// measured again.)
 //
-// Where the rest at 4096 lies, at 16384 x 2048: kernels that move rows (targets' logits and gradients, scales,
-// dX's second term) take 0.8% of the layer, at the speed of memory; exponentials 1% of E; and by reckoning the
-// 10 GB that chunks move beyond whole products, for W is read and dW added to in each, take 1% of the energy. That
-// is about half of it; the other half is not accounted for. The floor has none of these and its products are the
-// layer's own, so at the power limit 1.00 is reached where cuBLASLt does worse at whole products than at chunks of
-// them. (Run for 1.6 s each at 16384 x 4096 x 128256, before the loader's haste, the products took 54.8 J, the
-// layer 52.2 to 54.9 J at chunk 4096, 54.4 to 55.1 J at 2048 and 58.3 to 59.0 J at 1024, always at 660 to 700 W.)
+// Where the rest lies: kernels that move rows (targets' logits and gradients, scales, dX's second term)
+// take 0.8% of the layer at H = 2048, at the speed of memory; exponentials 1% of E; and adding to dW chunk
+// by chunk takes 3% longer than writing it, at C = 4096. The floor has none of these.
 //
-// At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it.
+// At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it. Here
+// a multiplier is then longer busy adding a tile's sums than the other one with its products: by reckoning
+// from the time of the whole, 24,000 cycles to 12,300 at H = 2048.
 //
-// TRIED, and left out: dW += E^T (r X) with this kernel, added in memory by the copy engine's reduction,
-// gave the same bits as cuBLASLt's fastest algorithm in 0.99 to 1.06 of its time, so dW is cuBLASLt's.
-// (With 128 x 256: 1.00 to 1.22. By red.global from the registers: 3 to 17% slower than by the copy engine.
-// Staging without bank conflicts: no difference.) Clusters of four, with 128 x 256: 3 to 10% slower than of
-// two. A band of 32 MiB instead of 16: 2% slower; of 8 or 12: W is read from memory more often than X less.
-// Tiles of 128, 144, 160 or 176 columns instead of 192: 15, 6, 5 and 0% slower. Other orders of a step's wgmmas:
-// no difference. At H = 4096 the logits read 5 to 8 GB where 2 would do, since a band of X does not survive in
-// the L2 cache beside W and E; telling it to keep X and drop W and E, or holding all clusters to the same tile by
-// a counter in memory, brought a tenth at best, and no time.
+// TRIED, and left out. Of dW: multipliers together, 3% slower, for nothing hides the adding; four boxes a
+// warp for the copy engine to add from, and one stage less, 0 to 4% slower; red.global from the registers,
+// 3 to 17% slower; staging without bank conflicts and a hint that its sums need not stay in the cache, no
+// difference. Of the logits: multipliers together, 2 to 7% slower (tiles of 128 x 256: 0 to 5%); a band of
+// 32 MiB instead of 16, 2% slower; of 8 or 12, W is read more often than X less; tiles of 128, 144, 160 or
+// 176 columns instead of 192, 15, 6, 5 and 0% slower; other orders of a step's wgmmas and hints to keep X
+// in the cache and drop W and E, no difference. Of dX: asking ahead for E and W, 2% slower; multipliers by
+// turns, 3 to 6% slower. Clusters of four, of which 30 run at a time instead of 66 of two: 5 to 6% slower.
+// Keeping pace within half the distance: no fewer bytes, 1 to 3% slower for dW.
 #include <cudaTypedefs.h>
 #include <math.h>
 #include <stdlib.h>
@@ -119,26 +135,41 @@
 #include "kernels/cuda/hopper_product.h"
 #include "kernels/cuda/hopper_ptx.cuh"
 
-enum { TILE_M = 128, TILE_N = 192, TILE_K = 64, STAGES = 5, CLUSTER = 2 };
-enum { A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES };
+enum { TILE_M = 128, TILE_N = 192, TILE_K = 64, CLUSTER = 2 };
 enum { GROUP = 128, MULTIPLIERS = 2, THREADS = GROUP * (1 + MULTIPLIERS) };
 // A warp stores 16 rows of 128 bytes at a time, from a place of its own.
-enum {
-  BOX_ROWS = 16,
-  BOX_BYTES = BOX_ROWS * 128,
-  SHARED_BYTES = STAGES * STAGE_BYTES + 8 * BOX_BYTES + 1024
-};
-
-enum Output { EXPONENTIALS, SUMS_BF16, SUMS_F32 };
+enum { BOX_ROWS = 16, BOX_BYTES = BOX_ROWS * 128 };
 enum { MOST_SLICES = 16 };
 
-// A cluster's tile has CLUSTER * TILE_M rows. Tiles are made in bands of `band` rows of tiles, and column
-// after column within a band. The first `whole` tiles are made over all of k; the others in `slices` parts
-// each.
+enum Output { EXPONENTIALS, SUMS_BF16, SUMS_F32, ADDED };
+
+// One of the kernel's products.
+template <Output OUTPUT_, bool FILTERED_ = false> struct Kind {
+  static constexpr Output OUTPUT = OUTPUT_;
+  static constexpr bool FILTERED = FILTERED_;
+  // Whether the multipliers work on one tile, its upper and its lower half, or by turns on tiles of their
+  // own.
+  static constexpr bool TOGETHER = (OUTPUT == SUMS_BF16 || OUTPUT == SUMS_F32) && !FILTERED;
+  // Whether the operands' rows run along k.
+  static constexpr bool A_K_INNERMOST = OUTPUT != ADDED, B_K_INNERMOST = OUTPUT == EXPONENTIALS;
+  enum { ROWS = TOGETHER ? MULTIPLIERS * TILE_M : TILE_M, CLUSTER_ROWS = CLUSTER * ROWS };
+  enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
+  enum { STAGES = TOGETHER ? 3 : 5 };
+  enum { SHARED_BYTES = STAGES * STAGE_BYTES + 4 * MULTIPLIERS * BOX_BYTES + 1024 };
+};
+
+// Where all clusters together are, in device memory. The last one to leave makes it 0 again.
+struct Pace {
+  unsigned passed, left;
+};
+
+// Tiles of `rows` by TILE_N, a cluster's. They are made in bands of `band` rows of tiles, and column after
+// column within a band. The first `whole` tiles are made over all of k; the others in `slices` parts each.
 struct Work {
   int m, n;
-  int m_tiles, n_tiles, k_steps, band;
+  int rows, m_tiles, n_tiles, k_steps, band;
   int whole, slices, units;
+  Pace *pace; // NULL: nobody keeps pace
 };
 
 struct Ends {
@@ -149,8 +180,10 @@ struct Ends {
   bool store;             // logits: whether E is kept
   float *out;             // gradient in fp32: [m, n]
   int64_t out_stride;
-  float *slices;        // gradient: [units - whole, CLUSTER * TILE_M, TILE_N]
+  float *slices;        // gradient: [units - whole, rows, TILE_N]
   const int32_t *lists; // filtered: [m_tiles, 1 + k_steps], how many steps count and which
+  float alpha;          // added: what the sums are multiplied by
+  bool accumulate;      // added: rather than written
 };
 
 // One piece of work for a cluster, as one of its blocks sees it.
@@ -158,6 +191,9 @@ struct Unit {
   int row, column;    // of the tile's first entry
   int k_begin, k_end; // in steps of TILE_K, or places in the list of them
   int slice;          // where its sums go in Ends.slices, or -1
+  bool back;          // from its last step to its first
+  __device__ __forceinline__ int steps() const { return k_end - k_begin; }
+  __device__ __forceinline__ int step(int place) const { return back ? k_end - 1 - place : k_begin + place; }
 };
 
 struct TileAt {
@@ -167,18 +203,25 @@ struct TileAt {
 static __device__ __forceinline__ TileAt tile_at(const Work &w, int tile) {
   int of_band = w.band * w.n_tiles, band = tile / of_band, within = tile % of_band;
   int height = min(w.band, w.m_tiles - band * w.band);
-  return {(band * w.band + within % height) * CLUSTER * TILE_M, within / height * TILE_N};
+  return {(band * w.band + within % height) * w.rows, within / height * TILE_N};
 }
 
 #if defined(HOPPER_CODE)
 
 // Filtered: the list for the cluster tiles with this row, its length first.
 static __device__ __forceinline__ const int32_t *list_of(const Work &w, const Ends &ends, int row) {
-  return ends.lists + (int64_t)(row / (CLUSTER * TILE_M)) * (1 + w.k_steps);
+  return ends.lists + (int64_t)(row / w.rows) * (1 + w.k_steps);
+}
+
+static __device__ __forceinline__ int first_unit() {
+  return blockIdx.x / CLUSTER;
+}
+static __device__ __forceinline__ int unit_step() {
+  return gridDim.x / CLUSTER;
 }
 
 // Unit u. Within the slices, the same slice of all tiles comes first.
-template <bool FILTERED>
+template <typename K>
 static __device__ __forceinline__ Unit unit_at(const Work &w, const Ends &ends, int u, int rank) {
   int tile = u, slice = 0, slices = 1, of_slices = u - w.whole;
   if (of_slices >= 0) {
@@ -189,13 +232,19 @@ static __device__ __forceinline__ Unit unit_at(const Work &w, const Ends &ends, 
   }
   TileAt at = tile_at(w, tile);
   Unit unit;
-  unit.row = at.row + rank * TILE_M;
+  unit.row = at.row + rank * K::ROWS;
   unit.column = at.column;
-  int steps = FILTERED ? list_of(w, ends, at.row)[0] : w.k_steps;
+  int steps = K::FILTERED ? list_of(w, ends, at.row)[0] : w.k_steps;
   unit.k_begin = (int)((int64_t)steps * slice / slices);
   unit.k_end = (int)((int64_t)steps * (slice + 1) / slices);
   unit.slice = of_slices >= 0 ? of_slices : -1;
+  unit.back = w.pace && u / unit_step() % 2;
   return unit;
+}
+
+// How many of the tile's columns are worked on.
+template <typename K> static __device__ __forceinline__ int columns_of(const Work &w, const Unit &unit) {
+  return K::B_K_INNERMOST ? TILE_N : min(TILE_N, (w.n - unit.column + 63) / 64 * 64);
 }
 
 // The ring of stages. Loader and multipliers walk around it on their own; a stage's barriers change phase
@@ -205,85 +254,131 @@ struct Ring {
   uint64_t *full, *empty;
 };
 
-struct Place {
+template <typename K> struct Place {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void advance(int steps) {
     int to = stage + steps;
-    parity ^= to / STAGES & 1;
-    stage = to % STAGES;
+    parity ^= to / K::STAGES & 1;
+    stage = to % K::STAGES;
   }
   __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    if (++stage == K::STAGES) stage = 0, parity ^= 1;
   }
 };
 
-static __device__ __forceinline__ int first_unit() {
-  return blockIdx.x / CLUSTER;
-}
-static __device__ __forceinline__ int unit_step() {
-  return gridDim.x / CLUSTER;
-}
-
 // --- the loader --------------------------------------------------------------------------------------------
 
-// Asks for W's box `AHEAD` steps from here, which the loads then find in the L2 cache. Clusters on tiles one
-// below the other need the same boxes at about the same time: of `shares` of them one asks for each.
+// Keeps all clusters near each other in k. Every EVERY steps one of a cluster's loaders says so in memory,
+// and goes on once all clusters together are no more than LEAD such stretches behind it, on average. It
+// asks a stretch before it needs the answer. Whoever has looked PATIENCE times in vain, a fraction of a
+// millisecond, never waits again: clusters may not be running yet where others use the device, too.
+struct Pacer {
+  enum { EVERY = 4, LEAD = 1, PATIENCE = 64, BEYOND_ALL = 1 << 20 };
+  Pace *pace;                      // NULL: nobody does, or the cluster's other loader
+  unsigned passed = 0, seen = ~0u; // stretches: its own, and everybody's when it last looked
+  int steps_left = EVERY;
+  bool patient = true;
+  __device__ Pacer(const Work &w, int rank) : pace(rank == 0 ? w.pace : nullptr) {}
+
+  __device__ __forceinline__ void step(bool acts) {
+    if (!pace || --steps_left > 0) return;
+    steps_left = EVERY;
+    unsigned enough = passed > LEAD ? (passed - LEAD) * unit_step() : 0;
+    for (int looks = 0; patient && seen < enough; looks++) {
+      seen = memory_look(&pace->passed);
+      patient = looks < PATIENCE;
+    }
+    passed++;
+    if (acts) memory_add(&pace->passed, 1);
+    seen = memory_look(&pace->passed);
+  }
+
+  // Nobody waits for a cluster that is through. The last one leaves all as it was.
+  __device__ __forceinline__ void leave(bool acts) {
+    if (!pace || !acts) return;
+    memory_add(&pace->passed, BEYOND_ALL);
+    __threadfence();
+    if (atomicAdd(&pace->left, 1) == unit_step() - 1) pace->passed = pace->left = 0;
+  }
+};
+
+// The boxes of a stage: f(bytes from the beginning of the operand's part of it, x, y).
+template <typename K, typename F> static __device__ __forceinline__ void boxes_of_a(int row, int k, F f) {
+  if (K::A_K_INNERMOST)
+    f(0, k * TILE_K, row);
+  else // of 64 rows each
+    for (int i = 0; i < K::ROWS / 64; i++) f(i * 8192, row + i * 64, k * TILE_K);
+}
+
+// This block's share of them.
+template <typename K, typename F>
+static __device__ __forceinline__ void boxes_of_b(int column, int columns, int k, int rank, F f) {
+  if (K::B_K_INNERMOST) { // some of the columns
+    constexpr int share = TILE_N / CLUSTER;
+    f(rank * share * 128, k * TILE_K, column + rank * share);
+  } else { // some of the k, of each block of 64 columns
+    constexpr int share = TILE_K / CLUSTER;
+    for (int i = 0; i < columns / 64; i++)
+      f(i * 8192 + rank * share * 128, column + i * 64, k * TILE_K + rank * share);
+  }
+}
+
+// Asks for B's boxes `AHEAD` steps from here, which the loads then find in the L2 cache.
+template <typename K>
 static __device__ __forceinline__ void prefetch(const Unit &unit, const Unit &next, int place,
                                                 const CUtensorMap *b, int rank) {
   constexpr int AHEAD = 6;
-  int to = place + AHEAD;
-  bool later = to >= unit.k_end;
-  box_prefetch(b, (later ? to - unit.k_end + next.k_begin : to) * TILE_K,
-               (later ? next.column : unit.column) + rank * (TILE_N / CLUSTER));
+  int to = place + AHEAD, beyond = to - unit.steps();
+  bool later = beyond >= 0;
+  boxes_of_b<K>(later ? next.column : unit.column, TILE_N, later ? next.step(beyond) : unit.step(to), rank,
+                [&](int, int x, int y) { box_prefetch(b, x, y); });
 }
 
 // The work of a whole warp, of which one lane acts: so addresses are the warp's and not a thread's, and the
 // way from an empty stage to its loads, on which everything waits, is a few instructions.
-template <bool B_K_INNERMOST, bool FILTERED>
+template <typename K>
 static __device__ __forceinline__ void load_stages(const Work &w, const Ends &ends, const Ring &ring,
                                                    const CUtensorMap *a, const CUtensorMap *b, int rank) {
   constexpr uint16_t everyone = (1 << CLUSTER) - 1;
   const bool acts = one_lane();
+  // Clusters on tiles one below the other need the same boxes of W: of `shares` of them one asks for each.
   const int shares = min(w.band, 8);
-  Place at;
+  Pacer pacer(w, rank);
+  Place<K> at;
   at.parity = 1; // a fresh barrier counts as past its odd phase: all stages are empty
-  Unit unit = unit_at<FILTERED>(w, ends, first_unit(), rank), next = unit;
+  Unit unit = unit_at<K>(w, ends, first_unit(), rank), next = unit;
   for (int u = first_unit(); u < w.units; u += unit_step(), unit = next) {
-    int turn = unit.row / (CLUSTER * TILE_M) % shares;
-    for (int place = unit.k_begin; place < unit.k_end; place++, at.next()) {
-      int k = FILTERED ? list_of(w, ends, unit.row)[1 + place] : place;
+    int columns = columns_of<K>(w, unit), bytes = K::A_BYTES + columns * TILE_K * 2;
+    int turn = unit.row / K::CLUSTER_ROWS % shares;
+    for (int place = 0; place < unit.steps(); place++, at.next()) {
+      int k = unit.step(place);
+      if (K::FILTERED) k = list_of(w, ends, unit.row)[1 + k];
       uint64_t *full = &ring.full[at.stage];
-      uint32_t a_stage = ring.first + at.stage * STAGE_BYTES, b_stage = a_stage + A_BYTES;
+      uint32_t a_stage = ring.first + at.stage * K::STAGE_BYTES, b_stage = a_stage + K::A_BYTES;
+      pacer.step(acts);
       barrier_wait(&ring.empty[at.stage], at.parity);
       if (acts) {
-        barrier_arrive_expecting(full, STAGE_BYTES); // both halves of B count, whoever sends them
-        box_load(a_stage, a, full, k * TILE_K, unit.row);
-        if (B_K_INNERMOST) { // this block's share: some of the columns
-          constexpr int share = TILE_N / CLUSTER;
-          box_load_multicast(b_stage + rank * share * 128, b, full, k * TILE_K, unit.column + rank * share,
-                             everyone);
-        } else { // some of the k, of each block of 64 columns
-          constexpr int share = TILE_K / CLUSTER;
-          for (int i = 0; i < TILE_N / 64; i++)
-            box_load_multicast(b_stage + i * 8192 + rank * share * 128, b, full, unit.column + i * 64,
-                               k * TILE_K + rank * share, everyone);
-        }
+        barrier_arrive_expecting(full, bytes); // both halves of B count, whoever sends them
+        boxes_of_a<K>(unit.row, k, [&](int to, int x, int y) { box_load(a_stage + to, a, full, x, y); });
+        boxes_of_b<K>(unit.column, columns, k, rank, [&](int to, int x, int y) {
+          box_load_multicast(b_stage + to, b, full, x, y, everyone);
+        });
       }
-      if (B_K_INNERMOST && ++turn == shares) {
+      if (K::OUTPUT == EXPONENTIALS && ++turn == shares) {
         turn = 0;
-        if (acts) prefetch(unit, next, place, b, rank);
+        if (acts) prefetch<K>(unit, next, place, b, rank);
       }
       // Now, not when it is needed: its divisions would hold up a stage.
-      if (place == unit.k_begin && u + unit_step() < w.units)
-        next = unit_at<FILTERED>(w, ends, u + unit_step(), rank);
+      if (place == 0 && u + unit_step() < w.units) next = unit_at<K>(w, ends, u + unit_step(), rank);
     }
   }
+  pacer.leave(acts);
 }
 
 // --- the multipliers ---------------------------------------------------------------------------------------
 
-// A thread's sums: of rows [64 h, 64 h + 64) of the tile in sums[h], as wgmma_64x192x16 leaves them.
+// A thread's sums: of rows [64 h, 64 h + 64) of the tile in sums[h], as wgmma_64_by leaves them.
 typedef float Sums[TILE_M / 64][TILE_N / 2];
 
 // The stage may be filled again once each block that it was sent to has said so, to each block that sends
@@ -292,24 +387,27 @@ static __device__ __forceinline__ void release(const Ring &ring, int stage) {
   if (threadIdx.x % GROUP < CLUSTER) barrier_arrive_at(&ring.empty[stage], threadIdx.x % GROUP);
 }
 
-// All products of a unit. `last_stage_is_here` is called once nothing remains to be waited for.
-template <bool B_K_INNERMOST, typename F>
-static __device__ __forceinline__ void multiply(Sums &sums, const Ring &ring, Place &at, int steps,
-                                                F last_stage_is_here) {
-  constexpr int b_step = B_K_INNERMOST ? 32 : 2048; // bytes from 16 values of k to the next 16
+// All products of a unit, of rows from byte `a_first` of A's part of a stage on. `last_stage_is_here` is
+// called once nothing remains to be waited for.
+template <typename K, int COLUMNS, typename F>
+static __device__ __forceinline__ void multiply(Sums &sums, const Ring &ring, Place<K> &at, int steps,
+                                                uint32_t a_first, F last_stage_is_here) {
+  // Bytes from 16 values of k to the next 16.
+  constexpr int a_step = K::A_K_INNERMOST ? 32 : 2048, b_step = K::B_K_INNERMOST ? 32 : 2048;
   int before = -1;
   for (int k = 0; k < steps; k++, at.next()) {
     barrier_wait(&ring.full[at.stage], at.parity);
     if (k + 1 == steps) last_stage_is_here();
-    uint32_t stage = ring.first + at.stage * STAGE_BYTES;
-    uint64_t a = tile_descriptor(stage, true), b = tile_descriptor(stage + A_BYTES, B_K_INNERMOST);
+    uint32_t stage = ring.first + at.stage * K::STAGE_BYTES;
+    uint64_t a = tile_descriptor(stage + a_first, K::A_K_INNERMOST),
+             b = tile_descriptor(stage + K::A_BYTES, K::B_K_INNERMOST);
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < TILE_K / 16; i++)
 #pragma unroll
       for (int h = 0; h < TILE_M / 64; h++)
-        wgmma_64x192x16<true, B_K_INNERMOST>(sums[h], tile_further(a, h * 8192 + i * 32),
-                                             tile_further(b, i * b_step), k > 0 || i > 0);
+        wgmma_64_by<COLUMNS, K::A_K_INNERMOST, K::B_K_INNERMOST>(
+            sums[h], tile_further(a, h * 8192 + i * a_step), tile_further(b, i * b_step), k > 0 || i > 0);
     wgmma_commit();
     if (before >= 0) {
       wgmma_wait<1>(); // the step before this one has read its stage
@@ -362,6 +460,35 @@ static __device__ __forceinline__ void store_half_bf16(const CUtensorMap *out, u
 #pragma unroll
   for (int part = 0; part < TILE_N / 64; part++)
     store_box(out, box, sums + part * 32, x + part * 64, y, lane);
+}
+
+// In fp32, 16 rows by 32 columns at a time.
+static __device__ __forceinline__ void add_half_f32(const CUtensorMap *out, uint32_t box, const float *sums,
+                                                    const Ends &ends, int columns, int x, int y,
+                                                    const Lane &me) {
+#pragma unroll
+  for (int part = 0; part < TILE_N / 32; part++) {
+    if (part * 32 >= columns) break;
+    if (me.lane == 0) stores_wait_read<0>();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+      for (int below = 0; below < 2; below++) {
+        const float *s = sums + part * 16 + j * 4 + below * 2;
+        int row = me.lane / 4 + below * 8, piece = (2 * j + me.lane % 4 / 2) ^ (row & 7);
+        store_pair(box + row * 128 + piece * 16 + me.lane % 2 * 8, ends.alpha * s[0], ends.alpha * s[1]);
+      }
+    copy_engine_fence();
+    __syncwarp();
+    if (me.lane == 0) {
+      if (ends.accumulate)
+        box_add(out, box, x + part * 32, y);
+      else
+        box_store(out, box, x + part * 32, y);
+      stores_commit();
+    }
+  }
 }
 
 // fp32, straight from the registers: four lanes write 32 bytes of a row.
@@ -433,20 +560,22 @@ static __device__ __forceinline__ void finish_logits(Sums &sums, const Work &w, 
   }
 }
 
-template <Output OUTPUT>
+template <typename K>
 static __device__ __forceinline__ void finish_gradient(Sums &sums, const Work &w, const Ends &ends,
                                                        const Unit &unit, const CUtensorMap *out, uint32_t box,
-                                                       int rank) {
+                                                       int rank, int group_row) {
   const Lane me;
 #pragma unroll
   for (int h = 0; h < TILE_M / 64; h++) {
-    int row = me.first_row(h), below = w.m - unit.row - row;
+    int row = group_row + me.first_row(h), below = w.m - unit.row - row, right = w.n - unit.column;
     if (unit.slice >= 0)
-      store_half_f32(ends.slices + (((int64_t)unit.slice * CLUSTER + rank) * TILE_M + row) * TILE_N, TILE_N,
+      store_half_f32(ends.slices + (((int64_t)unit.slice * CLUSTER + rank) * K::ROWS + row) * TILE_N, TILE_N,
                      16, TILE_N, sums[h], me);
-    else if (OUTPUT == SUMS_F32)
+    else if (K::OUTPUT == ADDED)
+      add_half_f32(out, box, sums[h], ends, right, unit.column, unit.row + row, me);
+    else if (K::OUTPUT == SUMS_F32)
       store_half_f32(ends.out + (unit.row + row) * ends.out_stride + unit.column, ends.out_stride, below,
-                     w.n - unit.column, sums[h], me);
+                     right, sums[h], me);
     else
       store_half_bf16(out, box, sums[h], unit.column, unit.row + row, me.lane);
   }
@@ -461,30 +590,36 @@ static __device__ __forceinline__ void give_turn(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(1 + group), "n"(2 * GROUP) : "memory");
 }
 
-template <Output OUTPUT, bool FILTERED>
+template <typename K>
 static __device__ __forceinline__ void multiply_and_finish(const Work &w, const Ends &ends, const Ring &ring,
                                                            const CUtensorMap *out, uint32_t boxes, int group,
                                                            int rank) {
-  constexpr bool B_K_INNERMOST = OUTPUT == EXPONENTIALS;
   uint32_t box = boxes + (group * 4 + threadIdx.x % GROUP / 32) * BOX_BYTES;
+  int group_row = K::TOGETHER ? group * TILE_M : 0, turn = 0;
   Sums sums;
-  Place at;
-  int turn = 0;
+  Place<K> at;
   for (int u = first_unit(); u < w.units; u += unit_step(), turn ^= 1) {
-    Unit unit = unit_at<FILTERED>(w, ends, u, rank);
-    if (turn != group) {
-      at.advance(unit.k_end - unit.k_begin);
+    Unit unit = unit_at<K>(w, ends, u, rank);
+    if (!K::TOGETHER && turn != group) {
+      at.advance(unit.steps());
       continue;
     }
-    if (u >= unit_step()) wait_for_turn(group);
-    bool more = u + unit_step() < w.units;
-    multiply<B_K_INNERMOST>(sums, ring, at, unit.k_end - unit.k_begin, [&] {
+    if (!K::TOGETHER && u >= unit_step()) wait_for_turn(group);
+    bool more = !K::TOGETHER && u + unit_step() < w.units;
+    auto last_stage_is_here = [&] {
       if (more) give_turn(group ^ 1);
-    });
-    if (OUTPUT == EXPONENTIALS)
+    };
+    int columns = columns_of<K>(w, unit), a_first = group_row * 128;
+    if (K::B_K_INNERMOST || columns > 128)
+      multiply<K, 192>(sums, ring, at, unit.steps(), a_first, last_stage_is_here);
+    else if (columns > 64)
+      multiply<K, 128>(sums, ring, at, unit.steps(), a_first, last_stage_is_here);
+    else
+      multiply<K, 64>(sums, ring, at, unit.steps(), a_first, last_stage_is_here);
+    if (K::OUTPUT == EXPONENTIALS)
       finish_logits(sums, w, ends, unit, out, box);
     else
-      finish_gradient<OUTPUT>(sums, w, ends, unit, out, box, rank);
+      finish_gradient<K>(sums, w, ends, unit, out, box, rank, group_row);
   }
   if (threadIdx.x % 32 == 0) stores_wait_all();
 }
@@ -493,33 +628,33 @@ static __device__ __forceinline__ void multiply_and_finish(const Work &w, const 
 
 // --- the kernel --------------------------------------------------------------------------------------------
 
-template <Output OUTPUT, bool FILTERED>
+template <typename K>
 static __global__ void __launch_bounds__(THREADS, 1)
     product_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                    const __grid_constant__ CUtensorMap out, const __grid_constant__ Work w,
                    const __grid_constant__ Ends ends) {
 #if defined(HOPPER_CODE)
   extern __shared__ uint8_t shared[];
-  __shared__ __align__(8) uint64_t full[STAGES], empty[STAGES];
+  __shared__ __align__(8) uint64_t full[K::STAGES], empty[K::STAGES];
   Ring ring = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
-  uint32_t boxes = ring.first + STAGES * STAGE_BYTES;
+  uint32_t boxes = ring.first + K::STAGES * K::STAGE_BYTES;
   // From lane 0, so that the compiler knows: a warp has one role.
   int rank = (int)cluster_rank(), warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0),
       group = warp / (GROUP / 32) - 1;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) {
-      barrier_init(&full[s], 1);        // the loader, and the bytes it announces
-      barrier_init(&empty[s], CLUSTER); // the multiplier of each block
+    for (int s = 0; s < K::STAGES; s++) {
+      barrier_init(&full[s], 1); // the loader, and the bytes it announces
+      barrier_init(&empty[s], CLUSTER * (K::TOGETHER ? MULTIPLIERS : 1)); // who multiplies, in each block
     }
     barrier_init_fence();
   }
   cluster_synchronize();
   if (group < 0) {
     registers_shrink_to<40>();
-    if (warp == 0) load_stages<OUTPUT == EXPONENTIALS, FILTERED>(w, ends, ring, &a, &b, rank);
+    if (warp == 0) load_stages<K>(w, ends, ring, &a, &b, rank);
   } else {
     registers_grow_to<232>();
-    multiply_and_finish<OUTPUT, FILTERED>(w, ends, ring, &out, boxes, group, rank);
+    multiply_and_finish<K>(w, ends, ring, &out, boxes, group, rank);
   }
   cluster_synchronize(); // nobody leaves while others may still arrive at its barriers
 #else
@@ -527,12 +662,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
 #endif
 }
 
-// out = the sum of the slices, in their order: a tile's 256 rows by 192 columns to a row of blocks, four
-// entries a thread.
+// out = the sum of the slices, in their order: a tile to a row of blocks, four entries a thread.
 template <typename T>
 static __global__ void __launch_bounds__(256)
     add_slices_kernel(T *out, int64_t stride, const float *slices, const __grid_constant__ Work w) {
-  constexpr int SIZE = CLUSTER * TILE_M * TILE_N;
+  const int size = w.rows * TILE_N;
   int rest = w.m_tiles * w.n_tiles - w.whole, tile = w.whole + blockIdx.y;
   int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
   TileAt at = tile_at(w, tile);
@@ -541,7 +675,7 @@ static __global__ void __launch_bounds__(256)
   float sum[4] = {};
   for (int s = 0; s < w.slices; s++) {
     float part[4];
-    load(part, slices + ((int64_t)s * rest + blockIdx.y) * SIZE + i);
+    load(part, slices + ((int64_t)s * rest + blockIdx.y) * size + i);
 #pragma unroll
     for (int k = 0; k < 4; k++) sum[k] += part[k];
   }
@@ -551,7 +685,8 @@ static __global__ void __launch_bounds__(256)
 // One warp a row of cluster tiles: the list of its steps.
 static __global__ void __launch_bounds__(32)
     list_kernel(int32_t *list, const float *tiles, int rows_of_tiles, int across, int k_steps) {
-  constexpr int TALL = CLUSTER * TILE_M / LCE_FILTER_ROWS, WIDE = LCE_FILTER_COLUMNS / TILE_K;
+  constexpr int TALL = Kind<SUMS_BF16, true>::CLUSTER_ROWS / LCE_FILTER_ROWS,
+                WIDE = LCE_FILTER_COLUMNS / TILE_K;
   int first_row = blockIdx.x * TALL, lane = threadIdx.x, length = 0;
   list += (int64_t)blockIdx.x * (1 + k_steps);
   auto counts = [&](int t) {
@@ -589,6 +724,7 @@ static __global__ void __launch_bounds__(256)
 
 // --- launching ---------------------------------------------------------------------------------------------
 
+template <typename K>
 static cudaLaunchConfig_t launch_config(cudaLaunchAttribute *cluster, int blocks, cudaStream_t stream) {
   cluster->id = cudaLaunchAttributeClusterDimension;
   cluster->val.clusterDim.x = CLUSTER;
@@ -596,7 +732,7 @@ static cudaLaunchConfig_t launch_config(cudaLaunchAttribute *cluster, int blocks
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((unsigned)blocks);
   config.blockDim = dim3(THREADS);
-  config.dynamicSmemBytes = SHARED_BYTES;
+  config.dynamicSmemBytes = K::SHARED_BYTES;
   config.stream = stream;
   config.attrs = cluster;
   config.numAttrs = 1;
@@ -607,7 +743,28 @@ static cudaLaunchConfig_t launch_config(cudaLaunchAttribute *cluster, int blocks
 struct Hopper {
   int clusters; // that run at the same time
   PFN_cuTensorMapEncodeTiled_v12000 encode;
+  Pace *pace;
 };
+
+// False when it was built without sm_90a.
+template <typename K> static bool prepare() {
+  const void *kernel = (const void *)product_kernel<K>;
+  cudaFuncAttributes attributes;
+  cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
+  if (attributes.binaryVersion != 90) return false;
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED_BYTES),
+             "asking for shared memory");
+  return true;
+}
+
+// That run at the same time.
+template <typename K> static int count_clusters(const CudaState *state) {
+  int count = 0;
+  cudaLaunchAttribute cluster;
+  cudaLaunchConfig_t config = launch_config<K>(&cluster, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
+  cuda_check(cudaOccupancyMaxActiveClusters(&count, product_kernel<K>, &config), "counting clusters");
+  return count;
+}
 
 static Hopper find_hopper(Backend *backend) {
   CudaState *state = cuda_state(backend);
@@ -619,17 +776,9 @@ static Hopper find_hopper(Backend *backend) {
              "asking for the device");
   const char *wanted = getenv("LCE_HOPPER");
   if (major != 9 || minor != 0 || (wanted && strcmp(wanted, "0") == 0)) return found;
-  const void *kernels[] = {
-      (const void *)product_kernel<EXPONENTIALS, false>, (const void *)product_kernel<SUMS_BF16, false>,
-      (const void *)product_kernel<SUMS_F32, false>, (const void *)product_kernel<SUMS_BF16, true>,
-      (const void *)product_kernel<SUMS_F32, true>};
-  for (const void *kernel : kernels) {
-    cudaFuncAttributes attributes;
-    cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
-    if (attributes.binaryVersion != 90) return found; // built without sm_90a
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES),
-               "asking for shared memory");
-  }
+  bool built = prepare<Kind<EXPONENTIALS>>() && prepare<Kind<SUMS_BF16>>() && prepare<Kind<SUMS_F32>>() &&
+               prepare<Kind<SUMS_BF16, true>>() && prepare<Kind<SUMS_F32, true>>() && prepare<Kind<ADDED>>();
+  if (!built) return found;
   cudaDriverEntryPointQueryResult result;
   void *encode = nullptr;
   cuda_check(
@@ -637,10 +786,10 @@ static Hopper find_hopper(Backend *backend) {
       "looking for cuTensorMapEncodeTiled");
   if (result != cudaDriverEntryPointSuccess) return found;
   found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode);
-  cudaLaunchAttribute cluster;
-  cudaLaunchConfig_t config = launch_config(&cluster, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
-  cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<EXPONENTIALS, false>, &config),
-             "counting clusters");
+  cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.pace), sizeof(Pace)), "allocating a counter");
+  cuda_check(cudaMemsetAsync(found.pace, 0, sizeof(Pace), state->stream), "clearing a counter");
+  // As many of one kind as of another: each block takes a multiprocessor.
+  found.clusters = count_clusters<Kind<EXPONENTIALS>>(state);
   return found;
 }
 
@@ -655,6 +804,11 @@ static const Hopper &hopper(Backend *backend) {
   return *state->hopper;
 }
 
+void hopper_destroy(Hopper *hopper) {
+  if (hopper) cudaFree(hopper->pace);
+  free(hopper);
+}
+
 bool hopper_runs(Backend *backend) {
   return hopper(backend).clusters > 0;
 }
@@ -665,43 +819,51 @@ static bool copyable(Tensor t) {
          t.shape[1] <= INT32_MAX;
 }
 
-// A bf16 matrix in boxes of `rows` x 64.
+// In boxes of `rows` by 128 bytes.
 static CUtensorMap boxes_of(Backend *backend, Tensor t, int rows) {
   CUtensorMap map;
   cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},
-             stride[] = {(cuuint64_t)t.stride * 2};
-  cuuint32_t box[] = {64, (cuuint32_t)rows}, every[] = {1, 1};
-  CUresult result =
-      hopper(backend).encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, box, every,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             stride[] = {(cuuint64_t)t.stride * dtype_bytes(t.dtype)};
+  cuuint32_t box[] = {(cuuint32_t)(128 / dtype_bytes(t.dtype)), (cuuint32_t)rows}, every[] = {1, 1};
+  CUtensorMapDataType type =
+      t.dtype == DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  CUresult result = hopper(backend).encode(
+      &map, type, 2, t.data, shape, stride, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     fail("CUDA could not describe %s to the copy engine (%d)", tensor_text(t).text, (int)result);
   return map;
 }
 
-// The rows of A that a band goes through again and again stay in the L2 cache when they are 16 MiB or less.
-static Work work_of(int64_t m, int64_t n, int64_t k) {
+// A product's tiles, in an order that keeps the boxes needed at the same time few. For the logits that is a
+// band of rows, of 16 MiB or less, that stays in the L2 cache while W passes by; for a gradient as many
+// rows as make a round over all columns.
+template <typename K> static Work work_of(Backend *backend, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t BAND_BYTES = 16 << 20;
-  Work w;
+  Work w = {};
   w.m = (int)m, w.n = (int)n;
-  w.m_tiles = (int)cuda_ceil_div(m, CLUSTER * TILE_M);
+  w.rows = K::CLUSTER_ROWS;
+  w.m_tiles = (int)cuda_ceil_div(m, K::CLUSTER_ROWS);
   w.n_tiles = (int)cuda_ceil_div(n, TILE_N);
   w.k_steps = (int)cuda_ceil_div(k, TILE_K);
-  int64_t bands = cuda_max(1, cuda_min(w.m_tiles, cuda_ceil_div(m * k * 2, BAND_BYTES)));
-  w.band = (int)cuda_ceil_div(w.m_tiles, bands);
+  int64_t bands = K::OUTPUT == EXPONENTIALS
+                      ? cuda_ceil_div(m * k * 2, BAND_BYTES)
+                      : cuda_ceil_div((int64_t)w.m_tiles * w.n_tiles, hopper(backend).clusters);
+  w.band = (int)cuda_ceil_div(w.m_tiles, cuda_max(1, cuda_min(w.m_tiles, bands)));
   w.whole = w.units = w.m_tiles * w.n_tiles;
   w.slices = 1;
+  bool all_stays = K::OUTPUT == EXPONENTIALS && w.band == w.m_tiles;
+  w.pace = all_stays || K::FILTERED ? nullptr : hopper(backend).pace;
   return w;
 }
 
-template <Output OUTPUT, bool FILTERED = false>
+template <typename K>
 static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
                    const Work &w, const Ends &ends) {
   int clusters = (int)cuda_min(hopper(backend).clusters, w.units);
   cudaLaunchAttribute cluster;
-  cudaLaunchConfig_t config = launch_config(&cluster, clusters * CLUSTER, cuda_stream(backend));
-  cuda_check(cudaLaunchKernelEx(&config, product_kernel<OUTPUT, FILTERED>, a, b, out, w, ends),
+  cudaLaunchConfig_t config = launch_config<K>(&cluster, clusters * CLUSTER, cuda_stream(backend));
+  cuda_check(cudaLaunchKernelEx(&config, product_kernel<K>, a, b, out, w, ends),
              "launching a Hopper product");
 }
 
@@ -709,26 +871,27 @@ static constexpr float LOG2_E = 1.4426950408889634f;
 
 bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, float sharpness,
                          Tensor x, Tensor weight, const int32_t *targets, void *scratch, size_t bytes) {
+  using E = Kind<EXPONENTIALS>;
   if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
   bool store = tensor_exists(exps);
   if (!copyable(x) || !copyable(weight) || (store && !copyable(exps))) return false;
   int64_t rows = x.shape[0], vocab_size = weight.shape[0], tiles = cuda_ceil_div(vocab_size, TILE_N);
   int64_t band = (int64_t)(bytes / sizeof(float)) / tiles;
-  if (band < rows) band = band / (CLUSTER * TILE_M) * (CLUSTER * TILE_M);
+  if (band < rows) band = band / E::CLUSTER_ROWS * E::CLUSTER_ROWS;
   if (band == 0) return false;
   float *tile_sums = static_cast<float *>(scratch);
   CUtensorMap weight_map = boxes_of(backend, weight, TILE_N / CLUSTER);
   for (int64_t first = 0; first < rows; first += band) {
     int64_t count = cuda_min(band, rows - first);
     Tensor x_band = tensor_rows(x, first, count);
-    CUtensorMap x_map = boxes_of(backend, x_band, TILE_M);
+    CUtensorMap x_map = boxes_of(backend, x_band, E::ROWS);
     CUtensorMap out_map = store ? boxes_of(backend, tensor_rows(exps, first, count), BOX_ROWS) : x_map;
     Ends ends = {.anchor = anchor + first,
                  .targets = targets + first,
                  .scale = LOG2_E * sharpness,
                  .tile_sums = tile_sums,
                  .store = store};
-    launch<EXPONENTIALS>(backend, x_map, weight_map, out_map, work_of(count, vocab_size, x.shape[1]), ends);
+    launch<E>(backend, x_map, weight_map, out_map, work_of<E>(backend, count, vocab_size, x.shape[1]), ends);
     add_tile_sums_kernel<<<(unsigned)cuda_ceil_div(count, 8), 256, 0, cuda_stream(backend)>>>(
         row_sum + first, tile_sums, count, (int)tiles);
     cuda_check_launch("the sums over tiles");
@@ -736,17 +899,21 @@ bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const f
   return true;
 }
 
-// Cuts the tiles of the last, partly empty round into slices so that they take least time, in units of a
-// tile's. A slice costs a little more than its share: about a hundredth of a tile for its sums.
+// In units of a tile's. A slice costs a little more than its share: about a hundredth of a tile for its sums.
+static double slice_time(int slices) {
+  return 1.0 / slices + (slices > 1 ? 0.01 : 0);
+}
+
+// Cuts the tiles of the last, partly empty round into slices so that they take least time.
 static void cut_last_round(Work *w, int clusters, size_t scratch_bytes) {
   int tiles = w->m_tiles * w->n_tiles, rest = tiles % clusters;
-  int64_t slots = (int64_t)(scratch_bytes / (CLUSTER * TILE_M * TILE_N * sizeof(float)));
+  int64_t slots = (int64_t)(scratch_bytes / (w->rows * TILE_N * sizeof(float)));
   double best = 1;
   for (int slices = 2;
        rest > 0 && slices <= MOST_SLICES && slices <= w->k_steps && (int64_t)rest * slices <= slots;
        slices++) {
     double rounds = (double)cuda_ceil_div((int64_t)rest * slices, clusters);
-    double time = rounds / slices + 0.01 * rounds;
+    double time = rounds * slice_time(slices);
     if (time >= best) continue;
     best = time;
     w->slices = slices;
@@ -761,15 +928,18 @@ static double busy(double units, double clusters) {
   return units / (ceil(units / clusters) * clusters);
 }
 
-// Whether the work is done sooner here than by cuBLASLt, whose tiles of 128 x 256 spend less energy: at the
-// power limit they are 5% faster when they come out even. It splits k as well, but into few parts.
+// Whether the work is done sooner here than by cuBLASLt, whose clusters make tiles of 256 x 256, in up to
+// three parts over k. Where both come out even it depends on the bytes: of 4096 rows, cuBLASLt reads as few
+// as this kernel at H = 2048 and takes 1% less time, but half as many again at H = 4096, and takes 1 to 3%
+// more.
 static bool beats_library(const Work &w, int clusters) {
   double library = 0, rest = w.m_tiles * w.n_tiles - w.whole;
   for (int parts = 1; parts <= 3; parts++)
-    library = fmax(library, busy((double)w.m_tiles * (double)cuda_ceil_div(w.n, 256) * parts, clusters));
-  double tiles = (double)w.m * w.n / (CLUSTER * TILE_M * TILE_N);
-  double rounds = ceil((double)w.whole / clusters) + ceil(rest * w.slices / clusters) / w.slices;
-  return 0.95 * tiles / (rounds * clusters) > library;
+    library =
+        fmax(library, busy((double)(cuda_ceil_div(w.m, 256) * cuda_ceil_div(w.n, 256)) * parts, clusters));
+  double tiles = (double)w.m * w.n / (w.rows * TILE_N);
+  double time = ceil((double)w.whole / clusters) + ceil(rest * w.slices / clusters) * slice_time(w.slices);
+  return (w.n > 3072 ? 1.02 : 0.98) * tiles / (time * clusters) > library;
 }
 
 static bool multipliable(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
@@ -780,18 +950,19 @@ static bool multipliable(Backend *backend, Tensor out, Tensor exps, Tensor weigh
 template <bool FILTERED>
 static void exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, const Work &w,
                               const int32_t *lists, void *scratch) {
-  CUtensorMap exps_map = boxes_of(backend, exps, TILE_M),
+  CUtensorMap exps_map = boxes_of(backend, exps, Kind<SUMS_BF16, FILTERED>::ROWS),
               weight_map = boxes_of(backend, weight, TILE_K / CLUSTER);
   Ends ends = {.out = data_of<float>(out),
                .out_stride = out.stride,
                .slices = static_cast<float *>(scratch),
                .lists = lists};
   if (out.dtype == DTYPE_BF16)
-    launch<SUMS_BF16, FILTERED>(backend, exps_map, weight_map, boxes_of(backend, out, BOX_ROWS), w, ends);
+    launch<Kind<SUMS_BF16, FILTERED>>(backend, exps_map, weight_map, boxes_of(backend, out, BOX_ROWS), w,
+                                      ends);
   else
-    launch<SUMS_F32, FILTERED>(backend, exps_map, weight_map, exps_map, w, ends);
+    launch<Kind<SUMS_F32, FILTERED>>(backend, exps_map, weight_map, exps_map, w, ends);
   if (w.slices == 1) return;
-  dim3 grid(CLUSTER * TILE_M * TILE_N / 4 / 256, (unsigned)(w.m_tiles * w.n_tiles - w.whole));
+  dim3 grid(w.rows * TILE_N / 4 / 256, (unsigned)(w.m_tiles * w.n_tiles - w.whole));
   with_real(out.dtype, [&](auto type) {
     using T = decltype(type);
     add_slices_kernel<T><<<grid, 256, 0, cuda_stream(backend)>>>(data_of<T>(out), out.stride, ends.slices, w);
@@ -802,7 +973,7 @@ static void exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor 
 bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,
                               size_t bytes, bool always) {
   if (!multipliable(backend, out, exps, weight)) return false;
-  Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
+  Work w = work_of<Kind<SUMS_BF16>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   cut_last_round(&w, hopper(backend).clusters, bytes);
   if (!always && !beats_library(w, hopper(backend).clusters)) return false;
   exps_times_weight<false>(backend, out, exps, weight, w, nullptr, scratch);
@@ -811,9 +982,10 @@ bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor 
 
 bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight,
                                        const float *tiles, int32_t *list, void *scratch, size_t bytes) {
-  static_assert(CLUSTER * TILE_M == 256 && TILE_K == 64, "as cuda_lce_list_bytes counts");
+  using Filtered = Kind<SUMS_BF16, true>;
+  static_assert(Filtered::CLUSTER_ROWS == 256 && TILE_K == 64, "as cuda_lce_list_bytes counts");
   if (!multipliable(backend, out, exps, weight)) return false;
-  Work w = work_of(exps.shape[0], weight.shape[1], weight.shape[0]);
+  Work w = work_of<Filtered>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   cut_last_round(&w, hopper(backend).clusters, bytes);
   int rows_of_tiles = (int)cuda_ceil_div(w.m, LCE_FILTER_ROWS);
   int across = (int)cuda_ceil_div(weight.shape[0], LCE_FILTER_COLUMNS);
@@ -821,5 +993,21 @@ bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps
                                                                     w.k_steps);
   cuda_check_launch("the list of steps");
   exps_times_weight<true>(backend, out, exps, weight, w, list, scratch);
+  return true;
+}
+
+bool hopper_exps_transposed_times_x(Backend *backend, Tensor out, Tensor exps, Tensor x, float alpha,
+                                    bool accumulate, bool always) {
+  using Added = Kind<ADDED>;
+  // Below, adding a tile's sums in memory takes too long beside its products; cuBLASLt's wide tiles lose
+  // later.
+  int64_t rows_that_pay = x.shape[1] > 3072 ? 1024 : 1536;
+  if (exps.shape[0] < rows_that_pay && !always) return false;
+  if (exps.dtype != DTYPE_BF16 || out.dtype != DTYPE_F32 || !hopper_runs(backend)) return false;
+  if (!copyable(exps) || !copyable(x) || !copyable(out)) return false;
+  Ends ends = {.alpha = alpha, .accumulate = accumulate};
+  launch<Added>(backend, boxes_of(backend, exps, TILE_K), boxes_of(backend, x, TILE_K / CLUSTER),
+                boxes_of(backend, out, BOX_ROWS),
+                work_of<Added>(backend, exps.shape[1], x.shape[1], exps.shape[0]), ends);
   return true;
 }

@@ -43,6 +43,19 @@ static __device__ __forceinline__ void cluster_synchronize() {
   asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// --- numbers in device memory that all blocks see
+
+static __device__ __forceinline__ void memory_add(unsigned *to, unsigned x) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
+// Its latency shows only where the number is used.
+static __device__ __forceinline__ unsigned memory_look(const unsigned *at) {
+  unsigned x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
+}
+
 // --- mbarriers: a phase ends when `count` threads have arrived and all announced bytes are there
 
 static __device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t count) {
@@ -113,6 +126,14 @@ static __device__ __forceinline__ void box_store(const CUtensorMap *matrix, uint
                : "memory");
 }
 
+// Adds in memory, in fp32.
+static __device__ __forceinline__ void box_add(const CUtensorMap *matrix, uint32_t from, int x, int y) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::"l"(matrix),
+      "r"(from), "r"(x), "r"(y)
+      : "memory");
+}
+
 static __device__ __forceinline__ void stores_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -169,25 +190,46 @@ static __device__ __forceinline__ uint64_t tile_further(uint64_t descriptor, uin
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),                \
       "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),      \
       "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define SUMS_64  SUMS_16(0), SUMS_16(16)
+#define SUMS_128 SUMS_64, SUMS_16(32), SUMS_16(48)
+#define SUMS_192 SUMS_128, SUMS_16(64), SUMS_16(80)
+#define NAMES_64                                                                                             \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                   \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_128                                                                                            \
+  NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "              \
+           "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_192                                                                                            \
+  NAMES_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA(COLUMNS, A, B, KEEP, A_TURNED, B_TURNED)                                                       \
+  asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, " KEEP ", 0;\n\t"                                 \
+               "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" NAMES_##COLUMNS            \
+               "}, " A ", " B ", keep, 1, 1, " A_TURNED ", " B_TURNED ";\n\t}"                               \
+               : SUMS_##COLUMNS                                                                              \
+               : "l"(a), "l"(b), "r"((int)keep), "n"(A_K_INNERMOST ? 0 : 1), "n"(B_K_INNERMOST ? 0 : 1))
 
-// d[64, 192] = (keep ? d : 0) + a[64, 16] b[16, 192], fp32 sums of bf16 products. Thread t of the
+// d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], fp32 sums of bf16 products. Thread t of the
 // warpgroup, in warp w = t / 32 with lane l = t % 32, holds rows 16 w + l / 4 (d[4j], d[4j+1]) and 8 below
 // that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
-template <bool A_K_INNERMOST, bool B_K_INNERMOST>
-static __device__ __forceinline__ void wgmma_64x192x16(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
-  asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %98, 0;\n\t"
-               "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
-               "%96, %97, keep, 1, 1, %99, %100;\n\t}"
-               : SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48), SUMS_16(64), SUMS_16(80)
-               : "l"(a), "l"(b), "r"((int)keep), "n"(A_K_INNERMOST ? 0 : 1), "n"(B_K_INNERMOST ? 0 : 1));
+template <int COLUMNS, bool A_K_INNERMOST, bool B_K_INNERMOST>
+static __device__ __forceinline__ void wgmma_64_by(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
+  static_assert(COLUMNS == 64 || COLUMNS == 128 || COLUMNS == 192, "a multiple of 64 that fits in d");
+  if constexpr (COLUMNS == 64)
+    WGMMA(64, "%32", "%33", "%34", "%35", "%36");
+  else if constexpr (COLUMNS == 128)
+    WGMMA(128, "%64", "%65", "%66", "%67", "%68");
+  else
+    WGMMA(192, "%96", "%97", "%98", "%99", "%100");
 }
+#undef WGMMA
 #undef SUMS_16
+#undef SUMS_64
+#undef SUMS_128
+#undef SUMS_192
+#undef NAMES_64
+#undef NAMES_128
+#undef NAMES_192
 
 // Four 8x8 blocks of bf16 from the registers of a warp, laid out as wgmma leaves its sums, into rows of
 // shared memory: lane l gives the address of row l % 8 of block l / 8.
@@ -196,6 +238,10 @@ static __device__ __forceinline__ void store_blocks(uint32_t row, uint32_t a, ui
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
+}
+
+static __device__ __forceinline__ void store_pair(uint32_t to, float low, float high) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(low), "f"(high) : "memory");
 }
 
 // 2^x, within 2 units in the last place; results below the normal numbers become 0.
