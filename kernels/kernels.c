@@ -484,6 +484,20 @@ void lce_filtered_products(Backend *backend, LceFilteredProducts a) {
   CALL_WITH_SCRATCH(lce_filtered_products, MEMORY_HEAD);
 }
 
+void lce_others_gradient(Backend *backend, LceOthersGradient a) {
+  const Op op = "lce_others_gradient";
+  two_axes(op, "dout", a.dout);
+  int64_t rows = a.dout.shape[0], vocab_size = a.dout.shape[1];
+  two_axes(op, "x", a.x);
+  is_2d(op, "x", a.x, rows, a.x.shape[1]);
+  is_type(op, "x", a.x, a.dout.dtype);
+  is_2d(op, "dweight", a.dweight, vocab_size, a.x.shape[1]);
+  is_type(op, "dweight", a.dweight, DTYPE_F32);
+  absent(op, "dbias", a.dbias, "a bias needs logits");
+  if (a.alpha == 0) a.alpha = 1;
+  CALL_WITH_SCRATCH(lce_others_gradient, MEMORY_WORKSPACE);
+}
+
 void lce_input_gradient(Backend *backend, LceInputGradient a) {
   const Op op = "lce_input_gradient";
   two_axes(op, "weight", a.weight);

@@ -284,11 +284,11 @@ void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a) {
     int64_t left = counted - first - size;
     if (left > 0) next = send_chunk(backend, a, &all, &room, first + size, left < size ? left : size);
     if (backward)
-      linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
-                                                             .dout = chunk.g.exps,
-                                                             .x = chunk.g.scaled_x,
-                                                             .alpha = a->scale,
-                                                             .accumulate = true});
+      lce_others_gradient(backend, (LceOthersGradient){.dweight = a->dweight,
+                                                       .dout = chunk.g.exps,
+                                                       .x = chunk.g.scaled_x,
+                                                       .alpha = a->scale,
+                                                       .accumulate = true});
     memory_pop_to(&backend->memory, mark);
     if (backend->memory.planning) return; // the chunks after the first need no more
   }
