@@ -494,6 +494,7 @@ void lce_others_gradient(Backend *backend, LceOthersGradient a) {
   is_2d(op, "dweight", a.dweight, vocab_size, a.x.shape[1]);
   is_type(op, "dweight", a.dweight, DTYPE_F32);
   absent(op, "dbias", a.dbias, "a bias needs logits");
+  if (a.input_major) fail("%s: input_major, but dweight is [V, H]", op);
   if (a.alpha == 0) a.alpha = 1;
   CALL_WITH_SCRATCH(lce_others_gradient, MEMORY_WORKSPACE);
 }

@@ -459,6 +459,8 @@ static void test_refusals(void **state) {
   assert_fails(h, "lce_others_gradient: dweight", lce_others_gradient(backend, bad));
   bad = g, bad.dbias = loss;
   assert_fails(h, "a bias needs logits", lce_others_gradient(backend, bad));
+  bad = g, bad.input_major = true;
+  assert_fails(h, "input_major, but", lce_others_gradient(backend, bad));
 }
 
 int main(void) {

@@ -36,8 +36,8 @@
 //
 // 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get when the
 // loaders give theirs up. Five stages of 40 KiB, or three of 56, bridge the memory's latency (four of 40:
-// up to 2% slower). The last tile of a row may be narrower, by steps of 64 columns: H = 4096 is 21 tiles
-// and a third.
+// up to 2% slower). The last tile of a gradient's row may be narrower, by steps of 64 columns: H = 4096 is
+// 21 tiles and a third.
 //
 // Two blocks on neighbouring multiprocessors form a cluster and work on two tiles one below the other. They
 // need the same box of B: each loads half of it, and the copy engine delivers each half to both. Without
@@ -47,10 +47,10 @@
 // the clusters of a round share rows of A and columns of B, and each box comes from memory once if all that
 // need it ask while it is in the L2 cache. Nothing in the hardware sees to that: left alone, clusters drift
 // apart, and at H = 4096 up to twice as much is read. So their loaders keep pace, by a counter in memory
-// (Pacer), within some ten steps of K of each other. Rounds walk through K forth and back by turns, so that
-// each begins with what the one before it has left in the cache. The logits do without both where all of X
-// stays in the cache: there they gain nothing, and cost up to 2% of the layer at C = 1024. GB read from
-// memory at C = 4096 (ncu), dW's own sums included:
+// (Pacer): none runs more than some ten steps of K ahead of the others' average. Rounds walk through K forth
+// and back by turns, so that each begins with what the one before it has left in the cache. The logits do
+// without both where all of X stays in the cache: there they gain nothing, and cost up to 2% of the layer at
+// C = 1024. GB read from memory at C = 4096 (ncu), dW's own sums included:
 //
 //              H = 2048: here   cuBLASLt     H = 4096: left alone   here   cuBLASLt
 //   logits                1.2        1.6                  7.0-9.5    3.5        5.9
@@ -158,18 +158,13 @@ template <Output OUTPUT_, bool FILTERED_ = false> struct Kind {
   enum { SHARED_BYTES = STAGES * STAGE_BYTES + 4 * MULTIPLIERS * BOX_BYTES + 1024 };
 };
 
-// Where all clusters together are, in device memory. The last one to leave makes it 0 again.
-struct Pace {
-  unsigned passed, left;
-};
-
 // Tiles of `rows` by TILE_N, a cluster's. They are made in bands of `band` rows of tiles, and column after
 // column within a band. The first `whole` tiles are made over all of k; the others in `slices` parts each.
 struct Work {
   int m, n;
   int rows, m_tiles, n_tiles, k_steps, band;
   int whole, slices, units;
-  Pace *pace; // NULL: nobody keeps pace
+  unsigned long long *pace; // Pacer's; NULL: nobody keeps pace
 };
 
 struct Ends {
@@ -270,36 +265,41 @@ template <typename K> struct Place {
 // --- the loader --------------------------------------------------------------------------------------------
 
 // Keeps all clusters near each other in k. Every EVERY steps one of a cluster's loaders says so in memory,
-// and goes on once all clusters together are no more than LEAD such stretches behind it, on average. It
-// asks a stretch before it needs the answer. Whoever has looked PATIENCE times in vain, a fraction of a
+// and goes on once it is no more than LEAD such stretches before those at work, on average. It asks a
+// stretch before it needs the answer. Whoever has looked PATIENCE times in vain, a fraction of a
 // millisecond, never waits again: clusters may not be running yet where others use the device, too.
+//
+// One number in memory holds all that is to know: the stretches of the clusters that are still at work, and
+// 2^32 for each that is through. The last to leave makes it 0 again.
 struct Pacer {
-  enum { EVERY = 4, LEAD = 1, PATIENCE = 64, BEYOND_ALL = 1 << 20 };
-  Pace *pace;                      // NULL: nobody does, or the cluster's other loader
-  unsigned passed = 0, seen = ~0u; // stretches: its own, and everybody's when it last looked
+  enum { EVERY = 4, LEAD = 1, PATIENCE = 64 };
+  unsigned long long *pace, seen = 0; // NULL: nobody keeps pace, or the cluster's other loader does
+  unsigned passed = 0;                // stretches
   int steps_left = EVERY;
   bool patient = true;
   __device__ Pacer(const Work &w, int rank) : pace(rank == 0 ? w.pace : nullptr) {}
 
+  __device__ __forceinline__ bool too_far() const {
+    unsigned at_work = unit_step() - (unsigned)(seen >> 32);
+    return passed > LEAD && (unsigned)seen < (passed - LEAD) * at_work;
+  }
+
   __device__ __forceinline__ void step(bool acts) {
     if (!pace || --steps_left > 0) return;
     steps_left = EVERY;
-    unsigned enough = passed > LEAD ? (passed - LEAD) * unit_step() : 0;
-    for (int looks = 0; patient && seen < enough; looks++) {
-      seen = memory_look(&pace->passed);
+    for (int looks = 0; patient && too_far(); looks++) {
+      seen = memory_look(pace);
       patient = looks < PATIENCE;
     }
     passed++;
-    if (acts) memory_add(&pace->passed, 1);
-    seen = memory_look(&pace->passed);
+    if (acts) memory_add(pace, 1);
+    seen = memory_look(pace);
   }
 
-  // Nobody waits for a cluster that is through. The last one leaves all as it was.
   __device__ __forceinline__ void leave(bool acts) {
     if (!pace || !acts) return;
-    memory_add(&pace->passed, BEYOND_ALL);
-    __threadfence();
-    if (atomicAdd(&pace->left, 1) == unit_step() - 1) pace->passed = pace->left = 0;
+    unsigned long long before = atomicAdd(pace, (1ull << 32) - passed);
+    if (before >> 32 == unit_step() - 1) *pace = 0;
   }
 };
 
@@ -743,7 +743,7 @@ static cudaLaunchConfig_t launch_config(cudaLaunchAttribute *cluster, int blocks
 struct Hopper {
   int clusters; // that run at the same time
   PFN_cuTensorMapEncodeTiled_v12000 encode;
-  Pace *pace;
+  unsigned long long *pace; // Pacer's
 };
 
 // False when it was built without sm_90a.
@@ -786,8 +786,8 @@ static Hopper find_hopper(Backend *backend) {
       "looking for cuTensorMapEncodeTiled");
   if (result != cudaDriverEntryPointSuccess) return found;
   found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode);
-  cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.pace), sizeof(Pace)), "allocating a counter");
-  cuda_check(cudaMemsetAsync(found.pace, 0, sizeof(Pace), state->stream), "clearing a counter");
+  cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.pace), sizeof *found.pace), "allocating a counter");
+  cuda_check(cudaMemsetAsync(found.pace, 0, sizeof *found.pace, state->stream), "clearing a counter");
   // As many of one kind as of another: each block takes a multiprocessor.
   found.clusters = count_clusters<Kind<EXPONENTIALS>>(state);
   return found;
@@ -930,8 +930,8 @@ static double busy(double units, double clusters) {
 
 // Whether the work is done sooner here than by cuBLASLt, whose clusters make tiles of 256 x 256, in up to
 // three parts over k. Where both come out even it depends on the bytes: of 4096 rows, cuBLASLt reads as few
-// as this kernel at H = 2048 and takes 1% less time, but half as many again at H = 4096, and takes 1 to 3%
-// more.
+// as this kernel at H = 2048 and takes 1% less time, but three quarters more at H = 4096, and takes as long
+// or, at a higher clock, 3% longer.
 static bool beats_library(const Work &w, int clusters) {
   double library = 0, rest = w.m_tiles * w.n_tiles - w.whole;
   for (int parts = 1; parts <= 3; parts++)

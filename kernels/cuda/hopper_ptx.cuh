@@ -45,14 +45,14 @@ static __device__ __forceinline__ void cluster_synchronize() {
 
 // --- numbers in device memory that all blocks see
 
-static __device__ __forceinline__ void memory_add(unsigned *to, unsigned x) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+static __device__ __forceinline__ void memory_add(unsigned long long *to, unsigned long long x) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
 }
 
 // Its latency shows only where the number is used.
-static __device__ __forceinline__ unsigned memory_look(const unsigned *at) {
-  unsigned x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+static __device__ __forceinline__ unsigned long long memory_look(const unsigned long long *at) {
+  unsigned long long x;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
   return x;
 }
 
