@@ -399,8 +399,8 @@ typedef struct {
 } LceFilteredProducts;
 
 // dweight (+)= alpha E^T scaled_x: what tokens do to the rows of all entries but their targets'. As
-// linear_backward_weight, with E as dout, scaled_x as x, an fp32 [V, H] dweight and no dbias; apart because a backend may
-// have a product made for these shapes, while a bare product (curves/layer.h) stays the library's.
+// linear_backward_weight, with E as dout, scaled_x as x, an fp32 [V, H] dweight and no dbias; apart because a backend
+// may have a product made for these shapes, while a bare product (curves/layer.h) stays the library's.
 typedef LinearBackwardWeight LceOthersGradient;
 
 // dx = alpha (r * dx_raw + c * W[target] + scale_uniform * smoothing_row), in place over dx_raw. Without the second

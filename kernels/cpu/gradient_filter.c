@@ -95,14 +95,14 @@ static void input_strip(bool plain, const LceFilteredProducts *a, int64_t b, int
 }
 
 // dW's rows that column t of the tiles leads to.
-static void weight_rows(bool plain, const LceFilteredProducts *a, float alpha, int64_t t) {
+static void weight_rows(bool plain, const LceFilteredProducts *a, int64_t t) {
   int64_t hidden = a->weight.shape[1];
   Tile tile = tile_of(a->exps, 0, t);
   bool begun = a->accumulate;
   for (int64_t b = 0; b < a->tiles.shape[0]; b++) {
     if (!counts(a, b, t)) continue;
     tile = tile_of(a->exps, b, t);
-    tile_multiply(plain, tile.columns, hidden, tile.rows, alpha,
+    tile_multiply(plain, tile.columns, hidden, tile.rows, a->alpha,
                   part_of(a->exps, tile.row, tile.column, true), part_of(a->scaled_x, tile.row, 0, false),
                   begun, cpu_row(a->dweight, tile.column), a->dweight.stride, NULL);
     begun = true;
@@ -114,7 +114,6 @@ void cpu_lce_filtered_products(Backend *backend, const LceFilteredProducts *a) {
   if (a->exps.shape[0] == 0) return;
   bool plain = cpu_plain_products(backend);
   int64_t hidden = a->weight.shape[1];
-  float alpha = a->alpha == 0.0f ? 1.0f : a->alpha;
   int64_t strips = cpu_ceil_div(omp_get_max_threads(), a->tiles.shape[0]);
   int64_t width = cpu_ceil_div(cpu_ceil_div(hidden, strips), STRIP) * STRIP;
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -122,5 +121,5 @@ void cpu_lce_filtered_products(Backend *backend, const LceFilteredProducts *a) {
     for (int64_t first = 0; first < hidden; first += width)
       input_strip(plain, a, b, first, cpu_min(width, hidden - first));
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t t = 0; t < a->tiles.shape[1]; t++) weight_rows(plain, a, alpha, t);
+  for (int64_t t = 0; t < a->tiles.shape[1]; t++) weight_rows(plain, a, t);
 }

@@ -104,20 +104,20 @@ static void fetch_columns(Tensor dout, int64_t first, int64_t part, int64_t part
 }
 
 // Rows [first, first + count) of dW.
-static void tall_block(const LinearBackwardWeight *a, float alpha, int64_t first, int64_t count) {
+static void tall_block(const LinearBackwardWeight *a, int64_t first, int64_t count) {
   int64_t rows = a->x.shape[0], inputs = a->x.shape[1], part = 0;
   int64_t parts = cpu_ceil_div(inputs, TILE_COLUMNS) * cpu_ceil_div(count, TILE_ROWS);
   for (int64_t i = 0; i < inputs; i += TILE_COLUMNS)
     for (int64_t o = first; o < first + count; o += TILE_ROWS) {
       fetch_columns(a->dout, first + TALL_BLOCK, part++, parts);
       tile_panel_product(cpu_min(TILE_ROWS, first + count - o), cpu_min(TILE_COLUMNS, inputs - i), rows,
-                         alpha, cpu_row(a->dout, 0) + o, 1, a->dout.stride,
+                         a->alpha, cpu_row(a->dout, 0) + o, 1, a->dout.stride,
                          (const float *)a->workspace.data + i * rows, a->accumulate,
                          cpu_row(a->dweight, o) + i, a->dweight.stride);
     }
 }
 
-static void tall_product(const LinearBackwardWeight *a, float alpha) {
+static void tall_product(const LinearBackwardWeight *a) {
   int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = a->dout.shape[1];
 #pragma omp parallel
   {
@@ -127,20 +127,18 @@ static void tall_product(const LinearBackwardWeight *a, float alpha) {
                 (CpuMatrix){.data = cpu_row(a->x, 0) + i, .stride = a->x.stride}, rows,
                 cpu_min(TILE_COLUMNS, inputs - i));
 #pragma omp for schedule(dynamic, 8)
-    for (int64_t o = 0; o < outputs; o += TALL_BLOCK)
-      tall_block(a, alpha, o, cpu_min(TALL_BLOCK, outputs - o));
+    for (int64_t o = 0; o < outputs; o += TALL_BLOCK) tall_block(a, o, cpu_min(TALL_BLOCK, outputs - o));
   }
 }
 
 void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
-  float alpha = a->alpha == 0.0f ? 1.0f : a->alpha;
   bool plain = cpu_plain_products(backend);
   if (!plain && is_tall(a)) {
-    tall_product(a, alpha);
+    tall_product(a);
   } else {
     Tensor left = a->input_major ? a->x : a->dout, right = a->input_major ? a->dout : a->x;
-    cpu_product(plain, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], alpha, matrix(left, true),
+    cpu_product(plain, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha, matrix(left, true),
                 matrix(right, false), a->accumulate ? 1.0f : 0.0f, a->dweight.data, a->dweight.stride);
   }
-  if (tensor_exists(a->dbias)) bias_gradient(a->dbias, a->dout, alpha, a->accumulate);
+  if (tensor_exists(a->dbias)) bias_gradient(a->dbias, a->dout, a->alpha, a->accumulate);
 }

@@ -117,7 +117,7 @@ void cuda_lce_filtered_products(Backend *backend, const LceFilteredProducts *a) 
   weight.dweight = a->dweight;
   weight.dout = a->exps;
   weight.x = a->scaled_x;
-  weight.alpha = a->alpha == 0 ? 1 : a->alpha;
+  weight.alpha = a->alpha;
   weight.accumulate = a->accumulate;
   cuda_lce_others_gradient(backend, &weight);
 }

@@ -606,7 +606,6 @@ void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) 
 }
 
 void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
-  float alpha = a->alpha == 0 ? 1 : a->alpha;
   Tensor left = a->input_major ? a->x : a->dout, right = a->input_major ? a->dout : a->x;
   Product product = {.m = left.shape[1],
                      .n = right.shape[1],
@@ -619,11 +618,11 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
                      .out_stride = a->dweight.stride,
                      .addend = a->accumulate ? a->dweight.data : nullptr,
                      .addend_stride = a->dweight.stride,
-                     .alpha = alpha};
+                     .alpha = a->alpha};
   if (product.k > 0)
     cuda_product(backend, &product);
   else if (!a->accumulate)
     cuda_fill_zero(backend, a->dweight);
   if (tensor_exists(a->dbias))
-    column_sums(backend, a->dbias, a->dout, nullptr, alpha, a->accumulate, data_of<float>(a->workspace));
+    column_sums(backend, a->dbias, a->dout, nullptr, a->alpha, a->accumulate, data_of<float>(a->workspace));
 }
