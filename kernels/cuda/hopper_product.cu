@@ -433,11 +433,22 @@ static __device__ __forceinline__ uint32_t pack(float low, float high) {
   return reinterpret_cast<uint32_t &>(both);
 }
 
-// A warp's 16 rows by 64 columns, sums[0 .. 32) of each thread, to rows `y` and columns `x` of the matrix.
-static __device__ __forceinline__ void store_box(const CUtensorMap *out, uint32_t box, const float *sums,
-                                                 int x, int y, int lane) {
-  if (lane == 0) stores_wait_read<0>(); // the box before this one has been read
+// Through a warp's box into memory: fill() by all, send() by one.
+template <typename Fill, typename Send>
+static __device__ __forceinline__ void through_box(int lane, Fill fill, Send send) {
+  if (lane == 0) stores_wait_read<0>(); // what was in it before has been read
   __syncwarp();
+  fill();
+  copy_engine_fence();
+  __syncwarp();
+  if (lane == 0) {
+    send();
+    stores_commit();
+  }
+}
+
+// A warp's 16 rows by 64 columns, sums[0 .. 32) of each thread, into a box.
+static __device__ __forceinline__ void fill_bf16(uint32_t box, const float *sums, int lane) {
   int row = lane % 16;
 #pragma unroll
   for (int j = 0; j < 8;
@@ -447,47 +458,42 @@ static __device__ __forceinline__ void store_box(const CUtensorMap *out, uint32_
     store_blocks(box + row * 128 + piece * 16, pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]),
                  pack(s[6], s[7]));
   }
-  copy_engine_fence();
-  __syncwarp();
-  if (lane == 0) {
-    box_store(out, box, x, y);
-    stores_commit();
-  }
+}
+
+// 16 rows by 32 columns, sums[0 .. 16) of each thread, times alpha.
+static __device__ __forceinline__ void fill_f32(uint32_t box, const float *sums, float alpha, int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+      const float *s = sums + j * 4 + below * 2;
+      int row = lane / 4 + below * 8, piece = (2 * j + lane % 4 / 2) ^ (row & 7);
+      store_pair(box + row * 128 + piece * 16 + lane % 2 * 8, alpha * s[0], alpha * s[1]);
+    }
 }
 
 static __device__ __forceinline__ void store_half_bf16(const CUtensorMap *out, uint32_t box,
                                                        const float *sums, int x, int y, int lane) {
 #pragma unroll
   for (int part = 0; part < TILE_N / 64; part++)
-    store_box(out, box, sums + part * 32, x + part * 64, y, lane);
+    through_box(
+        lane, [&] { fill_bf16(box, sums + part * 32, lane); },
+        [&] { box_store(out, box, x + part * 64, y); });
 }
 
-// In fp32, 16 rows by 32 columns at a time.
 static __device__ __forceinline__ void add_half_f32(const CUtensorMap *out, uint32_t box, const float *sums,
-                                                    const Ends &ends, int columns, int x, int y,
-                                                    const Lane &me) {
+                                                    const Ends &ends, int columns, int x, int y, int lane) {
 #pragma unroll
   for (int part = 0; part < TILE_N / 32; part++) {
     if (part * 32 >= columns) break;
-    if (me.lane == 0) stores_wait_read<0>();
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-#pragma unroll
-      for (int below = 0; below < 2; below++) {
-        const float *s = sums + part * 16 + j * 4 + below * 2;
-        int row = me.lane / 4 + below * 8, piece = (2 * j + me.lane % 4 / 2) ^ (row & 7);
-        store_pair(box + row * 128 + piece * 16 + me.lane % 2 * 8, ends.alpha * s[0], ends.alpha * s[1]);
-      }
-    copy_engine_fence();
-    __syncwarp();
-    if (me.lane == 0) {
-      if (ends.accumulate)
-        box_add(out, box, x + part * 32, y);
-      else
-        box_store(out, box, x + part * 32, y);
-      stores_commit();
-    }
+    through_box(
+        lane, [&] { fill_f32(box, sums + part * 16, ends.alpha, lane); },
+        [&] {
+          if (ends.accumulate)
+            box_add(out, box, x + part * 32, y);
+          else
+            box_store(out, box, x + part * 32, y);
+        });
   }
 }
 
@@ -572,7 +578,7 @@ static __device__ __forceinline__ void finish_gradient(Sums &sums, const Work &w
       store_half_f32(ends.slices + (((int64_t)unit.slice * CLUSTER + rank) * K::ROWS + row) * TILE_N, TILE_N,
                      16, TILE_N, sums[h], me);
     else if (K::OUTPUT == ADDED)
-      add_half_f32(out, box, sums[h], ends, right, unit.column, unit.row + row, me);
+      add_half_f32(out, box, sums[h], ends, right, unit.column, unit.row + row, me.lane);
     else if (K::OUTPUT == SUMS_F32)
       store_half_f32(ends.out + (unit.row + row) * ends.out_stride + unit.column, ends.out_stride, below,
                      right, sums[h], me);
@@ -610,7 +616,7 @@ static __device__ __forceinline__ void multiply_and_finish(const Work &w, const 
       if (more) give_turn(group ^ 1);
     };
     int columns = columns_of<K>(w, unit), a_first = group_row * 128;
-    if (K::B_K_INNERMOST || columns > 128)
+    if (columns > 128)
       multiply<K, 192>(sums, ring, at, unit.steps(), a_first, last_stage_is_here);
     else if (columns > 64)
       multiply<K, 128>(sums, ring, at, unit.steps(), a_first, last_stage_is_here);
@@ -757,15 +763,6 @@ template <typename K> static bool prepare() {
   return true;
 }
 
-// That run at the same time.
-template <typename K> static int count_clusters(const CudaState *state) {
-  int count = 0;
-  cudaLaunchAttribute cluster;
-  cudaLaunchConfig_t config = launch_config<K>(&cluster, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
-  cuda_check(cudaOccupancyMaxActiveClusters(&count, product_kernel<K>, &config), "counting clusters");
-  return count;
-}
-
 static Hopper find_hopper(Backend *backend) {
   CudaState *state = cuda_state(backend);
   Hopper found = {};
@@ -788,8 +785,12 @@ static Hopper find_hopper(Backend *backend) {
   found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode);
   cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.pace), sizeof *found.pace), "allocating a counter");
   cuda_check(cudaMemsetAsync(found.pace, 0, sizeof *found.pace, state->stream), "clearing a counter");
-  // As many of one kind as of another: each block takes a multiprocessor.
-  found.clusters = count_clusters<Kind<EXPONENTIALS>>(state);
+  using Any = Kind<EXPONENTIALS>; // as many run of one kind as of another: each block takes a multiprocessor
+  cudaLaunchAttribute cluster;
+  cudaLaunchConfig_t config =
+      launch_config<Any>(&cluster, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
+  cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<Any>, &config),
+             "counting clusters");
   return found;
 }
 
