@@ -1,4 +1,4 @@
-// The matrix products of the last layer on Hopper's own instructions; hopper_product.cu tells how. Each
+// The matrix products of the last layer on Hopper's own instructions; hopper_kernel.cuh tells how. Each
 // function says whether it did the work: false means "not on this device, or not with rows like these", or
 // where it says so, that cuBLASLt is faster; and nothing has been touched then.
 #ifndef LCE_KERNELS_CUDA_HOPPER_PRODUCT_H

@@ -1,4 +1,4 @@
-// Hopper's own instructions, one function each, under the names that the product (hopper_product.cu) uses.
+// Hopper's own instructions, one function each, under the names that the kernel (hopper_kernel.cuh) uses.
 //
 // Three engines work side by side in a multiprocessor. The copy engine (TMA) moves boxes of a matrix between
 // global and shared memory: one thread starts it, and an mbarrier in shared memory counts the bytes as they
