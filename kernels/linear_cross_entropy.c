@@ -42,6 +42,7 @@
 #include "kernels/linear_cross_entropy_parts.h"
 
 #include "base/fail.h"
+#include "base/largest.h"
 
 const char *lce_mode_name(LceMode mode) {
   return mode == LCE_FUSED ? "fused" : "materialized";
@@ -584,14 +585,18 @@ size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape s
   return bytes;
 }
 
+typedef struct {
+  const Backend *backend;
+  size_t bytes;
+  LceShape shape;
+} Budget;
+
+static bool chunk_fits(const void *budget, int64_t chunk) {
+  const Budget *b = budget;
+  return lce_bytes(b->backend, LCE_FUSED, chunk, b->shape) <= b->bytes;
+}
+
 int64_t lce_chunk_within(const Backend *backend, size_t bytes, LceShape shape) {
-  int64_t fits = 0, above = shape.tokens + 1; // bytes grow with the chunk: bisect
-  while (above - fits > 1) {
-    int64_t middle = fits + (above - fits) / 2;
-    if (lce_bytes(backend, LCE_FUSED, middle, shape) <= bytes)
-      fits = middle;
-    else
-      above = middle;
-  }
-  return fits;
+  Budget budget = {backend, bytes, shape};
+  return largest_that_fits(chunk_fits, &budget, 0, shape.tokens + 1);
 }

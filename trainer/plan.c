@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/largest.h"
 #include "base/text.h"
 #include "model/shards.h"
 #include "trainer/trainer.h"
@@ -45,27 +46,14 @@ typedef struct {
   size_t bytes;
 } Budget;
 
-typedef bool (*Fits)(const Budget *budget, int64_t number);
-
-// The largest number that fits, where one that does is known and one that does not: bytes grow with it.
-static int64_t largest(const Budget *budget, Fits fits, int64_t known, int64_t above) {
-  while (above - known > 1) {
-    int64_t middle = known + (above - known) / 2;
-    if (fits(budget, middle))
-      known = middle;
-    else
-      above = middle;
-  }
-  return known;
-}
-
 static size_t head_bytes(const Options *options, const char *device, int64_t chunk) {
   Options o = *options;
   o.lce_chunk = chunk;
   return plan_run(&o, device, LCE_FUSED).head_peak_bytes;
 }
 
-static bool chunk_fits(const Budget *b, int64_t chunk) {
+static bool chunk_fits(const void *budget, int64_t chunk) {
+  const Budget *b = budget;
   return head_bytes(b->options, b->device, chunk) <= b->bytes;
 }
 
@@ -73,7 +61,7 @@ int64_t plan_chunk_within(const Options *options, const char *device, size_t byt
   *least = head_bytes(options, device, 1);
   if (*least > bytes) return 0;
   Budget budget = {options, device, LCE_FUSED, bytes};
-  return largest(&budget, chunk_fits, 1, options->batch * options->seq_len + 1);
+  return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
 }
 
 static Options with_batch(const Options *options, const char *device, int64_t batch) {
@@ -90,7 +78,8 @@ static Options with_batch(const Options *options, const char *device, int64_t ba
   return o;
 }
 
-static bool batch_fits(const Budget *b, int64_t batch) {
+static bool batch_fits(const void *budget, int64_t batch) {
+  const Budget *b = budget;
   Options o = with_batch(b->options, b->device, batch);
   return plan_run(&o, b->device, b->mode).peak_bytes <= b->bytes;
 }
@@ -102,7 +91,7 @@ int64_t plan_largest_batch(const Options *options, const char *device, LceMode m
     fits = above;
     above *= 2;
   }
-  return largest(&budget, batch_fits, fits, above > most ? most + 1 : above);
+  return largest_that_fits(batch_fits, &budget, fits, above > most ? most + 1 : above);
 }
 
 // Appends "; --flag needs 12.3 GiB" when that is less than the capacity. Returns whether it fits.
