@@ -141,9 +141,6 @@ static Work of_lce_sweep(const LceSweep *a) {
 static Work of_lce_rows(const LceRows *a) {
   return all_chunks((Work){0, 2 * bytes_of(a->x)}, a->x);
 }
-static Work of_lce_others_gradient(const LceOthersGradient *a) {
-  return of_linear_backward_weight(a);
-}
 static Work of_lce_input_gradient(const LceInputGradient *a) {
   return all_chunks((Work){0, 3 * bytes_of(a->dx)}, a->dx);
 }
@@ -185,7 +182,6 @@ static Work of_reduce(const Reduce *a) {
   X(attention_backward, AttentionBackward)                                                                   \
   X(lce_sweep, LceSweep)                                                                                     \
   X(lce_rows, LceRows)                                                                                       \
-  X(lce_others_gradient, LceOthersGradient)                                                                  \
   X(lce_input_gradient, LceInputGradient)                                                                    \
   X(lce_target_gradient, LceTargetGradient)                                                                  \
   X(cross_entropy_in_place, CrossEntropyInPlace)                                                             \

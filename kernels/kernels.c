@@ -225,19 +225,16 @@ void linear_backward_input(Backend *backend, LinearBackwardInput a) {
   CALL(linear_backward_input);
 }
 
-static void weight_gradient(Op op, LinearBackwardWeight *a) {
-  two_axes(op, "dout", a->dout);
-  two_axes(op, "x", a->x);
-  int64_t rows = a->dout.shape[0], inputs = a->x.shape[1], outputs = a->dout.shape[1];
-  is_2d(op, "x", a->x, rows, inputs);
-  is_type(op, "x", a->x, a->dout.dtype);
-  linear_weight(op, "dweight", a->dweight, a->input_major, outputs, inputs);
-  if (tensor_exists(a->dbias)) gradient_vector(op, "dbias", a->dbias, outputs);
-  if (a->alpha == 0) a->alpha = 1;
-}
-
 void linear_backward_weight(Backend *backend, LinearBackwardWeight a) {
-  weight_gradient("linear_backward_weight", &a);
+  const Op op = "linear_backward_weight";
+  two_axes(op, "dout", a.dout);
+  two_axes(op, "x", a.x);
+  int64_t rows = a.dout.shape[0], inputs = a.x.shape[1], outputs = a.dout.shape[1];
+  is_2d(op, "x", a.x, rows, inputs);
+  is_type(op, "x", a.x, a.dout.dtype);
+  linear_weight(op, "dweight", a.dweight, a.input_major, outputs, inputs);
+  if (tensor_exists(a.dbias)) gradient_vector(op, "dbias", a.dbias, outputs);
+  if (a.alpha == 0) a.alpha = 1;
   CALL_WITH_SCRATCH(linear_backward_weight, MEMORY_WORKSPACE);
 }
 
@@ -486,15 +483,6 @@ void lce_filtered_products(Backend *backend, LceFilteredProducts a) {
   matrix(op, "dweight", a.dweight, DTYPE_F32, vocab_size, hidden_size);
   if (a.alpha == 0) a.alpha = 1;
   CALL_WITH_SCRATCH(lce_filtered_products, MEMORY_HEAD);
-}
-
-void lce_others_gradient(Backend *backend, LceOthersGradient a) {
-  const Op op = "lce_others_gradient";
-  if (a.input_major) fail("%s: input_major, but dweight is [V, H]", op);
-  absent(op, "dbias", a.dbias, "a bias needs logits");
-  weight_gradient(op, &a);
-  is_type(op, "dweight", a.dweight, DTYPE_F32);
-  CALL_WITH_SCRATCH(lce_others_gradient, MEMORY_WORKSPACE);
 }
 
 void lce_input_gradient(Backend *backend, LceInputGradient a) {

@@ -398,11 +398,6 @@ typedef struct {
   Tensor workspace; // from the door
 } LceFilteredProducts;
 
-// dweight (+)= alpha E^T scaled_x: what tokens do to the rows of all entries but their targets'. As
-// linear_backward_weight, with E as dout, scaled_x as x, an fp32 [V, H] dweight and no dbias; apart because a backend
-// may have a product made for these shapes, while a bare product (curves/layer.h) stays the library's.
-typedef LinearBackwardWeight LceOthersGradient;
-
 // dx = alpha (r * dx_raw + c * W[target] + scale_uniform * smoothing_row), in place over dx_raw. Without the second
 // term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
 typedef struct {
@@ -528,7 +523,6 @@ void lce_combine(Backend *backend, LceCombine a);
 void lce_rows(Backend *backend, LceRows a);
 void lce_filter(Backend *backend, LceFilter a);
 void lce_filtered_products(Backend *backend, LceFilteredProducts a);
-void lce_others_gradient(Backend *backend, LceOthersGradient a);
 void lce_input_gradient(Backend *backend, LceInputGradient a);
 void lce_target_gradient(Backend *backend, LceTargetGradient a);
 void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a);
@@ -586,7 +580,6 @@ typedef struct {
   void (*lce_rows)(Backend *, const LceRows *);
   void (*lce_filter)(Backend *, const LceFilter *);
   void (*lce_filtered_products)(Backend *, const LceFilteredProducts *);
-  void (*lce_others_gradient)(Backend *, const LceOthersGradient *);
   void (*lce_input_gradient)(Backend *, const LceInputGradient *);
   void (*lce_target_gradient)(Backend *, const LceTargetGradient *);
   void (*cross_entropy_in_place)(Backend *, const CrossEntropyInPlace *);
@@ -628,7 +621,6 @@ typedef struct {
   size_t (*attention_backward)(const AttentionBackward *);
   size_t (*lce_sweep)(const LceSweep *);
   size_t (*lce_filtered_products)(const LceFilteredProducts *);
-  size_t (*lce_others_gradient)(const LceOthersGradient *);
   size_t (*lce_target_gradient)(const LceTargetGradient *);
   size_t (*weighted_column_sum)(const WeightedColumnSum *);
   size_t (*reduce)(const Reduce *);

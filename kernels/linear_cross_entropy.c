@@ -353,11 +353,11 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                                                  .alpha = a->scale});
   // The caller's scale rides on the products' alpha, so that r X stays within the normal numbers.
   if (!filter)
-    lce_others_gradient(backend, (LceOthersGradient){.dweight = a->dweight,
-                                                     .dout = r.exps,
-                                                     .x = r.scaled_x,
-                                                     .alpha = a->scale,
-                                                     .accumulate = accumulate});
+    linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
+                                                           .dout = r.exps,
+                                                           .x = r.scaled_x,
+                                                           .alpha = a->scale,
+                                                           .accumulate = accumulate});
   if (packed) add_targets(backend, a, r.scale_target, t->x, t->targets);
   if (smoothing)
     weighted_column_sum(backend, (WeightedColumnSum){.out = common->smoothing_x,

@@ -249,6 +249,14 @@ static Chunk send_chunk(Backend *backend, const LinearCrossEntropy *a, const Tok
   return chunk;
 }
 
+static void add_others(Backend *backend, const LinearCrossEntropy *a, const Gathered *g, bool accumulate) {
+  linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
+                                                         .dout = g->exps,
+                                                         .x = g->scaled_x,
+                                                         .alpha = a->scale,
+                                                         .accumulate = accumulate});
+}
+
 // What has been sent is here; the chunk before this one is complete.
 static void join(Backend *backend, const LinearCrossEntropy *a, const Chunk *before) {
   collectives_join(backend, 0);
@@ -266,9 +274,10 @@ void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a) {
     show_full_scratch(backend, a, &room);
     zero_tokens(backend, a);
   }
-  // A chunk's targets are added before its product, so there must be something to add to.
-  if (backward && !a->accumulate) fill_zero(backend, a->dweight);
-  if (counted == 0) return;
+  if (counted == 0) {
+    if (backward && !a->accumulate) fill_zero(backend, a->dweight);
+    return;
+  }
   int64_t size = even_chunk(counted, most);
   Chunk before = {0}, chunk = send_chunk(backend, a, &all, &room, 0, size), next = {0};
   for (int64_t first = 0; first < counted; first += size, before = chunk, chunk = next) {
@@ -279,16 +288,14 @@ void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a) {
     if (backward) {
       chunk.g.scaled_x = push_scaled_x(backend, chunk.g.x);
       scale_all(backend, a, &common, &chunk.g);
+      // The first product may have to write dweight, before anything is added to it. The others go while the next
+      // chunk's tokens come.
+      if (first == 0) add_others(backend, a, &chunk.g, a->accumulate);
       send_gradients(backend, a, &common, &chunk.g, &chunk.own, first == 0);
     }
     int64_t left = counted - first - size;
     if (left > 0) next = send_chunk(backend, a, &all, &room, first + size, left < size ? left : size);
-    if (backward)
-      lce_others_gradient(backend, (LceOthersGradient){.dweight = a->dweight,
-                                                       .dout = chunk.g.exps,
-                                                       .x = chunk.g.scaled_x,
-                                                       .alpha = a->scale,
-                                                       .accumulate = true});
+    if (backward && first > 0) add_others(backend, a, &chunk.g, true);
     memory_pop_to(&backend->memory, mark);
     if (backend->memory.planning) return; // the chunks after the first need no more
   }

@@ -209,38 +209,6 @@ static void test_gradient_of_many_tiles(void **state) {
   gradient_case(*state, 6800, 960, 800, DTYPE_BF16, 4096); // long enough to keep pace, over two rounds
 }
 
-// Written over NaN, and added to what was written.
-static void weight_gradient_case(Harness *h, int64_t rows, int64_t hidden, int64_t vocab) {
-  MemoryMark mark = memory_mark(&h->backend->memory);
-  const float alpha = 0.375f;
-  double *exps = random_values(h, rows * vocab, 1), *values = random_values(h, rows * hidden, 1);
-  Tensor e = strided_from(h, DTYPE_BF16, exps, rows, vocab, (vocab + 63) / 64 * 64);
-  Tensor x = tensor_from(h, DTYPE_BF16, values, rows, hidden);
-  Tensor out = poisoned_strided(h, DTYPE_F32, vocab, hidden, hidden + 8),
-         again = poisoned(h, DTYPE_F32, vocab, hidden);
-  double *want = host_values(h, vocab * hidden);
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t j = 0; j < vocab; j++)
-      for (int64_t i = 0; i < hidden; i++)
-        want[j * hidden + i] += alpha * exps[n * vocab + j] * values[n * hidden + i];
-  for (int added = 0; added < 2; added++) {
-    assert_true(hopper_exps_transposed_times_x(h->backend, out, e, x, alpha, added, true));
-    assert_true(hopper_exps_transposed_times_x(h->backend, again, e, x, alpha, added, true));
-    for (int64_t i = 0; added && i < vocab * hidden; i++) want[i] *= 2;
-    check_values(h, added ? "dW added" : "dW", out, want, within(2, (double)rows));
-    check_gaps(h, "dW", out);
-    check_bitwise_equal(h, "dW again", again, out);
-  }
-  memory_pop_to(&h->backend->memory, mark);
-}
-
-static void test_weight_gradient(void **state) {
-  static const int64_t shapes[][3] = {{1, 8, 8},       {5, 64, 100},    {128, 72, 193},   {300, 200, 1000},
-                                      {257, 192, 777}, {640, 384, 256}, {65, 1600, 9000}, {640, 192, 17920}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    weight_gradient_case(*state, shapes[i][0], shapes[i][1], shapes[i][2]);
-}
-
 // Tile (b, t) of E counts when 7 b + 3 t is a multiple of `every`; the others are 0.
 static void filtered_case(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, Dtype dtype,
                           size_t scratch_bytes, int64_t every) {
@@ -372,7 +340,6 @@ ON_HOPPER(test_overflow)
 ON_HOPPER(test_nan_stays_in_its_row)
 ON_HOPPER(test_gradient)
 ON_HOPPER(test_gradient_of_many_tiles)
-ON_HOPPER(test_weight_gradient)
 ON_HOPPER(test_filtered_gradient)
 ON_HOPPER(test_refuses)
 ON_HOPPER(test_layer)
@@ -386,7 +353,6 @@ int main(void) {
       cmocka_unit_test_teardown(test_nan_stays_in_its_row_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_gradient_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_gradient_of_many_tiles_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_weight_gradient_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_filtered_gradient_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_refuses_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_layer_on_hopper, pop_all),

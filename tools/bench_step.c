@@ -71,11 +71,6 @@ static void record_sweep(Backend *backend, const LceSweep *a) {
   record.real->lce_sweep(backend, a);
 }
 
-static void record_others_gradient(Backend *backend, const LceOthersGradient *a) {
-  append((Product){.kind = BACKWARD_WEIGHT, .call.weight = *a}, a->dout, a->dweight);
-  record.real->lce_others_gradient(backend, a);
-}
-
 // And what they would be without a filter.
 static void record_filtered(Backend *backend, const LceFilteredProducts *a) {
   LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
@@ -98,7 +93,6 @@ static void record_pass(Trainer *trainer) {
   recording.linear_backward_input = record_backward_input;
   recording.linear_backward_weight = record_backward_weight;
   recording.lce_sweep = record_sweep;
-  recording.lce_others_gradient = record_others_gradient;
   recording.lce_filtered_products = record_filtered;
   backend->ops = &recording;
   trainer_gradient_pass(trainer);

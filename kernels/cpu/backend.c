@@ -123,7 +123,6 @@ static const BackendOps cpu_ops = {
     .lce_rows = cpu_lce_rows,
     .lce_filter = cpu_lce_filter,
     .lce_filtered_products = cpu_lce_filtered_products,
-    .lce_others_gradient = cpu_linear_backward_weight,
     .lce_input_gradient = cpu_lce_input_gradient,
     .lce_target_gradient = cpu_lce_target_gradient,
     .cross_entropy_in_place = cpu_cross_entropy_in_place,

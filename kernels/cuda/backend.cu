@@ -213,7 +213,6 @@ static const BackendOps operations = {
     .lce_rows = cuda_lce_rows,
     .lce_filter = cuda_lce_filter,
     .lce_filtered_products = cuda_lce_filtered_products,
-    .lce_others_gradient = cuda_lce_others_gradient,
     .lce_input_gradient = cuda_lce_input_gradient,
     .lce_target_gradient = cuda_lce_target_gradient,
     .cross_entropy_in_place = cuda_cross_entropy_in_place,

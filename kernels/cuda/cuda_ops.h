@@ -98,7 +98,6 @@ void cuda_lce_combine(Backend *backend, const LceCombine *a);
 void cuda_lce_rows(Backend *backend, const LceRows *a);
 void cuda_lce_filter(Backend *backend, const LceFilter *a);
 void cuda_lce_filtered_products(Backend *backend, const LceFilteredProducts *a);
-void cuda_lce_others_gradient(Backend *backend, const LceOthersGradient *a);
 void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a);
 void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
 void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);

@@ -113,11 +113,11 @@ void cuda_lce_filtered_products(Backend *backend, const LceFilteredProducts *a) 
                        .out_stride = a->dx_raw.stride};
     cuda_product(backend, &product);
   }
-  LceOthersGradient weight = {};
+  LinearBackwardWeight weight = {};
   weight.dweight = a->dweight;
   weight.dout = a->exps;
   weight.x = a->scaled_x;
   weight.alpha = a->alpha;
   weight.accumulate = a->accumulate;
-  cuda_lce_others_gradient(backend, &weight);
+  cuda_linear_backward_weight(backend, &weight);
 }

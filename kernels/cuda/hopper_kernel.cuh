@@ -1,21 +1,21 @@
 // The last layer's products on Hopper: tensor cores, copy engine and exponentials at work at the same time.
 //
 // WHAT. One kernel makes tiles of D = A B, A [M, K] and B [K, N] in bf16, sums in fp32. It ends in one of
-// three ways:
+// two ways:
 //
 //   logits  A = X [C, H], B = W^T: turns each logit into E = exp(z - anchor), leaves out the target, adds
 //           up the rows in fp32 and writes E in bf16. No logit ever leaves the registers.
 //   dX      A = E [C, V], B = W: writes the sums as they are, or in parts where V is cut into slices.
-//   dW      A = E^T [V, C], B = r X: adds the sums to dW, fp32, where it lies in memory.
+//
+// The third product, dW += E^T (r X), is cuBLASLt's: see TRIED.
 //
 // COST, for a chunk of C rows: 2 C V H flops each. The logits read X and W, and write 2 C V bytes of E and
-// 4 C V / 192 of row sums; dX reads E and W; dW reads E and r X, and reads and writes 8 V H bytes. At C =
-// 4096, H = 4096, V = 128,256 that is 2.1 + 2.1 + 5.3 GB for 12.9 Tflop: memory would be busy an eighth of
-// the time, the tensor cores all of it.
+// 4 C V / 192 of row sums; dX reads E and W. At C = 4096, H = 4096, V = 128,256 that is 2.1 GB each for 4.3
+// Tflop: memory would be busy a twelfth of the time, the tensor cores all of it.
 //
 // HOW. Threads do not load and multiply by turns; they have roles, and engines do the work. A block, alone
-// on its multiprocessor, is a loading group and two multiplying groups of 128 threads. Where there is much to
-// do with the sums, for logits and dW, the multipliers take turns:
+// on its multiprocessor, is a loading group and two multiplying groups of 128 threads. For the logits, which
+// leave much to do with the sums, the multipliers take turns:
 //
 //   loader        one warp: box of A (128 x 64) and box of B (192 x 64) -> stage s, once stage s is empty
 //   multiplier 0  tile t:    multiply multiply multiply | finish . . . . . . . | multiply ...
@@ -35,9 +35,8 @@
 // needed; and W, which comes from memory, is asked into the L2 cache six steps ahead of the logits.
 //
 // 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get when the
-// loaders give theirs up. Five stages of 40 KiB, or three of 56, bridge the memory's latency (four of 40:
-// up to 2% slower). The last tile of a gradient's row may be narrower, by steps of 64 columns: H = 4096 is
-// 21 tiles and a third.
+// loaders give theirs up. Five stages of 40 KiB, or three of 56, bridge the memory's latency. The last tile
+// of dX's row may be narrower, by steps of 64 columns: H = 4096 is 21 tiles and a third.
 //
 // Two blocks on neighbouring multiprocessors form a cluster and work on two tiles one below the other. They
 // need the same box of B: each loads half of it, and the copy engine delivers each half to both. Without
@@ -50,17 +49,16 @@
 // (Pacer): none runs more than some ten steps of K ahead of the others' average. Rounds walk through K forth
 // and back by turns, so that each begins with what the one before it has left in the cache. The logits do
 // without both where all of X stays in the cache: there they gain nothing, and cost up to 2% of the layer at
-// C = 1024. GB read from memory at C = 4096 (ncu), dW's own sums included:
+// C = 1024. GB read from memory at C = 4096 (ncu; cuBLASLt's first choices):
 //
 //              H = 2048: here   cuBLASLt     H = 4096: left alone   here   cuBLASLt
-//   logits                1.2        1.6                  7.0-9.5    3.5        5.9
-//   dX                    2.2        2.4                  7.2-9.1    4.6        8.0
-//   dW                    2.8        3.7                     10.2    5.8        7.2
+//   logits                1.2        1.9                  7.0-9.5    3.6        5.8
+//   dX                    2.2        2.3                  7.2-9.1    4.3        6.5
 //
 // SLICES. dX at C = 4096, H = 4096 has 176 cluster tiles, for 66 clusters: in the last of three rounds, a
 // third of the device would be idle. So tiles of the last round are cut along K into slices; each slice
-// leaves its fp32 sums in scratch, and a second kernel adds them in order. Where cuBLASLt is faster, dX
-// and dW are its work (hopper_product.cu).
+// leaves its fp32 sums in scratch, and a second kernel adds them in order. Where cuBLASLt is faster, dX is
+// its work (hopper_product.cu).
 //
 // FILTERED (LceFilter), dX leaves out steps of K where E is 0. A kernel lists, for each row of cluster
 // tiles, the steps in which either of the cluster's two tiles of E counts. Loader and multipliers walk
@@ -77,55 +75,43 @@
 // corrected by it. The target's entry and columns beyond V become 2^-infinity beforehand, in the few tiles
 // that have any.
 //
-// MEASURED on an H200. In 97.9% (H = 2048) and 98.7% (4096) of all cycles of the logits the tensor cores
-// work (ncu, before clusters kept pace; cuBLASLt's bare logits: 93.0% with its tiles of 256 x 128, 99.3%
-// with 168 x 128). At its power limit of 700 W the clock sinks to where the work fits in, so it is energy
-// that costs time, too: a GB read is about a quarter of a percent of a product at H = 4096. TFLOP/s, 250 ms
-// each in random order, V about 130,000, dW added:
+// MEASURED on H200s, always at the power limit of 700 W, where the clock sinks to where the work fits in: it
+// is energy that costs time, and a card and its heat make 2 to 3% of it. TFLOP/s inside of the layer, by
+// events, in chunks of 4096; in brackets the bare product over all N tokens by cuBLASLt, in turn with it:
 //
-//   C x H              logits: here   cuBLASLt      dX: here   cuBLASLt     dW: here   cuBLASLt
-//   4096 x 4096                 681        685           681        678          640        636
-//   4096 x 2048                 674        695           687        694          648        641
-//   2048 x 2048                 684        697           675        692          629        600
-//   1024 x 2048                 660        685           670        683          513        559
-//   1024 x 4096                 653        668           658        680          520        502
+//   N x H x V                    logits           dX   dW (cuBLASLt)
+//   4096 x 4096 x 128256      681 (681)    663 (664)       683 (684)
+//   16384 x 2048 x 131072     684 (679)    671 (665)       684 (667)   dX is cuBLASLt's, too
+//   16384 x 4096 x 128256     690 (684)    672 (667)       683 (651)
 //
-// cuBLASLt's logits are bare; writing dW instead of adding to it, it reaches 663 at 4096 x 4096. (All of
-// this and the layer's times below are of a build whose loader kept its place in local memory, by way of a
-// reference to this tile or the next. Without that the logits stood at 692 and 696 beside cuBLASLt's 673
-// and 683, on another day; the mended build has not been measured.)
+// On another card the logits made 715 (712), 709 (723) and, at N = 32768 of the last shape, 704 (712). So the
+// products are on a level, and what the layer takes beyond them are the kernels that move rows: the targets'
+// logits, scales, dX's second term, the targets' rows of dW and the row sums. Those took 1.5% of it at H =
+// 2048 and 1% at 4096, before four of a chunk's launches became one and rows' loads were asked for together.
+// The whole layer over its three bare products, in turn, on one card (tools/bench_lce --repeat 9; another
+// run comes out up to 0.015 apart):
 //
-// The whole layer over its three bare products by cuBLASLt on all N tokens, in turn, once the device has
-// settled at its power limit, on three H200s, of which one may come out 0.03 above another:
+//   N x H x V                 chunk 4096   2048   1024
+//   4096 x 4096 x 128256           1.013  1.018  1.069
+//   16384 x 2048 x 131072          1.013  1.030  1.098
+//   8192 x 2304 x 256000           1.012  1.012  1.084
+//   32768 x 4096 x 128256          1.010  1.026  1.088
 //
-//   N x H x V                 chunk 4096       2048         1024
-//   4096 x 4096 x 128256       1.00-1.02  0.99-1.03    1.07-1.09
-//   16384 x 2048 x 131072      1.00-1.02  1.02-1.04    1.09-1.10
-//   8192 x 2304 x 256000       0.99-1.00  1.00-1.01    1.08-1.10
-//   32768 x 4096 x 128256      1.00-1.03  1.00-1.03         1.09
+// At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it, and
+// 600 TFLOP/s are made instead of 690. The rest is products of less than a millisecond that begin and end.
 //
-// With gradients by cuBLASLt and the logits out of step, all of it in turn on one of these cards, chunks of
-// 4096 took 0.02 longer at the first and the last two shapes, and as long at the second. (Two choices at
-// 1024 and 2048, who makes dW and whether the logits keep pace, were made by these measurements, and not
-// measured again.)
+// TRIED, and left out. Of the logits: multipliers together, 2 to 7% slower (tiles of 128 x 256: 0 to 5%); a
+// band of 32 MiB instead of 16, 2% slower; of 8 or 12, W is read more often than X less; tiles of 128, 144,
+// 160 or 176 columns instead of 192, 15, 6, 5 and 0% slower; other orders of a step's wgmmas and hints to
+// keep X in the cache and drop W and E, no difference; four stages, up to 2% slower; 24 and 240 registers
+// instead of 40 and 232, no faster. Of dX: asking ahead for E and W, 2% slower; multipliers by turns, 3
+// to 6% slower. Clusters of four, of which 30 run at a time instead of 66 of two: 5 to 6% slower.
 //
-// Where the rest lies: kernels that move rows (targets' logits and gradients, scales, dX's second term)
-// take 0.8% of the layer at H = 2048, at the speed of memory; exponentials 1% of E; and adding to dW chunk
-// by chunk takes 3% longer than writing it, at C = 4096. The floor has none of these.
-//
-// At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it. Here
-// a multiplier is then longer busy adding a tile's sums than the other one with its products: by reckoning
-// from the time of the whole, 24,000 cycles to 12,300 at H = 2048.
-//
-// TRIED, and left out. Of dW: multipliers together, 3% slower, for nothing hides the adding; four boxes a
-// warp for the copy engine to add from, and one stage less, 0 to 4% slower; red.global from the registers,
-// 3 to 17% slower; staging without bank conflicts and a hint that its sums need not stay in the cache, no
-// difference. Of the logits: multipliers together, 2 to 7% slower (tiles of 128 x 256: 0 to 5%); a band of
-// 32 MiB instead of 16, 2% slower; of 8 or 12, W is read more often than X less; tiles of 128, 144, 160 or
-// 176 columns instead of 192, 15, 6, 5 and 0% slower; other orders of a step's wgmmas and hints to keep X
-// in the cache and drop W and E, no difference. Of dX: asking ahead for E and W, 2% slower; multipliers by
-// turns, 3 to 6% slower. Clusters of four, of which 30 run at a time instead of 66 of two: 5 to 6% slower.
-// Keeping pace within half the distance: no fewer bytes, 1 to 3% slower for dW.
+// dW by this kernel. Its sums added in memory by the copy engine, multipliers by turns: 640 to 700 TFLOP/s in
+// the layer at C = 4096, 630 to 660 at 2048, 500 to 530 at 1024, for the L2 cache adds little more than 1
+// TB/s of fp32. Added from the registers, which read and write 32 bytes of a row: 530 to 665, 475 to 545, 340
+// to 415. cuBLASLt's algorithm with tiles of 128 x 160 in clusters of two makes 680 to 690, 670 to 700 and
+// 580 to 620; to find it, algorithms must be measured as a step runs them (linear.cu).
 #ifndef LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 #define LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 
@@ -140,7 +126,7 @@ enum { GROUP = 128, MULTIPLIERS = 2, THREADS = GROUP * (1 + MULTIPLIERS) };
 enum { BOX_ROWS = 16, BOX_BYTES = BOX_ROWS * 128 };
 enum { MOST_SLICES = 16 };
 
-enum Output { EXPONENTIALS, SUMS_BF16, SUMS_F32, ADDED };
+enum Output { EXPONENTIALS, SUMS_BF16, SUMS_F32 };
 
 // One of the kernel's products.
 template <Output OUTPUT_, bool FILTERED_ = false> struct Kind {
@@ -148,9 +134,9 @@ template <Output OUTPUT_, bool FILTERED_ = false> struct Kind {
   static constexpr bool FILTERED = FILTERED_;
   // Whether the multipliers work on one tile, its upper and its lower half, or by turns on tiles of their
   // own.
-  static constexpr bool TOGETHER = (OUTPUT == SUMS_BF16 || OUTPUT == SUMS_F32) && !FILTERED;
-  // Whether the operands' rows run along k.
-  static constexpr bool A_K_INNERMOST = OUTPUT != ADDED, B_K_INNERMOST = OUTPUT == EXPONENTIALS;
+  static constexpr bool TOGETHER = OUTPUT != EXPONENTIALS && !FILTERED;
+  // Whether B's rows run along k, as A's do.
+  static constexpr bool B_K_INNERMOST = OUTPUT == EXPONENTIALS;
   enum { ROWS = TOGETHER ? MULTIPLIERS * TILE_M : TILE_M, CLUSTER_ROWS = CLUSTER * ROWS };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
   enum { STAGES = TOGETHER ? 3 : 5 };
@@ -176,8 +162,6 @@ struct Ends {
   int64_t out_stride;
   float *slices;        // gradient: [units - whole, rows, TILE_N]
   const int32_t *lists; // filtered: [m_tiles, 1 + k_steps], how many steps count and which
-  float alpha;          // added: what the sums are multiplied by
-  bool accumulate;      // added: rather than written
 };
 
 // One piece of work for a cluster, as one of its blocks sees it.
@@ -302,15 +286,7 @@ struct Pacer {
   }
 };
 
-// The boxes of a stage: f(bytes from the beginning of the operand's part of it, x, y).
-template <typename K, typename F> static __device__ __forceinline__ void boxes_of_a(int row, int k, F f) {
-  if (K::A_K_INNERMOST)
-    f(0, k * TILE_K, row);
-  else // of 64 rows each
-    for (int i = 0; i < K::ROWS / 64; i++) f(i * 8192, row + i * 64, k * TILE_K);
-}
-
-// This block's share of them.
+// This block's share of a stage's boxes of B: f(bytes from the beginning of B's part of the stage, x, y).
 template <typename K, typename F>
 static __device__ __forceinline__ void boxes_of_b(int column, int columns, int k, int rank, F f) {
   if (K::B_K_INNERMOST) { // some of the columns
@@ -359,7 +335,7 @@ static __device__ __forceinline__ void load_stages(const Work &w, const Ends &en
       barrier_wait(&ring.empty[at.stage], at.parity);
       if (acts) {
         barrier_arrive_expecting(full, bytes); // both halves of B count, whoever sends them
-        boxes_of_a<K>(unit.row, k, [&](int to, int x, int y) { box_load(a_stage + to, a, full, x, y); });
+        box_load(a_stage, a, full, k * TILE_K, unit.row);
         boxes_of_b<K>(unit.column, columns, k, rank, [&](int to, int x, int y) {
           box_load_multicast(b_stage + to, b, full, x, y, everyone);
         });
@@ -392,21 +368,21 @@ template <typename K, int COLUMNS, typename F>
 static __device__ __forceinline__ void multiply(Sums &sums, const Ring &ring, Place<K> &at, int steps,
                                                 uint32_t a_first, F last_stage_is_here) {
   // Bytes from 16 values of k to the next 16.
-  constexpr int a_step = K::A_K_INNERMOST ? 32 : 2048, b_step = K::B_K_INNERMOST ? 32 : 2048;
+  constexpr int a_step = 32, b_step = K::B_K_INNERMOST ? 32 : 2048;
   int before = -1;
   for (int k = 0; k < steps; k++, at.next()) {
     barrier_wait(&ring.full[at.stage], at.parity);
     if (k + 1 == steps) last_stage_is_here();
     uint32_t stage = ring.first + at.stage * K::STAGE_BYTES;
-    uint64_t a = tile_descriptor(stage + a_first, K::A_K_INNERMOST),
+    uint64_t a = tile_descriptor(stage + a_first, true),
              b = tile_descriptor(stage + K::A_BYTES, K::B_K_INNERMOST);
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < TILE_K / 16; i++)
 #pragma unroll
       for (int h = 0; h < TILE_M / 64; h++)
-        wgmma_64_by<COLUMNS, K::A_K_INNERMOST, K::B_K_INNERMOST>(
-            sums[h], tile_further(a, h * 8192 + i * a_step), tile_further(b, i * b_step), k > 0 || i > 0);
+        wgmma_64_by<COLUMNS, K::B_K_INNERMOST>(sums[h], tile_further(a, h * 8192 + i * a_step),
+                                               tile_further(b, i * b_step), k > 0 || i > 0);
     wgmma_commit();
     if (before >= 0) {
       wgmma_wait<1>(); // the step before this one has read its stage
@@ -432,20 +408,6 @@ static __device__ __forceinline__ uint32_t pack(float low, float high) {
   return reinterpret_cast<uint32_t &>(both);
 }
 
-// Through a warp's box into memory: fill() by all, send() by one.
-template <typename Fill, typename Send>
-static __device__ __forceinline__ void through_box(int lane, Fill fill, Send send) {
-  if (lane == 0) stores_wait_read<0>(); // what was in it before has been read
-  __syncwarp();
-  fill();
-  copy_engine_fence();
-  __syncwarp();
-  if (lane == 0) {
-    send();
-    stores_commit();
-  }
-}
-
 // A warp's 16 rows by 64 columns, sums[0 .. 32) of each thread, into a box.
 static __device__ __forceinline__ void fill_bf16(uint32_t box, const float *sums, int lane) {
   int row = lane % 16;
@@ -459,40 +421,19 @@ static __device__ __forceinline__ void fill_bf16(uint32_t box, const float *sums
   }
 }
 
-// 16 rows by 32 columns, sums[0 .. 16) of each thread, times alpha.
-static __device__ __forceinline__ void fill_f32(uint32_t box, const float *sums, float alpha, int lane) {
-#pragma unroll
-  for (int j = 0; j < 4; j++)
-#pragma unroll
-    for (int below = 0; below < 2; below++) {
-      const float *s = sums + j * 4 + below * 2;
-      int row = lane / 4 + below * 8, piece = (2 * j + lane % 4 / 2) ^ (row & 7);
-      store_pair(box + row * 128 + piece * 16 + lane % 2 * 8, alpha * s[0], alpha * s[1]);
-    }
-}
-
 static __device__ __forceinline__ void store_half_bf16(const CUtensorMap *out, uint32_t box,
                                                        const float *sums, int x, int y, int lane) {
 #pragma unroll
-  for (int part = 0; part < TILE_N / 64; part++)
-    through_box(
-        lane, [&] { fill_bf16(box, sums + part * 32, lane); },
-        [&] { box_store(out, box, x + part * 64, y); });
-}
-
-static __device__ __forceinline__ void add_half_f32(const CUtensorMap *out, uint32_t box, const float *sums,
-                                                    const Ends &ends, int columns, int x, int y, int lane) {
-#pragma unroll
-  for (int part = 0; part < TILE_N / 32; part++) {
-    if (part * 32 >= columns) break;
-    through_box(
-        lane, [&] { fill_f32(box, sums + part * 16, ends.alpha, lane); },
-        [&] {
-          if (ends.accumulate)
-            box_add(out, box, x + part * 32, y);
-          else
-            box_store(out, box, x + part * 32, y);
-        });
+  for (int part = 0; part < TILE_N / 64; part++) {
+    if (lane == 0) stores_wait_read<0>(); // what was in the box before has been read
+    __syncwarp();
+    fill_bf16(box, sums + part * 32, lane);
+    copy_engine_fence();
+    __syncwarp();
+    if (lane == 0) {
+      box_store(out, box, x + part * 64, y);
+      stores_commit();
+    }
   }
 }
 
@@ -576,8 +517,6 @@ static __device__ __forceinline__ void finish_gradient(Sums &sums, const Work &w
     if (unit.slice >= 0)
       store_half_f32(ends.slices + (((int64_t)unit.slice * CLUSTER + rank) * K::ROWS + row) * TILE_N, TILE_N,
                      16, TILE_N, sums[h], me);
-    else if (K::OUTPUT == ADDED)
-      add_half_f32(out, box, sums[h], ends, right, unit.column, unit.row + row, me.lane);
     else if (K::OUTPUT == SUMS_F32)
       store_half_f32(ends.out + (unit.row + row) * ends.out_stride + unit.column, ends.out_stride, below,
                      right, sums[h], me);

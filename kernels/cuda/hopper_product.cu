@@ -116,7 +116,7 @@ static Hopper find_hopper(Backend *backend) {
   const char *wanted = getenv("LCE_HOPPER");
   if (major != 9 || minor != 0 || (wanted && strcmp(wanted, "0") == 0)) return found;
   bool built = prepare<Kind<EXPONENTIALS>>() && prepare<Kind<SUMS_BF16>>() && prepare<Kind<SUMS_F32>>() &&
-               prepare<Kind<SUMS_BF16, true>>() && prepare<Kind<SUMS_F32, true>>() && prepare<Kind<ADDED>>();
+               prepare<Kind<SUMS_BF16, true>>() && prepare<Kind<SUMS_F32, true>>();
   if (!built) return found;
   cudaDriverEntryPointQueryResult result;
   void *encode = nullptr;
@@ -336,21 +336,5 @@ bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps
                                                                     w.k_steps);
   cuda_check_launch("the list of steps");
   exps_times_weight<true>(backend, out, exps, weight, w, list, scratch);
-  return true;
-}
-
-bool hopper_exps_transposed_times_x(Backend *backend, Tensor out, Tensor exps, Tensor x, float alpha,
-                                    bool accumulate, bool always) {
-  using Added = Kind<ADDED>;
-  // Below, adding a tile's sums in memory takes too long beside its products; cuBLASLt's wide tiles lose
-  // later.
-  int64_t rows_that_pay = x.shape[1] > 3072 ? 1024 : 1536;
-  if (exps.shape[0] < rows_that_pay && !always) return false;
-  if (exps.dtype != DTYPE_BF16 || out.dtype != DTYPE_F32 || !hopper_runs(backend)) return false;
-  if (!copyable(exps) || !copyable(x) || !copyable(out)) return false;
-  Ends ends = {.alpha = alpha, .accumulate = accumulate};
-  launch<Added>(backend, boxes_of(backend, exps, TILE_K), boxes_of(backend, x, TILE_K / CLUSTER),
-                boxes_of(backend, out, BOX_ROWS),
-                work_of<Added>(backend, exps.shape[1], x.shape[1], exps.shape[0]), ends);
   return true;
 }

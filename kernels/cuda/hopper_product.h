@@ -33,11 +33,6 @@ bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor 
 bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight,
                                        const float *tiles, int32_t *list, void *scratch, size_t bytes);
 
-// out [V, H] (fp32) (+)= alpha exps^T [V, C] x [C, H], bf16 both, and all with rows that start on 16 bytes.
-// Unless `always`, it is only done where it takes less time than cuBLASLt's product.
-bool hopper_exps_transposed_times_x(Backend *backend, Tensor out, Tensor exps, Tensor x, float alpha,
-                                    bool accumulate, bool always);
-
 #if defined(__cplusplus)
 }
 #endif

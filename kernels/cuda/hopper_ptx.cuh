@@ -126,14 +126,6 @@ static __device__ __forceinline__ void box_store(const CUtensorMap *matrix, uint
                : "memory");
 }
 
-// Adds in memory, in fp32.
-static __device__ __forceinline__ void box_add(const CUtensorMap *matrix, uint32_t from, int x, int y) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::"l"(matrix),
-      "r"(from), "r"(x), "r"(y)
-      : "memory");
-}
-
 static __device__ __forceinline__ void stores_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -202,25 +194,25 @@ static __device__ __forceinline__ uint64_t tile_further(uint64_t descriptor, uin
 #define NAMES_192                                                                                            \
   NAMES_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
             "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA(COLUMNS, A, B, KEEP, A_TURNED, B_TURNED)                                                       \
+#define WGMMA(COLUMNS, A, B, KEEP, B_TURNED)                                                                 \
   asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, " KEEP ", 0;\n\t"                                 \
                "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" NAMES_##COLUMNS            \
-               "}, " A ", " B ", keep, 1, 1, " A_TURNED ", " B_TURNED ";\n\t}"                               \
+               "}, " A ", " B ", keep, 1, 1, 0, " B_TURNED ";\n\t}"                                          \
                : SUMS_##COLUMNS                                                                              \
-               : "l"(a), "l"(b), "r"((int)keep), "n"(A_K_INNERMOST ? 0 : 1), "n"(B_K_INNERMOST ? 0 : 1))
+               : "l"(a), "l"(b), "r"((int)keep), "n"(B_K_INNERMOST ? 0 : 1))
 
 // d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], fp32 sums of bf16 products. Thread t of the
 // warpgroup, in warp w = t / 32 with lane l = t % 32, holds rows 16 w + l / 4 (d[4j], d[4j+1]) and 8 below
 // that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
-template <int COLUMNS, bool A_K_INNERMOST, bool B_K_INNERMOST>
+template <int COLUMNS, bool B_K_INNERMOST>
 static __device__ __forceinline__ void wgmma_64_by(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
   static_assert(COLUMNS == 64 || COLUMNS == 128 || COLUMNS == 192, "a multiple of 64 that fits in d");
   if constexpr (COLUMNS == 64)
-    WGMMA(64, "%32", "%33", "%34", "%35", "%36");
+    WGMMA(64, "%32", "%33", "%34", "%35");
   else if constexpr (COLUMNS == 128)
-    WGMMA(128, "%64", "%65", "%66", "%67", "%68");
+    WGMMA(128, "%64", "%65", "%66", "%67");
   else
-    WGMMA(192, "%96", "%97", "%98", "%99", "%100");
+    WGMMA(192, "%96", "%97", "%98", "%99");
 }
 #undef WGMMA
 #undef SUMS_16
@@ -238,10 +230,6 @@ static __device__ __forceinline__ void store_blocks(uint32_t row, uint32_t a, ui
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
-}
-
-static __device__ __forceinline__ void store_pair(uint32_t to, float low, float high) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(low), "f"(high) : "memory");
 }
 
 // 2^x, within 2 units in the last place; results below the normal numbers become 0.

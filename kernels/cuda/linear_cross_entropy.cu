@@ -525,11 +525,6 @@ void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
   cuda_check_launch("lce_input_gradient");
 }
 
-void cuda_lce_others_gradient(Backend *backend, const LceOthersGradient *a) {
-  if (!hopper_exps_transposed_times_x(backend, a->dweight, a->dout, a->x, a->alpha, a->accumulate, false))
-    cuda_linear_backward_weight(backend, a);
-}
-
 void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
   segment_add(backend, a->dweight, data_of<int32_t>(a->targets), a->x, data_of<float>(a->scale_target),
               a->alpha, true, a->workspace.data);
