@@ -418,7 +418,7 @@ static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, con
 }
 
 static void add_all_targets(Backend *backend, const LinearCrossEntropy *a, const Rows *r) {
-  enum { AT_ONCE = 8192 };
+  enum { AT_ONCE = 16384 };
   for (int64_t first = 0, tokens = a->x.shape[0]; first < tokens; first += AT_ONCE) {
     int64_t count = tokens - first < AT_ONCE ? tokens - first : AT_ONCE;
     add_targets(backend, a, tensor_rows(r->scale_target, first, count), tensor_rows(a->x, first, count),

@@ -14,11 +14,13 @@
 //
 // Rows whose sum exceeds 2^100 are redone with their maximum as anchor. Short of the overflow at 2^128
 // already, because r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are
-// any: the kernels that redo them look at a flag and, as a rule, leave.
+// any: the kernel that redoes them looks at the sums and, as a rule, leaves.
 //
 // Traffic for a chunk of C rows, besides the products' own: 8 C V bytes through L2, 2 C V bytes to memory.
 // Measured on an H200 without hopper_product.cu (LCE_HOPPER=0 in the environment), whole layer over its three
 // bare products in the same run, at N 16384, H 2048, V 131072: 1.14 in chunks of 4096, 1.13 in chunks of 2048.
+#include <cooperative_groups.h>
+
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_product.h"
 
@@ -30,7 +32,6 @@ struct Sweep {
   float *tile[CUDA_LCE_TILES]; // [rows, columns], dense
   double *sum;                 // [rows]
   float *max;                  // [rows]
-  int *redo;                   // whether some row must be redone
   int64_t columns;
 };
 
@@ -50,21 +51,25 @@ static Sweep sweep_scratch(const LceSweep *a) {
   s.sum = reinterpret_cast<double *>(at);
   at += memory_padded((size_t)rows * sizeof(double));
   s.max = reinterpret_cast<float *>(at);
-  at += memory_padded((size_t)rows * sizeof(float));
-  s.redo = reinterpret_cast<int *>(at);
   return s;
 }
 
-// sum of x[i] * w[i], by one warp; every lane gets it.
+// sum of x[i] * w[i], by one warp; every lane gets it. Loads of several steps are on their way together.
 template <typename T, int W> static __device__ float warp_dot(const T *x, const T *w, int hidden_size) {
+  constexpr int STEPS = 4, STEP = 32 * W;
   float sum = 0;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32 * W; i < hidden_size; i += 32 * W) {
-    float a[W], b[W];
-    load(a, x + i);
-    load(b, w + i);
+  for (int first = threadIdx.x % 32 * W; first < hidden_size; first += STEPS * STEP) {
+    float a[STEPS][W] = {}, b[STEPS][W] = {};
 #pragma unroll
-    for (int k = 0; k < W; k++) sum += a[k] * b[k];
+    for (int j = 0; j < STEPS; j++) {
+      if (first + j * STEP >= hidden_size) break;
+      load(a[j], x + first + j * STEP);
+      load(b[j], w + first + j * STEP);
+    }
+#pragma unroll
+    for (int j = 0; j < STEPS; j++)
+#pragma unroll
+      for (int k = 0; k < W; k++) sum += a[j][k] * b[j][k];
   }
   return warp_sum(sum);
 }
@@ -102,7 +107,6 @@ void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
 static __global__ void anchor_kernel(float *anchor, Sweep s, const float *target_z, const int32_t *targets,
                                      int64_t rows) {
   int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (row == 0) *s.redo = 0;
   if (row >= rows) return;
   // Every exponential of a row that does not count is 0.
   anchor[row] = targets[row] != IGNORE_INDEX ? target_z[row] : INFINITY;
@@ -146,14 +150,6 @@ static __global__ void __launch_bounds__(1024)
   s.max[row] = fmaxf(s.max[row], total.y);
 }
 
-static __global__ void row_sum_kernel(float *row_sum, float *target_e, Sweep s, int64_t rows) {
-  int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= rows) return;
-  row_sum[row] = (float)s.sum[row];
-  target_e[row] = 1;
-  if (s.sum[row] > LARGEST_SUM) *s.redo = 1;
-}
-
 // Floats are ordered as their bits are, read as integers, and the other way around below zero.
 static __device__ void raise_to(float *max, float x) {
   x += 0.0f; // -0 becomes 0
@@ -163,61 +159,96 @@ static __device__ void raise_to(float *max, float x) {
     atomicMin(reinterpret_cast<unsigned *>(max), __float_as_uint(x));
 }
 
-// The marked rows' maxima, where the sweep has not kept them: block b looks at its share of the vocabulary.
-template <typename T, int W>
-static __global__ void __launch_bounds__(256)
-    redo_max_kernel(Sweep s, const float *row_sum, const T *x, int64_t x_stride, const T *weight,
-                    int64_t rows, int64_t vocab_size, int hidden_size) {
-  if (*s.redo == 0) return;
-  int64_t share = (vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
-  int64_t end = min(vocab_size, begin + share);
-  for (int64_t row = 0; row < rows; row++) {
-    if (!(row_sum[row] > LARGEST_SUM)) continue;
-    float most = -INFINITY;
-    for (int64_t v = begin + threadIdx.x / 32; v < end; v += blockDim.x / 32)
-      most = fmaxf(most, warp_dot<T, W>(x + row * x_stride, weight + v * hidden_size, hidden_size));
-    if (threadIdx.x % 32 == 0) raise_to(&s.max[row], most);
-  }
-}
+// What redoing needs of a call.
+template <typename T> struct Redo {
+  T *exps; // NULL: not kept
+  int64_t exps_stride, x_stride;
+  float *row_sum, *target_e, *anchor;
+  const float *target_z;
+  const T *x, *weight;
+  const int32_t *targets;
+  int64_t rows, vocab_size;
+  int hidden_size;
+  float sharpness;
+};
 
-// Redoes the marked rows: block b makes the entries of its share of the vocabulary, and leaves the share's
-// sum in a tile, which is free by now.
+// The rows' sums in fp32, and rows redone whose sum is too large: as a rule there are none, which every block
+// sees for itself. Else each block makes the entries of its share of the vocabulary, and leaves the share's
+// sum in a tile, which is free by now. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
-    redo_kernel(T *exps, int64_t exps_stride, Sweep s, const float *row_sum, const T *x, int64_t x_stride,
-                const T *weight, const int32_t *targets, int64_t rows, int64_t vocab_size, int hidden_size,
-                float sharpness) {
-  if (*s.redo == 0) return;
-  int64_t share = (vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
-  int64_t end = min(vocab_size, begin + share);
-  for (int64_t row = 0; row < rows; row++) {
-    if (!(row_sum[row] > LARGEST_SUM)) continue;
+    settle_kernel(const __grid_constant__ Redo<T> a, const __grid_constant__ Sweep s, bool maxima_known) {
+  auto redone = [&](int64_t row) { return s.sum[row] > LARGEST_SUM; };
+  bool any = false;
+  for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) {
+    any |= redone(row);
+    if (row / blockDim.x % gridDim.x != blockIdx.x) continue;
+    a.row_sum[row] = (float)s.sum[row];
+    a.target_e[row] = 1;
+  }
+  if (!__syncthreads_or(any)) return;
+
+  cooperative_groups::grid_group grid = cooperative_groups::this_grid();
+  int64_t share = (a.vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  int64_t end = min(a.vocab_size, begin + share);
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  auto logit = [&](int64_t row, int64_t v) {
+    return warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
+  };
+  if (!maxima_known) {
+    for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
+      if (redone(row)) s.max[row] = -INFINITY;
+    grid.sync();
+    for (int64_t row = 0; row < a.rows; row++) {
+      if (!redone(row)) continue;
+      float most = -INFINITY;
+      for (int64_t v = begin + warp; v < end; v += warps) most = fmaxf(most, logit(row, v));
+      if (lane == 0) raise_to(&s.max[row], most);
+    }
+    grid.sync();
+  }
+  for (int64_t row = 0; row < a.rows; row++) {
+    if (!redone(row)) continue;
     float sum = 0;
-    for (int64_t v = begin + threadIdx.x / 32; v < end; v += blockDim.x / 32) {
-      float z = warp_dot<T, W>(x + row * x_stride, weight + v * hidden_size, hidden_size);
-      float e = v == targets[row] ? 0.0f : __expf((z - s.max[row]) * sharpness);
-      if (threadIdx.x % 32) continue;
+    for (int64_t v = begin + warp; v < end; v += warps) {
+      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - s.max[row]) * a.sharpness);
+      if (lane) continue;
       sum += e;
-      if (exps) exps[row * exps_stride + v] = from_float<T>(e);
+      if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e);
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) s.tile[0][row * gridDim.x + blockIdx.x] = sum;
   }
+  grid.sync();
+  for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < a.rows; row += (int64_t)gridDim.x * warps) {
+    if (!redone(row)) continue;
+    float sum = 0;
+    for (unsigned i = lane; i < gridDim.x; i += 32) sum += s.tile[0][row * gridDim.x + i];
+    sum = warp_sum(sum);
+    if (lane) continue;
+    a.row_sum[row] = sum;
+    a.target_e[row] = __expf((a.target_z[row] - s.max[row]) * a.sharpness);
+    a.anchor[row] = s.max[row];
+  }
 }
 
-// One warp a row.
-static __global__ void __launch_bounds__(32)
-    redone_sum_kernel(float *row_sum, float *target_e, float *anchor, Sweep s, const float *target_z,
-                      int shares, float sharpness) {
-  int64_t row = blockIdx.x;
-  if (*s.redo == 0 || !(row_sum[row] > LARGEST_SUM)) return;
-  float sum = 0;
-  for (int i = threadIdx.x; i < shares; i += 32) sum += s.tile[0][row * shares + i];
-  sum = warp_sum(sum);
-  if (threadIdx.x) return;
-  row_sum[row] = sum;
-  target_e[row] = __expf((target_z[row] - s.max[row]) * sharpness);
-  anchor[row] = s.max[row];
+template <typename T>
+static void settle(Backend *backend, const Redo<T> &a, const Sweep &s, bool dots_align, bool maxima_known) {
+  with_bool(dots_align, [&](auto wide) {
+    constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+    cudaLaunchAttribute cooperative = {};
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+    cudaLaunchConfig_t config = {};
+    // As many as surely run at the same time, and whose sums fit a tile.
+    config.gridDim = dim3((unsigned)cuda_min(cuda_state(backend)->multiprocessors, s.columns));
+    config.blockDim = dim3(256);
+    config.stream = cuda_stream(backend);
+    config.attrs = &cooperative;
+    config.numAttrs = 1;
+    cuda_check(cudaLaunchKernelEx(&config, settle_kernel<T, W>, a, s, maxima_known),
+               "settling the rows' sums");
+  });
 }
 
 // Logits of vocabulary entries [first, first + columns) into a tile.
@@ -278,33 +309,30 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
   cudaStream_t stream = cuda_stream(backend);
   Sweep s = sweep_scratch(a);
   size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
-  float *row_sum = data_of<float>(a->row_sum), *target_e = data_of<float>(a->target_e);
   const float *target_z = data_of<float>(a->target_z);
   float *anchor = data_of<float>(a->anchor);
   const int32_t *targets = data_of<int32_t>(a->targets);
   with_real(a->x.dtype, [&](auto type) {
     using T = decltype(type);
-    T *exps = data_of<T>(a->exps);
-    const T *x = data_of<T>(a->x), *weight = data_of<T>(a->weight);
-    bool dots_align = rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>);
     anchor_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, stream>>>(anchor, s, target_z, targets, rows);
-    size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
     bool on_hopper = hopper_exponentials(backend, a->exps, s.sum, anchor, sharpness_of(a->temperature), a->x,
                                          a->weight, targets, s.tile[0], tile_bytes);
     if (!on_hopper) sweep_tiles<T>(backend, a, s);
-    row_sum_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, stream>>>(row_sum, target_e, s, rows);
-    int shares = (int)cuda_min(256, cuda_ceil_div(vocab_size, 256));
-    with_bool(dots_align, [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      if (on_hopper)
-        redo_max_kernel<T, W><<<shares, 256, 0, stream>>>(s, row_sum, x, a->x.stride, weight, rows,
-                                                          vocab_size, (int)hidden_size);
-      redo_kernel<T, W><<<shares, 256, 0, stream>>>(exps, a->exps.stride, s, row_sum, x, a->x.stride, weight,
-                                                    targets, rows, vocab_size, (int)hidden_size,
-                                                    sharpness_of(a->temperature));
-    });
-    redone_sum_kernel<<<(unsigned)rows, 32, 0, stream>>>(row_sum, target_e, anchor, s, target_z, shares,
-                                                         sharpness_of(a->temperature));
+    Redo<T> redo = {.exps = data_of<T>(a->exps),
+                    .exps_stride = a->exps.stride,
+                    .x_stride = a->x.stride,
+                    .row_sum = data_of<float>(a->row_sum),
+                    .target_e = data_of<float>(a->target_e),
+                    .anchor = anchor,
+                    .target_z = target_z,
+                    .x = data_of<T>(a->x),
+                    .weight = data_of<T>(a->weight),
+                    .targets = targets,
+                    .rows = rows,
+                    .vocab_size = vocab_size,
+                    .hidden_size = (int)hidden_size,
+                    .sharpness = sharpness_of(a->temperature)};
+    settle(backend, redo, s, rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), !on_hopper);
   });
   cuda_check_launch("lce_sweep");
   if (!tensor_exists(a->dx_raw)) return;

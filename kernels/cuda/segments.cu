@@ -28,29 +28,50 @@ static __global__ void __launch_bounds__(128)
     sum_pieces(TO *out, float *partials, const int32_t *ids, const int32_t *positions, int64_t count,
                int64_t piece_rows, const T *x, int64_t x_stride, const float *coefficients, float alpha,
                int hidden_size, bool accumulate) {
+  constexpr int AT_ONCE = 4;
   int64_t piece = blockIdx.x, begin = piece * piece_rows, end = min(count, begin + piece_rows);
   int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
   if (column >= hidden_size) return;
   bool entered = begin > 0 && ids[begin - 1] == ids[begin];
   float sum[W] = {};
-#pragma unroll 4
-  for (int64_t i = begin; i < end; i++) {
-    int32_t id = ids[i], from = positions[i];
-    float factor = coefficients ? alpha * coefficients[from] : alpha, values[W];
-    load(values, x + from * x_stride + column);
+  for (int64_t first = begin; first < end; first += AT_ONCE) {
+    // Few ids come twice, so all that is added to is asked for before any of it is needed.
+    int32_t id[AT_ONCE];
+    bool ends[AT_ONCE];
+    float values[AT_ONCE][W], old[AT_ONCE][W] = {};
 #pragma unroll
-    for (int k = 0; k < W; k++) sum[k] += factor * values[k];
-    bool last = i + 1 == count, ends = last || ids[i + 1] != id;
-    if (!ends && i + 1 < end) continue;
-    if (entered)
-      store(partial_of(partials, piece, 0, hidden_size) + column, sum);
-    else if (!ends)
-      store(partial_of(partials, piece, 1, hidden_size) + column, sum);
-    else if (id >= 0)
-      store_or_add(out + (int64_t)id * hidden_size + column, sum, accumulate);
-    entered = false;
+    for (int j = 0; j < AT_ONCE; j++) {
+      int64_t i = first + j;
+      if (i >= end) break;
+      int32_t from = positions[i];
+      float factor = coefficients ? alpha * coefficients[from] : alpha;
+      id[j] = ids[i];
+      ends[j] = i + 1 == count || ids[i + 1] != id[j];
+      load(values[j], x + from * x_stride + column);
 #pragma unroll
-    for (int k = 0; k < W; k++) sum[k] = 0;
+      for (int k = 0; k < W; k++) values[j][k] *= factor;
+      if (accumulate && ends[j] && id[j] >= 0) load(old[j], out + (int64_t)id[j] * hidden_size + column);
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      int64_t i = first + j;
+      if (i >= end) break;
+#pragma unroll
+      for (int k = 0; k < W; k++) sum[k] += values[j][k];
+      if (!ends[j] && i + 1 < end) continue;
+      if (entered)
+        store(partial_of(partials, piece, 0, hidden_size) + column, sum);
+      else if (!ends[j])
+        store(partial_of(partials, piece, 1, hidden_size) + column, sum);
+      else if (id[j] >= 0) {
+#pragma unroll
+        for (int k = 0; k < W; k++) sum[k] += old[j][k];
+        store(out + (int64_t)id[j] * hidden_size + column, sum);
+      }
+      entered = false;
+#pragma unroll
+      for (int k = 0; k < W; k++) sum[k] = 0;
+    }
   }
 }
 
