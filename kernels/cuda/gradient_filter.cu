@@ -10,7 +10,7 @@
 // a list for each 256 rows: a step is skipped when both tiles of E, one below the other, are left out. How
 // many are is known on the device alone, and the bits of a result must not hang on what an earlier call has
 // told the host. So this dX is not weighed against cuBLASLt's, as the whole one is, but always made so. dW is
-// the whole product everywhere, zeros and all.
+// cuBLASLt's on every GPU, zeros and all.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_product.h"
 

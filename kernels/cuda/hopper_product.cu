@@ -162,17 +162,16 @@ static bool copyable(Tensor t) {
          t.shape[1] <= INT32_MAX;
 }
 
-// In boxes of `rows` by 128 bytes.
+// bf16, in boxes of `rows` by 128 bytes.
 static CUtensorMap boxes_of(Backend *backend, Tensor t, int rows) {
   CUtensorMap map;
   cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},
-             stride[] = {(cuuint64_t)t.stride * dtype_bytes(t.dtype)};
-  cuuint32_t box[] = {(cuuint32_t)(128 / dtype_bytes(t.dtype)), (cuuint32_t)rows}, every[] = {1, 1};
-  CUtensorMapDataType type =
-      t.dtype == DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-  CUresult result = hopper(backend).encode(
-      &map, type, 2, t.data, shape, stride, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             stride[] = {(cuuint64_t)t.stride * sizeof(bf16)};
+  cuuint32_t box[] = {128 / sizeof(bf16), (cuuint32_t)rows}, every[] = {1, 1};
+  CUresult result =
+      hopper(backend).encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, box, every,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     fail("CUDA could not describe %s to the copy engine (%d)", tensor_text(t).text, (int)result);
   return map;

@@ -293,8 +293,6 @@ struct Rival {
   float milliseconds;
 };
 
-static constexpr float WARM_UP = 150, SUSTAINED = 300; // milliseconds
-
 static const Rival *fastest(const Rival *rivals, int count) {
   const Rival *best = rivals;
   for (int i = 1; i < count; i++)
@@ -329,9 +327,13 @@ static void measure(Backend *backend, KnownProduct *known, const Product *p) {
   // favours another than the fastest in a step: on an H200, for the last layer's dW, by 5 to 10% of its time.
   // Rounds before number 0 do not count: the first may wait for code to be loaded.
   bool large = 2.0 * (double)p->m * (double)p->n * (double)p->k >= SUSTAINED_FLOPS;
-  float round_time = (float)count * stopwatch(backend, known, p, &rivals[0].algorithm);
-  int warm_up = large ? (int)ceilf(WARM_UP / round_time) : 1;
-  int rounds = (int)fmaxf(Products::ROUNDS, large ? ceilf(SUSTAINED / round_time) : 0);
+  int warm_up = 0, rounds = Products::ROUNDS;
+  if (large) {
+    constexpr float WARM_UP = 150, SUSTAINED = 300; // milliseconds
+    float round_time = (float)count * stopwatch(backend, known, p, &rivals[0].algorithm);
+    warm_up = (int)ceilf(WARM_UP / round_time);
+    rounds = (int)fmaxf(Products::ROUNDS, ceilf(SUSTAINED / round_time));
+  }
   for (int round = -warm_up; round < rounds; round++)
     for (int i = 0; i < count; i++) {
       float now = stopwatch(backend, known, &timed, &rivals[i].algorithm), *time = &rivals[i].milliseconds;

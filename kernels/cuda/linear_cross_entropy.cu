@@ -160,8 +160,8 @@ static __device__ void raise_to(float *max, float x) {
     atomicMin(reinterpret_cast<unsigned *>(max), __float_as_uint(x));
 }
 
-// What redoing needs of a call.
-template <typename T> struct Redo {
+// What settling the rows' sums needs of a call.
+template <typename T> struct Settling {
   T *exps; // NULL: not kept
   int64_t exps_stride, x_stride;
   float *row_sum, *target_e, *anchor;
@@ -178,7 +178,7 @@ template <typename T> struct Redo {
 // sum in a tile, which is free by now. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
-    settle_kernel(const __grid_constant__ Redo<T> a, const __grid_constant__ Sweep s, bool maxima_known) {
+    settle_kernel(const __grid_constant__ Settling<T> a, const __grid_constant__ Sweep s, bool maxima_known) {
   auto redone = [&](int64_t row) { return s.sum[row] > LARGEST_SUM; };
   bool any = false;
   for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) {
@@ -234,7 +234,8 @@ static __global__ void __launch_bounds__(256)
 }
 
 template <typename T>
-static void settle(Backend *backend, const Redo<T> &a, const Sweep &s, bool dots_align, bool maxima_known) {
+static void settle(Backend *backend, const Settling<T> &a, const Sweep &s, bool dots_align,
+                   bool maxima_known) {
   with_bool(dots_align, [&](auto wide) {
     constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
     cudaLaunchAttribute cooperative = {};
@@ -319,21 +320,21 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
     bool on_hopper = hopper_exponentials(backend, a->exps, s.sum, anchor, sharpness_of(a->temperature), a->x,
                                          a->weight, targets, s.tile[0], tile_bytes);
     if (!on_hopper) sweep_tiles<T>(backend, a, s);
-    Redo<T> redo = {.exps = data_of<T>(a->exps),
-                    .exps_stride = a->exps.stride,
-                    .x_stride = a->x.stride,
-                    .row_sum = data_of<float>(a->row_sum),
-                    .target_e = data_of<float>(a->target_e),
-                    .anchor = anchor,
-                    .target_z = target_z,
-                    .x = data_of<T>(a->x),
-                    .weight = data_of<T>(a->weight),
-                    .targets = targets,
-                    .rows = rows,
-                    .vocab_size = vocab_size,
-                    .hidden_size = (int)hidden_size,
-                    .sharpness = sharpness_of(a->temperature)};
-    settle(backend, redo, s, rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), !on_hopper);
+    Settling<T> settling = {.exps = data_of<T>(a->exps),
+                            .exps_stride = a->exps.stride,
+                            .x_stride = a->x.stride,
+                            .row_sum = data_of<float>(a->row_sum),
+                            .target_e = data_of<float>(a->target_e),
+                            .anchor = anchor,
+                            .target_z = target_z,
+                            .x = data_of<T>(a->x),
+                            .weight = data_of<T>(a->weight),
+                            .targets = targets,
+                            .rows = rows,
+                            .vocab_size = vocab_size,
+                            .hidden_size = (int)hidden_size,
+                            .sharpness = sharpness_of(a->temperature)};
+    settle(backend, settling, s, rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), !on_hopper);
   });
   cuda_check_launch("lce_sweep");
   if (!tensor_exists(a->dx_raw)) return;
