@@ -215,10 +215,11 @@ static void materialized(Backend *backend, const LinearCrossEntropy *a) {
 
 // --- exponentials anchored at the target -------------------------------------------------------------------
 
-// What a chunk of C tokens needs, pushed once and used by every chunk; but scaled_x is pushed by each, to lie
-// where the sweep's scratch has been. Only the targets' scales are kept for all tokens: their rows of dweight
-// are touched for thousands of tokens at a time, which keeps a GPU busy where a chunk of a thousand takes
-// almost as long. Packed tokens are gone with their chunk, and so are their scales.
+// What a chunk of C tokens needs, pushed once and used by every chunk; but scaled_x is pushed by each, to
+// lie where the sweep's scratch has been. Only the targets' logits and scales are kept for all tokens: the
+// targets' rows of weight and dweight are touched for thousands of tokens at a time, which keeps a GPU busy
+// where a chunk of a thousand takes almost as long. Packed tokens come and go with their chunk, and so do
+// these.
 typedef struct {
   Tensor row_sum, target_e, target_z, anchor;       // fp32 [C]
   Tensor scale_others, scale_target, scale_uniform; // fp32 [C]
@@ -232,14 +233,14 @@ static int64_t divide_up(int64_t a, int64_t b) {
 }
 
 static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
+  int64_t lasting = tensor_exists(a->rows) ? rows : a->x.shape[0];
   Rows r = {.row_sum = push_column(backend, "row sums", rows),
             .target_e = push_column(backend, "target exponentials", rows),
-            .target_z = push_column(backend, "target logits", rows),
+            .target_z = push_column(backend, "target logits", lasting),
             .anchor = push_column(backend, "anchors", rows)};
   if (!tensor_exists(a->dx)) return r;
   r.scale_others = push_column(backend, "scales of the others", rows);
-  r.scale_target =
-      push_column(backend, "scales of the target", tensor_exists(a->rows) ? rows : a->x.shape[0]);
+  r.scale_target = push_column(backend, "scales of the target", lasting);
   if (a->terms.label_smoothing > 0) r.scale_uniform = push_column(backend, "scales of all", rows);
   r.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
   if (a->terms.filter > 0)
@@ -249,11 +250,11 @@ static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t row
   return r;
 }
 
-// The first `count` of a chunk whose first token's target scale is number `target_first`.
+// The first `count` of a chunk whose first token's target is number `target_first`.
 static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
   return (Rows){.row_sum = first_rows(r->row_sum, 0, count),
                 .target_e = first_rows(r->target_e, 0, count),
-                .target_z = first_rows(r->target_z, 0, count),
+                .target_z = first_rows(r->target_z, target_first, count),
                 .anchor = first_rows(r->anchor, 0, count),
                 .scale_others = first_rows(r->scale_others, 0, count),
                 .scale_target = first_rows(r->scale_target, target_first, count),
@@ -264,6 +265,13 @@ static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
 
 Tensor push_scaled_x(Backend *backend, Tensor x) {
   return memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, x.dtype, x.shape[0], x.shape[1]);
+}
+
+static void find_target_logits(Backend *backend, const LinearCrossEntropy *a, Tensor target_z,
+                               const Tokens *t) {
+  lce_target_logits(
+      backend,
+      (LceTargetLogits){.target_z = target_z, .x = t->x, .weight = a->weight, .targets = t->targets});
 }
 
 static void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
@@ -294,15 +302,13 @@ static LceFilteredProducts filtered_products(const LinearCrossEntropy *a, const 
                                .accumulate = accumulate};
 }
 
-// Sweep, row statistics, the gradients but for the targets' rows of dweight, for tokens from number `first`
-// on. `accumulate`: a chunk has been before this one, or the caller adds.
+// Sweep, row statistics, the gradients but for the targets' rows of weight and dweight, for tokens from
+// number `first` on. `accumulate`: a chunk has been before this one, or the caller adds.
 static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common *common,
                      const Rows *all_rows, const Tokens *t, int64_t first, bool accumulate) {
   bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;
   Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
-  lce_target_logits(
-      backend,
-      (LceTargetLogits){.target_z = r.target_z, .x = t->x, .weight = a->weight, .targets = t->targets});
+  if (packed) find_target_logits(backend, a, r.target_z, t);
   lce_sweep(backend, (LceSweep){.exps = r.exps,
                                 .dx_raw = swept_dx(a, t),
                                 .row_sum = r.row_sum,
@@ -448,6 +454,7 @@ static void fused(Backend *backend, const LinearCrossEntropy *a) {
     fill_zero(backend, a->dweight);
     if (tensor_exists(a->dbias)) fill_zero(backend, a->dbias);
   }
+  if (!beside && !packed) find_target_logits(backend, a, rows.target_z, &all);
   int64_t size = counted ? even_chunk(counted, most) : 0;
   for (int64_t first = 0; first < counted; first += size) {
     int64_t count = first + size < counted ? size : counted - first;

@@ -28,7 +28,7 @@ enum { SCRATCH_BYTES = 48 << 20 };
 // One call of hopper_exponentials, and what it must give.
 typedef struct {
   int64_t rows, hidden, vocab;
-  Tensor x, weight, targets, anchor, exps, row_sum; // row_sum: doubles, in fp32's clothes
+  Tensor x, weight, targets, anchor, exps;
   double *exps_want, *sum_want, *sums;
 } Logits;
 
@@ -53,7 +53,6 @@ static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t voca
       l.sum_want[n] += e;
     }
   l.exps = poisoned_strided(h, DTYPE_BF16, rows, vocab, (vocab + 63) / 64 * 64);
-  l.row_sum = poisoned_vector(h, DTYPE_F32, 2 * rows);
   l.sums = host_values(h, rows);
   return l;
 }
@@ -61,11 +60,21 @@ static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t voca
 static void logits_run(Harness *h, Logits *l, bool keep, size_t scratch_bytes) {
   Backend *b = h->backend;
   MemoryMark mark = memory_mark(&b->memory);
-  void *scratch = poisoned(h, DTYPE_F32, 1, (int64_t)scratch_bytes / 4).data;
-  Tensor none = {0};
-  assert_true(hopper_exponentials(b, keep ? l->exps : none, l->row_sum.data, l->anchor.data, 1, l->x,
-                                  l->weight, l->targets.data, scratch, scratch_bytes));
-  backend_to_host(b, l->sums, l->row_sum);
+  int64_t across = hopper_sums_across(l->vocab), done = 0;
+  Tensor room = poisoned_vector(h, DTYPE_F32, (int64_t)scratch_bytes / 4);
+  for (int64_t first = 0; first < l->rows; first += done) {
+    int64_t count = l->rows - first;
+    Tensor exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0};
+    done =
+        hopper_exponentials(b, exps, room.data, scratch_bytes, (float *)l->anchor.data + first, 1,
+                            tensor_rows(l->x, first, count), l->weight, (int32_t *)l->targets.data + first);
+    assert_in_range(done, 1, count);
+    double *parts = values_of(h, tensor_1d(room.data, DTYPE_F32, done * across));
+    for (int64_t n = 0; n < done; n++) {
+      l->sums[first + n] = 0;
+      for (int64_t i = 0; i < across; i++) l->sums[first + n] += parts[n * across + i];
+    }
+  }
   memory_pop_to(&b->memory, mark);
 }
 
@@ -108,13 +117,14 @@ static void test_logits_in_bands(void **state) {
   memcpy(sums, l.sums, (size_t)l.rows * sizeof *sums);
   logits_run(h, &l, false, SCRATCH_BYTES);
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
-  size_t tiles = (1000 + 191) / 192;
+  size_t tiles = (size_t)hopper_sums_across(1000);
   logits_run(h, &l, true, tiles * 300 * sizeof(float)); // bands of 256 rows
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
   logits_check(h, &l, 8);
   Tensor none = {0};
-  assert_false(hopper_exponentials(h->backend, none, l.row_sum.data, l.anchor.data, 1, l.x, l.weight,
-                                   l.targets.data, l.exps.data, tiles * 255 * sizeof(float)));
+  assert_int_equal(hopper_exponentials(h->backend, none, l.exps.data, tiles * 255 * sizeof(float),
+                                       l.anchor.data, 1, l.x, l.weight, l.targets.data),
+                   0);
 }
 
 // Anchors of 25 to 73 and sums down to 1e-29. The anchor's product with log2(e) is rounded to 2^-18 there,
@@ -155,6 +165,22 @@ static void test_overflow(void **state) {
   for (int64_t n = 0; n < l.rows; n++)
     if (n % 3 == 0 ? !isinf(l.sums[n]) : !(fabs(l.sums[n] - l.sum_want[n]) <= 1e-5 * l.sum_want[n]))
       fail_msg("row sum %lld is %.9g", (long long)n, l.sums[n]);
+}
+
+// A row whose target is IGNORE_INDEX is zeros, whatever its anchor holds.
+static void test_ignored_rows(void **state) {
+  Harness *h = *state;
+  Logits l = logits_make(h, 140, 64, 700, 0.2);
+  int32_t *targets = random_ids(h, l.rows, l.vocab);
+  backend_to_host(h->backend, targets, l.targets);
+  for (int64_t n = 0; n < l.rows; n += 7) {
+    targets[n] = IGNORE_INDEX;
+    l.sum_want[n] = 0;
+    for (int64_t j = 0; j < l.vocab; j++) l.exps_want[n * l.vocab + j] = 0;
+  }
+  l.targets = ids_from(h, targets, l.rows);
+  logits_run(h, &l, true, SCRATCH_BYTES);
+  logits_check(h, &l, 8);
 }
 
 static void test_nan_stays_in_its_row(void **state) {
@@ -255,13 +281,14 @@ static void test_filtered_gradient(void **state) {
 static void test_refuses(void **state) {
   Harness *h = *state;
   Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
-  Tensor full = poisoned(h, DTYPE_F32, 100, 32), sums = poisoned_vector(h, DTYPE_F32, 200);
+  Tensor full = poisoned(h, DTYPE_F32, 100, 32);
   Tensor none = {0}, anchor = poisoned_vector(h, DTYPE_F32, 100),
          targets = ids_from(h, random_ids(h, 100, 100), 100);
-  assert_false(hopper_exponentials(h->backend, none, sums.data, anchor.data, 1, odd, odd, targets.data,
-                                   full.data, 1 << 12));
-  assert_false(hopper_exponentials(h->backend, none, sums.data, anchor.data, 1, full, full, targets.data,
-                                   full.data, 1 << 12));
+  Tensor unfit[] = {odd, full};
+  for (int i = 0; i < 2; i++)
+    assert_int_equal(hopper_exponentials(h->backend, none, full.data, 1 << 12, anchor.data, 1, unfit[i],
+                                         unfit[i], targets.data),
+                     0);
   assert_false(hopper_exps_times_weight(h->backend, even, odd, even, full.data, 1 << 12, true));
 }
 
@@ -337,6 +364,7 @@ ON_HOPPER(test_logits)
 ON_HOPPER(test_logits_in_bands)
 ON_HOPPER(test_nearly_certain)
 ON_HOPPER(test_overflow)
+ON_HOPPER(test_ignored_rows)
 ON_HOPPER(test_nan_stays_in_its_row)
 ON_HOPPER(test_gradient)
 ON_HOPPER(test_gradient_of_many_tiles)
@@ -350,6 +378,7 @@ int main(void) {
       cmocka_unit_test_teardown(test_logits_in_bands_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_nearly_certain_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_overflow_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_ignored_rows_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_nan_stays_in_its_row_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_gradient_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_gradient_of_many_tiles_on_hopper, pop_all),

@@ -55,6 +55,40 @@ static inline void cuda_check_launch(const char *op) {
     fail("CUDA could not launch %s: %s (%s)", op, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
+// --- kernels that overlap ----------------------------------------------------------------------------------
+
+// Launches a kernel; when `early`, its blocks may take their places while those of the kernel before it in
+// the stream leave theirs (programmatic dependent launch; from sm_90 on). Every thread of a kernel that is
+// launched so calls stream_wait() before it touches memory that others write or read, and stream_go_on()
+// early, where the kernel after it may take its place likewise.
+template <typename... Params, typename... Args>
+static inline void launch_kernel(bool early, cudaStream_t stream, dim3 grid, int threads,
+                                 void (*kernel)(Params...), Args &&...args) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3((unsigned)threads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = early ? 1 : 0;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Args &&>(args)...), "launching a kernel");
+}
+
+// Until all that the stream holds before this kernel is done.
+static __device__ __forceinline__ void stream_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+static __device__ __forceinline__ void stream_go_on() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // --- choosing a kernel by dtype and alignment --------------------------------------------------------------
 
 // Calls f with a value of the element type, so that f's body can name the type.
@@ -178,18 +212,6 @@ static __device__ __forceinline__ float block_sum(float x) {
   return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.0f);
 }
 
-// The sum of x.x and the maximum of x.y.
-static __device__ __forceinline__ float2 block_sum_max(float2 x) {
-  __shared__ float2 of_warp[32];
-  x.x = warp_sum(x.x), x.y = warp_max(x.y);
-  if (blockDim.x == 32) return x;
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : make_float2(0, -INFINITY);
-  return make_float2(warp_sum(x.x), warp_max(x.y));
-}
-
 // --- lent from file to file --------------------------------------------------------------------------------
 
 // linear.cu. A row-major matrix as a product reads it: element (i, j) of the operand at data[i * stride + j],
@@ -247,9 +269,9 @@ void column_sums_finish(Backend *backend, Tensor out, const float *partials, int
                         float alpha, bool accumulate);
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
-// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is [N, H];
-// workspace holds cuda_segment_bytes(N, H). Rows of out that no id names are left alone: without accumulate
-// the caller has zeroed them.
+// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is
+// [N, H]; workspace holds cuda_segment_bytes(N, H). Rows of out that no id names are left alone: without
+// accumulate the caller has zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
 

@@ -153,7 +153,7 @@ struct Work {
 };
 
 struct Ends {
-  const float *anchor;    // logits: [m]
+  const float *anchor;    // logits: [m]; read as infinite where the target is IGNORE_INDEX
   const int32_t *targets; // logits: [m]
   float scale;            // logits: log2(e), times the sharpness
   float *tile_sums;       // logits: [m, n_tiles]
@@ -463,8 +463,9 @@ static __device__ __forceinline__ void exponentials(float (&z)[TILE_N / 2], floa
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     bool inside = row + 8 * i < w.m;
-    float a = inside ? ends.anchor[row + 8 * i] : 0.0f;
-    target[i] = inside ? ends.targets[row + 8 * i] - first_column : -1;
+    int32_t of_row = inside ? ends.targets[row + 8 * i] : ELSEWHERE;
+    float a = of_row == IGNORE_INDEX ? INFINITY : inside ? ends.anchor[row + 8 * i] : 0.0f;
+    target[i] = of_row - first_column;
     masked |= (unsigned)target[i] < TILE_N;
     shift[i] = -a * ends.scale;
     // -a log2(e) = shift + error; 2^error = 1 + error ln 2. An infinite anchor has no error.
@@ -593,6 +594,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     barrier_init_fence();
   }
   cluster_synchronize();
+  stream_go_on();
+  stream_wait();
   if (group < 0) {
     registers_shrink_to<40>();
     if (warp == 0) load_stages<K>(w, ends, ring, &a, &b, rank);

@@ -14,6 +14,8 @@
 template <typename T>
 static __global__ void __launch_bounds__(256)
     add_slices_kernel(T *out, int64_t stride, const float *slices, const __grid_constant__ Work w) {
+  stream_go_on();
+  stream_wait();
   const int size = w.rows * TILE_N;
   int rest = w.m_tiles * w.n_tiles - w.whole, tile = w.whole + blockIdx.y;
   int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
@@ -57,33 +59,23 @@ static __global__ void __launch_bounds__(32)
   list[0] = length;
 }
 
-// One warp a row.
-static __global__ void __launch_bounds__(256)
-    add_tile_sums_kernel(double *row_sum, const float *tile_sums, int64_t rows, int tiles) {
-  int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
-  if (row >= rows) return;
-  double sum = 0;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < tiles; i += 32) sum += (double)tile_sums[row * tiles + i];
-#pragma unroll
-  for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-  if (threadIdx.x % 32 == 0) row_sum[row] = sum;
-}
-
 // --- launching ---------------------------------------------------------------------------------------------
 
 template <typename K>
-static cudaLaunchConfig_t launch_config(cudaLaunchAttribute *cluster, int blocks, cudaStream_t stream) {
-  cluster->id = cudaLaunchAttributeClusterDimension;
-  cluster->val.clusterDim.x = CLUSTER;
-  cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
+static cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], int blocks,
+                                        cudaStream_t stream) {
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = CLUSTER;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization; // see launch_kernel
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((unsigned)blocks);
   config.blockDim = dim3(THREADS);
   config.dynamicSmemBytes = K::SHARED_BYTES;
   config.stream = stream;
-  config.attrs = cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return config;
 }
 
@@ -128,9 +120,9 @@ static Hopper find_hopper(Backend *backend) {
   cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.pace), sizeof *found.pace), "allocating a counter");
   cuda_check(cudaMemsetAsync(found.pace, 0, sizeof *found.pace, state->stream), "clearing a counter");
   using Any = Kind<EXPONENTIALS>; // as many run of one kind as of another: each block takes a multiprocessor
-  cudaLaunchAttribute cluster;
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config =
-      launch_config<Any>(&cluster, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
+      launch_config<Any>(attributes, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
   cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<Any>, &config),
              "counting clusters");
   return found;
@@ -203,42 +195,35 @@ template <typename K>
 static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
                    const Work &w, const Ends &ends) {
   int clusters = (int)cuda_min(hopper(backend).clusters, w.units);
-  cudaLaunchAttribute cluster;
-  cudaLaunchConfig_t config = launch_config<K>(&cluster, clusters * CLUSTER, cuda_stream(backend));
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = launch_config<K>(attributes, clusters * CLUSTER, cuda_stream(backend));
   cuda_check(cudaLaunchKernelEx(&config, product_kernel<K>, a, b, out, w, ends),
              "launching a Hopper product");
 }
 
 static constexpr float LOG2_E = 1.4426950408889634f;
 
-bool hopper_exponentials(Backend *backend, Tensor exps, double *row_sum, const float *anchor, float sharpness,
-                         Tensor x, Tensor weight, const int32_t *targets, void *scratch, size_t bytes) {
+int64_t hopper_sums_across(int64_t vocab_size) {
+  return cuda_ceil_div(vocab_size, TILE_N);
+}
+
+int64_t hopper_exponentials(Backend *backend, Tensor exps, float *sums, size_t bytes, const float *anchor,
+                            float sharpness, Tensor x, Tensor weight, const int32_t *targets) {
   using E = Kind<EXPONENTIALS>;
-  if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
+  if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
   bool store = tensor_exists(exps);
-  if (!copyable(x) || !copyable(weight) || (store && !copyable(exps))) return false;
-  int64_t rows = x.shape[0], vocab_size = weight.shape[0], tiles = cuda_ceil_div(vocab_size, TILE_N);
-  int64_t band = (int64_t)(bytes / sizeof(float)) / tiles;
-  if (band < rows) band = band / E::CLUSTER_ROWS * E::CLUSTER_ROWS;
-  if (band == 0) return false;
-  float *tile_sums = static_cast<float *>(scratch);
-  CUtensorMap weight_map = boxes_of(backend, weight, TILE_N / CLUSTER);
-  for (int64_t first = 0; first < rows; first += band) {
-    int64_t count = cuda_min(band, rows - first);
-    Tensor x_band = tensor_rows(x, first, count);
-    CUtensorMap x_map = boxes_of(backend, x_band, E::ROWS);
-    CUtensorMap out_map = store ? boxes_of(backend, tensor_rows(exps, first, count), BOX_ROWS) : x_map;
-    Ends ends = {.anchor = anchor + first,
-                 .targets = targets + first,
-                 .scale = LOG2_E * sharpness,
-                 .tile_sums = tile_sums,
-                 .store = store};
-    launch<E>(backend, x_map, weight_map, out_map, work_of<E>(backend, count, vocab_size, x.shape[1]), ends);
-    add_tile_sums_kernel<<<(unsigned)cuda_ceil_div(count, 8), 256, 0, cuda_stream(backend)>>>(
-        row_sum + first, tile_sums, count, (int)tiles);
-    cuda_check_launch("the sums over tiles");
-  }
-  return true;
+  if (!copyable(x) || !copyable(weight) || (store && !copyable(exps))) return 0;
+  int64_t rows = x.shape[0], vocab_size = weight.shape[0];
+  int64_t room = (int64_t)(bytes / sizeof *sums) / hopper_sums_across(vocab_size);
+  if (room < rows) rows = room / E::CLUSTER_ROWS * E::CLUSTER_ROWS;
+  if (rows == 0) return 0;
+  CUtensorMap x_map = boxes_of(backend, tensor_rows(x, 0, rows), E::ROWS),
+              weight_map = boxes_of(backend, weight, TILE_N / CLUSTER),
+              out_map = store ? boxes_of(backend, tensor_rows(exps, 0, rows), BOX_ROWS) : x_map;
+  Ends ends = {
+      .anchor = anchor, .targets = targets, .scale = LOG2_E * sharpness, .tile_sums = sums, .store = store};
+  launch<E>(backend, x_map, weight_map, out_map, work_of<E>(backend, rows, vocab_size, x.shape[1]), ends);
+  return rows;
 }
 
 // In units of a tile's. A slice costs a little more than its share: about a hundredth of a tile for its sums.
@@ -307,9 +292,9 @@ static void exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor 
   dim3 grid(w.rows * TILE_N / 4 / 256, (unsigned)(w.m_tiles * w.n_tiles - w.whole));
   with_real(out.dtype, [&](auto type) {
     using T = decltype(type);
-    add_slices_kernel<T><<<grid, 256, 0, cuda_stream(backend)>>>(data_of<T>(out), out.stride, ends.slices, w);
+    launch_kernel(true, cuda_stream(backend), grid, 256, add_slices_kernel<T>, data_of<T>(out), out.stride,
+                  ends.slices, w);
   });
-  cuda_check_launch("the sums over slices");
 }
 
 bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,

@@ -32,7 +32,6 @@ static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a ti
 struct Sweep {
   float *tile[CUDA_LCE_TILES]; // [rows, columns], dense
   double *sum;                 // [rows]
-  float *max;                  // [rows]
   int64_t columns;
 };
 
@@ -50,8 +49,6 @@ static Sweep sweep_scratch(const LceSweep *a) {
     at += memory_padded((size_t)(rows * columns) * sizeof(float));
   }
   s.sum = reinterpret_cast<double *>(at);
-  at += memory_padded((size_t)rows * sizeof(double));
-  s.max = reinterpret_cast<float *>(at);
   return s;
 }
 
@@ -80,6 +77,8 @@ template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     target_logits_kernel(float *target_z, const T *x, int64_t x_stride, const T *weight,
                          const int32_t *targets, int64_t rows, int hidden_size) {
+  stream_go_on();
+  stream_wait();
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
   if (row >= rows) return;
   int target = targets[row];
@@ -96,34 +95,27 @@ void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
     using T = decltype(type);
     with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      target_logits_kernel<T, W><<<(unsigned)cuda_ceil_div(rows, 8), 256, 0, cuda_stream(backend)>>>(
-          data_of<float>(a->target_z), data_of<T>(a->x), a->x.stride, data_of<T>(a->weight),
-          data_of<int32_t>(a->targets), rows, (int)a->x.shape[1]);
+      launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)cuda_ceil_div(rows, 8)), 256,
+                    target_logits_kernel<T, W>, data_of<float>(a->target_z), data_of<T>(a->x), a->x.stride,
+                    data_of<T>(a->weight), data_of<int32_t>(a->targets), rows, (int)a->x.shape[1]);
     });
   });
-  cuda_check_launch("lce_target_logits");
 }
 
-// The rows' anchors, and sums that start at 0.
-static __global__ void anchor_kernel(float *anchor, Sweep s, const float *target_z, const int32_t *targets,
-                                     int64_t rows) {
-  int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= rows) return;
-  // Every exponential of a row that does not count is 0.
-  anchor[row] = targets[row] != IGNORE_INDEX ? target_z[row] : INFINITY;
-  s.sum[row] = 0;
-  s.max[row] = -INFINITY;
+// Every exponential of a row that does not count is 0.
+static __device__ float anchor_of(float target_z, int target) {
+  return target != IGNORE_INDEX ? target_z : INFINITY;
 }
 
 // One block a row of the tile, whose first column is vocabulary entry `first`. exps is NULL when nothing is
 // kept.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
-    exponential_kernel(T *exps, int64_t exps_stride, Sweep s, const float *tile, const float *anchor,
+    exponential_kernel(T *exps, int64_t exps_stride, Sweep s, const float *tile, const float *target_z,
                        const int32_t *targets, int64_t first, int columns, float sharpness) {
   int64_t row = blockIdx.x;
   tile += row * s.columns;
-  float a = anchor[row], sum = 0, most = -INFINITY;
+  float a = anchor_of(target_z[row], targets[row]), sum = 0;
   int target = (int)(targets[row] - first); // may lie outside of the tile
   if (exps) exps += row * exps_stride + first;
   int body = columns / W * W, tail = body + threadIdx.x;
@@ -133,7 +125,6 @@ static __global__ void __launch_bounds__(1024)
     load(z, tile + i);
 #pragma unroll
     for (int k = 0; k < W; k++) {
-      most = fmaxf(most, z[k]);
       z[k] = i + k == target ? 0.0f : __expf((z[k] - a) * sharpness);
       sum += z[k];
     }
@@ -141,14 +132,11 @@ static __global__ void __launch_bounds__(1024)
   }
   if (tail < columns) {
     float e = tail == target ? 0.0f : __expf((tile[tail] - a) * sharpness);
-    most = fmaxf(most, tile[tail]);
     sum += e;
     if (exps) exps[tail] = from_float<T>(e);
   }
-  float2 total = block_sum_max(make_float2(sum, most));
-  if (threadIdx.x) return;
-  s.sum[row] += total.x;
-  s.max[row] = fmaxf(s.max[row], total.y);
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) s.sum[row] = (first ? s.sum[row] : 0) + sum;
 }
 
 // Floats are ordered as their bits are, read as integers, and the other way around below zero.
@@ -171,85 +159,95 @@ template <typename T> struct Settling {
   int64_t rows, vocab_size;
   int hidden_size;
   float sharpness;
+  const double *sum;  // [rows], or
+  const float *parts; // [rows, across]: what is still to be added
+  int across;
+  float *shares; // [rows, blocks]; may lie where parts do
 };
 
-// The rows' sums in fp32, and rows redone whose sum is too large: as a rule there are none, which every block
-// sees for itself. Else each block makes the entries of its share of the vocabulary, and leaves the share's
-// sum in a tile, which is free by now. A cooperative launch.
+// The rows' sums and anchors, and rows redone whose sum is too large: as a rule there are none, which every
+// block sees for itself. Else each block makes the entries of its share of the vocabulary. A cooperative
+// launch.
 template <typename T, int W>
-static __global__ void __launch_bounds__(256)
-    settle_kernel(const __grid_constant__ Settling<T> a, const __grid_constant__ Sweep s, bool maxima_known) {
-  auto redone = [&](int64_t row) { return s.sum[row] > LARGEST_SUM; };
-  bool any = false;
-  for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) {
-    any |= redone(row);
-    if (row / blockDim.x % gridDim.x != blockIdx.x) continue;
-    a.row_sum[row] = (float)s.sum[row];
+static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_constant__ Settling<T> a) {
+  cooperative_groups::grid_group grid = cooperative_groups::this_grid();
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  stream_go_on();
+  stream_wait();
+  for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < a.rows;
+       row += (int64_t)gridDim.x * warps) {
+    double sum = lane == 0 && a.sum ? a.sum[row] : 0;
+#pragma unroll 8
+    for (int i = lane; i < a.across; i += 32) sum += (double)a.parts[row * a.across + i];
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane) continue;
+    a.row_sum[row] = (float)sum;
     a.target_e[row] = 1;
+    a.anchor[row] = anchor_of(a.target_z[row], a.targets[row]);
   }
+  grid.sync();
+  auto redone = [&](int64_t row) { return a.row_sum[row] > LARGEST_SUM; };
+  bool any = false;
+  for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= redone(row);
   if (!__syncthreads_or(any)) return;
 
-  cooperative_groups::grid_group grid = cooperative_groups::this_grid();
   int64_t share = (a.vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
   int64_t end = min(a.vocab_size, begin + share);
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   auto logit = [&](int64_t row, int64_t v) {
     return warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
   };
-  if (!maxima_known) {
-    for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
-      if (redone(row)) s.max[row] = -INFINITY;
-    grid.sync();
-    for (int64_t row = 0; row < a.rows; row++) {
-      if (!redone(row)) continue;
-      float most = -INFINITY;
-      for (int64_t v = begin + warp; v < end; v += warps) most = fmaxf(most, logit(row, v));
-      if (lane == 0) raise_to(&s.max[row], most);
-    }
-    grid.sync();
+  for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
+    if (redone(row)) a.anchor[row] = -INFINITY;
+  grid.sync();
+  for (int64_t row = 0; row < a.rows; row++) {
+    if (!redone(row)) continue;
+    float most = -INFINITY;
+    for (int64_t v = begin + warp; v < end; v += warps) most = fmaxf(most, logit(row, v));
+    if (lane == 0) raise_to(&a.anchor[row], most);
   }
+  grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
     if (!redone(row)) continue;
     float sum = 0;
     for (int64_t v = begin + warp; v < end; v += warps) {
-      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - s.max[row]) * a.sharpness);
+      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - a.anchor[row]) * a.sharpness);
       if (lane) continue;
       sum += e;
       if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e);
     }
     sum = block_sum(sum);
-    if (threadIdx.x == 0) s.tile[0][row * gridDim.x + blockIdx.x] = sum;
+    if (threadIdx.x == 0) a.shares[row * gridDim.x + blockIdx.x] = sum;
   }
   grid.sync();
   for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < a.rows; row += (int64_t)gridDim.x * warps) {
     if (!redone(row)) continue;
     float sum = 0;
-    for (unsigned i = lane; i < gridDim.x; i += 32) sum += s.tile[0][row * gridDim.x + i];
+    for (unsigned i = lane; i < gridDim.x; i += 32) sum += a.shares[row * gridDim.x + i];
     sum = warp_sum(sum);
     if (lane) continue;
     a.row_sum[row] = sum;
-    a.target_e[row] = __expf((a.target_z[row] - s.max[row]) * a.sharpness);
-    a.anchor[row] = s.max[row];
+    a.target_e[row] = __expf((a.target_z[row] - a.anchor[row]) * a.sharpness);
   }
 }
 
 template <typename T>
-static void settle(Backend *backend, const Settling<T> &a, const Sweep &s, bool dots_align,
-                   bool maxima_known) {
+static void settle(Backend *backend, const Settling<T> &a, int64_t most_blocks, bool dots_align) {
   with_bool(dots_align, [&](auto wide) {
     constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-    cudaLaunchAttribute cooperative = {};
-    cooperative.id = cudaLaunchAttributeCooperative;
-    cooperative.val.cooperative = 1;
+    cudaLaunchAttribute cooperative[2] = {};
+    cooperative[0].id = cudaLaunchAttributeCooperative;
+    cooperative[0].val.cooperative = 1;
+    cooperative[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    cooperative[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    // As many as surely run at the same time, and whose sums fit a tile.
-    config.gridDim = dim3((unsigned)cuda_min(cuda_state(backend)->multiprocessors, s.columns));
-    config.blockDim = dim3(256);
+    // As many as surely run at the same time, and whose sums there is room for.
+    config.gridDim = dim3((unsigned)cuda_min(cuda_state(backend)->multiprocessors, most_blocks));
+    config.blockDim = dim3(1024);
     config.stream = cuda_stream(backend);
-    config.attrs = &cooperative;
-    config.numAttrs = 1;
-    cuda_check(cudaLaunchKernelEx(&config, settle_kernel<T, W>, a, s, maxima_known),
-               "settling the rows' sums");
+    config.attrs = cooperative;
+    config.numAttrs = hopper_runs(backend) ? 2 : 1;
+    cuda_check(cudaLaunchKernelEx(&config, settle_kernel<T, W>, a), "settling the rows' sums");
   });
 }
 
@@ -277,7 +275,7 @@ static void wait_for(cudaEvent_t event, cudaStream_t stream) {
   cuda_check(cudaStreamWaitEvent(stream, event, 0), "forking and joining streams");
 }
 
-// All tiles: E, and the rows' sums and maxima.
+// All tiles: E, and the rows' sums.
 template <typename T> static void sweep_tiles(Backend *backend, const LceSweep *a, const Sweep &s) {
   CudaState *state = cuda_state(backend);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
@@ -297,44 +295,61 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceSweep *
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       int threads = row_threads(cuda_ceil_div(columns, EXPS_GROUPS * W), 1024);
       exponential_kernel<T, W><<<(unsigned)rows, threads, 0, state->urgent>>>(
-          exps, a->exps.stride, s, s.tile[i], data_of<float>(a->anchor), data_of<int32_t>(a->targets), first,
-          (int)columns, sharpness_of(a->temperature));
+          exps, a->exps.stride, s, s.tile[i], data_of<float>(a->target_z), data_of<int32_t>(a->targets),
+          first, (int)columns, sharpness_of(a->temperature));
     });
     record(state->joined[i], state->urgent);
     if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends after all others
   }
 }
 
+// The rows from `first` on, as a sweep of their own.
+static LceSweep rows_from(const LceSweep *a, int64_t first) {
+  LceSweep rest = *a;
+  for (Tensor *t :
+       {&rest.exps, &rest.row_sum, &rest.target_e, &rest.target_z, &rest.anchor, &rest.x, &rest.targets})
+    if (tensor_exists(*t)) *t = tensor_rows(*t, first, a->x.shape[0] - first);
+  return rest;
+}
+
 void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
   int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = a->weight.shape[0];
   if (rows == 0) return;
-  cudaStream_t stream = cuda_stream(backend);
   Sweep s = sweep_scratch(a);
   size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
-  const float *target_z = data_of<float>(a->target_z);
-  float *anchor = data_of<float>(a->anchor);
-  const int32_t *targets = data_of<int32_t>(a->targets);
   with_real(a->x.dtype, [&](auto type) {
     using T = decltype(type);
-    anchor_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, stream>>>(anchor, s, target_z, targets, rows);
-    bool on_hopper = hopper_exponentials(backend, a->exps, s.sum, anchor, sharpness_of(a->temperature), a->x,
-                                         a->weight, targets, s.tile[0], tile_bytes);
-    if (!on_hopper) sweep_tiles<T>(backend, a, s);
-    Settling<T> settling = {.exps = data_of<T>(a->exps),
-                            .exps_stride = a->exps.stride,
-                            .x_stride = a->x.stride,
-                            .row_sum = data_of<float>(a->row_sum),
-                            .target_e = data_of<float>(a->target_e),
-                            .anchor = anchor,
-                            .target_z = target_z,
-                            .x = data_of<T>(a->x),
-                            .weight = data_of<T>(a->weight),
-                            .targets = targets,
-                            .rows = rows,
-                            .vocab_size = vocab_size,
-                            .hidden_size = (int)hidden_size,
-                            .sharpness = sharpness_of(a->temperature)};
-    settle(backend, settling, s, rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), !on_hopper);
+    int64_t done = 0;
+    for (int64_t first = 0; first < rows; first += done) {
+      LceSweep rest = rows_from(a, first);
+      done = hopper_exponentials(backend, rest.exps, s.tile[0], tile_bytes, data_of<float>(rest.target_z),
+                                 sharpness_of(a->temperature), rest.x, a->weight,
+                                 data_of<int32_t>(rest.targets));
+      bool on_hopper = done > 0;
+      if (!on_hopper) {
+        sweep_tiles<T>(backend, a, s);
+        done = rows;
+      }
+      Settling<T> settling = {.exps = data_of<T>(rest.exps),
+                              .exps_stride = rest.exps.stride,
+                              .x_stride = rest.x.stride,
+                              .row_sum = data_of<float>(rest.row_sum),
+                              .target_e = data_of<float>(rest.target_e),
+                              .anchor = data_of<float>(rest.anchor),
+                              .target_z = data_of<float>(rest.target_z),
+                              .x = data_of<T>(rest.x),
+                              .weight = data_of<T>(a->weight),
+                              .targets = data_of<int32_t>(rest.targets),
+                              .rows = done,
+                              .vocab_size = vocab_size,
+                              .hidden_size = (int)hidden_size,
+                              .sharpness = sharpness_of(a->temperature),
+                              .sum = on_hopper ? nullptr : s.sum,
+                              .parts = s.tile[0],
+                              .across = on_hopper ? (int)hopper_sums_across(vocab_size) : 0,
+                              .shares = s.tile[0]};
+      settle(backend, settling, s.columns, rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>));
+    }
   });
   cuda_check_launch("lce_sweep");
   if (!tensor_exists(a->dx_raw)) return;
@@ -429,6 +444,8 @@ static __device__ __forceinline__ void tell(float *output, int64_t n, float valu
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     lce_rows_kernel(const __grid_constant__ RowTerms t, T *scaled_x, const T *x, int hidden_size) {
+  stream_go_on();
+  stream_wait();
   int64_t row = blockIdx.x;
   int target = t.targets[row];
   bool counts = target != IGNORE_INDEX;
@@ -501,12 +518,11 @@ void cuda_lce_rows(Backend *backend, const LceRows *a) {
     using T = decltype(type);
     with_bool(backward && rows_align(a->x, WIDTH<T>) && rows_align(a->scaled_x, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      lce_rows_kernel<T, W>
-          <<<(unsigned)rows, row_threads(cuda_ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
-              t, data_of<T>(a->scaled_x), data_of<T>(a->x), hidden_size);
+      launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)rows),
+                    row_threads(cuda_ceil_div(hidden_size, W), 256), lce_rows_kernel<T, W>, t,
+                    data_of<T>(a->scaled_x), data_of<T>(a->x), hidden_size);
     });
   });
-  cuda_check_launch("lce_rows");
 }
 
 // One block a row.
@@ -515,6 +531,8 @@ static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_othe
                                                  const float *scale_uniform, const float *smoothing_row,
                                                  const T *weight, const int32_t *targets, int hidden_size,
                                                  float alpha) {
+  stream_go_on();
+  stream_wait();
   int64_t row = blockIdx.x;
   int target = targets[row];
   bool counts = target != IGNORE_INDEX, here = target >= 0;
@@ -544,15 +562,14 @@ void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
       using T = decltype(type);
       with_bool(rows_align(a->dx, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        lce_input_gradient_kernel<TD, T, W>
-            <<<(unsigned)rows, row_threads(cuda_ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
-                data_of<TD>(a->dx), data_of<float>(a->scale_others), data_of<float>(a->scale_target),
-                data_of<float>(a->scale_uniform), data_of<float>(a->smoothing_row), data_of<T>(a->weight),
-                data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
+        launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)rows),
+                      row_threads(cuda_ceil_div(hidden_size, W), 256), lce_input_gradient_kernel<TD, T, W>,
+                      data_of<TD>(a->dx), data_of<float>(a->scale_others), data_of<float>(a->scale_target),
+                      data_of<float>(a->scale_uniform), data_of<float>(a->smoothing_row),
+                      data_of<T>(a->weight), data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
       });
     });
   });
-  cuda_check_launch("lce_input_gradient");
 }
 
 void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {

@@ -25,11 +25,10 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   return memory_padded((size_t)cuda_min(whole, cuda_max(least, CUDA_LCE_TILE_BYTES)));
 }
 
-// The tiles of logits; a row's sum so far in double and its maximum in fp32.
+// The tiles of logits; a row's sum so far in double.
 static size_t lce_sweep_scratch(const LceSweep *a) {
   int64_t rows = a->x.shape[0];
-  return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
-         memory_padded((size_t)rows * sizeof(double)) + memory_padded((size_t)rows * sizeof(float));
+  return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) + memory_padded((size_t)rows * sizeof(double));
 }
 
 // The lists of steps, then sums over parts of V.
