@@ -31,8 +31,8 @@
 // What the tensor cores still wait for is the loader: from the moment a stage is empty to its next boxes'
 // arrival only three steps' time goes by without their noticing. So that way is short. A whole warp walks
 // it though one lane acts, for then addresses are the warp's own and need no detour (the multipliers do
-// likewise: 65 instructions a step instead of 152); the next tile's place is worked out long before it is
-// needed; and W, which comes from memory, is asked into the L2 cache six steps ahead of the logits.
+// likewise: 65 instructions a step instead of 152), and the next tile's place is worked out long before it is
+// needed.
 //
 // 128 x 192 is what fits: 192 registers a thread hold its sums, of 232 that the multipliers get when the
 // loaders give theirs up. Five stages of 40 KiB, or three of 56, bridge the memory's latency. The last tile
@@ -286,28 +286,20 @@ struct Pacer {
   }
 };
 
-// This block's share of a stage's boxes of B: f(bytes from the beginning of B's part of the stage, x, y).
-template <typename K, typename F>
-static __device__ __forceinline__ void boxes_of_b(int column, int columns, int k, int rank, F f) {
+// This block's share of a stage's boxes of B, for the whole cluster.
+template <typename K>
+static __device__ __forceinline__ void load_b(uint32_t stage, const CUtensorMap *b, uint64_t *full,
+                                              int column, int columns, int k, int rank) {
+  constexpr uint16_t everyone = (1 << CLUSTER) - 1;
   if (K::B_K_INNERMOST) { // some of the columns
     constexpr int share = TILE_N / CLUSTER;
-    f(rank * share * 128, k * TILE_K, column + rank * share);
+    box_load_multicast(stage + rank * share * 128, b, full, k * TILE_K, column + rank * share, everyone);
   } else { // some of the k, of each block of 64 columns
     constexpr int share = TILE_K / CLUSTER;
     for (int i = 0; i < columns / 64; i++)
-      f(i * 8192 + rank * share * 128, column + i * 64, k * TILE_K + rank * share);
+      box_load_multicast(stage + i * 8192 + rank * share * 128, b, full, column + i * 64,
+                         k * TILE_K + rank * share, everyone);
   }
-}
-
-// Asks for B's boxes `AHEAD` steps from here, which the loads then find in the L2 cache.
-template <typename K>
-static __device__ __forceinline__ void prefetch(const Unit &unit, const Unit &next, int place,
-                                                const CUtensorMap *b, int rank) {
-  constexpr int AHEAD = 6;
-  int to = place + AHEAD, beyond = to - unit.steps();
-  bool later = beyond >= 0;
-  boxes_of_b<K>(later ? next.column : unit.column, TILE_N, later ? next.step(beyond) : unit.step(to), rank,
-                [&](int, int x, int y) { box_prefetch(b, x, y); });
 }
 
 // The work of a whole warp, of which one lane acts: so addresses are the warp's and not a thread's, and the
@@ -315,34 +307,24 @@ static __device__ __forceinline__ void prefetch(const Unit &unit, const Unit &ne
 template <typename K>
 static __device__ __forceinline__ void load_stages(const Work &w, const Ends &ends, const Ring &ring,
                                                    const CUtensorMap *a, const CUtensorMap *b, int rank) {
-  constexpr uint16_t everyone = (1 << CLUSTER) - 1;
   const bool acts = one_lane();
-  // Clusters on tiles one below the other need the same boxes of W: of `shares` of them one asks for each.
-  const int shares = min(w.band, 8);
   Pacer pacer(w, rank);
   Place<K> at;
   at.parity = 1; // a fresh barrier counts as past its odd phase: all stages are empty
   Unit unit = unit_at<K>(w, ends, first_unit(), rank), next = unit;
   for (int u = first_unit(); u < w.units; u += unit_step(), unit = next) {
     int columns = columns_of<K>(w, unit), bytes = K::A_BYTES + columns * TILE_K * 2;
-    int turn = unit.row / K::CLUSTER_ROWS % shares;
     for (int place = 0; place < unit.steps(); place++, at.next()) {
       int k = unit.step(place);
       if (K::FILTERED) k = list_of(w, ends, unit.row)[1 + k];
       uint64_t *full = &ring.full[at.stage];
-      uint32_t a_stage = ring.first + at.stage * K::STAGE_BYTES, b_stage = a_stage + K::A_BYTES;
+      uint32_t stage = ring.first + at.stage * K::STAGE_BYTES;
       pacer.step(acts);
       barrier_wait(&ring.empty[at.stage], at.parity);
       if (acts) {
         barrier_arrive_expecting(full, bytes); // both halves of B count, whoever sends them
-        box_load(a_stage, a, full, k * TILE_K, unit.row);
-        boxes_of_b<K>(unit.column, columns, k, rank, [&](int to, int x, int y) {
-          box_load_multicast(b_stage + to, b, full, x, y, everyone);
-        });
-      }
-      if (K::OUTPUT == EXPONENTIALS && ++turn == shares) {
-        turn = 0;
-        if (acts) prefetch<K>(unit, next, place, b, rank);
+        box_load(stage, a, full, k * TILE_K, unit.row);
+        load_b<K>(stage + K::A_BYTES, b, full, unit.column, columns, k, rank);
       }
       // Now, not when it is needed: its divisions would hold up a stage.
       if (place == 0 && u + unit_step() < w.units) next = unit_at<K>(w, ends, u + unit_step(), rank);

@@ -163,7 +163,7 @@ static CUtensorMap boxes_of(Backend *backend, Tensor t, int rows) {
   CUresult result =
       hopper(backend).encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, box, every,
                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     fail("CUDA could not describe %s to the copy engine (%d)", tensor_text(t).text, (int)result);
   return map;

@@ -114,12 +114,6 @@ static __device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *
                : "memory");
 }
 
-// From memory into the L2 cache alone, for whoever loads it next.
-static __device__ __forceinline__ void box_prefetch(const CUtensorMap *matrix, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(matrix), "r"(x), "r"(y)
-               : "memory");
-}
-
 static __device__ __forceinline__ void box_store(const CUtensorMap *matrix, uint32_t from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(matrix),
                "r"(from), "r"(x), "r"(y)
