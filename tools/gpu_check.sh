@@ -50,7 +50,7 @@ if wants tests; then
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
   # The last layer as a GPU before Hopper computes it.
-  for program in test_{cuda,last_layer,loss_terms,gradient_filter,loss_golden}; do
+  for program in test_{cuda_losses,last_layer,loss_terms,gradient_filter,loss_golden}; do
     LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
   done
   # Builds liblce.so with CUDA before it runs.
@@ -58,19 +58,21 @@ if wants tests; then
 fi
 
 if wants sanitizer; then
-  for program in test_cuda test_cuda_attention test_loss_terms test_gradient_filter; do
+  for program in test_cuda test_cuda_losses test_cuda_attention test_loss_terms test_gradient_filter; do
     LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run "$program-memcheck" 200 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/$program" &&
       row "$program under memcheck" "$(grep 'ERROR SUMMARY' "$OUT/$program-memcheck.log" | tail -n 1 | sed 's/=* *//')"
   done
   # racecheck does not know mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
   # are left out here, and to the comparisons with the CPU; cuBLASLt's (nvjet) are reported and counted apart.
-  log="$OUT/test_cuda-racecheck.log"
-  LCE_HOPPER=0 LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 timeout --kill-after=10 240 compute-sanitizer --tool racecheck build/release/tests/test_cuda >"$log" 2>&1
-  passed=$(grep -c '^\[  PASSED' "$log")
-  all=$(grep -c 'Race reported' "$log")
-  ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
-  [ "$passed" = 2 ] && [ "$ours" = 0 ] || failed=1
-  row "test_cuda under racecheck" "$passed of 2 dtypes ran; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
+  for program in test_cuda test_cuda_losses; do
+    log="$OUT/$program-racecheck.log"
+    LCE_HOPPER=0 LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 timeout --kill-after=10 240 compute-sanitizer --tool racecheck "build/release/tests/$program" >"$log" 2>&1
+    passed=$(grep -c '^\[  PASSED' "$log")
+    all=$(grep -c 'Race reported' "$log")
+    ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
+    [ "$passed" = 2 ] && [ "$ours" = 0 ] || failed=1
+    row "$program under racecheck" "$passed of 2 dtypes ran; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
+  done
 fi
 
 if wants bench; then
