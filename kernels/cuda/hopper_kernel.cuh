@@ -52,8 +52,8 @@
 // C = 1024. GB read from memory at C = 4096 (ncu; cuBLASLt's first choices):
 //
 //              H = 2048: here   cuBLASLt     H = 4096: left alone   here   cuBLASLt
-//   logits                1.2        1.9                  7.0-9.5    3.6        5.8
-//   dX                    2.2        2.3                  7.2-9.1    4.3        6.5
+//   logits                1.3        1.4                  7.0-9.5    3.6        6.4
+//   dX                    2.8        2.4                  7.2-9.1    4.3        8.2
 //
 // SLICES. dX at C = 4096, H = 4096 has 176 cluster tiles, for 66 clusters: in the last of three rounds, a
 // third of the device would be idle. So tiles of the last round are cut along K into slices; each slice
@@ -80,38 +80,48 @@
 // events, in chunks of 4096; in brackets the bare product over all N tokens by cuBLASLt, in turn with it:
 //
 //   N x H x V                    logits           dX   dW (cuBLASLt)
-//   4096 x 4096 x 128256      681 (681)    663 (664)       683 (684)
-//   16384 x 2048 x 131072     684 (679)    671 (665)       684 (667)   dX is cuBLASLt's, too
-//   16384 x 4096 x 128256     690 (684)    672 (667)       683 (651)
+//   16384 x 2048 x 131072     677 (680)    662 (661)       669 (681)   dX is cuBLASLt's, too
+//   8192 x 2304 x 256000      691 (701)    673 (682)       689 (699)
+//   16384 x 4096 x 128256     681 (695)    663 (704)       675 (653)
 //
-// On another card the logits made 715 (712), 709 (723) and, at N = 32768 of the last shape, 704 (712). So the
-// products are on a level, and what the layer takes beyond them are the kernels that move rows: the targets'
-// logits, scales, dX's second term, the targets' rows of dW and the row sums. Those took 1.5% of it at H =
-// 2048 and 1% at 4096, before four of a chunk's launches became one and rows' loads were asked for together.
-// The whole layer over its three bare products, in turn, on one card (tools/bench_lce --repeat 9; another
-// run comes out up to 0.015 apart):
+// On other cards the last row was 690 (684), 672 (667), 683 (651), and the logits made 715 (712). The bare
+// products are one launch for all tokens. Beside them stand the kernels that move rows: at H = 2048 the
+// targets' logits take 0.13% of the layer, row sums 0.15, scales 0.17, dX's second term 0.18, the targets'
+// rows of dW 0.41; together 1.0%, and 1.6% in chunks of 1024; at H = 4096 0.9 and 1.1%. The whole layer over
+// its three bare products, in turn, on one card (tools/bench_lce --repeat 9; another run comes out up to
+// 0.015 apart):
 //
 //   N x H x V                 chunk 4096   2048   1024
-//   4096 x 4096 x 128256           1.013  1.018  1.069
-//   16384 x 2048 x 131072          1.013  1.030  1.098
-//   8192 x 2304 x 256000           1.012  1.012  1.084
-//   32768 x 4096 x 128256          1.010  1.026  1.088
+//   4096 x 4096 x 128256           1.016  1.022  1.064
+//   16384 x 2048 x 131072          1.019  1.025  1.083
+//   8192 x 2304 x 256000           1.024  1.012  1.086
+//   32768 x 4096 x 128256          1.015  1.025  1.070
 //
-// At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it, and
-// 600 TFLOP/s are made instead of 690. The rest is products of less than a millisecond that begin and end.
+// At 1024 the difference is dW's: 8 V H bytes are read and written for 2 C V H flops, whoever does it. At H =
+// 2048 cuBLASLt's best takes 0.73 ms to write dW and 0.87 to add to it (ncu, alone), with memory then moving
+// 2.8 TB/s; inside of the layer it makes 580 TFLOP/s instead of 670. The rest is products of less than a
+// millisecond that begin and end.
 //
 // TRIED, and left out. Of the logits: multipliers together, 2 to 7% slower (tiles of 128 x 256: 0 to 5%); a
 // band of 32 MiB instead of 16, 2% slower; of 8 or 12, W is read more often than X less; tiles of 128, 144,
 // 160 or 176 columns instead of 192, 15, 6, 5 and 0% slower; other orders of a step's wgmmas and hints to
-// keep X in the cache and drop W and E, no difference; four stages, up to 2% slower; 24 and 240 registers
-// instead of 40 and 232, no faster. Of dX: asking ahead for E and W, 2% slower; multipliers by turns, 3
-// to 6% slower. Clusters of four, of which 30 run at a time instead of 66 of two: 5 to 6% slower.
+// keep X in the cache and drop W and E, no difference; asking W into the L2 cache ahead, no faster and 10 to
+// 20% more bytes through it; four stages, up to 2% slower; 24 and 240 registers instead of 40 and 232, no
+// faster. Of dX: asking ahead for E and W, 2% slower; multipliers by turns, 3 to 6% slower. Clusters of four,
+// of which 30 run at a time instead of 66 of two: 5 to 6% slower.
 //
 // dW by this kernel. Its sums added in memory by the copy engine, multipliers by turns: 640 to 700 TFLOP/s in
 // the layer at C = 4096, 630 to 660 at 2048, 500 to 530 at 1024, for the L2 cache adds little more than 1
 // TB/s of fp32. Added from the registers, which read and write 32 bytes of a row: 530 to 665, 475 to 545, 340
-// to 415. cuBLASLt's algorithm with tiles of 128 x 160 in clusters of two makes 680 to 690, 670 to 700 and
-// 580 to 620; to find it, algorithms must be measured as a step runs them (linear.cu).
+// to 415. Loaded by the copy engine into four boxes a warp, added to there and stored again: 664, 639 and
+// 534; with E or dW asked for ahead, 10 to 30% less. cuBLASLt's algorithm with tiles of 128 x 160 in clusters
+// of two makes 670 to 690, 670 to 700 and 580 to 620; to find it, algorithms must be measured as a step runs
+// them (linear.cu).
+//
+// dX and dW side by side, each on half of the multiprocessors, so that dW's bytes have twice the time: by
+// cuBLASLt the layer is 3% faster at C = 1024 where all blocks of both run at once, and takes 1.6 times as
+// long where one has to wait, which is the card's and the algorithm's doing; in one launch of this kernel, dW
+// added by boxes, it is 3 to 10% slower than dX and cuBLASLt's dW one after the other.
 #ifndef LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 #define LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 
