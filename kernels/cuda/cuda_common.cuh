@@ -1,5 +1,6 @@
-// What every .cu file of the backend needs: errors as sentences, 16-byte loads and stores that widen to fp32,
-// sums over warps and blocks in a fixed order, and the few functions that one file lends to another.
+// What every .cu file of the backend needs: errors as sentences, launches that overlap, 16-byte loads and
+// stores that widen to fp32, sums over warps and blocks in a fixed order, and the few functions that one file
+// lends to another.
 #ifndef LCE_KERNELS_CUDA_CUDA_COMMON_CUH
 #define LCE_KERNELS_CUDA_CUDA_COMMON_CUH
 
@@ -175,18 +176,12 @@ static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], b
   store(to, values);
 }
 
-// --- sums and maxima ---------------------------------------------------------------------------------------
+// --- sums --------------------------------------------------------------------------------------------------
 
 // Butterflies: every lane gets the same bits.
 static __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-  return x;
-}
-
-static __device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int offset = 16; offset; offset /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
   return x;
 }
 

@@ -3,10 +3,10 @@
 // where the bytes go.
 //
 // The sweep makes the logits in fp32, a tile of vocabulary entries at a time, through cuBLASLt. A second
-// kernel finds the tile in the L2 cache, turns each logit into E = exp(z - a), reduces the row sums and
-// maxima, and writes E, rounded once, to where it stays. So a logit crosses the L2 twice in fp32, E crosses
-// device memory once in bf16, and no logit is ever rounded. A row's sum over the tiles is kept in double; one
-// block adds to it per tile, in the tiles' order. Then one product over the whole vocabulary, E W.
+// kernel finds the tile in the L2 cache, turns each logit into E = exp(z - a), adds up the rows, and writes
+// E, rounded once, to where it stays. So a logit crosses the L2 twice in fp32, E crosses device memory once
+// in bf16, and no logit is ever rounded. A row's sum over the tiles is kept in double; one block adds to it
+// per tile, in the tiles' order. Then one product over the whole vocabulary, E W.
 //
 // Several tiles take turns, so that nothing waits: the products alternate between two streams, one beginning
 // on the multiprocessors that the one before it leaves, and the second kernel runs on a third stream that
@@ -14,7 +14,10 @@
 //
 // Rows whose sum exceeds 2^100 are redone with their maximum as anchor. Short of the overflow at 2^128
 // already, because r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are
-// any: the kernel that redoes them looks at the sums and, as a rule, leaves.
+// any: the kernel that settles the sums looks at them and, as a rule, leaves.
+//
+// On sm_90 the kernels here are launched early (launch_kernel), so that in small chunks launches do not add
+// up.
 //
 // Traffic for a chunk of C rows, besides the products' own: 8 C V bytes through L2, 2 C V bytes to memory.
 // Measured on an H200 without hopper_product.cu (LCE_HOPPER=0 in the environment), whole layer over its three
