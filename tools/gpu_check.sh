@@ -50,7 +50,7 @@ if wants tests; then
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
   # The last layer as a GPU before Hopper computes it.
-  for program in test_{cuda_losses,last_layer,loss_terms,gradient_filter,loss_golden}; do
+  for program in test_{cuda,cuda_losses,last_layer,loss_terms,gradient_filter,loss_golden}; do
     LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
   done
   # Builds liblce.so with CUDA before it runs.
