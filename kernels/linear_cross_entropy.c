@@ -267,15 +267,22 @@ Tensor push_scaled_x(Backend *backend, Tensor x) {
   return memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, x.dtype, x.shape[0], x.shape[1]);
 }
 
-static void find_target_logits(Backend *backend, const LinearCrossEntropy *a, Tensor target_z,
-                               const Tokens *t) {
-  lce_target_logits(
-      backend,
-      (LceTargetLogits){.target_z = target_z, .x = t->x, .weight = a->weight, .targets = t->targets});
+void find_target_logits(Backend *backend, const LinearCrossEntropy *a, Tensor target_z, Tensor x,
+                        Tensor targets) {
+  lce_target_logits(backend,
+                    (LceTargetLogits){.target_z = target_z, .x = x, .weight = a->weight, .targets = targets});
 }
 
-static void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
-                        Tensor targets) {
+void add_others(Backend *backend, const LinearCrossEntropy *a, Tensor exps, Tensor scaled_x,
+                bool accumulate) {
+  linear_backward_weight(
+      backend,
+      (LinearBackwardWeight){
+          .dweight = a->dweight, .dout = exps, .x = scaled_x, .alpha = a->scale, .accumulate = accumulate});
+}
+
+void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
+                 Tensor targets) {
   lce_target_gradient(backend, (LceTargetGradient){.dweight = a->dweight,
                                                    .scale_target = scale_target,
                                                    .x = x,
@@ -308,7 +315,7 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                      const Rows *all_rows, const Tokens *t, int64_t first, bool accumulate) {
   bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;
   Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
-  if (packed) find_target_logits(backend, a, r.target_z, t);
+  if (packed) find_target_logits(backend, a, r.target_z, t->x, t->targets);
   lce_sweep(backend, (LceSweep){.exps = r.exps,
                                 .dx_raw = swept_dx(a, t),
                                 .row_sum = r.row_sum,
@@ -357,13 +364,7 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                                                  .weight = a->weight,
                                                  .targets = t->targets,
                                                  .alpha = a->scale});
-  // The caller's scale rides on the products' alpha, so that r X stays within the normal numbers.
-  if (!filter)
-    linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
-                                                           .dout = r.exps,
-                                                           .x = r.scaled_x,
-                                                           .alpha = a->scale,
-                                                           .accumulate = accumulate});
+  if (!filter) add_others(backend, a, r.exps, r.scaled_x, accumulate);
   if (packed) add_targets(backend, a, r.scale_target, t->x, t->targets);
   if (smoothing)
     weighted_column_sum(backend, (WeightedColumnSum){.out = common->smoothing_x,
@@ -454,7 +455,7 @@ static void fused(Backend *backend, const LinearCrossEntropy *a) {
     fill_zero(backend, a->dweight);
     if (tensor_exists(a->dbias)) fill_zero(backend, a->dbias);
   }
-  if (!beside && !packed) find_target_logits(backend, a, rows.target_z, &all);
+  if (!beside && !packed) find_target_logits(backend, a, rows.target_z, a->x, a->targets);
   int64_t size = counted ? even_chunk(counted, most) : 0;
   for (int64_t first = 0; first < counted; first += size) {
     int64_t count = first + size < counted ? size : counted - first;

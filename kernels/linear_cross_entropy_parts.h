@@ -28,6 +28,16 @@ Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t voc
 // Room for r X of a chunk, once its sweep is over.
 Tensor push_scaled_x(Backend *backend, Tensor x);
 
+// target_z = x W[targets], of each token.
+void find_target_logits(Backend *backend, const LinearCrossEntropy *a, Tensor target_z, Tensor x,
+                        Tensor targets);
+// dweight (+)= scale E^T (r X). The caller's scale rides on the product's alpha, so that r X stays within the
+// normal numbers.
+void add_others(Backend *backend, const LinearCrossEntropy *a, Tensor exps, Tensor scaled_x, bool accumulate);
+// The targets' rows of dweight += scale c x.
+void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
+                 Tensor targets);
+
 // As many chunks of at most `most` tokens as needed, all nearly alike, in steps of 128 where there is room
 // for steps: how many tokens each then has.
 int64_t even_chunk(int64_t tokens, int64_t most);

@@ -134,9 +134,7 @@ static void sweep(Backend *backend, const LinearCrossEntropy *a, const Gathered 
                                         .indices = g->targets,
                                         .first = a->shard.first,
                                         .count = a->weight.shape[0]});
-  lce_target_logits(
-      backend, (LceTargetLogits){
-                   .target_z = g->target_z, .x = g->x, .weight = a->weight, .targets = g->local_targets});
+  find_target_logits(backend, a, g->target_z, g->x, g->local_targets);
   all_reduce(backend, (Collective){.out = g->target_z, .x = g->target_z});
   lce_sweep(backend, (LceSweep){.exps = g->exps,
                                 .dx_raw = g->dx,
@@ -208,11 +206,7 @@ static void send_gradients(Backend *backend, const LinearCrossEntropy *a, const 
                                                  .targets = g->local_targets,
                                                  .alpha = a->scale});
   reduce_scatter(backend, (Collective){.out = own->dx, .x = g->dx, .beside = true});
-  lce_target_gradient(backend, (LceTargetGradient){.dweight = a->dweight,
-                                                   .scale_target = g->scale_target,
-                                                   .x = g->x,
-                                                   .targets = g->local_targets,
-                                                   .alpha = a->scale});
+  add_targets(backend, a, g->scale_target, g->x, g->local_targets);
   if (tensor_exists(c->smoothing_x))
     weighted_column_sum(backend, (WeightedColumnSum){.out = c->smoothing_x,
                                                      .x = g->x,
@@ -249,14 +243,6 @@ static Chunk send_chunk(Backend *backend, const LinearCrossEntropy *a, const Tok
   return chunk;
 }
 
-static void add_others(Backend *backend, const LinearCrossEntropy *a, const Gathered *g, bool accumulate) {
-  linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
-                                                         .dout = g->exps,
-                                                         .x = g->scaled_x,
-                                                         .alpha = a->scale,
-                                                         .accumulate = accumulate});
-}
-
 // What has been sent is here; the chunk before this one is complete.
 static void join(Backend *backend, const LinearCrossEntropy *a, const Chunk *before) {
   collectives_join(backend, 0);
@@ -288,14 +274,14 @@ void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a) {
     if (backward) {
       chunk.g.scaled_x = push_scaled_x(backend, chunk.g.x);
       scale_all(backend, a, &common, &chunk.g);
-      // The first product may have to write dweight, before anything is added to it. The others go while the next
-      // chunk's tokens come.
-      if (first == 0) add_others(backend, a, &chunk.g, a->accumulate);
+      // The first product may have to write dweight, before anything is added to it. The others go while the
+      // next chunk's tokens come.
+      if (first == 0) add_others(backend, a, chunk.g.exps, chunk.g.scaled_x, a->accumulate);
       send_gradients(backend, a, &common, &chunk.g, &chunk.own, first == 0);
     }
     int64_t left = counted - first - size;
     if (left > 0) next = send_chunk(backend, a, &all, &room, first + size, left < size ? left : size);
-    if (backward && first > 0) add_others(backend, a, &chunk.g, true);
+    if (backward && first > 0) add_others(backend, a, chunk.g.exps, chunk.g.scaled_x, true);
     memory_pop_to(&backend->memory, mark);
     if (backend->memory.planning) return; // the chunks after the first need no more
   }

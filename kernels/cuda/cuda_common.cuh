@@ -58,16 +58,22 @@ static inline void cuda_check_launch(const char *op) {
 
 // --- kernels that overlap ----------------------------------------------------------------------------------
 
-// Launches a kernel; when `early`, its blocks may take their places while those of the kernel before it in
-// the stream leave theirs (programmatic dependent launch; from sm_90 on). Every thread of a kernel that is
-// launched so calls stream_wait() before it touches memory that others write or read, and stream_go_on()
-// early, where the kernel after it may take its place likewise.
+// With it, a kernel's blocks may take their places while those of the kernel before it in the stream leave
+// theirs (programmatic dependent launch; from sm_90 on). Every thread of a kernel that is launched so calls
+// stream_wait() before it touches memory that others write or read, and stream_go_on() early, where the
+// kernel after it may take its place likewise.
+static inline cudaLaunchAttribute early_launch() {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  return early;
+}
+
+// Launches a kernel, so or as any other.
 template <typename... Params, typename... Args>
 static inline void launch_kernel(bool early, cudaStream_t stream, dim3 grid, int threads,
                                  void (*kernel)(Params...), Args &&...args) {
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute overlap = early_launch();
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3((unsigned)threads);
@@ -179,7 +185,7 @@ static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], b
 // --- sums --------------------------------------------------------------------------------------------------
 
 // Butterflies: every lane gets the same bits.
-static __device__ __forceinline__ float warp_sum(float x) {
+template <typename T> static __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
   return x;

@@ -67,8 +67,7 @@ static cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], in
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = CLUSTER;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization; // see launch_kernel
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1] = early_launch();
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((unsigned)blocks);
   config.blockDim = dim3(THREADS);

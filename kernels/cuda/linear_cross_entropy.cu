@@ -16,7 +16,7 @@
 // already, because r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are
 // any: the kernel that settles the sums looks at them and, as a rule, leaves.
 //
-// On sm_90 the kernels here are launched early (launch_kernel), so that in small chunks launches do not add
+// On sm_90 the kernels here are launched early (early_launch), so that in small chunks launches do not add
 // up.
 //
 // Traffic for a chunk of C rows, besides the products' own: 8 C V bytes through L2, 2 C V bytes to memory.
@@ -182,8 +182,7 @@ static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_consta
     double sum = lane == 0 && a.sum ? a.sum[row] : 0;
 #pragma unroll 8
     for (int i = lane; i < a.across; i += 32) sum += (double)a.parts[row * a.across + i];
-#pragma unroll
-    for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    sum = warp_sum(sum);
     if (lane) continue;
     a.row_sum[row] = (float)sum;
     a.target_e[row] = 1;
@@ -238,17 +237,16 @@ template <typename T>
 static void settle(Backend *backend, const Settling<T> &a, int64_t most_blocks, bool dots_align) {
   with_bool(dots_align, [&](auto wide) {
     constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-    cudaLaunchAttribute cooperative[2] = {};
-    cooperative[0].id = cudaLaunchAttributeCooperative;
-    cooperative[0].val.cooperative = 1;
-    cooperative[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    cooperative[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeCooperative;
+    attributes[0].val.cooperative = 1;
+    attributes[1] = early_launch();
     cudaLaunchConfig_t config = {};
     // As many as surely run at the same time, and whose sums there is room for.
     config.gridDim = dim3((unsigned)cuda_min(cuda_state(backend)->multiprocessors, most_blocks));
     config.blockDim = dim3(1024);
     config.stream = cuda_stream(backend);
-    config.attrs = cooperative;
+    config.attrs = attributes;
     config.numAttrs = hopper_runs(backend) ? 2 : 1;
     cuda_check(cudaLaunchKernelEx(&config, settle_kernel<T, W>, a), "settling the rows' sums");
   });
