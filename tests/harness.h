@@ -29,6 +29,13 @@ void harness_close(Harness *h);
 // Joins the ranks of the job (ranks_begin); each has the GPU of its number on the machine.
 void harness_join_ranks(Harness *h);
 
+// Whether LCE_SMALL_SHAPES asks for small shapes alone: under a sanitizer, which slows kernels a
+// thousandfold.
+bool small_shapes(void);
+// A main's result where nothing can be tested: one test by the name of `group`, skipped, after a line that
+// says that `what` is not tested, and why.
+int skip_all(const char *group, const char *what, const char *why);
+
 // --- values and tensors ------------------------------------------------------------------------------------
 
 double *host_values(Harness *h, int64_t count);                 // zeros

@@ -88,20 +88,11 @@ const char *pair_backend(void) {
   return backend_name;
 }
 
-static void test_nothing(void **state) {
-  (void)state;
-  skip();
-}
-
 int pair_main(const struct CMUnitTest *tests, size_t test_count, int count, char **arguments) {
   if (count > 1) cmocka_set_test_filter(arguments[1]);
   const char *reason = NULL;
   Backend *probe = cuda_backend_create(0, DTYPE_BF16, &reason);
-  if (!probe) {
-    print_message("the CUDA backend is not tested: %s\n", reason);
-    const struct CMUnitTest no_tests[] = {cmocka_unit_test(test_nothing)};
-    return cmocka_run_group_tests_name("cuda", no_tests, NULL, NULL);
-  }
+  if (!probe) return skip_all("cuda", "the CUDA backend", reason);
   backend_destroy(probe);
   int failures = 0;
   const char *const names[] = {"cuda-fp32", "cuda"};

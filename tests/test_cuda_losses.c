@@ -69,11 +69,6 @@ static double relative_error(Pair *p, Both b) {
   return difference > 0 ? sqrt(difference / size) : 0;
 }
 
-// Asked for under a sanitizer that slows kernels a thousandfold.
-static bool small_shapes(void) {
-  return getenv("LCE_SMALL_SHAPES") != NULL;
-}
-
 static void layer_case(Pair *p, LayerShape l, LceMode mode) {
   Dtype real = p->cuda->dtype;
   int32_t *ids = random_ids(p->cuda, l.rows, l.vocab), *counted = random_ids(p->cuda, l.rows, 1), count = 0;

@@ -14,6 +14,7 @@
 
 #include "base/random.h"
 #include "data/corpus.h"
+#include "tests/harness.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/trainer.h"
@@ -245,19 +246,10 @@ static void test_ledger_agrees_with_the_device(void **state) {
   }
 }
 
-static void test_nothing(void **state) {
-  (void)state;
-  skip();
-}
-
 int main(void) {
   const char *reason = NULL;
   Backend *backend = cuda_backend_create(0, DTYPE_BF16, &reason);
-  if (!backend) {
-    print_message("training on CUDA is not tested: %s\n", reason);
-    const struct CMUnitTest no_tests[] = {cmocka_unit_test(test_nothing)};
-    return cmocka_run_group_tests_name("cuda training", no_tests, NULL, NULL);
-  }
+  if (!backend) return skip_all("cuda training", "training on CUDA", reason);
   backend_destroy(backend);
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_step_fp32),
