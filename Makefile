@@ -206,20 +206,21 @@ endif
 
 endif # SEARCH
 
-# --- Sources, by room ---------------------------------------------------------------------------------------
+# --- Sources, by directory --------------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still says how much scratch its operations need, for the plan.
-SOURCES  := $(wildcard base/*.c ranks/*.c kernels/*.c kernels/cpu/*.c model/*.c data/*.c checkpoint/*.c trainer/*.c plot/*.c curves/*.c library/*.c) $(if $(HAVE_CUDA),\
+SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels/cpu kernels/ranks model model/checkpoint \
+	tools/curves tools/plot trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 # What liblce.so is made of; the archive leaves out what it does not need.
 ifeq ($(VARIANT),library)
-  SOURCES := $(filter base/% kernels/% ranks/% library/%,$(SOURCES))
+  SOURCES := $(filter base/% kernels/%,$(SOURCES))
 endif
 PROGRAMS := $(wildcard train.c tools/*.c) $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
-TESTS    := $(wildcard tests/test_*.c)
-HELPERS  := $(filter-out $(TESTS),$(wildcard tests/*.c))
-FUZZERS  := $(wildcard fuzz/*.c)
+TESTS    := $(wildcard tests/*/test_*.c)
+HELPERS  := $(wildcard tests/*.c)
+FUZZERS  := $(wildcard tests/fuzz/*.c)
 
 ifneq ($(SEARCH),)
   SOURCES_CHANGED := $(call remember,sources,$(SOURCES))
@@ -248,7 +249,7 @@ $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@echo "  nvcc  $<"
 	$(Q)$(NVCC) $(ALL_CPPFLAGS) $(ALL_CUFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
-# Made anew, so that the object of a source that is gone goes too; q keeps equal names from two rooms apart.
+# Made anew, so that the object of a source that is gone goes too; q keeps equal names from two directories apart.
 $(LIBRARY): $(call objects,$(SOURCES)) $(BUILD)/sources
 	@echo "  ar    $@"
 	@rm -f $@
@@ -279,7 +280,7 @@ liblce.so:
 
 build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
-	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/library/lce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
+	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/kernels/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
 
 -include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
@@ -294,10 +295,10 @@ build-and-run: $(BIN)train
 	./$< $(RUN_ARGS)
 
 build-and-test: all tests
-	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v python3),$(wildcard tests/test_*.py))
+	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v python3),$(wildcard tests/*/test_*.py))
 
 # Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; what it
-# learns and finds stays in build/fuzz/fuzz.
+# learns and finds stays in build/fuzz/tests/fuzz.
 FUZZ_SECONDS ?= 20
 fuzz:
 	@$(MAKE) VARIANT=fuzz build-and-fuzz
@@ -307,7 +308,7 @@ build-and-fuzz: $(FUZZ_PROGRAMS:%=run-%)
 $(FUZZ_PROGRAMS:%=run-%): run-%: %
 	@mkdir -p $<.corpus
 	@OMP_NUM_THREADS=1 ./$< -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -timeout=10 -print_final_stats=1 \
-	  -artifact_prefix=$<. $<.corpus $(wildcard fuzz/seeds/$(<:$(BUILD)/fuzz/fuzz_%=%)) >$<.log 2>&1 || \
+	  -artifact_prefix=$<. $<.corpus $(wildcard tests/fuzz/seeds/$(<:$(BUILD)/tests/fuzz/fuzz_%=%)) >$<.log 2>&1 || \
 	  { tail -n 60 $<.log; exit 1; }
 	@echo "  fuzz  $(<F): $$(sed -n 's/^stat::number_of_executed_units: *//p' $<.log) inputs in $(FUZZ_SECONDS) s, clean"
 
@@ -355,7 +356,7 @@ help:
 
 #: make                 builds ./train and the programs of tools/, and says what was found on this machine
 #: make tests           builds the test programs
-#: make liblce.so       the last layer behind a C interface (library/lce.h), for any language
+#: make liblce.so       the last layer behind a C interface (kernels/liblce.h), for any language
 #: make run             installs what is missing, builds, trains the demonstration; RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, runs every test
 #: make fuzz            feeds the readers of files random bytes, FUZZ_SECONDS=20 for each (clang)

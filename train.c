@@ -11,9 +11,9 @@
 
 #include "base/fail.h"
 #include "base/text.h"
-#include "checkpoint/checkpoint.h"
 #include "data/corpus.h"
-#include "ranks/ranks.h"
+#include "kernels/ranks/ranks.h"
+#include "model/checkpoint/checkpoint.h"
 #include "trainer/evaluate.h"
 #include "trainer/log.h"
 #include "trainer/machine.h"

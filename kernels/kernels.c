@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "base/fail.h"
-#include "ranks/ranks.h"
+#include "kernels/ranks/ranks.h"
 
 // --- what is checked ---------------------------------------------------------------------------------------
 

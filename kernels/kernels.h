@@ -17,8 +17,8 @@
 // size, C rows of a chunk. "real" is fp32 or bf16, the same within one call unless said otherwise. Gradients
 // of weights are written when `accumulate` is false and added to when it is true; they may be fp32 beside
 // bf16 operands. Sums run in fp32 or wider everywhere.
-#ifndef LCE_KERNELS_H
-#define LCE_KERNELS_H
+#ifndef LCE_KERNELS_KERNELS_H
+#define LCE_KERNELS_KERNELS_H
 
 #include "kernels/memory.h"
 #include "kernels/tensor.h"
@@ -653,7 +653,7 @@ Backend *cpu_backend_create(bool plain_products);
 // The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
 // device or the program was built without CUDA; *reason then says why (a literal or static text).
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
-// Makes the backend this process's part of a job of several ranks (ranks/ranks.h), through MPI or NCCL. Call
+// Makes the backend this process's part of a job of several ranks (kernels/ranks/ranks.h), through MPI or NCCL. Call
 // it on all ranks at once; with one rank it does nothing. Fails in a sentence when the ranks cannot talk.
 void cpu_backend_join_ranks(Backend *backend);
 void cuda_backend_join_ranks(Backend *backend);

@@ -6,8 +6,8 @@
 
 #include "base/fail.h"
 #include "base/random.h"
+#include "kernels/ranks/ranks.h"
 #include "model/shards.h"
-#include "ranks/ranks.h"
 
 // A Param that spans `count` tensors of the table from `first` on.
 struct ParameterView {

@@ -15,7 +15,7 @@
 #undef fail // cmocka's; the program's own takes a sentence
 #include "base/fail.h"
 #include "base/random.h"
-#include "ranks/ranks.h"
+#include "kernels/ranks/ranks.h"
 
 #define TEST_FAILS(...) (print_error(__VA_ARGS__), print_error("\n"), _fail(__FILE__, __LINE__))
 

@@ -23,8 +23,8 @@
 
 #include "base/fail.h"
 #include "base/text.h"
-#include "curves/layer.h"
-#include "ranks/ranks.h"
+#include "kernels/ranks/ranks.h"
+#include "tools/curves/layer.h"
 #include "trainer/speed.h"
 
 enum { CHUNKS_MOST = 8, ROUNDS_MOST = 99 };

@@ -20,8 +20,8 @@
 
 #include "base/fail.h"
 #include "base/text.h"
-#include "checkpoint/files.h"
-#include "checkpoint/json.h"
+#include "model/checkpoint/files.h"
+#include "model/checkpoint/json.h"
 
 enum { MOST_WORDS = 256 };
 

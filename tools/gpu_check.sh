@@ -45,28 +45,28 @@ make -s all tests >"$OUT/build.log" 2>&1 ||
   { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
 
 if wants tests; then
-  for program in build/release/tests/test_{cuda*,kernels,last_layer,loss*,gradient_filter,accuracy,golden,generate}; do
+  for program in build/release/tests/{kernels/test_{cuda*,kernels,last_layer,loss*,gradient_filter,accuracy},trainer/test_cuda*,model/test_{golden,generate}}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
   # The last layer as a GPU before Hopper computes it.
   for program in test_{cuda,cuda_losses,last_layer,loss_terms,gradient_filter,loss_golden}; do
-    LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
+    LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/kernels/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
   done
   # Builds liblce.so with CUDA before it runs.
-  run test_library.py 570 tests/run tests/test_library.py && row test_library.py "$(tail -n 1 "$OUT/test_library.py.log")"
+  run test_library.py 570 tests/run tests/kernels/test_library.py && row test_library.py "$(tail -n 1 "$OUT/test_library.py.log")"
 fi
 
 if wants sanitizer; then
   for program in test_cuda test_cuda_losses test_cuda_attention test_loss_terms test_gradient_filter; do
-    LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run "$program-memcheck" 200 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/$program" &&
+    LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run "$program-memcheck" 200 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/kernels/$program" &&
       row "$program under memcheck" "$(grep 'ERROR SUMMARY' "$OUT/$program-memcheck.log" | tail -n 1 | sed 's/=* *//')"
   done
   # racecheck does not know mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
   # are left out here, and to the comparisons with the CPU; cuBLASLt's (nvjet) are reported and counted apart.
   for program in test_cuda test_cuda_losses; do
     log="$OUT/$program-racecheck.log"
-    LCE_HOPPER=0 LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 timeout --kill-after=10 240 compute-sanitizer --tool racecheck "build/release/tests/$program" >"$log" 2>&1
+    LCE_HOPPER=0 LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 timeout --kill-after=10 240 compute-sanitizer --tool racecheck "build/release/tests/kernels/$program" >"$log" 2>&1
     passed=$(grep -c '^\[  PASSED' "$log")
     all=$(grep -c 'Race reported' "$log")
     ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
@@ -105,9 +105,9 @@ fi
 if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 run test_ranks 570 tests/run build/release/tests/test_ranks &&
+  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 run test_ranks 570 tests/run build/release/tests/trainer/test_ranks &&
     row "test_ranks on $ranks GPUs" "$(tail -n 1 "$OUT/test_ranks.log")"
-  LCE_GPU_RANKS=$ranks run test_vocabulary_parallel 200 tests/run build/release/tests/test_vocabulary_parallel &&
+  LCE_GPU_RANKS=$ranks run test_vocabulary_parallel 200 tests/run build/release/tests/kernels/test_vocabulary_parallel &&
     row "test_vocabulary_parallel on $ranks GPUs" "$(tail -n 1 "$OUT/test_vocabulary_parallel.log")"
   run split 150 tools/launch "$ranks" tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256 --chunk 4096,2048,1024 &&
     while read -r text; do row "layer, N 16384 H 4096 V 128256 a GPU" "$text"; done < <(sed -n 's/^  \(fused\|split\)/\1/p' "$OUT/split.log")

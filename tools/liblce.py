@@ -1,4 +1,4 @@
-"""liblce.so for Python: the structs of library/lce.h in ctypes, and a context that takes tensors.
+"""liblce.so for Python: the structs of kernels/liblce.h in ctypes, and a context that takes tensors.
 
   layer = liblce.Layer("liblce.so", "cuda", "bf16")
   layer(x, weight, y, loss, dx=dx, dweight=dw, scale=1, mean=1)      # PyTorch's tensors, on PyTorch's stream

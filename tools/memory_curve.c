@@ -7,7 +7,7 @@
 //   tools/memory_curve --timeline --model llama-8b --seq-len 32768 --batch 1 --plan-only --device cuda
 //   tools/memory_curve --recipe gemma2-2b
 //
-// curves/point.c measures a point, curves/pictures.c draws, curves/recipes.c holds the published experiments.
+// tools/curves/point.c measures a point, tools/curves/pictures.c draws, tools/curves/recipes.c holds the published experiments.
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,8 +16,8 @@
 
 #include "base/fail.h"
 #include "base/text.h"
-#include "curves/pictures.h"
-#include "curves/run.h"
+#include "tools/curves/pictures.h"
+#include "tools/curves/run.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/speed.h"

@@ -12,7 +12,7 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "plot/chart.h"
+#include "tools/plot/chart.h"
 
 enum { RUNS_MOST = 8, DRAWN_MOST = 800, FIGURES = 5 };
 

@@ -6,7 +6,7 @@
 
 #include "base/fail.h"
 #include "kernels/cuda/attention.h"
-#include "ranks/ranks.h"
+#include "kernels/ranks/ranks.h"
 
 // The GPU of this rank: one each, in the order of the ranks on this machine. Slurm may show each rank its own
 // alone.

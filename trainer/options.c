@@ -7,9 +7,9 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "checkpoint/hf_config.h"
 #include "data/source.h"
-#include "ranks/ranks.h"
+#include "kernels/ranks/ranks.h"
+#include "model/checkpoint/hf_config.h"
 #include "trainer/plan.h"
 #include "trainer/resume.h"
 

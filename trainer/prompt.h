@@ -3,7 +3,7 @@
 #define LCE_TRAINER_PROMPT_H
 
 #include "data/source.h"
-#include "data/tokenizer.h"
+#include "data/tokenizer/tokenizer.h"
 #include "trainer/options.h"
 
 typedef struct {

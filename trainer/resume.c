@@ -6,9 +6,9 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/files.h"
-#include "checkpoint/json.h"
+#include "model/checkpoint/checkpoint.h"
+#include "model/checkpoint/files.h"
+#include "model/checkpoint/json.h"
 
 // --- finding -----------------------------------------------------------------------------------------------
 

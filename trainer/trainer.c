@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "base/fail.h"
-#include "checkpoint/checkpoint.h"
+#include "model/checkpoint/checkpoint.h"
 #include "model/generate.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"

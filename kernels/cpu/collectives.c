@@ -14,8 +14,8 @@
 #include "base/copy.h"
 #include "base/fail.h"
 #include "kernels/cpu/cpu.h"
-#include "ranks/mpi.h"
-#include "ranks/ranks.h"
+#include "kernels/ranks/mpi.h"
+#include "kernels/ranks/ranks.h"
 
 // Of one rank every collective is a copy, or a sum with what is there.
 static void alone(const Collective *a) {

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 
 #include "kernels/cuda/cuda_common.cuh"
-#include "ranks/ranks.h"
+#include "kernels/ranks/ranks.h"
 
 // out[i] += x[i].
 template <typename T> static __global__ void add_kernel(T *out, const T *x, int64_t count) {

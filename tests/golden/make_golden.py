@@ -154,7 +154,7 @@ def root_mean_square(errors):
 
 
 def print_spread(name, errors):
-    """Each pass in bf16 against all others, which is what tests/test_golden.c asks of ours."""
+    """Each pass in bf16 against all others, which is what tests/model/test_golden.c asks of ours."""
     e = torch.stack(list(errors.values()), 1)  # [DRAWS, tensors, 2]
     ratios = e / ((e.square().sum(0) - e.square()) / (DRAWS - 1)).sqrt()
     worst, whole = ratios.flatten(1).max(1).values, root_mean_square(ratios[:, :, 0].T)

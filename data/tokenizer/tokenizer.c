@@ -1,0 +1,574 @@
+#include "data/tokenizer/tokenizer.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "base/fail.h"
+#include "data/tokenizer/bpe.h"
+#include "data/tokenizer/byte_tokenizer.h"
+#include "data/tokenizer/split.h"
+
+enum {
+  LARGEST_ID = 1 << 22, // of a sane tokenizer; what a damaged file asks for stays within memory
+  BYTES = 256,
+  ALPHABET = 324,        // characters that stand for bytes: below this
+  LONGEST_TEXT = 1 << 30 // bytes encoded at a time
+};
+
+typedef struct {
+  char *bytes; // what the token stands for; NULL: no token has this id
+  int64_t length;
+} Token;
+
+// A token that is looked for in the text itself, before anything else.
+typedef struct {
+  char *text;
+  int64_t length;
+  int32_t id;
+} AddedToken;
+
+typedef struct {
+  int32_t *ids;
+  int64_t count, capacity;
+} Ids;
+
+struct Tokenizer {
+  int16_t byte_of[ALPHABET]; // the byte that a character stands for, or -1
+  Token *tokens;
+  int64_t size;
+  AddedToken *added;
+  int64_t added_count;
+  Ids before, after; // what stands around every text
+  // encoding
+  int32_t byte_ids[BYTES]; // the token of a single byte, or -1
+  BpeMerges merges;
+  int32_t *by_bytes; // hash table of ids, open addressing by the tokens' bytes; -1: empty
+  uint64_t by_bytes_mask;
+  bool whole_words; // a piece that is a token is taken whole, without asking how it was learned
+  bool space_first; // a space is put before a text that begins without one
+  Splitter splitter;
+  bool encodes;
+  Reason cannot_encode;
+};
+
+static void *allocate(size_t count, size_t size) {
+  void *memory = calloc(count ? count : 1, size);
+  if (!memory) fail("out of memory for a tokenizer");
+  return memory;
+}
+
+// --- bytes as characters -----------------------------------------------------------------------------------
+
+// The vocabulary is JSON text, so each byte has a printable character: printable Latin-1 stands for itself,
+// the other 68 bytes take U+0100 and up in their order. (The map is GPT-2's bytes_to_unicode.)
+static bool stands_for_itself(int byte) {
+  return (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte != 0xAD);
+}
+
+static void fill_alphabet(int16_t byte_of[ALPHABET]) {
+  for (int character = 0; character < ALPHABET; character++) byte_of[character] = -1;
+  for (int byte = 0, others = 0; byte < BYTES; byte++)
+    byte_of[stands_for_itself(byte) ? byte : BYTES + others++] = (int16_t)byte;
+}
+
+// Decodes one character; those of the alphabet have one byte or two, and longer ones come out as UINT32_MAX.
+static const char *next_character(const char *text, uint32_t *character) {
+  const unsigned char *t = (const unsigned char *)text;
+  if (t[0] < 0x80) {
+    *character = t[0];
+    return text + 1;
+  }
+  *character = t[0] >= 0xC0 && t[0] < 0xE0 && (t[1] & 0xC0) == 0x80 ? (t[0] & 0x1Fu) << 6 | (t[1] & 0x3Fu)
+                                                                    : UINT32_MAX;
+  return *character == UINT32_MAX ? text + 1 : text + 2;
+}
+
+// The bytes of a token of the vocabulary. One with a character that is no byte stands for its own text.
+static Token read_token(const Tokenizer *t, const char *text) {
+  Token token = {.bytes = allocate(strlen(text) + 1, 1)};
+  for (const char *at = text; *at;) {
+    uint32_t character;
+    at = next_character(at, &character);
+    int byte = character < ALPHABET ? t->byte_of[character] : -1;
+    if (byte < 0) {
+      token.length = (int64_t)strlen(text);
+      memcpy(token.bytes, text, (size_t)token.length);
+      return token;
+    }
+    token.bytes[token.length++] = (char)byte;
+  }
+  return token;
+}
+
+// --- tokens by their bytes ---------------------------------------------------------------------------------
+
+static uint64_t hash_of(const char *bytes, int64_t length) {
+  uint64_t hash = 0xCBF29CE484222325u; // FNV-1a
+  for (int64_t i = 0; i < length; i++) hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001B3u;
+  return hash ^ hash >> 29;
+}
+
+static int32_t *slot_of(const Tokenizer *t, const char *bytes, int64_t length) {
+  for (uint64_t i = hash_of(bytes, length);; i++) {
+    int32_t *slot = &t->by_bytes[i & t->by_bytes_mask];
+    if (*slot < 0) return slot;
+    const Token *token = &t->tokens[*slot];
+    if (token->length == length && memcmp(token->bytes, bytes, (size_t)length) == 0) return slot;
+  }
+}
+
+// --- reading the file --------------------------------------------------------------------------------------
+
+static const cJSON *member(const cJSON *object, const char *name) {
+  const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
+  return item && !cJSON_IsNull(item) ? item : NULL;
+}
+
+static bool is_type(const cJSON *object, const char *type) {
+  const cJSON *item = member(object, "type");
+  return cJSON_IsString(item) && strcmp(item->valuestring, type) == 0;
+}
+
+static bool is_true(const cJSON *object, const char *name, bool otherwise) {
+  const cJSON *item = member(object, name);
+  return item ? cJSON_IsTrue(item) : otherwise;
+}
+
+static bool read_id(const cJSON *item, int64_t *id) {
+  double value = cJSON_IsNumber(item) ? item->valuedouble : -1;
+  *id = value >= 0 && value <= LARGEST_ID && value == floor(value) ? (int64_t)value : -1;
+  return *id >= 0;
+}
+
+static void put_token(Tokenizer *t, int64_t id, const char *text) {
+  free(t->tokens[id].bytes);
+  t->tokens[id] = read_token(t, text);
+}
+
+// Sizes the table by a first walk, then fills it.
+static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, const cJSON *added, Reason *reason) {
+  const cJSON *item;
+  int64_t id, count = 0;
+  cJSON_ArrayForEach(item, vocab) {
+    if (!read_id(item, &id))
+      return refuse(reason, "the id of a token is not a whole number up to %d", LARGEST_ID);
+    if (id >= t->size) t->size = id + 1;
+    count++;
+  }
+  cJSON_ArrayForEach(item, added) {
+    if (!read_id(member(item, "id"), &id) || !cJSON_IsString(member(item, "content")))
+      return refuse(reason, "an added token has no id or no content");
+    if (id >= t->size) t->size = id + 1;
+    t->added_count++;
+  }
+  if (count == 0) return refuse(reason, "its vocabulary is empty");
+  t->tokens = allocate((size_t)t->size, sizeof *t->tokens);
+  uint64_t slots = 16;
+  while (slots < 2 * (uint64_t)count) slots *= 2;
+  t->by_bytes = allocate(slots, sizeof *t->by_bytes);
+  t->by_bytes_mask = slots - 1;
+  for (uint64_t i = 0; i < slots; i++) t->by_bytes[i] = -1;
+  cJSON_ArrayForEach(item, vocab) {
+    read_id(item, &id);
+    if (t->tokens[id].bytes) return refuse(reason, "the id %lld belongs to two tokens", (long long)id);
+    put_token(t, id, item->string);
+    int32_t *slot = slot_of(t, t->tokens[id].bytes, t->tokens[id].length);
+    if (*slot < 0) *slot = (int32_t)id;
+  }
+  for (int byte = 0; byte < BYTES; byte++) t->byte_ids[byte] = *slot_of(t, (const char[]){(char)byte}, 1);
+  return true;
+}
+
+// Added tokens that look at what stands around them are nothing that language models use.
+static void read_added_tokens(Tokenizer *t, const cJSON *added) {
+  t->added = allocate((size_t)t->added_count, sizeof *t->added);
+  const cJSON *item;
+  int64_t i = 0;
+  cJSON_ArrayForEach(item, added) {
+    int64_t id;
+    const char *text = member(item, "content")->valuestring;
+    read_id(member(item, "id"), &id);
+    put_token(t, id, text);
+    t->added[i].text = strdup(text);
+    if (!t->added[i].text) fail("out of memory for a tokenizer");
+    t->added[i].length = (int64_t)strlen(text);
+    t->added[i++].id = (int32_t)id;
+    if (t->encodes && (is_true(item, "lstrip", false) || is_true(item, "rstrip", false) ||
+                       is_true(item, "single_word", false)))
+      t->encodes =
+          refuse(&t->cannot_encode, "the added token \"%s\" has lstrip, rstrip or single_word", text);
+  }
+}
+
+// "a b", or ["a", "b"] as newer files have it.
+static bool read_merge(const Tokenizer *t, const cJSON *item, Token *left, Token *right) {
+  if (cJSON_IsArray(item) && cJSON_GetArraySize(item) == 2) {
+    const cJSON *a = item->child, *b = a->next;
+    if (!cJSON_IsString(a) || !cJSON_IsString(b)) return false;
+    *left = read_token(t, a->valuestring);
+    *right = read_token(t, b->valuestring);
+    return true;
+  }
+  const char *space = cJSON_IsString(item) ? strchr(item->valuestring, ' ') : NULL;
+  if (!space) return false;
+  char *first = strndup(item->valuestring, (size_t)(space - item->valuestring));
+  if (!first) fail("out of memory for a tokenizer");
+  *left = read_token(t, first);
+  *right = read_token(t, space + 1);
+  free(first);
+  return true;
+}
+
+static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
+  int64_t count = 0;
+  const cJSON *item;
+  cJSON_ArrayForEach(item, merges) count++;
+  t->merges = bpe_merges_create(count);
+  int32_t rank = 0;
+  cJSON_ArrayForEach(item, merges) {
+    Token left, right;
+    if (!read_merge(t, item, &left, &right)) return refuse(reason, "merge %d is no pair of tokens", rank);
+    Token both = {.bytes = allocate((size_t)(left.length + right.length) + 1, 1),
+                  .length = left.length + right.length};
+    memcpy(both.bytes, left.bytes, (size_t)left.length);
+    memcpy(both.bytes + left.length, right.bytes, (size_t)right.length);
+    int32_t a = *slot_of(t, left.bytes, left.length), b = *slot_of(t, right.bytes, right.length);
+    int32_t merged = *slot_of(t, both.bytes, both.length);
+    free(left.bytes);
+    free(right.bytes);
+    free(both.bytes);
+    if (a < 0 || b < 0 || merged < 0)
+      return refuse(reason, "merge %d names a token that the vocabulary lacks", rank);
+    bpe_merges_add(&t->merges, a, b, rank++, merged);
+  }
+  return true;
+}
+
+// How text is split: GPT-2's ByteLevel, or a sequence of Splits that ends in a ByteLevel, as Llama 3 has it.
+static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
+  Reason *reason = &t->cannot_encode;
+  if (is_type(step, "Sequence")) {
+    const cJSON *item;
+    cJSON_ArrayForEach(item, member(step, "pretokenizers")) {
+      if (!read_pre_tokenizer(t, item, false)) return false;
+    }
+    return true;
+  }
+  if (is_type(step, "ByteLevel")) {
+    t->space_first = is_true(step, "add_prefix_space", true);
+    if (t->space_first && !alone) return refuse(reason, "a ByteLevel step within a sequence adds a space");
+    return !is_true(step, "use_regex", true) || splitter_add(&t->splitter, split_gpt2, reason);
+  }
+  const cJSON *behavior = member(step, "behavior"), *expression = member(member(step, "pattern"), "Regex");
+  if (is_type(step, "Split") && cJSON_IsString(expression) && cJSON_IsString(behavior) &&
+      strcmp(behavior->valuestring, "Isolated") == 0 && !is_true(step, "invert", false))
+    return splitter_add(&t->splitter, expression->valuestring, reason);
+  const cJSON *type = member(step, "type");
+  return refuse(reason, "its pre_tokenizer has a step of type %s that this program does not know",
+                cJSON_IsString(type) ? type->valuestring : "unknown");
+}
+
+static bool has_byte_level(const cJSON *step, const char *list) {
+  const cJSON *item;
+  if (is_type(step, "ByteLevel")) return true;
+  cJSON_ArrayForEach(item, member(step, list)) {
+    if (is_type(item, "ByteLevel")) return true;
+  }
+  return false;
+}
+
+static void append(Ids *ids, int32_t id) {
+  if (ids->count == ids->capacity) {
+    ids->capacity = ids->capacity ? 2 * ids->capacity : 16;
+    ids->ids = realloc(ids->ids, (size_t)ids->capacity * sizeof *ids->ids);
+    if (!ids->ids) fail("out of memory for %lld tokens", (long long)ids->capacity);
+  }
+  ids->ids[ids->count++] = id;
+}
+
+// A template: special tokens, the text ("A") somewhere among them.
+static bool read_template(Tokenizer *t, const cJSON *template) {
+  const cJSON *item;
+  Ids *into = &t->before;
+  cJSON_ArrayForEach(item, member(template, "single")) {
+    const cJSON *special = member(item, "SpecialToken"), *name = member(special, "id"), *id;
+    if (!special) {
+      into = &t->after;
+      continue;
+    }
+    const cJSON *known =
+        cJSON_IsString(name) ? member(member(template, "special_tokens"), name->valuestring) : NULL;
+    if (!known)
+      return refuse(&t->cannot_encode, "its template names a special token that it does not explain");
+    cJSON_ArrayForEach(id, member(known, "ids")) {
+      int64_t value;
+      if (!read_id(id, &value) || value >= t->size)
+        return refuse(&t->cannot_encode, "a special token of its template has no id");
+      append(into, (int32_t)value);
+    }
+  }
+  return true;
+}
+
+static bool read_post_processor(Tokenizer *t, const cJSON *step) {
+  const cJSON *item;
+  if (!step || is_type(step, "ByteLevel")) return true; // about offsets, not about ids
+  if (is_type(step, "TemplateProcessing")) return read_template(t, step);
+  if (!is_type(step, "Sequence"))
+    return refuse(&t->cannot_encode, "its post_processor is of a type that this program does not know");
+  cJSON_ArrayForEach(item, member(step, "processors")) {
+    if (!read_post_processor(t, item)) return false;
+  }
+  return true;
+}
+
+// What only encoding needs. False leaves the reason in cannot_encode.
+static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
+  Reason *reason = &t->cannot_encode;
+  const cJSON *pre = member(root, "pre_tokenizer"), *dropout = member(model, "dropout");
+  if (member(root, "normalizer"))
+    return refuse(reason, "it has a normalizer, which this program does not apply");
+  if (!has_byte_level(pre, "pretokenizers")) return refuse(reason, "its pre_tokenizer has no ByteLevel step");
+  if (dropout && dropout->valuedouble != 0) return refuse(reason, "its merges are dropped at random");
+  for (int byte = 0; byte < BYTES; byte++)
+    if (t->byte_ids[byte] < 0) return refuse(reason, "its vocabulary has no token for byte %d", byte);
+  t->whole_words = is_true(model, "ignore_merges", false);
+  return read_pre_tokenizer(t, pre, true) && read_post_processor(t, member(root, "post_processor"));
+}
+
+static bool is_empty_text(const cJSON *item) {
+  return !item || (cJSON_IsString(item) && !*item->valuestring);
+}
+
+static bool read_root(Tokenizer *t, const cJSON *root, Reason *reason) {
+  const cJSON *model = member(root, "model"), *type = member(model, "type");
+  const cJSON *vocab = member(model, "vocab"), *merges = member(model, "merges"),
+              *decoder = member(root, "decoder");
+  const cJSON *added = member(root, "added_tokens");
+  if (type && !is_type(model, "BPE"))
+    return refuse(reason, "its model is %s and not BPE",
+                  cJSON_IsString(type) ? type->valuestring : "unknown");
+  if (!cJSON_IsObject(vocab) || !cJSON_IsArray(merges))
+    return refuse(reason, "its model has no vocab or no merges");
+  if (is_true(model, "byte_fallback", false) || !is_empty_text(member(model, "continuing_subword_prefix")) ||
+      !is_empty_text(member(model, "end_of_word_suffix")) ||
+      (decoder && !has_byte_level(decoder, "decoders")))
+    return refuse(reason, "it is no byte-level BPE as GPT-2 and Llama 3 have it");
+  t->encodes = true;
+  if (!read_vocabulary(t, vocab, added, reason) || !read_merges(t, merges, reason)) return false;
+  read_added_tokens(t, added);
+  t->encodes = t->encodes && read_encoding(t, root, model);
+  return true;
+}
+
+// --- opening -----------------------------------------------------------------------------------------------
+
+// cJSON looks for a terminator where it looks past the end, so it gets a copy that has one.
+static cJSON *parse_json(const char *text, size_t length) {
+  char *copy = malloc(length + 1);
+  if (!copy) fail("out of memory for a tokenizer of %zu bytes", length);
+  memcpy(copy, text, length);
+  copy[length] = 0;
+  cJSON *root = cJSON_ParseWithLength(copy, length + 1);
+  free(copy);
+  return root;
+}
+
+Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason) {
+  cJSON *root = parse_json(text, length);
+  if (!cJSON_IsObject(root)) {
+    cJSON_Delete(root);
+    refuse(reason, "it is no JSON object");
+    return NULL;
+  }
+  Tokenizer *t = allocate(1, sizeof *t);
+  fill_alphabet(t->byte_of);
+  bool good = read_root(t, root, reason);
+  cJSON_Delete(root);
+  if (good) return t;
+  tokenizer_close(t);
+  return NULL;
+}
+
+static char *read_file(const char *path, size_t *length) {
+  FILE *file = fopen(path, "rb");
+  if (!file) fail("cannot open the tokenizer %s: %s", path, strerror(errno));
+  long size = fseek(file, 0, SEEK_END) == 0 ? ftell(file) : -1;
+  if (size < 0) fail("cannot read the tokenizer %s: %s", path, strerror(errno));
+  rewind(file);
+  char *text = malloc((size_t)size + 1);
+  if (!text) fail("out of memory for the tokenizer %s", path);
+  *length = fread(text, 1, (size_t)size, file);
+  if (*length != (size_t)size) fail("cannot read the tokenizer %s: %s", path, strerror(errno));
+  fclose(file);
+  return text;
+}
+
+Tokenizer *tokenizer_open(const char *path) {
+  struct stat status;
+  char *inside = NULL;
+  if (stat(path, &status) == 0 && S_ISDIR(status.st_mode) && asprintf(&inside, "%s/tokenizer.json", path) < 0)
+    fail("out of memory for the path of the tokenizer in %s", path);
+  const char *name = inside ? inside : path;
+  size_t length;
+  char *text = read_file(name, &length);
+  Reason reason;
+  Tokenizer *tokenizer = tokenizer_parse(text, length, &reason);
+  if (!tokenizer) fail("%s is no tokenizer that this program can use: %s", name, reason.text);
+  free(text);
+  free(inside);
+  return tokenizer;
+}
+
+void tokenizer_close(Tokenizer *t) {
+  if (!t) return;
+  for (int64_t i = 0; t->tokens && i < t->size; i++) free(t->tokens[i].bytes);
+  for (int64_t i = 0; t->added && i < t->added_count; i++) free(t->added[i].text);
+  free(t->tokens);
+  free(t->added);
+  free(t->before.ids);
+  free(t->after.ids);
+  free(t->by_bytes);
+  bpe_merges_free(&t->merges);
+  splitter_free(&t->splitter);
+  free(t);
+}
+
+int64_t tokenizer_size(const Tokenizer *t) {
+  return t->size;
+}
+
+int32_t tokenizer_find(const Tokenizer *t, const char *added_text) {
+  for (int64_t i = 0; i < t->added_count; i++)
+    if (strcmp(t->added[i].text, added_text) == 0) return t->added[i].id;
+  return -1;
+}
+
+// --- encoding ----------------------------------------------------------------------------------------------
+
+typedef struct {
+  const Tokenizer *tokenizer;
+  Ids ids;
+} Encoding;
+
+static void encode_piece(void *context, const char *piece, int64_t length) {
+  Encoding *e = context;
+  const Tokenizer *t = e->tokenizer;
+  int32_t whole = t->whole_words ? *slot_of(t, piece, length) : -1;
+  if (whole >= 0) {
+    append(&e->ids, whole);
+    return;
+  }
+  int64_t first = e->ids.count;
+  for (int64_t i = 0; i < length; i++) append(&e->ids, t->byte_ids[(unsigned char)piece[i]]);
+  e->ids.count = first + bpe_merge(&t->merges, e->ids.ids + first, length);
+}
+
+// Text without added tokens.
+static bool encode_part(Encoding *e, const char *text, int64_t length, Reason *reason) {
+  char *spaced = NULL;
+  if (e->tokenizer->space_first && length > 0 && text[0] != ' ') {
+    spaced = allocate((size_t)length + 1, 1);
+    spaced[0] = ' ';
+    memcpy(spaced + 1, text, (size_t)length++);
+    text = spaced;
+  }
+  bool good = splitter_split(&e->tokenizer->splitter, text, length, encode_piece, e, reason);
+  free(spaced);
+  return good;
+}
+
+// The longest added token at the beginning of the text, or NULL.
+static const AddedToken *added_at(const Tokenizer *t, const char *text, int64_t length) {
+  const AddedToken *longest = NULL;
+  for (int64_t i = 0; i < t->added_count; i++) {
+    const AddedToken *a = &t->added[i];
+    if (a->length > 0 && a->length <= length && (!longest || a->length > longest->length) &&
+        memcmp(a->text, text, (size_t)a->length) == 0)
+      longest = a;
+  }
+  return longest;
+}
+
+// The text with its added tokens.
+static bool encode_text(Encoding *e, const char *text, int64_t length, Reason *reason) {
+  int64_t done = 0;
+  for (int64_t at = 0; at < length;) {
+    const AddedToken *added = added_at(e->tokenizer, text + at, length - at);
+    if (!added) {
+      at++;
+      continue;
+    }
+    if (!encode_part(e, text + done, at - done, reason)) return false;
+    append(&e->ids, added->id);
+    done = at += added->length;
+  }
+  return encode_part(e, text + done, length - done, reason);
+}
+
+int32_t *tokenizer_try_encode(const Tokenizer *t, const char *text, int64_t length, bool special,
+                              int64_t *count, Reason *reason) {
+  if (!t->encodes) {
+    refuse(reason, "the tokenizer can decode, but not encode: %s", t->cannot_encode.text);
+    return NULL;
+  }
+  if (length > LONGEST_TEXT) {
+    refuse(reason, "a text of %lld bytes is too long to be encoded at once", (long long)length);
+    return NULL;
+  }
+  Encoding e = {.tokenizer = t, .ids = {.ids = allocate(16, sizeof *e.ids.ids), .capacity = 16}};
+  for (int64_t i = 0; special && i < t->before.count; i++) append(&e.ids, t->before.ids[i]);
+  if (!encode_text(&e, text, length, reason)) {
+    free(e.ids.ids);
+    return NULL;
+  }
+  for (int64_t i = 0; special && i < t->after.count; i++) append(&e.ids, t->after.ids[i]);
+  *count = e.ids.count;
+  return e.ids.ids;
+}
+
+int32_t *tokenizer_encode(const Tokenizer *t, const char *text, int64_t length, bool special,
+                          int64_t *count) {
+  Reason reason;
+  int32_t *ids = tokenizer_try_encode(t, text, length, special, count, &reason);
+  if (!ids) fail("cannot make tokens of a text: %s", reason.text);
+  return ids;
+}
+
+// --- decoding ----------------------------------------------------------------------------------------------
+
+char *tokenizer_decode(const Tokenizer *t, const int32_t *ids, int64_t count, int64_t *length) {
+  static char replacement[] = "\xEF\xBF\xBD";
+  const Token unknown = {.bytes = replacement, .length = 3};
+  int64_t total = 0;
+  for (int pass = 0;; pass++) {
+    char *out = pass ? allocate((size_t)total + 1, 1) : NULL;
+    int64_t at = 0;
+    for (int64_t i = 0; i < count; i++) {
+      bool known = ids[i] >= 0 && ids[i] < t->size && t->tokens[ids[i]].bytes;
+      const Token *token = known ? &t->tokens[ids[i]] : &unknown;
+      if (out) memcpy(out + at, token->bytes, (size_t)token->length);
+      at += token->length;
+    }
+    total = at;
+    if (!out) continue;
+    *length = total;
+    return out;
+  }
+}
+
+char *tokenizer_show(const Tokenizer *t, const int32_t *ids, int64_t count) {
+  int64_t length;
+  char *bytes = tokenizer_decode(t, ids, count, &length);
+  int32_t *as_tokens = allocate((size_t)length, sizeof *as_tokens);
+  byte_encode(bytes, length, as_tokens);
+  char *shown = byte_decode(as_tokens, length);
+  free(as_tokens);
+  free(bytes);
+  return shown;
+}

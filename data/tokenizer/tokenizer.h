@@ -1,0 +1,46 @@
+// Text to token ids and back, by a Hugging Face tokenizer.json: the byte-level BPE of GPT-2, Llama 3 and
+// their kin (Radford et al. 2019; Sennrich et al. 2016).
+//
+// Decoding needs the vocabulary alone. Encoding takes three steps: added tokens ("<|endoftext|>") are cut out
+// of the text; regular expressions split the rest into pieces (PCRE2, when the program was built with it);
+// and within a piece the pair of tokens that was learned first is merged, again and again.
+#ifndef LCE_DATA_TOKENIZER_TOKENIZER_H
+#define LCE_DATA_TOKENIZER_TOKENIZER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/reason.h"
+
+typedef struct Tokenizer Tokenizer;
+
+// Opens a tokenizer.json, or the one in a directory. Fails naming the file when it is missing, damaged, or no
+// byte-level BPE. The caller closes it.
+Tokenizer *tokenizer_open(const char *path);
+void tokenizer_close(Tokenizer *tokenizer); // NULL is fine
+
+// The same from the file's text; NULL with a reason when it will not do.
+Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason);
+
+int64_t tokenizer_size(const Tokenizer *tokenizer);                         // the largest id + 1
+int32_t tokenizer_find(const Tokenizer *tokenizer, const char *added_text); // an added token's id, or -1
+
+// The ids of UTF-8 text; with `special` the tokens that the file puts around every text ("<|begin_of_text|>")
+// come too. The caller frees them; *count receives how many. Fails when the text is not UTF-8 or the file
+// asks for something this program does not do (then decoding still works).
+int32_t *tokenizer_encode(const Tokenizer *tokenizer, const char *text, int64_t length, bool special,
+                          int64_t *count);
+
+// The same, but NULL with a reason.
+int32_t *tokenizer_try_encode(const Tokenizer *tokenizer, const char *text, int64_t length, bool special,
+                              int64_t *count, Reason *reason);
+
+// The bytes of the tokens one after the other, a character perhaps cut in two at either end; an id that is
+// none shows as U+FFFD. The caller frees them; a terminator follows that *length does not count.
+char *tokenizer_decode(const Tokenizer *tokenizer, const int32_t *ids, int64_t count, int64_t *length);
+
+// The same as text that is safe to print on a terminal (see byte_decode).
+char *tokenizer_show(const Tokenizer *tokenizer, const int32_t *ids, int64_t count);
+
+#endif

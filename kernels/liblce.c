@@ -1,0 +1,338 @@
+#include "kernels/liblce.h"
+
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "base/text.h"
+#include "kernels/linear_cross_entropy.h"
+
+#define EXPORTED __attribute__((visibility("default")))
+
+struct lce_context {
+  Backend *backend;
+  Backend *plan; // of the call being checked: a call that is refused leaves it behind
+  bool queued;   // the call has begun to give the device work
+  size_t held_bytes;
+};
+
+// --- errors ------------------------------------------------------------------------------------------------
+// fail() ends a program; within a call, and in its thread alone, the sentence is kept and the call returns.
+
+static _Thread_local char last_error[2048];
+static _Thread_local jmp_buf caller;
+static _Thread_local FailHandler outside; // the thread's own handler, while a call has taken its place
+
+static void keep_sentence(const char *sentence) {
+  snprintf(last_error, sizeof last_error, "%s", sentence);
+  longjmp(caller, 1);
+}
+
+static void enter(void) {
+  outside = fail_set_thread_handler(keep_sentence);
+}
+
+static int leave(int status) {
+  fail_set_thread_handler(outside);
+  return status;
+}
+
+EXPORTED const char *lce_last_error(void) {
+  return last_error;
+}
+
+// --- contexts ----------------------------------------------------------------------------------------------
+
+static Backend *open_backend(const char *device, int ordinal, const char *dtype) {
+  if (!device || !dtype)
+    fail("lce_create: device or dtype is NULL; give \"cpu\" and \"fp32\", or \"cuda\" and \"bf16\" or "
+         "\"fp32\"");
+  bool fp32 = !strcmp(dtype, "fp32");
+  if (!fp32 && strcmp(dtype, "bf16") != 0)
+    fail("lce_create: dtype is \"%.40s\", which is neither \"bf16\" nor \"fp32\"", dtype);
+  if (!strcmp(device, "cpu")) {
+    if (!fp32) fail("lce_create: the CPU computes in fp32 only; give \"fp32\" as its dtype");
+    return cpu_backend_create(false);
+  }
+  if (strcmp(device, "cuda") != 0)
+    fail("lce_create: device is \"%.40s\", which is neither \"cpu\" nor \"cuda\"", device);
+  const char *reason = NULL;
+  Backend *backend = cuda_backend_create(ordinal, fp32 ? DTYPE_F32 : DTYPE_BF16, &reason);
+  if (!backend) fail("lce_create: there is no CUDA device to use: %s", reason);
+  return backend;
+}
+
+static int open_context(lce_context *context, const char *device, int ordinal, const char *dtype) {
+  enter();
+  if (setjmp(caller)) return leave(1);
+  context->backend = open_backend(device, ordinal, dtype);
+  context->backend->memory.advice = "a smaller chunk, or fewer tokens in one call, needs less";
+  return leave(0);
+}
+
+EXPORTED lce_context *lce_create(const char *device, int ordinal, const char *dtype) {
+  lce_context *context = calloc(1, sizeof *context);
+  if (!context) {
+    snprintf(last_error, sizeof last_error, "lce_create: out of host memory for a context");
+    return NULL;
+  }
+  if (open_context(context, device, ordinal, dtype) == 0) return context;
+  free(context);
+  return NULL;
+}
+
+EXPORTED void lce_destroy(lce_context *context) {
+  if (!context) return;
+  enter();
+  if (!setjmp(caller)) backend_destroy(context->backend);
+  leave(0);
+  free(context);
+}
+
+static bool there(const lce_context *context) {
+  if (context) return true;
+  snprintf(last_error, sizeof last_error,
+           "the context is NULL: lce_create found none, and lce_last_error said why");
+  return false;
+}
+
+EXPORTED int lce_synchronize(lce_context *context) {
+  if (!there(context)) return 1;
+  enter();
+  if (setjmp(caller)) return leave(1);
+  backend_synchronize(context->backend);
+  return leave(0);
+}
+
+EXPORTED int64_t lce_held_bytes(const lce_context *context) {
+  return context ? (int64_t)context->held_bytes : 0;
+}
+
+// --- what a call may ask for -------------------------------------------------------------------------------
+
+#define CALL "lce_linear_cross_entropy"
+
+// Targets and the kernels count in 32 bits, a little beyond the end of a row too.
+static const int64_t MOST = INT32_MAX - 65535;
+// More than the addresses of a machine reach; sums and small multiples of it still fit into 64 bits.
+static const int64_t MOST_BYTES = INT64_C(1) << 47;
+
+// A tensor of the call.
+typedef struct {
+  const char *name;
+  const void *data; // NULL: absent
+  int64_t rows, columns;
+  size_t element;
+  bool written;
+} Argument;
+
+static int64_t bytes_of(const Argument *t) {
+  return t->rows * t->columns * (int64_t)t->element;
+}
+
+static void check_size(const char *name, int64_t size) {
+  if (size < 1)
+    fail(CALL ": %s is %lld, but tokens, hidden_size and vocab_size must be 1 or more", name,
+         (long long)size);
+  if (size > MOST)
+    fail(CALL ": %s is %lld, and sizes are counted in 32 bits; at most %lld can be", name, (long long)size,
+         (long long)MOST);
+}
+
+static void check_bytes(const char *name, int64_t rows, int64_t columns, size_t element, const char *remedy) {
+  if (rows > MOST_BYTES / ((int64_t)element * columns))
+    fail(CALL ": %s of %lld by %lld numbers of %zu bytes would take more than the %s that a machine can "
+              "address; %s",
+         name, (long long)rows, (long long)columns, element, text_bytes((uint64_t)MOST_BYTES).text, remedy);
+}
+
+static void check_address(const Argument *t) {
+  uintptr_t at = (uintptr_t)t->data;
+  if (at % t->element)
+    fail(CALL
+         ": %s lies at %p, which is no multiple of the %zu bytes of its numbers; an aligned copy can be read",
+         t->name, t->data, t->element);
+  if ((uintptr_t)bytes_of(t) > UINTPTR_MAX - at)
+    fail(CALL ": %s at %p would end beyond the last address; it is no pointer to %s", t->name, t->data,
+         text_bytes((uint64_t)bytes_of(t)).text);
+}
+
+static void check_apart(const Argument *a, const Argument *b) {
+  uintptr_t a_at = (uintptr_t)a->data, b_at = (uintptr_t)b->data;
+  if (a_at < b_at + (uintptr_t)bytes_of(b) && b_at < a_at + (uintptr_t)bytes_of(a))
+    fail(CALL ": %s and %s share memory, and at least one of them is written; give each its own", a->name,
+         b->name);
+}
+
+static void check_tensors(const lce_args *a, size_t real) {
+  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size;
+  size_t id = a->targets_int64 ? sizeof(int64_t) : sizeof(int32_t);
+  const Argument tensors[] = {{"x", a->x, n, h, real, false},
+                              {"weight", a->weight, v, h, real, false},
+                              {"bias", a->bias, v, 1, real, false},
+                              {"targets", a->targets, n, 1, id, false},
+                              {"class_weights", a->class_weights, v, 1, sizeof(float), false},
+                              {"token_weights", a->token_weights, n, 1, sizeof(float), false},
+                              {"entropy_weights", a->entropy_weights, n, 1, sizeof(float), false},
+                              {"loss", a->loss, n, 1, sizeof(float), true},
+                              {"dx", a->dx, n, h, real, true},
+                              {"dweight", a->dweight, v, h, sizeof(float), true},
+                              {"dbias", a->dbias, v, 1, sizeof(float), true},
+                              {"token_z_loss", a->token_z_loss, n, 1, sizeof(float), true},
+                              {"log_prob", a->log_prob, n, 1, sizeof(float), true},
+                              {"logsumexp", a->logsumexp, n, 1, sizeof(float), true},
+                              {"entropy", a->entropy, n, 1, sizeof(float), true},
+                              {"max_logit", a->max_logit, n, 1, sizeof(float), true},
+                              {"correct", a->correct, n, 1, sizeof(float), true},
+                              {"predicted", a->predicted, n, 1, sizeof(int32_t), true}};
+  enum { TENSORS = sizeof tensors / sizeof *tensors };
+  for (int i = 0; i < TENSORS; i++) {
+    const Argument *t = &tensors[i];
+    if (!t->data) continue;
+    check_bytes(t->name, t->rows, t->columns, t->element, "check the sizes of the call");
+    check_address(t);
+  }
+  for (int i = 0; i < TENSORS; i++)
+    for (int j = 0; j < i; j++)
+      if (tensors[i].data && tensors[j].data && (tensors[i].written || tensors[j].written))
+        check_apart(&tensors[j], &tensors[i]);
+}
+
+static void check(const lce_args *a, size_t real) {
+  if (!a) fail(CALL ": args must be there");
+  check_size("tokens", a->tokens);
+  check_size("hidden_size", a->hidden_size);
+  check_size("vocab_size", a->vocab_size);
+  if (!a->x || !a->weight || !a->targets || !a->loss)
+    fail(CALL ": x, weight, targets and loss must be there, and %s is NULL", !a->x         ? "x"
+                                                                             : !a->weight  ? "weight"
+                                                                             : !a->targets ? "targets"
+                                                                                           : "loss");
+  if (a->chunk < 0)
+    fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
+         (long long)a->chunk);
+  check_tensors(a, real);
+  int64_t rows = a->materialized ? a->tokens : a->chunk ? a->chunk : lce_default_chunk(a->tokens);
+  check_bytes("the logits", rows < a->tokens ? rows : a->tokens, a->vocab_size, sizeof(float),
+              a->materialized ? "materialized = 0 holds a chunk of them" : "a smaller chunk holds less");
+}
+
+// --- the layer ---------------------------------------------------------------------------------------------
+
+static Tensor vector(const void *data, Dtype dtype, int64_t count) {
+  return data ? tensor_1d((void *)data, dtype, count) : (Tensor){0};
+}
+
+static Tensor matrix(const void *data, Dtype dtype, int64_t rows, int64_t columns) {
+  return data ? tensor_2d((void *)data, dtype, rows, columns) : (Tensor){0};
+}
+
+static LinearCrossEntropy call_of(const lce_args *a, Dtype real) {
+  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size;
+  return (LinearCrossEntropy){.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
+                              .chunk = a->chunk ? a->chunk : lce_default_chunk(n),
+                              .loss = vector(a->loss, DTYPE_F32, n),
+                              .outputs = {.z_loss = vector(a->token_z_loss, DTYPE_F32, n),
+                                          .log_prob = vector(a->log_prob, DTYPE_F32, n),
+                                          .logsumexp = vector(a->logsumexp, DTYPE_F32, n),
+                                          .entropy = vector(a->entropy, DTYPE_F32, n),
+                                          .max_logit = vector(a->max_logit, DTYPE_F32, n),
+                                          .predicted = vector(a->predicted, DTYPE_I32, n),
+                                          .correct = vector(a->correct, DTYPE_F32, n)},
+                              .dx = matrix(a->dx, real, n, h),
+                              .dweight = matrix(a->dweight, DTYPE_F32, v, h),
+                              .dbias = vector(a->dbias, DTYPE_F32, v),
+                              .x = matrix(a->x, real, n, h),
+                              .weight = matrix(a->weight, real, v, h),
+                              .bias = vector(a->bias, real, v),
+                              .token_weights = vector(a->token_weights, DTYPE_F32, n),
+                              .entropy_weights = vector(a->entropy_weights, DTYPE_F32, n),
+                              .terms = {.label_smoothing = a->label_smoothing,
+                                        .z_loss = a->z_loss,
+                                        .softcap = a->softcap,
+                                        .temperature = a->temperature,
+                                        .class_weights = vector(a->class_weights, DTYPE_F32, v)},
+                              .scale = a->scale,
+                              .mean = a->mean,
+                              .accumulate = a->accumulate};
+}
+
+static void forget_plan(lce_context *context) {
+  Backend *plan = context->plan;
+  context->plan = NULL;
+  backend_destroy(plan);
+}
+
+// The products read a factor of 0 as 1, so gradients that it makes 0 are written and not computed.
+static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
+  if (tensor_exists(call->dx)) fill_zero(backend, call->dx);
+  if (tensor_exists(call->dweight) && !call->accumulate) fill_zero(backend, call->dweight);
+  if (tensor_exists(call->dbias) && !call->accumulate) fill_zero(backend, call->dbias);
+  call->dx = call->dweight = call->dbias = (Tensor){0};
+}
+
+static void run(Backend *backend, const lce_args *args) {
+  LinearCrossEntropy call = call_of(args, backend->dtype);
+  Tensor ids = vector(args->targets, args->targets_int64 ? DTYPE_I64 : DTYPE_I32, args->tokens);
+  MemoryMark mark = memory_mark(&backend->memory);
+  call.targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, args->tokens);
+  read_targets(backend, (ReadTargets){.targets = call.targets, .ids = ids, .vocab_size = args->vocab_size});
+  if (call.scale == 0) drop_gradients(backend, &call);
+  linear_cross_entropy(backend, call);
+  read_targets(backend, (ReadTargets){.loss = call.loss, .ids = ids, .vocab_size = args->vocab_size});
+  memory_pop_to(&backend->memory, mark);
+}
+
+// What the call will push, by a backend that runs nothing but checks all that the real one does.
+static size_t planned_bytes(lce_context *context, const lce_args *args) {
+  const Backend *backend = context->backend;
+  context->plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", backend->dtype);
+  context->plan->memory.advice = backend->memory.advice;
+  if (args->scale == 0) { // the tensors of gradients that are then dropped are checked too
+    lce_args whole = *args;
+    whole.scale = 1;
+    run(context->plan, &whole);
+    ledger_reset_peak(&context->plan->memory.ledger);
+  }
+  run(context->plan, args);
+  size_t bytes = context->plan->memory.ledger.stack_peak;
+  forget_plan(context);
+  return bytes;
+}
+
+// After a failure: what the call had given the device is over when it returns, so that its tensors and the
+// stack are free again. The first sentence is the one to tell.
+static void settle(lce_context *context) {
+  char first[sizeof last_error];
+  memcpy(first, last_error, sizeof first);
+  if (context->queued && !setjmp(caller)) backend_synchronize(context->backend);
+  memcpy(last_error, first, sizeof first);
+  context->queued = false;
+  memory_pop_to(&context->backend->memory, 0);
+  forget_plan(context);
+}
+
+EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
+  if (!there(context)) return 1;
+  Backend *backend = context->backend;
+  enter();
+  if (setjmp(caller)) {
+    settle(context);
+    return leave(1);
+  }
+  check(args, dtype_bytes(backend->dtype));
+  size_t bytes = planned_bytes(context, args);
+  context->queued = true;
+  backend_follow(backend, args->stream); // first of all: it refuses another device's thread
+  if (bytes > backend->memory.stack_capacity) {
+    backend_synchronize(backend); // earlier calls may still use the stack that goes
+    memory_set_stack(&backend->memory, bytes);
+  }
+  run(backend, args);
+  backend_precede(backend, args->stream);
+  context->queued = false;
+  context->held_bytes = bytes;
+  return leave(0);
+}

@@ -1,0 +1,124 @@
+// The last layer for any language: linear_cross_entropy behind a plain C interface, as liblce.so (`make MPI=0
+// liblce.so`; without MPI=0 it is linked to MPI where make finds that, though no call uses it).
+//
+//   lce_context *lce = lce_create("cuda", 0, "bf16");
+//   lce_args args = {.tokens = N, .hidden_size = H, .vocab_size = V, .x = x, .weight = w, .targets = y,
+//                    .loss = loss, .dx = dx, .dweight = dw, .scale = 1, .mean = 1};
+//   if (!lce || lce_linear_cross_entropy(lce, &args) || lce_synchronize(lce)) puts(lce_last_error());
+//   lce_destroy(lce);
+//
+// Memory. The caller owns every tensor. Pointers are to the context's device (a GPU's memory, or the host's
+// for "cpu"), tensors dense and row-major, each at a multiple of its numbers' size. What is written (loss and
+// what follows it in lce_args) shares no memory with another tensor of the call; what is only read may. On a
+// GPU tensors are in use until the work of the call is over, on the device. What the layer needs beyond them
+// it allocates once for the largest call so far and keeps until lce_destroy; a call that needs more than all
+// before it waits for them.
+//
+// Streams. A call on CUDA is asynchronous and takes its place on the caller's stream (args.stream), as a
+// kernel launched there would: it reads what earlier work of that stream has written, later work of that
+// stream finds its results, and nobody needs to wait; lce_synchronize is for those who want to. Calls of one
+// context run one after the other, whatever their streams. On the CPU a call returns when it is done.
+//
+// Threads. Any number of threads may use contexts of their own, and a context may pass from thread to thread;
+// one thread at a time may use it. On CUDA the context's device must be the current one (cudaSetDevice) of
+// the thread that calls lce_linear_cross_entropy, or the call is refused. lce_create makes it that of its own
+// thread, and leaves it so.
+//
+// Errors. Functions that can fail return 0 when all went well; lce_last_error then tells, in a sentence, what
+// did not.
+// - An argument that cannot be right (a size, an address, a shape, a term) is refused before anything is read
+//   or written. So is a call whose memory cannot be had. The context is as good as before.
+// - When CUDA fails while a call gives it work, between joining the caller's stream and leaving it, the call
+//   waits, on the host, for what it has queued, and the stream is not made to wait for it. So nothing of the
+//   call runs after its return and the stream may go on, but what the call writes is then unspecified,
+//   dweight with accumulate included.
+// - When a kernel fails on the device (most often over an address that is not the device's), a later call of
+//   any CUDA user in the process shows it, lce_synchronize at the latest. CUDA then accepts no more work from
+//   the process; lce_destroy still returns.
+// - A target that is neither in [0, V) nor -100 is a mistake that only the device sees: nothing outside of
+//   the tensors is read for it, the token counts as one with -100, but its loss is NaN.
+#ifndef LCE_KERNELS_LIBLCE_H
+#define LCE_KERNELS_LIBLCE_H
+
+#include <stdint.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+typedef struct lce_context lce_context;
+
+// One call. N tokens, H hidden size, V vocabulary. "real" is the context's dtype. NULL stands for an absent
+// tensor, and a struct of zeros for a call without any term. With z = x weight^T + bias for a token, y its
+// target:
+//
+//   u       = c tanh(z / c)  (softcap c; none: u = z)        v = u / T  (temperature T)
+//   p       = softmax(v)                                     lse = logsumexp(v)
+//   loss    = (1 - e) w[y] (lse - v[y]) + e / V sum_j w[j] (lse - v[j])   (class_weights w, label_smoothing
+//             e; as torch.nn.functional.cross_entropy with reduction="none")
+//   zl      = z_loss lse^2
+//   entropy = lse - sum_j p[j] v[j]
+typedef struct {
+  int64_t tokens, hidden_size, vocab_size; // N, H, V: 1 to 2^31 - 65536 each
+  int64_t chunk;                           // tokens at a time; 0 lets the library choose
+  int32_t materialized;                    // hold the logits of all tokens, to compare with
+  int32_t mean;                            // scale by 1 / (sum of the counted tokens' class weights) as well
+  int32_t accumulate;                      // add to dweight and dbias rather than write them
+  int32_t targets_int64;                   // targets are int64, as PyTorch's; otherwise int32
+  float scale;                             // of the gradients; 0 makes them 0, so say 1 for plain ones
+  float label_smoothing, z_loss, softcap, temperature; // 0: none (temperature 0 is read as 1)
+  const void *x;                                       // real [N, H]
+  const void *weight;                                  // real [V, H]
+  const void *bias;                                    // real [V], or NULL
+  const void *targets;          // int32 or int64 [N], each in [0, V) or -100, which does not count
+  const float *class_weights;   // [V], or NULL
+  const float *token_weights;   // [N], or NULL: what each token's gradient is multiplied by
+  const float *entropy_weights; // [N], or NULL: adds these times the entropies to what is differentiated
+  float *loss;    // [N]: per token, before scale, mean and token weights; 0 of what does not count
+  void *dx;       // real [N, H], or NULL: forward only
+  float *dweight; // [V, H], or NULL with dx
+  float *dbias;   // [V]; there when bias and dx are
+  // Of each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is
+  // v[y].
+  float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
+  int32_t *predicted; // [N], or NULL: the first largest v's j
+  void *stream; // a cudaStream_t of the context's device; NULL is its default stream. Ignored on the CPU
+} lce_args;
+
+// A context on "cpu" (dtype "fp32"; the ordinal is ignored) or on CUDA device `ordinal`, counted from 0
+// (dtype "bf16" or "fp32"; compute capability 8.0 or later). The caller owns it, and gives it back to
+// lce_destroy. NULL when there is none. On CUDA it takes 32 MiB for matrix products and 16 MiB of pinned host
+// memory, and waits for the device.
+lce_context *lce_create(const char *device, int ordinal, const char *dtype);
+
+// Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is
+// fine.
+void lce_destroy(lce_context *context);
+
+// Losses and what else is asked for, and with dx and dweight the gradients, with respect to x, weight and
+// bias, of
+//
+//   scale * factor * sum_n (token_weights[n] (loss[n] + zl[n]) + entropy_weights[n] entropy[n])
+//
+// over the tokens that count, where factor is 1 or the mean's, and a weight that is absent 1, but an
+// entropy's 0. Sums run in fp32 or wider; the same call on the same machine and build gives the same bits.
+// Returns 0, or 1 with lce_last_error. args is read before the call returns, and not kept.
+int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
+
+// Waits, on the host, until the context's calls are done, and with them what their streams held before.
+// Returns 0, or 1 when one of them failed on the device, with lce_last_error. Needs no current device.
+int lce_synchronize(lce_context *context);
+
+// Bytes that the last call that went well held at its peak beyond the caller's tensors, without the fixed
+// workspace of matrix products that a context on CUDA has from the start; 0 for NULL and before the first
+// such call.
+int64_t lce_held_bytes(const lce_context *context);
+
+// Why the calling thread's last call that failed did so, in one sentence; "" when none has. The text is the
+// library's, and stays until the next failure in this thread.
+const char *lce_last_error(void);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif

@@ -1,0 +1,290 @@
+#include "model/checkpoint/checkpoint.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/fail.h"
+#include "model/checkpoint/files.h"
+#include "model/checkpoint/hf_config.h"
+#include "model/checkpoint/json.h"
+#include "model/checkpoint/weights.h"
+
+#define TRAINER_STATE     "trainer_state.json"
+#define GENERATION_CONFIG "generation_config.json"
+#define TOKENIZER         "tokenizer.json"
+
+// What may lie beside TOKENIZER and belongs to it.
+static const char *const tokenizer_names[] = {
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",  "vocab.json", "merges.txt",
+    "tokenizer.model",       "chat_template.jinja",     "chat_template.json",
+};
+enum { TOKENIZER_NAMES = sizeof tokenizer_names / sizeof *tokenizer_names };
+
+// --- steps in a directory ----------------------------------------------------------------------------------
+
+typedef struct {
+  char text[32];
+} StepName;
+
+static StepName step_name(int64_t step) {
+  StepName name;
+  snprintf(name.text, sizeof name.text, "step-%06lld", (long long)step);
+  return name;
+}
+
+static int64_t step_of(const char *name) {
+  return strtoll(name + strlen("step-"), NULL, 10);
+}
+
+static bool is_step(const char *name) {
+  const char *digits = name + strlen("step-");
+  return !strncmp(name, "step-", strlen("step-")) && *digits && strlen(digits) < 18 &&
+         !digits[strspn(digits, "0123456789")];
+}
+
+static int newest_first(const void *a, const void *b) {
+  int64_t x = step_of(*(char *const *)a), y = step_of(*(char *const *)b);
+  return (x < y) - (x > y);
+}
+
+// The names of a directory's checkpoints; the caller frees each and the list.
+static char **list_steps(const char *directory, int *count) {
+  char **names = folder_list(directory, is_step, count);
+  if (*count) qsort(names, (size_t)*count, sizeof *names, newest_first);
+  return names;
+}
+
+static void free_names(char **names, int count) {
+  for (int i = 0; i < count; i++) free(names[i]);
+  free(names);
+}
+
+// --- the store ---------------------------------------------------------------------------------------------
+
+static void make_directories(const char *path) {
+  char *partial = strdup(path);
+  if (!partial) fail("out of host memory for the path %s", path);
+  for (char *slash = partial; slash;) {
+    slash = strchr(slash + 1, '/');
+    if (slash) *slash = 0;
+    if (*partial && mkdir(partial, 0777) && errno != EEXIST)
+      fail("--save %s: cannot make %s: %s", path, partial, strerror(errno));
+    if (slash) *slash = '/';
+  }
+  free(partial);
+}
+
+static void take_lock(CheckpointStore *store) {
+  store->lock = open(store->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (store->lock < 0) fail("--save %s: %s", store->directory, strerror(errno));
+  // Some network file systems have no locks; there the run goes without.
+  if (flock(store->lock, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
+    fail("--save %s: another run is writing its checkpoints there; wait for it or name another directory",
+         store->directory);
+}
+
+static void refuse_foreign(const CheckpointStore *store, int64_t first_step, bool may_replace) {
+  char *config = path_join(store->directory, "config.json");
+  struct stat status;
+  if (!lstat(config, &status) && !S_ISLNK(status.st_mode))
+    fail("--save %s: a model lies there that is no checkpoint; name another directory", store->directory);
+  free(config);
+  int count;
+  char **names = list_steps(store->directory, &count);
+  if (count && !may_replace && step_of(names[0]) > first_step)
+    fail("--save %s: %s lies there, which is ahead of this run; --resume auto goes on from it, or name "
+         "another "
+         "directory",
+         store->directory, names[0]);
+  free_names(names, count);
+}
+
+// Takes `path` over; a file that is not there does not travel.
+static void take(CheckpointStore *store, const char *name, char *path) {
+  Companion c = {.name = name};
+  c.text = file_read(path, &c.length);
+  free(path);
+  if (c.text) store->companions[store->companion_count++] = c;
+}
+
+// The tokenizer's files come from one place: those of two tokenizers would contradict each other.
+static void take_tokenizer(CheckpointStore *store, const char *path) {
+  struct stat status;
+  bool is_folder = !stat(path, &status) && S_ISDIR(status.st_mode);
+  const char *slash = strrchr(path, '/');
+  char *folder = is_folder ? strdup(path) : slash ? strndup(path, (size_t)(slash - path) + 1) : strdup(".");
+  if (!folder) fail("out of host memory for the path %s", path);
+  take(store, TOKENIZER,
+       is_folder ? path_join(path, TOKENIZER) : path_join(folder, slash ? slash + 1 : path));
+  for (int i = 0; i < TOKENIZER_NAMES; i++)
+    take(store, tokenizer_names[i], path_join(folder, tokenizer_names[i]));
+  free(folder);
+}
+
+static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
+  store->companions = calloc(TOKENIZER_NAMES + 2, sizeof *store->companions);
+  if (!store->companions) fail("out of host memory for the files beside a model");
+  if (origin) {
+    char *path = path_join(origin, "config.json");
+    size_t length;
+    store->config = file_read(path, &length);
+    free(path);
+    take(store, GENERATION_CONFIG, path_join(origin, GENERATION_CONFIG));
+  }
+  if (tokenizer || origin) take_tokenizer(store, tokenizer ? tokenizer : origin);
+}
+
+CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
+                                      int64_t first_step, bool may_replace) {
+  CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step};
+  make_directories(directory);
+  store.directory = strdup(directory);
+  if (!store.directory) fail("out of host memory for the path %s", directory);
+  refuse_foreign(&store, first_step, may_replace);
+  take_lock(&store);
+  folder_clean(directory);
+  take_along(&store, origin, tokenizer);
+  return store;
+}
+
+void checkpoint_store_close(CheckpointStore *store) {
+  if (!store->directory) return;
+  close(store->lock);
+  for (int i = 0; i < store->companion_count; i++) free(store->companions[i].text);
+  free(store->companions);
+  free(store->config);
+  free(store->directory);
+  *store = (CheckpointStore){0};
+}
+
+// --- saving ------------------------------------------------------------------------------------------------
+
+static void add_text(Folder *folder, const char *name, const char *text, size_t length) {
+  folder_file(folder, name);
+  folder_write(folder, text, length);
+}
+
+// So that what follows `latest` always finds whole files of one checkpoint. A file system without links does
+// without them: --resume looks at the folders themselves.
+static void point_to(const char *directory, const char *name) {
+  char *fresh = path_join(directory, ".latest"), *latest = path_join(directory, "latest");
+  char *folder = path_join(directory, name);
+  unlink(fresh);
+  if (symlink(name, fresh) || rename(fresh, latest))
+    warn("cannot make the link %s: %s", latest, strerror(errno));
+  int count;
+  char **files = folder_list(folder, is_plain_name, &count);
+  for (int i = 0; i < count; i++) {
+    char *link = path_join(directory, files[i]), *target = path_join("latest", files[i]);
+    if (symlink(target, link) && errno != EEXIST) warn("cannot make the link %s: %s", link, strerror(errno));
+    free(link);
+    free(target);
+  }
+  free_names(files, count);
+  folder_sync(directory);
+  free(fresh);
+  free(latest);
+  free(folder);
+}
+
+static void delete_older(const CheckpointStore *store, int64_t step) {
+  int count;
+  char **names = list_steps(store->directory, &count);
+  int64_t kept = 1; // the one of `step`
+  for (int i = 0; i < count; i++)
+    if (step_of(names[i]) < step && kept++ >= store->keep) folder_discard(store->directory, names[i]);
+  free_names(names, count);
+}
+
+bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
+                     const cJSON *trainer_state, Reason *reason) {
+  StepName name = step_name(step);
+  Folder folder = folder_begin(store->directory, name.text);
+  weights_store(model, backend, &folder, store->dtype, store->shard_bytes);
+  optimizer_store(model, backend, &folder, store->dtype, store->shard_bytes);
+  bool generation = false;
+  for (int i = 0; i < store->companion_count; i++) {
+    const Companion *c = &store->companions[i];
+    generation |= !strcmp(c->name, GENERATION_CONFIG);
+    add_text(&folder, c->name, c->text, c->length);
+  }
+  const char *nothing = "{\"_from_model_config\": true}\n";
+  if (!generation) add_text(&folder, GENERATION_CONFIG, nothing, strlen(nothing));
+  char *config = hf_config_write(&model->config, store->dtype, store->config);
+  char *state = cJSON_Print(trainer_state);
+  if (!state) fail("out of host memory for " TRAINER_STATE);
+  add_text(&folder, "config.json", config, strlen(config));
+  add_text(&folder, TRAINER_STATE, state, strlen(state));
+  free(config);
+  free(state);
+  Reason why;
+  if (!folder_finish(&folder, &why)) {
+    if (store->last_step < 0) return refuse(reason, "%s; there is no checkpoint of this run yet", why.text);
+    return refuse(reason, "%s; the last good checkpoint is that of step %lld", why.text,
+                  (long long)store->last_step);
+  }
+  store->last_step = step;
+  point_to(store->directory, name.text);
+  if (store->keep) delete_older(store, step);
+  return true;
+}
+
+void checkpoint_help_save(const Model *model, Backend *backend, Dtype dtype) {
+  Folder nothing = {0};
+  weights_store(model, backend, &nothing, dtype, CHECKPOINT_SHARD_BYTES);
+  optimizer_store(model, backend, &nothing, dtype, CHECKPOINT_SHARD_BYTES);
+}
+
+// --- reading -----------------------------------------------------------------------------------------------
+
+char *checkpoint_newest(const char *directory, FolderCheck check, bool *any) {
+  int count;
+  char **names = list_steps(directory, &count), *newest = NULL;
+  *any = count > 0;
+  for (int i = 0; i < count && !newest; i++) {
+    Reason reason;
+    char *path = path_join(directory, names[i]);
+    if (folder_intact(path, check, NULL, &reason)) {
+      newest = path;
+    } else {
+      warn("%s; %s is passed over", reason.text, names[i]);
+      free(path);
+    }
+  }
+  free_names(names, count);
+  return newest;
+}
+
+void checkpoint_require_intact(const char *folder, FolderCheck check, bool whole) {
+  char *list = path_join(folder, CHECKSUMS);
+  Reason reason;
+  if (!whole && !path_exists(list)) {
+    free(list);
+    return;
+  }
+  if (!folder_intact(folder, check, whole ? NULL : is_optimizer_file, &reason))
+    fail("%s; %s", reason.text,
+         whole ? "--resume auto takes the newest intact checkpoint"
+               : "take another checkpoint, or delete " CHECKSUMS " if you changed the file on purpose");
+  free(list);
+}
+
+cJSON *checkpoint_trainer_state(const char *folder) {
+  char *path = path_join(folder, TRAINER_STATE);
+  cJSON *state = json_read(path);
+  if (!state)
+    fail("%s does not exist: %s is no checkpoint of this program; --init starts from a model", path, folder);
+  free(path);
+  return state;
+}
+
+void checkpoint_load(const char *folder, Model *model, Backend *backend, bool state) {
+  weights_load(model, backend, folder);
+  if (state) optimizer_load(model, backend, folder);
+}

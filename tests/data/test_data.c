@@ -1,0 +1,542 @@
+// Sources, the byte tokenizer and the corpus.
+#include "base/random.h"
+#include "data/corpus.h"
+#include "data/tokenizer/byte_tokenizer.h"
+#include "tests/data_files.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+// --- text sources ---------------------------------------------------------------------------------------
+
+static void one_text_file_is_its_bytes(void **state) {
+  (void)state;
+  write_bytes("bytes.txt", "a\xFF\x80z\n", 5);
+  Source *source = open_one("bytes.txt", 50257);
+  assert_stream(source, (const int32_t[]){'a', 255, 128, 'z', '\n'}, 5);
+  assert_int_equal(source_files(source), 1);
+  assert_int_equal(source_kind(source), SOURCE_TEXT);
+  assert_string_equal(source_kind_name(source), "byte-level text");
+  assert_string_equal(source_name(source), in_room("bytes.txt"));
+  assert_int_equal(source_vocab_size(source), 50257);
+  source_close(source);
+  source_close(NULL);
+}
+
+static void end_of_text_stands_between_documents(void **state) {
+  (void)state;
+  write_text("one.txt", "one");
+  write_text("two.txt", "to");
+  write_text("three.txt", "x");
+  const char *paths[] = {in_room("one.txt"), in_room("three.txt"), in_room("two.txt")};
+  Source *source = source_open(paths, 3, 257);
+  assert_text(source, "one|x|to");
+  assert_non_null(strstr(source_name(source), "one.txt and 2 more"));
+  source_close(source);
+  source = source_open(paths, 3, 256);
+  assert_text(source, "onexto");
+  source_close(source);
+}
+
+static void a_directory_gives_its_text_in_order(void **state) {
+  (void)state;
+  make_directory("tree");
+  make_directory("tree/.git");
+  make_directory("tree/build");
+  make_directory("tree/b");
+  make_directory("tree/b/build");
+  make_directory("tree/b/deep");
+  write_text("tree/.git/config", "no");
+  write_text("tree/.hidden", "no");
+  write_text("tree/build/made.txt", "no");
+  write_text("tree/b/build/made.txt", "no");
+  write_text("tree/z", "last");
+  write_text("tree/a.txt", "first");
+  write_text("tree/b/deep/m.txt", "deep");
+  write_text("tree/b/empty.txt", "");
+  write_bytes("tree/b/binary", "x\0y", 3);
+  write_bytes("tree/b/foreign.bin", "x\0y", 3);
+  write_text("outside.txt", "linked");
+  assert_int_equal(symlink("../../outside.txt", in_room("tree/b/link.txt")), 0);
+  assert_int_equal(symlink("..", in_room("tree/b/loop")), 0);
+  assert_int_equal(symlink("deep", in_room("tree/b/also_deep")), 0);
+  assert_int_equal(symlink("self", in_room("tree/b/self")), 0);
+  assert_int_equal(symlink("nowhere", in_room("tree/b/dangling")), 0);
+  Source *source = open_one("tree", 300);
+  assert_text(source, "first|deep|linked|last");
+  assert_int_equal(source_files(source), 4);
+  source_close(source);
+
+  // A NUL just inside the probe makes a binary, one just outside does not.
+  make_directory("probe");
+  char *bytes = malloc(8193);
+  memset(bytes, 'p', 8193);
+  bytes[8191] = 0;
+  write_bytes("probe/binary", bytes, 8193);
+  bytes[8191] = 'p', bytes[8192] = 0;
+  write_bytes("probe/text", bytes, 8193);
+  free(bytes);
+  source = open_one("probe", 300);
+  assert_int_equal(source_files(source), 1);
+  int32_t last;
+  source_read(source, 8192, 1, &last);
+  assert_int_equal(last, 0);
+  source_close(source);
+}
+
+static void a_glob_gives_what_it_matches(void **state) {
+  (void)state;
+  make_directory("globbed");
+  make_directory("globbed/sub.txt");
+  write_text("globbed/b.txt", "b");
+  write_text("globbed/a.txt", "a");
+  write_text("globbed/c.md", "c");
+  write_text("globbed/sub.txt/d", "d");
+  write_text("globbed/empty.txt", "");
+  Source *source = open_one("globbed/*.txt", 300);
+  assert_text(source, "a|b|d");
+  source_close(source);
+  source = open_one("globbed/[bc].*", 300);
+  assert_text(source, "b|c");
+  source_close(source);
+  write_text("globbed/[x]?.txt", "literal"); // a name that exists is that file, whatever it looks like
+  source = open_one("globbed/[x]?.txt", 300);
+  assert_text(source, "literal");
+  source_close(source);
+}
+
+static void large_files_are_mapped_and_closed(void **state) {
+  (void)state;
+  enum { SIZE = (128 << 10) + 1 };
+  char *text = malloc(SIZE);
+  for (int i = 0; i < SIZE; i++) text[i] = (char)('a' + i % 26);
+  write_bytes("large.txt", text, SIZE);
+  write_bytes("small.txt", text, SIZE - 1);
+  int free_before = dup(0);
+  close(free_before);
+  Source *source = open_two("large.txt", "small.txt", 256);
+  int free_after = dup(0); // the least free descriptor: the files are closed, only the mapping stays
+  close(free_after);
+  assert_int_equal(free_after, free_before);
+  assert_int_equal(mappings(), 1);
+  int32_t *ids = malloc((2 * SIZE - 1) * sizeof *ids);
+  source_read(source, 0, 2 * SIZE - 1, ids);
+  for (int i = 0; i < 2 * SIZE - 1; i++) assert_int_equal(ids[i], text[i % SIZE]);
+  write_bytes("small.txt", "", 0); // a copied file may change under a run
+  source_read(source, SIZE, SIZE - 1, ids);
+  for (int i = 0; i < SIZE - 1; i++) assert_int_equal(ids[i], text[i]);
+  source_close(source);
+  assert_int_equal(mappings(), 0);
+  free(ids);
+  free(text);
+}
+
+static void text_errors_are_one_sentence(void **state) {
+  (void)state;
+  write_text("good.txt", "good");
+  write_text("void.txt", "");
+  write_bytes("parquet.dat", "PAR\0", 4);
+  write_bytes("high.txt", "abc\xC3\xA9", 5);
+  make_directory("bare");
+  make_directory("dull");
+  write_text("dull/empty.txt", "");
+  ASSERT_FAILS(open_one("missing.txt", 300), "missing.txt", "No such file");
+  ASSERT_FAILS(open_two("good.txt", "missing.txt", 300), "missing.txt");
+  ASSERT_FAILS(open_one("good.txt/x", 300), "good.txt/x", "Not a directory");
+  ASSERT_FAILS(open_one("*.nothing", 300), "no file matches", "*.nothing");
+  ASSERT_FAILS(open_one("void.txt", 300), "void.txt is empty");
+  ASSERT_FAILS(open_one("parquet.dat", 300), "parquet.dat is not text", "NUL at byte 3", ".bin");
+  ASSERT_FAILS(open_one("bare", 300), "bare holds no text");
+  ASSERT_FAILS(open_one("dull", 300), "dull holds no text");
+  ASSERT_FAILS(open_two("good.txt", "dull", 300), "dull holds no text");
+  ASSERT_FAILS(open_one("dull/*", 300), "dull/* holds no text");
+  ASSERT_FAILS(open_one("high.txt", 128), "high.txt", "token 3 (byte 3)", "id 195", "has 128", "--vocab",
+               "196");
+  const char *device = "/dev/null";
+  ASSERT_FAILS(source_open(&device, 1, 300), "/dev/null is neither a file nor a directory");
+}
+
+static void unreadable_paths_are_named(void **state) {
+  (void)state;
+  make_directory("locked");
+  make_directory("locked/inner");
+  write_text("locked/secret.txt", "secret");
+  write_text("locked/inner/deeper.txt", "deeper");
+  bool root = geteuid() == 0; // whom no permission stops: be somebody else for a moment
+  assert_int_equal(chmod(in_room("."), 0755), 0);
+  assert_int_equal(chmod(in_room("locked/secret.txt"), 0), 0);
+  if (root) assert_int_equal(seteuid(65534), 0);
+  ASSERT_FAILS(open_one("locked/secret.txt", 300), "cannot open", "locked/secret.txt", "Permission denied");
+  ASSERT_FAILS(open_one("locked", 300), "cannot open", "locked/secret.txt", "Permission denied");
+  if (root) assert_int_equal(seteuid(0), 0);
+  assert_int_equal(chmod(in_room("locked/inner"), 0), 0);
+  if (root) assert_int_equal(seteuid(65534), 0);
+  ASSERT_FAILS(open_one("locked", 300), "cannot read", "locked/inner", "Permission denied");
+  ASSERT_FAILS(open_one("locked/inner/*.txt", 300), "locked/inner/*.txt", "Permission denied");
+  if (root) assert_int_equal(seteuid(0), 0);
+  assert_int_equal(chmod(in_room("locked/inner"), 0755), 0);
+}
+
+// --- shards ---------------------------------------------------------------------------------------------
+
+static void shards_of_both_widths_join(void **state) {
+  (void)state;
+  write_shard16("s16_a.bin", (const uint16_t[]){0, 50256, 65535}, 3);
+  write_shard16("s16_b.bin", (const uint16_t[]){7}, 1);
+  Source *source = open_one("s16_*.bin", 65536);
+  assert_stream(source, (const int32_t[]){0, 50256, 65535, 7}, 4);
+  assert_int_equal(source_kind(source), SOURCE_SHARDS_UINT16);
+  assert_string_equal(source_kind_name(source), "llm.c shards, uint16");
+  assert_int_equal(source_files(source), 2);
+  source_close(source);
+
+  write_shard32("s32.bin", (const uint32_t[]){128255, 0, 65536}, 3);
+  source = open_two("s32.bin", "s32.bin", 128256);
+  assert_stream(source, (const int32_t[]){128255, 0, 65536, 128255, 0, 65536}, 6);
+  assert_string_equal(source_kind_name(source), "llm.c shards, uint32");
+  source_close(source);
+
+  make_directory("shards"); // a directory of shards, with what is no shard left out
+  write_shard16("shards/1.bin", (const uint16_t[]){1, 2}, 2);
+  write_shard16("shards/0.bin", (const uint16_t[]){3}, 1);
+  write_bytes("shards/cache.bin", "\0\0\0\0\0", 5);
+  source = open_one("shards", 10);
+  assert_stream(source, (const int32_t[]){3, 1, 2}, 3);
+  source_close(source);
+}
+
+static void kinds_do_not_mix(void **state) {
+  (void)state;
+  write_text("mix.txt", "text");
+  write_shard16("mix16.bin", (const uint16_t[]){1}, 1);
+  write_shard32("mix32.bin", (const uint32_t[]){1}, 1);
+  ASSERT_FAILS(open_two("mix.txt", "mix16.bin", 300), "mix.txt (byte-level text)",
+               "mix16.bin (llm.c shards, uint16)", "cannot be mixed");
+  ASSERT_FAILS(open_two("mix32.bin", "mix.txt", 300), "mix32.bin (llm.c shards, uint32)", "mix.txt",
+               "cannot be mixed");
+  ASSERT_FAILS(open_two("mix16.bin", "mix32.bin", 300), "uint16", "uint32", "cannot be mixed");
+}
+
+// What lies beside shards in their directory (a manifest, a tokenizer) is not taken for data.
+static void a_directory_of_shards_is_read_for_them_alone(void **state) {
+  (void)state;
+  make_directory("mixed");
+  write_text("mixed/manifest.json", "{}");
+  write_shard16("mixed/train.bin", (const uint16_t[]){7, 9}, 2);
+  write_text("mixed/zebra.txt", "text");
+  Source *source = open_one("mixed", 300);
+  assert_int_equal(source_kind(source), SOURCE_SHARDS_UINT16);
+  assert_stream(source, (const int32_t[]){7, 9}, 2);
+  source_close(source);
+}
+
+// --- masks -------------------------------------------------------------------------------------------------
+
+static void write_mask(const char *name, int32_t count, const void *bits, size_t bytes) {
+  write_shard(name, 20261120, 1, count, bits, bytes);
+}
+
+static void assert_targets(const Source *source, const int32_t *expected, int64_t total) {
+  int32_t got[32];
+  for (int64_t first = 0; first <= total; first++)
+    for (int64_t length = 0; length <= total - first; length++) {
+      int64_t counted = 0;
+      for (int64_t i = 0; i < length; i++) counted += expected[first + i] != IGNORED_TARGET;
+      got[length] = -7;
+      assert_int_equal(source_read_targets(source, first, length, got), counted);
+      assert_memory_equal(got, expected + first, (size_t)length * sizeof *got);
+      assert_int_equal(got[length], -7);
+    }
+}
+
+static void masks_say_what_counts(void **state) {
+  (void)state;
+  enum { NO = IGNORED_TARGET };
+  write_shard16("a_masked.bin", (const uint16_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, 11);
+  write_mask("a_masked.mask", 11, "\xA1\xFE", 2); // bits 0, 5, 7, then 9 and 10 and some past the end
+  write_shard16("b_plain.bin", (const uint16_t[]){20, 21}, 2);
+  Source *plain = open_one("b_plain.bin", 50), *both = open_two("a_masked.bin", "b_plain.bin", 50);
+  assert_false(source_masked(plain));
+  assert_targets(plain, (const int32_t[]){20, 21}, 2);
+  assert_true(source_masked(both));
+  assert_stream(both, (const int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 21}, 13);
+  assert_targets(both, (const int32_t[]){0, NO, NO, NO, NO, 5, NO, 7, NO, 9, 10, 20, 21}, 13);
+  source_close(both);
+  source_close(plain);
+  const char *paths[] = {in_room("b_plain.bin"), in_room("a_*.bin")};
+  assert_false(source_paths_masked(paths, 1));
+  assert_true(source_paths_masked(paths, 2));
+}
+
+static void masks_of_other_shards_are_refused(void **state) {
+  (void)state;
+  write_shard16("wrong.bin", (const uint16_t[]){1, 2, 3, 4, 5, 6, 7, 8, 9}, 9);
+  write_text("wrong.mask", "not a mask");
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "its shard", "prepare_data.py");
+  write_shard("wrong.mask", 20240520, 1, 9, "ab", 2);
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "20261120");
+  write_mask("wrong.mask", 10, "ab", 2);
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not the mask of", "10 tokens", "9 tokens");
+  write_mask("wrong.mask", 9, "a", 1);
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not the mask of", "1025 bytes", "1026 bytes");
+  write_mask("wrong.mask", 9, "ab", 2);
+  source_close(open_one("wrong.bin", 50));
+}
+
+// --- damage ------------------------------------------------------------------------------------------------
+
+static void damaged_shards_are_refused(void **state) {
+  (void)state;
+  const uint16_t tokens[] = {1, 2, 3, 4};
+  int32_t header[256] = {20240520, 1, 4};
+  write_bytes("cut.bin", header, 1023);
+  ASSERT_FAILS(open_one("cut.bin", 300), "cut.bin is truncated", "1024", "ends at byte 1023");
+  write_bytes("cut.bin", header, 0);
+  ASSERT_FAILS(open_one("cut.bin", 300), "cut.bin is truncated", "ends at byte 0");
+  ASSERT_FAILS(open_one("cut*.bin", 300), "cut.bin is truncated", "ends at byte 0");
+  write_shard("cut.bin", 20240520, 1, 4, tokens, 7);
+  ASSERT_FAILS(open_one("cut.bin", 300), "cut.bin is truncated", "4 tokens", "byte 1032",
+               "ends at byte 1031");
+  write_shard("cut.bin", 20240801, 7, 4, tokens, 8);
+  ASSERT_FAILS(open_one("cut.bin", 300), "cut.bin is truncated", "4 tokens", "byte 1040",
+               "ends at byte 1032");
+  write_shard("long.bin", 20240520, 1, 3, tokens, 8);
+  ASSERT_FAILS(open_one("long.bin", 300), "long.bin disagrees", "3 tokens", "byte 1030", "to byte 1032");
+  write_shard("long.bin", 20240520, 1, 4, "123456789", 9);
+  ASSERT_FAILS(open_one("long.bin", 300), "long.bin disagrees", "byte 1032", "to byte 1033");
+
+  write_shard("foreign.bin", 20240521, 1, 4, tokens, 8);
+  ASSERT_FAILS(open_one("foreign.bin", 300), "foreign.bin is no llm.c token shard", "20240521", "20240520",
+               "20240801");
+  write_shard("version.bin", 20240520, 7, 4, tokens, 8);
+  ASSERT_FAILS(open_one("version.bin", 300), "version.bin has shard version 7", "20240520", "version 1");
+  write_shard("version.bin", 20240801, 1, 2, tokens, 8);
+  ASSERT_FAILS(open_one("version.bin", 300), "version.bin has shard version 1", "20240801", "version 7");
+
+  write_shard("hostile.bin", 20240520, 1, 0, tokens, 0);
+  ASSERT_FAILS(open_one("hostile.bin", 300), "hostile.bin holds no tokens", "byte 8", "is 0");
+  write_shard("hostile.bin", 20240520, 1, -1, tokens, 8);
+  ASSERT_FAILS(open_one("hostile.bin", 300), "hostile.bin holds no tokens", "is -1");
+  write_shard("hostile.bin", 20240801, 7, INT32_MIN, tokens, 8);
+  ASSERT_FAILS(open_one("hostile.bin", 300), "hostile.bin holds no tokens", "is -2147483648");
+  write_shard("hostile.bin", 20240520, 1, INT32_MAX, tokens, 8);
+  ASSERT_FAILS(open_one("hostile.bin", 300), "hostile.bin is truncated", "2147483647 tokens",
+               "byte 4294968318");
+  write_shard("hostile.bin", 20240801, 7, 1 << 30, tokens, 8); // times 4 is 0 in 32 bits
+  ASSERT_FAILS(open_one("hostile.bin", 300), "hostile.bin is truncated", "byte 4294968320");
+}
+
+static void ids_outside_the_vocabulary_are_found(void **state) {
+  (void)state;
+  write_shard16("ids16.bin", (const uint16_t[]){5, 299, 300, 301}, 4);
+  ASSERT_FAILS(open_one("ids16.bin", 300), "ids16.bin", "token 2 (byte 1028)", "id 300", "has 300",
+               "at least 301", "tokenizer");
+  source_close(open_one("ids16.bin", 302));
+  write_shard32("ids32.bin", (const uint32_t[]){5, 4294967295u, 128256}, 3);
+  ASSERT_FAILS(open_one("ids32.bin", 128256), "ids32.bin", "token 1 (byte 1028)", "id 4294967295",
+               "at least 4294967296");
+  ASSERT_FAILS(open_one("ids32.bin", INT32_MAX), "id 4294967295");
+
+  // Far into a file: at the end of the stretch that one scan covers, past it, and at the last token.
+  enum { STRETCH = 8 << 20, COUNT = (9 << 20) + 11 };
+  write_sparse_shard16("sparse.bin", COUNT);
+  put_token16("sparse.bin", STRETCH - 1, 400);
+  put_token16("sparse.bin", STRETCH + 4099, 1000);
+  put_token16("sparse.bin", STRETCH + 9099, 1500);
+  put_token16("sparse.bin", COUNT - 1, 2000);
+  ASSERT_FAILS(open_one("sparse.bin", 400), "token 8388607 (byte 16778238)", "id 400");
+  ASSERT_FAILS(open_one("sparse.bin", 401), "token 8392707 (byte 16786438)", "id 1000");
+  ASSERT_FAILS(open_one("sparse.bin", 1001), "token 8397707 (byte 16796438)", "id 1500");
+  ASSERT_FAILS(open_one("sparse.bin", 1501), "token 9437194 (byte 18875412)", "id 2000");
+  int before = mappings(); // the failures above left theirs
+  Source *source = open_one("sparse.bin", 2001);
+  int32_t id;
+  source_read(source, STRETCH + 4099, 1, &id);
+  assert_int_equal(id, 1000);
+  source_close(source);
+  assert_int_equal(mappings(), before);
+}
+
+// --- the byte tokenizer ---------------------------------------------------------------------------------
+
+static void assert_shown(const char *bytes, const char *expected) {
+  int32_t tokens[64];
+  int64_t count = (int64_t)strlen(bytes);
+  byte_encode(bytes, count, tokens);
+  for (int64_t i = 0; i < count; i++) assert_int_equal(tokens[i], (unsigned char)bytes[i]);
+  char *text = byte_decode(tokens, count);
+  assert_string_equal(text, expected);
+  free(text);
+}
+
+static void decoded_text_is_safe_to_print(void **state) {
+  (void)state;
+  assert_shown("", "");
+  assert_shown("plain\tand\nsimple ~", "plain\tand\nsimple ~");
+  assert_shown("gr\xC3\xBC\xC3\x9F \xE2\x82\xAC \xF0\x9F\x98\x80",
+               "gr\xC3\xBC\xC3\x9F \xE2\x82\xAC \xF0\x9F\x98\x80");
+  assert_shown("\x1B[2J\r\x07\x7F", "\\x1B[2J\\x0D\\x07\\x7F");
+  assert_shown("\xC2\x9B|\xC2\xA0", "\\xC2\\x9B|\xC2\xA0"); // C1's CSI; no-break space
+  assert_shown("\xC3(\xFF\x80", "\\xC3(\\xFF\\x80");        // broken sequences
+  assert_shown("\xC0\xAF \xE0\x80\x80 \xF0\x80\x80\x80",
+               "\\xC0\\xAF \\xE0\\x80\\x80 \\xF0\\x80\\x80\\x80"); // overlong
+  assert_shown("\xED\xA0\x80 \xF4\x90\x80\x80",
+               "\\xED\\xA0\\x80 \\xF4\\x90\\x80\\x80"); // surrogate; too high
+  assert_shown("\xE2\x82", "\\xE2\\x82");               // cut off
+
+  char *text = byte_decode((const int32_t[]){'a', 256, 'b', 257, 128255, -1, 0}, 7);
+  assert_string_equal(text, "a\n<|endoftext|>\nb\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD\\x00");
+  free(text);
+  text = byte_decode((const int32_t[]){0xE2, 256, 0x82, 0xAC}, 4); // no character spans another token
+  assert_string_equal(text, "\\xE2\n<|endoftext|>\n\\x82\\xAC");
+  free(text);
+
+  for (uint64_t trial = 0; trial < 2000; trial++) {
+    int32_t tokens[24];
+    for (uint64_t i = 0; i < 24; i++) tokens[i] = (int32_t)(random_bits(1, trial, i) % 260);
+    text = byte_decode(tokens, 24);
+    for (const char *c = text; *c; c++)
+      assert_true((unsigned char)*c >= 0x20 ? *c != 0x7F : *c == '\n' || *c == '\t');
+    assert_null(strstr(text, "\xC2\x9B"));
+    free(text);
+  }
+}
+
+// --- the corpus -----------------------------------------------------------------------------------------
+
+static void entropy_of_known_distributions(void **state) {
+  (void)state;
+  write_text("entropy.txt", "aaaaabbbccddaaab"); // 8, 4, 2, 2 of 16
+  Source *source = open_one("entropy.txt", 257);
+  assert_true(fabs(corpus_entropy(source) - 1.75 * log(2)) < 1e-12);
+  source_close(source);
+  write_text("entropy.txt", "aaaa");
+  source = open_one("entropy.txt", 257);
+  assert_true(corpus_entropy(source) == 0);
+  source_close(source);
+  source = open_counting("counting.bin", 10000);
+  assert_true(fabs(corpus_entropy(source) - log(10000)) < 1e-9);
+  source_close(source);
+}
+
+static void entropy_counts_a_bounded_sample(void **state) {
+  (void)state;
+  enum { COUNT = CORPUS_ENTROPY_SAMPLE + 5000 };
+  write_sparse_shard16("huge.bin", COUNT); // zeros as far as the sample goes, then one other id
+  put_token16("huge.bin", CORPUS_ENTROPY_SAMPLE, 9);
+  Source *source = open_one("huge.bin", 65536);
+  assert_int_equal(source_tokens(source), COUNT);
+  assert_true(corpus_entropy(source) == 0);
+  source_close(source);
+  unlink(in_room("huge.bin"));
+}
+
+static void the_corpus_is_this_source_tree(void **state) {
+  (void)state;
+  Source *source = corpus_open(128256);
+  assert_int_equal(source_kind(source), SOURCE_TEXT);
+  assert_true(source_files(source) > 10);
+  assert_non_null(strstr(source_name(source), "the source tree /"));
+  double entropy = corpus_entropy(source);
+  assert_true(entropy > 2 && entropy < log(128)); // text, neither constant nor noise
+  int64_t total = source_tokens(source);
+  int32_t *tokens = malloc((size_t)total * sizeof *tokens);
+  char *text = malloc((size_t)total + 1);
+  source_read(source, 0, total, tokens);
+  for (int64_t i = 0; i < total; i++) text[i] = (char)(tokens[i] == END_OF_TEXT ? '\n' : tokens[i]);
+  text[total] = 0;
+  assert_non_null(strstr(text, "static void the_corpus_is_this_source_tree(void **state) {"));
+  free(text);
+  free(tokens);
+  source_close(source);
+}
+
+// Runs this program's copy in `directory`; it prints the corpus it finds (see main).
+static const char *corpus_seen_from(const char *directory, const char *program) {
+  static char output[1024];
+  char command[2048];
+  snprintf(command, sizeof command, "cd '%s' && '%s' --print-corpus 2>&1", in_room(directory),
+           in_room(program));
+  FILE *pipe = popen(command, "r");
+  assert_non_null(pipe);
+  output[fread(output, 1, sizeof output - 1, pipe)] = 0;
+  pclose(pipe);
+  return output;
+}
+
+static void the_corpus_leaves_out_what_runs_leave_behind(void **state) {
+  (void)state;
+  make_directory("checkout");
+  make_directory("checkout/data");
+  make_directory("checkout/runs");
+  make_directory("checkout/build");
+  make_directory("checkout/build/tests");
+  make_directory("elsewhere");
+  write_text("checkout/Makefile", "M");
+  write_text("checkout/data/corpus.h", "H");
+  write_text("checkout/data/input.txt", "a data set");
+  write_text("checkout/run.jsonl", "a log");
+  write_text("checkout/runs/notes.md", "a run");
+  write_text("checkout/build/made.c", "made");
+  write_text("checkout/train", "a program");
+  write_text("elsewhere/stray.c", "stray");
+  char command[2048];
+  snprintf(command, sizeof command, "cp /proc/%d/exe '%s' && cp '%s' '%s'", (int)getpid(),
+           in_room("checkout/build/tests/copy"), in_room("checkout/build/tests/copy"),
+           in_room("elsewhere/copy"));
+  assert_int_equal(system(command), 0);
+  char expected[1024];
+  snprintf(expected, sizeof expected, "the source tree %s: 2 files: M\n<|endoftext|>\nH",
+           in_room("checkout"));
+  assert_string_equal(corpus_seen_from("elsewhere", "checkout/build/tests/copy"), expected); // by the program
+  assert_string_equal(corpus_seen_from("checkout", "elsewhere/copy"), expected); // by the directory
+  const char *lost = corpus_seen_from("elsewhere", "elsewhere/copy");
+  assert_non_null(strstr(lost, "lce: the built-in corpus is the source tree"));
+  assert_non_null(strstr(lost, "--data"));
+}
+
+static void print_corpus(void) {
+  Source *source = corpus_open(257);
+  int32_t tokens[64];
+  int64_t count = source_tokens(source) < 64 ? source_tokens(source) : 64;
+  source_read(source, 0, count, tokens);
+  char *text = byte_decode(tokens, count);
+  printf("%s: %d files: %s", source_name(source), (int)source_files(source), text);
+  free(text);
+  source_close(source);
+}
+
+// --- all of it ------------------------------------------------------------------------------------------
+
+int main(int argc, char **argv) {
+  if (argc == 2 && strcmp(argv[1], "--print-corpus") == 0) {
+    print_corpus();
+    return 0;
+  }
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(one_text_file_is_its_bytes),
+      cmocka_unit_test(end_of_text_stands_between_documents),
+      cmocka_unit_test(a_directory_gives_its_text_in_order),
+      cmocka_unit_test(a_glob_gives_what_it_matches),
+      cmocka_unit_test(large_files_are_mapped_and_closed),
+      cmocka_unit_test(text_errors_are_one_sentence),
+      cmocka_unit_test(unreadable_paths_are_named),
+      cmocka_unit_test(shards_of_both_widths_join),
+      cmocka_unit_test(kinds_do_not_mix),
+      cmocka_unit_test(a_directory_of_shards_is_read_for_them_alone),
+      cmocka_unit_test(masks_say_what_counts),
+      cmocka_unit_test(masks_of_other_shards_are_refused),
+      cmocka_unit_test(damaged_shards_are_refused),
+      cmocka_unit_test(ids_outside_the_vocabulary_are_found),
+      cmocka_unit_test(decoded_text_is_safe_to_print),
+      cmocka_unit_test(entropy_of_known_distributions),
+      cmocka_unit_test(entropy_counts_a_bounded_sample),
+      cmocka_unit_test(the_corpus_is_this_source_tree),
+      cmocka_unit_test(the_corpus_leaves_out_what_runs_leave_behind),
+  };
+  return cmocka_run_group_tests(tests, make_room, clear_room);
+}

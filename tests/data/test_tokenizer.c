@@ -1,0 +1,267 @@
+// The tokenizer against Hugging Face's `tokenizers`: ids and decoded bytes of many texts (golden files), what
+// is shown of half characters and unknown ids, long texts, and files that are refused.
+#include "base/fail.h"
+#include "data/tokenizer/bpe.h"
+#include "data/tokenizer/tokenizer.h"
+#include "tests/data_files.h"
+#include "tests/process.h"
+
+#include <cjson/cJSON.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <cmocka.h>
+
+#define GOLDEN "tests/golden/tokenizers/"
+
+static const char *const names[] = {"gpt2", "llama3"};
+
+#ifdef HAVE_PCRE2
+enum { ENCODES = 1 };
+#else
+enum { ENCODES = 0 };
+#endif
+
+// --- against tokenizers ------------------------------------------------------------------------------------
+
+// Texts are in hexadecimal: they may hold what JSON or C would change.
+static char *from_hex(const cJSON *item, int64_t *length) {
+  const char *hex = item->valuestring;
+  *length = (int64_t)strlen(hex) / 2;
+  char *bytes = calloc((size_t)*length + 1, 1);
+  for (int64_t i = 0; i < *length; i++) {
+    unsigned value;
+    assert_int_equal(sscanf(hex + 2 * i, "%2x", &value), 1);
+    bytes[i] = (char)value;
+  }
+  return bytes;
+}
+
+static int32_t *ids_of(const cJSON *list, int64_t *count) {
+  *count = cJSON_GetArraySize(list);
+  int32_t *ids = calloc((size_t)*count + 1, sizeof *ids);
+  int64_t i = 0;
+  const cJSON *item;
+  cJSON_ArrayForEach(item, list) ids[i++] = (int32_t)item->valuedouble;
+  return ids;
+}
+
+static void check_encoding(const Tokenizer *t, const char *text, int64_t length, bool special,
+                           const cJSON *expected, const char *hex) {
+  int64_t want_count, got_count;
+  int32_t *want = ids_of(expected, &want_count),
+          *got = tokenizer_encode(t, text, length, special, &got_count);
+  for (int64_t i = 0; i < want_count || i < got_count; i++)
+    if (i >= want_count || i >= got_count || want[i] != got[i])
+      fail_msg("text %s: id %d of %d (should be of %d) is %d, should be %d", hex, (int)i, (int)got_count,
+               (int)want_count, i < got_count ? got[i] : -1, i < want_count ? want[i] : -1);
+  free(want);
+  free(got);
+}
+
+static void check_row(const Tokenizer *t, const cJSON *row, const char *name) {
+  const cJSON *answer = cJSON_GetObjectItem(row, name), *hex = cJSON_GetObjectItem(row, "text");
+  int64_t length, count, want_length, got_length;
+  char *text = from_hex(hex, &length);
+  if (ENCODES) {
+    check_encoding(t, text, length, true, cJSON_GetObjectItem(answer, "ids"), hex->valuestring);
+    check_encoding(t, text, length, false, cJSON_GetObjectItem(answer, "plain"), hex->valuestring);
+  }
+  int32_t *ids = ids_of(cJSON_GetObjectItem(answer, "ids"), &count);
+  char *want = from_hex(cJSON_GetObjectItem(answer, "decoded"), &want_length);
+  char *got = tokenizer_decode(t, ids, count, &got_length);
+  assert_int_equal(got_length, want_length);
+  assert_memory_equal(got, want, (size_t)want_length);
+  free(ids);
+  free(want);
+  free(got);
+  free(text);
+}
+
+static void test_the_same_as_tokenizers(void **state) {
+  (void)state;
+  char *text = read_text(GOLDEN "texts.json");
+  cJSON *rows = cJSON_Parse(text);
+  assert_true(cJSON_GetArraySize(rows) > 100);
+  for (int i = 0; i < 2; i++) {
+    char path[128];
+    snprintf(path, sizeof path, GOLDEN "%s", names[i]);
+    Tokenizer *t = tokenizer_open(path);
+    for (const cJSON *row = rows->child; row; row = row->next) check_row(t, row, names[i]);
+    tokenizer_close(t);
+  }
+  cJSON_Delete(rows);
+  free(text);
+}
+
+// LCE_TOKENIZER and LCE_TOKENIZER_TEXTS name another tokenizer.json and what make.py --check says about it.
+static void test_another_tokenizer(void **state) {
+  (void)state;
+  const char *path = getenv("LCE_TOKENIZER"), *texts = getenv("LCE_TOKENIZER_TEXTS");
+  if (!path || !texts) skip();
+  char *text = read_text(texts);
+  cJSON *rows = cJSON_Parse(text);
+  Tokenizer *t = tokenizer_open(path);
+  for (const cJSON *row = rows->child; row; row = row->next) check_row(t, row, "other");
+  tokenizer_close(t);
+  cJSON_Delete(rows);
+  free(text);
+}
+
+// --- decoding ----------------------------------------------------------------------------------------------
+
+static void test_what_is_shown(void **state) {
+  (void)state;
+  Tokenizer *t = tokenizer_open(GOLDEN "gpt2/tokenizer.json");
+  int32_t end = tokenizer_find(t, "<|endoftext|>");
+  assert_int_equal(tokenizer_size(t), end + 1);
+  assert_int_equal(tokenizer_find(t, "<|nothing|>"), -1);
+  // The alphabet's first tokens are the bytes from '!' on, then Latin-1's printable ones, then the other
+  // bytes.
+  int32_t exclamation = 0, escape = 94 + 12 + 82 + 27, half = 94 + 12 + (0xC3 - 0xAE);
+  char *shown = tokenizer_show(t, (const int32_t[]){exclamation, escape, half, end, -1, 1 << 30, end + 1}, 7);
+  assert_string_equal(shown, "!\\x1B\\xC3<|endoftext|>\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD");
+  free(shown);
+  shown = tokenizer_show(t, NULL, 0);
+  assert_string_equal(shown, "");
+  free(shown);
+  tokenizer_close(t);
+}
+
+// --- encoding ----------------------------------------------------------------------------------------------
+
+static void test_text_must_be_utf8(void **state) {
+  (void)state;
+  if (!ENCODES) skip();
+  Tokenizer *t = tokenizer_open(GOLDEN "gpt2");
+  int64_t count;
+  ASSERT_FAILS(tokenizer_encode(t, "abc\xFF", 4, true, &count), "not UTF-8 at byte 3");
+  ASSERT_FAILS(tokenizer_encode(t, "\xED\xA0\x80", 3, true, &count), "not UTF-8 at byte 0");
+  ASSERT_FAILS(tokenizer_encode(t, "caf\xC3", 4, true, &count), "not UTF-8 at byte 3");
+  int32_t *ids = tokenizer_encode(t, NULL, 0, true, &count);
+  assert_int_equal(count, 0);
+  free(ids);
+  tokenizer_close(t);
+}
+
+// A piece of a million bytes takes no more than a few times as long as a million short pieces.
+static void test_long_pieces(void **state) {
+  (void)state;
+  if (!ENCODES) skip();
+  enum { LENGTH = 1000000 };
+  char *text = malloc(LENGTH);
+  for (int i = 0; i < 2; i++) {
+    memset(text, i ? ' ' : 'a', LENGTH);
+    Tokenizer *t = tokenizer_open(i ? GOLDEN "gpt2" : GOLDEN "llama3");
+    clock_t start = clock();
+    int64_t count, length;
+    int32_t *ids = tokenizer_encode(t, text, LENGTH, false, &count);
+    assert_true((double)(clock() - start) / CLOCKS_PER_SEC < 20);
+    char *back = tokenizer_decode(t, ids, count, &length);
+    assert_int_equal(length, LENGTH);
+    assert_memory_equal(back, text, LENGTH);
+    free(back);
+    free(ids);
+    tokenizer_close(t);
+  }
+  free(text);
+}
+
+static void test_merges(void **state) {
+  (void)state;
+  BpeMerges merges = bpe_merges_create(4);
+  bpe_merges_add(&merges, 1, 2, 1, 10); // ab, after
+  bpe_merges_add(&merges, 2, 3, 0, 11); // bc
+  bpe_merges_add(&merges, 1, 1, 2, 12); // aa, from the left
+  bpe_merges_add(&merges, 12, 12, 3, 13);
+  bpe_merges_add(&merges, 1, 2, 9, 99); // known already
+  int32_t ids[] = {1, 2, 3, 1, 2, 1, 1, 1, 1, 1, 4};
+  assert_int_equal(bpe_merge(&merges, ids, 11), 6);
+  assert_memory_equal(ids, ((const int32_t[]){1, 11, 10, 13, 1, 4}), 6 * sizeof *ids);
+  assert_int_equal(bpe_merge(&merges, ids, 1), 1);
+  assert_int_equal(bpe_merge(&merges, ids, 0), 0);
+  bpe_merges_free(&merges);
+}
+
+// --- files that will not do --------------------------------------------------------------------------------
+
+#define BPE "{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\":1,\"ab\":2},\"merges\":[\"a b\"]}"
+
+static void assert_refused(const char *text, const char *part) {
+  Reason reason = {""};
+  Tokenizer *t = tokenizer_parse(text, strlen(text), &reason);
+  if (t || !strstr(reason.text, part))
+    fail_msg("%s: should say \"%s\" and says \"%s\"", text, part, reason.text);
+}
+
+static void test_refusals(void **state) {
+  (void)state;
+  assert_refused("", "no JSON object");
+  assert_refused("[]", "no JSON object");
+  assert_refused("{\"model\":{", "no JSON object");
+  assert_refused("{}", "no vocab");
+  assert_refused("{\"model\":{\"type\":\"Unigram\",\"vocab\":[]}}", "Unigram and not BPE");
+  assert_refused("{\"model\":{\"vocab\":{},\"merges\":[]}}", "vocabulary is empty");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":{}}}", "no merges");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":-1},\"merges\":[]}}", "not a whole number");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":1e18},\"merges\":[]}}", "not a whole number");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":0.5},\"merges\":[]}}", "not a whole number");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":\"0\"},\"merges\":[]}}", "not a whole number");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":0,\"b\":0},\"merges\":[]}}", "belongs to two tokens");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":[\"a\"]}}", "merge 0 is no pair");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",1]]}}", "merge 0 is no pair");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":[\"a a\"]}}",
+                 "names a token that the vocabulary lacks");
+  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":[],\"byte_fallback\":true}}",
+                 "no byte-level BPE");
+  assert_refused("{\"decoder\":{\"type\":\"WordPiece\"},\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}",
+                 "no byte-level BPE");
+  assert_refused("{\"added_tokens\":[{\"id\":3}],\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}",
+                 "no content");
+  write_text("broken.json", "{");
+  ASSERT_FAILS(tokenizer_open(in_room("broken.json")), "broken.json is no tokenizer", "no JSON object");
+  ASSERT_FAILS(tokenizer_open(in_room("nowhere.json")), "cannot open", "nowhere.json");
+  make_directory("empty");
+  ASSERT_FAILS(tokenizer_open(in_room("empty")), "cannot open", "empty/tokenizer.json");
+}
+
+// What only encoding needs is asked for when something is encoded.
+static void assert_decodes_only(const char *text, const char *part) {
+  Reason reason = {""};
+  Tokenizer *t = tokenizer_parse(text, strlen(text), &reason);
+  if (!t) fail_msg("%s: %s", text, reason.text);
+  int64_t count, length;
+  char *decoded = tokenizer_decode(t, (const int32_t[]){0, 2}, 2, &length);
+  assert_string_equal(decoded, "aab");
+  free(decoded);
+  ASSERT_FAILS(tokenizer_encode(t, "a", 1, true, &count), "can decode, but not encode", part);
+  tokenizer_close(t);
+}
+
+static void test_what_cannot_be_encoded(void **state) {
+  (void)state;
+  assert_decodes_only(BPE "}", "no ByteLevel step");
+  assert_decodes_only(BPE ",\"pre_tokenizer\":{\"type\":\"ByteLevel\"}}", "no token for byte 0");
+  assert_decodes_only(BPE ",\"normalizer\":{\"type\":\"NFC\"}}", "normalizer");
+  assert_decodes_only(BPE ",\"added_tokens\":[{\"id\":1,\"content\":\"b\",\"lstrip\":true}]}", "lstrip");
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_the_same_as_tokenizers),
+      cmocka_unit_test(test_another_tokenizer),
+      cmocka_unit_test(test_what_is_shown),
+      cmocka_unit_test(test_text_must_be_utf8),
+      cmocka_unit_test(test_long_pieces),
+      cmocka_unit_test(test_merges),
+      cmocka_unit_test(test_refusals),
+      cmocka_unit_test(test_what_cannot_be_encoded),
+  };
+  return cmocka_run_group_tests(tests, make_room, clear_room);
+}

@@ -1,0 +1,555 @@
+// The C interface (kernels/liblce.h) called directly: every value against float64, wrong arguments that give a
+// sentence and write nothing, targets that are out of range, several contexts and threads at a time. All
+// tensors are allocations of exactly their size, so that AddressSanitizer sees whoever reads or writes beside
+// them.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <math.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "base/random.h"
+#include "kernels/liblce.h"
+#include "tests/reference.h"
+
+static _Noreturn void fail_sentence(const char *sentence) {
+  fail("%s", sentence);
+}
+
+#include <cmocka.h> // makes fail() a macro
+
+// --- problems ----------------------------------------------------------------------------------------------
+
+enum { MOST = 64 };
+
+// A call, what it should give, and all that was allocated for both.
+typedef struct {
+  lce_args args;
+  ReferenceLoss want;
+  void *blocks[MOST];
+  size_t count;
+} Problem;
+
+static void *block(Problem *p, int64_t count, size_t element) {
+  void *data = malloc((size_t)count * element);
+  assert_non_null(data);
+  assert_true(p->count < MOST);
+  return p->blocks[p->count++] = data;
+}
+
+static void release(Problem *p) {
+  for (size_t i = 0; i < p->count; i++) free(p->blocks[i]);
+  p->count = 0;
+}
+
+// Numbers for the library, and the same for the reference; positive ones where they are weights of classes.
+static float *numbers(Problem *p, const double **same, int64_t count, double scale, bool positive) {
+  float *narrow = block(p, count, sizeof *narrow);
+  double *wide = block(p, count, sizeof *wide);
+  for (int64_t i = 0; i < count; i++) {
+    double x = scale * random_normal(1, p->count, (uint64_t)i);
+    wide[i] = narrow[i] = (float)(positive ? fabs(x) + 0.1 : x);
+  }
+  *same = wide;
+  return narrow;
+}
+
+// What a call has not written is still this.
+static const float UNWRITTEN = 12345.678f;
+
+static float *unwritten(Problem *p, double **want, int64_t count) {
+  float *data = block(p, count, sizeof *data);
+  for (int64_t i = 0; i < count; i++) data[i] = UNWRITTEN;
+  *want = block(p, count, sizeof **want);
+  return data;
+}
+
+typedef struct {
+  int64_t tokens, hidden, vocab, chunk;
+  bool terms, logits; // terms of whole rows; what needs a row's logits side by side
+  bool materialized, wide, forward_only;
+} Case;
+
+// Every third token is ignored, but never all.
+static Problem make_problem(const Case *c) {
+  int64_t n = c->tokens, h = c->hidden, v = c->vocab;
+  Problem p = {.args = {.tokens = n,
+                        .hidden_size = h,
+                        .vocab_size = v,
+                        .chunk = c->chunk,
+                        .materialized = c->materialized,
+                        .targets_int64 = c->wide,
+                        .scale = 0.5f},
+               .want = {.rows = n, .hidden = h, .vocab = v, .scale = 0.5}};
+  lce_args *a = &p.args;
+  ReferenceLoss *r = &p.want;
+  a->x = numbers(&p, &r->x, n * h, 1, false);
+  a->weight = numbers(&p, &r->weight, v * h, 1 / sqrt((double)h), false);
+  int32_t *targets = block(&p, n, sizeof *targets);
+  int64_t *wide = block(&p, n, sizeof *wide);
+  for (int64_t i = 0; i < n; i++)
+    wide[i] = targets[i] =
+        i % 3 == 1 ? IGNORE_INDEX : (int32_t)(random_bits(2, 0, (uint64_t)i) % (uint64_t)v);
+  r->targets = targets;
+  a->targets = c->wide ? (void *)wide : targets;
+  a->loss = unwritten(&p, &r->loss, n);
+  a->log_prob = unwritten(&p, &r->log_prob, n);
+  a->logsumexp = unwritten(&p, &r->logsumexp, n);
+  if (!c->forward_only) {
+    a->dx = unwritten(&p, &r->dx, n * h);
+    a->dweight = unwritten(&p, &r->dweight, v * h);
+  }
+  if (c->terms) {
+    a->mean = r->mean = true;
+    r->label_smoothing = a->label_smoothing = 0.125f;
+    r->z_loss = a->z_loss = 0.03125f;
+    r->temperature = a->temperature = 1.5f;
+    a->class_weights = numbers(&p, &r->class_weights, v, 1, true);
+    a->token_weights = numbers(&p, &r->token_weights, n, 1, false);
+    a->token_z_loss = unwritten(&p, &r->token_z_loss, n);
+  }
+  if (c->logits) {
+    r->softcap = a->softcap = 3;
+    a->bias = numbers(&p, &r->bias, v, 1, false);
+    a->entropy_weights = numbers(&p, &r->entropy_weights, n, 1, false);
+    a->entropy = unwritten(&p, &r->entropy, n);
+    a->max_logit = unwritten(&p, &r->max_logit, n);
+    a->predicted = block(&p, n, sizeof *a->predicted);
+    r->predicted = block(&p, n, sizeof *r->predicted);
+    if (!c->forward_only) a->dbias = unwritten(&p, &r->dbias, v);
+  }
+  reference_loss(r);
+  return p;
+}
+
+static void close_to(const char *what, const float *got, const double *want, int64_t count) {
+  double largest = 0;
+  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(want[i]));
+  for (int64_t i = 0; i < count; i++)
+    if (!(fabs(got[i] - want[i]) <= 1e-5 * largest + 1e-7))
+      fail_msg("%s[%lld] is %.9g where %.9g is right", what, (long long)i, (double)got[i], want[i]);
+}
+
+static void check_results(const Problem *p) {
+  const lce_args *a = &p->args;
+  const ReferenceLoss *r = &p->want;
+  int64_t n = r->rows, gradients = a->dx != NULL;
+  const struct {
+    const char *name;
+    const float *got;
+    const double *want;
+    int64_t count;
+  } results[] = {{"loss", a->loss, r->loss, n},
+                 {"z_loss", a->token_z_loss, r->token_z_loss, n},
+                 {"log_prob", a->log_prob, r->log_prob, n},
+                 {"logsumexp", a->logsumexp, r->logsumexp, n},
+                 {"entropy", a->entropy, r->entropy, n},
+                 {"max_logit", a->max_logit, r->max_logit, n},
+                 {"dx", a->dx, r->dx, gradients * n * r->hidden},
+                 {"dweight", a->dweight, r->dweight, gradients * r->vocab * r->hidden},
+                 {"dbias", a->dbias, r->dbias, r->vocab}};
+  for (size_t i = 0; i < sizeof results / sizeof *results; i++)
+    if (results[i].got) close_to(results[i].name, results[i].got, results[i].want, results[i].count);
+  for (int64_t i = 0; a->predicted && i < n; i++) assert_true(a->predicted[i] == r->predicted[i]);
+}
+
+static void run(lce_context *context, const lce_args *args) {
+  if (lce_linear_cross_entropy(context, args) || lce_synchronize(context)) fail_msg("%s", lce_last_error());
+}
+
+static lce_context *context_on_cpu(void) {
+  lce_context *context = lce_create("cpu", 0, "fp32");
+  if (!context) fail_msg("%s", lce_last_error());
+  return context;
+}
+
+// --- tests -------------------------------------------------------------------------------------------------
+
+// Every way through the layer, with targets of both kinds, on one context whose stack grows on the way.
+static void test_values(void **state) {
+  (void)state;
+  const int64_t shapes[][4] = {{1, 1, 1, 1}, {7, 5, 3, 2}, {29, 17, 101, 8}, {33, 8, 515, 0}};
+  lce_context *context = context_on_cpu();
+  for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
+    for (int bits = 0; bits < 32; bits++) {
+      Problem p = make_problem(&(Case){shapes[s][0], shapes[s][1], shapes[s][2], shapes[s][3], bits & 1,
+                                       bits & 2, bits & 4, bits & 8, bits & 16});
+      run(context, &p.args);
+      check_results(&p);
+      assert_true(lce_held_bytes(context) > 0);
+      release(&p);
+    }
+  lce_destroy(context);
+}
+
+// Gradients are added to what is there when that is asked for.
+static void test_accumulate(void **state) {
+  (void)state;
+  lce_context *context = context_on_cpu();
+  Problem p = make_problem(&(Case){29, 17, 101, 8, .terms = true, .logits = true});
+  run(context, &p.args);
+  p.args.accumulate = true;
+  run(context, &p.args);
+  for (int64_t i = 0; i < 101 * 17; i++) p.want.dweight[i] *= 2;
+  for (int64_t i = 0; i < 101; i++) p.want.dbias[i] *= 2;
+  check_results(&p);
+  release(&p);
+  lce_destroy(context);
+}
+
+// A target out of range makes that token's loss NaN; all else is as if it were ignored.
+static void test_targets_out_of_range(void **state) {
+  (void)state;
+  const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
+  enum { WRONG = sizeof wrong / sizeof *wrong };
+  lce_context *context = context_on_cpu();
+  for (int bits = 0; bits < 8; bits++) {
+    bool wide = bits & 4;
+    int count = wide ? WRONG : WRONG - 2;
+    Case c = {29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2, .wide = wide};
+    Problem p = make_problem(&c);
+    for (int i = 0; i < count; i++) { // in the place of tokens that are ignored
+      if (wide)
+        ((int64_t *)p.args.targets)[3 * i + 1] = wrong[i];
+      else
+        ((int32_t *)p.args.targets)[3 * i + 1] = (int32_t)wrong[i];
+    }
+    run(context, &p.args);
+    for (int i = 0; i < count; i++) {
+      assert_true(isnan(p.args.loss[3 * i + 1]));
+      p.args.loss[3 * i + 1] = 0;
+    }
+    check_results(&p);
+    release(&p);
+  }
+  lce_destroy(context);
+}
+
+static void all_unwritten(const float *data, int64_t count) {
+  for (int64_t i = 0; data && i < count; i++) assert_true(data[i] == UNWRITTEN);
+}
+
+static void refused(lce_context *context, const Problem *p, const char *part, lce_args args) {
+  assert_int_equal(lce_linear_cross_entropy(context, &args), 1);
+  if (!strstr(lce_last_error(), part)) fail_msg("\"%s\" says nothing of \"%s\"", lce_last_error(), part);
+  const lce_args *a = &p->args;
+  all_unwritten(a->loss, a->tokens);
+  all_unwritten(a->log_prob, a->tokens);
+  all_unwritten(a->logsumexp, a->tokens);
+  all_unwritten(a->dx, a->tokens * a->hidden_size);
+  all_unwritten(a->dweight, a->vocab_size * a->hidden_size);
+}
+
+#define REFUSED(part, change)                                                                                \
+  do {                                                                                                       \
+    lce_args a = p.args;                                                                                     \
+    change;                                                                                                  \
+    refused(context, &p, part, a);                                                                           \
+  } while (0)
+
+static void test_wrong_arguments(void **state) {
+  (void)state;
+  lce_context *context = context_on_cpu();
+  Problem p = make_problem(&(Case){7, 5, 3, 2, .terms = false});
+  REFUSED("must be 1 or more", a.tokens = 0);
+  REFUSED("must be 1 or more", a.hidden_size = -1);
+  REFUSED("must be 1 or more", a.vocab_size = 0);
+  REFUSED("x is NULL", a.x = NULL);
+  REFUSED("weight is NULL", a.weight = NULL);
+  REFUSED("targets is NULL", a.targets = NULL);
+  REFUSED("loss is NULL", a.loss = NULL);
+  REFUSED("a chunk of -1", a.chunk = -1);
+  REFUSED("give both, or neither", a.dx = NULL);
+  REFUSED("give both, or neither", a.dweight = NULL);
+  REFUSED("a bias has a gradient where x has one", a.bias = a.x);
+  REFUSED("label_smoothing is 7", a.label_smoothing = 7);
+  REFUSED("softcap is -1", a.softcap = -1);
+  REFUSED("temperature is -1", a.temperature = -1);
+  REFUSED("give both, or neither", (a.dx = NULL, a.scale = 0));
+  assert_int_equal(lce_held_bytes(context), 0);
+  assert_int_equal(lce_linear_cross_entropy(context, NULL), 1);
+  assert_non_null(strstr(lce_last_error(), "args must be there"));
+  run(context, &p.args); // and the context still works
+  check_results(&p);
+  release(&p);
+  lce_destroy(context);
+}
+
+// An address that nobody follows: these calls are refused before anything is read or written.
+static void *nowhere(int number) {
+  return (void *)((uintptr_t)1 << 60 | (uintptr_t)number << 52);
+}
+
+// Sizes that no tensor can have, or whose products no 64 bits hold.
+static void test_impossible_sizes(void **state) {
+  (void)state;
+  lce_context *context = context_on_cpu();
+  Problem p = make_problem(&(Case){7, 5, 3, 2, .terms = false});
+  const int64_t too_many[] = {INT32_MAX, INT64_C(1) << 31, INT64_C(1) << 32, (INT64_C(1) << 32) + 3,
+                              INT64_MAX};
+  for (size_t i = 0; i < sizeof too_many / sizeof *too_many; i++) {
+    REFUSED("tokens is", a.tokens = too_many[i]);
+    REFUSED("hidden_size is", a.hidden_size = too_many[i]);
+    REFUSED("vocab_size is", a.vocab_size = too_many[i]);
+  }
+  REFUSED("tokens is -9223372036854775808", a.tokens = INT64_MIN);
+  const int64_t most = INT32_MAX - 65535;
+  REFUSED("x of 2147418112 by 2147418112", a.tokens = a.hidden_size = most);
+  REFUSED("weight of 2147418112 by 2147418112", a.vocab_size = a.hidden_size = most);
+  REFUSED("x of 2147418112 by 65536", (a.tokens = most, a.hidden_size = 65536));
+  lce_args large = {.tokens = most,
+                    .hidden_size = 1,
+                    .vocab_size = most,
+                    .x = nowhere(0),
+                    .weight = nowhere(1),
+                    .targets = nowhere(2),
+                    .loss = nowhere(3),
+                    .scale = 1};
+  large.chunk = most;
+  refused(context, &p, "the logits of 2147418112 by 2147418112 numbers", large);
+  refused(context, &p, "a smaller chunk", large);
+  large.chunk = 0, large.materialized = true;
+  refused(context, &p, "materialized = 0", large);
+  large.materialized = false, large.chunk = INT64_MAX;
+  refused(context, &p, "a smaller chunk", large);
+  large.chunk = 1 << 14, large.dx = nowhere(4), large.dweight = nowhere(5); // nearly all addresses there are
+  refused(context, &p, "out of memory", large);
+  refused(context, &p, "a smaller chunk, or fewer tokens in one call", large);
+  assert_int_equal(lce_held_bytes(context), 0);
+  run(context, &p.args);
+  check_results(&p);
+  release(&p);
+  lce_destroy(context);
+}
+
+// The address so many bytes further on.
+static void *moved(const void *address, intptr_t bytes) {
+  return (void *)((uintptr_t)address + (uintptr_t)bytes);
+}
+
+static void test_impossible_addresses(void **state) {
+  (void)state;
+  lce_context *context = context_on_cpu();
+  Problem p = make_problem(&(Case){7, 5, 3, 2, .terms = true, .logits = true});
+  REFUSED("x lies at", a.x = moved(a.x, 1));
+  REFUSED("weight lies at", a.weight = moved(a.weight, 2));
+  REFUSED("bias lies at", a.bias = moved(a.bias, 3));
+  REFUSED("targets lies at", a.targets = moved(a.targets, 2));
+  REFUSED("targets lies at", (a.targets = moved(nowhere(1), 4), a.targets_int64 = true));
+  REFUSED("class_weights lies at", a.class_weights = moved(a.class_weights, 1));
+  REFUSED("token_weights lies at", a.token_weights = moved(a.token_weights, 1));
+  REFUSED("entropy_weights lies at", a.entropy_weights = moved(a.entropy_weights, 1));
+  REFUSED("loss lies at", a.loss = moved(a.loss, -1));
+  REFUSED("dx lies at", a.dx = moved(a.dx, 2));
+  REFUSED("dweight lies at", a.dweight = moved(a.dweight, 2));
+  REFUSED("dbias lies at", a.dbias = moved(a.dbias, 2));
+  REFUSED("token_z_loss lies at", a.token_z_loss = moved(a.token_z_loss, 2));
+  REFUSED("log_prob lies at", a.log_prob = moved(a.log_prob, 2));
+  REFUSED("logsumexp lies at", a.logsumexp = moved(a.logsumexp, 2));
+  REFUSED("entropy lies at", a.entropy = moved(a.entropy, 2));
+  REFUSED("max_logit lies at", a.max_logit = moved(a.max_logit, 2));
+  REFUSED("correct lies at", a.correct = moved(nowhere(1), 2));
+  REFUSED("predicted lies at", a.predicted = moved(a.predicted, 2));
+  REFUSED("beyond the last address", a.x = (void *)(UINTPTR_MAX - 7));
+  REFUSED("beyond the last address", a.dweight = (void *)(UINTPTR_MAX - 3));
+  REFUSED("x and dx share memory", a.dx = (void *)a.x);
+  REFUSED("weight and dweight share memory", a.dweight = moved(a.weight, 4 * 14));
+  REFUSED("loss and log_prob share memory", a.log_prob = moved(a.loss, 4 * 6));
+  REFUSED("token_weights and loss share memory", a.token_weights = a.loss);
+  // Neighbours share nothing, and what is only read may be read twice.
+  float *both = block(&p, 14, sizeof *both);
+  p.args.log_prob = both, p.args.logsumexp = both + 7;
+  p.args.entropy_weights = p.args.token_weights;
+  p.want.entropy_weights = p.want.token_weights;
+  reference_loss(&p.want);
+  run(context, &p.args);
+  check_results(&p);
+  release(&p);
+  lce_destroy(context);
+}
+
+// Gradients that a scale of 0 makes 0, or leaves alone; the losses are what they are.
+static void test_scale_of_zero(void **state) {
+  (void)state;
+  lce_context *context = context_on_cpu();
+  for (int bits = 0; bits < 4; bits++) {
+    Case c = {29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2};
+    Problem p = make_problem(&c);
+    run(context, &p.args);
+    p.args.scale = 0, p.args.accumulate = true;
+    run(context, &p.args);
+    for (int64_t i = 0; i < 29 * 17; i++) p.want.dx[i] = 0;
+    check_results(&p);
+    p.args.accumulate = false;
+    run(context, &p.args);
+    for (int64_t i = 0; i < 101 * 17; i++) p.want.dweight[i] = 0;
+    for (int64_t i = 0; p.want.dbias && i < 101; i++) p.want.dbias[i] = 0;
+    check_results(&p);
+    release(&p);
+  }
+  lce_destroy(context);
+}
+
+static void test_wrong_contexts(void **state) {
+  (void)state;
+  const struct {
+    const char *device, *dtype, *part;
+  } wrong[] = {{"abacus", "fp32", "neither"},
+               {"cpu", "bf16", "fp32 only"},
+               {"cpu", "int3", "dtype is \"int3\", which is neither"},
+               {NULL, "fp32", "is NULL"},
+               {"cpu", NULL, "is NULL"}};
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+    assert_null(lce_create(wrong[i].device, 0, wrong[i].dtype));
+    assert_non_null(strstr(lce_last_error(), wrong[i].part));
+  }
+  assert_null(lce_create("cuda", 1 << 20, "bf16")); // there is no such GPU, or none at all
+  assert_true(strlen(lce_last_error()) > 0);
+  lce_args args = {0};
+  assert_int_equal(lce_linear_cross_entropy(NULL, &args), 1);
+  assert_non_null(strstr(lce_last_error(), "NULL"));
+  assert_int_equal(lce_synchronize(NULL), 1);
+  assert_int_equal(lce_held_bytes(NULL), 0);
+  lce_destroy(NULL);
+}
+
+// Calls of two contexts in turn; the first goes while the second is still in use.
+static void test_two_contexts(void **state) {
+  (void)state;
+  lce_context *first = context_on_cpu(), *second = context_on_cpu();
+  Problem a = make_problem(&(Case){29, 17, 101, 8, .terms = true}),
+          b = make_problem(&(Case){33, 8, 515, 4, .logits = true});
+  run(first, &a.args);
+  run(second, &b.args);
+  int64_t held = lce_held_bytes(first);
+  assert_true(held != lce_held_bytes(second));
+  check_results(&a);
+  a.args.loss[0] = UNWRITTEN;
+  run(first, &a.args);
+  assert_int_equal(lce_held_bytes(first), held);
+  check_results(&a);
+  lce_destroy(first);
+  b.args.loss[0] = UNWRITTEN;
+  run(second, &b.args);
+  check_results(&b);
+  lce_destroy(second);
+  release(&a);
+  release(&b);
+}
+
+typedef struct {
+  Problem problem;
+  const char *dtype; // that a context is asked for, and is not there
+  int failures;
+} Worker;
+
+// Right and wrong calls and contexts in turn; what was wrong must be told to this thread and to no other.
+static void *work(void *given) {
+  Worker *w = given;
+  lce_context *context = lce_create("cpu", 0, "fp32");
+  for (int i = 1; i <= 30; i++) {
+    lce_args wrong = w->problem.args;
+    wrong.tokens = -i * w->problem.args.hidden_size;
+    char part[64];
+    snprintf(part, sizeof part, "tokens is %lld,", (long long)wrong.tokens);
+    w->failures += !lce_linear_cross_entropy(context, &wrong) || !strstr(lce_last_error(), part);
+    w->failures += lce_create("cpu", 0, w->dtype) != NULL || !strstr(lce_last_error(), w->dtype);
+    w->failures += lce_linear_cross_entropy(context, &w->problem.args) || lce_synchronize(context);
+  }
+  lce_destroy(context);
+  return NULL;
+}
+
+static jmp_buf caught;
+static pthread_t catcher;
+static int sentences; // that came to the program's own handler, in the thread that failed
+
+static void catch_sentence(const char *sentence) {
+  if (strcmp(sentence, "the program's own") || !pthread_equal(pthread_self(), catcher)) abort();
+  sentences++;
+  longjmp(caught, 1);
+}
+
+// Threads that each have a context and errors of their own, beside a program that has its own way to fail.
+static void test_threads(void **state) {
+  (void)state;
+  enum { WORKERS = 4, FAILURES = 200 };
+  const char *dtypes[] = {"int1", "int2", "int3", "int4"};
+  Worker workers[WORKERS];
+  for (int i = 0; i < WORKERS; i++)
+    workers[i] =
+        (Worker){.problem = make_problem(&(Case){29 + i, 17 - i, 101, 8, .terms = i & 1, .logits = i & 2}),
+                 .dtype = dtypes[i]};
+  lce_context *context = context_on_cpu(); // which must leave nothing behind in this thread
+  catcher = pthread_self();
+  fail_set_handler(catch_sentence);
+  pthread_t threads[WORKERS];
+  for (int i = 0; i < WORKERS; i++) assert_int_equal(pthread_create(&threads[i], NULL, work, &workers[i]), 0);
+  for (sentences = 0; sentences < FAILURES;) {
+    assert_int_equal(lce_linear_cross_entropy(context, NULL), 1);
+    if (!setjmp(caught)) fail_sentence("the program's own");
+  }
+  for (int i = 0; i < WORKERS; i++) pthread_join(threads[i], NULL);
+  fail_set_handler(NULL);
+  assert_int_equal(sentences, FAILURES);
+  lce_destroy(context);
+  for (int i = 0; i < WORKERS; i++) {
+    assert_int_equal(workers[i].failures, 0);
+    check_results(&workers[i].problem);
+    release(&workers[i].problem);
+  }
+}
+
+// A context made in one thread, used in a second that has never made one, and gone in a third.
+static void *use(void *given) {
+  Problem *p = ((void **)given)[1];
+  lce_context *context = ((void **)given)[0];
+  lce_args wrong = p->args;
+  wrong.tokens = 0;
+  bool right = lce_linear_cross_entropy(context, &wrong) == 1 && strstr(lce_last_error(), "tokens is 0") &&
+               lce_linear_cross_entropy(context, &p->args) == 0;
+  return right ? given : NULL;
+}
+
+static void *destroy(void *context) {
+  lce_destroy(context);
+  return NULL;
+}
+
+static void test_context_of_another_thread(void **state) {
+  (void)state;
+  Problem p = make_problem(&(Case){29, 17, 101, 8, .terms = true});
+  void *given[] = {context_on_cpu(), &p}, *right;
+  pthread_t thread;
+  assert_int_equal(pthread_create(&thread, NULL, use, given), 0);
+  pthread_join(thread, &right);
+  assert_non_null(right);
+  check_results(&p);
+  assert_int_equal(pthread_create(&thread, NULL, destroy, given[0]), 0);
+  pthread_join(thread, NULL);
+  release(&p);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_values),
+      cmocka_unit_test(test_accumulate),
+      cmocka_unit_test(test_targets_out_of_range),
+      cmocka_unit_test(test_wrong_arguments),
+      cmocka_unit_test(test_impossible_sizes),
+      cmocka_unit_test(test_impossible_addresses),
+      cmocka_unit_test(test_scale_of_zero),
+      cmocka_unit_test(test_wrong_contexts),
+      cmocka_unit_test(test_two_contexts),
+      cmocka_unit_test(test_threads),
+      cmocka_unit_test(test_context_of_another_thread),
+  };
+  return cmocka_run_group_tests_name("the C interface", tests, NULL, NULL);
+}

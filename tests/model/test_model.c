@@ -1,0 +1,531 @@
+// What a model is: names and shapes as Hugging Face has them, published sizes, where the tensors lie, the
+// rotary frequencies, first values, and configurations that are refused. tests/model/test_transformer.c has it
+// compute.
+#include "model/model.h"
+#include "tests/harness.h"
+#include "tests/reference_model.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static const ParameterDtypes all_fp32 = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};
+
+static ModelConfig small(const char *preset) {
+  ModelConfig c = model_preset(preset);
+  c.vocab_size = 301;
+  c.num_hidden_layers = 2;
+  c.max_position_embeddings = 40;
+  return c;
+}
+
+static int open_cpu(void **state) {
+  *state = harness_open("cpu");
+  return *state == NULL;
+}
+
+static int close_cpu(void **state) {
+  harness_close(*state);
+  return 0;
+}
+
+// --- names, shapes, counts ---------------------------------------------------------------------------------
+
+typedef struct {
+  const char *name;
+  int64_t d0, d1;
+} Expected;
+
+static void check_table(const Model *model, const Expected *expected, int64_t count) {
+  Parameters parameters = model->parameters;
+  for (int64_t i = 0; i < count; i++) {
+    const Parameter *p = parameters_find(&parameters, expected[i].name);
+    if (!p) fail_msg("there is no %s", expected[i].name);
+    assert_int_equal(p->rank, expected[i].d1 ? 2 : 1);
+    assert_int_equal(p->shape[0], expected[i].d0);
+    assert_int_equal(p->shape[1], expected[i].d1);
+    assert_true(tensor_same_shape(p->value, p->grad));
+    assert_true(tensor_same_shape(p->value, p->m));
+    assert_true(tensor_same_shape(p->value, p->v));
+    assert_int_equal(tensor_count(p->value), expected[i].d0 * (expected[i].d1 ? expected[i].d1 : 1));
+  }
+  assert_int_equal(parameters.count, count);
+}
+
+// The state_dict of transformers' GPT2LMHeadModel with n_embd 128, n_layer 2, vocab_size 301, n_positions 40;
+// Conv1D weights are [in, out], and the tied lm_head has no tensor of its own.
+static void test_gpt2_names(void **state) {
+  Harness *h = *state;
+  static const Expected expected[] = {{"transformer.wte.weight", 301, 128},
+                                      {"transformer.wpe.weight", 40, 128},
+                                      {"transformer.h.0.ln_1.weight", 128, 0},
+                                      {"transformer.h.0.ln_1.bias", 128, 0},
+                                      {"transformer.h.0.attn.c_attn.weight", 128, 384},
+                                      {"transformer.h.0.attn.c_attn.bias", 384, 0},
+                                      {"transformer.h.0.attn.c_proj.weight", 128, 128},
+                                      {"transformer.h.0.attn.c_proj.bias", 128, 0},
+                                      {"transformer.h.0.ln_2.weight", 128, 0},
+                                      {"transformer.h.0.ln_2.bias", 128, 0},
+                                      {"transformer.h.0.mlp.c_fc.weight", 128, 512},
+                                      {"transformer.h.0.mlp.c_fc.bias", 512, 0},
+                                      {"transformer.h.0.mlp.c_proj.weight", 512, 128},
+                                      {"transformer.h.0.mlp.c_proj.bias", 128, 0},
+                                      {"transformer.h.1.ln_1.weight", 128, 0},
+                                      {"transformer.h.1.ln_1.bias", 128, 0},
+                                      {"transformer.h.1.attn.c_attn.weight", 128, 384},
+                                      {"transformer.h.1.attn.c_attn.bias", 384, 0},
+                                      {"transformer.h.1.attn.c_proj.weight", 128, 128},
+                                      {"transformer.h.1.attn.c_proj.bias", 128, 0},
+                                      {"transformer.h.1.ln_2.weight", 128, 0},
+                                      {"transformer.h.1.ln_2.bias", 128, 0},
+                                      {"transformer.h.1.mlp.c_fc.weight", 128, 512},
+                                      {"transformer.h.1.mlp.c_fc.bias", 512, 0},
+                                      {"transformer.h.1.mlp.c_proj.weight", 512, 128},
+                                      {"transformer.h.1.mlp.c_proj.bias", 128, 0},
+                                      {"transformer.ln_f.weight", 128, 0},
+                                      {"transformer.ln_f.bias", 128, 0}};
+  ModelConfig config = small("gpt2-tiny");
+  Model model;
+  model_create(&model, &config, h->backend, all_fp32, 40);
+  check_table(&model, expected, sizeof expected / sizeof *expected);
+  model_destroy(&model);
+}
+
+// The state_dict of transformers' LlamaForCausalLM with hidden_size 128, intermediate_size 384, 4 heads of 32
+// over 2 key/value heads, 2 layers, vocab_size 301, tie_word_embeddings false.
+static void test_llama_names(void **state) {
+  Harness *h = *state;
+  static const Expected expected[] = {{"model.embed_tokens.weight", 301, 128},
+                                      {"model.layers.0.self_attn.q_proj.weight", 128, 128},
+                                      {"model.layers.0.self_attn.k_proj.weight", 64, 128},
+                                      {"model.layers.0.self_attn.v_proj.weight", 64, 128},
+                                      {"model.layers.0.self_attn.o_proj.weight", 128, 128},
+                                      {"model.layers.0.mlp.gate_proj.weight", 384, 128},
+                                      {"model.layers.0.mlp.up_proj.weight", 384, 128},
+                                      {"model.layers.0.mlp.down_proj.weight", 128, 384},
+                                      {"model.layers.0.input_layernorm.weight", 128, 0},
+                                      {"model.layers.0.post_attention_layernorm.weight", 128, 0},
+                                      {"model.layers.1.self_attn.q_proj.weight", 128, 128},
+                                      {"model.layers.1.self_attn.k_proj.weight", 64, 128},
+                                      {"model.layers.1.self_attn.v_proj.weight", 64, 128},
+                                      {"model.layers.1.self_attn.o_proj.weight", 128, 128},
+                                      {"model.layers.1.mlp.gate_proj.weight", 384, 128},
+                                      {"model.layers.1.mlp.up_proj.weight", 384, 128},
+                                      {"model.layers.1.mlp.down_proj.weight", 128, 384},
+                                      {"model.layers.1.input_layernorm.weight", 128, 0},
+                                      {"model.layers.1.post_attention_layernorm.weight", 128, 0},
+                                      {"model.norm.weight", 128, 0},
+                                      {"lm_head.weight", 301, 128}};
+  ModelConfig config = small("llama-tiny");
+  enum { COUNT = sizeof expected / sizeof *expected };
+  for (int tied = 0; tied < 2; tied++) {
+    config.tie_word_embeddings = tied;
+    Model model;
+    model_create(&model, &config, h->backend, all_fp32, 40);
+    check_table(&model, expected, tied ? COUNT - 1 : COUNT); // the head, last in the list, needs no tensor
+    assert_true((model.head.value.data == model.token_embedding.value.data) == tied);
+    assert_true((model.head.grad.data == model.token_embedding.grad.data) == tied);
+    model_destroy(&model);
+  }
+}
+
+static void test_published_sizes(void **state) {
+  (void)state;
+  static const struct {
+    const char *preset;
+    int64_t parameters;
+  } published[] = {{"gpt2-124m", 124439808},   {"gpt2-350m", 354823168}, {"gpt2-774m", 774030080},
+                   {"gpt2-1558m", 1557611200}, {"llama-1b", 1235814400}, {"llama-3b", 3212749824},
+                   {"llama-8b", 8030261248}};
+  for (size_t i = 0; i < sizeof published / sizeof *published; i++) {
+    ModelConfig config = model_preset(published[i].preset);
+    assert_string_equal(config.name, published[i].preset);
+    assert_int_equal(model_parameter_count(&config), published[i].parameters);
+    // The table agrees with the formula, planned: nothing is allocated.
+    Backend *plan = plan_backend_create("cuda", DTYPE_BF16);
+    Model model;
+    model_create(&model, &config, plan, all_fp32, 1024);
+    int64_t count = 0;
+    for (int64_t k = 0; k < model.parameters.count; k++)
+      count += tensor_count(model.parameters.items[k].value);
+    assert_int_equal(count, published[i].parameters);
+    model_destroy(&model);
+    backend_destroy(plan);
+  }
+}
+
+// Every preset is complete, and its name is in the list that messages show.
+static void test_presets(void **state) {
+  Harness *h = *state;
+  char names[256];
+  strcpy(names, model_preset_names());
+  int count = 0;
+  for (char *name = strtok(names, ", "); name; name = strtok(NULL, ", "), count++) {
+    ModelConfig config = model_preset(name);
+    model_config_check(&config);
+    assert_true(model_preset_learning_rate(name) > 0 && model_preset_learning_rate(name) < 0.01);
+    assert_true(model_default_seq_len(&config) >= 1);
+    assert_true(model_default_seq_len(&config) <= config.max_position_embeddings);
+  }
+  assert_int_equal(count, 9);
+  assert_fails(h, "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m", model_preset("gpt5"));
+  assert_fails(h, "no model preset is called ''", model_preset_learning_rate(""));
+}
+
+// GPT-2 small by hand: 85.0M weights in products of the layers, 38.6M in the head; attention 12 * 1024 * 768.
+static void test_flops(void **state) {
+  (void)state;
+  ModelConfig config = model_preset("gpt2-124m");
+  double layer = 768.0 * 2304 + 768 * 768 + 2 * 768 * 3072;
+  double want = 6 * (12 * layer + 50257.0 * 768) + 6.0 * 12 * 1024 * 768;
+  assert_true(fabs(model_flops_per_token(&config, 1024) / want - 1) < 1e-12);
+}
+
+// --- where the tensors lie ---------------------------------------------------------------------------------
+
+static float *data_of(Model *model, const char *name, bool grad) {
+  Parameter *p = parameters_find(&model->parameters, name);
+  assert_non_null(p);
+  return grad ? p->grad.data : p->value.data;
+}
+
+// q, k and v one after the other are the matrix of one product; so are gate and up.
+static void test_packing(void **state) {
+  Harness *h = *state;
+  ModelConfig config = small("llama-tiny");
+  config.hidden_size = 11; // the parts are not multiples of anything
+  config.head_dim = 6;
+  config.intermediate_size = 17;
+  Model model;
+  model_create(&model, &config, h->backend, all_fp32, 40);
+  for (int grad = 0; grad < 2; grad++) {
+    Tensor qkv = grad ? model.layers[1].qkv_weight.grad : model.layers[1].qkv_weight.value;
+    Tensor up = grad ? model.layers[1].up_weight.grad : model.layers[1].up_weight.value;
+    assert_string_equal(tensor_text(qkv).text, "fp32 [48, 11]");
+    assert_string_equal(tensor_text(up).text, "fp32 [34, 11]");
+    float *q = data_of(&model, "model.layers.1.self_attn.q_proj.weight", grad);
+    assert_ptr_equal(q, qkv.data);
+    assert_ptr_equal(q + 24 * 11, data_of(&model, "model.layers.1.self_attn.k_proj.weight", grad));
+    assert_ptr_equal(q + 36 * 11, data_of(&model, "model.layers.1.self_attn.v_proj.weight", grad));
+    float *gate = data_of(&model, "model.layers.1.mlp.gate_proj.weight", grad);
+    assert_ptr_equal(gate, up.data);
+    assert_ptr_equal(gate + 17 * 11, data_of(&model, "model.layers.1.mlp.up_proj.weight", grad));
+    assert_int_equal((uintptr_t)qkv.data % 256, 0);
+    assert_int_equal((uintptr_t)up.data % 256, 0);
+  }
+  assert_false(tensor_exists(model.layers[0].qkv_bias.value));
+  assert_false(tensor_exists(model.position_embedding.value));
+  model_destroy(&model);
+}
+
+// The head alone is in its group; matrices are decayed, norms and biases are not. Tensors fill their group
+// without overlapping.
+static void test_groups(void **state) {
+  Harness *h = *state;
+  static const char *const presets[] = {"gpt2-tiny", "llama-tiny"};
+  for (int i = 0; i < 4; i++) {
+    ModelConfig config = small(presets[i / 2]);
+    config.tie_word_embeddings = i % 2;
+    config.hidden_size = 4 * config.head_dim;
+    Model model;
+    model_create(&model, &config, h->backend, all_fp32, 40);
+    const Parameters *p = &model.parameters;
+    int64_t end[GROUP_COUNT] = {0};
+    for (int64_t k = 0; k < p->count; k++) {
+      const Parameter *t = &p->items[k];
+      bool head = t->value.data == model.head.value.data;
+      assert_int_equal(t->group, head ? GROUP_HEAD : t->rank == 2 ? GROUP_MATRICES : GROUP_VECTORS);
+      assert_true(t->offset >= end[t->group]);
+      assert_true(t->offset < end[t->group] + MEMORY_ALIGNMENT);
+      end[t->group] = t->offset + tensor_count(t->value);
+      assert_ptr_equal((float *)p->value[t->group].data + t->offset, t->value.data);
+    }
+    for (int g = 0; g < GROUP_COUNT; g++) {
+      assert_true(end[g] <= p->group_elements[g]);
+      assert_int_equal(tensor_count(p->value[g]), p->group_elements[g]);
+    }
+    model_destroy(&model);
+  }
+}
+
+// The slabs' bytes stand in the ledger under their roles.
+static void test_roles(void **state) {
+  (void)state;
+  ModelConfig config = small("llama-tiny");
+  Backend *plan = plan_backend_create("cpu", DTYPE_BF16);
+  size_t before = plan->memory.ledger.total;
+  Model model;
+  model_create(
+      &model, &config, plan,
+      (ParameterDtypes){.weight = DTYPE_BF16, .master = true, .grad = DTYPE_BF16, .moment = DTYPE_F32}, 40);
+  const int64_t *n = model.parameters.group_elements;
+  size_t all = (size_t)(n[0] + n[1] + n[2]), rest = (size_t)(n[1] + n[2]);
+  const size_t *now = plan->memory.ledger.now;
+  assert_int_equal(now[MEMORY_WEIGHTS], memory_padded(2 * all));
+  assert_int_equal(now[MEMORY_MASTER_WEIGHTS], memory_padded(4 * all));
+  assert_int_equal(now[MEMORY_GRADIENTS], memory_padded(4 * (size_t)n[0] + 2 * rest)); // the head's: fp32
+  assert_int_equal(now[MEMORY_MOMENTS], 2 * memory_padded(4 * all));
+  assert_int_equal(now[MEMORY_TABLES], 40 * 32 * sizeof(float)); // the rotary angles
+  assert_int_equal(plan->memory.ledger.total - before, now[MEMORY_WEIGHTS] + now[MEMORY_MASTER_WEIGHTS] +
+                                                           now[MEMORY_GRADIENTS] + now[MEMORY_MOMENTS] +
+                                                           now[MEMORY_TABLES]);
+  assert_int_equal(model.head.grad.dtype, DTYPE_F32);
+  assert_int_equal(model.layers[0].qkv_weight.grad.dtype, DTYPE_BF16);
+  model_destroy(&model);
+  backend_destroy(plan);
+}
+
+// --- rotary frequencies ------------------------------------------------------------------------------------
+
+static void assert_close(double got, double want, double relative) {
+  if (!(fabs(got - want) <= relative * fabs(want))) fail_msg("%.9g, should be %.9g", got, want);
+}
+
+// D 8, theta 16: plain frequencies 1, 1/2, 1/4, 1/8. Over a context of 44 they turn 44 f / (2 pi) = 7.002817,
+// 3.501409, 1.750704 and 0.875352 times. With bounds 1 and 4: the first is kept; the next two are blended
+// with shares (turns - 1) / 3 = 0.8338029 and 0.2502347 of the plain one, the rest of an eighth of it; the
+// last, with less than one turn, becomes an eighth.
+//   1/2 (0.8338029 + 0.1661971 / 8) = 0.4272888      1/4 (0.2502347 + 0.7497653 / 8) = 0.0859889
+static void test_rope_scaling_by_hand(void **state) {
+  (void)state;
+  ModelConfig config = model_preset("llama-tiny");
+  config.head_dim = 8;
+  config.rope_theta = 16;
+  float inv_freq[4];
+  rope_frequencies(&config, inv_freq);
+  for (int i = 0; i < 4; i++) assert_close(inv_freq[i], ldexp(1, -i), 1e-7);
+  config.rope_scaling = (RopeScaling){
+      .factor = 8, .low_freq_factor = 1, .high_freq_factor = 4, .original_max_position_embeddings = 44};
+  rope_frequencies(&config, inv_freq);
+  static const double want[] = {1, 0.4272888, 0.0859889, 1.0 / 64};
+  for (int i = 0; i < 4; i++) assert_close(inv_freq[i], want[i], 1e-6);
+}
+
+// Llama 3.2 1B (theta 500000, D 64, factor 32): i = 16 is 500000^-0.5 = 1/707.1068, which turns
+// 8192 / (2 pi 707.1068) = 1.843848 times: kept 0.281283, so (0.281283 + 0.718717 / 32) / 707.1068. The
+// frequencies from i = 18 on, with wavelengths beyond 8192, are 32 times slower.
+static void test_rope_scaling_llama(void **state) {
+  (void)state;
+  ModelConfig config = model_preset("llama-1b");
+  float inv_freq[32];
+  double want[32];
+  rope_frequencies(&config, inv_freq);
+  reference_rotary_frequencies(&config, want);
+  assert_close(inv_freq[0], 1, 1e-7);
+  assert_close(inv_freq[14], pow(500000, -28.0 / 64), 1e-6);
+  assert_close(inv_freq[16], 4.295568e-4, 1e-6);
+  assert_close(inv_freq[18], pow(500000, -36.0 / 64) / 32, 1e-6);
+  assert_close(inv_freq[31], pow(500000, -62.0 / 64) / 32, 1e-6);
+  for (int i = 0; i < 32; i++) assert_close(inv_freq[i], want[i], 1e-6);
+}
+
+static void test_rope_table(void **state) {
+  Harness *h = *state;
+  ModelConfig config = model_preset("llama-1b");
+  config.vocab_size = 5;
+  config.num_hidden_layers = 1;
+  config.hidden_size = config.intermediate_size = 4;
+  enum { POSITIONS = 37, HALF = 32 };
+  Model model;
+  model_create(&model, &config, h->backend, all_fp32, POSITIONS);
+  double inv_freq[HALF], *table = values_of(h, model.rope_angles);
+  reference_rotary_frequencies(&config, inv_freq);
+  assert_string_equal(tensor_text(model.rope_angles).text, "fp32 [37, 64]");
+  for (int t = 0; t < POSITIONS; t++)
+    for (int i = 0; i < HALF; i++) {
+      // The angle is rounded to fp32: its error is half an epsilon of the angle.
+      double angle = t * inv_freq[i], allowed = 2e-7 * (1 + angle);
+      assert_true(fabs(table[t * 2 * HALF + i] - cos(angle)) <= allowed);
+      assert_true(fabs(table[t * 2 * HALF + HALF + i] - sin(angle)) <= allowed);
+    }
+  model_destroy(&model);
+}
+
+// --- first values ------------------------------------------------------------------------------------------
+
+// Mean 0 and the standard deviation within 5 standard errors; 68.27% lie within one deviation, 95.45% within
+// two.
+static void check_normal(const char *name, const double *values, int64_t count, double stddev) {
+  double sum = 0, squares = 0, one = 0, two = 0, n = (double)count;
+  for (int64_t i = 0; i < count; i++) {
+    sum += values[i];
+    squares += values[i] * values[i];
+    one += fabs(values[i]) < stddev;
+    two += fabs(values[i]) < 2 * stddev;
+  }
+  double error = 5 / sqrt(n);
+  if (fabs(sum / n) > error * stddev) fail_msg("%s: the mean is %g", name, sum / n);
+  if (fabs(sqrt(squares / n) / stddev - 1) > error / sqrt(2))
+    fail_msg("%s: the standard deviation is %g, should be %g", name, sqrt(squares / n), stddev);
+  if (fabs(one / n - 0.6827) > error * 0.4655 || fabs(two / n - 0.9545) > error * 0.2084)
+    fail_msg("%s: %g and %g of the values lie within one and two deviations", name, one / n, two / n);
+}
+
+static void check_constant(const char *name, const double *values, int64_t count, double want) {
+  for (int64_t i = 0; i < count; i++)
+    if (values[i] != want)
+      fail_msg("%s: element %lld is %g, should be %g", name, (long long)i, values[i], want);
+}
+
+static void check_first_values(Harness *h, const char *preset, double residual_stddev) {
+  ModelConfig config = small(preset);
+  Model model;
+  model_create(&model, &config, h->backend, all_fp32, 40);
+  model_initialize(&model, h->backend, 42);
+  int residual_projections = 0;
+  for (int64_t i = 0; i < model.parameters.count; i++) {
+    const Parameter *p = &model.parameters.items[i];
+    double *values = values_of(h, p->value);
+    int64_t count = tensor_count(p->value);
+    bool into_residual = strstr(p->name, "attn.c_proj.weight") || strstr(p->name, "mlp.c_proj.weight") ||
+                         strstr(p->name, "o_proj.weight") || strstr(p->name, "down_proj.weight");
+    residual_projections += into_residual;
+    if (p->rank == 2)
+      check_normal(p->name, values, count, into_residual ? residual_stddev : 0.02);
+    else
+      check_constant(p->name, values, count, strstr(p->name, ".bias") ? 0 : 1);
+    check_constant(p->name, values_of(h, p->m), count, 0);
+    check_constant(p->name, values_of(h, p->v), count, 0);
+  }
+  assert_int_equal(residual_projections, 4);
+  model_destroy(&model);
+}
+
+static void test_first_values(void **state) {
+  check_first_values(*state, "gpt2-tiny", 0.02 / sqrt(2 * 2));
+  check_first_values(*state, "llama-tiny", 0.02);
+}
+
+// One seed, one set of bits; another seed, others. No tensor repeats another's draws.
+static void test_seeds(void **state) {
+  Harness *h = *state;
+  static const uint64_t seeds[] = {7, 7, 8};
+  ModelConfig config = small("llama-tiny");
+  Model models[3];
+  double *group[3][GROUP_COUNT];
+  for (int k = 0; k < 3; k++) {
+    model_create(&models[k], &config, h->backend, all_fp32, 40);
+    model_initialize(&models[k], h->backend, seeds[k]);
+    for (int g = 0; g < GROUP_COUNT; g++) group[k][g] = values_of(h, models[k].parameters.value[g]);
+  }
+  for (int g = 0; g < GROUP_COUNT; g++) {
+    size_t bytes = (size_t)models[0].parameters.group_elements[g] * sizeof(double);
+    assert_memory_equal(group[0][g], group[1][g], bytes);
+    if (g != GROUP_VECTORS) assert_memory_not_equal(group[0][g], group[2][g], bytes);
+  }
+  double *a = values_of(h, models[0].layers[0].down_weight.value);
+  double *b = values_of(h, models[0].layers[1].down_weight.value), dot = 0;
+  int64_t count = tensor_count(models[0].layers[0].down_weight.value);
+  for (int64_t i = 0; i < count; i++) dot += a[i] * b[i] / (0.02 * 0.02);
+  assert_true(fabs(dot) < 5 * sqrt((double)count));
+  for (int k = 0; k < 3; k++) model_destroy(&models[k]);
+}
+
+// bf16 weights are the rounded master weights, and those are what an fp32 model begins with.
+static void test_master_weights(void **state) {
+  Harness *h = *state;
+  ModelConfig config = small("gpt2-tiny");
+  Model plain, mixed;
+  model_create(&plain, &config, h->backend, all_fp32, 40);
+  model_create(
+      &mixed, &config, h->backend,
+      (ParameterDtypes){.weight = DTYPE_BF16, .master = true, .grad = DTYPE_BF16, .moment = DTYPE_BF16}, 40);
+  model_initialize(&plain, h->backend, 3);
+  model_initialize(&mixed, h->backend, 3);
+  for (int64_t i = 0; i < plain.parameters.count; i++) {
+    const Parameter *a = &plain.parameters.items[i], *b = &mixed.parameters.items[i];
+    double *want = values_of(h, a->value), *rounded = values_of(h, b->value);
+    check_bitwise_equal(h, a->name, a->value, b->master);
+    assert_false(tensor_exists(a->master));
+    for (int64_t k = 0; k < tensor_count(a->value); k++)
+      assert_true(rounded[k] == bf16_to_f32(bf16_from_f32((float)want[k])));
+  }
+  model_destroy(&plain);
+  model_destroy(&mixed);
+}
+
+// --- what is no model --------------------------------------------------------------------------------------
+
+static void check_impossible(Harness *h, const ModelConfig *config, const char *sentence) {
+  assert_fails(h, sentence, model_config_check(config));
+}
+
+static void test_impossible_sizes(void **state) {
+  Harness *h = *state;
+  static const char *const names[] = {
+      "vocab_size",          "hidden_size",         "intermediate_size", "num_hidden_layers",
+      "num_attention_heads", "num_key_value_heads", "head_dim",          "max_position_embeddings"};
+  static const int64_t values[] = {0, -1, (int64_t)INT32_MAX + 1};
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+    for (int k = 0; k < 3; k++) {
+      ModelConfig c = model_preset("llama-tiny");
+      int64_t *sizes[] = {
+          &c.vocab_size,          &c.hidden_size,         &c.intermediate_size, &c.num_hidden_layers,
+          &c.num_attention_heads, &c.num_key_value_heads, &c.head_dim,          &c.max_position_embeddings};
+      *sizes[i] = values[k];
+      char sentence[96];
+      snprintf(sentence, sizeof sentence, "a model cannot have %s %lld; give a whole number from 1", names[i],
+               (long long)values[k]);
+      check_impossible(h, &c, sentence);
+    }
+}
+
+static void test_impossible_combinations(void **state) {
+  Harness *h = *state;
+  ModelConfig llama = model_preset("llama-tiny"), gpt2 = model_preset("gpt2-tiny"), c;
+  c = llama;
+  c.num_key_value_heads = 3;
+  check_impossible(h, &c, "4 attention heads cannot share 3 key/value heads evenly");
+  c = llama;
+  c.num_key_value_heads = 8; // more than there are query heads
+  check_impossible(h, &c, "4 attention heads cannot share 8 key/value heads evenly");
+  c = llama;
+  c.head_dim = 31;
+  check_impossible(h, &c, "a head size of 31 cannot be; choose an even --head-dim");
+  c = gpt2;
+  c.num_key_value_heads = 2;
+  check_impossible(h, &c, "GPT-2 has as many key/value heads as attention heads, not 2 and 4");
+  c = gpt2;
+  c.head_dim = 31;
+  check_impossible(h, &c, "GPT-2's 4 heads of 31 do not make up a hidden size of 128");
+  c = gpt2;
+  c.head_dim = 31; // odd is fine without rotary positions
+  c.hidden_size = 124;
+  model_config_check(&c);
+
+  Model model;
+  assert_fails(h, "sequences of 1025 are longer than the 1024 positions of gpt2-tiny",
+               model_create(&model, &gpt2, h->backend, all_fp32, 1025));
+  gpt2.num_attention_heads = 3;
+  assert_fails(h, "3 attention heads cannot share 4 key/value heads",
+               model_create(&model, &gpt2, h->backend, all_fp32, 16));
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test_setup_teardown(test_gpt2_names, open_cpu, close_cpu),
+      cmocka_unit_test_setup_teardown(test_llama_names, open_cpu, close_cpu),
+      cmocka_unit_test(test_published_sizes),
+      cmocka_unit_test_setup_teardown(test_presets, open_cpu, close_cpu),
+      cmocka_unit_test(test_flops),
+      cmocka_unit_test_setup_teardown(test_packing, open_cpu, close_cpu),
+      cmocka_unit_test_setup_teardown(test_groups, open_cpu, close_cpu),
+      cmocka_unit_test(test_roles),
+      cmocka_unit_test(test_rope_scaling_by_hand),
+      cmocka_unit_test(test_rope_scaling_llama),
+      cmocka_unit_test_setup_teardown(test_rope_table, open_cpu, close_cpu),
+      cmocka_unit_test_setup_teardown(test_first_values, open_cpu, close_cpu),
+      cmocka_unit_test_setup_teardown(test_seeds, open_cpu, close_cpu),
+      cmocka_unit_test_setup_teardown(test_master_weights, open_cpu, close_cpu),
+      cmocka_unit_test_setup_teardown(test_impossible_sizes, open_cpu, close_cpu),
+      cmocka_unit_test_setup_teardown(test_impossible_combinations, open_cpu, close_cpu),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

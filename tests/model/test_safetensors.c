@@ -1,0 +1,347 @@
+// The formats of others that checkpoints are made of: safetensors headers and config.json, sound and hostile.
+#include "model/checkpoint/hf_config.h"
+#include "model/checkpoint/safetensors.h"
+#include "model/model.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+// --- safetensors -------------------------------------------------------------------------------------------
+
+// A file of this header, its true length before it unless `length` says otherwise, and `data` bytes of zeros.
+static char *file_of(const char *header, int64_t length, size_t data, size_t *size) {
+  size_t text = strlen(header);
+  uint64_t claimed = length < 0 ? text : (uint64_t)length;
+  *size = 8 + text + data;
+  char *bytes = calloc(*size, 1); // to the byte, so that ASan sees any step beyond
+  assert_non_null(bytes);
+  memcpy(bytes, &claimed, 8);
+  memcpy(bytes + 8, header, text);
+  return bytes;
+}
+
+static void accepts(const char *header, size_t data, int64_t count) {
+  size_t size;
+  char *bytes = file_of(header, -1, data, &size);
+  SafetensorsHeader h;
+  Reason reason;
+  if (!safetensors_parse(bytes, size, &h, &reason)) fail_msg("%s is refused: %s", header, reason.text);
+  assert_int_equal(h.count, count);
+  safetensors_free(&h);
+  free(bytes);
+}
+
+static void refuses_length(const char *header, int64_t length, size_t data, const char *why) {
+  size_t size;
+  char *bytes = file_of(header, length, data, &size);
+  SafetensorsHeader h;
+  Reason reason;
+  if (safetensors_parse(bytes, size, &h, &reason)) fail_msg("%s is not refused", header);
+  if (!strstr(reason.text, why))
+    fail_msg("%s is refused because %s, not because %s", header, reason.text, why);
+  assert_null(h.entries);
+  free(bytes);
+}
+
+static void refuses(const char *header, size_t data, const char *why) {
+  refuses_length(header, -1, data, why);
+}
+
+#define F32(name, shape, place)                                                                              \
+  "\"" name "\":{\"dtype\":\"F32\",\"shape\":" shape ",\"data_offsets\":" place "}"
+
+static void sound_headers_are_read(void **state) {
+  (void)state;
+  accepts("{}", 0, 0);
+  accepts("{\"__metadata__\":{\"format\":\"pt\"}}   ", 0, 0);
+  accepts("{" F32("a", "[2,3]", "[0,24]") "," F32("b", "[]", "[24,28]") "}", 28, 2);
+  accepts("{" F32("b", "[1]", "[24,28]") "," F32("a", "[2,3]", "[0,24]") "}", 28, 2);
+  accepts("{" F32("a", "[0,3]", "[0,0]") "," F32("b", "[1]", "[0,4]") "," F32("c", "[0]", "[4,4]") "}", 4, 3);
+  accepts("{\"a\":{\"dtype\":\"F8_E4M3\",\"shape\":[3],\"data_offsets\":[0,3],\"more\":1}}", 3, 1);
+}
+
+static void entries_stand_in_the_order_of_the_file(void **state) {
+  (void)state;
+  size_t size;
+  char *bytes =
+      file_of("{" F32("late", "[1]", "[24,28]") "," F32("early", "[2,3]", "[0,24]") "}", -1, 28, &size);
+  SafetensorsHeader h;
+  Reason reason;
+  assert_true(safetensors_parse(bytes, size, &h, &reason));
+  assert_string_equal(h.entries[0].name, "early");
+  assert_string_equal(h.entries[0].dtype, "F32");
+  assert_string_equal(safetensors_shape(&h.entries[0]).text, "[2, 3]");
+  assert_int_equal(h.entries[0].offset, size - 28);
+  assert_int_equal(h.entries[1].offset, size - 4);
+  assert_int_equal(h.entries[1].bytes, 4);
+  safetensors_free(&h);
+  free(bytes);
+}
+
+static void hostile_headers_are_refused(void **state) {
+  (void)state;
+  const char *cut = "cut short";
+  refuses_length("{}", 3, 0, cut);
+  refuses_length("{}", 0, 0, cut);
+  refuses_length("{}", INT64_MAX, 8, cut);
+  refuses_length("{}", INT64_MAX - 7, 8, cut);
+  refuses_length("{}", 100000001, 8, cut);
+  refuses_length("{} {}", -1, 0, "no JSON object");
+  refuses("[]", 0, "no JSON object");
+  refuses("{\"a\":", 0, "no JSON object");
+  refuses("{\"a\":1}", 0, "a is not described");
+  refuses("{\"a\":{}}", 0, "a has no dtype");
+  refuses("{\"a\":{\"dtype\":\"F31\"}}", 0, "unknown dtype F31");
+  refuses("{\"a\":{\"dtype\":\"F32\"}}", 0, "a has no shape");
+  refuses("{" F32("a", "[-1]", "[0,4]") "}", 4, "no length");
+  refuses("{" F32("a", "[1.5]", "[0,6]") "}", 6, "no length");
+  refuses("{" F32("a", "[1e300]", "[0,4]") "}", 4, "no length");
+  refuses("{" F32("a", "[1,1,1,1,1,1,1,1,1]", "[0,4]") "}", 4, "more than 8 axes");
+  refuses("{" F32("a", "[1]", "[0]") "}", 4, "no data_offsets");
+  refuses("{" F32("a", "[1]", "[4,0]") "}", 4, "no data_offsets");
+  refuses("{" F32("a", "[1]", "[-4,0]") "}", 4, "no data_offsets");
+  refuses("{" F32("a", "[2]", "[0,8]") "}", 4, cut);
+  refuses("{" F32("a", "[1]", "[9007199254740988,9007199254740992]") "}", 4, cut);
+  refuses("{" F32("a", "[2]", "[0,4]") "}", 4, "a, F32 [2], has 4 bytes");
+  // 2^62 x 2^62 elements: the product wraps around to 0.
+  refuses("{" F32("a", "[4611686018427387904,4]", "[0,0]") "}", 0, "no length");
+  refuses("{" F32("a", "[4503599627370496,4096,1]", "[0,0]") "}", 0, "has 0 bytes");
+  refuses("{" F32("a", "[1]", "[0,4]") "," F32("b", "[1]", "[0,4]") "}", 4, "overlap");
+  refuses("{" F32("a", "[2]", "[0,8]") "," F32("b", "[1]", "[4,8]") "}", 8, "overlap");
+  refuses("{" F32("a", "[1]", "[4,8]") "}", 8, "gaps");
+  refuses("{" F32("a", "[1]", "[0,4]") "}", 8, "4 bytes behind the last tensor");
+  refuses("{" F32("a", "[1]", "[0,4]") "," F32("a", "[1]", "[4,8]") "}", 8, "a stands in it twice");
+  char deep[6002];
+  memset(deep, '[', 6000);
+  memcpy(deep, "{\"a\":", 5);
+  deep[6000] = 0;
+  refuses(deep, 0, "no JSON object");
+  Reason reason;
+  SafetensorsHeader h;
+  for (size_t size = 0; size < 8; size++)
+    assert_false(safetensors_parse("\1\0\0\0\0\0\0", size, &h, &reason));
+}
+
+// Every beginning of a sound file is refused, and none is read beyond its end.
+static void truncated_files_are_refused(void **state) {
+  (void)state;
+  size_t size;
+  char *bytes = file_of("{" F32("a", "[2,3]", "[0,24]") "," F32("b", "[1]", "[24,28]") "}", -1, 28, &size);
+  for (size_t length = 0; length < size; length++) {
+    char *part = malloc(length ? length : 1);
+    memcpy(part, bytes, length);
+    SafetensorsHeader h;
+    Reason reason;
+    assert_false(safetensors_parse(part, length, &h, &reason));
+    free(part);
+  }
+  free(bytes);
+}
+
+static void what_is_composed_is_read_again(void **state) {
+  (void)state;
+  const SafetensorsEntry entries[] = {
+      {.name = "a \"quoted\" \xC3\xA4", .dtype = "BF16", .rank = 2, .shape = {3, 5}, .bytes = 30},
+      {.name = "b", .dtype = "F32", .rank = 1, .shape = {2}, .bytes = 8}};
+  size_t length;
+  char *composed = safetensors_compose(entries, 2, &length), *header = calloc(length + 38, 1);
+  assert_non_null(header);
+  assert_int_equal(length % 8, 0);
+  memcpy(header, composed, length);
+  free(composed);
+  SafetensorsHeader h;
+  Reason reason;
+  assert_true(safetensors_parse(header, length + 38, &h, &reason));
+  assert_int_equal(h.count, 2);
+  for (int i = 0; i < 2; i++) {
+    assert_string_equal(h.entries[i].name, entries[i].name);
+    assert_string_equal(h.entries[i].dtype, entries[i].dtype);
+    assert_int_equal(h.entries[i].bytes, entries[i].bytes);
+    assert_memory_equal(h.entries[i].shape, entries[i].shape, sizeof entries[i].shape);
+  }
+  safetensors_free(&h);
+  free(header);
+}
+
+// All 65,536 numbers of 16 bits.
+static void half_precision_widens_exactly(void **state) {
+  (void)state;
+  enum { COUNT = 1 << 16 };
+  static char bytes[2 * COUNT + 1];
+  static float f16[COUNT], bf16[COUNT], odd[COUNT];
+  for (int i = 0; i < COUNT; i++) {
+    uint16_t bits = (uint16_t)i;
+    memcpy(bytes + 2 * i, &bits, 2);
+  }
+  assert_true(safetensors_widen("F16", bytes, COUNT, f16));
+  assert_true(safetensors_widen("BF16", bytes, COUNT, bf16));
+  for (int i = 0; i < COUNT; i++) {
+    int exponent = i >> 10 & 31, fraction = i & 1023;
+    double want = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+    if (exponent == 31) want = fraction ? NAN : INFINITY;
+    if (i >> 15) want = -want;
+    assert_true(isnan(want) ? isnan(f16[i]) : f16[i] == want && !signbit(f16[i]) == !signbit(want));
+    uint32_t got;
+    memcpy(&got, &bf16[i], 4);
+    assert_int_equal(got, (uint32_t)i << 16);
+  }
+  memmove(bytes + 1, bytes, 2 * COUNT); // not aligned
+  assert_true(safetensors_widen("F16", bytes + 1, COUNT, odd));
+  assert_memory_equal(odd, f16, sizeof odd);
+  assert_false(safetensors_widen("I32", bytes, 1, odd));
+}
+
+// --- config.json -------------------------------------------------------------------------------------------
+
+#define LLAMA_SIZES                                                                                          \
+  "\"model_type\":\"llama\",\"vocab_size\":10,\"hidden_size\":12,\"intermediate_size\":20,\"num_hidden_"     \
+  "layers\":2,"                                                                                              \
+  "\"num_attention_heads\":3"
+#define LLAMA3                                                                                               \
+  "\"factor\":8,\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":32"
+#define GPT2_SIZES                                                                                           \
+  "\"model_type\":\"gpt2\",\"vocab_size\":10,\"n_embd\":12,\"n_layer\":2,\"n_head\":3,\"n_positions\":7"
+
+static ModelConfig read_config(const char *text) {
+  ModelConfig config;
+  Reason reason;
+  if (!hf_config_parse(text, strlen(text), &config, &reason))
+    fail_msg("%s is refused: %s", text, reason.text);
+  return config;
+}
+
+static void refuses_config(const char *text, const char *why) {
+  ModelConfig config;
+  Reason reason;
+  if (hf_config_parse(text, strlen(text), &config, &reason)) fail_msg("%s is not refused", text);
+  if (!strstr(reason.text, why)) fail_msg("%s is refused because %s, not because %s", text, reason.text, why);
+}
+
+static void llama_configs_are_read(void **state) {
+  (void)state;
+  ModelConfig c = read_config("{" LLAMA_SIZES "}"); // transformers' own defaults
+  assert_int_equal(c.num_key_value_heads, 3);
+  assert_int_equal(c.head_dim, 4);
+  assert_int_equal(c.max_position_embeddings, 2048);
+  assert_true(c.norm == NORM_RMS && c.gated_mlp && !c.learned_positions && !c.input_major);
+  assert_true(!c.tie_word_embeddings && !c.attention_bias && !c.mlp_bias);
+  assert_true(c.norm_epsilon == 1e-6 && c.rope_theta == 10000 && c.rope_scaling.factor == 0);
+  c = read_config("{" LLAMA_SIZES ",\"num_key_value_heads\":1,\"head_dim\":8,\"tie_word_embeddings\":true,"
+                  "\"attention_bias\":true,\"mlp_bias\":true,\"rms_norm_eps\":1e-5,\"rope_theta\":5e5,"
+                  "\"rope_scaling\":null,\"hidden_act\":\"silu\",\"architectures\":[\"LlamaForCausalLM\"]}");
+  assert_int_equal(c.num_key_value_heads, 1);
+  assert_int_equal(c.head_dim, 8);
+  assert_true(c.tie_word_embeddings && c.attention_bias && c.mlp_bias && c.rope_theta == 500000);
+  static const char *const spellings[] = {
+      "{" LLAMA_SIZES ",\"rope_theta\":7,\"rope_scaling\":{\"rope_type\":\"llama3\"," LLAMA3 "}}",
+      "{" LLAMA_SIZES ",\"rope_theta\":7,\"rope_scaling\":{\"type\":\"llama3\"," LLAMA3 "}}",
+      "{" LLAMA_SIZES ",\"rope_parameters\":{\"rope_theta\":7,\"rope_type\":\"llama3\"," LLAMA3 "}}"};
+  for (int i = 0; i < 3; i++) {
+    c = read_config(spellings[i]);
+    assert_true(c.rope_theta == 7 && c.rope_scaling.factor == 8 && c.rope_scaling.low_freq_factor == 1);
+    assert_true(c.rope_scaling.high_freq_factor == 4 &&
+                c.rope_scaling.original_max_position_embeddings == 32);
+  }
+  c = read_config("{" LLAMA_SIZES ",\"rope_parameters\":{\"rope_theta\":7,\"rope_type\":\"default\"}}");
+  assert_true(c.rope_theta == 7 && c.rope_scaling.factor == 0);
+}
+
+static void gpt2_configs_are_read(void **state) {
+  (void)state;
+  ModelConfig c = read_config("{" GPT2_SIZES "}");
+  assert_true(c.norm == NORM_LAYER && c.learned_positions && !c.gated_mlp && c.input_major);
+  assert_true(c.tie_word_embeddings && c.attention_bias && c.mlp_bias && c.norm_epsilon == 1e-5);
+  assert_int_equal(c.head_dim, 4);
+  assert_int_equal(c.num_key_value_heads, 3);
+  assert_int_equal(c.intermediate_size, 48);
+  c = read_config("{" GPT2_SIZES
+                  ",\"n_inner\":5,\"tie_word_embeddings\":false,\"activation_function\":\"gelu_new\"}");
+  assert_int_equal(c.intermediate_size, 5);
+  assert_false(c.tie_word_embeddings);
+}
+
+static void other_configs_are_refused_by_name(void **state) {
+  (void)state;
+  refuses_config("", "no JSON object");
+  refuses_config("[]", "no JSON object");
+  refuses_config("{}", "model_type \"\"");
+  refuses_config("{\"model_type\":\"mistral\"}", "model_type \"mistral\"");
+  refuses_config("{\"model_type\":\"llama\"}", "vocab_size is missing");
+  refuses_config("{\"model_type\":\"gpt2\",\"vocab_size\":5}", "n_embd is missing");
+  refuses_config("{" LLAMA_SIZES ",\"head_dim\":\"4\"}", "head_dim is not a whole number");
+  refuses_config("{" LLAMA_SIZES ",\"head_dim\":1e99}", "head_dim is not a whole number");
+  refuses_config("{" LLAMA_SIZES ",\"head_dim\":-4}", "head_dim is not a whole number");
+  refuses_config("{" LLAMA_SIZES ",\"rms_norm_eps\":1e999}", "rms_norm_eps is not a number above 0");
+  refuses_config("{" LLAMA_SIZES ",\"attention_bias\":1}", "attention_bias is not true or false");
+  refuses_config("{" LLAMA_SIZES ",\"hidden_act\":\"gelu\"}", "hidden_act \"gelu\"");
+  refuses_config("{" LLAMA_SIZES ",\"architectures\":[\"LlamaForSequenceClassification\"]}",
+                 "LlamaForSequence");
+  refuses_config("{" LLAMA_SIZES ",\"quantization_config\":{}}", "quantized");
+  refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4}}",
+                 "rope_type \"yarn\"");
+  refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":4}}",
+                 "lacks one of");
+  refuses_config("{" LLAMA_SIZES ",\"rope_parameters\":{\"partial_rotary_factor\":0.5}}",
+                 "partial_rotary_factor 0.5");
+  refuses_config("{\"model_type\":\"llama\",\"vocab_size\":10,\"hidden_size\":13,\"intermediate_size\":20,"
+                 "\"num_hidden_layers\":2,\"num_attention_heads\":3}",
+                 "13 does not divide into 3 heads");
+  refuses_config("{\"model_type\":\"gpt2\",\"vocab_size\":5,\"n_embd\":600000000,\"n_layer\":1,\"n_head\":1,"
+                 "\"n_positions\":7}",
+                 "n_embd 600000000 makes the MLP too wide");
+  refuses_config("{" GPT2_SIZES ",\"activation_function\":\"relu\"}", "activation_function \"relu\"");
+  refuses_config("{" GPT2_SIZES ",\"scale_attn_by_inverse_layer_idx\":true}",
+                 "scale_attn_by_inverse_layer_idx true");
+  refuses_config("{" GPT2_SIZES ",\"scale_attn_weights\":false}", "scale_attn_weights false");
+  refuses_config("{" GPT2_SIZES ",\"add_cross_attention\":true}", "add_cross_attention true");
+}
+
+static void written_configs_are_read_again(void **state) {
+  (void)state;
+  static const char *const presets[] = {"gpt2-124m", "llama-1b", "llama-8b", "llama-tiny"};
+  for (int i = 0; i < 4; i++) {
+    ModelConfig c = model_preset(presets[i]);
+    c.attention_bias = true;
+    char *text = hf_config_write(&c, DTYPE_BF16, NULL);
+    assert_non_null(strstr(text, "\"bfloat16\""));
+    ModelConfig again = read_config(text);
+    if (c.learned_positions) again.rope_theta = c.rope_theta; // which GPT-2 does not have
+    char *twice = hf_config_write(&again, DTYPE_BF16, NULL);
+    assert_string_equal(text, twice);
+    assert_string_equal(again.name, c.name);
+    assert_int_equal(model_parameter_count(&again), model_parameter_count(&c));
+    free(text);
+    free(twice);
+  }
+  ModelConfig c = read_config("{" LLAMA_SIZES "}");
+  char *text =
+      hf_config_write(&c, DTYPE_F32, "{" LLAMA_SIZES ",\"eos_token_id\":7,\"torch_dtype\":\"float16\"}");
+  assert_non_null(strstr(text, "\"eos_token_id\":\t7"));
+  assert_null(strstr(text, "float16\""));
+  assert_non_null(strstr(text, "\"float32\""));
+  free(text);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(sound_headers_are_read),
+      cmocka_unit_test(entries_stand_in_the_order_of_the_file),
+      cmocka_unit_test(hostile_headers_are_refused),
+      cmocka_unit_test(truncated_files_are_refused),
+      cmocka_unit_test(what_is_composed_is_read_again),
+      cmocka_unit_test(half_precision_widens_exactly),
+      cmocka_unit_test(llama_configs_are_read),
+      cmocka_unit_test(gpt2_configs_are_read),
+      cmocka_unit_test(other_configs_are_refused_by_name),
+      cmocka_unit_test(written_configs_are_read_again),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,654 @@
+// Memory curves: figures worked out by hand, plan against ledger, pictures looked at pixel by pixel, a sweep
+// that is killed, and every refusal.
+#include "kernels/linear_cross_entropy.h"
+#include "tests/data_files.h"
+#include "tests/png.h"
+#include "tests/process.h"
+#include "tools/curves/pictures.h"
+#include "tools/curves/points.h"
+#include "trainer/plan.h"
+
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+// A model whose steps take no time.
+#define TINY                                                                                                 \
+  "--model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 2 "                   \
+  "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 16 --batch 2 "
+
+// --- the tool ----------------------------------------------------------------------------------------------
+
+static char trainer[4096], tool[4200];
+
+// Both programs lie where the build puts them: ./train beside tools/memory_curve.
+static int find_programs(void **state) {
+  const char *named = getenv("LCE_TRAIN");
+  if (named) {
+    snprintf(trainer, sizeof trainer, "%s", named);
+  } else {
+    ssize_t length = readlink("/proc/self/exe", trainer, sizeof trainer - 16); // build/VARIANT/tests/test_x
+    assert_true(length > 0);
+    trainer[length] = 0;
+    for (int i = 0; i < 2; i++) *strrchr(trainer, '/') = 0;
+    strcat(trainer, "/train");
+    if (access(trainer, X_OK)) strcpy(trainer, "./train");
+  }
+  const char *slash = strrchr(trainer, '/');
+  snprintf(tool, sizeof tool, "%.*stools/memory_curve", slash ? (int)(slash + 1 - trainer) : 0, trainer);
+  setenv("LCE_TRAIN", tool, 1); // what tests/process.h runs
+  return make_room(state);
+}
+
+static void succeeds(Output o) {
+  if (o.status) fail_msg("exit status %d: %s%s", o.status, o.out, o.err);
+  output_free(&o);
+}
+
+static Curve curve_in(const char *folder) {
+  char path[700];
+  Curve curve;
+  snprintf(path, sizeof path, "%s/curve.csv", folder);
+  if (!curve_read(&curve, path)) fail_msg("there is no %s", path);
+  return curve;
+}
+
+static const Reading *reading(const Curve *c, LceMode mode, Sweep sweep, double value) {
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = &c->readings[i];
+    if (r->point.mode == mode && r->point.sweep == sweep && point_value(&r->point) == value) return r;
+  }
+  fail_msg("the curve has no %s %g", sweep_name(sweep), value);
+  return NULL;
+}
+
+// --- figures -----------------------------------------------------------------------------------------------
+
+// N 64, H 32, V 1000 on a GPU in bf16. Every block counts in whole 256 bytes.
+static void hand_worked_csv(void **state) {
+  (void)state;
+  const char *out = in_room("hand");
+  succeeds(
+      train("--layer-only --plan-only --device cuda --sweep tokens --values 64 --hidden-size 32 --vocab 1000 "
+            "--lce-chunk 16 --out %s",
+            out));
+  Curve c = curve_in(out);
+  assert_int_equal(c.count, 2);
+  size_t x = 64 * 32 * 2, weight = 1000 * 32 * 2, dweight = 1000 * 32 * 4, losses = 256, targets = 256;
+  size_t held =
+      x + weight + x + dweight + losses + targets + ((size_t)32 << 20); // and the products' workspace
+
+  const Reading *whole = reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 64);
+  size_t logits = 64 * 1024 * 2; // rows of 1000 stand 1024 apart: whole cache lines
+  assert_int_equal(whole->planned_layer_bytes, logits);
+  assert_int_equal(whole->planned_bytes, held + logits);
+  assert_int_equal(whole->status, POINT_PLANNED);
+  assert_int_equal(whole->ledger_bytes, 0);
+
+  const Reading *fused = reading(&c, LCE_FUSED, SWEEP_TOKENS, 64);
+  size_t chunk = 6 * 256 + 16 * 1024 * 2; // six fp32 columns of 16 rows, exponentials
+  Tensor exps = tensor_2d(NULL, DTYPE_BF16, 16, 1000), x_chunk = tensor_2d(NULL, DTYPE_BF16, 16, 32);
+  Tensor w = tensor_2d(NULL, DTYPE_BF16, 1000, 32);
+  exps.data = x_chunk.data = w.data = &chunk; // only has to be there
+  size_t sweep = memory_padded(
+      cuda_scratch.lce_sweep(&(LceSweep){.exps = exps, .dx_raw = x_chunk, .x = x_chunk, .weight = w}));
+  size_t scatter = memory_padded(cuda_scratch.lce_target_gradient(&(LceTargetGradient){.x = x_chunk}));
+  size_t scratch = sweep > scatter ? sweep : scatter; // one after the other, as scaled x after the sweep
+  assert_true(scratch >= 16 * 32 * 2);
+  assert_int_equal(fused->planned_layer_bytes, chunk + scratch);
+  assert_int_equal(fused->planned_bytes, held + chunk + scratch);
+  assert_int_equal(fused->point.chunk, 16);
+
+  // And the file itself, as another program reads it.
+  char *text = read_text(in_room("hand/curve.csv")), row[200];
+  snprintf(row, sizeof row, "\ntokens,materialized,1,64,64,1000,32,0,planned,%zu,%zu,,,,,,,,,,,\n",
+           held + logits, logits);
+  assert_says(text, row);
+  free(text);
+  curve_free(&c);
+}
+
+static void assert_planned_is_ledger(const Curve *c) {
+  int measured = 0;
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = &c->readings[i];
+    if (r->status != POINT_MEASURED) continue;
+    measured++;
+    assert_int_equal(r->ledger_bytes, r->planned_bytes);
+    assert_int_equal(r->layer_bytes, r->planned_layer_bytes);
+    assert_true(r->layer_seconds > 0);
+    assert_true(r->device_bytes > 0);
+  }
+  assert_int_equal(measured, c->count);
+}
+
+static void plan_equals_ledger(void **state) {
+  (void)state;
+  static const char *const sweeps[] = {"--sweep tokens --values 16,48,4x40 " TINY,
+                                       "--sweep vocab --values 280:900:x2 " TINY,
+                                       "--sweep hidden --values 8:24:8 " TINY,
+                                       "--sweep tokens --values 64,96 --recompute layer --lce-chunk 7 " TINY,
+                                       "--sweep chunk --values 3,50 --gradient-error " TINY "--tokens 50",
+                                       "--layer-only --sweep vocab --values 300,501 " TINY};
+  static const int counts[] = {6, 4, 6, 4, 3, 4};
+  for (size_t i = 0; i < sizeof sweeps / sizeof *sweeps; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "ledger%zu", i);
+    const char *out = in_room(name);
+    succeeds(train("--device cpu %s --out %s", sweeps[i], out));
+    Curve c = curve_in(out);
+    assert_int_equal(c.count, counts[i]);
+    assert_planned_is_ledger(&c);
+    curve_free(&c);
+  }
+}
+
+// What ./train --plan says is what the curve says.
+static void curve_equals_plan(void **state) {
+  (void)state;
+  const char *out = in_room("plan");
+  succeeds(train("--plan-only --device cuda --model llama-1b --seq-len 512 --values 2048 --out %s", out));
+  Curve c = curve_in(out);
+  char *arguments[] = {"train", "--model", "llama-1b", "--seq-len", "512", "--batch", "4", NULL};
+  Options o;
+  options_parse(&o, 7, arguments);
+  options_settle_dtypes(&o, true);
+  o.lce_chunk = options_default_chunk(2048, true);
+  for (int m = 0; m < 2; m++) {
+    Plan plan = plan_run(&o, "cuda", (LceMode)m);
+    assert_int_equal(reading(&c, (LceMode)m, SWEEP_TOKENS, 2048)->planned_bytes, plan.peak_bytes);
+  }
+  options_free(&o);
+  curve_free(&c);
+}
+
+// The gradients on this machine against float64: fp32 arithmetic, anchored and not.
+static void gradient_errors(void **state) {
+  (void)state;
+  const char *out = in_room("errors");
+  succeeds(train("--device cpu --layer-only --gradient-error --values 40 --vocab 700 --hidden-size 24 "
+                 "--lce-chunk 16 --out %s",
+                 out));
+  Curve c = curve_in(out);
+  for (int i = 0; i < c.count; i++) {
+    const Reading *r = &c.readings[i];
+    assert_true(r->loss_error > 0 && r->loss_error < 1e-6);
+    assert_true(r->dx_error > 0 && r->dx_error < 1e-5);
+    assert_true(r->dweight_error > 0 && r->dweight_error < 1e-5);
+  }
+  curve_free(&c);
+}
+
+static void what_does_not_fit(void **state) {
+  (void)state;
+  const char *out = in_room("small");
+  // Between the two modes' needs: the fused one fits, the materialized one does not.
+  Output o = train("--plan-only --device cuda --layer-only --values 4096 --vocab 128256 --hidden-size 64 "
+                   "--device-memory 0.5 --out %s",
+                   out);
+  assert_int_equal(o.status, 0);
+  assert_says(o.out, "does not fit: needs 1.06 GiB of 512.0 MiB");
+  output_free(&o);
+  Curve c = curve_in(out);
+  assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 4096)->status, POINT_PLANNED);
+  assert_int_equal(reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 4096)->status, POINT_NO_ROOM);
+  curve_free(&c);
+  // The same where it would be measured.
+  succeeds(train("--device cpu " TINY "--values 32,64 --device-memory 1e-5 --out %s", in_room("small2")));
+  c = curve_in(in_room("small2"));
+  for (int i = 0; i < c.count; i++) assert_int_equal(c.readings[i].status, POINT_NO_ROOM);
+  curve_free(&c);
+}
+
+// What takes longer than the patience is planned, and measured later when there is more.
+static void patience(void **state) {
+  (void)state;
+  const char *out = in_room("patience");
+  succeeds(train("--device cpu " TINY "--values 512,1024 --patience 1e-6 --out %s", out));
+  Curve c = curve_in(out);
+  for (int i = 0; i < c.count; i++) assert_int_equal(c.readings[i].status, POINT_TOO_SLOW);
+  curve_free(&c);
+  succeeds(train("--device cpu " TINY "--values 512,1024 --out %s", out));
+  c = curve_in(out);
+  assert_int_equal(c.count, 4);
+  assert_planned_is_ledger(&c);
+  curve_free(&c);
+}
+
+// --- recipes -----------------------------------------------------------------------------------------------
+
+static void recipes_plan(void **state) {
+  (void)state;
+  Output list = train("--list-recipes");
+  assert_int_equal(list.status, 0);
+  static const int points[] = {10, 16, 39, 8, 8};
+  static const char *const names[] = {"llama3-8b-32k", "tokens-81920", "chunk-sweep", "gemma2-2b",
+                                      "batch-512"};
+  assert_int_equal(recipe_count(), 5);
+  for (int i = 0; i < recipe_count(); i++) {
+    const Recipe *r = recipe_at(i);
+    assert_string_equal(r->name, names[i]);
+    assert_says(list.out, r->name);
+    assert_says(list.out, r->source);
+    const char *out = in_room(r->name);
+    Output o = train("--recipe %s --plan-only --out %s", r->name, out);
+    assert_int_equal(o.status, 0);
+    assert_says(o.out, r->source);
+    assert_says(o.out, r->says);
+    output_free(&o);
+    Curve c = curve_in(out);
+    assert_int_equal(c.count, points[i]);
+    for (int k = 0; k < c.count; k++)
+      assert_true(c.readings[k].planned_bytes > c.readings[k].planned_layer_bytes);
+    curve_free(&c);
+  }
+  output_free(&list);
+  // The figures that the sources are known for come out of ours.
+  Curve c = curve_in(in_room("tokens-81920"));
+  double gib = (double)reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 81920)->planned_layer_bytes / 0x1p30;
+  assert_true(fabs(gib - 19.57) < 0.01);
+  curve_free(&c);
+  c = curve_in(in_room("batch-512"));
+  double mib = (double)reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 512)->planned_layer_bytes / 0x1p20;
+  assert_true(mib > 250 && mib < 253);
+  curve_free(&c);
+  c = curve_in(in_room("llama3-8b-32k"));
+  assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 81920)->point.batch, 4);
+  assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 32768)->point.batch, 1);
+  curve_free(&c);
+}
+
+// --- a sweep that is killed --------------------------------------------------------------------------------
+
+static void killed_sweep_resumes(void **state) {
+  (void)state;
+  const char *line = "--device cpu --layer-only --values 64:640:64 --vocab 20000 --hidden-size 64";
+  char killed[600], whole[600];
+  snprintf(killed, sizeof killed, "%s", in_room("killed"));
+  snprintf(whole, sizeof whole, "%s", in_room("whole"));
+  succeeds(train("%s --out %s", line, whole));
+
+  Process p = train_start("%s --out %s", line, killed);
+  process_wait_for(&p, "tokens 192");
+  kill(p.pid, SIGKILL);
+  Output o = process_finish(&p);
+  assert_int_equal(o.status, 128 + SIGKILL);
+  output_free(&o);
+  Curve before = curve_in(killed);
+  assert_true(before.count >= 5 && before.count < 20);
+  // A row that was cut off in the middle is no row.
+  char path[700];
+  snprintf(path, sizeof path, "%s/curve.csv", killed);
+  FILE *file = fopen(path, "a");
+  fputs("tokens,fused,1,64", file);
+  fclose(file);
+
+  o = train("%s --out %s", line, killed);
+  assert_int_equal(o.status, 0);
+  char said[80];
+  snprintf(said, sizeof said, "%d of 20 points are in", before.count);
+  assert_says(o.out, said);
+  output_free(&o);
+  Curve after = curve_in(killed), never = curve_in(whole);
+  assert_int_equal(after.count, 20);
+  assert_string_equal(after.settings, never.settings);
+  for (int i = 0; i < 20; i++) {
+    const Reading *a = &after.readings[i], *b = curve_find(&never, &a->point);
+    assert_non_null(b);
+    assert_int_equal(a->status, b->status);
+    assert_int_equal(a->planned_bytes, b->planned_bytes);
+    assert_int_equal(a->ledger_bytes, b->ledger_bytes);
+    assert_int_equal(a->layer_bytes, b->layer_bytes);
+    // What was measured before the kill was not measured again.
+    if (i < before.count) assert_true(a->layer_seconds == before.readings[i].layer_seconds);
+  }
+  // A finished sweep changes nothing, other settings are refused, and --fresh replaces them.
+  char *text = read_text(path);
+  succeeds(train("%s --out %s", line, killed));
+  char *again = read_text(path);
+  assert_string_equal(text, again);
+  free(text);
+  free(again);
+  o = train("--device cpu --layer-only --values 64 --vocab 20001 --hidden-size 64 --out %s", killed);
+  assert_int_equal(o.status, 1);
+  assert_says(
+      o.err,
+      "holds a sweep with vocab 20000, and this one has 20001; give another --out, or --fresh to start over");
+  output_free(&o);
+  succeeds(
+      train("--device cpu --layer-only --values 64 --vocab 20001 --hidden-size 64 --fresh --out %s", killed));
+  curve_free(&before);
+  curve_free(&after);
+  curve_free(&never);
+}
+
+static void damaged_files(void **state) {
+  (void)state;
+  make_directory("damaged");
+  write_text("damaged/curve.csv", "tokens,bytes\n1,2\n");
+  Output o = train("--plan-only --device cpu " TINY "--out %s", in_room("damaged"));
+  assert_int_equal(o.status, 1);
+  assert_says(o.err, "is no memory curve of this version");
+  output_free(&o);
+  o = train("--redraw --out %s", in_room("nothing"));
+  assert_int_equal(o.status, 1);
+  assert_says(o.err, "holds neither curve.csv nor timeline.csv");
+  output_free(&o);
+}
+
+// --- refusals ----------------------------------------------------------------------------------------------
+
+static void refusals(void **state) {
+  (void)state;
+  static const struct {
+    const char *arguments, *says;
+  } cases[] = {
+      {"--sweep depth", "--sweep depth: give tokens, vocab, hidden or chunk"},
+      {"--values 0", "'0' is no whole number from 1 to 2147483647"},
+      {"--values 12a", "'12a' is not understood"},
+      {"--values ''", "--values is empty"},
+      {"--values 64,32", "32 stands after 64"},
+      {"--values 32,32", "32 stands after 32"},
+      {"--values 64:32:8", "the range ends at 32, before it begins at 64"},
+      {"--values 64:128", "a range is first:last:step or first:last:xfactor"},
+      {"--values 64:128:0", "'0' is no whole number"},
+      {"--values 64:128:x1", "a factor is 2 or more"},
+      {"--values 1:100000:1", "more than 256 points"},
+      {"--values 99999999999", "is no whole number from 1 to 2147483647"},
+      {"--values 100", "100 tokens are not whole sequences of 16"},
+      {"--values 70000x70000", "tokens are more than 2147483647"},
+      {"--sweep vocab --values 4x4", "'4x4' is not understood"},
+      {"--sweep chunk --tokens 64 --values 65", "a chunk of 65 is more than the 64 tokens there are"},
+      {"--sweep", "--sweep needs a value"},
+      {"--tokens 64", "--tokens belongs to --layer-only"},
+      {"--tokens 0 --layer-only", "--tokens 0: give a number from 1"},
+      {"--gradient-error", "--gradient-error belongs to --layer-only"},
+      {"--timeline --sweep tokens", "--timeline shows whole steps of one size"},
+      {"--recipe soup",
+       "no recipe is called 'soup'; there are llama3-8b-32k, tokens-81920, chunk-sweep, gemma2-2b, "
+       "batch-512"},
+      {"--recipe batch-512 --sweep vocab", "--recipe batch-512 says what is swept"},
+      {"--resolution 9", "--resolution 9: give a number from 1 to 4"},
+      {"--patience never", "--patience never: give a number"},
+      {"--device-memory 0", "--device-memory 0: give a number"},
+      {"--model gpt2-tiny --sweep hidden --values 100", "do not make up a hidden size of 100"},
+      {"--out /proc/nothing", "cannot make the folder /proc/nothing"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const char *out = strstr(cases[i].arguments, "--out") ? "" : "--out ",
+               *folder = *out ? in_room("refused") : "";
+    const char *model = strstr(cases[i].arguments, "--model") ? "" : TINY;
+    Output o = train("--plan-only --device cpu %s %s%s %s", model, out, folder, cases[i].arguments);
+    if (o.status != 1) fail_msg("'%s' ended with %d: %s", cases[i].arguments, o.status, o.out);
+    assert_says(o.err, cases[i].says);
+    assert_true(strncmp(o.err, "lce: ", 5) == 0);
+    assert_ptr_equal(strchr(o.err, '\n'), o.err + strlen(o.err) - 1); // one sentence
+    output_free(&o);
+  }
+}
+
+// --- pictures ----------------------------------------------------------------------------------------------
+
+static bool can_draw(void) {
+  const char *reason;
+  return canvas_possible(&reason);
+}
+
+static Color pixel(const Picture *p, Spot at, double scale) {
+  int x = (int)(at.x * scale), y = (int)(at.y * scale);
+  assert_in_range(x, 0, p->width - 1);
+  assert_in_range(y, 0, p->height - 1);
+  const unsigned char *c = p->rgb + 3 * (y * p->width + x);
+  return (Color){c[0], c[1], c[2]};
+}
+
+static void assert_color(const char *what, const Picture *p, Spot at, double scale, Color want) {
+  Color c = pixel(p, at, scale);
+  if (abs(c.r - want.r) + abs(c.g - want.g) + abs(c.b - want.b) > 6)
+    fail_msg("%s at (%g, %g) is #%02x%02x%02x and not #%02x%02x%02x", what, at.x, at.y, c.r, c.g, c.b, want.r,
+             want.g, want.b);
+}
+
+static void assert_not_blank(const Picture *p) {
+  long dark = 0;
+  for (long i = 0; i < 3L * p->width * p->height; i++) dark += p->rgb[i] < 128;
+  assert_true(dark > 3000);
+}
+
+// A curve of made-up readings, measured but for the last point.
+static Curve made_up(const char *what, Sweep sweep) {
+  Curve c = {0};
+  curve_set(&c, "what", "%s", what);
+  curve_set(&c, "device", "a machine");
+  curve_set(&c, "dtype", "bf16");
+  curve_set(&c, "model", "llama-1b");
+  curve_set(&c, "vocab", "128256");
+  curve_set(&c, "hidden", "2048");
+  curve_set(&c, "batch", "1");
+  curve_set(&c, "seq_len", "1024");
+  curve_set(&c, "sweep", "%s", sweep_name(sweep));
+  for (int i = 1; i <= 4; i++)
+    for (int m = 0; m < 2; m++) {
+      Reading r = {.point = {.sweep = sweep,
+                             .mode = (LceMode)m,
+                             .batch = 1,
+                             .vocab_size = 128256,
+                             .hidden_size = 2048},
+                   .status = i < 4 ? POINT_MEASURED : POINT_NO_ROOM,
+                   .loss_error = NAN,
+                   .dx_error = NAN,
+                   .dweight_error = NAN};
+      bool chunks = sweep == SWEEP_CHUNK;
+      if (chunks && m == LCE_MATERIALIZED && i < 4) continue;
+      r.point.seq_len = chunks ? 1024 : 1024 * i;
+      r.point.chunk = m == LCE_FUSED ? (chunks ? 64 << i : 128) : 0;
+      r.planned_layer_bytes = m == LCE_FUSED ? (size_t)(chunks ? i : 1) << 28 : (size_t)i << 30;
+      r.planned_bytes = ((size_t)4 << 30) + r.planned_layer_bytes;
+      if (i < 4 || chunks) {
+        r.status = POINT_MEASURED;
+        r.ledger_bytes = r.planned_bytes;
+        r.layer_bytes = r.planned_layer_bytes;
+        r.step_seconds = 0.1 * i;
+        r.layer_seconds = 0.011 * i;
+        r.floor_seconds = 0.01 * i;
+      }
+      curve_add(&c, &r);
+    }
+  return c;
+}
+
+static void lines_are_where_they_should_be(void **state) {
+  (void)state;
+  if (!can_draw()) skip();
+  static const char *const kinds[] = {"step", "layer"};
+  for (int k = 0; k < 2; k++)
+    for (int scale = 1; scale <= 2; scale++) {
+      Curve c = made_up(kinds[k], SWEEP_TOKENS);
+      const char *path = in_room("curve.png");
+      picture_curve(&c, NULL, scale, path);
+      Picture p = picture_read(path);
+      assert_non_null(p.rgb);
+      Size size = picture_curve_size(&c);
+      assert_int_equal(p.width, (int)size.width * scale);
+      assert_int_equal(p.height, (int)size.height * scale);
+      assert_not_blank(&p);
+      Panel panel = picture_curve_panel(&c, NULL);
+      for (int m = 0; m < 2; m++)
+        for (int i = 1; i <= 4; i++) {
+          const Reading *r = reading(&c, (LceMode)m, SWEEP_TOKENS, 1024 * i);
+          double bytes = (double)(k == 0 ? r->planned_bytes : r->planned_layer_bytes);
+          Spot at = panel_spot(&panel, 1024 * i, bytes);
+          // Filled where measured, hollow where only planned.
+          const Color white = {255, 255, 255};
+          assert_color("a marker", &p, at, scale, i < 4 ? COLOR_MODE[m] : white);
+          if (i >= 3) continue;
+          const Reading *next = reading(&c, (LceMode)m, SWEEP_TOKENS, 1024 * (i + 1));
+          double more = (double)(k == 0 ? next->planned_bytes : next->planned_layer_bytes);
+          Spot middle = panel_spot(&panel, 1024 * (i + 0.5), (bytes + more) / 2);
+          assert_color("a line", &p, middle, scale, COLOR_MODE[m]);
+        }
+      // Nothing above the materialized line.
+      assert_color("the paper", &p, panel_spot(&panel, 1500, panel.y.high * 0.93), scale,
+                   (Color){255, 255, 255});
+      picture_free(&p);
+      curve_free(&c);
+    }
+}
+
+static void other_pictures(void **state) {
+  (void)state;
+  if (!can_draw()) skip();
+  // Time against memory.
+  Curve c = made_up("layer", SWEEP_CHUNK);
+  assert_true(picture_has_trade(&c));
+  for (int r = -1; r < recipe_count(); r++) {
+    picture_curve(&c, r < 0 ? NULL : recipe_at(r), 1, in_room("trade.png"));
+    Picture p = picture_read(in_room("trade.png"));
+    assert_non_null(p.rgb);
+    assert_not_blank(&p);
+    picture_free(&p);
+  }
+  // Two sweeps: small multiples, larger.
+  Curve other = made_up("layer", SWEEP_TOKENS);
+  for (int i = 0; i < other.count; i++) curve_add(&c, &other.readings[i]);
+  picture_curve(&c, NULL, 1, in_room("grid.png"));
+  Picture p = picture_read(in_room("grid.png"));
+  assert_non_null(p.rgb);
+  Size size = picture_curve_size(&c);
+  assert_int_equal(p.width, (int)size.width);
+  assert_int_equal(p.height, (int)size.height);
+  assert_not_blank(&p);
+  picture_free(&p);
+  curve_free(&other);
+  curve_free(&c);
+}
+
+// The tool's own files: drawn, redrawn, and at the resolution asked for.
+static void drawn_and_redrawn(void **state) {
+  (void)state;
+  if (!can_draw()) skip();
+  const char *out = in_room("drawn"), *path = in_room("drawn/curve.png");
+  succeeds(train("--plan-only --device cpu " TINY "--resolution 1 --out %s", out));
+  Picture p = picture_read(path);
+  assert_non_null(p.rgb);
+  assert_int_equal(p.width, 1040);
+  picture_free(&p);
+  remove(path);
+  succeeds(train("--redraw --resolution 3 --out %s", out));
+  p = picture_read(path);
+  assert_int_equal(p.width, 3120);
+  assert_int_equal(p.height, 1680);
+  assert_not_blank(&p);
+  picture_free(&p);
+}
+
+// --- the timeline ------------------------------------------------------------------------------------------
+
+static size_t highest_total(const Timeline *t) {
+  size_t highest = 0;
+  for (int i = 0; i < t->count; i++) {
+    size_t total = 0;
+    for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) total += t->moments[i].bytes[k];
+    if (total > highest) highest = total;
+  }
+  return highest;
+}
+
+static void timelines(void **state) {
+  (void)state;
+  succeeds(train("--plan-only --device cpu " TINY "--values 32 --out %s", in_room("peaks")));
+  Curve c = curve_in(in_room("peaks"));
+  for (int planned = 0; planned < 2; planned++) {
+    const char *out = in_room("time");
+    succeeds(train("--timeline --device cpu %s " TINY "--resolution 1 --out %s", planned ? "--plan-only" : "",
+                   out));
+    Timeline t[2];
+    char settings[2048];
+    timeline_read(t, settings, sizeof settings, in_room("time/timeline.csv"));
+    for (int i = 0; i < 2; i++) {
+      assert_int_equal(t[i].planned, planned);
+      assert_int_equal(highest_total(&t[i]), reading(&c, t[i].mode, SWEEP_TOKENS, 32)->planned_bytes);
+      assert_int_equal(t[i].moments[0].step, 1);
+      assert_int_equal(t[i].moments[t[i].count - 1].step, TIMELINE_STEPS);
+      for (int k = 1; k < t[i].count; k++)
+        assert_true(t[i].moments[k].seconds >= t[i].moments[k - 1].seconds);
+      // Nothing of a step outlives it.
+      const size_t *left = t[i].moments[t[i].count - 1].bytes;
+      assert_int_equal(left[MEMORY_HEAD] + left[MEMORY_ACTIVATIONS] + left[MEMORY_ACTIVATION_GRADIENTS], 0);
+    }
+    assert_int_equal(t[0].mode, LCE_MATERIALIZED);
+    for (int i = 0; i < 2; i++) timeline_free(&t[i]);
+    if (!can_draw()) continue;
+    Picture p = picture_read(in_room("time/timeline.png"));
+    assert_non_null(p.rgb);
+    assert_int_equal(p.width, 1080);
+    assert_not_blank(&p);
+    picture_free(&p);
+  }
+  curve_free(&c);
+}
+
+// --- what fits ---------------------------------------------------------------------------------------------
+
+static void fit(void **state) {
+  (void)state;
+  setenv("LCE_TRAIN", trainer, 1);
+  Output o = train("--fit --device cpu --model llama-tiny --seq-len 128");
+  assert_int_equal(o.status, 0);
+  long long fused = 0, whole = 0;
+  const char *at = strstr(o.out, "--batch ");
+  assert_non_null(at);
+  assert_int_equal(sscanf(at, "--batch %lld fits with the fused loss, --batch %lld with materialized logits",
+                          &fused, &whole),
+                   2);
+  assert_true(whole > 0 && fused > 4 * whole);
+  output_free(&o);
+  o = train("--fit --device cpu --model llama-8b --vocab 2000000000 --seq-len 128");
+  assert_int_equal(o.status, 1);
+  assert_says(o.err, "not even one sequence of 128 tokens fits");
+  output_free(&o);
+  setenv("LCE_TRAIN", tool, 1);
+
+  // By the plan alone: the largest batch fits, and one more does not.
+  char *arguments[] = {"train", "--model", "llama-tiny", "--seq-len", "64", "--lce-chunk", "64", NULL};
+  Options options;
+  options_parse(&options, 7, arguments);
+  options_settle_dtypes(&options, false);
+  for (int m = 0; m < 2; m++) {
+    size_t room = (size_t)1 << 30;
+    int64_t batch = plan_largest_batch(&options, "cpu", (LceMode)m, room);
+    for (int more = 0; more < 2; more++) {
+      Options at_batch = options;
+      at_batch.batch = batch + more;
+      at_batch.total_batch = at_batch.batch * 64;
+      at_batch.micro_steps = 1;
+      assert_int_equal(plan_run(&at_batch, "cpu", (LceMode)m).peak_bytes <= room, more == 0);
+    }
+  }
+  options_free(&options);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(hand_worked_csv),
+      cmocka_unit_test(plan_equals_ledger),
+      cmocka_unit_test(curve_equals_plan),
+      cmocka_unit_test(gradient_errors),
+      cmocka_unit_test(what_does_not_fit),
+      cmocka_unit_test(patience),
+      cmocka_unit_test(recipes_plan),
+      cmocka_unit_test(killed_sweep_resumes),
+      cmocka_unit_test(damaged_files),
+      cmocka_unit_test(refusals),
+      cmocka_unit_test(lines_are_where_they_should_be),
+      cmocka_unit_test(other_pictures),
+      cmocka_unit_test(drawn_and_redrawn),
+      cmocka_unit_test(timelines),
+      cmocka_unit_test(fit),
+  };
+  return cmocka_run_group_tests_name("memory curves", tests, find_programs, clear_room);
+}

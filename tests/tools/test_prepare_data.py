@@ -1,0 +1,323 @@
+#!/usr/bin/env python3
+"""tools/prepare_data.py: its shards against `tokenizers` itself, masks, errors, and ./train on what it made.
+
+Speaks TAP, as the other tests do. Skipped where the packages are missing.
+"""
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import traceback
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+GOLDEN = os.path.join(ROOT, "tests", "golden", "tokenizers")
+TRAIN = os.path.abspath(os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train")))
+
+try:
+    import numpy
+    from tokenizers import Tokenizer
+except ImportError as missing:
+    print(f"1..1\nok 1 # SKIP {missing}: pip install tokenizers numpy")
+    sys.exit(0)
+
+
+class Skip(Exception):
+    pass
+
+
+class Room:
+    """A folder that goes away."""
+
+    def __init__(self):
+        self.path = tempfile.mkdtemp(prefix="lce-prepare-")
+
+    def __call__(self, *names):
+        return os.path.join(self.path, *names)
+
+    def write(self, name, text):
+        data = text if isinstance(text, bytes) else text.encode()
+        with open(self(name), "wb") as file:
+            file.write(data)
+        return self(name)
+
+    def lines(self, name, records):
+        return self.write(name, "".join(json.dumps(record) + "\n" for record in records))
+
+
+room = Room()
+
+
+def prepare(*arguments, expect=0):
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools", "prepare_data.py"), *map(str, arguments)],
+                          capture_output=True, text=True)
+    assert done.returncode == expect, f"exit {done.returncode}: {done.stderr}{done.stdout}"
+    return done
+
+
+def train(*arguments):
+    if not os.path.exists(TRAIN):
+        raise Skip("there is no ./train")
+    done = subprocess.run([TRAIN, "--device", "cpu", "--model", "llama-tiny", "--hidden-size", "16", "--num-layers", "1",
+                           "--num-attention-heads", "2", "--intermediate-size", "16", "--seq-len", "16", "--batch", "2",
+                           *map(str, arguments)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def read_ints(path, dtype):
+    with open(path, "rb") as file:
+        data = file.read()
+    header = struct.unpack("<256i", data[:1024])
+    return header, numpy.frombuffer(data[1024:], dtype)
+
+
+def read_shards(folder, split="train"):
+    with open(os.path.join(folder, "manifest.json"), encoding="utf-8") as file:
+        manifest = json.load(file)
+    dtype = {"uint16": "<u2", "uint32": "<u4"}[manifest["dtype"]]
+    tokens, counts = [], []
+    for shard in manifest["splits"].get(split, {"shards": []})["shards"]:
+        path = os.path.join(folder, shard["file"])
+        header, values = read_ints(path, dtype)
+        assert header[:3] == ((20240520, 1) if dtype == "<u2" else (20240801, 7)) + (len(values),)
+        assert shard["tokens"] == len(values)
+        tokens += values.tolist()
+        if manifest["masked"]:
+            header, mask = read_ints(path[:-4] + ".mask", "u1")
+            assert header[:3] == (20261120, 1, len(values)) and len(mask) == (len(values) + 7) // 8
+            bits = numpy.unpackbits(mask, bitorder="little")[:len(values)]
+            assert bits.sum() == shard["counted_tokens"]
+            counts += bits.tolist()
+    return manifest, tokens, counts
+
+
+def prose(seed, words):
+    draw = random.Random(seed)
+    parts = ["word", "naïve", "don't", "12345", "x+y", "  two", "\n", "\n\n", "\r\n", "\t", ".\n", "世界", "?!\n", "a\n b", "end "]
+    return "".join(draw.choice(parts) + draw.choice(["", " ", " ", "\n"]) for _ in range(words))
+
+
+def test_a_file_is_what_its_text_is():
+    text = prose(1, 160000)
+    assert len(text.encode()) > 500000
+    path = room.write("whole.txt", text)
+    for name in ("gpt2", "llama3"):
+        tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, name, "tokenizer.json"))
+        end = tokenizer.token_to_id("<|endoftext|>") or tokenizer.token_to_id("<|end_of_text|>")
+        want = tokenizer.encode(text, add_special_tokens=False).ids + [end]
+        for workers in (1, 3):
+            prepare(path, "--tokenizer", os.path.join(GOLDEN, name), "--out", room("whole"), "--val-fraction", 0,
+                    "--workers", workers, "--shard-tokens", 100000)
+            manifest, tokens, _ = read_shards(room("whole"))
+            assert tokens == want
+            assert len(manifest["splits"]["train"]["shards"]) == -(-len(want) // 100000)
+            assert manifest["tokenizer"]["end_of_text_id"] == end
+    # A part held back: together as many documents' tokens as before, each stretch closed.
+    prepare(path, "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("whole"), "--val-fraction", 0.2)
+    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
+    both = [read_shards(room("whole"), split)[1] for split in ("train", "val")]
+    assert all(both) and 0.1 < len(both[1]) / len(both[0]) < 0.4
+    assert sum(len(tokenizer.decode(part)) for part in both) == len(text)
+
+
+def documents():
+    return [prose(seed, 3 + seed % 40) or "x" for seed in range(300)]
+
+
+def expected(tokenizer, texts):
+    end = tokenizer.token_to_id("<|endoftext|>")
+    return [id for text in texts for id in tokenizer.encode(text, add_special_tokens=False).ids + [end]]
+
+
+def test_records_are_documents():
+    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
+    texts = documents()
+    path = room.lines("records.jsonl", [{"body": text, "other": 1} for text in texts])
+    prepare(path, "--field", "body", "--tokenizer", os.path.join(GOLDEN, "gpt2", "tokenizer.json"), "--out", room("records"),
+            "--val-fraction", 0)
+    manifest, tokens, _ = read_shards(room("records"))
+    assert tokens == expected(tokenizer, texts)
+    assert manifest["splits"]["train"]["documents"] == len(texts)
+    lines = [text.replace("\n", " ").replace("\r", " ") for text in texts]
+    path = room.write("lines.txt", "\n".join(lines) + "\n\n")
+    prepare(path, "--document", "line", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("lines"), "--val-fraction", 0)
+    assert read_shards(room("lines"))[1] == expected(tokenizer, [line for line in lines if line.strip()])
+    # Held back by document, the same ones each time.
+    for _ in range(2):
+        prepare(path, "--document", "line", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("lines"), "--val-fraction", 0.1)
+        first = read_shards(room("lines"), "val")[1]
+        assert first == read_shards(room("lines"), "val")[1] and 5 < first.count(tokenizer.token_to_id("<|endoftext|>")) < 90
+
+
+def test_parquet():
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as missing:
+        raise Skip(str(missing))
+    texts = documents()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": list(range(len(texts)))}), room("table.parquet"), row_group_size=37)
+    prepare(room("table.parquet"), "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("parquet"), "--val-fraction", 0)
+    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
+    assert read_shards(room("parquet"))[1] == expected(tokenizer, texts)
+    done = prepare(room("table.parquet"), "--field", "body", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("parquet"), expect=1)
+    assert "has no column body; it has text, n" in done.stderr
+
+
+def test_large_vocabularies_take_uint32():
+    with open(os.path.join(GOLDEN, "gpt2", "tokenizer.json"), encoding="utf-8") as file:
+        data = json.load(file)
+    end = data["added_tokens"][0]
+    vocab = data["model"]["vocab"]
+    vocab.pop(end["content"], None)
+    for i in range(len(vocab), 70000):
+        vocab[f"unused{i}"] = i
+    end["id"] = 70000
+    os.makedirs(room("large"), exist_ok=True)
+    room.write("large/tokenizer.json", json.dumps(data))
+    path = room.write("small.txt", "some text\n")
+    prepare(path, "--tokenizer", room("large"), "--out", room("wide"), "--val-fraction", 0)
+    manifest, tokens, _ = read_shards(room("wide"))
+    assert manifest["dtype"] == "uint32" and tokens[-1] == 70000
+    assert manifest["tokenizer"]["vocab_size"] == 70001
+
+
+def test_a_trained_tokenizer():
+    path = room.write("train_on.txt", prose(3, 40000))
+    for style in ("llama3", "gpt2"):
+        prepare(path, "--train-tokenizer", 300, "--style", style, "--out", room("own"), "--val-fraction", 0.3)
+        manifest, tokens, _ = read_shards(room("own"))
+        assert manifest["tokenizer"]["vocab_size"] == 300 and max(tokens) < 300
+        assert read_shards(room("own"), "val")[1]
+    out = train("--vocab", 300, "--data", room("own", "train_*.bin"), "--val-data", room("own", "val_*.bin"), "--tokenizer",
+                room("own"), "--prompt", "don't", "--steps", 2, "--sample-every", 2, "--sample-tokens", 5)
+    assert "sample: don't" in out
+    out = train("--vocab", 300, "--data", room("own"), "--steps", 1, "--sample-every", 0)  # the folder, manifest and all
+    assert "llm.c shards, uint16" in out
+
+
+CHATS = [
+    [("system", "Be brief."), ("user", "How much is 2 + 2?"), ("assistant", "It is 4."), ("user", "Sure?"), ("assistant", "Yes, 4.")],
+    [("user", "Name a colour."), ("assistant", "Green")],
+    [("user", "Nobody answers.")],
+]
+
+
+def messages(chat):
+    return [{"role": role, "content": text} for role, text in chat]
+
+
+def test_only_answers_count():
+    path = room.lines("chats.jsonl", [{"messages": messages(chat)} for chat in CHATS])
+    done = prepare(path, "--chat", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("chats"), "--val-fraction", 0)
+    assert "1 conversations had nothing that the assistant said" in done.stdout
+    _, tokens, counts = read_shards(room("chats"))
+    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
+    decoded = "".join(("[%s]" if counts[i] else "%s") % tokenizer.decode([id], skip_special_tokens=False)
+                      for i, id in enumerate(tokens)).replace("][", "")
+    end = "<|endoftext|>"
+    assert decoded == ("### System:\nBe brief.\n\n### User:\nHow much is 2 + 2?\n\n### Assistant:\n[It is 4." + end +
+                       "]\n\n### User:\nSure?\n\n### Assistant:\n[Yes, 4." + end + "]### User:\nName a colour.\n\n"
+                       "### Assistant:\n[Green" + end + "]"), decoded
+
+
+LLAMA_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['role'] + '\n\n' + m['content'] | trim + '<|eot_id|>' }}"
+                  "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n\n' }}{% endif %}")
+
+
+def test_a_chat_template():
+    os.makedirs(room("instruct"), exist_ok=True)
+    shutil.copy(os.path.join(GOLDEN, "llama3", "tokenizer.json"), room("instruct"))
+    room.write("instruct/tokenizer_config.json", json.dumps({"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>",
+                                                             "chat_template": LLAMA_TEMPLATE}))
+    path = room.lines("chats.jsonl", [{"messages": messages(CHATS[0])}, {"conversations": 1, "prompt": "Hi", "completion": " Ho "},
+                                      {"messages": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}]}])
+    prepare(path, "--chat", "--tokenizer", room("instruct"), "--out", room("sft"), "--val-fraction", 0)
+    manifest, tokens, counts = read_shards(room("sft"))
+    tokenizer = Tokenizer.from_file(room("instruct", "tokenizer.json"))
+    learned = [tokenizer.decode([id], skip_special_tokens=False) for i, id in enumerate(tokens) if counts[i]]
+    assert "".join(learned) == "It is 4.<|eot_id|>Yes, 4.<|eot_id|>Ho<|eot_id|>B<|eot_id|>", learned
+    assert tokens.count(tokenizer.token_to_id("<|begin_of_text|>")) == 3
+    assert manifest["splits"]["train"]["counted_tokens"] == len(learned)
+    # A template that shortens earlier answers cannot be split.
+    room.write("bad.jinja", "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}")
+    done = prepare(path, "--chat", "--chat-template", room("bad.jinja"), "--tokenizer", room("instruct"), "--out", room("sft"), expect=1)
+    assert "changes earlier messages" in done.stderr
+    room.write("bad.jinja", "{% for %}")
+    done = prepare(path, "--chat", "--chat-template", room("bad.jinja"), "--tokenizer", room("instruct"), "--out", room("sft"), expect=1)
+    assert "the chat template cannot be read" in done.stderr
+
+
+def test_masked_shards_train():
+    path = room.lines("many.jsonl", [{"messages": messages([("user", prose(seed, 20)), ("assistant", f"answer {seed}")])} for seed in range(60)])
+    prepare(path, "--chat", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("many"), "--val-fraction", 0)
+    train("--vocab", 401, "--data", room("many"), "--steps", 3, "--sample-every", 0, "--log", room("log.jsonl"))
+    with open(room("log.jsonl"), encoding="utf-8") as file:
+        steps = [line for line in map(json.loads, file) if line.get("event") == "step" or "grad_norm" in line]
+    assert len(steps) == 3 and any(line["tokens"] < 32 for line in steps), steps
+
+
+def test_multiple_choice():
+    path = room.lines("quiz.jsonl", [{"ctx": f"Question {i}", "endings": ["one", "two words", "three"], "label": i % 3} for i in range(9)])
+    prepare(path, "--multiple-choice", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("quiz"))
+    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
+    header, values = read_ints(room("quiz", "choices.bin"), "<u2")
+    assert header[:3] == (20240522, 1, 9)
+    context, ending = tokenizer.encode("Question 0").ids, tokenizer.encode(" one").ids
+    size = int(values[1]) // 2
+    assert values[:6].tolist() == [65535, size * 2, 0, 0, 3, len(context)]
+    assert values[6:7 + len(context) + len(ending)].tolist() == context + [len(ending)] + ending
+    assert values[size] == 65535 and header[3] >= size * 2
+    assert "of 9 right" in train("--vocab", 401, "--steps", 0, "--val-fraction", 0, "--hellaswag", room("quiz", "choices.bin"), "--seq-len", 32)
+
+
+def test_one_sentence_when_it_goes_wrong():
+    text = room.write("text.txt", "text")
+    broken = room.write("broken.jsonl", '{"text": "good"}\n{"text"\n')
+    fields = room.lines("fields.jsonl", [{"body": "text"}])
+    gpt2 = os.path.join(GOLDEN, "gpt2")
+    bare = room.write("bare.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
+    for arguments, part in [
+        ([room("nowhere.txt"), "--tokenizer", gpt2], "there is no file"),
+        ([text, "--tokenizer", room("nowhere")], "names a tokenizer.json or a directory with one"),
+        ([text, "--tokenizer", text], "is no tokenizer.json"),
+        ([text, "--tokenizer", bare], "name what ends a text with --end-of-text"),
+        ([text, "--tokenizer", gpt2, "--end-of-text", "<|no|>"], "has no token <|no|>"),
+        ([broken, "--tokenizer", gpt2], "broken.jsonl, byte 17: this line is no JSON"),
+        ([fields, "--tokenizer", gpt2], "has no field text; it has body: name one with --field"),
+        ([fields, "--tokenizer", gpt2, "--chat"], "has no field messages"),
+        ([text, "--tokenizer", gpt2, "--chat"], "is plain text; conversations come as"),
+        ([text, "--train-tokenizer", 5], "make 257 tokens at least"),
+        ([text, "--tokenizer", gpt2, "--val-fraction", 1], "from 0 to below 1"),
+        ([text, "--tokenizer", gpt2, "--shard-tokens", 0], "a shard holds from 1"),
+        ([fields, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
+        ([room.write("empty.jsonl", ""), "--tokenizer", gpt2], "there is no text in"),
+    ]:
+        done = prepare(*arguments, "--out", room("wrong"), expect=1)
+        said = [line for line in done.stderr.splitlines() if line.startswith("prepare_data.py: ")]
+        assert len(said) == 1 and part in said[0] and "Traceback" not in done.stderr, (arguments, done.stderr)
+        assert not os.path.exists(room("wrong", "manifest.json"))
+
+
+def main():
+    tests = [(name, test) for name, test in globals().items() if name.startswith("test_")]
+    print(f"1..{len(tests)}", flush=True)
+    failed = 0
+    for number, (name, test) in enumerate(tests, 1):
+        try:
+            test()
+            print(f"ok {number} - {name}", flush=True)
+        except Skip as reason:
+            print(f"ok {number} # SKIP {name}: {reason}", flush=True)
+        except Exception:
+            failed += 1
+            print("".join("# " + line + "\n" for line in traceback.format_exc().splitlines()) + f"not ok {number} - {name}", flush=True)
+    shutil.rmtree(room.path)
+    sys.exit(failed > 0)
+
+
+main()

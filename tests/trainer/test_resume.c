@@ -1,0 +1,313 @@
+// Whole runs of ./train that stop, are stopped, killed or run out of disk, and go on: every tensor and every
+// logged loss is bitwise what it would have been.
+#include "model/checkpoint/checkpoint.h"
+#include "model/checkpoint/files.h"
+#include "tests/data_files.h"
+#include "tests/process.h"
+
+#include <cjson/cJSON.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+// Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint
+// shares.
+#define STEPS 12
+#define RUN                                                                                                  \
+  "--device cpu --model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 1 "      \
+  "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 16 --batch 2 --total-batch 64 --steps 12 "      \
+  "--warmup 3 "                                                                                              \
+  "--grad-clip 0.5 --eval-every 5 --eval-batches 2 --sample-every 7 --sample-tokens 3 --data "               \
+  "tests/trainer/test_resume.c "
+
+static void succeeds(Output output) {
+  if (output.status) fail_msg("exit status %d: %s", output.status, output.err);
+  output_free(&output);
+}
+
+// --- comparing ---------------------------------------------------------------------------------------------
+
+static void check_same_file(const char *a, const char *b) {
+  size_t length_a, length_b;
+  char *x = file_read(a, &length_a), *y = file_read(b, &length_b);
+  assert_non_null(x);
+  assert_non_null(y);
+  if (length_a != length_b || memcmp(x, y, length_a)) fail_msg("%s and %s differ", a, b);
+  free(x);
+  free(y);
+}
+
+// All files of a checkpoint: weights, moments, state, and the checksums of them.
+static void check_same_checkpoint(const char *a, const char *b) {
+  static const char *const files[] = {"model.safetensors", "training_state.safetensors", "trainer_state.json",
+                                      "config.json",       "generation_config.json",     "checksums.json"};
+  for (int i = 0; i < 6; i++) {
+    char x[1024], y[1024];
+    snprintf(x, sizeof x, "%s/%s", a, files[i]);
+    snprintf(y, sizeof y, "%s/%s", b, files[i]);
+    check_same_file(x, y);
+  }
+}
+
+// losses[step] of the step lines and val_losses[step] of the validation lines of a log.
+static void read_log(const char *path, double *losses, double *val_losses) {
+  size_t length;
+  char *text = file_read(path, &length), *rest = NULL;
+  assert_non_null(text);
+  for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+    cJSON *json = cJSON_Parse(line);
+    const cJSON *step = cJSON_GetObjectItem(json, "step"), *loss = cJSON_GetObjectItem(json, "loss");
+    const cJSON *val_loss = cJSON_GetObjectItem(json, "val_loss");
+    if (step && loss) losses[step->valueint] = loss->valuedouble;
+    if (step && val_loss) val_losses[step->valueint] = val_loss->valuedouble;
+    cJSON_Delete(json);
+  }
+  free(text);
+}
+
+static void check_same_losses(const char *straight, const char *resumed) {
+  double losses[2][STEPS + 1] = {{0}}, val_losses[2][STEPS + 1] = {{0}};
+  read_log(straight, losses[0], val_losses[0]);
+  read_log(resumed, losses[1], val_losses[1]);
+  for (int i = 1; i <= STEPS; i++) {
+    assert_true(losses[0][i] > 0);
+    assert_true(losses[0][i] == losses[1][i]);
+    if (i % 5 == 0 || i == STEPS) assert_true(val_losses[0][i] > 0 && val_losses[0][i] == val_losses[1][i]);
+  }
+}
+
+// --- the run that the others are compared with -------------------------------------------------------------
+
+static double seconds_of_a_run;
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int run_straight(void **state) {
+  if (make_room(state)) return -1;
+  double start = now();
+  succeeds(train(RUN "--save %s --save-every 6 --log %s", in_room("straight"), in_room("straight.jsonl")));
+  seconds_of_a_run = now() - start;
+  return 0;
+}
+
+// --- the tests ---------------------------------------------------------------------------------------------
+
+// With nothing but --resume: the settings, and the data, come from the checkpoint.
+static void half_and_half_is_the_whole(void **state) {
+  (void)state;
+  succeeds(
+      train("--device cpu --resume %s --save %s --log %s --eval-every 5 --eval-batches 2 --sample-every 7 "
+            "--sample-tokens 3",
+            in_room("straight/step-000006"), in_room("half"), in_room("half.jsonl")));
+  check_same_checkpoint(in_room("straight/step-000012"), in_room("half/step-000012"));
+  double losses[2][STEPS + 1] = {{0}}, val_losses[2][STEPS + 1] = {{0}};
+  read_log(in_room("straight.jsonl"), losses[0], val_losses[0]);
+  read_log(in_room("half.jsonl"), losses[1], val_losses[1]);
+  for (int i = 7; i <= STEPS; i++) assert_true(losses[0][i] == losses[1][i] && losses[1][i] > 0);
+  assert_true(losses[1][6] == 0);
+  assert_true(val_losses[0][STEPS] == val_losses[1][STEPS] && val_losses[1][10] > 0);
+}
+
+// The weights rounded on disk: the master weights beside them keep the bits.
+static void rounded_weights_resume_too(void **state) {
+  (void)state;
+  succeeds(train(RUN "--save %s --save-every 6 --save-dtype bf16", in_room("rounded")));
+  succeeds(train("--device cpu --resume %s --save %s", in_room("rounded/step-000006"), in_room("again")));
+  check_same_file(in_room("straight/step-000012/model.safetensors"),
+                  in_room("again/step-000012/model.safetensors"));
+  succeeds(train("--device cpu --init %s --data tests/trainer/test_resume.c --steps 0 --save %s",
+                 in_room("rounded"), in_room("widened")));
+}
+
+static void what_differs_is_said(void **state) {
+  (void)state;
+  Output output =
+      train("--device cpu --resume %s --lr 0.5 --seed 3 --data Makefile --data tests/data/test_data.c",
+            in_room("straight/step-000006"));
+  assert_int_equal(output.status, 0);
+  assert_non_null(strstr(output.err, "--lr was 0.002 when "));
+  assert_non_null(strstr(output.err, "and is 0.5 now"));
+  assert_non_null(strstr(output.err, "--seed was 1 when"));
+  assert_non_null(strstr(output.err, "the data were \"byte-level text, 1 file"));
+  output_free(&output);
+  output = train("--device cpu --resume %s --vocab 301", in_room("straight"));
+  assert_int_equal(output.status, 1);
+  assert_non_null(strstr(output.err, "--vocab is asked to be 301"));
+  output_free(&output);
+  output = train("--device cpu --resume %s", "tests/golden/llama");
+  assert_int_equal(output.status, 1);
+  assert_non_null(strstr(output.err, "checksums.json does not exist"));
+  output_free(&output);
+}
+
+// Another filter is said, and so is none; what is given now wins over what was remembered.
+static void a_filter_is_remembered(void **state) {
+  (void)state;
+  static const struct {
+    const char *options, *said;
+    bool filters;
+  } turns[] = {{"", NULL, true},
+               {"--lce-filter 0.125", "--lce-filter was 0.25 when ", true},
+               {"--lce-filter 0", "--lce-filter was 0.25 when ", false},
+               {"--materialized-logits", "--lce-filter was 0.25 when ", false},
+               {"--metrics", "--lce-filter was 0.25 when ", false}};
+  char saved[512];
+  succeeds(train(RUN "--lce-filter 0.25 --save-every 11 --save %s", in_room("filtered")));
+  snprintf(saved, sizeof saved, "%s", in_room("filtered/step-000011"));
+  for (size_t i = 0; i < sizeof turns / sizeof *turns; i++) {
+    Output o =
+        train("--device cpu --resume %s %s --log %s", saved, turns[i].options, in_room("filtered.jsonl"));
+    if (o.status) fail_msg("%s", o.err);
+    assert_true(turns[i].said ? strstr(o.err, turns[i].said) != NULL : !strcmp(o.err, ""));
+    assert_int_equal(strstr(o.out, "  filtered ") != NULL, turns[i].filters);
+    output_free(&o);
+  }
+}
+
+static void damage_is_passed_over(void **state) {
+  (void)state;
+  char command[2048], damaged[512];
+  snprintf(damaged, sizeof damaged, "%s", in_room("damaged"));
+  snprintf(command, sizeof command,
+           "cp -a %s %s && printf x | dd of=%s/step-000012/training_state.safetensors bs=1 "
+           "seek=2000 conv=notrunc 2>/dev/null",
+           in_room("straight"), damaged, damaged);
+  assert_int_equal(system(command), 0);
+  Output output = train("--device cpu --resume %s/step-000012", damaged);
+  assert_int_equal(output.status, 1);
+  assert_non_null(strstr(output.err, "training_state.safetensors is damaged: its checksum is"));
+  output_free(&output);
+  output = train(RUN "--resume auto --save %s", damaged);
+  assert_int_equal(output.status, 0);
+  assert_non_null(strstr(output.err, "is damaged"));
+  assert_non_null(strstr(output.err, "step-000012 is passed over"));
+  assert_non_null(strstr(output.out, "after step 6 of 12"));
+  output_free(&output);
+  check_same_checkpoint(in_room("straight/step-000012"), in_room("damaged/step-000012"));
+  snprintf(command, sizeof command, "for f in %s/step-*/model.safetensors; do printf x >$f; done", damaged);
+  assert_int_equal(system(command), 0);
+  output = train(RUN "--resume auto --save %s", damaged);
+  assert_int_equal(output.status, 1);
+  assert_non_null(strstr(output.err, "no checkpoint in"));
+  output_free(&output);
+}
+
+// A signal ends the run after its step, with a checkpoint. The wish may come at any step.
+static void stopped_runs_save(void **state) {
+  (void)state;
+  Process p = train_start(RUN "--save %s --log %s", in_room("stopped"), in_room("stopped.jsonl"));
+  process_wait_for(&p, "step 1/");
+  kill(p.pid, SIGINT);
+  Output output = process_finish(&p);
+  assert_int_equal(output.status, 0);
+  assert_non_null(strstr(output.out, "saved in"));
+  output_free(&output);
+  succeeds(train(RUN "--resume auto --save %s --log %s", in_room("stopped"), in_room("stopped.jsonl")));
+  check_same_checkpoint(in_room("straight/step-000012"), in_room("stopped/step-000012"));
+  check_same_losses(in_room("straight.jsonl"), in_room("stopped.jsonl"));
+  // Done: nothing is left to do, and nothing changes.
+  output = train(RUN "--resume auto --save %s", in_room("stopped"));
+  assert_int_equal(output.status, 0);
+  assert_non_null(strstr(output.out, "after step 12 of 12"));
+  output_free(&output);
+  check_same_checkpoint(in_room("straight/step-000012"), in_room("stopped/step-000012"));
+}
+
+// Killed at random moments and resumed, over and over ($LCE_KILLS times, or 5).
+static void killed_runs_lose_nothing(void **state) {
+  (void)state;
+  const char *asked = getenv("LCE_KILLS");
+  int kills = asked ? atoi(asked) : 5, survived = 0;
+  char command[2048], directory[512];
+  snprintf(directory, sizeof directory, "%s", in_room("killed"));
+  unsigned seed = (unsigned)time(NULL);
+  print_message("seed %u\n", seed);
+  srand(seed);
+  for (int i = 0; i < kills; i++) {
+    Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
+                            in_room("killed.jsonl"));
+    double seconds = 4 * seconds_of_a_run * rand() / RAND_MAX; // it saves more often, which takes longer
+    nanosleep(&(struct timespec){.tv_sec = (time_t)seconds,
+                                 .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))},
+              NULL);
+    kill(p.pid, SIGKILL);
+    Output output = process_finish(&p);
+    bool finished = output.status == 0;
+    if (!finished && output.status != 128 + SIGKILL) fail_msg("it ended by itself: %s", output.err);
+    output_free(&output);
+    survived += finished;
+    if (!finished) continue;
+    // It was through before it was killed. Once more from the beginning.
+    check_same_checkpoint(in_room("straight/step-000012"), in_room("killed/step-000012"));
+    snprintf(command, sizeof command, "rm -rf %s %s", directory, in_room("killed.jsonl"));
+    assert_int_equal(system(command), 0);
+  }
+  bool any;
+  char *newest = checkpoint_newest(directory, CHECK_LENGTHS, &any);
+  int reached = newest ? atoi(strstr(newest, "/step-") + 6) : 0;
+  free(newest);
+  print_message("killed %d times, %d runs came through, the last reached step %d\n", kills - survived,
+                survived, reached);
+  Output output = train(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
+                        in_room("killed.jsonl"));
+  if (output.status) fail_msg("after %d kills: %s", kills, output.err);
+  output_free(&output);
+  check_same_checkpoint(in_room("straight/step-000012"), in_room("killed/step-000012"));
+  check_same_losses(in_room("straight.jsonl"), in_room("killed.jsonl"));
+  snprintf(command, sizeof command, "test $(ls -d %s/step-* | wc -l) = 2 && ! ls -d %s/.[sr]*", directory,
+           directory);
+  assert_int_equal(system(command), 0);
+}
+
+static void a_full_disk_leaves_the_last_good_checkpoint(void **state) {
+  (void)state;
+  char command[1200];
+  snprintf(command, sizeof command, "cp -a %s %s && rm -r %s/step-000012", in_room("straight"),
+           in_room("full"), in_room("full"));
+  assert_int_equal(system(command), 0);
+  struct rlimit before, limit;
+  getrlimit(RLIMIT_FSIZE, &before);
+  limit = (struct rlimit){.rlim_cur = 20000, .rlim_max = before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &limit);
+  Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 1", in_room("full"));
+  setrlimit(RLIMIT_FSIZE, &before);
+  Output output = process_finish(&p);
+  assert_int_equal(output.status, 1);
+  assert_non_null(strstr(output.err, "no checkpoint after step 7: cannot write"));
+  assert_non_null(strstr(output.err, "File too large; the last good checkpoint is that of step 6"));
+  assert_non_null(strstr(output.err, "no checkpoint after step 12"));
+  output_free(&output);
+  assert_false(path_exists(in_room("full/step-000012")));
+  assert_false(path_exists(in_room("full/.saving-step-000012")));
+  bool any;
+  char *newest = checkpoint_newest(in_room("full"), CHECK_ALL, &any);
+  assert_non_null(strstr(newest, "step-000006"));
+  free(newest);
+  succeeds(train(RUN "--resume auto --save %s --keep 1", in_room("full")));
+  check_same_checkpoint(in_room("straight/step-000012"), in_room("full/step-000012"));
+  check_same_file(in_room("full/model.safetensors"), in_room("straight/model.safetensors")); // by the links
+  assert_false(path_exists(in_room("full/step-000006")));
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(half_and_half_is_the_whole),
+      cmocka_unit_test(rounded_weights_resume_too),
+      cmocka_unit_test(what_differs_is_said),
+      cmocka_unit_test(a_filter_is_remembered),
+      cmocka_unit_test(damage_is_passed_over),
+      cmocka_unit_test(stopped_runs_save),
+      cmocka_unit_test(killed_runs_lose_nothing),
+      cmocka_unit_test(a_full_disk_leaves_the_last_good_checkpoint),
+  };
+  return cmocka_run_group_tests(tests, run_straight, clear_room);
+}

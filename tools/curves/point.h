@@ -1,0 +1,70 @@
+// One point of a memory curve: a shape and a mode of the last layer, and what was found out about it.
+#ifndef LCE_TOOLS_CURVES_POINT_H
+#define LCE_TOOLS_CURVES_POINT_H
+
+#include "trainer/options.h"
+
+typedef enum { SWEEP_TOKENS, SWEEP_VOCAB, SWEEP_HIDDEN, SWEEP_CHUNK, SWEEP_COUNT } Sweep;
+const char *sweep_name(Sweep sweep); // "tokens", "vocab", "hidden", "chunk"
+
+typedef struct {
+  Sweep sweep; // the curve it belongs to
+  LceMode mode;
+  int64_t batch, seq_len; // their product is the tokens
+  int64_t vocab_size, hidden_size;
+  int64_t chunk; // 0 when materialized
+} Point;
+
+int64_t point_tokens(const Point *point);
+double point_value(const Point *point); // of what is swept
+
+typedef enum {
+  POINT_PLANNED,  // nobody asked to measure it
+  POINT_MEASURED, // on the device
+  POINT_NO_ROOM,  // planned: the device has too little memory
+  POINT_TOO_SLOW, // planned: it would take longer than the patience given
+  POINT_STATUS_COUNT
+} PointStatus;
+const char *point_status_name(PointStatus status); // "planned", "measured", "does not fit", "too slow"
+
+// Bytes and seconds; 0 (errors: NAN) where nothing was measured.
+typedef struct {
+  Point point;
+  PointStatus status;
+  size_t planned_bytes, planned_layer_bytes;
+  size_t
+      ledger_bytes; // the most in use at a time: of the step, or with --layer-only of the layer and its tensors
+  size_t layer_bytes; // what the last layer pushed beyond its tensors, its operations' scratch included
+  // The device's own figure at the peak, and with everything given back: the context and the libraries' own.
+  size_t device_bytes, device_base_bytes;
+  size_t usable_bytes; // what the device had to give; 0 when unknown
+  double step_seconds, layer_seconds;
+  double floor_seconds; // of the layer's three bare products, timed in turn with it
+  double loss_error, dx_error, dweight_error;
+} Reading;
+
+// The better figures of a reading: measured where there is a measurement.
+size_t reading_bytes(const Reading *reading);
+size_t reading_layer_bytes(const Reading *reading);
+
+// What is done with every point.
+typedef struct {
+  const Options *options; // model and job; dtypes settled, sizes replaced by the point's
+  const char *device;     // "cpu" or "cuda"
+  bool layer_only;        // the last layer on random data, no model around it
+  bool plan_only;
+  bool errors;         // compare the gradients with float64 (layer_only)
+  size_t memory;       // bytes the device is taken to have; 0 asks it
+  double patience;     // seconds a point may take
+  double product_rate; // flops a second, to tell how long a point would take; 0 when planning
+} Experiment;
+
+// The options with a point's sizes in place, its chunk too. Fails when they make no model.
+Options point_options(const Experiment *experiment, const Point *point);
+// Flops of one step (or layer) of a point: what its time is guessed from.
+double point_flops(const Experiment *experiment, const Point *point);
+
+// Plans the point and, if it fits and patience lasts, measures it on a backend of its own.
+Reading point_read(const Experiment *experiment, const Point *point);
+
+#endif

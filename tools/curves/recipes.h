@@ -1,0 +1,47 @@
+// Published experiments, each one command.
+#ifndef LCE_TOOLS_CURVES_RECIPES_H
+#define LCE_TOOLS_CURVES_RECIPES_H
+
+#include <stdio.h>
+
+#include "tools/curves/curve.h"
+
+// A figure of the source, to stand beside ours. In a picture whose x axis is the swept size it stands at
+// `value`; in one of time against memory, at (bytes, ratio).
+typedef struct {
+  Sweep sweep;
+  double value; // of what is swept; 0: anywhere
+  double bytes; // that the last layer holds beyond its inputs and gradients
+  double ratio; // its time over that of its bare products; 0 when the source does not say
+  int line;     // marks with the same number, if not 0, are one line
+  const char *label;
+} Mark;
+
+typedef struct {
+  const char *name;
+  const char *title;            // of the picture
+  const char *source;           // whose experiment it is, in words
+  const char *says;             // what the source found
+  const char *grey;             // what the grey marks in the picture are
+  const char *const *arguments; // ./train's options that set it up; what the user gives comes after and wins
+  bool layer_only, errors, timeline, loss_alone;
+  bool gpu; // planned for a GPU in bf16 where there is none
+  struct {
+    Sweep sweep;
+    const char *values;
+  } sweeps[SWEEP_COUNT];
+  int sweep_count;
+  const Mark *marks;
+  int mark_count;
+} Recipe;
+
+// The recipe called `name`; fails with the names there are. NULL gives NULL.
+const Recipe *recipe_named(const char *name);
+int recipe_count(void);
+const Recipe *recipe_at(int index);
+void recipes_list(FILE *out);
+
+// After a sweep: the source's figures in one column, ours in the next.
+void recipe_compare(FILE *out, const Recipe *recipe, const Experiment *experiment, const Curve *curve);
+
+#endif

@@ -1,0 +1,210 @@
+#include "tools/curves/run.h"
+
+#include <math.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/text.h"
+#include "trainer/speed.h"
+
+// --- the table ---------------------------------------------------------------------------------------------
+
+static const char *bytes_or_dash(size_t bytes, Text *buffer) {
+  *buffer = text_bytes(bytes);
+  return bytes ? buffer->text : "-";
+}
+
+static const char *time_or_dash(double seconds, char *buffer, size_t size) {
+  if (seconds <= 0)
+    snprintf(buffer, size, "-");
+  else if (seconds < 10)
+    snprintf(buffer, size, "%.1f ms", 1e3 * seconds);
+  else
+    snprintf(buffer, size, "%.1f s", seconds);
+  return buffer;
+}
+
+static void print_head(FILE *out, const Experiment *e, bool errors) {
+  fprintf(out, "%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", "", "", "chunk", "planned", "ledger",
+          "device", "last layer", e->layer_only ? "products" : "step", "last layer");
+  if (errors) fprintf(out, " %9s %9s %9s", "loss err", "dX err", "dW err");
+  fputc('\n', out);
+}
+
+static void print_row(FILE *out, const Experiment *e, const Reading *r, const char *left) {
+  const Point *p = &r->point;
+  char what[40], first[24], second[24], chunk[16] = "-";
+  Text planned, ledger, device, layer;
+  snprintf(what, sizeof what, "%s %s", sweep_name(p->sweep), text_grouped((int64_t)point_value(p)).text);
+  if (p->chunk) snprintf(chunk, sizeof chunk, "%lld", (long long)p->chunk);
+  // The device's figure without its context and its libraries' own: comparable with the ledger.
+  size_t held = r->device_bytes > r->device_base_bytes ? r->device_bytes - r->device_base_bytes : 0;
+  fprintf(out, "%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", what, lce_mode_name(p->mode), chunk,
+          bytes_or_dash(r->planned_bytes, &planned), bytes_or_dash(r->ledger_bytes, &ledger),
+          bytes_or_dash(held, &device), bytes_or_dash(reading_layer_bytes(r), &layer),
+          time_or_dash(e->layer_only ? r->floor_seconds : r->step_seconds, first, sizeof first),
+          time_or_dash(r->layer_seconds, second, sizeof second));
+  if (e->errors && r->status == POINT_MEASURED)
+    fprintf(out, " %9.2g %9.2g %9.2g", r->loss_error, r->dx_error, r->dweight_error);
+  if (r->status == POINT_NO_ROOM)
+    fprintf(out, "  does not fit: needs %s of %s", text_bytes(r->planned_bytes).text,
+            text_bytes(r->usable_bytes).text);
+  else if (r->status != POINT_MEASURED)
+    fprintf(out, "  %s", point_status_name(r->status));
+  fprintf(out, "%s\n", left);
+  fflush(out);
+}
+
+// --- visiting ----------------------------------------------------------------------------------------------
+
+// A guess at what a point costs, in flops: its own passes and a share for setting it up.
+static double cost(const Experiment *e, const Point *p) {
+  return point_flops(e, p) + 1e9;
+}
+
+static void reorder(Curve *c, const PointList *points) {
+  Curve ordered = {0};
+  for (int i = 0; i < points->count; i++) curve_add(&ordered, curve_find(c, &points->items[i]));
+  curve_free(&(Curve){.readings = c->readings});
+  c->readings = ordered.readings;
+  c->count = ordered.count;
+  c->capacity = ordered.capacity;
+}
+
+// What the file has of this sweep; a curve of other settings ends the program.
+static void take_up(Curve *c, const PointList *points, const char *path) {
+  Curve found;
+  if (!curve_read(&found, path)) return;
+  curve_require_same(&found, c, path);
+  for (int i = 0; i < points->count; i++) {
+    const Reading *r = curve_find(&found, &points->items[i]);
+    if (r && r->status != POINT_TOO_SLOW) curve_add(c, r);
+  }
+  curve_free(&found);
+}
+
+void run_points(FILE *out, const Experiment *e, const PointList *points, const char *path, bool fresh,
+                Curve *c) {
+  if (!fresh) take_up(c, points, path);
+  int had = c->count;
+  curve_write(c, path);
+  if (had)
+    fprintf(out, "%d of %d points are in %s already (--fresh measures them again)\n", had, points->count,
+            path);
+  double ahead = 0, done = 0, started = now_seconds();
+  for (int i = 0; i < points->count; i++)
+    if (!curve_find(c, &points->items[i])) ahead += cost(e, &points->items[i]);
+  print_head(out, e, e->errors);
+  bool terminal = isatty(fileno(out));
+  for (int i = 0; i < points->count; i++) {
+    const Point *p = &points->items[i];
+    const Reading *known = curve_find(c, p);
+    if (known) {
+      print_row(out, e, known, "");
+      continue;
+    }
+    if (terminal)
+      fprintf(out, "%s %s, %s ...\r", sweep_name(p->sweep), text_grouped((int64_t)point_value(p)).text,
+              lce_mode_name(p->mode));
+    fflush(out);
+    Reading r = point_read(e, p);
+    curve_append(&r, path);
+    curve_add(c, &r);
+    // What was only planned took no time: it says nothing about the rest.
+    if (r.status == POINT_MEASURED)
+      done += cost(e, p);
+    else
+      ahead -= cost(e, p);
+    char left[40] = "";
+    double spent = now_seconds() - started;
+    if (done > 0 && ahead - done > 1e-6 * ahead)
+      snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (ahead - done)).text);
+    print_row(out, e, &r, left);
+  }
+  reorder(c, points);
+}
+
+// --- the summary -------------------------------------------------------------------------------------------
+
+static void agreement(FILE *out, const Curve *c) {
+  int measured = 0, exact = 0;
+  double least = INFINITY, most = -INFINITY, base = 0;
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = &c->readings[i];
+    if (r->status != POINT_MEASURED) continue;
+    measured++;
+    exact += r->planned_bytes == r->ledger_bytes && r->planned_layer_bytes == r->layer_bytes;
+    double apart = (double)r->device_bytes - (double)r->device_base_bytes - (double)r->ledger_bytes;
+    least = fmin(least, apart);
+    most = fmax(most, apart);
+    base = fmax(base, (double)r->device_base_bytes);
+  }
+  if (!measured) {
+    fprintf(out, "\nevery figure is planned: nothing was allocated\n");
+    return;
+  }
+  fprintf(out, "\nplanned and ledger agree to the byte at %d of %d measured points\n", exact, measured);
+  fprintf(
+      out,
+      "the device says from %s less to %s more than the ledger, beside the up to %s of its context and its "
+      "libraries\n",
+      text_bytes((uint64_t)fmax(0, -least)).text, text_bytes((uint64_t)fmax(0, most)).text,
+      text_bytes((uint64_t)base).text);
+}
+
+// The materialized reading that a fused one is to be compared with.
+static const Reading *partner(const Curve *c, const Reading *fused) {
+  Point p = fused->point;
+  for (int i = 0; i < c->count; i++) {
+    const Point *q = &c->readings[i].point;
+    if (q->mode == LCE_MATERIALIZED && q->sweep == p.sweep && point_tokens(q) == point_tokens(&p) &&
+        q->vocab_size == p.vocab_size && q->hidden_size == p.hidden_size)
+      return &c->readings[i];
+  }
+  return NULL;
+}
+
+static void saving(FILE *out, const Experiment *e, const Reading *fused, const Reading *whole) {
+  const Point *p = &fused->point;
+  double less = (double)reading_layer_bytes(whole) / (double)reading_layer_bytes(fused);
+  bool measured = fused->layer_bytes && whole->layer_bytes;
+  fprintf(out,
+          "at N %s, H %s, V %s the last layer's peak beyond its gradients falls %.1f times, from %s "
+          "materialized to "
+          "%s fused at chunk %s (%s, %s)\n",
+          text_grouped(point_tokens(p)).text, text_grouped(p->hidden_size).text,
+          text_grouped(p->vocab_size).text, less, text_bytes(reading_layer_bytes(whole)).text,
+          text_bytes(reading_layer_bytes(fused)).text, text_grouped(p->chunk).text,
+          dtype_name(e->options->dtype), measured ? "measured" : "planned");
+  if (e->layer_only) return;
+  double planned = (double)whole->planned_bytes - (double)fused->planned_bytes;
+  fprintf(out, "the whole step's peak falls from %s to %s", text_bytes(reading_bytes(whole)).text,
+          text_bytes(reading_bytes(fused)).text);
+  if (fused->ledger_bytes && whole->ledger_bytes) {
+    double ledger = (double)whole->ledger_bytes - (double)fused->ledger_bytes;
+    double device = (double)whole->device_bytes - (double)whole->device_base_bytes -
+                    (double)fused->device_bytes + (double)fused->device_base_bytes;
+    fprintf(out, ": by %s, where the plan says %s and the device %s\n",
+            text_bytes((uint64_t)fmax(0, ledger)).text, text_bytes((uint64_t)fmax(0, planned)).text,
+            text_bytes((uint64_t)fmax(0, device)).text);
+  } else {
+    fprintf(out, ", planned\n");
+  }
+}
+
+void run_summary(FILE *out, const Experiment *e, const Curve *c) {
+  agreement(out, c);
+  // One sentence for the largest point of each curve, the measured one where there is one.
+  for (int s = 0; s < SWEEP_COUNT; s++) {
+    const Reading *best = NULL;
+    for (int i = 0; i < c->count; i++) {
+      const Reading *r = &c->readings[i], *other = partner(c, r);
+      if (r->point.sweep != (Sweep)s || r->point.mode != LCE_FUSED || !other) continue;
+      bool measured = r->layer_bytes && other->layer_bytes;
+      bool had = best && best->layer_bytes && partner(c, best)->layer_bytes;
+      // Of chunks, the first says most; of the rest, the last.
+      if (!best || (measured && !had) || (measured == had && s != SWEEP_CHUNK)) best = r;
+    }
+    if (best) saving(out, e, best, partner(c, best));
+  }
+}

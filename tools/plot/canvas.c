@@ -1,0 +1,382 @@
+// Drawing, by coverage: a shape first says how much of every pixel it covers, in a mask of its own; then the
+// colour is laid on once. So the joints of a line do not show, and neither do the seams of an area.
+#include "tools/plot/canvas.h"
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+#include "tools/plot/stb.h"
+
+struct Canvas {
+  double scale;
+  int columns, rows; // pixels
+  Color *pixels;
+  float *mask;                  // coverage of the shape being drawn; 0 between shapes
+  int left, top, right, bottom; // the part of the mask that is not 0
+  unsigned char *fonts[2];      // the files: regular, bold
+#ifdef HAVE_STB
+  stbtt_fontinfo faces[2];
+#endif
+};
+
+// --- the font ----------------------------------------------------------------------------------------------
+
+#ifdef HAVE_STB
+static const char *const FONT_FOLDERS[] = {"/usr/share/fonts/truetype/dejavu", "/usr/share/fonts/TTF",
+                                           "/usr/share/fonts/dejavu-sans-fonts", "/usr/share/fonts/dejavu",
+                                           "/usr/local/share/fonts"};
+enum { FOLDER_COUNT = sizeof FONT_FOLDERS / sizeof *FONT_FOLDERS };
+
+static FILE *open_font(bool bold) {
+  const char *name = bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf", *own = getenv("LCE_FONT_DIR");
+  for (int i = own ? -1 : 0; i < FOLDER_COUNT; i++) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/%s", i < 0 ? own : FONT_FOLDERS[i], name);
+    FILE *file = fopen(path, "rb");
+    if (file) return file;
+  }
+  return NULL;
+}
+#endif
+
+bool canvas_possible(const char **reason) {
+  *reason = NULL;
+#ifdef HAVE_STB
+  for (int bold = 0; bold < 2; bold++) {
+    FILE *file = open_font(bold);
+    if (file)
+      fclose(file);
+    else
+      *reason = "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
+                "(fonts-dejavu-core), or LCE_FONT_DIR says where they are";
+  }
+#else
+  *reason = "the program was built without stb; `make deps` installs it (libstb-dev)";
+#endif
+  return *reason == NULL;
+}
+
+#ifdef HAVE_STB
+static unsigned char *read_font(bool bold) {
+  FILE *file = open_font(bold);
+  long size = file && fseek(file, 0, SEEK_END) == 0 ? ftell(file) : 0;
+  unsigned char *data = size > 0 ? malloc((size_t)size) : NULL;
+  if (!data || fseek(file, 0, SEEK_SET) || fread(data, 1, (size_t)size, file) != (size_t)size)
+    fail("cannot read the font %s", bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf");
+  fclose(file);
+  return data;
+}
+#endif
+
+// --- life --------------------------------------------------------------------------------------------------
+
+Canvas *canvas_create(double width, double height, double scale) {
+  const char *reason;
+  if (!canvas_possible(&reason)) fail("cannot draw: %s", reason);
+  Canvas *c = calloc(1, sizeof *c);
+  if (!c) fail("out of host memory for a picture");
+  c->scale = scale;
+  c->columns = (int)lround(width * scale);
+  c->rows = (int)lround(height * scale);
+  size_t count = (size_t)c->columns * (size_t)c->rows;
+  c->pixels = malloc(count * sizeof *c->pixels);
+  c->mask = calloc(count, sizeof *c->mask);
+  if (!c->pixels || !c->mask) fail("out of host memory for a picture of %d x %d", c->columns, c->rows);
+  memset(c->pixels, 255, count * sizeof *c->pixels);
+  c->left = c->columns, c->top = c->rows;
+#ifdef HAVE_STB
+  for (int bold = 0; bold < 2; bold++) {
+    c->fonts[bold] = read_font(bold);
+    if (!stbtt_InitFont(&c->faces[bold], c->fonts[bold], stbtt_GetFontOffsetForIndex(c->fonts[bold], 0)))
+      fail("the font DejaVuSans is damaged; install fonts-dejavu-core again");
+  }
+#endif
+  return c;
+}
+
+void canvas_destroy(Canvas *c) {
+  if (!c) return;
+  for (int bold = 0; bold < 2; bold++) free(c->fonts[bold]);
+  free(c->pixels);
+  free(c->mask);
+  free(c);
+}
+
+static int within(int value, int low, int high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+// --- the mask ----------------------------------------------------------------------------------------------
+
+// Says that the pixels of a box are about to be covered, and returns the box on the canvas.
+typedef struct {
+  int left, top, right, bottom;
+} Pixels;
+
+static Pixels touch(Canvas *c, double left, double top, double right, double bottom) {
+  Pixels p = {within((int)floor(left), 0, c->columns), within((int)floor(top), 0, c->rows),
+              within((int)ceil(right), 0, c->columns), within((int)ceil(bottom), 0, c->rows)};
+  if (p.left < c->left) c->left = p.left;
+  if (p.top < c->top) c->top = p.top;
+  if (p.right > c->right) c->right = p.right;
+  if (p.bottom > c->bottom) c->bottom = p.bottom;
+  return p;
+}
+
+static float *mask_at(Canvas *c, int x, int y) {
+  return &c->mask[(size_t)y * (size_t)c->columns + (size_t)x];
+}
+
+static void cover_at_least(Canvas *c, int x, int y, double coverage) {
+  float *m = mask_at(c, x, y), value = (float)fmin(coverage, 1);
+  if (value > *m) *m = value;
+}
+
+static unsigned char blend(unsigned char below, unsigned char above, float share) {
+  return (unsigned char)lrintf((float)below + share * ((float)above - (float)below));
+}
+
+// Lays the colour on where the mask covers, and clears the mask.
+static void paint(Canvas *c, Color color, double opacity) {
+  for (int y = c->top; y < c->bottom; y++)
+    for (int x = c->left; x < c->right; x++) {
+      float *m = mask_at(c, x, y), share = fminf(*m, 1) * (float)opacity;
+      if (*m == 0) continue;
+      Color *p = &c->pixels[(size_t)y * (size_t)c->columns + (size_t)x];
+      *p = (Color){blend(p->r, color.r, share), blend(p->g, color.g, share), blend(p->b, color.b, share)};
+      *m = 0;
+    }
+  c->left = c->columns, c->top = c->rows, c->right = c->bottom = 0;
+}
+
+// --- lines -------------------------------------------------------------------------------------------------
+
+// A straight stroke with round ends, in pixels.
+static void cover_segment(Canvas *c, Spot a, Spot b, double half) {
+  Pixels box = touch(c, fmin(a.x, b.x) - half - 1, fmin(a.y, b.y) - half - 1, fmax(a.x, b.x) + half + 1,
+                     fmax(a.y, b.y) + half + 1);
+  double dx = b.x - a.x, dy = b.y - a.y, length2 = dx * dx + dy * dy;
+  for (int y = box.top; y < box.bottom; y++)
+    for (int x = box.left; x < box.right; x++) {
+      double px = x + 0.5 - a.x, py = y + 0.5 - a.y;
+      double along = length2 > 0 ? fmin(1, fmax(0, (px * dx + py * dy) / length2)) : 0;
+      double distance = hypot(px - along * dx, py - along * dy);
+      if (distance < half + 0.5) cover_at_least(c, x, y, half + 0.5 - distance);
+    }
+}
+
+// The part of a stroke that starts `from` into the line a-b and ends `to` into it.
+static void cover_part(Canvas *c, Spot a, Spot b, double length, double from, double to, double half) {
+  Spot p = {a.x + (b.x - a.x) * from / length, a.y + (b.y - a.y) * from / length};
+  Spot q = {a.x + (b.x - a.x) * to / length, a.y + (b.y - a.y) * to / length};
+  cover_segment(c, p, q, half);
+}
+
+void canvas_polyline(Canvas *c, const Spot *spots, int count, Stroke stroke) {
+  double half = 0.5 * stroke.width * c->scale, gone = 0; // length behind us
+  double dash = stroke.dash * c->scale, period = dash + stroke.gap * c->scale;
+  for (int i = 0; i + 1 < count; i++) {
+    Spot a = {spots[i].x * c->scale, spots[i].y * c->scale};
+    Spot b = {spots[i + 1].x * c->scale, spots[i + 1].y * c->scale};
+    double length = hypot(b.x - a.x, b.y - a.y);
+    if (dash <= 0 || length == 0) {
+      cover_segment(c, a, b, half);
+      continue;
+    }
+    for (double start = -fmod(gone, period); start < length; start += period)
+      if (start + dash > 0) cover_part(c, a, b, length, fmax(start, 0), fmin(start + dash, length), half);
+    gone += length;
+  }
+  paint(c, stroke.color, 1);
+}
+
+void canvas_line(Canvas *c, Spot from, Spot to, Stroke stroke) {
+  canvas_polyline(c, (Spot[]){from, to}, 2, stroke);
+}
+
+void canvas_rule(Canvas *c, Spot from, Spot to, double width, Color color) {
+  double thick = fmax(1, round(width * c->scale)) / c->scale, half = floor(0.5 * thick * c->scale) / c->scale;
+  double left = round(fmin(from.x, to.x) * c->scale) / c->scale,
+         right = round(fmax(from.x, to.x) * c->scale) / c->scale;
+  double top = round(fmin(from.y, to.y) * c->scale) / c->scale,
+         bottom = round(fmax(from.y, to.y) * c->scale) / c->scale;
+  Box box = {left, top, right, bottom};
+  if (from.y == to.y)
+    box.top -= half, box.bottom = box.top + thick;
+  else
+    box.left -= half, box.right = box.left + thick;
+  canvas_boxes(c, &box, 1, color, 1);
+}
+
+// --- areas -------------------------------------------------------------------------------------------------
+
+static double overlap(double low, double high, int pixel) {
+  return fmax(0, fmin(high, pixel + 1) - fmax(low, pixel));
+}
+
+void canvas_boxes(Canvas *c, const Box *boxes, int count, Color color, double opacity) {
+  for (int i = 0; i < count; i++) {
+    Box b = {boxes[i].left * c->scale, boxes[i].top * c->scale, boxes[i].right * c->scale,
+             boxes[i].bottom * c->scale};
+    if (b.right <= b.left || b.bottom <= b.top) continue;
+    Pixels p = touch(c, b.left, b.top, b.right, b.bottom);
+    for (int y = p.top; y < p.bottom; y++)
+      for (int x = p.left; x < p.right; x++)
+        *mask_at(c, x, y) += (float)(overlap(b.left, b.right, x) * overlap(b.top, b.bottom, y));
+  }
+  paint(c, color, opacity);
+}
+
+void canvas_between(Canvas *c, const double *x, const double *upper, const double *lower, int count,
+                    Color color, double opacity) {
+  for (int i = 0; i + 1 < count; i++) {
+    double left = x[i] * c->scale, right = x[i + 1] * c->scale;
+    for (int column = within((int)floor(left), 0, c->columns);
+         column < within((int)ceil(right), 0, c->columns); column++) {
+      double middle = (fmin(right, column + 1) + fmax(left, column)) / 2,
+             t = (middle - left) / (right - left);
+      double top = (upper[i] + t * (upper[i + 1] - upper[i])) * c->scale;
+      double bottom = (lower[i] + t * (lower[i + 1] - lower[i])) * c->scale;
+      if (bottom <= top) continue;
+      Pixels p = touch(c, column, top, column + 1, bottom);
+      for (int y = p.top; y < p.bottom; y++)
+        *mask_at(c, column, y) += (float)(overlap(left, right, column) * overlap(top, bottom, y));
+    }
+  }
+  paint(c, color, opacity);
+}
+
+// --- markers -----------------------------------------------------------------------------------------------
+
+// How far a place lies outside the shape (negative: inside), in pixels.
+static double outside(Marker marker, double x, double y, double radius) {
+  switch (marker) {
+  case MARKER_CIRCLE:
+    return hypot(x, y) - radius;
+  case MARKER_SQUARE:
+    return fmax(fabs(x), fabs(y)) - 0.89 * radius; // as large to the eye as the circle
+  case MARKER_DIAMOND:
+    return (fabs(x) + fabs(y)) * 0.7071 - 0.89 * radius;
+  default:
+    return 1;
+  }
+}
+
+static void cover_shape(Canvas *c, Marker marker, Spot at, double radius) {
+  Spot m = {at.x * c->scale, at.y * c->scale};
+  Pixels p = touch(c, m.x - 1.5 * radius - 1, m.y - 1.5 * radius - 1, m.x + 1.5 * radius + 1,
+                   m.y + 1.5 * radius + 1);
+  for (int y = p.top; y < p.bottom; y++)
+    for (int x = p.left; x < p.right; x++) {
+      double inside = 0.5 - outside(marker, x + 0.5 - m.x, y + 0.5 - m.y, radius);
+      if (inside > 0) cover_at_least(c, x, y, inside);
+    }
+}
+
+void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color, bool filled) {
+  const Color white = {255, 255, 255};
+  double pixels = radius * c->scale;
+  if (marker == MARKER_NONE) return;
+  if (marker == MARKER_CROSS) {
+    Stroke stroke = {.color = color, .width = 1.3};
+    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius},
+                (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius}, stroke);
+    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius},
+                (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius}, stroke);
+    return;
+  }
+  if (filled) {
+    cover_shape(c, marker, at, pixels + 1.1 * c->scale);
+    paint(c, white, 1);
+  }
+  cover_shape(c, marker, at, pixels);
+  paint(c, color, 1);
+  if (filled) return;
+  cover_shape(c, marker, at, pixels - 1.5 * c->scale);
+  paint(c, white, 1);
+}
+
+// --- text --------------------------------------------------------------------------------------------------
+
+#ifdef HAVE_STB
+// The next code point of UTF-8 text; damaged bytes stand for themselves.
+static int next_letter(const unsigned char **text) {
+  const unsigned char *t = *text;
+  int more = t[0] >= 0xF0 ? 3 : t[0] >= 0xE0 ? 2 : t[0] >= 0xC0 ? 1 : 0;
+  int code = more ? t[0] & (0x3F >> more) : t[0];
+  for (int i = 1; i <= more; i++) {
+    if ((t[i] & 0xC0) != 0x80)
+      more = i - 1;
+    else
+      code = code << 6 | (t[i] & 0x3F);
+  }
+  *text = t + 1 + more;
+  return code;
+}
+
+// Walks the text from pixel x on and draws into the mask unless told only to measure. Returns where it ends.
+static double walk_text(Canvas *c, const stbtt_fontinfo *face, double size, double x, int baseline,
+                        const char *text, bool draw) {
+  float scale = stbtt_ScaleForMappingEmToPixels(face, (float)size);
+  const unsigned char *at = (const unsigned char *)text;
+  while (*at) {
+    int letter = next_letter(&at), advance, bearing;
+    stbtt_GetCodepointHMetrics(face, letter, &advance, &bearing);
+    if (draw) {
+      int width, height, dx, dy;
+      float shift = (float)(x - floor(x));
+      unsigned char *bitmap =
+          stbtt_GetCodepointBitmapSubpixel(face, scale, scale, shift, 0, letter, &width, &height, &dx, &dy);
+      int left = (int)floor(x) + dx, top = baseline + dy;
+      Pixels p = touch(c, left, top, left + width, top + height);
+      for (int row = p.top; row < p.bottom; row++)
+        for (int column = p.left; column < p.right; column++)
+          cover_at_least(c, column, row, bitmap[(row - top) * width + column - left] / 255.0);
+      stbtt_FreeBitmap(bitmap, NULL);
+    }
+    x += advance * (double)scale;
+    if (*at) {
+      const unsigned char *peek = at;
+      x += stbtt_GetCodepointKernAdvance(face, letter, next_letter(&peek)) * (double)scale;
+    }
+  }
+  return x;
+}
+
+double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
+  return walk_text((Canvas *)c, &c->faces[style.bold], style.size * c->scale, 0, 0, text, false) / c->scale;
+}
+
+double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
+  double width = canvas_text_width(c, style, text);
+  double x = at.x - (style.align == ALIGN_RIGHT ? width : style.align == ALIGN_CENTER ? width / 2 : 0);
+  walk_text(c, &c->faces[style.bold], style.size * c->scale, x * c->scale, (int)lround(at.y * c->scale), text,
+            true);
+  paint(c, style.color, 1);
+  return width;
+}
+
+void canvas_write_png(const Canvas *c, const char *path) {
+  if (!stbi_write_png(path, c->columns, c->rows, 3, c->pixels, c->columns * 3))
+    fail("cannot write the picture %s: is the folder there, is the disk full?", path);
+}
+#else
+double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
+  (void)c;
+  return 0.6 * style.size * (double)strlen(text);
+}
+
+double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
+  (void)at;
+  return canvas_text_width(c, style, text);
+}
+
+void canvas_write_png(const Canvas *c, const char *path) {
+  (void)c;
+  fail("cannot write %s: the program was built without stb", path);
+}
+#endif

@@ -1,0 +1,69 @@
+// A picture made of antialiased lines, areas, markers and text, written as PNG.
+//
+// Everything is given in points from the upper left corner; `scale` says how many pixels a point is, so the
+// same drawing comes out crisp at any resolution. Letters come from a packaged font (DejaVu Sans), the PNG and
+// the outlines of letters through stb.
+#ifndef LCE_TOOLS_PLOT_CANVAS_H
+#define LCE_TOOLS_PLOT_CANVAS_H
+
+#include <stdbool.h>
+
+typedef struct {
+  double x, y;
+} Spot;
+
+typedef struct {
+  double left, top, right, bottom;
+} Box;
+
+typedef struct {
+  unsigned char r, g, b;
+} Color;
+
+typedef enum { ALIGN_LEFT, ALIGN_CENTER, ALIGN_RIGHT } Align;
+
+typedef enum { MARKER_NONE, MARKER_CIRCLE, MARKER_SQUARE, MARKER_DIAMOND, MARKER_CROSS } Marker;
+
+typedef struct {
+  Color color;
+  double width;
+  double dash, gap; // lengths; dash 0 draws a whole line
+} Stroke;
+
+typedef struct {
+  double size;
+  bool bold;
+  Color color;
+  Align align;
+} TextStyle;
+
+typedef struct Canvas Canvas;
+
+// Whether this build and machine can draw: it needs stb and a font. If not, *reason says why, and what to
+// install (static text).
+bool canvas_possible(const char **reason);
+
+// A white picture of width x height points. Fails when canvas_possible says no. The caller destroys it.
+Canvas *canvas_create(double width, double height, double scale);
+void canvas_destroy(Canvas *canvas);
+
+void canvas_polyline(Canvas *canvas, const Spot *spots, int count, Stroke stroke);
+void canvas_line(Canvas *canvas, Spot from, Spot to, Stroke stroke);
+// A level or upright hairline, put on whole pixels so that it is sharp.
+void canvas_rule(Canvas *canvas, Spot from, Spot to, double width, Color color);
+// Fills boxes as one area: edges between boxes that touch do not show.
+void canvas_boxes(Canvas *canvas, const Box *boxes, int count, Color color, double opacity);
+// The area between two lines over the same places x[0] < x[1] < ...
+void canvas_between(Canvas *canvas, const double *x, const double *upper, const double *lower, int count,
+                    Color color, double opacity);
+// A filled marker has an edge of white, a hollow one is white inside.
+void canvas_marker(Canvas *canvas, Marker marker, Spot at, double radius, Color color, bool filled);
+
+// Text (UTF-8) with its baseline at `at.y`. Returns its width; canvas_text_width only measures.
+double canvas_text(Canvas *canvas, Spot at, TextStyle style, const char *text);
+double canvas_text_width(const Canvas *canvas, TextStyle style, const char *text);
+
+// Fails in one sentence when the file cannot be written.
+void canvas_write_png(const Canvas *canvas, const char *path);
+
+#endif
