@@ -42,7 +42,7 @@ static const char *planned_device(Options *o, size_t *capacity) {
     backend_destroy(backend);
     return kind;
   }
-  options_settle_dtypes(o, o->device == DEVICE_CUDA);
+  options_resolve_dtypes(o, o->device == DEVICE_CUDA);
   return o->device == DEVICE_CUDA ? "cuda" : "cpu";
 }
 
@@ -89,7 +89,7 @@ static int print_plan(Options *o) {
   size_t capacity = 0;
   const char *device = planned_device(o, &capacity);
   Backend *plan = plan_backend_create(device, o->dtype);
-  options_settle_chunk(o, plan);
+  options_resolve_chunk(o, plan);
   backend_destroy(plan);
   Options whole = *o;
   whole.dtypes.vocab_parallel = false;
@@ -110,7 +110,7 @@ static int print_fit(Options *o) {
   size_t capacity = 0;
   const char *device = planned_device(o, &capacity);
   Backend *plan = plan_backend_create(device, o->dtype);
-  options_settle_chunk(o, plan);
+  options_resolve_chunk(o, plan);
   backend_destroy(plan);
   if (!capacity)
     fail("--fit: the memory of the device is not known; use --plan with a --batch of your choice");
@@ -466,8 +466,8 @@ static void summarize(Run *run) {
   add_number(line, "unigram_entropy", entropy);
   add_number(line, "tokens_per_second", rate);
   add_number(line, "seconds_per_step", per_step);
-  add_number(line, "share_of_products", progress_share(&run->progress, per_step));
-  add_number(line, "product_flops_per_second", run->progress.product_rate);
+  add_number(line, "share_of_gemms", progress_share(&run->progress, per_step));
+  add_number(line, "gemm_flops_per_second", run->progress.gemm_rate);
   add_number(line, "ranks", o->ranks);
   add_number(line, "wire_bytes_per_step", run->wire_bytes);
   add_number(line, "peak_bytes", (double)memory.peak_bytes);
@@ -572,7 +572,7 @@ int main(int argc, char **argv) {
 
   Backend *backend = machine_open(&options);
   machine_join_ranks(backend);
-  options_settle_chunk(&options, backend);
+  options_resolve_chunk(&options, backend);
   Source *source = open_data(&options);
   Prompt prompt = prompt_open(&options, source);
   Choices choices = {0};
@@ -607,7 +607,7 @@ int main(int argc, char **argv) {
   store.dtype = options.save_dtype;
 
   Log *log = log_open(options.rank ? NULL : options.log, options.resumed_from != NULL);
-  double product_rate = options.eval_only ? NAN : options.ranks * measure_product_rate(backend);
+  double gemm_rate = options.eval_only ? NAN : options.ranks * measure_gemm_rate(backend);
   Trainer trainer;
   double start = now_seconds();
   trainer_create(&trainer, &options, backend);
@@ -627,7 +627,7 @@ int main(int argc, char **argv) {
              .saves = saves,
              .saved_step = first,
              .data = data,
-             .progress = progress_begin(options.steps, flops, product_rate),
+             .progress = progress_begin(options.steps, flops, gemm_rate),
              .first_loss = state.first_loss,
              .last_loss = state.last_loss,
              .val_loss = state.val_loss};

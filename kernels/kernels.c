@@ -42,7 +42,7 @@ static void is_dense(Op op, const char *field, Tensor t) {
   if (!tensor_is_dense(t)) fail("%s: %s is %s with gaps between its rows", op, field, tensor_text(t).text);
 }
 
-static void is_real(Op op, const char *field, Tensor t) {
+static void is_float(Op op, const char *field, Tensor t) {
   if (t.dtype != DTYPE_F32 && t.dtype != DTYPE_BF16)
     fail("%s: %s is %s where fp32 or bf16 is needed", op, field, tensor_text(t).text);
 }
@@ -62,18 +62,18 @@ static void vector(Op op, const char *field, Tensor t, Dtype dtype, int64_t coun
 // The gradient of a weight: its shape, fp32 or bf16.
 static void gradient_matrix(Op op, const char *field, Tensor t, int64_t rows, int64_t columns) {
   is_2d(op, field, t, rows, columns);
-  is_real(op, field, t);
+  is_float(op, field, t);
   is_dense(op, field, t);
 }
 
 static void gradient_vector(Op op, const char *field, Tensor t, int64_t count) {
   is_1d(op, field, t, count);
-  is_real(op, field, t);
+  is_float(op, field, t);
 }
 
 static void two_axes(Op op, const char *field, Tensor t) {
   need(op, field, t);
-  is_real(op, field, t);
+  is_float(op, field, t);
   if (t.rank != 2) fail("%s: %s is %s where a matrix is needed", op, field, tensor_text(t).text);
 }
 
@@ -183,9 +183,9 @@ void norm_backward(Backend *backend, NormBackward a) {
 // --- matrix products ---------------------------------------------------------------------------------------
 
 // The weight of a layer from `inputs` to `outputs`, in either layout.
-static void linear_weight(Op op, const char *field, Tensor t, bool input_major, int64_t outputs,
+static void linear_weight(Op op, const char *field, Tensor t, bool in_out_layout, int64_t outputs,
                           int64_t inputs) {
-  gradient_matrix(op, field, t, input_major ? inputs : outputs, input_major ? outputs : inputs);
+  gradient_matrix(op, field, t, in_out_layout ? inputs : outputs, in_out_layout ? outputs : inputs);
 }
 
 void linear_forward(Backend *backend, LinearForward a) {
@@ -194,7 +194,7 @@ void linear_forward(Backend *backend, LinearForward a) {
   two_axes(op, "out", a.out);
   int64_t rows = a.x.shape[0], inputs = a.x.shape[1], outputs = a.out.shape[1];
   is_2d(op, "out", a.out, rows, outputs);
-  linear_weight(op, "weight", a.weight, a.input_major, outputs, inputs);
+  linear_weight(op, "weight", a.weight, a.in_out_layout, outputs, inputs);
   is_type(op, "weight", a.weight, a.x.dtype);
   if (a.out.dtype != DTYPE_F32) is_type(op, "out", a.out, a.x.dtype);
   if (tensor_exists(a.bias)) vector(op, "bias", a.bias, a.x.dtype, outputs);
@@ -216,7 +216,7 @@ void linear_backward_input(Backend *backend, LinearBackwardInput a) {
   int64_t rows = a.dout.shape[0], inputs = a.dx.shape[1], outputs = a.dout.shape[1];
   is_2d(op, "dx", a.dx, rows, inputs);
   if (a.dx.dtype != DTYPE_F32) is_type(op, "dx", a.dx, a.dout.dtype);
-  linear_weight(op, "weight", a.weight, a.input_major, outputs, inputs);
+  linear_weight(op, "weight", a.weight, a.in_out_layout, outputs, inputs);
   is_type(op, "weight", a.weight, a.dout.dtype);
   if (tensor_exists(a.pre_activation)) {
     matrix(op, "pre_activation", a.pre_activation, a.dout.dtype, rows, inputs);
@@ -232,7 +232,7 @@ void linear_backward_weight(Backend *backend, LinearBackwardWeight a) {
   int64_t rows = a.dout.shape[0], inputs = a.x.shape[1], outputs = a.dout.shape[1];
   is_2d(op, "x", a.x, rows, inputs);
   is_type(op, "x", a.x, a.dout.dtype);
-  linear_weight(op, "dweight", a.dweight, a.input_major, outputs, inputs);
+  linear_weight(op, "dweight", a.dweight, a.in_out_layout, outputs, inputs);
   if (tensor_exists(a.dbias)) gradient_vector(op, "dbias", a.dbias, outputs);
   if (a.alpha == 0) a.alpha = 1;
   CALL_WITH_SCRATCH(linear_backward_weight, MEMORY_WORKSPACE);
@@ -357,8 +357,8 @@ void lce_target_logits(Backend *backend, LceTargetLogits a) {
   CALL(lce_target_logits);
 }
 
-void lce_sweep(Backend *backend, LceSweep a) {
-  const Op op = "lce_sweep";
+void lce_logits_exp(Backend *backend, LceLogitsExp a) {
+  const Op op = "lce_logits_exp";
   two_axes(op, "x", a.x);
   two_axes(op, "weight", a.weight);
   int64_t rows = a.x.shape[0], hidden_size = a.x.shape[1], vocab_size = a.weight.shape[0];
@@ -377,7 +377,7 @@ void lce_sweep(Backend *backend, LceSweep a) {
   } else {
     absent(op, "dx_raw", a.dx_raw, "exps is absent, so this is the forward pass alone");
   }
-  CALL_WITH_SCRATCH(lce_sweep, MEMORY_HEAD);
+  CALL_WITH_SCRATCH(lce_logits_exp, MEMORY_HEAD);
 }
 
 void lce_combine(Backend *backend, LceCombine a) {
@@ -447,7 +447,7 @@ void lce_rows(Backend *backend, LceRows a) {
   if (smoothing) vector(op, "smoothing_row", a.smoothing_row, DTYPE_F32, a.x.shape[1]);
   if (tensor_exists(a.scaled_x)) {
     matrix(op, "scaled_x", a.scaled_x, a.x.dtype, rows, a.x.shape[1]);
-    vector(op, "scale_others", a.scale_others, DTYPE_F32, rows);
+    vector(op, "scale_non_target", a.scale_non_target, DTYPE_F32, rows);
     vector(op, "scale_target", a.scale_target, DTYPE_F32, rows);
     if (smoothing) vector(op, "scale_uniform", a.scale_uniform, DTYPE_F32, rows);
   }
@@ -463,7 +463,7 @@ static void filter_tiles(Op op, Tensor tiles, Tensor exps) {
 void lce_filter(Backend *backend, LceFilter a) {
   const Op op = "lce_filter";
   filter_tiles(op, a.tiles, a.exps);
-  vector(op, "told", a.told, DTYPE_F32, 3);
+  vector(op, "stats", a.stats, DTYPE_F32, 3);
   vector(op, "row_sum", a.row_sum, DTYPE_F32, a.exps.shape[0]);
   vector(op, "target_e", a.target_e, DTYPE_F32, a.exps.shape[0]);
   if (!(a.epsilon > 0 && a.epsilon < 1))
@@ -471,8 +471,8 @@ void lce_filter(Backend *backend, LceFilter a) {
   CALL(lce_filter);
 }
 
-void lce_filtered_products(Backend *backend, LceFilteredProducts a) {
-  const Op op = "lce_filtered_products";
+void lce_filtered_gemms(Backend *backend, LceFilteredGemms a) {
+  const Op op = "lce_filtered_gemms";
   filter_tiles(op, a.tiles, a.exps);
   two_axes(op, "weight", a.weight);
   int64_t rows = a.exps.shape[0], vocab_size = a.exps.shape[1], hidden_size = a.weight.shape[1];
@@ -482,7 +482,7 @@ void lce_filtered_products(Backend *backend, LceFilteredProducts a) {
   raw_gradient(op, a.dx_raw, dtype, rows, hidden_size);
   matrix(op, "dweight", a.dweight, DTYPE_F32, vocab_size, hidden_size);
   if (a.alpha == 0) a.alpha = 1;
-  CALL_WITH_SCRATCH(lce_filtered_products, MEMORY_HEAD);
+  CALL_WITH_SCRATCH(lce_filtered_gemms, MEMORY_HEAD);
 }
 
 void lce_input_gradient(Backend *backend, LceInputGradient a) {
@@ -491,7 +491,7 @@ void lce_input_gradient(Backend *backend, LceInputGradient a) {
   two_axes(op, "dx", a.dx);
   int64_t rows = a.dx.shape[0];
   gradient_matrix(op, "dx", a.dx, rows, a.weight.shape[1]);
-  vector(op, "scale_others", a.scale_others, DTYPE_F32, rows);
+  vector(op, "scale_non_target", a.scale_non_target, DTYPE_F32, rows);
   vector(op, "scale_target", a.scale_target, DTYPE_F32, rows);
   vector(op, "targets", a.targets, DTYPE_I32, rows);
   if (tensor_exists(a.smoothing_row) || tensor_exists(a.scale_uniform)) {
@@ -527,7 +527,7 @@ void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a) {
   loss_terms(op, &a.terms, vocab_size);
   if (tensor_exists(a.dlogits)) {
     is_2d(op, "dlogits", a.dlogits, tokens, vocab_size);
-    is_real(op, "dlogits", a.dlogits);
+    is_float(op, "dlogits", a.dlogits);
     size_t row = (size_t)a.logits.stride * dtype_bytes(a.logits.dtype);
     if (a.dlogits.data != a.logits.data || (size_t)a.dlogits.stride * dtype_bytes(a.dlogits.dtype) != row ||
         dtype_bytes(a.dlogits.dtype) > dtype_bytes(a.logits.dtype))
@@ -618,7 +618,7 @@ void adamw(Backend *backend, AdamW a) {
 void reduce(Backend *backend, Reduce a) {
   const Op op = "reduce";
   need(op, "x", a.x);
-  is_real(op, "x", a.x);
+  is_float(op, "x", a.x);
   is_dense(op, "x", a.x);
   vector(op, "sum", a.sum, DTYPE_F32, 1);
   CALL_WITH_SCRATCH(reduce, MEMORY_WORKSPACE);
@@ -670,7 +670,7 @@ void all_reduce(Backend *backend, Collective a) {
 
 void reduce_scatter(Backend *backend, Collective a) {
   collective("reduce_scatter", backend, a, backend->ranks, 1, 1);
-  if (a.accumulate) is_real("reduce_scatter", "out", a.out);
+  if (a.accumulate) is_float("reduce_scatter", "out", a.out);
   CALL_COLLECTIVE(reduce_scatter);
 }
 

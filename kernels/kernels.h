@@ -38,10 +38,10 @@ enum { ELSEWHERE = -1 };
 
 // out[n] = token_weight[tokens[n]] + position_weight[n mod T].   GPT-2 has both, Llama only the first.
 typedef struct {
-  Tensor out;             // real [N, H]
+  Tensor out;             // fp32/bf16 [N, H]
   Tensor tokens;          // int32 [N], each in [0, V)
-  Tensor token_weight;    // real [V, H]
-  Tensor position_weight; // real [P, H] with P >= T, or absent
+  Tensor token_weight;    // fp32/bf16 [V, H]
+  Tensor position_weight; // fp32/bf16 [P, H] with P >= T, or absent
   int64_t seq_len;        // T, divides N
 } EmbeddingForward;
 
@@ -51,7 +51,7 @@ typedef struct {
 typedef struct {
   Tensor dtoken_weight;    // fp32 or bf16 [V, H]; absent: the positions' alone
   Tensor dposition_weight; // fp32 or bf16 [P, H], or absent; rows at and after T become 0 without accumulate
-  Tensor dout;             // real [N, H]
+  Tensor dout;             // fp32/bf16 [N, H]
   Tensor tokens;           // int32 [N]; ELSEWHERE names no row
   int64_t seq_len;
   bool accumulate_token, accumulate_position;
@@ -68,12 +68,12 @@ typedef enum {
 
 typedef struct {
   NormKind kind;
-  Tensor out;    // real [N, H]
+  Tensor out;    // fp32/bf16 [N, H]
   Tensor mean;   // fp32 [N], saved for the backward pass; absent for NORM_RMS
   Tensor rstd;   // fp32 [N], saved for the backward pass
-  Tensor x;      // real [N, H]
-  Tensor weight; // real [H]
-  Tensor bias;   // real [H]; absent for NORM_RMS
+  Tensor x;      // fp32/bf16 [N, H]
+  Tensor weight; // fp32/bf16 [H]
+  Tensor bias;   // fp32/bf16 [H]; absent for NORM_RMS
   float epsilon;
 } NormForward;
 
@@ -82,52 +82,52 @@ typedef struct {
 //   dweight (+)= sum_n dout[n] * xhat[n],   dbias (+)= sum_n dout[n]
 typedef struct {
   NormKind kind;
-  Tensor dx;      // real [N, H]; with accumulate_dx the gradient of the residual stream is added to in place
-  Tensor dweight; // fp32 or bf16 [H]
-  Tensor dbias;   // fp32 or bf16 [H]; absent for NORM_RMS
-  Tensor dout;    // real [N, H]; must not be dx
-  Tensor x;       // real [N, H]
-  Tensor weight;  // real [H]
-  Tensor mean;    // fp32 [N]; absent for NORM_RMS
-  Tensor rstd;    // fp32 [N]
+  Tensor dx; // fp32/bf16 [N, H]; with accumulate_dx the gradient of the residual stream is added to in place
+  Tensor dweight;     // fp32 or bf16 [H]
+  Tensor dbias;       // fp32 or bf16 [H]; absent for NORM_RMS
+  Tensor dout;        // fp32/bf16 [N, H]; must not be dx
+  Tensor x;           // fp32/bf16 [N, H]
+  Tensor weight;      // fp32/bf16 [H]
+  Tensor mean;        // fp32 [N]; absent for NORM_RMS
+  Tensor rstd;        // fp32 [N]
   bool accumulate_dx; // add to dx rather than write it
   bool accumulate;    // likewise for dweight, dbias
   Tensor workspace;   // from the door
 } NormBackward;
 
 // --- matrix products ---------------------------------------------------------------------------------------
-// Three products make a linear layer. `input_major` says how the weight lies: false is torch.nn.Linear's
+// Three products make a linear layer. `in_out_layout` says how the weight lies: false is torch.nn.Linear's
 // [out, in], true is GPT-2's Conv1D [in, out].
 
 // pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if asked for.
 typedef struct {
-  Tensor out;    // real [N, O]; may be strided. fp32 is allowed beside bf16 operands
-  Tensor x;      // real [N, I]; may be strided
-  Tensor weight; // real [O, I], or [I, O] when input_major
-  bool input_major;
-  Tensor bias; // real [O], or absent
+  Tensor out;    // fp32/bf16 [N, O]; may be strided. fp32 is allowed beside bf16 operands
+  Tensor x;      // fp32/bf16 [N, I]; may be strided
+  Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
+  bool in_out_layout;
+  Tensor bias; // fp32/bf16 [O], or absent
   Tensor
-      pre_activation; // real [N, O], or absent; present means gelu: pre is stored here for the backward pass
-  Tensor residual;    // real [N, O], or absent; may be out itself. Not together with pre_activation
+      pre_activation; // fp32/bf16 [N, O], or absent; present means gelu: pre is stored here for the backward pass
+  Tensor residual; // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
 // dx (+)= dout W, times gelu'(pre_activation) if that is present.
 typedef struct {
-  Tensor dx;     // real [N, I]; may be strided
-  Tensor dout;   // real [N, O]; may be strided
+  Tensor dx;     // fp32/bf16 [N, I]; may be strided
+  Tensor dout;   // fp32/bf16 [N, O]; may be strided
   Tensor weight; // as in LinearForward
-  bool input_major;
-  Tensor pre_activation; // real [N, I]: what gelu made dx's layer input from, or absent
+  bool in_out_layout;
+  Tensor pre_activation; // fp32/bf16 [N, I]: what gelu made dx's layer input from, or absent
   bool accumulate;       // not together with pre_activation
 } LinearBackwardInput;
 
 // dweight (+)= alpha * dout^T x (in the weight's own layout);  dbias (+)= alpha * sum_n dout[n].
 typedef struct {
-  Tensor dweight; // fp32 or bf16 [O, I], or [I, O] when input_major
+  Tensor dweight; // fp32 or bf16 [O, I], or [I, O] when in_out_layout
   Tensor dbias;   // fp32 or bf16 [O], or absent
-  Tensor dout;    // real [N, O]; may be strided
-  Tensor x;       // real [N, I]; may be strided
-  bool input_major;
+  Tensor dout;    // fp32/bf16 [N, O]; may be strided
+  Tensor x;       // fp32/bf16 [N, I]; may be strided
+  bool in_out_layout;
   float alpha; // 0 is read as 1
   bool accumulate;
   Tensor workspace; // from the door
@@ -138,22 +138,22 @@ typedef struct {
 // GELU in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2).
 // The forward is LinearForward's epilogue; this recomputes out = gelu(x) where it was not kept.
 typedef struct {
-  Tensor out; // real [N, F]
-  Tensor x;   // real [N, F]
+  Tensor out; // fp32/bf16 [N, F]
+  Tensor x;   // fp32/bf16 [N, F]
 } GeluForward;
 
 // out = silu(gate) * up, silu(g) = g / (1 + exp(-g));  gate_up holds gate in columns [0, F), up in [F, 2F)
 // (Shazeer 2020; Llama's MLP).
 typedef struct {
-  Tensor out;     // real [N, F]
-  Tensor gate_up; // real [N, 2F]
+  Tensor out;     // fp32/bf16 [N, F]
+  Tensor gate_up; // fp32/bf16 [N, 2F]
 } SwigluForward;
 
 // d gate = dout * up * silu'(gate),  d up = dout * silu(gate).
 typedef struct {
-  Tensor dgate_up; // real [N, 2F]; may be gate_up itself
-  Tensor dout;     // real [N, F]
-  Tensor gate_up;  // real [N, 2F]
+  Tensor dgate_up; // fp32/bf16 [N, 2F]; may be gate_up itself
+  Tensor dout;     // fp32/bf16 [N, F]
+  Tensor gate_up;  // fp32/bf16 [N, 2F]
 } SwigluBackward;
 
 // --- attention ---------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ typedef struct {
 // i < D/2, with c, s = cos_sin[t, i]:  x[i], x[i + D/2] = x[i] c - x[i + D/2] s,  x[i + D/2] c + x[i] s.
 // `inverse` turns the other way, which is the backward pass.
 typedef struct {
-  Tensor qkv;     // real [N, (Q + 2K) D]
+  Tensor qkv;     // fp32/bf16 [N, (Q + 2K) D]
   Tensor cos_sin; // fp32 [T', D]: row t holds cos for i < D/2, then sin; T' >= T
   AttentionShape shape;
   bool inverse;
@@ -180,9 +180,9 @@ typedef struct {
 // Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = logsumexp of that
 // row. Never a T x T matrix (Dao et al. 2022): tiles, running maximum and sum.
 typedef struct {
-  Tensor out; // real [N, Q D]
+  Tensor out; // fp32/bf16 [N, Q D]
   Tensor lse; // fp32 [B, Q * T], row b holds head after head
-  Tensor qkv; // real [N, (Q + 2K) D]
+  Tensor qkv; // fp32/bf16 [N, (Q + 2K) D]
   AttentionShape shape;
   Tensor workspace; // from the door
 } AttentionForward;
@@ -190,11 +190,11 @@ typedef struct {
 // With P = softmax as above: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));  dq = dS k / sqrt(D);
 // dk = dS^T q / sqrt(D). P is recomputed from lse. dqkv has qkv's layout and is written whole.
 typedef struct {
-  Tensor dqkv; // real [N, (Q + 2K) D]; must not be qkv
-  Tensor dout; // real [N, Q D]
-  Tensor out;  // real [N, Q D]
+  Tensor dqkv; // fp32/bf16 [N, (Q + 2K) D]; must not be qkv
+  Tensor dout; // fp32/bf16 [N, Q D]
+  Tensor out;  // fp32/bf16 [N, Q D]
   Tensor lse;  // fp32 [B, Q * T]
-  Tensor qkv;  // real [N, (Q + 2K) D]
+  Tensor qkv;  // fp32/bf16 [N, (Q + 2K) D]
   AttentionShape shape;
   Tensor workspace; // from the door
 } AttentionBackward;
@@ -204,9 +204,9 @@ typedef struct {
 // The new tokens' keys and values are stored at positions past .. past + S - 1, then
 //   out[b, s, h] = sum_{u <= past + s} softmax_u(q_s . k_u / sqrt(D)) v_u.
 typedef struct {
-  Tensor out;          // real [B S, Q D]
-  Tensor keys, values; // real [B K, P D], P >= past + S
-  Tensor qkv;          // real [B S, (Q + 2K) D], rotated for its positions
+  Tensor out;          // fp32/bf16 [B S, Q D]
+  Tensor keys, values; // fp32/bf16 [B K, P D], P >= past + S
+  Tensor qkv;          // fp32/bf16 [B S, (Q + 2K) D], rotated for its positions
   AttentionShape shape;
   int64_t past;
 } AttentionDecode;
@@ -260,7 +260,7 @@ typedef struct {
   Tensor logits;        // z: real [N, V], still without the bias; may be strided; overwritten in any case
   Tensor dlogits;       // logits itself, or bf16 at the same address with rows as long in bytes (logits being
                         // fp32), or absent: the forward pass alone
-  Tensor bias;          // real [V], or absent: added to z
+  Tensor bias;          // fp32/bf16 [V], or absent: added to z
   Tensor targets;       // int32 [N]
   Tensor token_weights; // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
@@ -301,8 +301,8 @@ typedef struct {
 // target_z[n] = x[n] . W[targets[n]], in fp32; 0 where the target is ELSEWHERE or IGNORE_INDEX.
 typedef struct {
   Tensor target_z; // fp32 [C]
-  Tensor x;        // real [C, H]
-  Tensor weight;   // real [V, H]
+  Tensor x;        // fp32/bf16 [C, H]
+  Tensor weight;   // fp32/bf16 [V, H]
   Tensor targets;  // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
 } LceTargetLogits;
 
@@ -313,19 +313,19 @@ typedef struct {
 // R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
 typedef struct {
   Tensor
-      exps; // real [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
+      exps; // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
             // are stored in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end
-  Tensor dx_raw;     // fp32 or x's dtype [C, H]; absent when exps is, or where LceFilteredProducts makes it
+  Tensor dx_raw;     // fp32 or x's dtype [C, H]; absent when exps is, or where LceFilteredGemms makes it
   Tensor row_sum;    // fp32 [C]: R
   Tensor target_e;   // fp32 [C]
   Tensor target_z;   // fp32 [C]: z[target], as LceTargetLogits left it
   Tensor anchor;     // fp32 [C]
-  Tensor x;          // real [C, H]
-  Tensor weight;     // real [V, H]
+  Tensor x;          // fp32/bf16 [C, H]
+  Tensor weight;     // fp32/bf16 [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
   Tensor workspace;  // from the door
-} LceSweep;
+} LceLogitsExp;
 
 // The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
 //   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;
@@ -336,7 +336,7 @@ typedef struct {
   Tensor rescale;                   // fp32 [C]
   Tensor parts;                     // fp32 [R * 2 C]: from each rank C anchors, then C row sums
   Tensor target_z;                  // fp32 [C]
-  Tensor targets;                   // int32 [C]; rows with IGNORE_INDEX stay as LceSweep has them
+  Tensor targets;                   // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   int64_t own;                      // this rank's part
   float temperature;
 } LceCombine;
@@ -344,21 +344,21 @@ typedef struct {
 // What follows from a row's sums. With D = R + target_e, s = factor[0] token_weights[n], A = (1 - eps) w[y] +
 // eps / V sum w, and smoothing_row S = sum_j w[j] W[j]:
 //   lse = anchor / T + log(D);  lse - v[y] computed as log1p(R) where target_e = 1;  sum_j w[j] v[j] = x . S / T
-//   scale_others  = s/T (A + 2 lambda lse) / D      (multiplies E; times rescale, where that is there)
+//   scale_non_target  = s/T (A + 2 lambda lse) / D      (multiplies E; times rescale, where that is there)
 //   scale_target  = s/T (-(1 - eps) w[y] R / D + (eps / V sum w + 2 lambda lse) target_e / D)
 //                                                   (the target's own entry: p - 1 without the cancellation)
 //   scale_uniform = -s/T eps / V                    (multiplies S in dx, and w x in dweight)
-//   scaled_x      = scale_others * x
+//   scaled_x      = scale_non_target * x
 typedef struct {
-  Tensor loss;          // fp32 [C]
-  TokenOutputs outputs; // of these z_loss, log_prob, logsumexp
-  Tensor scale_others;  // fp32 [C]
-  Tensor scale_target;  // fp32 [C]
-  Tensor scale_uniform; // fp32 [C]; there when smoothing_row is
-  Tensor scaled_x;      // real [C, H], or absent (forward only; the scales are absent too)
-  Tensor row_sum, target_e, target_z, anchor; // as LceSweep or LceCombine left them
+  Tensor loss;             // fp32 [C]
+  TokenOutputs outputs;    // of these z_loss, log_prob, logsumexp
+  Tensor scale_non_target; // fp32 [C]
+  Tensor scale_target;     // fp32 [C]
+  Tensor scale_uniform;    // fp32 [C]; there when smoothing_row is
+  Tensor scaled_x;         // fp32/bf16 [C, H], or absent (forward only; the scales are absent too)
+  Tensor row_sum, target_e, target_z, anchor; // as LceLogitsExp or LceCombine left them
   Tensor rescale;                             // fp32 [C], or absent: see LceCombine
-  Tensor x;                                   // real [C, H]
+  Tensor x;                                   // fp32/bf16 [C, H]
   Tensor targets;                             // int32 [C]
   Tensor token_weights;                       // fp32 [C], or absent
   Tensor factor;                              // fp32 [1], or absent; alpha comes later, through the products
@@ -378,9 +378,9 @@ typedef struct {
 enum { LCE_FILTER_ROWS = 128, LCE_FILTER_COLUMNS = 256 };
 
 typedef struct {
-  Tensor tiles;             // fp32 [ceil(C / LCE_FILTER_ROWS), ceil(V / LCE_FILTER_COLUMNS)]
-  Tensor told;              // fp32 [3]
-  Tensor exps;              // real [C, V], may be strided: as LceSweep left it, and zeros may follow likewise
+  Tensor tiles; // fp32 [ceil(C / LCE_FILTER_ROWS), ceil(V / LCE_FILTER_COLUMNS)]
+  Tensor stats; // fp32 [3]
+  Tensor exps;  // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, and zeros may follow likewise
   Tensor row_sum, target_e; // fp32 [C], likewise
   float epsilon;            // in (0, 1)
 } LceFilter;
@@ -390,22 +390,22 @@ typedef struct {
   Tensor dx_raw;    // fp32 or x's dtype [C, H]
   Tensor dweight;   // fp32 [V, H]
   Tensor tiles;     // as LceFilter left them, and exps with them
-  Tensor exps;      // real [C, V], may be strided
-  Tensor weight;    // real [V, H]
-  Tensor scaled_x;  // real [C, H]
+  Tensor exps;      // fp32/bf16 [C, V], may be strided
+  Tensor weight;    // fp32/bf16 [V, H]
+  Tensor scaled_x;  // fp32/bf16 [C, H]
   float alpha;      // 0 is read as 1, as in LinearBackwardWeight
   bool accumulate;  // dweight alone
   Tensor workspace; // from the door
-} LceFilteredProducts;
+} LceFilteredGemms;
 
 // dx = alpha (r * dx_raw + c * W[target] + scale_uniform * smoothing_row), in place over dx_raw. Without the second
 // term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
 typedef struct {
-  Tensor dx;                           // [C, H], holds dx_raw
-  Tensor scale_others, scale_target;   // fp32 [C]
-  Tensor scale_uniform, smoothing_row; // fp32 [C], [H]; both or neither
-  Tensor weight;                       // real [V, H]
-  Tensor targets;                      // int32 [C]
+  Tensor dx;                             // [C, H], holds dx_raw
+  Tensor scale_non_target, scale_target; // fp32 [C]
+  Tensor scale_uniform, smoothing_row;   // fp32 [C], [H]; both or neither
+  Tensor weight;                         // fp32/bf16 [V, H]
+  Tensor targets;                        // int32 [C]
   float alpha;
 } LceInputGradient;
 
@@ -414,7 +414,7 @@ typedef struct {
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]
   Tensor scale_target; // fp32 [C]
-  Tensor x;            // real [C, H]
+  Tensor x;            // fp32/bf16 [C, H]
   Tensor targets;      // int32 [C]
   float alpha;
   Tensor workspace; // from the door
@@ -423,7 +423,7 @@ typedef struct {
 // out[h] (+)= sum_n coefficients[n] x[n, h]: the rank-one terms of label smoothing.
 typedef struct {
   Tensor out;          // fp32 [H]
-  Tensor x;            // real [N, H]; may be strided
+  Tensor x;            // fp32/bf16 [N, H]; may be strided
   Tensor coefficients; // fp32 [N], or absent: all 1
   bool accumulate;
   Tensor workspace; // from the door
@@ -455,7 +455,7 @@ typedef struct {
 // bf16 number is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
 // that depend on (seed, step, first + index) alone.
 typedef struct {
-  Tensor weight;     // real [n]
+  Tensor weight;     // fp32/bf16 [n]
   Tensor master;     // fp32 [n], or absent
   Tensor m, v;       // fp32 or bf16 [n]
   Tensor grad;       // fp32 or bf16 [n]
@@ -497,7 +497,7 @@ typedef struct {
   bool
       accumulate; // reduce_scatter alone: out is added to, and must not lie in x, of which slice r is then lost
   // It runs beside the operations that follow, which must leave out and x alone until collectives_join.
-  bool beside;
+  bool async;
 } Collective;
 
 // --- the doors ---------------------------------------------------------------------------------------------
@@ -518,11 +518,11 @@ void attention_backward(Backend *backend, AttentionBackward a);
 void attention_decode(Backend *backend, AttentionDecode a);
 void shard_indices(Backend *backend, ShardIndices a);
 void lce_target_logits(Backend *backend, LceTargetLogits a);
-void lce_sweep(Backend *backend, LceSweep a);
+void lce_logits_exp(Backend *backend, LceLogitsExp a);
 void lce_combine(Backend *backend, LceCombine a);
 void lce_rows(Backend *backend, LceRows a);
 void lce_filter(Backend *backend, LceFilter a);
-void lce_filtered_products(Backend *backend, LceFilteredProducts a);
+void lce_filtered_gemms(Backend *backend, LceFilteredGemms a);
 void lce_input_gradient(Backend *backend, LceInputGradient a);
 void lce_target_gradient(Backend *backend, LceTargetGradient a);
 void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a);
@@ -575,11 +575,11 @@ typedef struct {
   void (*attention_decode)(Backend *, const AttentionDecode *);
   void (*shard_indices)(Backend *, const ShardIndices *);
   void (*lce_target_logits)(Backend *, const LceTargetLogits *);
-  void (*lce_sweep)(Backend *, const LceSweep *);
+  void (*lce_logits_exp)(Backend *, const LceLogitsExp *);
   void (*lce_combine)(Backend *, const LceCombine *);
   void (*lce_rows)(Backend *, const LceRows *);
   void (*lce_filter)(Backend *, const LceFilter *);
-  void (*lce_filtered_products)(Backend *, const LceFilteredProducts *);
+  void (*lce_filtered_gemms)(Backend *, const LceFilteredGemms *);
   void (*lce_input_gradient)(Backend *, const LceInputGradient *);
   void (*lce_target_gradient)(Backend *, const LceTargetGradient *);
   void (*cross_entropy_in_place)(Backend *, const CrossEntropyInPlace *);
@@ -619,8 +619,8 @@ typedef struct {
   size_t (*linear_backward_weight)(const LinearBackwardWeight *);
   size_t (*attention_forward)(const AttentionForward *);
   size_t (*attention_backward)(const AttentionBackward *);
-  size_t (*lce_sweep)(const LceSweep *);
-  size_t (*lce_filtered_products)(const LceFilteredProducts *);
+  size_t (*lce_logits_exp)(const LceLogitsExp *);
+  size_t (*lce_filtered_gemms)(const LceFilteredGemms *);
   size_t (*lce_target_gradient)(const LceTargetGradient *);
   size_t (*weighted_column_sum)(const WeightedColumnSum *);
   size_t (*reduce)(const Reduce *);
@@ -647,9 +647,9 @@ struct Backend {
   void *state;            // the backend's own
 };
 
-// The reference: fp32, OpenMP, CBLAS where it was found at build time. plain_products replaces CBLAS by
+// The reference: fp32, OpenMP, CBLAS where it was found at build time. plain_loops replaces CBLAS by
 // loops.
-Backend *cpu_backend_create(bool plain_products);
+Backend *cpu_backend_create(bool plain_loops);
 // The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
 // device or the program was built without CUDA; *reason then says why (a literal or static text).
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);

@@ -67,15 +67,15 @@ typedef struct {
   int32_t targets_int64;                   // targets are int64, as PyTorch's; otherwise int32
   float scale;                             // of the gradients; 0 makes them 0, so say 1 for plain ones
   float label_smoothing, z_loss, softcap, temperature; // 0: none (temperature 0 is read as 1)
-  const void *x;                                       // real [N, H]
-  const void *weight;                                  // real [V, H]
-  const void *bias;                                    // real [V], or NULL
+  const void *x;                                       // fp32/bf16 [N, H]
+  const void *weight;                                  // fp32/bf16 [V, H]
+  const void *bias;                                    // fp32/bf16 [V], or NULL
   const void *targets;          // int32 or int64 [N], each in [0, V) or -100, which does not count
   const float *class_weights;   // [V], or NULL
   const float *token_weights;   // [N], or NULL: what each token's gradient is multiplied by
   const float *entropy_weights; // [N], or NULL: adds these times the entropies to what is differentiated
   float *loss;    // [N]: per token, before scale, mean and token weights; 0 of what does not count
-  void *dx;       // real [N, H], or NULL: forward only
+  void *dx;       // fp32/bf16 [N, H], or NULL: forward only
   float *dweight; // [V, H], or NULL with dx
   float *dbias;   // [V]; there when bias and dx are
   // Of each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is

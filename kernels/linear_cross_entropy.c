@@ -24,7 +24,7 @@
 //
 // The exponential overflows when a logit beats the target's by more than 88, a loss no working model has.
 // Those rows, and a few short of it whose sums would leave r no normal number, are found by R and redone with
-// the row's maximum as anchor (LceSweep).
+// the row's maximum as anchor (LceLogitsExp).
 //
 // Most other terms of the loss (kernels.h) act on whole rows, and so on r and c alone: weights of tokens and
 // classes, z-loss, temperature. Label smoothing subtracts the same vector, eps/V sum_j w[j] W[j], from every
@@ -221,11 +221,11 @@ static void materialized(Backend *backend, const LinearCrossEntropy *a) {
 // where a chunk of a thousand takes almost as long. Packed tokens come and go with their chunk, and so do
 // these.
 typedef struct {
-  Tensor row_sum, target_e, target_z, anchor;       // fp32 [C]
-  Tensor scale_others, scale_target, scale_uniform; // fp32 [C]
-  Tensor scaled_x;                                  // [C, H]
-  Tensor exps;                                      // [C, V]
-  Tensor tiles;                                     // of the filter: see LceFilter
+  Tensor row_sum, target_e, target_z, anchor;           // fp32 [C]
+  Tensor scale_non_target, scale_target, scale_uniform; // fp32 [C]
+  Tensor scaled_x;                                      // [C, H]
+  Tensor exps;                                          // [C, V]
+  Tensor tiles;                                         // of the filter: see LceFilter
 } Rows;
 
 static int64_t divide_up(int64_t a, int64_t b) {
@@ -239,7 +239,7 @@ static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t row
             .target_z = push_column(backend, "target logits", lasting),
             .anchor = push_column(backend, "anchors", rows)};
   if (!tensor_exists(a->dx)) return r;
-  r.scale_others = push_column(backend, "scales of the others", rows);
+  r.scale_non_target = push_column(backend, "scales of the others", rows);
   r.scale_target = push_column(backend, "scales of the target", lasting);
   if (a->terms.label_smoothing > 0) r.scale_uniform = push_column(backend, "scales of all", rows);
   r.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
@@ -256,7 +256,7 @@ static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
                 .target_e = first_rows(r->target_e, 0, count),
                 .target_z = first_rows(r->target_z, target_first, count),
                 .anchor = first_rows(r->anchor, 0, count),
-                .scale_others = first_rows(r->scale_others, 0, count),
+                .scale_non_target = first_rows(r->scale_non_target, 0, count),
                 .scale_target = first_rows(r->scale_target, target_first, count),
                 .scale_uniform = first_rows(r->scale_uniform, 0, count),
                 .exps = first_rows(r->exps, 0, count),
@@ -273,8 +273,8 @@ void find_target_logits(Backend *backend, const LinearCrossEntropy *a, Tensor ta
                     (LceTargetLogits){.target_z = target_z, .x = x, .weight = a->weight, .targets = targets});
 }
 
-void add_others(Backend *backend, const LinearCrossEntropy *a, Tensor exps, Tensor scaled_x,
-                bool accumulate) {
+void add_non_targets(Backend *backend, const LinearCrossEntropy *a, Tensor exps, Tensor scaled_x,
+                     bool accumulate) {
   linear_backward_weight(
       backend,
       (LinearBackwardWeight){
@@ -297,16 +297,16 @@ static Tensor swept_dx(const LinearCrossEntropy *a, const Tokens *t) {
 }
 
 // dx_raw and the others' part of dweight, from the tiles that the filter leaves.
-static LceFilteredProducts filtered_products(const LinearCrossEntropy *a, const Rows *r, const Tokens *t,
-                                             bool accumulate) {
-  return (LceFilteredProducts){.dx_raw = t->dx,
-                               .dweight = a->dweight,
-                               .tiles = r->tiles,
-                               .exps = r->exps,
-                               .weight = a->weight,
-                               .scaled_x = r->scaled_x,
-                               .alpha = a->scale,
-                               .accumulate = accumulate};
+static LceFilteredGemms filtered_gemms(const LinearCrossEntropy *a, const Rows *r, const Tokens *t,
+                                       bool accumulate) {
+  return (LceFilteredGemms){.dx_raw = t->dx,
+                            .dweight = a->dweight,
+                            .tiles = r->tiles,
+                            .exps = r->exps,
+                            .weight = a->weight,
+                            .scaled_x = r->scaled_x,
+                            .alpha = a->scale,
+                            .accumulate = accumulate};
 }
 
 // Sweep, row statistics, the gradients but for the targets' rows of weight and dweight, for tokens from
@@ -316,21 +316,21 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
   bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;
   Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
   if (packed) find_target_logits(backend, a, r.target_z, t->x, t->targets);
-  lce_sweep(backend, (LceSweep){.exps = r.exps,
-                                .dx_raw = swept_dx(a, t),
-                                .row_sum = r.row_sum,
-                                .target_e = r.target_e,
-                                .target_z = r.target_z,
-                                .anchor = r.anchor,
-                                .x = t->x,
-                                .weight = a->weight,
-                                .targets = t->targets,
-                                .temperature = common->terms.temperature});
+  lce_logits_exp(backend, (LceLogitsExp){.exps = r.exps,
+                                         .dx_raw = swept_dx(a, t),
+                                         .row_sum = r.row_sum,
+                                         .target_e = r.target_e,
+                                         .target_z = r.target_z,
+                                         .anchor = r.anchor,
+                                         .x = t->x,
+                                         .weight = a->weight,
+                                         .targets = t->targets,
+                                         .temperature = common->terms.temperature});
   MemoryMark mark = memory_mark(&backend->memory);
   if (tensor_exists(t->dx)) r.scaled_x = push_scaled_x(backend, t->x);
   lce_rows(backend, (LceRows){.loss = t->loss,
                               .outputs = t->outputs,
-                              .scale_others = r.scale_others,
+                              .scale_non_target = r.scale_non_target,
                               .scale_target = r.scale_target,
                               .scale_uniform = r.scale_uniform,
                               .scaled_x = r.scaled_x,
@@ -349,22 +349,22 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
   bool smoothing = tensor_exists(common->smoothing_row);
   if (filter) {
     lce_filter(backend, (LceFilter){.tiles = r.tiles,
-                                    .told = common->filtered,
+                                    .stats = common->filtered,
                                     .exps = r.exps,
                                     .row_sum = r.row_sum,
                                     .target_e = r.target_e,
                                     .epsilon = a->terms.filter});
-    lce_filtered_products(backend, filtered_products(a, &r, t, accumulate));
+    lce_filtered_gemms(backend, filtered_gemms(a, &r, t, accumulate));
   }
   lce_input_gradient(backend, (LceInputGradient){.dx = t->dx,
-                                                 .scale_others = r.scale_others,
+                                                 .scale_non_target = r.scale_non_target,
                                                  .scale_target = r.scale_target,
                                                  .scale_uniform = r.scale_uniform,
                                                  .smoothing_row = common->smoothing_row,
                                                  .weight = a->weight,
                                                  .targets = t->targets,
                                                  .alpha = a->scale});
-  if (!filter) add_others(backend, a, r.exps, r.scaled_x, accumulate);
+  if (!filter) add_non_targets(backend, a, r.exps, r.scaled_x, accumulate);
   if (packed) add_targets(backend, a, r.scale_target, t->x, t->targets);
   if (smoothing)
     weighted_column_sum(backend, (WeightedColumnSum){.out = common->smoothing_x,
@@ -407,14 +407,14 @@ static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, con
                               Tensor logits) {
   const BackendScratch *scratch = backend->scratch;
   bool filter = a->terms.filter > 0 && tensor_exists(t->dx);
-  LceSweep sweep = {
+  LceLogitsExp sweep = {
       .exps = r->exps, .dx_raw = swept_dx(a, t), .x = t->x, .weight = a->weight, .targets = t->targets};
   if (!tensor_exists(logits))
-    show_scratch(backend, "lce_sweep", scratch->lce_sweep ? scratch->lce_sweep(&sweep) : 0);
+    show_scratch(backend, "lce_logits_exp", scratch->lce_logits_exp ? scratch->lce_logits_exp(&sweep) : 0);
   if (filter) {
-    LceFilteredProducts products = filtered_products(a, r, t, false);
-    show_scratch(backend, "lce_filtered_products",
-                 scratch->lce_filtered_products ? scratch->lce_filtered_products(&products) : 0);
+    LceFilteredGemms products = filtered_gemms(a, r, t, false);
+    show_scratch(backend, "lce_filtered_gemms",
+                 scratch->lce_filtered_gemms ? scratch->lce_filtered_gemms(&products) : 0);
   }
   if (tensor_exists(t->dx) && !tensor_exists(logits)) show_behind_sweep(backend, a, t->x);
   if (tensor_exists(a->dbias)) {
@@ -435,15 +435,15 @@ static void add_all_targets(Backend *backend, const LinearCrossEntropy *a, const
 }
 
 static void fused(Backend *backend, const LinearCrossEntropy *a) {
-  bool packed = tensor_exists(a->rows), backward = tensor_exists(a->dx), beside = lce_needs_logits(a);
+  bool packed = tensor_exists(a->rows), backward = tensor_exists(a->dx), needs_logits = lce_needs_logits(a);
   int64_t tokens = a->x.shape[0], counted = packed ? a->counted : tokens;
-  Common common = push_common(backend, a, !beside);
+  Common common = push_common(backend, a, !needs_logits);
   // The memory is that of all tokens counted: it must not depend on the data.
   int64_t most = even_chunk(tokens, a->chunk < tokens ? a->chunk : tokens);
   Tokens all = packed ? push_packed(backend, a, most) : tokens_of_call(a);
   Rows rows = {0};
   Tensor logits = {0};
-  if (beside)
+  if (needs_logits)
     logits = push_logits(backend, "logits", most, a->weight.shape[0], DTYPE_F32);
   else
     rows = push_rows(backend, a, most);
@@ -455,7 +455,7 @@ static void fused(Backend *backend, const LinearCrossEntropy *a) {
     fill_zero(backend, a->dweight);
     if (tensor_exists(a->dbias)) fill_zero(backend, a->dbias);
   }
-  if (!beside && !packed) find_target_logits(backend, a, rows.target_z, a->x, a->targets);
+  if (!needs_logits && !packed) find_target_logits(backend, a, rows.target_z, a->x, a->targets);
   int64_t size = counted ? even_chunk(counted, most) : 0;
   for (int64_t first = 0; first < counted; first += size) {
     int64_t count = first + size < counted ? size : counted - first;
@@ -463,14 +463,14 @@ static void fused(Backend *backend, const LinearCrossEntropy *a) {
     Tensor positions = packed ? tensor_rows(a->rows, first, count) : (Tensor){0};
     if (packed) gather_tokens(backend, &t, a, positions);
     bool accumulate = a->accumulate || first > 0;
-    if (beside)
+    if (needs_logits)
       logits_and_gradient(backend, a, &common, tensor_rows(logits, 0, count), &t, accumulate);
     else
       anchored(backend, a, &common, &rows, &t, first, accumulate);
     if (packed) scatter_tokens(backend, &t, a, positions);
     if (backend->memory.planning) break; // the chunks after the first need no more
   }
-  if (backward && !beside && !packed) add_all_targets(backend, a, &rows);
+  if (backward && !needs_logits && !packed) add_all_targets(backend, a, &rows);
   if (counted && tensor_exists(common.smoothing_x))
     add_outer(backend, (AddOuter){.out = a->dweight,
                                   .rows = a->terms.class_weights,

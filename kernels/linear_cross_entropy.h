@@ -58,9 +58,9 @@ typedef struct {
   Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: forward only
   Tensor dweight;         // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
   Tensor dbias;           // fp32 [V]; there when bias and dx are
-  Tensor x;               // real [N, H]
-  Tensor weight;          // real [V, H]
-  Tensor bias;            // real [V], or absent
+  Tensor x;               // fp32/bf16 [N, H]
+  Tensor weight;          // fp32/bf16 [V, H]
+  Tensor bias;            // fp32/bf16 [V], or absent
   Tensor targets;         // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent

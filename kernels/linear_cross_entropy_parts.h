@@ -33,7 +33,8 @@ void find_target_logits(Backend *backend, const LinearCrossEntropy *a, Tensor ta
                         Tensor targets);
 // dweight (+)= scale E^T (r X). The caller's scale rides on the product's alpha, so that r X stays within the
 // normal numbers.
-void add_others(Backend *backend, const LinearCrossEntropy *a, Tensor exps, Tensor scaled_x, bool accumulate);
+void add_non_targets(Backend *backend, const LinearCrossEntropy *a, Tensor exps, Tensor scaled_x,
+                     bool accumulate);
 // The targets' rows of dweight += scale c x.
 void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
                  Tensor targets);

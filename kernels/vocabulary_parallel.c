@@ -35,7 +35,7 @@ typedef struct {
   Tensor own_sums, all_sums;             // fp32 [2 R C]: anchors, row sums; fp32 [R * 2 R C]
   Tensor target_z, anchor, row_sum;      // fp32 [R C], of the whole vocabulary
   Tensor target_e, rescale, own_e, loss; // likewise; own_e: target_e as this rank's part has it
-  Tensor scale_others, scale_target, scale_uniform;
+  Tensor scale_non_target, scale_target, scale_uniform;
   Tensor scaled_x, dx; // [R C, H]; the first only once the sweep is over
   Tensor exps;         // [R C, V / R]
 } Gathered;
@@ -86,7 +86,7 @@ static Gathered push_gathered(Backend *backend, const LinearCrossEntropy *a, int
     g.token_weights = push_column(backend, "token weights of all ranks", rows);
   if (!tensor_exists(a->dx)) return g;
   g.loss = push_column(backend, "losses of all ranks", rows);
-  g.scale_others = push_column(backend, "scales of the others", rows);
+  g.scale_non_target = push_column(backend, "scales of the others", rows);
   g.scale_target = push_column(backend, "scales of the target", rows);
   if (a->terms.label_smoothing > 0) g.scale_uniform = push_column(backend, "scales of all", rows);
   g.dx = memory_push_2d(m, "parts of dx", MEMORY_HEAD, a->dx.dtype, rows, hidden_size);
@@ -109,7 +109,7 @@ static Gathered gathered_range(const Gathered *g, int64_t rows, int ranks) {
                     .rescale = first_rows(g->rescale, 0, rows),
                     .own_e = first_rows(g->own_e, 0, rows),
                     .loss = first_rows(g->loss, 0, rows),
-                    .scale_others = first_rows(g->scale_others, 0, rows),
+                    .scale_non_target = first_rows(g->scale_non_target, 0, rows),
                     .scale_target = first_rows(g->scale_target, 0, rows),
                     .scale_uniform = first_rows(g->scale_uniform, 0, rows),
                     .dx = first_rows(g->dx, 0, rows),
@@ -117,7 +117,7 @@ static Gathered gathered_range(const Gathered *g, int64_t rows, int ranks) {
 }
 
 static void gather_beside(Backend *backend, Tensor out, Tensor x) {
-  if (tensor_exists(x)) all_gather(backend, (Collective){.out = out, .x = x, .beside = true});
+  if (tensor_exists(x)) all_gather(backend, (Collective){.out = out, .x = x, .async = true});
 }
 
 // A chunk's tokens set out for all ranks. They are here when the collectives are joined.
@@ -136,16 +136,16 @@ static void sweep(Backend *backend, const LinearCrossEntropy *a, const Gathered 
                                         .count = a->weight.shape[0]});
   find_target_logits(backend, a, g->target_z, g->x, g->local_targets);
   all_reduce(backend, (Collective){.out = g->target_z, .x = g->target_z});
-  lce_sweep(backend, (LceSweep){.exps = g->exps,
-                                .dx_raw = g->dx,
-                                .anchor = tensor_rows(g->own_sums, 0, rows),
-                                .row_sum = tensor_rows(g->own_sums, rows, rows),
-                                .target_e = g->own_e,
-                                .target_z = g->target_z,
-                                .x = g->x,
-                                .weight = a->weight,
-                                .targets = g->local_targets,
-                                .temperature = a->terms.temperature});
+  lce_logits_exp(backend, (LceLogitsExp){.exps = g->exps,
+                                         .dx_raw = g->dx,
+                                         .anchor = tensor_rows(g->own_sums, 0, rows),
+                                         .row_sum = tensor_rows(g->own_sums, rows, rows),
+                                         .target_e = g->own_e,
+                                         .target_z = g->target_z,
+                                         .x = g->x,
+                                         .weight = a->weight,
+                                         .targets = g->local_targets,
+                                         .temperature = a->terms.temperature});
   all_gather(backend, (Collective){.out = g->all_sums, .x = g->own_sums});
   lce_combine(backend, (LceCombine){.row_sum = g->row_sum,
                                     .target_e = g->target_e,
@@ -177,7 +177,7 @@ static void tell_own(Backend *backend, const LinearCrossEntropy *a, const Common
 
 static void scale_all(Backend *backend, const LinearCrossEntropy *a, const Common *c, const Gathered *g) {
   lce_rows(backend, (LceRows){.loss = g->loss,
-                              .scale_others = g->scale_others,
+                              .scale_non_target = g->scale_non_target,
                               .scale_target = g->scale_target,
                               .scale_uniform = g->scale_uniform,
                               .scaled_x = g->scaled_x,
@@ -198,14 +198,14 @@ static void scale_all(Backend *backend, const LinearCrossEntropy *a, const Commo
 static void send_gradients(Backend *backend, const LinearCrossEntropy *a, const Common *c, const Gathered *g,
                            const Tokens *own, bool first) {
   lce_input_gradient(backend, (LceInputGradient){.dx = g->dx,
-                                                 .scale_others = g->scale_others,
+                                                 .scale_non_target = g->scale_non_target,
                                                  .scale_target = g->scale_target,
                                                  .scale_uniform = g->scale_uniform,
                                                  .smoothing_row = c->smoothing_part,
                                                  .weight = a->weight,
                                                  .targets = g->local_targets,
                                                  .alpha = a->scale});
-  reduce_scatter(backend, (Collective){.out = own->dx, .x = g->dx, .beside = true});
+  reduce_scatter(backend, (Collective){.out = own->dx, .x = g->dx, .async = true});
   add_targets(backend, a, g->scale_target, g->x, g->local_targets);
   if (tensor_exists(c->smoothing_x))
     weighted_column_sum(backend, (WeightedColumnSum){.out = c->smoothing_x,
@@ -217,9 +217,9 @@ static void send_gradients(Backend *backend, const LinearCrossEntropy *a, const 
 // How many tokens count is up to the data: the ledger sees the scratch of a full chunk once.
 static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, const Gathered *g) {
   const BackendScratch *scratch = backend->scratch;
-  LceSweep sweep = {
+  LceLogitsExp sweep = {
       .exps = g->exps, .dx_raw = g->dx, .x = g->x, .weight = a->weight, .targets = g->local_targets};
-  if (scratch->lce_sweep) show_scratch(backend, "lce_sweep", scratch->lce_sweep(&sweep));
+  if (scratch->lce_logits_exp) show_scratch(backend, "lce_logits_exp", scratch->lce_logits_exp(&sweep));
   if (tensor_exists(a->dx)) show_behind_sweep(backend, a, g->x);
 }
 
@@ -276,12 +276,12 @@ void vocabulary_parallel(Backend *backend, const LinearCrossEntropy *a) {
       scale_all(backend, a, &common, &chunk.g);
       // The first product may have to write dweight, before anything is added to it. The others go while the
       // next chunk's tokens come.
-      if (first == 0) add_others(backend, a, chunk.g.exps, chunk.g.scaled_x, a->accumulate);
+      if (first == 0) add_non_targets(backend, a, chunk.g.exps, chunk.g.scaled_x, a->accumulate);
       send_gradients(backend, a, &common, &chunk.g, &chunk.own, first == 0);
     }
     int64_t left = counted - first - size;
     if (left > 0) next = send_chunk(backend, a, &all, &room, first + size, left < size ? left : size);
-    if (backward && first > 0) add_others(backend, a, chunk.g.exps, chunk.g.scaled_x, true);
+    if (backward && first > 0) add_non_targets(backend, a, chunk.g.exps, chunk.g.scaled_x, true);
     memory_pop_to(&backend->memory, mark);
     if (backend->memory.planning) return; // the chunks after the first need no more
   }

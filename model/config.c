@@ -68,7 +68,7 @@ ModelConfig model_preset(const char *name) {
                         .gated_mlp = !gpt2,
                         .attention_bias = gpt2,
                         .mlp_bias = gpt2,
-                        .input_major = gpt2,
+                        .in_out_layout = gpt2,
                         .tie_word_embeddings = p->tied,
                         .norm_epsilon = 1e-5,
                         .rope_theta = 500000,
@@ -126,7 +126,7 @@ void model_config_check(const ModelConfig *c) {
 }
 
 // Weights of the matrix products of one layer.
-static int64_t layer_products(const ModelConfig *c) {
+static int64_t layer_gemms(const ModelConfig *c) {
   int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
   return c->hidden_size * (q + 2 * kv) + q * c->hidden_size +
          (c->gated_mlp ? 3 : 2) * c->hidden_size * c->intermediate_size;
@@ -139,11 +139,11 @@ int64_t model_parameter_count(const ModelConfig *c) {
   if (c->mlp_bias) biases += (c->gated_mlp ? 2 : 1) * c->intermediate_size + c->hidden_size;
   int64_t embeddings = c->vocab_size * c->hidden_size * (c->tie_word_embeddings ? 1 : 2);
   if (c->learned_positions) embeddings += c->max_position_embeddings * c->hidden_size;
-  return embeddings + c->num_hidden_layers * (layer_products(c) + biases + 2 * norm) + norm;
+  return embeddings + c->num_hidden_layers * (layer_gemms(c) + biases + 2 * norm) + norm;
 }
 
 double model_flops_per_token(const ModelConfig *c, int64_t seq_len) {
-  double products = (double)(c->num_hidden_layers * layer_products(c) + c->vocab_size * c->hidden_size);
+  double products = (double)(c->num_hidden_layers * layer_gemms(c) + c->vocab_size * c->hidden_size);
   double attention =
       (double)c->num_hidden_layers * (double)seq_len * (double)(c->num_attention_heads * c->head_dim);
   return 6 * products + 6 * attention;

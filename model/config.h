@@ -35,7 +35,7 @@ typedef struct {
   bool gated_mlp;                 // SwiGLU; otherwise GELU (tanh)
   bool attention_bias;            // biases on the projections of attention (q, k, v and out)
   bool mlp_bias;                  // and on those of the MLP
-  bool input_major;               // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
+  bool in_out_layout;             // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
   bool tie_word_embeddings;       // the head is the token embedding
   double final_logit_softcapping; // c of c tanh(logit / c), as Gemma 2 has it; 0: none
   double norm_epsilon;

@@ -65,8 +65,8 @@ static void add_projection(Model *m, Param *weight, Param *bias, const char *con
     weight_names[i] = tensor_name(names[i], layer, "weight");
     bias_names[i] = tensor_name(names[i], layer, "bias");
     weights[i] = (ParameterSpec){.name = weight_names[i].text,
-                                 .d0 = c->input_major ? inputs : outputs[i],
-                                 .d1 = c->input_major ? outputs[i] : inputs,
+                                 .d0 = c->in_out_layout ? inputs : outputs[i],
+                                 .d1 = c->in_out_layout ? outputs[i] : inputs,
                                  .init = INIT_NORMAL,
                                  .stddev = stddev};
     biases[i] = (ParameterSpec){.name = bias_names[i].text, .d0 = outputs[i], .init = INIT_ZEROS};

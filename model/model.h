@@ -14,7 +14,7 @@ typedef struct {
   Param norm2_weight, norm2_bias; // before the MLP
   Param up_weight, up_bias;       // [F, H], or [2F, H] with the gate's rows first
   Param down_weight, down_bias;   // [H, F]
-} Layer;                          // GPT-2 stores the four matrices transposed (config.input_major)
+} Layer;                          // GPT-2 stores the four matrices transposed (config.in_out_layout)
 
 typedef struct {
   ModelConfig config;

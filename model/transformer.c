@@ -114,7 +114,7 @@ static void project(const Pass *p, Tensor out, Tensor x, const Param *weight, co
   linear_forward(p->backend, (LinearForward){.out = out,
                                              .x = x,
                                              .weight = weight->value,
-                                             .input_major = p->model->config.input_major,
+                                             .in_out_layout = p->model->config.in_out_layout,
                                              .bias = bias->value,
                                              .residual = residual,
                                              .pre_activation = pre_activation});
@@ -125,7 +125,7 @@ static void project_backward_input(const Pass *p, Tensor dx, Tensor dout, const 
   linear_backward_input(p->backend, (LinearBackwardInput){.dx = dx,
                                                           .dout = dout,
                                                           .weight = weight->value,
-                                                          .input_major = p->model->config.input_major,
+                                                          .in_out_layout = p->model->config.in_out_layout,
                                                           .pre_activation = pre_activation});
 }
 
@@ -135,7 +135,7 @@ static void project_backward_weight(const Pass *p, Tensor dout, Tensor x, const 
                                                             .dbias = bias->grad,
                                                             .dout = dout,
                                                             .x = x,
-                                                            .input_major = p->model->config.input_major,
+                                                            .in_out_layout = p->model->config.in_out_layout,
                                                             .accumulate = p->accumulate});
 }
 

@@ -62,7 +62,7 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
 // reads, so that no token is computed twice.
 typedef struct {
   int64_t batch, capacity; // B sequences of up to P tokens
-  Tensor data;             // real [2 L B K, P D]: layer by layer the keys, then the values
+  Tensor data;             // fp32/bf16 [2 L B K, P D]: layer by layer the keys, then the values
 } KeyValueCache;
 
 // A cache on top of the backend's stack, uninitialised.

@@ -34,14 +34,14 @@ double reference_gelu(double x) {
   return 0.5 * x * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
 }
 
-void reference_linear(double *out, const double *x, const double *weight, bool input_major,
+void reference_linear(double *out, const double *x, const double *weight, bool in_out_layout,
                       const double *bias, const double *residual, int64_t rows, int64_t inputs,
                       int64_t outputs) {
   for (int64_t n = 0; n < rows; n++)
     for (int64_t o = 0; o < outputs; o++) {
       double sum = bias ? bias[o] : 0;
       for (int64_t i = 0; i < inputs; i++)
-        sum += x[n * inputs + i] * (input_major ? weight[i * outputs + o] : weight[o * inputs + i]);
+        sum += x[n * inputs + i] * (in_out_layout ? weight[i * outputs + o] : weight[o * inputs + i]);
       out[n * outputs + o] = sum + (residual ? residual[n * outputs + o] : 0);
     }
 }

@@ -17,7 +17,7 @@ void reference_norm(NormKind kind, double *out, double *mean, double *rstd, cons
 double reference_gelu(double x);
 
 // out = residual + (x W^T + bias), bias and residual NULL when absent.
-void reference_linear(double *out, const double *x, const double *weight, bool input_major,
+void reference_linear(double *out, const double *x, const double *weight, bool in_out_layout,
                       const double *bias, const double *residual, int64_t rows, int64_t inputs,
                       int64_t outputs);
 

@@ -14,9 +14,9 @@ static Options options_on(bool cuda, char *line) {
     argv[argc++] = word;
   Options options;
   options_parse(&options, argc, argv);
-  options_settle_dtypes(&options, cuda);
+  options_resolve_dtypes(&options, cuda);
   Backend *plan = plan_backend_create(cuda ? "cuda" : "cpu", options.dtype);
-  options_settle_chunk(&options, plan);
+  options_resolve_chunk(&options, plan);
   backend_destroy(plan);
   return options;
 }

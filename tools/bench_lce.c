@@ -253,7 +253,7 @@ static double seconds(const Bench *b, const Work *work) {
   if (work->call.chunk)
     linear_cross_entropy(backend, work->call);
   else
-    layer_products(&b->layer, b->settings->tokens);
+    layer_gemms(&b->layer, b->settings->tokens);
   wait_for_all(b);
   return now_seconds() - start;
 }
@@ -281,7 +281,7 @@ static void report(const Bench *b, Work *work) {
 }
 
 static void run(Bench *b) {
-  layer_products(&b->layer, b->settings->tokens); // chooses its algorithms; held_by does so for the others
+  layer_gemms(&b->layer, b->settings->tokens); // chooses its algorithms; held_by does so for the others
   for (int i = 1; i < b->count; i++) b->works[i].held = held_by(b->layer.backend, b->works[i].call);
   for (int i = 1; i < b->first_split; i++) time_in_turn(b, &b->works[0], &b->works[i]);
   printf("  %-24s %12s %7s   held\n", "", "median", "ratio");

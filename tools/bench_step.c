@@ -63,16 +63,16 @@ static void record_backward_weight(Backend *backend, const LinearBackwardWeight 
 }
 
 // The sweep's two products, bare: logits, and their gradient's way back to x.
-static void record_sweep(Backend *backend, const LceSweep *a) {
+static void record_sweep(Backend *backend, const LceLogitsExp *a) {
   LinearForward logits = {.out = a->exps, .x = a->x, .weight = a->weight};
   LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
   append((Product){.kind = FORWARD, .call.forward = logits}, a->x, a->weight);
   if (tensor_exists(a->dx_raw)) append((Product){.kind = BACKWARD_INPUT, .call.input = dx}, a->x, a->weight);
-  record.real->lce_sweep(backend, a);
+  record.real->lce_logits_exp(backend, a);
 }
 
 // And what they would be without a filter.
-static void record_filtered(Backend *backend, const LceFilteredProducts *a) {
+static void record_filtered(Backend *backend, const LceFilteredGemms *a) {
   LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
   LinearBackwardWeight dweight = {.dweight = a->dweight,
                                   .dout = a->exps,
@@ -81,7 +81,7 @@ static void record_filtered(Backend *backend, const LceFilteredProducts *a) {
                                   .accumulate = a->accumulate};
   append((Product){.kind = BACKWARD_INPUT, .call.input = dx}, a->exps, a->weight);
   append((Product){.kind = BACKWARD_WEIGHT, .call.weight = dweight}, a->exps, a->dweight);
-  record.real->lce_filtered_products(backend, a);
+  record.real->lce_filtered_gemms(backend, a);
 }
 
 static void record_pass(Trainer *trainer) {
@@ -92,8 +92,8 @@ static void record_pass(Trainer *trainer) {
   recording.linear_forward = record_forward;
   recording.linear_backward_input = record_backward_input;
   recording.linear_backward_weight = record_backward_weight;
-  recording.lce_sweep = record_sweep;
-  recording.lce_filtered_products = record_filtered;
+  recording.lce_logits_exp = record_sweep;
+  recording.lce_filtered_gemms = record_filtered;
   backend->ops = &recording;
   trainer_gradient_pass(trainer);
   backend->ops = record.real;
@@ -215,7 +215,7 @@ int main(int argc, char **argv) {
   options_parse(&options, argc, argv);
   refuse_other_work(&options);
   Backend *backend = machine_open(&options);
-  options_settle_chunk(&options, backend);
+  options_resolve_chunk(&options, backend);
   Source *source = options.data_count
                        ? source_open(options.data, options.data_count, options.model.vocab_size)
                        : corpus_open(options.model.vocab_size);

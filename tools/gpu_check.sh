@@ -45,16 +45,16 @@ make -s all tests >"$OUT/build.log" 2>&1 ||
   { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
 
 if wants tests; then
-  for program in build/release/tests/{kernels/test_{cuda*,kernels,last_layer,loss*,gradient_filter,accuracy},trainer/test_cuda*,model/test_{golden,generate}}; do
+  for program in build/release/tests/{kernels/test_{cuda*,kernels,linear_cross_entropy,loss*,gradient_filter,accuracy},trainer/test_cuda*,model/test_{golden,generate}}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
   # The last layer as a GPU before Hopper computes it.
-  for program in test_{cuda,cuda_losses,last_layer,loss_terms,gradient_filter,loss_golden}; do
+  for program in test_{cuda,cuda_losses,linear_cross_entropy,loss_terms,gradient_filter,loss_golden}; do
     LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/kernels/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
   done
   # Builds liblce.so with CUDA before it runs.
-  run test_library.py 570 tests/run tests/kernels/test_library.py && row test_library.py "$(tail -n 1 "$OUT/test_library.py.log")"
+  run test_liblce.py 570 tests/run tests/kernels/test_liblce.py && row test_liblce.py "$(tail -n 1 "$OUT/test_liblce.py.log")"
 fi
 
 if wants sanitizer; then

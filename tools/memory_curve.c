@@ -189,7 +189,7 @@ static Device settle_device(Own *own, const Recipe *recipe, Options *o, Experime
   }
   if (own->plan_only && o->device != DEVICE_AUTO) {
     e->device = o->device == DEVICE_CUDA ? "cuda" : "cpu";
-    options_settle_dtypes(o, o->device == DEVICE_CUDA);
+    options_resolve_dtypes(o, o->device == DEVICE_CUDA);
     snprintf(d.description, sizeof d.description, "%s", o->device == DEVICE_CUDA ? "a GPU" : "a CPU");
     return d;
   }
@@ -201,7 +201,7 @@ static Device settle_device(Own *own, const Recipe *recipe, Options *o, Experime
   if (own->plan_only)
     e->memory = d.usable;
   else
-    e->product_rate = measure_product_rate(backend);
+    e->gemm_rate = measure_gemm_rate(backend);
   backend_destroy(backend);
   return d;
 }

@@ -40,9 +40,9 @@ Backend *machine_open(Options *o) {
     if (!backend) printf("no GPU is used: %s\n", reason);
     agree(backend, reason);
   }
-  options_settle_dtypes(o, backend != NULL);
+  options_resolve_dtypes(o, backend != NULL);
   if (backend) cuda_attention_select(o->attention);
-  if (!backend) backend = cpu_backend_create(o->plain_products);
+  if (!backend) backend = cpu_backend_create(o->plain_loops);
   return backend;
 }
 

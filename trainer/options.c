@@ -452,7 +452,7 @@ static error_t parse_rest(int key, char *text, Parsed *p) {
     o->attention = attentions[choice(key, text, attentions, 3)];
     return 0;
   case KEY_PLAIN_PRODUCTS:
-    o->plain_products = true;
+    o->plain_loops = true;
     return 0;
   case KEY_ZERO:
     o->dtypes.zero = (int)integer(key, text, 0, 2);
@@ -824,7 +824,7 @@ void options_parse(Options *o, int argc, char **argv) {
   o->dtypes.moment = p.moment_dtype ? (Dtype)(p.moment_dtype - 1) : DTYPE_F32;
 }
 
-void options_settle_dtypes(Options *o, bool cuda) {
+void options_resolve_dtypes(Options *o, bool cuda) {
   o->on_cuda = cuda;
   if (!cuda && o->dtypes_remembered) { // a GPU's run goes on here in fp32
     o->dtype = o->dtypes.grad = o->dtypes.moment = DTYPE_F32;
@@ -846,7 +846,7 @@ int64_t options_default_chunk(int64_t tokens, bool cuda) {
   return cuda && chunk < least_on_cuda ? least_on_cuda : chunk;
 }
 
-void options_settle_chunk(Options *o, const Backend *backend) {
+void options_resolve_chunk(Options *o, const Backend *backend) {
   int64_t tokens = o->batch * o->seq_len;
   bool cuda = backend->scratch == &cuda_scratch;
   if (o->lce_memory) {

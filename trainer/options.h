@@ -24,7 +24,7 @@ typedef struct {
   double beta1, beta2, epsilon, weight_decay, max_grad_norm;
   // the last layer
   LceMode mode;
-  int64_t lce_chunk;  // tokens; 0 until options_settle has chosen
+  int64_t lce_chunk;  // tokens; 0 until options_resolve has chosen
   bool chunk_given;   // by --lce-chunk; otherwise it follows the batch
   int64_t lce_memory; // MiB the last layer may hold; 0 when --lce-chunk or the default rules
   double label_smoothing, z_loss, lce_filter;
@@ -57,7 +57,7 @@ typedef struct {
   double timeout;  // seconds without progress that end a job of several ranks
   // machine
   DeviceChoice device;
-  bool plain_products; // CPU products by plain loops, to compare with
+  bool plain_loops; // CPU products by plain loops, to compare with
   const char *attention;
   Dtype dtype;            // of weights and activations
   bool dtypes_remembered; // all dtypes are those of a checkpoint from a GPU; none was given
@@ -74,8 +74,8 @@ void options_parse(Options *options, int argc, char **argv);
 
 // What depends on the device: dtypes left open, the chunk from --lce-memory or the default. `backend` may be
 // a plan.
-void options_settle_dtypes(Options *options, bool cuda);
-void options_settle_chunk(Options *options, const Backend *backend);
+void options_resolve_dtypes(Options *options, bool cuda);
+void options_resolve_chunk(Options *options, const Backend *backend);
 
 // The chunk taken when none is named: lce_default_chunk, on a GPU at least 1024. A smaller chunk is bound by
 // the traffic of reading the head's matrix again for each one, and a GPU has the memory.

@@ -72,7 +72,7 @@ static Options with_batch(const Options *options, const char *device, int64_t ba
   if (!o.chunk_given) { // as it would be chosen for that batch
     Backend *plan = plan_backend_create(device, o.dtype);
     o.lce_chunk = 0;
-    options_settle_chunk(&o, plan);
+    options_resolve_chunk(&o, plan);
     backend_destroy(plan);
   }
   return o;

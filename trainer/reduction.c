@@ -9,7 +9,7 @@ static bool sums_every_time(const Reduction *r, ParameterGroup group) {
 
 static void send_off(const Reduction *r, ParameterGroup group, Bucket bucket) {
   const Parameters *p = r->parameters;
-  Collective c = {.x = shards_gradients_made(p, group, bucket), .beside = true};
+  Collective c = {.x = shards_gradients_made(p, group, bucket), .async = true};
   if (p->spread.parts == 1) {
     c.out = c.x;
     all_reduce(r->backend, c);

@@ -88,19 +88,19 @@ void report_timeline(const char *path, const Ledger *ledger) {
 
 // --- the progress line -------------------------------------------------------------------------------------
 
-Progress progress_begin(int64_t steps, double flops_per_step, double product_rate) {
+Progress progress_begin(int64_t steps, double flops_per_step, double gemm_rate) {
   double now = now_seconds();
   return (Progress){.terminal = isatty(STDOUT_FILENO),
                     .steps = steps,
                     .flops_per_step = flops_per_step,
-                    .product_rate = product_rate,
+                    .gemm_rate = gemm_rate,
                     .started = now,
                     .last_printed = now - 3600};
 }
 
 double progress_share(const Progress *p, double seconds_per_step) {
-  if (p->product_rate <= 0 || seconds_per_step <= 0) return 0;
-  return p->flops_per_step / p->product_rate / seconds_per_step;
+  if (p->gemm_rate <= 0 || seconds_per_step <= 0) return 0;
+  return p->flops_per_step / p->gemm_rate / seconds_per_step;
 }
 
 void progress_update(Progress *p, const StepResult *last, int count, double seconds, int64_t tokens_per_step,

@@ -26,12 +26,12 @@ typedef struct {
   int64_t steps;         // of the whole run
   int64_t first_step;    // where this run began
   double flops_per_step; // model flops, see model_flops_per_token
-  double product_rate;   // flops a second that the machine's products reach, measured at the start
+  double gemm_rate;      // flops a second that the machine's products reach, measured at the start
   double started, last_printed;
   double smoothed_seconds; // per step
 } Progress;
 
-Progress progress_begin(int64_t steps, double flops_per_step, double product_rate);
+Progress progress_begin(int64_t steps, double flops_per_step, double gemm_rate);
 // After `count` steps that took `seconds` together; `bytes` is what the system says is in use.
 void progress_update(Progress *progress, const StepResult *last, int count, double seconds,
                      int64_t tokens_per_step, size_t bytes);

@@ -39,7 +39,7 @@ double median(double *values, int64_t count) {
   return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
 }
 
-double measure_product_rate(Backend *backend) {
+double measure_gemm_rate(Backend *backend) {
   enum { WARM_UP = 2, TIMES = 5 };
   const int64_t n = backend->scratch == &cuda_scratch ? 8192 : 1024; // large enough to fill the device
   Memory *memory = &backend->memory;

@@ -7,7 +7,7 @@
 // Flops a second that one large square product of the backend's dtype reaches on random numbers (zeros would
 // draw less power and run faster): the median of several, after a warm-up. Uses the stack, which must be
 // empty and is gone afterwards.
-double measure_product_rate(Backend *backend);
+double measure_gemm_rate(Backend *backend);
 
 double now_seconds(void); // monotonic
 

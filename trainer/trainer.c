@@ -182,7 +182,7 @@ static void sum_results(Trainer *t, int slot) {
   Tensor summed = tensor_rows(t->results, RESULTS * slot, RESULT_NORM);
   const float values[2] = {t->stop_asked, (float)t->step_seconds};
   backend_to_device(t->backend, told, values);
-  all_reduce(t->backend, (Collective){.out = summed, .x = summed, .beside = true});
+  all_reduce(t->backend, (Collective){.out = summed, .x = summed, .async = true});
 }
 
 // The step's batches of this rank, and how many targets count in those of all ranks: the mean's normaliser.

@@ -56,7 +56,7 @@ static void step_piece(Trainer *t, const Piece *piece, void *numbers) {
   adamw(t->backend, a);
   if (!shards_weights_are_whole(p, piece->group)) return;
   Tensor whole = tensor_rows(p->value[piece->group], piece->bucket.first, piece->bucket.count);
-  all_gather(t->backend, (Collective){.out = whole, .x = piece->value, .beside = true});
+  all_gather(t->backend, (Collective){.out = whole, .x = piece->value, .async = true});
 }
 
 void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step) {

@@ -77,7 +77,7 @@ static void forward_block(bool plain, Rows q, Rows k, Rows v, Rows out, float *l
 }
 
 void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
-  bool plain = cpu_plain_products(backend);
+  bool plain = cpu_plain_loops(backend);
   AttentionShape s = a->shape;
   int64_t group = s.num_heads / s.num_key_value_heads, blocks = cpu_ceil_div(s.seq_len, TILE);
 #pragma omp parallel for collapse(3) schedule(dynamic)
@@ -139,7 +139,7 @@ static void zero_rows(Rows rows, int64_t count, int64_t head_dim) {
 }
 
 void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
-  bool plain = cpu_plain_products(backend);
+  bool plain = cpu_plain_loops(backend);
   AttentionShape s = a->shape;
   int64_t group = s.num_heads / s.num_key_value_heads;
 #pragma omp parallel for collapse(2) schedule(dynamic)

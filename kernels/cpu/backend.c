@@ -118,11 +118,11 @@ static const BackendOps cpu_ops = {
     .attention_decode = cpu_attention_decode,
     .shard_indices = cpu_shard_indices,
     .lce_target_logits = cpu_lce_target_logits,
-    .lce_sweep = cpu_lce_sweep,
+    .lce_logits_exp = cpu_lce_logits_exp,
     .lce_combine = cpu_lce_combine,
     .lce_rows = cpu_lce_rows,
     .lce_filter = cpu_lce_filter,
-    .lce_filtered_products = cpu_lce_filtered_products,
+    .lce_filtered_gemms = cpu_lce_filtered_gemms,
     .lce_input_gradient = cpu_lce_input_gradient,
     .lce_target_gradient = cpu_lce_target_gradient,
     .cross_entropy_in_place = cpu_cross_entropy_in_place,
@@ -149,22 +149,22 @@ static const BackendOps cpu_ops = {
     .destroy = destroy,
 };
 
-static const char *product_name(bool plain_products) {
+static const char *product_name(bool plain_loops) {
 #if defined(HAVE_CBLAS) && defined(OPENBLAS_VERSION)
-  return plain_products ? "plain loops" : "OpenBLAS";
+  return plain_loops ? "plain loops" : "OpenBLAS";
 #elif defined(HAVE_CBLAS)
-  return plain_products ? "plain loops" : "CBLAS";
+  return plain_loops ? "plain loops" : "CBLAS";
 #else
-  (void)plain_products;
+  (void)plain_loops;
   return "plain loops";
 #endif
 }
 
-Backend *cpu_backend_create(bool plain_products) {
+Backend *cpu_backend_create(bool plain_loops) {
   Backend *backend = calloc(1, sizeof *backend);
   CpuState *state = calloc(1, sizeof *state);
   if (!backend || !state) fail("out of memory for the CPU backend itself");
-  state->plain_products = plain_products;
+  state->plain_loops = plain_loops;
   MemorySource pages = {.allocate = pages_allocate, .release = pages_release, .poison = pages_poison};
   *backend = (Backend){.name = "cpu",
                        .ops = &cpu_ops,
@@ -175,7 +175,7 @@ Backend *cpu_backend_create(bool plain_products) {
                        .state = state};
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
-           threads == 1 ? "" : "s", product_name(plain_products));
+           threads == 1 ? "" : "s", product_name(plain_loops));
   backend->device_capacity = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
   backend->device_overhead = bytes_now(backend);
   return backend;

@@ -121,7 +121,7 @@ static void run(Backend *backend, const Collective *a, Work work, const char *na
     return;
   }
   whole_numbers(a);
-  if (!a->beside) {
+  if (!a->async) {
     run_waiting(c, 0);
     work(c, a);
     return;

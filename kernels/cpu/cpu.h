@@ -6,12 +6,12 @@
 
 // backend->state.
 typedef struct {
-  bool plain_products;                // loops in place of CBLAS
+  bool plain_loops;                   // loops in place of CBLAS
   struct CpuCollectives *collectives; // NULL while there is one rank
 } CpuState;
 
-static inline bool cpu_plain_products(const Backend *backend) {
-  return ((const CpuState *)backend->state)->plain_products;
+static inline bool cpu_plain_loops(const Backend *backend) {
+  return ((const CpuState *)backend->state)->plain_loops;
 }
 
 // Row i of a tensor of rank 1 or 2, as fp32.
@@ -38,8 +38,8 @@ typedef struct {
 
 // out[m, n] = beta * out + alpha * a[m, k] b[k, n]; with beta 0 the old contents are not read. At most one
 // operand is transposed. Inside an OpenMP region it runs on the calling thread alone.
-void cpu_product(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
-                 float beta, float *out, int64_t out_stride);
+void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
+              float *out, int64_t out_stride);
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
 
 enum { CPU_REDUCE_BLOCK = 32768 }; // optimizer.c: numbers to one partial sum
 size_t cpu_linear_backward_weight_scratch(const LinearBackwardWeight *a); // linear.c
-size_t cpu_lce_sweep_scratch(const LceSweep *a);                          // linear_cross_entropy.c
+size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a);                 // linear_cross_entropy.c
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 
@@ -73,11 +73,11 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a);
 void cpu_attention_decode(Backend *backend, const AttentionDecode *a);
 void cpu_shard_indices(Backend *backend, const ShardIndices *a);
 void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a);
-void cpu_lce_sweep(Backend *backend, const LceSweep *a);
+void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a);
 void cpu_lce_combine(Backend *backend, const LceCombine *a);
 void cpu_lce_rows(Backend *backend, const LceRows *a);
 void cpu_lce_filter(Backend *backend, const LceFilter *a);
-void cpu_lce_filtered_products(Backend *backend, const LceFilteredProducts *a);
+void cpu_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a);
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a);
 void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
 void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);

@@ -54,19 +54,19 @@ void cpu_lce_filter(Backend *backend, const LceFilter *a) {
 #pragma omp parallel for collapse(2) schedule(dynamic, 8)
   for (int64_t b = 0; b < blocks; b++)
     for (int64_t t = 0; t < across; t++) cpu_row(a->tiles, b)[t] = mass_left_out(a, tile_of(a->exps, b, t));
-  float *told = a->told.data;
+  float *stats = a->stats.data;
   double left_out = 0, mass = 0;
   for (int64_t b = 0; b < blocks; b++)
     for (int64_t t = 0; t < across; t++) {
       float of_tile = cpu_row(a->tiles, b)[t];
       if (of_tile >= 0) left_out++, mass += (double)of_tile;
     }
-  told[0] += (float)left_out;
-  told[1] += (float)(blocks * across);
-  told[2] += (float)mass;
+  stats[0] += (float)left_out;
+  stats[1] += (float)(blocks * across);
+  stats[2] += (float)mass;
 }
 
-static bool counts(const LceFilteredProducts *a, int64_t b, int64_t t) {
+static bool counts(const LceFilteredGemms *a, int64_t b, int64_t t) {
   return cpu_row(a->tiles, b)[t] < 0;
 }
 
@@ -80,7 +80,7 @@ static void zero_rows(Tensor t, int64_t row, int64_t rows, int64_t column, int64
 }
 
 // Columns [first, first + width) of dX's rows under block b.
-static void input_strip(bool plain, const LceFilteredProducts *a, int64_t b, int64_t first, int64_t width) {
+static void input_strip(bool plain, const LceFilteredGemms *a, int64_t b, int64_t first, int64_t width) {
   Tile tile = tile_of(a->exps, b, 0);
   bool begun = false;
   for (int64_t t = 0; t < a->tiles.shape[1]; t++) {
@@ -95,7 +95,7 @@ static void input_strip(bool plain, const LceFilteredProducts *a, int64_t b, int
 }
 
 // dW's rows that column t of the tiles leads to.
-static void weight_rows(bool plain, const LceFilteredProducts *a, int64_t t) {
+static void weight_rows(bool plain, const LceFilteredGemms *a, int64_t t) {
   int64_t hidden = a->weight.shape[1];
   Tile tile = tile_of(a->exps, 0, t);
   bool begun = a->accumulate;
@@ -110,9 +110,9 @@ static void weight_rows(bool plain, const LceFilteredProducts *a, int64_t t) {
   if (!begun) zero_rows(a->dweight, tile.column, tile.columns, 0, hidden);
 }
 
-void cpu_lce_filtered_products(Backend *backend, const LceFilteredProducts *a) {
+void cpu_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a) {
   if (a->exps.shape[0] == 0) return;
-  bool plain = cpu_plain_products(backend);
+  bool plain = cpu_plain_loops(backend);
   int64_t hidden = a->weight.shape[1];
   int64_t strips = cpu_ceil_div(omp_get_max_threads(), a->tiles.shape[0]);
   int64_t width = cpu_ceil_div(cpu_ceil_div(hidden, strips), STRIP) * STRIP;

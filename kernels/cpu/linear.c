@@ -21,8 +21,8 @@ void cpu_linear_forward(Backend *backend, const LinearForward *a) {
   bool residual = tensor_exists(a->residual);
   bool in_place = residual && a->residual.data == a->out.data;
   Tensor product = gelu ? a->pre_activation : a->out;
-  cpu_product(cpu_plain_products(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
-              matrix(a->weight, !a->input_major), in_place ? 1.0f : 0.0f, product.data, product.stride);
+  cpu_gemm(cpu_plain_loops(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
+           matrix(a->weight, !a->in_out_layout), in_place ? 1.0f : 0.0f, product.data, product.stride);
   if (!gelu && !bias && (!residual || in_place)) return;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; n++) {
@@ -39,8 +39,8 @@ void cpu_linear_forward(Backend *backend, const LinearForward *a) {
 
 void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
   int64_t rows = a->dx.shape[0], inputs = a->dx.shape[1], outputs = a->dout.shape[1];
-  cpu_product(cpu_plain_products(backend), rows, inputs, outputs, 1.0f, matrix(a->dout, false),
-              matrix(a->weight, a->input_major), a->accumulate ? 1.0f : 0.0f, a->dx.data, a->dx.stride);
+  cpu_gemm(cpu_plain_loops(backend), rows, inputs, outputs, 1.0f, matrix(a->dout, false),
+           matrix(a->weight, a->in_out_layout), a->accumulate ? 1.0f : 0.0f, a->dx.data, a->dx.stride);
   if (!tensor_exists(a->pre_activation)) return;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; n++) {
@@ -86,7 +86,7 @@ enum {
 // Whether to do it this way: a chunk against a vocabulary's weight, not a layer's.
 static bool is_tall(const LinearBackwardWeight *a) {
   int64_t rows = a->x.shape[0], outputs = a->dout.shape[1];
-  return !a->input_major && rows <= TALL_DEPTH && outputs >= 4096 && outputs >= 8 * a->x.shape[1];
+  return !a->in_out_layout && rows <= TALL_DEPTH && outputs >= 4096 && outputs >= 8 * a->x.shape[1];
 }
 
 // x as panels [inputs / TILE_COLUMNS][rows][TILE_COLUMNS]; room for any machine's TILE_COLUMNS.
@@ -132,13 +132,13 @@ static void tall_product(const LinearBackwardWeight *a) {
 }
 
 void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
-  bool plain = cpu_plain_products(backend);
+  bool plain = cpu_plain_loops(backend);
   if (!plain && is_tall(a)) {
     tall_product(a);
   } else {
-    Tensor left = a->input_major ? a->x : a->dout, right = a->input_major ? a->dout : a->x;
-    cpu_product(plain, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha, matrix(left, true),
-                matrix(right, false), a->accumulate ? 1.0f : 0.0f, a->dweight.data, a->dweight.stride);
+    Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
+    cpu_gemm(plain, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha, matrix(left, true),
+             matrix(right, false), a->accumulate ? 1.0f : 0.0f, a->dweight.data, a->dweight.stride);
   }
   if (tensor_exists(a->dbias)) bias_gradient(a->dbias, a->dout, a->alpha, a->accumulate);
 }

@@ -63,13 +63,13 @@ static int64_t scratch_rows(int64_t chunk, int64_t vocab) {
   return cpu_min(cpu_ceil_div(vocab, BLOCK_VOCAB) * chunk, UNITS * cpu_min(chunk, BLOCK_ROWS) + beyond);
 }
 
-size_t cpu_lce_sweep_scratch(const LceSweep *a) {
+size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
   int64_t width = tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : BLOCK_VOCAB;
   size_t rows = (size_t)scratch_rows(a->x.shape[0], a->weight.shape[0]);
   return rows * (sizeof(double) + (size_t)width * sizeof(float));
 }
 
-static Scratch split_scratch(const LceSweep *a) {
+static Scratch split_scratch(const LceLogitsExp *a) {
   char *base = a->workspace.data;
   size_t sums_bytes = (size_t)scratch_rows(a->x.shape[0], a->weight.shape[0]) * sizeof(double);
   return (Scratch){.sums = a->workspace.data, .wide = (void *)(base + sums_bytes)};
@@ -98,7 +98,7 @@ static void finish_tile(Pass pass, float *tile, int64_t stride, int64_t rows, in
 }
 
 // One block of rows against one slice of the vocabulary.
-static void sweep_unit(bool plain, const LceSweep *a, const Grid *g, const Scratch *scratch, Pass pass,
+static void sweep_unit(bool plain, const LceLogitsExp *a, const Grid *g, const Scratch *scratch, Pass pass,
                        int64_t block, int64_t slice) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
   int64_t first_row = block * g->rows, rows = cpu_min(g->rows, chunk - first_row);
@@ -131,18 +131,18 @@ static void sweep_unit(bool plain, const LceSweep *a, const Grid *g, const Scrat
 }
 
 // Holds until add_slices has written new sums.
-static bool row_overflowed(const LceSweep *a, int64_t n) {
+static bool row_overflowed(const LceLogitsExp *a, int64_t n) {
   return ((const float *)a->row_sum.data)[n] > ROW_SUM_LIMIT;
 }
 
-static bool block_overflowed(const LceSweep *a, const Grid *g, int64_t block) {
+static bool block_overflowed(const LceLogitsExp *a, const Grid *g, int64_t block) {
   int64_t last = cpu_min(a->x.shape[0], (block + 1) * g->rows);
   for (int64_t n = block * g->rows; n < last; n++)
     if (row_overflowed(a, n)) return true;
   return false;
 }
 
-static void sweep(bool plain, const LceSweep *a, const Grid *g, const Scratch *scratch, Pass pass,
+static void sweep(bool plain, const LceLogitsExp *a, const Grid *g, const Scratch *scratch, Pass pass,
                   bool only_overflowed) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t block = 0; block < g->blocks; block++)
@@ -152,7 +152,7 @@ static void sweep(bool plain, const LceSweep *a, const Grid *g, const Scratch *s
 }
 
 // The slices' shares, added in the order of the slices.
-static void add_slices(const LceSweep *a, const Grid *g, const Scratch *scratch) {
+static void add_slices(const LceLogitsExp *a, const Grid *g, const Scratch *scratch) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1];
   float *row_sum = a->row_sum.data;
 #pragma omp parallel for schedule(static)
@@ -188,7 +188,7 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
         targets[n] < 0 ? 0.0f : (float)dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]);
 }
 
-static void anchor_at_targets(const LceSweep *a) {
+static void anchor_at_targets(const LceLogitsExp *a) {
   const int32_t *targets = a->targets.data;
   const float *target_z = a->target_z.data;
   float *target_e = a->target_e.data, *anchor = a->anchor.data;
@@ -199,7 +199,7 @@ static void anchor_at_targets(const LceSweep *a) {
   }
 }
 
-static void anchor_at_maxima(const LceSweep *a, const Grid *g, const Scratch *scratch) {
+static void anchor_at_maxima(const LceLogitsExp *a, const Grid *g, const Scratch *scratch) {
   int64_t chunk = a->x.shape[0];
   for (int64_t n = 0; n < chunk; n++) {
     if (!row_overflowed(a, n)) continue;
@@ -210,9 +210,9 @@ static void anchor_at_maxima(const LceSweep *a, const Grid *g, const Scratch *sc
   }
 }
 
-void cpu_lce_sweep(Backend *backend, const LceSweep *a) {
+void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   if (a->x.shape[0] == 0) return;
-  bool plain = cpu_plain_products(backend);
+  bool plain = cpu_plain_loops(backend);
   Grid g = make_grid(a->x.shape[0], a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
   anchor_at_targets(a);
@@ -308,7 +308,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
     double s = counts ? factor * sharpness * (token_weights ? token_weights[n] : 1.0) : 0;
     double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p beside the target's own weight
     float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all * (rescale ? rescale[n] : 1.0));
-    tell(a->scale_others, n, scale);
+    tell(a->scale_non_target, n, scale);
     tell(a->scale_target, n,
          s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (others / all)));
     if (epsilon > 0) tell(a->scale_uniform, n, -s * share);
@@ -321,7 +321,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
 
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
   (void)backend;
-  const float *others = a->scale_others.data, *target = a->scale_target.data;
+  const float *others = a->scale_non_target.data, *target = a->scale_target.data;
   const float *uniform = optional(a->scale_uniform), *smoothing_row = optional(a->smoothing_row);
   const int32_t *targets = a->targets.data;
 #pragma omp parallel for schedule(static)

@@ -159,7 +159,7 @@ static void fetch(TileAhead *ahead, int64_t calls_left) {
 void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
                    bool accumulate, float *out, int64_t out_stride, TileAhead *ahead) {
   if (plain) {
-    cpu_product(true, m, n, k, alpha, a, b, accumulate ? 1.0f : 0.0f, out, out_stride);
+    cpu_gemm(true, m, n, k, alpha, a, b, accumulate ? 1.0f : 0.0f, out, out_stride);
     return;
   }
   float panel[TILE_DEPTH * TILE_COLUMNS] __attribute__((aligned(64)));

@@ -40,7 +40,7 @@ typedef struct {
 } TileAhead;
 
 // out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; k at least 1. `ahead` may be NULL. `plain`
-// asks for the loops of cpu_product instead.
+// asks for the loops of cpu_gemm instead.
 void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
                    bool accumulate, float *out, int64_t out_stride, TileAhead *ahead);
 

@@ -20,7 +20,7 @@ template <typename T, int W> static __global__ void gelu_kernel(T *out, const T 
 void cuda_gelu_forward(Backend *backend, const GeluForward *a) {
   int64_t rows = a->x.shape[0], columns = a->x.shape[1];
   if (rows == 0) return;
-  with_real(a->x.dtype, [&](auto type) {
+  with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->out, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
@@ -49,7 +49,7 @@ static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, int colum
 void cuda_swiglu_forward(Backend *backend, const SwigluForward *a) {
   int64_t rows = a->out.shape[0], columns = a->out.shape[1];
   if (rows == 0) return;
-  with_real(a->out.dtype, [&](auto type) {
+  with_float(a->out.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(rows_align(a->out, WIDTH<T>) && rows_align(a->gate_up, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
@@ -87,7 +87,7 @@ static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const 
 void cuda_swiglu_backward(Backend *backend, const SwigluBackward *a) {
   int64_t rows = a->dout.shape[0], columns = a->dout.shape[1];
   if (rows == 0) return;
-  with_real(a->dout.dtype, [&](auto type) {
+  with_float(a->dout.dtype, [&](auto type) {
     using T = decltype(type);
     bool aligned = rows_align(a->dout, WIDTH<T>) && rows_align(a->gate_up, WIDTH<T>) &&
                    rows_align(a->dgate_up, WIDTH<T>);

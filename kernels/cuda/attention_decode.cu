@@ -84,6 +84,6 @@ void cuda_attention_decode(Backend *backend, const AttentionDecode *a) {
   if (a->shape.head_dim > 512)
     fail("attention_decode: head_dim %lld is beyond what the CUDA backend takes, 512",
          (long long)a->shape.head_dim);
-  with_real(a->qkv.dtype, [=](auto real) { decode<decltype(real)>(a, cuda_stream(backend)); });
+  with_float(a->qkv.dtype, [=](auto real) { decode<decltype(real)>(a, cuda_stream(backend)); });
   cuda_check_launch("attention_decode");
 }

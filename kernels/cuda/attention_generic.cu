@@ -187,12 +187,12 @@ void check_head(const char *op, AttentionShape s) {
 
 void attention_generic_forward(const AttentionForward *a, cudaStream_t stream) {
   check_head("attention_forward", a->shape);
-  with_real(a->qkv.dtype, [=](auto real) { forward<decltype(real)>(a, stream); });
+  with_float(a->qkv.dtype, [=](auto real) { forward<decltype(real)>(a, stream); });
   cuda_check_launch("attention_forward");
 }
 
 void attention_generic_backward(const AttentionBackward *a, float *delta, cudaStream_t stream) {
   check_head("attention_backward", a->shape);
-  with_real(a->qkv.dtype, [=](auto real) { backward<decltype(real)>(a, delta, stream); });
+  with_float(a->qkv.dtype, [=](auto real) { backward<decltype(real)>(a, delta, stream); });
   cuda_check_launch("attention_backward");
 }

@@ -85,7 +85,7 @@ static void to_device(Backend *backend, Tensor destination, const void *host) {
 static void synchronize(Backend *backend) {
   CudaState *state = cuda_state(backend);
   // The first has joined the others, unless an operation failed between.
-  for (cudaStream_t stream : {state->beside, state->urgent, state->stream})
+  for (cudaStream_t stream : {state->side, state->urgent, state->stream})
     cuda_check(cudaStreamSynchronize(stream), "running the kernels queued so far");
 }
 
@@ -186,7 +186,7 @@ static void destroy(Backend *backend) {
   cudaEventDestroy(state->handed);
   hopper_destroy(state->hopper);
   cudaStreamDestroy(state->urgent);
-  cudaStreamDestroy(state->beside);
+  cudaStreamDestroy(state->side);
   cudaStreamDestroy(state->stream);
   free(state);
 }
@@ -208,11 +208,11 @@ static const BackendOps operations = {
     .attention_decode = cuda_attention_decode,
     .shard_indices = cuda_shard_indices,
     .lce_target_logits = cuda_lce_target_logits,
-    .lce_sweep = cuda_lce_sweep,
+    .lce_logits_exp = cuda_lce_logits_exp,
     .lce_combine = cuda_lce_combine,
     .lce_rows = cuda_lce_rows,
     .lce_filter = cuda_lce_filter,
-    .lce_filtered_products = cuda_lce_filtered_products,
+    .lce_filtered_gemms = cuda_lce_filtered_gemms,
     .lce_input_gradient = cuda_lce_input_gradient,
     .lce_target_gradient = cuda_lce_target_gradient,
     .cross_entropy_in_place = cuda_cross_entropy_in_place,
@@ -299,8 +299,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
   cuda_check(cudaStreamCreateWithPriority(&state->stream, cudaStreamNonBlocking, lowest),
              "creating a stream");
-  cuda_check(cudaStreamCreateWithPriority(&state->beside, cudaStreamNonBlocking, lowest),
-             "creating a stream");
+  cuda_check(cudaStreamCreateWithPriority(&state->side, cudaStreamNonBlocking, lowest), "creating a stream");
   cuda_check(cudaStreamCreateWithPriority(&state->urgent, cudaStreamNonBlocking, highest),
              "creating a stream");
   for (int i = 0; i < CUDA_LCE_TILES; i++) {
@@ -326,7 +325,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   state->products = products_create(backend);
   backend->device_overhead = device_bytes_now(backend);
   products_use_workspace(backend, memory_reserve(&backend->memory, "product workspace", MEMORY_WORKSPACE,
-                                                 CUDA_PRODUCT_WORKSPACE_BYTES));
+                                                 CUDA_GEMM_WORKSPACE_BYTES));
   device_peak_reset(backend);
   return backend;
 }

@@ -24,7 +24,7 @@ template <typename T> static __global__ void add_kernel(T *out, const T *x, int6
 static void add(cudaStream_t stream, Tensor out, const void *x) {
   int64_t count = tensor_count(out);
   if (!count) return;
-  with_real(out.dtype, [&](auto type) {
+  with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
     add_kernel<<<(unsigned)cuda_ceil_div(count, 256), 256, 0, stream>>>(data_of<T>(out),
                                                                         static_cast<const T *>(x), count);
@@ -84,7 +84,7 @@ static void collective(Backend *backend, const Collective *a, const char *name, 
   cudaEvent_t done = c->done[c->count % CudaCollectives::EVENTS];
   cuda_check(cudaEventRecord(done, c->stream), "recording an event");
   c->count++;
-  if (!a->beside) cuda_check(cudaStreamWaitEvent(state->stream, done, 0), "queueing a wait");
+  if (!a->async) cuda_check(cudaStreamWaitEvent(state->stream, done, 0), "queueing a wait");
 }
 
 void cuda_all_reduce(Backend *backend, const Collective *a) {

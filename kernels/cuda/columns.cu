@@ -66,7 +66,7 @@ void column_sums_finish(Backend *backend, Tensor out, const float *partials, int
                         float alpha, bool accumulate) {
   int64_t columns = tensor_count(out);
   if (columns == 0) return;
-  with_real(out.dtype, [&](auto type) {
+  with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
     column_totals<T><<<(unsigned)cuda_ceil_div(columns, 32), 1024, 0, cuda_stream(backend)>>>(
         data_of<T>(out), partials, slices, columns, stride, alpha, accumulate);
@@ -78,7 +78,7 @@ void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficien
                  bool accumulate, float *partials) {
   int64_t rows = x.shape[0], columns = x.shape[1], slices = cuda_column_slices(rows);
   if (columns == 0) return;
-  with_real(x.dtype, [&](auto type) {
+  with_float(x.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(rows_align(x, WIDTH<T>), [&](auto aligned) {
       constexpr int W = decltype(aligned)::value ? WIDTH<T> : 1;

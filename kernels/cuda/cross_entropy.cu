@@ -299,7 +299,7 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
   Loss loss = loss_of(a);
   bool plain = loss.softcap == 0 && loss.epsilon == 0 && !loss.entropy_weights && !loss.entropy &&
                !loss.max_logit && !loss.predicted && !loss.correct && !tensor_exists(a->bias);
-  with_real(a->logits.dtype, [&](auto type) {
+  with_float(a->logits.dtype, [&](auto type) {
     using T = decltype(type);
     auto launch = [&](auto gradient_type) {
       using TG = decltype(gradient_type);

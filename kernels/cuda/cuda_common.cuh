@@ -17,14 +17,14 @@ typedef __nv_bfloat16 bf16;
 
 struct Products;        // linear.cu: cuBLASLt's handle and the products it has seen
 struct Staging;         // backend.cu: pinned memory between the host and the device
-struct Hopper;          // hopper_product.cu: what it found on this device
+struct Hopper;          // hopper_gemm.cu: what it found on this device
 struct CudaCollectives; // collectives.cu: what connects this GPU to those of the other ranks
 
 struct CudaState {
   cudaStream_t stream; // every operation runs in its order
   // Two more, which an operation may fork off the first and joins before it ends, and the events to do it
   // with. The second of them goes before all others.
-  cudaStream_t beside, urgent;
+  cudaStream_t side, urgent;
   cudaEvent_t forked[CUDA_LCE_TILES], joined[CUDA_LCE_TILES];
   cudaEvent_t handed; // between the first stream and a caller's own
   int ordinal, multiprocessors;
@@ -60,9 +60,9 @@ static inline void cuda_check_launch(const char *op) {
 
 // With it, a kernel's blocks may take their places while those of the kernel before it in the stream leave
 // theirs (programmatic dependent launch; from sm_90 on). Every thread of a kernel that is launched so calls
-// stream_wait() before it touches memory that others write or read, and stream_go_on() early, where the
+// griddepcontrol_wait() before it touches memory that others write or read, and griddepcontrol_launch_dependents() early, where the
 // kernel after it may take its place likewise.
-static inline cudaLaunchAttribute early_launch() {
+static inline cudaLaunchAttribute pdl_attribute() {
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -73,7 +73,7 @@ static inline cudaLaunchAttribute early_launch() {
 template <typename... Params, typename... Args>
 static inline void launch_kernel(bool early, cudaStream_t stream, dim3 grid, int threads,
                                  void (*kernel)(Params...), Args &&...args) {
-  cudaLaunchAttribute overlap = early_launch();
+  cudaLaunchAttribute overlap = pdl_attribute();
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3((unsigned)threads);
@@ -84,13 +84,13 @@ static inline void launch_kernel(bool early, cudaStream_t stream, dim3 grid, int
 }
 
 // Until all that the stream holds before this kernel is done.
-static __device__ __forceinline__ void stream_wait() {
+static __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-static __device__ __forceinline__ void stream_go_on() {
+static __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -99,7 +99,7 @@ static __device__ __forceinline__ void stream_go_on() {
 // --- choosing a kernel by dtype and alignment --------------------------------------------------------------
 
 // Calls f with a value of the element type, so that f's body can name the type.
-template <typename F> static inline void with_real(Dtype dtype, F f) {
+template <typename F> static inline void with_float(Dtype dtype, F f) {
   if (dtype == DTYPE_BF16)
     f(bf16());
   else
@@ -251,7 +251,7 @@ struct Product {
   cudaStream_t stream = nullptr;
 };
 
-void cuda_product(Backend *backend, const Product *product);
+void cuda_gemm(Backend *backend, const Product *product);
 
 Products *products_create(Backend *backend);
 void products_use_workspace(Backend *backend, void *workspace);

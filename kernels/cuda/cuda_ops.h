@@ -12,7 +12,7 @@ extern "C" {
 // --- sizes -------------------------------------------------------------------------------------------------
 
 // cuBLASLt's workspace; 32 MiB is what NVIDIA recommends for Hopper.
-enum { CUDA_PRODUCT_WORKSPACE_BYTES = 32 << 20 };
+enum { CUDA_GEMM_WORKSPACE_BYTES = 32 << 20 };
 
 static inline int64_t cuda_ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -65,7 +65,7 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   return cuda_min(cuda_max(columns, 256), cuda_ceil_div(vocab_size, 64) * 64);
 }
 
-// hopper_product.cu goes through the steps of a filtered product that count: for each 256 rows a list, its
+// hopper_gemm.cu goes through the steps of a filtered product that count: for each 256 rows a list, its
 // length first, of steps of 64 vocabulary entries.
 static inline size_t cuda_lce_list_bytes(int64_t rows, int64_t vocab_size) {
   int64_t lists = cuda_ceil_div(rows, 256), longest = 1 + cuda_ceil_div(vocab_size, 64);
@@ -93,11 +93,11 @@ void cuda_attention_backward(Backend *backend, const AttentionBackward *a);
 void cuda_attention_decode(Backend *backend, const AttentionDecode *a);
 void cuda_shard_indices(Backend *backend, const ShardIndices *a);
 void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a);
-void cuda_lce_sweep(Backend *backend, const LceSweep *a);
+void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a);
 void cuda_lce_combine(Backend *backend, const LceCombine *a);
 void cuda_lce_rows(Backend *backend, const LceRows *a);
 void cuda_lce_filter(Backend *backend, const LceFilter *a);
-void cuda_lce_filtered_products(Backend *backend, const LceFilteredProducts *a);
+void cuda_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a);
 void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a);
 void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
 void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);

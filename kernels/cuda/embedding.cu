@@ -26,7 +26,7 @@ static __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, c
 void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a) {
   int64_t rows = a->out.shape[0], hidden_size = a->out.shape[1];
   if (rows == 0) return;
-  with_real(a->out.dtype, [&](auto type) {
+  with_float(a->out.dtype, [&](auto type) {
     using T = decltype(type);
     bool aligned = rows_align(a->out, WIDTH<T>) && rows_align(a->token_weight, WIDTH<T>) &&
                    (!tensor_exists(a->position_weight) || rows_align(a->position_weight, WIDTH<T>));
@@ -63,9 +63,9 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t rows = a->dout.shape[0], hidden_size = a->dout.shape[1], positions = a->dposition_weight.shape[0];
   Tensor unused = tensor_rows(a->dposition_weight, a->seq_len, positions - a->seq_len);
   if (!a->accumulate_position && positions > a->seq_len) cuda_fill_zero(backend, unused);
-  with_real(a->dout.dtype, [&](auto type) {
+  with_float(a->dout.dtype, [&](auto type) {
     using T = decltype(type);
-    with_real(a->dposition_weight.dtype, [&](auto gradient_type) {
+    with_float(a->dposition_weight.dtype, [&](auto gradient_type) {
       using TD = decltype(gradient_type);
       with_bool(rows_align(a->dout, WIDTH<T>) && rows_align(a->dposition_weight, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;

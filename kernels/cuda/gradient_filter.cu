@@ -6,13 +6,13 @@
 // flops in the two products.
 //
 // With the tiles at 0 any dense product gives the filtered gradient, and that is what GPUs other than Hopper
-// do: they save no time. On Hopper dX goes through those steps of V alone that count (hopper_product.cu), by
+// do: they save no time. On Hopper dX goes through those steps of V alone that count (hopper_gemm.cu), by
 // a list for each 256 rows: a step is skipped when both tiles of E, one below the other, are left out. How
 // many are is known on the device alone, and the bits of a result must not hang on what an earlier call has
 // told the host. So this dX is not weighed against cuBLASLt's, as the whole one is, but always made so. dW is
 // cuBLASLt's on every GPU, zeros and all.
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/cuda/hopper_product.h"
+#include "kernels/cuda/hopper_gemm.h"
 
 enum { WARPS = 8, ROWS_AT_ONCE = 4 }; // a warp takes a row at a time, and so many between looks at the others
 
@@ -64,7 +64,7 @@ static __global__ void __launch_bounds__(WARPS * 32)
 }
 
 // One block: adds what the tiles say, in a fixed order.
-static __global__ void __launch_bounds__(1024) told_kernel(float *told, const float *tiles, int count) {
+static __global__ void __launch_bounds__(1024) stats_kernel(float *stats, const float *tiles, int count) {
   float2 sums = make_float2(0, 0);
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     float mass = tiles[i];
@@ -72,16 +72,16 @@ static __global__ void __launch_bounds__(1024) told_kernel(float *told, const fl
   }
   sums = block_sum(sums);
   if (threadIdx.x) return;
-  told[0] += sums.x;
-  told[1] += (float)count;
-  told[2] += sums.y;
+  stats[0] += sums.x;
+  stats[1] += (float)count;
+  stats[2] += sums.y;
 }
 
 void cuda_lce_filter(Backend *backend, const LceFilter *a) {
   int64_t across = a->tiles.shape[1], count = a->tiles.shape[0] * across;
   if (count == 0) return;
   float *tiles = data_of<float>(a->tiles);
-  with_real(a->exps.dtype, [&](auto type) {
+  with_float(a->exps.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
@@ -90,11 +90,11 @@ void cuda_lce_filter(Backend *backend, const LceFilter *a) {
           (int)a->exps.shape[0], (int)a->exps.shape[1], (unsigned)across, a->epsilon);
     });
   });
-  told_kernel<<<1, 1024, 0, cuda_stream(backend)>>>(data_of<float>(a->told), tiles, (int)count);
+  stats_kernel<<<1, 1024, 0, cuda_stream(backend)>>>(data_of<float>(a->stats), tiles, (int)count);
   cuda_check_launch("lce_filter");
 }
 
-void cuda_lce_filtered_products(Backend *backend, const LceFilteredProducts *a) {
+void cuda_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a) {
   int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1], hidden_size = a->weight.shape[1];
   if (rows == 0) return;
   size_t list_bytes = cuda_lce_list_bytes(rows, vocab_size);
@@ -111,7 +111,7 @@ void cuda_lce_filtered_products(Backend *backend, const LceFilteredProducts *a) 
                        .out_dtype = a->dx_raw.dtype,
                        .out = a->dx_raw.data,
                        .out_stride = a->dx_raw.stride};
-    cuda_product(backend, &product);
+    cuda_gemm(backend, &product);
   }
   LinearBackwardWeight weight = {};
   weight.dweight = a->dweight;

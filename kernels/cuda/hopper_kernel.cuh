@@ -58,7 +58,7 @@
 // SLICES. dX at C = 4096, H = 4096 has 176 cluster tiles, for 66 clusters: in the last of three rounds, a
 // third of the device would be idle. So tiles of the last round are cut along K into slices; each slice
 // leaves its fp32 sums in scratch, and a second kernel adds them in order. Where cuBLASLt is faster, dX is
-// its work (hopper_product.cu).
+// its work (hopper_gemm.cu).
 //
 // FILTERED (LceFilter), dX leaves out steps of K where E is 0. A kernel lists, for each row of cluster
 // tiles, the steps in which either of the cluster's two tiles of E counts. Loader and multipliers walk
@@ -586,8 +586,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     barrier_init_fence();
   }
   cluster_synchronize();
-  stream_go_on();
-  stream_wait();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   if (group < 0) {
     registers_shrink_to<40>();
     if (warp == 0) load_stages<K>(w, ends, ring, &a, &b, rank);
@@ -597,7 +597,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
   }
   cluster_synchronize(); // nobody leaves while others may still arrive at its barriers
 #else
-  __trap(); // never launched there: see prepare() in hopper_product.cu
+  __trap(); // never launched there: see prepare() in hopper_gemm.cu
 #endif
 }
 

@@ -43,7 +43,7 @@ static void lt_check(cublasStatus_t status, const char *doing) {
 // n]. Compared as bytes, so it is zeroed before it is filled.
 struct ProductKey {
   int64_t m, n, k, lda, ldb, ldc, ldd, ld_pre;
-  int32_t operand_dtype, out_dtype, transpose_a, transpose_b, epilogue, beside_others;
+  int32_t operand_dtype, out_dtype, transpose_a, transpose_b, epilogue, no_workspace;
   uint32_t align_a, align_b, align_c, align_d; // bytes: powers of two, at most 256
 };
 
@@ -146,7 +146,7 @@ static ProductKey key_of(const Product *p) {
   key.operand_dtype = p->operand_dtype, key.out_dtype = p->out_dtype;
   key.transpose_a = p->right.transposed, key.transpose_b = p->left.transposed;
   key.epilogue = p->epilogue;
-  key.beside_others = p->stream != nullptr;
+  key.no_workspace = p->stream != nullptr;
   key.align_a = alignment_of(p->right.data), key.align_b = alignment_of(p->left.data);
   key.align_c = alignment_of(p->addend ? p->addend : p->out), key.align_d = alignment_of(p->out);
   return key;
@@ -200,7 +200,7 @@ static int suggestions(Products *products, const KnownProduct *known,
   };
   // There is one workspace, and products side by side cannot share it.
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-         (uint64_t)(known->key.beside_others ? 0 : CUDA_PRODUCT_WORKSPACE_BYTES));
+         (uint64_t)(known->key.no_workspace ? 0 : CUDA_GEMM_WORKSPACE_BYTES));
   // Split sums meet in fp32 in the workspace: not in the output's bf16, and in no order of arrival.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, known->key.align_a);
@@ -229,7 +229,7 @@ static cublasStatus_t execute(Backend *backend, const KnownProduct *known, const
   float beta = p->addend ? 1.0f : 0.0f;
   return cublasLtMatmul(products->handle, known->operation, &p->alpha, p->right.data, known->a, p->left.data,
                         known->b, &beta, p->addend ? p->addend : p->out, known->c, p->out, known->d,
-                        algorithm, products->workspace, p->stream ? 0 : CUDA_PRODUCT_WORKSPACE_BYTES,
+                        algorithm, products->workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES,
                         stream_of(backend, p));
 }
 
@@ -466,8 +466,8 @@ static __global__ void __launch_bounds__(256) plain_product_kernel(Product p) {
 
 static void plain_product(Backend *backend, const Product *p) {
   dim3 grid((unsigned)cuda_ceil_div(p->m, TILE), (unsigned)cuda_ceil_div(p->n, TILE));
-  with_real(p->operand_dtype, [&](auto type) {
-    with_real(p->out_dtype, [&](auto out_type) {
+  with_float(p->operand_dtype, [&](auto type) {
+    with_float(p->out_dtype, [&](auto out_type) {
       plain_product_kernel<decltype(type), decltype(out_type)><<<grid, 256, 0, stream_of(backend, p)>>>(*p);
     });
   });
@@ -509,7 +509,7 @@ static void whole_product(Backend *backend, const Product *p) {
   if (!cublaslt_product(backend, p)) plain_product(backend, p);
 }
 
-void cuda_product(Backend *backend, const Product *p) {
+void cuda_gemm(Backend *backend, const Product *p) {
   if (p->m == 0 || p->n == 0) return;
   bool splits = p->operand_dtype == DTYPE_BF16 && p->epilogue == PRODUCT_PLAIN && all_aligned(p);
   Product bulk = *p, rest;
@@ -521,17 +521,17 @@ void cuda_product(Backend *backend, const Product *p) {
     skip(&rest.right, p->operand_dtype, bulk.k, 0);
     rest.addend = p->out;
     rest.addend_stride = p->out_stride;
-    cuda_product(backend, &bulk);
+    cuda_gemm(backend, &bulk);
     plain_product(backend, &rest);
   } else if (splits && ragged(p->m) && p->left.transposed) {
     bulk.m -= p->m % WHOLE;
     rest = corner(p, bulk.m, 0);
-    cuda_product(backend, &bulk);
+    cuda_gemm(backend, &bulk);
     whole_product(backend, &rest);
   } else if (splits && ragged(p->n)) {
     bulk.n -= p->n % WHOLE;
     rest = corner(p, 0, bulk.n);
-    cuda_product(backend, &bulk);
+    cuda_gemm(backend, &bulk);
     plain_product(backend, &rest);
   } else {
     whole_product(backend, p);
@@ -541,8 +541,8 @@ void cuda_product(Backend *backend, const Product *p) {
 // --- the three products of a linear layer ------------------------------------------------------------------
 
 // The weight as the right operand of x W^T: [inputs, outputs].
-static Operand weight_operand(Tensor weight, bool input_major) {
-  return {weight.data, weight.stride, !input_major};
+static Operand weight_operand(Tensor weight, bool in_out_layout) {
+  return {weight.data, weight.stride, !in_out_layout};
 }
 
 void cuda_linear_forward(Backend *backend, const LinearForward *a) {
@@ -551,7 +551,7 @@ void cuda_linear_forward(Backend *backend, const LinearForward *a) {
                      .n = a->out.shape[1],
                      .k = a->x.shape[1],
                      .left = {a->x.data, a->x.stride, false},
-                     .right = weight_operand(a->weight, a->input_major),
+                     .right = weight_operand(a->weight, a->in_out_layout),
                      .operand_dtype = a->x.dtype,
                      .out_dtype = a->out.dtype,
                      .out = a->out.data,
@@ -564,12 +564,12 @@ void cuda_linear_forward(Backend *backend, const LinearForward *a) {
                      .bias = a->bias.data,
                      .pre = a->pre_activation.data,
                      .pre_stride = a->pre_activation.stride};
-  cuda_product(backend, &product);
+  cuda_gemm(backend, &product);
 }
 
 void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
   bool gelu = tensor_exists(a->pre_activation);
-  Operand weight = weight_operand(a->weight, a->input_major);
+  Operand weight = weight_operand(a->weight, a->in_out_layout);
   weight.transposed = !weight.transposed;
   Product product = {.m = a->dout.shape[0],
                      .n = a->dx.shape[1],
@@ -585,11 +585,11 @@ void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) 
                      .epilogue = gelu ? PRODUCT_TIMES_GELU_SLOPE : PRODUCT_PLAIN,
                      .pre = a->pre_activation.data,
                      .pre_stride = a->pre_activation.stride};
-  cuda_product(backend, &product);
+  cuda_gemm(backend, &product);
 }
 
 void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
-  Tensor left = a->input_major ? a->x : a->dout, right = a->input_major ? a->dout : a->x;
+  Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
   Product product = {.m = left.shape[1],
                      .n = right.shape[1],
                      .k = a->x.shape[0],
@@ -603,7 +603,7 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
                      .addend_stride = a->dweight.stride,
                      .alpha = a->alpha};
   if (product.k > 0)
-    cuda_product(backend, &product);
+    cuda_gemm(backend, &product);
   else if (!a->accumulate)
     cuda_fill_zero(backend, a->dweight);
   if (tensor_exists(a->dbias))

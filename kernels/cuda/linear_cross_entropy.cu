@@ -1,4 +1,4 @@
-// The last layer's pieces, on any GPU from sm_80 on (on sm_90 with the products of hopper_product.cu). Why
+// The last layer's pieces, on any GPU from sm_80 on (on sm_90 with the products of hopper_gemm.cu). Why
 // the arithmetic is anchored at the target is told in kernels/linear_cross_entropy.c; this file is about
 // where the bytes go.
 //
@@ -16,17 +16,17 @@
 // already, because r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are
 // any: the kernel that settles the sums looks at them and, as a rule, leaves.
 //
-// On sm_90 the kernels here are launched early (early_launch), so that in small chunks launches do not add
+// On sm_90 the kernels here are launched early (pdl_attribute), so that in small chunks launches do not add
 // up.
 //
 // Traffic for a chunk of C rows, besides the products' own: 8 C V bytes through L2, 2 C V bytes to memory.
-// Measured on an H200 without hopper_product.cu (LCE_HOPPER=0 in the environment), whole layer over its three
+// Measured on an H200 without hopper_gemm.cu (LCE_HOPPER=0 in the environment), whole layer over its three
 // bare products in the same run, at N 16384, H 2048, V 131072: 1.21 in chunks of 4096, 1.18 in chunks of
 // 2048.
 #include <cooperative_groups.h>
 
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/cuda/hopper_product.h"
+#include "kernels/cuda/hopper_gemm.h"
 
 static constexpr float LARGEST_SUM = 0x1p100f;
 static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a tile
@@ -42,7 +42,7 @@ static float sharpness_of(float temperature) {
   return temperature > 0 ? 1 / temperature : 1;
 }
 
-static Sweep sweep_scratch(const LceSweep *a) {
+static Sweep sweep_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
   char *at = data_of<char>(a->workspace);
   Sweep s;
@@ -80,8 +80,8 @@ template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     target_logits_kernel(float *target_z, const T *x, int64_t x_stride, const T *weight,
                          const int32_t *targets, int64_t rows, int hidden_size) {
-  stream_go_on();
-  stream_wait();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
   if (row >= rows) return;
   int target = targets[row];
@@ -94,7 +94,7 @@ static __global__ void __launch_bounds__(256)
 void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   int64_t rows = a->x.shape[0];
   if (rows == 0) return;
-  with_real(a->x.dtype, [&](auto type) {
+  with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
@@ -175,8 +175,8 @@ template <typename T, int W>
 static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_constant__ Settling<T> a) {
   cooperative_groups::grid_group grid = cooperative_groups::this_grid();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  stream_go_on();
-  stream_wait();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < a.rows;
        row += (int64_t)gridDim.x * warps) {
     double sum = lane == 0 && a.sum ? a.sum[row] : 0;
@@ -240,7 +240,7 @@ static void settle(Backend *backend, const Settling<T> &a, int64_t most_blocks, 
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeCooperative;
     attributes[0].val.cooperative = 1;
-    attributes[1] = early_launch();
+    attributes[1] = pdl_attribute();
     cudaLaunchConfig_t config = {};
     // As many as surely run at the same time, and whose sums there is room for.
     config.gridDim = dim3((unsigned)cuda_min(cuda_state(backend)->multiprocessors, most_blocks));
@@ -253,7 +253,7 @@ static void settle(Backend *backend, const Settling<T> &a, int64_t most_blocks, 
 }
 
 // Logits of vocabulary entries [first, first + columns) into a tile.
-static void logits_product(Backend *backend, cudaStream_t stream, const LceSweep *a, float *tile,
+static void logits_product(Backend *backend, cudaStream_t stream, const LceLogitsExp *a, float *tile,
                            int64_t stride, int64_t first, int64_t columns) {
   Product product = {.m = a->x.shape[0],
                      .n = columns,
@@ -265,7 +265,7 @@ static void logits_product(Backend *backend, cudaStream_t stream, const LceSweep
                      .out = tile,
                      .out_stride = stride,
                      .stream = stream};
-  cuda_product(backend, &product);
+  cuda_gemm(backend, &product);
 }
 
 static void record(cudaEvent_t event, cudaStream_t stream) {
@@ -277,17 +277,17 @@ static void wait_for(cudaEvent_t event, cudaStream_t stream) {
 }
 
 // All tiles: E, and the rows' sums.
-template <typename T> static void sweep_tiles(Backend *backend, const LceSweep *a, const Sweep &s) {
+template <typename T> static void sweep_tiles(Backend *backend, const LceLogitsExp *a, const Sweep &s) {
   CudaState *state = cuda_state(backend);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
   T *exps = data_of<T>(a->exps);
   record(state->joined[0], state->stream);
-  wait_for(state->joined[0], state->beside);
+  wait_for(state->joined[0], state->side);
   int turn = 0;
   for (int64_t first = 0; first < vocab_size; first += s.columns, turn++) {
     int64_t columns = cuda_min(s.columns, vocab_size - first);
     int i = turn % CUDA_LCE_TILES;
-    cudaStream_t stream = turn % 2 ? state->beside : state->stream;
+    cudaStream_t stream = turn % 2 ? state->side : state->stream;
     if (turn >= CUDA_LCE_TILES) wait_for(state->joined[i], stream);
     logits_product(backend, stream, a, s.tile[i], s.columns, first, columns);
     record(state->forked[i], stream);
@@ -305,24 +305,24 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceSweep *
 }
 
 // The rows from `first` on, as a sweep of their own.
-static LceSweep rows_from(const LceSweep *a, int64_t first) {
-  LceSweep rest = *a;
+static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
+  LceLogitsExp rest = *a;
   for (Tensor *t :
        {&rest.exps, &rest.row_sum, &rest.target_e, &rest.target_z, &rest.anchor, &rest.x, &rest.targets})
     if (tensor_exists(*t)) *t = tensor_rows(*t, first, a->x.shape[0] - first);
   return rest;
 }
 
-void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
+void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = a->weight.shape[0];
   if (rows == 0) return;
   Sweep s = sweep_scratch(a);
   size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
-  with_real(a->x.dtype, [&](auto type) {
+  with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     int64_t done = 0;
     for (int64_t first = 0; first < rows; first += done) {
-      LceSweep rest = rows_from(a, first);
+      LceLogitsExp rest = rows_from(a, first);
       done = hopper_exponentials(backend, rest.exps, s.tile[0], tile_bytes, data_of<float>(rest.target_z),
                                  sharpness_of(a->temperature), rest.x, a->weight,
                                  data_of<int32_t>(rest.targets));
@@ -352,7 +352,7 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
       settle(backend, settling, s.columns, rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>));
     }
   });
-  cuda_check_launch("lce_sweep");
+  cuda_check_launch("lce_logits_exp");
   if (!tensor_exists(a->dx_raw)) return;
   if (hopper_exps_times_weight(backend, a->dx_raw, a->exps, a->weight, s.tile[0], tile_bytes, false)) return;
   Product product = {.m = rows,
@@ -364,7 +364,7 @@ void cuda_lce_sweep(Backend *backend, const LceSweep *a) {
                      .out_dtype = a->dx_raw.dtype,
                      .out = a->dx_raw.data,
                      .out_stride = a->dx_raw.stride};
-  cuda_product(backend, &product);
+  cuda_gemm(backend, &product);
 }
 
 // --- a vocabulary split over ranks -------------------------------------------------------------------------
@@ -424,7 +424,7 @@ void cuda_lce_combine(Backend *backend, const LceCombine *a) {
 
 // What the kernel reads and writes of each row; absent is NULL.
 struct RowTerms {
-  float *loss, *z_loss, *log_prob, *logsumexp, *scale_others, *scale_target, *scale_uniform;
+  float *loss, *z_loss, *log_prob, *logsumexp, *scale_non_target, *scale_target, *scale_uniform;
   const float *row_sum, *target_e, *target_z, *anchor, *rescale, *token_weights, *factor;
   const float *class_weights, *class_weight_sum, *smoothing_row;
   const int32_t *targets;
@@ -445,8 +445,8 @@ static __device__ __forceinline__ void tell(float *output, int64_t n, float valu
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     lce_rows_kernel(const __grid_constant__ RowTerms t, T *scaled_x, const T *x, int hidden_size) {
-  stream_go_on();
-  stream_wait();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   int64_t row = blockIdx.x;
   int target = t.targets[row];
   bool counts = target != IGNORE_INDEX;
@@ -470,7 +470,7 @@ static __global__ void __launch_bounds__(256)
     tell(t.log_prob, row, counts ? -nll : 0);
     tell(t.logsumexp, row, counts ? lse : 0);
     if (scaled_x) {
-      t.scale_others[row] = r;
+      t.scale_non_target[row] = r;
       t.scale_target[row] = counts ? s * (spread * (target_e / total) - own * (others / total)) : 0;
       tell(t.scale_uniform, row, -s * t.share);
     }
@@ -494,7 +494,7 @@ void cuda_lce_rows(Backend *backend, const LceRows *a) {
   t.z_loss = data_of<float>(a->outputs.z_loss);
   t.log_prob = data_of<float>(a->outputs.log_prob);
   t.logsumexp = data_of<float>(a->outputs.logsumexp);
-  t.scale_others = data_of<float>(a->scale_others);
+  t.scale_non_target = data_of<float>(a->scale_non_target);
   t.scale_target = data_of<float>(a->scale_target);
   t.scale_uniform = data_of<float>(a->scale_uniform);
   t.row_sum = data_of<float>(a->row_sum);
@@ -515,7 +515,7 @@ void cuda_lce_rows(Backend *backend, const LceRows *a) {
   t.vocab_size = a->vocab_size;
   int hidden_size = (int)a->x.shape[1];
   bool backward = tensor_exists(a->scaled_x);
-  with_real(a->x.dtype, [&](auto type) {
+  with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(backward && rows_align(a->x, WIDTH<T>) && rows_align(a->scaled_x, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
@@ -528,16 +528,16 @@ void cuda_lce_rows(Backend *backend, const LceRows *a) {
 
 // One block a row.
 template <typename TD, typename T, int W>
-static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_others, const float *scale_target,
-                                                 const float *scale_uniform, const float *smoothing_row,
-                                                 const T *weight, const int32_t *targets, int hidden_size,
-                                                 float alpha) {
-  stream_go_on();
-  stream_wait();
+static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_non_target,
+                                                 const float *scale_target, const float *scale_uniform,
+                                                 const float *smoothing_row, const T *weight,
+                                                 const int32_t *targets, int hidden_size, float alpha) {
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   int64_t row = blockIdx.x;
   int target = targets[row];
   bool counts = target != IGNORE_INDEX, here = target >= 0;
-  float r = alpha * scale_others[row], c = alpha * scale_target[row];
+  float r = alpha * scale_non_target[row], c = alpha * scale_target[row];
   float u = smoothing_row ? alpha * scale_uniform[row] : 0;
   dx += row * hidden_size;
   if (here) weight += (int64_t)target * hidden_size;
@@ -557,17 +557,18 @@ static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_othe
 void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
   int64_t rows = a->dx.shape[0], hidden_size = a->dx.shape[1];
   if (rows == 0) return;
-  with_real(a->dx.dtype, [&](auto dx_type) {
-    with_real(a->weight.dtype, [&](auto type) {
+  with_float(a->dx.dtype, [&](auto dx_type) {
+    with_float(a->weight.dtype, [&](auto type) {
       using TD = decltype(dx_type);
       using T = decltype(type);
       with_bool(rows_align(a->dx, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
         launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)rows),
                       row_threads(cuda_ceil_div(hidden_size, W), 256), lce_input_gradient_kernel<TD, T, W>,
-                      data_of<TD>(a->dx), data_of<float>(a->scale_others), data_of<float>(a->scale_target),
-                      data_of<float>(a->scale_uniform), data_of<float>(a->smoothing_row),
-                      data_of<T>(a->weight), data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
+                      data_of<TD>(a->dx), data_of<float>(a->scale_non_target),
+                      data_of<float>(a->scale_target), data_of<float>(a->scale_uniform),
+                      data_of<float>(a->smoothing_row), data_of<T>(a->weight), data_of<int32_t>(a->targets),
+                      (int)hidden_size, a->alpha);
       });
     });
   });

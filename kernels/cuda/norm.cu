@@ -158,7 +158,7 @@ static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidde
          (long long)(MANY * most * hidden_size / groups));
   int threads = row_threads(cuda_ceil_div(groups, most), MANY);
   dim3 block((unsigned)threads, threads == 32 ? 4 : 1);
-  with_real(dtype, [&](auto type) {
+  with_float(dtype, [&](auto type) {
     with_bool(layer, [&](auto is_layer) {
       using T = decltype(type);
       constexpr bool LAYER = decltype(is_layer)::value;

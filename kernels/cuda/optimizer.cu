@@ -110,9 +110,9 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
   bool aligned = rows_start_aligned(a->weight, 8) && rows_start_aligned(a->m, 8) &&
                  rows_start_aligned(a->v, 8) && rows_start_aligned(a->grad, 8) &&
                  (!master || rows_start_aligned(a->master, 8));
-  with_real(a->weight.dtype, [&](auto weight_type) {
-    with_real(a->m.dtype, [&](auto moment_type) {
-      with_real(a->grad.dtype, [&](auto grad_type) {
+  with_float(a->weight.dtype, [&](auto weight_type) {
+    with_float(a->m.dtype, [&](auto moment_type) {
+      with_float(a->grad.dtype, [&](auto grad_type) {
         with_bool(master, [&](auto has_master) {
           using T = decltype(weight_type);
           using TM = decltype(moment_type);
@@ -182,7 +182,7 @@ void cuda_reduce(Backend *backend, const Reduce *a) {
   Tensor flat = tensor_1d(a->x.data, a->x.dtype, count);
   double *partial = data_of<double>(a->workspace);
   int blocks = 0;
-  with_real(a->x.dtype, [&](auto type) {
+  with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(rows_start_aligned(flat, WIDTH<T>), [&](auto wide) {
       with_bool(a->squares, [&](auto squares) {

@@ -31,7 +31,7 @@ void cuda_rope(Backend *backend, const Rope *a) {
   int64_t rows = a->qkv.shape[0];
   int half = (int)a->shape.head_dim / 2, heads = (int)(a->shape.num_heads + a->shape.num_key_value_heads);
   if (rows == 0) return;
-  with_real(a->qkv.dtype, [&](auto type) {
+  with_float(a->qkv.dtype, [&](auto type) {
     using T = decltype(type);
     with_bool(half % WIDTH<T> == 0 && rows_align(a->qkv, WIDTH<T>) && rows_align(a->cos_sin, WIDTH<T>),
               [&](auto wide) {

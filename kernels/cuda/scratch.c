@@ -26,13 +26,13 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
 }
 
 // The tiles of logits; a row's sum so far in double.
-static size_t lce_sweep_scratch(const LceSweep *a) {
+static size_t lce_sweep_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
   return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) + memory_padded((size_t)rows * sizeof(double));
 }
 
 // The lists of steps, then sums over parts of V.
-static size_t lce_filtered_products_scratch(const LceFilteredProducts *a) {
+static size_t lce_filtered_gemms_scratch(const LceFilteredGemms *a) {
   int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1];
   return cuda_lce_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
 }
@@ -61,10 +61,10 @@ const BackendScratch cuda_scratch = {.embedding_backward = embedding_backward_sc
                                      .linear_backward_weight = linear_backward_weight_scratch,
                                      .attention_forward = cuda_attention_forward_scratch,
                                      .attention_backward = cuda_attention_backward_scratch,
-                                     .lce_sweep = lce_sweep_scratch,
-                                     .lce_filtered_products = lce_filtered_products_scratch,
+                                     .lce_logits_exp = lce_sweep_scratch,
+                                     .lce_filtered_gemms = lce_filtered_gemms_scratch,
                                      .lce_target_gradient = lce_target_gradient_scratch,
                                      .weighted_column_sum = weighted_column_sum_scratch,
                                      .reduce = reduce_scratch,
                                      .logits_stride = logits_stride,
-                                     .resident_bytes = CUDA_PRODUCT_WORKSPACE_BYTES};
+                                     .resident_bytes = CUDA_GEMM_WORKSPACE_BYTES};

@@ -145,9 +145,9 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
   cuda_check(cub::DeviceRadixSort::SortPairs(sort_space, sort_bytes, ids, sorted_ids, unsorted, positions,
                                              count, 0, bits, stream),
              "sorting");
-  with_real(x.dtype, [&](auto type) {
+  with_float(x.dtype, [&](auto type) {
     using T = decltype(type);
-    with_real(out.dtype, [&](auto out_type) {
+    with_float(out.dtype, [&](auto out_type) {
       using TO = decltype(out_type);
       with_bool(rows_align(x, WIDTH<T>) && rows_align(out, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;

@@ -109,7 +109,7 @@ static void read_llama(JsonMembers *from, ModelConfig *c) {
 static void read_gpt2(JsonMembers *from, ModelConfig *c) {
   c->family = FAMILY_GPT2;
   c->norm = NORM_LAYER;
-  c->learned_positions = c->attention_bias = c->mlp_bias = c->input_major = c->tie_word_embeddings = true;
+  c->learned_positions = c->attention_bias = c->mlp_bias = c->in_out_layout = c->tie_word_embeddings = true;
   c->norm_epsilon = 1e-5;
   need_size(from, "vocab_size", &c->vocab_size);
   need_size(from, "n_embd", &c->hidden_size);

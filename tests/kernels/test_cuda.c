@@ -129,7 +129,7 @@ static void test_norm(void **state) {
 
 typedef struct {
   int64_t rows, inputs, outputs, pad;
-  bool input_major;
+  bool in_out_layout;
 } Shape;
 
 static const Shape shapes[] = {
@@ -138,8 +138,8 @@ static const Shape shapes[] = {
 };
 
 static Both both_weight(Pair *p, Dtype dtype, Shape s) {
-  return s.input_major ? both_random(p, dtype, s.inputs, s.outputs, 0.2)
-                       : both_random(p, dtype, s.outputs, s.inputs, 0.2);
+  return s.in_out_layout ? both_random(p, dtype, s.inputs, s.outputs, 0.2)
+                         : both_random(p, dtype, s.outputs, s.inputs, 0.2);
 }
 
 // A bf16 sum in place: the product may be rounded before it is added, and again after.
@@ -182,7 +182,7 @@ static void linear_forward_case(Pair *p, Shape s, Forward variant) {
     linear_forward(side.backend, (LinearForward){.out = on(side, out),
                                                  .x = on(side, x),
                                                  .weight = on(side, weight),
-                                                 .input_major = s.input_major,
+                                                 .in_out_layout = s.in_out_layout,
                                                  .bias = on(side, bias),
                                                  .pre_activation = on(side, pre),
                                                  .residual = on(side, residual)});
@@ -219,7 +219,7 @@ static void linear_backward_input_case(Pair *p, Shape s, Backward variant) {
     linear_backward_input(side.backend, (LinearBackwardInput){.dx = on(side, dx),
                                                               .dout = on(side, dout),
                                                               .weight = on(side, weight),
-                                                              .input_major = s.input_major,
+                                                              .in_out_layout = s.in_out_layout,
                                                               .pre_activation = on(side, pre),
                                                               .accumulate = variant == ADD});
   }
@@ -236,8 +236,8 @@ static void linear_backward_weight_case(Pair *p, Shape s, Dtype gradient, bool a
   Dtype real = p->cuda->dtype;
   Both dout = both_strided(p, real, s.rows, s.outputs, s.outputs + s.pad, 1);
   Both x = both_strided(p, real, s.rows, s.inputs, s.inputs + s.pad, 1);
-  Both dweight = s.input_major ? both_result(p, gradient, s.inputs, s.outputs, accumulate)
-                               : both_result(p, gradient, s.outputs, s.inputs, accumulate);
+  Both dweight = s.in_out_layout ? both_result(p, gradient, s.inputs, s.outputs, accumulate)
+                                 : both_result(p, gradient, s.outputs, s.inputs, accumulate);
   Both dbias = flat(both_result(p, gradient, 1, s.outputs, accumulate));
   for (int i = 0; i < 2; i++) {
     Side side = side_of(p, i);
@@ -245,7 +245,7 @@ static void linear_backward_weight_case(Pair *p, Shape s, Dtype gradient, bool a
                                                                 .dbias = on(side, dbias),
                                                                 .dout = on(side, dout),
                                                                 .x = on(side, x),
-                                                                .input_major = s.input_major,
+                                                                .in_out_layout = s.in_out_layout,
                                                                 .alpha = 0.375f,
                                                                 .accumulate = accumulate});
   }

@@ -1,4 +1,4 @@
-// The Hopper products (kernels/cuda/hopper_product.h) against float64: tiles that are ragged in every
+// The Hopper products (kernels/cuda/hopper_gemm.h) against float64: tiles that are ragged in every
 // direction, rows with gaps, more tiles than a round holds and fewer, row sums in bands, outputs that hold
 // NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits on every
 // run. Skipped on other devices.
@@ -21,7 +21,7 @@
 
 #ifdef HAVE_CUDA
 #include "kernels/cuda/cuda_ops.h"
-#include "kernels/cuda/hopper_product.h"
+#include "kernels/cuda/hopper_gemm.h"
 
 enum { SCRATCH_BYTES = 48 << 20 };
 

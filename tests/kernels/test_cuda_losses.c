@@ -1,4 +1,4 @@
-// The losses on the CUDA backend against the CPU backend, where tests/kernels/test_kernels.c and test_last_layer.c
+// The losses on the CUDA backend against the CPU backend, where tests/kernels/test_kernels.c and test_linear_cross_entropy.c
 // (float64, small shapes) do not look: rows wider than shared memory, several tiles, misaligned rows, and
 // rows whose exponentials overflow.
 
@@ -165,15 +165,15 @@ static Swept sweep(Harness *h, Tensor x, Tensor weight, Tensor targets) {
              .anchor = poisoned_vector(h, DTYPE_F32, rows)};
   lce_target_logits(h->backend,
                     (LceTargetLogits){.target_z = s.target_z, .x = x, .weight = weight, .targets = targets});
-  lce_sweep(h->backend, (LceSweep){.exps = s.exps,
-                                   .dx_raw = s.dx_raw,
-                                   .row_sum = s.row_sum,
-                                   .target_e = s.target_e,
-                                   .target_z = s.target_z,
-                                   .anchor = s.anchor,
-                                   .x = x,
-                                   .weight = weight,
-                                   .targets = targets});
+  lce_logits_exp(h->backend, (LceLogitsExp){.exps = s.exps,
+                                            .dx_raw = s.dx_raw,
+                                            .row_sum = s.row_sum,
+                                            .target_e = s.target_e,
+                                            .target_z = s.target_z,
+                                            .anchor = s.anchor,
+                                            .x = x,
+                                            .weight = weight,
+                                            .targets = targets});
   return s;
 }
 

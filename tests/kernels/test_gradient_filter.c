@@ -1,6 +1,6 @@
 // Gradient filtering against float64 that applies the same rule: tiles that are ragged in both directions,
 // several chunks, counted tokens packed or not, the terms that may stand beside it; all tiles left out, or
-// none; tiles on the border; what is told; and the two operations by themselves.
+// none; tiles on the border; what is stats; and the two operations by themselves.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -138,12 +138,12 @@ static void check_filtered(Harness *h, const char *what, Tensor got, const doubl
 }
 
 static void check_told(Harness *h, const Problem *p) {
-  double *told = values_of(h, p->call.filtered), epsilon = dtype_epsilon(h->dtype);
+  double *stats = values_of(h, p->call.filtered), epsilon = dtype_epsilon(h->dtype);
   const double *want = p->r.filtered;
-  if (!(told[0] == want[0] && told[1] == want[1] &&
-        fabs(told[2] - want[2]) <= (0.5 * epsilon + 1e-5) * want[2]))
-    fail_msg("%g of %g tiles and a mass of %.9g are told, not %g of %g and %.9g", told[0], told[1], told[2],
-             want[0], want[1], want[2]);
+  if (!(stats[0] == want[0] && stats[1] == want[1] &&
+        fabs(stats[2] - want[2]) <= (0.5 * epsilon + 1e-5) * want[2]))
+    fail_msg("%g of %g tiles and a mass of %.9g are stats, not %g of %g and %.9g", stats[0], stats[1],
+             stats[2], want[0], want[1], want[2]);
 }
 
 static void check_case(Harness *h, Case c) {
@@ -219,8 +219,8 @@ static void test_nan(void **state) {
   p.x[5 * 16 + 3] = NAN;
   p.call.x = tensor_from(h, h->dtype, p.x, 200, 16);
   linear_cross_entropy(h->backend, p.call);
-  double *told = values_of(h, p.call.filtered), *dx = values_of(h, p.call.dx);
-  assert_true(told[0] == 4 && told[1] == 8);
+  double *stats = values_of(h, p.call.filtered), *dx = values_of(h, p.call.dx);
+  assert_true(stats[0] == 4 && stats[1] == 8);
   for (int64_t i = 0; i < 200 * 16; i++) assert_int_equal(isnan(dx[i]) != 0, i / 16 == 5);
 }
 
@@ -269,7 +269,7 @@ static void test_repeats(void **state) {
   omp_set_num_threads(threads);
   check_bitwise_equal(h, "dx again", again.dx, p.call.dx);
   check_bitwise_equal(h, "dweight again", again.dweight, p.call.dweight);
-  check_bitwise_equal(h, "what is told again", again.filtered, p.call.filtered);
+  check_bitwise_equal(h, "what is stats again", again.filtered, p.call.filtered);
   LinearCrossEntropy whole = again, forward = again;
   whole.terms.filter = 0, whole.filtered = (Tensor){0};
   whole.loss = poisoned_vector(h, DTYPE_F32, c.rows);
@@ -292,7 +292,7 @@ typedef struct {
 typedef struct {
   Shape s;
   int64_t down, across;
-  double *exps, *row_sum, *target_e, *told, *tiles; // told and tiles: as they must become
+  double *exps, *row_sum, *target_e, *stats, *tiles; // stats and tiles: as they must become
   LceFilter call;
 } Filtering;
 
@@ -310,7 +310,7 @@ static Filtering make_filtering(Harness *h, Shape s) {
                  .exps = random_values(h, s.rows * s.vocab, 1),
                  .row_sum = random_values(h, s.rows, 1),
                  .target_e = random_values(h, s.rows, 1),
-                 .told = host_values(h, 3)};
+                 .stats = host_values(h, 3)};
   f.tiles = host_values(h, f.down * f.across);
   for (int64_t n = 0; n < s.rows; n++) {
     bool ignored = n % 7 == 2; // as the sweep leaves such a row: nothing in E
@@ -324,12 +324,12 @@ static Filtering make_filtering(Harness *h, Shape s) {
     }
   }
   f.call = (LceFilter){.tiles = poisoned(h, DTYPE_F32, f.down, f.across),
-                       .told = vector_from(h, DTYPE_F32, (double[]){3, 5, 0.25}, 3),
+                       .stats = vector_from(h, DTYPE_F32, (double[]){3, 5, 0.25}, 3),
                        .exps = strided_from(h, h->dtype, f.exps, s.rows, s.vocab, s.stride),
                        .row_sum = vector_from(h, DTYPE_F32, f.row_sum, s.rows),
                        .target_e = vector_from(h, DTYPE_F32, f.target_e, s.rows),
                        .epsilon = epsilon};
-  f.told[0] = 3, f.told[1] = 5 + (double)(f.down * f.across), f.told[2] = 0.25;
+  f.stats[0] = 3, f.stats[1] = 5 + (double)(f.down * f.across), f.stats[2] = 0.25;
   for (int64_t n = 0; n < s.rows; n++)
     for (int64_t j = 0; j < s.vocab; j++) {
       double p = f.exps[n * s.vocab + j] / (f.row_sum[n] + f.target_e[n]);
@@ -340,7 +340,7 @@ static Filtering make_filtering(Harness *h, Shape s) {
         continue;
       }
       f.tiles[tile] += p;
-      f.told[0] += first, f.told[2] += p;
+      f.stats[0] += first, f.stats[2] += p;
     }
   return f;
 }
@@ -351,15 +351,15 @@ static void check_products(Harness *h, const Filtering *f, Dtype dx_dtype) {
   double *dx = host_values(h, s.rows * s.hidden), alpha = s.alpha == 0.0f ? 1 : (double)s.alpha;
   double *dweight =
       s.accumulate ? random_values(h, s.vocab * s.hidden, 1) : host_values(h, s.vocab * s.hidden);
-  LceFilteredProducts a = {.dx_raw = poisoned(h, dx_dtype, s.rows, s.hidden),
-                           .dweight = s.accumulate ? tensor_from(h, DTYPE_F32, dweight, s.vocab, s.hidden)
-                                                   : poisoned(h, DTYPE_F32, s.vocab, s.hidden),
-                           .tiles = f->call.tiles,
-                           .exps = f->call.exps,
-                           .weight = tensor_from(h, h->dtype, weight, s.vocab, s.hidden),
-                           .scaled_x = tensor_from(h, h->dtype, x, s.rows, s.hidden),
-                           .alpha = s.alpha,
-                           .accumulate = s.accumulate};
+  LceFilteredGemms a = {.dx_raw = poisoned(h, dx_dtype, s.rows, s.hidden),
+                        .dweight = s.accumulate ? tensor_from(h, DTYPE_F32, dweight, s.vocab, s.hidden)
+                                                : poisoned(h, DTYPE_F32, s.vocab, s.hidden),
+                        .tiles = f->call.tiles,
+                        .exps = f->call.exps,
+                        .weight = tensor_from(h, h->dtype, weight, s.vocab, s.hidden),
+                        .scaled_x = tensor_from(h, h->dtype, x, s.rows, s.hidden),
+                        .alpha = s.alpha,
+                        .accumulate = s.accumulate};
   for (int64_t n = 0; n < s.rows; n++)
     for (int64_t j = 0; j < s.vocab; j++) {
       double e = f->exps[n * s.vocab + j];
@@ -369,7 +369,7 @@ static void check_products(Harness *h, const Filtering *f, Dtype dx_dtype) {
         dweight[j * s.hidden + i] += alpha * e * x[n * s.hidden + i];
       }
     }
-  lce_filtered_products(h->backend, a);
+  lce_filtered_gemms(h->backend, a);
   // In bf16 a GPU may add the last V mod 8 terms to what it has rounded before.
   bool twice = dx_dtype != DTYPE_F32 && s.vocab % 8;
   check_values(h, "dx_raw", a.dx_raw, dx,
@@ -393,7 +393,7 @@ static void test_operations(void **state) {
       Filtering f = make_filtering(h, s);
       lce_filter(h->backend, f.call);
       check_values(h, "tiles", f.call.tiles, f.tiles, within(8, (double)(s.rows + s.vocab)));
-      check_values(h, "told", f.call.told, f.told, within(8, (double)(s.rows + s.vocab)));
+      check_values(h, "stats", f.call.stats, f.stats, within(8, (double)(s.rows + s.vocab)));
       check_gaps(h, "exps", in_pieces(f.call.exps));
       check_products(h, &f, DTYPE_F32);
       if (h->dtype != DTYPE_F32) check_products(h, &f, h->dtype);

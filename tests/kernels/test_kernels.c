@@ -196,7 +196,7 @@ static void test_norm(void **state) {
 
 typedef struct {
   int64_t rows, inputs, outputs, pad; // pad: what strided tensors leave between rows
-  bool input_major, bias, gelu, residual, in_place, accumulate;
+  bool in_out_layout, bias, gelu, residual, in_place, accumulate;
   double alpha;
 } LinearShape;
 
@@ -208,14 +208,15 @@ typedef struct {
 static double linear_objective(void *context) {
   LinearCase *c = context;
   LinearShape s = c->s;
-  reference_linear(c->pre, c->x, c->weight, s.input_major, c->bias, c->residual, s.rows, s.inputs, s.outputs);
+  reference_linear(c->pre, c->x, c->weight, s.in_out_layout, c->bias, c->residual, s.rows, s.inputs,
+                   s.outputs);
   for (int64_t i = 0; i < s.rows * s.outputs; i++) c->out[i] = s.gelu ? reference_gelu(c->pre[i]) : c->pre[i];
   return s.alpha * reference_dot(c->out, c->dout, s.rows * s.outputs);
 }
 
 static Tensor weight_from(Harness *h, Dtype dtype, double *values, LinearShape s) {
-  return s.input_major ? tensor_from(h, dtype, values, s.inputs, s.outputs)
-                       : tensor_from(h, dtype, values, s.outputs, s.inputs);
+  return s.in_out_layout ? tensor_from(h, dtype, values, s.inputs, s.outputs)
+                         : tensor_from(h, dtype, values, s.outputs, s.inputs);
 }
 
 static LinearCase linear_values(Harness *h, LinearShape s) {
@@ -242,7 +243,7 @@ static void linear_forward_case(Harness *h, LinearShape s) {
   linear_forward(h->backend, (LinearForward){.out = out,
                                              .x = x,
                                              .weight = weight,
-                                             .input_major = s.input_major,
+                                             .in_out_layout = s.in_out_layout,
                                              .bias = bias,
                                              .pre_activation = pre,
                                              .residual = residual});
@@ -263,8 +264,8 @@ static void linear_backward_case(Harness *h, LinearShape s) {
   double *weight_before = random_values(h, s.inputs * s.outputs, 1);
   double *bias_before = random_values(h, s.outputs, 1);
   Tensor dx = poisoned_strided(h, h->dtype, s.rows, s.inputs, s.inputs + s.pad), dbias = {0};
-  Tensor dweight = s.input_major ? poisoned(h, DTYPE_F32, s.inputs, s.outputs)
-                                 : poisoned(h, DTYPE_F32, s.outputs, s.inputs);
+  Tensor dweight = s.in_out_layout ? poisoned(h, DTYPE_F32, s.inputs, s.outputs)
+                                   : poisoned(h, DTYPE_F32, s.outputs, s.inputs);
   if (s.bias) dbias = poisoned_vector(h, DTYPE_F32, s.outputs);
   if (s.accumulate) {
     dx = strided_from(h, h->dtype, dx_before, s.rows, s.inputs, s.inputs + s.pad);
@@ -274,13 +275,13 @@ static void linear_backward_case(Harness *h, LinearShape s) {
   linear_backward_input(h->backend, (LinearBackwardInput){.dx = dx,
                                                           .dout = dout,
                                                           .weight = weight,
-                                                          .input_major = s.input_major,
+                                                          .in_out_layout = s.in_out_layout,
                                                           .accumulate = s.accumulate});
   linear_backward_weight(h->backend, (LinearBackwardWeight){.dweight = dweight,
                                                             .dbias = dbias,
                                                             .dout = dout,
                                                             .x = x,
-                                                            .input_major = s.input_major,
+                                                            .in_out_layout = s.in_out_layout,
                                                             .alpha = (float)s.alpha,
                                                             .accumulate = s.accumulate});
   if (s.alpha == 0) c.s.alpha = 1;
@@ -309,7 +310,7 @@ static void each_linear_shape(Harness *h, void (*run)(Harness *, LinearShape)) {
   for (size_t i = 0; i < sizeof linear_shapes / sizeof *linear_shapes; i++)
     for (int variant = 0; variant < 4; variant++) {
       LinearShape s = linear_shapes[i];
-      s.input_major = variant & 1;
+      s.in_out_layout = variant & 1;
       s.accumulate = variant & 2;
       run(h, s);
       pop_all((void **)&h);
@@ -756,14 +757,14 @@ static void test_refusals(void **state) {
   assert_fails(h, "head_dim 1 is odd",
                rope(backend, (Rope){.qkv = m35, .cos_sin = m34, .shape = {1, 3, 3, 1, 1}}));
   assert_fails(h, "this is the forward pass alone",
-               lce_sweep(backend, (LceSweep){.dx_raw = m34,
-                                             .row_sum = v3,
-                                             .target_e = v3,
-                                             .target_z = v3,
-                                             .anchor = v3,
-                                             .x = m34,
-                                             .weight = m54,
-                                             .targets = ids3}));
+               lce_logits_exp(backend, (LceLogitsExp){.dx_raw = m34,
+                                                      .row_sum = v3,
+                                                      .target_e = v3,
+                                                      .target_z = v3,
+                                                      .anchor = v3,
+                                                      .x = m34,
+                                                      .weight = m54,
+                                                      .targets = ids3}));
   assert_fails(h, "int64", read_targets(backend, (ReadTargets){.targets = ids3, .ids = v3, .vocab_size = 5}));
   assert_fails(h, "targets",
                read_targets(backend, (ReadTargets){.targets = v3, .ids = ids3, .vocab_size = 5}));

@@ -231,7 +231,7 @@ static void llama_configs_are_read(void **state) {
   assert_int_equal(c.num_key_value_heads, 3);
   assert_int_equal(c.head_dim, 4);
   assert_int_equal(c.max_position_embeddings, 2048);
-  assert_true(c.norm == NORM_RMS && c.gated_mlp && !c.learned_positions && !c.input_major);
+  assert_true(c.norm == NORM_RMS && c.gated_mlp && !c.learned_positions && !c.in_out_layout);
   assert_true(!c.tie_word_embeddings && !c.attention_bias && !c.mlp_bias);
   assert_true(c.norm_epsilon == 1e-6 && c.rope_theta == 10000 && c.rope_scaling.factor == 0);
   c = read_config("{" LLAMA_SIZES ",\"num_key_value_heads\":1,\"head_dim\":8,\"tie_word_embeddings\":true,"
@@ -257,7 +257,7 @@ static void llama_configs_are_read(void **state) {
 static void gpt2_configs_are_read(void **state) {
   (void)state;
   ModelConfig c = read_config("{" GPT2_SIZES "}");
-  assert_true(c.norm == NORM_LAYER && c.learned_positions && !c.gated_mlp && c.input_major);
+  assert_true(c.norm == NORM_LAYER && c.learned_positions && !c.gated_mlp && c.in_out_layout);
   assert_true(c.tie_word_embeddings && c.attention_bias && c.mlp_bias && c.norm_epsilon == 1e-5);
   assert_int_equal(c.head_dim, 4);
   assert_int_equal(c.num_key_value_heads, 3);

@@ -94,8 +94,8 @@ static void hand_worked_csv(void **state) {
   Tensor exps = tensor_2d(NULL, DTYPE_BF16, 16, 1000), x_chunk = tensor_2d(NULL, DTYPE_BF16, 16, 32);
   Tensor w = tensor_2d(NULL, DTYPE_BF16, 1000, 32);
   exps.data = x_chunk.data = w.data = &chunk; // only has to be there
-  size_t sweep = memory_padded(
-      cuda_scratch.lce_sweep(&(LceSweep){.exps = exps, .dx_raw = x_chunk, .x = x_chunk, .weight = w}));
+  size_t sweep = memory_padded(cuda_scratch.lce_logits_exp(
+      &(LceLogitsExp){.exps = exps, .dx_raw = x_chunk, .x = x_chunk, .weight = w}));
   size_t scatter = memory_padded(cuda_scratch.lce_target_gradient(&(LceTargetGradient){.x = x_chunk}));
   size_t scratch = sweep > scatter ? sweep : scatter; // one after the other, as scaled x after the sweep
   assert_true(scratch >= 16 * 32 * 2);
@@ -156,7 +156,7 @@ static void curve_equals_plan(void **state) {
   char *arguments[] = {"train", "--model", "llama-1b", "--seq-len", "512", "--batch", "4", NULL};
   Options o;
   options_parse(&o, 7, arguments);
-  options_settle_dtypes(&o, true);
+  options_resolve_dtypes(&o, true);
   o.lce_chunk = options_default_chunk(2048, true);
   for (int m = 0; m < 2; m++) {
     Plan plan = plan_run(&o, "cuda", (LceMode)m);
@@ -617,7 +617,7 @@ static void fit(void **state) {
   char *arguments[] = {"train", "--model", "llama-tiny", "--seq-len", "64", "--lce-chunk", "64", NULL};
   Options options;
   options_parse(&options, 7, arguments);
-  options_settle_dtypes(&options, false);
+  options_resolve_dtypes(&options, false);
   for (int m = 0; m < 2; m++) {
     size_t room = (size_t)1 << 30;
     int64_t batch = plan_largest_batch(&options, "cpu", (LceMode)m, room);

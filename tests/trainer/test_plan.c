@@ -113,9 +113,9 @@ static Options options_of_device(char *line, const char *device) {
   for (char *word = strtok_r(line, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) argv[argc++] = word;
   Options o;
   options_parse(&o, argc, argv);
-  options_settle_dtypes(&o, strcmp(device, "cuda") == 0);
+  options_resolve_dtypes(&o, strcmp(device, "cuda") == 0);
   Backend *plan = plan_backend_create(device, o.dtype);
-  options_settle_chunk(&o, plan);
+  options_resolve_chunk(&o, plan);
   backend_destroy(plan);
   return o;
 }
@@ -224,7 +224,7 @@ static void check_budget(const char *device, const char *job, bool masked, int m
   if (masked) { // as data with a mask would have it
     Backend *plan = plan_backend_create(device, o.dtype);
     o.masked = true;
-    options_settle_chunk(&o, plan);
+    options_resolve_chunk(&o, plan);
     backend_destroy(plan);
   }
   size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).head_peak_bytes;

@@ -115,7 +115,7 @@ size_t layer_held(const LastLayer *l, LceMode mode, int64_t chunk) {
   return held;
 }
 
-void layer_products(const LastLayer *l, int64_t rows) {
+void layer_gemms(const LastLayer *l, int64_t rows) {
   Backend *backend = l->backend;
   int64_t tokens = l->x.shape[0], vocab_size = l->weight.shape[0];
   MemoryMark mark = memory_mark(&backend->memory);
@@ -136,10 +136,10 @@ void layer_products(const LastLayer *l, int64_t rows) {
   memory_pop_to(&backend->memory, mark);
 }
 
-size_t layer_products_stack(const Backend *backend, LceShape shape, int64_t rows) {
+size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows) {
   Backend *plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", shape.dtype);
   LastLayer layer = layer_reserve(plan, shape, 0);
-  layer_products(&layer, rows);
+  layer_gemms(&layer, rows);
   size_t bytes = plan->memory.ledger.stack_peak;
   backend_destroy(plan);
   return bytes;

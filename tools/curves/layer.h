@@ -30,8 +30,8 @@ void layer_run(const LastLayer *layer, LceMode mode, int64_t chunk);
 size_t layer_held(const LastLayer *layer, LceMode mode, int64_t chunk);
 
 // The three bare products that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X), for
-// `rows` of the tokens at a time; needs a stack of layer_products_stack bytes.
-void layer_products(const LastLayer *layer, int64_t rows);
-size_t layer_products_stack(const Backend *backend, LceShape shape, int64_t rows);
+// `rows` of the tokens at a time; needs a stack of layer_gemms_stack bytes.
+void layer_gemms(const LastLayer *layer, int64_t rows);
+size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows);
 
 #endif

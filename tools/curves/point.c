@@ -130,7 +130,7 @@ static double timed_layer(const LastLayer *layer, const Point *p) {
 static double timed_products(const LastLayer *layer, int64_t rows) {
   backend_synchronize(layer->backend);
   double start = now_seconds();
-  layer_products(layer, rows);
+  layer_gemms(layer, rows);
   backend_synchronize(layer->backend);
   return now_seconds() - start;
 }
@@ -178,7 +178,7 @@ static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Ba
 static int64_t floor_rows(const Backend *backend, LceShape shape, size_t usable) {
   int64_t rows = shape.tokens;
   size_t left = usable > backend->memory.ledger.total ? usable - backend->memory.ledger.total : 0;
-  while (usable && rows > 1 && layer_products_stack(backend, shape, rows) > left) rows = (rows + 1) / 2;
+  while (usable && rows > 1 && layer_gemms_stack(backend, shape, rows) > left) rows = (rows + 1) / 2;
   return rows;
 }
 
@@ -217,7 +217,7 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
   Memory *memory = &backend->memory;
   LastLayer layer = layer_reserve(backend, shape_of(e, p), 1);
   int64_t rows = floor_rows(backend, shape_of(e, p), r->usable_bytes);
-  size_t stack = layer_products_stack(backend, shape_of(e, p), rows);
+  size_t stack = layer_gemms_stack(backend, shape_of(e, p), rows);
   if (needs->layer_stack > stack) stack = needs->layer_stack;
   if (e->errors) {
     Point fused = reference_point(e, p);
@@ -283,7 +283,7 @@ Reading point_read(const Experiment *e, const Point *p) {
   enum { PASSES = 4 }; // warm-up, two at least for the step, one for the layer
   if (r.usable_bytes && needs.peak > r.usable_bytes)
     r.status = POINT_NO_ROOM;
-  else if (e->product_rate > 0 && PASSES * point_flops(e, p) / e->product_rate > e->patience)
+  else if (e->gemm_rate > 0 && PASSES * point_flops(e, p) / e->gemm_rate > e->patience)
     r.status = POINT_TOO_SLOW;
   else
     r.status = POINT_MEASURED;

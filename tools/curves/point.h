@@ -53,10 +53,10 @@ typedef struct {
   const char *device;     // "cpu" or "cuda"
   bool layer_only;        // the last layer on random data, no model around it
   bool plan_only;
-  bool errors;         // compare the gradients with float64 (layer_only)
-  size_t memory;       // bytes the device is taken to have; 0 asks it
-  double patience;     // seconds a point may take
-  double product_rate; // flops a second, to tell how long a point would take; 0 when planning
+  bool errors;      // compare the gradients with float64 (layer_only)
+  size_t memory;    // bytes the device is taken to have; 0 asks it
+  double patience;  // seconds a point may take
+  double gemm_rate; // flops a second, to tell how long a point would take; 0 when planning
 } Experiment;
 
 // The options with a point's sizes in place, its chunk too. Fails when they make no model.

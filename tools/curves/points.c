@@ -156,7 +156,7 @@ static int64_t chunk_of(const Options *o, const char *device, bool layer_only, c
   if (layer_only && o->lce_memory)
     at.lce_chunk = layer_chunk(o, plan, p);
   else
-    options_settle_chunk(&at, plan);
+    options_resolve_chunk(&at, plan);
   backend_destroy(plan);
   return at.lce_chunk;
 }

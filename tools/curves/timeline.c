@@ -132,7 +132,7 @@ static Work of_attention_forward(const AttentionForward *a) {
 static Work of_attention_backward(const AttentionBackward *a) {
   return attention(&a->shape, a->qkv, 5);
 }
-static Work of_lce_sweep(const LceSweep *a) {
+static Work of_lce_logits_exp(const LceLogitsExp *a) {
   double products = tensor_exists(a->exps) ? 2 : 1;
   Work work = {2 * products * count_of(a->x) * (double)a->weight.shape[0],
                products * bytes_of(a->weight) + 2 * bytes_of(a->exps)};
@@ -180,7 +180,7 @@ static Work of_reduce(const Reduce *a) {
   X(rope, Rope)                                                                                              \
   X(attention_forward, AttentionForward)                                                                     \
   X(attention_backward, AttentionBackward)                                                                   \
-  X(lce_sweep, LceSweep)                                                                                     \
+  X(lce_logits_exp, LceLogitsExp)                                                                            \
   X(lce_rows, LceRows)                                                                                       \
   X(lce_input_gradient, LceInputGradient)                                                                    \
   X(lce_target_gradient, LceTargetGradient)                                                                  \

@@ -41,8 +41,8 @@ static void plain_product(int64_t m, int64_t n, int64_t k, float alpha, CpuMatri
   }
 }
 
-void cpu_product(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
-                 float beta, float *out, int64_t out_stride) {
+void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
+              float *out, int64_t out_stride) {
   if (m == 0 || n == 0) return;
 #ifdef HAVE_CBLAS
   if (!plain && k > 0) {

@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_kernel.cuh"
-#include "kernels/cuda/hopper_product.h"
 
 // --- before and after the kernel ---------------------------------------------------------------------------
 
@@ -14,8 +14,8 @@
 template <typename T>
 static __global__ void __launch_bounds__(256)
     add_slices_kernel(T *out, int64_t stride, const float *slices, const __grid_constant__ Work w) {
-  stream_go_on();
-  stream_wait();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const int size = w.rows * TILE_N;
   int rest = w.m_tiles * w.n_tiles - w.whole, tile = w.whole + blockIdx.y;
   int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
@@ -67,7 +67,7 @@ static cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], in
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = CLUSTER;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1] = early_launch();
+  attributes[1] = pdl_attribute();
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((unsigned)blocks);
   config.blockDim = dim3(THREADS);
@@ -289,7 +289,7 @@ static void exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor 
     launch<Kind<SUMS_F32, FILTERED>>(backend, exps_map, weight_map, exps_map, w, ends);
   if (w.slices == 1) return;
   dim3 grid(w.rows * TILE_N / 4 / 256, (unsigned)(w.m_tiles * w.n_tiles - w.whole));
-  with_real(out.dtype, [&](auto type) {
+  with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
     launch_kernel(true, cuda_stream(backend), grid, 256, add_slices_kernel<T>, data_of<T>(out), out.stride,
                   ends.slices, w);

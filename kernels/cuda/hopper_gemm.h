@@ -1,8 +1,8 @@
 // The matrix products of the last layer on Hopper's own instructions; hopper_kernel.cuh tells how. Each
 // function says whether it did the work: false (or 0) means "not on this device, or not with rows like
 // these", or where it says so, that cuBLASLt is faster; and nothing has been touched then.
-#ifndef LCE_KERNELS_CUDA_HOPPER_PRODUCT_H
-#define LCE_KERNELS_CUDA_HOPPER_PRODUCT_H
+#ifndef LCE_KERNELS_CUDA_HOPPER_GEMM_H
+#define LCE_KERNELS_CUDA_HOPPER_GEMM_H
 
 #include "kernels/kernels.h"
 

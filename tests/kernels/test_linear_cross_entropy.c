@@ -82,7 +82,8 @@ static double problem_objective(void *context) {
 
 typedef struct {
   Tensor x, weight, targets;
-  Tensor exps, loss, dx, dweight, row_sum, target_e, target_z, anchor, scale_others, scale_target, scaled_x;
+  Tensor exps, loss, dx, dweight, row_sum, target_e, target_z, anchor, scale_non_target, scale_target,
+      scaled_x;
 } Pieces;
 
 // pad: what lies between the rows of exps. dweight starts as zeros.
@@ -95,23 +96,23 @@ static Pieces run_pieces(Harness *h, Problem *p, int64_t pad) {
   s.dx = poisoned(h, DTYPE_F32, p->rows, p->hidden);
   s.dweight = poisoned(h, DTYPE_F32, p->vocab, p->hidden);
   s.scaled_x = poisoned(h, h->dtype, p->rows, p->hidden);
-  Tensor *const columns[] = {&s.loss,   &s.row_sum,      &s.target_e,    &s.target_z,
-                             &s.anchor, &s.scale_others, &s.scale_target};
+  Tensor *const columns[] = {&s.loss,   &s.row_sum,          &s.target_e,    &s.target_z,
+                             &s.anchor, &s.scale_non_target, &s.scale_target};
   for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
     *columns[i] = poisoned_vector(h, DTYPE_F32, p->rows);
   lce_target_logits(
       backend, (LceTargetLogits){.target_z = s.target_z, .x = s.x, .weight = s.weight, .targets = s.targets});
-  lce_sweep(backend, (LceSweep){.exps = s.exps,
-                                .dx_raw = s.dx,
-                                .row_sum = s.row_sum,
-                                .target_e = s.target_e,
-                                .target_z = s.target_z,
-                                .anchor = s.anchor,
-                                .x = s.x,
-                                .weight = s.weight,
-                                .targets = s.targets});
+  lce_logits_exp(backend, (LceLogitsExp){.exps = s.exps,
+                                         .dx_raw = s.dx,
+                                         .row_sum = s.row_sum,
+                                         .target_e = s.target_e,
+                                         .target_z = s.target_z,
+                                         .anchor = s.anchor,
+                                         .x = s.x,
+                                         .weight = s.weight,
+                                         .targets = s.targets});
   lce_rows(backend, (LceRows){.loss = s.loss,
-                              .scale_others = s.scale_others,
+                              .scale_non_target = s.scale_non_target,
                               .scale_target = s.scale_target,
                               .scaled_x = s.scaled_x,
                               .row_sum = s.row_sum,
@@ -122,7 +123,7 @@ static Pieces run_pieces(Harness *h, Problem *p, int64_t pad) {
                               .targets = s.targets,
                               .vocab_size = p->vocab});
   lce_input_gradient(backend, (LceInputGradient){.dx = s.dx,
-                                                 .scale_others = s.scale_others,
+                                                 .scale_non_target = s.scale_non_target,
                                                  .scale_target = s.scale_target,
                                                  .weight = s.weight,
                                                  .targets = s.targets,
@@ -184,21 +185,21 @@ static void test_forward_only(void **state) {
   Pieces with = run_pieces(h, &p, 0);
   Tensor columns[5];
   for (int i = 0; i < 5; i++) columns[i] = poisoned_vector(h, DTYPE_F32, p.rows);
-  LceSweep sweep = {.row_sum = columns[0],
-                    .target_e = columns[1],
-                    .target_z = columns[2],
-                    .anchor = columns[3],
-                    .x = with.x,
-                    .weight = with.weight,
-                    .targets = with.targets};
+  LceLogitsExp sweep = {.row_sum = columns[0],
+                        .target_e = columns[1],
+                        .target_z = columns[2],
+                        .anchor = columns[3],
+                        .x = with.x,
+                        .weight = with.weight,
+                        .targets = with.targets};
   // A GPU's tiles of logits have a size of their own.
   if (h->backend->scratch == &cpu_scratch)
-    assert_true(h->backend->scratch->lce_sweep(&sweep) < tensor_bytes(with.exps));
+    assert_true(h->backend->scratch->lce_logits_exp(&sweep) < tensor_bytes(with.exps));
   lce_target_logits(h->backend, (LceTargetLogits){.target_z = sweep.target_z,
                                                   .x = sweep.x,
                                                   .weight = sweep.weight,
                                                   .targets = sweep.targets});
-  lce_sweep(h->backend, sweep);
+  lce_logits_exp(h->backend, sweep);
   lce_rows(h->backend, (LceRows){.loss = columns[4],
                                  .row_sum = columns[0],
                                  .target_e = columns[1],
