@@ -6,30 +6,30 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static char room[] = "/tmp/test_data.XXXXXX";
+static char temp_dir[] = "/tmp/test_data.XXXXXX";
 
-int make_room(void **state) {
+int make_temp_dir(void **state) {
   (void)state;
-  return mkdtemp(room) ? 0 : -1;
+  return mkdtemp(temp_dir) ? 0 : -1;
 }
 
-int clear_room(void **state) {
+int remove_temp_dir(void **state) {
   (void)state;
   char command[256];
-  snprintf(command, sizeof command, "rm -rf '%s'", room);
+  snprintf(command, sizeof command, "rm -rf '%s'", temp_dir);
   return system(command);
 }
 
-const char *in_room(const char *name) {
+const char *temp_path(const char *name) {
   static char paths[8][512];
   static int turn;
   char *path = paths[turn++ % 8];
-  snprintf(path, sizeof paths[0], "%s/%s", room, name);
+  snprintf(path, sizeof paths[0], "%s/%s", temp_dir, name);
   return path;
 }
 
 void write_bytes(const char *name, const void *bytes, size_t size) {
-  FILE *file = fopen(in_room(name), "wb");
+  FILE *file = fopen(temp_path(name), "wb");
   assert_non_null(file);
   assert_int_equal(fwrite(bytes, 1, size, file), size);
   assert_int_equal(fclose(file), 0);
@@ -40,13 +40,13 @@ void write_text(const char *name, const char *text) {
 }
 
 void make_directory(const char *name) {
-  assert_int_equal(mkdir(in_room(name), 0755), 0);
+  assert_int_equal(mkdir(temp_path(name), 0755), 0);
 }
 
 void write_shard(const char *name, int32_t magic, int32_t version, int32_t claimed, const void *tokens,
                  size_t bytes) {
   int32_t header[256] = {magic, version, claimed};
-  FILE *file = fopen(in_room(name), "wb");
+  FILE *file = fopen(temp_path(name), "wb");
   assert_non_null(file);
   assert_int_equal(fwrite(header, 1, sizeof header, file), sizeof header);
   if (bytes > 0) assert_int_equal(fwrite(tokens, 1, bytes, file), bytes);
@@ -63,11 +63,11 @@ void write_shard32(const char *name, const uint32_t *tokens, int32_t count) {
 
 void write_sparse_shard16(const char *name, int32_t count) {
   write_shard(name, 20240520, 1, count, NULL, 0);
-  assert_int_equal(truncate(in_room(name), 1024 + 2L * count), 0);
+  assert_int_equal(truncate(temp_path(name), 1024 + 2L * count), 0);
 }
 
 void put_token16(const char *name, long position, uint16_t id) {
-  FILE *file = fopen(in_room(name), "r+b");
+  FILE *file = fopen(temp_path(name), "r+b");
   assert_non_null(file);
   assert_int_equal(fseek(file, 1024 + 2 * position, SEEK_SET), 0);
   assert_int_equal(fwrite(&id, sizeof id, 1, file), 1);
@@ -79,17 +79,17 @@ Source *open_counting(const char *name, int64_t count) {
   for (int64_t i = 0; i < count; i++) tokens[i] = (uint32_t)i;
   write_shard32(name, tokens, (int32_t)count);
   free(tokens);
-  const char *path = in_room(name);
+  const char *path = temp_path(name);
   return source_open(&path, 1, count);
 }
 
 Source *open_one(const char *name, int64_t vocab_size) {
-  const char *path = in_room(name);
+  const char *path = temp_path(name);
   return source_open(&path, 1, vocab_size);
 }
 
 Source *open_two(const char *first, const char *second, int64_t vocab_size) {
-  const char *paths[] = {in_room(first), in_room(second)};
+  const char *paths[] = {temp_path(first), temp_path(second)};
   return source_open(paths, 2, vocab_size);
 }
 
@@ -98,7 +98,7 @@ int mappings(void) {
   assert_non_null(maps);
   char line[1024];
   int count = 0;
-  while (fgets(line, sizeof line, maps)) count += strstr(line, room) != NULL;
+  while (fgets(line, sizeof line, maps)) count += strstr(line, temp_dir) != NULL;
   fclose(maps);
   return count;
 }
@@ -128,12 +128,12 @@ void assert_text(const Source *source, const char *expected) {
 void __lsan_disable(void) __attribute__((weak));
 void __lsan_enable(void) __attribute__((weak));
 
-jmp_buf room_caught;
-char room_sentence[2048];
+jmp_buf caught_jump;
+char caught_sentence[2048];
 
 static void catch_sentence(const char *text) {
-  snprintf(room_sentence, sizeof room_sentence, "%s", text);
-  longjmp(room_caught, 1);
+  snprintf(caught_sentence, sizeof caught_sentence, "%s", text);
+  longjmp(caught_jump, 1);
 }
 
 void expect_failures(bool expected) {
@@ -143,9 +143,9 @@ void expect_failures(bool expected) {
 }
 
 void assert_sentence(const char *const *parts, int count) {
-  assert_null(strchr(room_sentence, '\n'));
-  assert_null(strstr(room_sentence, ". "));
-  assert_int_not_equal(room_sentence[strlen(room_sentence) - 1], '.');
+  assert_null(strchr(caught_sentence, '\n'));
+  assert_null(strstr(caught_sentence, ". "));
+  assert_int_not_equal(caught_sentence[strlen(caught_sentence) - 1], '.');
   for (int i = 0; i < count; i++)
-    if (!strstr(room_sentence, parts[i])) fail_msg("\"%s\" does not say \"%s\"", room_sentence, parts[i]);
+    if (!strstr(caught_sentence, parts[i])) fail_msg("\"%s\" does not say \"%s\"", caught_sentence, parts[i]);
 }

@@ -1,4 +1,4 @@
-// What the tests of the data room share: small files in a directory of their own, sources that show where
+// What the tests with files share: small files in a temporary directory, sources that show where
 // their tokens come from, and sentences of fail().
 #ifndef LCE_TESTS_DATA_FILES_H
 #define LCE_TESTS_DATA_FILES_H
@@ -15,11 +15,11 @@
 #include <cmocka.h>
 
 // Group set-up and tear-down: the directory comes and goes.
-int make_room(void **state);
-int clear_room(void **state);
+int make_temp_dir(void **state);
+int remove_temp_dir(void **state);
 
-// The path of `name` in the room, in one of a few buffers that take turns.
-const char *in_room(const char *name);
+// The path of `name` in the temporary directory, in one of eight buffers used in turn.
+const char *temp_path(const char *name);
 
 void make_directory(const char *name);
 void write_bytes(const char *name, const void *bytes, size_t size);
@@ -30,7 +30,7 @@ void write_shard(const char *name, int32_t magic, int32_t version, int32_t claim
                  size_t bytes);
 void write_shard16(const char *name, const uint16_t *tokens, int32_t count);
 void write_shard32(const char *name, const uint32_t *tokens, int32_t count);
-// A uint16 shard of zeros that take no room on the disk, and one token put into it.
+// A uint16 shard of zeros that take no space on the disk, and one token put into it.
 void write_sparse_shard16(const char *name, int32_t count);
 void put_token16(const char *name, long position, uint16_t id);
 
@@ -39,7 +39,7 @@ Source *open_two(const char *first, const char *second, int64_t vocab_size);
 // A source whose token at position i is i.
 Source *open_counting(const char *name, int64_t count);
 
-// The number of files of the room that are mapped now.
+// The number of files of the directory that are mapped now.
 int mappings(void);
 
 // The stream equals `expected`, read whole and from any place to any other.
@@ -48,8 +48,8 @@ void assert_stream(const Source *source, const int32_t *expected, int64_t count)
 void assert_text(const Source *source, const char *expected);
 
 // For ASSERT_FAILS. assert_sentence: one line, nothing after a full stop, every part in it.
-extern jmp_buf room_caught;
-extern char room_sentence[2048];
+extern jmp_buf caught_jump;
+extern char caught_sentence[2048];
 void expect_failures(bool expected);
 void assert_sentence(const char *const *parts, int count);
 
@@ -57,11 +57,11 @@ void assert_sentence(const char *const *parts, int count);
 #define ASSERT_FAILS(call, ...)                                                                              \
   do {                                                                                                       \
     const char *const parts_[] = {__VA_ARGS__};                                                              \
-    room_sentence[0] = 0;                                                                                    \
+    caught_sentence[0] = 0;                                                                                  \
     expect_failures(true);                                                                                   \
-    if (setjmp(room_caught) == 0) (void)(call);                                                              \
+    if (setjmp(caught_jump) == 0) (void)(call);                                                              \
     expect_failures(false);                                                                                  \
-    if (!room_sentence[0]) fail_msg("%s did not fail", #call);                                               \
+    if (!caught_sentence[0]) fail_msg("%s did not fail", #call);                                             \
     assert_sentence(parts_, (int)(sizeof parts_ / sizeof *parts_));                                          \
   } while (0)
 

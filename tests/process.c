@@ -16,7 +16,7 @@
 
 #include <cmocka.h>
 
-enum { MOST_ARGUMENTS = 96, DEADLINE_SECONDS = 120 };
+enum { MAX_ARGUMENTS = 96, DEADLINE_SECONDS = 120 };
 
 // Where this program lies: build/VARIANT/tests/test_x.
 static const char *test_program(void) {
@@ -38,11 +38,11 @@ static const char *program(void) {
 }
 
 // Cuts `line` into words behind the `argc` that are there; 'a word in quotes' may hold spaces or nothing.
-static void split(char *line, int argc, char *argv[MOST_ARGUMENTS + 1]) {
+static void split(char *line, int argc, char *argv[MAX_ARGUMENTS + 1]) {
   for (char *at = line; *at;) {
     at += strspn(at, " ");
     if (!*at) break;
-    assert_true(argc < MOST_ARGUMENTS);
+    assert_true(argc < MAX_ARGUMENTS);
     char end = *at == '\'' ? '\'' : ' ';
     if (end == '\'') at++;
     argv[argc++] = at;
@@ -83,7 +83,7 @@ static const char *tool_program(const char *name) {
 typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, LAUNCHED, NAMED } Way;
 
 // The words that go before the program's own; returns how many there are.
-static int launcher(Way way, int ranks, char *argv[MOST_ARGUMENTS + 1]) {
+static int launcher(Way way, int ranks, char *argv[MAX_ARGUMENTS + 1]) {
   static char number[16];
   snprintf(number, sizeof number, "%d", ranks);
   char *const own[] = {(char *)tool_program("launch"), number, NULL};
@@ -97,7 +97,7 @@ static int launcher(Way way, int ranks, char *argv[MOST_ARGUMENTS + 1]) {
 
 static Process start(bool terminal, Way way, int ranks, const char *format, va_list arguments) {
   char line[4096];
-  char *argv[MOST_ARGUMENTS + 1];
+  char *argv[MAX_ARGUMENTS + 1];
   int argc = launcher(way, ranks, argv);
   if (way != LAUNCHED && way != NAMED)
     argv[argc++] = (char *)(way == SELF_AS_RANKS ? test_program() : program());

@@ -21,7 +21,7 @@ static void one_text_file_is_its_bytes(void **state) {
   assert_int_equal(source_files(source), 1);
   assert_int_equal(source_kind(source), SOURCE_TEXT);
   assert_string_equal(source_kind_name(source), "byte-level text");
-  assert_string_equal(source_name(source), in_room("bytes.txt"));
+  assert_string_equal(source_name(source), temp_path("bytes.txt"));
   assert_int_equal(source_vocab_size(source), 50257);
   source_close(source);
   source_close(NULL);
@@ -32,7 +32,7 @@ static void end_of_text_stands_between_documents(void **state) {
   write_text("one.txt", "one");
   write_text("two.txt", "to");
   write_text("three.txt", "x");
-  const char *paths[] = {in_room("one.txt"), in_room("three.txt"), in_room("two.txt")};
+  const char *paths[] = {temp_path("one.txt"), temp_path("three.txt"), temp_path("two.txt")};
   Source *source = source_open(paths, 3, 257);
   assert_text(source, "one|x|to");
   assert_non_null(strstr(source_name(source), "one.txt and 2 more"));
@@ -61,11 +61,11 @@ static void a_directory_gives_its_text_in_order(void **state) {
   write_bytes("tree/b/binary", "x\0y", 3);
   write_bytes("tree/b/foreign.bin", "x\0y", 3);
   write_text("outside.txt", "linked");
-  assert_int_equal(symlink("../../outside.txt", in_room("tree/b/link.txt")), 0);
-  assert_int_equal(symlink("..", in_room("tree/b/loop")), 0);
-  assert_int_equal(symlink("deep", in_room("tree/b/also_deep")), 0);
-  assert_int_equal(symlink("self", in_room("tree/b/self")), 0);
-  assert_int_equal(symlink("nowhere", in_room("tree/b/dangling")), 0);
+  assert_int_equal(symlink("../../outside.txt", temp_path("tree/b/link.txt")), 0);
+  assert_int_equal(symlink("..", temp_path("tree/b/loop")), 0);
+  assert_int_equal(symlink("deep", temp_path("tree/b/also_deep")), 0);
+  assert_int_equal(symlink("self", temp_path("tree/b/self")), 0);
+  assert_int_equal(symlink("nowhere", temp_path("tree/b/dangling")), 0);
   Source *source = open_one("tree", 300);
   assert_text(source, "first|deep|linked|last");
   assert_int_equal(source_files(source), 4);
@@ -167,18 +167,18 @@ static void unreadable_paths_are_named(void **state) {
   write_text("locked/secret.txt", "secret");
   write_text("locked/inner/deeper.txt", "deeper");
   bool root = geteuid() == 0; // whom no permission stops: be somebody else for a moment
-  assert_int_equal(chmod(in_room("."), 0755), 0);
-  assert_int_equal(chmod(in_room("locked/secret.txt"), 0), 0);
+  assert_int_equal(chmod(temp_path("."), 0755), 0);
+  assert_int_equal(chmod(temp_path("locked/secret.txt"), 0), 0);
   if (root) assert_int_equal(seteuid(65534), 0);
   ASSERT_FAILS(open_one("locked/secret.txt", 300), "cannot open", "locked/secret.txt", "Permission denied");
   ASSERT_FAILS(open_one("locked", 300), "cannot open", "locked/secret.txt", "Permission denied");
   if (root) assert_int_equal(seteuid(0), 0);
-  assert_int_equal(chmod(in_room("locked/inner"), 0), 0);
+  assert_int_equal(chmod(temp_path("locked/inner"), 0), 0);
   if (root) assert_int_equal(seteuid(65534), 0);
   ASSERT_FAILS(open_one("locked", 300), "cannot read", "locked/inner", "Permission denied");
   ASSERT_FAILS(open_one("locked/inner/*.txt", 300), "locked/inner/*.txt", "Permission denied");
   if (root) assert_int_equal(seteuid(0), 0);
-  assert_int_equal(chmod(in_room("locked/inner"), 0755), 0);
+  assert_int_equal(chmod(temp_path("locked/inner"), 0755), 0);
 }
 
 // --- shards ---------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ static void masks_say_what_counts(void **state) {
   assert_targets(both, (const int32_t[]){0, NO, NO, NO, NO, 5, NO, 7, NO, 9, 10, 20, 21}, 13);
   source_close(both);
   source_close(plain);
-  const char *paths[] = {in_room("b_plain.bin"), in_room("a_*.bin")};
+  const char *paths[] = {temp_path("b_plain.bin"), temp_path("a_*.bin")};
   assert_false(source_paths_masked(paths, 1));
   assert_true(source_paths_masked(paths, 2));
 }
@@ -432,7 +432,7 @@ static void entropy_counts_a_bounded_sample(void **state) {
   assert_int_equal(source_tokens(source), COUNT);
   assert_true(corpus_entropy(source) == 0);
   source_close(source);
-  unlink(in_room("huge.bin"));
+  unlink(temp_path("huge.bin"));
 }
 
 static void the_corpus_is_this_source_tree(void **state) {
@@ -459,8 +459,8 @@ static void the_corpus_is_this_source_tree(void **state) {
 static const char *corpus_seen_from(const char *directory, const char *program) {
   static char output[1024];
   char command[2048];
-  snprintf(command, sizeof command, "cd '%s' && '%s' --print-corpus 2>&1", in_room(directory),
-           in_room(program));
+  snprintf(command, sizeof command, "cd '%s' && '%s' --print-corpus 2>&1", temp_path(directory),
+           temp_path(program));
   FILE *pipe = popen(command, "r");
   assert_non_null(pipe);
   output[fread(output, 1, sizeof output - 1, pipe)] = 0;
@@ -486,12 +486,12 @@ static void the_corpus_leaves_out_what_runs_leave_behind(void **state) {
   write_text("elsewhere/stray.c", "stray");
   char command[2048];
   snprintf(command, sizeof command, "cp /proc/%d/exe '%s' && cp '%s' '%s'", (int)getpid(),
-           in_room("checkout/build/tests/copy"), in_room("checkout/build/tests/copy"),
-           in_room("elsewhere/copy"));
+           temp_path("checkout/build/tests/copy"), temp_path("checkout/build/tests/copy"),
+           temp_path("elsewhere/copy"));
   assert_int_equal(system(command), 0);
   char expected[1024];
   snprintf(expected, sizeof expected, "the source tree %s: 2 files: M\n<|endoftext|>\nH",
-           in_room("checkout"));
+           temp_path("checkout"));
   assert_string_equal(corpus_seen_from("elsewhere", "checkout/build/tests/copy"), expected); // by the program
   assert_string_equal(corpus_seen_from("checkout", "elsewhere/copy"), expected); // by the directory
   const char *lost = corpus_seen_from("elsewhere", "elsewhere/copy");
@@ -538,5 +538,5 @@ int main(int argc, char **argv) {
       cmocka_unit_test(the_corpus_is_this_source_tree),
       cmocka_unit_test(the_corpus_leaves_out_what_runs_leave_behind),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

@@ -271,5 +271,5 @@ int main(void) {
       cmocka_unit_test(the_smallest_sources_suffice_and_smaller_ones_do_not),
       cmocka_unit_test(the_description_tells_the_facts),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

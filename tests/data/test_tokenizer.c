@@ -225,10 +225,10 @@ static void test_refusals(void **state) {
   assert_refused("{\"added_tokens\":[{\"id\":3}],\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}",
                  "no content");
   write_text("broken.json", "{");
-  ASSERT_FAILS(tokenizer_open(in_room("broken.json")), "broken.json is no tokenizer", "no JSON object");
-  ASSERT_FAILS(tokenizer_open(in_room("nowhere.json")), "cannot open", "nowhere.json");
+  ASSERT_FAILS(tokenizer_open(temp_path("broken.json")), "broken.json is no tokenizer", "no JSON object");
+  ASSERT_FAILS(tokenizer_open(temp_path("nowhere.json")), "cannot open", "nowhere.json");
   make_directory("empty");
-  ASSERT_FAILS(tokenizer_open(in_room("empty")), "cannot open", "empty/tokenizer.json");
+  ASSERT_FAILS(tokenizer_open(temp_path("empty")), "cannot open", "empty/tokenizer.json");
 }
 
 // What only encoding needs is asked for when something is encoded.
@@ -263,5 +263,5 @@ int main(void) {
       cmocka_unit_test(test_refusals),
       cmocka_unit_test(test_what_cannot_be_encoded),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

@@ -61,15 +61,15 @@ static void logits_run(Harness *h, Logits *l, bool keep, size_t scratch_bytes) {
   Backend *b = h->backend;
   MemoryMark mark = memory_mark(&b->memory);
   int64_t across = hopper_sums_across(l->vocab), done = 0;
-  Tensor room = poisoned_vector(h, DTYPE_F32, (int64_t)scratch_bytes / 4);
+  Tensor scratch = poisoned_vector(h, DTYPE_F32, (int64_t)scratch_bytes / 4);
   for (int64_t first = 0; first < l->rows; first += done) {
     int64_t count = l->rows - first;
     Tensor exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0};
     done =
-        hopper_exponentials(b, exps, room.data, scratch_bytes, (float *)l->anchor.data + first, 1,
+        hopper_exponentials(b, exps, scratch.data, scratch_bytes, (float *)l->anchor.data + first, 1,
                             tensor_rows(l->x, first, count), l->weight, (int32_t *)l->targets.data + first);
     assert_in_range(done, 1, count);
-    double *parts = values_of(h, tensor_1d(room.data, DTYPE_F32, done * across));
+    double *parts = values_of(h, tensor_1d(scratch.data, DTYPE_F32, done * across));
     for (int64_t n = 0; n < done; n++) {
       l->sums[first + n] = 0;
       for (int64_t i = 0; i < across; i++) l->sums[first + n] += parts[n * across + i];

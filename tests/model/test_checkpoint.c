@@ -24,7 +24,7 @@ static Run *open_tiny(const char *more) {
   uint16_t tokens[40];
   for (int i = 0; i < 40; i++) tokens[i] = (uint16_t)(i * 7 % 20);
   write_shard16("tiny.bin", tokens, 40);
-  return run_open(TINY " %s", in_room("tiny.bin"), more);
+  return run_open(TINY " %s", temp_path("tiny.bin"), more);
 }
 
 static void shell(const char *format, ...) {
@@ -66,11 +66,11 @@ static void add_tensor(Tampered *t, const char *name, Tensor tensor) {
 
 // Stores what there is and loads it.
 static void load_tampered(Tampered *t, size_t shard_bytes) {
-  Folder folder = folder_begin(in_room("."), "tampered");
+  Folder folder = folder_begin(temp_path("."), "tampered");
   tensor_set_write(&folder, "model", t->list, t->count, t->run->h->backend, shard_bytes);
   Reason reason;
   assert_true(folder_finish(&folder, &reason));
-  weights_load(&t->run->trainer.model, t->run->h->backend, in_room("tampered"));
+  weights_load(&t->run->trainer.model, t->run->h->backend, temp_path("tampered"));
 }
 
 static void what_is_missing_left_over_or_misshapen_is_named(void **state) {
@@ -122,19 +122,19 @@ static void shards_and_index_must_agree(void **state) {
   (void)state;
   Tampered t = tamper("");
   load_tampered(&t, 1000);
-  const char *index = in_room("tampered/model.safetensors.index.json");
-  assert_true(path_exists(in_room("tampered/model-00002-of-00003.safetensors")));
+  const char *index = temp_path("tampered/model.safetensors.index.json");
+  assert_true(path_exists(temp_path("tampered/model-00002-of-00003.safetensors")));
   Model *model = &t.run->trainer.model;
   Backend *backend = t.run->h->backend;
   char folder[512];
-  snprintf(folder, sizeof folder, "%s", in_room("tampered"));
-  shell("cd %s && cp -r tampered aside && sed -i 's/00003-of/00001-of/' tampered/*.json", in_room("."));
+  snprintf(folder, sizeof folder, "%s", temp_path("tampered"));
+  shell("cd %s && cp -r tampered aside && sed -i 's/00003-of/00001-of/' tampered/*.json", temp_path("."));
   ASSERT_FAILS(weights_load(model, backend, folder), "model-00001-of-00003.safetensors lacks",
                "says is in it");
-  shell("cd %s && cp aside/*.json tampered && rm tampered/model-00003*", in_room("."));
+  shell("cd %s && cp aside/*.json tampered && rm tampered/model-00003*", temp_path("."));
   ASSERT_FAILS(weights_load(model, backend, folder), "model-00003-of-00003.safetensors does not exist",
                "says that");
-  shell("cd %s && sed -i 's/model-00003-of/..\\/model-00003-of/' tampered/*.json", in_room("."));
+  shell("cd %s && sed -i 's/model-00003-of/..\\/model-00003-of/' tampered/*.json", temp_path("."));
   ASSERT_FAILS(weights_load(model, backend, folder), "names no file of its folder");
   shell("echo '{}' >%s", index);
   ASSERT_FAILS(weights_load(model, backend, folder), "index.json has no weight_map");
@@ -165,13 +165,13 @@ static void options_that_contradict_the_model_are_refused(void **state) {
   for (volatile size_t i = 0; i < sizeof refused / sizeof *refused; i++)
     ASSERT_FAILS(run_open("%s %s", origin, refused[i][0]), refused[i][1]);
   run_close(run_open("%s --vocab 61 --num-layers 2 --untie-word-embeddings", origin));
-  ASSERT_FAILS(run_open("--init %s", in_room("nowhere")), "nowhere/config.json does not exist");
+  ASSERT_FAILS(run_open("--init %s", temp_path("nowhere")), "nowhere/config.json does not exist");
 }
 
 // --- folders -----------------------------------------------------------------------------------------------
 
 static bool make_folder(const char *name, const char *text, Reason *reason) {
-  Folder folder = folder_begin(in_room("."), name);
+  Folder folder = folder_begin(temp_path("."), name);
   folder_file(&folder, "a");
   folder_write(&folder, text, strlen(text));
   folder_file(&folder, "empty");
@@ -183,7 +183,7 @@ static void every_damage_is_noticed(void **state) {
   Reason reason;
   assert_true(make_folder("whole", "some text", &reason));
   char folder[512], path[640];
-  snprintf(folder, sizeof folder, "%s", in_room("whole"));
+  snprintf(folder, sizeof folder, "%s", temp_path("whole"));
   snprintf(path, sizeof path, "%s/a", folder);
   assert_true(folder_intact(folder, CHECK_ALL, NULL, &reason));
   for (int bit = 0; bit < 9 * 8; bit++) {
@@ -205,7 +205,7 @@ static void every_damage_is_noticed(void **state) {
   assert_false(folder_intact(folder, CHECK_ALL, NULL, &reason));
   write_text("whole/checksums.json", "{\"a\":");
   assert_false(folder_intact(folder, CHECK_ALL, NULL, &reason));
-  assert_false(folder_intact(in_room("absent"), CHECK_ALL, NULL, &reason));
+  assert_false(folder_intact(temp_path("absent"), CHECK_ALL, NULL, &reason));
 }
 
 // The standard's check value, in one piece, in many, and over more than one block.
@@ -229,7 +229,7 @@ static void a_full_disk_leaves_what_was_there(void **state) {
   Reason reason;
   assert_true(make_folder("kept", "first", &reason));
   char folder[512];
-  snprintf(folder, sizeof folder, "%s", in_room("kept"));
+  snprintf(folder, sizeof folder, "%s", temp_path("kept"));
   struct rlimit before, limit;
   getrlimit(RLIMIT_FSIZE, &before);
   signal(SIGXFSZ, SIG_IGN);
@@ -242,10 +242,10 @@ static void a_full_disk_leaves_what_was_there(void **state) {
     Reason why;
     assert_true(folder_intact(folder, CHECK_ALL, NULL, &why));
     size_t length;
-    char *text = file_read(in_room("kept/a"), &length);
+    char *text = file_read(temp_path("kept/a"), &length);
     assert_string_equal(text, made ? "second, which is longer than the first" : "first");
     free(text);
-    assert_false(path_exists(in_room(".saving-kept")));
+    assert_false(path_exists(temp_path(".saving-kept")));
     if (made) break;
     failures++;
     assert_non_null(strstr(reason.text, "cannot write"));
@@ -268,17 +268,17 @@ static void the_newest_are_kept(void **state) {
   (void)state;
   Run *run = open_tiny("");
   char directory[512];
-  snprintf(directory, sizeof directory, "%s", in_room("deep/down/store"));
+  snprintf(directory, sizeof directory, "%s", temp_path("deep/down/store"));
   CheckpointStore store = checkpoint_store_open(directory, NULL, NULL, -1, false);
   store.keep = 2;
   save_steps(run, &store, (const int64_t[]){5, 10, 999999, 1000000}, 4);
-  assert_false(path_exists(in_room("deep/down/store/step-000005")));
-  assert_false(path_exists(in_room("deep/down/store/step-000010")));
-  assert_true(path_exists(in_room("deep/down/store/step-999999")));
+  assert_false(path_exists(temp_path("deep/down/store/step-000005")));
+  assert_false(path_exists(temp_path("deep/down/store/step-000010")));
+  assert_true(path_exists(temp_path("deep/down/store/step-999999")));
   char target[64] = "";
-  assert_int_equal(readlink(in_room("deep/down/store/latest"), target, 63), 12);
+  assert_int_equal(readlink(temp_path("deep/down/store/latest"), target, 63), 12);
   assert_string_equal(target, "step-1000000");
-  assert_true(path_exists(in_room("deep/down/store/model.safetensors")));
+  assert_true(path_exists(temp_path("deep/down/store/model.safetensors")));
   ModelConfig config = hf_config_read(directory);
   assert_string_equal(config.name, "llama-tiny");
   assert_int_equal(config.vocab_size, 20);
@@ -298,8 +298,8 @@ static void the_newest_are_kept(void **state) {
                "--resume auto");
   shell("cd %s && mkdir .saving-step-000007 .removing-step-000003 && touch .saving-step-000007/x", directory);
   store = checkpoint_store_open(directory, NULL, NULL, 999999, true);
-  assert_false(path_exists(in_room("deep/down/store/.saving-step-000007")));
-  assert_false(path_exists(in_room("deep/down/store/.removing-step-000003")));
+  assert_false(path_exists(temp_path("deep/down/store/.saving-step-000007")));
+  assert_false(path_exists(temp_path("deep/down/store/.removing-step-000003")));
   save_steps(run, &store, (const int64_t[]){1000000}, 1); // in the damaged one's place
   newest = checkpoint_newest(directory, CHECK_ALL, &any);
   assert_non_null(strstr(newest, "step-1000000"));
@@ -312,30 +312,30 @@ static void a_model_is_not_written_over(void **state) {
   (void)state;
   make_directory("model");
   write_text("model/config.json", "{}");
-  ASSERT_FAILS(checkpoint_store_open(in_room("model"), NULL, NULL, -1, false),
+  ASSERT_FAILS(checkpoint_store_open(temp_path("model"), NULL, NULL, -1, false),
                "a model lies there that is no checkpoint");
   write_text("file", "");
-  ASSERT_FAILS(checkpoint_store_open(in_room("file/store"), NULL, NULL, -1, false), "cannot make");
+  ASSERT_FAILS(checkpoint_store_open(temp_path("file/store"), NULL, NULL, -1, false), "cannot make");
   bool any;
-  assert_null(checkpoint_newest(in_room("absent"), CHECK_ALL, &any));
+  assert_null(checkpoint_newest(temp_path("absent"), CHECK_ALL, &any));
   assert_false(any);
 }
 
 // Companions come from the model's folder, unless it is gone: their bytes are kept.
 static void companions_travel_along(void **state) {
   (void)state;
-  shell("cp -r tests/golden/llama %s", in_room("origin"));
+  shell("cp -r tests/golden/llama %s", temp_path("origin"));
   write_text("origin/tokenizer.json", "{\"not\": \"read\"}");
-  Run *run =
-      run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", in_room("origin"), in_room("origin"));
-  CheckpointStore store = checkpoint_store_open(in_room("travelled"), in_room("origin"), NULL, -1, false);
-  shell("rm -r %s", in_room("origin"));
+  Run *run = run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", temp_path("origin"),
+                      temp_path("origin"));
+  CheckpointStore store = checkpoint_store_open(temp_path("travelled"), temp_path("origin"), NULL, -1, false);
+  shell("rm -r %s", temp_path("origin"));
   save_steps(run, &store, (const int64_t[]){1}, 1);
   size_t length;
-  char *text = file_read(in_room("travelled/tokenizer.json"), &length);
+  char *text = file_read(temp_path("travelled/tokenizer.json"), &length);
   assert_string_equal(text, "{\"not\": \"read\"}");
   free(text);
-  text = file_read(in_room("travelled/config.json"), &length);
+  text = file_read(temp_path("travelled/config.json"), &length);
   assert_non_null(strstr(text, "\"eos_token_id\":\t2"));
   free(text);
   checkpoint_store_close(&store);
@@ -344,7 +344,7 @@ static void companions_travel_along(void **state) {
 
 static void assert_travelled(const char *store, const char *name, const char *text) {
   size_t length;
-  char *path = path_join(in_room(store), name), *found = file_read(path, &length);
+  char *path = path_join(temp_path(store), name), *found = file_read(path, &length);
   if (text && !found) fail_msg("%s did not travel", path);
   if (text) assert_string_equal(found, text);
   if (!text) assert_null(found);
@@ -357,7 +357,7 @@ static void assert_travelled(const char *store, const char *name, const char *te
 static void a_given_tokenizer_travels_too(void **state) {
   (void)state;
   static const char config[] = "{\"model_max_length\": 8}";
-  shell("cp -r tests/golden/llama %s", in_room("base"));
+  shell("cp -r tests/golden/llama %s", temp_path("base"));
   write_text("base/tokenizer.json", "the model's");
   write_text("base/merges.txt", "the model's");
   write_text("base/generation_config.json", "{\"top_k\": 3}");
@@ -367,7 +367,7 @@ static void a_given_tokenizer_travels_too(void **state) {
   write_text("given/tokenizer_config.json", config);
   write_text("given/special_tokens_map.json", "{}");
   Run *run =
-      run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", in_room("base"), in_room("base"));
+      run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", temp_path("base"), temp_path("base"));
   const struct {
     const char *store, *origin, *tokenizer, *text;
   } cases[] = {{"by-file", "base", "given/mine.json", "mine"},
@@ -375,9 +375,9 @@ static void a_given_tokenizer_travels_too(void **state) {
                {"no-model", NULL, "given/mine.json", "mine"},
                {"resumed", "by-file", NULL, "mine"}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    char *origin = cases[i].origin ? strdup(in_room(cases[i].origin)) : NULL;
-    char *tokenizer = cases[i].tokenizer ? strdup(in_room(cases[i].tokenizer)) : NULL;
-    CheckpointStore store = checkpoint_store_open(in_room(cases[i].store), origin, tokenizer, -1, false);
+    char *origin = cases[i].origin ? strdup(temp_path(cases[i].origin)) : NULL;
+    char *tokenizer = cases[i].tokenizer ? strdup(temp_path(cases[i].tokenizer)) : NULL;
+    CheckpointStore store = checkpoint_store_open(temp_path(cases[i].store), origin, tokenizer, -1, false);
     save_steps(run, &store, (const int64_t[]){1}, 1);
     checkpoint_store_close(&store);
     assert_travelled(cases[i].store, "tokenizer.json", cases[i].text);
@@ -405,5 +405,5 @@ int main(void) {
       cmocka_unit_test(companions_travel_along),
       cmocka_unit_test(a_given_tokenizer_travels_too),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

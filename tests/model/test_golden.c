@@ -262,7 +262,7 @@ static void check_round_trip(const char *name, Dtype dtype, size_t shard_bytes, 
   Run *run = open_golden("cpu", name, "");
   char before[256], saved[256];
   snprintf(before, sizeof before, "tests/golden/%s", name);
-  snprintf(saved, sizeof saved, "%s", in_room(name));
+  snprintf(saved, sizeof saved, "%s", temp_path(name));
   CheckpointStore store = checkpoint_store_open(saved, before, NULL, -1, false);
   store.dtype = dtype;
   store.shard_bytes = shard_bytes;
@@ -294,5 +294,5 @@ int main(void) {
       cmocka_unit_test(untied_gpt2_without_prefix_is_as_in_transformers),
       cmocka_unit_test(loading_and_saving_keeps_every_bit),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

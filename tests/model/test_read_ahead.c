@@ -48,8 +48,8 @@ int madvise(void *address, size_t length, int advice) {
 // A file of holes, and nothing asked of it yet.
 static Mapping watch(const char *name, size_t size) {
   write_bytes(name, "", 0);
-  assert_int_equal(truncate(in_room(name), (off_t)size), 0);
-  Mapping file = file_map(in_room(name));
+  assert_int_equal(truncate(temp_path(name), (off_t)size), 0);
+  Mapping file = file_map(temp_path(name));
   assert_non_null(file.bytes);
   assert_int_equal(file.size, size);
   watched.asked = calloc(size / page_size() + 1, 1);
@@ -204,11 +204,11 @@ static void nothing_to_read(Mapping file) {
 
 static void a_file_that_is_missing_or_empty(void **state) {
   (void)state;
-  Mapping missing = file_map(in_room("missing"));
+  Mapping missing = file_map(temp_path("missing"));
   assert_null(missing.bytes);
   nothing_to_read(missing);
   write_bytes("empty", "", 0);
-  Mapping empty = file_map(in_room("empty"));
+  Mapping empty = file_map(temp_path("empty"));
   assert_non_null(empty.bytes);
   nothing_to_read(empty);
   file_unmap(&empty);
@@ -270,5 +270,5 @@ int main(void) {
       cmocka_unit_test(behind_the_end),
       cmocka_unit_test(without_threads),
   };
-  return cmocka_run_group_tests_name("reading ahead", tests, make_room, clear_room);
+  return cmocka_run_group_tests_name("reading ahead", tests, make_temp_dir, remove_temp_dir);
 }

@@ -41,7 +41,7 @@ static int find_programs(void **state) {
   const char *slash = strrchr(trainer, '/');
   snprintf(tool, sizeof tool, "%.*stools/memory_curve", slash ? (int)(slash + 1 - trainer) : 0, trainer);
   setenv("LCE_TRAIN", tool, 1); // what tests/process.h runs
-  return make_room(state);
+  return make_temp_dir(state);
 }
 
 static void succeeds(Output o) {
@@ -71,7 +71,7 @@ static const Reading *reading(const Curve *c, LceMode mode, Sweep sweep, double 
 // N 64, H 32, V 1000 on a GPU in bf16. Every block counts in whole 256 bytes.
 static void hand_worked_csv(void **state) {
   (void)state;
-  const char *out = in_room("hand");
+  const char *out = temp_path("hand");
   succeeds(
       train("--layer-only --plan-only --device cuda --sweep tokens --values 64 --hidden-size 32 --vocab 1000 "
             "--lce-chunk 16 --out %s",
@@ -104,7 +104,7 @@ static void hand_worked_csv(void **state) {
   assert_int_equal(fused->point.chunk, 16);
 
   // And the file itself, as another program reads it.
-  char *text = read_text(in_room("hand/curve.csv")), row[200];
+  char *text = read_text(temp_path("hand/curve.csv")), row[200];
   snprintf(row, sizeof row, "\ntokens,materialized,1,64,64,1000,32,0,planned,%zu,%zu,,,,,,,,,,,\n",
            held + logits, logits);
   assert_says(text, row);
@@ -138,7 +138,7 @@ static void plan_equals_ledger(void **state) {
   for (size_t i = 0; i < sizeof sweeps / sizeof *sweeps; i++) {
     char name[32];
     snprintf(name, sizeof name, "ledger%zu", i);
-    const char *out = in_room(name);
+    const char *out = temp_path(name);
     succeeds(train("--device cpu %s --out %s", sweeps[i], out));
     Curve c = curve_in(out);
     assert_int_equal(c.count, counts[i]);
@@ -150,7 +150,7 @@ static void plan_equals_ledger(void **state) {
 // What ./train --plan says is what the curve says.
 static void curve_equals_plan(void **state) {
   (void)state;
-  const char *out = in_room("plan");
+  const char *out = temp_path("plan");
   succeeds(train("--plan-only --device cuda --model llama-1b --seq-len 512 --values 2048 --out %s", out));
   Curve c = curve_in(out);
   char *arguments[] = {"train", "--model", "llama-1b", "--seq-len", "512", "--batch", "4", NULL};
@@ -169,7 +169,7 @@ static void curve_equals_plan(void **state) {
 // The gradients on this machine against float64: fp32 arithmetic, anchored and not.
 static void gradient_errors(void **state) {
   (void)state;
-  const char *out = in_room("errors");
+  const char *out = temp_path("errors");
   succeeds(train("--device cpu --layer-only --gradient-error --values 40 --vocab 700 --hidden-size 24 "
                  "--lce-chunk 16 --out %s",
                  out));
@@ -185,7 +185,7 @@ static void gradient_errors(void **state) {
 
 static void what_does_not_fit(void **state) {
   (void)state;
-  const char *out = in_room("small");
+  const char *out = temp_path("small");
   // Between the two modes' needs: the fused one fits, the materialized one does not.
   Output o = train("--plan-only --device cuda --layer-only --values 4096 --vocab 128256 --hidden-size 64 "
                    "--device-memory 0.5 --out %s",
@@ -198,8 +198,8 @@ static void what_does_not_fit(void **state) {
   assert_int_equal(reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 4096)->status, POINT_NO_ROOM);
   curve_free(&c);
   // The same where it would be measured.
-  succeeds(train("--device cpu " TINY "--values 32,64 --device-memory 1e-5 --out %s", in_room("small2")));
-  c = curve_in(in_room("small2"));
+  succeeds(train("--device cpu " TINY "--values 32,64 --device-memory 1e-5 --out %s", temp_path("small2")));
+  c = curve_in(temp_path("small2"));
   for (int i = 0; i < c.count; i++) assert_int_equal(c.readings[i].status, POINT_NO_ROOM);
   curve_free(&c);
 }
@@ -207,7 +207,7 @@ static void what_does_not_fit(void **state) {
 // What takes longer than the patience is planned, and measured later when there is more.
 static void patience(void **state) {
   (void)state;
-  const char *out = in_room("patience");
+  const char *out = temp_path("patience");
   succeeds(train("--device cpu " TINY "--values 512,1024 --patience 1e-6 --out %s", out));
   Curve c = curve_in(out);
   for (int i = 0; i < c.count; i++) assert_int_equal(c.readings[i].status, POINT_TOO_SLOW);
@@ -234,7 +234,7 @@ static void recipes_plan(void **state) {
     assert_string_equal(r->name, names[i]);
     assert_says(list.out, r->name);
     assert_says(list.out, r->source);
-    const char *out = in_room(r->name);
+    const char *out = temp_path(r->name);
     Output o = train("--recipe %s --plan-only --out %s", r->name, out);
     assert_int_equal(o.status, 0);
     assert_says(o.out, r->source);
@@ -248,15 +248,15 @@ static void recipes_plan(void **state) {
   }
   output_free(&list);
   // The figures that the sources are known for come out of ours.
-  Curve c = curve_in(in_room("tokens-81920"));
+  Curve c = curve_in(temp_path("tokens-81920"));
   double gib = (double)reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 81920)->planned_layer_bytes / 0x1p30;
   assert_true(fabs(gib - 19.57) < 0.01);
   curve_free(&c);
-  c = curve_in(in_room("batch-512"));
+  c = curve_in(temp_path("batch-512"));
   double mib = (double)reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 512)->planned_layer_bytes / 0x1p20;
   assert_true(mib > 250 && mib < 253);
   curve_free(&c);
-  c = curve_in(in_room("llama3-8b-32k"));
+  c = curve_in(temp_path("llama3-8b-32k"));
   assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 81920)->point.batch, 4);
   assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 32768)->point.batch, 1);
   curve_free(&c);
@@ -268,8 +268,8 @@ static void killed_sweep_resumes(void **state) {
   (void)state;
   const char *line = "--device cpu --layer-only --values 64:640:64 --vocab 20000 --hidden-size 64";
   char killed[600], whole[600];
-  snprintf(killed, sizeof killed, "%s", in_room("killed"));
-  snprintf(whole, sizeof whole, "%s", in_room("whole"));
+  snprintf(killed, sizeof killed, "%s", temp_path("killed"));
+  snprintf(whole, sizeof whole, "%s", temp_path("whole"));
   succeeds(train("%s --out %s", line, whole));
 
   Process p = train_start("%s --out %s", line, killed);
@@ -330,11 +330,11 @@ static void damaged_files(void **state) {
   (void)state;
   make_directory("damaged");
   write_text("damaged/curve.csv", "tokens,bytes\n1,2\n");
-  Output o = train("--plan-only --device cpu " TINY "--out %s", in_room("damaged"));
+  Output o = train("--plan-only --device cpu " TINY "--out %s", temp_path("damaged"));
   assert_int_equal(o.status, 1);
   assert_says(o.err, "is no memory curve of this version");
   output_free(&o);
-  o = train("--redraw --out %s", in_room("nothing"));
+  o = train("--redraw --out %s", temp_path("nothing"));
   assert_int_equal(o.status, 1);
   assert_says(o.err, "holds neither curve.csv nor timeline.csv");
   output_free(&o);
@@ -380,7 +380,7 @@ static void refusals(void **state) {
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const char *out = strstr(cases[i].arguments, "--out") ? "" : "--out ",
-               *folder = *out ? in_room("refused") : "";
+               *folder = *out ? temp_path("refused") : "";
     const char *model = strstr(cases[i].arguments, "--model") ? "" : TINY;
     Output o = train("--plan-only --device cpu %s %s%s %s", model, out, folder, cases[i].arguments);
     if (o.status != 1) fail_msg("'%s' ended with %d: %s", cases[i].arguments, o.status, o.out);
@@ -468,7 +468,7 @@ static void lines_are_where_they_should_be(void **state) {
   for (int k = 0; k < 2; k++)
     for (int scale = 1; scale <= 2; scale++) {
       Curve c = made_up(kinds[k], SWEEP_TOKENS);
-      const char *path = in_room("curve.png");
+      const char *path = temp_path("curve.png");
       picture_curve(&c, NULL, scale, path);
       Picture p = picture_read(path);
       assert_non_null(p.rgb);
@@ -506,8 +506,8 @@ static void other_pictures(void **state) {
   Curve c = made_up("layer", SWEEP_CHUNK);
   assert_true(picture_has_trade(&c));
   for (int r = -1; r < recipe_count(); r++) {
-    picture_curve(&c, r < 0 ? NULL : recipe_at(r), 1, in_room("trade.png"));
-    Picture p = picture_read(in_room("trade.png"));
+    picture_curve(&c, r < 0 ? NULL : recipe_at(r), 1, temp_path("trade.png"));
+    Picture p = picture_read(temp_path("trade.png"));
     assert_non_null(p.rgb);
     assert_not_blank(&p);
     picture_free(&p);
@@ -515,8 +515,8 @@ static void other_pictures(void **state) {
   // Two sweeps: small multiples, larger.
   Curve other = made_up("layer", SWEEP_TOKENS);
   for (int i = 0; i < other.count; i++) curve_add(&c, &other.readings[i]);
-  picture_curve(&c, NULL, 1, in_room("grid.png"));
-  Picture p = picture_read(in_room("grid.png"));
+  picture_curve(&c, NULL, 1, temp_path("grid.png"));
+  Picture p = picture_read(temp_path("grid.png"));
   assert_non_null(p.rgb);
   Size size = picture_curve_size(&c);
   assert_int_equal(p.width, (int)size.width);
@@ -531,7 +531,7 @@ static void other_pictures(void **state) {
 static void drawn_and_redrawn(void **state) {
   (void)state;
   if (!can_draw()) skip();
-  const char *out = in_room("drawn"), *path = in_room("drawn/curve.png");
+  const char *out = temp_path("drawn"), *path = temp_path("drawn/curve.png");
   succeeds(train("--plan-only --device cpu " TINY "--resolution 1 --out %s", out));
   Picture p = picture_read(path);
   assert_non_null(p.rgb);
@@ -560,15 +560,15 @@ static size_t highest_total(const Timeline *t) {
 
 static void timelines(void **state) {
   (void)state;
-  succeeds(train("--plan-only --device cpu " TINY "--values 32 --out %s", in_room("peaks")));
-  Curve c = curve_in(in_room("peaks"));
+  succeeds(train("--plan-only --device cpu " TINY "--values 32 --out %s", temp_path("peaks")));
+  Curve c = curve_in(temp_path("peaks"));
   for (int planned = 0; planned < 2; planned++) {
-    const char *out = in_room("time");
+    const char *out = temp_path("time");
     succeeds(train("--timeline --device cpu %s " TINY "--resolution 1 --out %s", planned ? "--plan-only" : "",
                    out));
     Timeline t[2];
     char settings[2048];
-    timeline_read(t, settings, sizeof settings, in_room("time/timeline.csv"));
+    timeline_read(t, settings, sizeof settings, temp_path("time/timeline.csv"));
     for (int i = 0; i < 2; i++) {
       assert_int_equal(t[i].planned, planned);
       assert_int_equal(highest_total(&t[i]), reading(&c, t[i].mode, SWEEP_TOKENS, 32)->planned_bytes);
@@ -583,7 +583,7 @@ static void timelines(void **state) {
     assert_int_equal(t[0].mode, LCE_MATERIALIZED);
     for (int i = 0; i < 2; i++) timeline_free(&t[i]);
     if (!can_draw()) continue;
-    Picture p = picture_read(in_room("time/timeline.png"));
+    Picture p = picture_read(temp_path("time/timeline.png"));
     assert_non_null(p.rgb);
     assert_int_equal(p.width, 1080);
     assert_not_blank(&p);
@@ -619,14 +619,14 @@ static void fit(void **state) {
   options_parse(&options, 7, arguments);
   options_resolve_dtypes(&options, false);
   for (int m = 0; m < 2; m++) {
-    size_t room = (size_t)1 << 30;
-    int64_t batch = plan_largest_batch(&options, "cpu", (LceMode)m, room);
+    size_t limit = (size_t)1 << 30;
+    int64_t batch = plan_largest_batch(&options, "cpu", (LceMode)m, limit);
     for (int more = 0; more < 2; more++) {
       Options at_batch = options;
       at_batch.batch = batch + more;
       at_batch.total_batch = at_batch.batch * 64;
       at_batch.micro_steps = 1;
-      assert_int_equal(plan_run(&at_batch, "cpu", (LceMode)m).peak_bytes <= room, more == 0);
+      assert_int_equal(plan_run(&at_batch, "cpu", (LceMode)m).peak_bytes <= limit, more == 0);
     }
   }
   options_free(&options);
@@ -650,5 +650,5 @@ int main(void) {
       cmocka_unit_test(timelines),
       cmocka_unit_test(fit),
   };
-  return cmocka_run_group_tests_name("memory curves", tests, find_programs, clear_room);
+  return cmocka_run_group_tests_name("memory curves", tests, find_programs, remove_temp_dir);
 }

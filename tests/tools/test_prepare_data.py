@@ -29,7 +29,7 @@ class Skip(Exception):
     pass
 
 
-class Room:
+class TempDir:
     """A folder that goes away."""
 
     def __init__(self):
@@ -48,7 +48,7 @@ class Room:
         return self.write(name, "".join(json.dumps(record) + "\n" for record in records))
 
 
-room = Room()
+temp = TempDir()
 
 
 def prepare(*arguments, expect=0):
@@ -104,22 +104,22 @@ def prose(seed, words):
 def test_a_file_is_what_its_text_is():
     text = prose(1, 160000)
     assert len(text.encode()) > 500000
-    path = room.write("whole.txt", text)
+    path = temp.write("whole.txt", text)
     for name in ("gpt2", "llama3"):
         tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, name, "tokenizer.json"))
         end = tokenizer.token_to_id("<|endoftext|>") or tokenizer.token_to_id("<|end_of_text|>")
         want = tokenizer.encode(text, add_special_tokens=False).ids + [end]
         for workers in (1, 3):
-            prepare(path, "--tokenizer", os.path.join(GOLDEN, name), "--out", room("whole"), "--val-fraction", 0,
+            prepare(path, "--tokenizer", os.path.join(GOLDEN, name), "--out", temp("whole"), "--val-fraction", 0,
                     "--workers", workers, "--shard-tokens", 100000)
-            manifest, tokens, _ = read_shards(room("whole"))
+            manifest, tokens, _ = read_shards(temp("whole"))
             assert tokens == want
             assert len(manifest["splits"]["train"]["shards"]) == -(-len(want) // 100000)
             assert manifest["tokenizer"]["end_of_text_id"] == end
     # A part held back: together as many documents' tokens as before, each stretch closed.
-    prepare(path, "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("whole"), "--val-fraction", 0.2)
+    prepare(path, "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("whole"), "--val-fraction", 0.2)
     tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
-    both = [read_shards(room("whole"), split)[1] for split in ("train", "val")]
+    both = [read_shards(temp("whole"), split)[1] for split in ("train", "val")]
     assert all(both) and 0.1 < len(both[1]) / len(both[0]) < 0.4
     assert sum(len(tokenizer.decode(part)) for part in both) == len(text)
 
@@ -136,21 +136,21 @@ def expected(tokenizer, texts):
 def test_records_are_documents():
     tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
     texts = documents()
-    path = room.lines("records.jsonl", [{"body": text, "other": 1} for text in texts])
-    prepare(path, "--field", "body", "--tokenizer", os.path.join(GOLDEN, "gpt2", "tokenizer.json"), "--out", room("records"),
+    path = temp.lines("records.jsonl", [{"body": text, "other": 1} for text in texts])
+    prepare(path, "--field", "body", "--tokenizer", os.path.join(GOLDEN, "gpt2", "tokenizer.json"), "--out", temp("records"),
             "--val-fraction", 0)
-    manifest, tokens, _ = read_shards(room("records"))
+    manifest, tokens, _ = read_shards(temp("records"))
     assert tokens == expected(tokenizer, texts)
     assert manifest["splits"]["train"]["documents"] == len(texts)
     lines = [text.replace("\n", " ").replace("\r", " ") for text in texts]
-    path = room.write("lines.txt", "\n".join(lines) + "\n\n")
-    prepare(path, "--document", "line", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("lines"), "--val-fraction", 0)
-    assert read_shards(room("lines"))[1] == expected(tokenizer, [line for line in lines if line.strip()])
+    path = temp.write("lines.txt", "\n".join(lines) + "\n\n")
+    prepare(path, "--document", "line", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("lines"), "--val-fraction", 0)
+    assert read_shards(temp("lines"))[1] == expected(tokenizer, [line for line in lines if line.strip()])
     # Held back by document, the same ones each time.
     for _ in range(2):
-        prepare(path, "--document", "line", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("lines"), "--val-fraction", 0.1)
-        first = read_shards(room("lines"), "val")[1]
-        assert first == read_shards(room("lines"), "val")[1] and 5 < first.count(tokenizer.token_to_id("<|endoftext|>")) < 90
+        prepare(path, "--document", "line", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("lines"), "--val-fraction", 0.1)
+        first = read_shards(temp("lines"), "val")[1]
+        assert first == read_shards(temp("lines"), "val")[1] and 5 < first.count(tokenizer.token_to_id("<|endoftext|>")) < 90
 
 
 def test_parquet():
@@ -160,11 +160,11 @@ def test_parquet():
     except ImportError as missing:
         raise Skip(str(missing))
     texts = documents()
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": list(range(len(texts)))}), room("table.parquet"), row_group_size=37)
-    prepare(room("table.parquet"), "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("parquet"), "--val-fraction", 0)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": list(range(len(texts)))}), temp("table.parquet"), row_group_size=37)
+    prepare(temp("table.parquet"), "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("parquet"), "--val-fraction", 0)
     tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
-    assert read_shards(room("parquet"))[1] == expected(tokenizer, texts)
-    done = prepare(room("table.parquet"), "--field", "body", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("parquet"), expect=1)
+    assert read_shards(temp("parquet"))[1] == expected(tokenizer, texts)
+    done = prepare(temp("table.parquet"), "--field", "body", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("parquet"), expect=1)
     assert "has no column body; it has text, n" in done.stderr
 
 
@@ -177,26 +177,26 @@ def test_large_vocabularies_take_uint32():
     for i in range(len(vocab), 70000):
         vocab[f"unused{i}"] = i
     end["id"] = 70000
-    os.makedirs(room("large"), exist_ok=True)
-    room.write("large/tokenizer.json", json.dumps(data))
-    path = room.write("small.txt", "some text\n")
-    prepare(path, "--tokenizer", room("large"), "--out", room("wide"), "--val-fraction", 0)
-    manifest, tokens, _ = read_shards(room("wide"))
+    os.makedirs(temp("large"), exist_ok=True)
+    temp.write("large/tokenizer.json", json.dumps(data))
+    path = temp.write("small.txt", "some text\n")
+    prepare(path, "--tokenizer", temp("large"), "--out", temp("wide"), "--val-fraction", 0)
+    manifest, tokens, _ = read_shards(temp("wide"))
     assert manifest["dtype"] == "uint32" and tokens[-1] == 70000
     assert manifest["tokenizer"]["vocab_size"] == 70001
 
 
 def test_a_trained_tokenizer():
-    path = room.write("train_on.txt", prose(3, 40000))
+    path = temp.write("train_on.txt", prose(3, 40000))
     for style in ("llama3", "gpt2"):
-        prepare(path, "--train-tokenizer", 300, "--style", style, "--out", room("own"), "--val-fraction", 0.3)
-        manifest, tokens, _ = read_shards(room("own"))
+        prepare(path, "--train-tokenizer", 300, "--style", style, "--out", temp("own"), "--val-fraction", 0.3)
+        manifest, tokens, _ = read_shards(temp("own"))
         assert manifest["tokenizer"]["vocab_size"] == 300 and max(tokens) < 300
-        assert read_shards(room("own"), "val")[1]
-    out = train("--vocab", 300, "--data", room("own", "train_*.bin"), "--val-data", room("own", "val_*.bin"), "--tokenizer",
-                room("own"), "--prompt", "don't", "--steps", 2, "--sample-every", 2, "--sample-tokens", 5)
+        assert read_shards(temp("own"), "val")[1]
+    out = train("--vocab", 300, "--data", temp("own", "train_*.bin"), "--val-data", temp("own", "val_*.bin"), "--tokenizer",
+                temp("own"), "--prompt", "don't", "--steps", 2, "--sample-every", 2, "--sample-tokens", 5)
     assert "sample: don't" in out
-    out = train("--vocab", 300, "--data", room("own"), "--steps", 1, "--sample-every", 0)  # the folder, manifest and all
+    out = train("--vocab", 300, "--data", temp("own"), "--steps", 1, "--sample-every", 0)  # the folder, manifest and all
     assert "llm.c shards, uint16" in out
 
 
@@ -212,10 +212,10 @@ def messages(chat):
 
 
 def test_only_answers_count():
-    path = room.lines("chats.jsonl", [{"messages": messages(chat)} for chat in CHATS])
-    done = prepare(path, "--chat", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("chats"), "--val-fraction", 0)
+    path = temp.lines("chats.jsonl", [{"messages": messages(chat)} for chat in CHATS])
+    done = prepare(path, "--chat", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("chats"), "--val-fraction", 0)
     assert "1 conversations had nothing that the assistant said" in done.stdout
-    _, tokens, counts = read_shards(room("chats"))
+    _, tokens, counts = read_shards(temp("chats"))
     tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
     decoded = "".join(("[%s]" if counts[i] else "%s") % tokenizer.decode([id], skip_special_tokens=False)
                       for i, id in enumerate(tokens)).replace("][", "")
@@ -230,60 +230,60 @@ LLAMA_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['rol
 
 
 def test_a_chat_template():
-    os.makedirs(room("instruct"), exist_ok=True)
-    shutil.copy(os.path.join(GOLDEN, "llama3", "tokenizer.json"), room("instruct"))
-    room.write("instruct/tokenizer_config.json", json.dumps({"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>",
+    os.makedirs(temp("instruct"), exist_ok=True)
+    shutil.copy(os.path.join(GOLDEN, "llama3", "tokenizer.json"), temp("instruct"))
+    temp.write("instruct/tokenizer_config.json", json.dumps({"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>",
                                                              "chat_template": LLAMA_TEMPLATE}))
-    path = room.lines("chats.jsonl", [{"messages": messages(CHATS[0])}, {"conversations": 1, "prompt": "Hi", "completion": " Ho "},
+    path = temp.lines("chats.jsonl", [{"messages": messages(CHATS[0])}, {"conversations": 1, "prompt": "Hi", "completion": " Ho "},
                                       {"messages": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}]}])
-    prepare(path, "--chat", "--tokenizer", room("instruct"), "--out", room("sft"), "--val-fraction", 0)
-    manifest, tokens, counts = read_shards(room("sft"))
-    tokenizer = Tokenizer.from_file(room("instruct", "tokenizer.json"))
+    prepare(path, "--chat", "--tokenizer", temp("instruct"), "--out", temp("sft"), "--val-fraction", 0)
+    manifest, tokens, counts = read_shards(temp("sft"))
+    tokenizer = Tokenizer.from_file(temp("instruct", "tokenizer.json"))
     learned = [tokenizer.decode([id], skip_special_tokens=False) for i, id in enumerate(tokens) if counts[i]]
     assert "".join(learned) == "It is 4.<|eot_id|>Yes, 4.<|eot_id|>Ho<|eot_id|>B<|eot_id|>", learned
     assert tokens.count(tokenizer.token_to_id("<|begin_of_text|>")) == 3
     assert manifest["splits"]["train"]["counted_tokens"] == len(learned)
     # A template that shortens earlier answers cannot be split.
-    room.write("bad.jinja", "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}")
-    done = prepare(path, "--chat", "--chat-template", room("bad.jinja"), "--tokenizer", room("instruct"), "--out", room("sft"), expect=1)
+    temp.write("bad.jinja", "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}")
+    done = prepare(path, "--chat", "--chat-template", temp("bad.jinja"), "--tokenizer", temp("instruct"), "--out", temp("sft"), expect=1)
     assert "changes earlier messages" in done.stderr
-    room.write("bad.jinja", "{% for %}")
-    done = prepare(path, "--chat", "--chat-template", room("bad.jinja"), "--tokenizer", room("instruct"), "--out", room("sft"), expect=1)
+    temp.write("bad.jinja", "{% for %}")
+    done = prepare(path, "--chat", "--chat-template", temp("bad.jinja"), "--tokenizer", temp("instruct"), "--out", temp("sft"), expect=1)
     assert "the chat template cannot be read" in done.stderr
 
 
 def test_masked_shards_train():
-    path = room.lines("many.jsonl", [{"messages": messages([("user", prose(seed, 20)), ("assistant", f"answer {seed}")])} for seed in range(60)])
-    prepare(path, "--chat", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("many"), "--val-fraction", 0)
-    train("--vocab", 401, "--data", room("many"), "--steps", 3, "--sample-every", 0, "--log", room("log.jsonl"))
-    with open(room("log.jsonl"), encoding="utf-8") as file:
+    path = temp.lines("many.jsonl", [{"messages": messages([("user", prose(seed, 20)), ("assistant", f"answer {seed}")])} for seed in range(60)])
+    prepare(path, "--chat", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("many"), "--val-fraction", 0)
+    train("--vocab", 401, "--data", temp("many"), "--steps", 3, "--sample-every", 0, "--log", temp("log.jsonl"))
+    with open(temp("log.jsonl"), encoding="utf-8") as file:
         steps = [line for line in map(json.loads, file) if line.get("event") == "step" or "grad_norm" in line]
     assert len(steps) == 3 and any(line["tokens"] < 32 for line in steps), steps
 
 
 def test_multiple_choice():
-    path = room.lines("quiz.jsonl", [{"ctx": f"Question {i}", "endings": ["one", "two words", "three"], "label": i % 3} for i in range(9)])
-    prepare(path, "--multiple-choice", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", room("quiz"))
+    path = temp.lines("quiz.jsonl", [{"ctx": f"Question {i}", "endings": ["one", "two words", "three"], "label": i % 3} for i in range(9)])
+    prepare(path, "--multiple-choice", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("quiz"))
     tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
-    header, values = read_ints(room("quiz", "choices.bin"), "<u2")
+    header, values = read_ints(temp("quiz", "choices.bin"), "<u2")
     assert header[:3] == (20240522, 1, 9)
     context, ending = tokenizer.encode("Question 0").ids, tokenizer.encode(" one").ids
     size = int(values[1]) // 2
     assert values[:6].tolist() == [65535, size * 2, 0, 0, 3, len(context)]
     assert values[6:7 + len(context) + len(ending)].tolist() == context + [len(ending)] + ending
     assert values[size] == 65535 and header[3] >= size * 2
-    assert "of 9 right" in train("--vocab", 401, "--steps", 0, "--val-fraction", 0, "--hellaswag", room("quiz", "choices.bin"), "--seq-len", 32)
+    assert "of 9 right" in train("--vocab", 401, "--steps", 0, "--val-fraction", 0, "--hellaswag", temp("quiz", "choices.bin"), "--seq-len", 32)
 
 
 def test_one_sentence_when_it_goes_wrong():
-    text = room.write("text.txt", "text")
-    broken = room.write("broken.jsonl", '{"text": "good"}\n{"text"\n')
-    fields = room.lines("fields.jsonl", [{"body": "text"}])
+    text = temp.write("text.txt", "text")
+    broken = temp.write("broken.jsonl", '{"text": "good"}\n{"text"\n')
+    fields = temp.lines("fields.jsonl", [{"body": "text"}])
     gpt2 = os.path.join(GOLDEN, "gpt2")
-    bare = room.write("bare.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
+    bare = temp.write("bare.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
     for arguments, part in [
-        ([room("nowhere.txt"), "--tokenizer", gpt2], "there is no file"),
-        ([text, "--tokenizer", room("nowhere")], "names a tokenizer.json or a directory with one"),
+        ([temp("nowhere.txt"), "--tokenizer", gpt2], "there is no file"),
+        ([text, "--tokenizer", temp("nowhere")], "names a tokenizer.json or a directory with one"),
         ([text, "--tokenizer", text], "is no tokenizer.json"),
         ([text, "--tokenizer", bare], "name what ends a text with --end-of-text"),
         ([text, "--tokenizer", gpt2, "--end-of-text", "<|no|>"], "has no token <|no|>"),
@@ -295,12 +295,12 @@ def test_one_sentence_when_it_goes_wrong():
         ([text, "--tokenizer", gpt2, "--val-fraction", 1], "from 0 to below 1"),
         ([text, "--tokenizer", gpt2, "--shard-tokens", 0], "a shard holds from 1"),
         ([fields, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
-        ([room.write("empty.jsonl", ""), "--tokenizer", gpt2], "there is no text in"),
+        ([temp.write("empty.jsonl", ""), "--tokenizer", gpt2], "there is no text in"),
     ]:
-        done = prepare(*arguments, "--out", room("wrong"), expect=1)
+        done = prepare(*arguments, "--out", temp("wrong"), expect=1)
         said = [line for line in done.stderr.splitlines() if line.startswith("prepare_data.py: ")]
         assert len(said) == 1 and part in said[0] and "Traceback" not in done.stderr, (arguments, done.stderr)
-        assert not os.path.exists(room("wrong", "manifest.json"))
+        assert not os.path.exists(temp("wrong", "manifest.json"))
 
 
 def main():
@@ -316,7 +316,7 @@ def main():
         except Exception:
             failed += 1
             print("".join("# " + line + "\n" for line in traceback.format_exc().splitlines()) + f"not ok {number} - {name}", flush=True)
-    shutil.rmtree(room.path)
+    shutil.rmtree(temp.path)
     sys.exit(failed > 0)
 
 

@@ -197,19 +197,19 @@ static void test_wrong_files(void **state) {
   write_shard("truncated.bin", 20240520, 1, 100, "ab", 2);
   assert_refused_data("--data /nowhere/at/all.txt", "/nowhere/at/all.txt");
   assert_refused_data("--val-data /nowhere/at/all.txt", "/nowhere/at/all.txt");
-  snprintf(data, sizeof data, "--data '%s'", in_room("*.md"));
+  snprintf(data, sizeof data, "--data '%s'", temp_path("*.md"));
   assert_refused_data(data, "no file matches ");
-  snprintf(data, sizeof data, "--data %s", in_room("empty.txt"));
+  snprintf(data, sizeof data, "--data %s", temp_path("empty.txt"));
   assert_refused_data(data, "is empty");
-  snprintf(data, sizeof data, "--data %s", in_room("short.txt"));
+  snprintf(data, sizeof data, "--data %s", temp_path("short.txt"));
   assert_refused_data(data, "holds 10 tokens");
-  snprintf(data, sizeof data, "--data %s --vocab 97", in_room("letters.txt"));
+  snprintf(data, sizeof data, "--data %s --vocab 97", temp_path("letters.txt"));
   assert_refused_data(data, "has id 97 and the vocabulary has 97: raise --vocab to at least 98");
-  snprintf(data, sizeof data, "--data %s", in_room("large_id.bin"));
+  snprintf(data, sizeof data, "--data %s", temp_path("large_id.bin"));
   assert_refused_data(data, "token 3 (byte 1030) has id 300 and the vocabulary has 300");
-  snprintf(data, sizeof data, "--data %s", in_room("truncated.bin"));
+  snprintf(data, sizeof data, "--data %s", temp_path("truncated.bin"));
   assert_refused_data(data, "is truncated");
-  snprintf(data, sizeof data, "--data %s --vocab 98 --prompt 'aab'", in_room("letters.txt"));
+  snprintf(data, sizeof data, "--data %s --vocab 98 --prompt 'aab'", temp_path("letters.txt"));
   assert_refused_data(data, "--prompt: byte 2 of it is 98 and the vocabulary has 98");
   assert_refused(TINY "--log /nowhere/log.json", "cannot write the log /nowhere/log.json: No such file");
   assert_refused(TINY "--log /dev/full", "cannot write the log /dev/full: No space left on device");
@@ -418,15 +418,15 @@ static void test_fit(void **state) {
 
 // --- a run -------------------------------------------------------------------------------------------------
 
-enum { MOST_LINES = 256 };
+enum { MAX_LINES = 256 };
 
 // The log's lines, each one JSON object. Returns how many.
-static int read_log(const char *path, cJSON *lines[MOST_LINES]) {
+static int read_log(const char *path, cJSON *lines[MAX_LINES]) {
   char *text = read_text(path), *rest = NULL;
   int count = 0;
   assert_true(*text && text[strlen(text) - 1] == '\n');
   for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
-    assert_true(count < MOST_LINES);
+    assert_true(count < MAX_LINES);
     lines[count] = cJSON_Parse(line);
     if (!lines[count]) fail_msg("this is no JSON: %s", line);
     count++;
@@ -515,7 +515,7 @@ static void test_run(void **state) {
     Options options = options_from(line);
     Plan plan = plan_run(&options, "cpu", options.mode);
     options_free(&options);
-    Output o = train("%s %s --log %s", job, flag, in_room("run.json"));
+    Output o = train("%s %s --log %s", job, flag, temp_path("run.json"));
     if (o.status) fail_msg("%s", o.err);
     assert_string_equal(o.err, "");
     assert_null(strchr(o.out, '\r')); // no terminal: plain lines
@@ -531,8 +531,8 @@ static void test_run(void **state) {
     assert_says(o.out, "all together (ledger)");
     assert_says(o.out, "(VmHWM)");
     output_free(&o);
-    cJSON *lines[MOST_LINES];
-    int count = read_log(in_room("run.json"), lines);
+    cJSON *lines[MAX_LINES];
+    int count = read_log(temp_path("run.json"), lines);
     check_log(lines, count, name, &plan);
     free_log(lines, count);
   }
@@ -541,12 +541,12 @@ static void test_run(void **state) {
 // At the start all probabilities are about 1 / 300.
 static void test_filter(void **state) {
   (void)state;
-  Output o = train(TINY "--steps 1 --lce-filter 0.01 --log %s", in_room("run.json"));
+  Output o = train(TINY "--steps 1 --lce-filter 0.01 --log %s", temp_path("run.json"));
   if (o.status) fail_msg("%s", o.err);
   assert_says(o.out, "  filtered 100.0% of tiles, mass 1.0e+00  ");
   output_free(&o);
-  cJSON *lines[MOST_LINES];
-  int count = read_log(in_room("run.json"), lines), steps = 0;
+  cJSON *lines[MAX_LINES];
+  int count = read_log(temp_path("run.json"), lines), steps = 0;
   for (int i = 0; i < count; i++) {
     if (strcmp(text_in(lines[i], "event"), "step") != 0) continue;
     steps++;
@@ -560,12 +560,12 @@ static void test_filter(void **state) {
 // No step at all: the model as it is, validated.
 static void test_no_steps(void **state) {
   (void)state;
-  Output o = train(TINY "--steps 0 --log %s", in_room("run.json"));
+  Output o = train(TINY "--steps 0 --log %s", temp_path("run.json"));
   if (o.status) fail_msg("%s", o.err);
   assert_null(strstr(o.out, "nan"));
   output_free(&o);
-  cJSON *lines[MOST_LINES];
-  int count = read_log(in_room("run.json"), lines);
+  cJSON *lines[MAX_LINES];
+  int count = read_log(temp_path("run.json"), lines);
   const cJSON *last = lines[count - 1];
   assert_int_equal(count_events(lines, count, "step"), 0);
   assert_true(fabs(number_in(last, "val_loss") - log(300)) < 0.2);
@@ -593,12 +593,12 @@ static void test_shards(void **state) {
   write_shard16("train_2.bin", tokens, 500);
   write_shard16("val.bin", tokens, 100);
   Output o = train(TINY "--steps 2 --sample-every 2 --sample-tokens 5 --data '%s' --val-data %s --log %s",
-                   in_room("train_*.bin"), in_room("val.bin"), in_room("run.json"));
+                   temp_path("train_*.bin"), temp_path("val.bin"), temp_path("run.json"));
   if (o.status) fail_msg("%s", o.err);
   assert_says(o.out, "llm.c shards, uint16, 2 files, 1,100 tokens");
   output_free(&o);
-  cJSON *lines[MOST_LINES];
-  int count = read_log(in_room("run.json"), lines), samples = 0;
+  cJSON *lines[MAX_LINES];
+  int count = read_log(temp_path("run.json"), lines), samples = 0;
   for (int i = 0; i < count; i++) {
     const cJSON *sample = cJSON_GetObjectItemCaseSensitive(lines[i], "tokens");
     if (strcmp(text_in(lines[i], "event"), "sample")) continue;
@@ -609,12 +609,12 @@ static void test_shards(void **state) {
   assert_true(number_in(lines[count - 1], "val_loss") > 0);
   free_log(lines, count);
 
-  o = train(TINY "--steps 1 --sample-every 0 --data %s --val-fraction 0 --log %s", in_room("train_1.bin"),
-            in_room("run.json"));
+  o = train(TINY "--steps 1 --sample-every 0 --data %s --val-fraction 0 --log %s", temp_path("train_1.bin"),
+            temp_path("run.json"));
   assert_int_equal(o.status, 0);
   assert_null(strstr(o.out, "validation loss"));
   output_free(&o);
-  count = read_log(in_room("run.json"), lines);
+  count = read_log(temp_path("run.json"), lines);
   assert_true(cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(lines[count - 1], "val_loss")));
   free_log(lines, count);
 }
@@ -640,10 +640,10 @@ static void test_compare_modes(void **state) {
 // One line for each event: number, step, name, total, and the categories, which add up to the total.
 static void test_timeline(void **state) {
   (void)state;
-  Output o = train(TINY "--steps 5 --sample-every 0 --timeline %s", in_room("timeline.csv"));
+  Output o = train(TINY "--steps 5 --sample-every 0 --timeline %s", temp_path("timeline.csv"));
   if (o.status) fail_msg("%s", o.err);
   output_free(&o);
-  char *text = read_text(in_room("timeline.csv")), *rest = NULL;
+  char *text = read_text(temp_path("timeline.csv")), *rest = NULL;
   char *header = strtok_r(text, "\n", &rest);
   assert_int_equal(strncmp(header, "event,step,block,total,\"weights\",", 32), 0);
   long events = 0, steps[3] = {0};
@@ -677,9 +677,9 @@ static void test_stopping(void **state) {
   static const int signals[] = {SIGINT, SIGTERM};
   for (int i = 0; i < 2; i++) {
     Process p =
-        train_start(TINY "--steps 1000000 --sample-every 0 --eval-every 0 --log %s", in_room("run.json"));
+        train_start(TINY "--steps 1000000 --sample-every 0 --eval-every 0 --log %s", temp_path("run.json"));
     process_wait_for(&p, "step 1/1000000");
-    char *so_far = read_text(in_room("run.json")); // a log is complete at any time
+    char *so_far = read_text(temp_path("run.json")); // a log is complete at any time
     assert_says(so_far, "{\"event\":\"step\",\"step\":1,");
     assert_int_equal(so_far[strlen(so_far) - 1], '\n');
     free(so_far);
@@ -690,7 +690,7 @@ static void test_stopping(void **state) {
     assert_says(o.out, "stopped after step ");
     assert_says(o.out, "all together (ledger)");
     // The log may be long: its last line counts.
-    char *text = read_text(in_room("run.json"));
+    char *text = read_text(temp_path("run.json"));
     text[strlen(text) - 1] = 0;
     const char *line = strrchr(text, '\n') + 1;
     cJSON *last = cJSON_Parse(line);
@@ -731,5 +731,5 @@ int main(void) {
       cmocka_unit_test(test_timeline),
       cmocka_unit_test(test_stopping),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

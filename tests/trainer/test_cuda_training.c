@@ -27,14 +27,14 @@ typedef struct {
   Trainer trainer;
 } Rig;
 
-enum { MOST_ARGUMENTS = 48 };
+enum { MAX_ARGUMENTS = 48 };
 
 static void rig_open(Rig *rig, const char *device, const char *line) {
   static char text[1024];
-  char *argv[MOST_ARGUMENTS + 1] = {"train", "--device", (char *)device};
+  char *argv[MAX_ARGUMENTS + 1] = {"train", "--device", (char *)device};
   int argc = 3;
   snprintf(text, sizeof text, "%s", line);
-  for (char *word = strtok(text, " "); word && argc < MOST_ARGUMENTS; word = strtok(NULL, " "))
+  for (char *word = strtok(text, " "); word && argc < MAX_ARGUMENTS; word = strtok(NULL, " "))
     argv[argc++] = word;
   options_parse(&rig->options, argc, argv);
   rig->backend = machine_open(&rig->options);

@@ -68,7 +68,7 @@ static const char *write_stream(const Stream *s, const char *name) {
   }
   write_bytes(name, all, sizeof header + bytes);
   free(all);
-  return in_room(name);
+  return temp_path(name);
 }
 
 static Stream three_examples(bool wide) {
@@ -113,14 +113,14 @@ static void assert_damaged(const Stream *s, const char *part) {
 
 static void test_damaged_choices_are_refused(void **state) {
   (void)state;
-  ASSERT_FAILS(choices_open(in_room("nowhere.bin"), 61), "cannot open", "nowhere.bin");
+  ASSERT_FAILS(choices_open(temp_path("nowhere.bin"), 61), "cannot open", "nowhere.bin");
   write_text("short.bin", "short");
-  ASSERT_FAILS(choices_open(in_room("short.bin"), 61), "short.bin is no evaluation file", "20240522");
+  ASSERT_FAILS(choices_open(temp_path("short.bin"), 61), "short.bin is no evaluation file", "20240522");
   write_shard("version.bin", 20240522, 3, 1, "abcd", 4);
-  ASSERT_FAILS(choices_open(in_room("version.bin"), 61), "version.bin is no evaluation file",
+  ASSERT_FAILS(choices_open(temp_path("version.bin"), 61), "version.bin is no evaluation file",
                "version 1 or 2");
   write_shard("many.bin", 20240522, 1, 1 << 30, "abcd", 4);
-  ASSERT_FAILS(choices_open(in_room("many.bin"), 61), "says that it holds 1073741824 examples");
+  ASSERT_FAILS(choices_open(temp_path("many.bin"), 61), "says that it holds 1073741824 examples");
   for (int wide = 0; wide < 2; wide++) {
     Stream s = three_examples(wide);
     s.examples = 2;
@@ -192,7 +192,7 @@ static const char *training_shard(void) {
   uint16_t tokens[700];
   for (int i = 0; i < 700; i++) tokens[i] = (uint16_t)((3 * i + i / 9) % 61);
   write_shard16("training.bin", tokens, 700);
-  return in_room("training.bin");
+  return temp_path("training.bin");
 }
 
 // 25 examples in batches of three rows and a bit: one is too long for the model, some rows are left over.
@@ -283,18 +283,18 @@ static void test_eval_only_as_a_user_meets_it(void **state) {
   Stream s = {.wide = false};
   for (int i = 0; i < 8; i++) put_example(&s, i % 4, (const int[]){3, 2, 2, 2, 2, 0});
   const char *choices = write_stream(&s, "eight.bin"), *shard = training_shard();
-  Output o = train("--device cpu " LLAMA "--steps 1 --lr 0 --data %s --save %s", shard, in_room("model"));
+  Output o = train("--device cpu " LLAMA "--steps 1 --lr 0 --data %s --save %s", shard, temp_path("model"));
   assert_int_equal(o.status, 0);
   output_free(&o);
-  o = train("--device cpu --eval-only --init %s --val-data %s --hellaswag %s --log %s", in_room("model"),
-            shard, choices, in_room("eval.jsonl"));
+  o = train("--device cpu --eval-only --init %s --val-data %s --hellaswag %s --log %s", temp_path("model"),
+            shard, choices, temp_path("eval.jsonl"));
   assert_int_equal(o.status, 0);
   assert_string_equal(o.err, "");
   assert_says(o.out, "validation loss 4.1");
   assert_says(o.out, "of 8 right");
   assert_null(strstr(o.out, "learning rate"));
   output_free(&o);
-  FILE *log = fopen(in_room("eval.jsonl"), "r");
+  FILE *log = fopen(temp_path("eval.jsonl"), "r");
   char text[8192] = "";
   assert_non_null(log);
   size_t length = fread(text, 1, sizeof text - 1, log);
@@ -323,14 +323,14 @@ static void test_eval_only_is_told_what_it_lacks(void **state) {
   (void)state;
   const char *shard = training_shard();
   Output o = train("--device cpu " LLAMA "--batch 2 --total-batch 68 --steps 1 --data %s --save %s", shard,
-                   in_room("told"));
+                   temp_path("told"));
   assert_int_equal(o.status, 0);
   output_free(&o);
   write_text("log.jsonl", "of another run\n");
-  says_once(train("--device cpu " LLAMA "--eval-only --val-data %s --log %s", shard, in_room("log.jsonl")), 1,
-            "--eval-only: there is no model to evaluate; name its folder with --init or --resume");
+  says_once(train("--device cpu " LLAMA "--eval-only --val-data %s --log %s", shard, temp_path("log.jsonl")),
+            1, "--eval-only: there is no model to evaluate; name its folder with --init or --resume");
   says_once(train("--device cpu --seq-len 17 --eval-only --init %s --val-fraction 0 --data %s --log %s",
-                  in_room("told"), shard, in_room("log.jsonl")),
+                  temp_path("told"), shard, temp_path("log.jsonl")),
             1, "--eval-only: there is nothing to evaluate; name --val-data or --hellaswag");
   static const char *const refused[][2] = {
       {"--save nowhere", "leave out --save\n"},
@@ -339,18 +339,18 @@ static void test_eval_only_is_told_what_it_lacks(void **state) {
       {"--resume auto", "name the folder, --resume DIR\n"},
       {"--resume auto --save nowhere", "name the folder, --resume DIR\n"}};
   for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
-    says_once(train("--device cpu " LLAMA "--eval-only --log %s %s", in_room("log.jsonl"), refused[i][0]), 1,
-              refused[i][1]);
-  char *log = read_text(in_room("log.jsonl"));
+    says_once(train("--device cpu " LLAMA "--eval-only --log %s %s", temp_path("log.jsonl"), refused[i][0]),
+              1, refused[i][1]);
+  char *log = read_text(temp_path("log.jsonl"));
   assert_string_equal(log, "of another run\n");
   free(log);
   // What only says how to train is idle, and said to be; what the checkpoint remembers of it does not matter.
   says_once(
       train("--device cpu --eval-only --resume %s --lr 1 --steps 4 --eval-batches 1 --vocab-parallel",
-            in_room("told")),
+            temp_path("told")),
       0,
       "--eval-only trains nothing: --steps, --lr, --eval-batches and --vocab-parallel mean nothing here\n");
-  o = train("--device cpu --eval-only --resume %s --batch 3 --val-data %s", in_room("told"),
+  o = train("--device cpu --eval-only --resume %s --batch 3 --val-data %s", temp_path("told"),
             training_shard());
   if (o.status) fail_msg("%s", o.err);
   assert_string_equal(o.err, "");
@@ -367,5 +367,5 @@ int main(void) {
       cmocka_unit_test(test_eval_only_as_a_user_meets_it),
       cmocka_unit_test(test_eval_only_is_told_what_it_lacks),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

@@ -42,7 +42,7 @@ static const char *masked_shard(const char *name) {
   snprintf(file, sizeof file, "%s.mask", name);
   write_shard(file, 20261120, 1, TOKENS, mask, sizeof mask);
   snprintf(file, sizeof file, "%s.bin", name);
-  return in_room(file);
+  return temp_path(file);
 }
 
 // The mean over the counted targets of one step, in float64, from the weights before it.
@@ -115,7 +115,7 @@ static void test_a_step_without_targets(void **state) {
   write_shard16("nothing.bin", tokens, 400);
   write_shard("nothing.mask", 20261120, 1, 400, mask, sizeof mask);
   for (int fused = 0; fused < 2; fused++) {
-    Run *run = run_open(LLAMA "--batch 2 --total-batch 68 --data %s %s", in_room("nothing.bin"),
+    Run *run = run_open(LLAMA "--batch 2 --total-batch 68 --data %s %s", temp_path("nothing.bin"),
                         fused ? "--fused-lce" : "--materialized-logits");
     StepResult r = run_step(run, 0);
     assert_int_equal(r.counted, 0);
@@ -155,7 +155,8 @@ static void test_gradient_pass_after_a_padded_batch(void **state) {
   uint16_t tokens[60];
   for (int i = 0; i < 60; i++) tokens[i] = (uint16_t)(i % 61);
   write_shard16("short.bin", tokens, 60);
-  Run *run = run_open(LLAMA "--batch 3 --data %s --val-data %s", in_room("short.bin"), in_room("short.bin"));
+  Run *run =
+      run_open(LLAMA "--batch 3 --data %s --val-data %s", temp_path("short.bin"), temp_path("short.bin"));
   assert_false(run->options.masked);
   run_step(run, 0);
   trainer_validate(&run->trainer, &run->loader, 0);
@@ -176,5 +177,5 @@ int main(void) {
       cmocka_unit_test(test_plan_equals_masked_run),
       cmocka_unit_test(test_gradient_pass_after_a_padded_batch),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

@@ -65,9 +65,10 @@ static void run_job(int ranks, const char *name, const char *options) {
   char log[64];
   snprintf(log, sizeof log, "%s.jsonl", name);
   if (ranks)
-    succeeds(train_ranks(ranks, "%s %s --save %s --log %s", device(), options, in_room(name), in_room(log)));
+    succeeds(
+        train_ranks(ranks, "%s %s --save %s --log %s", device(), options, temp_path(name), temp_path(log)));
   else
-    succeeds(train("%s %s --save %s --log %s", device(), options, in_room(name), in_room(log)));
+    succeeds(train("%s %s --save %s --log %s", device(), options, temp_path(name), temp_path(log)));
 }
 
 // --- comparing ---------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ static const char *checkpoint_of(const char *name, int step) {
   static char path[2][1024];
   static int turn;
   turn = !turn;
-  snprintf(path[turn], sizeof path[turn], "%s/step-%06d", in_room(name), step);
+  snprintf(path[turn], sizeof path[turn], "%s/step-%06d", temp_path(name), step);
   return path[turn];
 }
 
@@ -125,7 +126,7 @@ static void check_same_bits(const char *a, const char *b, int step) {
 static int read_log(const char *name, const char *event, const char *field, double *values, int most) {
   char file[64], *rest = NULL;
   snprintf(file, sizeof file, "%s.jsonl", name);
-  char *text = read_text(in_room(file));
+  char *text = read_text(temp_path(file));
   int count = 0;
   for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
     cJSON *json = cJSON_Parse(line);
@@ -219,7 +220,7 @@ static void masked_ranks_neither_hang_nor_skew(void **state) {
   NEEDS_LAUNCHER();
   write_masked("masked");
   char job[1024];
-  snprintf(job, sizeof job, LLAMA "--data %s", in_room("masked.bin"));
+  snprintf(job, sizeof job, LLAMA "--data %s", temp_path("masked.bin"));
   run_job(0, "masked-1", job);
   for (int ranks = 2; ranks <= most_ranks(); ranks++) {
     if (!worthwhile(ranks)) continue;
@@ -235,7 +236,7 @@ static void masked_ranks_neither_hang_nor_skew(void **state) {
 static void spreading_changes_no_number(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  // Enough layers that they take turns in the room for gradients.
+  // Enough layers that they take turns in the buffer for gradients.
   static const char *const jobs[][2] = {
       {"llama", LLAMA TEXT "--num-layers 5"}, {"tied", TIED TEXT}, {"gpt2", GPT2 TEXT "--num-layers 3"}};
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
@@ -259,7 +260,7 @@ static void a_split_head_changes_no_number(void **state) {
   NEEDS_LAUNCHER();
   write_masked("split-masked");
   char masked[1024];
-  snprintf(masked, sizeof masked, LLAMA "--z-loss 0.001 --data %s", in_room("split-masked.bin"));
+  snprintf(masked, sizeof masked, LLAMA "--z-loss 0.001 --data %s", temp_path("split-masked.bin"));
   const char *const jobs[][2] = {{"llama", LLAMA TEXT "--vocab 301"}, // which nothing divides
                                  {"tied", TIED TEXT "--label-smoothing 0.1 --lce-chunk 5"},
                                  {"gpt2", GPT2 TEXT "--num-layers 3"},
@@ -310,7 +311,7 @@ static void a_split_head_takes_up_any_run(void **state) {
     snprintf(options, sizeof options, LLAMA TEXT "--save-every 2 %s", runs[i].was);
     run_job(0, name, options);
     Output output = train_ranks(2, "%s --resume %s --zero 1 --vocab-parallel --save %s", device(),
-                                checkpoint_of(name, 2), in_room(then));
+                                checkpoint_of(name, 2), temp_path(then));
     if (output.status) fail_msg("%s: exit status %d: %s", runs[i].was, output.status, output.err);
     assert_says(output.err, runs[i].says);
     output_free(&output);
@@ -394,7 +395,7 @@ static int times(const char *text, const char *part) {
 static void one_rank_speaks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  Output output = train_ranks(2, "%s " LLAMA TEXT "--save %s", device(), in_room("spoken"));
+  Output output = train_ranks(2, "%s " LLAMA TEXT "--save %s", device(), temp_path("spoken"));
   assert_int_equal(output.status, 0);
   assert_int_equal(times(output.out, "step 3  validation loss"), 1);
   assert_int_equal(times(output.out, "step 4  sample:"), 1);
@@ -402,7 +403,7 @@ static void one_rank_speaks(void **state) {
   assert_says(output.out, "ranks    2, started by ");
   assert_int_equal(times(output.err, "lce:"), 0);
   output_free(&output);
-  output = train_ranks(2, "%s --eval-only --resume %s --steps 2", device(), in_room("spoken"));
+  output = train_ranks(2, "%s --eval-only --resume %s --steps 2", device(), temp_path("spoken"));
   assert_int_equal(output.status, 0);
   assert_int_equal(times(output.err, "lce:"), 1);
   assert_int_equal(times(output.out, "validation loss"), 1);
@@ -442,14 +443,14 @@ static Process endless(const char *name) {
       train_ranks_start(2,
                         "%s " LLAMA TEXT "--steps 100000000 --eval-every 0 --sample-every 0 --save %s "
                         "--save-every 20 --keep 2 --timeout 4",
-                        device(), in_room(name));
+                        device(), temp_path(name));
   process_wait_for(&p, "saved in");
   return p;
 }
 
 static void check_usable(const char *name) {
   bool any;
-  char *newest = checkpoint_newest(in_room(name), CHECK_ALL, &any);
+  char *newest = checkpoint_newest(temp_path(name), CHECK_ALL, &any);
   assert_non_null(newest);
   free(newest);
 }
@@ -619,5 +620,5 @@ int main(void) {
       cmocka_unit_test(launchers_are_understood),
       cmocka_unit_test(the_first_host_of_a_list),
   };
-  return cmocka_run_group_tests(tests, make_room, clear_room);
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

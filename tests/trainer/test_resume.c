@@ -92,9 +92,10 @@ static double now(void) {
 }
 
 static int run_straight(void **state) {
-  if (make_room(state)) return -1;
+  if (make_temp_dir(state)) return -1;
   double start = now();
-  succeeds(train(RUN "--save %s --save-every 6 --log %s", in_room("straight"), in_room("straight.jsonl")));
+  succeeds(
+      train(RUN "--save %s --save-every 6 --log %s", temp_path("straight"), temp_path("straight.jsonl")));
   seconds_of_a_run = now() - start;
   return 0;
 }
@@ -107,11 +108,11 @@ static void half_and_half_is_the_whole(void **state) {
   succeeds(
       train("--device cpu --resume %s --save %s --log %s --eval-every 5 --eval-batches 2 --sample-every 7 "
             "--sample-tokens 3",
-            in_room("straight/step-000006"), in_room("half"), in_room("half.jsonl")));
-  check_same_checkpoint(in_room("straight/step-000012"), in_room("half/step-000012"));
+            temp_path("straight/step-000006"), temp_path("half"), temp_path("half.jsonl")));
+  check_same_checkpoint(temp_path("straight/step-000012"), temp_path("half/step-000012"));
   double losses[2][STEPS + 1] = {{0}}, val_losses[2][STEPS + 1] = {{0}};
-  read_log(in_room("straight.jsonl"), losses[0], val_losses[0]);
-  read_log(in_room("half.jsonl"), losses[1], val_losses[1]);
+  read_log(temp_path("straight.jsonl"), losses[0], val_losses[0]);
+  read_log(temp_path("half.jsonl"), losses[1], val_losses[1]);
   for (int i = 7; i <= STEPS; i++) assert_true(losses[0][i] == losses[1][i] && losses[1][i] > 0);
   assert_true(losses[1][6] == 0);
   assert_true(val_losses[0][STEPS] == val_losses[1][STEPS] && val_losses[1][10] > 0);
@@ -120,26 +121,26 @@ static void half_and_half_is_the_whole(void **state) {
 // The weights rounded on disk: the master weights beside them keep the bits.
 static void rounded_weights_resume_too(void **state) {
   (void)state;
-  succeeds(train(RUN "--save %s --save-every 6 --save-dtype bf16", in_room("rounded")));
-  succeeds(train("--device cpu --resume %s --save %s", in_room("rounded/step-000006"), in_room("again")));
-  check_same_file(in_room("straight/step-000012/model.safetensors"),
-                  in_room("again/step-000012/model.safetensors"));
+  succeeds(train(RUN "--save %s --save-every 6 --save-dtype bf16", temp_path("rounded")));
+  succeeds(train("--device cpu --resume %s --save %s", temp_path("rounded/step-000006"), temp_path("again")));
+  check_same_file(temp_path("straight/step-000012/model.safetensors"),
+                  temp_path("again/step-000012/model.safetensors"));
   succeeds(train("--device cpu --init %s --data tests/trainer/test_resume.c --steps 0 --save %s",
-                 in_room("rounded"), in_room("widened")));
+                 temp_path("rounded"), temp_path("widened")));
 }
 
 static void what_differs_is_said(void **state) {
   (void)state;
   Output output =
       train("--device cpu --resume %s --lr 0.5 --seed 3 --data Makefile --data tests/data/test_data.c",
-            in_room("straight/step-000006"));
+            temp_path("straight/step-000006"));
   assert_int_equal(output.status, 0);
   assert_non_null(strstr(output.err, "--lr was 0.002 when "));
   assert_non_null(strstr(output.err, "and is 0.5 now"));
   assert_non_null(strstr(output.err, "--seed was 1 when"));
   assert_non_null(strstr(output.err, "the data were \"byte-level text, 1 file"));
   output_free(&output);
-  output = train("--device cpu --resume %s --vocab 301", in_room("straight"));
+  output = train("--device cpu --resume %s --vocab 301", temp_path("straight"));
   assert_int_equal(output.status, 1);
   assert_non_null(strstr(output.err, "--vocab is asked to be 301"));
   output_free(&output);
@@ -161,11 +162,11 @@ static void a_filter_is_remembered(void **state) {
                {"--materialized-logits", "--lce-filter was 0.25 when ", false},
                {"--metrics", "--lce-filter was 0.25 when ", false}};
   char saved[512];
-  succeeds(train(RUN "--lce-filter 0.25 --save-every 11 --save %s", in_room("filtered")));
-  snprintf(saved, sizeof saved, "%s", in_room("filtered/step-000011"));
+  succeeds(train(RUN "--lce-filter 0.25 --save-every 11 --save %s", temp_path("filtered")));
+  snprintf(saved, sizeof saved, "%s", temp_path("filtered/step-000011"));
   for (size_t i = 0; i < sizeof turns / sizeof *turns; i++) {
     Output o =
-        train("--device cpu --resume %s %s --log %s", saved, turns[i].options, in_room("filtered.jsonl"));
+        train("--device cpu --resume %s %s --log %s", saved, turns[i].options, temp_path("filtered.jsonl"));
     if (o.status) fail_msg("%s", o.err);
     assert_true(turns[i].said ? strstr(o.err, turns[i].said) != NULL : !strcmp(o.err, ""));
     assert_int_equal(strstr(o.out, "  filtered ") != NULL, turns[i].filters);
@@ -176,11 +177,11 @@ static void a_filter_is_remembered(void **state) {
 static void damage_is_passed_over(void **state) {
   (void)state;
   char command[2048], damaged[512];
-  snprintf(damaged, sizeof damaged, "%s", in_room("damaged"));
+  snprintf(damaged, sizeof damaged, "%s", temp_path("damaged"));
   snprintf(command, sizeof command,
            "cp -a %s %s && printf x | dd of=%s/step-000012/training_state.safetensors bs=1 "
            "seek=2000 conv=notrunc 2>/dev/null",
-           in_room("straight"), damaged, damaged);
+           temp_path("straight"), damaged, damaged);
   assert_int_equal(system(command), 0);
   Output output = train("--device cpu --resume %s/step-000012", damaged);
   assert_int_equal(output.status, 1);
@@ -192,7 +193,7 @@ static void damage_is_passed_over(void **state) {
   assert_non_null(strstr(output.err, "step-000012 is passed over"));
   assert_non_null(strstr(output.out, "after step 6 of 12"));
   output_free(&output);
-  check_same_checkpoint(in_room("straight/step-000012"), in_room("damaged/step-000012"));
+  check_same_checkpoint(temp_path("straight/step-000012"), temp_path("damaged/step-000012"));
   snprintf(command, sizeof command, "for f in %s/step-*/model.safetensors; do printf x >$f; done", damaged);
   assert_int_equal(system(command), 0);
   output = train(RUN "--resume auto --save %s", damaged);
@@ -204,22 +205,22 @@ static void damage_is_passed_over(void **state) {
 // A signal ends the run after its step, with a checkpoint. The wish may come at any step.
 static void stopped_runs_save(void **state) {
   (void)state;
-  Process p = train_start(RUN "--save %s --log %s", in_room("stopped"), in_room("stopped.jsonl"));
+  Process p = train_start(RUN "--save %s --log %s", temp_path("stopped"), temp_path("stopped.jsonl"));
   process_wait_for(&p, "step 1/");
   kill(p.pid, SIGINT);
   Output output = process_finish(&p);
   assert_int_equal(output.status, 0);
   assert_non_null(strstr(output.out, "saved in"));
   output_free(&output);
-  succeeds(train(RUN "--resume auto --save %s --log %s", in_room("stopped"), in_room("stopped.jsonl")));
-  check_same_checkpoint(in_room("straight/step-000012"), in_room("stopped/step-000012"));
-  check_same_losses(in_room("straight.jsonl"), in_room("stopped.jsonl"));
+  succeeds(train(RUN "--resume auto --save %s --log %s", temp_path("stopped"), temp_path("stopped.jsonl")));
+  check_same_checkpoint(temp_path("straight/step-000012"), temp_path("stopped/step-000012"));
+  check_same_losses(temp_path("straight.jsonl"), temp_path("stopped.jsonl"));
   // Done: nothing is left to do, and nothing changes.
-  output = train(RUN "--resume auto --save %s", in_room("stopped"));
+  output = train(RUN "--resume auto --save %s", temp_path("stopped"));
   assert_int_equal(output.status, 0);
   assert_non_null(strstr(output.out, "after step 12 of 12"));
   output_free(&output);
-  check_same_checkpoint(in_room("straight/step-000012"), in_room("stopped/step-000012"));
+  check_same_checkpoint(temp_path("straight/step-000012"), temp_path("stopped/step-000012"));
 }
 
 // Killed at random moments and resumed, over and over ($LCE_KILLS times, or 5).
@@ -228,13 +229,13 @@ static void killed_runs_lose_nothing(void **state) {
   const char *asked = getenv("LCE_KILLS");
   int kills = asked ? atoi(asked) : 5, survived = 0;
   char command[2048], directory[512];
-  snprintf(directory, sizeof directory, "%s", in_room("killed"));
+  snprintf(directory, sizeof directory, "%s", temp_path("killed"));
   unsigned seed = (unsigned)time(NULL);
   print_message("seed %u\n", seed);
   srand(seed);
   for (int i = 0; i < kills; i++) {
     Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
-                            in_room("killed.jsonl"));
+                            temp_path("killed.jsonl"));
     double seconds = 4 * seconds_of_a_run * rand() / RAND_MAX; // it saves more often, which takes longer
     nanosleep(&(struct timespec){.tv_sec = (time_t)seconds,
                                  .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))},
@@ -247,8 +248,8 @@ static void killed_runs_lose_nothing(void **state) {
     survived += finished;
     if (!finished) continue;
     // It was through before it was killed. Once more from the beginning.
-    check_same_checkpoint(in_room("straight/step-000012"), in_room("killed/step-000012"));
-    snprintf(command, sizeof command, "rm -rf %s %s", directory, in_room("killed.jsonl"));
+    check_same_checkpoint(temp_path("straight/step-000012"), temp_path("killed/step-000012"));
+    snprintf(command, sizeof command, "rm -rf %s %s", directory, temp_path("killed.jsonl"));
     assert_int_equal(system(command), 0);
   }
   bool any;
@@ -258,11 +259,11 @@ static void killed_runs_lose_nothing(void **state) {
   print_message("killed %d times, %d runs came through, the last reached step %d\n", kills - survived,
                 survived, reached);
   Output output = train(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
-                        in_room("killed.jsonl"));
+                        temp_path("killed.jsonl"));
   if (output.status) fail_msg("after %d kills: %s", kills, output.err);
   output_free(&output);
-  check_same_checkpoint(in_room("straight/step-000012"), in_room("killed/step-000012"));
-  check_same_losses(in_room("straight.jsonl"), in_room("killed.jsonl"));
+  check_same_checkpoint(temp_path("straight/step-000012"), temp_path("killed/step-000012"));
+  check_same_losses(temp_path("straight.jsonl"), temp_path("killed.jsonl"));
   snprintf(command, sizeof command, "test $(ls -d %s/step-* | wc -l) = 2 && ! ls -d %s/.[sr]*", directory,
            directory);
   assert_int_equal(system(command), 0);
@@ -271,14 +272,14 @@ static void killed_runs_lose_nothing(void **state) {
 static void a_full_disk_leaves_the_last_good_checkpoint(void **state) {
   (void)state;
   char command[1200];
-  snprintf(command, sizeof command, "cp -a %s %s && rm -r %s/step-000012", in_room("straight"),
-           in_room("full"), in_room("full"));
+  snprintf(command, sizeof command, "cp -a %s %s && rm -r %s/step-000012", temp_path("straight"),
+           temp_path("full"), temp_path("full"));
   assert_int_equal(system(command), 0);
   struct rlimit before, limit;
   getrlimit(RLIMIT_FSIZE, &before);
   limit = (struct rlimit){.rlim_cur = 20000, .rlim_max = before.rlim_max};
   setrlimit(RLIMIT_FSIZE, &limit);
-  Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 1", in_room("full"));
+  Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 1", temp_path("full"));
   setrlimit(RLIMIT_FSIZE, &before);
   Output output = process_finish(&p);
   assert_int_equal(output.status, 1);
@@ -286,16 +287,17 @@ static void a_full_disk_leaves_the_last_good_checkpoint(void **state) {
   assert_non_null(strstr(output.err, "File too large; the last good checkpoint is that of step 6"));
   assert_non_null(strstr(output.err, "no checkpoint after step 12"));
   output_free(&output);
-  assert_false(path_exists(in_room("full/step-000012")));
-  assert_false(path_exists(in_room("full/.saving-step-000012")));
+  assert_false(path_exists(temp_path("full/step-000012")));
+  assert_false(path_exists(temp_path("full/.saving-step-000012")));
   bool any;
-  char *newest = checkpoint_newest(in_room("full"), CHECK_ALL, &any);
+  char *newest = checkpoint_newest(temp_path("full"), CHECK_ALL, &any);
   assert_non_null(strstr(newest, "step-000006"));
   free(newest);
-  succeeds(train(RUN "--resume auto --save %s --keep 1", in_room("full")));
-  check_same_checkpoint(in_room("straight/step-000012"), in_room("full/step-000012"));
-  check_same_file(in_room("full/model.safetensors"), in_room("straight/model.safetensors")); // by the links
-  assert_false(path_exists(in_room("full/step-000006")));
+  succeeds(train(RUN "--resume auto --save %s --keep 1", temp_path("full")));
+  check_same_checkpoint(temp_path("straight/step-000012"), temp_path("full/step-000012"));
+  check_same_file(temp_path("full/model.safetensors"),
+                  temp_path("straight/model.safetensors")); // by the links
+  assert_false(path_exists(temp_path("full/step-000006")));
 }
 
 int main(void) {
@@ -309,5 +311,5 @@ int main(void) {
       cmocka_unit_test(killed_runs_lose_nothing),
       cmocka_unit_test(a_full_disk_leaves_the_last_good_checkpoint),
   };
-  return cmocka_run_group_tests(tests, run_straight, clear_room);
+  return cmocka_run_group_tests(tests, run_straight, remove_temp_dir);
 }

@@ -73,7 +73,7 @@ static char small_models[SMALL_MODELS][512]; // their options
 static int make_words(void **state) {
   static const char *const words[] = {"return ", "tensor", " = ",    "0",     ";\n", "for (", "int ", "i",
                                       "++",      ") ",     "float ", "x[i] ", "+ ",  "{\n",   "}\n",  "sum "};
-  if (make_room(state)) return -1;
+  if (make_temp_dir(state)) return -1;
   char text[40000] = "";
   size_t length = 0;
   for (uint64_t i = 0; length < sizeof text - 16; i++) {
@@ -85,12 +85,12 @@ static int make_words(void **state) {
   snprintf(small_models[SMALL_LLAMA], sizeof small_models[0],
            "--model llama-tiny --vocab 300 --hidden-size 24 --intermediate-size 40 --num-layers 2 "
            "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --seq-len 17 --batch 3 --data %s",
-           in_room("words.txt"));
+           temp_path("words.txt"));
   snprintf(
       small_models[SMALL_GPT2], sizeof small_models[0],
       "--model gpt2-tiny --vocab 300 --hidden-size 20 --num-layers 2 --num-attention-heads 2 --seq-len 17 "
       "--batch 3 --max-position-embeddings 19 --data %s",
-      in_room("words.txt"));
+      temp_path("words.txt"));
   return 0;
 }
 
@@ -324,7 +324,7 @@ static void test_learns(void **state) {
 #if defined(__SANITIZE_ADDRESS__)
   skip(); // many times slower, and nothing here that the other tests do not run
 #endif
-  enum { MOST_STEPS = 400, BATCHES = 20 };
+  enum { MAX_STEPS = 400, BATCHES = 20 };
   Run *run = run_open("--model llama-tiny --vocab 512 --hidden-size 32 --intermediate-size 64 --num-layers 1 "
                       "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 32 --batch 16 --lr 0.02 "
                       "--steps 400 --lce-chunk 200");
@@ -332,7 +332,7 @@ static void test_learns(void **state) {
   assert_true(entropy > 2.5 && entropy < 4.5);
   assert_true(fabs(loss - log(512)) < 0.1); // knows nothing yet
   int step = 0;
-  while (step < MOST_STEPS && loss > entropy - 0.1) {
+  while (step < MAX_STEPS && loss > entropy - 0.1) {
     run_step(run, step++);
     if (step % 50 == 0) loss = trainer_validate(&run->trainer, &run->loader, BATCHES);
   }
@@ -390,9 +390,9 @@ static void test_validation(void **state) {
   // 149 targets in batches of 3 rows of 17: two full batches, then rows of 17, 17 and 13.
   write_letters("held_back.txt", 150, 'a', 23);
   for (int m = 0; m < SMALL_MODELS; m++) {
-    check_validation(run_open("%s --lce-chunk 7 --val-data %s", small_models[m], in_room("held_back.txt")));
+    check_validation(run_open("%s --lce-chunk 7 --val-data %s", small_models[m], temp_path("held_back.txt")));
     check_validation(
-        run_open("%s --materialized-logits --val-data %s", small_models[m], in_room("held_back.txt")));
+        run_open("%s --materialized-logits --val-data %s", small_models[m], temp_path("held_back.txt")));
     check_validation(run_open("%s --lce-chunk 20 --val-fraction 0.005", small_models[m])); // 11 windows
   }
 }
@@ -402,7 +402,7 @@ static void test_validation_padding(void **state) {
   (void)state;
   write_letters("held_back.txt", 69, 'a', 23);
   for (int mode = 0; mode < 2; mode++) {
-    Run *run = run_open("%s --val-data %s %s", small_models[SMALL_LLAMA], in_room("held_back.txt"),
+    Run *run = run_open("%s --val-data %s %s", small_models[SMALL_LLAMA], temp_path("held_back.txt"),
                         mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits");
     assert_int_equal(run->loader.validation_batches, 2);
     assert_int_equal(run->loader.validation_targets, 68);
@@ -474,7 +474,7 @@ static void test_sample_frequencies(void **state) {
   Run *run = run_open("--model llama-tiny --vocab 11 --hidden-size 8 --intermediate-size 8 --num-layers 1 "
                       "--num-attention-heads 1 --num-key-value-heads 1 --seq-len 5 --sample-tokens 1 "
                       "--temperature 0.7 --lr 0.1 --prompt \1 --data %s",
-                      in_room("ten_letters.txt"));
+                      temp_path("ten_letters.txt"));
   for (int step = 0; step < 3; step++) run_step(run, step);
   static const int32_t prompt[] = {3, 1, 4};
   double counts[VOCAB] = {0}, logits[3 * VOCAB], p[VOCAB], sum = 0;
@@ -515,5 +515,5 @@ int main(void) {
       cmocka_unit_test(test_likeliest_samples),
       cmocka_unit_test(test_sample_frequencies),
   };
-  return cmocka_run_group_tests(tests, make_words, clear_room);
+  return cmocka_run_group_tests(tests, make_words, remove_temp_dir);
 }
