@@ -632,10 +632,10 @@ void clip_scale(Backend *backend, ClipScale a) {
   CALL(clip_scale);
 }
 
-void fill_zero(Backend *backend, Tensor t) {
-  need("fill_zero", "t", t);
-  is_dense("fill_zero", "t", t);
-  if (backend->ops->fill_zero) backend->ops->fill_zero(backend, t);
+void fill_zero(Backend *backend, Tensor a) {
+  need("fill_zero", "t", a);
+  is_dense("fill_zero", "t", a);
+  CALL(fill_zero);
 }
 
 // --- collectives -------------------------------------------------------------------------------------------

@@ -500,46 +500,58 @@ typedef struct {
   bool async;
 } Collective;
 
-// --- the doors ---------------------------------------------------------------------------------------------
+// --- the operations ----------------------------------------------------------------------------------------
 
-void embedding_forward(Backend *backend, EmbeddingForward a);
-void embedding_backward(Backend *backend, EmbeddingBackward a);
-void norm_forward(Backend *backend, NormForward a);
-void norm_backward(Backend *backend, NormBackward a);
-void linear_forward(Backend *backend, LinearForward a);
-void linear_backward_input(Backend *backend, LinearBackwardInput a);
-void linear_backward_weight(Backend *backend, LinearBackwardWeight a);
-void gelu_forward(Backend *backend, GeluForward a);
-void swiglu_forward(Backend *backend, SwigluForward a);
-void swiglu_backward(Backend *backend, SwigluBackward a);
-void rope(Backend *backend, Rope a);
-void attention_forward(Backend *backend, AttentionForward a);
-void attention_backward(Backend *backend, AttentionBackward a);
-void attention_decode(Backend *backend, AttentionDecode a);
-void shard_indices(Backend *backend, ShardIndices a);
-void lce_target_logits(Backend *backend, LceTargetLogits a);
-void lce_logits_exp(Backend *backend, LceLogitsExp a);
-void lce_combine(Backend *backend, LceCombine a);
-void lce_rows(Backend *backend, LceRows a);
-void lce_filter(Backend *backend, LceFilter a);
-void lce_filtered_gemms(Backend *backend, LceFilteredGemms a);
-void lce_input_gradient(Backend *backend, LceInputGradient a);
-void lce_target_gradient(Backend *backend, LceTargetGradient a);
-void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a);
-void loss_factor(Backend *backend, LossFactor a);
-void read_targets(Backend *backend, ReadTargets a);
-void weighted_column_sum(Backend *backend, WeightedColumnSum a);
-void add_outer(Backend *backend, AddOuter a);
-void gather_rows(Backend *backend, MoveRows a);
-void scatter_rows(Backend *backend, MoveRows a);
-void adamw(Backend *backend, AdamW a);
-void reduce(Backend *backend, Reduce a);
-void clip_scale(Backend *backend, ClipScale a);
-void fill_zero(Backend *backend, Tensor t); // dense
-void all_reduce(Backend *backend, Collective a);
-void reduce_scatter(Backend *backend, Collective a);
-void all_gather(Backend *backend, Collective a);
-void broadcast(Backend *backend, Collective a);
+// Every operation once: X(name, its struct), or S(name, its struct) where a backend may need scratch. The entry points
+// below, the members of BackendOps and BackendScratch, and both backends' declarations and tables come from here.
+#define OPERATIONS(X, S)                                                                                     \
+  X(embedding_forward, EmbeddingForward)                                                                     \
+  S(embedding_backward, EmbeddingBackward)                                                                   \
+  X(norm_forward, NormForward)                                                                               \
+  S(norm_backward, NormBackward)                                                                             \
+  X(linear_forward, LinearForward)                                                                           \
+  X(linear_backward_input, LinearBackwardInput)                                                              \
+  S(linear_backward_weight, LinearBackwardWeight)                                                            \
+  X(gelu_forward, GeluForward)                                                                               \
+  X(swiglu_forward, SwigluForward)                                                                           \
+  X(swiglu_backward, SwigluBackward)                                                                         \
+  X(rope, Rope)                                                                                              \
+  S(attention_forward, AttentionForward)                                                                     \
+  S(attention_backward, AttentionBackward)                                                                   \
+  X(attention_decode, AttentionDecode)                                                                       \
+  X(shard_indices, ShardIndices)                                                                             \
+  X(lce_target_logits, LceTargetLogits)                                                                      \
+  S(lce_logits_exp, LceLogitsExp)                                                                            \
+  X(lce_combine, LceCombine)                                                                                 \
+  X(lce_rows, LceRows)                                                                                       \
+  X(lce_filter, LceFilter)                                                                                   \
+  S(lce_filtered_gemms, LceFilteredGemms)                                                                    \
+  X(lce_input_gradient, LceInputGradient)                                                                    \
+  S(lce_target_gradient, LceTargetGradient)                                                                  \
+  X(cross_entropy_in_place, CrossEntropyInPlace)                                                             \
+  X(loss_factor, LossFactor)                                                                                 \
+  X(read_targets, ReadTargets)                                                                               \
+  S(weighted_column_sum, WeightedColumnSum)                                                                  \
+  X(add_outer, AddOuter)                                                                                     \
+  X(gather_rows, MoveRows)                                                                                   \
+  X(scatter_rows, MoveRows)                                                                                  \
+  X(adamw, AdamW)                                                                                            \
+  S(reduce, Reduce)                                                                                          \
+  X(clip_scale, ClipScale)                                                                                   \
+  X(fill_zero, Tensor)                                                                                       \
+  X(all_reduce, Collective)                                                                                  \
+  X(reduce_scatter, Collective)                                                                              \
+  X(all_gather, Collective)                                                                                  \
+  X(broadcast, Collective)
+
+// Stands for S or X where a list leaves those operations out.
+#define NO_OPERATION(name, Arguments)
+
+// The checked entry points (kernels.c). fill_zero's tensor is dense.
+#define DECLARE(name, Arguments) void name(Backend *backend, Arguments a);
+OPERATIONS(DECLARE, DECLARE)
+#undef DECLARE
+
 // What follows waits for the collectives that run beside, but for the last `behind` of them (at most 63).
 void collectives_join(Backend *backend, int64_t behind);
 
@@ -559,44 +571,6 @@ void backend_precede(Backend *backend, void *stream);
 
 // The operations. A member that is NULL does nothing, which is all that a plan needs.
 typedef struct {
-  void (*embedding_forward)(Backend *, const EmbeddingForward *);
-  void (*embedding_backward)(Backend *, const EmbeddingBackward *);
-  void (*norm_forward)(Backend *, const NormForward *);
-  void (*norm_backward)(Backend *, const NormBackward *);
-  void (*linear_forward)(Backend *, const LinearForward *);
-  void (*linear_backward_input)(Backend *, const LinearBackwardInput *);
-  void (*linear_backward_weight)(Backend *, const LinearBackwardWeight *);
-  void (*gelu_forward)(Backend *, const GeluForward *);
-  void (*swiglu_forward)(Backend *, const SwigluForward *);
-  void (*swiglu_backward)(Backend *, const SwigluBackward *);
-  void (*rope)(Backend *, const Rope *);
-  void (*attention_forward)(Backend *, const AttentionForward *);
-  void (*attention_backward)(Backend *, const AttentionBackward *);
-  void (*attention_decode)(Backend *, const AttentionDecode *);
-  void (*shard_indices)(Backend *, const ShardIndices *);
-  void (*lce_target_logits)(Backend *, const LceTargetLogits *);
-  void (*lce_logits_exp)(Backend *, const LceLogitsExp *);
-  void (*lce_combine)(Backend *, const LceCombine *);
-  void (*lce_rows)(Backend *, const LceRows *);
-  void (*lce_filter)(Backend *, const LceFilter *);
-  void (*lce_filtered_gemms)(Backend *, const LceFilteredGemms *);
-  void (*lce_input_gradient)(Backend *, const LceInputGradient *);
-  void (*lce_target_gradient)(Backend *, const LceTargetGradient *);
-  void (*cross_entropy_in_place)(Backend *, const CrossEntropyInPlace *);
-  void (*loss_factor)(Backend *, const LossFactor *);
-  void (*read_targets)(Backend *, const ReadTargets *);
-  void (*weighted_column_sum)(Backend *, const WeightedColumnSum *);
-  void (*add_outer)(Backend *, const AddOuter *);
-  void (*gather_rows)(Backend *, const MoveRows *);
-  void (*scatter_rows)(Backend *, const MoveRows *);
-  void (*adamw)(Backend *, const AdamW *);
-  void (*reduce)(Backend *, const Reduce *);
-  void (*clip_scale)(Backend *, const ClipScale *);
-  void (*fill_zero)(Backend *, Tensor);
-  void (*all_reduce)(Backend *, const Collective *);
-  void (*reduce_scatter)(Backend *, const Collective *);
-  void (*all_gather)(Backend *, const Collective *);
-  void (*broadcast)(Backend *, const Collective *);
   void (*collectives_join)(Backend *, int64_t behind);
   void (*to_device)(Backend *, Tensor, const void *);
   void (*to_host)(Backend *, void *, Tensor);
@@ -609,25 +583,21 @@ typedef struct {
   size_t (*device_bytes_peak)(Backend *);
   void (*device_peak_reset)(Backend *);
   void (*destroy)(Backend *);
+#define MEMBER(name, Arguments) void (*name)(Backend *, const Arguments *);
+  OPERATIONS(MEMBER, MEMBER)
+#undef MEMBER
 } BackendOps;
 
 // The scratch bytes that an operation needs, from its shapes and dtypes alone, so that a plan can count for a
 // device that is not there. NULL members need none. These files include no device header.
 typedef struct {
-  size_t (*embedding_backward)(const EmbeddingBackward *);
-  size_t (*norm_backward)(const NormBackward *);
-  size_t (*linear_backward_weight)(const LinearBackwardWeight *);
-  size_t (*attention_forward)(const AttentionForward *);
-  size_t (*attention_backward)(const AttentionBackward *);
-  size_t (*lce_logits_exp)(const LceLogitsExp *);
-  size_t (*lce_filtered_gemms)(const LceFilteredGemms *);
-  size_t (*lce_target_gradient)(const LceTargetGradient *);
-  size_t (*weighted_column_sum)(const WeightedColumnSum *);
-  size_t (*reduce)(const Reduce *);
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
   // Bytes the backend reserves for itself when it starts (a product's workspace), named in the ledger.
   size_t resident_bytes;
+#define MEMBER(name, Arguments) size_t (*name)(const Arguments *);
+  OPERATIONS(NO_OPERATION, MEMBER)
+#undef MEMBER
 } BackendScratch;
 
 extern const BackendScratch cpu_scratch;  // kernels/cpu/scratch.c

@@ -77,13 +77,13 @@ static void peak_reset(Backend *backend) {
   fclose(file);
 }
 
-static void fill_zero_bytes(Backend *backend, Tensor t) {
+void cpu_fill_zero(Backend *backend, const Tensor *t) {
   (void)backend;
   enum { BLOCK = 1 << 20 };
-  size_t bytes = tensor_bytes(t);
+  size_t bytes = tensor_bytes(*t);
 #pragma omp parallel for schedule(static)
   for (size_t first = 0; first < bytes; first += BLOCK)
-    memset((char *)t.data + first, 0, bytes - first < BLOCK ? bytes - first : BLOCK);
+    memset((char *)t->data + first, 0, bytes - first < BLOCK ? bytes - first : BLOCK);
 }
 
 static void to_device(Backend *backend, Tensor destination, const void *host) {
@@ -101,52 +101,16 @@ static void destroy(Backend *backend) {
   free(backend->state);
 }
 
-static const BackendOps cpu_ops = {
-    .embedding_forward = cpu_embedding_forward,
-    .embedding_backward = cpu_embedding_backward,
-    .norm_forward = cpu_norm_forward,
-    .norm_backward = cpu_norm_backward,
-    .linear_forward = cpu_linear_forward,
-    .linear_backward_input = cpu_linear_backward_input,
-    .linear_backward_weight = cpu_linear_backward_weight,
-    .gelu_forward = cpu_gelu_forward,
-    .swiglu_forward = cpu_swiglu_forward,
-    .swiglu_backward = cpu_swiglu_backward,
-    .rope = cpu_rope,
-    .attention_forward = cpu_attention_forward,
-    .attention_backward = cpu_attention_backward,
-    .attention_decode = cpu_attention_decode,
-    .shard_indices = cpu_shard_indices,
-    .lce_target_logits = cpu_lce_target_logits,
-    .lce_logits_exp = cpu_lce_logits_exp,
-    .lce_combine = cpu_lce_combine,
-    .lce_rows = cpu_lce_rows,
-    .lce_filter = cpu_lce_filter,
-    .lce_filtered_gemms = cpu_lce_filtered_gemms,
-    .lce_input_gradient = cpu_lce_input_gradient,
-    .lce_target_gradient = cpu_lce_target_gradient,
-    .cross_entropy_in_place = cpu_cross_entropy_in_place,
-    .loss_factor = cpu_loss_factor,
-    .read_targets = cpu_read_targets,
-    .weighted_column_sum = cpu_weighted_column_sum,
-    .add_outer = cpu_add_outer,
-    .gather_rows = cpu_gather_rows,
-    .scatter_rows = cpu_scatter_rows,
-    .adamw = cpu_adamw,
-    .reduce = cpu_reduce,
-    .clip_scale = cpu_clip_scale,
-    .fill_zero = fill_zero_bytes,
-    .all_reduce = cpu_all_reduce,
-    .reduce_scatter = cpu_reduce_scatter,
-    .all_gather = cpu_all_gather,
-    .broadcast = cpu_broadcast,
-    .collectives_join = cpu_collectives_join,
-    .to_device = to_device,
-    .to_host = to_host,
-    .device_bytes_now = bytes_now,
-    .device_bytes_peak = bytes_peak,
-    .device_peak_reset = peak_reset,
-    .destroy = destroy,
+static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
+                                   .to_device = to_device,
+                                   .to_host = to_host,
+                                   .device_bytes_now = bytes_now,
+                                   .device_bytes_peak = bytes_peak,
+                                   .device_peak_reset = peak_reset,
+                                   .destroy = destroy,
+#define ENTRY(name, Arguments) .name = cpu_##name,
+                                   OPERATIONS(ENTRY, ENTRY)
+#undef ENTRY
 };
 
 static const char *product_name(bool plain_loops) {

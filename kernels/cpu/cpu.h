@@ -57,43 +57,9 @@ size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a);                 // lin
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 
-void cpu_embedding_forward(Backend *backend, const EmbeddingForward *a);
-void cpu_embedding_backward(Backend *backend, const EmbeddingBackward *a);
-void cpu_norm_forward(Backend *backend, const NormForward *a);
-void cpu_norm_backward(Backend *backend, const NormBackward *a);
-void cpu_linear_forward(Backend *backend, const LinearForward *a);
-void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a);
-void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a);
-void cpu_gelu_forward(Backend *backend, const GeluForward *a);
-void cpu_swiglu_forward(Backend *backend, const SwigluForward *a);
-void cpu_swiglu_backward(Backend *backend, const SwigluBackward *a);
-void cpu_rope(Backend *backend, const Rope *a);
-void cpu_attention_forward(Backend *backend, const AttentionForward *a);
-void cpu_attention_backward(Backend *backend, const AttentionBackward *a);
-void cpu_attention_decode(Backend *backend, const AttentionDecode *a);
-void cpu_shard_indices(Backend *backend, const ShardIndices *a);
-void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a);
-void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a);
-void cpu_lce_combine(Backend *backend, const LceCombine *a);
-void cpu_lce_rows(Backend *backend, const LceRows *a);
-void cpu_lce_filter(Backend *backend, const LceFilter *a);
-void cpu_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a);
-void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a);
-void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
-void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);
-void cpu_loss_factor(Backend *backend, const LossFactor *a);
-void cpu_read_targets(Backend *backend, const ReadTargets *a);
-void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a);
-void cpu_add_outer(Backend *backend, const AddOuter *a);
-void cpu_gather_rows(Backend *backend, const MoveRows *a);
-void cpu_scatter_rows(Backend *backend, const MoveRows *a);
-void cpu_adamw(Backend *backend, const AdamW *a);
-void cpu_reduce(Backend *backend, const Reduce *a);
-void cpu_clip_scale(Backend *backend, const ClipScale *a);
-void cpu_all_reduce(Backend *backend, const Collective *a);
-void cpu_reduce_scatter(Backend *backend, const Collective *a);
-void cpu_all_gather(Backend *backend, const Collective *a);
-void cpu_broadcast(Backend *backend, const Collective *a);
+#define DECLARE(name, Arguments) void cpu_##name(Backend *backend, const Arguments *a);
+OPERATIONS(DECLARE, DECLARE)
+#undef DECLARE
 void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
 

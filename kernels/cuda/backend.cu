@@ -170,8 +170,8 @@ static void poison(void *context, void *data, size_t bytes) {
   cuda_check(cudaMemsetAsync(data, 0xFF, bytes, cuda_stream(static_cast<Backend *>(context))), "poisoning");
 }
 
-void cuda_fill_zero(Backend *backend, Tensor t) {
-  cuda_check(cudaMemsetAsync(t.data, 0, tensor_bytes(t), cuda_stream(backend)), "filling with zero");
+void cuda_fill_zero(Backend *backend, const Tensor *t) {
+  cuda_check(cudaMemsetAsync(t->data, 0, tensor_bytes(*t), cuda_stream(backend)), "filling with zero");
 }
 
 // --- life --------------------------------------------------------------------------------------------------
@@ -191,55 +191,19 @@ static void destroy(Backend *backend) {
   free(state);
 }
 
-static const BackendOps operations = {
-    .embedding_forward = cuda_embedding_forward,
-    .embedding_backward = cuda_embedding_backward,
-    .norm_forward = cuda_norm_forward,
-    .norm_backward = cuda_norm_backward,
-    .linear_forward = cuda_linear_forward,
-    .linear_backward_input = cuda_linear_backward_input,
-    .linear_backward_weight = cuda_linear_backward_weight,
-    .gelu_forward = cuda_gelu_forward,
-    .swiglu_forward = cuda_swiglu_forward,
-    .swiglu_backward = cuda_swiglu_backward,
-    .rope = cuda_rope,
-    .attention_forward = cuda_attention_forward,
-    .attention_backward = cuda_attention_backward,
-    .attention_decode = cuda_attention_decode,
-    .shard_indices = cuda_shard_indices,
-    .lce_target_logits = cuda_lce_target_logits,
-    .lce_logits_exp = cuda_lce_logits_exp,
-    .lce_combine = cuda_lce_combine,
-    .lce_rows = cuda_lce_rows,
-    .lce_filter = cuda_lce_filter,
-    .lce_filtered_gemms = cuda_lce_filtered_gemms,
-    .lce_input_gradient = cuda_lce_input_gradient,
-    .lce_target_gradient = cuda_lce_target_gradient,
-    .cross_entropy_in_place = cuda_cross_entropy_in_place,
-    .loss_factor = cuda_loss_factor,
-    .read_targets = cuda_read_targets,
-    .weighted_column_sum = cuda_weighted_column_sum,
-    .add_outer = cuda_add_outer,
-    .gather_rows = cuda_gather_rows,
-    .scatter_rows = cuda_scatter_rows,
-    .adamw = cuda_adamw,
-    .reduce = cuda_reduce,
-    .clip_scale = cuda_clip_scale,
-    .fill_zero = cuda_fill_zero,
-    .all_reduce = cuda_all_reduce,
-    .reduce_scatter = cuda_reduce_scatter,
-    .all_gather = cuda_all_gather,
-    .broadcast = cuda_broadcast,
-    .collectives_join = cuda_collectives_join,
-    .to_device = to_device,
-    .to_host = to_host,
-    .synchronize = synchronize,
-    .follow = follow,
-    .precede = precede,
-    .device_bytes_now = device_bytes_now,
-    .device_bytes_peak = device_bytes_peak,
-    .device_peak_reset = device_peak_reset,
-    .destroy = destroy,
+static const BackendOps operations = {.collectives_join = cuda_collectives_join,
+                                      .to_device = to_device,
+                                      .to_host = to_host,
+                                      .synchronize = synchronize,
+                                      .follow = follow,
+                                      .precede = precede,
+                                      .device_bytes_now = device_bytes_now,
+                                      .device_bytes_peak = device_bytes_peak,
+                                      .device_peak_reset = device_peak_reset,
+                                      .destroy = destroy,
+#define ENTRY(name, Arguments) .name = cuda_##name,
+                                      OPERATIONS(ENTRY, ENTRY)
+#undef ENTRY
 };
 
 // A sentence about why device `ordinal` cannot be used, or NULL.

@@ -77,50 +77,14 @@ enum { CUDA_REDUCE_BLOCKS = 1056 };
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 
-void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a);
-void cuda_embedding_backward(Backend *backend, const EmbeddingBackward *a);
-void cuda_norm_forward(Backend *backend, const NormForward *a);
-void cuda_norm_backward(Backend *backend, const NormBackward *a);
-void cuda_linear_forward(Backend *backend, const LinearForward *a);
-void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a);
-void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a);
-void cuda_gelu_forward(Backend *backend, const GeluForward *a);
-void cuda_swiglu_forward(Backend *backend, const SwigluForward *a);
-void cuda_swiglu_backward(Backend *backend, const SwigluBackward *a);
-void cuda_rope(Backend *backend, const Rope *a);
-void cuda_attention_forward(Backend *backend, const AttentionForward *a);
-void cuda_attention_backward(Backend *backend, const AttentionBackward *a);
-void cuda_attention_decode(Backend *backend, const AttentionDecode *a);
-void cuda_shard_indices(Backend *backend, const ShardIndices *a);
-void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a);
-void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a);
-void cuda_lce_combine(Backend *backend, const LceCombine *a);
-void cuda_lce_rows(Backend *backend, const LceRows *a);
-void cuda_lce_filter(Backend *backend, const LceFilter *a);
-void cuda_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a);
-void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a);
-void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a);
-void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a);
-void cuda_loss_factor(Backend *backend, const LossFactor *a);
-void cuda_read_targets(Backend *backend, const ReadTargets *a);
-void cuda_weighted_column_sum(Backend *backend, const WeightedColumnSum *a);
-void cuda_add_outer(Backend *backend, const AddOuter *a);
-void cuda_gather_rows(Backend *backend, const MoveRows *a);
-void cuda_scatter_rows(Backend *backend, const MoveRows *a);
-void cuda_adamw(Backend *backend, const AdamW *a);
-void cuda_reduce(Backend *backend, const Reduce *a);
-void cuda_clip_scale(Backend *backend, const ClipScale *a);
-void cuda_fill_zero(Backend *backend, Tensor t);
-void cuda_all_reduce(Backend *backend, const Collective *a);
-void cuda_reduce_scatter(Backend *backend, const Collective *a);
-void cuda_all_gather(Backend *backend, const Collective *a);
-void cuda_broadcast(Backend *backend, const Collective *a);
+#define DECLARE(name, Arguments) void cuda_##name(Backend *backend, const Arguments *a);
+OPERATIONS(DECLARE, DECLARE)
+#undef DECLARE
+#define DECLARE(name, Arguments) size_t cuda_##name##_scratch(const Arguments *a);
+OPERATIONS(NO_OPERATION, DECLARE) // scratch.c, attention_scratch.c
+#undef DECLARE
 void cuda_collectives_join(Backend *backend, int64_t behind);
 void cuda_collectives_end(Backend *backend); // collectives.cu: when the backend goes
-
-// attention_scratch.c; the rest of the table is in scratch.c.
-size_t cuda_attention_forward_scratch(const AttentionForward *a);
-size_t cuda_attention_backward_scratch(const AttentionBackward *a);
 
 #if defined(__cplusplus)
 }

@@ -62,7 +62,7 @@ static __global__ void position_gradient_kernel(TD *dposition, const T *dout, in
 static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t rows = a->dout.shape[0], hidden_size = a->dout.shape[1], positions = a->dposition_weight.shape[0];
   Tensor unused = tensor_rows(a->dposition_weight, a->seq_len, positions - a->seq_len);
-  if (!a->accumulate_position && positions > a->seq_len) cuda_fill_zero(backend, unused);
+  if (!a->accumulate_position && positions > a->seq_len) cuda_fill_zero(backend, &unused);
   with_float(a->dout.dtype, [&](auto type) {
     using T = decltype(type);
     with_float(a->dposition_weight.dtype, [&](auto gradient_type) {
@@ -81,7 +81,7 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
 
 void cuda_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
   if (tensor_exists(a->dtoken_weight)) {
-    if (!a->accumulate_token) cuda_fill_zero(backend, a->dtoken_weight);
+    if (!a->accumulate_token) cuda_fill_zero(backend, &a->dtoken_weight);
     segment_add(backend, a->dtoken_weight, data_of<int32_t>(a->tokens), a->dout, nullptr, 1.0f,
                 a->accumulate_token, a->workspace.data);
   }

@@ -605,7 +605,7 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
   if (product.k > 0)
     cuda_gemm(backend, &product);
   else if (!a->accumulate)
-    cuda_fill_zero(backend, a->dweight);
+    cuda_fill_zero(backend, &a->dweight);
   if (tensor_exists(a->dbias))
     column_sums(backend, a->dbias, a->dout, nullptr, a->alpha, a->accumulate, data_of<float>(a->workspace));
 }

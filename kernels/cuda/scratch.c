@@ -2,17 +2,17 @@
 // have no GPU, so this file knows no CUDA header. cuda_ops.h holds the sizes that the kernels share.
 #include "kernels/cuda/cuda_ops.h"
 
-static size_t embedding_backward_scratch(const EmbeddingBackward *a) {
+size_t cuda_embedding_backward_scratch(const EmbeddingBackward *a) {
   return cuda_segment_bytes(a->dout.shape[0], a->dout.shape[1]);
 }
 
-static size_t norm_backward_scratch(const NormBackward *a) {
+size_t cuda_norm_backward_scratch(const NormBackward *a) {
   int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1];
   int64_t vectors = a->kind == NORM_LAYER ? 2 : 1; // dweight, dbias
   return (size_t)(cuda_norm_teams(rows, hidden_size) * vectors * hidden_size) * sizeof(float);
 }
 
-static size_t linear_backward_weight_scratch(const LinearBackwardWeight *a) {
+size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
   if (!tensor_exists(a->dbias)) return 0;
   return (size_t)(cuda_column_slices(a->dout.shape[0]) * a->dout.shape[1]) * sizeof(float);
 }
@@ -26,26 +26,26 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
 }
 
 // The tiles of logits; a row's sum so far in double.
-static size_t lce_sweep_scratch(const LceLogitsExp *a) {
+size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
   return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) + memory_padded((size_t)rows * sizeof(double));
 }
 
 // The lists of steps, then sums over parts of V.
-static size_t lce_filtered_gemms_scratch(const LceFilteredGemms *a) {
+size_t cuda_lce_filtered_gemms_scratch(const LceFilteredGemms *a) {
   int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1];
   return cuda_lce_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
 }
 
-static size_t lce_target_gradient_scratch(const LceTargetGradient *a) {
+size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
   return cuda_segment_bytes(a->x.shape[0], a->x.shape[1]);
 }
 
-static size_t weighted_column_sum_scratch(const WeightedColumnSum *a) {
+size_t cuda_weighted_column_sum_scratch(const WeightedColumnSum *a) {
   return (size_t)(cuda_column_slices(a->x.shape[0]) * a->x.shape[1]) * sizeof(float);
 }
 
-static size_t reduce_scratch(const Reduce *a) {
+size_t cuda_reduce_scratch(const Reduce *a) {
   (void)a;
   return CUDA_REDUCE_BLOCKS * sizeof(double);
 }
@@ -56,15 +56,9 @@ static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   return cuda_ceil_div(vocab_size, multiple) * multiple;
 }
 
-const BackendScratch cuda_scratch = {.embedding_backward = embedding_backward_scratch,
-                                     .norm_backward = norm_backward_scratch,
-                                     .linear_backward_weight = linear_backward_weight_scratch,
-                                     .attention_forward = cuda_attention_forward_scratch,
-                                     .attention_backward = cuda_attention_backward_scratch,
-                                     .lce_logits_exp = lce_sweep_scratch,
-                                     .lce_filtered_gemms = lce_filtered_gemms_scratch,
-                                     .lce_target_gradient = lce_target_gradient_scratch,
-                                     .weighted_column_sum = weighted_column_sum_scratch,
-                                     .reduce = reduce_scratch,
-                                     .logits_stride = logits_stride,
-                                     .resident_bytes = CUDA_GEMM_WORKSPACE_BYTES};
+const BackendScratch cuda_scratch = {.logits_stride = logits_stride,
+                                     .resident_bytes = CUDA_GEMM_WORKSPACE_BYTES,
+#define ENTRY(name, Arguments) .name = cuda_##name##_scratch,
+                                     OPERATIONS(NO_OPERATION, ENTRY)
+#undef ENTRY
+};

@@ -166,7 +166,7 @@ static Work of_reduce(const Reduce *a) {
 
 // The wrapped operations, by their names in BackendOps. What is left out (copies, collectives, scalars) takes
 // next to no time in a step on one device.
-#define OPERATIONS(X)                                                                                        \
+#define TIMED(X)                                                                                             \
   X(embedding_forward, EmbeddingForward)                                                                     \
   X(embedding_backward, EmbeddingBackward)                                                                   \
   X(norm_forward, NormForward)                                                                               \
@@ -196,13 +196,13 @@ static Work of_reduce(const Reduce *a) {
     if (record.real->name) record.real->name(backend, a);                                                    \
     record.clock += planned_seconds(of_##name(a));                                                           \
   }
-OPERATIONS(WRAP)
+TIMED(WRAP)
 
 static const BackendOps *wrapped_operations(const BackendOps *real) {
   static BackendOps wrapped;
   wrapped = *real;
 #define PUT(name, Type) wrapped.name = dated_##name;
-  OPERATIONS(PUT)
+  TIMED(PUT)
   return &wrapped;
 }
 
