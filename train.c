@@ -34,16 +34,16 @@ static void ask_to_stop(int signal_number) {
 // --- machine -----------------------------------------------------------------------------------------------
 
 // The device that a plan is for: the one asked for, or the one that is there.
-static const char *planned_device(Options *o, size_t *capacity) {
+static DeviceKind planned_device(Options *o, size_t *capacity) {
   if (o->device == DEVICE_AUTO || o->fit) {
     Backend *backend = machine_open(o);
-    const char *kind = machine_kind(backend);
+    DeviceKind kind = backend->device;
     *capacity = machine_usable_bytes(backend);
     backend_destroy(backend);
     return kind;
   }
   options_resolve_dtypes(o, o->device == DEVICE_CUDA);
-  return o->device == DEVICE_CUDA ? "cuda" : "cpu";
+  return o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
 }
 
 // --- what is printed before anything runs ------------------------------------------------------------------
@@ -87,7 +87,7 @@ static void describe(const Options *o, const Backend *backend, const char *data)
 
 static int print_plan(Options *o) {
   size_t capacity = 0;
-  const char *device = planned_device(o, &capacity);
+  DeviceKind device = planned_device(o, &capacity);
   Backend *plan = plan_backend_create(device, o->dtype);
   options_resolve_chunk(o, plan);
   backend_destroy(plan);
@@ -99,7 +99,7 @@ static int print_plan(Options *o) {
       {.title = "head split, planned", .memory = plan_run(o, device, LCE_FUSED)}};
   if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, spread_name(o));
   printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
-         o->model.name, text_count((double)model_parameter_count(&o->model)).text, device,
+         o->model.name, text_count((double)model_parameter_count(&o->model)).text, device_name(device),
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
          dtype_name(o->dtype), (long long)o->lce_chunk, recompute_name(o->recompute));
   report_memory(stdout, columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, NULL);
@@ -108,7 +108,7 @@ static int print_plan(Options *o) {
 
 static int print_fit(Options *o) {
   size_t capacity = 0;
-  const char *device = planned_device(o, &capacity);
+  DeviceKind device = planned_device(o, &capacity);
   Backend *plan = plan_backend_create(device, o->dtype);
   options_resolve_chunk(o, plan);
   backend_destroy(plan);
@@ -377,18 +377,17 @@ static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *tit
 }
 
 static const char *system_row(const Backend *backend) {
-  return backend->scratch == &cuda_scratch ? "the device's own figure" : "the process's own figure (VmHWM)";
+  return backend->device == ON_CUDA ? "the device's own figure" : "the process's own figure (VmHWM)";
 }
 
 static void compare_modes(Run *run) {
   const Options *o = run->options;
-  const char *kind = machine_kind(run->backend);
   MemoryColumn columns[2];
   static const char *const measured[2] = {"fused, measured", "materialized, measured"};
   static const char *const planned[2] = {"fused, planned", "materialized, planned"};
   for (int i = 0; i < 2; i++) {
     LceMode mode = i == 0 ? LCE_FUSED : LCE_MATERIALIZED;
-    Plan plan = plan_run(o, kind, mode);
+    Plan plan = plan_run(o, run->backend->device, mode);
     size_t usable = machine_usable_bytes(run->backend);
     bool fits = !usable || plan.peak_bytes <= usable;
     columns[i] = fits ? measure_mode(run->trainer, mode, measured[i])
@@ -591,7 +590,7 @@ int main(int argc, char **argv) {
   loader_describe(&loader, data, sizeof data);
   require_same_everywhere(&options, data);
   describe(&options, backend, data);
-  plan_require(&options, machine_kind(backend), machine_usable_bytes(backend));
+  plan_require(&options, backend->device, machine_usable_bytes(backend));
 
   RunState state = {.first_loss = NAN, .last_loss = NAN, .val_loss = NAN};
   ranks_mute_others(true);

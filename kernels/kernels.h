@@ -603,9 +603,16 @@ typedef struct {
 extern const BackendScratch cpu_scratch;  // kernels/cpu/scratch.c
 extern const BackendScratch cuda_scratch; // kernels/cuda/scratch.c, compiled everywhere
 
+typedef enum { ON_CPU, ON_CUDA } DeviceKind;
+
+static inline const char *device_name(DeviceKind device) {
+  return device == ON_CUDA ? "cuda" : "cpu";
+}
+
 struct Backend {
   const char *name;      // "cpu", "cuda", "plan"
   char description[128]; // "CPU, 2 threads, OpenBLAS", "NVIDIA H200, CUDA 13.0"
+  DeviceKind device;     // what it computes on, or what a plan counts for
   const BackendOps *ops;
   const BackendScratch *scratch;
   Memory memory;
@@ -627,8 +634,8 @@ Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
 // it on all ranks at once; with one rank it does nothing. Fails in a sentence when the ranks cannot talk.
 void cpu_backend_join_ranks(Backend *backend);
 void cuda_backend_join_ranks(Backend *backend);
-// Runs nothing and counts for the given kind of device ("cpu", "cuda").
-Backend *plan_backend_create(const char *device, Dtype dtype);
+// Runs nothing and counts what the given kind of device would need.
+Backend *plan_backend_create(DeviceKind device, Dtype dtype);
 // Releases the memory and everything else.
 void backend_destroy(Backend *backend);
 

@@ -288,7 +288,7 @@ static void run(Backend *backend, const lce_args *args) {
 // What the call will push, by a backend that runs nothing but checks all that the real one does.
 static size_t planned_bytes(lce_context *context, const lce_args *args) {
   const Backend *backend = context->backend;
-  context->plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", backend->dtype);
+  context->plan = plan_backend_create(backend->device, backend->dtype);
   context->plan->memory.advice = backend->memory.advice;
   if (args->scale == 0) { // the tensors of gradients that are then dropped are checked too
     lce_args whole = *args;

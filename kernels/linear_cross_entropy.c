@@ -571,7 +571,7 @@ int64_t lce_default_chunk(int64_t tokens) {
 }
 
 size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape s) {
-  Backend *plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", s.dtype);
+  Backend *plan = plan_backend_create(backend->device, s.dtype);
   Memory *m = &plan->memory;
   MemoryCategory other = MEMORY_ACTIVATIONS;
   plan->ranks = s.ranks > 1 ? s.ranks : 1;

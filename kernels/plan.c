@@ -3,19 +3,19 @@
 // to the byte, for a device that need not be there.
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/fail.h"
 #include "kernels/kernels.h"
 
-Backend *plan_backend_create(const char *device, Dtype dtype) {
+Backend *plan_backend_create(DeviceKind device, Dtype dtype) {
   static const BackendOps nothing;
   Backend *backend = calloc(1, sizeof *backend);
   if (!backend) fail("out of host memory for the plan");
   backend->name = "plan";
-  snprintf(backend->description, sizeof backend->description, "plan for %s", device);
+  snprintf(backend->description, sizeof backend->description, "plan for %s", device_name(device));
+  backend->device = device;
   backend->ops = &nothing;
-  backend->scratch = strcmp(device, "cuda") == 0 ? &cuda_scratch : &cpu_scratch;
+  backend->scratch = device == ON_CUDA ? &cuda_scratch : &cpu_scratch;
   backend->memory = memory_create(NULL);
   backend->dtype = dtype;
   backend->ranks = 1;

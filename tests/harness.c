@@ -48,7 +48,7 @@ Harness *harness_open(const char *name) {
 }
 
 void harness_join_ranks(Harness *h) {
-  if (h->backend->scratch == &cuda_scratch)
+  if (h->backend->device == ON_CUDA)
     cuda_backend_join_ranks(h->backend);
   else
     cpu_backend_join_ranks(h->backend);

@@ -15,7 +15,7 @@ static Options options_on(bool cuda, char *line) {
   Options options;
   options_parse(&options, argc, argv);
   options_resolve_dtypes(&options, cuda);
-  Backend *plan = plan_backend_create(cuda ? "cuda" : "cpu", options.dtype);
+  Backend *plan = plan_backend_create(cuda ? ON_CUDA : ON_CPU, options.dtype);
   options_resolve_chunk(&options, plan);
   backend_destroy(plan);
   return options;

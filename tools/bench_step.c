@@ -221,7 +221,7 @@ int main(int argc, char **argv) {
                        : corpus_open(options.model.vocab_size);
   Loader loader = loader_create((LoaderOptions){
       .source = source, .batch = options.batch, .seq_len = options.seq_len, .seed = options.seed});
-  plan_require(&options, machine_kind(backend), machine_usable_bytes(backend));
+  plan_require(&options, backend->device, machine_usable_bytes(backend));
   Trainer trainer;
   trainer_create(&trainer, &options, backend);
   trainer_set_mode(&trainer, options.mode);
@@ -259,7 +259,7 @@ int main(int argc, char **argv) {
          text_bytes(backend->ops->device_bytes_peak(backend)).text);
   if (options.compare_modes) compare_modes(&steps, backend);
   trainer_destroy(&trainer);
-  if (backend->scratch == &cpu_scratch) {
+  if (backend->device == ON_CPU) {
     double plain = plain_step_seconds(&options, &loader);
     printf("  plain loops    %9.2f ms   %.1f times the step\n", 1e3 * plain, plain / step_seconds);
   }

@@ -226,7 +226,7 @@ static int64_t find_stops(const char *directory, int32_t stops[MOST_STOPS]) {
 // The stack that a text takes, found out by a plan; fails when weights and stack do not fit.
 static size_t plan_stack(const Wanted *w, const Backend *backend, const ModelConfig *config,
                          const Generation *g) {
-  Backend *plan = plan_backend_create(machine_kind(backend), w->machine.dtype);
+  Backend *plan = plan_backend_create(backend->device, w->machine.dtype);
   Model model;
   int64_t count;
   ParameterDtypes dtypes = {.weight = w->machine.dtype, .frozen = true};

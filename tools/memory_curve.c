@@ -188,14 +188,14 @@ static Device settle_device(Own *own, const Recipe *recipe, Options *o, Experime
     o->device = DEVICE_CUDA;
   }
   if (own->plan_only && o->device != DEVICE_AUTO) {
-    e->device = o->device == DEVICE_CUDA ? "cuda" : "cpu";
+    e->device = o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
     options_resolve_dtypes(o, o->device == DEVICE_CUDA);
     snprintf(d.description, sizeof d.description, "%s", o->device == DEVICE_CUDA ? "a GPU" : "a CPU");
     return d;
   }
   Backend *backend = machine_open(o);
-  e->device = machine_kind(backend);
-  o->device = backend->scratch == &cuda_scratch ? DEVICE_CUDA : DEVICE_CPU; // every point opens the same
+  e->device = backend->device;
+  o->device = backend->device == ON_CUDA ? DEVICE_CUDA : DEVICE_CPU; // every point opens the same
   snprintf(d.description, sizeof d.description, "%s", backend->description);
   if (!d.usable) d.usable = machine_usable_bytes(backend);
   if (own->plan_only)

@@ -47,14 +47,10 @@ Backend *machine_open(Options *o) {
 }
 
 void machine_join_ranks(Backend *backend) {
-  if (backend->scratch == &cuda_scratch)
+  if (backend->device == ON_CUDA)
     cuda_backend_join_ranks(backend);
   else
     cpu_backend_join_ranks(backend);
-}
-
-const char *machine_kind(const Backend *backend) {
-  return backend->scratch == &cuda_scratch ? "cuda" : "cpu";
 }
 
 size_t machine_usable_bytes(const Backend *backend) {

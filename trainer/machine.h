@@ -11,9 +11,6 @@ Backend *machine_open(Options *options);
 // Makes it this rank's part of the job; nothing without a launcher. Call it on all ranks at once.
 void machine_join_ranks(Backend *backend);
 
-// "cuda" or "cpu": what a plan for this backend is called.
-const char *machine_kind(const Backend *backend);
-
 // Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
 size_t machine_usable_bytes(const Backend *backend);
 

@@ -848,11 +848,10 @@ int64_t options_default_chunk(int64_t tokens, bool cuda) {
 
 void options_resolve_chunk(Options *o, const Backend *backend) {
   int64_t tokens = o->batch * o->seq_len;
-  bool cuda = backend->scratch == &cuda_scratch;
+  bool cuda = backend->device == ON_CUDA;
   if (o->lce_memory) {
-    const char *device = cuda ? "cuda" : "cpu";
     size_t least;
-    o->lce_chunk = plan_chunk_within(o, device, (size_t)o->lce_memory << 20, &least);
+    o->lce_chunk = plan_chunk_within(o, backend->device, (size_t)o->lce_memory << 20, &least);
     if (!o->lce_chunk)
       fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
            "that",

@@ -17,7 +17,7 @@ Plan plan_from_ledger(const Ledger *ledger) {
   return plan;
 }
 
-Plan plan_run(const Options *given, const char *device, LceMode mode) {
+Plan plan_run(const Options *given, DeviceKind device, LceMode mode) {
   Options settled = *given;
   const Options *options = &settled;
   if (mode == LCE_MATERIALIZED) settled.dtypes.vocab_parallel = false; // which that mode does not know
@@ -41,12 +41,12 @@ Plan plan_run(const Options *given, const char *device, LceMode mode) {
 
 typedef struct {
   const Options *options;
-  const char *device;
+  DeviceKind device;
   LceMode mode;
   size_t bytes;
 } Budget;
 
-static size_t head_bytes(const Options *options, const char *device, int64_t chunk) {
+static size_t head_bytes(const Options *options, DeviceKind device, int64_t chunk) {
   Options o = *options;
   o.lce_chunk = chunk;
   return plan_run(&o, device, LCE_FUSED).head_peak_bytes;
@@ -57,14 +57,14 @@ static bool chunk_fits(const void *budget, int64_t chunk) {
   return head_bytes(b->options, b->device, chunk) <= b->bytes;
 }
 
-int64_t plan_chunk_within(const Options *options, const char *device, size_t bytes, size_t *least) {
+int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *least) {
   *least = head_bytes(options, device, 1);
   if (*least > bytes) return 0;
   Budget budget = {options, device, LCE_FUSED, bytes};
   return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
 }
 
-static Options with_batch(const Options *options, const char *device, int64_t batch) {
+static Options with_batch(const Options *options, DeviceKind device, int64_t batch) {
   Options o = *options;
   o.batch = batch;
   o.total_batch = batch * o.seq_len * o.ranks;
@@ -84,7 +84,7 @@ static bool batch_fits(const void *budget, int64_t batch) {
   return plan_run(&o, b->device, b->mode).peak_bytes <= b->bytes;
 }
 
-int64_t plan_largest_batch(const Options *options, const char *device, LceMode mode, size_t bytes) {
+int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
   Budget budget = {options, device, mode, bytes};
   int64_t most = INT32_MAX / options->seq_len, fits = 0, above = 1;
   while (above <= most && batch_fits(&budget, above)) {
@@ -95,7 +95,7 @@ int64_t plan_largest_batch(const Options *options, const char *device, LceMode m
 }
 
 // Appends "; --flag needs 12.3 GiB" when that is less than the capacity. Returns whether it fits.
-static bool suggest(char *text, size_t size, const char *flag, const Options *o, const char *device,
+static bool suggest(char *text, size_t size, const char *flag, const Options *o, DeviceKind device,
                     LceMode mode, size_t capacity) {
   size_t bytes = plan_run(o, device, mode).peak_bytes;
   if (bytes > capacity) return false;
@@ -104,7 +104,7 @@ static bool suggest(char *text, size_t size, const char *flag, const Options *o,
   return true;
 }
 
-void plan_require(const Options *options, const char *device, size_t usable) {
+void plan_require(const Options *options, DeviceKind device, size_t usable) {
   Plan plan = plan_run(options, device, options->mode);
   if (!usable || plan.peak_bytes <= usable) return;
 

@@ -13,20 +13,20 @@ typedef struct {
 
 // A training step, a validation batch and a sampled token of `options` (settled) in `mode` on `device`; with
 // --eval-only the validation batch alone.
-Plan plan_run(const Options *options, const char *device, LceMode mode);
+Plan plan_run(const Options *options, DeviceKind device, LceMode mode);
 
 // The same numbers as a real run's ledger has them.
 Plan plan_from_ledger(const Ledger *ledger);
 
 // The largest chunk with which the last layer never holds more than `bytes`, in training and in validation; 0
 // when even one token's does not fit. `least` receives what one token's holds.
-int64_t plan_chunk_within(const Options *options, const char *device, size_t bytes, size_t *least);
+int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *least);
 
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
-int64_t plan_largest_batch(const Options *options, const char *device, LceMode mode, size_t bytes);
+int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
 // Fails with a sentence when the run needs more than `usable` bytes (0: unknown, never fails): who holds
 // what, and what would fit instead, with numbers.
-void plan_require(const Options *options, const char *device, size_t usable);
+void plan_require(const Options *options, DeviceKind device, size_t usable);
 
 #endif

@@ -41,7 +41,7 @@ double median(double *values, int64_t count) {
 
 double measure_gemm_rate(Backend *backend) {
   enum { WARM_UP = 2, TIMES = 5 };
-  const int64_t n = backend->scratch == &cuda_scratch ? 8192 : 1024; // large enough to fill the device
+  const int64_t n = backend->device == ON_CUDA ? 8192 : 1024; // large enough to fill the device
   Memory *memory = &backend->memory;
   memory_set_stack(memory, 3 * memory_padded((size_t)(n * n) * dtype_bytes(backend->dtype)));
   Tensor x = memory_push_2d(memory, "x", MEMORY_WORKSPACE, backend->dtype, n, n);

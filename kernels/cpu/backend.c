@@ -131,6 +131,7 @@ Backend *cpu_backend_create(bool plain_loops) {
   state->plain_loops = plain_loops;
   MemorySource pages = {.allocate = pages_allocate, .release = pages_release, .poison = pages_poison};
   *backend = (Backend){.name = "cpu",
+                       .device = ON_CPU,
                        .ops = &cpu_ops,
                        .scratch = &cpu_scratch,
                        .memory = memory_create(&pages),

@@ -278,6 +278,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   snprintf(backend->description, sizeof backend->description, "%.80s, CUDA %d.%d", properties.name,
            runtime / 1000, runtime % 1000 / 10);
   backend->name = "cuda";
+  backend->device = ON_CUDA;
   backend->ops = &operations;
   backend->scratch = &cuda_scratch;
   backend->dtype = dtype;

@@ -298,11 +298,12 @@ static void test_planned_addresses(void **state) {
 // A plan has no operations, and the memory of what it plans for.
 static void test_plan_backend(void **state) {
   (void)state;
-  static const char *const devices[] = {"cpu", "cuda"};
+  static const DeviceKind devices[] = {ON_CPU, ON_CUDA};
   for (int i = 0; i < 2; i++) {
     Backend *plan = plan_backend_create(devices[i], DTYPE_BF16);
     const BackendScratch *scratch = i ? &cuda_scratch : &cpu_scratch;
     assert_string_equal(plan->name, "plan");
+    assert_int_equal(plan->device, devices[i]);
     assert_ptr_equal(plan->scratch, scratch);
     assert_true(plan->memory.planning);
     assert_int_equal(plan->ranks, 1);

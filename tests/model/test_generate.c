@@ -257,7 +257,7 @@ static void test_seeds_stops_and_callbacks(void **state) {
 
 static void test_memory_does_not_depend_on_the_prompt(void **state) {
   (void)state;
-  Backend *plan = plan_backend_create("cpu", DTYPE_F32);
+  Backend *plan = plan_backend_create(ON_CPU, DTYPE_F32);
   ModelConfig config = small_model(false);
   Model model;
   ParameterDtypes dtypes = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};

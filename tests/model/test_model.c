@@ -149,7 +149,7 @@ static void test_published_sizes(void **state) {
     assert_string_equal(config.name, published[i].preset);
     assert_int_equal(model_parameter_count(&config), published[i].parameters);
     // The table agrees with the formula, planned: nothing is allocated.
-    Backend *plan = plan_backend_create("cuda", DTYPE_BF16);
+    Backend *plan = plan_backend_create(ON_CUDA, DTYPE_BF16);
     Model model;
     model_create(&model, &config, plan, all_fp32, 1024);
     int64_t count = 0;
@@ -259,7 +259,7 @@ static void test_groups(void **state) {
 static void test_roles(void **state) {
   (void)state;
   ModelConfig config = small("llama-tiny");
-  Backend *plan = plan_backend_create("cpu", DTYPE_BF16);
+  Backend *plan = plan_backend_create(ON_CPU, DTYPE_BF16);
   size_t before = plan->memory.ledger.total;
   Model model;
   model_create(

@@ -159,7 +159,7 @@ static void curve_equals_plan(void **state) {
   options_resolve_dtypes(&o, true);
   o.lce_chunk = options_default_chunk(2048, true);
   for (int m = 0; m < 2; m++) {
-    Plan plan = plan_run(&o, "cuda", (LceMode)m);
+    Plan plan = plan_run(&o, ON_CUDA, (LceMode)m);
     assert_int_equal(reading(&c, (LceMode)m, SWEEP_TOKENS, 2048)->planned_bytes, plan.peak_bytes);
   }
   options_free(&o);
@@ -620,13 +620,13 @@ static void fit(void **state) {
   options_resolve_dtypes(&options, false);
   for (int m = 0; m < 2; m++) {
     size_t limit = (size_t)1 << 30;
-    int64_t batch = plan_largest_batch(&options, "cpu", (LceMode)m, limit);
+    int64_t batch = plan_largest_batch(&options, ON_CPU, (LceMode)m, limit);
     for (int more = 0; more < 2; more++) {
       Options at_batch = options;
       at_batch.batch = batch + more;
       at_batch.total_batch = at_batch.batch * 64;
       at_batch.micro_steps = 1;
-      assert_int_equal(plan_run(&at_batch, "cpu", (LceMode)m).peak_bytes <= limit, more == 0);
+      assert_int_equal(plan_run(&at_batch, ON_CPU, (LceMode)m).peak_bytes <= limit, more == 0);
     }
   }
   options_free(&options);

@@ -513,7 +513,7 @@ static void test_run(void **state) {
     char line[1024];
     snprintf(line, sizeof line, TINY "--total-batch 96 %s", flag);
     Options options = options_from(line);
-    Plan plan = plan_run(&options, "cpu", options.mode);
+    Plan plan = plan_run(&options, ON_CPU, options.mode);
     options_free(&options);
     Output o = train("%s %s --log %s", job, flag, temp_path("run.json"));
     if (o.status) fail_msg("%s", o.err);
@@ -667,7 +667,7 @@ static void test_timeline(void **state) {
   char line[512];
   snprintf(line, sizeof line, "%s", TINY);
   Options options = options_from(line);
-  assert_int_equal(highest, plan_run(&options, "cpu", LCE_FUSED).peak_bytes);
+  assert_int_equal(highest, plan_run(&options, ON_CPU, LCE_FUSED).peak_bytes);
   options_free(&options);
 }
 

@@ -270,7 +270,7 @@ static void test_eval_only_holds_the_weights_alone(void **state) {
               trainer_validate(&whole->trainer, &whole->loader, 0));
   const Ledger *ledger = &run->h->backend->memory.ledger;
   assert_int_equal(ledger->highest[MEMORY_GRADIENTS] + ledger->highest[MEMORY_MOMENTS], 0);
-  Plan plan = plan_run(&run->options, machine_kind(run->h->backend), run->options.mode);
+  Plan plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
   Plan real = plan_from_ledger(ledger);
   assert_int_equal(real.peak_bytes, plan.peak_bytes);
   assert_int_equal(real.stack_bytes, plan.stack_bytes);

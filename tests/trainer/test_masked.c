@@ -132,7 +132,7 @@ static void test_plan_equals_masked_run(void **state) {
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     Run *run = run_open(LLAMA "--batch 3 --data %s %s", masked_shard("plan"), jobs[j]);
     Memory *memory = &run->h->backend->memory;
-    Plan plan = plan_run(&run->options, machine_kind(run->h->backend), run->options.mode);
+    Plan plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
     assert_int_equal(memory->stack_capacity, plan.stack_bytes);
     for (int64_t step = 0; step < 10; step++) run_step(run, step);
     trainer_validate(&run->trainer, &run->loader, 0);
@@ -143,7 +143,7 @@ static void test_plan_equals_masked_run(void **state) {
     assert_int_equal(real.head_peak_bytes, plan.head_peak_bytes);
     // A run of the same shape that counts every target does not need more.
     run->options.masked = false;
-    Plan unmasked = plan_run(&run->options, machine_kind(run->h->backend), run->options.mode);
+    Plan unmasked = plan_run(&run->options, run->h->backend->device, run->options.mode);
     assert_in_range(unmasked.head_peak_bytes, 1, plan.head_peak_bytes);
     run_close(run);
   }

@@ -32,7 +32,7 @@ static void check_plan(const char *model, const char *job, LceMode mode, Recompu
   Run *run = run_open("%s %s %s --recompute %s --sample-tokens 3", model, job,
                       mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits", recompute_name(recompute));
   Memory *memory = &run->h->backend->memory;
-  Plan plan = plan_run(&run->options, machine_kind(run->h->backend), mode);
+  Plan plan = plan_run(&run->options, run->h->backend->device, mode);
   assert_int_equal(memory->stack_capacity, plan.stack_bytes);
   static const int32_t prompt[] = {10};
   int64_t count;
@@ -98,7 +98,7 @@ static void test_switching_modes(void **state) {
     trainer_set_mode(&run->trainer, mode);
     ledger_reset_peak(&memory->ledger);
     trainer_gradient_pass(&run->trainer);
-    Plan plan = plan_run(&run->options, "cpu", mode);
+    Plan plan = plan_run(&run->options, ON_CPU, mode);
     assert_int_equal(memory->stack_capacity, plan.stack_bytes);
     assert_int_equal(memory->ledger.peak, plan.peak_bytes);
   }
@@ -107,13 +107,13 @@ static void test_switching_modes(void **state) {
 
 // --- large models ------------------------------------------------------------------------------------------
 
-static Options options_of_device(char *line, const char *device) {
+static Options options_of_device(char *line, DeviceKind device) {
   char *argv[64] = {"train"}, *rest = NULL;
   int argc = 1;
   for (char *word = strtok_r(line, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) argv[argc++] = word;
   Options o;
   options_parse(&o, argc, argv);
-  options_resolve_dtypes(&o, strcmp(device, "cuda") == 0);
+  options_resolve_dtypes(&o, device == ON_CUDA);
   Backend *plan = plan_backend_create(device, o.dtype);
   options_resolve_chunk(&o, plan);
   backend_destroy(plan);
@@ -133,8 +133,8 @@ static void test_large_plan(void **state) {
   const size_t parameters = 8030261248, head = (size_t)128256 * 4096;
   double start = seconds();
   char line[] = "--model llama-8b --seq-len 32768 --batch 1 --recompute layer";
-  Options o = options_of_device(line, "cuda");
-  Plan fused = plan_run(&o, "cuda", LCE_FUSED), materialized = plan_run(&o, "cuda", LCE_MATERIALIZED);
+  Options o = options_of_device(line, ON_CUDA);
+  Plan fused = plan_run(&o, ON_CUDA, LCE_FUSED), materialized = plan_run(&o, ON_CUDA, LCE_MATERIALIZED);
   double spent = seconds() - start;
   if (spent > 0.5) fail_msg("planning took %.3f s", spent);
   const size_t padding = 1 << 20; // of tensors to their alignment
@@ -205,19 +205,19 @@ static void test_chunk_option(void **state) {
   // On a GPU never less than 1024, unless it is named.
   char same[] = LLAMA "--batch 16 --seq-len 128", more[] = LLAMA "--batch 128 --seq-len 128",
        named[] = LLAMA "--batch 16 --seq-len 128 --lce-chunk 77";
-  o = options_of_device(same, "cuda");
+  o = options_of_device(same, ON_CUDA);
   assert_int_equal(o.lce_chunk, 1024);
   options_free(&o);
-  o = options_of_device(more, "cuda");
+  o = options_of_device(more, ON_CUDA);
   assert_int_equal(o.lce_chunk, 2048);
   options_free(&o);
-  o = options_of_device(named, "cuda");
+  o = options_of_device(named, ON_CUDA);
   assert_int_equal(o.lce_chunk, 77);
   options_free(&o);
 }
 
 // The budget holds for all that a run does, validation too, and with one token more in a chunk it would not.
-static void check_budget(const char *device, const char *job, bool masked, int mebibytes) {
+static void check_budget(DeviceKind device, const char *job, bool masked, int mebibytes) {
   char line[1100];
   snprintf(line, sizeof line, "%s --lce-memory %d", job, mebibytes);
   Options o = options_of_device(line, device);
@@ -229,13 +229,13 @@ static void check_budget(const char *device, const char *job, bool masked, int m
   }
   size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).head_peak_bytes;
   if (held > budget)
-    fail_msg("%s %s: chunks of %lld hold %zu bytes, which is more than %d MiB", device, job,
+    fail_msg("%s %s: chunks of %lld hold %zu bytes, which is more than %d MiB", device_name(device), job,
              (long long)o.lce_chunk, held, mebibytes);
   if (o.lce_chunk++ < o.batch * o.seq_len) {
     held = plan_run(&o, device, LCE_FUSED).head_peak_bytes;
     if (held <= budget)
-      fail_msg("%s %s: chunks of %lld would hold %zu bytes, which is no more than %d MiB", device, job,
-               (long long)o.lce_chunk, held, mebibytes);
+      fail_msg("%s %s: chunks of %lld would hold %zu bytes, which is no more than %d MiB",
+               device_name(device), job, (long long)o.lce_chunk, held, mebibytes);
   }
   options_free(&o);
 }
@@ -262,7 +262,7 @@ static void test_budget(void **state) {
                  ranks > 1 ? " --zero 2 --vocab-parallel" : "");
         for (int mebibytes = 4; mebibytes <= 64; mebibytes *= 2)
           for (int kind = 0; kind < 4; kind++)
-            check_budget(kind & 1 ? "cuda" : "cpu", job, kind & 2, mebibytes);
+            check_budget(kind & 1 ? ON_CUDA : ON_CPU, job, kind & 2, mebibytes);
       }
 }
 
@@ -270,7 +270,7 @@ static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
   char with_batch[512];
   snprintf(with_batch, sizeof with_batch, "%s --batch %lld", line, (long long)batch);
   Options o = options_from(with_batch);
-  size_t bytes = plan_run(&o, "cpu", mode).peak_bytes;
+  size_t bytes = plan_run(&o, ON_CPU, mode).peak_bytes;
   options_free(&o);
   return bytes;
 }
@@ -287,10 +287,10 @@ static void test_largest_batch(void **state) {
       snprintf(line, sizeof line, "%s --total-batch 2048", lines[i]); // this job's; must not matter
       Options o = options_from(line);
       size_t one = peak_with_batch(lines[i], (LceMode)mode, 1);
-      assert_int_equal(plan_largest_batch(&o, "cpu", (LceMode)mode, one - 1), 0);
-      assert_int_equal(plan_largest_batch(&o, "cpu", (LceMode)mode, one), 1);
+      assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one - 1), 0);
+      assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one), 1);
       for (size_t bytes = (size_t)3 << 20; bytes < (size_t)200 << 20; bytes = bytes * 5 / 2) {
-        int64_t batch = plan_largest_batch(&o, "cpu", (LceMode)mode, bytes);
+        int64_t batch = plan_largest_batch(&o, ON_CPU, (LceMode)mode, bytes);
         assert_true(batch >= 1);
         assert_true(peak_with_batch(lines[i], (LceMode)mode, batch) <= bytes);
         assert_true(peak_with_batch(lines[i], (LceMode)mode, batch + 1) > bytes);
@@ -313,7 +313,7 @@ static void catch_sentence(const char *text) {
 static const char *requirement(const Options *o, size_t usable) {
   sentence[0] = 0;
   fail_set_handler(catch_sentence);
-  if (setjmp(caught) == 0) plan_require(o, "cpu", usable);
+  if (setjmp(caught) == 0) plan_require(o, ON_CPU, usable);
   fail_set_handler(NULL);
   return sentence;
 }
@@ -329,7 +329,7 @@ static void assert_offers(const char *text, const Options *o, const char *flag, 
   other.recompute = recompute;
   char offer[128];
   snprintf(offer, sizeof offer, "%s needs %s", flag,
-           text_bytes(plan_run(&other, "cpu", mode).peak_bytes).text);
+           text_bytes(plan_run(&other, ON_CPU, mode).peak_bytes).text);
   assert_says(text, offer);
 }
 
@@ -337,7 +337,7 @@ static void test_requirement(void **state) {
   (void)state;
   char line[] = LLAMA "--seq-len 128 --batch 64 --materialized-logits";
   Options o = options_from(line);
-  size_t need = plan_run(&o, "cpu", LCE_MATERIALIZED).peak_bytes;
+  size_t need = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak_bytes;
   assert_string_equal(requirement(&o, need), "");
   assert_string_equal(requirement(&o, 0), ""); // unknown
   const char *text = requirement(&o, need - 1);
@@ -354,13 +354,13 @@ static void test_requirement(void **state) {
 
   // So little that only the strongest recomputation, or a few sequences, would do.
   o.recompute = RECOMPUTE_LAYER;
-  size_t least = plan_run(&o, "cpu", LCE_MATERIALIZED).peak_bytes;
+  size_t least = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak_bytes;
   o.recompute = RECOMPUTE_NONE;
   text = requirement(&o, least);
   assert_offers(text, &o, "--recompute layer", LCE_MATERIALIZED, RECOMPUTE_LAYER);
   assert_null(strstr(text, "--recompute mlp"));
   snprintf(batch, sizeof batch, "--batch %lld fits",
-           (long long)plan_largest_batch(&o, "cpu", LCE_MATERIALIZED, least));
+           (long long)plan_largest_batch(&o, ON_CPU, LCE_MATERIALIZED, least));
   assert_says(text, batch);
 
   assert_says(requirement(&o, 1 << 16), "no smaller batch fits");

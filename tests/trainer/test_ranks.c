@@ -371,7 +371,7 @@ static void plans_know_ranks(void **state) {
     assert_int_equal(read_log(name, "summary", "peak_bytes", &measured, 1), 1);
     snprintf(line, sizeof line, "%s --save somewhere --plan --ranks 2", options);
     Options o = options_from(line);
-    planned[way] = plan_run(&o, getenv("LCE_GPU_RANKS") ? "cuda" : "cpu", LCE_FUSED).peak_bytes;
+    planned[way] = plan_run(&o, getenv("LCE_GPU_RANKS") ? ON_CUDA : ON_CPU, LCE_FUSED).peak_bytes;
     options_free(&o);
     if ((size_t)measured != planned[way])
       fail_msg("%s: planned %zu, measured %.0f", ways[way], planned[way], measured);

@@ -137,7 +137,7 @@ void layer_gemms(const LastLayer *l, int64_t rows) {
 }
 
 size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows) {
-  Backend *plan = plan_backend_create(backend->scratch == &cuda_scratch ? "cuda" : "cpu", shape.dtype);
+  Backend *plan = plan_backend_create(backend->device, shape.dtype);
   LastLayer layer = layer_reserve(plan, shape, 0);
   layer_gemms(&layer, rows);
   size_t bytes = plan->memory.ledger.stack_peak;

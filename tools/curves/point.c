@@ -185,8 +185,7 @@ static int64_t floor_rows(const Backend *backend, LceShape shape, size_t usable)
 // The fused run whose losses complete the reference of the gradients.
 static Point reference_point(const Experiment *e, const Point *p) {
   Point fused = *p;
-  if (p->mode == LCE_MATERIALIZED)
-    fused.chunk = options_default_chunk(point_tokens(p), !strcmp(e->device, "cuda"));
+  if (p->mode == LCE_MATERIALIZED) fused.chunk = options_default_chunk(point_tokens(p), e->device == ON_CUDA);
   fused.mode = LCE_FUSED;
   return fused;
 }
@@ -254,7 +253,7 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
 static size_t usable_bytes(const Experiment *e, const Backend *backend) {
   if (e->memory) return e->memory;
   size_t usable = machine_usable_bytes(backend);
-  FILE *file = backend->scratch == &cpu_scratch ? fopen("/proc/meminfo", "r") : NULL;
+  FILE *file = backend->device == ON_CPU ? fopen("/proc/meminfo", "r") : NULL;
   char line[128];
   unsigned long long kib;
   while (file && fgets(line, sizeof line, file))

@@ -50,8 +50,8 @@ size_t reading_layer_bytes(const Reading *reading);
 // What is done with every point.
 typedef struct {
   const Options *options; // model and job; dtypes settled, sizes replaced by the point's
-  const char *device;     // "cpu" or "cuda"
-  bool layer_only;        // the last layer on random data, no model around it
+  DeviceKind device;
+  bool layer_only; // the last layer on random data, no model around it
   bool plan_only;
   bool errors;      // compare the gradients with float64 (layer_only)
   size_t memory;    // bytes the device is taken to have; 0 asks it

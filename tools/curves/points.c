@@ -148,7 +148,7 @@ static int64_t layer_chunk(const Options *o, const Backend *plan, const Point *p
 }
 
 // The chunk that a point's options ask for.
-static int64_t chunk_of(const Options *o, const char *device, bool layer_only, const Point *p) {
+static int64_t chunk_of(const Options *o, DeviceKind device, bool layer_only, const Point *p) {
   Options at = point_options(&(Experiment){.options = o, .layer_only = layer_only}, p);
   at.lce_chunk = o->lce_chunk;
   at.lce_memory = o->lce_memory;
@@ -171,7 +171,7 @@ static void set_tokens(Point *p, const Value *v, const Options *o, bool layer_on
         text_grouped(v->value).text, text_grouped(o->seq_len).text, (long long)o->seq_len);
 }
 
-void points_add_sweep(PointList *list, const Options *o, const char *device, bool layer_only, Sweep sweep,
+void points_add_sweep(PointList *list, const Options *o, DeviceKind device, bool layer_only, Sweep sweep,
                       const char *values) {
   Values v = values ? parse_values(values, sweep == SWEEP_TOKENS) : usual_values(o, sweep);
   for (int i = 0; i < v.count; i++) {

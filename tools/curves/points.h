@@ -15,7 +15,7 @@ typedef struct {
 // is a matter of the fused mode: the materialized one is a single point there. The options give what is not
 // swept; `device` settles the chunk where --lce-memory asks for it. Fails in one sentence on what is no number,
 // no range, or no size a model can have.
-void points_add_sweep(PointList *list, const Options *options, const char *device, bool layer_only,
+void points_add_sweep(PointList *list, const Options *options, DeviceKind device, bool layer_only,
                       Sweep sweep, const char *values);
 void points_free(PointList *list);
 

@@ -33,7 +33,7 @@ typedef struct {
 } Work;
 
 static double planned_seconds(Work work) {
-  bool cuda = record.backend->scratch == &cuda_scratch;
+  bool cuda = record.backend->device == ON_CUDA;
   return work.flops / (cuda ? 650e12 : 100e9) + work.bytes / (cuda ? 3.5e12 : 20e9);
 }
 
