@@ -336,6 +336,27 @@ static void raw_gradient(Op op, Tensor dx_raw, Dtype dtype, int64_t rows, int64_
   if (dx_raw.dtype != DTYPE_F32) is_type(op, "dx_raw", dx_raw, dtype);
 }
 
+static void optional_vector(Op op, const char *field, Tensor t, Dtype dtype, int64_t count) {
+  if (tensor_exists(t)) vector(op, field, t, dtype, count);
+}
+
+LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count) {
+  LossRows range = *rows;
+  for (size_t i = 0; i < sizeof range.all / sizeof *range.all; i++)
+    if (tensor_exists(range.all[i])) range.all[i] = tensor_rows(range.all[i], first, count);
+  return range;
+}
+
+enum { ROW_SUMS = 4 }; // target_z, anchor, row_sum, target_e: what a row's loss needs
+
+// Vectors that are there have `count` elements, and the first `needed` are there.
+static void loss_rows(Op op, const LossRows *rows, int64_t count, size_t needed) {
+  static const char *const names[] = {"target_z", "anchor",           "row_sum",      "target_e",
+                                      "rescale",  "scale_non_target", "scale_target", "scale_uniform"};
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+    if (i < needed || tensor_exists(rows->all[i])) vector(op, names[i], rows->all[i], DTYPE_F32, count);
+}
+
 void shard_indices(Backend *backend, ShardIndices a) {
   const Op op = "shard_indices";
   need(op, "indices", a.indices);
@@ -366,10 +387,7 @@ void lce_logits_exp(Backend *backend, LceLogitsExp a) {
   matrix(op, "x", a.x, dtype, rows, hidden_size);
   matrix(op, "weight", a.weight, dtype, vocab_size, hidden_size);
   vector(op, "targets", a.targets, DTYPE_I32, rows);
-  vector(op, "row_sum", a.row_sum, DTYPE_F32, rows);
-  vector(op, "target_e", a.target_e, DTYPE_F32, rows);
-  vector(op, "target_z", a.target_z, DTYPE_F32, rows);
-  vector(op, "anchor", a.anchor, DTYPE_F32, rows);
+  loss_rows(op, &a.rows, rows, ROW_SUMS);
   if (tensor_exists(a.exps)) {
     is_2d(op, "exps", a.exps, rows, vocab_size);
     is_type(op, "exps", a.exps, dtype);
@@ -382,20 +400,13 @@ void lce_logits_exp(Backend *backend, LceLogitsExp a) {
 
 void lce_combine(Backend *backend, LceCombine a) {
   const Op op = "lce_combine";
-  need(op, "row_sum", a.row_sum);
-  int64_t rows = a.row_sum.shape[0];
-  vector(op, "row_sum", a.row_sum, DTYPE_F32, rows);
-  vector(op, "target_e", a.target_e, DTYPE_F32, rows);
-  vector(op, "anchor", a.anchor, DTYPE_F32, rows);
-  vector(op, "rescale", a.rescale, DTYPE_F32, rows);
-  vector(op, "target_z", a.target_z, DTYPE_F32, rows);
+  need(op, "targets", a.targets);
+  int64_t rows = a.targets.shape[0];
   vector(op, "targets", a.targets, DTYPE_I32, rows);
+  loss_rows(op, &a.rows, rows, ROW_SUMS);
+  need(op, "rescale", a.rows.rescale);
   vector(op, "parts", a.parts, DTYPE_F32, 2 * rows * backend->ranks);
   CALL(lce_combine);
-}
-
-static void optional_vector(Op op, const char *field, Tensor t, Dtype dtype, int64_t count) {
-  if (tensor_exists(t)) vector(op, field, t, dtype, count);
 }
 
 static void loss_terms(Op op, const LossTerms *terms, int64_t vocab_size) {
@@ -422,14 +433,11 @@ static void token_outputs(Op op, const TokenOutputs *outputs, int64_t tokens) {
 
 void lce_rows(Backend *backend, LceRows a) {
   const Op op = "lce_rows";
-  need(op, "row_sum", a.row_sum);
-  int64_t rows = a.row_sum.shape[0];
-  vector(op, "row_sum", a.row_sum, DTYPE_F32, rows);
-  vector(op, "target_e", a.target_e, DTYPE_F32, rows);
-  vector(op, "target_z", a.target_z, DTYPE_F32, rows);
-  vector(op, "anchor", a.anchor, DTYPE_F32, rows);
-  vector(op, "loss", a.loss, DTYPE_F32, rows);
+  need(op, "targets", a.targets);
+  int64_t rows = a.targets.shape[0];
   vector(op, "targets", a.targets, DTYPE_I32, rows);
+  loss_rows(op, &a.rows, rows, ROW_SUMS);
+  if (tensor_exists(a.loss) || !tensor_exists(a.scaled_x)) vector(op, "loss", a.loss, DTYPE_F32, rows);
   loss_terms(op, &a.terms, a.vocab_size);
   if (a.terms.softcap > 0) fail("%s: a soft-cap does not act on whole rows", op);
   token_outputs(op, &a.outputs, rows);
@@ -438,7 +446,6 @@ void lce_rows(Backend *backend, LceRows a) {
   absent(op, "max_logit", a.outputs.max_logit, why);
   absent(op, "predicted", a.outputs.predicted, why);
   absent(op, "correct", a.outputs.correct, why);
-  optional_vector(op, "rescale", a.rescale, DTYPE_F32, rows);
   optional_vector(op, "token_weights", a.token_weights, DTYPE_F32, rows);
   optional_vector(op, "factor", a.factor, DTYPE_F32, 1);
   two_axes(op, "x", a.x);
@@ -447,9 +454,9 @@ void lce_rows(Backend *backend, LceRows a) {
   if (smoothing) vector(op, "smoothing_row", a.smoothing_row, DTYPE_F32, a.x.shape[1]);
   if (tensor_exists(a.scaled_x)) {
     matrix(op, "scaled_x", a.scaled_x, a.x.dtype, rows, a.x.shape[1]);
-    vector(op, "scale_non_target", a.scale_non_target, DTYPE_F32, rows);
-    vector(op, "scale_target", a.scale_target, DTYPE_F32, rows);
-    if (smoothing) vector(op, "scale_uniform", a.scale_uniform, DTYPE_F32, rows);
+    need(op, "scale_non_target", a.rows.scale_non_target);
+    need(op, "scale_target", a.rows.scale_target);
+    if (smoothing) need(op, "scale_uniform", a.rows.scale_uniform);
   }
   CALL(lce_rows);
 }
@@ -464,8 +471,9 @@ void lce_filter(Backend *backend, LceFilter a) {
   const Op op = "lce_filter";
   filter_tiles(op, a.tiles, a.exps);
   vector(op, "stats", a.stats, DTYPE_F32, 3);
-  vector(op, "row_sum", a.row_sum, DTYPE_F32, a.exps.shape[0]);
-  vector(op, "target_e", a.target_e, DTYPE_F32, a.exps.shape[0]);
+  loss_rows(op, &a.rows, a.exps.shape[0], 0);
+  need(op, "row_sum", a.rows.row_sum);
+  need(op, "target_e", a.rows.target_e);
   if (!(a.epsilon > 0 && a.epsilon < 1))
     fail("%s: epsilon is %g, which is not in (0, 1)", op, (double)a.epsilon);
   CALL(lce_filter);
@@ -491,12 +499,13 @@ void lce_input_gradient(Backend *backend, LceInputGradient a) {
   two_axes(op, "dx", a.dx);
   int64_t rows = a.dx.shape[0];
   gradient_matrix(op, "dx", a.dx, rows, a.weight.shape[1]);
-  vector(op, "scale_non_target", a.scale_non_target, DTYPE_F32, rows);
-  vector(op, "scale_target", a.scale_target, DTYPE_F32, rows);
+  loss_rows(op, &a.rows, rows, 0);
+  need(op, "scale_non_target", a.rows.scale_non_target);
+  need(op, "scale_target", a.rows.scale_target);
   vector(op, "targets", a.targets, DTYPE_I32, rows);
-  if (tensor_exists(a.smoothing_row) || tensor_exists(a.scale_uniform)) {
+  if (tensor_exists(a.smoothing_row) || tensor_exists(a.rows.scale_uniform)) {
     vector(op, "smoothing_row", a.smoothing_row, DTYPE_F32, a.weight.shape[1]);
-    vector(op, "scale_uniform", a.scale_uniform, DTYPE_F32, rows);
+    need(op, "scale_uniform", a.rows.scale_uniform);
   }
   CALL(lce_input_gradient);
 }

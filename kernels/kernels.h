@@ -291,7 +291,26 @@ typedef struct {
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
 // the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
 
-// Each rank's part of a vocabulary that is split over ranks (kernels/vocabulary_parallel.c):
+// Of each row (token) of a chunk, fp32 [C]. LceLogitsExp, or for a vocabulary that is split over ranks LceCombine,
+// writes anchor, row_sum and target_e; LceRows the scales. What nobody needs may be absent.
+typedef union {
+  struct {
+    Tensor target_z; // z[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
+    Tensor anchor;   // a: z[target], or max_j z[j] where the row was redone; infinite for IGNORE_INDEX
+    Tensor row_sum;  // R = sum of E[j] over j != target
+    Tensor target_e; // exp((z[target] - anchor) / T): 1 unless the row was redone
+    Tensor rescale;  // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
+    Tensor scale_non_target; // multiplies E
+    Tensor scale_target;     // the target's own entry of the gradient
+    Tensor scale_uniform;    // label smoothing: the same for every entry
+  };
+  Tensor all[8];
+} LossRows;
+
+// Rows [first, first + count) of every vector that is there.
+LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count);
+
+// Each rank's part of a vocabulary that is split over ranks:
 //   out[n] = indices[n] - first where that lies in [0, count), ELSEWHERE where it does not; IGNORE_INDEX stays
 typedef struct {
   Tensor out, indices;  // int32 [N]; may be the same tensor
@@ -316,10 +335,7 @@ typedef struct {
       exps; // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
             // are stored in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end
   Tensor dx_raw;     // fp32 or x's dtype [C, H]; absent when exps is, or where LceFilteredGemms makes it
-  Tensor row_sum;    // fp32 [C]: R
-  Tensor target_e;   // fp32 [C]
-  Tensor target_z;   // fp32 [C]: z[target], as LceTargetLogits left it
-  Tensor anchor;     // fp32 [C]
+  LossRows rows;     // reads target_z; writes anchor, row_sum, target_e
   Tensor x;          // fp32/bf16 [C, H]
   Tensor weight;     // fp32/bf16 [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
@@ -329,15 +345,13 @@ typedef struct {
 
 // The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
 //   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;
-//   target_e = exp((target_z - a) / T);  rescale = exp((a_own - a) / T), by which this rank's E is too large
+//   target_e = exp((target_z - a) / T);  rescale = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to
+//   the common anchor: E rescale = exp((z - a) / T)
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
-  Tensor row_sum, target_e, anchor; // fp32 [C]
-  Tensor rescale;                   // fp32 [C]
-  Tensor parts;                     // fp32 [R * 2 C]: from each rank C anchors, then C row sums
-  Tensor target_z;                  // fp32 [C]
-  Tensor targets;                   // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
-  int64_t own;                      // this rank's part
+  LossRows rows;  // reads target_z; writes anchor, row_sum, target_e, rescale
+  Tensor parts;   // fp32 [R * 2 C]: from each rank C anchors, then C row sums
+  Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;
 } LceCombine;
 
@@ -350,20 +364,16 @@ typedef struct {
 //   scale_uniform = -s/T eps / V                    (multiplies S in dx, and w x in dweight)
 //   scaled_x      = scale_non_target * x
 typedef struct {
-  Tensor loss;             // fp32 [C]
-  TokenOutputs outputs;    // of these z_loss, log_prob, logsumexp
-  Tensor scale_non_target; // fp32 [C]
-  Tensor scale_target;     // fp32 [C]
-  Tensor scale_uniform;    // fp32 [C]; there when smoothing_row is
-  Tensor scaled_x;         // fp32/bf16 [C, H], or absent (forward only; the scales are absent too)
-  Tensor row_sum, target_e, target_z, anchor; // as LceLogitsExp or LceCombine left them
-  Tensor rescale;                             // fp32 [C], or absent: see LceCombine
-  Tensor x;                                   // fp32/bf16 [C, H]
-  Tensor targets;                             // int32 [C]
-  Tensor token_weights;                       // fp32 [C], or absent
-  Tensor factor;                              // fp32 [1], or absent; alpha comes later, through the products
-  Tensor smoothing_row;                       // fp32 [H]; there when terms.label_smoothing is
-  LossTerms terms;                            // without a soft-cap
+  Tensor loss;          // fp32 [C], or absent where scaled_x is there
+  TokenOutputs outputs; // of these z_loss, log_prob, logsumexp
+  Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
+  LossRows rows;        // reads the first five; writes the scales, scale_uniform with label smoothing alone
+  Tensor x;             // fp32/bf16 [C, H]
+  Tensor targets;       // int32 [C]
+  Tensor token_weights; // fp32 [C], or absent
+  Tensor factor;        // fp32 [1], or absent; alpha comes later, through the GEMMs
+  Tensor smoothing_row; // fp32 [H]; there when terms.label_smoothing is
+  LossTerms terms;      // without a soft-cap
   int64_t vocab_size;
 } LceRows;
 
@@ -372,17 +382,17 @@ typedef struct {
 // E[j] < epsilon (R + target_e), so every p is below epsilon, counts as zero in both products; the target's
 // own entry, outside of E, stays.
 //   tiles[b, t]  where the tile is left out, its mass: the sum of E[j] / (R + target_e); -1 where it counts
-//   told        += {tiles left out, all tiles, the mass left out}, in a fixed order
+//   stats       += {tiles left out, all tiles, the mass left out}, in a fixed order
 // A NaN keeps its tile, a row whose target is IGNORE_INDEX keeps none. What E holds in the tiles left out is
 // unspecified afterwards: a backend whose products are dense makes it 0.
 enum { LCE_FILTER_ROWS = 128, LCE_FILTER_COLUMNS = 256 };
 
 typedef struct {
-  Tensor tiles; // fp32 [ceil(C / LCE_FILTER_ROWS), ceil(V / LCE_FILTER_COLUMNS)]
-  Tensor stats; // fp32 [3]
-  Tensor exps;  // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, and zeros may follow likewise
-  Tensor row_sum, target_e; // fp32 [C], likewise
-  float epsilon;            // in (0, 1)
+  Tensor tiles;  // fp32 [ceil(C / LCE_FILTER_ROWS), ceil(V / LCE_FILTER_COLUMNS)]
+  Tensor stats;  // fp32 [3]
+  Tensor exps;   // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, and zeros may follow likewise
+  LossRows rows; // reads row_sum, target_e
+  float epsilon; // in (0, 1)
 } LceFilter;
 
 // Over the tiles that count alone:  dx_raw = E W;  dweight (+)= alpha E^T scaled_x.
@@ -398,18 +408,18 @@ typedef struct {
   Tensor workspace; // from the door
 } LceFilteredGemms;
 
-// dx = alpha (r * dx_raw + c * W[target] + scale_uniform * smoothing_row), in place over dx_raw. Without the second
-// term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
+// dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over dx_raw.
+// Without the second term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
 typedef struct {
-  Tensor dx;                             // [C, H], holds dx_raw
-  Tensor scale_non_target, scale_target; // fp32 [C]
-  Tensor scale_uniform, smoothing_row;   // fp32 [C], [H]; both or neither
-  Tensor weight;                         // fp32/bf16 [V, H]
-  Tensor targets;                        // int32 [C]
+  Tensor dx;            // [C, H], holds dx_raw
+  LossRows rows;        // reads the scales
+  Tensor smoothing_row; // fp32 [H]; with rows.scale_uniform, or absent
+  Tensor weight;        // fp32/bf16 [V, H]
+  Tensor targets;       // int32 [C]
   float alpha;
 } LceInputGradient;
 
-// dweight[target[n]] += alpha * c[n] * x[n] for all n, deterministically. IGNORE_INDEX and ELSEWHERE add
+// dweight[target[n]] += alpha * scale_target[n] * x[n] for all n, deterministically. IGNORE_INDEX and ELSEWHERE add
 // nothing.
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]

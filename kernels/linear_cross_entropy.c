@@ -221,27 +221,32 @@ static void materialized(Backend *backend, const LinearCrossEntropy *a) {
 // where a chunk of a thousand takes almost as long. Packed tokens come and go with their chunk, and so do
 // these.
 typedef struct {
-  Tensor row_sum, target_e, target_z, anchor;           // fp32 [C]
-  Tensor scale_non_target, scale_target, scale_uniform; // fp32 [C]
-  Tensor scaled_x;                                      // [C, H]
-  Tensor exps;                                          // [C, V]
-  Tensor tiles;                                         // of the filter: see LceFilter
+  LossRows loss;
+  Tensor scaled_x; // [C, H]
+  Tensor exps;     // [C, V]
+  Tensor tiles;    // of the filter: see LceFilter
 } Rows;
 
 static int64_t divide_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
-  int64_t lasting = tensor_exists(a->rows) ? rows : a->x.shape[0];
-  Rows r = {.row_sum = push_column(backend, "row sums", rows),
-            .target_e = push_column(backend, "target exponentials", rows),
-            .target_z = push_column(backend, "target logits", lasting),
-            .anchor = push_column(backend, "anchors", rows)};
+LossRows push_loss_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows, int64_t lasting) {
+  LossRows r = {.row_sum = push_column(backend, "row sums", rows),
+                .target_e = push_column(backend, "target exponentials", rows),
+                .target_z = push_column(backend, "target logits", lasting),
+                .anchor = push_column(backend, "anchors", rows)};
   if (!tensor_exists(a->dx)) return r;
-  r.scale_non_target = push_column(backend, "scales of the others", rows);
+  r.scale_non_target = push_column(backend, "scales of non-targets", rows);
   r.scale_target = push_column(backend, "scales of the target", lasting);
   if (a->terms.label_smoothing > 0) r.scale_uniform = push_column(backend, "scales of all", rows);
+  return r;
+}
+
+static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
+  int64_t lasting = tensor_exists(a->rows) ? rows : a->x.shape[0];
+  Rows r = {.loss = push_loss_rows(backend, a, rows, lasting)};
+  if (!tensor_exists(a->dx)) return r;
   r.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
   if (a->terms.filter > 0)
     r.tiles =
@@ -252,15 +257,12 @@ static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t row
 
 // The first `count` of a chunk whose first token's target is number `target_first`.
 static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
-  return (Rows){.row_sum = first_rows(r->row_sum, 0, count),
-                .target_e = first_rows(r->target_e, 0, count),
-                .target_z = first_rows(r->target_z, target_first, count),
-                .anchor = first_rows(r->anchor, 0, count),
-                .scale_non_target = first_rows(r->scale_non_target, 0, count),
-                .scale_target = first_rows(r->scale_target, target_first, count),
-                .scale_uniform = first_rows(r->scale_uniform, 0, count),
+  Rows range = {.loss = loss_rows_range(&r->loss, 0, count),
                 .exps = first_rows(r->exps, 0, count),
                 .tiles = first_rows(r->tiles, 0, divide_up(count, LCE_FILTER_ROWS))};
+  range.loss.target_z = first_rows(r->loss.target_z, target_first, count);
+  range.loss.scale_target = first_rows(r->loss.scale_target, target_first, count);
+  return range;
 }
 
 Tensor push_scaled_x(Backend *backend, Tensor x) {
@@ -315,13 +317,10 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
                      const Rows *all_rows, const Tokens *t, int64_t first, bool accumulate) {
   bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;
   Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
-  if (packed) find_target_logits(backend, a, r.target_z, t->x, t->targets);
+  if (packed) find_target_logits(backend, a, r.loss.target_z, t->x, t->targets);
   lce_logits_exp(backend, (LceLogitsExp){.exps = r.exps,
                                          .dx_raw = swept_dx(a, t),
-                                         .row_sum = r.row_sum,
-                                         .target_e = r.target_e,
-                                         .target_z = r.target_z,
-                                         .anchor = r.anchor,
+                                         .rows = r.loss,
                                          .x = t->x,
                                          .weight = a->weight,
                                          .targets = t->targets,
@@ -330,14 +329,8 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
   if (tensor_exists(t->dx)) r.scaled_x = push_scaled_x(backend, t->x);
   lce_rows(backend, (LceRows){.loss = t->loss,
                               .outputs = t->outputs,
-                              .scale_non_target = r.scale_non_target,
-                              .scale_target = r.scale_target,
-                              .scale_uniform = r.scale_uniform,
                               .scaled_x = r.scaled_x,
-                              .row_sum = r.row_sum,
-                              .target_e = r.target_e,
-                              .target_z = r.target_z,
-                              .anchor = r.anchor,
+                              .rows = r.loss,
                               .x = t->x,
                               .targets = t->targets,
                               .token_weights = t->token_weights,
@@ -351,25 +344,22 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
     lce_filter(backend, (LceFilter){.tiles = r.tiles,
                                     .stats = common->filtered,
                                     .exps = r.exps,
-                                    .row_sum = r.row_sum,
-                                    .target_e = r.target_e,
+                                    .rows = r.loss,
                                     .epsilon = a->terms.filter});
     lce_filtered_gemms(backend, filtered_gemms(a, &r, t, accumulate));
   }
   lce_input_gradient(backend, (LceInputGradient){.dx = t->dx,
-                                                 .scale_non_target = r.scale_non_target,
-                                                 .scale_target = r.scale_target,
-                                                 .scale_uniform = r.scale_uniform,
+                                                 .rows = r.loss,
                                                  .smoothing_row = common->smoothing_row,
                                                  .weight = a->weight,
                                                  .targets = t->targets,
                                                  .alpha = a->scale});
   if (!filter) add_non_targets(backend, a, r.exps, r.scaled_x, accumulate);
-  if (packed) add_targets(backend, a, r.scale_target, t->x, t->targets);
+  if (packed) add_targets(backend, a, r.loss.scale_target, t->x, t->targets);
   if (smoothing)
     weighted_column_sum(backend, (WeightedColumnSum){.out = common->smoothing_x,
                                                      .x = t->x,
-                                                     .coefficients = r.scale_uniform,
+                                                     .coefficients = r.loss.scale_uniform,
                                                      .accumulate = first > 0});
   memory_pop_to(&backend->memory, mark);
 }
@@ -428,7 +418,7 @@ static void add_all_targets(Backend *backend, const LinearCrossEntropy *a, const
   enum { AT_ONCE = 16384 };
   for (int64_t first = 0, tokens = a->x.shape[0]; first < tokens; first += AT_ONCE) {
     int64_t count = tokens - first < AT_ONCE ? tokens - first : AT_ONCE;
-    add_targets(backend, a, tensor_rows(r->scale_target, first, count), tensor_rows(a->x, first, count),
+    add_targets(backend, a, tensor_rows(r->loss.scale_target, first, count), tensor_rows(a->x, first, count),
                 tensor_rows(a->targets, first, count));
     if (backend->memory.planning) break;
   }
@@ -455,7 +445,7 @@ static void fused(Backend *backend, const LinearCrossEntropy *a) {
     fill_zero(backend, a->dweight);
     if (tensor_exists(a->dbias)) fill_zero(backend, a->dbias);
   }
-  if (!needs_logits && !packed) find_target_logits(backend, a, rows.target_z, a->x, a->targets);
+  if (!needs_logits && !packed) find_target_logits(backend, a, rows.loss.target_z, a->x, a->targets);
   int64_t size = counted ? even_chunk(counted, most) : 0;
   for (int64_t first = 0; first < counted; first += size) {
     int64_t count = first + size < counted ? size : counted - first;

@@ -23,6 +23,8 @@ void zero_tokens(Backend *backend, const LinearCrossEntropy *a);
 // The first rows of a tensor that may be absent.
 Tensor first_rows(Tensor t, int64_t first, int64_t count);
 Tensor push_column(Backend *backend, const char *name, int64_t rows);
+// The vectors of LossRows for `rows` tokens; those that are kept longer for `lasting`.
+LossRows push_loss_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows, int64_t lasting);
 Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype);
 
 // Room for r X of a chunk, once its sweep is over.

@@ -30,14 +30,12 @@
 
 // A chunk's tokens of all ranks, rank by rank, and what each of them has.
 typedef struct {
-  Tensor x, targets, token_weights;      // gathered
-  Tensor local_targets;                  // int32 [R C]
-  Tensor own_sums, all_sums;             // fp32 [2 R C]: anchors, row sums; fp32 [R * 2 R C]
-  Tensor target_z, anchor, row_sum;      // fp32 [R C], of the whole vocabulary
-  Tensor target_e, rescale, own_e, loss; // likewise; own_e: target_e as this rank's part has it
-  Tensor scale_non_target, scale_target, scale_uniform;
-  Tensor scaled_x, dx; // [R C, H]; the first only once the sweep is over
-  Tensor exps;         // [R C, V / R]
+  Tensor x, targets, token_weights; // gathered
+  Tensor local_targets;             // int32 [R C]
+  Tensor local_sums, all_sums;      // fp32 [2 R C]: anchors, row sums; fp32 [R * 2 R C]
+  LossRows loss;                    // of the whole vocabulary
+  Tensor scaled_x, dx;              // [R C, H]; the first only after the logits-exp pass
+  Tensor exps;                      // [R C, V / R]
 } Gathered;
 
 // What a call holds besides its chunks.
@@ -74,21 +72,13 @@ static Gathered push_gathered(Backend *backend, const LinearCrossEntropy *a, int
   Gathered g = {.x = memory_push_2d(m, "x of all ranks", MEMORY_HEAD, dtype, rows, hidden_size),
                 .targets = memory_push_1d(m, "targets of all ranks", MEMORY_HEAD, DTYPE_I32, rows),
                 .local_targets = memory_push_1d(m, "targets in own rows", MEMORY_HEAD, DTYPE_I32, rows),
-                .own_sums = push_column(backend, "own anchors and row sums", 2 * rows),
+                .local_sums = push_column(backend, "local anchors and row sums", 2 * rows),
                 .all_sums = push_column(backend, "anchors and row sums", 2 * rows * backend->ranks),
-                .target_z = push_column(backend, "target logits", rows),
-                .anchor = push_column(backend, "anchors", rows),
-                .row_sum = push_column(backend, "row sums", rows),
-                .target_e = push_column(backend, "target exponentials", rows),
-                .rescale = push_column(backend, "scales between anchors", rows),
-                .own_e = push_column(backend, "own target exponentials", rows)};
+                .loss = push_loss_rows(backend, a, rows, rows)};
+  g.loss.rescale = push_column(backend, "scales between anchors", rows);
   if (tensor_exists(a->token_weights))
     g.token_weights = push_column(backend, "token weights of all ranks", rows);
   if (!tensor_exists(a->dx)) return g;
-  g.loss = push_column(backend, "losses of all ranks", rows);
-  g.scale_non_target = push_column(backend, "scales of the others", rows);
-  g.scale_target = push_column(backend, "scales of the target", rows);
-  if (a->terms.label_smoothing > 0) g.scale_uniform = push_column(backend, "scales of all", rows);
   g.dx = memory_push_2d(m, "parts of dx", MEMORY_HEAD, a->dx.dtype, rows, hidden_size);
   g.exps = push_logits(backend, "exponentials", rows, vocab_rows, dtype);
   return g;
@@ -100,18 +90,9 @@ static Gathered gathered_range(const Gathered *g, int64_t rows, int ranks) {
                     .targets = first_rows(g->targets, 0, rows),
                     .token_weights = first_rows(g->token_weights, 0, rows),
                     .local_targets = first_rows(g->local_targets, 0, rows),
-                    .own_sums = first_rows(g->own_sums, 0, 2 * rows),
+                    .local_sums = first_rows(g->local_sums, 0, 2 * rows),
                     .all_sums = first_rows(g->all_sums, 0, 2 * rows * ranks),
-                    .target_z = first_rows(g->target_z, 0, rows),
-                    .anchor = first_rows(g->anchor, 0, rows),
-                    .row_sum = first_rows(g->row_sum, 0, rows),
-                    .target_e = first_rows(g->target_e, 0, rows),
-                    .rescale = first_rows(g->rescale, 0, rows),
-                    .own_e = first_rows(g->own_e, 0, rows),
-                    .loss = first_rows(g->loss, 0, rows),
-                    .scale_non_target = first_rows(g->scale_non_target, 0, rows),
-                    .scale_target = first_rows(g->scale_target, 0, rows),
-                    .scale_uniform = first_rows(g->scale_uniform, 0, rows),
+                    .loss = loss_rows_range(&g->loss, 0, rows),
                     .dx = first_rows(g->dx, 0, rows),
                     .exps = first_rows(g->exps, 0, rows)};
 }
@@ -134,27 +115,23 @@ static void sweep(Backend *backend, const LinearCrossEntropy *a, const Gathered 
                                         .indices = g->targets,
                                         .first = a->shard.first,
                                         .count = a->weight.shape[0]});
-  find_target_logits(backend, a, g->target_z, g->x, g->local_targets);
-  all_reduce(backend, (Collective){.out = g->target_z, .x = g->target_z});
+  LossRows local = {.target_z = g->loss.target_z,
+                    .anchor = tensor_rows(g->local_sums, 0, rows),
+                    .row_sum = tensor_rows(g->local_sums, rows, rows),
+                    .target_e = g->loss.target_e};
+  find_target_logits(backend, a, local.target_z, g->x, g->local_targets);
+  all_reduce(backend, (Collective){.out = local.target_z, .x = local.target_z});
   lce_logits_exp(backend, (LceLogitsExp){.exps = g->exps,
                                          .dx_raw = g->dx,
-                                         .anchor = tensor_rows(g->own_sums, 0, rows),
-                                         .row_sum = tensor_rows(g->own_sums, rows, rows),
-                                         .target_e = g->own_e,
-                                         .target_z = g->target_z,
+                                         .rows = local,
                                          .x = g->x,
                                          .weight = a->weight,
                                          .targets = g->local_targets,
                                          .temperature = a->terms.temperature});
-  all_gather(backend, (Collective){.out = g->all_sums, .x = g->own_sums});
-  lce_combine(backend, (LceCombine){.row_sum = g->row_sum,
-                                    .target_e = g->target_e,
-                                    .anchor = g->anchor,
-                                    .rescale = g->rescale,
+  all_gather(backend, (Collective){.out = g->all_sums, .x = g->local_sums});
+  lce_combine(backend, (LceCombine){.rows = g->loss,
                                     .parts = g->all_sums,
-                                    .target_z = g->target_z,
                                     .targets = g->targets,
-                                    .own = backend->rank,
                                     .temperature = a->terms.temperature});
 }
 
@@ -164,10 +141,7 @@ static void tell_own(Backend *backend, const LinearCrossEntropy *a, const Common
   int64_t count = own->x.shape[0], first = backend->rank * count;
   lce_rows(backend, (LceRows){.loss = own->loss,
                               .outputs = own->outputs,
-                              .row_sum = tensor_rows(g->row_sum, first, count),
-                              .target_e = tensor_rows(g->target_e, first, count),
-                              .target_z = tensor_rows(g->target_z, first, count),
-                              .anchor = tensor_rows(g->anchor, first, count),
+                              .rows = loss_rows_range(&g->loss, first, count),
                               .x = tensor_rows(g->x, first, count),
                               .targets = tensor_rows(g->targets, first, count),
                               .smoothing_row = c->smoothing_row,
@@ -176,16 +150,8 @@ static void tell_own(Backend *backend, const LinearCrossEntropy *a, const Common
 }
 
 static void scale_all(Backend *backend, const LinearCrossEntropy *a, const Common *c, const Gathered *g) {
-  lce_rows(backend, (LceRows){.loss = g->loss,
-                              .scale_non_target = g->scale_non_target,
-                              .scale_target = g->scale_target,
-                              .scale_uniform = g->scale_uniform,
-                              .scaled_x = g->scaled_x,
-                              .row_sum = g->row_sum,
-                              .target_e = g->target_e,
-                              .target_z = g->target_z,
-                              .anchor = g->anchor,
-                              .rescale = g->rescale,
+  lce_rows(backend, (LceRows){.scaled_x = g->scaled_x,
+                              .rows = g->loss,
                               .x = g->x,
                               .targets = g->targets,
                               .token_weights = g->token_weights,
@@ -198,19 +164,17 @@ static void scale_all(Backend *backend, const LinearCrossEntropy *a, const Commo
 static void send_gradients(Backend *backend, const LinearCrossEntropy *a, const Common *c, const Gathered *g,
                            const Tokens *own, bool first) {
   lce_input_gradient(backend, (LceInputGradient){.dx = g->dx,
-                                                 .scale_non_target = g->scale_non_target,
-                                                 .scale_target = g->scale_target,
-                                                 .scale_uniform = g->scale_uniform,
+                                                 .rows = g->loss,
                                                  .smoothing_row = c->smoothing_part,
                                                  .weight = a->weight,
                                                  .targets = g->local_targets,
                                                  .alpha = a->scale});
   reduce_scatter(backend, (Collective){.out = own->dx, .x = g->dx, .async = true});
-  add_targets(backend, a, g->scale_target, g->x, g->local_targets);
+  add_targets(backend, a, g->loss.scale_target, g->x, g->local_targets);
   if (tensor_exists(c->smoothing_x))
     weighted_column_sum(backend, (WeightedColumnSum){.out = c->smoothing_x,
                                                      .x = g->x,
-                                                     .coefficients = g->scale_uniform,
+                                                     .coefficients = g->loss.scale_uniform,
                                                      .accumulate = !first});
 }
 

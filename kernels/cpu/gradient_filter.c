@@ -33,7 +33,7 @@ static float mass_left_out(const LceFilter *a, Tile tile) {
   double mass = 0;
   for (int64_t n = tile.row; n < tile.row + tile.rows; n++) {
     const float *e = cpu_row(a->exps, n) + tile.column;
-    float all = ((const float *)a->row_sum.data)[n] + ((const float *)a->target_e.data)[n];
+    float all = ((const float *)a->rows.row_sum.data)[n] + ((const float *)a->rows.target_e.data)[n];
     float threshold = a->epsilon * all;
     int below = 0; // a NaN is not
     double sum = 0;

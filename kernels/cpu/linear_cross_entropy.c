@@ -104,7 +104,7 @@ static void sweep_unit(bool plain, const LceLogitsExp *a, const Grid *g, const S
   int64_t first_row = block * g->rows, rows = cpu_min(g->rows, chunk - first_row);
   int64_t slice_first = slice * g->columns, slice_last = cpu_min(vocab, slice_first + g->columns);
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
-  const float *anchor = (const float *)a->anchor.data + first_row;
+  const float *anchor = (const float *)a->rows.anchor.data + first_row;
   double *sums = scratch->sums + slice * chunk + first_row;
   bool keep = tensor_exists(a->exps);
   float *own_tile = scratch->wide + (slice * chunk + first_row) * BLOCK_VOCAB;
@@ -132,7 +132,7 @@ static void sweep_unit(bool plain, const LceLogitsExp *a, const Grid *g, const S
 
 // Holds until add_slices has written new sums.
 static bool row_overflowed(const LceLogitsExp *a, int64_t n) {
-  return ((const float *)a->row_sum.data)[n] > ROW_SUM_LIMIT;
+  return ((const float *)a->rows.row_sum.data)[n] > ROW_SUM_LIMIT;
 }
 
 static bool block_overflowed(const LceLogitsExp *a, const Grid *g, int64_t block) {
@@ -154,7 +154,7 @@ static void sweep(bool plain, const LceLogitsExp *a, const Grid *g, const Scratc
 // The slices' shares, added in the order of the slices.
 static void add_slices(const LceLogitsExp *a, const Grid *g, const Scratch *scratch) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1];
-  float *row_sum = a->row_sum.data;
+  float *row_sum = a->rows.row_sum.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < chunk; n++) {
     double sum = 0.0;
@@ -190,8 +190,8 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
 
 static void anchor_at_targets(const LceLogitsExp *a) {
   const int32_t *targets = a->targets.data;
-  const float *target_z = a->target_z.data;
-  float *target_e = a->target_e.data, *anchor = a->anchor.data;
+  const float *target_z = a->rows.target_z.data;
+  float *target_e = a->rows.target_e.data, *anchor = a->rows.anchor.data;
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
     target_e[n] = 1.0f;
     // Every exponential of a row that does not count is 0.
@@ -203,10 +203,11 @@ static void anchor_at_maxima(const LceLogitsExp *a, const Grid *g, const Scratch
   int64_t chunk = a->x.shape[0];
   for (int64_t n = 0; n < chunk; n++) {
     if (!row_overflowed(a, n)) continue;
-    double maximum = -INFINITY, target_z = ((const float *)a->target_z.data)[n];
+    double maximum = -INFINITY, target_z = ((const float *)a->rows.target_z.data)[n];
     for (int64_t s = 0; s < g->slices; s++) maximum = fmax(maximum, scratch->sums[s * chunk + n]);
-    ((float *)a->anchor.data)[n] = (float)maximum;
-    ((float *)a->target_e.data)[n] = (float)exp((target_z - maximum) * (double)sharpness_of(a->temperature));
+    ((float *)a->rows.anchor.data)[n] = (float)maximum;
+    ((float *)a->rows.target_e.data)[n] =
+        (float)exp((target_z - maximum) * (double)sharpness_of(a->temperature));
   }
 }
 
@@ -243,25 +244,27 @@ void cpu_shard_indices(Backend *backend, const ShardIndices *a) {
 }
 
 void cpu_lce_combine(Backend *backend, const LceCombine *a) {
-  int64_t rows = a->row_sum.shape[0];
+  const LossRows *r = &a->rows;
+  int64_t rows = a->targets.shape[0];
   const int32_t *targets = a->targets.data;
-  const float *parts = a->parts.data, *target_z = a->target_z.data;
-  float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *all_anchor = a->anchor.data;
+  const float *parts = a->parts.data, *target_z = r->target_z.data;
+  float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *common_anchor = r->anchor.data;
+  float *rescale = r->rescale.data;
   double sharpness = sharpness_of(a->temperature);
   for (int64_t n = 0; n < rows; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
-    double anchor = counts ? -INFINITY : INFINITY, sum = 0, own = 1;
-    for (int64_t r = 0; r < backend->ranks && counts; r++)
-      anchor = fmax(anchor, (double)parts[r * 2 * rows + n]);
-    for (int64_t r = 0; r < backend->ranks && counts; r++) {
-      double factor = exp(((double)parts[r * 2 * rows + n] - anchor) * sharpness);
-      sum += parts[(r * 2 + 1) * rows + n] * factor;
-      if (r == a->own) own = factor;
+    double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1;
+    for (int64_t rank = 0; rank < backend->ranks && counts; rank++)
+      anchor = fmax(anchor, (double)parts[rank * 2 * rows + n]);
+    for (int64_t rank = 0; rank < backend->ranks && counts; rank++) {
+      double factor = exp(((double)parts[rank * 2 * rows + n] - anchor) * sharpness);
+      sum += parts[(rank * 2 + 1) * rows + n] * factor;
+      if (rank == backend->rank) local = factor;
     }
     row_sum[n] = (float)sum;
-    all_anchor[n] = (float)anchor;
+    common_anchor[n] = (float)anchor;
     target_e[n] = counts ? (float)exp((target_z[n] - anchor) * sharpness) : 1.0f;
-    ((float *)a->rescale.data)[n] = (float)own;
+    rescale[n] = (float)local;
   }
 }
 
@@ -278,9 +281,10 @@ static void tell(Tensor output, int64_t n, double value) {
 void cpu_lce_rows(Backend *backend, const LceRows *a) {
   (void)backend;
   const LossTerms *terms = &a->terms;
-  const float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *target_z = a->target_z.data;
-  const float *anchor = a->anchor.data, *class_weights = optional(terms->class_weights);
-  const float *token_weights = optional(a->token_weights), *rescale = optional(a->rescale);
+  const LossRows *r = &a->rows;
+  const float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *target_z = r->target_z.data;
+  const float *anchor = r->anchor.data, *class_weights = optional(terms->class_weights);
+  const float *token_weights = optional(a->token_weights), *rescale = optional(r->rescale);
   const int32_t *targets = a->targets.data;
   double sharpness = sharpness_of(terms->temperature), epsilon = terms->label_smoothing,
          lambda = terms->z_loss;
@@ -289,7 +293,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
       tensor_exists(terms->class_weight_sum) ? *(float *)terms->class_weight_sum.data : (double)a->vocab_size;
   double share = epsilon / (double)a->vocab_size; // of each class in a smoothed target
 #pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->row_sum.shape[0]; n++) {
+  for (int64_t n = 0; n < a->targets.shape[0]; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
     double others = row_sum[n], all = others + target_e[n];
     double nll =
@@ -308,10 +312,10 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
     double s = counts ? factor * sharpness * (token_weights ? token_weights[n] : 1.0) : 0;
     double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p beside the target's own weight
     float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all * (rescale ? rescale[n] : 1.0));
-    tell(a->scale_non_target, n, scale);
-    tell(a->scale_target, n,
+    tell(r->scale_non_target, n, scale);
+    tell(r->scale_target, n,
          s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (others / all)));
-    if (epsilon > 0) tell(a->scale_uniform, n, -s * share);
+    if (epsilon > 0) tell(r->scale_uniform, n, -s * share);
     float *scaled = cpu_row(a->scaled_x, n);
     if (!counts) scale = 0;
 #pragma omp simd
@@ -321,8 +325,8 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
 
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
   (void)backend;
-  const float *others = a->scale_non_target.data, *target = a->scale_target.data;
-  const float *uniform = optional(a->scale_uniform), *smoothing_row = optional(a->smoothing_row);
+  const float *non_target = a->rows.scale_non_target.data, *target = a->rows.scale_target.data;
+  const float *uniform = optional(a->rows.scale_uniform), *smoothing_row = optional(a->smoothing_row);
   const int32_t *targets = a->targets.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->dx.shape[0]; n++) {
@@ -331,7 +335,7 @@ void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
       memset(dx, 0, (size_t)a->dx.shape[1] * sizeof *dx);
       continue;
     }
-    float r = a->alpha * others[n], c = a->alpha * target[n];
+    float r = a->alpha * non_target[n], c = a->alpha * target[n];
 #pragma omp simd
     for (int64_t i = 0; i < a->dx.shape[1]; i++) dx[i] *= r;
     const float *w = targets[n] == ELSEWHERE ? NULL : cpu_row(a->weight, targets[n]);

@@ -86,8 +86,9 @@ void cuda_lce_filter(Backend *backend, const LceFilter *a) {
     with_bool(rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       filter_kernel<T, W><<<(unsigned)count, WARPS * 32, 0, cuda_stream(backend)>>>(
-          tiles, data_of<T>(a->exps), a->exps.stride, data_of<float>(a->row_sum), data_of<float>(a->target_e),
-          (int)a->exps.shape[0], (int)a->exps.shape[1], (unsigned)across, a->epsilon);
+          tiles, data_of<T>(a->exps), a->exps.stride, data_of<float>(a->rows.row_sum),
+          data_of<float>(a->rows.target_e), (int)a->exps.shape[0], (int)a->exps.shape[1], (unsigned)across,
+          a->epsilon);
     });
   });
   stats_kernel<<<1, 1024, 0, cuda_stream(backend)>>>(data_of<float>(a->stats), tiles, (int)count);

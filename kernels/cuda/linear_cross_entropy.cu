@@ -42,6 +42,22 @@ static float sharpness_of(float temperature) {
   return temperature > 0 ? 1 / temperature : 1;
 }
 
+// LossRows on the device; absent is NULL.
+struct RowPointers {
+  float *target_z, *anchor, *row_sum, *target_e, *rescale, *scale_non_target, *scale_target, *scale_uniform;
+};
+
+static RowPointers pointers_of(const LossRows &rows) {
+  return {.target_z = data_of<float>(rows.target_z),
+          .anchor = data_of<float>(rows.anchor),
+          .row_sum = data_of<float>(rows.row_sum),
+          .target_e = data_of<float>(rows.target_e),
+          .rescale = data_of<float>(rows.rescale),
+          .scale_non_target = data_of<float>(rows.scale_non_target),
+          .scale_target = data_of<float>(rows.scale_target),
+          .scale_uniform = data_of<float>(rows.scale_uniform)};
+}
+
 static Sweep sweep_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
   char *at = data_of<char>(a->workspace);
@@ -155,8 +171,7 @@ static __device__ void raise_to(float *max, float x) {
 template <typename T> struct Settling {
   T *exps; // NULL: not kept
   int64_t exps_stride, x_stride;
-  float *row_sum, *target_e, *anchor;
-  const float *target_z;
+  RowPointers row;
   const T *x, *weight;
   const int32_t *targets;
   int64_t rows, vocab_size;
@@ -184,12 +199,12 @@ static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_consta
     for (int i = lane; i < a.across; i += 32) sum += (double)a.parts[row * a.across + i];
     sum = warp_sum(sum);
     if (lane) continue;
-    a.row_sum[row] = (float)sum;
-    a.target_e[row] = 1;
-    a.anchor[row] = anchor_of(a.target_z[row], a.targets[row]);
+    a.row.row_sum[row] = (float)sum;
+    a.row.target_e[row] = 1;
+    a.row.anchor[row] = anchor_of(a.row.target_z[row], a.targets[row]);
   }
   grid.sync();
-  auto redone = [&](int64_t row) { return a.row_sum[row] > LARGEST_SUM; };
+  auto redone = [&](int64_t row) { return a.row.row_sum[row] > LARGEST_SUM; };
   bool any = false;
   for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= redone(row);
   if (!__syncthreads_or(any)) return;
@@ -200,20 +215,20 @@ static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_consta
     return warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
   };
   for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
-    if (redone(row)) a.anchor[row] = -INFINITY;
+    if (redone(row)) a.row.anchor[row] = -INFINITY;
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
     if (!redone(row)) continue;
     float most = -INFINITY;
     for (int64_t v = begin + warp; v < end; v += warps) most = fmaxf(most, logit(row, v));
-    if (lane == 0) raise_to(&a.anchor[row], most);
+    if (lane == 0) raise_to(&a.row.anchor[row], most);
   }
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
     if (!redone(row)) continue;
     float sum = 0;
     for (int64_t v = begin + warp; v < end; v += warps) {
-      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - a.anchor[row]) * a.sharpness);
+      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - a.row.anchor[row]) * a.sharpness);
       if (lane) continue;
       sum += e;
       if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e);
@@ -228,8 +243,8 @@ static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_consta
     for (unsigned i = lane; i < gridDim.x; i += 32) sum += a.shares[row * gridDim.x + i];
     sum = warp_sum(sum);
     if (lane) continue;
-    a.row_sum[row] = sum;
-    a.target_e[row] = __expf((a.target_z[row] - a.anchor[row]) * a.sharpness);
+    a.row.row_sum[row] = sum;
+    a.row.target_e[row] = __expf((a.row.target_z[row] - a.row.anchor[row]) * a.sharpness);
   }
 }
 
@@ -296,7 +311,7 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceLogitsE
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       int threads = row_threads(cuda_ceil_div(columns, EXPS_GROUPS * W), 1024);
       exponential_kernel<T, W><<<(unsigned)rows, threads, 0, state->urgent>>>(
-          exps, a->exps.stride, s, s.tile[i], data_of<float>(a->target_z), data_of<int32_t>(a->targets),
+          exps, a->exps.stride, s, s.tile[i], data_of<float>(a->rows.target_z), data_of<int32_t>(a->targets),
           first, (int)columns, sharpness_of(a->temperature));
     });
     record(state->joined[i], state->urgent);
@@ -307,9 +322,10 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceLogitsE
 // The rows from `first` on, as a sweep of their own.
 static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
   LceLogitsExp rest = *a;
-  for (Tensor *t :
-       {&rest.exps, &rest.row_sum, &rest.target_e, &rest.target_z, &rest.anchor, &rest.x, &rest.targets})
-    if (tensor_exists(*t)) *t = tensor_rows(*t, first, a->x.shape[0] - first);
+  int64_t count = a->x.shape[0] - first;
+  rest.rows = loss_rows_range(&a->rows, first, count);
+  for (Tensor *t : {&rest.exps, &rest.x, &rest.targets})
+    if (tensor_exists(*t)) *t = tensor_rows(*t, first, count);
   return rest;
 }
 
@@ -323,9 +339,9 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     int64_t done = 0;
     for (int64_t first = 0; first < rows; first += done) {
       LceLogitsExp rest = rows_from(a, first);
-      done = hopper_exponentials(backend, rest.exps, s.tile[0], tile_bytes, data_of<float>(rest.target_z),
-                                 sharpness_of(a->temperature), rest.x, a->weight,
-                                 data_of<int32_t>(rest.targets));
+      done = hopper_exponentials(backend, rest.exps, s.tile[0], tile_bytes,
+                                 data_of<float>(rest.rows.target_z), sharpness_of(a->temperature), rest.x,
+                                 a->weight, data_of<int32_t>(rest.targets));
       bool on_hopper = done > 0;
       if (!on_hopper) {
         sweep_tiles<T>(backend, a, s);
@@ -334,10 +350,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
       Settling<T> settling = {.exps = data_of<T>(rest.exps),
                               .exps_stride = rest.exps.stride,
                               .x_stride = rest.x.stride,
-                              .row_sum = data_of<float>(rest.row_sum),
-                              .target_e = data_of<float>(rest.target_e),
-                              .anchor = data_of<float>(rest.anchor),
-                              .target_z = data_of<float>(rest.target_z),
+                              .row = pointers_of(rest.rows),
                               .x = data_of<T>(rest.x),
                               .weight = data_of<T>(a->weight),
                               .targets = data_of<int32_t>(rest.targets),
@@ -386,15 +399,15 @@ void cuda_shard_indices(Backend *backend, const ShardIndices *a) {
   cuda_check_launch("shard_indices");
 }
 
-static __global__ void combine_kernel(float *row_sum, float *target_e, float *anchor, float *rescale,
-                                      const float *parts, const float *target_z, const int32_t *targets,
-                                      int64_t rows, int ranks, int own, float sharpness) {
+static __global__ void combine_kernel(const __grid_constant__ RowPointers row, const float *parts,
+                                      const int32_t *targets, int64_t rows, int ranks, int rank,
+                                      float sharpness) {
   int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (n >= rows) return;
   if (targets[n] == IGNORE_INDEX) {
-    row_sum[n] = 0;
-    target_e[n] = rescale[n] = 1;
-    anchor[n] = INFINITY;
+    row.row_sum[n] = 0;
+    row.target_e[n] = row.rescale[n] = 1;
+    row.anchor[n] = INFINITY;
     return;
   }
   float most = -INFINITY;
@@ -403,20 +416,19 @@ static __global__ void combine_kernel(float *row_sum, float *target_e, float *an
   for (int r = 0; r < ranks; r++) {
     float factor = expf((parts[r * 2 * rows + n] - most) * sharpness);
     sum += (double)(parts[(r * 2 + 1) * rows + n] * factor);
-    if (r == own) rescale[n] = factor;
+    if (r == rank) row.rescale[n] = factor;
   }
-  row_sum[n] = (float)sum;
-  anchor[n] = most;
-  target_e[n] = expf((target_z[n] - most) * sharpness);
+  row.row_sum[n] = (float)sum;
+  row.anchor[n] = most;
+  row.target_e[n] = expf((row.target_z[n] - most) * sharpness);
 }
 
 void cuda_lce_combine(Backend *backend, const LceCombine *a) {
-  int64_t rows = a->row_sum.shape[0];
+  int64_t rows = a->targets.shape[0];
   if (rows == 0) return;
   combine_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
-      data_of<float>(a->row_sum), data_of<float>(a->target_e), data_of<float>(a->anchor),
-      data_of<float>(a->rescale), data_of<float>(a->parts), data_of<float>(a->target_z),
-      data_of<int32_t>(a->targets), rows, backend->ranks, (int)a->own, sharpness_of(a->temperature));
+      pointers_of(a->rows), data_of<float>(a->parts), data_of<int32_t>(a->targets), rows, backend->ranks,
+      backend->rank, sharpness_of(a->temperature));
   cuda_check_launch("lce_combine");
 }
 
@@ -424,9 +436,9 @@ void cuda_lce_combine(Backend *backend, const LceCombine *a) {
 
 // What the kernel reads and writes of each row; absent is NULL.
 struct RowTerms {
-  float *loss, *z_loss, *log_prob, *logsumexp, *scale_non_target, *scale_target, *scale_uniform;
-  const float *row_sum, *target_e, *target_z, *anchor, *rescale, *token_weights, *factor;
-  const float *class_weights, *class_weight_sum, *smoothing_row;
+  RowPointers row;
+  float *loss, *z_loss, *log_prob, *logsumexp;
+  const float *token_weights, *factor, *class_weights, *class_weight_sum, *smoothing_row;
   const int32_t *targets;
   float epsilon, lambda, sharpness;
   float share; // eps / V
@@ -451,9 +463,10 @@ static __global__ void __launch_bounds__(256)
   int target = t.targets[row];
   bool counts = target != IGNORE_INDEX;
   x += row * hidden_size;
-  float others = t.row_sum[row], target_e = t.target_e[row], total = others + target_e;
-  float nll = target_e == 1 ? log1pf(others) : (t.anchor[row] - t.target_z[row]) * t.sharpness + logf(total);
-  float lse = t.target_z[row] * t.sharpness + nll, w = counts ? read(t.class_weights, target, 1) : 1;
+  float row_sum = t.row.row_sum[row], target_e = t.row.target_e[row], total = row_sum + target_e;
+  float target_z = t.row.target_z[row];
+  float nll = target_e == 1 ? log1pf(row_sum) : (t.row.anchor[row] - target_z) * t.sharpness + logf(total);
+  float lse = target_z * t.sharpness + nll, w = counts ? read(t.class_weights, target, 1) : 1;
   float weight_sum = read(t.class_weight_sum, 0, (float)t.vocab_size);
   float loss = (1 - t.epsilon) * w * nll;
   if (t.smoothing_row) { // the same for the whole block
@@ -463,16 +476,16 @@ static __global__ void __launch_bounds__(256)
   }
   float s = counts ? t.sharpness * read(t.factor, 0, 1) * read(t.token_weights, row, 1) : 0;
   float own = (1 - t.epsilon) * w, spread = t.share * weight_sum + 2 * t.lambda * lse;
-  float r = counts ? s * (own + spread) / total * read(t.rescale, row, 1) : 0;
+  float r = counts ? s * (own + spread) / total * read(t.row.rescale, row, 1) : 0;
   if (threadIdx.x == 0) {
     tell(t.loss, row, counts ? loss : 0);
     tell(t.z_loss, row, counts ? t.lambda * lse * lse : 0);
     tell(t.log_prob, row, counts ? -nll : 0);
     tell(t.logsumexp, row, counts ? lse : 0);
     if (scaled_x) {
-      t.scale_non_target[row] = r;
-      t.scale_target[row] = counts ? s * (spread * (target_e / total) - own * (others / total)) : 0;
-      tell(t.scale_uniform, row, -s * t.share);
+      t.row.scale_non_target[row] = r;
+      t.row.scale_target[row] = counts ? s * (spread * (target_e / total) - own * (row_sum / total)) : 0;
+      tell(t.row.scale_uniform, row, -s * t.share);
     }
   }
   if (!scaled_x) return;
@@ -487,21 +500,14 @@ static __global__ void __launch_bounds__(256)
 }
 
 void cuda_lce_rows(Backend *backend, const LceRows *a) {
-  int64_t rows = a->row_sum.shape[0];
+  int64_t rows = a->targets.shape[0];
   if (rows == 0) return;
   RowTerms t;
+  t.row = pointers_of(a->rows);
   t.loss = data_of<float>(a->loss);
   t.z_loss = data_of<float>(a->outputs.z_loss);
   t.log_prob = data_of<float>(a->outputs.log_prob);
   t.logsumexp = data_of<float>(a->outputs.logsumexp);
-  t.scale_non_target = data_of<float>(a->scale_non_target);
-  t.scale_target = data_of<float>(a->scale_target);
-  t.scale_uniform = data_of<float>(a->scale_uniform);
-  t.row_sum = data_of<float>(a->row_sum);
-  t.target_e = data_of<float>(a->target_e);
-  t.target_z = data_of<float>(a->target_z);
-  t.anchor = data_of<float>(a->anchor);
-  t.rescale = data_of<float>(a->rescale);
   t.token_weights = data_of<float>(a->token_weights);
   t.factor = data_of<float>(a->factor);
   t.class_weights = data_of<float>(a->terms.class_weights);
@@ -528,8 +534,7 @@ void cuda_lce_rows(Backend *backend, const LceRows *a) {
 
 // One block a row.
 template <typename TD, typename T, int W>
-static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_non_target,
-                                                 const float *scale_target, const float *scale_uniform,
+static __global__ void lce_input_gradient_kernel(TD *dx, const __grid_constant__ RowPointers rows,
                                                  const float *smoothing_row, const T *weight,
                                                  const int32_t *targets, int hidden_size, float alpha) {
   griddepcontrol_launch_dependents();
@@ -537,8 +542,8 @@ static __global__ void lce_input_gradient_kernel(TD *dx, const float *scale_non_
   int64_t row = blockIdx.x;
   int target = targets[row];
   bool counts = target != IGNORE_INDEX, here = target >= 0;
-  float r = alpha * scale_non_target[row], c = alpha * scale_target[row];
-  float u = smoothing_row ? alpha * scale_uniform[row] : 0;
+  float r = alpha * rows.scale_non_target[row], c = alpha * rows.scale_target[row];
+  float u = smoothing_row ? alpha * rows.scale_uniform[row] : 0;
   dx += row * hidden_size;
   if (here) weight += (int64_t)target * hidden_size;
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
@@ -565,10 +570,8 @@ void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
         launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)rows),
                       row_threads(cuda_ceil_div(hidden_size, W), 256), lce_input_gradient_kernel<TD, T, W>,
-                      data_of<TD>(a->dx), data_of<float>(a->scale_non_target),
-                      data_of<float>(a->scale_target), data_of<float>(a->scale_uniform),
-                      data_of<float>(a->smoothing_row), data_of<T>(a->weight), data_of<int32_t>(a->targets),
-                      (int)hidden_size, a->alpha);
+                      data_of<TD>(a->dx), pointers_of(a->rows), data_of<float>(a->smoothing_row),
+                      data_of<T>(a->weight), data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
       });
     });
   });

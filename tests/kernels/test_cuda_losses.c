@@ -151,7 +151,8 @@ static void test_layer(void **state) {
 }
 
 typedef struct {
-  Tensor exps, dx_raw, row_sum, target_e, target_z, anchor;
+  Tensor exps, dx_raw;
+  LossRows rows;
 } Swept;
 
 static Swept sweep(Harness *h, Tensor x, Tensor weight, Tensor targets) {
@@ -159,21 +160,17 @@ static Swept sweep(Harness *h, Tensor x, Tensor weight, Tensor targets) {
   int64_t stride = h->backend->scratch->logits_stride(vocab, h->dtype);
   Swept s = {.exps = poisoned_strided(h, h->dtype, rows, vocab, stride),
              .dx_raw = poisoned(h, DTYPE_F32, rows, x.shape[1]),
-             .row_sum = poisoned_vector(h, DTYPE_F32, rows),
-             .target_e = poisoned_vector(h, DTYPE_F32, rows),
-             .target_z = poisoned_vector(h, DTYPE_F32, rows),
-             .anchor = poisoned_vector(h, DTYPE_F32, rows)};
-  lce_target_logits(h->backend,
-                    (LceTargetLogits){.target_z = s.target_z, .x = x, .weight = weight, .targets = targets});
-  lce_logits_exp(h->backend, (LceLogitsExp){.exps = s.exps,
-                                            .dx_raw = s.dx_raw,
-                                            .row_sum = s.row_sum,
-                                            .target_e = s.target_e,
-                                            .target_z = s.target_z,
-                                            .anchor = s.anchor,
-                                            .x = x,
-                                            .weight = weight,
-                                            .targets = targets});
+             .rows = {.target_z = poisoned_vector(h, DTYPE_F32, rows),
+                      .anchor = poisoned_vector(h, DTYPE_F32, rows),
+                      .row_sum = poisoned_vector(h, DTYPE_F32, rows),
+                      .target_e = poisoned_vector(h, DTYPE_F32, rows)}};
+  lce_target_logits(
+      h->backend,
+      (LceTargetLogits){.target_z = s.rows.target_z, .x = x, .weight = weight, .targets = targets});
+  lce_logits_exp(
+      h->backend,
+      (LceLogitsExp){
+          .exps = s.exps, .dx_raw = s.dx_raw, .rows = s.rows, .x = x, .weight = weight, .targets = targets});
   return s;
 }
 
@@ -194,14 +191,14 @@ static void hopeless_rows_case(Pair *p, int64_t rows, int64_t hidden, int64_t vo
   Swept cuda = sweep(p->cuda, with.cuda, weights.cuda, targets.cuda);
   Swept cpu = sweep(p->cpu, with.cpu, weights.cpu, targets.cpu);
 
-  double *anchor = values_of(p->cuda, cuda.anchor), *target_z = values_of(p->cuda, cuda.target_z);
-  double *sums = values_of(p->cuda, cuda.row_sum);
+  double *anchor = values_of(p->cuda, cuda.rows.anchor), *target_z = values_of(p->cuda, cuda.rows.target_z);
+  double *sums = values_of(p->cuda, cuda.rows.row_sum);
   assert_true(anchor[1] - target_z[1] > 150 && isfinite(sums[1])); // it was redone
   assert_true(isnan(sums[3]));
   Tolerance logits = within(8, (double)hidden * 500);
   for (int64_t row = 0; row < rows; row++) { // each row by itself: their sizes differ by far
-    Both row_sum = {tensor_rows(cuda.row_sum, row, 1), tensor_rows(cpu.row_sum, row, 1)};
-    Both target_e = {tensor_rows(cuda.target_e, row, 1), tensor_rows(cpu.target_e, row, 1)};
+    Both row_sum = {tensor_rows(cuda.rows.row_sum, row, 1), tensor_rows(cpu.rows.row_sum, row, 1)};
+    Both target_e = {tensor_rows(cuda.rows.target_e, row, 1), tensor_rows(cpu.rows.target_e, row, 1)};
     if (row == 3) continue;
     check_both(p, "row_sum", row_sum, logits);
     check_both(p, "target_e", target_e, logits);

@@ -326,8 +326,8 @@ static Filtering make_filtering(Harness *h, Shape s) {
   f.call = (LceFilter){.tiles = poisoned(h, DTYPE_F32, f.down, f.across),
                        .stats = vector_from(h, DTYPE_F32, (double[]){3, 5, 0.25}, 3),
                        .exps = strided_from(h, h->dtype, f.exps, s.rows, s.vocab, s.stride),
-                       .row_sum = vector_from(h, DTYPE_F32, f.row_sum, s.rows),
-                       .target_e = vector_from(h, DTYPE_F32, f.target_e, s.rows),
+                       .rows = {.row_sum = vector_from(h, DTYPE_F32, f.row_sum, s.rows),
+                                .target_e = vector_from(h, DTYPE_F32, f.target_e, s.rows)},
                        .epsilon = epsilon};
   f.stats[0] = 3, f.stats[1] = 5 + (double)(f.down * f.across), f.stats[2] = 0.25;
   for (int64_t n = 0; n < s.rows; n++)

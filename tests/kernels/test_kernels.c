@@ -756,15 +756,14 @@ static void test_refusals(void **state) {
                                               .out = m34, .lse = m34, .qkv = m34, .shape = {1, 3, 3, 2, 1}}));
   assert_fails(h, "head_dim 1 is odd",
                rope(backend, (Rope){.qkv = m35, .cos_sin = m34, .shape = {1, 3, 3, 1, 1}}));
-  assert_fails(h, "this is the forward pass alone",
-               lce_logits_exp(backend, (LceLogitsExp){.dx_raw = m34,
-                                                      .row_sum = v3,
-                                                      .target_e = v3,
-                                                      .target_z = v3,
-                                                      .anchor = v3,
-                                                      .x = m34,
-                                                      .weight = m54,
-                                                      .targets = ids3}));
+  assert_fails(
+      h, "this is the forward pass alone",
+      lce_logits_exp(backend,
+                     (LceLogitsExp){.dx_raw = m34,
+                                    .rows = {.row_sum = v3, .target_e = v3, .target_z = v3, .anchor = v3},
+                                    .x = m34,
+                                    .weight = m54,
+                                    .targets = ids3}));
   assert_fails(h, "int64", read_targets(backend, (ReadTargets){.targets = ids3, .ids = v3, .vocab_size = 5}));
   assert_fails(h, "targets",
                read_targets(backend, (ReadTargets){.targets = v3, .ids = ids3, .vocab_size = 5}));

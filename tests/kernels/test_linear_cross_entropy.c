@@ -82,9 +82,19 @@ static double problem_objective(void *context) {
 
 typedef struct {
   Tensor x, weight, targets;
-  Tensor exps, loss, dx, dweight, row_sum, target_e, target_z, anchor, scale_non_target, scale_target,
-      scaled_x;
+  Tensor exps, loss, dx, dweight, scaled_x;
+  LossRows rows;
 } Pieces;
+
+// What a pass over plain terms needs, with gradients.
+static LossRows poisoned_rows(Harness *h, int64_t count) {
+  return (LossRows){.target_z = poisoned_vector(h, DTYPE_F32, count),
+                    .anchor = poisoned_vector(h, DTYPE_F32, count),
+                    .row_sum = poisoned_vector(h, DTYPE_F32, count),
+                    .target_e = poisoned_vector(h, DTYPE_F32, count),
+                    .scale_non_target = poisoned_vector(h, DTYPE_F32, count),
+                    .scale_target = poisoned_vector(h, DTYPE_F32, count)};
+}
 
 // pad: what lies between the rows of exps. dweight starts as zeros.
 static Pieces run_pieces(Harness *h, Problem *p, int64_t pad) {
@@ -96,43 +106,32 @@ static Pieces run_pieces(Harness *h, Problem *p, int64_t pad) {
   s.dx = poisoned(h, DTYPE_F32, p->rows, p->hidden);
   s.dweight = poisoned(h, DTYPE_F32, p->vocab, p->hidden);
   s.scaled_x = poisoned(h, h->dtype, p->rows, p->hidden);
-  Tensor *const columns[] = {&s.loss,   &s.row_sum,          &s.target_e,    &s.target_z,
-                             &s.anchor, &s.scale_non_target, &s.scale_target};
-  for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
-    *columns[i] = poisoned_vector(h, DTYPE_F32, p->rows);
+  s.loss = poisoned_vector(h, DTYPE_F32, p->rows);
+  s.rows = poisoned_rows(h, p->rows);
   lce_target_logits(
-      backend, (LceTargetLogits){.target_z = s.target_z, .x = s.x, .weight = s.weight, .targets = s.targets});
+      backend,
+      (LceTargetLogits){.target_z = s.rows.target_z, .x = s.x, .weight = s.weight, .targets = s.targets});
   lce_logits_exp(backend, (LceLogitsExp){.exps = s.exps,
                                          .dx_raw = s.dx,
-                                         .row_sum = s.row_sum,
-                                         .target_e = s.target_e,
-                                         .target_z = s.target_z,
-                                         .anchor = s.anchor,
+                                         .rows = s.rows,
                                          .x = s.x,
                                          .weight = s.weight,
                                          .targets = s.targets});
   lce_rows(backend, (LceRows){.loss = s.loss,
-                              .scale_non_target = s.scale_non_target,
-                              .scale_target = s.scale_target,
                               .scaled_x = s.scaled_x,
-                              .row_sum = s.row_sum,
-                              .target_e = s.target_e,
-                              .target_z = s.target_z,
-                              .anchor = s.anchor,
+                              .rows = s.rows,
                               .x = s.x,
                               .targets = s.targets,
                               .vocab_size = p->vocab});
-  lce_input_gradient(backend, (LceInputGradient){.dx = s.dx,
-                                                 .scale_non_target = s.scale_non_target,
-                                                 .scale_target = s.scale_target,
-                                                 .weight = s.weight,
-                                                 .targets = s.targets,
-                                                 .alpha = (float)p->scale});
+  lce_input_gradient(
+      backend,
+      (LceInputGradient){
+          .dx = s.dx, .rows = s.rows, .weight = s.weight, .targets = s.targets, .alpha = (float)p->scale});
   linear_backward_weight(
       backend, (LinearBackwardWeight){
                    .dweight = s.dweight, .dout = s.exps, .x = s.scaled_x, .alpha = (float)p->scale});
   lce_target_gradient(backend, (LceTargetGradient){.dweight = s.dweight,
-                                                   .scale_target = s.scale_target,
+                                                   .scale_target = s.rows.scale_target,
                                                    .x = s.x,
                                                    .targets = s.targets,
                                                    .alpha = (float)p->scale});
@@ -183,32 +182,21 @@ static void test_forward_only(void **state) {
   Harness *h = *state;
   Problem p = make_problem(h, 131, 3, 40009, 3);
   Pieces with = run_pieces(h, &p, 0);
-  Tensor columns[5];
-  for (int i = 0; i < 5; i++) columns[i] = poisoned_vector(h, DTYPE_F32, p.rows);
-  LceLogitsExp sweep = {.row_sum = columns[0],
-                        .target_e = columns[1],
-                        .target_z = columns[2],
-                        .anchor = columns[3],
-                        .x = with.x,
-                        .weight = with.weight,
-                        .targets = with.targets};
+  LossRows rows = poisoned_rows(h, p.rows);
+  Tensor loss = poisoned_vector(h, DTYPE_F32, p.rows);
+  LceLogitsExp pass = {.rows = rows, .x = with.x, .weight = with.weight, .targets = with.targets};
   // A GPU's tiles of logits have a size of their own.
   if (h->backend->device == ON_CPU)
-    assert_true(h->backend->scratch->lce_logits_exp(&sweep) < tensor_bytes(with.exps));
-  lce_target_logits(h->backend, (LceTargetLogits){.target_z = sweep.target_z,
-                                                  .x = sweep.x,
-                                                  .weight = sweep.weight,
-                                                  .targets = sweep.targets});
-  lce_logits_exp(h->backend, sweep);
-  lce_rows(h->backend, (LceRows){.loss = columns[4],
-                                 .row_sum = columns[0],
-                                 .target_e = columns[1],
-                                 .target_z = columns[2],
-                                 .anchor = columns[3],
-                                 .x = with.x,
-                                 .targets = with.targets,
-                                 .vocab_size = p.vocab});
-  check_values(h, "loss without gradients", columns[4], values_of(h, with.loss),
+    assert_true(h->backend->scratch->lce_logits_exp(&pass) < tensor_bytes(with.exps));
+  lce_target_logits(h->backend, (LceTargetLogits){.target_z = rows.target_z,
+                                                  .x = pass.x,
+                                                  .weight = pass.weight,
+                                                  .targets = pass.targets});
+  lce_logits_exp(h->backend, pass);
+  lce_rows(
+      h->backend,
+      (LceRows){.loss = loss, .rows = rows, .x = with.x, .targets = with.targets, .vocab_size = p.vocab});
+  check_values(h, "loss without gradients", loss, values_of(h, with.loss),
                of_size(within(4, terms_of(&p)), 1));
 }
 
@@ -234,7 +222,7 @@ static void test_overflow_repair(void **state) {
   set_lead(&p, 7, 0, 60); // no overflow
   Pieces s = run_pieces(h, &p, 1);
   solve_reference(h, &p);
-  double *loss = values_of(h, s.loss), *target_e = values_of(h, s.target_e);
+  double *loss = values_of(h, s.loss), *target_e = values_of(h, s.rows.target_e);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100 && target_e[1] < 1 && target_e[0] == 1);
   check_values(h, "loss", s.loss, p.loss, within_stored(h, 4, (double)p.hidden));
   check_pieces(h, &p, &s);
@@ -252,7 +240,7 @@ static void test_nearly_certain(void **state) {
   for (int64_t n = 0; n < p.rows; n++) p.weight[(n + 8) * p.hidden + n] = -3;
   Pieces s = run_pieces(h, &p, 0);
   solve_reference(h, &p);
-  double *loss = values_of(h, s.loss), *scale_target = values_of(h, s.scale_target);
+  double *loss = values_of(h, s.loss), *scale_target = values_of(h, s.rows.scale_target);
   for (int64_t n = 0; n < p.rows; n++) {
     // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
     double tolerance = 32 * dtype_epsilon(DTYPE_F32) * p.loss[n];
@@ -287,7 +275,7 @@ static void test_repair_leaves_others_alone(void **state) {
   for (int64_t i = 0; i < p.hidden; i++)
     p.x[p.hidden + i] = 400 * (p.weight[1400 * p.hidden + i] - p.weight[5 * p.hidden + i]);
   Pieces s = run_pieces(h, &p, 0);
-  assert_true(values_of(h, s.target_e)[1] != 1);
+  assert_true(values_of(h, s.rows.target_e)[1] != 1);
   for (int64_t n = 0; n < p.rows; n++) {
     if (n == 1) continue;
     check_bitwise_equal(h, "loss beside a repaired row", tensor_rows(s.loss, n, 1),
