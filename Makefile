@@ -210,8 +210,8 @@ endif # SEARCH
 
 # Without CUDA, kernels/cuda/ still says how much scratch its operations need, for the plan.
 SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels/cpu kernels/ranks model model/checkpoint \
-	tools/curves tools/plot trainer)) $(if $(HAVE_CUDA),\
-	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu),\
+	tools/curves tools/ladder tools/plot trainer)) $(if $(HAVE_CUDA),\
+	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 # What liblce.so is made of; the archive leaves out what it does not need.
 ifeq ($(VARIANT),library)

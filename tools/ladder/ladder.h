@@ -1,0 +1,77 @@
+// The loss as a ladder: six complete versions of LM head + cross-entropy, each one idea further than the one
+// before it. kernels/LCE.md explains the ideas; tools/lce_ladder measures the rungs.
+//
+// rungs.c holds what a rung does, for both devices: matmuls are the backend's linear_*, and what happens to
+// single rows is in rows_cpu.c (plain loops: read these) and rows_cuda.cu (the same as kernels).
+#ifndef LCE_TOOLS_LADDER_LADDER_H
+#define LCE_TOOLS_LADDER_LADDER_H
+
+#include "kernels/kernels.h"
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+// One call: the losses, and the gradients of scale * sum_n loss[n]. The caller owns every tensor. On CUDA x,
+// weight and dx are bf16, and rung 5 needs a hidden size that 8 divides.
+typedef struct {
+  Backend *backend;
+  Tensor loss;    // fp32 [N]; 0 where the target is IGNORE_INDEX
+  Tensor dx;      // [N, H], of x's dtype
+  Tensor dweight; // fp32 [V, H]
+  Tensor x;       // fp32/bf16 [N, H]
+  Tensor weight;  // fp32/bf16 [V, H], of x's dtype
+  Tensor targets; // int32 [N], each in [0, V) or IGNORE_INDEX
+  int64_t chunk;  // C: tokens at a time (rung 1 takes all)
+  float scale;
+} Ladder;
+
+enum { RUNGS = 6 };
+extern const char *const ladder_names[RUNGS];
+
+// Runs a rung, 1 to RUNGS. What it needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
+void ladder_run(int rung, Ladder call);
+
+// --- what happens to rows ----------------------------------------------------------------------------------
+
+// The tokens of a chunk, and what rungs 4 and 5 know of them.
+typedef struct {
+  Tensor x, weight, targets, loss, dx, dweight; // of the call; rows of the chunk where that applies
+  Tensor target_z;                              // fp32 [C]: z[y]
+  Tensor anchor;                                // fp32 [C]: a, which is z[y] but in repaired rows
+  Tensor target_e;                              // fp32 [C]: exp(z[y] - a), so 1 but in repaired rows
+  Tensor row_sum;                               // fp32 [C]: R
+  Tensor r, c;                                  // fp32 [C]: what multiplies E W and W[y] in dx
+  Tensor scaled_x;                              // [C, H]: r x
+  Tensor exps;                                  // E [C, V], of x's dtype
+  float scale;
+} Anchored;
+
+typedef struct {
+  // lse[n] = logsumexp(z[n]), loss[n] = lse[n] - z[n, y].
+  void (*losses)(Backend *, Tensor loss, Tensor lse, Tensor logits, Tensor targets);
+  // dlogits[n] = scale (softmax(z[n]) - onehot(y)); may lie at the logits' address.
+  void (*gradients)(Backend *, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, float scale);
+  // target_z[n] = x[n] . W[y], anchor = target_z (infinity where the target is IGNORE_INDEX), target_e = 1.
+  void (*anchors)(Backend *, const Anchored *);
+  // E = exp(z - a), 0 at the target; row_sum. exps may lie at the logits' address.
+  void (*exponentials)(Backend *, const Anchored *, Tensor logits);
+  // The same from x and W, without storing a logit.
+  void (*matmul_exponentials)(Backend *, const Anchored *);
+  // Rows whose sum went out of range: once more, with the row's maximum as anchor.
+  void (*repair)(Backend *, const Anchored *);
+  // loss, r, c and scaled_x from row_sum and target_e.
+  void (*finish)(Backend *, const Anchored *);
+  // dx = scale (r dx + c W[y]);  dweight[y] += scale c x.
+  void (*add_targets)(Backend *, const Anchored *);
+} LadderRows;
+
+extern const LadderRows ladder_rows_cpu, ladder_rows_cuda;
+
+// Row sums above this are out of range: a logit beats the target's by more than 66.
+#define LADDER_SUM_LIMIT 0x1p96f
+
+#if defined(__cplusplus)
+}
+#endif
+#endif

@@ -1,0 +1,161 @@
+// What the ladder does to rows, in plain loops.
+#include <math.h>
+#include <string.h>
+
+#include "kernels/cpu/vector_math.h"
+#include "tools/ladder/ladder.h"
+
+static float *row_of(Tensor t, int64_t n) {
+  return (float *)t.data + n * t.stride;
+}
+
+static float dot(const float *x, const float *w, int64_t count) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; i++) sum += (double)x[i] * (double)w[i];
+  return (float)sum;
+}
+
+// --- rungs 1 to 3: softmax as it is usually written --------------------------------------------------------
+
+// Two reads of the row: its maximum, then the sum of exp(z - maximum).
+static void losses(Backend *backend, Tensor loss, Tensor lse, Tensor logits, Tensor targets) {
+  (void)backend;
+  const int32_t *target = targets.data;
+  float *loss_of = loss.data, *lse_of = lse.data;
+  int64_t vocab = logits.shape[1];
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < logits.shape[0]; n++) {
+    const float *z = row_of(logits, n);
+    float maximum = maximum_of(z, vocab);
+    double sum = exp_and_sum(z, maximum, 1, vocab, NULL);
+    lse_of[n] = maximum + (float)log(sum);
+    loss_of[n] = target[n] == IGNORE_INDEX ? 0 : lse_of[n] - z[target[n]];
+  }
+}
+
+// A third read, and the row is written.
+static void gradients(Backend *backend, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
+                      float scale) {
+  (void)backend;
+  const int32_t *target = targets.data;
+  const float *lse_of = lse.data;
+  int64_t vocab = logits.shape[1];
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < logits.shape[0]; n++) {
+    const float *z = row_of(logits, n);
+    float *dz = row_of(dlogits, n), row_lse = lse_of[n];
+    if (target[n] == IGNORE_INDEX) {
+      memset(dz, 0, (size_t)vocab * sizeof *dz);
+      continue;
+    }
+#pragma omp simd
+    for (int64_t j = 0; j < vocab; j++) dz[j] = scale * exp_f32(z[j] - row_lse);
+    dz[target[n]] -= scale;
+  }
+}
+
+// --- rungs 4 and 5: anchored at the target -----------------------------------------------------------------
+
+static void anchors(Backend *backend, const Anchored *a) {
+  (void)backend;
+  const int32_t *target = a->targets.data;
+  float *target_z = a->target_z.data, *anchor = a->anchor.data, *target_e = a->target_e.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+    bool counts = target[n] != IGNORE_INDEX;
+    target_z[n] = counts ? dot(row_of(a->x, n), row_of(a->weight, target[n]), a->x.shape[1]) : 0;
+    anchor[n] = counts ? target_z[n] : INFINITY; // makes every exponential of the row 0
+    target_e[n] = 1;
+  }
+}
+
+// Columns [first, first + count) of row n: logits become exponentials in place. Returns their sum.
+static double exponentials_of(const Anchored *a, int64_t n, int64_t first, int64_t count) {
+  float *z = row_of(a->exps, n) + first;
+  int64_t target = ((const int32_t *)a->targets.data)[n] - first;
+  if (target >= 0 && target < count) z[target] = -INFINITY; // its exponential is 0
+  return exp_and_sum(z, ((const float *)a->anchor.data)[n], 1, count, z);
+}
+
+// One read and one write of the row.
+static void exponentials(Backend *backend, const Anchored *a, Tensor logits) {
+  (void)backend, (void)logits; // exps is at their address
+  float *row_sum = a->row_sum.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < a->x.shape[0]; n++)
+    row_sum[n] = (float)exponentials_of(a, n, 0, a->weight.shape[0]);
+}
+
+// The matmul a tile of W at a time, and the exponentials while the tile of logits is in cache.
+static void matmul_exponentials(Backend *backend, const Anchored *a) {
+  enum { TILE = 1024 };
+  float *row_sum = a->row_sum.data;
+  int64_t vocab = a->weight.shape[0];
+  memset(row_sum, 0, tensor_bytes(a->row_sum));
+  for (int64_t first = 0; first < vocab; first += TILE) {
+    int64_t count = vocab - first < TILE ? vocab - first : TILE;
+    linear_forward(backend, (LinearForward){.out = tensor_columns(a->exps, first, count),
+                                            .x = a->x,
+                                            .weight = tensor_rows(a->weight, first, count)});
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < a->x.shape[0]; n++) row_sum[n] += (float)exponentials_of(a, n, first, count);
+  }
+}
+
+static void repair(Backend *backend, const Anchored *a) {
+  (void)backend;
+  float *row_sum = a->row_sum.data, *anchor = a->anchor.data;
+  int64_t vocab = a->weight.shape[0];
+  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+    if (!(row_sum[n] > LADDER_SUM_LIMIT)) continue;
+    float *z = row_of(a->exps, n);
+    for (int64_t j = 0; j < vocab; j++) z[j] = dot(row_of(a->x, n), row_of(a->weight, j), a->x.shape[1]);
+    anchor[n] = maximum_of(z, vocab);
+    ((float *)a->target_e.data)[n] = exp_f32(((const float *)a->target_z.data)[n] - anchor[n]);
+    row_sum[n] = (float)exponentials_of(a, n, 0, vocab);
+  }
+}
+
+static void finish(Backend *backend, const Anchored *a) {
+  (void)backend;
+  const float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *target_z = a->target_z.data;
+  const float *anchor = a->anchor.data;
+  const int32_t *target = a->targets.data;
+  float *loss = a->loss.data, *r = a->r.data, *c = a->c.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+    bool counts = target[n] != IGNORE_INDEX;
+    float total = row_sum[n] + target_e[n]; // 1 + R
+    float nll = target_e[n] == 1 ? log1pf(row_sum[n]) : anchor[n] - target_z[n] + logf(total);
+    loss[n] = counts ? nll : 0;
+    r[n] = counts ? 1 / total : 0;
+    c[n] = counts ? -row_sum[n] / total : 0;
+    const float *x = row_of(a->x, n);
+    float *scaled = row_of(a->scaled_x, n);
+    for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = r[n] * x[i];
+  }
+}
+
+// Several tokens may have one target, so rows of dweight are added to by one thread.
+static void add_targets(Backend *backend, const Anchored *a) {
+  (void)backend;
+  const int32_t *target = a->targets.data;
+  const float *r = a->r.data, *c = a->c.data;
+  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+    float *dx = row_of(a->dx, n);
+    if (target[n] == IGNORE_INDEX) {
+      memset(dx, 0, (size_t)a->x.shape[1] * sizeof *dx);
+      continue;
+    }
+    const float *x = row_of(a->x, n), *w = row_of(a->weight, target[n]);
+    float *dw = row_of(a->dweight, target[n]);
+    for (int64_t i = 0; i < a->x.shape[1]; i++) {
+      dx[i] = a->scale * (r[n] * dx[i] + c[n] * w[i]);
+      dw[i] += a->scale * c[n] * x[i];
+    }
+  }
+}
+
+const LadderRows ladder_rows_cpu = {losses, gradients, anchors,    exponentials, matmul_exponentials,
+                                    repair, finish,    add_targets};

@@ -1,0 +1,252 @@
+// The loss as a ladder (kernels/LCE.md): times six versions of LM head + cross-entropy, from materialized
+// logits to the real one, each in turn with the three plain GEMMs that none can do without (logits = X W^T,
+// dX = L W, dW = L^T X over all tokens at once). Prints medians, ratios to the GEMMs, the bytes held beyond
+// inputs and gradients, and the errors of loss, dX and dW against float64 at sampled rows.
+//
+//   OMP_NUM_THREADS=1 tools/lce_ladder --tokens 1024 --hidden-size 256 --vocab 32768 --chunk 128
+//   tools/lce_ladder --device cuda --tokens 8192 --hidden-size 4096 --vocab 128256 --chunk 1024 --csv ladder.csv
+#include <argp.h>
+#include <errno.h>
+#include <omp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/fail.h"
+#include "base/text.h"
+#include "kernels/linear_cross_entropy.h"
+#include "tools/curves/accuracy.h"
+#include "tools/ladder/ladder.h"
+#include "tools/plot/chart.h"
+#include "trainer/speed.h"
+
+enum { MAX_ROUNDS = 99, SEED = 1 };
+
+typedef struct {
+  int64_t tokens, hidden_size, vocab_size, chunk, repeat;
+  const char *device, *csv, *plot;
+} Settings;
+
+typedef struct {
+  double seconds, ratio;
+  size_t bytes;
+  Errors errors;
+} Result;
+
+enum { KEY_TOKENS = 256, KEY_HIDDEN, KEY_VOCAB, KEY_CHUNK, KEY_DEVICE, KEY_REPEAT, KEY_CSV, KEY_PLOT };
+
+static const struct argp_option option_table[] = {
+    {"tokens", KEY_TOKENS, "N", 0, "Tokens (default 1024)", 0},
+    {"hidden-size", KEY_HIDDEN, "H", 0, "Hidden size (default 256)", 0},
+    {"vocab", KEY_VOCAB, "V", 0, "Vocabulary (default 32768)", 0},
+    {"chunk", KEY_CHUNK, "C", 0, "Tokens per chunk (default 128)", 0},
+    {"device", KEY_DEVICE, "cpu|cuda", 0, "Where to run (default cpu)", 0},
+    {"repeat", KEY_REPEAT, "R", 0, "Rounds, of which the median counts (default 5)", 0},
+    {"csv", KEY_CSV, "FILE", 0, "Write the table as CSV, too", 0},
+    {"plot", KEY_PLOT, "FILE", 0, "Draw time and memory as PNG", 0},
+    {0}};
+
+static int64_t positive(const char *name, const char *text, int64_t max) {
+  char *end;
+  errno = 0;
+  long long value = strtoll(text, &end, 10);
+  if (errno || end == text || *end || value < 1 || value > max)
+    fail("--%s %s: give a whole number from 1 to %lld", name, text, (long long)max);
+  return value;
+}
+
+static error_t parse_option(int key, char *argument, struct argp_state *state) {
+  Settings *o = state->input;
+  switch (key) {
+  case KEY_TOKENS:
+    o->tokens = positive("tokens", argument, INT32_MAX);
+    return 0;
+  case KEY_HIDDEN:
+    o->hidden_size = positive("hidden-size", argument, INT32_MAX);
+    return 0;
+  case KEY_VOCAB:
+    o->vocab_size = positive("vocab", argument, INT32_MAX);
+    return 0;
+  case KEY_CHUNK:
+    o->chunk = positive("chunk", argument, INT32_MAX);
+    return 0;
+  case KEY_REPEAT:
+    o->repeat = positive("repeat", argument, MAX_ROUNDS);
+    return 0;
+  case KEY_DEVICE:
+    if (strcmp(argument, "cpu") && strcmp(argument, "cuda")) fail("--device %s: give cpu or cuda", argument);
+    o->device = argument;
+    return 0;
+  case KEY_CSV:
+    o->csv = argument;
+    return 0;
+  case KEY_PLOT:
+    o->plot = argument;
+    return 0;
+  default:
+    return ARGP_ERR_UNKNOWN;
+  }
+}
+
+// --- measuring ---------------------------------------------------------------------------------------------
+
+static Ladder call_of(const Settings *o, const LastLayer *layer) {
+  return (Ladder){.backend = layer->backend,
+                  .loss = layer->loss,
+                  .dx = layer->dx,
+                  .dweight = layer->dweight,
+                  .x = layer->x,
+                  .weight = layer->weight,
+                  .targets = layer->targets,
+                  .chunk = o->chunk,
+                  .scale = 1.0f / (float)o->tokens};
+}
+
+// With one CPU thread the process's own time, which other programs on the machine disturb less.
+static double clock_seconds(const Settings *o) {
+  struct timespec t;
+  if (!strcmp(o->device, "cuda") || omp_get_max_threads() > 1) return now_seconds();
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// Seconds of a rung; rung 0 is the three plain GEMMs.
+static double seconds(const Settings *o, const LastLayer *layer, int rung) {
+  backend_synchronize(layer->backend);
+  double start = clock_seconds(o);
+  if (rung)
+    ladder_run(rung, call_of(o, layer));
+  else
+    layer_gemms(layer, o->tokens);
+  backend_synchronize(layer->backend);
+  return clock_seconds(o) - start;
+}
+
+// Errors and bytes from a first run, then times in turn with the GEMMs, after a while untimed: a GPU reaches its
+// power limit only then.
+static Result measure(const Settings *o, const LastLayer *layer, Reference *reference, int rung) {
+  const double warm_up = 0.7;
+  Result result = {0};
+  Ledger *ledger = &layer->backend->memory.ledger;
+  size_t before = ledger->stack;
+  ledger->stack_peak = before;
+  seconds(o, layer, rung);
+  result.bytes = ledger->stack_peak - before;
+  result.errors = reference_errors(reference, layer);
+  for (double warm = 0; warm < warm_up;) warm += seconds(o, layer, 0) + seconds(o, layer, rung);
+  double times[MAX_ROUNDS], ratios[MAX_ROUNDS];
+  for (int64_t round = 0; round < o->repeat; round++) {
+    double gemms = seconds(o, layer, 0);
+    times[round] = seconds(o, layer, rung);
+    ratios[round] = times[round] / gemms;
+  }
+  result.seconds = median(times, o->repeat);
+  result.ratio = median(ratios, o->repeat);
+  return result;
+}
+
+// --- telling -----------------------------------------------------------------------------------------------
+
+static void print_row(int rung, const Result *r) {
+  printf("%-32s %9.2f ms %7.3f %12s   %.1e  %.1e  %.1e\n", ladder_names[rung - 1], 1e3 * r->seconds, r->ratio,
+         text_bytes(r->bytes).text, r->errors.loss, r->errors.dx, r->errors.dweight);
+  fflush(stdout);
+}
+
+static void write_csv(const Settings *o, const Result *results, const char *caption) {
+  FILE *file = fopen(o->csv, "w");
+  if (!file) fail("--csv %s: %s", o->csv, strerror(errno));
+  fprintf(file, "# %s\n", caption);
+  fprintf(file, "rung,seconds,ratio,bytes,loss_error,dx_error,dweight_error\n");
+  for (int i = 0; i < RUNGS; i++)
+    fprintf(file, "%s,%.9g,%.4f,%zu,%.3e,%.3e,%.3e\n", ladder_names[i], results[i].seconds, results[i].ratio,
+            results[i].bytes, results[i].errors.loss, results[i].errors.dx, results[i].errors.dweight);
+  if (fclose(file)) fail("--csv %s: %s", o->csv, strerror(errno));
+}
+
+// Time and memory of each rung as bars, one panel each.
+static void draw_bars(Canvas *canvas, Box box, const char *title, const double *values, Unit unit,
+                      const char *suffix) {
+  const Color color = {31, 119, 180};
+  double step = (box.bottom - box.top) / RUNGS, max = 0;
+  for (int i = 0; i < RUNGS; i++) max = values[i] > max ? values[i] : max;
+  TextStyle heading = text_small(), label = text_small();
+  heading.bold = true;
+  heading.align = label.align = ALIGN_LEFT;
+  label.color = COLOR_INK;
+  canvas_text(canvas, (Spot){box.left, box.top - 8}, heading, title);
+  for (int i = 0; i < RUNGS; i++) {
+    double top = box.top + i * step + 4, right = box.left + values[i] / max * (box.right - box.left);
+    Box bar = {box.left, top, right, top + step - 8};
+    canvas_boxes(canvas, &bar, 1, color, i == RUNGS - 1 ? 1 : 0.5);
+    char text[48];
+    snprintf(text, sizeof text, "%s%s", axis_value(unit, values[i]).text, suffix);
+    canvas_text(canvas, (Spot){right + 6, top + step / 2}, label, text);
+  }
+}
+
+static void draw(const Settings *o, const Result *results, const char *caption) {
+  const double width = 760, height = 300, left = 190, middle = 470, top = 84, bottom = 284;
+  Canvas *canvas = canvas_create(width, height, 2);
+  canvas_text(canvas, (Spot){16, 26}, text_title(), "Six versions of LM head + cross-entropy");
+  canvas_text(canvas, (Spot){16, 45}, text_subtitle(), caption);
+  double ratios[RUNGS], bytes[RUNGS];
+  TextStyle name = text_small();
+  name.align = ALIGN_LEFT;
+  name.color = COLOR_INK;
+  for (int i = 0; i < RUNGS; i++) {
+    ratios[i] = results[i].ratio;
+    bytes[i] = (double)results[i].bytes;
+    canvas_text(canvas, (Spot){16, top + (i + 0.5) * (bottom - top) / RUNGS + 4}, name, ladder_names[i]);
+  }
+  draw_bars(canvas, (Box){left, top, middle - 80, bottom}, "time / three plain GEMMs", ratios, UNIT_PLAIN,
+            "");
+  draw_bars(canvas, (Box){middle, top, width - 90, bottom}, "memory beyond inputs and gradients", bytes,
+            UNIT_BYTES, "");
+  canvas_write_png(canvas, o->plot);
+  canvas_destroy(canvas);
+}
+
+int main(int argc, char **argv) {
+  Settings o = {
+      .tokens = 1024, .hidden_size = 256, .vocab_size = 32768, .chunk = 128, .repeat = 5, .device = "cpu"};
+  const struct argp parser = {.options = option_table,
+                              .parser = parse_option,
+                              .doc = "Times six versions of LM head + cross-entropy against their GEMMs."};
+  argp_parse(&parser, argc, argv, 0, NULL, &o);
+  if (o.chunk > o.tokens) o.chunk = o.tokens;
+
+  const char *reason = NULL;
+  if (o.plot && !canvas_possible(&reason)) fail("--plot %s: %s", o.plot, reason);
+  Backend *backend =
+      strcmp(o.device, "cuda") ? cpu_backend_create(false) : cuda_backend_create(0, DTYPE_BF16, &reason);
+  if (!backend) fail("--device cuda: %s", reason);
+  LceShape shape = {
+      .tokens = o.tokens, .hidden_size = o.hidden_size, .vocab_size = o.vocab_size, .dtype = backend->dtype};
+  LastLayer layer = layer_reserve(backend, shape, SEED);
+  // Rung 1 holds more than any other: logits and their gradient.
+  size_t logits =
+      (size_t)(o.tokens * backend->scratch->logits_stride(o.vocab_size, DTYPE_F32)) * sizeof(float);
+  memory_set_stack(&backend->memory,
+                   2 * logits + lce_bytes(backend, LCE_FUSED, o.chunk, shape) + ((size_t)64 << 20));
+  char caption[512];
+  snprintf(caption, sizeof caption, "N %s, H %s, V %s, chunks of %s; %s", text_grouped(o.tokens).text,
+           text_grouped(o.hidden_size).text, text_grouped(o.vocab_size).text, text_grouped(o.chunk).text,
+           backend->description);
+  puts(caption);
+  printf("%-32s %12s %7s %12s   %-22s\n", "", "median", "/ GEMMs", "memory", "error of loss, dX, dW");
+  Reference *reference = reference_create(shape, SEED);
+  seconds(&o, &layer, RUNGS);
+  reference_errors(reference, &layer); // the real one's losses complete the reference
+  Result results[RUNGS];
+  for (int rung = 1; rung <= RUNGS; rung++) {
+    results[rung - 1] = measure(&o, &layer, reference, rung);
+    print_row(rung, &results[rung - 1]);
+  }
+  if (o.csv) write_csv(&o, results, caption);
+  if (o.plot) draw(&o, results, caption);
+  reference_destroy(reference);
+  backend_destroy(backend);
+  return 0;
+}
