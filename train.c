@@ -519,9 +519,9 @@ static void log_start(Run *run) {
 
 // What is trained on; nothing but the validation data where that is all that is looked at.
 static Source *open_data(const Options *o) {
-  if (o->data_count) return source_open(o->data, o->data_count, o->model.vocab_size);
-  if (o->eval_only && o->val_data_count)
-    return source_open(o->val_data, o->val_data_count, o->model.vocab_size);
+  if (o->data.count) return source_open(o->data.items, o->data.count, o->model.vocab_size);
+  if (o->eval_only && o->val_data.count)
+    return source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
   return corpus_open(o->model.vocab_size);
 }
 
@@ -576,9 +576,9 @@ int main(int argc, char **argv) {
   Prompt prompt = prompt_open(&options, source);
   Choices choices = {0};
   if (options.hellaswag) choices = choices_open(options.hellaswag, options.model.vocab_size);
-  Source *val_source = options.val_data_count
-                           ? source_open(options.val_data, options.val_data_count, options.model.vocab_size)
-                           : NULL;
+  const TextList *val_data = &options.val_data;
+  Source *val_source =
+      val_data->count ? source_open(val_data->items, val_data->count, options.model.vocab_size) : NULL;
   Loader loader = loader_create((LoaderOptions){.source = source,
                                                 .validation_source = val_source,
                                                 .validation_fraction = options.val_fraction,

@@ -40,9 +40,10 @@ static Run *open_line(const char *backend, const char *format, va_list arguments
   assert_in_range(length, 0, sizeof run->line - 1);
   run->options = options_on(cuda, run->line);
   const Options *o = &run->options;
-  run->source = o->data_count ? source_open(o->data, o->data_count, o->model.vocab_size)
+  run->source = o->data.count ? source_open(o->data.items, o->data.count, o->model.vocab_size)
                               : corpus_open(o->model.vocab_size);
-  if (o->val_data_count) run->val_source = source_open(o->val_data, o->val_data_count, o->model.vocab_size);
+  if (o->val_data.count)
+    run->val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
   run->loader = loader_create((LoaderOptions){.source = run->source,
                                               .validation_source = run->val_source,
                                               .validation_fraction = o->val_fraction,

@@ -216,8 +216,8 @@ int main(int argc, char **argv) {
   refuse_other_work(&options);
   Backend *backend = machine_open(&options);
   options_resolve_chunk(&options, backend);
-  Source *source = options.data_count
-                       ? source_open(options.data, options.data_count, options.model.vocab_size)
+  Source *source = options.data.count
+                       ? source_open(options.data.items, options.data.count, options.model.vocab_size)
                        : corpus_open(options.model.vocab_size);
   Loader loader = loader_create((LoaderOptions){
       .source = source, .batch = options.batch, .seq_len = options.seq_len, .seed = options.seed});

@@ -2,6 +2,7 @@
 #ifndef LCE_TRAINER_OPTIONS_H
 #define LCE_TRAINER_OPTIONS_H
 
+#include "base/option_table.h"
 #include "model/transformer.h"
 #include "trainer/schedule.h"
 
@@ -10,7 +11,9 @@ struct cJSON;
 typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
 
 typedef struct {
+  bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
   // model
+  const char *preset; // NULL: none was named
   ModelConfig model;
   // job
   int64_t batch;       // sequences in a micro-batch, per rank
@@ -22,19 +25,18 @@ typedef struct {
   // optimizer
   Schedule schedule;
   double beta1, beta2, epsilon, weight_decay, max_grad_norm;
-  // the last layer
+  // LM head + loss
   LceMode mode;
   int64_t lce_chunk;  // tokens; 0 until options_resolve has chosen
   bool chunk_given;   // by --lce-chunk; otherwise it follows the batch
-  int64_t lce_memory; // MiB the last layer may hold; 0 when --lce-chunk or the default rules
+  int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
   double label_smoothing, z_loss, lce_filter;
   bool metrics; // accuracy, entropy and largest logit of every step
   // data
-  const char **data, **val_data; // paths, in the order given
-  int64_t data_count, val_data_count;
+  TextList data, val_data; // paths
   double val_fraction;
   bool masked; // some of the data has a mask: training targets may be ignored
-  // what is watched
+  // evaluation
   int64_t eval_every, eval_batches, sample_every, sample_tokens;
   double temperature, top_p; // of the samples; see Sampling
   int64_t top_k;
@@ -47,9 +49,7 @@ typedef struct {
   char *origin;               // the folder whose weights the run begins with; NULL: they are drawn
   struct cJSON *resumed_from; // its trainer_state.json when the run resumes; NULL otherwise
   int64_t first_step;         // 0 unless the run resumes
-  char **remembered;          // options that the checkpoint adds to those given
-  int64_t remembered_count;
-  const char *save; // NULL: nothing is saved
+  const char *save;           // NULL: nothing is saved
   int64_t save_every, keep;
   Dtype save_dtype; // of the stored weights
   // ranks
@@ -57,11 +57,11 @@ typedef struct {
   double timeout;  // seconds without progress that end a job of several ranks
   // machine
   DeviceChoice device;
-  bool plain_loops; // CPU products by plain loops, to compare with
+  bool plain_loops; // CPU GEMMs by plain loops, to compare with
   const char *attention;
   Dtype dtype;            // of weights and activations
   bool dtypes_remembered; // all dtypes are those of a checkpoint from a GPU; none was given
-  bool on_cuda;           // once the dtypes are settled
+  bool on_cuda;           // once the dtypes are resolved
   ParameterDtypes dtypes;
   Recompute recompute;
   // output
@@ -69,8 +69,17 @@ typedef struct {
   bool plan, compare_modes, fit;
 } Options;
 
-// Reads the command line (argp: --help lists everything). Wrong values end the program with one sentence.
+// The options, one row each, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a
+// GPU_SETTING is taken from there only if the run that saved it was on a GPU.
+enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1 };
+extern const Option options_rows[];
+
+// Reads the command line (--help lists everything) and the checkpoint that it names. Wrong values end the
+// program with one sentence.
 void options_parse(Options *options, int argc, char **argv);
+
+bool options_given(const Options *options,
+                   const char *name); // --name, on the command line or by the checkpoint
 
 // What depends on the device: dtypes left open, the chunk from --lce-memory or the default. `backend` may be
 // a plan.
@@ -78,7 +87,7 @@ void options_resolve_dtypes(Options *options, bool cuda);
 void options_resolve_chunk(Options *options, const Backend *backend);
 
 // The chunk taken when none is named: lce_default_chunk, on a GPU at least 1024. A smaller chunk is bound by
-// the traffic of reading the head's matrix again for each one, and a GPU has the memory.
+// the traffic of reading the head's matrix for each one, and a GPU has the memory.
 int64_t options_default_chunk(int64_t tokens, bool cuda);
 
 void options_free(Options *options);

@@ -47,54 +47,78 @@ void resume_find(Options *o) {
 
 // --- settings ----------------------------------------------------------------------------------------------
 
-static void put_whole(cJSON *settings, const char *name, int64_t value) {
-  char text[32];
-  snprintf(text, sizeof text, "%lld", (long long)value);
-  cJSON_AddStringToObject(settings, name, text);
+static const char *text_of(const cJSON *item) {
+  return cJSON_IsString(item) ? item->valuestring : NULL;
 }
 
-static void put_number(cJSON *settings, const char *name, double value) {
-  char text[40];
-  snprintf(text, sizeof text, "%.17g", value);
-  cJSON_AddStringToObject(settings, name, text);
+// Some rows are settings only where they have an effect.
+static bool has_effect(const Options *o, const char *name) {
+  if (!strcmp(name, "lce-chunk")) return o->mode == LCE_FUSED;
+  if (!strcmp(name, "lce-filter")) return o->lce_filter > 0;
+  if (!strcmp(name, "master-weights") || !strcmp(name, "no-master-weights")) return o->dtype == DTYPE_BF16;
+  return true;
+}
+
+static cJSON *settings_of(const Options *o, unsigned flags) {
+  cJSON *settings = cJSON_CreateObject();
+  for (const Option *row = options_rows; row->type != OPTION_END; row++) {
+    char text[64];
+    if (row->flags & flags && has_effect(o, row->name) && option_text(row, o, text))
+      cJSON_AddStringToObject(settings, row->name, text);
+  }
+  return settings;
 }
 
 cJSON *resume_settings(const Options *o) {
-  cJSON *s = cJSON_CreateObject();
-  put_whole(s, "seed", (int64_t)o->seed);
-  put_whole(s, "batch", o->batch);
-  put_whole(s, "seq-len", o->seq_len);
-  put_whole(s, "total-batch", o->total_batch);
-  put_whole(s, "steps", o->steps);
-  cJSON_AddStringToObject(s, "schedule", schedule_name(o->schedule.kind));
-  put_number(s, "lr", o->schedule.peak);
-  put_number(s, "min-lr", o->schedule.floor);
-  put_whole(s, "warmup", o->schedule.warmup_steps);
-  put_number(s, "beta1", o->beta1);
-  put_number(s, "beta2", o->beta2);
-  put_number(s, "epsilon", o->epsilon);
-  put_number(s, "weight-decay", o->weight_decay);
-  put_number(s, "grad-clip", o->max_grad_norm);
-  put_number(s, "val-fraction", o->val_fraction);
-  cJSON_AddStringToObject(s, o->mode == LCE_FUSED ? "fused-lce" : "materialized-logits", "");
-  if (o->mode == LCE_FUSED) put_whole(s, "lce-chunk", o->lce_chunk);
-  put_number(s, "label-smoothing", o->label_smoothing);
-  put_number(s, "z-loss", o->z_loss);
-  if (o->lce_filter > 0) put_number(s, "lce-filter", o->lce_filter);
-  if (o->metrics) cJSON_AddStringToObject(s, "metrics", "");
-  cJSON_AddStringToObject(s, "recompute", recompute_name(o->recompute));
-  return s;
+  return settings_of(o, SETTING);
 }
 
-// And what follows from the machine where it is not given: taken up where a GPU's run goes on on a GPU.
-static cJSON *all_settings(const Options *o) {
-  cJSON *s = resume_settings(o);
-  cJSON_AddStringToObject(s, "dtype", dtype_name(o->dtype));
-  cJSON_AddStringToObject(s, "grad-dtype", dtype_name(o->dtypes.grad));
-  cJSON_AddStringToObject(s, "moment-dtype", dtype_name(o->dtypes.moment));
-  if (o->dtype == DTYPE_BF16)
-    cJSON_AddStringToObject(s, o->dtypes.master ? "master-weights" : "no-master-weights", "");
-  return s;
+// Whether an option was given that writes the same field.
+static bool field_given(const Options *o, const Option *row) {
+  for (int i = 0; options_rows[i].type != OPTION_END; i++)
+    if (o->given[i] && options_rows[i].offset == row->offset) return true;
+  return false;
+}
+
+static void take_paths(Options *o, const char *name, const char *member) {
+  const cJSON *path, *paths = cJSON_GetObjectItemCaseSensitive(o->resumed_from, member);
+  cJSON_ArrayForEach(path, paths) {
+    if (cJSON_IsString(path)) option_set(&options_rows[option_row(options_rows, name)], o, path->valuestring);
+  }
+}
+
+void resume_take_settings(Options *o) {
+  const cJSON *settings = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "settings");
+  const char *device = text_of(cJSON_GetObjectItemCaseSensitive(o->resumed_from, "device"));
+  bool from_gpu = device && !strcmp(device, "cuda"), dtypes_given = false;
+  // What the options given now exclude. A split head takes the run of a whole one, and leaves out what it lacks.
+  bool split = o->dtypes.vocab_parallel, materialized = options_given(o, "materialized-logits");
+  const struct {
+    const char *name;
+    bool holds;
+  } exclusions[] = {{"fused-lce", split},
+                    {"materialized-logits", split},
+                    {"lce-chunk", o->lce_memory || materialized},
+                    {"lce-filter", materialized || o->metrics || split},
+                    {"metrics", o->lce_filter > 0 || split}};
+  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
+    const Option *row = &options_rows[i];
+    bool excluded = !(row->flags & (SETTING | GPU_SETTING)) || field_given(o, row);
+    if (row->flags & GPU_SETTING) {
+      dtypes_given |= o->given[i];
+      excluded |= !from_gpu;
+    }
+    for (size_t e = 0; e < sizeof exclusions / sizeof *exclusions && !excluded; e++)
+      excluded = exclusions[e].holds && !strcmp(row->name, exclusions[e].name);
+    const char *value = excluded ? NULL : text_of(cJSON_GetObjectItemCaseSensitive(settings, row->name));
+    if (!value) continue;
+    option_set(row, o, value);
+    o->given[i] = true;
+  }
+  o->dtypes_remembered = from_gpu && !dtypes_given;
+  bool any_data = o->data.count;
+  if (!any_data) take_paths(o, "data", "data_paths");
+  if (!any_data && !o->val_data.count) take_paths(o, "val-data", "val_data_paths");
 }
 
 // --- the state ---------------------------------------------------------------------------------------------
@@ -103,8 +127,8 @@ static void put_loss(cJSON *json, const char *name, double value) {
   cJSON_AddItemToObject(json, name, isnan(value) ? cJSON_CreateNull() : cJSON_CreateNumber(value));
 }
 
-static cJSON *paths(const char **list, int64_t count) {
-  return cJSON_CreateStringArray(list, (int)count);
+static cJSON *paths(const TextList *list) {
+  return cJSON_CreateStringArray(list->items, (int)list->count);
 }
 
 cJSON *resume_write(const Options *o, const RunState *state) {
@@ -114,15 +138,11 @@ cJSON *resume_write(const Options *o, const RunState *state) {
   put_loss(json, "first_loss", state->first_loss);
   put_loss(json, "last_loss", state->last_loss);
   put_loss(json, "val_loss", state->val_loss);
-  cJSON_AddItemToObject(json, "settings", all_settings(o));
+  cJSON_AddItemToObject(json, "settings", settings_of(o, SETTING | GPU_SETTING));
   cJSON_AddStringToObject(json, "data", state->data);
-  cJSON_AddItemToObject(json, "data_paths", paths(o->data, o->data_count));
-  cJSON_AddItemToObject(json, "val_data_paths", paths(o->val_data, o->val_data_count));
+  cJSON_AddItemToObject(json, "data_paths", paths(&o->data));
+  cJSON_AddItemToObject(json, "val_data_paths", paths(&o->val_data));
   return json;
-}
-
-static const char *text_of(const cJSON *item) {
-  return cJSON_IsString(item) ? item->valuestring : NULL;
 }
 
 static double loss_of(const cJSON *json, const char *name) {
@@ -131,7 +151,7 @@ static double loss_of(const cJSON *json, const char *name) {
 }
 
 static void compare(const Options *o, const cJSON *then) {
-  cJSON *now = all_settings(o);
+  cJSON *now = settings_of(o, SETTING | GPU_SETTING);
   const cJSON *item;
   cJSON_ArrayForEach(item, now) {
     const char *before = text_of(cJSON_GetObjectItemCaseSensitive(then, item->string));

@@ -6,15 +6,16 @@
 
 #include "trainer/options.h"
 
-// Settles origin, resumed_from and first_step from init, resume and save, after checking that the files are
-// intact (only their lengths where nothing but a plan is asked for). Fails in one sentence when what is named
-// is not there or is damaged.
+// Finds origin, resumed_from and first_step for init, resume and save, and checks that the files are intact
+// (for a plan only their lengths). Fails in one sentence when what is named is missing or damaged.
 void resume_find(Options *options);
 
-// What decides the numbers of a run, as {"seed": "1", "lr": "0.002", ...}: options as the command line has
-// them. Those of the same name that a checkpoint holds are taken up again where the command line is silent.
-// The caller deletes it.
+// What decides the numbers of a run, as {"seed": "1", "lr": "0.002", ...}: the options that are a SETTING, as
+// the command line has them. The caller deletes it.
 cJSON *resume_settings(const Options *options);
+
+// Sets the options that are not given to what resumed_from holds, where those that are given allow it.
+void resume_take_settings(Options *options);
 
 // What a run knows beside its tensors.
 typedef struct {

@@ -1,16 +1,9 @@
 #include "trainer/speed.h"
 
 #include <stdlib.h>
-#include <time.h>
 
-#include "base/fail.h"
+#include "base/clock.h"
 #include "base/random.h"
-
-double now_seconds(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 // The same block of random numbers in [-1, 1), over and over.
 static void fill_random(Backend *backend, Tensor t) {

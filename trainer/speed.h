@@ -2,14 +2,13 @@
 #ifndef LCE_TRAINER_SPEED_H
 #define LCE_TRAINER_SPEED_H
 
+#include "base/clock.h"
 #include "kernels/kernels.h"
 
 // Flops a second that one large square product of the backend's dtype reaches on random numbers (zeros would
 // draw less power and run faster): the median of several, after a warm-up. Uses the stack, which must be
 // empty and is gone afterwards.
 double measure_gemm_rate(Backend *backend);
-
-double now_seconds(void); // monotonic
 
 // The middle one of `count` values, or the mean of the middle two. Sorts them.
 double median(double *values, int64_t count);

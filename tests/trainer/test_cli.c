@@ -244,7 +244,7 @@ static void test_help(void **state) {
   static const char *const parts[] = {"Model (",
                                       "Job",
                                       "Optimizer (AdamW)",
-                                      "Last layer",
+                                      "LM head + loss",
                                       "Data",
                                       "Machine and memory",
                                       "Output",

@@ -140,8 +140,8 @@ static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Ba
   Options o = point_options(e, p);
   Ledger *ledger = &backend->memory.ledger;
   backend->ops->device_peak_reset(backend);
-  Source *source =
-      o.data_count ? source_open(o.data, o.data_count, o.model.vocab_size) : corpus_open(o.model.vocab_size);
+  Source *source = o.data.count ? source_open(o.data.items, o.data.count, o.model.vocab_size)
+                                : corpus_open(o.model.vocab_size);
   Loader loader = loader_create(
       (LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});
   Trainer trainer;

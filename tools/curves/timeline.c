@@ -216,7 +216,7 @@ Timeline timeline_record(const Experiment *e, const Point *p) {
   Source *source = NULL;
   Loader loader = {0};
   if (!planned) {
-    source = o.data_count ? source_open(o.data, o.data_count, o.model.vocab_size)
+    source = o.data.count ? source_open(o.data.items, o.data.count, o.model.vocab_size)
                           : corpus_open(o.model.vocab_size);
     loader = loader_create(
         (LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});

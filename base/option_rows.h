@@ -1,0 +1,24 @@
+// Short forms for the rows of an option table. For the files that hold one, which say `#define OPTION_VALUES
+// Settings` for the struct of values. A row is {WHOLE("steps", "N", steps, 0, 100), DEFAULT("20"), HELP("...")}.
+#ifndef LCE_BASE_OPTION_ROWS_H
+#define LCE_BASE_OPTION_ROWS_H
+
+#include "base/option_table.h"
+
+#define OPTION_FIELD(field)                                                                                  \
+  .offset = offsetof(OPTION_VALUES, field), .size = sizeof((OPTION_VALUES *)0)->field
+
+#define GROUP(title)             OPTION_GROUP, .help = title
+#define FLAG(name, field, value) OPTION_FLAG, name, OPTION_FIELD(field), .min = value
+#define WHOLE(name, argument, field, from, to)                                                               \
+  OPTION_WHOLE, name, argument, OPTION_FIELD(field), .min = from, .max = to
+#define NUMBER(name, argument, field, from, to)                                                              \
+  OPTION_NUMBER, name, argument, OPTION_FIELD(field), .min = from, .max = to
+#define CHOICE(name, argument, field, words)                                                                 \
+  OPTION_CHOICE, name, argument, OPTION_FIELD(field), .choices = words
+#define TEXT(name, argument, field) OPTION_TEXT, name, argument, OPTION_FIELD(field)
+#define LIST(name, argument, field) OPTION_LIST, name, argument, OPTION_FIELD(field)
+#define DEFAULT(text)               .initial = text
+#define HELP(text)                  .help = text
+
+#endif

@@ -1,0 +1,202 @@
+#include "base/option_table.h"
+
+#include <argp.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/fail.h"
+
+// --- values ------------------------------------------------------------------------------------------------
+
+int64_t option_whole(const char *name, const char *text, int64_t min, int64_t max) {
+  char *end;
+  errno = 0;
+  long long value = strtoll(text, &end, 10);
+  if (errno || end == text || *end || value < min || value > max)
+    fail("--%s %s: give a whole number from %lld to %lld", name, text, (long long)min, (long long)max);
+  return value;
+}
+
+static double number(const Option *o, const char *text) {
+  char *end;
+  errno = 0;
+  double value = strtod(text, &end);
+  if (errno || end == text || *end || !(value >= o->min && value <= o->max))
+    fail("--%s %s: give a number from %g to %g", o->name, text, o->min, o->max);
+  if (o->below_max && !((float)value < (float)o->max))
+    fail("--%s %s: give a number from %g to below %g", o->name, text, o->min, o->max);
+  return value;
+}
+
+// The length of the word at `list`; *next is the one after it, in "a, b or c".
+static size_t word_length(const char *list, const char **next) {
+  size_t length = strcspn(list, ", ");
+  *next = list + length + strspn(list + length, ", ");
+  if (!strncmp(*next, "or ", 3)) *next += 3;
+  return length;
+}
+
+static int choice(const Option *o, const char *text) {
+  int place = 0;
+  for (const char *word = o->choices, *next; *word; word = next, place++) {
+    size_t length = word_length(word, &next);
+    if (length == strlen(text) && !strncmp(word, text, length)) return place;
+  }
+  fail("--%s %s: give %s", o->name, text, o->choices);
+}
+
+static void store(const Option *o, void *field, int64_t value) {
+  if (o->size == sizeof(bool))
+    *(bool *)field = value != 0;
+  else if (o->size == sizeof(int))
+    *(int *)field = (int)value;
+  else
+    *(int64_t *)field = value;
+}
+
+static int64_t stored(const Option *o, const void *field) {
+  return o->size == sizeof(bool)  ? *(const bool *)field
+         : o->size == sizeof(int) ? *(const int *)field
+                                  : *(const int64_t *)field;
+}
+
+static void append(TextList *list, const char *text) {
+  list->items = realloc(list->items, (size_t)(list->count + 1) * sizeof *list->items);
+  if (!list->items) fail("out of host memory for the command line");
+  list->items[list->count++] = text;
+}
+
+void option_set(const Option *o, void *values, const char *text) {
+  void *field = (char *)values + o->offset;
+  switch (o->type) {
+  case OPTION_FLAG:
+    store(o, field, (int64_t)o->min);
+    break;
+  case OPTION_WHOLE:
+    store(o, field, option_whole(o->name, text, (int64_t)o->min, o->max > 0 ? (int64_t)o->max : INT64_MAX));
+    break;
+  case OPTION_NUMBER:
+    *(double *)field = number(o, text);
+    break;
+  case OPTION_CHOICE:
+    store(o, field, choice(o, text));
+    break;
+  case OPTION_TEXT:
+    if (o->choices) choice(o, text);
+    *(const char **)field = text;
+    break;
+  case OPTION_LIST:
+    append(field, text);
+    break;
+  default:
+    fail("internal: a row of the options is none");
+  }
+}
+
+bool option_text(const Option *o, const void *values, char text[64]) {
+  enum { SIZE = 64 };
+  const void *field = (const char *)values + o->offset;
+  *text = 0;
+  if (o->type == OPTION_FLAG) return stored(o, field) == (int64_t)o->min;
+  if (o->type == OPTION_WHOLE) snprintf(text, SIZE, "%lld", (long long)stored(o, field));
+  if (o->type == OPTION_NUMBER) snprintf(text, SIZE, "%.17g", *(const double *)field);
+  if (o->type == OPTION_CHOICE) {
+    const char *word = o->choices, *next;
+    size_t length = word_length(word, &next);
+    for (int64_t left = stored(o, field); left > 0; left--) length = word_length(word = next, &next);
+    snprintf(text, SIZE, "%.*s", (int)length, word);
+  }
+  return true;
+}
+
+int option_row(const Option *rows, const char *name) {
+  for (int i = 0; rows[i].type != OPTION_END; i++)
+    if (rows[i].name && !strcmp(rows[i].name, name)) return i;
+  return -1;
+}
+
+// --- the command line --------------------------------------------------------------------------------------
+
+enum { FIRST_KEY = 1000 }; // of argp: no letter's, so that no option has a short form
+
+typedef struct {
+  const OptionTable *table;
+  void *values;
+  bool *given;
+} Parsing;
+
+static void take(const Parsing *p, int row, const char *text) {
+  option_set(&p->table->rows[row], p->values, text);
+  if (p->given) p->given[row] = true;
+}
+
+static void set_initial(const Parsing *p) {
+  for (const Option *o = p->table->rows; o->type != OPTION_END; o++)
+    if (o->initial) option_set(o, p->values, o->initial);
+}
+
+static error_t parse_one(int key, char *text, struct argp_state *state) {
+  const Parsing *p = state->input;
+  if (key == ARGP_KEY_ARG)
+    fail("'%s' is not an option; %s%s--help lists %s", text, p->table->stray ? p->table->stray : "",
+         p->table->stray ? ", and " : "", p->table->stray ? "the rest" : "them");
+  if (key < FIRST_KEY || key >= FIRST_KEY + OPTION_ROWS_MAX) return ARGP_ERR_UNKNOWN;
+  take(p, key - FIRST_KEY, text);
+  return 0;
+}
+
+// The rows as argp has them, with "(default ...)" behind what each one does.
+typedef struct {
+  struct argp_option options[OPTION_ROWS_MAX + 1];
+  char help[OPTION_ROWS_MAX][512];
+  struct argp argp;
+} Rows;
+
+static struct argp *make_rows(const OptionTable *table) {
+  static Rows rows, *const r = &rows;
+  rows = (Rows){0};
+  r->argp = (struct argp){.options = r->options, .parser = parse_one, .doc = table->doc};
+  for (int i = 0; table->rows[i].type != OPTION_END; i++) {
+    const Option *o = &table->rows[i];
+    if (i == OPTION_ROWS_MAX) fail("internal: more than %d options", OPTION_ROWS_MAX);
+    snprintf(r->help[i], sizeof r->help[i], o->initial ? "%s (default %s)" : "%s", o->help, o->initial);
+    r->options[i] = (struct argp_option){.name = o->name, .arg = o->argument, .doc = r->help[i]};
+    if (o->name) r->options[i].key = FIRST_KEY + i;
+  }
+  return &r->argp;
+}
+
+void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
+  Parsing parsing = {table, values, given};
+  set_initial(&parsing);
+  error_t error = argp_parse(make_rows(table), argc, argv, 0, NULL, &parsing);
+  if (error) fail("cannot read the command line: %s", strerror(error));
+}
+
+int option_table_take(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
+  Parsing parsing = {table, values, given};
+  set_initial(&parsing);
+  int left = 1;
+  for (int i = 1; i < argc; i++) {
+    char name[64];
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(argv[i], "="), argv[i]);
+    if (!strcmp(name, "--help") || !strcmp(name, "-?")) {
+      argp_help(make_rows(table), stdout, ARGP_HELP_STD_HELP, program_invocation_short_name);
+      exit(0);
+    }
+    int row = strncmp(name, "--", 2) ? -1 : option_row(table->rows, name + 2), first = i;
+    if (row >= 0) {
+      const Option *o = &table->rows[row];
+      const char *value = argv[i][strlen(name)] ? argv[i] + strlen(name) + 1 : NULL;
+      if (o->type == OPTION_FLAG && value) fail("%s takes no value", name);
+      if (o->type != OPTION_FLAG && !value) value = i + 1 < argc ? argv[++i] : "";
+      if (o->type == OPTION_TEXT && !*value) fail("%s needs a value; --help says which", name);
+      take(&parsing, row, value);
+    }
+    if (row < 0 || table->rows[row].flags & OPTION_SHARED)
+      while (first <= i) argv[left++] = argv[first++];
+  }
+  return left;
+}

@@ -1,0 +1,71 @@
+// The command line as a table: a row says what an option is called, what it takes, where its value goes and
+// which values it may have. One parser (argp) reads any such table; --help comes from it too.
+#ifndef LCE_BASE_OPTION_TABLE_H
+#define LCE_BASE_OPTION_TABLE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum {
+  OPTION_END,
+  OPTION_GROUP,  // a heading of --help: its text is `help`
+  OPTION_FLAG,   // takes no value and writes `min` into a bool, int or enum
+  OPTION_WHOLE,  // a whole number: int or int64_t
+  OPTION_NUMBER, // a double
+  OPTION_CHOICE, // one of the words of `choices`: writes its place in the list into an enum
+  OPTION_TEXT,   // const char *, the argument itself; one of `choices` where there are any
+  OPTION_LIST    // TextList: may be given several times
+} OptionType;
+
+typedef struct {
+  const char **items; // in the order given; the caller frees the array
+  int64_t count;
+} TextList;
+
+typedef struct {
+  OptionType type;
+  const char *name;     // without "--"
+  const char *argument; // what --help calls the value
+  const char *help;
+  size_t offset, size; // of the field in the struct of values
+  double min, max;     // of numbers; a whole number's max of 0: INT64_MAX
+  bool below_max;      // the max itself is not allowed
+  const char *choices; // "cosine, linear or constant"
+  const char
+      *initial;   // the value before the option is given, shown in --help; NULL: the field stays as it is
+  unsigned flags; // the program's own
+} Option;
+
+enum { OPTION_ROWS_MAX = 128 };
+
+typedef struct {
+  const Option *rows; // up to one of OPTION_END
+  const char *doc;    // stands above the options in --help; what follows a \v stands below
+  const char *stray;  // "paths are given with --data PATH": the advice for a word that is no option
+} OptionTable;
+
+// Writes the initial values, and then those of the command line, into the struct `values`; sets given[row] of
+// every option that was there (NULL: not recorded). A wrong value ends the program with a sentence that says
+// which values are right; an unknown option as argp does, with status 64.
+void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
+
+// The same for a program that hands the rest of its command line on: takes the table's options out of argv
+// (options whose flags have OPTION_SHARED stay) and returns how many words are left. Other words are not
+// looked at. Names must be written in full.
+enum { OPTION_SHARED = 1 << 30 };
+int option_table_take(const OptionTable *table, void *values, bool *given, int argc, char **argv);
+
+// One value as from the command line.
+void option_set(const Option *option, void *values, const char *text);
+
+// The value as the command line would have it ("" for a flag): what option_set reads back, bit for bit. False
+// for a flag whose value is not set. Numbers, flags and choices only.
+bool option_text(const Option *option, const void *values, char text[64]);
+
+int option_row(const Option *rows, const char *name); // -1: none is called so
+
+// A whole number, or a sentence about --name and the end of the program.
+int64_t option_whole(const char *name, const char *text, int64_t min, int64_t max);
+
+#endif
