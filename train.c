@@ -513,7 +513,7 @@ static void log_start(Run *run) {
   cJSON_AddNumberToObject(line, "lce_chunk", o->mode == LCE_FUSED ? (double)o->lce_chunk : 0);
   cJSON_AddStringToObject(line, "recompute", recompute_name(o->recompute));
   cJSON_AddStringToObject(line, "dtype", dtype_name(o->dtype));
-  cJSON_AddStringToObject(line, "data", source_name(run->source));
+  cJSON_AddStringToObject(line, "data", run->source->name);
   log_write(run->log, "start", line);
 }
 

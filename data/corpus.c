@@ -1,4 +1,5 @@
 #include "data/corpus.h"
+#include "base/alloc.h"
 #include "base/fail.h"
 
 #include <limits.h>
@@ -52,11 +53,9 @@ Source *corpus_open(int64_t vocab_size) {
 
 double corpus_entropy(const Source *source) {
   enum { BLOCK = 4096 };
-  int64_t vocab_size = source_vocab_size(source);
-  int64_t total =
-      source_tokens(source) < CORPUS_ENTROPY_SAMPLE ? source_tokens(source) : CORPUS_ENTROPY_SAMPLE;
-  int64_t *counts = calloc((size_t)vocab_size, sizeof *counts);
-  if (!counts) fail("out of memory for the counts of %lld tokens", (long long)vocab_size);
+  int64_t vocab_size = source->vocab_size;
+  int64_t total = source->tokens < CORPUS_ENTROPY_SAMPLE ? source->tokens : CORPUS_ENTROPY_SAMPLE;
+  int64_t *counts = host_alloc(vocab_size, sizeof *counts, "the counts of tokens");
   for (int64_t first = 0; first < total; first += BLOCK) {
     int32_t ids[BLOCK];
     int64_t count = total - first < BLOCK ? total - first : BLOCK;

@@ -1,4 +1,5 @@
 #include "data/files.h"
+#include "base/alloc.h"
 #include "base/fail.h"
 
 #include <errno.h>
@@ -9,14 +10,9 @@
 #include <sys/stat.h>
 
 static void append(FileList *list, const char *path, FileOrigin origin) {
-  if (list->count == list->capacity) {
-    list->capacity = list->capacity ? 2 * list->capacity : 16;
-    list->entries = realloc(list->entries, (size_t)list->capacity * sizeof *list->entries);
-    if (!list->entries) fail("out of memory for a list of %lld data files", (long long)list->capacity);
-  }
-  FileEntry entry = {strdup(path), origin};
-  if (!entry.path) fail("out of memory for the path %s", path);
-  list->entries[list->count++] = entry;
+  list->entries =
+      host_grow(list->entries, list->count, &list->capacity, sizeof *list->entries, "a list of data files");
+  list->entries[list->count++] = (FileEntry){text_format("%s", path), origin};
 }
 
 static int compare_paths(const void *a, const void *b) {

@@ -11,14 +11,14 @@
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
 
 static int64_t source_windows(const Loader *loader) {
-  return source_tokens(loader->options.source) / (loader->options.seq_len + 1);
+  return loader->options.source->tokens / (loader->options.seq_len + 1);
 }
 
 static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
-  int64_t have = source_tokens(o->source), window = o->seq_len + 1;
+  int64_t have = o->source->tokens, window = o->seq_len + 1;
   if (have / window < windows)
     fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s",
-         source_name(o->source), (long long)have, kinds, (long long)o->seq_len, (long long)(windows * window),
+         o->source->name, (long long)have, kinds, (long long)o->seq_len, (long long)(windows * window),
          advice);
 }
 
@@ -38,10 +38,10 @@ Loader loader_create(LoaderOptions o) {
   }
   loader.train_windows = windows - loader.validation_windows;
   if (o.validation_source) {
-    loader.validation_targets = source_tokens(o.validation_source) - 1;
+    loader.validation_targets = o.validation_source->tokens - 1;
     if (loader.validation_targets < 1)
       fail("%s holds 1 token and validation needs at least 2: name more --val-data",
-           source_name(o.validation_source));
+           o.validation_source->name);
     loader.validation_windows = (loader.validation_targets + o.seq_len - 1) / o.seq_len;
   }
   loader.validation_batches = (loader.validation_windows + o.batch - 1) / o.batch;
@@ -58,7 +58,7 @@ static int64_t split_window(const Loader *loader, int64_t place) {
 // end is padded. Returns the counted targets.
 static int64_t fill_row(const Source *source, int64_t seq_len, int64_t first, int32_t *tokens,
                         int32_t *targets) {
-  int64_t left = source_tokens(source) - 1 - first;
+  int64_t left = source->tokens - 1 - first;
   int64_t filled = left < seq_len ? left : seq_len;
   source_read(source, first, filled, tokens);
   int64_t counted = source_read_targets(source, first + 1, filled, targets);
@@ -91,7 +91,7 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
   int64_t counted = 0;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t window = index * o->batch + row;
-    int64_t first = source_tokens(source) - 1; // past the last window: a row with nothing left to predict
+    int64_t first = source->tokens - 1; // past the last window: a row with nothing left to predict
     if (window < loader->validation_windows)
       first = own ? window * o->seq_len : split_window(loader, window) * (o->seq_len + 1);
     int64_t offset = row * o->seq_len;
@@ -102,9 +102,9 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
 
 void loader_describe(const Loader *loader, char *out, size_t size) {
   const LoaderOptions *o = &loader->options;
-  int64_t files = source_files(o->source);
+  int64_t files = o->source->files;
   snprintf(out, size, "%s, %s file%s, %s tokens; %s training and %s validation windows of %s",
            source_kind_name(o->source), text_grouped(files).text, files == 1 ? "" : "s",
-           text_grouped(source_tokens(o->source)).text, text_grouped(loader->train_windows).text,
+           text_grouped(o->source->tokens).text, text_grouped(loader->train_windows).text,
            text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text);
 }

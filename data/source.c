@@ -1,17 +1,14 @@
 #include "data/source.h"
+#include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
 #include "data/shard.h"
 
 #include <assert.h>
 #include <errno.h>
-#include <fcntl.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 enum {
   BINARY_PROBE_BYTES = 8 << 10,
@@ -20,29 +17,16 @@ enum {
   CHECK_STRETCH = 8 << 20 // tokens after which the pages read are given back
 };
 
-// A whole file in memory.
-typedef struct {
-  char *path;
-  void *memory;
-  size_t bytes;
-  bool mapped;
-} File;
-
 // One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator.
-typedef struct {
-  File file, mask_file;
+struct SourcePiece {
+  char *path;
+  Mapping file, mask_file;
   const void *tokens;  // in the file
   const uint8_t *mask; // in the mask file, or NULL: every token counts
   int64_t stored, first;
-} Piece;
-
-struct Source {
-  char *name;
-  SourceKind kind;
-  int64_t vocab_size, count, total;
-  bool masked;
-  Piece *pieces;
 };
+
+typedef struct SourcePiece Piece;
 
 static int64_t token_bytes(SourceKind kind) {
   return kind == SOURCE_TEXT ? 1 : kind == SOURCE_SHARDS_UINT16 ? 2 : 4;
@@ -50,47 +34,18 @@ static int64_t token_bytes(SourceKind kind) {
 
 // --- one file ----------------------------------------------------------------------------------------------
 
-static File load_file(const char *path) {
-  int file = open(path, O_RDONLY | O_CLOEXEC);
-  if (file < 0) fail("cannot open %s: %s", path, strerror(errno));
-  struct stat status;
-  if (fstat(file, &status) != 0) fail("cannot read %s: %s", path, strerror(errno));
-  File loaded = {.bytes = (size_t)status.st_size, .mapped = status.st_size > COPY_LIMIT_BYTES};
-  if (loaded.mapped) {
-    loaded.memory = mmap(NULL, loaded.bytes, PROT_READ, MAP_PRIVATE, file, 0);
-    if (loaded.memory == MAP_FAILED) fail("cannot map %s into memory: %s", path, strerror(errno));
-  } else {
-    loaded.memory = malloc(loaded.bytes + 1);
-    if (!loaded.memory) fail("out of memory for %s", path);
-    size_t have = 0;
-    ssize_t got = 1;
-    while (have < loaded.bytes && got > 0) {
-      got = read(file, (char *)loaded.memory + have, loaded.bytes - have);
-      if (got < 0) fail("cannot read %s at byte %zu: %s", path, have, strerror(errno));
-      have += (size_t)got;
-    }
-    loaded.bytes = have;
-  }
-  close(file);
-  loaded.path = strdup(path);
-  if (!loaded.path) fail("out of memory for the path %s", path);
-  return loaded;
-}
-
-static void unload(const File *file) {
-  if (file->mapped)
-    munmap(file->memory, file->bytes);
-  else
-    free(file->memory);
-  free(file->path);
+static Mapping load_file(const char *path) {
+  Mapping file = file_map_or_copy(path, COPY_LIMIT_BYTES);
+  if (!file.bytes) fail("cannot open %s: %s", path, strerror(ENOENT));
+  return file;
 }
 
 // Checks the shard and points the piece at its tokens.
 static SourceKind open_shard(Piece *piece) {
-  const File *file = &piece->file;
   Shard shard;
   Reason reason;
-  if (!shard_parse(file->memory, file->bytes, &shard, &reason)) fail("%s %s", file->path, reason.text);
+  if (!shard_parse(piece->file.bytes, piece->file.size, &shard, &reason))
+    fail("%s %s", piece->path, reason.text);
   piece->tokens = shard.tokens;
   piece->stored = shard.count;
   return shard.wide ? SOURCE_SHARDS_UINT32 : SOURCE_SHARDS_UINT16;
@@ -98,24 +53,21 @@ static SourceKind open_shard(Piece *piece) {
 
 // "shards/a.mask" for "shards/a.bin"; the caller frees it. NULL where there is no such file.
 static char *find_mask(const char *shard) {
-  char *path = NULL;
-  if (asprintf(&path, "%.*s.mask", (int)(strlen(shard) - strlen(".bin")), shard) < 0)
-    fail("out of memory for the path of the mask of %s", shard);
-  if (access(path, F_OK) == 0) return path;
+  char *path = text_format("%.*s.mask", (int)(strlen(shard) - strlen(".bin")), shard);
+  if (path_exists(path)) return path;
   free(path);
   return NULL;
 }
 
 // Loads the mask beside a shard, if there is one, and checks that it belongs to it.
 static void open_mask(Piece *piece) {
-  char *path = find_mask(piece->file.path);
+  char *path = find_mask(piece->path);
   if (!path) return;
   piece->mask_file = load_file(path);
-  free(path);
-  const File *file = &piece->mask_file;
   Reason reason;
-  piece->mask = shard_parse_mask(file->memory, file->bytes, piece->stored, &reason);
-  if (!piece->mask) fail("%s %s", file->path, reason.text);
+  piece->mask = shard_parse_mask(piece->mask_file.bytes, piece->mask_file.size, piece->stored, &reason);
+  if (!piece->mask) fail("%s %s", path, reason.text);
+  free(path);
 }
 
 static const char *kind_name(SourceKind kind) {
@@ -128,35 +80,37 @@ static bool is_bin(const char *path) {
   return suffix && strcmp(suffix, ".bin") == 0;
 }
 
-// Appends the file unless its origin lets it be skipped. The array has room for it.
+// Appends the file unless its origin lets it be skipped.
 static void add_file(Source *source, const FileEntry *entry) {
-  Piece piece = {.file = load_file(entry->path)};
-  const File *file = &piece.file;
+  Piece piece = {.path = entry->path, .file = load_file(entry->path)};
+  const Mapping *file = &piece.file;
   SourceKind kind = SOURCE_TEXT;
-  if (is_bin(entry->path) && (entry->origin != FILE_FOUND || shard_has_magic(file->memory, file->bytes))) {
+  if (is_bin(entry->path) && (entry->origin != FILE_FOUND || shard_has_magic(file->bytes, file->size))) {
     kind = open_shard(&piece);
     open_mask(&piece);
     source->masked |= piece.mask != NULL;
   } else {
-    size_t probe = file->bytes < BINARY_PROBE_BYTES ? file->bytes : BINARY_PROBE_BYTES;
-    const char *nul = memchr(file->memory, 0, probe);
-    if (entry->origin == FILE_NAMED && file->bytes == 0)
+    size_t probe = file->size < BINARY_PROBE_BYTES ? file->size : BINARY_PROBE_BYTES;
+    const char *nul = memchr(file->bytes, 0, probe);
+    if (entry->origin == FILE_NAMED && file->size == 0)
       fail("%s is empty: name a file with at least one byte of text", entry->path);
     if (entry->origin == FILE_NAMED && nul)
       fail("%s is not text (NUL at byte %lld): name text files, or llm.c token shards ending in .bin",
-           entry->path, (long long)(nul - (const char *)file->memory));
-    if (file->bytes == 0 || nul) {
-      unload(file);
+           entry->path, (long long)(nul - file->bytes));
+    if (file->size == 0 || nul) {
+      file_unmap(&piece.file);
       return;
     }
-    piece.tokens = file->memory;
-    piece.stored = (int64_t)file->bytes;
+    piece.tokens = file->bytes;
+    piece.stored = (int64_t)file->size;
   }
-  if (source->count > 0 && source->kind != kind)
-    fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", source->pieces[0].file.path,
+  if (source->files > 0 && source->kind != kind)
+    fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", source->pieces[0].path,
          kind_name(source->kind), entry->path, kind_name(kind));
   source->kind = kind;
-  source->pieces[source->count++] = piece;
+  piece.path = text_format("%s", entry->path);
+  source->pieces = host_grow(source->pieces, source->files, &source->capacity, sizeof piece, "data files");
+  source->pieces[source->files++] = piece;
 }
 
 // --- token ids ---------------------------------------------------------------------------------------------
@@ -192,11 +146,10 @@ static int64_t find_outside(const Source *source, const Piece *piece, int64_t fi
 static void fail_outside(const Source *source, const Piece *piece, int64_t index) {
   int32_t id;
   widen(source->kind, piece->tokens, index, 1, &id);
-  int64_t at =
-      (const char *)piece->tokens - (const char *)piece->file.memory + index * token_bytes(source->kind);
+  int64_t at = (const char *)piece->tokens - piece->file.bytes + index * token_bytes(source->kind);
   fail("%s: token %lld (byte %lld) has id %u and the vocabulary has %lld: raise --vocab to at least %lld or "
        "%s",
-       piece->file.path, (long long)index, (long long)at, (uint32_t)id, (long long)source->vocab_size,
+       piece->path, (long long)index, (long long)at, (uint32_t)id, (long long)source->vocab_size,
        (long long)(uint32_t)id + 1,
        source->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer");
 }
@@ -210,7 +163,7 @@ static void check_ids(const Source *source, const Piece *piece) {
     if (outside < end) fail_outside(source, piece, outside);
     // The pages stay in the system's cache but leave this process: a scan of all the data must not show as
     // memory that training needed.
-    if (piece->file.mapped) madvise(piece->file.memory, piece->file.bytes, MADV_DONTNEED);
+    file_done_with(&piece->file, 0, piece->file.size);
   }
 }
 
@@ -218,12 +171,10 @@ static void check_ids(const Source *source, const Piece *piece) {
 
 static Source *new_source(const char *first_name, int64_t more, int64_t vocab_size) {
   assert(vocab_size > 0);
-  Source *source = calloc(1, sizeof *source);
-  if (!source) fail("out of memory for the data source %s", first_name);
+  Source *source = host_alloc(1, sizeof *source, "a data source");
   source->vocab_size = vocab_size;
-  int written = more > 0 ? asprintf(&source->name, "%s and %lld more", first_name, (long long)more)
-                         : asprintf(&source->name, "%s", first_name);
-  if (written < 0) fail("out of memory for the data source %s", first_name);
+  source->name =
+      more > 0 ? text_format("%s and %lld more", first_name, (long long)more) : text_format("%s", first_name);
   return source;
 }
 
@@ -237,18 +188,15 @@ static bool is_found_shard(const FileEntry *entry) {
 }
 
 static void add_files(Source *source, const FileList *files, const char *name) {
-  int64_t before = source->count;
-  Piece *pieces = realloc(source->pieces, (size_t)(before + files->count + 1) * sizeof *pieces);
-  if (!pieces) fail("out of memory for %lld data files", (long long)(before + files->count));
-  source->pieces = pieces;
+  int64_t before = source->files;
   bool shards_found = false;
   for (int64_t i = 0; i < files->count; i++) shards_found |= is_found_shard(&files->entries[i]);
   for (int64_t i = 0; i < files->count; i++) {
     const FileEntry *entry = &files->entries[i];
     if (!shards_found || entry->origin != FILE_FOUND || is_found_shard(entry)) add_file(source, entry);
   }
-  if (source->count == before) fail("%s holds no text and no token shards", name);
-  for (int64_t i = before; i < source->count; i++) check_ids(source, &source->pieces[i]);
+  if (source->files == before) fail("%s holds no text and no token shards", name);
+  for (int64_t i = before; i < source->files; i++) check_ids(source, &source->pieces[i]);
 }
 
 static bool has_separators(const Source *source) {
@@ -256,10 +204,10 @@ static bool has_separators(const Source *source) {
 }
 
 static Source *join(Source *source) {
-  for (int64_t i = 0; i < source->count; i++) {
-    if (i > 0) source->total += has_separators(source);
-    source->pieces[i].first = source->total;
-    source->total += source->pieces[i].stored;
+  for (int64_t i = 0; i < source->files; i++) {
+    if (i > 0) source->tokens += has_separators(source);
+    source->pieces[i].first = source->tokens;
+    source->tokens += source->pieces[i].stored;
   }
   return source;
 }
@@ -284,46 +232,23 @@ Source *source_open_files(const FileList *files, const char *name, int64_t vocab
 
 void source_close(Source *source) {
   if (!source) return;
-  for (int64_t i = 0; i < source->count; i++) {
-    unload(&source->pieces[i].file);
-    unload(&source->pieces[i].mask_file);
+  for (int64_t i = 0; i < source->files; i++) {
+    free(source->pieces[i].path);
+    file_unmap(&source->pieces[i].file);
+    file_unmap(&source->pieces[i].mask_file);
   }
   free(source->pieces);
   free(source->name);
   free(source);
 }
 
-const char *source_name(const Source *source) {
-  return source->name;
-}
-
-SourceKind source_kind(const Source *source) {
-  return source->kind;
-}
-
 const char *source_kind_name(const Source *source) {
   return kind_name(source->kind);
 }
 
-int64_t source_files(const Source *source) {
-  return source->count;
-}
-
-int64_t source_tokens(const Source *source) {
-  return source->total;
-}
-
-bool source_masked(const Source *source) {
-  return source->masked;
-}
-
-int64_t source_vocab_size(const Source *source) {
-  return source->vocab_size;
-}
-
 // The last piece that begins at or before `position`.
 static const Piece *piece_at(const Source *source, int64_t position) {
-  int64_t low = 0, high = source->count;
+  int64_t low = 0, high = source->files;
   while (high - low > 1) {
     int64_t middle = low + (high - low) / 2;
     if (source->pieces[middle].first <= position)
@@ -335,7 +260,7 @@ static const Piece *piece_at(const Source *source, int64_t position) {
 }
 
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out) {
-  assert(first >= 0 && count >= 0 && first <= source->total - count);
+  assert(first >= 0 && count >= 0 && first <= source->tokens - count);
   if (count == 0) return;
   for (const Piece *piece = piece_at(source, first); count > 0; piece++) {
     int64_t start = first - piece->first;

@@ -34,7 +34,16 @@ enum { IGNORED_TARGET = -100 };
 
 typedef enum { SOURCE_TEXT, SOURCE_SHARDS_UINT16, SOURCE_SHARDS_UINT32 } SourceKind;
 
-typedef struct Source Source;
+typedef struct {
+  char *name; // "corpus.txt", "shards/a.bin and 2 more"
+  SourceKind kind;
+  int64_t tokens; // separators included
+  int64_t files;
+  int64_t vocab_size;
+  bool masked; // some file has a mask: targets may be ignored
+  struct SourcePiece *pieces;
+  int64_t capacity; // of pieces
+} Source;
 
 // Opens what `paths[0..count)` name, in this order (files.h says what a path can be), and checks every token
 // id against the vocabulary: one pass over the data at the disk's speed, left out where the type cannot
@@ -48,17 +57,10 @@ Source *source_open_files(const FileList *files, const char *name, int64_t vocab
 
 void source_close(Source *source); // NULL is fine
 
-// Facts.
-const char *source_name(const Source *source); // "corpus.txt", "shards/a.bin and 2 more"; the source's own
-SourceKind source_kind(const Source *source);
 const char *
 source_kind_name(const Source *source); // "byte-level text", "llm.c shards, uint16", "..., uint32"
-int64_t source_files(const Source *source);
-int64_t source_tokens(const Source *source); // separators included
-int64_t source_vocab_size(const Source *source);
-bool source_masked(const Source *source); // some file has a mask: targets may be ignored
 
-// out[i] = token at position first + i, for i in [0, count); 0 <= first, first + count <= source_tokens. Any
+// out[i] = token at position first + i, for i in [0, count); 0 <= first, first + count <= source->tokens. Any
 // number of threads may read at once.
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
 

@@ -104,7 +104,7 @@ int mappings(void) {
 }
 
 void assert_stream(const Source *source, const int32_t *expected, int64_t count) {
-  assert_int_equal(source_tokens(source), count);
+  assert_int_equal(source->tokens, count);
   int32_t *got = malloc((size_t)(count + 1) * sizeof *got);
   for (int64_t first = 0; first <= count; first++)
     for (int64_t length = 0; length <= count - first; length++) {

@@ -19,9 +19,9 @@
 #include <unistd.h>
 
 #include "base/fail.h"
+#include "base/file.h"
+#include "base/json.h"
 #include "base/text.h"
-#include "model/checkpoint/files.h"
-#include "model/checkpoint/json.h"
 
 enum { MOST_WORDS = 256 };
 

@@ -13,14 +13,14 @@
 #include <unistd.h>
 
 #include "base/fail.h"
+#include "base/file.h"
+#include "base/json.h"
 #include "base/text.h"
 #include "data/tokenizer/byte_tokenizer.h"
 #include "data/tokenizer/tokenizer.h"
 #include "kernels/ranks/launch.h"
 #include "model/checkpoint/checkpoint.h"
-#include "model/checkpoint/files.h"
 #include "model/checkpoint/hf_config.h"
-#include "model/checkpoint/json.h"
 #include "model/generate.h"
 #include "trainer/machine.h"
 #include "trainer/speed.h"

@@ -36,11 +36,11 @@ static void check(const Options *o, const Prompt *p) {
 Prompt prompt_open(const Options *o, const Source *source) {
   Prompt p = {.tokenizer = find_tokenizer(o)};
   int64_t length = (int64_t)strlen(o->prompt);
-  p.bytes = !p.tokenizer && source_kind(source) == SOURCE_TEXT;
-  if (p.tokenizer && source_kind(source) == SOURCE_TEXT)
+  p.bytes = !p.tokenizer && source->kind == SOURCE_TEXT;
+  if (p.tokenizer && source->kind == SOURCE_TEXT)
     warn("%s is read byte by byte, though there is a tokenizer; tools/prepare_data.py makes its text into "
          "tokens",
-         source_name(source));
+         source->name);
   if (p.tokenizer) {
     p.tokens = tokenizer_encode(p.tokenizer, o->prompt, length, true, &p.count);
   } else if (p.bytes) {

@@ -6,9 +6,9 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/file.h"
+#include "base/json.h"
 #include "model/checkpoint/checkpoint.h"
-#include "model/checkpoint/files.h"
-#include "model/checkpoint/json.h"
 
 // --- finding -----------------------------------------------------------------------------------------------
 

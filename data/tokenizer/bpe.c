@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "base/fail.h"
+#include "base/alloc.h"
 
 // --- the table ---------------------------------------------------------------------------------------------
 
@@ -14,8 +14,8 @@ struct BpeMerge {
 BpeMerges bpe_merges_create(int64_t count) {
   uint64_t slots = 16;
   while (slots < 2 * (uint64_t)count) slots *= 2;
-  BpeMerges merges = {.slots = malloc(slots * sizeof *merges.slots), .mask = slots - 1};
-  if (!merges.slots) fail("out of memory for the %lld merges of a tokenizer", (long long)count);
+  BpeMerges merges = {.slots = host_alloc((int64_t)slots, sizeof *merges.slots, "the merges of a tokenizer"),
+                      .mask = slots - 1};
   for (uint64_t i = 0; i < slots; i++) merges.slots[i].left = -1;
   return merges;
 }
@@ -92,9 +92,8 @@ static void consider(Work *w, const BpeMerges *merges, int32_t place) {
 int64_t bpe_merge(const BpeMerges *merges, int32_t *ids, int64_t count) {
   if (count < 2) return count;
   // Every merge takes one candidate away and adds at most two to the count - 1 of the beginning.
-  Work w = {.symbols = malloc((size_t)count * sizeof *w.symbols),
-            .heap = malloc(2 * (size_t)count * sizeof *w.heap)};
-  if (!w.symbols || !w.heap) fail("out of memory for a piece of text of %lld bytes", (long long)count);
+  Work w = {.symbols = host_alloc(count, sizeof *w.symbols, "a piece of text"),
+            .heap = host_alloc(2 * count, sizeof *w.heap, "a piece of text")};
   for (int32_t i = 0; i < count; i++) w.symbols[i] = (Symbol){ids[i], i - 1, i + 1 < count ? i + 1 : -1};
   for (int32_t i = 0; i + 1 < count; i++) consider(&w, merges, i);
   while (w.waiting > 0) {

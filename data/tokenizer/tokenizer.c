@@ -1,14 +1,14 @@
 #include "data/tokenizer/tokenizer.h"
 
-#include <cjson/cJSON.h>
 #include <errno.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
+#include "base/json.h"
 #include "data/tokenizer/bpe.h"
 #include "data/tokenizer/byte_tokenizer.h"
 #include "data/tokenizer/split.h"
@@ -56,10 +56,8 @@ struct Tokenizer {
   Reason cannot_encode;
 };
 
-static void *allocate(size_t count, size_t size) {
-  void *memory = calloc(count ? count : 1, size);
-  if (!memory) fail("out of memory for a tokenizer");
-  return memory;
+static void *allocate(int64_t count, size_t size) {
+  return host_alloc(count, size, "a tokenizer");
 }
 
 // --- bytes as characters -----------------------------------------------------------------------------------
@@ -90,7 +88,7 @@ static const char *next_character(const char *text, uint32_t *character) {
 
 // The bytes of a token of the vocabulary. One with a character that is no byte stands for its own text.
 static Token read_token(const Tokenizer *t, const char *text) {
-  Token token = {.bytes = allocate(strlen(text) + 1, 1)};
+  Token token = {.bytes = allocate((int64_t)strlen(text) + 1, 1)};
   for (const char *at = text; *at;) {
     uint32_t character;
     at = next_character(at, &character);
@@ -124,21 +122,6 @@ static int32_t *slot_of(const Tokenizer *t, const char *bytes, int64_t length) {
 
 // --- reading the file --------------------------------------------------------------------------------------
 
-static const cJSON *member(const cJSON *object, const char *name) {
-  const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
-  return item && !cJSON_IsNull(item) ? item : NULL;
-}
-
-static bool is_type(const cJSON *object, const char *type) {
-  const cJSON *item = member(object, "type");
-  return cJSON_IsString(item) && strcmp(item->valuestring, type) == 0;
-}
-
-static bool is_true(const cJSON *object, const char *name, bool otherwise) {
-  const cJSON *item = member(object, name);
-  return item ? cJSON_IsTrue(item) : otherwise;
-}
-
 static bool read_id(const cJSON *item, int64_t *id) {
   double value = cJSON_IsNumber(item) ? item->valuedouble : -1;
   *id = value >= 0 && value <= LARGEST_ID && value == floor(value) ? (int64_t)value : -1;
@@ -161,16 +144,16 @@ static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, const cJSON *added
     count++;
   }
   cJSON_ArrayForEach(item, added) {
-    if (!read_id(member(item, "id"), &id) || !cJSON_IsString(member(item, "content")))
+    if (!read_id(json_member(item, "id"), &id) || !cJSON_IsString(json_member(item, "content")))
       return refuse(reason, "an added token has no id or no content");
     if (id >= t->size) t->size = id + 1;
     t->added_count++;
   }
   if (count == 0) return refuse(reason, "its vocabulary is empty");
-  t->tokens = allocate((size_t)t->size, sizeof *t->tokens);
+  t->tokens = allocate(t->size, sizeof *t->tokens);
   uint64_t slots = 16;
   while (slots < 2 * (uint64_t)count) slots *= 2;
-  t->by_bytes = allocate(slots, sizeof *t->by_bytes);
+  t->by_bytes = allocate((int64_t)slots, sizeof *t->by_bytes);
   t->by_bytes_mask = slots - 1;
   for (uint64_t i = 0; i < slots; i++) t->by_bytes[i] = -1;
   cJSON_ArrayForEach(item, vocab) {
@@ -186,20 +169,20 @@ static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, const cJSON *added
 
 // Added tokens that look at what stands around them are nothing that language models use.
 static void read_added_tokens(Tokenizer *t, const cJSON *added) {
-  t->added = allocate((size_t)t->added_count, sizeof *t->added);
+  t->added = allocate(t->added_count, sizeof *t->added);
   const cJSON *item;
   int64_t i = 0;
   cJSON_ArrayForEach(item, added) {
     int64_t id;
-    const char *text = member(item, "content")->valuestring;
-    read_id(member(item, "id"), &id);
+    const char *text = json_member(item, "content")->valuestring;
+    read_id(json_member(item, "id"), &id);
     put_token(t, id, text);
     t->added[i].text = strdup(text);
     if (!t->added[i].text) fail("out of memory for a tokenizer");
     t->added[i].length = (int64_t)strlen(text);
     t->added[i++].id = (int32_t)id;
-    if (t->encodes && (is_true(item, "lstrip", false) || is_true(item, "rstrip", false) ||
-                       is_true(item, "single_word", false)))
+    if (t->encodes && (json_true(item, "lstrip", false) || json_true(item, "rstrip", false) ||
+                       json_true(item, "single_word", false)))
       t->encodes =
           refuse(&t->cannot_encode, "the added token \"%s\" has lstrip, rstrip or single_word", text);
   }
@@ -216,8 +199,7 @@ static bool read_merge(const Tokenizer *t, const cJSON *item, Token *left, Token
   }
   const char *space = cJSON_IsString(item) ? strchr(item->valuestring, ' ') : NULL;
   if (!space) return false;
-  char *first = strndup(item->valuestring, (size_t)(space - item->valuestring));
-  if (!first) fail("out of memory for a tokenizer");
+  char *first = text_format("%.*s", (int)(space - item->valuestring), item->valuestring);
   *left = read_token(t, first);
   *right = read_token(t, space + 1);
   free(first);
@@ -233,7 +215,7 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
   cJSON_ArrayForEach(item, merges) {
     Token left, right;
     if (!read_merge(t, item, &left, &right)) return refuse(reason, "merge %d is no pair of tokens", rank);
-    Token both = {.bytes = allocate((size_t)(left.length + right.length) + 1, 1),
+    Token both = {.bytes = allocate((left.length + right.length) + 1, 1),
                   .length = left.length + right.length};
     memcpy(both.bytes, left.bytes, (size_t)left.length);
     memcpy(both.bytes + left.length, right.bytes, (size_t)right.length);
@@ -252,42 +234,39 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
 // How text is split: GPT-2's ByteLevel, or a sequence of Splits that ends in a ByteLevel, as Llama 3 has it.
 static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
   Reason *reason = &t->cannot_encode;
-  if (is_type(step, "Sequence")) {
+  if (json_is(step, "type", "Sequence")) {
     const cJSON *item;
-    cJSON_ArrayForEach(item, member(step, "pretokenizers")) {
+    cJSON_ArrayForEach(item, json_member(step, "pretokenizers")) {
       if (!read_pre_tokenizer(t, item, false)) return false;
     }
     return true;
   }
-  if (is_type(step, "ByteLevel")) {
-    t->space_first = is_true(step, "add_prefix_space", true);
+  if (json_is(step, "type", "ByteLevel")) {
+    t->space_first = json_true(step, "add_prefix_space", true);
     if (t->space_first && !alone) return refuse(reason, "a ByteLevel step within a sequence adds a space");
-    return !is_true(step, "use_regex", true) || splitter_add(&t->splitter, split_gpt2, reason);
+    return !json_true(step, "use_regex", true) || splitter_add(&t->splitter, split_gpt2, reason);
   }
-  const cJSON *behavior = member(step, "behavior"), *expression = member(member(step, "pattern"), "Regex");
-  if (is_type(step, "Split") && cJSON_IsString(expression) && cJSON_IsString(behavior) &&
-      strcmp(behavior->valuestring, "Isolated") == 0 && !is_true(step, "invert", false))
+  const cJSON *behavior = json_member(step, "behavior"),
+              *expression = json_member(json_member(step, "pattern"), "Regex");
+  if (json_is(step, "type", "Split") && cJSON_IsString(expression) && cJSON_IsString(behavior) &&
+      strcmp(behavior->valuestring, "Isolated") == 0 && !json_true(step, "invert", false))
     return splitter_add(&t->splitter, expression->valuestring, reason);
-  const cJSON *type = member(step, "type");
+  const cJSON *type = json_member(step, "type");
   return refuse(reason, "its pre_tokenizer has a step of type %s that this program does not know",
                 cJSON_IsString(type) ? type->valuestring : "unknown");
 }
 
 static bool has_byte_level(const cJSON *step, const char *list) {
   const cJSON *item;
-  if (is_type(step, "ByteLevel")) return true;
-  cJSON_ArrayForEach(item, member(step, list)) {
-    if (is_type(item, "ByteLevel")) return true;
+  if (json_is(step, "type", "ByteLevel")) return true;
+  cJSON_ArrayForEach(item, json_member(step, list)) {
+    if (json_is(item, "type", "ByteLevel")) return true;
   }
   return false;
 }
 
 static void append(Ids *ids, int32_t id) {
-  if (ids->count == ids->capacity) {
-    ids->capacity = ids->capacity ? 2 * ids->capacity : 16;
-    ids->ids = realloc(ids->ids, (size_t)ids->capacity * sizeof *ids->ids);
-    if (!ids->ids) fail("out of memory for %lld tokens", (long long)ids->capacity);
-  }
+  ids->ids = host_grow(ids->ids, ids->count, &ids->capacity, sizeof *ids->ids, "tokens");
   ids->ids[ids->count++] = id;
 }
 
@@ -295,17 +274,17 @@ static void append(Ids *ids, int32_t id) {
 static bool read_template(Tokenizer *t, const cJSON *template) {
   const cJSON *item;
   Ids *into = &t->before;
-  cJSON_ArrayForEach(item, member(template, "single")) {
-    const cJSON *special = member(item, "SpecialToken"), *name = member(special, "id"), *id;
+  cJSON_ArrayForEach(item, json_member(template, "single")) {
+    const cJSON *special = json_member(item, "SpecialToken"), *name = json_member(special, "id"), *id;
     if (!special) {
       into = &t->after;
       continue;
     }
     const cJSON *known =
-        cJSON_IsString(name) ? member(member(template, "special_tokens"), name->valuestring) : NULL;
+        cJSON_IsString(name) ? json_member(json_member(template, "special_tokens"), name->valuestring) : NULL;
     if (!known)
       return refuse(&t->cannot_encode, "its template names a special token that it does not explain");
-    cJSON_ArrayForEach(id, member(known, "ids")) {
+    cJSON_ArrayForEach(id, json_member(known, "ids")) {
       int64_t value;
       if (!read_id(id, &value) || value >= t->size)
         return refuse(&t->cannot_encode, "a special token of its template has no id");
@@ -317,11 +296,11 @@ static bool read_template(Tokenizer *t, const cJSON *template) {
 
 static bool read_post_processor(Tokenizer *t, const cJSON *step) {
   const cJSON *item;
-  if (!step || is_type(step, "ByteLevel")) return true; // about offsets, not about ids
-  if (is_type(step, "TemplateProcessing")) return read_template(t, step);
-  if (!is_type(step, "Sequence"))
+  if (!step || json_is(step, "type", "ByteLevel")) return true; // about offsets, not about ids
+  if (json_is(step, "type", "TemplateProcessing")) return read_template(t, step);
+  if (!json_is(step, "type", "Sequence"))
     return refuse(&t->cannot_encode, "its post_processor is of a type that this program does not know");
-  cJSON_ArrayForEach(item, member(step, "processors")) {
+  cJSON_ArrayForEach(item, json_member(step, "processors")) {
     if (!read_post_processor(t, item)) return false;
   }
   return true;
@@ -330,15 +309,15 @@ static bool read_post_processor(Tokenizer *t, const cJSON *step) {
 // What only encoding needs. False leaves the reason in cannot_encode.
 static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
   Reason *reason = &t->cannot_encode;
-  const cJSON *pre = member(root, "pre_tokenizer"), *dropout = member(model, "dropout");
-  if (member(root, "normalizer"))
+  const cJSON *pre = json_member(root, "pre_tokenizer"), *dropout = json_member(model, "dropout");
+  if (json_member(root, "normalizer"))
     return refuse(reason, "it has a normalizer, which this program does not apply");
   if (!has_byte_level(pre, "pretokenizers")) return refuse(reason, "its pre_tokenizer has no ByteLevel step");
   if (dropout && dropout->valuedouble != 0) return refuse(reason, "its merges are dropped at random");
   for (int byte = 0; byte < BYTES; byte++)
     if (t->byte_ids[byte] < 0) return refuse(reason, "its vocabulary has no token for byte %d", byte);
-  t->whole_words = is_true(model, "ignore_merges", false);
-  return read_pre_tokenizer(t, pre, true) && read_post_processor(t, member(root, "post_processor"));
+  t->whole_words = json_true(model, "ignore_merges", false);
+  return read_pre_tokenizer(t, pre, true) && read_post_processor(t, json_member(root, "post_processor"));
 }
 
 static bool is_empty_text(const cJSON *item) {
@@ -346,17 +325,18 @@ static bool is_empty_text(const cJSON *item) {
 }
 
 static bool read_root(Tokenizer *t, const cJSON *root, Reason *reason) {
-  const cJSON *model = member(root, "model"), *type = member(model, "type");
-  const cJSON *vocab = member(model, "vocab"), *merges = member(model, "merges"),
-              *decoder = member(root, "decoder");
-  const cJSON *added = member(root, "added_tokens");
-  if (type && !is_type(model, "BPE"))
+  const cJSON *model = json_member(root, "model"), *type = json_member(model, "type");
+  const cJSON *vocab = json_member(model, "vocab"), *merges = json_member(model, "merges"),
+              *decoder = json_member(root, "decoder");
+  const cJSON *added = json_member(root, "added_tokens");
+  if (type && !json_is(model, "type", "BPE"))
     return refuse(reason, "its model is %s and not BPE",
                   cJSON_IsString(type) ? type->valuestring : "unknown");
   if (!cJSON_IsObject(vocab) || !cJSON_IsArray(merges))
     return refuse(reason, "its model has no vocab or no merges");
-  if (is_true(model, "byte_fallback", false) || !is_empty_text(member(model, "continuing_subword_prefix")) ||
-      !is_empty_text(member(model, "end_of_word_suffix")) ||
+  if (json_true(model, "byte_fallback", false) ||
+      !is_empty_text(json_member(model, "continuing_subword_prefix")) ||
+      !is_empty_text(json_member(model, "end_of_word_suffix")) ||
       (decoder && !has_byte_level(decoder, "decoders")))
     return refuse(reason, "it is no byte-level BPE as GPT-2 and Llama 3 have it");
   t->encodes = true;
@@ -368,24 +348,9 @@ static bool read_root(Tokenizer *t, const cJSON *root, Reason *reason) {
 
 // --- opening -----------------------------------------------------------------------------------------------
 
-// cJSON looks for a terminator where it looks past the end, so it gets a copy that has one.
-static cJSON *parse_json(const char *text, size_t length) {
-  char *copy = malloc(length + 1);
-  if (!copy) fail("out of memory for a tokenizer of %zu bytes", length);
-  memcpy(copy, text, length);
-  copy[length] = 0;
-  cJSON *root = cJSON_ParseWithLength(copy, length + 1);
-  free(copy);
-  return root;
-}
-
 Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason) {
-  cJSON *root = parse_json(text, length);
-  if (!cJSON_IsObject(root)) {
-    cJSON_Delete(root);
-    refuse(reason, "it is no JSON object");
-    return NULL;
-  }
+  cJSON *root = json_parse(text, length, reason);
+  if (!root) return NULL;
   Tokenizer *t = allocate(1, sizeof *t);
   fill_alphabet(t->byte_of);
   bool good = read_root(t, root, reason);
@@ -395,33 +360,16 @@ Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason) {
   return NULL;
 }
 
-static char *read_file(const char *path, size_t *length) {
-  FILE *file = fopen(path, "rb");
-  if (!file) fail("cannot open the tokenizer %s: %s", path, strerror(errno));
-  long size = fseek(file, 0, SEEK_END) == 0 ? ftell(file) : -1;
-  if (size < 0) fail("cannot read the tokenizer %s: %s", path, strerror(errno));
-  rewind(file);
-  char *text = malloc((size_t)size + 1);
-  if (!text) fail("out of memory for the tokenizer %s", path);
-  *length = fread(text, 1, (size_t)size, file);
-  if (*length != (size_t)size) fail("cannot read the tokenizer %s: %s", path, strerror(errno));
-  fclose(file);
-  return text;
-}
-
 Tokenizer *tokenizer_open(const char *path) {
-  struct stat status;
-  char *inside = NULL;
-  if (stat(path, &status) == 0 && S_ISDIR(status.st_mode) && asprintf(&inside, "%s/tokenizer.json", path) < 0)
-    fail("out of memory for the path of the tokenizer in %s", path);
-  const char *name = inside ? inside : path;
+  char *name = path_is_folder(path) ? path_join(path, "tokenizer.json") : text_format("%s", path);
   size_t length;
-  char *text = read_file(name, &length);
+  char *text = file_read(name, &length);
+  if (!text) fail("cannot open the tokenizer %s: %s", name, strerror(ENOENT));
   Reason reason;
   Tokenizer *tokenizer = tokenizer_parse(text, length, &reason);
   if (!tokenizer) fail("%s is no tokenizer that this program can use: %s", name, reason.text);
   free(text);
-  free(inside);
+  free(name);
   return tokenizer;
 }
 
@@ -473,7 +421,7 @@ static void encode_piece(void *context, const char *piece, int64_t length) {
 static bool encode_part(Encoding *e, const char *text, int64_t length, Reason *reason) {
   char *spaced = NULL;
   if (e->tokenizer->space_first && length > 0 && text[0] != ' ') {
-    spaced = allocate((size_t)length + 1, 1);
+    spaced = allocate(length + 1, 1);
     spaced[0] = ' ';
     memcpy(spaced + 1, text, (size_t)length++);
     text = spaced;
@@ -547,7 +495,7 @@ char *tokenizer_decode(const Tokenizer *t, const int32_t *ids, int64_t count, in
   const Token unknown = {.bytes = replacement, .length = 3};
   int64_t total = 0;
   for (int pass = 0;; pass++) {
-    char *out = pass ? allocate((size_t)total + 1, 1) : NULL;
+    char *out = pass ? allocate(total + 1, 1) : NULL;
     int64_t at = 0;
     for (int64_t i = 0; i < count; i++) {
       bool known = ids[i] >= 0 && ids[i] < t->size && t->tokens[ids[i]].bytes;
@@ -565,7 +513,7 @@ char *tokenizer_decode(const Tokenizer *t, const int32_t *ids, int64_t count, in
 char *tokenizer_show(const Tokenizer *t, const int32_t *ids, int64_t count) {
   int64_t length;
   char *bytes = tokenizer_decode(t, ids, count, &length);
-  int32_t *as_tokens = allocate((size_t)length, sizeof *as_tokens);
+  int32_t *as_tokens = allocate(length, sizeof *as_tokens);
   byte_encode(bytes, length, as_tokens);
   char *shown = byte_decode(as_tokens, length);
   free(as_tokens);

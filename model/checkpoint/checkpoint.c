@@ -9,10 +9,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
-#include "model/checkpoint/files.h"
+#include "base/file.h"
 #include "model/checkpoint/hf_config.h"
-#include "model/checkpoint/json.h"
 #include "model/checkpoint/weights.h"
 
 #define TRAINER_STATE     "trainer_state.json"
@@ -60,16 +60,10 @@ static char **list_steps(const char *directory, int *count) {
   return names;
 }
 
-static void free_names(char **names, int count) {
-  for (int i = 0; i < count; i++) free(names[i]);
-  free(names);
-}
-
 // --- the store ---------------------------------------------------------------------------------------------
 
 static void make_directories(const char *path) {
-  char *partial = strdup(path);
-  if (!partial) fail("out of host memory for the path %s", path);
+  char *partial = text_format("%s", path);
   for (char *slash = partial; slash;) {
     slash = strchr(slash + 1, '/');
     if (slash) *slash = 0;
@@ -102,7 +96,7 @@ static void refuse_foreign(const CheckpointStore *store, int64_t first_step, boo
          "another "
          "directory",
          store->directory, names[0]);
-  free_names(names, count);
+  folder_list_free(names, count);
 }
 
 // Takes `path` over; a file that is not there does not travel.
@@ -115,21 +109,18 @@ static void take(CheckpointStore *store, const char *name, char *path) {
 
 // The tokenizer's files come from one place: those of two tokenizers would contradict each other.
 static void take_tokenizer(CheckpointStore *store, const char *path) {
-  struct stat status;
-  bool is_folder = !stat(path, &status) && S_ISDIR(status.st_mode);
   const char *slash = strrchr(path, '/');
-  char *folder = is_folder ? strdup(path) : slash ? strndup(path, (size_t)(slash - path) + 1) : strdup(".");
-  if (!folder) fail("out of host memory for the path %s", path);
-  take(store, TOKENIZER,
-       is_folder ? path_join(path, TOKENIZER) : path_join(folder, slash ? slash + 1 : path));
+  bool is_folder = path_is_folder(path);
+  char *folder = is_folder ? text_format("%s", path)
+                           : text_format("%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+  take(store, TOKENIZER, is_folder ? path_join(path, TOKENIZER) : text_format("%s", path));
   for (int i = 0; i < TOKENIZER_NAMES; i++)
     take(store, tokenizer_names[i], path_join(folder, tokenizer_names[i]));
   free(folder);
 }
 
 static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
-  store->companions = calloc(TOKENIZER_NAMES + 2, sizeof *store->companions);
-  if (!store->companions) fail("out of host memory for the files beside a model");
+  store->companions = host_alloc(TOKENIZER_NAMES + 2, sizeof *store->companions, "the files beside a model");
   if (origin) {
     char *path = path_join(origin, "config.json");
     size_t length;
@@ -144,8 +135,7 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
                                       int64_t first_step, bool may_replace) {
   CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step};
   make_directories(directory);
-  store.directory = strdup(directory);
-  if (!store.directory) fail("out of host memory for the path %s", directory);
+  store.directory = text_format("%s", directory);
   refuse_foreign(&store, first_step, may_replace);
   take_lock(&store);
   folder_clean(directory);
@@ -186,7 +176,7 @@ static void point_to(const char *directory, const char *name) {
     free(link);
     free(target);
   }
-  free_names(files, count);
+  folder_list_free(files, count);
   folder_sync(directory);
   free(fresh);
   free(latest);
@@ -199,7 +189,7 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
   int64_t kept = 1; // the one of `step`
   for (int i = 0; i < count; i++)
     if (step_of(names[i]) < step && kept++ >= store->keep) folder_discard(store->directory, names[i]);
-  free_names(names, count);
+  folder_list_free(names, count);
 }
 
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
@@ -217,8 +207,7 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   const char *nothing = "{\"_from_model_config\": true}\n";
   if (!generation) add_text(&folder, GENERATION_CONFIG, nothing, strlen(nothing));
   char *config = hf_config_write(&model->config, store->dtype, store->config);
-  char *state = cJSON_Print(trainer_state);
-  if (!state) fail("out of host memory for " TRAINER_STATE);
+  char *state = json_print(trainer_state, true);
   add_text(&folder, "config.json", config, strlen(config));
   add_text(&folder, TRAINER_STATE, state, strlen(state));
   free(config);
@@ -257,7 +246,7 @@ char *checkpoint_newest(const char *directory, FolderCheck check, bool *any) {
       free(path);
     }
   }
-  free_names(names, count);
+  folder_list_free(names, count);
   return newest;
 }
 

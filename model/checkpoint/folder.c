@@ -1,5 +1,6 @@
 #include "model/checkpoint/folder.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -7,24 +8,93 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <zlib.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
 #include "kernels/ranks/ranks.h"
-#include "model/checkpoint/files.h"
-#include "model/checkpoint/json.h"
 
 static const char saving[] = ".saving-", removing[] = ".removing-";
 
-static char *hidden_path(const char *parent, const char *kind, const char *name) {
-  char *path;
-  if (asprintf(&path, "%s/%s%s", parent, kind, name) < 0) fail("out of host memory for a path in %s", parent);
-  return path;
+// --- folders and checksums -----------------------------------------------------------------------------------
+
+bool is_plain_name(const char *name) {
+  return *name && !strchr(name, '/') && strcmp(name, ".") && strcmp(name, "..") && strlen(name) < 256;
 }
 
-static char *copy_of(const char *text) {
-  char *copy = strdup(text);
-  if (!copy) fail("out of host memory for the path %s", text);
-  return copy;
+uint32_t checksum(uint32_t so_far, const void *bytes, size_t count) {
+  enum { BLOCK = 1 << 20, AT_ONCE = 64 };
+  const unsigned char *at = bytes;
+  while (count) {
+    size_t part = count < (size_t)BLOCK * AT_ONCE ? count : (size_t)BLOCK * AT_ONCE;
+    int blocks = (int)((part + BLOCK - 1) / BLOCK);
+    uLong sums[AT_ONCE];
+#pragma omp parallel for schedule(static)
+    for (int b = 0; b < blocks; b++) {
+      size_t first = (size_t)b * BLOCK, length = part - first < BLOCK ? part - first : BLOCK;
+      sums[b] = crc32_z(0, at + first, length);
+    }
+    for (int b = 0; b < blocks; b++) {
+      size_t first = (size_t)b * BLOCK, length = part - first < BLOCK ? part - first : BLOCK;
+      so_far = (uint32_t)crc32_combine(so_far, sums[b], (z_off_t)length);
+    }
+    at += part;
+    count -= part;
+  }
+  return so_far;
+}
+
+bool folder_sync(const char *path) {
+  int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return false;
+  // Some network file systems cannot sync a folder and say EINVAL; there is nothing more to be done there.
+  bool synced = fsync(descriptor) == 0 || errno == EINVAL;
+  int error = errno;
+  close(descriptor);
+  errno = error;
+  return synced;
+}
+
+static int by_bytes(const void *a, const void *b) {
+  return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+char **folder_list(const char *path, bool (*accept)(const char *name), int *count) {
+  *count = 0;
+  DIR *folder = opendir(path);
+  if (!folder) return NULL;
+  char **names = NULL;
+  int64_t capacity = 0;
+  for (struct dirent *entry; (entry = readdir(folder));) {
+    if (!accept(entry->d_name)) continue;
+    names = host_grow(names, *count, &capacity, sizeof *names, path);
+    names[(*count)++] = text_format("%s", entry->d_name);
+  }
+  closedir(folder);
+  if (*count) qsort(names, (size_t)*count, sizeof *names, by_bytes);
+  return names;
+}
+
+void folder_list_free(char **names, int count) {
+  for (int i = 0; i < count; i++) free(names[i]);
+  free(names);
+}
+
+static bool is_entry(const char *name) {
+  return strcmp(name, ".") && strcmp(name, "..");
+}
+
+void folder_remove(const char *path) {
+  int count;
+  char **names = folder_list(path, is_entry, &count);
+  for (int i = 0; i < count; i++) {
+    char *file = path_join(path, names[i]);
+    unlink(file);
+    free(file);
+  }
+  folder_list_free(names, count);
+  if (rmdir(path) && errno != ENOENT) warn("cannot remove %s: %s", path, strerror(errno));
 }
 
 // --- making ------------------------------------------------------------------------------------------------
@@ -36,9 +106,9 @@ static void give_up(Folder *f, const char *path) {
 
 Folder folder_begin(const char *parent, const char *name) {
   Folder f = {.ok = true,
-              .parent = copy_of(parent),
-              .name = copy_of(name),
-              .hidden = hidden_path(parent, saving, name),
+              .parent = text_format("%s", parent),
+              .name = text_format("%s", name),
+              .hidden = text_format("%s/%s%s", parent, saving, name),
               .checksums = cJSON_CreateObject()};
   folder_remove(f.hidden);
   if (mkdir(f.hidden, 0777)) give_up(&f, f.hidden);
@@ -89,8 +159,7 @@ void folder_write(Folder *f, const void *bytes, size_t count) {
 
 bool folder_finish(Folder *f, Reason *reason) {
   end_file(f);
-  char *text = cJSON_Print(f->checksums), *path = path_join(f->parent, f->name);
-  if (!text) fail("out of host memory for the checksums of %s", path);
+  char *text = json_print(f->checksums, true), *path = path_join(f->parent, f->name);
   folder_file(f, CHECKSUMS);
   folder_write(f, text, strlen(text));
   end_file(f);
@@ -125,13 +194,12 @@ void folder_clean(const char *parent) {
     char *path = path_join(parent, names[i]);
     folder_remove(path);
     free(path);
-    free(names[i]);
   }
-  free(names);
+  folder_list_free(names, count);
 }
 
 void folder_discard(const char *parent, const char *name) {
-  char *path = path_join(parent, name), *away = hidden_path(parent, removing, name);
+  char *path = path_join(parent, name), *away = text_format("%s/%s%s", parent, removing, name);
   folder_remove(away);
   if (rename(path, away)) warn("cannot remove %s: %s", path, strerror(errno));
   folder_remove(away);
@@ -143,8 +211,8 @@ void folder_discard(const char *parent, const char *name) {
 
 static bool file_intact(const char *path, const cJSON *entry, FolderCheck check, Reason *reason) {
   const cJSON *bytes = cJSON_GetObjectItemCaseSensitive(entry, "bytes");
-  const cJSON *crc = cJSON_GetObjectItemCaseSensitive(entry, "crc32");
-  if (!json_is_whole(bytes) || !cJSON_IsString(crc))
+  const char *crc = json_text(entry, "crc32");
+  if (!json_is_whole(bytes) || !crc)
     return refuse(reason, "%s is listed in " CHECKSUMS " without length and checksum", path);
   struct stat status;
   if (stat(path, &status)) return refuse(reason, "%s cannot be read: %s", path, strerror(errno));
@@ -166,8 +234,7 @@ static bool file_intact(const char *path, const cJSON *entry, FolderCheck check,
   file_unmap(&mapping);
   char text[16];
   snprintf(text, sizeof text, "%08x", sum);
-  if (strcmp(text, crc->valuestring))
-    return refuse(reason, "%s is damaged: its checksum is %s, not %s", path, text, crc->valuestring);
+  if (strcmp(text, crc)) return refuse(reason, "%s is damaged: its checksum is %s, not %s", path, text, crc);
   return true;
 }
 

@@ -6,14 +6,24 @@
 #ifndef LCE_MODEL_CHECKPOINT_FOLDER_H
 #define LCE_MODEL_CHECKPOINT_FOLDER_H
 
-#include <cjson/cJSON.h>
-#include <stdbool.h>
-#include <stddef.h>
 #include <stdint.h>
 
-#include "base/reason.h"
+#include "base/json.h"
 
 #define CHECKSUMS "checksums.json"
+
+// CRC-32 (zlib's) of the bytes that `so_far` (0 at the beginning) is the checksum of, followed by these. All
+// threads take part.
+uint32_t checksum(uint32_t so_far, const void *bytes, size_t count);
+
+bool is_plain_name(const char *name); // of a file in a folder: no path, not "." or ".."
+bool folder_sync(const char *path);   // what was made and renamed in it is on the disk; errno says why not
+void folder_remove(const char *path); // with the files in it; warns where that fails
+
+// The entries of a folder that `accept` wants, in byte order; *count receives how many. NULL when the folder cannot
+// be read. folder_list_free frees the names and the list.
+char **folder_list(const char *path, bool (*accept)(const char *name), int *count);
+void folder_list_free(char **names, int count);
 
 // A folder in the making. The first thing that goes wrong leaves its reason and ok false; the calls after it
 // do nothing, so only folder_finish needs to be looked at.

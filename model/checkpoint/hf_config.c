@@ -1,176 +1,200 @@
 #include "model/checkpoint/hf_config.h"
 
-#include <cjson/cJSON.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/fail.h"
-#include "model/checkpoint/files.h"
-#include "model/checkpoint/json.h"
+#include "base/file.h"
+#include "base/json.h"
+
+// --- Hugging Face's members --------------------------------------------------------------------------------
+
+typedef enum { SIZE, NUMBER, FLAG, TEXT } MemberKind; // int64_t, double, bool, const char *
+
+enum { GPT2 = 1 << FAMILY_GPT2, LLAMA = 1 << FAMILY_LLAMA };
+
+typedef struct {
+  const char *names[2]; // of GPT-2 and of Llama; NULL: the family has none
+  MemberKind kind;
+  int required;  // GPT2, LLAMA
+  size_t offset; // in ModelConfig or RopeScaling
+} Member;
+
+#define CONFIG(member) offsetof(ModelConfig, member)
+#define ROPE(member, kind)                                                                                   \
+  { {NULL, #member}, kind, 0, offsetof(RopeScaling, member) }
+
+static const Member config_members[] = {
+    {{"vocab_size", "vocab_size"}, SIZE, GPT2 | LLAMA, CONFIG(vocab_size)},
+    {{"n_embd", "hidden_size"}, SIZE, GPT2 | LLAMA, CONFIG(hidden_size)},
+    {{"n_inner", "intermediate_size"}, SIZE, LLAMA, CONFIG(intermediate_size)},
+    {{"n_layer", "num_hidden_layers"}, SIZE, GPT2 | LLAMA, CONFIG(num_hidden_layers)},
+    {{"n_head", "num_attention_heads"}, SIZE, GPT2 | LLAMA, CONFIG(num_attention_heads)},
+    {{NULL, "num_key_value_heads"}, SIZE, 0, CONFIG(num_key_value_heads)},
+    {{NULL, "head_dim"}, SIZE, 0, CONFIG(head_dim)},
+    {{"n_positions", "max_position_embeddings"}, SIZE, GPT2, CONFIG(max_position_embeddings)},
+    {{"layer_norm_epsilon", "rms_norm_eps"}, NUMBER, 0, CONFIG(norm_epsilon)},
+    {{NULL, "rope_theta"}, NUMBER, 0, CONFIG(rope_theta)},
+    {{"initializer_range", "initializer_range"}, NUMBER, 0, CONFIG(initializer_range)},
+    {{"tie_word_embeddings", "tie_word_embeddings"}, FLAG, 0, CONFIG(tie_word_embeddings)},
+    {{NULL, "attention_bias"}, FLAG, 0, CONFIG(attention_bias)},
+    {{NULL, "mlp_bias"}, FLAG, 0, CONFIG(mlp_bias)},
+    // Not part of these architectures in transformers, which ignores members that it does not know.
+    {{"final_logit_softcapping", "final_logit_softcapping"}, NUMBER, 0, CONFIG(final_logit_softcapping)},
+    {{NULL}, SIZE, 0, 0}};
+
+static const Member rope_members[] = {ROPE(factor, NUMBER),
+                                      ROPE(low_freq_factor, NUMBER),
+                                      ROPE(high_freq_factor, NUMBER),
+                                      ROPE(original_max_position_embeddings, SIZE),
+                                      {{NULL}, SIZE, 0, 0}};
+
+// What this program computes in one way alone: the value that the member must have, and has when absent.
+static const struct {
+  ModelFamily family;
+  const char *name, *text, *synonym; // text NULL: true or false
+  bool flag;
+} fixed_members[] = {{FAMILY_GPT2, "activation_function", "gelu_new", "gelu_pytorch_tanh", false},
+                     {FAMILY_GPT2, "scale_attn_weights", NULL, NULL, true},
+                     {FAMILY_GPT2, "scale_attn_by_inverse_layer_idx", NULL, NULL, false},
+                     {FAMILY_GPT2, "add_cross_attention", NULL, NULL, false},
+                     {FAMILY_LLAMA, "hidden_act", "silu", "swish", false}};
+
+static const char *const model_types[] = {[FAMILY_GPT2] = "gpt2", [FAMILY_LLAMA] = "llama"};
+static const char *const architectures[] = {"GPT2LMHeadModel", "LlamaForCausalLM"};
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// A size that has no default.
-static void need_size(JsonMembers *from, const char *name, int64_t *value) {
-  *value = 0;
-  json_size(from, name, value);
-  if (from->ok && !*value) from->ok = refuse(from->reason, "%s is missing", name);
+// An absent or null member leaves *value as it is.
+static bool read_member(const cJSON *json, const char *name, MemberKind kind, void *value, Reason *reason) {
+  static const char *const wanted[] = {"a whole number from 1 to 2147483647", "a number above 0",
+                                       "true or false", "a text"};
+  const cJSON *item = json_member(json, name);
+  if (!item) return true;
+  double number = cJSON_IsNumber(item) ? item->valuedouble : 0;
+  const bool good[] = {number >= 1 && number <= INT32_MAX && number == floor(number),
+                       number > 0 && isfinite(number), cJSON_IsBool(item), cJSON_IsString(item)};
+  if (!good[kind]) return refuse(reason, "%s is not %s", name, wanted[kind]);
+  if (kind == SIZE) *(int64_t *)value = (int64_t)number;
+  if (kind == NUMBER) *(double *)value = number;
+  if (kind == FLAG) *(bool *)value = cJSON_IsTrue(item);
+  if (kind == TEXT) *(const char **)value = item->valuestring;
+  return true;
 }
 
-static void need_text(JsonMembers *from, const char *name, const char *implied, const char *wanted,
-                      const char * or) {
-  const char *text = implied;
-  json_text(from, name, &text);
-  if (from->ok && strcmp(text, wanted) && strcmp(text, or))
-    from->ok = refuse(from->reason, "%s \"%.40s\" cannot be computed here, only \"%s\"", name, text, wanted);
+// The members that the family requires, or those that it does not.
+static bool read_members(const cJSON *json, const Member *members, ModelFamily family, bool required,
+                         void *to, Reason *reason) {
+  for (const Member *m = members; m->names[FAMILY_LLAMA]; m++) {
+    const char *name = m->names[family];
+    if (!name || (m->required >> family & 1) != required) continue;
+    if (!read_member(json, name, m->kind, (char *)to + m->offset, reason)) return false;
+    if (required && !json_member(json, name)) return refuse(reason, "%s is missing", name);
+  }
+  return true;
 }
 
-static void need_bool(JsonMembers *from, const char *name, bool implied, bool wanted) {
-  bool value = implied;
-  json_bool(from, name, &value);
-  if (from->ok && value != wanted)
-    from->ok = refuse(from->reason, "%s %s cannot be computed here", name, value ? "true" : "false");
+static bool check_fixed(const cJSON *json, ModelFamily family, Reason *reason) {
+  for (size_t i = 0; i < sizeof fixed_members / sizeof *fixed_members; i++) {
+    const char *name = fixed_members[i].name, *want = fixed_members[i].text, *text = want;
+    bool flag = fixed_members[i].flag;
+    if (fixed_members[i].family != family) continue;
+    if (!read_member(json, name, want ? TEXT : FLAG, want ? (void *)&text : &flag, reason)) return false;
+    if (want && strcmp(text, want) && strcmp(text, fixed_members[i].synonym))
+      return refuse(reason, "%s \"%.40s\" cannot be computed here, only \"%s\"", name, text, want);
+    if (flag != fixed_members[i].flag)
+      return refuse(reason, "%s %s cannot be computed here", name, flag ? "true" : "false");
+  }
+  return true;
 }
 
 // rope_scaling (transformers 4: null, or an object with rope_type or type) or rope_parameters (transformers 5:
 // an object with rope_theta too).
-static void read_rope(JsonMembers *from, ModelConfig *c) {
-  c->rope_theta = 10000;
-  json_number(from, "rope_theta", &c->rope_theta);
-  const char *place = json_member(from, "rope_parameters") ? "rope_parameters" : "rope_scaling";
-  JsonMembers rope = {.object = json_member(from, place), .reason = from->reason, .ok = from->ok};
-  if (!rope.object || !rope.ok) return;
+static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
+  const char *place = json_member(json, "rope_parameters") ? "rope_parameters" : "rope_scaling";
+  const cJSON *rope = json_member(json, place);
+  RopeScaling *s = &c->rope_scaling;
   double rotated = 1;
   const char *type = "default";
-  json_text(&rope, "type", &type);
-  json_text(&rope, "rope_type", &type);
-  json_number(&rope, "rope_theta", &c->rope_theta);
-  json_number(&rope, "partial_rotary_factor", &rotated);
-  if (rope.ok && rotated != 1)
-    rope.ok = refuse(rope.reason, "partial_rotary_factor %g cannot be computed here", rotated);
-  if (rope.ok && !strcmp(type, "llama3")) {
-    RopeScaling *s = &c->rope_scaling;
-    json_number(&rope, "factor", &s->factor);
-    json_number(&rope, "low_freq_factor", &s->low_freq_factor);
-    json_number(&rope, "high_freq_factor", &s->high_freq_factor);
-    json_size(&rope, "original_max_position_embeddings", &s->original_max_position_embeddings);
-    bool sound = s->factor > 0 && s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor &&
-                 s->original_max_position_embeddings > 0;
-    if (rope.ok && !sound)
-      rope.ok = refuse(rope.reason,
-                       "%s lacks one of factor, low_freq_factor, high_freq_factor (the larger one) and "
-                       "original_max_position_embeddings",
-                       place);
-  } else if (rope.ok && strcmp(type, "default")) {
-    rope.ok = refuse(rope.reason,
-                     "rope_type \"%.40s\" cannot be computed here, only \"default\" and \"llama3\"", type);
-  }
-  from->ok = rope.ok;
+  if (!rope) return true;
+  if (!read_member(rope, "type", TEXT, &type, reason) ||
+      !read_member(rope, "rope_type", TEXT, &type, reason) ||
+      !read_member(rope, "rope_theta", NUMBER, &c->rope_theta, reason) ||
+      !read_member(rope, "partial_rotary_factor", NUMBER, &rotated, reason))
+    return false;
+  if (rotated != 1) return refuse(reason, "partial_rotary_factor %g cannot be computed here", rotated);
+  if (!strcmp(type, "default")) return true;
+  if (strcmp(type, "llama3"))
+    return refuse(reason, "rope_type \"%.40s\" cannot be computed here, only \"default\" and \"llama3\"",
+                  type);
+  if (!read_members(rope, rope_members, FAMILY_LLAMA, false, s, reason)) return false;
+  return (s->factor > 0 && s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor &&
+          s->original_max_position_embeddings > 0) ||
+         refuse(reason,
+                "%s lacks one of factor, low_freq_factor, high_freq_factor (the larger one) and "
+                "original_max_position_embeddings",
+                place);
 }
 
-// Not part of these architectures in transformers, which leaves a key that it does not know alone.
-static void read_softcap(JsonMembers *from, ModelConfig *c) {
-  json_number(from, "final_logit_softcapping", &c->final_logit_softcapping);
-  if (from->ok && !(c->final_logit_softcapping >= 0 && c->final_logit_softcapping <= 1e6))
-    from->ok = refuse(from->reason, "final_logit_softcapping is %g, which is not 0 to 1e6",
-                      c->final_logit_softcapping);
-}
-
-static void read_llama(JsonMembers *from, ModelConfig *c) {
-  c->family = FAMILY_LLAMA;
-  c->norm = NORM_RMS;
-  c->gated_mlp = true;
-  c->norm_epsilon = 1e-6;
-  c->max_position_embeddings = 2048;
-  need_size(from, "vocab_size", &c->vocab_size);
-  need_size(from, "hidden_size", &c->hidden_size);
-  need_size(from, "intermediate_size", &c->intermediate_size);
-  need_size(from, "num_hidden_layers", &c->num_hidden_layers);
-  need_size(from, "num_attention_heads", &c->num_attention_heads);
+// transformers' own defaults, those that follow from the required sizes included.
+static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
+  bool gpt2 = c->family == FAMILY_GPT2, divides = c->hidden_size % c->num_attention_heads == 0;
+  if (gpt2 && !divides)
+    return refuse(reason, "n_embd %lld does not divide into %lld heads", (long long)c->hidden_size,
+                  (long long)c->num_attention_heads);
+  if (!divides && !json_member(json, "head_dim"))
+    return refuse(reason, "hidden_size %lld does not divide into %lld heads, and head_dim is missing",
+                  (long long)c->hidden_size, (long long)c->num_attention_heads);
+  c->head_dim = c->hidden_size / c->num_attention_heads;
   c->num_key_value_heads = c->num_attention_heads;
-  json_size(from, "num_key_value_heads", &c->num_key_value_heads);
-  if (from->ok && !json_member(from, "head_dim") && c->hidden_size % c->num_attention_heads)
-    from->ok =
-        refuse(from->reason, "hidden_size %lld does not divide into %lld heads, and head_dim is missing",
-               (long long)c->hidden_size, (long long)c->num_attention_heads);
-  if (from->ok) c->head_dim = c->hidden_size / c->num_attention_heads;
-  json_size(from, "head_dim", &c->head_dim);
-  json_size(from, "max_position_embeddings", &c->max_position_embeddings);
-  json_number(from, "rms_norm_eps", &c->norm_epsilon);
-  read_softcap(from, c);
-  json_bool(from, "tie_word_embeddings", &c->tie_word_embeddings);
-  json_bool(from, "attention_bias", &c->attention_bias);
-  json_bool(from, "mlp_bias", &c->mlp_bias);
-  need_text(from, "hidden_act", "silu", "silu", "swish");
-  read_rope(from, c);
+  c->norm = gpt2 ? NORM_LAYER : NORM_RMS;
+  c->gated_mlp = !gpt2;
+  c->learned_positions = c->attention_bias = c->mlp_bias = c->in_out_layout = c->tie_word_embeddings = gpt2;
+  c->norm_epsilon = gpt2 ? 1e-5 : 1e-6;
+  if (gpt2) c->intermediate_size = 4 * c->hidden_size;
+  if (!gpt2) c->max_position_embeddings = 2048;
+  return true;
 }
 
-static void read_gpt2(JsonMembers *from, ModelConfig *c) {
-  c->family = FAMILY_GPT2;
-  c->norm = NORM_LAYER;
-  c->learned_positions = c->attention_bias = c->mlp_bias = c->in_out_layout = c->tie_word_embeddings = true;
-  c->norm_epsilon = 1e-5;
-  need_size(from, "vocab_size", &c->vocab_size);
-  need_size(from, "n_embd", &c->hidden_size);
-  need_size(from, "n_layer", &c->num_hidden_layers);
-  need_size(from, "n_head", &c->num_attention_heads);
-  need_size(from, "n_positions", &c->max_position_embeddings);
-  if (from->ok && c->hidden_size % c->num_attention_heads)
-    from->ok = refuse(from->reason, "n_embd %lld does not divide into %lld heads", (long long)c->hidden_size,
-                      (long long)c->num_attention_heads);
-  if (from->ok) c->head_dim = c->hidden_size / c->num_attention_heads;
-  c->num_key_value_heads = c->num_attention_heads;
-  c->intermediate_size = 4 * c->hidden_size;
-  json_size(from, "n_inner", &c->intermediate_size);
-  if (from->ok && c->intermediate_size > INT32_MAX)
-    from->ok = refuse(from->reason, "n_embd %lld makes the MLP too wide", (long long)c->hidden_size);
-  json_number(from, "layer_norm_epsilon", &c->norm_epsilon);
-  read_softcap(from, c);
-  json_bool(from, "tie_word_embeddings", &c->tie_word_embeddings);
-  need_text(from, "activation_function", "gelu_new", "gelu_new", "gelu_pytorch_tanh");
-  need_bool(from, "scale_attn_weights", true, true);
-  need_bool(from, "scale_attn_by_inverse_layer_idx", false, false);
-  need_bool(from, "add_cross_attention", false, false);
+static bool check_architecture(const cJSON *json, const ModelConfig *c, Reason *reason) {
+  const cJSON *first = cJSON_GetArrayItem(json_member(json, "architectures"), 0);
+  if (cJSON_IsString(first) && strcmp(first->valuestring, architectures[c->family]))
+    return refuse(reason,
+                  "architecture \"%.60s\" cannot be computed here, only LlamaForCausalLM and GPT2LMHeadModel",
+                  first->valuestring);
+  if (c->intermediate_size > INT32_MAX)
+    return refuse(reason, "n_embd %lld makes the MLP too wide", (long long)c->hidden_size);
+  if (c->final_logit_softcapping > 1e6)
+    return refuse(reason, "final_logit_softcapping is %g, which is not 0 to 1e6", c->final_logit_softcapping);
+  return !json_member(json, "quantization_config") ||
+         refuse(reason, "the weights are quantized; take the model as it was before");
 }
 
-static const char *architecture_of(const ModelConfig *c) {
-  return c->family == FAMILY_GPT2 ? "GPT2LMHeadModel" : "LlamaForCausalLM";
-}
-
-static void check_architecture(JsonMembers *from, const ModelConfig *c) {
-  const cJSON *first = cJSON_GetArrayItem(json_member(from, "architectures"), 0);
-  if (from->ok && cJSON_IsString(first) && strcmp(first->valuestring, architecture_of(c)))
-    from->ok =
-        refuse(from->reason,
-               "architecture \"%.60s\" cannot be computed here, only LlamaForCausalLM and GPT2LMHeadModel",
-               first->valuestring);
-  if (from->ok && json_member(from, "quantization_config"))
-    from->ok = refuse(from->reason, "the weights are quantized; take the model as it was before");
+static bool read_config(const cJSON *json, ModelConfig *c, Reason *reason) {
+  const char *type = "", *name = "";
+  if (!read_member(json, "model_type", TEXT, &type, reason) ||
+      !read_member(json, "_name_or_path", TEXT, &name, reason))
+    return false;
+  ModelFamily family = strcmp(type, "llama") ? FAMILY_GPT2 : FAMILY_LLAMA;
+  if (strcmp(type, model_types[family]))
+    return refuse(reason, "model_type \"%.40s\" cannot be computed here, only \"llama\" and \"gpt2\"", type);
+  const char *slash = strrchr(name, '/');
+  *c = (ModelConfig){.family = family, .rope_theta = 10000, .initializer_range = 0.02};
+  snprintf(c->name, sizeof c->name, "%s", slash ? slash + 1 : name);
+  return read_members(json, config_members, family, true, c, reason) && set_defaults(json, c, reason) &&
+         read_members(json, config_members, family, false, c, reason) && check_fixed(json, family, reason) &&
+         (family == FAMILY_GPT2 || read_rope(json, c, reason)) && check_architecture(json, c, reason);
 }
 
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason) {
   cJSON *json = json_parse(text, length, reason);
-  if (!json) return false;
-  JsonMembers from = {.object = json, .reason = reason, .ok = true};
-  ModelConfig c = {.rope_theta = 10000, .initializer_range = 0.02};
-  const char *type = "", *name = "";
-  json_text(&from, "model_type", &type);
-  json_text(&from, "_name_or_path", &name);
-  json_number(&from, "initializer_range", &c.initializer_range);
-  if (!strcmp(type, "llama"))
-    read_llama(&from, &c);
-  else if (!strcmp(type, "gpt2"))
-    read_gpt2(&from, &c);
-  else if (from.ok)
-    from.ok =
-        refuse(reason, "model_type \"%.40s\" cannot be computed here, only \"llama\" and \"gpt2\"", type);
-  check_architecture(&from, &c);
-  const char *slash = strrchr(name, '/');
-  snprintf(c.name, sizeof c.name, "%s", slash ? slash + 1 : name);
-  if (from.ok) *config = c;
+  ModelConfig c;
+  bool good = json && read_config(json, &c, reason);
+  if (good) *config = c;
   cJSON_Delete(json);
-  return from.ok;
+  return good;
 }
 
 ModelConfig hf_config_read(const char *directory) {
@@ -200,73 +224,51 @@ static void set(cJSON *json, const char *name, cJSON *value) {
   cJSON_AddItemToObject(json, name, value);
 }
 
-static void set_number(cJSON *json, const char *name, double value) {
-  set(json, name, cJSON_CreateNumber(value));
+// Numbers that are 0 are absent.
+static void write_members(cJSON *json, const Member *members, ModelFamily family, const void *from) {
+  for (const Member *m = members; m->names[FAMILY_LLAMA]; m++) {
+    const void *value = (const char *)from + m->offset;
+    const char *name = m->names[family];
+    if (!name) continue;
+    if (m->kind == SIZE) cJSON_AddNumberToObject(json, name, (double)*(const int64_t *)value);
+    if (m->kind == FLAG) cJSON_AddBoolToObject(json, name, *(const bool *)value);
+    if (m->kind == NUMBER && *(const double *)value > 0)
+      cJSON_AddNumberToObject(json, name, *(const double *)value);
+  }
 }
 
 // The spelling of transformers 4, which transformers 5 reads too.
 static cJSON *describe(const ModelConfig *c) {
   cJSON *json = cJSON_CreateObject();
-  const char *architecture = architecture_of(c);
-  set(json, "architectures", cJSON_CreateStringArray(&architecture, 1));
-  set(json, "bos_token_id", cJSON_CreateNull());
-  set(json, "eos_token_id", cJSON_CreateNull());
-  set_number(json, "initializer_range", c->initializer_range);
-  set(json, "tie_word_embeddings", cJSON_CreateBool(c->tie_word_embeddings));
-  set_number(json, "vocab_size", (double)c->vocab_size);
-  if (c->final_logit_softcapping > 0) set_number(json, "final_logit_softcapping", c->final_logit_softcapping);
-  if (*c->name) set(json, "_name_or_path", cJSON_CreateString(c->name));
+  set(json, "architectures", cJSON_CreateStringArray(&architectures[c->family], 1));
+  cJSON_AddStringToObject(json, "model_type", model_types[c->family]);
+  if (*c->name) cJSON_AddStringToObject(json, "_name_or_path", c->name);
+  cJSON_AddNullToObject(json, "bos_token_id");
+  cJSON_AddNullToObject(json, "eos_token_id");
+  write_members(json, config_members, c->family, c);
+  for (size_t i = 0; i < sizeof fixed_members / sizeof *fixed_members; i++)
+    if (fixed_members[i].family == c->family && fixed_members[i].text)
+      cJSON_AddStringToObject(json, fixed_members[i].name, fixed_members[i].text);
   if (c->family == FAMILY_GPT2) {
-    set(json, "model_type", cJSON_CreateString("gpt2"));
-    set(json, "activation_function", cJSON_CreateString("gelu_new"));
-    set_number(json, "layer_norm_epsilon", c->norm_epsilon);
-    set_number(json, "n_ctx", (double)c->max_position_embeddings);
-    set_number(json, "n_embd", (double)c->hidden_size);
-    set_number(json, "n_head", (double)c->num_attention_heads);
-    set_number(json, "n_inner", (double)c->intermediate_size);
-    set_number(json, "n_layer", (double)c->num_hidden_layers);
-    set_number(json, "n_positions", (double)c->max_position_embeddings);
-    // What training here did not have either.
-    set_number(json, "attn_pdrop", 0);
-    set_number(json, "embd_pdrop", 0);
-    set_number(json, "resid_pdrop", 0);
-    return json;
+    cJSON_AddNumberToObject(json, "n_ctx", (double)c->max_position_embeddings);
+    static const char *const dropouts[] = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}; // there was none
+    for (int i = 0; i < 3; i++) cJSON_AddNumberToObject(json, dropouts[i], 0);
+  } else if (c->rope_scaling.factor > 0) {
+    cJSON *scaling = cJSON_AddObjectToObject(json, "rope_scaling");
+    cJSON_AddStringToObject(scaling, "rope_type", "llama3");
+    write_members(scaling, rope_members, FAMILY_LLAMA, &c->rope_scaling);
+  } else {
+    cJSON_AddNullToObject(json, "rope_scaling");
   }
-  set(json, "model_type", cJSON_CreateString("llama"));
-  set(json, "attention_bias", cJSON_CreateBool(c->attention_bias));
-  set_number(json, "head_dim", (double)c->head_dim);
-  set(json, "hidden_act", cJSON_CreateString("silu"));
-  set_number(json, "hidden_size", (double)c->hidden_size);
-  set_number(json, "intermediate_size", (double)c->intermediate_size);
-  set_number(json, "max_position_embeddings", (double)c->max_position_embeddings);
-  set(json, "mlp_bias", cJSON_CreateBool(c->mlp_bias));
-  set_number(json, "num_attention_heads", (double)c->num_attention_heads);
-  set_number(json, "num_hidden_layers", (double)c->num_hidden_layers);
-  set_number(json, "num_key_value_heads", (double)c->num_key_value_heads);
-  set_number(json, "rms_norm_eps", c->norm_epsilon);
-  set_number(json, "rope_theta", c->rope_theta);
-  cJSON *scaling = cJSON_CreateNull();
-  if (c->rope_scaling.factor > 0) {
-    cJSON_Delete(scaling);
-    scaling = cJSON_CreateObject();
-    set(scaling, "rope_type", cJSON_CreateString("llama3"));
-    set_number(scaling, "factor", c->rope_scaling.factor);
-    set_number(scaling, "low_freq_factor", c->rope_scaling.low_freq_factor);
-    set_number(scaling, "high_freq_factor", c->rope_scaling.high_freq_factor);
-    set_number(scaling, "original_max_position_embeddings",
-               (double)c->rope_scaling.original_max_position_embeddings);
-  }
-  set(json, "rope_scaling", scaling);
   return json;
 }
 
 char *hf_config_write(const ModelConfig *c, Dtype dtype, const char *original) {
   cJSON *json = original ? cJSON_Parse(original) : describe(c);
-  const char *name = dtype == DTYPE_BF16 ? "bfloat16" : "float32";
-  set(json, "torch_dtype", cJSON_CreateString(name)); // transformers 4
-  set(json, "dtype", cJSON_CreateString(name));       // transformers 5
-  char *text = cJSON_Print(json);
-  if (!text) fail("out of host memory for a config.json");
+  const char *const names[] = {"torch_dtype", "dtype"}; // transformers 4 and 5
+  for (int i = 0; i < 2; i++)
+    set(json, names[i], cJSON_CreateString(dtype == DTYPE_BF16 ? "bfloat16" : "float32"));
+  char *text = json_print(json, true);
   cJSON_Delete(json);
   return text;
 }

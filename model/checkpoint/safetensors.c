@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/copy.h"
-#include "base/fail.h"
-#include "model/checkpoint/json.h"
+#include "base/json.h"
 
 // The numbers behind the length are little-endian, as are the machines this program runs on.
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are read as they lie");
@@ -101,8 +101,7 @@ static int by_name(const void *a, const void *b) {
 }
 
 static bool check_names(const SafetensorsHeader *h, Reason *reason) {
-  SafetensorsEntry **sorted = calloc((size_t)h->count + 1, sizeof *sorted);
-  if (!sorted) fail("out of host memory for the names of %lld tensors", (long long)h->count);
+  SafetensorsEntry **sorted = host_alloc(h->count, sizeof *sorted, "the names of tensors");
   for (int64_t i = 0; i < h->count; i++) sorted[i] = &h->entries[i];
   qsort(sorted, (size_t)h->count, sizeof *sorted, by_name);
   bool distinct = true;
@@ -127,14 +126,12 @@ static bool check_places(const SafetensorsHeader *h, size_t data, size_t size, R
 }
 
 static bool read_entries(const cJSON *json, size_t data, size_t size, SafetensorsHeader *h, Reason *reason) {
-  h->entries = calloc((size_t)cJSON_GetArraySize(json) + 1, sizeof *h->entries);
-  if (!h->entries) fail("out of host memory for the header of a safetensors file");
+  h->entries = host_alloc(cJSON_GetArraySize(json), sizeof *h->entries, "the header of a safetensors file");
   const cJSON *item;
   cJSON_ArrayForEach(item, json) {
     if (!strcmp(item->string, "__metadata__")) continue;
     SafetensorsEntry *e = &h->entries[h->count++];
-    e->name = strdup(item->string);
-    if (!e->name) fail("out of host memory for the header of a safetensors file");
+    e->name = text_format("%s", item->string);
     if (!read_entry(item, data, size, e, reason)) return false;
   }
   qsort(h->entries, (size_t)h->count, sizeof *h->entries, by_offset);
@@ -180,11 +177,10 @@ char *safetensors_compose(const SafetensorsEntry *entries, int64_t count, size_t
     end += entries[i].bytes;
     cJSON_AddItemToArray(place, cJSON_CreateNumber((double)end));
   }
-  char *text = cJSON_PrintUnformatted(json);
+  char *text = json_print(json, false);
   cJSON_Delete(json);
-  size_t written = text ? strlen(text) : 0, padded = (written + 7) / 8 * 8;
-  char *out = malloc(LENGTH_BYTES + padded);
-  if (!text || !out) fail("out of host memory for the header of a safetensors file");
+  size_t written = strlen(text), padded = (written + 7) / 8 * 8;
+  char *out = host_alloc((int64_t)(LENGTH_BYTES + padded), 1, "the header of a safetensors file");
   uint64_t header_bytes = padded;
   memcpy(out, &header_bytes, sizeof header_bytes);
   memset(out + LENGTH_BYTES, ' ', padded);

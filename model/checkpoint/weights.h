@@ -1,9 +1,59 @@
-// A model's numbers on disk: the weights as Hugging Face stores them, and beside them what the optimizer knows.
+// Named tensors on disk: the model's weights as Hugging Face stores them, and the optimizer's state.
+//
+// A set of tensors is stem.safetensors, or several such files with an index,
+//
+//     stem-00001-of-00004.safetensors ...    stem.safetensors.index.json
+//
+// Files are mapped and elements travel a few million at a time, so that a set as large as the disk needs no
+// more host memory than a small one.
 #ifndef LCE_MODEL_CHECKPOINT_WEIGHTS_H
 #define LCE_MODEL_CHECKPOINT_WEIGHTS_H
 
-#include "model/checkpoint/tensors.h"
+#include "base/file.h"
+#include "model/checkpoint/folder.h"
+#include "model/checkpoint/safetensors.h"
 #include "model/model.h"
+
+// --- a set of tensors --------------------------------------------------------------------------------------
+
+typedef struct {
+  char *path;
+  Mapping mapping;
+  SafetensorsHeader header;
+  ReadAhead *ahead;
+} TensorFile;
+
+typedef struct {
+  char *path; // of the one file or of the index, for messages
+  TensorFile *files;
+  int64_t count, capacity;
+} TensorSet;
+
+// Opens the set and checks that index and files agree; count is 0 when the folder has neither file nor index.
+// Fails naming file and reason when one is not sound.
+TensorSet tensor_set_open(const char *folder, const char *stem);
+void tensor_set_close(TensorSet *set);
+
+// The tensor called `name`, and its file; NULL when there is none.
+const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, const TensorFile **file);
+
+typedef struct {
+  char name[112];
+  Tensor tensor; // on the backend; of what is spread over the ranks only shape and dtype count
+  Dtype dtype;   // as which it is stored: its own, or widened to fp32, or rounded to bf16
+  // Where it is a parameter's, in a role that may be spread; NULL otherwise.
+  const Parameters *parameters;
+  const Parameter *parameter;
+  const Tensor *role;
+} TensorToStore;
+
+// Writes the set into a folder in the making, in files of at most `shard_bytes` (one tensor may exceed it).
+// Errors stick to the folder. All ranks call it with the same list, the others than rank 0 with a folder that
+// takes nothing ({0}): what is spread comes to rank 0 a piece at a time.
+void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *tensors, int64_t count,
+                      Backend *backend, size_t shard_bytes);
+
+// --- a model's tensors -------------------------------------------------------------------------------------
 
 // Reads model.safetensors or its shards into the weights and, where they are kept, the master weights. Every
 // tensor of the model must be there with its shape, and nothing else but what is known to mean nothing (buffers

@@ -18,11 +18,11 @@ static void one_text_file_is_its_bytes(void **state) {
   write_bytes("bytes.txt", "a\xFF\x80z\n", 5);
   Source *source = open_one("bytes.txt", 50257);
   assert_stream(source, (const int32_t[]){'a', 255, 128, 'z', '\n'}, 5);
-  assert_int_equal(source_files(source), 1);
-  assert_int_equal(source_kind(source), SOURCE_TEXT);
+  assert_int_equal(source->files, 1);
+  assert_int_equal(source->kind, SOURCE_TEXT);
   assert_string_equal(source_kind_name(source), "byte-level text");
-  assert_string_equal(source_name(source), temp_path("bytes.txt"));
-  assert_int_equal(source_vocab_size(source), 50257);
+  assert_string_equal(source->name, temp_path("bytes.txt"));
+  assert_int_equal(source->vocab_size, 50257);
   source_close(source);
   source_close(NULL);
 }
@@ -35,7 +35,7 @@ static void end_of_text_stands_between_documents(void **state) {
   const char *paths[] = {temp_path("one.txt"), temp_path("three.txt"), temp_path("two.txt")};
   Source *source = source_open(paths, 3, 257);
   assert_text(source, "one|x|to");
-  assert_non_null(strstr(source_name(source), "one.txt and 2 more"));
+  assert_non_null(strstr(source->name, "one.txt and 2 more"));
   source_close(source);
   source = source_open(paths, 3, 256);
   assert_text(source, "onexto");
@@ -68,7 +68,7 @@ static void a_directory_gives_its_text_in_order(void **state) {
   assert_int_equal(symlink("nowhere", temp_path("tree/b/dangling")), 0);
   Source *source = open_one("tree", 300);
   assert_text(source, "first|deep|linked|last");
-  assert_int_equal(source_files(source), 4);
+  assert_int_equal(source->files, 4);
   source_close(source);
 
   // A NUL just inside the probe makes a binary, one just outside does not.
@@ -81,7 +81,7 @@ static void a_directory_gives_its_text_in_order(void **state) {
   write_bytes("probe/text", bytes, 8193);
   free(bytes);
   source = open_one("probe", 300);
-  assert_int_equal(source_files(source), 1);
+  assert_int_equal(source->files, 1);
   int32_t last;
   source_read(source, 8192, 1, &last);
   assert_int_equal(last, 0);
@@ -189,9 +189,9 @@ static void shards_of_both_widths_join(void **state) {
   write_shard16("s16_b.bin", (const uint16_t[]){7}, 1);
   Source *source = open_one("s16_*.bin", 65536);
   assert_stream(source, (const int32_t[]){0, 50256, 65535, 7}, 4);
-  assert_int_equal(source_kind(source), SOURCE_SHARDS_UINT16);
+  assert_int_equal(source->kind, SOURCE_SHARDS_UINT16);
   assert_string_equal(source_kind_name(source), "llm.c shards, uint16");
-  assert_int_equal(source_files(source), 2);
+  assert_int_equal(source->files, 2);
   source_close(source);
 
   write_shard32("s32.bin", (const uint32_t[]){128255, 0, 65536}, 3);
@@ -229,7 +229,7 @@ static void a_directory_of_shards_is_read_for_them_alone(void **state) {
   write_shard16("mixed/train.bin", (const uint16_t[]){7, 9}, 2);
   write_text("mixed/zebra.txt", "text");
   Source *source = open_one("mixed", 300);
-  assert_int_equal(source_kind(source), SOURCE_SHARDS_UINT16);
+  assert_int_equal(source->kind, SOURCE_SHARDS_UINT16);
   assert_stream(source, (const int32_t[]){7, 9}, 2);
   source_close(source);
 }
@@ -260,9 +260,9 @@ static void masks_say_what_counts(void **state) {
   write_mask("a_masked.mask", 11, "\xA1\xFE", 2); // bits 0, 5, 7, then 9 and 10 and some past the end
   write_shard16("b_plain.bin", (const uint16_t[]){20, 21}, 2);
   Source *plain = open_one("b_plain.bin", 50), *both = open_two("a_masked.bin", "b_plain.bin", 50);
-  assert_false(source_masked(plain));
+  assert_false(plain->masked);
   assert_targets(plain, (const int32_t[]){20, 21}, 2);
-  assert_true(source_masked(both));
+  assert_true(both->masked);
   assert_stream(both, (const int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 21}, 13);
   assert_targets(both, (const int32_t[]){0, NO, NO, NO, NO, 5, NO, 7, NO, 9, 10, 20, 21}, 13);
   source_close(both);
@@ -429,7 +429,7 @@ static void entropy_counts_a_bounded_sample(void **state) {
   write_sparse_shard16("huge.bin", COUNT); // zeros as far as the sample goes, then one other id
   put_token16("huge.bin", CORPUS_ENTROPY_SAMPLE, 9);
   Source *source = open_one("huge.bin", 65536);
-  assert_int_equal(source_tokens(source), COUNT);
+  assert_int_equal(source->tokens, COUNT);
   assert_true(corpus_entropy(source) == 0);
   source_close(source);
   unlink(temp_path("huge.bin"));
@@ -438,12 +438,12 @@ static void entropy_counts_a_bounded_sample(void **state) {
 static void the_corpus_is_this_source_tree(void **state) {
   (void)state;
   Source *source = corpus_open(128256);
-  assert_int_equal(source_kind(source), SOURCE_TEXT);
-  assert_true(source_files(source) > 10);
-  assert_non_null(strstr(source_name(source), "the source tree /"));
+  assert_int_equal(source->kind, SOURCE_TEXT);
+  assert_true(source->files > 10);
+  assert_non_null(strstr(source->name, "the source tree /"));
   double entropy = corpus_entropy(source);
   assert_true(entropy > 2 && entropy < log(128)); // text, neither constant nor noise
-  int64_t total = source_tokens(source);
+  int64_t total = source->tokens;
   int32_t *tokens = malloc((size_t)total * sizeof *tokens);
   char *text = malloc((size_t)total + 1);
   source_read(source, 0, total, tokens);
@@ -502,10 +502,10 @@ static void the_corpus_leaves_out_what_runs_leave_behind(void **state) {
 static void print_corpus(void) {
   Source *source = corpus_open(257);
   int32_t tokens[64];
-  int64_t count = source_tokens(source) < 64 ? source_tokens(source) : 64;
+  int64_t count = source->tokens < 64 ? source->tokens : 64;
   source_read(source, 0, count, tokens);
   char *text = byte_decode(tokens, count);
-  printf("%s: %d files: %s", source_name(source), (int)source_files(source), text);
+  printf("%s: %d files: %s", source->name, (int)source->files, text);
   free(text);
   source_close(source);
 }

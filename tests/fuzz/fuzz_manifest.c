@@ -7,9 +7,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "model/checkpoint/files.h"
+#include "base/file.h"
+#include "base/json.h"
 #include "model/checkpoint/folder.h"
-#include "model/checkpoint/json.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

@@ -1,7 +1,7 @@
 // Checkpoints on disk: what is refused when weights are loaded, folders that appear whole or not at all,
 // damage that is noticed, and the directory that holds them. tests/trainer/test_resume.c has whole runs.
+#include "base/file.h"
 #include "model/checkpoint/checkpoint.h"
-#include "model/checkpoint/files.h"
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"
 #include "tests/runs.h"

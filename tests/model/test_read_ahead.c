@@ -1,6 +1,6 @@
 // model/checkpoint/read_ahead.h: what is asked of the system, and when. The test's own madvise notes what is said
 // of the file that is watched and keeps it from the system, so that a large file costs nothing.
-#include "model/checkpoint/read_ahead.h"
+#include "base/file.h"
 #include "tests/data_files.h"
 
 #include <dirent.h>

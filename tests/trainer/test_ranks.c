@@ -4,7 +4,7 @@
 #include "base/random.h"
 #include "kernels/ranks/launch.h"
 #include "model/checkpoint/checkpoint.h"
-#include "model/checkpoint/tensors.h"
+#include "model/checkpoint/weights.h"
 #include "tests/data_files.h"
 #include "tests/process.h"
 #include "tests/runs.h"

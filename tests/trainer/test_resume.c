@@ -1,7 +1,7 @@
 // Whole runs of ./train that stop, are stopped, killed or run out of disk, and go on: every tensor and every
 // logged loss is bitwise what it would have been.
+#include "base/file.h"
 #include "model/checkpoint/checkpoint.h"
-#include "model/checkpoint/files.h"
 #include "tests/data_files.h"
 #include "tests/process.h"
 

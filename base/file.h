@@ -1,0 +1,45 @@
+// Files as memory: read whole, or mapped and read ahead.
+#ifndef LCE_BASE_FILE_H
+#define LCE_BASE_FILE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+char *path_join(const char *folder, const char *name); // "folder/name"; the caller frees it
+bool path_exists(const char *path);
+bool path_is_folder(const char *path);
+
+// The whole file with a 0 behind it, which *length does not count; NULL when there is none. The caller frees
+// it. Fails naming the file when it cannot be read or is larger than 256 MiB.
+char *file_read(const char *path, size_t *length);
+
+// A file in memory: its pages are the system's cache, so a large one takes nothing away from the program. Or a copy.
+typedef struct {
+  const char *bytes; // NULL when there is no such file
+  size_t size;
+  bool copied;
+} Mapping;
+
+// Fails naming the file when it exists and cannot be mapped.
+Mapping file_map(const char *path);
+// The same, but a file of up to `limit` bytes is copied: it may then change while it is in use.
+Mapping file_map_or_copy(const char *path, size_t limit);
+void file_unmap(Mapping *mapping);
+// Hints for a part of a mapped file: it will be read soon (the disk works ahead), or not again (its pages may go).
+void file_will_need(const Mapping *mapping, size_t first, size_t count);
+void file_done_with(const Mapping *mapping, size_t first, size_t count);
+
+// Reads a mapped file ahead of the thread that uses it: a few threads ask for the pages that come next, since asking
+// is a system call that blocks while the disk's queue is full.
+typedef struct ReadAhead ReadAhead;
+
+// The file stays mapped until read_ahead_destroy; it may be missing or empty. Asks for nothing before
+// read_ahead_reached.
+ReadAhead *read_ahead_create(Mapping file);
+// The reader (one thread) is at byte `offset` and goes on from there: asks for the 256 MiB from it on, each page once
+// and none that was skipped. Does not wait. Only a hint: where no thread can be started, pages load when touched.
+void read_ahead_reached(ReadAhead *ahead, size_t offset);
+// Waits for the calls in progress and ends the threads; the file may then be unmapped. NULL is fine.
+void read_ahead_destroy(ReadAhead *ahead);
+
+#endif

@@ -1,0 +1,67 @@
+#include "base/json.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/alloc.h"
+#include "base/fail.h"
+#include "base/file.h"
+
+// cJSON needs a terminator where it looks past the end, so it gets a copy that has one.
+cJSON *json_parse(const char *text, size_t length, Reason *reason) {
+  char *copy = host_alloc((int64_t)length + 1, 1, "a JSON text");
+  memcpy(copy, text, length);
+  const char *end = copy;
+  cJSON *object = cJSON_ParseWithLengthOpts(copy, length + 1, &end, false);
+  size_t used = (size_t)(end - copy);
+  if (object) used += strspn(end, " \t\r\n");
+  if (object && (used != length || !cJSON_IsObject(object))) {
+    cJSON_Delete(object);
+    object = NULL;
+  }
+  if (!object) refuse(reason, "it is no JSON object (see byte %zu)", used);
+  free(copy);
+  return object;
+}
+
+cJSON *json_read(const char *path) {
+  size_t length;
+  char *text = file_read(path, &length);
+  if (!text) return NULL;
+  Reason reason;
+  cJSON *object = json_parse(text, length, &reason);
+  if (!object) fail("%s cannot be read: %s", path, reason.text);
+  free(text);
+  return object;
+}
+
+const cJSON *json_member(const cJSON *object, const char *name) {
+  const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
+  return item && !cJSON_IsNull(item) ? item : NULL;
+}
+
+const char *json_text(const cJSON *object, const char *name) {
+  return cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(object, name));
+}
+
+bool json_is(const cJSON *object, const char *name, const char *text) {
+  const char *value = json_text(object, name);
+  return value && strcmp(value, text) == 0;
+}
+
+bool json_true(const cJSON *object, const char *name, bool when_absent) {
+  const cJSON *item = json_member(object, name);
+  return item ? cJSON_IsTrue(item) : when_absent;
+}
+
+bool json_is_whole(const cJSON *item) {
+  double value = cJSON_IsNumber(item) ? item->valuedouble : -1;
+  return value >= 0 && value <= 0x1p53 && value == floor(value);
+}
+
+char *json_print(const cJSON *json, bool indented) {
+  char *text = indented ? cJSON_Print(json) : cJSON_PrintUnformatted(json);
+  if (!text) fail("out of host memory for a JSON text");
+  return text;
+}

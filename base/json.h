@@ -1,0 +1,25 @@
+// JSON that others wrote and that this program writes: cJSON, with every failure turned into a sentence.
+#ifndef LCE_BASE_JSON_H
+#define LCE_BASE_JSON_H
+
+#include <cjson/cJSON.h>
+#include <stddef.h>
+
+#include "base/reason.h"
+
+// An object from `length` bytes of text (no terminator needed); NULL with a reason when it is none. The caller
+// deletes it.
+cJSON *json_parse(const char *text, size_t length, Reason *reason);
+// The same from a file; fails naming it. NULL when the file does not exist.
+cJSON *json_read(const char *path);
+
+const cJSON *json_member(const cJSON *object, const char *name);       // NULL when absent or null
+const char *json_text(const cJSON *object, const char *name);          // NULL when it is no text
+bool json_is(const cJSON *object, const char *name, const char *text); // the member is this text
+bool json_true(const cJSON *object, const char *name, bool when_absent);
+bool json_is_whole(const cJSON *item); // a number from 0 to 2^53: what a double holds exactly
+
+// Indented, or on one line; the caller frees it.
+char *json_print(const cJSON *json, bool indented);
+
+#endif
