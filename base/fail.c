@@ -39,3 +39,13 @@ void warn(const char *format, ...) {
   fputc('\n', stderr);
   va_end(arguments);
 }
+
+bool refuse(Reason *reason, const char *format, ...) {
+  Reason written;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(written.text, sizeof written.text, format, arguments);
+  va_end(arguments);
+  *reason = written;
+  return false;
+}

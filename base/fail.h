@@ -1,6 +1,8 @@
-// How the program gives up: one sentence that says what is wrong, where, and what to do about it.
+// Errors: one sentence that says what is wrong, where, and what to do about it.
 #ifndef LCE_BASE_FAIL_H
 #define LCE_BASE_FAIL_H
+
+#include <stdbool.h>
 
 #if defined(__cplusplus)
 extern "C" {
@@ -21,6 +23,15 @@ void fail_set_handler(FailHandler handler);
 // their own failures, in any number of threads, and leave the program's alone. Returns the thread's handler
 // so far; NULL: none.
 FailHandler fail_set_thread_handler(FailHandler handler);
+
+// Why something was refused, for callers that carry on without it.
+typedef struct {
+  char text[640]; // a sentence without its full stop
+} Reason;
+
+// Writes the sentence and returns false, so that a check can end with `return refuse(reason, ...)`. The
+// arguments may include reason->text itself.
+bool refuse(Reason *reason, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #if defined(__cplusplus)
 }

@@ -5,7 +5,7 @@
 #include <cjson/cJSON.h>
 #include <stddef.h>
 
-#include "base/reason.h"
+#include "base/fail.h"
 
 // An object from `length` bytes of text (no terminator needed); NULL with a reason when it is none. The caller
 // deletes it.

@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/reason.h"
+#include "base/fail.h"
 
 typedef struct {
   char *path;

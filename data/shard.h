@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/reason.h"
+#include "base/fail.h"
 
 typedef struct {
   bool wide;          // uint32, otherwise uint16

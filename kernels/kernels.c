@@ -93,7 +93,7 @@ static Tensor push_scratch(Backend *backend, Op op, MemoryCategory category, siz
 #define CALL_WITH_SCRATCH(op, category)                                                                      \
   do {                                                                                                       \
     MemoryMark mark = memory_mark(&backend->memory);                                                         \
-    a.workspace = push_scratch(backend, #op, category, backend->scratch->op ? backend->scratch->op(&a) : 0); \
+    a.workspace = push_scratch(backend, #op, category, SCRATCH_BYTES(backend, op, &a));                      \
     CALL(op);                                                                                                \
     memory_pop_to(&backend->memory, mark);                                                                   \
   } while (0)
@@ -463,8 +463,8 @@ void lce_rows(Backend *backend, LceRows a) {
 
 static void filter_tiles(Op op, Tensor tiles, Tensor exps) {
   two_axes(op, "exps", exps);
-  matrix(op, "tiles", tiles, DTYPE_F32, (exps.shape[0] + LCE_FILTER_ROWS - 1) / LCE_FILTER_ROWS,
-         (exps.shape[1] + LCE_FILTER_COLUMNS - 1) / LCE_FILTER_COLUMNS);
+  matrix(op, "tiles", tiles, DTYPE_F32, ceil_div(exps.shape[0], LCE_FILTER_ROWS),
+         ceil_div(exps.shape[1], LCE_FILTER_COLUMNS));
 }
 
 void lce_filter(Backend *backend, LceFilter a) {

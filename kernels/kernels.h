@@ -20,6 +20,7 @@
 #ifndef LCE_KERNELS_KERNELS_H
 #define LCE_KERNELS_KERNELS_H
 
+#include "base/integers.h"
 #include "kernels/memory.h"
 #include "kernels/tensor.h"
 
@@ -609,6 +610,10 @@ typedef struct {
   OPERATIONS(NO_OPERATION, MEMBER)
 #undef MEMBER
 } BackendScratch;
+
+// The scratch bytes that backend->scratch gives for an operation with these arguments (a pointer).
+#define SCRATCH_BYTES(backend, name, arguments)                                                              \
+  ((backend)->scratch->name ? (backend)->scratch->name(arguments) : (size_t)0)
 
 extern const BackendScratch cpu_scratch;  // kernels/cpu/scratch.c
 extern const BackendScratch cuda_scratch; // kernels/cuda/scratch.c, compiled everywhere

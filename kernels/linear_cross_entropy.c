@@ -42,7 +42,7 @@
 #include "kernels/linear_cross_entropy_parts.h"
 
 #include "base/fail.h"
-#include "base/largest.h"
+#include "base/integers.h"
 
 const char *lce_mode_name(LceMode mode) {
   return mode == LCE_FUSED ? "fused" : "materialized";
@@ -227,10 +227,6 @@ typedef struct {
   Tensor tiles;    // of the filter: see LceFilter
 } Rows;
 
-static int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 LossRows push_loss_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows, int64_t lasting) {
   LossRows r = {.row_sum = push_column(backend, "row sums", rows),
                 .target_e = push_column(backend, "target exponentials", rows),
@@ -251,7 +247,7 @@ static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t row
   if (a->terms.filter > 0)
     r.tiles =
         memory_push_2d(&backend->memory, "tiles to filter", MEMORY_HEAD, DTYPE_F32,
-                       divide_up(rows, LCE_FILTER_ROWS), divide_up(a->weight.shape[0], LCE_FILTER_COLUMNS));
+                       ceil_div(rows, LCE_FILTER_ROWS), ceil_div(a->weight.shape[0], LCE_FILTER_COLUMNS));
   return r;
 }
 
@@ -259,7 +255,7 @@ static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t row
 static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
   Rows range = {.loss = loss_rows_range(&r->loss, 0, count),
                 .exps = first_rows(r->exps, 0, count),
-                .tiles = first_rows(r->tiles, 0, divide_up(count, LCE_FILTER_ROWS))};
+                .tiles = first_rows(r->tiles, 0, ceil_div(count, LCE_FILTER_ROWS))};
   range.loss.target_z = first_rows(r->loss.target_z, target_first, count);
   range.loss.scale_target = first_rows(r->loss.scale_target, target_first, count);
   return range;
@@ -367,7 +363,7 @@ static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common
 // --- the fused mode ----------------------------------------------------------------------------------------
 
 int64_t even_chunk(int64_t tokens, int64_t most) {
-  int64_t even = divide_up(tokens, divide_up(tokens, most)), stepped = divide_up(even, 128) * 128;
+  int64_t even = ceil_div(tokens, ceil_div(tokens, most)), stepped = ceil_div(even, 128) * 128;
   return stepped <= most ? stepped : even;
 }
 
@@ -556,7 +552,7 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
 // --- how large a chunk -------------------------------------------------------------------------------------
 
 int64_t lce_default_chunk(int64_t tokens) {
-  int64_t chunk = divide_up(tokens, 8);
+  int64_t chunk = ceil_div(tokens, 8);
   return chunk < 128 ? 128 : chunk > 4096 ? 4096 : chunk;
 }
 
@@ -565,7 +561,7 @@ size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape s
   Memory *m = &plan->memory;
   MemoryCategory other = MEMORY_ACTIVATIONS;
   plan->ranks = s.ranks > 1 ? s.ranks : 1;
-  int64_t vocab_rows = divide_up(s.vocab_size, plan->ranks);
+  int64_t vocab_rows = ceil_div(s.vocab_size, plan->ranks);
   LinearCrossEntropy a = {.mode = mode,
                           .chunk = chunk,
                           .loss = memory_push_1d(m, "loss", other, DTYPE_F32, s.tokens),

@@ -1,11 +1,7 @@
 #include "model/shards.h"
 
-static int64_t least(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
-
 Bucket shards_bucket(const Parameters *p, ParameterGroup group, int64_t end) {
-  int64_t count = least(p->bucket[group], end);
+  int64_t count = min_i64(p->bucket[group], end);
   return (Bucket){end - count, count};
 }
 
@@ -60,7 +56,7 @@ void shards_write(const Parameters *p, Backend *backend, const Tensor *role, con
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->spread.parts, own = b.first + p->spread.part * slice;
-    int64_t from = begin > own ? begin : own, to = least(stop, own + slice);
+    int64_t from = begin > own ? begin : own, to = min_i64(stop, own + slice);
     if (from >= to) continue;
     Tensor mine = tensor_rows(shards_slice_of_shard(p, role[group], b), from - own, to - from);
     const char *own_numbers = (const char *)numbers + (size_t)(from - begin) * dtype_bytes(dtype);
@@ -84,7 +80,7 @@ static void read_head(const Parameters *p, Backend *backend, Tensor shard, int64
   int64_t slice = tensor_count(shard), width = (int64_t)dtype_bytes(shard.dtype), count;
   for (int64_t at = begin; at < stop; at += count) {
     int64_t owner = at / slice, place = at % slice;
-    count = least(least(stop - at, slice - place), head_at_once(p, shard.dtype));
+    count = min_i64(min_i64(stop - at, slice - place), head_at_once(p, shard.dtype));
     MemoryMark mark = memory_mark(&backend->memory);
     Tensor all = push_bucket(backend, shard.dtype, count * p->spread.parts);
     all_gather(backend, (Collective){.out = all, .x = tensor_rows(shard, place, count)});
@@ -113,7 +109,7 @@ void shards_read(const Parameters *p, Backend *backend, const Tensor *role, cons
     MemoryMark mark = memory_mark(&backend->memory);
     Tensor whole = push_bucket(backend, role[group].dtype, b.count);
     all_gather(backend, (Collective){.out = whole, .x = shards_slice_of_shard(p, role[group], b)});
-    int64_t from = begin > b.first ? begin : b.first, to = least(stop, b.first + b.count);
+    int64_t from = begin > b.first ? begin : b.first, to = min_i64(stop, b.first + b.count);
     if (backend->rank == 0)
       backend_to_host(backend, (char *)host + (size_t)(from - begin) * width,
                       tensor_rows(whole, from - b.first, to - from));
@@ -128,9 +124,9 @@ void shards_plan_read(const Parameters *p, Backend *backend) {
       Tensor role = roles[r][g];
       if (!tensor_exists(role) || !is_spread(p, roles[r], (ParameterGroup)g)) continue;
       MemoryMark mark = memory_mark(&backend->memory);
-      int64_t count = least(p->bucket[g], p->group_elements[g]);
+      int64_t count = min_i64(p->bucket[g], p->group_elements[g]);
       if (g == GROUP_HEAD && p->spread.split_head)
-        count = least(head_at_once(p, role.dtype), tensor_count(role)) * p->spread.parts;
+        count = min_i64(head_at_once(p, role.dtype), tensor_count(role)) * p->spread.parts;
       push_bucket(backend, role.dtype, count);
       memory_pop_to(&backend->memory, mark);
     }

@@ -16,6 +16,8 @@
 
 #include <cmocka.h>
 
+#include "base/system.h"
+
 enum { MAX_ARGUMENTS = 96, DEADLINE_SECONDS = 120 };
 
 // Where this program lies: build/VARIANT/tests/test_x.
@@ -169,12 +171,6 @@ static void pause_briefly(void) {
   nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
 }
 
-static double now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static void give_up(const Process *p, const char *waiting_for) {
   kill(p->pid, SIGKILL);
   char *out = p->terminal_text ? p->terminal_text : contents(p->out), *err = contents(p->err);
@@ -182,20 +178,20 @@ static void give_up(const Process *p, const char *waiting_for) {
 }
 
 void process_wait_for(Process *p, const char *text) {
-  for (double started = now();; pause_briefly()) {
+  for (double started = now_seconds();; pause_briefly()) {
     char *out = contents(p->out);
     bool found = strstr(out, text);
     free(out);
     if (found) return;
-    if (now() - started > DEADLINE_SECONDS || waitpid(p->pid, NULL, WNOHANG) != 0) give_up(p, text);
+    if (now_seconds() - started > DEADLINE_SECONDS || waitpid(p->pid, NULL, WNOHANG) != 0) give_up(p, text);
   }
 }
 
 Output process_finish(Process *p) {
   int status = 0;
-  for (double started = now(); waitpid(p->pid, &status, WNOHANG) == 0; pause_briefly()) {
+  for (double started = now_seconds(); waitpid(p->pid, &status, WNOHANG) == 0; pause_briefly()) {
     if (p->terminal_text) read_terminal(p);
-    if (now() - started > DEADLINE_SECONDS) give_up(p, "the end");
+    if (now_seconds() - started > DEADLINE_SECONDS) give_up(p, "the end");
   }
   if (p->terminal_text) read_terminal(p);
   Output output = {.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),

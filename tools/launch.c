@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include "base/fail.h"
+#include "base/system.h"
 
 enum { MOST = 1024, GRACE_SECONDS = 10, LAST_SECONDS = 3 };
 
@@ -84,12 +85,6 @@ static void start(int rank, int port, char **command, const sigset_t *signals) {
   _exit(127);
 }
 
-static double now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 // Waits for all; returns the status of the first that failed.
 static int wait_for_all(void) {
   int left = count, result = 0, asked = 0;
@@ -102,12 +97,12 @@ static int wait_for_all(void) {
         if (children[i] == gone) children[i] = 0;
       left--;
       int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-      if (code && !result) result = code, failed_at = now();
+      if (code && !result) result = code, failed_at = now_seconds();
       continue;
     }
     if (gone < 0 && errno != EINTR) break;
     if (!result) continue; // a signal came, and went on to them
-    double since = now() - failed_at;
+    double since = now_seconds() - failed_at;
     if (since > GRACE_SECONDS && asked == 0) asked = 1, signal_all(SIGTERM);
     if (since > GRACE_SECONDS + LAST_SECONDS) signal_all(SIGKILL);
     nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "base/largest.h"
+#include "base/integers.h"
 #include "base/text.h"
 #include "model/shards.h"
 #include "trainer/trainer.h"

@@ -2,7 +2,6 @@
 
 #include <stdlib.h>
 
-#include "base/clock.h"
 #include "base/random.h"
 
 // The same block of random numbers in [-1, 1), over and over.

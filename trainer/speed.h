@@ -2,7 +2,7 @@
 #ifndef LCE_TRAINER_SPEED_H
 #define LCE_TRAINER_SPEED_H
 
-#include "base/clock.h"
+#include "base/system.h" // now_seconds
 #include "kernels/kernels.h"
 
 // Flops a second that one large square product of the backend's dtype reaches on random numbers (zeros would

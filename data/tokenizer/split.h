@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/reason.h"
+#include "base/fail.h"
 
 enum { SPLIT_MOST = 8 };
 

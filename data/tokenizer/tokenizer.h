@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/reason.h"
+#include "base/fail.h"
 
 typedef struct Tokenizer Tokenizer;
 

@@ -38,7 +38,7 @@ static CpuMatrix tile_matrix(const float *tile, bool transposed) {
 
 // The keys that query row t may see within a tile that starts at key `first`.
 static int64_t visible_keys(int64_t t, int64_t first, int64_t keys) {
-  return cpu_min(keys, t - first + 1);
+  return min_i64(keys, t - first + 1);
 }
 
 // One block of queries of one head.
@@ -48,7 +48,7 @@ static void forward_block(bool plain, Rows q, Rows k, Rows v, Rows out, float *l
   float scale = 1.0f / sqrtf((float)head_dim);
   for (int64_t i = 0; i < queries; i++) maximum[i] = -INFINITY, sum[i] = 0.0f;
   for (int64_t first_key = 0; first_key < first_query + queries; first_key += TILE) {
-    int64_t keys = cpu_min(TILE, first_query + queries - first_key);
+    int64_t keys = min_i64(TILE, first_query + queries - first_key);
     tile_multiply(plain, queries, keys, head_dim, scale, matrix(q, first_query, false),
                   matrix(k, first_key, true), false, &scores[0][0], TILE, NULL);
     for (int64_t i = 0; i < queries; i++) {
@@ -79,7 +79,7 @@ static void forward_block(bool plain, Rows q, Rows k, Rows v, Rows out, float *l
 void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
   bool plain = cpu_plain_loops(backend);
   AttentionShape s = a->shape;
-  int64_t group = s.num_heads / s.num_key_value_heads, blocks = cpu_ceil_div(s.seq_len, TILE);
+  int64_t group = s.num_heads / s.num_key_value_heads, blocks = ceil_div(s.seq_len, TILE);
 #pragma omp parallel for collapse(3) schedule(dynamic)
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t h = 0; h < s.num_heads; h++)
@@ -90,7 +90,7 @@ void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
                       head_rows(a->qkv, b, s.seq_len, key_head, s.head_dim),
                       head_rows(a->qkv, b, s.seq_len, value_head, s.head_dim),
                       head_rows(a->out, b, s.seq_len, h, s.head_dim), cpu_row(a->lse, b) + h * s.seq_len,
-                      first, cpu_min(TILE, s.seq_len - first), s.head_dim);
+                      first, min_i64(TILE, s.seq_len - first), s.head_dim);
       }
 }
 
@@ -162,8 +162,8 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
         zero_rows(h.dq, s.seq_len, s.head_dim);
         for (int64_t first_key = 0; first_key < s.seq_len; first_key += TILE)
           for (int64_t first_query = first_key; first_query < s.seq_len; first_query += TILE)
-            backward_tile(plain, &h, first_query, cpu_min(TILE, s.seq_len - first_query), first_key,
-                          cpu_min(TILE, s.seq_len - first_key));
+            backward_tile(plain, &h, first_query, min_i64(TILE, s.seq_len - first_query), first_key,
+                          min_i64(TILE, s.seq_len - first_key));
       }
     }
 }

@@ -22,7 +22,7 @@ static void attend(float *out, const float *q, const float *keys, const float *v
   float scores[TILE], maximum = -INFINITY, sum = 0.0f, scale = 1.0f / sqrtf((float)head_dim);
   memset(out, 0, (size_t)head_dim * sizeof *out);
   for (int64_t first = 0; first < count; first += TILE) {
-    int64_t width = cpu_min(TILE, count - first);
+    int64_t width = min_i64(TILE, count - first);
     for (int64_t u = 0; u < width; u++) scores[u] = scale * dot(q, keys + (first + u) * head_dim, head_dim);
     float tile_maximum = maximum_of(scores, width);
     float grown = tile_maximum > maximum ? tile_maximum : maximum, shrink = expf(maximum - grown);

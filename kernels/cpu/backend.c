@@ -10,8 +10,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "base/copy.h"
 #include "base/fail.h"
+#include "base/system.h"
 #include "kernels/cpu/cpu.h"
 
 #ifdef HAVE_CBLAS

@@ -11,8 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/copy.h"
 #include "base/fail.h"
+#include "base/system.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/ranks/mpi.h"
 #include "kernels/ranks/ranks.h"
@@ -141,10 +141,10 @@ void cpu_collectives_join(Backend *backend, int64_t behind) {
 static void sum_everywhere(struct CpuCollectives *c, const Collective *a) {
   int64_t total = tensor_count(a->x), block = (int64_t)c->ranks * SLICE;
   for (int64_t first = 0; first < total; first += block) {
-    int count = (int)cpu_min(block, total - first), slice = (int)cpu_ceil_div(count, c->ranks);
+    int count = (int)min_i64(block, total - first), slice = (int)ceil_div(count, c->ranks);
     for (int r = 0; r < c->ranks; r++) {
-      c->places[r] = (int)cpu_min((int64_t)r * slice, count);
-      c->counts[r] = (int)cpu_min(slice, count - c->places[r]);
+      c->places[r] = (int)min_i64((int64_t)r * slice, count);
+      c->counts[r] = (int)min_i64(slice, count - c->places[r]);
     }
     float *out = (float *)a->out.data + first;
     exchange_and_sum(c, a, (const float *)a->x.data + first, out + c->places[c->rank]);
@@ -159,7 +159,7 @@ static void sum_slices(struct CpuCollectives *c, const Collective *a) {
   int64_t share = tensor_count(a->out);
   for (int64_t first = 0; first < share; first += SLICE) {
     for (int r = 0; r < c->ranks; r++) {
-      c->counts[r] = (int)cpu_min(SLICE, share - first);
+      c->counts[r] = (int)min_i64(SLICE, share - first);
       c->places[r] = (int)(r * share + first);
     }
     exchange_and_sum(c, a, a->x.data, (float *)a->out.data + first);

@@ -19,14 +19,6 @@ static inline float *cpu_row(Tensor t, int64_t i) {
   return (float *)t.data + i * t.stride;
 }
 
-static inline int64_t cpu_min(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
-
-static inline int64_t cpu_ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // --- products.c --------------------------------------------------------------------------------------------
 
 // An operand: element (i, j) lies at data[i * stride + j], or at data[j * stride + i] when transposed.

@@ -45,7 +45,7 @@ static Sums sums_of(const float *v, int64_t vocab, float anchor) {
   enum { BLOCK = 1024 };
   Sums sums = {0};
   for (int64_t first = 0; first < vocab; first += BLOCK) {
-    int64_t last = cpu_min(vocab, first + BLOCK);
+    int64_t last = min_i64(vocab, first + BLOCK);
     float e_sum = 0, e_v = 0;
 #pragma omp simd reduction(+ : e_sum, e_v)
     for (int64_t j = first; j < last; j++) {

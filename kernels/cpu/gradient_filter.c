@@ -23,9 +23,9 @@ typedef struct {
 static Tile tile_of(Tensor exps, int64_t b, int64_t t) {
   int64_t row = b * LCE_FILTER_ROWS, column = t * LCE_FILTER_COLUMNS;
   return (Tile){.row = row,
-                .rows = cpu_min(LCE_FILTER_ROWS, exps.shape[0] - row),
+                .rows = min_i64(LCE_FILTER_ROWS, exps.shape[0] - row),
                 .column = column,
-                .columns = cpu_min(LCE_FILTER_COLUMNS, exps.shape[1] - column)};
+                .columns = min_i64(LCE_FILTER_COLUMNS, exps.shape[1] - column)};
 }
 
 // The tile's mass, or -1 when it counts.
@@ -114,12 +114,12 @@ void cpu_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a) {
   if (a->exps.shape[0] == 0) return;
   bool plain = cpu_plain_loops(backend);
   int64_t hidden = a->weight.shape[1];
-  int64_t strips = cpu_ceil_div(omp_get_max_threads(), a->tiles.shape[0]);
-  int64_t width = cpu_ceil_div(cpu_ceil_div(hidden, strips), STRIP) * STRIP;
+  int64_t strips = ceil_div(omp_get_max_threads(), a->tiles.shape[0]);
+  int64_t width = ceil_div(ceil_div(hidden, strips), STRIP) * STRIP;
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t b = 0; b < a->tiles.shape[0]; b++)
     for (int64_t first = 0; first < hidden; first += width)
-      input_strip(plain, a, b, first, cpu_min(width, hidden - first));
+      input_strip(plain, a, b, first, min_i64(width, hidden - first));
 #pragma omp parallel for schedule(dynamic)
   for (int64_t t = 0; t < a->tiles.shape[1]; t++) weight_rows(plain, a, t);
 }

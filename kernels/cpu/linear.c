@@ -58,7 +58,7 @@ static void bias_gradient(Tensor dbias, Tensor dout, float alpha, bool accumulat
   float *out = dbias.data;
 #pragma omp parallel for schedule(static)
   for (int64_t first = 0; first < outputs; first += COLUMNS) {
-    int64_t count = cpu_min(COLUMNS, outputs - first);
+    int64_t count = min_i64(COLUMNS, outputs - first);
     double sum[COLUMNS] = {0};
     for (int64_t n = 0; n < dout.shape[0]; n++) {
       const float *row = cpu_row(dout, n) + first;
@@ -92,7 +92,7 @@ static bool is_tall(const LinearBackwardWeight *a) {
 // x as panels [inputs / TILE_COLUMNS][rows][TILE_COLUMNS]; room for any machine's TILE_COLUMNS.
 size_t cpu_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
   if (!is_tall(a)) return 0;
-  return (size_t)(a->x.shape[0] * cpu_ceil_div(a->x.shape[1], 64) * 64) * sizeof(float);
+  return (size_t)(a->x.shape[0] * ceil_div(a->x.shape[1], 64) * 64) * sizeof(float);
 }
 
 // Part `part` of `parts` of the columns [first, first + TALL_BLOCK) of dout.
@@ -106,11 +106,11 @@ static void fetch_columns(Tensor dout, int64_t first, int64_t part, int64_t part
 // Rows [first, first + count) of dW.
 static void tall_block(const LinearBackwardWeight *a, int64_t first, int64_t count) {
   int64_t rows = a->x.shape[0], inputs = a->x.shape[1], part = 0;
-  int64_t parts = cpu_ceil_div(inputs, TILE_COLUMNS) * cpu_ceil_div(count, TILE_ROWS);
+  int64_t parts = ceil_div(inputs, TILE_COLUMNS) * ceil_div(count, TILE_ROWS);
   for (int64_t i = 0; i < inputs; i += TILE_COLUMNS)
     for (int64_t o = first; o < first + count; o += TILE_ROWS) {
       fetch_columns(a->dout, first + TALL_BLOCK, part++, parts);
-      tile_panel_product(cpu_min(TILE_ROWS, first + count - o), cpu_min(TILE_COLUMNS, inputs - i), rows,
+      tile_panel_product(min_i64(TILE_ROWS, first + count - o), min_i64(TILE_COLUMNS, inputs - i), rows,
                          a->alpha, cpu_row(a->dout, 0) + o, 1, a->dout.stride,
                          (const float *)a->workspace.data + i * rows, a->accumulate,
                          cpu_row(a->dweight, o) + i, a->dweight.stride);
@@ -125,9 +125,9 @@ static void tall_product(const LinearBackwardWeight *a) {
     for (int64_t i = 0; i < inputs; i += TILE_COLUMNS)
       tile_pack((float *)a->workspace.data + i * rows,
                 (CpuMatrix){.data = cpu_row(a->x, 0) + i, .stride = a->x.stride}, rows,
-                cpu_min(TILE_COLUMNS, inputs - i));
+                min_i64(TILE_COLUMNS, inputs - i));
 #pragma omp for schedule(dynamic, 8)
-    for (int64_t o = 0; o < outputs; o += TALL_BLOCK) tall_block(a, o, cpu_min(TALL_BLOCK, outputs - o));
+    for (int64_t o = 0; o < outputs; o += TALL_BLOCK) tall_block(a, o, min_i64(TALL_BLOCK, outputs - o));
   }
 }
 

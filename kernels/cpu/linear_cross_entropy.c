@@ -42,12 +42,12 @@ typedef struct {
 
 static Grid make_grid(int64_t rows, int64_t vocab) {
   Grid g;
-  g.blocks = cpu_ceil_div(rows, BLOCK_ROWS);
-  g.rows = cpu_ceil_div(rows, g.blocks);
-  int64_t tiles = cpu_ceil_div(vocab, BLOCK_VOCAB);
-  g.slices = cpu_min(tiles, cpu_ceil_div(UNITS, g.blocks));
-  g.columns = cpu_ceil_div(tiles, g.slices) * BLOCK_VOCAB;
-  g.slices = cpu_ceil_div(vocab, g.columns);
+  g.blocks = ceil_div(rows, BLOCK_ROWS);
+  g.rows = ceil_div(rows, g.blocks);
+  int64_t tiles = ceil_div(vocab, BLOCK_VOCAB);
+  g.slices = min_i64(tiles, ceil_div(UNITS, g.blocks));
+  g.columns = ceil_div(tiles, g.slices) * BLOCK_VOCAB;
+  g.slices = ceil_div(vocab, g.columns);
   return g;
 }
 
@@ -60,7 +60,7 @@ typedef struct {
 // At least slices * C, and growing with C, so that a smaller chunk never needs more.
 static int64_t scratch_rows(int64_t chunk, int64_t vocab) {
   int64_t beyond = chunk > BLOCK_ROWS ? chunk : 0;
-  return cpu_min(cpu_ceil_div(vocab, BLOCK_VOCAB) * chunk, UNITS * cpu_min(chunk, BLOCK_ROWS) + beyond);
+  return min_i64(ceil_div(vocab, BLOCK_VOCAB) * chunk, UNITS * min_i64(chunk, BLOCK_ROWS) + beyond);
 }
 
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
@@ -101,8 +101,8 @@ static void finish_tile(Pass pass, float *tile, int64_t stride, int64_t rows, in
 static void sweep_unit(bool plain, const LceLogitsExp *a, const Grid *g, const Scratch *scratch, Pass pass,
                        int64_t block, int64_t slice) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
-  int64_t first_row = block * g->rows, rows = cpu_min(g->rows, chunk - first_row);
-  int64_t slice_first = slice * g->columns, slice_last = cpu_min(vocab, slice_first + g->columns);
+  int64_t first_row = block * g->rows, rows = min_i64(g->rows, chunk - first_row);
+  int64_t slice_first = slice * g->columns, slice_last = min_i64(vocab, slice_first + g->columns);
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
   const float *anchor = (const float *)a->rows.anchor.data + first_row;
   double *sums = scratch->sums + slice * chunk + first_row;
@@ -112,12 +112,12 @@ static void sweep_unit(bool plain, const LceLogitsExp *a, const Grid *g, const S
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
   for (int64_t i = 0; i < rows; i++) sums[i] = pass == MAXIMA ? -INFINITY : 0.0;
   for (int64_t first = slice_first; first < slice_last; first += BLOCK_VOCAB) {
-    int64_t columns = cpu_min(BLOCK_VOCAB, slice_last - first);
+    int64_t columns = min_i64(BLOCK_VOCAB, slice_last - first);
     float *tile = keep ? cpu_row(a->exps, first_row) + first : own_tile;
     int64_t stride = keep ? a->exps.stride : BLOCK_VOCAB;
     CpuMatrix w = {.data = cpu_row(a->weight, first), .stride = a->weight.stride, .transposed = true};
     // While this tile is multiplied, the next one comes from memory.
-    int64_t next_rows = cpu_min(BLOCK_VOCAB, vocab - first - columns);
+    int64_t next_rows = min_i64(BLOCK_VOCAB, vocab - first - columns);
     TileAhead ahead = {.next = (const char *)(w.data + columns * w.stride),
                        .lines = next_rows * hidden * (int64_t)sizeof(float) / 64};
     tile_multiply(plain, rows, columns, hidden, 1.0f, x, w, false, tile, stride, &ahead);
@@ -136,7 +136,7 @@ static bool row_overflowed(const LceLogitsExp *a, int64_t n) {
 }
 
 static bool block_overflowed(const LceLogitsExp *a, const Grid *g, int64_t block) {
-  int64_t last = cpu_min(a->x.shape[0], (block + 1) * g->rows);
+  int64_t last = min_i64(a->x.shape[0], (block + 1) * g->rows);
   for (int64_t n = block * g->rows; n < last; n++)
     if (row_overflowed(a, n)) return true;
   return false;
@@ -363,7 +363,7 @@ void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {
   float *out = a->out.data;
 #pragma omp parallel for schedule(static)
   for (int64_t first = 0; first < a->x.shape[1]; first += COLUMNS) {
-    int64_t width = cpu_min(COLUMNS, a->x.shape[1] - first);
+    int64_t width = min_i64(COLUMNS, a->x.shape[1] - first);
     double sum[COLUMNS] = {0};
     for (int64_t n = 0; n < a->x.shape[0]; n++) {
       const float *x = cpu_row(a->x, n) + first;

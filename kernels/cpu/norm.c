@@ -79,7 +79,7 @@ static void weight_gradients(const NormBackward *a) {
   const float *means = a->mean.data, *rstds = a->rstd.data;
 #pragma omp parallel for schedule(static)
   for (int64_t first = 0; first < hidden; first += COLUMNS) {
-    int64_t count = cpu_min(COLUMNS, hidden - first);
+    int64_t count = min_i64(COLUMNS, hidden - first);
     double weight_sum[COLUMNS] = {0}, bias_sum[COLUMNS] = {0};
     for (int64_t n = 0; n < a->x.shape[0]; n++) {
       const float *x = cpu_row(a->x, n) + first, *dout = cpu_row(a->dout, n) + first;

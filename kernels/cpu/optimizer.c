@@ -30,12 +30,12 @@ void cpu_adamw(Backend *backend, const AdamW *a) {
 
 void cpu_reduce(Backend *backend, const Reduce *a) {
   (void)backend;
-  int64_t count = tensor_count(a->x), blocks = cpu_ceil_div(count, CPU_REDUCE_BLOCK);
+  int64_t count = tensor_count(a->x), blocks = ceil_div(count, CPU_REDUCE_BLOCK);
   const float *x = a->x.data;
   double *partial = a->workspace.data;
 #pragma omp parallel for schedule(static)
   for (int64_t b = 0; b < blocks; b++) {
-    int64_t last = cpu_min(count, (b + 1) * CPU_REDUCE_BLOCK);
+    int64_t last = min_i64(count, (b + 1) * CPU_REDUCE_BLOCK);
     double sum = 0.0;
     if (a->squares) {
 #pragma omp simd reduction(+ : sum)

@@ -48,7 +48,7 @@ static void add_segment(float *out, int64_t length, const uint64_t *keys, int64_
                         const float *coefficients, float alpha) {
   enum { COLUMNS = 256 };
   for (int64_t first = 0; first < length; first += COLUMNS) {
-    int64_t width = cpu_min(COLUMNS, length - first);
+    int64_t width = min_i64(COLUMNS, length - first);
     double sum[COLUMNS] = {0};
     for (int64_t k = 0; k < count; k++) {
       int64_t n = (int64_t)(keys[k] & UINT32_MAX);

@@ -11,14 +11,14 @@ static size_t lce_target_gradient_bytes(const LceTargetGradient *a) {
 }
 
 static size_t reduce_bytes(const Reduce *a) {
-  return (size_t)cpu_ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
+  return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
 }
 
 // Rows start on a cache line, and not all in the same few sets of the cache: a row length that is a multiple
 // of 4096 bytes would put every row of a column there.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t line = 64 / (int64_t)dtype_bytes(dtype);
-  return (cpu_ceil_div(vocab_size, line) | 1) * line;
+  return (ceil_div(vocab_size, line) | 1) * line;
 }
 
 const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_bytes,

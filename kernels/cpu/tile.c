@@ -132,7 +132,7 @@ void tile_panel_product(int64_t m, int64_t columns, int64_t depth, float alpha, 
                         int64_t row_step, int64_t depth_step, const float *panel, bool accumulate, float *out,
                         int64_t out_stride) {
   for (int64_t i = 0; i < m; i += TILE_ROWS) {
-    int64_t rows = cpu_min(TILE_ROWS, m - i);
+    int64_t rows = min_i64(TILE_ROWS, m - i);
     const float *left = a + i * row_step;
     float *result = out + i * out_stride;
     if (columns == TILE_COLUMNS) {
@@ -164,16 +164,16 @@ void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, Cpu
   }
   float panel[TILE_DEPTH * TILE_COLUMNS] __attribute__((aligned(64)));
   int64_t row_step = a.transposed ? 1 : a.stride, depth_step = a.transposed ? a.stride : 1;
-  int64_t calls = cpu_ceil_div(n, TILE_COLUMNS) * cpu_ceil_div(k, TILE_DEPTH) * cpu_ceil_div(m, TILE_ROWS);
+  int64_t calls = ceil_div(n, TILE_COLUMNS) * ceil_div(k, TILE_DEPTH) * ceil_div(m, TILE_ROWS);
   for (int64_t j = 0; j < n; j += TILE_COLUMNS)
     for (int64_t p = 0; p < k; p += TILE_DEPTH) {
-      int64_t columns = cpu_min(TILE_COLUMNS, n - j), depth = cpu_min(TILE_DEPTH, k - p);
+      int64_t columns = min_i64(TILE_COLUMNS, n - j), depth = min_i64(TILE_DEPTH, k - p);
       CpuMatrix part = b;
       part.data += b.transposed ? j * b.stride + p : p * b.stride + j;
       tile_pack(panel, part, depth, columns);
       for (int64_t i = 0; i < m; i += TILE_ROWS) {
         if (ahead) fetch(ahead, calls--);
-        tile_panel_product(cpu_min(TILE_ROWS, m - i), columns, depth, alpha,
+        tile_panel_product(min_i64(TILE_ROWS, m - i), columns, depth, alpha,
                            a.data + i * row_step + p * depth_step, row_step, depth_step, panel,
                            accumulate || p > 0, out + i * out_stride + j, out_stride);
       }

@@ -24,9 +24,8 @@ void cuda_gelu_forward(Backend *backend, const GeluForward *a) {
     using T = decltype(type);
     with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->out, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      gelu_kernel<T, W>
-          <<<(unsigned)rows, row_threads(cuda_ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
-              data_of<T>(a->out), data_of<T>(a->x), (int)columns);
+      gelu_kernel<T, W><<<(unsigned)rows, row_threads(ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
+          data_of<T>(a->out), data_of<T>(a->x), (int)columns);
     });
   });
   cuda_check_launch("gelu_forward");
@@ -54,7 +53,7 @@ void cuda_swiglu_forward(Backend *backend, const SwigluForward *a) {
     with_bool(rows_align(a->out, WIDTH<T>) && rows_align(a->gate_up, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       swiglu_forward_kernel<T, W>
-          <<<(unsigned)rows, row_threads(cuda_ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
+          <<<(unsigned)rows, row_threads(ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
               data_of<T>(a->out), data_of<T>(a->gate_up), (int)columns);
     });
   });
@@ -94,7 +93,7 @@ void cuda_swiglu_backward(Backend *backend, const SwigluBackward *a) {
     with_bool(aligned, [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       swiglu_backward_kernel<T, W>
-          <<<(unsigned)rows, row_threads(cuda_ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
+          <<<(unsigned)rows, row_threads(ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
               data_of<T>(a->dgate_up), data_of<T>(a->dout), data_of<T>(a->gate_up), (int)columns);
     });
   });

@@ -439,18 +439,18 @@ static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads
 template <class F>
 static void launch(const CUtensorMap &qkv, const CUtensorMap &dout, HopperArguments a, int multiprocessors,
                    cudaStream_t stream) {
-  a.blocks = (int)cuda_ceil_div(a.seq_len, F::ROWS);
+  a.blocks = (int)ceil_div(a.seq_len, F::ROWS);
   a.heads = a.batch * (F::KEY_PASS ? a.num_key_value_heads : a.num_heads);
   a.work = a.heads * a.blocks;
   // What a head streams: a group of query heads' q and dout, or k and v.
   int64_t streams = F::KEY_PASS ? a.num_heads / a.num_key_value_heads : 1;
-  a.heads_at_a_time = (int)cuda_max(1, cuda_min(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
+  a.heads_at_a_time = (int)max_i64(1, min_i64(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
   if (!F::KEY_PASS) a.counter++;
   int bytes = sizeof(HopperShared<F>) + 1024;
   auto kernel = hopper_kernel<F>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  kernel<<<(unsigned)cuda_min(multiprocessors, a.work), (F::WARPGROUPS + 1) * 128, bytes, stream>>>(qkv, dout,
-                                                                                                    a);
+  kernel<<<(unsigned)min_i64(multiprocessors, a.work), (F::WARPGROUPS + 1) * 128, bytes, stream>>>(qkv, dout,
+                                                                                                   a);
 }
 
 // What was fastest on an H200 of the forms that fit in the registers.

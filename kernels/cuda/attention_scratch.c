@@ -41,7 +41,7 @@ void cuda_attention_select(const char *which) {
 enum { CUDNN_BYTES = 64 << 10 };
 
 AttentionWorkspace cuda_attention_workspace(AttentionShape s, AttentionChoice which) {
-  size_t heads = (size_t)(s.batch * s.num_heads), tiles = (size_t)cuda_ceil_div(s.seq_len, 64);
+  size_t heads = (size_t)(s.batch * s.num_heads), tiles = (size_t)ceil_div(s.seq_len, 64);
   size_t numbers = heads * (size_t)(s.seq_len * s.head_dim); // of q
   AttentionWorkspace w = {.statistics = memory_padded(heads * tiles * 64 * 2 * sizeof(float)),
                           .counters = MEMORY_ALIGNMENT};

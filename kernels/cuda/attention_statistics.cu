@@ -40,9 +40,9 @@ static __global__ void statistics_kernel(float *statistics, int *counters, const
 
 void attention_statistics(const AttentionBackward *a, float *statistics, int *counters, cudaStream_t stream) {
   AttentionShape s = a->shape;
-  int64_t padded_len = cuda_ceil_div(s.seq_len, attention::STATISTICS_TILE) * attention::STATISTICS_TILE;
+  int64_t padded_len = ceil_div(s.seq_len, attention::STATISTICS_TILE) * attention::STATISTICS_TILE;
   int64_t rows = s.batch * padded_len * s.num_heads;
-  unsigned blocks = (unsigned)cuda_ceil_div(rows * (s.head_dim / 8), 256);
+  unsigned blocks = (unsigned)ceil_div(rows * (s.head_dim / 8), 256);
   (s.head_dim == 64 ? attention::statistics_kernel<64>
                     : attention::statistics_kernel<128>)<<<blocks, 256, 0, stream>>>(
       statistics, counters, data_of<const bf16>(a->dout), data_of<const bf16>(a->out),

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/copy.h"
+#include "base/system.h"
 #include "base/text.h"
 #include "kernels/cuda/cuda_common.cuh"
 

@@ -26,8 +26,8 @@ static void add(cudaStream_t stream, Tensor out, const void *x) {
   if (!count) return;
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
-    add_kernel<<<(unsigned)cuda_ceil_div(count, 256), 256, 0, stream>>>(data_of<T>(out),
-                                                                        static_cast<const T *>(x), count);
+    add_kernel<<<(unsigned)ceil_div(count, 256), 256, 0, stream>>>(data_of<T>(out), static_cast<const T *>(x),
+                                                                   count);
   });
   cuda_check_launch("reduce_scatter's sum");
 }

@@ -68,7 +68,7 @@ void column_sums_finish(Backend *backend, Tensor out, const float *partials, int
   if (columns == 0) return;
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
-    column_totals<T><<<(unsigned)cuda_ceil_div(columns, 32), 1024, 0, cuda_stream(backend)>>>(
+    column_totals<T><<<(unsigned)ceil_div(columns, 32), 1024, 0, cuda_stream(backend)>>>(
         data_of<T>(out), partials, slices, columns, stride, alpha, accumulate);
   });
   cuda_check_launch("a column sum");
@@ -82,9 +82,9 @@ void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficien
     using T = decltype(type);
     with_bool(rows_align(x, WIDTH<T>), [&](auto aligned) {
       constexpr int W = decltype(aligned)::value ? WIDTH<T> : 1;
-      dim3 grid((unsigned)cuda_ceil_div(columns, 32 * W), (unsigned)slices);
+      dim3 grid((unsigned)ceil_div(columns, 32 * W), (unsigned)slices);
       column_partials<T, W><<<grid, 32 * ROW_WARPS, 0, cuda_stream(backend)>>>(
-          partials, data_of<T>(x), rows, columns, x.stride, cuda_ceil_div(rows, slices), coefficients);
+          partials, data_of<T>(x), rows, columns, x.stride, ceil_div(rows, slices), coefficients);
     });
   });
   cuda_check_launch("a column sum");
@@ -118,10 +118,8 @@ void cuda_add_outer(Backend *backend, const AddOuter *a) {
   if (rows == 0 || width == 0) return;
   with_bool(rows_align(a->out, WIDTH<float>) && rows_align(a->columns, WIDTH<float>), [&](auto wide) {
     constexpr int W = decltype(wide)::value ? WIDTH<float> : 1;
-    add_outer_kernel<W>
-        <<<(unsigned)rows, row_threads(cuda_ceil_div(width, W), 256), 0, cuda_stream(backend)>>>(
-            data_of<float>(a->out), data_of<float>(a->rows), data_of<float>(a->columns), (int)width,
-            a->alpha);
+    add_outer_kernel<W><<<(unsigned)rows, row_threads(ceil_div(width, W), 256), 0, cuda_stream(backend)>>>(
+        data_of<float>(a->out), data_of<float>(a->rows), data_of<float>(a->columns), (int)width, a->alpha);
   });
   cuda_check_launch("add_outer");
 }

@@ -307,7 +307,7 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
                      (!tensor_exists(a->dlogits) || rows_start_aligned(a->dlogits, WIDTH<T>));
       with_bool(aligned, [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        int threads = row_threads(cuda_ceil_div(vocab_size, W), 1024);
+        int threads = row_threads(ceil_div(vocab_size, W), 1024);
         auto run = [&](auto kernel, auto bias) {
           kernel<<<(unsigned)rows, threads, 0, cuda_stream(backend)>>>(
               data_of<T>(a->logits), a->logits.stride, data_of<TG>(a->dlogits), a->dlogits.stride, bias,
@@ -364,7 +364,7 @@ void cuda_read_targets(Backend *backend, const ReadTargets *a) {
   int64_t tokens = a->ids.shape[0];
   if (tokens == 0) return;
   auto launch = [&](auto id) {
-    read_targets_kernel<<<(unsigned)cuda_ceil_div(tokens, 256), 256, 0, cuda_stream(backend)>>>(
+    read_targets_kernel<<<(unsigned)ceil_div(tokens, 256), 256, 0, cuda_stream(backend)>>>(
         data_of<int32_t>(a->targets), data_of<float>(a->loss), data_of<decltype(id)>(a->ids), tokens,
         a->vocab_size);
   };

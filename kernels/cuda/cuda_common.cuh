@@ -119,7 +119,7 @@ template <typename T> constexpr int WIDTH = 16 / (int)sizeof(T);
 // Whether every row starts where groups of `width` elements may be read, 16 bytes or the whole group at a
 // time.
 static inline bool rows_start_aligned(Tensor t, int64_t width) {
-  uintptr_t bytes = (uintptr_t)cuda_min(16, width * (int64_t)dtype_bytes(t.dtype));
+  uintptr_t bytes = (uintptr_t)min_i64(16, width * (int64_t)dtype_bytes(t.dtype));
   return (uintptr_t)t.data % bytes == 0 &&
          (t.rank == 1 || (uintptr_t)t.stride * dtype_bytes(t.dtype) % bytes == 0);
 }
@@ -131,7 +131,7 @@ static inline bool rows_align(Tensor t, int64_t width) {
 
 // Threads for a block that works on one row of `groups` accesses: whole warps, at most `most`.
 static inline int row_threads(int64_t groups, int64_t most) {
-  return (int)cuda_max(32, cuda_min(most, cuda_ceil_div(groups, 32) * 32));
+  return (int)max_i64(32, min_i64(most, ceil_div(groups, 32) * 32));
 }
 
 template <typename T> static inline T *data_of(Tensor t) {

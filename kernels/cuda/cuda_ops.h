@@ -14,27 +14,15 @@ extern "C" {
 // cuBLASLt's workspace; 32 MiB is what NVIDIA recommends for Hopper.
 enum { CUDA_GEMM_WORKSPACE_BYTES = 32 << 20 };
 
-static inline int64_t cuda_ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-static inline int64_t cuda_min(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
-
-static inline int64_t cuda_max(int64_t a, int64_t b) {
-  return a > b ? a : b;
-}
-
 // columns.cu sums a matrix's columns in slices of rows; each slice leaves one fp32 row of partial sums.
 static inline int64_t cuda_column_slices(int64_t rows) {
-  return cuda_max(1, cuda_min(256, cuda_ceil_div(rows, 64)));
+  return max_i64(1, min_i64(256, ceil_div(rows, 64)));
 }
 
 // norm.cu's backward pass: teams of threads, each of which leaves a row of partial sums for dweight (and
 // dbias). Enough to fill a large GPU, and about 8 MiB for either vector at any hidden size.
 static inline int64_t cuda_norm_teams(int64_t rows, int64_t hidden_size) {
-  return cuda_max(1, cuda_min(rows, 2112 / cuda_ceil_div(hidden_size, 1024)));
+  return max_i64(1, min_i64(rows, 2112 / ceil_div(hidden_size, 1024)));
 }
 
 // segments.cu adds rows that share an index. It cuts the sorted rows into pieces, and a piece leaves at most
@@ -50,8 +38,8 @@ static inline size_t cuda_segment_sort_bytes(int64_t rows) {
 
 static inline size_t cuda_segment_bytes(int64_t rows, int64_t hidden_size) {
   size_t ids = memory_padded((size_t)rows * sizeof(int32_t));
-  size_t sums = memory_padded((size_t)(cuda_ceil_div(rows, cuda_segment_piece(rows)) * 2 * hidden_size) *
-                              sizeof(float));
+  size_t sums =
+      memory_padded((size_t)(ceil_div(rows, cuda_segment_piece(rows)) * 2 * hidden_size) * sizeof(float));
   return 3 * ids + sums + cuda_segment_sort_bytes(rows);
 }
 
@@ -61,14 +49,14 @@ static inline size_t cuda_segment_bytes(int64_t rows, int64_t hidden_size) {
 enum { CUDA_LCE_TILE_BYTES = 20 << 20, CUDA_LCE_TILES = 3 };
 
 static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
-  int64_t columns = CUDA_LCE_TILE_BYTES / (int64_t)sizeof(float) / cuda_max(1, rows) / 256 * 256;
-  return cuda_min(cuda_max(columns, 256), cuda_ceil_div(vocab_size, 64) * 64);
+  int64_t columns = CUDA_LCE_TILE_BYTES / (int64_t)sizeof(float) / max_i64(1, rows) / 256 * 256;
+  return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
 // hopper_gemm.cu goes through the steps of a filtered product that count: for each 256 rows a list, its
 // length first, of steps of 64 vocabulary entries.
 static inline size_t cuda_lce_list_bytes(int64_t rows, int64_t vocab_size) {
-  int64_t lists = cuda_ceil_div(rows, 256), longest = 1 + cuda_ceil_div(vocab_size, 64);
+  int64_t lists = ceil_div(rows, 256), longest = 1 + ceil_div(vocab_size, 64);
   return memory_padded((size_t)(lists * longest) * sizeof(int32_t));
 }
 

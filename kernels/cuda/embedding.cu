@@ -33,7 +33,7 @@ void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a) {
     with_bool(aligned, [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       embedding_forward_kernel<T, W>
-          <<<(unsigned)rows, row_threads(cuda_ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
+          <<<(unsigned)rows, row_threads(ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
               data_of<T>(a->out), data_of<int32_t>(a->tokens), data_of<T>(a->token_weight),
               data_of<T>(a->position_weight), (int)a->seq_len, (int)hidden_size);
     });
@@ -70,9 +70,9 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
       with_bool(rows_align(a->dout, WIDTH<T>) && rows_align(a->dposition_weight, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
         position_gradient_kernel<TD, T, W>
-            <<<(unsigned)a->seq_len, row_threads(cuda_ceil_div(hidden_size, W), 256), 0,
-               cuda_stream(backend)>>>(data_of<TD>(a->dposition_weight), data_of<T>(a->dout),
-                                       (int)(rows / a->seq_len), (int)hidden_size, a->accumulate_position);
+            <<<(unsigned)a->seq_len, row_threads(ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
+                data_of<TD>(a->dposition_weight), data_of<T>(a->dout), (int)(rows / a->seq_len),
+                (int)hidden_size, a->accumulate_position);
       });
     });
   });

@@ -176,13 +176,13 @@ template <typename K> static Work work_of(Backend *backend, int64_t m, int64_t n
   Work w = {};
   w.m = (int)m, w.n = (int)n;
   w.rows = K::CLUSTER_ROWS;
-  w.m_tiles = (int)cuda_ceil_div(m, K::CLUSTER_ROWS);
-  w.n_tiles = (int)cuda_ceil_div(n, TILE_N);
-  w.k_steps = (int)cuda_ceil_div(k, TILE_K);
+  w.m_tiles = (int)ceil_div(m, K::CLUSTER_ROWS);
+  w.n_tiles = (int)ceil_div(n, TILE_N);
+  w.k_steps = (int)ceil_div(k, TILE_K);
   int64_t bands = K::OUTPUT == EXPONENTIALS
-                      ? cuda_ceil_div(m * k * 2, BAND_BYTES)
-                      : cuda_ceil_div((int64_t)w.m_tiles * w.n_tiles, hopper(backend).clusters);
-  w.band = (int)cuda_ceil_div(w.m_tiles, cuda_max(1, cuda_min(w.m_tiles, bands)));
+                      ? ceil_div(m * k * 2, BAND_BYTES)
+                      : ceil_div((int64_t)w.m_tiles * w.n_tiles, hopper(backend).clusters);
+  w.band = (int)ceil_div(w.m_tiles, max_i64(1, min_i64(w.m_tiles, bands)));
   w.whole = w.units = w.m_tiles * w.n_tiles;
   w.slices = 1;
   bool all_stays = K::OUTPUT == EXPONENTIALS && w.band == w.m_tiles;
@@ -193,7 +193,7 @@ template <typename K> static Work work_of(Backend *backend, int64_t m, int64_t n
 template <typename K>
 static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
                    const Work &w, const Ends &ends) {
-  int clusters = (int)cuda_min(hopper(backend).clusters, w.units);
+  int clusters = (int)min_i64(hopper(backend).clusters, w.units);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = launch_config<K>(attributes, clusters * CLUSTER, cuda_stream(backend));
   cuda_check(cudaLaunchKernelEx(&config, product_kernel<K>, a, b, out, w, ends),
@@ -203,7 +203,7 @@ static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b,
 static constexpr float LOG2_E = 1.4426950408889634f;
 
 int64_t hopper_sums_across(int64_t vocab_size) {
-  return cuda_ceil_div(vocab_size, TILE_N);
+  return ceil_div(vocab_size, TILE_N);
 }
 
 int64_t hopper_exponentials(Backend *backend, Tensor exps, float *sums, size_t bytes, const float *anchor,
@@ -238,7 +238,7 @@ static void cut_last_round(Work *w, int clusters, size_t scratch_bytes) {
   for (int slices = 2;
        rest > 0 && slices <= MOST_SLICES && slices <= w->k_steps && (int64_t)rest * slices <= slots;
        slices++) {
-    double rounds = (double)cuda_ceil_div((int64_t)rest * slices, clusters);
+    double rounds = (double)ceil_div((int64_t)rest * slices, clusters);
     double time = rounds * slice_time(slices);
     if (time >= best) continue;
     best = time;
@@ -261,8 +261,7 @@ static double busy(double units, double clusters) {
 static bool beats_library(const Work &w, int clusters) {
   double library = 0, rest = w.m_tiles * w.n_tiles - w.whole;
   for (int parts = 1; parts <= 3; parts++)
-    library =
-        fmax(library, busy((double)(cuda_ceil_div(w.m, 256) * cuda_ceil_div(w.n, 256)) * parts, clusters));
+    library = fmax(library, busy((double)(ceil_div(w.m, 256) * ceil_div(w.n, 256)) * parts, clusters));
   double tiles = (double)w.m * w.n / (w.rows * TILE_N);
   double time = ceil((double)w.whole / clusters) + ceil(rest * w.slices / clusters) * slice_time(w.slices);
   return (w.n > 3072 ? 1.02 : 0.98) * tiles / (time * clusters) > library;
@@ -313,8 +312,8 @@ bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps
   if (!multipliable(backend, out, exps, weight)) return false;
   Work w = work_of<Filtered>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   cut_last_round(&w, hopper(backend).clusters, bytes);
-  int rows_of_tiles = (int)cuda_ceil_div(w.m, LCE_FILTER_ROWS);
-  int across = (int)cuda_ceil_div(weight.shape[0], LCE_FILTER_COLUMNS);
+  int rows_of_tiles = (int)ceil_div(w.m, LCE_FILTER_ROWS);
+  int across = (int)ceil_div(weight.shape[0], LCE_FILTER_COLUMNS);
   list_kernel<<<(unsigned)w.m_tiles, 32, 0, cuda_stream(backend)>>>(list, tiles, rows_of_tiles, across,
                                                                     w.k_steps);
   cuda_check_launch("the list of steps");

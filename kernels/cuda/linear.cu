@@ -465,7 +465,7 @@ static __global__ void __launch_bounds__(256) plain_product_kernel(Product p) {
 }
 
 static void plain_product(Backend *backend, const Product *p) {
-  dim3 grid((unsigned)cuda_ceil_div(p->m, TILE), (unsigned)cuda_ceil_div(p->n, TILE));
+  dim3 grid((unsigned)ceil_div(p->m, TILE), (unsigned)ceil_div(p->n, TILE));
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
       plain_product_kernel<decltype(type), decltype(out_type)><<<grid, 256, 0, stream_of(backend, p)>>>(*p);

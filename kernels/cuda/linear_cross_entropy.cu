@@ -114,7 +114,7 @@ void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
     using T = decltype(type);
     with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)cuda_ceil_div(rows, 8)), 256,
+      launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)ceil_div(rows, 8)), 256,
                     target_logits_kernel<T, W>, data_of<float>(a->target_z), data_of<T>(a->x), a->x.stride,
                     data_of<T>(a->weight), data_of<int32_t>(a->targets), rows, (int)a->x.shape[1]);
     });
@@ -258,7 +258,7 @@ static void settle(Backend *backend, const Settling<T> &a, int64_t most_blocks, 
     attributes[1] = pdl_attribute();
     cudaLaunchConfig_t config = {};
     // As many as surely run at the same time, and whose sums there is room for.
-    config.gridDim = dim3((unsigned)cuda_min(cuda_state(backend)->multiprocessors, most_blocks));
+    config.gridDim = dim3((unsigned)min_i64(cuda_state(backend)->multiprocessors, most_blocks));
     config.blockDim = dim3(1024);
     config.stream = cuda_stream(backend);
     config.attrs = attributes;
@@ -300,7 +300,7 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceLogitsE
   wait_for(state->joined[0], state->side);
   int turn = 0;
   for (int64_t first = 0; first < vocab_size; first += s.columns, turn++) {
-    int64_t columns = cuda_min(s.columns, vocab_size - first);
+    int64_t columns = min_i64(s.columns, vocab_size - first);
     int i = turn % CUDA_LCE_TILES;
     cudaStream_t stream = turn % 2 ? state->side : state->stream;
     if (turn >= CUDA_LCE_TILES) wait_for(state->joined[i], stream);
@@ -309,7 +309,7 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceLogitsE
     wait_for(state->forked[i], state->urgent);
     with_bool(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      int threads = row_threads(cuda_ceil_div(columns, EXPS_GROUPS * W), 1024);
+      int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
       exponential_kernel<T, W><<<(unsigned)rows, threads, 0, state->urgent>>>(
           exps, a->exps.stride, s, s.tile[i], data_of<float>(a->rows.target_z), data_of<int32_t>(a->targets),
           first, (int)columns, sharpness_of(a->temperature));
@@ -394,7 +394,7 @@ static __global__ void shard_indices_kernel(int32_t *out, const int32_t *indices
 void cuda_shard_indices(Backend *backend, const ShardIndices *a) {
   int64_t rows = a->indices.shape[0];
   if (rows == 0) return;
-  shard_indices_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
+  shard_indices_kernel<<<(unsigned)ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
       data_of<int32_t>(a->out), data_of<int32_t>(a->indices), rows, a->first, a->count);
   cuda_check_launch("shard_indices");
 }
@@ -426,7 +426,7 @@ static __global__ void combine_kernel(const __grid_constant__ RowPointers row, c
 void cuda_lce_combine(Backend *backend, const LceCombine *a) {
   int64_t rows = a->targets.shape[0];
   if (rows == 0) return;
-  combine_kernel<<<(unsigned)cuda_ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
+  combine_kernel<<<(unsigned)ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
       pointers_of(a->rows), data_of<float>(a->parts), data_of<int32_t>(a->targets), rows, backend->ranks,
       backend->rank, sharpness_of(a->temperature));
   cuda_check_launch("lce_combine");
@@ -526,7 +526,7 @@ void cuda_lce_rows(Backend *backend, const LceRows *a) {
     with_bool(backward && rows_align(a->x, WIDTH<T>) && rows_align(a->scaled_x, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)rows),
-                    row_threads(cuda_ceil_div(hidden_size, W), 256), lce_rows_kernel<T, W>, t,
+                    row_threads(ceil_div(hidden_size, W), 256), lce_rows_kernel<T, W>, t,
                     data_of<T>(a->scaled_x), data_of<T>(a->x), hidden_size);
     });
   });
@@ -569,7 +569,7 @@ void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
       with_bool(rows_align(a->dx, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
         launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)rows),
-                      row_threads(cuda_ceil_div(hidden_size, W), 256), lce_input_gradient_kernel<TD, T, W>,
+                      row_threads(ceil_div(hidden_size, W), 256), lce_input_gradient_kernel<TD, T, W>,
                       data_of<TD>(a->dx), pointers_of(a->rows), data_of<float>(a->smoothing_row),
                       data_of<T>(a->weight), data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
       });

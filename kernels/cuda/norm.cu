@@ -156,7 +156,7 @@ static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidde
   if (groups > MANY * most)
     fail("a norm over %lld numbers is more than the CUDA backend takes (%lld)", (long long)hidden_size,
          (long long)(MANY * most * hidden_size / groups));
-  int threads = row_threads(cuda_ceil_div(groups, most), MANY);
+  int threads = row_threads(ceil_div(groups, most), MANY);
   dim3 block((unsigned)threads, threads == 32 ? 4 : 1);
   with_float(dtype, [&](auto type) {
     with_bool(layer, [&](auto is_layer) {
@@ -186,7 +186,7 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
     using K = decltype(kernel);
     using T = typename K::T;
     norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
-        <<<(unsigned)cuda_ceil_div(rows, block.y), block, 0, cuda_stream(backend)>>>(
+        <<<(unsigned)ceil_div(rows, block.y), block, 0, cuda_stream(backend)>>>(
             data_of<T>(a->out), data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
             data_of<T>(a->weight), data_of<T>(a->bias), rows, (int)hidden_size, a->epsilon);
   });
@@ -205,7 +205,7 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
       using K = decltype(kernel);
       using T = typename K::T;
       norm_backward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
-          <<<(unsigned)cuda_ceil_div(teams, block.y), block, 0, cuda_stream(backend)>>>(
+          <<<(unsigned)ceil_div(teams, block.y), block, 0, cuda_stream(backend)>>>(
               data_of<T>(a->dx), partials, data_of<T>(a->dout), data_of<T>(a->x), data_of<T>(a->weight),
               data_of<float>(a->mean), data_of<float>(a->rstd), rows, (int)hidden_size, a->accumulate_dx,
               teams);

@@ -121,7 +121,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
             constexpr int W = decltype(width)::value;
             if (first == end) return;
             adamw_kernel<T, TM, TG, decltype(has_master)::value, W>
-                <<<(unsigned)cuda_ceil_div(end - first, 256 * W), 256, 0, cuda_stream(backend)>>>(
+                <<<(unsigned)ceil_div(end - first, 256 * W), 256, 0, cuda_stream(backend)>>>(
                     data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v),
                     data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end, numbers);
           };
@@ -187,7 +187,7 @@ void cuda_reduce(Backend *backend, const Reduce *a) {
     with_bool(rows_start_aligned(flat, WIDTH<T>), [&](auto wide) {
       with_bool(a->squares, [&](auto squares) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        blocks = (int)cuda_max(1, cuda_min(CUDA_REDUCE_BLOCKS, cuda_ceil_div(count, 256 * W)));
+        blocks = (int)max_i64(1, min_i64(CUDA_REDUCE_BLOCKS, ceil_div(count, 256 * W)));
         reduce_blocks<T, W, decltype(squares)::value>
             <<<(unsigned)blocks, 256, 0, cuda_stream(backend)>>>(partial, data_of<T>(a->x), count);
       });

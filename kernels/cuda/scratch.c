@@ -22,7 +22,7 @@ size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
 static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   int64_t least = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);
   int64_t whole = rows * cuda_lce_tile_columns(1, vocab_size) * (int64_t)sizeof(float);
-  return memory_padded((size_t)cuda_min(whole, cuda_max(least, CUDA_LCE_TILE_BYTES)));
+  return memory_padded((size_t)min_i64(whole, max_i64(least, CUDA_LCE_TILE_BYTES)));
 }
 
 // The tiles of logits; a row's sum so far in double.
@@ -53,7 +53,7 @@ size_t cuda_reduce_scratch(const Reduce *a) {
 // Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest products ask for.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t multiple = 128 / (int64_t)dtype_bytes(dtype);
-  return cuda_ceil_div(vocab_size, multiple) * multiple;
+  return ceil_div(vocab_size, multiple) * multiple;
 }
 
 const BackendScratch cuda_scratch = {.logits_stride = logits_stride,

@@ -121,7 +121,7 @@ static int bits_of(int64_t count) {
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace) {
   int64_t count = x.shape[0], hidden_size = x.shape[1], piece_rows = cuda_segment_piece(count);
-  int64_t pieces = cuda_ceil_div(count, piece_rows);
+  int64_t pieces = ceil_div(count, piece_rows);
   if (count == 0 || hidden_size == 0) return;
   cudaStream_t stream = cuda_stream(backend);
   size_t id_bytes = memory_padded((size_t)count * sizeof(int32_t));
@@ -133,7 +133,7 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
   size_t sort_bytes = cuda_segment_sort_bytes(count), needed = 0;
   void *sort_space = at + cuda_segment_bytes(count, hidden_size) - sort_bytes;
 
-  count_up<<<(unsigned)cuda_ceil_div(count, 256), 256, 0, stream>>>(unsorted, count);
+  count_up<<<(unsigned)ceil_div(count, 256), 256, 0, stream>>>(unsorted, count);
   // IGNORE_INDEX is the lowest id of all; as many low bits as this tell it and the ids above it from any row.
   int bits = bits_of(out.shape[0] - IGNORE_INDEX);
   cuda_check(cub::DeviceRadixSort::SortPairs(nullptr, needed, ids, sorted_ids, unsorted, positions, count, 0,
@@ -151,8 +151,8 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
       using TO = decltype(out_type);
       with_bool(rows_align(x, WIDTH<T>) && rows_align(out, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        int threads = row_threads(cuda_ceil_div(hidden_size, W), 128);
-        dim3 grid((unsigned)pieces, (unsigned)cuda_ceil_div(hidden_size, (int64_t)threads * W));
+        int threads = row_threads(ceil_div(hidden_size, W), 128);
+        dim3 grid((unsigned)pieces, (unsigned)ceil_div(hidden_size, (int64_t)threads * W));
         sum_pieces<TO, T, W><<<grid, threads, 0, stream>>>(data_of<TO>(out), partials, sorted_ids, positions,
                                                            count, piece_rows, data_of<T>(x), x.stride,
                                                            coefficients, alpha, (int)hidden_size, accumulate);

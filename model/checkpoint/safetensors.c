@@ -5,8 +5,8 @@
 #include <string.h>
 
 #include "base/alloc.h"
-#include "base/copy.h"
 #include "base/json.h"
+#include "base/system.h"
 
 // The numbers behind the length are little-endian, as are the machines this program runs on.
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are read as they lie");

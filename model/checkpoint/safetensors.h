@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/reason.h"
+#include "base/fail.h"
 #include "kernels/tensor.h"
 
 enum { SAFETENSORS_RANK = 8, SAFETENSORS_NAME = 256 };

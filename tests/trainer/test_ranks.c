@@ -2,6 +2,7 @@
 // tools/launch on N GPUs) do what one rank does with the same tokens, the same way every time; and what
 // launchers say is understood.
 #include "base/random.h"
+#include "base/system.h"
 #include "kernels/ranks/launch.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"
@@ -15,7 +16,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 // 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
 #define STEPS 6
@@ -431,12 +431,6 @@ static void what_cannot_be_is_refused_once(void **state) {
 
 // --- ends --------------------------------------------------------------------------------------------------
 
-static double now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 // A run that would go on for ever, when it has saved something.
 static Process endless(const char *name) {
   Process p =
@@ -471,13 +465,14 @@ static void a_rank_that_is_gone_ends_the_job(void **state) {
     char name[32];
     snprintf(name, sizeof name, "ended-%zu", i);
     Process p = endless(name);
-    double before = now();
+    double before = now_seconds();
     kill(process_of_rank(&p, ends[i].rank), ends[i].signal);
     Output output = process_finish(&p);
     assert_int_not_equal(output.status, 0);
     assert_says(output.err, ends[i].says);
     assert_int_equal(times(output.err, "lce:"), 1);
-    if (now() - before > ends[i].seconds) fail_msg("it took %.1f s to end: %s", now() - before, output.err);
+    if (now_seconds() - before > ends[i].seconds)
+      fail_msg("it took %.1f s to end: %s", now_seconds() - before, output.err);
     output_free(&output);
     check_usable(name);
   }
@@ -578,10 +573,10 @@ static void tools_launch_starts_and_ends_ranks(void **state) {
   assert_int_equal(times(output.out, "rank "), 3);
   assert_says(output.out, "rank 2 of 3, 2 of 3");
   output_free(&output);
-  double before = now();
+  double before = now_seconds();
   output = launch(3, "sh -c 'test $RANK = 1 && exit 7; exec sleep 100'");
   assert_int_equal(output.status, 7);
-  assert_true(now() - before < 20); // ten seconds to see it themselves
+  assert_true(now_seconds() - before < 20); // ten seconds to see it themselves
   output_free(&output);
   if (getenv("LCE_GPU_RANKS")) return;
   output = launch(3, "%s --device cpu --model llama-tiny --vocab 300 " TEXT, train_program());

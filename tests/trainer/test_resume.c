@@ -1,6 +1,7 @@
 // Whole runs of ./train that stop, are stopped, killed or run out of disk, and go on: every tensor and every
 // logged loss is bitwise what it would have been.
 #include "base/file.h"
+#include "base/system.h"
 #include "model/checkpoint/checkpoint.h"
 #include "tests/data_files.h"
 #include "tests/process.h"
@@ -85,18 +86,12 @@ static void check_same_losses(const char *straight, const char *resumed) {
 
 static double seconds_of_a_run;
 
-static double now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static int run_straight(void **state) {
   if (make_temp_dir(state)) return -1;
-  double start = now();
+  double start = now_seconds();
   succeeds(
       train(RUN "--save %s --save-every 6 --log %s", temp_path("straight"), temp_path("straight.jsonl")));
-  seconds_of_a_run = now() - start;
+  seconds_of_a_run = now_seconds() - start;
   return 0;
 }
 

@@ -307,8 +307,7 @@ static void matmul_exponentials(Backend *backend, const Anchored *a) {
   if (rows.hidden % 8)
     fail("rung 5 copies 8 elements at a time; a hidden size of %d is no multiple", rows.hidden);
   MemoryMark mark = memory_mark(&backend->memory);
-  unsigned down = (unsigned)cuda_ceil_div(rows.rows, TILE),
-           across = (unsigned)cuda_ceil_div(rows.vocab, TILE);
+  unsigned down = (unsigned)ceil_div(rows.rows, TILE), across = (unsigned)ceil_div(rows.vocab, TILE);
   Tensor parts =
       memory_push_2d(&backend->memory, "parts of row sums", MEMORY_HEAD, DTYPE_F32, rows.rows, across);
   matmul_exponentials_kernel<<<dim3(down, across), BLOCK, 0, cuda_stream(backend)>>>(rows,

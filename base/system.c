@@ -1,6 +1,13 @@
-#include "base/copy.h"
+#include "base/system.h"
 
 #include <string.h>
+#include <time.h>
+
+double now_seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 void copy_bytes(void *to, const void *from, size_t bytes) {
   const size_t block = (size_t)256 << 10;

@@ -1,0 +1,36 @@
+// Small functions of integers.
+#ifndef LCE_BASE_INTEGERS_H
+#define LCE_BASE_INTEGERS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+static inline int64_t min_i64(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+static inline int64_t max_i64(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+
+// a / b rounded up, for a >= 0 and b > 0.
+static inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+typedef bool (*Fits)(const void *budget, int64_t count);
+
+// The largest count in [known, above) that fits, where everything up to some count fits and nothing beyond it. `known`
+// fits and is not asked; fits() is called log2(above - known) times.
+static inline int64_t largest_that_fits(Fits fits, const void *budget, int64_t known, int64_t above) {
+  while (above - known > 1) {
+    int64_t middle = known + (above - known) / 2;
+    if (fits(budget, middle))
+      known = middle;
+    else
+      above = middle;
+  }
+  return known;
+}
+
+#endif

@@ -1,0 +1,20 @@
+// The clock, and copies of large blocks.
+#ifndef LCE_BASE_SYSTEM_H
+#define LCE_BASE_SYSTEM_H
+
+#include <stddef.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+double now_seconds(void); // monotonic
+
+// memcpy with all threads where that pays: one thread alone neither saturates the memory's bandwidth nor handles the
+// page faults of a mapped file or of fresh memory fast enough.
+void copy_bytes(void *to, const void *from, size_t bytes);
+
+#if defined(__cplusplus)
+}
+#endif
+#endif
