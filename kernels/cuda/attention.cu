@@ -1,10 +1,57 @@
-// Attention: chooses between our own kernels and cuDNN's (attention.h says how), and among our own.
+// Attention: chooses between our own kernels and cuDNN's (attention.h says how), and among our own; and the table
+// that our tensor-core backward passes read.
 #include "kernels/cuda/attention.h"
 
-#include "kernels/cuda/attention_cudnn.h"
-#include "kernels/cuda/attention_own.h"
-#include "kernels/cuda/attention_scratch.h"
-#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/attention_kernels.h"
+#include "kernels/cuda/attention_mma.cuh"
+
+// delta[b, h, t] = sum_d dout * out, next to the lse of the forward pass (attention_mma.cuh says where). D/8 lanes per
+// row of one head. Memory traffic: dout and out once, 8 bytes per query and head.
+namespace attention {
+
+template <int D>
+static __global__ void statistics_kernel(float *statistics, int *counters, const bf16 *dout, const bf16 *out,
+                                         const float *lse, int64_t dout_stride, int64_t out_stride,
+                                         int64_t lse_stride, int num_heads, int seq_len, int64_t padded_len,
+                                         int64_t rows) {
+  constexpr int LANES = D / 8;
+  if (blockIdx.x == 0 && threadIdx.x < ATTENTION_COUNTERS) counters[threadIdx.x] = 0;
+  // Rows run over [B, padded_len, Q]: the padding is written too.
+  int64_t row = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / LANES;
+  int part = threadIdx.x % LANES, head = (int)(row % num_heads);
+  int64_t t = row / num_heads % padded_len, batch = row / num_heads / padded_len, n = batch * seq_len + t;
+  bool inside = row < rows && t < seq_len;
+  float sum = 0;
+  if (inside) {
+    float x[8], y[8];
+    load(x, dout + n * dout_stride + head * D + part * 8);
+    load(y, out + n * out_stride + head * D + part * 8);
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum += x[i] * y[i];
+  }
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  if (row < rows && part == 0) {
+    float *place = statistics + (batch * num_heads + head) * padded_len * 2 + statistics_place(t);
+    place[0] = inside ? lse[batch * lse_stride + (int64_t)head * seq_len + t] * -LOG2_E : 0;
+    place[STATISTICS_TILE] = inside ? -sum : 0;
+  }
+}
+
+} // namespace attention
+
+void attention_statistics(const AttentionBackward *a, float *statistics, int *counters, cudaStream_t stream) {
+  AttentionShape s = a->shape;
+  int64_t padded_len = ceil_div(s.seq_len, attention::STATISTICS_TILE) * attention::STATISTICS_TILE;
+  int64_t rows = s.batch * padded_len * s.num_heads;
+  unsigned blocks = (unsigned)ceil_div(rows * (s.head_dim / 8), 256);
+  (s.head_dim == 64 ? attention::statistics_kernel<64>
+                    : attention::statistics_kernel<128>)<<<blocks, 256, 0, stream>>>(
+      statistics, counters, data_of<const bf16>(a->dout), data_of<const bf16>(a->out),
+      data_of<const float>(a->lse), a->dout.stride, a->out.stride, a->lse.stride, (int)s.num_heads,
+      (int)s.seq_len, padded_len, rows);
+  cuda_check_launch("attention_backward");
+}
 
 // Whether the tensor-core kernels take this shape.
 static bool takes(AttentionShape s, Tensor qkv, Tensor out) {
@@ -12,11 +59,10 @@ static bool takes(AttentionShape s, Tensor qkv, Tensor out) {
          rows_align(out, 8);
 }
 
-// Says once that cuDNN was asked for and would not.
-static void tell(const char *op, const char *reason) {
-  static bool told = false;
-  if (!told) warn("%s runs on our own kernels rather than cuDNN's: %s", op, reason);
-  told = true;
+static void warn_once(const char *op, const char *reason) {
+  static bool warned = false;
+  if (!warned) warn("%s runs on our own kernels rather than cuDNN's: %s", op, reason);
+  warned = true;
 }
 
 void cuda_attention_forward(Backend *backend, const AttentionForward *a) {
@@ -25,7 +71,7 @@ void cuda_attention_forward(Backend *backend, const AttentionForward *a) {
   if (choice != ATTENTION_OWN) {
     const char *reason = NULL;
     if (attention_cudnn_forward(a, stream, &reason)) return;
-    if (choice == ATTENTION_CUDNN) tell("attention_forward", reason);
+    if (choice == ATTENTION_CUDNN) warn_once("attention_forward", reason);
   }
   if (takes(a->shape, a->qkv, a->out))
     attention_tensor_core_forward(a, stream);
@@ -39,7 +85,7 @@ void cuda_attention_backward(Backend *backend, const AttentionBackward *a) {
   if (choice == ATTENTION_CUDNN) {
     const char *reason = NULL;
     if (attention_cudnn_backward(a, stream, &reason)) return;
-    tell("attention_backward", reason);
+    warn_once("attention_backward", reason);
   }
   float *statistics = data_of<float>(a->workspace);
   if (takes(a->shape, a->qkv, a->out) && rows_align(a->dout, 8) && rows_align(a->dqkv, 8)) {

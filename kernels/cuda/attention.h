@@ -1,7 +1,9 @@
-// Which attention the CUDA backend runs: our own kernels or cuDNN's. Both read and write packed rows as they
-// lie.
+// Which attention the CUDA backend runs, our own kernels or cuDNN's, and the workspace that depends on it. Without a
+// CUDA header: a plan for a GPU asks on machines without CUDA too.
 #ifndef LCE_KERNELS_CUDA_ATTENTION_H
 #define LCE_KERNELS_CUDA_ATTENTION_H
+
+#include "kernels/kernels.h"
 
 #if defined(__cplusplus)
 extern "C" {
@@ -19,6 +21,20 @@ void cuda_attention_select(const char *which);
 
 // Why "cudnn" cannot be selected, or NULL when it can.
 const char *cuda_attention_cudnn_absent(void);
+
+typedef enum { ATTENTION_AUTO, ATTENTION_OWN, ATTENTION_CUDNN } AttentionChoice;
+
+AttentionChoice cuda_attention_choice(void);
+
+// The parts of a backward pass's workspace, in this order.
+typedef struct {
+  size_t statistics; // what the backward pass needs of every query (attention_mma.cuh), or delta
+  size_t counters;
+  size_t dq_sums; // fp32, where cuDNN adds dq up
+  size_t cudnn;   // what cuDNN asks for besides
+} AttentionWorkspace;
+
+AttentionWorkspace cuda_attention_workspace(AttentionShape shape, AttentionChoice choice);
 
 #if defined(__cplusplus)
 }

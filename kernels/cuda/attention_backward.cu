@@ -16,9 +16,8 @@
 //
 // Arithmetic: 14 B Q T^2 D / 2, a kernel with atomics 10; on an H200 190 to 230 TFLOP/s of those 10.
 // Hopper has a faster form of the same plan in attention_backward_hopper.cu.
+#include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
-#include "kernels/cuda/attention_own.h"
-#include "kernels/cuda/attention_statistics.cuh"
 
 namespace attention {
 
@@ -58,16 +57,16 @@ __device__ __forceinline__ void probabilities(float (&s)[M][N / 8][4], float (&d
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float add = TRANSPOSED ? shift[n * 2 + (i & 1)] : shift[m * 2 + (i >> 1)];
-        s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale_log2, add));
+        s[m][n][i] = exp2_approx(fmaf(s[m][n][i], scale_log2, add));
         dp[m][n][i] *= s[m][n][i];
       }
 }
 
 __device__ __forceinline__ void to_operand(uint32_t r[4], const float (&left)[4], const float (&right)[4]) {
-  r[0] = pack(left[0], left[1]);
-  r[1] = pack(left[2], left[3]);
-  r[2] = pack(right[0], right[1]);
-  r[3] = pack(right[2], right[3]);
+  r[0] = pack_bf16(left[0], left[1]);
+  r[1] = pack_bf16(left[2], left[3]);
+  r[2] = pack_bf16(right[0], right[1]);
+  r[3] = pack_bf16(right[2], right[3]);
 }
 
 // --- dk and dv ---------------------------------------------------------------------------------------------
@@ -191,8 +190,8 @@ __global__ void __launch_bounds__(WARPS * 32, 8 / WARPS) key_kernel(BackwardArgu
   // The warp's parts of k's and v's tiles are free: it alone reads them.
   __syncwarp();
   bf16 *dk_rows = a.dqkv + first_row * a.dqkv_stride + (a.num_heads + key_value_head) * D;
-  store_rows<M, D>(dk, a.scale, k_tile, dk_rows, a.dqkv_stride, first_key, T);
-  store_rows<M, D>(dv, 1.0f, v_tile, dk_rows + a.num_key_value_heads * D, a.dqkv_stride, first_key, T);
+  store_tile_rows<M, D>(dk, a.scale, k_tile, dk_rows, a.dqkv_stride, first_key, T);
+  store_tile_rows<M, D>(dv, 1.0f, v_tile, dk_rows + a.num_key_value_heads * D, a.dqkv_stride, first_key, T);
 }
 
 // --- dq ----------------------------------------------------------------------------------------------------
@@ -301,8 +300,8 @@ __global__ void __launch_bounds__(128, 2) query_kernel(BackwardArguments a) {
 
   // The warp's part of q's tile is free: it alone reads it.
   __syncwarp();
-  store_rows<M, D>(dq, a.scale, q_tile, a.dqkv + first_row * a.dqkv_stride + head * D, a.dqkv_stride,
-                   first_query, T);
+  store_tile_rows<M, D>(dq, a.scale, q_tile, a.dqkv + first_row * a.dqkv_stride + head * D, a.dqkv_stride,
+                        first_query, T);
 }
 
 // --- launches ----------------------------------------------------------------------------------------------

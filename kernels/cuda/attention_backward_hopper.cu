@@ -1,36 +1,37 @@
-// Attention, backward, for Hopper: attention_backward.cu's two passes with wgmma and bulk copies.
+// Attention, backward, for Hopper: attention_backward.cu's two passes with wgmma and TMA, warp-specialised.
 //
-// The two passes are one kernel. Each warpgroup owns 64 rows of two resident operands, and 64-row tiles of
-// two others are streamed past the two or three warpgroups of a block:
-//              resident      streamed      S and dP          sums
+// The two passes are one kernel. Each consumer warpgroup owns 64 rows of two resident operands, and 64-row tiles of
+// two others are streamed past the two or three consumers of a CTA:
+//              resident      streamed      S and dP          accumulators
 //   key pass   k, v          q, dout       S^T, dP^T         dv += P^T dout, dk += dS^T q
 //   query pass q, dout       k, v          S, dP             dq += dS k
-// In both, S = resident0 streamed0^T and dP = resident1 streamed1^T, and P and dS, rounded to bf16 in
-// registers, are A operands of the products that follow. Bulk copies alone write to shared memory.
+// In both, S = resident0 streamed0^T and dP = resident1 streamed1^T, and P and dS, rounded to bf16 in registers, are
+// A operands of the GEMMs that follow. Only TMA writes to shared memory.
 //
-// One more warpgroup does the copies: one thread takes work from a counter, waits for buffers to come free,
-// and keeps up to STAGES tiles in flight. Which block does which work varies from run to run; what a piece of
-// work computes does not. While one warpgroup exponentiates, the others' products keep the tensor cores busy,
-// and where registers allow a warpgroup's products of one step run under its exponentials of the next.
+// One thread of a producer warpgroup takes work tiles from a counter, waits for empty stages and keeps up to STAGES
+// tiles in flight. Which CTA does which work tile varies from run to run; what a tile computes does not. While one
+// consumer exponentiates, the others' MMAs keep the tensor cores busy, and where registers allow a consumer's MMAs of
+// one step run under its exponentials of the next.
 //
-// On an H200 the tensor cores are busy 54% (key pass) and 72% (query pass) of the time for heads of 64 at
-// T 4096, 79% and 94% for heads of 128 at T 8192.
-#include "kernels/cuda/attention_hopper.cuh"
-#include "kernels/cuda/attention_own.h"
-#include "kernels/cuda/attention_statistics.cuh"
+// On an H200 the tensor cores are busy 54% (key pass) and 72% (query pass) of the time for heads of 64 at T 4096, 79%
+// and 94% for heads of 128 at T 8192.
+#include "kernels/cuda/attention_kernels.h"
+#include "kernels/cuda/attention_mma.cuh"
+#include "kernels/cuda/hopper_ptx.cuh"
 
 namespace attention {
 
 constexpr int TILE = 64;
+enum { TILE_BYTES = TILE * 128 }; // of 64 rows; a head of 128 is two tiles, 64 columns each
 static_assert(TILE == STATISTICS_TILE, "a streamed tile of queries comes with one piece of statistics");
 
-// The form that a pass takes: heads of D numbers, WARPGROUPS consumers of 64 rows each.
-template <int D_, bool KEY_PASS_, int WARPGROUPS_, bool OVERLAP_> struct Form {
+// A pass: heads of D elements, WARPGROUPS consumers of 64 rows each.
+template <int D_, bool KEY_PASS_, int WARPGROUPS_, bool OVERLAP_> struct PassTraits {
   static constexpr int D = D_, WARPGROUPS = WARPGROUPS_, ROWS = WARPGROUPS * TILE;
   static constexpr bool KEY_PASS = KEY_PASS_;
-  // Whether the products of one step run under the exponentials of the next. That takes more registers.
+  // Whether the MMAs of one step run under the exponentials of the next. That takes more registers.
   static constexpr bool OVERLAP = OVERLAP_;
-  // Registers of a consumer's thread; the producer's have 24, and a multiprocessor has 65,536.
+  // Of a consumer's thread; the producer's have 24, and an SM has 65,536.
   static constexpr int REGISTERS = WARPGROUPS == 2 ? 240 : 160;
 };
 
@@ -46,13 +47,13 @@ struct HopperArguments {
   float scale, scale_log2;
 };
 
-// One piece of work: ROWS rows of one head.
-struct Work {
+// ROWS rows of one head.
+struct WorkTile {
   int block, head, batch; // the head of the pass: a key/value head or a query head
 };
 
-// Heads by groups that fit in the L2 cache; within a group the longest pieces first.
-template <class F> __device__ __forceinline__ Work work_at(const HopperArguments &a, int index) {
+// Heads by groups that fit in the L2 cache; within a group the longest tiles first.
+template <class F> __device__ __forceinline__ WorkTile work_tile(const HopperArguments &a, int index) {
   int group = index / (a.heads_at_a_time * a.blocks), place = index % (a.heads_at_a_time * a.blocks);
   int first_head = group * a.heads_at_a_time, heads = min(a.heads_at_a_time, a.heads - first_head);
   int head = first_head + place % heads, block = place / heads;
@@ -60,18 +61,18 @@ template <class F> __device__ __forceinline__ Work work_at(const HopperArguments
   return {F::KEY_PASS ? block : a.blocks - 1 - block, head % per_batch, head / per_batch};
 }
 
-// The streamed tiles of a piece of work: [first, end) of each of `heads` query heads.
+// The streamed tiles of a work tile: [first, end) of each of `heads` query heads.
 struct Tiles {
   int first, end, heads;
 };
 
-template <class F> __device__ __forceinline__ Tiles tiles_of(const HopperArguments &a, Work w) {
+template <class F> __device__ __forceinline__ Tiles tiles_of(const HopperArguments &a, WorkTile w) {
   int all = (a.seq_len + TILE - 1) / TILE;
   if (F::KEY_PASS) return {w.block * F::WARPGROUPS, all, a.num_heads / a.num_key_value_heads};
   return {0, min(all, (w.block + 1) * F::WARPGROUPS), 1};
 }
 
-template <class F> struct HopperShared {
+template <class F> struct SharedStorage {
   static constexpr int D = F::D, ROWS = F::ROWS, HALVES = D / 64; // tiles of 64 columns per row
   static constexpr int RESIDENT = D == 64 ? 2 : 1;                // buffers of resident operands
   static constexpr int STAGES = D == 64 ? 4 : 3;                  // buffers of streamed tiles
@@ -83,9 +84,9 @@ template <class F> struct HopperShared {
 };
 
 template <class F>
-__device__ __forceinline__ void produce(HopperShared<F> &shared, const CUtensorMap *qkv,
+__device__ __forceinline__ void produce(SharedStorage<F> &shared, const CUtensorMap *qkv,
                                         const CUtensorMap *dout, const HopperArguments &a) {
-  using Shared = HopperShared<F>;
+  using Shared = SharedStorage<F>;
   constexpr int HALVES = Shared::HALVES, ROWS = F::ROWS;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int first_key = a.num_heads, first_value = first_key + a.num_key_value_heads,
@@ -93,73 +94,46 @@ __device__ __forceinline__ void produce(HopperShared<F> &shared, const CUtensorM
   int stage = 0, phase = 0;
   for (int n = 0, index = blockIdx.x;; n++) {
     const int slot = n % Shared::RESIDENT;
-    barrier_wait(&shared.resident_free[slot], (n / Shared::RESIDENT & 1) ^ 1);
+    mbarrier_wait(&shared.resident_free[slot], (n / Shared::RESIDENT & 1) ^ 1);
     shared.work[slot] = index;
     if (index >= a.work) {
-      barrier_arrive(&shared.resident_full[slot]);
+      mbarrier_arrive(&shared.resident_full[slot]);
       return;
     }
-    const Work w = work_at<F>(a, index);
+    const WorkTile w = work_tile<F>(a, index);
     const Tiles tiles = tiles_of<F>(a, w);
-    barrier_expect(&shared.resident_full[slot], sizeof shared.resident[slot]);
+    mbarrier_arrive_expect_tx(&shared.resident_full[slot], sizeof shared.resident[slot]);
     for (int half = 0; half < HALVES; half++)
       for (int part = 0; part < ROWS / TILE; part++) {
         uint32_t x0 = shared_address(shared.resident[slot][0][half]) + part * TILE_BYTES;
         uint32_t x1 = shared_address(shared.resident[slot][1][half]) + part * TILE_BYTES;
         int token = w.block * ROWS + part * TILE;
-        bulk_tile(x0, qkv, &shared.resident_full[slot], half * 64, w.head + (KEY_PASS ? first_key : 0), token,
-                  w.batch);
-        bulk_tile(x1, KEY_PASS ? qkv : dout, &shared.resident_full[slot], half * 64,
-                  w.head + (KEY_PASS ? first_value : 0), token, w.batch);
+        tma_load_4d(x0, qkv, &shared.resident_full[slot], half * 64, w.head + (KEY_PASS ? first_key : 0),
+                    token, w.batch);
+        tma_load_4d(x1, KEY_PASS ? qkv : dout, &shared.resident_full[slot], half * 64,
+                    w.head + (KEY_PASS ? first_value : 0), token, w.batch);
       }
     for (int h = 0; h < tiles.heads; h++)
       for (int tile = tiles.first; tile < tiles.end; tile++) {
         const int head = KEY_PASS ? w.head * group + h : w.head / group; // whose rows are streamed
-        barrier_wait(&shared.free[stage], phase ^ 1);
-        barrier_expect(&shared.full[stage],
-                       sizeof shared.streamed[stage] + (KEY_PASS ? sizeof shared.statistics[stage] : 0));
+        mbarrier_wait(&shared.free[stage], phase ^ 1);
+        mbarrier_arrive_expect_tx(&shared.full[stage], sizeof shared.streamed[stage] +
+                                                           (KEY_PASS ? sizeof shared.statistics[stage] : 0));
         for (int half = 0; half < HALVES; half++) {
           uint32_t y0 = shared_address(shared.streamed[stage][0][half]);
           uint32_t y1 = shared_address(shared.streamed[stage][1][half]);
-          bulk_tile(y0, qkv, &shared.full[stage], half * 64, head + (KEY_PASS ? 0 : first_key), tile * TILE,
-                    w.batch);
-          bulk_tile(y1, KEY_PASS ? dout : qkv, &shared.full[stage], half * 64,
-                    head + (KEY_PASS ? 0 : first_value), tile * TILE, w.batch);
+          tma_load_4d(y0, qkv, &shared.full[stage], half * 64, head + (KEY_PASS ? 0 : first_key), tile * TILE,
+                      w.batch);
+          tma_load_4d(y1, KEY_PASS ? dout : qkv, &shared.full[stage], half * 64,
+                      head + (KEY_PASS ? 0 : first_value), tile * TILE, w.batch);
         }
         if (KEY_PASS)
-          bulk_bytes(shared.statistics[stage],
-                     statistics_of(a.statistics, w.batch * a.num_heads + head, a.seq_len) + tile * (2 * TILE),
-                     sizeof shared.statistics[stage], &shared.full[stage]);
+          bulk_load(shared.statistics[stage],
+                    statistics_of(a.statistics, w.batch * a.num_heads + head, a.seq_len) + tile * (2 * TILE),
+                    sizeof shared.statistics[stage], &shared.full[stage]);
         if (++stage == Shared::STAGES) stage = 0, phase ^= 1;
       }
     index = gridDim.x + atomicAdd(a.counter, 1);
-  }
-}
-
-// This warp's [16, D] sums, times `factor`, as rows of a matrix, through its rows of a resident operand.
-template <int D, int ROWS>
-__device__ __forceinline__ void store_sums(const float (&sums)[D / 2], float factor, uint32_t tile,
-                                           bf16 *matrix, int64_t stride, int row, int limit) {
-  constexpr int CHUNKS = D / 8;
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  auto place = [=](int r, int c) { return tile + c / 8 * (ROWS * 128) + r * 128 + ((c % 8) ^ (r & 7)) * 16; };
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(place(half * 8 + g, c) + q * 4),
-                   "r"(pack(sums[c * 4 + 2 * half] * factor, sums[c * 4 + 2 * half + 1] * factor))
-                   : "memory");
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 16 * CHUNKS / 32; i++) {
-    int index = i * 32 + lane, r = index / CHUNKS, c = index % CHUNKS;
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(place(r, c))
-                 : "memory");
-    if (row + r < limit) *reinterpret_cast<uint4 *>(matrix + (row + r) * stride + c * 8) = v;
   }
 }
 
@@ -176,69 +150,69 @@ __device__ __forceinline__ void scores(float (&d)[TILE / 2], uint32_t x, uint32_
 template <int D>
 __device__ __forceinline__ void accumulate(float (&d)[D / 2], const uint32_t (&p)[TILE / 16][4], uint32_t y) {
 #pragma unroll
-  for (int i = 0; i < TILE / 16; i++) wgmma<true>(d, p[i], y + i * (16 * 128 / 16), true);
+  for (int i = 0; i < TILE / 16; i++) wgmma<D>(d, p[i], y + i * (16 * 128 / 16), true);
 }
 
 __device__ __forceinline__ void to_operands(uint32_t (&r)[TILE / 16][4], const float (&x)[TILE / 2]) {
 #pragma unroll
   for (int i = 0; i < TILE / 16; i++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) r[i][j] = pack(x[i * 8 + 2 * j], x[i * 8 + 2 * j + 1]);
+    for (int j = 0; j < 4; j++) r[i][j] = pack_bf16(x[i * 8 + 2 * j], x[i * 8 + 2 * j + 1]);
 }
 
 // Where a consumer warp stands in the ring of streamed tiles.
-template <class F> struct Ring {
-  HopperShared<F> &shared;
+template <class F> struct PipelineState {
+  SharedStorage<F> &shared;
   int stage, phase;
 
   // The next tile's stage, once the tile is there.
   __device__ __forceinline__ int take() {
     int now = stage;
-    barrier_wait(&shared.full[now], phase);
-    if (++stage == HopperShared<F>::STAGES) stage = 0, phase ^= 1;
+    mbarrier_wait(&shared.full[now], phase);
+    if (++stage == SharedStorage<F>::STAGES) stage = 0, phase ^= 1;
     return now;
   }
   __device__ __forceinline__ void release(int which) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(&shared.free[which]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.free[which]);
   }
 };
 
 template <class F>
-__device__ __forceinline__ void consume(HopperShared<F> &shared, const HopperArguments &a) {
-  using Shared = HopperShared<F>;
+__device__ __forceinline__ void consume(SharedStorage<F> &shared, const HopperArguments &a) {
+  using Shared = SharedStorage<F>;
   constexpr int D = F::D, ROWS = F::ROWS;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
             g = lane / 4, q = lane % 4;
-  Ring<F> ring = {shared, 0, 0};
+  PipelineState<F> pipeline = {shared, 0, 0};
   float s[TILE / 2] = {}, dp[TILE / 2] = {};
   float first[D / 2], second[KEY_PASS ? D / 2 : 2]; // dk and dv, or dq
   uint32_t p[KEY_PASS ? TILE / 16 : 1][4], ds[TILE / 16][4];
 
   for (int n = 0;; n++) {
     const int slot = n % Shared::RESIDENT;
-    barrier_wait(&shared.resident_full[slot], n / Shared::RESIDENT & 1);
+    mbarrier_wait(&shared.resident_full[slot], n / Shared::RESIDENT & 1);
     const int index = uniform(shared.work[slot]);
     if (index >= a.work) return;
-    const Work w = work_at<F>(a, index);
+    const WorkTile w = work_tile<F>(a, index);
     const Tiles tiles = tiles_of<F>(a, w);
-    const int own_row = w.block * ROWS + group * TILE; // the warpgroup's first
+    const int first_row = w.block * ROWS + group * TILE; // the warpgroup's first
     const uint32_t x0 = uniform(shared_address(shared.resident[slot][0]) + group * TILE_BYTES);
     const uint32_t x1 = x0 + sizeof shared.resident[0][0];
     // Of each query head's tiles the warpgroup works on all but `before` at the start and `after` at the end.
-    const int own_tile = own_row / TILE;
-    const int before = KEY_PASS ? min(own_tile, tiles.end) - tiles.first : 0;
-    const int after = KEY_PASS ? 0 : tiles.end - (own_row < a.seq_len ? own_tile + 1 : 0);
+    const int first_tile = first_row / TILE;
+    const int before = KEY_PASS ? min(first_tile, tiles.end) - tiles.first : 0;
+    const int after = KEY_PASS ? 0 : tiles.end - (first_row < a.seq_len ? first_tile + 1 : 0);
     const int visible = tiles.end - tiles.first - before - after, steps = tiles.heads * visible;
 
-    float own_shift[2] = {}, own_minus_delta[2] = {};
+    float row_shift[2] = {}, row_minus_delta[2] = {};
     if constexpr (!KEY_PASS) {
       const float *statistics = statistics_of(a.statistics, w.batch * a.num_heads + w.head, a.seq_len);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        int t = own_row + warp * 16 + half * 8 + g;
-        own_shift[half] = t < a.seq_len ? statistics[statistics_place(t)] : 0;
-        own_minus_delta[half] = t < a.seq_len ? statistics[statistics_place(t) + TILE] : 0;
+        int t = first_row + warp * 16 + half * 8 + g;
+        row_shift[half] = t < a.seq_len ? statistics[statistics_place(t)] : 0;
+        row_minus_delta[half] = t < a.seq_len ? statistics[statistics_place(t) + TILE] : 0;
       }
     }
 #pragma unroll
@@ -251,14 +225,14 @@ __device__ __forceinline__ void consume(HopperShared<F> &shared, const HopperArg
     auto streamed = [&](int stage) {
       return uniform(shared_address(shared.streamed) + stage * (uint32_t)sizeof shared.streamed[0]);
     };
-    // Takes the step's tile and sets S and dP off, in two groups.
+    // Waits for the step's tile and starts S and dP, in two wgmma groups.
     auto begin = [&](int step) {
       if (KEY_PASS && step % visible == 0)
-        for (int i = 0; i < before; i++) ring.release(ring.take());
-      const int stage = ring.take();
+        for (int i = 0; i < before; i++) pipeline.release(pipeline.take());
+      const int stage = pipeline.take();
 #pragma unroll
       for (int j = 0; j < TILE / 8; j++) {
-        float2 start = make_float2(own_minus_delta[0], own_minus_delta[1]);
+        float2 start = make_float2(row_minus_delta[0], row_minus_delta[1]);
         if constexpr (KEY_PASS)
           start = *reinterpret_cast<const float2 *>(&shared.statistics[stage][1][j * 8 + 2 * q]);
         dp[j * 4] = start.x;
@@ -266,19 +240,19 @@ __device__ __forceinline__ void consume(HopperShared<F> &shared, const HopperArg
         dp[j * 4 + 2] = KEY_PASS ? start.x : start.y;
         dp[j * 4 + 3] = start.y;
       }
-      pin(dp);
+      wgmma_fence_operand(dp);
       const uint32_t y = streamed(stage);
-      products_begin();
-      scores<D, ROWS>(s, operand_by_rows(x0), operand_by_rows(y), false);
-      products_commit();
-      scores<D, ROWS>(dp, operand_by_rows(x1), operand_by_rows(y + sizeof shared.streamed[0][0]), true);
-      products_commit();
+      wgmma_fence();
+      scores<D, ROWS>(s, descriptor_k_major(x0), descriptor_k_major(y), false);
+      wgmma_commit();
+      scores<D, ROWS>(dp, descriptor_k_major(x1), descriptor_k_major(y + sizeof shared.streamed[0][0]), true);
+      wgmma_commit();
       return stage;
     };
     // s = S becomes P.
     auto exponentiate = [&](int step, int stage) {
-      pin(s);
-      if (KEY_PASS ? step % visible == 0 : step == own_tile) { // the diagonal
+      wgmma_fence_operand(s);
+      if (KEY_PASS ? step % visible == 0 : step == first_tile) { // the diagonal
 #pragma unroll
         for (int i = 0; i < TILE / 2; i++) {
           int r = warp * 16 + (i >> 1 & 1) * 8 + g, c = i / 4 * 8 + 2 * q + (i & 1);
@@ -292,54 +266,54 @@ __device__ __forceinline__ void consume(HopperShared<F> &shared, const HopperArg
           shift = *reinterpret_cast<const float2 *>(&shared.statistics[stage][0][j * 8 + 2 * q]);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          s[j * 4 + i] = exp2_fast(
-              fmaf(s[j * 4 + i], a.scale_log2, KEY_PASS ? (i & 1 ? shift.y : shift.x) : own_shift[i >> 1]));
+          s[j * 4 + i] = exp2_approx(
+              fmaf(s[j * 4 + i], a.scale_log2, KEY_PASS ? (i & 1 ? shift.y : shift.x) : row_shift[i >> 1]));
       }
     };
     auto round_p = [&]() {
-      if constexpr (KEY_PASS) to_operands(p, s), pin(p);
+      if constexpr (KEY_PASS) to_operands(p, s), wgmma_fence_operand(p);
     };
     auto round_ds = [&]() {
-      pin(dp);
+      wgmma_fence_operand(dp);
 #pragma unroll
       for (int i = 0; i < TILE / 2; i++) dp[i] *= s[i];
       to_operands(ds, dp);
-      pin(ds);
+      wgmma_fence_operand(ds);
     };
     auto add_dv = [&](int stage) {
       if constexpr (KEY_PASS) {
-        products_begin();
+        wgmma_fence();
         accumulate<D>(second, p,
-                      operand_by_columns(streamed(stage) + sizeof shared.streamed[0][0], TILE_BYTES));
-        products_commit();
+                      descriptor_mn_major(streamed(stage) + sizeof shared.streamed[0][0], TILE_BYTES));
+        wgmma_commit();
       }
     };
     auto add_dk_or_dq = [&](int stage) {
-      products_begin();
-      accumulate<D>(first, ds, operand_by_columns(streamed(stage), TILE_BYTES));
-      products_commit();
+      wgmma_fence();
+      accumulate<D>(first, ds, descriptor_mn_major(streamed(stage), TILE_BYTES));
+      wgmma_commit();
     };
     auto finish = [&](int stage) {
-      products_wait<0>();
-      pin(first);
-      if constexpr (KEY_PASS) pin(second);
-      ring.release(stage);
+      wgmma_wait<0>();
+      wgmma_fence_operand(first);
+      if constexpr (KEY_PASS) wgmma_fence_operand(second);
+      pipeline.release(stage);
     };
 
     if (steps == 0) {
-      for (int i = 0; i < tiles.heads * before; i++) ring.release(ring.take());
+      for (int i = 0; i < tiles.heads * before; i++) pipeline.release(pipeline.take());
     } else if constexpr (F::OVERLAP) {
       int stage = begin(0);
-      products_wait<1>(); // s
+      wgmma_wait<1>(); // s
       exponentiate(0, stage);
-      products_wait<0>();
+      wgmma_wait<0>();
       round_p();
       round_ds();
       for (int step = 1; step < steps; step++) {
         const int next = begin(step);
         add_dv(stage);
         add_dk_or_dq(stage);
-        products_wait<KEY_PASS ? 3 : 2>(); // s
+        wgmma_wait<KEY_PASS ? 3 : 2>(); // s
         exponentiate(step, next);
         finish(stage);
         round_p();
@@ -352,59 +326,65 @@ __device__ __forceinline__ void consume(HopperShared<F> &shared, const HopperArg
     } else {
       for (int step = 0; step < steps; step++) {
         const int stage = begin(step);
-        products_wait<1>(); // s
+        wgmma_wait<1>(); // s
         exponentiate(step, stage);
         round_p();
         add_dv(stage);
-        products_wait<KEY_PASS ? 1 : 0>(); // dp
+        wgmma_wait<KEY_PASS ? 1 : 0>(); // dp
         round_ds();
         add_dk_or_dq(stage);
         finish(stage);
       }
     }
-    for (int i = 0; i < after; i++) ring.release(ring.take());
+    for (int i = 0; i < after; i++) pipeline.release(pipeline.take());
 
-    // All four warps are done with the resident operands, and their rows can take the results.
+    // All four warps have read the resident operands, and their rows can take the results.
     asm volatile("bar.sync %0, 128;\n" ::"r"(group + 1) : "memory");
-    const int row = own_row + warp * 16;
+    const int row = first_row + warp * 16;
     bf16 *rows = a.dqkv + (int64_t)w.batch * a.seq_len * a.dqkv_stride + w.head * D;
+    auto store = [&](const float(&sums)[D / 2], float scale, uint32_t x, bf16 *matrix) {
+      const uint32_t buffer = x + warp * 16 * 128; // the warp's rows of a resident operand
+      store_rows<1, D>(
+          [&](int, int n, int i) { return sums[n * 4 + i]; }, scale,
+          [=](int r, int c) { return buffer + c / 8 * (ROWS * 128) + r * 128 + ((c % 8) ^ (r & 7)) * 16; },
+          matrix, a.dqkv_stride, row, a.seq_len);
+    };
     if constexpr (KEY_PASS) {
       rows += a.num_heads * D;
-      store_sums<D, ROWS>(second, 1, x1 + warp * 16 * 128, rows + a.num_key_value_heads * D, a.dqkv_stride,
-                          row, a.seq_len);
+      store(second, 1, x1, rows + a.num_key_value_heads * D);
     }
-    store_sums<D, ROWS>(first, a.scale, x0 + warp * 16 * 128, rows, a.dqkv_stride, row, a.seq_len);
-    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); // bulk copies write there next
+    store(first, a.scale, x0, rows);
+    fence_proxy_async(); // TMA writes there next
     __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.resident_free[slot]);
+    if (lane == 0) mbarrier_arrive(&shared.resident_free[slot]);
   }
 }
 
 template <class F>
 __global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
-    hopper_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout,
-                  HopperArguments a) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Shared = HopperShared<F>;
+    hopper_backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout,
+                           HopperArguments a) {
+#if defined(HOPPER_CODE)
+  using Shared = SharedStorage<F>;
   extern __shared__ unsigned char shared_bytes[];
   Shared &shared = *reinterpret_cast<Shared *>(((uintptr_t)shared_bytes + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::RESIDENT; i++) {
-      barrier_create(&shared.resident_full[i], 1);
-      barrier_create(&shared.resident_free[i], F::WARPGROUPS * 4); // every warp
+      mbarrier_init(&shared.resident_full[i], 1);
+      mbarrier_init(&shared.resident_free[i], F::WARPGROUPS * 4); // every warp
     }
     for (int i = 0; i < Shared::STAGES; i++) {
-      barrier_create(&shared.full[i], 1);
-      barrier_create(&shared.free[i], F::WARPGROUPS * 4);
+      mbarrier_init(&shared.full[i], 1);
+      mbarrier_init(&shared.free[i], F::WARPGROUPS * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    mbarrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x / 128 == F::WARPGROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;\n");
+    setmaxnreg_dec<24>();
     if (threadIdx.x == F::WARPGROUPS * 128) produce(shared, &qkv, &dout, a);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(F::REGISTERS));
+    setmaxnreg_inc<F::REGISTERS>();
     consume(shared, a);
   }
 #endif
@@ -412,32 +392,23 @@ __global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
 
 // --- launches ----------------------------------------------------------------------------------------------
 
-// [batch, token, head, number] in boxes of 64 tokens and 64 numbers of one head.
+// [batch, token, head, element] in tiles of 64 tokens and 64 elements of one head.
 static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads) {
   static PFN_cuTensorMapEncodeTiled_v12000 encode;
-  if (!encode) {
-    void *found = NULL;
-    cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    if (!found || result != cudaDriverEntryPointSuccess) return false;
-    encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
-  }
+  if (!encode) encode = tma_encoder();
+  if (!encode) return false;
   cuuint64_t dims[4] = {(cuuint64_t)s.head_dim, (cuuint64_t)heads, (cuuint64_t)s.seq_len,
                         (cuuint64_t)s.batch};
   cuuint64_t strides[3] = {(cuuint64_t)s.head_dim * 2, (cuuint64_t)t.stride * 2,
                            (cuuint64_t)s.seq_len * (cuuint64_t)t.stride * 2};
-  cuuint32_t box[4] = {64, 1, TILE, 1}, steps[4] = {1, 1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, dims, strides, box, steps,
+  cuuint32_t tile[4] = {64, 1, TILE, 1}, steps[4] = {1, 1, 1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, dims, strides, tile, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <class F>
-static void launch(const CUtensorMap &qkv, const CUtensorMap &dout, HopperArguments a, int multiprocessors,
+static void launch(const CUtensorMap &qkv, const CUtensorMap &dout, HopperArguments a, int sms,
                    cudaStream_t stream) {
   a.blocks = (int)ceil_div(a.seq_len, F::ROWS);
   a.heads = a.batch * (F::KEY_PASS ? a.num_key_value_heads : a.num_heads);
@@ -446,31 +417,25 @@ static void launch(const CUtensorMap &qkv, const CUtensorMap &dout, HopperArgume
   int64_t streams = F::KEY_PASS ? a.num_heads / a.num_key_value_heads : 1;
   a.heads_at_a_time = (int)max_i64(1, min_i64(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
   if (!F::KEY_PASS) a.counter++;
-  int bytes = sizeof(HopperShared<F>) + 1024;
-  auto kernel = hopper_kernel<F>;
+  int bytes = sizeof(SharedStorage<F>) + 1024;
+  auto kernel = hopper_backward_kernel<F>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  kernel<<<(unsigned)min_i64(multiprocessors, a.work), (F::WARPGROUPS + 1) * 128, bytes, stream>>>(qkv, dout,
-                                                                                                   a);
+  kernel<<<(unsigned)min_i64(sms, a.work), (F::WARPGROUPS + 1) * 128, bytes, stream>>>(qkv, dout, a);
 }
 
 // What was fastest on an H200 of the forms that fit in the registers.
-using Key64 = Form<64, true, 2, true>;
-using Query64 = Form<64, false, 3, true>;
-using Key128 = Form<128, true, 2, false>;
-using Query128 = Form<128, false, 3, false>;
+using Key64 = PassTraits<64, true, 2, true>;
+using Query64 = PassTraits<64, false, 3, true>;
+using Key128 = PassTraits<128, true, 2, false>;
+using Query128 = PassTraits<128, false, 3, false>;
 
 // 0 when the device is not a Hopper or the program was built without code for it.
-static int hopper_multiprocessors() {
-  int device, major, minor, count;
-  cudaFuncAttributes attributes;
+static int hopper_sms() {
+  int device = 0, count = 0;
+  if (!hopper_has_code((const void *)hopper_backward_kernel<Key64>)) return 0;
   cuda_check(cudaGetDevice(&device), "asking for the device");
-  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-             "asking for its kind");
-  cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
-             "asking for its kind");
   cuda_check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "asking for its size");
-  cuda_check(cudaFuncGetAttributes(&attributes, hopper_kernel<Key64>), "asking for a kernel's attributes");
-  return major == 9 && minor == 0 && attributes.binaryVersion == 90 ? count : 0;
+  return count;
 }
 
 } // namespace attention
@@ -478,9 +443,9 @@ static int hopper_multiprocessors() {
 bool attention_hopper_backward(const AttentionBackward *b, const float *statistics, int *counters,
                                cudaStream_t stream) {
   using namespace attention;
-  static int multiprocessors = -1; // 0: not to be used
-  if (multiprocessors < 0) multiprocessors = hopper_multiprocessors();
-  if (!multiprocessors) return false;
+  static int sms = -1; // 0: not to be used
+  if (sms < 0) sms = hopper_sms();
+  if (!sms) return false;
   AttentionShape s = b->shape;
   CUtensorMap qkv, dout;
   if (!describe(&qkv, b->qkv, s, s.num_heads + 2 * s.num_key_value_heads) ||
@@ -494,11 +459,11 @@ bool attention_hopper_backward(const AttentionBackward *b, const float *statisti
   a.num_heads = (int)s.num_heads, a.num_key_value_heads = (int)s.num_key_value_heads;
   a.scale = scale, a.scale_log2 = scale * LOG2_E;
   if (s.head_dim == 64) {
-    launch<Key64>(qkv, dout, a, multiprocessors, stream);
-    launch<Query64>(qkv, dout, a, multiprocessors, stream);
+    launch<Key64>(qkv, dout, a, sms, stream);
+    launch<Query64>(qkv, dout, a, sms, stream);
   } else {
-    launch<Key128>(qkv, dout, a, multiprocessors, stream);
-    launch<Query128>(qkv, dout, a, multiprocessors, stream);
+    launch<Key128>(qkv, dout, a, sms, stream);
+    launch<Query128>(qkv, dout, a, sms, stream);
   }
   cuda_check_launch("attention_backward");
   return true;

@@ -6,8 +6,8 @@
 // Nothing between the operations ever exists in memory: those tensors are "virtual". Tensors are
 // [batch, head, token, D] with strides, so packed qkv rows are read and written where they lie.
 //
-// A plan is made once per shape and kept. The workspace is the door's: see attention_scratch.c.
-#include "kernels/cuda/attention_cudnn.h"
+// A plan is made once per shape and kept. attention_scratch.c gives the workspace.
+#include "kernels/cuda/attention_kernels.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -36,7 +36,7 @@ bool attention_cudnn_backward(const AttentionBackward *a, cudaStream_t stream, c
 #include <math.h>
 #include <string.h>
 
-#include "kernels/cuda/attention_scratch.h"
+#include "kernels/cuda/attention.h"
 
 const char *attention_cudnn_absent(void) {
   return cudnnGetVersion() >= 91000 ? NULL : "the cuDNN found is older than 9.10";

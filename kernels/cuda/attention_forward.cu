@@ -8,8 +8,8 @@
 //
 // Memory traffic: q and out once, k and v once per 128 queries, mostly from L2. Arithmetic: 4 B Q T^2 D / 2.
 // On an H200: 240 TFLOP/s at T 1024 and 295 at T 4096 for heads of 64, 335 at T 32768 for heads of 128.
+#include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
-#include "kernels/cuda/attention_own.h"
 
 namespace attention {
 
@@ -56,13 +56,13 @@ __device__ __forceinline__ void softmax_step(float (&s)[M][KEYS / 8][4], float (
         largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      float rescale = exp2_fast((row.max[m][half] - largest) * scale_log2);
+      float rescale = exp2_approx((row.max[m][half] - largest) * scale_log2);
       float shift = largest * scale_log2, total = 0;
 #pragma unroll
       for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; i++) {
-          s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale_log2, -shift));
+          s[m][n][i] = exp2_approx(fmaf(s[m][n][i], scale_log2, -shift));
           total += s[m][n][i];
         }
       row.max[m][half] = largest;
@@ -160,10 +160,10 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(Fo
       uint32_t p[M][4];
 #pragma unroll
       for (int m = 0; m < M; m++) {
-        p[m][0] = pack(s[m][2 * n][0], s[m][2 * n][1]);
-        p[m][1] = pack(s[m][2 * n][2], s[m][2 * n][3]);
-        p[m][2] = pack(s[m][2 * n + 1][0], s[m][2 * n + 1][1]);
-        p[m][3] = pack(s[m][2 * n + 1][2], s[m][2 * n + 1][3]);
+        p[m][0] = pack_bf16(s[m][2 * n][0], s[m][2 * n][1]);
+        p[m][1] = pack_bf16(s[m][2 * n][2], s[m][2 * n][3]);
+        p[m][2] = pack_bf16(s[m][2 * n + 1][0], s[m][2 * n + 1][1]);
+        p[m][3] = pack_bf16(s[m][2 * n + 1][2], s[m][2 * n + 1][3]);
       }
 #pragma unroll
       for (int d = 0; d < D / 16; d++) {
@@ -198,8 +198,8 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(Fo
     }
   // The warp's part of q's tile is free: it alone reads it.
   __syncwarp();
-  store_rows<M, D>(o, 1.0f, q_tile, a.out + batch * (int64_t)T * a.out_stride + head * D, a.out_stride,
-                   first_query, T);
+  store_tile_rows<M, D>(o, 1.0f, q_tile, a.out + batch * (int64_t)T * a.out_stride + head * D, a.out_stride,
+                        first_query, T);
 }
 
 template <int D> static void forward(const AttentionForward *f, cudaStream_t stream) {

@@ -4,7 +4,7 @@
 // pass keeps a running maximum and sum as the tensor-core kernel does, the backward pass has one warp per
 // query for dq and one warp per key for dk and dv, which walks over the queries of every head of its group.
 // Made for correctness (--dtype fp32, unusual heads), not for speed: each key is read again for every query.
-#include "kernels/cuda/attention_own.h"
+#include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/cuda_common.cuh"
 
 namespace {

@@ -17,11 +17,25 @@
 
 namespace attention {
 
-constexpr float LOG2_E = 1.4426950408889634f;
+// --- what the backward pass needs of every query -----------------------------------------------------------
 
-__device__ __forceinline__ uint32_t shared_address(const void *p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+// 64 queries are one aligned piece of 512 bytes:
+// statistics[b * Q + h][t / 64][0][t % 64] = -lse log2(e), [t / 64][1][t % 64] = -delta, zeros beyond T.
+// P = 2^(S log2(e) / sqrt(D) + the first); dP starts at the second.
+constexpr int STATISTICS_TILE = 64;
+
+// Of the head'th (of all batches' heads).
+static __device__ __forceinline__ const float *statistics_of(const float *statistics, int64_t head,
+                                                             int seq_len) {
+  return statistics + head * ((seq_len + STATISTICS_TILE - 1) / STATISTICS_TILE) * (2 * STATISTICS_TILE);
 }
+
+// Where -lse log2(e) of query t lies; -delta lies STATISTICS_TILE further on.
+static __device__ __forceinline__ int64_t statistics_place(int64_t t) {
+  return t / STATISTICS_TILE * (2 * STATISTICS_TILE) + t % STATISTICS_TILE;
+}
+
+// --- asynchronous copies -----------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, or zeros when `valid` is false (nothing is read then).
 __device__ __forceinline__ void copy_16(uint32_t destination, const void *source, bool valid) {
@@ -51,6 +65,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *matrix, int
   }
 }
 
+// --- fragments ---------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ void ldmatrix(uint32_t r[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -71,17 +87,6 @@ __device__ __forceinline__ void mma(float c[4], const uint32_t a[4], const uint3
                "%9}, {%0, %1, %2, %3};\n"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<uint32_t *>(&pair);
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // Where this lane's ldmatrix addresses start in a tile of D columns. `rows` walks down the tile's rows and
@@ -115,24 +120,23 @@ template <int D> struct Lane {
   }
 };
 
-// Writes a warp's [16 * M, D] accumulators as bf16 rows of a matrix, `scale` times, through the warp's own
-// part of shared memory (16 * M rows of D), so that whole rows leave in 16-byte pieces.
-template <int M, int D>
-__device__ __forceinline__ void store_rows(float (&sums)[M][D / 8][4], float scale, uint32_t scratch,
-                                           bf16 *matrix, int64_t stride, int row, int limit) {
+// Writes a warp's [16 * M, D] accumulators as bf16 rows of a matrix, `scale` times, through the warp's own part of
+// shared memory, so that whole rows leave in 16-byte pieces. sum(m, n, i): accumulator i of rows [16 m, 16 m + 16)
+// and columns [8 n, 8 n + 8); place(r, c): the address of chunk c of row r.
+template <int M, int D, class Sum, class Place>
+__device__ __forceinline__ void store_rows(Sum sum, float scale, Place place, bf16 *matrix, int64_t stride,
+                                           int row, int limit) {
   constexpr int CHUNKS = D / 8;
-  int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
     for (int n = 0; n < CHUNKS; n++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        int r = m * 16 + half * 8 + g;
-        asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(scratch + (r * CHUNKS + (n ^ (r & 7))) * 16 + q * 4),
-                     "r"(pack(sums[m][n][2 * half] * scale, sums[m][n][2 * half + 1] * scale))
+      for (int half = 0; half < 2; half++)
+        asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(place(m * 16 + half * 8 + g, n) + q * 4),
+                     "r"(pack_bf16(sum(m, n, 2 * half) * scale, sum(m, n, 2 * half + 1) * scale))
                      : "memory");
-      }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 16 * M * CHUNKS / 32; i++) {
@@ -140,10 +144,19 @@ __device__ __forceinline__ void store_rows(float (&sums)[M][D / 8][4], float sca
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(scratch + (r * CHUNKS + (c ^ (r & 7))) * 16)
+                 : "r"(place(r, c))
                  : "memory");
     if (row + r < limit) *reinterpret_cast<uint4 *>(matrix + (row + r) * stride + c * 8) = v;
   }
+}
+
+// The same from a tile of D columns, which starts on a multiple of 8 rows.
+template <int M, int D>
+__device__ __forceinline__ void store_tile_rows(float (&sums)[M][D / 8][4], float scale, uint32_t tile,
+                                                bf16 *matrix, int64_t stride, int row, int limit) {
+  store_rows<M, D>([&](int m, int n, int i) { return sums[m][n][i]; }, scale,
+                   [=](int r, int c) { return tile + (r * (D / 8) + (c ^ (r & 7))) * 16; }, matrix, stride,
+                   row, limit);
 }
 
 } // namespace attention

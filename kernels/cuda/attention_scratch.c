@@ -1,14 +1,13 @@
 // Compiled everywhere, with no CUDA header: a plan for a GPU asks here what attention's workspace will be.
-#include "kernels/cuda/attention_scratch.h"
+#include "kernels/cuda/attention.h"
 
 #include <string.h>
 
 #include "base/fail.h"
-#include "kernels/cuda/attention.h"
 #include "kernels/cuda/cuda_ops.h"
 
 #ifdef HAVE_CUDA
-const char *attention_cudnn_absent(void); // attention_cudnn.h, which includes a CUDA header
+const char *attention_cudnn_absent(void); // attention_kernels.h, which includes a CUDA header
 #endif
 
 static AttentionChoice choice = ATTENTION_AUTO;
@@ -42,12 +41,12 @@ enum { CUDNN_BYTES = 64 << 10 };
 
 AttentionWorkspace cuda_attention_workspace(AttentionShape s, AttentionChoice which) {
   size_t heads = (size_t)(s.batch * s.num_heads), tiles = (size_t)ceil_div(s.seq_len, 64);
-  size_t numbers = heads * (size_t)(s.seq_len * s.head_dim); // of q
+  size_t elements = heads * (size_t)(s.seq_len * s.head_dim); // of q
   AttentionWorkspace w = {.statistics = memory_padded(heads * tiles * 64 * 2 * sizeof(float)),
                           .counters = MEMORY_ALIGNMENT};
   if (which == ATTENTION_CUDNN) {
-    w.dq_sums = memory_padded(numbers * sizeof(float));
-    w.cudnn = CUDNN_BYTES + (s.num_heads == s.num_key_value_heads ? 0 : 2 * numbers * 2);
+    w.dq_sums = memory_padded(elements * sizeof(float));
+    w.cudnn = CUDNN_BYTES + (s.num_heads == s.num_key_value_heads ? 0 : 2 * elements * 2);
   }
   return w;
 }

@@ -96,6 +96,26 @@ static __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
+// --- scalars -----------------------------------------------------------------------------------------------
+
+static constexpr float LOG2_E = 1.4426950408889634f;
+
+static __device__ __forceinline__ uint32_t shared_address(const void *p) {
+  return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<uint32_t &>(pair);
+}
+
+// 2^x, within 2 units in the last place; subnormal results become 0.
+static __device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // --- choosing a kernel by dtype and alignment --------------------------------------------------------------
 
 // Calls f with a value of the element type, so that f's body can name the type.

@@ -101,8 +101,8 @@ void cuda_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a) {
   size_t list_bytes = cuda_lce_list_bytes(rows, vocab_size);
   char *scratch = data_of<char>(a->workspace);
   size_t bytes = (size_t)a->workspace.shape[0] * sizeof(int32_t) - list_bytes;
-  if (!hopper_filtered_exps_times_weight(backend, a->dx_raw, a->exps, a->weight, data_of<float>(a->tiles),
-                                         reinterpret_cast<int32_t *>(scratch), scratch + list_bytes, bytes)) {
+  if (!hopper_dx_filtered(backend, a->dx_raw, a->exps, a->weight, data_of<float>(a->tiles),
+                          reinterpret_cast<int32_t *>(scratch), scratch + list_bytes, bytes)) {
     Product product = {.m = rows,
                        .n = hidden_size,
                        .k = vocab_size,

@@ -1,6 +1,5 @@
-// The last layer's products on Hopper, by the kernel of hopper_kernel.cuh: in which order its tiles are made,
-// which of them are cut into slices, which steps a filter leaves, and where cuBLASLt is the faster one.
-#include <cudaTypedefs.h>
+// The LM head's GEMMs on Hopper, host side of hopper_kernel.cuh: rasterisation, split-K, the filter's lists of
+// k-steps, and where cuBLASLt is faster.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,34 +7,37 @@
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_kernel.cuh"
 
-// --- before and after the kernel ---------------------------------------------------------------------------
+// --- kernels before and after the GEMM ---------------------------------------------------------------------
 
-// out = the sum of the slices, in their order: a tile to a row of blocks, four entries a thread.
+// out = the partials, added in their order: a tile to a row of CTAs, four entries a thread.
 template <typename T>
 static __global__ void __launch_bounds__(256)
-    add_slices_kernel(T *out, int64_t stride, const float *slices, const __grid_constant__ Work w) {
+    add_partials_kernel(T *out, int64_t stride, const float *partials,
+                        const __grid_constant__ TileScheduler s) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const int size = w.rows * TILE_N;
-  int rest = w.m_tiles * w.n_tiles - w.whole, tile = w.whole + blockIdx.y;
+  const int size = s.rows * TILE_N;
+  int rest = s.m_tiles * s.n_tiles - s.whole, tile = s.whole + blockIdx.y;
   int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
-  TileAt at = tile_at(w, tile);
+  TileCoord at = tile_coord(s, tile);
   int row = at.row + i / TILE_N, column = at.column + i % TILE_N;
-  if (row >= w.m || column >= w.n) return;
+  if (row >= s.m || column >= s.n) return;
   float sum[4] = {};
-  for (int s = 0; s < w.slices; s++) {
+  for (int split = 0; split < s.splits; split++) {
     float part[4];
-    load(part, slices + ((int64_t)s * rest + blockIdx.y) * size + i);
+    load(part, partials + ((int64_t)split * rest + blockIdx.y) * size + i);
 #pragma unroll
     for (int k = 0; k < 4; k++) sum[k] += part[k];
   }
   store(out + row * stride + column, sum);
 }
 
-// One warp a row of cluster tiles: the list of its steps.
+// One warp a row of cluster tiles: the list of its k-steps. A step counts if either of the cluster's two tiles of E
+// does. Each split initialises its accumulators in its first step, so a list has at least MAX_SPLITS steps: a
+// shorter one takes in steps of zeros.
 static __global__ void __launch_bounds__(32)
-    list_kernel(int32_t *list, const float *tiles, int rows_of_tiles, int across, int k_steps) {
-  constexpr int TALL = Kind<SUMS_BF16, true>::CLUSTER_ROWS / LCE_FILTER_ROWS,
+    k_list_kernel(int32_t *list, const float *tiles, int rows_of_tiles, int across, int k_steps) {
+  constexpr int TALL = KernelTraits<STORE_BF16, true>::CLUSTER_ROWS / LCE_FILTER_ROWS,
                 WIDE = LCE_FILTER_COLUMNS / TILE_K;
   int first_row = blockIdx.x * TALL, lane = threadIdx.x, length = 0;
   list += (int64_t)blockIdx.x * (1 + k_steps);
@@ -54,22 +56,21 @@ static __global__ void __launch_bounds__(32)
   }
   if (lane) return;
   if (counts(across - 1)) length -= across * WIDE - k_steps; // the last tile may be narrower
-  for (int k = 0; k < k_steps && length < MOST_SLICES; k++)
+  for (int k = 0; k < k_steps && length < MAX_SPLITS; k++)
     if (!counts(k / WIDE)) list[1 + length++] = k;
   list[0] = length;
 }
 
-// --- launching ---------------------------------------------------------------------------------------------
+// --- the device --------------------------------------------------------------------------------------------
 
 template <typename K>
-static cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], int blocks,
-                                        cudaStream_t stream) {
+static cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], int ctas, cudaStream_t stream) {
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = CLUSTER;
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   attributes[1] = pdl_attribute();
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)blocks);
+  config.gridDim = dim3((unsigned)ctas);
   config.blockDim = dim3(THREADS);
   config.dynamicSmemBytes = K::SHARED_BYTES;
   config.stream = stream;
@@ -78,19 +79,17 @@ static cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], in
   return config;
 }
 
-// What the kernels need to know of the device; clusters is 0 where they do not run.
+// What the kernels need of the device; clusters is 0 where they do not run.
 struct Hopper {
   int clusters; // that run at the same time
   PFN_cuTensorMapEncodeTiled_v12000 encode;
-  unsigned long long *pace; // Pacer's
+  unsigned long long *throttle; // ClusterThrottle's counter
 };
 
-// False when it was built without sm_90a.
+// False on other devices, or when it was built without sm_90a.
 template <typename K> static bool prepare() {
-  const void *kernel = (const void *)product_kernel<K>;
-  cudaFuncAttributes attributes;
-  cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
-  if (attributes.binaryVersion != 90) return false;
+  const void *kernel = (const void *)gemm_kernel<K>;
+  if (!hopper_has_code(kernel)) return false;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED_BYTES),
              "asking for shared memory");
   return true;
@@ -99,31 +98,21 @@ template <typename K> static bool prepare() {
 static Hopper find_hopper(Backend *backend) {
   CudaState *state = cuda_state(backend);
   Hopper found = {};
-  int major = 0, minor = 0;
-  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, state->ordinal),
-             "asking for the device");
-  cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, state->ordinal),
-             "asking for the device");
   const char *wanted = getenv("LCE_HOPPER");
-  if (major != 9 || minor != 0 || (wanted && strcmp(wanted, "0") == 0)) return found;
-  bool built = prepare<Kind<EXPONENTIALS>>() && prepare<Kind<SUMS_BF16>>() && prepare<Kind<SUMS_F32>>() &&
-               prepare<Kind<SUMS_BF16, true>>() && prepare<Kind<SUMS_F32, true>>();
-  if (!built) return found;
-  cudaDriverEntryPointQueryResult result;
-  void *encode = nullptr;
-  cuda_check(
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result),
-      "looking for cuTensorMapEncodeTiled");
-  if (result != cudaDriverEntryPointSuccess) return found;
-  found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode);
-  cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.pace), sizeof *found.pace), "allocating a counter");
-  cuda_check(cudaMemsetAsync(found.pace, 0, sizeof *found.pace, state->stream), "clearing a counter");
-  using Any = Kind<EXPONENTIALS>; // as many run of one kind as of another: each block takes a multiprocessor
+  if (wanted && strcmp(wanted, "0") == 0) return found;
+  bool built = prepare<KernelTraits<LOGITS_EXP>>() && prepare<KernelTraits<STORE_BF16>>() &&
+               prepare<KernelTraits<STORE_F32>>() && prepare<KernelTraits<STORE_BF16, true>>() &&
+               prepare<KernelTraits<STORE_F32, true>>();
+  found.encode = built ? tma_encoder() : nullptr;
+  if (!found.encode) return found;
+  cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.throttle), sizeof *found.throttle),
+             "allocating a counter");
+  cuda_check(cudaMemsetAsync(found.throttle, 0, sizeof *found.throttle, state->stream), "clearing a counter");
+  using Any = KernelTraits<LOGITS_EXP>; // the others run as many clusters: a CTA takes an SM
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config =
       launch_config<Any>(attributes, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
-  cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, product_kernel<Any>, &config),
-             "counting clusters");
+  cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, gemm_kernel<Any>, &config), "counting clusters");
   return found;
 }
 
@@ -139,7 +128,7 @@ static const Hopper &hopper(Backend *backend) {
 }
 
 void hopper_destroy(Hopper *hopper) {
-  if (hopper) cudaFree(hopper->pace);
+  if (hopper) cudaFree(hopper->throttle);
   free(hopper);
 }
 
@@ -147,176 +136,178 @@ bool hopper_runs(Backend *backend) {
   return hopper(backend).clusters > 0;
 }
 
-// Whether the copy engine can read or write the matrix.
-static bool copyable(Tensor t) {
+// --- launching ---------------------------------------------------------------------------------------------
+
+static bool tma_takes(Tensor t) {
   return rows_start_aligned(t, WIDTH<bf16>) && t.shape[0] > 0 && t.shape[1] > 0 && t.shape[0] <= INT32_MAX &&
          t.shape[1] <= INT32_MAX;
 }
 
-// bf16, in boxes of `rows` by 128 bytes.
-static CUtensorMap boxes_of(Backend *backend, Tensor t, int rows) {
+// Describes a bf16 matrix to TMA, in tiles of `rows` by 128 bytes.
+static CUtensorMap tma_map(Backend *backend, Tensor t, int rows) {
   CUtensorMap map;
   cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},
              stride[] = {(cuuint64_t)t.stride * sizeof(bf16)};
-  cuuint32_t box[] = {128 / sizeof(bf16), (cuuint32_t)rows}, every[] = {1, 1};
+  cuuint32_t tile[] = {128 / sizeof(bf16), (cuuint32_t)rows}, every[] = {1, 1};
   CUresult result =
-      hopper(backend).encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, box, every,
+      hopper(backend).encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, tile, every,
                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
-    fail("CUDA could not describe %s to the copy engine (%d)", tensor_text(t).text, (int)result);
+    fail("cuTensorMapEncodeTiled failed for %s (%d)", tensor_text(t).text, (int)result);
   return map;
 }
 
-// A product's tiles, in an order that keeps the boxes needed at the same time few. For the logits that is a
-// band of rows, of 16 MiB or less, that stays in the L2 cache while W passes by; for a gradient as many
-// rows as make a round over all columns.
-template <typename K> static Work work_of(Backend *backend, int64_t m, int64_t n, int64_t k) {
-  constexpr int64_t BAND_BYTES = 16 << 20;
-  Work w = {};
-  w.m = (int)m, w.n = (int)n;
-  w.rows = K::CLUSTER_ROWS;
-  w.m_tiles = (int)ceil_div(m, K::CLUSTER_ROWS);
-  w.n_tiles = (int)ceil_div(n, TILE_N);
-  w.k_steps = (int)ceil_div(k, TILE_K);
-  int64_t bands = K::OUTPUT == EXPONENTIALS
-                      ? ceil_div(m * k * 2, BAND_BYTES)
-                      : ceil_div((int64_t)w.m_tiles * w.n_tiles, hopper(backend).clusters);
-  w.band = (int)ceil_div(w.m_tiles, max_i64(1, min_i64(w.m_tiles, bands)));
-  w.whole = w.units = w.m_tiles * w.n_tiles;
-  w.slices = 1;
-  bool all_stays = K::OUTPUT == EXPONENTIALS && w.band == w.m_tiles;
-  w.pace = all_stays || K::FILTERED ? nullptr : hopper(backend).pace;
-  return w;
+// The tiles of a GEMM. For the logits a rasterisation group is at most 16 MiB of X, which stays in L2 while W
+// streams by; for dX as many rows as make a wave over all columns. There is no throttle where all of X stays in L2,
+// since it gains nothing there, nor with a filter, whose lists differ in length.
+template <typename K> static TileScheduler schedule(Backend *backend, int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t GROUP_BYTES = 16 << 20;
+  TileScheduler s = {};
+  s.m = (int)m, s.n = (int)n;
+  s.rows = K::CLUSTER_ROWS;
+  s.m_tiles = (int)ceil_div(m, K::CLUSTER_ROWS);
+  s.n_tiles = (int)ceil_div(n, TILE_N);
+  s.k_steps = (int)ceil_div(k, TILE_K);
+  int64_t groups = K::EPILOGUE == LOGITS_EXP
+                       ? ceil_div(m * k * 2, GROUP_BYTES)
+                       : ceil_div((int64_t)s.m_tiles * s.n_tiles, hopper(backend).clusters);
+  s.group = (int)ceil_div(s.m_tiles, max_i64(1, min_i64(s.m_tiles, groups)));
+  s.whole = s.work_tiles = s.m_tiles * s.n_tiles;
+  s.splits = 1;
+  bool all_stays = K::EPILOGUE == LOGITS_EXP && s.group == s.m_tiles;
+  s.throttle = all_stays || K::FILTERED ? nullptr : hopper(backend).throttle;
+  return s;
 }
 
 template <typename K>
 static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
-                   const Work &w, const Ends &ends) {
-  int clusters = (int)min_i64(hopper(backend).clusters, w.units);
+                   const TileScheduler &s, const EpilogueParams &params) {
+  int clusters = (int)min_i64(hopper(backend).clusters, s.work_tiles);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = launch_config<K>(attributes, clusters * CLUSTER, cuda_stream(backend));
-  cuda_check(cudaLaunchKernelEx(&config, product_kernel<K>, a, b, out, w, ends),
-             "launching a Hopper product");
+  cuda_check(cudaLaunchKernelEx(&config, gemm_kernel<K>, a, b, out, s, params), "launching a Hopper GEMM");
 }
 
-static constexpr float LOG2_E = 1.4426950408889634f;
-
-int64_t hopper_sums_across(int64_t vocab_size) {
+int64_t hopper_sum_parts(int64_t vocab_size) {
   return ceil_div(vocab_size, TILE_N);
 }
 
-int64_t hopper_exponentials(Backend *backend, Tensor exps, float *sums, size_t bytes, const float *anchor,
-                            float sharpness, Tensor x, Tensor weight, const int32_t *targets) {
-  using E = Kind<EXPONENTIALS>;
+int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t bytes, const float *anchor,
+                          float inv_temperature, Tensor x, Tensor weight, const int32_t *targets) {
+  using K = KernelTraits<LOGITS_EXP>;
   if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
   bool store = tensor_exists(exps);
-  if (!copyable(x) || !copyable(weight) || (store && !copyable(exps))) return 0;
+  if (!tma_takes(x) || !tma_takes(weight) || (store && !tma_takes(exps))) return 0;
   int64_t rows = x.shape[0], vocab_size = weight.shape[0];
-  int64_t room = (int64_t)(bytes / sizeof *sums) / hopper_sums_across(vocab_size);
-  if (room < rows) rows = room / E::CLUSTER_ROWS * E::CLUSTER_ROWS;
+  int64_t fit = (int64_t)(bytes / sizeof *sums) / hopper_sum_parts(vocab_size);
+  if (fit < rows) rows = fit / K::CLUSTER_ROWS * K::CLUSTER_ROWS;
   if (rows == 0) return 0;
-  CUtensorMap x_map = boxes_of(backend, tensor_rows(x, 0, rows), E::ROWS),
-              weight_map = boxes_of(backend, weight, TILE_N / CLUSTER),
-              out_map = store ? boxes_of(backend, tensor_rows(exps, 0, rows), BOX_ROWS) : x_map;
-  Ends ends = {
-      .anchor = anchor, .targets = targets, .scale = LOG2_E * sharpness, .tile_sums = sums, .store = store};
-  launch<E>(backend, x_map, weight_map, out_map, work_of<E>(backend, rows, vocab_size, x.shape[1]), ends);
+  CUtensorMap x_map = tma_map(backend, tensor_rows(x, 0, rows), K::ROWS),
+              weight_map = tma_map(backend, weight, TILE_N / CLUSTER),
+              out_map = store ? tma_map(backend, tensor_rows(exps, 0, rows), STORE_ROWS) : x_map;
+  EpilogueParams params = {.anchor = anchor,
+                           .targets = targets,
+                           .scale = LOG2_E * inv_temperature,
+                           .tile_sums = sums,
+                           .store = store};
+  launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, x.shape[1]), params);
   return rows;
 }
 
-// In units of a tile's. A slice costs a little more than its share: about a hundredth of a tile for its sums.
-static double slice_time(int slices) {
-  return 1.0 / slices + (slices > 1 ? 0.01 : 0);
+// Of one split, in units of a tile's: its share, and about a hundredth of a tile for its partials.
+static double split_time(int splits) {
+  return 1.0 / splits + (splits > 1 ? 0.01 : 0);
 }
 
-// Cuts the tiles of the last, partly empty round into slices so that they take least time.
-static void cut_last_round(Work *w, int clusters, size_t scratch_bytes) {
-  int tiles = w->m_tiles * w->n_tiles, rest = tiles % clusters;
-  int64_t slots = (int64_t)(scratch_bytes / (w->rows * TILE_N * sizeof(float)));
+// Splits the tiles of the last, partly empty wave along K, into as many parts as take least time.
+static void split_last_wave(TileScheduler *s, int clusters, size_t scratch_bytes) {
+  int tiles = s->m_tiles * s->n_tiles, rest = tiles % clusters;
+  int64_t slots = (int64_t)(scratch_bytes / (s->rows * TILE_N * sizeof(float)));
   double best = 1;
-  for (int slices = 2;
-       rest > 0 && slices <= MOST_SLICES && slices <= w->k_steps && (int64_t)rest * slices <= slots;
-       slices++) {
-    double rounds = (double)ceil_div((int64_t)rest * slices, clusters);
-    double time = rounds * slice_time(slices);
+  for (int splits = 2;
+       rest > 0 && splits <= MAX_SPLITS && splits <= s->k_steps && (int64_t)rest * splits <= slots;
+       splits++) {
+    double waves = (double)ceil_div((int64_t)rest * splits, clusters);
+    double time = waves * split_time(splits);
     if (time >= best) continue;
     best = time;
-    w->slices = slices;
+    s->splits = splits;
   }
-  if (w->slices == 1) return;
-  w->whole = tiles - rest;
-  w->units = w->whole + rest * w->slices;
+  if (s->splits == 1) return;
+  s->whole = tiles - rest;
+  s->work_tiles = s->whole + rest * s->splits;
 }
 
-// The part of the time in which clusters have work, were all tiles alike.
-static double busy(double units, double clusters) {
-  return units / (ceil(units / clusters) * clusters);
+// The share of the time in which clusters have work, were all tiles alike.
+static double utilisation(double tiles, double clusters) {
+  return tiles / (ceil(tiles / clusters) * clusters);
 }
 
-// Whether the work is done sooner here than by cuBLASLt, whose clusters make tiles of 256 x 256, in up to
-// three parts over k. Where both come out even it depends on the bytes: of 4096 rows, cuBLASLt reads as few
-// as this kernel at H = 2048 and takes 1% less time, but three quarters more at H = 4096, and takes as long
-// or, at a higher clock, 3% longer.
-static bool beats_library(const Work &w, int clusters) {
-  double library = 0, rest = w.m_tiles * w.n_tiles - w.whole;
-  for (int parts = 1; parts <= 3; parts++)
-    library = fmax(library, busy((double)(ceil_div(w.m, 256) * ceil_div(w.n, 256)) * parts, clusters));
-  double tiles = (double)w.m * w.n / (w.rows * TILE_N);
-  double time = ceil((double)w.whole / clusters) + ceil(rest * w.slices / clusters) * slice_time(w.slices);
-  return (w.n > 3072 ? 1.02 : 0.98) * tiles / (time * clusters) > library;
+// Whether this takes less time than cuBLASLt, whose clusters make tiles of 256 x 256, in up to three splits. Where
+// both fill the device alike, the bytes decide: at C = 4096, cuBLASLt reads as few at H = 2048 and takes 1% less
+// time, and three quarters more at H = 4096, where it takes up to 3% longer.
+static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
+  double library = 0, rest = s.m_tiles * s.n_tiles - s.whole;
+  double library_tiles = (double)(ceil_div(s.m, 256) * ceil_div(s.n, 256));
+  for (int splits = 1; splits <= 3; splits++)
+    library = fmax(library, utilisation(library_tiles * splits, clusters));
+  double tiles = (double)s.m * s.n / (s.rows * TILE_N);
+  double time = ceil((double)s.whole / clusters) + ceil(rest * s.splits / clusters) * split_time(s.splits);
+  return (s.n > 3072 ? 1.02 : 0.98) * tiles / (time * clusters) > library;
 }
 
-static bool multipliable(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
-  return exps.dtype == DTYPE_BF16 && hopper_runs(backend) && copyable(exps) && copyable(weight) &&
-         copyable(out) && out.shape[1] % WIDTH<bf16> == 0;
+static bool takes_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
+  return exps.dtype == DTYPE_BF16 && hopper_runs(backend) && tma_takes(exps) && tma_takes(weight) &&
+         tma_takes(out) && out.shape[1] % WIDTH<bf16> == 0;
 }
 
 template <bool FILTERED>
-static void exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, const Work &w,
-                              const int32_t *lists, void *scratch) {
-  CUtensorMap exps_map = boxes_of(backend, exps, Kind<SUMS_BF16, FILTERED>::ROWS),
-              weight_map = boxes_of(backend, weight, TILE_K / CLUSTER);
-  Ends ends = {.out = data_of<float>(out),
-               .out_stride = out.stride,
-               .slices = static_cast<float *>(scratch),
-               .lists = lists};
+static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const TileScheduler &s,
+                      const int32_t *k_lists, void *scratch) {
+  CUtensorMap exps_map = tma_map(backend, exps, KernelTraits<STORE_BF16, FILTERED>::ROWS),
+              weight_map = tma_map(backend, weight, TILE_K / CLUSTER);
+  EpilogueParams params = {.out = data_of<float>(out),
+                           .out_stride = out.stride,
+                           .partials = static_cast<float *>(scratch),
+                           .k_lists = k_lists};
   if (out.dtype == DTYPE_BF16)
-    launch<Kind<SUMS_BF16, FILTERED>>(backend, exps_map, weight_map, boxes_of(backend, out, BOX_ROWS), w,
-                                      ends);
+    launch<KernelTraits<STORE_BF16, FILTERED>>(backend, exps_map, weight_map,
+                                               tma_map(backend, out, STORE_ROWS), s, params);
   else
-    launch<Kind<SUMS_F32, FILTERED>>(backend, exps_map, weight_map, exps_map, w, ends);
-  if (w.slices == 1) return;
-  dim3 grid(w.rows * TILE_N / 4 / 256, (unsigned)(w.m_tiles * w.n_tiles - w.whole));
+    launch<KernelTraits<STORE_F32, FILTERED>>(backend, exps_map, weight_map, exps_map, s, params);
+  if (s.splits == 1) return;
+  dim3 grid(s.rows * TILE_N / 4 / 256, (unsigned)(s.m_tiles * s.n_tiles - s.whole));
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
-    launch_kernel(true, cuda_stream(backend), grid, 256, add_slices_kernel<T>, data_of<T>(out), out.stride,
-                  ends.slices, w);
+    launch_kernel(true, cuda_stream(backend), grid, 256, add_partials_kernel<T>, data_of<T>(out), out.stride,
+                  params.partials, s);
   });
 }
 
-bool hopper_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch,
-                              size_t bytes, bool always) {
-  if (!multipliable(backend, out, exps, weight)) return false;
-  Work w = work_of<Kind<SUMS_BF16>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
-  cut_last_round(&w, hopper(backend).clusters, bytes);
-  if (!always && !beats_library(w, hopper(backend).clusters)) return false;
-  exps_times_weight<false>(backend, out, exps, weight, w, nullptr, scratch);
+bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
+               bool always) {
+  if (!takes_dx(backend, out, exps, weight)) return false;
+  TileScheduler s =
+      schedule<KernelTraits<STORE_BF16>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
+  split_last_wave(&s, hopper(backend).clusters, bytes);
+  if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
+  launch_dx<false>(backend, out, exps, weight, s, nullptr, scratch);
   return true;
 }
 
-bool hopper_filtered_exps_times_weight(Backend *backend, Tensor out, Tensor exps, Tensor weight,
-                                       const float *tiles, int32_t *list, void *scratch, size_t bytes) {
-  using Filtered = Kind<SUMS_BF16, true>;
-  static_assert(Filtered::CLUSTER_ROWS == 256 && TILE_K == 64, "as cuda_lce_list_bytes counts");
-  if (!multipliable(backend, out, exps, weight)) return false;
-  Work w = work_of<Filtered>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
-  cut_last_round(&w, hopper(backend).clusters, bytes);
-  int rows_of_tiles = (int)ceil_div(w.m, LCE_FILTER_ROWS);
+bool hopper_dx_filtered(Backend *backend, Tensor out, Tensor exps, Tensor weight, const float *tiles,
+                        int32_t *list, void *scratch, size_t bytes) {
+  using K = KernelTraits<STORE_BF16, true>;
+  static_assert(K::CLUSTER_ROWS == 256 && TILE_K == 64, "as cuda_lce_list_bytes counts");
+  if (!takes_dx(backend, out, exps, weight)) return false;
+  TileScheduler s = schedule<K>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
+  split_last_wave(&s, hopper(backend).clusters, bytes);
+  int rows_of_tiles = (int)ceil_div(s.m, LCE_FILTER_ROWS);
   int across = (int)ceil_div(weight.shape[0], LCE_FILTER_COLUMNS);
-  list_kernel<<<(unsigned)w.m_tiles, 32, 0, cuda_stream(backend)>>>(list, tiles, rows_of_tiles, across,
-                                                                    w.k_steps);
-  cuda_check_launch("the list of steps");
-  exps_times_weight<true>(backend, out, exps, weight, w, list, scratch);
+  k_list_kernel<<<(unsigned)s.m_tiles, 32, 0, cuda_stream(backend)>>>(list, tiles, rows_of_tiles, across,
+                                                                      s.k_steps);
+  cuda_check_launch("the list of k-steps");
+  launch_dx<true>(backend, out, exps, weight, s, list, scratch);
   return true;
 }

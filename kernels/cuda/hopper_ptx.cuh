@@ -1,28 +1,52 @@
-// Hopper's own instructions, one function each, under the names that the kernel (hopper_kernel.cuh) uses.
+// PTX wrappers for sm_90a, one function per instruction: clusters, mbarriers, TMA, wgmma. Used by the LM head's
+// GEMMs (hopper_kernel.cuh) and by attention's backward pass (attention_backward_hopper.cu).
 //
-// Three engines work side by side in a multiprocessor. The copy engine (TMA) moves boxes of a matrix between
-// global and shared memory: one thread starts it, and an mbarrier in shared memory counts the bytes as they
-// arrive. The tensor cores (wgmma) multiply tiles that lie in shared memory, started by a warpgroup of 128
-// threads and waited for later. What is left to the threads is to say when, and to work on the sums.
-//
-// Only sm_90a code has these instructions; HOPPER_CODE says whether this compilation is for it.
+// A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16), swizzled by
+// TMA (SWIZZLE_128B): 16-byte chunk c of row r lies at chunk c ^ (r & 7).
 #ifndef LCE_KERNELS_CUDA_HOPPER_PTX_CUH
 #define LCE_KERNELS_CUDA_HOPPER_PTX_CUH
 
-#include <cuda.h>
-#include <stdint.h>
+#include <cudaTypedefs.h>
 
+#include "kernels/cuda/cuda_common.cuh"
+
+// Only sm_90a code has these instructions; HOPPER_CODE says whether this compilation is for it.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_CODE 1
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+#error "build for sm_90a rather than sm_90: these kernels use instructions that only sm_90a has"
 #endif
 
-#if defined(HOPPER_CODE)
+// --- host: the device and TMA descriptors ------------------------------------------------------------------
 
-static __device__ __forceinline__ uint32_t shared_address(const void *p) {
-  return (uint32_t)__cvta_generic_to_shared(p);
+// Whether the current device is a Hopper for which `kernel` was compiled (sm_90a).
+static inline bool hopper_has_code(const void *kernel) {
+  int device = 0, major = 0, minor = 0;
+  cudaFuncAttributes attributes;
+  cuda_check(cudaGetDevice(&device), "asking for the device");
+  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+             "asking for its compute capability");
+  cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+             "asking for its compute capability");
+  cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
+  return major == 9 && minor == 0 && attributes.binaryVersion == 90;
 }
 
-// --- clusters: blocks that run together on neighbouring multiprocessors and see each other's shared memory
+// The driver's cuTensorMapEncodeTiled, or NULL.
+static inline PFN_cuTensorMapEncodeTiled_v12000 tma_encoder() {
+  void *found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+  cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+}
+
+// --- clusters ----------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
@@ -30,60 +54,68 @@ static __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// True in one lane of a warp that is here together.
-static __device__ __forceinline__ bool one_lane() {
-  uint32_t chosen;
-  asm volatile("{\n\t.reg .pred chosen;\n\telect.sync _|chosen, 0xffffffff;\n\t"
-               "selp.u32 %0, 1, 0, chosen;\n\t}"
-               : "=r"(chosen));
-  return chosen;
+// True in one lane of a converged warp.
+static __device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n\t.reg .pred elected;\n\telect.sync _|elected, 0xffffffff;\n\t"
+               "selp.u32 %0, 1, 0, elected;\n\t}"
+               : "=r"(elected));
+  return elected;
 }
 
-static __device__ __forceinline__ void cluster_synchronize() {
+static __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// --- numbers in device memory that all blocks see
+// A value that all lanes share, known as such to the compiler: it can then live in a uniform register.
+template <class T> static __device__ __forceinline__ T uniform(T x) {
+  return __shfl_sync(~0u, x, 0);
+}
 
-static __device__ __forceinline__ void memory_add(unsigned long long *to, unsigned long long x) {
+// --- relaxed accesses to global memory that all CTAs share -------------------------------------------------
+
+static __device__ __forceinline__ void red_add_relaxed(unsigned long long *to, unsigned long long x) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
 }
 
-// Its latency shows only where the number is used.
-static __device__ __forceinline__ unsigned long long memory_look(const unsigned long long *at) {
+static __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long *at) {
   unsigned long long x;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
   return x;
 }
 
-// --- mbarriers: a phase ends when `count` threads have arrived and all announced bytes are there
+// --- mbarriers: a phase ends when `count` threads have arrived and all expected bytes are there ------------
 
-static __device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t count) {
+static __device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
 }
 
-// Makes the initialised barriers visible to the copy engine and to the other blocks of the cluster.
-static __device__ __forceinline__ void barrier_init_fence() {
+// Makes initialised barriers visible to TMA and to the other CTAs of the cluster.
+static __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-static __device__ __forceinline__ void barrier_arrive_expecting(uint64_t *barrier, uint32_t bytes) {
+static __device__ __forceinline__ void mbarrier_arrive(uint64_t *barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+static __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 
-// Arrives at the barrier that block `rank` of the cluster has at the same place.
-static __device__ __forceinline__ void barrier_arrive_at(uint64_t *barrier, uint32_t rank) {
-  asm volatile("{\n\t.reg .b32 there;\n\t"
-               "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-               "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
+// Arrives at the barrier at the same address in CTA `rank` of the cluster.
+static __device__ __forceinline__ void mbarrier_arrive_remote(uint64_t *barrier, uint32_t rank) {
+  asm volatile("{\n\t.reg .b32 remote;\n\t"
+               "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+               "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t}" ::"r"(shared_address(barrier)),
                "r"(rank)
                : "memory");
 }
 
 // Returns once the phase of this parity has ended.
-static __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
+static __device__ __forceinline__ void mbarrier_wait(uint64_t *barrier, uint32_t parity) {
   asm volatile("{\n\t.reg .pred done;\n"
                "again:\n\t"
                "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
@@ -92,146 +124,199 @@ static __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t 
                : "memory");
 }
 
-// --- the copy engine: boxes of a matrix, at column x and row y. What lies outside the matrix reads as zero
-// and is not written.
+// --- TMA: tiles of a tensor, at its innermost coordinate first. What lies outside of the tensor reads as 0
+// and is not written; the bytes that arrive count at the barrier.
 
-// Into the shared memory of every block of the cluster that `blocks` has a bit for, at the same place in
-// each; the bytes count at each one's own barrier.
-static __device__ __forceinline__ void box_load_multicast(uint32_t to, const CUtensorMap *matrix,
-                                                          uint64_t *barrier, int x, int y, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-      "l"(matrix), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
-      : "memory");
-}
-
-static __device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *matrix, uint64_t *barrier,
-                                                int x, int y) {
+static __device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMap *map, uint64_t *barrier,
+                                                   int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-               "l"(matrix), "r"(shared_address(barrier)), "r"(x), "r"(y)
+               "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
                : "memory");
 }
 
-static __device__ __forceinline__ void box_store(const CUtensorMap *matrix, uint32_t from, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(matrix),
+// Into every CTA of the cluster that `ctas` has a bit for, at the same address and barrier in each.
+static __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const CUtensorMap *map,
+                                                             uint64_t *barrier, int x, int y, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(ctas)
+      : "memory");
+}
+
+static __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map, uint64_t *barrier,
+                                                   int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+               "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// A contiguous piece of global memory.
+static __device__ __forceinline__ void bulk_load(void *to, const void *from, uint32_t bytes,
+                                                 uint64_t *barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+static __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, uint32_t from, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                "r"(from), "r"(x), "r"(y)
                : "memory");
 }
 
-static __device__ __forceinline__ void stores_commit() {
+static __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Until at most N of this thread's committed stores still read shared memory.
-template <int N> static __device__ __forceinline__ void stores_wait_read() {
+template <int N> static __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-static __device__ __forceinline__ void stores_wait_all() {
+static __device__ __forceinline__ void tma_store_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Between ordinary writes to shared memory and the copy engine's reads of it.
-static __device__ __forceinline__ void copy_engine_fence() {
+// Between ordinary accesses to shared memory and TMA's.
+static __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- the tensor cores
+// --- wgmma -------------------------------------------------------------------------------------------------
 
-// Registers of a thread, given up or taken over between the roles of a block.
-template <int N> static __device__ __forceinline__ void registers_shrink_to() {
+template <int N> static __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-template <int N> static __device__ __forceinline__ void registers_grow_to() {
+template <int N> static __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-static __device__ __forceinline__ void wgmma_begin() {
+static __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 static __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+// Until at most N committed groups are unfinished.
 template <int N> static __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// How a tile lies in shared memory, for the tensor cores: 128-byte rows whose 16-byte pieces are permuted
-// within groups of 8 rows (the copy engine's SWIZZLE_128B), groups 1024 bytes apart. The rows run along k
-// when the operand is stored with k innermost. Otherwise they hold 64 entries along m or n for one k, and
-// the blocks of 64 entries are 8 KiB apart (64 values of k).
-static __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, bool k_innermost) {
-  uint64_t leading = k_innermost ? 1 : 8192 / 16, group = 1024 / 16, swizzle_128 = 1;
-  return (address & 0x3FFFF) >> 4 | leading << 16 | group << 32 | swizzle_128 << 62;
+// Descriptors of an operand in shared memory. K-major: a tile's rows run along k, and the 16 columns from
+// `address` on are multiplied. MN-major: a tile's rows run along m or n, 64 entries for one k, and its 16 rows
+// from `address` on are multiplied; the next 64 entries along m or n lie `next_tile` bytes further. The lower
+// half holds the address and that distance, in units of 16 bytes; the upper half is the same for all: groups of
+// 8 rows lie 1024 bytes apart, swizzled over 128 bytes.
+#define DESCRIPTOR_HIGH "0x40000040"
+
+static __device__ __forceinline__ uint32_t descriptor_k_major(uint32_t address) {
+  return address >> 4 | 1 << 16;
+}
+static __device__ __forceinline__ uint32_t descriptor_mn_major(uint32_t address, uint32_t next_tile) {
+  return address >> 4 | next_tile >> 4 << 16;
 }
 
-// The same `bytes` further on. The address stays within its bits, so nothing carries into the upper half.
-static __device__ __forceinline__ uint64_t tile_further(uint64_t descriptor, uint32_t bytes) {
+// A whole descriptor (MN-major with the next tile 8 KiB further), and the same `bytes` further on; the address
+// stays within its bits, so nothing carries into the upper half. The GEMMs' main loop takes 10% fewer
+// instructions with whole descriptors, attention's kernels with lower halves.
+static __device__ __forceinline__ uint64_t descriptor(uint32_t address, bool k_major) {
+  uint64_t leading = k_major ? 1 : 8192 / 16, group = 1024 / 16, swizzle_128 = 1;
+  return (address & 0x3FFFF) >> 4 | leading << 16 | group << 32 | swizzle_128 << 62;
+}
+static __device__ __forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & ~0xffffffffull) | ((uint32_t)descriptor + (bytes >> 4));
 }
 
-#define SUMS_16(i)                                                                                           \
+#define ACC_16(i)                                                                                            \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),                \
       "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),      \
       "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define SUMS_64  SUMS_16(0), SUMS_16(16)
-#define SUMS_128 SUMS_64, SUMS_16(32), SUMS_16(48)
-#define SUMS_192 SUMS_128, SUMS_16(64), SUMS_16(80)
-#define NAMES_64                                                                                             \
+#define ACC_64  ACC_16(0), ACC_16(16)
+#define ACC_128 ACC_64, ACC_16(32), ACC_16(48)
+#define ACC_192 ACC_128, ACC_16(64), ACC_16(80)
+#define REGS_64                                                                                              \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                   \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_128                                                                                            \
-  NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "              \
-           "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_192                                                                                            \
-  NAMES_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA(COLUMNS, A, B, KEEP, B_TURNED)                                                                 \
-  asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, " KEEP ", 0;\n\t"                                 \
-               "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" NAMES_##COLUMNS            \
-               "}, " A ", " B ", keep, 1, 1, 0, " B_TURNED ";\n\t}"                                          \
-               : SUMS_##COLUMNS                                                                              \
-               : "l"(a), "l"(b), "r"((int)keep), "n"(B_K_INNERMOST ? 0 : 1))
+#define REGS_128                                                                                             \
+  REGS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "               \
+          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGS_192                                                                                             \
+  REGS_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "              \
+           "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA(COLUMNS, SETUP, A, B, KEEP, MAJOR, ...)                                                        \
+  asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, " KEEP ", 0;\n\t" SETUP                           \
+               "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" REGS_##COLUMNS             \
+               "}, " A ", " B ", keep, 1, 1, " MAJOR ";\n\t}"                                                \
+               : ACC_##COLUMNS                                                                               \
+               : __VA_ARGS__, "r"((int)keep), "n"(B_MN_MAJOR))
+#define WIDEN(WHAT, LOW) ".reg .b64 " WHAT ";\n\tmov.b64 " WHAT ", {" LOW ", " DESCRIPTOR_HIGH "};\n\t"
 
-// d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], fp32 sums of bf16 products. Thread t of the
-// warpgroup, in warp w = t / 32 with lane l = t % 32, holds rows 16 w + l / 4 (d[4j], d[4j+1]) and 8 below
-// that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
-template <int COLUMNS, bool B_K_INNERMOST>
-static __device__ __forceinline__ void wgmma_64_by(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
+// d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], bf16 operands, fp32 accumulators; a K-major and
+// b either, in shared memory. Thread t of the warpgroup, in warp w = t / 32 with lane l = t % 32, holds rows
+// 16 w + l / 4 (d[4j], d[4j+1]) and 8 below that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
+template <int COLUMNS, bool B_MN_MAJOR>
+static __device__ __forceinline__ void wgmma(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
   static_assert(COLUMNS == 64 || COLUMNS == 128 || COLUMNS == 192, "a multiple of 64 that fits in d");
   if constexpr (COLUMNS == 64)
-    WGMMA(64, "%32", "%33", "%34", "%35");
+    WGMMA(64, "", "%32", "%33", "%34", "0, %35", "l"(a), "l"(b));
   else if constexpr (COLUMNS == 128)
-    WGMMA(128, "%64", "%65", "%66", "%67");
+    WGMMA(128, "", "%64", "%65", "%66", "0, %67", "l"(a), "l"(b));
   else
-    WGMMA(192, "%96", "%97", "%98", "%99");
+    WGMMA(192, "", "%96", "%97", "%98", "0, %99", "l"(a), "l"(b));
 }
-#undef WGMMA
-#undef SUMS_16
-#undef SUMS_64
-#undef SUMS_128
-#undef SUMS_192
-#undef NAMES_64
-#undef NAMES_128
-#undef NAMES_192
 
-// Four 8x8 blocks of bf16 from the registers of a warp, laid out as wgmma leaves its sums, into rows of
-// shared memory: lane l gives the address of row l % 8 of block l / 8.
-static __device__ __forceinline__ void store_blocks(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
-                                                    uint32_t d) {
+// 64 columns, by the lower halves of K-major descriptors.
+static __device__ __forceinline__ void wgmma(float (&d)[32], uint32_t a, uint32_t b, bool keep) {
+  constexpr bool B_MN_MAJOR = false;
+  WGMMA(64, WIDEN("a", "%32") WIDEN("b", "%33"), "a", "b", "%34", "0, %35", "r"(a), "r"(b));
+}
+
+// With a in registers: two accumulators of 8 columns, rounded to bf16, are an a of 16 columns. b MN-major.
+template <int COLUMNS>
+static __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], const uint32_t (&a)[4], uint32_t b,
+                                             bool keep) {
+  static_assert(COLUMNS == 64 || COLUMNS == 128, "as many columns as a head");
+  constexpr bool B_MN_MAJOR = true;
+  if constexpr (COLUMNS == 64)
+    WGMMA(64, WIDEN("b", "%36"), "{%32, %33, %34, %35}", "b", "%37", "%38", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+          "r"(a[3]), "r"(b));
+  else
+    WGMMA(128, WIDEN("b", "%68"), "{%64, %65, %66, %67}", "b", "%69", "%70", "r"(a[0]), "r"(a[1]), "r"(a[2]),
+          "r"(a[3]), "r"(b));
+}
+#undef ACC_16
+#undef ACC_64
+#undef ACC_128
+#undef ACC_192
+#undef REGS_64
+#undef REGS_128
+#undef REGS_192
+#undef WGMMA
+#undef WIDEN
+#undef DESCRIPTOR_HIGH
+
+// The compiler does not know that wgmma writes its accumulators later: this keeps it from touching them early.
+template <int N> static __device__ __forceinline__ void wgmma_fence_operand(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N> static __device__ __forceinline__ void wgmma_fence_operand(uint32_t (&a)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+}
+
+// Four 8x8 blocks of bf16 from the registers of a warp, laid out as wgmma leaves its accumulators, into rows
+// of shared memory: lane l gives the address of row l % 8 of block l / 8.
+static __device__ __forceinline__ void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
+                                                   uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
 }
 
-// 2^x, within 2 units in the last place; results below the normal numbers become 0.
-static __device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-#endif
 #endif

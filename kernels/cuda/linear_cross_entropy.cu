@@ -339,9 +339,9 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     int64_t done = 0;
     for (int64_t first = 0; first < rows; first += done) {
       LceLogitsExp rest = rows_from(a, first);
-      done = hopper_exponentials(backend, rest.exps, s.tile[0], tile_bytes,
-                                 data_of<float>(rest.rows.target_z), sharpness_of(a->temperature), rest.x,
-                                 a->weight, data_of<int32_t>(rest.targets));
+      done =
+          hopper_logits_exp(backend, rest.exps, s.tile[0], tile_bytes, data_of<float>(rest.rows.target_z),
+                            sharpness_of(a->temperature), rest.x, a->weight, data_of<int32_t>(rest.targets));
       bool on_hopper = done > 0;
       if (!on_hopper) {
         sweep_tiles<T>(backend, a, s);
@@ -360,14 +360,14 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                               .sharpness = sharpness_of(a->temperature),
                               .sum = on_hopper ? nullptr : s.sum,
                               .parts = s.tile[0],
-                              .across = on_hopper ? (int)hopper_sums_across(vocab_size) : 0,
+                              .across = on_hopper ? (int)hopper_sum_parts(vocab_size) : 0,
                               .shares = s.tile[0]};
       settle(backend, settling, s.columns, rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>));
     }
   });
   cuda_check_launch("lce_logits_exp");
   if (!tensor_exists(a->dx_raw)) return;
-  if (hopper_exps_times_weight(backend, a->dx_raw, a->exps, a->weight, s.tile[0], tile_bytes, false)) return;
+  if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile[0], tile_bytes, false)) return;
   Product product = {.m = rows,
                      .n = hidden_size,
                      .k = vocab_size,

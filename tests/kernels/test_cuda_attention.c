@@ -26,8 +26,7 @@
 #include "tests/harness.h"
 
 #ifdef HAVE_CUDA
-#include "kernels/cuda/attention_own.h"
-#include "kernels/cuda/attention_scratch.h"
+#include "kernels/cuda/attention_kernels.h"
 #endif
 
 // One problem in float64, with the largest error that each number of the results may have.

@@ -1,4 +1,4 @@
-// The Hopper products (kernels/cuda/hopper_gemm.h) against float64: tiles that are ragged in every
+// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: tiles that are ragged in every
 // direction, rows with gaps, more tiles than a round holds and fewer, row sums in bands, outputs that hold
 // NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits on every
 // run. Skipped on other devices.
@@ -25,7 +25,7 @@
 
 enum { SCRATCH_BYTES = 48 << 20 };
 
-// One call of hopper_exponentials, and what it must give.
+// One call of hopper_logits_exp, and what it must give.
 typedef struct {
   int64_t rows, hidden, vocab;
   Tensor x, weight, targets, anchor, exps;
@@ -60,14 +60,13 @@ static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t voca
 static void logits_run(Harness *h, Logits *l, bool keep, size_t scratch_bytes) {
   Backend *b = h->backend;
   MemoryMark mark = memory_mark(&b->memory);
-  int64_t across = hopper_sums_across(l->vocab), done = 0;
+  int64_t across = hopper_sum_parts(l->vocab), done = 0;
   Tensor scratch = poisoned_vector(h, DTYPE_F32, (int64_t)scratch_bytes / 4);
   for (int64_t first = 0; first < l->rows; first += done) {
     int64_t count = l->rows - first;
     Tensor exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0};
-    done =
-        hopper_exponentials(b, exps, scratch.data, scratch_bytes, (float *)l->anchor.data + first, 1,
-                            tensor_rows(l->x, first, count), l->weight, (int32_t *)l->targets.data + first);
+    done = hopper_logits_exp(b, exps, scratch.data, scratch_bytes, (float *)l->anchor.data + first, 1,
+                             tensor_rows(l->x, first, count), l->weight, (int32_t *)l->targets.data + first);
     assert_in_range(done, 1, count);
     double *parts = values_of(h, tensor_1d(scratch.data, DTYPE_F32, done * across));
     for (int64_t n = 0; n < done; n++) {
@@ -117,13 +116,13 @@ static void test_logits_in_bands(void **state) {
   memcpy(sums, l.sums, (size_t)l.rows * sizeof *sums);
   logits_run(h, &l, false, SCRATCH_BYTES);
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
-  size_t tiles = (size_t)hopper_sums_across(1000);
+  size_t tiles = (size_t)hopper_sum_parts(1000);
   logits_run(h, &l, true, tiles * 300 * sizeof(float)); // bands of 256 rows
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
   logits_check(h, &l, 8);
   Tensor none = {0};
-  assert_int_equal(hopper_exponentials(h->backend, none, l.exps.data, tiles * 255 * sizeof(float),
-                                       l.anchor.data, 1, l.x, l.weight, l.targets.data),
+  assert_int_equal(hopper_logits_exp(h->backend, none, l.exps.data, tiles * 255 * sizeof(float),
+                                     l.anchor.data, 1, l.x, l.weight, l.targets.data),
                    0);
 }
 
@@ -211,10 +210,10 @@ static void gradient_case(Harness *h, int64_t rows, int64_t hidden, int64_t voca
     for (int64_t j = 0; j < vocab; j++)
       for (int64_t i = 0; i < hidden; i++)
         want[n * hidden + i] += exps[n * vocab + j] * weight[j * hidden + i];
-  assert_true(hopper_exps_times_weight(h->backend, out, e, w, scratch.data, scratch_bytes, true));
+  assert_true(hopper_dx(h->backend, out, e, w, scratch.data, scratch_bytes, true));
   check_values(h, "dX", out, want, within(2, (double)vocab));
   check_gaps(h, "dX", out);
-  assert_true(hopper_exps_times_weight(h->backend, again, e, w, scratch.data, scratch_bytes, true));
+  assert_true(hopper_dx(h->backend, again, e, w, scratch.data, scratch_bytes, true));
   check_bitwise_equal(h, "dX again", again, out);
   memory_pop_to(&h->backend->memory, mark);
 }
@@ -258,8 +257,8 @@ static void filtered_case(Harness *h, int64_t rows, int64_t hidden, int64_t voca
       for (int64_t i = 0; i < hidden && exps[n * vocab + j] != 0; i++)
         want[n * hidden + i] += exps[n * vocab + j] * weight[j * hidden + i];
   for (int turn = 0; turn < 2; turn++)
-    assert_true(hopper_filtered_exps_times_weight(h->backend, turn ? again : out, e, w, marks.data, list.data,
-                                                  scratch.data, scratch_bytes));
+    assert_true(hopper_dx_filtered(h->backend, turn ? again : out, e, w, marks.data, list.data, scratch.data,
+                                   scratch_bytes));
   check_values(h, "filtered dX", out, want, within(2, (double)vocab));
   check_bitwise_equal(h, "filtered dX again", again, out);
   memory_pop_to(&h->backend->memory, mark);
@@ -286,10 +285,10 @@ static void test_refuses(void **state) {
          targets = ids_from(h, random_ids(h, 100, 100), 100);
   Tensor unfit[] = {odd, full};
   for (int i = 0; i < 2; i++)
-    assert_int_equal(hopper_exponentials(h->backend, none, full.data, 1 << 12, anchor.data, 1, unfit[i],
-                                         unfit[i], targets.data),
+    assert_int_equal(hopper_logits_exp(h->backend, none, full.data, 1 << 12, anchor.data, 1, unfit[i],
+                                       unfit[i], targets.data),
                      0);
-  assert_false(hopper_exps_times_weight(h->backend, even, odd, even, full.data, 1 << 12, true));
+  assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
 }
 
 // The whole layer in chunks, beside float64: rows that are misaligned (the portable path) and rows that are
