@@ -517,14 +517,6 @@ static void log_start(Run *run) {
   log_write(run->log, "start", line);
 }
 
-// What is trained on; nothing but the validation data where that is all that is looked at.
-static Source *open_data(const Options *o) {
-  if (o->data.count) return source_open(o->data.items, o->data.count, o->model.vocab_size);
-  if (o->eval_only && o->val_data.count)
-    return source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
-  return corpus_open(o->model.vocab_size);
-}
-
 // Where two lists of settings begin to differ: the start of that setting.
 static size_t first_difference(const char *a, const char *b) {
   size_t at = 0, setting = 0;
@@ -572,7 +564,7 @@ int main(int argc, char **argv) {
   Backend *backend = machine_open(&options);
   machine_join_ranks(backend);
   options_resolve_chunk(&options, backend);
-  Source *source = open_data(&options);
+  Source *source = trainer_open_source(&options);
   Prompt prompt = prompt_open(&options, source);
   Choices choices = {0};
   if (options.hellaswag) choices = choices_open(options.hellaswag, options.model.vocab_size);

@@ -191,8 +191,9 @@ int option_table_take(const OptionTable *table, void *values, bool *given, int a
       const Option *o = &table->rows[row];
       const char *value = argv[i][strlen(name)] ? argv[i] + strlen(name) + 1 : NULL;
       if (o->type == OPTION_FLAG && value) fail("%s takes no value", name);
-      if (o->type != OPTION_FLAG && !value) value = i + 1 < argc ? argv[++i] : "";
-      if (o->type == OPTION_TEXT && !*value) fail("%s needs a value; --help says which", name);
+      bool missing = o->type != OPTION_FLAG && !value && i + 1 == argc;
+      if (missing && o->type == OPTION_TEXT) fail("%s needs a value; --help says which", name);
+      if (o->type != OPTION_FLAG && !value) value = missing ? "" : argv[++i];
       take(&parsing, row, value);
     }
     if (row < 0 || table->rows[row].flags & OPTION_SHARED)

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "data/corpus.h"
 
 static Options options_on(bool cuda, char *line) {
   enum { MOST = 64 };
@@ -40,8 +39,7 @@ static Run *open_line(const char *backend, const char *format, va_list arguments
   assert_in_range(length, 0, sizeof run->line - 1);
   run->options = options_on(cuda, run->line);
   const Options *o = &run->options;
-  run->source = o->data.count ? source_open(o->data.items, o->data.count, o->model.vocab_size)
-                              : corpus_open(o->model.vocab_size);
+  run->source = trainer_open_source(o);
   if (o->val_data.count)
     run->val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
   run->loader = loader_create((LoaderOptions){.source = run->source,

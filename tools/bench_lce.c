@@ -1,126 +1,88 @@
-// How fast is the last layer, what does it hold, and what do its terms cost? Times the fused layer at each
-// chunk, and with --materialized the other mode, each in turn with the three bare products that no
-// implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once); with --terms
-// also the fused layer with one term of the loss after the other, in turn with the layer without it. Prints
-// medians, the medians of the ratios to what it was in turn with, and the bytes that the layer holds. Only
-// ratios of neighbours mean anything: a GPU at its power limit is slower after harder work.
+// Time and memory of linear_cross_entropy (LM head + loss), forward and backward, and what its terms cost. Times
+// the fused mode at each chunk, and with --materialized the other mode, each alternating with the three plain
+// GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once); with
+// --terms also the fused mode with one term of the loss after the other, alternating with the loss without it.
+// Prints medians, the medians of the ratios to what each alternates with, and the bytes held. Only ratios of
+// neighbours mean anything: a GPU at its power limit is slower after harder work.
 //
 // The filter comes last, and twice: with nothing to leave out, and with seven eighths of the tiles
-// (make_filterable), each beside the layer without it on the same weights.
+// (make_filterable), each compared with the loss without it on the same weights.
 //
-// Started as several ranks, it also times the layer with the head split over them (--vocab-parallel of
-// ./train), where every rank has so many tokens, against the whole layer on every rank by itself: the same
-// work for each. A time is then the slowest rank's.
+// Started as several ranks, it also times the head split over them (--vocab-parallel of ./train), where every
+// rank has so many tokens, against the whole head on every rank: the same work for each. A time is then the
+// slowest rank's.
 //
 //   tools/bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //   tools/bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
 //   tools/launch 4 tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
-#include <argp.h>
-#include <errno.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/option_rows.h"
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
 #include "tools/curves/layer.h"
+#include "trainer/machine.h"
 #include "trainer/speed.h"
 
-enum { CHUNKS_MOST = 8, ROUNDS_MOST = 99 };
+enum { MAX_CHUNKS = 8, MAX_ROUNDS = 99 };
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, repeat;
-  int64_t chunks[CHUNKS_MOST];
-  int chunk_count;
-  const char *device;
+  const char *device, *chunk_list;
   bool materialized, terms;
+  int64_t chunks[MAX_CHUNKS];
+  int chunk_count;
 } Settings;
 
-enum {
-  KEY_TOKENS = 256,
-  KEY_HIDDEN,
-  KEY_VOCAB,
-  KEY_CHUNK,
-  KEY_DEVICE,
-  KEY_REPEAT,
-  KEY_MATERIALIZED,
-  KEY_TERMS
-};
+#define OPTION_VALUES Settings
+static const Option option_rows[] = {
+    {WHOLE("tokens", "N", tokens, 1, INT32_MAX), DEFAULT("1024"), HELP("Tokens")},
+    {WHOLE("hidden-size", "H", hidden_size, 1, INT32_MAX), DEFAULT("256"), HELP("Hidden size")},
+    {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("128256"), HELP("Vocabulary")},
+    {TEXT("chunk", "C[,C...]", chunk_list),
+     HELP("Tokens per chunk (default: the largest that holds an eighth of what materialized logits hold)")},
+    {TEXT("device", "cpu|cuda", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run")},
+    {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("7"), HELP("Rounds, of which the median counts")},
+    {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
+    {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
+    {OPTION_END}};
 
-static const struct argp_option option_table[] = {
-    {"tokens", KEY_TOKENS, "N", 0, "Tokens (default 1024)", 0},
-    {"hidden-size", KEY_HIDDEN, "H", 0, "Hidden size (default 256)", 0},
-    {"vocab", KEY_VOCAB, "V", 0, "Vocabulary (default 128256)", 0},
-    {"chunk", KEY_CHUNK, "C[,C...]", 0,
-     "Tokens per chunk (default: the most that holds an eighth of what the materialized mode holds)", 0},
-    {"device", KEY_DEVICE, "cpu|cuda", 0, "Where to run (default cpu)", 0},
-    {"repeat", KEY_REPEAT, "R", 0, "Rounds, of which the median counts (default 7)", 0},
-    {"materialized", KEY_MATERIALIZED, NULL, 0, "Time the materialized mode, too", 0},
-    {"terms", KEY_TERMS, NULL, 0, "Time the fused layer with each term of the loss, at the first chunk", 0},
-    {0}};
-
-static int64_t positive(const char *name, const char *text, int64_t most) {
-  char *end;
-  errno = 0;
-  long long value = strtoll(text, &end, 10);
-  if (errno || end == text || *end || value < 1 || value > most)
-    fail("--%s %s: give a whole number from 1 to %lld", name, text, (long long)most);
-  return value;
-}
-
-static error_t parse_option(int key, char *argument, struct argp_state *state) {
-  Settings *o = state->input;
-  switch (key) {
-  case KEY_TOKENS:
-    o->tokens = positive("tokens", argument, INT32_MAX);
-    return 0;
-  case KEY_HIDDEN:
-    o->hidden_size = positive("hidden-size", argument, INT32_MAX);
-    return 0;
-  case KEY_VOCAB:
-    o->vocab_size = positive("vocab", argument, INT32_MAX);
-    return 0;
-  case KEY_CHUNK:
-    for (char *chunk = strtok(argument, ","); chunk; chunk = strtok(NULL, ",")) {
-      if (o->chunk_count == CHUNKS_MOST) fail("--chunk: give at most %d", CHUNKS_MOST);
-      o->chunks[o->chunk_count++] = positive("chunk", chunk, INT32_MAX);
-    }
-    return 0;
-  case KEY_REPEAT:
-    o->repeat = positive("repeat", argument, ROUNDS_MOST);
-    return 0;
-  case KEY_MATERIALIZED:
-    o->materialized = true;
-    return 0;
-  case KEY_TERMS:
-    o->terms = true;
-    return 0;
-  case KEY_DEVICE:
-    if (strcmp(argument, "cpu") && strcmp(argument, "cuda")) fail("--device %s: give cpu or cuda", argument);
-    o->device = argument;
-    return 0;
-  default:
-    return ARGP_ERR_UNKNOWN;
+static Settings parse(int argc, char **argv) {
+  static const OptionTable table = {
+      option_rows, "Times LM head + loss, forward and backward, against the three GEMMs it is made of.",
+      NULL};
+  Settings o = {0};
+  option_table_parse(&table, &o, NULL, argc, argv);
+  char *rest = NULL, *list = o.chunk_list ? strdup(o.chunk_list) : NULL;
+  for (char *chunk = list ? strtok_r(list, ",", &rest) : NULL; chunk; chunk = strtok_r(NULL, ",", &rest)) {
+    if (o.chunk_count == MAX_CHUNKS) fail("--chunk: give at most %d", MAX_CHUNKS);
+    o.chunks[o.chunk_count++] = option_whole("chunk", chunk, 1, INT32_MAX);
   }
+  free(list);
+  return o;
 }
 
 // --- what is timed -----------------------------------------------------------------------------------------
 
-typedef struct {
+typedef struct Work {
   char name[64];
-  LinearCrossEntropy call; // of the layer; the bare products have none (chunk 0)
-  size_t held;
-  double times[ROUNDS_MOST], ratios[ROUNDS_MOST];
+  LinearCrossEntropy call; // the three plain GEMMs have none (chunk 0)
+  struct Work *base;       // what it alternates with
+  size_t held;             // bytes
+  double times[MAX_ROUNDS], ratios[MAX_ROUNDS];
 } Work;
 
-enum { WORKS_MOST = 2 * CHUNKS_MOST + 14 };
+enum { MAX_WORKS = 2 * MAX_CHUNKS + 14 };
 
 typedef struct {
   const Settings *settings;
   LastLayer layer;
-  Tensor bias, dbias, class_weights, token_weights, entropy_weights, told, filtered; // what terms need
-  Work works[WORKS_MOST];
+  Tensor bias, dbias, class_weights, token_weights, entropy_weights, stats, filtered; // what terms need
+  Work works[MAX_WORKS];
   Tensor barrier;                     // fp32 [1]
   int count, first_split, first_term; // terms come last
 } Bench;
@@ -149,41 +111,46 @@ static size_t held_by(Backend *backend, LinearCrossEntropy call) {
   return ledger->stack_peak - before;
 }
 
-static Work *add_work(Bench *b, const char *name, LinearCrossEntropy call) {
+__attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, Work *base, LinearCrossEntropy call,
+                                                            const char *name, ...) {
   Work *work = &b->works[b->count++];
-  snprintf(work->name, sizeof work->name, "%s", name);
+  va_list arguments;
+  va_start(arguments, name);
+  vsnprintf(work->name, sizeof work->name, name, arguments);
+  va_end(arguments);
+  work->base = base;
   work->call = call;
   return work;
 }
 
-static void add_terms(Bench *b, int64_t chunk) {
-  const LinearCrossEntropy plain = layer_call(&b->layer, LCE_FUSED, chunk);
+static void add_terms(Bench *b, Work *fused) {
+  const LinearCrossEntropy plain = fused->call;
   LinearCrossEntropy call;
   call = plain, call.mean = true;
-  add_work(b, "+ mean on the device", call);
+  add_work(b, fused, call, "+ mean on the device");
   call = plain, call.token_weights = b->token_weights;
-  add_work(b, "+ token weights", call);
+  add_work(b, fused, call, "+ token weights");
   call = plain, call.terms.class_weights = b->class_weights;
-  add_work(b, "+ class weights", call);
-  call = plain, call.terms.z_loss = 1e-4f, call.outputs.z_loss = b->told;
-  add_work(b, "+ z-loss", call);
+  add_work(b, fused, call, "+ class weights");
+  call = plain, call.terms.z_loss = 1e-4f, call.outputs.z_loss = b->stats;
+  add_work(b, fused, call, "+ z-loss");
   call = plain, call.terms.label_smoothing = 0.1f;
-  add_work(b, "+ label smoothing", call);
+  add_work(b, fused, call, "+ label smoothing");
   call = plain, call.terms.temperature = 0.7f;
-  add_work(b, "+ temperature", call);
+  add_work(b, fused, call, "+ temperature");
   call = plain, call.terms.softcap = 30;
-  add_work(b, "+ soft-cap", call);
+  add_work(b, fused, call, "+ soft-cap");
   call = plain, call.bias = b->bias, call.dbias = b->dbias;
-  add_work(b, "+ bias", call);
-  call = plain, call.entropy_weights = b->entropy_weights, call.outputs.entropy = b->told;
-  add_work(b, "+ entropy", call);
+  add_work(b, fused, call, "+ bias");
+  call = plain, call.entropy_weights = b->entropy_weights, call.outputs.entropy = b->stats;
+  add_work(b, fused, call, "+ entropy");
   call = plain, call.filtered = b->filtered, call.terms.filter = 1e-30f;
-  add_work(b, "+ filter of nothing", call);
+  add_work(b, fused, call, "+ filter of nothing");
   call.terms.filter = 2.0f / (float)b->settings->vocab_size;
-  add_work(b, "+ filter", call);
+  add_work(b, fused, call, "+ filter");
 }
 
-// The layer with this rank's rows of the head.
+// The call with this rank's rows of the head.
 static LinearCrossEntropy split_call(const LastLayer *layer, int64_t chunk) {
   const Backend *backend = layer->backend;
   LinearCrossEntropy call = layer_call(layer, LCE_FUSED, chunk);
@@ -199,19 +166,14 @@ static LinearCrossEntropy split_call(const LastLayer *layer, int64_t chunk) {
 static void prepare(Bench *b) {
   const Settings *o = b->settings;
   Backend *backend = b->layer.backend;
-  add_work(b, "three bare products", (LinearCrossEntropy){.chunk = 0});
-  for (int i = 0; i < o->chunk_count; i++) {
-    LinearCrossEntropy call = layer_call(&b->layer, LCE_FUSED, o->chunks[i]);
-    snprintf(add_work(b, "", call)->name, sizeof b->works->name, "fused, chunk %lld",
+  Work *gemms = add_work(b, NULL, (LinearCrossEntropy){.chunk = 0}, "three plain GEMMs"), *fused = gemms + 1;
+  for (int i = 0; i < o->chunk_count; i++)
+    add_work(b, gemms, layer_call(&b->layer, LCE_FUSED, o->chunks[i]), "fused, chunk %lld",
              (long long)o->chunks[i]);
-  }
-  if (o->materialized) add_work(b, "materialized", layer_call(&b->layer, LCE_MATERIALIZED, 1));
+  if (o->materialized) add_work(b, gemms, layer_call(&b->layer, LCE_MATERIALIZED, 1), "materialized");
   b->first_split = b->count;
-  for (int i = 0; i < o->chunk_count && backend->ranks > 1; i++) {
-    LinearCrossEntropy call = split_call(&b->layer, o->chunks[i]);
-    snprintf(add_work(b, "", call)->name, sizeof b->works->name, "split, chunk %lld",
-             (long long)o->chunks[i]);
-  }
+  for (int i = 0; i < o->chunk_count && backend->ranks > 1; i++)
+    add_work(b, fused + i, split_call(&b->layer, o->chunks[i]), "split, chunk %lld", (long long)o->chunks[i]);
   b->barrier = reserve_vector(backend, "barrier", DTYPE_F32, 1, false);
   b->first_term = b->count;
   if (!o->terms) return;
@@ -220,9 +182,9 @@ static void prepare(Bench *b) {
   b->class_weights = reserve_vector(backend, "class weights", DTYPE_F32, o->vocab_size, true);
   b->token_weights = reserve_vector(backend, "token weights", DTYPE_F32, o->tokens, true);
   b->entropy_weights = reserve_vector(backend, "entropy weights", DTYPE_F32, o->tokens, true);
-  b->told = reserve_vector(backend, "told", DTYPE_F32, o->tokens, false);
+  b->stats = reserve_vector(backend, "stats", DTYPE_F32, o->tokens, false);
   b->filtered = reserve_vector(backend, "what is filtered", DTYPE_F32, 3, false);
-  add_terms(b, o->chunks[0]);
+  add_terms(b, fused);
 }
 
 // Something to filter: all but the first eighth of the vocabulary gets a logit of 0, and so a probability of
@@ -234,10 +196,10 @@ static void make_filterable(Bench *b) {
 }
 
 static void report_filtered(const Bench *b) {
-  float told[3];
-  backend_to_host(b->layer.backend, told, b->filtered);
-  printf("   %.1f%% of the tiles, a mass of %.3g per token", 100 * (double)(told[0] / told[1]),
-         (double)told[2] / (double)b->settings->tokens);
+  float stats[3];
+  backend_to_host(b->layer.backend, stats, b->filtered);
+  printf("   %.1f%% of the tiles, a mass of %.3g per token", 100 * (double)(stats[0] / stats[1]),
+         (double)stats[2] / (double)b->settings->tokens);
 }
 
 static void wait_for_all(const Bench *b) {
@@ -258,11 +220,12 @@ static double seconds(const Bench *b, const Work *work) {
   return now_seconds() - start;
 }
 
-// Times both in turn, `work` also as a ratio to the turn's time of `base`. Before that they run in turn untimed,
-// for a GPU settles at its power limit only after a while.
-static void time_in_turn(Bench *b, Work *base, Work *work) {
-  const double settled = 0.7;
-  for (double warm = 0; warm < settled;) warm += seconds(b, base) + seconds(b, work);
+// Times the two alternately, `work` also as a ratio to the same round's time of its base. Before that they
+// alternate untimed: a GPU reaches its power limit only after a while.
+static void time_alternately(Bench *b, Work *work) {
+  const double warm_up = 0.7;
+  Work *base = work->base;
+  for (double spent = 0; spent < warm_up;) spent += seconds(b, base) + seconds(b, work);
   for (int64_t round = 0; round < b->settings->repeat; round++) {
     base->times[round] = seconds(b, base);
     base->ratios[round] = 1;
@@ -280,43 +243,32 @@ static void report(const Bench *b, Work *work) {
   putchar('\n');
 }
 
+static void heading(const char *what, const char *ratio) {
+  printf("  %-24s %12s %7s   held\n", what, "median", ratio);
+}
+
 static void run(Bench *b) {
-  layer_gemms(&b->layer, b->settings->tokens); // chooses its algorithms; held_by does so for the others
+  layer_gemms(&b->layer, b->settings->tokens); // chooses its algorithms; held_by does so for the calls
   for (int i = 1; i < b->count; i++) b->works[i].held = held_by(b->layer.backend, b->works[i].call);
-  for (int i = 1; i < b->first_split; i++) time_in_turn(b, &b->works[0], &b->works[i]);
-  printf("  %-24s %12s %7s   held\n", "", "median", "ratio");
-  for (int i = 0; i < b->first_split; i++) report(b, &b->works[i]);
-  if (b->first_split < b->first_term)
-    printf("  over %d ranks %25s %7s   held\n", b->layer.backend->ranks, "median", "over one's");
-  for (int i = b->first_split; i < b->first_term; i++) {
-    time_in_turn(b, &b->works[1 + i - b->first_split], &b->works[i]);
-    report(b, &b->works[i]);
-  }
-  if (b->first_term == b->count) return;
-  printf("  %-24s %12s %7s   held\n", "with a term", "median", "over without");
-  for (int i = b->first_term; i < b->count; i++) {
+  for (int i = 1; i < b->count; i++) {
     if (tensor_exists(b->works[i].call.filtered)) make_filterable(b);
-    time_in_turn(b, &b->works[1], &b->works[i]);
+    time_alternately(b, &b->works[i]);
+    if (i == 1) heading("", "ratio");
+    if (i == 1) report(b, &b->works[0]);
+    if (i == b->first_split && i < b->first_term) heading("split over the ranks", "over one's");
+    if (i == b->first_term) heading("with a term", "over without");
     report(b, &b->works[i]);
   }
 }
 
 int main(int argc, char **argv) {
-  Settings options = {.tokens = 1024, .hidden_size = 256, .vocab_size = 128256, .repeat = 7, .device = "cpu"};
-  const struct argp parser = {.options = option_table,
-                              .parser = parse_option,
-                              .doc = "Times the last layer against the three products it is made of."};
-  argp_parse(&parser, argc, argv, 0, NULL, &options);
-
+  Settings options = parse(argc, argv);
   const char *reason = NULL;
   bool cuda = strcmp(options.device, "cuda") == 0;
   int ordinal = ranks_begin()->local_rank;
   Backend *backend = cuda ? cuda_backend_create(ordinal, DTYPE_BF16, &reason) : cpu_backend_create(false);
   if (!backend) fail("--device cuda: %s", reason);
-  if (cuda)
-    cuda_backend_join_ranks(backend);
-  else
-    cpu_backend_join_ranks(backend);
+  machine_join_ranks(backend);
   LceShape shape = {.tokens = options.tokens,
                     .hidden_size = options.hidden_size,
                     .vocab_size = options.vocab_size,
@@ -331,10 +283,10 @@ int main(int argc, char **argv) {
     LceShape widest = shape, split = shape;
     widest.logits = options.terms && i == 0;
     split.ranks = backend->ranks;
-    size_t bytes = lce_bytes(backend, LCE_FUSED, options.chunks[i], widest) +
-                   lce_bytes(backend, LCE_FUSED, options.chunks[i], shape);
-    size_t on_ranks = lce_bytes(backend, LCE_FUSED, options.chunks[i], split);
-    if (bytes > stack) stack = bytes;
+    int64_t chunk = options.chunks[i];
+    size_t whole = lce_bytes(backend, LCE_FUSED, chunk, widest) + lce_bytes(backend, LCE_FUSED, chunk, shape);
+    size_t on_ranks = lce_bytes(backend, LCE_FUSED, chunk, split);
+    if (whole > stack) stack = whole;
     if (on_ranks > stack) stack = on_ranks;
   }
 
@@ -345,7 +297,7 @@ int main(int argc, char **argv) {
   bench->settings = &options;
   bench->layer = layer_reserve(backend, shape, 1);
   prepare(bench);
-  // The bare products hold all logits whatever the layer holds; terms push a little more than is planned for.
+  // The plain GEMMs hold all logits whatever the modes hold; terms push a little more than is planned for.
   memory_set_stack(&backend->memory, stack + ((size_t)64 << 20));
   run(bench);
   free(bench);

@@ -21,9 +21,64 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/option_rows.h"
 #include "base/text.h"
 
-enum { MOST_WORDS = 256 };
+enum { MAX_WORDS = 256, MAX_RANKS = 4096 };
+
+// --- options -----------------------------------------------------------------------------------------------
+
+typedef struct {
+  int ranks;          // the largest number; 0: not given
+  const char *device; // of ./train; NULL: not given
+  const char *ignored;
+  bool flag;
+} Settings;
+
+// --ranks is this program's. The others are ./train's: one that is looked at, and those that a timed run has no
+// use for, or would take from the run before it.
+#define OPTION_VALUES Settings
+static const Option option_rows[] = {
+    {WHOLE("ranks", "N", ranks, 1, MAX_RANKS),
+     HELP("The largest number of ranks (default: as many as there are GPUs, else 4)")},
+    {TEXT("device", "DEVICE", device), .flags = OPTION_SHARED,
+     HELP("./train's: cpu starts the ranks by mpirun, as where there is no GPU")},
+    {OPTION_END}};
+static const Option refused_rows[] = {{FLAG("plan", flag, true)},
+                                      {FLAG("fit", flag, true)},
+                                      {FLAG("eval-only", flag, true)},
+                                      {FLAG("compare-modes", flag, true)},
+                                      {TEXT("save", "DIR", ignored)},
+                                      {TEXT("resume", "WHERE", ignored)},
+                                      {TEXT("log", "FILE", ignored)},
+                                      {TEXT("timeline", "FILE", ignored)},
+                                      {OPTION_END}};
+
+// Returns how many words are left for ./train.
+static int parse(Settings *o, int argc, char **argv) {
+  static const OptionTable refused_table = {refused_rows, NULL, NULL};
+  static const OptionTable table = {
+      option_rows,
+      "How training scales: the same run on 1, 2, 4, 8, ... and at last N ranks of this machine, the batch "
+      "of each rank fixed. Prints tokens a second, the time of a step, the efficiency (tokens a second and "
+      "rank over those of one rank alone), the bytes that a rank sends in a step, and the ledger's peak on a "
+      "rank.\v"
+      "All else goes to ./train (./train --help): --model, --batch, --seq-len, --zero, --vocab-parallel, ... "
+      "--steps is 30 unless it is given, and nothing is validated or sampled. tools/launch starts ranks on "
+      "GPUs.\n\n"
+      "  tools/bench_scaling --model llama-1b --batch 4 --seq-len 4096\n"
+      "  tools/bench_scaling --ranks 2 --device cpu --model llama-tiny\n",
+      NULL};
+  bool refused[OPTION_ROWS_MAX] = {false};
+  int words = option_table_take(&table, o, NULL, argc, argv);
+  words = option_table_take(&refused_table, o, refused, words, argv);
+  for (int i = 0; refused_rows[i].type != OPTION_END; i++)
+    if (refused[i])
+      fail("bench_scaling times runs and does nothing else: leave out --%s", refused_rows[i].name);
+  return words;
+}
+
+// --- a run -------------------------------------------------------------------------------------------------
 
 // What one run came to.
 typedef struct {
@@ -37,8 +92,8 @@ static int gpus(void) {
   return count;
 }
 
-// "train" beside this program's folder: the same build's.
-static const char *beside(const char *self, const char *name) {
+// The path of a program of the build that `self`, tools/bench_scaling, is of.
+static const char *same_build(const char *self, const char *name) {
   char *path, *folder = strdup(self), *slash = folder ? strrchr(folder, '/') : NULL;
   if (slash) *slash = 0;
   char *tools = slash ? strrchr(folder, '/') : NULL;
@@ -74,7 +129,7 @@ static Figures read_summary(const char *log) {
 }
 
 // One rank needs no launcher.
-static Figures run(const char *self, int ranks, bool cpu, int argc, char **argv) {
+static Figures run(char **argv, int argc, int ranks, bool cpu) {
   char log[] = "/tmp/bench_scaling.XXXXXX", count[16];
   int file = mkstemp(log), words = 0;
   if (file < 0) fail("cannot make a file in /tmp: %s", strerror(errno));
@@ -82,24 +137,20 @@ static Figures run(const char *self, int ranks, bool cpu, int argc, char **argv)
   snprintf(count, sizeof count, "%d", ranks);
   const char *by_mpi[] = {
       "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", count, NULL};
-  const char *by_launch[] = {beside(self, "tools/launch"), count, NULL};
-  const char *const train[] = {beside(self, "train"),
-                               "--steps",
-                               "30",
-                               "--val-fraction",
-                               "0",
-                               "--sample-every",
-                               "0",
-                               "--eval-every",
-                               "0",
+  const char *by_launch[] = {same_build(argv[0], "tools/launch"), count, NULL};
+  const char *const train[] = {same_build(argv[0], "train"),
+                               "--steps=30",
+                               "--val-fraction=0",
+                               "--sample-every=0",
+                               "--eval-every=0",
                                "--log",
                                log,
                                NULL};
-  char *command[MOST_WORDS + 1];
+  char *command[MAX_WORDS + 1];
   for (const char *const *w = cpu ? by_mpi : by_launch; ranks > 1 && *w; w++) command[words++] = (char *)*w;
   for (const char *const *w = train; *w; w++) command[words++] = (char *)*w;
-  if (words + argc > MOST_WORDS) fail("%d options are more than the %d that fit", argc, MOST_WORDS - words);
-  for (int i = 0; i < argc; i++) command[words++] = argv[i];
+  if (words + argc > MAX_WORDS) fail("%d options are more than the %d that fit", argc, MAX_WORDS - words);
+  for (int i = 1; i < argc; i++) command[words++] = argv[i];
   command[words] = NULL;
   pid_t child = fork();
   if (child < 0) fail("cannot start %s: %s", command[0], strerror(errno));
@@ -124,76 +175,14 @@ static Figures run(const char *self, int ranks, bool cpu, int argc, char **argv)
   return f;
 }
 
-static const char help[] =
-    "Usage: bench_scaling [--ranks N] [OPTION...]\n"
-    "How training scales: the same run on 1, 2, 4, 8, ... and at last N ranks of this machine, the batch of\n"
-    "each rank fixed. Prints tokens a second, the time of a step, the efficiency (tokens a second and rank\n"
-    "over those of one rank alone), the bytes that a rank sends in a step, and the ledger's peak on a rank.\n"
-    "\n"
-    "  --ranks N          the largest number of ranks (default: as many as there are GPUs, else 4)\n"
-    "  --help             says this\n"
-    "\n"
-    "All else goes to ./train (./train --help): --model, --batch, --seq-len, --zero, --vocab-parallel, ...\n"
-    "--steps is 30 unless it is given, and nothing is validated or sampled. Ranks on GPUs are started by\n"
-    "tools/launch, those of --device cpu (or where there is no GPU) by mpirun.\n"
-    "\n"
-    "  tools/bench_scaling --model llama-1b --batch 4 --seq-len 4096\n"
-    "  tools/bench_scaling --ranks 2 --device cpu --model llama-tiny\n";
-
-// Whether argument i is --name VALUE or --name=VALUE, which *value then is; NULL where it is missing.
-static bool is_option(const char *name, int argc, char **argv, int i, const char **value) {
-  size_t length = strlen(name);
-  if (strncmp(argv[i], name, length) != 0 || (argv[i][length] && argv[i][length] != '=')) return false;
-  *value = argv[i][length] ? argv[i] + length + 1 : i + 1 < argc ? argv[i + 1] : NULL;
-  return true;
-}
-
-static int whole_number(const char *text) {
-  char *end;
-  long value = text ? strtol(text, &end, 10) : 0;
-  if (!text || end == text || *end || value < 1 || value > 4096)
-    fail("--ranks %s: give a whole number from 1 to 4096", text ? text : "");
-  return (int)value;
-}
-
-// What ./train knows and a run that is timed has no use for, or that each run would take from the one before.
-static void refuse_other_work(const char *argument) {
-  static const char *const others[] = {"--plan",   "--fit", "--eval-only", "--save",
-                                       "--resume", "--log", "--timeline",  "--compare-modes"};
-  for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-    if (!strncmp(argument, others[i], strlen(others[i])) && strchr("=", argument[strlen(others[i])]))
-      fail("bench_scaling times runs and does nothing else: leave out %s", others[i]);
-}
-
-// Takes this program's own options out of the command line; returns how many words are left for ./train.
-static int take_own(int argc, char **argv, int *most, bool *cpu) {
-  int rest = 0;
-  for (int i = 1; i < argc; i++) {
-    const char *value;
-    if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-?")) {
-      fputs(help, stdout);
-      exit(0);
-    }
-    refuse_other_work(argv[i]);
-    if (is_option("--ranks", argc, argv, i, &value)) {
-      *most = whole_number(value);
-      i += value == argv[i + 1];
-      continue;
-    }
-    if (is_option("--device", argc, argv, i, &value) && value && !strcmp(value, "cpu")) *cpu = true;
-    argv[rest++] = argv[i];
-  }
-  return rest;
-}
-
 int main(int argc, char **argv) {
-  const char *self = argv[0];
-  bool cpu = gpus() == 0;
-  int most = 0, count = take_own(argc, argv, &most, &cpu);
-  if (!most) most = cpu ? 4 : gpus();
+  Settings o = {0};
+  int words = parse(&o, argc, argv);
+  bool cpu = gpus() == 0 || (o.device && !strcmp(o.device, "cpu"));
+  int max = o.ranks ? o.ranks : cpu ? 4 : gpus();
   double alone = 0;
-  for (int ranks = 1, next; ranks <= most; ranks = next) {
-    Figures f = run(self, ranks, cpu, count, argv);
+  for (int ranks = 1, next; ranks <= max; ranks = next) {
+    Figures f = run(argv, words, ranks, cpu);
     if (ranks == 1) {
       alone = f.rate;
       printf("%5s %12s %14s %10s %12s %22s %14s\n", "ranks", "tokens/s", "each", "ms a step", "efficiency",
@@ -203,7 +192,7 @@ int main(int argc, char **argv) {
            text_count(f.rate / ranks).text, 1e3 * f.seconds, 100 * f.rate / ranks / alone,
            text_bytes((uint64_t)f.wire_bytes).text, text_bytes((uint64_t)f.peak_bytes).text);
     fflush(stdout);
-    next = ranks < most && 2 * ranks > most ? most : 2 * ranks;
+    next = ranks < max && 2 * ranks > max ? max : 2 * ranks;
   }
   return 0;
 }

@@ -1,10 +1,10 @@
-// How much of a training step is matrix products, and how fast would the step be if it were nothing else?
+// The time of a training step, and how much of it GEMMs take.
 //
-// Takes ./train's options. Runs a few steps and times them; then records the products of one forward and
-// backward pass (the calls of linear_* and the last layer's two products) and runs them alone, back to back,
-// on the same tensors: the step's bare products. Their time over the step's is its share of the speed of
-// light. On the CPU the same step is timed once more with products by plain loops. --compare-modes also times the
-// step with the materialized last layer in turn with the fused one.
+// Takes ./train's options. Runs a few steps and times them; then records the GEMMs of one forward and backward
+// pass (the calls of linear_* and the two of the loss) and runs them alone, back to back, on the same tensors:
+// the step's plain GEMMs. Their time over the step's is its share of the speed of light. On the CPU the same
+// step is timed once more with GEMMs by plain loops. --compare-modes also times the step with materialized
+// logits, alternating with the fused one.
 //
 //   tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
 #include <stdio.h>
@@ -12,14 +12,14 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/option_rows.h"
 #include "base/text.h"
-#include "data/corpus.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/speed.h"
 #include "trainer/trainer.h"
 
-// --- recording the products of a pass ----------------------------------------------------------------------
+// --- recording the GEMMs of a pass ----------------------------------------------------------------------
 
 typedef struct {
   enum { FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT } kind;
@@ -28,50 +28,50 @@ typedef struct {
     LinearBackwardInput input;
     LinearBackwardWeight weight;
   } call;
-} Product;
+} Gemm;
 
 static struct {
   const BackendOps *real;
-  Product *products;
+  Gemm *gemms;
   size_t count, capacity;
   double flops;
 } record;
 
-static void append(Product product, Tensor rows, Tensor weight) {
+static void append(Gemm gemm, Tensor rows, Tensor weight) {
   if (record.count == record.capacity) {
     record.capacity = record.capacity ? 2 * record.capacity : 256;
-    record.products = realloc(record.products, record.capacity * sizeof *record.products);
-    if (!record.products) fail("out of host memory for the list of products");
+    record.gemms = realloc(record.gemms, record.capacity * sizeof *record.gemms);
+    if (!record.gemms) fail("out of host memory for the list of GEMMs");
   }
-  record.products[record.count++] = product;
+  record.gemms[record.count++] = gemm;
   record.flops += 2.0 * (double)rows.shape[0] * (double)tensor_count(weight);
 }
 
 static void record_forward(Backend *backend, const LinearForward *a) {
-  append((Product){.kind = FORWARD, .call.forward = *a}, a->x, a->weight);
+  append((Gemm){.kind = FORWARD, .call.forward = *a}, a->x, a->weight);
   record.real->linear_forward(backend, a);
 }
 
 static void record_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  append((Product){.kind = BACKWARD_INPUT, .call.input = *a}, a->dout, a->weight);
+  append((Gemm){.kind = BACKWARD_INPUT, .call.input = *a}, a->dout, a->weight);
   record.real->linear_backward_input(backend, a);
 }
 
 static void record_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
-  append((Product){.kind = BACKWARD_WEIGHT, .call.weight = *a}, a->dout, a->dweight);
+  append((Gemm){.kind = BACKWARD_WEIGHT, .call.weight = *a}, a->dout, a->dweight);
   record.real->linear_backward_weight(backend, a);
 }
 
-// The sweep's two products, bare: logits, and their gradient's way back to x.
-static void record_sweep(Backend *backend, const LceLogitsExp *a) {
+// Its two GEMMs: the logits, and dx from their gradient.
+static void record_logits_exp(Backend *backend, const LceLogitsExp *a) {
   LinearForward logits = {.out = a->exps, .x = a->x, .weight = a->weight};
   LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
-  append((Product){.kind = FORWARD, .call.forward = logits}, a->x, a->weight);
-  if (tensor_exists(a->dx_raw)) append((Product){.kind = BACKWARD_INPUT, .call.input = dx}, a->x, a->weight);
+  append((Gemm){.kind = FORWARD, .call.forward = logits}, a->x, a->weight);
+  if (tensor_exists(a->dx_raw)) append((Gemm){.kind = BACKWARD_INPUT, .call.input = dx}, a->x, a->weight);
   record.real->lce_logits_exp(backend, a);
 }
 
-// And what they would be without a filter.
+// The GEMMs that it would be without a filter.
 static void record_filtered(Backend *backend, const LceFilteredGemms *a) {
   LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
   LinearBackwardWeight dweight = {.dweight = a->dweight,
@@ -79,8 +79,8 @@ static void record_filtered(Backend *backend, const LceFilteredGemms *a) {
                                   .x = a->scaled_x,
                                   .alpha = a->alpha,
                                   .accumulate = a->accumulate};
-  append((Product){.kind = BACKWARD_INPUT, .call.input = dx}, a->exps, a->weight);
-  append((Product){.kind = BACKWARD_WEIGHT, .call.weight = dweight}, a->exps, a->dweight);
+  append((Gemm){.kind = BACKWARD_INPUT, .call.input = dx}, a->exps, a->weight);
+  append((Gemm){.kind = BACKWARD_WEIGHT, .call.weight = dweight}, a->exps, a->dweight);
   record.real->lce_filtered_gemms(backend, a);
 }
 
@@ -92,7 +92,7 @@ static void record_pass(Trainer *trainer) {
   recording.linear_forward = record_forward;
   recording.linear_backward_input = record_backward_input;
   recording.linear_backward_weight = record_backward_weight;
-  recording.lce_logits_exp = record_sweep;
+  recording.lce_logits_exp = record_logits_exp;
   recording.lce_filtered_gemms = record_filtered;
   backend->ops = &recording;
   trainer_gradient_pass(trainer);
@@ -103,7 +103,7 @@ static void record_pass(Trainer *trainer) {
 // The recorded tensors' places on the stack are free by now, but the bytes are still there.
 static void replay(Backend *backend) {
   for (size_t i = 0; i < record.count; i++) {
-    const Product *p = &record.products[i];
+    const Gemm *p = &record.gemms[i];
     switch (p->kind) {
     case FORWARD:
       backend->ops->linear_forward(backend, &p->call.forward);
@@ -134,7 +134,7 @@ static void one_step(Steps *s) {
   trainer_collect(s->trainer, results);
 }
 
-// Seconds of a step whose products are plain loops: one step, the same shapes, a backend of its own.
+// Seconds of one step of the same shapes with GEMMs by plain loops, on another backend.
 static double plain_step_seconds(const Options *options, const Loader *loader) {
   Backend *backend = cpu_backend_create(true);
   Trainer trainer;
@@ -162,7 +162,7 @@ static double seconds_in(LceMode mode, Steps *s, Backend *backend) {
 
 static void compare_modes(Steps *steps, Backend *backend) {
   double fused[ROUNDS], materialized[ROUNDS], ratios[ROUNDS];
-  seconds_in(LCE_MATERIALIZED, steps, backend); // products that are new
+  seconds_in(LCE_MATERIALIZED, steps, backend); // chooses its GEMM algorithms
   for (int i = 0; i < ROUNDS; i++) {
     fused[i] = seconds_in(LCE_FUSED, steps, backend);
     materialized[i] = seconds_in(LCE_MATERIALIZED, steps, backend);
@@ -172,53 +172,46 @@ static void compare_modes(Steps *steps, Backend *backend) {
          1e3 * median(materialized, ROUNDS), median(ratios, ROUNDS));
 }
 
-static const char help[] =
-    "Usage: bench_step [OPTION...]\n"
-    "The time of a training step on this machine, beside that of its matrix products alone: medians of 5,\n"
-    "after 3 steps to warm up; and what the step and its last layer hold. On the CPU also the same step\n"
-    "with products by plain loops.\n"
-    "\n"
-    "Takes ./train's options for what a step is (./train --help): --model and the sizes, --batch, "
-    "--seq-len,\n"
-    "--total-batch, --data, --init, the last layer's, --device, the dtypes, --recompute, --attention.\n"
-    "\n"
-    "  --compare-modes    times the step with materialized logits in turn with the fused one, too\n"
-    "  --help             says this\n"
-    "\n"
-    "One process on one device; tools/bench_scaling times several, tools/bench_lce the last layer alone.\n"
-    "\n"
-    "  tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu\n";
-
-// What ./train knows and this program would leave undone.
+// What ./train does and this program would not.
 static void refuse_other_work(const Options *o) {
-  const struct {
-    const char *name;
-    bool given;
-  } others[] = {{"plan", o->plan},           {"fit", o->fit},
-                {"eval-only", o->eval_only}, {"hellaswag", o->hellaswag != NULL},
-                {"save", o->save != NULL},   {"resume", o->resume != NULL},
-                {"log", o->log != NULL},     {"timeline", o->timeline != NULL},
-                {"zero", o->dtypes.zero},    {"vocab-parallel", o->dtypes.vocab_parallel}};
-  for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-    if (others[i].given)
-      fail("bench_step times training steps of one process and does nothing else: leave out --%s",
-           others[i].name);
+  static const char *const others[] = {"plan", "fit",    "eval-only", "hellaswag",     "save",
+                                       "log",  "resume", "timeline",  "vocab-parallel"};
+  const char *refused = o->dtypes.zero ? "zero" : NULL;
+  for (size_t i = 0; i < sizeof others / sizeof *others && !refused; i++)
+    if (options_given(o, others[i])) refused = others[i];
+  if (refused)
+    fail("bench_step times training steps of one process and does nothing else: leave out --%s", refused);
+}
+
+static void parse(Options *options, int argc, char **argv) {
+#define OPTION_VALUES Options
+  static const Option rows[] = {
+      {FLAG("compare-modes", compare_modes, true), .flags = OPTION_SHARED,
+       HELP("Also time the step with materialized logits, alternating with the fused mode")},
+      {OPTION_END}};
+  static const OptionTable table = {
+      rows,
+      "The time of a training step on this machine, and that of its GEMMs alone: medians of 5, after 3 steps "
+      "of warm-up; and what the step, and LM head + loss in it, hold. On the CPU also the same step with "
+      "GEMMs by plain loops.\n"
+      "Takes ./train's options for what a step is (./train --help): --model and the sizes, --batch, "
+      "--seq-len, --total-batch, --data, --init, those of LM head + loss, --device, the dtypes, "
+      "--recompute, --attention.\v"
+      "One process on one device; tools/bench_scaling times several, tools/bench_lce LM head + loss "
+      "alone.\n\n"
+      "  tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu\n",
+      NULL};
+  *options = (Options){0};
+  options_parse(options, option_table_take(&table, options, NULL, argc, argv), argv);
+  refuse_other_work(options);
 }
 
 int main(int argc, char **argv) {
   Options options;
-  for (int i = 1; i < argc; i++) {
-    if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-?") != 0) continue;
-    fputs(help, stdout);
-    return 0;
-  }
-  options_parse(&options, argc, argv);
-  refuse_other_work(&options);
+  parse(&options, argc, argv);
   Backend *backend = machine_open(&options);
   options_resolve_chunk(&options, backend);
-  Source *source = options.data.count
-                       ? source_open(options.data.items, options.data.count, options.model.vocab_size)
-                       : corpus_open(options.model.vocab_size);
+  Source *source = trainer_open_source(&options);
   Loader loader = loader_create((LoaderOptions){
       .source = source, .batch = options.batch, .seq_len = options.seq_len, .seed = options.seed});
   plan_require(&options, backend->device, machine_usable_bytes(backend));
@@ -230,8 +223,8 @@ int main(int argc, char **argv) {
   for (int i = 0; i < WARM_UP; i++) one_step(&steps);
   record_pass(&trainer);
   replay(backend);
-  double step[ROUNDS], products[ROUNDS];
-  for (int i = 0; i < ROUNDS; i++) { // in turn: a card's speed changes with its heat
+  double step[ROUNDS], gemms[ROUNDS];
+  for (int i = 0; i < ROUNDS; i++) { // alternately: a card's speed changes with its heat
     backend_synchronize(backend);
     double start = now_seconds();
     one_step(&steps);
@@ -240,9 +233,9 @@ int main(int argc, char **argv) {
     for (int64_t m = 0; m < options.micro_steps; m++) replay(backend);
     backend_synchronize(backend);
     step[i] = middle - start;
-    products[i] = now_seconds() - middle;
+    gemms[i] = now_seconds() - middle;
   }
-  double step_seconds = median(step, ROUNDS), product_seconds = median(products, ROUNDS);
+  double step_seconds = median(step, ROUNDS), gemm_seconds = median(gemms, ROUNDS);
   double flops = record.flops * (double)options.micro_steps;
   const Ledger *ledger = &backend->memory.ledger;
   printf("%s, %s: batch %lld x %lld, V %s, %s loss, z-loss %g, recompute %s\n", backend->description,
@@ -251,11 +244,11 @@ int main(int argc, char **argv) {
          recompute_name(options.recompute));
   printf("  step           %9.2f ms   %s tokens/s\n", 1e3 * step_seconds,
          text_grouped((int64_t)((double)options.total_batch / step_seconds)).text);
-  printf("  bare products  %9.2f ms   %.1f TFLOP/s, %.0f%% of the step\n", 1e3 * product_seconds,
-         1e-12 * flops / product_seconds, 100 * product_seconds / step_seconds);
-  printf("  memory         %9s      at the peak (ledger), %s of it the last layer's\n",
+  printf("  plain GEMMs    %9.2f ms   %.1f TFLOP/s, %.0f%% of the step\n", 1e3 * gemm_seconds,
+         1e-12 * flops / gemm_seconds, 100 * gemm_seconds / step_seconds);
+  printf("  memory         %9s      at the peak (ledger), %s of it LM head + loss\n",
          text_bytes(ledger->peak).text, text_bytes(ledger->highest[MEMORY_HEAD]).text);
-  printf("  the device     %9s      at the peak, by its own figure\n",
+  printf("  the device     %9s      at the peak, as the system counts\n",
          text_bytes(backend->ops->device_bytes_peak(backend)).text);
   if (options.compare_modes) compare_modes(&steps, backend);
   trainer_destroy(&trainer);
@@ -263,7 +256,7 @@ int main(int argc, char **argv) {
     double plain = plain_step_seconds(&options, &loader);
     printf("  plain loops    %9.2f ms   %.1f times the step\n", 1e3 * plain, plain / step_seconds);
   }
-  free(record.products);
+  free(record.gemms);
   source_close(source);
   backend_destroy(backend);
   options_free(&options);

@@ -5,8 +5,6 @@
 //   tools/generate --init gpt2 --prompt - --tokens 400 --temperature 0.7 --top-p 0.9 <prompt.txt
 //
 // model/generate.c draws the tokens, data/tokenizer.c makes them text.
-#include <argp.h>
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,6 +13,7 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/option_rows.h"
 #include "base/text.h"
 #include "data/tokenizer/byte_tokenizer.h"
 #include "data/tokenizer/tokenizer.h"
@@ -36,90 +35,40 @@ typedef struct {
 
 // --- the command line --------------------------------------------------------------------------------------
 
-// clang-format off
-enum { KEY_INIT = 1000, KEY_TOKENIZER, KEY_PROMPT, KEY_TOKENS, KEY_SAMPLES, KEY_GO_ON, KEY_TEMPERATURE, KEY_TOP_K,
-       KEY_TOP_P, KEY_SEED, KEY_DEVICE, KEY_DTYPE };
-static const struct argp_option table[] = {
-    {"init", KEY_INIT, "DIR", 0,
-     "The model: config.json and safetensors of Hugging Face (Llama or GPT-2), or a checkpoint", 0},
-    {"tokenizer", KEY_TOKENIZER, "PATH", 0,
-     "tokenizer.json, or a directory with one (default DIR's; without any a byte is a token)", 0},
-    {"prompt", KEY_PROMPT, "TEXT", 0, "What to continue; - reads it from standard input (default a newline)", 0},
-    {"tokens", KEY_TOKENS, "N", 0, "Tokens to add (default 200); the model may end the text earlier", 0},
-    {"samples", KEY_SAMPLES, "N", 0, "Texts to write (default 1)", 0},
-    {"go-on", KEY_GO_ON, 0, 0, "Do not stop at the token that ends a text", 0},
-    {"temperature", KEY_TEMPERATURE, "T", 0, "0 takes the likeliest token (default 0.8)", 0},
-    {"top-k", KEY_TOP_K, "K", 0, "Take one of the K likeliest tokens; 0 of all (default 0)", 0},
-    {"top-p", KEY_TOP_P, "P", 0, "Take of the fewest tokens that have probability P together (default 1)", 0},
-    {"seed", KEY_SEED, "SEED", 0, "The same seed gives the same text (default 1)", 0},
-    {"device", KEY_DEVICE, "DEVICE", 0, "cpu, cuda or auto: the GPU if there is one (default auto)", 0},
-    {"dtype", KEY_DTYPE, "TYPE", 0, "bf16 or fp32 (default bf16 on cuda; the CPU is fp32)", 0},
-    {0}};
-// clang-format on
+#define OPTION_VALUES Wanted
+#define MANY          1000000000
+static const Option option_rows[] = {
+    {TEXT("init", "DIR", init),
+     HELP("The model: config.json and safetensors of Hugging Face (Llama or GPT-2), or a checkpoint")},
+    {TEXT("tokenizer", "PATH", tokenizer),
+     HELP("tokenizer.json, or a directory with one (default DIR's; without any a byte is a token)")},
+    {TEXT("prompt", "TEXT", prompt),
+     HELP("What to continue; - reads it from standard input (default a newline)")},
+    {WHOLE("tokens", "N", tokens, 1, MANY), DEFAULT("200"),
+     HELP("Tokens to add; the model may end the text earlier")},
+    {WHOLE("samples", "N", samples, 1, MANY), DEFAULT("1"), HELP("Texts to write")},
+    {FLAG("go-on", go_on, true), HELP("Do not stop at the token that ends a text")},
+    {NUMBER("temperature", "T", sampling.temperature, 0, 100), DEFAULT("0.8"),
+     HELP("0 takes the likeliest token")},
+    {WHOLE("top-k", "K", sampling.top_k, 0, MANY), DEFAULT("0"),
+     HELP("Take one of the K likeliest tokens; 0 of all")},
+    {NUMBER("top-p", "P", sampling.top_p, 1e-9, 1), DEFAULT("1"),
+     HELP("Take of the fewest tokens that have probability P together")},
+    {WHOLE("seed", "SEED", seed, 0, 0x1p53), DEFAULT("1"), HELP("The same seed gives the same text")},
+    {CHOICE("device", "DEVICE", machine.device, "auto, cpu or cuda"), DEFAULT("auto"),
+     HELP("cpu, cuda or auto: the GPU if there is one")},
+    {CHOICE("dtype", "TYPE", machine.dtype, "fp32 or bf16"),
+     HELP("fp32 or bf16 (default bf16 on cuda; the CPU is fp32)")},
+    {OPTION_END}};
 
-static double number(const char *option, const char *text, double least, double most, bool whole) {
-  char *end;
-  errno = 0;
-  double value = strtod(text, &end);
-  if (errno || end == text || *end || !(value >= least && value <= most) ||
-      (whole && value != (double)(int64_t)value))
-    fail("--%s %s: give a %snumber from %g to %g", option, text, whole ? "whole " : "", least, most);
-  return value;
-}
-
-static int choice(const char *option, const char *text, const char *const *names, int count,
-                  const char *list) {
-  for (int i = 0; i < count; i++)
-    if (strcmp(text, names[i]) == 0) return i;
-  fail("--%s %s: give %s", option, text, list);
-}
-
-static error_t parse(int key, char *text, struct argp_state *state) {
-  Wanted *w = state->input;
-  static const char *const devices[] = {"auto", "cpu", "cuda"}, *const dtypes[] = {"fp32", "bf16"};
-  const double many = 1e9;
-  switch (key) {
-  case KEY_INIT:
-    w->init = text;
-    return 0;
-  case KEY_TOKENIZER:
-    w->tokenizer = text;
-    return 0;
-  case KEY_PROMPT:
-    w->prompt = text;
-    return 0;
-  case KEY_TOKENS:
-    w->tokens = (int64_t)number("tokens", text, 1, many, true);
-    return 0;
-  case KEY_SAMPLES:
-    w->samples = (int64_t)number("samples", text, 1, many, true);
-    return 0;
-  case KEY_GO_ON:
-    w->go_on = true;
-    return 0;
-  case KEY_TEMPERATURE:
-    w->sampling.temperature = number("temperature", text, 0, 100, false);
-    return 0;
-  case KEY_TOP_K:
-    w->sampling.top_k = (int64_t)number("top-k", text, 0, many, true);
-    return 0;
-  case KEY_TOP_P:
-    w->sampling.top_p = number("top-p", text, 1e-9, 1, false);
-    return 0;
-  case KEY_SEED:
-    w->seed = (uint64_t)number("seed", text, 0, 0x1p53, true);
-    return 0;
-  case KEY_DEVICE:
-    w->machine.device = (DeviceChoice)choice("device", text, devices, 3, "auto, cpu or cuda");
-    return 0;
-  case KEY_DTYPE:
-    w->machine.dtype = choice("dtype", text, dtypes, 2, "fp32 or bf16") ? DTYPE_BF16 : DTYPE_F32;
-    return 0;
-  case ARGP_KEY_ARG:
-    fail("'%s' is not an option; the model is named with --init DIR, and --help lists the rest", text);
-  default:
-    return ARGP_ERR_UNKNOWN;
-  }
+static Wanted parse(int argc, char **argv) {
+  static const OptionTable table = {option_rows, "Continues a prompt with a Llama or GPT-2 model.",
+                                    "the model is named with --init DIR"};
+  Wanted w = {.prompt = "\n",
+              .machine = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT, .attention = "auto"}};
+  option_table_parse(&table, &w, NULL, argc, argv);
+  if (!w.init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");
+  return w;
 }
 
 // --- the text ----------------------------------------------------------------------------------------------
@@ -202,10 +151,10 @@ static void print_token(void *context, int32_t token) {
 
 // --- the model ---------------------------------------------------------------------------------------------
 
-enum { MOST_STOPS = 16 };
+enum { MAX_STOPS = 16 };
 
 // The ids that end a text: eos_token_id of generation_config.json or config.json, a number or a list.
-static int64_t find_stops(const char *directory, int32_t stops[MOST_STOPS]) {
+static int64_t find_stops(const char *directory, int32_t stops[MAX_STOPS]) {
   static const char *const files[] = {"generation_config.json", "config.json"};
   int64_t count = 0;
   for (int i = 0; i < 2 && count == 0; i++) {
@@ -213,7 +162,7 @@ static int64_t find_stops(const char *directory, int32_t stops[MOST_STOPS]) {
     cJSON *json = json_read(path);
     const cJSON *id = cJSON_GetObjectItemCaseSensitive(json, "eos_token_id");
     if (cJSON_IsArray(id)) id = id->child;
-    for (; id && count < MOST_STOPS; id = id->next) {
+    for (; id && count < MAX_STOPS; id = id->next) {
       if (json_is_whole(id) && id->valuedouble < INT32_MAX) stops[count++] = (int32_t)id->valuedouble;
       if (!cJSON_IsArray(cJSON_GetObjectItemCaseSensitive(json, "eos_token_id"))) break;
     }
@@ -267,26 +216,15 @@ static void write_samples(const Wanted *w, Backend *backend, Model *model, const
 
 int main(int argc, char **argv) {
   if (launch_read().rank) return 0; // several processes are no faster than one
-  static const struct argp argp = {
-      .options = table, .parser = parse, .doc = "Continues a prompt with a Llama or GPT-2 model."};
-  Wanted w = {.prompt = "\n",
-              .tokens = 200,
-              .samples = 1,
-              .sampling = {.temperature = 0.8, .top_p = 1},
-              .seed = 1,
-              .machine = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT, .attention = "auto"}};
-  error_t error = argp_parse(&argp, argc, argv, 0, NULL, &w);
-  if (error) fail("cannot read the command line: %s", strerror(error));
-  if (!w.init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");
-
+  Wanted w = parse(argc, argv);
   checkpoint_require_intact(w.init, CHECK_LENGTHS, false);
   ModelConfig config = hf_config_read(w.init);
   Tokenizer *tokenizer = find_tokenizer(&w);
   char *text = strcmp(w.prompt, "-") == 0 ? read_all(stdin) : strdup(w.prompt);
   if (!text) fail("out of host memory for the prompt");
   int64_t length = (int64_t)strlen(text), count = length;
-  int32_t stops[MOST_STOPS], *prompt = tokenizer ? tokenizer_encode(tokenizer, text, length, true, &count)
-                                                 : calloc((size_t)length + 1, sizeof *prompt);
+  int32_t stops[MAX_STOPS], *prompt = tokenizer ? tokenizer_encode(tokenizer, text, length, true, &count)
+                                                : calloc((size_t)length + 1, sizeof *prompt);
   if (!prompt) fail("out of host memory for the prompt");
   if (!tokenizer) byte_encode(text, length, prompt);
   if (count < 1) fail("--prompt: give at least one character to continue");

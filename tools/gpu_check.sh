@@ -49,7 +49,7 @@ if wants tests; then
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
-  # The last layer as a GPU before Hopper computes it.
+  # LM head + loss as a GPU before Hopper computes it.
   for program in test_{cuda,cuda_losses,linear_cross_entropy,loss_terms,gradient_filter,loss_golden}; do
     LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/kernels/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
   done
@@ -76,7 +76,7 @@ if wants sanitizer; then
 fi
 
 if wants bench; then
-  # layer N H V OPTIONS: the last layer against its three bare products, at three chunks
+  # layer N H V OPTIONS: LM head + loss against its three plain GEMMs, at three chunks
   layer() {
     local name="layer-$1-$2-$3"
     run "$name" 150 tools/bench_lce --device cuda --tokens "$1" --hidden-size "$2" --vocab "$3" --chunk 4096,2048,1024 "${@:4}" &&
@@ -87,8 +87,8 @@ if wants bench; then
     local name="step-$1"
     shift
     run "$name" 150 tools/bench_step --device cuda "$@" &&
-      row "$name" "$(awk '/^  step/ {rate = $4} /bare products/ {tflops = $5; share = $7} /at the peak \(ledger\)/ {bytes = $2 " " $3}
-        END {print rate " tokens/s, products " tflops " TFLOP/s = " share " of the step, " bytes}' "$OUT/$name.log")"
+      row "$name" "$(awk '/^  step/ {rate = $4} /plain GEMMs/ {tflops = $5; share = $7} /at the peak \(ledger\)/ {bytes = $2 " " $3}
+        END {print rate " tokens/s, GEMMs " tflops " TFLOP/s = " share " of the step, " bytes}' "$OUT/$name.log")"
   }
   layer 4096 4096 128256
   layer 16384 2048 131072 --materialized --terms

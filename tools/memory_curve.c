@@ -1,5 +1,5 @@
 // How much memory does a large vocabulary cost, and what does the fused loss save? Sweeps one size over both
-// modes of the last layer, plans and measures every point, and writes curve.csv, curve.png and a table.
+// modes of the loss, plans and measures every point, and writes curve.csv, curve.png and a table.
 //
 //   tools/memory_curve                                        the default model over its tokens
 //   tools/memory_curve --model llama-1b --sweep tokens --values 4096:65536:x2
@@ -15,6 +15,7 @@
 #include <sys/stat.h>
 
 #include "base/fail.h"
+#include "base/option_rows.h"
 #include "base/text.h"
 #include "tools/curves/pictures.h"
 #include "tools/curves/run.h"
@@ -22,40 +23,9 @@
 #include "trainer/plan.h"
 #include "trainer/speed.h"
 
-static const char HELP[] =
-    "Usage: memory_curve [OPTION...]\n"
-    "Memory and time of a training step, or of its last layer, with the fused loss and with materialized\n"
-    "logits: planned, counted by the ledger, and by the device's own figure. Writes curve.csv and "
-    "curve.png.\n"
-    "\n"
-    "What is swept\n"
-    "  --sweep WHAT       tokens, vocab, hidden or chunk (default tokens). A chunk is swept over the last "
-    "layer\n"
-    "                     alone and drawn as time against memory\n"
-    "  --values LIST      512,1024,4096 or a range: 256:2048:256, 128:16384:x2; tokens also as batch x "
-    "sequence,\n"
-    "                     4x20480 (default: eight that suit the model)\n"
-    "  --layer-only       the last layer alone, on random data: tokens from --batch x --seq-len or --tokens\n"
-    "  --tokens N         tokens of --layer-only\n"
-    "  --gradient-error   with --layer-only: compare sampled gradients with float64\n"
-    "  --timeline         instead: bytes in use over three training steps, by category, in both modes\n"
-    "  --recipe NAME      a published experiment; --list-recipes says which there are\n"
-    "\n"
-    "How\n"
-    "  --plan-only        measure nothing: any model, any device (--device cuda needs no GPU), in seconds\n"
-    "  --device-memory G  GiB that the device is taken to have (default: asked)\n"
-    "  --patience S       seconds a point may take before it is only planned (default 120)\n"
-    "  --out DIR          where the files go (default runs/memory_curve, or a folder in it for a recipe)\n"
-    "  --fresh            start over; without it a sweep that was stopped goes on where it was\n"
-    "  --redraw           only draw again what is in DIR\n"
-    "  --resolution N     pixels per point of the pictures, 1 to 4 (default 2)\n"
-    "\n"
-    "Every option of ./train that describes the model, the job or the machine is understood too\n"
-    "(./train --help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...\n";
-
 typedef struct {
   const char *sweep, *values, *recipe, *out;
-  bool layer_only, errors, timeline, plan_only, fresh, redraw;
+  bool layer_only, errors, timeline, plan_only, fresh, redraw, list_recipes;
   int64_t tokens;
   double memory_gib, patience;
   int resolution;
@@ -63,79 +33,65 @@ typedef struct {
 
 // --- options -----------------------------------------------------------------------------------------------
 
-static double number(const char *name, const char *text, double least, double most) {
-  char *end;
-  errno = 0;
-  double value = strtod(text, &end);
-  if (errno || end == text || *end || !(value >= least && value <= most))
-    fail("%s %s: give a number from %g to %g", name, text, least, most);
-  return value;
-}
+#define OPTION_VALUES Own
+static const Option option_rows[] = {
+    {GROUP("What is swept")},
+    {TEXT("sweep", "WHAT", sweep),
+     HELP("tokens, vocab, hidden or chunk (default tokens). A chunk is swept over LM head + loss alone and "
+          "drawn as time against memory")},
+    {TEXT("values", "LIST", values),
+     HELP("512,1024,4096 or a range: 256:2048:256, 128:16384:x2; tokens also as batch x sequence, 4x20480 "
+          "(default: eight that suit the model)")},
+    {FLAG("layer-only", layer_only, true),
+     HELP("LM head + loss alone, on random data: tokens from --batch x --seq-len or --tokens")},
+    {WHOLE("tokens", "N", tokens, 1, INT32_MAX), HELP("Tokens of --layer-only")},
+    {FLAG("gradient-error", errors, true), HELP("With --layer-only: compare sampled gradients with float64")},
+    {FLAG("timeline", timeline, true),
+     HELP("Instead: bytes in use over three training steps, by category, in both modes")},
+    {TEXT("recipe", "NAME", recipe), HELP("A published experiment")},
+    {FLAG("list-recipes", list_recipes, true), HELP("Print the recipes there are")},
 
-// Takes one of the options above from the command line; false when it is none of them.
-static bool take_own(Own *own, const char *name, const char *value, bool *used_value) {
-  const struct {
-    const char *name;
-    bool *flag;
-  } flags[] = {{"--layer-only", &own->layer_only}, {"--gradient-error", &own->errors},
-               {"--timeline", &own->timeline},     {"--plan-only", &own->plan_only},
-               {"--fresh", &own->fresh},           {"--redraw", &own->redraw}};
-  const struct {
-    const char *name;
-    const char **text;
-  } texts[] = {
-      {"--sweep", &own->sweep}, {"--values", &own->values}, {"--recipe", &own->recipe}, {"--out", &own->out}};
-  for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
-    if (strcmp(name, flags[i].name) == 0) return *flags[i].flag = true;
-  const char *const numbers[] = {"--tokens", "--device-memory", "--patience", "--resolution"};
-  bool known = false;
-  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) known |= strcmp(name, texts[i].name) == 0;
-  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) known |= strcmp(name, numbers[i]) == 0;
-  if (!known) return false;
-  if (!value) fail("%s needs a value; --help says which", name);
-  *used_value = true;
-  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
-    if (strcmp(name, texts[i].name) == 0) *texts[i].text = value;
-  if (strcmp(name, numbers[0]) == 0) own->tokens = (int64_t)number(name, value, 1, INT32_MAX);
-  if (strcmp(name, numbers[1]) == 0) own->memory_gib = number(name, value, 1e-6, 1e6);
-  if (strcmp(name, numbers[2]) == 0) own->patience = number(name, value, 0, 1e9);
-  if (strcmp(name, numbers[3]) == 0) own->resolution = (int)number(name, value, 1, 4);
-  return true;
-}
+    {GROUP("How")},
+    {FLAG("plan-only", plan_only, true),
+     HELP("Measure nothing: any model, any device (--device cuda needs no GPU), in seconds")},
+    {NUMBER("device-memory", "GIB", memory_gib, 1e-6, 1e6),
+     HELP("Memory that the device is taken to have (default: asked)")},
+    {NUMBER("patience", "SECONDS", patience, 0, 1e9), DEFAULT("120"),
+     HELP("Time a point may take before it is only planned")},
+    {TEXT("out", "DIR", out),
+     HELP("Where the files go (default runs/memory_curve, or a directory in it for a recipe)")},
+    {FLAG("fresh", fresh, true),
+     HELP("Start over; without it a sweep that was stopped continues where it was")},
+    {FLAG("redraw", redraw, true), HELP("Only draw again what is in DIR")},
+    {WHOLE("resolution", "N", resolution, 1, 4), DEFAULT("2"), HELP("Pixels per point of the pictures")},
+    {OPTION_END}};
 
 // Takes our options; what is left, behind the recipe's own, is ./train's.
 static Own parse(int argc, char **argv, const Recipe **recipe, Options *options) {
-  Own own = {.patience = 120, .resolution = 2};
-  char **rest = calloc((size_t)argc + 40, sizeof *rest);
-  if (!rest) fail("out of host memory for the command line");
-  int count = 0, extra = 1;
-  for (int i = 1; i < argc; i++) {
-    char name[64];
-    const char *equals = strchr(argv[i], '=');
-    snprintf(name, sizeof name, "%.*s", equals ? (int)(equals - argv[i]) : (int)strlen(argv[i]), argv[i]);
-    if (strcmp(name, "--help") == 0) {
-      fputs(HELP, stdout);
-      exit(0);
-    }
-    if (strcmp(name, "--list-recipes") == 0) {
-      recipes_list(stdout);
-      exit(0);
-    }
-    bool used = false;
-    if (!take_own(&own, name, equals ? equals + 1 : i + 1 < argc ? argv[i + 1] : NULL, &used))
-      rest[count++] = argv[i];
-    else if (used && !equals)
-      i++;
+  static const OptionTable table = {
+      option_rows,
+      "Memory and time of a training step, or of LM head + loss alone, with the fused loss and with "
+      "materialized logits: planned, counted by the ledger, and by the device's own figure. Writes curve.csv "
+      "and curve.png.\v"
+      "Every option of ./train that describes the model, the job or the machine is understood too (./train "
+      "--help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...",
+      NULL};
+  Own own = {0};
+  int words = option_table_take(&table, &own, NULL, argc, argv), count = 1, extra = 0;
+  if (own.list_recipes) {
+    recipes_list(stdout);
+    exit(0);
   }
   *recipe = recipe_named(own.recipe);
-  char **all = calloc((size_t)count + 40, sizeof *all);
+  const char *const *arguments = *recipe ? (*recipe)->arguments : NULL;
+  while (arguments && arguments[extra]) extra++;
+  char **all = calloc((size_t)(words + extra + 1), sizeof *all);
   if (!all) fail("out of host memory for the command line");
   all[0] = argv[0];
-  for (const char *const *a = *recipe ? (*recipe)->arguments : NULL; a && *a; a++) all[extra++] = (char *)*a;
-  for (int i = 0; i < count; i++) all[extra++] = rest[i];
-  options_parse(options, extra, all);
+  for (int i = 0; i < extra; i++) all[count++] = (char *)arguments[i];
+  for (int i = 1; i < words; i++) all[count++] = argv[i];
+  options_parse(options, count, all);
   free(all);
-  free(rest);
   return own;
 }
 
@@ -174,8 +130,8 @@ typedef struct {
   size_t usable;
 } Device;
 
-// Settles what is computed on, and how fast it is. A recipe for a GPU is planned for one where there is none.
-static Device settle_device(Own *own, const Recipe *recipe, Options *o, Experiment *e) {
+// What is computed on, and how fast it is. A recipe for a GPU is planned for one where there is none.
+static Device choose_device(Own *own, const Recipe *recipe, Options *o, Experiment *e) {
   Device d = {.usable = e->memory};
   const char *reason;
   if (recipe && recipe->gpu && o->device == DEVICE_AUTO) {
@@ -402,7 +358,7 @@ int main(int argc, char **argv) {
                   .errors = own.errors,
                   .memory = (size_t)(own.memory_gib * 0x1p30),
                   .patience = own.patience};
-  Device device = settle_device(&own, recipe, &options, &e);
+  Device device = choose_device(&own, recipe, &options, &e);
   e.plan_only = own.plan_only;
   make_folders(own.out);
   if (!own.timeline) sweep(&own, recipe, &e, &device);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "base/fail.h"
+#include "data/corpus.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/generate.h"
 #include "trainer/machine.h"
@@ -13,6 +14,12 @@
 
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
                "the loader and the last layer agree on what is not counted");
+
+Source *trainer_open_source(const Options *o) {
+  const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
+  return paths->count ? source_open(paths->items, paths->count, o->model.vocab_size)
+                      : corpus_open(o->model.vocab_size);
+}
 
 // --- life --------------------------------------------------------------------------------------------------
 

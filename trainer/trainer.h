@@ -44,6 +44,9 @@ typedef struct {
   double step_seconds;
 } Trainer;
 
+// What the options train on: --data, or the source tree; with --eval-only alone --val-data. The caller closes it.
+Source *trainer_open_source(const Options *options);
+
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights
 // from options->origin or draws them. options must be settled. Fails in one sentence when the model, the
 // memory or the files do not allow it.

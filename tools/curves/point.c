@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "data/corpus.h"
 #include "tools/curves/accuracy.h"
 #include "tools/curves/layer.h"
 #include "trainer/machine.h"
@@ -140,8 +139,7 @@ static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Ba
   Options o = point_options(e, p);
   Ledger *ledger = &backend->memory.ledger;
   backend->ops->device_peak_reset(backend);
-  Source *source = o.data.count ? source_open(o.data.items, o.data.count, o.model.vocab_size)
-                                : corpus_open(o.model.vocab_size);
+  Source *source = trainer_open_source(&o);
   Loader loader = loader_create(
       (LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});
   Trainer trainer;

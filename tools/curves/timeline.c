@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "data/corpus.h"
 #include "trainer/machine.h"
 #include "trainer/speed.h"
 #include "trainer/trainer.h"
@@ -216,8 +215,7 @@ Timeline timeline_record(const Experiment *e, const Point *p) {
   Source *source = NULL;
   Loader loader = {0};
   if (!planned) {
-    source = o.data.count ? source_open(o.data.items, o.data.count, o.model.vocab_size)
-                          : corpus_open(o.model.vocab_size);
+    source = trainer_open_source(&o);
     loader = loader_create(
         (LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});
   }
