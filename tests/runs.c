@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-
 static Options options_on(bool cuda, char *line) {
   enum { MOST = 64 };
   char *argv[MOST + 1] = {"train"}, *rest = NULL;
