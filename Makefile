@@ -24,7 +24,7 @@ Q := $(if $(V),,@)# `make V=1` shows whole commands
 
 GOALS := $(or $(MAKECMDGOALS),all)
 
-.PHONY: all tests info deps deps-dev run test bench memory-curve check format clean help
+.PHONY: all tests info deps deps-run deps-dev run test bench memory-curve check format clean help
 .PHONY: liblce.so build-library fuzz build-and-run build-and-test build-and-fuzz build-and-bench build-and-memory-curve
 .SECONDARY:
 .DELETE_ON_ERROR:
@@ -136,16 +136,21 @@ ifeq ($(NO_CUDA),)
   endif
 endif
 
-# What `make deps` would install, as pairs package=reason.
+# What `make deps` would install, as pairs package=reason; what tests alone need comes last.
 MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_library) \
 	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_matrix_products_on_the_CPU) \
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
 	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
 	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
-	$(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
 	$(if $(HAVE_STB),,libstb-dev=plots_as_PNG) \
 	$(if $(wildcard /usr/share/fonts/truetype/dejavu/DejaVuSans.ttf),,fonts-dejavu-core=letters_in_plots) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
+FOR_TESTS := $(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
+	$(if $(filter 0,$(MPI)),,$(if $(HAVE_MPI),,libopenmpi-dev=ranks_on_the_CPU) \
+	$(if $(shell command -v mpirun),,openmpi-bin=mpirun))
+ifeq ($(filter deps-run,$(GOALS)),)
+  MISSING += $(FOR_TESTS)
+endif
 MISSING := $(strip $(MISSING))
 
 # --- Flags --------------------------------------------------------------------------------------------------
@@ -198,7 +203,7 @@ ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
     $(info $(TABLE))
   endif
 endif
-ifneq ($(filter-out info deps deps-dev,$(GOALS)),)
+ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
   ifeq ($(and $(HAVE_CC),$(HAVE_CJSON),$(HAVE_ZLIB)),)
     $(error $(if $(HAVE_CC),$(if $(HAVE_CJSON),zlib,cJSON),A working C compiler ($(CC))) is missing; `make deps` installs it)
   endif
@@ -288,7 +293,7 @@ build-library: $(LIBRARY)
 
 # What is missing is installed first; then make starts over and finds it. DEPS_ROOT stands in for installing.
 run test bench memory-curve:
-	$(if $(DEPS_ROOT),,@$(MAKE) deps)
+	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test,$@),,-run))
 	@$(MAKE) build-and-$@
 
 build-and-run: $(BIN)train
@@ -319,7 +324,7 @@ build-and-bench: $(BIN)tools/bench_lce $(BIN)tools/bench_step
 build-and-memory-curve: $(BIN)tools/memory_curve
 	./$<
 
-deps:
+deps deps-run:
 	@$(if $(MISSING),tools/deps.sh $(MISSING),$(if $(filter 0,$(MAKELEVEL)),echo "Nothing is missing."))
 
 deps-dev: deps
@@ -363,7 +368,7 @@ help:
 #: make bench           likewise the benchmarks (tools/bench*)
 #: make memory-curve    likewise tools/memory_curve
 #: make info            only says what was found
-#: make deps            only installs what is missing (Debian packages; says which and why)
+#: make deps            only installs what is missing, for the tests too (Debian packages; says which and why)
 #: make deps-dev        the same, and what `make check` needs
 #: make check           layout, cppcheck, forbidden words
 #: make format          lays the code out

@@ -300,9 +300,9 @@ static void save(Run *run, int64_t step) {
                     .data = run->data};
   cJSON *json = resume_write(run->options, &state);
   progress_break(&run->progress);
-  bool saved = run->store && save_files(run, step, json);
+  int32_t saved = run->store && save_files(run, step, json);
   if (!run->store) checkpoint_help_save(&run->trainer->model, run->backend, run->options->save_dtype);
-  ranks_share(&saved, sizeof saved);
+  machine_broadcast(run->backend, &saved, sizeof saved);
   if (saved) run->saved_step = step;
   cJSON_Delete(json);
 }
@@ -521,29 +521,35 @@ static void log_start(Run *run) {
 static size_t first_difference(const char *a, const char *b) {
   size_t at = 0, setting = 0;
   for (; a[at] && a[at] == b[at]; at++)
-    if (a[at] == ',') setting = at + 1;
+    if (!strncmp(a + at, ",\"", 2)) setting = at + 1;
   return setting;
 }
 
+static int setting_length(const char *setting) {
+  const char *next = strstr(setting, ",\"");
+  return (int)(next ? next - setting : (ptrdiff_t)strlen(setting));
+}
+
 // Ranks that were not asked for the same cannot work together.
-static void require_same_everywhere(const Options *o, const char *data) {
+static void require_same_everywhere(const Options *o, Backend *backend, const char *data) {
   cJSON *json = resume_settings(o);
   cJSON_AddStringToObject(json, "model", o->model.name);
+  cJSON_AddNumberToObject(json, "vocab_size", (double)o->model.vocab_size);
   cJSON_AddNumberToObject(json, "parameters", (double)model_parameter_count(&o->model));
   cJSON_AddNumberToObject(json, "first step", (double)o->first_step);
   cJSON_AddStringToObject(json, "dtype", dtype_name(o->dtype));
   cJSON_AddNumberToObject(json, "zero", o->dtypes.zero);
   cJSON_AddBoolToObject(json, "vocab_parallel", o->dtypes.vocab_parallel);
   cJSON_AddStringToObject(json, "data", data);
-  char *mine = cJSON_PrintUnformatted(json), theirs[RANKS_SHARED];
+  char *mine = cJSON_PrintUnformatted(json), theirs[4096] = "";
   if (!mine) fail("out of host memory for the settings");
   snprintf(theirs, sizeof theirs, "%s", mine);
-  ranks_share(theirs, sizeof theirs);
+  machine_broadcast(backend, theirs, sizeof theirs);
   if (strncmp(mine, theirs, sizeof theirs - 1)) {
     size_t at = first_difference(mine, theirs);
     fail("all ranks must see the same options, checkpoints and data, and this one has %.*s where rank 0 has "
          "%.*s",
-         (int)strcspn(mine + at, ","), mine + at, (int)strcspn(theirs + at, ","), theirs + at);
+         setting_length(mine + at), mine + at, setting_length(theirs + at), theirs + at);
   }
   free(mine);
   cJSON_Delete(json);
@@ -552,9 +558,7 @@ static void require_same_everywhere(const Options *o, const char *data) {
 int main(int argc, char **argv) {
   Options options;
   ranks_begin();
-  ranks_mute_others(true);
   options_parse(&options, argc, argv);
-  ranks_mute_others(false);
   if (options.plan || options.fit) {
     int status = options.plan ? print_plan(&options) : print_fit(&options);
     options_free(&options);
@@ -580,14 +584,12 @@ int main(int argc, char **argv) {
   if (options.eval_only) require_something_to_evaluate(&options, &loader);
   char data[256];
   loader_describe(&loader, data, sizeof data);
-  require_same_everywhere(&options, data);
+  require_same_everywhere(&options, backend, data);
   describe(&options, backend, data);
   plan_require(&options, backend->device, machine_usable_bytes(backend));
 
   RunState state = {.first_loss = NAN, .last_loss = NAN, .val_loss = NAN};
-  ranks_mute_others(true);
   if (options.resumed_from) state = resume_read(&options, data);
-  ranks_mute_others(false);
   bool automatic = options.resumed_from && strcmp(options.resume, "auto") == 0;
   int64_t first = options.resumed_from ? options.first_step : -1;
   CheckpointStore store = {0};

@@ -1,6 +1,7 @@
 #include "base/fail.h"
 
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -30,7 +31,14 @@ void fail(const char *format, ...) {
   exit(1);
 }
 
+static bool muted;
+
+void warn_mute(void) {
+  muted = true;
+}
+
 void warn(const char *format, ...) {
+  if (muted) return;
   va_list arguments;
   va_start(arguments, format);
   fflush(stdout);

@@ -13,6 +13,8 @@ void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)
 
 // Prints "lce: <sentence>" to stderr and carries on: for what the user should know but need not fix.
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
+// From here on warn() prints nothing: for processes that would repeat what another one prints.
+void warn_mute(void);
 
 // Replaces what fail() does with the finished sentence; tests catch it here (with longjmp: it must not
 // return). NULL restores printing and exiting.

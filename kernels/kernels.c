@@ -664,10 +664,10 @@ static void collective(Op op, Backend *backend, Collective a, int64_t out_parts,
   backend->wire_bytes += rounds * bytes * (backend->ranks - 1) / backend->ranks;
 }
 
-// The watch knows where a rank is that does not come back.
+// The watchdog says where a rank waits.
 #define CALL_COLLECTIVE(op)                                                                                  \
   do {                                                                                                       \
-    ranks_enter(#op, true);                                                                                  \
+    ranks_enter(#op);                                                                                        \
     CALL(op);                                                                                                \
     ranks_leave();                                                                                           \
   } while (0)
@@ -708,13 +708,13 @@ void backend_to_device(Backend *backend, Tensor destination, const void *host) {
 void backend_to_host(Backend *backend, void *host, Tensor source) {
   need("backend_to_host", "source", source);
   is_dense("backend_to_host", "source", source);
-  ranks_enter("waiting for the device", false);
+  ranks_enter("a device synchronization");
   if (backend->ops->to_host) backend->ops->to_host(backend, host, source);
   ranks_leave();
 }
 
 void backend_synchronize(Backend *backend) {
-  ranks_enter("waiting for the device", false);
+  ranks_enter("a device synchronization");
   if (backend->ops->synchronize) backend->ops->synchronize(backend);
   ranks_leave();
 }

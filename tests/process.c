@@ -80,9 +80,9 @@ static const char *tool_program(const char *name) {
   return path;
 }
 
-// How a program is started: alone, by mpirun (or on GPUs), the test program likewise, by tools/launch; or,
-// alone, the one that the first word names.
-typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, LAUNCHED, NAMED } Way;
+// How a program is started: alone, by mpirun (or on GPUs), the test program or a shell likewise, by
+// tools/launch; or, alone, the one that the first word names.
+typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, SHELL_AS_RANKS, LAUNCHED, NAMED } Way;
 
 // The words that go before the program's own; returns how many there are.
 static int launcher(Way way, int ranks, char *argv[MAX_ARGUMENTS + 1]) {
@@ -101,10 +101,15 @@ static Process start(bool terminal, Way way, int ranks, const char *format, va_l
   char line[4096];
   char *argv[MAX_ARGUMENTS + 1];
   int argc = launcher(way, ranks, argv);
-  if (way != LAUNCHED && way != NAMED)
+  if (way != LAUNCHED && way != NAMED && way != SHELL_AS_RANKS)
     argv[argc++] = (char *)(way == SELF_AS_RANKS ? test_program() : program());
-  assert_in_range(vsnprintf(line, sizeof line, format, arguments), 0, sizeof line - 1);
-  split(line, argc, argv);
+  int prefix = way == SHELL_AS_RANKS ? sprintf(line, "RANK=${RANK-$OMPI_COMM_WORLD_RANK}; exec ") : 0;
+  assert_in_range(vsnprintf(line + prefix, sizeof line - prefix, format, arguments), 0,
+                  sizeof line - prefix - 1);
+  if (way == SHELL_AS_RANKS)
+    memcpy(argv + argc, (char *[]){"sh", "-c", line, NULL}, 4 * sizeof *argv);
+  else
+    split(line, argc, argv);
   int inner = -1;
   Process p = {.err = temporary_file()};
   p.out = terminal ? open_terminal(&inner) : temporary_file();
@@ -222,6 +227,14 @@ Output launch_self(int ranks, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
   Process p = start(false, SELF_AS_RANKS, ranks, format, arguments);
+  va_end(arguments);
+  return process_finish(&p);
+}
+
+Output shell_ranks(int ranks, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Process p = start(false, SHELL_AS_RANKS, ranks, format, arguments);
   va_end(arguments);
   return process_finish(&p);
 }

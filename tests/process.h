@@ -19,6 +19,8 @@ Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
 Output train_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // The same with the test program itself.
 Output launch_self(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
+// The same with a shell's command, in which $RANK is the rank.
+Output shell_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // Whether train_ranks can start anything here; says why not.
 bool can_launch(void);
 // tools/launch with the words of any command; train_program() is one.

@@ -3,10 +3,10 @@
 //
 //   tools/launch 8 ./train --model llama-1b ...
 //
-// Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Signals go
-// on to all of them, once: they stand in groups of their own, which the terminal's Ctrl-C does not reach.
-// When one fails, the others have ten seconds to see it themselves; then they are ended. The status is that
-// of the first that failed.
+// Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Signals are
+// forwarded to all of them, once: they have process groups of their own, which the terminal's Ctrl-C does not
+// reach. When one fails, the launcher prints which and how, ends the others by SIGTERM and two seconds later
+// by SIGKILL, and exits with the status of the one that failed.
 #include <errno.h>
 #include <netinet/in.h>
 #include <signal.h>
@@ -23,9 +23,9 @@
 #include "base/fail.h"
 #include "base/system.h"
 
-enum { MOST = 1024, GRACE_SECONDS = 10, LAST_SECONDS = 3 };
+enum { MAX_RANKS = 1024, SIGTERM_SECONDS = 2 };
 
-static pid_t children[MOST]; // 0: gone
+static pid_t children[MAX_RANKS]; // 0: gone
 static int count;
 
 static void signal_all(int number) {
@@ -39,7 +39,7 @@ static void forward(int number) {
   errno = before;
 }
 
-// One that is free now; rank 0 tries those after it, too.
+// One that is free now.
 static int free_port(void) {
   struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
   socklen_t length = sizeof address;
@@ -66,7 +66,7 @@ static void start(int rank, int port, char **command, const sigset_t *signals) {
     return;
   }
   setpgid(0, 0);
-  prctl(PR_SET_PDEATHSIG, SIGKILL); // nobody stays when the launcher is killed
+  prctl(PR_SET_PDEATHSIG, SIGKILL); // no rank outlives the launcher
   if (getppid() != parent) _exit(1);
   signal(SIGINT, SIG_DFL);
   signal(SIGTERM, SIG_DFL);
@@ -85,26 +85,38 @@ static void start(int rank, int port, char **command, const sigset_t *signals) {
   _exit(127);
 }
 
+static void report(int rank, int status) {
+  if (WIFSIGNALED(status))
+    fprintf(stderr,
+            "tools/launch: rank %d (process %d) was killed by signal %d (%s); the other ranks are ended\n",
+            rank, (int)children[rank], WTERMSIG(status), strsignal(WTERMSIG(status)));
+  else
+    fprintf(stderr, "tools/launch: rank %d (process %d) exited with status %d; the other ranks are ended\n",
+            rank, (int)children[rank], WEXITSTATUS(status));
+}
+
 // Waits for all; returns the status of the first that failed.
 static int wait_for_all(void) {
-  int left = count, result = 0, asked = 0;
+  int left = count, result = 0;
   double failed_at = 0;
   while (left) {
-    int status;
+    int status, rank = 0;
     pid_t gone = waitpid(-1, &status, result ? WNOHANG : 0);
     if (gone > 0) {
-      for (int i = 0; i < count; i++)
-        if (children[i] == gone) children[i] = 0;
+      while (children[rank] != gone) rank++;
+      if (status && !result) {
+        result = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+        failed_at = now_seconds();
+        report(rank, status);
+        signal_all(SIGTERM);
+      }
+      children[rank] = 0;
       left--;
-      int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-      if (code && !result) result = code, failed_at = now_seconds();
       continue;
     }
     if (gone < 0 && errno != EINTR) break;
-    if (!result) continue; // a signal came, and went on to them
-    double since = now_seconds() - failed_at;
-    if (since > GRACE_SECONDS && asked == 0) asked = 1, signal_all(SIGTERM);
-    if (since > GRACE_SECONDS + LAST_SECONDS) signal_all(SIGKILL);
+    if (!result) continue; // a signal came, and was forwarded
+    if (now_seconds() - failed_at > SIGTERM_SECONDS) signal_all(SIGKILL);
     nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
   }
   return result;
@@ -113,9 +125,9 @@ static int wait_for_all(void) {
 int main(int argc, char **argv) {
   char *end = NULL;
   long ranks = argc > 2 ? strtol(argv[1], &end, 10) : 0;
-  if (argc < 3 || *end || ranks < 1 || ranks > MOST) {
+  if (argc < 3 || *end || ranks < 1 || ranks > MAX_RANKS) {
     fprintf(stderr, "usage: tools/launch RANKS ./train ...   (RANKS processes on this machine, 1 to %d)\n",
-            MOST);
+            MAX_RANKS);
     return 64;
   }
   count = (int)ranks;

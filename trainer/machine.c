@@ -17,20 +17,20 @@ static int ordinal(void) {
   return own ? 0 : l->local_rank;
 }
 
-// What rank 0 has found is what all ranks take.
-static void agree(const Backend *backend, const char *reason) {
-  int32_t cuda = backend != NULL;
-  ranks_share(&cuda, sizeof cuda);
-  if (cuda && !backend)
-    fail("rank 0 computes on a GPU and this rank has none (%s); start as many ranks on a machine as it has "
+// All ranks compute where rank 0 does. Without MPI a rank on the CPU fails as soon as it joins the others.
+static void require_same_device(const Backend *cuda, const char *reason) {
+  int32_t first = cuda != NULL;
+  ranks_broadcast(&first, sizeof first);
+  if (first && !cuda)
+    fail("rank 0 computes on a GPU and this rank does not (%s); start as many ranks on a machine as it has "
          "GPUs",
          reason);
-  if (!cuda && backend)
+  if (!first && cuda)
     fail("rank 0 computes on the CPU and this rank has a GPU; give --device cpu or --device cuda");
 }
 
 Backend *machine_open(Options *o) {
-  const char *reason = NULL;
+  const char *reason = "--device cpu";
   Backend *backend = NULL;
   if (o->device != DEVICE_CPU) {
     backend = cuda_backend_create(ordinal(), o->dtype == DTYPE_F32 ? DTYPE_F32 : DTYPE_BF16, &reason);
@@ -38,8 +38,8 @@ Backend *machine_open(Options *o) {
       fail("--device cuda: %s%s", reason,
            o->ranks > 1 ? "; every rank on a machine needs a GPU of its own" : "");
     if (!backend) printf("no GPU is used: %s\n", reason);
-    agree(backend, reason);
   }
+  require_same_device(backend, reason);
   options_resolve_dtypes(o, backend != NULL);
   if (backend) cuda_attention_select(o->attention);
   if (!backend) backend = cpu_backend_create(o->plain_loops);
@@ -51,6 +51,18 @@ void machine_join_ranks(Backend *backend) {
     cuda_backend_join_ranks(backend);
   else
     cpu_backend_join_ranks(backend);
+}
+
+void machine_broadcast(Backend *backend, void *bytes, size_t count) {
+  if (backend->ranks == 1) return;
+  Memory *memory = &backend->memory;
+  if (memory->stack_capacity < memory_padded(count)) memory_set_stack(memory, memory_padded(count));
+  MemoryMark mark = memory_mark(memory);
+  Tensor words = memory_push_1d(memory, "broadcast", MEMORY_WORKSPACE, DTYPE_I32, (int64_t)count / 4);
+  backend_to_device(backend, words, bytes);
+  broadcast(backend, (Collective){.out = words, .x = words});
+  backend_to_host(backend, bytes, words);
+  memory_pop_to(memory, mark);
 }
 
 size_t machine_usable_bytes(const Backend *backend) {

@@ -11,6 +11,10 @@ Backend *machine_open(Options *options);
 // Makes it this rank's part of the job; nothing without a launcher. Call it on all ranks at once.
 void machine_join_ranks(Backend *backend);
 
+// Rank 0's bytes (a multiple of 4) to all ranks, through a tensor on the backend's stack. Call it on all
+// ranks at once.
+void machine_broadcast(Backend *backend, void *bytes, size_t count);
+
 // Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
 size_t machine_usable_bytes(const Backend *backend);
 

@@ -409,7 +409,10 @@ void options_parse(Options *o, int argc, char **argv) {
                  .save_dtype = DTYPE_COUNT,
                  .dtype = DTYPE_COUNT,
                  .dtypes = {.grad = DTYPE_COUNT, .master = true}};
+  FILE *errors = stderr;
+  if (ranks_self()->rank) stderr = stdout; // argp's messages are rank 0's alone
   option_table_parse(&table, o, o->given, argc, argv);
+  stderr = errors;
   if (options_given(o, "fused-lce") && options_given(o, "materialized-logits"))
     fail("--fused-lce and --materialized-logits exclude each other; give one of them");
   if (o->eval_only) check_eval_only(o);

@@ -1,24 +1,25 @@
 // Collectives over the processes that mpirun started.
 //
-// MPI's own reductions may add in any order, and in another one from call to call. Here a sum over R ranks is
-// an exchange and a loop: rank r receives everyone's slice r, adds the slices in the order of the ranks, in
-// double, rounds once, and hands the result back. Each number is summed at one place, so all ranks get the
-// same bits, every time; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
+// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R
+// ranks is an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of
+// the ranks, in double, rounds once, and an all-gather returns the result. Each element is summed at one
+// place, so all ranks get the same bits, every time; 2 (R - 1) / R of the tensor leaves each rank, as in a
+// ring.
 //
-// Nothing is gained here by running beside other operations. Collectives that may do so run as late as they
-// may: when they are joined. A caller that touches their tensors too early then gets wrong numbers on the
-// CPU, every time, and not only now and then on a GPU.
+// Asynchronous collectives gain nothing here. They run as late as they may: when they are joined. So a caller
+// that uses their tensors too early gets wrong results on the CPU every time, and not only now and then on a
+// GPU.
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/integers.h"
 #include "base/system.h"
 #include "kernels/cpu/cpu.h"
-#include "kernels/ranks/mpi.h"
 #include "kernels/ranks/ranks.h"
 
 // Of one rank every collective is a copy, or a sum with what is there.
-static void alone(const Collective *a) {
+static void copy_or_add(const Collective *a) {
   const float *x = a->x.data;
   float *out = a->out.data;
   if (a->accumulate)
@@ -30,26 +31,26 @@ static void alone(const Collective *a) {
 #ifdef HAVE_MPI
 #include <mpi.h>
 
-enum { SLICE = 1 << 16 }; // numbers that a rank sums at a time: what arrives for it stays in the cache
+enum { SLICE = 1 << 16 }; // elements that a rank sums at a time: what it receives stays in the cache
 
-typedef void (*Work)(struct CpuCollectives *, const Collective *);
+typedef void (*Function)(struct CpuCollectives *, const Collective *);
 
 typedef struct {
-  Work work;
+  Function function;
   const char *name;
   Collective operands;
-} Waiting;
+} Queued;
 
 struct CpuCollectives {
   int rank, ranks;
-  Waiting *waiting; // to be joined, oldest first
+  Queued *queue; // to be joined, oldest first
   int64_t count, capacity;
-  int *counts, *places, *arrived_counts, *arrived_places; // [ranks], for one exchange
-  char *arrived;                                          // [ranks * SLICE] numbers
+  int *counts, *offsets, *received_counts, *received_offsets; // [ranks] each, of MPI_Alltoallv
+  void *received;                                             // [ranks * SLICE] fp32 or int32
 };
 
 // NULL while there is one rank.
-static struct CpuCollectives *joined(const Backend *backend) {
+static struct CpuCollectives *collectives_of(const Backend *backend) {
   return ((const CpuState *)backend->state)->collectives;
 }
 
@@ -61,215 +62,202 @@ static void check(int error, const char *operation) {
   fail("MPI failed in %s: %s", operation, text);
 }
 
-static void whole_numbers(const Collective *a) {
+static void require_words(const Collective *a) {
   if (dtype_bytes(a->x.dtype) != 4 || tensor_count(a->x) > INT32_MAX || tensor_count(a->out) > INT32_MAX)
-    fail("internal: a collective on the CPU takes up to 2^31 numbers of 32 bits, and x is %s",
+    fail("internal: a collective on the CPU takes up to 2^31 elements of 32 bits, and x is %s",
          tensor_text(a->x).text);
 }
 
+// out [count] (+)= the sum over r of received[r], in that order.
 static void sum(const struct CpuCollectives *c, Dtype dtype, int count, bool accumulate, void *out) {
   if (dtype == DTYPE_I32) {
-    const int32_t *arrived = (const int32_t *)(void *)c->arrived;
+    const int32_t *received = c->received;
     int32_t *to = out;
     for (int i = 0; i < count; i++) {
       int32_t total = accumulate ? to[i] : 0;
-      for (int r = 0; r < c->ranks; r++) total += arrived[r * count + i];
+      for (int r = 0; r < c->ranks; r++) total += received[r * count + i];
       to[i] = total;
     }
     return;
   }
-  const float *arrived = (const float *)(void *)c->arrived;
+  const float *received = c->received;
   float *to = out;
 #pragma omp parallel for schedule(static)
   for (int i = 0; i < count; i++) {
     double total = accumulate ? to[i] : 0.0;
-    for (int r = 0; r < c->ranks; r++) total += arrived[r * count + i];
+    for (int r = 0; r < c->ranks; r++) total += received[r * count + i];
     to[i] = (float)total;
   }
 }
 
-// Everyone's counts[r] numbers from x + places[r] go to rank r, which adds up what has come into `out`.
+// Sends counts[r] elements from x + offsets[r] to every rank r; `out` receives the sum of what came here.
 static void exchange_and_sum(struct CpuCollectives *c, const Collective *a, const void *x, void *out) {
-  int mine = c->counts[c->rank];
+  int count = c->counts[c->rank];
   for (int r = 0; r < c->ranks; r++) {
-    c->arrived_counts[r] = mine;
-    c->arrived_places[r] = r * mine;
+    c->received_counts[r] = count;
+    c->received_offsets[r] = r * count;
   }
-  check(MPI_Alltoallv(x, c->counts, c->places, MPI_FLOAT, c->arrived, c->arrived_counts, c->arrived_places,
-                      MPI_FLOAT, MPI_COMM_WORLD),
-        "exchanging what is to be summed");
-  sum(c, a->x.dtype, mine, a->accumulate, out);
+  check(MPI_Alltoallv(x, c->counts, c->offsets, MPI_FLOAT, c->received, c->received_counts,
+                      c->received_offsets, MPI_FLOAT, MPI_COMM_WORLD),
+        "MPI_Alltoallv");
+  sum(c, a->x.dtype, count, a->accumulate, out);
+  ranks_alive();
 }
 
-// All that wait but the last `behind`.
-static void run_waiting(struct CpuCollectives *c, int64_t behind) {
-  int64_t ready = c->count - behind;
-  if (ready <= 0) return;
-  for (int64_t i = 0; i < ready; i++) {
-    ranks_enter(c->waiting[i].name, false);
-    c->waiting[i].work(c, &c->waiting[i].operands);
-    ranks_leave();
-  }
-  c->count = behind;
-  memmove(c->waiting, c->waiting + ready, (size_t)behind * sizeof *c->waiting);
-}
-
-static void run(Backend *backend, const Collective *a, Work work, const char *name) {
-  struct CpuCollectives *c = joined(backend);
-  if (!c) {
-    alone(a);
-    return;
-  }
-  whole_numbers(a);
-  if (!a->async) {
-    run_waiting(c, 0);
-    work(c, a);
-    return;
-  }
-  if (c->count == c->capacity) {
-    c->capacity = c->capacity ? 2 * c->capacity : 64;
-    c->waiting = realloc(c->waiting, (size_t)c->capacity * sizeof *c->waiting);
-    if (!c->waiting) fail("out of memory for %lld collectives", (long long)c->capacity);
-  }
-  c->waiting[c->count++] = (Waiting){work, name, *a};
-}
-
-void cpu_collectives_join(Backend *backend, int64_t behind) {
-  if (joined(backend)) run_waiting(joined(backend), behind);
-}
-
-static void sum_everywhere(struct CpuCollectives *c, const Collective *a) {
+static void mpi_all_reduce(struct CpuCollectives *c, const Collective *a) {
   int64_t total = tensor_count(a->x), block = (int64_t)c->ranks * SLICE;
   for (int64_t first = 0; first < total; first += block) {
     int count = (int)min_i64(block, total - first), slice = (int)ceil_div(count, c->ranks);
     for (int r = 0; r < c->ranks; r++) {
-      c->places[r] = (int)min_i64((int64_t)r * slice, count);
-      c->counts[r] = (int)min_i64(slice, count - c->places[r]);
+      c->offsets[r] = (int)min_i64((int64_t)r * slice, count);
+      c->counts[r] = (int)min_i64(slice, count - c->offsets[r]);
     }
     float *out = (float *)a->out.data + first;
-    exchange_and_sum(c, a, (const float *)a->x.data + first, out + c->places[c->rank]);
-    check(MPI_Allgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, out, c->counts, c->places, MPI_FLOAT,
+    exchange_and_sum(c, a, (const float *)a->x.data + first, out + c->offsets[c->rank]);
+    check(MPI_Allgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, out, c->counts, c->offsets, MPI_FLOAT,
                          MPI_COMM_WORLD),
-          "gathering sums");
-    ranks_alive();
+          "MPI_Allgatherv");
   }
 }
 
-static void sum_slices(struct CpuCollectives *c, const Collective *a) {
-  int64_t share = tensor_count(a->out);
-  for (int64_t first = 0; first < share; first += SLICE) {
+static void mpi_reduce_scatter(struct CpuCollectives *c, const Collective *a) {
+  int64_t shard = tensor_count(a->out);
+  for (int64_t first = 0; first < shard; first += SLICE) {
     for (int r = 0; r < c->ranks; r++) {
-      c->counts[r] = (int)min_i64(SLICE, share - first);
-      c->places[r] = (int)(r * share + first);
+      c->counts[r] = (int)min_i64(SLICE, shard - first);
+      c->offsets[r] = (int)(r * shard + first);
     }
     exchange_and_sum(c, a, a->x.data, (float *)a->out.data + first);
-    ranks_alive();
   }
 }
 
-static void gather(struct CpuCollectives *c, const Collective *a) {
+static void mpi_all_gather(struct CpuCollectives *c, const Collective *a) {
   int count = (int)tensor_count(a->x);
-  float *mine = (float *)a->out.data + (int64_t)c->rank * count;
-  if (mine != a->x.data) memcpy(mine, a->x.data, tensor_bytes(a->x));
+  float *local = (float *)a->out.data + (int64_t)c->rank * count;
+  if (local != a->x.data) memcpy(local, a->x.data, tensor_bytes(a->x));
   check(MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, a->out.data, count, MPI_FLOAT, MPI_COMM_WORLD),
-        "gathering from all ranks");
+        "MPI_Allgather");
 }
 
-static void send_from_0(struct CpuCollectives *c, const Collective *a) {
-  if (c->rank == 0) alone(a);
-  check(MPI_Bcast(a->out.data, (int)tensor_count(a->x), MPI_FLOAT, 0, MPI_COMM_WORLD), "broadcasting");
+static void mpi_broadcast(struct CpuCollectives *c, const Collective *a) {
+  if (c->rank == 0) copy_or_add(a);
+  check(MPI_Bcast(a->out.data, (int)tensor_count(a->x), MPI_FLOAT, 0, MPI_COMM_WORLD), "MPI_Bcast");
 }
 
-void cpu_all_reduce(Backend *backend, const Collective *a) {
-  run(backend, a, sum_everywhere, "all_reduce");
+// Runs all that are queued but the last `behind`.
+static void run_queue(struct CpuCollectives *c, int64_t behind) {
+  int64_t ready = c->count - behind;
+  if (ready <= 0) return;
+  for (int64_t i = 0; i < ready; i++) {
+    ranks_enter(c->queue[i].name);
+    c->queue[i].function(c, &c->queue[i].operands);
+    ranks_leave();
+  }
+  c->count = behind;
+  memmove(c->queue, c->queue + ready, (size_t)behind * sizeof *c->queue);
 }
 
-void cpu_reduce_scatter(Backend *backend, const Collective *a) {
-  run(backend, a, sum_slices, "reduce_scatter");
+static void run_or_queue(Backend *backend, const Collective *a, Function function, const char *name) {
+  struct CpuCollectives *c = collectives_of(backend);
+  if (!c) {
+    copy_or_add(a);
+    return;
+  }
+  require_words(a);
+  if (!a->async) {
+    run_queue(c, 0);
+    ranks_enter(name);
+    function(c, a);
+    return;
+  }
+  if (c->count == c->capacity) {
+    c->capacity = c->capacity ? 2 * c->capacity : 64;
+    c->queue = realloc(c->queue, (size_t)c->capacity * sizeof *c->queue);
+    if (!c->queue) fail("out of memory for %lld collectives", (long long)c->capacity);
+  }
+  c->queue[c->count++] = (Queued){function, name, *a};
 }
 
-void cpu_all_gather(Backend *backend, const Collective *a) {
-  run(backend, a, gather, "all_gather");
-}
-
-void cpu_broadcast(Backend *backend, const Collective *a) {
-  run(backend, a, send_from_0, "broadcast");
-}
-
-static int *ints(int count) {
-  int *array = calloc((size_t)count, sizeof *array);
-  if (!array) fail("out of memory for %d ranks", count);
-  return array;
-}
-
-void cpu_backend_join_ranks(Backend *backend) {
-  const Launch *l = ranks_self();
-  if (l->ranks == 1) return;
-  if (!mpi_is_there())
-    fail("%d ranks on the CPU talk through MPI, and %s does not start it: start them with mpirun", l->ranks,
-         l->launcher);
-  struct CpuCollectives *c = calloc(1, sizeof *c);
-  if (!c) fail("out of memory for %d ranks", l->ranks);
-  *c = (struct CpuCollectives){.rank = l->rank,
-                               .ranks = l->ranks,
-                               .counts = ints(l->ranks),
-                               .places = ints(l->ranks),
-                               .arrived_counts = ints(l->ranks),
-                               .arrived_places = ints(l->ranks),
-                               .arrived = malloc((size_t)l->ranks * SLICE * sizeof(float))};
-  if (!c->arrived) fail("out of memory for %d ranks", l->ranks);
-  ((CpuState *)backend->state)->collectives = c;
-  backend->rank = l->rank;
-  backend->ranks = l->ranks;
+void cpu_collectives_join(Backend *backend, int64_t behind) {
+  if (collectives_of(backend)) run_queue(collectives_of(backend), behind);
 }
 
 void cpu_collectives_end(Backend *backend) {
-  struct CpuCollectives *c = joined(backend);
+  struct CpuCollectives *c = collectives_of(backend);
   if (!c) return;
+  ranks_enter(
+      "MPI_Barrier"); // no rank exits, maybe with an error that ends the job, while another still works
+  MPI_Barrier(MPI_COMM_WORLD);
+  ranks_leave();
   free(c->counts);
-  free(c->places);
-  free(c->arrived_counts);
-  free(c->arrived_places);
-  free(c->arrived);
-  free(c->waiting);
+  free(c->received);
+  free(c->queue);
   free(c);
 }
 
-#else
-
-void cpu_all_reduce(Backend *backend, const Collective *a) {
-  (void)backend;
-  alone(a);
+static void join_ranks(Backend *backend, const Launch *l) {
+  if (!ranks_have_mpi())
+    fail("%d ranks on the CPU need MPI, and %s does not start it: use mpirun -n %d ./train ...; ranks on "
+         "GPUs need "
+         "--device cuda",
+         l->ranks, l->launcher, l->ranks);
+  struct CpuCollectives *c = calloc(1, sizeof *c);
+  int *ints = calloc(4 * (size_t)l->ranks, sizeof *ints);
+  void *received = malloc((size_t)l->ranks * SLICE * sizeof(float));
+  if (!c || !ints || !received) fail("out of memory for %d ranks", l->ranks);
+  *c = (struct CpuCollectives){.rank = l->rank,
+                               .ranks = l->ranks,
+                               .counts = ints,
+                               .offsets = ints + l->ranks,
+                               .received_counts = ints + 2 * l->ranks,
+                               .received_offsets = ints + 3 * l->ranks,
+                               .received = received};
+  ((CpuState *)backend->state)->collectives = c;
 }
 
-void cpu_reduce_scatter(Backend *backend, const Collective *a) {
-  (void)backend;
-  alone(a);
-}
+#else // there is one rank; what the operations below would call is not compiled
 
-void cpu_all_gather(Backend *backend, const Collective *a) {
-  (void)backend;
-  alone(a);
-}
-
-void cpu_broadcast(Backend *backend, const Collective *a) {
-  (void)backend;
-  alone(a);
-}
+#define run_or_queue(backend, a, function, name) ((void)(backend), copy_or_add(a))
 
 void cpu_collectives_join(Backend *backend, int64_t behind) {
   (void)backend;
   (void)behind;
 }
 
-void cpu_backend_join_ranks(Backend *backend) {
-  (void)backend;
-  int ranks = ranks_self()->ranks;
-  if (ranks > 1) fail("%d ranks on the CPU talk through MPI, and this program was built without it", ranks);
-}
-
 void cpu_collectives_end(Backend *backend) {
   (void)backend;
 }
 
+static void join_ranks(Backend *backend, const Launch *l) {
+  (void)backend;
+  fail("%d ranks on the CPU need MPI, and this program was built without it: `make deps` installs it, then "
+       "`make` and "
+       "mpirun -n %d ./train ...",
+       l->ranks, l->ranks);
+}
+
 #endif
+
+void cpu_all_reduce(Backend *backend, const Collective *a) {
+  run_or_queue(backend, a, mpi_all_reduce, "all_reduce");
+}
+
+void cpu_reduce_scatter(Backend *backend, const Collective *a) {
+  run_or_queue(backend, a, mpi_reduce_scatter, "reduce_scatter");
+}
+
+void cpu_all_gather(Backend *backend, const Collective *a) {
+  run_or_queue(backend, a, mpi_all_gather, "all_gather");
+}
+
+void cpu_broadcast(Backend *backend, const Collective *a) {
+  run_or_queue(backend, a, mpi_broadcast, "broadcast");
+}
+
+void cpu_backend_join_ranks(Backend *backend) {
+  const Launch *l = ranks_self();
+  if (l->ranks == 1) return;
+  join_ranks(backend, l);
+  backend->rank = l->rank;
+  backend->ranks = l->ranks;
+}

@@ -1,16 +1,16 @@
-// Collectives over GPUs, through NCCL, beside the products.
+// Collectives over GPUs, through NCCL, concurrent with the GEMMs.
 //
-// They run on a stream of their own, which goes before the others where an SM is free. An event lets a
-// collective wait for what was queued before it; another, recorded behind it, lets what follows wait for it:
-// at once, or, for those that run beside, at collectives_join. The host never waits, so a bucket of gradients
-// travels while the layers below compute theirs. NCCL may take 16 thread blocks: products lose an eighth of
-// the SMs for as long as something travels.
+// They run on a stream of their own with the highest priority. An event makes a collective wait for what was
+// queued before it; another, recorded after it, makes what follows wait for it: at once, or, for asynchronous
+// ones, at collectives_join. The host never waits, so a bucket of gradients travels while the layers below
+// compute theirs. NCCL may take 16 thread blocks: GEMMs lose an eighth of the SMs while it runs.
 //
 // NCCL adds in an order that follows from the number of ranks, the size and the machine's links, so runs
 // repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
 #include <atomic>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/ranks/ranks.h"
@@ -33,7 +33,7 @@ static void add(cudaStream_t stream, Tensor out, const void *x) {
 }
 
 // Of one rank every collective is a copy, or a sum with what is there.
-static void alone(Backend *backend, const Collective *a) {
+static void copy_or_add(Backend *backend, const Collective *a) {
   if (a->accumulate)
     add(cuda_stream(backend), a->out, a->x.data);
   else if (a->out.data != a->x.data)
@@ -47,7 +47,7 @@ static void alone(Backend *backend, const Collective *a) {
 
 struct CudaCollectives {
   enum { EVENTS = 64, BLOCKS = 16 };
-  int rank, ranks, ordinal;
+  int rank, ordinal;
   ncclComm_t comm;
   cudaStream_t stream;
   cudaEvent_t before;       // what was queued before the latest collective
@@ -75,7 +75,7 @@ static void collective(Backend *backend, const Collective *a, const char *name, 
   CudaState *state = cuda_state(backend);
   CudaCollectives *c = state->collectives;
   if (!c) {
-    alone(backend, a);
+    copy_or_add(backend, a);
     return;
   }
   cuda_check(cudaEventRecord(c->before, state->stream), "recording an event");
@@ -86,6 +86,130 @@ static void collective(Backend *backend, const Collective *a, const char *name, 
   c->count++;
   if (!a->async) cuda_check(cudaStreamWaitEvent(state->stream, done, 0), "queueing a wait");
 }
+
+void cuda_collectives_join(Backend *backend, int64_t behind) {
+  CudaState *state = cuda_state(backend);
+  CudaCollectives *c = state->collectives;
+  if (!c || c->count <= behind) return;
+  cudaEvent_t done = c->done[(c->count - 1 - behind) % CudaCollectives::EVENTS];
+  cuda_check(cudaStreamWaitEvent(state->stream, done, 0), "queueing a wait");
+}
+
+// For the watchdog, from its own thread: NCCL's errors, and how many collectives the GPU has done.
+static bool poll_nccl(void *context, char *text, size_t size) {
+  CudaCollectives *c = static_cast<CudaCollectives *>(context);
+  ncclResult_t error = ncclSuccess;
+  if (ncclCommGetAsyncError(c->comm, &error) == ncclSuccess && error != ncclSuccess &&
+      error != ncclInProgress) {
+    snprintf(text, size, "NCCL failed, maybe because another rank has ended: %s (%s)",
+             ncclGetErrorString(error), ncclGetLastError(c->comm));
+    return true;
+  }
+  cudaSetDevice(c->ordinal); // of this thread, which else would begin with GPU 0
+  int64_t count = c->count, i = count > CudaCollectives::EVENTS ? count - CudaCollectives::EVENTS : 0;
+  while (i < count && cudaEventQuery(c->done[i % CudaCollectives::EVENTS]) != cudaErrorNotReady) i++;
+  if (i < count)
+    snprintf(text, size, "its GPU has done %lld of %lld collectives", (long long)i, (long long)count);
+  return false;
+}
+
+// One of each collective that a step uses: NCCL connects, and takes its memory, at the first call.
+static void warm_up(Backend *backend) {
+  int ranks = backend->ranks;
+  int64_t part = (8 << 20) / ranks / 128 * 128, whole = part * ranks;
+  void *data = nullptr;
+  cuda_check(cudaMalloc(&data, (size_t)whole * sizeof(float)), "allocating memory to try the links with");
+  cuda_check(cudaMemsetAsync(data, 0, (size_t)whole * sizeof(float), cuda_stream(backend)),
+             "zeroing new memory");
+  Tensor all = tensor_1d(data, DTYPE_F32, whole), own = tensor_rows(all, part * backend->rank, part);
+  all_reduce(backend, Collective{.out = all, .x = all});
+  reduce_scatter(backend, Collective{.out = own, .x = all});
+  all_gather(backend, Collective{.out = all, .x = own});
+  broadcast(backend, Collective{.out = all, .x = all});
+  backend_synchronize(backend);
+  cuda_check(cudaFree(data), "freeing device memory");
+}
+
+// NCCL's id of the job. With MPI rank 0 makes it, for all. Without, every rank makes the same one from
+// NCCL_COMM_ID=ADDRESS:PORT, where rank 0's ncclCommInitRank listens; the ranks' machines must then be in one
+// subnet.
+static ncclUniqueId job_id(const Launch *l) {
+  ncclUniqueId id = {};
+  if (!ranks_have_mpi() && !getenv("NCCL_COMM_ID")) {
+    const char *address = l->local_ranks == l->ranks ? "127.0.0.1" : l->address;
+    if (!*address || !l->port)
+      fail("%s started %d ranks and names no address where they meet: set MASTER_ADDR and MASTER_PORT, or "
+           "use torchrun "
+           "or tools/launch",
+           l->launcher, l->ranks);
+    char text[sizeof l->address + 16];
+    snprintf(text, sizeof text, strchr(address, ':') ? "[%s]:%d" : "%s:%d", address, l->port); // IPv6, others
+    setenv("NCCL_COMM_ID", text, 1);
+    setenv("NCCL_SOCKET_RETRY_CNT", "76", 0); // connects for up to 5 minutes, while rank 0 starts
+  }
+  if (l->rank == 0 || !ranks_have_mpi()) nccl_check(ncclGetUniqueId(&id), nullptr, "ncclGetUniqueId");
+  ranks_broadcast(&id, sizeof id);
+  return id;
+}
+
+static void join_ranks(Backend *backend, const Launch *l) {
+  CudaState *state = cuda_state(backend);
+  size_t held = backend->ops->device_bytes_now(backend);
+  CudaCollectives *c = new CudaCollectives();
+  c->rank = l->rank;
+  c->ordinal = state->ordinal;
+  ncclUniqueId id = job_id(l);
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.maxCTAs = CudaCollectives::BLOCKS;
+  ranks_enter("ncclCommInitRank");
+  nccl_check(ncclCommInitRankConfig(&c->comm, l->ranks, id, l->rank, &config), nullptr, "ncclCommInitRank");
+  ranks_leave();
+  int lowest = 0, highest = 0;
+  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
+  cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, highest), "creating a stream");
+  cuda_check(cudaEventCreateWithFlags(&c->before, cudaEventDisableTiming), "creating an event");
+  for (cudaEvent_t &event : c->done)
+    cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
+  state->collectives = c;
+  backend->rank = l->rank;
+  backend->ranks = l->ranks;
+  ranks_watch_device(poll_nccl, c);
+  warm_up(backend);
+  size_t now = backend->ops->device_bytes_now(backend);
+  if (now > held) backend->device_overhead += now - held;
+  backend->ops->device_peak_reset(backend);
+}
+
+void cuda_collectives_end(Backend *backend) {
+  CudaCollectives *c = cuda_state(backend)->collectives;
+  if (!c) return;
+  ranks_watch_device(nullptr, nullptr);
+  ncclCommDestroy(c->comm);
+  for (cudaEvent_t event : c->done) cudaEventDestroy(event);
+  cudaEventDestroy(c->before);
+  cudaStreamDestroy(c->stream);
+  delete c;
+}
+
+#else // there is one rank; what the operations below would call is not compiled
+
+#define collective(backend, a, ...) copy_or_add(backend, a)
+
+void cuda_collectives_join(Backend *backend, int64_t behind) {
+  (void)backend;
+  (void)behind;
+}
+
+void cuda_collectives_end(Backend *backend) {
+  (void)backend;
+}
+
+static void join_ranks(Backend *backend, const Launch *l) {
+  (void)backend;
+  fail("%d ranks on GPUs need NCCL, and this program was built without it", l->ranks);
+}
+
+#endif
 
 void cuda_all_reduce(Backend *backend, const Collective *a) {
   collective(backend, a, "all_reduce", [&](CudaCollectives *c) {
@@ -120,124 +244,6 @@ void cuda_broadcast(Backend *backend, const Collective *a) {
   });
 }
 
-void cuda_collectives_join(Backend *backend, int64_t behind) {
-  CudaState *state = cuda_state(backend);
-  CudaCollectives *c = state->collectives;
-  if (!c || c->count <= behind) return;
-  cudaEvent_t done = c->done[(c->count - 1 - behind) % CudaCollectives::EVENTS];
-  cuda_check(cudaStreamWaitEvent(state->stream, done, 0), "queueing a wait");
-}
-
-// For the watch, from its own thread: NCCL's own failures, and how far the device has come.
-static bool look(void *context, char *text, size_t size) {
-  CudaCollectives *c = static_cast<CudaCollectives *>(context);
-  ncclResult_t error = ncclSuccess;
-  if (ncclCommGetAsyncError(c->comm, &error) == ncclSuccess && error != ncclSuccess &&
-      error != ncclInProgress) {
-    snprintf(text, size, "NCCL failed: %s (%s)", ncclGetErrorString(error), ncclGetLastError(c->comm));
-    return true;
-  }
-  int64_t count = c->count, i = count > CudaCollectives::EVENTS ? count - CudaCollectives::EVENTS : 0;
-  while (i < count && cudaEventQuery(c->done[i % CudaCollectives::EVENTS]) != cudaErrorNotReady) i++;
-  if (i < count)
-    snprintf(text, size, "its GPU has done %lld of %lld collectives", (long long)i, (long long)count);
-  return false;
-}
-
-// Once through what a step will use: NCCL connects, and takes its memory, at the first need.
-static void warm_up(Backend *backend) {
-  int ranks = backend->ranks;
-  int64_t part = (8 << 20) / ranks / 128 * 128, whole = part * ranks;
-  void *data = nullptr;
-  cuda_check(cudaMalloc(&data, (size_t)whole * sizeof(float)), "allocating memory to try the links with");
-  cuda_check(cudaMemsetAsync(data, 0, (size_t)whole * sizeof(float), cuda_stream(backend)),
-             "zeroing new memory");
-  Tensor all = tensor_1d(data, DTYPE_F32, whole), own = tensor_rows(all, part * backend->rank, part);
-  all_reduce(backend, Collective{.out = all, .x = all});
-  reduce_scatter(backend, Collective{.out = own, .x = all});
-  all_gather(backend, Collective{.out = all, .x = own});
-  broadcast(backend, Collective{.out = all, .x = all});
-  backend_synchronize(backend);
-  cuda_check(cudaFree(data), "freeing device memory");
-}
-
 extern "C" void cuda_backend_join_ranks(Backend *backend) {
-  const Launch *l = ranks_self();
-  if (l->ranks == 1) return;
-  CudaState *state = cuda_state(backend);
-  size_t held = backend->ops->device_bytes_now(backend);
-  CudaCollectives *c = new CudaCollectives();
-  c->rank = l->rank;
-  c->ranks = l->ranks;
-  c->ordinal = state->ordinal;
-  ncclUniqueId id;
-  if (l->rank == 0) nccl_check(ncclGetUniqueId(&id), nullptr, "making a job's id");
-  static_assert(sizeof id <= RANKS_SHARED, "an id is shared at once");
-  ranks_share(&id, sizeof id);
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.maxCTAs = CudaCollectives::BLOCKS;
-  ranks_enter("connecting the GPUs", true);
-  nccl_check(ncclCommInitRankConfig(&c->comm, l->ranks, id, l->rank, &config), nullptr,
-             "connecting the GPUs");
-  ranks_leave();
-  int lowest = 0, highest = 0;
-  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
-  cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, highest), "creating a stream");
-  cuda_check(cudaEventCreateWithFlags(&c->before, cudaEventDisableTiming), "creating an event");
-  for (cudaEvent_t &event : c->done)
-    cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
-  state->collectives = c;
-  backend->rank = l->rank;
-  backend->ranks = l->ranks;
-  warm_up(backend);
-  ranks_watch_device(look, c);
-  size_t now = backend->ops->device_bytes_now(backend);
-  if (now > held) backend->device_overhead += now - held;
-  backend->ops->device_peak_reset(backend);
+  if (ranks_self()->ranks > 1) join_ranks(backend, ranks_self());
 }
-
-void cuda_collectives_end(Backend *backend) {
-  CudaCollectives *c = cuda_state(backend)->collectives;
-  if (!c) return;
-  ranks_watch_device(nullptr, nullptr);
-  ncclCommDestroy(c->comm);
-  for (cudaEvent_t event : c->done) cudaEventDestroy(event);
-  cudaEventDestroy(c->before);
-  cudaStreamDestroy(c->stream);
-  delete c;
-}
-
-#else
-
-void cuda_all_reduce(Backend *backend, const Collective *a) {
-  alone(backend, a);
-}
-
-void cuda_reduce_scatter(Backend *backend, const Collective *a) {
-  alone(backend, a);
-}
-
-void cuda_all_gather(Backend *backend, const Collective *a) {
-  alone(backend, a);
-}
-
-void cuda_broadcast(Backend *backend, const Collective *a) {
-  alone(backend, a);
-}
-
-void cuda_collectives_join(Backend *backend, int64_t behind) {
-  (void)backend;
-  (void)behind;
-}
-
-extern "C" void cuda_backend_join_ranks(Backend *backend) {
-  (void)backend;
-  int ranks = ranks_self()->ranks;
-  if (ranks > 1) fail("%d ranks on GPUs talk through NCCL, and this program was built without it", ranks);
-}
-
-void cuda_collectives_end(Backend *backend) {
-  (void)backend;
-}
-
-#endif

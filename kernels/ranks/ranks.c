@@ -1,52 +1,198 @@
 #include "kernels/ranks/ranks.h"
 
-#include <fcntl.h>
 #include <omp.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/fail.h"
-#include "kernels/ranks/mpi.h"
-#include "kernels/ranks/watch.h"
 
-enum { MEETING_SECONDS = 300 };
+#ifdef HAVE_MPI
+#include <mpi.h>
+#endif
+
+// What a rank other than 0 waits before it prints why it fails; what one that waits for others is given
+// beyond the timeout; what MPI_Abort may take.
+enum { RANK_0_FIRST_MILLISECONDS = 1500, WAITING_SECONDS = 5, ABORT_SECONDS = 5 };
 
 static Launch self = {.ranks = 1};
+static bool mpi; // initialised
 
 const Launch *ranks_self(void) {
   return &self;
 }
 
-// Where rank 0 listens, which a launcher without MASTER_ADDR leaves to MPI to tell.
-typedef struct {
-  char address[sizeof self.address];
-  int port;
-} Place;
+static void pause_for(int milliseconds) {
+  nanosleep(&(struct timespec){.tv_sec = milliseconds / 1000, .tv_nsec = milliseconds % 1000 * 1000000L},
+            NULL);
+}
 
-static Place agree_on_place(int port) {
-  Place place = {.port = self.port};
-  if (*self.address) {
-    memcpy(place.address, self.address, sizeof place.address);
-    return place;
+// --- MPI ---------------------------------------------------------------------------------------------------
+
+bool ranks_have_mpi(void) {
+  return mpi;
+}
+
+#ifdef HAVE_MPI
+static void mpi_begin(void) {
+  int level, rank, ranks;
+  // The watchdog calls MPI_Abort while the main thread may be in a collective.
+  if (MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level)) fail("MPI_Init_thread failed");
+  mpi = true;
+  MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+  bool slurm = strcmp(self.launcher, "srun") == 0;
+  if (rank != self.rank || ranks != self.ranks)
+    fail("%s started rank %d of %d, and the MPI that this program was built with sees rank %d of %d: use the "
+         "%s of "
+         "that MPI%s",
+         self.launcher, self.rank, self.ranks, rank, ranks, slurm ? "plug-in" : "mpirun",
+         slurm ? " (srun --mpi=pmix)" : "");
+}
+
+static void mpi_end(void) {
+  ranks_enter("MPI_Finalize");
+  MPI_Finalize();
+}
+
+// Ends all ranks; alarm() ends this one should MPI itself hang.
+static void mpi_abort(int status) {
+  alarm(ABORT_SECONDS);
+  MPI_Abort(MPI_COMM_WORLD, status);
+}
+
+void ranks_broadcast(void *bytes, int count) {
+  if (!mpi) return;
+  ranks_enter("MPI_Bcast");
+  if (MPI_Bcast(bytes, count, MPI_BYTE, 0, MPI_COMM_WORLD)) fail("MPI failed to broadcast %d bytes", count);
+  ranks_leave();
+}
+#else
+static void mpi_begin(void) {}
+static void mpi_end(void) {}
+static void mpi_abort(int status) {
+  (void)status;
+}
+
+void ranks_broadcast(void *bytes, int count) {
+  (void)bytes;
+  (void)count;
+}
+#endif
+
+// --- failing -----------------------------------------------------------------------------------------------
+
+// Of several threads that fail the first one speaks. `sentence` may be NULL on rank 0. The process ends by
+// _exit: libraries that wait for other ranks at exit would wait for ever.
+static void end_job(const char *sentence, int status) {
+  static pthread_mutex_t speaking = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_lock(&speaking);
+  if (self.rank) {
+    signal(SIGTERM, SIG_DFL); // from the launcher, when rank 0 has said it
+    pause_for(RANK_0_FIRST_MILLISECONDS);
   }
-  place.port = port;
-  if (self.local_ranks == self.ranks)
-    strcpy(place.address, "127.0.0.1");
-  else
-    gethostname(place.address, sizeof place.address - 1);
-  if (mpi_is_there()) mpi_share(&place, sizeof place);
-  return place;
+  if (!ftrylockfile(stdout)) { // another thread may hold it for good
+    fflush(stdout);
+    funlockfile(stdout);
+  }
+  if (self.rank)
+    dprintf(STDERR_FILENO, "lce: rank %d: %s\n", self.rank, sentence);
+  else if (sentence)
+    dprintf(STDERR_FILENO, "lce: %s\n", sentence);
+  if (mpi) mpi_abort(status);
+  _exit(status);
 }
 
-static void require_a_way_to_meet(void) {
-  if (*self.address || mpi_is_there()) return;
-  if (self.rank) _exit(1); // rank 0 says it
-  fail("%s started %d ranks, and this build has no MPI to find them with; set MASTER_ADDR and MASTER_PORT, "
-       "or start them with torchrun or tools/launch",
-       self.launcher, self.ranks);
+static void on_fail(const char *sentence) {
+  end_job(sentence, 1);
 }
+
+// --- the watchdog ------------------------------------------------------------------------------------------
+
+static _Atomic(const char *) waiting_in; // of ranks_enter; NULL outside
+static _Atomic uint64_t progress;        // counts ranks_alive
+static _Atomic double timeout = 300;
+static pthread_mutex_t device_lock = PTHREAD_MUTEX_INITIALIZER;
+static RanksDevice device;
+static void *device_context;
+
+void ranks_set_timeout(double seconds) {
+  timeout = seconds;
+}
+
+void ranks_alive(void) {
+  atomic_fetch_add_explicit(&progress, 1, memory_order_relaxed);
+}
+
+void ranks_enter(const char *operation) {
+  atomic_store_explicit(&waiting_in, operation, memory_order_relaxed);
+  ranks_alive();
+}
+
+void ranks_leave(void) {
+  ranks_enter(NULL);
+}
+
+void ranks_watch_device(RanksDevice function, void *context) {
+  pthread_mutex_lock(&device_lock);
+  device = function;
+  device_context = context;
+  pthread_mutex_unlock(&device_lock);
+}
+
+static void end_without_progress(int seconds, const char *operation, const char *where) {
+  char sentence[1024], about[520] = "";
+  if (*where) snprintf(about, sizeof about, " (%s)", where);
+  if (operation)
+    snprintf(sentence, sizeof sentence,
+             "no progress for %d s in %s%s: another rank has not come to it, or has ended; the job ends "
+             "(--timeout)",
+             seconds, operation, about);
+  else
+    snprintf(sentence, sizeof sentence,
+             "no progress for %d s, between collectives%s: this rank holds up the others; the job ends "
+             "(--timeout)",
+             seconds, about);
+  end_job(sentence, 1);
+}
+
+// Time is counted in the thread's own seconds: a process that was stopped and goes on has not hung.
+static void *watch(void *unused) {
+  uint64_t seen = 0;
+  for (int idle = 0;; idle++) {
+    pause_for(1000);
+    char about[480] = "";
+    pthread_mutex_lock(&device_lock);
+    bool broken = device && device(device_context, about, sizeof about);
+    pthread_mutex_unlock(&device_lock);
+    if (broken) end_job(about, 1);
+    const char *operation = atomic_load(&waiting_in);
+    uint64_t now = atomic_load(&progress);
+    if (now != seen) idle = 0;
+    seen = now;
+    if (idle >= timeout + (operation ? WAITING_SECONDS : 0)) end_without_progress(idle, operation, about);
+  }
+  return unused;
+}
+
+static void start_watchdog(void) {
+  pthread_t thread;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before); // signals are the main thread's
+  if (pthread_create(&thread, NULL, watch, NULL)) fail("cannot start the thread that watches this rank");
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  pthread_detach(thread);
+}
+
+// --- the start ---------------------------------------------------------------------------------------------
 
 // Ranks of one machine share its cores, unless the launcher has given each its own.
 static void share_cores(void) {
@@ -55,40 +201,28 @@ static void share_cores(void) {
   omp_set_num_threads(cores / local > 1 ? cores / local : 1);
 }
 
-static void end(void) {
-  watch_end();
-  mpi_end();
+// At exit. A rank that exits with an error, and not by fail(), ends the job too.
+static void end(int status, void *unused) {
+  (void)unused;
+  char sentence[96];
+  snprintf(sentence, sizeof sentence, "exits with status %d; its command run alone may say why", status);
+  if (status) end_job(self.rank ? sentence : NULL, status);
+  if (mpi) mpi_end();
 }
 
 const Launch *ranks_begin(void) {
   self = launch_read();
   if (self.ranks == 1) return &self;
-  if (self.rank != 0 && !freopen("/dev/null", "w", stdout)) fail("rank %d cannot open /dev/null", self.rank);
-  Peer *peers = calloc((size_t)self.ranks, sizeof *peers); // the watch's until the process ends
-  if (!peers) fail("out of host memory for %d ranks", self.ranks);
-  for (int r = 0; r < self.ranks; r++) peers[r].socket = -1;
-  watch_prepare(&self, peers);
-  if (self.mpi) mpi_begin(&self);
-  require_a_way_to_meet();
-  int listener = -1, port = 0;
-  if (self.rank == 0) listener = meet_listen(&self, &port);
-  Place place = agree_on_place(port);
-  meet_everyone(&self, listener, place.address, place.port, MEETING_SECONDS, peers);
-  watch_begin();
-  atexit(end);
+  if (self.rank) {
+    warn_mute();
+    if (!freopen("/dev/null", "w", stdout)) fail("rank %d cannot open /dev/null", self.rank);
+  }
+  fail_set_handler(on_fail);
+  ranks_enter("MPI_Init");
+  start_watchdog();
+  if (self.mpi) mpi_begin();
+  ranks_leave();
+  on_exit(end, NULL);
   share_cores();
   return &self;
-}
-
-void ranks_mute_others(bool muted) {
-  static int before = -1;
-  if (self.rank == 0) return;
-  if (muted) {
-    before = dup(STDERR_FILENO);
-    int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
-    if (nowhere >= 0) dup2(nowhere, STDERR_FILENO), close(nowhere);
-  } else if (before >= 0) {
-    dup2(before, STDERR_FILENO);
-    close(before);
-  }
 }

@@ -1,9 +1,16 @@
-// A process that trains together with others, from its first line to its last.
+// A process as one rank of a job: its standard output, how it fails, and a watchdog against hangs.
 //
-// Rank 0 speaks for all: the others' standard output goes nowhere, and what they fail() with travels to rank
-// 0, which prints it with the rank's name, ends everyone and exits with status 1. A thread in every process
-// watches over the job: when a rank ends without a word, or when none has got on for a while, it says so in
-// one sentence and the job ends. Without a launcher all of this is nothing: no thread, no socket, no MPI.
+// Ranks exchange data through collectives alone (MPI's on the CPU, NCCL's on GPUs; kernels/*/collectives.*),
+// and launchers end a job of which one process ends badly. What is left to do here is local to each process:
+//
+//   standard output   rank 0's alone; the others' goes nowhere, and they print no warnings
+//   fail()            prints "lce: rank K: sentence" and ends this process with status 1, and under MPI the
+//                     job (MPI_Abort). Ranks other than 0 wait a moment first: where all fail alike, rank
+//                     0's sentence comes and the launcher ends the others.
+//   the watchdog      a thread that ends the job when this process makes no progress for the timeout, or when
+//                     the device reports an error
+//
+// Without a launcher there is no thread and no MPI.
 #ifndef LCE_KERNELS_RANKS_RANKS_H
 #define LCE_KERNELS_RANKS_RANKS_H
 
@@ -15,36 +22,30 @@
 extern "C" {
 #endif
 
-// Reads what the launcher says, meets the other ranks and starts the watch. Call it first in main; ranks_end
-// follows at exit by itself. MPI is initialised only where mpirun, or an srun that speaks to MPI, started the
-// process.
+// Reads the launcher's environment, initialises MPI where mpirun (or srun with PMI) started the process, and
+// starts the watchdog. Call it first in main; MPI_Finalize follows at exit by itself.
 const Launch *ranks_begin(void);
 
 // This process's place; rank 0 of 1 before ranks_begin and without a launcher.
 const Launch *ranks_self(void);
 
-// Rank 0's bytes, at most RANKS_SHARED, to everyone. Call it on all ranks. Waits.
-enum { RANKS_SHARED = 1024 };
-void ranks_share(void *bytes, size_t count);
+// Whether MPI connects the ranks.
+bool ranks_have_mpi(void);
+// Rank 0's bytes to all ranks, by MPI_Bcast; call it on all ranks. Without MPI the bytes stay as they are.
+void ranks_broadcast(void *bytes, int count);
 
-// Nobody gets on for so many seconds: then the job ends. 300 until somebody says otherwise.
+// The watchdog ends the job after `seconds` without progress; 300 before the first call. A process that waits
+// for others (between ranks_enter and ranks_leave) is given a few seconds more, so that the one that hangs
+// speaks first.
 void ranks_set_timeout(double seconds);
-
-// Where this process is, for the watch: `operation` (a literal) until ranks_leave. Collectives are counted,
-// so that a rank that has not come to one can be named.
-void ranks_enter(const char *operation, bool collective);
+void ranks_alive(void);                  // progress, reported by whatever may take long
+void ranks_enter(const char *operation); // a literal; waits for other ranks or the device
 void ranks_leave(void);
-// A sign of life, from whatever may take long.
-void ranks_alive(void);
 
-// What the watch asks about the device from its own thread, now and then: a failure as a sentence (true), or
-// where the device stands (false; may be left empty). NULL: nothing.
+// What the watchdog asks about the device from its own thread, every second: an error as a sentence (true),
+// or how far the device is (false; may be left empty). NULL: nothing.
 typedef bool (*RanksDevice)(void *context, char *text, size_t size);
 void ranks_watch_device(RanksDevice device, void *context);
-
-// Errors of the others' command lines are those of rank 0's: while muted, the others' standard error goes
-// nowhere.
-void ranks_mute_others(bool muted);
 
 #if defined(__cplusplus)
 }

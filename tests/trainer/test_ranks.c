@@ -3,7 +3,7 @@
 // launchers say is understood.
 #include "base/random.h"
 #include "base/system.h"
-#include "kernels/ranks/launch.h"
+#include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"
 #include "tests/data_files.h"
@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 // 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
 #define STEPS 6
@@ -449,7 +450,16 @@ static void check_usable(const char *name) {
   free(newest);
 }
 
-// Whatever happens to a rank: all end soon, one of them says why, and the last checkpoint is whole.
+// No process is left: the launcher may end just before the last of them.
+static void check_gone(pid_t pid) {
+  char program[64];
+  snprintf(program, sizeof program, "/proc/%d/exe", (int)pid);
+  for (double before = now_seconds(); readlink(program, (char[1]){0}, 1) == 1;)
+    if (now_seconds() - before > 2) fail_msg("process %d is left behind", (int)pid);
+}
+
+// Whatever happens to a rank: all end soon, somebody says why, and the last checkpoint is whole. A rank that
+// is killed is named by the launcher, and maybe by what NCCL reports to the others.
 static void a_rank_that_is_gone_ends_the_job(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
@@ -457,25 +467,79 @@ static void a_rank_that_is_gone_ends_the_job(void **state) {
     int rank, signal;
     double seconds;
     const char *says;
-  } ends[] = {{1, SIGKILL, 5, "lce: rank 1 (process "},
-              {0, SIGKILL, 5, "lce: rank 0 ended without a word, when rank 1 was in "},
-              {1, SIGSTOP, 25, "has not been heard of for "},
-              {0, SIGSTOP, 25, "lce: rank 0 has not been heard of for "}};
+    int sentences;
+  } ends[] = {{1, SIGKILL, 5, "rank 1 ", 0},
+              {0, SIGKILL, 5, "rank 0 ", 0},
+              {1, SIGSTOP, 25, "lce: no progress for ", 1},
+              {0, SIGSTOP, 25, "lce: rank 1: no progress for ", 1}};
   for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
     char name[32];
     snprintf(name, sizeof name, "ended-%zu", i);
     Process p = endless(name);
     double before = now_seconds();
+    pid_t other = process_of_rank(&p, !ends[i].rank);
     kill(process_of_rank(&p, ends[i].rank), ends[i].signal);
     Output output = process_finish(&p);
     assert_int_not_equal(output.status, 0);
     assert_says(output.err, ends[i].says);
-    assert_int_equal(times(output.err, "lce:"), 1);
+    if (ends[i].signal == SIGSTOP) assert_says(output.err, "another rank has not come to it, or has ended");
+    if (ends[i].signal == SIGKILL) assert_says(output.err, "signal 9 (Killed)");
+    assert_in_range(times(output.err, "lce:"), ends[i].sentences, 1);
     if (now_seconds() - before > ends[i].seconds)
       fail_msg("it took %.1f s to end: %s", now_seconds() - before, output.err);
+    check_gone(other);
     output_free(&output);
     check_usable(name);
   }
+}
+
+// Two ranks, of which one makes no progress while the other waits for it: the first one speaks.
+static _Noreturn void hang(int rank) {
+  const Launch *l = ranks_begin();
+  ranks_set_timeout(2);
+  if (l->rank != rank) ranks_enter("all_reduce");
+  for (;;) pause();
+}
+
+static void a_rank_that_hangs_says_so(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  static const char *const says[2] = {
+      "lce: no progress for 2 s, between collectives: this rank holds up the others",
+      "lce: rank 1: no progress for 2 s, between collectives"};
+  for (int rank = 0; rank < 2; rank++) {
+    Output output = launch_self(2, "hang %d", rank);
+    assert_int_not_equal(output.status, 0);
+    assert_says(output.err, says[rank]);
+    assert_int_equal(times(output.err, "lce:"), 1);
+    output_free(&output);
+  }
+}
+
+// Every rank with a value of its own for one setting.
+static void ranks_must_be_asked_for_the_same(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  static const char *const differing[][2] = {
+      {TEXT "--lr 0.0$((1 + RANK))", "has \"lr\":\"0.02\" where rank 0 has \"lr\":\"0.01\""},
+      {TEXT "--vocab $((300 + RANK))", "has \"vocab_size\":301 where rank 0 has \"vocab_size\":300"},
+      {"--data tests/trainer/test_r$(test $RANK = 0 && echo esume || echo anks).c", "has \"data\":"}};
+  for (size_t i = 0; i < sizeof differing / sizeof *differing; i++) {
+    Output output = shell_ranks(2, "%s %s " LLAMA "%s", train_program(), device(), differing[i][0]);
+    assert_int_not_equal(output.status, 0);
+    assert_says(output.err,
+                "lce: rank 1: all ranks must see the same options, checkpoints and data, and this one ");
+    assert_says(output.err, differing[i][1]);
+    assert_int_equal(times(output.err, "lce:"), 1);
+    output_free(&output);
+  }
+  // A command line that one rank alone cannot read.
+  Output output =
+      shell_ranks(2, "%s %s " LLAMA TEXT "$(test $RANK = 0 || echo --nonsense)", train_program(), device());
+  assert_int_not_equal(output.status, 0);
+  assert_says(output.err, "lce: rank 1: exits with status 64");
+  assert_int_equal(times(output.err, "lce:"), 1);
+  output_free(&output);
 }
 
 // Any rank may be asked; all stop after the same step and save.
@@ -565,7 +629,7 @@ static void launchers_are_understood(void **state) {
   set((const char *const[]){NULL});
 }
 
-// The launcher in the tree, with programs of its own kind and with ranks that meet over TCP and cannot compute.
+// The launcher in the tree, with programs of any kind and with ranks that cannot compute.
 static void tools_launch_starts_and_ends_ranks(void **state) {
   (void)state;
   Output output = launch(3, "sh -c 'echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE'");
@@ -576,12 +640,15 @@ static void tools_launch_starts_and_ends_ranks(void **state) {
   double before = now_seconds();
   output = launch(3, "sh -c 'test $RANK = 1 && exit 7; exec sleep 100'");
   assert_int_equal(output.status, 7);
-  assert_true(now_seconds() - before < 20); // ten seconds to see it themselves
+  assert_says(output.err, "tools/launch: rank 1 (process ");
+  assert_says(output.err, "exited with status 7; the other ranks are ended");
+  assert_true(now_seconds() - before < 10);
   output_free(&output);
   if (getenv("LCE_GPU_RANKS")) return;
   output = launch(3, "%s --device cpu --model llama-tiny --vocab 300 " TEXT, train_program());
   assert_int_equal(output.status, 1);
-  assert_says(output.err, "3 ranks on the CPU talk through MPI");
+  assert_says(output.err, "3 ranks on the CPU need MPI");
+  assert_says(output.err, "mpirun -n 3 ./train");
   assert_int_equal(times(output.err, "lce:"), 1);
   output_free(&output);
 }
@@ -597,7 +664,8 @@ static void the_first_host_of_a_list(void **state) {
   }
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+  if (argc == 3 && !strcmp(argv[1], "hang")) hang(atoi(argv[2]));
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(any_number_of_ranks_trains_the_same),
       cmocka_unit_test(the_same_number_repeats_to_the_bit),
@@ -610,6 +678,8 @@ int main(void) {
       cmocka_unit_test(one_rank_speaks),
       cmocka_unit_test(what_cannot_be_is_refused_once),
       cmocka_unit_test(a_rank_that_is_gone_ends_the_job),
+      cmocka_unit_test(a_rank_that_hangs_says_so),
+      cmocka_unit_test(ranks_must_be_asked_for_the_same),
       cmocka_unit_test(asked_to_stop_all_stop),
       cmocka_unit_test(tools_launch_starts_and_ends_ranks),
       cmocka_unit_test(launchers_are_understood),
