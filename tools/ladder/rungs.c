@@ -199,7 +199,7 @@ static void in_epilogue(const Ladder *l) {
 
 // --- rung 6: the real one ----------------------------------------------------------------------------------
 
-static void real(const Ladder *l) {
+static void fused(const Ladder *l) {
   linear_cross_entropy(l->backend, (LinearCrossEntropy){.mode = LCE_FUSED,
                                                         .chunk = l->chunk,
                                                         .loss = l->loss,
@@ -214,7 +214,7 @@ static void real(const Ladder *l) {
 // --- all of them -------------------------------------------------------------------------------------------
 
 static void (*const runs[RUNGS])(const Ladder *) = {materialized, recomputed,  gradient_in_forward,
-                                                    anchored,     in_epilogue, real};
+                                                    anchored,     in_epilogue, fused};
 
 const char *const ladder_names[RUNGS] = {"1 materialized, fp32 logits",    "2 chunks, logits recomputed",
                                          "3 gradient in the forward pass", "4 anchored at the target",
