@@ -5,7 +5,6 @@
 //
 //   OMP_NUM_THREADS=1 tools/lce_ladder --tokens 1024 --hidden-size 256 --vocab 32768 --chunk 128
 //   tools/lce_ladder --device cuda --tokens 8192 --hidden-size 4096 --vocab 128256 --chunk 1024 --csv ladder.csv
-#include <argp.h>
 #include <errno.h>
 #include <omp.h>
 #include <stdio.h>
@@ -14,6 +13,8 @@
 #include <time.h>
 
 #include "base/fail.h"
+#include "base/option_rows.h"
+#include "base/system.h"
 #include "base/text.h"
 #include "kernels/linear_cross_entropy.h"
 #include "tools/curves/accuracy.h"
@@ -34,60 +35,22 @@ typedef struct {
   Errors errors;
 } Result;
 
-enum { KEY_TOKENS = 256, KEY_HIDDEN, KEY_VOCAB, KEY_CHUNK, KEY_DEVICE, KEY_REPEAT, KEY_CSV, KEY_PLOT };
+#define OPTION_VALUES Settings
+// clang-format off
+static const Option options[] = {
+    {WHOLE("tokens", "N", tokens, 1, INT32_MAX), DEFAULT("1024"), HELP("Tokens")},
+    {WHOLE("hidden-size", "H", hidden_size, 1, INT32_MAX), DEFAULT("256"), HELP("Hidden size")},
+    {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("32768"), HELP("Vocabulary")},
+    {WHOLE("chunk", "C", chunk, 1, INT32_MAX), DEFAULT("128"), HELP("Tokens per chunk")},
+    {TEXT("device", "NAME", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run: cpu or cuda")},
+    {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("5"), HELP("Rounds, of which the median counts")},
+    {TEXT("csv", "FILE", csv), HELP("Write the table as CSV, too")},
+    {TEXT("plot", "FILE", plot), HELP("Draw time and memory as PNG")},
+    {OPTION_END}};
+// clang-format on
 
-static const struct argp_option option_table[] = {
-    {"tokens", KEY_TOKENS, "N", 0, "Tokens (default 1024)", 0},
-    {"hidden-size", KEY_HIDDEN, "H", 0, "Hidden size (default 256)", 0},
-    {"vocab", KEY_VOCAB, "V", 0, "Vocabulary (default 32768)", 0},
-    {"chunk", KEY_CHUNK, "C", 0, "Tokens per chunk (default 128)", 0},
-    {"device", KEY_DEVICE, "cpu|cuda", 0, "Where to run (default cpu)", 0},
-    {"repeat", KEY_REPEAT, "R", 0, "Rounds, of which the median counts (default 5)", 0},
-    {"csv", KEY_CSV, "FILE", 0, "Write the table as CSV, too", 0},
-    {"plot", KEY_PLOT, "FILE", 0, "Draw time and memory as PNG", 0},
-    {0}};
-
-static int64_t positive(const char *name, const char *text, int64_t max) {
-  char *end;
-  errno = 0;
-  long long value = strtoll(text, &end, 10);
-  if (errno || end == text || *end || value < 1 || value > max)
-    fail("--%s %s: give a whole number from 1 to %lld", name, text, (long long)max);
-  return value;
-}
-
-static error_t parse_option(int key, char *argument, struct argp_state *state) {
-  Settings *o = state->input;
-  switch (key) {
-  case KEY_TOKENS:
-    o->tokens = positive("tokens", argument, INT32_MAX);
-    return 0;
-  case KEY_HIDDEN:
-    o->hidden_size = positive("hidden-size", argument, INT32_MAX);
-    return 0;
-  case KEY_VOCAB:
-    o->vocab_size = positive("vocab", argument, INT32_MAX);
-    return 0;
-  case KEY_CHUNK:
-    o->chunk = positive("chunk", argument, INT32_MAX);
-    return 0;
-  case KEY_REPEAT:
-    o->repeat = positive("repeat", argument, MAX_ROUNDS);
-    return 0;
-  case KEY_DEVICE:
-    if (strcmp(argument, "cpu") && strcmp(argument, "cuda")) fail("--device %s: give cpu or cuda", argument);
-    o->device = argument;
-    return 0;
-  case KEY_CSV:
-    o->csv = argument;
-    return 0;
-  case KEY_PLOT:
-    o->plot = argument;
-    return 0;
-  default:
-    return ARGP_ERR_UNKNOWN;
-  }
-}
+static const OptionTable table = {options,
+                                  "Times six versions of LM head + cross-entropy against their GEMMs.", NULL};
 
 // --- measuring ---------------------------------------------------------------------------------------------
 
@@ -209,12 +172,8 @@ static void draw(const Settings *o, const Result *results, const char *caption) 
 }
 
 int main(int argc, char **argv) {
-  Settings o = {
-      .tokens = 1024, .hidden_size = 256, .vocab_size = 32768, .chunk = 128, .repeat = 5, .device = "cpu"};
-  const struct argp parser = {.options = option_table,
-                              .parser = parse_option,
-                              .doc = "Times six versions of LM head + cross-entropy against their GEMMs."};
-  argp_parse(&parser, argc, argv, 0, NULL, &o);
+  Settings o = {0};
+  option_table_parse(&table, &o, NULL, argc, argv);
   if (o.chunk > o.tokens) o.chunk = o.tokens;
 
   const char *reason = NULL;

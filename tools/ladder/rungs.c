@@ -216,7 +216,7 @@ static void fused(const Ladder *l) {
 static void (*const runs[RUNGS])(const Ladder *) = {materialized, recomputed,  gradient_in_forward,
                                                     anchored,     in_epilogue, fused};
 
-const char *const ladder_names[RUNGS] = {"1 materialized, fp32 logits",    "2 chunks, logits recomputed",
+const char *const ladder_names[RUNGS] = {"1 materialized fp32 logits",     "2 logits recomputed in chunks",
                                          "3 gradient in the forward pass", "4 anchored at the target",
                                          "5 exponential in the epilogue",  "6 linear_cross_entropy"};
 
