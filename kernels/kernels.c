@@ -1,88 +1,108 @@
-// The doors: every operation checks here, once, that its tensors fit together, pushes the scratch that the
-// backend asks for, and calls the backend. A backend therefore checks nothing, and a plan, whose operations
-// are all NULL, checks and counts exactly what a real run does.
+// The checked entry points: every operation checks here, once, that its tensors fit together, pushes the scratch that
+// the backend asks for, and calls the backend. A backend therefore checks nothing, and a plan, whose operations are all
+// NULL, checks and counts exactly what a run does.
 #include "kernels/kernels.h"
 
+#include <ctype.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/fail.h"
 #include "kernels/ranks/ranks.h"
 
 // --- what is checked ---------------------------------------------------------------------------------------
 
+// A field of an operation and the form it must have, in the notation of kernels.h:
+//
+//   "fp32 [N, H]"    its type and shape. A letter is one size in all fields of a call: the first field's, or SIZE's
+//   "fp32|bf16 [3]"  one of several types. "T": fp32 or bf16, the same in all fields; "any [...]": any type, any shape
+//   "... strided"    its rows may lie apart; without this word it is dense
+//   "... or absent"  it may be left out
+//   "absent: why"    it must be left out
+typedef struct {
+  const char *name;
+  Tensor tensor;
+  const char *form;
+  int64_t size; // of the letter `name`, where form is NULL
+} Field;
+
+#define NAMED(text, value, needed)                                                                           \
+  { .name = text, .tensor = value, .form = needed }
+#define FIELD(field, needed) NAMED(#field, a.field, needed)
+#define SIZE(letter, count)                                                                                  \
+  { .name = #letter, .size = count }
+#define CHECK_AS(op, ...) check_fields(op, (const Field[]){__VA_ARGS__, {0}})
+#define CHECK(...)        CHECK_AS(__func__, __VA_ARGS__) // in an entry point, whose name is the operation's
+
 typedef const char *Op; // the operation's name, for messages
 
-static void need(Op op, const char *field, Tensor t) {
-  if (!tensor_exists(t)) fail("%s: %s is missing", op, field);
+// Walks the axes of a form such as "T [N, 3]"; sizes that are not known yet become the tensor's.
+static bool shape_fits(const Field *f, int64_t *sizes) {
+  const char *axis = strchr(f->form, '[') + 1;
+  if (*axis == '.') return true;
+  int rank = 0;
+  for (; axis[-1] != ']'; axis += axis[1] == ']' ? 2 : 3, rank++) { // a letter or digit, then ", " or "]"
+    if (rank == f->tensor.rank) return false;
+    int64_t *size = &sizes[(int)*axis];
+    if (*size < 0) *size = f->tensor.shape[rank];
+    if (*size != f->tensor.shape[rank]) return false;
+  }
+  return rank == f->tensor.rank;
 }
 
-static void absent(Op op, const char *field, Tensor t, const char *why) {
-  if (tensor_exists(t)) fail("%s: %s is %s, but %s", op, field, tensor_text(t).text, why);
+static void fail_shape(Op op, const Field *f, const int64_t *sizes) {
+  char needed[96];
+  size_t length = 0;
+  for (const char *at = strchr(f->form, '['); at[-1] != ']'; at++)
+    if (sizes[(int)*at] < 0)
+      needed[length++] = *at;
+    else
+      length += (size_t)snprintf(needed + length, sizeof needed - length, "%lld", (long long)sizes[(int)*at]);
+  needed[length] = 0;
+  fail("%s: %s is %s where %s is needed", op, f->name, tensor_text(f->tensor).text, needed);
 }
 
-static void is_2d(Op op, const char *field, Tensor t, int64_t rows, int64_t columns) {
-  need(op, field, t);
-  if (t.rank != 2 || t.shape[0] != rows || t.shape[1] != columns)
-    fail("%s: %s is %s where [%lld, %lld] is needed", op, field, tensor_text(t).text, (long long)rows,
-         (long long)columns);
+static bool type_fits(const char *form, Dtype dtype, Dtype operand) {
+  if (form[0] == 'a') return true; // any
+  bool is_float = dtype == DTYPE_F32 || dtype == DTYPE_BF16;
+  if (form[0] == 'T' && (operand == DTYPE_COUNT ? is_float : dtype == operand)) return true;
+  return strstr(form, dtype_name(dtype)) != NULL;
 }
 
-static void is_1d(Op op, const char *field, Tensor t, int64_t count) {
-  need(op, field, t);
-  if (t.rank != 1 || t.shape[0] != count)
-    fail("%s: %s is %s where [%lld] is needed", op, field, tensor_text(t).text, (long long)count);
+static void fail_type(Op op, const Field *f, Dtype operand) {
+  char needed[64] = "";
+  for (int d = 0; d < DTYPE_COUNT; d++) {
+    size_t length = strlen(needed);
+    if (type_fits(f->form, (Dtype)d, operand))
+      snprintf(needed + length, sizeof needed - length, "%s%s", length ? " or " : "", dtype_name((Dtype)d));
+  }
+  fail("%s: %s is %s where %s is needed", op, f->name, tensor_text(f->tensor).text, needed);
 }
 
-static void is_type(Op op, const char *field, Tensor t, Dtype dtype) {
-  if (t.dtype != dtype)
-    fail("%s: %s is %s where %s is needed", op, field, tensor_text(t).text, dtype_name(dtype));
-}
-
-static void is_dense(Op op, const char *field, Tensor t) {
-  if (!tensor_is_dense(t)) fail("%s: %s is %s with gaps between its rows", op, field, tensor_text(t).text);
-}
-
-static void is_float(Op op, const char *field, Tensor t) {
-  if (t.dtype != DTYPE_F32 && t.dtype != DTYPE_BF16)
-    fail("%s: %s is %s where fp32 or bf16 is needed", op, field, tensor_text(t).text);
-}
-
-// A dense matrix or vector of one type: the three checks that nearly every field needs.
-static void matrix(Op op, const char *field, Tensor t, Dtype dtype, int64_t rows, int64_t columns) {
-  is_2d(op, field, t, rows, columns);
-  is_type(op, field, t, dtype);
-  is_dense(op, field, t);
-}
-
-static void vector(Op op, const char *field, Tensor t, Dtype dtype, int64_t count) {
-  is_1d(op, field, t, count);
-  is_type(op, field, t, dtype);
-}
-
-// The gradient of a weight: its shape, fp32 or bf16.
-static void gradient_matrix(Op op, const char *field, Tensor t, int64_t rows, int64_t columns) {
-  is_2d(op, field, t, rows, columns);
-  is_float(op, field, t);
-  is_dense(op, field, t);
-}
-
-static void gradient_vector(Op op, const char *field, Tensor t, int64_t count) {
-  is_1d(op, field, t, count);
-  is_float(op, field, t);
-}
-
-static void two_axes(Op op, const char *field, Tensor t) {
-  need(op, field, t);
-  is_float(op, field, t);
-  if (t.rank != 2) fail("%s: %s is %s where a matrix is needed", op, field, tensor_text(t).text);
+static void check_fields(Op op, const Field *fields) {
+  int64_t sizes[128];
+  for (int c = 0; c < 128; c++) sizes[c] = isdigit(c) ? c - '0' : -1;
+  Dtype operand = DTYPE_COUNT; // T; not known yet
+  for (const Field *f = fields; f->name; f++) {
+    bool exists = tensor_exists(f->tensor);
+    if (!f->form) {
+      sizes[(int)*f->name] = f->size;
+    } else if (!strncmp(f->form, "absent: ", 8)) {
+      if (exists) fail("%s: %s is %s, but %s", op, f->name, tensor_text(f->tensor).text, f->form + 8);
+    } else if (exists) {
+      if (!shape_fits(f, sizes)) fail_shape(op, f, sizes);
+      if (!type_fits(f->form, f->tensor.dtype, operand)) fail_type(op, f, operand);
+      if (f->form[0] == 'T' && operand == DTYPE_COUNT) operand = f->tensor.dtype;
+      if (f->tensor.rank > 1 && !strstr(f->form, "strided") && !tensor_is_dense(f->tensor))
+        fail("%s: %s is %s with gaps between its rows", op, f->name, tensor_text(f->tensor).text);
+    } else if (!strstr(f->form, "or absent")) {
+      fail("%s: %s is missing", op, f->name);
+    }
+  }
 }
 
 // --- how an operation is called ----------------------------------------------------------------------------
-
-static Tensor push_scratch(Backend *backend, Op op, MemoryCategory category, size_t bytes) {
-  if (!bytes) return (Tensor){0};
-  return memory_push_1d(&backend->memory, op, category, DTYPE_I32, (int64_t)((bytes + 3) / 4));
-}
 
 #define CALL(op)                                                                                             \
   do {                                                                                                       \
@@ -98,6 +118,11 @@ static Tensor push_scratch(Backend *backend, Op op, MemoryCategory category, siz
     memory_pop_to(&backend->memory, mark);                                                                   \
   } while (0)
 
+static Tensor push_scratch(Backend *backend, Op op, MemoryCategory category, size_t bytes) {
+  if (!bytes) return (Tensor){0};
+  return memory_push_1d(&backend->memory, op, category, DTYPE_I32, (int64_t)((bytes + 3) / 4));
+}
+
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
 static void whole_sequences(Op op, int64_t rows, int64_t seq_len) {
@@ -105,135 +130,79 @@ static void whole_sequences(Op op, int64_t rows, int64_t seq_len) {
     fail("%s: %lld rows are not whole sequences of %lld", op, (long long)rows, (long long)seq_len);
 }
 
-static void positions(Op op, const char *field, Tensor t, int64_t seq_len, int64_t hidden_size) {
-  if (!tensor_exists(t)) return;
-  gradient_matrix(op, field, t, t.shape[0], hidden_size);
-  if (t.shape[0] < seq_len)
+static void enough_positions(Op op, const char *field, Tensor t, int64_t seq_len) {
+  if (tensor_exists(t) && t.shape[0] < seq_len)
     fail("%s: %s is %s, too few positions for sequences of %lld", op, field, tensor_text(t).text,
          (long long)seq_len);
 }
 
 void embedding_forward(Backend *backend, EmbeddingForward a) {
-  const Op op = "embedding_forward";
-  two_axes(op, "token_weight", a.token_weight);
-  int64_t hidden_size = a.token_weight.shape[1];
-  Dtype dtype = a.token_weight.dtype;
-  need(op, "tokens", a.tokens);
-  vector(op, "tokens", a.tokens, DTYPE_I32, a.tokens.shape[0]);
-  matrix(op, "token_weight", a.token_weight, dtype, a.token_weight.shape[0], hidden_size);
-  matrix(op, "out", a.out, dtype, a.tokens.shape[0], hidden_size);
-  whole_sequences(op, a.tokens.shape[0], a.seq_len);
-  positions(op, "position_weight", a.position_weight, a.seq_len, hidden_size);
-  if (tensor_exists(a.position_weight)) is_type(op, "position_weight", a.position_weight, dtype);
+  CHECK(FIELD(token_weight, "T [V, H]"), FIELD(tokens, "int32 [N]"), FIELD(out, "T [N, H]"),
+        FIELD(position_weight, "T [P, H] or absent"));
+  whole_sequences(__func__, a.tokens.shape[0], a.seq_len);
+  enough_positions(__func__, "position_weight", a.position_weight, a.seq_len);
   CALL(embedding_forward);
 }
 
 void embedding_backward(Backend *backend, EmbeddingBackward a) {
-  const Op op = "embedding_backward";
-  two_axes(op, "dout", a.dout);
-  is_dense(op, "dout", a.dout);
-  int64_t rows = a.dout.shape[0], hidden_size = a.dout.shape[1];
-  vector(op, "tokens", a.tokens, DTYPE_I32, rows);
-  if (!tensor_exists(a.dposition_weight)) need(op, "dtoken_weight", a.dtoken_weight);
-  if (tensor_exists(a.dtoken_weight))
-    gradient_matrix(op, "dtoken_weight", a.dtoken_weight, a.dtoken_weight.shape[0], hidden_size);
-  whole_sequences(op, rows, a.seq_len);
-  positions(op, "dposition_weight", a.dposition_weight, a.seq_len, hidden_size);
+  CHECK(FIELD(dout, "T [N, H]"), FIELD(tokens, "int32 [N]"),
+        FIELD(dposition_weight, "fp32|bf16 [P, H] or absent"),
+        FIELD(dtoken_weight,
+              tensor_exists(a.dposition_weight) ? "fp32|bf16 [V, H] or absent" : "fp32|bf16 [V, H]"));
+  whole_sequences(__func__, a.tokens.shape[0], a.seq_len);
+  enough_positions(__func__, "dposition_weight", a.dposition_weight, a.seq_len);
   CALL_WITH_SCRATCH(embedding_backward, MEMORY_WORKSPACE);
 }
 
 // --- normalisation -----------------------------------------------------------------------------------------
 
-static void norm_operands(Op op, NormKind kind, Tensor x, Tensor weight, Tensor mean, Tensor rstd) {
-  two_axes(op, "x", x);
-  is_dense(op, "x", x);
-  vector(op, "weight", weight, x.dtype, x.shape[1]);
-  vector(op, "rstd", rstd, DTYPE_F32, x.shape[0]);
-  if (kind == NORM_LAYER)
-    vector(op, "mean", mean, DTYPE_F32, x.shape[0]);
-  else
-    absent(op, "mean", mean, "an RMS norm has no mean");
-}
+static const char NO_MEAN[] = "absent: an RMS norm has no mean",
+                  NO_BIAS[] = "absent: an RMS norm has no bias";
 
 void norm_forward(Backend *backend, NormForward a) {
-  const Op op = "norm_forward";
-  norm_operands(op, a.kind, a.x, a.weight, a.mean, a.rstd);
-  matrix(op, "out", a.out, a.x.dtype, a.x.shape[0], a.x.shape[1]);
-  if (a.kind == NORM_LAYER)
-    vector(op, "bias", a.bias, a.x.dtype, a.x.shape[1]);
-  else
-    absent(op, "bias", a.bias, "an RMS norm has no bias");
+  bool layer = a.kind == NORM_LAYER;
+  CHECK(FIELD(x, "T [N, H]"), FIELD(weight, "T [H]"), FIELD(rstd, "fp32 [N]"),
+        FIELD(mean, layer ? "fp32 [N]" : NO_MEAN), FIELD(out, "T [N, H]"),
+        FIELD(bias, layer ? "T [H]" : NO_BIAS));
   CALL(norm_forward);
 }
 
 void norm_backward(Backend *backend, NormBackward a) {
-  const Op op = "norm_backward";
-  norm_operands(op, a.kind, a.x, a.weight, a.mean, a.rstd);
-  matrix(op, "dout", a.dout, a.x.dtype, a.x.shape[0], a.x.shape[1]);
-  matrix(op, "dx", a.dx, a.x.dtype, a.x.shape[0], a.x.shape[1]);
-  if (a.dx.data == a.dout.data) fail("%s: dx and dout are the same tensor", op);
-  gradient_vector(op, "dweight", a.dweight, a.x.shape[1]);
-  if (a.kind == NORM_LAYER)
-    gradient_vector(op, "dbias", a.dbias, a.x.shape[1]);
-  else
-    absent(op, "dbias", a.dbias, "an RMS norm has no bias");
+  bool layer = a.kind == NORM_LAYER;
+  CHECK(FIELD(x, "T [N, H]"), FIELD(weight, "T [H]"), FIELD(rstd, "fp32 [N]"),
+        FIELD(mean, layer ? "fp32 [N]" : NO_MEAN), FIELD(dout, "T [N, H]"), FIELD(dx, "T [N, H]"));
+  if (a.dx.data == a.dout.data) fail("%s: dx and dout are the same tensor", __func__);
+  CHECK(SIZE(H, a.x.shape[1]), FIELD(dweight, "fp32|bf16 [H]"),
+        FIELD(dbias, layer ? "fp32|bf16 [H]" : NO_BIAS));
   CALL_WITH_SCRATCH(norm_backward, MEMORY_WORKSPACE);
 }
 
-// --- matrix products ---------------------------------------------------------------------------------------
-
-// The weight of a layer from `inputs` to `outputs`, in either layout.
-static void linear_weight(Op op, const char *field, Tensor t, bool in_out_layout, int64_t outputs,
-                          int64_t inputs) {
-  gradient_matrix(op, field, t, in_out_layout ? inputs : outputs, in_out_layout ? outputs : inputs);
-}
+// --- linear layers -----------------------------------------------------------------------------------------
 
 void linear_forward(Backend *backend, LinearForward a) {
-  const Op op = "linear_forward";
-  two_axes(op, "x", a.x);
-  two_axes(op, "out", a.out);
-  int64_t rows = a.x.shape[0], inputs = a.x.shape[1], outputs = a.out.shape[1];
-  is_2d(op, "out", a.out, rows, outputs);
-  linear_weight(op, "weight", a.weight, a.in_out_layout, outputs, inputs);
-  is_type(op, "weight", a.weight, a.x.dtype);
-  if (a.out.dtype != DTYPE_F32) is_type(op, "out", a.out, a.x.dtype);
-  if (tensor_exists(a.bias)) vector(op, "bias", a.bias, a.x.dtype, outputs);
-  if (tensor_exists(a.pre_activation)) {
-    matrix(op, "pre_activation", a.pre_activation, a.x.dtype, rows, outputs);
-    absent(op, "residual", a.residual, "an activation and a residual do not go together");
-  }
-  if (tensor_exists(a.residual)) {
-    is_2d(op, "residual", a.residual, rows, outputs);
-    is_type(op, "residual", a.residual, a.out.dtype);
-  }
+  bool gelu = tensor_exists(a.pre_activation);
+  CHECK(FIELD(x, "T [N, I] strided"), FIELD(out, "T|fp32 [N, O] strided"),
+        FIELD(weight, a.in_out_layout ? "T [I, O]" : "T [O, I]"), FIELD(bias, "T [O] or absent"),
+        FIELD(pre_activation, "T [N, O] or absent"),
+        FIELD(residual, gelu                       ? "absent: an activation and a residual do not go together"
+                        : a.out.dtype == DTYPE_F32 ? "fp32 [N, O] strided or absent"
+                                                   : "T [N, O] strided or absent"));
   CALL(linear_forward);
 }
 
 void linear_backward_input(Backend *backend, LinearBackwardInput a) {
-  const Op op = "linear_backward_input";
-  two_axes(op, "dout", a.dout);
-  two_axes(op, "dx", a.dx);
-  int64_t rows = a.dout.shape[0], inputs = a.dx.shape[1], outputs = a.dout.shape[1];
-  is_2d(op, "dx", a.dx, rows, inputs);
-  if (a.dx.dtype != DTYPE_F32) is_type(op, "dx", a.dx, a.dout.dtype);
-  linear_weight(op, "weight", a.weight, a.in_out_layout, outputs, inputs);
-  is_type(op, "weight", a.weight, a.dout.dtype);
-  if (tensor_exists(a.pre_activation)) {
-    matrix(op, "pre_activation", a.pre_activation, a.dout.dtype, rows, inputs);
-    if (a.accumulate) fail("%s: an activation's gradient cannot be accumulated", op);
-  }
+  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(dx, "T|fp32 [N, I] strided"),
+        FIELD(weight, a.in_out_layout ? "T [I, O]" : "T [O, I]"),
+        FIELD(pre_activation, "T [N, I] or absent"));
+  if (tensor_exists(a.pre_activation) && a.accumulate)
+    fail("%s: an activation's gradient cannot be accumulated", __func__);
   CALL(linear_backward_input);
 }
 
 void linear_backward_weight(Backend *backend, LinearBackwardWeight a) {
-  const Op op = "linear_backward_weight";
-  two_axes(op, "dout", a.dout);
-  two_axes(op, "x", a.x);
-  int64_t rows = a.dout.shape[0], inputs = a.x.shape[1], outputs = a.dout.shape[1];
-  is_2d(op, "x", a.x, rows, inputs);
-  is_type(op, "x", a.x, a.dout.dtype);
-  linear_weight(op, "dweight", a.dweight, a.in_out_layout, outputs, inputs);
-  if (tensor_exists(a.dbias)) gradient_vector(op, "dbias", a.dbias, outputs);
+  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(x, "T [N, I] strided"),
+        FIELD(dweight, a.in_out_layout ? "fp32|bf16 [I, O]" : "fp32|bf16 [O, I]"),
+        FIELD(dbias, "fp32|bf16 [O] or absent"));
   if (a.alpha == 0) a.alpha = 1;
   CALL_WITH_SCRATCH(linear_backward_weight, MEMORY_WORKSPACE);
 }
@@ -241,104 +210,82 @@ void linear_backward_weight(Backend *backend, LinearBackwardWeight a) {
 // --- activations -------------------------------------------------------------------------------------------
 
 void gelu_forward(Backend *backend, GeluForward a) {
-  const Op op = "gelu_forward";
-  two_axes(op, "x", a.x);
-  is_dense(op, "x", a.x);
-  matrix(op, "out", a.out, a.x.dtype, a.x.shape[0], a.x.shape[1]);
+  CHECK(FIELD(x, "T [N, F]"), FIELD(out, "T [N, F]"));
   CALL(gelu_forward);
 }
 
-static void gate_up_halves(Op op, Tensor gate_up, const char *field, Tensor half) {
-  two_axes(op, "gate_up", gate_up);
-  is_dense(op, "gate_up", gate_up);
+static void splits_in_two(Op op, Tensor gate_up) {
   if (gate_up.shape[1] % 2)
     fail("%s: gate_up is %s, and its row does not split in two", op, tensor_text(gate_up).text);
-  matrix(op, field, half, gate_up.dtype, gate_up.shape[0], gate_up.shape[1] / 2);
 }
 
 void swiglu_forward(Backend *backend, SwigluForward a) {
-  gate_up_halves("swiglu_forward", a.gate_up, "out", a.out);
+  splits_in_two(__func__, a.gate_up);
+  CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a.gate_up.shape[1] / 2), FIELD(out, "T [N, F]"));
   CALL(swiglu_forward);
 }
 
 void swiglu_backward(Backend *backend, SwigluBackward a) {
-  const Op op = "swiglu_backward";
-  gate_up_halves(op, a.gate_up, "dout", a.dout);
-  matrix(op, "dgate_up", a.dgate_up, a.gate_up.dtype, a.gate_up.shape[0], a.gate_up.shape[1]);
+  splits_in_two(__func__, a.gate_up);
+  CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a.gate_up.shape[1] / 2), FIELD(dout, "T [N, F]"),
+        FIELD(dgate_up, "T [N, G]"));
   CALL(swiglu_backward);
 }
 
 // --- attention ---------------------------------------------------------------------------------------------
 
-static void attention_heads(Op op, AttentionShape s, Tensor qkv) {
+// N rows of the packed q, k and v (P) and of the output (O); lse is [B, L].
+#define ATTENTION_SIZES                                                                                      \
+  SIZE(N, (s.batch * s.seq_len)), SIZE(P, (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim),           \
+      SIZE(O, (s.num_heads * s.head_dim)), SIZE(B, s.batch), SIZE(L, (s.num_heads * s.seq_len))
+
+static void attention_heads(Op op, AttentionShape s) {
   if (s.batch < 1 || s.seq_len < 1 || s.num_heads < 1 || s.num_key_value_heads < 1 || s.head_dim < 1 ||
       s.num_heads % s.num_key_value_heads)
     fail("%s: batch %lld, seq_len %lld, num_heads %lld, num_key_value_heads %lld, head_dim %lld do not "
-         "describe an "
-         "attention",
+         "describe an attention",
          op, (long long)s.batch, (long long)s.seq_len, (long long)s.num_heads,
          (long long)s.num_key_value_heads, (long long)s.head_dim);
-  two_axes(op, "qkv", qkv);
-  matrix(op, "qkv", qkv, qkv.dtype, s.batch * s.seq_len,
-         (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim);
-}
-
-static void attention_results(Op op, AttentionShape s, Tensor qkv, Tensor out, Tensor lse) {
-  attention_heads(op, s, qkv);
-  matrix(op, "out", out, qkv.dtype, s.batch * s.seq_len, s.num_heads * s.head_dim);
-  matrix(op, "lse", lse, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
 }
 
 void rope(Backend *backend, Rope a) {
-  const Op op = "rope";
-  attention_heads(op, a.shape, a.qkv);
-  if (a.shape.head_dim % 2) fail("%s: head_dim %lld is odd", op, (long long)a.shape.head_dim);
-  two_axes(op, "cos_sin", a.cos_sin);
-  matrix(op, "cos_sin", a.cos_sin, DTYPE_F32, a.cos_sin.shape[0], a.shape.head_dim);
-  if (a.cos_sin.shape[0] < a.shape.seq_len)
-    fail("%s: cos_sin is %s, too few positions for sequences of %lld", op, tensor_text(a.cos_sin).text,
-         (long long)a.shape.seq_len);
+  AttentionShape s = a.shape;
+  attention_heads(__func__, s);
+  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"));
+  if (s.head_dim % 2) fail("%s: head_dim %lld is odd", __func__, (long long)s.head_dim);
+  CHECK(SIZE(D, s.head_dim), FIELD(cos_sin, "fp32 [R, D]"));
+  enough_positions(__func__, "cos_sin", a.cos_sin, s.seq_len);
   CALL(rope);
 }
 
 void attention_forward(Backend *backend, AttentionForward a) {
-  attention_results("attention_forward", a.shape, a.qkv, a.out, a.lse);
+  AttentionShape s = a.shape;
+  attention_heads(__func__, s);
+  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"));
   CALL_WITH_SCRATCH(attention_forward, MEMORY_WORKSPACE);
 }
 
 void attention_backward(Backend *backend, AttentionBackward a) {
-  const Op op = "attention_backward";
-  attention_results(op, a.shape, a.qkv, a.out, a.lse);
-  matrix(op, "dqkv", a.dqkv, a.qkv.dtype, a.qkv.shape[0], a.qkv.shape[1]);
-  matrix(op, "dout", a.dout, a.qkv.dtype, a.out.shape[0], a.out.shape[1]);
-  if (a.dqkv.data == a.qkv.data) fail("%s: dqkv and qkv are the same tensor", op);
+  AttentionShape s = a.shape;
+  attention_heads(__func__, s);
+  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
+        FIELD(dqkv, "T [N, P]"), FIELD(dout, "T [N, O]"));
+  if (a.dqkv.data == a.qkv.data) fail("%s: dqkv and qkv are the same tensor", __func__);
   CALL_WITH_SCRATCH(attention_backward, MEMORY_WORKSPACE);
 }
 
 void attention_decode(Backend *backend, AttentionDecode a) {
-  const Op op = "attention_decode";
   AttentionShape s = a.shape;
-  attention_heads(op, s, a.qkv);
-  matrix(op, "out", a.out, a.qkv.dtype, s.batch * s.seq_len, s.num_heads * s.head_dim);
-  two_axes(op, "keys", a.keys);
-  matrix(op, "keys", a.keys, a.qkv.dtype, s.batch * s.num_key_value_heads, a.keys.shape[1]);
-  matrix(op, "values", a.values, a.qkv.dtype, a.keys.shape[0], a.keys.shape[1]);
+  attention_heads(__func__, s);
+  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"),
+        SIZE(R, s.batch * s.num_key_value_heads), FIELD(keys, "T [R, C]"), FIELD(values, "T [R, C]"));
   if (a.past < 0 || a.past > a.keys.shape[1] / s.head_dim - s.seq_len)
-    fail("%s: %lld tokens after %lld do not fit into keys, which is %s", op, (long long)s.seq_len,
+    fail("%s: %lld tokens after %lld do not fit into keys, which is %s", __func__, (long long)s.seq_len,
          (long long)a.past, tensor_text(a.keys).text);
   CALL(attention_decode);
 }
 
-// --- the last layer's pieces -------------------------------------------------------------------------------
-
-static void raw_gradient(Op op, Tensor dx_raw, Dtype dtype, int64_t rows, int64_t hidden_size) {
-  gradient_matrix(op, "dx_raw", dx_raw, rows, hidden_size);
-  if (dx_raw.dtype != DTYPE_F32) is_type(op, "dx_raw", dx_raw, dtype);
-}
-
-static void optional_vector(Op op, const char *field, Tensor t, Dtype dtype, int64_t count) {
-  if (tensor_exists(t)) vector(op, field, t, dtype, count);
-}
+// --- the LM head and its loss ------------------------------------------------------------------------------
 
 LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count) {
   LossRows range = *rows;
@@ -347,351 +294,221 @@ LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count) {
   return range;
 }
 
-enum { ROW_SUMS = 4 }; // target_z, anchor, row_sum, target_e: what a row's loss needs
-
-// Vectors that are there have `count` elements, and the first `needed` are there.
-static void loss_rows(Op op, const LossRows *rows, int64_t count, size_t needed) {
+// Vectors that are there have `count` elements, and those named in `needed` are there.
+static void loss_rows(Op op, const LossRows *rows, int64_t count, const char *needed) {
   static const char *const names[] = {"target_z", "anchor",           "row_sum",      "target_e",
                                       "rescale",  "scale_non_target", "scale_target", "scale_uniform"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-    if (i < needed || tensor_exists(rows->all[i])) vector(op, names[i], rows->all[i], DTYPE_F32, count);
+    CHECK_AS(op, SIZE(C, count),
+             NAMED(names[i], rows->all[i], strstr(needed, names[i]) ? "fp32 [C]" : "fp32 [C] or absent"));
 }
 
+#define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
+
 void shard_indices(Backend *backend, ShardIndices a) {
-  const Op op = "shard_indices";
-  need(op, "indices", a.indices);
-  vector(op, "indices", a.indices, DTYPE_I32, a.indices.shape[0]);
-  vector(op, "out", a.out, DTYPE_I32, a.indices.shape[0]);
+  CHECK(FIELD(indices, "int32 [N]"), FIELD(out, "int32 [N]"));
   if (a.first < 0 || a.count < 0)
-    fail("%s: a part of %lld entries from %lld on", op, (long long)a.count, (long long)a.first);
+    fail("%s: a part of %lld entries from %lld on", __func__, (long long)a.count, (long long)a.first);
   CALL(shard_indices);
 }
 
 void lce_target_logits(Backend *backend, LceTargetLogits a) {
-  const Op op = "lce_target_logits";
-  two_axes(op, "x", a.x);
-  two_axes(op, "weight", a.weight);
-  matrix(op, "x", a.x, a.x.dtype, a.x.shape[0], a.x.shape[1]);
-  matrix(op, "weight", a.weight, a.x.dtype, a.weight.shape[0], a.x.shape[1]);
-  vector(op, "targets", a.targets, DTYPE_I32, a.x.shape[0]);
-  vector(op, "target_z", a.target_z, DTYPE_F32, a.x.shape[0]);
+  CHECK(FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"), FIELD(targets, "int32 [C]"),
+        FIELD(target_z, "fp32 [C]"));
   CALL(lce_target_logits);
 }
 
 void lce_logits_exp(Backend *backend, LceLogitsExp a) {
-  const Op op = "lce_logits_exp";
-  two_axes(op, "x", a.x);
-  two_axes(op, "weight", a.weight);
-  int64_t rows = a.x.shape[0], hidden_size = a.x.shape[1], vocab_size = a.weight.shape[0];
-  Dtype dtype = a.x.dtype;
-  matrix(op, "x", a.x, dtype, rows, hidden_size);
-  matrix(op, "weight", a.weight, dtype, vocab_size, hidden_size);
-  vector(op, "targets", a.targets, DTYPE_I32, rows);
-  loss_rows(op, &a.rows, rows, ROW_SUMS);
-  if (tensor_exists(a.exps)) {
-    is_2d(op, "exps", a.exps, rows, vocab_size);
-    is_type(op, "exps", a.exps, dtype);
-    if (tensor_exists(a.dx_raw)) raw_gradient(op, a.dx_raw, dtype, rows, hidden_size);
-  } else {
-    absent(op, "dx_raw", a.dx_raw, "exps is absent, so this is the forward pass alone");
-  }
+  CHECK(FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"), FIELD(targets, "int32 [C]"),
+        FIELD(exps, "T [C, V] strided or absent"),
+        FIELD(dx_raw, tensor_exists(a.exps) ? "T|fp32 [C, H] or absent"
+                                            : "absent: exps is absent, so this is the forward pass alone"));
+  loss_rows(__func__, &a.rows, a.x.shape[0], ROW_SUMS);
   CALL_WITH_SCRATCH(lce_logits_exp, MEMORY_HEAD);
 }
 
 void lce_combine(Backend *backend, LceCombine a) {
-  const Op op = "lce_combine";
-  need(op, "targets", a.targets);
-  int64_t rows = a.targets.shape[0];
-  vector(op, "targets", a.targets, DTYPE_I32, rows);
-  loss_rows(op, &a.rows, rows, ROW_SUMS);
-  need(op, "rescale", a.rows.rescale);
-  vector(op, "parts", a.parts, DTYPE_F32, 2 * rows * backend->ranks);
+  CHECK(FIELD(targets, "int32 [C]"), SIZE(P, 2 * a.targets.shape[0] * backend->ranks),
+        FIELD(parts, "fp32 [P]"));
+  loss_rows(__func__, &a.rows, a.targets.shape[0], ROW_SUMS ", rescale");
   CALL(lce_combine);
 }
 
-static void loss_terms(Op op, const LossTerms *terms, int64_t vocab_size) {
-  if (!(terms->label_smoothing >= 0 && terms->label_smoothing <= 1))
-    fail("%s: label_smoothing is %g, which is not in [0, 1]", op, (double)terms->label_smoothing);
-  if (!(terms->z_loss >= 0)) fail("%s: z_loss is %g, which is not 0 or more", op, (double)terms->z_loss);
-  if (!(terms->softcap >= 0)) fail("%s: softcap is %g, which is not 0 or more", op, (double)terms->softcap);
-  if (!(terms->temperature >= 0))
-    fail("%s: temperature is %g, which is not 0 or more", op, (double)terms->temperature);
-  optional_vector(op, "class_weights", terms->class_weights, DTYPE_F32, vocab_size);
-  if (tensor_exists(terms->class_weights) && terms->label_smoothing > 0)
-    vector(op, "class_weight_sum", terms->class_weight_sum, DTYPE_F32, 1);
+static void loss_terms(Op op, LossTerms a, int64_t vocab_size) {
+  if (!(a.label_smoothing >= 0 && a.label_smoothing <= 1))
+    fail("%s: label_smoothing is %g, which is not in [0, 1]", op, (double)a.label_smoothing);
+  if (!(a.z_loss >= 0)) fail("%s: z_loss is %g, which is not 0 or more", op, (double)a.z_loss);
+  if (!(a.softcap >= 0)) fail("%s: softcap is %g, which is not 0 or more", op, (double)a.softcap);
+  if (!(a.temperature >= 0)) fail("%s: temperature is %g, which is not 0 or more", op, (double)a.temperature);
+  bool weighted_sum = tensor_exists(a.class_weights) && a.label_smoothing > 0;
+  CHECK_AS(op, SIZE(V, vocab_size), FIELD(class_weights, "fp32 [V] or absent"),
+           FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));
 }
 
-static void token_outputs(Op op, const TokenOutputs *outputs, int64_t tokens) {
-  optional_vector(op, "z_loss", outputs->z_loss, DTYPE_F32, tokens);
-  optional_vector(op, "log_prob", outputs->log_prob, DTYPE_F32, tokens);
-  optional_vector(op, "logsumexp", outputs->logsumexp, DTYPE_F32, tokens);
-  optional_vector(op, "entropy", outputs->entropy, DTYPE_F32, tokens);
-  optional_vector(op, "max_logit", outputs->max_logit, DTYPE_F32, tokens);
-  optional_vector(op, "predicted", outputs->predicted, DTYPE_I32, tokens);
-  optional_vector(op, "correct", outputs->correct, DTYPE_F32, tokens);
+// The last four need a row's logits side by side: absent, with the reason `row_sums_only`, where only sums are known.
+static void token_outputs(Op op, TokenOutputs a, int64_t tokens, const char *row_sums_only) {
+  const char *form = row_sums_only ? row_sums_only : "fp32 [N] or absent";
+  CHECK_AS(op, SIZE(N, tokens), FIELD(z_loss, "fp32 [N] or absent"), FIELD(log_prob, "fp32 [N] or absent"),
+           FIELD(logsumexp, "fp32 [N] or absent"), FIELD(entropy, form), FIELD(max_logit, form),
+           FIELD(predicted, row_sums_only ? row_sums_only : "int32 [N] or absent"), FIELD(correct, form));
 }
 
 void lce_rows(Backend *backend, LceRows a) {
-  const Op op = "lce_rows";
-  need(op, "targets", a.targets);
-  int64_t rows = a.targets.shape[0];
-  vector(op, "targets", a.targets, DTYPE_I32, rows);
-  loss_rows(op, &a.rows, rows, ROW_SUMS);
-  if (tensor_exists(a.loss) || !tensor_exists(a.scaled_x)) vector(op, "loss", a.loss, DTYPE_F32, rows);
-  loss_terms(op, &a.terms, a.vocab_size);
-  if (a.terms.softcap > 0) fail("%s: a soft-cap does not act on whole rows", op);
-  token_outputs(op, &a.outputs, rows);
-  const char *why = "it is not told by row sums alone";
-  absent(op, "entropy", a.outputs.entropy, why);
-  absent(op, "max_logit", a.outputs.max_logit, why);
-  absent(op, "predicted", a.outputs.predicted, why);
-  absent(op, "correct", a.outputs.correct, why);
-  optional_vector(op, "token_weights", a.token_weights, DTYPE_F32, rows);
-  optional_vector(op, "factor", a.factor, DTYPE_F32, 1);
-  two_axes(op, "x", a.x);
-  matrix(op, "x", a.x, a.x.dtype, rows, a.x.shape[1]);
-  bool smoothing = a.terms.label_smoothing > 0;
-  if (smoothing) vector(op, "smoothing_row", a.smoothing_row, DTYPE_F32, a.x.shape[1]);
-  if (tensor_exists(a.scaled_x)) {
-    matrix(op, "scaled_x", a.scaled_x, a.x.dtype, rows, a.x.shape[1]);
-    need(op, "scale_non_target", a.rows.scale_non_target);
-    need(op, "scale_target", a.rows.scale_target);
-    if (smoothing) need(op, "scale_uniform", a.rows.scale_uniform);
-  }
+  loss_terms(__func__, a.terms, a.vocab_size);
+  if (a.terms.softcap > 0) fail("%s: a soft-cap does not act on whole rows", __func__);
+  bool smoothing = a.terms.label_smoothing > 0, backward = tensor_exists(a.scaled_x);
+  CHECK(FIELD(targets, "int32 [C]"), FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
+        FIELD(loss, backward ? "fp32 [C] or absent" : "fp32 [C]"), FIELD(token_weights, "fp32 [C] or absent"),
+        FIELD(factor, "fp32 [1] or absent"),
+        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"));
+  token_outputs(__func__, a.outputs, a.targets.shape[0], "absent: it does not follow from row sums alone");
+  loss_rows(__func__, &a.rows, a.targets.shape[0],
+            !backward    ? ROW_SUMS
+            : !smoothing ? ROW_SUMS ", scale_non_target, scale_target"
+                         : ROW_SUMS ", scale_non_target, scale_target, scale_uniform");
   CALL(lce_rows);
 }
 
-static void filter_tiles(Op op, Tensor tiles, Tensor exps) {
-  two_axes(op, "exps", exps);
-  matrix(op, "tiles", tiles, DTYPE_F32, ceil_div(exps.shape[0], LCE_FILTER_ROWS),
-         ceil_div(exps.shape[1], LCE_FILTER_COLUMNS));
-}
+#define FILTER_TILES(exps)                                                                                   \
+  SIZE(A, ceil_div((exps).shape[0], LCE_FILTER_ROWS)), SIZE(B, ceil_div((exps).shape[1], LCE_FILTER_COLUMNS))
 
 void lce_filter(Backend *backend, LceFilter a) {
-  const Op op = "lce_filter";
-  filter_tiles(op, a.tiles, a.exps);
-  vector(op, "stats", a.stats, DTYPE_F32, 3);
-  loss_rows(op, &a.rows, a.exps.shape[0], 0);
-  need(op, "row_sum", a.rows.row_sum);
-  need(op, "target_e", a.rows.target_e);
+  CHECK(FIELD(exps, "T [C, V] strided"), FILTER_TILES(a.exps), FIELD(tiles, "fp32 [A, B]"),
+        FIELD(stats, "fp32 [3]"));
+  loss_rows(__func__, &a.rows, a.exps.shape[0], "row_sum, target_e");
   if (!(a.epsilon > 0 && a.epsilon < 1))
-    fail("%s: epsilon is %g, which is not in (0, 1)", op, (double)a.epsilon);
+    fail("%s: epsilon is %g, which is not in (0, 1)", __func__, (double)a.epsilon);
   CALL(lce_filter);
 }
 
 void lce_filtered_gemms(Backend *backend, LceFilteredGemms a) {
-  const Op op = "lce_filtered_gemms";
-  filter_tiles(op, a.tiles, a.exps);
-  two_axes(op, "weight", a.weight);
-  int64_t rows = a.exps.shape[0], vocab_size = a.exps.shape[1], hidden_size = a.weight.shape[1];
-  Dtype dtype = a.exps.dtype;
-  matrix(op, "weight", a.weight, dtype, vocab_size, hidden_size);
-  matrix(op, "scaled_x", a.scaled_x, dtype, rows, hidden_size);
-  raw_gradient(op, a.dx_raw, dtype, rows, hidden_size);
-  matrix(op, "dweight", a.dweight, DTYPE_F32, vocab_size, hidden_size);
+  CHECK(FIELD(exps, "T [C, V] strided"), FILTER_TILES(a.exps), FIELD(tiles, "fp32 [A, B]"),
+        FIELD(weight, "T [V, H]"), FIELD(scaled_x, "T [C, H]"), FIELD(dx_raw, "T|fp32 [C, H]"),
+        FIELD(dweight, "fp32 [V, H]"));
   if (a.alpha == 0) a.alpha = 1;
   CALL_WITH_SCRATCH(lce_filtered_gemms, MEMORY_HEAD);
 }
 
 void lce_input_gradient(Backend *backend, LceInputGradient a) {
-  const Op op = "lce_input_gradient";
-  two_axes(op, "weight", a.weight);
-  two_axes(op, "dx", a.dx);
-  int64_t rows = a.dx.shape[0];
-  gradient_matrix(op, "dx", a.dx, rows, a.weight.shape[1]);
-  loss_rows(op, &a.rows, rows, 0);
-  need(op, "scale_non_target", a.rows.scale_non_target);
-  need(op, "scale_target", a.rows.scale_target);
-  vector(op, "targets", a.targets, DTYPE_I32, rows);
-  if (tensor_exists(a.smoothing_row) || tensor_exists(a.rows.scale_uniform)) {
-    vector(op, "smoothing_row", a.smoothing_row, DTYPE_F32, a.weight.shape[1]);
-    need(op, "scale_uniform", a.rows.scale_uniform);
-  }
+  bool smoothing = tensor_exists(a.smoothing_row) || tensor_exists(a.rows.scale_uniform);
+  CHECK(FIELD(weight, "T [V, H] strided"), FIELD(dx, "fp32|bf16 [C, H]"), FIELD(targets, "int32 [C]"),
+        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"));
+  loss_rows(__func__, &a.rows, a.dx.shape[0],
+            smoothing ? "scale_non_target, scale_target, scale_uniform" : "scale_non_target, scale_target");
   CALL(lce_input_gradient);
 }
 
 void lce_target_gradient(Backend *backend, LceTargetGradient a) {
-  const Op op = "lce_target_gradient";
-  two_axes(op, "x", a.x);
-  is_dense(op, "x", a.x);
-  int64_t rows = a.x.shape[0];
-  need(op, "dweight", a.dweight);
-  gradient_matrix(op, "dweight", a.dweight, a.dweight.shape[0], a.x.shape[1]);
-  vector(op, "scale_target", a.scale_target, DTYPE_F32, rows);
-  vector(op, "targets", a.targets, DTYPE_I32, rows);
+  CHECK(FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"), FIELD(scale_target, "fp32 [C]"),
+        FIELD(targets, "int32 [C]"));
   CALL_WITH_SCRATCH(lce_target_gradient, MEMORY_HEAD);
 }
 
 void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a) {
-  const Op op = "cross_entropy_in_place";
-  two_axes(op, "logits", a.logits);
-  int64_t tokens = a.logits.shape[0], vocab_size = a.logits.shape[1];
-  vector(op, "targets", a.targets, DTYPE_I32, tokens);
-  vector(op, "loss", a.loss, DTYPE_F32, tokens);
-  token_outputs(op, &a.outputs, tokens);
-  optional_vector(op, "token_weights", a.token_weights, DTYPE_F32, tokens);
-  optional_vector(op, "entropy_weights", a.entropy_weights, DTYPE_F32, tokens);
-  optional_vector(op, "factor", a.factor, DTYPE_F32, 1);
-  if (tensor_exists(a.bias)) gradient_vector(op, "bias", a.bias, vocab_size);
-  loss_terms(op, &a.terms, vocab_size);
-  if (tensor_exists(a.dlogits)) {
-    is_2d(op, "dlogits", a.dlogits, tokens, vocab_size);
-    is_float(op, "dlogits", a.dlogits);
-    size_t row = (size_t)a.logits.stride * dtype_bytes(a.logits.dtype);
-    if (a.dlogits.data != a.logits.data || (size_t)a.dlogits.stride * dtype_bytes(a.dlogits.dtype) != row ||
-        dtype_bytes(a.dlogits.dtype) > dtype_bytes(a.logits.dtype))
-      fail("%s: dlogits is %s and does not lie in the place of logits, %s", op, tensor_text(a.dlogits).text,
-           tensor_text(a.logits).text);
-  }
+  CHECK(FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
+        FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
+        FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "fp32|bf16 [V] or absent"),
+        FIELD(dlogits, "fp32|bf16 [N, V] strided or absent"));
+  token_outputs(__func__, a.outputs, a.logits.shape[0], NULL);
+  loss_terms(__func__, a.terms, a.logits.shape[1]);
+  size_t from = dtype_bytes(a.logits.dtype), to = dtype_bytes(a.dlogits.dtype);
+  if (tensor_exists(a.dlogits) && (a.dlogits.data != a.logits.data || to > from ||
+                                   (size_t)a.dlogits.stride * to != (size_t)a.logits.stride * from))
+    fail("%s: dlogits is %s and does not lie in the place of logits, %s", __func__,
+         tensor_text(a.dlogits).text, tensor_text(a.logits).text);
   CALL(cross_entropy_in_place);
 }
 
 void loss_factor(Backend *backend, LossFactor a) {
-  const Op op = "loss_factor";
-  need(op, "targets", a.targets);
-  vector(op, "targets", a.targets, DTYPE_I32, a.targets.shape[0]);
-  vector(op, "factor", a.factor, DTYPE_F32, 1);
-  if (tensor_exists(a.class_weights))
-    vector(op, "class_weights", a.class_weights, DTYPE_F32, a.class_weights.shape[0]);
+  CHECK(FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 [1]"), FIELD(class_weights, "fp32 [V] or absent"));
   CALL(loss_factor);
 }
 
 void read_targets(Backend *backend, ReadTargets a) {
-  const Op op = "read_targets";
-  need(op, "ids", a.ids);
-  int64_t tokens = a.ids.shape[0];
-  is_1d(op, "ids", a.ids, tokens);
-  if (a.ids.dtype != DTYPE_I32) is_type(op, "ids", a.ids, DTYPE_I64);
-  optional_vector(op, "targets", a.targets, DTYPE_I32, tokens);
-  optional_vector(op, "loss", a.loss, DTYPE_F32, tokens);
+  CHECK(FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
+        FIELD(loss, "fp32 [N] or absent"));
   CALL(read_targets);
 }
 
 void weighted_column_sum(Backend *backend, WeightedColumnSum a) {
-  const Op op = "weighted_column_sum";
-  two_axes(op, "x", a.x);
-  vector(op, "out", a.out, DTYPE_F32, a.x.shape[1]);
-  optional_vector(op, "coefficients", a.coefficients, DTYPE_F32, a.x.shape[0]);
+  CHECK(FIELD(x, "T [N, H] strided"), FIELD(out, "fp32 [H]"), FIELD(coefficients, "fp32 [N] or absent"));
   CALL_WITH_SCRATCH(weighted_column_sum, MEMORY_HEAD);
 }
 
 void add_outer(Backend *backend, AddOuter a) {
-  const Op op = "add_outer";
-  two_axes(op, "out", a.out);
-  matrix(op, "out", a.out, DTYPE_F32, a.out.shape[0], a.out.shape[1]);
-  optional_vector(op, "rows", a.rows, DTYPE_F32, a.out.shape[0]);
-  vector(op, "columns", a.columns, DTYPE_F32, a.out.shape[1]);
+  CHECK(FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"), FIELD(columns, "fp32 [H]"));
   CALL(add_outer);
 }
 
 // Row i of `few` and row rows[i] of `many` change places; vectors count as matrices of one column.
-static void moved_rows(Op op, Tensor rows, const char *few_field, Tensor few, const char *many_field,
-                       Tensor many) {
-  need(op, few_field, few);
-  need(op, many_field, many);
-  vector(op, "rows", rows, DTYPE_I32, few.shape[0]);
-  is_type(op, few_field, few, many.dtype);
-  if (few.rank != many.rank || few.rank > 2 || (few.rank == 2 && few.shape[1] != many.shape[1]))
-    fail("%s: %s is %s and %s is %s; their rows differ", op, few_field, tensor_text(few).text, many_field,
-         tensor_text(many).text);
-  is_dense(op, few_field, few);
-  is_dense(op, many_field, many);
+static void moved_rows(Op op, MoveRows a, Tensor few, Tensor many) {
+  CHECK_AS(op, FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, few.shape[0]),
+           FIELD(rows, "int32 [C]"));
+  if (few.dtype != many.dtype || few.rank != many.rank || few.rank > 2 ||
+      (few.rank == 2 && few.shape[1] != many.shape[1]))
+    fail("%s: out is %s and x is %s; their rows differ", op, tensor_text(a.out).text, tensor_text(a.x).text);
 }
 
 void gather_rows(Backend *backend, MoveRows a) {
-  moved_rows("gather_rows", a.rows, "out", a.out, "x", a.x);
+  moved_rows(__func__, a, a.out, a.x);
   CALL(gather_rows);
 }
 
 void scatter_rows(Backend *backend, MoveRows a) {
-  moved_rows("scatter_rows", a.rows, "x", a.x, "out", a.out);
+  moved_rows(__func__, a, a.x, a.out);
   CALL(scatter_rows);
 }
 
 // --- the optimizer -----------------------------------------------------------------------------------------
 
 void adamw(Backend *backend, AdamW a) {
-  const Op op = "adamw";
-  need(op, "weight", a.weight);
-  int64_t count = a.weight.shape[0];
-  gradient_vector(op, "weight", a.weight, count);
-  if (tensor_exists(a.master)) vector(op, "master", a.master, DTYPE_F32, count);
-  gradient_vector(op, "m", a.m, count);
-  gradient_vector(op, "v", a.v, count);
-  gradient_vector(op, "grad", a.grad, count);
-  vector(op, "grad_scale", a.grad_scale, DTYPE_F32, 1);
-  if (a.step < 1) fail("%s: step %lld, but steps count from 1", op, (long long)a.step);
+  CHECK(FIELD(weight, "fp32|bf16 [N]"), FIELD(master, "fp32 [N] or absent"), FIELD(m, "fp32|bf16 [N]"),
+        FIELD(v, "fp32|bf16 [N]"), FIELD(grad, "fp32|bf16 [N]"), FIELD(grad_scale, "fp32 [1]"));
+  if (a.step < 1) fail("%s: step %lld, but steps count from 1", __func__, (long long)a.step);
   CALL(adamw);
 }
 
 void reduce(Backend *backend, Reduce a) {
-  const Op op = "reduce";
-  need(op, "x", a.x);
-  is_float(op, "x", a.x);
-  is_dense(op, "x", a.x);
-  vector(op, "sum", a.sum, DTYPE_F32, 1);
+  CHECK(FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"));
   CALL_WITH_SCRATCH(reduce, MEMORY_WORKSPACE);
 }
 
 void clip_scale(Backend *backend, ClipScale a) {
-  const Op op = "clip_scale";
-  vector(op, "norm", a.norm, DTYPE_F32, 1);
-  vector(op, "scale", a.scale, DTYPE_F32, 1);
-  vector(op, "sum_of_squares", a.sum_of_squares, DTYPE_F32, 1);
+  CHECK(FIELD(norm, "fp32 [1]"), FIELD(scale, "fp32 [1]"), FIELD(sum_of_squares, "fp32 [1]"));
   CALL(clip_scale);
 }
 
 void fill_zero(Backend *backend, Tensor a) {
-  need("fill_zero", "t", a);
-  is_dense("fill_zero", "t", a);
+  CHECK(NAMED("t", a, "any [...]"));
   CALL(fill_zero);
 }
 
 // --- collectives -------------------------------------------------------------------------------------------
 
 // `rounds` is how often a ring of the ranks passes the larger of the two tensors around.
-static void collective(Op op, Backend *backend, Collective a, int64_t out_parts, int64_t x_parts,
-                       int rounds) {
-  need(op, "x", a.x);
-  need(op, "out", a.out);
-  is_type(op, "out", a.out, a.x.dtype);
-  is_dense(op, "x", a.x);
-  is_dense(op, "out", a.out);
-  if (tensor_count(a.out) * out_parts != tensor_count(a.x) * x_parts)
+static void check_collective(Op op, Backend *backend, Collective a, int64_t out_parts, int64_t x_parts,
+                             int rounds) {
+  CHECK_AS(op, FIELD(x, "any [...]"), FIELD(out, a.accumulate ? "fp32|bf16 [...]" : "any [...]"));
+  int64_t out = tensor_count(a.out), x = tensor_count(a.x);
+  if (a.out.dtype != a.x.dtype || out * out_parts != x * x_parts)
     fail("%s over %d ranks: out is %s and x is %s", op, backend->ranks, tensor_text(a.out).text,
          tensor_text(a.x).text);
-  double bytes = (double)tensor_bytes(tensor_count(a.out) > tensor_count(a.x) ? a.out : a.x);
+  double bytes = (double)max_i64(out, x) * (double)dtype_bytes(a.x.dtype);
   backend->wire_bytes += rounds * bytes * (backend->ranks - 1) / backend->ranks;
 }
 
 // The watchdog says where a rank waits.
-#define CALL_COLLECTIVE(op)                                                                                  \
-  do {                                                                                                       \
+#define COLLECTIVE(op, out_parts, x_parts, rounds)                                                           \
+  void op(Backend *backend, Collective a) {                                                                  \
+    check_collective(#op, backend, a, out_parts, x_parts, rounds);                                           \
     ranks_enter(#op);                                                                                        \
     CALL(op);                                                                                                \
     ranks_leave();                                                                                           \
-  } while (0)
-
-void all_reduce(Backend *backend, Collective a) {
-  collective("all_reduce", backend, a, 1, 1, 2);
-  CALL_COLLECTIVE(all_reduce);
-}
-
-void reduce_scatter(Backend *backend, Collective a) {
-  collective("reduce_scatter", backend, a, backend->ranks, 1, 1);
-  if (a.accumulate) is_float("reduce_scatter", "out", a.out);
-  CALL_COLLECTIVE(reduce_scatter);
-}
-
-void all_gather(Backend *backend, Collective a) {
-  collective("all_gather", backend, a, 1, backend->ranks, 1);
-  CALL_COLLECTIVE(all_gather);
-}
-
-void broadcast(Backend *backend, Collective a) {
-  collective("broadcast", backend, a, 1, 1, 1);
-  CALL_COLLECTIVE(broadcast);
-}
+  }
+COLLECTIVE(all_reduce, 1, 1, 2)
+COLLECTIVE(reduce_scatter, backend->ranks, 1, 1)
+COLLECTIVE(all_gather, 1, backend->ranks, 1)
+COLLECTIVE(broadcast, 1, 1, 1)
 
 void collectives_join(Backend *backend, int64_t behind) {
   if (backend->ops->collectives_join) backend->ops->collectives_join(backend, behind);
@@ -700,14 +517,12 @@ void collectives_join(Backend *backend, int64_t behind) {
 // --- copies and life ---------------------------------------------------------------------------------------
 
 void backend_to_device(Backend *backend, Tensor destination, const void *host) {
-  need("backend_to_device", "destination", destination);
-  is_dense("backend_to_device", "destination", destination);
+  CHECK(NAMED("destination", destination, "any [...]"));
   if (backend->ops->to_device) backend->ops->to_device(backend, destination, host);
 }
 
 void backend_to_host(Backend *backend, void *host, Tensor source) {
-  need("backend_to_host", "source", source);
-  is_dense("backend_to_host", "source", source);
+  CHECK(NAMED("source", source, "any [...]"));
   ranks_enter("a device synchronization");
   if (backend->ops->to_host) backend->ops->to_host(backend, host, source);
   ranks_leave();

@@ -710,6 +710,8 @@ static void test_refusals(void **state) {
   // something is missing, has the wrong shape, type or layout, or must not be there
   assert_fails(h, "linear_forward: x is missing",
                linear_forward(backend, (LinearForward){.out = m35, .weight = m54}));
+  assert_fails(h, "x is fp32 [3] where [3, I] is needed",
+               linear_forward(backend, (LinearForward){.out = m35, .x = v3, .weight = m54}));
   assert_fails(h, "where [5, 4] is needed",
                linear_forward(backend, (LinearForward){.out = m35, .x = m34, .weight = m35}));
   assert_fails(h, "int32 [3] where [5] is needed",
