@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Times the last layer of lce.c beside what else there is, at the same shapes, in one run.
+"""Times lce.c's linear_cross_entropy against other implementations, at the same shapes, in one run.
 
-  make liblce.so && tools/bench_peers.py                  # on a GPU, needs PyTorch; liger-kernel, cut-cross-entropy
-  tools/bench_peers.py --z-loss                           # z-loss instead: the layer, and a whole training step
+  make liblce.so && tools/bench_peers.py                  # on a GPU; needs PyTorch, and the peers' packages for their rows
+  tools/bench_peers.py --z-loss                           # z-loss instead: the loss alone, and a whole training step
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # where there is no GPU
 
-Every peer computes the mean loss and the gradients of x and W, in turn with the three bare matrix products (logits, dX
-and dW through torch.matmul), and is also told as a ratio to them. Before that both run untimed until the GPU has settled
-at its power limit. "holds" is the most memory in use beyond inputs and gradients: PyTorch's own count, for lce.c what
-its library says. Errors are relative, against float64 at the same shape: of the mean loss as the peer hands it out, and
-of the gradients in the Frobenius norm; lce.c's dW is fp32, PyTorch hands out the others' in W's own dtype. A peer that
-is not there, or fails, is a row that says why.
+Every peer computes the mean loss and the gradients of x and W, alternating with the three plain GEMMs (logits, dX and dW
+through torch.mm); "over the GEMMs" is the ratio to them. Before that both run untimed until the GPU reaches its steady
+clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own count, for lce.c what its library reports.
+Errors are relative, against float64 at the same shape: of the mean loss as the peer returns it, and of the gradients in
+the Frobenius norm; lce.c's dW is fp32, PyTorch returns the other peers' in W's own dtype. A peer that is not installed,
+or fails, is a row with the reason. Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13
+has a linear_cross_entropy of its own. QuACK's chunk is 4096, and 2048 where H is 4096, which it refuses.
 """
 import argparse
 import importlib.metadata
@@ -25,59 +26,17 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import peers  # noqa: E402
 import peers_z_loss  # noqa: E402
-from peers import Absent, now_bytes, peak_bytes, problem, reason_of, reset_peak, seconds, wait  # noqa: E402
 
-SETTLING = 0.7  # seconds
+WARM_UP = 0.7  # seconds
+CHUNKS = (4096, 2048, 1024)
 SHAPES = "4096x4096x128256,16384x2048x131072,8192x2304x256000,32768x4096x128256"
-
-
-def rows_of(device, library):
-    """(name, maker of the peer's function) of every row."""
-    yield "PyTorch eager, bf16 logits" if device == "cuda" else "PyTorch eager", lambda: peers.eager(device)
-    yield "PyTorch eager, fp32 logits", lambda: peers.eager_fp32(device)
-    yield "torch.compile", lambda: peers.compiled(device)
-    yield "torch linear_cross_entropy", lambda: peers.native(device)
-    yield "Liger (Triton, fp32 dW)", lambda: peers.liger(device, "nvidia-triton")
-    yield "Liger (CuTe, fp32 dW)", lambda: peers.liger(device, "nvidia-cutedsl")
-    yield "QuACK (CuTe)", lambda: peers.quack(device)
-    yield "Cut Cross-Entropy (filtered)", lambda: peers.cce(device, "high")
-    yield "Cut Cross-Entropy (exact)", lambda: peers.cce(device, None)
-    for chunk in (4096, 2048, 1024):
-        yield f"lce.c, chunk {chunk}", lambda chunk=chunk: ours(library, chunk)
-
-
-def ours(library, chunk):
-    if isinstance(library, Absent):
-        raise library
-    return lambda x, w, y: library(x, w, y, chunk=chunk)
-
-
-def prepare(device, name, make, library, tensors, reference):
-    """The peer's function of no arguments, warmed up, and its row as far as it is known before it is timed."""
-    x, w, y = tensors
-    run = make()
-    work = lambda: run(x, w, y)  # noqa: E731
-    for _ in range(2):
-        work()
-    if name.startswith("lce.c"):
-        held = library.held()
-    else:
-        x.grad = w.grad = None
-        reset_peak(device)
-        before = now_bytes(device)
-        _, dx, dw = work()
-        held = peak_bytes(device)
-        if held is not None:
-            held -= before + sum(g.numel() * g.element_size() for g in (dx, dw))
-    errors = peers.errors_of(work(), reference) if reference else {}
-    x.grad = w.grad = None
-    return work, dict(peer=name, held_bytes=held, **errors)
+PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
 
 def versions():
-    """Of PyTorch and every peer that is there."""
-    found = {"torch": torch.__version__}
-    for package in ("triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy"):
+    """Of PyTorch and every peer that is installed."""
+    found = {}
+    for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -85,109 +44,113 @@ def versions():
     return found
 
 
+def functions(device, library):
+    """(name, maker of the peer's function) of every row."""
+    def ours(chunk):
+        if isinstance(library, peers.Absent):
+            raise library
+        return lambda x, w, y: library(x, w, y, chunk=chunk)
+    for peer in peers.PEERS:
+        yield peer.name, lambda peer=peer: peers.autograd(peers.loss_of(peer, device))
+    for chunk in CHUNKS:
+        yield f"lce.c, chunk {chunk}", lambda chunk=chunk: ours(chunk)
+
+
 def bench_shape(device, shape, options, library):
-    tensors = problem(device, shape)
-    x, w, y = tensors
-    n, _, v = shape
+    """The plain GEMMs' milliseconds (None: nothing was timed), and a row for every peer."""
+    tensors = x, w, y = peers.problem(device, shape)
     reference = None if options.no_errors else peers.reference(x, w, y)
     rows, works = [], []
-    for name, make in rows_of(device, library):
+
+    def forget():
+        x.grad = w.grad = None
+
+    for name, make in functions(device, library):
         if any(name.startswith(start) for start in options.without):
             continue
+        rows.append(dict(what=name))
         try:
-            work, row = prepare(device, name, make, library, tensors, reference)
-            rows.append(row)
-            works.append((work, row))
+            run = make()
+            for _ in range(2):
+                run(*tensors)
+            forget()
+            rows[-1].update(peers.measured(device, run, tensors, reference))
+            if name.startswith("lce.c"):
+                rows[-1]["held_bytes"] = library.held()
+            works.append((rows[-1], run))
         except Exception as error:  # a peer's failure is a row, whatever it is
-            rows.append(dict(peer=name, why=reason_of(error)))
-        x.grad = w.grad = None
-        reset_peak(device)
+            rows[-1]["why"] = peers.reason_of(error)
+        forget()
+        peers.reset_peak(device)
     del reference
-    reset_peak(device)
-    with torch.no_grad():
-        floor_tensors = (torch.empty(n, v, dtype=x.dtype, device=device), torch.empty_like(x), torch.empty_like(w))
+    gemms, gemm_times = peers.Gemms(x, w), []
+    gemms.both()
 
-        def floor():
-            peers.forward_product(x, w, floor_tensors[0])
-            peers.backward_products(x, w, *floor_tensors)
-        floor()
-    floors = []
+    def pair(run):
+        times = peers.seconds(device, gemms.both), peers.seconds(device, lambda: run(*tensors))
+        forget()
+        return times
 
-    def pair(work):
-        with torch.no_grad():
-            before = seconds(device, floor)
-        taken = seconds(device, work)
-        x.grad = w.grad = None
-        return taken, before
-
-    for work, row in works:
-        settled = SETTLING if device == "cuda" else 0
-        while settled > 0:
-            settled -= sum(pair(work))
-        times = [pair(work) for _ in range(options.rounds)]
-        floors += [f for _, f in times]
-        row.update(ms=1e3 * statistics.median(t for t, _ in times), ratio=statistics.median(t / f for t, f in times))
-    return dict(shape=shape, floor_ms=1e3 * statistics.median(floors) if floors else None), rows
+    for row, run in works:
+        left = WARM_UP if device == "cuda" else 0
+        while left > 0:
+            left -= sum(pair(run))
+        times = [pair(run) for _ in range(options.rounds)]
+        gemm_times += [gemm for gemm, _ in times]
+        row.update(ms=1e3 * statistics.median(own for _, own in times),
+                   ratio=statistics.median(own / gemm for gemm, own in times))
+    return 1e3 * statistics.median(gemm_times) if gemm_times else None, rows
 
 
-def show(shape, rows):
-    n, h, v = shape["shape"]
-    floor = "" if shape["floor_ms"] is None else f": the three products take {shape['floor_ms']:.2f} ms"
-    print(f"\nN {n}, H {h}, V {v}{floor}\n")
-    print("| peer | ms | over the products | holds | loss off by | dX | dW |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        if "why" in row:
-            print(f"| {row['peer']} | not measured: {row['why']} | | | | | |")
-            continue
-        held = "" if row["held_bytes"] is None else f"{row['held_bytes'] / 2**20:.0f} MiB"
-        off = " | ".join(f"{row[of]:.1e}" if of in row else "" for of in ("loss_error", "dx_error", "dw_error"))
-        print(f"| {row['peer']} | {row['ms']:.2f} | {row['ratio']:.3f} | {held} | {off} |")
-    sys.stdout.flush()
-
-
-def main():
+def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shapes", default=SHAPES, help="NxHxV, parted by commas (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="of which the median counts (default 7)")
+    parser.add_argument("--shapes", default=SHAPES, help="NxHxV, separated by commas (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="the median of so many (default 7)")
     parser.add_argument("--library", default=os.path.join(ROOT, "liblce.so"))
     parser.add_argument("--without", action="append", default=[], metavar="NAME",
                         help="leave out the peers whose names start so; may be given again")
     parser.add_argument("--no-errors", action="store_true", help="leave out the comparison with float64")
     parser.add_argument("--z-loss", action="store_true",
-                        help="instead: z-loss against chains of separate operations, the layer and a training step")
+                        help="instead: z-loss against chains of separate operations, the loss and a training step")
     parser.add_argument("--json", metavar="FILE", help="write every row as a line of JSON, too")
     options = parser.parse_args()
     try:
-        shapes = [tuple(int(part) for part in text.split("x")) for text in options.shapes.split(",")]
-        assert all(len(shape) == 3 and min(shape) > 0 for shape in shapes)
+        options.shapes = [tuple(int(part) for part in text.split("x")) for text in options.shapes.split(",")]
+        assert all(len(shape) == 3 and min(shape) > 0 for shape in options.shapes)
     except (ValueError, AssertionError):
         sys.exit(f"--shapes {options.shapes}: give NxHxV, for instance 4096x4096x128256")
+    return options
+
+
+def main():
+    options = parse_options()
     try:
         library = peers.Ours(options.device, options.library)
-    except Absent as absent:
+    except peers.Absent as absent:
         library = absent
     file = open(options.json, "w") if options.json else None
 
-    def tell(**row):
+    def log(**row):
         if file:
             print(json.dumps(row), file=file, flush=True)
 
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"{device}, median of {options.rounds}; " + ", ".join(f"{name} {v}" for name, v in versions().items()))
-    tell(event="run", device=device, rounds=options.rounds, versions=versions())
+    log(event="run", device=device, rounds=options.rounds, versions=versions())
     if options.z_loss:
-        if isinstance(library, Absent):
+        if isinstance(library, peers.Absent):
             sys.exit(f"--z-loss compares with lce.c: {library}")
-        peers_z_loss.bench(options.device, shapes, options.rounds, library, not options.no_errors, tell)
+        peers_z_loss.bench(options.device, options.shapes, options.rounds, library, not options.no_errors, log)
         return
-    for number in shapes:
-        shape, rows = bench_shape(options.device, number, options, library)
-        show(shape, rows)
+    for shape in options.shapes:
+        gemms_ms, rows = bench_shape(options.device, shape, options, library)
+        peers.show("N {}, H {}, V {}".format(*shape) + (f": the plain GEMMs take {gemms_ms:.2f} ms" if gemms_ms else ""),
+                   ("peer", "ms", "over the GEMMs", "holds", *peers.ERROR_COLUMNS), rows,
+                   lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
+                                peers.size_cell(row["held_bytes"], "MiB", 2**20, 0), *peers.error_cells(row)])
         for row in rows:
-            tell(event="peer", **shape, **row)
-        wait(options.device)
+            log(event="peer", shape=shape, gemms_ms=gemms_ms, **row)
 
 
 if __name__ == "__main__":

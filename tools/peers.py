@@ -1,11 +1,12 @@
-"""Ways to compute the last layer, lce.c's and others', behind one call; and what it takes to compare them.
+"""Implementations of linear_cross_entropy, lce.c's and others', behind one call; and what measures them.
 
-A peer is a function of (x, w, y) that gives (mean loss, dX, dW). One that is not there raises Absent, which says why.
+A peer is a function of (x, w, y) that returns (mean loss, dX, dW). One that cannot run here raises Absent with the reason.
 """
-import contextlib
+import importlib
 import math
 import os
 import time
+from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
@@ -17,92 +18,97 @@ class Absent(Exception):
     """A peer that cannot run here; the sentence says why."""
 
 
-@contextlib.contextmanager
-def needs(packages):
-    """Turns a failing import into a sentence."""
-    try:
-        yield
-    except ImportError as error:
-        raise Absent(f"needs {packages}: {error}") from None
+# --- peers by autograd ------------------------------------------------------------------------------------------
+
+# make() returns loss(x, w, y); `package` is what pip installs, `modules` what must then import.
+Peer = namedtuple("Peer", "name make package modules gpu_only", defaults=("", (), False))
 
 
-def on_gpu(device):
-    if device == "cpu":
-        raise Absent("runs on GPUs only")
+def cross_entropy(x, w, y):
+    return F.cross_entropy(x @ w.T, y)
 
 
-# --- the others -------------------------------------------------------------------------------------------------
-
-def autograd(loss_of):
-    """The gradients of loss_of(x, w, y) by PyTorch's backward pass."""
-    def run(x, w, y):
-        x.grad = w.grad = None
-        loss = loss_of(x, w, y)
-        loss.backward()
-        return loss.detach(), x.grad, w.grad
-    return run
+def cross_entropy_fp32(x, w, y):
+    """As most trainers do: the logits are rounded, the loss is not."""
+    return F.cross_entropy((x @ w.T).float(), y)
 
 
-def eager(_):
-    return autograd(lambda x, w, y: F.cross_entropy(x @ w.T, y))
-
-
-def eager_fp32(_):
-    """As most trainers do: the logits' own rounding stays, that of the loss goes."""
-    return autograd(lambda x, w, y: F.cross_entropy((x @ w.T).float(), y))
-
-
-def compiled(device):
-    if device == "cpu":
-        raise Absent("needs a compiler for every shape; left out on the CPU")
-    # Every shape gets kernels of its own: left to itself, the second would get slower ones for any shape.
-    return autograd(torch.compile(lambda x, w, y: F.cross_entropy(x @ w.T, y), dynamic=False))
-
-
-def native(_):
+def native():
     if not hasattr(F, "linear_cross_entropy"):
-        raise Absent(f"PyTorch {torch.__version__} has none")
-    # Without options it is the plain composition; with them, where there are any, it goes in chunks.
+        raise Absent(f"PyTorch {torch.__version__} has none; 2.13 and later do")
+    # Without options it is the plain composition; with them it goes in chunks, dW in fp32 (acc_policy "auto").
     chunked = hasattr(torch.nn, "LinearCrossEntropyOptions")
     options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}
-    return autograd(lambda x, w, y: F.linear_cross_entropy(x, w, y, **options))
+    return lambda x, w, y: F.linear_cross_entropy(x, w, y, **options)
 
 
-def liger(device, kernels):
-    with needs("liger-kernel"):
-        import liger_kernel  # noqa: F401
-    on_gpu(device)
-    with needs("liger-kernel"):
-        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+def liger(kernels):
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
     try:
         import liger_kernel.backends as backends
     except ImportError:  # before 0.8 there was Triton alone
         backends = None
     there = backends.available_impls("cross_entropy_loss_and_grad") if backends else ["nvidia-triton"]
     if kernels not in there:
-        raise Absent(f"Liger finds only {', '.join(there)} here; CuTe needs liger-kernel[cutedsl]")
+        raise Absent(f"Liger finds only {', '.join(there)} here; CuTe needs nvidia-cutlass-dsl and apache-tvm-ffi")
     loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
 
     def loss_of(x, w, y):
         if backends:
-            backends.set_impl(kernels)  # left to itself it takes CuTe where it can
+            backends.set_impl(kernels)  # by default it takes CuTe where it can
         return loss(w, x, y)
-    return autograd(loss_of)
+    return loss_of
 
 
-def cce(device, filter_eps):
-    with needs("cut-cross-entropy"):
-        from cut_cross_entropy import linear_cross_entropy
-    on_gpu(device)
-    return autograd(lambda x, w, y: linear_cross_entropy(x, w, y, filter_eps=filter_eps))
+def cut(filter_eps):
+    from cut_cross_entropy import linear_cross_entropy
+    return lambda x, w, y: linear_cross_entropy(x, w, y, filter_eps=filter_eps)
 
 
-def quack(device):
-    with needs("quack-kernels and nvidia-cutlass-dsl"):
-        import cutlass  # noqa: F401
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy
-    on_gpu(device)
-    return autograd(lambda x, w, y: chunked_linear_cross_entropy(x, w, y))
+def quack():
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    def loss_of(x, w, y):
+        chunk = 4096 if x.shape[1] != 4096 else 2048  # it refuses a chunk as large as H
+        return chunked_linear_cross_entropy(x, w, y, chunk_size=chunk)
+    return loss_of
+
+
+PEERS = [
+    Peer("PyTorch eager", lambda: cross_entropy),
+    Peer("PyTorch eager, fp32 logits", lambda: cross_entropy_fp32),
+    # Every shape gets kernels of its own: by default the second would get slower ones for any shape.
+    Peer("torch.compile", lambda: torch.compile(cross_entropy, dynamic=False), gpu_only=True),
+    Peer("torch linear_cross_entropy", native),
+    Peer("Liger (Triton, fp32 dW)", lambda: liger("nvidia-triton"), "liger-kernel", ("liger_kernel",), True),
+    Peer("Liger (CuTe, fp32 dW)", lambda: liger("nvidia-cutedsl"), "'liger-kernel[cutedsl]'",
+         ("liger_kernel", "cutlass"), True),
+    Peer("QuACK (CuTe)", quack, "quack-kernels", ("cutlass", "quack"), True),
+    Peer("Cut Cross-Entropy (filtered)", lambda: cut("high"), "cut-cross-entropy", ("cut_cross_entropy",), True),
+    Peer("Cut Cross-Entropy (exact)", lambda: cut(None), "cut-cross-entropy", ("cut_cross_entropy",), True),
+]
+
+
+def loss_of(peer, device):
+    """The peer's loss(x, w, y) on "cpu" or "cuda"."""
+    for module in peer.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise Absent(f"needs pip install {peer.package}: {error}") from None
+    if peer.gpu_only and device == "cpu":
+        raise Absent("measured on GPUs only")
+    return peer.make()
+
+
+def autograd(loss_of):
+    """A peer's function: loss_of(x, w, y) and its gradients by PyTorch's backward pass."""
+    def run(x, w, y):
+        x.grad = w.grad = None
+        loss = loss_of(x, w, y)
+        loss.backward()
+        return loss.detach(), x.grad, w.grad
+    return run
 
 
 # --- lce.c ------------------------------------------------------------------------------------------------------
@@ -112,22 +118,19 @@ class Ours:
 
     def __init__(self, device, path):
         if not os.path.exists(path):
-            raise Absent(f"{path} is not there: make liblce.so")
+            raise Absent(f"{path} does not exist: make liblce.so")
         try:
             self.layer = liblce.Layer(path, device, "fp32" if device == "cpu" else "bf16")
         except liblce.Failure as failure:
             raise Absent(str(failure)) from None
-        self.kept = {}
-
-    def buffers(self, x, w):
-        key = (x.shape, w.shape)
-        if key not in self.kept:
-            self.kept = {key: new_outputs(x, w)}
-        return self.kept[key]
+        self.kept = (None, None)
 
     def __call__(self, x, w, y, backward=True, chunk=4096, z_loss=0.0, outputs=None):
         """Mean loss (z-loss included) and gradients, in `outputs` or in buffers that the next call writes again."""
-        loss, z, dx, dw = outputs or self.buffers(x, w)
+        if not outputs and self.kept[0] != (x.shape, w.shape):
+            self.kept = None, None
+            self.kept = (x.shape, w.shape), new_outputs(x, w)
+        loss, z, dx, dw = outputs or self.kept[1]
         gradients = dict(dx=dx, dweight=dw) if backward else {}
         self.layer(x.detach(), w.detach(), y, loss, chunk=min(chunk, len(x)), scale=1, mean=1, z_loss=z_loss,
                    token_z_loss=z if z_loss else None, **gradients)
@@ -143,15 +146,26 @@ def new_outputs(x, w):
     return loss, torch.empty_like(loss), torch.empty_like(x), torch.empty(w.shape, dtype=torch.float32, device=w.device)
 
 
-# --- the bare products ------------------------------------------------------------------------------------------
+# --- the plain GEMMs --------------------------------------------------------------------------------------------
 
-def forward_product(x, w, logits):
-    torch.matmul(x, w.T, out=logits)
+class Gemms:
+    """The three matrix products of the loss alone, through torch.mm."""
 
+    def __init__(self, x, w):
+        self.x, self.w = x.detach(), w.detach()
+        self.logits = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+        self.dx, self.dw = torch.empty_like(self.x), torch.empty_like(self.w)
 
-def backward_products(x, w, logits, dx, dw):
-    torch.matmul(logits, w, out=dx)
-    torch.matmul(logits.T, x, out=dw)
+    def forward(self):
+        torch.mm(self.x, self.w.T, out=self.logits)
+
+    def backward(self):
+        torch.mm(self.logits, self.w, out=self.dx)
+        torch.mm(self.logits.T, self.x, out=self.dw)
+
+    def both(self):
+        self.forward()
+        self.backward()
 
 
 # --- measuring --------------------------------------------------------------------------------------------------
@@ -177,16 +191,24 @@ def reset_peak(device):
 
 
 def peak_bytes(device):
-    """The most since reset_peak that PyTorch's tensors took; None where it does not count."""
+    """The peak of PyTorch's tensors since reset_peak; None on the CPU, where it does not count."""
     wait(device)
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
-def now_bytes(device):
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
+def measured(device, run, tensors, reference):
+    """run(x, w, y) once: the bytes that it holds beyond inputs and gradients, and its errors."""
+    reset_peak(device)
+    before = peak_bytes(device)
+    got = run(*tensors)
+    held = peak_bytes(device)
+    if held is not None:
+        held -= before + sum(g.numel() * g.element_size() for g in got[1:])
+    return dict(held_bytes=held, **errors_of(got, reference))
 
 
 def problem(device, shape, seed=1):
+    """x [N, H] and w [V, H] (leaves that require gradients), y [N]."""
     n, h, v = shape
     g = torch.Generator(device=device).manual_seed(seed)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -201,13 +223,37 @@ def reason_of(error):
     return text.splitlines()[0][:120].replace("|", "/")
 
 
+# --- tables -----------------------------------------------------------------------------------------------------
+
+ERRORS = ("loss_error", "dx_error", "dw_error")
+ERROR_COLUMNS = ("loss error", "dX error", "dW error")
+
+
+def error_cells(row):
+    return [f"{row[error]:.1e}" if error in row else "" for error in ERRORS]
+
+
+def size_cell(count, unit, scale, digits):
+    return "" if count is None else f"{count / scale:.{digits}f} {unit}"
+
+
+def show(title, columns, rows, cells):
+    """A Markdown table: a row's name, then cells(row); a row with "why" was not measured."""
+    print(f"\n{title}\n")
+    print("| " + " | ".join(columns) + " |")
+    print("|" + " --- |" * len(columns))
+    for row in rows:
+        texts = [f"not measured: {row['why']}"] + [""] * (len(columns) - 2) if "why" in row else cells(row)
+        print(f"| {row['what']} | " + " | ".join(texts) + " |", flush=True)
+
+
 # --- float64 ----------------------------------------------------------------------------------------------------
 
-AT_ONCE = 2**30  # bytes of a block of logits
+BLOCK_BYTES = 2**30  # of a block of logits
 
 
 def blocks(rows, bytes_each):
-    step = max(1, AT_ONCE // bytes_each)
+    step = max(1, BLOCK_BYTES // bytes_each)
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
@@ -240,6 +286,8 @@ def relative_error(got, want):
 
 
 def errors_of(got, want):
-    """Of a peer's (loss, dX, dW), against the reference's."""
-    return dict(loss_error=abs(got[0].item() - want[0]) / want[0], dx_error=relative_error(got[1], want[1]),
-                dw_error=relative_error(got[2], want[2]))
+    """Of a peer's (loss, dX, dW), against the reference's; nothing where there is none."""
+    if not want:
+        return {}
+    return dict(zip(ERRORS, (abs(got[0].item() - want[0]) / want[0], relative_error(got[1], want[1]),
+                             relative_error(got[2], want[2]))))

@@ -1,18 +1,17 @@
-"""z-loss by chains of separate framework operations and by lce.c: the layer alone, and a whole training step.
+"""z-loss by chains of separate framework operations and by lce.c: the loss alone, and a whole training step.
 
-The loss is mean(lse - z[y] + lambda lse^2) on fp32 logits. lce.c computes gradients on the way forward, so what they
-add to a forward pass alone stands for its backward pass. The step is that of one Llama written with PyTorch's
-operations (compiled blocks, its own attention, fused AdamW, all in bf16), of which only the last layer is exchanged;
-lce.c's enters as an autograd function.
+The loss is mean(lse - z[y] + lambda lse^2) on fp32 logits. lce.c computes gradients in the forward pass, so what they
+add to a forward pass alone counts as its backward pass. The step is that of one Llama written with PyTorch's operations
+(compiled blocks, PyTorch's attention, fused AdamW, all in bf16), in which only LM head + loss are exchanged; lce.c's
+enters as an autograd function.
 """
 import statistics
-import sys
 
 import torch
 import torch.nn.functional as F
 
 import peers
-from peers import Absent, now_bytes, peak_bytes, problem, reason_of, reset_peak, seconds, wait
+from peers import reason_of, reset_peak, seconds
 
 LAMBDA = 1e-4
 OURS = "lce.c, chunk 4096"
@@ -21,27 +20,22 @@ OURS = "lce.c, chunk 4096"
 # --- the losses -------------------------------------------------------------------------------------------------
 
 def two_operations(x, w, y):
-    """As trainers write it: the loss, and beside it the logsumexp once more."""
+    """As trainers write it: the loss, and the logsumexp once more."""
     logits = (x @ w.T).float()
     return F.cross_entropy(logits, y) + LAMBDA * torch.logsumexp(logits, dim=1).square().mean()
 
 
 def one_logsumexp(x, w, y):
-    """The shortest chain: the logsumexp serves both."""
+    """The shortest chain: one logsumexp serves both terms."""
     logits = (x @ w.T).float()
     lse = torch.logsumexp(logits, dim=1)
     return (lse - logits.gather(1, y[:, None])[:, 0] + LAMBDA * lse * lse).mean()
 
 
-def chains(device):
-    """(name, maker of the loss) of what lce.c is compared with."""
-    def compiled():
-        if device == "cpu":
-            raise Absent("needs a compiler for every shape; left out on the CPU")
-        return torch.compile(two_operations, dynamic=False)
-    yield "separate operations", lambda: two_operations
-    yield "separate operations, one logsumexp", lambda: one_logsumexp
-    yield "separate operations, torch.compile", compiled
+CHAINS = [peers.Peer("separate operations", lambda: two_operations),
+          peers.Peer("separate operations, one logsumexp", lambda: one_logsumexp),
+          peers.Peer("separate operations, torch.compile", lambda: torch.compile(two_operations, dynamic=False),
+                     gpu_only=True)]
 
 
 class OurLoss(torch.autograd.Function):
@@ -60,101 +54,65 @@ class OurLoss(torch.autograd.Function):
         return dx * upstream.to(dx.dtype), torch.mul(dw, upstream, out=rounded), None, None
 
 
-# --- the layer --------------------------------------------------------------------------------------------------
+# --- the loss alone ---------------------------------------------------------------------------------------------
 
-class Chain:
-    """A loss's forward pass, and then its backward pass, on one problem."""
-
-    def __init__(self, loss_of, tensors):
-        self.loss_of, self.tensors, self.loss = loss_of, tensors, None
-
-    def forward(self):
-        self.loss = self.loss_of(*self.tensors)
-
-    def backward(self):
-        self.loss.backward()
-
-    def results(self):
-        self.forward()
-        self.backward()
-        x, w, _ = self.tensors
-        got, self.loss = (self.loss.detach(), x.grad, w.grad), None
-        return got
-
-    def forget(self):
-        x, w, _ = self.tensors
-        x.grad = w.grad = self.loss = None
+def time_chain(device, loss_of, tensors):
+    """Seconds of the forward pass, and of the backward pass."""
+    kept = []
+    forward = seconds(device, lambda: kept.append(loss_of(*tensors)))
+    backward = seconds(device, lambda: kept[0].backward())
+    tensors[0].grad = tensors[1].grad = None
+    return forward, backward
 
 
-def median_ratio(times, others, of):
-    return statistics.median(of(t) / of(o) for t, o in zip(times, others))
+def time_ours(device, library, tensors):
+    together = seconds(device, lambda: library(*tensors, z_loss=LAMBDA))
+    alone = seconds(device, lambda: library(*tensors, backward=False, z_loss=LAMBDA))
+    return alone, together - alone
 
 
-def layer_rows(device, shape, rounds, library, errors):
-    tensors = problem(device, shape)
-    x, w, y = tensors
+def loss_rows(device, shape, rounds, library, errors):
+    tensors = x, w, y = peers.problem(device, shape)
     reference = peers.reference(x, w, y, LAMBDA) if errors else None
-    rows, works = [], []
-    for name, make in chains(device):
+    rows, timers = [], []  # timers: a row, its function of no arguments, its (forward, backward) seconds
+    for chain in CHAINS:
+        rows.append(dict(what=chain.name))
         try:
-            chain = Chain(make(), tensors)
-            chain.results()
-            chain.forget()
-            reset_peak(device)
-            before = now_bytes(device)
-            got = chain.results()
-            held = peak_bytes(device)
-            if held is not None:
-                held -= before + sum(g.numel() * g.element_size() for g in got[1:])
-            rows.append(dict(what=name, held_bytes=held, **(peers.errors_of(got, reference) if errors else {})))
-            works.append((rows[-1], chain, []))
+            loss_of = peers.loss_of(chain, device)
+            run = peers.autograd(loss_of)
+            run(*tensors)
+            x.grad = w.grad = None
+            rows[-1].update(peers.measured(device, run, tensors, reference))
+            timers.append((rows[-1], lambda loss_of=loss_of: time_chain(device, loss_of, tensors), []))
         except Exception as error:  # a failure is a row, whatever it is
-            rows.append(dict(what=name, why=reason_of(error)))
-        got = chain = None
+            rows[-1]["why"] = reason_of(error)
         x.grad = w.grad = None
         reset_peak(device)
-    got = library(x, w, y, z_loss=LAMBDA)
+    rows.append(dict(what=OURS, **peers.errors_of(library(x, w, y, z_loss=LAMBDA), reference)))
     library(x, w, y, backward=False, z_loss=LAMBDA)
-    ours = []
-    rows.append(dict(what=OURS, **(peers.errors_of(got, reference) if errors else {})))
-    got = reference = None
+    ours = (rows[-1], lambda: time_ours(device, library, tensors), [])
+    del reference
     reset_peak(device)
-    with torch.no_grad():
-        bare = (torch.empty(len(x), len(w), dtype=x.dtype, device=device), torch.empty_like(x), torch.empty_like(w))
-    floors = []
-    for _ in range(rounds):  # in turn: a card's speed changes with its heat
-        with torch.no_grad():
-            floors.append((seconds(device, lambda: peers.forward_product(x, w, bare[0])),
-                           seconds(device, lambda: peers.backward_products(x, w, *bare))))
-        for _, chain, times in works:
-            times.append((seconds(device, chain.forward), seconds(device, chain.backward)))
-            chain.forget()
-        together = seconds(device, lambda: library(x, w, y, z_loss=LAMBDA))
-        rows[-1]["held_bytes"] = library.held()
-        alone = seconds(device, lambda: library(x, w, y, backward=False, z_loss=LAMBDA))
-        ours.append((alone, together - alone))
-    rows.append(dict(what="the three products alone"))
-    for row, times in [(row, times) for row, _, times in works] + [(rows[-2], ours), (rows[-1], floors)]:
-        for what, of in (("forward", lambda t: t[0]), ("backward", lambda t: t[1]), ("together", sum)):
-            row[f"{what}_ms"] = 1e3 * statistics.median(map(of, times))
-            row[f"{what}_ratio"] = median_ratio(times, ours, of)
+    gemms = peers.Gemms(x, w)
+    rows.append(dict(what="the plain GEMMs alone"))
+    timers += [ours, (rows[-1], lambda: (seconds(device, gemms.forward), seconds(device, gemms.backward)), [])]
+    for _ in range(rounds):  # alternating: a GPU's speed changes with its heat
+        for _, timer, times in timers:
+            times.append(timer())
+    ours[0]["held_bytes"] = library.held()
+    for row, _, times in timers:
+        for part, of in (("forward", lambda t: t[0]), ("backward", lambda t: t[1]), ("together", sum)):
+            row[f"{part}_ms"] = 1e3 * statistics.median(map(of, times))
+            row[f"{part}_ratio"] = statistics.median(of(t) / of(o) for t, o in zip(times, ours[2]))
     return rows
 
 
-def show_layer(shape, rows):
-    print(f"\nz-loss, N {shape[0]}, H {shape[1]}, V {shape[2]}: ms, and times what lce.c takes\n")
-    print("| loss | forward | backward | together | holds | loss off by | dX | dW |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        if "why" in row:
-            print(f"| {row['what']} | not measured: {row['why']} | | | | | | |")
-            continue
-        held = "" if row.get("held_bytes") is None else f"{row['held_bytes'] / 2**20:.0f} MiB"
-        times = " | ".join(f"{row[f'{part}_ms']:.2f}, {row[f'{part}_ratio']:.2f}"
-                           for part in ("forward", "backward", "together"))
-        off = " | ".join(f"{row[of]:.1e}" if of in row else "" for of in ("loss_error", "dx_error", "dw_error"))
-        print(f"| {row['what']} | {times} | {held} | {off} |")
-    sys.stdout.flush()
+def show_loss(shape, rows):
+    parts = ("forward", "backward", "together")
+    peers.show("z-loss, N {}, H {}, V {}: ms, and ratio to lce.c".format(*shape),
+               ("loss", *parts, "holds", *peers.ERROR_COLUMNS), rows,
+               lambda row: [*(f"{row[f'{part}_ms']:.2f}, {row[f'{part}_ratio']:.2f}" for part in parts),
+                            peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)])
 
 
 # --- a training step --------------------------------------------------------------------------------------------
@@ -228,12 +186,11 @@ class Model:
 
 def step_rows(device, rounds, library):
     model = Model(device)
-    rows, works = [], []
-    ours = (OURS, lambda: lambda x, w, y: OurLoss.apply(x, w, y, library))
-    for name, make in (*chains(device), ours):
-        rows.append(dict(what=name))
+    rows, works = [], []  # works: a row, its loss(x, w, y), its seconds
+    for chain in CHAINS + [peers.Peer(OURS, lambda: lambda x, w, y: OurLoss.apply(x, w, y, library))]:
+        rows.append(dict(what=chain.name))
         try:
-            loss_of = make()
+            loss_of = peers.loss_of(chain, device)
             rows[-1]["loss"] = model.loss(loss_of).item()  # all at the same weights
             works.append((rows[-1], loss_of, []))
         except Exception as error:  # a failure is a row, whatever it is
@@ -245,7 +202,7 @@ def step_rows(device, rounds, library):
                 model.step(loss_of)
             reset_peak(device)
             model.step(loss_of)
-            row["peak_bytes"] = peak_bytes(device)
+            row["peak_bytes"] = peers.peak_bytes(device)
             if row["peak_bytes"] and row["what"] == OURS:
                 row["peak_bytes"] += library.held()
         except Exception as error:
@@ -255,7 +212,7 @@ def step_rows(device, rounds, library):
     works = [work for work in works if "why" not in work[0]]
     for _ in range(rounds):
         for _, loss_of, times in works:
-            times.append(seconds(device, lambda loss_of=loss_of: model.step(loss_of)))
+            times.append(seconds(device, lambda: model.step(loss_of)))
     for row, _, times in works:
         row["ms"] = 1e3 * statistics.median(times)
         if works[-1][0]["what"] == OURS:
@@ -265,28 +222,20 @@ def step_rows(device, rounds, library):
 
 def show_step(device, rows):
     m = MODELS[device]
-    print(f"\nz-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}\n")
-    print("| loss | ms a step | times the step with lce.c | memory at the peak | the loss at first |")
-    print("| --- | --- | --- | --- | --- |")
-    for row in rows:
-        if "why" in row:
-            print(f"| {row['what']} | not measured: {row['why']} | | | |")
-            continue
-        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f} GiB"
-        ratio = f"{row['ratio']:.3f}" if "ratio" in row else ""
-        print(f"| {row['what']} | {row['ms']:.2f} | {ratio} | {peak} | {row['loss']:.5f} |")
-    sys.stdout.flush()
+    peers.show(f"z-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}",
+               ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), rows,
+               lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}" if "ratio" in row else "",
+                            peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"])
 
 
-def bench(device, shapes, rounds, library, errors, tell):
-    """Both tables; tell(**row) keeps each row."""
+def bench(device, shapes, rounds, library, errors, log):
+    """Both tables; log(**row) keeps each row."""
     for shape in shapes:
-        rows = layer_rows(device, shape, rounds, library, errors)
-        show_layer(shape, rows)
+        rows = loss_rows(device, shape, rounds, library, errors)
+        show_loss(shape, rows)
         for row in rows:
-            tell(event="z-loss layer", shape=shape, **row)
+            log(event="z-loss layer", shape=shape, **row)
     rows = step_rows(device, rounds, library)
     show_step(device, rows)
     for row in rows:
-        tell(event="z-loss step", model=MODELS[device], **row)
-    wait(device)
+        log(event="z-loss step", model=MODELS[device], **row)
