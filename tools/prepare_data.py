@@ -15,6 +15,8 @@ bit a token beside each shard (x.mask for x.bin, see data/source.h) says what co
 Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
 """
 import argparse
+import collections
+import contextlib
 import glob
 import hashlib
 import json
@@ -24,6 +26,12 @@ import re
 import shutil
 import sys
 import time
+
+try:
+    import numpy
+    import tokenizers
+except ImportError:  # main says so; --help needs neither
+    pass
 
 SHARD_FORMATS = {2: (20240520, 1), 4: (20240801, 7)}  # bytes of a token: magic, version
 MASK_MAGIC, MASK_VERSION = 20261120, 1
@@ -54,6 +62,19 @@ def require(module, purpose):
         return __import__(module, fromlist=["_"])
     except ImportError:
         fail(f"{purpose} needs the Python package {module.split('.')[0]}: pip install {module.split('.')[0]}")
+
+
+@contextlib.contextmanager
+def written(path, mode="wb"):
+    """A file that has its name only once it is whole."""
+    with open(path + ".partial", mode) as file:
+        yield file
+    os.replace(path + ".partial", path)
+
+
+def read_text(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
 
 
 # --- files and their parts ----------------------------------------------------------------------------------
@@ -90,18 +111,16 @@ def find_files(inputs, given):
     return files
 
 
-class Item:
-    """A part of a file. A document may go on in the next item; `closes` says that it does not."""
-
-    def __init__(self, number, path, kind, start, end, split=None, closes=True):
-        self.number, self.path, self.kind, self.start, self.end = number, path, kind, start, end
-        self.split, self.closes = split, closes
+# A part of a file. A document may go on in the next item; `closes` says that it does not.
+Item = collections.namedtuple("Item", "number path kind start end split closes", defaults=(None, True))
+# Segments of text, each with whether it counts. `closes`: an end-of-text token follows.
+Document = collections.namedtuple("Document", "segments closes", defaults=(True,))
 
 
 def is_safe_cut(window, at):
     """Whether text can be cut after the newline at `at` without changing its tokens: no tokenizer's piece reaches
     from a lone newline into the line after it."""
-    return 0 < at < len(window) - 1 and window[at - 1:at].strip() != b"" and window[at + 1:at + 2].strip() != b""
+    return bool(at > 0 and window[at - 1:at].strip() and window[at + 1:at + 2].strip())
 
 
 def find_cut(file, at, size, anywhere):
@@ -125,7 +144,7 @@ def ranges(path, step, anywhere):
     with open(path, "rb") as file:
         while start < size:
             end = find_cut(file, start + step, size, anywhere) if start + step < size else size
-            yield start, end, end == size
+            yield start, end
             start = end
 
 
@@ -135,38 +154,37 @@ def is_held_back(fraction, *place):
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
+def parquet_file(path):
+    parquet = require("pyarrow.parquet", "reading Parquet")
+    try:
+        return parquet.ParquetFile(path)
+    except Exception as error:
+        raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
+
+
+def parts_of(path, options):
+    """The parts of a file as fields of Item: (kind, start, end) of each."""
+    kind = kind_of(path, options.format)
+    if kind == "parquet":
+        return [(kind, group, group + 1) for group in range(parquet_file(path).num_row_groups)]
+    lines = kind == "jsonl" or options.document == "line"
+    step = ITEM_BYTES
+    if not lines and options.val_fraction > 0:  # the file is one document, of which stretches are held back
+        step = max(1 << 14, min(ITEM_BYTES, os.path.getsize(path) // 100))
+    return [(kind, start, end) for start, end in ranges(path, step, lines)]
+
+
 def items_of(files, options):
     """The parts of all files, in order."""
     number = 0
     for path in files:
-        kind = kind_of(path, options.format)
-        if kind == "parquet":
-            parquet = require("pyarrow.parquet", "reading Parquet")
-            try:
-                groups = parquet.ParquetFile(path).num_row_groups
-            except Exception as error:
-                fail(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}")
-            for group in range(groups):
-                yield Item(number, path, kind, group, group + 1)
-                number += 1
-        elif kind == "jsonl" or options.document == "line":
-            for start, end, _ in ranges(path, ITEM_BYTES, True):
-                yield Item(number, path, kind, start, end)
-                number += 1
-        else:
-            # The file is one document, of which stretches are held back.
-            size = os.path.getsize(path)
-            step = max(1 << 14, min(ITEM_BYTES, size // 100)) if options.val_fraction > 0 else ITEM_BYTES
-            before = None
-            for start, end, last in ranges(path, step, False):
-                split = "val" if is_held_back(options.val_fraction, number) else "train"
-                if before:
-                    before.closes = before.split != split
-                    yield before
-                before = Item(number, path, kind, start, end, split, True)
-                number += 1
-            if before:
-                yield before
+        items = [Item(number + i, path, *part) for i, part in enumerate(parts_of(path, options))]
+        number += len(items)
+        if items and items[0].kind == "text" and options.document == "file":
+            splits = ["val" if is_held_back(options.val_fraction, item.number) else "train" for item in items]
+            items = [item._replace(split=split, closes=split != after)
+                     for item, split, after in zip(items, splits, splits[1:] + [None])]
+        yield from items
 
 
 # --- documents ----------------------------------------------------------------------------------------------
@@ -189,8 +207,7 @@ def as_text(data):
 def records_of(item, columns):
     """The objects of JSON lines or of a Parquet row group."""
     if item.kind == "parquet":
-        parquet = require("pyarrow.parquet", "reading Parquet")
-        file = parquet.ParquetFile(item.path)
+        file = parquet_file(item.path)
         known = [column for column in columns if column in file.schema_arrow.names]
         if not known:
             raise ValueError(f"{item.path} has no column {columns[0]}; it has {', '.join(file.schema_arrow.names)}")
@@ -220,22 +237,13 @@ def pieces_of(text):
     start = 0
     while len(text) - start > PIECE_BYTES:
         cut = start + PIECE_BYTES
-        while (cut := text.find("\n", cut)) >= 0:
-            if text[cut - 1:cut].strip() and text[cut + 1:cut + 2].strip():
-                break
+        while (cut := text.find("\n", cut)) >= 0 and not is_safe_cut(text, cut):
             cut += 1
         if cut < 0:
             break
         yield text[start:cut + 1]
         start = cut + 1
     yield text[start:]
-
-
-class Document:
-    """Segments of text, each with whether it counts. `closes`: an end-of-text token follows."""
-
-    def __init__(self, segments, closes=True):
-        self.segments, self.closes = segments, closes
 
 
 def plain_documents(item, options, report):
@@ -296,6 +304,10 @@ class Chat:
         return [(text, counts) for text, counts in segments if text]
 
 
+def chat_fields(options):
+    return [options.messages_field, "prompt", "completion"]
+
+
 def messages_of(record, options, item):
     if options.messages_field in record:
         messages = record[options.messages_field]
@@ -312,7 +324,7 @@ def messages_of(record, options, item):
 def chat_documents(item, options, chat, report):
     if item.kind == "text":
         raise ValueError(f"{item.path} is plain text; conversations come as JSON lines or Parquet")
-    for record in records_of(item, [options.messages_field, "prompt", "completion"]):
+    for record in records_of(item, chat_fields(options)):
         try:
             segments = chat.segments(messages_of(record, options, item))
         except (TypeError, KeyError) as error:
@@ -333,41 +345,33 @@ class Worker:
     """What a process needs to make tokens of an item."""
 
     def __init__(self, options, tokenizer_path, end_of_text, template, special):
-        from tokenizers import Tokenizer
-        import numpy
-        self.options, self.end_of_text, self.numpy = options, end_of_text, numpy
-        self.tokenizer = Tokenizer.from_file(tokenizer_path)
+        self.options, self.end_of_text = options, end_of_text
+        self.tokenizer = tokenizers.Tokenizer.from_file(tokenizer_path)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.encode = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
         self.chat = Chat(template, special) if options.chat else None
 
-    def documents(self, item, report):
-        if self.chat:
-            return chat_documents(item, self.options, self.chat, report)
-        return plain_documents(item, self.options, report)
-
     def run(self, item):
-        report = {"replaced": 0, "without_answer": 0, "documents": {"train": 0, "val": 0}}
+        """(ids, counts) of either split, and the counts of what was met."""
+        report = collections.Counter()
         out = {"train": ([], []), "val": ([], [])}
         batch, size = [], 0
-        for number, document in enumerate(self.documents(item, report)):
+        documents = (chat_documents(item, self.options, self.chat, report) if self.chat
+                     else plain_documents(item, self.options, report))
+        for number, document in enumerate(documents):
             held_back = is_held_back(self.options.val_fraction, item.number, number)
             split = item.split or ("val" if held_back else "train")
-            report["documents"][split] += document.closes
+            report[split] += document.closes
             batch.append((document, split))
             size += sum(len(text) for text, _ in document.segments)
             if size > PIECE_BYTES:
                 self.flush(batch, out)
                 batch, size = [], 0
         self.flush(batch, out)
-        return {split: (self.join(tokens, "tokens"), self.join(counts, "counts")) for split, (tokens, counts)
-                in out.items()}, report
-
-    def join(self, arrays, what):
-        if arrays:
-            return self.numpy.concatenate(arrays)
-        return self.numpy.zeros(0, self.numpy.uint32 if what == "tokens" else bool)
+        return {split: (numpy.concatenate([numpy.zeros(0, numpy.uint32)] + ids),
+                        numpy.concatenate([numpy.zeros(0, bool)] + counts))
+                for split, (ids, counts) in out.items()}, report
 
     def flush(self, batch, out):
         special = self.options.special_tokens and not self.options.chat
@@ -383,9 +387,9 @@ class Worker:
             if document.closes and (not ids or ids[-1] != self.end_of_text):
                 ids.append(self.end_of_text)
                 counts.append(False)
-            out[split][0].append(self.numpy.array(ids, self.numpy.uint32))
+            out[split][0].append(numpy.array(ids, numpy.uint32))
             if self.chat:
-                out[split][1].append(self.numpy.array(counts, bool))
+                out[split][1].append(numpy.array(counts, bool))
 
 
 def start_worker(*arguments):
@@ -403,53 +407,51 @@ def run_worker(item):
 
 # --- shards -------------------------------------------------------------------------------------------------
 
+def header(*values):
+    ints = numpy.zeros(HEADER_INTS, "<i4")
+    ints[:len(values)] = values
+    return ints.tobytes()
+
+
 class Shards:
     """Writes one split's tokens into files of at most shard_tokens. A file has its name when it is whole."""
 
     def __init__(self, folder, split, token_bytes, shard_tokens, masked):
-        import numpy
-        self.numpy, self.folder, self.split, self.masked = numpy, folder, split, masked
+        self.folder, self.split, self.masked = folder, split, masked
         self.dtype = numpy.uint16 if token_bytes == 2 else numpy.uint32
-        self.format, self.most = SHARD_FORMATS[token_bytes], shard_tokens
+        self.format, self.max = SHARD_FORMATS[token_bytes], shard_tokens
         self.file, self.count, self.mask, self.shards = None, 0, [], []
         self.tokens = self.counted = 0
-
-    def header(self, magic, version, count):
-        header = self.numpy.zeros(HEADER_INTS, "<i4")
-        header[:3] = magic, version, count
-        return header.tobytes()
 
     def add(self, tokens, counts):
         while len(tokens):
             if not self.file:
                 self.path = os.path.join(self.folder, f"{self.split}_{len(self.shards):06d}.bin")
                 self.file = open(self.path + ".partial", "wb")
-                self.file.write(self.header(*self.format, 0))
-            taken = min(len(tokens), self.most - self.count)
+                self.file.write(header(*self.format, 0))
+            taken = min(len(tokens), self.max - self.count)
             self.file.write(tokens[:taken].astype(self.dtype).tobytes())
             if self.masked:
                 self.mask.append(counts[:taken])
                 counts = counts[taken:]
             tokens = tokens[taken:]
             self.count += taken
-            if self.count == self.most:
+            if self.count == self.max:
                 self.close()
 
     def close(self):
         if not self.file:
             return
         self.file.seek(0)
-        self.file.write(self.header(*self.format, self.count))
+        self.file.write(header(*self.format, self.count))
         self.file.close()
         counted = self.count
         if self.masked:
-            bits = self.numpy.concatenate(self.mask)
+            bits = numpy.concatenate(self.mask)
             counted = int(bits.sum())
-            path = self.path[:-len(".bin")] + ".mask"
-            with open(path + ".partial", "wb") as file:
-                file.write(self.header(MASK_MAGIC, MASK_VERSION, self.count))
-                file.write(self.numpy.packbits(bits, bitorder="little").tobytes())
-            os.replace(path + ".partial", path)
+            with written(self.path[:-len(".bin")] + ".mask") as file:
+                file.write(header(MASK_MAGIC, MASK_VERSION, self.count))
+                file.write(numpy.packbits(bits, bitorder="little").tobytes())
         os.replace(self.path + ".partial", self.path)
         self.shards.append({"file": os.path.basename(self.path), "tokens": self.count, "counted_tokens": counted})
         self.tokens += self.count
@@ -480,7 +482,6 @@ class Progress:
 # --- tokenizers ---------------------------------------------------------------------------------------------
 
 def train_tokenizer(files, options, path):
-    tokenizers = require("tokenizers", "making tokens")
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
     if options.style == "gpt2":
         split = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -498,38 +499,25 @@ def train_tokenizer(files, options, path):
 
     def texts():
         left = options.tokenizer_sample
-        report = {"replaced": 0, "without_answer": 0}
         for item in items_of(files, options):
             if options.chat:
-                for record in records_of(item, [options.messages_field, "prompt", "completion"]):
-                    for message in messages_of(record, options, item):
-                        left -= len(message["content"])
-                        yield message["content"]
+                some = (message["content"] for record in records_of(item, chat_fields(options))
+                        for message in messages_of(record, options, item))
             else:
-                for document in plain_documents(item, options, report):
-                    for text, _ in document.segments:
-                        left -= len(text)
-                        yield text
+                some = (text for document in plain_documents(item, options, collections.Counter())
+                        for text, _ in document.segments)
+            for text in some:
+                left -= len(text)
+                yield text
             if left < 0:
                 return
 
     print(f"training a tokenizer of {options.train_tokenizer:,} tokens ...", file=sys.stderr)
-    try:
-        tokenizer.train_from_iterator(texts(), trainer)
-    except ValueError as error:
-        fail(str(error))
+    tokenizer.train_from_iterator(texts(), trainer)
     made = tokenizer.get_vocab_size()
     if made < options.train_tokenizer:
         print(f"the text has pairs for a vocabulary of {made:,} only, not {options.train_tokenizer:,}", file=sys.stderr)
     tokenizer.save(path)
-
-
-def read_settings(folder):
-    path = os.path.join(folder, "tokenizer_config.json")
-    if not os.path.exists(path):
-        return {}
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
 
 
 def token_text(value):
@@ -540,7 +528,6 @@ class Tokens:
     """The tokenizer in the output folder, and what is known about its special tokens."""
 
     def __init__(self, options, files):
-        tokenizers = require("tokenizers", "making tokens")
         self.path = os.path.join(options.out, "tokenizer.json")
         self.settings, self.template = {}, None
         if options.train_tokenizer:
@@ -569,7 +556,8 @@ class Tokens:
             fail(f"there is no {file}; --tokenizer names a tokenizer.json or a directory with one")
         if os.path.abspath(file) != os.path.abspath(self.path):
             shutil.copyfile(file, self.path)
-        self.settings = read_settings(folder)
+        settings = os.path.join(folder, "tokenizer_config.json")
+        self.settings = json.loads(read_text(settings)) if os.path.exists(settings) else {}
         for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
             path, copy = os.path.join(folder, name), os.path.join(os.path.dirname(self.path), name)
             if os.path.exists(path) and os.path.abspath(path) != os.path.abspath(copy):
@@ -577,17 +565,11 @@ class Tokens:
         template = self.settings.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        beside = os.path.join(folder, "chat_template.jinja")
-        if os.path.exists(beside):
-            with open(beside, encoding="utf-8") as file:
-                template = file.read()
-        self.template = template
+        jinja = os.path.join(folder, "chat_template.jinja")
+        self.template = read_text(jinja) if os.path.exists(jinja) else template
 
     def chat_template(self, path):
-        if path:
-            with open(path, encoding="utf-8") as file:
-                return file.read()
-        return self.template or SIMPLE_TEMPLATE
+        return read_text(path) if path else self.template or SIMPLE_TEMPLATE
 
     def manifest(self):
         with open(self.path, "rb") as file:
@@ -600,9 +582,7 @@ class Tokens:
 
 def write_choices(files, options, tokens):
     """llm.c's evaluation file (data/choices.h) from records with ctx, endings and label."""
-    import numpy
-    from tokenizers import Tokenizer
-    tokenizer = Tokenizer.from_file(tokens.path)
+    tokenizer = tokenizers.Tokenizer.from_file(tokens.path)
     wide = tokens.vocab_size >= 2**16
     dtype, start = (numpy.uint32, 2**32 - 1) if wide else (numpy.uint16, 2**16 - 1)
     examples = []
@@ -625,14 +605,11 @@ def write_choices(files, options, tokens):
             if values[1] >= start:
                 raise ValueError(f"{item.path} has an example of {values[1]} bytes, too long for the format")
             examples.append(numpy.array(values, dtype))
-    header = numpy.zeros(HEADER_INTS, "<i4")
-    header[:4] = CHOICES_MAGIC, 2 if wide else 1, len(examples), max((len(e) * dtype().itemsize for e in examples), default=0)
     path = os.path.join(options.out, "choices.bin")
-    with open(path + ".partial", "wb") as file:
-        file.write(header.tobytes())
+    with written(path) as file:
+        file.write(header(CHOICES_MAGIC, 2 if wide else 1, len(examples), max((e.nbytes for e in examples), default=0)))
         for example in examples:
             file.write(example.tobytes())
-    os.replace(path + ".partial", path)
     print(f"{path}: {len(examples):,} examples; ./train --hellaswag {path}")
 
 
@@ -674,8 +651,7 @@ def parse_options():
 def size_of(item):
     if item.kind != "parquet":
         return item.end - item.start
-    parquet = require("pyarrow.parquet", "reading Parquet")
-    return os.path.getsize(item.path) // max(1, parquet.ParquetFile(item.path).num_row_groups)
+    return os.path.getsize(item.path) // max(1, parquet_file(item.path).num_row_groups)
 
 
 def make_shards(files, options, tokens):
@@ -684,23 +660,21 @@ def make_shards(files, options, tokens):
     for pattern in ("train_*", "val_*"):
         for old in glob.glob(os.path.join(glob.escape(options.out), pattern)):
             os.remove(old)
-    totals = {"replaced": 0, "without_answer": 0, "documents": {"train": 0, "val": 0}}
+    totals = collections.Counter()
     progress = Progress(sum(os.path.getsize(file) for file in files))
     template = tokens.chat_template(options.chat_template) if options.chat else None
     if template:
         Chat(template, tokens.special)  # a template that cannot be read is said once, here
     arguments = (options, tokens.path, tokens.end_of_text_id, template, tokens.special)
     with multiprocessing.Pool(options.workers, start_worker, arguments) as pool:
-        for item, result, problem in pool.imap(run_worker, items_of(files, options)):
+        for item, result, problem in pool.imap(run_worker, list(items_of(files, options))):
             if problem:
                 pool.terminate()
                 fail(problem)
             parts, report = result
             for split, (ids, counts) in parts.items():
                 shards[split].add(ids, counts)
-                totals["documents"][split] += report["documents"][split]
-            totals["replaced"] += report["replaced"]
-            totals["without_answer"] += report["without_answer"]
+            totals.update(report)
             progress.update(size_of(item), sum(len(ids) for ids, _ in parts.values()))
     progress.finish()
     for split in shards.values():
@@ -712,30 +686,21 @@ def write_manifest(files, options, tokens, shards, totals):
     manifest = {
         "format": "lce.c shards", "version": 1, "dtype": "uint16" if tokens.vocab_size <= 2**16 else "uint32",
         "masked": options.chat, "tokenizer": tokens.manifest(),
-        "splits": {split: {"documents": totals["documents"][split], "tokens": s.tokens, "counted_tokens": s.counted,
+        "splits": {split: {"documents": totals[split], "tokens": s.tokens, "counted_tokens": s.counted,
                            "shards": s.shards} for split, s in shards.items() if s.shards},
         "inputs": [{"file": file, "bytes": os.path.getsize(file)} for file in files],
         "arguments": sys.argv[1:],
     }
-    path = os.path.join(options.out, "manifest.json")
-    with open(path + ".partial", "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.write("\n")
-    os.replace(path + ".partial", path)
+    with written(os.path.join(options.out, "manifest.json")) as file:
+        file.write((json.dumps(manifest, indent=1) + "\n").encode())
 
 
-def main():
-    options = parse_options()
-    require("numpy", "writing shards")
-    require("tokenizers", "making tokens")
+def prepare(options):
     files = find_files(options.inputs, options.format)
     os.makedirs(options.out, exist_ok=True)
     tokens = Tokens(options, files)
     if options.multiple_choice:
-        try:
-            write_choices(files, options, tokens)
-        except ValueError as error:
-            fail(str(error))
+        write_choices(files, options, tokens)
         return
     shards, totals = make_shards(files, options, tokens)
     if not shards["train"].tokens:
@@ -743,7 +708,7 @@ def main():
     write_manifest(files, options, tokens, shards, totals)
     for split, s in shards.items():
         counted = f", of which {s.counted:,} count" if options.chat else ""
-        print(f"{split}: {totals['documents'][split]:,} documents, {s.tokens:,} tokens{counted}, {len(s.shards)} shards")
+        print(f"{split}: {totals[split]:,} documents, {s.tokens:,} tokens{counted}, {len(s.shards)} shards")
     if options.val_fraction > 0 and not shards["val"].tokens:
         print("no document was drawn for validation: there are few; raise --val-fraction or prepare others for it")
     if totals["replaced"]:
@@ -752,6 +717,16 @@ def main():
         print(f"{totals['without_answer']:,} conversations had nothing that the assistant said and were left out")
     print(f"./train --vocab {tokens.vocab_size} --data '{options.out}/train_*.bin'"
           + (f" --val-data '{options.out}/val_*.bin'" if shards["val"].tokens else "") + f" --tokenizer {options.out}")
+
+
+def main():
+    options = parse_options()
+    require("numpy", "writing shards")
+    require("tokenizers", "making tokens")
+    try:
+        prepare(options)
+    except ValueError as error:
+        fail(str(error))
 
 
 if __name__ == "__main__":
