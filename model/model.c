@@ -195,6 +195,11 @@ void model_initialize(Model *m, Backend *backend, uint64_t seed) {
   parameters_initialize(&m->parameters, backend, seed);
 }
 
+Tensor model_head_shard(const Model *m) {
+  if (!m->shard.vocab_size || m->parameters.spread.split_head_weights) return m->head.value;
+  return tensor_rows(m->head.value, m->shard.first, m->head.grad.shape[0]);
+}
+
 MemoryMark model_gather_head(Model *m, Backend *backend) {
   MemoryMark mark = memory_mark(&backend->memory);
   const Parameters *p = &m->parameters;

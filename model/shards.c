@@ -15,12 +15,12 @@ Tensor shards_slice_of_shard(const Parameters *p, Tensor shard, Bucket b) {
   return tensor_exists(shard) ? tensor_rows(shard, b.first / parts, b.count / parts) : shard;
 }
 
-static bool takes_turns(const Parameters *p, ParameterGroup group) {
+static bool double_buffered(const Parameters *p, ParameterGroup group) {
   return p->spread.zero == 2 && group == GROUP_MATRICES;
 }
 
-Tensor shards_gradients_made(const Parameters *p, ParameterGroup group, Bucket b) {
-  int64_t first = takes_turns(p, group) ? parameters_turn(p, b.first) : b.first;
+Tensor shards_local_grads(const Parameters *p, ParameterGroup group, Bucket b) {
+  int64_t first = double_buffered(p, group) ? parameters_turn(p, b.first) : b.first;
   return tensor_rows(p->grad[group], first, b.count);
 }
 
@@ -32,39 +32,39 @@ Tensor shards_weights(const Parameters *p, ParameterGroup group, Bucket b) {
   return shards_weights_are_whole(p, group) ? shards_slice_of_whole(p, p->value[group], b) : p->value[group];
 }
 
-Tensor shards_gradients_summed(const Parameters *p, ParameterGroup group, Bucket b) {
+Tensor shards_reduced_grads(const Parameters *p, ParameterGroup group, Bucket b) {
   if (group == GROUP_HEAD && p->spread.split_head) return p->grad[GROUP_HEAD];
   if (tensor_exists(p->grad_shard[group])) return shards_slice_of_shard(p, p->grad_shard[group], b);
   return shards_slice_of_whole(p, p->grad[group], b);
 }
 
-// --- numbers to and from the host --------------------------------------------------------------------------
+// --- elements to and from the host -------------------------------------------------------------------------
 
-static bool is_spread(const Parameters *p, const Tensor *role, ParameterGroup group) {
+static bool is_sharded(const Parameters *p, const Tensor *role, ParameterGroup group) {
   return tensor_count(role[group]) != p->group_elements[group];
 }
 
 void shards_write(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
-                  int64_t first, int64_t count, const void *numbers, Dtype dtype, uint16_t *rounded) {
+                  int64_t first, int64_t count, const void *values, Dtype dtype, uint16_t *rounded) {
   ParameterGroup group = parameter->group;
   if (!tensor_exists(role[group])) return;
   int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!is_spread(p, role, group)) {
-    parameters_upload(backend, tensor_rows(role[group], begin, count), numbers, dtype, rounded);
+  if (!is_sharded(p, role, group)) {
+    parameters_upload(backend, tensor_rows(role[group], begin, count), values, dtype, rounded);
     return;
   }
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
-    int64_t slice = b.count / p->spread.parts, own = b.first + p->spread.part * slice;
-    int64_t from = begin > own ? begin : own, to = min_i64(stop, own + slice);
+    int64_t slice = b.count / p->spread.parts, local = b.first + p->spread.part * slice;
+    int64_t from = max_i64(begin, local), to = min_i64(stop, local + slice);
     if (from >= to) continue;
-    Tensor mine = tensor_rows(shards_slice_of_shard(p, role[group], b), from - own, to - from);
-    const char *own_numbers = (const char *)numbers + (size_t)(from - begin) * dtype_bytes(dtype);
-    parameters_upload(backend, mine, own_numbers, dtype, rounded);
+    Tensor shard = tensor_rows(shards_slice_of_shard(p, role[group], b), from - local, to - from);
+    const char *slice_values = (const char *)values + (size_t)(from - begin) * dtype_bytes(dtype);
+    parameters_upload(backend, shard, slice_values, dtype, rounded);
   }
 }
 
-// Numbers of a split head that each rank gives at a time: a bucket's worth together.
+// Elements of a split head that each rank contributes to one all-gather: together about a bucket.
 static int64_t head_at_once(const Parameters *p, Dtype dtype) {
   return BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->spread.parts;
 }
@@ -73,17 +73,17 @@ static Tensor push_bucket(Backend *backend, Dtype dtype, int64_t count) {
   return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype, count);
 }
 
-// Of a split head, whose one bucket is too large to gather: every rank gives what lies in its own slice where the
-// wanted numbers lie in their owner's.
+// A split head, whose one bucket is too large to gather. Every rank contributes the elements at the same offset of
+// its slice; those of the owner are used.
 static void read_head(const Parameters *p, Backend *backend, Tensor shard, int64_t begin, int64_t stop,
                       char *host) {
   int64_t slice = tensor_count(shard), width = (int64_t)dtype_bytes(shard.dtype), count;
   for (int64_t at = begin; at < stop; at += count) {
-    int64_t owner = at / slice, place = at % slice;
-    count = min_i64(min_i64(stop - at, slice - place), head_at_once(p, shard.dtype));
+    int64_t owner = at / slice, offset = at % slice;
+    count = min_i64(min_i64(stop - at, slice - offset), head_at_once(p, shard.dtype));
     MemoryMark mark = memory_mark(&backend->memory);
     Tensor all = push_bucket(backend, shard.dtype, count * p->spread.parts);
-    all_gather(backend, (Collective){.out = all, .x = tensor_rows(shard, place, count)});
+    all_gather(backend, (Collective){.out = all, .x = tensor_rows(shard, offset, count)});
     if (backend->rank == 0)
       backend_to_host(backend, host + (at - begin) * width, tensor_rows(all, owner * count, count));
     memory_pop_to(&backend->memory, mark);
@@ -94,7 +94,7 @@ void shards_read(const Parameters *p, Backend *backend, const Tensor *role, cons
                  int64_t first, int64_t count, void *host) {
   ParameterGroup group = parameter->group;
   int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!is_spread(p, role, group)) {
+  if (!is_sharded(p, role, group)) {
     if (backend->rank == 0) backend_to_host(backend, host, tensor_rows(role[group], begin, count));
     return;
   }
@@ -109,7 +109,7 @@ void shards_read(const Parameters *p, Backend *backend, const Tensor *role, cons
     MemoryMark mark = memory_mark(&backend->memory);
     Tensor whole = push_bucket(backend, role[group].dtype, b.count);
     all_gather(backend, (Collective){.out = whole, .x = shards_slice_of_shard(p, role[group], b)});
-    int64_t from = begin > b.first ? begin : b.first, to = min_i64(stop, b.first + b.count);
+    int64_t from = max_i64(begin, b.first), to = min_i64(stop, b.first + b.count);
     if (backend->rank == 0)
       backend_to_host(backend, (char *)host + (size_t)(from - begin) * width,
                       tensor_rows(whole, from - b.first, to - from));
@@ -122,7 +122,7 @@ void shards_plan_read(const Parameters *p, Backend *backend) {
   for (int r = 0; r < 4; r++)
     for (int g = 0; g < GROUP_COUNT; g++) {
       Tensor role = roles[r][g];
-      if (!tensor_exists(role) || !is_spread(p, roles[r], (ParameterGroup)g)) continue;
+      if (!tensor_exists(role) || !is_sharded(p, roles[r], (ParameterGroup)g)) continue;
       MemoryMark mark = memory_mark(&backend->memory);
       int64_t count = min_i64(p->bucket[g], p->group_elements[g]);
       if (g == GROUP_HEAD && p->spread.split_head)

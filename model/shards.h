@@ -1,20 +1,21 @@
-// What of the parameters is spread over the ranks, and how numbers come and go there (ZeRO; Rajbhandari et
-// al. 2020).
+// Which parameters are sharded over the ranks, and how elements get into shards and out of them (ZeRO;
+// Rajbhandari et al. 2020).
 //
 // A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many
-// equal slices as there are ranks. A rank owns its slice of every bucket: there it sums gradients, keeps
+// equal slices as there are ranks. A rank owns its slice of every bucket: there it has the reduced gradients,
 // master weights and moments, and updates weights. A rank's slices lie one after the other in its shards,
 // bucket by bucket.
 //
-//   zero 0   nothing is spread: every rank holds and updates everything
-//   zero 1   master weights and moments are; gradients are whole, and in the own slices lie their sums
-//   zero 2   so are the gradients. Whole remain those of the head and the embeddings (a pass adds to all of them), of
-//            norms and biases, and of two layers that take turns: what one leaves is summed into the shards while the
-//            next computes
+//   zero 0   nothing is sharded: every rank holds and updates everything
+//   zero 1   master weights and moments are; gradients are whole, and reduced in the rank's slices of them
+//   zero 2   so are the gradients. Whole remain those of the head and the embeddings (a pass adds to all of
+//            them), of norms and biases, and of two layers, a double buffer: one layer's are reduce-scattered
+//            into the shards while the next layer's are computed
 //
-// Where the head is split (--vocab-parallel; kernels/vocabulary_parallel.c) its group is one bucket, whose slices are
-// whole rows, and a rank makes the gradients of its own rows for the tokens of all: there is nothing to sum. Its weights
-// are spread as well, unless they are the embedding's, which every rank reads for its own tokens.
+// Where the head is split (--vocab-parallel; kernels/vocabulary_parallel.c) its group is one bucket, whose
+// slices are whole rows, and a rank computes its rows' gradients from the tokens of all ranks: there is
+// nothing to reduce. Its weights are sharded as well, unless they are the embedding's, which every rank reads
+// for its tokens.
 #ifndef LCE_MODEL_SHARDS_H
 #define LCE_MODEL_SHARDS_H
 
@@ -36,23 +37,23 @@ Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t
 Tensor shards_slice_of_whole(const Parameters *parameters, Tensor group, Bucket bucket);
 Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket bucket);
 
-// Where the gradients of a bucket are made: in their group, or at zero 2 in the room that layers take turns in.
-Tensor shards_gradients_made(const Parameters *parameters, ParameterGroup group, Bucket bucket);
-// The own slice of the weights, and whether the others' are here too.
+// This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.
+Tensor shards_local_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+// The rank's slice of the weights, and whether the other slices are here too.
 Tensor shards_weights(const Parameters *parameters, ParameterGroup group, Bucket bucket);
 bool shards_weights_are_whole(const Parameters *parameters, ParameterGroup group);
-// Where the sums over all ranks of the own slice end up.
-Tensor shards_gradients_summed(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+// The rank's slice of the gradients' sum over all ranks.
+Tensor shards_reduced_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
 
-// Writes numbers to elements [first, first + count) of a parameter in one role (parameters->master, ...),
-// whole or spread: of what is spread each rank keeps what it owns. They are fp32 or of the role's own
-// `dtype`; `rounded` has room for as many. Nothing where the role is absent.
+// Writes `values` to elements [first, first + count) of a parameter in one role (parameters->master, ...),
+// whole or sharded: of a shard each rank writes what it owns. They are fp32 or of the role's `dtype`;
+// `rounded` is a buffer for as many. Does nothing where the role is absent.
 void shards_write(const Parameters *parameters, Backend *backend, const Tensor *role,
-                  const Parameter *parameter, int64_t first, int64_t count, const void *numbers, Dtype dtype,
+                  const Parameter *parameter, int64_t first, int64_t count, const void *values, Dtype dtype,
                   uint16_t *rounded);
 
-// Reads them to the host of rank 0, in the role's dtype; of what is spread a bucket at a time is gathered on
-// the backend's stack. Call it on all ranks; `host` is left alone on the others.
+// Reads them to the host of rank 0, in the role's dtype; shards are gathered on the backend's stack, a bucket
+// at a time. Call it on all ranks; on the others `host` is not written.
 void shards_read(const Parameters *parameters, Backend *backend, const Tensor *role,
                  const Parameter *parameter, int64_t first, int64_t count, void *host);
 

@@ -1,15 +1,15 @@
-// A step through the transformer, in the order in which memory comes and goes.
+// One pass through the transformer, in the order in which memory is pushed and popped.
 //
 // The residual stream r starts as the embedding and passes L layers:
 //     m   = r + attention(norm1(r)) W_out          r' = m + mlp(norm2(m))
-// The additions happen inside the products before them (LinearForward.residual), so a layer writes two [N, H]
-// streams and no sum is a kernel of its own. Then: final norm, and linear_cross_entropy, which hands back the
-// gradient of its input. The backward pass carries one gradient of the stream, dr, through the layers and
+// The additions happen in the matmuls before them (LinearForward.residual), so a layer writes two [N, H]
+// tensors and no sum is a kernel of its own. Then: final norm, and linear_cross_entropy, which also returns
+// the gradient of its input. The backward pass carries one gradient of the stream, dr, through the layers and
 // adds to it in place.
 //
 // On the stack, from the bottom up: dr, then per layer what forward keeps for backward. Each layer pushes its
-// output first, then what RECOMPUTE_LAYER would drop, then what RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE would
-// drop, so that forgetting is popping, and remembering again is pushing and computing the same once more.
+// output first, then what RECOMPUTE_LAYER drops, then what RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to
+// drop is to pop, and to recompute is to push and compute the same again.
 #include "model/transformer.h"
 
 #include <stdlib.h>
@@ -21,7 +21,9 @@ const char *recompute_name(Recompute recompute) {
   return names[recompute];
 }
 
-// One pass: what every function below needs to know.
+static const Tensor none; // an operand that is absent
+
+// One pass: the arguments that all functions below share.
 typedef struct {
   Backend *backend;
   Model *model;
@@ -107,7 +109,7 @@ static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor
                                            .accumulate = p->accumulate});
 }
 
-// --- products ----------------------------------------------------------------------------------------------
+// --- matmuls -----------------------------------------------------------------------------------------------
 
 static void project(const Pass *p, Tensor out, Tensor x, const Param *weight, const Param *bias,
                     Tensor residual, Tensor pre_activation) {
@@ -120,28 +122,26 @@ static void project(const Pass *p, Tensor out, Tensor x, const Param *weight, co
                                              .pre_activation = pre_activation});
 }
 
-static void project_backward_input(const Pass *p, Tensor dx, Tensor dout, const Param *weight,
-                                   Tensor pre_activation) {
-  linear_backward_input(p->backend, (LinearBackwardInput){.dx = dx,
-                                                          .dout = dout,
-                                                          .weight = weight->value,
-                                                          .in_out_layout = p->model->config.in_out_layout,
-                                                          .pre_activation = pre_activation});
-}
-
-static void project_backward_weight(const Pass *p, Tensor dout, Tensor x, const Param *weight,
-                                    const Param *bias) {
+// The gradients of weight and bias, then that of the input. dx may be x itself, or dout what dx replaces.
+static void project_backward(const Pass *p, Tensor dx, Tensor dout, Tensor x, const Param *weight,
+                             const Param *bias, Tensor pre_activation) {
+  bool in_out_layout = p->model->config.in_out_layout;
   linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = weight->grad,
                                                             .dbias = bias->grad,
                                                             .dout = dout,
                                                             .x = x,
-                                                            .in_out_layout = p->model->config.in_out_layout,
+                                                            .in_out_layout = in_out_layout,
                                                             .accumulate = p->accumulate});
+  linear_backward_input(p->backend, (LinearBackwardInput){.dx = dx,
+                                                          .dout = dout,
+                                                          .weight = weight->value,
+                                                          .in_out_layout = in_out_layout,
+                                                          .pre_activation = pre_activation});
 }
 
 // --- one layer ---------------------------------------------------------------------------------------------
 
-// What a layer computes on its way. Which of these are on the stack at a time is Recompute's choice.
+// What a layer computes. Recompute says which of these stay on the stack for the backward pass.
 typedef struct {
   Tensor input;          // [N, H], the output of the layer below
   Tensor output;         // [N, H]
@@ -149,26 +149,22 @@ typedef struct {
   Tensor qkv;            // [N, (Q + 2K) D], rotated
   Tensor lse;            // fp32 [B, Q T]
   Tensor attention;      // [N, Q D]
-  Tensor middle;         // [N, H]: the stream between the two halves
+  Tensor middle;         // [N, H]: the stream between attention and MLP
   Tensor pre_activation; // [N, F], or [N, 2F]: gate, then up
   Tensor activation;     // [N, F]
 } LayerState;
 
-static int64_t pre_activation_columns(const ModelConfig *c) {
-  return c->gated_mlp ? 2 * c->intermediate_size : c->intermediate_size;
-}
-
 static void push_pre_activation(const Pass *p, LayerState *s) {
-  s->pre_activation = push_activation(p, "mlp pre-activation", pre_activation_columns(&p->model->config));
+  const ModelConfig *c = &p->model->config;
+  s->pre_activation = push_activation(p, "mlp pre-activation", (c->gated_mlp ? 2 : 1) * c->intermediate_size);
 }
 
-static void push_elementwise(const Pass *p, LayerState *s) {
-  s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
+static void push_mlp_elementwise(const Pass *p, LayerState *s) {
   s->norm2.out = push_activation(p, "norm2", p->model->config.hidden_size);
   s->activation = push_activation(p, "mlp activation", p->model->config.intermediate_size);
 }
 
-// The state that outlives elementwise recomputation, except the pre-activation.
+// What RECOMPUTE_MLP keeps.
 static void push_kept(const Pass *p, LayerState *s) {
   const ModelConfig *c = &p->model->config;
   AttentionShape h = p->heads;
@@ -205,28 +201,28 @@ static void attend(const Pass *p, const Layer *w, const LayerState *s) {
                                                  .past = p->past});
 }
 
-static void mlp_first_half(const Pass *p, const Layer *w, const LayerState *s) {
-  bool gated = p->model->config.gated_mlp;
-  if (gated) {
-    project(p, s->pre_activation, s->norm2.out, &w->up_weight, &w->up_bias, (Tensor){0}, (Tensor){0});
+// norm2's output to the activation.
+static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
+  if (p->model->config.gated_mlp) {
+    project(p, s->pre_activation, s->norm2.out, &w->up_weight, &w->up_bias, none, none);
     swiglu_forward(p->backend, (SwigluForward){.out = s->activation, .gate_up = s->pre_activation});
   } else {
-    project(p, s->activation, s->norm2.out, &w->up_weight, &w->up_bias, (Tensor){0}, s->pre_activation);
+    project(p, s->activation, s->norm2.out, &w->up_weight, &w->up_bias, none, s->pre_activation);
   }
 }
 
-// Everything up to the stream's middle, and the MLP up to its activation.
+// All but the last matmul.
 static void layer_forward_inner(const Pass *p, const Layer *w, const LayerState *s) {
   run_norm(p, &s->norm1, s->input, &w->norm1_weight, &w->norm1_bias);
-  project(p, s->qkv, s->norm1.out, &w->qkv_weight, &w->qkv_bias, (Tensor){0}, (Tensor){0});
+  project(p, s->qkv, s->norm1.out, &w->qkv_weight, &w->qkv_bias, none, none);
   rotate(p, s->qkv, false);
   attend(p, w, s);
-  project(p, s->middle, s->attention, &w->out_weight, &w->out_bias, s->input, (Tensor){0});
+  project(p, s->middle, s->attention, &w->out_weight, &w->out_bias, s->input, none);
   run_norm(p, &s->norm2, s->middle, &w->norm2_weight, &w->norm2_bias);
-  mlp_first_half(p, w, s);
+  mlp_up(p, w, s);
 }
 
-// Pushes the whole state. marks[r] is where popping to forgets what r computes again.
+// Pushes the whole state. Popping to marks[r] drops what r recomputes.
 static void push_state(const Pass *p, LayerState *s, MemoryMark marks[RECOMPUTE_COUNT]) {
   const Memory *memory = &p->backend->memory;
   marks[RECOMPUTE_LAYER] = memory_mark(memory);
@@ -234,72 +230,55 @@ static void push_state(const Pass *p, LayerState *s, MemoryMark marks[RECOMPUTE_
   marks[RECOMPUTE_MLP] = memory_mark(memory);
   push_pre_activation(p, s);
   marks[RECOMPUTE_ELEMENTWISE] = memory_mark(memory);
-  push_elementwise(p, s);
+  s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
+  push_mlp_elementwise(p, s);
   marks[RECOMPUTE_NONE] = memory_mark(memory);
 }
 
-// From s->input to s->output, keeping of the rest what p->recompute says.
+// From s->input to s->output; of the rest stays on the stack what p->recompute keeps.
 static void layer_forward(const Pass *p, const Layer *w, LayerState *s) {
   MemoryMark marks[RECOMPUTE_COUNT];
   push_state(p, s, marks);
   layer_forward_inner(p, w, s);
-  project(p, s->output, s->activation, &w->down_weight, &w->down_bias, s->middle, (Tensor){0});
+  project(p, s->output, s->activation, &w->down_weight, &w->down_bias, s->middle, none);
   memory_pop_to(&p->backend->memory, marks[p->recompute]);
 }
 
-// The activation and norm2's output again, from the pre-activation and the middle; at RECOMPUTE_MLP the
-// pre-activation too.
-static void mlp_again(const Pass *p, const Layer *w, LayerState *s) {
-  const ModelConfig *c = &p->model->config;
-  if (p->recompute == RECOMPUTE_NONE || p->recompute == RECOMPUTE_LAYER) return; // all there
+// norm2's output and the activation, from middle and pre-activation; at RECOMPUTE_MLP the pre-activation too.
+static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
   if (p->recompute == RECOMPUTE_MLP) push_pre_activation(p, s);
-  s->norm2.out = push_activation(p, "norm2", c->hidden_size);
-  s->activation = push_activation(p, "mlp activation", c->intermediate_size);
+  push_mlp_elementwise(p, s);
   run_norm(p, &s->norm2, s->middle, &w->norm2_weight, &w->norm2_bias);
   if (p->recompute == RECOMPUTE_MLP)
-    mlp_first_half(p, w, s);
-  else if (c->gated_mlp)
+    mlp_up(p, w, s);
+  else if (p->model->config.gated_mlp)
     swiglu_forward(p->backend, (SwigluForward){.out = s->activation, .gate_up = s->pre_activation});
   else
     gelu_forward(p->backend, (GeluForward){.out = s->activation, .x = s->pre_activation});
 }
 
-// dr holds the gradient of the layer's output and leaves holding that of its middle.
+// dr: in, the gradient of the layer's output; out, that of its middle. Gradients replace what they are of as
+// soon as that is not needed any more.
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
-  const ModelConfig *c = &p->model->config;
-  Memory *memory = &p->backend->memory;
-  MemoryMark mark = memory_mark(memory);
-  mlp_again(p, w, s);
-  project_backward_weight(p, dr, s->activation, &w->down_weight, &w->down_bias);
-  // The activation is not needed any more: its gradient takes its place.
-  Tensor dactivation = s->activation, dpre;
-  if (c->gated_mlp) {
-    project_backward_input(p, dactivation, dr, &w->down_weight, (Tensor){0});
-    dpre = s->pre_activation;
+  bool gated = p->model->config.gated_mlp;
+  Tensor dactivation = s->activation, dpre = gated ? s->pre_activation : dactivation, dnorm2 = s->norm2.out;
+  project_backward(p, dactivation, dr, s->activation, &w->down_weight, &w->down_bias,
+                   gated ? none : s->pre_activation); // GELU's derivative is part of the matmul
+  if (gated)
     swiglu_backward(p->backend,
                     (SwigluBackward){.dgate_up = dpre, .dout = dactivation, .gate_up = s->pre_activation});
-  } else {
-    project_backward_input(p, dactivation, dr, &w->down_weight, s->pre_activation);
-    dpre = dactivation;
-  }
-  project_backward_weight(p, dpre, s->norm2.out, &w->up_weight, &w->up_bias);
-  // Likewise norm2's output.
-  Tensor dnorm2 = s->norm2.out;
-  project_backward_input(p, dnorm2, dpre, &w->up_weight, (Tensor){0});
+  project_backward(p, dnorm2, dpre, s->norm2.out, &w->up_weight, &w->up_bias, none);
   run_norm_backward(p, &s->norm2, dr, dnorm2, s->middle, &w->norm2_weight, &w->norm2_bias, true);
-  memory_pop_to(memory, mark);
 }
 
-// dr holds the gradient of the layer's middle and leaves holding that of its input.
-static void attention_half_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
-  const ModelConfig *c = &p->model->config;
+// dr: in, the gradient of the layer's middle; out, that of its input.
+static void attention_block_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr,
+                                     bool recompute_norm) {
   Memory *memory = &p->backend->memory;
-  MemoryMark mark = memory_mark(memory);
-  project_backward_weight(p, dr, s->attention, &w->out_weight, &w->out_bias);
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
   Tensor dattention = push_gradient(p, "d attention", s->attention.shape[1]);
-  project_backward_input(p, dattention, dr, &w->out_weight, (Tensor){0});
+  project_backward(p, dattention, dr, s->attention, &w->out_weight, &w->out_bias, none);
   attention_backward(p->backend, (AttentionBackward){.dqkv = dqkv,
                                                      .dout = dattention,
                                                      .out = s->attention,
@@ -308,25 +287,30 @@ static void attention_half_backward(const Pass *p, const Layer *w, LayerState *s
                                                      .shape = p->heads});
   memory_pop_to(memory, after_dqkv);
   rotate(p, dqkv, true);
-  if (p->recompute == RECOMPUTE_ELEMENTWISE || p->recompute == RECOMPUTE_MLP) {
-    s->norm1.out = push_activation(p, "norm1", c->hidden_size);
+  if (recompute_norm) {
+    s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
     run_norm(p, &s->norm1, s->input, &w->norm1_weight, &w->norm1_bias);
   }
-  project_backward_weight(p, dqkv, s->norm1.out, &w->qkv_weight, &w->qkv_bias);
   Tensor dnorm1 = s->norm1.out;
-  project_backward_input(p, dnorm1, dqkv, &w->qkv_weight, (Tensor){0});
+  project_backward(p, dnorm1, dqkv, s->norm1.out, &w->qkv_weight, &w->qkv_bias, none);
   run_norm_backward(p, &s->norm1, dr, dnorm1, s->input, &w->norm1_weight, &w->norm1_bias, true);
-  memory_pop_to(memory, mark);
 }
 
+// dr: in, the gradient of the layer's output; out, that of its input.
 static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
+  Memory *memory = &p->backend->memory;
+  bool recompute_parts = p->recompute == RECOMPUTE_ELEMENTWISE || p->recompute == RECOMPUTE_MLP;
+  MemoryMark marks[RECOMPUTE_COUNT];
   if (p->recompute == RECOMPUTE_LAYER) {
-    MemoryMark marks[RECOMPUTE_COUNT];
     push_state(p, s, marks);
     layer_forward_inner(p, w, s);
   }
+  MemoryMark mark = memory_mark(memory);
+  if (recompute_parts) recompute_mlp(p, w, s);
   mlp_backward(p, w, s, dr);
-  attention_half_backward(p, w, s, dr);
+  memory_pop_to(memory, mark);
+  attention_block_backward(p, w, s, dr, recompute_parts);
+  memory_pop_to(memory, mark);
 }
 
 // --- the whole step ----------------------------------------------------------------------------------------
@@ -352,57 +336,22 @@ static Norm final_norm(const Pass *p, Tensor stream) {
 }
 
 // Where a matrix begins within its group.
-static int64_t place_in_group(const Model *model, const Param *matrix) {
+static int64_t offset_in_group(const Model *model, const Param *matrix) {
   const Tensor group = model->parameters.value[GROUP_MATRICES];
   return ((char *)matrix->value.data - (char *)group.data) / (int64_t)dtype_bytes(group.dtype);
 }
 
-static void say_ready(const TransformerOptions *options, ParameterGroup group, int64_t first) {
-  if (options->ready) options->ready(options->ready_context, group, first);
-}
-
-// The head's gradient, which is the embedding's too, takes longest to sum over the ranks: [V, H] in fp32. So
-// that it may go while the layers' backward passes run, the embedding's part comes after the sum. It has N
-// rows at most: every rank gets those of all ranks and adds them, in the same order. Where the head is split it
-// adds those that are its own.
-static void embedding_of_all_ranks(Pass *p, Tensor dr) {
-  const VocabShard *shard = &p->model->shard;
-  Backend *backend = p->backend;
-  Memory *memory = &backend->memory;
-  int64_t rows = p->rows * backend->ranks, hidden_size = p->model->config.hidden_size;
-  MemoryMark mark = memory_mark(memory);
-  Tensor tokens = memory_push_1d(memory, "tokens of all ranks", MEMORY_ACTIVATION_GRADIENTS, DTYPE_I32, rows);
-  Tensor dout = memory_push_2d(memory, "d residual of all ranks", MEMORY_ACTIVATION_GRADIENTS, dr.dtype, rows,
-                               hidden_size);
-  all_gather(backend, (Collective){.out = tokens, .x = p->batch->tokens});
-  all_gather(backend, (Collective){.out = dout, .x = dr});
-  if (shard->vocab_size)
-    shard_indices(backend, (ShardIndices){.out = tokens,
-                                          .indices = tokens,
-                                          .first = shard->first,
-                                          .count = p->model->head.grad.shape[0]});
-  else
-    collectives_join(backend, 0); // the head's sum among them
-  embedding_backward(backend, (EmbeddingBackward){.dtoken_weight = p->model->token_embedding.grad,
-                                                  .dout = dout,
-                                                  .tokens = tokens,
-                                                  .seq_len = p->batch->seq_len,
-                                                  .accumulate_token = true});
-  memory_pop_to(memory, mark);
-}
-
-// The rows of the head that this rank computes with.
-static Tensor own_head(const Model *model) {
-  if (!model->shard.vocab_size || model->parameters.spread.split_head_weights) return model->head.value;
-  return tensor_rows(model->head.value, model->shard.first, model->head.grad.shape[0]);
+static void grads_ready(const GradHooks *hooks, ParameterGroup group, int64_t first) {
+  if (hooks->on_grads_ready) hooks->on_grads_ready(hooks->context, group, first);
 }
 
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss) {
   Pass p = pass_begin(backend, model, batch);
   p.recompute = options->recompute;
-  p.accumulate = accumulate && !options->fresh;
+  p.accumulate = accumulate && !options->hooks.overwrite;
   Memory *memory = &backend->memory;
+  const GradHooks *hooks = &options->hooks;
   int64_t hidden_size = model->config.hidden_size, layers = model->config.num_hidden_layers;
   LayerState *states = calloc((size_t)layers, sizeof *states);
   MemoryMark *marks = calloc((size_t)layers, sizeof *marks); // the stack below each layer
@@ -431,50 +380,49 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                                                                .z_loss = options->z_loss,
                                                                .softcap = softcap_of(model),
                                                                .filter = filter ? options->filter : 0},
-                                                     .filtered = filter ? options->filtered : (Tensor){0},
+                                                     .filtered = filter ? options->filtered : none,
                                                      .dx = dnorm,
                                                      .dweight = model->head.grad,
                                                      .x = norm.out,
-                                                     .weight = own_head(model),
+                                                     .weight = model_head_shard(model),
                                                      .shard = model->shard,
                                                      .targets = batch->targets,
                                                      .rows = batch->rows,
                                                      .counted = batch->counted,
                                                      .scale = scale,
                                                      .accumulate = accumulate});
-  bool tied = model->config.tie_word_embeddings, split = model->shard.vocab_size > 0;
-  Tensor dpositions = model->position_embedding.grad;
-  bool head_first = !tied || split || (options->sums_head && !tensor_exists(dpositions));
-  if (head_first) say_ready(options, GROUP_HEAD, 0);
+  // The embedding's gradient is also a tied head's: added to it here, or by the hook after it is reduced.
+  bool tied = model->config.tie_word_embeddings, by_hook = tied && hooks->add_embedding_grads;
+  if (tied && model->shard.vocab_size && !by_hook) fail("internal: a split, tied head needs GradHooks");
+  if (!tied || by_hook) grads_ready(hooks, GROUP_HEAD, 0);
   run_norm_backward(&p, &norm, dr, dnorm, stream, &model->final_norm_weight, &model->final_norm_bias, false);
   memory_pop_to(memory, top);
 
   for (int64_t l = layers; l-- > 0;) {
     layer_backward(&p, &model->layers[l], &states[l], dr);
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
-    say_ready(options, GROUP_MATRICES, place_in_group(model, &model->layers[l].qkv_weight));
+    grads_ready(hooks, GROUP_MATRICES, offset_in_group(model, &model->layers[l].qkv_weight));
   }
-  bool of_all = tied && head_first;
-  Tensor none = {0};
-  if (of_all) embedding_of_all_ranks(&p, dr);
-  if (!of_all || tensor_exists(dpositions)) // a tied embedding already holds the head's gradient
-    embedding_backward(backend,
-                       (EmbeddingBackward){.dtoken_weight = of_all ? none : model->token_embedding.grad,
-                                           .dposition_weight = dpositions,
-                                           .dout = dr,
-                                           .tokens = batch->tokens,
-                                           .seq_len = batch->seq_len,
-                                           .accumulate_token = p.accumulate || tied,
-                                           .accumulate_position = p.accumulate});
+  Tensor dtokens = by_hook ? none : model->token_embedding.grad;
+  Tensor dpositions = model->position_embedding.grad;
+  if (by_hook) hooks->add_embedding_grads(hooks->context, batch, dr);
+  if (tensor_exists(dtokens) || tensor_exists(dpositions))
+    embedding_backward(backend, (EmbeddingBackward){.dtoken_weight = dtokens,
+                                                    .dposition_weight = dpositions,
+                                                    .dout = dr,
+                                                    .tokens = batch->tokens,
+                                                    .seq_len = batch->seq_len,
+                                                    .accumulate_token = p.accumulate || tied,
+                                                    .accumulate_position = p.accumulate});
   memory_pop_to(memory, bottom);
-  say_ready(options, GROUP_MATRICES, 0);
-  say_ready(options, GROUP_VECTORS, 0);
-  if (!head_first) say_ready(options, GROUP_HEAD, 0);
+  grads_ready(hooks, GROUP_MATRICES, 0);
+  grads_ready(hooks, GROUP_VECTORS, 0);
+  if (tied && !by_hook) grads_ready(hooks, GROUP_HEAD, 0);
   free(states);
   free(marks);
 }
 
-// The residual stream after all layers, keeping nothing on the way: two streams take turns.
+// The residual stream after all layers; nothing is kept, and two tensors alternate as the stream.
 static Tensor forward_only(Pass *p) {
   p->recompute = RECOMPUTE_LAYER;
   Tensor stream = embed(p), spare = push_activation(p, "residual", p->model->config.hidden_size);

@@ -1,4 +1,4 @@
-// The transformer at work: one forward, one backward, for GPT-2 and Llama alike.
+// Forward and backward pass of a transformer, for GPT-2 and Llama alike.
 #ifndef LCE_MODEL_TRANSFORMER_H
 #define LCE_MODEL_TRANSFORMER_H
 
@@ -11,7 +11,7 @@
 typedef enum {
   RECOMPUTE_NONE,
   RECOMPUTE_ELEMENTWISE, // norms and activation functions: cheap to repeat, a third of the memory
-  RECOMPUTE_MLP,         // and the MLP's first product: the widest tensor of the layer
+  RECOMPUTE_MLP,         // and the MLP's first matmul: the widest tensor of the layer
   RECOMPUTE_LAYER,       // everything but the layer's input
   RECOMPUTE_COUNT
 } Recompute;
@@ -27,10 +27,19 @@ typedef struct {
   int64_t counted; // how many targets count; read only when rows is there
 } Batch;
 
-// Hears, while the backward pass runs, that the gradients of a group from element `first` on will not change
-// any more: the head's first (last where it is tied to the embedding, unless sums_head), then layer by layer
-// from the top, then all the rest.
-typedef void (*GradientsReady)(void *context, ParameterGroup group, int64_t first);
+// What happens to gradients while the backward pass still computes others: data parallelism reduces them over
+// the ranks (trainer/reduction.h). All zero: nothing.
+typedef struct {
+  void *context;
+  // The gradients of `group` from element `first` on are final: the head's first (last where it is tied to
+  // the embedding), then layer by layer from the top, then all others.
+  void (*on_grads_ready)(void *context, ParameterGroup group, int64_t first);
+  // Adds the embedding's part, of all ranks' tokens, to the reduced gradient of a tied head, which is then
+  // ready first too. dout [N, H]: gradient of the embedding's output on this rank. NULL where the head is not
+  // tied, or where its gradient is ready last.
+  void (*add_embedding_grads)(void *context, const Batch *batch, Tensor dout);
+  bool overwrite; // ZeRO-2: gradients but the head's are reduced in every pass, so none are accumulated
+} GradHooks;
 
 typedef struct {
   LceMode mode;
@@ -38,14 +47,9 @@ typedef struct {
   Recompute recompute;
   float label_smoothing, z_loss; // of training; see LossTerms
   float filter;                  // of training in the fused mode; see LossTerms
-  Tensor filtered;               // there with it: see LinearCrossEntropy
+  Tensor filtered;               // with `filter`: see LinearCrossEntropy
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
-  GradientsReady ready;          // or NULL
-  void *ready_context;
-  bool fresh; // gradients but the head's are written even where `accumulate` says to add
-  // The gradients are summed over the ranks in this pass: a tied head's are then handed over after the last
-  // layer, and every rank adds the embedding's of all ranks to the sum.
-  bool sums_head;
+  GradHooks hooks;               // of training
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'
@@ -69,12 +73,12 @@ typedef struct {
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, int64_t batch,
                                    int64_t capacity);
 
-// Takes the batch's tokens as those that follow `past` others in the cache, and adds them to it. Then the
-// logits, as transformer_logits gives them; rows and logits may be absent together: the cache is all then.
+// The batch's tokens follow `past` others in the cache and are added to it. Then the logits, as
+// transformer_logits computes them; rows and logits may be absent together, to fill the cache alone.
 void transformer_continue(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
                           int64_t past, Tensor rows, Tensor logits);
 
-// The logits (fp32 [R, V], the caller's) of the rows whose numbers stand in `rows` (int32 [R]), for sampling.
+// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling.
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits);
 
 #endif

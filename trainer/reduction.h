@@ -1,4 +1,5 @@
-// The gradients' way from every rank's own to the sum over all, while the backward pass still runs.
+// Gradients summed over the ranks while the backward pass still runs: all-reduced, or reduce-scattered where
+// they are sharded (ZeRO 1 and 2), in buckets.
 #ifndef LCE_TRAINER_REDUCTION_H
 #define LCE_TRAINER_REDUCTION_H
 
@@ -6,15 +7,15 @@
 
 typedef struct {
   Backend *backend;
-  const Parameters *parameters;
-  bool first, last;          // micro-batch of the step
-  int64_t left[GROUP_COUNT]; // elements of each group that have not been sent off, from its start
+  const Model *model;
+  bool first, last;               // micro-batch of the step
+  int64_t unreduced[GROUP_COUNT]; // elements of each group, from its start
 } Reduction;
 
-// Lets the backward pass of a micro-batch, run with these options, sum its gradients over the ranks; nothing
-// with one rank. Where gradients are added up over the micro-batches first, only the last one's pass does.
-// The Reduction must stay where it is until the pass is over.
-void reduction_begin(Reduction *reduction, Backend *backend, const Parameters *parameters, bool first,
-                     bool last, TransformerOptions *options);
+// Sets the hooks for the backward pass of a micro-batch; nothing with one rank. Where gradients are
+// accumulated over the micro-batches only the last one's pass reduces them. The Reduction must stay where it
+// is until the pass is over.
+void reduction_begin(Reduction *reduction, Backend *backend, const Model *model, bool first, bool last,
+                     TransformerOptions *options);
 
 #endif

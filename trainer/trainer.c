@@ -232,7 +232,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_most_counted[m];
     TransformerOptions options = t->transformer;
     Reduction reduction;
-    reduction_begin(&reduction, t->backend, &t->model.parameters, m == 0, m == o->micro_steps - 1, &options);
+    reduction_begin(&reduction, t->backend, &t->model, m == 0, m == o->micro_steps - 1, &options);
     transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
     sum_tokens(t, slot, m > 0);
     if (planning) break; // the rest of the micro-batches need the same memory

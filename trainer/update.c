@@ -17,7 +17,7 @@ static Piece piece_of(const Parameters *p, ParameterGroup g, Bucket b) {
                  .master = shards_slice_of_shard(p, p->master[g], b),
                  .m = shards_slice_of_shard(p, p->m[g], b),
                  .v = shards_slice_of_shard(p, p->v[g], b),
-                 .grad = shards_gradients_summed(p, g, b)};
+                 .grad = shards_reduced_grads(p, g, b)};
 }
 
 typedef void (*PieceWork)(Trainer *trainer, const Piece *piece, void *context);
