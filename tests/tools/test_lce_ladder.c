@@ -68,13 +68,9 @@ static Ladder call_of(Harness *h, Problem *p) {
 static void check_rungs(Harness *h, Problem p, double size) {
   bool cuda = h->dtype == DTYPE_BF16;
   for (int rung = 1; rung <= RUNGS; rung++) {
+    if (cuda && rung == 5 && p.hidden % 8) continue; // test_refusals
     MemoryMark mark = memory_mark(&h->backend->memory);
     Ladder call = call_of(h, &p);
-    if (cuda && rung == 5 && p.hidden % 8) {
-      assert_fails(h, "is no multiple", ladder_run(rung, call));
-      memory_pop_to(&h->backend->memory, mark);
-      continue;
-    }
     ReferenceLoss r = {.rows = p.rows,
                        .hidden = p.hidden,
                        .vocab = p.vocab,
@@ -134,10 +130,17 @@ static void test_leads(void **state) {
   check_rungs(h, p, 1);
 }
 
+static void test_refusals(void **state) {
+  Harness *h = *state;
+  if (h->dtype != DTYPE_BF16) return; // the CPU takes everything
+  Problem p = make_problem(h, 3, 12, 5, 2, 1);
+  assert_fails(h, "a hidden size of 12 is no multiple", ladder_run(5, call_of(h, &p)));
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test_teardown(test_shapes, pop_all),
-                                     cmocka_unit_test_teardown(test_ignored, pop_all),
-                                     cmocka_unit_test_teardown(test_leads, pop_all)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test_teardown(test_shapes, pop_all), cmocka_unit_test_teardown(test_ignored, pop_all),
+      cmocka_unit_test_teardown(test_leads, pop_all), cmocka_unit_test_teardown(test_refusals, pop_all)};
   const char *const backends[] = {"cpu", "cpu-plain", "cuda"};
   int failures = 0;
   for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
