@@ -47,6 +47,7 @@ static void ledger_event(Ledger *ledger, const char *name) {
   LedgerEvent *event = &ledger->events[ledger->event_count++];
   event->name = name;
   event->step = ledger->step;
+  event->seconds = ledger->clock ? ledger->clock(ledger->clock_context) : 0;
   memcpy(event->bytes, ledger->now, sizeof event->bytes);
 }
 

@@ -48,6 +48,7 @@ typedef struct {
 typedef struct {
   const char *name; // of the block that came or went
   int step;         // as told by ledger_step
+  double seconds; // by the ledger's clock; 0 without one
   size_t bytes[MEMORY_CATEGORY_COUNT];
 } LedgerEvent;
 
@@ -60,6 +61,8 @@ typedef struct {
   // The timeline, kept only while `recording`.
   bool recording;
   int step;
+  double (*clock)(void *context); // dates the events; NULL: nothing does
+  void *clock_context;
   LedgerEvent *events;
   size_t event_count, event_capacity;
 } Ledger;

@@ -15,18 +15,18 @@
 #pragma GCC diagnostic pop
 #endif
 
-Picture picture_read(const char *path) {
-  Picture picture = {0};
+Image image_read(const char *path) {
+  Image image = {0};
 #ifdef HAVE_STB
   int channels;
-  picture.rgb = stbi_load(path, &picture.width, &picture.height, &channels, 3);
+  image.rgb = stbi_load(path, &image.width, &image.height, &channels, 3);
 #else
   (void)path;
 #endif
-  return picture;
+  return image;
 }
 
-void picture_free(Picture *picture) {
-  free(picture->rgb);
-  *picture = (Picture){0};
+void image_free(Image *image) {
+  free(image->rgb);
+  *image = (Image){0};
 }

@@ -5,9 +5,9 @@
 typedef struct {
   int width, height;
   unsigned char *rgb; // NULL when the file is no PNG, or this build has no stb
-} Picture;
+} Image;
 
-Picture picture_read(const char *path);
-void picture_free(Picture *picture);
+Image image_read(const char *path);
+void image_free(Image *image);
 
 #endif

@@ -196,89 +196,54 @@ static void describe(Curve *c, const Own *own, const Recipe *recipe, const Optio
   if (own->errors) curve_set(c, "gradient_error", "yes");
   if (own->memory_gib > 0) curve_set(c, "memory", "%g GiB", own->memory_gib);
   curve_set(c, "sweep", "%s",
-            recipe       ? sweep_name(recipe->sweeps[0].sweep)
+            recipe       ? SWEEP_NAMES[recipe->sweeps[0].sweep]
             : own->sweep ? own->sweep
                          : "tokens");
   curve_set(c, "values", "%s", own->values ? own->values : "usual");
 }
 
-static void draw(const char *path, void (*picture)(const char *path, const void *what), const void *what) {
+// Writes a picture, if this build and machine can draw, and frees it.
+static void draw(const char *folder, const char *name, Picture *picture, int resolution) {
   const char *reason;
+  char path[600];
+  snprintf(path, sizeof path, "%s/%s", folder, name);
   if (!canvas_possible(&reason)) {
     printf("no picture: %s\n", reason);
-    return;
+  } else {
+    picture_write(picture, resolution, path);
+    printf("wrote %s\n", path);
   }
-  picture(path, what);
-  printf("wrote %s\n", path);
+  picture_free(picture);
 }
 
-typedef struct {
-  const Curve *curve;
-  const Recipe *recipe;
-  double scale;
-} CurvePicture;
-
-static void draw_trade(const char *path, const void *what) {
-  const CurvePicture *p = what;
-  picture_trade(p->curve, p->recipe, p->scale, path);
-}
-
-static void draw_curve(const char *path, const void *what) {
-  const CurvePicture *p = what;
-  picture_curve(p->curve, p->recipe, p->scale, path);
-}
-
-typedef struct {
-  const Timeline *timelines;
-  const char *title, *subtitle;
-  double scale;
-} TimelinePicture;
-
-static void draw_timeline(const char *path, const void *what) {
-  const TimelinePicture *p = what;
-  picture_timeline(p->timelines, p->title, p->subtitle, p->scale, path);
-}
-
-typedef struct {
-  char csv[600], png[600];
-} Files;
-
-static Files files_in(const char *folder, const char *name) {
-  Files f;
-  snprintf(f.csv, sizeof f.csv, "%s/%s.csv", folder, name);
-  snprintf(f.png, sizeof f.png, "%s/%s.png", folder, name);
-  return f;
-}
-
-// The picture of a curve; small multiples leave the trade-off to a picture of its own.
-static void draw_all(const char *folder, const Curve *c, const Recipe *recipe, int resolution) {
-  CurvePicture picture = {c, recipe, resolution};
-  draw(files_in(folder, "curve").png, draw_curve, &picture);
-  if (recipe && recipe->sweep_count > 1 && picture_has_trade(c))
-    draw(files_in(folder, "trade").png, draw_trade, &picture);
+// The picture of a curve; a grid of panels leaves the trade-off to a picture of its own.
+static void draw_curve(const char *folder, const Curve *c, const Recipe *recipe, int resolution) {
+  draw(folder, "curve.png", picture_curve(c, recipe), resolution);
+  if (recipe && recipe->sweeps[1].values && picture_has_trade(c))
+    draw(folder, "trade.png", picture_trade(c, recipe), resolution);
 }
 
 static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, const Device *device) {
   const Options *o = e->options;
   PointList points = {0};
-  if (recipe)
-    for (int i = 0; i < recipe->sweep_count; i++)
-      points_add_sweep(&points, o, e->device, own->layer_only, recipe->sweeps[i].sweep,
-                       recipe->sweeps[i].values);
-  else
+  for (int i = 0; recipe && recipe->sweeps[i].values; i++)
+    points_add_sweep(&points, o, e->device, own->layer_only, recipe->sweeps[i].sweep,
+                     recipe->sweeps[i].values);
+  if (!recipe)
     points_add_sweep(&points, o, e->device, own->layer_only, sweep_named(own->sweep ? own->sweep : "tokens"),
                      own->values);
   for (int i = 0; i < points.count; i++)
     point_options(e, &points.items[i]); // refuses what is no model, first
   Curve curve = {0};
   describe(&curve, own, recipe, o, device);
-  Files files = files_in(own->out, "curve");
+  char csv[600];
+  snprintf(csv, sizeof csv, "%s/curve.csv", own->out);
   printf("%s\n\n", curve_caption(&curve).text);
-  run_points(stdout, e, &points, files.csv, own->fresh, &curve);
+  run_points(stdout, e, &points, csv, own->fresh, &curve);
   run_summary(stdout, e, &curve);
   if (recipe) recipe_compare(stdout, recipe, e, &curve);
-  printf("\nwrote %s\n", files.csv);
-  draw_all(own->out, &curve, recipe, own->resolution);
+  printf("\nwrote %s\n", csv);
+  draw_curve(own->out, &curve, recipe, own->resolution);
   curve_free(&curve);
   points_free(&points);
 }
@@ -286,7 +251,7 @@ static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, con
 static void timeline(const Own *own, const Recipe *recipe, Experiment e, const Device *device) {
   const Options *o = e.options;
   PointList points = {0};
-  char value[64];
+  char value[64], csv[600];
   snprintf(value, sizeof value, "%lldx%lld", (long long)o->batch, (long long)o->seq_len);
   points_add_sweep(&points, o, e.device, false, SWEEP_TOKENS, value);
   for (int i = 0; i < points.count && !e.plan_only; i++) {
@@ -304,35 +269,29 @@ static void timeline(const Own *own, const Recipe *recipe, Experiment e, const D
   shown.plan_only = e.plan_only;
   Curve settings = {0};
   describe(&settings, &shown, recipe, o, device);
-  Files files = files_in(own->out, "timeline");
-  timeline_write(timelines, settings.settings, files.csv);
-  printf("wrote %s\n", files.csv);
-  Caption subtitle = curve_caption(&settings);
-  draw(files.png, draw_timeline,
-       &(TimelinePicture){timelines, "Memory over three training steps", subtitle.text, own->resolution});
+  snprintf(csv, sizeof csv, "%s/timeline.csv", own->out);
+  timeline_write(timelines, &settings, csv);
+  printf("wrote %s\n", csv);
+  draw(own->out, "timeline.png", picture_timeline(timelines, &settings), own->resolution);
   for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
   points_free(&points);
 }
 
 // Draws what the folder holds once more.
 static void redraw(const Own *own) {
-  Files curve_files = files_in(own->out, "curve"), timeline_files = files_in(own->out, "timeline");
-  Curve curve;
-  bool any = curve_read(&curve, curve_files.csv) && curve.count;
+  char path[600];
+  Curve curve = {0}, settings = {0};
+  Timeline timelines[2];
+  snprintf(path, sizeof path, "%s/curve.csv", own->out);
+  bool any = curve_read(&curve, path) && curve.count;
   if (any) {
     Setting name = curve_setting(&curve, "recipe");
-    const Recipe *recipe = recipe_named(strcmp(name.text, "none") ? name.text : NULL);
-    draw_all(own->out, &curve, recipe, own->resolution);
-    curve_free(&curve);
+    draw_curve(own->out, &curve, recipe_named(strcmp(name.text, "none") ? name.text : NULL), own->resolution);
   }
-  struct stat info;
-  if (stat(timeline_files.csv, &info) == 0) {
-    Timeline timelines[2];
-    Curve settings = {0};
-    timeline_read(timelines, settings.settings, sizeof settings.settings, timeline_files.csv);
-    Caption subtitle = curve_caption(&settings);
-    draw(timeline_files.png, draw_timeline,
-         &(TimelinePicture){timelines, "Memory over three training steps", subtitle.text, own->resolution});
+  curve_free(&curve);
+  snprintf(path, sizeof path, "%s/timeline.csv", own->out);
+  if (timeline_read(timelines, &settings, path)) {
+    draw(own->out, "timeline.png", picture_timeline(timelines, &settings), own->resolution);
     for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
     any = true;
   }

@@ -62,7 +62,7 @@ static const Reading *reading(const Curve *c, LceMode mode, Sweep sweep, double 
     const Reading *r = &c->readings[i];
     if (r->point.mode == mode && r->point.sweep == sweep && point_value(&r->point) == value) return r;
   }
-  fail_msg("the curve has no %s %g", sweep_name(sweep), value);
+  fail_msg("the curve has no %s %g", SWEEP_NAMES[sweep], value);
   return NULL;
 }
 
@@ -398,7 +398,7 @@ static bool can_draw(void) {
   return canvas_possible(&reason);
 }
 
-static Color pixel(const Picture *p, Spot at, double scale) {
+static Color pixel(const Image *p, Spot at, double scale) {
   int x = (int)(at.x * scale), y = (int)(at.y * scale);
   assert_in_range(x, 0, p->width - 1);
   assert_in_range(y, 0, p->height - 1);
@@ -406,17 +406,24 @@ static Color pixel(const Picture *p, Spot at, double scale) {
   return (Color){c[0], c[1], c[2]};
 }
 
-static void assert_color(const char *what, const Picture *p, Spot at, double scale, Color want) {
+static void assert_color(const char *what, const Image *p, Spot at, double scale, Color want) {
   Color c = pixel(p, at, scale);
   if (abs(c.r - want.r) + abs(c.g - want.g) + abs(c.b - want.b) > 6)
     fail_msg("%s at (%g, %g) is #%02x%02x%02x and not #%02x%02x%02x", what, at.x, at.y, c.r, c.g, c.b, want.r,
              want.g, want.b);
 }
 
-static void assert_not_blank(const Picture *p) {
+static void assert_not_blank(const Image *p) {
   long dark = 0;
   for (long i = 0; i < 3L * p->width * p->height; i++) dark += p->rgb[i] < 128;
   assert_true(dark > 3000);
+}
+
+// Draws and returns the picture, its axes fitted. The caller frees it.
+static Picture *drawn(const Curve *c, const Recipe *recipe, double scale, const char *path) {
+  Picture *picture = picture_curve(c, recipe);
+  picture_write(picture, scale, path);
+  return picture;
 }
 
 // A curve of made-up readings, measured but for the last point.
@@ -430,7 +437,7 @@ static Curve made_up(const char *what, Sweep sweep) {
   curve_set(&c, "hidden", "2048");
   curve_set(&c, "batch", "1");
   curve_set(&c, "seq_len", "1024");
-  curve_set(&c, "sweep", "%s", sweep_name(sweep));
+  curve_set(&c, "sweep", "%s", SWEEP_NAMES[sweep]);
   for (int i = 1; i <= 4; i++)
     for (int m = 0; m < 2; m++) {
       Reading r = {.point = {.sweep = sweep,
@@ -469,32 +476,32 @@ static void lines_are_where_they_should_be(void **state) {
     for (int scale = 1; scale <= 2; scale++) {
       Curve c = made_up(kinds[k], SWEEP_TOKENS);
       const char *path = temp_path("curve.png");
-      picture_curve(&c, NULL, scale, path);
-      Picture p = picture_read(path);
+      Picture *picture = drawn(&c, NULL, scale, path);
+      Image p = image_read(path);
       assert_non_null(p.rgb);
-      Size size = picture_curve_size(&c);
-      assert_int_equal(p.width, (int)size.width * scale);
-      assert_int_equal(p.height, (int)size.height * scale);
+      assert_int_equal(p.width, (int)picture->width * scale);
+      assert_int_equal(p.height, (int)picture->height * scale);
       assert_not_blank(&p);
-      Panel panel = picture_curve_panel(&c, NULL);
+      const Panel *panel = &picture->panels[0];
       for (int m = 0; m < 2; m++)
         for (int i = 1; i <= 4; i++) {
           const Reading *r = reading(&c, (LceMode)m, SWEEP_TOKENS, 1024 * i);
           double bytes = (double)(k == 0 ? r->planned_bytes : r->planned_layer_bytes);
-          Spot at = panel_spot(&panel, 1024 * i, bytes);
+          Spot at = panel_spot(panel, 1024 * i, bytes);
           // Filled where measured, hollow where only planned.
           const Color white = {255, 255, 255};
           assert_color("a marker", &p, at, scale, i < 4 ? COLOR_MODE[m] : white);
           if (i >= 3) continue;
           const Reading *next = reading(&c, (LceMode)m, SWEEP_TOKENS, 1024 * (i + 1));
           double more = (double)(k == 0 ? next->planned_bytes : next->planned_layer_bytes);
-          Spot middle = panel_spot(&panel, 1024 * (i + 0.5), (bytes + more) / 2);
+          Spot middle = panel_spot(panel, 1024 * (i + 0.5), (bytes + more) / 2);
           assert_color("a line", &p, middle, scale, COLOR_MODE[m]);
         }
       // Nothing above the materialized line.
-      assert_color("the paper", &p, panel_spot(&panel, 1500, panel.y.high * 0.93), scale,
+      assert_color("the paper", &p, panel_spot(panel, 1500, panel->y.high * 0.93), scale,
                    (Color){255, 255, 255});
-      picture_free(&p);
+      image_free(&p);
+      picture_free(picture);
       curve_free(&c);
     }
 }
@@ -506,23 +513,23 @@ static void other_pictures(void **state) {
   Curve c = made_up("layer", SWEEP_CHUNK);
   assert_true(picture_has_trade(&c));
   for (int r = -1; r < recipe_count(); r++) {
-    picture_curve(&c, r < 0 ? NULL : recipe_at(r), 1, temp_path("trade.png"));
-    Picture p = picture_read(temp_path("trade.png"));
+    picture_free(drawn(&c, r < 0 ? NULL : recipe_at(r), 1, temp_path("trade.png")));
+    Image p = image_read(temp_path("trade.png"));
     assert_non_null(p.rgb);
     assert_not_blank(&p);
-    picture_free(&p);
+    image_free(&p);
   }
   // Two sweeps: small multiples, larger.
   Curve other = made_up("layer", SWEEP_TOKENS);
   for (int i = 0; i < other.count; i++) curve_add(&c, &other.readings[i]);
-  picture_curve(&c, NULL, 1, temp_path("grid.png"));
-  Picture p = picture_read(temp_path("grid.png"));
+  Picture *picture = drawn(&c, NULL, 1, temp_path("grid.png"));
+  Image p = image_read(temp_path("grid.png"));
   assert_non_null(p.rgb);
-  Size size = picture_curve_size(&c);
-  assert_int_equal(p.width, (int)size.width);
-  assert_int_equal(p.height, (int)size.height);
+  assert_int_equal(p.width, (int)picture->width);
+  assert_int_equal(p.height, (int)picture->height);
   assert_not_blank(&p);
-  picture_free(&p);
+  picture_free(picture);
+  image_free(&p);
   curve_free(&other);
   curve_free(&c);
 }
@@ -533,17 +540,17 @@ static void drawn_and_redrawn(void **state) {
   if (!can_draw()) skip();
   const char *out = temp_path("drawn"), *path = temp_path("drawn/curve.png");
   succeeds(train("--plan-only --device cpu " TINY "--resolution 1 --out %s", out));
-  Picture p = picture_read(path);
+  Image p = image_read(path);
   assert_non_null(p.rgb);
   assert_int_equal(p.width, 1040);
-  picture_free(&p);
+  image_free(&p);
   remove(path);
   succeeds(train("--redraw --resolution 3 --out %s", out));
-  p = picture_read(path);
+  p = image_read(path);
   assert_int_equal(p.width, 3120);
   assert_int_equal(p.height, 1680);
   assert_not_blank(&p);
-  picture_free(&p);
+  image_free(&p);
 }
 
 // --- the timeline ------------------------------------------------------------------------------------------
@@ -567,15 +574,14 @@ static void timelines(void **state) {
     succeeds(train("--timeline --device cpu %s " TINY "--resolution 1 --out %s", planned ? "--plan-only" : "",
                    out));
     Timeline t[2];
-    char settings[2048];
-    timeline_read(t, settings, sizeof settings, temp_path("time/timeline.csv"));
+    Curve settings = {0};
+    assert_true(timeline_read(t, &settings, temp_path("time/timeline.csv")));
     for (int i = 0; i < 2; i++) {
       assert_int_equal(t[i].planned, planned);
       assert_int_equal(highest_total(&t[i]), reading(&c, t[i].mode, SWEEP_TOKENS, 32)->planned_bytes);
       assert_int_equal(t[i].moments[0].step, 1);
       assert_int_equal(t[i].moments[t[i].count - 1].step, TIMELINE_STEPS);
-      for (int k = 1; k < t[i].count; k++)
-        assert_true(t[i].moments[k].seconds >= t[i].moments[k - 1].seconds);
+      for (int k = 1; k < t[i].count; k++) assert_true(t[i].moments[k].at >= t[i].moments[k - 1].at);
       // Nothing of a step outlives it.
       const size_t *left = t[i].moments[t[i].count - 1].bytes;
       assert_int_equal(left[MEMORY_HEAD] + left[MEMORY_ACTIVATIONS] + left[MEMORY_ACTIVATION_GRADIENTS], 0);
@@ -583,11 +589,11 @@ static void timelines(void **state) {
     assert_int_equal(t[0].mode, LCE_MATERIALIZED);
     for (int i = 0; i < 2; i++) timeline_free(&t[i]);
     if (!can_draw()) continue;
-    Picture p = picture_read(temp_path("time/timeline.png"));
+    Image p = image_read(temp_path("time/timeline.png"));
     assert_non_null(p.rgb);
     assert_int_equal(p.width, 1080);
     assert_not_blank(&p);
-    picture_free(&p);
+    image_free(&p);
   }
   curve_free(&c);
 }

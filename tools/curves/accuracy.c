@@ -156,7 +156,7 @@ static double rows_error(Backend *backend, Tensor t, const int64_t *rows, const 
   return sqrt(error / size);
 }
 
-Errors reference_errors(Reference *r, const LastLayer *l) {
+Errors reference_errors(Reference *r, const LceTensors *l) {
   Errors e = {0};
   float *loss = floats(r->shape.tokens);
   backend_to_host(l->backend, loss, l->loss);

@@ -18,6 +18,6 @@ void reference_destroy(Reference *reference);
 
 // Compares what layer_run left in loss, dx and dweight. The first call must follow a fused run, whose losses
 // complete the reference.
-Errors reference_errors(Reference *reference, const LastLayer *layer);
+Errors reference_errors(Reference *reference, const LceTensors *layer);
 
 #endif

@@ -10,7 +10,8 @@
 typedef struct {
   char settings[2048]; // "name=value; name=value"
   Reading *readings;
-  int count, capacity;
+  int count;
+  int64_t capacity;
 } Curve;
 
 void curve_add(Curve *curve, const Reading *reading);

@@ -51,8 +51,8 @@ static Tensor reserve(Backend *backend, const char *name, MemoryCategory categor
   return tensor_2d(memory_reserve(&backend->memory, name, category, bytes), dtype, rows, columns);
 }
 
-LastLayer layer_reserve(Backend *backend, LceShape s, uint64_t seed) {
-  LastLayer layer = {.backend = backend};
+LceTensors layer_reserve(Backend *backend, LceShape s, uint64_t seed) {
+  LceTensors layer = {.backend = backend};
   layer.x = reserve(backend, "x", MEMORY_ACTIVATIONS, s.dtype, s.tokens, s.hidden_size);
   layer.weight = reserve(backend, "weight", MEMORY_WEIGHTS, s.dtype, s.vocab_size, s.hidden_size);
   layer.dx = reserve(backend, "dx", MEMORY_ACTIVATION_GRADIENTS, s.dtype, s.tokens, s.hidden_size);
@@ -72,14 +72,14 @@ LastLayer layer_reserve(Backend *backend, LceShape s, uint64_t seed) {
   return layer;
 }
 
-LastLayer layer_push(Trainer *trainer, uint64_t seed) {
+LceTensors layer_push(Trainer *trainer, uint64_t seed) {
   Backend *backend = trainer->backend;
   int64_t tokens = trainer->tokens.shape[0], hidden_size = trainer->model.config.hidden_size;
-  LastLayer layer = {.backend = backend,
-                     .weight = trainer->model.head.value,
-                     .dweight = trainer->model.head.grad,
-                     .targets = trainer->targets,
-                     .loss = trainer->loss};
+  LceTensors layer = {.backend = backend,
+                      .weight = trainer->model.head.value,
+                      .dweight = trainer->model.head.grad,
+                      .targets = trainer->targets,
+                      .loss = trainer->loss};
   layer.x = memory_push_2d(&backend->memory, "x", MEMORY_ACTIVATIONS, backend->dtype, tokens, hidden_size);
   layer.dx = memory_push_2d(&backend->memory, "dx", MEMORY_ACTIVATION_GRADIENTS, backend->dtype, tokens,
                             hidden_size);
@@ -89,7 +89,7 @@ LastLayer layer_push(Trainer *trainer, uint64_t seed) {
 
 // --- what is measured --------------------------------------------------------------------------------------
 
-LinearCrossEntropy layer_call(const LastLayer *l, LceMode mode, int64_t chunk) {
+LinearCrossEntropy layer_call(const LceTensors *l, LceMode mode, int64_t chunk) {
   return (LinearCrossEntropy){.mode = mode,
                               .chunk = chunk,
                               .loss = l->loss,
@@ -101,11 +101,11 @@ LinearCrossEntropy layer_call(const LastLayer *l, LceMode mode, int64_t chunk) {
                               .scale = 1.0f / (float)l->x.shape[0]};
 }
 
-void layer_run(const LastLayer *l, LceMode mode, int64_t chunk) {
+void layer_run(const LceTensors *l, LceMode mode, int64_t chunk) {
   linear_cross_entropy(l->backend, layer_call(l, mode, chunk));
 }
 
-size_t layer_held(const LastLayer *l, LceMode mode, int64_t chunk) {
+size_t layer_held(const LceTensors *l, LceMode mode, int64_t chunk) {
   Ledger *ledger = &l->backend->memory.ledger;
   size_t before = ledger->stack, highest = ledger->stack_peak;
   ledger->stack_peak = before;
@@ -115,7 +115,7 @@ size_t layer_held(const LastLayer *l, LceMode mode, int64_t chunk) {
   return held;
 }
 
-void layer_gemms(const LastLayer *l, int64_t rows) {
+void layer_gemms(const LceTensors *l, int64_t rows) {
   Backend *backend = l->backend;
   int64_t tokens = l->x.shape[0], vocab_size = l->weight.shape[0];
   MemoryMark mark = memory_mark(&backend->memory);
@@ -138,7 +138,7 @@ void layer_gemms(const LastLayer *l, int64_t rows) {
 
 size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows) {
   Backend *plan = plan_backend_create(backend->device, shape.dtype);
-  LastLayer layer = layer_reserve(plan, shape, 0);
+  LceTensors layer = layer_reserve(plan, shape, 0);
   layer_gemms(&layer, rows);
   size_t bytes = plan->memory.ledger.stack_peak;
   backend_destroy(plan);

@@ -9,29 +9,29 @@
 typedef struct {
   Backend *backend;
   Tensor x, weight, targets, loss, dx, dweight;
-} LastLayer;
+} LceTensors;
 
 // Reserves them on the backend (a plan's too) and fills x with N(0, 1), weight with N(0, 0.02), targets
 // uniformly: functions of (seed, element) alone, rounded to the backend's dtype.
-LastLayer layer_reserve(Backend *backend, LceShape shape, uint64_t seed);
+LceTensors layer_reserve(Backend *backend, LceShape shape, uint64_t seed);
 // The values of one row of what layer_reserve makes, for references.
 void layer_random_row(uint64_t seed, bool weight, Dtype dtype, int64_t row, int64_t columns, float *out);
 int32_t layer_random_target(uint64_t seed, int64_t token, int64_t vocab_size);
 
 // A trainer's own head and targets, with x (the same random numbers) and dx pushed on the stack: the caller
 // pops them.
-LastLayer layer_push(Trainer *trainer, uint64_t seed);
+LceTensors layer_push(Trainer *trainer, uint64_t seed);
 
 // The call that computes forward and backward once, the mean over all tokens; terms may be added to it.
-LinearCrossEntropy layer_call(const LastLayer *layer, LceMode mode, int64_t chunk);
+LinearCrossEntropy layer_call(const LceTensors *layer, LceMode mode, int64_t chunk);
 // Makes it. Asynchronous.
-void layer_run(const LastLayer *layer, LceMode mode, int64_t chunk);
+void layer_run(const LceTensors *layer, LceMode mode, int64_t chunk);
 // The same, and returns the bytes that it pushed at its peak, its operations' scratch included.
-size_t layer_held(const LastLayer *layer, LceMode mode, int64_t chunk);
+size_t layer_held(const LceTensors *layer, LceMode mode, int64_t chunk);
 
 // The three bare products that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X), for
 // `rows` of the tokens at a time; needs a stack of layer_gemms_stack bytes.
-void layer_gemms(const LastLayer *layer, int64_t rows);
+void layer_gemms(const LceTensors *layer, int64_t rows);
 size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows);
 
 #endif

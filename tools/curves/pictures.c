@@ -2,253 +2,504 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/fail.h"
 #include "base/text.h"
-#include "tools/curves/drawing.h"
 
+// Apart in lightness too, so that they differ on grey paper.
+const Color COLOR_MODE[2] = {[LCE_FUSED] = {0x14, 0x3d, 0x73}, [LCE_MATERIALIZED] = {0xe8, 0x7d, 0x1e}};
 static const Color SAVED = {0xfb, 0xe6, 0xd0};
 
-// The same for the last layer: without its tensors either.
+// --- figures of a reading; NAN where there is none ---------------------------------------------------------
+
+typedef double (*Figure)(const Reading *);
+
+static double positive(double value) {
+  return value > 0 ? value : NAN;
+}
+static double size_swept(const Reading *r) {
+  return point_value(&r->point);
+}
+static double whole_bytes(const Reading *r) {
+  return (double)reading_bytes(r);
+}
+static double layer_bytes(const Reading *r) {
+  return (double)reading_layer_bytes(r);
+}
+// What the device counts, without its context and libraries: comparable with the ledger.
+static double device_bytes(const Reading *r) {
+  return positive((double)r->device_bytes - (double)r->device_base_bytes);
+}
 static double device_layer_bytes(const Reading *r) {
-  return device_bytes(r) - ((double)r->ledger_bytes - (double)r->layer_bytes);
+  return positive(device_bytes(r) - ((double)r->ledger_bytes - (double)r->layer_bytes));
 }
 static double step_seconds(const Reading *r) {
-  return r->step_seconds > 0 ? r->step_seconds : NAN;
+  return positive(r->step_seconds);
+}
+static double over_floor(const Reading *r) {
+  return positive(r->layer_seconds) / positive(r->floor_seconds);
+}
+static double teraflops(const Reading *r) {
+  const Point *p = &r->point;
+  double flops = 6.0 * (double)point_tokens(p) * (double)p->vocab_size * (double)p->hidden_size;
+  return 1e-12 * flops / positive(r->layer_seconds);
+}
+static double dx_error(const Reading *r) {
+  return positive(r->dx_error);
+}
+static double dweight_error(const Reading *r) {
+  return positive(r->dweight_error);
 }
 
-// The last values at the ends of the lines; with `marks` the names too, those of the source's lines included.
-static void label_ends(const Panel *p, const Line lines[2], Unit unit, const Marks *marks) {
-  EndLabel labels[8];
+// --- what a curve holds ------------------------------------------------------------------------------------
+
+static int count_status(const Curve *c, PointStatus status) {
   int count = 0;
-  for (int m = 0; m < 2; m++) {
-    const Line *l = &lines[m];
-    if (!l->count) continue;
-    EndLabel *e = &labels[count++];
-    *e = (EndLabel){.y = panel_spot(p, l->x[l->count - 1], l->y[l->count - 1]).y, .color = COLOR_MODE[m]};
-    Label value = axis_value(unit, l->y[l->count - 1]);
-    snprintf(e->text, sizeof e->text, "%s", marks ? MODE_TEXT[m] : value.text);
-    if (marks)
-      snprintf(e->below, sizeof e->below, "%s%s", value.text, l->firm[l->count - 1] ? "" : ", planned");
-  }
-  for (int i = 0; marks && i < marks->count && count < 8; i++) {
-    const Mark *m = marks->items[i];
-    bool last = i + 1 == marks->count || marks->items[i + 1]->line != m->line;
-    if (!m->line || !last) continue;
-    EndLabel *e = &labels[count++];
-    *e = (EndLabel){.y = panel_spot(p, m->value, m->bytes).y, .color = COLOR_MUTED};
-    snprintf(e->text, sizeof e->text, "%s", m->label);
-    snprintf(e->below, sizeof e->below, "%s", axis_value(unit, m->bytes).text);
-  }
-  panel_end_labels(p, labels, count, p->box.right + 12);
+  for (int i = 0; i < c->count; i++) count += c->readings[i].status == status;
+  return count;
 }
 
-// Lines over the same places: shades what the fused mode saves.
-static void shade_saving(const Panel *p, const Line lines[2]) {
-  const Line *low = &lines[LCE_FUSED], *high = &lines[LCE_MATERIALIZED];
+static Sweep first_sweep(const Curve *c) {
+  return c->count ? c->readings[0].point.sweep : SWEEP_TOKENS;
+}
+
+static bool several_sweeps(const Curve *c) {
+  return c->count && c->readings[c->count - 1].point.sweep != first_sweep(c);
+}
+
+static bool about_layer(const Curve *c) {
+  return strcmp(curve_setting(c, "what").text, "layer") == 0;
+}
+
+static const char *size_title(Sweep sweep) {
+  static const char *const titles[SWEEP_COUNT] = {"tokens", "vocabulary", "hidden size", "tokens per chunk"};
+  return titles[sweep];
+}
+
+Label curve_caption(const Curve *c) {
+  // What is swept stands on the axis.
+  Setting sweep = curve_setting(c, "sweep"), recompute = curve_setting(c, "recompute");
+  int64_t batch = strtoll(curve_setting(c, "batch").text, NULL, 10),
+          seq_len = strtoll(curve_setting(c, "seq_len").text, NULL, 10),
+          hidden = strtoll(curve_setting(c, "hidden").text, NULL, 10),
+          vocab = strtoll(curve_setting(c, "vocab").text, NULL, 10);
+  bool layer = about_layer(c), planned = strcmp(curve_setting(c, "planned").text, "yes") == 0;
+  Label none = {""},
+        parts[] = {layer ? none : label("%s", curve_setting(c, "model").text),
+                   strcmp(sweep.text, "tokens") ? label("N %s", text_grouped(batch * seq_len).text) : none,
+                   layer && strcmp(sweep.text, "hidden") ? label("H %s", text_grouped(hidden).text) : none,
+                   strcmp(sweep.text, "vocab") ? label("V %s", text_grouped(vocab).text) : none,
+                   label("%s", curve_setting(c, "dtype").text),
+                   layer || !strcmp(recompute.text, "none") ? none : label("recompute %s", recompute.text),
+                   label("%s %s", planned ? "planned for" : "on", curve_setting(c, "device").text)};
+  Label all = {""};
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+    if (parts[i].text[0]) all = label("%s%s%.100s", all.text, all.text[0] ? ", " : "", parts[i].text);
+  return all;
+}
+
+static Picture *create(double height, double width, Label title, const Curve *c, const char *grey) {
+  Picture *p = picture_create(width, height, title, curve_caption(c));
+  int measured = count_status(c, POINT_MEASURED), no_room = count_status(c, POINT_NO_ROOM), exact = 0;
+  for (int i = 0; i < c->count; i++)
+    exact += c->readings[i].status == POINT_MEASURED &&
+             c->readings[i].planned_bytes == c->readings[i].ledger_bytes;
+  Label first = label("Measured by the ledger; plan and ledger agree to the byte at %d of %d points.", exact,
+                      measured),
+        fit = label(" %d point%s would not fit.", no_room, no_room == 1 ? "" : "s");
+  snprintf(p->note, sizeof p->note, "%s%s%s%s%s",
+           measured ? first.text : "Every figure is planned: nothing was allocated.", no_room ? fit.text : "",
+           grey ? " Grey: " : "", grey ? grey : "", grey ? "." : "");
+  return p;
+}
+
+// --- lines -------------------------------------------------------------------------------------------------
+
+typedef enum { NO_ENDS, VALUES, NAMES } Ends; // what stands at the right ends of lines
+
+// Adds the lines of both modes, materialized first, and returns them: y of each reading over x.
+static Series *add_modes(Panel *p, const Curve *c, Sweep sweep, Figure x, Figure y, Ends ends) {
+  Series *both = NULL;
+  for (int m = LCE_MATERIALIZED; m >= 0; m--) {
+    bool fused = m == LCE_FUSED;
+    Series *s = panel_series(p, (Series){.name = fused ? "fused, in chunks" : "materialized logits",
+                                         .color = COLOR_MODE[m],
+                                         .marker = fused ? MARKER_CIRCLE : MARKER_SQUARE,
+                                         .width = fused ? 2.6 : 2});
+    if (!both) both = s;
+    for (int i = 0; i < c->count; i++) {
+      const Reading *r = &c->readings[i];
+      if (r->point.sweep != sweep || r->point.mode != (LceMode)m || !isfinite(y(r))) continue;
+      Sample sample = {.x = x(r), .y = y(r), .planned = r->status != POINT_MEASURED};
+      if (sweep == SWEEP_CHUNK && !fused && x == size_swept) { // no chunks: the same at all of their sizes
+        sample.x = -INFINITY;
+        series_add(s, sample);
+        sample.x = INFINITY;
+      }
+      series_add(s, sample);
+    }
+    if (!s->count || ends == NO_ENDS) continue;
+    const Sample *last = &s->samples[s->count - 1];
+    Label value = axis_value(p->y.unit, last->y);
+    s->end = ends == VALUES ? value : label("%s", lce_mode_name((LceMode)m));
+    if (ends == NAMES) s->below = label("%s%s", value.text, last->planned ? ", planned" : "");
+  }
+  return both;
+}
+
+// Whether sizes double from point to point, over at least this range.
+static bool doubling(const Series *s, double range) {
+  const Sample *a = s->samples;
+  int n = s->count;
+  return n > 2 && a[n - 1].x / a[n - 2].x > 1.6 && a[1].x / a[0].x > 1.6 && a[n - 1].x / a[0].x >= range;
+}
+
+// Sizes that double over a wide range stand on a log axis, and then so does what grows with them: a line stays a
+// line. All else is linear, where a difference is seen as what it is.
+static void choose_scale(Panel *p, const Series *modes) {
+  double low = INFINITY, high = 0;
+  for (int k = 0; k < p->count; k++)
+    for (int i = 0; i < p->series[k].count; i++)
+      if (p->series[k].samples[i].y > 0 && isfinite(p->series[k].samples[i].y)) {
+        low = fmin(low, p->series[k].samples[i].y);
+        high = fmax(high, p->series[k].samples[i].y);
+      }
+  p->x.log = p->y.log =
+      doubling(modes[0].count > modes[1].count ? &modes[0] : &modes[1], 32) && high >= 8 * low;
+}
+
+// Shades what the fused mode saves.
+static void shade_saving(Panel *p, const Series *modes) {
+  const Series *high = &modes[0], *low = &modes[1];
   if (low->count != high->count || low->count < 2) return;
-  double x[LINE_MOST], top[LINE_MOST], bottom[LINE_MOST];
-  for (int i = 0; i < low->count; i++) {
-    if (low->x[i] != high->x[i]) return;
-    x[i] = panel_spot(p, low->x[i], low->y[i]).x;
-    top[i] = panel_spot(p, high->x[i], high->y[i]).y;
-    bottom[i] = panel_spot(p, low->x[i], low->y[i]).y;
-  }
-  canvas_between(p->canvas, x, top, bottom, low->count, SAVED, 0.75);
+  for (int i = 0; i < low->count; i++)
+    if (low->samples[i].x != high->samples[i].x) return;
+  Series *s = panel_series(p, (Series){.kind = SERIES_AREA, .color = SAVED, .opacity = 0.75});
+  for (int i = 0; i < low->count; i++)
+    series_add(s, (Sample){.x = low->samples[i].x, .y = high->samples[i].y, .base = low->samples[i].y});
 }
 
-static void crosses(const Panel *p, const Curve *c, Sweep sweep, Figure figure) {
-  for (int m = 0; m < 2; m++) {
-    Line l = line_of(c, sweep, (LceMode)m, figure);
-    for (int i = 0; i < l.count; i++) {
-      if (l.y[i] < p->y.low || l.y[i] > p->y.high) continue;
-      canvas_marker(p->canvas, MARKER_CROSS, panel_spot(p, l.x[i], l.y[i]), 7, COLOR_INK, true);
+static void add_rule(Panel *p, bool vertical, double at, Color color, double dash, const char *text) {
+  Series *s = panel_series(
+      p, (Series){.color = color, .width = 1.2, .dash = dash, .gap = 4, .sides = vertical ? "64" : "93"});
+  for (int end = 0; end < 2; end++) {
+    double far = end ? INFINITY : -INFINITY;
+    Sample sample = vertical ? (Sample){.x = at, .y = -far} : (Sample){.x = far, .y = at};
+    if (!end) sample.label = label("%s", text);
+    series_add(s, sample);
+  }
+}
+
+// The source's figures, in grey: marks of the same name are a line; one without a size is a rule, or, in a
+// picture of time against memory, a point where the source has a time.
+static void add_marks(Panel *p, const Recipe *recipe, Sweep sweep, bool trade) {
+  if (!recipe || recipe->sweeps[0].sweep != sweep) return;
+  for (const Mark *m = recipe->marks; m->label; m++) {
+    if (!m->value && !m->ratio) add_rule(p, trade, m->bytes, COLOR_MUTED, 2, m->label);
+    if (!m->value && (!m->ratio || !trade)) continue;
+    bool goes_on = m > recipe->marks && strcmp(m->label, m[-1].label) == 0;
+    Series *s = goes_on ? &p->series[p->count - 1]
+                        : panel_series(p, (Series){.color = COLOR_MUTED,
+                                                   .marker = MARKER_DIAMOND,
+                                                   .width = 1.2,
+                                                   .dash = 2,
+                                                   .gap = 4,
+                                                   .clamped = trade,
+                                                   .sides = trade ? "6482" : "7842"});
+    series_add(s, trade ? (Sample){.x = m->bytes, .y = m->ratio} : (Sample){.x = m->value, .y = m->bytes});
+    if (goes_on) {
+      s->samples[0].label = (Label){""}; // named at its end
+      s->end = label("%s", m->label);
+      s->below = axis_value(p->y.unit, m->bytes);
+    } else {
+      s->samples[0].label = label("%s", m->label);
     }
   }
-}
-
-// What the device has to give, where a curve reaches for it.
-static double capacity_of(const Curve *c, Sweep sweep) {
-  double usable = 0, highest = 0;
-  for (int i = 0; i < c->count; i++) {
-    const Reading *r = &c->readings[i];
-    if (r->point.sweep != sweep || !r->usable_bytes) continue;
-    usable = fmax(usable, (double)r->usable_bytes);
-    highest = fmax(highest, whole_bytes(r));
-  }
-  return highest > 0.6 * usable ? usable : 0;
 }
 
 // --- memory over a size ------------------------------------------------------------------------------------
 
-static const Size CURVE_SIZE = {1040, 560};
-static const Box MAIN_BOX = {92, 150, 520, 486};
+// Batch and sequence of each point, where both differ from point to point.
+static void label_shapes(Series *s, const Curve *c) {
+  bool batches = false, lengths = false;
+  for (int i = 1; i < c->count; i++) {
+    batches |= c->readings[i].point.batch != c->readings[0].point.batch;
+    lengths |= c->readings[i].point.seq_len != c->readings[0].point.seq_len;
+  }
+  s->sides = "78";
+  for (int i = 0, k = 0; batches && lengths && i < c->count && k < s->count; i++) {
+    const Point *p = &c->readings[i].point;
+    if (p->mode != LCE_MATERIALIZED) continue;
+    double step = k + 1 < s->count ? s->samples[k + 1].x - s->samples[k].x : INFINITY;
+    if (step > 0.09 * s->samples[s->count - 1].x) // where there is space for it
+      s->samples[k].label = label("%lld × %s", (long long)p->batch, text_grouped(p->seq_len).text);
+    k++;
+  }
+}
 
-static Panel main_panel(const Curve *c, const Recipe *recipe, Canvas *canvas, Line lines[2]) {
-  Sweep sweep = first_sweep(c);
-  bool layer = about_layer(c);
-  for (int m = 0; m < 2; m++) lines[m] = line_of(c, sweep, (LceMode)m, layer ? layer_bytes : whole_bytes);
-  double more[33] = {0};
-  int count = 0;
-  Marks marks = marks_of(layer ? recipe : NULL, sweep);
-  for (int i = 0; i < marks.count; i++)
-    if (marks.items[i]->value > 0 || marks.items[i]->ratio <= 0) more[count++] = marks.items[i]->bytes;
-  double capacity = layer ? 0 : capacity_of(c, sweep);
-  if (capacity > 0) more[count++] = capacity;
-  Panel p = panel_for(canvas, MAIN_BOX, sweep, lines, UNIT_BYTES, more, count);
-  p.title = layer ? "Memory the last layer holds" : "Peak memory of a training step";
-  p.y_title = layer ? "beyond its inputs and gradients" : "all of it";
+// What the device has to give, where a curve reaches for it.
+static void add_capacity(Panel *p, const Curve *c) {
+  double usable = 0, highest = 0;
+  for (int i = 0; i < c->count; i++) {
+    usable = fmax(usable, (double)c->readings[i].usable_bytes);
+    highest = fmax(highest, whole_bytes(&c->readings[i]));
+  }
+  if (usable > 0 && highest > 0.6 * usable)
+    add_rule(p, false, usable, COLOR_INK, 7,
+             label("the device has %s", axis_value(UNIT_BYTES, usable).text).text);
+}
+
+static Panel *size_panel(Picture *picture, Box box, const char *title, Sweep sweep, Unit unit,
+                         const char *y_title) {
+  Panel *p = picture_panel(picture, box, label("%s", title));
+  p->x = (Axis){.unit = UNIT_COUNT, .from_zero = true, .title = label("%s", size_title(sweep))};
+  p->y = (Axis){.unit = unit, .from_zero = true, .title = label("%s", y_title)};
   return p;
 }
 
-Panel picture_curve_panel(const Curve *c, const Recipe *recipe) {
-  Line lines[2];
-  return main_panel(c, recipe, NULL, lines);
-}
-
-// The source's figures: in grey, with their names above and to the left, where rising lines leave room.
-static void draw_marks(const Panel *p, const Recipe *recipe, Sweep sweep) {
-  Marks marks = marks_of(recipe, sweep);
-  TextStyle small = text_small();
-  for (int i = 0; i < marks.count; i++) {
-    const Mark *m = marks.items[i], *next = i + 1 < marks.count ? marks.items[i + 1] : NULL;
-    if (m->value <= 0) {
-      Spot left = panel_spot(p, p->x.low, m->bytes), right = panel_spot(p, p->x.high, m->bytes);
-      if (m->ratio > 0) continue;
-      canvas_line(p->canvas, left, right, (Stroke){.color = COLOR_MUTED, .width = 1.2, .dash = 2, .gap = 4});
-      canvas_text(p->canvas, (Spot){left.x + 6, left.y - 6}, small, m->label);
-      continue;
-    }
-    Spot at = panel_spot(p, m->value, m->bytes);
-    bool last = !next || !m->line || next->line != m->line;
-    if (!last)
-      canvas_line(p->canvas, at, panel_spot(p, next->value, next->bytes),
-                  (Stroke){.color = COLOR_FAINT, .width = 1.6, .dash = 2, .gap = 4});
-    canvas_marker(p->canvas, MARKER_DIAMOND, at, 5, COLOR_MUTED, true);
-    if (!last || m->line) continue; // lines are labelled at their ends
-    small.align = ALIGN_LEFT;
-    double left = at.x - 8 - canvas_text_width(p->canvas, small, m->label);
-    canvas_text(p->canvas, (Spot){fmax(left, p->box.left + 4), at.y - 10}, small, m->label);
-  }
-}
-
-// Batch and sequence of each point, where both differ from point to point.
-static void label_shapes(const Panel *p, const Curve *c, const Line *above) {
-  bool differ = false;
-  for (int i = 1; i < c->count; i++) differ |= c->readings[i].point.batch != c->readings[0].point.batch;
-  for (int i = 1; i < c->count && differ; i++)
-    if (c->readings[i].point.seq_len != c->readings[0].point.seq_len)
-      break;
-    else if (i + 1 == c->count)
-      differ = false;
-  double free_from = -INFINITY;
-  TextStyle small = text_small();
-  for (int i = 0, k = 0; differ && i < c->count && k < above->count; i++) {
-    const Point *q = &c->readings[i].point;
-    if (q->mode != LCE_MATERIALIZED) continue;
-    Spot at = panel_spot(p, above->x[k], above->y[k]);
-    k++;
-    if (k < above->count && panel_spot(p, above->x[k], above->y[k]).x - at.x < 50) continue;
-    char text[64];
-    snprintf(text, sizeof text, "%lld × %s", (long long)q->batch, text_grouped(q->seq_len).text);
-    double width = canvas_text_width(p->canvas, small, text), left = at.x - width + 6;
-    if (left < free_from) continue;
-    canvas_text(p->canvas, (Spot){fmax(left, p->box.left + 2), at.y - 11}, small, text);
-    free_from = at.x + 14;
-  }
-}
-
-static void draw_capacity(const Panel *p, double capacity) {
-  if (capacity <= 0) return;
-  Spot left = panel_spot(p, p->x.low, capacity), right = panel_spot(p, p->x.high, capacity);
-  canvas_line(p->canvas, left, right, (Stroke){.color = COLOR_INK, .width = 1.2, .dash = 7, .gap = 4});
-  char text[64];
-  snprintf(text, sizeof text, "the device gives %s", axis_value(UNIT_BYTES, capacity).text);
-  canvas_text(p->canvas, (Spot){left.x + 8, left.y - 6}, text_small(), text);
-}
-
-// A smaller panel at the side.
-static void side_panel(Canvas *canvas, const Curve *c, const Recipe *recipe, Box box, Figure figure,
-                       Unit unit, const char *title, const char *y_title, bool last) {
+static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
+  static const Box MAIN = {92, 150, 520, 486}, SIDE = {716, 150, 936, 486};
+  bool layer = about_layer(c), measured = count_status(c, POINT_MEASURED) > 0;
   Sweep sweep = first_sweep(c);
-  Line lines[2];
-  for (int m = 0; m < 2; m++) lines[m] = line_of(c, sweep, (LceMode)m, figure);
-  bool layer_marks = figure == layer_bytes;
-  Marks marks = marks_of(layer_marks ? recipe : NULL, sweep);
-  double more[33];
-  for (int i = 0; i < marks.count; i++) more[i] = marks.items[i]->bytes;
-  more[marks.count] = 1; // a ratio's axis shows its floor
-  int more_count = marks.count + (figure == over_floor);
-  Panel p = panel_for(canvas, box, sweep, lines, unit, more, more_count);
-  p.title = title;
-  p.y_title = y_title;
-  p.y_ticks = box.bottom - box.top > 200 ? 6 : 5;
-  p.x_ticks = 4;
-  if (!last) p.x_title = NULL;
-  panel_draw(&p);
-  if (figure == over_floor) {
-    Spot left = panel_spot(&p, p.x.low, 1), right = panel_spot(&p, p.x.high, 1);
-    canvas_line(canvas, left, right, (Stroke){.color = COLOR_INK, .width = 1.2, .dash = 2, .gap = 3});
+  const char *size = sweep == SWEEP_TOKENS ? "tokens of a step" : size_title(sweep);
+  Picture *picture = create(
+      560, 1040,
+      recipe
+          ? label("%s", recipe->title)
+          : label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
+      c, recipe ? recipe->grey : NULL);
+  Panel *p =
+      size_panel(picture, MAIN, layer ? "Memory of the LM head + loss" : "Peak memory of a training step",
+                 sweep, UNIT_BYTES, layer ? "beyond its inputs and gradients" : "all of it");
+  Series *modes = add_modes(p, c, sweep, size_swept, layer ? layer_bytes : whole_bytes, NAMES);
+  shade_saving(p, modes);
+  Series *device =
+      panel_series(p, (Series){.name = "counted by the device", .color = COLOR_INK, .marker = MARKER_CROSS});
+  for (int i = 0; i < c->count; i++) {
+    double bytes = (layer ? device_layer_bytes : device_bytes)(&c->readings[i]);
+    if (isfinite(bytes)) series_add(device, (Sample){.x = size_swept(&c->readings[i]), .y = bytes});
   }
-  draw_modes(&p, lines);
-  if (layer_marks) draw_marks(&p, recipe, sweep);
-  label_ends(&p, lines, unit, NULL);
-}
-
-static void draw_curve(Canvas *canvas, const Curve *c, const Recipe *recipe) {
-  bool layer = about_layer(c), measured = any_measured(c);
-  Sweep sweep = first_sweep(c);
-  char title[160];
-  snprintf(title, sizeof title,
-           layer ? "What the last layer holds, over the %s" : "Training memory over the %s",
-           sweep == SWEEP_TOKENS ? "tokens of a step" : size_title(sweep));
-  heading(canvas, recipe ? recipe->title : title, curve_caption(c).text);
-  mode_legend(canvas, c, (Spot){36, 92}, true);
-  Line lines[2];
-  Panel p = main_panel(c, recipe, canvas, lines);
-  shade_saving(&p, lines);
-  panel_draw(&p);
-  draw_capacity(&p, layer ? 0 : capacity_of(c, sweep));
-  draw_modes(&p, lines);
-  crosses(&p, c, sweep, layer ? device_layer_bytes : device_bytes);
-  if (layer) draw_marks(&p, recipe, sweep);
-  if (sweep == SWEEP_TOKENS && !layer) label_shapes(&p, c, &lines[LCE_MATERIALIZED]);
-  Marks marks = marks_of(layer ? recipe : NULL, sweep);
-  label_ends(&p, lines, UNIT_BYTES, &marks);
-
-  Box upper = {716, 150, 936, measured ? 276 : 486}, lower = {716, 360, 936, 486};
   if (layer)
-    side_panel(canvas, c, NULL, upper, whole_bytes, UNIT_BYTES, "With its inputs and gradients", "all of it",
-               !measured);
+    add_marks(p, recipe, sweep, false);
   else
-    side_panel(canvas, c, recipe, upper, layer_bytes, UNIT_BYTES, "Last layer alone",
-               "beyond its inputs and gradients", !measured);
-  if (measured && layer)
-    side_panel(canvas, c, NULL, lower, over_floor, UNIT_PLAIN, "Time of the layer",
-               "over its three bare products", true);
-  else if (measured)
-    side_panel(canvas, c, NULL, lower, step_seconds, UNIT_SECONDS, "Time of a step",
-               "forward, backward, AdamW", true);
-  note(canvas, c, recipe ? recipe->grey : NULL, CURVE_SIZE.height - 18);
+    add_capacity(p, c);
+  if (sweep == SWEEP_TOKENS && !layer) label_shapes(modes, c);
+  choose_scale(p, modes);
+
+  Box box = picture_cell(SIDE, 84, 84, measured ? 2 : 1, 1, 0, 0);
+  p = size_panel(picture, box, layer ? "With its inputs and gradients" : "LM head + loss alone", sweep,
+                 UNIT_BYTES, layer ? "all of it" : "beyond its inputs and gradients");
+  modes = add_modes(p, c, sweep, size_swept, layer ? whole_bytes : layer_bytes, VALUES);
+  if (!layer) add_marks(p, recipe, sweep, false);
+  choose_scale(p, modes);
+  p->x.ticks = 4;
+  if (!measured) return picture;
+  p->x.title = (Label){""};
+  p->y.ticks = 5;
+
+  box = picture_cell(SIDE, 84, 84, 2, 1, 1, 0);
+  p = size_panel(picture, box, layer ? "Time of the LM head + loss" : "Time of a step", sweep,
+                 layer ? UNIT_PLAIN : UNIT_SECONDS,
+                 layer ? "over that of its three GEMMs" : "forward, backward, AdamW");
+  modes = add_modes(p, c, sweep, size_swept, layer ? over_floor : step_seconds, VALUES);
+  if (layer) add_rule(p, false, 1, COLOR_INK, 2, "");
+  choose_scale(p, modes);
+  p->x.ticks = 4, p->y.ticks = 5;
+  return picture;
 }
 
-// --- one picture -------------------------------------------------------------------------------------------
+// --- time against memory -----------------------------------------------------------------------------------
 
-Size picture_curve_size(const Curve *c) {
-  return several_sweeps(c) ? grid_size(c) : is_trade(c) ? TRADE_SIZE : CURVE_SIZE;
+bool picture_has_trade(const Curve *c) {
+  int count = 0;
+  for (int i = 0; i < c->count; i++)
+    count += c->readings[i].point.sweep == SWEEP_CHUNK && c->readings[i].point.mode == LCE_FUSED &&
+             isfinite(over_floor(&c->readings[i]));
+  return count > 1;
 }
 
-void picture_curve(const Curve *c, const Recipe *recipe, double scale, const char *path) {
+Picture *picture_trade(const Curve *c, const Recipe *recipe) {
+  bool single = recipe && !recipe->sweeps[1].values;
+  Picture *picture = create(
+      560, 1040, label("%s", single ? recipe->title : "LM head + loss: time against memory, chunk by chunk"),
+      c, recipe ? recipe->grey : NULL);
+  Panel *p =
+      picture_panel(picture, (Box){92, 150, 960, 486}, label("Forward and backward of the LM head + loss"));
+  p->x = (Axis){
+      .unit = UNIT_BYTES, .log = true, .title = label("memory beyond inputs and gradients"), .ticks = 10};
+  p->y = (Axis){.title = label("time over that of the three GEMMs"), .ticks = 7};
+  Series *modes = add_modes(p, c, SWEEP_CHUNK, layer_bytes, over_floor, NO_ENDS);
+  modes[0].bold = true;
+  for (int i = 0; i < modes[0].count; i++) modes[0].samples[i].label = label("materialized");
+  modes[1].sides = "2468";
+  int k = 0;
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = &c->readings[i];
+    if (r->point.sweep != SWEEP_CHUNK || r->point.mode != LCE_FUSED || !isfinite(over_floor(r))) continue;
+    modes[1].samples[k].label = label(k == 0 ? "chunk %s" : "%s", text_grouped(r->point.chunk).text);
+    k++;
+  }
+  add_rule(p, false, 1, COLOR_INK, 2, "the three GEMMs alone");
+  // A top that shows our own figures well; what the source measured beyond it stands at the upper edge.
+  double top = 1.5;
+  for (int i = 0; i < 2 * modes[0].count + modes[1].count; i++)
+    top =
+        fmax(top, i < modes[1].count ? modes[1].samples[i].y : modes[0].samples[(i - modes[1].count) / 2].y);
+  add_marks(p, recipe, SWEEP_CHUNK, true);
+  for (int s = 0; s < p->count; s++)
+    for (int i = 0; i < p->series[s].count && p->series[s].clamped; i++) {
+      Sample *at = &p->series[s].samples[i];
+      if (at->y > 1.2 * top) at->label = label("%s, at %.2f", at->label.text, at->y);
+    }
+  return picture;
+}
+
+// --- every size in a column --------------------------------------------------------------------------------
+
+static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
+  static const struct {
+    const char *title;
+    Figure figure, second; // the second line of a mode, dashed
+    Unit unit;
+  } ROWS[] = {{"memory held", layer_bytes, NULL, UNIT_BYTES},
+              {"TFLOP/s", teraflops, NULL, UNIT_PLAIN},
+              {"relative error of dX (whole), dW (dashed)", dx_error, dweight_error, UNIT_PLAIN}};
+  int rows = 0, column = 0;
+  for (int r = 0; r < 3; r++) {
+    bool any = false;
+    for (int i = 0; i < c->count; i++) any |= isfinite(ROWS[r].figure(&c->readings[i]));
+    rows += any;
+  }
+  Picture *picture = create(180 + 190 * rows, 1180,
+                            label("%s", recipe ? recipe->title : "LM head + loss over every size"), c, NULL);
+  Box frame = {96, 160, 96 + 4 * 268 - 56, 160 + 190 * rows - 60};
+  for (int s = 0; s < SWEEP_COUNT; s++) {
+    Sweep sweep = (Sweep)((s + SWEEP_CHUNK) % SWEEP_COUNT); // chunk first: it is what a user chooses
+    int first = picture->count;
+    for (int r = 0, row = 0; r < 3 && row < rows; r++) {
+      bool any = false;
+      for (int i = 0; i < c->count; i++) any |= isfinite(ROWS[r].figure(&c->readings[i]));
+      if (!any) continue;
+      Panel *p = size_panel(picture, picture_cell(frame, 56, 60, rows, 4, row, column),
+                            row == 0 ? size_title(sweep) : "", sweep, ROWS[r].unit,
+                            column == 0 ? ROWS[r].title : "");
+      Series *modes = add_modes(p, c, sweep, size_swept, ROWS[r].figure, NO_ENDS);
+      if (row == 0 && !modes[1].count) {
+        picture->count--; // not swept
+        break;
+      }
+      p->x.title = (Label){""};
+      p->x.log = doubling(&picture->panels[first].series[1], 7);
+      p->y.log = ROWS[r].unit == UNIT_BYTES || ROWS[r].second;
+      p->x.shared = 1 + s, p->y.shared = 1 + r;
+      p->x.ticks = p->y.ticks = 5;
+      p->y.hidden = column > 0;
+      Series *second = ROWS[r].second ? add_modes(p, c, sweep, size_swept, ROWS[r].second, NO_ENDS) : NULL;
+      for (int m = 0; second && m < 2; m++)
+        second[m].marker = MARKER_NONE, second[m].width = 1.6, second[m].dash = 4, second[m].gap = 3;
+      row++;
+    }
+    column += picture->count > first;
+  }
+  return picture;
+}
+
+Picture *picture_curve(const Curve *c, const Recipe *recipe) {
   if (!c->count) fail("there is no point to draw");
-  Size size = picture_curve_size(c);
-  Canvas *canvas = canvas_create(size.width, size.height, scale);
-  if (several_sweeps(c))
-    draw_grid(canvas, c, recipe);
-  else if (is_trade(c))
-    draw_trade(canvas, c, recipe);
-  else
-    draw_curve(canvas, c, recipe);
-  canvas_write_png(canvas, path);
-  canvas_destroy(canvas);
+  if (several_sweeps(c)) return grid_picture(c, recipe);
+  return picture_has_trade(c) ? picture_trade(c, recipe) : memory_picture(c, recipe);
+}
+
+// --- timelines ---------------------------------------------------------------------------------------------
+
+// From the bottom up: what stays, then what comes and goes, the LM head on top where its spike stands free.
+// Neighbours differ in lightness.
+enum { STAYING = 5, LEVELS = MEMORY_CATEGORY_COUNT };
+static const struct {
+  MemoryCategory category;
+  Color color;
+} STACK[LEVELS] = {{MEMORY_WEIGHTS, {0x33, 0x41, 0x4b}},
+                   {MEMORY_MASTER_WEIGHTS, {0x55, 0x6b, 0x78}},
+                   {MEMORY_GRADIENTS, {0x83, 0x97, 0xa3}},
+                   {MEMORY_MOMENTS, {0xb4, 0xc2, 0xca}},
+                   {MEMORY_TABLES, {0x6d, 0x6d, 0x6d}},
+                   {MEMORY_ACTIVATIONS, {0x5b, 0xad, 0x9c}},
+                   {MEMORY_ACTIVATION_GRADIENTS, {0xc6, 0xe9, 0xdf}},
+                   {MEMORY_WORKSPACE, {0xe3, 0xb0, 0x3c}},
+                   {MEMORY_HEAD, {0xa8, 0x1c, 0x33}}};
+
+// Bytes of the levels from `first` up to `end` at a moment.
+static double bytes_between(const Moment *m, int first, int end) {
+  double bytes = 0;
+  for (int level = first; level < end; level++) bytes += (double)m->bytes[STACK[level].category];
+  return bytes;
+}
+
+static double highest(const Timeline *t, int first, int end) {
+  double bytes = 0;
+  for (int i = 0; i < t->count; i++) bytes = fmax(bytes, bytes_between(&t->moments[i], first, end));
+  return bytes;
+}
+
+// One category's area on what lies below it, its size near the top of its first tower if it is the LM head's.
+static void add_level(Panel *p, const Timeline *t, int from, int level) {
+  Series *s = panel_series(p, (Series){.kind = SERIES_AREA,
+                                       .name = memory_category_name(STACK[level].category),
+                                       .color = STACK[level].color,
+                                       .bold = true,
+                                       .sides = "69874"});
+  double most = highest(t, level, level + 1);
+  bool named = STACK[level].category != MEMORY_HEAD || most == 0;
+  for (int i = 0; i < t->count; i++) {
+    const Moment *m = &t->moments[i];
+    double base = bytes_between(m, from, level), bytes = bytes_between(m, level, level + 1);
+    Sample sample = {.x = m->at, .y = base + bytes, .base = base};
+    series_add(s, sample);
+    sample.x = i + 1 < t->count ? t->moments[i + 1].at : t->duration;
+    if (!named && bytes == most) {
+      sample.label = label("LM head + loss %s", axis_value(UNIT_BYTES, most).text);
+      named = true;
+    }
+    series_add(s, sample);
+  }
+  const Sample *last = &s->samples[s->count - 1];
+  if (last->y > last->base)
+    s->end = label("%s %s", s->name, axis_value(UNIT_BYTES, last->y - last->base).text);
+}
+
+Picture *picture_timeline(const Timeline timelines[2], const Curve *settings) {
+  Picture *picture =
+      picture_create(1080, 710, label("Memory over three training steps"), curve_caption(settings));
+  double peak = fmax(highest(&timelines[0], 0, LEVELS), highest(&timelines[1], 0, LEVELS));
+  // Where most of it stays from step to step, that is said in words and left out of the picture: the shape of a
+  // step is what comes and goes.
+  double stays = bytes_between(&timelines[0].moments[timelines[0].count - 1], 0, STAYING);
+  int from = stays > 0.55 * peak ? STAYING : 0;
+  for (int i = 0; i < 2; i++) {
+    const Timeline *t = &timelines[i];
+    Panel *p = picture_panel(picture, picture_cell((Box){92, 152, 880, 642}, 0, 70, 2, 1, i, 0),
+                             label(t->mode == LCE_FUSED ? "fused, in chunks" : "materialized logits"));
+    p->x = (Axis){.unit = t->planned ? UNIT_BYTES : UNIT_SECONDS,
+                  .ticks = 8,
+                  .high = fmax(timelines[0].duration, timelines[1].duration)};
+    p->y = (Axis){
+        .unit = UNIT_BYTES, .from_zero = true, .ticks = 5, .shared = 1, .title = label("bytes in use")};
+    if (i)
+      p->x.title =
+          label(t->planned ? "bytes pushed and popped so far, over three steps" : "time of three steps");
+    if (from)
+      p->y.title = label("bytes in use beyond the %s of weights, gradients and optimizer state",
+                         axis_value(UNIT_BYTES, stays).text);
+    for (int level = LEVELS - 1; level >= from; level--)
+      if (fmax(highest(&timelines[0], level, level + 1), highest(&timelines[1], level, level + 1)) >
+          0.004 * peak)
+        add_level(p, t, from, level);
+    double most = highest(t, 0, LEVELS);
+    add_rule(p, false, most - (from ? stays : 0), COLOR_INK, 5, "");
+    p->series[p->count - 1].end =
+        label("peak %s%s", axis_value(UNIT_BYTES, most).text, from ? " in all" : "");
+  }
+  return picture;
 }

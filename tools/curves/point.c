@@ -1,6 +1,5 @@
 #include "tools/curves/point.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,15 +15,9 @@
 // Every point is planned by the very code that measures it, run on a plan backend; so what differs between the
 // planned and the measured figures is a mistake in the ledger, not in the question.
 
-const char *sweep_name(Sweep sweep) {
-  static const char *const names[SWEEP_COUNT] = {"tokens", "vocab", "hidden", "chunk"};
-  return names[sweep];
-}
-
-const char *point_status_name(PointStatus status) {
-  static const char *const names[POINT_STATUS_COUNT] = {"planned", "measured", "does not fit", "too slow"};
-  return names[status];
-}
+const char *const SWEEP_NAMES[] = {"tokens", "vocab", "hidden", "chunk", NULL};
+const char *const MODE_NAMES[] = {[LCE_FUSED] = "fused", [LCE_MATERIALIZED] = "materialized", NULL};
+const char *const STATUS_NAMES[] = {"planned", "measured", "does not fit", "too slow", NULL};
 
 int64_t point_tokens(const Point *p) {
   return p->batch * p->seq_len;
@@ -62,11 +55,17 @@ Options point_options(const Experiment *e, const Point *p) {
   return o;
 }
 
-static LceShape shape_of(const Experiment *e, const Point *p) {
+LceShape point_shape(const Experiment *e, const Point *p) {
   return (LceShape){.tokens = point_tokens(p),
                     .hidden_size = p->hidden_size,
                     .vocab_size = p->vocab_size,
                     .dtype = e->options->dtype};
+}
+
+Loader point_loader(const Options *o, Source **source) {
+  *source = trainer_open_source(o);
+  return loader_create(
+      (LoaderOptions){.source = *source, .batch = o->batch, .seq_len = o->seq_len, .seed = o->seed});
 }
 
 double point_flops(const Experiment *e, const Point *p) {
@@ -78,7 +77,7 @@ double point_flops(const Experiment *e, const Point *p) {
 
 // --- planning ----------------------------------------------------------------------------------------------
 
-// What the two phases of a point need: the steps, and then the last layer by itself.
+// What the two phases of a point need: the steps, and then the LM head + loss by itself.
 typedef struct {
   size_t peak, layer;             // Reading's ledger_bytes and layer_bytes
   size_t step_stack, layer_stack; // the stack of each phase
@@ -94,7 +93,7 @@ static Needs plan_step(const Experiment *e, const Point *p) {
   trainer_step(&trainer, NULL, 0);
   Needs n = {.peak = ledger->peak, .step_stack = ledger->stack_peak};
   ledger_reset_peak(ledger);
-  LastLayer layer = layer_push(&trainer, o.seed);
+  LceTensors layer = layer_push(&trainer, o.seed);
   n.layer = layer_held(&layer, p->mode, o.lce_chunk);
   n.layer_stack = ledger->stack_peak;
   memory_pop_to(&backend->memory, 0);
@@ -105,7 +104,7 @@ static Needs plan_step(const Experiment *e, const Point *p) {
 
 static Needs plan_layer(const Experiment *e, const Point *p) {
   Backend *backend = plan_backend_create(e->device, e->options->dtype);
-  LastLayer layer = layer_reserve(backend, shape_of(e, p), 1);
+  LceTensors layer = layer_reserve(backend, point_shape(e, p), 1);
   Needs n = {.layer = layer_held(&layer, p->mode, p->chunk)};
   n.peak = backend->memory.ledger.peak;
   n.layer_stack = backend->memory.ledger.stack_peak;
@@ -115,23 +114,36 @@ static Needs plan_layer(const Experiment *e, const Point *p) {
 
 // --- measuring ---------------------------------------------------------------------------------------------
 
-enum { ROUNDS_MOST = 9 };
+enum { ROUNDS_MAX = 9 };
 static const double ROUND_SECONDS = 1; // after so long, the rounds so far must do
 
-static double timed_layer(const LastLayer *layer, const Point *p) {
-  backend_synchronize(layer->backend);
-  double start = now_seconds();
-  layer_run(layer, p->mode, p->chunk);
-  backend_synchronize(layer->backend);
-  return now_seconds() - start;
+typedef struct {
+  double seconds[ROUNDS_MAX];
+  int count;
+  double spent;
+} Rounds;
+
+// Starts and ends a round, waiting for the device.
+static double round_start(Backend *backend) {
+  backend_synchronize(backend);
+  return now_seconds();
 }
 
-static double timed_products(const LastLayer *layer, int64_t rows) {
-  backend_synchronize(layer->backend);
-  double start = now_seconds();
+static void round_end(Rounds *r, Backend *backend, double start) {
+  backend_synchronize(backend);
+  r->spent += r->seconds[r->count++] = now_seconds() - start;
+}
+
+static void time_layer(Rounds *r, const LceTensors *layer, const Point *p) {
+  double start = round_start(layer->backend);
+  layer_run(layer, p->mode, p->chunk);
+  round_end(r, layer->backend, start);
+}
+
+static void time_gemms(Rounds *r, const LceTensors *layer, int64_t rows) {
+  double start = round_start(layer->backend);
   layer_gemms(layer, rows);
-  backend_synchronize(layer->backend);
-  return now_seconds() - start;
+  round_end(r, layer->backend, start);
 }
 
 static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Backend *backend) {
@@ -139,40 +151,34 @@ static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Ba
   Options o = point_options(e, p);
   Ledger *ledger = &backend->memory.ledger;
   backend->ops->device_peak_reset(backend);
-  Source *source = trainer_open_source(&o);
-  Loader loader = loader_create(
-      (LoaderOptions){.source = source, .batch = o.batch, .seq_len = o.seq_len, .seed = o.seed});
+  Source *source;
+  Loader loader = point_loader(&o, &source);
   Trainer trainer;
   trainer_create(&trainer, &o, backend);
   trainer_set_mode(&trainer, p->mode);
   StepResult results[TRAINER_PENDING];
-  double seconds[ROUNDS_MOST] = {0}, spent = 0;
-  int rounds = 0;
-  for (int step = 0; rounds < ROUNDS_MOST && spent < ROUND_SECONDS; step++) {
-    backend_synchronize(backend);
-    double start = now_seconds();
+  Rounds steps = {0}, layers = {0};
+  for (int step = 0; steps.count < ROUNDS_MAX && steps.spent < ROUND_SECONDS; step++) {
+    double start = round_start(backend);
     trainer_step(&trainer, &loader, step);
     trainer_collect(&trainer, results);
-    if (step == 0) continue; // the first one warms up
-    spent += seconds[rounds++] = now_seconds() - start;
+    if (step > 0) round_end(&steps, backend, start); // the first one warms up
   }
-  r->step_seconds = median(seconds, rounds);
+  r->step_seconds = median(steps.seconds, steps.count);
   r->ledger_bytes = ledger->peak;
   r->device_bytes = backend->ops->device_bytes_peak(backend);
 
   if (needs->layer_stack > needs->step_stack) memory_set_stack(&backend->memory, needs->layer_stack);
-  LastLayer layer = layer_push(&trainer, o.seed);
+  LceTensors layer = layer_push(&trainer, o.seed);
   r->layer_bytes = layer_held(&layer, p->mode, p->chunk);
-  rounds = 0, spent = 0;
-  do spent += seconds[rounds++] = timed_layer(&layer, p);
-  while (rounds < ROUNDS_MOST && spent < 0.5 * ROUND_SECONDS);
-  r->layer_seconds = median(seconds, rounds);
+  while (layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS) time_layer(&layers, &layer, p);
+  r->layer_seconds = median(layers.seconds, layers.count);
   memory_pop_to(&backend->memory, 0);
   trainer_destroy(&trainer);
   source_close(source);
 }
 
-// The most tokens whose bare products fit beside the layer's own tensors; all of them where there is room.
+// The most tokens whose GEMMs fit next to the tensors of the call; all of them where there is space.
 static int64_t floor_rows(const Backend *backend, LceShape shape, size_t usable) {
   int64_t rows = shape.tokens;
   size_t left = usable > backend->memory.ledger.total ? usable - backend->memory.ledger.total : 0;
@@ -188,14 +194,13 @@ static Point reference_point(const Experiment *e, const Point *p) {
   return fused;
 }
 
-static void measure_errors(const Experiment *e, Reading *r, const LastLayer *layer) {
-  // The reference is dear and the same for all modes and chunks of a shape: it is kept for the next point.
+static void measure_errors(const Experiment *e, Reading *r, const LceTensors *layer) {
+  // The reference takes long and is the same for all modes and chunks of a shape: it is kept.
   static Reference *reference;
   static LceShape kept;
-  LceShape shape = shape_of(e, &r->point);
-  bool same = reference && kept.tokens == shape.tokens && kept.hidden_size == shape.hidden_size &&
-              kept.vocab_size == shape.vocab_size;
-  if (!same) {
+  LceShape shape = point_shape(e, &r->point);
+  if (!reference || kept.tokens != shape.tokens || kept.hidden_size != shape.hidden_size ||
+      kept.vocab_size != shape.vocab_size) {
     reference_destroy(reference);
     reference = reference_create(shape, 1);
     kept = shape;
@@ -212,9 +217,9 @@ static void measure_errors(const Experiment *e, Reading *r, const LastLayer *lay
 static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, Backend *backend) {
   const Point *p = &r->point;
   Memory *memory = &backend->memory;
-  LastLayer layer = layer_reserve(backend, shape_of(e, p), 1);
-  int64_t rows = floor_rows(backend, shape_of(e, p), r->usable_bytes);
-  size_t stack = layer_gemms_stack(backend, shape_of(e, p), rows);
+  LceTensors layer = layer_reserve(backend, point_shape(e, p), 1);
+  int64_t rows = floor_rows(backend, point_shape(e, p), r->usable_bytes);
+  size_t stack = layer_gemms_stack(backend, point_shape(e, p), rows);
   if (needs->layer_stack > stack) stack = needs->layer_stack;
   if (e->errors) {
     Point fused = reference_point(e, p);
@@ -222,18 +227,15 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
     if (more > stack) stack = more;
   }
   memory_set_stack(memory, stack);
-  double layers[ROUNDS_MOST] = {0}, floors[ROUNDS_MOST] = {0}, spent = 0;
-  int rounds = 0;
-  timed_products(&layer, rows); // the first of each chooses its algorithms
-  timed_layer(&layer, p);
+  Rounds first = {0}, layers = {0}, floors = {0};
+  time_gemms(&first, &layer, rows); // chooses algorithms
+  time_layer(&first, &layer, p);
   do { // in turn: a card's speed changes with its heat
-    floors[rounds] = timed_products(&layer, rows);
-    layers[rounds] = timed_layer(&layer, p);
-    spent += floors[rounds] + layers[rounds];
-    rounds++;
-  } while (rounds < ROUNDS_MOST && spent < ROUND_SECONDS);
-  r->layer_seconds = median(layers, rounds);
-  r->floor_seconds = median(floors, rounds);
+    time_gemms(&floors, &layer, rows);
+    time_layer(&layers, &layer, p);
+  } while (layers.count < ROUNDS_MAX && layers.spent + floors.spent < ROUND_SECONDS);
+  r->layer_seconds = median(layers.seconds, layers.count);
+  r->floor_seconds = median(floors.seconds, floors.count);
   if (e->errors) measure_errors(e, r, &layer);
 
   // Memory last, when the libraries have all they keep for themselves.
@@ -261,12 +263,7 @@ static size_t usable_bytes(const Experiment *e, const Backend *backend) {
 }
 
 Reading point_read(const Experiment *e, const Point *p) {
-  Reading r = {.point = *p,
-               .status = POINT_PLANNED,
-               .usable_bytes = e->memory,
-               .loss_error = NAN,
-               .dx_error = NAN,
-               .dweight_error = NAN};
+  Reading r = {.point = *p, .status = POINT_PLANNED, .usable_bytes = e->memory};
   Needs needs = e->layer_only ? plan_layer(e, p) : plan_step(e, p);
   r.planned_bytes = needs.peak;
   r.planned_layer_bytes = needs.layer;
@@ -289,7 +286,7 @@ Reading point_read(const Experiment *e, const Point *p) {
       measure_layer(e, &r, &needs, backend);
     else
       measure_step(e, &r, &needs, backend);
-    // What the context and the product library keep for themselves, loaded and touched by now.
+    // What the context and cuBLASLt keep for themselves, loaded and touched by now.
     memory_destroy(&backend->memory);
     r.device_base_bytes = backend->ops->device_bytes_now(backend);
   }

@@ -1,11 +1,14 @@
-// One point of a memory curve: a shape and a mode of the last layer, and what was found out about it.
+// One point of a memory curve: a shape and a mode of the LM head + loss, its plan and its measurement.
 #ifndef LCE_TOOLS_CURVES_POINT_H
 #define LCE_TOOLS_CURVES_POINT_H
 
+#include "data/loader.h"
+#include "kernels/linear_cross_entropy.h"
 #include "trainer/options.h"
 
 typedef enum { SWEEP_TOKENS, SWEEP_VOCAB, SWEEP_HIDDEN, SWEEP_CHUNK, SWEEP_COUNT } Sweep;
-const char *sweep_name(Sweep sweep); // "tokens", "vocab", "hidden", "chunk"
+extern const char *const SWEEP_NAMES[]; // "tokens", "vocab", "hidden", "chunk", NULL
+extern const char *const MODE_NAMES[];  // by LceMode, then NULL
 
 typedef struct {
   Sweep sweep; // the curve it belongs to
@@ -25,21 +28,20 @@ typedef enum {
   POINT_TOO_SLOW, // planned: it would take longer than the patience given
   POINT_STATUS_COUNT
 } PointStatus;
-const char *point_status_name(PointStatus status); // "planned", "measured", "does not fit", "too slow"
+extern const char *const STATUS_NAMES[]; // "planned", "measured", "does not fit", "too slow", NULL
 
-// Bytes and seconds; 0 (errors: NAN) where nothing was measured.
+// Bytes and seconds; 0 where nothing was measured.
 typedef struct {
   Point point;
   PointStatus status;
   size_t planned_bytes, planned_layer_bytes;
-  size_t
-      ledger_bytes; // the most in use at a time: of the step, or with --layer-only of the layer and its tensors
-  size_t layer_bytes; // what the last layer pushed beyond its tensors, its operations' scratch included
-  // The device's own figure at the peak, and with everything given back: the context and the libraries' own.
+  size_t ledger_bytes; // peak in use: of the step, or with --layer-only of the LM head + loss and its tensors
+  size_t layer_bytes;  // what the LM head + loss pushed beyond its tensors, its operations' scratch included
+  // What the device counts at the peak, and with everything freed: the context and the libraries.
   size_t device_bytes, device_base_bytes;
   size_t usable_bytes; // what the device had to give; 0 when unknown
   double step_seconds, layer_seconds;
-  double floor_seconds; // of the layer's three bare products, timed in turn with it
+  double floor_seconds; // of its three GEMMs alone, timed in turn with it
   double loss_error, dx_error, dweight_error;
 } Reading;
 
@@ -49,9 +51,9 @@ size_t reading_layer_bytes(const Reading *reading);
 
 // What is done with every point.
 typedef struct {
-  const Options *options; // model and job; dtypes settled, sizes replaced by the point's
+  const Options *options; // model and job; dtypes resolved, sizes replaced by the point's
   DeviceKind device;
-  bool layer_only; // the last layer on random data, no model around it
+  bool layer_only; // the LM head + loss on random data, no model around it
   bool plan_only;
   bool errors;      // compare the gradients with float64 (layer_only)
   size_t memory;    // bytes the device is taken to have; 0 asks it
@@ -61,6 +63,10 @@ typedef struct {
 
 // The options with a point's sizes in place, its chunk too. Fails when they make no model.
 Options point_options(const Experiment *experiment, const Point *point);
+// The shape of its LM head + loss.
+LceShape point_shape(const Experiment *experiment, const Point *point);
+// Batches from the options' data, or from the built-in corpus. The caller closes the source.
+Loader point_loader(const Options *options, Source **source);
 // Flops of one step (or layer) of a point: what its time is guessed from.
 double point_flops(const Experiment *experiment, const Point *point);
 

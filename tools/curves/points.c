@@ -5,12 +5,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/text.h"
 
 Sweep sweep_named(const char *name) {
   for (int s = 0; s < SWEEP_COUNT; s++)
-    if (strcmp(name, sweep_name((Sweep)s)) == 0) return (Sweep)s;
+    if (strcmp(name, SWEEP_NAMES[s]) == 0) return (Sweep)s;
   fail("--sweep %s: give tokens, vocab, hidden or chunk", name);
 }
 
@@ -126,21 +127,14 @@ static Values usual_values(const Options *o, Sweep sweep) {
 // --- points ------------------------------------------------------------------------------------------------
 
 static void add(PointList *list, Point point) {
-  if (list->count == list->capacity) {
-    list->capacity = list->capacity ? 2 * list->capacity : 32;
-    list->items = realloc(list->items, (size_t)list->capacity * sizeof *list->items);
-    if (!list->items) fail("out of host memory for the points of a sweep");
-  }
+  list->items = host_grow(list->items, list->count, &list->capacity, sizeof point, "a sweep");
   list->items[list->count++] = point;
 }
 
 // By --lce-memory, of the layer alone: without the validation that a run has.
-static int64_t layer_chunk(const Options *o, const Backend *plan, const Point *p) {
-  LceShape shape = {.tokens = point_tokens(p),
-                    .hidden_size = p->hidden_size,
-                    .vocab_size = p->vocab_size,
-                    .dtype = o->dtype};
-  int64_t chunk = lce_chunk_within(plan, (size_t)o->lce_memory << 20, shape);
+static int64_t layer_chunk(const Experiment *e, const Backend *plan, const Point *p) {
+  const Options *o = e->options;
+  int64_t chunk = lce_chunk_within(plan, (size_t)o->lce_memory << 20, point_shape(e, p));
   if (!chunk)
     fail("--lce-memory %lld: even a chunk of one token needs more at a vocabulary of %s; give more",
          (long long)o->lce_memory, text_grouped(p->vocab_size).text);
@@ -149,12 +143,13 @@ static int64_t layer_chunk(const Options *o, const Backend *plan, const Point *p
 
 // The chunk that a point's options ask for.
 static int64_t chunk_of(const Options *o, DeviceKind device, bool layer_only, const Point *p) {
-  Options at = point_options(&(Experiment){.options = o, .layer_only = layer_only}, p);
+  Experiment e = {.options = o, .layer_only = layer_only};
+  Options at = point_options(&e, p);
   at.lce_chunk = o->lce_chunk;
   at.lce_memory = o->lce_memory;
   Backend *plan = plan_backend_create(device, o->dtype);
   if (layer_only && o->lce_memory)
-    at.lce_chunk = layer_chunk(o, plan, p);
+    at.lce_chunk = layer_chunk(&e, plan, p);
   else
     options_resolve_chunk(&at, plan);
   backend_destroy(plan);

@@ -6,7 +6,8 @@
 
 typedef struct {
   Point *items;
-  int count, capacity;
+  int count;
+  int64_t capacity;
 } PointList;
 
 // Appends the points of a sweep, fused and materialized in turn, from small to large. `values` is a list of

@@ -1,62 +1,17 @@
 #include "tools/curves/recipes.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "base/fail.h"
 #include "base/text.h"
 #include "tools/curves/layer.h"
 
-#define MIB          0x1p20
-#define GIB          0x1p30
-#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
+#define MIB       0x1p20
+#define GIB       0x1p30
+#define ARGUMENTS (const char *const[])
+#define MARKS     (const Mark[])
 
-static const char *const LLAMA3_8B[] = {
-    "--model",     "llama-8b", "--batch",        "1",    "--seq-len",           "32768",
-    "--recompute", "layer",    "--moment-dtype", "bf16", "--no-master-weights", NULL};
-static const char *const TOKENS_81920[] = {"--model", "llama-8b", "--batch", "4", "--seq-len", "20480", NULL};
-static const char *const CHUNK_SWEEP[] = {"--batch", "16",      "--seq-len", "1024", "--hidden-size",
-                                          "2048",    "--vocab", "131072",    NULL};
-static const char *const GEMMA2_2B[] = {"--batch", "8",       "--seq-len", "1024", "--hidden-size",
-                                        "2304",    "--vocab", "256000",    NULL};
-static const char *const BATCH_512[] = {"--batch",     "1",       "--seq-len", "512",     "--hidden-size",
-                                        "512",         "--vocab", "128256",    "--dtype", "fp32",
-                                        "--lce-chunk", "64",      NULL};
-
-static const Mark LLAMA3_MARKS[] = {
-    {SWEEP_TOKENS, 32768, 15 * GIB, 0, 0, "15 GB, fp32 logits"},
-};
-static const Mark TOKENS_MARKS[] = {
-    {SWEEP_TOKENS, 81920, 19.57 * GIB, 0, 0, "19.57 GiB, bf16 logits"},
-};
-// The libraries as they were measured for this project: one H200, PyTorch 2.11, median of 7, bf16.
-static const Mark CHUNK_MARKS[] = {
-    {SWEEP_CHUNK, 0, 24000 * MIB, 1.69, 0, "PyTorch, fp32 logits"},
-    {SWEEP_CHUNK, 0, 11712 * MIB, 1.28, 0, "PyTorch, bf16 logits"},
-    {SWEEP_CHUNK, 0, 4096 * MIB, 1.29, 0, "torch.compile"},
-    {SWEEP_CHUNK, 0, 1088 * MIB, 2.26, 0, "Liger"},
-    {SWEEP_CHUNK, 0, 1 * MIB, 1.83, 0, "Cut Cross-Entropy"},
-};
-static const Mark GEMMA_MARKS[] = {
-    {SWEEP_CHUNK, 0, 24000 * MIB, 0, 0, "paper: 24 GB, plain"},
-    {SWEEP_CHUNK, 0, 1 * MIB, 0, 0, "paper: 1 MB, CCE"},
-    {SWEEP_CHUNK, 0, 22839 * MIB, 1.58, 0, "PyTorch, fp32 logits"},
-    {SWEEP_CHUNK, 0, 10839 * MIB, 1.19, 0, "PyTorch, bf16 logits"},
-    {SWEEP_CHUNK, 0, 4001 * MIB, 1.20, 0, "torch.compile"},
-    {SWEEP_CHUNK, 0, 2314 * MIB, 3.99, 0, "Liger"},
-    {SWEEP_CHUNK, 0, 3 * MIB, 1.33, 0, "Cut Cross-Entropy"},
-};
-static const Mark BATCH_MARKS[] = {
-    {SWEEP_TOKENS, 128, 188 * MIB, 0, 1, "PyTorch, playbook"},
-    {SWEEP_TOKENS, 256, 378 * MIB, 0, 1, "PyTorch, playbook"},
-    {SWEEP_TOKENS, 512, 752 * MIB, 0, 1, "PyTorch, playbook"},
-    {SWEEP_TOKENS, 1024, 1506 * MIB, 0, 1, "PyTorch, playbook"},
-    {SWEEP_TOKENS, 128, 32 * MIB, 0, 2, "its fused kernel"},
-    {SWEEP_TOKENS, 256, 63 * MIB, 0, 2, "its fused kernel"},
-    {SWEEP_TOKENS, 512, 126 * MIB, 0, 2, "its fused kernel"},
-    {SWEEP_TOKENS, 1024, 251 * MIB, 0, 2, "its fused kernel"},
-};
-
+// The libraries in the marks were measured for this project: one H200, PyTorch 2.11, median of 7, bf16.
 static const Recipe recipes[] = {
     {.name = "llama3-8b-32k",
      .title = "Llama 3 8B, training step at long context",
@@ -64,34 +19,31 @@ static const Recipe recipes[] = {
      .says = "at [B, T] = [1, 32768] and [4, 20480] the fp32 logits are a spike of 15 GB that the fused loss "
              "removes",
      .grey = "what PyTorch's feature request for linear_cross_entropy says",
-     .arguments = LLAMA3_8B,
+     .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "32768", "--recompute",
+                            "layer", "--moment-dtype", "bf16", "--no-master-weights", NULL},
      .timeline = true,
      .gpu = true,
      .sweeps = {{SWEEP_TOKENS, "1x4096,1x8192,1x16384,1x32768,4x20480"}},
-     .sweep_count = 1,
-     .marks = LLAMA3_MARKS,
-     .mark_count = COUNT(LLAMA3_MARKS)},
+     .marks = MARKS{{32768, 15 * GIB, 0, "15 GB, fp32 logits"}, {.label = NULL}}},
     {.name = "tokens-81920",
-     .title = "Llama 3's last layer up to 81,920 tokens",
+     .title = "Llama 3's LM head + loss up to 81,920 tokens",
      .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
      .says = "128,256 x 81,920 x 2 bytes: 19.57 GiB of logits",
      .grey = "what PyTorch's feature request for linear_cross_entropy says",
-     .arguments = TOKENS_81920,
+     .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "4", "--seq-len", "20480", NULL},
      .layer_only = true,
      .gpu = true,
      .sweeps = {{SWEEP_TOKENS, "10240:81920:10240"}},
-     .sweep_count = 1,
-     .marks = TOKENS_MARKS,
-     .mark_count = COUNT(TOKENS_MARKS)},
+     .marks = MARKS{{81920, 19.57 * GIB, 0, "19.57 GiB, bf16 logits"}, {.label = NULL}}},
     {.name = "chunk-sweep",
-     .title = "The last layer over every size: N 16,384, H 2,048, V 131,072",
+     .title = "LM head + loss over every size: N 16,384, H 2,048, V 131,072",
      .source = "the second benchmark in PyTorch's feature request for linear_cross_entropy "
                "(pytorch/pytorch#124480)",
-     .says =
-         "memory, TFLOP/s and gradient error over each size, the others at N 16,384, H 2,048, V 131,072; the "
-         "libraries beside it were measured on one H200 with PyTorch 2.11",
+     .says = "memory, TFLOP/s and gradient error over each size, the others at N 16,384, H 2,048, V 131,072; "
+             "the libraries were measured on one H200 with PyTorch 2.11",
      .grey = "other libraries, as measured on one H200 with PyTorch 2.11",
-     .arguments = CHUNK_SWEEP,
+     .arguments =
+         ARGUMENTS{"--batch", "16", "--seq-len", "1024", "--hidden-size", "2048", "--vocab", "131072", NULL},
      .layer_only = true,
      .errors = true,
      .gpu = true,
@@ -99,39 +51,55 @@ static const Recipe recipes[] = {
                 {SWEEP_TOKENS, "2048:32768:x2"},
                 {SWEEP_VOCAB, "16384:262144:x2"},
                 {SWEEP_HIDDEN, "512:8192:x2"}},
-     .sweep_count = 4,
-     .marks = CHUNK_MARKS,
-     .mark_count = COUNT(CHUNK_MARKS)},
+     .marks = MARKS{{0, 24000 * MIB, 1.69, "PyTorch, fp32 logits"},
+                    {0, 11712 * MIB, 1.28, "PyTorch, bf16 logits"},
+                    {0, 4096 * MIB, 1.29, "torch.compile"},
+                    {0, 1088 * MIB, 2.26, "Liger"},
+                    {0, 1 * MIB, 1.83, "Cut Cross-Entropy"},
+                    {.label = NULL}}},
     {.name = "gemma2-2b",
-     .title = "Gemma 2 2B's last layer: N 8,192, H 2,304, V 256,000",
+     .title = "Gemma 2 2B's LM head + loss: N 8,192, H 2,304, V 256,000",
      .source = "Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al. 2025)",
      .says = "24 GB against 1 MB for the loss alone, 28 GB against about 1.1 GB with the gradients; the "
-             "libraries "
-             "beside it were measured on one H200 with PyTorch 2.11",
+             "libraries were measured on one H200 with PyTorch 2.11",
      .grey = "the paper's figures; other libraries, as measured on one H200 with PyTorch 2.11",
-     .arguments = GEMMA2_2B,
+     .arguments =
+         ARGUMENTS{"--batch", "8", "--seq-len", "1024", "--hidden-size", "2304", "--vocab", "256000", NULL},
      .layer_only = true,
      .loss_alone = true,
      .gpu = true,
      .sweeps = {{SWEEP_CHUNK, "128:8192:x2"}},
-     .sweep_count = 1,
-     .marks = GEMMA_MARKS,
-     .mark_count = COUNT(GEMMA_MARKS)},
+     .marks = MARKS{{0, 24000 * MIB, 0, "paper: 24 GB, plain"},
+                    {0, 1 * MIB, 0, "paper: 1 MB, CCE"},
+                    {0, 22839 * MIB, 1.58, "PyTorch, fp32 logits"},
+                    {0, 10839 * MIB, 1.19, "PyTorch, bf16 logits"},
+                    {0, 4001 * MIB, 1.20, "torch.compile"},
+                    {0, 2314 * MIB, 3.99, "Liger"},
+                    {0, 3 * MIB, 1.33, "Cut Cross-Entropy"},
+                    {.label = NULL}}},
     {.name = "batch-512",
      .title = "512 tokens at a vocabulary of 128,256, in fp32",
      .source = "NVIDIA's DGX Spark playbooks, on fused cross-entropy for Llama 3.1",
      .says = "250 MB of logits for 512 tokens, and about 6x less memory",
      .grey = "the table in NVIDIA's DGX Spark playbooks",
-     .arguments = BATCH_512,
+     .arguments = ARGUMENTS{"--batch", "1", "--seq-len", "512", "--hidden-size", "512", "--vocab", "128256",
+                            "--dtype", "fp32", "--lce-chunk", "64", NULL},
      .layer_only = true,
      .sweeps = {{SWEEP_TOKENS, "128,256,512,1024"}},
-     .sweep_count = 1,
-     .marks = BATCH_MARKS,
-     .mark_count = COUNT(BATCH_MARKS)},
+     .marks = MARKS{{128, 188 * MIB, 0, "PyTorch, playbook"},
+                    {256, 378 * MIB, 0, "PyTorch, playbook"},
+                    {512, 752 * MIB, 0, "PyTorch, playbook"},
+                    {1024, 1506 * MIB, 0, "PyTorch, playbook"},
+                    {128, 32 * MIB, 0, "its fused kernel"},
+                    {256, 63 * MIB, 0, "its fused kernel"},
+                    {512, 126 * MIB, 0, "its fused kernel"},
+                    {1024, 251 * MIB, 0, "its fused kernel"},
+                    {.label = NULL}}},
 };
+enum { RECIPES = sizeof recipes / sizeof *recipes };
 
 int recipe_count(void) {
-  return COUNT(recipes);
+  return RECIPES;
 }
 
 const Recipe *recipe_at(int index) {
@@ -141,7 +109,7 @@ const Recipe *recipe_at(int index) {
 const Recipe *recipe_named(const char *name) {
   char names[256] = "";
   if (!name) return NULL;
-  for (int i = 0; i < COUNT(recipes); i++) {
+  for (int i = 0; i < RECIPES; i++) {
     if (strcmp(name, recipes[i].name) == 0) return &recipes[i];
     strcat(strcat(names, i ? ", " : ""), recipes[i].name);
   }
@@ -149,94 +117,80 @@ const Recipe *recipe_named(const char *name) {
 }
 
 void recipes_list(FILE *out) {
-  for (int i = 0; i < COUNT(recipes); i++)
+  for (int i = 0; i < RECIPES; i++)
     fprintf(out, "%-16s%s\n%16s%s\n%16ssays %s\n", recipes[i].name, recipes[i].title, "", recipes[i].source,
             "", recipes[i].says);
 }
 
-// --- beside the source -------------------------------------------------------------------------------------
+// --- next to the source ------------------------------------------------------------------------------------
 
-// The smallest reading of a mode at the mark's place.
-static const Reading *reading_at(const Curve *c, const Mark *m, LceMode mode) {
+// The smallest reading of a mode at a size; 0: at any size.
+static const Reading *reading_at(const Curve *c, Sweep sweep, double value, LceMode mode) {
   const Reading *best = NULL;
   for (int i = 0; i < c->count; i++) {
     const Reading *r = &c->readings[i];
-    if (r->point.sweep != m->sweep || r->point.mode != mode) continue;
-    if (m->value > 0 && point_value(&r->point) != m->value) continue;
+    if (r->point.sweep != sweep || r->point.mode != mode) continue;
+    if (value > 0 && point_value(&r->point) != value) continue;
     if (!best || reading_layer_bytes(r) < reading_layer_bytes(best)) best = r;
   }
   return best;
 }
 
-static void our_figures(FILE *out, const Reading *r) {
-  if (!r) {
-    fprintf(out, " %27s", "-");
-    return;
-  }
-  char text[96], chunk[32] = "";
-  if (r->point.sweep == SWEEP_CHUNK && r->point.chunk)
+typedef struct {
+  char text[96];
+} Cell;
+
+static Cell our_figure(const Reading *r) {
+  Cell cell = {"-"};
+  char chunk[32] = "";
+  if (r && r->point.sweep == SWEEP_CHUNK && r->point.chunk)
     snprintf(chunk, sizeof chunk, " at chunk %lld", (long long)r->point.chunk);
-  snprintf(text, sizeof text, "%s%s%s", text_bytes(reading_layer_bytes(r)).text, chunk,
-           r->layer_bytes ? "" : " plan");
-  fprintf(out, " %27s", text);
+  if (r)
+    snprintf(cell.text, sizeof cell.text, "%s%s%s", text_bytes(reading_layer_bytes(r)).text, chunk,
+             r->layer_bytes ? "" : " plan");
+  return cell;
 }
 
-static LceShape own_shape(const Options *o) {
-  return (LceShape){.tokens = o->batch * o->seq_len,
-                    .hidden_size = o->model.hidden_size,
-                    .vocab_size = o->model.vocab_size,
-                    .dtype = o->dtype};
-}
-
-// What the layer pushes when only the losses are asked for.
-static size_t loss_alone_bytes(const Experiment *e, LceMode mode, int64_t chunk) {
-  LceShape s = own_shape(e->options);
+// What the LM head + loss pushes when only the losses are asked for.
+static size_t loss_alone_bytes(const Experiment *e, LceShape s, const Point *p) {
   Backend *plan = plan_backend_create(e->device, s.dtype);
-  LastLayer l = layer_reserve(plan, s, 1);
-  linear_cross_entropy(plan, (LinearCrossEntropy){.mode = mode,
-                                                  .chunk = chunk,
-                                                  .loss = l.loss,
-                                                  .x = l.x,
-                                                  .weight = l.weight,
-                                                  .targets = l.targets,
+  LceTensors t = layer_reserve(plan, s, 1);
+  linear_cross_entropy(plan, (LinearCrossEntropy){.mode = p->mode,
+                                                  .chunk = p->chunk,
+                                                  .loss = t.loss,
+                                                  .x = t.x,
+                                                  .weight = t.weight,
+                                                  .targets = t.targets,
                                                   .scale = 1});
   size_t bytes = plan->memory.ledger.stack_peak;
   backend_destroy(plan);
   return bytes;
 }
 
-static size_t gradient_bytes(const Experiment *e) {
-  LceShape s = own_shape(e->options);
-  return (size_t)(s.tokens * s.hidden_size) * dtype_bytes(s.dtype) +
-         (size_t)(s.vocab_size * s.hidden_size) * sizeof(float);
-}
-
 void recipe_compare(FILE *out, const Recipe *recipe, const Experiment *e, const Curve *c) {
+  static const char row[] = "  %-48s %12s %27s %27s\n";
+  Sweep sweep = recipe->sweeps[0].sweep;
   fprintf(out, "\n%s\n  says: %s\n", recipe->source, recipe->says);
-  fprintf(out, "  %-48s %12s %27s %27s\n", "what the last layer holds", "source", "fused here",
-          "materialized here");
-  for (int i = 0; i < recipe->mark_count; i++) {
-    const Mark *m = &recipe->marks[i];
+  fprintf(out, row, "memory of the LM head + loss", "source", "fused here", "materialized here");
+  for (const Mark *m = recipe->marks; m->label; m++) {
     char what[80];
-    snprintf(what, sizeof what, m->value > 0 ? "%s, %s %s" : "%s", m->label, sweep_name(m->sweep),
+    snprintf(what, sizeof what, m->value > 0 ? "%s, %s %s" : "%s", m->label, SWEEP_NAMES[sweep],
              text_grouped((int64_t)m->value).text);
-    fprintf(out, "  %-48s %12s", what, text_bytes((uint64_t)m->bytes).text);
-    our_figures(out, reading_at(c, m, LCE_FUSED));
-    our_figures(out, reading_at(c, m, LCE_MATERIALIZED));
-    fputc('\n', out);
+    fprintf(out, row, what, text_bytes((uint64_t)m->bytes).text,
+            our_figure(reading_at(c, sweep, m->value, LCE_FUSED)).text,
+            our_figure(reading_at(c, sweep, m->value, LCE_MATERIALIZED)).text);
   }
-  if (!recipe->loss_alone) return;
-  Mark any = {.sweep = SWEEP_CHUNK};
-  const Reading *fused = reading_at(c, &any, LCE_FUSED), *whole = reading_at(c, &any, LCE_MATERIALIZED);
-  if (!fused || !whole) return;
-  fprintf(out, "  %-48s %12s %27s %27s\n", "the loss alone, no gradients (planned)", "1 MB / 24 GB",
-          text_bytes(loss_alone_bytes(e, LCE_FUSED, fused->point.chunk)).text,
-          text_bytes(loss_alone_bytes(e, LCE_MATERIALIZED, 0)).text);
-  char fused_all[48], whole_all[48];
-  snprintf(fused_all, sizeof fused_all, "%s",
-           text_bytes(reading_layer_bytes(fused) + gradient_bytes(e)).text);
-  snprintf(whole_all, sizeof whole_all, "%s",
-           text_bytes(reading_layer_bytes(whole) + gradient_bytes(e)).text);
-  fprintf(out, "  %-48s %12s %27s %27s\n", "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB",
-          fused_all, whole_all);
+  const Reading *both[] = {reading_at(c, SWEEP_CHUNK, 0, LCE_FUSED),
+                           reading_at(c, SWEEP_CHUNK, 0, LCE_MATERIALIZED)};
+  if (!recipe->loss_alone || !both[0] || !both[1]) return;
+  Text alone[2], whole[2];
+  for (int i = 0; i < 2; i++) {
+    LceShape s = point_shape(e, &both[i]->point);
+    size_t gradients = (size_t)(s.tokens * s.hidden_size) * dtype_bytes(s.dtype) +
+                       (size_t)(s.vocab_size * s.hidden_size) * sizeof(float);
+    alone[i] = text_bytes(loss_alone_bytes(e, s, &both[i]->point));
+    whole[i] = text_bytes(reading_layer_bytes(both[i]) + gradients);
+  }
+  fprintf(out, row, "the loss alone, no gradients (planned)", "1 MB / 24 GB", alone[0].text, alone[1].text);
+  fprintf(out, row, "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB", whole[0].text, whole[1].text);
 }

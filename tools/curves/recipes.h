@@ -6,14 +6,12 @@
 
 #include "tools/curves/curve.h"
 
-// A figure of the source, to stand beside ours. In a picture whose x axis is the swept size it stands at
-// `value`; in one of time against memory, at (bytes, ratio).
+// A figure of the source. In a picture whose x axis is the swept size it stands at `value`; in one of time
+// against memory, at (bytes, ratio). Neighbours with the same label are a line.
 typedef struct {
-  Sweep sweep;
-  double value; // of what is swept; 0: anywhere
-  double bytes; // that the last layer holds beyond its inputs and gradients
-  double ratio; // its time over that of its bare products; 0 when the source does not say
-  int line;     // marks with the same number, if not 0, are one line
+  double value; // of the recipe's first sweep; 0: at any size
+  double bytes; // that the LM head + loss holds beyond its inputs and gradients
+  double ratio; // its time over that of its three GEMMs; 0 when the source does not say
   const char *label;
 } Mark;
 
@@ -28,11 +26,9 @@ typedef struct {
   bool gpu; // planned for a GPU in bf16 where there is none
   struct {
     Sweep sweep;
-    const char *values;
-  } sweeps[SWEEP_COUNT];
-  int sweep_count;
-  const Mark *marks;
-  int mark_count;
+    const char *values; // NULL after the last
+  } sweeps[SWEEP_COUNT + 1];
+  const Mark *marks; // label NULL after the last
 } Recipe;
 
 // The recipe called `name`; fails with the names there are. NULL gives NULL.

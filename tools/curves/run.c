@@ -1,6 +1,7 @@
 #include "tools/curves/run.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -26,7 +27,7 @@ static const char *time_or_dash(double seconds, char *buffer, size_t size) {
 
 static void print_head(FILE *out, const Experiment *e, bool errors) {
   fprintf(out, "%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", "", "", "chunk", "planned", "ledger",
-          "device", "last layer", e->layer_only ? "products" : "step", "last layer");
+          "device", "LM head", e->layer_only ? "GEMMs" : "step", "LM head");
   if (errors) fprintf(out, " %9s %9s %9s", "loss err", "dX err", "dW err");
   fputc('\n', out);
 }
@@ -35,7 +36,7 @@ static void print_row(FILE *out, const Experiment *e, const Reading *r, const ch
   const Point *p = &r->point;
   char what[40], first[24], second[24], chunk[16] = "-";
   Text planned, ledger, device, layer;
-  snprintf(what, sizeof what, "%s %s", sweep_name(p->sweep), text_grouped((int64_t)point_value(p)).text);
+  snprintf(what, sizeof what, "%s %s", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text);
   if (p->chunk) snprintf(chunk, sizeof chunk, "%lld", (long long)p->chunk);
   // The device's figure without its context and its libraries' own: comparable with the ledger.
   size_t held = r->device_bytes > r->device_base_bytes ? r->device_bytes - r->device_base_bytes : 0;
@@ -50,7 +51,7 @@ static void print_row(FILE *out, const Experiment *e, const Reading *r, const ch
     fprintf(out, "  does not fit: needs %s of %s", text_bytes(r->planned_bytes).text,
             text_bytes(r->usable_bytes).text);
   else if (r->status != POINT_MEASURED)
-    fprintf(out, "  %s", point_status_name(r->status));
+    fprintf(out, "  %s", STATUS_NAMES[r->status]);
   fprintf(out, "%s\n", left);
   fflush(out);
 }
@@ -65,7 +66,7 @@ static double cost(const Experiment *e, const Point *p) {
 static void reorder(Curve *c, const PointList *points) {
   Curve ordered = {0};
   for (int i = 0; i < points->count; i++) curve_add(&ordered, curve_find(c, &points->items[i]));
-  curve_free(&(Curve){.readings = c->readings});
+  free(c->readings);
   c->readings = ordered.readings;
   c->count = ordered.count;
   c->capacity = ordered.capacity;
@@ -104,7 +105,7 @@ void run_points(FILE *out, const Experiment *e, const PointList *points, const c
       continue;
     }
     if (terminal)
-      fprintf(out, "%s %s, %s ...\r", sweep_name(p->sweep), text_grouped((int64_t)point_value(p)).text,
+      fprintf(out, "%s %s, %s ...\r", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text,
               lce_mode_name(p->mode));
     fflush(out);
     Reading r = point_read(e, p);

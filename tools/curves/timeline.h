@@ -2,33 +2,34 @@
 #ifndef LCE_TOOLS_CURVES_TIMELINE_H
 #define LCE_TOOLS_CURVES_TIMELINE_H
 
-#include "tools/curves/point.h"
+#include "tools/curves/curve.h"
 
 enum { TIMELINE_STEPS = 3 };
 
-// From `seconds` on (until the next moment) these bytes were in use.
+// From `at` on (until the next moment) these bytes were in use.
 typedef struct {
-  double seconds; // since the first step began
-  int step;
+  int mode;  // LceMode
+  double at; // seconds since the first step began; of a plan, the number of the ledger's event
+  int64_t step;
   size_t bytes[MEMORY_CATEGORY_COUNT];
 } Moment;
 
 typedef struct {
   LceMode mode;
-  bool planned;    // seconds are guessed from flops and bytes, not measured
-  double duration; // of all steps
+  bool planned;    // moments are numbered, not dated
+  double duration; // of all steps, as `at`
   Moment *moments;
-  int count, capacity;
+  int count;
+  int64_t capacity;
 } Timeline;
 
-// Runs three steps of the point (after one to warm up) and records them. On a device every operation is waited
-// for, so that its bytes stand where its time is. A plan's clock ticks by each operation's flops and bytes, at
-// the speed of a device of its kind.
+// Runs three steps of the point (after one to warm up) and records the ledger's events. On a device every event
+// waits for the work before it, so that its bytes stand where its time is. A plan has the order alone.
 Timeline timeline_record(const Experiment *experiment, const Point *point);
 void timeline_free(Timeline *timeline);
 
-// Both timelines as one CSV, and back. `settings` is the comment on its first line.
-void timeline_write(const Timeline timelines[2], const char *settings, const char *path);
-void timeline_read(Timeline timelines[2], char *settings, size_t size, const char *path);
+// Both timelines as one CSV, and back; false when there is none. `settings` is the comment on its first line.
+void timeline_write(const Timeline timelines[2], const Curve *settings, const char *path);
+bool timeline_read(Timeline timelines[2], Curve *settings, const char *path);
 
 #endif

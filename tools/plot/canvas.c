@@ -169,47 +169,16 @@ static void cover_segment(Canvas *c, Spot a, Spot b, double half) {
     }
 }
 
-// The part of a stroke that starts `from` into the line a-b and ends `to` into it.
-static void cover_part(Canvas *c, Spot a, Spot b, double length, double from, double to, double half) {
-  Spot p = {a.x + (b.x - a.x) * from / length, a.y + (b.y - a.y) * from / length};
-  Spot q = {a.x + (b.x - a.x) * to / length, a.y + (b.y - a.y) * to / length};
-  cover_segment(c, p, q, half);
-}
-
-void canvas_polyline(Canvas *c, const Spot *spots, int count, Stroke stroke) {
-  double half = 0.5 * stroke.width * c->scale, gone = 0; // length behind us
-  double dash = stroke.dash * c->scale, period = dash + stroke.gap * c->scale;
-  for (int i = 0; i + 1 < count; i++) {
-    Spot a = {spots[i].x * c->scale, spots[i].y * c->scale};
-    Spot b = {spots[i + 1].x * c->scale, spots[i + 1].y * c->scale};
-    double length = hypot(b.x - a.x, b.y - a.y);
-    if (dash <= 0 || length == 0) {
-      cover_segment(c, a, b, half);
-      continue;
-    }
-    for (double start = -fmod(gone, period); start < length; start += period)
-      if (start + dash > 0) cover_part(c, a, b, length, fmax(start, 0), fmin(start + dash, length), half);
-    gone += length;
+void canvas_line(Canvas *c, Spot from, Spot to, Stroke stroke) {
+  double half = 0.5 * stroke.width * c->scale, length = hypot(to.x - from.x, to.y - from.y);
+  double dash = stroke.dash > 0 ? stroke.dash : fmax(length, 1), period = dash + stroke.gap;
+  for (double start = 0; start == 0 || start < length; start += period) {
+    double a = length > 0 ? start / length : 0, b = length > 0 ? fmin(1, (start + dash) / length) : 0;
+    cover_segment(
+        c, (Spot){(from.x + a * (to.x - from.x)) * c->scale, (from.y + a * (to.y - from.y)) * c->scale},
+        (Spot){(from.x + b * (to.x - from.x)) * c->scale, (from.y + b * (to.y - from.y)) * c->scale}, half);
   }
   paint(c, stroke.color, 1);
-}
-
-void canvas_line(Canvas *c, Spot from, Spot to, Stroke stroke) {
-  canvas_polyline(c, (Spot[]){from, to}, 2, stroke);
-}
-
-void canvas_rule(Canvas *c, Spot from, Spot to, double width, Color color) {
-  double thick = fmax(1, round(width * c->scale)) / c->scale, half = floor(0.5 * thick * c->scale) / c->scale;
-  double left = round(fmin(from.x, to.x) * c->scale) / c->scale,
-         right = round(fmax(from.x, to.x) * c->scale) / c->scale;
-  double top = round(fmin(from.y, to.y) * c->scale) / c->scale,
-         bottom = round(fmax(from.y, to.y) * c->scale) / c->scale;
-  Box box = {left, top, right, bottom};
-  if (from.y == to.y)
-    box.top -= half, box.bottom = box.top + thick;
-  else
-    box.left -= half, box.right = box.left + thick;
-  canvas_boxes(c, &box, 1, color, 1);
 }
 
 // --- areas -------------------------------------------------------------------------------------------------
@@ -218,25 +187,13 @@ static double overlap(double low, double high, int pixel) {
   return fmax(0, fmin(high, pixel + 1) - fmax(low, pixel));
 }
 
-void canvas_boxes(Canvas *c, const Box *boxes, int count, Color color, double opacity) {
-  for (int i = 0; i < count; i++) {
-    Box b = {boxes[i].left * c->scale, boxes[i].top * c->scale, boxes[i].right * c->scale,
-             boxes[i].bottom * c->scale};
-    if (b.right <= b.left || b.bottom <= b.top) continue;
-    Pixels p = touch(c, b.left, b.top, b.right, b.bottom);
-    for (int y = p.top; y < p.bottom; y++)
-      for (int x = p.left; x < p.right; x++)
-        *mask_at(c, x, y) += (float)(overlap(b.left, b.right, x) * overlap(b.top, b.bottom, y));
-  }
-  paint(c, color, opacity);
-}
-
-void canvas_between(Canvas *c, const double *x, const double *upper, const double *lower, int count,
-                    Color color, double opacity) {
+void canvas_area(Canvas *c, const double *x, const double *upper, const double *lower, int count, Color color,
+                 double opacity) {
   for (int i = 0; i + 1 < count; i++) {
     double left = x[i] * c->scale, right = x[i + 1] * c->scale;
-    for (int column = within((int)floor(left), 0, c->columns);
-         column < within((int)ceil(right), 0, c->columns); column++) {
+    if (right <= left) continue; // a step
+    int end = within((int)ceil(right), 0, c->columns);
+    for (int column = within((int)floor(left), 0, c->columns); column < end; column++) {
       double middle = (fmin(right, column + 1) + fmax(left, column)) / 2,
              t = (middle - left) / (right - left);
       double top = (upper[i] + t * (upper[i + 1] - upper[i])) * c->scale;
@@ -248,6 +205,26 @@ void canvas_between(Canvas *c, const double *x, const double *upper, const doubl
     }
   }
   paint(c, color, opacity);
+}
+
+void canvas_box(Canvas *c, Box b, Color color, double opacity) {
+  canvas_area(c, (double[]){b.left, b.right}, (double[]){b.top, b.top}, (double[]){b.bottom, b.bottom}, 2,
+              color, opacity);
+}
+
+static double snapped(double value, double scale) {
+  return round(value * scale) / scale;
+}
+
+void canvas_rule(Canvas *c, Spot from, Spot to, double width, Color color) {
+  double thick = fmax(1, round(width * c->scale)) / c->scale, half = floor(0.5 * thick * c->scale) / c->scale;
+  Box box = {snapped(fmin(from.x, to.x), c->scale), snapped(fmin(from.y, to.y), c->scale),
+             snapped(fmax(from.x, to.x), c->scale), snapped(fmax(from.y, to.y), c->scale)};
+  if (from.y == to.y)
+    box.top -= half, box.bottom = box.top + thick;
+  else
+    box.left -= half, box.right = box.left + thick;
+  canvas_box(c, box, color, 1);
 }
 
 // --- markers -----------------------------------------------------------------------------------------------

@@ -47,15 +47,13 @@ bool canvas_possible(const char **reason);
 Canvas *canvas_create(double width, double height, double scale);
 void canvas_destroy(Canvas *canvas);
 
-void canvas_polyline(Canvas *canvas, const Spot *spots, int count, Stroke stroke);
 void canvas_line(Canvas *canvas, Spot from, Spot to, Stroke stroke);
 // A level or upright hairline, put on whole pixels so that it is sharp.
 void canvas_rule(Canvas *canvas, Spot from, Spot to, double width, Color color);
-// Fills boxes as one area: edges between boxes that touch do not show.
-void canvas_boxes(Canvas *canvas, const Box *boxes, int count, Color color, double opacity);
-// The area between two lines over the same places x[0] < x[1] < ...
-void canvas_between(Canvas *canvas, const double *x, const double *upper, const double *lower, int count,
-                    Color color, double opacity);
+// The area between two lines over the same places x[0] <= x[1] <= ...; equal places make a step.
+void canvas_area(Canvas *canvas, const double *x, const double *upper, const double *lower, int count,
+                 Color color, double opacity);
+void canvas_box(Canvas *canvas, Box box, Color color, double opacity);
 // A filled marker has an edge of white, a hollow one is white inside.
 void canvas_marker(Canvas *canvas, Marker marker, Spot at, double radius, Color color, bool filled);
 

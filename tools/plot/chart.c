@@ -1,23 +1,27 @@
 #include "tools/plot/chart.h"
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "base/alloc.h"
+#include "base/fail.h"
 #include "base/text.h"
 
-const Color COLOR_INK = {0x1c, 0x23, 0x30}, COLOR_MUTED = {0x5c, 0x66, 0x73}, COLOR_GRID = {0xe4, 0xe7, 0xec},
+const Color COLOR_INK = {0x1c, 0x23, 0x30}, COLOR_MUTED = {0x5c, 0x66, 0x73},
             COLOR_FAINT = {0x9a, 0xa3, 0xaf};
+static const Color GRID = {0xe4, 0xe7, 0xec}, WHITE = {255, 255, 255};
+static const TextStyle SMALL = {.size = 11, .color = {0x5c, 0x66, 0x73}}; // ticks and notes
 
-TextStyle text_title(void) {
-  return (TextStyle){.size = 17, .bold = true, .color = COLOR_INK};
-}
-TextStyle text_subtitle(void) {
-  return (TextStyle){.size = 12, .color = COLOR_MUTED};
-}
-TextStyle text_small(void) {
-  return (TextStyle){.size = 11, .color = COLOR_MUTED};
+Label label(const char *format, ...) {
+  Label l;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(l.text, sizeof l.text, format, arguments);
+  va_end(arguments);
+  return l;
 }
 
 // --- axes --------------------------------------------------------------------------------------------------
@@ -27,53 +31,52 @@ typedef struct {
   const char *name;
 } UnitStep;
 
-static const UnitStep BYTES[] = {
-    {1, "B"}, {0x1p10, "KiB"}, {0x1p20, "MiB"}, {0x1p30, "GiB"}, {0x1p40, "TiB"}};
-static const UnitStep SECONDS[] = {{1e-6, "µs"}, {1e-3, "ms"}, {1, "s"}};
-
 // The unit in which `value` is about 1 or more.
 static UnitStep unit_step(Unit unit, double value) {
-  const UnitStep *steps = unit == UNIT_BYTES ? BYTES : SECONDS;
+  static const UnitStep bytes[] = {
+      {1, "B"}, {0x1p10, "KiB"}, {0x1p20, "MiB"}, {0x1p30, "GiB"}, {0x1p40, "TiB"}};
+  static const UnitStep seconds[] = {{1e-6, "µs"}, {1e-3, "ms"}, {1, "s"}};
+  const UnitStep *steps = unit == UNIT_BYTES ? bytes : seconds;
   int count = unit == UNIT_BYTES ? 5 : 3, i = 0;
   if (unit != UNIT_BYTES && unit != UNIT_SECONDS) return (UnitStep){1, ""};
   while (i + 1 < count && value >= 0.95 * steps[i + 1].size) i++;
   return steps[i];
 }
 
-const char *axis_unit(const Axis *axis) {
-  return axis->log ? "" : unit_step(axis->unit, axis->high).name;
-}
-
 static Label plain(double value) {
-  Label l;
   double size = fabs(value);
-  if (size > 0 && (size < 1e-3 || size >= 1e6)) {
-    int power = (int)floor(log10(size) + 1e-9);
-    double digits = value / pow(10, power);
-    if (fabs(digits - 1) < 1e-9)
-      snprintf(l.text, sizeof l.text, "1e%d", power);
-    else
-      snprintf(l.text, sizeof l.text, "%.3ge%d", digits, power);
-  } else {
-    snprintf(l.text, sizeof l.text, "%.6g", value);
-  }
-  return l;
+  if (size == 0 || (size >= 1e-3 && size < 1e6)) return label("%.6g", value);
+  int power = (int)floor(log10(size) + 1e-9);
+  double digits = value / pow(10, power);
+  return fabs(digits - 1) < 1e-9 ? label("1e%d", power) : label("%.3ge%d", digits, power);
 }
 
 Label axis_value(Unit unit, double value) {
-  Label l;
   UnitStep step = unit_step(unit, value);
   double number = value / step.size;
-  if (unit == UNIT_COUNT)
-    snprintf(l.text, sizeof l.text, "%s", text_grouped((int64_t)llround(value)).text);
-  else if (unit == UNIT_PLAIN)
-    snprintf(l.text, sizeof l.text, fabs(value) >= 0.1 && fabs(value) < 100 ? "%.2f" : "%.3g", value);
-  else
-    snprintf(l.text, sizeof l.text, "%.*f %s", number >= 100 ? 0 : number >= 10 ? 1 : 2, number, step.name);
-  return l;
+  if (unit == UNIT_COUNT) return label("%s", text_grouped((int64_t)llround(value)).text);
+  if (unit == UNIT_PLAIN) return label(fabs(value) >= 0.1 && fabs(value) < 100 ? "%.2f" : "%.3g", value);
+  return label("%.*f %s", number >= 100 ? 0 : number >= 10 ? 1 : 2, number, step.name);
 }
 
-// The smallest round step that is at least `rough`: 1, 2, 5 times a power of ten, or a power of two.
+static Label tick_label(const Axis *axis, double tick) {
+  if (axis->names) return label("%s", axis->names[(int)tick]);
+  if (axis->unit == UNIT_COUNT) return axis_value(UNIT_COUNT, tick);
+  if (axis->unit == UNIT_PLAIN) return plain(tick);
+  UnitStep step = unit_step(axis->unit, axis->log ? tick * (1 + 1e-9) : axis->high);
+  return label(axis->log ? "%.6g %s" : "%.6g", tick / step.size, step.name);
+}
+
+static Label axis_title(const Axis *axis) {
+  const char *unit = axis->log ? "" : unit_step(axis->unit, axis->high).name;
+  return label(*unit ? "%s, %s" : "%s", axis->title.text, unit);
+}
+
+static int ticks_max(const Axis *axis) {
+  return axis->ticks ? axis->ticks : 6;
+}
+
+// A round step of at least `rough`: 1, 2, 5 times a power of ten, or a power of two.
 static double round_step(double rough, Unit unit, double unit_size) {
   if (rough <= 0) return 1;
   if (unit == UNIT_COUNT) return fmax(1, exp2(ceil(log2(rough) - 1e-9)));
@@ -81,78 +84,238 @@ static double round_step(double rough, Unit unit, double unit_size) {
   return unit_size * ten * (part <= 1 + 1e-9 ? 1 : part <= 2 + 1e-9 ? 2 : part <= 5 + 1e-9 ? 5 : 10);
 }
 
-// Powers of two for what is counted in them, of ten for the rest.
+// What a log axis counts powers of: two for sizes and bytes, ten for the rest; and how many from tick to tick.
 static double log_base(Unit unit) {
   return unit == UNIT_BYTES || unit == UNIT_COUNT ? 2 : 10;
 }
 
-Axis axis_around(const double *values, int count, Unit unit, bool log, bool from_zero) {
-  double low = INFINITY, high = -INFINITY;
-  for (int i = 0; i < count; i++) {
-    if (!isfinite(values[i]) || (log && values[i] <= 0)) continue;
-    low = fmin(low, values[i]);
-    high = fmax(high, values[i]);
-  }
-  if (!isfinite(low)) low = log ? 1 : 0, high = 1;
-  Axis axis = {.log = log, .unit = unit};
-  if (log) {
-    double per = log_base(unit) == 2 ? 1 : 1 / log2(10);
-    axis.low = low, axis.high = high;
-    if (high / low < 4) axis.low = low / 2, axis.high = high * 2;
-    // A little air, then out to the next power; counted things end where they end.
-    if (unit != UNIT_COUNT) axis.low *= 0.9, axis.high *= 1.15;
-    axis.low = pow(log_base(unit), floor(log2(axis.low) * per + 1e-9));
-    axis.high = pow(log_base(unit), ceil(log2(axis.high) * per - 1e-9));
-    return axis;
-  }
-  if (from_zero) low = fmin(low, 0);
-  if (high <= low) high = low + (low != 0 ? fabs(low) : 1);
-  double step = round_step((high - low) / 6, unit, unit_step(unit, high).size);
-  axis.low = from_zero && low >= 0 ? 0 : floor(low / step + 1e-9) * step;
-  axis.high = ceil(high / step - 1e-9) * step;
-  // Where the last value would touch the frame, one step more; counted things end where they end.
-  if (unit != UNIT_COUNT && axis.high - high < 0.02 * (axis.high - axis.low)) axis.high += step / 2;
-  return axis;
+static double log_stride(const Axis *axis) {
+  double powers = log(axis->high / axis->low) / log(log_base(axis->unit));
+  return fmax(1, ceil(powers / (ticks_max(axis) - 1) - 1e-9));
 }
 
-int axis_ticks(const Axis *axis, int most, double ticks[TICKS_MOST]) {
+static void fit_log(Axis *axis, double low, double high) {
+  double base = log_base(axis->unit);
+  if (high / low < 4) low /= 2, high *= 2;
+  // A little space, then out to the next power; sizes end where they end.
+  if (axis->unit != UNIT_COUNT) low *= 0.9, high *= 1.15;
+  axis->low = pow(base, floor(log(low) / log(base) + 1e-9));
+  axis->high = pow(base, ceil(log(high) / log(base) - 1e-9));
+  if (axis->unit == UNIT_COUNT) return;
+  double stride = pow(base, log_stride(axis)), end = axis->low; // and on to a tick
+  while (end < axis->high * (1 - 1e-9)) end *= stride;
+  axis->high = end;
+}
+
+static double linear_step(const Axis *axis, int ticks) {
+  return round_step((axis->high - axis->low) / ticks, axis->unit, unit_step(axis->unit, axis->high).size);
+}
+
+static void fit_linear(Axis *axis, double low, double high) {
+  if (axis->from_zero) low = fmin(low, 0);
+  if (high <= low) high = low + (low != 0 ? fabs(low) : 1);
+  axis->low = low, axis->high = high;
+  // Sizes end close to where they end; the rest on a tick, and not where the last value would touch the frame.
+  for (int pass = 0; pass < 2; pass++) {
+    double step = linear_step(axis, axis->unit == UNIT_COUNT ? 6 : ticks_max(axis));
+    axis->low = floor(axis->low / step + 1e-9) * step;
+    axis->high = ceil(axis->high / step - 1e-9) * step;
+    bool touches = axis->high - high < 0.02 * (axis->high - axis->low);
+    if (axis->unit != UNIT_COUNT && pass == 0 && touches) axis->high += step;
+  }
+}
+
+// Fits an axis (x: 0, y: 1) of a panel to its series, and to those of the panels that share it.
+static void fit_axis(const Picture *picture, Panel *panel, int which) {
+  Axis *axis = which ? &panel->y : &panel->x;
+  double low = INFINITY, high = -INFINITY;
+  if (axis->low < axis->high) return;
+  for (int i = 0; i < picture->count; i++) {
+    const Panel *p = &picture->panels[i];
+    int shared = which ? p->y.shared : p->x.shared;
+    if (p != panel && (!shared || shared != axis->shared)) continue;
+    for (int k = 0; k < p->count; k++)
+      for (int n = 0; n < p->series[k].count && !(which && p->series[k].clamped); n++) {
+        const Sample *s = &p->series[k].samples[n];
+        double value = which ? s->y : s->x;
+        if (!isfinite(value) || (axis->log && value <= 0)) continue;
+        low = fmin(low, value);
+        high = fmax(high, value);
+      }
+  }
+  if (low > high) low = 1, high = 2;
+  if (axis->names)
+    axis->low = low - 0.6, axis->high = high + 0.6;
+  else if (axis->log)
+    fit_log(axis, low, high);
+  else
+    fit_linear(axis, low, high);
+}
+
+enum { TICKS_MAX = 64 };
+
+static int axis_ticks(const Axis *axis, double ticks[TICKS_MAX]) {
   int count = 0;
-  if (most > TICKS_MOST) most = TICKS_MOST;
+  double end = axis->high * (1 + 1e-9);
   if (axis->log) {
-    double base = log_base(axis->unit), decades = log2(axis->high / axis->low) / log2(base);
-    double power = fmax(1, ceil(decades / (most - 1) - 1e-9));
-    // Ticks stand on whole powers of the stride, so that 1 GiB is one of them.
-    double first = ceil(log2(axis->low) / log2(base) / power - 1e-9) * power;
-    for (double p = first; count < most; p += power) {
-      double tick = pow(base, p);
-      if (tick > axis->high * (1 + 1e-9)) break;
-      ticks[count++] = tick;
-    }
-    return count;
+    double stride = pow(log_base(axis->unit), log_stride(axis));
+    for (double tick = axis->low; tick <= end && count < TICKS_MAX - 1; tick *= stride) ticks[count++] = tick;
+  } else {
+    double step = axis->names ? 1 : linear_step(axis, ticks_max(axis));
+    for (double k = ceil(axis->low / step - 1e-9); k * step <= end && count < TICKS_MAX - 1; k++)
+      ticks[count++] = k * step + 0.0; // no -0
   }
-  double step =
-      round_step((axis->high - axis->low) / most, axis->unit, unit_step(axis->unit, axis->high).size);
-  for (double k = ceil(axis->low / step - 1e-9); count < most + 1 && count < TICKS_MOST; k++) {
-    if (k * step > axis->high + 1e-9 * step) break;
-    ticks[count++] = k * step + 0.0; // no -0
-  }
+  bool short_of_end = count && ticks[count - 1] < axis->high * (1 - 1e-9);
+  if (axis->unit == UNIT_COUNT && short_of_end) ticks[count++] = axis->high;
   return count;
 }
 
-static Label tick_label(const Axis *axis, double tick) {
-  Label l;
-  if (axis->unit == UNIT_COUNT) return axis_value(UNIT_COUNT, tick);
-  if (axis->unit == UNIT_PLAIN) return plain(tick);
-  UnitStep step = unit_step(axis->unit, axis->log ? tick * (1 + 1e-9) : axis->high);
-  snprintf(l.text, sizeof l.text, axis->log ? "%.6g %s" : "%.6g", tick / step.size, step.name);
-  return l;
+// --- building ----------------------------------------------------------------------------------------------
+
+Picture *picture_create(double width, double height, Label title, Label subtitle) {
+  Picture *p = calloc(1, sizeof *p);
+  if (!p) fail("out of host memory for a picture");
+  p->width = width, p->height = height, p->title = title, p->subtitle = subtitle;
+  return p;
+}
+
+void picture_free(Picture *p) {
+  for (int i = 0; p && i < p->count; i++)
+    for (int k = 0; k < p->panels[i].count; k++) free(p->panels[i].series[k].samples);
+  free(p);
+}
+
+Panel *picture_panel(Picture *p, Box box, Label title) {
+  if (p->count == PANELS_MAX) fail("a picture has at most %d panels", PANELS_MAX);
+  Panel *panel = &p->panels[p->count++];
+  panel->box = box, panel->title = title;
+  return panel;
+}
+
+Series *panel_series(Panel *panel, Series series) {
+  if (panel->count == SERIES_MAX) fail("a panel has at most %d series", SERIES_MAX);
+  panel->series[panel->count] = series;
+  return &panel->series[panel->count++];
+}
+
+void series_add(Series *s, Sample sample) {
+  s->samples = host_grow(s->samples, s->count, &s->capacity, sizeof sample, "a picture");
+  s->samples[s->count++] = sample;
+}
+
+Box picture_cell(Box frame, double gap_x, double gap_y, int rows, int columns, int row, int column) {
+  double width = (frame.right - frame.left + gap_x) / columns,
+         height = (frame.bottom - frame.top + gap_y) / rows;
+  double left = frame.left + column * width, top = frame.top + row * height;
+  return (Box){left, top, left + width - gap_x, top + height - gap_y};
+}
+
+// --- text where there is space -----------------------------------------------------------------------------
+
+// The boxes of a panel that marks and text occupy.
+typedef struct {
+  Box *boxes;
+  int count;
+  int64_t capacity;
+} Occupied;
+
+static void occupy(Occupied *o, Box box) {
+  o->boxes = host_grow(o->boxes, o->count, &o->capacity, sizeof box, "a picture");
+  o->boxes[o->count++] = box;
+}
+
+static bool is_free(const Occupied *o, Box b) {
+  for (int i = 0; i < o->count; i++) {
+    const Box *other = &o->boxes[i];
+    if (b.left < other->right && other->left < b.right && b.top < other->bottom && other->top < b.bottom)
+      return false;
+  }
+  return true;
+}
+
+static void occupy_series(const Panel *p, const Series *s, Occupied *o) {
+  for (int i = 0; i < s->count; i++) {
+    Spot at = panel_spot(p, s->samples[i].x, s->samples[i].y), next = at;
+    if (s->kind == SERIES_LINE) occupy(o, (Box){at.x - 6, at.y - 6, at.x + 6, at.y + 6});
+    if (i + 1 < s->count) next = panel_spot(p, s->samples[i + 1].x, s->samples[i + 1].y);
+    if (s->kind == SERIES_AREA && next.x > at.x)
+      occupy(o, (Box){at.x, at.y, next.x, panel_spot(p, 0, s->samples[i].base).y});
+    double length = hypot(next.x - at.x, next.y - at.y);
+    for (double along = 0; s->kind == SERIES_LINE && s->width > 0 && along < length; along += 5) {
+      double x = at.x + (next.x - at.x) * along / length, y = at.y + (next.y - at.y) * along / length;
+      occupy(o, (Box){x - 2, y - 2, x + 2, y + 2});
+    }
+  }
+}
+
+// Writes near a spot, on the first side that is free, else a little further away, else on the first side.
+static void place_label(Canvas *c, const Panel *p, Occupied *o, Spot at, TextStyle style, const char *sides,
+                        const char *text) {
+  double width = canvas_text_width(c, style, text), height = style.size;
+  int count = (int)strlen(sides);
+  Box place = {0};
+  bool placed = false;
+  for (int i = 0; i < 4 * count && !placed; i++) {
+    double distance = 8 * (1 + i / count);
+    int dx = (sides[i % count] - '1') % 3 - 1, dy = 1 - (sides[i % count] - '1') / 3;
+    double x = at.x + dx * (width / 2 + (dy ? 0 : distance)), y = at.y + dy * (distance + height / 2);
+    Box box = {x - width / 2, y - height / 2, x + width / 2, y + height / 2};
+    placed = box.left >= p->box.left && box.right <= p->box.right + 60 && box.top >= p->box.top - 2 &&
+             box.bottom <= p->box.bottom && is_free(o, box);
+    if (i == 0 || placed) place = box;
+  }
+  canvas_box(c, place, WHITE, 0.8); // so that grid lines do not cross the letters
+  canvas_text(c, (Spot){place.left, place.bottom - 0.14 * height}, style, text);
+  occupy(o, place);
+}
+
+typedef struct {
+  double y, height;
+  const Series *series;
+} EndLabel;
+
+static int by_y(const void *a, const void *b) {
+  double x = ((const EndLabel *)a)->y, y = ((const EndLabel *)b)->y;
+  return (x > y) - (x < y);
+}
+
+// Labels to the right of the panel, pushed apart where they would overlap.
+static void draw_end_labels(Canvas *c, const Panel *p, Occupied *o) {
+  EndLabel labels[SERIES_MAX];
+  int count = 0;
+  for (int i = 0; i < p->count; i++) {
+    const Series *s = &p->series[i];
+    if (!s->end.text[0] || !s->count) continue;
+    const Sample *last = &s->samples[s->count - 1];
+    Spot top = panel_spot(p, last->x, last->y), bottom = panel_spot(p, last->x, last->base);
+    bool area = s->kind == SERIES_AREA;
+    if (area && bottom.y - top.y < 9) continue;
+    labels[count++] = (EndLabel){area ? (top.y + bottom.y) / 2 : top.y, s->below.text[0] ? 34 : 18, s};
+  }
+  qsort(labels, (size_t)count, sizeof *labels, by_y);
+  // From top to bottom, each far enough below the one before; then back up if the last one fell off.
+  for (int i = 1; i < count; i++) labels[i].y = fmax(labels[i].y, labels[i - 1].y + labels[i - 1].height);
+  double limit = p->box.bottom + 18;
+  for (int i = count - 1; i >= 0; i--) limit = labels[i].y = fmin(labels[i].y, limit - labels[i].height);
+  for (int i = 0; i < count; i++) {
+    const Series *s = labels[i].series;
+    TextStyle style = {.size = 12, .bold = true, .color = s->color};
+    if (s->kind == SERIES_AREA) style = SMALL;
+    Spot at = {p->box.right + 12, labels[i].y + 4};
+    double width = canvas_text(c, at, style, s->end.text);
+    canvas_text(c, (Spot){at.x, at.y + 15}, SMALL, s->below.text);
+    occupy(o, (Box){at.x, at.y - 12, at.x + width, at.y - 12 + labels[i].height});
+  }
 }
 
 // --- the panel ---------------------------------------------------------------------------------------------
 
 static double share_of(const Axis *axis, double value) {
-  if (axis->log) return log(value / axis->low) / log(axis->high / axis->low);
-  return (value - axis->low) / (axis->high - axis->low);
+  if (axis->log)
+    value = log(fmax(value, 1e-300) / axis->low) / log(axis->high / axis->low);
+  else
+    value = (value - axis->low) / (axis->high - axis->low);
+  return fmin(1, fmax(0, value));
 }
 
 Spot panel_spot(const Panel *p, double x, double y) {
@@ -160,147 +323,163 @@ Spot panel_spot(const Panel *p, double x, double y) {
                 p->box.bottom - share_of(&p->y, y) * (p->box.bottom - p->box.top)};
 }
 
-void panel_draw(const Panel *p) {
-  double ticks[TICKS_MOST];
+// Ticks along an axis with their labels: first those at the ends, then what fits between.
+static void draw_ticks(Canvas *c, const Panel *p, bool vertical) {
+  const Axis *axis = vertical ? &p->y : &p->x;
+  double ticks[TICKS_MAX];
+  int count = axis_ticks(axis, ticks);
+  Occupied labels = {0};
+  TextStyle style = SMALL;
+  style.align = vertical ? ALIGN_RIGHT : ALIGN_CENTER;
+  for (int i = 0; i < count; i++) {
+    int k = i == 0 ? 0 : i == 1 ? count - 1 : i - 1;
+    Label text = tick_label(axis, ticks[k]);
+    Spot at = vertical ? panel_spot(p, p->x.low, ticks[k]) : panel_spot(p, ticks[k], p->y.low);
+    double half = vertical ? 6 : canvas_text_width(c, SMALL, text.text) / 2 + 3;
+    Box box = vertical ? (Box){0, at.y - half, 1, at.y + half} : (Box){at.x - half, 0, at.x + half, 1};
+    if (!is_free(&labels, box)) continue;
+    occupy(&labels, box);
+    if (vertical)
+      canvas_rule(c, at, (Spot){p->box.right, at.y}, 1, GRID);
+    else
+      canvas_rule(c, at, (Spot){at.x, at.y + 4}, 1, COLOR_MUTED);
+    Spot place = vertical ? (Spot){at.x - 8, at.y + 4} : (Spot){at.x, at.y + 18};
+    if (!axis->hidden) canvas_text(c, place, style, text.text);
+  }
+  free(labels.boxes);
+}
+
+static void draw_frame(Canvas *c, const Panel *p) {
   Box b = p->box;
-  TextStyle small = text_small();
-  int count = axis_ticks(&p->y, p->y_ticks ? p->y_ticks : 6, ticks);
-  small.align = ALIGN_RIGHT;
-  for (int i = 0; i < count; i++) {
-    double y = panel_spot(p, p->x.low, ticks[i]).y;
-    canvas_rule(p->canvas, (Spot){b.left, y}, (Spot){b.right, y}, 1, COLOR_GRID);
-    if (!p->no_y_labels)
-      canvas_text(p->canvas, (Spot){b.left - 8, y + 4}, small, tick_label(&p->y, ticks[i]).text);
+  TextStyle centered = SMALL, bold = {.size = 13, .bold = true, .color = COLOR_INK};
+  centered.align = ALIGN_CENTER;
+  draw_ticks(c, p, true);
+  draw_ticks(c, p, false);
+  canvas_rule(c, (Spot){b.left, b.bottom}, (Spot){b.right, b.bottom}, 1, COLOR_MUTED);
+  canvas_text(c, (Spot){b.left, b.top - 28}, bold, p->title.text);
+  if (p->y.title.text[0]) canvas_text(c, (Spot){b.left, b.top - 11}, SMALL, axis_title(&p->y).text);
+  if (p->x.title.text[0])
+    canvas_text(c, (Spot){(b.left + b.right) / 2, b.bottom + 37}, centered, axis_title(&p->x).text);
+}
+
+static Stroke stroke_of(const Series *s, bool planned) {
+  Stroke stroke = {.color = s->color, .width = s->width, .dash = s->dash, .gap = s->gap};
+  if (planned) stroke.dash = 5, stroke.gap = 4;
+  return stroke;
+}
+
+static double marker_radius(Marker marker) {
+  return marker == MARKER_CROSS ? 7 : marker == MARKER_DIAMOND ? 5 : 4.2;
+}
+
+static void draw_area(Canvas *c, const Panel *p, const Series *s) {
+  double *x = malloc(3 * (size_t)s->count * sizeof *x), *upper = x + s->count, *lower = upper + s->count;
+  if (!x) fail("out of host memory for a picture");
+  for (int i = 0; i < s->count; i++) {
+    Spot top = panel_spot(p, s->samples[i].x, s->samples[i].y);
+    x[i] = top.x, upper[i] = top.y, lower[i] = panel_spot(p, 0, s->samples[i].base).y;
   }
-  count = axis_ticks(&p->x, p->x_ticks ? p->x_ticks : 6, ticks);
-  small.align = ALIGN_CENTER;
-  canvas_rule(p->canvas, (Spot){b.left, b.bottom}, (Spot){b.right, b.bottom}, 1, COLOR_MUTED);
-  for (int i = 0; i < count; i++) {
-    double x = panel_spot(p, ticks[i], p->y.low).x;
-    canvas_rule(p->canvas, (Spot){x, b.bottom}, (Spot){x, b.bottom + 4}, 1, COLOR_MUTED);
-    if (!p->no_x_labels)
-      canvas_text(p->canvas, (Spot){x, b.bottom + 18}, small, tick_label(&p->x, ticks[i]).text);
+  canvas_area(c, x, upper, lower, s->count, s->color, s->opacity > 0 ? s->opacity : 1);
+  free(x);
+}
+
+static void draw_line(Canvas *c, const Panel *p, const Series *s) {
+  for (int i = 0; i + 1 < s->count && s->width > 0; i++) {
+    const Sample *a = &s->samples[i], *b = a + 1;
+    canvas_line(c, panel_spot(p, a->x, a->y), panel_spot(p, b->x, b->y),
+                stroke_of(s, a->planned || b->planned));
   }
-  if (p->x_title) {
-    char text[128];
-    const char *unit = axis_unit(&p->x);
-    snprintf(text, sizeof text, *unit ? "%s, %s" : "%s", p->x_title, unit);
-    canvas_text(p->canvas, (Spot){(b.left + b.right) / 2, b.bottom + 37}, small, text);
-  }
-  small.align = ALIGN_LEFT;
-  if (p->title)
-    canvas_text(p->canvas, (Spot){b.left, b.top - 28},
-                (TextStyle){.size = 13, .bold = true, .color = COLOR_INK}, p->title);
-  if (p->y_title) {
-    char text[128];
-    const char *unit = axis_unit(&p->y);
-    snprintf(text, sizeof text, *unit ? "%s, %s" : "%s", p->y_title, unit);
-    canvas_text(p->canvas, (Spot){b.left, b.top - 11}, small, text);
+  for (int i = 0; i < s->count; i++)
+    canvas_marker(c, s->marker, panel_spot(p, s->samples[i].x, s->samples[i].y), marker_radius(s->marker),
+                  s->color, !s->samples[i].planned);
+}
+
+static void draw_bars(Canvas *c, const Panel *p, const Series *s) {
+  for (int i = 0; i < s->count; i++) {
+    Spot left = panel_spot(p, s->samples[i].x - 0.35, s->samples[i].y),
+         right = panel_spot(p, s->samples[i].x + 0.35, p->y.low);
+    canvas_box(c, (Box){left.x, left.y, right.x, right.y}, s->color, 1);
   }
 }
 
-void panel_series(const Panel *p, SeriesStyle style, const double *x, const double *y, const bool *firm,
-                  int count) {
-  for (int i = 0; i + 1 < count; i++) {
-    bool whole = !firm || (firm[i] && firm[i + 1]);
-    Stroke stroke = {.color = style.color,
-                     .width = style.width,
-                     .dash = whole ? style.dash : 5,
-                     .gap = whole ? style.gap : 4};
-    canvas_line(p->canvas, panel_spot(p, x[i], y[i]), panel_spot(p, x[i + 1], y[i + 1]), stroke);
+static void draw_panel(Canvas *c, const Panel *p) {
+  Occupied occupied = {0};
+  draw_frame(c, p);
+  for (int i = 0; i < p->count; i++) {
+    if (p->series[i].kind == SERIES_AREA && p->series[i].count) draw_area(c, p, &p->series[i]);
+    if (p->series[i].kind == SERIES_BARS) draw_bars(c, p, &p->series[i]);
   }
-  for (int i = 0; i < count; i++)
-    canvas_marker(p->canvas, style.marker, panel_spot(p, x[i], y[i]), 4.2, style.color, !firm || firm[i]);
-}
-
-void panel_end_labels(const Panel *p, EndLabel *labels, int count, double x) {
-  // From top to bottom, each far enough below the one before; then back up if the last one fell off.
-  for (int i = 1; i < count; i++)
-    for (int k = i; k > 0 && labels[k].y < labels[k - 1].y; k--) {
-      EndLabel t = labels[k];
-      labels[k] = labels[k - 1];
-      labels[k - 1] = t;
+  bool labels = false;
+  for (int i = 0; i < p->count; i++) {
+    const Series *s = &p->series[i];
+    if (s->kind == SERIES_LINE) draw_line(c, p, s);
+    for (int n = 0; n < s->count; n++) labels |= s->samples[n].label.text[0] != 0;
+  }
+  draw_end_labels(c, p, &occupied);
+  for (int i = 0; labels && i < p->count; i++) occupy_series(p, &p->series[i], &occupied);
+  for (int i = 0; labels && i < p->count; i++)
+    for (int n = 0; n < p->series[i].count; n++) {
+      const Series *s = &p->series[i];
+      const Sample *at = &s->samples[n];
+      TextStyle style = {.size = s->bold ? 12 : 11, .bold = s->bold, .color = s->color};
+      if (at->label.text[0])
+        place_label(c, p, &occupied, panel_spot(p, at->x, at->y), style, s->sides ? s->sides : "6482",
+                    at->label.text);
     }
-  for (int i = 1; i < count; i++) {
-    double room = labels[i - 1].below[0] ? 34 : 18;
-    if (labels[i].y < labels[i - 1].y + room) labels[i].y = labels[i - 1].y + room;
-  }
-  double limit = p->box.bottom;
-  for (int i = count - 1; i >= 0; i--) {
-    double tall = labels[i].below[0] ? 16 : 0;
-    if (labels[i].y + tall > limit) labels[i].y = limit - tall;
-    limit = labels[i].y - (i > 0 && labels[i - 1].below[0] ? 18 : 18);
-  }
-  TextStyle bold = {.size = 12, .bold = true}, small = text_small();
-  for (int i = 0; i < count; i++) {
-    bold.color = labels[i].color;
-    canvas_text(p->canvas, (Spot){x, labels[i].y + 4}, bold, labels[i].text);
-    if (labels[i].below[0]) canvas_text(p->canvas, (Spot){x, labels[i].y + 19}, small, labels[i].below);
-  }
+  free(occupied.boxes);
 }
 
-// --- text where there is room -------------------------------------------------------------------------------
+// --- the picture -------------------------------------------------------------------------------------------
 
-void taken_add(Taken *t, Box box) {
-  if (t->count < TAKEN_MOST) t->boxes[t->count++] = box;
+static double legend_entry(Canvas *c, Spot at, const Series *s, const char *text, bool planned) {
+  double sample = s->kind == SERIES_LINE ? 30 : 12;
+  if (s->kind == SERIES_LINE) {
+    if (s->width > 0)
+      canvas_line(c, (Spot){at.x, at.y - 4}, (Spot){at.x + 30, at.y - 4}, stroke_of(s, planned));
+    canvas_marker(c, s->marker, (Spot){at.x + 15, at.y - 4}, fmin(4.2, marker_radius(s->marker)), s->color,
+                  !planned);
+  } else {
+    canvas_box(c, (Box){at.x, at.y - 10, at.x + 12, at.y + 2}, s->color, 1);
+  }
+  double text_left = at.x + sample + 7;
+  return text_left +
+         canvas_text(c, (Spot){text_left, at.y}, (TextStyle){.size = 12, .color = COLOR_INK}, text) + 20;
 }
 
-static bool is_free(const Taken *t, Box b) {
-  for (int i = 0; i < t->count; i++) {
-    const Box *o = &t->boxes[i];
-    if (b.left < o->right && o->left < b.right && b.top < o->bottom && o->top < b.bottom) return false;
-  }
-  return true;
+// Every name once; "planned only" where the picture has both kinds.
+static void draw_legend(Canvas *c, const Picture *p, Spot at) {
+  const char *names[SERIES_MAX];
+  int count = 0;
+  bool planned = false, measured = false;
+  for (int i = 0; i < p->count; i++)
+    for (int k = 0; k < p->panels[i].count; k++) {
+      const Series *s = &p->panels[i].series[k];
+      bool known = !s->name || !s->count, all_planned = s->count > 0;
+      for (int n = 0; n < s->count && s->name; n++) {
+        *(s->samples[n].planned ? &planned : &measured) = true;
+        all_planned &= s->samples[n].planned;
+      }
+      for (int n = 0; n < count && !known; n++) known = strcmp(names[n], s->name) == 0;
+      if (known || count == SERIES_MAX) continue;
+      names[count++] = s->name;
+      at.x = legend_entry(c, at, s, s->name, all_planned);
+    }
+  Series style = {.color = COLOR_MUTED, .marker = MARKER_CIRCLE, .width = 1.6};
+  if (planned && measured) legend_entry(c, at, &style, "planned only", true);
 }
 
-void text_beside(Canvas *c, Taken *t, Box frame, Spot at, double distance, TextStyle style, const char *text,
-                 const Side *sides, int count) {
-  double width = canvas_text_width(c, style, text), tall = style.size;
-  Box place = {0};
-  style.align = ALIGN_LEFT;
-  bool placed = false;
-  // Close by if there is room, else a little further away.
-  for (int i = 0; i < 3 * count && !placed; i++) {
-    double away = distance * (1 + i / count);
-    Side side = sides[i % count];
-    Spot middle = at;
-    if (side == SIDE_RIGHT) middle.x += away + width / 2;
-    if (side == SIDE_LEFT) middle.x -= away + width / 2;
-    if (side == SIDE_ABOVE) middle.y -= away + 0.45 * tall;
-    if (side == SIDE_BELOW) middle.y += away + 0.55 * tall;
-    Box box = {middle.x - width / 2, middle.y - tall / 2, middle.x + width / 2, middle.y + tall / 2};
-    placed = box.left >= frame.left && box.right <= frame.right && box.top >= frame.top &&
-             box.bottom <= frame.bottom && is_free(t, box);
-    if (i == 0 || placed) place = box; // the first stands in when none is free
+void picture_write(Picture *p, double scale, const char *path) {
+  Canvas *c = canvas_create(p->width, p->height, scale);
+  bool titled = p->title.text[0] != 0;
+  canvas_text(c, (Spot){36, 40}, (TextStyle){.size = 17, .bold = true, .color = COLOR_INK}, p->title.text);
+  canvas_text(c, (Spot){36, 61}, (TextStyle){.size = 12, .color = COLOR_MUTED}, p->subtitle.text);
+  draw_legend(c, p, (Spot){36, titled ? 92 : 34});
+  for (int i = 0; i < p->count; i++) {
+    fit_axis(p, &p->panels[i], 0);
+    fit_axis(p, &p->panels[i], 1);
   }
-  // Paper under the letters, so that grid lines do not cross them.
-  canvas_boxes(c, &place, 1, (Color){255, 255, 255}, 0.8);
-  canvas_text(c, (Spot){place.left, place.bottom - 0.14 * tall}, style, text);
-  taken_add(t, place);
-}
-
-// --- legends -----------------------------------------------------------------------------------------------
-
-double legend_draw(Canvas *c, Spot at, const LegendEntry *entries, int count) {
-  TextStyle style = {.size = 12, .color = COLOR_INK};
-  double x = at.x;
-  for (int i = 0; i < count; i++) {
-    const SeriesStyle *s = &entries[i].style;
-    Stroke stroke = {.color = s->color, .width = s->width, .dash = s->dash, .gap = s->gap};
-    if (s->width > 0) canvas_line(c, (Spot){x, at.y - 4}, (Spot){x + 30, at.y - 4}, stroke);
-    canvas_marker(c, s->marker, (Spot){x + 15, at.y - 4}, 4.2, s->color, !entries[i].hollow);
-    x += 37 + canvas_text(c, (Spot){x + 37, at.y}, style, entries[i].text) + 22;
-  }
-  return x - at.x;
-}
-
-double legend_areas(Canvas *c, Spot at, const char *const *texts, const Color *colors, int count) {
-  TextStyle style = {.size = 11.5, .color = COLOR_INK};
-  double x = at.x;
-  for (int i = 0; i < count; i++) {
-    Box box = {x, at.y - 10, x + 12, at.y + 2};
-    canvas_boxes(c, &box, 1, colors[i], 1);
-    x += 18 + canvas_text(c, (Spot){x + 18, at.y}, style, texts[i]) + 18;
-  }
-  return x - at.x;
+  for (int i = 0; i < p->count; i++) draw_panel(c, &p->panels[i]);
+  canvas_text(c, (Spot){36, p->height - 18}, SMALL, p->note);
+  canvas_write_png(c, path);
+  canvas_destroy(c);
 }

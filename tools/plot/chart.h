@@ -1,8 +1,27 @@
-// A chart: axes with round ticks and units, lines with markers, labels at their ends, a legend.
+// A picture is data: panels with axes, series and labels. picture_write draws it.
+//
+//   Picture *p = picture_create(1040, 560, label("Memory over the tokens"), label("llama-1b, bf16"));
+//   Panel *panel = picture_panel(p, (Box){92, 150, 960, 486}, label("Peak memory"));
+//   panel->y = (Axis){.unit = UNIT_BYTES, .from_zero = true};
+//   Series *s = panel_series(panel, (Series){.name = "fused", .color = COLOR_INK, .width = 2});
+//   for (...) series_add(s, (Sample){.x = tokens, .y = bytes});
+//   picture_write(p, 2, "memory.png");
+//   picture_free(p);
+//
+// What is planned, not measured, has dashed lines and hollow markers.
 #ifndef LCE_TOOLS_PLOT_CHART_H
 #define LCE_TOOLS_PLOT_CHART_H
 
+#include <stdint.h>
+
 #include "tools/plot/canvas.h"
+
+typedef struct {
+  char text[160]; // cut off where it is longer
+} Label;
+Label label(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+// --- axes --------------------------------------------------------------------------------------------------
 
 typedef enum {
   UNIT_PLAIN,   // 1.0, 1.2, 1e-3
@@ -12,86 +31,86 @@ typedef enum {
 } Unit;
 
 typedef struct {
-  double low, high; // the ends of the axis
-  bool log;
   Unit unit;
+  bool log, from_zero;
+  Label title;              // the unit follows it
+  int ticks;                // at most about this many; 0: 6
+  int shared;               // axes of a picture with the same number, if not 0, span the same range
+  bool hidden;              // no tick labels: the panel next to this one has them
+  const char *const *names; // tick labels for 0, 1, 2, ... in place of numbers
+  double low, high;         // its ends; equal: fitted to the series, outwards to round values
 } Axis;
 
-// An axis that holds all values, its ends round. `from_zero` starts a linear one at 0.
-Axis axis_around(const double *values, int count, Unit unit, bool log, bool from_zero);
-// "GiB", "ms", "" where numbers say it all: the unit of a linear axis's tick labels.
-const char *axis_unit(const Axis *axis);
-// A value as the axis's unit has it, for labels: "16.4 GiB", "12 ms", "16,384", "1.08".
-typedef struct {
-  char text[32];
-} Label;
+// A value in its unit: "16.4 GiB", "12.0 ms", "16,384", "1.08".
 Label axis_value(Unit unit, double value);
 
-// Up to `most` ticks; returns how many were written to `ticks`.
-enum { TICKS_MOST = 24 };
-int axis_ticks(const Axis *axis, int most, double ticks[TICKS_MOST]);
+// --- series ------------------------------------------------------------------------------------------------
+
+// An infinite x or y stands at that end of its axis, so two samples make a rule across the panel.
+typedef struct {
+  double x, y;
+  double base;  // lower edge of an area
+  bool planned; // not measured
+  Label label;  // near the sample, where there is space
+} Sample;
+
+typedef enum {
+  SERIES_LINE, // markers, and lines between them where width > 0
+  SERIES_AREA, // between base and y; two samples with the same x make a step
+  SERIES_BARS, // a bar around each x, 0.7 wide
+} SeriesKind;
 
 typedef struct {
-  Canvas *canvas;
-  Box box; // of the plotted area itself; labels and titles stand outside it
+  SeriesKind kind;
+  const char *name; // in the legend; NULL: not there
+  Color color;
+  Marker marker;
+  double width, dash, gap;
+  double opacity;    // of an area; 0: 1
+  bool clamped;      // samples above the y axis stand at its top; the axis is not fitted to them
+  bool bold;         // labels of samples
+  const char *sides; // where those labels may stand, in order of preference, as on a number pad: 8 is above,
+                     // 6 to the right; NULL: "6482"
+  Label end, below;  // to the right of the panel, at the last sample: in bold, and a grey second line
+  Sample *samples;
+  int count;
+  int64_t capacity;
+} Series;
+
+void series_add(Series *series, Sample sample);
+
+// --- panels ------------------------------------------------------------------------------------------------
+
+enum { SERIES_MAX = 24, PANELS_MAX = 16 };
+
+typedef struct {
+  Box box; // of the plotted area, in points; labels and titles stand outside it
   Axis x, y;
-  const char *title, *x_title, *y_title; // y_title stands level above the axis, after it the unit
-  int x_ticks, y_ticks;                  // at most
-  bool no_x_labels, no_y_labels;         // the panel below or beside has them
+  Label title;
+  Series series[SERIES_MAX]; // later ones are drawn over earlier ones, lines over areas
+  int count;
 } Panel;
 
-// The frame: title, grid, ticks, axis titles.
-void panel_draw(const Panel *panel);
+Series *panel_series(Panel *panel, Series series); // adds one; the panel owns its samples
 Spot panel_spot(const Panel *panel, double x, double y);
 
 typedef struct {
-  Color color;
-  Marker marker;
-  double width;
-  double dash, gap;
-} SeriesStyle;
-
-// A line through (x[i], y[i]) with a marker at each. Where firm[i] is false the marker is hollow, and the line
-// that leads there is dashed. firm NULL: all are. Points outside the panel are the caller's mistake.
-void panel_series(const Panel *panel, SeriesStyle style, const double *x, const double *y, const bool *firm,
-                  int count);
-
-// Labels beside the right ends of lines, pushed apart where they would overlap.
-typedef struct {
-  double y; // of the line's end, in points
-  Color color;
-  char text[96];  // bold
-  char below[96]; // a second line in grey, or empty
-} EndLabel;
-void panel_end_labels(const Panel *panel, EndLabel *labels, int count, double x);
-
-// Boxes of a picture that are taken, by marks and by text.
-enum { TAKEN_MOST = 512 };
-typedef struct {
-  Box boxes[TAKEN_MOST];
+  double width, height; // in points
+  Label title, subtitle;
+  char note[400]; // at the foot
+  Panel panels[PANELS_MAX];
   int count;
-} Taken;
-void taken_add(Taken *taken, Box box);
+} Picture;
 
-// Text beside a spot, on the first of the sides where it is inside the frame and nothing is taken (else on the
-// first side); its own box is taken afterwards.
-typedef enum { SIDE_RIGHT, SIDE_LEFT, SIDE_ABOVE, SIDE_BELOW } Side;
-void text_beside(Canvas *canvas, Taken *taken, Box frame, Spot at, double distance, TextStyle style,
-                 const char *text, const Side *sides, int count);
+Picture *picture_create(double width, double height, Label title, Label subtitle); // freed by picture_free
+void picture_free(Picture *picture);
+Panel *picture_panel(Picture *picture, Box box, Label title);
+// The box of one of rows x columns equal panels in a frame, `gap_x` and `gap_y` apart.
+Box picture_cell(Box frame, double gap_x, double gap_y, int rows, int columns, int row, int column);
 
-// Entries from left to right, each a sample of its line; returns the width.
-typedef struct {
-  const char *text;
-  SeriesStyle style;
-  bool hollow;
-} LegendEntry;
-double legend_draw(Canvas *canvas, Spot at, const LegendEntry *entries, int count);
-// The same for areas: coloured squares.
-double legend_areas(Canvas *canvas, Spot at, const char *const *texts, const Color *colors, int count);
+// Fits the axes, draws, writes a PNG with `scale` pixels a point. Fails when canvas_possible says no.
+void picture_write(Picture *picture, double scale, const char *path);
 
-extern const Color COLOR_INK, COLOR_MUTED, COLOR_GRID, COLOR_FAINT;
-TextStyle text_title(void);    // of a picture
-TextStyle text_subtitle(void); // below it
-TextStyle text_small(void);    // ticks and notes
+extern const Color COLOR_INK, COLOR_MUTED, COLOR_FAINT;
 
 #endif
