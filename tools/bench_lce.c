@@ -80,7 +80,7 @@ enum { MAX_WORKS = 2 * MAX_CHUNKS + 14 };
 
 typedef struct {
   const Settings *settings;
-  LastLayer layer;
+  LceTensors layer;
   Tensor bias, dbias, class_weights, token_weights, entropy_weights, stats, filtered; // what terms need
   Work works[MAX_WORKS];
   Tensor barrier;                     // fp32 [1]
@@ -151,7 +151,7 @@ static void add_terms(Bench *b, Work *fused) {
 }
 
 // The call with this rank's rows of the head.
-static LinearCrossEntropy split_call(const LastLayer *layer, int64_t chunk) {
+static LinearCrossEntropy split_call(const LceTensors *layer, int64_t chunk) {
   const Backend *backend = layer->backend;
   LinearCrossEntropy call = layer_call(layer, LCE_FUSED, chunk);
   int64_t vocab_size = layer->weight.shape[0], part = (vocab_size + backend->ranks - 1) / backend->ranks;

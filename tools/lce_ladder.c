@@ -54,7 +54,7 @@ static const OptionTable table = {options,
 
 // --- measuring ---------------------------------------------------------------------------------------------
 
-static Ladder call_of(const Settings *o, const LastLayer *layer) {
+static Ladder call_of(const Settings *o, const LceTensors *layer) {
   return (Ladder){.backend = layer->backend,
                   .loss = layer->loss,
                   .dx = layer->dx,
@@ -75,7 +75,7 @@ static double clock_seconds(const Settings *o) {
 }
 
 // Seconds of a rung; rung 0 is the three plain GEMMs.
-static double seconds(const Settings *o, const LastLayer *layer, int rung) {
+static double seconds(const Settings *o, const LceTensors *layer, int rung) {
   backend_synchronize(layer->backend);
   double start = clock_seconds(o);
   if (rung)
@@ -88,7 +88,7 @@ static double seconds(const Settings *o, const LastLayer *layer, int rung) {
 
 // Errors and bytes from a first run, then times in turn with the GEMMs, after a while untimed: a GPU reaches its
 // power limit only then.
-static Result measure(const Settings *o, const LastLayer *layer, Reference *reference, int rung) {
+static Result measure(const Settings *o, const LceTensors *layer, Reference *reference, int rung) {
   const double warm_up = 0.7;
   Result result = {0};
   Ledger *ledger = &layer->backend->memory.ledger;
@@ -128,47 +128,27 @@ static void write_csv(const Settings *o, const Result *results, const char *capt
   if (fclose(file)) fail("--csv %s: %s", o->csv, strerror(errno));
 }
 
-// Time and memory of each rung as bars, one panel each.
-static void draw_bars(Canvas *canvas, Box box, const char *title, const double *values, Unit unit,
-                      const char *suffix) {
-  const Color color = {31, 119, 180};
-  double step = (box.bottom - box.top) / RUNGS, max = 0;
-  for (int i = 0; i < RUNGS; i++) max = values[i] > max ? values[i] : max;
-  TextStyle heading = text_small(), label = text_small();
-  heading.bold = true;
-  heading.align = label.align = ALIGN_LEFT;
-  label.color = COLOR_INK;
-  canvas_text(canvas, (Spot){box.left, box.top - 8}, heading, title);
-  for (int i = 0; i < RUNGS; i++) {
-    double top = box.top + i * step + 4, right = box.left + values[i] / max * (box.right - box.left);
-    Box bar = {box.left, top, right, top + step - 8};
-    canvas_boxes(canvas, &bar, 1, color, i == RUNGS - 1 ? 1 : 0.5);
-    char text[48];
-    snprintf(text, sizeof text, "%s%s", axis_value(unit, values[i]).text, suffix);
-    canvas_text(canvas, (Spot){right + 6, top + step / 2}, label, text);
-  }
-}
-
+// Time and memory of each rung as bars, one panel each; the real one stands out.
 static void draw(const Settings *o, const Result *results, const char *caption) {
-  const double width = 760, height = 300, left = 190, middle = 470, top = 84, bottom = 284;
-  Canvas *canvas = canvas_create(width, height, 2);
-  canvas_text(canvas, (Spot){16, 26}, text_title(), "Six versions of LM head + cross-entropy");
-  canvas_text(canvas, (Spot){16, 45}, text_subtitle(), caption);
-  double ratios[RUNGS], bytes[RUNGS];
-  TextStyle name = text_small();
-  name.align = ALIGN_LEFT;
-  name.color = COLOR_INK;
-  for (int i = 0; i < RUNGS; i++) {
-    ratios[i] = results[i].ratio;
-    bytes[i] = (double)results[i].bytes;
-    canvas_text(canvas, (Spot){16, top + (i + 0.5) * (bottom - top) / RUNGS + 4}, name, ladder_names[i]);
+  Picture *picture =
+      picture_create(760, 300, label("Six versions of LM head + cross-entropy"), label("%s", caption));
+  for (int which = 0; which < 2; which++) {
+    Panel *panel =
+        picture_panel(picture, which ? (Box){470, 100, 670, 290} : (Box){220, 100, 390, 290},
+                      label(which ? "Memory beyond inputs and gradients" : "Time / three plain GEMMs"));
+    panel->x = (Axis){.unit = which ? UNIT_BYTES : UNIT_PLAIN, .from_zero = true};
+    panel->y = (Axis){.names = ladder_names, .hidden = which};
+    Series *bars = panel_series(
+        panel, (Series){.kind = SERIES_BARS, .color = {31, 119, 180}, .opacity = 0.5, .sides = "6"});
+    for (int i = 0; i < RUNGS; i++) {
+      double value = which ? (double)results[i].bytes : results[i].ratio;
+      if (i == RUNGS - 1)
+        bars = panel_series(panel, (Series){.kind = SERIES_BARS, .color = bars->color, .sides = "6"});
+      series_add(bars, (Sample){.x = value, .y = i, .label = axis_value(panel->x.unit, value)});
+    }
   }
-  draw_bars(canvas, (Box){left, top, middle - 80, bottom}, "time / three plain GEMMs", ratios, UNIT_PLAIN,
-            "");
-  draw_bars(canvas, (Box){middle, top, width - 90, bottom}, "memory beyond inputs and gradients", bytes,
-            UNIT_BYTES, "");
-  canvas_write_png(canvas, o->plot);
-  canvas_destroy(canvas);
+  picture_write(picture, 2, o->plot);
+  picture_free(picture);
 }
 
 int main(int argc, char **argv) {
@@ -183,7 +163,7 @@ int main(int argc, char **argv) {
   if (!backend) fail("--device cuda: %s", reason);
   LceShape shape = {
       .tokens = o.tokens, .hidden_size = o.hidden_size, .vocab_size = o.vocab_size, .dtype = backend->dtype};
-  LastLayer layer = layer_reserve(backend, shape, SEED);
+  LceTensors layer = layer_reserve(backend, shape, SEED);
   // Rung 1 holds more than any other: logits and their gradient.
   size_t logits =
       (size_t)(o.tokens * backend->scratch->logits_stride(o.vocab_size, DTYPE_F32)) * sizeof(float);

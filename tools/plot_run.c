@@ -14,7 +14,7 @@
 #include "base/fail.h"
 #include "tools/plot/chart.h"
 
-enum { RUNS_MOST = 8, DRAWN_MOST = 800, FIGURES = 5 };
+enum { RUNS_MAX = 8, DRAWN_MAX = 800, FIGURES = 5 }; // 3 series a run and panel at most
 
 // What a log says of each step, and of each validation.
 typedef enum { LOSS, VALIDATION, RATE, NORM, SPEED } Figure;
@@ -23,40 +23,27 @@ static const char *const FIELDS[FIGURES] = {"loss", "val_loss", "learning_rate",
 static const char *const EVENTS[FIGURES] = {"step", "validation", "step", "step", "step"};
 
 typedef struct {
-  double *x, *y;
-  int64_t count, capacity;
-} Series;
-
-typedef struct {
   char name[48];
-  Series figures[FIGURES];
+  Series figures[FIGURES]; // x is the step
 } Log;
 
 typedef struct {
   const char *out;
   double from;
-  Log logs[RUNS_MOST];
+  Log logs[RUNS_MAX];
   int count;
 } Wanted;
 
-static const Color COLORS[RUNS_MOST] = {{0xd9, 0x6a, 0x1c}, {0x2b, 0x6c, 0xb0}, {0x3a, 0x8f, 0x4f},
-                                        {0x8e, 0x4b, 0xa8}, {0xb8, 0x32, 0x42}, {0x5f, 0x6b, 0x7a},
-                                        {0x1f, 0x93, 0x9a}, {0xa8, 0x87, 0x14}};
+static const Color COLORS[RUNS_MAX] = {{0xd9, 0x6a, 0x1c}, {0x2b, 0x6c, 0xb0}, {0x3a, 0x8f, 0x4f},
+                                       {0x8e, 0x4b, 0xa8}, {0xb8, 0x32, 0x42}, {0x5f, 0x6b, 0x7a},
+                                       {0x1f, 0x93, 0x9a}, {0xa8, 0x87, 0x14}};
 
 // --- reading logs ------------------------------------------------------------------------------------------
 
-// A run that was resumed says again what comes after its checkpoint: the later word counts.
+// A run that was resumed logs again what comes after its checkpoint: the later line counts.
 static void append(Series *s, double x, double y) {
-  while (s->count && s->x[s->count - 1] >= x) s->count--;
-  if (!isfinite(y)) return;
-  if (s->count == s->capacity) {
-    s->capacity = s->capacity ? 2 * s->capacity : 256;
-    s->x = realloc(s->x, (size_t)s->capacity * sizeof *s->x);
-    s->y = realloc(s->y, (size_t)s->capacity * sizeof *s->y);
-    if (!s->x || !s->y) fail("out of memory for a log of %lld steps", (long long)s->capacity);
-  }
-  s->x[s->count] = x;
-  s->y[s->count++] = y;
+  while (s->count && s->samples[s->count - 1].x >= x) s->count--;
+  if (isfinite(y)) series_add(s, (Sample){.x = x, .y = y});
 }
 
 static void read_line(Log *log, const cJSON *line, double from) {
@@ -100,50 +87,29 @@ static void read_log(Log *log, const char *path, double from) {
 
 // --- drawing -----------------------------------------------------------------------------------------------
 
-// A long series as means over equal stretches, so that a line is no thicker than its noise.
-static Series thinned(const Series *s, int64_t most) {
-  Series out = {0};
-  int64_t each = (s->count + most - 1) / most;
-  for (int64_t first = 0; first < s->count; first += each) {
-    int64_t end = first + each < s->count ? first + each : s->count;
+// Means over at most `max` equal stretches, so that a line is no thicker than its noise.
+static void add_thinned(Series *out, const Series *s, int max) {
+  int each = (s->count + max - 1) / max;
+  for (int first = 0; first < s->count; first += each) {
+    int end = first + each < s->count ? first + each : s->count;
     double sum = 0;
-    for (int64_t i = first; i < end; i++) sum += s->y[i];
-    append(&out, s->x[end - 1], sum / (double)(end - first));
+    for (int i = first; i < end; i++) sum += s->samples[i].y;
+    append(out, s->samples[end - 1].x, sum / (end - first));
   }
-  return out;
 }
 
-// The trend of a noisy series: an exponential mean over about a fiftieth of it, without the pull of its
-// start.
+// The trend of a noisy series: the mean over a 25th of it, centered, so that it neither lags nor leads; towards the
+// ends over fewer steps.
 static Series smoothed(const Series *s) {
   Series out = {0};
-  double keep = 1 - 1 / fmax(1, (double)s->count / 50), mean = 0, weight = 0;
-  for (int64_t i = 0; i < s->count; i++) {
-    mean = keep * mean + (1 - keep) * s->y[i];
-    weight = keep * weight + (1 - keep);
-    append(&out, s->x[i], mean / weight);
+  for (int i = 0; i < s->count; i++) {
+    int half = s->count / 50, end = i < s->count - 1 - i ? i : s->count - 1 - i;
+    if (half > end) half = end;
+    double sum = 0;
+    for (int k = i - half; k <= i + half; k++) sum += s->samples[k].y;
+    append(&out, s->samples[i].x, sum / (2 * half + 1));
   }
   return out;
-}
-
-static void free_series(Series *s) {
-  free(s->x);
-  free(s->y);
-}
-
-static Axis axis_of(const Wanted *w, const Figure *figures, int figure_count, bool steps, Unit unit,
-                    bool from_zero) {
-  Series all = {0};
-  int64_t total = 0;
-  for (int k = 0; k < w->count; k++)
-    for (int f = 0; f < figure_count; f++) {
-      const Series *s = &w->logs[k].figures[figures[f]];
-      for (int64_t i = 0; i < s->count; i++) append(&all, (double)total++, steps ? s->x[i] : s->y[i]);
-    }
-  if (!all.count) append(&all, 0, 0);
-  Axis axis = axis_around(all.y, (int)all.count, unit, false, from_zero);
-  free_series(&all);
-  return axis;
 }
 
 static Color pale(Color c) {
@@ -151,56 +117,36 @@ static Color pale(Color c) {
                  (unsigned char)(255 - (255 - c.b) / 3)};
 }
 
-static void draw_series(const Panel *panel, const Series *s, Color color, double width, Marker marker) {
-  Series drawn = thinned(s, DRAWN_MOST);
-  panel_series(panel, (SeriesStyle){.color = color, .marker = marker, .width = width}, drawn.x, drawn.y, NULL,
-               (int)drawn.count);
-  free_series(&drawn);
-}
-
-static void draw_panel(const Wanted *w, Canvas *canvas, Box box, Figure figure, const char *title, Unit unit,
-                       bool from_zero) {
-  static const Figure steps[] = {LOSS, VALIDATION};
-  const Figure figures[] = {figure, VALIDATION};
-  Panel panel = {.canvas = canvas,
-                 .box = box,
-                 .x = axis_of(w, steps, 2, true, UNIT_PLAIN, false),
-                 .y = axis_of(w, figures, figure == LOSS ? 2 : 1, false, unit, from_zero),
-                 .title = title,
-                 .x_title = "step",
-                 .y_title = "",
-                 .x_ticks = 6,
-                 .y_ticks = 6};
-  panel_draw(&panel);
+static void add_panel(const Wanted *w, Picture *picture, int cell, Figure figure, const char *title,
+                      Unit unit, bool from_zero) {
+  Box box = picture_cell((Box){72, 96, 1016, 664}, 88, 92, 2, 2, cell / 2, cell % 2);
+  Panel *p = picture_panel(picture, box, label("%s", title));
+  p->x = (Axis){.shared = 1, .title = label("step")};
+  p->y = (Axis){.unit = unit, .from_zero = from_zero};
   bool noisy = figure != RATE;
   for (int k = 0; k < w->count && noisy; k++)
-    draw_series(&panel, &w->logs[k].figures[figure], pale(COLORS[k]), 1, MARKER_NONE);
+    add_thinned(panel_series(p, (Series){.color = pale(COLORS[k]), .width = 1}), &w->logs[k].figures[figure],
+                DRAWN_MAX);
   for (int k = 0; k < w->count; k++) {
-    Series trend =
-        noisy ? smoothed(&w->logs[k].figures[figure]) : thinned(&w->logs[k].figures[figure], DRAWN_MOST);
-    draw_series(&panel, &trend, COLORS[k], 2, MARKER_NONE);
-    free_series(&trend);
-    if (figure == LOSS) {
-      Series validation = thinned(&w->logs[k].figures[VALIDATION], 40);
-      draw_series(&panel, &validation, COLORS[k], 0.8, MARKER_CIRCLE);
-      free_series(&validation);
-    }
+    const Series *raw = &w->logs[k].figures[figure];
+    Series trend = noisy ? smoothed(raw) : (Series){0};
+    add_thinned(panel_series(p, (Series){.name = w->logs[k].name, .color = COLORS[k], .width = 2}),
+                noisy ? &trend : raw, DRAWN_MAX);
+    free(trend.samples);
+    if (figure == LOSS)
+      add_thinned(panel_series(p, (Series){.color = COLORS[k], .width = 0.8, .marker = MARKER_CIRCLE}),
+                  &w->logs[k].figures[VALIDATION], 40);
   }
 }
 
 static void draw(const Wanted *w) {
-  const double width = 1040, height = 720;
-  Canvas *canvas = canvas_create(width, height, 2);
-  LegendEntry entries[RUNS_MOST];
-  for (int k = 0; k < w->count; k++)
-    entries[k] = (LegendEntry){.text = w->logs[k].name, .style = {.color = COLORS[k], .width = 2}};
-  legend_draw(canvas, (Spot){72, 34}, entries, w->count);
-  draw_panel(w, canvas, (Box){72, 96, 500, 360}, LOSS, "Loss (circles: validation)", UNIT_PLAIN, false);
-  draw_panel(w, canvas, (Box){588, 96, 1016, 360}, NORM, "Gradient norm", UNIT_PLAIN, true);
-  draw_panel(w, canvas, (Box){72, 452, 500, 664}, RATE, "Learning rate", UNIT_PLAIN, true);
-  draw_panel(w, canvas, (Box){588, 452, 1016, 664}, SPEED, "Tokens a second", UNIT_COUNT, true);
-  canvas_write_png(canvas, w->out);
-  canvas_destroy(canvas);
+  Picture *picture = picture_create(1040, 720, (Label){""}, (Label){""});
+  add_panel(w, picture, 0, LOSS, "Loss (circles: validation)", UNIT_PLAIN, false);
+  add_panel(w, picture, 1, NORM, "Gradient norm", UNIT_PLAIN, true);
+  add_panel(w, picture, 2, RATE, "Learning rate", UNIT_PLAIN, true);
+  add_panel(w, picture, 3, SPEED, "Tokens a second", UNIT_COUNT, true);
+  picture_write(picture, 2, w->out);
+  picture_free(picture);
 }
 
 // --- the command line --------------------------------------------------------------------------------------
@@ -213,7 +159,7 @@ static const struct argp_option table[] = {
 
 typedef struct {
   Wanted *wanted;
-  const char *paths[RUNS_MOST];
+  const char *paths[RUNS_MAX];
 } Parsed;
 
 static error_t parse(int key, char *text, struct argp_state *state) {
@@ -228,7 +174,7 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     if (end == text || *end || !(p->wanted->from >= 0)) fail("--from %s: give a step from 0", text);
     return 0;
   case ARGP_KEY_ARG:
-    if (p->wanted->count == RUNS_MOST) fail("one picture has room for %d runs", RUNS_MOST);
+    if (p->wanted->count == RUNS_MAX) fail("one picture has room for %d runs", RUNS_MAX);
     p->paths[p->wanted->count++] = text;
     return 0;
   default:
@@ -254,6 +200,6 @@ int main(int argc, char **argv) {
   draw(&wanted);
   printf("%s\n", wanted.out);
   for (int k = 0; k < wanted.count; k++)
-    for (int f = 0; f < FIGURES; f++) free_series(&wanted.logs[k].figures[f]);
+    for (int f = 0; f < FIGURES; f++) free(wanted.logs[k].figures[f].samples);
   return 0;
 }

@@ -449,19 +449,18 @@ static void add_level(Panel *p, const Timeline *t, int from, int level) {
                                        .name = memory_category_name(STACK[level].category),
                                        .color = STACK[level].color,
                                        .bold = true,
-                                       .sides = "69874"});
+                                       .sides = "96874"});
   double most = highest(t, level, level + 1);
   bool named = STACK[level].category != MEMORY_HEAD || most == 0;
   for (int i = 0; i < t->count; i++) {
     const Moment *m = &t->moments[i];
     double base = bytes_between(m, from, level), bytes = bytes_between(m, level, level + 1);
     Sample sample = {.x = m->at, .y = base + bytes, .base = base};
+    if (!named && bytes == most) sample.label = label("LM head + loss %s", axis_value(UNIT_BYTES, most).text);
+    named |= bytes == most;
     series_add(s, sample);
-    sample.x = i + 1 < t->count ? t->moments[i + 1].at : t->duration;
-    if (!named && bytes == most) {
-      sample.label = label("LM head + loss %s", axis_value(UNIT_BYTES, most).text);
-      named = true;
-    }
+    sample =
+        (Sample){.x = i + 1 < t->count ? t->moments[i + 1].at : t->duration, .y = sample.y, .base = base};
     series_add(s, sample);
   }
   const Sample *last = &s->samples[s->count - 1];

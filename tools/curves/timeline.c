@@ -81,7 +81,8 @@ enum { OTHER_COLUMNS = 3, COLUMN_COUNT = OTHER_COLUMNS + MEMORY_CATEGORY_COUNT }
 static Table timeline_table(bool planned, Column columns[COLUMN_COUNT],
                             char names[MEMORY_CATEGORY_COUNT][40]) {
   columns[0] = (Column){"mode", COLUMN_NAME, offsetof(Moment, mode), false, MODE_NAMES};
-  columns[1] = (Column){planned ? "bytes_pushed_and_popped" : "seconds", COLUMN_NUMBER, offsetof(Moment, at), false, NULL};
+  columns[1] = (Column){planned ? "bytes_pushed_and_popped" : "seconds", COLUMN_NUMBER, offsetof(Moment, at),
+                        false, NULL};
   columns[2] = (Column){"step", COLUMN_INTEGER, offsetof(Moment, step), false, NULL};
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
     snprintf(names[c], sizeof names[c], "\"%s\"", memory_category_name((MemoryCategory)c));

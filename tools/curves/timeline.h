@@ -9,14 +9,14 @@ enum { TIMELINE_STEPS = 3 };
 // From `at` on (until the next moment) these bytes were in use.
 typedef struct {
   int mode;  // LceMode
-  double at; // seconds since the first step began; of a plan, the number of the ledger's event
+  double at; // seconds since the first step began; of a plan, bytes pushed and popped since
   int64_t step;
   size_t bytes[MEMORY_CATEGORY_COUNT];
 } Moment;
 
 typedef struct {
   LceMode mode;
-  bool planned;    // moments are numbered, not dated
+  bool planned;    // `at` are bytes, not seconds
   double duration; // of all steps, as `at`
   Moment *moments;
   int count;
@@ -24,7 +24,8 @@ typedef struct {
 } Timeline;
 
 // Runs three steps of the point (after one to warm up) and records the ledger's events. On a device every event
-// waits for the work before it, so that its bytes stand where its time is. A plan has the order alone.
+// waits for the work before it, so that its bytes stand where its time is. A plan has no time: an event takes as
+// much of the axis as the bytes that it pushes or pops.
 Timeline timeline_record(const Experiment *experiment, const Point *point);
 void timeline_free(Timeline *timeline);
 

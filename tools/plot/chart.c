@@ -4,6 +4,7 @@
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/alloc.h"
@@ -173,8 +174,7 @@ static int axis_ticks(const Axis *axis, double ticks[TICKS_MAX]) {
 // --- building ----------------------------------------------------------------------------------------------
 
 Picture *picture_create(double width, double height, Label title, Label subtitle) {
-  Picture *p = calloc(1, sizeof *p);
-  if (!p) fail("out of host memory for a picture");
+  Picture *p = host_alloc(1, sizeof *p, "a picture");
   p->width = width, p->height = height, p->title = title, p->subtitle = subtitle;
   return p;
 }
@@ -319,8 +319,9 @@ static double share_of(const Axis *axis, double value) {
 }
 
 Spot panel_spot(const Panel *p, double x, double y) {
+  double up = p->y.names ? 1 - share_of(&p->y, y) : share_of(&p->y, y);
   return (Spot){p->box.left + share_of(&p->x, x) * (p->box.right - p->box.left),
-                p->box.bottom - share_of(&p->y, y) * (p->box.bottom - p->box.top)};
+                p->box.bottom - up * (p->box.bottom - p->box.top)};
 }
 
 // Ticks along an axis with their labels: first those at the ends, then what fits between.
@@ -339,10 +340,8 @@ static void draw_ticks(Canvas *c, const Panel *p, bool vertical) {
     Box box = vertical ? (Box){0, at.y - half, 1, at.y + half} : (Box){at.x - half, 0, at.x + half, 1};
     if (!is_free(&labels, box)) continue;
     occupy(&labels, box);
-    if (vertical)
-      canvas_rule(c, at, (Spot){p->box.right, at.y}, 1, GRID);
-    else
-      canvas_rule(c, at, (Spot){at.x, at.y + 4}, 1, COLOR_MUTED);
+    if (vertical && !axis->names) canvas_rule(c, at, (Spot){p->box.right, at.y}, 1, GRID);
+    if (!vertical) canvas_rule(c, at, (Spot){at.x, at.y + 4}, 1, COLOR_MUTED);
     Spot place = vertical ? (Spot){at.x - 8, at.y + 4} : (Spot){at.x, at.y + 18};
     if (!axis->hidden) canvas_text(c, place, style, text.text);
   }
@@ -354,9 +353,10 @@ static void draw_frame(Canvas *c, const Panel *p) {
   TextStyle centered = SMALL, bold = {.size = 13, .bold = true, .color = COLOR_INK};
   centered.align = ALIGN_CENTER;
   draw_ticks(c, p, true);
+  canvas_text(c, (Spot){b.left, b.top - (p->y.names ? 8 : 28)}, bold, p->title.text);
+  if (p->y.names) return; // bars have their values next to them
   draw_ticks(c, p, false);
   canvas_rule(c, (Spot){b.left, b.bottom}, (Spot){b.right, b.bottom}, 1, COLOR_MUTED);
-  canvas_text(c, (Spot){b.left, b.top - 28}, bold, p->title.text);
   if (p->y.title.text[0]) canvas_text(c, (Spot){b.left, b.top - 11}, SMALL, axis_title(&p->y).text);
   if (p->x.title.text[0])
     canvas_text(c, (Spot){(b.left + b.right) / 2, b.bottom + 37}, centered, axis_title(&p->x).text);
@@ -373,8 +373,8 @@ static double marker_radius(Marker marker) {
 }
 
 static void draw_area(Canvas *c, const Panel *p, const Series *s) {
-  double *x = malloc(3 * (size_t)s->count * sizeof *x), *upper = x + s->count, *lower = upper + s->count;
-  if (!x) fail("out of host memory for a picture");
+  double *x = host_alloc(3 * s->count, sizeof *x, "a picture"), *upper = x + s->count,
+         *lower = upper + s->count;
   for (int i = 0; i < s->count; i++) {
     Spot top = panel_spot(p, s->samples[i].x, s->samples[i].y);
     x[i] = top.x, upper[i] = top.y, lower[i] = panel_spot(p, 0, s->samples[i].base).y;
@@ -396,9 +396,9 @@ static void draw_line(Canvas *c, const Panel *p, const Series *s) {
 
 static void draw_bars(Canvas *c, const Panel *p, const Series *s) {
   for (int i = 0; i < s->count; i++) {
-    Spot left = panel_spot(p, s->samples[i].x - 0.35, s->samples[i].y),
-         right = panel_spot(p, s->samples[i].x + 0.35, p->y.low);
-    canvas_box(c, (Box){left.x, left.y, right.x, right.y}, s->color, 1);
+    Spot top = panel_spot(p, s->samples[i].x, s->samples[i].y - 0.35),
+         bottom = panel_spot(p, s->samples[i].x, s->samples[i].y + 0.35);
+    canvas_box(c, (Box){p->box.left, top.y, bottom.x, bottom.y}, s->color, s->opacity > 0 ? s->opacity : 1);
   }
 }
 
@@ -422,6 +422,7 @@ static void draw_panel(Canvas *c, const Panel *p) {
       const Series *s = &p->series[i];
       const Sample *at = &s->samples[n];
       TextStyle style = {.size = s->bold ? 12 : 11, .bold = s->bold, .color = s->color};
+      if (s->kind == SERIES_BARS) style.color = COLOR_INK;
       if (at->label.text[0])
         place_label(c, p, &occupied, panel_spot(p, at->x, at->y), style, s->sides ? s->sides : "6482",
                     at->label.text);
