@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
   const char *name; // of the block that came or went
   int step;         // as told by ledger_step
-  double seconds; // by the ledger's clock; 0 without one
+  double seconds;   // by the ledger's clock; 0 without one
   size_t bytes[MEMORY_CATEGORY_COUNT];
 } LedgerEvent;
 
