@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/integers.h"
 #include "base/text.h"
 #include "kernels/linear_cross_entropy.h"
 
@@ -115,45 +116,46 @@ EXPORTED int64_t lce_held_bytes(const lce_context *context) {
 #define CALL "lce_linear_cross_entropy"
 
 // Targets and the kernels count in 32 bits, a little beyond the end of a row too.
-static const int64_t MOST = INT32_MAX - 65535;
+static const int64_t MAX_SIZE = INT32_MAX - 65535;
 // More than the addresses of a machine reach; sums and small multiples of it still fit into 64 bits.
-static const int64_t MOST_BYTES = INT64_C(1) << 47;
+static const int64_t MAX_BYTES = INT64_C(1) << 47;
 
-// A tensor of the call.
+// A tensor of the call, and where it goes.
 typedef struct {
   const char *name;
-  const void *data; // NULL: absent
-  int64_t rows, columns;
-  size_t element;
+  const void *data;      // NULL: absent
+  int64_t rows, columns; // columns 0: a vector
+  Dtype dtype;
   bool written;
+  Tensor *tensor;
 } Argument;
 
 static int64_t bytes_of(const Argument *t) {
-  return t->rows * t->columns * (int64_t)t->element;
+  return t->rows * max_i64(t->columns, 1) * (int64_t)dtype_bytes(t->dtype);
 }
 
 static void check_size(const char *name, int64_t size) {
   if (size < 1)
     fail(CALL ": %s is %lld, but tokens, hidden_size and vocab_size must be 1 or more", name,
          (long long)size);
-  if (size > MOST)
+  if (size > MAX_SIZE)
     fail(CALL ": %s is %lld, and sizes are counted in 32 bits; at most %lld can be", name, (long long)size,
-         (long long)MOST);
+         (long long)MAX_SIZE);
 }
 
-static void check_bytes(const char *name, int64_t rows, int64_t columns, size_t element, const char *remedy) {
-  if (rows > MOST_BYTES / ((int64_t)element * columns))
-    fail(CALL ": %s of %lld by %lld numbers of %zu bytes would take more than the %s that a machine can "
+static void check_bytes(const char *name, int64_t rows, int64_t columns, Dtype dtype, const char *remedy) {
+  if (rows > MAX_BYTES / ((int64_t)dtype_bytes(dtype) * columns))
+    fail(CALL ": %s of %lld by %lld elements of %zu bytes would take more than the %s that a machine can "
               "address; %s",
-         name, (long long)rows, (long long)columns, element, text_bytes((uint64_t)MOST_BYTES).text, remedy);
+         name, (long long)rows, (long long)columns, dtype_bytes(dtype), text_bytes((uint64_t)MAX_BYTES).text,
+         remedy);
 }
 
 static void check_address(const Argument *t) {
   uintptr_t at = (uintptr_t)t->data;
-  if (at % t->element)
-    fail(CALL
-         ": %s lies at %p, which is no multiple of the %zu bytes of its numbers; an aligned copy can be read",
-         t->name, t->data, t->element);
+  if (at % dtype_bytes(t->dtype))
+    fail(CALL ": %s lies at %p, which is no multiple of the %zu bytes of its elements; give an aligned copy",
+         t->name, t->data, dtype_bytes(t->dtype));
   if ((uintptr_t)bytes_of(t) > UINTPTR_MAX - at)
     fail(CALL ": %s at %p would end beyond the last address; it is no pointer to %s", t->name, t->data,
          text_bytes((uint64_t)bytes_of(t)).text);
@@ -166,41 +168,8 @@ static void check_apart(const Argument *a, const Argument *b) {
          b->name);
 }
 
-static void check_tensors(const lce_args *a, size_t real) {
-  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size;
-  size_t id = a->targets_int64 ? sizeof(int64_t) : sizeof(int32_t);
-  const Argument tensors[] = {{"x", a->x, n, h, real, false},
-                              {"weight", a->weight, v, h, real, false},
-                              {"bias", a->bias, v, 1, real, false},
-                              {"targets", a->targets, n, 1, id, false},
-                              {"class_weights", a->class_weights, v, 1, sizeof(float), false},
-                              {"token_weights", a->token_weights, n, 1, sizeof(float), false},
-                              {"entropy_weights", a->entropy_weights, n, 1, sizeof(float), false},
-                              {"loss", a->loss, n, 1, sizeof(float), true},
-                              {"dx", a->dx, n, h, real, true},
-                              {"dweight", a->dweight, v, h, sizeof(float), true},
-                              {"dbias", a->dbias, v, 1, sizeof(float), true},
-                              {"token_z_loss", a->token_z_loss, n, 1, sizeof(float), true},
-                              {"log_prob", a->log_prob, n, 1, sizeof(float), true},
-                              {"logsumexp", a->logsumexp, n, 1, sizeof(float), true},
-                              {"entropy", a->entropy, n, 1, sizeof(float), true},
-                              {"max_logit", a->max_logit, n, 1, sizeof(float), true},
-                              {"correct", a->correct, n, 1, sizeof(float), true},
-                              {"predicted", a->predicted, n, 1, sizeof(int32_t), true}};
-  enum { TENSORS = sizeof tensors / sizeof *tensors };
-  for (int i = 0; i < TENSORS; i++) {
-    const Argument *t = &tensors[i];
-    if (!t->data) continue;
-    check_bytes(t->name, t->rows, t->columns, t->element, "check the sizes of the call");
-    check_address(t);
-  }
-  for (int i = 0; i < TENSORS; i++)
-    for (int j = 0; j < i; j++)
-      if (tensors[i].data && tensors[j].data && (tensors[i].written || tensors[j].written))
-        check_apart(&tensors[j], &tensors[i]);
-}
-
-static void check(const lce_args *a, size_t real) {
+// A call of the layer, checked but for what its entry points check, without its targets; `ids` are the targets given.
+static LinearCrossEntropy checked_call(const lce_args *a, Dtype dtype, Tensor *ids) {
   if (!a) fail(CALL ": args must be there");
   check_size("tokens", a->tokens);
   check_size("hidden_size", a->hidden_size);
@@ -213,51 +182,53 @@ static void check(const lce_args *a, size_t real) {
   if (a->chunk < 0)
     fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
          (long long)a->chunk);
-  check_tensors(a, real);
-  int64_t rows = a->materialized ? a->tokens : a->chunk ? a->chunk : lce_default_chunk(a->tokens);
-  check_bytes("the logits", rows < a->tokens ? rows : a->tokens, a->vocab_size, sizeof(float),
+  LinearCrossEntropy c = {.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
+                          .chunk = a->chunk ? a->chunk : lce_default_chunk(a->tokens),
+                          .terms = {.label_smoothing = a->label_smoothing,
+                                    .z_loss = a->z_loss,
+                                    .softcap = a->softcap,
+                                    .temperature = a->temperature},
+                          .scale = a->scale,
+                          .mean = a->mean,
+                          .accumulate = a->accumulate};
+  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size;
+  const Argument tensors[] = {
+      {"x", a->x, n, h, dtype, false, &c.x},
+      {"weight", a->weight, v, h, dtype, false, &c.weight},
+      {"bias", a->bias, v, 0, dtype, false, &c.bias},
+      {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, ids},
+      {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c.terms.class_weights},
+      {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &c.token_weights},
+      {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &c.entropy_weights},
+      {"loss", a->loss, n, 0, DTYPE_F32, true, &c.loss},
+      {"dx", a->dx, n, h, dtype, true, &c.dx},
+      {"dweight", a->dweight, v, h, DTYPE_F32, true, &c.dweight},
+      {"dbias", a->dbias, v, 0, DTYPE_F32, true, &c.dbias},
+      {"token_z_loss", a->token_z_loss, n, 0, DTYPE_F32, true, &c.outputs.z_loss},
+      {"log_prob", a->log_prob, n, 0, DTYPE_F32, true, &c.outputs.log_prob},
+      {"logsumexp", a->logsumexp, n, 0, DTYPE_F32, true, &c.outputs.logsumexp},
+      {"entropy", a->entropy, n, 0, DTYPE_F32, true, &c.outputs.entropy},
+      {"max_logit", a->max_logit, n, 0, DTYPE_F32, true, &c.outputs.max_logit},
+      {"correct", a->correct, n, 0, DTYPE_F32, true, &c.outputs.correct},
+      {"predicted", a->predicted, n, 0, DTYPE_I32, true, &c.outputs.predicted}};
+  for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++) {
+    const Argument *t = &tensors[i];
+    if (!t->data) continue;
+    check_bytes(t->name, t->rows, max_i64(t->columns, 1), t->dtype, "check the sizes of the call");
+    check_address(t);
+    for (size_t j = 0; j < i; j++)
+      if (tensors[j].data && (t->written || tensors[j].written)) check_apart(&tensors[j], t);
+    void *data = (void *)t->data;
+    *t->tensor =
+        t->columns ? tensor_2d(data, t->dtype, t->rows, t->columns) : tensor_1d(data, t->dtype, t->rows);
+  }
+  int64_t rows = a->materialized ? n : min_i64(c.chunk, n);
+  check_bytes("the logits", rows, v, DTYPE_F32,
               a->materialized ? "materialized = 0 holds a chunk of them" : "a smaller chunk holds less");
+  return c;
 }
 
 // --- the layer ---------------------------------------------------------------------------------------------
-
-static Tensor vector(const void *data, Dtype dtype, int64_t count) {
-  return data ? tensor_1d((void *)data, dtype, count) : (Tensor){0};
-}
-
-static Tensor matrix(const void *data, Dtype dtype, int64_t rows, int64_t columns) {
-  return data ? tensor_2d((void *)data, dtype, rows, columns) : (Tensor){0};
-}
-
-static LinearCrossEntropy call_of(const lce_args *a, Dtype real) {
-  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size;
-  return (LinearCrossEntropy){.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
-                              .chunk = a->chunk ? a->chunk : lce_default_chunk(n),
-                              .loss = vector(a->loss, DTYPE_F32, n),
-                              .outputs = {.z_loss = vector(a->token_z_loss, DTYPE_F32, n),
-                                          .log_prob = vector(a->log_prob, DTYPE_F32, n),
-                                          .logsumexp = vector(a->logsumexp, DTYPE_F32, n),
-                                          .entropy = vector(a->entropy, DTYPE_F32, n),
-                                          .max_logit = vector(a->max_logit, DTYPE_F32, n),
-                                          .predicted = vector(a->predicted, DTYPE_I32, n),
-                                          .correct = vector(a->correct, DTYPE_F32, n)},
-                              .dx = matrix(a->dx, real, n, h),
-                              .dweight = matrix(a->dweight, DTYPE_F32, v, h),
-                              .dbias = vector(a->dbias, DTYPE_F32, v),
-                              .x = matrix(a->x, real, n, h),
-                              .weight = matrix(a->weight, real, v, h),
-                              .bias = vector(a->bias, real, v),
-                              .token_weights = vector(a->token_weights, DTYPE_F32, n),
-                              .entropy_weights = vector(a->entropy_weights, DTYPE_F32, n),
-                              .terms = {.label_smoothing = a->label_smoothing,
-                                        .z_loss = a->z_loss,
-                                        .softcap = a->softcap,
-                                        .temperature = a->temperature,
-                                        .class_weights = vector(a->class_weights, DTYPE_F32, v)},
-                              .scale = a->scale,
-                              .mean = a->mean,
-                              .accumulate = a->accumulate};
-}
 
 static void forget_plan(lce_context *context) {
   Backend *plan = context->plan;
@@ -265,7 +236,7 @@ static void forget_plan(lce_context *context) {
   backend_destroy(plan);
 }
 
-// The products read a factor of 0 as 1, so gradients that it makes 0 are written and not computed.
+// The GEMMs read a factor of 0 as 1, so gradients that it makes 0 are written and not computed.
 static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
   if (tensor_exists(call->dx)) fill_zero(backend, call->dx);
   if (tensor_exists(call->dweight) && !call->accumulate) fill_zero(backend, call->dweight);
@@ -273,38 +244,37 @@ static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
   call->dx = call->dweight = call->dbias = (Tensor){0};
 }
 
-static void run(Backend *backend, const lce_args *args) {
-  LinearCrossEntropy call = call_of(args, backend->dtype);
-  Tensor ids = vector(args->targets, args->targets_int64 ? DTYPE_I64 : DTYPE_I32, args->tokens);
+static void run(Backend *backend, LinearCrossEntropy call, Tensor ids) {
+  int64_t vocab_size = call.weight.shape[0];
   MemoryMark mark = memory_mark(&backend->memory);
-  call.targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, args->tokens);
-  read_targets(backend, (ReadTargets){.targets = call.targets, .ids = ids, .vocab_size = args->vocab_size});
+  call.targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, ids.shape[0]);
+  read_targets(backend, (ReadTargets){.targets = call.targets, .ids = ids, .vocab_size = vocab_size});
   if (call.scale == 0) drop_gradients(backend, &call);
   linear_cross_entropy(backend, call);
-  read_targets(backend, (ReadTargets){.loss = call.loss, .ids = ids, .vocab_size = args->vocab_size});
+  read_targets(backend, (ReadTargets){.loss = call.loss, .ids = ids, .vocab_size = vocab_size});
   memory_pop_to(&backend->memory, mark);
 }
 
-// What the call will push, by a backend that runs nothing but checks all that the real one does.
-static size_t planned_bytes(lce_context *context, const lce_args *args) {
+// What the call will push, by a plan, which checks all that the real one does.
+static size_t planned_bytes(lce_context *context, const LinearCrossEntropy *call, Tensor ids) {
   const Backend *backend = context->backend;
   context->plan = plan_backend_create(backend->device, backend->dtype);
   context->plan->memory.advice = backend->memory.advice;
-  if (args->scale == 0) { // the tensors of gradients that are then dropped are checked too
-    lce_args whole = *args;
+  if (call->scale == 0) { // the tensors of gradients that are then dropped are checked too
+    LinearCrossEntropy whole = *call;
     whole.scale = 1;
-    run(context->plan, &whole);
+    run(context->plan, whole, ids);
     ledger_reset_peak(&context->plan->memory.ledger);
   }
-  run(context->plan, args);
+  run(context->plan, *call, ids);
   size_t bytes = context->plan->memory.ledger.stack_peak;
   forget_plan(context);
   return bytes;
 }
 
-// After a failure: what the call had given the device is over when it returns, so that its tensors and the
-// stack are free again. The first sentence is the one to tell.
-static void settle(lce_context *context) {
+// After a failure: waits for what the call had queued on the device, so that its tensors and the stack are free again.
+// The first error stays the last one.
+static void clean_up(lce_context *context) {
   char first[sizeof last_error];
   memcpy(first, last_error, sizeof first);
   if (context->queued && !setjmp(caller)) backend_synchronize(context->backend);
@@ -319,18 +289,19 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   Backend *backend = context->backend;
   enter();
   if (setjmp(caller)) {
-    settle(context);
+    clean_up(context);
     return leave(1);
   }
-  check(args, dtype_bytes(backend->dtype));
-  size_t bytes = planned_bytes(context, args);
+  Tensor ids;
+  const LinearCrossEntropy call = checked_call(args, backend->dtype, &ids);
+  size_t bytes = planned_bytes(context, &call, ids);
   context->queued = true;
   backend_follow(backend, args->stream); // first of all: it refuses another device's thread
   if (bytes > backend->memory.stack_capacity) {
     backend_synchronize(backend); // earlier calls may still use the stack that goes
     memory_set_stack(&backend->memory, bytes);
   }
-  run(backend, args);
+  run(backend, call, ids);
   backend_precede(backend, args->stream);
   context->queued = false;
   context->held_bytes = bytes;

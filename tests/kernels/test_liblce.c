@@ -313,7 +313,7 @@ static void test_impossible_sizes(void **state) {
                     .loss = nowhere(3),
                     .scale = 1};
   large.chunk = most;
-  refused(context, &p, "the logits of 2147418112 by 2147418112 numbers", large);
+  refused(context, &p, "the logits of 2147418112 by 2147418112 elements", large);
   refused(context, &p, "a smaller chunk", large);
   large.chunk = 0, large.materialized = true;
   refused(context, &p, "materialized = 0", large);
