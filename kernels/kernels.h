@@ -1,22 +1,21 @@
 // The arithmetic: every operation a transformer's training step needs, one interface for all backends.
 //
-// An operation takes one struct whose fields are its tensors and numbers, with the shape beside each field:
+// An operation takes one struct of tensors and scalars; a comment gives the type and shape of each field:
 //
-//     norm_forward(backend, (NormForward){.out = normed, .rstd = rstd, .x = x, .weight = w, .epsilon =
-//     1e-5f});
+//     norm_forward(backend, (NormForward){.out = normed, .rstd = rstd, .x = x, .weight = w, .epsilon = 1e-5f});
 //
-// A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The door of every
-// operation (kernels.c) checks shapes and dtypes once and fails with a sentence that names both shapes, then
-// pushes the scratch the backend asks for, then calls the backend. So the backends check nothing.
+// A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The checked entry point of
+// every operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the
+// scratch that the backend asks for, then calls the backend. So the backends check nothing.
 //
 // Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and
 // statistics), plan (runs nothing; the ledger counts). All calls are asynchronous in the order of one stream:
 // only backend_to_host and backend_synchronize wait. Results are bitwise repeatable on one machine and build.
 //
 // Letters: N rows (tokens; N = B*T), B sequences, T positions, H hidden size, V vocabulary, F intermediate
-// size, C rows of a chunk. "real" is fp32 or bf16, the same within one call unless said otherwise. Gradients
-// of weights are written when `accumulate` is false and added to when it is true; they may be fp32 beside
-// bf16 operands. Sums run in fp32 or wider everywhere.
+// size, C rows of a chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise. Gradients
+// of weights are written when `accumulate` is false and added to when it is true; they may be fp32 where
+// the operands are bf16. Sums run in fp32 or wider everywhere.
 #ifndef LCE_KERNELS_KERNELS_H
 #define LCE_KERNELS_KERNELS_H
 
@@ -56,11 +55,11 @@ typedef struct {
   Tensor tokens;           // int32 [N]; ELSEWHERE names no row
   int64_t seq_len;
   bool accumulate_token, accumulate_position;
-  Tensor workspace; // from the door
+  Tensor workspace; // pushed by the entry point
 } EmbeddingBackward;
 
 // --- normalisation -----------------------------------------------------------------------------------------
-// The residual additions around the norms are done by the products before them (LinearForward.residual).
+// The residual additions around the norms are done by the GEMMs before them (LinearForward.residual).
 
 typedef enum {
   NORM_LAYER, // (x - mean) * rstd * weight + bias, rstd = 1/sqrt(variance + epsilon)   (Ba et al. 2016)
@@ -93,16 +92,16 @@ typedef struct {
   Tensor rstd;        // fp32 [N]
   bool accumulate_dx; // add to dx rather than write it
   bool accumulate;    // likewise for dweight, dbias
-  Tensor workspace;   // from the door
+  Tensor workspace;   // pushed by the entry point
 } NormBackward;
 
-// --- matrix products ---------------------------------------------------------------------------------------
-// Three products make a linear layer. `in_out_layout` says how the weight lies: false is torch.nn.Linear's
+// --- linear layers -----------------------------------------------------------------------------------------
+// Three GEMMs make a linear layer. `in_out_layout` is the weight's layout: false is torch.nn.Linear's
 // [out, in], true is GPT-2's Conv1D [in, out].
 
 // pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if asked for.
 typedef struct {
-  Tensor out;    // fp32/bf16 [N, O]; may be strided. fp32 is allowed beside bf16 operands
+  Tensor out;    // fp32/bf16 [N, O]; may be strided. fp32 is allowed with bf16 operands
   Tensor x;      // fp32/bf16 [N, I]; may be strided
   Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
@@ -122,7 +121,7 @@ typedef struct {
   bool accumulate;       // not together with pre_activation
 } LinearBackwardInput;
 
-// dweight (+)= alpha * dout^T x (in the weight's own layout);  dbias (+)= alpha * sum_n dout[n].
+// dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].
 typedef struct {
   Tensor dweight; // fp32 or bf16 [O, I], or [I, O] when in_out_layout
   Tensor dbias;   // fp32 or bf16 [O], or absent
@@ -131,7 +130,7 @@ typedef struct {
   bool in_out_layout;
   float alpha; // 0 is read as 1
   bool accumulate;
-  Tensor workspace; // from the door
+  Tensor workspace; // pushed by the entry point
 } LinearBackwardWeight;
 
 // --- activations -------------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ typedef struct {
 
 // --- attention ---------------------------------------------------------------------------------------------
 // qkv packs, for each row n = b*T + t, the heads [q_0 .. q_{Q-1} | k_0 .. k_{K-1} | v_0 .. v_{K-1}], each of
-// D numbers. Query head h reads key/value head h / (Q / K) (grouped-query attention; Ainslie et al. 2023).
+// D elements. Query head h reads key/value head h / (Q / K) (grouped-query attention; Ainslie et al. 2023).
 
 typedef struct {
   int64_t batch, seq_len;      // B, T
@@ -185,7 +184,7 @@ typedef struct {
   Tensor lse; // fp32 [B, Q * T], row b holds head after head
   Tensor qkv; // fp32/bf16 [N, (Q + 2K) D]
   AttentionShape shape;
-  Tensor workspace; // from the door
+  Tensor workspace; // pushed by the entry point
 } AttentionForward;
 
 // With P = softmax as above: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));  dq = dS k / sqrt(D);
@@ -197,10 +196,10 @@ typedef struct {
   Tensor lse;  // fp32 [B, Q * T]
   Tensor qkv;  // fp32/bf16 [N, (Q + 2K) D]
   AttentionShape shape;
-  Tensor workspace; // from the door
+  Tensor workspace; // pushed by the entry point
 } AttentionBackward;
 
-// Attention of S new tokens a sequence (shape.seq_len = S) that follow `past` others, whose keys and values
+// Attention of S new tokens a sequence (shape.seq_len = S) that follow `past` earlier ones, whose keys and values
 // the caches hold: position u of key/value head kv of sequence b lies at row b K + kv, columns [u D, (u+1) D).
 // The new tokens' keys and values are stored at positions past .. past + S - 1, then
 //   out[b, s, h] = sum_{u <= past + s} softmax_u(q_s . k_u / sqrt(D)) v_u.
@@ -239,7 +238,7 @@ typedef struct {
   Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; there when class_weights and label_smoothing are
 } LossTerms;
 
-// What can be told of each token beside its loss: fp32 [N] each (predicted: int32), or absent.
+// What a call can output for each token besides its loss: fp32 [N] each (predicted: int32), or absent.
 typedef union {
   struct {
     Tensor z_loss;
@@ -254,16 +253,16 @@ typedef union {
 } TokenOutputs;
 
 // The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become
-// their own gradient in place, loss and outputs being told on the way.
+// their own gradient in place, and loss and outputs are written.
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
-  Tensor logits;        // z: real [N, V], still without the bias; may be strided; overwritten in any case
-  Tensor dlogits;       // logits itself, or bf16 at the same address with rows as long in bytes (logits being
-                        // fp32), or absent: the forward pass alone
-  Tensor bias;          // fp32/bf16 [V], or absent: added to z
-  Tensor targets;       // int32 [N]
-  Tensor token_weights; // fp32 [N], or absent
+  Tensor logits;  // z: fp32/bf16 [N, V], still without the bias; may be strided; overwritten in any case
+  Tensor dlogits; // logits itself, or bf16 at the same address with rows as long in bytes (logits being
+                  // fp32), or absent: the forward pass alone
+  Tensor bias;    // fp32/bf16 [V], or absent: added to z
+  Tensor targets; // int32 [N]
+  Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
   Tensor factor;          // fp32 [1], or absent
   LossTerms terms;
@@ -279,7 +278,7 @@ typedef struct {
 } LossFactor;
 
 // Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX.
-// And once the layer has told its losses: loss[n] = NaN where ids[n] is neither in [0, V) nor IGNORE_INDEX, so that
+// And once the losses are written: loss[n] = NaN where ids[n] is neither in [0, V) nor IGNORE_INDEX, so that
 // the mistake shows in every sum and nothing outside of the tensors is read.
 typedef struct {
   Tensor targets; // int32 [N], or absent
@@ -288,7 +287,7 @@ typedef struct {
   int64_t vocab_size;
 } ReadTargets;
 
-// --- the last layer's pieces -------------------------------------------------------------------------------
+// --- the fused LM head and loss ----------------------------------------------------------------------------
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
 // the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
 
@@ -341,7 +340,7 @@ typedef struct {
   Tensor weight;     // fp32/bf16 [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
-  Tensor workspace;  // from the door
+  Tensor workspace;  // pushed by the entry point
 } LceLogitsExp;
 
 // The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
@@ -380,12 +379,12 @@ typedef struct {
 
 // Gradient filtering (Cut Cross-Entropy; Wijmans et al. 2025). E is cut into tiles of LCE_FILTER_ROWS rows,
 // counted from the chunk's first, by LCE_FILTER_COLUMNS vocabulary entries. A tile in which every entry is
-// E[j] < epsilon (R + target_e), so every p is below epsilon, counts as zero in both products; the target's
+// E[j] < epsilon (R + target_e), so every p is below epsilon, counts as zero in both GEMMs; the target's
 // own entry, outside of E, stays.
 //   tiles[b, t]  where the tile is left out, its mass: the sum of E[j] / (R + target_e); -1 where it counts
 //   stats       += {tiles left out, all tiles, the mass left out}, in a fixed order
 // A NaN keeps its tile, a row whose target is IGNORE_INDEX keeps none. What E holds in the tiles left out is
-// unspecified afterwards: a backend whose products are dense makes it 0.
+// unspecified afterwards: a backend whose GEMMs are dense makes it 0.
 enum { LCE_FILTER_ROWS = 128, LCE_FILTER_COLUMNS = 256 };
 
 typedef struct {
@@ -406,7 +405,7 @@ typedef struct {
   Tensor scaled_x;  // fp32/bf16 [C, H]
   float alpha;      // 0 is read as 1, as in LinearBackwardWeight
   bool accumulate;  // dweight alone
-  Tensor workspace; // from the door
+  Tensor workspace; // pushed by the entry point
 } LceFilteredGemms;
 
 // dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over dx_raw.
@@ -428,7 +427,7 @@ typedef struct {
   Tensor x;            // fp32/bf16 [C, H]
   Tensor targets;      // int32 [C]
   float alpha;
-  Tensor workspace; // from the door
+  Tensor workspace; // pushed by the entry point
 } LceTargetGradient;
 
 // out[h] (+)= sum_n coefficients[n] x[n, h]: the rank-one terms of label smoothing.
@@ -437,7 +436,7 @@ typedef struct {
   Tensor x;            // fp32/bf16 [N, H]; may be strided
   Tensor coefficients; // fp32 [N], or absent: all 1
   bool accumulate;
-  Tensor workspace; // from the door
+  Tensor workspace; // pushed by the entry point
 } WeightedColumnSum;
 
 // out[v, h] += alpha rows[v] columns[h].
@@ -458,12 +457,12 @@ typedef struct {
 
 // --- the optimizer -----------------------------------------------------------------------------------------
 
-// AdamW with decoupled decay (Loshchilov, Hutter 2019), over n numbers at once.
+// AdamW with decoupled decay (Loshchilov, Hutter 2019), over n elements at once.
 // With g = grad * grad_scale[0]:
 //   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
 //   w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w)
 // in fp32, on `master` if it is there (weight then receives the rounded copy), else on weight itself. Where a
-// bf16 number is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
+// bf16 element is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
 // that depend on (seed, step, first + index) alone.
 typedef struct {
   Tensor weight;     // fp32/bf16 [n]
@@ -474,7 +473,7 @@ typedef struct {
   float lr, beta1, beta2, epsilon, weight_decay;
   int64_t step; // t, from 1
   uint64_t seed;
-  int64_t first; // the place of these n numbers among all that share the seed; even
+  int64_t first; // the index of the first of these n elements among all that share the seed; even
 } AdamW;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.
@@ -483,7 +482,7 @@ typedef struct {
   Tensor x;   // fp32 or bf16, dense
   bool squares;
   bool accumulate;
-  Tensor workspace; // from the door
+  Tensor workspace; // pushed by the entry point
 } Reduce;
 
 // norm[0] = sqrt(sum_of_squares[0]);  scale[0] = min(1, max_norm / norm), or 1 when max_norm is 0.
@@ -496,7 +495,7 @@ typedef struct {
 
 // --- collectives over ranks (nothing to do when there is one) ----------------------------------------------
 
-// With R ranks, x of n numbers:
+// With R ranks, x of n elements:
 //   all_reduce      out [n] = the sum of all ranks' x; out may be x itself
 //   reduce_scatter  out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice of x
 //   all_gather      out [n R] = the ranks' x one after the other; x may be out's slice r
@@ -507,7 +506,7 @@ typedef struct {
   Tensor x; // fp32, bf16 or int32, dense
   bool
       accumulate; // reduce_scatter alone: out is added to, and must not lie in x, of which slice r is then lost
-  // It runs beside the operations that follow, which must leave out and x alone until collectives_join.
+  // It runs concurrently with the operations that follow, which must leave out and x alone until collectives_join.
   bool async;
 } Collective;
 
@@ -563,7 +562,7 @@ typedef struct {
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 
-// What follows waits for the collectives that run beside, but for the last `behind` of them (at most 63).
+// What follows waits for the asynchronous collectives, except the last `behind` of them (at most 63).
 void collectives_join(Backend *backend, int64_t behind);
 
 // Copies of dense tensors between the host and the backend's memory. to_device may return before the device
@@ -588,7 +587,7 @@ typedef struct {
   void (*synchronize)(Backend *);
   void (*follow)(Backend *, void *stream);
   void (*precede)(Backend *, void *stream);
-  // What the system says about memory, beside the ledger: bytes the process (CPU: VmHWM) or the device (GPU)
+  // What the system, not the ledger, says about memory: bytes the process (CPU: VmHWM) or the device (GPU)
   // holds now, and at most since peak_reset.
   size_t (*device_bytes_now)(Backend *);
   size_t (*device_bytes_peak)(Backend *);
@@ -604,7 +603,7 @@ typedef struct {
 typedef struct {
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
-  // Bytes the backend reserves for itself when it starts (a product's workspace), named in the ledger.
+  // Bytes the backend reserves for itself when it starts (the GEMMs' workspace), named in the ledger.
   size_t resident_bytes;
 #define MEMBER(name, Arguments) size_t (*name)(const Arguments *);
   OPERATIONS(NO_OPERATION, MEMBER)
@@ -615,7 +614,7 @@ typedef struct {
 #define SCRATCH_BYTES(backend, name, arguments)                                                              \
   ((backend)->scratch->name ? (backend)->scratch->name(arguments) : (size_t)0)
 
-extern const BackendScratch cpu_scratch;  // kernels/cpu/scratch.c
+extern const BackendScratch cpu_scratch;  // kernels/cpu/backend.c
 extern const BackendScratch cuda_scratch; // kernels/cuda/scratch.c, compiled everywhere
 
 typedef enum { ON_CPU, ON_CUDA } DeviceKind;
@@ -636,7 +635,7 @@ struct Backend {
   double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it
   size_t device_capacity; // bytes of memory the device has; 0 when unknown
   size_t device_overhead; // bytes the device held when the backend stood ready and the ledger was still empty
-  void *state;            // the backend's own
+  void *state;            // of the backend
 };
 
 // The reference: fp32, OpenMP, CBLAS where it was found at build time. plain_loops replaces CBLAS by

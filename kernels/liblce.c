@@ -24,7 +24,7 @@ struct lce_context {
 
 static _Thread_local char last_error[2048];
 static _Thread_local jmp_buf caller;
-static _Thread_local FailHandler outside; // the thread's own handler, while a call has taken its place
+static _Thread_local FailHandler outside; // the thread's own handler, which a call replaces
 
 static void keep_sentence(const char *sentence) {
   snprintf(last_error, sizeof last_error, "%s", sentence);
@@ -255,7 +255,7 @@ static void run(Backend *backend, LinearCrossEntropy call, Tensor ids) {
   memory_pop_to(&backend->memory, mark);
 }
 
-// What the call will push, by a plan, which checks all that the real one does.
+// What the call will push, by a plan, which checks all that the backend does.
 static size_t planned_bytes(lce_context *context, const LinearCrossEntropy *call, Tensor ids) {
   const Backend *backend = context->backend;
   context->plan = plan_backend_create(backend->device, backend->dtype);

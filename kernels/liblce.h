@@ -1,4 +1,4 @@
-// The last layer for any language: linear_cross_entropy behind a plain C interface, as liblce.so (`make MPI=0
+// LM head + loss for any language: linear_cross_entropy behind a plain C interface, as liblce.so (`make MPI=0
 // liblce.so`; without MPI=0 it is linked to MPI where make finds that, though no call uses it).
 //
 //   lce_context *lce = lce_create("cuda", 0, "bf16");
@@ -8,7 +8,7 @@
 //   lce_destroy(lce);
 //
 // Memory. The caller owns every tensor. Pointers are to the context's device (a GPU's memory, or the host's
-// for "cpu"), tensors dense and row-major, each at a multiple of its numbers' size. What is written (loss and
+// for "cpu"), tensors dense and row-major, each at a multiple of its elements' size. What is written (loss and
 // what follows it in lce_args) shares no memory with another tensor of the call; what is only read may. On a
 // GPU tensors are in use until the work of the call is over, on the device. What the layer needs beyond them
 // it allocates once for the largest call so far and keeps until lce_destroy; a call that needs more than all
@@ -24,7 +24,7 @@
 // the thread that calls lce_linear_cross_entropy, or the call is refused. lce_create makes it that of its own
 // thread, and leaves it so.
 //
-// Errors. Functions that can fail return 0 when all went well; lce_last_error then tells, in a sentence, what
+// Errors. Functions that can fail return 0 when all went well; lce_last_error then says, in a sentence, what
 // did not.
 // - An argument that cannot be right (a size, an address, a shape, a term) is refused before anything is read
 //   or written. So is a call whose memory cannot be had. The context is as good as before.
@@ -48,7 +48,7 @@ extern "C" {
 
 typedef struct lce_context lce_context;
 
-// One call. N tokens, H hidden size, V vocabulary. "real" is the context's dtype. NULL stands for an absent
+// One call. N tokens, H hidden size, V vocabulary. "fp32/bf16" is the context's dtype. NULL stands for an absent
 // tensor, and a struct of zeros for a call without any term. With z = x weight^T + bias for a token, y its
 // target:
 //
@@ -87,7 +87,7 @@ typedef struct {
 
 // A context on "cpu" (dtype "fp32"; the ordinal is ignored) or on CUDA device `ordinal`, counted from 0
 // (dtype "bf16" or "fp32"; compute capability 8.0 or later). The caller owns it, and gives it back to
-// lce_destroy. NULL when there is none. On CUDA it takes 32 MiB for matrix products and 16 MiB of pinned host
+// lce_destroy. NULL when there is none. On CUDA it takes 32 MiB for GEMMs and 16 MiB of pinned host
 // memory, and waits for the device.
 lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 
@@ -110,7 +110,7 @@ int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 int lce_synchronize(lce_context *context);
 
 // Bytes that the last call that went well held at its peak beyond the caller's tensors, without the fixed
-// workspace of matrix products that a context on CUDA has from the start; 0 for NULL and before the first
+// workspace of GEMMs that a context on CUDA has from the start; 0 for NULL and before the first
 // such call.
 int64_t lce_held_bytes(const lce_context *context);
 

@@ -18,14 +18,14 @@ extern "C" {
 #endif
 
 typedef enum {
-  MEMORY_WEIGHTS,              // what the products read
-  MEMORY_MASTER_WEIGHTS,       // the fp32 copy that AdamW updates, where the products read bf16
+  MEMORY_WEIGHTS,              // what the GEMMs read
+  MEMORY_MASTER_WEIGHTS,       // the fp32 copy that AdamW updates, where the GEMMs read bf16
   MEMORY_GRADIENTS,            // of the weights
   MEMORY_MOMENTS,              // AdamW's two
   MEMORY_TABLES,               // rotary angles, the batch, scalars
   MEMORY_ACTIVATIONS,          // saved by the forward pass for the backward pass
   MEMORY_ACTIVATION_GRADIENTS, // gradients flowing back through the layers
-  MEMORY_HEAD,                 // the last layer: logits or a chunk of them, row statistics
+  MEMORY_HEAD,                 // LM head + loss: logits or a chunk of them, row statistics
   MEMORY_WORKSPACE,            // scratch inside one operation
   MEMORY_CATEGORY_COUNT
 } MemoryCategory;
@@ -47,15 +47,15 @@ typedef struct {
 // The bytes in use after one reservation, push or pop, by category.
 typedef struct {
   const char *name; // of the block that came or went
-  int step;         // as told by ledger_step
+  int step;         // as given to ledger_step
   double seconds;   // by the ledger's clock; 0 without one
   size_t bytes[MEMORY_CATEGORY_COUNT];
 } LedgerEvent;
 
 typedef struct {
   size_t now[MEMORY_CATEGORY_COUNT];     // bytes in use by category
-  size_t highest[MEMORY_CATEGORY_COUNT]; // each category's own high-water mark
-  size_t total, peak;                    // bytes in use, and the most there ever were
+  size_t highest[MEMORY_CATEGORY_COUNT]; // each category's high-water mark
+  size_t total, peak;                    // bytes in use now, and at most
   size_t at_peak[MEMORY_CATEGORY_COUNT]; // who held them at the peak
   size_t stack, stack_peak;              // the part of both that lies on the stack
   // The timeline, kept only while `recording`.

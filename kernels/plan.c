@@ -1,5 +1,5 @@
-// The plan: a backend that runs nothing. Its doors check the same shapes and push the same scratch as a real
-// backend's, onto a memory that only counts, so one training step through it says what that step would need,
+// The plan: a backend that runs nothing. The entry points check the same shapes and push the same scratch
+// as for any backend, onto a memory that only counts, so one training step through it gives what that step would need,
 // to the byte, for a device that need not be there.
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +20,6 @@ Backend *plan_backend_create(DeviceKind device, Dtype dtype) {
   backend->dtype = dtype;
   backend->ranks = 1;
   if (backend->scratch->resident_bytes)
-    memory_reserve(&backend->memory, "product workspace", MEMORY_WORKSPACE, backend->scratch->resident_bytes);
+    memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE, backend->scratch->resident_bytes);
   return backend;
 }

@@ -1,4 +1,4 @@
-// A tensor is a small value: where the numbers lie, what they are, and their shape. It owns nothing.
+// A tensor is a small value: where the elements lie, their type and shape. It owns nothing.
 #ifndef LCE_KERNELS_TENSOR_H
 #define LCE_KERNELS_TENSOR_H
 

@@ -1,4 +1,4 @@
-// GELU and SwiGLU, elementwise. Limited by memory: three numbers moved for each one computed.
+// GELU and SwiGLU, elementwise. Limited by memory: three elements move for each one computed.
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 

@@ -1,5 +1,5 @@
 // Causal attention by tiles of 64 queries and 64 keys (Dao et al. 2022): no T x T matrix, no scratch beyond
-// two tiles on the thread's stack. The products are those of tile.h.
+// two tiles on the thread's stack. The GEMMs are those of tile.h.
 //
 // Forward, for a block of queries: walk the key tiles up to the diagonal, S = Q K^T / sqrt(D), keep each
 // row's running maximum m and sum l, and rescale what `out` holds whenever m grows:

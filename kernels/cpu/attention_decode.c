@@ -1,6 +1,6 @@
 // Attention of a few new tokens over cached keys and values: first the new keys and values go into the cache,
-// then every query walks the keys up to its own position, in tiles of 256 scores, with a running maximum and
-// sum as in attention.c. It is bound by reading the cache once: 2 P D numbers a key/value head.
+// then every query walks the keys up to its position, in tiles of 256 scores, with a running maximum and
+// sum as in attention.c. It is bound by reading the cache once: 2 P D elements a key/value head.
 #include <math.h>
 #include <string.h>
 

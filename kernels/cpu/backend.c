@@ -101,6 +101,36 @@ static void destroy(Backend *backend) {
   free(backend->state);
 }
 
+// --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere --------
+
+static size_t embedding_backward_bytes(const EmbeddingBackward *a) {
+  return (size_t)a->dout.shape[0] * sizeof(uint64_t); // sort keys
+}
+
+static size_t lce_target_gradient_bytes(const LceTargetGradient *a) {
+  return (size_t)a->x.shape[0] * sizeof(uint64_t); // sort keys
+}
+
+static size_t reduce_bytes(const Reduce *a) {
+  return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
+}
+
+// Rows start on a cache line, and not all in the same few sets of the cache: a row length that is a multiple
+// of 4096 bytes would put every row of a column there.
+static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
+  int64_t line = 64 / (int64_t)dtype_bytes(dtype);
+  return (ceil_div(vocab_size, line) | 1) * line;
+}
+
+const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_bytes,
+                                    .linear_backward_weight = cpu_linear_backward_weight_scratch,
+                                    .lce_logits_exp = cpu_lce_logits_exp_scratch,
+                                    .lce_target_gradient = lce_target_gradient_bytes,
+                                    .reduce = reduce_bytes,
+                                    .logits_stride = logits_stride};
+
+// --- life --------------------------------------------------------------------------------------------------
+
 static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
                                    .to_device = to_device,
                                    .to_host = to_host,
@@ -113,16 +143,13 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 #undef ENTRY
 };
 
-static const char *product_name(bool plain_loops) {
 #if defined(HAVE_CBLAS) && defined(OPENBLAS_VERSION)
-  return plain_loops ? "plain loops" : "OpenBLAS";
+#define GEMM_LIBRARY "OpenBLAS"
 #elif defined(HAVE_CBLAS)
-  return plain_loops ? "plain loops" : "CBLAS";
+#define GEMM_LIBRARY "CBLAS"
 #else
-  (void)plain_loops;
-  return "plain loops";
+#define GEMM_LIBRARY "plain loops"
 #endif
-}
 
 Backend *cpu_backend_create(bool plain_loops) {
   Backend *backend = calloc(1, sizeof *backend);
@@ -140,7 +167,7 @@ Backend *cpu_backend_create(bool plain_loops) {
                        .state = state};
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
-           threads == 1 ? "" : "s", product_name(plain_loops));
+           threads == 1 ? "" : "s", plain_loops ? "plain loops" : GEMM_LIBRARY);
   backend->device_capacity = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
   backend->device_overhead = bytes_now(backend);
   return backend;

@@ -238,21 +238,14 @@ static void join_ranks(Backend *backend, const Launch *l) {
 
 #endif
 
-void cpu_all_reduce(Backend *backend, const Collective *a) {
-  run_or_queue(backend, a, mpi_all_reduce, "all_reduce");
-}
-
-void cpu_reduce_scatter(Backend *backend, const Collective *a) {
-  run_or_queue(backend, a, mpi_reduce_scatter, "reduce_scatter");
-}
-
-void cpu_all_gather(Backend *backend, const Collective *a) {
-  run_or_queue(backend, a, mpi_all_gather, "all_gather");
-}
-
-void cpu_broadcast(Backend *backend, const Collective *a) {
-  run_or_queue(backend, a, mpi_broadcast, "broadcast");
-}
+#define COLLECTIVE(name)                                                                                     \
+  void cpu_##name(Backend *backend, const Collective *a) {                                                   \
+    run_or_queue(backend, a, mpi_##name, #name);                                                             \
+  }
+COLLECTIVE(all_reduce)
+COLLECTIVE(reduce_scatter)
+COLLECTIVE(all_gather)
+COLLECTIVE(broadcast)
 
 void cpu_backend_join_ranks(Backend *backend) {
   const Launch *l = ranks_self();

@@ -1,4 +1,4 @@
-// What the files of the CPU backend share: the operations' names, and the matrix product they all use.
+// What the files of the CPU backend share: the operations' declarations, and the GEMM that they all use.
 #ifndef LCE_KERNELS_CPU_CPU_H
 #define LCE_KERNELS_CPU_CPU_H
 
@@ -19,7 +19,7 @@ static inline float *cpu_row(Tensor t, int64_t i) {
   return (float *)t.data + i * t.stride;
 }
 
-// --- products.c --------------------------------------------------------------------------------------------
+// --- gemm.c ------------------------------------------------------------------------------------------------
 
 // An operand: element (i, j) lies at data[i * stride + j], or at data[j * stride + i] when transposed.
 typedef struct {
@@ -35,15 +35,18 @@ void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatri
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 
+// out[i] (+)= alpha * sum_n coefficients[n] x[n, i] (coefficients NULL: all 1), in double, in the order of n.
+void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alpha, bool accumulate);
+
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count, where several n may
 // name the same row, and IGNORE_INDEX none: sorted by id, then each row's terms are summed in the order of n,
-// in double. `keys` is scratch for `count` numbers.
+// in double. `keys` is scratch for `count` keys.
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 
-// --- what the kernels and scratch.c must agree on ----------------------------------------------------------
+// --- what the kernels and backend.c must agree on ----------------------------------------------------------
 
-enum { CPU_REDUCE_BLOCK = 32768 }; // optimizer.c: numbers to one partial sum
+enum { CPU_REDUCE_BLOCK = 32768 }; // optimizer.c: elements to one partial sum
 size_t cpu_linear_backward_weight_scratch(const LinearBackwardWeight *a); // linear.c
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a);                 // linear_cross_entropy.c
 

@@ -20,15 +20,10 @@ void cpu_embedding_forward(Backend *backend, const EmbeddingForward *a) {
   }
 }
 
-static void zero_rows(Tensor t) {
-#pragma omp parallel for schedule(static)
-  for (int64_t v = 0; v < t.shape[0]; v++) memset(cpu_row(t, v), 0, (size_t)t.shape[1] * sizeof(float));
-}
-
 // A position's gradient is the sum over the sequences of the batch.
-static void position_gradient(const EmbeddingBackward *a) {
+static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t hidden = a->dout.shape[1], batch = a->dout.shape[0] / a->seq_len;
-  if (!a->accumulate_position) zero_rows(a->dposition_weight);
+  if (!a->accumulate_position) cpu_fill_zero(backend, &a->dposition_weight);
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < a->seq_len; t++) {
     float *out = cpu_row(a->dposition_weight, t);
@@ -41,11 +36,10 @@ static void position_gradient(const EmbeddingBackward *a) {
 }
 
 void cpu_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
-  (void)backend;
   if (tensor_exists(a->dtoken_weight)) {
-    if (!a->accumulate_token) zero_rows(a->dtoken_weight);
+    if (!a->accumulate_token) cpu_fill_zero(backend, &a->dtoken_weight);
     cpu_scatter_add(a->dtoken_weight, a->tokens.data, a->dout.shape[0], a->dout, NULL, 1.0f,
                     a->workspace.data);
   }
-  if (tensor_exists(a->dposition_weight)) position_gradient(a);
+  if (tensor_exists(a->dposition_weight)) position_gradient(backend, a);
 }

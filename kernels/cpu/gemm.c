@@ -1,7 +1,7 @@
-// The matrix product behind every layer: CBLAS where it was found at build time, loops otherwise or on
+// The GEMM behind every layer: CBLAS where it was found at build time, loops otherwise or on
 // request. The loops are the straightforward implementation that a reader would write first, parallel over
 // rows with a contiguous inner loop; the trainer keeps them selectable so that anyone can measure what a
-// tuned product is worth.
+// tuned GEMM is worth.
 #include <limits.h>
 
 #include "base/fail.h"
@@ -18,8 +18,8 @@ static void scale_row(float *row, int64_t n, float beta) {
     for (int64_t j = 0; j < n; j++) row[j] *= beta;
 }
 
-static void plain_product(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
-                          float *out, int64_t out_stride) {
+static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
+                       float *out, int64_t out_stride) {
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < m; i++) {
     float *row = out + i * out_stride;
@@ -48,8 +48,8 @@ void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatri
   if (!plain && k > 0) {
     if (m > INT_MAX || n > INT_MAX || k > INT_MAX || a.stride > INT_MAX || b.stride > INT_MAX ||
         out_stride > INT_MAX)
-      fail("a matrix product of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m,
-           (long long)n, (long long)k);
+      fail("a GEMM of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m, (long long)n,
+           (long long)k);
     cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
                 b.transposed ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k, alpha, a.data,
                 (int)a.stride, b.data, (int)b.stride, beta, out, (int)out_stride);
@@ -57,5 +57,5 @@ void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatri
   }
 #endif
   (void)plain;
-  plain_product(m, n, k, alpha, a, b, beta, out, out_stride);
+  plain_gemm(m, n, k, alpha, a, b, beta, out, out_stride);
 }

@@ -1,8 +1,8 @@
-// A linear layer: three products (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them.
+// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them.
 //
-// Bias, GELU and residual are one more pass over the rows that the product has just written. A residual that
-// is added in place costs nothing: the product starts from it (beta = 1). The gradient of a vocabulary's
-// weight has a product of its own, below.
+// Bias, GELU and residual are one more pass over the rows that the GEMM has just written. A residual that
+// is added in place costs nothing: the GEMM starts from it (beta = 1). The gradient of a vocabulary's
+// weight has a GEMM of its own, below.
 #include "kernels/cpu/tile.h"
 #include "kernels/cpu/vector_math.h"
 
@@ -20,13 +20,13 @@ void cpu_linear_forward(Backend *backend, const LinearForward *a) {
   bool gelu = tensor_exists(a->pre_activation), bias = tensor_exists(a->bias);
   bool residual = tensor_exists(a->residual);
   bool in_place = residual && a->residual.data == a->out.data;
-  Tensor product = gelu ? a->pre_activation : a->out;
+  Tensor pre = gelu ? a->pre_activation : a->out;
   cpu_gemm(cpu_plain_loops(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
-           matrix(a->weight, !a->in_out_layout), in_place ? 1.0f : 0.0f, product.data, product.stride);
+           matrix(a->weight, !a->in_out_layout), in_place ? 1.0f : 0.0f, pre.data, pre.stride);
   if (!gelu && !bias && (!residual || in_place)) return;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; n++) {
-    float *row = cpu_row(product, n);
+    float *row = cpu_row(pre, n);
     if (bias) add_row(row, a->bias.data, outputs);
     if (residual && !in_place) add_row(row, cpu_row(a->residual, n), outputs);
     if (gelu) {
@@ -47,34 +47,15 @@ void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
     float *dx = cpu_row(a->dx, n);
     const float *pre = cpu_row(a->pre_activation, n);
 #pragma omp simd
-    for (int64_t i = 0; i < inputs; i++) dx[i] *= gelu_slope_f32(pre[i]);
-  }
-}
-
-// dbias (+)= alpha * the sum of dout's rows, 64 columns to a thread at a time, in double.
-static void bias_gradient(Tensor dbias, Tensor dout, float alpha, bool accumulate) {
-  enum { COLUMNS = 64 };
-  int64_t outputs = dout.shape[1];
-  float *out = dbias.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t first = 0; first < outputs; first += COLUMNS) {
-    int64_t count = min_i64(COLUMNS, outputs - first);
-    double sum[COLUMNS] = {0};
-    for (int64_t n = 0; n < dout.shape[0]; n++) {
-      const float *row = cpu_row(dout, n) + first;
-#pragma omp simd
-      for (int64_t i = 0; i < count; i++) sum[i] += row[i];
-    }
-    for (int64_t i = 0; i < count; i++)
-      out[first + i] = (accumulate ? out[first + i] : 0.0f) + (float)(alpha * sum[i]);
+    for (int64_t i = 0; i < inputs; i++) dx[i] *= gelu_derivative_f32(pre[i]);
   }
 }
 
 // --- the gradient of a tall weight -------------------------------------------------------------------------
 //
 // Over a vocabulary dW [O, I] is the largest matrix in sight. When the inner length, a chunk of tokens, is
-// short, the product is limited by reading and writing dW unless something fetches ahead. Here a block of
-// dW's rows is finished at a time, its own old values are fetched while their sums run, the columns of dout
+// short, the GEMM is limited by reading and writing dW unless something fetches ahead. Here a block of
+// dW's rows is finished at a time, its old values are fetched while their sums run, the columns of dout
 // that the next block needs come during this one, and x is packed once for all blocks.
 
 enum {
@@ -89,7 +70,7 @@ static bool is_tall(const LinearBackwardWeight *a) {
   return !a->in_out_layout && rows <= TALL_DEPTH && outputs >= 4096 && outputs >= 8 * a->x.shape[1];
 }
 
-// x as panels [inputs / TILE_COLUMNS][rows][TILE_COLUMNS]; room for any machine's TILE_COLUMNS.
+// x as panels [inputs / TILE_COLUMNS][rows][TILE_COLUMNS]; enough for any machine's TILE_COLUMNS.
 size_t cpu_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
   if (!is_tall(a)) return 0;
   return (size_t)(a->x.shape[0] * ceil_div(a->x.shape[1], 64) * 64) * sizeof(float);
@@ -117,7 +98,7 @@ static void tall_block(const LinearBackwardWeight *a, int64_t first, int64_t cou
     }
 }
 
-static void tall_product(const LinearBackwardWeight *a) {
+static void tall_gemm(const LinearBackwardWeight *a) {
   int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = a->dout.shape[1];
 #pragma omp parallel
   {
@@ -134,11 +115,11 @@ static void tall_product(const LinearBackwardWeight *a) {
 void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
   bool plain = cpu_plain_loops(backend);
   if (!plain && is_tall(a)) {
-    tall_product(a);
+    tall_gemm(a);
   } else {
     Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
     cpu_gemm(plain, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha, matrix(left, true),
              matrix(right, false), a->accumulate ? 1.0f : 0.0f, a->dweight.data, a->dweight.stride);
   }
-  if (tensor_exists(a->dbias)) bias_gradient(a->dbias, a->dout, a->alpha, a->accumulate);
+  if (tensor_exists(a->dbias)) cpu_column_sums(a->dbias.data, a->dout, NULL, a->alpha, a->accumulate);
 }

@@ -358,22 +358,7 @@ void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
 
 void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {
   (void)backend;
-  enum { COLUMNS = 64 };
-  const float *coefficients = optional(a->coefficients);
-  float *out = a->out.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t first = 0; first < a->x.shape[1]; first += COLUMNS) {
-    int64_t width = min_i64(COLUMNS, a->x.shape[1] - first);
-    double sum[COLUMNS] = {0};
-    for (int64_t n = 0; n < a->x.shape[0]; n++) {
-      const float *x = cpu_row(a->x, n) + first;
-      double factor = coefficients ? coefficients[n] : 1.0;
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) sum[i] += factor * x[i];
-    }
-    for (int64_t i = 0; i < width; i++)
-      out[first + i] = (float)(sum[i] + (a->accumulate ? out[first + i] : 0));
-  }
+  cpu_column_sums(a->out.data, a->x, optional(a->coefficients), 1.0f, a->accumulate);
 }
 
 void cpu_add_outer(Backend *backend, const AddOuter *a) {

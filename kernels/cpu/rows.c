@@ -1,5 +1,5 @@
-// Moving rows: gather, scatter, and the scatter-add under the embedding's backward pass and the last layer's
-// target term.
+// Rows: gather, scatter, sums of columns, and the scatter-add of the embedding's backward pass and of the loss's target
+// gradient.
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,22 +20,40 @@ static Tensor as_rows(Tensor t) {
   return t;
 }
 
-void cpu_gather_rows(Backend *backend, const MoveRows *a) {
-  (void)backend;
+static void move_rows(const MoveRows *a, bool scatter) {
   const int32_t *rows = a->rows.data;
   Tensor out = as_rows(a->out), x = as_rows(a->x);
   size_t bytes = (size_t)row_length(x) * dtype_bytes(x.dtype);
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < a->rows.shape[0]; i++) memcpy(row_address(out, i), row_address(x, rows[i]), bytes);
+  for (int64_t i = 0; i < a->rows.shape[0]; i++)
+    memcpy(row_address(out, scatter ? rows[i] : i), row_address(x, scatter ? i : rows[i]), bytes);
+}
+
+void cpu_gather_rows(Backend *backend, const MoveRows *a) {
+  (void)backend;
+  move_rows(a, false);
 }
 
 void cpu_scatter_rows(Backend *backend, const MoveRows *a) {
   (void)backend;
-  const int32_t *rows = a->rows.data;
-  Tensor out = as_rows(a->out), x = as_rows(a->x);
-  size_t bytes = (size_t)row_length(x) * dtype_bytes(x.dtype);
+  move_rows(a, true);
+}
+
+void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alpha, bool accumulate) {
+  enum { COLUMNS = 64 };
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < a->rows.shape[0]; i++) memcpy(row_address(out, rows[i]), row_address(x, i), bytes);
+  for (int64_t first = 0; first < x.shape[1]; first += COLUMNS) {
+    int64_t width = min_i64(COLUMNS, x.shape[1] - first);
+    double sum[COLUMNS] = {0};
+    for (int64_t n = 0; n < x.shape[0]; n++) {
+      const float *row = cpu_row(x, n) + first;
+      double coefficient = coefficients ? coefficients[n] : 1.0;
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) sum[i] += coefficient * row[i];
+    }
+    for (int64_t i = 0; i < width; i++)
+      out[first + i] = (float)(alpha * sum[i] + (accumulate ? out[first + i] : 0.0f));
+  }
 }
 
 static int compare_keys(const void *a, const void *b) {
@@ -66,7 +84,7 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
                      float alpha, uint64_t *keys) {
   for (int64_t n = 0; n < count; n++) keys[n] = (uint64_t)(uint32_t)ids[n] << 32 | (uint64_t)n;
   if (count) qsort(keys, (size_t)count, sizeof *keys, compare_keys);
-    // Whoever meets the first key of a row sums the whole row.
+    // The thread that has the first key of a row sums the whole row.
 #pragma omp parallel for schedule(dynamic, 16)
   for (int64_t first = 0; first < count; first++) {
     uint64_t id = keys[first] >> 32;

@@ -1,4 +1,4 @@
-// The functions that the kernels apply to many numbers, written so that a loop over them becomes vector
+// The functions that the kernels apply to many elements, written so that a loop over them becomes vector
 // instructions: no branches, no calls, no tables. Use them inside `#pragma omp simd`.
 #ifndef LCE_KERNELS_CPU_VECTOR_MATH_H
 #define LCE_KERNELS_CPU_VECTOR_MATH_H
@@ -71,11 +71,11 @@ static inline float gelu_f32(float x) {
 }
 
 // gelu'(x) = s + x s (1 - s) 2u', with s = sigmoid(2u).
-static inline float gelu_slope_f32(float x) {
+static inline float gelu_derivative_f32(float x) {
   const float two_k = 1.5957691216f;
   float s = sigmoid_f32(two_k * multiply_add(0.044715f * x * x, x, x));
-  float slope = two_k * multiply_add(3 * 0.044715f * x, x, 1.0f);
-  return multiply_add(x * s * (1.0f - s), slope, s);
+  float du = two_k * multiply_add(3 * 0.044715f * x, x, 1.0f);
+  return multiply_add(x * s * (1.0f - s), du, s);
 }
 
 // tanh(x), to within a few ulp: 1 - 2 / (1 + e^2x) would lose the digits of a small x, for which the series
@@ -90,9 +90,10 @@ static inline float tanh_f32(float x) {
   return square < 0.04f ? small : large;
 }
 
-// e[j] = exp((z[j] - anchor) * sharpness) for j < count, and the sum of them. `e` may be z itself, or NULL
+// e[j] = exp((z[j] - anchor) * inv_temperature) for j < count, and the sum of them. `e` may be z itself, or NULL
 // when only the sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
-static inline double exp_and_sum(const float *z, float anchor, float sharpness, int64_t count, float *e) {
+static inline double exp_and_sum(const float *z, float anchor, float inv_temperature, int64_t count,
+                                 float *e) {
   enum { BLOCK = 1024 };
   double total = 0.0;
   for (int64_t first = 0; first < count; first += BLOCK) {
@@ -101,20 +102,20 @@ static inline double exp_and_sum(const float *z, float anchor, float sharpness, 
     if (e) {
 #pragma omp simd reduction(+ : sum)
       for (int64_t j = first; j < last; j++) {
-        float value = exp_f32((z[j] - anchor) * sharpness);
+        float value = exp_f32((z[j] - anchor) * inv_temperature);
         e[j] = value;
         sum += value;
       }
     } else {
 #pragma omp simd reduction(+ : sum)
-      for (int64_t j = first; j < last; j++) sum += exp_f32((z[j] - anchor) * sharpness);
+      for (int64_t j = first; j < last; j++) sum += exp_f32((z[j] - anchor) * inv_temperature);
     }
     total += sum;
   }
   return total;
 }
 
-// The largest of the numbers that are not NaN; -infinity when there are none.
+// The largest of the elements that are not NaN; -infinity when there are none.
 static inline float maximum_of(const float *z, int64_t count) {
   enum { LANES = 16 }; // by hand: not every compiler makes vectors of a maximum that passes NaN over
   float lanes[LANES], maximum = -INFINITY;

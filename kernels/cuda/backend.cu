@@ -96,13 +96,13 @@ static void let_wait(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event
 }
 
 static void follow(Backend *backend, void *stream) {
-  int current = -1, own = cuda_state(backend)->ordinal;
+  int current = -1, ordinal = cuda_state(backend)->ordinal;
   cuda_check(cudaGetDevice(&current), "asking for the thread's current device");
-  if (current != own)
+  if (current != ordinal)
     fail("the calling thread's current CUDA device is %d, and that of the backend is %d; call "
          "cudaSetDevice(%d) first",
-         current, own, own);
-  // What a caller's own calls left behind (cudaErrorNotReady, say) would look like a launch that failed.
+         current, ordinal, ordinal);
+  // What a caller's calls left behind (cudaErrorNotReady, say) would look like a launch that failed.
   cudaGetLastError();
   let_wait(cuda_stream(backend), static_cast<cudaStream_t>(stream), cuda_state(backend)->handed);
 }
@@ -134,7 +134,7 @@ static void sample_peak(Backend *backend) {
   if (now > state->peak_bytes) state->peak_bytes = now;
 }
 
-// Device memory is taken in few large pieces and cuBLASLt takes a little when it first meets a product, so
+// Device memory is taken in few large pieces and cuBLASLt takes a little at its first GEMM, so
 // the peak is sampled after each allocation and when somebody asks. What another program takes and gives back
 // in between goes unseen.
 static size_t device_bytes_peak(Backend *backend) {
@@ -151,7 +151,7 @@ static void *allocate(void *context, size_t bytes) {
   void *data = nullptr;
   cudaError_t error = cudaMalloc(&data, bytes);
   if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError(); // the ledger tells the user; the device is as it was
+    cudaGetLastError(); // the ledger says it in a sentence; the device is as it was
     return nullptr;
   }
   cuda_check(error, "allocating device memory");
@@ -233,8 +233,8 @@ static const char *why_unusable(int ordinal) {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
   if (major < 8) {
     snprintf(reason, sizeof reason,
-             "GPU %d has compute capability %d.%d, and bf16 products need 8.0 (Ampere) or later", ordinal,
-             major, minor);
+             "GPU %d has compute capability %d.%d, and bf16 GEMMs need 8.0 (Ampere) or later", ordinal, major,
+             minor);
     return reason;
   }
   error = cudaSetDevice(ordinal);
@@ -289,7 +289,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   backend->device_capacity = properties.totalGlobalMem;
   state->products = products_create(backend);
   backend->device_overhead = device_bytes_now(backend);
-  products_use_workspace(backend, memory_reserve(&backend->memory, "product workspace", MEMORY_WORKSPACE,
+  products_use_workspace(backend, memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE,
                                                  CUDA_GEMM_WORKSPACE_BYTES));
   device_peak_reset(backend);
   return backend;

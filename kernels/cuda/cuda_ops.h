@@ -44,7 +44,7 @@ static inline size_t cuda_segment_bytes(int64_t rows, int64_t hidden_size) {
 }
 
 // linear_cross_entropy.cu: the logits of `rows` tokens are made this many vocabulary entries at a time, in an
-// fp32 tile that stays in the L2 cache between the product that writes it and the kernel that reads it. Its
+// fp32 tile that stays in the L2 cache between the GEMM that writes it and the kernel that reads it. Its
 // rows are whole cache lines.
 enum { CUDA_LCE_TILE_BYTES = 20 << 20, CUDA_LCE_TILES = 3 };
 
@@ -53,7 +53,7 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
-// hopper_gemm.cu goes through the steps of a filtered product that count: for each 256 rows a list, its
+// hopper_gemm.cu goes through the steps of a filtered GEMM that count: for each 256 rows a list, its
 // length first, of steps of 64 vocabulary entries.
 static inline size_t cuda_lce_list_bytes(int64_t rows, int64_t vocab_size) {
   int64_t lists = ceil_div(rows, 256), longest = 1 + ceil_div(vocab_size, 64);

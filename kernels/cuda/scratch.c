@@ -17,12 +17,12 @@ size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
   return (size_t)(cuda_column_slices(a->dout.shape[0]) * a->dout.shape[1]) * sizeof(float);
 }
 
-// At least what a tile of so many rows takes, and growing with them, so that a chunk of fewer rows (how many
-// tokens count is up to the data) never needs more than a full one.
+// At least a tile of so many rows, and never less for more rows: a chunk of fewer rows (how many tokens count depends
+// on the data) never needs more than a full one.
 static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
-  int64_t least = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);
+  int64_t smallest = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);
   int64_t whole = rows * cuda_lce_tile_columns(1, vocab_size) * (int64_t)sizeof(float);
-  return memory_padded((size_t)min_i64(whole, max_i64(least, CUDA_LCE_TILE_BYTES)));
+  return memory_padded((size_t)min_i64(whole, max_i64(smallest, CUDA_LCE_TILE_BYTES)));
 }
 
 // The tiles of logits; a row's sum so far in double.
@@ -50,7 +50,7 @@ size_t cuda_reduce_scratch(const Reduce *a) {
   return CUDA_REDUCE_BLOCKS * sizeof(double);
 }
 
-// Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest products ask for.
+// Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest GEMMs ask for.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t multiple = 128 / (int64_t)dtype_bytes(dtype);
   return ceil_div(vocab_size, multiple) * multiple;
