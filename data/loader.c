@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stdio.h>
 
-// Streams of random_permute, far above the small numbers that other rooms count up from.
+// Streams of random_permute, far above the small ones that other modules use.
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
 
 static int64_t source_windows(const Loader *loader) {
@@ -48,7 +48,7 @@ Loader loader_create(LoaderOptions o) {
   return loader;
 }
 
-// The windows of the source in an order that knows neither seed nor step: validation has the first places.
+// The windows of the source in an order that depends on neither seed nor step: validation has the first places.
 static int64_t split_window(const Loader *loader, int64_t place) {
   uint64_t windows = (uint64_t)source_windows(loader);
   return (int64_t)random_permute(split_seed, split_stream, (uint64_t)place, windows);
@@ -87,13 +87,13 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets) {
   assert(index >= 0);
   const LoaderOptions *o = &loader->options;
-  const Source *own = o->validation_source, *source = own ? own : o->source;
+  const Source *separate = o->validation_source, *source = separate ? separate : o->source;
   int64_t counted = 0;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t window = index * o->batch + row;
     int64_t first = source->tokens - 1; // past the last window: a row with nothing left to predict
     if (window < loader->validation_windows)
-      first = own ? window * o->seq_len : split_window(loader, window) * (o->seq_len + 1);
+      first = separate ? window * o->seq_len : split_window(loader, window) * (o->seq_len + 1);
     int64_t offset = row * o->seq_len;
     counted += fill_row(source, o->seq_len, first, tokens + offset, targets + offset);
   }

@@ -3,11 +3,11 @@
 // rank asks for its own share. Needs no memory beyond the struct, however large the data.
 //
 // A training window is T + 1 consecutive tokens, T of them inputs and, shifted by one, T targets. Windows
-// stand at stride T + 1 from the stream's start: no position stands in two windows, so nothing that is
+// start every T + 1 tokens from the stream's start: no position is in two windows, so nothing that is
 // validated was ever trained on. The last tokens that fill no window are left out.
 //
 // Of n windows, a fixed fraction is held back for validation (at least one, and at least one is left to train
-// on), picked by a permutation that is the same for every seed. Epoch e visits the others in the order
+// on), picked by a permutation that is the same for every seed. Epoch e visits the remaining ones in the order
 // random_permute(seed, e, .): each once an epoch.
 //
 // A step takes ranks * micro_steps * batch windows that follow each other in that order:
@@ -16,7 +16,7 @@
 //
 // so R ranks with M micro-steps see in a step exactly what one rank with R * M micro-steps sees.
 //
-// A validation source of its own is read from end to end instead: windows of T + 1 tokens at stride T, so
+// A separate validation source is read from end to end instead: windows of T + 1 tokens at stride T, so
 // that every token but the first is predicted exactly once, the last window padded.
 #ifndef LCE_DATA_LOADER_H
 #define LCE_DATA_LOADER_H

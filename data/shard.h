@@ -1,4 +1,4 @@
-// llm.c's token shards, and the masks beside them, in memory. source.h says what the files hold.
+// llm.c's token shards, and their masks, in memory. source.h says what the files hold.
 #ifndef LCE_DATA_SHARD_H
 #define LCE_DATA_SHARD_H
 

@@ -59,7 +59,7 @@ static char *find_mask(const char *shard) {
   return NULL;
 }
 
-// Loads the mask beside a shard, if there is one, and checks that it belongs to it.
+// Loads the mask of a shard, if there is one, and checks that it fits.
 static void open_mask(Piece *piece) {
   char *path = find_mask(piece->path);
   if (!path) return;
@@ -125,7 +125,7 @@ static void widen(SourceKind kind, const void *tokens, int64_t first, int64_t co
     memcpy(out, (const uint32_t *)tokens + first, (size_t)count * sizeof *out);
 }
 
-// The least index in [first, end) whose id is no id of the vocabulary, or `end`.
+// The first index in [first, end) whose id is no id of the vocabulary, or `end`.
 static int64_t find_outside(const Source *source, const Piece *piece, int64_t first, int64_t end) {
   int64_t found = end;
 #pragma omp parallel for reduction(min : found)

@@ -1,13 +1,13 @@
 // A source: one long stream of token ids, read from files that are memory-mapped and never copied whole.
 //
 // Two kinds of files, which one source does not mix:
-//   - text: every byte is a token, its id the byte (0..255). Between two files stands one END_OF_TEXT (256)
+//   - text: every byte is a token, its id the byte (0..255). One END_OF_TEXT (256) separates two files
 //     when the vocabulary has more than 256 ids; a vocabulary of 256 or fewer has no separator.
 //   - llm.c token shards (*.bin): 256 little-endian int32 of header, then the tokens. header[0] is the magic,
 //     header[1] the version, header[2] the number of tokens. Magic 20240520 version 1 holds uint16, magic
-//     20240801 version 7 holds uint32. Shards join without a separator: they bring their own.
+//     20240801 version 7 holds uint32. Shards join without a separator: they contain theirs.
 //
-// A shard may have a mask beside it, which says what tokens count as targets: x.mask for x.bin, made by
+// A shard may have a mask in the same directory, which says what tokens count as targets: x.mask for x.bin, made by
 // tools/prepare_data.py for fine-tuning data, where the prompt's tokens are read but not learned. It is 256
 // int32 of header (magic 20261120, version 1, the shard's number of tokens), then a bit for each token, the
 // lowest bit of a byte first: 1 counts, 0 does not.
@@ -23,7 +23,7 @@
 #ifndef LCE_DATA_SOURCE_H
 #define LCE_DATA_SOURCE_H
 
-#include "data/files.h"
+#include "data/file_list.h"
 
 #include <stdint.h>
 
@@ -45,7 +45,7 @@ typedef struct {
   int64_t capacity; // of pieces
 } Source;
 
-// Opens what `paths[0..count)` name, in this order (files.h says what a path can be), and checks every token
+// Opens what `paths[0..count)` name, in this order (file_list.h says what a path can be), and checks every token
 // id against the vocabulary: one pass over the data at the disk's speed, left out where the type cannot
 // exceed it. A path given twice is read twice. Fails, naming file and offset, on a missing, unreadable or
 // empty path, a path without text or shards, a mix of kinds, a truncated or foreign shard, a header that

@@ -111,21 +111,20 @@ void model_config_check(const ModelConfig *c) {
          "--hidden-size",
          (long long)c->num_attention_heads, (long long)c->head_dim, (long long)c->hidden_size);
   if (!c->learned_positions && c->head_dim % 2)
-    fail(
-        "rotary positions turn pairs of numbers, so a head size of %lld cannot be; choose an even --head-dim",
-        (long long)c->head_dim);
-  const double most = 1e15; // what is derived from these sizes then stays within 64 bits
+    fail("rotary positions rotate pairs of elements, so head_dim cannot be %lld; choose an even --head-dim",
+         (long long)c->head_dim);
+  const double max = 1e15; // what is derived from these sizes then stays within 64 bits
   double q = (double)c->num_attention_heads * (double)c->head_dim, h = (double)c->hidden_size;
   double weights = (double)c->num_hidden_layers * h * (4 * q + 3 * (double)c->intermediate_size) +
                    h * (2 * (double)c->vocab_size + (double)c->max_position_embeddings);
-  if (weights > most)
+  if (weights > max)
     fail("a model of %.1e weights is beyond anything this program counts (%.0e); lower --num-layers, --vocab "
          "or the "
          "widths",
-         weights, most);
+         weights, max);
 }
 
-// Weights of the matrix products of one layer.
+// Weights of one layer's GEMMs.
 static int64_t layer_gemms(const ModelConfig *c) {
   int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
   return c->hidden_size * (q + 2 * kv) + q * c->hidden_size +
@@ -143,8 +142,8 @@ int64_t model_parameter_count(const ModelConfig *c) {
 }
 
 double model_flops_per_token(const ModelConfig *c, int64_t seq_len) {
-  double products = (double)(c->num_hidden_layers * layer_gemms(c) + c->vocab_size * c->hidden_size);
+  double gemms = (double)(c->num_hidden_layers * layer_gemms(c) + c->vocab_size * c->hidden_size);
   double attention =
       (double)c->num_hidden_layers * (double)seq_len * (double)(c->num_attention_heads * c->head_dim);
-  return 6 * products + 6 * attention;
+  return 6 * gemms + 6 * attention;
 }

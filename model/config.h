@@ -1,4 +1,4 @@
-// What a transformer is: the choices and the sizes that tell GPT-2 and Llama apart, with Hugging Face's
+// What a transformer is: the choices and the sizes by which GPT-2 and Llama differ, with Hugging Face's
 // names.
 #ifndef LCE_MODEL_CONFIG_H
 #define LCE_MODEL_CONFIG_H
@@ -45,8 +45,8 @@ typedef struct {
 } ModelConfig;
 
 // The published shapes; fails with the list of names when there is none called `name`. A preset's learning
-// rate is its paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024), tiny ones
-// our own.
+// rate is its paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024), the tiny ones'
+// chosen here.
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
@@ -58,7 +58,7 @@ void model_config_check(const ModelConfig *config);
 
 int64_t model_parameter_count(const ModelConfig *config);
 
-// Floating-point operations of one training step per token: 6 for each weight of a matrix product (2 forward,
+// Floating-point operations of one training step per token: 6 for each weight of a GEMM (2 forward,
 // 4 backward) and 6 L T Q D for causal attention. The embedding look-up, norms and the optimizer are not
 // counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);

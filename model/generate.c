@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/random.h"
 
@@ -29,14 +30,14 @@ static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t
   }
 }
 
-// The likeliest tokens in order are popped until there are `most` of them or they weigh `enough`. They end up
+// The likeliest tokens in order are popped until there are `max` of them or they weigh `enough`. They end up
 // at the array's end, the first one last. Returns how many.
-static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t most, double enough,
+static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t max, double enough,
                              const double *weights) {
   for (int64_t i = count / 2; i-- > 0;) sift_down(logits, heap, count, i);
   double popped = 0;
   int64_t kept = 0;
-  while (kept < most && (kept == 0 || popped < enough)) {
+  while (kept < max && (kept == 0 || popped < enough)) {
     int64_t last = count - 1 - kept++;
     int32_t top = heap[0];
     heap[0] = heap[last];
@@ -58,9 +59,8 @@ int32_t sampling_draw(const Sampling *s, const float *logits, int64_t vocab_size
   for (int64_t v = 1; v < vocab_size; v++)
     if (logits[v] > logits[best]) best = (int32_t)v;
   if (s->temperature == 0) return best;
-  double *weights = malloc((size_t)vocab_size * sizeof *weights);
-  int32_t *ids = malloc((size_t)vocab_size * sizeof *ids);
-  if (!weights || !ids) fail("out of host memory for a draw from %lld tokens", (long long)vocab_size);
+  double *weights = host_alloc(vocab_size, sizeof *weights, "a draw");
+  int32_t *ids = host_alloc(vocab_size, sizeof *ids, "a draw");
   for (int64_t v = 0; v < vocab_size; v++) {
     weights[v] = exp((double)(logits[v] - logits[best]) / s->temperature);
     ids[v] = (int32_t)v;
@@ -122,7 +122,8 @@ static void predict(Text *text, const int32_t *tokens, int64_t have) {
   int64_t last = have - text->start - 1;
   while (text->cached <= last) {
     int64_t length = text->cached > 0 && text->cached == last ? 1 : text->piece;
-    int64_t room = text->cache.capacity - length, past = text->cached < room ? text->cached : room;
+    int64_t last_start = text->cache.capacity - length;
+    int64_t past = text->cached < last_start ? text->cached : last_start;
     pass(text, tokens, past, length, last - past);
     text->cached = past + length < last + 1 ? past + length : last + 1;
   }
@@ -140,10 +141,9 @@ static void cap_softly(float *logits, int64_t vocab_size, double cap) {
 }
 
 static int32_t *write_text(Text *text, const Generation *g, int64_t *count) {
-  int64_t vocab_size = text->model->config.vocab_size, end = g->prompt_count + g->most;
-  int32_t *tokens = calloc((size_t)(end + text->piece), sizeof *tokens);
-  float *logits = malloc((size_t)vocab_size * sizeof *logits);
-  if (!tokens || !logits) fail("out of host memory for a text of %lld tokens", (long long)end);
+  int64_t vocab_size = text->model->config.vocab_size, end = g->prompt_count + g->max_new_tokens;
+  int32_t *tokens = host_alloc(end + text->piece, sizeof *tokens, "a text");
+  float *logits = host_alloc(vocab_size, sizeof *logits, "a text");
   memcpy(tokens, g->prompt, (size_t)g->prompt_count * sizeof *tokens);
   int64_t have = g->prompt_count;
   for (bool stopped = false; have < end && !stopped; have++) {

@@ -20,8 +20,8 @@ int32_t sampling_draw(const Sampling *sampling, const float *logits, int64_t voc
 typedef struct {
   const int32_t *prompt;
   int64_t prompt_count; // at least 1
-  int64_t most;         // tokens to add to it
-  int64_t window;       // a token sees at most so many before it; within the positions of the model
+  int64_t max_new_tokens;
+  int64_t window; // context length: a token attends to at most so many; within the model's positions
   Sampling sampling;
   uint64_t seed;       // token number i is drawn with (seed, i) alone
   const int32_t *stop; // ids that end the text

@@ -5,12 +5,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 
 // --- the parameters of both families -----------------------------------------------------------------------
 
 // Hugging Face's names of one family's tensors. %d is the layer's number; where a tensor is made of several,
-// the names stand in the order in which they are packed.
+// the names are in the order of packing.
 typedef struct {
   const char *token_embedding, *position_embedding, *head;
   const char *norm1, *qkv[3], *out, *norm2, *up[2], *down, *final_norm;
@@ -140,9 +141,8 @@ static void make_rope_table(Model *m, Backend *backend, int64_t seq_len) {
   void *data = memory_reserve(&backend->memory, "rotary angles", MEMORY_TABLES, bytes);
   m->rope_angles = tensor_2d(data, DTYPE_F32, seq_len, head_dim);
   if (backend->memory.planning) return;
-  float *table = malloc(bytes), *inv_freq = malloc((size_t)half * sizeof *inv_freq);
-  if (!table || !inv_freq)
-    fail("out of host memory for the rotary angles of %lld positions", (long long)seq_len);
+  float *table = host_alloc(seq_len * head_dim, sizeof *table, "rotary angles");
+  float *inv_freq = host_alloc(half, sizeof *inv_freq, "rotary angles");
   rope_frequencies(&m->config, inv_freq);
   for (int64_t t = 0; t < seq_len; t++)
     for (int64_t i = 0; i < half; i++) {
@@ -166,8 +166,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
          (long long)seq_len, (long long)config->max_position_embeddings, config->name);
   *m = (Model){.config = *config};
   const Names *names = config->family == FAMILY_GPT2 ? &gpt2_names : &llama_names;
-  m->layers = calloc((size_t)config->num_hidden_layers, sizeof *m->layers);
-  if (!m->layers) fail("out of host memory for %lld layers", (long long)config->num_hidden_layers);
+  m->layers = host_alloc(config->num_hidden_layers, sizeof *m->layers, "layers");
 
   parameters_spread(&m->parameters, dtypes, config->tie_word_embeddings, backend->rank, backend->ranks);
   ParameterGroup embedding_group = config->tie_word_embeddings ? GROUP_HEAD : GROUP_MATRICES;
@@ -186,7 +185,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   if (config->tie_word_embeddings) m->head = m->token_embedding;
   if (m->parameters.spread.split_head) {
     m->shard.vocab_size = config->vocab_size;
-    parameters_own_head(&m->parameters, config->vocab_size, &m->shard.first);
+    parameters_local_head(&m->parameters, config->vocab_size, &m->shard.first);
   }
   if (!config->learned_positions) make_rope_table(m, backend, seq_len);
 }
@@ -204,10 +203,10 @@ MemoryMark model_gather_head(Model *m, Backend *backend) {
   MemoryMark mark = memory_mark(&backend->memory);
   const Parameters *p = &m->parameters;
   if (!p->spread.split_head_weights) return mark;
-  Tensor own = p->value[GROUP_HEAD];
-  Tensor whole = memory_push_1d(&backend->memory, "gathered head", MEMORY_WORKSPACE, own.dtype,
+  Tensor local = p->value[GROUP_HEAD];
+  Tensor whole = memory_push_1d(&backend->memory, "gathered head", MEMORY_WORKSPACE, local.dtype,
                                 p->group_elements[GROUP_HEAD]);
-  all_gather(backend, (Collective){.out = whole, .x = own});
+  all_gather(backend, (Collective){.out = whole, .x = local});
   int64_t vocab_size = m->config.vocab_size, hidden_size = m->config.hidden_size;
   m->head.value = tensor_reshape_2d(tensor_rows(whole, 0, vocab_size * hidden_size), vocab_size, hidden_size);
   return mark;

@@ -6,10 +6,10 @@
 #include "model/config.h"
 #include "model/parameters.h"
 
-// One transformer block. Products carry their bias beside them; Llama has none (absent).
+// One transformer block. Every GEMM's weight is followed by its bias, absent in Llama.
 typedef struct {
   Param norm1_weight, norm1_bias; // before attention
-  Param qkv_weight, qkv_bias;     // [(Q + 2K) D, H]: q, k and v as one product
+  Param qkv_weight, qkv_bias;     // [(Q + 2K) D, H]: q, k and v as one GEMM
   Param out_weight, out_bias;     // [H, Q D]
   Param norm2_weight, norm2_bias; // before the MLP
   Param up_weight, up_bias;       // [F, H], or [2F, H] with the gate's rows first
@@ -23,7 +23,7 @@ typedef struct {
   Param position_embedding; // [P, H], GPT-2 only
   Layer *layers;
   Param final_norm_weight, final_norm_bias;
-  Param head;         // [V, H]: the token embedding itself when tied; the own rows where it is split
+  Param head;         // [V, H]: the token embedding itself when tied; the local rows where it is split
   VocabShard shard;   // which those are; {0, 0}: the head is whole
   Tensor rope_angles; // fp32 [seq_len, D], Llama only: cosines, then sines
 } Model;

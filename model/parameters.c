@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/random.h"
 #include "kernels/ranks/ranks.h"
@@ -14,14 +15,6 @@ struct ParameterView {
   Param *param;
   int64_t first, count;
 };
-
-static void *grow(void *array, int64_t count, int64_t *capacity, size_t element) {
-  if (count < *capacity) return array;
-  *capacity = *capacity ? 2 * *capacity : 64;
-  void *grown = realloc(array, (size_t)*capacity * element);
-  if (!grown) fail("out of host memory for the table of parameters");
-  return grown;
-}
 
 int64_t parameter_elements(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
@@ -36,7 +29,7 @@ void parameters_spread(Parameters *parameters, ParameterDtypes d, bool tied, int
                                 .split_head_weights = split && !tied};
 }
 
-int64_t parameters_own_head(const Parameters *p, int64_t vocab_size, int64_t *first) {
+int64_t parameters_local_head(const Parameters *p, int64_t vocab_size, int64_t *first) {
   int64_t rows = p->spread.head_rows;
   if ((p->spread.parts - 1) * rows >= vocab_size)
     fail("a vocabulary of %lld, in parts of %lld, cannot be split over %d ranks; leave out --vocab-parallel",
@@ -65,14 +58,14 @@ static void split_head(Parameters *p, int64_t vocab_size, int64_t hidden_size) {
 
 void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, const ParameterSpec *specs,
                     int count) {
-  parameters->views =
-      grow(parameters->views, parameters->view_count, &parameters->view_capacity, sizeof *parameters->views);
+  parameters->views = host_grow(parameters->views, parameters->view_count, &parameters->view_capacity,
+                                sizeof *parameters->views, "the table of parameters");
   parameters->views[parameters->view_count++] =
       (struct ParameterView){.param = param, .first = parameters->count, .count = count};
   int64_t *end = &parameters->group_elements[group];
   for (int i = 0; i < count; i++) {
-    parameters->items =
-        grow(parameters->items, parameters->count, &parameters->capacity, sizeof *parameters->items);
+    parameters->items = host_grow(parameters->items, parameters->count, &parameters->capacity,
+                                  sizeof *parameters->items, "the table of parameters");
     Parameter *p = &parameters->items[parameters->count++];
     *p = (Parameter){.group = group,
                      .rank = specs[i].d1 ? 2 : 1,
@@ -137,7 +130,7 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
     summed[g] = g == GROUP_HEAD ? 0 : p->group_elements[g] / p->spread.parts;
   }
   if (p->spread.split_head) made[GROUP_HEAD] /= p->spread.parts;
-  if (p->spread.zero == 2) { // two layers take turns; padding stays where it is, and zero
+  if (p->spread.zero == 2) { // a double buffer of two layers; padding stays zero
     int64_t two = p->spread.before_layers + 2 * p->spread.layer;
     if (made[GROUP_MATRICES] > two) made[GROUP_MATRICES] = two;
   }
@@ -147,23 +140,23 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
   p->grad_shard[GROUP_HEAD] = (Tensor){0};
 }
 
-// The head as it lies in a slab that has its own rows alone.
-static Tensor own_rows(const Parameters *p, Tensor group, const int64_t shape[2]) {
-  int64_t place, rows = parameters_own_head(p, shape[0], &place);
+// The head in a slab that holds the local rows alone.
+static Tensor local_rows(const Parameters *p, Tensor group, const int64_t shape[2]) {
+  int64_t place, rows = parameters_local_head(p, shape[0], &place);
   return slice(group, 0, 2, (const int64_t[2]){rows, shape[1]});
 }
 
 static Tensor value_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
   if (first->group == GROUP_HEAD && p->spread.split_head_weights)
-    return own_rows(p, p->value[GROUP_HEAD], shape);
+    return local_rows(p, p->value[GROUP_HEAD], shape);
   return slice(p->value[first->group], first->offset, first->rank, shape);
 }
 
 static Tensor gradient_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
-  if (first->group == GROUP_HEAD && p->spread.split_head) return own_rows(p, p->grad[GROUP_HEAD], shape);
-  bool turns = p->spread.zero == 2 && first->group == GROUP_MATRICES;
-  return slice(p->grad[first->group], turns ? parameters_turn(p, first->offset) : first->offset, first->rank,
-               shape);
+  if (first->group == GROUP_HEAD && p->spread.split_head) return local_rows(p, p->grad[GROUP_HEAD], shape);
+  bool buffered = p->spread.zero == 2 && first->group == GROUP_MATRICES;
+  return slice(p->grad[first->group], buffered ? parameters_turn(p, first->offset) : first->offset,
+               first->rank, shape);
 }
 
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes d) {
@@ -222,12 +215,12 @@ static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t fir
     out[i] = (float)(p->stddev * random_normal(seed, stream, (uint64_t)(first + i)));
 }
 
-void parameters_upload(Backend *backend, Tensor to, const void *numbers, Dtype dtype, uint16_t *rounded) {
+void parameters_upload(Backend *backend, Tensor to, const void *elements, Dtype dtype, uint16_t *rounded) {
   if (to.dtype == dtype) {
-    backend_to_device(backend, to, numbers);
+    backend_to_device(backend, to, elements);
     return;
   }
-  const float *values = numbers;
+  const float *values = elements;
   int64_t count = tensor_count(to);
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; i++) rounded[i] = bf16_from_f32(values[i]);
@@ -235,9 +228,8 @@ void parameters_upload(Backend *backend, Tensor to, const void *numbers, Dtype d
 }
 
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed) {
-  float *values = malloc(DRAWN_AT_ONCE * sizeof *values);
-  uint16_t *rounded = malloc(DRAWN_AT_ONCE * sizeof *rounded);
-  if (!values || !rounded) fail("out of host memory for the initial weights");
+  float *values = host_alloc(DRAWN_AT_ONCE, sizeof *values, "the initial weights");
+  uint16_t *rounded = host_alloc(DRAWN_AT_ONCE, sizeof *rounded, "the initial weights");
   for (int64_t i = 0; i < parameters->count; i++) {
     const Parameter *p = &parameters->items[i];
     for (int64_t first = 0, total = parameter_elements(p); first < total; first += DRAWN_AT_ONCE) {

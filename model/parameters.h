@@ -2,7 +2,7 @@
 // them.
 //
 // The tensors of one role (weights, gradients, moments, ...) lie in one slab. Within a slab they stand in
-// three groups, so that the optimizer updates each group in one sweep. Where a product reads several tensors
+// three groups, so that the optimizer updates each group in one pass. Where a GEMM reads several tensors
 // as one (q, k and v; gate and up), they lie one after the other: a Param then spans them all, and the table
 // still names each, as a slice.
 #ifndef LCE_MODEL_PARAMETERS_H
@@ -34,12 +34,12 @@ typedef struct {
   int64_t offset; // elements, within its group
   InitKind init;
   double stddev;       // of INIT_NORMAL
-  Tensor value, grad;  // the own rows of a split head
+  Tensor value, grad;  // the local rows of a split head
   Tensor m, v, master; // absent where they are spread; master, fp32, also where value is the only copy
 } Parameter;
 
 typedef struct {
-  Dtype weight;        // what the products read
+  Dtype weight;        // what the GEMMs read
   bool master;         // keep an fp32 copy (only where weight is bf16)
   bool frozen;         // the weights alone, for evaluation and text: no master, gradients or moments
   Dtype grad;          // of all gradients but the head's
@@ -54,7 +54,7 @@ typedef struct {
   int part, parts; // this rank's shard, of how many
   // GROUP_MATRICES: elements before the first layer, and of a layer. Where zero is 2.
   int64_t before_layers, layer;
-  // Vocabulary-parallel: the head's gradients are those of the own rows, and its weights as well unless they are the
+  // Vocabulary-parallel: the head's gradients are those of the local rows, and its weights as well unless they are the
   // embedding's. A part has head_rows of them, the last one perhaps fewer.
   bool split_head, split_head_weights;
   int64_t head_rows;
@@ -66,8 +66,8 @@ typedef struct Parameters {
   int64_t count;
   int64_t capacity;
   int64_t group_elements[GROUP_COUNT]; // with padding
-  int64_t bucket[GROUP_COUNT];         // elements of the ranges in which gradients travel
-  // Whole groups, flat: what the optimizer and the norm sweep over. Where they are spread, this rank's shards.
+  int64_t bucket[GROUP_COUNT];         // elements of the ranges that collectives send gradients in
+  // Whole groups, flat: what the optimizer and the norm pass over. Where they are spread, this rank's shards.
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT], m[GROUP_COUNT], v[GROUP_COUNT];
   Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
   // Where parameters_allocate puts what it makes.
@@ -87,7 +87,7 @@ typedef struct {
 void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
 
 // Where the head is split: this rank's rows of its `vocab_size`, from `first` on. Fails when some rank has none.
-int64_t parameters_own_head(const Parameters *parameters, int64_t vocab_size, int64_t *first);
+int64_t parameters_local_head(const Parameters *parameters, int64_t vocab_size, int64_t *first);
 
 // Adds `count` tensors that lie one after the other, with the same d1, and asks for `param` to become a view
 // of them all. `param` must stay where it is until parameters_allocate.
@@ -104,9 +104,9 @@ int64_t parameters_turn(const Parameters *parameters, int64_t element);
 // count.
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
 
-// Writes numbers to a flat tensor of the backend: of the tensor's own `dtype` as they are, fp32 ones rounded
-// where it is bf16; `rounded` has room for as many.
-void parameters_upload(Backend *backend, Tensor to, const void *numbers, Dtype dtype, uint16_t *rounded);
+// Writes elements to a flat tensor of the backend: unchanged where `dtype` is the tensor's, else fp32 rounded to
+// bf16 by way of `rounded`, a buffer for as many.
+void parameters_upload(Backend *backend, Tensor to, const void *elements, Dtype dtype, uint16_t *rounded);
 
 int64_t parameter_elements(const Parameter *parameter); // of the whole, however it is spread
 

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#undef fail // cmocka's; the program's own takes a sentence
+#undef fail // cmocka's; the program's fail() takes a sentence
 #include "base/fail.h"
 #include "base/random.h"
 #include "kernels/ranks/ranks.h"
@@ -279,17 +279,17 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
     int64_t i = (int64_t)random_permute(SEED, stream, (uint64_t)s, (uint64_t)count);
     double kept = x[i], step = 1e-4 * (1 + fabs(kept));
     // Two central differences, extrapolated: the error is of the fourth order in the step.
-    double slopes[2];
+    double derivatives[2];
     for (int k = 0; k < 2; k++) {
       double width = step * (k + 1);
       x[i] = kept + width;
       double above = objective(context);
       x[i] = kept - width;
       double below = objective(context);
-      slopes[k] = (above - below) / (2 * width);
+      derivatives[k] = (above - below) / (2 * width);
     }
     x[i] = kept;
-    double want = (before ? before[i] : 0) + (4 * slopes[0] - slopes[1]) / 3;
+    double want = (before ? before[i] : 0) + (4 * derivatives[0] - derivatives[1]) / 3;
     check_one(what, i, values[i], want, allowed(tolerance, got.dtype, want, rms));
   }
 }

@@ -33,7 +33,7 @@ void harness_join_ranks(Harness *h);
 // thousandfold.
 bool small_shapes(void);
 // A main's result where nothing can be tested: one test by the name of `group`, skipped, after a line that
-// says that `what` is not tested, and why.
+// `what` is not tested, and why.
 int skip_all(const char *group, const char *what, const char *why);
 
 // --- values and tensors ------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ int32_t *random_ids(Harness *h, int64_t count, int64_t below);
 
 Tensor tensor_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns);
 Tensor vector_from(Harness *h, Dtype dtype, double *values, int64_t count);
-// The same with rows `stride` apart; what lies between them is NaN and must stay untouched (check_gaps).
+// The same with rows `stride` apart; the gaps between them are NaN and must stay untouched (check_gaps).
 Tensor strided_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns, int64_t stride);
 Tensor ids_from(Harness *h, const int32_t *ids, int64_t count);
 // Uninitialised memory, full of NaN.
@@ -52,18 +52,18 @@ Tensor poisoned(Harness *h, Dtype dtype, int64_t rows, int64_t columns);
 Tensor poisoned_vector(Harness *h, Dtype dtype, int64_t count);
 Tensor poisoned_strided(Harness *h, Dtype dtype, int64_t rows, int64_t columns, int64_t stride);
 
-// The tensor's numbers (rank 1 or 2, any stride), row after row.
+// The tensor's elements (rank 1 or 2, any stride), row after row.
 double *values_of(Harness *h, Tensor t);
 
 // --- comparisons -------------------------------------------------------------------------------------------
 
-// The distance from 1 to the next number: 2^-23 for fp32, 2^-7 for bf16.
+// The distance from 1 to the next value: 2^-23 for fp32, 2^-7 for bf16.
 double dtype_epsilon(Dtype dtype);
 
-// How far a result may be off. Rounding errors of a sum of `terms` numbers add up like a random walk, so an
+// How far a result may be off. Rounding errors of a sum of `terms` values add up like a random walk, so an
 // element is allowed units * epsilon * sqrt(terms) * (|want| + rms(want) + size), plus half an epsilon of
-// |want| for storing it in the tensor's own dtype, plus the smallest normal number, below which results may
-// become 0. `size` is that of the numbers that were summed, for results in which they cancel. `operations` is
+// |want| for storing it in the tensor's dtype, plus the smallest normal value, below which results may
+// become 0. `size` is that of the values that were summed, for results in which they cancel. `operations` is
 // the epsilon that the arithmetic runs in: fp32's, but bf16's where an intermediate is stored in bf16.
 typedef struct {
   double units, terms, operations, size;

@@ -1,5 +1,5 @@
 // One tensor on the CUDA backend and on the CPU backend, and a test program that compares the two: for the
-// CUDA backend's tests, in fp32 and in bf16. Both get the same numbers, rounded to the CUDA operands' dtype.
+// CUDA backend's tests, in fp32 and in bf16. Both get the same values, rounded to the CUDA operands' dtype.
 #ifndef LCE_TESTS_PAIR_H
 #define LCE_TESTS_PAIR_H
 

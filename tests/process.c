@@ -30,13 +30,13 @@ static const char *test_program(void) {
 }
 
 static const char *program(void) {
-  static char beside[4096];
+  static char built[4096];
   const char *named = getenv("LCE_TRAIN");
   if (named) return named;
-  strcpy(beside, test_program());
-  for (int i = 0; i < 2; i++) *strrchr(beside, '/') = 0;
-  strcat(beside, "/train");
-  return access(beside, X_OK) == 0 ? beside : "./train"; // the release build's lies in the root
+  strcpy(built, test_program());
+  for (int i = 0; i < 2; i++) *strrchr(built, '/') = 0;
+  strcat(built, "/train");
+  return access(built, X_OK) == 0 ? built : "./train"; // the release build's lies in the root
 }
 
 // Cuts `line` into words behind the `argc` that are there; 'a word in quotes' may hold spaces or nothing.
@@ -88,10 +88,10 @@ typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, SHELL_AS_RANKS, LAUNCHED, NAMED }
 static int launcher(Way way, int ranks, char *argv[MAX_ARGUMENTS + 1]) {
   static char number[16];
   snprintf(number, sizeof number, "%d", ranks);
-  char *const own[] = {(char *)tool_program("launch"), number, NULL};
+  char *const tool[] = {(char *)tool_program("launch"), number, NULL};
   char *const mpi[] = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number,
                        NULL};
-  char *const *words = way == LAUNCHED || getenv("LCE_GPU_RANKS") ? own : mpi;
+  char *const *words = way == LAUNCHED || getenv("LCE_GPU_RANKS") ? tool : mpi;
   int count = 0;
   for (; way != ALONE && way != NAMED && words[count]; count++) argv[count] = words[count];
   return count;
@@ -132,19 +132,20 @@ static Process start(bool terminal, Way way, int ranks, const char *format, va_l
   return p;
 }
 
+// Defines p, the program that the function's format and arguments start.
+#define START(p, terminal, way, ranks)                                                                       \
+  va_list arguments;                                                                                         \
+  va_start(arguments, format);                                                                               \
+  Process p = start(terminal, way, ranks, format, arguments);                                                \
+  va_end(arguments)
+
 Process train_start(const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(false, ALONE, 0, format, arguments);
-  va_end(arguments);
+  START(p, false, ALONE, 0);
   return p;
 }
 
 Process train_ranks_start(int ranks, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(false, AS_RANKS, ranks, format, arguments);
-  va_end(arguments);
+  START(p, false, AS_RANKS, ranks);
   return p;
 }
 
@@ -179,7 +180,7 @@ static void pause_briefly(void) {
 static void give_up(const Process *p, const char *waiting_for) {
   kill(p->pid, SIGKILL);
   char *out = p->terminal_text ? p->terminal_text : contents(p->out), *err = contents(p->err);
-  fail_msg("waited in vain for %s; it said: %s%s", waiting_for, out, err);
+  fail_msg("waited in vain for %s; the output is: %s%s", waiting_for, out, err);
 }
 
 void process_wait_for(Process *p, const char *text) {
@@ -208,34 +209,22 @@ Output process_finish(Process *p) {
 }
 
 Output train(const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(false, ALONE, 0, format, arguments);
-  va_end(arguments);
+  START(p, false, ALONE, 0);
   return process_finish(&p);
 }
 
 Output train_ranks(int ranks, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(false, AS_RANKS, ranks, format, arguments);
-  va_end(arguments);
+  START(p, false, AS_RANKS, ranks);
   return process_finish(&p);
 }
 
 Output launch_self(int ranks, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(false, SELF_AS_RANKS, ranks, format, arguments);
-  va_end(arguments);
+  START(p, false, SELF_AS_RANKS, ranks);
   return process_finish(&p);
 }
 
 Output shell_ranks(int ranks, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(false, SHELL_AS_RANKS, ranks, format, arguments);
-  va_end(arguments);
+  START(p, false, SHELL_AS_RANKS, ranks);
   return process_finish(&p);
 }
 
@@ -251,18 +240,12 @@ bool can_launch(void) {
 }
 
 Output launch(int ranks, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(false, LAUNCHED, ranks, format, arguments);
-  va_end(arguments);
+  START(p, false, LAUNCHED, ranks);
   return process_finish(&p);
 }
 
 static Output __attribute__((format(printf, 1, 2))) run_named(const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(false, NAMED, 0, format, arguments);
-  va_end(arguments);
+  START(p, false, NAMED, 0);
   return process_finish(&p);
 }
 
@@ -282,10 +265,7 @@ const char *train_program(void) {
 }
 
 Output train_in_terminal(const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Process p = start(true, ALONE, 0, format, arguments);
-  va_end(arguments);
+  START(p, true, ALONE, 0);
   return process_finish(&p);
 }
 
@@ -326,7 +306,7 @@ void output_free(Output *output) {
   *output = (Output){0};
 }
 
-// --- what was said -----------------------------------------------------------------------------------------
+// --- text in output -----------------------------------------------------------------------------------------
 
 char *read_text(const char *path) {
   FILE *file = fopen(path, "rb");
@@ -341,5 +321,5 @@ char *read_text(const char *path) {
 }
 
 void assert_says(const char *text, const char *part) {
-  if (!strstr(text, part)) fail_msg("it should say \"%s\" and says: %s", part, text);
+  if (!strstr(text, part)) fail_msg("the text lacks \"%s\": %s", part, text);
 }

@@ -1,4 +1,4 @@
-// Runs ./train as a user would, and keeps what it says.
+// Runs ./train as a user would, and keeps its output.
 #ifndef LCE_TESTS_PROCESS_H
 #define LCE_TESTS_PROCESS_H
 
@@ -10,8 +10,8 @@ typedef struct {
   char *out, *err; // all of standard output and standard error
 } Output;
 
-// `format` makes the arguments, parted by spaces; 'in quotes' is one argument. The program is $LCE_TRAIN, or
-// lies where the build puts it beside the tests. No GPU is visible to it. A run that takes longer than two
+// `format` makes the arguments, separated by spaces; 'in quotes' is one argument. The program is $LCE_TRAIN, or
+// the one of the build's directory. No GPU is visible to it. A run that takes longer than two
 // minutes is killed, and the test fails.
 Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // The same as `ranks` ranks, started by mpirun or, where LCE_GPU_RANKS is set, by tools/launch with GPUs in
@@ -21,7 +21,7 @@ Output train_ranks(int ranks, const char *format, ...) __attribute__((format(pri
 Output launch_self(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // The same with a shell's command, in which $RANK is the rank.
 Output shell_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
-// Whether train_ranks can start anything here; says why not.
+// Whether train_ranks can start anything here; prints why not.
 bool can_launch(void);
 // tools/launch with the words of any command; train_program() is one.
 Output launch(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));

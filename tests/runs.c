@@ -5,10 +5,11 @@
 #include <string.h>
 
 static Options options_on(bool cuda, char *line) {
-  enum { MOST = 64 };
-  char *argv[MOST + 1] = {"train"}, *rest = NULL;
+  enum { MAX_ARGUMENTS = 64 };
+  char *argv[MAX_ARGUMENTS + 1] = {"train"}, *rest = NULL;
   int argc = 1;
-  for (char *word = strtok_r(line, " ", &rest); word && argc < MOST; word = strtok_r(NULL, " ", &rest))
+  for (char *word = strtok_r(line, " ", &rest); word && argc < MAX_ARGUMENTS;
+       word = strtok_r(NULL, " ", &rest))
     argv[argc++] = word;
   Options options;
   options_parse(&options, argc, argv);

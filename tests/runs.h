@@ -7,8 +7,8 @@
 #include "trainer/plan.h"
 #include "trainer/trainer.h"
 
-// The options that a line of arguments parted by spaces gives, settled for the CPU. They point into `line`,
-// which is cut up. options_free gives them back.
+// The options that a line of arguments separated by spaces gives, resolved for the CPU. They point into `line`,
+// which is cut into words. options_free gives them back.
 Options options_from(char *line);
 
 typedef struct {

@@ -237,7 +237,7 @@ int main(int argc, char **argv) {
   int64_t whole = count + w.tokens, longest = config.max_position_embeddings;
   Generation generation = {.prompt = prompt,
                            .prompt_count = count,
-                           .most = w.tokens,
+                           .max_new_tokens = w.tokens,
                            .window = whole < longest ? whole : longest,
                            .sampling = w.sampling,
                            .stop = stops,

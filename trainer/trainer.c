@@ -364,7 +364,7 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
   const Options *o = t->options;
   Generation generation = {.prompt = prompt,
                            .prompt_count = prompt_count,
-                           .most = o->sample_tokens,
+                           .max_new_tokens = o->sample_tokens,
                            .window = o->seq_len,
                            .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
                            .seed = seed};

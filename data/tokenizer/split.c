@@ -12,18 +12,21 @@ const char split_gpt2[] =
 
 #ifdef HAVE_PCRE2
 
+static Reason error_text(int error) {
+  Reason message = {""};
+  pcre2_get_error_message(error, (PCRE2_UCHAR *)message.text, sizeof message.text);
+  return message;
+}
+
 bool splitter_add(Splitter *s, const char *expression, Reason *reason) {
-  if (s->count == SPLIT_MOST) return refuse(reason, "it splits text by more than %d expressions", SPLIT_MOST);
+  if (s->count == SPLIT_MAX) return refuse(reason, "it splits text by more than %d expressions", SPLIT_MAX);
   int error;
   PCRE2_SIZE offset;
   pcre2_code *code = pcre2_compile((PCRE2_SPTR)expression, PCRE2_ZERO_TERMINATED, PCRE2_UTF | PCRE2_UCP,
                                    &error, &offset, NULL);
-  if (!code) {
-    char message[128] = "";
-    pcre2_get_error_message(error, (PCRE2_UCHAR *)message, sizeof message);
+  if (!code)
     return refuse(reason, "character %zu of its regular expression is not understood (%s)", (size_t)offset,
-                  message);
-  }
+                  error_text(error).text);
   pcre2_jit_compile(code, PCRE2_JIT_COMPLETE); // where that is not possible the interpreter remains
   s->expressions[s->count++] = code;
   return true;
@@ -48,12 +51,6 @@ static bool hand_down(const Split *s, int level, const char *text, int64_t lengt
   return length == 0 || split_from(s, level + 1, text, length);
 }
 
-static bool too_long(const Split *s, int error) {
-  char message[128] = "";
-  pcre2_get_error_message(error, (PCRE2_UCHAR *)message, sizeof message);
-  return refuse(s->reason, "its regular expression gives up on the text (%s)", message);
-}
-
 static bool split_by(const Split *s, int level, pcre2_match_data *match, const char *text, int64_t length) {
   const pcre2_code *code = s->splitter->expressions[level];
   int64_t done = 0, from = 0; // pieces end at `done`; the next match is looked for at `from`
@@ -61,7 +58,8 @@ static bool split_by(const Split *s, int level, pcre2_match_data *match, const c
     int result =
         pcre2_match(code, (PCRE2_SPTR)text, (size_t)length, (size_t)from, PCRE2_NO_UTF_CHECK, match, NULL);
     if (result == PCRE2_ERROR_NOMATCH) break;
-    if (result < 0) return too_long(s, result);
+    if (result < 0)
+      return refuse(s->reason, "its regular expression gives up on the text (%s)", error_text(result).text);
     const PCRE2_SIZE *ends = pcre2_get_ovector_pointer(match);
     int64_t start = (int64_t)ends[0], end = (int64_t)ends[1];
     if (start < done || end <= start) { // an empty match (or one by \K) splits nothing

@@ -9,12 +9,12 @@
 
 #include "base/fail.h"
 
-enum { SPLIT_MOST = 8 };
+enum { SPLIT_MAX = 8 };
 
 // Expressions that are applied one after the other, each to the pieces that those before it left. Matches are
 // pieces, and so is what lies between them. Starts as {0}.
 typedef struct {
-  struct pcre2_real_code_8 *expressions[SPLIT_MOST];
+  struct pcre2_real_code_8 *expressions[SPLIT_MAX];
   int count;
 } Splitter;
 

@@ -1,7 +1,7 @@
 #include "data/tokenizer/tokenizer.h"
 
 #include <errno.h>
-#include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,10 +14,10 @@
 #include "data/tokenizer/split.h"
 
 enum {
-  LARGEST_ID = 1 << 22, // of a sane tokenizer; what a damaged file asks for stays within memory
+  MAX_ID = 1 << 22, // of a sane tokenizer; what a damaged file asks for stays within memory
   BYTES = 256,
-  ALPHABET = 324,        // characters that stand for bytes: below this
-  LONGEST_TEXT = 1 << 30 // bytes encoded at a time
+  ALPHABET = 324,    // characters that stand for bytes: below this
+  MAX_TEXT = 1 << 30 // bytes encoded at a time
 };
 
 typedef struct {
@@ -43,7 +43,7 @@ struct Tokenizer {
   int64_t size;
   AddedToken *added;
   int64_t added_count;
-  Ids before, after; // what stands around every text
+  Ids before, after; // special tokens around every text
   // encoding
   int32_t byte_ids[BYTES]; // the token of a single byte, or -1
   BpeMerges merges;
@@ -70,8 +70,8 @@ static bool stands_for_itself(int byte) {
 
 static void fill_alphabet(int16_t byte_of[ALPHABET]) {
   for (int character = 0; character < ALPHABET; character++) byte_of[character] = -1;
-  for (int byte = 0, others = 0; byte < BYTES; byte++)
-    byte_of[stands_for_itself(byte) ? byte : BYTES + others++] = (int16_t)byte;
+  for (int byte = 0, next = 0; byte < BYTES; byte++)
+    byte_of[stands_for_itself(byte) ? byte : BYTES + next++] = (int16_t)byte;
 }
 
 // Decodes one character; those of the alphabet have one byte or two, and longer ones come out as UINT32_MAX.
@@ -86,7 +86,7 @@ static const char *next_character(const char *text, uint32_t *character) {
   return *character == UINT32_MAX ? text + 1 : text + 2;
 }
 
-// The bytes of a token of the vocabulary. One with a character that is no byte stands for its own text.
+// The bytes of a token of the vocabulary. One with a character that is no byte stands for its text.
 static Token read_token(const Tokenizer *t, const char *text) {
   Token token = {.bytes = allocate((int64_t)strlen(text) + 1, 1)};
   for (const char *at = text; *at;) {
@@ -123,8 +123,7 @@ static int32_t *slot_of(const Tokenizer *t, const char *bytes, int64_t length) {
 // --- reading the file --------------------------------------------------------------------------------------
 
 static bool read_id(const cJSON *item, int64_t *id) {
-  double value = cJSON_IsNumber(item) ? item->valuedouble : -1;
-  *id = value >= 0 && value <= LARGEST_ID && value == floor(value) ? (int64_t)value : -1;
+  *id = json_is_whole(item) && item->valuedouble <= MAX_ID ? (int64_t)item->valuedouble : -1;
   return *id >= 0;
 }
 
@@ -139,7 +138,7 @@ static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, const cJSON *added
   int64_t id, count = 0;
   cJSON_ArrayForEach(item, vocab) {
     if (!read_id(item, &id))
-      return refuse(reason, "the id of a token is not a whole number up to %d", LARGEST_ID);
+      return refuse(reason, "the id of a token is not a whole number up to %d", MAX_ID);
     if (id >= t->size) t->size = id + 1;
     count++;
   }
@@ -167,7 +166,7 @@ static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, const cJSON *added
   return true;
 }
 
-// Added tokens that look at what stands around them are nothing that language models use.
+// lstrip, rstrip and single_word look at the text around an added token; language models do not use them.
 static void read_added_tokens(Tokenizer *t, const cJSON *added) {
   t->added = allocate(t->added_count, sizeof *t->added);
   const cJSON *item;
@@ -177,8 +176,7 @@ static void read_added_tokens(Tokenizer *t, const cJSON *added) {
     const char *text = json_member(item, "content")->valuestring;
     read_id(json_member(item, "id"), &id);
     put_token(t, id, text);
-    t->added[i].text = strdup(text);
-    if (!t->added[i].text) fail("out of memory for a tokenizer");
+    t->added[i].text = text_format("%s", text);
     t->added[i].length = (int64_t)strlen(text);
     t->added[i++].id = (int32_t)id;
     if (t->encodes && (json_true(item, "lstrip", false) || json_true(item, "rstrip", false) ||
@@ -188,42 +186,40 @@ static void read_added_tokens(Tokenizer *t, const cJSON *added) {
   }
 }
 
-// "a b", or ["a", "b"] as newer files have it.
-static bool read_merge(const Tokenizer *t, const cJSON *item, Token *left, Token *right) {
-  if (cJSON_IsArray(item) && cJSON_GetArraySize(item) == 2) {
-    const cJSON *a = item->child, *b = a->next;
-    if (!cJSON_IsString(a) || !cJSON_IsString(b)) return false;
-    *left = read_token(t, a->valuestring);
-    *right = read_token(t, b->valuestring);
-    return true;
+// The id of a token of the vocabulary, or -1.
+static int32_t find_text(const Tokenizer *t, const char *text) {
+  Token token = read_token(t, text);
+  int32_t id = *slot_of(t, token.bytes, token.length);
+  free(token.bytes);
+  return id;
+}
+
+// The two halves of "a b", or of ["a", "b"] as newer files have it, one after the other, each with a terminator; NULL
+// when there are no two. The caller frees them.
+static char *read_merge(const cJSON *item) {
+  if (cJSON_IsString(item) && strchr(item->valuestring, ' ')) {
+    char *halves = text_format("%s", item->valuestring);
+    *strchr(halves, ' ') = 0;
+    return halves;
   }
-  const char *space = cJSON_IsString(item) ? strchr(item->valuestring, ' ') : NULL;
-  if (!space) return false;
-  char *first = text_format("%.*s", (int)(space - item->valuestring), item->valuestring);
-  *left = read_token(t, first);
-  *right = read_token(t, space + 1);
-  free(first);
-  return true;
+  const char *left = cJSON_GetStringValue(cJSON_GetArrayItem(item, 0));
+  const char *right = cJSON_GetStringValue(cJSON_GetArrayItem(item, 1));
+  if (!cJSON_IsArray(item) || cJSON_GetArraySize(item) != 2 || !left || !right) return NULL;
+  return text_format("%s%c%s", left, 0, right);
 }
 
 static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
-  int64_t count = 0;
-  const cJSON *item;
-  cJSON_ArrayForEach(item, merges) count++;
-  t->merges = bpe_merges_create(count);
+  t->merges = bpe_merges_create(cJSON_GetArraySize(merges));
   int32_t rank = 0;
+  const cJSON *item;
   cJSON_ArrayForEach(item, merges) {
-    Token left, right;
-    if (!read_merge(t, item, &left, &right)) return refuse(reason, "merge %d is no pair of tokens", rank);
-    Token both = {.bytes = allocate((left.length + right.length) + 1, 1),
-                  .length = left.length + right.length};
-    memcpy(both.bytes, left.bytes, (size_t)left.length);
-    memcpy(both.bytes + left.length, right.bytes, (size_t)right.length);
-    int32_t a = *slot_of(t, left.bytes, left.length), b = *slot_of(t, right.bytes, right.length);
-    int32_t merged = *slot_of(t, both.bytes, both.length);
-    free(left.bytes);
-    free(right.bytes);
-    free(both.bytes);
+    char *left = read_merge(item);
+    if (!left) return refuse(reason, "merge %d is no pair of tokens", rank);
+    const char *right = left + strlen(left) + 1;
+    char *both = text_format("%s%s", left, right);
+    int32_t a = find_text(t, left), b = find_text(t, right), merged = find_text(t, both);
+    free(left);
+    free(both);
     if (a < 0 || b < 0 || merged < 0)
       return refuse(reason, "merge %d names a token that the vocabulary lacks", rank);
     bpe_merges_add(&t->merges, a, b, rank++, merged);
@@ -465,7 +461,7 @@ int32_t *tokenizer_try_encode(const Tokenizer *t, const char *text, int64_t leng
     refuse(reason, "the tokenizer can decode, but not encode: %s", t->cannot_encode.text);
     return NULL;
   }
-  if (length > LONGEST_TEXT) {
+  if (length > MAX_TEXT) {
     refuse(reason, "a text of %lld bytes is too long to be encoded at once", (long long)length);
     return NULL;
   }
@@ -491,23 +487,19 @@ int32_t *tokenizer_encode(const Tokenizer *t, const char *text, int64_t length, 
 // --- decoding ----------------------------------------------------------------------------------------------
 
 char *tokenizer_decode(const Tokenizer *t, const int32_t *ids, int64_t count, int64_t *length) {
-  static char replacement[] = "\xEF\xBF\xBD";
-  const Token unknown = {.bytes = replacement, .length = 3};
-  int64_t total = 0;
-  for (int pass = 0;; pass++) {
-    char *out = pass ? allocate(total + 1, 1) : NULL;
-    int64_t at = 0;
-    for (int64_t i = 0; i < count; i++) {
-      bool known = ids[i] >= 0 && ids[i] < t->size && t->tokens[ids[i]].bytes;
-      const Token *token = known ? &t->tokens[ids[i]] : &unknown;
-      if (out) memcpy(out + at, token->bytes, (size_t)token->length);
-      at += token->length;
-    }
-    total = at;
-    if (!out) continue;
-    *length = total;
-    return out;
+  const Token unknown = {.bytes = "\xEF\xBF\xBD", .length = 3};
+  char *text = NULL;
+  size_t size = 0;
+  FILE *out = open_memstream(&text, &size);
+  if (!out) fail("out of host memory for a text of %lld tokens", (long long)count);
+  for (int64_t i = 0; i < count; i++) {
+    bool known = ids[i] >= 0 && ids[i] < t->size && t->tokens[ids[i]].bytes;
+    const Token *token = known ? &t->tokens[ids[i]] : &unknown;
+    fwrite(token->bytes, 1, (size_t)token->length, out);
   }
+  if (fclose(out) != 0) fail("out of host memory for a text of %lld tokens", (long long)count);
+  *length = (int64_t)size;
+  return text;
 }
 
 char *tokenizer_show(const Tokenizer *t, const int32_t *ids, int64_t count) {

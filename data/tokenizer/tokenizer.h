@@ -1,5 +1,5 @@
 // Text to token ids and back, by a Hugging Face tokenizer.json: the byte-level BPE of GPT-2, Llama 3 and
-// their kin (Radford et al. 2019; Sennrich et al. 2016).
+// similar models (Radford et al. 2019; Sennrich et al. 2016).
 //
 // Decoding needs the vocabulary alone. Encoding takes three steps: added tokens ("<|endoftext|>") are cut out
 // of the text; regular expressions split the rest into pieces (PCRE2, when the program was built with it);

@@ -19,7 +19,7 @@
 #define GENERATION_CONFIG "generation_config.json"
 #define TOKENIZER         "tokenizer.json"
 
-// What may lie beside TOKENIZER and belongs to it.
+// A tokenizer's other files, in the folder of TOKENIZER.
 static const char *const tokenizer_names[] = {
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",  "vocab.json", "merges.txt",
     "tokenizer.model",       "chat_template.jinja",     "chat_template.json",
@@ -87,19 +87,19 @@ static void refuse_foreign(const CheckpointStore *store, int64_t first_step, boo
   char *config = path_join(store->directory, "config.json");
   struct stat status;
   if (!lstat(config, &status) && !S_ISLNK(status.st_mode))
-    fail("--save %s: a model lies there that is no checkpoint; name another directory", store->directory);
+    fail("--save %s: it holds a model that is no checkpoint; name another directory", store->directory);
   free(config);
   int count;
   char **names = list_steps(store->directory, &count);
   if (count && !may_replace && step_of(names[0]) > first_step)
-    fail("--save %s: %s lies there, which is ahead of this run; --resume auto goes on from it, or name "
+    fail("--save %s: %s is there, which is ahead of this run; --resume auto goes on from it, or name "
          "another "
          "directory",
          store->directory, names[0]);
   folder_list_free(names, count);
 }
 
-// Takes `path` over; a file that is not there does not travel.
+// Takes `path` over; a file that does not exist is left out.
 static void take(CheckpointStore *store, const char *name, char *path) {
   Companion c = {.name = name};
   c.text = file_read(path, &c.length);
@@ -120,7 +120,8 @@ static void take_tokenizer(CheckpointStore *store, const char *path) {
 }
 
 static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
-  store->companions = host_alloc(TOKENIZER_NAMES + 2, sizeof *store->companions, "the files beside a model");
+  store->companions =
+      host_alloc(TOKENIZER_NAMES + 2, sizeof *store->companions, "the files that go with a model");
   if (origin) {
     char *path = path_join(origin, "config.json");
     size_t length;

@@ -16,7 +16,7 @@
 
 // --- writing -----------------------------------------------------------------------------------------------
 
-// Files that travel along unread; the store keeps their bytes.
+// Files that are copied along unread; the store keeps their bytes.
 typedef struct {
   const char *name;
   char *text;
@@ -35,18 +35,18 @@ typedef struct {
   int64_t last_step; // newest checkpoint of this run, -1 before there is one
 } CheckpointStore;
 
-// Hugging Face's own default of many years.
+// Hugging Face's default of many years.
 #define CHECKPOINT_SHARD_BYTES ((size_t)5000000000)
 
 // Makes `directory` if there is none, takes its lock and removes what a killed run left behind. The files
-// that the model in `origin` (NULL: none) came with will travel along; its tokenizer gives way to `tokenizer`
-// (a tokenizer.json by any name, or a folder with one; NULL: none) and what lies beside that. Fails when
+// that the model in `origin` (NULL: none) came with are copied along; `tokenizer` replaces its tokenizer
+// (a tokenizer.json by any name, or a folder with one; NULL: none) and the tokenizer's other files there. Fails when
 // another run writes there, when it holds a model that is no checkpoint, or checkpoints beyond the one that
 // the run resumes from (`first_step`; -1: it does not resume), unless `may_replace` says that those are known
 // to be damaged.
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
                                       int64_t first_step, bool may_replace);
-// Writes the checkpoint of a step, then deletes what `keep` has no room for. False with a reason that names the
+// Writes the checkpoint of a step, then deletes the oldest beyond `keep`. False with a reason that names the
 // last good one when it could not be written; nothing is then left behind or deleted.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason);

@@ -1,6 +1,6 @@
 // A folder that appears whole or not at all, and whose damage is noticed.
 //
-// Its files are written into a hidden folder beside it, each synced, and listed with length and CRC-32 in
+// Its files are written into a hidden folder in the same parent, each synced, and listed with length and CRC-32 in
 // checksums.json, written last. Then the hidden folder is synced and renamed. Whoever is killed, or meets a
 // full disk, leaves a hidden folder behind that nobody reads and the next writer removes.
 #ifndef LCE_MODEL_CHECKPOINT_FOLDER_H

@@ -8,10 +8,10 @@
 #include "base/json.h"
 #include "base/system.h"
 
-// The numbers behind the length are little-endian, as are the machines this program runs on.
+// The values after the length are little-endian, as are the machines this program runs on.
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are read as they lie");
 
-enum { LENGTH_BYTES = 8, LONGEST_HEADER = 100000000 }; // the limit of the format's own library
+enum { LENGTH_BYTES = 8, MAX_HEADER = 100000000 }; // the limit of the format's library
 
 static const struct {
   const char *name;
@@ -58,7 +58,7 @@ static bool read_dtype(const cJSON *dtype, SafetensorsEntry *e, size_t *bytes, R
   return refuse(reason, "%s has the unknown dtype %.32s", e->name, dtype->valuestring);
 }
 
-// `data` is where the numbers begin, `size` the file's.
+// `data` is where the values begin, `size` the file's.
 static bool read_place(const cJSON *offsets, size_t data, size_t size, SafetensorsEntry *e, Reason *reason) {
   const cJSON *first = cJSON_GetArrayItem(offsets, 0), *last = cJSON_GetArrayItem(offsets, 1);
   if (!cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 || !json_is_whole(first) ||
@@ -92,8 +92,7 @@ static bool read_entry(const cJSON *item, size_t data, size_t size, SafetensorsE
 static int by_offset(const void *a, const void *b) {
   const SafetensorsEntry *x = a, *y = b;
   if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
-  return (x->bytes > y->bytes) -
-         (x->bytes < y->bytes); // empty tensors stand before the one that follows them
+  return (x->bytes > y->bytes) - (x->bytes < y->bytes); // empty tensors come before the one that follows them
 }
 
 static int by_name(const void *a, const void *b) {
@@ -143,7 +142,7 @@ bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *h, Rea
   uint64_t length;
   if (size < LENGTH_BYTES) return refuse(reason, "it has %zu bytes, too few for a safetensors file", size);
   memcpy(&length, bytes, sizeof length);
-  if (!length || length > LONGEST_HEADER || length > size - LENGTH_BYTES)
+  if (!length || length > MAX_HEADER || length > size - LENGTH_BYTES)
     return refuse(reason, "its header would have %llu bytes: it is cut short or no safetensors file",
                   (unsigned long long)length);
   cJSON *json = bytes[LENGTH_BYTES] == '{' ? json_parse(bytes + LENGTH_BYTES, (size_t)length, reason) : NULL;
@@ -190,7 +189,7 @@ char *safetensors_compose(const SafetensorsEntry *entries, int64_t count, size_t
   return out;
 }
 
-// --- numbers -----------------------------------------------------------------------------------------------
+// --- values ------------------------------------------------------------------------------------------------
 
 static inline float from_bits(uint32_t bits) {
   float value;
@@ -198,7 +197,7 @@ static inline float from_bits(uint32_t bits) {
   return value;
 }
 
-// The exponent moves by a product, which makes normal numbers of the small ones; infinities and NaN get theirs.
+// A multiplication shifts the exponent, which also normalizes subnormals; infinities and NaN get theirs.
 static inline float widen_f16(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = (uint32_t)(half & 0x7FFFu) << 13;
   uint32_t special = rest >= 0x7C00u << 13 ? 0x7F800000u : 0;

@@ -1,10 +1,10 @@
-// The safetensors format: 8 bytes with the header's length, the header in JSON, the numbers.
+// The safetensors format: 8 bytes with the header's length, the header in JSON, the values.
 //
 //     {"__metadata__": {"format": "pt"}, "model.norm.weight": {"dtype": "BF16", "shape": [4096],
 //     "data_offsets": [0, 8192]}, ...}
 //
 // Offsets count from the header's end. The tensors fill the rest of the file, without gaps and without
-// overlaps, as the format's own library demands; whatever is otherwise is refused with a reason. A header is
+// overlaps, as the format's library demands; anything else is refused with a reason. A header is
 // hostile until shown to be none: every length and offset is checked against the file before it is used.
 #ifndef LCE_MODEL_CHECKPOINT_SAFETENSORS_H
 #define LCE_MODEL_CHECKPOINT_SAFETENSORS_H
@@ -20,7 +20,7 @@ enum { SAFETENSORS_RANK = 8, SAFETENSORS_NAME = 256 };
 // Where a tensor lies in its file.
 typedef struct {
   char *name;
-  const char *dtype; // the format's own name: "F32", "BF16", "F16", "I64", ...
+  const char *dtype; // the format's name: "F32", "BF16", "F16", "I64", ...
   int rank;
   int64_t shape[SAFETENSORS_RANK];
   size_t offset, bytes; // from the file's first byte
@@ -46,7 +46,7 @@ const char *safetensors_dtype(Dtype dtype);
 // read): length and header, padded to a multiple of 8. The caller frees them.
 char *safetensors_compose(const SafetensorsEntry *entries, int64_t count, size_t *length);
 
-// `count` numbers at `from` (which need not be aligned) as fp32, exactly. dtype is F32, F16 or BF16; false and
+// `count` elements at `from` (which need not be aligned) as fp32, exactly. dtype is F32, F16 or BF16; false and
 // nothing written when it is another.
 bool safetensors_widen(const char *dtype, const char *from, int64_t count, float *to);
 

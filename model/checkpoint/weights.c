@@ -125,21 +125,21 @@ typedef struct {
   uint16_t *rounded;
 } Passage;
 
-// Its numbers from `first` on, at `stored`, to one role of the parameter: straight from the file's pages
+// Its elements from `first` on, at `stored`, to one role of the parameter: straight from the file's pages
 // where they are of the role's dtype, else by way of fp32, which the first role that needs it makes.
 static void pass(const Passage *p, const Tensor *role, const char *stored, int64_t first, int64_t count,
                  bool *widened) {
   Dtype dtype = role[p->parameter->group].dtype;
-  const void *numbers = stored;
+  const void *elements = stored;
   if (strcmp(p->entry->dtype, safetensors_dtype(dtype))) {
     if (!*widened && !safetensors_widen(p->entry->dtype, stored, count, p->values))
       fail("%s: %s is stored as %s; F32, BF16 and F16 can be read", p->file->path, p->entry->name,
            p->entry->dtype);
     *widened = true;
-    numbers = p->values;
+    elements = p->values;
     dtype = DTYPE_F32;
   }
-  shards_write(p->parameters, p->backend, role, p->parameter, first, count, numbers, dtype, p->rounded);
+  shards_write(p->parameters, p->backend, role, p->parameter, first, count, elements, dtype, p->rounded);
 }
 
 // Copies a stored tensor (F32, BF16 or F16) to a parameter of as many elements, in one role (parameters->value,
@@ -188,10 +188,10 @@ static void fetch(const TensorToStore *t, Backend *backend, int64_t first, int64
     backend_to_host(backend, host, tensor_rows(tensor_flat(t->tensor), first, count));
 }
 
-static void write_numbers(Folder *folder, const TensorToStore *t, Backend *backend, void *raw, float *values,
-                          uint16_t *rounded) {
+static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw, float *values,
+                           uint16_t *rounded) {
   Dtype dtype = t->tensor.dtype;
-  // Where others take part in fetching, even a folder that has no room goes through all of it.
+  // Where other ranks take part in fetching, all of it is fetched even after a write has failed.
   bool together = backend->ranks > 1;
   for (int64_t first = 0, total = tensor_count(t->tensor); first < total && (folder->ok || together);
        first += AT_ONCE) {
@@ -221,7 +221,7 @@ static void write_file(Folder *folder, const char *name, const TensorToStore *te
   folder_write(folder, header, length);
   void *raw = host_buffer(sizeof(float)), *values = host_buffer(sizeof(float)),
        *rounded = host_buffer(sizeof(uint16_t));
-  for (int64_t i = 0; i < count; i++) write_numbers(folder, &tensors[i], backend, raw, values, rounded);
+  for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, values, rounded);
   free(header);
   free(raw);
   free(values);
@@ -270,7 +270,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
   free(entries);
 }
 
-// --- which tensor is whose ---------------------------------------------------------------------------------
+// --- matching tensors --------------------------------------------------------------------------------------
 
 // "model." of model.layers.0..., "transformer." of transformer.h.0...
 static const char *base_prefix(const Model *model) {
@@ -289,7 +289,7 @@ static bool ends_with(const char *text, const char *end) {
   return length >= tail && !strcmp(text + length - tail, end);
 }
 
-// What old files hold beside the weights: GPT-2's causal mask, Llama's rotary frequencies.
+// What old files hold besides the weights: GPT-2's causal mask, Llama's rotary frequencies.
 static bool is_buffer(const Model *model, const char *name) {
   if (model->config.family == FAMILY_LLAMA) return ends_with(name, ".rotary_emb.inv_freq");
   return ends_with(name, ".attn.bias") || ends_with(name, ".attn.masked_bias");
@@ -313,8 +313,8 @@ static void check_fit(const TensorFile *file, const SafetensorsEntry *e, const P
     fail("%s: %s is stored as %s; weights can be F32, BF16 or F16", file->path, e->name, e->dtype);
 }
 
-static bool same_numbers(const TensorFile *a, const SafetensorsEntry *x, const TensorFile *b,
-                         const SafetensorsEntry *y) {
+static bool same_bytes(const TensorFile *a, const SafetensorsEntry *x, const TensorFile *b,
+                       const SafetensorsEntry *y) {
   return !strcmp(x->dtype, y->dtype) && x->bytes == y->bytes &&
          !memcmp(a->mapping.bytes + x->offset, b->mapping.bytes + y->offset, x->bytes);
 }
@@ -328,7 +328,7 @@ static int64_t index_of(const Model *model, const Parameter *p) {
   return p - model->parameters.items;
 }
 
-// A tied model's own copy of the head must be the embedding.
+// A stored copy of a tied head must equal the embedding.
 static void check_tied_head(Model *model, const TensorSet *set, const Stored *stored) {
   const TensorFile *file;
   const SafetensorsEntry *head =
@@ -336,13 +336,13 @@ static void check_tied_head(Model *model, const TensorSet *set, const Stored *st
   if (!head) return;
   for (int64_t i = 0; i < model->parameters.count; i++)
     if (model->parameters.items[i].value.data == model->head.value.data &&
-        !same_numbers(file, head, stored[i].file, stored[i].entry))
+        !same_bytes(file, head, stored[i].file, stored[i].entry))
       fail("%s: %s differs from %s, and config.json says tie_word_embeddings; set it to false there to train "
            "both",
            file->path, head_name, stored[i].entry->name);
 }
 
-// stored[i] is where the numbers of the model's i-th tensor are; the caller frees it.
+// stored[i] is where the model's i-th tensor is; the caller frees it.
 static Stored *match(Model *model, const TensorSet *set) {
   int64_t count = model->parameters.count;
   Stored *stored = host_alloc(count, sizeof *stored, "a list of tensors");
@@ -419,7 +419,7 @@ void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype d
   free(list);
 }
 
-// --- what the optimizer knows ------------------------------------------------------------------------------
+// --- the optimizer's state ---------------------------------------------------------------------------------
 
 void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype weights_dtype,
                      size_t shard_bytes) {

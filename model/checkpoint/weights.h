@@ -4,7 +4,7 @@
 //
 //     stem-00001-of-00004.safetensors ...    stem.safetensors.index.json
 //
-// Files are mapped and elements travel a few million at a time, so that a set as large as the disk needs no
+// Files are mapped and copied a few million elements at a time, so that a set as large as the disk needs no
 // more host memory than a small one.
 #ifndef LCE_MODEL_CHECKPOINT_WEIGHTS_H
 #define LCE_MODEL_CHECKPOINT_WEIGHTS_H
@@ -40,7 +40,7 @@ const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, 
 typedef struct {
   char name[112];
   Tensor tensor; // on the backend; of what is spread over the ranks only shape and dtype count
-  Dtype dtype;   // as which it is stored: its own, or widened to fp32, or rounded to bf16
+  Dtype dtype;   // as which it is stored: unchanged, or widened to fp32, or rounded to bf16
   // Where it is a parameter's, in a role that may be spread; NULL otherwise.
   const Parameters *parameters;
   const Parameter *parameter;
@@ -48,7 +48,7 @@ typedef struct {
 } TensorToStore;
 
 // Writes the set into a folder in the making, in files of at most `shard_bytes` (one tensor may exceed it).
-// Errors stick to the folder. All ranks call it with the same list, the others than rank 0 with a folder that
+// Errors stick to the folder. All ranks call it with the same list, all but rank 0 with a folder that
 // takes nothing ({0}): what is spread comes to rank 0 a piece at a time.
 void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *tensors, int64_t count,
                       Backend *backend, size_t shard_bytes);
@@ -63,7 +63,7 @@ void weights_load(Model *model, Backend *backend, const char *folder);
 // Writes them, as fp32 from the master weights where there are any, or as bf16.
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes);
 
-// The moments ("m.NAME", "v.NAME") in their own dtype and, unless the stored weights are fp32 already, the
+// The moments ("m.NAME", "v.NAME") in their dtype and, unless the stored weights are fp32 already, the
 // master weights ("master.NAME"), in training_state.safetensors or its shards.
 void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype weights_dtype,
                      size_t shard_bytes);

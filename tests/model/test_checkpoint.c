@@ -294,7 +294,7 @@ static void the_newest_are_kept(void **state) {
   ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 999999, true), "another run is writing");
   checkpoint_store_close(&store);
 
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000000 lies there",
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000000 is there",
                "--resume auto");
   shell("cd %s && mkdir .saving-step-000007 .removing-step-000003 && touch .saving-step-000007/x", directory);
   store = checkpoint_store_open(directory, NULL, NULL, 999999, true);
@@ -313,7 +313,7 @@ static void a_model_is_not_written_over(void **state) {
   make_directory("model");
   write_text("model/config.json", "{}");
   ASSERT_FAILS(checkpoint_store_open(temp_path("model"), NULL, NULL, -1, false),
-               "a model lies there that is no checkpoint");
+               "it holds a model that is no checkpoint");
   write_text("file", "");
   ASSERT_FAILS(checkpoint_store_open(temp_path("file/store"), NULL, NULL, -1, false), "cannot make");
   bool any;

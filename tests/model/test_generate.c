@@ -179,12 +179,12 @@ static void test_texts_equal_the_plain_loop(void **state) {
     int64_t vocab_size = c.model.config.vocab_size;
     float *logits = malloc((size_t)(WINDOW * vocab_size) * sizeof *logits);
     for (int k = 0; k < 5; k++) {
-      enum { MOST = 30 };
-      int64_t count, end = prompts[k] + MOST;
+      enum { MAX_NEW_TOKENS = 30 };
+      int64_t count, end = prompts[k] + MAX_NEW_TOKENS;
       int32_t *prompt = random_ids(c.h, end, vocab_size);
       Generation g = {.prompt = prompt,
                       .prompt_count = prompts[k],
-                      .most = MOST,
+                      .max_new_tokens = MAX_NEW_TOKENS,
                       .window = WINDOW,
                       .sampling = {.temperature = 1},
                       .seed = 11};
@@ -216,8 +216,12 @@ static void check_seeds_stops_and_callbacks(const char *backend) {
   Case c = case_open(backend, false);
   if (!c.h) return;
   static const int32_t prompt[] = {4, 2};
-  Generation g = {
-      .prompt = prompt, .prompt_count = 2, .most = 50, .window = WINDOW, .sampling = {1, 0, 1}, .seed = 5};
+  Generation g = {.prompt = prompt,
+                  .prompt_count = 2,
+                  .max_new_tokens = 50,
+                  .window = WINDOW,
+                  .sampling = {1, 0, 1},
+                  .seed = 5};
   int64_t count, again_count;
   int32_t *text = generate(c.h->backend, &c.model, &g, &count);
   int32_t *again = generate(c.h->backend, &c.model, &g, &again_count);
@@ -262,7 +266,7 @@ static void test_memory_does_not_depend_on_the_prompt(void **state) {
   Model model;
   ParameterDtypes dtypes = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};
   model_create(&model, &config, plan, dtypes, WINDOW);
-  Generation g = {.most = 7, .window = WINDOW, .sampling = {.temperature = 1}};
+  Generation g = {.max_new_tokens = 7, .window = WINDOW, .sampling = {.temperature = 1}};
   int64_t count;
   assert_null(generate(plan, &model, &g, &count));
   size_t planned = plan->memory.ledger.stack_peak;

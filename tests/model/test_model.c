@@ -488,7 +488,7 @@ static void test_impossible_combinations(void **state) {
   check_impossible(h, &c, "4 attention heads cannot share 8 key/value heads evenly");
   c = llama;
   c.head_dim = 31;
-  check_impossible(h, &c, "a head size of 31 cannot be; choose an even --head-dim");
+  check_impossible(h, &c, "head_dim cannot be 31; choose an even --head-dim");
   c = gpt2;
   c.num_key_value_heads = 2;
   check_impossible(h, &c, "GPT-2 has as many key/value heads as attention heads, not 2 and 4");

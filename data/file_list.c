@@ -1,4 +1,4 @@
-#include "data/files.h"
+#include "data/file_list.h"
 #include "base/alloc.h"
 #include "base/fail.h"
 

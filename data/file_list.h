@@ -1,6 +1,6 @@
 // From the paths a user names to a sorted list of files.
-#ifndef LCE_DATA_FILES_H
-#define LCE_DATA_FILES_H
+#ifndef LCE_DATA_FILE_LIST_H
+#define LCE_DATA_FILE_LIST_H
 
 #include <stdbool.h>
 #include <stdint.h>
