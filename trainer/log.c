@@ -1,11 +1,13 @@
 #include "trainer/log.h"
 
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/json.h"
 
 struct Log {
   FILE *file; // NULL: swallow
@@ -21,23 +23,24 @@ Log *log_open(const char *path, bool append) {
   return log;
 }
 
-void log_write(Log *log, const char *event, cJSON *fields) {
-  if (log->file) {
-    cJSON *line = cJSON_CreateObject();
-    cJSON_AddStringToObject(line, "event", event);
-    // The event's name comes first; the fields move over behind it.
-    while (fields->child) {
-      cJSON *field = cJSON_DetachItemViaPointer(fields, fields->child);
-      cJSON_AddItemToObject(line, field->string, field);
-    }
-    char *text = cJSON_PrintUnformatted(line);
-    if (!text) fail("out of host memory for a line of the log");
-    if (fprintf(log->file, "%s\n", text) < 0 || fflush(log->file))
-      fail("cannot write the log %s: %s", log->path, strerror(errno));
-    free(text);
-    cJSON_Delete(line);
-  }
-  cJSON_Delete(fields);
+static cJSON *value_of(const LogField *f) {
+  if (f->text) return cJSON_CreateString(f->text);
+  if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
+  if (f->truth) return cJSON_CreateBool(*f->truth);
+  return isfinite(f->number) ? cJSON_CreateNumber(f->number) : cJSON_CreateNull();
+}
+
+void log_write(Log *log, const char *event, const LogField *fields) {
+  if (!log->file) return;
+  cJSON *line = cJSON_CreateObject();
+  cJSON_AddStringToObject(line, "event", event);
+  for (const LogField *f = fields; f->name; f++)
+    if (!f->optional || isfinite(f->number)) cJSON_AddItemToObject(line, f->name, value_of(f));
+  char *text = json_print(line, false);
+  if (fprintf(log->file, "%s\n", text) < 0 || fflush(log->file))
+    fail("cannot write the log %s: %s", log->path, strerror(errno));
+  free(text);
+  cJSON_Delete(line);
 }
 
 void log_close(Log *log) {

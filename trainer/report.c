@@ -1,133 +1,272 @@
 #include "trainer/report.h"
 
-#include <errno.h>
 #include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
+#include "base/system.h"
 #include "base/text.h"
+#include "kernels/ranks/ranks.h"
+#include "trainer/machine.h"
+#include "trainer/memory_table.h"
 #include "trainer/speed.h"
 
-// --- the memory table --------------------------------------------------------------------------------------
+// --- before the first step ---------------------------------------------------------------------------------
 
-static void row(FILE *out, const char *name, const MemoryColumn *columns, int count,
-                size_t (*bytes)(const MemoryColumn *)) {
-  fprintf(out, "  %-34s", name);
-  for (int i = 0; i < count; i++) {
-    size_t value = bytes(&columns[i]);
-    fprintf(out, " %24s", value ? text_bytes(value).text : "-");
-  }
-  fputc('\n', out);
-}
-
-static size_t peak_of(const MemoryColumn *c) {
-  return c->memory.peak_bytes;
-}
-static size_t head_of(const MemoryColumn *c) {
-  return c->memory.head_peak_bytes;
-}
-static size_t outside_of(const MemoryColumn *c) {
-  return c->device_bytes > c->memory.peak_bytes ? c->device_bytes - c->memory.peak_bytes : 0;
-}
-static size_t device_of(const MemoryColumn *c) {
-  return c->device_bytes;
-}
-
-void report_memory(FILE *out, const MemoryColumn *columns, int count, const char *device_row) {
-  fprintf(out, "%-36s", "memory at the step's peak");
-  bool timed = false, measured = false;
-  for (int i = 0; i < count; i++) {
-    fprintf(out, " %24s", columns[i].title);
-    timed |= columns[i].pass_seconds > 0;
-    measured |= columns[i].device_bytes > 0;
-  }
-  fputc('\n', out);
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
-    size_t any = 0;
-    for (int i = 0; i < count; i++) any |= columns[i].memory.at_peak[c];
-    if (!any) continue;
-    fprintf(out, "  %-34s", memory_category_name((MemoryCategory)c));
-    for (int i = 0; i < count; i++) {
-      size_t value = columns[i].memory.at_peak[c];
-      fprintf(out, " %24s", value ? text_bytes(value).text : "-");
-    }
-    fputc('\n', out);
-  }
-  row(out, "all together (ledger)", columns, count, peak_of);
-  if (measured) row(out, "outside of it (libraries, context)", columns, count, outside_of);
-  if (measured) row(out, device_row, columns, count, device_of);
-  row(out, "the last layer alone, at its peak", columns, count, head_of);
-  if (!timed) return;
-  fprintf(out, "  %-34s", "time of one forward and backward");
-  for (int i = 0; i < count; i++) {
-    char text[32] = "-";
-    if (columns[i].pass_seconds > 0) snprintf(text, sizeof text, "%.1f ms", 1e3 * columns[i].pass_seconds);
-    fprintf(out, " %24s", text);
-  }
-  fputc('\n', out);
+void report_settings(const Options *o, const Backend *backend, const char *data) {
+  const ModelConfig *m = &o->model;
+  printf("device   %s\n", backend->description);
+  if (backend->ranks > 1)
+    printf("ranks    %d, started by %s; %s\n", backend->ranks, ranks_self()->launcher,
+           spread_name(&o->dtypes));
+  printf("model    %s: %s parameters, V %s, H %lld, L %lld, heads %lld/%lld of %lld, %s head\n", m->name,
+         text_count((double)model_parameter_count(m)).text, text_grouped(m->vocab_size).text,
+         (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
+         (long long)m->num_key_value_heads, (long long)m->head_dim,
+         m->tie_word_embeddings ? "tied" : "untied");
+  if (!o->eval_only)
+    printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
+           text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks), (long long)o->batch,
+           (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
+  if (o->mode == LCE_FUSED)
+    printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
+           (long long)o->lce_chunk, recompute_name(o->recompute));
+  else
+    printf("loss     materialized logits, recompute %s\n", recompute_name(o->recompute));
+  printf("data     %s\n", data);
+  if (o->resumed_from)
+    printf("resumed  %s, after step %lld of %lld\n", o->origin, (long long)o->first_step,
+           (long long)o->steps);
+  else if (o->origin)
+    printf("weights  %s\n", o->origin);
 }
 
-void report_timeline(const char *path, const Ledger *ledger) {
-  FILE *out = fopen(path, "w");
-  if (!out) fail("cannot write the timeline %s: %s", path, strerror(errno));
-  fputs("event,step,block,total", out);
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
-    fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
-  fputc('\n', out);
-  for (size_t i = 0; i < ledger->event_count; i++) {
-    const LedgerEvent *e = &ledger->events[i];
-    size_t total = 0;
-    for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) total += e->bytes[c];
-    fprintf(out, "%zu,%d,\"%s\",%zu", i, e->step, e->name, total);
-    for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) fprintf(out, ",%zu", e->bytes[c]);
-    fputc('\n', out);
-  }
-  if (fclose(out)) fail("cannot write the timeline %s: %s", path, strerror(errno));
+Report report_open(const Options *o, Backend *backend) {
+  Report r = {.options = o,
+              .log = log_open(o->rank ? NULL : o->log, o->resumed_from != NULL),
+              .terminal = isatty(STDOUT_FILENO),
+              .last_printed = -INFINITY};
+  r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
+  if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
+  return r;
 }
 
-// --- the progress line -------------------------------------------------------------------------------------
-
-Progress progress_begin(int64_t steps, double flops_per_step, double gemm_rate) {
-  double now = now_seconds();
-  return (Progress){.terminal = isatty(STDOUT_FILENO),
-                    .steps = steps,
-                    .flops_per_step = flops_per_step,
-                    .gemm_rate = gemm_rate,
-                    .started = now,
-                    .last_printed = now - 3600};
+void report_close(Report *r) {
+  log_close(r->log);
 }
 
-double progress_share(const Progress *p, double seconds_per_step) {
-  if (p->gemm_rate <= 0 || seconds_per_step <= 0) return 0;
-  return p->flops_per_step / p->gemm_rate / seconds_per_step;
+void report_start(Report *r, const Backend *backend, const char *data) {
+  const Options *o = r->options;
+  const ModelConfig *m = &o->model;
+  log_write(r->log, "start",
+            (LogField[]){{"device", .text = backend->description},
+                         {"model", .text = m->name},
+                         {"parameters", .number = (double)model_parameter_count(m)},
+                         {"vocab_size", .number = (double)m->vocab_size},
+                         {"hidden_size", .number = (double)m->hidden_size},
+                         {"num_hidden_layers", .number = (double)m->num_hidden_layers},
+                         {"batch", .number = (double)o->batch},
+                         {"seq_len", .number = (double)o->seq_len},
+                         {"total_batch", .number = (double)o->total_batch},
+                         {"ranks", .number = o->ranks},
+                         {"steps", .number = (double)o->steps},
+                         {"seed", .number = (double)o->seed},
+                         {"loss_mode", .text = lce_mode_name(o->mode)},
+                         {"lce_chunk", .number = o->mode == LCE_FUSED ? (double)o->lce_chunk : 0},
+                         {"recompute", .text = recompute_name(o->recompute)},
+                         {"dtype", .text = dtype_name(o->dtype)},
+                         {"data", .text = data},
+                         {0}});
+  putchar('\n');
 }
 
-void progress_update(Progress *p, const StepResult *last, int count, double seconds, int64_t tokens_per_step,
-                     size_t bytes) {
-  double each = seconds / count;
-  // The first steps are slower than the rest: an average that forgets.
-  p->smoothed_seconds = p->smoothed_seconds > 0 ? 0.8 * p->smoothed_seconds + 0.2 * each : each;
-  double now = now_seconds();
-  int64_t done = last->step + 1;
-  bool due = done == p->steps || now - p->last_printed >= (p->terminal ? 0.1 : 5);
-  if (!due) return;
-  p->last_printed = now;
-  double left = (double)(p->steps - done) * p->smoothed_seconds;
+// --- steps -------------------------------------------------------------------------------------------------
+
+void report_break(Report *r) {
+  if (r->drawn) putchar('\n');
+  r->drawn = false;
+}
+
+// The share of the speed of light: the time that the step's flops take at the GEMMs' rate, over its time.
+static double share_of_gemms(const Report *r, double seconds_per_step) {
+  if (r->gemm_rate <= 0 || seconds_per_step <= 0) return 0;
+  return r->flops_per_step / r->gemm_rate / seconds_per_step;
+}
+
+static void fail_diverged(Report *r, Trainer *trainer, const StepResult *s) {
+  char where[128] = "";
+  int64_t lost = trainer_first_lost_token(trainer), seq_len = r->options->seq_len;
+  report_break(r);
+  if (lost >= 0)
+    snprintf(where, sizeof where, " (first at token %lld of sequence %lld of the last micro-batch)",
+             (long long)(lost % seq_len), (long long)(lost / seq_len));
+  fail("step %lld: the loss is %g%s and the gradient norm %g; the training has diverged, try a lower --lr or "
+       "a longer --warmup",
+       (long long)(s->step + 1), s->loss, where, s->grad_norm);
+}
+
+static void print_progress(Report *r, const StepResult *s, size_t bytes) {
+  double now = now_seconds(), each = r->smoothed_seconds;
+  int64_t done = s->step + 1, steps = r->options->steps;
+  if (done < steps && now - r->last_printed < (r->terminal ? 0.1 : 5)) return;
+  r->last_printed = now;
   char filtered[64] = "";
-  if (!isnan(last->filtered_tiles))
-    snprintf(filtered, sizeof filtered, "  filtered %.1f%% of tiles, mass %.1e", 100 * last->filtered_tiles,
-             last->filtered_mass);
-  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of products  %s  %s left%s",
-         p->terminal ? "\r\033[K" : "", (long long)done, (long long)p->steps, last->loss, last->learning_rate,
-         last->grad_norm, filtered, text_count((double)tokens_per_step / p->smoothed_seconds).text,
-         100 * progress_share(p, p->smoothed_seconds), text_bytes(bytes).text, text_duration(left).text,
-         p->terminal ? "" : "\n");
+  if (!isnan(s->filtered_tiles))
+    snprintf(filtered, sizeof filtered, "  filtered %.1f%% of tiles, mass %.1e", 100 * s->filtered_tiles,
+             s->filtered_mass);
+  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of GEMMs  %s  %s left%s",
+         r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
+         s->grad_norm, filtered, text_count((double)r->options->total_batch / each).text,
+         100 * share_of_gemms(r, each), text_bytes(bytes).text,
+         text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
   fflush(stdout);
-  p->drawn = p->terminal;
+  r->drawn = r->terminal;
 }
 
-void progress_break(Progress *p) {
-  if (p->drawn) putchar('\n');
-  p->drawn = false;
+void report_steps(Report *r, Trainer *trainer, const StepResult *results, int count, double seconds) {
+  double rate = (double)r->options->total_batch * count / seconds, each = seconds / count;
+  for (const StepResult *s = results; s < results + count; s++) {
+    log_write(r->log, "step",
+              (LogField[]){{"step", .number = (double)(s->step + 1)},
+                           {"loss", .number = s->loss},
+                           {"z_loss", .number = s->z_loss, .optional = true},
+                           {"accuracy", .number = s->accuracy, .optional = true},
+                           {"entropy", .number = s->entropy, .optional = true},
+                           {"max_logit", .number = s->max_logit, .optional = true},
+                           {"filtered_tiles", .number = s->filtered_tiles, .optional = true},
+                           {"filtered_mass", .number = s->filtered_mass, .optional = true},
+                           {"learning_rate", .number = s->learning_rate},
+                           {"grad_norm", .number = s->grad_norm},
+                           {"tokens", .number = (double)s->counted},
+                           {"tokens_per_second", .number = rate},
+                           {0}});
+    if (!isfinite(s->loss) || !isfinite(s->grad_norm)) fail_diverged(r, trainer, s);
+  }
+  if (r->steps_done > 0) {
+    r->steps_timed += count;
+    r->seconds_timed += seconds;
+  }
+  r->steps_done += count;
+  // The first steps are slower than the rest: an average that forgets.
+  r->smoothed_seconds = r->smoothed_seconds > 0 ? 0.8 * r->smoothed_seconds + 0.2 * each : each;
+  Backend *backend = trainer->backend;
+  print_progress(r, &results[count - 1], backend->ops->device_bytes_now(backend));
+}
+
+// --- between steps -----------------------------------------------------------------------------------------
+
+void report_validation(Report *r, int64_t step, double loss) {
+  report_break(r);
+  printf("step %lld  validation loss %.4f (perplexity %.1f)\n", (long long)step, loss, exp(loss));
+  log_write(r->log, "validation",
+            (LogField[]){{"step", .number = (double)step}, {"val_loss", .number = loss}, {0}});
+}
+
+void report_choices(Report *r, const ChoiceScore *score) {
+  const Options *o = r->options;
+  double examples = (double)score->examples, correct = (double)score->correct / examples;
+  double normalized = (double)score->correct_normalized / examples;
+  report_break(r);
+  printf("%s: %s of %s right (%.2f%%), %.2f%% by the loss that is not divided by the length\n", o->hellaswag,
+         text_grouped(score->correct_normalized).text, text_grouped(score->examples).text, 100 * normalized,
+         100 * correct);
+  if (score->shortened)
+    printf("%s of its contexts lost their beginning: they are longer than --seq-len %lld\n",
+           text_grouped(score->shortened).text, (long long)o->seq_len);
+  log_write(r->log, "choices",
+            (LogField[]){{"file", .text = o->hellaswag},
+                         {"examples", .number = examples},
+                         {"acc_norm", .number = normalized},
+                         {"acc", .number = correct},
+                         {0}});
+}
+
+// As text where something says what the tokens mean.
+void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count) {
+  char *text = prompt_show(prompt, tokens, count);
+  report_break(r);
+  printf("step %lld  sample:", (long long)step);
+  if (text) printf(" %s", text);
+  for (int64_t i = 0; i < count && !text; i++) printf(" %d", tokens[i]);
+  putchar('\n');
+  LogField sample = {"text", .text = text};
+  if (!text) sample = (LogField){"tokens", .tokens = tokens, .count = count};
+  log_write(r->log, "sample", (LogField[]){{"step", .number = (double)step}, sample, {0}});
+  free(text);
+}
+
+void report_checkpoint(Report *r, int64_t step, double seconds) {
+  printf("step %lld  saved in %s (%.1fs)\n", (long long)step, r->options->save, seconds);
+  log_write(r->log, "checkpoint",
+            (LogField[]){{"step", .number = (double)step}, {"seconds", .number = seconds}, {0}});
+}
+
+// --- at the end --------------------------------------------------------------------------------------------
+
+// The peak of this rank, or of the rank that holds the most.
+static MemoryColumn largest_peak(Trainer *trainer) {
+  Backend *backend = trainer->backend;
+  MemoryColumn peak = {.memory = plan_from_ledger(&backend->memory.ledger),
+                       .device_bytes = backend->ops->device_bytes_peak(backend)};
+  if (backend->ranks == 1) return peak;
+  MemoryColumn *all = host_alloc(backend->ranks, sizeof *all, "the peaks of all ranks");
+  trainer_gather(trainer, &peak, all, sizeof peak);
+  for (int i = 0; i < backend->ranks; i++) {
+    if (all[i].memory.peak_bytes > peak.memory.peak_bytes) peak.memory = all[i].memory;
+    if (all[i].device_bytes > peak.device_bytes) peak.device_bytes = all[i].device_bytes;
+  }
+  free(all);
+  return peak;
+}
+
+void report_summary(Report *r, Trainer *trainer, const RunState *state, double entropy, bool stopped) {
+  const Options *o = r->options;
+  const Backend *backend = trainer->backend;
+  MemoryColumn peak = largest_peak(trainer);
+  peak.title = lce_mode_name(trainer->transformer.mode);
+  double per_step = r->steps_timed ? r->seconds_timed / (double)r->steps_timed : NAN;
+  double rate = (double)o->total_batch / per_step, share = share_of_gemms(r, per_step);
+
+  printf("\nloss     ");
+  if (isfinite(state->first_loss))
+    printf("%.4f at first, %.4f at last; ", state->first_loss, state->last_loss);
+  if (isfinite(state->val_loss)) printf("%.4f on validation data; ", state->val_loss);
+  printf("%.4f is what token frequencies alone give\n", entropy);
+  if (r->steps_timed)
+    printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs\n",
+           text_count(rate).text, 1e3 * per_step, 100 * share);
+  if (o->ranks > 1)
+    printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
+  if (!o->compare_modes) {
+    putchar('\n');
+    memory_table_print(&peak, 1, backend->device);
+  }
+  log_write(r->log, "summary",
+            (LogField[]){{"loss_mode", .text = peak.title},
+                         {"steps", .number = (double)r->steps_done},
+                         {"stopped", .truth = &stopped},
+                         {"first_loss", .number = state->first_loss},
+                         {"last_loss", .number = state->last_loss},
+                         {"val_loss", .number = state->val_loss},
+                         {"unigram_entropy", .number = entropy},
+                         {"tokens_per_second", .number = rate},
+                         {"seconds_per_step", .number = per_step},
+                         {"share_of_gemms", .number = share},
+                         {"gemm_flops_per_second", .number = r->gemm_rate},
+                         {"ranks", .number = o->ranks},
+                         {"wire_bytes_per_step", .number = trainer->wire_bytes},
+                         {"peak_bytes", .number = (double)peak.memory.peak_bytes},
+                         {"head_peak_bytes", .number = (double)peak.memory.head_peak_bytes},
+                         {"device_peak_bytes", .number = (double)peak.device_bytes},
+                         {"device_overhead_bytes", .number = (double)backend->device_overhead},
+                         {0}});
+}
+
+void report_evaluation(Report *r, double val_loss) {
+  log_write(r->log, "summary",
+            (LogField[]){{"val_loss", .number = val_loss}, {"perplexity", .number = exp(val_loss)}, {0}});
 }

@@ -1,45 +1,46 @@
-// What a person sees: the memory table and the progress line.
+// What a run prints, with its record in the log: one function for each event.
 #ifndef LCE_TRAINER_REPORT_H
 #define LCE_TRAINER_REPORT_H
 
-#include <stdio.h>
-
-#include "trainer/plan.h"
+#include "trainer/evaluate.h"
+#include "trainer/log.h"
+#include "trainer/prompt.h"
+#include "trainer/resume.h"
 #include "trainer/trainer.h"
 
-// One column of the memory table.
 typedef struct {
-  const char *title; // "fused, measured"
-  Plan memory;
-  size_t device_bytes; // what the system says, beside the ledger; 0 when not measured
-  double pass_seconds; // one forward and backward; 0 when not measured
-} MemoryColumn;
-
-void report_memory(FILE *out, const MemoryColumn *columns, int count, const char *device_row);
-
-// Bytes in use after every event of the ledger's timeline, one line each, by category, as CSV.
-void report_timeline(const char *path, const Ledger *ledger);
-
-// The run's progress: a line that rewrites itself on a terminal, a plain line a second or so when piped.
-typedef struct {
+  const Options *options;
+  Log *log;
+  // The progress line: it rewrites itself on a terminal, and is a plain line every few seconds when piped.
   bool terminal, drawn;
-  int64_t steps;         // of the whole run
-  int64_t first_step;    // where this run began
-  double flops_per_step; // model flops, see model_flops_per_token
-  double gemm_rate;      // flops a second that the machine's products reach, measured at the start
-  double started, last_printed;
+  double last_printed;
+  double flops_per_step;   // model flops, see model_flops_per_token
+  double gemm_rate;        // flops a second that GEMMs reach here, measured at the start; of all ranks
   double smoothed_seconds; // per step
-} Progress;
+  int64_t steps_done;      // by this run
+  int64_t steps_timed;     // after the first ones,
+  double seconds_timed;    // without validation and samples
+} Report;
 
-Progress progress_begin(int64_t steps, double flops_per_step, double gemm_rate);
-// After `count` steps that took `seconds` together; `bytes` is what the system says is in use.
-void progress_update(Progress *progress, const StepResult *last, int count, double seconds,
-                     int64_t tokens_per_step, size_t bytes);
-// Leaves the line standing, so that something else can be printed below it.
-void progress_break(Progress *progress);
+// Before anything runs: device, model, job, data.
+void report_settings(const Options *options, const Backend *backend, const char *data);
 
-// Share of the machine's speed of light: the time that the step's flops take at the products' rate, over its
-// time.
-double progress_share(const Progress *progress, double seconds_per_step);
+// Opens the log (of rank 0) and measures the GEMM rate, which uses the backend's empty stack.
+Report report_open(const Options *options, Backend *backend);
+void report_close(Report *report);
+
+void report_start(Report *report, const Backend *backend, const char *data_name);
+// `count` steps that took `seconds` together: a record each, then the progress line. Fails at one that diverged.
+void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
+void report_validation(Report *report, int64_t step, double loss);
+void report_choices(Report *report, const ChoiceScore *score);
+void report_sample(Report *report, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count);
+void report_checkpoint(Report *report, int64_t step, double seconds);
+// At the end, on all ranks: losses, speed and peak memory. `entropy` is that of the tokens' frequencies.
+void report_summary(Report *report, Trainer *trainer, const RunState *state, double entropy, bool stopped);
+void report_evaluation(Report *report, double val_loss);
+
+// Ends a progress line that rewrites itself, so that something else can be printed below it.
+void report_break(Report *report);
 
 #endif

@@ -9,6 +9,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "model/checkpoint/checkpoint.h"
+#include "trainer/machine.h"
 
 // --- finding -----------------------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ void resume_find(Options *o) {
   if (o->resume) o->origin = find_checkpoint(o, check);
   if (o->origin) {
     o->resumed_from = checkpoint_trainer_state(o->origin);
-    const cJSON *step = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "step");
+    const cJSON *step = json_member(o->resumed_from, "step");
     if (!json_is_whole(step)) fail("%s/trainer_state.json has no step", o->origin);
     o->first_step = (int64_t)step->valuedouble;
   } else if (o->init) {
@@ -46,10 +47,6 @@ void resume_find(Options *o) {
 }
 
 // --- settings ----------------------------------------------------------------------------------------------
-
-static const char *text_of(const cJSON *item) {
-  return cJSON_IsString(item) ? item->valuestring : NULL;
-}
 
 // Some rows are settings only where they have an effect.
 static bool has_effect(const Options *o, const char *name) {
@@ -69,10 +66,6 @@ static cJSON *settings_of(const Options *o, unsigned flags) {
   return settings;
 }
 
-cJSON *resume_settings(const Options *o) {
-  return settings_of(o, SETTING);
-}
-
 // Whether an option was given that writes the same field.
 static bool field_given(const Options *o, const Option *row) {
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
@@ -81,16 +74,15 @@ static bool field_given(const Options *o, const Option *row) {
 }
 
 static void take_paths(Options *o, const char *name, const char *member) {
-  const cJSON *path, *paths = cJSON_GetObjectItemCaseSensitive(o->resumed_from, member);
+  const cJSON *path, *paths = json_member(o->resumed_from, member);
   cJSON_ArrayForEach(path, paths) {
     if (cJSON_IsString(path)) option_set(&options_rows[option_row(options_rows, name)], o, path->valuestring);
   }
 }
 
 void resume_take_settings(Options *o) {
-  const cJSON *settings = cJSON_GetObjectItemCaseSensitive(o->resumed_from, "settings");
-  const char *device = text_of(cJSON_GetObjectItemCaseSensitive(o->resumed_from, "device"));
-  bool from_gpu = device && !strcmp(device, "cuda"), dtypes_given = false;
+  const cJSON *settings = json_member(o->resumed_from, "settings");
+  bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
   // What the options given now exclude. A split head takes the run of a whole one, and leaves out what it lacks.
   bool split = o->dtypes.vocab_parallel, materialized = options_given(o, "materialized-logits");
   const struct {
@@ -110,7 +102,7 @@ void resume_take_settings(Options *o) {
     }
     for (size_t e = 0; e < sizeof exclusions / sizeof *exclusions && !excluded; e++)
       excluded = exclusions[e].holds && !strcmp(row->name, exclusions[e].name);
-    const char *value = excluded ? NULL : text_of(cJSON_GetObjectItemCaseSensitive(settings, row->name));
+    const char *value = excluded ? NULL : json_text(settings, row->name);
     if (!value) continue;
     option_set(row, o, value);
     o->given[i] = true;
@@ -119,6 +111,44 @@ void resume_take_settings(Options *o) {
   bool any_data = o->data.count;
   if (!any_data) take_paths(o, "data", "data_paths");
   if (!any_data && !o->val_data.count) take_paths(o, "val-data", "val_data_paths");
+}
+
+// --- the same everywhere -----------------------------------------------------------------------------------
+
+// Where two lists of settings begin to differ: the start of that setting.
+static size_t first_difference(const char *a, const char *b) {
+  size_t at = 0, setting = 0;
+  for (; a[at] && a[at] == b[at]; at++)
+    if (!strncmp(a + at, ",\"", 2)) setting = at + 1;
+  return setting;
+}
+
+static int setting_length(const char *setting) {
+  const char *next = strstr(setting, ",\"");
+  return (int)(next ? next - setting : (ptrdiff_t)strlen(setting));
+}
+
+void resume_require_same(const Options *o, Backend *backend, const char *data) {
+  cJSON *json = settings_of(o, SETTING);
+  cJSON_AddStringToObject(json, "model", o->model.name);
+  cJSON_AddNumberToObject(json, "vocab_size", (double)o->model.vocab_size);
+  cJSON_AddNumberToObject(json, "parameters", (double)model_parameter_count(&o->model));
+  cJSON_AddNumberToObject(json, "first step", (double)o->first_step);
+  cJSON_AddStringToObject(json, "dtype", dtype_name(o->dtype));
+  cJSON_AddNumberToObject(json, "zero", o->dtypes.zero);
+  cJSON_AddBoolToObject(json, "vocab_parallel", o->dtypes.vocab_parallel);
+  cJSON_AddStringToObject(json, "data", data);
+  char *mine = json_print(json, false), theirs[4096] = "";
+  snprintf(theirs, sizeof theirs, "%s", mine);
+  machine_broadcast(backend, theirs, sizeof theirs);
+  if (strncmp(mine, theirs, sizeof theirs - 1)) {
+    size_t at = first_difference(mine, theirs);
+    fail("all ranks must see the same options, checkpoints and data, and this one has %.*s where rank 0 has "
+         "%.*s",
+         setting_length(mine + at), mine + at, setting_length(theirs + at), theirs + at);
+  }
+  free(mine);
+  cJSON_Delete(json);
 }
 
 // --- the state ---------------------------------------------------------------------------------------------
@@ -146,7 +176,7 @@ cJSON *resume_write(const Options *o, const RunState *state) {
 }
 
 static double loss_of(const cJSON *json, const char *name) {
-  const cJSON *item = cJSON_GetObjectItemCaseSensitive(json, name);
+  const cJSON *item = json_member(json, name);
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
 }
 
@@ -154,7 +184,7 @@ static void compare(const Options *o, const cJSON *then) {
   cJSON *now = settings_of(o, SETTING | GPU_SETTING);
   const cJSON *item;
   cJSON_ArrayForEach(item, now) {
-    const char *before = text_of(cJSON_GetObjectItemCaseSensitive(then, item->string));
+    const char *before = json_text(then, item->string);
     if (!before)
       warn("--%s is new since %s was saved: the run goes on, but not as it would have", item->string,
            o->origin);
@@ -162,19 +192,19 @@ static void compare(const Options *o, const cJSON *then) {
       warn("--%s was %s when %s was saved and is %s now: the run goes on, but not as it would have",
            item->string, before, o->origin, item->valuestring);
   }
-  const char *filter = text_of(cJSON_GetObjectItemCaseSensitive(then, "lce-filter"));
+  const char *filter = json_text(then, "lce-filter");
   if (filter && o->lce_filter == 0) // then it is no setting, and was not met above
     warn("--lce-filter was %s when %s was saved and is 0 now: the run goes on, but not as it would have",
          filter, o->origin);
-  if (cJSON_GetObjectItemCaseSensitive(then, "metrics") && !o->metrics)
+  if (json_member(then, "metrics") && !o->metrics)
     warn("--metrics was given when %s was saved and is not now: the log goes on without", o->origin);
   cJSON_Delete(now);
 }
 
 RunState resume_read(const Options *o, const char *data) {
   const cJSON *json = o->resumed_from;
-  const char *before = text_of(cJSON_GetObjectItemCaseSensitive(json, "data"));
-  if (!o->eval_only) compare(o, cJSON_GetObjectItemCaseSensitive(json, "settings"));
+  const char *before = json_text(json, "data");
+  if (!o->eval_only) compare(o, json_member(json, "settings"));
   if (!o->eval_only && before && strcmp(before, data))
     warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run goes on, but not as it would "
          "have",

@@ -10,12 +10,12 @@
 // (for a plan only their lengths). Fails in one sentence when what is named is missing or damaged.
 void resume_find(Options *options);
 
-// What decides the numbers of a run, as {"seed": "1", "lr": "0.002", ...}: the options that are a SETTING, as
-// the command line has them. The caller deletes it.
-cJSON *resume_settings(const Options *options);
-
 // Sets the options that are not given to what resumed_from holds, where those that are given allow it.
 void resume_take_settings(Options *options);
+
+// Fails unless all ranks have the same options, checkpoints and data (what the loader says it reads). Call it on all
+// ranks at once.
+void resume_require_same(const Options *options, Backend *backend, const char *data);
 
 // What a run knows beside its tensors.
 typedef struct {

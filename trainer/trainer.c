@@ -221,6 +221,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   if (t->pending_count == TRAINER_PENDING)
     fail("internal: the results of %d steps were not collected", TRAINER_PENDING);
   bool planning = t->backend->memory.planning;
+  double sent = t->backend->wire_bytes;
   // All micro-batches first: the mean's normaliser is the number of targets counted in the whole step.
   if (!planning) counted = load_step(t, loader, step);
   float scale = counted ? (float)(1.0 / (double)counted) : 0;
@@ -243,6 +244,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   }
   double learning_rate = schedule_rate(&o->schedule, step);
   update_weights(t, result_slot(t, slot, RESULT_NORM), learning_rate, step);
+  t->wire_bytes = t->backend->wire_bytes - sent;
   t->pending[slot] = (StepResult){.step = step, .learning_rate = learning_rate, .counted = counted};
 }
 

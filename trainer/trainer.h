@@ -42,6 +42,7 @@ typedef struct {
   // What this rank tells the others with each step; see StepResult.
   bool stop_asked;
   double step_seconds;
+  double wire_bytes; // that this rank sent in the last step
 } Trainer;
 
 // What the options train on: --data, or the source tree; with --eval-only alone --val-data. The caller closes it.
