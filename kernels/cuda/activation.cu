@@ -1,10 +1,9 @@
-// GELU and SwiGLU: one pass over the rows, 16 bytes at a time. Traffic: each operand once, so what they cost
-// is their bytes over the memory's bandwidth (measured on an H200: SwiGLU 4.2 TB/s, GELU 3.5). GELU's usual
-// place is the epilogue of a product (linear.cu); here it recomputes what was not kept.
+// GELU and SwiGLU: one block a row, 16 bytes at a time, each operand once. So they cost their bytes over the memory's
+// bandwidth (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). GELU usually runs in a GEMM's epilogue (linear.cu); here it
+// recomputes what was not kept.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/gelu.cuh"
 
-// One block a row, here and below.
 template <typename T, int W> static __global__ void gelu_kernel(T *out, const T *x, int columns) {
   out += (int64_t)blockIdx.x * columns;
   x += (int64_t)blockIdx.x * columns;
@@ -19,16 +18,11 @@ template <typename T, int W> static __global__ void gelu_kernel(T *out, const T 
 
 void cuda_gelu_forward(Backend *backend, const GeluForward *a) {
   int64_t rows = a->x.shape[0], columns = a->x.shape[1];
-  if (rows == 0) return;
-  with_float(a->x.dtype, [&](auto type) {
+  with_access(a->x.dtype, {a->x, a->out}, [&](auto type, auto width) {
     using T = decltype(type);
-    with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->out, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      gelu_kernel<T, W><<<(unsigned)rows, row_threads(ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
-          data_of<T>(a->out), data_of<T>(a->x), (int)columns);
-    });
+    launch_kernel(per_row(backend, "gelu_forward", rows, ceil_div(columns, width)), gelu_kernel<T, width>,
+                  data_of<T>(a->out), data_of<T>(a->x), (int)columns);
   });
-  cuda_check_launch("gelu_forward");
 }
 
 template <typename T, int W>
@@ -47,17 +41,11 @@ static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, int colum
 
 void cuda_swiglu_forward(Backend *backend, const SwigluForward *a) {
   int64_t rows = a->out.shape[0], columns = a->out.shape[1];
-  if (rows == 0) return;
-  with_float(a->out.dtype, [&](auto type) {
+  with_access(a->out.dtype, {a->out, a->gate_up}, [&](auto type, auto width) {
     using T = decltype(type);
-    with_bool(rows_align(a->out, WIDTH<T>) && rows_align(a->gate_up, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      swiglu_forward_kernel<T, W>
-          <<<(unsigned)rows, row_threads(ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
-              data_of<T>(a->out), data_of<T>(a->gate_up), (int)columns);
-    });
+    launch_kernel(per_row(backend, "swiglu_forward", rows, ceil_div(columns, width)),
+                  swiglu_forward_kernel<T, width>, data_of<T>(a->out), data_of<T>(a->gate_up), (int)columns);
   });
-  cuda_check_launch("swiglu_forward");
 }
 
 // A thread reads its gate and up before it writes their gradients, which may take their place.
@@ -74,8 +62,8 @@ static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const 
 #pragma unroll
     for (int k = 0; k < W; k++) {
       float p = logistic(gate[k]), silu = gate[k] * p;
-      float slope = p * (1 + gate[k] * (1 - p));
-      gate[k] = d[k] * up[k] * slope;
+      float derivative = p * (1 + gate[k] * (1 - p));
+      gate[k] = d[k] * up[k] * derivative;
       up[k] = d[k] * silu;
     }
     store(dgate_up + i, gate);
@@ -85,17 +73,10 @@ static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const 
 
 void cuda_swiglu_backward(Backend *backend, const SwigluBackward *a) {
   int64_t rows = a->dout.shape[0], columns = a->dout.shape[1];
-  if (rows == 0) return;
-  with_float(a->dout.dtype, [&](auto type) {
+  with_access(a->dout.dtype, {a->dout, a->gate_up, a->dgate_up}, [&](auto type, auto width) {
     using T = decltype(type);
-    bool aligned = rows_align(a->dout, WIDTH<T>) && rows_align(a->gate_up, WIDTH<T>) &&
-                   rows_align(a->dgate_up, WIDTH<T>);
-    with_bool(aligned, [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      swiglu_backward_kernel<T, W>
-          <<<(unsigned)rows, row_threads(ceil_div(columns, W), 256), 0, cuda_stream(backend)>>>(
-              data_of<T>(a->dgate_up), data_of<T>(a->dout), data_of<T>(a->gate_up), (int)columns);
-    });
+    launch_kernel(per_row(backend, "swiglu_backward", rows, ceil_div(columns, width)),
+                  swiglu_backward_kernel<T, width>, data_of<T>(a->dgate_up), data_of<T>(a->dout),
+                  data_of<T>(a->gate_up), (int)columns);
   });
-  cuda_check_launch("swiglu_backward");
 }

@@ -179,7 +179,7 @@ void cuda_fill_zero(Backend *backend, const Tensor *t) {
 static void destroy(Backend *backend) {
   CudaState *state = cuda_state(backend);
   cuda_collectives_end(backend);
-  products_destroy(state->products);
+  gemms_destroy(state->gemms);
   staging_destroy(state->staging);
   for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
   for (cudaEvent_t event : state->joined) cudaEventDestroy(event);
@@ -287,10 +287,10 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   MemorySource source = {.allocate = allocate, .release = release, .poison = poison, .context = backend};
   backend->memory = memory_create(&source);
   backend->device_capacity = properties.totalGlobalMem;
-  state->products = products_create(backend);
+  state->gemms = gemms_create(backend);
   backend->device_overhead = device_bytes_now(backend);
-  products_use_workspace(backend, memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE,
-                                                 CUDA_GEMM_WORKSPACE_BYTES));
+  gemms_use_workspace(backend, memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE,
+                                              CUDA_GEMM_WORKSPACE_BYTES));
   device_peak_reset(backend);
   return backend;
 }

@@ -1,11 +1,11 @@
-// What every .cu file of the backend needs: errors as sentences, launches that overlap, 16-byte loads and
-// stores that widen to fp32, sums over warps and blocks in a fixed order, and the few functions that one file
-// lends to another.
+// What every .cu file of the backend needs: errors as sentences, launches, 16-byte loads and stores that widen to
+// fp32, sums over warps and blocks in a fixed order, and the functions that several files call.
 #ifndef LCE_KERNELS_CUDA_CUDA_COMMON_CUH
 #define LCE_KERNELS_CUDA_CUDA_COMMON_CUH
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#include <initializer_list>
 #include <type_traits>
 
 #include "base/fail.h"
@@ -15,21 +15,21 @@ typedef __nv_bfloat16 bf16;
 
 // --- the backend's state -----------------------------------------------------------------------------------
 
-struct Products;        // linear.cu: cuBLASLt's handle and the products it has seen
+struct Gemms;           // linear.cu: cuBLASLt's handle and the GEMMs it has met
 struct Staging;         // backend.cu: pinned memory between the host and the device
 struct Hopper;          // hopper_gemm.cu: what it found on this device
 struct CudaCollectives; // collectives.cu: what connects this GPU to those of the other ranks
 
 struct CudaState {
   cudaStream_t stream; // every operation runs in its order
-  // Two more, which an operation may fork off the first and joins before it ends, and the events to do it
-  // with. The second of them goes before all others.
+  // Two more, which an operation may fork off the first and joins before it ends, and the events for that. `urgent`
+  // has the higher priority.
   cudaStream_t side, urgent;
   cudaEvent_t forked[CUDA_LCE_TILES], joined[CUDA_LCE_TILES];
   cudaEvent_t handed; // between the first stream and a caller's own
   int ordinal, multiprocessors;
   size_t peak_bytes; // most the device held after any allocation
-  Products *products;
+  Gemms *gemms;
   Staging *staging;
   Hopper *hopper;               // NULL until it is asked for
   CudaCollectives *collectives; // NULL while there is one rank
@@ -56,34 +56,22 @@ static inline void cuda_check_launch(const char *op) {
     fail("CUDA could not launch %s: %s (%s)", op, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-// --- kernels that overlap ----------------------------------------------------------------------------------
+template <typename T> static __host__ __device__ __forceinline__ T *data_of(const Tensor &t) {
+  return static_cast<T *>(t.data);
+}
 
-// With it, a kernel's blocks may take their places while those of the kernel before it in the stream leave
-// theirs (programmatic dependent launch; from sm_90 on). Every thread of a kernel that is launched so calls
-// griddepcontrol_wait() before it touches memory that others write or read, and griddepcontrol_launch_dependents() early, where the
-// kernel after it may take its place likewise.
+// --- launches ----------------------------------------------------------------------------------------------
+
+// Programmatic dependent launch (PDL, from sm_90 on): a kernel's blocks may start while those of the kernel before it
+// in the stream finish. Every thread of such a kernel calls griddepcontrol_wait() before it touches memory that others
+// write or read, and griddepcontrol_launch_dependents() early, where the kernel after it may start likewise.
 static inline cudaLaunchAttribute pdl_attribute() {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  return early;
+  cudaLaunchAttribute pdl = {};
+  pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  pdl.val.programmaticStreamSerializationAllowed = 1;
+  return pdl;
 }
 
-// Launches a kernel, so or as any other.
-template <typename... Params, typename... Args>
-static inline void launch_kernel(bool early, cudaStream_t stream, dim3 grid, int threads,
-                                 void (*kernel)(Params...), Args &&...args) {
-  cudaLaunchAttribute overlap = pdl_attribute();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3((unsigned)threads);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = early ? 1 : 0;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Args &&>(args)...), "launching a kernel");
-}
-
-// Until all that the stream holds before this kernel is done.
 static __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -94,6 +82,43 @@ static __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+struct KernelLaunch {
+  const char *op; // for the error's sentence
+  cudaStream_t stream;
+  dim3 grid; // of no blocks: nothing is launched
+  int threads;
+  bool pdl = false;
+};
+
+template <typename... Params, typename... Args>
+static inline void launch_kernel(const KernelLaunch &l, void (*kernel)(Params...), Args &&...args) {
+  cudaLaunchAttribute pdl = pdl_attribute();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = l.grid;
+  config.blockDim = dim3((unsigned)l.threads);
+  config.stream = l.stream;
+  config.attrs = &pdl;
+  config.numAttrs = l.pdl ? 1 : 0;
+  if (l.grid.x == 0 || l.grid.y == 0) return;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Args &&>(args)...), l.op);
+}
+
+// Threads for a block that works on one row of `groups` accesses: whole warps, at most `max`.
+static inline int row_threads(int64_t groups, int64_t max) {
+  return (int)max_i64(32, min_i64(max, ceil_div(groups, 32) * 32));
+}
+
+// One block a row of `groups` accesses.
+static inline KernelLaunch per_row(Backend *backend, const char *op, int64_t rows, int64_t groups,
+                                   bool pdl = false) {
+  return {op, cuda_stream(backend), dim3((unsigned)rows), row_threads(groups, 256), pdl};
+}
+
+// One thread an element.
+static inline KernelLaunch per_element(Backend *backend, const char *op, int64_t elements) {
+  return {op, cuda_stream(backend), dim3((unsigned)ceil_div(elements, 256)), 256};
 }
 
 // --- scalars -----------------------------------------------------------------------------------------------
@@ -149,13 +174,18 @@ static inline bool rows_align(Tensor t, int64_t width) {
   return rows_start_aligned(t, width) && t.shape[t.rank - 1] % width == 0;
 }
 
-// Threads for a block that works on one row of `groups` accesses: whole warps, at most `most`.
-static inline int row_threads(int64_t groups, int64_t most) {
-  return (int)max_i64(32, min_i64(most, ceil_div(groups, 32) * 32));
-}
-
-template <typename T> static inline T *data_of(Tensor t) {
-  return static_cast<T *>(t.data);
+// Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes where the
+// rows of all these tensors (absent ones aside) are a whole number of such groups, else one element.
+template <typename F> static inline void with_access(Dtype dtype, std::initializer_list<Tensor> rows, F f) {
+  with_float(dtype, [&](auto type) {
+    constexpr int W = WIDTH<decltype(type)>;
+    bool wide = true;
+    for (const Tensor &t : rows) wide = wide && (!tensor_exists(t) || rows_align(t, W));
+    if (wide)
+      f(type, std::integral_constant<int, W>());
+    else
+      f(type, std::integral_constant<int, 1>());
+  });
 }
 
 // --- loads and stores --------------------------------------------------------------------------------------
@@ -202,6 +232,14 @@ static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], b
   store(to, values);
 }
 
+// An operation's optional vectors, fp32.
+static __device__ __forceinline__ float read(const Tensor &t, int64_t n, float otherwise) {
+  return t.data ? data_of<float>(t)[n] : otherwise;
+}
+static __device__ __forceinline__ void write(const Tensor &t, int64_t n, float value) {
+  if (t.data) data_of<float>(t)[n] = value;
+}
+
 // --- sums --------------------------------------------------------------------------------------------------
 
 // Butterflies: every lane gets the same bits.
@@ -233,28 +271,22 @@ static __device__ __forceinline__ float block_sum(float x) {
   return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.0f);
 }
 
-// --- lent from file to file --------------------------------------------------------------------------------
+// --- called from several files -----------------------------------------------------------------------------
 
-// linear.cu. A row-major matrix as a product reads it: element (i, j) of the operand at data[i * stride + j],
-// or at data[j * stride + i] when transposed.
+// linear.cu. A row-major matrix as a GEMM reads it: element (i, j) of the operand at data[i * stride + j], or at
+// data[j * stride + i] when transposed.
 struct Operand {
   const void *data;
   int64_t stride;
   bool transposed;
 };
 
-// out[m, n] = alpha * left[m, k] right[k, n] + addend[m, n], in fp32 until out is rounded. With an epilogue:
-// + bias[n] on every row; then out = gelu of that, and what gelu was taken of is kept in pre; or out times
-// gelu'(pre), to which nothing is added.
-enum ProductEpilogue {
-  PRODUCT_PLAIN,
-  PRODUCT_BIAS,
-  PRODUCT_GELU,
-  PRODUCT_BIAS_GELU,
-  PRODUCT_TIMES_GELU_SLOPE
-};
+// With bias: + bias[n] on every row. GELU: out = gelu of that, and its argument is kept in pre. GELU_DERIVATIVE: out
+// times gelu'(pre), without addend or bias.
+enum GemmEpilogue { GEMM_PLAIN, GEMM_BIAS, GEMM_GELU, GEMM_BIAS_GELU, GEMM_GELU_DERIVATIVE };
 
-struct Product {
+// out[m, n] = alpha * left[m, k] right[k, n] + addend[m, n], in fp32 until out is rounded; then the epilogue.
+struct Gemm {
   int64_t m, n, k;
   Operand left, right;
   Dtype operand_dtype, out_dtype; // out, addend: out_dtype; left, right, bias, pre: operand_dtype
@@ -263,19 +295,31 @@ struct Product {
   const void *addend = nullptr; // may be out itself, with the same stride
   int64_t addend_stride = 0;
   float alpha = 1.0f;
-  ProductEpilogue epilogue = PRODUCT_PLAIN;
+  GemmEpilogue epilogue = GEMM_PLAIN;
   const void *bias = nullptr;
   void *pre = nullptr;
   int64_t pre_stride = 0;
-  // Where it runs beside other products and so without a workspace; NULL: on the backend's stream, with one.
+  // Where it runs concurrently with other GEMMs and so without a workspace; NULL: on the backend's stream, with one.
   cudaStream_t stream = nullptr;
 };
 
-void cuda_gemm(Backend *backend, const Product *product);
+// out = left right, each transposed or not; accumulate: added to what out holds.
+static inline Gemm gemm_of(Tensor out, Tensor left, bool left_transposed, Tensor right, bool right_transposed,
+                           bool accumulate = false) {
+  Gemm g = {.m = out.shape[0], .n = out.shape[1], .k = left.shape[left_transposed ? 0 : 1]};
+  g.left = {left.data, left.stride, left_transposed};
+  g.right = {right.data, right.stride, right_transposed};
+  g.operand_dtype = left.dtype, g.out_dtype = out.dtype;
+  g.out = out.data, g.out_stride = out.stride;
+  if (accumulate) g.addend = out.data, g.addend_stride = out.stride;
+  return g;
+}
 
-Products *products_create(Backend *backend);
-void products_use_workspace(Backend *backend, void *workspace);
-void products_destroy(Products *products);
+void cuda_gemm(Backend *backend, const Gemm *gemm);
+
+Gemms *gemms_create(Backend *backend);
+void gemms_use_workspace(Backend *backend, void *workspace);
+void gemms_destroy(Gemms *gemms);
 
 // NULL is fine.
 void hopper_destroy(Hopper *hopper);
@@ -286,8 +330,8 @@ void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficien
                  bool accumulate, float *partials);
 // The second half of it, for kernels that make the partial sums themselves: partials is [slices, out's
 // length], its rows `stride` apart.
-void column_sums_finish(Backend *backend, Tensor out, const float *partials, int64_t slices, int64_t stride,
-                        float alpha, bool accumulate);
+void add_partials(Backend *backend, Tensor out, const float *partials, int64_t slices, int64_t stride,
+                  float alpha, bool accumulate);
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
 // order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is

@@ -25,20 +25,13 @@ static __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, c
 
 void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a) {
   int64_t rows = a->out.shape[0], hidden_size = a->out.shape[1];
-  if (rows == 0) return;
-  with_float(a->out.dtype, [&](auto type) {
+  with_access(a->out.dtype, {a->out, a->token_weight, a->position_weight}, [&](auto type, auto width) {
     using T = decltype(type);
-    bool aligned = rows_align(a->out, WIDTH<T>) && rows_align(a->token_weight, WIDTH<T>) &&
-                   (!tensor_exists(a->position_weight) || rows_align(a->position_weight, WIDTH<T>));
-    with_bool(aligned, [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      embedding_forward_kernel<T, W>
-          <<<(unsigned)rows, row_threads(ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
-              data_of<T>(a->out), data_of<int32_t>(a->tokens), data_of<T>(a->token_weight),
-              data_of<T>(a->position_weight), (int)a->seq_len, (int)hidden_size);
-    });
+    launch_kernel(per_row(backend, "embedding_forward", rows, ceil_div(hidden_size, width)),
+                  embedding_forward_kernel<T, width>, data_of<T>(a->out), data_of<int32_t>(a->tokens),
+                  data_of<T>(a->token_weight), data_of<T>(a->position_weight), (int)a->seq_len,
+                  (int)hidden_size);
   });
-  cuda_check_launch("embedding_forward");
 }
 
 // One block a position; its row of every sequence in turn.
@@ -63,20 +56,15 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t rows = a->dout.shape[0], hidden_size = a->dout.shape[1], positions = a->dposition_weight.shape[0];
   Tensor unused = tensor_rows(a->dposition_weight, a->seq_len, positions - a->seq_len);
   if (!a->accumulate_position && positions > a->seq_len) cuda_fill_zero(backend, &unused);
-  with_float(a->dout.dtype, [&](auto type) {
-    using T = decltype(type);
-    with_float(a->dposition_weight.dtype, [&](auto gradient_type) {
-      using TD = decltype(gradient_type);
-      with_bool(rows_align(a->dout, WIDTH<T>) && rows_align(a->dposition_weight, WIDTH<T>), [&](auto wide) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        position_gradient_kernel<TD, T, W>
-            <<<(unsigned)a->seq_len, row_threads(ceil_div(hidden_size, W), 256), 0, cuda_stream(backend)>>>(
-                data_of<TD>(a->dposition_weight), data_of<T>(a->dout), (int)(rows / a->seq_len),
-                (int)hidden_size, a->accumulate_position);
-      });
+  with_float(a->dposition_weight.dtype, [&](auto gradient_type) {
+    using TD = decltype(gradient_type);
+    with_access(a->dout.dtype, {a->dout, a->dposition_weight}, [&](auto type, auto width) {
+      using T = decltype(type);
+      launch_kernel(per_row(backend, "embedding_backward", a->seq_len, ceil_div(hidden_size, width)),
+                    position_gradient_kernel<TD, T, width>, data_of<TD>(a->dposition_weight),
+                    data_of<T>(a->dout), (int)(rows / a->seq_len), (int)hidden_size, a->accumulate_position);
     });
   });
-  cuda_check_launch("embedding_backward");
 }
 
 void cuda_embedding_backward(Backend *backend, const EmbeddingBackward *a) {

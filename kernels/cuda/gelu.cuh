@@ -14,7 +14,7 @@ static __device__ __forceinline__ float gelu(float x) {
   return x * logistic(2 * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
 }
 
-static __device__ __forceinline__ float gelu_slope(float x) {
+static __device__ __forceinline__ float gelu_derivative(float x) {
   float p = logistic(2 * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
   return p + x * p * (1 - p) * 2 * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x);
 }

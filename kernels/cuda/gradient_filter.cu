@@ -1,20 +1,18 @@
-// Gradient filtering on the GPU: which tiles of E count, and the two products over those.
+// Gradient filtering on the GPU: which tiles of E count, and the two GEMMs over those.
 //
-// A block looks at one tile of 128 x 256. Where every entry is below its row's threshold it leaves the tile's
-// mass and makes the tile 0; where one is not, it leaves -1 and stops, as a rule after a quarter of the tile.
-// Traffic: at most 2 C V bytes read, and 2 C V bytes of zeros written where all is left out, against 4 C V H
-// flops in the two products.
+// A block looks at one tile of 128 x 256. Where every entry is below its row's threshold it leaves the tile's mass and
+// makes the tile 0; else it leaves -1 and stops, as a rule after a quarter of the tile. Traffic: at most 2 C V bytes
+// read, and 2 C V bytes of zeros written where all is filtered, against 4 C V H flops in the two GEMMs.
 //
-// With the tiles at 0 any dense product gives the filtered gradient, and that is what GPUs other than Hopper
-// do: they save no time. On Hopper dX goes through those steps of V alone that count (hopper_gemm.cu), by
-// a list for each 256 rows: a step is skipped when both tiles of E, one below the other, are left out. How
-// many are is known on the device alone, and the bits of a result must not hang on what an earlier call has
-// told the host. So this dX is not weighed against cuBLASLt's, as the whole one is, but always made so. dW is
+// With those tiles at 0 any dense GEMM gives the filtered gradient, which GPUs other than Hopper do: they save no time.
+// On Hopper dX skips steps of V (hopper_gemm.cu), by a list for each 256 rows: a step is skipped when both tiles of E,
+// one below the other, are filtered. How many are is known on the device alone, and the bits of a result must not depend
+// on what an earlier call told the host. So this dX is never left to cuBLASLt, as the unfiltered one may be. dW is
 // cuBLASLt's on every GPU, zeros and all.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
-enum { WARPS = 8, ROWS_AT_ONCE = 4 }; // a warp takes a row at a time, and so many between looks at the others
+enum { WARPS = 8, ROWS_AT_ONCE = 4 }; // of a warp, between looks at the other warps
 
 // One block a tile, blockIdx.x counting along the rows of tiles.
 template <typename T, int W>
@@ -32,7 +30,7 @@ static __global__ void __launch_bounds__(WARPS * 32)
     for (int i = 0; i < ROWS_AT_ONCE; i++) {
       int n = row + i * WARPS + warp;
       if (n >= end_row) continue;
-      float all = row_sum[n] + target_e[n], threshold = epsilon * all, sum = 0;
+      float total = row_sum[n] + target_e[n], threshold = epsilon * total, sum = 0;
 #pragma unroll
       for (int piece = 0; piece < PIECES; piece++) {
         int column = first_column + piece * 32 * W;
@@ -46,7 +44,7 @@ static __global__ void __launch_bounds__(WARPS * 32)
           sum += inside ? e[k] : 0.0f;
         }
       }
-      mass += sum / all;
+      mass += sum / total;
     }
     if (!__syncthreads_or(counts)) continue;
     if (threadIdx.x == 0) tiles[blockIdx.x] = -1;
@@ -96,29 +94,17 @@ void cuda_lce_filter(Backend *backend, const LceFilter *a) {
 }
 
 void cuda_lce_filtered_gemms(Backend *backend, const LceFilteredGemms *a) {
-  int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1], hidden_size = a->weight.shape[1];
+  int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1];
   if (rows == 0) return;
   size_t list_bytes = cuda_lce_list_bytes(rows, vocab_size);
   char *scratch = data_of<char>(a->workspace);
   size_t bytes = (size_t)a->workspace.shape[0] * sizeof(int32_t) - list_bytes;
   if (!hopper_dx_filtered(backend, a->dx_raw, a->exps, a->weight, data_of<float>(a->tiles),
                           reinterpret_cast<int32_t *>(scratch), scratch + list_bytes, bytes)) {
-    Product product = {.m = rows,
-                       .n = hidden_size,
-                       .k = vocab_size,
-                       .left = {a->exps.data, a->exps.stride, false},
-                       .right = {a->weight.data, a->weight.stride, false},
-                       .operand_dtype = a->exps.dtype,
-                       .out_dtype = a->dx_raw.dtype,
-                       .out = a->dx_raw.data,
-                       .out_stride = a->dx_raw.stride};
-    cuda_gemm(backend, &product);
+    Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
+    cuda_gemm(backend, &g);
   }
-  LinearBackwardWeight weight = {};
-  weight.dweight = a->dweight;
-  weight.dout = a->exps;
-  weight.x = a->scaled_x;
-  weight.alpha = a->alpha;
-  weight.accumulate = a->accumulate;
-  cuda_linear_backward_weight(backend, &weight);
+  Gemm g = gemm_of(a->dweight, a->exps, true, a->scaled_x, false, a->accumulate);
+  g.alpha = a->alpha;
+  cuda_gemm(backend, &g);
 }

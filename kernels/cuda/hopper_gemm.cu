@@ -280,8 +280,8 @@ static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, 
   dim3 grid(s.rows * TILE_N / 4 / 256, (unsigned)(s.m_tiles * s.n_tiles - s.whole));
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
-    launch_kernel(true, cuda_stream(backend), grid, 256, add_partials_kernel<T>, data_of<T>(out), out.stride,
-                  params.partials, s);
+    launch_kernel({"the sum of split-K partials", cuda_stream(backend), grid, 256, true},
+                  add_partials_kernel<T>, data_of<T>(out), out.stride, params.partials, s);
   });
 }
 

@@ -1,26 +1,19 @@
-// Matrix products through cuBLASLt, with bias, GELU, GELU's gradient and the residual in their epilogues.
+// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues.
 //
-// cuBLASLt thinks in columns: a row-major [m, n] matrix is its column-major [n, m], so out = left right
-// becomes out^T = right^T left^T and the two operands change places. Then the bias runs along the library's
-// rows, which is where its epilogue wants it.
+// cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
+// right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue wants.
 //
-// Which of the library's algorithms is fastest is measured, once for each distinct product, on the caller's
-// own operands. Two algorithms may round differently, and a choice by stopwatch would then change the loss
-// from one run to the next. So only those compete whose result is the same, bit for bit, as that of the
-// library's first choice (which depends on shapes, GPU and library version alone): most differ from it only
-// in the order of tiles, not in the order of summation. Every run then computes the same bits, whichever of
-// them won. LCE_MATMUL_TUNE=0 in the environment takes the first choice unmeasured. Split sums are reduced in
-// fp32 in a fixed order, never by atomics.
+// The fastest algorithm is measured once for each distinct GEMM, on the caller's own operands. Two algorithms may
+// round differently, and a choice by time would then change the loss from run to run. So only those compete whose
+// result has the same bits as that of the library's first choice, which depends on shapes, GPU and library version
+// alone: most differ from it in the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the
+// first choice unmeasured. Split-K partials are reduced in fp32 in a fixed order, never by atomics. A GEMM is not
+// measured while it accumulates in place or the stream is captured into a graph. Large ones are measured for half a
+// second to two, at the power limit.
 //
-// One thing the library decides alone: where a bf16 matrix is added to in place, it may round the product
-// before it adds. That is one rounding more than from one matrix into another.
-//
-// A product is measured when running it several times leaves the same result as running it once: not while it
-// accumulates in place, and not while the stream is being captured into a graph. Large ones are measured for
-// half a second to two, at the power limit.
-//
-// Where rows are not aligned to 16 bytes, cuBLASLt refuses some epilogues and rounds to bf16 before others;
-// GELU in fp32 it computes to 1e-6 only. Those few run on a plain kernel of our own.
+// Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more than from
+// one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and rounds to bf16 before
+// others, and GELU in fp32 is off by 1e-6: those few run on a plain kernel of our own.
 #include <cublasLt.h>
 #include <math.h>
 #include <stdlib.h>
@@ -29,7 +22,7 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/gelu.cuh"
 
-// A millisecond and more: a product of this size alone brings a device to its power limit.
+// A millisecond and more: a GEMM of this size alone brings a device to its power limit.
 static constexpr double SUSTAINED_FLOPS = 1e12;
 
 static void lt_check(cublasStatus_t status, const char *doing) {
@@ -37,38 +30,38 @@ static void lt_check(cublasStatus_t status, const char *doing) {
     fail("cuBLASLt failed while %s: %s", doing, cublasLtGetStatusString(status));
 }
 
-// --- the products met so far -------------------------------------------------------------------------------
+// --- the GEMMs met so far ----------------------------------------------------------------------------------
 
 // Everything that the choice of an algorithm may depend on, in the library's terms: d[m, n] = a[m, k] b[k,
 // n]. Compared as bytes, so it is zeroed before it is filled.
-struct ProductKey {
+struct GemmKey {
   int64_t m, n, k, lda, ldb, ldc, ldd, ld_pre;
   int32_t operand_dtype, out_dtype, transpose_a, transpose_b, epilogue, no_workspace;
   uint32_t align_a, align_b, align_c, align_d; // bytes: powers of two, at most 256
 };
 
-struct KnownProduct {
-  ProductKey key;
+struct GemmPlan {
+  GemmKey key;
   cublasLtMatmulDesc_t operation;
   cublasLtMatrixLayout_t a, b, c, d;
   cublasLtMatmulAlgo_t algorithm;
   bool possible, measured;
 };
 
-struct Products {
+struct Gemms {
   enum { CANDIDATES = 12, ROUNDS = 3 };
   cublasLtHandle_t handle;
   void *workspace;
-  KnownProduct *known;
+  GemmPlan *plans;
   size_t count, capacity;
   bool measure;
   cudaEvent_t begin, end;
   unsigned long long *checksum; // on the device
 };
 
-Products *products_create(Backend *backend) {
+Gemms *gemms_create(Backend *backend) {
   (void)backend;
-  Products *p = static_cast<Products *>(calloc(1, sizeof(Products)));
+  Gemms *p = static_cast<Gemms *>(calloc(1, sizeof(Gemms)));
   if (!p) fail("out of host memory for the CUDA backend");
   lt_check(cublasLtCreate(&p->handle), "starting");
   cuda_check(cudaEventCreate(&p->begin), "creating an event");
@@ -80,21 +73,21 @@ Products *products_create(Backend *backend) {
   return p;
 }
 
-void products_use_workspace(Backend *backend, void *workspace) {
-  cuda_state(backend)->products->workspace = workspace;
+void gemms_use_workspace(Backend *backend, void *workspace) {
+  cuda_state(backend)->gemms->workspace = workspace;
 }
 
-void products_destroy(Products *p) {
+void gemms_destroy(Gemms *p) {
   for (size_t i = 0; i < p->count; i++) {
-    cublasLtMatmulDescDestroy(p->known[i].operation);
-    for (cublasLtMatrixLayout_t layout : {p->known[i].a, p->known[i].b, p->known[i].c, p->known[i].d})
+    cublasLtMatmulDescDestroy(p->plans[i].operation);
+    for (cublasLtMatrixLayout_t layout : {p->plans[i].a, p->plans[i].b, p->plans[i].c, p->plans[i].d})
       cublasLtMatrixLayoutDestroy(layout);
   }
   cublasLtDestroy(p->handle);
   cudaEventDestroy(p->begin);
   cudaEventDestroy(p->end);
   cudaFree(p->checksum);
-  free(p->known);
+  free(p->plans);
   free(p);
 }
 
@@ -107,37 +100,28 @@ static uint32_t alignment_of(const void *address) {
   return (uint32_t)(bits & (~bits + 1));
 }
 
-static cublasLtEpilogue_t lt_epilogue(ProductEpilogue epilogue) {
-  switch (epilogue) {
-  case PRODUCT_BIAS:
-    return CUBLASLT_EPILOGUE_BIAS;
-  case PRODUCT_GELU:
-    return CUBLASLT_EPILOGUE_GELU_AUX;
-  case PRODUCT_BIAS_GELU:
-    return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-  case PRODUCT_TIMES_GELU_SLOPE:
-    return CUBLASLT_EPILOGUE_DGELU;
-  default:
-    return CUBLASLT_EPILOGUE_DEFAULT;
-  }
+static cublasLtEpilogue_t lt_epilogue(GemmEpilogue epilogue) {
+  static const cublasLtEpilogue_t epilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS,
+                                                 CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+                                                 CUBLASLT_EPILOGUE_DGELU}; // in GemmEpilogue's order
+  return epilogues[epilogue];
 }
 
 template <typename T>
 static void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, T value) {
-  lt_check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value),
-           "describing a product");
+  lt_check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value), "describing a GEMM");
 }
 
-static bool has_bias(ProductEpilogue e) {
-  return e == PRODUCT_BIAS || e == PRODUCT_BIAS_GELU;
+static bool has_bias(GemmEpilogue e) {
+  return e == GEMM_BIAS || e == GEMM_BIAS_GELU;
 }
 
-static bool has_pre(ProductEpilogue e) {
-  return e == PRODUCT_GELU || e == PRODUCT_BIAS_GELU || e == PRODUCT_TIMES_GELU_SLOPE;
+static bool has_pre(GemmEpilogue e) {
+  return e == GEMM_GELU || e == GEMM_BIAS_GELU || e == GEMM_GELU_DERIVATIVE;
 }
 
-static ProductKey key_of(const Product *p) {
-  ProductKey key;
+static GemmKey key_of(const Gemm *p) {
+  GemmKey key;
   memset(&key, 0, sizeof key);
   key.m = p->n, key.n = p->m, key.k = p->k;
   key.lda = p->right.stride, key.ldb = p->left.stride, key.ldd = p->out_stride;
@@ -164,53 +148,51 @@ static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns,
   return out;
 }
 
-static void describe(KnownProduct *known) {
-  const ProductKey &key = known->key;
+static void describe(GemmPlan *plan) {
+  const GemmKey &key = plan->key;
   Dtype operands = (Dtype)key.operand_dtype, out = (Dtype)key.out_dtype;
-  ProductEpilogue epilogue = (ProductEpilogue)key.epilogue;
-  lt_check(cublasLtMatmulDescCreate(&known->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-           "describing a product");
-  set(known->operation, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(known->operation, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(known->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, lt_epilogue(epilogue));
-  if (has_bias(epilogue)) set(known->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, lt_type(operands));
+  GemmEpilogue epilogue = (GemmEpilogue)key.epilogue;
+  lt_check(cublasLtMatmulDescCreate(&plan->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a GEMM");
+  set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, lt_epilogue(epilogue));
+  if (has_bias(epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, lt_type(operands));
   if (has_pre(epilogue)) {
-    set(known->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(operands));
-    set(known->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_pre);
+    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(operands));
+    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_pre);
   }
-  known->a = layout(operands, key.m, key.k, key.lda, key.transpose_a);
-  known->b = layout(operands, key.k, key.n, key.ldb, key.transpose_b);
-  known->c = layout(out, key.m, key.n, key.ldc, false);
-  known->d = layout(out, key.m, key.n, key.ldd, false);
+  plan->a = layout(operands, key.m, key.k, key.lda, key.transpose_a);
+  plan->b = layout(operands, key.k, key.n, key.ldb, key.transpose_b);
+  plan->c = layout(out, key.m, key.n, key.ldc, false);
+  plan->d = layout(out, key.m, key.n, key.ldd, false);
 }
 
-static void point_epilogue(KnownProduct *known, const Product *p) {
-  if (has_bias(p->epilogue)) set(known->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p->bias);
-  if (has_pre(p->epilogue)) set(known->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre);
+static void point_epilogue(GemmPlan *plan, const Gemm *p) {
+  if (has_bias(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p->bias);
+  if (has_pre(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre);
 }
 
 // The library's suggestions, best first by its own reckoning.
-static int suggestions(Products *products, const KnownProduct *known,
-                       cublasLtMatmulHeuristicResult_t *results, int most) {
+static int suggestions(Gemms *gemms, const GemmPlan *plan, cublasLtMatmulHeuristicResult_t *results,
+                       int max) {
   cublasLtMatmulPreference_t preference;
   lt_check(cublasLtMatmulPreferenceCreate(&preference), "describing a preference");
   auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
     lt_check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value),
              "describing a preference");
   };
-  // There is one workspace, and products side by side cannot share it.
+  // There is one workspace, and concurrent GEMMs cannot share it.
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-         (uint64_t)(known->key.no_workspace ? 0 : CUDA_GEMM_WORKSPACE_BYTES));
-  // Split sums meet in fp32 in the workspace: not in the output's bf16, and in no order of arrival.
+         (uint64_t)(plan->key.no_workspace ? 0 : CUDA_GEMM_WORKSPACE_BYTES));
+  // Split-K partials are added in fp32 in the workspace, in a fixed order: not in the output's bf16 or by atomics.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, known->key.align_a);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, known->key.align_b);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, known->key.align_c);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, known->key.align_d);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, plan->key.align_a);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, plan->key.align_b);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plan->key.align_c);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, plan->key.align_d);
   int found = 0;
-  cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(products->handle, known->operation, known->a, known->b, known->c,
-                                     known->d, preference, most, results, &found);
+  cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemms->handle, plan->operation, plan->a, plan->b,
+                                                         plan->c, plan->d, preference, max, results, &found);
   cublasLtMatmulPreferenceDestroy(preference);
   if (status != CUBLAS_STATUS_SUCCESS) return 0;
   int usable = 0;
@@ -219,18 +201,17 @@ static int suggestions(Products *products, const KnownProduct *known,
   return usable;
 }
 
-static cudaStream_t stream_of(Backend *backend, const Product *p) {
+static cudaStream_t stream_of(Backend *backend, const Gemm *p) {
   return p->stream ? p->stream : cuda_stream(backend);
 }
 
-static cublasStatus_t execute(Backend *backend, const KnownProduct *known, const Product *p,
+static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm *p,
                               const cublasLtMatmulAlgo_t *algorithm) {
-  Products *products = cuda_state(backend)->products;
+  Gemms *gemms = cuda_state(backend)->gemms;
   float beta = p->addend ? 1.0f : 0.0f;
-  return cublasLtMatmul(products->handle, known->operation, &p->alpha, p->right.data, known->a, p->left.data,
-                        known->b, &beta, p->addend ? p->addend : p->out, known->c, p->out, known->d,
-                        algorithm, products->workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES,
-                        stream_of(backend, p));
+  return cublasLtMatmul(gemms->handle, plan->operation, &p->alpha, p->right.data, plan->a, p->left.data,
+                        plan->b, &beta, p->addend ? p->addend : p->out, plan->c, p->out, plan->d, algorithm,
+                        gemms->workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES, stream_of(backend, p));
 }
 
 // --- measuring ---------------------------------------------------------------------------------------------
@@ -249,9 +230,9 @@ static __global__ void checksum_kernel(unsigned long long *sum, const Bits *data
   atomicAdd(sum, total);
 }
 
-static void add_checksum(Backend *backend, const Product *p, const void *data, Dtype dtype, int64_t rows,
+static void add_checksum(Backend *backend, const Gemm *p, const void *data, Dtype dtype, int64_t rows,
                          int64_t columns, int64_t stride) {
-  unsigned long long *sum = cuda_state(backend)->products->checksum;
+  unsigned long long *sum = cuda_state(backend)->gemms->checksum;
   if (dtype_bytes(dtype) == 2)
     checksum_kernel<<<(unsigned)rows, 256, 0, stream_of(backend, p)>>>(
         sum, static_cast<const uint16_t *>(data), stride, columns);
@@ -260,150 +241,147 @@ static void add_checksum(Backend *backend, const Product *p, const void *data, D
         sum, static_cast<const uint32_t *>(data), stride, columns);
 }
 
-// Of everything that the product writes.
-static unsigned long long checksum(Backend *backend, const Product *p) {
-  unsigned long long *sum = cuda_state(backend)->products->checksum, value = 0;
+// Of everything that the GEMM writes.
+static unsigned long long checksum(Backend *backend, const Gemm *p) {
+  unsigned long long *sum = cuda_state(backend)->gemms->checksum, value = 0;
   cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, stream_of(backend, p)), "clearing a checksum");
   add_checksum(backend, p, p->out, p->out_dtype, p->m, p->n, p->out_stride);
-  if (has_pre(p->epilogue) && p->epilogue != PRODUCT_TIMES_GELU_SLOPE)
+  if (has_pre(p->epilogue) && p->epilogue != GEMM_GELU_DERIVATIVE)
     add_checksum(backend, p, p->pre, p->operand_dtype, p->m, p->n, p->pre_stride);
   cuda_check_launch("a checksum");
   cuda_check(cudaMemcpyAsync(&value, sum, sizeof value, cudaMemcpyDeviceToHost, stream_of(backend, p)),
              "reading a checksum");
-  cuda_check(cudaStreamSynchronize(stream_of(backend, p)), "measuring a product");
+  cuda_check(cudaStreamSynchronize(stream_of(backend, p)), "measuring a GEMM");
   return value;
 }
 
 // Milliseconds of a run.
-static float stopwatch(Backend *backend, const KnownProduct *known, const Product *p,
+static float stopwatch(Backend *backend, const GemmPlan *plan, const Gemm *p,
                        const cublasLtMatmulAlgo_t *algorithm) {
-  Products *products = cuda_state(backend)->products;
+  Gemms *gemms = cuda_state(backend)->gemms;
   float milliseconds = 0;
-  cuda_check(cudaEventRecord(products->begin, stream_of(backend, p)), "measuring a product");
-  lt_check(execute(backend, known, p, algorithm), "multiplying");
-  cuda_check(cudaEventRecord(products->end, stream_of(backend, p)), "measuring a product");
-  cuda_check(cudaEventSynchronize(products->end), "measuring a product");
-  cuda_check(cudaEventElapsedTime(&milliseconds, products->begin, products->end), "measuring a product");
+  cuda_check(cudaEventRecord(gemms->begin, stream_of(backend, p)), "measuring a GEMM");
+  lt_check(execute(backend, plan, p, algorithm), "multiplying");
+  cuda_check(cudaEventRecord(gemms->end, stream_of(backend, p)), "measuring a GEMM");
+  cuda_check(cudaEventSynchronize(gemms->end), "measuring a GEMM");
+  cuda_check(cudaEventElapsedTime(&milliseconds, gemms->begin, gemms->end), "measuring a GEMM");
   return milliseconds;
 }
 
-// An algorithm among those measured, and its time: the least of its runs, or the sum.
-struct Rival {
+// An algorithm among those measured, and its time: the minimum of its runs, or the sum.
+struct Candidate {
   cublasLtMatmulAlgo_t algorithm;
   float milliseconds;
 };
 
-static const Rival *fastest(const Rival *rivals, int count) {
-  const Rival *best = rivals;
+static const Candidate *fastest(const Candidate *candidates, int count) {
+  const Candidate *best = candidates;
   for (int i = 1; i < count; i++)
-    if (rivals[i].milliseconds < best->milliseconds) best = &rivals[i];
+    if (candidates[i].milliseconds < best->milliseconds) best = &candidates[i];
   return best;
 }
 
 // The fastest of the suggestions that give the first one's bits.
-static void measure(Backend *backend, KnownProduct *known, const Product *p) {
-  Products *products = cuda_state(backend)->products;
-  cublasLtMatmulHeuristicResult_t results[Products::CANDIDATES];
-  Rival rivals[Products::CANDIDATES];
-  int found = suggestions(products, known, results, Products::CANDIDATES), count = 0;
+static void measure(Backend *backend, GemmPlan *plan, const Gemm *p) {
+  Gemms *gemms = cuda_state(backend)->gemms;
+  cublasLtMatmulHeuristicResult_t results[Gemms::CANDIDATES];
+  Candidate candidates[Gemms::CANDIDATES];
+  int found = suggestions(gemms, plan, results, Gemms::CANDIDATES), count = 0;
   unsigned long long wanted = 0;
   for (int i = 0; i < found; i++) {
-    if (execute(backend, known, p, &results[i].algo) != CUBLAS_STATUS_SUCCESS) continue;
+    if (execute(backend, plan, p, &results[i].algo) != CUBLAS_STATUS_SUCCESS) continue;
     unsigned long long bits = checksum(backend, p);
     if (count == 0) wanted = bits;
-    if (bits == wanted) rivals[count++].algorithm = results[i].algo;
+    if (bits == wanted) candidates[count++].algorithm = results[i].algo;
   }
-  known->measured = true;
+  plan->measured = true;
   if (count == 0) return;
-  // Gradients of weights are written once and added to ever after, so it is the addition that is timed. What
-  // it leaves is written over by the run that was asked for. In fp32 alone: the library may refuse to add to
-  // bf16 (cublaslt_product).
-  Product timed = *p;
-  if (p->left.transposed && p->epilogue == PRODUCT_PLAIN && p->out_dtype == DTYPE_F32)
+  // Gradients of weights are written once and added to ever after, so the addition is timed; the run that was asked
+  // for overwrites what it leaves. In fp32 alone: the library may refuse to add to bf16 (cublaslt_gemm).
+  Gemm timed = *p;
+  if (p->left.transposed && p->epilogue == GEMM_PLAIN && p->out_dtype == DTYPE_F32)
     timed.addend = p->out, timed.addend_stride = p->out_stride;
-  // A rested device is fast for some milliseconds; then large products bring it to its power limit. In a
-  // step they come there together with others, and so are their rivals measured: in turn, a run each, at a
-  // clock that all of them have brought about. One algorithm on its own settles at a clock of its own, which
-  // favours another than the fastest in a step: on an H200, for the last layer's dW, by 5 to 10% of its time.
-  // Rounds before number 0 do not count: the first may wait for code to be loaded.
+  // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step they run
+  // there among others, so the candidates are timed in turn, a run each, at a clock that all of them bring about. One
+  // algorithm on its own runs at a clock of its own, which favours another than the fastest in a step: on an H200, for
+  // the LM head's dW, by 5 to 10% of its time. Rounds before number 0 do not count: the first may load code.
   bool large = 2.0 * (double)p->m * (double)p->n * (double)p->k >= SUSTAINED_FLOPS;
-  int warm_up = 0, rounds = Products::ROUNDS;
+  int warm_up = 0, rounds = Gemms::ROUNDS;
   if (large) {
     constexpr float WARM_UP = 150, SUSTAINED = 300; // milliseconds
-    float round_time = (float)count * stopwatch(backend, known, p, &rivals[0].algorithm);
+    float round_time = (float)count * stopwatch(backend, plan, p, &candidates[0].algorithm);
     warm_up = (int)ceilf(WARM_UP / round_time);
-    rounds = (int)fmaxf(Products::ROUNDS, ceilf(SUSTAINED / round_time));
+    rounds = (int)fmaxf(Gemms::ROUNDS, ceilf(SUSTAINED / round_time));
   }
   for (int round = -warm_up; round < rounds; round++)
     for (int i = 0; i < count; i++) {
-      float now = stopwatch(backend, known, &timed, &rivals[i].algorithm), *time = &rivals[i].milliseconds;
+      float now = stopwatch(backend, plan, &timed, &candidates[i].algorithm),
+            *time = &candidates[i].milliseconds;
       *time = round <= 0 ? now : large ? *time + now : fminf(*time, now);
     }
-  known->algorithm = fastest(rivals, count)->algorithm;
+  plan->algorithm = fastest(candidates, count)->algorithm;
 }
 
-// Whether the product may run again and again, here and now.
-static bool repeatable(Backend *backend, const Product *p) {
+// Whether running the GEMM several times, here and now, leaves the same result as running it once.
+static bool repeatable(Backend *backend, const Gemm *p) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cuda_check(cudaStreamIsCapturing(stream_of(backend, p), &capture), "asking whether the stream is captured");
   return capture == cudaStreamCaptureStatusNone && p->addend != p->out;
 }
 
-// Whether equal results mean an equal order of summation. Rounding to bf16 hides all but one in some ten
-// thousand of the differences that another order makes in fp32: a small bf16 result agrees by chance, on this
-// step's numbers and not on a later one's. Small products are not worth the stopwatch anyway.
-static bool telling(const Product *p) {
+// Whether equal results mean an equal order of summation. Rounding to bf16 hides all but one in some ten thousand of
+// the differences that another order makes in fp32: a small bf16 result agrees by chance, on this step's data and not
+// on a later one's. Small GEMMs are not worth measuring anyway.
+static bool conclusive(const Gemm *p) {
   return p->m * p->n >= (p->out_dtype == DTYPE_BF16 ? 1 << 20 : 1 << 14) && p->k >= 64;
 }
 
-static KnownProduct *know(Backend *backend, const Product *p) {
-  Products *products = cuda_state(backend)->products;
-  ProductKey key = key_of(p);
-  for (size_t i = 0; i < products->count; i++)
-    if (memcmp(&products->known[i].key, &key, sizeof key) == 0) return &products->known[i];
-  if (products->count == products->capacity) {
-    products->capacity = products->capacity ? 2 * products->capacity : 64;
-    products->known =
-        static_cast<KnownProduct *>(realloc(products->known, products->capacity * sizeof *products->known));
-    if (!products->known) fail("out of host memory for the products' algorithms");
+static GemmPlan *plan_of(Backend *backend, const Gemm *p) {
+  Gemms *gemms = cuda_state(backend)->gemms;
+  GemmKey key = key_of(p);
+  for (size_t i = 0; i < gemms->count; i++)
+    if (memcmp(&gemms->plans[i].key, &key, sizeof key) == 0) return &gemms->plans[i];
+  if (gemms->count == gemms->capacity) {
+    gemms->capacity = gemms->capacity ? 2 * gemms->capacity : 64;
+    gemms->plans = static_cast<GemmPlan *>(realloc(gemms->plans, gemms->capacity * sizeof *gemms->plans));
+    if (!gemms->plans) fail("out of host memory for the GEMMs' algorithms");
   }
-  KnownProduct *known = &products->known[products->count++];
-  memset(known, 0, sizeof *known);
-  known->key = key;
-  describe(known);
-  point_epilogue(known, p);
+  GemmPlan *plan = &gemms->plans[gemms->count++];
+  memset(plan, 0, sizeof *plan);
+  plan->key = key;
+  describe(plan);
+  point_epilogue(plan, p);
   cublasLtMatmulHeuristicResult_t first;
-  known->possible = suggestions(products, known, &first, 1) > 0;
-  if (known->possible) known->algorithm = first.algo;
-  return known;
+  plan->possible = suggestions(gemms, plan, &first, 1) > 0;
+  if (plan->possible) plan->algorithm = first.algo;
+  return plan;
 }
 
 static bool aligned(const void *data, int64_t stride, Dtype dtype) {
   return !data || ((uintptr_t)data | (uintptr_t)stride * dtype_bytes(dtype)) % 16 == 0;
 }
 
-static bool all_aligned(const Product *p) {
+static bool all_aligned(const Gemm *p) {
   return aligned(p->left.data, p->left.stride, p->operand_dtype) &&
          aligned(p->right.data, p->right.stride, p->operand_dtype) &&
          aligned(p->pre, p->pre_stride, p->operand_dtype) && aligned(p->out, p->out_stride, p->out_dtype) &&
          aligned(p->addend, p->addend_stride, p->out_dtype);
 }
 
-// False when the library cannot do this product, or not well.
-static bool cublaslt_product(Backend *backend, const Product *p) {
+// False when the library cannot do this GEMM, or not accurately.
+static bool cublaslt_gemm(Backend *backend, const Gemm *p) {
   if (p->operand_dtype == DTYPE_F32 && has_pre(p->epilogue)) return false;
-  if ((p->addend || p->epilogue != PRODUCT_PLAIN) && p->out_dtype == DTYPE_BF16 && !all_aligned(p))
-    return false;
-  KnownProduct *known = know(backend, p);
-  if (!known->possible) return false;
-  point_epilogue(known, p);
-  bool measuring = cuda_state(backend)->products->measure && telling(p) && repeatable(backend, p);
-  if (!known->measured && measuring) measure(backend, known, p);
-  lt_check(execute(backend, known, p, &known->algorithm), "multiplying");
+  if ((p->addend || p->epilogue != GEMM_PLAIN) && p->out_dtype == DTYPE_BF16 && !all_aligned(p)) return false;
+  GemmPlan *plan = plan_of(backend, p);
+  if (!plan->possible) return false;
+  point_epilogue(plan, p);
+  bool measuring = cuda_state(backend)->gemms->measure && conclusive(p) && repeatable(backend, p);
+  if (!plan->measured && measuring) measure(backend, plan, p);
+  lt_check(execute(backend, plan, p, &plan->algorithm), "multiplying");
   return true;
 }
 
-// --- the plain product -------------------------------------------------------------------------------------
+// --- the plain GEMM ----------------------------------------------------------------------------------------
 
 // A block makes a tile of 64 x 64, a thread every 16th row and column of it, and the tiles of the operands
 // pass through shared memory 16 terms at a time.
@@ -423,13 +401,13 @@ static __device__ void load_tile(float (&tile)[TERMS][TILE + 1], const T *data, 
 }
 
 template <typename T, typename TO>
-static __device__ void plain_epilogue(const Product &p, int64_t row, int64_t column, float sum) {
+static __device__ void plain_epilogue(const Gemm &p, int64_t row, int64_t column, float sum) {
   float value = p.alpha * sum;
   T *pre = static_cast<T *>(p.pre) + row * p.pre_stride + column;
   if (p.addend) value += to_float(static_cast<const TO *>(p.addend)[row * p.addend_stride + column]);
   if (p.bias) value += to_float(static_cast<const T *>(p.bias)[column]);
-  if (p.epilogue == PRODUCT_TIMES_GELU_SLOPE) {
-    value *= gelu_slope(to_float(*pre));
+  if (p.epilogue == GEMM_GELU_DERIVATIVE) {
+    value *= gelu_derivative(to_float(*pre));
   } else if (p.pre) {
     *pre = from_float<T>(value);
     value = gelu(value);
@@ -437,8 +415,7 @@ static __device__ void plain_epilogue(const Product &p, int64_t row, int64_t col
   static_cast<TO *>(p.out)[row * p.out_stride + column] = from_float<TO>(value);
 }
 
-template <typename T, typename TO>
-static __global__ void __launch_bounds__(256) plain_product_kernel(Product p) {
+template <typename T, typename TO> static __global__ void __launch_bounds__(256) plain_gemm_kernel(Gemm p) {
   __shared__ float left[TERMS][TILE + 1], right[TERMS][TILE + 1];
   int64_t first_row = (int64_t)blockIdx.x * TILE, first_column = (int64_t)blockIdx.y * TILE;
   int x = threadIdx.x % 16, y = threadIdx.x / 16;
@@ -464,22 +441,21 @@ static __global__ void __launch_bounds__(256) plain_product_kernel(Product p) {
     }
 }
 
-static void plain_product(Backend *backend, const Product *p) {
+static void plain_gemm(Backend *backend, const Gemm *p) {
   dim3 grid((unsigned)ceil_div(p->m, TILE), (unsigned)ceil_div(p->n, TILE));
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
-      plain_product_kernel<decltype(type), decltype(out_type)><<<grid, 256, 0, stream_of(backend, p)>>>(*p);
+      plain_gemm_kernel<decltype(type), decltype(out_type)><<<grid, 256, 0, stream_of(backend, p)>>>(*p);
     });
   });
-  cuda_check_launch("a plain product");
+  cuda_check_launch("a plain GEMM");
 }
 
 // --- ragged ends -------------------------------------------------------------------------------------------
 
-// The library's fast kernels move 16 bytes at a time along a matrix's contiguous axis. Where that axis is no
-// multiple of 8 numbers long, though its rows are aligned (a vocabulary of 50257 in rows of 50304), it falls
-// back to kernels several times slower. So the last few terms, rows or columns of such a product are a
-// product of their own.
+// The library's fast kernels move 16 bytes at a time along a matrix's contiguous axis. Where that axis is no multiple
+// of 8 elements long, though its rows are aligned (a vocabulary of 50257 in rows of 50304), it falls back to kernels
+// several times slower. So the last few terms, rows or columns of such a GEMM are a GEMM of their own.
 enum { WHOLE = 8 };
 
 static bool ragged(int64_t extent) {
@@ -491,9 +467,9 @@ static void skip(Operand *o, Dtype dtype, int64_t rows, int64_t columns) {
   o->data = static_cast<const char *>(o->data) + elements * (int64_t)dtype_bytes(dtype);
 }
 
-// Rows [rows, m) and columns [columns, n) of the product.
-static Product corner(const Product *p, int64_t rows, int64_t columns) {
-  Product rest = *p;
+// Rows [rows, m) and columns [columns, n) of the GEMM.
+static Gemm corner(const Gemm *p, int64_t rows, int64_t columns) {
+  Gemm rest = *p;
   int64_t bytes = (int64_t)dtype_bytes(p->out_dtype);
   rest.m -= rows;
   rest.n -= columns;
@@ -505,14 +481,14 @@ static Product corner(const Product *p, int64_t rows, int64_t columns) {
   return rest;
 }
 
-static void whole_product(Backend *backend, const Product *p) {
-  if (!cublaslt_product(backend, p)) plain_product(backend, p);
+static void any_gemm(Backend *backend, const Gemm *p) {
+  if (!cublaslt_gemm(backend, p)) plain_gemm(backend, p);
 }
 
-void cuda_gemm(Backend *backend, const Product *p) {
+void cuda_gemm(Backend *backend, const Gemm *p) {
   if (p->m == 0 || p->n == 0) return;
-  bool splits = p->operand_dtype == DTYPE_BF16 && p->epilogue == PRODUCT_PLAIN && all_aligned(p);
-  Product bulk = *p, rest;
+  bool splits = p->operand_dtype == DTYPE_BF16 && p->epilogue == GEMM_PLAIN && all_aligned(p);
+  Gemm bulk = *p, rest;
   if (splits && ragged(p->k) && (!p->left.transposed || p->right.transposed)) {
     bulk.k -= p->k % WHOLE;
     rest = *p;
@@ -522,88 +498,47 @@ void cuda_gemm(Backend *backend, const Product *p) {
     rest.addend = p->out;
     rest.addend_stride = p->out_stride;
     cuda_gemm(backend, &bulk);
-    plain_product(backend, &rest);
+    plain_gemm(backend, &rest);
   } else if (splits && ragged(p->m) && p->left.transposed) {
     bulk.m -= p->m % WHOLE;
     rest = corner(p, bulk.m, 0);
     cuda_gemm(backend, &bulk);
-    whole_product(backend, &rest);
+    any_gemm(backend, &rest);
   } else if (splits && ragged(p->n)) {
     bulk.n -= p->n % WHOLE;
     rest = corner(p, 0, bulk.n);
     cuda_gemm(backend, &bulk);
-    plain_product(backend, &rest);
+    plain_gemm(backend, &rest);
   } else {
-    whole_product(backend, p);
+    any_gemm(backend, p);
   }
 }
 
-// --- the three products of a linear layer ------------------------------------------------------------------
-
-// The weight as the right operand of x W^T: [inputs, outputs].
-static Operand weight_operand(Tensor weight, bool in_out_layout) {
-  return {weight.data, weight.stride, !in_out_layout};
-}
+// --- the three GEMMs of a linear layer ---------------------------------------------------------------------
 
 void cuda_linear_forward(Backend *backend, const LinearForward *a) {
   bool bias = tensor_exists(a->bias), gelu = tensor_exists(a->pre_activation);
-  Product product = {.m = a->x.shape[0],
-                     .n = a->out.shape[1],
-                     .k = a->x.shape[1],
-                     .left = {a->x.data, a->x.stride, false},
-                     .right = weight_operand(a->weight, a->in_out_layout),
-                     .operand_dtype = a->x.dtype,
-                     .out_dtype = a->out.dtype,
-                     .out = a->out.data,
-                     .out_stride = a->out.stride,
-                     .addend = a->residual.data,
-                     .addend_stride = a->residual.stride,
-                     .epilogue = gelu   ? bias ? PRODUCT_BIAS_GELU : PRODUCT_GELU
-                                 : bias ? PRODUCT_BIAS
-                                        : PRODUCT_PLAIN,
-                     .bias = a->bias.data,
-                     .pre = a->pre_activation.data,
-                     .pre_stride = a->pre_activation.stride};
-  cuda_gemm(backend, &product);
+  Gemm g = gemm_of(a->out, a->x, false, a->weight, !a->in_out_layout);
+  g.addend = a->residual.data, g.addend_stride = a->residual.stride;
+  g.epilogue = gelu ? bias ? GEMM_BIAS_GELU : GEMM_GELU : bias ? GEMM_BIAS : GEMM_PLAIN;
+  g.bias = a->bias.data;
+  g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
+  cuda_gemm(backend, &g);
 }
 
 void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  bool gelu = tensor_exists(a->pre_activation);
-  Operand weight = weight_operand(a->weight, a->in_out_layout);
-  weight.transposed = !weight.transposed;
-  Product product = {.m = a->dout.shape[0],
-                     .n = a->dx.shape[1],
-                     .k = a->dout.shape[1],
-                     .left = {a->dout.data, a->dout.stride, false},
-                     .right = weight,
-                     .operand_dtype = a->dout.dtype,
-                     .out_dtype = a->dx.dtype,
-                     .out = a->dx.data,
-                     .out_stride = a->dx.stride,
-                     .addend = a->accumulate ? a->dx.data : nullptr,
-                     .addend_stride = a->dx.stride,
-                     .epilogue = gelu ? PRODUCT_TIMES_GELU_SLOPE : PRODUCT_PLAIN,
-                     .pre = a->pre_activation.data,
-                     .pre_stride = a->pre_activation.stride};
-  cuda_gemm(backend, &product);
+  Gemm g = gemm_of(a->dx, a->dout, false, a->weight, a->in_out_layout, a->accumulate);
+  if (tensor_exists(a->pre_activation)) g.epilogue = GEMM_GELU_DERIVATIVE;
+  g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
+  cuda_gemm(backend, &g);
 }
 
 void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
   Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
-  Product product = {.m = left.shape[1],
-                     .n = right.shape[1],
-                     .k = a->x.shape[0],
-                     .left = {left.data, left.stride, true},
-                     .right = {right.data, right.stride, false},
-                     .operand_dtype = a->x.dtype,
-                     .out_dtype = a->dweight.dtype,
-                     .out = a->dweight.data,
-                     .out_stride = a->dweight.stride,
-                     .addend = a->accumulate ? a->dweight.data : nullptr,
-                     .addend_stride = a->dweight.stride,
-                     .alpha = a->alpha};
-  if (product.k > 0)
-    cuda_gemm(backend, &product);
+  Gemm g = gemm_of(a->dweight, left, true, right, false, a->accumulate);
+  g.alpha = a->alpha;
+  if (g.k > 0)
+    cuda_gemm(backend, &g);
   else if (!a->accumulate)
     cuda_fill_zero(backend, &a->dweight);
   if (tensor_exists(a->dbias))

@@ -1,28 +1,20 @@
-// The last layer's pieces, on any GPU from sm_80 on (on sm_90 with the products of hopper_gemm.cu). Why
-// the arithmetic is anchored at the target is told in kernels/linear_cross_entropy.c; this file is about
-// where the bytes go.
+// The LM head and loss, piece by piece, on any GPU from sm_80 on; on sm_90 with the GEMMs of hopper_gemm.cu. Why the
+// arithmetic is anchored at the target: kernels/linear_cross_entropy.c. This file is about data flow.
 //
-// The sweep makes the logits in fp32, a tile of vocabulary entries at a time, through cuBLASLt. A second
-// kernel finds the tile in the L2 cache, turns each logit into E = exp(z - a), adds up the rows, and writes
-// E, rounded once, to where it stays. So a logit crosses the L2 twice in fp32, E crosses device memory once
-// in bf16, and no logit is ever rounded. A row's sum over the tiles is kept in double; one block adds to it
-// per tile, in the tiles' order. Then one product over the whole vocabulary, E W.
+// Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A second kernel
+// reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E in bf16. So a logit crosses
+// L2 twice in fp32, E crosses device memory once, and no logit is rounded. One block adds to a row's sum per tile, in
+// double, in the tiles' order. Then one GEMM over the whole vocabulary, E W. Tiles are buffered: the GEMMs alternate
+// between two streams, so that one starts on the SMs that the one before leaves, and the second kernel runs on a third
+// stream of higher priority.
 //
-// Several tiles take turns, so that nothing waits: the products alternate between two streams, one beginning
-// on the multiprocessors that the one before it leaves, and the second kernel runs on a third stream that
-// goes before both.
+// Rows whose sum exceeds 2^100 are redone with their maximum as anchor: short of the overflow at 2^128, because
+// r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are any: the kernel that finalizes
+// the sums looks at them and, as a rule, returns. On sm_90 kernels are launched with PDL, which hides launches in small
+// chunks.
 //
-// Rows whose sum exceeds 2^100 are redone with their maximum as anchor. Short of the overflow at 2^128
-// already, because r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are
-// any: the kernel that settles the sums looks at them and, as a rule, leaves.
-//
-// On sm_90 the kernels here are launched early (pdl_attribute), so that in small chunks launches do not add
-// up.
-//
-// Traffic for a chunk of C rows, besides the products' own: 8 C V bytes through L2, 2 C V bytes to memory.
-// Measured on an H200 without hopper_gemm.cu (LCE_HOPPER=0 in the environment), whole layer over its three
-// bare products in the same run, at N 16384, H 2048, V 131072: 1.21 in chunks of 4096, 1.18 in chunks of
-// 2048.
+// Cost for a chunk of C rows, besides the GEMMs: 8 C V bytes through L2, 2 C V bytes to memory. On an H200 without
+// hopper_gemm.cu (LCE_HOPPER=0 in the environment) the layer takes 1.2 times its three plain GEMMs.
 #include <cooperative_groups.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -31,37 +23,21 @@
 static constexpr float LARGEST_SUM = 0x1p100f;
 static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a tile
 
-// What the sweep keeps in its scratch, in this order (scratch.c adds up the same sizes).
-struct Sweep {
+// The portable path's scratch, in this order (scratch.c adds up the same sizes).
+struct TileScratch {
   float *tile[CUDA_LCE_TILES]; // [rows, columns], dense
   double *sum;                 // [rows]
   int64_t columns;
 };
 
-static float sharpness_of(float temperature) {
+static float inv_temperature_of(float temperature) {
   return temperature > 0 ? 1 / temperature : 1;
 }
 
-// LossRows on the device; absent is NULL.
-struct RowPointers {
-  float *target_z, *anchor, *row_sum, *target_e, *rescale, *scale_non_target, *scale_target, *scale_uniform;
-};
-
-static RowPointers pointers_of(const LossRows &rows) {
-  return {.target_z = data_of<float>(rows.target_z),
-          .anchor = data_of<float>(rows.anchor),
-          .row_sum = data_of<float>(rows.row_sum),
-          .target_e = data_of<float>(rows.target_e),
-          .rescale = data_of<float>(rows.rescale),
-          .scale_non_target = data_of<float>(rows.scale_non_target),
-          .scale_target = data_of<float>(rows.scale_target),
-          .scale_uniform = data_of<float>(rows.scale_uniform)};
-}
-
-static Sweep sweep_scratch(const LceLogitsExp *a) {
+static TileScratch tile_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
   char *at = data_of<char>(a->workspace);
-  Sweep s;
+  TileScratch s;
   s.columns = columns;
   for (float *&tile : s.tile) {
     tile = reinterpret_cast<float *>(at);
@@ -109,15 +85,12 @@ static __global__ void __launch_bounds__(256)
 
 void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   int64_t rows = a->x.shape[0];
-  if (rows == 0) return;
-  with_float(a->x.dtype, [&](auto type) {
+  with_access(a->x.dtype, {a->x, a->weight}, [&](auto type, auto width) {
     using T = decltype(type);
-    with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)ceil_div(rows, 8)), 256,
-                    target_logits_kernel<T, W>, data_of<float>(a->target_z), data_of<T>(a->x), a->x.stride,
-                    data_of<T>(a->weight), data_of<int32_t>(a->targets), rows, (int)a->x.shape[1]);
-    });
+    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), dim3((unsigned)ceil_div(rows, 8)), 256,
+                           hopper_runs(backend)};
+    launch_kernel(launch, target_logits_kernel<T, width>, data_of<float>(a->target_z), data_of<T>(a->x),
+                  a->x.stride, data_of<T>(a->weight), data_of<int32_t>(a->targets), rows, (int)a->x.shape[1]);
   });
 }
 
@@ -130,8 +103,8 @@ static __device__ float anchor_of(float target_z, int target) {
 // kept.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
-    exponential_kernel(T *exps, int64_t exps_stride, Sweep s, const float *tile, const float *target_z,
-                       const int32_t *targets, int64_t first, int columns, float sharpness) {
+    exponential_kernel(T *exps, int64_t exps_stride, TileScratch s, const float *tile, const float *target_z,
+                       const int32_t *targets, int64_t first, int columns, float inv_temperature) {
   int64_t row = blockIdx.x;
   tile += row * s.columns;
   float a = anchor_of(target_z[row], targets[row]), sum = 0;
@@ -144,13 +117,13 @@ static __global__ void __launch_bounds__(1024)
     load(z, tile + i);
 #pragma unroll
     for (int k = 0; k < W; k++) {
-      z[k] = i + k == target ? 0.0f : __expf((z[k] - a) * sharpness);
+      z[k] = i + k == target ? 0.0f : __expf((z[k] - a) * inv_temperature);
       sum += z[k];
     }
     if (exps) store(exps + i, z);
   }
   if (tail < columns) {
-    float e = tail == target ? 0.0f : __expf((tile[tail] - a) * sharpness);
+    float e = tail == target ? 0.0f : __expf((tile[tail] - a) * inv_temperature);
     sum += e;
     if (exps) exps[tail] = from_float<T>(e);
   }
@@ -167,29 +140,31 @@ static __device__ void raise_to(float *max, float x) {
     atomicMin(reinterpret_cast<unsigned *>(max), __float_as_uint(x));
 }
 
-// What settling the rows' sums needs of a call.
-template <typename T> struct Settling {
+template <typename T> struct FinalizeParams {
   T *exps; // NULL: not kept
   int64_t exps_stride, x_stride;
-  RowPointers row;
+  LossRows row;
   const T *x, *weight;
   const int32_t *targets;
   int64_t rows, vocab_size;
   int hidden_size;
-  float sharpness;
+  float inv_temperature;
   const double *sum;  // [rows], or
   const float *parts; // [rows, across]: what is still to be added
   int across;
-  float *shares; // [rows, blocks]; may lie where parts do
+  float *shares; // [rows, blocks]; may overlap parts
 };
 
-// The rows' sums and anchors, and rows redone whose sum is too large: as a rule there are none, which every
-// block sees for itself. Else each block makes the entries of its share of the vocabulary. A cooperative
-// launch.
+// The rows' sums and anchors; rows whose sum is too large are redone. As a rule there are none, and every block returns;
+// else each block makes the entries of its share of the vocabulary. A cooperative launch.
 template <typename T, int W>
-static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_constant__ Settling<T> a) {
+static __global__ void __launch_bounds__(1024)
+    finalize_rows_kernel(const __grid_constant__ FinalizeParams<T> a) {
   cooperative_groups::grid_group grid = cooperative_groups::this_grid();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  float *anchor = data_of<float>(a.row.anchor), *row_sum = data_of<float>(a.row.row_sum);
+  float *target_e = data_of<float>(a.row.target_e);
+  const float *target_z = data_of<float>(a.row.target_z);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < a.rows;
@@ -199,12 +174,12 @@ static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_consta
     for (int i = lane; i < a.across; i += 32) sum += (double)a.parts[row * a.across + i];
     sum = warp_sum(sum);
     if (lane) continue;
-    a.row.row_sum[row] = (float)sum;
-    a.row.target_e[row] = 1;
-    a.row.anchor[row] = anchor_of(a.row.target_z[row], a.targets[row]);
+    row_sum[row] = (float)sum;
+    target_e[row] = 1;
+    anchor[row] = anchor_of(target_z[row], a.targets[row]);
   }
   grid.sync();
-  auto redone = [&](int64_t row) { return a.row.row_sum[row] > LARGEST_SUM; };
+  auto redone = [&](int64_t row) { return row_sum[row] > LARGEST_SUM; };
   bool any = false;
   for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= redone(row);
   if (!__syncthreads_or(any)) return;
@@ -215,20 +190,20 @@ static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_consta
     return warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
   };
   for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
-    if (redone(row)) a.row.anchor[row] = -INFINITY;
+    if (redone(row)) anchor[row] = -INFINITY;
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
     if (!redone(row)) continue;
-    float most = -INFINITY;
-    for (int64_t v = begin + warp; v < end; v += warps) most = fmaxf(most, logit(row, v));
-    if (lane == 0) raise_to(&a.row.anchor[row], most);
+    float max = -INFINITY;
+    for (int64_t v = begin + warp; v < end; v += warps) max = fmaxf(max, logit(row, v));
+    if (lane == 0) raise_to(&anchor[row], max);
   }
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
     if (!redone(row)) continue;
     float sum = 0;
     for (int64_t v = begin + warp; v < end; v += warps) {
-      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - a.row.anchor[row]) * a.sharpness);
+      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - anchor[row]) * a.inv_temperature);
       if (lane) continue;
       sum += e;
       if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e);
@@ -243,13 +218,13 @@ static __global__ void __launch_bounds__(1024) settle_kernel(const __grid_consta
     for (unsigned i = lane; i < gridDim.x; i += 32) sum += a.shares[row * gridDim.x + i];
     sum = warp_sum(sum);
     if (lane) continue;
-    a.row.row_sum[row] = sum;
-    a.row.target_e[row] = __expf((a.row.target_z[row] - a.row.anchor[row]) * a.sharpness);
+    row_sum[row] = sum;
+    target_e[row] = __expf((target_z[row] - anchor[row]) * a.inv_temperature);
   }
 }
 
 template <typename T>
-static void settle(Backend *backend, const Settling<T> &a, int64_t most_blocks, bool dots_align) {
+static void finalize_rows(Backend *backend, const FinalizeParams<T> &a, int64_t max_blocks, bool dots_align) {
   with_bool(dots_align, [&](auto wide) {
     constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
     cudaLaunchAttribute attributes[2] = {};
@@ -257,30 +232,24 @@ static void settle(Backend *backend, const Settling<T> &a, int64_t most_blocks, 
     attributes[0].val.cooperative = 1;
     attributes[1] = pdl_attribute();
     cudaLaunchConfig_t config = {};
-    // As many as surely run at the same time, and whose sums there is room for.
-    config.gridDim = dim3((unsigned)min_i64(cuda_state(backend)->multiprocessors, most_blocks));
+    // As many as run at the same time, and whose sums fit in the scratch.
+    config.gridDim = dim3((unsigned)min_i64(cuda_state(backend)->multiprocessors, max_blocks));
     config.blockDim = dim3(1024);
     config.stream = cuda_stream(backend);
     config.attrs = attributes;
     config.numAttrs = hopper_runs(backend) ? 2 : 1;
-    cuda_check(cudaLaunchKernelEx(&config, settle_kernel<T, W>, a), "settling the rows' sums");
+    cuda_check(cudaLaunchKernelEx(&config, finalize_rows_kernel<T, W>, a), "finalizing the rows' sums");
   });
 }
 
 // Logits of vocabulary entries [first, first + columns) into a tile.
-static void logits_product(Backend *backend, cudaStream_t stream, const LceLogitsExp *a, float *tile,
-                           int64_t stride, int64_t first, int64_t columns) {
-  Product product = {.m = a->x.shape[0],
-                     .n = columns,
-                     .k = a->x.shape[1],
-                     .left = {a->x.data, a->x.stride, false},
-                     .right = {tensor_rows(a->weight, first, columns).data, a->weight.stride, true},
-                     .operand_dtype = a->x.dtype,
-                     .out_dtype = DTYPE_F32,
-                     .out = tile,
-                     .out_stride = stride,
-                     .stream = stream};
-  cuda_gemm(backend, &product);
+static void logits_gemm(Backend *backend, cudaStream_t stream, const LceLogitsExp *a, float *tile,
+                        int64_t stride, int64_t first, int64_t columns) {
+  Tensor out = tensor_2d(tile, DTYPE_F32, a->x.shape[0], columns);
+  Gemm g = gemm_of(out, a->x, false, tensor_rows(a->weight, first, columns), true);
+  g.out_stride = stride;
+  g.stream = stream;
+  cuda_gemm(backend, &g);
 }
 
 static void record(cudaEvent_t event, cudaStream_t stream) {
@@ -291,8 +260,9 @@ static void wait_for(cudaEvent_t event, cudaStream_t stream) {
   cuda_check(cudaStreamWaitEvent(stream, event, 0), "forking and joining streams");
 }
 
-// All tiles: E, and the rows' sums.
-template <typename T> static void sweep_tiles(Backend *backend, const LceLogitsExp *a, const Sweep &s) {
+// The portable path: E, and the rows' sums, tile after tile.
+template <typename T>
+static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const TileScratch &s) {
   CudaState *state = cuda_state(backend);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
   T *exps = data_of<T>(a->exps);
@@ -304,7 +274,7 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceLogitsE
     int i = turn % CUDA_LCE_TILES;
     cudaStream_t stream = turn % 2 ? state->side : state->stream;
     if (turn >= CUDA_LCE_TILES) wait_for(state->joined[i], stream);
-    logits_product(backend, stream, a, s.tile[i], s.columns, first, columns);
+    logits_gemm(backend, stream, a, s.tile[i], s.columns, first, columns);
     record(state->forked[i], stream);
     wait_for(state->forked[i], state->urgent);
     with_bool(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
@@ -312,14 +282,14 @@ template <typename T> static void sweep_tiles(Backend *backend, const LceLogitsE
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
       exponential_kernel<T, W><<<(unsigned)rows, threads, 0, state->urgent>>>(
           exps, a->exps.stride, s, s.tile[i], data_of<float>(a->rows.target_z), data_of<int32_t>(a->targets),
-          first, (int)columns, sharpness_of(a->temperature));
+          first, (int)columns, inv_temperature_of(a->temperature));
     });
     record(state->joined[i], state->urgent);
-    if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends after all others
+    if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends last
   }
 }
 
-// The rows from `first` on, as a sweep of their own.
+// The rows from `first` on, as an operation of their own.
 static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
   LceLogitsExp rest = *a;
   int64_t count = a->x.shape[0] - first;
@@ -332,52 +302,45 @@ static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
 void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = a->weight.shape[0];
   if (rows == 0) return;
-  Sweep s = sweep_scratch(a);
+  TileScratch s = tile_scratch(a);
   size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     int64_t done = 0;
     for (int64_t first = 0; first < rows; first += done) {
       LceLogitsExp rest = rows_from(a, first);
-      done =
-          hopper_logits_exp(backend, rest.exps, s.tile[0], tile_bytes, data_of<float>(rest.rows.target_z),
-                            sharpness_of(a->temperature), rest.x, a->weight, data_of<int32_t>(rest.targets));
+      done = hopper_logits_exp(backend, rest.exps, s.tile[0], tile_bytes, data_of<float>(rest.rows.target_z),
+                               inv_temperature_of(a->temperature), rest.x, a->weight,
+                               data_of<int32_t>(rest.targets));
       bool on_hopper = done > 0;
       if (!on_hopper) {
-        sweep_tiles<T>(backend, a, s);
+        logits_exp_tiles<T>(backend, a, s);
         done = rows;
       }
-      Settling<T> settling = {.exps = data_of<T>(rest.exps),
-                              .exps_stride = rest.exps.stride,
-                              .x_stride = rest.x.stride,
-                              .row = pointers_of(rest.rows),
-                              .x = data_of<T>(rest.x),
-                              .weight = data_of<T>(a->weight),
-                              .targets = data_of<int32_t>(rest.targets),
-                              .rows = done,
-                              .vocab_size = vocab_size,
-                              .hidden_size = (int)hidden_size,
-                              .sharpness = sharpness_of(a->temperature),
-                              .sum = on_hopper ? nullptr : s.sum,
-                              .parts = s.tile[0],
-                              .across = on_hopper ? (int)hopper_sum_parts(vocab_size) : 0,
-                              .shares = s.tile[0]};
-      settle(backend, settling, s.columns, rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>));
+      FinalizeParams<T> params = {.exps = data_of<T>(rest.exps),
+                                  .exps_stride = rest.exps.stride,
+                                  .x_stride = rest.x.stride,
+                                  .row = rest.rows,
+                                  .x = data_of<T>(rest.x),
+                                  .weight = data_of<T>(a->weight),
+                                  .targets = data_of<int32_t>(rest.targets),
+                                  .rows = done,
+                                  .vocab_size = vocab_size,
+                                  .hidden_size = (int)hidden_size,
+                                  .inv_temperature = inv_temperature_of(a->temperature),
+                                  .sum = on_hopper ? nullptr : s.sum,
+                                  .parts = s.tile[0],
+                                  .across = on_hopper ? (int)hopper_sum_parts(vocab_size) : 0,
+                                  .shares = s.tile[0]};
+      finalize_rows(backend, params, s.columns,
+                    rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>));
     }
   });
   cuda_check_launch("lce_logits_exp");
   if (!tensor_exists(a->dx_raw)) return;
   if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile[0], tile_bytes, false)) return;
-  Product product = {.m = rows,
-                     .n = hidden_size,
-                     .k = vocab_size,
-                     .left = {a->exps.data, a->exps.stride, false},
-                     .right = {a->weight.data, a->weight.stride, false},
-                     .operand_dtype = a->x.dtype,
-                     .out_dtype = a->dx_raw.dtype,
-                     .out = a->dx_raw.data,
-                     .out_stride = a->dx_raw.stride};
-  cuda_gemm(backend, &product);
+  Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
+  cuda_gemm(backend, &g);
 }
 
 // --- a vocabulary split over ranks -------------------------------------------------------------------------
@@ -393,103 +356,85 @@ static __global__ void shard_indices_kernel(int32_t *out, const int32_t *indices
 
 void cuda_shard_indices(Backend *backend, const ShardIndices *a) {
   int64_t rows = a->indices.shape[0];
-  if (rows == 0) return;
-  shard_indices_kernel<<<(unsigned)ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
-      data_of<int32_t>(a->out), data_of<int32_t>(a->indices), rows, a->first, a->count);
-  cuda_check_launch("shard_indices");
+  launch_kernel(per_element(backend, "shard_indices", rows), shard_indices_kernel, data_of<int32_t>(a->out),
+                data_of<int32_t>(a->indices), rows, a->first, a->count);
 }
 
-static __global__ void combine_kernel(const __grid_constant__ RowPointers row, const float *parts,
-                                      const int32_t *targets, int64_t rows, int ranks, int rank,
-                                      float sharpness) {
-  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int ranks, int rank,
+                                      float inv_temperature) {
+  int64_t rows = a.targets.shape[0], n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  float *anchor = data_of<float>(a.rows.anchor), *row_sum = data_of<float>(a.rows.row_sum);
+  float *target_e = data_of<float>(a.rows.target_e), *rescale = data_of<float>(a.rows.rescale);
+  const float *parts = data_of<float>(a.parts);
   if (n >= rows) return;
-  if (targets[n] == IGNORE_INDEX) {
-    row.row_sum[n] = 0;
-    row.target_e[n] = row.rescale[n] = 1;
-    row.anchor[n] = INFINITY;
+  if (data_of<int32_t>(a.targets)[n] == IGNORE_INDEX) {
+    row_sum[n] = 0;
+    target_e[n] = rescale[n] = 1;
+    anchor[n] = INFINITY;
     return;
   }
-  float most = -INFINITY;
-  for (int r = 0; r < ranks; r++) most = fmaxf(most, parts[r * 2 * rows + n]);
+  float max = -INFINITY;
+  for (int r = 0; r < ranks; r++) max = fmaxf(max, parts[r * 2 * rows + n]);
   double sum = 0;
   for (int r = 0; r < ranks; r++) {
-    float factor = expf((parts[r * 2 * rows + n] - most) * sharpness);
+    float factor = expf((parts[r * 2 * rows + n] - max) * inv_temperature);
     sum += (double)(parts[(r * 2 + 1) * rows + n] * factor);
-    if (r == rank) row.rescale[n] = factor;
+    if (r == rank) rescale[n] = factor;
   }
-  row.row_sum[n] = (float)sum;
-  row.anchor[n] = most;
-  row.target_e[n] = expf((row.target_z[n] - most) * sharpness);
+  row_sum[n] = (float)sum;
+  anchor[n] = max;
+  target_e[n] = expf((data_of<float>(a.rows.target_z)[n] - max) * inv_temperature);
 }
 
 void cuda_lce_combine(Backend *backend, const LceCombine *a) {
-  int64_t rows = a->targets.shape[0];
-  if (rows == 0) return;
-  combine_kernel<<<(unsigned)ceil_div(rows, 256), 256, 0, cuda_stream(backend)>>>(
-      pointers_of(a->rows), data_of<float>(a->parts), data_of<int32_t>(a->targets), rows, backend->ranks,
-      backend->rank, sharpness_of(a->temperature));
-  cuda_check_launch("lce_combine");
+  launch_kernel(per_element(backend, "lce_combine", a->targets.shape[0]), combine_kernel, *a, backend->ranks,
+                backend->rank, inv_temperature_of(a->temperature));
 }
 
 // --- what follows from a row's sums ------------------------------------------------------------------------
 
-// What the kernel reads and writes of each row; absent is NULL.
-struct RowTerms {
-  RowPointers row;
-  float *loss, *z_loss, *log_prob, *logsumexp;
-  const float *token_weights, *factor, *class_weights, *class_weight_sum, *smoothing_row;
-  const int32_t *targets;
-  float epsilon, lambda, sharpness;
-  float share; // eps / V
-  int64_t vocab_size;
-};
-
-static __device__ __forceinline__ float read(const float *values, int64_t n, float otherwise) {
-  return values ? values[n] : otherwise;
-}
-
-static __device__ __forceinline__ void tell(float *output, int64_t n, float value) {
-  if (output) output[n] = value;
-}
-
 // One block a row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
-    lce_rows_kernel(const __grid_constant__ RowTerms t, T *scaled_x, const T *x, int hidden_size) {
+    lce_rows_kernel(const __grid_constant__ LceRows a, float inv_temperature) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  const LossTerms &terms = a.terms;
   int64_t row = blockIdx.x;
-  int target = t.targets[row];
-  bool counts = target != IGNORE_INDEX;
-  x += row * hidden_size;
-  float row_sum = t.row.row_sum[row], target_e = t.row.target_e[row], total = row_sum + target_e;
-  float target_z = t.row.target_z[row];
-  float nll = target_e == 1 ? log1pf(row_sum) : (t.row.anchor[row] - target_z) * t.sharpness + logf(total);
-  float lse = target_z * t.sharpness + nll, w = counts ? read(t.class_weights, target, 1) : 1;
-  float weight_sum = read(t.class_weight_sum, 0, (float)t.vocab_size);
-  float loss = (1 - t.epsilon) * w * nll;
-  if (t.smoothing_row) { // the same for the whole block
+  int hidden_size = (int)a.x.shape[1], target = data_of<int32_t>(a.targets)[row];
+  bool counts = target != IGNORE_INDEX, backward = a.scaled_x.data;
+  const T *x = data_of<T>(a.x) + row * hidden_size;
+  float row_sum = data_of<float>(a.rows.row_sum)[row], target_e = data_of<float>(a.rows.target_e)[row];
+  float target_z = data_of<float>(a.rows.target_z)[row], anchor = data_of<float>(a.rows.anchor)[row];
+  float total = row_sum + target_e;
+  float nll = target_e == 1 ? log1pf(row_sum) : (anchor - target_z) * inv_temperature + logf(total);
+  float lse = target_z * inv_temperature + nll, w = counts ? read(terms.class_weights, target, 1) : 1;
+  float weight_sum = read(terms.class_weight_sum, 0, (float)a.vocab_size);
+  float epsilon = terms.label_smoothing, share = epsilon / (float)a.vocab_size;
+  float loss = (1 - epsilon) * w * nll;
+  if (epsilon > 0) { // the same for the whole block
     float dot = 0;
-    for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) dot += to_float(x[i]) * t.smoothing_row[i];
-    loss += t.share * (weight_sum * lse - t.sharpness * block_sum(dot));
+    const float *smoothing_row = data_of<float>(a.smoothing_row);
+    for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) dot += to_float(x[i]) * smoothing_row[i];
+    loss += share * (weight_sum * lse - inv_temperature * block_sum(dot));
   }
-  float s = counts ? t.sharpness * read(t.factor, 0, 1) * read(t.token_weights, row, 1) : 0;
-  float own = (1 - t.epsilon) * w, spread = t.share * weight_sum + 2 * t.lambda * lse;
-  float r = counts ? s * (own + spread) / total * read(t.row.rescale, row, 1) : 0;
+  float s = counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0;
+  float of_target = (1 - epsilon) * w, of_all = share * weight_sum + 2 * terms.z_loss * lse;
+  float r = counts ? s * (of_target + of_all) / total * read(a.rows.rescale, row, 1) : 0;
   if (threadIdx.x == 0) {
-    tell(t.loss, row, counts ? loss : 0);
-    tell(t.z_loss, row, counts ? t.lambda * lse * lse : 0);
-    tell(t.log_prob, row, counts ? -nll : 0);
-    tell(t.logsumexp, row, counts ? lse : 0);
-    if (scaled_x) {
-      t.row.scale_non_target[row] = r;
-      t.row.scale_target[row] = counts ? s * (spread * (target_e / total) - own * (row_sum / total)) : 0;
-      tell(t.row.scale_uniform, row, -s * t.share);
+    write(a.loss, row, counts ? loss : 0);
+    write(a.outputs.z_loss, row, counts ? terms.z_loss * lse * lse : 0);
+    write(a.outputs.log_prob, row, counts ? -nll : 0);
+    write(a.outputs.logsumexp, row, counts ? lse : 0);
+    if (backward) {
+      write(a.rows.scale_non_target, row, r);
+      write(a.rows.scale_target, row,
+            counts ? s * (of_all * (target_e / total) - of_target * (row_sum / total)) : 0);
+      write(a.rows.scale_uniform, row, -s * share);
     }
   }
-  if (!scaled_x) return;
-  scaled_x += row * hidden_size;
+  if (!backward) return;
+  T *scaled_x = data_of<T>(a.scaled_x) + row * hidden_size;
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
     float values[W];
     load(values, x + i);
@@ -500,52 +445,28 @@ static __global__ void __launch_bounds__(256)
 }
 
 void cuda_lce_rows(Backend *backend, const LceRows *a) {
-  int64_t rows = a->targets.shape[0];
-  if (rows == 0) return;
-  RowTerms t;
-  t.row = pointers_of(a->rows);
-  t.loss = data_of<float>(a->loss);
-  t.z_loss = data_of<float>(a->outputs.z_loss);
-  t.log_prob = data_of<float>(a->outputs.log_prob);
-  t.logsumexp = data_of<float>(a->outputs.logsumexp);
-  t.token_weights = data_of<float>(a->token_weights);
-  t.factor = data_of<float>(a->factor);
-  t.class_weights = data_of<float>(a->terms.class_weights);
-  t.class_weight_sum = data_of<float>(a->terms.class_weight_sum);
-  t.smoothing_row = a->terms.label_smoothing > 0 ? data_of<float>(a->smoothing_row) : nullptr;
-  t.targets = data_of<int32_t>(a->targets);
-  t.epsilon = a->terms.label_smoothing;
-  t.lambda = a->terms.z_loss;
-  t.sharpness = sharpness_of(a->terms.temperature);
-  t.share = a->terms.label_smoothing / (float)a->vocab_size;
-  t.vocab_size = a->vocab_size;
-  int hidden_size = (int)a->x.shape[1];
-  bool backward = tensor_exists(a->scaled_x);
-  with_float(a->x.dtype, [&](auto type) {
-    using T = decltype(type);
-    with_bool(backward && rows_align(a->x, WIDTH<T>) && rows_align(a->scaled_x, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)rows),
-                    row_threads(ceil_div(hidden_size, W), 256), lce_rows_kernel<T, W>, t,
-                    data_of<T>(a->scaled_x), data_of<T>(a->x), hidden_size);
-    });
+  with_access(a->x.dtype, {a->x, a->scaled_x}, [&](auto type, auto width) {
+    KernelLaunch launch = per_row(backend, "lce_rows", a->targets.shape[0], ceil_div(a->x.shape[1], width),
+                                  hopper_runs(backend));
+    launch_kernel(launch, lce_rows_kernel<decltype(type), width>, *a,
+                  inv_temperature_of(a->terms.temperature));
   });
 }
 
 // One block a row.
 template <typename TD, typename T, int W>
-static __global__ void lce_input_gradient_kernel(TD *dx, const __grid_constant__ RowPointers rows,
-                                                 const float *smoothing_row, const T *weight,
-                                                 const int32_t *targets, int hidden_size, float alpha) {
+static __global__ void lce_input_gradient_kernel(const __grid_constant__ LceInputGradient a) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   int64_t row = blockIdx.x;
-  int target = targets[row];
+  int hidden_size = (int)a.dx.shape[1], target = data_of<int32_t>(a.targets)[row];
   bool counts = target != IGNORE_INDEX, here = target >= 0;
-  float r = alpha * rows.scale_non_target[row], c = alpha * rows.scale_target[row];
-  float u = smoothing_row ? alpha * rows.scale_uniform[row] : 0;
-  dx += row * hidden_size;
-  if (here) weight += (int64_t)target * hidden_size;
+  const float *smoothing_row = data_of<float>(a.smoothing_row);
+  float r = a.alpha * data_of<float>(a.rows.scale_non_target)[row];
+  float c = a.alpha * data_of<float>(a.rows.scale_target)[row];
+  float u = smoothing_row ? a.alpha * data_of<float>(a.rows.scale_uniform)[row] : 0;
+  TD *dx = data_of<TD>(a.dx) + row * hidden_size;
+  const T *weight = data_of<T>(a.weight) + (here ? (int64_t)target * hidden_size : 0);
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
     float d[W] = {}, w[W] = {}, shared[W] = {};
     if (counts) {
@@ -560,19 +481,11 @@ static __global__ void lce_input_gradient_kernel(TD *dx, const __grid_constant__
 }
 
 void cuda_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
-  int64_t rows = a->dx.shape[0], hidden_size = a->dx.shape[1];
-  if (rows == 0) return;
   with_float(a->dx.dtype, [&](auto dx_type) {
-    with_float(a->weight.dtype, [&](auto type) {
-      using TD = decltype(dx_type);
-      using T = decltype(type);
-      with_bool(rows_align(a->dx, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        launch_kernel(hopper_runs(backend), cuda_stream(backend), dim3((unsigned)rows),
-                      row_threads(ceil_div(hidden_size, W), 256), lce_input_gradient_kernel<TD, T, W>,
-                      data_of<TD>(a->dx), pointers_of(a->rows), data_of<float>(a->smoothing_row),
-                      data_of<T>(a->weight), data_of<int32_t>(a->targets), (int)hidden_size, a->alpha);
-      });
+    with_access(a->weight.dtype, {a->dx, a->weight}, [&](auto type, auto width) {
+      KernelLaunch launch = per_row(backend, "lce_input_gradient", a->dx.shape[0],
+                                    ceil_div(a->dx.shape[1], width), hopper_runs(backend));
+      launch_kernel(launch, lce_input_gradient_kernel<decltype(dx_type), decltype(type), width>, *a);
     });
   });
 }

@@ -213,7 +213,6 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
     cuda_check_launch("norm_backward");
   }
   int64_t slices = rows > 0 ? teams : 0;
-  column_sums_finish(backend, a->dweight, partials, slices, stride, 1.0f, a->accumulate);
-  if (layer)
-    column_sums_finish(backend, a->dbias, partials + hidden_size, slices, stride, 1.0f, a->accumulate);
+  add_partials(backend, a->dweight, partials, slices, stride, 1.0f, a->accumulate);
+  if (layer) add_partials(backend, a->dbias, partials + hidden_size, slices, stride, 1.0f, a->accumulate);
 }

@@ -1,10 +1,10 @@
 // AdamW over a slab, the sum under the global norm, and the factor that clips it.
 //
-// AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient:
-// with fp32 everywhere and a bf16 weight, 30 bytes a parameter, and the memory's bandwidth is the whole cost
-// (measured on an H200: 4.2 TB/s; with bf16 moments and no master 4.3; the sum of squares 4.4).
-// A bf16 number that is the only copy is rounded stochastically: rounded to nearest, steps smaller than half
-// its last bit would never accumulate. The bits come from a counter, so a resumed run draws the same ones.
+// AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient: with fp32
+// everywhere and a bf16 weight, 30 bytes a parameter, and the memory's bandwidth is the whole cost (on an H200: 4.2 TB/s;
+// with bf16 moments and no master 4.3; the sum of squares 4.4). A bf16 element that is the only copy is rounded
+// stochastically: rounded to nearest, steps smaller than half its last bit would never accumulate. The random bits come
+// from a counter, so a resumed run draws the same ones.
 #include <math.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -20,13 +20,13 @@ static uint64_t counter_key(uint64_t seed, uint64_t stream) {
   return mix(seed + 0x9E3779B97F4A7C15u) ^ mix(stream * 0xD1342543DE82EF95u + 0x632BE59BD9B4E019u);
 }
 
-// 32 bits for a number: 16 for the weight, 16 for its moments. Two neighbours share one draw.
+// 32 bits for an element: 16 for the weight, 16 for its moments. Two neighbours share one draw.
 static __device__ __forceinline__ uint32_t counter_bits(uint64_t key, uint64_t index) {
   return (uint32_t)(mix(key + (index / 2 + 1) * 0x9E3779B97F4A7C15u) >> (index % 2 * 32));
 }
 
 // Up with the probability that makes the mean right: 16 random bits below the bits that are kept. Infinity
-// and NaN stay what they are. An fp32 number is stored as it is.
+// and NaN stay what they are. An fp32 element is stored as it is.
 static __device__ __forceinline__ void store_stochastic(float *to, float x, uint32_t bits) {
   (void)bits;
   *to = x;
@@ -44,12 +44,12 @@ static __device__ __forceinline__ float root(float x) {
   return y;
 }
 
-struct AdamWNumbers {
+struct AdamWParams {
   float rate;                         // lr / (1 - beta1^t)
   float v_correction;                 // 1 / (1 - beta2^t)
   float beta1, beta2, epsilon, decay; // decay: lr * weight_decay
   uint64_t key;
-  int64_t place; // of the first number among those that share the key
+  int64_t place; // of the first element among those that share the key
 };
 
 template <int W, typename T>
@@ -64,7 +64,7 @@ static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W],
 template <typename T, typename TM, typename TG, bool MASTER, int W>
 static __global__ void __launch_bounds__(256)
     adamw_kernel(T *weight, float *master, TM *m, TM *v, const TG *grad, const float *grad_scale,
-                 int64_t first, int64_t end, AdamWNumbers a) {
+                 int64_t first, int64_t end, AdamWParams a) {
   int64_t i = first + ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
   if (i >= end) return;
   constexpr bool RANDOM = sizeof(TM) == 2 || (sizeof(T) == 2 && !MASTER);
@@ -97,15 +97,14 @@ static __global__ void __launch_bounds__(256)
 
 void cuda_adamw(Backend *backend, const AdamW *a) {
   int64_t count = a->weight.shape[0];
-  if (count == 0) return;
-  AdamWNumbers numbers = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
-                          .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
-                          .beta1 = a->beta1,
-                          .beta2 = a->beta2,
-                          .epsilon = a->epsilon,
-                          .decay = a->lr * a->weight_decay,
-                          .key = counter_key(a->seed, (uint64_t)a->step),
-                          .place = a->first};
+  AdamWParams params = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
+                        .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
+                        .beta1 = a->beta1,
+                        .beta2 = a->beta2,
+                        .epsilon = a->epsilon,
+                        .decay = a->lr * a->weight_decay,
+                        .key = counter_key(a->seed, (uint64_t)a->step),
+                        .place = a->first};
   bool master = tensor_exists(a->master);
   bool aligned = rows_start_aligned(a->weight, 8) && rows_start_aligned(a->m, 8) &&
                  rows_start_aligned(a->v, 8) && rows_start_aligned(a->grad, 8) &&
@@ -119,11 +118,11 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
           using TG = decltype(grad_type);
           auto launch = [&](auto width, int64_t first, int64_t end) {
             constexpr int W = decltype(width)::value;
-            if (first == end) return;
-            adamw_kernel<T, TM, TG, decltype(has_master)::value, W>
-                <<<(unsigned)ceil_div(end - first, 256 * W), 256, 0, cuda_stream(backend)>>>(
-                    data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v),
-                    data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end, numbers);
+            launch_kernel(
+                {"adamw", cuda_stream(backend), dim3((unsigned)ceil_div(end - first, 256 * W)), 256},
+                adamw_kernel<T, TM, TG, decltype(has_master)::value, W>, data_of<T>(a->weight),
+                data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v), data_of<TG>(a->grad),
+                data_of<float>(a->grad_scale), first, end, params);
           };
           constexpr int GROUP = sizeof(TM) == 2 ? 8 : 4;
           int64_t groups_end = aligned ? count / GROUP * GROUP : 0; // then one by one
@@ -133,7 +132,6 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
       });
     });
   });
-  cuda_check_launch("adamw");
 }
 
 // --- sums --------------------------------------------------------------------------------------------------
@@ -207,7 +205,6 @@ static __global__ void clip_scale_kernel(float *norm, float *scale, const float 
 }
 
 void cuda_clip_scale(Backend *backend, const ClipScale *a) {
-  clip_scale_kernel<<<1, 1, 0, cuda_stream(backend)>>>(data_of<float>(a->norm), data_of<float>(a->scale),
-                                                       data_of<float>(a->sum_of_squares), a->max_norm);
-  cuda_check_launch("clip_scale");
+  launch_kernel({"clip_scale", cuda_stream(backend), dim3(1), 1}, clip_scale_kernel, data_of<float>(a->norm),
+                data_of<float>(a->scale), data_of<float>(a->sum_of_squares), a->max_norm);
 }

@@ -30,17 +30,14 @@ static __global__ void rope_kernel(T *qkv, int64_t stride, const float *cos_sin,
 void cuda_rope(Backend *backend, const Rope *a) {
   int64_t rows = a->qkv.shape[0];
   int half = (int)a->shape.head_dim / 2, heads = (int)(a->shape.num_heads + a->shape.num_key_value_heads);
-  if (rows == 0) return;
   with_float(a->qkv.dtype, [&](auto type) {
     using T = decltype(type);
-    with_bool(half % WIDTH<T> == 0 && rows_align(a->qkv, WIDTH<T>) && rows_align(a->cos_sin, WIDTH<T>),
-              [&](auto wide) {
-                constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-                rope_kernel<T, W>
-                    <<<(unsigned)rows, row_threads(heads * half / W, 256), 0, cuda_stream(backend)>>>(
-                        data_of<T>(a->qkv), a->qkv.stride, data_of<float>(a->cos_sin), a->cos_sin.stride,
-                        (int)a->shape.seq_len, heads, half, a->inverse ? -1.0f : 1.0f);
-              });
+    bool aligned = half % WIDTH<T> == 0 && rows_align(a->qkv, WIDTH<T>) && rows_align(a->cos_sin, WIDTH<T>);
+    with_bool(aligned, [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      launch_kernel(per_row(backend, "rope", rows, heads * half / W), rope_kernel<T, W>, data_of<T>(a->qkv),
+                    a->qkv.stride, data_of<float>(a->cos_sin), a->cos_sin.stride, (int)a->shape.seq_len,
+                    heads, half, a->inverse ? -1.0f : 1.0f);
+    });
   });
-  cuda_check_launch("rope");
 }

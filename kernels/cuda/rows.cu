@@ -4,22 +4,22 @@
 
 template <typename Unit, bool GATHER>
 static __global__ void move_rows(Unit *out, const Unit *x, const int32_t *rows, int64_t units) {
-  int64_t few = blockIdx.x, many = rows[blockIdx.x];
-  out += (GATHER ? few : many) * units;
-  x += (GATHER ? many : few) * units;
+  int64_t row = blockIdx.x, indexed = rows[blockIdx.x];
+  out += (GATHER ? row : indexed) * units;
+  x += (GATHER ? indexed : row) * units;
   for (int64_t i = threadIdx.x; i < units; i += blockDim.x) out[i] = x[i];
 }
 
 template <bool GATHER> static void move(Backend *backend, const MoveRows *a) {
   int64_t count = a->rows.shape[0];
-  if (count == 0) return;
   size_t row_bytes = (size_t)(a->x.rank == 1 ? 1 : a->x.shape[1]) * dtype_bytes(a->x.dtype);
   uintptr_t bits = (uintptr_t)a->out.data | (uintptr_t)a->x.data | row_bytes;
   auto launch = [&](auto unit) {
     using Unit = decltype(unit);
     int64_t units = (int64_t)(row_bytes / sizeof(Unit));
-    move_rows<Unit, GATHER><<<(unsigned)count, row_threads(units, 256), 0, cuda_stream(backend)>>>(
-        data_of<Unit>(a->out), data_of<Unit>(a->x), data_of<int32_t>(a->rows), units);
+    launch_kernel(per_row(backend, GATHER ? "gather_rows" : "scatter_rows", count, units),
+                  move_rows<Unit, GATHER>, data_of<Unit>(a->out), data_of<Unit>(a->x),
+                  data_of<int32_t>(a->rows), units);
   };
   if (bits % sizeof(uint4) == 0)
     launch(uint4());
@@ -27,7 +27,6 @@ template <bool GATHER> static void move(Backend *backend, const MoveRows *a) {
     launch(uint32_t());
   else
     launch(uint16_t());
-  cuda_check_launch("a copy of rows");
 }
 
 void cuda_gather_rows(Backend *backend, const MoveRows *a) {

@@ -5,7 +5,7 @@
 // segment. The sorted sequence is cut into pieces (cuda_segment_piece), and a block sums within a piece, in
 // order. A segment that lies inside one piece is finished there. One that crosses pieces leaves a partial sum
 // in each, and a second kernel adds them in the order of the pieces: the commonest token of a batch, with a
-// tenth of all rows, then costs many short sums side by side and one of a few hundred terms.
+// tenth of all rows, then costs many short concurrent sums and one of a few hundred terms.
 //
 // Traffic: x once, the named rows of out once or twice, 8 H bytes of partial sums for each piece.
 #include <cub/device/device_radix_sort.cuh>
@@ -75,8 +75,7 @@ static __global__ void __launch_bounds__(128)
   }
 }
 
-// One past the last position whose id is `id`, from `begin` on. What names
-// no row comes last, as an unsigned number.
+// One past the last position whose id is `id`, from `begin` on. Ids that name no row come last, as unsigned numbers.
 static __device__ int64_t segment_end(const int32_t *ids, int64_t begin, int64_t count, int32_t id) {
   while (begin < count) {
     int64_t middle = (begin + count) / 2;
@@ -145,21 +144,18 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
   cuda_check(cub::DeviceRadixSort::SortPairs(sort_space, sort_bytes, ids, sorted_ids, unsorted, positions,
                                              count, 0, bits, stream),
              "sorting");
-  with_float(x.dtype, [&](auto type) {
-    using T = decltype(type);
-    with_float(out.dtype, [&](auto out_type) {
+  with_float(out.dtype, [&](auto out_type) {
+    with_access(x.dtype, {x, out}, [&](auto type, auto width) {
+      using T = decltype(type);
       using TO = decltype(out_type);
-      with_bool(rows_align(x, WIDTH<T>) && rows_align(out, WIDTH<T>), [&](auto wide) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        int threads = row_threads(ceil_div(hidden_size, W), 128);
-        dim3 grid((unsigned)pieces, (unsigned)ceil_div(hidden_size, (int64_t)threads * W));
-        sum_pieces<TO, T, W><<<grid, threads, 0, stream>>>(data_of<TO>(out), partials, sorted_ids, positions,
-                                                           count, piece_rows, data_of<T>(x), x.stride,
-                                                           coefficients, alpha, (int)hidden_size, accumulate);
-        join_pieces<TO, W><<<grid, threads, 0, stream>>>(data_of<TO>(out), partials, sorted_ids, count,
-                                                         piece_rows, (int)hidden_size, accumulate);
-      });
+      int threads = row_threads(ceil_div(hidden_size, width), 128);
+      dim3 grid((unsigned)pieces, (unsigned)ceil_div(hidden_size, (int64_t)threads * width));
+      KernelLaunch launch = {"a sum over equal ids", stream, grid, threads};
+      launch_kernel(launch, sum_pieces<TO, T, width>, data_of<TO>(out), partials, sorted_ids, positions,
+                    count, piece_rows, data_of<T>(x), x.stride, coefficients, alpha, (int)hidden_size,
+                    accumulate);
+      launch_kernel(launch, join_pieces<TO, width>, data_of<TO>(out), partials, sorted_ids, count, piece_rows,
+                    (int)hidden_size, accumulate);
     });
   });
-  cuda_check_launch("a sum over equal ids");
 }
