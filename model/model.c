@@ -55,9 +55,8 @@ static Name tensor_name(const char *pattern, int layer, const char *suffix) {
   return name;
 }
 
-// A projection from `inputs` to the packed `outputs` of the tensors that `names` lists; no bias where it is
-// NULL.
-static void add_projection(Model *m, Param *weight, Param *bias, const char *const *names, int count,
+// A projection from `inputs` to the packed `outputs` of the tensors that `names` lists.
+static void add_projection(Model *m, Affine *affine, bool bias, const char *const *names, int count,
                            int layer, const int64_t *outputs, int64_t inputs, double stddev) {
   const ModelConfig *c = &m->config;
   ParameterSpec weights[3], biases[3];
@@ -72,16 +71,16 @@ static void add_projection(Model *m, Param *weight, Param *bias, const char *con
                                  .stddev = stddev};
     biases[i] = (ParameterSpec){.name = bias_names[i].text, .d0 = outputs[i], .init = INIT_ZEROS};
   }
-  parameters_add(&m->parameters, weight, GROUP_MATRICES, weights, count);
-  if (bias) parameters_add(&m->parameters, bias, GROUP_VECTORS, biases, count);
+  parameters_add(&m->parameters, &affine->weight, GROUP_MATRICES, weights, count);
+  if (bias) parameters_add(&m->parameters, &affine->bias, GROUP_VECTORS, biases, count);
 }
 
-static void add_norm(Model *m, Param *weight, Param *bias, const char *pattern, int layer) {
+static void add_norm(Model *m, Affine *affine, const char *pattern, int layer) {
   Name weight_name = tensor_name(pattern, layer, "weight"), bias_name = tensor_name(pattern, layer, "bias");
   ParameterSpec ones = {.name = weight_name.text, .d0 = m->config.hidden_size, .init = INIT_ONES};
   ParameterSpec zeros = {.name = bias_name.text, .d0 = m->config.hidden_size, .init = INIT_ZEROS};
-  parameters_add(&m->parameters, weight, GROUP_VECTORS, &ones, 1);
-  if (m->config.norm == NORM_LAYER) parameters_add(&m->parameters, bias, GROUP_VECTORS, &zeros, 1);
+  parameters_add(&m->parameters, &affine->weight, GROUP_VECTORS, &ones, 1);
+  if (m->config.norm == NORM_LAYER) parameters_add(&m->parameters, &affine->bias, GROUP_VECTORS, &zeros, 1);
 }
 
 static void add_table(Model *m, Param *param, ParameterGroup group, const char *pattern, int64_t rows) {
@@ -104,16 +103,13 @@ static void add_layer(Model *m, const Names *names, int index) {
   int qkv_count = names->qkv[1] ? 3 : 1, up_count = c->gated_mlp ? 2 : 1;
   const int64_t separate[3] = {q, kv, kv}, packed[1] = {q + 2 * kv};
   const int64_t up[2] = {c->intermediate_size, c->intermediate_size}, back[1] = {c->hidden_size};
-  Param *qkv_bias = c->attention_bias ? &layer->qkv_bias : NULL,
-        *out_bias = c->attention_bias ? &layer->out_bias : NULL;
-  Param *up_bias = c->mlp_bias ? &layer->up_bias : NULL, *down_bias = c->mlp_bias ? &layer->down_bias : NULL;
-  add_norm(m, &layer->norm1_weight, &layer->norm1_bias, names->norm1, index);
-  add_projection(m, &layer->qkv_weight, qkv_bias, names->qkv, qkv_count, index,
+  add_norm(m, &layer->norm1, names->norm1, index);
+  add_projection(m, &layer->qkv, c->attention_bias, names->qkv, qkv_count, index,
                  qkv_count == 3 ? separate : packed, c->hidden_size, stddev);
-  add_projection(m, &layer->out_weight, out_bias, &names->out, 1, index, back, q, residual_stddev);
-  add_norm(m, &layer->norm2_weight, &layer->norm2_bias, names->norm2, index);
-  add_projection(m, &layer->up_weight, up_bias, names->up, up_count, index, up, c->hidden_size, stddev);
-  add_projection(m, &layer->down_weight, down_bias, &names->down, 1, index, back, c->intermediate_size,
+  add_projection(m, &layer->out, c->attention_bias, &names->out, 1, index, back, q, residual_stddev);
+  add_norm(m, &layer->norm2, names->norm2, index);
+  add_projection(m, &layer->up, c->mlp_bias, names->up, up_count, index, up, c->hidden_size, stddev);
+  add_projection(m, &layer->down, c->mlp_bias, &names->down, 1, index, back, c->intermediate_size,
                  residual_stddev);
 }
 
@@ -178,7 +174,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   m->parameters.spread.before_layers = *matrices;
   for (int i = 0; i < config->num_hidden_layers; i++) add_layer(m, names, i);
   m->parameters.spread.layer = (*matrices - m->parameters.spread.before_layers) / config->num_hidden_layers;
-  add_norm(m, &m->final_norm_weight, &m->final_norm_bias, names->final_norm, 0);
+  add_norm(m, &m->final_norm, names->final_norm, 0);
   if (!config->tie_word_embeddings) add_table(m, &m->head, GROUP_HEAD, names->head, config->vocab_size);
 
   parameters_allocate(&m->parameters, &backend->memory, dtypes);

@@ -6,15 +6,20 @@
 #include "model/config.h"
 #include "model/parameters.h"
 
-// One transformer block. Every GEMM's weight is followed by its bias, absent in Llama.
+// What a matmul or a norm applies. The bias is absent where the model has none, as in Llama.
 typedef struct {
-  Param norm1_weight, norm1_bias; // before attention
-  Param qkv_weight, qkv_bias;     // [(Q + 2K) D, H]: q, k and v as one GEMM
-  Param out_weight, out_bias;     // [H, Q D]
-  Param norm2_weight, norm2_bias; // before the MLP
-  Param up_weight, up_bias;       // [F, H], or [2F, H] with the gate's rows first
-  Param down_weight, down_bias;   // [H, F]
-} Layer;                          // GPT-2 stores the four matrices transposed (config.in_out_layout)
+  Param weight, bias;
+} Affine;
+
+// One transformer block.
+typedef struct {
+  Affine norm1; // before attention
+  Affine qkv;   // [(Q + 2K) D, H]: q, k and v as one GEMM
+  Affine out;   // [H, Q D]
+  Affine norm2; // before the MLP
+  Affine up;    // [F, H], or [2F, H] with the gate's rows first
+  Affine down;  // [H, F]
+} Layer;        // GPT-2 stores the four matrices transposed (config.in_out_layout)
 
 typedef struct {
   ModelConfig config;
@@ -22,7 +27,7 @@ typedef struct {
   Param token_embedding;    // [V, H]
   Param position_embedding; // [P, H], GPT-2 only
   Layer *layers;
-  Param final_norm_weight, final_norm_bias;
+  Affine final_norm;
   Param head;         // [V, H]: the token embedding itself when tied; the local rows where it is split
   VocabShard shard;   // which those are; {0, 0}: the head is whole
   Tensor rope_angles; // fp32 [seq_len, D], Llama only: cosines, then sines

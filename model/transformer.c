@@ -14,6 +14,7 @@
 
 #include <stdlib.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 
 const char *recompute_name(Recompute recompute) {
@@ -83,26 +84,26 @@ static void push_norm_statistics(const Pass *p, Norm *norm) {
   norm->rstd = push_statistic(p, "norm rstd");
 }
 
-static void run_norm(const Pass *p, const Norm *norm, Tensor x, const Param *weight, const Param *bias) {
+static void run_norm(const Pass *p, const Norm *norm, Tensor x, const Affine *w) {
   norm_forward(p->backend, (NormForward){.kind = p->model->config.norm,
                                          .out = norm->out,
                                          .mean = norm->mean,
                                          .rstd = norm->rstd,
                                          .x = x,
-                                         .weight = weight->value,
-                                         .bias = bias->value,
+                                         .weight = w->weight.value,
+                                         .bias = w->bias.value,
                                          .epsilon = (float)p->model->config.norm_epsilon});
 }
 
 static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
-                              const Param *weight, const Param *bias, bool accumulate_dx) {
+                              const Affine *w, bool accumulate_dx) {
   norm_backward(p->backend, (NormBackward){.kind = p->model->config.norm,
                                            .dx = dx,
-                                           .dweight = weight->grad,
-                                           .dbias = bias->grad,
+                                           .dweight = w->weight.grad,
+                                           .dbias = w->bias.grad,
                                            .dout = dout,
                                            .x = x,
-                                           .weight = weight->value,
+                                           .weight = w->weight.value,
                                            .mean = norm->mean,
                                            .rstd = norm->rstd,
                                            .accumulate_dx = accumulate_dx,
@@ -111,30 +112,30 @@ static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor
 
 // --- matmuls -----------------------------------------------------------------------------------------------
 
-static void project(const Pass *p, Tensor out, Tensor x, const Param *weight, const Param *bias,
-                    Tensor residual, Tensor pre_activation) {
+static void project(const Pass *p, Tensor out, Tensor x, const Affine *w, Tensor residual,
+                    Tensor pre_activation) {
   linear_forward(p->backend, (LinearForward){.out = out,
                                              .x = x,
-                                             .weight = weight->value,
+                                             .weight = w->weight.value,
                                              .in_out_layout = p->model->config.in_out_layout,
-                                             .bias = bias->value,
+                                             .bias = w->bias.value,
                                              .residual = residual,
                                              .pre_activation = pre_activation});
 }
 
-// The gradients of weight and bias, then that of the input. dx may be x itself, or dout what dx replaces.
-static void project_backward(const Pass *p, Tensor dx, Tensor dout, Tensor x, const Param *weight,
-                             const Param *bias, Tensor pre_activation) {
+// The gradients of weight and bias, then that of the input: dx may be x itself.
+static void project_backward(const Pass *p, Tensor dx, Tensor dout, Tensor x, const Affine *w,
+                             Tensor pre_activation) {
   bool in_out_layout = p->model->config.in_out_layout;
-  linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = weight->grad,
-                                                            .dbias = bias->grad,
+  linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = w->weight.grad,
+                                                            .dbias = w->bias.grad,
                                                             .dout = dout,
                                                             .x = x,
                                                             .in_out_layout = in_out_layout,
                                                             .accumulate = p->accumulate});
   linear_backward_input(p->backend, (LinearBackwardInput){.dx = dx,
                                                           .dout = dout,
-                                                          .weight = weight->value,
+                                                          .weight = w->weight.value,
                                                           .in_out_layout = in_out_layout,
                                                           .pre_activation = pre_activation});
 }
@@ -204,21 +205,21 @@ static void attend(const Pass *p, const Layer *w, const LayerState *s) {
 // norm2's output to the activation.
 static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
   if (p->model->config.gated_mlp) {
-    project(p, s->pre_activation, s->norm2.out, &w->up_weight, &w->up_bias, none, none);
+    project(p, s->pre_activation, s->norm2.out, &w->up, none, none);
     swiglu_forward(p->backend, (SwigluForward){.out = s->activation, .gate_up = s->pre_activation});
   } else {
-    project(p, s->activation, s->norm2.out, &w->up_weight, &w->up_bias, none, s->pre_activation);
+    project(p, s->activation, s->norm2.out, &w->up, none, s->pre_activation);
   }
 }
 
 // All but the last matmul.
 static void layer_forward_inner(const Pass *p, const Layer *w, const LayerState *s) {
-  run_norm(p, &s->norm1, s->input, &w->norm1_weight, &w->norm1_bias);
-  project(p, s->qkv, s->norm1.out, &w->qkv_weight, &w->qkv_bias, none, none);
+  run_norm(p, &s->norm1, s->input, &w->norm1);
+  project(p, s->qkv, s->norm1.out, &w->qkv, none, none);
   rotate(p, s->qkv, false);
   attend(p, w, s);
-  project(p, s->middle, s->attention, &w->out_weight, &w->out_bias, s->input, none);
-  run_norm(p, &s->norm2, s->middle, &w->norm2_weight, &w->norm2_bias);
+  project(p, s->middle, s->attention, &w->out, s->input, none);
+  run_norm(p, &s->norm2, s->middle, &w->norm2);
   mlp_up(p, w, s);
 }
 
@@ -240,7 +241,7 @@ static void layer_forward(const Pass *p, const Layer *w, LayerState *s) {
   MemoryMark marks[RECOMPUTE_COUNT];
   push_state(p, s, marks);
   layer_forward_inner(p, w, s);
-  project(p, s->output, s->activation, &w->down_weight, &w->down_bias, s->middle, none);
+  project(p, s->output, s->activation, &w->down, s->middle, none);
   memory_pop_to(&p->backend->memory, marks[p->recompute]);
 }
 
@@ -248,7 +249,7 @@ static void layer_forward(const Pass *p, const Layer *w, LayerState *s) {
 static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
   if (p->recompute == RECOMPUTE_MLP) push_pre_activation(p, s);
   push_mlp_elementwise(p, s);
-  run_norm(p, &s->norm2, s->middle, &w->norm2_weight, &w->norm2_bias);
+  run_norm(p, &s->norm2, s->middle, &w->norm2);
   if (p->recompute == RECOMPUTE_MLP)
     mlp_up(p, w, s);
   else if (p->model->config.gated_mlp)
@@ -262,13 +263,13 @@ static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
   bool gated = p->model->config.gated_mlp;
   Tensor dactivation = s->activation, dpre = gated ? s->pre_activation : dactivation, dnorm2 = s->norm2.out;
-  project_backward(p, dactivation, dr, s->activation, &w->down_weight, &w->down_bias,
+  project_backward(p, dactivation, dr, s->activation, &w->down,
                    gated ? none : s->pre_activation); // GELU's derivative is part of the matmul
   if (gated)
     swiglu_backward(p->backend,
                     (SwigluBackward){.dgate_up = dpre, .dout = dactivation, .gate_up = s->pre_activation});
-  project_backward(p, dnorm2, dpre, s->norm2.out, &w->up_weight, &w->up_bias, none);
-  run_norm_backward(p, &s->norm2, dr, dnorm2, s->middle, &w->norm2_weight, &w->norm2_bias, true);
+  project_backward(p, dnorm2, dpre, s->norm2.out, &w->up, none);
+  run_norm_backward(p, &s->norm2, dr, dnorm2, s->middle, &w->norm2, true);
 }
 
 // dr: in, the gradient of the layer's middle; out, that of its input.
@@ -278,7 +279,7 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
   Tensor dattention = push_gradient(p, "d attention", s->attention.shape[1]);
-  project_backward(p, dattention, dr, s->attention, &w->out_weight, &w->out_bias, none);
+  project_backward(p, dattention, dr, s->attention, &w->out, none);
   attention_backward(p->backend, (AttentionBackward){.dqkv = dqkv,
                                                      .dout = dattention,
                                                      .out = s->attention,
@@ -289,11 +290,11 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   rotate(p, dqkv, true);
   if (recompute_norm) {
     s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
-    run_norm(p, &s->norm1, s->input, &w->norm1_weight, &w->norm1_bias);
+    run_norm(p, &s->norm1, s->input, &w->norm1);
   }
   Tensor dnorm1 = s->norm1.out;
-  project_backward(p, dnorm1, dqkv, s->norm1.out, &w->qkv_weight, &w->qkv_bias, none);
-  run_norm_backward(p, &s->norm1, dr, dnorm1, s->input, &w->norm1_weight, &w->norm1_bias, true);
+  project_backward(p, dnorm1, dqkv, s->norm1.out, &w->qkv, none);
+  run_norm_backward(p, &s->norm1, dr, dnorm1, s->input, &w->norm1, true);
 }
 
 // dr: in, the gradient of the layer's output; out, that of its input.
@@ -331,7 +332,7 @@ static Norm final_norm(const Pass *p, Tensor stream) {
   Norm norm = {0};
   push_norm_statistics(p, &norm);
   norm.out = push_activation(p, "final norm", p->model->config.hidden_size);
-  run_norm(p, &norm, stream, &p->model->final_norm_weight, &p->model->final_norm_bias);
+  run_norm(p, &norm, stream, &p->model->final_norm);
   return norm;
 }
 
@@ -353,9 +354,8 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   Memory *memory = &backend->memory;
   const GradHooks *hooks = &options->hooks;
   int64_t hidden_size = model->config.hidden_size, layers = model->config.num_hidden_layers;
-  LayerState *states = calloc((size_t)layers, sizeof *states);
-  MemoryMark *marks = calloc((size_t)layers, sizeof *marks); // the stack below each layer
-  if (!states || !marks) fail("out of host memory for a pass through %lld layers", (long long)layers);
+  LayerState *states = host_alloc(layers, sizeof *states, "the layers' states");
+  MemoryMark *marks = host_alloc(layers, sizeof *marks, "the layers' marks"); // the stack below each layer
 
   MemoryMark bottom = memory_mark(memory);
   Tensor dr = push_gradient(&p, "d residual", hidden_size);
@@ -395,13 +395,13 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   bool tied = model->config.tie_word_embeddings, by_hook = tied && hooks->add_embedding_grads;
   if (tied && model->shard.vocab_size && !by_hook) fail("internal: a split, tied head needs GradHooks");
   if (!tied || by_hook) grads_ready(hooks, GROUP_HEAD, 0);
-  run_norm_backward(&p, &norm, dr, dnorm, stream, &model->final_norm_weight, &model->final_norm_bias, false);
+  run_norm_backward(&p, &norm, dr, dnorm, stream, &model->final_norm, false);
   memory_pop_to(memory, top);
 
   for (int64_t l = layers; l-- > 0;) {
     layer_backward(&p, &model->layers[l], &states[l], dr);
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
-    grads_ready(hooks, GROUP_MATRICES, offset_in_group(model, &model->layers[l].qkv_weight));
+    grads_ready(hooks, GROUP_MATRICES, offset_in_group(model, &model->layers[l].qkv.weight));
   }
   Tensor dtokens = by_hook ? none : model->token_embedding.grad;
   Tensor dpositions = model->position_embedding.grad;

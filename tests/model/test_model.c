@@ -206,8 +206,8 @@ static void test_packing(void **state) {
   Model model;
   model_create(&model, &config, h->backend, all_fp32, 40);
   for (int grad = 0; grad < 2; grad++) {
-    Tensor qkv = grad ? model.layers[1].qkv_weight.grad : model.layers[1].qkv_weight.value;
-    Tensor up = grad ? model.layers[1].up_weight.grad : model.layers[1].up_weight.value;
+    Tensor qkv = grad ? model.layers[1].qkv.weight.grad : model.layers[1].qkv.weight.value;
+    Tensor up = grad ? model.layers[1].up.weight.grad : model.layers[1].up.weight.value;
     assert_string_equal(tensor_text(qkv).text, "fp32 [48, 11]");
     assert_string_equal(tensor_text(up).text, "fp32 [34, 11]");
     float *q = data_of(&model, "model.layers.1.self_attn.q_proj.weight", grad);
@@ -220,7 +220,7 @@ static void test_packing(void **state) {
     assert_int_equal((uintptr_t)qkv.data % 256, 0);
     assert_int_equal((uintptr_t)up.data % 256, 0);
   }
-  assert_false(tensor_exists(model.layers[0].qkv_bias.value));
+  assert_false(tensor_exists(model.layers[0].qkv.bias.value));
   assert_false(tensor_exists(model.position_embedding.value));
   model_destroy(&model);
 }
@@ -277,7 +277,7 @@ static void test_roles(void **state) {
                                                            now[MEMORY_GRADIENTS] + now[MEMORY_MOMENTS] +
                                                            now[MEMORY_TABLES]);
   assert_int_equal(model.head.grad.dtype, DTYPE_F32);
-  assert_int_equal(model.layers[0].qkv_weight.grad.dtype, DTYPE_BF16);
+  assert_int_equal(model.layers[0].qkv.weight.grad.dtype, DTYPE_BF16);
   model_destroy(&model);
   backend_destroy(plan);
 }
@@ -420,9 +420,9 @@ static void test_seeds(void **state) {
     assert_memory_equal(group[0][g], group[1][g], bytes);
     if (g != GROUP_VECTORS) assert_memory_not_equal(group[0][g], group[2][g], bytes);
   }
-  double *a = values_of(h, models[0].layers[0].down_weight.value);
-  double *b = values_of(h, models[0].layers[1].down_weight.value), dot = 0;
-  int64_t count = tensor_count(models[0].layers[0].down_weight.value);
+  double *a = values_of(h, models[0].layers[0].down.weight.value);
+  double *b = values_of(h, models[0].layers[1].down.weight.value), dot = 0;
+  int64_t count = tensor_count(models[0].layers[0].down.weight.value);
   for (int64_t i = 0; i < count; i++) dot += a[i] * b[i] / (0.02 * 0.02);
   assert_true(fabs(dot) < 5 * sqrt((double)count));
   for (int k = 0; k < 3; k++) model_destroy(&models[k]);
