@@ -31,7 +31,7 @@ typedef struct {
 } Gemm;
 
 static struct {
-  const BackendOps *real;
+  const BackendOps *wrapped;
   Gemm *gemms;
   size_t count, capacity;
   double flops;
@@ -49,17 +49,17 @@ static void append(Gemm gemm, Tensor rows, Tensor weight) {
 
 static void record_forward(Backend *backend, const LinearForward *a) {
   append((Gemm){.kind = FORWARD, .call.forward = *a}, a->x, a->weight);
-  record.real->linear_forward(backend, a);
+  record.wrapped->linear_forward(backend, a);
 }
 
 static void record_backward_input(Backend *backend, const LinearBackwardInput *a) {
   append((Gemm){.kind = BACKWARD_INPUT, .call.input = *a}, a->dout, a->weight);
-  record.real->linear_backward_input(backend, a);
+  record.wrapped->linear_backward_input(backend, a);
 }
 
 static void record_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
   append((Gemm){.kind = BACKWARD_WEIGHT, .call.weight = *a}, a->dout, a->dweight);
-  record.real->linear_backward_weight(backend, a);
+  record.wrapped->linear_backward_weight(backend, a);
 }
 
 // Its two GEMMs: the logits, and dx from their gradient.
@@ -68,7 +68,7 @@ static void record_logits_exp(Backend *backend, const LceLogitsExp *a) {
   LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
   append((Gemm){.kind = FORWARD, .call.forward = logits}, a->x, a->weight);
   if (tensor_exists(a->dx_raw)) append((Gemm){.kind = BACKWARD_INPUT, .call.input = dx}, a->x, a->weight);
-  record.real->lce_logits_exp(backend, a);
+  record.wrapped->lce_logits_exp(backend, a);
 }
 
 // The GEMMs that it would be without a filter.
@@ -81,13 +81,13 @@ static void record_filtered(Backend *backend, const LceFilteredGemms *a) {
                                   .accumulate = a->accumulate};
   append((Gemm){.kind = BACKWARD_INPUT, .call.input = dx}, a->exps, a->weight);
   append((Gemm){.kind = BACKWARD_WEIGHT, .call.weight = dweight}, a->exps, a->dweight);
-  record.real->lce_filtered_gemms(backend, a);
+  record.wrapped->lce_filtered_gemms(backend, a);
 }
 
 static void record_pass(Trainer *trainer) {
   Backend *backend = trainer->backend;
   static BackendOps recording;
-  record.real = backend->ops;
+  record.wrapped = backend->ops;
   recording = *backend->ops;
   recording.linear_forward = record_forward;
   recording.linear_backward_input = record_backward_input;
@@ -96,7 +96,7 @@ static void record_pass(Trainer *trainer) {
   recording.lce_filtered_gemms = record_filtered;
   backend->ops = &recording;
   trainer_gradient_pass(trainer);
-  backend->ops = record.real;
+  backend->ops = record.wrapped;
   backend_synchronize(backend);
 }
 

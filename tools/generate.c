@@ -75,8 +75,8 @@ static Wanted parse(int argc, char **argv) {
 
 static char *read_all(FILE *file) {
   char *text = NULL;
-  size_t room = 0;
-  if (getdelim(&text, &room, 0, file) < 0) { // nothing there
+  size_t capacity = 0;
+  if (getdelim(&text, &capacity, 0, file) < 0) { // nothing there
     free(text);
     text = strdup("");
   }

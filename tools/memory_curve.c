@@ -66,12 +66,12 @@ static const Option option_rows[] = {
     {WHOLE("resolution", "N", resolution, 1, 4), DEFAULT("2"), HELP("Pixels per point of the pictures")},
     {OPTION_END}};
 
-// Takes our options; what is left, behind the recipe's own, is ./train's.
+// Takes this program's options; the rest, after the recipe's, are ./train's.
 static Own parse(int argc, char **argv, const Recipe **recipe, Options *options) {
   static const OptionTable table = {
       option_rows,
       "Memory and time of a training step, or of LM head + loss alone, with the fused loss and with "
-      "materialized logits: planned, counted by the ledger, and by the device's own figure. Writes curve.csv "
+      "materialized logits: planned, counted by the ledger, and by the system. Writes curve.csv "
       "and curve.png.\v"
       "Every option of ./train that describes the model, the job or the machine is understood too (./train "
       "--help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...",

@@ -3,9 +3,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/fail.h"
+#include "base/alloc.h"
+#include "base/integers.h"
 
-// Rows of `width` inputs in the trainer's own buffers, and what came of those that are done.
+// Rows of `width` inputs in the trainer's buffers, and the summed losses of those that are done.
 typedef struct {
   Trainer *trainer;
   int64_t width, capacity; // capacity rows at a time
@@ -43,7 +44,7 @@ static void flush(Rows *r) {
 }
 
 // Appends a context with a completion, of which the completion's tokens count. The last of them is predicted
-// and never read, so a row of width w has room for w + 1 tokens; where that is too few the context's
+// and never read, so a row of width w takes w + 1 tokens; where that is too few the context's
 // beginning goes. Returns how many count.
 static int64_t add_row(Rows *r, const Choice *choice, const int32_t *completion, int64_t length,
                        bool *shortened) {
@@ -65,7 +66,7 @@ static int64_t add_row(Rows *r, const Choice *choice, const int32_t *completion,
   return counted;
 }
 
-static int64_t least(const double *values, const int64_t *divisors, int64_t count) {
+static int64_t argmin(const double *values, const int64_t *divisors, int64_t count) {
   int64_t best = 0;
   for (int64_t i = 1; i < count; i++) {
     double value = divisors ? values[i] / (double)divisors[i] : values[i];
@@ -82,8 +83,7 @@ static bool is_mine(const Trainer *t, int64_t example) {
 
 static void sum_over_ranks(Trainer *t, ChoiceScore *score) {
   const int64_t mine[3] = {score->correct, score->correct_normalized, score->shortened};
-  int64_t *all = calloc((size_t)t->backend->ranks, sizeof mine);
-  if (!all) fail("out of host memory for the scores of %d ranks", t->backend->ranks);
+  int64_t *all = host_alloc(t->backend->ranks, sizeof mine, "the scores of all ranks");
   trainer_gather(t, mine, all, sizeof mine);
   score->correct = score->correct_normalized = score->shortened = 0;
   for (int r = 0; r < t->backend->ranks; r++) {
@@ -97,16 +97,14 @@ static void sum_over_ranks(Trainer *t, ChoiceScore *score) {
 ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples) {
   if (!examples || examples > choices->count) examples = choices->count;
   int64_t seq_len = t->options->seq_len, tokens = t->options->batch * seq_len;
-  Rows r = {.trainer = t, .width = choices->longest - 1 < seq_len ? choices->longest - 1 : seq_len};
+  Rows r = {.trainer = t, .width = min_i64(choices->longest - 1, seq_len)};
   r.capacity = tokens / r.width;
-  size_t all_rows = 1; // no rank asks for nothing
+  int64_t all_rows = 1; // no rank asks for nothing
   for (int64_t e = 0; e < examples; e++)
-    if (is_mine(t, e)) all_rows += (size_t)choices_get(choices, e).completion_count;
-  int64_t *counts = malloc(all_rows * sizeof *counts);
-  r.sums = malloc(all_rows * sizeof *r.sums);
-  r.losses = malloc((size_t)tokens * sizeof *r.losses);
-  if (!counts || !r.sums || !r.losses)
-    fail("out of host memory for the %lld examples of %s", (long long)examples, choices->path);
+    if (is_mine(t, e)) all_rows += choices_get(choices, e).completion_count;
+  int64_t *counts = host_alloc(all_rows, sizeof *counts, choices->path);
+  r.sums = host_alloc(all_rows, sizeof *r.sums, choices->path);
+  r.losses = host_alloc(tokens, sizeof *r.losses, choices->path);
 
   ChoiceScore score = {.examples = examples};
   MemoryMark mark = model_gather_head(&t->model, t->backend);
@@ -127,8 +125,8 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   for (int64_t e = 0; e < examples; e++) {
     if (!is_mine(t, e)) continue;
     Choice choice = choices_get(choices, e);
-    score.correct += least(r.sums + row, NULL, choice.completion_count) == choice.label;
-    score.correct_normalized += least(r.sums + row, counts + row, choice.completion_count) == choice.label;
+    score.correct += argmin(r.sums + row, NULL, choice.completion_count) == choice.label;
+    score.correct_normalized += argmin(r.sums + row, counts + row, choice.completion_count) == choice.label;
     row += choice.completion_count;
   }
   free(counts);

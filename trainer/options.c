@@ -88,7 +88,7 @@ const Option options_rows[] = {
     {WHOLE("lce-chunk", "TOKENS", lce_chunk, 1, MAX), .flags = SETTING,
      HELP("Tokens per chunk (default an eighth of B x T, within 128, on cuda 1024, and 4096)")},
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
-     HELP("Choose the largest chunk with which head and loss hold at most this much")},
+     HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
     {NUMBER("lce-filter", "EPS", lce_filter, 0, 1), .below_max = true, DEFAULT("0"),
      .flags = SETTING | TRAINING,
      HELP("Leave tiles of 128 tokens x 256 vocabulary entries, all of probability below EPS, out of the "

@@ -18,9 +18,9 @@ Plan plan_from_ledger(const Ledger *ledger) {
 }
 
 Plan plan_run(const Options *given, DeviceKind device, LceMode mode) {
-  Options settled = *given;
-  const Options *options = &settled;
-  if (mode == LCE_MATERIALIZED) settled.dtypes.vocab_parallel = false; // which that mode does not know
+  Options copy = *given;
+  const Options *options = &copy;
+  if (mode == LCE_MATERIALIZED) copy.dtypes.vocab_parallel = false; // which that mode does not have
   Backend *backend = plan_backend_create(device, options->dtype);
   backend->ranks = options->ranks;
   Trainer trainer;
@@ -57,9 +57,9 @@ static bool chunk_fits(const void *budget, int64_t chunk) {
   return head_bytes(b->options, b->device, chunk) <= b->bytes;
 }
 
-int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *least) {
-  *least = head_bytes(options, device, 1);
-  if (*least > bytes) return 0;
+int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min) {
+  *min = head_bytes(options, device, 1);
+  if (*min > bytes) return 0;
   Budget budget = {options, device, LCE_FUSED, bytes};
   return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
 }
@@ -86,12 +86,12 @@ static bool batch_fits(const void *budget, int64_t batch) {
 
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
   Budget budget = {options, device, mode, bytes};
-  int64_t most = INT32_MAX / options->seq_len, fits = 0, above = 1;
-  while (above <= most && batch_fits(&budget, above)) {
+  int64_t max = INT32_MAX / options->seq_len, fits = 0, above = 1;
+  while (above <= max && batch_fits(&budget, above)) {
     fits = above;
     above *= 2;
   }
-  return largest_that_fits(batch_fits, &budget, fits, above > most ? most + 1 : above);
+  return largest_that_fits(batch_fits, &budget, fits, min_i64(above, max + 1));
 }
 
 // Appends "; --flag needs 12.3 GiB" when that is less than the capacity. Returns whether it fits.

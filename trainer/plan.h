@@ -5,22 +5,22 @@
 #include "trainer/options.h"
 
 typedef struct {
-  size_t peak_bytes;                     // the most in use at a time
+  size_t peak_bytes;                     // the maximum in use at a time
   size_t at_peak[MEMORY_CATEGORY_COUNT]; // who holds it then
   size_t stack_bytes;                    // the step's stack, at its highest
-  size_t head_peak_bytes;                // the most the last layer holds beyond weights and gradients
+  size_t head_peak_bytes;                // the maximum LM head + loss hold beyond weights and gradients
 } Plan;
 
-// A training step, a validation batch and a sampled token of `options` (settled) in `mode` on `device`; with
+// A training step, a validation batch and a sampled token of `options` (resolved) in `mode` on `device`; with
 // --eval-only the validation batch alone.
 Plan plan_run(const Options *options, DeviceKind device, LceMode mode);
 
-// The same numbers as a real run's ledger has them.
+// The same figures from the ledger of a run.
 Plan plan_from_ledger(const Ledger *ledger);
 
-// The largest chunk with which the last layer never holds more than `bytes`, in training and in validation; 0
-// when even one token's does not fit. `least` receives what one token's holds.
-int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *least);
+// The largest chunk with which LM head + loss never hold more than `bytes`, in training and in validation; 0
+// when even one token's does not fit. `min` receives what one token's holds.
+int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min);
 
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);

@@ -13,7 +13,7 @@ typedef struct {
   int64_t count;
 } Prompt;
 
-// The tokenizer is --tokenizer's, or the one beside the model that the run begins with; the prompt is
+// The tokenizer is --tokenizer's, or the one in the directory of the model that the run begins with; the prompt is
 // --prompt in its tokens, or in bytes where the data are text, and otherwise the data's first token. Fails
 // when a token of the prompt is none of the model's. The caller closes it.
 Prompt prompt_open(const Options *options, const Source *source);

@@ -17,7 +17,7 @@ void resume_take_settings(Options *options);
 // ranks at once.
 void resume_require_same(const Options *options, Backend *backend, const char *data);
 
-// What a run knows beside its tensors.
+// The state of a run besides its tensors.
 typedef struct {
   int64_t step;                           // steps done
   double first_loss, last_loss, val_loss; // NAN where there is none

@@ -4,7 +4,7 @@
 
 #include "base/random.h"
 
-// The same block of random numbers in [-1, 1), over and over.
+// One block of random values in [-1, 1), repeated.
 static void fill_random(Backend *backend, Tensor t) {
   enum { BLOCK = 1 << 16 };
   static float values[BLOCK];

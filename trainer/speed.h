@@ -5,7 +5,7 @@
 #include "base/system.h" // now_seconds
 #include "kernels/kernels.h"
 
-// Flops a second that one large square product of the backend's dtype reaches on random numbers (zeros would
+// Flops a second that one large square GEMM of the backend's dtype reaches on random values (zeros would
 // draw less power and run faster): the median of several, after a warm-up. Uses the stack, which must be
 // empty and is gone afterwards.
 double measure_gemm_rate(Backend *backend);

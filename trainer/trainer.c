@@ -3,7 +3,9 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
+#include "base/integers.h"
 #include "data/corpus.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/generate.h"
@@ -13,7 +15,7 @@
 #include "trainer/update.h"
 
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
-               "the loader and the last layer agree on what is not counted");
+               "the loader and the loss agree on what is not counted");
 
 Source *trainer_open_source(const Options *o) {
   const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
@@ -48,12 +50,6 @@ static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int
   return tensor_1d(memory_reserve(&backend->memory, name, MEMORY_TABLES, bytes), dtype, count);
 }
 
-static int32_t *host_array(int64_t count) {
-  int32_t *array = calloc((size_t)count, sizeof *array);
-  if (!array) fail("out of host memory for a batch of %lld tokens", (long long)count);
-  return array;
-}
-
 void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   *t = (Trainer){.options = options,
                  .backend = backend,
@@ -78,20 +74,18 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->transformer.outputs = t->outputs;
   if (options->lce_filter > 0) {
     t->filtered = reserve_table(backend, "what is filtered", DTYPE_F32, 3);
-    fill_zero(backend, t->filtered); // without the fused mode nothing is told
+    fill_zero(backend, t->filtered); // only the fused mode writes it
   }
   t->transformer.filtered = t->filtered;
   t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
   t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);
-  fill_zero(backend, t->results); // what is never told is summed over the ranks all the same
+  fill_zero(backend, t->results); // entries that are never written are summed over the ranks all the same
   if (backend->memory.planning) return;
-  t->host_tokens = host_array(options->micro_steps * tokens);
-  t->host_targets = host_array(options->micro_steps * tokens);
-  t->host_rows = host_array(tokens);
-  t->host_most_counted = calloc((size_t)options->micro_steps, sizeof *t->host_most_counted);
-  if (!t->host_most_counted)
-    fail("out of host memory for %lld micro-batches", (long long)options->micro_steps);
+  t->host_tokens = host_alloc(options->micro_steps * tokens, sizeof *t->host_tokens, "a batch");
+  t->host_targets = host_alloc(options->micro_steps * tokens, sizeof *t->host_targets, "a batch");
+  t->host_rows = host_alloc(tokens, sizeof *t->host_rows, "a batch");
+  t->host_max_counted = host_alloc(options->micro_steps, sizeof *t->host_max_counted, "a batch");
   if (options->origin)
     checkpoint_load(options->origin, &t->model, backend, options->resumed_from != NULL);
   else
@@ -103,7 +97,7 @@ void trainer_destroy(Trainer *t) {
   free(t->host_tokens);
   free(t->host_targets);
   free(t->host_rows);
-  free(t->host_most_counted);
+  free(t->host_max_counted);
   *t = (Trainer){0};
 }
 
@@ -127,7 +121,7 @@ static void upload(Trainer *t, const int32_t *tokens, const int32_t *targets) {
   backend_to_device(t->backend, t->targets, targets);
 }
 
-// Positions of the counted targets, then of the others.
+// Positions of the counted targets, then of the ignored ones.
 static int64_t count_rows(const int32_t *targets, int64_t tokens, int32_t *rows) {
   int64_t counted = 0, ignored = tokens;
   for (int64_t n = 0; n < tokens; n++)
@@ -138,8 +132,8 @@ static int64_t count_rows(const int32_t *targets, int64_t tokens, int32_t *rows)
   return counted;
 }
 
-// Where targets may be ignored the counted ones are named, so that the last layer computes for them alone. Ranks
-// that share the head's rows go through as many tokens as the one of them that counts the most.
+// Where targets may be ignored the counted rows are listed, so that the loss is computed for them alone. Ranks
+// that share the head's rows compute as many tokens as the rank with the most counted ones.
 static void upload_rows(Trainer *t, const int32_t *targets, Batch *batch) {
   batch->rows = t->rows;
   batch->counted = tokens_of(t);
@@ -152,7 +146,7 @@ void trainer_gradient_pass(Trainer *t) {
   Batch batch = device_batch(t);
   if (!t->backend->memory.planning) {
     for (int64_t n = 0; n < tokens_of(t); n++)
-      if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the most work there can be
+      if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
     upload(t, t->host_tokens, t->host_targets);
   }
   if (t->options->masked) upload_rows(t, t->host_targets, &batch);
@@ -168,27 +162,27 @@ static Tensor number_of(Tensor t, int i) {
   return tensor_exists(t) ? tensor_rows(t, i, 1) : t;
 }
 
-// Adds up what is told of the micro-batch's tokens, and of its tiles.
+// Sums the statistics of the micro-batch's tokens and tiles.
 static void sum_tokens(Trainer *t, int slot, bool accumulate) {
-  const Tensor told[] = {[RESULT_LOSS] = t->loss,
-                         [RESULT_Z_LOSS] = t->outputs.z_loss,
-                         [RESULT_CORRECT] = t->outputs.correct,
-                         [RESULT_ENTROPY] = t->outputs.entropy,
-                         [RESULT_MAX_LOGIT] = t->outputs.max_logit,
-                         [RESULT_TILES_LEFT_OUT] = number_of(t->filtered, 0),
-                         [RESULT_TILES] = number_of(t->filtered, 1),
-                         [RESULT_MASS_LEFT_OUT] = number_of(t->filtered, 2)};
+  const Tensor stats[] = {[RESULT_LOSS] = t->loss,
+                          [RESULT_Z_LOSS] = t->outputs.z_loss,
+                          [RESULT_CORRECT] = t->outputs.correct,
+                          [RESULT_ENTROPY] = t->outputs.entropy,
+                          [RESULT_MAX_LOGIT] = t->outputs.max_logit,
+                          [RESULT_TILES_LEFT_OUT] = number_of(t->filtered, 0),
+                          [RESULT_TILES] = number_of(t->filtered, 1),
+                          [RESULT_MASS_LEFT_OUT] = number_of(t->filtered, 2)};
   for (int i = RESULT_LOSS; i <= RESULT_MASS_LEFT_OUT; i++)
-    if (tensor_exists(told[i]))
-      reduce(t->backend, (Reduce){.sum = result_slot(t, slot, i), .x = told[i], .accumulate = accumulate});
+    if (tensor_exists(stats[i]))
+      reduce(t->backend, (Reduce){.sum = result_slot(t, slot, i), .x = stats[i], .accumulate = accumulate});
 }
 
-// The loss over all ranks, and what they tell each other.
+// The sums over all ranks, with what the ranks share.
 static void sum_results(Trainer *t, int slot) {
-  Tensor told = tensor_rows(t->results, RESULTS * slot + RESULT_STOP, 2);
+  Tensor shared = tensor_rows(t->results, RESULTS * slot + RESULT_STOP, 2);
   Tensor summed = tensor_rows(t->results, RESULTS * slot, RESULT_NORM);
   const float values[2] = {t->stop_asked, (float)t->step_seconds};
-  backend_to_device(t->backend, told, values);
+  backend_to_device(t->backend, shared, values);
   all_reduce(t->backend, (Collective){.out = summed, .x = summed, .async = true});
 }
 
@@ -201,16 +195,16 @@ static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
   for (int64_t m = 0; m < o->micro_steps; m++) {
     int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
-    int64_t most = 0, here;
+    int64_t max = 0, here;
     for (place.rank = 0; place.rank < b->ranks && o->masked; place.rank++) {
       if (place.rank == b->rank) continue;
       counted += here = loader_train_batch(loader, place, to, targets);
-      if (here > most) most = here;
+      max = max_i64(max, here);
     }
     place.rank = b->rank;
     here = loader_train_batch(loader, place, to, targets);
     counted += here * (o->masked ? 1 : b->ranks);
-    t->host_most_counted[m] = here > most ? here : most;
+    t->host_max_counted[m] = max_i64(max, here);
   }
   return counted;
 }
@@ -230,7 +224,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     Batch batch = device_batch(t);
     if (!planning) upload(t, t->host_tokens + m * tokens, t->host_targets + m * tokens);
     if (o->masked) upload_rows(t, t->host_targets + m * tokens, &batch);
-    if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_most_counted[m];
+    if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
     TransformerOptions options = t->transformer;
     Reduction reduction;
     reduction_begin(&reduction, t->backend, &t->model, m == 0, m == o->micro_steps - 1, &options);
@@ -249,8 +243,8 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
 }
 
 // The mean over the step's counted targets of what was summed for them.
-static double mean_of(const float *of_step, int which, int64_t counted, bool told) {
-  return !told ? NAN : counted ? (double)of_step[which] / (double)counted : 0;
+static double mean_of(const float *of_step, int which, int64_t counted, bool reported) {
+  return !reported ? NAN : counted ? (double)of_step[which] / (double)counted : 0;
 }
 
 int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
@@ -287,17 +281,16 @@ void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
   MemoryMark mark = memory_mark(&b->memory);
   Tensor gathered =
       memory_push_1d(&b->memory, "words of all ranks", MEMORY_WORKSPACE, DTYPE_I32, b->ranks * words);
-  Tensor own = tensor_rows(gathered, b->rank * words, words);
-  backend_to_device(b, own, mine);
-  all_gather(b, (Collective){.out = gathered, .x = own});
+  Tensor local = tensor_rows(gathered, b->rank * words, words);
+  backend_to_device(b, local, mine);
+  all_gather(b, (Collective){.out = gathered, .x = local});
   backend_to_host(b, all, gathered);
   memory_pop_to(&b->memory, mark);
 }
 
 int64_t trainer_first_lost_token(Trainer *t) {
   int64_t tokens = tokens_of(t), lost = -1;
-  float *losses = malloc((size_t)tokens * sizeof *losses);
-  if (!losses) fail("out of host memory for the losses of a batch");
+  float *losses = host_alloc(tokens, sizeof *losses, "the losses of a batch");
   backend_to_host(t->backend, losses, t->loss);
   for (int64_t n = tokens; n-- > 0;)
     if (!isfinite(losses[n])) lost = n;
@@ -305,7 +298,7 @@ int64_t trainer_first_lost_token(Trainer *t) {
   return lost;
 }
 
-// --- watching ----------------------------------------------------------------------------------------------
+// --- evaluation ---------------------------------------------------------------------------------------------
 
 enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two looks at the device
 
@@ -321,24 +314,23 @@ static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tens
   reduce(t->backend, (Reduce){.sum = sum, .x = t->loss});
 }
 
-// Batches [first, end), the ranks taking turns; their losses are added in the order of the batches.
+// Batches [first, end), dealt to the ranks in order; their losses are added in the order of the batches.
 static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t end, int64_t *counted) {
   Backend *b = t->backend;
   MemoryMark mark = memory_mark(&b->memory);
   Tensor all = memory_push_1d(&b->memory, "validation losses", MEMORY_WORKSPACE, DTYPE_F32,
                               b->ranks * VALIDATION_ROUNDS);
-  Tensor own = tensor_rows(all, b->rank * VALIDATION_ROUNDS, VALIDATION_ROUNDS);
-  fill_zero(b, own);
+  Tensor local = tensor_rows(all, b->rank * VALIDATION_ROUNDS, VALIDATION_ROUNDS);
+  fill_zero(b, local);
   for (int64_t index = first; index < end; index++) {
     int64_t rank = (index - first) % b->ranks, round = (index - first) / b->ranks;
     if (rank == b->rank)
-      validate_batch(t, loader, index, tensor_rows(own, round, 1), counted);
+      validate_batch(t, loader, index, tensor_rows(local, round, 1), counted);
     else if (loader) // for the count alone
       *counted += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
   }
-  all_gather(b, (Collective){.out = all, .x = own});
-  float *losses = calloc((size_t)(b->ranks * VALIDATION_ROUNDS), sizeof *losses);
-  if (!losses) fail("out of host memory for the losses of a validation");
+  all_gather(b, (Collective){.out = all, .x = local});
+  float *losses = host_alloc(b->ranks * VALIDATION_ROUNDS, sizeof *losses, "the losses of a validation");
   backend_to_host(b, losses, all);
   double sum = 0;
   for (int64_t i = 0; i < end - first; i++)
@@ -354,8 +346,7 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   double sum = 0;
   MemoryMark mark = model_gather_head(&t->model, t->backend);
   for (int64_t first = 0; first < batches; first += at_once) {
-    int64_t end = first + at_once < batches ? first + at_once : batches;
-    sum += validate_some(t, loader, first, end, &counted);
+    sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);
   }
   model_drop_head(&t->model, t->backend, mark);
   return counted ? sum / (double)counted : 0;

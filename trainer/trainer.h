@@ -18,9 +18,9 @@ typedef struct {
   double z_loss;                        // --z-loss
   double accuracy, entropy, max_logit;  // --metrics
   double filtered_tiles, filtered_mass; // --lce-filter: the share of tiles left out, and of probability
-  // Over all ranks, and so the same on each (with one rank: as told).
+  // Over all ranks, and so the same on each (with one rank: its own).
   bool stop;             // some rank was asked to stop
-  double agreed_seconds; // a step takes, the mean of what they told
+  double agreed_seconds; // of a step, the mean over the ranks
 } StepResult;
 
 typedef struct {
@@ -30,16 +30,16 @@ typedef struct {
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, loss;
-  TokenOutputs outputs;  // what is told of each token beside its loss
-  Tensor filtered;       // fp32 [3]: what the last layer's filter left out; there with --lce-filter
+  TokenOutputs outputs;  // statistics of each token besides its loss
+  Tensor filtered;       // fp32 [3]: what --lce-filter left out; absent without it
   Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
-  Tensor results;        // fp32, of each pending step: sums of what is told, and the gradient norm
+  Tensor results;        // fp32, of each pending step: sums of the statistics, and the gradient norm
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows;
-  int64_t *host_most_counted; // of each micro-batch: targets on the rank that counts the most
+  int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
   StepResult pending[TRAINER_PENDING];
   int pending_count;
-  // What this rank tells the others with each step; see StepResult.
+  // What this rank shares with each step; see StepResult.
   bool stop_asked;
   double step_seconds;
   double wire_bytes; // that this rank sent in the last step
@@ -49,7 +49,7 @@ typedef struct {
 Source *trainer_open_source(const Options *options);
 
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights
-// from options->origin or draws them. options must be settled. Fails in one sentence when the model, the
+// from options->origin or draws them. options must be resolved. Fails in one sentence when the model, the
 // memory or the files do not allow it.
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
@@ -73,8 +73,8 @@ int64_t trainer_first_lost_token(Trainer *trainer);
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
 // Continues `prompt` by options->sample_tokens byte-level or other tokens, drawn with `seed`. The caller
-// frees the tokens (prompt included); *count receives how many. Call it on all ranks: the first draws, the others get
-// NULL.
+// frees the tokens (prompt included); *count receives how many. Call it on all ranks: rank 0 draws, other ranks
+// get NULL.
 int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count);
 

@@ -2,7 +2,7 @@
 
 #include "model/shards.h"
 
-// Numbers that this rank updates in one go: a whole group, or its slice of a bucket.
+// Elements that this rank updates in one call: a whole group, or its slice of a bucket.
 typedef struct {
   ParameterGroup group;
   Bucket bucket; // what it is a slice of
@@ -38,9 +38,9 @@ static void add_squares(Trainer *t, const Piece *piece, void *started) {
   *(bool *)started = true;
 }
 
-static void step_piece(Trainer *t, const Piece *piece, void *numbers) {
+static void step_piece(Trainer *t, const Piece *piece, void *settings) {
   const Parameters *p = &t->model.parameters;
-  AdamW a = *(const AdamW *)numbers;
+  AdamW a = *(const AdamW *)settings;
   a.weight = piece->value;
   a.master = piece->master;
   a.m = piece->m;
@@ -69,13 +69,13 @@ void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step)
                                      .scale = t->scale,
                                      .sum_of_squares = t->squares,
                                      .max_norm = (float)o->max_grad_norm});
-  AdamW numbers = {.grad_scale = t->scale,
-                   .lr = (float)learning_rate,
-                   .beta1 = (float)o->beta1,
-                   .beta2 = (float)o->beta2,
-                   .epsilon = (float)o->epsilon,
-                   .weight_decay = (float)o->weight_decay,
-                   .step = step + 1};
-  for_each_piece(t, step_piece, &numbers);
+  AdamW settings = {.grad_scale = t->scale,
+                    .lr = (float)learning_rate,
+                    .beta1 = (float)o->beta1,
+                    .beta2 = (float)o->beta2,
+                    .epsilon = (float)o->epsilon,
+                    .weight_decay = (float)o->weight_decay,
+                    .step = step + 1};
+  for_each_piece(t, step_piece, &settings);
   collectives_join(t->backend, 0);
 }
