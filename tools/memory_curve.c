@@ -18,6 +18,7 @@
 #include "base/option_rows.h"
 #include "base/text.h"
 #include "tools/curves/pictures.h"
+#include "tools/curves/points.h"
 #include "tools/curves/run.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
@@ -225,7 +226,7 @@ static void draw_curve(const char *folder, const Curve *c, const Recipe *recipe,
 
 static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, const Device *device) {
   const Options *o = e->options;
-  PointList points = {0};
+  Curve points = {0};
   for (int i = 0; recipe && recipe->sweeps[i].values; i++)
     points_add_sweep(&points, o, e->device, own->layer_only, recipe->sweeps[i].sweep,
                      recipe->sweeps[i].values);
@@ -233,7 +234,7 @@ static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, con
     points_add_sweep(&points, o, e->device, own->layer_only, sweep_named(own->sweep ? own->sweep : "tokens"),
                      own->values);
   for (int i = 0; i < points.count; i++)
-    point_options(e, &points.items[i]); // refuses what is no model, first
+    point_options(e, &points.readings[i].point); // refuses what is no model, first
   Curve curve = {0};
   describe(&curve, own, recipe, o, device);
   char csv[600];
@@ -245,26 +246,26 @@ static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, con
   printf("\nwrote %s\n", csv);
   draw_curve(own->out, &curve, recipe, own->resolution);
   curve_free(&curve);
-  points_free(&points);
+  curve_free(&points);
 }
 
 static void timeline(const Own *own, const Recipe *recipe, Experiment e, const Device *device) {
   const Options *o = e.options;
-  PointList points = {0};
+  Curve points = {0};
   char value[64], csv[600];
   snprintf(value, sizeof value, "%lldx%lld", (long long)o->batch, (long long)o->seq_len);
   points_add_sweep(&points, o, e.device, false, SWEEP_TOKENS, value);
   for (int i = 0; i < points.count && !e.plan_only; i++) {
-    Options at = point_options(&e, &points.items[i]);
-    size_t needs = plan_run(&at, e.device, points.items[i].mode).peak_bytes;
+    Options at = point_options(&e, &points.readings[i].point);
+    size_t needs = plan_run(&at, e.device, points.readings[i].point.mode).peak_bytes;
     if (device->usable && needs > device->usable) {
-      printf("the timeline is planned: %s needs %s of %s\n", lce_mode_name(points.items[i].mode),
+      printf("the timeline is planned: %s needs %s of %s\n", lce_mode_name(points.readings[i].point.mode),
              text_bytes(needs).text, text_bytes(device->usable).text);
       e.plan_only = true;
     }
   }
   Timeline timelines[2]; // materialized above, fused below
-  for (int i = 0; i < 2; i++) timelines[1 - i] = timeline_record(&e, &points.items[i]);
+  for (int i = 0; i < 2; i++) timelines[1 - i] = timeline_record(&e, &points.readings[i].point);
   Own shown = *own;
   shown.plan_only = e.plan_only;
   Curve settings = {0};
@@ -274,7 +275,7 @@ static void timeline(const Own *own, const Recipe *recipe, Experiment e, const D
   printf("wrote %s\n", csv);
   draw(own->out, "timeline.png", picture_timeline(timelines, &settings), own->resolution);
   for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
-  points_free(&points);
+  curve_free(&points);
 }
 
 // Draws what the folder holds once more.

@@ -3,7 +3,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "base/fail.h"
+#include "base/alloc.h"
 
 enum { SAMPLES = 16 };
 
@@ -17,15 +17,11 @@ struct Reference {
 };
 
 static double *doubles(int64_t count) {
-  double *values = calloc((size_t)count, sizeof *values);
-  if (!values) fail("out of host memory for the reference of the gradients");
-  return values;
+  return host_alloc(count, sizeof(double), "the reference of the gradients");
 }
 
 static float *floats(int64_t count) {
-  float *values = malloc((size_t)count * sizeof *values);
-  if (!values) fail("out of host memory for the reference of the gradients");
-  return values;
+  return host_alloc(count, sizeof(float), "the reference of the gradients");
 }
 
 static double dot(const float *a, const float *b, int64_t count) {
@@ -82,8 +78,7 @@ static void reference_rows(Reference *r) {
 }
 
 Reference *reference_create(LceShape shape, uint64_t seed) {
-  Reference *r = calloc(1, sizeof *r);
-  if (!r) fail("out of host memory for the reference of the gradients");
+  Reference *r = host_alloc(1, sizeof *r, "the reference of the gradients");
   r->shape = shape;
   r->seed = seed;
   r->dx = doubles(SAMPLES * shape.hidden_size);
@@ -113,14 +108,14 @@ static void reference_columns(Reference *r, const float *loss) {
     layer_random_row(r->seed, true, r->shape.dtype, r->entries[s], hidden, w + s * hidden);
 #pragma omp parallel
   {
-    float *x = floats(hidden), *own = floats(hidden);
+    float *x = floats(hidden), *w_target = floats(hidden);
     double *sum = doubles(SAMPLES * hidden);
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < tokens; n++) {
       int32_t target = layer_random_target(r->seed, n, vocab);
       layer_random_row(r->seed, false, r->shape.dtype, n, hidden, x);
-      layer_random_row(r->seed, true, r->shape.dtype, target, hidden, own);
-      double lse = (double)loss[n] + dot(x, own, hidden);
+      layer_random_row(r->seed, true, r->shape.dtype, target, hidden, w_target);
+      double lse = (double)loss[n] + dot(x, w_target, hidden);
       for (int s = 0; s < SAMPLES; s++) {
         double p = exp(dot(x, w + s * hidden, hidden) - lse) - (target == r->entries[s] ? 1 : 0);
         for (int64_t h = 0; h < hidden; h++) sum[s * hidden + h] += p / (double)tokens * (double)x[h];
@@ -129,7 +124,7 @@ static void reference_columns(Reference *r, const float *loss) {
 #pragma omp critical
     for (int64_t i = 0; i < SAMPLES * hidden; i++) r->dweight[i] += sum[i];
     free(sum);
-    free(own);
+    free(w_target);
     free(x);
   }
   free(w);
@@ -140,13 +135,13 @@ static void reference_columns(Reference *r, const float *loss) {
 static double rows_error(Backend *backend, Tensor t, const int64_t *rows, const double *want) {
   int64_t hidden = t.shape[1];
   void *row = floats(hidden); // or half as many bytes of bf16
-  const float *whole = row;
-  const uint16_t *half = row;
+  const float *fp32 = row;
+  const uint16_t *bf16 = row;
   double error = 0, size = 0;
   for (int s = 0; s < SAMPLES; s++) {
     backend_to_host(backend, row, tensor_rows(t, rows[s], 1));
     for (int64_t h = 0; h < hidden; h++) {
-      double value = t.dtype == DTYPE_BF16 ? (double)bf16_to_f32(half[h]) : (double)whole[h];
+      double value = t.dtype == DTYPE_BF16 ? (double)bf16_to_f32(bf16[h]) : (double)fp32[h];
       double truth = want[s * hidden + h];
       error += (value - truth) * (value - truth);
       size += truth * truth;

@@ -1,4 +1,4 @@
-// How far the last layer's results are from the truth.
+// Errors of the LM head + loss against float64.
 #ifndef LCE_TOOLS_CURVES_ACCURACY_H
 #define LCE_TOOLS_CURVES_ACCURACY_H
 
@@ -6,7 +6,7 @@
 
 // Relative errors in the Frobenius norm, against float64, over the sampled rows. `dweight` takes each token's
 // normaliser from the loss that was computed (the fused one: good to 1e-7), since summing it anew for every
-// token would cost as much as the layer itself.
+// token would cost as much as the LM head + loss itself.
 typedef struct {
   double loss, dx, dweight;
 } Errors;

@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "base/fail.h"
+#include "base/alloc.h"
 #include "base/random.h"
 
 // --- random data -------------------------------------------------------------------------------------------
@@ -25,9 +25,9 @@ int32_t layer_random_target(uint64_t seed, int64_t token, int64_t vocab_size) {
 // Uploads the matrix in blocks of rows, so that the host never holds it whole.
 static void fill_normal(Backend *backend, Tensor t, uint64_t seed, bool weight) {
   int64_t columns = t.shape[1], block = ((int64_t)16 << 20) / columns + 1;
-  float *values = malloc((size_t)(block * columns) * sizeof *values);
-  uint16_t *rounded = t.dtype == DTYPE_BF16 ? malloc((size_t)(block * columns) * sizeof *rounded) : NULL;
-  if (!values || (t.dtype == DTYPE_BF16 && !rounded)) fail("out of host memory for %s", tensor_text(t).text);
+  float *values = host_alloc(block * columns, sizeof *values, "random values");
+  uint16_t *rounded =
+      t.dtype == DTYPE_BF16 ? host_alloc(block * columns, sizeof *rounded, "random values") : NULL;
   for (int64_t first = 0; first < t.shape[0]; first += block) {
     int64_t rows = t.shape[0] - first < block ? t.shape[0] - first : block;
 #pragma omp parallel for schedule(static)
@@ -63,8 +63,7 @@ LceTensors layer_reserve(Backend *backend, LceShape s, uint64_t seed) {
 
   fill_normal(backend, layer.x, seed, false);
   fill_normal(backend, layer.weight, seed, true);
-  int32_t *targets = malloc((size_t)s.tokens * sizeof *targets);
-  if (!targets) fail("out of host memory for the targets");
+  int32_t *targets = host_alloc(s.tokens, sizeof *targets, "the targets");
   for (int64_t n = 0; n < s.tokens; n++) targets[n] = layer_random_target(seed, n, s.vocab_size);
   backend_to_device(backend, layer.targets, targets);
   backend_synchronize(backend);

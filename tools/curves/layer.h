@@ -1,11 +1,11 @@
-// The last layer on its own: what a memory curve measures it on.
+// The LM head + loss alone, on random data.
 #ifndef LCE_TOOLS_CURVES_LAYER_H
 #define LCE_TOOLS_CURVES_LAYER_H
 
 #include "kernels/linear_cross_entropy.h"
 #include "trainer/trainer.h"
 
-// The tensors of a call, in somebody's memory.
+// The tensors of a call of linear_cross_entropy, in the backend's memory.
 typedef struct {
   Backend *backend;
   Tensor x, weight, targets, loss, dx, dweight;
@@ -18,18 +18,18 @@ LceTensors layer_reserve(Backend *backend, LceShape shape, uint64_t seed);
 void layer_random_row(uint64_t seed, bool weight, Dtype dtype, int64_t row, int64_t columns, float *out);
 int32_t layer_random_target(uint64_t seed, int64_t token, int64_t vocab_size);
 
-// A trainer's own head and targets, with x (the same random numbers) and dx pushed on the stack: the caller
+// A trainer's head and targets, with x (the same random numbers) and dx pushed on the stack: the caller
 // pops them.
 LceTensors layer_push(Trainer *trainer, uint64_t seed);
 
 // The call that computes forward and backward once, the mean over all tokens; terms may be added to it.
 LinearCrossEntropy layer_call(const LceTensors *layer, LceMode mode, int64_t chunk);
-// Makes it. Asynchronous.
+// Runs that call. Asynchronous.
 void layer_run(const LceTensors *layer, LceMode mode, int64_t chunk);
 // The same, and returns the bytes that it pushed at its peak, its operations' scratch included.
 size_t layer_held(const LceTensors *layer, LceMode mode, int64_t chunk);
 
-// The three bare products that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X), for
+// The three GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X), for
 // `rows` of the tokens at a time; needs a stack of layer_gemms_stack bytes.
 void layer_gemms(const LceTensors *layer, int64_t rows);
 size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows);

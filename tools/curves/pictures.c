@@ -73,6 +73,14 @@ static bool about_layer(const Curve *c) {
   return strcmp(curve_setting(c, "what").text, "layer") == 0;
 }
 
+// Whether a figure is known of any point of a sweep (SWEEP_COUNT: of all sweeps).
+static bool has(const Curve *c, Sweep sweep, Figure figure) {
+  for (int i = 0; i < c->count; i++)
+    if ((sweep == SWEEP_COUNT || c->readings[i].point.sweep == sweep) && isfinite(figure(&c->readings[i])))
+      return true;
+  return false;
+}
+
 static const char *size_title(Sweep sweep) {
   static const char *const titles[SWEEP_COUNT] = {"tokens", "vocabulary", "hidden size", "tokens per chunk"};
   return titles[sweep];
@@ -117,10 +125,11 @@ static Picture *create(double height, double width, Label title, const Curve *c,
 
 // --- lines -------------------------------------------------------------------------------------------------
 
-typedef enum { NO_ENDS, VALUES, NAMES } Ends; // what stands at the right ends of lines
+// At every point: its chunk. At the right ends of lines: their values, or their names too.
+typedef enum { NO_LABELS, CHUNKS, VALUES, NAMES } Labels;
 
 // Adds the lines of both modes, materialized first, and returns them: y of each reading over x.
-static Series *add_modes(Panel *p, const Curve *c, Sweep sweep, Figure x, Figure y, Ends ends) {
+static Series *add_modes(Panel *p, const Curve *c, Sweep sweep, Figure x, Figure y, Labels labels) {
   Series *both = NULL;
   for (int m = LCE_MATERIALIZED; m >= 0; m--) {
     bool fused = m == LCE_FUSED;
@@ -133,6 +142,10 @@ static Series *add_modes(Panel *p, const Curve *c, Sweep sweep, Figure x, Figure
       const Reading *r = &c->readings[i];
       if (r->point.sweep != sweep || r->point.mode != (LceMode)m || !isfinite(y(r))) continue;
       Sample sample = {.x = x(r), .y = y(r), .planned = r->status != POINT_MEASURED};
+      if (labels == CHUNKS && fused)
+        sample.label = label(s->count ? "%s" : "chunk %s", text_grouped(r->point.chunk).text);
+      else if (labels == CHUNKS)
+        sample.label = label("%s", lce_mode_name(r->point.mode));
       if (sweep == SWEEP_CHUNK && !fused && x == size_swept) { // no chunks: the same at all of their sizes
         sample.x = -INFINITY;
         series_add(s, sample);
@@ -140,11 +153,11 @@ static Series *add_modes(Panel *p, const Curve *c, Sweep sweep, Figure x, Figure
       }
       series_add(s, sample);
     }
-    if (!s->count || ends == NO_ENDS) continue;
+    if (!s->count || labels < VALUES) continue;
     const Sample *last = &s->samples[s->count - 1];
     Label value = axis_value(p->y.unit, last->y);
-    s->end = ends == VALUES ? value : label("%s", lce_mode_name((LceMode)m));
-    if (ends == NAMES) s->below = label("%s%s", value.text, last->planned ? ", planned" : "");
+    s->end = labels == VALUES ? value : label("%s", lce_mode_name((LceMode)m));
+    if (labels == NAMES) s->below = label("%s%s", value.text, last->planned ? ", planned" : "");
   }
   return both;
 }
@@ -330,29 +343,15 @@ Picture *picture_trade(const Curve *c, const Recipe *recipe) {
   p->x = (Axis){
       .unit = UNIT_BYTES, .log = true, .title = label("memory beyond inputs and gradients"), .ticks = 10};
   p->y = (Axis){.title = label("time over that of the three GEMMs"), .ticks = 7};
-  Series *modes = add_modes(p, c, SWEEP_CHUNK, layer_bytes, over_floor, NO_ENDS);
+  Series *modes = add_modes(p, c, SWEEP_CHUNK, layer_bytes, over_floor, CHUNKS);
   modes[0].bold = true;
-  for (int i = 0; i < modes[0].count; i++) modes[0].samples[i].label = label("materialized");
   modes[1].sides = "2468";
-  int k = 0;
-  for (int i = 0; i < c->count; i++) {
-    const Reading *r = &c->readings[i];
-    if (r->point.sweep != SWEEP_CHUNK || r->point.mode != LCE_FUSED || !isfinite(over_floor(r))) continue;
-    modes[1].samples[k].label = label(k == 0 ? "chunk %s" : "%s", text_grouped(r->point.chunk).text);
-    k++;
-  }
   add_rule(p, false, 1, COLOR_INK, 2, "the three GEMMs alone");
-  // A top that shows our own figures well; what the source measured beyond it stands at the upper edge.
-  double top = 1.5;
-  for (int i = 0; i < 2 * modes[0].count + modes[1].count; i++)
-    top =
-        fmax(top, i < modes[1].count ? modes[1].samples[i].y : modes[0].samples[(i - modes[1].count) / 2].y);
+  // The y axis is fitted to our figures, and to 0.9 and 1.5; what the source measured beyond it stands at its top.
+  Series *range = panel_series(p, (Series){.color = COLOR_INK});
+  series_add(range, (Sample){.x = INFINITY, .y = 0.9});
+  series_add(range, (Sample){.x = INFINITY, .y = 1.5});
   add_marks(p, recipe, SWEEP_CHUNK, true);
-  for (int s = 0; s < p->count; s++)
-    for (int i = 0; i < p->series[s].count && p->series[s].clamped; i++) {
-      Sample *at = &p->series[s].samples[i];
-      if (at->y > 1.2 * top) at->label = label("%s, at %.2f", at->label.text, at->y);
-    }
   return picture;
 }
 
@@ -367,41 +366,31 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
               {"TFLOP/s", teraflops, NULL, UNIT_PLAIN},
               {"relative error of dX (whole), dW (dashed)", dx_error, dweight_error, UNIT_PLAIN}};
   int rows = 0, column = 0;
-  for (int r = 0; r < 3; r++) {
-    bool any = false;
-    for (int i = 0; i < c->count; i++) any |= isfinite(ROWS[r].figure(&c->readings[i]));
-    rows += any;
-  }
+  for (int r = 0; r < 3; r++) rows += has(c, SWEEP_COUNT, ROWS[r].figure);
   Picture *picture = create(180 + 190 * rows, 1180,
                             label("%s", recipe ? recipe->title : "LM head + loss over every size"), c, NULL);
   Box frame = {96, 160, 96 + 4 * 268 - 56, 160 + 190 * rows - 60};
   for (int s = 0; s < SWEEP_COUNT; s++) {
     Sweep sweep = (Sweep)((s + SWEEP_CHUNK) % SWEEP_COUNT); // chunk first: it is what a user chooses
-    int first = picture->count;
-    for (int r = 0, row = 0; r < 3 && row < rows; r++) {
-      bool any = false;
-      for (int i = 0; i < c->count; i++) any |= isfinite(ROWS[r].figure(&c->readings[i]));
-      if (!any) continue;
+    if (!has(c, sweep, layer_bytes)) continue;
+    const Series *sizes = NULL; // the fused line of the first row
+    for (int r = 0, row = 0; r < 3; r++) {
+      if (!has(c, SWEEP_COUNT, ROWS[r].figure)) continue;
       Panel *p = size_panel(picture, picture_cell(frame, 56, 60, rows, 4, row, column),
                             row == 0 ? size_title(sweep) : "", sweep, ROWS[r].unit,
                             column == 0 ? ROWS[r].title : "");
-      Series *modes = add_modes(p, c, sweep, size_swept, ROWS[r].figure, NO_ENDS);
-      if (row == 0 && !modes[1].count) {
-        picture->count--; // not swept
-        break;
-      }
-      p->x.title = (Label){""};
-      p->x.log = doubling(&picture->panels[first].series[1], 7);
+      Series *modes = add_modes(p, c, sweep, size_swept, ROWS[r].figure, NO_LABELS);
+      if (row++ == 0) sizes = &modes[1];
+      p->x = (Axis){
+          .unit = UNIT_COUNT, .from_zero = true, .log = doubling(sizes, 7), .shared = 1 + s, .ticks = 5};
       p->y.log = ROWS[r].unit == UNIT_BYTES || ROWS[r].second;
-      p->x.shared = 1 + s, p->y.shared = 1 + r;
-      p->x.ticks = p->y.ticks = 5;
+      p->y.shared = 1 + r, p->y.ticks = 5;
       p->y.hidden = column > 0;
-      Series *second = ROWS[r].second ? add_modes(p, c, sweep, size_swept, ROWS[r].second, NO_ENDS) : NULL;
+      Series *second = ROWS[r].second ? add_modes(p, c, sweep, size_swept, ROWS[r].second, NO_LABELS) : NULL;
       for (int m = 0; second && m < 2; m++)
         second[m].marker = MARKER_NONE, second[m].width = 1.6, second[m].dash = 4, second[m].gap = 3;
-      row++;
     }
-    column += picture->count > first;
+    column++;
   }
   return picture;
 }

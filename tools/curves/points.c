@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/text.h"
 
@@ -126,11 +125,6 @@ static Values usual_values(const Options *o, Sweep sweep) {
 
 // --- points ------------------------------------------------------------------------------------------------
 
-static void add(PointList *list, Point point) {
-  list->items = host_grow(list->items, list->count, &list->capacity, sizeof point, "a sweep");
-  list->items[list->count++] = point;
-}
-
 // By --lce-memory, of the layer alone: without the validation that a run has.
 static int64_t layer_chunk(const Experiment *e, const Backend *plan, const Point *p) {
   const Options *o = e->options;
@@ -166,7 +160,7 @@ static void set_tokens(Point *p, const Value *v, const Options *o, bool layer_on
         text_grouped(v->value).text, text_grouped(o->seq_len).text, (long long)o->seq_len);
 }
 
-void points_add_sweep(PointList *list, const Options *o, DeviceKind device, bool layer_only, Sweep sweep,
+void points_add_sweep(Curve *points, const Options *o, DeviceKind device, bool layer_only, Sweep sweep,
                       const char *values) {
   Values v = values ? parse_values(values, sweep == SWEEP_TOKENS) : usual_values(o, sweep);
   for (int i = 0; i < v.count; i++) {
@@ -184,14 +178,9 @@ void points_add_sweep(PointList *list, const Options *o, DeviceKind device, bool
            text_grouped(point_tokens(&p)).text);
     p.mode = LCE_FUSED;
     p.chunk = sweep == SWEEP_CHUNK ? value : chunk_of(o, device, layer_only, &p);
-    add(list, p);
+    curve_add(points, &(Reading){.point = p});
     p.mode = LCE_MATERIALIZED;
     p.chunk = 0;
-    if (sweep != SWEEP_CHUNK || i == v.count - 1) add(list, p);
+    if (sweep != SWEEP_CHUNK || i == v.count - 1) curve_add(points, &(Reading){.point = p});
   }
-}
-
-void points_free(PointList *list) {
-  free(list->items);
-  *list = (PointList){0};
 }

@@ -10,19 +10,16 @@
 
 // --- the table ---------------------------------------------------------------------------------------------
 
-static const char *bytes_or_dash(size_t bytes, Text *buffer) {
-  *buffer = text_bytes(bytes);
-  return bytes ? buffer->text : "-";
+static Text bytes_cell(size_t bytes) {
+  return bytes ? text_bytes(bytes) : (Text){"-"};
 }
 
-static const char *time_or_dash(double seconds, char *buffer, size_t size) {
-  if (seconds <= 0)
-    snprintf(buffer, size, "-");
-  else if (seconds < 10)
-    snprintf(buffer, size, "%.1f ms", 1e3 * seconds);
-  else
-    snprintf(buffer, size, "%.1f s", seconds);
-  return buffer;
+static Text time_cell(double seconds) {
+  Text t = {"-"};
+  if (seconds > 0)
+    snprintf(t.text, sizeof t.text, seconds < 10 ? "%.1f ms" : "%.1f s",
+             seconds < 10 ? 1e3 * seconds : seconds);
+  return t;
 }
 
 static void print_head(FILE *out, const Experiment *e, bool errors) {
@@ -34,17 +31,16 @@ static void print_head(FILE *out, const Experiment *e, bool errors) {
 
 static void print_row(FILE *out, const Experiment *e, const Reading *r, const char *left) {
   const Point *p = &r->point;
-  char what[40], first[24], second[24], chunk[16] = "-";
-  Text planned, ledger, device, layer;
+  char what[40], chunk[24] = "-";
   snprintf(what, sizeof what, "%s %s", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text);
   if (p->chunk) snprintf(chunk, sizeof chunk, "%lld", (long long)p->chunk);
-  // The device's figure without its context and its libraries' own: comparable with the ledger.
+  // The device's figure without its context and libraries: comparable with the ledger.
   size_t held = r->device_bytes > r->device_base_bytes ? r->device_bytes - r->device_base_bytes : 0;
   fprintf(out, "%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", what, lce_mode_name(p->mode), chunk,
-          bytes_or_dash(r->planned_bytes, &planned), bytes_or_dash(r->ledger_bytes, &ledger),
-          bytes_or_dash(held, &device), bytes_or_dash(reading_layer_bytes(r), &layer),
-          time_or_dash(e->layer_only ? r->floor_seconds : r->step_seconds, first, sizeof first),
-          time_or_dash(r->layer_seconds, second, sizeof second));
+          bytes_cell(r->planned_bytes).text, bytes_cell(r->ledger_bytes).text, bytes_cell(held).text,
+          bytes_cell(reading_layer_bytes(r)).text,
+          time_cell(e->layer_only ? r->floor_seconds : r->step_seconds).text,
+          time_cell(r->layer_seconds).text);
   if (e->errors && r->status == POINT_MEASURED)
     fprintf(out, " %9.2g %9.2g %9.2g", r->loss_error, r->dx_error, r->dweight_error);
   if (r->status == POINT_NO_ROOM)
@@ -63,9 +59,9 @@ static double cost(const Experiment *e, const Point *p) {
   return point_flops(e, p) + 1e9;
 }
 
-static void reorder(Curve *c, const PointList *points) {
+static void reorder(Curve *c, const Curve *points) {
   Curve ordered = {0};
-  for (int i = 0; i < points->count; i++) curve_add(&ordered, curve_find(c, &points->items[i]));
+  for (int i = 0; i < points->count; i++) curve_add(&ordered, curve_find(c, &points->readings[i].point));
   free(c->readings);
   c->readings = ordered.readings;
   c->count = ordered.count;
@@ -73,19 +69,18 @@ static void reorder(Curve *c, const PointList *points) {
 }
 
 // What the file has of this sweep; a curve of other settings ends the program.
-static void take_up(Curve *c, const PointList *points, const char *path) {
+static void take_up(Curve *c, const Curve *points, const char *path) {
   Curve found;
   if (!curve_read(&found, path)) return;
   curve_require_same(&found, c, path);
   for (int i = 0; i < points->count; i++) {
-    const Reading *r = curve_find(&found, &points->items[i]);
+    const Reading *r = curve_find(&found, &points->readings[i].point);
     if (r && r->status != POINT_TOO_SLOW) curve_add(c, r);
   }
   curve_free(&found);
 }
 
-void run_points(FILE *out, const Experiment *e, const PointList *points, const char *path, bool fresh,
-                Curve *c) {
+void run_points(FILE *out, const Experiment *e, const Curve *points, const char *path, bool fresh, Curve *c) {
   if (!fresh) take_up(c, points, path);
   int had = c->count;
   curve_write(c, path);
@@ -94,11 +89,11 @@ void run_points(FILE *out, const Experiment *e, const PointList *points, const c
             path);
   double ahead = 0, done = 0, started = now_seconds();
   for (int i = 0; i < points->count; i++)
-    if (!curve_find(c, &points->items[i])) ahead += cost(e, &points->items[i]);
+    if (!curve_find(c, &points->readings[i].point)) ahead += cost(e, &points->readings[i].point);
   print_head(out, e, e->errors);
   bool terminal = isatty(fileno(out));
   for (int i = 0; i < points->count; i++) {
-    const Point *p = &points->items[i];
+    const Point *p = &points->readings[i].point;
     const Reading *known = curve_find(c, p);
     if (known) {
       print_row(out, e, known, "");
@@ -170,7 +165,7 @@ static void saving(FILE *out, const Experiment *e, const Reading *fused, const R
   double less = (double)reading_layer_bytes(whole) / (double)reading_layer_bytes(fused);
   bool measured = fused->layer_bytes && whole->layer_bytes;
   fprintf(out,
-          "at N %s, H %s, V %s the last layer's peak beyond its gradients falls %.1f times, from %s "
+          "at N %s, H %s, V %s the peak of the LM head + loss beyond its gradients falls %.1f times, from %s "
           "materialized to "
           "%s fused at chunk %s (%s, %s)\n",
           text_grouped(point_tokens(p)).text, text_grouped(p->hidden_size).text,

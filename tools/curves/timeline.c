@@ -37,7 +37,8 @@ Timeline timeline_record(const Experiment *e, const Point *p) {
   bool planned = e->plan_only;
   Backend *backend = planned ? plan_backend_create(e->device, o.dtype) : machine_open(&machine);
   Source *source = NULL;
-  Loader loader = planned ? (Loader){0} : point_loader(&o, &source);
+  Loader loader = {0};
+  if (!planned) loader = point_loader(&o, &source);
   Trainer trainer;
   trainer_create(&trainer, &o, backend);
   trainer_set_mode(&trainer, p->mode);

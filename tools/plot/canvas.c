@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "tools/plot/stb.h"
 
@@ -23,78 +24,24 @@ struct Canvas {
 #endif
 };
 
-// --- the font ----------------------------------------------------------------------------------------------
-
-#ifdef HAVE_STB
-static const char *const FONT_FOLDERS[] = {"/usr/share/fonts/truetype/dejavu", "/usr/share/fonts/TTF",
-                                           "/usr/share/fonts/dejavu-sans-fonts", "/usr/share/fonts/dejavu",
-                                           "/usr/local/share/fonts"};
-enum { FOLDER_COUNT = sizeof FONT_FOLDERS / sizeof *FONT_FOLDERS };
-
-static FILE *open_font(bool bold) {
-  const char *name = bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf", *own = getenv("LCE_FONT_DIR");
-  for (int i = own ? -1 : 0; i < FOLDER_COUNT; i++) {
-    char path[512];
-    snprintf(path, sizeof path, "%s/%s", i < 0 ? own : FONT_FOLDERS[i], name);
-    FILE *file = fopen(path, "rb");
-    if (file) return file;
-  }
-  return NULL;
-}
-#endif
-
-bool canvas_possible(const char **reason) {
-  *reason = NULL;
-#ifdef HAVE_STB
-  for (int bold = 0; bold < 2; bold++) {
-    FILE *file = open_font(bold);
-    if (file)
-      fclose(file);
-    else
-      *reason = "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
-                "(fonts-dejavu-core), or LCE_FONT_DIR says where they are";
-  }
-#else
-  *reason = "the program was built without stb; `make deps` installs it (libstb-dev)";
-#endif
-  return *reason == NULL;
-}
-
-#ifdef HAVE_STB
-static unsigned char *read_font(bool bold) {
-  FILE *file = open_font(bold);
-  long size = file && fseek(file, 0, SEEK_END) == 0 ? ftell(file) : 0;
-  unsigned char *data = size > 0 ? malloc((size_t)size) : NULL;
-  if (!data || fseek(file, 0, SEEK_SET) || fread(data, 1, (size_t)size, file) != (size_t)size)
-    fail("cannot read the font %s", bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf");
-  fclose(file);
-  return data;
-}
-#endif
+// Reads the fonts that canvas_possible has found.
+static void load_fonts(Canvas *c);
 
 // --- life --------------------------------------------------------------------------------------------------
 
 Canvas *canvas_create(double width, double height, double scale) {
   const char *reason;
   if (!canvas_possible(&reason)) fail("cannot draw: %s", reason);
-  Canvas *c = calloc(1, sizeof *c);
-  if (!c) fail("out of host memory for a picture");
+  Canvas *c = host_alloc(1, sizeof *c, "a picture");
   c->scale = scale;
   c->columns = (int)lround(width * scale);
   c->rows = (int)lround(height * scale);
-  size_t count = (size_t)c->columns * (size_t)c->rows;
-  c->pixels = malloc(count * sizeof *c->pixels);
-  c->mask = calloc(count, sizeof *c->mask);
-  if (!c->pixels || !c->mask) fail("out of host memory for a picture of %d x %d", c->columns, c->rows);
-  memset(c->pixels, 255, count * sizeof *c->pixels);
+  int64_t count = (int64_t)c->columns * c->rows;
+  c->pixels = host_alloc(count, sizeof *c->pixels, "a picture");
+  c->mask = host_alloc(count, sizeof *c->mask, "a picture");
+  memset(c->pixels, 255, (size_t)count * sizeof *c->pixels);
   c->left = c->columns, c->top = c->rows;
-#ifdef HAVE_STB
-  for (int bold = 0; bold < 2; bold++) {
-    c->fonts[bold] = read_font(bold);
-    if (!stbtt_InitFont(&c->faces[bold], c->fonts[bold], stbtt_GetFontOffsetForIndex(c->fonts[bold], 0)))
-      fail("the font DejaVuSans is damaged; install fonts-dejavu-core again");
-  }
-#endif
+  load_fonts(c);
   return c;
 }
 
@@ -277,9 +224,52 @@ void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color
   paint(c, white, 1);
 }
 
-// --- text --------------------------------------------------------------------------------------------------
+// --- text, and the file ------------------------------------------------------------------------------------
 
 #ifdef HAVE_STB
+static FILE *open_font(bool bold) {
+  static const char *const folders[] = {NULL, // $LCE_FONT_DIR
+                                        "/usr/share/fonts/truetype/dejavu",
+                                        "/usr/share/fonts/TTF",
+                                        "/usr/share/fonts/dejavu-sans-fonts",
+                                        "/usr/share/fonts/dejavu",
+                                        "/usr/local/share/fonts"};
+  FILE *file = NULL;
+  for (size_t i = 0; i < sizeof folders / sizeof *folders && !file; i++) {
+    char path[512];
+    const char *folder = i ? folders[i] : getenv("LCE_FONT_DIR");
+    snprintf(path, sizeof path, "%s/%s", folder ? folder : "",
+             bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf");
+    if (folder) file = fopen(path, "rb");
+  }
+  return file;
+}
+
+bool canvas_possible(const char **reason) {
+  *reason = NULL;
+  for (int bold = 0; bold < 2; bold++) {
+    FILE *file = open_font(bold);
+    if (file)
+      fclose(file);
+    else
+      *reason = "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
+                "(fonts-dejavu-core), or LCE_FONT_DIR says where they are";
+  }
+  return *reason == NULL;
+}
+
+static void load_fonts(Canvas *c) {
+  for (int bold = 0; bold < 2; bold++) {
+    FILE *file = open_font(bold);
+    long size = file && fseek(file, 0, SEEK_END) == 0 ? ftell(file) : 0;
+    unsigned char *data = c->fonts[bold] = host_alloc(size, 1, "a font");
+    if (size <= 0 || fseek(file, 0, SEEK_SET) || fread(data, 1, (size_t)size, file) != (size_t)size ||
+        !stbtt_InitFont(&c->faces[bold], data, stbtt_GetFontOffsetForIndex(data, 0)))
+      fail("the font DejaVuSans is damaged; install fonts-dejavu-core again");
+    fclose(file);
+  }
+}
+
 // The next code point of UTF-8 text; damaged bytes stand for themselves.
 static int next_letter(const unsigned char **text) {
   const unsigned char *t = *text;
@@ -342,6 +332,15 @@ void canvas_write_png(const Canvas *c, const char *path) {
     fail("cannot write the picture %s: is the folder there, is the disk full?", path);
 }
 #else
+bool canvas_possible(const char **reason) {
+  *reason = "the program was built without stb; `make deps` installs it (libstb-dev)";
+  return false;
+}
+
+static void load_fonts(Canvas *c) {
+  (void)c;
+}
+
 double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
   (void)c;
   return 0.6 * style.size * (double)strlen(text);

@@ -281,7 +281,7 @@ static int by_y(const void *a, const void *b) {
 
 // Labels to the right of the panel, pushed apart where they would overlap.
 static void draw_end_labels(Canvas *c, const Panel *p, Occupied *o) {
-  EndLabel labels[SERIES_MAX];
+  EndLabel labels[SERIES_MAX] = {{0}};
   int count = 0;
   for (int i = 0; i < p->count; i++) {
     const Series *s = &p->series[i];
@@ -422,10 +422,11 @@ static void draw_panel(Canvas *c, const Panel *p) {
       const Series *s = &p->series[i];
       const Sample *at = &s->samples[n];
       TextStyle style = {.size = s->bold ? 12 : 11, .bold = s->bold, .color = s->color};
+      bool beyond = s->clamped && at->y > p->y.high;
       if (s->kind == SERIES_BARS) style.color = COLOR_INK;
       if (at->label.text[0])
         place_label(c, p, &occupied, panel_spot(p, at->x, at->y), style, s->sides ? s->sides : "6482",
-                    at->label.text);
+                    label(beyond ? "%s, at %.2f" : "%s", at->label.text, at->y).text);
     }
   free(occupied.boxes);
 }

@@ -67,7 +67,7 @@ typedef struct {
   Marker marker;
   double width, dash, gap;
   double opacity;    // of an area; 0: 1
-  bool clamped;      // samples above the y axis stand at its top; the axis is not fitted to them
+  bool clamped;      // the y axis is not fitted to it; samples above it stand at its top, with their y
   bool bold;         // labels of samples
   const char *sides; // where those labels may stand, in order of preference, as on a number pad: 8 is above,
                      // 6 to the right; NULL: "6482"
