@@ -1,45 +1,28 @@
-// linear_cross_entropy: where the memory of a large vocabulary goes, and how not to spend it.
+// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/LCE.md derives it and says what was tried.
 //
-// The logits of N tokens over a vocabulary of V are an [N, V] matrix that exists only to be reduced to N
-// losses and turned into a gradient of the same size. At N = 32,768 and V = 128,256 that is 7.8 GiB in bf16
-// and 15.7 GiB in fp32, more than everything else in the step of a small model. But a token's loss and
-// gradient need no other token, so the layer walks the tokens in chunks of C and holds [C, V] at a time. And
-// because the loss is the last operation, its gradients can be computed right there, in the forward pass,
-// while the chunk is at hand.
+// A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So the fused
+// mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's [C, V] exponentials are at
+// hand. For a row with logits z and target y:
 //
-// The arithmetic is anchored at the target. For a row with logits z and target y:
-//
-//     a     = z[y]                                  the anchor, one dot product in fp32
-//     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      final as soon as the product's tile is there
+//     a     = z[y]                                  the anchor: one dot product in fp32
+//     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      logits-exp pass: final as soon as the GEMM's tile is there
 //     R     = sum_j E[j]                            in fp32, before E is rounded for storage
-//     loss  = log1p(R)                              p_y = 1/(1+R)
-//     dX    = r (E W)  + c W[y]                     r = 1/(1+R),  c = p_y - 1 = -R/(1+R)
+//     loss  = log1p(R)                              p_y = 1 / (1 + R)
+//     dX    = r (E W)  + c W[y]                     r = 1 / (1 + R),  c = p_y - 1 = -R / (1 + R)
 //     dW   += E^T (r X), and row y += c X
 //
-// Usual softmax code finds the row maximum, then the sum, then the gradient: the logits are read and written
-// again and again. Here no pass waits for another, since nothing but r and c depends on the whole row and
-// both act on vectors of length H. And the target's own entry, the one that dominates the gradient and
-// cancels (p_y - 1), never meets a rounded logit: it is -R/(1+R), applied in fp32 beside the products. A
-// nearly certain token has a loss of R itself, with all its digits.
+// No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of length H.
+// The target's entry, which dominates the gradient and cancels (p_y - 1), never meets a rounded logit. A row whose R
+// leaves fp32's range, for some logit exceeds the target's by more than 66, is redone with its maximum as the anchor.
 //
-// The exponential overflows when a logit beats the target's by more than 88, a loss no working model has.
-// Those rows, and a few short of it whose sums would leave r no normal number, are found by R and redone with
-// the row's maximum as anchor (LceLogitsExp).
+// Weights of tokens and classes, z-loss and temperature change r and c alone; label smoothing adds two rank-one terms. A
+// bias, a soft-cap, entropy and its gradient need single logits: a chunk then holds them in fp32 and they become their own
+// gradient in place, as those of all tokens do at once in the materialized mode.
 //
-// Most other terms of the loss (kernels.h) act on whole rows, and so on r and c alone: weights of tokens and
-// classes, z-loss, temperature. Label smoothing subtracts the same vector, eps/V sum_j w[j] W[j], from every
-// token's dX, and from every row of dW the same sum of x: two rank-one terms, one pass over W and one over
-// dW. A bias, a soft-cap, entropy and its gradient act on single logits: a chunk then holds its logits in
-// fp32, and they become their own gradient in place, as all tokens' do at once in the materialized mode.
-//
-// A filter (LossTerms.filter) leaves what is too small to matter in E out of the products that are still to
-// come. It must know R first, so dX is then made after the sweep, from the tiles that are left, like dW.
-//
-// Memory traffic per chunk, with e bytes an element: W is read three times (logits, dX, and nothing for dW),
-// E is written once and read twice, dW (fp32) is read and written once. So small chunks cost traffic of W and
-// dW, (2 e + 8) V H bytes each, against 6 C V H flops: on a GPU with 200 flops a byte a chunk of 1024 pays
-// about 8% for it, one of 4096 next to nothing.
-#include "kernels/linear_cross_entropy_parts.h"
+// Cost of a chunk, with e bytes an element: three GEMMs of 2 C V H flops. W is read twice (logits, dX), e V H bytes each;
+// dW (fp32) is read and written, 8 V H; E is written once and read twice, 3 e C V. In bf16 W and dW make 12 V H bytes, on
+// a GPU with 200 flops a byte 39% of the GEMMs' time at C = 1024 and 10% at 4096, were it not overlapped with them.
+#include "kernels/linear_cross_entropy.h"
 
 #include "base/fail.h"
 #include "base/integers.h"
@@ -48,66 +31,100 @@ const char *lce_mode_name(LceMode mode) {
   return mode == LCE_FUSED ? "fused" : "materialized";
 }
 
-// --- what a call holds besides its chunks ------------------------------------------------------------------
+// --- a call ------------------------------------------------------------------------------------------------
 
+// What a call holds besides its chunks.
 typedef struct {
-  LossTerms terms;      // with class_weight_sum
-  Tensor factor;        // fp32 [1], or absent
-  Tensor smoothing_row; // fp32 [H]: sum_j w[j] W[j]
-  Tensor smoothing_x;   // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks
-  Tensor filtered;      // fp32 [3]: see LinearCrossEntropy; there when terms.filter is
-} Common;
+  Backend *backend;
+  const LinearCrossEntropy *a;
+  bool backward;
+  bool logits;  // chunks hold logits, not exponentials
+  bool packed;  // the counted tokens of a chunk are copied to its buffers
+  bool split;   // the head's rows are split over ranks
+  bool at_once; // target logits and target gradients are those of all tokens, not of a chunk
+  int64_t vocab_size;
+  LossTerms terms;        // with class_weight_sum
+  Tensor class_weights;   // of this rank's rows of W
+  Tensor factor;          // fp32 [1], or absent
+  Tensor filtered;        // fp32 [3]: see LinearCrossEntropy; there when terms.filter is
+  Tensor smoothing_row;   // fp32 [H]: sum_j w[j] W[j] over all rows of W
+  Tensor smoothing_local; // fp32 [H]: over this rank's rows
+  Tensor smoothing_x;     // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks (and ranks)
+} Call;
 
-Tensor push_column(Backend *backend, const char *name, int64_t rows) {
-  return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, rows);
+static Tensor push_vector(Backend *backend, const char *name, int64_t count) {
+  return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, count);
 }
 
-static Common push_common(Backend *backend, const LinearCrossEntropy *a, bool rank_one_terms) {
-  Common c = {.terms = a->terms};
+static Tensor push_matrix(Backend *backend, const char *name, Dtype dtype, int64_t rows, int64_t columns) {
+  return memory_push_2d(&backend->memory, name, MEMORY_HEAD, dtype, rows, columns);
+}
+
+// Rows of a tensor that may be absent.
+static Tensor first_rows(Tensor t, int64_t first, int64_t count) {
+  return tensor_exists(t) ? tensor_rows(t, first, count) : t;
+}
+
+static void push_smoothing(Call *c) {
+  Backend *backend = c->backend;
+  int64_t hidden_size = c->a->x.shape[1];
+  c->smoothing_row = push_vector(backend, "weighted sum of W", hidden_size);
+  c->smoothing_local =
+      c->split ? push_vector(backend, "weighted sum of local W", hidden_size) : c->smoothing_row;
+  if (c->backward) c->smoothing_x = push_vector(backend, "weighted sum of x", hidden_size);
+  weighted_column_sum(
+      backend,
+      (WeightedColumnSum){.out = c->smoothing_local, .x = c->a->weight, .coefficients = c->class_weights});
+  if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_row, .x = c->smoothing_local});
+}
+
+static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
+  Call c = {.backend = backend,
+            .a = a,
+            .backward = tensor_exists(a->dx),
+            .logits = a->mode == LCE_MATERIALIZED || lce_needs_logits(a),
+            .packed = a->mode == LCE_FUSED && tensor_exists(a->rows),
+            .split = a->shard.vocab_size > 0,
+            .terms = a->terms};
+  int64_t vocab_rows = a->weight.shape[0];
+  c.at_once = !c.logits && !c.packed && !c.split;
+  c.vocab_size = c.split ? a->shard.vocab_size : vocab_rows;
+  c.class_weights =
+      c.split ? first_rows(a->terms.class_weights, a->shard.first, vocab_rows) : a->terms.class_weights;
   bool smoothing = a->terms.label_smoothing > 0;
   if (smoothing && tensor_exists(a->terms.class_weights)) {
-    c.terms.class_weight_sum = push_column(backend, "sum of class weights", 1);
+    c.terms.class_weight_sum = push_vector(backend, "sum of class weights", 1);
     reduce(backend, (Reduce){.sum = c.terms.class_weight_sum, .x = a->terms.class_weights});
   }
   if (a->mean) {
-    c.factor = push_column(backend, "the mean's factor", 1);
+    c.factor = push_vector(backend, "the mean's factor", 1);
     loss_factor(
         backend,
         (LossFactor){.factor = c.factor, .targets = a->targets, .class_weights = a->terms.class_weights});
   }
   if (a->terms.filter > 0) {
-    c.filtered = tensor_exists(a->filtered) ? a->filtered : push_column(backend, "what is filtered", 3);
+    c.filtered = tensor_exists(a->filtered) ? a->filtered : push_vector(backend, "what is filtered", 3);
     fill_zero(backend, c.filtered);
   }
-  if (!smoothing || !rank_one_terms) return c;
-  c.smoothing_row = push_column(backend, "weighted sum of W", a->x.shape[1]);
-  if (tensor_exists(a->dx)) c.smoothing_x = push_column(backend, "weighted sum of x", a->x.shape[1]);
-  weighted_column_sum(
-      backend,
-      (WeightedColumnSum){.out = c.smoothing_row, .x = a->weight, .coefficients = a->terms.class_weights});
+  if (smoothing && !c.logits) push_smoothing(&c);
   return c;
 }
 
-// --- tokens of a call --------------------------------------------------------------------------------------
+// --- tokens ------------------------------------------------------------------------------------------------
 
-enum { OUTPUTS = sizeof(TokenOutputs) / sizeof(Tensor) };
+// Some of a call's tokens: views of the caller's tensors, or copies of the counted ones, packed.
+typedef union {
+  struct {
+    Tensor x, targets, token_weights, entropy_weights; // read
+    Tensor loss, dx;                                   // written
+    TokenOutputs outputs;
+  };
+  Tensor all[13];
+} Tokens;
 
-Tensor first_rows(Tensor t, int64_t first, int64_t count) {
-  return tensor_exists(t) ? tensor_rows(t, first, count) : t;
-}
+enum { TOKENS_READ = 4, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
 
-Tokens tokens_range(const Tokens *t, int64_t first, int64_t count) {
-  Tokens part = {.x = first_rows(t->x, first, count),
-                 .targets = first_rows(t->targets, first, count),
-                 .token_weights = first_rows(t->token_weights, first, count),
-                 .entropy_weights = first_rows(t->entropy_weights, first, count),
-                 .loss = first_rows(t->loss, first, count),
-                 .dx = first_rows(t->dx, first, count)};
-  for (int i = 0; i < OUTPUTS; i++) part.outputs.all[i] = first_rows(t->outputs.all[i], first, count);
-  return part;
-}
-
-Tokens tokens_of_call(const LinearCrossEntropy *a) {
+static Tokens tokens_of_call(const LinearCrossEntropy *a) {
   return (Tokens){.x = a->x,
                   .targets = a->targets,
                   .token_weights = a->token_weights,
@@ -117,354 +134,418 @@ Tokens tokens_of_call(const LinearCrossEntropy *a) {
                   .outputs = a->outputs};
 }
 
-static Tensor push_like(Backend *backend, const char *name, Tensor t, int64_t rows) {
-  if (!tensor_exists(t)) return t;
-  return t.rank == 1 ? memory_push_1d(&backend->memory, name, MEMORY_HEAD, t.dtype, rows)
-                     : memory_push_2d(&backend->memory, name, MEMORY_HEAD, t.dtype, rows, t.shape[1]);
+static Tokens tokens_range(const Tokens *t, int64_t first, int64_t count) {
+  Tokens range;
+  for (int i = 0; i < TOKENS_ALL; i++) range.all[i] = first_rows(t->all[i], first, count);
+  return range;
 }
 
-Tokens push_packed(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
-  Tokens t = {.x = push_like(backend, "counted rows of x", a->x, rows),
-              .targets = push_like(backend, "counted targets", a->targets, rows),
-              .token_weights = push_like(backend, "counted token weights", a->token_weights, rows),
-              .entropy_weights = push_like(backend, "counted entropy weights", a->entropy_weights, rows),
-              .loss = push_like(backend, "counted losses", a->loss, rows),
-              .dx = push_like(backend, "counted rows of dx", a->dx, rows)};
-  for (int i = 0; i < OUTPUTS; i++)
-    t.outputs.all[i] = push_like(backend, "counted outputs", a->outputs.all[i], rows);
+// Buffers for `rows` packed tokens, of what the caller gave.
+static Tokens push_packed(const Call *c, int64_t rows) {
+  static const char *const names[] = {"counted rows of x",       "counted targets", "counted token weights",
+                                      "counted entropy weights", "counted losses",  "counted rows of dx"};
+  Tokens t = tokens_of_call(c->a);
+  for (int i = 0; i < TOKENS_ALL; i++) {
+    const char *name = i < (int)(sizeof names / sizeof *names) ? names[i] : "counted outputs";
+    Tensor *like = &t.all[i];
+    if (!tensor_exists(*like)) continue;
+    *like = like->rank == 2 ? push_matrix(c->backend, name, like->dtype, rows, like->shape[1])
+                            : memory_push_1d(&c->backend->memory, name, MEMORY_HEAD, like->dtype, rows);
+  }
   return t;
 }
 
-static void gather(Backend *backend, Tensor packed, Tensor x, Tensor rows) {
-  if (tensor_exists(packed)) gather_rows(backend, (MoveRows){.out = packed, .x = x, .rows = rows});
+static void gather_tokens(const Call *c, const Tokens *packed, Tensor positions) {
+  Tokens all = tokens_of_call(c->a);
+  for (int i = 0; i < TOKENS_READ; i++)
+    if (tensor_exists(all.all[i]))
+      gather_rows(c->backend, (MoveRows){.out = packed->all[i], .x = all.all[i], .rows = positions});
 }
 
-static void scatter(Backend *backend, Tensor out, Tensor packed, Tensor rows) {
-  if (tensor_exists(packed)) scatter_rows(backend, (MoveRows){.out = out, .x = packed, .rows = rows});
+static void scatter_tokens(const Call *c, const Tokens *packed, Tensor positions) {
+  Tokens all = tokens_of_call(c->a);
+  for (int i = TOKENS_READ; i < TOKENS_ALL; i++)
+    if (tensor_exists(all.all[i]))
+      scatter_rows(c->backend, (MoveRows){.out = all.all[i], .x = packed->all[i], .rows = positions});
 }
 
-void gather_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows) {
-  gather(backend, packed->x, a->x, rows);
-  gather(backend, packed->targets, a->targets, rows);
-  gather(backend, packed->token_weights, a->token_weights, rows);
-  gather(backend, packed->entropy_weights, a->entropy_weights, rows);
+// What is written of tokens that do not count.
+static void zero_tokens(const Call *c) {
+  Tokens all = tokens_of_call(c->a);
+  for (int i = TOKENS_READ; i < TOKENS_ALL; i++)
+    if (tensor_exists(all.all[i])) fill_zero(c->backend, all.all[i]);
 }
 
-void scatter_tokens(Backend *backend, const Tokens *packed, const LinearCrossEntropy *a, Tensor rows) {
-  scatter(backend, a->loss, packed->loss, rows);
-  scatter(backend, a->dx, packed->dx, rows);
-  for (int i = 0; i < OUTPUTS; i++) scatter(backend, a->outputs.all[i], packed->outputs.all[i], rows);
+// --- chunks ------------------------------------------------------------------------------------------------
+
+// A chunk of C tokens, or the buffers of the largest one. With a split head each of the R ranks gives C tokens, and all
+// that follows `positions` is about R C: x, targets and token weights of all ranks, rank by rank. Else these are the local
+// ones.
+typedef struct {
+  Tokens local;                     // this rank's; of buffers that are not packed: all of the call's
+  Tensor positions;                 // int32 [C] of them in the call, where they are packed
+  Tensor x, targets, token_weights; // [R C, H], int32 [R C], fp32 [R C]
+  Tensor local_targets;             // int32 [R C]: targets as rows of this rank's W, else ELSEWHERE
+  Tensor dx;                        // [R C, H]: what this rank's rows of W add
+  LossRows rows;                    // fp32 [R C] each, of the whole vocabulary
+  Tensor local_sums, all_sums; // split: fp32 [2 R C] anchors, row sums of this rank's W; fp32 [R * 2 R C]
+  Tensor exps, logits;         // [R C, V / R]; one of them
+  Tensor tiles;                // of the filter (LceFilter)
+  Tensor scaled_x; // [R C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
+} Chunk;
+
+// At once, the target logits and scales of all tokens are kept: target rows of W and dW are then touched for thousands of
+// tokens at a time, which keeps a GPU busy where a chunk of a thousand takes almost as long.
+static LossRows push_loss_rows(const Call *c, int64_t rows) {
+  Backend *backend = c->backend;
+  int64_t lasting = c->at_once ? c->a->x.shape[0] : rows;
+  LossRows r = {.row_sum = push_vector(backend, "row sums", rows),
+                .target_e = push_vector(backend, "target exponentials", rows),
+                .target_z = push_vector(backend, "target logits", lasting),
+                .anchor = push_vector(backend, "anchors", rows)};
+  if (c->split) r.rescale = push_vector(backend, "scales between anchors", rows);
+  if (!c->backward) return r;
+  r.scale_non_target = push_vector(backend, "scales of non-targets", rows);
+  r.scale_target = push_vector(backend, "scales of the target", lasting);
+  if (c->terms.label_smoothing > 0) r.scale_uniform = push_vector(backend, "scales of all", rows);
+  return r;
 }
 
-void zero_tokens(Backend *backend, const LinearCrossEntropy *a) {
-  fill_zero(backend, a->loss);
-  if (tensor_exists(a->dx)) fill_zero(backend, a->dx);
-  for (int i = 0; i < OUTPUTS; i++)
-    if (tensor_exists(a->outputs.all[i])) fill_zero(backend, a->outputs.all[i]);
+static Tensor push_logits(const Call *c, const char *name, int64_t rows, Dtype dtype) {
+  int64_t vocab_rows = c->a->weight.shape[0], stride = c->backend->scratch->logits_stride(vocab_rows, dtype);
+  return tensor_columns(push_matrix(c->backend, name, dtype, rows, stride), 0, vocab_rows);
+}
+
+static void push_split(const Call *c, Chunk *b, int64_t rows) {
+  Backend *backend = c->backend;
+  const LinearCrossEntropy *a = c->a;
+  int64_t hidden_size = a->x.shape[1];
+  b->x = push_matrix(backend, "x of all ranks", a->x.dtype, rows, hidden_size);
+  b->targets = memory_push_1d(&backend->memory, "targets of all ranks", MEMORY_HEAD, DTYPE_I32, rows);
+  b->local_targets = memory_push_1d(&backend->memory, "targets in local rows", MEMORY_HEAD, DTYPE_I32, rows);
+  b->local_sums = push_vector(backend, "local anchors and row sums", 2 * rows);
+  b->all_sums = push_vector(backend, "anchors and row sums", 2 * rows * backend->ranks);
+  if (tensor_exists(a->token_weights))
+    b->token_weights = push_vector(backend, "token weights of all ranks", rows);
+  if (c->backward) b->dx = push_matrix(backend, "parts of dx", a->dx.dtype, rows, hidden_size);
+}
+
+static Chunk push_buffers(const Call *c, int64_t count) {
+  const LinearCrossEntropy *a = c->a;
+  Chunk b = {.local = c->packed ? push_packed(c, count) : tokens_of_call(a)};
+  int64_t rows = c->split ? count * c->backend->ranks : count;
+  if (c->logits) {
+    b.logits = push_logits(c, "logits", rows, a->mode == LCE_MATERIALIZED ? a->x.dtype : DTYPE_F32);
+    return b;
+  }
+  if (c->split) push_split(c, &b, rows);
+  b.rows = push_loss_rows(c, rows);
+  if (!c->backward) return b;
+  b.exps = push_logits(c, "exponentials", rows, a->x.dtype);
+  if (a->terms.filter > 0)
+    b.tiles = push_matrix(c->backend, "tiles to filter", DTYPE_F32, ceil_div(rows, LCE_FILTER_ROWS),
+                          ceil_div(a->weight.shape[0], LCE_FILTER_COLUMNS));
+  return b;
+}
+
+static void gather_async(Backend *backend, Tensor out, Tensor x) {
+  if (tensor_exists(x)) all_gather(backend, (Collective){.out = out, .x = x, .async = true});
+}
+
+// The part of the buffers that `count` tokens from number `first` on need. Copies of tokens start: packed ones, and those
+// of all ranks, which have arrived once finish_chunk has joined the collectives.
+static Chunk start_chunk(const Call *c, const Chunk *buffers, int64_t first, int64_t count) {
+  Chunk k = *buffers;
+  int64_t ranks = c->backend->ranks, rows = c->split ? count * ranks : count;
+  k.local = tokens_range(&buffers->local, c->packed ? 0 : first, count);
+  if (c->packed) {
+    k.positions = tensor_rows(c->a->rows, first, count);
+    gather_tokens(c, &k.local, k.positions);
+  }
+  k.exps = first_rows(k.exps, 0, rows);
+  k.logits = first_rows(k.logits, 0, rows);
+  k.tiles = first_rows(k.tiles, 0, ceil_div(rows, LCE_FILTER_ROWS));
+  k.rows = loss_rows_range(&buffers->rows, 0, rows);
+  if (c->at_once) {
+    k.rows.target_z = first_rows(buffers->rows.target_z, first, count);
+    k.rows.scale_target = first_rows(buffers->rows.scale_target, first, count);
+  }
+  if (!c->split) {
+    k.x = k.local.x, k.targets = k.local_targets = k.local.targets;
+    k.token_weights = k.local.token_weights, k.dx = k.local.dx;
+    return k;
+  }
+  Tensor *const of_rows[] = {&k.x, &k.targets, &k.local_targets, &k.token_weights, &k.dx};
+  for (size_t i = 0; i < sizeof of_rows / sizeof *of_rows; i++)
+    *of_rows[i] = first_rows(*of_rows[i], 0, rows);
+  k.local_sums = tensor_rows(k.local_sums, 0, 2 * rows);
+  k.all_sums = tensor_rows(k.all_sums, 0, 2 * rows * ranks);
+  gather_async(c->backend, k.x, k.local.x);
+  gather_async(c->backend, k.targets, k.local.targets);
+  gather_async(c->backend, k.token_weights, k.local.token_weights);
+  return k;
+}
+
+// The chunk's dx is complete, and the tokens of the next one have arrived.
+static void finish_chunk(const Call *c, const Chunk *k) {
+  if (c->split) collectives_join(c->backend, 0);
+  if (tensor_exists(k->positions)) scatter_tokens(c, &k->local, k->positions);
 }
 
 // --- logits, and their gradient in place -------------------------------------------------------------------
-// All tokens at once this is the materialized mode, the honest baseline. A chunk at a time it is the way of
-// the terms that need a row's logits side by side.
+// All tokens at once this is the materialized mode, the honest baseline.
 
-Tensor push_logits(Backend *backend, const char *name, int64_t rows, int64_t vocab_size, Dtype dtype) {
-  int64_t stride = backend->scratch->logits_stride(vocab_size, dtype);
-  Tensor padded = memory_push_2d(&backend->memory, name, MEMORY_HEAD, dtype, rows, stride);
-  return tensor_columns(padded, 0, vocab_size);
-}
-
-// The same memory, row for row, as numbers of `dtype`.
+// The same memory, row for row, as elements of `dtype`.
 static Tensor in_place_as(Tensor t, Dtype dtype) {
   t.stride = t.stride * (int64_t)dtype_bytes(t.dtype) / (int64_t)dtype_bytes(dtype);
   t.dtype = dtype;
   return t;
 }
 
-static void logits_and_gradient(Backend *backend, const LinearCrossEntropy *a, const Common *common,
-                                Tensor logits, const Tokens *t, bool accumulate) {
-  bool backward = tensor_exists(t->dx);
-  Tensor dlogits = backward ? in_place_as(logits, a->x.dtype) : (Tensor){0};
-  linear_forward(backend, (LinearForward){.out = logits, .x = t->x, .weight = a->weight});
-  cross_entropy_in_place(backend, (CrossEntropyInPlace){.loss = t->loss,
-                                                        .outputs = t->outputs,
-                                                        .logits = logits,
-                                                        .bias = a->bias,
-                                                        .dlogits = dlogits,
-                                                        .targets = t->targets,
-                                                        .token_weights = t->token_weights,
-                                                        .entropy_weights = t->entropy_weights,
-                                                        .factor = common->factor,
-                                                        .terms = common->terms,
-                                                        .alpha = a->scale});
-  if (!backward) return;
-  linear_backward_input(backend, (LinearBackwardInput){.dx = t->dx, .dout = dlogits, .weight = a->weight});
-  linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a->dweight,
-                                                         .dbias = a->dbias,
-                                                         .dout = dlogits,
-                                                         .x = t->x,
-                                                         .alpha = 1,
-                                                         .accumulate = accumulate});
-}
-
-static void materialized(Backend *backend, const LinearCrossEntropy *a) {
-  Common common = push_common(backend, a, false);
-  Tensor logits = push_logits(backend, "logits", a->x.shape[0], a->weight.shape[0], a->x.dtype);
-  Tokens all = tokens_of_call(a);
-  logits_and_gradient(backend, a, &common, logits, &all, a->accumulate);
+static void logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) {
+  const LinearCrossEntropy *a = c->a;
+  const Tokens *t = &k->local;
+  Tensor dlogits = c->backward ? in_place_as(k->logits, a->x.dtype) : (Tensor){0};
+  linear_forward(c->backend, (LinearForward){.out = k->logits, .x = t->x, .weight = a->weight});
+  cross_entropy_in_place(c->backend, (CrossEntropyInPlace){.loss = t->loss,
+                                                           .outputs = t->outputs,
+                                                           .logits = k->logits,
+                                                           .bias = a->bias,
+                                                           .dlogits = dlogits,
+                                                           .targets = t->targets,
+                                                           .token_weights = t->token_weights,
+                                                           .entropy_weights = t->entropy_weights,
+                                                           .factor = c->factor,
+                                                           .terms = c->terms,
+                                                           .alpha = a->scale});
+  if (!c->backward) return;
+  linear_backward_input(c->backend, (LinearBackwardInput){.dx = t->dx, .dout = dlogits, .weight = a->weight});
+  linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = a->dweight,
+                                                            .dbias = a->dbias,
+                                                            .dout = dlogits,
+                                                            .x = t->x,
+                                                            .alpha = 1,
+                                                            .accumulate = accumulate});
 }
 
 // --- exponentials anchored at the target -------------------------------------------------------------------
+//
+// With the head split over R ranks, tokens travel and W stays: every rank multiplies the chunk's R C tokens with its own
+// V / R rows, which takes as much memory for E and as many flops as C tokens against the whole head, and makes the gradient
+// of its rows for all tokens. Of a row of logits, ranks share nothing but scalars: the target's logit is summed over them
+// (all but one add 0), the pairs (a_r, R_r) are gathered, and LceCombine gives each rank the whole row's R. A rank's dX is
+// its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. Each way and per rank that is
+// (R - 1) C H elements of x, as many of dX and 12 R C bytes, against 6 C V H flops: with V 128,256 and four GPUs at 450
+// GB/s each way 3% of the GEMMs' time, most of it hidden: dX leaves and the next x arrives while dW is computed. Measured
+// on H200s (tools/bench_lce under tools/launch; N 16,384 each, H 4,096, V 128,256): 1.02 to 1.04 times one GPU's own time
+// over 2, 1.03 to 1.06 over 4.
 
-// What a chunk of C tokens needs, pushed once and used by every chunk; but scaled_x is pushed by each, to
-// lie where the sweep's scratch has been. Only the targets' logits and scales are kept for all tokens: the
-// targets' rows of weight and dweight are touched for thousands of tokens at a time, which keeps a GPU busy
-// where a chunk of a thousand takes almost as long. Packed tokens come and go with their chunk, and so do
-// these.
-typedef struct {
-  LossRows loss;
-  Tensor scaled_x; // [C, H]
-  Tensor exps;     // [C, V]
-  Tensor tiles;    // of the filter: see LceFilter
-} Rows;
-
-LossRows push_loss_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows, int64_t lasting) {
-  LossRows r = {.row_sum = push_column(backend, "row sums", rows),
-                .target_e = push_column(backend, "target exponentials", rows),
-                .target_z = push_column(backend, "target logits", lasting),
-                .anchor = push_column(backend, "anchors", rows)};
-  if (!tensor_exists(a->dx)) return r;
-  r.scale_non_target = push_column(backend, "scales of non-targets", rows);
-  r.scale_target = push_column(backend, "scales of the target", lasting);
-  if (a->terms.label_smoothing > 0) r.scale_uniform = push_column(backend, "scales of all", rows);
-  return r;
-}
-
-static Rows push_rows(Backend *backend, const LinearCrossEntropy *a, int64_t rows) {
-  int64_t lasting = tensor_exists(a->rows) ? rows : a->x.shape[0];
-  Rows r = {.loss = push_loss_rows(backend, a, rows, lasting)};
-  if (!tensor_exists(a->dx)) return r;
-  r.exps = push_logits(backend, "exponentials", rows, a->weight.shape[0], a->x.dtype);
-  if (a->terms.filter > 0)
-    r.tiles =
-        memory_push_2d(&backend->memory, "tiles to filter", MEMORY_HEAD, DTYPE_F32,
-                       ceil_div(rows, LCE_FILTER_ROWS), ceil_div(a->weight.shape[0], LCE_FILTER_COLUMNS));
-  return r;
-}
-
-// The first `count` of a chunk whose first token's target is number `target_first`.
-static Rows rows_range(const Rows *r, int64_t target_first, int64_t count) {
-  Rows range = {.loss = loss_rows_range(&r->loss, 0, count),
-                .exps = first_rows(r->exps, 0, count),
-                .tiles = first_rows(r->tiles, 0, ceil_div(count, LCE_FILTER_ROWS))};
-  range.loss.target_z = first_rows(r->loss.target_z, target_first, count);
-  range.loss.scale_target = first_rows(r->loss.scale_target, target_first, count);
-  return range;
-}
-
-Tensor push_scaled_x(Backend *backend, Tensor x) {
-  return memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, x.dtype, x.shape[0], x.shape[1]);
-}
-
-void find_target_logits(Backend *backend, const LinearCrossEntropy *a, Tensor target_z, Tensor x,
-                        Tensor targets) {
-  lce_target_logits(backend,
-                    (LceTargetLogits){.target_z = target_z, .x = x, .weight = a->weight, .targets = targets});
-}
-
-void add_non_targets(Backend *backend, const LinearCrossEntropy *a, Tensor exps, Tensor scaled_x,
-                     bool accumulate) {
-  linear_backward_weight(
-      backend,
-      (LinearBackwardWeight){
-          .dweight = a->dweight, .dout = exps, .x = scaled_x, .alpha = a->scale, .accumulate = accumulate});
-}
-
-void add_targets(Backend *backend, const LinearCrossEntropy *a, Tensor scale_target, Tensor x,
-                 Tensor targets) {
-  lce_target_gradient(backend, (LceTargetGradient){.dweight = a->dweight,
-                                                   .scale_target = scale_target,
-                                                   .x = x,
-                                                   .targets = targets,
-                                                   .alpha = a->scale});
-}
-
-// What the sweep makes of dx: nothing where the filter must look at E first.
-static Tensor swept_dx(const LinearCrossEntropy *a, const Tokens *t) {
-  const Tensor none = {0};
-  return a->terms.filter > 0 ? none : t->dx;
-}
-
-// dx_raw and the others' part of dweight, from the tiles that the filter leaves.
-static LceFilteredGemms filtered_gemms(const LinearCrossEntropy *a, const Rows *r, const Tokens *t,
-                                       bool accumulate) {
-  return (LceFilteredGemms){.dx_raw = t->dx,
-                            .dweight = a->dweight,
-                            .tiles = r->tiles,
-                            .exps = r->exps,
-                            .weight = a->weight,
-                            .scaled_x = r->scaled_x,
-                            .alpha = a->scale,
-                            .accumulate = accumulate};
-}
-
-// Sweep, row statistics, the gradients but for the targets' rows of weight and dweight, for tokens from
-// number `first` on. `accumulate`: a chunk has been before this one, or the caller adds.
-static void anchored(Backend *backend, const LinearCrossEntropy *a, const Common *common,
-                     const Rows *all_rows, const Tokens *t, int64_t first, bool accumulate) {
-  bool packed = tensor_exists(a->rows), filter = a->terms.filter > 0;
-  Rows r = rows_range(all_rows, packed ? 0 : first, t->x.shape[0]);
-  if (packed) find_target_logits(backend, a, r.loss.target_z, t->x, t->targets);
-  lce_logits_exp(backend, (LceLogitsExp){.exps = r.exps,
-                                         .dx_raw = swept_dx(a, t),
-                                         .rows = r.loss,
-                                         .x = t->x,
-                                         .weight = a->weight,
-                                         .targets = t->targets,
-                                         .temperature = common->terms.temperature});
-  MemoryMark mark = memory_mark(&backend->memory);
-  if (tensor_exists(t->dx)) r.scaled_x = push_scaled_x(backend, t->x);
-  lce_rows(backend, (LceRows){.loss = t->loss,
-                              .outputs = t->outputs,
-                              .scaled_x = r.scaled_x,
-                              .rows = r.loss,
-                              .x = t->x,
-                              .targets = t->targets,
-                              .token_weights = t->token_weights,
-                              .factor = common->factor,
-                              .smoothing_row = common->smoothing_row,
-                              .terms = common->terms,
-                              .vocab_size = a->weight.shape[0]});
-  if (!tensor_exists(t->dx)) return;
-  bool smoothing = tensor_exists(common->smoothing_row);
-  if (filter) {
-    lce_filter(backend, (LceFilter){.tiles = r.tiles,
-                                    .stats = common->filtered,
-                                    .exps = r.exps,
-                                    .rows = r.loss,
-                                    .epsilon = a->terms.filter});
-    lce_filtered_gemms(backend, filtered_gemms(a, &r, t, accumulate));
+// E and dx_raw of this rank's rows of W, and each token's sums over the whole vocabulary.
+static void logits_exp(const Call *c, const Chunk *k) {
+  Backend *backend = c->backend;
+  const LinearCrossEntropy *a = c->a;
+  LossRows local = k->rows;
+  if (c->split) {
+    int64_t rows = k->x.shape[0];
+    local.anchor = tensor_rows(k->local_sums, 0, rows);
+    local.row_sum = tensor_rows(k->local_sums, rows, rows);
+    shard_indices(backend, (ShardIndices){.out = k->local_targets,
+                                          .indices = k->targets,
+                                          .first = a->shard.first,
+                                          .count = a->weight.shape[0]});
   }
-  lce_input_gradient(backend, (LceInputGradient){.dx = t->dx,
-                                                 .rows = r.loss,
-                                                 .smoothing_row = common->smoothing_row,
+  if (!c->at_once)
+    lce_target_logits(backend, (LceTargetLogits){.target_z = local.target_z,
+                                                 .x = k->x,
                                                  .weight = a->weight,
-                                                 .targets = t->targets,
-                                                 .alpha = a->scale});
-  if (!filter) add_non_targets(backend, a, r.exps, r.scaled_x, accumulate);
-  if (packed) add_targets(backend, a, r.loss.scale_target, t->x, t->targets);
-  if (smoothing)
-    weighted_column_sum(backend, (WeightedColumnSum){.out = common->smoothing_x,
-                                                     .x = t->x,
-                                                     .coefficients = r.loss.scale_uniform,
-                                                     .accumulate = first > 0});
-  memory_pop_to(&backend->memory, mark);
+                                                 .targets = k->local_targets});
+  if (c->split) all_reduce(backend, (Collective){.out = local.target_z, .x = local.target_z});
+  lce_logits_exp(backend, (LceLogitsExp){.exps = k->exps,
+                                         .dx_raw = a->terms.filter > 0 ? (Tensor){0} : k->dx,
+                                         .rows = local,
+                                         .x = k->x,
+                                         .weight = a->weight,
+                                         .targets = k->local_targets,
+                                         .temperature = c->terms.temperature});
+  if (!c->split) return;
+  all_gather(backend, (Collective){.out = k->all_sums, .x = k->local_sums});
+  lce_combine(backend, (LceCombine){.rows = k->rows,
+                                    .parts = k->all_sums,
+                                    .targets = k->targets,
+                                    .temperature = c->terms.temperature});
 }
 
-// --- the fused mode ----------------------------------------------------------------------------------------
-
-int64_t even_chunk(int64_t tokens, int64_t most) {
-  int64_t even = ceil_div(tokens, ceil_div(tokens, most)), stepped = ceil_div(even, 128) * 128;
-  return stepped <= most ? stepped : even;
-}
-
-void show_scratch(Backend *backend, const char *op, size_t bytes) {
-  MemoryMark mark = memory_mark(&backend->memory);
-  memory_push_1d(&backend->memory, op, MEMORY_HEAD, DTYPE_I32, (int64_t)((bytes + 3) / 4));
-  memory_pop_to(&backend->memory, mark);
-}
-
-void show_behind_sweep(Backend *backend, const LinearCrossEntropy *a, Tensor x) {
-  const BackendScratch *scratch = backend->scratch;
-  LceTargetGradient targets = {.dweight = a->dweight, .x = x};
-  WeightedColumnSum sum = {.x = x};
-  MemoryMark mark = memory_mark(&backend->memory);
-  push_scaled_x(backend, x);
-  show_scratch(backend, "lce_target_gradient",
-               scratch->lce_target_gradient ? scratch->lce_target_gradient(&targets) : 0);
-  if (a->terms.label_smoothing > 0)
-    show_scratch(backend, "weighted_column_sum",
-                 scratch->weighted_column_sum ? scratch->weighted_column_sum(&sum) : 0);
-  memory_pop_to(&backend->memory, mark);
-}
-
-// How many tokens count is up to the data, and with it the size of the operations' scratch: the ledger sees
-// that of a full chunk once, so that what it says does not depend on the data.
-static void show_full_scratch(Backend *backend, const LinearCrossEntropy *a, const Tokens *t, const Rows *r,
-                              Tensor logits) {
-  const BackendScratch *scratch = backend->scratch;
-  bool filter = a->terms.filter > 0 && tensor_exists(t->dx);
-  LceLogitsExp sweep = {
-      .exps = r->exps, .dx_raw = swept_dx(a, t), .x = t->x, .weight = a->weight, .targets = t->targets};
-  if (!tensor_exists(logits))
-    show_scratch(backend, "lce_logits_exp", scratch->lce_logits_exp ? scratch->lce_logits_exp(&sweep) : 0);
-  if (filter) {
-    LceFilteredGemms products = filtered_gemms(a, r, t, false);
-    show_scratch(backend, "lce_filtered_gemms",
-                 scratch->lce_filtered_gemms ? scratch->lce_filtered_gemms(&products) : 0);
+// Losses and outputs of the local tokens; scales and r X of all that the chunk has.
+static void losses_and_scales(const Call *c, const Chunk *k) {
+  LceRows all = {.loss = k->local.loss,
+                 .outputs = k->local.outputs,
+                 .scaled_x = k->scaled_x,
+                 .rows = k->rows,
+                 .x = k->x,
+                 .targets = k->targets,
+                 .token_weights = k->token_weights,
+                 .factor = c->factor,
+                 .smoothing_row = c->smoothing_row,
+                 .terms = c->terms,
+                 .vocab_size = c->vocab_size};
+  if (c->split) {
+    int64_t count = k->local.x.shape[0];
+    LceRows local = all;
+    local.scaled_x = (Tensor){0};
+    local.rows = loss_rows_range(&k->rows, c->backend->rank * count, count);
+    local.x = k->local.x, local.targets = k->local.targets, local.token_weights = k->local.token_weights;
+    lce_rows(c->backend, local);
+    if (!c->backward) return;
+    all.loss = (Tensor){0}, all.outputs = (TokenOutputs){0};
   }
-  if (tensor_exists(t->dx) && !tensor_exists(logits)) show_behind_sweep(backend, a, t->x);
-  if (tensor_exists(a->dbias)) {
-    LinearBackwardWeight weight = {.dweight = a->dweight, .dbias = a->dbias, .dout = logits, .x = t->x};
-    show_scratch(backend, "linear_backward_weight",
-                 scratch->linear_backward_weight ? scratch->linear_backward_weight(&weight) : 0);
-  }
+  lce_rows(c->backend, all);
 }
 
-static void add_all_targets(Backend *backend, const LinearCrossEntropy *a, const Rows *r) {
+// dweight (+)= scale E^T (r X). The caller's scale is the GEMM's alpha, so that r X stays within the normal numbers.
+static void add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
+  linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = c->a->dweight,
+                                                            .dout = k->exps,
+                                                            .x = k->scaled_x,
+                                                            .alpha = c->a->scale,
+                                                            .accumulate = accumulate});
+}
+
+// The targets' rows of dweight += scale c x.
+static void add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets) {
+  lce_target_gradient(c->backend, (LceTargetGradient){.dweight = c->a->dweight,
+                                                      .scale_target = scale_target,
+                                                      .x = x,
+                                                      .targets = targets,
+                                                      .alpha = c->a->scale});
+}
+
+static void add_all_targets(const Call *c, const Chunk *buffers) {
   enum { AT_ONCE = 16384 };
+  const LinearCrossEntropy *a = c->a;
   for (int64_t first = 0, tokens = a->x.shape[0]; first < tokens; first += AT_ONCE) {
-    int64_t count = tokens - first < AT_ONCE ? tokens - first : AT_ONCE;
-    add_targets(backend, a, tensor_rows(r->loss.scale_target, first, count), tensor_rows(a->x, first, count),
+    int64_t count = min_i64(tokens - first, AT_ONCE);
+    add_targets(c, tensor_rows(buffers->rows.scale_target, first, count), tensor_rows(a->x, first, count),
                 tensor_rows(a->targets, first, count));
-    if (backend->memory.planning) break;
+    if (c->backend->memory.planning) break;
   }
 }
 
-static void fused(Backend *backend, const LinearCrossEntropy *a) {
-  bool packed = tensor_exists(a->rows), backward = tensor_exists(a->dx), needs_logits = lce_needs_logits(a);
-  int64_t tokens = a->x.shape[0], counted = packed ? a->counted : tokens;
-  Common common = push_common(backend, a, !needs_logits);
+// dx_raw and the non-targets' part of dweight, from the tiles of E that the filter keeps.
+static void filtered_gradients(const Call *c, const Chunk *k, bool accumulate) {
+  lce_filter(c->backend, (LceFilter){.tiles = k->tiles,
+                                     .stats = c->filtered,
+                                     .exps = k->exps,
+                                     .rows = k->rows,
+                                     .epsilon = c->terms.filter});
+  lce_filtered_gemms(c->backend, (LceFilteredGemms){.dx_raw = k->dx,
+                                                    .dweight = c->a->dweight,
+                                                    .tiles = k->tiles,
+                                                    .exps = k->exps,
+                                                    .weight = c->a->weight,
+                                                    .scaled_x = k->scaled_x,
+                                                    .alpha = c->a->scale,
+                                                    .accumulate = accumulate});
+}
+
+// dx from dx_raw, and what else needs x; the next chunk's may come then.
+static void gradients_of_x(const Call *c, const Chunk *k, bool first) {
+  lce_input_gradient(c->backend, (LceInputGradient){.dx = k->dx,
+                                                    .rows = k->rows,
+                                                    .smoothing_row = c->smoothing_local,
+                                                    .weight = c->a->weight,
+                                                    .targets = k->local_targets,
+                                                    .alpha = c->a->scale});
+  if (c->split) reduce_scatter(c->backend, (Collective){.out = k->local.dx, .x = k->dx, .async = true});
+  if (!c->at_once) add_targets(c, k->rows.scale_target, k->x, k->local_targets);
+  if (tensor_exists(c->smoothing_x))
+    weighted_column_sum(c->backend, (WeightedColumnSum){.out = c->smoothing_x,
+                                                        .x = k->x,
+                                                        .coefficients = k->rows.scale_uniform,
+                                                        .accumulate = !first});
+}
+
+// --- the chunk loop ----------------------------------------------------------------------------------------
+
+// The tokens of each of as few chunks of at most `max` as there can be, all nearly alike, in steps of 128 where these fit.
+static int64_t even_chunk(int64_t tokens, int64_t max) {
+  int64_t even = ceil_div(tokens, ceil_div(tokens, max)), stepped = ceil_div(even, 128) * 128;
+  return stepped <= max ? stepped : even;
+}
+
+static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
+  Memory *memory = &c->backend->memory;
+  bool filter = c->terms.filter > 0;
+  Chunk before = {0}, chunk = start_chunk(c, buffers, 0, size), next = {0};
+  for (int64_t first = 0; first < counted; first += size, before = chunk, chunk = next) {
+    bool accumulate = c->a->accumulate || first > 0;
+    MemoryMark mark = memory_mark(memory);
+    finish_chunk(c, &before);
+    if (c->logits) {
+      logits_and_gradient(c, &chunk, accumulate);
+    } else {
+      logits_exp(c, &chunk);
+      if (c->backward)
+        chunk.scaled_x =
+            push_matrix(c->backend, "scaled x", chunk.x.dtype, chunk.x.shape[0], chunk.x.shape[1]);
+      losses_and_scales(c, &chunk);
+      if (c->backward) {
+        if (filter) filtered_gradients(c, &chunk, accumulate);
+        // The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
+        if (!filter && first == 0) add_non_targets(c, &chunk, accumulate);
+        gradients_of_x(c, &chunk, first == 0);
+      }
+    }
+    int64_t left = counted - first - size;
+    if (left > 0) next = start_chunk(c, buffers, first + size, min_i64(left, size));
+    if (c->backward && !c->logits && !filter && first > 0) add_non_targets(c, &chunk, true);
+    memory_pop_to(memory, mark);
+    if (memory->planning) break; // the chunks after the first need no more
+  }
+  finish_chunk(c, &before);
+}
+
+// How many tokens count is up to the data, and with it the size of the operations' scratch. The ledger sees a full chunk
+// first, by a backend that does nothing, so that what it says does not depend on the data.
+static void plan_full_chunk(const Call *c, const Chunk *buffers, int64_t size) {
+  static const BackendOps nothing;
+  Backend *backend = c->backend;
+  const BackendOps *ops = backend->ops;
+  double wire_bytes = backend->wire_bytes;
+  backend->ops = &nothing;
+  run_chunks(c, buffers, size, size);
+  backend->ops = ops;
+  backend->wire_bytes = wire_bytes;
+}
+
+static void run_call(Backend *backend, const LinearCrossEntropy *a) {
+  Call c = begin_call(backend, a);
+  int64_t tokens = a->x.shape[0], counted = c.packed ? a->counted : tokens;
   // The memory is that of all tokens counted: it must not depend on the data.
-  int64_t most = even_chunk(tokens, a->chunk < tokens ? a->chunk : tokens);
-  Tokens all = packed ? push_packed(backend, a, most) : tokens_of_call(a);
-  Rows rows = {0};
-  Tensor logits = {0};
-  if (needs_logits)
-    logits = push_logits(backend, "logits", most, a->weight.shape[0], DTYPE_F32);
-  else
-    rows = push_rows(backend, a, most);
-  if (packed) {
-    show_full_scratch(backend, a, &all, &rows, logits);
-    zero_tokens(backend, a);
+  int64_t max = a->mode == LCE_MATERIALIZED ? tokens : even_chunk(tokens, min_i64(a->chunk, tokens));
+  Chunk buffers = push_buffers(&c, max);
+  if (c.packed) {
+    plan_full_chunk(&c, &buffers, max);
+    zero_tokens(&c);
   }
-  if (counted == 0 && backward && !a->accumulate) {
-    fill_zero(backend, a->dweight);
-    if (tensor_exists(a->dbias)) fill_zero(backend, a->dbias);
+  if (counted == 0) {
+    if (c.backward && !a->accumulate) fill_zero(backend, a->dweight);
+    if (tensor_exists(a->dbias) && !a->accumulate) fill_zero(backend, a->dbias);
+    return;
   }
-  if (!needs_logits && !packed) find_target_logits(backend, a, rows.loss.target_z, a->x, a->targets);
-  int64_t size = counted ? even_chunk(counted, most) : 0;
-  for (int64_t first = 0; first < counted; first += size) {
-    int64_t count = first + size < counted ? size : counted - first;
-    Tokens t = tokens_range(&all, packed ? 0 : first, count);
-    Tensor positions = packed ? tensor_rows(a->rows, first, count) : (Tensor){0};
-    if (packed) gather_tokens(backend, &t, a, positions);
-    bool accumulate = a->accumulate || first > 0;
-    if (needs_logits)
-      logits_and_gradient(backend, a, &common, tensor_rows(logits, 0, count), &t, accumulate);
-    else
-      anchored(backend, a, &common, &rows, &t, first, accumulate);
-    if (packed) scatter_tokens(backend, &t, a, positions);
-    if (backend->memory.planning) break; // the chunks after the first need no more
-  }
-  if (backward && !needs_logits && !packed) add_all_targets(backend, a, &rows);
-  if (counted && tensor_exists(common.smoothing_x))
-    add_outer(backend, (AddOuter){.out = a->dweight,
-                                  .rows = a->terms.class_weights,
-                                  .columns = common.smoothing_x,
-                                  .alpha = a->scale});
+  if (c.at_once)
+    lce_target_logits(backend, (LceTargetLogits){.target_z = buffers.rows.target_z,
+                                                 .x = a->x,
+                                                 .weight = a->weight,
+                                                 .targets = a->targets});
+  run_chunks(&c, &buffers, counted, even_chunk(counted, max));
+  if (c.at_once && c.backward) add_all_targets(&c, &buffers);
+  if (tensor_exists(c.smoothing_x))
+    add_outer(
+        backend,
+        (AddOuter){.out = a->dweight, .rows = c.class_weights, .columns = c.smoothing_x, .alpha = a->scale});
 }
 
-// --- the door ----------------------------------------------------------------------------------------------
+// --- the entry point, which checks -------------------------------------------------------------------------
 
 bool lce_needs_logits(const LinearCrossEntropy *a) {
   return tensor_exists(a->bias) || a->terms.softcap > 0 || tensor_exists(a->entropy_weights) ||
@@ -533,19 +614,15 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
          tensor_text(a.targets).text, (long long)tokens);
   per_token("token_weights", a.token_weights, tokens);
   per_token("entropy_weights", a.entropy_weights, tokens);
-  for (int i = 0; i < OUTPUTS; i++) per_token("an output", a.outputs.all[i], tokens);
+  for (size_t i = 0; i < sizeof a.outputs.all / sizeof *a.outputs.all; i++)
+    per_token("an output", a.outputs.all[i], tokens);
   check_filter(&a);
   check_shard(backend, &a);
   if (tensor_exists(a.rows) && (a.counted < 0 || a.counted > a.rows.shape[0]))
     fail("%s: %lld tokens count, but rows is %s", op, (long long)a.counted, tensor_text(a.rows).text);
 
   MemoryMark mark = memory_mark(&backend->memory);
-  if (a.shard.vocab_size)
-    vocabulary_parallel(backend, &a);
-  else if (a.mode == LCE_MATERIALIZED)
-    materialized(backend, &a);
-  else
-    fused(backend, &a);
+  run_call(backend, &a);
   memory_pop_to(&backend->memory, mark);
 }
 

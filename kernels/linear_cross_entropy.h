@@ -12,8 +12,7 @@ typedef enum {
 
 const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 
-// Which rows of a head `weight` is, where its rows are split over the backend's ranks
-// (vocabulary_parallel.c): [first, first + weight.shape[0]) of vocab_size. {0, 0}: all of them.
+// Which rows of a head `weight` is, where its rows are split over the backend's ranks: [first, first + weight.shape[0]) of vocab_size. {0, 0}: all of them.
 typedef struct {
   int64_t first, vocab_size;
 } VocabShard;
