@@ -76,6 +76,44 @@ int skip_all(const char *group, const char *what, const char *why) {
   return cmocka_run_group_tests_name(group, tests, NULL, NULL);
 }
 
+static const char *group_backend;
+
+static int open_group(void **state) {
+  *state = harness_open(group_backend);
+  return *state == NULL;
+}
+
+static int close_group(void **state) {
+  harness_close(*state);
+  return 0;
+}
+
+int harness_pop(void **state) {
+  Harness *h = *state;
+  memory_pop_to(&h->backend->memory, 0);
+  return 0;
+}
+
+const char *harness_backend(void) {
+  return group_backend;
+}
+
+int run_on_backend(const char *group, const char *backend, const struct CMUnitTest *tests, size_t count) {
+  Harness *probe = harness_open(backend);
+  if (!probe) return 0;
+  harness_close(probe);
+  group_backend = backend;
+  return _cmocka_run_group_tests(group, tests, count, open_group, close_group);
+}
+
+int run_on_backends(const struct CMUnitTest *tests, size_t count) {
+  static const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
+  int failures = 0;
+  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++)
+    failures += run_on_backend(backends[i], backends[i], tests, count);
+  return failures;
+}
+
 // --- values and tensors ------------------------------------------------------------------------------------
 
 static void *host_block(Harness *h, size_t bytes) {

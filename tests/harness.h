@@ -36,6 +36,14 @@ bool small_shapes(void);
 // `what` is not tested, and why.
 int skip_all(const char *group, const char *what, const char *why);
 
+struct CMUnitTest;
+// Runs a group of tests, whose state is a Harness, on a backend by name; nothing where there is none. Returns the failures.
+int run_on_backend(const char *group, const char *backend, const struct CMUnitTest *tests, size_t count);
+// The same on "cpu", "cpu-plain", "cuda-fp32" and "cuda", each a group.
+int run_on_backends(const struct CMUnitTest *tests, size_t count);
+const char *harness_backend(void); // the name of the group's
+int harness_pop(void **state);     // a test's teardown: its memory is popped
+
 // --- values and tensors ------------------------------------------------------------------------------------
 
 double *host_values(Harness *h, int64_t count);                 // zeros

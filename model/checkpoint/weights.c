@@ -114,60 +114,35 @@ const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, 
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// A tensor on its way from its file to a parameter.
-typedef struct {
-  const TensorFile *file;
-  const SafetensorsEntry *entry;
-  const Parameters *parameters;
-  const Parameter *parameter;
-  Backend *backend;
-  float *values;
-  uint16_t *rounded;
-} Passage;
-
-// Its elements from `first` on, at `stored`, to one role of the parameter: straight from the file's pages
-// where they are of the role's dtype, else by way of fp32, which the first role that needs it makes.
-static void pass(const Passage *p, const Tensor *role, const char *stored, int64_t first, int64_t count,
-                 bool *widened) {
-  Dtype dtype = role[p->parameter->group].dtype;
-  const void *elements = stored;
-  if (strcmp(p->entry->dtype, safetensors_dtype(dtype))) {
-    if (!*widened && !safetensors_widen(p->entry->dtype, stored, count, p->values))
-      fail("%s: %s is stored as %s; F32, BF16 and F16 can be read", p->file->path, p->entry->name,
-           p->entry->dtype);
-    *widened = true;
-    elements = p->values;
-    dtype = DTYPE_F32;
-  }
-  shards_write(p->parameters, p->backend, role, p->parameter, first, count, elements, dtype, p->rounded);
-}
-
 // Copies a stored tensor (F32, BF16 or F16) to a parameter of as many elements, in one role (parameters->value,
-// ...) and in another unless that is NULL; each rounds to its own dtype. A rank keeps what it owns.
+// ...) and in another unless that is NULL: straight from the file's pages where they are of the role's dtype, else
+// by way of fp32, rounded where the role is bf16. A rank keeps what it owns.
 static void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *backend,
                         const Parameters *parameters, const Parameter *parameter, const Tensor *role,
                         const Tensor *also_role) {
+  const Tensor *const roles[] = {role, also_role};
   int64_t total = parameter_elements(parameter);
   size_t width = total ? e->bytes / (size_t)total : 0;
-  Passage p = {.file = file,
-               .entry = e,
-               .parameters = parameters,
-               .parameter = parameter,
-               .backend = backend,
-               .values = host_buffer(sizeof(float)),
-               .rounded = host_buffer(sizeof(uint16_t))};
+  float *values = host_buffer(sizeof *values);
+  uint16_t *rounded = host_buffer(sizeof *rounded);
   for (int64_t first = 0; first < total; first += AT_ONCE) {
     int64_t count = total - first < AT_ONCE ? total - first : AT_ONCE;
-    size_t offset = e->offset + (size_t)first * width, bytes = (size_t)count * width;
+    size_t offset = e->offset + (size_t)first * width;
+    const char *stored = file->mapping.bytes + offset;
     bool widened = false;
     read_ahead_reached(file->ahead, offset);
-    pass(&p, role, file->mapping.bytes + offset, first, count, &widened);
-    if (also_role) pass(&p, also_role, file->mapping.bytes + offset, first, count, &widened);
-    file_done_with(&file->mapping, offset, bytes);
+    for (int r = 0; r < 2 && roles[r]; r++) {
+      Dtype dtype = roles[r][parameter->group].dtype;
+      bool as_stored = !strcmp(e->dtype, safetensors_dtype(dtype));
+      if (!as_stored && !widened) widened = safetensors_widen(e->dtype, stored, count, values);
+      shards_write(parameters, backend, roles[r], parameter, first, count,
+                   as_stored ? (const void *)stored : values, as_stored ? dtype : DTYPE_F32, rounded);
+    }
+    file_done_with(&file->mapping, offset, (size_t)count * width);
     ranks_alive();
   }
-  free(p.values);
-  free(p.rounded);
+  free(values);
+  free(rounded);
 }
 
 // --- writing -----------------------------------------------------------------------------------------------

@@ -16,24 +16,6 @@
 #include "tests/harness.h"
 #include "tests/reference.h"
 
-static const char *backend_name; // of the group that runs
-
-static int open_group(void **state) {
-  *state = harness_open(backend_name);
-  return *state == NULL;
-}
-
-static int close_group(void **state) {
-  harness_close(*state);
-  return 0;
-}
-
-static int pop_all(void **state) {
-  Harness *h = *state;
-  memory_pop_to(&h->backend->memory, 0);
-  return 0;
-}
-
 // --- problems with tiles to leave out ----------------------------------------------------------------------
 
 // Tokens come in runs of KINDS kinds, and the logits of kind k are 0 in every KINDS-th tile of the vocabulary
@@ -208,7 +190,7 @@ static void test_border(void **state) {
     linear_cross_entropy(h->backend, p.call);
     check_told(h, &p);
     check_values(h, "dx on the border", p.call.dx, p.r.dx, within_stored(h, 2, 1024));
-    pop_all(state);
+    harness_pop(state);
   }
 }
 
@@ -397,7 +379,7 @@ static void test_operations(void **state) {
       check_gaps(h, "exps", in_pieces(f.call.exps));
       check_products(h, &f, DTYPE_F32);
       if (h->dtype != DTYPE_F32) check_products(h, &f, h->dtype);
-      pop_all(state);
+      harness_pop(state);
     }
 }
 
@@ -424,19 +406,13 @@ static void test_refusals(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_cases, pop_all),    cmocka_unit_test_teardown(test_border, pop_all),
-      cmocka_unit_test_teardown(test_nan, pop_all),      cmocka_unit_test_teardown(test_off, pop_all),
-      cmocka_unit_test_teardown(test_repeats, pop_all),  cmocka_unit_test_teardown(test_operations, pop_all),
-      cmocka_unit_test_teardown(test_refusals, pop_all),
+      cmocka_unit_test_teardown(test_cases, harness_pop),
+      cmocka_unit_test_teardown(test_border, harness_pop),
+      cmocka_unit_test_teardown(test_nan, harness_pop),
+      cmocka_unit_test_teardown(test_off, harness_pop),
+      cmocka_unit_test_teardown(test_repeats, harness_pop),
+      cmocka_unit_test_teardown(test_operations, harness_pop),
+      cmocka_unit_test_teardown(test_refusals, harness_pop),
   };
-  const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
-  int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
-    Harness *probe = harness_open(backends[i]);
-    if (!probe) continue;
-    harness_close(probe);
-    backend_name = backends[i];
-    failures += cmocka_run_group_tests_name(backends[i], tests, open_group, close_group);
-  }
-  return failures;
+  return run_on_backends(tests, sizeof tests / sizeof *tests);
 }

@@ -16,24 +16,6 @@
 #include "tests/harness.h"
 #include "tests/reference.h"
 
-static const char *backend_name; // of the group that runs
-
-static int open_group(void **state) {
-  *state = harness_open(backend_name);
-  return *state == NULL;
-}
-
-static int close_group(void **state) {
-  harness_close(*state);
-  return 0;
-}
-
-static int pop_all(void **state) {
-  Harness *h = *state;
-  memory_pop_to(&h->backend->memory, 0);
-  return 0;
-}
-
 static double *copy_of(Harness *h, const double *values, int64_t count) {
   double *copy = host_values(h, count);
   memcpy(copy, values, (size_t)count * sizeof *copy);
@@ -313,7 +295,7 @@ static void each_linear_shape(Harness *h, void (*run)(Harness *, LinearShape)) {
       s.in_out_layout = variant & 1;
       s.accumulate = variant & 2;
       run(h, s);
-      pop_all((void **)&h);
+      harness_pop((void **)&h);
     }
 }
 
@@ -482,7 +464,7 @@ static void test_attention(void **state) {
   };
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
     attention_case(*state, shapes[i]);
-    pop_all(state);
+    harness_pop(state);
   }
 }
 
@@ -815,33 +797,24 @@ static void test_bitwise_repeatable(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_embedding, pop_all),
-      cmocka_unit_test_teardown(test_norm, pop_all),
-      cmocka_unit_test_teardown(test_linear_forward, pop_all),
-      cmocka_unit_test_teardown(test_linear_backward, pop_all),
-      cmocka_unit_test_teardown(test_gelu, pop_all),
-      cmocka_unit_test_teardown(test_swiglu, pop_all),
-      cmocka_unit_test_teardown(test_rope, pop_all),
-      cmocka_unit_test_teardown(test_attention, pop_all),
-      cmocka_unit_test_teardown(test_attention_decode, pop_all),
-      cmocka_unit_test_teardown(test_rows, pop_all),
-      cmocka_unit_test_teardown(test_read_targets, pop_all),
-      cmocka_unit_test_teardown(test_adamw, pop_all),
-      cmocka_unit_test_teardown(test_reduce, pop_all),
-      cmocka_unit_test_teardown(test_clip_scale, pop_all),
-      cmocka_unit_test_teardown(test_copies, pop_all),
-      cmocka_unit_test_teardown(test_system_memory, pop_all),
-      cmocka_unit_test_teardown(test_refusals, pop_all),
-      cmocka_unit_test_teardown(test_bitwise_repeatable, pop_all),
+      cmocka_unit_test_teardown(test_embedding, harness_pop),
+      cmocka_unit_test_teardown(test_norm, harness_pop),
+      cmocka_unit_test_teardown(test_linear_forward, harness_pop),
+      cmocka_unit_test_teardown(test_linear_backward, harness_pop),
+      cmocka_unit_test_teardown(test_gelu, harness_pop),
+      cmocka_unit_test_teardown(test_swiglu, harness_pop),
+      cmocka_unit_test_teardown(test_rope, harness_pop),
+      cmocka_unit_test_teardown(test_attention, harness_pop),
+      cmocka_unit_test_teardown(test_attention_decode, harness_pop),
+      cmocka_unit_test_teardown(test_rows, harness_pop),
+      cmocka_unit_test_teardown(test_read_targets, harness_pop),
+      cmocka_unit_test_teardown(test_adamw, harness_pop),
+      cmocka_unit_test_teardown(test_reduce, harness_pop),
+      cmocka_unit_test_teardown(test_clip_scale, harness_pop),
+      cmocka_unit_test_teardown(test_copies, harness_pop),
+      cmocka_unit_test_teardown(test_system_memory, harness_pop),
+      cmocka_unit_test_teardown(test_refusals, harness_pop),
+      cmocka_unit_test_teardown(test_bitwise_repeatable, harness_pop),
   };
-  const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
-  int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
-    Harness *probe = harness_open(backends[i]);
-    if (!probe) continue;
-    harness_close(probe);
-    backend_name = backends[i];
-    failures += cmocka_run_group_tests_name(backends[i], tests, open_group, close_group);
-  }
-  return failures;
+  return run_on_backends(tests, sizeof tests / sizeof *tests);
 }

@@ -15,24 +15,6 @@
 #include "tests/harness.h"
 #include "tests/reference.h"
 
-static const char *backend_name; // of the group that runs
-
-static int open_group(void **state) {
-  *state = harness_open(backend_name);
-  return *state == NULL;
-}
-
-static int close_group(void **state) {
-  harness_close(*state);
-  return 0;
-}
-
-static int pop_all(void **state) {
-  Harness *h = *state;
-  memory_pop_to(&h->backend->memory, 0);
-  return 0;
-}
-
 // --- one problem -------------------------------------------------------------------------------------------
 
 typedef struct {
@@ -160,7 +142,7 @@ static void test_pieces(void **state) {
     Pieces s = run_pieces(h, &p, i % 2 ? 3 : 0);
     solve_reference(h, &p);
     check_pieces(h, &p, &s);
-    pop_all(state);
+    harness_pop(state);
   }
 }
 
@@ -391,7 +373,7 @@ static void test_layer(void **state) {
     for (int variant = 0; variant < 4; variant++) {
       layer_case(*state, variant & 1 ? LCE_MATERIALIZED : LCE_FUSED, cases[i].rows, cases[i].hidden,
                  cases[i].vocab, cases[i].chunk, cases[i].ignored, variant & 2);
-      pop_all(state);
+      harness_pop(state);
     }
 }
 
@@ -408,7 +390,7 @@ static void test_bitwise_repeatable(void **state) {
 // How a chunk is cut depends on its shape alone, so the number of threads does not show in the bits.
 static void test_threads_do_not_show(void **state) {
   Harness *h = *state;
-  if (strcmp(backend_name, "cpu") != 0) return;
+  if (strcmp(harness_backend(), "cpu") != 0) return;
   Problem p = make_problem(h, 113, 33, 9001, 2);
   int threads = omp_get_max_threads();
   omp_set_num_threads(1);
@@ -445,27 +427,18 @@ static void test_refusals(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_reference_gradients, pop_all),
-      cmocka_unit_test_teardown(test_pieces, pop_all),
-      cmocka_unit_test_teardown(test_forward_only, pop_all),
-      cmocka_unit_test_teardown(test_overflow_repair, pop_all),
-      cmocka_unit_test_teardown(test_nearly_certain, pop_all),
-      cmocka_unit_test_teardown(test_nan_row_stays_alone, pop_all),
-      cmocka_unit_test_teardown(test_repair_leaves_others_alone, pop_all),
-      cmocka_unit_test_teardown(test_cross_entropy_in_place, pop_all),
-      cmocka_unit_test_teardown(test_layer, pop_all),
-      cmocka_unit_test_teardown(test_bitwise_repeatable, pop_all),
-      cmocka_unit_test_teardown(test_threads_do_not_show, pop_all),
-      cmocka_unit_test_teardown(test_refusals, pop_all),
+      cmocka_unit_test_teardown(test_reference_gradients, harness_pop),
+      cmocka_unit_test_teardown(test_pieces, harness_pop),
+      cmocka_unit_test_teardown(test_forward_only, harness_pop),
+      cmocka_unit_test_teardown(test_overflow_repair, harness_pop),
+      cmocka_unit_test_teardown(test_nearly_certain, harness_pop),
+      cmocka_unit_test_teardown(test_nan_row_stays_alone, harness_pop),
+      cmocka_unit_test_teardown(test_repair_leaves_others_alone, harness_pop),
+      cmocka_unit_test_teardown(test_cross_entropy_in_place, harness_pop),
+      cmocka_unit_test_teardown(test_layer, harness_pop),
+      cmocka_unit_test_teardown(test_bitwise_repeatable, harness_pop),
+      cmocka_unit_test_teardown(test_threads_do_not_show, harness_pop),
+      cmocka_unit_test_teardown(test_refusals, harness_pop),
   };
-  const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
-  int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
-    Harness *probe = harness_open(backends[i]);
-    if (!probe) continue;
-    harness_close(probe);
-    backend_name = backends[i];
-    failures += cmocka_run_group_tests_name(backends[i], tests, open_group, close_group);
-  }
-  return failures;
+  return run_on_backends(tests, sizeof tests / sizeof *tests);
 }

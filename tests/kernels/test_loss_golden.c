@@ -18,8 +18,6 @@
 #include "tests/process.h"
 #include "tests/reference.h"
 
-static const char *backend_name; // of the group that runs
-
 // --- the file ----------------------------------------------------------------------------------------------
 
 // One case: what it starts from and what PyTorch made of it. Arrays that the case does without are NULL.
@@ -271,28 +269,8 @@ static void layer_is_as_in_torch(void **state) {
 
 // --- groups ------------------------------------------------------------------------------------------------
 
-static int open_group(void **state) {
-  *state = harness_open(backend_name);
-  return *state == NULL;
-}
-
-static int close_group(void **state) {
-  harness_close(*state);
-  return 0;
-}
-
 int main(void) {
   const struct CMUnitTest reference[] = {cmocka_unit_test(reference_is_as_in_torch)};
   const struct CMUnitTest layer[] = {cmocka_unit_test(layer_is_as_in_torch)};
-  const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
-  backend_name = "cpu";
-  int failures = cmocka_run_group_tests_name("reference", reference, open_group, close_group);
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
-    Harness *probe = harness_open(backends[i]);
-    if (!probe) continue;
-    harness_close(probe);
-    backend_name = backends[i];
-    failures += cmocka_run_group_tests_name(backends[i], layer, open_group, close_group);
-  }
-  return failures;
+  return run_on_backend("reference", "cpu", reference, 1) + run_on_backends(layer, 1);
 }

@@ -15,24 +15,6 @@
 #include "tests/harness.h"
 #include "tests/reference.h"
 
-static const char *backend_name; // of the group that runs
-
-static int open_group(void **state) {
-  *state = harness_open(backend_name);
-  return *state == NULL;
-}
-
-static int close_group(void **state) {
-  harness_close(*state);
-  return 0;
-}
-
-static int pop_all(void **state) {
-  Harness *h = *state;
-  memory_pop_to(&h->backend->memory, 0);
-  return 0;
-}
-
 // --- terms, each of which may be on ------------------------------------------------------------------------
 
 enum {
@@ -241,7 +223,7 @@ static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidd
   for (int mode = 0; mode < 2; mode++) {
     way.mode = mode ? LCE_MATERIALIZED : LCE_FUSED;
     check_case(*state, terms, rows, hidden, vocab, way);
-    pop_all(state);
+    harness_pop(state);
   }
 }
 
@@ -324,21 +306,12 @@ static void test_refusals(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_reference, pop_all),
-      cmocka_unit_test_teardown(test_alone_and_in_pairs, pop_all),
-      cmocka_unit_test_teardown(test_all_at_once, pop_all),
-      cmocka_unit_test_teardown(test_forward_only, pop_all),
-      cmocka_unit_test_teardown(test_nothing_counts, pop_all),
-      cmocka_unit_test_teardown(test_refusals, pop_all),
+      cmocka_unit_test_teardown(test_reference, harness_pop),
+      cmocka_unit_test_teardown(test_alone_and_in_pairs, harness_pop),
+      cmocka_unit_test_teardown(test_all_at_once, harness_pop),
+      cmocka_unit_test_teardown(test_forward_only, harness_pop),
+      cmocka_unit_test_teardown(test_nothing_counts, harness_pop),
+      cmocka_unit_test_teardown(test_refusals, harness_pop),
   };
-  const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
-  int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
-    Harness *probe = harness_open(backends[i]);
-    if (!probe) continue;
-    harness_close(probe);
-    backend_name = backends[i];
-    failures += cmocka_run_group_tests_name(backends[i], tests, open_group, close_group);
-  }
-  return failures;
+  return run_on_backends(tests, sizeof tests / sizeof *tests);
 }
