@@ -15,7 +15,6 @@
 #include "base/json.h"
 #include "base/option_rows.h"
 #include "base/text.h"
-#include "data/tokenizer/byte_tokenizer.h"
 #include "data/tokenizer/tokenizer.h"
 #include "kernels/ranks/launch.h"
 #include "model/checkpoint/checkpoint.h"

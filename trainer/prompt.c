@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include "base/fail.h"
-#include "data/tokenizer/byte_tokenizer.h"
 
 static Tokenizer *find_tokenizer(const Options *o) {
   if (o->tokenizer) return tokenizer_open(o->tokenizer);

@@ -1,6 +1,6 @@
-#include "data/tokenizer/byte_tokenizer.h"
 #include "base/fail.h"
 #include "data/source.h"
+#include "data/tokenizer/tokenizer.h"
 
 #include <stdbool.h>
 #include <stdio.h>

@@ -10,7 +10,6 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "data/tokenizer/bpe.h"
-#include "data/tokenizer/byte_tokenizer.h"
 #include "data/tokenizer/split.h"
 
 enum {

@@ -1,7 +1,7 @@
 // Sources, the byte tokenizer and the corpus.
 #include "base/random.h"
 #include "data/corpus.h"
-#include "data/tokenizer/byte_tokenizer.h"
+#include "data/tokenizer/tokenizer.h"
 #include "tests/data_files.h"
 
 #include <math.h>
