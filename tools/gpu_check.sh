@@ -95,6 +95,7 @@ if wants bench; then
   layer 8192 2304 256000
   layer 32768 4096 128256
   [ -x tools/bench_attention ] && run attention 120 tools/bench_attention && sed 's/^/  /' "$OUT/attention.log"
+  run ladder 150 tools/lce_ladder --device cuda --tokens 8192 --hidden-size 4096 --vocab 128256 --chunk 1024 && sed "s/^/  /" "$OUT/ladder.log"
   step gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024
   step gpt2-1558m --model gpt2-1558m --batch 16 --seq-len 1024
   step llama-1b --model llama-1b --batch 4 --seq-len 4096
