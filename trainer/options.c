@@ -193,7 +193,7 @@ const Option options_rows[] = {
      HELP("Afterwards measure a few steps in both modes and print the table")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
      HELP("Write the bytes in use over the first three steps, by category, as CSV")},
-    {OPTION_END}};
+    {.type = OPTION_END}};
 // clang-format on
 
 bool options_given(const Options *o, const char *name) {
