@@ -83,25 +83,6 @@ typedef struct {
   size_t step_stack, layer_stack; // the stack of each phase
 } Needs;
 
-static Needs plan_step(const Experiment *e, const Point *p) {
-  Options o = point_options(e, p);
-  Backend *backend = plan_backend_create(e->device, o.dtype);
-  Ledger *ledger = &backend->memory.ledger;
-  Trainer trainer;
-  trainer_create(&trainer, &o, backend);
-  trainer_set_mode(&trainer, p->mode);
-  trainer_step(&trainer, NULL, 0);
-  Needs n = {.peak = ledger->peak, .step_stack = ledger->stack_peak};
-  ledger_reset_peak(ledger);
-  LceTensors layer = layer_push(&trainer, o.seed);
-  n.layer = layer_held(&layer, p->mode, o.lce_chunk);
-  n.layer_stack = ledger->stack_peak;
-  memory_pop_to(&backend->memory, 0);
-  trainer_destroy(&trainer);
-  backend_destroy(backend);
-  return n;
-}
-
 static Needs plan_layer(const Experiment *e, const Point *p) {
   Backend *backend = plan_backend_create(e->device, e->options->dtype);
   LceTensors layer = layer_reserve(backend, point_shape(e, p), 1);
@@ -146,36 +127,51 @@ static void time_gemms(Rounds *r, const LceTensors *layer, int64_t rows) {
   round_end(r, layer->backend, start);
 }
 
-static void measure_step(const Experiment *e, Reading *r, const Needs *needs, Backend *backend) {
-  const Point *p = &r->point;
+// The steps of a point and then its LM head + loss alone, planned (r NULL) or measured into r, whose needs are known.
+static Needs run_step(const Experiment *e, const Point *p, Backend *backend, const Needs *known, Reading *r) {
   Options o = point_options(e, p);
   Ledger *ledger = &backend->memory.ledger;
-  backend->ops->device_peak_reset(backend);
-  Source *source;
-  Loader loader = point_loader(&o, &source);
+  Source *source = NULL;
+  Loader loader = {0};
+  if (r) backend->ops->device_peak_reset(backend);
+  if (r) loader = point_loader(&o, &source);
   Trainer trainer;
   trainer_create(&trainer, &o, backend);
   trainer_set_mode(&trainer, p->mode);
   StepResult results[TRAINER_PENDING];
   Rounds steps = {0}, layers = {0};
-  for (int step = 0; steps.count < ROUNDS_MAX && steps.spent < ROUND_SECONDS; step++) {
+  if (!r) trainer_step(&trainer, NULL, 0);
+  for (int step = 0; r && steps.count < ROUNDS_MAX && steps.spent < ROUND_SECONDS; step++) {
     double start = round_start(backend);
     trainer_step(&trainer, &loader, step);
     trainer_collect(&trainer, results);
     if (step > 0) round_end(&steps, backend, start); // the first one warms up
   }
-  r->step_seconds = median(steps.seconds, steps.count);
-  r->ledger_bytes = ledger->peak;
-  r->device_bytes = backend->ops->device_bytes_peak(backend);
+  Needs n = {.peak = ledger->peak, .step_stack = ledger->stack_peak};
+  if (r) r->device_bytes = backend->ops->device_bytes_peak(backend);
+  if (r && known->layer_stack > known->step_stack) memory_set_stack(&backend->memory, known->layer_stack);
 
-  if (needs->layer_stack > needs->step_stack) memory_set_stack(&backend->memory, needs->layer_stack);
+  ledger_reset_peak(ledger);
   LceTensors layer = layer_push(&trainer, o.seed);
-  r->layer_bytes = layer_held(&layer, p->mode, p->chunk);
-  while (layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS) time_layer(&layers, &layer, p);
-  r->layer_seconds = median(layers.seconds, layers.count);
+  n.layer = layer_held(&layer, p->mode, o.lce_chunk);
+  n.layer_stack = ledger->stack_peak;
+  while (r && layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS) time_layer(&layers, &layer, p);
   memory_pop_to(&backend->memory, 0);
   trainer_destroy(&trainer);
   source_close(source);
+  if (!r) return n;
+  r->ledger_bytes = n.peak;
+  r->layer_bytes = n.layer;
+  r->step_seconds = median(steps.seconds, steps.count);
+  r->layer_seconds = median(layers.seconds, layers.count);
+  return n;
+}
+
+static Needs plan_step(const Experiment *e, const Point *p) {
+  Backend *backend = plan_backend_create(e->device, point_options(e, p).dtype);
+  Needs n = run_step(e, p, backend, NULL, NULL);
+  backend_destroy(backend);
+  return n;
 }
 
 // The most tokens whose GEMMs fit next to the tensors of the call; all of them where there is space.
@@ -285,7 +281,7 @@ Reading point_read(const Experiment *e, const Point *p) {
     if (e->layer_only)
       measure_layer(e, &r, &needs, backend);
     else
-      measure_step(e, &r, &needs, backend);
+      run_step(e, p, backend, &needs, &r);
     // What the context and cuBLASLt keep for themselves, loaded and touched by now.
     memory_destroy(&backend->memory);
     r.device_base_bytes = backend->ops->device_bytes_now(backend);

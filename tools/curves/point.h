@@ -70,7 +70,7 @@ Loader point_loader(const Options *options, Source **source);
 // Flops of one step (or layer) of a point: what its time is guessed from.
 double point_flops(const Experiment *experiment, const Point *point);
 
-// Plans the point and, if it fits and patience lasts, measures it on a backend of its own.
+// Plans the point and, if it fits and patience lasts, measures it on a new backend.
 Reading point_read(const Experiment *experiment, const Point *point);
 
 #endif

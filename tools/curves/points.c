@@ -102,12 +102,12 @@ static Values usual_values(const Options *o, Sweep sweep) {
   Values v = {.count = 0};
   int64_t tokens = o->batch * o->seq_len, unit;
   switch (sweep) {
-  case SWEEP_TOKENS: // up to four times the job's own, in whole sequences
+  case SWEEP_TOKENS: // up to four times the job's, in whole sequences
     unit = tokens / 2 / o->seq_len * o->seq_len;
     if (unit < o->seq_len) unit = o->seq_len;
     for (int64_t k = 1; k <= 8; k++) add_value(&v, "", (Value){.value = k * unit});
     break;
-  case SWEEP_VOCAB: // the sizes in use, and the model's own
+  case SWEEP_VOCAB: // the sizes in use, and the model's
     for (long long size = 4096; size <= 524288; size *= 2)
       if (llabs(size - o->model.vocab_size) > size / 8) add_value(&v, "", (Value){.value = size});
     add_value(&v, "", (Value){.value = o->model.vocab_size});

@@ -140,12 +140,11 @@ static void agreement(FILE *out, const Curve *c) {
     return;
   }
   fprintf(out, "\nplanned and ledger agree to the byte at %d of %d measured points\n", exact, measured);
-  fprintf(
-      out,
-      "the device says from %s less to %s more than the ledger, beside the up to %s of its context and its "
-      "libraries\n",
-      text_bytes((uint64_t)fmax(0, -least)).text, text_bytes((uint64_t)fmax(0, most)).text,
-      text_bytes((uint64_t)base).text);
+  fprintf(out,
+          "the device counts from %s less to %s more than the ledger, and up to %s for its context and "
+          "libraries\n",
+          text_bytes((uint64_t)fmax(0, -least)).text, text_bytes((uint64_t)fmax(0, most)).text,
+          text_bytes((uint64_t)base).text);
 }
 
 // The materialized reading that a fused one is to be compared with.
@@ -160,25 +159,25 @@ static const Reading *partner(const Curve *c, const Reading *fused) {
   return NULL;
 }
 
-static void saving(FILE *out, const Experiment *e, const Reading *fused, const Reading *whole) {
+static void saving(FILE *out, const Experiment *e, const Reading *fused, const Reading *logits) {
   const Point *p = &fused->point;
-  double less = (double)reading_layer_bytes(whole) / (double)reading_layer_bytes(fused);
-  bool measured = fused->layer_bytes && whole->layer_bytes;
+  double less = (double)reading_layer_bytes(logits) / (double)reading_layer_bytes(fused);
+  bool measured = fused->layer_bytes && logits->layer_bytes;
   fprintf(out,
           "at N %s, H %s, V %s the peak of the LM head + loss beyond its gradients falls %.1f times, from %s "
           "materialized to "
           "%s fused at chunk %s (%s, %s)\n",
           text_grouped(point_tokens(p)).text, text_grouped(p->hidden_size).text,
-          text_grouped(p->vocab_size).text, less, text_bytes(reading_layer_bytes(whole)).text,
+          text_grouped(p->vocab_size).text, less, text_bytes(reading_layer_bytes(logits)).text,
           text_bytes(reading_layer_bytes(fused)).text, text_grouped(p->chunk).text,
           dtype_name(e->options->dtype), measured ? "measured" : "planned");
   if (e->layer_only) return;
-  double planned = (double)whole->planned_bytes - (double)fused->planned_bytes;
-  fprintf(out, "the whole step's peak falls from %s to %s", text_bytes(reading_bytes(whole)).text,
+  double planned = (double)logits->planned_bytes - (double)fused->planned_bytes;
+  fprintf(out, "the whole step's peak falls from %s to %s", text_bytes(reading_bytes(logits)).text,
           text_bytes(reading_bytes(fused)).text);
-  if (fused->ledger_bytes && whole->ledger_bytes) {
-    double ledger = (double)whole->ledger_bytes - (double)fused->ledger_bytes;
-    double device = (double)whole->device_bytes - (double)whole->device_base_bytes -
+  if (fused->ledger_bytes && logits->ledger_bytes) {
+    double ledger = (double)logits->ledger_bytes - (double)fused->ledger_bytes;
+    double device = (double)logits->device_bytes - (double)logits->device_base_bytes -
                     (double)fused->device_bytes + (double)fused->device_base_bytes;
     fprintf(out, ": by %s, where the plan says %s and the device %s\n",
             text_bytes((uint64_t)fmax(0, ledger)).text, text_bytes((uint64_t)fmax(0, planned)).text,

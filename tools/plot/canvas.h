@@ -27,7 +27,7 @@ typedef enum { MARKER_NONE, MARKER_CIRCLE, MARKER_SQUARE, MARKER_DIAMOND, MARKER
 typedef struct {
   Color color;
   double width;
-  double dash, gap; // lengths; dash 0 draws a whole line
+  double dash, gap; // lengths; dash 0: no gaps
 } Stroke;
 
 typedef struct {
