@@ -14,24 +14,6 @@
 #include "tests/reference.h"
 #include "tools/ladder/ladder.h"
 
-static const char *backend_name; // of the group that runs
-
-static int open_group(void **state) {
-  *state = harness_open(backend_name);
-  return *state == NULL;
-}
-
-static int close_group(void **state) {
-  harness_close(*state);
-  return 0;
-}
-
-static int pop_all(void **state) {
-  Harness *h = *state;
-  memory_pop_to(&h->backend->memory, 0);
-  return 0;
-}
-
 typedef struct {
   int64_t rows, hidden, vocab, chunk;
   double *x, *weight;
@@ -138,17 +120,13 @@ static void test_refusals(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_shapes, pop_all), cmocka_unit_test_teardown(test_ignored, pop_all),
-      cmocka_unit_test_teardown(test_leads, pop_all), cmocka_unit_test_teardown(test_refusals, pop_all)};
-  const char *const backends[] = {"cpu", "cpu-plain", "cuda"};
+  const struct CMUnitTest tests[] = {cmocka_unit_test_teardown(test_shapes, harness_pop),
+                                     cmocka_unit_test_teardown(test_ignored, harness_pop),
+                                     cmocka_unit_test_teardown(test_leads, harness_pop),
+                                     cmocka_unit_test_teardown(test_refusals, harness_pop)};
+  const char *const backends[] = {"cpu", "cpu-plain", "cuda"}; // the CUDA kernels take bf16 alone
   int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) {
-    Harness *probe = harness_open(backends[i]);
-    if (!probe) continue;
-    harness_close(probe);
-    backend_name = backends[i];
-    failures += cmocka_run_group_tests_name(backends[i], tests, open_group, close_group);
-  }
+  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++)
+    failures += run_on_backend(backends[i], backends[i], tests, sizeof tests / sizeof *tests);
   return failures;
 }
