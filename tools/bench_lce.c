@@ -20,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/option_rows.h"
 #include "base/text.h"
@@ -92,8 +93,7 @@ static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, in
   Tensor t = tensor_1d(memory_reserve(&backend->memory, name, MEMORY_TABLES, bytes), dtype, count);
   fill_zero(backend, t);
   if (!ones) return t;
-  float *values = malloc(bytes);
-  if (!values) fail("out of host memory for %s", name);
+  float *values = host_alloc(count, sizeof *values, name);
   for (int64_t i = 0; i < count; i++) values[i] = 1;
   backend_to_device(backend, t, values);
   backend_synchronize(backend);
@@ -292,8 +292,7 @@ int main(int argc, char **argv) {
 
   printf("%s: N %s, H %s, V %s\n", backend->description, text_grouped(options.tokens).text,
          text_grouped(options.hidden_size).text, text_grouped(options.vocab_size).text);
-  Bench *bench = calloc(1, sizeof *bench);
-  if (!bench) fail("out of host memory");
+  Bench *bench = host_alloc(1, sizeof *bench, "the benchmark");
   bench->settings = &options;
   bench->layer = layer_reserve(backend, shape, 1);
   prepare(bench);

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/option_rows.h"
 #include "base/text.h"
@@ -33,16 +34,12 @@ typedef struct {
 static struct {
   const BackendOps *wrapped;
   Gemm *gemms;
-  size_t count, capacity;
+  int64_t count, capacity;
   double flops;
 } record;
 
 static void append(Gemm gemm, Tensor rows, Tensor weight) {
-  if (record.count == record.capacity) {
-    record.capacity = record.capacity ? 2 * record.capacity : 256;
-    record.gemms = realloc(record.gemms, record.capacity * sizeof *record.gemms);
-    if (!record.gemms) fail("out of host memory for the list of GEMMs");
-  }
+  record.gemms = host_grow(record.gemms, record.count, &record.capacity, sizeof gemm, "the list of GEMMs");
   record.gemms[record.count++] = gemm;
   record.flops += 2.0 * (double)rows.shape[0] * (double)tensor_count(weight);
 }
@@ -102,7 +99,7 @@ static void record_pass(Trainer *trainer) {
 
 // The recorded tensors' places on the stack are free by now, but the bytes are still there.
 static void replay(Backend *backend) {
-  for (size_t i = 0; i < record.count; i++) {
+  for (int64_t i = 0; i < record.count; i++) {
     const Gemm *p = &record.gemms[i];
     switch (p->kind) {
     case FORWARD:

@@ -10,6 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/json.h"
@@ -21,6 +22,7 @@
 #include "model/checkpoint/hf_config.h"
 #include "model/generate.h"
 #include "trainer/machine.h"
+#include "trainer/prompt.h"
 #include "trainer/speed.h"
 
 typedef struct {
@@ -82,18 +84,9 @@ static char *read_all(FILE *file) {
   return text;
 }
 
-static Tokenizer *find_tokenizer(const Wanted *w) {
-  if (w->tokenizer) return tokenizer_open(w->tokenizer);
-  char *path = path_join(w->init, "tokenizer.json");
-  Tokenizer *tokenizer = path_exists(path) ? tokenizer_open(path) : NULL;
-  free(path);
-  return tokenizer;
-}
-
 static char *bytes_of(const Tokenizer *t, const int32_t *tokens, int64_t count, int64_t *length) {
   if (t) return tokenizer_decode(t, tokens, count, length);
-  char *bytes = malloc((size_t)count + 1);
-  if (!bytes) fail("out of host memory for a text of %lld tokens", (long long)count);
+  char *bytes = host_alloc(count + 1, 1, "a text");
   *length = 0;
   for (int64_t i = 0; i < count; i++)
     if (tokens[i] < 256) bytes[(*length)++] = (char)tokens[i];
@@ -120,8 +113,7 @@ static int64_t unfinished(const char *bytes, int64_t length) {
 }
 
 static void put(const char *bytes, int64_t length) {
-  int32_t *tokens = malloc((size_t)(length + 1) * sizeof *tokens);
-  if (!tokens) fail("out of host memory for a text of %lld bytes", (long long)length);
+  int32_t *tokens = host_alloc(length + 1, sizeof *tokens, "a text");
   byte_encode(bytes, length, tokens);
   char *shown = byte_decode(tokens, length);
   if (isatty(STDOUT_FILENO))
@@ -136,8 +128,8 @@ static void put(const char *bytes, int64_t length) {
 static void print_token(void *context, int32_t token) {
   Printer *p = context;
   int64_t length;
-  char *bytes = bytes_of(p->tokenizer, &token, 1, &length), *all = malloc((size_t)(length + p->waits) + 1);
-  if (!all) fail("out of host memory for a token");
+  char *bytes = bytes_of(p->tokenizer, &token, 1, &length),
+       *all = host_alloc(length + p->waits + 1, 1, "a token");
   memcpy(all, p->waiting, (size_t)p->waits);
   memcpy(all + p->waits, bytes, (size_t)length);
   length += p->waits;
@@ -218,13 +210,12 @@ int main(int argc, char **argv) {
   Wanted w = parse(argc, argv);
   checkpoint_require_intact(w.init, CHECK_LENGTHS, false);
   ModelConfig config = hf_config_read(w.init);
-  Tokenizer *tokenizer = find_tokenizer(&w);
+  Tokenizer *tokenizer = prompt_tokenizer(w.tokenizer, w.init);
   char *text = strcmp(w.prompt, "-") == 0 ? read_all(stdin) : strdup(w.prompt);
   if (!text) fail("out of host memory for the prompt");
   int64_t length = (int64_t)strlen(text), count = length;
   int32_t stops[MAX_STOPS], *prompt = tokenizer ? tokenizer_encode(tokenizer, text, length, true, &count)
-                                                : calloc((size_t)length + 1, sizeof *prompt);
-  if (!prompt) fail("out of host memory for the prompt");
+                                                : host_alloc(length + 1, sizeof *prompt, "the prompt");
   if (!tokenizer) byte_encode(text, length, prompt);
   if (count < 1) fail("--prompt: give at least one character to continue");
   for (int64_t i = 0; i < count; i++)

@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/option_rows.h"
 #include "base/text.h"
@@ -86,8 +87,7 @@ static Own parse(int argc, char **argv, const Recipe **recipe, Options *options)
   *recipe = recipe_named(own.recipe);
   const char *const *arguments = *recipe ? (*recipe)->arguments : NULL;
   while (arguments && arguments[extra]) extra++;
-  char **all = calloc((size_t)(words + extra + 1), sizeof *all);
-  if (!all) fail("out of host memory for the command line");
+  char **all = host_alloc(words + extra + 1, sizeof *all, "the command line");
   all[0] = argv[0];
   for (int i = 0; i < extra; i++) all[count++] = (char *)arguments[i];
   for (int i = 1; i < words; i++) all[count++] = argv[i];

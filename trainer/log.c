@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/json.h"
 
@@ -17,8 +18,7 @@ struct Log {
 Log *log_open(const char *path, bool append) {
   FILE *file = path ? fopen(path, append ? "a" : "w") : NULL;
   if (path && !file) fail("cannot write the log %s: %s", path, strerror(errno));
-  Log *log = calloc(1, sizeof *log);
-  if (!log) fail("out of host memory for the log");
+  Log *log = host_alloc(1, sizeof *log, "the log");
   *log = (Log){.file = file, .path = path};
   return log;
 }

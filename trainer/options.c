@@ -364,22 +364,16 @@ static void resolve_job(Options *o) {
 
 // "--a, --b and --c": the given options that have `flag`. Returns how many.
 static int list_given(const Options *o, unsigned flag, char *list, size_t size) {
-  int count = 0, listed = 0;
-  for (int pass = 0; pass < 2; pass++)
-    for (int i = 0; options_rows[i].type != OPTION_END; i++) {
-      if (!o->given[i] || !(options_rows[i].flags & flag)) continue;
-      if (pass == 0) {
-        count++;
-        continue;
-      }
-      size_t length = strlen(list);
-      snprintf(list + length, size - length, "%s--%s",
-               !listed               ? ""
-               : listed == count - 1 ? " and "
-                                     : ", ",
-               options_rows[i].name);
-      listed++;
-    }
+  int count = 0;
+  const char *last = "";
+  size_t before = 0, length = 0; // of the list without and with the last one
+  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
+    if (!o->given[i] || !(options_rows[i].flags & flag)) continue;
+    before = length;
+    last = options_rows[i].name;
+    length += (size_t)snprintf(list + length, size - length, "%s--%s", count++ ? ", " : "", last);
+  }
+  if (count > 1) snprintf(list + before, size - before, " and --%s", last);
   return count;
 }
 

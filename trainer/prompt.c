@@ -3,24 +3,18 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
 
-static Tokenizer *find_tokenizer(const Options *o) {
-  if (o->tokenizer) return tokenizer_open(o->tokenizer);
-  if (!o->origin) return NULL;
-  char *path;
-  if (asprintf(&path, "%s/tokenizer.json", o->origin) < 0) fail("out of host memory for a path");
-  Tokenizer *tokenizer = access(path, R_OK) == 0 ? tokenizer_open(path) : NULL;
+Tokenizer *prompt_tokenizer(const char *named, const char *directory) {
+  if (named) return tokenizer_open(named);
+  if (!directory) return NULL;
+  char *path = path_join(directory, "tokenizer.json");
+  Tokenizer *tokenizer = path_exists(path) ? tokenizer_open(path) : NULL;
   free(path);
   return tokenizer;
-}
-
-static int32_t *allocate(int64_t count) {
-  int32_t *tokens = malloc((size_t)(count + 1) * sizeof *tokens);
-  if (!tokens) fail("out of host memory for the prompt");
-  return tokens;
 }
 
 static void check(const Options *o, const Prompt *p) {
@@ -33,7 +27,7 @@ static void check(const Options *o, const Prompt *p) {
 }
 
 Prompt prompt_open(const Options *o, const Source *source) {
-  Prompt p = {.tokenizer = find_tokenizer(o)};
+  Prompt p = {.tokenizer = prompt_tokenizer(o->tokenizer, o->origin)};
   int64_t length = (int64_t)strlen(o->prompt);
   p.bytes = !p.tokenizer && source->kind == SOURCE_TEXT;
   if (p.tokenizer && source->kind == SOURCE_TEXT)
@@ -43,11 +37,11 @@ Prompt prompt_open(const Options *o, const Source *source) {
   if (p.tokenizer) {
     p.tokens = tokenizer_encode(p.tokenizer, o->prompt, length, true, &p.count);
   } else if (p.bytes) {
-    p.tokens = allocate(length);
+    p.tokens = host_alloc(length, sizeof *p.tokens, "the prompt");
     p.count = length;
     byte_encode(o->prompt, length, p.tokens);
   } else {
-    p.tokens = allocate(1);
+    p.tokens = host_alloc(1, sizeof *p.tokens, "the prompt");
     p.count = 1;
     source_read(source, 0, 1, p.tokens);
   }

@@ -13,6 +13,10 @@ typedef struct {
   int64_t count;
 } Prompt;
 
+// The one in `named` (a file, or a directory with a tokenizer.json), or else in `directory` if it has one; NULL: none.
+// The caller closes it.
+Tokenizer *prompt_tokenizer(const char *named, const char *directory);
+
 // The tokenizer is --tokenizer's, or the one in the directory of the model that the run begins with; the prompt is
 // --prompt in its tokens, or in bytes where the data are text, and otherwise the data's first token. Fails
 // when a token of the prompt is none of the model's. The caller closes it.

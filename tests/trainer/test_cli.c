@@ -148,7 +148,7 @@ static void test_impossible_combinations(void **state) {
       {"--num-key-value-heads 3", "4 attention heads cannot share 3 key/value heads evenly"},
       {"--model gpt2-tiny --num-key-value-heads 2", "GPT-2 has as many key/value heads as attention heads"},
       {"--model gpt2-tiny --head-dim 16", "GPT-2's 4 heads of 16 do not make up a hidden size of 128"},
-      {"--head-dim 31", "a head size of 31 cannot be"},
+      {"--head-dim 31", "head_dim cannot be 31; choose an even --head-dim"},
       {"--hidden-size 2147483644 --num-attention-heads 2 --intermediate-size 2147483647",
        "weights is beyond anything this program counts"},
       {"--plan --batch 1000000 --seq-len 2000 --num-layers 10000 --intermediate-size 8388608",
