@@ -119,7 +119,9 @@ bool timeline_read(Timeline timelines[2], Curve *settings, const char *path) {
     Table table = timeline_table(planned = i, columns, names);
     in = table_open(&table, path, settings->settings, sizeof settings->settings, &damaged);
   }
-  if (damaged && !in) fail("%s is no timeline of this version", path);
+  // Earlier versions wrote guessed seconds for a plan.
+  bool guessed = in && !planned && strcmp(curve_setting(settings, "planned").text, "yes") == 0;
+  if (guessed || (damaged && !in)) fail("%s is no timeline of this version; record it again", path);
   if (!in) return false;
   Table table = timeline_table(planned, columns, names);
   timelines[0] = (Timeline){.mode = LCE_MATERIALIZED, .planned = planned};
