@@ -96,7 +96,7 @@ static void end_job(const char *sentence, int status) {
   pthread_mutex_lock(&speaking);
   if (self.rank) {
     signal(SIGTERM, SIG_DFL); // from the launcher, when rank 0 has said it
-    pause_for(RANK_0_FIRST_MILLISECONDS);
+    pause_for(RANK_0_FIRST_MILLISECONDS + 100 * (self.rank < 16 ? self.rank : 16)); // one after the other
   }
   if (!ftrylockfile(stdout)) { // another thread may hold it for good
     fflush(stdout);
