@@ -645,7 +645,7 @@ Backend *cpu_backend_create(bool plain_loops);
 // device or the program was built without CUDA; *reason then says why (a literal or static text).
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
 // Makes the backend this process's part of a job of several ranks (kernels/ranks/ranks.h), through MPI or NCCL. Call
-// it on all ranks at once; with one rank it does nothing. Fails in a sentence when the ranks cannot talk.
+// it on all ranks at once; with one rank it does nothing. Fails in a sentence when the ranks cannot be connected.
 void cpu_backend_join_ranks(Backend *backend);
 void cuda_backend_join_ranks(Backend *backend);
 // Runs nothing and counts what the given kind of device would need.

@@ -8,13 +8,14 @@
 #include "kernels/cuda/attention.h"
 #include "kernels/ranks/ranks.h"
 
-// The GPU of this rank: one each, in the order of the ranks on this machine. Slurm may show each rank its own
-// alone.
+// The GPU of this rank: one each, in the order of the ranks on this machine. Slurm may make only one visible to
+// each rank.
 static int ordinal(void) {
   const Launch *l = ranks_self();
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-  bool own = l->launcher && !strcmp(l->launcher, "srun") && visible && *visible && !strchr(visible, ',');
-  return own ? 0 : l->local_rank;
+  bool one_visible =
+      l->launcher && !strcmp(l->launcher, "srun") && visible && *visible && !strchr(visible, ',');
+  return one_visible ? 0 : l->local_rank;
 }
 
 // All ranks compute where rank 0 does. Without MPI a rank on the CPU fails as soon as it joins the others.
