@@ -4,7 +4,7 @@
 //   dS = P * (dout v^T - delta);   dv = P^T dout;   dk = dS^T q / sqrt(D);   dq = dS k / sqrt(D).
 // dk and dv sum over queries, dq sums over keys. One kernel for all three must add dq up across blocks: with
 // atomics, whose order changes the last bits from run to run, or with blocks that wait for one another. Here
-// two kernels do it, each the sole owner of what it writes: seven products instead of five, and every bit the
+// two kernels do it, each the sole owner of what it writes: seven GEMMs instead of five, and every bit the
 // same in every run.
 //
 //   key kernel:   a block owns keys of one key/value head and walks over the queries that see them, of every

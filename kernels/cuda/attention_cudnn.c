@@ -255,15 +255,15 @@ typedef struct {
 } PlanKey;
 
 static void describe_forward(Graph *g, const PlanKey *k) {
-  const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, real = CUDNN_DATA_BFLOAT16;
+  const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
   Layout q_layout = heads_layout(k->batch, k->heads, k->tokens, k->head_dim, k->qkv_row);
   Layout kv_layout = heads_layout(k->batch, k->key_value_heads, k->tokens, k->head_dim, k->qkv_row);
   Layout out_layout = heads_layout(k->batch, k->heads, k->tokens, k->head_dim, k->out_row);
   Layout square = packed_layout(k->batch, k->heads, k->tokens, k->tokens);
   Layout one_column = packed_layout(k->batch, k->heads, k->tokens, 1);
 
-  Node q = tensor(g, IN_MEMORY, TENSOR_Q, real, q_layout);
-  Node keys = tensor(g, IN_MEMORY, TENSOR_K, real, transposed(kv_layout));
+  Node q = tensor(g, IN_MEMORY, TENSOR_Q, bf16, q_layout);
+  Node keys = tensor(g, IN_MEMORY, TENSOR_K, bf16, transposed(kv_layout));
   Node s = matmul(g, q, keys, square);
   s = pointwise(g, CUDNN_POINTWISE_MUL, s, number(g, TENSOR_SCALE), f32, square);
   s = causal(g, s, square);
@@ -274,9 +274,9 @@ static void describe_forward(Graph *g, const PlanKey *k) {
   Node log_sum = pointwise(g, CUDNN_POINTWISE_LOG, sum, NULL, f32, one_column);
   pointwise_into(g, (Pointwise){.mode = CUDNN_POINTWISE_ADD, .math = f32, .x = largest, .b = log_sum},
                  tensor(g, IN_MEMORY, TENSOR_LSE, f32, one_column));
-  Node p = pointwise(g, CUDNN_POINTWISE_DIV, s, sum, real, square);
-  matmul_into(g, p, tensor(g, IN_MEMORY, TENSOR_V, real, kv_layout),
-              tensor(g, IN_MEMORY, TENSOR_OUT, real, out_layout));
+  Node p = pointwise(g, CUDNN_POINTWISE_DIV, s, sum, bf16, square);
+  matmul_into(g, p, tensor(g, IN_MEMORY, TENSOR_V, bf16, kv_layout),
+              tensor(g, IN_MEMORY, TENSOR_OUT, bf16, out_layout));
 }
 
 // gradient = left^T right, left being dS or P; summed over the query heads that share a key/value head.
@@ -295,7 +295,7 @@ static void key_gradient(Graph *g, const PlanKey *k, Node left, Node right, int6
 }
 
 static void describe_backward(Graph *g, const PlanKey *k) {
-  const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, real = CUDNN_DATA_BFLOAT16;
+  const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
   Layout q_layout = heads_layout(k->batch, k->heads, k->tokens, k->head_dim, k->qkv_row);
   Layout kv_layout = heads_layout(k->batch, k->key_value_heads, k->tokens, k->head_dim, k->qkv_row);
   Layout out_layout = heads_layout(k->batch, k->heads, k->tokens, k->head_dim, k->out_row);
@@ -305,18 +305,18 @@ static void describe_backward(Graph *g, const PlanKey *k) {
   Layout one_column = packed_layout(k->batch, k->heads, k->tokens, 1);
   Layout packed_heads = packed_layout(k->batch, k->heads, k->tokens, k->head_dim);
 
-  Node q = tensor(g, IN_MEMORY, TENSOR_Q, real, q_layout);
-  Node keys = tensor(g, IN_MEMORY, TENSOR_K, real, transposed(kv_layout));
-  Node values = tensor(g, IN_MEMORY, TENSOR_V, real, transposed(kv_layout));
-  Node out = tensor(g, IN_MEMORY, TENSOR_OUT, real, out_layout);
-  Node dout = tensor(g, IN_MEMORY, TENSOR_DOUT, real, dout_layout);
+  Node q = tensor(g, IN_MEMORY, TENSOR_Q, bf16, q_layout);
+  Node keys = tensor(g, IN_MEMORY, TENSOR_K, bf16, transposed(kv_layout));
+  Node values = tensor(g, IN_MEMORY, TENSOR_V, bf16, transposed(kv_layout));
+  Node out = tensor(g, IN_MEMORY, TENSOR_OUT, bf16, out_layout);
+  Node dout = tensor(g, IN_MEMORY, TENSOR_DOUT, bf16, dout_layout);
   Node lse = tensor(g, IN_MEMORY, TENSOR_LSE, f32, one_column);
   Node scale = number(g, TENSOR_SCALE);
 
   // delta = rowsum(dout * out). The factor 1 stands where a dropout's would: the pattern has it.
   Node delta = tensor(g, IN_MEMORY, TENSOR_DELTA, f32, one_column);
-  Node product = pointwise(g, CUDNN_POINTWISE_MUL, dout, out, f32, packed_heads);
-  Node row_sum = reduction(g, CUDNN_REDUCE_TENSOR_ADD, product, one_column);
+  Node terms = pointwise(g, CUDNN_POINTWISE_MUL, dout, out, f32, packed_heads);
+  Node row_sum = reduction(g, CUDNN_REDUCE_TENSOR_ADD, terms, one_column);
   pointwise_into(
       g, (Pointwise){.mode = CUDNN_POINTWISE_MUL, .math = f32, .x = row_sum, .b = number(g, TENSOR_ONE)},
       delta);
@@ -334,8 +334,8 @@ static void describe_backward(Graph *g, const PlanKey *k) {
   ds = pointwise(g, CUDNN_POINTWISE_MUL, ds, scale, f32, square);
   key_gradient(g, k, ds, q, TENSOR_DK);
 
-  Node upright = reshape(g, keys, real, kv_layout);
-  Node dq = tensor(g, IN_MEMORY, TENSOR_DQ, real, dq_layout);
+  Node upright = reshape(g, keys, bf16, kv_layout);
+  Node dq = tensor(g, IN_MEMORY, TENSOR_DQ, bf16, dq_layout);
   Node dq_sum = tensor(g, IN_MEMORY, TENSOR_DQ_SUM, f32, packed_heads);
   matmul_into(g, ds, upright, dq_sum);
   pointwise_into(g, (Pointwise){.mode = CUDNN_POINTWISE_IDENTITY, .math = f32, .x = dq_sum}, dq);

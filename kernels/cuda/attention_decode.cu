@@ -1,25 +1,25 @@
 // Attention of a few new tokens over cached keys and values. One kernel copies the new keys and values into
-// the cache. In the second a block has one query of one head: its sixteen warps take the keys in turns, each
+// the cache. In the second a block has one query of one head: its sixteen warps share the keys, each
 // with a running maximum, sum and weighted values of its own, and at the end the warps' results are joined
-// with their common maximum, in a fixed order. Bound by reading the cache: 2 P D numbers for each query head.
+// with their common maximum, in a fixed order. Bound by reading the cache: 2 P D elements for each query head.
 #include "kernels/cuda/cuda_common.cuh"
 
 namespace {
 
 constexpr int WARPS = 16;
 
-template <class Real> struct Arguments {
-  Real *out, *keys, *values;
-  const Real *qkv;
+template <class Element> struct Arguments {
+  Element *out, *keys, *values;
+  const Element *qkv;
   int64_t out_stride, cache_stride, qkv_stride, past;
   int S, Q, K, D;
   float scale;
 };
 
-// Block: a new token. Thread: a number of its key and value heads.
-template <class Real> __global__ void store_kernel(Arguments<Real> a) {
+// Block: a new token. Thread: an element of its key and value heads.
+template <class Element> __global__ void store_kernel(Arguments<Element> a) {
   int64_t n = blockIdx.x, b = n / a.S, position = a.past + n % a.S;
-  const Real *key = a.qkv + n * a.qkv_stride + a.Q * a.D, *value = key + a.K * a.D;
+  const Element *key = a.qkv + n * a.qkv_stride + a.Q * a.D, *value = key + a.K * a.D;
   for (int i = threadIdx.x; i < a.K * a.D; i += blockDim.x) {
     int64_t to = (b * a.K + i / a.D) * a.cache_stride + position * a.D + i % a.D;
     a.keys[to] = key[i];
@@ -28,12 +28,12 @@ template <class Real> __global__ void store_kernel(Arguments<Real> a) {
 }
 
 // Block: x a new token, y a query head. Shared: the query [D], each warp's weighted values [WARPS, D].
-template <class Real> __global__ void attend_kernel(Arguments<Real> a) {
+template <class Element> __global__ void attend_kernel(Arguments<Element> a) {
   extern __shared__ float shared[];
   __shared__ float maxima[WARPS], sums[WARPS];
   int h = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t n = blockIdx.x, b = n / a.S, count = a.past + n % a.S + 1, row = b * a.K + h / (a.Q / a.K);
-  const Real *keys = a.keys + row * a.cache_stride, *values = a.values + row * a.cache_stride;
+  const Element *keys = a.keys + row * a.cache_stride, *values = a.values + row * a.cache_stride;
   float *query = shared, *weighted = shared + (1 + warp) * a.D;
   for (int d = threadIdx.x; d < a.D; d += blockDim.x)
     query[d] = a.scale * to_float(a.qkv[n * a.qkv_stride + h * a.D + d]);
@@ -60,16 +60,16 @@ template <class Real> __global__ void attend_kernel(Arguments<Real> a) {
   for (int d = threadIdx.x; d < a.D; d += blockDim.x) {
     float out = 0;
     for (int w = 0; w < WARPS; w++) out += shared[(1 + w) * a.D + d] * expf(maxima[w] - common);
-    a.out[n * a.out_stride + h * a.D + d] = from_float<Real>(out / sum);
+    a.out[n * a.out_stride + h * a.D + d] = from_float<Element>(out / sum);
   }
 }
 
-template <class Real> void decode(const AttentionDecode *d, cudaStream_t stream) {
+template <class Element> void decode(const AttentionDecode *d, cudaStream_t stream) {
   AttentionShape s = d->shape;
-  Arguments<Real> a = {};
-  a.out = data_of<Real>(d->out), a.out_stride = d->out.stride;
-  a.keys = data_of<Real>(d->keys), a.values = data_of<Real>(d->values), a.cache_stride = d->keys.stride;
-  a.qkv = data_of<const Real>(d->qkv), a.qkv_stride = d->qkv.stride;
+  Arguments<Element> a = {};
+  a.out = data_of<Element>(d->out), a.out_stride = d->out.stride;
+  a.keys = data_of<Element>(d->keys), a.values = data_of<Element>(d->values), a.cache_stride = d->keys.stride;
+  a.qkv = data_of<const Element>(d->qkv), a.qkv_stride = d->qkv.stride;
   a.past = d->past;
   a.S = (int)s.seq_len, a.Q = (int)s.num_heads, a.K = (int)s.num_key_value_heads, a.D = (int)s.head_dim;
   a.scale = 1 / sqrtf((float)s.head_dim);
@@ -84,6 +84,6 @@ void cuda_attention_decode(Backend *backend, const AttentionDecode *a) {
   if (a->shape.head_dim > 512)
     fail("attention_decode: head_dim %lld is beyond what the CUDA backend takes, 512",
          (long long)a->shape.head_dim);
-  with_float(a->qkv.dtype, [=](auto real) { decode<decltype(real)>(a, cuda_stream(backend)); });
+  with_float(a->qkv.dtype, [=](auto type) { decode<decltype(type)>(a, cuda_stream(backend)); });
   cuda_check_launch("attention_decode");
 }

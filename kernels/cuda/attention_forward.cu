@@ -2,8 +2,8 @@
 //
 // A block of four warps owns 128 queries of one head, 32 per warp, and walks over the keys in tiles of 64
 // from the diagonal back to the start. S = Q K^T stays in registers; the running maximum m and sum l of each
-// row rescale what was summed before; P = exp(S - m), rounded to bf16, lies as the next product, O += P V,
-// wants it. K and V tiles are double-buffered, so one barrier per tile suffices. Two m16 products
+// row rescale what was summed before; P = exp(S - m), rounded to bf16, lies as the next GEMM, O += P V,
+// needs it. K and V tiles are double-buffered, so one barrier per tile suffices. Two m16 MMAs
 // share every K and V fragment, which halves the shared-memory traffic that would bound the kernel otherwise.
 //
 // Memory traffic: q and out once, k and v once per 128 queries, mostly from L2. Arithmetic: 4 B Q T^2 D / 2.
@@ -81,7 +81,7 @@ template <int D> struct ForwardShared {
 };
 
 template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a) {
-  // For heads of 64 a warp keeps its queries in registers; for 128 there is no room, and they are read again.
+  // For heads of 64 a warp keeps its queries in registers; for 128 they do not fit, and are read again.
   constexpr bool KEEP_Q = D <= 64;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   ForwardShared<D> &shared = *reinterpret_cast<ForwardShared<D> *>(shared_bytes);

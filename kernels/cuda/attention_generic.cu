@@ -1,6 +1,6 @@
 // Attention for every head size up to 256, in fp32 or bf16: one warp per row, the formulas as they stand.
 //
-// The warp's lanes share out the head's D numbers; a score is a dot product and a warp-wide sum. The forward
+// The warp's lanes share the head's D elements; a score is a dot product and a warp-wide sum. The forward
 // pass keeps a running maximum and sum as the tensor-core kernel does, the backward pass has one warp per
 // query for dq and one warp per key for dk and dv, which walks over the queries of every head of its group.
 // Made for correctness (--dtype fp32, unusual heads), not for speed: each key is read again for every query.
@@ -9,24 +9,24 @@
 
 namespace {
 
-constexpr int WARPS = 4, MAX_PER_LANE = 256 / 32; // numbers of a head that one lane holds
+constexpr int WARPS = 4, MAX_PER_LANE = 256 / 32; // elements of a head that one lane holds
 
-// One head of one token, shared out over the warp's lanes: lane l holds numbers l, l + 32, ...
+// One head of one token, over the warp's lanes: lane l holds elements l, l + 32, ...
 struct Row {
   float x[MAX_PER_LANE];
 
-  template <class Real> __device__ void read(const Real *row, int D) {
+  template <class Element> __device__ void read(const Element *row, int D) {
 #pragma unroll
     for (int i = 0; i < MAX_PER_LANE; i++) {
       int d = i * 32 + threadIdx.x % 32;
       x[i] = d < D ? to_float(row[d]) : 0;
     }
   }
-  template <class Real> __device__ void write(Real *row, int D, float factor) const {
+  template <class Element> __device__ void write(Element *row, int D, float factor) const {
 #pragma unroll
     for (int i = 0; i < MAX_PER_LANE; i++) {
       int d = i * 32 + threadIdx.x % 32;
-      if (d < D) row[d] = from_float<Real>(x[i] * factor);
+      if (d < D) row[d] = from_float<Element>(x[i] * factor);
     }
   }
   __device__ void add(float factor, const Row &other) {
@@ -42,23 +42,23 @@ struct Row {
 };
 
 // Where things lie. A member that an operation has no use for is NULL.
-template <class Real> struct Arguments {
-  const Real *qkv, *dout, *out;
-  Real *result, *dqkv; // out of the forward pass; dqkv of the backward pass
+template <class Element> struct Arguments {
+  const Element *qkv, *dout, *out;
+  Element *result, *dqkv; // out of the forward pass; dqkv of the backward pass
   float *lse, *delta;
   int64_t qkv_stride, out_stride, dout_stride, dqkv_stride, lse_stride;
   int64_t T;
   int Q, K, D, batch;
   float scale;
 
-  __device__ const Real *query(int64_t n, int h) const { return qkv + n * qkv_stride + h * D; }
-  __device__ const Real *key(int64_t n, int kv) const { return qkv + n * qkv_stride + (Q + kv) * D; }
-  __device__ const Real *value(int64_t n, int kv) const { return qkv + n * qkv_stride + (Q + K + kv) * D; }
+  __device__ const Element *query(int64_t n, int h) const { return qkv + n * qkv_stride + h * D; }
+  __device__ const Element *key(int64_t n, int kv) const { return qkv + n * qkv_stride + (Q + kv) * D; }
+  __device__ const Element *value(int64_t n, int kv) const { return qkv + n * qkv_stride + (Q + K + kv) * D; }
 };
 
 // The warp's place among heads * B * T of them: a head and a token. False beyond the end.
-template <class Real>
-__device__ bool place(const Arguments<Real> &a, int heads, int &head, int64_t &batch, int64_t &t) {
+template <class Element>
+__device__ bool place(const Arguments<Element> &a, int heads, int &head, int64_t &batch, int64_t &t) {
   int64_t index = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32;
   t = index % a.T;
   head = (int)(index / a.T % heads);
@@ -66,7 +66,7 @@ __device__ bool place(const Arguments<Real> &a, int heads, int &head, int64_t &b
   return batch < a.batch;
 }
 
-template <class Real> __global__ void forward_kernel(Arguments<Real> a) {
+template <class Element> __global__ void forward_kernel(Arguments<Element> a) {
   int h;
   int64_t b, t;
   if (!place(a, a.Q, h, b, t)) return;
@@ -88,7 +88,7 @@ template <class Real> __global__ void forward_kernel(Arguments<Real> a) {
   if (threadIdx.x % 32 == 0) a.lse[b * a.lse_stride + h * a.T + t] = largest + logf(total);
 }
 
-template <class Real> __global__ void delta_kernel(Arguments<Real> a) {
+template <class Element> __global__ void delta_kernel(Arguments<Element> a) {
   int h;
   int64_t b, t;
   if (!place(a, a.Q, h, b, t)) return;
@@ -99,7 +99,7 @@ template <class Real> __global__ void delta_kernel(Arguments<Real> a) {
   if (threadIdx.x % 32 == 0) a.delta[(b * a.Q + h) * a.T + t] = sum;
 }
 
-template <class Real> __global__ void query_kernel(Arguments<Real> a) {
+template <class Element> __global__ void query_kernel(Arguments<Element> a) {
   int h;
   int64_t b, t;
   if (!place(a, a.Q, h, b, t)) return;
@@ -117,7 +117,7 @@ template <class Real> __global__ void query_kernel(Arguments<Real> a) {
   dq.write(a.dqkv + (b * a.T + t) * a.dqkv_stride + h * a.D, a.D, a.scale);
 }
 
-template <class Real> __global__ void key_kernel(Arguments<Real> a) {
+template <class Element> __global__ void key_kernel(Arguments<Element> a) {
   int kv;
   int64_t b, u;
   if (!place(a, a.K, kv, b, u)) return;
@@ -133,14 +133,14 @@ template <class Real> __global__ void key_kernel(Arguments<Real> a) {
       dv.add(p, dout);
       dk.add(p * (dout.dot(v) - a.delta[(b * a.Q + h) * a.T + t]), q);
     }
-  Real *row = a.dqkv + (b * a.T + u) * a.dqkv_stride + (a.Q + kv) * a.D;
+  Element *row = a.dqkv + (b * a.T + u) * a.dqkv_stride + (a.Q + kv) * a.D;
   dk.write(row, a.D, a.scale);
   dv.write(row + a.K * a.D, a.D, 1);
 }
 
-template <class Real> Arguments<Real> arguments(AttentionShape s, Tensor qkv, Tensor lse) {
-  Arguments<Real> a = {};
-  a.qkv = data_of<const Real>(qkv);
+template <class Element> Arguments<Element> arguments(AttentionShape s, Tensor qkv, Tensor lse) {
+  Arguments<Element> a = {};
+  a.qkv = data_of<const Element>(qkv);
   a.qkv_stride = qkv.stride;
   a.lse = data_of<float>(lse);
   a.lse_stride = lse.stride;
@@ -153,24 +153,24 @@ template <class Real> Arguments<Real> arguments(AttentionShape s, Tensor qkv, Te
   return a;
 }
 
-template <class Real> unsigned blocks(const Arguments<Real> &a, int heads) {
+template <class Element> unsigned blocks(const Arguments<Element> &a, int heads) {
   return (unsigned)((a.batch * heads * a.T + WARPS - 1) / WARPS);
 }
 
-template <class Real> void forward(const AttentionForward *f, cudaStream_t stream) {
-  Arguments<Real> a = arguments<Real>(f->shape, f->qkv, f->lse);
-  a.result = data_of<Real>(f->out);
+template <class Element> void forward(const AttentionForward *f, cudaStream_t stream) {
+  Arguments<Element> a = arguments<Element>(f->shape, f->qkv, f->lse);
+  a.result = data_of<Element>(f->out);
   a.out_stride = f->out.stride;
   forward_kernel<<<blocks(a, a.Q), WARPS * 32, 0, stream>>>(a);
 }
 
-template <class Real> void backward(const AttentionBackward *g, float *delta, cudaStream_t stream) {
-  Arguments<Real> a = arguments<Real>(g->shape, g->qkv, g->lse);
-  a.out = data_of<const Real>(g->out);
+template <class Element> void backward(const AttentionBackward *g, float *delta, cudaStream_t stream) {
+  Arguments<Element> a = arguments<Element>(g->shape, g->qkv, g->lse);
+  a.out = data_of<const Element>(g->out);
   a.out_stride = g->out.stride;
-  a.dout = data_of<const Real>(g->dout);
+  a.dout = data_of<const Element>(g->dout);
   a.dout_stride = g->dout.stride;
-  a.dqkv = data_of<Real>(g->dqkv);
+  a.dqkv = data_of<Element>(g->dqkv);
   a.dqkv_stride = g->dqkv.stride;
   a.delta = delta;
   delta_kernel<<<blocks(a, a.Q), WARPS * 32, 0, stream>>>(a);
@@ -187,12 +187,12 @@ void check_head(const char *op, AttentionShape s) {
 
 void attention_generic_forward(const AttentionForward *a, cudaStream_t stream) {
   check_head("attention_forward", a->shape);
-  with_float(a->qkv.dtype, [=](auto real) { forward<decltype(real)>(a, stream); });
+  with_float(a->qkv.dtype, [=](auto type) { forward<decltype(type)>(a, stream); });
   cuda_check_launch("attention_forward");
 }
 
 void attention_generic_backward(const AttentionBackward *a, float *delta, cudaStream_t stream) {
   check_head("attention_backward", a->shape);
-  with_float(a->qkv.dtype, [=](auto real) { backward<decltype(real)>(a, delta, stream); });
+  with_float(a->qkv.dtype, [=](auto type) { backward<decltype(type)>(a, delta, stream); });
   cuda_check_launch("attention_backward");
 }

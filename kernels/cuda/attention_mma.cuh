@@ -1,13 +1,13 @@
 // Building blocks of the tensor-core attention kernels, portable to sm_80 and later: tiles of bf16 rows in
 // swizzled shared memory, asynchronous copies into them, and warp-wide fragments out of them.
 //
-// A tile holds rows of D numbers, D/8 chunks of 16 bytes each. Chunk c of row r lies at chunk c ^ (r & 7), so
+// A tile holds rows of D elements, D/8 chunks of 16 bytes each. Chunk c of row r lies at chunk c ^ (r & 7), so
 // the eight rows that one ldmatrix phase reads fall into eight different bank groups without padding. Every
 // fragment below starts at a row that is a multiple of 8, so r & 7 is lane & 7 and the swizzle costs one xor.
 //
 // Fragments follow the PTX manual's mma.m16n8k16: with g = lane / 4 and q = lane % 4, an accumulator's four
-// numbers are (row g, columns 2q, 2q + 1) and (row g + 8, the same columns). Two neighbouring accumulators,
-// rounded to bf16, are exactly one A operand of the next product: probabilities never leave the registers.
+// elements are (row g, columns 2q, 2q + 1) and (row g + 8, the same columns). Two neighbouring accumulators,
+// rounded to bf16, are exactly one A operand of the next MMA: probabilities never leave the registers.
 #ifndef LCE_KERNELS_CUDA_ATTENTION_MMA_CUH
 #define LCE_KERNELS_CUDA_ATTENTION_MMA_CUH
 
@@ -94,8 +94,7 @@ __device__ __forceinline__ void mma(float c[4], const uint32_t a[4], const uint3
 template <int D> struct Lane {
   uint32_t row_major; // a [16 rows, 16 columns] block, fragments by row: A operands, transposed B operands
   uint32_t row_xor;
-  uint32_t
-      pair_major; // two [8 rows, 16 columns] blocks: B operands whose tile rows are the product's columns
+  uint32_t pair_major; // two [8 rows, 16 columns] blocks: B operands whose tile rows are the MMA's columns
   uint32_t pair_xor;
 
   __device__ __forceinline__ Lane() {
@@ -110,11 +109,11 @@ template <int D> struct Lane {
   __device__ __forceinline__ void a(uint32_t r[4], uint32_t tile, int row, int column) const {
     ldmatrix(r, tile + row * (D * 2) + row_major + (row_xor ^ (column * 2)));
   }
-  // B operands of two products: b[k][n] = tile[row + n][column + k] for n < 16, the second pair has n >= 8.
+  // B operands of two MMAs: b[k][n] = tile[row + n][column + k] for n < 16, the second pair has n >= 8.
   __device__ __forceinline__ void b_rows(uint32_t r[4], uint32_t tile, int row, int column) const {
     ldmatrix(r, tile + row * (D * 2) + pair_major + (pair_xor ^ (column * 2)));
   }
-  // B operands of two products: b[k][n] = tile[row + k][column + n] for n < 16, the second pair has n >= 8.
+  // B operands of two MMAs: b[k][n] = tile[row + k][column + n] for n < 16, the second pair has n >= 8.
   __device__ __forceinline__ void b_columns(uint32_t r[4], uint32_t tile, int row, int column) const {
     ldmatrix_transposed(r, tile + row * (D * 2) + row_major + (row_xor ^ (column * 2)));
   }

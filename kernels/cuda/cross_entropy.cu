@@ -102,7 +102,7 @@ static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i
 
 // --- v and its derivative ----------------------------------------------------------------------------------
 
-// tanh, off by 1e-7 at max: what a soft-cap of 30 makes of that is an fp32 logit's own rounding.
+// tanh, off by at most 1e-7: what a soft-cap of 30 makes of that is an fp32 logit's own rounding.
 static __device__ __forceinline__ float fast_tanh(float x) {
   return 1 - __fdividef(2, 1 + __expf(2 * x));
 }

@@ -172,7 +172,7 @@ static void point_epilogue(GemmPlan *plan, const Gemm *p) {
   if (has_pre(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre);
 }
 
-// The library's suggestions, best first by its own reckoning.
+// The library's suggestions, best first by its estimate.
 static int suggestions(Gemms *gemms, const GemmPlan *plan, cublasLtMatmulHeuristicResult_t *results,
                        int max) {
   cublasLtMatmulPreference_t preference;

@@ -1,7 +1,7 @@
 // LayerNorm and RMSNorm.
 //
 // A row lies in the registers of as few threads as hold it, GROUPS accesses of 16 bytes each. Up to 1024 bf16
-// numbers that is one warp: no barrier, and a block takes four rows. In the backward pass each team of
+// elements that is one warp: no barrier, and a block takes four rows. In the backward pass each team of
 // threads walks over many rows, so that the sums over rows for dweight and dbias stay in registers too, since
 // a thread sees the same columns of every row; the teams' sums are added in a fixed order by columns.cu.
 //
@@ -13,12 +13,12 @@
 // Rows whose length or address is not a multiple of 16 bytes are read one element at a time.
 template <bool ALIGNED> static constexpr int GROUPS = ALIGNED ? 4 : 16;
 
-// A thread of a block of at most 256 has all the registers it wants. Longer rows (from 8192 bf16 numbers on)
+// A thread of a block of at most 256 has all the registers it wants. Longer rows (from 8192 bf16 elements on)
 // take up to 1024 threads, with 64 registers each.
 static constexpr int FEW = 256, MANY = 1024;
 
 // A row, of which each thread holds every blockDim.x-th group of W elements, as it lies in memory: two bf16
-// numbers to a register. Beyond the end of the row they are 0.
+// elements to a register. Beyond the end of the row they are 0.
 template <typename T, int W, int N> struct Row {
   static constexpr int WORDS = sizeof(T) * W < 4 ? 1 : sizeof(T) * W / 4;
   uint32_t word[N][WORDS];
@@ -142,21 +142,21 @@ static __global__ void __launch_bounds__(THREADS, THREADS == FEW && (!LAYER || N
 }
 
 // What a kernel is compiled for.
-template <typename Real, bool ALIGNED, int HELD, bool MANY_THREADS, bool IS_LAYER> struct RowKernel {
-  using T = Real;
+template <typename Element, bool ALIGNED, int HELD, bool MANY_THREADS, bool IS_LAYER> struct RowKernel {
+  using T = Element;
   static constexpr int W = ALIGNED ? WIDTH<T> : 1, N = HELD, THREADS = MANY_THREADS ? MANY : FEW;
   static constexpr bool LAYER = IS_LAYER;
 };
 
-// Calls f with the RowKernel for these rows, and with the block: the threads of a row, and rows side by side.
+// Calls f with the RowKernel for these rows, and with the block: the threads of a row, and its rows.
 template <typename F>
 static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidden_size, F f) {
   int64_t groups = aligned ? hidden_size * (int64_t)dtype_bytes(dtype) / 16 : hidden_size;
-  int64_t most = aligned ? GROUPS<true> : GROUPS<false>;
-  if (groups > MANY * most)
-    fail("a norm over %lld numbers is more than the CUDA backend takes (%lld)", (long long)hidden_size,
-         (long long)(MANY * most * hidden_size / groups));
-  int threads = row_threads(ceil_div(groups, most), MANY);
+  int64_t max = aligned ? GROUPS<true> : GROUPS<false>;
+  if (groups > MANY * max)
+    fail("a norm over %lld elements is more than the CUDA backend takes (%lld)", (long long)hidden_size,
+         (long long)(MANY * max * hidden_size / groups));
+  int threads = row_threads(ceil_div(groups, max), MANY);
   dim3 block((unsigned)threads, threads == 32 ? 4 : 1);
   with_float(dtype, [&](auto type) {
     with_bool(layer, [&](auto is_layer) {

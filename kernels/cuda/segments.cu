@@ -133,7 +133,7 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
   void *sort_space = at + cuda_segment_bytes(count, hidden_size) - sort_bytes;
 
   count_up<<<(unsigned)ceil_div(count, 256), 256, 0, stream>>>(unsorted, count);
-  // IGNORE_INDEX is the lowest id of all; as many low bits as this tell it and the ids above it from any row.
+  // IGNORE_INDEX is the lowest id of all; as many low bits as this distinguish it and the ids above it from any row.
   int bits = bits_of(out.shape[0] - IGNORE_INDEX);
   cuda_check(cub::DeviceRadixSort::SortPairs(nullptr, needed, ids, sorted_ids, unsorted, positions, count, 0,
                                              bits, stream),

@@ -1,5 +1,5 @@
 // The CUDA backend against the CPU backend, where tests/kernels/test_kernels.c (every operation against float64,
-// small shapes) does not look: vector and scalar paths, the epilogues of the products, segments that span
+// small shapes) does not look: vector and scalar paths, the epilogues of the GEMMs, segments that span
 // many pieces, bf16 gradients, rounding at random, uploads larger than the ring, and the same bits on every
 // run. The losses are test_cuda_losses.c's.
 //
@@ -31,11 +31,11 @@ static void embedding_case(Pair *p, int64_t batch, int64_t seq_len, int64_t hidd
   int32_t *ids = random_ids(p->cuda, rows, vocab);
   for (int64_t i = 0; i < rows; i++)
     if (i % 5 < 3) ids[i] = (int32_t)(vocab / 2);
-  Dtype real = p->cuda->dtype;
-  Both tokens = both_ids(p, ids, rows), dout = both_random(p, real, rows, hidden, 1);
-  Both token_weight = both_random(p, real, vocab, hidden, 1),
-       out = both_poisoned(p, real, rows, hidden, hidden);
-  Both position_weight = both_random(p, real, seq_len + 2, hidden, 1);
+  Dtype dtype = p->cuda->dtype;
+  Both tokens = both_ids(p, ids, rows), dout = both_random(p, dtype, rows, hidden, 1);
+  Both token_weight = both_random(p, dtype, vocab, hidden, 1),
+       out = both_poisoned(p, dtype, rows, hidden, hidden);
+  Both position_weight = both_random(p, dtype, seq_len + 2, hidden, 1);
   Both dtoken = both_result(p, gradient, vocab, hidden, accumulate);
   Both dposition = both_result(p, gradient, seq_len + 2, hidden, accumulate);
   for (int i = 0; i < 2; i++) {
@@ -73,15 +73,15 @@ static void test_embedding(void **state) {
 
 static void norm_case(Pair *p, NormKind kind, int64_t rows, int64_t hidden, Dtype gradient, bool accumulate) {
   bool layer = kind == NORM_LAYER;
-  Dtype real = p->cuda->dtype;
+  Dtype dtype = p->cuda->dtype;
   Both none = {{0}, {0}};
-  Both x = both_random(p, real, rows, hidden, 2), dout = both_random(p, real, rows, hidden, 1);
-  Both weight = flat(both_random(p, real, 1, hidden, 1));
-  Both bias = layer ? flat(both_random(p, real, 1, hidden, 1)) : none;
-  Both out = both_poisoned(p, real, rows, hidden, hidden),
+  Both x = both_random(p, dtype, rows, hidden, 2), dout = both_random(p, dtype, rows, hidden, 1);
+  Both weight = flat(both_random(p, dtype, 1, hidden, 1));
+  Both bias = layer ? flat(both_random(p, dtype, 1, hidden, 1)) : none;
+  Both out = both_poisoned(p, dtype, rows, hidden, hidden),
        rstd = flat(both_poisoned(p, DTYPE_F32, 1, rows, rows));
   Both mean = layer ? flat(both_poisoned(p, DTYPE_F32, 1, rows, rows)) : none;
-  Both dx = both_result(p, real, rows, hidden, accumulate);
+  Both dx = both_result(p, dtype, rows, hidden, accumulate);
   Both dweight = flat(both_result(p, gradient, 1, hidden, accumulate));
   Both dbias = layer ? flat(both_result(p, gradient, 1, hidden, accumulate)) : none;
   for (int i = 0; i < 2; i++) {
@@ -125,7 +125,7 @@ static void test_norm(void **state) {
   }
 }
 
-// --- products ----------------------------------------------------------------------------------------------
+// --- GEMMs -------------------------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, inputs, outputs, pad;
@@ -142,13 +142,13 @@ static Both both_weight(Pair *p, Dtype dtype, Shape s) {
                          : both_random(p, dtype, s.outputs, s.inputs, 0.2);
 }
 
-// A bf16 sum in place: the product may be rounded before it is added, and again after.
+// A bf16 sum in place: the GEMM may be rounded before it is added, and again after.
 static Tolerance in_place(Pair *p, Dtype dtype, double terms) {
   if (dtype == DTYPE_F32 || p->cuda->dtype == DTYPE_F32) return within(4, terms);
   return (Tolerance){.units = 1, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16)};
 }
 
-// With bf16 operands cuBLASLt takes a fast tanh, good to about 2^-11, and may round the product before it.
+// With bf16 operands cuBLASLt takes a fast tanh, good to about 2^-11, and may round the GEMM before it.
 static Tolerance fast_tanh(Pair *p, Tolerance fp32) {
   return p->cuda->dtype == DTYPE_BF16 ? (Tolerance){.units = 1, .terms = 1, .operations = 0x1p-8} : fp32;
 }
@@ -166,17 +166,17 @@ typedef enum {
 } Forward;
 
 static void linear_forward_case(Pair *p, Shape s, Forward variant) {
-  Dtype real = p->cuda->dtype;
+  Dtype dtype = p->cuda->dtype;
   Both none = {{0}, {0}}, bias = none, residual = none, pre = none;
   bool gelu = variant == GELU || variant == BIAS_GELU;
-  Both x = both_strided(p, real, s.rows, s.inputs, s.inputs + s.pad, 1), weight = both_weight(p, real, s);
-  Both out = both_poisoned(p, variant == WIDE_OUT ? DTYPE_F32 : real, s.rows, s.outputs, s.outputs + s.pad);
+  Both x = both_strided(p, dtype, s.rows, s.inputs, s.inputs + s.pad, 1), weight = both_weight(p, dtype, s);
+  Both out = both_poisoned(p, variant == WIDE_OUT ? DTYPE_F32 : dtype, s.rows, s.outputs, s.outputs + s.pad);
   if (variant != PLAIN && variant != RESIDUAL && variant != GELU)
-    bias = flat(both_random(p, real, 1, s.outputs, 1));
+    bias = flat(both_random(p, dtype, 1, s.outputs, 1));
   if (variant == RESIDUAL || variant == BIAS_RESIDUAL || variant == IN_PLACE)
-    residual = both_strided(p, real, s.rows, s.outputs, s.outputs + s.pad, 1);
+    residual = both_strided(p, dtype, s.rows, s.outputs, s.outputs + s.pad, 1);
   if (variant == IN_PLACE) out = residual;
-  if (gelu) pre = both_poisoned(p, real, s.rows, s.outputs, s.outputs);
+  if (gelu) pre = both_poisoned(p, dtype, s.rows, s.outputs, s.outputs);
   for (int i = 0; i < 2; i++) {
     Side side = side_of(p, i);
     linear_forward(side.backend, (LinearForward){.out = on(side, out),
@@ -188,7 +188,7 @@ static void linear_forward_case(Pair *p, Shape s, Forward variant) {
                                                  .residual = on(side, residual)});
   }
   Tolerance tolerance =
-      variant == IN_PLACE ? in_place(p, real, (double)s.inputs) : within(4, (double)s.inputs);
+      variant == IN_PLACE ? in_place(p, dtype, (double)s.inputs) : within(4, (double)s.inputs);
   char what[128];
   snprintf(what, sizeof what, "linear out, variant %d of %lld x %lld -> %lld", (int)variant,
            (long long)s.rows, (long long)s.inputs, (long long)s.outputs);
@@ -207,13 +207,13 @@ static void test_linear_forward(void **state) {
 typedef enum { WRITE, ADD, THROUGH_GELU, WIDE_DX, BACKWARD_VARIANTS } Backward;
 
 static void linear_backward_input_case(Pair *p, Shape s, Backward variant) {
-  Dtype real = p->cuda->dtype;
+  Dtype dtype = p->cuda->dtype;
   Both pre = {{0}, {0}};
-  Both dout = both_strided(p, real, s.rows, s.outputs, s.outputs + s.pad, 1),
-       weight = both_weight(p, real, s);
-  Both dx = both_poisoned(p, variant == WIDE_DX ? DTYPE_F32 : real, s.rows, s.inputs, s.inputs + s.pad);
-  if (variant == ADD) dx = both_strided(p, real, s.rows, s.inputs, s.inputs + s.pad, 1);
-  if (variant == THROUGH_GELU) pre = both_random(p, real, s.rows, s.inputs, 2);
+  Both dout = both_strided(p, dtype, s.rows, s.outputs, s.outputs + s.pad, 1),
+       weight = both_weight(p, dtype, s);
+  Both dx = both_poisoned(p, variant == WIDE_DX ? DTYPE_F32 : dtype, s.rows, s.inputs, s.inputs + s.pad);
+  if (variant == ADD) dx = both_strided(p, dtype, s.rows, s.inputs, s.inputs + s.pad, 1);
+  if (variant == THROUGH_GELU) pre = both_random(p, dtype, s.rows, s.inputs, 2);
   for (int i = 0; i < 2; i++) {
     Side side = side_of(p, i);
     linear_backward_input(side.backend, (LinearBackwardInput){.dx = on(side, dx),
@@ -223,7 +223,7 @@ static void linear_backward_input_case(Pair *p, Shape s, Backward variant) {
                                                               .pre_activation = on(side, pre),
                                                               .accumulate = variant == ADD});
   }
-  Tolerance tolerance = variant == ADD ? in_place(p, real, (double)s.outputs) : within(4, (double)s.outputs);
+  Tolerance tolerance = variant == ADD ? in_place(p, dtype, (double)s.outputs) : within(4, (double)s.outputs);
   char what[128];
   snprintf(what, sizeof what, "linear dx, variant %d of %lld x %lld -> %lld", (int)variant, (long long)s.rows,
            (long long)s.inputs, (long long)s.outputs);
@@ -233,9 +233,9 @@ static void linear_backward_input_case(Pair *p, Shape s, Backward variant) {
 }
 
 static void linear_backward_weight_case(Pair *p, Shape s, Dtype gradient, bool accumulate) {
-  Dtype real = p->cuda->dtype;
-  Both dout = both_strided(p, real, s.rows, s.outputs, s.outputs + s.pad, 1);
-  Both x = both_strided(p, real, s.rows, s.inputs, s.inputs + s.pad, 1);
+  Dtype dtype = p->cuda->dtype;
+  Both dout = both_strided(p, dtype, s.rows, s.outputs, s.outputs + s.pad, 1);
+  Both x = both_strided(p, dtype, s.rows, s.inputs, s.inputs + s.pad, 1);
   Both dweight = s.in_out_layout ? both_result(p, gradient, s.inputs, s.outputs, accumulate)
                                  : both_result(p, gradient, s.outputs, s.inputs, accumulate);
   Both dbias = flat(both_result(p, gradient, 1, s.outputs, accumulate));
@@ -269,12 +269,12 @@ static void test_linear_backward(void **state) {
 
 static void test_no_rows(void **state) {
   Pair *p = *state;
-  Dtype real = p->cuda->dtype;
+  Dtype dtype = p->cuda->dtype;
   double *zeros = host_values(p->cuda, 6 * 8);
-  Tensor x = poisoned(p->cuda, real, 0, 8), dout = poisoned(p->cuda, real, 0, 6);
+  Tensor x = poisoned(p->cuda, dtype, 0, 8), dout = poisoned(p->cuda, dtype, 0, 6);
   Tensor dweight = poisoned(p->cuda, DTYPE_F32, 6, 8), dbias = poisoned_vector(p->cuda, DTYPE_F32, 6);
   linear_forward(p->cuda->backend,
-                 (LinearForward){.out = dout, .x = x, .weight = poisoned(p->cuda, real, 6, 8)});
+                 (LinearForward){.out = dout, .x = x, .weight = poisoned(p->cuda, dtype, 6, 8)});
   linear_backward_weight(p->cuda->backend,
                          (LinearBackwardWeight){.dweight = dweight, .dbias = dbias, .dout = dout, .x = x});
   check_values(p->cuda, "dweight of no rows", dweight, zeros, within(0, 1));
@@ -284,9 +284,9 @@ static void test_no_rows(void **state) {
 // --- activations and rotary positions ----------------------------------------------------------------------
 
 static void swiglu_case(Pair *p, int64_t rows, int64_t width) {
-  Dtype real = p->cuda->dtype;
-  Both gate_up = both_random(p, real, rows, 2 * width, 3), dout = both_random(p, real, rows, width, 1);
-  Both out = both_poisoned(p, real, rows, width, width);
+  Dtype dtype = p->cuda->dtype;
+  Both gate_up = both_random(p, dtype, rows, 2 * width, 3), dout = both_random(p, dtype, rows, width, 1);
+  Both out = both_poisoned(p, dtype, rows, width, width);
   for (int i = 0; i < 2; i++) {
     Side s = side_of(p, i);
     swiglu_forward(s.backend, (SwigluForward){.out = on(s, out), .gate_up = on(s, gate_up)});
@@ -300,8 +300,8 @@ static void swiglu_case(Pair *p, int64_t rows, int64_t width) {
 }
 
 static void gelu_case(Pair *p, int64_t rows, int64_t width) {
-  Dtype real = p->cuda->dtype;
-  Both x = both_random(p, real, rows, width, 3), out = both_poisoned(p, real, rows, width, width);
+  Dtype dtype = p->cuda->dtype;
+  Both x = both_random(p, dtype, rows, width, 3), out = both_poisoned(p, dtype, rows, width, width);
   for (int i = 0; i < 2; i++) {
     Side s = side_of(p, i);
     gelu_forward(s.backend, (GeluForward){.out = on(s, out), .x = on(s, x)});
@@ -566,7 +566,7 @@ static void test_repeatable(void **state) {
   check_bitwise_equal(h, "out", a.out, b.out);
 }
 
-// Measuring the products' algorithms must not change a bit: a backend that takes the library's first choice
+// Measuring the GEMMs' algorithms must not change a bit: a backend that takes the library's first choice
 // computes the same.
 static void test_measuring_keeps_bits(void **state) {
   Harness *measured = ((Pair *)*state)->cuda;
@@ -582,7 +582,7 @@ static void test_measuring_keeps_bits(void **state) {
                                                .x = tensor_from(h, h->dtype, x, 512, 1024),
                                                .weight = tensor_from(h, h->dtype, weight, 768, 1024)});
   }
-  check_values(measured, "measured product", out[0], values_of(first, out[1]), within(0, 1));
+  check_values(measured, "measured GEMM", out[0], values_of(first, out[1]), within(0, 1));
   harness_close(first);
 }
 

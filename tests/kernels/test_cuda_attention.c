@@ -140,7 +140,7 @@ static void check_bounds(Harness *h, const char *what, AttentionShape s, Tensor 
     if (fabs(got[i] - want[i]) <= bound[i] + FLT_MIN) continue;
     fail_msg(
         "%s of batch %lld, T %lld, heads %lld/%lld, D %lld: number %lld is %.9g instead of %.9g, and %.3g is "
-        "the most it may be off",
+        "the tolerance",
         what, (long long)s.batch, (long long)s.seq_len, (long long)s.num_heads,
         (long long)s.num_key_value_heads, (long long)s.head_dim, (long long)i, got[i], want[i], bound[i]);
   }

@@ -222,7 +222,7 @@ static void test_gradient(void **state) {
   static const int64_t shapes[][3] = {{1, 8, 8},       {5, 64, 100},    {128, 72, 193}, {300, 200, 1000},
                                       {257, 192, 777}, {256, 384, 640}, {700, 24, 301}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    for (int k = 0; k < 4; k++) // sums in slices, and without room for slices
+    for (int k = 0; k < 4; k++) // split-K, and without scratch for partials
       gradient_case(*state, shapes[i][0], shapes[i][1], shapes[i][2], k % 2 ? DTYPE_F32 : DTYPE_BF16,
                     k / 2 ? SCRATCH_BYTES : 4096);
 }
@@ -264,7 +264,7 @@ static void filtered_case(Harness *h, int64_t rows, int64_t hidden, int64_t voca
   memory_pop_to(&h->backend->memory, mark);
 }
 
-// All tiles count, every third, every fifth, or the first alone; sums in slices, and without room for slices.
+// All tiles count, every third, every fifth, or the first alone; split-K, and without scratch for partials.
 static void test_filtered_gradient(void **state) {
   static const int64_t shapes[][3] = {{1, 8, 8},        {128, 72, 193},   {300, 200, 1000},
                                       {257, 192, 2500}, {600, 384, 3000}, {129, 24, 9000}};

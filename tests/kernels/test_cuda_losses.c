@@ -51,7 +51,7 @@ static void test_cross_entropy(void **state) {
   }
 }
 
-// --- the last layer ----------------------------------------------------------------------------------------
+// --- the LM head and loss -----------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, hidden, vocab, chunk;
@@ -70,16 +70,16 @@ static double relative_error(Pair *p, Both b) {
 }
 
 static void layer_case(Pair *p, LayerShape l, LceMode mode) {
-  Dtype real = p->cuda->dtype;
+  Dtype dtype = p->cuda->dtype;
   int32_t *ids = random_ids(p->cuda, l.rows, l.vocab), *counted = random_ids(p->cuda, l.rows, 1), count = 0;
   for (int32_t i = 0; i < l.rows; i++) {
     if (l.ignores && i % 3 == 1) ids[i] = IGNORE_INDEX;
     if (ids[i] != IGNORE_INDEX) counted[count++] = i;
   }
-  Both none = {{0}, {0}}, x = both_random(p, real, l.rows, l.hidden, 1);
-  Both weight = both_random(p, real, l.vocab, l.hidden, l.scale), targets = both_ids(p, ids, l.rows);
+  Both none = {{0}, {0}}, x = both_random(p, dtype, l.rows, l.hidden, 1);
+  Both weight = both_random(p, dtype, l.vocab, l.hidden, l.scale), targets = both_ids(p, ids, l.rows);
   Both rows = l.ignores ? both_ids(p, counted, l.rows) : none;
-  Both dx = both_poisoned(p, l.wide_dx ? DTYPE_F32 : real, l.rows, l.hidden, l.hidden);
+  Both dx = both_poisoned(p, l.wide_dx ? DTYPE_F32 : dtype, l.rows, l.hidden, l.hidden);
   Both dweight = both_result(p, DTYPE_F32, l.vocab, l.hidden, l.accumulate);
   Both loss = flat(both_poisoned(p, DTYPE_F32, 1, l.rows, l.rows)),
        forward = flat(both_poisoned(p, DTYPE_F32, 1, l.rows, l.rows));
@@ -153,17 +153,17 @@ static void test_layer(void **state) {
 typedef struct {
   Tensor exps, dx_raw;
   LossRows rows;
-} Swept;
+} LogitsExp;
 
-static Swept sweep(Harness *h, Tensor x, Tensor weight, Tensor targets) {
+static LogitsExp logits_exp(Harness *h, Tensor x, Tensor weight, Tensor targets) {
   int64_t rows = x.shape[0], vocab = weight.shape[0];
   int64_t stride = h->backend->scratch->logits_stride(vocab, h->dtype);
-  Swept s = {.exps = poisoned_strided(h, h->dtype, rows, vocab, stride),
-             .dx_raw = poisoned(h, DTYPE_F32, rows, x.shape[1]),
-             .rows = {.target_z = poisoned_vector(h, DTYPE_F32, rows),
-                      .anchor = poisoned_vector(h, DTYPE_F32, rows),
-                      .row_sum = poisoned_vector(h, DTYPE_F32, rows),
-                      .target_e = poisoned_vector(h, DTYPE_F32, rows)}};
+  LogitsExp s = {.exps = poisoned_strided(h, h->dtype, rows, vocab, stride),
+                 .dx_raw = poisoned(h, DTYPE_F32, rows, x.shape[1]),
+                 .rows = {.target_z = poisoned_vector(h, DTYPE_F32, rows),
+                          .anchor = poisoned_vector(h, DTYPE_F32, rows),
+                          .row_sum = poisoned_vector(h, DTYPE_F32, rows),
+                          .target_e = poisoned_vector(h, DTYPE_F32, rows)}};
   lce_target_logits(
       h->backend,
       (LceTargetLogits){.target_z = s.rows.target_z, .x = x, .weight = weight, .targets = targets});
@@ -176,20 +176,20 @@ static Swept sweep(Harness *h, Tensor x, Tensor weight, Tensor targets) {
 
 // Row 1's logits beat its target's by hundreds, row 3 holds a NaN; the others must not notice.
 static void hopeless_rows_case(Pair *p, int64_t rows, int64_t hidden, int64_t vocab) {
-  Dtype real = p->cuda->dtype;
+  Dtype dtype = p->cuda->dtype;
   double *x = random_values(p->cuda, rows * hidden, 1), *weight = random_values(p->cuda, vocab * hidden, 0.1);
   int32_t *ids = random_ids(p->cuda, rows, vocab - 1);
   for (int64_t i = 0; i < hidden; i++) {
     x[1 * hidden + i] *= 20;
     weight[(vocab - 1) * hidden + i] = x[1 * hidden + i] * 500 / (400.0 * (double)hidden);
   }
-  Both weights = both_of(p, real, weight, vocab, hidden, hidden), targets = both_ids(p, ids, rows);
-  Both without = both_of(p, real, x, rows, hidden, hidden);
+  Both weights = both_of(p, dtype, weight, vocab, hidden, hidden), targets = both_ids(p, ids, rows);
+  Both without = both_of(p, dtype, x, rows, hidden, hidden);
   x[3 * hidden] = NAN;
-  Both with = both_of(p, real, x, rows, hidden, hidden);
-  Swept clean = sweep(p->cuda, without.cuda, weights.cuda, targets.cuda);
-  Swept cuda = sweep(p->cuda, with.cuda, weights.cuda, targets.cuda);
-  Swept cpu = sweep(p->cpu, with.cpu, weights.cpu, targets.cpu);
+  Both with = both_of(p, dtype, x, rows, hidden, hidden);
+  LogitsExp clean = logits_exp(p->cuda, without.cuda, weights.cuda, targets.cuda);
+  LogitsExp cuda = logits_exp(p->cuda, with.cuda, weights.cuda, targets.cuda);
+  LogitsExp cpu = logits_exp(p->cpu, with.cpu, weights.cpu, targets.cpu);
 
   double *anchor = values_of(p->cuda, cuda.rows.anchor), *target_z = values_of(p->cuda, cuda.rows.target_z);
   double *sums = values_of(p->cuda, cuda.rows.row_sum);
