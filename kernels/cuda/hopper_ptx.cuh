@@ -28,8 +28,9 @@ static inline bool hopper_has_code(const void *kernel) {
              "asking for its compute capability");
   cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
              "asking for its compute capability");
+  if (major != 9 || minor != 0) return false;
   cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
-  return major == 9 && minor == 0 && attributes.binaryVersion == 90;
+  return attributes.binaryVersion == 90;
 }
 
 // The driver's cuTensorMapEncodeTiled, or NULL.
