@@ -3,7 +3,6 @@
 // NULL, checks and counts exactly what a run does.
 #include "kernels/kernels.h"
 
-#include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -37,66 +36,76 @@ typedef struct {
 
 typedef const char *Op; // the operation's name, for messages
 
-// Walks the axes of a form such as "T [N, 3]"; sizes that are not known yet become the tensor's.
-static bool shape_fits(const Field *f, int64_t *sizes) {
-  const char *axis = strchr(f->form, '[') + 1;
-  if (*axis == '.') return true;
+enum { LETTERS = 32 }; // sizes[letter % LETTERS]; -1: not known yet
+
+// Compares the axes of a form, from its '[' on; a size that is not known yet becomes the tensor's.
+static bool shape_fits(Tensor t, const char *axes, int64_t *sizes) {
+  if (axes[1] == '.') return true;
   int rank = 0;
-  for (; axis[-1] != ']'; axis += axis[1] == ']' ? 2 : 3, rank++) { // a letter or digit, then ", " or "]"
-    if (rank == f->tensor.rank) return false;
-    int64_t *size = &sizes[(int)*axis];
-    if (*size < 0) *size = f->tensor.shape[rank];
-    if (*size != f->tensor.shape[rank]) return false;
+  for (const char *axis = axes + 1; axis[-1] != ']'; axis += axis[1] == ']' ? 2 : 3, rank++) {
+    if (rank == t.rank) return false;
+    int64_t digit = *axis - '0', *size = *axis <= '9' ? &digit : &sizes[*axis % LETTERS];
+    if (*size < 0) *size = t.shape[rank];
+    if (*size != t.shape[rank]) return false;
   }
-  return rank == f->tensor.rank;
+  return rank == t.rank;
 }
 
-static void fail_shape(Op op, const Field *f, const int64_t *sizes) {
-  char needed[96];
-  size_t length = 0;
-  for (const char *at = strchr(f->form, '['); at[-1] != ']'; at++)
-    if (sizes[(int)*at] < 0)
-      needed[length++] = *at;
+static void fail_shape(Op op, const Field *f, const char *axes, const int64_t *sizes) {
+  char needed[96] = "";
+  for (size_t length = 0; axes[-1] != ']'; axes++, length = strlen(needed))
+    if (*axes >= 'A' && *axes <= 'Z' && sizes[*axes % LETTERS] >= 0)
+      snprintf(needed + length, sizeof needed - length, "%lld", (long long)sizes[*axes % LETTERS]);
     else
-      length += (size_t)snprintf(needed + length, sizeof needed - length, "%lld", (long long)sizes[(int)*at]);
-  needed[length] = 0;
+      snprintf(needed + length, sizeof needed - length, "%c", *axes);
   fail("%s: %s is %s where %s is needed", op, f->name, tensor_text(f->tensor).text, needed);
 }
 
-static bool type_fits(const char *form, Dtype dtype, Dtype operand) {
-  if (form[0] == 'a') return true; // any
-  bool is_float = dtype == DTYPE_F32 || dtype == DTYPE_BF16;
-  if (form[0] == 'T' && (operand == DTYPE_COUNT ? is_float : dtype == operand)) return true;
-  return strstr(form, dtype_name(dtype)) != NULL;
+// The types that a form allows, as bits, with `operand` for T.
+static unsigned types_of(const char *form, Dtype operand) {
+  const unsigned fp32 = 1u << DTYPE_F32, bf16 = 1u << DTYPE_BF16;
+  unsigned types = 0;
+  for (const char *at = form; *at != ' '; at++) {
+    if (at != form && at[-1] != '|') continue; // within a name
+    if (*at == 'T') types |= operand == DTYPE_COUNT ? fp32 | bf16 : 1u << operand;
+    if (*at == 'f') types |= fp32;
+    if (*at == 'b') types |= bf16;
+    if (*at == 'i') types |= 1u << (at[3] == '3' ? DTYPE_I32 : DTYPE_I64);
+    if (*at == 'a') types = ~0u; // any
+  }
+  return types;
 }
 
-static void fail_type(Op op, const Field *f, Dtype operand) {
+static void fail_type(Op op, const Field *f, unsigned types) {
   char needed[64] = "";
   for (int d = 0; d < DTYPE_COUNT; d++) {
     size_t length = strlen(needed);
-    if (type_fits(f->form, (Dtype)d, operand))
+    if (types >> d & 1)
       snprintf(needed + length, sizeof needed - length, "%s%s", length ? " or " : "", dtype_name((Dtype)d));
   }
   fail("%s: %s is %s where %s is needed", op, f->name, tensor_text(f->tensor).text, needed);
 }
 
+// Called for every operation of every step, so it only walks short strings.
 static void check_fields(Op op, const Field *fields) {
-  int64_t sizes[128];
-  for (int c = 0; c < 128; c++) sizes[c] = isdigit(c) ? c - '0' : -1;
+  int64_t sizes[LETTERS];
+  memset(sizes, -1, sizeof sizes);
   Dtype operand = DTYPE_COUNT; // T; not known yet
   for (const Field *f = fields; f->name; f++) {
-    bool exists = tensor_exists(f->tensor);
+    const Tensor *t = &f->tensor;
+    const char *axes = f->form ? strchr(f->form, '[') : NULL;
     if (!f->form) {
-      sizes[(int)*f->name] = f->size;
-    } else if (!strncmp(f->form, "absent: ", 8)) {
-      if (exists) fail("%s: %s is %s, but %s", op, f->name, tensor_text(f->tensor).text, f->form + 8);
-    } else if (exists) {
-      if (!shape_fits(f, sizes)) fail_shape(op, f, sizes);
-      if (!type_fits(f->form, f->tensor.dtype, operand)) fail_type(op, f, operand);
-      if (f->form[0] == 'T' && operand == DTYPE_COUNT) operand = f->tensor.dtype;
-      if (f->tensor.rank > 1 && !strstr(f->form, "strided") && !tensor_is_dense(f->tensor))
-        fail("%s: %s is %s with gaps between its rows", op, f->name, tensor_text(f->tensor).text);
-    } else if (!strstr(f->form, "or absent")) {
+      sizes[*f->name % LETTERS] = f->size;
+    } else if (!axes) {
+      if (tensor_exists(*t)) fail("%s: %s is %s, but %s", op, f->name, tensor_text(*t).text, f->form + 8);
+    } else if (tensor_exists(*t)) {
+      if (!shape_fits(*t, axes, sizes)) fail_shape(op, f, axes, sizes);
+      unsigned types = types_of(f->form, operand);
+      if (!(types >> t->dtype & 1)) fail_type(op, f, types);
+      if (f->form[0] == 'T' && operand == DTYPE_COUNT) operand = t->dtype;
+      if (t->rank > 1 && !tensor_is_dense(*t) && !strstr(axes, "strided"))
+        fail("%s: %s is %s with gaps between its rows", op, f->name, tensor_text(*t).text);
+    } else if (!strstr(axes, "absent")) {
       fail("%s: %s is missing", op, f->name);
     }
   }
@@ -113,7 +122,7 @@ static void check_fields(Op op, const Field *fields) {
 #define CALL_WITH_SCRATCH(op, category)                                                                      \
   do {                                                                                                       \
     MemoryMark mark = memory_mark(&backend->memory);                                                         \
-    a.workspace = push_scratch(backend, #op, category, SCRATCH_BYTES(backend, op, &a));                      \
+    a.workspace = push_scratch(backend, #op, category, backend->scratch->op ? backend->scratch->op(&a) : 0); \
     CALL(op);                                                                                                \
     memory_pop_to(&backend->memory, mark);                                                                   \
   } while (0)

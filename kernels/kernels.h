@@ -610,10 +610,6 @@ typedef struct {
 #undef MEMBER
 } BackendScratch;
 
-// The scratch bytes that backend->scratch gives for an operation with these arguments (a pointer).
-#define SCRATCH_BYTES(backend, name, arguments)                                                              \
-  ((backend)->scratch->name ? (backend)->scratch->name(arguments) : (size_t)0)
-
 extern const BackendScratch cpu_scratch;  // kernels/cpu/backend.c
 extern const BackendScratch cuda_scratch; // kernels/cuda/scratch.c, compiled everywhere
 

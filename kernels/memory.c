@@ -191,13 +191,6 @@ Tensor memory_push_2d(Memory *memory, const char *name, MemoryCategory category,
   return tensor_2d(push(memory, name, category, bytes_of(dtype, d0, d1)), dtype, d0, d1);
 }
 
-void memory_count_peak(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
-  MemoryBlock block = {.name = name, .category = category, .bytes = memory_padded(bytes)};
-  require_countable(memory, name, block.bytes);
-  ledger_add(&memory->ledger, &block, true);
-  ledger_remove(&memory->ledger, &block, true);
-}
-
 MemoryMark memory_mark(const Memory *memory) {
   return memory->pushed_count;
 }

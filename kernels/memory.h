@@ -106,10 +106,6 @@ Tensor memory_push_1d(Memory *memory, const char *name, MemoryCategory category,
 Tensor memory_push_2d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0,
                       int64_t d1);
 
-// Raises the ledger's peaks as a push and its pop would, without using the stack: for bytes that a call may need, so
-// that the peaks do not depend on the data.
-void memory_count_peak(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
-
 // Pops everything pushed after the mark was taken.
 typedef size_t MemoryMark;
 MemoryMark memory_mark(const Memory *memory);
