@@ -292,7 +292,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
     clean_up(context);
     return leave(1);
   }
-  Tensor ids;
+  Tensor ids = {0};
   const LinearCrossEntropy call = checked_call(args, backend->dtype, &ids);
   size_t bytes = planned_bytes(context, &call, ids);
   context->queued = true;
