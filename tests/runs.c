@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static Options options_on(bool cuda, char *line) {
+Options options_on(bool cuda, char *line) {
   enum { MAX_ARGUMENTS = 64 };
   char *argv[MAX_ARGUMENTS + 1] = {"train"}, *rest = NULL;
   int argc = 1;
@@ -18,10 +18,6 @@ static Options options_on(bool cuda, char *line) {
   options_resolve_chunk(&options, plan);
   backend_destroy(plan);
   return options;
-}
-
-Options options_from(char *line) {
-  return options_on(false, line);
 }
 
 static Run *open_line(const char *backend, const char *format, va_list arguments) {

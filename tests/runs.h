@@ -7,9 +7,9 @@
 #include "trainer/plan.h"
 #include "trainer/trainer.h"
 
-// The options that a line of arguments separated by spaces gives, resolved for the CPU. They point into `line`,
-// which is cut into words. options_free gives them back.
-Options options_from(char *line);
+// The options that a line of arguments separated by spaces gives, resolved for the CPU or a GPU. They point into
+// `line`, which is cut into words. options_free gives them back.
+Options options_on(bool cuda, char *line);
 
 typedef struct {
   char line[1024];

@@ -174,6 +174,7 @@ static void *watch(void *unused) {
     pthread_mutex_unlock(&device_lock);
     if (broken) end_job(about, 1);
     const char *operation = atomic_load(&waiting_in);
+    if (!operation && *about) operation = "collectives"; // the host runs ahead of the GPU
     uint64_t now = atomic_load(&progress);
     if (now != seen) idle = 0;
     seen = now;

@@ -512,7 +512,7 @@ static void test_run(void **state) {
     const char *name = mode == LCE_FUSED ? "fused" : "materialized";
     char line[1024];
     snprintf(line, sizeof line, TINY "--total-batch 96 %s", flag);
-    Options options = options_from(line);
+    Options options = options_on(false, line);
     Plan plan = plan_run(&options, ON_CPU, options.mode);
     options_free(&options);
     Output o = train("%s %s --log %s", job, flag, temp_path("run.json"));
@@ -666,7 +666,7 @@ static void test_timeline(void **state) {
   assert_true(steps[0] > 20 && steps[1] == steps[0] && steps[2] == steps[0]);
   char line[512];
   snprintf(line, sizeof line, "%s", TINY);
-  Options options = options_from(line);
+  Options options = options_on(false, line);
   assert_int_equal(highest, plan_run(&options, ON_CPU, LCE_FUSED).peak_bytes);
   options_free(&options);
 }

@@ -193,13 +193,13 @@ static void test_chunk_option(void **state) {
   char budget[] = LLAMA "--vocab 5003 --batch 8 --seq-len 128 --lce-memory 3",
        given[] = LLAMA "--lce-chunk 77";
   char none[] = LLAMA "--batch 16 --seq-len 128";
-  Options o = options_from(budget);
+  Options o = options_on(false, budget);
   assert_in_range(o.lce_chunk, 2, 1023);
   options_free(&o);
-  o = options_from(given);
+  o = options_on(false, given);
   assert_int_equal(o.lce_chunk, 77);
   options_free(&o);
-  o = options_from(none);
+  o = options_on(false, none);
   assert_int_equal(o.lce_chunk, 256); // an eighth
   options_free(&o);
   // On a GPU never less than 1024, unless it is named.
@@ -269,7 +269,7 @@ static void test_budget(void **state) {
 static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
   char with_batch[512];
   snprintf(with_batch, sizeof with_batch, "%s --batch %lld", line, (long long)batch);
-  Options o = options_from(with_batch);
+  Options o = options_on(false, with_batch);
   size_t bytes = plan_run(&o, ON_CPU, mode).peak_bytes;
   options_free(&o);
   return bytes;
@@ -285,7 +285,7 @@ static void test_largest_batch(void **state) {
     for (int mode = 0; mode < 2; mode++) {
       char line[512];
       snprintf(line, sizeof line, "%s --total-batch 2048", lines[i]); // this job's; must not matter
-      Options o = options_from(line);
+      Options o = options_on(false, line);
       size_t one = peak_with_batch(lines[i], (LceMode)mode, 1);
       assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one - 1), 0);
       assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one), 1);
@@ -336,7 +336,7 @@ static void assert_offers(const char *text, const Options *o, const char *flag, 
 static void test_requirement(void **state) {
   (void)state;
   char line[] = LLAMA "--seq-len 128 --batch 64 --materialized-logits";
-  Options o = options_from(line);
+  Options o = options_on(false, line);
   size_t need = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak_bytes;
   assert_string_equal(requirement(&o, need), "");
   assert_string_equal(requirement(&o, 0), ""); // unknown

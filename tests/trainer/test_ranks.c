@@ -363,6 +363,7 @@ static void plans_know_ranks(void **state) {
       LLAMA "--zero 2 --vocab-parallel",
       TIED "--zero 1 --vocab-parallel --label-smoothing 0.1 --batch 24 --lce-memory 1"};
   size_t planned[WAYS];
+  bool cuda = getenv("LCE_GPU_RANKS") != NULL;
   for (int way = 0; way < WAYS; way++) {
     char line[1200], options[1024], name[32];
     double measured = 0;
@@ -371,8 +372,8 @@ static void plans_know_ranks(void **state) {
     run_job(2, name, options);
     assert_int_equal(read_log(name, "summary", "peak_bytes", &measured, 1), 1);
     snprintf(line, sizeof line, "%s --save somewhere --plan --ranks 2", options);
-    Options o = options_from(line);
-    planned[way] = plan_run(&o, getenv("LCE_GPU_RANKS") ? ON_CUDA : ON_CPU, LCE_FUSED).peak_bytes;
+    Options o = options_on(cuda, line);
+    planned[way] = plan_run(&o, cuda ? ON_CUDA : ON_CPU, LCE_FUSED).peak_bytes;
     options_free(&o);
     if ((size_t)measured != planned[way])
       fail_msg("%s: planned %zu, measured %.0f", ways[way], planned[way], measured);
