@@ -12,7 +12,6 @@
 
 #include "base/fail.h"
 #include "base/system.h"
-#include "data/corpus.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/evaluate.h"
@@ -260,7 +259,7 @@ int main(int argc, char **argv) {
     evaluate(&run);
   } else {
     train(&run);
-    report_summary(&run.report, &run.trainer, &run.state, corpus_entropy(run.source), stopping(&run));
+    report_summary(&run.report, &run.trainer, &run.state, source_entropy(run.source), stopping(&run));
   }
   write_timeline(&run);
   if (options.compare_modes && !stopping(&run)) memory_compare_modes(&run.trainer);

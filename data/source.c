@@ -1,14 +1,22 @@
 #include "data/source.h"
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/file.h"
-#include "data/shard.h"
 
 #include <assert.h>
 #include <errno.h>
+#include <fts.h>
+#include <glob.h>
+#include <limits.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/alloc.h"
+#include "base/fail.h"
+#include "base/file.h"
+#include "base/integers.h"
+#include "data/shard.h"
 
 enum {
   BINARY_PROBE_BYTES = 8 << 10,
@@ -30,6 +38,102 @@ typedef struct SourcePiece Piece;
 
 static int64_t token_bytes(SourceKind kind) {
   return kind == SOURCE_TEXT ? 1 : kind == SOURCE_SHARDS_UINT16 ? 2 : 4;
+}
+
+// How a file came into the list decides how strictly it is read.
+typedef enum {
+  FILE_NAMED,   // the user wrote this very path
+  FILE_MATCHED, // a glob matched it
+  FILE_FOUND    // it lay in a directory
+} FileOrigin;
+
+typedef struct {
+  char *path;
+  FileOrigin origin;
+} FileEntry;
+
+typedef struct {
+  FileEntry *entries;
+  int64_t count, capacity;
+} FileList;
+
+// Whether a directory's entry is wanted. `name` is the last part of its path.
+typedef bool (*FileFilter)(const char *name, bool is_directory);
+
+// --- the files that paths name ------------------------------------------------------------------------------
+
+static void append(FileList *list, const char *path, FileOrigin origin) {
+  list->entries =
+      host_grow(list->entries, list->count, &list->capacity, sizeof *list->entries, "a list of data files");
+  list->entries[list->count++] = (FileEntry){text_format("%s", path), origin};
+}
+
+static int compare_paths(const void *a, const void *b) {
+  return strcmp(((const FileEntry *)a)->path, ((const FileEntry *)b)->path);
+}
+
+// strcmp, not the locale's order: the stream of tokens must not depend on LANG.
+static void sort_from(FileList *list, int64_t first) {
+  if (list->count > first)
+    qsort(list->entries + first, (size_t)(list->count - first), sizeof *list->entries, compare_paths);
+}
+
+// Adds the regular files under `directory`, all levels down, that `accept` (NULL: any) wants, without hidden names
+// and directories named "build". Symbolic links to files are followed, links to directories are not.
+static void add_directory(FileList *list, const char *directory, FileFilter accept) {
+  int64_t first = list->count;
+  char *roots[] = {(char *)directory, NULL};
+  FTS *walk = fts_open(roots, FTS_PHYSICAL | FTS_COMFOLLOW | FTS_NOCHDIR, NULL);
+  if (!walk) fail("cannot read the directory %s: %s", directory, strerror(errno));
+  FTSENT *entry;
+  while (errno = 0, (entry = fts_read(walk))) {
+    bool is_directory = entry->fts_info == FTS_D, is_file = entry->fts_info == FTS_F;
+    struct stat target;
+    if (entry->fts_info == FTS_SL) is_file = stat(entry->fts_path, &target) == 0 && S_ISREG(target.st_mode);
+    if (entry->fts_info == FTS_DNR || entry->fts_info == FTS_ERR || entry->fts_info == FTS_NS)
+      fail("cannot read %s: %s", entry->fts_path, strerror(entry->fts_errno));
+    if (entry->fts_level <= 0) continue; // the directory itself
+    bool skip = entry->fts_name[0] == '.' || (is_directory && strcmp(entry->fts_name, "build") == 0) ||
+                (accept && !accept(entry->fts_name, is_directory));
+    if (is_directory && skip) fts_set(walk, entry, FTS_SKIP);
+    if (is_file && !skip) append(list, entry->fts_path, FILE_FOUND);
+  }
+  if (errno) fail("cannot read the directory %s: %s", directory, strerror(errno));
+  fts_close(walk);
+  sort_from(list, first);
+}
+
+static void add_existing(FileList *list, const char *path, FileOrigin origin) {
+  struct stat status;
+  if (stat(path, &status) != 0) fail("cannot read %s: %s", path, strerror(errno));
+  if (S_ISDIR(status.st_mode))
+    add_directory(list, path, NULL);
+  else if (S_ISREG(status.st_mode))
+    append(list, path, origin);
+  else
+    fail("%s is neither a file nor a directory: name a file, a directory or a glob", path);
+}
+
+// Adds what `path` names: a file, a directory's files or, when nothing has that very name, what glob(7) matches.
+static void add_path(FileList *list, const char *path) {
+  if (path_exists(path) || !strpbrk(path, "*?[")) {
+    add_existing(list, path, FILE_NAMED);
+    return;
+  }
+  int64_t first = list->count;
+  glob_t matches;
+  int result = glob(path, GLOB_ERR | GLOB_NOSORT, NULL, &matches);
+  if (result == GLOB_NOMATCH) fail("no file matches %s", path);
+  if (result != 0) fail("cannot read the directories that %s names: %s", path, strerror(errno));
+  for (size_t i = 0; i < matches.gl_pathc; i++) add_existing(list, matches.gl_pathv[i], FILE_MATCHED);
+  globfree(&matches);
+  sort_from(list, first);
+}
+
+static void free_list(FileList *list) {
+  for (int64_t i = 0; i < list->count; i++) free(list->entries[i].path);
+  free(list->entries);
+  *list = (FileList){0};
 }
 
 // --- one file ----------------------------------------------------------------------------------------------
@@ -70,10 +174,7 @@ static void open_mask(Piece *piece) {
   free(path);
 }
 
-static const char *kind_name(SourceKind kind) {
-  static const char *const names[] = {"byte-level text", "llm.c shards, uint16", "llm.c shards, uint32"};
-  return names[kind];
-}
+static const char *const kind_names[] = {"byte-level text", "llm.c shards, uint16", "llm.c shards, uint32"};
 
 static bool is_bin(const char *path) {
   const char *suffix = strrchr(path, '.');
@@ -90,8 +191,7 @@ static void add_file(Source *source, const FileEntry *entry) {
     open_mask(&piece);
     source->masked |= piece.mask != NULL;
   } else {
-    size_t probe = file->size < BINARY_PROBE_BYTES ? file->size : BINARY_PROBE_BYTES;
-    const char *nul = memchr(file->bytes, 0, probe);
+    const char *nul = memchr(file->bytes, 0, (size_t)min_i64((int64_t)file->size, BINARY_PROBE_BYTES));
     if (entry->origin == FILE_NAMED && file->size == 0)
       fail("%s is empty: name a file with at least one byte of text", entry->path);
     if (entry->origin == FILE_NAMED && nul)
@@ -106,7 +206,7 @@ static void add_file(Source *source, const FileEntry *entry) {
   }
   if (source->files > 0 && source->kind != kind)
     fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", source->pieces[0].path,
-         kind_name(source->kind), entry->path, kind_name(kind));
+         kind_names[source->kind], entry->path, kind_names[kind]);
   source->kind = kind;
   piece.path = text_format("%s", entry->path);
   source->pieces = host_grow(source->pieces, source->files, &source->capacity, sizeof piece, "data files");
@@ -131,14 +231,12 @@ static int64_t find_outside(const Source *source, const Piece *piece, int64_t fi
 #pragma omp parallel for reduction(min : found)
   for (int64_t start = first; start < end; start += CHECK_BLOCK) {
     int32_t ids[CHECK_BLOCK];
-    int64_t count = end - start < CHECK_BLOCK ? end - start : CHECK_BLOCK;
+    int64_t count = min_i64(end - start, CHECK_BLOCK);
     widen(source->kind, piece->tokens, start, count, ids);
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; i++) largest = (uint32_t)ids[i] > largest ? (uint32_t)ids[i] : largest;
-    if (largest < source->vocab_size) continue;
-    int64_t i = 0;
-    while ((uint32_t)ids[i] < source->vocab_size) i++;
-    found = start + i < found ? start + i : found;
+    for (int64_t i = 0; i < count && largest >= source->vocab_size; i++)
+      if ((uint32_t)ids[i] >= source->vocab_size) found = min_i64(found, start + i);
   }
   return found;
 }
@@ -158,7 +256,7 @@ static void check_ids(const Source *source, const Piece *piece) {
   int64_t possible = (int64_t)1 << (8 * token_bytes(source->kind));
   if (source->vocab_size >= possible) return;
   for (int64_t first = 0; first < piece->stored; first += CHECK_STRETCH) {
-    int64_t end = piece->stored - first < CHECK_STRETCH ? piece->stored : first + CHECK_STRETCH;
+    int64_t end = min_i64(piece->stored, first + CHECK_STRETCH);
     int64_t outside = find_outside(source, piece, first, end);
     if (outside < end) fail_outside(source, piece, outside);
     // The pages stay in the system's cache but leave this process: a scan of all the data must not show as
@@ -169,12 +267,11 @@ static void check_ids(const Source *source, const Piece *piece) {
 
 // --- the source --------------------------------------------------------------------------------------------
 
-static Source *new_source(const char *first_name, int64_t more, int64_t vocab_size) {
+// Takes `name` over.
+static Source *new_source(char *name, int64_t vocab_size) {
   assert(vocab_size > 0);
   Source *source = host_alloc(1, sizeof *source, "a data source");
-  source->vocab_size = vocab_size;
-  source->name =
-      more > 0 ? text_format("%s and %lld more", first_name, (long long)more) : text_format("%s", first_name);
+  *source = (Source){.name = name, .vocab_size = vocab_size};
   return source;
 }
 
@@ -214,19 +311,14 @@ static Source *join(Source *source) {
 
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size) {
   assert(count > 0);
-  Source *source = new_source(paths[0], count - 1, vocab_size);
+  char *name = text_format(count > 1 ? "%s and %lld more" : "%s", paths[0], (long long)count - 1);
+  Source *source = new_source(name, vocab_size);
   for (int64_t i = 0; i < count; i++) {
     FileList files = {0};
-    file_list_add(&files, paths[i]);
+    add_path(&files, paths[i]);
     add_files(source, &files, paths[i]);
-    file_list_free(&files);
+    free_list(&files);
   }
-  return join(source);
-}
-
-Source *source_open_files(const FileList *files, const char *name, int64_t vocab_size) {
-  Source *source = new_source(name, 0, vocab_size);
-  add_files(source, files, name);
   return join(source);
 }
 
@@ -243,7 +335,7 @@ void source_close(Source *source) {
 }
 
 const char *source_kind_name(const Source *source) {
-  return kind_name(source->kind);
+  return kind_names[source->kind];
 }
 
 // The last piece that begins at or before `position`.
@@ -264,8 +356,7 @@ void source_read(const Source *source, int64_t first, int64_t count, int32_t *ou
   if (count == 0) return;
   for (const Piece *piece = piece_at(source, first); count > 0; piece++) {
     int64_t start = first - piece->first;
-    int64_t available = piece->stored - start; // 0 when `first` is the separator itself
-    int64_t taken = available < count ? available : count;
+    int64_t taken = min_i64(piece->stored - start, count); // 0 when `first` is the separator itself
     widen(source->kind, piece->tokens, start, taken, out);
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
@@ -292,13 +383,75 @@ bool source_paths_masked(const char *const *paths, int64_t count) {
   bool masked = false;
   for (int64_t i = 0; i < count; i++) {
     FileList files = {0};
-    file_list_add(&files, paths[i]);
+    add_path(&files, paths[i]);
     for (int64_t k = 0; k < files.count && !masked; k++) {
       char *mask = is_bin(files.entries[k].path) ? find_mask(files.entries[k].path) : NULL;
       masked = mask != NULL;
       free(mask);
     }
-    file_list_free(&files);
+    free_list(&files);
   }
   return masked;
+}
+
+// --- the source tree --------------------------------------------------------------------------------------------
+
+static bool is_source_tree(const char *directory) {
+  char marker[PATH_MAX + 32];
+  snprintf(marker, sizeof marker, "%s/data/source.h", directory);
+  return access(marker, R_OK) == 0;
+}
+
+// Writes the root of the checkout into `root`.
+static void find_root(char root[PATH_MAX]) {
+  ssize_t length = readlink("/proc/self/exe", root, PATH_MAX - 1);
+  root[length > 0 ? length : 0] = 0;
+  for (char *slash; (slash = strrchr(root, '/'));) {
+    *slash = 0;
+    if (is_source_tree(root)) return;
+  }
+  if (!getcwd(root, PATH_MAX) || !is_source_tree(root))
+    fail("the built-in corpus is the source tree, and neither the program nor the current directory lies in "
+         "one: name text with --data");
+}
+
+static bool is_corpus_file(const char *name, bool is_directory) {
+  static const char *const endings[] = {".c", ".h", ".cu", ".cuh", ".py", ".sh", ".md"};
+  if (is_directory) return strcmp(name, "runs") != 0;
+  if (strcmp(name, "Makefile") == 0 || strcmp(name, "LICENSE") == 0) return true;
+  const char *ending = strrchr(name, '.');
+  for (size_t i = 0; ending && i < sizeof endings / sizeof *endings; i++)
+    if (strcmp(ending, endings[i]) == 0) return true;
+  return false;
+}
+
+Source *source_open_tree(int64_t vocab_size) {
+  char root[PATH_MAX];
+  find_root(root);
+  FileList files = {0};
+  add_directory(&files, root, is_corpus_file);
+  Source *source = new_source(text_format("the source tree %s", root), vocab_size);
+  add_files(source, &files, source->name);
+  free_list(&files);
+  return join(source);
+}
+
+double source_entropy(const Source *source) {
+  enum { BLOCK = 4096 };
+  int64_t vocab_size = source->vocab_size;
+  int64_t total = min_i64(source->tokens, SOURCE_ENTROPY_SAMPLE);
+  int64_t *counts = host_alloc(vocab_size, sizeof *counts, "the counts of tokens");
+  for (int64_t first = 0; first < total; first += BLOCK) {
+    int32_t ids[BLOCK];
+    int64_t count = min_i64(total - first, BLOCK);
+    source_read(source, first, count, ids);
+    for (int64_t i = 0; i < count; i++) counts[ids[i]]++;
+  }
+  double entropy = 0;
+  for (int64_t id = 0; id < vocab_size; id++) {
+    double p = (double)counts[id] / (double)total;
+    if (p > 0) entropy -= p * log(p);
+  }
+  free(counts);
+  return entropy;
 }

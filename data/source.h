@@ -12,6 +12,8 @@
 // int32 of header (magic 20261120, version 1, the shard's number of tokens), then a bit for each token, the
 // lowest bit of a byte first: 1 counts, 0 does not.
 //
+// A path is a file; a directory, of which all regular files are read, all levels down, but hidden names and
+// directories named "build"; or, when nothing has that very name, a glob(7). The files of one path are in byte order.
 // How strictly a file is read depends on who named it. A path written out must be text or a shard and not
 // empty. Files matched by a glob or found in a directory are skipped when they are empty or binary (a NUL
 // byte in the first 8 KiB), and a directory that holds shards is read for them alone. A *.bin file that is
@@ -23,8 +25,7 @@
 #ifndef LCE_DATA_SOURCE_H
 #define LCE_DATA_SOURCE_H
 
-#include "data/file_list.h"
-
+#include <stdbool.h>
 #include <stdint.h>
 
 enum { END_OF_TEXT = 256 };
@@ -45,15 +46,16 @@ typedef struct {
   int64_t capacity; // of pieces
 } Source;
 
-// Opens what `paths[0..count)` name, in this order (file_list.h says what a path can be), and checks every token
-// id against the vocabulary: one pass over the data at the disk's speed, left out where the type cannot
+// Opens what `paths[0..count)` name, in this order, and checks every token id against the vocabulary: one pass over the data at the disk's speed, left out where the type cannot
 // exceed it. A path given twice is read twice. Fails, naming file and offset, on a missing, unreadable or
 // empty path, a path without text or shards, a mix of kinds, a truncated or foreign shard, a header that
 // disagrees with the file's size, and an id at or above `vocab_size`. The caller closes it.
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
 
-// The same for a list of files already made; `name` is what messages call the whole (copied).
-Source *source_open_files(const FileList *files, const char *name, int64_t vocab_size);
+// The corpus that every checkout has, as text: the program's own sources and prose (*.c *.h *.cu *.cuh *.py *.sh *.md,
+// Makefile, LICENSE; not build/, runs/, hidden names), so that a log or a data set in the tree is never trained on.
+// The tree is looked for upward from the executable, then in the current directory. Fails when neither is one.
+Source *source_open_tree(int64_t vocab_size);
 
 void source_close(Source *source); // NULL is fine
 
@@ -69,5 +71,11 @@ int64_t source_read_targets(const Source *source, int64_t first, int64_t count, 
 
 // Whether a source opened from these paths would be masked, without reading the files.
 bool source_paths_masked(const char *const *paths, int64_t count);
+
+enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
+
+// The unigram entropy in nats per token, -sum p ln p over the frequencies of the first SOURCE_ENTROPY_SAMPLE tokens:
+// the loss of the best predictor that looks at no context, so a trained model must fall below it.
+double source_entropy(const Source *source);
 
 #endif

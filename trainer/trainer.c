@@ -6,7 +6,6 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/integers.h"
-#include "data/corpus.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/generate.h"
 #include "trainer/machine.h"
@@ -20,7 +19,7 @@ _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
 Source *trainer_open_source(const Options *o) {
   const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
   return paths->count ? source_open(paths->items, paths->count, o->model.vocab_size)
-                      : corpus_open(o->model.vocab_size);
+                      : source_open_tree(o->model.vocab_size);
 }
 
 // --- life --------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 // Sources, the byte tokenizer and the corpus.
 #include "base/random.h"
-#include "data/corpus.h"
 #include "data/tokenizer/tokenizer.h"
 #include "tests/data_files.h"
 
@@ -412,36 +411,36 @@ static void entropy_of_known_distributions(void **state) {
   (void)state;
   write_text("entropy.txt", "aaaaabbbccddaaab"); // 8, 4, 2, 2 of 16
   Source *source = open_one("entropy.txt", 257);
-  assert_true(fabs(corpus_entropy(source) - 1.75 * log(2)) < 1e-12);
+  assert_true(fabs(source_entropy(source) - 1.75 * log(2)) < 1e-12);
   source_close(source);
   write_text("entropy.txt", "aaaa");
   source = open_one("entropy.txt", 257);
-  assert_true(corpus_entropy(source) == 0);
+  assert_true(source_entropy(source) == 0);
   source_close(source);
   source = open_counting("counting.bin", 10000);
-  assert_true(fabs(corpus_entropy(source) - log(10000)) < 1e-9);
+  assert_true(fabs(source_entropy(source) - log(10000)) < 1e-9);
   source_close(source);
 }
 
 static void entropy_counts_a_bounded_sample(void **state) {
   (void)state;
-  enum { COUNT = CORPUS_ENTROPY_SAMPLE + 5000 };
+  enum { COUNT = SOURCE_ENTROPY_SAMPLE + 5000 };
   write_sparse_shard16("huge.bin", COUNT); // zeros as far as the sample goes, then one other id
-  put_token16("huge.bin", CORPUS_ENTROPY_SAMPLE, 9);
+  put_token16("huge.bin", SOURCE_ENTROPY_SAMPLE, 9);
   Source *source = open_one("huge.bin", 65536);
   assert_int_equal(source->tokens, COUNT);
-  assert_true(corpus_entropy(source) == 0);
+  assert_true(source_entropy(source) == 0);
   source_close(source);
   unlink(temp_path("huge.bin"));
 }
 
 static void the_corpus_is_this_source_tree(void **state) {
   (void)state;
-  Source *source = corpus_open(128256);
+  Source *source = source_open_tree(128256);
   assert_int_equal(source->kind, SOURCE_TEXT);
   assert_true(source->files > 10);
   assert_non_null(strstr(source->name, "the source tree /"));
-  double entropy = corpus_entropy(source);
+  double entropy = source_entropy(source);
   assert_true(entropy > 2 && entropy < log(128)); // text, neither constant nor noise
   int64_t total = source->tokens;
   int32_t *tokens = malloc((size_t)total * sizeof *tokens);
@@ -477,7 +476,7 @@ static void the_corpus_leaves_out_what_runs_leave_behind(void **state) {
   make_directory("checkout/build/tests");
   make_directory("elsewhere");
   write_text("checkout/Makefile", "M");
-  write_text("checkout/data/corpus.h", "H");
+  write_text("checkout/data/source.h", "H");
   write_text("checkout/data/input.txt", "a data set");
   write_text("checkout/run.jsonl", "a log");
   write_text("checkout/runs/notes.md", "a run");
@@ -500,7 +499,7 @@ static void the_corpus_leaves_out_what_runs_leave_behind(void **state) {
 }
 
 static void print_corpus(void) {
-  Source *source = corpus_open(257);
+  Source *source = source_open_tree(257);
   int32_t tokens[64];
   int64_t count = source->tokens < 64 ? source->tokens : 64;
   source_read(source, 0, count, tokens);

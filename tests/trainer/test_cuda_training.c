@@ -13,7 +13,6 @@
 #include <cmocka.h>
 
 #include "base/random.h"
-#include "data/corpus.h"
 #include "tests/harness.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
@@ -164,7 +163,7 @@ enum { STEPS = 50 };
 static void run(const char *line, double losses[STEPS], float **weights) {
   Rig rig;
   rig_open(&rig, "cuda", line);
-  Source *source = corpus_open(rig.options.model.vocab_size);
+  Source *source = source_open_tree(rig.options.model.vocab_size);
   Loader loader = loader_create((LoaderOptions){.source = source,
                                                 .batch = rig.options.batch,
                                                 .seq_len = rig.options.seq_len,

@@ -2,7 +2,6 @@
 // the same runs.
 #include "base/fail.h"
 #include "base/random.h"
-#include "data/corpus.h"
 #include "tests/harness.h"
 #include "tests/reference.h"
 #include "tests/reference_model.h"
@@ -328,7 +327,7 @@ static void test_learns(void **state) {
   Run *run = run_open("--model llama-tiny --vocab 512 --hidden-size 32 --intermediate-size 64 --num-layers 1 "
                       "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 32 --batch 16 --lr 0.02 "
                       "--steps 400 --lce-chunk 200");
-  double entropy = corpus_entropy(run->source), loss = trainer_validate(&run->trainer, &run->loader, BATCHES);
+  double entropy = source_entropy(run->source), loss = trainer_validate(&run->trainer, &run->loader, BATCHES);
   assert_true(entropy > 2.5 && entropy < 4.5);
   assert_true(fabs(loss - log(512)) < 0.1); // knows nothing yet
   int step = 0;
