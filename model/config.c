@@ -123,27 +123,3 @@ void model_config_check(const ModelConfig *c) {
          "widths",
          weights, max);
 }
-
-// Weights of one layer's GEMMs.
-static int64_t layer_gemms(const ModelConfig *c) {
-  int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
-  return c->hidden_size * (q + 2 * kv) + q * c->hidden_size +
-         (c->gated_mlp ? 3 : 2) * c->hidden_size * c->intermediate_size;
-}
-
-int64_t model_parameter_count(const ModelConfig *c) {
-  int64_t norm = c->hidden_size * (c->norm == NORM_LAYER ? 2 : 1);
-  int64_t kv = c->num_key_value_heads * c->head_dim, q = c->num_attention_heads * c->head_dim;
-  int64_t biases = c->attention_bias ? q + 2 * kv + c->hidden_size : 0;
-  if (c->mlp_bias) biases += (c->gated_mlp ? 2 : 1) * c->intermediate_size + c->hidden_size;
-  int64_t embeddings = c->vocab_size * c->hidden_size * (c->tie_word_embeddings ? 1 : 2);
-  if (c->learned_positions) embeddings += c->max_position_embeddings * c->hidden_size;
-  return embeddings + c->num_hidden_layers * (layer_gemms(c) + biases + 2 * norm) + norm;
-}
-
-double model_flops_per_token(const ModelConfig *c, int64_t seq_len) {
-  double gemms = (double)(c->num_hidden_layers * layer_gemms(c) + c->vocab_size * c->hidden_size);
-  double attention =
-      (double)c->num_hidden_layers * (double)seq_len * (double)(c->num_attention_heads * c->head_dim);
-  return 6 * gemms + 6 * attention;
-}

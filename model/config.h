@@ -56,11 +56,4 @@ const char *model_preset_names(void);                     // "gpt2-tiny, gpt2-12
 // ...). `overridden` sizes of 0 have been filled in by the caller before.
 void model_config_check(const ModelConfig *config);
 
-int64_t model_parameter_count(const ModelConfig *config);
-
-// Floating-point operations of one training step per token: 6 for each weight of a GEMM (2 forward,
-// 4 backward) and 6 L T Q D for causal attention. The embedding look-up, norms and the optimizer are not
-// counted.
-double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
-
 #endif

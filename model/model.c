@@ -1,116 +1,138 @@
 #include "model/model.h"
 
 #include <math.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
 
 // --- the parameters of both families -----------------------------------------------------------------------
 
-// Hugging Face's names of one family's tensors. %d is the layer's number; where a tensor is made of several,
-// the names are in the order of packing.
+enum { TABLE = 0, NORM = 1, ATTENTION = 2, MLP = 4, RESIDUAL = 8 }; // RESIDUAL: added to the residual stream
+
+// One tensor of Hugging Face's, without the layer's prefix and the suffix .weight or .bias. Sizes are letters: V H F P
+// as in config.h, Q for Q D, K for K D, S for (Q + 2K) D.
 typedef struct {
-  const char *token_embedding, *position_embedding, *head;
-  const char *norm1, *qkv[3], *out, *norm2, *up[2], *down, *final_norm;
-} Names;
+  char outputs;
+  const char *name;
+} Part;
 
-static const Names gpt2_names = {.token_embedding = "transformer.wte",
-                                 .position_embedding = "transformer.wpe",
-                                 .norm1 = "transformer.h.%d.ln_1",
-                                 .qkv = {"transformer.h.%d.attn.c_attn"},
-                                 .out = "transformer.h.%d.attn.c_proj",
-                                 .norm2 = "transformer.h.%d.ln_2",
-                                 .up = {"transformer.h.%d.mlp.c_fc"},
-                                 .down = "transformer.h.%d.mlp.c_proj",
-                                 .final_norm = "transformer.ln_f",
-                                 .head = "lm_head"};
-
-static const Names llama_names = {.token_embedding = "model.embed_tokens",
-                                  .norm1 = "model.layers.%d.input_layernorm",
-                                  .qkv = {"model.layers.%d.self_attn.q_proj",
-                                          "model.layers.%d.self_attn.k_proj",
-                                          "model.layers.%d.self_attn.v_proj"},
-                                  .out = "model.layers.%d.self_attn.o_proj",
-                                  .norm2 = "model.layers.%d.post_attention_layernorm",
-                                  .up = {"model.layers.%d.mlp.gate_proj", "model.layers.%d.mlp.up_proj"},
-                                  .down = "model.layers.%d.mlp.down_proj",
-                                  .final_norm = "model.norm",
-                                  .head = "lm_head"};
-
+// A weight of the model and what each family calls it; where it is made of several tensors these are in the order of
+// packing. It has a bias where the configuration says so.
 typedef struct {
-  char text[96];
-} Name;
+  size_t place; // of a Param (TABLE) or an Affine in Model or Layer
+  int kind;
+  char inputs;
+  Part parts[2][3]; // by family; none: the family has no such weight
+} Weight;
 
-static Name tensor_name(const char *pattern, int layer, const char *suffix) {
-  const char *number = strstr(pattern, "%d");
-  Name name;
-  if (number)
-    snprintf(name.text, sizeof name.text, "%.*s%d%s.%s", (int)(number - pattern), pattern, layer, number + 2,
-             suffix);
-  else
-    snprintf(name.text, sizeof name.text, "%s.%s", pattern, suffix);
-  return name;
-}
+// clang-format off
+static const Weight embeddings[] = {
+    {offsetof(Model, token_embedding), TABLE, 'H', {{{'V', "transformer.wte"}}, {{'V', "model.embed_tokens"}}}},
+    {offsetof(Model, position_embedding), TABLE, 'H', {{{'P', "transformer.wpe"}}}}};
 
-// A projection from `inputs` to the packed `outputs` of the tensors that `names` lists.
-static void add_projection(Model *m, Affine *affine, bool bias, const char *const *names, int count,
-                           int layer, const int64_t *outputs, int64_t inputs, double stddev) {
-  const ModelConfig *c = &m->config;
-  ParameterSpec weights[3], biases[3];
-  Name weight_names[3], bias_names[3];
-  for (int i = 0; i < count; i++) {
-    weight_names[i] = tensor_name(names[i], layer, "weight");
-    bias_names[i] = tensor_name(names[i], layer, "bias");
-    weights[i] = (ParameterSpec){.name = weight_names[i].text,
-                                 .d0 = c->in_out_layout ? inputs : outputs[i],
-                                 .d1 = c->in_out_layout ? outputs[i] : inputs,
-                                 .init = INIT_NORMAL,
-                                 .stddev = stddev};
-    biases[i] = (ParameterSpec){.name = bias_names[i].text, .d0 = outputs[i], .init = INIT_ZEROS};
-  }
-  parameters_add(&m->parameters, &affine->weight, GROUP_MATRICES, weights, count);
-  if (bias) parameters_add(&m->parameters, &affine->bias, GROUP_VECTORS, biases, count);
-}
+static const char *const layer_prefixes[] = {[FAMILY_GPT2] = "transformer.h.", [FAMILY_LLAMA] = "model.layers."};
 
-static void add_norm(Model *m, Affine *affine, const char *pattern, int layer) {
-  Name weight_name = tensor_name(pattern, layer, "weight"), bias_name = tensor_name(pattern, layer, "bias");
-  ParameterSpec ones = {.name = weight_name.text, .d0 = m->config.hidden_size, .init = INIT_ONES};
-  ParameterSpec zeros = {.name = bias_name.text, .d0 = m->config.hidden_size, .init = INIT_ZEROS};
-  parameters_add(&m->parameters, &affine->weight, GROUP_VECTORS, &ones, 1);
-  if (m->config.norm == NORM_LAYER) parameters_add(&m->parameters, &affine->bias, GROUP_VECTORS, &zeros, 1);
-}
+static const Weight layer_weights[] = {
+    {offsetof(Layer, norm1), NORM, 0, {{{'H', "ln_1"}}, {{'H', "input_layernorm"}}}},
+    {offsetof(Layer, qkv), ATTENTION, 'H',
+     {{{'S', "attn.c_attn"}}, {{'Q', "self_attn.q_proj"}, {'K', "self_attn.k_proj"}, {'K', "self_attn.v_proj"}}}},
+    {offsetof(Layer, out), ATTENTION | RESIDUAL, 'Q', {{{'H', "attn.c_proj"}}, {{'H', "self_attn.o_proj"}}}},
+    {offsetof(Layer, norm2), NORM, 0, {{{'H', "ln_2"}}, {{'H', "post_attention_layernorm"}}}},
+    {offsetof(Layer, up), MLP, 'H', {{{'F', "mlp.c_fc"}}, {{'F', "mlp.gate_proj"}, {'F', "mlp.up_proj"}}}},
+    {offsetof(Layer, down), MLP | RESIDUAL, 'F', {{{'H', "mlp.c_proj"}}, {{'H', "mlp.down_proj"}}}}};
 
-static void add_table(Model *m, Param *param, ParameterGroup group, const char *pattern, int64_t rows) {
-  Name name = tensor_name(pattern, 0, "weight");
-  ParameterSpec spec = {.name = name.text,
-                        .d0 = rows,
-                        .d1 = m->config.hidden_size,
-                        .init = INIT_NORMAL,
-                        .stddev = m->config.initializer_range};
-  parameters_add(&m->parameters, param, group, &spec, 1);
-}
+static const Weight last_weights[] = {
+    {offsetof(Model, final_norm), NORM, 0, {{{'H', "transformer.ln_f"}}, {{'H', "model.norm"}}}},
+    {offsetof(Model, head), TABLE, 'H', {{{'V', "lm_head"}}, {{'V', "lm_head"}}}}};
+// clang-format on
 
-static void add_layer(Model *m, const Names *names, int index) {
-  const ModelConfig *c = &m->config;
-  Layer *layer = &m->layers[index];
+#define COUNT(rows) ((int)(sizeof(rows) / sizeof *(rows)))
+
+static int64_t size_of(const ModelConfig *c, char letter) {
   int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
-  double stddev = c->initializer_range;
-  double residual_stddev =
-      c->family == FAMILY_GPT2 ? stddev / sqrt(2.0 * (double)c->num_hidden_layers) : stddev;
-  int qkv_count = names->qkv[1] ? 3 : 1, up_count = c->gated_mlp ? 2 : 1;
-  const int64_t separate[3] = {q, kv, kv}, packed[1] = {q + 2 * kv};
-  const int64_t up[2] = {c->intermediate_size, c->intermediate_size}, back[1] = {c->hidden_size};
-  add_norm(m, &layer->norm1, names->norm1, index);
-  add_projection(m, &layer->qkv, c->attention_bias, names->qkv, qkv_count, index,
-                 qkv_count == 3 ? separate : packed, c->hidden_size, stddev);
-  add_projection(m, &layer->out, c->attention_bias, &names->out, 1, index, back, q, residual_stddev);
-  add_norm(m, &layer->norm2, names->norm2, index);
-  add_projection(m, &layer->up, c->mlp_bias, names->up, up_count, index, up, c->hidden_size, stddev);
-  add_projection(m, &layer->down, c->mlp_bias, &names->down, 1, index, back, c->intermediate_size,
-                 residual_stddev);
+  const int64_t sizes[] = {['V'] = c->vocab_size,
+                           ['H'] = c->hidden_size,
+                           ['F'] = c->intermediate_size,
+                           ['P'] = c->max_position_embeddings,
+                           ['Q'] = q,
+                           ['K'] = kv,
+                           ['S'] = q + 2 * kv};
+  return sizes[(int)letter];
+}
+
+// `prefix` is the layer's: "model.layers.3.".
+static void add_weight(Model *m, void *owner, const char *prefix, const Weight *w) {
+  const ModelConfig *c = &m->config;
+  Param *weight = (Param *)((char *)owner + w->place);
+  bool norm = w->kind & NORM, in_out = c->in_out_layout && w->kind & (ATTENTION | MLP);
+  bool scaled = w->kind & RESIDUAL && c->family == FAMILY_GPT2;
+  bool bias = (norm && c->norm == NORM_LAYER) || (w->kind & ATTENTION && c->attention_bias) ||
+              (w->kind & MLP && c->mlp_bias);
+  bool is_head = weight == &m->head || (weight == &m->token_embedding && c->tie_word_embeddings);
+  Parameter weights[3], biases[3];
+  int count = 0;
+  for (; count < 3 && w->parts[c->family][count].name; count++) {
+    const Part *part = &w->parts[c->family][count];
+    Parameter *p = &weights[count], *b = &biases[count];
+    int64_t outputs = size_of(c, part->outputs), inputs = norm ? 0 : size_of(c, w->inputs);
+    *p = (Parameter){.group = is_head ? GROUP_HEAD
+                              : norm  ? GROUP_VECTORS
+                                      : GROUP_MATRICES,
+                     .rank = norm ? 1 : 2,
+                     .shape = {in_out ? inputs : outputs, in_out ? outputs : inputs},
+                     .init = norm ? INIT_ONES : INIT_NORMAL,
+                     .stddev = c->initializer_range};
+    if (scaled) p->stddev /= sqrt(2.0 * (double)c->num_hidden_layers);
+    *b = (Parameter){.group = GROUP_VECTORS, .rank = 1, .shape = {outputs}, .init = INIT_ZEROS};
+    snprintf(p->name, sizeof p->name, "%s%s.weight", prefix, part->name);
+    snprintf(b->name, sizeof b->name, "%s%s.bias", prefix, part->name);
+  }
+  if (count) parameters_add(&m->parameters, weight, weights, count);
+  if (bias) parameters_add(&m->parameters, &((Affine *)weight)->bias, biases, count);
+}
+
+// The table of parameters, and which Param each belongs to, without memory for any.
+static void lay_out(Model *m, const ModelConfig *config, ParameterDtypes dtypes, int rank, int ranks) {
+  *m = (Model){.config = *config};
+  m->layers = host_alloc(config->num_hidden_layers, sizeof *m->layers, "layers");
+  Parameters *p = &m->parameters;
+  parameters_spread(p, dtypes, config->tie_word_embeddings, rank, ranks);
+  for (int i = 0; i < COUNT(embeddings); i++) add_weight(m, m, "", &embeddings[i]);
+  p->spread.before_layers = p->group_elements[GROUP_MATRICES];
+  for (int l = 0; l < config->num_hidden_layers; l++) {
+    char prefix[32];
+    snprintf(prefix, sizeof prefix, "%s%d.", layer_prefixes[config->family], l);
+    for (int i = 0; i < COUNT(layer_weights); i++) add_weight(m, &m->layers[l], prefix, &layer_weights[i]);
+  }
+  p->spread.layer = (p->group_elements[GROUP_MATRICES] - p->spread.before_layers) / config->num_hidden_layers;
+  for (int i = 0; i < COUNT(last_weights) - config->tie_word_embeddings; i++)
+    add_weight(m, m, "", &last_weights[i]);
+}
+
+// Elements of all parameters, or of those that GEMMs read.
+static int64_t count_elements(const ModelConfig *config, bool gemms) {
+  Model m;
+  lay_out(&m, config, (ParameterDtypes){0}, 0, 1);
+  int64_t count = 0;
+  for (const Parameter *p = m.parameters.items; p < m.parameters.items + m.parameters.count; p++)
+    if (!gemms || p->group == GROUP_HEAD ||
+        (p->group == GROUP_MATRICES && p->offset >= m.parameters.spread.before_layers))
+      count += parameter_elements(p);
+  model_destroy(&m);
+  return count;
+}
+
+int64_t model_parameter_count(const ModelConfig *config) {
+  return count_elements(config, false);
+}
+
+double model_flops_per_token(const ModelConfig *c, int64_t seq_len) {
+  double attention =
+      (double)c->num_hidden_layers * (double)seq_len * (double)(c->num_attention_heads * c->head_dim);
+  return 6 * (double)count_elements(c, true) + 6 * attention;
 }
 
 // --- rotary positions --------------------------------------------------------------------------------------
@@ -160,23 +182,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
     fail("sequences of %lld are longer than the %lld positions of %s; lower --seq-len or raise "
          "--max-position-embeddings",
          (long long)seq_len, (long long)config->max_position_embeddings, config->name);
-  *m = (Model){.config = *config};
-  const Names *names = config->family == FAMILY_GPT2 ? &gpt2_names : &llama_names;
-  m->layers = host_alloc(config->num_hidden_layers, sizeof *m->layers, "layers");
-
-  parameters_spread(&m->parameters, dtypes, config->tie_word_embeddings, backend->rank, backend->ranks);
-  ParameterGroup embedding_group = config->tie_word_embeddings ? GROUP_HEAD : GROUP_MATRICES;
-  add_table(m, &m->token_embedding, embedding_group, names->token_embedding, config->vocab_size);
-  if (config->learned_positions)
-    add_table(m, &m->position_embedding, GROUP_MATRICES, names->position_embedding,
-              config->max_position_embeddings);
-  const int64_t *matrices = &m->parameters.group_elements[GROUP_MATRICES];
-  m->parameters.spread.before_layers = *matrices;
-  for (int i = 0; i < config->num_hidden_layers; i++) add_layer(m, names, i);
-  m->parameters.spread.layer = (*matrices - m->parameters.spread.before_layers) / config->num_hidden_layers;
-  add_norm(m, &m->final_norm, names->final_norm, 0);
-  if (!config->tie_word_embeddings) add_table(m, &m->head, GROUP_HEAD, names->head, config->vocab_size);
-
+  lay_out(m, config, dtypes, backend->rank, backend->ranks);
   parameters_allocate(&m->parameters, &backend->memory, dtypes);
   if (config->tie_word_embeddings) m->head = m->token_embedding;
   if (m->parameters.spread.split_head) {

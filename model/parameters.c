@@ -10,12 +10,6 @@
 #include "kernels/ranks/ranks.h"
 #include "model/shards.h"
 
-// A Param that spans `count` tensors of the table from `first` on.
-struct ParameterView {
-  Param *param;
-  int64_t first, count;
-};
-
 int64_t parameter_elements(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
 }
@@ -56,28 +50,19 @@ static void split_head(Parameters *p, int64_t vocab_size, int64_t hidden_size) {
   p->group_elements[GROUP_HEAD] = p->spread.parts * p->spread.head_rows * hidden_size;
 }
 
-void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, const ParameterSpec *specs,
-                    int count) {
-  parameters->views = host_grow(parameters->views, parameters->view_count, &parameters->view_capacity,
-                                sizeof *parameters->views, "the table of parameters");
-  parameters->views[parameters->view_count++] =
-      (struct ParameterView){.param = param, .first = parameters->count, .count = count};
-  int64_t *end = &parameters->group_elements[group];
+void parameters_add(Parameters *p, Param *view, const Parameter *tensors, int count) {
+  int64_t *end = &p->group_elements[tensors->group];
   for (int i = 0; i < count; i++) {
-    parameters->items = host_grow(parameters->items, parameters->count, &parameters->capacity,
-                                  sizeof *parameters->items, "the table of parameters");
-    Parameter *p = &parameters->items[parameters->count++];
-    *p = (Parameter){.group = group,
-                     .rank = specs[i].d1 ? 2 : 1,
-                     .shape = {specs[i].d0, specs[i].d1},
-                     .offset = *end,
-                     .init = specs[i].init,
-                     .stddev = specs[i].stddev};
-    snprintf(p->name, sizeof p->name, "%s", specs[i].name);
-    *end += parameter_elements(p);
+    p->items = host_grow(p->items, p->count, &p->capacity, sizeof *p->items, "the table of parameters");
+    Parameter *added = &p->items[p->count++];
+    *added = tensors[i];
+    added->view = view;
+    added->offset = *end;
+    *end += parameter_elements(added);
   }
-  *end = rounded_up(*end, alignment(parameters));
-  if (group == GROUP_HEAD && parameters->spread.split_head) split_head(parameters, specs->d0, specs->d1);
+  *end = rounded_up(*end, alignment(p));
+  if (tensors->group == GROUP_HEAD && p->spread.split_head)
+    split_head(p, tensors->shape[0], tensors->shape[1]);
 }
 
 static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[2]) {
@@ -190,13 +175,13 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     p->v = slice(parameters->v[p->group], p->offset, p->rank, p->shape);
     p->master = slice(parameters->master[p->group], p->offset, p->rank, p->shape);
   }
-  for (int64_t i = 0; i < parameters->view_count; i++) {
-    struct ParameterView view = parameters->views[i];
-    const Parameter *first = &parameters->items[view.first];
+  for (int64_t i = 0; i < parameters->count;) {
+    const Parameter *first = &parameters->items[i];
     int64_t shape[2] = {0, first->shape[1]};
-    for (int64_t k = 0; k < view.count; k++) shape[0] += first[k].shape[0];
-    view.param->value = value_view(parameters, first, shape);
-    view.param->grad = gradient_view(parameters, first, shape);
+    for (; i < parameters->count && parameters->items[i].view == first->view; i++)
+      shape[0] += parameters->items[i].shape[0];
+    first->view->value = value_view(parameters, first, shape);
+    first->view->grad = gradient_view(parameters, first, shape);
   }
 }
 
@@ -252,6 +237,5 @@ Parameter *parameters_find(Parameters *parameters, const char *name) {
 
 void parameters_free(Parameters *parameters) {
   free(parameters->items);
-  free(parameters->views);
   *parameters = (Parameters){0};
 }

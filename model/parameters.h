@@ -30,10 +30,11 @@ typedef struct {
   char name[96];
   ParameterGroup group;
   int rank;
-  int64_t shape[2];
-  int64_t offset; // elements, within its group
+  int64_t shape[2]; // rank 1: [0] alone
   InitKind init;
   double stddev;       // of INIT_NORMAL
+  Param *view;         // spans this tensor and its neighbours of the same view
+  int64_t offset;      // elements, within its group
   Tensor value, grad;  // the local rows of a split head
   Tensor m, v, master; // absent where they are spread; master, fp32, also where value is the only copy
 } Parameter;
@@ -70,18 +71,7 @@ typedef struct Parameters {
   // Whole groups, flat: what the optimizer and the norm pass over. Where they are spread, this rank's shards.
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT], m[GROUP_COUNT], v[GROUP_COUNT];
   Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
-  // Where parameters_allocate puts what it makes.
-  struct ParameterView *views;
-  int64_t view_count, view_capacity;
 } Parameters;
-
-// One tensor to be: its name, shape (rank 1: [d0]) and first value.
-typedef struct {
-  const char *name;
-  int64_t d0, d1; // d1 0 means rank 1
-  InitKind init;
-  double stddev;
-} ParameterSpec;
 
 // Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.
 void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
@@ -89,10 +79,9 @@ void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, bool tied
 // Where the head is split: this rank's rows of its `vocab_size`, from `first` on. Fails when some rank has none.
 int64_t parameters_local_head(const Parameters *parameters, int64_t vocab_size, int64_t *first);
 
-// Adds `count` tensors that lie one after the other, with the same d1, and asks for `param` to become a view
-// of them all. `param` must stay where it is until parameters_allocate.
-void parameters_add(Parameters *parameters, Param *param, ParameterGroup group, const ParameterSpec *specs,
-                    int count);
+// Adds `count` tensors (name, group, rank, shape and first value) of one group and shape[1] that lie one after the
+// other. parameters_allocate makes `view` span them all; it must stay where it is until then.
+void parameters_add(Parameters *parameters, Param *view, const Parameter *tensors, int count);
 
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every Param asked for.
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes dtypes);
