@@ -222,7 +222,7 @@ SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels
 ifeq ($(VARIANT),library)
   SOURCES := $(filter base/% kernels/%,$(SOURCES))
 endif
-PROGRAMS := $(wildcard train.c tools/*.c) $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
+PROGRAMS := $(wildcard train.c tools/*.c) tools/bench_scaling.sh $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
 TESTS    := $(wildcard tests/*/test_*.c)
 HELPERS  := $(wildcard tests/*.c)
 FUZZERS  := $(wildcard tests/fuzz/*.c)
@@ -272,6 +272,10 @@ $(call programs,$(filter %.c,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
 $(call programs,$(filter %.cu,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.cu.o $(LIBRARY)
 	$(LINK)
 
+$(BIN)tools/bench_scaling: tools/bench_scaling.sh
+	@mkdir -p $(@D)
+	$(Q)install $< $@
+
 $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
 	$(call LINK,-lcmocka)
 
@@ -287,7 +291,7 @@ build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
 	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/kernels/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
 
--include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
+-include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(filter-out %.sh,$(PROGRAMS)) $(TESTS) $(HELPERS) $(FUZZERS)))
 
 # --- Running ------------------------------------------------------------------------------------------------
 
@@ -354,7 +358,7 @@ format:
 	clang-format -i $(CODE)
 
 clean:
-	rm -rf build train liblce.so $(basename $(wildcard tools/*.c tools/*.cu))
+	rm -rf build train liblce.so $(basename $(wildcard tools/*.c tools/*.cu) tools/bench_scaling.sh)
 
 help:
 	@sed -n 's/^#: \?//p' Makefile
