@@ -3,8 +3,6 @@
 //
 //   ./train --log run.jsonl ... && tools/plot_run run.jsonl
 //   tools/plot_run --out compare.png runs/fused.jsonl runs/materialized.jsonl
-#include <argp.h>
-#include <cjson/cJSON.h>
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
@@ -12,6 +10,8 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/json.h"
+#include "base/option_rows.h"
 #include "tools/plot/chart.h"
 
 enum { RUNS_MAX = 8, DRAWN_MAX = 800, FIGURES = 5 }; // 3 series a run and panel at most
@@ -47,31 +47,25 @@ static void append(Series *s, double x, double y) {
 }
 
 static void read_line(Log *log, const cJSON *line, double from) {
-  const cJSON *event = cJSON_GetObjectItemCaseSensitive(line, "event");
-  const cJSON *step = cJSON_GetObjectItemCaseSensitive(line, "step");
-  if (!cJSON_IsString(event) || !cJSON_IsNumber(step) || step->valuedouble < from) return;
+  const cJSON *step = json_member(line, "step");
+  if (!cJSON_IsNumber(step) || step->valuedouble < from) return;
   for (int f = 0; f < FIGURES; f++) {
-    const cJSON *value = cJSON_GetObjectItemCaseSensitive(line, FIELDS[f]);
-    if (strcmp(event->valuestring, EVENTS[f]) == 0 && cJSON_IsNumber(value))
+    const cJSON *value = json_member(line, FIELDS[f]);
+    if (json_is(line, "event", EVENTS[f]) && cJSON_IsNumber(value))
       append(&log->figures[f], step->valuedouble, value->valuedouble);
   }
-}
-
-static const char *base_name(const char *path) {
-  const char *slash = strrchr(path, '/');
-  return slash ? slash + 1 : path;
 }
 
 static void read_log(Log *log, const char *path, double from) {
   FILE *file = fopen(path, "r");
   if (!file) fail("cannot open the log %s: %s", path, strerror(errno));
-  const char *name = base_name(path), *dot = strrchr(name, '.');
+  const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
   snprintf(log->name, sizeof log->name, "%.*s", (int)(dot && dot > name ? dot - name : (long)strlen(name)),
            name);
   char *text = NULL;
-  size_t room = 0;
+  size_t capacity = 0;
   ssize_t length;
-  for (int64_t number = 1; (length = getline(&text, &room, file)) >= 0; number++) {
+  for (int64_t number = 1; (length = getline(&text, &capacity, file)) >= 0; number++) {
     cJSON *line = cJSON_Parse(text);
     // A run that is being written, or was killed, may leave half a line at the end.
     if (!cJSON_IsObject(line) && text[length - 1] == '\n')
@@ -87,29 +81,27 @@ static void read_log(Log *log, const char *path, double from) {
 
 // --- drawing -----------------------------------------------------------------------------------------------
 
-// Means over at most `max` equal stretches, so that a line is no thicker than its noise.
-static void add_thinned(Series *out, const Series *s, int max) {
+// The trend of a noisy series at sample i: the mean over a 25th of the series, centered, so that it neither lags
+// nor leads; towards the ends over fewer samples.
+static double trend_at(const Series *s, int i) {
+  int half = s->count / 50, end = i < s->count - 1 - i ? i : s->count - 1 - i;
+  if (half > end) half = end;
+  double sum = 0;
+  for (int k = i - half; k <= i + half; k++) sum += s->samples[k].y;
+  return sum / (2 * half + 1);
+}
+
+// Adds a series, or its trend, as means over at most `max` equal stretches, so that a line is no thicker than its
+// noise.
+static void add_line(Panel *p, Series style, const Series *s, int max, bool trend) {
+  Series *out = panel_series(p, style);
   int each = (s->count + max - 1) / max;
   for (int first = 0; first < s->count; first += each) {
     int end = first + each < s->count ? first + each : s->count;
     double sum = 0;
-    for (int i = first; i < end; i++) sum += s->samples[i].y;
+    for (int i = first; i < end; i++) sum += trend ? trend_at(s, i) : s->samples[i].y;
     append(out, s->samples[end - 1].x, sum / (end - first));
   }
-}
-
-// The trend of a noisy series: the mean over a 25th of it, centered, so that it neither lags nor leads; towards the
-// ends over fewer steps.
-static Series smoothed(const Series *s) {
-  Series out = {0};
-  for (int i = 0; i < s->count; i++) {
-    int half = s->count / 50, end = i < s->count - 1 - i ? i : s->count - 1 - i;
-    if (half > end) half = end;
-    double sum = 0;
-    for (int k = i - half; k <= i + half; k++) sum += s->samples[k].y;
-    append(&out, s->samples[i].x, sum / (2 * half + 1));
-  }
-  return out;
 }
 
 static Color pale(Color c) {
@@ -125,17 +117,15 @@ static void add_panel(const Wanted *w, Picture *picture, int cell, Figure figure
   p->y = (Axis){.unit = unit, .from_zero = from_zero};
   bool noisy = figure != RATE;
   for (int k = 0; k < w->count && noisy; k++)
-    add_thinned(panel_series(p, (Series){.color = pale(COLORS[k]), .width = 1}), &w->logs[k].figures[figure],
-                DRAWN_MAX);
+    add_line(p, (Series){.color = pale(COLORS[k]), .width = 1}, &w->logs[k].figures[figure], DRAWN_MAX,
+             false);
   for (int k = 0; k < w->count; k++) {
-    const Series *raw = &w->logs[k].figures[figure];
-    Series trend = noisy ? smoothed(raw) : (Series){0};
-    add_thinned(panel_series(p, (Series){.name = w->logs[k].name, .color = COLORS[k], .width = 2}),
-                noisy ? &trend : raw, DRAWN_MAX);
-    free(trend.samples);
+    const Log *log = &w->logs[k];
+    add_line(p, (Series){.name = log->name, .color = COLORS[k], .width = 2}, &log->figures[figure], DRAWN_MAX,
+             noisy);
     if (figure == LOSS)
-      add_thinned(panel_series(p, (Series){.color = COLORS[k], .width = 0.8, .marker = MARKER_CIRCLE}),
-                  &w->logs[k].figures[VALIDATION], 40);
+      add_line(p, (Series){.color = COLORS[k], .width = 0.8, .marker = MARKER_CIRCLE},
+               &log->figures[VALIDATION], 40, false);
   }
 }
 
@@ -151,52 +141,26 @@ static void draw(const Wanted *w) {
 
 // --- the command line --------------------------------------------------------------------------------------
 
-enum { KEY_OUT = 1000, KEY_FROM };
-static const struct argp_option table[] = {
-    {"out", KEY_OUT, "FILE", 0, "The picture (default run.png)", 0},
-    {"from", KEY_FROM, "STEP", 0, "Leave out the steps before it (default 0)", 0},
-    {0}};
-
-typedef struct {
-  Wanted *wanted;
-  const char *paths[RUNS_MAX];
-} Parsed;
-
-static error_t parse(int key, char *text, struct argp_state *state) {
-  Parsed *p = state->input;
-  char *end = NULL;
-  switch (key) {
-  case KEY_OUT:
-    p->wanted->out = text;
-    return 0;
-  case KEY_FROM:
-    p->wanted->from = strtod(text, &end);
-    if (end == text || *end || !(p->wanted->from >= 0)) fail("--from %s: give a step from 0", text);
-    return 0;
-  case ARGP_KEY_ARG:
-    if (p->wanted->count == RUNS_MAX) fail("one picture has room for %d runs", RUNS_MAX);
-    p->paths[p->wanted->count++] = text;
-    return 0;
-  default:
-    return ARGP_ERR_UNKNOWN;
-  }
-}
+#define OPTION_VALUES Wanted
+static const Option option_rows[] = {
+    {TEXT("out", "FILE", out), DEFAULT("run.png"), HELP("The picture")},
+    {NUMBER("from", "STEP", from, 0, 1e18), DEFAULT("0"), HELP("Leave out the steps before it")},
+    {OPTION_END}};
 
 int main(int argc, char **argv) {
-  static const struct argp argp = {
-      .options = table,
-      .parser = parse,
-      .args_doc = "LOG...",
-      .doc = "Draws logs that ./train --log wrote: loss, learning rate, gradient norm, "
-             "throughput."};
-  Wanted wanted = {.out = "run.png"};
-  Parsed parsed = {.wanted = &wanted};
-  error_t error = argp_parse(&argp, argc, argv, 0, NULL, &parsed);
-  if (error) fail("cannot read the command line: %s", strerror(error));
+  static const OptionTable table = {
+      option_rows,
+      "Draws LOG..., logs that ./train --log wrote: loss, learning rate, gradient norm, throughput.", NULL};
+  Wanted wanted = {0};
+  wanted.count = option_table_take(&table, &wanted, NULL, argc, argv) - 1;
   if (!wanted.count) fail("name one or more logs that ./train --log wrote");
+  if (wanted.count > RUNS_MAX) fail("one picture has space for %d runs", RUNS_MAX);
   const char *reason;
   if (!canvas_possible(&reason)) fail("no picture can be drawn: %s", reason);
-  for (int k = 0; k < wanted.count; k++) read_log(&wanted.logs[k], parsed.paths[k], wanted.from);
+  for (int k = 0; k < wanted.count; k++) {
+    if (argv[k + 1][0] == '-') fail("%s is no option; --help lists them", argv[k + 1]);
+    read_log(&wanted.logs[k], argv[k + 1], wanted.from);
+  }
   draw(&wanted);
   printf("%s\n", wanted.out);
   for (int k = 0; k < wanted.count; k++)
