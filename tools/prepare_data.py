@@ -20,6 +20,7 @@ import contextlib
 import glob
 import hashlib
 import json
+import mmap
 import multiprocessing
 import os
 import re
@@ -111,41 +112,27 @@ def find_files(inputs, given):
     return files
 
 
-# A part of a file. A document may go on in the next item; `closes` says that it does not.
-Item = collections.namedtuple("Item", "number path kind start end split closes", defaults=(None, True))
-# Segments of text, each with whether it counts. `closes`: an end-of-text token follows.
-Document = collections.namedtuple("Document", "segments closes", defaults=(True,))
+# A part of a file: bytes, or row groups of Parquet; `size` in bytes. A document may go on in the next item, and has
+# ended when `closes`. `split` is set where the item has one split for all it holds.
+Item = collections.namedtuple("Item", "number path kind start end size split closes", defaults=(None, True))
 
 
-def is_safe_cut(window, at):
-    """Whether text can be cut after the newline at `at` without changing its tokens: no tokenizer's piece reaches
-    from a lone newline into the line after it."""
-    return bool(at > 0 and window[at - 1:at].strip() and window[at + 1:at + 2].strip())
+def find_cut(text, at, newline, anywhere):
+    """The first place after `at` where text can be cut: after a newline and, unless `anywhere`, so that the tokens stay
+    the same. No tokenizer's piece reaches from a lone newline into the line after it."""
+    while (at := text.find(newline, at) + 1) > 0:
+        if anywhere or (text[at - 2:at - 1].strip() and text[at:at + 1].strip()):
+            return at
+    return len(text)
 
 
-def find_cut(file, at, size, anywhere):
-    """The first place at or after `at` where the file can be cut."""
-    overlap = b""
-    while at < size:
-        file.seek(at)
-        window = overlap + file.read(1 << 16)
-        newline = -1
-        while (newline := window.find(b"\n", newline + 1)) >= 0:
-            if anywhere or is_safe_cut(window, newline):
-                return at - len(overlap) + newline + 1
-        at += len(window) - len(overlap)
-        overlap = window[-2:]
-    return size
-
-
-def ranges(path, step, anywhere):
-    size = os.path.getsize(path)
+def pieces(text, step, newline, anywhere=False):
+    """(start, end) of pieces of at least `step` of a str, or of bytes."""
     start = 0
-    with open(path, "rb") as file:
-        while start < size:
-            end = find_cut(file, start + step, size, anywhere) if start + step < size else size
-            yield start, end
-            start = end
+    while start < len(text):
+        end = find_cut(text, start + step, newline, anywhere)
+        yield start, end
+        start = end
 
 
 def is_held_back(fraction, *place):
@@ -163,15 +150,19 @@ def parquet_file(path):
 
 
 def parts_of(path, options):
-    """The parts of a file as fields of Item: (kind, start, end) of each."""
-    kind = kind_of(path, options.format)
+    """The parts of a file as fields of Item: (kind, start, end, size) of each."""
+    kind, size = kind_of(path, options.format), os.path.getsize(path)
     if kind == "parquet":
-        return [(kind, group, group + 1) for group in range(parquet_file(path).num_row_groups)]
+        groups = parquet_file(path).num_row_groups
+        return [(kind, group, group + 1, size // groups) for group in range(groups)]
+    if not size:
+        return []
     lines = kind == "jsonl" or options.document == "line"
     step = ITEM_BYTES
     if not lines and options.val_fraction > 0:  # the file is one document, of which stretches are held back
-        step = max(1 << 14, min(ITEM_BYTES, os.path.getsize(path) // 100))
-    return [(kind, start, end) for start, end in ranges(path, step, lines)]
+        step = max(1 << 14, min(ITEM_BYTES, size // 100))
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return [(kind, start, end, end - start) for start, end in pieces(data, step, b"\n", lines)]
 
 
 def items_of(files, options):
@@ -195,15 +186,6 @@ def read_range(item):
         return file.read(item.end - item.start)
 
 
-def as_text(data):
-    """UTF-8, what is none replaced; also how many characters had to be."""
-    try:
-        return data.decode("utf-8"), 0
-    except UnicodeDecodeError:
-        text = data.decode("utf-8", errors="replace")
-        return text, text.count("\ufffd")
-
-
 def records_of(item, columns):
     """The objects of JSON lines or of a Parquet row group."""
     if item.kind == "parquet":
@@ -213,8 +195,8 @@ def records_of(item, columns):
             raise ValueError(f"{item.path} has no column {columns[0]}; it has {', '.join(file.schema_arrow.names)}")
         yield from file.read_row_group(item.start, columns=known).to_pylist()
         return
-    data, at = read_range(item), item.start
-    for line in data.split(b"\n"):
+    at = item.start
+    for line in read_range(item).split(b"\n"):
         if line.strip():
             try:
                 record = json.loads(line)
@@ -232,35 +214,18 @@ def field_of(record, name, item):
     return record[name]
 
 
-def pieces_of(text):
-    """A long document in pieces that have the same tokens apart as together."""
-    start = 0
-    while len(text) - start > PIECE_BYTES:
-        cut = start + PIECE_BYTES
-        while (cut := text.find("\n", cut)) >= 0 and not is_safe_cut(text, cut):
-            cut += 1
-        if cut < 0:
-            break
-        yield text[start:cut + 1]
-        start = cut + 1
-    yield text[start:]
-
-
 def plain_documents(item, options, report):
+    """Documents: segments of text, each with whether it counts, and whether an end-of-text token follows."""
     if item.kind != "text":
-        for record in records_of(item, [options.field]):
-            text = field_of(record, options.field, item)
-            if text:
-                yield Document([(piece, True) for piece in pieces_of(str(text))])
-        return
-    text, replaced = as_text(read_range(item))
-    report["replaced"] += replaced
-    if options.document == "line":
-        for line in text.split("\n"):
-            if line.strip():
-                yield Document([(piece, True) for piece in pieces_of(line)])
-    elif text:
-        yield Document([(piece, True) for piece in pieces_of(text)], item.closes)
+        found = (field_of(record, options.field, item) for record in records_of(item, [options.field]))
+        texts = (str(text) for text in found if text)
+    else:
+        data = read_range(item)
+        text = data.decode("utf-8", errors="replace")
+        report["replaced"] += text.count("\ufffd") - data.count("\ufffd".encode())
+        texts = [text] if options.document == "file" else filter(str.strip, text.split("\n"))
+    for text in texts:
+        yield [(text[start:end], True) for start, end in pieces(text, PIECE_BYTES, "\n")], item.closes
 
 
 class Chat:
@@ -331,7 +296,7 @@ def chat_documents(item, options, chat, report):
             raise ValueError(f"{item.path} has a conversation that is no list of messages with role and content "
                              f"({type(error).__name__}: {error})")
         if segments:
-            yield Document(segments)
+            yield segments, True
         else:
             report["without_answer"] += 1
 
@@ -355,41 +320,38 @@ class Worker:
     def run(self, item):
         """(ids, counts) of either split, and the counts of what was met."""
         report = collections.Counter()
-        out = {"train": ([], []), "val": ([], [])}
+        out = {"train": [], "val": []}  # (ids, counts) of each document
         batch, size = [], 0
         documents = (chat_documents(item, self.options, self.chat, report) if self.chat
                      else plain_documents(item, self.options, report))
-        for number, document in enumerate(documents):
+        for number, (segments, closes) in enumerate(documents):
             held_back = is_held_back(self.options.val_fraction, item.number, number)
             split = item.split or ("val" if held_back else "train")
-            report[split] += document.closes
-            batch.append((document, split))
-            size += sum(len(text) for text, _ in document.segments)
+            report[split] += closes
+            batch.append((segments, closes, out[split]))
+            size += sum(len(text) for text, _ in segments)
             if size > PIECE_BYTES:
-                self.flush(batch, out)
+                self.flush(batch)
                 batch, size = [], 0
-        self.flush(batch, out)
-        return {split: (numpy.concatenate([numpy.zeros(0, numpy.uint32)] + ids),
-                        numpy.concatenate([numpy.zeros(0, bool)] + counts))
-                for split, (ids, counts) in out.items()}, report
+        self.flush(batch)
+        return {split: [numpy.concatenate([numpy.zeros(0, dtype), *arrays]) for dtype, arrays in
+                        zip((numpy.uint32, bool), zip(*done) if done else ((), ()))]
+                for split, done in out.items()}, report
 
-    def flush(self, batch, out):
+    def flush(self, batch):
+        """Adds the tokens of each document of the batch to the list that came with it."""
         special = self.options.special_tokens and not self.options.chat
-        encodings = iter(self.encode([text for document, _ in batch for text, _ in document.segments],
-                                     add_special_tokens=special))
-        for document, split in batch:
+        encodings = iter(self.encode([text for segments, _, _ in batch for text, _ in segments], add_special_tokens=special))
+        for segments, closes, done in batch:
             ids, counts = [], []
-            for _, counted in document.segments:
+            for _, counted in segments:
                 piece = next(encodings).ids
                 ids += piece
-                if self.chat:
-                    counts += [counted] * len(piece)
-            if document.closes and (not ids or ids[-1] != self.end_of_text):
+                counts += [counted] * len(piece)
+            if closes and (not ids or ids[-1] != self.end_of_text):
                 ids.append(self.end_of_text)
                 counts.append(False)
-            out[split][0].append(numpy.array(ids, numpy.uint32))
-            if self.chat:
-                out[split][1].append(numpy.array(counts, bool))
+            done.append((numpy.array(ids, numpy.uint32), numpy.array(counts if self.chat else [], bool)))
 
 
 def start_worker(*arguments):
@@ -399,10 +361,7 @@ def start_worker(*arguments):
 
 
 def run_worker(item):
-    try:
-        return item, WORKER.run(item), None
-    except ValueError as error:
-        return item, None, str(error)
+    return item, WORKER.run(item)
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -460,23 +419,20 @@ class Shards:
 
 
 class Progress:
+    """A line on standard error about every so often, and a last one."""
+
     def __init__(self, total):
-        self.total, self.done, self.tokens, self.start, self.last = total, 0, 0, time.time(), 0
+        self.total, self.start, self.last = total, time.time(), 0
 
-    def line(self):
-        seconds = max(time.time() - self.start, 1e-9)
-        share = f"{100 * self.done / self.total:.0f}% of {self.total / 1e6:.1f} MB" if self.total else "nothing"
-        return f"{share}, {self.tokens:,} tokens, {self.done / seconds / 1e6:.1f} MB/s"
-
-    def update(self, item_bytes, tokens):
-        self.done, self.tokens = self.done + item_bytes, self.tokens + tokens
-        terminal = sys.stderr.isatty()
-        if time.time() - self.last > (0.2 if terminal else 10):
-            self.last = time.time()
-            print(("\r\033[K" if terminal else "") + self.line(), end="" if terminal else "\n", file=sys.stderr, flush=True)
-
-    def finish(self):
-        print(("\r\033[K" if sys.stderr.isatty() else "") + self.line(), file=sys.stderr)
+    def show(self, done, tokens, last=False):
+        terminal, now = sys.stderr.isatty(), time.time()
+        if not last and now - self.last < (0.2 if terminal else 10):
+            return
+        self.last = now
+        share = f"{100 * done / self.total:.0f}% of {self.total / 1e6:.1f} MB" if self.total else "nothing"
+        rate = done / max(now - self.start, 1e-9) / 1e6
+        print(("\r\033[K" if terminal else "") + f"{share}, {tokens:,} tokens, {rate:.1f} MB/s",
+              end="" if terminal and not last else "\n", file=sys.stderr, flush=True)
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
@@ -504,8 +460,8 @@ def train_tokenizer(files, options, path):
                 some = (message["content"] for record in records_of(item, chat_fields(options))
                         for message in messages_of(record, options, item))
             else:
-                some = (text for document in plain_documents(item, options, collections.Counter())
-                        for text, _ in document.segments)
+                some = (text for segments, _ in plain_documents(item, options, collections.Counter())
+                        for text, _ in segments)
             for text in some:
                 left -= len(text)
                 yield text
@@ -550,18 +506,17 @@ class Tokens:
         self.special["eos_token"] = self.special["eos_token"] or self.end_of_text
 
     def copy(self, source):
-        folder = source if os.path.isdir(source) else os.path.dirname(source)
-        file = os.path.join(source, "tokenizer.json") if os.path.isdir(source) else source
-        if not os.path.isfile(file):
-            fail(f"there is no {file}; --tokenizer names a tokenizer.json or a directory with one")
-        if os.path.abspath(file) != os.path.abspath(self.path):
-            shutil.copyfile(file, self.path)
+        folder, file = os.path.split(source)
+        if os.path.isdir(source):
+            folder, file = source, "tokenizer.json"
+        if not os.path.isfile(os.path.join(folder, file)):
+            fail(f"there is no {os.path.join(folder, file)}; --tokenizer names a tokenizer.json or a directory with one")
+        for name in (file, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            copy = os.path.join(os.path.dirname(self.path), "tokenizer.json" if name == file else name)
+            with contextlib.suppress(FileNotFoundError, shutil.SameFileError):
+                shutil.copyfile(os.path.join(folder, name), copy)
         settings = os.path.join(folder, "tokenizer_config.json")
         self.settings = json.loads(read_text(settings)) if os.path.exists(settings) else {}
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-            path, copy = os.path.join(folder, name), os.path.join(os.path.dirname(self.path), name)
-            if os.path.exists(path) and os.path.abspath(path) != os.path.abspath(copy):
-                shutil.copyfile(path, copy)
         template = self.settings.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -637,21 +592,16 @@ def parse_options():
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
     options = parser.parse_args()
-    if not 0 <= options.val_fraction < 1:
-        fail(f"--val-fraction {options.val_fraction}: give a share from 0 to below 1")
-    if not 1 <= options.shard_tokens < 2**31:
-        fail(f"--shard-tokens {options.shard_tokens}: a shard holds from 1 to {2**31 - 1} tokens")
-    if options.workers < 1:
-        fail(f"--workers {options.workers}: at least one process is needed")
-    if options.train_tokenizer and options.train_tokenizer < 257:
-        fail(f"--train-tokenizer {options.train_tokenizer}: 256 bytes and the end of text make 257 tokens at least")
+    for good, sentence in [
+        (0 <= options.val_fraction < 1, f"--val-fraction {options.val_fraction}: give a share from 0 to below 1"),
+        (1 <= options.shard_tokens < 2**31, f"--shard-tokens {options.shard_tokens}: a shard holds from 1 to {2**31 - 1} tokens"),
+        (options.workers >= 1, f"--workers {options.workers}: at least one process is needed"),
+        (not options.train_tokenizer or options.train_tokenizer >= 257,
+         f"--train-tokenizer {options.train_tokenizer}: 256 bytes and the end of text make 257 tokens at least"),
+    ]:
+        if not good:
+            fail(sentence)
     return options
-
-
-def size_of(item):
-    if item.kind != "parquet":
-        return item.end - item.start
-    return os.path.getsize(item.path) // max(1, parquet_file(item.path).num_row_groups)
 
 
 def make_shards(files, options, tokens):
@@ -660,23 +610,20 @@ def make_shards(files, options, tokens):
     for pattern in ("train_*", "val_*"):
         for old in glob.glob(os.path.join(glob.escape(options.out), pattern)):
             os.remove(old)
-    totals = collections.Counter()
+    totals, done = collections.Counter(), 0
     progress = Progress(sum(os.path.getsize(file) for file in files))
     template = tokens.chat_template(options.chat_template) if options.chat else None
     if template:
         Chat(template, tokens.special)  # a template that cannot be read is said once, here
     arguments = (options, tokens.path, tokens.end_of_text_id, template, tokens.special)
     with multiprocessing.Pool(options.workers, start_worker, arguments) as pool:
-        for item, result, problem in pool.imap(run_worker, list(items_of(files, options))):
-            if problem:
-                pool.terminate()
-                fail(problem)
-            parts, report = result
+        for item, (parts, report) in pool.imap(run_worker, list(items_of(files, options))):
             for split, (ids, counts) in parts.items():
                 shards[split].add(ids, counts)
             totals.update(report)
-            progress.update(size_of(item), sum(len(ids) for ids, _ in parts.values()))
-    progress.finish()
+            done += item.size
+            progress.show(done, sum(split.tokens + split.count for split in shards.values()))
+    progress.show(done, sum(split.tokens + split.count for split in shards.values()), last=True)
     for split in shards.values():
         split.close()
     return shards, totals
