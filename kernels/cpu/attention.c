@@ -50,7 +50,7 @@ static void forward_block(bool plain, Rows q, Rows k, Rows v, Rows out, float *l
   for (int64_t first_key = 0; first_key < first_query + queries; first_key += TILE) {
     int64_t keys = min_i64(TILE, first_query + queries - first_key);
     tile_multiply(plain, queries, keys, head_dim, scale, matrix(q, first_query, false),
-                  matrix(k, first_key, true), false, &scores[0][0], TILE, NULL);
+                  matrix(k, first_key, true), false, &scores[0][0], TILE);
     for (int64_t i = 0; i < queries; i++) {
       int64_t visible = visible_keys(first_query + i, first_key, keys);
       float tile_maximum = maximum_of(scores[i], visible);
@@ -65,8 +65,8 @@ static void forward_block(bool plain, Rows q, Rows k, Rows v, Rows out, float *l
       for (int64_t d = 0; d < head_dim; d++) row[d] *= shrink;
     }
     tile_multiply(plain, queries, head_dim, keys, 1.0f, tile_matrix(&scores[0][0], false),
-                  matrix(v, first_key, false), first_key > 0, out.data + first_query * out.stride, out.stride,
-                  NULL);
+                  matrix(v, first_key, false), first_key > 0, out.data + first_query * out.stride,
+                  out.stride);
   }
   for (int64_t i = 0; i < queries; i++) {
     float *row = out.data + (first_query + i) * out.stride, factor = 1.0f / sum[i];
@@ -108,9 +108,9 @@ static void backward_tile(bool plain, const HeadBackward *h, int64_t first_query
   float scale = 1.0f / sqrtf((float)h->head_dim);
   CpuMatrix q = matrix(h->q, first_query, false), dout = matrix(h->dout, first_query, false);
   tile_multiply(plain, queries, keys, h->head_dim, scale, q, matrix(h->k, first_key, true), false, &p[0][0],
-                TILE, NULL);
+                TILE);
   tile_multiply(plain, queries, keys, h->head_dim, 1.0f, dout, matrix(h->v, first_key, true), false,
-                &ds[0][0], TILE, NULL);
+                &ds[0][0], TILE);
   for (int64_t i = 0; i < queries; i++) {
     int64_t t = first_query + i, visible = visible_keys(t, first_key, keys);
     const float *out_row = h->out.data + t * h->out.stride, *dout_row = h->dout.data + t * h->dout.stride;
@@ -125,12 +125,11 @@ static void backward_tile(bool plain, const HeadBackward *h, int64_t first_query
     for (int64_t j = visible; j < keys; j++) p[i][j] = ds[i][j] = 0.0f;
   }
   tile_multiply(plain, keys, h->head_dim, queries, 1.0f, tile_matrix(&p[0][0], true), dout, true,
-                h->dv.data + first_key * h->dv.stride, h->dv.stride, NULL);
+                h->dv.data + first_key * h->dv.stride, h->dv.stride);
   tile_multiply(plain, keys, h->head_dim, queries, scale, tile_matrix(&ds[0][0], true), q, true,
-                h->dk.data + first_key * h->dk.stride, h->dk.stride, NULL);
+                h->dk.data + first_key * h->dk.stride, h->dk.stride);
   tile_multiply(plain, queries, h->head_dim, keys, scale, tile_matrix(&ds[0][0], false),
-                matrix(h->k, first_key, false), true, h->dq.data + first_query * h->dq.stride, h->dq.stride,
-                NULL);
+                matrix(h->k, first_key, false), true, h->dq.data + first_query * h->dq.stride, h->dq.stride);
 }
 
 static void zero_rows(Rows rows, int64_t count, int64_t head_dim) {

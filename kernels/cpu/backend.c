@@ -123,7 +123,6 @@ static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
 }
 
 const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_bytes,
-                                    .linear_backward_weight = cpu_linear_backward_weight_scratch,
                                     .lce_logits_exp = cpu_lce_logits_exp_scratch,
                                     .lce_target_gradient = lce_target_gradient_bytes,
                                     .reduce = reduce_bytes,

@@ -46,9 +46,8 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
 
 // --- what the kernels and backend.c must agree on ----------------------------------------------------------
 
-enum { CPU_REDUCE_BLOCK = 32768 }; // optimizer.c: elements to one partial sum
-size_t cpu_linear_backward_weight_scratch(const LinearBackwardWeight *a); // linear.c
-size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a);                 // linear_cross_entropy.c
+enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elements to one partial sum
+size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a); // linear_cross_entropy.c
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 

@@ -88,7 +88,7 @@ static void input_strip(bool plain, const LceFilteredGemms *a, int64_t b, int64_
     tile = tile_of(a->exps, b, t);
     tile_multiply(plain, tile.rows, width, tile.columns, 1.0f, part_of(a->exps, tile.row, tile.column, false),
                   part_of(a->weight, tile.column, first, false), begun, cpu_row(a->dx_raw, tile.row) + first,
-                  a->dx_raw.stride, NULL);
+                  a->dx_raw.stride);
     begun = true;
   }
   if (!begun) zero_rows(a->dx_raw, tile.row, tile.rows, first, width);
@@ -104,7 +104,7 @@ static void weight_rows(bool plain, const LceFilteredGemms *a, int64_t t) {
     tile = tile_of(a->exps, b, t);
     tile_multiply(plain, tile.columns, hidden, tile.rows, a->alpha,
                   part_of(a->exps, tile.row, tile.column, true), part_of(a->scaled_x, tile.row, 0, false),
-                  begun, cpu_row(a->dweight, tile.column), a->dweight.stride, NULL);
+                  begun, cpu_row(a->dweight, tile.column), a->dweight.stride);
     begun = true;
   }
   if (!begun) zero_rows(a->dweight, tile.column, tile.columns, 0, hidden);

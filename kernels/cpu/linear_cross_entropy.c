@@ -1,23 +1,17 @@
-// The last layer's pieces on the CPU. kernels/linear_cross_entropy.c says what they add up to.
+// The operations of linear_cross_entropy on the CPU. kernels/linear_cross_entropy.c says what they add up to.
 //
-// The sweep takes 256 rows of W at a time, a tile that stays in a core's second-level cache, and does with it
-// everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E
-// W. So W comes from memory once per chunk, E is written once, and no tile of logits is read back from
-// memory. A chunk is cut into units of (up to 128 rows) x (a slice of the vocabulary), about 16 of them; each
-// unit sums its own share of dx, and the shares are added in the order of the slices. The cut follows from
-// the shape alone, so the bits are the same for any number of threads.
+// The logits-exp pass takes 256 rows of W at a time, a tile that stays in a core's second-level cache, and does with it
+// everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk is
+// cut into units of (up to 128 rows) x (a slice of the vocabulary), about 16 of them; each unit sums its share of dx, and
+// the shares are added in the order of the slices. The cut follows from the shape alone, so the bits are the same for any
+// number of threads.
 //
-// dW needs r = 1 / (1 + R) and is a product of its own (the tall product of linear.c): E is read once more,
-// and dW read and written, for every chunk.
-//
-// Measured as a ratio to the three bare sgemm calls over all tokens, the floor that the layer is held against
-// (N 1024, H 256, V 128256, chunks of 114; CPU time of one core with AVX-512 beside OpenBLAS 0.3.21):
-//   0.94 to 0.98  as it stands, holding 1/8.7 of what the materialized mode holds (two threads, by the clock
-//                 of a busy machine: 0.93 to 1.01)
-//   1.06          when the next tile of W is not fetched ahead
-//   1.01          with sgemm for dW
-//   1.41          with sgemm on these tiles: it copies both operands at every call, and the tiles are small
-// It can fall below 1 because these products read their left operand where it lies, and sgemm copies both.
+// Measured as a ratio to three sgemm calls over all tokens (tools/bench_lce; N 1024, H 256, V 128256, chunks of 128; CPU
+// time of one core with AVX-512 beside OpenBLAS 0.3.21, medians in turn):
+//   1.04 to 1.07  as it stands (at H 768, V 50257: 1.13 to 1.16)
+//   1.00 to 1.02  with the next tile of W and the columns of E for dW fetched ahead: 120 lines (1.11 to 1.14)
+//   1.30 to 1.38  sgemm -> exp -> sgemm on [C, 4096] of the vocabulary at a time, or on all of it, and sgemm for dW: sgemm
+//                 packs W for every chunk, which 128 rows do not pay back
 #include <math.h>
 #include <string.h>
 
@@ -30,8 +24,8 @@ enum {
   UNITS = 16         // pieces of work to cut a chunk into, if there is that much of it
 };
 
-// Row sums above this are redone with the row's maximum as anchor: a logit beats the target's by more than
-// 66. Far below infinity, so that no term of E W overflows and r = 1 / (1 + R) stays a normal number.
+// Row sums above this are redone with the row's maximum as anchor: a logit exceeds the target's by
+// more than 66. Far below infinity, so that no term of E W overflows and r = 1 / (1 + R) stays a normal number.
 static const float ROW_SUM_LIMIT = 0x1p96f;
 
 // How the chunk is cut. From its shape alone: the bits do not depend on the number of threads.
@@ -51,9 +45,9 @@ static Grid make_grid(int64_t rows, int64_t vocab) {
   return g;
 }
 
-// The door's workspace. Unit (block, slice) owns rows [slice * C + block * rows, ...) of both.
+// The workspace. Unit (block, slice) owns rows [slice * C + block * rows, ...) of both.
 typedef struct {
-  double *sums; // [slices * C]: row sums, or maxima
+  double *sums; // [slices * C]: row sums
   float *wide;  // [slices * C, H]: shares of dx_raw; or, without exps, [slices * C, BLOCK_VOCAB]: the tile
 } Scratch;
 
@@ -75,31 +69,13 @@ static Scratch split_scratch(const LceLogitsExp *a) {
   return (Scratch){.sums = a->workspace.data, .wide = (void *)(base + sums_bytes)};
 }
 
-typedef enum { EXPONENTIALS, MAXIMA } Pass;
-
-static float sharpness_of(float temperature) {
+static float inv_temperature_of(float temperature) {
   return temperature > 0 ? 1.0f / temperature : 1.0f;
 }
 
-// What a pass does with a tile of logits: row sums of the exponentials, which stay in the tile, or maxima.
-static void finish_tile(Pass pass, float *tile, int64_t stride, int64_t rows, int64_t columns,
-                        const float *anchor, float sharpness, const int32_t *targets, int64_t first_column,
-                        double *sums) {
-  for (int64_t i = 0; i < rows; i++) {
-    float *z = tile + i * stride;
-    if (pass == MAXIMA) {
-      sums[i] = fmax(sums[i], maximum_of(z, columns));
-      continue;
-    }
-    int64_t target = targets[i] - first_column;
-    if (target >= 0 && target < columns) z[target] = -INFINITY; // its exponential is exactly 0
-    sums[i] += exp_and_sum(z, anchor[i], sharpness, columns, z);
-  }
-}
-
 // One block of rows against one slice of the vocabulary.
-static void sweep_unit(bool plain, const LceLogitsExp *a, const Grid *g, const Scratch *scratch, Pass pass,
-                       int64_t block, int64_t slice) {
+static void logits_exp_unit(bool plain, const LceLogitsExp *a, const Grid *g, const Scratch *scratch,
+                            int64_t block, int64_t slice) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
   int64_t first_row = block * g->rows, rows = min_i64(g->rows, chunk - first_row);
   int64_t slice_first = slice * g->columns, slice_last = min_i64(vocab, slice_first + g->columns);
@@ -107,66 +83,42 @@ static void sweep_unit(bool plain, const LceLogitsExp *a, const Grid *g, const S
   const float *anchor = (const float *)a->rows.anchor.data + first_row;
   double *sums = scratch->sums + slice * chunk + first_row;
   bool keep = tensor_exists(a->exps);
-  float *own_tile = scratch->wide + (slice * chunk + first_row) * BLOCK_VOCAB;
+  float *scratch_tile = scratch->wide + (slice * chunk + first_row) * BLOCK_VOCAB;
   float *dx = scratch->wide + (slice * chunk + first_row) * hidden;
+  float inv_temperature = inv_temperature_of(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
-  for (int64_t i = 0; i < rows; i++) sums[i] = pass == MAXIMA ? -INFINITY : 0.0;
+  for (int64_t i = 0; i < rows; i++) sums[i] = 0;
   for (int64_t first = slice_first; first < slice_last; first += BLOCK_VOCAB) {
     int64_t columns = min_i64(BLOCK_VOCAB, slice_last - first);
-    float *tile = keep ? cpu_row(a->exps, first_row) + first : own_tile;
+    float *tile = keep ? cpu_row(a->exps, first_row) + first : scratch_tile;
     int64_t stride = keep ? a->exps.stride : BLOCK_VOCAB;
     CpuMatrix w = {.data = cpu_row(a->weight, first), .stride = a->weight.stride, .transposed = true};
-    // While this tile is multiplied, the next one comes from memory.
-    int64_t next_rows = min_i64(BLOCK_VOCAB, vocab - first - columns);
-    TileAhead ahead = {.next = (const char *)(w.data + columns * w.stride),
-                       .lines = next_rows * hidden * (int64_t)sizeof(float) / 64};
-    tile_multiply(plain, rows, columns, hidden, 1.0f, x, w, false, tile, stride, &ahead);
-    finish_tile(pass, tile, stride, rows, columns, anchor, sharpness_of(a->temperature), targets, first,
-                sums);
-    if (!tensor_exists(a->dx_raw) || pass == MAXIMA) continue;
+    tile_multiply(plain, rows, columns, hidden, 1.0f, x, w, false, tile, stride);
+    for (int64_t i = 0; i < rows; i++) {
+      float *z = tile + i * stride;
+      int64_t target = targets[i] - first;
+      if (target >= 0 && target < columns) z[target] = -INFINITY; // its exponential is exactly 0
+      sums[i] += exp_and_sum(z, anchor[i], inv_temperature, columns, z);
+    }
+    if (!tensor_exists(a->dx_raw)) continue;
     w.transposed = false;
     tile_multiply(plain, rows, hidden, columns, 1.0f, (CpuMatrix){.data = tile, .stride = stride}, w,
-                  first > slice_first, dx, hidden, NULL);
+                  first > slice_first, dx, hidden);
   }
 }
 
-// Holds until add_slices has written new sums.
-static bool row_overflowed(const LceLogitsExp *a, int64_t n) {
-  return ((const float *)a->rows.row_sum.data)[n] > ROW_SUM_LIMIT;
-}
-
-static bool block_overflowed(const LceLogitsExp *a, const Grid *g, int64_t block) {
-  int64_t last = min_i64(a->x.shape[0], (block + 1) * g->rows);
-  for (int64_t n = block * g->rows; n < last; n++)
-    if (row_overflowed(a, n)) return true;
-  return false;
-}
-
-static void sweep(bool plain, const LceLogitsExp *a, const Grid *g, const Scratch *scratch, Pass pass,
-                  bool only_overflowed) {
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (int64_t block = 0; block < g->blocks; block++)
-    for (int64_t slice = 0; slice < g->slices; slice++)
-      if (!only_overflowed || block_overflowed(a, g, block))
-        sweep_unit(plain, a, g, scratch, pass, block, slice);
-}
-
-// The slices' shares, added in the order of the slices.
-static void add_slices(const LceLogitsExp *a, const Grid *g, const Scratch *scratch) {
+// The slices' shares of row n, added in the order of the slices.
+static void add_slices(const LceLogitsExp *a, const Grid *g, const Scratch *scratch, int64_t n) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1];
-  float *row_sum = a->rows.row_sum.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < chunk; n++) {
-    double sum = 0.0;
-    for (int64_t s = 0; s < g->slices; s++) sum += scratch->sums[s * chunk + n];
-    row_sum[n] = (float)sum;
-    if (!tensor_exists(a->dx_raw)) continue;
-    float *dx = cpu_row(a->dx_raw, n);
-    for (int64_t s = 0; s < g->slices; s++) {
-      const float *share = scratch->wide + (s * chunk + n) * hidden;
+  double sum = 0.0;
+  for (int64_t s = 0; s < g->slices; s++) sum += scratch->sums[s * chunk + n];
+  ((float *)a->rows.row_sum.data)[n] = (float)sum;
+  if (!tensor_exists(a->dx_raw)) return;
+  float *dx = cpu_row(a->dx_raw, n);
+  for (int64_t s = 0; s < g->slices; s++) {
+    const float *share = scratch->wide + (s * chunk + n) * hidden;
 #pragma omp simd
-      for (int64_t i = 0; i < hidden; i++) dx[i] = s ? dx[i] + share[i] : share[i];
-    }
+    for (int64_t i = 0; i < hidden; i++) dx[i] = s ? dx[i] + share[i] : share[i];
   }
 }
 
@@ -188,44 +140,51 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
         targets[n] < 0 ? 0.0f : (float)dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]);
 }
 
-static void anchor_at_targets(const LceLogitsExp *a) {
-  const int32_t *targets = a->targets.data;
-  const float *target_z = a->rows.target_z.data;
-  float *target_e = a->rows.target_e.data, *anchor = a->rows.anchor.data;
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    target_e[n] = 1.0f;
-    // Every exponential of a row that does not count is 0.
-    anchor[n] = targets[n] == IGNORE_INDEX ? INFINITY : target_z[n];
+// Row n with its maximum as anchor. Rare, so each logit is simply computed twice.
+static void redo_row(bool plain, const LceLogitsExp *a, int64_t n) {
+  int64_t vocab = a->weight.shape[0], hidden = a->x.shape[1];
+  int32_t target = ((const int32_t *)a->targets.data)[n];
+  const float *x = cpu_row(a->x, n), target_z = ((const float *)a->rows.target_z.data)[n];
+  float *e = tensor_exists(a->exps) ? cpu_row(a->exps, n) : NULL;
+  float inv_temperature = inv_temperature_of(a->temperature), maximum = -INFINITY;
+  double sum = 0;
+  for (int64_t j = 0; j < vocab; j++) maximum = fmaxf(maximum, (float)dot(x, cpu_row(a->weight, j), hidden));
+  for (int64_t j = 0; j < vocab; j++) {
+    float z = (float)dot(x, cpu_row(a->weight, j), hidden);
+    float value = j == target ? 0.0f : exp_f32((z - maximum) * inv_temperature);
+    if (e) e[j] = value;
+    sum += (double)value;
   }
-}
-
-static void anchor_at_maxima(const LceLogitsExp *a, const Grid *g, const Scratch *scratch) {
-  int64_t chunk = a->x.shape[0];
-  for (int64_t n = 0; n < chunk; n++) {
-    if (!row_overflowed(a, n)) continue;
-    double maximum = -INFINITY, target_z = ((const float *)a->rows.target_z.data)[n];
-    for (int64_t s = 0; s < g->slices; s++) maximum = fmax(maximum, scratch->sums[s * chunk + n]);
-    ((float *)a->rows.anchor.data)[n] = (float)maximum;
-    ((float *)a->rows.target_e.data)[n] =
-        (float)exp((target_z - maximum) * (double)sharpness_of(a->temperature));
-  }
+  ((float *)a->rows.anchor.data)[n] = maximum;
+  ((float *)a->rows.row_sum.data)[n] = (float)sum;
+  ((float *)a->rows.target_e.data)[n] = expf((target_z - maximum) * inv_temperature);
+  if (!tensor_exists(a->dx_raw)) return;
+  CpuMatrix exps = {.data = e, .stride = a->exps.stride},
+            w = {.data = a->weight.data, .stride = a->weight.stride};
+  tile_multiply(plain, 1, hidden, vocab, 1.0f, exps, w, false, cpu_row(a->dx_raw, n), a->dx_raw.stride);
 }
 
 void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
-  if (a->x.shape[0] == 0) return;
+  int64_t rows = a->x.shape[0];
+  if (rows == 0) return;
   bool plain = cpu_plain_loops(backend);
-  Grid g = make_grid(a->x.shape[0], a->weight.shape[0]);
+  Grid g = make_grid(rows, a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
-  anchor_at_targets(a);
-  sweep(plain, a, &g, &scratch, EXPONENTIALS, false);
-  add_slices(a, &g, &scratch);
-  bool overflow = false;
-  for (int64_t n = 0; n < a->x.shape[0]; n++) overflow |= row_overflowed(a, n);
-  if (!overflow) return;
-  sweep(plain, a, &g, &scratch, MAXIMA, true);
-  anchor_at_maxima(a, &g, &scratch);
-  sweep(plain, a, &g, &scratch, EXPONENTIALS, true);
-  add_slices(a, &g, &scratch);
+  const int32_t *targets = a->targets.data;
+  const float *target_z = a->rows.target_z.data, *row_sum = a->rows.row_sum.data;
+  float *target_e = a->rows.target_e.data, *anchor = a->rows.anchor.data;
+  for (int64_t n = 0; n < rows; n++) {
+    target_e[n] = 1.0f;
+    anchor[n] = targets[n] == IGNORE_INDEX ? INFINITY : target_z[n]; // every E of an ignored row is 0
+  }
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t block = 0; block < g.blocks; block++)
+    for (int64_t slice = 0; slice < g.slices; slice++) logits_exp_unit(plain, a, &g, &scratch, block, slice);
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t n = 0; n < rows; n++) {
+    add_slices(a, &g, &scratch, n);
+    if (row_sum[n] > ROW_SUM_LIMIT) redo_row(plain, a, n);
+  }
 }
 
 // --- a vocabulary split over ranks -------------------------------------------------------------------------
@@ -250,20 +209,20 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
   const float *parts = a->parts.data, *target_z = r->target_z.data;
   float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *common_anchor = r->anchor.data;
   float *rescale = r->rescale.data;
-  double sharpness = sharpness_of(a->temperature);
+  double inv_temperature = inv_temperature_of(a->temperature);
   for (int64_t n = 0; n < rows; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
     double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1;
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++)
       anchor = fmax(anchor, (double)parts[rank * 2 * rows + n]);
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++) {
-      double factor = exp(((double)parts[rank * 2 * rows + n] - anchor) * sharpness);
+      double factor = exp(((double)parts[rank * 2 * rows + n] - anchor) * inv_temperature);
       sum += parts[(rank * 2 + 1) * rows + n] * factor;
       if (rank == backend->rank) local = factor;
     }
     row_sum[n] = (float)sum;
     common_anchor[n] = (float)anchor;
-    target_e[n] = counts ? (float)exp((target_z[n] - anchor) * sharpness) : 1.0f;
+    target_e[n] = counts ? (float)exp((target_z[n] - anchor) * inv_temperature) : 1.0f;
     rescale[n] = (float)local;
   }
 }
@@ -274,7 +233,7 @@ static float *optional(Tensor t) {
   return t.data;
 }
 
-static void tell(Tensor output, int64_t n, double value) {
+static void store(Tensor output, int64_t n, double value) {
   if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
 }
 
@@ -286,7 +245,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
   const float *anchor = r->anchor.data, *class_weights = optional(terms->class_weights);
   const float *token_weights = optional(a->token_weights), *rescale = optional(r->rescale);
   const int32_t *targets = a->targets.data;
-  double sharpness = sharpness_of(terms->temperature), epsilon = terms->label_smoothing,
+  double inv_temperature = inv_temperature_of(terms->temperature), epsilon = terms->label_smoothing,
          lambda = terms->z_loss;
   double factor = tensor_exists(a->factor) ? *(float *)a->factor.data : 1.0;
   double weight_sum =
@@ -295,27 +254,27 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->targets.shape[0]; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
-    double others = row_sum[n], all = others + target_e[n];
-    double nll =
-        target_e[n] == 1.0f ? log1p(others) : ((double)anchor[n] - target_z[n]) * sharpness + log(all);
-    double target_v = target_z[n] * sharpness, lse = target_v + nll;
+    double all = row_sum[n] + target_e[n];
+    double nll = target_e[n] == 1.0f ? log1p((double)row_sum[n])
+                                     : ((double)anchor[n] - target_z[n]) * inv_temperature + log(all);
+    double target_v = target_z[n] * inv_temperature, lse = target_v + nll;
     double class_weight = class_weights && counts ? class_weights[targets[n]] : 1.0;
     const float *x = cpu_row(a->x, n);
     double loss = (1 - epsilon) * class_weight * nll;
     if (epsilon > 0 && counts)
-      loss += share * (weight_sum * lse - sharpness * dot(x, a->smoothing_row.data, a->x.shape[1]));
-    tell(a->loss, n, counts ? loss : 0);
-    tell(a->outputs.z_loss, n, counts ? lambda * lse * lse : 0);
-    tell(a->outputs.log_prob, n, counts ? -nll : 0);
-    tell(a->outputs.logsumexp, n, counts ? lse : 0);
+      loss += share * (weight_sum * lse - inv_temperature * dot(x, a->smoothing_row.data, a->x.shape[1]));
+    store(a->loss, n, counts ? loss : 0);
+    store(a->outputs.z_loss, n, counts ? lambda * lse * lse : 0);
+    store(a->outputs.log_prob, n, counts ? -nll : 0);
+    store(a->outputs.logsumexp, n, counts ? lse : 0);
     if (!tensor_exists(a->scaled_x)) continue;
-    double s = counts ? factor * sharpness * (token_weights ? token_weights[n] : 1.0) : 0;
+    double s = counts ? factor * inv_temperature * (token_weights ? token_weights[n] : 1.0) : 0;
     double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p beside the target's own weight
     float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all * (rescale ? rescale[n] : 1.0));
-    tell(r->scale_non_target, n, scale);
-    tell(r->scale_target, n,
-         s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (others / all)));
-    if (epsilon > 0) tell(r->scale_uniform, n, -s * share);
+    store(r->scale_non_target, n, scale);
+    store(r->scale_target, n,
+          s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (row_sum[n] / all)));
+    if (epsilon > 0) store(r->scale_uniform, n, -s * share);
     float *scaled = cpu_row(a->scaled_x, n);
     if (!counts) scale = 0;
 #pragma omp simd

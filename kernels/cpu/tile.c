@@ -2,6 +2,17 @@
 
 #include <string.h>
 
+// The vector that the machine has registers for, and how many of them a row of the result takes: TILE_ROWS x TILE_COLUMNS
+// of it stay in registers, and a packed panel [TILE_DEPTH][TILE_COLUMNS] of the right operand in the first-level cache.
+#if defined(__AVX512F__)
+enum { TILE_LANES = 16, TILE_VECTORS = 4 };
+#elif defined(__AVX__)
+enum { TILE_LANES = 8, TILE_VECTORS = 2 };
+#else
+enum { TILE_LANES = 4, TILE_VECTORS = 4 };
+#endif
+enum { TILE_ROWS = 6, TILE_COLUMNS = TILE_LANES * TILE_VECTORS, TILE_DEPTH = 64 };
+
 // A vector register's worth of floats, at any address. Arithmetic on it is elementwise (GCC and clang).
 typedef float Vector
     __attribute__((vector_size(TILE_LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -54,7 +65,8 @@ static void pack_transposed(float *panel, CpuMatrix b, int64_t depth, int64_t co
       panel[p * TILE_COLUMNS + j] = j < columns ? b.data[j * b.stride + p] : 0.0f;
 }
 
-void tile_pack(float *panel, CpuMatrix b, int64_t depth, int64_t columns) {
+// panel[p][j] = b(p, j) for p < depth, j < columns; zeros in the columns beyond, up to TILE_COLUMNS.
+static void pack(float *panel, CpuMatrix b, int64_t depth, int64_t columns) {
   if (b.transposed) {
     pack_transposed(panel, b, depth, columns);
     return;
@@ -62,24 +74,23 @@ void tile_pack(float *panel, CpuMatrix b, int64_t depth, int64_t columns) {
   for (int64_t p = 0; p < depth; p++) {
     float *row = panel + p * TILE_COLUMNS;
     if (columns == TILE_COLUMNS) {
-      memcpy(row, b.data + p * b.stride, TILE_COLUMNS * sizeof *row);
-    } else {
-      memcpy(row, b.data + p * b.stride, (size_t)columns * sizeof *row);
-      memset(row + columns, 0, (size_t)(TILE_COLUMNS - columns) * sizeof *row);
+      memcpy(row, b.data + p * b.stride, TILE_COLUMNS * sizeof *row); // of constant size: no call
+      continue;
     }
+    for (int64_t j = 0; j < TILE_COLUMNS; j++) row[j] = j < columns ? b.data[p * b.stride + j] : 0.0f;
   }
 }
 
-// --- the product -------------------------------------------------------------------------------------------
+// --- the GEMM ----------------------------------------------------------------------------------------------
 
-// `rows` whole rows of TILE_COLUMNS. Inlined with a constant number of rows, so that `sum` lives in
-// registers.
-__attribute__((always_inline)) static inline void
-product_rows(const int rows, int64_t depth, float alpha, const float *a, int64_t row_step, int64_t depth_step,
-             const float *panel, bool accumulate, float *out, int64_t out_stride) {
+// out[TILE_ROWS, TILE_COLUMNS] = (accumulate ? out : 0) + alpha * a panel; a(i, p) = a[i * row_step + p * depth_step].
+// Not inlined: beside its callers' variables the sums would not all stay in registers.
+__attribute__((noinline)) static void multiply_panel(int64_t depth, float alpha, const float *a,
+                                                     int64_t row_step, int64_t depth_step, const float *panel,
+                                                     bool accumulate, float *out, int64_t out_stride) {
   Vector sum[TILE_ROWS][TILE_VECTORS];
 #pragma GCC unroll 6
-  for (int i = 0; i < rows; i++)
+  for (int i = 0; i < TILE_ROWS; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < TILE_VECTORS; v++) {
       sum[i][v] = (Vector){0};
@@ -92,14 +103,14 @@ product_rows(const int rows, int64_t depth, float alpha, const float *a, int64_t
     for (int v = 0; v < TILE_VECTORS; v++)
       right[v] = *(const Vector *)(panel + p * TILE_COLUMNS + v * TILE_LANES);
 #pragma GCC unroll 6
-    for (int i = 0; i < rows; i++) {
+    for (int i = 0; i < TILE_ROWS; i++) {
       float left = a[i * row_step + p * depth_step];
 #pragma GCC unroll 4
       for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] += left * right[v];
     }
   }
 #pragma GCC unroll 6
-  for (int i = 0; i < rows; i++)
+  for (int i = 0; i < TILE_ROWS; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < TILE_VECTORS; v++) {
       Vector *place = (Vector *)(out + i * out_stride + v * TILE_LANES);
@@ -107,75 +118,42 @@ product_rows(const int rows, int64_t depth, float alpha, const float *a, int64_t
     }
 }
 
-// At most TILE_ROWS rows of TILE_COLUMNS.
-static void product_block(int64_t rows, int64_t depth, float alpha, const float *a, int64_t row_step,
-                          int64_t depth_step, const float *panel, bool accumulate, float *out,
-                          int64_t out_stride) {
-#define ROWS(count)                                                                                          \
-  case count:                                                                                                \
-    product_rows(count, depth, alpha, a, row_step, depth_step, panel, accumulate, out, out_stride);          \
-    break
-  switch (rows) {
-    ROWS(6);
-    ROWS(5);
-    ROWS(4);
-    ROWS(3);
-    ROWS(2);
-    ROWS(1);
-  default:
-    break;
-  }
-#undef ROWS
-}
-
-void tile_panel_product(int64_t m, int64_t columns, int64_t depth, float alpha, const float *a,
-                        int64_t row_step, int64_t depth_step, const float *panel, bool accumulate, float *out,
-                        int64_t out_stride) {
-  for (int64_t i = 0; i < m; i += TILE_ROWS) {
-    int64_t rows = min_i64(TILE_ROWS, m - i);
-    const float *left = a + i * row_step;
-    float *result = out + i * out_stride;
-    if (columns == TILE_COLUMNS) {
-      product_block(rows, depth, alpha, left, row_step, depth_step, panel, accumulate, result, out_stride);
-      continue;
-    }
-    float edge[TILE_ROWS][TILE_COLUMNS];
-    product_block(rows, depth, alpha, left, row_step, depth_step, panel, false, &edge[0][0], TILE_COLUMNS);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t j = 0; j < columns; j++) {
-        float before = accumulate ? result[r * out_stride + j] : 0.0f;
-        result[r * out_stride + j] = before + edge[r][j];
-      }
-  }
-}
-
-static void fetch(TileAhead *ahead, int64_t calls_left) {
-  int64_t lines = ahead->lines / calls_left;
-  for (int64_t i = 0; i < lines; i++) __builtin_prefetch(ahead->next + 64 * i, 0, 2);
-  ahead->next += 64 * lines;
-  ahead->lines -= lines;
+// The same for what is left of rows and columns, by way of copies of whole size.
+static void multiply_edge(int64_t rows, int64_t columns, int64_t depth, float alpha, const float *a,
+                          int64_t row_step, int64_t depth_step, const float *panel, bool accumulate,
+                          float *out, int64_t out_stride) {
+  float left[TILE_ROWS][TILE_DEPTH] = {{0}}, product[TILE_ROWS][TILE_COLUMNS];
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t p = 0; p < depth; p++) left[i][p] = a[i * row_step + p * depth_step];
+  multiply_panel(depth, alpha, &left[0][0], TILE_DEPTH, 1, panel, false, &product[0][0], TILE_COLUMNS);
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < columns; j++)
+      out[i * out_stride + j] = (accumulate ? out[i * out_stride + j] : 0.0f) + product[i][j];
 }
 
 void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
-                   bool accumulate, float *out, int64_t out_stride, TileAhead *ahead) {
+                   bool accumulate, float *out, int64_t out_stride) {
   if (plain) {
     cpu_gemm(true, m, n, k, alpha, a, b, accumulate ? 1.0f : 0.0f, out, out_stride);
     return;
   }
   float panel[TILE_DEPTH * TILE_COLUMNS] __attribute__((aligned(64)));
   int64_t row_step = a.transposed ? 1 : a.stride, depth_step = a.transposed ? a.stride : 1;
-  int64_t calls = ceil_div(n, TILE_COLUMNS) * ceil_div(k, TILE_DEPTH) * ceil_div(m, TILE_ROWS);
   for (int64_t j = 0; j < n; j += TILE_COLUMNS)
     for (int64_t p = 0; p < k; p += TILE_DEPTH) {
       int64_t columns = min_i64(TILE_COLUMNS, n - j), depth = min_i64(TILE_DEPTH, k - p);
       CpuMatrix part = b;
       part.data += b.transposed ? j * b.stride + p : p * b.stride + j;
-      tile_pack(panel, part, depth, columns);
+      pack(panel, part, depth, columns);
       for (int64_t i = 0; i < m; i += TILE_ROWS) {
-        if (ahead) fetch(ahead, calls--);
-        tile_panel_product(min_i64(TILE_ROWS, m - i), columns, depth, alpha,
-                           a.data + i * row_step + p * depth_step, row_step, depth_step, panel,
-                           accumulate || p > 0, out + i * out_stride + j, out_stride);
+        const float *left = a.data + i * row_step + p * depth_step;
+        float *to = out + i * out_stride + j;
+        if (m - i >= TILE_ROWS && columns == TILE_COLUMNS)
+          multiply_panel(depth, alpha, left, row_step, depth_step, panel, accumulate || p > 0, to,
+                         out_stride);
+        else
+          multiply_edge(min_i64(TILE_ROWS, m - i), columns, depth, alpha, left, row_step, depth_step, panel,
+                        accumulate || p > 0, to, out_stride);
       }
     }
 }
