@@ -16,7 +16,7 @@
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/evaluate.h"
 #include "trainer/machine.h"
-#include "trainer/memory_table.h"
+#include "trainer/plan.h"
 #include "trainer/prompt.h"
 #include "trainer/report.h"
 #include "trainer/resume.h"
@@ -215,7 +215,7 @@ static void create_model(Run *run) {
 
 static void write_timeline(const Run *run) {
   const Options *o = run->options;
-  if (o->timeline && o->rank == 0) memory_write_timeline(o->timeline, &run->backend->memory.ledger);
+  if (o->timeline && o->rank == 0) plan_write_timeline(o->timeline, &run->backend->memory.ledger);
 }
 
 static void close_run(Run *run) {
@@ -234,14 +234,14 @@ int main(int argc, char **argv) {
   ranks_begin();
   options_parse(&options, argc, argv);
   if (options.plan || options.fit) {
-    (options.plan ? memory_print_plan : memory_print_fit)(&options);
+    (options.plan ? plan_print : plan_print_fit)(&options);
     options_free(&options);
     return 0;
   }
 
   Run run = {.options = &options, .backend = machine_open(&options)};
   machine_join_ranks(run.backend);
-  options_resolve_chunk(&options, run.backend);
+  options_resolve_chunk(&options, run.backend->device);
   open_data(&run);
   resume_require_same(&options, run.backend, run.data);
   report_settings(&options, run.backend, run.data);
@@ -262,7 +262,7 @@ int main(int argc, char **argv) {
     report_summary(&run.report, &run.trainer, &run.state, source_entropy(run.source), stopping(&run));
   }
   write_timeline(&run);
-  if (options.compare_modes && !stopping(&run)) memory_compare_modes(&run.trainer);
+  if (options.compare_modes && !stopping(&run)) plan_compare_modes(&run.trainer);
 
   bool unsaved = run.saves && run.saved_step != options.first_step + run.report.steps_done;
   close_run(&run);

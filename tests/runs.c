@@ -14,9 +14,7 @@ Options options_on(bool cuda, char *line) {
   Options options;
   options_parse(&options, argc, argv);
   options_resolve_dtypes(&options, cuda);
-  Backend *plan = plan_backend_create(cuda ? ON_CUDA : ON_CPU, options.dtype);
-  options_resolve_chunk(&options, plan);
-  backend_destroy(plan);
+  options_resolve_chunk(&options, cuda ? ON_CUDA : ON_CPU);
   return options;
 }
 

@@ -207,7 +207,7 @@ int main(int argc, char **argv) {
   Options options;
   parse(&options, argc, argv);
   Backend *backend = machine_open(&options);
-  options_resolve_chunk(&options, backend);
+  options_resolve_chunk(&options, backend->device);
   Source *source = trainer_open_source(&options);
   Loader loader = loader_create((LoaderOptions){
       .source = source, .batch = options.batch, .seq_len = options.seq_len, .seed = options.seed});

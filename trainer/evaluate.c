@@ -1,5 +1,6 @@
 #include "trainer/evaluate.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -68,17 +69,12 @@ static int64_t add_row(Rows *r, const Choice *choice, const int32_t *completion,
 
 static int64_t argmin(const double *values, const int64_t *divisors, int64_t count) {
   int64_t best = 0;
-  for (int64_t i = 1; i < count; i++) {
+  double lowest = INFINITY;
+  for (int64_t i = 0; i < count; i++) {
     double value = divisors ? values[i] / (double)divisors[i] : values[i];
-    double lowest = divisors ? values[best] / (double)divisors[best] : values[best];
-    if (value < lowest) best = i;
+    if (value < lowest) lowest = value, best = i;
   }
   return best;
-}
-
-// The ranks take turns.
-static bool is_mine(const Trainer *t, int64_t example) {
-  return example % t->backend->ranks == t->backend->rank;
 }
 
 static void sum_over_ranks(Trainer *t, ChoiceScore *score) {
@@ -99,9 +95,9 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   int64_t seq_len = t->options->seq_len, tokens = t->options->batch * seq_len;
   Rows r = {.trainer = t, .width = min_i64(choices->longest - 1, seq_len)};
   r.capacity = tokens / r.width;
-  int64_t all_rows = 1; // no rank asks for nothing
-  for (int64_t e = 0; e < examples; e++)
-    if (is_mine(t, e)) all_rows += choices_get(choices, e).completion_count;
+  int64_t all_rows = 1;                                             // no rank asks for nothing
+  const int64_t rank = t->backend->rank, ranks = t->backend->ranks; // example e is rank e % ranks'
+  for (int64_t e = rank; e < examples; e += ranks) all_rows += choices_get(choices, e).completion_count;
   int64_t *counts = host_alloc(all_rows, sizeof *counts, choices->path);
   r.sums = host_alloc(all_rows, sizeof *r.sums, choices->path);
   r.losses = host_alloc(tokens, sizeof *r.losses, choices->path);
@@ -109,8 +105,7 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   ChoiceScore score = {.examples = examples};
   MemoryMark mark = model_gather_head(&t->model, t->backend);
   int64_t row = 0, length;
-  for (int64_t e = 0; e < examples; e++) {
-    if (!is_mine(t, e)) continue;
+  for (int64_t e = rank; e < examples; e += ranks) {
     Choice choice = choices_get(choices, e);
     for (int64_t i = 0; i < choice.completion_count; i++) {
       bool shortened;
@@ -122,8 +117,7 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   flush(&r);
   model_drop_head(&t->model, t->backend, mark);
   row = 0;
-  for (int64_t e = 0; e < examples; e++) {
-    if (!is_mine(t, e)) continue;
+  for (int64_t e = rank; e < examples; e += ranks) {
     Choice choice = choices_get(choices, e);
     score.correct += argmin(r.sums + row, NULL, choice.completion_count) == choice.label;
     score.correct_normalized += argmin(r.sums + row, counts + row, choice.completion_count) == choice.label;
@@ -132,6 +126,6 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   free(counts);
   free(r.sums);
   free(r.losses);
-  if (t->backend->ranks > 1) sum_over_ranks(t, &score);
+  if (ranks > 1) sum_over_ranks(t, &score);
   return score;
 }

@@ -439,16 +439,16 @@ int64_t options_default_chunk(int64_t tokens, bool cuda) {
   return cuda && chunk < min_on_cuda ? min_on_cuda : chunk;
 }
 
-void options_resolve_chunk(Options *o, const Backend *backend) {
+void options_resolve_chunk(Options *o, DeviceKind device) {
   if (o->lce_memory) {
     size_t min;
-    o->lce_chunk = plan_chunk_within(o, backend->device, (size_t)o->lce_memory << 20, &min);
+    o->lce_chunk = plan_chunk_within(o, device, (size_t)o->lce_memory << 20, &min);
     if (!o->lce_chunk)
       fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
            "that",
            (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
   }
-  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, backend->device == ON_CUDA);
+  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
 }
 
 void options_free(Options *o) {

@@ -2,7 +2,7 @@
 #ifndef LCE_TRAINER_PLAN_H
 #define LCE_TRAINER_PLAN_H
 
-#include "trainer/options.h"
+#include "trainer/trainer.h"
 
 typedef struct {
   size_t peak_bytes;                     // the maximum in use at a time
@@ -28,5 +28,33 @@ int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mo
 // Fails with a sentence when the run needs more than `usable` bytes (0: unknown, never fails): who holds
 // what, and what would fit instead, with numbers.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
+
+// --- what is printed about memory ---------------------------------------------------------------------------
+
+// One column of the table.
+typedef struct {
+  const char *title; // "fused, measured"
+  Plan memory;
+  size_t device_bytes;  // what the system counts, the ledger's included; 0 when not measured
+  size_t outside_bytes; // of these not in the ledger; computed for the table
+  double pass_seconds;  // one forward and backward; 0 when not measured
+} MemoryColumn;
+
+// At most 3 columns, of the device that they are for.
+void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device);
+
+// --plan: what a run needs, in both modes. --fit: the largest batch in both modes, or a failure with a
+// sentence. Both finish the options for the device.
+void plan_print(Options *options);
+void plan_print_fit(Options *options);
+
+// --compare-modes: a few forward and backward passes in each mode; a mode that does not fit is planned.
+void plan_compare_modes(Trainer *trainer);
+
+// --timeline: bytes in use after every event of the ledger, one line each, by category, as CSV.
+void plan_write_timeline(const char *path, const Ledger *ledger);
+
+// "gradients, master weights and moments are spread over them": what --zero and --vocab-parallel do.
+const char *spread_name(const ParameterDtypes *dtypes);
 
 #endif

@@ -1,5 +1,6 @@
 #include "trainer/report.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,12 +9,47 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/json.h"
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
 #include "trainer/machine.h"
-#include "trainer/memory_table.h"
+#include "trainer/plan.h"
 #include "trainer/speed.h"
+
+// --- the log -----------------------------------------------------------------------------------------------
+
+// A member of a record: a text, tokens, a truth value or else a number, null where that is not finite.
+typedef struct {
+  const char *name;
+  double number;
+  bool optional; // left out where the number is not finite
+  const char *text;
+  const int32_t *tokens; // [count]
+  int64_t count;
+  const bool *truth;
+} LogField;
+
+static cJSON *value_of(const LogField *f) {
+  if (f->text) return cJSON_CreateString(f->text);
+  if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
+  return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
+}
+
+// Writes {"event": event, ...fields} as one line; the last field has no name. The line is on disk on return, so a
+// killed run leaves a readable log.
+static void log_write(const Report *r, const char *event, const LogField *fields) {
+  if (!r->log) return;
+  cJSON *line = cJSON_CreateObject();
+  cJSON_AddStringToObject(line, "event", event);
+  for (const LogField *f = fields; f->name; f++)
+    if (!f->optional || isfinite(f->number)) cJSON_AddItemToObject(line, f->name, value_of(f));
+  char *text = json_print(line, false);
+  if (fprintf(r->log, "%s\n", text) < 0 || fflush(r->log))
+    fail("cannot write the log %s: %s", r->options->log, strerror(errno));
+  free(text);
+  cJSON_Delete(line);
+}
 
 // --- before the first step ---------------------------------------------------------------------------------
 
@@ -46,23 +82,24 @@ void report_settings(const Options *o, const Backend *backend, const char *data)
 }
 
 Report report_open(const Options *o, Backend *backend) {
-  Report r = {.options = o,
-              .log = log_open(o->rank ? NULL : o->log, o->resumed_from != NULL),
-              .terminal = isatty(STDOUT_FILENO),
-              .last_printed = -INFINITY};
+  Report r = {.options = o, .terminal = isatty(STDOUT_FILENO), .last_printed = -INFINITY};
+  if (o->log && !o->rank) {
+    r.log = fopen(o->log, o->resumed_from ? "a" : "w");
+    if (!r.log) fail("cannot write the log %s: %s", o->log, strerror(errno));
+  }
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
   if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
   return r;
 }
 
 void report_close(Report *r) {
-  log_close(r->log);
+  if (r->log && fclose(r->log)) warn("the log %s may be incomplete: %s", r->options->log, strerror(errno));
 }
 
 void report_start(Report *r, const Backend *backend, const char *data) {
   const Options *o = r->options;
   const ModelConfig *m = &o->model;
-  log_write(r->log, "start",
+  log_write(r, "start",
             (LogField[]){{"device", .text = backend->description},
                          {"model", .text = m->name},
                          {"parameters", .number = (double)model_parameter_count(m)},
@@ -130,7 +167,7 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
 void report_steps(Report *r, Trainer *trainer, const StepResult *results, int count, double seconds) {
   double rate = (double)r->options->total_batch * count / seconds, each = seconds / count;
   for (const StepResult *s = results; s < results + count; s++) {
-    log_write(r->log, "step",
+    log_write(r, "step",
               (LogField[]){{"step", .number = (double)(s->step + 1)},
                            {"loss", .number = s->loss},
                            {"z_loss", .number = s->z_loss, .optional = true},
@@ -162,7 +199,7 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
 void report_validation(Report *r, int64_t step, double loss) {
   report_break(r);
   printf("step %lld  validation loss %.4f (perplexity %.1f)\n", (long long)step, loss, exp(loss));
-  log_write(r->log, "validation",
+  log_write(r, "validation",
             (LogField[]){{"step", .number = (double)step}, {"val_loss", .number = loss}, {0}});
 }
 
@@ -177,7 +214,7 @@ void report_choices(Report *r, const ChoiceScore *score) {
   if (score->shortened)
     printf("%s of its contexts lost their beginning: they are longer than --seq-len %lld\n",
            text_grouped(score->shortened).text, (long long)o->seq_len);
-  log_write(r->log, "choices",
+  log_write(r, "choices",
             (LogField[]){{"file", .text = o->hellaswag},
                          {"examples", .number = examples},
                          {"acc_norm", .number = normalized},
@@ -195,13 +232,13 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
   putchar('\n');
   LogField sample = {"text", .text = text};
   if (!text) sample = (LogField){"tokens", .tokens = tokens, .count = count};
-  log_write(r->log, "sample", (LogField[]){{"step", .number = (double)step}, sample, {0}});
+  log_write(r, "sample", (LogField[]){{"step", .number = (double)step}, sample, {0}});
   free(text);
 }
 
 void report_checkpoint(Report *r, int64_t step, double seconds) {
   printf("step %lld  saved in %s (%.1fs)\n", (long long)step, r->options->save, seconds);
-  log_write(r->log, "checkpoint",
+  log_write(r, "checkpoint",
             (LogField[]){{"step", .number = (double)step}, {"seconds", .number = seconds}, {0}});
 }
 
@@ -243,9 +280,9 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
   if (!o->compare_modes) {
     putchar('\n');
-    memory_table_print(&peak, 1, backend->device);
+    plan_print_table(&peak, 1, backend->device);
   }
-  log_write(r->log, "summary",
+  log_write(r, "summary",
             (LogField[]){{"loss_mode", .text = peak.title},
                          {"steps", .number = (double)r->steps_done},
                          {"stopped", .truth = &stopped},
@@ -267,6 +304,6 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
 }
 
 void report_evaluation(Report *r, double val_loss) {
-  log_write(r->log, "summary",
+  log_write(r, "summary",
             (LogField[]){{"val_loss", .number = val_loss}, {"perplexity", .number = exp(val_loss)}, {0}});
 }

@@ -2,15 +2,16 @@
 #ifndef LCE_TRAINER_REPORT_H
 #define LCE_TRAINER_REPORT_H
 
+#include <stdio.h>
+
 #include "trainer/evaluate.h"
-#include "trainer/log.h"
 #include "trainer/prompt.h"
 #include "trainer/resume.h"
 #include "trainer/trainer.h"
 
 typedef struct {
   const Options *options;
-  Log *log;
+  FILE *log; // one JSON object a line; NULL: none
   // The progress line: it rewrites itself on a terminal, and is a plain line every few seconds when piped.
   bool terminal, drawn;
   double last_printed;
@@ -25,7 +26,7 @@ typedef struct {
 // Before anything runs: device, model, job, data.
 void report_settings(const Options *options, const Backend *backend, const char *data);
 
-// Opens the log (of rank 0) and measures the GEMM rate, which uses the backend's empty stack.
+// Opens the log (of rank 0; a resumed run appends) and measures the GEMM rate, which uses the backend's empty stack.
 Report report_open(const Options *options, Backend *backend);
 void report_close(Report *report);
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/json.h"
@@ -12,12 +13,6 @@
 #include "trainer/machine.h"
 
 // --- finding -----------------------------------------------------------------------------------------------
-
-static char *copy_of(const char *path) {
-  char *copy = strdup(path);
-  if (!copy) fail("out of host memory for the path %s", path);
-  return copy;
-}
 
 static char *find_checkpoint(const Options *o, FolderCheck check) {
   bool automatic = !strcmp(o->resume, "auto");
@@ -28,7 +23,7 @@ static char *find_checkpoint(const Options *o, FolderCheck check) {
   if (!found && any) fail("--resume: no checkpoint in %s is intact; delete them to begin anew", directory);
   if (found || automatic) return found;
   checkpoint_require_intact(o->resume, check, true);
-  return copy_of(o->resume);
+  return text_format("%s", o->resume);
 }
 
 void resume_find(Options *o) {
@@ -42,7 +37,7 @@ void resume_find(Options *o) {
     o->first_step = (int64_t)step->valuedouble;
   } else if (o->init) {
     checkpoint_require_intact(o->init, check, false);
-    o->origin = copy_of(o->init);
+    o->origin = text_format("%s", o->init);
   }
 }
 
@@ -153,10 +148,6 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
 
 // --- the state ---------------------------------------------------------------------------------------------
 
-static void put_loss(cJSON *json, const char *name, double value) {
-  cJSON_AddItemToObject(json, name, isnan(value) ? cJSON_CreateNull() : cJSON_CreateNumber(value));
-}
-
 static cJSON *paths(const TextList *list) {
   return cJSON_CreateStringArray(list->items, (int)list->count);
 }
@@ -165,9 +156,9 @@ cJSON *resume_write(const Options *o, const RunState *state) {
   cJSON *json = cJSON_CreateObject();
   cJSON_AddNumberToObject(json, "step", (double)state->step);
   cJSON_AddStringToObject(json, "device", o->on_cuda ? "cuda" : "cpu");
-  put_loss(json, "first_loss", state->first_loss);
-  put_loss(json, "last_loss", state->last_loss);
-  put_loss(json, "val_loss", state->val_loss);
+  cJSON_AddNumberToObject(json, "first_loss", state->first_loss); // NAN is printed as null
+  cJSON_AddNumberToObject(json, "last_loss", state->last_loss);
+  cJSON_AddNumberToObject(json, "val_loss", state->val_loss);
   cJSON_AddItemToObject(json, "settings", settings_of(o, SETTING | GPU_SETTING));
   cJSON_AddStringToObject(json, "data", state->data);
   cJSON_AddItemToObject(json, "data_paths", paths(&o->data));
@@ -180,6 +171,11 @@ static double loss_of(const cJSON *json, const char *name) {
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
 }
 
+static void warn_changed(const Options *o, const char *option, const char *before, const char *now) {
+  warn("--%s was %s when %s was saved and is %s now: the run goes on, but not as it would have", option,
+       before, o->origin, now);
+}
+
 static void compare(const Options *o, const cJSON *then) {
   cJSON *now = settings_of(o, SETTING | GPU_SETTING);
   const cJSON *item;
@@ -189,13 +185,11 @@ static void compare(const Options *o, const cJSON *then) {
       warn("--%s is new since %s was saved: the run goes on, but not as it would have", item->string,
            o->origin);
     else if (strcmp(before, item->valuestring))
-      warn("--%s was %s when %s was saved and is %s now: the run goes on, but not as it would have",
-           item->string, before, o->origin, item->valuestring);
+      warn_changed(o, item->string, before, item->valuestring);
   }
   const char *filter = json_text(then, "lce-filter");
   if (filter && o->lce_filter == 0) // then it is no setting, and was not met above
-    warn("--lce-filter was %s when %s was saved and is 0 now: the run goes on, but not as it would have",
-         filter, o->origin);
+    warn_changed(o, "lce-filter", filter, "0");
   if (json_member(then, "metrics") && !o->metrics)
     warn("--metrics was given when %s was saved and is not now: the log goes on without", o->origin);
   cJSON_Delete(now);

@@ -20,27 +20,19 @@ static Piece piece_of(const Parameters *p, ParameterGroup g, Bucket b) {
                  .grad = shards_reduced_grads(p, g, b)};
 }
 
-typedef void (*PieceWork)(Trainer *trainer, const Piece *piece, void *context);
-
-static void for_each_piece(Trainer *t, PieceWork work, void *context) {
-  const Parameters *p = &t->model.parameters;
-  for (int g = 0; g < GROUP_COUNT; g++)
-    for (Bucket b = {p->group_elements[g], 0}; b.first > 0;) {
-      b = p->spread.parts == 1 ? (Bucket){0, b.first} : shards_bucket(p, (ParameterGroup)g, b.first);
-      Piece piece = piece_of(p, (ParameterGroup)g, b);
-      work(t, &piece, context);
-    }
+// Goes on to the piece before `piece`; starts as {0}. False when there is none left.
+static bool next_piece(const Parameters *p, Piece *piece) {
+  int group = (int)piece->group;
+  int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[group];
+  while (end == 0 && ++group < GROUP_COUNT) end = p->group_elements[group];
+  if (group == GROUP_COUNT) return false;
+  Bucket b = p->spread.parts == 1 ? (Bucket){0, end} : shards_bucket(p, (ParameterGroup)group, end);
+  *piece = piece_of(p, (ParameterGroup)group, b);
+  return true;
 }
 
-static void add_squares(Trainer *t, const Piece *piece, void *started) {
-  reduce(t->backend,
-         (Reduce){.sum = t->squares, .x = piece->grad, .squares = true, .accumulate = *(bool *)started});
-  *(bool *)started = true;
-}
-
-static void step_piece(Trainer *t, const Piece *piece, void *settings) {
+static void step_piece(Trainer *t, const Piece *piece, AdamW a) {
   const Parameters *p = &t->model.parameters;
-  AdamW a = *(const AdamW *)settings;
   a.weight = piece->value;
   a.master = piece->master;
   a.m = piece->m;
@@ -61,10 +53,11 @@ static void step_piece(Trainer *t, const Piece *piece, void *settings) {
 
 void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step) {
   const Options *o = t->options;
+  const Parameters *p = &t->model.parameters;
   bool started = false;
-  for_each_piece(t, add_squares, &started);
-  if (t->model.parameters.spread.parts > 1)
-    all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
+  for (Piece piece = {0}; next_piece(p, &piece); started = true)
+    reduce(t->backend, (Reduce){.sum = t->squares, .x = piece.grad, .squares = true, .accumulate = started});
+  if (p->spread.parts > 1) all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
   clip_scale(t->backend, (ClipScale){.norm = norm,
                                      .scale = t->scale,
                                      .sum_of_squares = t->squares,
@@ -76,6 +69,6 @@ void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step)
                     .epsilon = (float)o->epsilon,
                     .weight_decay = (float)o->weight_decay,
                     .step = step + 1};
-  for_each_piece(t, step_piece, &settings);
+  for (Piece piece = {0}; next_piece(p, &piece);) step_piece(t, &piece, settings);
   collectives_join(t->backend, 0);
 }

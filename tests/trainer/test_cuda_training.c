@@ -37,7 +37,7 @@ static void rig_open(Rig *rig, const char *device, const char *line) {
     argv[argc++] = word;
   options_parse(&rig->options, argc, argv);
   rig->backend = machine_open(&rig->options);
-  options_resolve_chunk(&rig->options, rig->backend);
+  options_resolve_chunk(&rig->options, rig->backend->device);
   trainer_create(&rig->trainer, &rig->options, rig->backend);
   trainer_set_mode(&rig->trainer, rig->options.mode);
 }

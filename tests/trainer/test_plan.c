@@ -114,9 +114,7 @@ static Options options_of_device(char *line, DeviceKind device) {
   Options o;
   options_parse(&o, argc, argv);
   options_resolve_dtypes(&o, device == ON_CUDA);
-  Backend *plan = plan_backend_create(device, o.dtype);
-  options_resolve_chunk(&o, plan);
-  backend_destroy(plan);
+  options_resolve_chunk(&o, device);
   return o;
 }
 
@@ -222,10 +220,8 @@ static void check_budget(DeviceKind device, const char *job, bool masked, int me
   snprintf(line, sizeof line, "%s --lce-memory %d", job, mebibytes);
   Options o = options_of_device(line, device);
   if (masked) { // as data with a mask would have it
-    Backend *plan = plan_backend_create(device, o.dtype);
     o.masked = true;
-    options_resolve_chunk(&o, plan);
-    backend_destroy(plan);
+    options_resolve_chunk(&o, device);
   }
   size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).head_peak_bytes;
   if (held > budget)

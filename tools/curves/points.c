@@ -145,7 +145,7 @@ static int64_t chunk_of(const Options *o, DeviceKind device, bool layer_only, co
   if (layer_only && o->lce_memory)
     at.lce_chunk = layer_chunk(&e, plan, p);
   else
-    options_resolve_chunk(&at, plan);
+    options_resolve_chunk(&at, device);
   backend_destroy(plan);
   return at.lce_chunk;
 }
