@@ -226,27 +226,25 @@ static void draw_curve(const char *folder, const Curve *c, const Recipe *recipe,
 
 static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, const Device *device) {
   const Options *o = e->options;
-  Curve points = {0};
+  Curve curve = {0};
   for (int i = 0; recipe && recipe->sweeps[i].values; i++)
-    points_add_sweep(&points, o, e->device, own->layer_only, recipe->sweeps[i].sweep,
+    points_add_sweep(&curve, o, e->device, own->layer_only, recipe->sweeps[i].sweep,
                      recipe->sweeps[i].values);
   if (!recipe)
-    points_add_sweep(&points, o, e->device, own->layer_only, sweep_named(own->sweep ? own->sweep : "tokens"),
+    points_add_sweep(&curve, o, e->device, own->layer_only, sweep_named(own->sweep ? own->sweep : "tokens"),
                      own->values);
-  for (int i = 0; i < points.count; i++)
-    point_options(e, &points.readings[i].point); // refuses what is no model, first
-  Curve curve = {0};
+  for (int i = 0; i < curve.count; i++)
+    point_options(e, &curve.readings[i].point); // refuses what is no model, first
   describe(&curve, own, recipe, o, device);
   char csv[600];
   snprintf(csv, sizeof csv, "%s/curve.csv", own->out);
   printf("%s\n\n", curve_caption(&curve).text);
-  run_points(stdout, e, &points, csv, own->fresh, &curve);
+  run_points(stdout, e, csv, own->fresh, &curve);
   run_summary(stdout, e, &curve);
   if (recipe) recipe_compare(stdout, recipe, e, &curve);
   printf("\nwrote %s\n", csv);
   draw_curve(own->out, &curve, recipe, own->resolution);
   curve_free(&curve);
-  curve_free(&points);
 }
 
 static void timeline(const Own *own, const Recipe *recipe, Experiment e, const Device *device) {

@@ -152,7 +152,8 @@ void curve_write(const Curve *c, const char *path) {
   snprintf(temporary, sizeof temporary, "%s.new", path);
   FILE *out = open_or_fail(temporary, "w");
   table_write_header(out, &table, c->settings);
-  for (int i = 0; i < c->count; i++) write_row(out, &c->readings[i]);
+  for (int i = 0; i < c->count; i++)
+    if (reading_known(&c->readings[i])) write_row(out, &c->readings[i]);
   finish(out, temporary);
   if (rename(temporary, path)) fail("cannot write %s: %s", path, strerror(errno));
 }
@@ -165,7 +166,7 @@ bool curve_read(Curve *c, const char *path) {
     fail("%s is no memory curve of this version; move it away, or give --fresh to replace it", path);
   Row row = {0};
   for (int line = 3; in && table_read_row(in, &table, path, line, &row); line++) {
-    if (row.tokens != point_tokens(&row.reading.point) || row.tokens <= 0 || !row.reading.planned_bytes)
+    if (row.tokens != point_tokens(&row.reading.point) || row.tokens <= 0 || !reading_known(&row.reading))
       fail("%s:%d is no row of this table; remove the line, or give --fresh", path, line);
     curve_add(c, &row.reading);
   }

@@ -31,7 +31,7 @@ void curve_require_same(const Curve *on_disk, const Curve *wanted, const char *p
 
 // Reads a file; false when there is none. Fails when it is not such a file.
 bool curve_read(Curve *curve, const char *path);
-// Writes the whole file anew, or nothing: readers never see half of it.
+// Writes all readings that are known, or nothing: readers never see half of the file.
 void curve_write(const Curve *curve, const char *path);
 // Appends one row, on disk when it returns.
 void curve_append(const Reading *reading, const char *path);

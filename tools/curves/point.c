@@ -29,6 +29,10 @@ double point_value(const Point *p) {
   return (double)values[p->sweep];
 }
 
+bool reading_known(const Reading *r) {
+  return r->planned_bytes > 0;
+}
+
 size_t reading_bytes(const Reading *r) {
   return r->ledger_bytes ? r->ledger_bytes : r->planned_bytes;
 }

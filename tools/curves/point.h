@@ -45,6 +45,7 @@ typedef struct {
   double loss_error, dx_error, dweight_error;
 } Reading;
 
+bool reading_known(const Reading *reading); // whether its point was planned or measured
 // The better figures of a reading: measured where there is a measurement.
 size_t reading_bytes(const Reading *reading);
 size_t reading_layer_bytes(const Reading *reading);

@@ -4,8 +4,8 @@
 
 #include "tools/curves/curve.h"
 
-// Appends the points of a sweep as readings of nothing yet, fused and materialized in turn, from small to large. `values` is a list of
-// numbers ("512,1024,4096") and ranges ("256:2048:256" adds 256 each time, "128:16384:x2" doubles); a number
+// Appends the points of a sweep as readings that are not known yet, fused and materialized in turn, from small to
+// large. `values` is a list of numbers ("512,1024,4096") and ranges ("256:2048:256" adds 256 each time, "128:16384:x2" doubles); a number
 // of tokens may also be written as batch x sequence ("4x20480"). NULL takes eight that suit the model. A chunk
 // is a matter of the fused mode: the materialized one is a single point there. The options give what is not
 // swept; `device` resolves the chunk where --lce-memory asks for it. Fails in one sentence on what is no number,

@@ -59,55 +59,45 @@ static double cost(const Experiment *e, const Point *p) {
   return point_flops(e, p) + 1e9;
 }
 
-static void reorder(Curve *c, const Curve *points) {
-  Curve ordered = {0};
-  for (int i = 0; i < points->count; i++) curve_add(&ordered, curve_find(c, &points->readings[i].point));
-  free(c->readings);
-  c->readings = ordered.readings;
-  c->count = ordered.count;
-  c->capacity = ordered.capacity;
-}
-
-// What the file has of this sweep; a curve of other settings ends the program.
-static void take_up(Curve *c, const Curve *points, const char *path) {
+// Takes the file's readings of this sweep; a file of other settings ends the program. Returns how many there were.
+static int take_up(Curve *c, const char *path) {
   Curve found;
-  if (!curve_read(&found, path)) return;
+  int had = 0;
+  if (!curve_read(&found, path)) return 0;
   curve_require_same(&found, c, path);
-  for (int i = 0; i < points->count; i++) {
-    const Reading *r = curve_find(&found, &points->readings[i].point);
-    if (r && r->status != POINT_TOO_SLOW) curve_add(c, r);
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = curve_find(&found, &c->readings[i].point);
+    if (r && r->status != POINT_TOO_SLOW) c->readings[i] = *r, had++;
   }
   curve_free(&found);
+  return had;
 }
 
-void run_points(FILE *out, const Experiment *e, const Curve *points, const char *path, bool fresh, Curve *c) {
-  if (!fresh) take_up(c, points, path);
-  int had = c->count;
+void run_points(FILE *out, const Experiment *e, const char *path, bool fresh, Curve *c) {
+  int had = fresh ? 0 : take_up(c, path);
   curve_write(c, path);
   if (had)
-    fprintf(out, "%d of %d points are in %s already (--fresh measures them again)\n", had, points->count,
-            path);
+    fprintf(out, "%d of %d points are in %s already (--fresh measures them again)\n", had, c->count, path);
   double ahead = 0, done = 0, started = now_seconds();
-  for (int i = 0; i < points->count; i++)
-    if (!curve_find(c, &points->readings[i].point)) ahead += cost(e, &points->readings[i].point);
+  for (int i = 0; i < c->count; i++)
+    if (!reading_known(&c->readings[i])) ahead += cost(e, &c->readings[i].point);
   print_head(out, e, e->errors);
   bool terminal = isatty(fileno(out));
-  for (int i = 0; i < points->count; i++) {
-    const Point *p = &points->readings[i].point;
-    const Reading *known = curve_find(c, p);
-    if (known) {
-      print_row(out, e, known, "");
+  for (int i = 0; i < c->count; i++) {
+    Reading *r = &c->readings[i];
+    const Point *p = &r->point;
+    if (reading_known(r)) {
+      print_row(out, e, r, "");
       continue;
     }
     if (terminal)
       fprintf(out, "%s %s, %s ...\r", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text,
               lce_mode_name(p->mode));
     fflush(out);
-    Reading r = point_read(e, p);
-    curve_append(&r, path);
-    curve_add(c, &r);
+    *r = point_read(e, p);
+    curve_append(r, path);
     // What was only planned took no time: it says nothing about the rest.
-    if (r.status == POINT_MEASURED)
+    if (r->status == POINT_MEASURED)
       done += cost(e, p);
     else
       ahead -= cost(e, p);
@@ -115,9 +105,8 @@ void run_points(FILE *out, const Experiment *e, const Curve *points, const char 
     double spent = now_seconds() - started;
     if (done > 0 && ahead - done > 1e-6 * ahead)
       snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (ahead - done)).text);
-    print_row(out, e, &r, left);
+    print_row(out, e, r, left);
   }
-  reorder(c, points);
 }
 
 // --- the summary -------------------------------------------------------------------------------------------
