@@ -27,6 +27,18 @@ bool path_is_folder(const char *path) {
   return stat(path, &status) == 0 && S_ISDIR(status.st_mode);
 }
 
+void path_make_folders(const char *option, const char *path) {
+  char *partial = text_format("%s", path);
+  for (char *slash = partial; slash;) {
+    slash = strchr(slash + 1, '/');
+    if (slash) *slash = 0;
+    if (*partial && mkdir(partial, 0777) && errno != EEXIST)
+      fail("--%s %s: cannot make the folder %s: %s", option, path, partial, strerror(errno));
+    if (slash) *slash = '/';
+  }
+  free(partial);
+}
+
 // Opens a regular file; -1 where there is none.
 static int open_file(const char *path, size_t *size) {
   int file = open(path, O_RDONLY | O_CLOEXEC);

@@ -8,6 +8,8 @@
 char *path_join(const char *folder, const char *name); // "folder/name"; the caller frees it
 bool path_exists(const char *path);
 bool path_is_folder(const char *path);
+// Makes the folder and those above it; fails naming the option that asked for it.
+void path_make_folders(const char *option, const char *path);
 
 // The whole file with a 0 behind it, which *length does not count; NULL when there is none. The caller frees
 // it. Fails naming the file when it cannot be read or is larger than 256 MiB.

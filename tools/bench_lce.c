@@ -101,16 +101,6 @@ static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, in
   return t;
 }
 
-// What a call pushes at its peak, by running it.
-static size_t held_by(Backend *backend, LinearCrossEntropy call) {
-  Ledger *ledger = &backend->memory.ledger;
-  size_t before = ledger->stack;
-  ledger->stack_peak = before;
-  linear_cross_entropy(backend, call);
-  backend_synchronize(backend);
-  return ledger->stack_peak - before;
-}
-
 __attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, Work *base, LinearCrossEntropy call,
                                                             const char *name, ...) {
   Work *work = &b->works[b->count++];
@@ -248,8 +238,8 @@ static void heading(const char *what, const char *ratio) {
 }
 
 static void run(Bench *b) {
-  layer_gemms(&b->layer, b->settings->tokens); // chooses its algorithms; held_by does so for the calls
-  for (int i = 1; i < b->count; i++) b->works[i].held = held_by(b->layer.backend, b->works[i].call);
+  layer_gemms(&b->layer, b->settings->tokens); // chooses its algorithms; layer_held does so for the calls
+  for (int i = 1; i < b->count; i++) b->works[i].held = layer_held(b->layer.backend, b->works[i].call);
   for (int i = 1; i < b->count; i++) {
     if (tensor_exists(b->works[i].call.filtered)) make_filterable(b);
     time_alternately(b, &b->works[i]);
@@ -263,11 +253,7 @@ static void run(Bench *b) {
 
 int main(int argc, char **argv) {
   Settings options = parse(argc, argv);
-  const char *reason = NULL;
-  bool cuda = strcmp(options.device, "cuda") == 0;
-  int ordinal = ranks_begin()->local_rank;
-  Backend *backend = cuda ? cuda_backend_create(ordinal, DTYPE_BF16, &reason) : cpu_backend_create(false);
-  if (!backend) fail("--device cuda: %s", reason);
+  Backend *backend = layer_backend(options.device, ranks_begin()->local_rank);
   machine_join_ranks(backend);
   LceShape shape = {.tokens = options.tokens,
                     .hidden_size = options.hidden_size,

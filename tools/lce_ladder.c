@@ -158,9 +158,7 @@ int main(int argc, char **argv) {
 
   const char *reason = NULL;
   if (o.plot && !canvas_possible(&reason)) fail("--plot %s: %s", o.plot, reason);
-  Backend *backend =
-      strcmp(o.device, "cuda") ? cpu_backend_create(false) : cuda_backend_create(0, DTYPE_BF16, &reason);
-  if (!backend) fail("--device cuda: %s", reason);
+  Backend *backend = layer_backend(o.device, 0);
   LceShape shape = {
       .tokens = o.tokens, .hidden_size = o.hidden_size, .vocab_size = o.vocab_size, .dtype = backend->dtype};
   LceTensors layer = layer_reserve(backend, shape, SEED);

@@ -8,14 +8,13 @@
 //   tools/memory_curve --recipe gemma2-2b
 //
 // tools/curves/point.c measures a point, tools/curves/pictures.c draws, tools/curves/recipes.c holds the published experiments.
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/option_rows.h"
 #include "base/text.h"
 #include "tools/curves/pictures.h"
@@ -109,19 +108,6 @@ static void check(Own *own, const Recipe *recipe, Options *o) {
   if (own->tokens) o->batch = 1, o->seq_len = own->tokens;
   o->total_batch = o->batch * o->seq_len;
   o->micro_steps = 1;
-}
-
-static void make_folders(const char *path) {
-  char part[512];
-  snprintf(part, sizeof part, "%s", path);
-  for (char *at = part + 1;; at++) {
-    if (*at && *at != '/') continue;
-    char kept = *at;
-    *at = 0;
-    if (mkdir(part, 0777) && errno != EEXIST) fail("cannot make the folder %s: %s", part, strerror(errno));
-    *at = kept;
-    if (!kept) return;
-  }
 }
 
 // --- the machine -------------------------------------------------------------------------------------------
@@ -318,7 +304,7 @@ int main(int argc, char **argv) {
                   .patience = own.patience};
   Device device = choose_device(&own, recipe, &options, &e);
   e.plan_only = own.plan_only;
-  make_folders(own.out);
+  path_make_folders("out", own.out);
   if (!own.timeline) sweep(&own, recipe, &e, &device);
   if (own.timeline || (recipe && recipe->timeline)) timeline(&own, recipe, e, &device);
   options_free(&options);

@@ -62,18 +62,6 @@ static char **list_steps(const char *directory, int *count) {
 
 // --- the store ---------------------------------------------------------------------------------------------
 
-static void make_directories(const char *path) {
-  char *partial = text_format("%s", path);
-  for (char *slash = partial; slash;) {
-    slash = strchr(slash + 1, '/');
-    if (slash) *slash = 0;
-    if (*partial && mkdir(partial, 0777) && errno != EEXIST)
-      fail("--save %s: cannot make %s: %s", path, partial, strerror(errno));
-    if (slash) *slash = '/';
-  }
-  free(partial);
-}
-
 static void take_lock(CheckpointStore *store) {
   store->lock = open(store->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (store->lock < 0) fail("--save %s: %s", store->directory, strerror(errno));
@@ -135,7 +123,7 @@ static void take_along(CheckpointStore *store, const char *origin, const char *t
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
                                       int64_t first_step, bool may_replace) {
   CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step};
-  make_directories(directory);
+  path_make_folders("save", directory);
   store.directory = text_format("%s", directory);
   refuse_foreign(&store, first_step, may_replace);
   take_lock(&store);

@@ -1,8 +1,10 @@
 #include "tools/curves/layer.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/alloc.h"
+#include "base/fail.h"
 #include "base/random.h"
 
 // --- random data -------------------------------------------------------------------------------------------
@@ -44,6 +46,14 @@ static void fill_normal(Backend *backend, Tensor t, uint64_t seed, bool weight) 
 }
 
 // --- where the tensors lie ---------------------------------------------------------------------------------
+
+Backend *layer_backend(const char *device, int ordinal) {
+  const char *reason = NULL;
+  Backend *backend = strcmp(device, "cuda") == 0 ? cuda_backend_create(ordinal, DTYPE_BF16, &reason)
+                                                 : cpu_backend_create(false);
+  if (!backend) fail("--device cuda: %s", reason);
+  return backend;
+}
 
 static Tensor reserve(Backend *backend, const char *name, MemoryCategory category, Dtype dtype, int64_t rows,
                       int64_t columns) {
@@ -104,11 +114,11 @@ void layer_run(const LceTensors *l, LceMode mode, int64_t chunk) {
   linear_cross_entropy(l->backend, layer_call(l, mode, chunk));
 }
 
-size_t layer_held(const LceTensors *l, LceMode mode, int64_t chunk) {
-  Ledger *ledger = &l->backend->memory.ledger;
+size_t layer_held(Backend *backend, LinearCrossEntropy call) {
+  Ledger *ledger = &backend->memory.ledger;
   size_t before = ledger->stack, highest = ledger->stack_peak;
   ledger->stack_peak = before;
-  layer_run(l, mode, chunk);
+  linear_cross_entropy(backend, call);
   size_t held = ledger->stack_peak - before;
   if (ledger->stack_peak < highest) ledger->stack_peak = highest;
   return held;

@@ -11,7 +11,10 @@ typedef struct {
   Tensor x, weight, targets, loss, dx, dweight;
 } LceTensors;
 
-// Reserves them on the backend (a plan's too) and fills x with N(0, 1), weight with N(0, 0.02), targets
+// The backend of --device "cpu" or "cuda" (fp32, or bf16 on the GPU of that ordinal); fails when there is none.
+Backend *layer_backend(const char *device, int ordinal);
+
+// Reserves the tensors on the backend (a plan's too) and fills x with N(0, 1), weight with N(0, 0.02), targets
 // uniformly: functions of (seed, element) alone, rounded to the backend's dtype.
 LceTensors layer_reserve(Backend *backend, LceShape shape, uint64_t seed);
 // The values of one row of what layer_reserve makes, for references.
@@ -26,8 +29,8 @@ LceTensors layer_push(Trainer *trainer, uint64_t seed);
 LinearCrossEntropy layer_call(const LceTensors *layer, LceMode mode, int64_t chunk);
 // Runs that call. Asynchronous.
 void layer_run(const LceTensors *layer, LceMode mode, int64_t chunk);
-// The same, and returns the bytes that it pushed at its peak, its operations' scratch included.
-size_t layer_held(const LceTensors *layer, LceMode mode, int64_t chunk);
+// Runs any call and returns the bytes that it pushed at its peak, its operations' scratch included.
+size_t layer_held(Backend *backend, LinearCrossEntropy call);
 
 // The three GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X), for
 // `rows` of the tokens at a time; needs a stack of layer_gemms_stack bytes.

@@ -90,7 +90,7 @@ typedef struct {
 static Needs plan_layer(const Experiment *e, const Point *p) {
   Backend *backend = plan_backend_create(e->device, e->options->dtype);
   LceTensors layer = layer_reserve(backend, point_shape(e, p), 1);
-  Needs n = {.layer = layer_held(&layer, p->mode, p->chunk)};
+  Needs n = {.layer = layer_held(backend, layer_call(&layer, p->mode, p->chunk))};
   n.peak = backend->memory.ledger.peak;
   n.layer_stack = backend->memory.ledger.stack_peak;
   backend_destroy(backend);
@@ -157,7 +157,7 @@ static Needs run_step(const Experiment *e, const Point *p, Backend *backend, con
 
   ledger_reset_peak(ledger);
   LceTensors layer = layer_push(&trainer, o.seed);
-  n.layer = layer_held(&layer, p->mode, o.lce_chunk);
+  n.layer = layer_held(backend, layer_call(&layer, p->mode, o.lce_chunk));
   n.layer_stack = ledger->stack_peak;
   while (r && layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS) time_layer(&layers, &layer, p);
   memory_pop_to(&backend->memory, 0);
@@ -243,7 +243,7 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
   ledger_reset_peak(&memory->ledger);
   backend->ops->device_peak_reset(backend);
   memory_set_stack(memory, needs->layer_stack);
-  r->layer_bytes = layer_held(&layer, p->mode, p->chunk);
+  r->layer_bytes = layer_held(backend, layer_call(&layer, p->mode, p->chunk));
   backend_synchronize(backend);
   r->ledger_bytes = memory->ledger.peak;
   r->device_bytes = backend->ops->device_bytes_peak(backend);
