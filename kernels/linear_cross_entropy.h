@@ -1,5 +1,4 @@
-// The last layer: lm_head and cross-entropy as one operation, with its gradients computed in the forward
-// pass.
+// LM head and cross-entropy as one operation, with its gradients computed in the forward pass.
 #ifndef LCE_KERNELS_LINEAR_CROSS_ENTROPY_H
 #define LCE_KERNELS_LINEAR_CROSS_ENTROPY_H
 
@@ -12,7 +11,8 @@ typedef enum {
 
 const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 
-// Which rows of a head `weight` is, where its rows are split over the backend's ranks: [first, first + weight.shape[0]) of vocab_size. {0, 0}: all of them.
+// Which rows of a head `weight` is, where its rows are split over the backend's ranks:
+// [first, first + weight.shape[0]) of vocab_size. {0, 0}: all of them.
 typedef struct {
   int64_t first, vocab_size;
 } VocabShard;
@@ -22,10 +22,10 @@ typedef struct {
 //   scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
 // with respect to x, W and bias; kernels.h ("the loss") defines the terms. factor is 1, or with `mean` 1 over
-// the sum of the counted tokens' class weights, found on the device; scale is the caller's own. So `scale = 1
+// the sum of the counted tokens' class weights, found on the device; scale is the caller's. So `scale = 1
 // / (tokens counted in the whole optimizer step)` makes the gradients of a mean over several calls, `mean`
 // those of one call's (reduction="mean" of torch.nn.functional.cross_entropy), token_weights those of
-// reduction="none" with any upstream gradient. What loss and outputs tell is per token and before scale,
+// reduction="none" with any upstream gradient. Loss and outputs are per token and before scale,
 // factor and weights of tokens; sums are the caller's (reduce).
 //
 // A bias, a soft-cap, entropy_weights and the outputs entropy, max_logit, predicted and correct need a row's
@@ -33,13 +33,13 @@ typedef struct {
 // gradient in place. All other terms act on whole rows, and are free but for one pass over W and one over
 // dweight that label smoothing costs.
 //
-// terms.filter leaves tiles of small probabilities out of the gradients' products (LceFilter says which):
+// terms.filter leaves tiles of small probabilities out of the gradients' GEMMs (LceFilter says which):
 // losses and outputs stay as they are to the bit, and dx and dweight lack the probability mass that
-// `filtered` tells. It acts on exponentials, so only the fused mode has it, without what lce_needs_logits.
+// `filtered` counts. It acts on exponentials, so only the fused mode has it, without what lce_needs_logits.
 // `filtered` is {tiles left out, all tiles, the mass left out, summed over the tokens}; zeros where there are
 // no gradients.
 //
-// With a shard every rank gives its own tokens, as many as the others, and its own rows of the head. It gets
+// With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
 // chunk (tokens of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then
 // names ignored tokens after the counted ones. What lce_needs_logits, the filter, the mean and the
@@ -63,7 +63,7 @@ typedef struct {
   Tensor targets;         // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
-  LossTerms terms;        // class_weight_sum is the layer's own business; class_weights is whole
+  LossTerms terms;        // class_weight_sum is filled in here; class_weights is of the whole vocabulary
   VocabShard shard;       // this rank's rows of the head, or {0}: all of them are here
   Tensor rows; // int32 [N], or absent: positions of the counted tokens come first, and only they are computed
   int64_t counted; // how many; read only when rows is there
@@ -86,7 +86,7 @@ typedef struct {
 } LceShape;
 
 // The chunk taken when the user names none: an eighth of the tokens, but at least 128 and at most 4096. An
-// eighth keeps the layer an order of magnitude below the materialized one; beyond 4096 a product gains
+// eighth keeps the layer an order of magnitude below the materialized one; beyond 4096 a GEMM gains
 // nothing more.
 int64_t lce_default_chunk(int64_t tokens);
 // The bytes that the layer pushes at its peak, on the kind of device that `backend` is or plans for.

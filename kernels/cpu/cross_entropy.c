@@ -1,9 +1,8 @@
 // Logits become their own gradient in place, row by row: all terms of the loss, as kernels.h defines them.
 //
-// Three walks over a row, which stays in the second-level cache up to a few hundred thousand entries: the
-// largest of the others; the sums over exp(v - anchor); the gradient. The target is kept out of the sums, so
-// that its entry, p - 1 = -others / (others + e_target), and the loss of a nearly certain token do not
-// cancel. The plain loss keeps the exponentials of the second walk; other terms take them anew, since they
+// Three passes over a row, which stays in the second-level cache up to a few hundred thousand entries: the
+// largest non-target; the sums over exp(v - anchor); the gradient. The target is kept out of the sums, so
+// that its entry, p - 1 = -R / (R + e_target), and the loss of a nearly certain token do not cancel. The plain loss keeps the exponentials of the second walk; other terms take them anew, since they
 // need v as well.
 #include <math.h>
 #include <string.h>
@@ -13,11 +12,11 @@
 
 // The terms, as one row needs them.
 typedef struct {
-  float epsilon, lambda, softcap, sharpness; // sharpness = 1 / T
-  float share;                               // eps / V
-  const float *class_weights;                // or NULL
+  float epsilon, lambda, softcap, inv_temperature; // inv_temperature = 1 / T
+  float share;                                     // eps / V
+  const float *class_weights;                      // or NULL
   double class_weight_sum;
-  bool plain; // nothing but sharpness, z-loss and weights of whole rows
+  bool plain; // nothing but inv_temperature, z-loss and weights of whole rows
 } Terms;
 
 static Terms terms_of(const CrossEntropyInPlace *a) {
@@ -26,7 +25,7 @@ static Terms terms_of(const CrossEntropyInPlace *a) {
   return (Terms){.epsilon = t->label_smoothing,
                  .lambda = t->z_loss,
                  .softcap = t->softcap,
-                 .sharpness = t->temperature > 0 ? 1.0f / t->temperature : 1.0f,
+                 .inv_temperature = t->temperature > 0 ? 1.0f / t->temperature : 1.0f,
                  .share = t->label_smoothing / (float)vocab,
                  .class_weights = t->class_weights.data,
                  .class_weight_sum =
@@ -35,7 +34,7 @@ static Terms terms_of(const CrossEntropyInPlace *a) {
                           !tensor_exists(a->outputs.entropy)};
 }
 
-// The sums over the others of a row, with e = exp(v - anchor): what the loss and its gradient are made of.
+// The sums over the non-targets of a row, with e = exp(v - anchor): what the loss and its gradient are made of.
 typedef struct {
   double e;   // sum e
   double e_v; // sum e (v - anchor)
@@ -73,22 +72,22 @@ static void add_bias(float *z, int64_t vocab, const float *bias) {
   for (int64_t j = 0; j < vocab; j++) z[j] += bias[j];
 }
 
-// v in place of z; dv/dz is found again from v (slope_of).
-static void cap_and_sharpen(float *z, int64_t vocab, const Terms *t) {
+// v in place of z; dv/dz is found again from v (derivative_of).
+static void cap_and_scale(float *z, int64_t vocab, const Terms *t) {
   float cap = t->softcap;
   if (cap > 0)
 #pragma omp simd
-    for (int64_t j = 0; j < vocab; j++) z[j] = cap * tanh_f32(z[j] / cap) * t->sharpness;
-  else if (t->sharpness != 1)
+    for (int64_t j = 0; j < vocab; j++) z[j] = cap * tanh_f32(z[j] / cap) * t->inv_temperature;
+  else if (t->inv_temperature != 1)
 #pragma omp simd
-    for (int64_t j = 0; j < vocab; j++) z[j] *= t->sharpness;
+    for (int64_t j = 0; j < vocab; j++) z[j] *= t->inv_temperature;
 }
 
 // dv/dz = (1 - (u/c)^2) / T
-static inline float slope_of(float v, const Terms *t) {
-  if (t->softcap == 0) return t->sharpness;
-  float ratio = v / (t->sharpness * t->softcap);
-  return t->sharpness * (1.0f - ratio * ratio);
+static inline float derivative_of(float v, const Terms *t) {
+  if (t->softcap == 0) return t->inv_temperature;
+  float ratio = v / (t->inv_temperature * t->softcap);
+  return t->inv_temperature * (1.0f - ratio * ratio);
 }
 
 static int64_t index_of(const float *v, int64_t vocab, float value) {
@@ -97,7 +96,7 @@ static int64_t index_of(const float *v, int64_t vocab, float value) {
   return 0; // NaN everywhere
 }
 
-static void tell(Tensor output, int64_t n, double value) {
+static void store(Tensor output, int64_t n, double value) {
   if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
 }
 
@@ -112,17 +111,17 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   float *v = cpu_row(a->logits, n);
   bool backward = tensor_exists(a->dlogits);
   add_bias(v, vocab, a->bias.data);
-  cap_and_sharpen(v, vocab, t);
+  cap_and_scale(v, vocab, t);
   float target_v = v[target];
   if (tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct)) {
     int64_t predicted = index_of(v, vocab, maximum_of(v, vocab));
     if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)predicted;
-    tell(a->outputs.correct, n, predicted == target);
+    store(a->outputs.correct, n, predicted == target);
   }
   double weighted = t->epsilon > 0 ? weighted_sum(v, vocab, t->class_weights) : 0;
   v[target] = -INFINITY; // hidden from the sums: its exponential is 0
-  float others_maximum = maximum_of(v, vocab), anchor = target_v > others_maximum ? target_v : others_maximum;
-  tell(a->outputs.max_logit, n, anchor);
+  float non_target_max = maximum_of(v, vocab), anchor = target_v > non_target_max ? target_v : non_target_max;
+  store(a->outputs.max_logit, n, anchor);
   Sums sums = {0};
   if (t->plain)
     sums.e = exp_and_sum(v, anchor, 1.0f, vocab, backward ? v : NULL);
@@ -135,40 +134,40 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   double entropy = log(all) - (sums.e_v - target_e * offset) / all;
   double loss = (1 - (double)t->epsilon) * class_weight * nll;
   if (t->epsilon > 0) loss += t->share * (t->class_weight_sum * lse - weighted);
-  tell(a->loss, n, loss);
-  tell(a->outputs.z_loss, n, t->lambda * lse * lse);
-  tell(a->outputs.log_prob, n, -nll);
-  tell(a->outputs.logsumexp, n, lse);
-  tell(a->outputs.entropy, n, entropy);
+  store(a->loss, n, loss);
+  store(a->outputs.z_loss, n, t->lambda * lse * lse);
+  store(a->outputs.log_prob, n, -nll);
+  store(a->outputs.logsumexp, n, lse);
+  store(a->outputs.entropy, n, entropy);
   if (!backward) return;
 
   double alpha = a->alpha * read(a->factor, 0, 1);
   double s = alpha * read(a->token_weights, n, 1), of_entropy = alpha * read(a->entropy_weights, n, 0);
-  double own = s * (1 - (double)t->epsilon) * class_weight;
+  double nll_weight = s * (1 - (double)t->epsilon) * class_weight;
   double spread = s * (t->share * t->class_weight_sum + 2 * (double)t->lambda * lse);
   double target_p = target_e / all;
-  double target_gradient = spread * target_p - own * (sums.e / all) - s * t->share * class_weight -
+  double target_gradient = spread * target_p - nll_weight * (sums.e / all) - s * t->share * class_weight -
                            of_entropy * target_p * (target_v - lse + entropy);
   if (t->plain) {
-    float scale = (float)((own + spread) / all * t->sharpness);
+    float scale = (float)((nll_weight + spread) / all * t->inv_temperature);
 #pragma omp simd
     for (int64_t j = 0; j < vocab; j++) v[j] *= scale;
   } else {
-    float per_e = (float)((own + spread) / all), entropy_per_e = (float)(of_entropy / all);
+    float per_e = (float)((nll_weight + spread) / all), entropy_per_e = (float)(of_entropy / all);
     float from_anchor = (float)(anchor - lse + entropy), uniform = (float)(s * t->share);
     const float *w = t->class_weights;
 #pragma omp simd
     for (int64_t j = 0; j < vocab; j++) {
       float distance = v[j] - anchor, e = exp_f32(distance);
       float g = e * per_e - (e == 0.0f ? 0.0f : e * entropy_per_e * (distance + from_anchor));
-      v[j] = (g - uniform * (w ? w[j] : 1.0f)) * slope_of(v[j], t);
+      v[j] = (g - uniform * (w ? w[j] : 1.0f)) * derivative_of(v[j], t);
     }
   }
-  v[target] = (float)(target_gradient * (double)slope_of(target_v, t));
+  v[target] = (float)(target_gradient * (double)derivative_of(target_v, t));
 }
 
 static void ignored_row(const CrossEntropyInPlace *a, int64_t n) {
-  tell(a->loss, n, 0);
+  store(a->loss, n, 0);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof a->outputs.all[0]; i++)
     if (tensor_exists(a->outputs.all[i])) memset((int32_t *)a->outputs.all[i].data + n, 0, sizeof(int32_t));
   if (tensor_exists(a->dlogits))

@@ -1,7 +1,7 @@
-// Gradient filtering on the CPU: which tiles of E count, and the two products over those.
+// Gradient filtering on the CPU: which tiles of E count, and the two GEMMs over those.
 //
-// The look at E reads at most 4 C V bytes, and leaves a tile at the first row that has an entry to keep. The
-// products take 4 C V H flops where all tiles count, and half of that where half of them do: a tile that is
+// lce_filter reads at most 4 C V bytes of E, and leaves a tile at the first row that has an entry to keep. The
+// GEMMs take 4 C V H flops where all tiles count, and half of that where half of them do: a tile that is
 // left out is not touched again, nor are the rows of W that it meets. Rows of dW that no tile leads to are
 // left as they are, or made 0 where nothing is added to them.
 //
@@ -13,7 +13,7 @@
 
 #include "kernels/cpu/tile.h"
 
-enum { STRIP = 64 }; // a strip of dX has a multiple of so many columns, a whole number of tile.h's panels
+enum { STRIP = 64 }; // a strip of dX has a multiple of so many columns, whole panels of tile.c
 
 // One tile of E.
 typedef struct {

@@ -14,23 +14,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/linear_cross_entropy.h"
-#include "tests/harness.h"
+#include "tests/loss_problem.h"
 
 enum { TOKENS = 125, HIDDEN = 512, CHUNK = 48 };
 static int64_t vocab; // 32768 beside a GPU; float64 alone would take a CPU half a minute
-
-typedef struct {
-  double *x, *weight;
-  int32_t *targets;
-  double *loss, *dx, *dweight; // float64
-} Problem;
 
 // --- float64, in parallel ----------------------------------------------------------------------------------
 
 // z[n, j] = x[n] . W[j] becomes the gradient of the mean loss; the target's entry is p - 1 without the
 // cancellation.
-static void logits_to_gradient(Problem *p, double *z) {
+static void logits_to_gradient(LossProblem *p, double *z) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < TOKENS; n++) {
     double *row = z + n * vocab, maximum = -INFINITY, others = 0;
@@ -41,12 +34,12 @@ static void logits_to_gradient(Problem *p, double *z) {
       if (j != y) others += row[j];
     }
     double e = row[y], all = others + e;
-    p->loss[n] = log1p(others / e);
+    p->r.loss[n] = log1p(others / e);
     for (int64_t j = 0; j < vocab; j++) row[j] = (j == y ? -others : row[j]) / all / TOKENS;
   }
 }
 
-static void solve(Problem *p) {
+static void solve(LossProblem *p) {
   double *z = calloc((size_t)(TOKENS * vocab), sizeof *z);
   assert_non_null(z);
 #pragma omp parallel for schedule(static)
@@ -61,26 +54,22 @@ static void solve(Problem *p) {
   for (int64_t n = 0; n < TOKENS; n++)
     for (int64_t j = 0; j < vocab; j++)
       for (int64_t i = 0; i < HIDDEN; i++)
-        p->dx[n * HIDDEN + i] += z[n * vocab + j] * p->weight[j * HIDDEN + i];
+        p->r.dx[n * HIDDEN + i] += z[n * vocab + j] * p->weight[j * HIDDEN + i];
 #pragma omp parallel for schedule(static)
   for (int64_t j = 0; j < vocab; j++)
     for (int64_t n = 0; n < TOKENS; n++)
       for (int64_t i = 0; i < HIDDEN; i++)
-        p->dweight[j * HIDDEN + i] += z[n * vocab + j] * p->x[n * HIDDEN + i];
+        p->r.dweight[j * HIDDEN + i] += z[n * vocab + j] * p->x[n * HIDDEN + i];
   free(z);
 }
 
 // --- problems ----------------------------------------------------------------------------------------------
 
-// Weights of deviation `sharpness` / sqrt(H) make logits of that deviation; `lead` is added to a target's
-// logit.
-static Problem make_problem(Harness *h, double sharpness, double lead) {
-  Problem p = {.x = random_values(h, TOKENS * HIDDEN, 1),
-               .weight = random_values(h, vocab * HIDDEN, sharpness / sqrt((double)HIDDEN)),
-               .targets = random_ids(h, TOKENS, vocab),
-               .loss = host_values(h, TOKENS),
-               .dx = host_values(h, TOKENS * HIDDEN),
-               .dweight = host_values(h, vocab * HIDDEN)};
+// Logits have the deviation given; `lead` is added to a target's logit.
+static LossProblem make_problem(Harness *h, double deviation, double lead) {
+  LossProblem p = loss_problem(h, TOKENS, HIDDEN, vocab, deviation);
+  p.r.scale = 1.0 / TOKENS;
+  reference_gradients(h, &p.r);
   for (int64_t n = 0; n < TOKENS && lead > 0; n++) { // x leans towards its target's row of W
     double *x = p.x + n * HIDDEN, *w = p.weight + p.targets[n] * HIDDEN, size = 0;
     for (int64_t i = 0; i < HIDDEN; i++) size += w[i] * w[i];
@@ -106,30 +95,23 @@ static double mean(const double *values, int64_t count) {
 
 static void check(Harness *h, const char *name, double sharpness, double lead, double dx_bound,
                   double dweight_bound) {
-  Problem p = make_problem(h, sharpness, lead);
-  LinearCrossEntropy a = {.mode = LCE_FUSED,
-                          .chunk = CHUNK,
-                          .loss = poisoned_vector(h, DTYPE_F32, TOKENS),
-                          .dx = poisoned(h, DTYPE_F32, TOKENS, HIDDEN),
-                          .dweight = poisoned(h, DTYPE_F32, vocab, HIDDEN),
-                          .x = tensor_from(h, h->dtype, p.x, TOKENS, HIDDEN),
-                          .weight = tensor_from(h, h->dtype, p.weight, vocab, HIDDEN),
-                          .targets = ids_from(h, p.targets, TOKENS),
-                          .scale = 1.0f / TOKENS};
+  LossProblem p = make_problem(h, sharpness, lead);
+  LinearCrossEntropy a = loss_call(h, &p.r, LCE_FUSED, CHUNK);
+  a.dx = poisoned(h, DTYPE_F32, TOKENS, HIDDEN);
   linear_cross_entropy(h->backend, a);
   solve(&p);
-  double dx = relative(values_of(h, a.dx), p.dx, TOKENS * HIDDEN);
-  double dweight = relative(values_of(h, a.dweight), p.dweight, vocab * HIDDEN);
+  double dx = relative(values_of(h, a.dx), p.r.dx, TOKENS * HIDDEN);
+  double dweight = relative(values_of(h, a.dweight), p.r.dweight, vocab * HIDDEN);
   double *loss = values_of(h, a.loss), worst = 0;
-  for (int64_t n = 0; n < TOKENS; n++) worst = fmax(worst, fabs(loss[n] / p.loss[n] - 1));
+  for (int64_t n = 0; n < TOKENS; n++) worst = fmax(worst, fabs(loss[n] / p.r.loss[n] - 1));
   print_message("%s: loss %.2f; off by %.2e in dX, %.2e in dW, %.1e in the mean loss, %.1e in a token's\n",
-                name, mean(p.loss, TOKENS), dx, dweight, fabs(mean(loss, TOKENS) / mean(p.loss, TOKENS) - 1),
-                worst);
+                name, mean(p.r.loss, TOKENS), dx, dweight,
+                fabs(mean(loss, TOKENS) / mean(p.r.loss, TOKENS) - 1), worst);
   // The few numbers that dominate where weights are sharp round up or down by the draw: by a tenth, as
   // measured.
   assert_true(dx <= 1.15 * dx_bound);
   assert_true(dweight <= 1.15 * dweight_bound);
-  assert_true(fabs(mean(loss, TOKENS) / mean(p.loss, TOKENS) - 1) < 1e-6);
+  assert_true(fabs(mean(loss, TOKENS) / mean(p.r.loss, TOKENS) - 1) < 1e-6);
   memory_pop_to(&h->backend->memory, 0);
 }
 

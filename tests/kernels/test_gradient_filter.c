@@ -1,6 +1,6 @@
 // Gradient filtering against float64 that applies the same rule: tiles that are ragged in both directions,
 // several chunks, counted tokens packed or not, the terms that may stand beside it; all tiles left out, or
-// none; tiles on the border; what is stats; and the two operations by themselves.
+// none; tiles on the border; stats; and the two operations by themselves.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -12,9 +12,7 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#include "kernels/linear_cross_entropy.h"
-#include "tests/harness.h"
-#include "tests/reference.h"
+#include "tests/loss_problem.h"
 
 // --- problems with tiles to leave out ----------------------------------------------------------------------
 
@@ -38,30 +36,22 @@ typedef struct {
   LinearCrossEntropy call;
 } Problem;
 
-static void add_terms(Harness *h, Problem *p) {
-  ReferenceLoss *r = &p->r;
-  LossTerms *terms = &p->call.terms;
+static void add_terms(Harness *h, ReferenceLoss *r) {
   double *class_weights = random_values(h, r->vocab, 0.1), *token_weights = random_values(h, r->rows, 0.1);
   for (int64_t j = 0; j < r->vocab; j++) class_weights[j] += 1;
   for (int64_t n = 0; n < r->rows; n++) token_weights[n] += 1;
-  r->label_smoothing = terms->label_smoothing = 0.125f;
-  r->z_loss = terms->z_loss = 0.015625f;
-  terms->class_weights = vector_from(h, DTYPE_F32, class_weights, r->vocab);
-  p->call.token_weights = vector_from(h, DTYPE_F32, token_weights, r->rows);
+  r->label_smoothing = 0.125;
+  r->z_loss = 0.015625;
   r->class_weights = class_weights, r->token_weights = token_weights;
 }
 
 static Problem make_problem(Harness *h, Case c) {
   Problem p = {.x = random_values(h, c.rows * c.hidden, 0.05)};
   double *weight = random_values(h, c.vocab * c.hidden, 0.02);
-  int32_t *targets = random_ids(h, c.rows, c.vocab), *counted_rows = random_ids(h, c.rows, 1);
-  int64_t counted = 0;
+  int32_t *targets = random_ids(h, c.rows, c.vocab);
   for (int64_t n = 0; n < c.rows; n++) {
     p.x[n * c.hidden + n / RUN % KINDS] += 4;
-    if (c.ignored && n % 3 == 1)
-      targets[n] = IGNORE_INDEX;
-    else
-      counted_rows[counted++] = (int32_t)n;
+    if (c.ignored && n % 3 == 1) targets[n] = IGNORE_INDEX;
   }
   for (int64_t j = 0; j < c.vocab; j++)
     for (int k = 0; k < KINDS; k++)
@@ -77,30 +67,19 @@ static Problem make_problem(Harness *h, Case c) {
                         .scale = 0.5,
                         .mean = c.mean,
                         .temperature = temperature,
-                        .loss = host_values(h, c.rows),
-                        .dx = host_values(h, c.rows * c.hidden),
-                        .dweight = host_values(h, c.vocab * c.hidden),
                         .filter = (float)(high * sqrt(low)),
                         .chunk = c.size,
                         .counted_alone = c.packed};
+  reference_outputs(h, &p.r);
+  reference_gradients(h, &p.r);
+  if (c.terms) add_terms(h, &p.r);
+  p.call = loss_call(h, &p.r, LCE_FUSED, c.chunk);
+  p.call.outputs = (TokenOutputs){0};
+  p.call.filtered = poisoned_vector(h, DTYPE_F32, 3);
   p.before = c.accumulate ? random_values(h, c.vocab * c.hidden, 0.001) : host_values(h, c.vocab * c.hidden);
-  LinearCrossEntropy *a = &p.call;
-  *a = (LinearCrossEntropy){.mode = LCE_FUSED,
-                            .chunk = c.chunk,
-                            .loss = poisoned_vector(h, DTYPE_F32, c.rows),
-                            .filtered = poisoned_vector(h, DTYPE_F32, 3),
-                            .dx = poisoned(h, h->dtype, c.rows, c.hidden),
-                            .dweight = c.accumulate ? tensor_from(h, DTYPE_F32, p.before, c.vocab, c.hidden)
-                                                    : poisoned(h, DTYPE_F32, c.vocab, c.hidden),
-                            .x = tensor_from(h, h->dtype, p.x, c.rows, c.hidden),
-                            .weight = tensor_from(h, h->dtype, weight, c.vocab, c.hidden),
-                            .targets = ids_from(h, targets, c.rows),
-                            .terms = {.temperature = (float)temperature, .filter = (float)p.r.filter},
-                            .scale = 0.5f,
-                            .mean = c.mean,
-                            .accumulate = c.accumulate};
-  if (c.packed) a->rows = ids_from(h, counted_rows, c.rows), a->counted = counted;
-  if (c.terms) add_terms(h, &p);
+  p.call.accumulate = c.accumulate;
+  if (c.accumulate) p.call.dweight = tensor_from(h, DTYPE_F32, p.before, c.vocab, c.hidden);
+  if (c.packed) p.call.rows = ids_from(h, counted_positions(h, targets, c.rows, &p.call.counted), c.rows);
   return p;
 }
 
@@ -119,12 +98,12 @@ static void check_filtered(Harness *h, const char *what, Tensor got, const doubl
   if (!(off < 0.1 * filter)) fail_msg("%s is off by %g, and the filter changes %g", what, off, filter);
 }
 
-static void check_told(Harness *h, const Problem *p) {
+static void check_stats(Harness *h, const Problem *p) {
   double *stats = values_of(h, p->call.filtered), epsilon = dtype_epsilon(h->dtype);
   const double *want = p->r.filtered;
   if (!(stats[0] == want[0] && stats[1] == want[1] &&
         fabs(stats[2] - want[2]) <= (0.5 * epsilon + 1e-5) * want[2]))
-    fail_msg("%g of %g tiles and a mass of %.9g are stats, not %g of %g and %.9g", stats[0], stats[1],
+    fail_msg("%g of %g tiles and a mass of %.9g are left out, not %g of %g and %.9g", stats[0], stats[1],
              stats[2], want[0], want[1], want[2]);
 }
 
@@ -139,7 +118,7 @@ static void check_case(Harness *h, Case c) {
   assert_true(p.r.filtered[0] > 0 && p.r.filtered[0] < p.r.filtered[1]);
   linear_cross_entropy(h->backend, p.call);
   for (int64_t i = 0; i < dweight_count; i++) p.r.dweight[i] += p.before[i], whole.dweight[i] += p.before[i];
-  check_told(h, &p);
+  check_stats(h, &p);
   check_values(h, "loss", p.call.loss, p.r.loss, of_size(within(16, (double)(c.hidden + c.vocab)), 8));
   check_filtered(h, "dx", p.call.dx, p.r.dx, whole.dx, (double)(c.hidden + c.vocab), p.r.scale);
   check_filtered(h, "dweight", p.call.dweight, p.r.dweight, whole.dweight, (double)(c.hidden + c.rows),
@@ -188,7 +167,7 @@ static void test_border(void **state) {
     reference_loss(&p.r);
     assert_true(p.r.filtered[0] == (beyond ? 8 : 0) && p.r.filtered[1] == 8);
     linear_cross_entropy(h->backend, p.call);
-    check_told(h, &p);
+    check_stats(h, &p);
     check_values(h, "dx on the border", p.call.dx, p.r.dx, within_stored(h, 2, 1024));
     harness_pop(state);
   }
@@ -215,7 +194,7 @@ static void test_off(void **state) {
   linear_cross_entropy(h->backend, p.call);
   reference_loss(&p.r);
   assert_true(p.r.filtered[0] == 0);
-  check_told(h, &p);
+  check_stats(h, &p);
   check_values(h, "dx", p.call.dx, p.r.dx, of_size(within_stored(h, 8, (double)(c.hidden + c.vocab)), 0.5));
   check_values(h, "dweight", p.call.dweight, p.r.dweight,
                of_size(within_stored(h, 8, (double)(c.hidden + c.rows)), 0.5));
@@ -233,8 +212,7 @@ static void test_off(void **state) {
   check_bitwise_equal(h, "dweight with a filter of 0", zero.dweight, none.dweight);
 }
 
-// The same bits again, with more threads; losses are those without a filter; nothing to tell without
-// gradients.
+// The same bits again, with more threads; losses are those without a filter; zero stats without gradients.
 static void test_repeats(void **state) {
   Harness *h = *state;
   const Case c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
@@ -251,7 +229,7 @@ static void test_repeats(void **state) {
   omp_set_num_threads(threads);
   check_bitwise_equal(h, "dx again", again.dx, p.call.dx);
   check_bitwise_equal(h, "dweight again", again.dweight, p.call.dweight);
-  check_bitwise_equal(h, "what is stats again", again.filtered, p.call.filtered);
+  check_bitwise_equal(h, "stats again", again.filtered, p.call.filtered);
   LinearCrossEntropy whole = again, forward = again;
   whole.terms.filter = 0, whole.filtered = (Tensor){0};
   whole.loss = poisoned_vector(h, DTYPE_F32, c.rows);

@@ -1,5 +1,5 @@
-// The last layer against float64: its pieces, the fused layer made of them, and the materialized mode beside
-// it, on shapes that nothing divides and on rows that ordinary softmax code gets wrong.
+// linear_cross_entropy against float64: its operations, the fused mode made of them, and the materialized mode,
+// on shapes that nothing divides and on rows that ordinary softmax code gets wrong.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -11,53 +11,17 @@
 #include <omp.h>
 #include <string.h>
 
-#include "kernels/linear_cross_entropy.h"
-#include "tests/harness.h"
-#include "tests/reference.h"
+#include "tests/loss_problem.h"
 
-// --- one problem -------------------------------------------------------------------------------------------
-
-typedef struct {
-  int64_t rows, hidden, vocab;
-  double *x, *weight;
-  int32_t *targets;
-  double scale;
-  double *loss, *dx, *dweight; // float64, once solve_reference has run
-} Problem;
-
-static Problem make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double sharpness) {
-  Problem p = {.rows = rows, .hidden = hidden, .vocab = vocab, .scale = 1.0 / (double)rows};
-  p.x = random_values(h, rows * hidden, 1);
-  p.weight = random_values(h, vocab * hidden, sharpness / sqrt((double)hidden));
-  p.targets = random_ids(h, rows, vocab);
+static LossProblem make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
+  LossProblem p = loss_problem(h, rows, hidden, vocab, deviation);
+  p.r.scale = 1.0 / (double)rows;
   return p;
 }
 
-static ReferenceLoss reference_of(Problem *p) {
-  return (ReferenceLoss){.rows = p->rows,
-                         .hidden = p->hidden,
-                         .vocab = p->vocab,
-                         .x = p->x,
-                         .weight = p->weight,
-                         .targets = p->targets,
-                         .scale = p->scale,
-                         .loss = p->loss};
-}
-
-static void solve_reference(Harness *h, Problem *p) {
-  p->loss = host_values(h, p->rows);
-  p->dx = host_values(h, p->rows * p->hidden);
-  p->dweight = host_values(h, p->vocab * p->hidden);
-  ReferenceLoss r = reference_of(p);
-  r.dx = p->dx;
-  r.dweight = p->dweight;
-  reference_loss(&r);
-}
-
-static double problem_objective(void *context) {
-  ReferenceLoss r = reference_of(context);
-  reference_loss(&r);
-  return r.objective;
+static void solve_reference(Harness *h, LossProblem *p) {
+  reference_gradients(h, &p->r);
+  reference_loss(&p->r);
 }
 
 // --- the pieces, put together by hand ----------------------------------------------------------------------
@@ -79,17 +43,17 @@ static LossRows poisoned_rows(Harness *h, int64_t count) {
 }
 
 // pad: what lies between the rows of exps. dweight starts as zeros.
-static Pieces run_pieces(Harness *h, Problem *p, int64_t pad) {
+static Pieces run_pieces(Harness *h, LossProblem *p, int64_t pad) {
   Backend *backend = h->backend;
-  Pieces s = {.x = tensor_from(h, h->dtype, p->x, p->rows, p->hidden),
-              .weight = tensor_from(h, h->dtype, p->weight, p->vocab, p->hidden),
-              .targets = ids_from(h, p->targets, p->rows)};
-  s.exps = poisoned_strided(h, h->dtype, p->rows, p->vocab, p->vocab + pad);
-  s.dx = poisoned(h, DTYPE_F32, p->rows, p->hidden);
-  s.dweight = poisoned(h, DTYPE_F32, p->vocab, p->hidden);
-  s.scaled_x = poisoned(h, h->dtype, p->rows, p->hidden);
-  s.loss = poisoned_vector(h, DTYPE_F32, p->rows);
-  s.rows = poisoned_rows(h, p->rows);
+  Pieces s = {.x = tensor_from(h, h->dtype, p->x, p->r.rows, p->r.hidden),
+              .weight = tensor_from(h, h->dtype, p->weight, p->r.vocab, p->r.hidden),
+              .targets = ids_from(h, p->targets, p->r.rows)};
+  s.exps = poisoned_strided(h, h->dtype, p->r.rows, p->r.vocab, p->r.vocab + pad);
+  s.dx = poisoned(h, DTYPE_F32, p->r.rows, p->r.hidden);
+  s.dweight = poisoned(h, DTYPE_F32, p->r.vocab, p->r.hidden);
+  s.scaled_x = poisoned(h, h->dtype, p->r.rows, p->r.hidden);
+  s.loss = poisoned_vector(h, DTYPE_F32, p->r.rows);
+  s.rows = poisoned_rows(h, p->r.rows);
   lce_target_logits(
       backend,
       (LceTargetLogits){.target_z = s.rows.target_z, .x = s.x, .weight = s.weight, .targets = s.targets});
@@ -104,32 +68,32 @@ static Pieces run_pieces(Harness *h, Problem *p, int64_t pad) {
                               .rows = s.rows,
                               .x = s.x,
                               .targets = s.targets,
-                              .vocab_size = p->vocab});
+                              .vocab_size = p->r.vocab});
   lce_input_gradient(
       backend,
       (LceInputGradient){
-          .dx = s.dx, .rows = s.rows, .weight = s.weight, .targets = s.targets, .alpha = (float)p->scale});
+          .dx = s.dx, .rows = s.rows, .weight = s.weight, .targets = s.targets, .alpha = (float)p->r.scale});
   linear_backward_weight(
       backend, (LinearBackwardWeight){
-                   .dweight = s.dweight, .dout = s.exps, .x = s.scaled_x, .alpha = (float)p->scale});
+                   .dweight = s.dweight, .dout = s.exps, .x = s.scaled_x, .alpha = (float)p->r.scale});
   lce_target_gradient(backend, (LceTargetGradient){.dweight = s.dweight,
                                                    .scale_target = s.rows.scale_target,
                                                    .x = s.x,
                                                    .targets = s.targets,
-                                                   .alpha = (float)p->scale});
+                                                   .alpha = (float)p->r.scale});
   return s;
 }
 
 // The logits' error (H terms) multiplies the exponentials; then V or N of those are summed.
-static double terms_of(const Problem *p) {
-  return (double)(p->hidden + p->vocab);
+static double terms_of(const LossProblem *p) {
+  return (double)(p->r.hidden + p->r.vocab);
 }
 
-static void check_pieces(Harness *h, Problem *p, const Pieces *s) {
-  double over_rows = (double)(p->hidden + p->rows);
-  check_values(h, "loss", s->loss, p->loss, of_size(within(8, terms_of(p)), 1));
-  check_values(h, "dx", s->dx, p->dx, of_size(within_stored(h, 8, terms_of(p)), p->scale));
-  check_values(h, "dweight", s->dweight, p->dweight, of_size(within_stored(h, 8, over_rows), p->scale));
+static void check_pieces(Harness *h, LossProblem *p, const Pieces *s) {
+  double over_rows = (double)(p->r.hidden + p->r.rows);
+  check_values(h, "loss", s->loss, p->r.loss, of_size(within(8, terms_of(p)), 1));
+  check_values(h, "dx", s->dx, p->r.dx, of_size(within_stored(h, 8, terms_of(p)), p->r.scale));
+  check_values(h, "dweight", s->dweight, p->r.dweight, of_size(within_stored(h, 8, over_rows), p->r.scale));
   check_gaps(h, "exponentials", s->exps);
 }
 
@@ -138,7 +102,7 @@ static void test_pieces(void **state) {
   const int64_t shapes[][3] = {{1, 1, 1},     {7, 13, 1},     {1, 5, 17},    {5, 3, 1031},   {130, 7, 33},
                                {131, 37, 29}, {257, 8, 4100}, {3, 67, 2053}, {127, 67, 4611}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-    Problem p = make_problem(h, shapes[i][0], shapes[i][1], shapes[i][2], 2);
+    LossProblem p = make_problem(h, shapes[i][0], shapes[i][1], shapes[i][2], 2);
     Pieces s = run_pieces(h, &p, i % 2 ? 3 : 0);
     solve_reference(h, &p);
     check_pieces(h, &p, &s);
@@ -149,23 +113,24 @@ static void test_pieces(void **state) {
 // The float64 gradients themselves are the slopes of the float64 loss.
 static void test_reference_gradients(void **state) {
   Harness *h = *state;
-  Problem p = make_problem(h, 5, 7, 11, 2);
+  LossProblem p = make_problem(h, 5, 7, 11, 2);
   p.targets[2] = IGNORE_INDEX;
   solve_reference(h, &p);
-  Tensor dx = tensor_from(h, DTYPE_F32, p.dx, p.rows, p.hidden);
-  Tensor dweight = tensor_from(h, DTYPE_F32, p.dweight, p.vocab, p.hidden);
-  check_gradient(h, "reference dx", dx, NULL, p.x, problem_objective, &p, of_size(within(1, 1), p.scale));
-  check_gradient(h, "reference dweight", dweight, NULL, p.weight, problem_objective, &p,
-                 of_size(within(1, 1), p.scale));
+  Tensor dx = tensor_from(h, DTYPE_F32, p.r.dx, p.r.rows, p.r.hidden);
+  Tensor dweight = tensor_from(h, DTYPE_F32, p.r.dweight, p.r.vocab, p.r.hidden);
+  check_gradient(h, "reference dx", dx, NULL, p.x, reference_objective, &p.r,
+                 of_size(within(1, 1), p.r.scale));
+  check_gradient(h, "reference dweight", dweight, NULL, p.weight, reference_objective, &p.r,
+                 of_size(within(1, 1), p.r.scale));
 }
 
 // Without exps nothing of width V is kept, and the loss is the same.
 static void test_forward_only(void **state) {
   Harness *h = *state;
-  Problem p = make_problem(h, 131, 3, 40009, 3);
+  LossProblem p = make_problem(h, 131, 3, 40009, 3);
   Pieces with = run_pieces(h, &p, 0);
-  LossRows rows = poisoned_rows(h, p.rows);
-  Tensor loss = poisoned_vector(h, DTYPE_F32, p.rows);
+  LossRows rows = poisoned_rows(h, p.r.rows);
+  Tensor loss = poisoned_vector(h, DTYPE_F32, p.r.rows);
   LceLogitsExp pass = {.rows = rows, .x = with.x, .weight = with.weight, .targets = with.targets};
   // A GPU's tiles of logits have a size of their own.
   if (h->backend->device == ON_CPU)
@@ -177,70 +142,64 @@ static void test_forward_only(void **state) {
   lce_logits_exp(h->backend, pass);
   lce_rows(
       h->backend,
-      (LceRows){.loss = loss, .rows = rows, .x = with.x, .targets = with.targets, .vocab_size = p.vocab});
+      (LceRows){.loss = loss, .rows = rows, .x = with.x, .targets = with.targets, .vocab_size = p.r.vocab});
   check_values(h, "loss without gradients", loss, values_of(h, with.loss),
                of_size(within(4, terms_of(&p)), 1));
 }
 
 // --- rows that are hard ------------------------------------------------------------------------------------
 
-// Makes logit `column` of row n beat the target's by `lead`, exactly enough: x[n] is turned into a unit
-// vector of its own axis, which only these two rows of W then have to agree on.
-static void set_lead(Problem *p, int64_t n, int64_t column, double lead) {
-  for (int64_t i = 0; i < p->hidden; i++) p->x[n * p->hidden + i] = i == n;
-  p->weight[column * p->hidden + n] = p->weight[p->targets[n] * p->hidden + n] + lead;
-}
-
 static void test_overflow_repair(void **state) {
   Harness *h = *state;
-  Problem p = make_problem(h, 9, 31, 1511, 1);
-  for (int64_t n = 0; n < p.rows; n++) {
+  LossProblem p = make_problem(h, 9, 31, 1511, 1);
+  for (int64_t n = 0; n < p.r.rows; n++) {
     p.targets[n] = (int32_t)(100 * n + 5);
-    for (int64_t i = 0; i < p.rows; i++) p.x[n * p.hidden + i] = 0; // set_lead's axes are its rows' own
+    for (int64_t i = 0; i < p.r.rows; i++) p.x[n * p.r.hidden + i] = 0; // set_lead's axes are its rows' own
   }
-  set_lead(&p, 1, 1400, 500); // exp overflows by far
-  set_lead(&p, 4, 3, 88.5);   // just below the largest number
-  set_lead(&p, 6, 1500, 1e4);
-  set_lead(&p, 7, 0, 60); // no overflow
+  loss_problem_lead(&p, 1, 1400, 500); // exp overflows by far
+  loss_problem_lead(&p, 4, 3, 88.5);   // just below the largest number
+  loss_problem_lead(&p, 6, 1500, 1e4);
+  loss_problem_lead(&p, 7, 0, 60); // no overflow
   Pieces s = run_pieces(h, &p, 1);
   solve_reference(h, &p);
   double *loss = values_of(h, s.loss), *target_e = values_of(h, s.rows.target_e);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100 && target_e[1] < 1 && target_e[0] == 1);
-  check_values(h, "loss", s.loss, p.loss, within_stored(h, 4, (double)p.hidden));
+  check_values(h, "loss", s.loss, p.r.loss, within_stored(h, 4, (double)p.r.hidden));
   check_pieces(h, &p, &s);
 }
 
 // Every logit far below the target's: the loss is tiny and all its digits count.
 static void test_nearly_certain(void **state) {
   Harness *h = *state;
-  Problem p = make_problem(h, 5, 13, 17, 0.02);
-  for (int64_t n = 0; n < p.rows; n++) {
+  LossProblem p = make_problem(h, 5, 13, 17, 0.02);
+  for (int64_t n = 0; n < p.r.rows; n++) {
     p.targets[n] = (int32_t)n;
-    set_lead(&p, n, n + 8, 0);
+    loss_problem_lead(&p, n, n + 8, 0);
   }
-  for (int64_t n = 0; n < p.rows; n++) p.weight[n * p.hidden + n] = 20; // e^-20 = 2e-9 for each of the others
-  for (int64_t n = 0; n < p.rows; n++) p.weight[(n + 8) * p.hidden + n] = -3;
+  for (int64_t n = 0; n < p.r.rows; n++)
+    p.weight[n * p.r.hidden + n] = 20; // e^-20 = 2e-9 for each of the others
+  for (int64_t n = 0; n < p.r.rows; n++) p.weight[(n + 8) * p.r.hidden + n] = -3;
   Pieces s = run_pieces(h, &p, 0);
   solve_reference(h, &p);
   double *loss = values_of(h, s.loss), *scale_target = values_of(h, s.rows.scale_target);
-  for (int64_t n = 0; n < p.rows; n++) {
+  for (int64_t n = 0; n < p.r.rows; n++) {
     // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
-    double tolerance = 32 * dtype_epsilon(DTYPE_F32) * p.loss[n];
-    assert_true(p.loss[n] > 1e-9 && p.loss[n] < 1e-7);
-    assert_true(fabs(loss[n] - p.loss[n]) <= tolerance);
-    assert_true(fabs(scale_target[n] - expm1(-p.loss[n])) <= tolerance);
+    double tolerance = 32 * dtype_epsilon(DTYPE_F32) * p.r.loss[n];
+    assert_true(p.r.loss[n] > 1e-9 && p.r.loss[n] < 1e-7);
+    assert_true(fabs(loss[n] - p.r.loss[n]) <= tolerance);
+    assert_true(fabs(scale_target[n] - expm1(-p.r.loss[n])) <= tolerance);
   }
 }
 
 static void test_nan_row_stays_alone(void **state) {
   Harness *h = *state;
-  Problem p = make_problem(h, 7, 11, 1301, 2);
+  LossProblem p = make_problem(h, 7, 11, 1301, 2);
   Pieces clean = run_pieces(h, &p, 0);
-  p.x[3 * p.hidden + 2] = NAN;
+  p.x[3 * p.r.hidden + 2] = NAN;
   Pieces s = run_pieces(h, &p, 0);
   double *loss = values_of(h, s.loss), *dx = values_of(h, s.dx);
-  assert_true(isnan(loss[3]) && isnan(dx[3 * p.hidden]));
-  for (int64_t n = 0; n < p.rows; n++) {
+  assert_true(isnan(loss[3]) && isnan(dx[3 * p.r.hidden]));
+  for (int64_t n = 0; n < p.r.rows; n++) {
     if (n == 3) continue;
     check_bitwise_equal(h, "loss beside a NaN row", tensor_rows(s.loss, n, 1), tensor_rows(clean.loss, n, 1));
     check_bitwise_equal(h, "dx beside a NaN row", tensor_rows(s.dx, n, 1), tensor_rows(clean.dx, n, 1));
@@ -250,15 +209,15 @@ static void test_nan_row_stays_alone(void **state) {
 // A row above the limit must not make its neighbours' bits depend on it.
 static void test_repair_leaves_others_alone(void **state) {
   Harness *h = *state;
-  Problem p = make_problem(h, 9, 31, 1511, 1);
+  LossProblem p = make_problem(h, 9, 31, 1511, 1);
   p.targets[1] = 5;
   p.targets[2] = 1400;
   Pieces clean = run_pieces(h, &p, 0);
-  for (int64_t i = 0; i < p.hidden; i++)
-    p.x[p.hidden + i] = 400 * (p.weight[1400 * p.hidden + i] - p.weight[5 * p.hidden + i]);
+  for (int64_t i = 0; i < p.r.hidden; i++)
+    p.x[p.r.hidden + i] = 400 * (p.weight[1400 * p.r.hidden + i] - p.weight[5 * p.r.hidden + i]);
   Pieces s = run_pieces(h, &p, 0);
   assert_true(values_of(h, s.rows.target_e)[1] != 1);
-  for (int64_t n = 0; n < p.rows; n++) {
+  for (int64_t n = 0; n < p.r.rows; n++) {
     if (n == 1) continue;
     check_bitwise_equal(h, "loss beside a repaired row", tensor_rows(s.loss, n, 1),
                         tensor_rows(clean.loss, n, 1));
@@ -327,38 +286,23 @@ static void test_cross_entropy_in_place(void **state) {
 // ignored: every ignored-th target is ignored, 0 for none.
 static void layer_case(Harness *h, LceMode mode, int64_t rows, int64_t hidden, int64_t vocab, int64_t chunk,
                        int64_t ignored, bool accumulate) {
-  Problem p = make_problem(h, rows, hidden, vocab, 2);
-  int32_t *counted = random_ids(h, rows, 1);
-  int64_t count = 0;
-  for (int64_t n = 0; n < rows; n++)
-    if (ignored && n % ignored == 0)
-      p.targets[n] = IGNORE_INDEX;
-    else
-      counted[count++] = (int32_t)n;
+  LossProblem p = make_problem(h, rows, hidden, vocab, 2);
+  for (int64_t n = 0; n < rows && ignored; n += ignored) p.targets[n] = IGNORE_INDEX;
+  reference_gradients(h, &p.r);
+  LinearCrossEntropy a = loss_call(h, &p.r, mode, chunk);
+  a.outputs = (TokenOutputs){0};
+  a.accumulate = accumulate;
   double *before = random_values(h, vocab * hidden, 1);
-  Tensor dweight =
-      accumulate ? tensor_from(h, DTYPE_F32, before, vocab, hidden) : poisoned(h, DTYPE_F32, vocab, hidden);
-  Tensor loss = poisoned_vector(h, DTYPE_F32, rows), dx = poisoned(h, h->dtype, rows, hidden);
-  LinearCrossEntropy a = {.mode = mode,
-                          .chunk = chunk,
-                          .loss = loss,
-                          .dx = dx,
-                          .dweight = dweight,
-                          .x = tensor_from(h, h->dtype, p.x, rows, hidden),
-                          .weight = tensor_from(h, h->dtype, p.weight, vocab, hidden),
-                          .targets = ids_from(h, p.targets, rows),
-                          .counted = count,
-                          .scale = (float)p.scale,
-                          .accumulate = accumulate};
-  if (ignored) a.rows = ids_from(h, counted, rows);
+  if (accumulate) a.dweight = tensor_from(h, DTYPE_F32, before, vocab, hidden);
+  if (ignored) a.rows = ids_from(h, counted_positions(h, p.targets, rows, &a.counted), rows);
   linear_cross_entropy(h->backend, a);
-  solve_reference(h, &p);
-  for (int64_t i = 0; i < vocab * hidden && accumulate; i++) p.dweight[i] += before[i];
-  check_values(h, "layer loss", loss, p.loss,
+  reference_loss(&p.r);
+  for (int64_t i = 0; i < vocab * hidden && accumulate; i++) p.r.dweight[i] += before[i];
+  check_values(h, "layer loss", a.loss, p.r.loss,
                of_size(mode == LCE_FUSED ? within(8, terms_of(&p)) : within_stored(h, 8, terms_of(&p)), 1));
-  check_values(h, "layer dx", dx, p.dx, of_size(within_stored(h, 8, terms_of(&p)), p.scale));
-  check_values(h, "layer dweight", dweight, p.dweight,
-               of_size(within_stored(h, 8, (double)(hidden + rows)), p.scale));
+  check_values(h, "layer dx", a.dx, p.r.dx, of_size(within_stored(h, 8, terms_of(&p)), p.r.scale));
+  check_values(h, "layer dweight", a.dweight, p.r.dweight,
+               of_size(within_stored(h, 8, (double)(hidden + rows)), p.r.scale));
 }
 
 static void test_layer(void **state) {
@@ -379,8 +323,8 @@ static void test_layer(void **state) {
 
 static void test_bitwise_repeatable(void **state) {
   Harness *h = *state;
-  Problem p = make_problem(h, 67, 33, 3001, 2);
-  for (int64_t n = 0; n < p.rows; n++) p.targets[n] %= 5; // many tokens of one row
+  LossProblem p = make_problem(h, 67, 33, 3001, 2);
+  for (int64_t n = 0; n < p.r.rows; n++) p.targets[n] %= 5; // many tokens of one row
   Pieces first = run_pieces(h, &p, 0), second = run_pieces(h, &p, 0);
   check_bitwise_equal(h, "loss", first.loss, second.loss);
   check_bitwise_equal(h, "dx", first.dx, second.dx);
@@ -391,7 +335,7 @@ static void test_bitwise_repeatable(void **state) {
 static void test_threads_do_not_show(void **state) {
   Harness *h = *state;
   if (strcmp(harness_backend(), "cpu") != 0) return;
-  Problem p = make_problem(h, 113, 33, 9001, 2);
+  LossProblem p = make_problem(h, 113, 33, 9001, 2);
   int threads = omp_get_max_threads();
   omp_set_num_threads(1);
   Pieces one = run_pieces(h, &p, 0);

@@ -11,22 +11,11 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels/linear_cross_entropy.h"
-#include "tests/harness.h"
-#include "tests/reference.h"
+#include "tests/loss_problem.h"
 
 // --- terms, each of which may be on ------------------------------------------------------------------------
 
 enum {
-  TERM_SMOOTHING = 1,
-  TERM_Z_LOSS = 2,
-  TERM_SOFTCAP = 4,
-  TERM_TEMPERATURE = 8,
-  TERM_CLASS_WEIGHTS = 16,
-  TERM_TOKEN_WEIGHTS = 32,
-  TERM_ENTROPY = 64,
-  TERM_BIAS = 128,
-  TERM_MEAN = 256,
   TERM_IGNORED = 512, // some targets are
   TERM_ROWS = 1024,   // and the counted ones are named
   TERMS = 11
@@ -44,57 +33,11 @@ static const char *name_of(int terms) {
   return name[0] ? name : "plain";
 }
 
-static double *positive_values(Harness *h, int64_t count) {
-  double *values = random_values(h, count, 1);
-  for (int64_t i = 0; i < count; i++) values[i] = 0.25 + fabs(values[i]);
-  return values;
-}
-
-typedef struct {
-  ReferenceLoss r;
-  double *x, *weight, *bias; // what r reads
-  int32_t *targets, *counted_rows;
-  int64_t counted;
-} Problem;
-
-static Problem make_problem(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab) {
-  Problem p = {.x = random_values(h, rows * hidden, 1),
-               .weight = random_values(h, vocab * hidden, 2 / sqrt((double)hidden)),
-               .targets = random_ids(h, rows, vocab),
-               .counted_rows = random_ids(h, rows, 1)};
-  p.r = (ReferenceLoss){.rows = rows, .hidden = hidden, .vocab = vocab, .scale = 0.5};
-  if (terms & TERM_SMOOTHING) p.r.label_smoothing = (float)0.1;
-  if (terms & TERM_Z_LOSS) p.r.z_loss = (float)0.02;
-  if (terms & TERM_SOFTCAP) p.r.softcap = 3;
-  if (terms & TERM_TEMPERATURE) p.r.temperature = 1.5;
-  if (terms & TERM_CLASS_WEIGHTS) p.r.class_weights = positive_values(h, vocab);
-  if (terms & TERM_TOKEN_WEIGHTS) p.r.token_weights = random_values(h, rows, 1);
-  if (terms & TERM_ENTROPY) p.r.entropy_weights = random_values(h, rows, 1);
-  if (terms & TERM_BIAS) p.bias = random_values(h, vocab, 1);
-  p.r.mean = terms & TERM_MEAN;
-  for (int64_t n = 0; n < rows; n++)
-    if ((terms & (TERM_IGNORED | TERM_ROWS)) && n % 3 == 1)
-      p.targets[n] = IGNORE_INDEX;
-    else
-      p.counted_rows[p.counted++] = (int32_t)n;
-  p.r.x = p.x, p.r.weight = p.weight, p.r.bias = p.bias, p.r.targets = p.targets;
-  double **const per_token[] = {&p.r.loss,    &p.r.token_z_loss, &p.r.log_prob, &p.r.logsumexp,
-                                &p.r.entropy, &p.r.max_logit,    &p.r.predicted};
-  for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) *per_token[i] = host_values(h, rows);
+static LossProblem make_problem(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab) {
+  LossProblem p = loss_problem(h, rows, hidden, vocab, 2);
+  loss_problem_add(h, &p, terms);
+  for (int64_t n = 1; n < rows && terms & (TERM_IGNORED | TERM_ROWS); n += 3) p.targets[n] = IGNORE_INDEX;
   return p;
-}
-
-static void with_gradients(Harness *h, Problem *p) {
-  p->r.dx = host_values(h, p->r.rows * p->r.hidden);
-  p->r.dweight = host_values(h, p->r.vocab * p->r.hidden);
-  if (p->bias) p->r.dbias = host_values(h, p->r.vocab);
-}
-
-static double objective(void *context) {
-  ReferenceLoss r = ((Problem *)context)->r;
-  r.dx = r.dweight = r.dbias = NULL;
-  reference_loss(&r);
-  return r.objective;
 }
 
 // --- the reference itself ----------------------------------------------------------------------------------
@@ -104,26 +47,21 @@ static void test_reference(void **state) {
   Harness *h = *state;
   for (int all = 0; all < 2; all++) {
     int terms = all ? (1 << TERMS) - 1 : 0;
-    Problem p = make_problem(h, terms, 5, 7, 11);
-    with_gradients(h, &p);
+    LossProblem p = make_problem(h, terms, 5, 7, 11);
+    reference_gradients(h, &p.r);
     reference_loss(&p.r);
     Tolerance close = of_size(within(4, 16), p.r.scale);
     Tensor dx = tensor_from(h, DTYPE_F32, p.r.dx, 5, 7),
            dweight = tensor_from(h, DTYPE_F32, p.r.dweight, 11, 7);
-    check_gradient(h, "reference dx", dx, NULL, p.x, objective, &p, close);
-    check_gradient(h, "reference dweight", dweight, NULL, p.weight, objective, &p, close);
+    check_gradient(h, "reference dx", dx, NULL, p.x, reference_objective, &p.r, close);
+    check_gradient(h, "reference dweight", dweight, NULL, p.weight, reference_objective, &p.r, close);
     if (!all) continue;
     Tensor dbias = vector_from(h, DTYPE_F32, p.r.dbias, 11);
-    check_gradient(h, "reference dbias", dbias, NULL, p.bias, objective, &p, close);
+    check_gradient(h, "reference dbias", dbias, NULL, p.bias, reference_objective, &p.r, close);
   }
 }
 
 // --- the layer ---------------------------------------------------------------------------------------------
-
-static Tensor optional_vector(Harness *h, const double *values, int64_t count) {
-  if (!values) return (Tensor){0};
-  return vector_from(h, DTYPE_F32, (double *)values, count);
-}
 
 typedef struct {
   LceMode mode;
@@ -132,46 +70,17 @@ typedef struct {
 } Way;
 
 static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
-  Problem p = make_problem(h, terms, rows, hidden, vocab);
+  LossProblem p = make_problem(h, terms, rows, hidden, vocab);
   ReferenceLoss *r = &p.r;
-  LinearCrossEntropy a = {.mode = way.mode,
-                          .chunk = way.chunk,
-                          .loss = poisoned_vector(h, DTYPE_F32, rows),
-                          .x = tensor_from(h, h->dtype, p.x, rows, hidden),
-                          .weight = tensor_from(h, h->dtype, p.weight, vocab, hidden),
-                          .targets = ids_from(h, p.targets, rows),
-                          .token_weights = optional_vector(h, r->token_weights, rows),
-                          .entropy_weights = optional_vector(h, r->entropy_weights, rows),
-                          .terms = {.label_smoothing = (float)r->label_smoothing,
-                                    .z_loss = (float)r->z_loss,
-                                    .softcap = (float)r->softcap,
-                                    .temperature = (float)r->temperature,
-                                    .class_weights = optional_vector(h, r->class_weights, vocab)},
-                          .scale = (float)r->scale,
-                          .mean = r->mean,
-                          .accumulate = way.accumulate};
-  if (p.bias) a.bias = vector_from(h, h->dtype, p.bias, vocab);
-  if (terms & TERM_ROWS) a.rows = ids_from(h, p.counted_rows, rows), a.counted = p.counted;
-  a.outputs.z_loss = poisoned_vector(h, DTYPE_F32, rows);
-  a.outputs.log_prob = poisoned_vector(h, DTYPE_F32, rows);
-  a.outputs.logsumexp = poisoned_vector(h, DTYPE_F32, rows);
-  if (way.outputs) {
-    a.outputs.entropy = poisoned_vector(h, DTYPE_F32, rows);
-    a.outputs.max_logit = poisoned_vector(h, DTYPE_F32, rows);
-    a.outputs.predicted = poisoned_vector(h, DTYPE_I32, rows);
-    a.outputs.correct = poisoned_vector(h, DTYPE_F32, rows);
-  }
-  double *before = NULL, *bias_before = NULL;
-  if (!way.forward_only) {
-    with_gradients(h, &p);
-    before = way.accumulate ? random_values(h, vocab * hidden, 1) : host_values(h, vocab * hidden);
-    bias_before = way.accumulate ? random_values(h, vocab, 1) : host_values(h, vocab);
-    a.dx = poisoned(h, h->dtype, rows, hidden);
-    a.dweight = way.accumulate ? tensor_from(h, DTYPE_F32, before, vocab, hidden)
-                               : poisoned(h, DTYPE_F32, vocab, hidden);
-    if (p.bias)
-      a.dbias = way.accumulate ? vector_from(h, DTYPE_F32, bias_before, vocab)
-                               : poisoned_vector(h, DTYPE_F32, vocab);
+  if (!way.forward_only) reference_gradients(h, r);
+  LinearCrossEntropy a = loss_call(h, r, way.mode, way.chunk);
+  if (terms & TERM_ROWS) a.rows = ids_from(h, counted_positions(h, p.targets, rows, &a.counted), rows);
+  if (way.outputs) loss_call_all_outputs(h, &a);
+  double *before = host_values(h, vocab * hidden), *bias_before = host_values(h, vocab);
+  if (way.accumulate && !way.forward_only) {
+    a.accumulate = true;
+    a.dweight = tensor_from(h, DTYPE_F32, before = random_values(h, vocab * hidden, 1), vocab, hidden);
+    if (p.bias) a.dbias = vector_from(h, DTYPE_F32, bias_before = random_values(h, vocab, 1), vocab);
   }
   linear_cross_entropy(h->backend, a);
   reference_loss(r);
@@ -179,24 +88,11 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   // Where logits are stored their rounding shows; the anchored way and fp32 have none of it.
   bool exact = way.mode == LCE_FUSED;
   double size = 8 + 64 * r->z_loss; // of the sums that make a loss
-  Tolerance told =
+  Tolerance tolerance =
       of_size(exact ? within(16, (double)(hidden + vocab)) : within_stored(h, 16, (double)hidden), size);
-  const struct {
-    const char *name;
-    Tensor got;
-    const double *want;
-  } outputs[] = {{"loss", a.loss, r->loss},
-                 {"z_loss", a.outputs.z_loss, r->token_z_loss},
-                 {"log_prob", a.outputs.log_prob, r->log_prob},
-                 {"logsumexp", a.outputs.logsumexp, r->logsumexp},
-                 {"entropy", a.outputs.entropy, r->entropy},
-                 {"max_logit", a.outputs.max_logit, r->max_logit}};
   char what[320];
-  for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
-    if (!tensor_exists(outputs[i].got)) continue;
-    snprintf(what, sizeof what, "%s (%s, %s)", outputs[i].name, name_of(terms), lce_mode_name(way.mode));
-    check_values(h, what, outputs[i].got, outputs[i].want, told);
-  }
+  snprintf(what, sizeof what, "%s, %s", name_of(terms), lce_mode_name(way.mode));
+  check_outputs(h, what, &a, r, 0, tolerance);
   if (way.outputs && (exact || h->dtype == DTYPE_F32)) {
     double *predicted = values_of(h, a.outputs.predicted), *correct = values_of(h, a.outputs.correct);
     for (int64_t n = 0; n < rows; n++) {

@@ -1,4 +1,4 @@
-// The last layer with its head split over ranks, against float64 on one: this program starts itself as 1 to 4
+// linear_cross_entropy with its head split over ranks, against float64 on one: this program starts itself as 1 to 4
 // ranks under mpirun (with LCE_GPU_RANKS=N under tools/launch, as 2 and N ranks with a GPU each). Every rank draws
 // all tokens and the whole head, takes its own, and checks what it gets.
 #include <setjmp.h>
@@ -13,11 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/linear_cross_entropy.h"
 #include "kernels/ranks/ranks.h"
-#include "tests/harness.h"
+#include "tests/loss_problem.h"
 #include "tests/process.h"
-#include "tests/reference.h"
 
 // --- a rank ------------------------------------------------------------------------------------------------
 
@@ -73,43 +71,13 @@ static const Case cases[] = {
     {.name = "hopeless twice", .rows = 9, .hidden = 32, .vocab = 300, .chunk = 9, .hopeless = 3},
 };
 
-static int64_t least(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
-
 // All ranks' tokens and the whole head, in float64.
-typedef struct {
-  ReferenceLoss r;
-  double *x, *weight;
-  int32_t *targets;
-} Problem;
-
-static double *positive_values(Harness *h, int64_t count) {
-  double *values = random_values(h, count, 1);
-  for (int64_t i = 0; i < count; i++) values[i] = 0.25 + fabs(values[i]);
-  return values;
-}
-
-// Turns row n of x into a unit vector of its own axis, so that W[column] alone decides about that logit.
-static void set_lead(Problem *p, int64_t n, int64_t column, double lead) {
-  int64_t hidden = p->r.hidden, axis = n % hidden;
-  for (int64_t i = 0; i < hidden; i++) p->x[n * hidden + i] = i == axis;
-  p->weight[column * hidden + axis] = p->weight[p->targets[n] * hidden + axis] + lead;
-}
-
-static Problem make_problem(Harness *h, const Case *c, int64_t vocab, int64_t part) {
+static LossProblem make_problem(Harness *h, const Case *c, int64_t vocab, int64_t part) {
   int64_t rows = c->rows * h->backend->ranks;
-  Problem p = {.x = random_values(h, rows * c->hidden, 1),
-               .weight = random_values(h, vocab * c->hidden, 2 / sqrt((double)c->hidden)),
-               .targets = random_ids(h, rows, vocab)};
-  p.r = (ReferenceLoss){.rows = rows, .hidden = c->hidden, .vocab = vocab, .scale = 0.5};
-  if (c->terms) {
-    p.r.label_smoothing = (float)0.1;
-    p.r.z_loss = (float)0.02;
-    p.r.temperature = 1.5;
-    p.r.class_weights = positive_values(h, vocab);
-    p.r.token_weights = random_values(h, rows, 1);
-  }
+  LossProblem p = loss_problem(h, rows, c->hidden, vocab, 2);
+  if (c->terms)
+    loss_problem_add(
+        h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS);
   // Another third on every rank, and all of the last rank's.
   for (int64_t n = 0; n < rows && c->ignores; n++)
     if (n % 3 == n / c->rows % 3 || (h->backend->ranks > 2 && n / c->rows == h->backend->ranks - 1))
@@ -117,95 +85,74 @@ static Problem make_problem(Harness *h, const Case *c, int64_t vocab, int64_t pa
   for (int64_t n = 1; n < rows && c->hopeless; n += 4) {
     int64_t here = p.targets[n] / part * part, there = (here + part) % (part * h->backend->ranks);
     // Not the target itself.
-    int64_t column = least(here + (p.targets[n] == here), vocab - 1);
-    if (c->hopeless & 1) set_lead(&p, n, column, 300);
-    if (c->hopeless & 2) set_lead(&p, n, least(there + 1, vocab - 1), 500);
+    int64_t column = min_i64(here + (p.targets[n] == here), vocab - 1);
+    if (c->hopeless & 1) loss_problem_lead(&p, n, column, 300);
+    if (c->hopeless & 2) loss_problem_lead(&p, n, min_i64(there + 1, vocab - 1), 500);
   }
-  p.r.x = p.x, p.r.weight = p.weight, p.r.targets = p.targets;
-  double **const per_token[] = {&p.r.loss, &p.r.token_z_loss, &p.r.log_prob, &p.r.logsumexp};
-  for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) *per_token[i] = host_values(h, rows);
-  if (c->forward_only) return p;
-  p.r.dx = host_values(h, rows * c->hidden);
-  p.r.dweight = host_values(h, vocab * c->hidden);
+  if (!c->forward_only) reference_gradients(h, &p.r);
   return p;
 }
 
-// The own counted positions, then the ignored ones; returns the most that count on any rank.
-static int64_t name_rows(const Problem *p, int64_t rows, int rank, int ranks, int32_t *names) {
-  int64_t most = 0, count = 0;
+// This rank's part of the call: its tokens, and its rows of the head.
+static LinearCrossEntropy local_call(Harness *h, const Case *c, const LossProblem *p, int64_t part) {
+  Backend *b = h->backend;
+  int64_t first = b->rank * part, from = b->rank * c->rows;
+  LinearCrossEntropy a = loss_call(h, &p->r, LCE_FUSED, c->chunk);
+  Tensor *const of_tokens[] = {&a.x,
+                               &a.targets,
+                               &a.loss,
+                               &a.dx,
+                               &a.outputs.z_loss,
+                               &a.outputs.log_prob,
+                               &a.outputs.logsumexp,
+                               &a.token_weights};
+  for (size_t i = 0; i < sizeof of_tokens / sizeof *of_tokens; i++)
+    if (tensor_exists(*of_tokens[i])) *of_tokens[i] = tensor_rows(*of_tokens[i], from, c->rows);
+  a.shard = (VocabShard){.first = first, .vocab_size = p->r.vocab};
+  a.weight = tensor_rows(a.weight, first, min_i64(part, p->r.vocab - first));
+  if (tensor_exists(a.dweight)) a.dweight = tensor_rows(a.dweight, first, a.weight.shape[0]);
+  return a;
+}
+
+// The most tokens that count on any rank.
+static int64_t max_counted(const LossProblem *p, int64_t rows, int ranks) {
+  int64_t max = 0;
   for (int r = 0; r < ranks; r++) {
     int64_t counted = 0;
     for (int64_t n = 0; n < rows; n++) counted += p->targets[r * rows + n] != IGNORE_INDEX;
-    if (counted > most) most = counted;
+    max = max_i64(max, counted);
   }
-  for (int ignored = 0; ignored < 2; ignored++)
-    for (int64_t n = 0; n < rows; n++)
-      if ((p->targets[rank * rows + n] == IGNORE_INDEX) == ignored) names[count++] = (int32_t)n;
-  return most;
+  return max;
 }
 
 static void check_case(Harness *h, const Case *c) {
   Backend *b = h->backend;
-  int64_t vocab = c->vocab ? c->vocab : b->ranks, part = (vocab + b->ranks - 1) / b->ranks;
-  int64_t first = b->rank * part, own = least(part, vocab - first), from = b->rank * c->rows;
-  Problem p = make_problem(h, c, vocab, part);
+  int64_t vocab = c->vocab ? c->vocab : b->ranks, part = ceil_div(vocab, b->ranks);
+  int64_t first = b->rank * part, from = b->rank * c->rows;
+  LossProblem p = make_problem(h, c, vocab, part);
   ReferenceLoss *r = &p.r;
-  // The reference computes with what the device's dtype holds of x and W: of all of them.
-  Tensor all_x = tensor_from(h, h->dtype, p.x, r->rows, c->hidden);
-  Tensor all_weight = tensor_from(h, h->dtype, p.weight, vocab, c->hidden);
-  LinearCrossEntropy a = {.mode = LCE_FUSED,
-                          .chunk = c->chunk,
-                          .loss = poisoned_vector(h, DTYPE_F32, c->rows),
-                          .x = tensor_rows(all_x, from, c->rows),
-                          .weight = tensor_rows(all_weight, first, own),
-                          .targets = ids_from(h, p.targets + from, c->rows),
-                          .shard = {.first = first, .vocab_size = vocab},
-                          .terms = {.label_smoothing = (float)r->label_smoothing,
-                                    .z_loss = (float)r->z_loss,
-                                    .temperature = (float)r->temperature},
-                          .scale = (float)r->scale,
-                          .accumulate = c->accumulate};
-  if (c->terms) {
-    a.terms.class_weights = vector_from(h, DTYPE_F32, (double *)r->class_weights, vocab);
-    a.token_weights =
-        tensor_rows(vector_from(h, DTYPE_F32, (double *)r->token_weights, r->rows), from, c->rows);
-  }
+  LinearCrossEntropy a = local_call(h, c, &p, part);
+  int64_t local = a.weight.shape[0];
   if (c->named) {
-    int32_t *names = random_ids(h, c->rows, 1);
-    a.counted = name_rows(&p, c->rows, b->rank, b->ranks, names);
-    a.rows = ids_from(h, names, c->rows);
+    a.rows = ids_from(h, counted_positions(h, p.targets + from, c->rows, &a.counted), c->rows);
+    a.counted = max_counted(&p, c->rows, b->ranks);
   }
-  a.outputs.z_loss = poisoned_vector(h, DTYPE_F32, c->rows);
-  a.outputs.log_prob = poisoned_vector(h, DTYPE_F32, c->rows);
-  a.outputs.logsumexp = poisoned_vector(h, DTYPE_F32, c->rows);
-  double *before = host_values(h, own * c->hidden);
-  if (!c->forward_only) {
-    if (c->accumulate) before = random_values(h, own * c->hidden, 1);
-    a.dx = poisoned(h, c->wide_dx ? DTYPE_F32 : h->dtype, c->rows, c->hidden);
-    a.dweight = c->accumulate ? tensor_from(h, DTYPE_F32, before, own, c->hidden)
-                              : poisoned(h, DTYPE_F32, own, c->hidden);
+  double *before = host_values(h, local * c->hidden);
+  if (c->wide_dx) a.dx = poisoned(h, DTYPE_F32, c->rows, c->hidden);
+  if (c->accumulate) {
+    a.accumulate = true;
+    a.dweight = tensor_from(h, DTYPE_F32, before = random_values(h, local * c->hidden, 1), local, c->hidden);
   }
   linear_cross_entropy(b, a);
   reference_loss(r);
 
   double terms = (double)(c->hidden + vocab), size = (c->hopeless ? 500 : 8) + 64 * r->z_loss;
-  Tolerance told = of_size(within(16, terms), size);
-  const struct {
-    const char *name;
-    Tensor got;
-    const double *want;
-  } outputs[] = {{"loss", a.loss, r->loss},
-                 {"z_loss", a.outputs.z_loss, r->token_z_loss},
-                 {"log_prob", a.outputs.log_prob, r->log_prob},
-                 {"logsumexp", a.outputs.logsumexp, r->logsumexp}};
   char what[96];
-  for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
-    snprintf(what, sizeof what, "%s (%s, rank %d of %d)", outputs[i].name, c->name, b->rank, b->ranks);
-    check_values(h, what, outputs[i].got, outputs[i].want + from, told);
-  }
+  snprintf(what, sizeof what, "%s, rank %d of %d", c->name, b->rank, b->ranks);
+  check_outputs(h, what, &a, r, from, of_size(within(16, terms), size));
   if (c->forward_only) return;
   double gradient_size = r->scale * (c->hopeless ? 300 : 1 + 8 * r->z_loss);
-  for (int64_t i = 0; i < own * c->hidden; i++) r->dweight[first * c->hidden + i] += before[i];
+  for (int64_t i = 0; i < local * c->hidden; i++) r->dweight[first * c->hidden + i] += before[i];
   snprintf(what, sizeof what, "dx (%s, rank %d of %d)", c->name, b->rank, b->ranks);
   check_values(h, what, a.dx, r->dx + from * c->hidden, of_size(within_stored(h, 8, terms), gradient_size));
   snprintf(what, sizeof what, "dweight (%s, rank %d of %d)", c->name, b->rank, b->ranks);
@@ -217,21 +164,10 @@ static void check_case(Harness *h, const Case *c) {
 static void check_nan(Harness *h) {
   const Case c = {.name = "NaN", .rows = 8, .hidden = 16, .vocab = 80, .chunk = 3};
   Backend *b = h->backend;
-  Problem p = make_problem(h, &c, c.vocab, c.vocab / b->ranks);
+  int64_t part = ceil_div(c.vocab, b->ranks);
+  LossProblem p = make_problem(h, &c, c.vocab, part);
   p.x[2 * c.hidden + 5] = NAN; // rank 0's
-  int64_t part = (c.vocab + b->ranks - 1) / b->ranks, first = b->rank * part, from = b->rank * c.rows;
-  int64_t own = least(part, c.vocab - first);
-  LinearCrossEntropy a = {.mode = LCE_FUSED,
-                          .chunk = c.chunk,
-                          .loss = poisoned_vector(h, DTYPE_F32, c.rows),
-                          .dx = poisoned(h, h->dtype, c.rows, c.hidden),
-                          .dweight = poisoned(h, DTYPE_F32, own, c.hidden),
-                          .x = tensor_rows(tensor_from(h, h->dtype, p.x, p.r.rows, c.hidden), from, c.rows),
-                          .weight =
-                              tensor_rows(tensor_from(h, h->dtype, p.weight, c.vocab, c.hidden), first, own),
-                          .targets = ids_from(h, p.targets + from, c.rows),
-                          .shard = {.first = first, .vocab_size = c.vocab},
-                          .scale = 1};
+  LinearCrossEntropy a = local_call(h, &c, &p, part);
   linear_cross_entropy(b, a);
   const double *loss = values_of(h, a.loss), *dx = values_of(h, a.dx);
   for (int64_t n = 0; n < c.rows; n++) {
@@ -247,30 +183,14 @@ static void check_nan(Harness *h) {
 static void check_repeats(Harness *h) {
   const Case c = {.name = "again", .rows = 45, .hidden = 24, .vocab = 515, .chunk = 16};
   Backend *b = h->backend;
-  int64_t part = (c.vocab + b->ranks - 1) / b->ranks, first = b->rank * part;
-  int64_t own = least(part, c.vocab - first);
-  Problem p = make_problem(h, &c, c.vocab, part);
-  Tensor dx[2], dweight[2], loss[2];
-  for (int i = 0; i < 2; i++) {
-    dx[i] = poisoned(h, h->dtype, c.rows, c.hidden);
-    dweight[i] = poisoned(h, DTYPE_F32, own, c.hidden);
-    loss[i] = poisoned_vector(h, DTYPE_F32, c.rows);
-    Tensor x = tensor_from(h, h->dtype, p.x, p.r.rows, c.hidden);
-    Tensor weight = tensor_from(h, h->dtype, p.weight, c.vocab, c.hidden);
-    linear_cross_entropy(b, (LinearCrossEntropy){.mode = LCE_FUSED,
-                                                 .chunk = c.chunk,
-                                                 .loss = loss[i],
-                                                 .dx = dx[i],
-                                                 .dweight = dweight[i],
-                                                 .x = tensor_rows(x, b->rank * c.rows, c.rows),
-                                                 .weight = tensor_rows(weight, first, own),
-                                                 .targets = ids_from(h, p.targets + b->rank * c.rows, c.rows),
-                                                 .shard = {.first = first, .vocab_size = c.vocab},
-                                                 .scale = 1});
-  }
-  check_bitwise_equal(h, "dx again", dx[0], dx[1]);
-  check_bitwise_equal(h, "dweight again", dweight[0], dweight[1]);
-  check_bitwise_equal(h, "loss again", loss[0], loss[1]);
+  int64_t part = ceil_div(c.vocab, b->ranks);
+  LossProblem p = make_problem(h, &c, c.vocab, part);
+  LinearCrossEntropy once = local_call(h, &c, &p, part), again = local_call(h, &c, &p, part);
+  linear_cross_entropy(b, once);
+  linear_cross_entropy(b, again);
+  check_bitwise_equal(h, "dx again", once.dx, again.dx);
+  check_bitwise_equal(h, "dweight again", once.dweight, again.dweight);
+  check_bitwise_equal(h, "loss again", once.loss, again.loss);
 }
 
 // A failed check ends this process, and with it the job.

@@ -1,0 +1,53 @@
+// One problem of the loss for all its tests: random or given inputs, the float64 solution (ReferenceLoss), and the call of
+// linear_cross_entropy that has to find it.
+#ifndef LCE_TESTS_LOSS_PROBLEM_H
+#define LCE_TESTS_LOSS_PROBLEM_H
+
+#include "kernels/linear_cross_entropy.h"
+#include "tests/harness.h"
+#include "tests/reference.h"
+
+// Terms that a problem may have, all of them at once, too.
+enum {
+  TERM_SMOOTHING = 1,
+  TERM_Z_LOSS = 2,
+  TERM_SOFTCAP = 4,
+  TERM_TEMPERATURE = 8,
+  TERM_CLASS_WEIGHTS = 16,
+  TERM_TOKEN_WEIGHTS = 32,
+  TERM_ENTROPY = 64,
+  TERM_BIAS = 128,
+  TERM_MEAN = 256
+};
+
+// All arrays are host values of the harness.
+typedef struct {
+  ReferenceLoss r;           // its outputs are there; its gradients once reference_gradients has been called
+  double *x, *weight, *bias; // what r reads, to be changed
+  int32_t *targets;
+} LossProblem;
+
+// x [rows, hidden] of deviation 1 and W [vocab, hidden] such that logits have about the deviation given; scale is 0.5.
+LossProblem loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation);
+void loss_problem_add(Harness *h, LossProblem *p, int terms);
+// Makes logit `column` of token n exceed the target's by exactly `lead`: x[n] becomes a unit vector of axis n mod hidden, so
+// that W[column] and W[target] alone decide.
+void loss_problem_lead(LossProblem *p, int64_t n, int64_t column, double lead);
+// Positions of the tokens that count, then of the others; *counted of them count.
+int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted);
+
+void reference_outputs(Harness *h, ReferenceLoss *r); // gives r arrays for its losses and outputs
+void reference_gradients(Harness *h,
+                         ReferenceLoss *r);  // and for dx, dweight and, where there is a bias, dbias
+double reference_objective(void *reference); // for check_gradient: r->objective, without gradients
+
+// The call over all of r's tokens: inputs as the backend's dtype holds them, the terms, poisoned loss, z_loss, log_prob and
+// logsumexp; poisoned dx (of that dtype), dweight and dbias where r has them.
+LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, int64_t chunk);
+// With what needs logits: entropy, max_logit, predicted, correct.
+void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a);
+// Loss and fp32 outputs of the call, as far as it has them, against r's from token `first` on.
+void check_outputs(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
+                   int64_t first, Tolerance tolerance);
+
+#endif
