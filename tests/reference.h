@@ -46,7 +46,7 @@ typedef struct {
   double filter;
   int64_t chunk;
   bool counted_alone;
-  double filtered[3]; // what it tells
+  double filtered[3]; // its stats
   double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit,
       *predicted; // [rows]; loss is needed
   double *dx, *dweight, *dbias;

@@ -237,7 +237,7 @@ static void test_repeats(void **state) {
   check_bitwise_equal(h, "loss", whole.loss, p.call.loss);
   forward.dx = forward.dweight = (Tensor){0};
   linear_cross_entropy(h->backend, forward);
-  check_values(h, "what the forward pass tells", forward.filtered, (double[]){0, 0, 0}, within(0, 1));
+  check_values(h, "stats of the forward pass", forward.filtered, (double[]){0, 0, 0}, within(0, 1));
 }
 
 // --- the operations by themselves --------------------------------------------------------------------------
@@ -273,7 +273,7 @@ static Filtering make_filtering(Harness *h, Shape s) {
                  .stats = host_values(h, 3)};
   f.tiles = host_values(h, f.down * f.across);
   for (int64_t n = 0; n < s.rows; n++) {
-    bool ignored = n % 7 == 2; // as the sweep leaves such a row: nothing in E
+    bool ignored = n % 7 == 2; // as the logits-exp pass leaves such a row: nothing in E
     f.row_sum[n] = ignored ? 0 : 8 + 4 * fabs(f.row_sum[n]);
     f.target_e[n] = ignored ? 1 : 1 / (1 + fabs(f.target_e[n]));
     bool last_row = (n + 1) % LCE_FILTER_ROWS == 0 || n + 1 == s.rows;
