@@ -89,28 +89,20 @@ static void sample(Run *run, int64_t step) {
   free(tokens);
 }
 
-// Rank 0's part of saving: whether it went well.
-static bool save_files(Run *run, int64_t step, const cJSON *state) {
-  Reason reason;
-  double start = now_seconds();
-  if (!checkpoint_save(&run->store, &run->trainer.model, run->backend, step, state, &reason)) {
-    warn("no checkpoint after step %lld: %s", (long long)step, reason.text);
-    return false;
-  }
-  report_checkpoint(&run->report, step, now_seconds() - start);
-  return true;
-}
-
 // The checkpoint after `step` steps. One that cannot be written does not stop the run: the disk may have space
 // again when the next one is due.
 static void save(Run *run, int64_t step) {
   run->state.step = step;
   cJSON *json = resume_write(run->options, &run->state);
+  Reason reason;
+  double start = now_seconds();
   report_break(&run->report);
-  int32_t saved = run->store.directory && save_files(run, step, json);
-  if (!run->store.directory)
-    checkpoint_help_save(&run->trainer.model, run->backend, run->options->save_dtype);
-  machine_broadcast(run->backend, &saved, sizeof saved);
+  int32_t saved = checkpoint_save(&run->store, &run->trainer.model, run->backend, step, json, &reason);
+  if (saved)
+    report_checkpoint(&run->report, step, now_seconds() - start);
+  else
+    warn("no checkpoint after step %lld: %s", (long long)step, reason.text);
+  machine_broadcast(run->backend, &saved, sizeof saved); // rank 0's counts
   if (saved) run->saved_step = step;
   cJSON_Delete(json);
 }

@@ -184,9 +184,11 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason) {
   StepName name = step_name(step);
-  Folder folder = folder_begin(store->directory, name.text);
-  weights_store(model, backend, &folder, store->dtype, store->shard_bytes);
-  optimizer_store(model, backend, &folder, store->dtype, store->shard_bytes);
+  Folder folder = store->directory ? folder_begin(store->directory, name.text) : (Folder){0};
+  size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
+  weights_store(model, backend, &folder, store->dtype, shard_bytes);
+  optimizer_store(model, backend, &folder, store->dtype, shard_bytes);
+  if (!store->directory) return true;
   bool generation = false;
   for (int i = 0; i < store->companion_count; i++) {
     const Companion *c = &store->companions[i];
@@ -211,12 +213,6 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   point_to(store->directory, name.text);
   if (store->keep) delete_older(store, step);
   return true;
-}
-
-void checkpoint_help_save(const Model *model, Backend *backend, Dtype dtype) {
-  Folder nothing = {0};
-  weights_store(model, backend, &nothing, dtype, CHECKPOINT_SHARD_BYTES);
-  optimizer_store(model, backend, &nothing, dtype, CHECKPOINT_SHARD_BYTES);
 }
 
 // --- reading -----------------------------------------------------------------------------------------------

@@ -47,11 +47,10 @@ typedef struct {
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
                                       int64_t first_step, bool may_replace);
 // Writes the checkpoint of a step, then deletes the oldest beyond `keep`. False with a reason that names the
-// last good one when it could not be written; nothing is then left behind or deleted.
+// last good one when it could not be written; nothing is then left behind or deleted. Call it on all ranks: only
+// rank 0 has opened its store, those of the others hold the same dtype alone.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason);
-// The other ranks' part in it, with the same dtype: rank 0 has the store.
-void checkpoint_help_save(const Model *model, Backend *backend, Dtype dtype);
 void checkpoint_store_close(CheckpointStore *store);
 
 // --- reading -----------------------------------------------------------------------------------------------
