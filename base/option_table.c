@@ -186,18 +186,18 @@ int option_table_take(const OptionTable *table, void *values, bool *given, int a
       argp_help(make_rows(table), stdout, ARGP_HELP_STD_HELP, program_invocation_short_name);
       exit(0);
     }
-    int row = strncmp(name, "--", 2) ? -1 : option_row(table->rows, name + 2), first = i;
-    if (row >= 0) {
-      const Option *o = &table->rows[row];
-      const char *value = argv[i][strlen(name)] ? argv[i] + strlen(name) + 1 : NULL;
-      if (o->type == OPTION_FLAG && value) fail("%s takes no value", name);
-      bool missing = o->type != OPTION_FLAG && !value && i + 1 == argc;
-      if (missing && o->type == OPTION_TEXT) fail("%s needs a value; --help says which", name);
-      if (o->type != OPTION_FLAG && !value) value = missing ? "" : argv[++i];
-      take(&parsing, row, value);
+    int row = strncmp(name, "--", 2) ? -1 : option_row(table->rows, name + 2);
+    if (row < 0) {
+      argv[left++] = argv[i];
+      continue;
     }
-    if (row < 0 || table->rows[row].flags & OPTION_SHARED)
-      while (first <= i) argv[left++] = argv[first++];
+    const Option *o = &table->rows[row];
+    const char *value = argv[i][strlen(name)] ? argv[i] + strlen(name) + 1 : NULL;
+    if (o->type == OPTION_FLAG && value) fail("%s takes no value", name);
+    bool missing = o->type != OPTION_FLAG && !value && i + 1 == argc;
+    if (missing && o->type == OPTION_TEXT) fail("%s needs a value; --help says which", name);
+    if (o->type != OPTION_FLAG && !value) value = missing ? "" : argv[++i];
+    take(&parsing, row, value);
   }
   return left;
 }

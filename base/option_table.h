@@ -50,10 +50,8 @@ typedef struct {
 // which values are right; an unknown option as argp does, with status 64.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
-// The same for a program that hands the rest of its command line on: takes the table's options out of argv
-// (options whose flags have OPTION_SHARED stay) and returns how many words are left. Other words are not
-// looked at. Names must be written in full.
-enum { OPTION_SHARED = 1 << 30 };
+// The same for a program that hands the rest of its command line on: takes the table's options out of argv and
+// returns how many words are left. Other words are not looked at. Names must be written in full.
 int option_table_take(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // One value as from the command line.

@@ -181,9 +181,9 @@ static void refuse_other_work(const Options *o) {
 }
 
 static void parse(Options *options, int argc, char **argv) {
-#define OPTION_VALUES Options
+  bool compare_modes = false;
   static const Option rows[] = {
-      {FLAG("compare-modes", compare_modes, true), .flags = OPTION_SHARED,
+      {OPTION_FLAG, "compare-modes", .size = sizeof(bool), .min = true,
        HELP("Also time the step with materialized logits, alternating with the fused mode")},
       {OPTION_END}};
   static const OptionTable table = {
@@ -198,8 +198,8 @@ static void parse(Options *options, int argc, char **argv) {
       "alone.\n\n"
       "  tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu\n",
       NULL};
-  *options = (Options){0};
-  options_parse(options, option_table_take(&table, options, NULL, argc, argv), argv);
+  options_parse(options, option_table_take(&table, &compare_modes, NULL, argc, argv), argv);
+  options->compare_modes = compare_modes;
   refuse_other_work(options);
 }
 
