@@ -16,14 +16,12 @@ void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // From here on warn() prints nothing: for processes that would repeat what another one prints.
 void warn_mute(void);
 
-// Replaces what fail() does with the finished sentence; tests catch it here (with longjmp: it must not
-// return). NULL restores printing and exiting.
+// Replaces what fail() does with the sentence; it must not return (tests longjmp). NULL restores the default.
 typedef void (*FailHandler)(const char *sentence);
 void fail_set_handler(FailHandler handler);
 
-// The same for what fails in the calling thread, before the handler above is asked: a library's calls catch
-// their own failures, in any number of threads, and leave the program's alone. Returns the thread's handler
-// so far; NULL: none.
+// The same for the calling thread, asked before the handler above: a library's calls catch their own failures in any
+// number of threads. Returns the thread's handler so far; NULL: none.
 FailHandler fail_set_thread_handler(FailHandler handler);
 
 // Why something was refused, for callers that carry on without it.

@@ -32,9 +32,8 @@ typedef struct {
   double min, max;     // of numbers; a whole number's max of 0: INT64_MAX
   bool below_max;      // the max itself is not allowed
   const char *choices; // "cosine, linear or constant"
-  const char
-      *initial;   // the value before the option is given, shown in --help; NULL: the field stays as it is
-  unsigned flags; // the program's own
+  const char *initial; // the value when not given, shown in --help; NULL: the field stays as it is
+  unsigned flags;      // the program's own
 } Option;
 
 enum { OPTION_ROWS_MAX = 128 };

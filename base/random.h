@@ -1,5 +1,4 @@
-// Random numbers that are a function of (seed, stream, index) alone: no state, so any thread, rank or resumed
-// run draws the same number for the same place.
+// Random numbers as a function of (seed, stream, index) alone, the same in any thread, rank or resumed run.
 #ifndef LCE_BASE_RANDOM_H
 #define LCE_BASE_RANDOM_H
 
@@ -14,9 +13,8 @@ double random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
 // Standard normal (Box-Muller on two uniforms of the same index).
 double random_normal(uint64_t seed, uint64_t stream, uint64_t index);
 
-// A pseudo-random permutation of [0, count): where `index` goes under the permutation named by (seed,
-// stream). Needs no memory (a four-round Feistel network, walked until it lands inside the range). 0 <= index
-// < count.
+// Where `index` in [0, count) goes under the pseudo-random permutation of (seed, stream): a four-round Feistel network,
+// walked until it lands inside the range.
 uint64_t random_permute(uint64_t seed, uint64_t stream, uint64_t index, uint64_t count);
 
 #endif

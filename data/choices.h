@@ -23,11 +23,9 @@ typedef struct {
   int64_t longest; // tokens of the longest context with a completion
 } Choices;
 
-// Reads and checks the whole file. Fails naming file and example when it is damaged, or when an id is at or
-// above vocab_size.
+// Reads the whole file. Fails naming file and example when it is damaged or an id is at or above vocab_size.
 Choices choices_open(const char *path, int64_t vocab_size);
-// The same from the file's bytes; false with a reason, which reads on from the file's name. `path` stays
-// NULL.
+// The same from the file's bytes; false with a reason, which reads on from the file's name. `path` stays NULL.
 bool choices_parse(const void *bytes, size_t size, int64_t vocab_size, Choices *choices, Reason *reason);
 void choices_close(Choices *choices);
 

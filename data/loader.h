@@ -1,10 +1,8 @@
-// Batches of a source, by number: the batch of any step is a function of the data, the seed and the step
-// alone. Nothing is remembered from call to call, so resuming at step 1000 is asking for step 1000, and a
-// rank asks for its own share. Needs no memory beyond the struct, however large the data.
+// Batches of a source: the batch of any step is a function of the data, the seed and the step alone, so a resumed run
+// asks for its step, and a rank for its share. Needs no memory beyond the struct, however large the data.
 //
-// A training window is T + 1 consecutive tokens, T of them inputs and, shifted by one, T targets. Windows
-// start every T + 1 tokens from the stream's start: no position is in two windows, so nothing that is
-// validated was ever trained on. The last tokens that fill no window are left out.
+// A training window is T + 1 consecutive tokens, T of them inputs and, shifted by one, T targets. Windows do not
+// overlap, so nothing that is validated is trained on. The last tokens that fill no window are left out.
 //
 // Of n windows, a fixed fraction is held back for validation (at least one, and at least one is left to train
 // on), picked by a permutation that is the same for every seed. Epoch e visits the remaining ones in the order
@@ -44,8 +42,7 @@ typedef struct {
   int64_t validation_targets; // targets in one pass over the validation batches; a mask may leave some out
 } Loader;
 
-// Fails when the data are too few for one window of each kind asked for, with how many tokens there are and
-// how many are needed.
+// Fails when the data are too few for one window of each kind asked for.
 Loader loader_create(LoaderOptions options);
 
 typedef struct {
@@ -61,13 +58,10 @@ typedef struct {
 int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tokens, int32_t *targets);
 
 // The same for validation batch `index`. Rows past the last window have token 0 and ignored targets; an index
-// at or past validation_batches is a batch of such rows (returns 0). So R ranks that take indices rank, rank
-// + R,
-// ... for ceil(validation_batches / R) rounds stay together and cover everything once.
+// at or past validation_batches is a batch of such rows (returns 0).
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets);
 
-// One line for people: "byte-level text, 63 files, 512,345 tokens; 480 training and 25 validation windows of
-// 1,024". Writes at most `size` bytes with the terminator.
+// "byte-level text, 63 files, 512,345 tokens; 480 training and 25 validation windows of 1,024", cut to `size` bytes.
 void loader_describe(const Loader *loader, char *out, size_t size);
 
 #endif

@@ -49,14 +49,12 @@ bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason) {
   if (expected > (int64_t)size)
     return refuse(reason,
                   "is truncated: the header at byte 8 promises %lld tokens, which end at byte %lld, and the "
-                  "file ends at "
-                  "byte %zu",
+                  "file ends at byte %zu",
                   (long long)count, (long long)expected, size);
   if (expected < (int64_t)size)
     return refuse(reason,
                   "disagrees with its header: the %lld tokens promised at byte 8 end at byte %lld, and the "
-                  "file goes on "
-                  "to byte %zu",
+                  "file goes on to byte %zu",
                   (long long)count, (long long)expected, size);
   *shard = (Shard){.wide = wide, .tokens = (const char *)bytes + HEADER_BYTES, .count = count};
   return true;
@@ -66,8 +64,7 @@ const uint8_t *shard_parse_mask(const void *bytes, size_t size, int64_t count, R
   if (size < HEADER_BYTES || header_value(bytes, 0) != MASK_MAGIC || header_value(bytes, 1) != MASK_VERSION) {
     refuse(reason,
            "is no mask of a token shard (magic %d, version %d): make it and its shard again with "
-           "tools/prepare_data.py, "
-           "or remove it to count every token",
+           "tools/prepare_data.py, or remove it to count every token",
            MASK_MAGIC, MASK_VERSION);
     return NULL;
   }

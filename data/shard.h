@@ -16,8 +16,7 @@ typedef struct {
 
 // Whether a file's first bytes are a shard's.
 bool shard_has_magic(const void *bytes, size_t size);
-// Checks a file against its header; false with a reason, which reads on from the file's name: "is truncated:
-// ...".
+// Checks a file against its header; false with a reason, which reads on from the file's name.
 bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason);
 // The same for the mask of a shard of `count` tokens; NULL with a reason, or the bits.
 const uint8_t *shard_parse_mask(const void *bytes, size_t size, int64_t count, Reason *reason);

@@ -259,8 +259,7 @@ static void check_ids(const Source *source, const Piece *piece) {
     int64_t end = min_i64(piece->stored, first + CHECK_STRETCH);
     int64_t outside = find_outside(source, piece, first, end);
     if (outside < end) fail_outside(source, piece, outside);
-    // The pages stay in the system's cache but leave this process: a scan of all the data must not show as
-    // memory that training needed.
+    // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
     file_done_with(&piece->file, 0, piece->file.size);
   }
 }

@@ -1,5 +1,4 @@
-// What a transformer is: the choices and the sizes by which GPT-2 and Llama differ, with Hugging Face's
-// names.
+// The choices and sizes by which GPT-2 and Llama differ, with Hugging Face's names.
 #ifndef LCE_MODEL_CONFIG_H
 #define LCE_MODEL_CONFIG_H
 
@@ -52,8 +51,7 @@ double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
 const char *model_preset_names(void);                     // "gpt2-tiny, gpt2-124m, ..."
 
-// Fails with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head,
-// ...). `overridden` sizes of 0 have been filled in by the caller before.
+// Fails with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head, ...).
 void model_config_check(const ModelConfig *config);
 
 #endif

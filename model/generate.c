@@ -1,6 +1,5 @@
-// A prompt enters the cache in pieces of PIECE tokens, whatever its length: the last piece is filled up with
-// tokens that nobody sees (attention looks back only, and the positions they took are written again before
-// any later token reads them), so that the memory does not depend on the prompt.
+// A prompt enters the cache in pieces of PIECE tokens, so that the memory does not depend on its length. The last
+// piece is padded: attention looks back only, and the padding's positions are written again before they are read.
 #include "model/generate.h"
 
 #include <math.h>
@@ -30,8 +29,8 @@ static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t
   }
 }
 
-// The likeliest tokens in order are popped until there are `max` of them or they weigh `enough`. They end up
-// at the array's end, the first one last. Returns how many.
+// Pops the likeliest tokens until there are `max` or they weigh `enough`; they end up at the array's end, the first
+// one last. Returns how many.
 static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t max, double enough,
                              const double *weights) {
   for (int64_t i = count / 2; i-- > 0;) sift_down(logits, heap, count, i);

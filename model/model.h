@@ -46,8 +46,8 @@ Tensor model_head_shard(const Model *model);
 void model_initialize(Model *model, Backend *backend, uint64_t seed);
 void model_destroy(Model *model);
 
-// Evaluation and text need the whole head. Where its weights are split this gathers them on the backend's stack, until
-// model_drop_head; call both on all ranks. Nothing to do where they are whole.
+// Evaluation and text need the whole head: where its weights are split this gathers them on the backend's stack, until
+// model_drop_head. Call both on all ranks.
 MemoryMark model_gather_head(Model *model, Backend *backend);
 void model_drop_head(Model *model, Backend *backend, MemoryMark mark);
 
@@ -58,10 +58,9 @@ int64_t model_parameter_count(const ModelConfig *config);
 // counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
-// inv_freq[i] = theta^(-2i/D) for i < D/2, stretched by `scaling` as Llama 3.1 does (Grattafiori et al. 2024;
-// transformers' _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn `factor` times
-// slower, those under original/high_freq_factor as before, and between the two the change is blended
-// linearly.
+// inv_freq[i] = theta^(-2i/D) for i < D/2, scaled as Llama 3.1 does (Grattafiori et al. 2024; transformers'
+// _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn `factor` times slower, those under
+// original/high_freq_factor as before, with a linear blend between the two.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);
 
 #endif

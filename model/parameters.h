@@ -1,10 +1,8 @@
-// Every weight of a model: a table of named tensors, with the names and the shapes that Hugging Face gives
-// them.
+// Every weight of a model: a table of tensors with Hugging Face's names and shapes.
 //
-// The tensors of one role (weights, gradients, moments, ...) lie in one slab. Within a slab they stand in
-// three groups, so that the optimizer updates each group in one pass. Where a GEMM reads several tensors
-// as one (q, k and v; gate and up), they lie one after the other: a Param then spans them all, and the table
-// still names each, as a slice.
+// The tensors of one role (weights, gradients, moments, ...) lie in one slab, in three groups, each of which the
+// optimizer updates in one pass. Tensors that a GEMM reads as one (q, k and v; gate and up) lie one after the other:
+// a Param spans them all, and the table names each, as a slice.
 #ifndef LCE_MODEL_PARAMETERS_H
 #define LCE_MODEL_PARAMETERS_H
 
@@ -89,8 +87,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
 // Where an element of GROUP_MATRICES has its gradient at zero 2, when its layer's turn has come.
 int64_t parameters_turn(const Parameters *parameters, int64_t element);
 
-// First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank
-// count.
+// First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank count.
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
 
 // Writes elements to a flat tensor of the backend: unchanged where `dtype` is the tensor's, else fp32 rounded to

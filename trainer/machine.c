@@ -8,8 +8,7 @@
 #include "kernels/cuda/attention.h"
 #include "kernels/ranks/ranks.h"
 
-// The GPU of this rank: one each, in the order of the ranks on this machine. Slurm may make only one visible to
-// each rank.
+// The GPU of this rank: one each, in the ranks' order on this machine. Slurm may make only one visible to each.
 static int ordinal(void) {
   const Launch *l = ranks_self();
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");

@@ -4,15 +4,14 @@
 
 #include "trainer/options.h"
 
-// The backend that the options ask for, and the dtypes that follow. With --device auto the GPU if there is a
-// usable one; why there is none is said in one line. --device cuda without one fails. The caller destroys it.
+// The backend that the options ask for, and the dtypes that follow; --device auto prints why it is not the GPU, and
+// --device cuda then fails. The caller destroys it.
 Backend *machine_open(Options *options);
 
 // Makes it this rank's part of the job; nothing without a launcher. Call it on all ranks at once.
 void machine_join_ranks(Backend *backend);
 
-// Rank 0's bytes (a multiple of 4) to all ranks, through a tensor on the backend's stack. Call it on all
-// ranks at once.
+// Rank 0's bytes (a multiple of 4) to all ranks, by way of the backend's stack. Call it on all ranks at once.
 void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
 // Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.

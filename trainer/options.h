@@ -78,15 +78,15 @@ extern const Option options_rows[];
 // program with one sentence.
 void options_parse(Options *options, int argc, char **argv);
 
-bool options_given(const Options *options,
-                   const char *name); // --name, on the command line or by the checkpoint
+// Whether --name was given, on the command line or by the checkpoint.
+bool options_given(const Options *options, const char *name);
 
 // What depends on the device: dtypes left open, the chunk from --lce-memory or the default.
 void options_resolve_dtypes(Options *options, bool cuda);
 void options_resolve_chunk(Options *options, DeviceKind device);
 
-// The chunk taken when none is named: lce_default_chunk, on a GPU at least 1024. A smaller chunk is bound by
-// the traffic of reading the head's matrix for each one, and a GPU has the memory.
+// The chunk taken when none is named: lce_default_chunk, on a GPU at least 1024, below which the traffic of reading
+// the head's matrix for each chunk is the bound.
 int64_t options_default_chunk(int64_t tokens, bool cuda);
 
 void options_free(Options *options);

@@ -17,14 +17,12 @@ typedef struct {
 // The caller closes it.
 Tokenizer *prompt_tokenizer(const char *named, const char *directory);
 
-// The tokenizer is --tokenizer's, or the one in the directory of the model that the run begins with; the prompt is
-// --prompt in its tokens, or in bytes where the data are text, and otherwise the data's first token. Fails
-// when a token of the prompt is none of the model's. The caller closes it.
+// --prompt in the tokens of --tokenizer or of the model that the run begins with, else in bytes where the data are
+// text, else the data's first token. Fails when a token is none of the model's. The caller closes it.
 Prompt prompt_open(const Options *options, const Source *source);
 void prompt_close(Prompt *prompt);
 
-// Tokens as text that is safe to print on a terminal; NULL when nothing says what they mean. The caller frees
-// it.
+// Tokens as text that is safe to print on a terminal; NULL when nothing says what they mean. The caller frees it.
 char *prompt_show(const Prompt *prompt, const int32_t *tokens, int64_t count);
 
 #endif

@@ -13,8 +13,7 @@ void resume_find(Options *options);
 // Sets the options that are not given to what resumed_from holds, where those that are given allow it.
 void resume_take_settings(Options *options);
 
-// Fails unless all ranks have the same options, checkpoints and data (what the loader says it reads). Call it on all
-// ranks at once.
+// Fails unless all ranks have the same options, checkpoints and `data` (loader_describe's). Call it on all at once.
 void resume_require_same(const Options *options, Backend *backend, const char *data);
 
 // The state of a run besides its tensors.
@@ -26,8 +25,7 @@ typedef struct {
 
 cJSON *resume_write(const Options *options,
                     const RunState *state); // trainer_state.json; the caller deletes it
-// The state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of
-// now: the run then goes on, but not as it would have gone on without the stop.
+// The state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
 RunState resume_read(const Options *options, const char *data);
 
 #endif

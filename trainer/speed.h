@@ -5,9 +5,8 @@
 #include "base/system.h" // now_seconds
 #include "kernels/kernels.h"
 
-// Flops a second that one large square GEMM of the backend's dtype reaches on random values (zeros would
-// draw less power and run faster): the median of several, after a warm-up. Uses the stack, which must be
-// empty and is gone afterwards.
+// Flops a second that one large square GEMM of the backend's dtype reaches on random values (zeros would draw less
+// power and run faster): the median of several, after a warm-up. The stack must be empty and is gone afterwards.
 double measure_gemm_rate(Backend *backend);
 
 // The middle one of `count` values, or the mean of the middle two. Sorts them.

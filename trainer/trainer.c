@@ -261,7 +261,7 @@ static void sum_results(Trainer *t, int slot) {
 }
 
 // The step's batches of this rank, and how many targets count in those of all ranks: the mean's normaliser.
-// Where none is masked that is known; otherwise every rank counts for all, which costs less than asking.
+// Where some are masked every rank counts for all, which costs less than communication.
 static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
   const Backend *b = t->backend;

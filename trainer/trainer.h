@@ -49,8 +49,7 @@ typedef struct {
 Source *trainer_open_source(const Options *options);
 
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights
-// from options->origin or draws them. options must be resolved. Fails in one sentence when the model, the
-// memory or the files do not allow it.
+// from options->origin or draws them. Fails when the (resolved) options, the memory or the files do not allow it.
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
 
@@ -58,8 +57,7 @@ void trainer_destroy(Trainer *trainer);
 void trainer_set_mode(Trainer *trainer, LceMode mode);
 
 // One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping,
-// AdamW, with gradients summed over all ranks. Asynchronous: the result waits on the device. Fetch with
-// trainer_collect at the latest when TRAINER_PENDING are waiting.
+// AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
 // Waits for the pending steps and writes their results; returns how many.
@@ -72,14 +70,12 @@ int64_t trainer_first_lost_token(Trainer *trainer);
 // whatever the number of ranks, which share them. Call it on all ranks.
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
-// Continues `prompt` by options->sample_tokens byte-level or other tokens, drawn with `seed`. The caller
-// frees the tokens (prompt included); *count receives how many. Call it on all ranks: rank 0 draws, other ranks
-// get NULL.
+// Continues `prompt` by options->sample_tokens tokens, drawn with `seed`. The caller frees the tokens (prompt
+// included); *count receives how many. Call it on all ranks: all but rank 0 get NULL.
 int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count);
 
-// Every rank's `bytes` (a multiple of 4) to all ranks, one after the other into `all`. Waits. Call it on all
-// ranks.
+// Every rank's `bytes` (a multiple of 4) to all ranks, one after the other into `all`. Waits. Call it on all ranks.
 void trainer_gather(Trainer *trainer, const void *mine, void *all, size_t bytes);
 
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.

@@ -1,5 +1,4 @@
-// The first half of a tokenizer: text cut into pieces by regular expressions, within which tokens are then
-// merged. By PCRE2, where the program was built with it.
+// The first half of a tokenizer: text cut into pieces by regular expressions (PCRE2, where built with it).
 #ifndef LCE_DATA_TOKENIZER_SPLIT_H
 #define LCE_DATA_TOKENIZER_SPLIT_H
 

@@ -1,8 +1,8 @@
 // A folder that appears whole or not at all, and whose damage is noticed.
 //
 // Its files are written into a hidden folder in the same parent, each synced, and listed with length and CRC-32 in
-// checksums.json, written last. Then the hidden folder is synced and renamed. Whoever is killed, or meets a
-// full disk, leaves a hidden folder behind that nobody reads and the next writer removes.
+// checksums.json, written last. Then the hidden folder is synced and renamed. A hidden folder that a killed writer
+// leaves behind is never read, and the next writer removes it.
 #ifndef LCE_MODEL_CHECKPOINT_FOLDER_H
 #define LCE_MODEL_CHECKPOINT_FOLDER_H
 
@@ -25,8 +25,8 @@ void folder_remove(const char *path); // with the files in it; warns where that 
 char **folder_list(const char *path, bool (*accept)(const char *name), int *count);
 void folder_list_free(char **names, int count);
 
-// A folder in the making. The first thing that goes wrong leaves its reason and ok false; the calls after it
-// do nothing, so only folder_finish needs to be looked at.
+// A folder in the making. The first error leaves its reason and ok false; later calls do nothing, so only
+// folder_finish needs to be looked at.
 typedef struct {
   bool ok;
   Reason reason;

@@ -350,8 +350,7 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
   TensorSet set = tensor_set_open(folder, model_stem);
   if (!set.count)
     fail("%s does not exist, nor an index of shards beside it; save the model as safetensors "
-         "(save_pretrained of "
-         "transformers does)",
+         "(save_pretrained of transformers does)",
          set.path);
   Stored *stored = match(model, &set);
   // In the files' order, for the disk's sake.
