@@ -30,51 +30,78 @@ static double dot(const float *a, const float *b, int64_t count) {
   return sum;
 }
 
-// loss and dx of the sampled tokens: all logits, then the weighted sum of W's rows, which are drawn twice
-// rather than kept.
-static void reference_rows(Reference *r) {
-  int64_t hidden = r->shape.hidden_size, vocab = r->shape.vocab_size;
-  float *x = floats(SAMPLES * hidden);
-  double *z = doubles(SAMPLES * vocab);
-  for (int s = 0; s < SAMPLES; s++)
-    layer_random_row(r->seed, false, r->shape.dtype, r->tokens[s], hidden, x + s * hidden);
+// The samples' sums [SAMPLES, H] over all rows of W (dx) or, given the losses, of x (dweight): each row, which is drawn
+// rather than kept, times p = exp(logit - lse). Of x the onehot is taken off p, and lse = loss + z[target]; of W lse
+// is 0, and `total` is what p adds up to. The logits are of a few units (layer_reserve): float64 needs no maximum to
+// take their exponentials.
+static void sum_rows(const Reference *r, const float *samples, const float *loss, double *sums,
+                     double *total) {
+  int64_t hidden = r->shape.hidden_size, vocab = r->shape.vocab_size, rows = loss ? r->shape.tokens : vocab;
 #pragma omp parallel
   {
-    float *w = floats(hidden);
+    float *row = floats(hidden), *w_target = floats(hidden);
+    double *sum = doubles(SAMPLES * hidden), part[SAMPLES] = {0};
 #pragma omp for schedule(static)
-    for (int64_t v = 0; v < vocab; v++) {
-      layer_random_row(r->seed, true, r->shape.dtype, v, hidden, w);
-      for (int s = 0; s < SAMPLES; s++) z[s * vocab + v] = dot(x + s * hidden, w, hidden);
-    }
-    free(w);
-  }
-  for (int s = 0; s < SAMPLES; s++) {
-    double *row = z + s * vocab, highest = row[0], sum = 0;
-    int32_t target = layer_random_target(r->seed, r->tokens[s], vocab);
-    for (int64_t v = 1; v < vocab; v++) highest = fmax(highest, row[v]);
-    for (int64_t v = 0; v < vocab; v++) sum += exp(row[v] - highest);
-    double lse = highest + log(fmax(sum, 1)); // the highest alone adds 1
-    r->loss[s] = lse - row[target];
-    for (int64_t v = 0; v < vocab; v++)
-      row[v] = (exp(row[v] - lse) - (v == target ? 1 : 0)) / (double)r->shape.tokens;
-  }
-#pragma omp parallel
-  {
-    float *w = floats(hidden);
-    double *sum = doubles(SAMPLES * hidden);
-#pragma omp for schedule(static)
-    for (int64_t v = 0; v < vocab; v++) {
-      layer_random_row(r->seed, true, r->shape.dtype, v, hidden, w);
-      for (int s = 0; s < SAMPLES; s++)
-        for (int64_t h = 0; h < hidden; h++) sum[s * hidden + h] += z[s * vocab + v] * (double)w[h];
+    for (int64_t n = 0; n < rows; n++) {
+      int32_t target = -1;
+      double lse = 0;
+      layer_random_row(r->seed, !loss, r->shape.dtype, n, hidden, row);
+      if (loss) {
+        target = layer_random_target(r->seed, n, vocab);
+        layer_random_row(r->seed, true, r->shape.dtype, target, hidden, w_target);
+        lse = (double)loss[n] + dot(row, w_target, hidden);
+      }
+      for (int s = 0; s < SAMPLES; s++) {
+        double p = exp(dot(samples + s * hidden, row, hidden) - lse);
+        part[s] += p;
+        if (target == r->entries[s]) p -= 1;
+        for (int64_t h = 0; h < hidden; h++) sum[s * hidden + h] += p * (double)row[h];
+      }
     }
 #pragma omp critical
-    for (int64_t i = 0; i < SAMPLES * hidden; i++) r->dx[i] += sum[i];
+    {
+      for (int s = 0; s < SAMPLES; s++) total[s] += part[s];
+      for (int64_t i = 0; i < SAMPLES * hidden; i++) sums[i] += sum[i];
+    }
     free(sum);
-    free(w);
+    free(w_target);
+    free(row);
   }
-  free(z);
+}
+
+// The samples' rows of W or x; the caller frees them.
+static float *sampled_rows(const Reference *r, bool weight, const int64_t *rows) {
+  int64_t hidden = r->shape.hidden_size;
+  float *samples = floats(SAMPLES * hidden);
+  for (int s = 0; s < SAMPLES; s++)
+    layer_random_row(r->seed, weight, r->shape.dtype, rows[s], hidden, samples + s * hidden);
+  return samples;
+}
+
+// loss = log(sum of exp(z)) - z[target] and dx = (softmax(z) W - W[target]) / N of the sampled tokens.
+static void reference_tokens(Reference *r) {
+  int64_t hidden = r->shape.hidden_size, targets[SAMPLES];
+  double total[SAMPLES] = {0};
+  for (int s = 0; s < SAMPLES; s++)
+    targets[s] = layer_random_target(r->seed, r->tokens[s], r->shape.vocab_size);
+  float *x = sampled_rows(r, false, r->tokens), *w_target = sampled_rows(r, true, targets);
+  sum_rows(r, x, NULL, r->dx, total);
+  for (int s = 0; s < SAMPLES; s++)
+    r->loss[s] = log(total[s]) - dot(x + s * hidden, w_target + s * hidden, hidden);
+  for (int64_t i = 0; i < SAMPLES * hidden; i++)
+    r->dx[i] = (r->dx[i] / total[i / hidden] - (double)w_target[i]) / (double)r->shape.tokens;
+  free(w_target);
   free(x);
+}
+
+// dweight[v] = sum over tokens of (p - onehot) x / N of the sampled entries.
+static void reference_entries(Reference *r, const float *loss) {
+  float *w = sampled_rows(r, true, r->entries);
+  double total[SAMPLES] = {0};
+  sum_rows(r, w, loss, r->dweight, total);
+  for (int64_t i = 0; i < SAMPLES * r->shape.hidden_size; i++) r->dweight[i] /= (double)r->shape.tokens;
+  free(w);
+  r->complete = true;
 }
 
 Reference *reference_create(LceShape shape, uint64_t seed) {
@@ -89,7 +116,7 @@ Reference *reference_create(LceShape shape, uint64_t seed) {
     r->entries[s] =
         s % 2 ? layer_random_target(seed, r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
   }
-  reference_rows(r);
+  reference_tokens(r);
   return r;
 }
 
@@ -98,37 +125,6 @@ void reference_destroy(Reference *r) {
   free(r->dx);
   free(r->dweight);
   free(r);
-}
-
-// dweight[v] = sum over tokens of (p - onehot) x / N, with p from the losses: lse = loss + z[target].
-static void reference_columns(Reference *r, const float *loss) {
-  int64_t hidden = r->shape.hidden_size, vocab = r->shape.vocab_size, tokens = r->shape.tokens;
-  float *w = floats(SAMPLES * hidden);
-  for (int s = 0; s < SAMPLES; s++)
-    layer_random_row(r->seed, true, r->shape.dtype, r->entries[s], hidden, w + s * hidden);
-#pragma omp parallel
-  {
-    float *x = floats(hidden), *w_target = floats(hidden);
-    double *sum = doubles(SAMPLES * hidden);
-#pragma omp for schedule(static)
-    for (int64_t n = 0; n < tokens; n++) {
-      int32_t target = layer_random_target(r->seed, n, vocab);
-      layer_random_row(r->seed, false, r->shape.dtype, n, hidden, x);
-      layer_random_row(r->seed, true, r->shape.dtype, target, hidden, w_target);
-      double lse = (double)loss[n] + dot(x, w_target, hidden);
-      for (int s = 0; s < SAMPLES; s++) {
-        double p = exp(dot(x, w + s * hidden, hidden) - lse) - (target == r->entries[s] ? 1 : 0);
-        for (int64_t h = 0; h < hidden; h++) sum[s * hidden + h] += p / (double)tokens * (double)x[h];
-      }
-    }
-#pragma omp critical
-    for (int64_t i = 0; i < SAMPLES * hidden; i++) r->dweight[i] += sum[i];
-    free(sum);
-    free(w_target);
-    free(x);
-  }
-  free(w);
-  r->complete = true;
 }
 
 // Relative error of sampled rows of a device tensor.
@@ -155,7 +151,7 @@ Errors reference_errors(Reference *r, const LceTensors *l) {
   Errors e = {0};
   float *loss = floats(r->shape.tokens);
   backend_to_host(l->backend, loss, l->loss);
-  if (!r->complete) reference_columns(r, loss);
+  if (!r->complete) reference_entries(r, loss);
   double size = 0;
   for (int s = 0; s < SAMPLES; s++) {
     double difference = (double)loss[r->tokens[s]] - r->loss[s];
