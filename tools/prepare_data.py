@@ -65,11 +65,10 @@ def require(module, purpose):
         fail(f"{purpose} needs the Python package {module.split('.')[0]}: pip install {module.split('.')[0]}")
 
 
-@contextlib.contextmanager
-def written(path, mode="wb"):
+def write_whole(path, *parts):
     """A file that has its name only once it is whole."""
-    with open(path + ".partial", mode) as file:
-        yield file
+    with open(path + ".partial", "wb") as file:
+        file.writelines(parts)
     os.replace(path + ".partial", path)
 
 
@@ -408,9 +407,8 @@ class Shards:
         if self.masked:
             bits = numpy.concatenate(self.mask)
             counted = int(bits.sum())
-            with written(self.path[:-len(".bin")] + ".mask") as file:
-                file.write(header(MASK_MAGIC, MASK_VERSION, self.count))
-                file.write(numpy.packbits(bits, bitorder="little").tobytes())
+            write_whole(self.path[:-len(".bin")] + ".mask", header(MASK_MAGIC, MASK_VERSION, self.count),
+                        numpy.packbits(bits, bitorder="little"))
         os.replace(self.path + ".partial", self.path)
         self.shards.append({"file": os.path.basename(self.path), "tokens": self.count, "counted_tokens": counted})
         self.tokens += self.count
@@ -561,10 +559,8 @@ def write_choices(files, options, tokens):
                 raise ValueError(f"{item.path} has an example of {values[1]} bytes, too long for the format")
             examples.append(numpy.array(values, dtype))
     path = os.path.join(options.out, "choices.bin")
-    with written(path) as file:
-        file.write(header(CHOICES_MAGIC, 2 if wide else 1, len(examples), max((e.nbytes for e in examples), default=0)))
-        for example in examples:
-            file.write(example.tobytes())
+    longest = max((example.nbytes for example in examples), default=0)
+    write_whole(path, header(CHOICES_MAGIC, 2 if wide else 1, len(examples), longest), *examples)
     print(f"{path}: {len(examples):,} examples; ./train --hellaswag {path}")
 
 
@@ -638,8 +634,7 @@ def write_manifest(files, options, tokens, shards, totals):
         "inputs": [{"file": file, "bytes": os.path.getsize(file)} for file in files],
         "arguments": sys.argv[1:],
     }
-    with written(os.path.join(options.out, "manifest.json")) as file:
-        file.write((json.dumps(manifest, indent=1) + "\n").encode())
+    write_whole(os.path.join(options.out, "manifest.json"), (json.dumps(manifest, indent=1) + "\n").encode())
 
 
 def prepare(options):
