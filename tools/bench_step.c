@@ -15,6 +15,7 @@
 #include "base/fail.h"
 #include "base/option_rows.h"
 #include "base/text.h"
+#include "tools/curves/point.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/speed.h"
@@ -208,9 +209,8 @@ int main(int argc, char **argv) {
   parse(&options, argc, argv);
   Backend *backend = machine_open(&options);
   options_resolve_chunk(&options, backend->device);
-  Source *source = trainer_open_source(&options);
-  Loader loader = loader_create((LoaderOptions){
-      .source = source, .batch = options.batch, .seq_len = options.seq_len, .seed = options.seed});
+  Source *source;
+  Loader loader = point_loader(&options, &source);
   plan_require(&options, backend->device, machine_usable_bytes(backend));
   Trainer trainer;
   trainer_create(&trainer, &options, backend);

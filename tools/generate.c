@@ -151,12 +151,9 @@ static int64_t find_stops(const char *directory, int32_t stops[MAX_STOPS]) {
   for (int i = 0; i < 2 && count == 0; i++) {
     char *path = path_join(directory, files[i]);
     cJSON *json = json_read(path);
-    const cJSON *id = cJSON_GetObjectItemCaseSensitive(json, "eos_token_id");
-    if (cJSON_IsArray(id)) id = id->child;
-    for (; id && count < MAX_STOPS; id = id->next) {
+    const cJSON *ids = json_member(json, "eos_token_id"), *id = cJSON_IsArray(ids) ? ids->child : ids;
+    for (; id && count < MAX_STOPS; id = cJSON_IsArray(ids) ? id->next : NULL)
       if (json_is_whole(id) && id->valuedouble < INT32_MAX) stops[count++] = (int32_t)id->valuedouble;
-      if (!cJSON_IsArray(cJSON_GetObjectItemCaseSensitive(json, "eos_token_id"))) break;
-    }
     cJSON_Delete(json);
     free(path);
   }

@@ -27,6 +27,8 @@ enum { MAX_RANKS = 1024, SIGTERM_SECONDS = 2 };
 
 static pid_t children[MAX_RANKS]; // 0: gone
 static int count;
+static const int forwarded[] = {SIGINT, SIGTERM, SIGHUP};
+enum { FORWARDED = sizeof forwarded / sizeof *forwarded };
 
 static void signal_all(int number) {
   for (int i = 0; i < count; i++)
@@ -68,9 +70,7 @@ static void start(int rank, int port, char **command, const sigset_t *signals) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL); // no rank outlives the launcher
   if (getppid() != parent) _exit(1);
-  signal(SIGINT, SIG_DFL);
-  signal(SIGTERM, SIG_DFL);
-  signal(SIGHUP, SIG_DFL);
+  for (int i = 0; i < FORWARDED; i++) signal(forwarded[i], SIG_DFL);
   sigprocmask(SIG_SETMASK, signals, NULL);
   set_number("RANK", rank);
   set_number("LOCAL_RANK", rank);
@@ -134,14 +134,10 @@ int main(int argc, char **argv) {
   // Held back until all are there, so that none misses one.
   sigset_t held, before;
   sigemptyset(&held);
-  sigaddset(&held, SIGINT);
-  sigaddset(&held, SIGTERM);
-  sigaddset(&held, SIGHUP);
+  for (int i = 0; i < FORWARDED; i++) sigaddset(&held, forwarded[i]);
   sigprocmask(SIG_BLOCK, &held, &before);
   struct sigaction action = {.sa_handler = forward};
-  sigaction(SIGINT, &action, NULL);
-  sigaction(SIGTERM, &action, NULL);
-  sigaction(SIGHUP, &action, NULL);
+  for (int i = 0; i < FORWARDED; i++) sigaction(forwarded[i], &action, NULL);
   int port = free_port();
   for (int rank = 0; rank < count; rank++) start(rank, port, argv + 2, &before);
   sigprocmask(SIG_SETMASK, &before, NULL);
