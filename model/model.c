@@ -28,6 +28,9 @@ typedef struct {
   Part parts[2][3]; // by family; none: the family has no such weight
 } Weight;
 
+// First values (parameters_initialize) are those of each family's paper and code:
+//   GPT-2: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases 0, norms 1 (Radford et al. 2019)
+//   Llama: N(0, 0.02), norms 1 (transformers' initializer_range)
 // clang-format off
 static const Weight embeddings[] = {
     {offsetof(Model, token_embedding), TABLE, 'H', {{{'V', "transformer.wte"}}, {{'V', "model.embed_tokens"}}}},
@@ -190,10 +193,6 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
     parameters_local_head(&m->parameters, config->vocab_size, &m->shard.first);
   }
   if (!config->learned_positions) make_rope_table(m, backend, seq_len);
-}
-
-void model_initialize(Model *m, Backend *backend, uint64_t seed) {
-  parameters_initialize(&m->parameters, backend, seed);
 }
 
 Tensor model_head_shard(const Model *m) {

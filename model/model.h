@@ -40,10 +40,6 @@ void model_create(Model *model, const ModelConfig *config, Backend *backend, Par
                   int64_t seq_len);
 // The rows of the head [., H] that this rank computes the training loss with.
 Tensor model_head_shard(const Model *model);
-// First values as each family's paper and code have them:
-//   GPT-2: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases 0, norms 1 (Radford et al. 2019)
-//   Llama: N(0, 0.02), norms 1 (transformers' initializer_range)
-void model_initialize(Model *model, Backend *backend, uint64_t seed);
 void model_destroy(Model *model);
 
 // Evaluation and text need the whole head: where its weights are split this gathers them on the backend's stack, until

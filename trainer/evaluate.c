@@ -44,9 +44,8 @@ static void flush(Rows *r) {
   r->filled = 0;
 }
 
-// Appends a context with a completion, of which the completion's tokens count. The last of them is predicted
-// and never read, so a row of width w takes w + 1 tokens; where that is too few the context's
-// beginning goes. Returns how many count.
+// Appends a context with a completion, whose tokens count; returns how many. The last of them is predicted and never
+// read, so a row of width w takes w + 1 tokens; where that is too few the context's beginning is left out.
 static int64_t add_row(Rows *r, const Choice *choice, const int32_t *completion, int64_t length,
                        bool *shortened) {
   Trainer *t = r->trainer;

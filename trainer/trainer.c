@@ -88,7 +88,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   if (options->origin)
     checkpoint_load(options->origin, &t->model, backend, options->resumed_from != NULL);
   else
-    model_initialize(&t->model, backend, options->seed);
+    parameters_initialize(&t->model.parameters, backend, options->seed);
 }
 
 void trainer_destroy(Trainer *t) {
@@ -206,8 +206,8 @@ static int64_t count_rows(const int32_t *targets, int64_t tokens, int32_t *rows)
   return counted;
 }
 
-// Where targets may be ignored the counted rows are listed, so that the loss is computed for them alone. Ranks
-// that share the head's rows compute as many tokens as the rank with the most counted ones.
+// Lists the counted rows, so that the loss is computed for them alone. Ranks that share the head's rows compute as many
+// tokens as the rank with the most counted ones.
 static void upload_rows(Trainer *t, const int32_t *targets, Batch *batch) {
   batch->rows = t->rows;
   batch->counted = tokens_of(t);

@@ -55,8 +55,8 @@ void checkpoint_store_close(CheckpointStore *store);
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// The newest intact checkpoint in `directory`, past damaged ones, of which it warns; NULL when there is none.
-// *any says whether there are checkpoints at all. The caller frees the path.
+// The newest intact checkpoint in `directory`, with a warning for each damaged one; NULL when there is none. *any: there
+// are checkpoints at all. The caller frees the path.
 char *checkpoint_newest(const char *directory, FolderCheck check, bool *any);
 // Fails naming the damaged file of a checkpoint; `whole` includes the training state, otherwise only the model
 // is looked at. A model without checksums.json (not written here) passes unless `whole`.

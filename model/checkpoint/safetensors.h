@@ -3,9 +3,8 @@
 //     {"__metadata__": {"format": "pt"}, "model.norm.weight": {"dtype": "BF16", "shape": [4096],
 //     "data_offsets": [0, 8192]}, ...}
 //
-// Offsets count from the header's end. The tensors fill the rest of the file, without gaps and without
-// overlaps, as the format's library demands; anything else is refused with a reason. A header is
-// hostile until shown to be none: every length and offset is checked against the file before it is used.
+// Offsets count from the header's end. The tensors fill the rest of the file without gaps or overlaps; anything else is
+// refused with a reason, and every length and offset is checked against the file before it is used.
 #ifndef LCE_MODEL_CHECKPOINT_SAFETENSORS_H
 #define LCE_MODEL_CHECKPOINT_SAFETENSORS_H
 

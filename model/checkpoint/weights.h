@@ -4,8 +4,7 @@
 //
 //     stem-00001-of-00004.safetensors ...    stem.safetensors.index.json
 //
-// Files are mapped and copied a few million elements at a time, so that a set as large as the disk needs no
-// more host memory than a small one.
+// Files are mapped and copied a few million elements at a time, whatever their size.
 #ifndef LCE_MODEL_CHECKPOINT_WEIGHTS_H
 #define LCE_MODEL_CHECKPOINT_WEIGHTS_H
 

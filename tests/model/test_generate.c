@@ -105,7 +105,7 @@ static Case case_open(const char *backend, bool gpt2) {
   Dtype dtype = c.h->dtype;
   ParameterDtypes dtypes = {.weight = dtype, .grad = dtype, .moment = DTYPE_F32};
   model_create(&c.model, &config, c.h->backend, dtypes, WINDOW);
-  model_initialize(&c.model, c.h->backend, 3);
+  parameters_initialize(&c.model.parameters, c.h->backend, 3);
   return c;
 }
 

@@ -378,7 +378,7 @@ static void check_first_values(Harness *h, const char *preset, double residual_s
   ModelConfig config = small(preset);
   Model model;
   model_create(&model, &config, h->backend, all_fp32, 40);
-  model_initialize(&model, h->backend, 42);
+  parameters_initialize(&model.parameters, h->backend, 42);
   int residual_projections = 0;
   for (int64_t i = 0; i < model.parameters.count; i++) {
     const Parameter *p = &model.parameters.items[i];
@@ -412,7 +412,7 @@ static void test_seeds(void **state) {
   double *group[3][GROUP_COUNT];
   for (int k = 0; k < 3; k++) {
     model_create(&models[k], &config, h->backend, all_fp32, 40);
-    model_initialize(&models[k], h->backend, seeds[k]);
+    parameters_initialize(&models[k].parameters, h->backend, seeds[k]);
     for (int g = 0; g < GROUP_COUNT; g++) group[k][g] = values_of(h, models[k].parameters.value[g]);
   }
   for (int g = 0; g < GROUP_COUNT; g++) {
@@ -437,8 +437,8 @@ static void test_master_weights(void **state) {
   model_create(
       &mixed, &config, h->backend,
       (ParameterDtypes){.weight = DTYPE_BF16, .master = true, .grad = DTYPE_BF16, .moment = DTYPE_BF16}, 40);
-  model_initialize(&plain, h->backend, 3);
-  model_initialize(&mixed, h->backend, 3);
+  parameters_initialize(&plain.parameters, h->backend, 3);
+  parameters_initialize(&mixed.parameters, h->backend, 3);
   for (int64_t i = 0; i < plain.parameters.count; i++) {
     const Parameter *a = &plain.parameters.items[i], *b = &mixed.parameters.items[i];
     double *want = values_of(h, a->value), *rounded = values_of(h, b->value);
