@@ -345,6 +345,7 @@ static void logits_exp(const Call *c, const Chunk *k) {
   Backend *backend = c->backend;
   const LinearCrossEntropy *a = c->a;
   LossRows local = k->rows;
+  const Tensor none = {0};
   if (c->split) {
     int64_t rows = k->x.shape[0];
     local.anchor = tensor_rows(k->local_sums, 0, rows);
@@ -360,13 +361,14 @@ static void logits_exp(const Call *c, const Chunk *k) {
                                                  .weight = a->weight,
                                                  .targets = k->local_targets});
   if (c->split) all_reduce(backend, (Collective){.out = local.target_z, .x = local.target_z});
-  lce_logits_exp(backend, (LceLogitsExp){.exps = k->exps,
-                                         .dx_raw = a->terms.filter > 0 ? (Tensor){0} : k->dx,
-                                         .rows = local,
-                                         .x = k->x,
-                                         .weight = a->weight,
-                                         .targets = k->local_targets,
-                                         .temperature = c->terms.temperature});
+  lce_logits_exp(backend,
+                 (LceLogitsExp){.exps = k->exps,
+                                .dx_raw = a->terms.filter > 0 ? none : k->dx, // a filter looks at E first
+                                .rows = local,
+                                .x = k->x,
+                                .weight = a->weight,
+                                .targets = k->local_targets,
+                                .temperature = c->terms.temperature});
   if (!c->split) return;
   all_gather(backend, (Collective){.out = k->all_sums, .x = k->local_sums});
   lce_combine(backend, (LceCombine){.rows = k->rows,
