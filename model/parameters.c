@@ -1,6 +1,5 @@
 #include "model/parameters.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

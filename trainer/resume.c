@@ -7,7 +7,6 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
-#include "base/file.h"
 #include "base/json.h"
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/machine.h"

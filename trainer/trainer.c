@@ -110,23 +110,11 @@ void trainer_set_mode(Trainer *t, LceMode mode) {
 
 // --- the update --------------------------------------------------------------------------------------------
 
-// Elements that this rank updates in one call: a whole group, or its slice of a bucket.
+// What is updated in one call: this rank's slice of a bucket, and with one rank a whole group.
 typedef struct {
   ParameterGroup group;
-  Bucket bucket; // what it is a slice of
-  Tensor value, master, m, v, grad;
+  Bucket bucket;
 } Piece;
-
-static Piece piece_of(const Parameters *p, ParameterGroup g, Bucket b) {
-  if (p->spread.parts == 1) return (Piece){g, b, p->value[g], p->master[g], p->m[g], p->v[g], p->grad[g]};
-  return (Piece){.group = g,
-                 .bucket = b,
-                 .value = shards_weights(p, g, b),
-                 .master = shards_slice_of_shard(p, p->master[g], b),
-                 .m = shards_slice_of_shard(p, p->m[g], b),
-                 .v = shards_slice_of_shard(p, p->v[g], b),
-                 .grad = shards_reduced_grads(p, g, b)};
-}
 
 // Goes on to the piece before `piece`; starts as {0}. False when there is none left.
 static bool next_piece(const Parameters *p, Piece *piece) {
@@ -134,29 +122,27 @@ static bool next_piece(const Parameters *p, Piece *piece) {
   int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[group];
   while (end == 0 && ++group < GROUP_COUNT) end = p->group_elements[group];
   if (group == GROUP_COUNT) return false;
-  Bucket b = p->spread.parts == 1 ? (Bucket){0, end} : shards_bucket(p, (ParameterGroup)group, end);
-  *piece = piece_of(p, (ParameterGroup)group, b);
+  piece->group = (ParameterGroup)group;
+  piece->bucket = p->spread.parts == 1 ? (Bucket){0, end} : shards_bucket(p, piece->group, end);
   return true;
 }
 
 static void step_piece(Trainer *t, const Piece *piece, AdamW a) {
   const Parameters *p = &t->model.parameters;
-  a.weight = piece->value;
-  a.master = piece->master;
-  a.m = piece->m;
-  a.v = piece->v;
-  a.grad = piece->grad;
-  a.seed = t->options->seed * GROUP_COUNT + (uint64_t)piece->group;
-  if (piece->group == GROUP_VECTORS) a.weight_decay = 0;
-  if (p->spread.parts == 1) {
-    adamw(t->backend, a);
-    return;
-  }
-  a.first = piece->bucket.first + p->spread.part * (piece->bucket.count / p->spread.parts);
+  ParameterGroup group = piece->group;
+  Bucket bucket = piece->bucket;
+  a.weight = shards_weights(p, group, bucket);
+  a.master = shards_slice_of_shard(p, p->master[group], bucket);
+  a.m = shards_slice_of_shard(p, p->m[group], bucket);
+  a.v = shards_slice_of_shard(p, p->v[group], bucket);
+  a.grad = shards_reduced_grads(p, group, bucket);
+  a.seed = t->options->seed * GROUP_COUNT + (uint64_t)group;
+  a.first = bucket.first + p->spread.part * (bucket.count / p->spread.parts);
+  if (group == GROUP_VECTORS) a.weight_decay = 0;
   adamw(t->backend, a);
-  if (!shards_weights_are_whole(p, piece->group)) return;
-  Tensor whole = tensor_rows(p->value[piece->group], piece->bucket.first, piece->bucket.count);
-  all_gather(t->backend, (Collective){.out = whole, .x = piece->value, .async = true});
+  if (p->spread.parts == 1 || !shards_weights_are_whole(p, group)) return;
+  Tensor whole = tensor_rows(p->value[group], bucket.first, bucket.count);
+  all_gather(t->backend, (Collective){.out = whole, .x = a.weight, .async = true});
 }
 
 // The norm over all gradients (fp32 [1], written), the clip factor, and AdamW. Each rank updates its part of what is
@@ -166,7 +152,10 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
   const Parameters *p = &t->model.parameters;
   bool started = false;
   for (Piece piece = {0}; next_piece(p, &piece); started = true)
-    reduce(t->backend, (Reduce){.sum = t->squares, .x = piece.grad, .squares = true, .accumulate = started});
+    reduce(t->backend, (Reduce){.sum = t->squares,
+                                .x = shards_reduced_grads(p, piece.group, piece.bucket),
+                                .squares = true,
+                                .accumulate = started});
   if (p->spread.parts > 1) all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
   clip_scale(t->backend, (ClipScale){.norm = norm,
                                      .scale = t->scale,
