@@ -1,6 +1,6 @@
 # lce.c: `make run` trains the demonstration, `make test` runs the tests; both install what is missing
-# first. `make help` lists the rest. There is nothing to configure: make looks for what is there, says so,
-# and builds with it. Needs GNU make 4; the rest is optional or installed by `make deps`.
+# first. `make help` lists the rest. There is nothing to configure: make detects the libraries on this machine,
+# prints them, and builds with them. Needs GNU make 4; the rest is optional or installed by `make deps`.
 
 VARIANT   ?= release
 BUILD     := build/$(VARIANT)
@@ -30,7 +30,7 @@ GOALS := $(or $(MAKECMDGOALS),all)
 .DELETE_ON_ERROR:
 all:
 
-# --- Variants: each has a folder of its own, so that they live side by side ---------------------------------
+# --- Variants: each builds into its own directory, so that they coexist -------------------------------------
 
 ifeq ($(VARIANT),release)
   OPTIMIZE := -O3
@@ -57,7 +57,7 @@ WARNINGS := -Wall -Wextra -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-faile
 
 # --- What is there ------------------------------------------------------------------------------------------
 
-# These goals only hand on to another make after installing, or need no compiler: they skip the search.
+# These goals only start another make after installing, or need no compiler: they skip the search.
 SEARCH := $(filter-out liblce.so run test fuzz bench memory-curve check format clean help,$(GOALS))
 ifneq ($(SEARCH),)
 
@@ -138,7 +138,7 @@ endif
 
 # What `make deps` would install, as pairs package=reason; what tests alone need comes last.
 MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_library) \
-	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_matrix_products_on_the_CPU) \
+	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_GEMMs_on_the_CPU) \
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
 	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
 	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
@@ -169,11 +169,11 @@ ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
 ALL_LIBS     := -lcjson -lz $(if $(HAVE_PCRE2),-lpcre2-8) $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
-# --- What was found, said when it changed or when asked -----------------------------------------------------
+# --- What was found, printed when it changed and by `make info` --------------------------------------------
 
-# $(call remember,NAME,TEXT): keeps TEXT in build/VARIANT/NAME, which is as old as the last change; "changed"
+# $(call record,NAME,TEXT): keeps TEXT in build/VARIANT/NAME, which is as old as the last change; "changed"
 # if that is now.
-remember = $(shell mkdir -p $(BUILD); printf '%s\n' '$(subst ','\'',$(2))' | cmp -s - $(BUILD)/$(1) || \
+record = $(shell mkdir -p $(BUILD); printf '%s\n' '$(subst ','\'',$(2))' | cmp -s - $(BUILD)/$(1) || \
 	{ printf '%s\n' '$(subst ','\'',$(2))' >$(BUILD)/$(1); echo changed; })
 found = $(if $(HAVE_$(1)),$(2),missing: $(3))
 define newline
@@ -196,7 +196,7 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
 endef
 
 COMPILER := $(shell $(CC) --version 2>/dev/null | head -n 1)
-CHANGED  := $(call remember,flags,$(COMPILER) $(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) | \
+CHANGED  := $(call record,flags,$(COMPILER) $(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) | \
 	$(NVCC) $(CUDA_VERSION) $(ALL_CUFLAGS) | $(ALL_LDFLAGS) $(ALL_LIBS))
 ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
   ifeq ($(findstring s,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
@@ -213,7 +213,7 @@ endif # SEARCH
 
 # --- Sources, by directory --------------------------------------------------------------------------------------
 
-# Without CUDA, kernels/cuda/ still says how much scratch its operations need, for the plan.
+# Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
 SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels/cpu kernels/ranks model model/checkpoint \
 	tools/curves tools/ladder tools/plot trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
@@ -228,7 +228,7 @@ HELPERS  := $(wildcard tests/*.c)
 FUZZERS  := $(wildcard tests/fuzz/*.c)
 
 ifneq ($(SEARCH),)
-  SOURCES_CHANGED := $(call remember,sources,$(SOURCES))
+  SOURCES_CHANGED := $(call record,sources,$(SOURCES))
 endif
 
 LIBRARY       := $(BUILD)/liblce.a
@@ -254,7 +254,7 @@ $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@echo "  nvcc  $<"
 	$(Q)$(NVCC) $(ALL_CPPFLAGS) $(ALL_CUFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
-# Made anew, so that the object of a source that is gone goes too; q keeps equal names from two directories apart.
+# Rebuilt from scratch, so that objects of deleted sources are dropped; q keeps equal names of two directories apart.
 $(LIBRARY): $(call objects,$(SOURCES)) $(BUILD)/sources
 	@echo "  ar    $@"
 	@rm -f $@
@@ -282,7 +282,7 @@ $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRAR
 $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
 	$(call LINK,-fsanitize=fuzzer)
 
-# The layer for other languages: objects of their own, which may lie anywhere in memory.
+# The shared library: its objects are compiled separately, as position-independent code.
 LIBLCE ?= liblce.so
 liblce.so:
 	@$(MAKE) VARIANT=library build-library
@@ -295,7 +295,7 @@ build-library: $(LIBRARY)
 
 # --- Running ------------------------------------------------------------------------------------------------
 
-# What is missing is installed first; then make starts over and finds it. DEPS_ROOT stands in for installing.
+# What is missing is installed first; then make starts over and finds it. With DEPS_ROOT nothing is installed.
 run test bench memory-curve:
 	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test,$@),,-run))
 	@$(MAKE) build-and-$@
@@ -306,8 +306,8 @@ build-and-run: $(BIN)train
 build-and-test: all tests
 	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v python3),$(wildcard tests/*/test_*.py))
 
-# Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; what it
-# learns and finds stays in build/fuzz/tests/fuzz.
+# Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; the corpus and
+# the findings stay in build/fuzz/tests/fuzz.
 FUZZ_SECONDS ?= 20
 fuzz:
 	@$(MAKE) VARIANT=fuzz build-and-fuzz
@@ -335,16 +335,16 @@ deps-dev: deps
 	@tools/deps.sh \
 	  $(if $(shell command -v clang),,clang=a_second_compiler) \
 	  $(if $(wildcard /usr/lib/llvm*/lib/libomp.so /usr/lib64/libomp.so),,libomp-dev=OpenMP_for_clang) \
-	  $(if $(shell command -v clang-format),,clang-format=the_layout_of_the_code) \
-	  $(if $(shell command -v cppcheck),,cppcheck=a_second_look_at_the_code)
+	  $(if $(shell command -v clang-format),,clang-format=code_formatting) \
+	  $(if $(shell command -v cppcheck),,cppcheck=static_analysis)
 
-# --- Looking after the code ---------------------------------------------------------------------------------
+# --- Checks and formatting ----------------------------------------------------------------------------------
 
 # Every file that git tracks or would track.
 FILES = $(wildcard $(shell git ls-files -co --exclude-standard 2>/dev/null || find * -type f -not -path 'build/*'))
 CODE  = $(filter %.c %.h %.cu %.cuh,$(FILES))
 
-# Words that promise to finish later, and words (and paths) that only whoever wrote them can follow.
+# Words that defer work to later, and references (and paths) that mean nothing outside the author's machine.
 WORDS := TO[D]O|FIX[M]E|XX[X]|ST[U]B|HA[C]K|ISS[U]E \#?[0-9]+
 
 check:
@@ -363,24 +363,24 @@ clean:
 help:
 	@sed -n 's/^#: \?//p' Makefile
 
-#: make                 builds ./train and the programs of tools/, and says what was found on this machine
+#: make                 builds ./train and the programs of tools/, and prints what was found on this machine
 #: make tests           builds the test programs
-#: make liblce.so       the last layer behind a C interface (kernels/liblce.h), for any language
-#: make run             installs what is missing, builds, trains the demonstration; RUN_ARGS="..." for other options
-#: make test            installs what is missing, builds, runs every test
-#: make fuzz            feeds the readers of files random bytes, FUZZ_SECONDS=20 for each (clang)
-#: make bench           likewise the benchmarks (tools/bench*)
-#: make memory-curve    likewise tools/memory_curve
-#: make info            only says what was found
-#: make deps            only installs what is missing, for the tests too (Debian packages; says which and why)
-#: make deps-dev        the same, and what `make check` needs
-#: make check           layout, cppcheck, forbidden words
-#: make format          lays the code out
+#: make liblce.so       builds linear_cross_entropy as a shared library with a C interface (kernels/liblce.h)
+#: make run             installs what is missing, builds, and trains the demonstration; RUN_ARGS="..." for other options
+#: make test            installs what is missing, builds, and runs all tests
+#: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
+#: make bench           installs what is missing, builds, and runs the benchmarks (tools/bench_*)
+#: make memory-curve    installs what is missing, builds, and runs tools/memory_curve
+#: make info            only prints what was found
+#: make deps            only installs what is missing, including what the tests need (Debian packages; lists them)
+#: make deps-dev        also installs what `make check` needs
+#: make check           checks formatting (clang-format), runs cppcheck, and searches for forbidden words
+#: make format          formats the code with clang-format
 #: make clean           removes what was built
 #:
-#: VARIANT=release|debug|asan|clang|fuzz   a build of its own under build/VARIANT (default release)
+#: VARIANT=release|debug|asan|clang|fuzz   a separate build under build/VARIANT (default release)
 #: CC=clang  CFLAGS=...  WARNINGS=    another compiler, more flags, no -Werror
-#: CUDA=0  MPI=0  BLAS_LIBS=          builds without;  BLAS_LIBS="-L... -lname" takes another CBLAS
-#: CUDA_HOME=/usr/local/cuda-13.0     which CUDA;  CUFLAGS=... more flags for nvcc
-#: DEPS_ROOT=folder                   looks for headers and libraries of unpacked packages there too
-#: V=1                                shows whole commands
+#: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
+#: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
+#: DEPS_ROOT=folder                   also searches unpacked packages there for headers and libraries
+#: V=1                                prints whole commands

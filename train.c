@@ -43,7 +43,7 @@ typedef struct {
 
 static volatile sig_atomic_t stop_asked;
 
-static void ask_to_stop(int signal_number) {
+static void request_stop(int signal_number) {
   stop_asked = 1;
   signal(signal_number, SIG_DFL); // a second one ends the program at once
 }
@@ -139,7 +139,7 @@ static void train(Run *run) {
   collect(run, since);
   report_break(&run->report);
   if (stopping(run)) printf("stopped after step %lld, as asked\n", (long long)done);
-  // Before the last validation: who stops a run wants its weights, and may not want to wait.
+  // Before the last validation: whoever stops a run needs its weights, and may not wait.
   if (run->saves && run->saved_step != done) save(run, done);
   validate(run, done);
   choose(run);
@@ -243,8 +243,8 @@ int main(int argc, char **argv) {
   run.report = report_open(&options, run.backend);
   create_model(&run);
   write_timeline(&run); // a path that cannot be written is better known now than after the run
-  signal(SIGINT, ask_to_stop);
-  signal(SIGTERM, ask_to_stop);
+  signal(SIGINT, request_stop);
+  signal(SIGTERM, request_stop);
   signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
   report_start(&run.report, run.backend, run.source->name);
   if (options.eval_only) {

@@ -31,7 +31,7 @@ void file_unmap(Mapping *mapping);
 void file_will_need(const Mapping *mapping, size_t first, size_t count);
 void file_done_with(const Mapping *mapping, size_t first, size_t count);
 
-// Reads a mapped file ahead of the thread that uses it: a few threads ask for the pages that come next, since asking
+// Reads a mapped file ahead of the thread that uses it: a few threads request the pages that come next, since requesting
 // is a system call that blocks while the disk's queue is full.
 typedef struct ReadAhead ReadAhead;
 

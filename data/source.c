@@ -78,7 +78,7 @@ static void sort_from(FileList *list, int64_t first) {
     qsort(list->entries + first, (size_t)(list->count - first), sizeof *list->entries, compare_paths);
 }
 
-// Adds the regular files under `directory`, all levels down, that `accept` (NULL: any) wants, without hidden names
+// Adds the regular files under `directory`, all levels down, that `accept` (NULL: any) takes, without hidden names
 // and directories named "build". Symbolic links to files are followed, links to directories are not.
 static void add_directory(FileList *list, const char *directory, FileFilter accept) {
   int64_t first = list->count;

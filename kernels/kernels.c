@@ -1,5 +1,5 @@
 // The checked entry points: every operation checks here, once, that its tensors fit together, pushes the scratch that
-// the backend asks for, and calls the backend. A backend therefore checks nothing, and a plan, whose operations are all
+// the backend needs, and calls the backend. A backend therefore checks nothing, and a plan, whose operations are all
 // NULL, checks and counts exactly what a run does.
 #include "kernels/kernels.h"
 
@@ -506,7 +506,7 @@ static void check_collective(Op op, Backend *backend, Collective a, int64_t out_
   backend->wire_bytes += rounds * bytes * (backend->ranks - 1) / backend->ranks;
 }
 
-// The watchdog says where a rank waits.
+// The watchdog reports where a rank waits.
 #define COLLECTIVE(op, out_parts, x_parts, rounds)                                                           \
   void op(Backend *backend, Collective a) {                                                                  \
     check_collective(#op, backend, a, out_parts, x_parts, rounds);                                           \

@@ -6,7 +6,7 @@
 //
 // A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The checked entry point of
 // every operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the
-// scratch that the backend asks for, then calls the backend. So the backends check nothing.
+// scratch that the backend needs, then calls the backend. So the backends check nothing.
 //
 // Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and
 // statistics), plan (runs nothing; the ledger counts). All calls are asynchronous in the order of one stream:
@@ -291,8 +291,8 @@ typedef struct {
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
 // the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
 
-// Of each row (token) of a chunk, fp32 [C]. LceLogitsExp, or for a vocabulary that is split over ranks LceCombine,
-// writes anchor, row_sum and target_e; LceRows the scales. What nobody needs may be absent.
+// For each row (token) of a chunk, fp32 [C]. LceLogitsExp, or for a vocabulary that is split over ranks LceCombine,
+// writes anchor, row_sum and target_e; LceRows the scales. Unused ones may be absent.
 typedef union {
   struct {
     Tensor target_z; // z[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE

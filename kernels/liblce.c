@@ -111,7 +111,7 @@ EXPORTED int64_t lce_held_bytes(const lce_context *context) {
   return context ? (int64_t)context->held_bytes : 0;
 }
 
-// --- what a call may ask for -------------------------------------------------------------------------------
+// --- what a call may request  -------------------------------------------------------------------------------
 
 #define CALL "lce_linear_cross_entropy"
 

@@ -78,7 +78,7 @@ typedef struct {
   void *dx;       // fp32/bf16 [N, H], or NULL: forward only
   float *dweight; // [V, H], or NULL with dx
   float *dbias;   // [V]; there when bias and dx are
-  // Of each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is
+  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is
   // v[y].
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j

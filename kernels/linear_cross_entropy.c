@@ -1,4 +1,4 @@
-// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/LCE.md derives it and says what was tried.
+// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/LCE.md derives it and lists what was tried.
 //
 // A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So the fused
 // mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's [C, V] exponentials are at
@@ -293,7 +293,7 @@ static void finish_chunk(const Call *c, const Chunk *k) {
 }
 
 // --- logits, and their gradient in place -------------------------------------------------------------------
-// All tokens at once this is the materialized mode, the honest baseline.
+// With all tokens in one chunk this is the materialized mode, the baseline.
 
 // The same memory, row for row, as elements of `dtype`.
 static Tensor in_place_as(Tensor t, Dtype dtype) {
@@ -332,11 +332,11 @@ static void logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) 
 //
 // With the head split over R ranks, tokens travel and W stays: every rank multiplies the chunk's R C tokens with its own
 // V / R rows, which takes as much memory for E and as many flops as C tokens against the whole head, and makes the gradient
-// of its rows for all tokens. Of a row of logits, ranks share nothing but scalars: the target's logit is summed over them
+// of its rows for all tokens. For each row of logits, ranks share nothing but scalars: the target's logit is summed over them
 // (all but one add 0), the pairs (a_r, R_r) are gathered, and LceCombine gives each rank the whole row's R. A rank's dX is
 // its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. Each way and per rank that is
 // (R - 1) C H elements of x, as many of dX and 12 R C bytes, against 6 C V H flops: with V 128,256 and four GPUs at 450
-// GB/s each way 3% of the GEMMs' time, most of it hidden: dX leaves and the next x arrives while dW is computed. Measured
+// GB/s each way 3% of the GEMMs' time, mostly hidden: dX leaves and the next x arrives while dW is computed. Measured
 // on H200s (tools/bench_lce under tools/launch; N 16,384 each, H 4,096, V 128,256): 1.02 to 1.04 times one GPU's own time
 // over 2, 1.03 to 1.06 over 4.
 
@@ -587,10 +587,10 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
   if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a) || a->terms.filter > 0 || a->mean)
-    fail(
-        "linear_cross_entropy: a head split over %d ranks knows the fused mode, and sums over row statistics "
-        "alone: no bias, soft-cap, entropy, largest logits, predictions, filter or mean",
-        backend->ranks);
+    fail("linear_cross_entropy: a head split over %d ranks supports the fused mode, and sums over row "
+         "statistics "
+         "alone: no bias, soft-cap, entropy, largest logits, predictions, filter or mean",
+         backend->ranks);
 }
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {

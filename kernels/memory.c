@@ -21,7 +21,7 @@ size_t memory_padded(size_t bytes) {
   return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
 }
 
-// No ledger counts beyond this, so that sums of what absurd sizes ask for do not wrap around.
+// No ledger counts beyond this, so that sums of absurd sizes do not wrap around.
 static const size_t COUNTABLE = (size_t)1 << 62;
 
 static size_t bytes_of(Dtype dtype, int64_t d0, int64_t d1) {

@@ -338,14 +338,14 @@ jmp_buf harness_failure;
 static char failure_sentence[2048];
 static MemoryMark failure_mark;
 
-static void remember_failure(const char *sentence) {
+static void record_failure(const char *sentence) {
   strncpy(failure_sentence, sentence, sizeof failure_sentence - 1);
   longjmp(harness_failure, 1);
 }
 
 void harness_expect_failure(Harness *h) {
   failure_mark = memory_mark(&h->backend->memory);
-  fail_set_handler(remember_failure);
+  fail_set_handler(record_failure);
 }
 
 void harness_failed(Harness *h, const char *part, const char *file, int line) {

@@ -33,7 +33,7 @@ void loss_problem_add(Harness *h, LossProblem *p, int terms);
 // Makes logit `column` of token n exceed the target's by exactly `lead`: x[n] becomes a unit vector of axis n mod hidden, so
 // that W[column] and W[target] alone decide.
 void loss_problem_lead(LossProblem *p, int64_t n, int64_t column, double lead);
-// Positions of the tokens that count, then of the others; *counted of them count.
+// Positions of the tokens that count, then of those that do not; *counted of them count.
 int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted);
 
 void reference_outputs(Harness *h, ReferenceLoss *r); // gives r arrays for its losses and outputs

@@ -62,7 +62,7 @@ static int temporary_file(void) {
   return file;
 }
 
-// A terminal: *inner becomes the program's end of it.
+// A terminal: *inner becomes the program's end.
 static int open_terminal(int *inner) {
   int outer = posix_openpt(O_RDWR | O_NOCTTY);
   assert_true(outer >= 0 && grantpt(outer) == 0 && unlockpt(outer) == 0);

@@ -98,18 +98,18 @@ void reference_cross_entropy(double *loss, const double *logits, const int32_t *
     const double *z = logits + n * vocab;
     loss[n] = 0;
     if (targets[n] == IGNORE_INDEX) continue;
-    double maximum = -INFINITY, target = z[targets[n]], others = 0;
+    double maximum = -INFINITY, target = z[targets[n]], non_target = 0;
     for (int64_t j = 0; j < vocab; j++) maximum = fmax(maximum, z[j]);
     for (int64_t j = 0; j < vocab; j++)
-      if (j != targets[n]) others += exp(z[j] - maximum);
+      if (j != targets[n]) non_target += exp(z[j] - maximum);
     // log1p keeps the digits of a loss near 0.
     double e = exp(target - maximum);
-    loss[n] = log1p(others / e);
-    if (e < 1e-200) loss[n] = maximum - target + log(others);
+    loss[n] = log1p(non_target / e);
+    if (e < 1e-200) loss[n] = maximum - target + log(non_target);
   }
 }
 
-static void tell(double *output, int64_t n, double value) {
+static void store(double *output, int64_t n, double value) {
   if (output) output[n] = value;
 }
 
@@ -125,7 +125,7 @@ typedef struct {
 } Filter;
 
 static void reference_loss_row(ReferenceLoss *r, const Filter *filter, int64_t n, double scale, double *v,
-                               double *slope) {
+                               double *derivative) {
   const double *x = r->x + n * r->hidden, *w = r->class_weights;
   int64_t V = r->vocab;
   int32_t y = r->targets[n];
@@ -134,43 +134,43 @@ static void reference_loss_row(ReferenceLoss *r, const Filter *filter, int64_t n
   double maximum = -INFINITY, best = 0, weight_sum = 0, weighted = 0;
   for (int64_t j = 0; j < V; j++) {
     double u = r->softcap > 0 ? r->softcap * tanh(v[j] / r->softcap) : v[j];
-    slope[j] = (r->softcap > 0 ? 1 - u * u / (r->softcap * r->softcap) : 1) / T;
+    derivative[j] = (r->softcap > 0 ? 1 - u * u / (r->softcap * r->softcap) : 1) / T;
     v[j] = u / T;
     if (v[j] > maximum) maximum = v[j], best = (double)j;
     weight_sum += or_else(w, j, 1);
     weighted += or_else(w, j, 1) * v[j];
   }
-  // The others' sum apart from the target's term keeps the digits of a loss near 0.
-  double others = 0, mean_v = 0;
+  // The non-targets' sum apart from the target's term keeps the digits of a loss near 0.
+  double non_target = 0, mean_v = 0;
   for (int64_t j = 0; j < V; j++) {
     double e = exp(v[j] - maximum);
     mean_v += e * v[j];
-    if (j != y) others += e;
+    if (j != y) non_target += e;
   }
-  double target_e = exp(v[y] - maximum), all = others + target_e;
-  double nll = target_e > 1e-200 ? log1p(others / target_e) : maximum - v[y] + log(others);
+  double target_e = exp(v[y] - maximum), all = non_target + target_e;
+  double nll = target_e > 1e-200 ? log1p(non_target / target_e) : maximum - v[y] + log(non_target);
   double lse = v[y] + nll, entropy = lse - mean_v / all, z_loss = r->z_loss * lse * lse;
   double loss = (1 - eps) * or_else(w, y, 1) * nll + eps / (double)V * (weight_sum * lse - weighted);
-  tell(r->loss, n, loss);
-  tell(r->token_z_loss, n, z_loss);
-  tell(r->log_prob, n, -nll);
-  tell(r->logsumexp, n, lse);
-  tell(r->entropy, n, entropy);
-  tell(r->max_logit, n, maximum);
-  tell(r->predicted, n, best);
+  store(r->loss, n, loss);
+  store(r->token_z_loss, n, z_loss);
+  store(r->log_prob, n, -nll);
+  store(r->logsumexp, n, lse);
+  store(r->entropy, n, entropy);
+  store(r->max_logit, n, maximum);
+  store(r->predicted, n, best);
   double s = scale * or_else(r->token_weights, n, 1), b = scale * or_else(r->entropy_weights, n, 0);
   r->objective += s * (loss + z_loss) + b * entropy;
   if (!r->dx) return;
   for (int64_t j = 0; j < V; j++) {
-    double p = exp(v[j] - lse), own = (1 - eps) * or_else(w, y, 1);
+    double p = exp(v[j] - lse), nll_weight = (1 - eps) * or_else(w, y, 1);
     if (r->filter > 0 && j != y &&
         !filter->counts[filter->tile_row[n] * filter->across + j / LCE_FILTER_COLUMNS])
       p = 0;
     double p_minus_target = j == y ? expm1(-nll) : p; // p - 1 without the cancellation
-    double dv = s * (own * p_minus_target + eps / (double)V * (weight_sum * p - or_else(w, j, 1)) +
+    double dv = s * (nll_weight * p_minus_target + eps / (double)V * (weight_sum * p - or_else(w, j, 1)) +
                      2 * r->z_loss * lse * p) -
                 b * p * (v[j] - lse + entropy);
-    double dz = dv * slope[j];
+    double dz = dv * derivative[j];
     if (r->dbias) r->dbias[j] += dz;
     for (int64_t i = 0; i < r->hidden; i++) {
       r->dx[n * r->hidden + i] += dz * r->weight[j * r->hidden + i];
@@ -185,8 +185,8 @@ static void *zeroed(int64_t count, size_t size) {
   return values;
 }
 
-// p of a token's entries but the target's, which is 0.
-static void others(const ReferenceLoss *r, int64_t n, double *p) {
+// p of a token's non-target entries; the target's is 0.
+static void non_target_probabilities(const ReferenceLoss *r, int64_t n, double *p) {
   double T = r->temperature > 0 ? r->temperature : 1, maximum = -INFINITY, all = 0;
   reference_linear(p, r->x + n * r->hidden, r->weight, false, NULL, NULL, 1, r->hidden, r->vocab);
   for (int64_t j = 0; j < r->vocab; j++) maximum = fmax(maximum, p[j] / T);
@@ -207,7 +207,7 @@ static Filter make_filter(ReferenceLoss *r, double *p) {
     f.tile_row[n] = f.tile_rows - 1;
     place++;
     if (!counted) continue;
-    others(r, n, p);
+    non_target_probabilities(r, n, p);
     for (int64_t j = 0; j < r->vocab; j++) {
       int64_t tile = f.tile_row[n] * f.across + j / LCE_FILTER_COLUMNS;
       f.counts[tile] |= p[j] >= r->filter;

@@ -97,8 +97,8 @@ def bench_shape(device, shape, options, library):
             left -= sum(pair(run))
         times = [pair(run) for _ in range(options.rounds)]
         gemm_times += [gemm for gemm, _ in times]
-        row.update(ms=1e3 * statistics.median(own for _, own in times),
-                   ratio=statistics.median(own / gemm for gemm, own in times))
+        row.update(ms=1e3 * statistics.median(seconds for _, seconds in times),
+                   ratio=statistics.median(seconds / gemm for gemm, seconds in times))
     return 1e3 * statistics.median(gemm_times) if gemm_times else None, rows
 
 

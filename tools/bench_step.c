@@ -1,4 +1,4 @@
-// The time of a training step, and how much of it GEMMs take.
+// The time of a training step, and what share GEMMs take.
 //
 // Takes ./train's options. Runs a few steps and times them; then records the GEMMs of one forward and backward
 // pass (the calls of linear_* and the two of the loss) and runs them alone, back to back, on the same tensors:
@@ -172,11 +172,11 @@ static void compare_modes(Steps *steps, Backend *backend) {
 
 // What ./train does and this program would not.
 static void refuse_other_work(const Options *o) {
-  static const char *const others[] = {"plan", "fit",    "eval-only", "hellaswag",     "save",
-                                       "log",  "resume", "timeline",  "vocab-parallel"};
+  static const char *const unsupported[] = {"plan", "fit",    "eval-only", "hellaswag",     "save",
+                                            "log",  "resume", "timeline",  "vocab-parallel"};
   const char *refused = o->dtypes.zero ? "zero" : NULL;
-  for (size_t i = 0; i < sizeof others / sizeof *others && !refused; i++)
-    if (options_given(o, others[i])) refused = others[i];
+  for (size_t i = 0; i < sizeof unsupported / sizeof *unsupported && !refused; i++)
+    if (options_given(o, unsupported[i])) refused = unsupported[i];
   if (refused)
     fail("bench_step times training steps of one process and does nothing else: leave out --%s", refused);
 }

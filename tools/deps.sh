@@ -32,7 +32,7 @@ command -v apt-get >/dev/null || give_up "This machine has no apt-get: install t
 
 as_root=()
 if [ "$(id -u)" != 0 ]; then
-  command -v sudo >/dev/null || give_up "Neither root nor sudo: ask someone who is for: apt-get install ${packages[*]}"
+  command -v sudo >/dev/null || give_up "Neither root nor sudo is available. Have an administrator run: apt-get install ${packages[*]}"
   as_root=(sudo)
 fi
 

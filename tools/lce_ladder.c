@@ -1,5 +1,5 @@
 // The loss as a ladder (kernels/LCE.md): times six versions of LM head + cross-entropy, from materialized
-// logits to the real one, each in turn with the three plain GEMMs that none can do without (logits = X W^T,
+// logits to linear_cross_entropy, each alternating with the three plain GEMMs that none can do without (logits = X W^T,
 // dX = L W, dW = L^T X over all tokens at once). Prints medians, ratios to the GEMMs, the bytes held beyond
 // inputs and gradients, and the errors of loss, dX and dW against float64 at sampled rows.
 //
@@ -109,7 +109,7 @@ static Result measure(const Settings *o, const LceTensors *layer, Reference *ref
   return result;
 }
 
-// --- telling -----------------------------------------------------------------------------------------------
+// --- output ------------------------------------------------------------------------------------------------
 
 static void print_row(int rung, const Result *r) {
   printf("%-32s %9.2f ms %7.3f %12s   %.1e  %.1e  %.1e\n", ladder_names[rung - 1], 1e3 * r->seconds, r->ratio,
@@ -128,7 +128,7 @@ static void write_csv(const Settings *o, const Result *results, const char *capt
   if (fclose(file)) fail("--csv %s: %s", o->csv, strerror(errno));
 }
 
-// Time and memory of each rung as bars, one panel each; the real one stands out.
+// Time and memory of each rung as bars, one panel each; linear_cross_entropy stands out.
 static void draw(const Settings *o, const Result *results, const char *caption) {
   Picture *picture =
       picture_create(760, 300, label("Six versions of LM head + cross-entropy"), label("%s", caption));
@@ -175,7 +175,7 @@ int main(int argc, char **argv) {
   printf("%-32s %12s %7s %12s   %-22s\n", "", "median", "/ GEMMs", "memory", "error of loss, dX, dW");
   Reference *reference = reference_create(shape, SEED);
   seconds(&o, &layer, RUNGS);
-  reference_errors(reference, &layer); // the real one's losses complete the reference
+  reference_errors(reference, &layer); // linear_cross_entropy's losses complete the reference
   Result results[RUNGS];
   for (int rung = 1; rung <= RUNGS; rung++) {
     results[rung - 1] = measure(&o, &layer, reference, rung);

@@ -40,11 +40,11 @@ class Failure(RuntimeError):
     """What lce_last_error said."""
 
 
-REAL = {"fp32": "float32", "bf16": "bfloat16"}
-# The tensors' shapes, by the sizes N, H and V, and their dtypes; "real" is the context's.
-TENSORS = dict(x=("NH", "real"), weight=("VH", "real"), bias=("V", "real"), targets=("N", "int32 or int64"),
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# The tensors' shapes, by the sizes N, H and V, and their dtypes; "dtype" is the context's dtype.
+TENSORS = dict(x=("NH", "dtype"), weight=("VH", "dtype"), bias=("V", "dtype"), targets=("N", "int32 or int64"),
                class_weights=("V", "float32"), token_weights=("N", "float32"),
-               entropy_weights=("N", "float32"), loss=("N", "float32"), dx=("NH", "real"),
+               entropy_weights=("N", "float32"), loss=("N", "float32"), dx=("NH", "dtype"),
                dweight=("VH", "float32"), dbias=("V", "float32"), token_z_loss=("N", "float32"),
                log_prob=("N", "float32"), logsumexp=("N", "float32"), entropy=("N", "float32"),
                max_logit=("N", "float32"), correct=("N", "float32"), predicted=("N", "int32"))
@@ -72,7 +72,7 @@ class Layer:
         self.context = None
         self.lce = load(path)
         self.device, self.ordinal = device, ordinal if device == "cuda" else None
-        self.real = REAL.get(dtype)
+        self.dtype = DTYPES.get(dtype)
         with self.on_device():
             self.context = self.lce.lce_create(device.encode(), ordinal, dtype.encode())
         if not self.context:
@@ -123,7 +123,7 @@ class Layer:
 
     def check_tensor(self, name, tensor, sizes):
         axes, dtypes = TENSORS[name]
-        dtypes = dtypes.replace("real", self.real)
+        dtypes = dtypes.replace("dtype", self.dtype)
         if dtype_of(tensor) not in dtypes.split(" or "):
             raise TypeError(f"{name} is {dtype_of(tensor)}, where {dtypes} is needed")
         shape = [sizes[axis] for axis in axes]
@@ -132,8 +132,8 @@ class Layer:
                              f"[{', '.join(axes)}], is needed")
         elsewhere = self.device == "cuda" and tensor.device.index != self.ordinal
         if tensor.device.type != self.device or elsewhere:
-            own = self.device if self.ordinal is None else f"{self.device}:{self.ordinal}"
-            raise ValueError(f"{name} is on {tensor.device}, and the layer is on {own}")
+            expected = self.device if self.ordinal is None else f"{self.device}:{self.ordinal}"
+            raise ValueError(f"{name} is on {tensor.device}, and the layer is on {expected}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has gaps or another order between its rows, and the library reads and "
                              f"writes dense tensors: call contiguous() first")

@@ -30,11 +30,11 @@ typedef struct {
   int64_t tokens;
   double memory_gib, patience;
   int resolution;
-} Own;
+} Arguments;
 
 // --- options -----------------------------------------------------------------------------------------------
 
-#define OPTION_VALUES Own
+#define OPTION_VALUES Arguments
 static const Option option_rows[] = {
     {GROUP("What is swept")},
     {TEXT("sweep", "WHAT", sweep),
@@ -68,7 +68,7 @@ static const Option option_rows[] = {
     {OPTION_END}};
 
 // Takes this program's options; the rest, after the recipe's, are ./train's.
-static Own parse(int argc, char **argv, const Recipe **recipe, Options *options) {
+static Arguments parse(int argc, char **argv, const Recipe **recipe, Options *options) {
   static const OptionTable table = {
       option_rows,
       "Memory and time of a training step, or of LM head + loss alone, with the fused loss and with "
@@ -77,13 +77,13 @@ static Own parse(int argc, char **argv, const Recipe **recipe, Options *options)
       "Every option of ./train that describes the model, the job or the machine is understood too (./train "
       "--help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...",
       NULL};
-  Own own = {0};
-  int words = option_table_take(&table, &own, NULL, argc, argv), count = 1, extra = 0;
-  if (own.list_recipes) {
+  Arguments args = {0};
+  int words = option_table_take(&table, &args, NULL, argc, argv), count = 1, extra = 0;
+  if (args.list_recipes) {
     recipes_list(stdout);
     exit(0);
   }
-  *recipe = recipe_named(own.recipe);
+  *recipe = recipe_named(args.recipe);
   const char *const *arguments = *recipe ? (*recipe)->arguments : NULL;
   while (arguments && arguments[extra]) extra++;
   char **all = host_alloc(words + extra + 1, sizeof *all, "the command line");
@@ -92,20 +92,20 @@ static Own parse(int argc, char **argv, const Recipe **recipe, Options *options)
   for (int i = 1; i < words; i++) all[count++] = argv[i];
   options_parse(options, count, all);
   free(all);
-  return own;
+  return args;
 }
 
-static void check(Own *own, const Recipe *recipe, Options *o) {
-  if (own->recipe && (own->sweep || own->values || own->timeline))
-    fail("--recipe %s says what is swept; leave out --sweep, --values and --timeline", own->recipe);
-  if (own->timeline && (own->sweep || own->values || own->layer_only))
+static void check(Arguments *args, const Recipe *recipe, Options *o) {
+  if (args->recipe && (args->sweep || args->values || args->timeline))
+    fail("--recipe %s says what is swept; leave out --sweep, --values and --timeline", args->recipe);
+  if (args->timeline && (args->sweep || args->values || args->layer_only))
     fail("--timeline shows whole steps of one size; leave out --sweep, --values and --layer-only");
-  if (own->sweep && sweep_named(own->sweep) == SWEEP_CHUNK) own->layer_only = true;
-  if (recipe) own->layer_only = recipe->layer_only, own->errors |= recipe->errors;
-  if (own->tokens && !own->layer_only)
+  if (args->sweep && sweep_named(args->sweep) == SWEEP_CHUNK) args->layer_only = true;
+  if (recipe) args->layer_only = recipe->layer_only, args->errors |= recipe->errors;
+  if (args->tokens && !args->layer_only)
     fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
-  if (own->errors && !own->layer_only) fail("--gradient-error belongs to --layer-only");
-  if (own->tokens) o->batch = 1, o->seq_len = own->tokens;
+  if (args->errors && !args->layer_only) fail("--gradient-error belongs to --layer-only");
+  if (args->tokens) o->batch = 1, o->seq_len = args->tokens;
   o->total_batch = o->batch * o->seq_len;
   o->micro_steps = 1;
 }
@@ -118,7 +118,7 @@ typedef struct {
 } Device;
 
 // What is computed on, and how fast it is. A recipe for a GPU is planned for one where there is none.
-static Device choose_device(Own *own, const Recipe *recipe, Options *o, Experiment *e) {
+static Device choose_device(Arguments *args, const Recipe *recipe, Options *o, Experiment *e) {
   Device d = {.usable = e->memory};
   const char *reason;
   if (recipe && recipe->gpu && o->device == DEVICE_AUTO) {
@@ -126,11 +126,11 @@ static Device choose_device(Own *own, const Recipe *recipe, Options *o, Experime
     if (gpu) backend_destroy(gpu);
     if (!gpu) {
       printf("%s is planned for a GPU in bf16, since none is used here: %s\n", recipe->name, reason);
-      own->plan_only = true;
+      args->plan_only = true;
     }
     o->device = DEVICE_CUDA;
   }
-  if (own->plan_only && o->device != DEVICE_AUTO) {
+  if (args->plan_only && o->device != DEVICE_AUTO) {
     e->device = o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
     options_resolve_dtypes(o, o->device == DEVICE_CUDA);
     snprintf(d.description, sizeof d.description, "%s", o->device == DEVICE_CUDA ? "a GPU" : "a CPU");
@@ -141,7 +141,7 @@ static Device choose_device(Own *own, const Recipe *recipe, Options *o, Experime
   o->device = backend->device == ON_CUDA ? DEVICE_CUDA : DEVICE_CPU; // every point opens the same
   snprintf(d.description, sizeof d.description, "%s", backend->description);
   if (!d.usable) d.usable = machine_usable_bytes(backend);
-  if (own->plan_only)
+  if (args->plan_only)
     e->memory = d.usable;
   else
     e->gemm_rate = measure_gemm_rate(backend);
@@ -151,14 +151,15 @@ static Device choose_device(Own *own, const Recipe *recipe, Options *o, Experime
 
 // --- what is run -------------------------------------------------------------------------------------------
 
-static void describe(Curve *c, const Own *own, const Recipe *recipe, const Options *o, const Device *device) {
+static void describe(Curve *c, const Arguments *args, const Recipe *recipe, const Options *o,
+                     const Device *device) {
   const ModelConfig *m = &o->model;
-  curve_set(c, "what", "%s", own->layer_only ? "layer" : "step");
+  curve_set(c, "what", "%s", args->layer_only ? "layer" : "step");
   curve_set(c, "recipe", "%s", recipe ? recipe->name : "none");
-  curve_set(c, "planned", "%s", own->plan_only ? "yes" : "no");
+  curve_set(c, "planned", "%s", args->plan_only ? "yes" : "no");
   curve_set(c, "device", "%s", device->description);
   curve_set(c, "dtype", "%s", dtype_name(o->dtype));
-  if (!own->layer_only) {
+  if (!args->layer_only) {
     curve_set(c, "model", "%s", m->name);
     curve_set(c, "layers", "%lld", (long long)m->num_hidden_layers);
     curve_set(c, "intermediate", "%lld", (long long)m->intermediate_size);
@@ -180,13 +181,13 @@ static void describe(Curve *c, const Own *own, const Recipe *recipe, const Optio
             : o->lce_memory ? "within %lld MiB"
                             : "an eighth",
             (long long)(o->lce_chunk ? o->lce_chunk : o->lce_memory));
-  if (own->errors) curve_set(c, "gradient_error", "yes");
-  if (own->memory_gib > 0) curve_set(c, "memory", "%g GiB", own->memory_gib);
+  if (args->errors) curve_set(c, "gradient_error", "yes");
+  if (args->memory_gib > 0) curve_set(c, "memory", "%g GiB", args->memory_gib);
   curve_set(c, "sweep", "%s",
-            recipe       ? SWEEP_NAMES[recipe->sweeps[0].sweep]
-            : own->sweep ? own->sweep
-                         : "tokens");
-  curve_set(c, "values", "%s", own->values ? own->values : "usual");
+            recipe        ? SWEEP_NAMES[recipe->sweeps[0].sweep]
+            : args->sweep ? args->sweep
+                          : "tokens");
+  curve_set(c, "values", "%s", args->values ? args->values : "usual");
 }
 
 // Writes a picture, if this build and machine can draw, and frees it.
@@ -203,37 +204,37 @@ static void draw(const char *folder, const char *name, Picture *picture, int res
   picture_free(picture);
 }
 
-// The picture of a curve; a grid of panels leaves the trade-off to a picture of its own.
+// The picture of a curve; a grid of panels puts the trade-off into a separate picture.
 static void draw_curve(const char *folder, const Curve *c, const Recipe *recipe, int resolution) {
   draw(folder, "curve.png", picture_curve(c, recipe), resolution);
   if (recipe && recipe->sweeps[1].values && picture_has_trade(c))
     draw(folder, "trade.png", picture_trade(c, recipe), resolution);
 }
 
-static void sweep(const Own *own, const Recipe *recipe, const Experiment *e, const Device *device) {
+static void sweep(const Arguments *args, const Recipe *recipe, const Experiment *e, const Device *device) {
   const Options *o = e->options;
   Curve curve = {0};
   for (int i = 0; recipe && recipe->sweeps[i].values; i++)
-    points_add_sweep(&curve, o, e->device, own->layer_only, recipe->sweeps[i].sweep,
+    points_add_sweep(&curve, o, e->device, args->layer_only, recipe->sweeps[i].sweep,
                      recipe->sweeps[i].values);
   if (!recipe)
-    points_add_sweep(&curve, o, e->device, own->layer_only, sweep_named(own->sweep ? own->sweep : "tokens"),
-                     own->values);
+    points_add_sweep(&curve, o, e->device, args->layer_only,
+                     sweep_named(args->sweep ? args->sweep : "tokens"), args->values);
   for (int i = 0; i < curve.count; i++)
     point_options(e, &curve.readings[i].point); // refuses what is no model, first
-  describe(&curve, own, recipe, o, device);
+  describe(&curve, args, recipe, o, device);
   char csv[600];
-  snprintf(csv, sizeof csv, "%s/curve.csv", own->out);
+  snprintf(csv, sizeof csv, "%s/curve.csv", args->out);
   printf("%s\n\n", curve_caption(&curve).text);
-  run_points(stdout, e, csv, own->fresh, &curve);
+  run_points(stdout, e, csv, args->fresh, &curve);
   run_summary(stdout, e, &curve);
   if (recipe) recipe_compare(stdout, recipe, e, &curve);
   printf("\nwrote %s\n", csv);
-  draw_curve(own->out, &curve, recipe, own->resolution);
+  draw_curve(args->out, &curve, recipe, args->resolution);
   curve_free(&curve);
 }
 
-static void timeline(const Own *own, const Recipe *recipe, Experiment e, const Device *device) {
+static void timeline(const Arguments *args, const Recipe *recipe, Experiment e, const Device *device) {
   const Options *o = e.options;
   Curve points = {0};
   char value[64], csv[600];
@@ -250,63 +251,64 @@ static void timeline(const Own *own, const Recipe *recipe, Experiment e, const D
   }
   Timeline timelines[2]; // materialized above, fused below
   for (int i = 0; i < 2; i++) timelines[1 - i] = timeline_record(&e, &points.readings[i].point);
-  Own shown = *own;
+  Arguments shown = *args;
   shown.plan_only = e.plan_only;
   Curve settings = {0};
   describe(&settings, &shown, recipe, o, device);
-  snprintf(csv, sizeof csv, "%s/timeline.csv", own->out);
+  snprintf(csv, sizeof csv, "%s/timeline.csv", args->out);
   timeline_write(timelines, &settings, csv);
   printf("wrote %s\n", csv);
-  draw(own->out, "timeline.png", picture_timeline(timelines, &settings), own->resolution);
+  draw(args->out, "timeline.png", picture_timeline(timelines, &settings), args->resolution);
   for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
   curve_free(&points);
 }
 
 // Draws what the folder holds once more.
-static void redraw(const Own *own) {
+static void redraw(const Arguments *args) {
   char path[600];
   Curve curve = {0}, settings = {0};
   Timeline timelines[2];
-  snprintf(path, sizeof path, "%s/curve.csv", own->out);
+  snprintf(path, sizeof path, "%s/curve.csv", args->out);
   bool any = curve_read(&curve, path) && curve.count;
   if (any) {
     Setting name = curve_setting(&curve, "recipe");
-    draw_curve(own->out, &curve, recipe_named(strcmp(name.text, "none") ? name.text : NULL), own->resolution);
+    draw_curve(args->out, &curve, recipe_named(strcmp(name.text, "none") ? name.text : NULL),
+               args->resolution);
   }
   curve_free(&curve);
-  snprintf(path, sizeof path, "%s/timeline.csv", own->out);
+  snprintf(path, sizeof path, "%s/timeline.csv", args->out);
   if (timeline_read(timelines, &settings, path)) {
-    draw(own->out, "timeline.png", picture_timeline(timelines, &settings), own->resolution);
+    draw(args->out, "timeline.png", picture_timeline(timelines, &settings), args->resolution);
     for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
     any = true;
   }
   if (!any)
-    fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", own->out);
+    fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", args->out);
 }
 
 int main(int argc, char **argv) {
   Options options;
   const Recipe *recipe;
-  Own own = parse(argc, argv, &recipe, &options);
-  check(&own, recipe, &options);
+  Arguments args = parse(argc, argv, &recipe, &options);
+  check(&args, recipe, &options);
   char folder[300];
   snprintf(folder, sizeof folder, "runs/memory_curve%s%s", recipe ? "/" : "", recipe ? recipe->name : "");
-  if (!own.out) own.out = folder;
-  if (own.redraw) {
-    redraw(&own);
+  if (!args.out) args.out = folder;
+  if (args.redraw) {
+    redraw(&args);
     options_free(&options);
     return 0;
   }
   Experiment e = {.options = &options,
-                  .layer_only = own.layer_only,
-                  .errors = own.errors,
-                  .memory = (size_t)(own.memory_gib * 0x1p30),
-                  .patience = own.patience};
-  Device device = choose_device(&own, recipe, &options, &e);
-  e.plan_only = own.plan_only;
-  path_make_folders("out", own.out);
-  if (!own.timeline) sweep(&own, recipe, &e, &device);
-  if (own.timeline || (recipe && recipe->timeline)) timeline(&own, recipe, e, &device);
+                  .layer_only = args.layer_only,
+                  .errors = args.errors,
+                  .memory = (size_t)(args.memory_gib * 0x1p30),
+                  .patience = args.patience};
+  Device device = choose_device(&args, recipe, &options, &e);
+  e.plan_only = args.plan_only;
+  path_make_folders("out", args.out);
+  if (!args.timeline) sweep(&args, recipe, &e, &device);
+  if (args.timeline || (recipe && recipe->timeline)) timeline(&args, recipe, e, &device);
   options_free(&options);
   return 0;
 }

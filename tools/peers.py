@@ -149,7 +149,7 @@ def new_outputs(x, w):
 # --- the plain GEMMs --------------------------------------------------------------------------------------------
 
 class Gemms:
-    """The three matrix products of the loss alone, through torch.mm."""
+    """The three GEMMs of the loss alone, through torch.mm."""
 
     def __init__(self, x, w):
         self.x, self.w = x.detach(), w.detach()

@@ -10,7 +10,7 @@
 Tokens are made by Hugging Face's `tokenizers`, in as many processes as there are cores. Out come llm.c's shards
 (uint16, or uint32 where ids are larger), each document closed by the end-of-text token, tokenizer.json, and
 manifest.json, which says what is in them. In conversations (--chat) only what the assistant says is learned: a
-bit a token beside each shard (x.mask for x.bin, see data/source.h) says what counts.
+mask next to each shard (x.mask for x.bin, see data/source.h), one bit a token, marks what counts.
 
 Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
 """
@@ -241,7 +241,7 @@ class Chat:
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = time.strftime
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        # These marks tell others what the assistant said; here that follows from the messages.
+        # These marks delimit what the assistant said for other programs; here that follows from the messages.
         source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
         try:
             self.template = environment.from_string(source)
@@ -574,17 +574,17 @@ def parse_options():
     which.add_argument("--tokenizer", help="a tokenizer.json, or a directory with one (and tokenizer_config.json)")
     which.add_argument("--train-tokenizer", type=int, metavar="V", help="train a byte-level BPE of V tokens on the text")
     parser.add_argument("--style", choices=["llama3", "gpt2"], default="llama3", help="how the trained tokenizer splits text")
-    parser.add_argument("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="train it on so much text (2^30)")
-    parser.add_argument("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="instead of by suffix")
+    parser.add_argument("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="characters of text to train it on (2^30)")
+    parser.add_argument("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="format of the inputs (by suffix)")
     parser.add_argument("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
     parser.add_argument("--document", choices=["file", "line"], default="file", help="what a document is in plain text (file)")
     parser.add_argument("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
-    parser.add_argument("--special-tokens", action="store_true", help="with what the tokenizer puts around a text, such as a BOS")
+    parser.add_argument("--special-tokens", action="store_true", help="add what the tokenizer puts around a text, such as a BOS")
     parser.add_argument("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
     parser.add_argument("--messages-field", default="messages", help="where the messages are (messages)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
     parser.add_argument("--multiple-choice", action="store_true", help="make an evaluation file of ctx, endings, label")
-    parser.add_argument("--val-fraction", type=float, default=0.01, metavar="SHARE", help="of the documents, held back (0.01)")
+    parser.add_argument("--val-fraction", type=float, default=0.01, metavar="SHARE", help="share of the documents held back for validation (0.01)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
     options = parser.parse_args()

@@ -58,7 +58,7 @@ const Option options_rows[] = {
     {WHOLE("steps", "N", steps, 0, MAX_STEPS), DEFAULT("200"), .flags = SETTING | TRAINING,
      HELP("Optimizer steps")},
     {WHOLE("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING,
-     HELP("Of the weights and the order of the data")},
+     HELP("Seed of the weights and of the order of the data")},
 
     {GROUP("Optimizer (AdamW)")},
     {NUMBER("lr", "RATE", schedule.peak, 0, 100), .flags = SETTING | TRAINING,
@@ -120,21 +120,21 @@ const Option options_rows[] = {
     {WHOLE("sample-tokens", "N", sample_tokens, 1, 1 << 20), DEFAULT("64"), .flags = TRAINING,
      HELP("Tokens of a sample")},
     {NUMBER("temperature", "T", temperature, 0, 100), DEFAULT("0.8"), .flags = TRAINING,
-     HELP("Of the samples; 0 takes the likeliest token")},
+     HELP("Temperature of the samples; 0 takes the likeliest token")},
     {WHOLE("top-k", "K", top_k, 0, MAX), DEFAULT("0"), .flags = TRAINING,
-     HELP("Samples take one of the K likeliest tokens; 0 of all")},
+     HELP("Samples take one of the K likeliest tokens; 0: of all tokens")},
     {NUMBER("top-p", "P", top_p, 1e-9, 1), DEFAULT("1"), .flags = TRAINING,
-     HELP("Samples take of the fewest tokens that have probability P together")},
+     HELP("Samples take one of the fewest tokens that together have probability P")},
     {TEXT("tokenizer", "PATH", tokenizer),
      HELP("tokenizer.json, or a directory with one: samples are prompted and shown as text (default the one "
           "in --init)")},
     {FLAG("eval-only", eval_only, true),
      HELP("Only evaluate --init or --resume: the loss over all of --val-data (or the held-out part)")},
     {TEXT("hellaswag", "FILE", hellaswag),
-     HELP("At the end choose among completions: an evaluation file of llm.c")},
+     HELP("At the end evaluate multiple choice on an evaluation file of llm.c")},
     {WHOLE("hellaswag-examples", "N", hellaswag_examples, 0, MAX), DEFAULT("0"),
      HELP("Take its first N examples; 0 takes all")},
-    {TEXT("prompt", "TEXT", prompt), .flags = TRAINING, HELP("What samples begin with (default a newline)")},
+    {TEXT("prompt", "TEXT", prompt), .flags = TRAINING, HELP("Text that samples begin with (default a newline)")},
 
     {GROUP("Checkpoints")},
     {TEXT("init", "DIR", init),
@@ -168,7 +168,7 @@ const Option options_rows[] = {
      HELP("Update bf16 weights directly, with stochastic rounding")},
     {CHOICE("recompute", "WHAT", recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
      .flags = SETTING | TRAINING,
-     HELP("Compute again in the backward pass instead of keeping: none, elementwise, mlp or layer")},
+     HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
     {TEXT("attention", "WHICH", attention), .choices = "auto, own or cudnn", DEFAULT("auto"),
      HELP("own, cudnn or auto; cuda only")},
     {FLAG("plain-loops", plain_loops, true), HELP("CPU: GEMMs by plain loops, to compare with")},
@@ -221,7 +221,7 @@ static const char *preset_name(const Options *o) {
 }
 
 // The preset, overridden.
-static ModelConfig asked_model(const Options *o, ModelConfig *given) {
+static ModelConfig requested_model(const Options *o, ModelConfig *given) {
   ModelConfig preset = model_preset(preset_name(o)), m = preset;
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
     if (size_of(given, row) && *size_of(given, row)) *size_of(&m, row) = *size_of(given, row);
@@ -245,14 +245,14 @@ static ModelConfig asked_model(const Options *o, ModelConfig *given) {
 
 static void require_same(const Options *o, const char *name, double asked, double have) {
   if (asked != have)
-    fail("--%s is asked to be %.10g, and %s/config.json says %.10g; leave it out, or begin with another "
+    fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another "
          "model",
          name, asked, o->origin, have);
 }
 
 // A model that comes from a directory is as it is; what the command line says about it must be so.
 static void require_agreement(Options *o, ModelConfig *given) {
-  ModelConfig *m = &o->model, asked = o->preset ? asked_model(o, given) : *given;
+  ModelConfig *m = &o->model, asked = o->preset ? requested_model(o, given) : *given;
   if (o->preset && asked.family != m->family)
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
@@ -267,7 +267,7 @@ static void require_agreement(Options *o, ModelConfig *given) {
 static void resolve_model(Options *o) {
   if (o->init && o->preset) fail("--init and --model both say what the model is; give one of them");
   ModelConfig given = o->model;
-  o->model = o->origin ? hf_config_read(o->origin) : asked_model(o, &given);
+  o->model = o->origin ? hf_config_read(o->origin) : requested_model(o, &given);
   if (options_given(o, "logit-softcap")) o->model.final_logit_softcapping = given.final_logit_softcapping;
   model_config_check(&o->model);
   if (o->origin) require_agreement(o, &given);
@@ -377,7 +377,7 @@ static int list_given(const Options *o, unsigned flag, char *list, size_t size) 
   return count;
 }
 
-// What is asked for and would not be done is refused; what only says how to train has no effect.
+// Options for work that would not be done are refused; options that only describe training have no effect.
 static void check_eval_only(const Options *o) {
   char list[1024] = "";
   if (o->resume && !strcmp(o->resume, "auto"))
@@ -419,7 +419,7 @@ void options_parse(Options *o, int argc, char **argv) {
 
 void options_resolve_dtypes(Options *o, bool cuda) {
   o->on_cuda = cuda;
-  if (!cuda && o->dtypes_remembered) { // a GPU's run goes on here in fp32
+  if (!cuda && o->dtypes_from_gpu) { // a GPU's run goes on here in fp32
     o->dtype = o->dtypes.grad = o->dtypes.moment = DTYPE_F32;
     o->dtypes.master = true;
   }

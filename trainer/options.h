@@ -43,7 +43,7 @@ typedef struct {
   const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
   bool eval_only;                 // no training: the validation data from end to end
   const char *hellaswag;          // an evaluation file of llm.c, or NULL
-  int64_t hellaswag_examples;     // of it the first so many; 0: all
+  int64_t hellaswag_examples;     // the first so many; 0: all
   // checkpoints
   const char *init, *resume;  // as given: a model's directory; a checkpoint, a directory of some, or "auto"
   char *origin;               // the folder whose weights the run begins with; NULL: they are drawn
@@ -59,9 +59,9 @@ typedef struct {
   DeviceChoice device;
   bool plain_loops; // CPU GEMMs by plain loops, to compare with
   const char *attention;
-  Dtype dtype;            // of weights and activations
-  bool dtypes_remembered; // all dtypes are those of a checkpoint from a GPU; none was given
-  bool on_cuda;           // once the dtypes are resolved
+  Dtype dtype;          // of weights and activations
+  bool dtypes_from_gpu; // all dtypes are those of a checkpoint from a GPU; none was given
+  bool on_cuda;         // once the dtypes are resolved
   ParameterDtypes dtypes;
   Recompute recompute;
   // output

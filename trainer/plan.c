@@ -252,7 +252,7 @@ void plan_print_fit(Options *o) {
 
 // --- --compare-modes ---------------------------------------------------------------------------------------
 
-// A few forward and backward passes in `mode`, with all peaks measured anew.
+// A few forward and backward passes in `mode`, with all peaks measured again.
 static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;

@@ -19,7 +19,7 @@ static char *find_checkpoint(const Options *o, FolderCheck check) {
   bool any;
   const char *directory = automatic ? o->save : o->resume;
   char *found = checkpoint_newest(directory, check, &any);
-  if (!found && any) fail("--resume: no checkpoint in %s is intact; delete them to begin anew", directory);
+  if (!found && any) fail("--resume: no checkpoint in %s is intact; delete them to start over", directory);
   if (found || automatic) return found;
   checkpoint_require_intact(o->resume, check, true);
   return text_format("%s", o->resume);
@@ -101,7 +101,7 @@ void resume_take_settings(Options *o) {
     option_set(row, o, value);
     o->given[i] = true;
   }
-  o->dtypes_remembered = from_gpu && !dtypes_given;
+  o->dtypes_from_gpu = from_gpu && !dtypes_given;
   bool any_data = o->data.count;
   if (!any_data) take_paths(o, "data", "data_paths");
   if (!any_data && !o->val_data.count) take_paths(o, "val-data", "val_data_paths");

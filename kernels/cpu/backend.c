@@ -1,4 +1,4 @@
-// The CPU backend: where its memory comes from, what the system says about it, and the table of operations.
+// The CPU backend: where its memory comes from, what the system reports about it, and the table of operations.
 //
 // Memory is zero pages from mmap: they cost nothing until they are touched, so the system's own figures
 // (VmRSS, VmHWM) show what a step used. Large blocks lie on 2 MiB boundaries and ask for huge pages: a row of

@@ -18,7 +18,7 @@
 #include "kernels/cpu/cpu.h"
 #include "kernels/ranks/ranks.h"
 
-// Of one rank every collective is a copy, or a sum with what is there.
+// With one rank every collective is a copy, or a sum with what is there.
 static void copy_or_add(const Collective *a) {
   const float *x = a->x.data;
   float *out = a->out.data;

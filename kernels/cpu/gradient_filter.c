@@ -6,7 +6,7 @@
 // left as they are, or made 0 where nothing is added to them.
 //
 // dX is made in pieces of 128 rows. Where those are fewer than the threads they are cut into strips of
-// columns, and not otherwise: each strip reads its rows of E anew. dW is made in pieces of 256 rows. One
+// columns, and not otherwise: each strip reads its rows of E again. dW is made in pieces of 256 rows. One
 // thread makes a piece, from E's tiles in their order, so the bits are the same for any number of threads.
 #include <omp.h>
 #include <string.h>

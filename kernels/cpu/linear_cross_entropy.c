@@ -1,4 +1,4 @@
-// The operations of linear_cross_entropy on the CPU. kernels/linear_cross_entropy.c says what they add up to.
+// The operations of linear_cross_entropy on the CPU. kernels/linear_cross_entropy.c combines them.
 //
 // The logits-exp pass takes 256 rows of W at a time, a tile that stays in a core's second-level cache, and does with it
 // everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk is
@@ -7,10 +7,10 @@
 // number of threads.
 //
 // Measured as a ratio to three sgemm calls over all tokens (tools/bench_lce; N 1024, H 256, V 128256, chunks of 128; CPU
-// time of one core with AVX-512 beside OpenBLAS 0.3.21, medians in turn):
+// time of one core with AVX-512 against OpenBLAS 0.3.21, medians of alternating runs):
 //   1.04 to 1.07  as it stands (at H 768, V 50257: 1.13 to 1.16)
 //   1.00 to 1.02  with the next tile of W and the columns of E for dW fetched ahead: 120 lines (1.11 to 1.14)
-//   1.30 to 1.38  sgemm -> exp -> sgemm on [C, 4096] of the vocabulary at a time, or on all of it, and sgemm for dW: sgemm
+//   1.30 to 1.38  sgemm -> exp -> sgemm on [C, 4096] of the vocabulary at a time, or on the whole, and sgemm for dW: sgemm
 //                 packs W for every chunk, which 128 rows do not pay back
 #include <math.h>
 #include <string.h>
@@ -21,7 +21,7 @@
 enum {
   BLOCK_ROWS = 128,  // rows of x that share a tile of W
   BLOCK_VOCAB = 256, // rows of W that make the tile
-  UNITS = 16         // pieces of work to cut a chunk into, if there is that much of it
+  UNITS = 16         // pieces of work to cut a chunk into, if it is large enough
 };
 
 // Row sums above this are redone with the row's maximum as anchor: a logit exceeds the target's by
@@ -269,7 +269,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
     store(a->outputs.logsumexp, n, counts ? lse : 0);
     if (!tensor_exists(a->scaled_x)) continue;
     double s = counts ? factor * inv_temperature * (token_weights ? token_weights[n] : 1.0) : 0;
-    double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p beside the target's own weight
+    double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p, besides the target's weight
     float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all * (rescale ? rescale[n] : 1.0));
     store(r->scale_non_target, n, scale);
     store(r->scale_target, n,

@@ -19,7 +19,7 @@ typedef float Vector
 
 // --- packing -----------------------------------------------------------------------------------------------
 
-// The two halves of a and b, one lane from each in turn: log2(lanes) rounds of it transpose a square.
+// The two halves of a and b, one lane from each alternately: log2(lanes) such rounds transpose a square.
 #if defined(__AVX512F__)
 #define INTERLEAVE_LOW(a, b)                                                                                 \
   __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
@@ -84,7 +84,7 @@ static void pack(float *panel, CpuMatrix b, int64_t depth, int64_t columns) {
 // --- the GEMM ----------------------------------------------------------------------------------------------
 
 // out[TILE_ROWS, TILE_COLUMNS] = (accumulate ? out : 0) + alpha * a panel; a(i, p) = a[i * row_step + p * depth_step].
-// Not inlined: beside its callers' variables the sums would not all stay in registers.
+// Not inlined: together with its callers' variables the sums would not all stay in registers.
 __attribute__((noinline)) static void multiply_panel(int64_t depth, float alpha, const float *a,
                                                      int64_t row_step, int64_t depth_step, const float *panel,
                                                      bool accumulate, float *out, int64_t out_stride) {
@@ -122,13 +122,13 @@ __attribute__((noinline)) static void multiply_panel(int64_t depth, float alpha,
 static void multiply_edge(int64_t rows, int64_t columns, int64_t depth, float alpha, const float *a,
                           int64_t row_step, int64_t depth_step, const float *panel, bool accumulate,
                           float *out, int64_t out_stride) {
-  float left[TILE_ROWS][TILE_DEPTH] = {{0}}, product[TILE_ROWS][TILE_COLUMNS];
+  float left[TILE_ROWS][TILE_DEPTH] = {{0}}, tile[TILE_ROWS][TILE_COLUMNS];
   for (int64_t i = 0; i < rows; i++)
     for (int64_t p = 0; p < depth; p++) left[i][p] = a[i * row_step + p * depth_step];
-  multiply_panel(depth, alpha, &left[0][0], TILE_DEPTH, 1, panel, false, &product[0][0], TILE_COLUMNS);
+  multiply_panel(depth, alpha, &left[0][0], TILE_DEPTH, 1, panel, false, &tile[0][0], TILE_COLUMNS);
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j++)
-      out[i * out_stride + j] = (accumulate ? out[i * out_stride + j] : 0.0f) + product[i][j];
+      out[i * out_stride + j] = (accumulate ? out[i * out_stride + j] : 0.0f) + tile[i][j];
 }
 
 void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,

@@ -6,7 +6,7 @@
 
 #include "kernels/cpu/cpu.h"
 
-// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; k at least 1. `plain` asks for the loops of cpu_gemm
+// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; k at least 1. `plain` selects the loops of cpu_gemm
 // instead.
 void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
                    bool accumulate, float *out, int64_t out_stride);

@@ -1,5 +1,5 @@
 // Which attention the CUDA backend runs, our own kernels or cuDNN's, and the workspace that depends on it. Without a
-// CUDA header: a plan for a GPU asks on machines without CUDA too.
+// CUDA header: a plan for a GPU needs it on machines without CUDA too.
 #ifndef LCE_KERNELS_CUDA_ATTENTION_H
 #define LCE_KERNELS_CUDA_ATTENTION_H
 
@@ -31,7 +31,7 @@ typedef struct {
   size_t statistics; // what the backward pass needs of every query (attention_mma.cuh), or delta
   size_t counters;
   size_t dq_sums; // fp32, where cuDNN adds dq up
-  size_t cudnn;   // what cuDNN asks for besides
+  size_t cudnn;   // what cuDNN needs besides
 } AttentionWorkspace;
 
 AttentionWorkspace cuda_attention_workspace(AttentionShape shape, AttentionChoice choice);

@@ -409,7 +409,7 @@ static const Plan *plan_for(const PlanKey *key) {
 
 // --- running -----------------------------------------------------------------------------------------------
 
-// Pointers by tensor id, as a run of a plan wants them.
+// Pointers by tensor id, as a run of a plan takes them.
 typedef struct {
   int64_t ids[24];
   void *pointers[24];

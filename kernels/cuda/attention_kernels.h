@@ -36,7 +36,7 @@ void attention_statistics(const AttentionBackward *a, float *statistics, int *co
 // Why cuDNN's attention cannot be used at all (not built in, too old), or NULL when it can.
 const char *attention_cudnn_absent(void);
 
-// False, with nothing done and a sentence fragment in *reason, when cuDNN does not take the shape or wants more
+// False, with nothing done and a sentence fragment in *reason, when cuDNN does not take the shape or needs more
 // workspace than there is.
 bool attention_cudnn_forward(const AttentionForward *a, cudaStream_t stream, const char **reason);
 bool attention_cudnn_backward(const AttentionBackward *a, cudaStream_t stream, const char **reason);

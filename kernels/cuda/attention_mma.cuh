@@ -24,7 +24,7 @@ namespace attention {
 // P = 2^(S log2(e) / sqrt(D) + the first); dP starts at the second.
 constexpr int STATISTICS_TILE = 64;
 
-// Of the head'th (of all batches' heads).
+// That of head number `head`, counted over all batches' heads.
 static __device__ __forceinline__ const float *statistics_of(const float *statistics, int64_t head,
                                                              int seq_len) {
   return statistics + head * ((seq_len + STATISTICS_TILE - 1) / STATISTICS_TILE) * (2 * STATISTICS_TILE);

@@ -1,4 +1,4 @@
-// Compiled everywhere, with no CUDA header: a plan for a GPU asks here what attention's workspace will be.
+// Compiled everywhere, with no CUDA header: a plan for a GPU takes the size of attention's workspace from here.
 #include "kernels/cuda/attention.h"
 
 #include <string.h>
@@ -36,7 +36,7 @@ void cuda_attention_select(const char *which) {
   choice = (AttentionChoice)i;
 }
 
-// cuDNN 9.19 asks for 256 bytes, and for dk and dv of every query head in bf16 where heads share keys.
+// cuDNN 9.19 needs 256 bytes, and for dk and dv of every query head in bf16 where heads share keys.
 enum { CUDNN_BYTES = 64 << 10 };
 
 AttentionWorkspace cuda_attention_workspace(AttentionShape s, AttentionChoice which) {

@@ -1,7 +1,7 @@
 // The CUDA backend: finds the device, gives memory, moves bytes between host and device.
 //
 // Operations run in the order of one stream, so memory that is popped off the step's stack can be pushed
-// again at once. The host never waits, except for what it wants to read: uploads go through a ring of pinned
+// again at once. The host never waits, except for what it reads: uploads go through a ring of pinned
 // memory, from which the copy engine reads whenever the stream gets there, so that the caller's buffer is
 // free again when the call returns. The ring is cut into pieces of any size in the order of the uploads; the
 // host waits for the oldest piece only when the ring is full.
@@ -120,7 +120,7 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 
 // --- memory ------------------------------------------------------------------------------------------------
 
-// What the whole device holds now, other programs included; cudaMemGetInfo knows no owner.
+// What the whole device holds now, other programs included; cudaMemGetInfo does not separate owners.
 static size_t device_bytes_now(Backend *backend) {
   (void)backend;
   size_t available = 0, total = 0;
@@ -135,7 +135,7 @@ static void sample_peak(Backend *backend) {
 }
 
 // Device memory is taken in few large pieces and cuBLASLt takes a little at its first GEMM, so
-// the peak is sampled after each allocation and when somebody asks. What another program takes and gives back
+// the peak is sampled after each allocation and when it is queried. What another program takes and gives back
 // in between goes unseen.
 static size_t device_bytes_peak(Backend *backend) {
   sample_peak(backend);
@@ -151,7 +151,7 @@ static void *allocate(void *context, size_t bytes) {
   void *data = nullptr;
   cudaError_t error = cudaMalloc(&data, bytes);
   if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError(); // the ledger says it in a sentence; the device is as it was
+    cudaGetLastError(); // the ledger reports it in a sentence; the device is as it was
     return nullptr;
   }
   cuda_check(error, "allocating device memory");

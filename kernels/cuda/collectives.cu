@@ -32,7 +32,7 @@ static void add(cudaStream_t stream, Tensor out, const void *x) {
   cuda_check_launch("reduce_scatter's sum");
 }
 
-// Of one rank every collective is a copy, or a sum with what is there.
+// With one rank every collective is a copy, or a sum with what is there.
 static void copy_or_add(Backend *backend, const Collective *a) {
   if (a->accumulate)
     add(cuda_stream(backend), a->out, a->x.data);
@@ -121,10 +121,10 @@ static void warm_up(Backend *backend) {
   cuda_check(cudaMalloc(&data, (size_t)whole * sizeof(float)), "allocating memory to try the links with");
   cuda_check(cudaMemsetAsync(data, 0, (size_t)whole * sizeof(float), cuda_stream(backend)),
              "zeroing new memory");
-  Tensor all = tensor_1d(data, DTYPE_F32, whole), own = tensor_rows(all, part * backend->rank, part);
+  Tensor all = tensor_1d(data, DTYPE_F32, whole), local = tensor_rows(all, part * backend->rank, part);
   all_reduce(backend, Collective{.out = all, .x = all});
-  reduce_scatter(backend, Collective{.out = own, .x = all});
-  all_gather(backend, Collective{.out = all, .x = own});
+  reduce_scatter(backend, Collective{.out = local, .x = all});
+  all_gather(backend, Collective{.out = all, .x = local});
   broadcast(backend, Collective{.out = all, .x = all});
   backend_synchronize(backend);
   cuda_check(cudaFree(data), "freeing device memory");

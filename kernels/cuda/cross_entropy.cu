@@ -6,8 +6,8 @@
 // TB/s at V = 50,304 and 2.9 at 128,256; two exponentials a logit keep it from more.
 //
 // The target stays out of the sums, so that its entry, p - 1 = -row_sum / total, and the loss of a nearly certain token
-// do not cancel. fp32 logits may leave bf16 gradients in their place: a block then walks forwards, all of it reading
-// before any of it writes, and so never overwrites what is still to be read.
+// do not cancel. fp32 logits may leave bf16 gradients in their place: a block then walks forwards, all its threads
+// reading before any of them writes, and so never overwrites what is still to be read.
 #include <float.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -19,7 +19,7 @@ struct Loss : CrossEntropyInPlace {
 
 // --- sums over the non-target entries of a row --------------------------------------------------------------
 
-// Of what was seen so far: with e = exp(v - max). It starts at the lowest finite number, so that a logit of
+// The sums over the entries seen so far, with e = exp(v - max). The maximum starts at the lowest finite number, so that a logit of
 // minus infinity counts as 0 and only NaN gives NaN. The plain loss uses the first two.
 struct Sums {
   float max = -FLT_MAX, e = 0;
@@ -102,12 +102,12 @@ static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i
 
 // --- v and its derivative ----------------------------------------------------------------------------------
 
-// tanh, off by at most 1e-7: what a soft-cap of 30 makes of that is an fp32 logit's own rounding.
+// tanh, off by at most 1e-7: what a soft-cap of 30 makes of that is the rounding of an fp32 logit.
 static __device__ __forceinline__ float fast_tanh(float x) {
   return 1 - __fdividef(2, 1 + __expf(2 * x));
 }
 
-// Of the entry in column j.
+// v of the entry in column j.
 template <bool PLAIN, typename TB>
 static __device__ __forceinline__ float v_of(float z, int j, const TB *bias, const Loss &loss) {
   if (!PLAIN && bias) z += to_float(bias[j]);

@@ -328,7 +328,7 @@ void hopper_destroy(Hopper *hopper);
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
                  bool accumulate, float *partials);
-// The second half of it, for kernels that make the partial sums themselves: partials is [slices, out's
+// Its second half, for kernels that make the partial sums themselves: partials is [slices, out's
 // length], its rows `stride` apart.
 void add_partials(Backend *backend, Tensor out, const float *partials, int64_t slices, int64_t stride,
                   float alpha, bool accumulate);

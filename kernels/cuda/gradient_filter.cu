@@ -6,8 +6,8 @@
 //
 // With those tiles at 0 any dense GEMM gives the filtered gradient, which GPUs other than Hopper do: they save no time.
 // On Hopper dX skips steps of V (hopper_gemm.cu), by a list for each 256 rows: a step is skipped when both tiles of E,
-// one below the other, are filtered. How many are is known on the device alone, and the bits of a result must not depend
-// on what an earlier call told the host. So this dX is never left to cuBLASLt, as the unfiltered one may be. dW is
+// one below the other, are filtered. How many are skipped is known on the device alone, and the bits of a result must not depend
+// on what an earlier call reported to the host. So this dX is never left to cuBLASLt, as the unfiltered one may be. dW is
 // cuBLASLt's on every GPU, zeros and all.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"

@@ -22,7 +22,7 @@
 //
 // Schedule. As many clusters as fit on the device; cluster i makes work tiles i, i + clusters, ... Tiles are
 // rasterised in groups of rows whose tiles of A stay in L2. Clusters of a wave share tiles of A and B, which are
-// read from memory once if all ask for them at about the same time: a cluster throttle keeps producers in step,
+// read from memory once if all request them at about the same time: a cluster throttle keeps producers in step,
 // and waves walk K serpentine, to begin with what the wave before left in L2. The tiles of dX's last, partly
 // empty wave are split along K; a second kernel adds the partials in order. With a filter (LceFilter) producer
 // and consumers walk a list of k-steps in place of all.
@@ -48,7 +48,7 @@ enum Epilogue { LOGITS_EXP, STORE_BF16, STORE_F32 };
 template <Epilogue EPILOGUE_, bool FILTERED_ = false> struct KernelTraits {
   static constexpr Epilogue EPILOGUE = EPILOGUE_;
   static constexpr bool FILTERED = FILTERED_;
-  // Whether the consumers share a tile, its upper and its lower half, or own tiles of their own (ping-pong).
+  // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
   // Filtered dX is ping-pong: a lower tile has more steps to skip.
   static constexpr bool COOPERATIVE = EPILOGUE != LOGITS_EXP && !FILTERED;
   static constexpr bool B_K_MAJOR = EPILOGUE == LOGITS_EXP; // A always is
@@ -425,7 +425,7 @@ epilogue_gradient(Accumulators &acc, const TileScheduler &s, const EpilogueParam
 }
 
 // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer 1
-// might look for a stage two rounds ahead of the ring, and a parity cannot tell two rounds apart.
+// might wait for a stage two rounds ahead of the ring, and a parity does not distinguish two rounds.
 static __device__ __forceinline__ void order_wait(int consumer) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(2 * WARPGROUP) : "memory");
 }

@@ -1,7 +1,7 @@
 // GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues.
 //
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
-// right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue wants.
+// right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
 //
 // The fastest algorithm is measured once for each distinct GEMM, on the caller's own operands. Two algorithms may
 // round differently, and a choice by time would then change the loss from run to run. So only those compete whose
@@ -383,12 +383,12 @@ static bool cublaslt_gemm(Backend *backend, const Gemm *p) {
 
 // --- the plain GEMM ----------------------------------------------------------------------------------------
 
-// A block makes a tile of 64 x 64, a thread every 16th row and column of it, and the tiles of the operands
+// A block makes a tile of 64 x 64, a thread every 16th row and column, and the tiles of the operands
 // pass through shared memory 16 terms at a time.
 static constexpr int TILE = 64, TERMS = 16;
 
 // Rows [first, first + TILE) of an operand's [rows, k] and terms [term, term + TERMS), 0 beyond its ends.
-// `along` says that the terms of a row follow one another in memory.
+// `along`: the terms of a row follow one another in memory.
 template <typename T>
 static __device__ void load_tile(float (&tile)[TERMS][TILE + 1], const T *data, int64_t stride, bool along,
                                  int64_t first, int64_t rows, int64_t term, int64_t terms) {

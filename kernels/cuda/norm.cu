@@ -13,7 +13,7 @@
 // Rows whose length or address is not a multiple of 16 bytes are read one element at a time.
 template <bool ALIGNED> static constexpr int GROUPS = ALIGNED ? 4 : 16;
 
-// A thread of a block of at most 256 has all the registers it wants. Longer rows (from 8192 bf16 elements on)
+// A thread of a block of at most 256 has all the registers it needs. Longer rows (from 8192 bf16 elements on)
 // take up to 1024 threads, with 64 registers each.
 static constexpr int FEW = 256, MANY = 1024;
 
@@ -42,7 +42,7 @@ template <typename T, int W, int N> struct Row {
     if constexpr (sizeof(T) == 4) return __uint_as_float(word[g][k]);
     return __uint_as_float(k % 2 ? word[g][k / 2] & 0xFFFF0000u : word[g][k / 2] << 16);
   }
-  // Makes the compiler widen the row anew from here on, where it would rather keep both forms in registers.
+  // Makes the compiler widen the row again from here on, where it would otherwise keep both forms in registers.
   __device__ __forceinline__ void forget_widened() {
 #pragma unroll
     for (int i = 0; i < N * WORDS; i++) asm volatile("" : "+r"(word[i / WORDS][i % WORDS]));

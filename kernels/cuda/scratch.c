@@ -1,5 +1,5 @@
 // The scratch that the CUDA backend's operations need, from shapes alone: a plan counts it on machines that
-// have no GPU, so this file knows no CUDA header. cuda_ops.h holds the sizes that the kernels share.
+// have no GPU, so this file includes no CUDA header. cuda_ops.h holds the sizes that the kernels share.
 #include "kernels/cuda/cuda_ops.h"
 
 size_t cuda_embedding_backward_scratch(const EmbeddingBackward *a) {
@@ -50,7 +50,7 @@ size_t cuda_reduce_scratch(const Reduce *a) {
   return CUDA_REDUCE_BLOCKS * sizeof(double);
 }
 
-// Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest GEMMs ask for.
+// Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest GEMMs need.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t multiple = 128 / (int64_t)dtype_bytes(dtype);
   return ceil_div(vocab_size, multiple) * multiple;

@@ -35,7 +35,7 @@ static __global__ void __launch_bounds__(128)
   bool entered = begin > 0 && ids[begin - 1] == ids[begin];
   float sum[W] = {};
   for (int64_t first = begin; first < end; first += AT_ONCE) {
-    // Few ids come twice, so all that is added to is asked for before any of it is needed.
+    // Few ids come twice, so every row that is added to is loaded before any is needed.
     int32_t id[AT_ONCE];
     bool ends[AT_ONCE];
     float values[AT_ONCE][W], old[AT_ONCE][W] = {};

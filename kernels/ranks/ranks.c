@@ -89,13 +89,13 @@ void ranks_broadcast(void *bytes, int count) {
 
 // --- failing -----------------------------------------------------------------------------------------------
 
-// Of several threads that fail the first one speaks. `sentence` may be NULL on rank 0. The process ends by
+// When several threads fail, only the first prints. `sentence` may be NULL on rank 0. The process ends by
 // _exit: libraries that wait for other ranks at exit would wait for ever.
 static void end_job(const char *sentence, int status) {
-  static pthread_mutex_t speaking = PTHREAD_MUTEX_INITIALIZER;
-  pthread_mutex_lock(&speaking);
+  static pthread_mutex_t printing = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_lock(&printing);
   if (self.rank) {
-    signal(SIGTERM, SIG_DFL); // from the launcher, when rank 0 has said it
+    signal(SIGTERM, SIG_DFL); // from the launcher, when rank 0 has printed it
     pause_for(RANK_0_FIRST_MILLISECONDS + 100 * (self.rank < 16 ? self.rank : 16)); // one after the other
   }
   if (!ftrylockfile(stdout)) { // another thread may hold it for good

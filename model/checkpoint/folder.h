@@ -20,7 +20,7 @@ bool is_plain_name(const char *name); // of a file in a folder: no path, not "."
 bool folder_sync(const char *path);   // what was made and renamed in it is on the disk; errno says why not
 void folder_remove(const char *path); // with the files in it; warns where that fails
 
-// The entries of a folder that `accept` wants, in byte order; *count receives how many. NULL when the folder cannot
+// The entries of a folder that `accept` takes, in byte order; *count receives how many. NULL when the folder cannot
 // be read. folder_list_free frees the names and the list.
 char **folder_list(const char *path, bool (*accept)(const char *name), int *count);
 void folder_list_free(char **names, int count);
@@ -57,7 +57,7 @@ typedef enum {
   CHECK_ALL      // and its checksum
 } FolderCheck;
 
-// Whether a folder is what folder_finish made of it, as far as `check` goes. Files whose name `skip` wants are
+// Whether a folder is what folder_finish made of it, as far as `check` goes. Files whose name `skip` accepts are
 // not looked at (NULL: none).
 bool folder_intact(const char *path, FolderCheck check, bool (*skip)(const char *name), Reason *reason);
 

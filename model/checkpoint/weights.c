@@ -155,7 +155,7 @@ static SafetensorsEntry entry_of(const TensorToStore *t) {
   return e;
 }
 
-// Numbers [first, first + count) of it.
+// Elements [first, first + count) of the tensor, into `host`.
 static void fetch(const TensorToStore *t, Backend *backend, int64_t first, int64_t count, void *host) {
   if (t->role)
     shards_read(t->parameters, backend, t->role, t->parameter, first, count, host);
@@ -166,7 +166,7 @@ static void fetch(const TensorToStore *t, Backend *backend, int64_t first, int64
 static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw, float *values,
                            uint16_t *rounded) {
   Dtype dtype = t->tensor.dtype;
-  // Where other ranks take part in fetching, all of it is fetched even after a write has failed.
+  // Where other ranks take part in fetching, everything is fetched even after a write has failed.
   bool together = backend->ranks > 1;
   for (int64_t first = 0, total = tensor_count(t->tensor); first < total && (folder->ok || together);
        first += AT_ONCE) {
@@ -349,7 +349,7 @@ static Stored *match(Model *model, const TensorSet *set) {
 void weights_load(Model *model, Backend *backend, const char *folder) {
   TensorSet set = tensor_set_open(folder, model_stem);
   if (!set.count)
-    fail("%s does not exist, nor an index of shards beside it; save the model as safetensors "
+    fail("%s does not exist, nor an index of shards next to it; save the model as safetensors "
          "(save_pretrained of transformers does)",
          set.path);
   Stored *stored = match(model, &set);

@@ -220,7 +220,7 @@ static void kinds_do_not_mix(void **state) {
   ASSERT_FAILS(open_two("mix16.bin", "mix32.bin", 300), "uint16", "uint32", "cannot be mixed");
 }
 
-// What lies beside shards in their directory (a manifest, a tokenizer) is not taken for data.
+// What lies next to shards in their directory (a manifest, a tokenizer) is not taken for data.
 static void a_directory_of_shards_is_read_for_them_alone(void **state) {
   (void)state;
   make_directory("mixed");
@@ -509,7 +509,7 @@ static void print_corpus(void) {
   source_close(source);
 }
 
-// --- all of it ------------------------------------------------------------------------------------------
+// --- all tests ----------------------------------------------------------------------------------------
 
 int main(int argc, char **argv) {
   if (argc == 2 && strcmp(argv[1], "--print-corpus") == 0) {

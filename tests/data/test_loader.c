@@ -77,7 +77,7 @@ static void collect(const Loader *loader, int64_t count, int64_t *firsts) {
   free(targets);
 }
 
-static int compare_numbers(const void *a, const void *b) {
+static int compare_values(const void *a, const void *b) {
   int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
   return (x > y) - (x < y);
 }
@@ -96,7 +96,7 @@ static void every_epoch_is_another_permutation(void **state) {
     collect(&loader, EPOCHS * WINDOWS, firsts[seed]);
     for (int e = 0; e < EPOCHS; e++) {
       memcpy(sorted[e], firsts[seed] + e * WINDOWS, sizeof sorted[e]);
-      qsort(sorted[e], WINDOWS, sizeof sorted[e][0], compare_numbers);
+      qsort(sorted[e], WINDOWS, sizeof sorted[e][0], compare_values);
       for (int i = 1; i < WINDOWS; i++) assert_int_not_equal(sorted[e][i], sorted[e][i - 1]);
       assert_memory_equal(sorted[e], sorted[0], sizeof sorted[0]);
       for (int other = 0; other < e; other++)
@@ -105,7 +105,7 @@ static void every_epoch_is_another_permutation(void **state) {
   }
   assert_memory_not_equal(firsts[0], firsts[1], sizeof firsts[0]);
   // What is held back does not depend on the seed: both seeds trained on the same windows.
-  qsort(firsts[0], WINDOWS, sizeof firsts[0][0], compare_numbers);
+  qsort(firsts[0], WINDOWS, sizeof firsts[0][0], compare_values);
   assert_memory_equal(firsts[0], sorted[0], sizeof sorted[0]);
   source_close(source);
 }
@@ -244,7 +244,7 @@ static void the_smallest_sources_suffice_and_smaller_ones_do_not(void **state) {
   source_close(one);
 }
 
-static void the_description_tells_the_facts(void **state) {
+static void the_description_names_the_data(void **state) {
   (void)state;
   Source *source = open_counting("counting.bin", 20000);
   Loader loader =
@@ -269,7 +269,7 @@ int main(void) {
       cmocka_unit_test(held_back_batches_are_padded),
       cmocka_unit_test(a_validation_source_is_predicted_once_throughout),
       cmocka_unit_test(the_smallest_sources_suffice_and_smaller_ones_do_not),
-      cmocka_unit_test(the_description_tells_the_facts),
+      cmocka_unit_test(the_description_names_the_data),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

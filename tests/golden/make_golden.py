@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the golden models beside this file, or compares ./train with transformers and torch.
+"""Makes the golden models in this directory, or compares ./train with transformers and torch.
 
   make_golden.py                 writes NAME/ for each model: a checkpoint as transformers saves it, tokens.bin (an
                                  llm.c shard) and expected.safetensors: logits, loss, every gradient, and the losses,
@@ -120,8 +120,8 @@ def one_pass(model, tokens, targets):
     model.zero_grad()
     loss, logits = loss_of(model, tokens, targets)
     loss.backward()
-    numbers = {"logits": logits.detach(), "loss": loss.detach().view(1)}
-    return numbers | {"grad." + k: p.grad.clone() for k, p in model.named_parameters()}
+    tensors = {"logits": logits.detach(), "loss": loss.detach().view(1)}
+    return tensors | {"grad." + k: p.grad.clone() for k, p in model.named_parameters()}
 
 
 def errors_in_bf16(folder, stored, generator):
@@ -130,7 +130,7 @@ def errors_in_bf16(folder, stored, generator):
 
     One pass is one draw of rounding errors: by luck it may be half or twice as far off as the next. So all but the first
     have their weights nudged by up to NUDGE of their size, half a spacing of bf16 or a whole one, and rounded to the dtype
-    they are stored as: models as hard as the first, where all roundings fall anew. Each pass is compared with one in fp32
+    they are stored as: models as hard as the first, where all roundings differ. Each pass is compared with one in fp32
     of the same weights, not rounded to bf16.
     """
     exact, rounded = load(folder), load(folder, torch.bfloat16)
@@ -154,7 +154,7 @@ def root_mean_square(errors):
 
 
 def print_spread(name, errors):
-    """Each pass in bf16 against all others, which is what tests/model/test_golden.c asks of ours."""
+    """Each pass in bf16 against all others, which is what tests/model/test_golden.c checks for ours."""
     e = torch.stack(list(errors.values()), 1)  # [DRAWS, tensors, 2]
     ratios = e / ((e.square().sum(0) - e.square()) / (DRAWS - 1)).sqrt()
     worst, whole = ratios.flatten(1).max(1).values, root_mean_square(ratios[:, :, 0].T)

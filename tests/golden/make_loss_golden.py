@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes loss.json beside this file: one small problem of the last layer, and for every option of the loss, alone and
+"""Makes loss.json in this directory: one small problem of linear_cross_entropy, and for every option of the loss, alone and
 combined, what PyTorch computes in float64: per-token values, and the gradients that autograd finds.
 
   make_loss_golden.py
@@ -7,7 +7,7 @@ combined, what PyTorch computes in float64: per-token values, and the gradients 
 Every term is torch's own where torch has it: torch.nn.functional.cross_entropy for the loss (ignored targets, class
 weights, label smoothing, reductions), torch.logsumexp, and torch.distributions.Categorical for log-probability and
 entropy. z-loss and soft-cap are written as in the papers. All inputs are exact in bf16 and all options in fp32, so
-that every backend starts from the same numbers. Made with torch 2.15.0; needs nothing else.
+that every backend starts from the same inputs. Made with torch 2.15.0; needs nothing else.
 """
 import json, pathlib
 
@@ -107,10 +107,10 @@ def solve(p, o):
     objective = o["scale"] * objective
     objective.backward()
 
-    result = {k: numbers(t) for k, t in values.items()}
-    result.update(objective=objective.item(), dx=numbers(x.grad), dweight=numbers(weight.grad))
+    result = {k: elements(t) for k, t in values.items()}
+    result.update(objective=objective.item(), dx=elements(x.grad), dweight=elements(weight.grad))
     if o["bias"]:
-        result["dbias"] = numbers(bias.grad)
+        result["dbias"] = elements(bias.grad)
     return result
 
 
@@ -118,10 +118,10 @@ def check_maximum(z, v):
     """The predicted token is beyond doubt: also for logits that were rounded to bf16."""
     for t, gap in ((z, 1 / 64), (v, 1e-5)):
         best = t.topk(2).values
-        assert ((best[:, 0] - best[:, 1]) > gap * best[:, 0].abs()).all(), "draw other numbers"
+        assert ((best[:, 0] - best[:, 1]) > gap * best[:, 0].abs()).all(), "draw other inputs"
 
 
-def numbers(t):
+def elements(t):
     return t.detach().flatten().tolist()
 
 
@@ -131,12 +131,12 @@ def main():
     for name, options in CASES.items():
         o = {**PLAIN, **options}
         cases.append(dict(name=name, **o, mean=o["reduction"] == "mean", **solve(p, o)))
-        for key in ("reduction", "log_prob_gradient"):  # the layer knows these by token weights and `mean`
+        for key in ("reduction", "log_prob_gradient"):  # the layer expresses these by token weights and `mean`
             cases[-1].pop(key)
         for key in ("bias", "class_weights", "token_weights", "entropy_weights"):
             cases[-1]["with_" + key] = cases[-1].pop(key)
     document = dict(torch=torch.__version__.split("+")[0], rows=ROWS, hidden=HIDDEN, vocab=VOCAB,
-                    **{k: numbers(t) for k, t in p.items()}, cases=cases)
+                    **{k: elements(t) for k, t in p.items()}, cases=cases)
     OUT.write_text(text(document) + "\n")
     print(f"{OUT.name}: {len(cases)} cases, {OUT.stat().st_size} bytes")
 

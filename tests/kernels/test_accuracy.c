@@ -17,7 +17,7 @@
 #include "tests/loss_problem.h"
 
 enum { TOKENS = 125, HIDDEN = 512, CHUNK = 48 };
-static int64_t vocab; // 32768 beside a GPU; float64 alone would take a CPU half a minute
+static int64_t vocab; // 32768 where there is a GPU; float64 alone would take a CPU half a minute
 
 // --- float64, in parallel ----------------------------------------------------------------------------------
 
@@ -26,16 +26,16 @@ static int64_t vocab; // 32768 beside a GPU; float64 alone would take a CPU half
 static void logits_to_gradient(LossProblem *p, double *z) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < TOKENS; n++) {
-    double *row = z + n * vocab, maximum = -INFINITY, others = 0;
+    double *row = z + n * vocab, maximum = -INFINITY, non_target = 0;
     int32_t y = p->targets[n];
     for (int64_t j = 0; j < vocab; j++) maximum = fmax(maximum, row[j]);
     for (int64_t j = 0; j < vocab; j++) {
       row[j] = exp(row[j] - maximum);
-      if (j != y) others += row[j];
+      if (j != y) non_target += row[j];
     }
-    double e = row[y], all = others + e;
-    p->r.loss[n] = log1p(others / e);
-    for (int64_t j = 0; j < vocab; j++) row[j] = (j == y ? -others : row[j]) / all / TOKENS;
+    double e = row[y], total = non_target + e;
+    p->r.loss[n] = log1p(non_target / e);
+    for (int64_t j = 0; j < vocab; j++) row[j] = (j == y ? -non_target : row[j]) / total / TOKENS;
   }
 }
 
@@ -93,9 +93,9 @@ static double mean(const double *values, int64_t count) {
   return sum / (double)count;
 }
 
-static void check(Harness *h, const char *name, double sharpness, double lead, double dx_bound,
+static void check(Harness *h, const char *name, double deviation, double lead, double dx_bound,
                   double dweight_bound) {
-  LossProblem p = make_problem(h, sharpness, lead);
+  LossProblem p = make_problem(h, deviation, lead);
   LinearCrossEntropy a = loss_call(h, &p.r, LCE_FUSED, CHUNK);
   a.dx = poisoned(h, DTYPE_F32, TOKENS, HIDDEN);
   linear_cross_entropy(h->backend, a);
@@ -107,7 +107,7 @@ static void check(Harness *h, const char *name, double sharpness, double lead, d
   print_message("%s: loss %.2f; off by %.2e in dX, %.2e in dW, %.1e in the mean loss, %.1e in a token's\n",
                 name, mean(p.r.loss, TOKENS), dx, dweight,
                 fabs(mean(loss, TOKENS) / mean(p.r.loss, TOKENS) - 1), worst);
-  // The few numbers that dominate where weights are sharp round up or down by the draw: by a tenth, as
+  // The few elements that dominate where weights are sharp round up or down by the draw: by a tenth, as
   // measured.
   assert_true(dx <= 1.15 * dx_bound);
   assert_true(dweight <= 1.15 * dweight_bound);

@@ -170,7 +170,7 @@ static AttentionBackward backward_of(AttentionShape s, Run r) {
       .dqkv = r.dqkv, .dout = r.dout, .out = r.out, .lse = r.lse, .qkv = r.qkv, .shape = s};
 }
 
-static void run_through_the_doors(Harness *h, AttentionShape s, Run r) {
+static void run_both_passes(Harness *h, AttentionShape s, Run r) {
   run_forward(h, s, r);
   attention_backward(h->backend, backward_of(s, r));
 }
@@ -214,14 +214,14 @@ static void check_other_shapes(Harness *h, Runner runner) {
 
 static void test_auto(void **state) {
   cuda_attention_select("auto");
-  check_tensor_core_shapes(*state, run_through_the_doors);
-  check_other_shapes(*state, run_through_the_doors);
+  check_tensor_core_shapes(*state, run_both_passes);
+  check_other_shapes(*state, run_both_passes);
 }
 
 static void test_own(void **state) {
   cuda_attention_select("own");
-  check_tensor_core_shapes(*state, run_through_the_doors);
-  check_other_shapes(*state, run_through_the_doors);
+  check_tensor_core_shapes(*state, run_both_passes);
+  check_other_shapes(*state, run_both_passes);
 }
 
 static void test_cudnn(void **state) {
@@ -230,7 +230,7 @@ static void test_cudnn(void **state) {
     skip();
   }
   cuda_attention_select("cudnn");
-  check_tensor_core_shapes(*state, run_through_the_doors);
+  check_tensor_core_shapes(*state, run_both_passes);
 }
 
 #ifdef HAVE_CUDA
@@ -259,8 +259,8 @@ static void test_portable(void **state) {
 
 static void test_fp32(void **state) {
   cuda_attention_select("auto");
-  check_tensor_core_shapes(*state, run_through_the_doors);
-  check_other_shapes(*state, run_through_the_doors);
+  check_tensor_core_shapes(*state, run_both_passes);
+  check_other_shapes(*state, run_both_passes);
 }
 
 // More work than multiprocessors, so that who does what differs between the runs.
@@ -276,8 +276,8 @@ static void test_bitwise_repeatable(void **state) {
       again.out = poisoned(h, h->dtype, p.rows, p.out_width);
       again.lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
       again.dqkv = poisoned(h, h->dtype, p.rows, p.qkv_width);
-      run_through_the_doors(h, s, r);
-      run_through_the_doors(h, s, again);
+      run_both_passes(h, s, r);
+      run_both_passes(h, s, again);
       check_bitwise_equal(h, "out", r.out, again.out);
       check_bitwise_equal(h, "lse", r.lse, again.lse);
       check_bitwise_equal(h, "dqkv", r.dqkv, again.dqkv);
@@ -308,9 +308,9 @@ static void test_own_and_cudnn_agree(void **state) {
     cudnn.lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
     cudnn.dqkv = poisoned(h, h->dtype, p.rows, p.qkv_width);
     cuda_attention_select("own");
-    run_through_the_doors(h, s, own);
+    run_both_passes(h, s, own);
     cuda_attention_select("cudnn");
-    run_through_the_doors(h, s, cudnn);
+    run_both_passes(h, s, cudnn);
     double u = dtype_epsilon(h->dtype) / 2;
     assert_true(distance(h, own.out, cudnn.out) < u);
     assert_true(distance(h, own.lse, cudnn.lse) < 1e-6);

@@ -1,5 +1,5 @@
 // The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: tiles that are ragged in every
-// direction, rows with gaps, more tiles than a round holds and fewer, row sums in bands, outputs that hold
+// direction, rows with gaps, more tiles than a round holds and fewer, row sums in groups of rows, outputs that hold
 // NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits on every
 // run. Skipped on other devices.
 
@@ -94,7 +94,7 @@ static void logits_check(Harness *h, Logits *l, double largest_logit) {
 
 static void test_logits(void **state) {
   Harness *h = *state;
-  // The last: X in two bands, of clusters that keep pace over more than a round.
+  // The last: X in two rasterisation groups, of clusters that keep pace over more than a round.
   static const int64_t shapes[][3] = {{1, 8, 8},        {5, 64, 100},     {128, 72, 193},  {129, 136, 192},
                                       {257, 64, 1000},  {256, 256, 384},  {700, 24, 3001}, {33, 1000, 517},
                                       {1030, 16, 6007}, {8448, 1000, 400}};
@@ -108,7 +108,7 @@ static void test_logits(void **state) {
 }
 
 // Without E the sums have the same bits; with little scratch, too, since a row's sums do not meet another's.
-static void test_logits_in_bands(void **state) {
+static void test_logits_in_groups(void **state) {
   Harness *h = *state;
   Logits l = logits_make(h, 1000, 64, 1000, 0.2);
   logits_run(h, &l, true, SCRATCH_BYTES);
@@ -117,7 +117,7 @@ static void test_logits_in_bands(void **state) {
   logits_run(h, &l, false, SCRATCH_BYTES);
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
   size_t tiles = (size_t)hopper_sum_parts(1000);
-  logits_run(h, &l, true, tiles * 300 * sizeof(float)); // bands of 256 rows
+  logits_run(h, &l, true, tiles * 300 * sizeof(float)); // groups of 256 rows
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
   logits_check(h, &l, 8);
   Tensor none = {0};
@@ -291,7 +291,7 @@ static void test_refuses(void **state) {
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
 }
 
-// The whole layer in chunks, beside float64: rows that are misaligned (the portable path) and rows that are
+// linear_cross_entropy in chunks, against float64: rows that are misaligned (the portable path) and rows that are
 // not.
 static void test_layer(void **state) {
   Harness *h = *state;
@@ -360,7 +360,7 @@ static int pop_all(void **state) {
     test(state);                                                                                             \
   }
 ON_HOPPER(test_logits)
-ON_HOPPER(test_logits_in_bands)
+ON_HOPPER(test_logits_in_groups)
 ON_HOPPER(test_nearly_certain)
 ON_HOPPER(test_overflow)
 ON_HOPPER(test_ignored_rows)
@@ -374,7 +374,7 @@ ON_HOPPER(test_layer)
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_teardown(test_logits_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_logits_in_bands_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_logits_in_groups_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_nearly_certain_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_overflow_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_ignored_rows_on_hopper, pop_all),

@@ -174,7 +174,7 @@ static LogitsExp logits_exp(Harness *h, Tensor x, Tensor weight, Tensor targets)
   return s;
 }
 
-// Row 1's logits beat its target's by hundreds, row 3 holds a NaN; the others must not notice.
+// Row 1's logits beat its target's by hundreds, row 3 holds a NaN; the other rows must not change.
 static void hopeless_rows_case(Pair *p, int64_t rows, int64_t hidden, int64_t vocab) {
   Dtype dtype = p->cuda->dtype;
   double *x = random_values(p->cuda, rows * hidden, 1), *weight = random_values(p->cuda, vocab * hidden, 0.1);
@@ -206,8 +206,8 @@ static void hopeless_rows_case(Pair *p, int64_t rows, int64_t hidden, int64_t vo
     Both dx_raw = {tensor_rows(cuda.dx_raw, row, 1), tensor_rows(cpu.dx_raw, row, 1)};
     check_both(p, "exps", exps, logits);
     check_both(p, "dx_raw", dx_raw, p->cuda->dtype == DTYPE_F32 ? logits : within_stored(p->cuda, 1, 1));
-    check_bitwise_equal(p->cuda, "exps beside a NaN", exps.cuda, tensor_rows(clean.exps, row, 1));
-    check_bitwise_equal(p->cuda, "dx_raw beside a NaN", dx_raw.cuda, tensor_rows(clean.dx_raw, row, 1));
+    check_bitwise_equal(p->cuda, "exps next to a NaN", exps.cuda, tensor_rows(clean.exps, row, 1));
+    check_bitwise_equal(p->cuda, "dx_raw next to a NaN", dx_raw.cuda, tensor_rows(clean.dx_raw, row, 1));
   }
   check_gaps(p->cuda, "exps", in_pieces(cuda.exps));
   pop_pair(p);

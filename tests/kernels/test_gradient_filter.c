@@ -1,5 +1,5 @@
 // Gradient filtering against float64 that applies the same rule: tiles that are ragged in both directions,
-// several chunks, counted tokens packed or not, the terms that may stand beside it; all tiles left out, or
+// several chunks, counted tokens packed or not, the terms that may be combined with it; all tiles left out, or
 // none; tiles on the border; stats; and the two operations by themselves.
 #include <setjmp.h>
 #include <stdarg.h>
@@ -26,7 +26,7 @@ typedef struct {
   int64_t rows, hidden, vocab, chunk;
   int64_t size;         // of the chunks that result, all but the last
   bool ignored, packed; // some targets are ignored, and the counted ones named
-  bool terms;           // what may stand beside a filter
+  bool terms;           // those that a filter may be combined with
   bool mean, accumulate;
 } Case;
 
@@ -246,7 +246,7 @@ typedef struct {
   int64_t rows, hidden, vocab, stride;
   bool accumulate;
   float alpha;
-  int64_t every; // tile (b, t) counts where 5 b + 3 t is a multiple of it; 0: none counts
+  int64_t every; // tile (b, t) counts where 5 b + 3 t is a multiple of `every`; 0: none counts
 } Shape;
 
 typedef struct {
@@ -305,7 +305,7 @@ static Filtering make_filtering(Harness *h, Shape s) {
   return f;
 }
 
-static void check_products(Harness *h, const Filtering *f, Dtype dx_dtype) {
+static void check_filtered_gemms(Harness *h, const Filtering *f, Dtype dx_dtype) {
   Shape s = f->s;
   double *weight = random_values(h, s.vocab * s.hidden, 1), *x = random_values(h, s.rows * s.hidden, 1);
   double *dx = host_values(h, s.rows * s.hidden), alpha = s.alpha == 0.0f ? 1 : (double)s.alpha;
@@ -355,8 +355,8 @@ static void test_operations(void **state) {
       check_values(h, "tiles", f.call.tiles, f.tiles, within(8, (double)(s.rows + s.vocab)));
       check_values(h, "stats", f.call.stats, f.stats, within(8, (double)(s.rows + s.vocab)));
       check_gaps(h, "exps", in_pieces(f.call.exps));
-      check_products(h, &f, DTYPE_F32);
-      if (h->dtype != DTYPE_F32) check_products(h, &f, h->dtype);
+      check_filtered_gemms(h, &f, DTYPE_F32);
+      if (h->dtype != DTYPE_F32) check_filtered_gemms(h, &f, h->dtype);
       harness_pop(state);
     }
 }

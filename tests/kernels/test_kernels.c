@@ -174,7 +174,7 @@ static void test_norm(void **state) {
   }
 }
 
-// --- matrix products ---------------------------------------------------------------------------------------
+// --- GEMMs -------------------------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, inputs, outputs, pad; // pad: what strided tensors leave between rows
@@ -318,7 +318,7 @@ static void test_linear_backward(void **state) {
   each_linear_shape(*state, linear_backward_case);
 }
 
-// dx of gelu's product: (dout W) * gelu'(pre).
+// dx through gelu: (dout W) * gelu'(pre).
 typedef struct {
   int64_t rows, inputs, outputs;
   double *pre, *activated, *weight, *out, *dout;
@@ -549,11 +549,11 @@ static void test_read_targets(void **state) {
     Tensor targets = poisoned_vector(h, DTYPE_I32, TOKENS), loss = vector_from(h, DTYPE_F32, ones, TOKENS);
     read_targets(h->backend, (ReadTargets){.targets = targets, .ids = given, .vocab_size = VOCAB});
     read_targets(h->backend, (ReadTargets){.loss = loss, .ids = given, .vocab_size = VOCAB});
-    double *got = values_of(h, targets), *told = values_of(h, loss);
+    double *got = values_of(h, targets), *losses = values_of(h, loss);
     for (int n = 0; n < TOKENS; n++) {
       bool counts = ids[n] >= 0 && ids[n] < VOCAB;
       assert_true(got[n] == (counts ? (double)ids[n] : IGNORE_INDEX));
-      assert_true(counts || ids[n] == IGNORE_INDEX ? told[n] == 1 : isnan(told[n]));
+      assert_true(counts || ids[n] == IGNORE_INDEX ? losses[n] == 1 : isnan(losses[n]));
     }
   }
 }
@@ -679,16 +679,16 @@ static void test_system_memory(void **state) {
   assert_true(backend->device_overhead > 0 && backend->device_capacity > backend->device_overhead);
 }
 
-// --- the doors' refusals -----------------------------------------------------------------------------------
+// --- arguments that are refused ----------------------------------------------------------------------------
 
 static void test_refusals(void **state) {
   Harness *h = *state;
   Backend *backend = h->backend;
-  Dtype real = h->dtype;
-  Tensor m34 = poisoned(h, real, 3, 4), m35 = poisoned(h, real, 3, 5), m54 = poisoned(h, real, 5, 4);
-  Tensor v3 = poisoned_vector(h, DTYPE_F32, 3), v4 = poisoned_vector(h, real, 4),
+  Dtype dtype = h->dtype;
+  Tensor m34 = poisoned(h, dtype, 3, 4), m35 = poisoned(h, dtype, 3, 5), m54 = poisoned(h, dtype, 5, 4);
+  Tensor v3 = poisoned_vector(h, DTYPE_F32, 3), v4 = poisoned_vector(h, dtype, 4),
          ids3 = poisoned_vector(h, DTYPE_I32, 3);
-  Tensor gaps = poisoned_strided(h, real, 3, 4, 6), none = {0};
+  Tensor gaps = poisoned_strided(h, dtype, 3, 4, 6), none = {0};
   // something is missing, has the wrong shape, type or layout, or must not be there
   assert_fails(h, "linear_forward: x is missing",
                linear_forward(backend, (LinearForward){.out = m35, .weight = m54}));

@@ -27,20 +27,20 @@ static _Noreturn void fail_sentence(const char *sentence) {
 
 // --- problems ----------------------------------------------------------------------------------------------
 
-enum { MOST = 64 };
+enum { MAX_BLOCKS = 64 };
 
 // A call, what it should give, and all that was allocated for both.
 typedef struct {
   lce_args args;
   ReferenceLoss want;
-  void *blocks[MOST];
+  void *blocks[MAX_BLOCKS];
   size_t count;
 } Problem;
 
 static void *block(Problem *p, int64_t count, size_t element) {
   void *data = malloc((size_t)count * element);
   assert_non_null(data);
-  assert_true(p->count < MOST);
+  assert_true(p->count < MAX_BLOCKS);
   return p->blocks[p->count++] = data;
 }
 
@@ -49,8 +49,8 @@ static void release(Problem *p) {
   p->count = 0;
 }
 
-// Numbers for the library, and the same for the reference; positive ones where they are weights of classes.
-static float *numbers(Problem *p, const double **same, int64_t count, double scale, bool positive) {
+// Random elements for the library, and the same for the reference; positive for class weights.
+static float *random_elements(Problem *p, const double **same, int64_t count, double scale, bool positive) {
   float *narrow = block(p, count, sizeof *narrow);
   double *wide = block(p, count, sizeof *wide);
   for (int64_t i = 0; i < count; i++) {
@@ -90,8 +90,8 @@ static Problem make_problem(const Case *c) {
                .want = {.rows = n, .hidden = h, .vocab = v, .scale = 0.5}};
   lce_args *a = &p.args;
   ReferenceLoss *r = &p.want;
-  a->x = numbers(&p, &r->x, n * h, 1, false);
-  a->weight = numbers(&p, &r->weight, v * h, 1 / sqrt((double)h), false);
+  a->x = random_elements(&p, &r->x, n * h, 1, false);
+  a->weight = random_elements(&p, &r->weight, v * h, 1 / sqrt((double)h), false);
   int32_t *targets = block(&p, n, sizeof *targets);
   int64_t *wide = block(&p, n, sizeof *wide);
   for (int64_t i = 0; i < n; i++)
@@ -111,14 +111,14 @@ static Problem make_problem(const Case *c) {
     r->label_smoothing = a->label_smoothing = 0.125f;
     r->z_loss = a->z_loss = 0.03125f;
     r->temperature = a->temperature = 1.5f;
-    a->class_weights = numbers(&p, &r->class_weights, v, 1, true);
-    a->token_weights = numbers(&p, &r->token_weights, n, 1, false);
+    a->class_weights = random_elements(&p, &r->class_weights, v, 1, true);
+    a->token_weights = random_elements(&p, &r->token_weights, n, 1, false);
     a->token_z_loss = unwritten(&p, &r->token_z_loss, n);
   }
   if (c->logits) {
     r->softcap = a->softcap = 3;
-    a->bias = numbers(&p, &r->bias, v, 1, false);
-    a->entropy_weights = numbers(&p, &r->entropy_weights, n, 1, false);
+    a->bias = random_elements(&p, &r->bias, v, 1, false);
+    a->entropy_weights = random_elements(&p, &r->entropy_weights, n, 1, false);
     a->entropy = unwritten(&p, &r->entropy, n);
     a->max_logit = unwritten(&p, &r->max_logit, n);
     a->predicted = block(&p, n, sizeof *a->predicted);
@@ -287,7 +287,7 @@ static void *nowhere(int number) {
   return (void *)((uintptr_t)1 << 60 | (uintptr_t)number << 52);
 }
 
-// Sizes that no tensor can have, or whose products no 64 bits hold.
+// Sizes that no tensor can have, or whose product overflows 64 bits.
 static void test_impossible_sizes(void **state) {
   (void)state;
   lce_context *context = context_on_cpu();
@@ -450,7 +450,7 @@ typedef struct {
   int failures;
 } Worker;
 
-// Right and wrong calls and contexts in turn; what was wrong must be told to this thread and to no other.
+// Right and wrong calls and contexts alternate; an error must be reported to this thread alone.
 static void *work(void *given) {
   Worker *w = given;
   lce_context *context = lce_create("cpu", 0, "fp32");
@@ -477,7 +477,7 @@ static void catch_sentence(const char *sentence) {
   longjmp(caught, 1);
 }
 
-// Threads that each have a context and errors of their own, beside a program that has its own way to fail.
+// Threads that each have a context and errors of their own, in a program that has its own fail handler.
 static void test_threads(void **state) {
   (void)state;
   enum { WORKERS = 4, FAILURES = 200 };

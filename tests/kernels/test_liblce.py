@@ -2,7 +2,7 @@
 """liblce.so through ctypes, as any language would use it: PyTorch's golden values, errors, two contexts, and
 where there is a GPU a caller's stream. And tools/liblce.py, with PyTorch's tensors where that is there.
 
-Speaks TAP, as the other tests do. Builds a library of its own for the CPU, and the usual one for a GPU.
+Prints TAP, as the other tests do. Builds a library of its own for the CPU, and the usual one for a GPU.
 """
 import array
 import contextlib
@@ -31,8 +31,8 @@ def floats(values):
     return array.array("f", values)
 
 
-def address(numbers):
-    return numbers.buffer_info()[0]
+def address(elements):
+    return elements.buffer_info()[0]
 
 
 class Skip(Exception):
@@ -69,7 +69,7 @@ def run(lce, context, case, dweight=None, targets=None, **more):
     args = Args(tokens=N, hidden_size=H, vocab_size=V, scale=case["scale"], mean=case["mean"],
                 label_smoothing=case["label_smoothing"], z_loss=case["z_loss"], temperature=case["temperature"],
                 chunk=4, targets_int64=targets.itemsize == 8,
-                **{name: address(numbers) for name, numbers in t.items()}, **more)
+                **{name: address(elements) for name, elements in t.items()}, **more)
     assert lce.lce_linear_cross_entropy(context, ctypes.byref(args)) == 0, lce.lce_last_error()
     assert lce.lce_synchronize(context) == 0
     return t
@@ -100,7 +100,7 @@ def every_field_arrives(lce):
         given["bias"] = floats(golden["bias"] if case["with_bias"] else [0] * V)
         got = {name: floats([9] * N) for name in OUTPUTS}
         got.update(dbias=floats([9] * V), correct=floats([9] * N), predicted=array.array("i", [9] * N))
-        more = {name: address(numbers) for name, numbers in (*given.items(), *got.items())}
+        more = {name: address(elements) for name, elements in (*given.items(), *got.items())}
         for materialized in (0, 1):
             got.update(run(lce, context, case, softcap=case["softcap"], materialized=materialized, **more))
             for what in ("loss", "dx", "dweight", "predicted", *OUTPUTS, *(["dbias"] if "dbias" in case else [])):
@@ -128,24 +128,24 @@ def targets_out_of_range(lce):
     lce.lce_destroy(context)
 
 
-class Numbers:
-    """An array with those of a tensor's methods that the wrapper asks for."""
+class FakeTensor:
+    """An array with those of a tensor's methods that the wrapper uses."""
 
     DTYPES = dict(f="torch.float32", i="torch.int32", q="torch.int64")
 
-    def __init__(self, numbers, *shape, dtype=None, device=("cpu", None), dense=True):
-        self.numbers, self.shape = numbers, shape or (len(numbers),)
-        self.dtype = dtype or self.DTYPES[numbers.typecode]
+    def __init__(self, elements, *shape, dtype=None, device=("cpu", None), dense=True):
+        self.elements, self.shape = elements, shape or (len(elements),)
+        self.dtype = dtype or self.DTYPES[elements.typecode]
         self.device = types.SimpleNamespace(type=device[0], index=device[1])
-        self.is_contiguous, self.data_ptr = (lambda: dense), (lambda: address(numbers))
+        self.is_contiguous, self.data_ptr = (lambda: dense), (lambda: address(elements))
 
 
 def wrapper_case(**more):
     """The arguments of a call that computes a golden case, and the case."""
     case = case_named("z-loss, mean")
-    given = dict(x=Numbers(floats(golden["x"]), N, H), weight=Numbers(floats(golden["weight"]), V, H),
-                 targets=Numbers(targets_of(case)), loss=Numbers(floats([9] * N)),
-                 dx=Numbers(floats([9] * N * H), N, H), dweight=Numbers(floats([9] * V * H), V, H), bias=None,
+    given = dict(x=FakeTensor(floats(golden["x"]), N, H), weight=FakeTensor(floats(golden["weight"]), V, H),
+                 targets=FakeTensor(targets_of(case)), loss=FakeTensor(floats([9] * N)),
+                 dx=FakeTensor(floats([9] * N * H), N, H), dweight=FakeTensor(floats([9] * V * H), V, H), bias=None,
                  scale=case["scale"], mean=case["mean"], z_loss=case["z_loss"])
     return {**given, **more}, case
 
@@ -154,10 +154,10 @@ def wrapper_takes_tensors(lce):
     layer = Layer(lce._name, "cpu", "fp32")
     for wide in (False, True):
         given, case = wrapper_case(chunk=4, materialized=False)
-        given["targets"] = Numbers(targets_of(case, wide))
+        given["targets"] = FakeTensor(targets_of(case, wide))
         layer(**given)
         for what in ("loss", "dx", "dweight"):
-            close(what, given[what].numbers, case[what])
+            close(what, given[what].elements, case[what])
     layer.synchronize()
     assert layer.held_bytes() > 0
     layer.close()
@@ -173,42 +173,42 @@ def wrapper_refuses(lce):
         (TypeError, "loss is None", dict(loss=None)),
         (TypeError, "weight is int, where a tensor", dict(weight=1 << 40)),
         (TypeError, "dx is float, where a tensor", dict(dx=1.5)),
-        (ValueError, f"x has the shape [{N * H}], where 2 axes", dict(x=Numbers(x))),
-        (ValueError, "where 2 axes", dict(weight=Numbers(w, V, H, 1))),
-        (ValueError, "weight has the shape", dict(weight=Numbers(w, H, V))),
-        (ValueError, "targets has the shape", dict(targets=Numbers(shorts[1:]))),
-        (ValueError, "targets has the shape", dict(targets=Numbers(shorts, N, 1))),
-        (ValueError, "loss has the shape", dict(loss=Numbers(n[1:]))),
-        (ValueError, "dx has the shape", dict(dx=Numbers(x, H, N))),
-        (ValueError, "dweight has the shape", dict(dweight=Numbers(w))),
-        (ValueError, "token_weights has the shape", dict(token_weights=Numbers(v))),
-        (ValueError, "class_weights has the shape", dict(class_weights=Numbers(n))),
-        (ValueError, "log_prob has the shape", dict(log_prob=Numbers(n[1:]))),
-        (TypeError, "x is bfloat16, where float32", dict(x=Numbers(x, N, H, dtype="torch.bfloat16"))),
-        (TypeError, "weight is float64", dict(weight=Numbers(w, V, H, dtype="torch.float64"))),
-        (TypeError, "targets is float32, where int32 or int64", dict(targets=Numbers(n))),
-        (TypeError, "targets is int16", dict(targets=Numbers(shorts, dtype="torch.int16"))),
-        (TypeError, "loss is bfloat16, where float32", dict(loss=Numbers(n, dtype="torch.bfloat16"))),
-        (TypeError, "dx is float16", dict(dx=Numbers(x, N, H, dtype="torch.float16"))),
-        (TypeError, "dweight is bfloat16, where float32", dict(dweight=Numbers(w, V, H, dtype="bfloat16"))),
-        (TypeError, "predicted is int64, where int32", dict(predicted=Numbers(array.array("q", [9] * N)))),
-        (TypeError, "correct is int32, where float32", dict(correct=Numbers(shorts))),
-        (ValueError, "x is on", dict(x=Numbers(x, N, H, device=("cuda", 0)))),
-        (ValueError, "loss is on", dict(loss=Numbers(n, device=("cuda", 0)))),
-        (ValueError, "dweight is on", dict(dweight=Numbers(w, V, H, device=("meta", None)))),
-        (ValueError, "x has gaps", dict(x=Numbers(x, N, H, dense=False))),
-        (ValueError, "entropy has gaps", dict(entropy=Numbers(n, dense=False))),
+        (ValueError, f"x has the shape [{N * H}], where 2 axes", dict(x=FakeTensor(x))),
+        (ValueError, "where 2 axes", dict(weight=FakeTensor(w, V, H, 1))),
+        (ValueError, "weight has the shape", dict(weight=FakeTensor(w, H, V))),
+        (ValueError, "targets has the shape", dict(targets=FakeTensor(shorts[1:]))),
+        (ValueError, "targets has the shape", dict(targets=FakeTensor(shorts, N, 1))),
+        (ValueError, "loss has the shape", dict(loss=FakeTensor(n[1:]))),
+        (ValueError, "dx has the shape", dict(dx=FakeTensor(x, H, N))),
+        (ValueError, "dweight has the shape", dict(dweight=FakeTensor(w))),
+        (ValueError, "token_weights has the shape", dict(token_weights=FakeTensor(v))),
+        (ValueError, "class_weights has the shape", dict(class_weights=FakeTensor(n))),
+        (ValueError, "log_prob has the shape", dict(log_prob=FakeTensor(n[1:]))),
+        (TypeError, "x is bfloat16, where float32", dict(x=FakeTensor(x, N, H, dtype="torch.bfloat16"))),
+        (TypeError, "weight is float64", dict(weight=FakeTensor(w, V, H, dtype="torch.float64"))),
+        (TypeError, "targets is float32, where int32 or int64", dict(targets=FakeTensor(n))),
+        (TypeError, "targets is int16", dict(targets=FakeTensor(shorts, dtype="torch.int16"))),
+        (TypeError, "loss is bfloat16, where float32", dict(loss=FakeTensor(n, dtype="torch.bfloat16"))),
+        (TypeError, "dx is float16", dict(dx=FakeTensor(x, N, H, dtype="torch.float16"))),
+        (TypeError, "dweight is bfloat16, where float32", dict(dweight=FakeTensor(w, V, H, dtype="bfloat16"))),
+        (TypeError, "predicted is int64, where int32", dict(predicted=FakeTensor(array.array("q", [9] * N)))),
+        (TypeError, "correct is int32, where float32", dict(correct=FakeTensor(shorts))),
+        (ValueError, "x is on", dict(x=FakeTensor(x, N, H, device=("cuda", 0)))),
+        (ValueError, "loss is on", dict(loss=FakeTensor(n, device=("cuda", 0)))),
+        (ValueError, "dweight is on", dict(dweight=FakeTensor(w, V, H, device=("meta", None)))),
+        (ValueError, "x has gaps", dict(x=FakeTensor(x, N, H, dense=False))),
+        (ValueError, "entropy has gaps", dict(entropy=FakeTensor(n, dense=False))),
         (TypeError, "no argument label_smothing", dict(label_smothing=0.1)),
         (TypeError, "no argument tokens", dict(tokens=1)),
         (TypeError, "no argument stream", dict(stream=1)),
-        (TypeError, "scale is Numbers, where a number", dict(scale=Numbers(n[:1]))),
+        (TypeError, "scale is FakeTensor, where a number", dict(scale=FakeTensor(n[:1]))),
         (TypeError, "scale is str", dict(scale="1")),
         (TypeError, "scale is NoneType", dict(scale=None)),
         (TypeError, "integer", dict(chunk=1.5)),
         (ValueError, "64 bits", dict(chunk=1 << 64)),
         (Failure, "chunk of -1", dict(chunk=-1)),
         (Failure, "both, or neither", dict(dx=None)),
-        (Failure, "bias has a gradient", dict(bias=Numbers(v))),
+        (Failure, "bias has a gradient", dict(bias=FakeTensor(v))),
     )
     for kind, part, more in wrong:
         given, _ = wrapper_case(**more)
@@ -218,10 +218,10 @@ def wrapper_refuses(lce):
             assert type(refusal) is kind and part in str(refusal), f"{more} gives {refusal!r}, not {part!r}"
         else:
             raise AssertionError(f"{more} is not refused")
-        assert all(set(given[what].numbers) == {9} for what in ("loss", "dx", "dweight") if what not in more)
+        assert all(set(given[what].elements) == {9} for what in ("loss", "dx", "dweight") if what not in more)
     given, case = wrapper_case(mean=1 << 32)  # a flag is not cut off to 32 bits
     layer(**given)
-    close("dx", given["dx"].numbers, case["dx"])
+    close("dx", given["dx"].elements, case["dx"])
     layer.close()
     for call in (lambda: layer(**given), layer.synchronize):
         try:
@@ -234,7 +234,7 @@ def wrapper_refuses(lce):
 
 
 class TwoGpus:
-    """What the wrapper asks of PyTorch's module, with two GPUs, and a library that notes its calls."""
+    """What the wrapper uses of PyTorch's module, with two GPUs, and a library that notes its calls."""
 
     def __init__(self):
         self.current, self.notes = 0, []
@@ -270,7 +270,7 @@ def wrapper_calls_on_the_tensors_device(_):
         def given_on(ordinal):
             given, _ = wrapper_case()
             for tensor in given.values():
-                if isinstance(tensor, Numbers):
+                if isinstance(tensor, FakeTensor):
                     tensor.device = types.SimpleNamespace(type="cuda", index=ordinal)
             return given
         layer = Layer("", "cuda", "fp32", ordinal=1)
@@ -340,9 +340,9 @@ def errors_come_back(lce):
                         (Args(tokens=1, hidden_size=1, vocab_size=1), b"must be there")):
         assert lce.lce_linear_cross_entropy(context, ctypes.byref(wrong)) == 1
         assert part in lce.lce_last_error(), lce.lce_last_error()
-    numbers = {name: floats([1] * 4) for name in ("x", "weight", "targets", "loss")}
+    elements = {name: floats([1] * 4) for name in ("x", "weight", "targets", "loss")}
     wrong = Args(tokens=2, hidden_size=2, vocab_size=2, label_smoothing=7, scale=1,
-                 **{name: address(four) for name, four in numbers.items()})
+                 **{name: address(four) for name, four in elements.items()})
     assert lce.lce_linear_cross_entropy(context, ctypes.byref(wrong)) == 1
     assert b"label_smoothing is 7" in lce.lce_last_error()
     run(lce, context, case_named("mean"))  # the context still works
@@ -364,9 +364,9 @@ def refusals_leave_nothing_behind(lce):
     assert lce.lce_linear_cross_entropy(context, ctypes.byref(endless)) == 1
     assert b"out of memory" in lce.lce_last_error(), lce.lce_last_error()
     assert run(lce, context, case_named("mean")) == first
-    numbers = {name: floats([1] * 4) for name in names}
+    elements = {name: floats([1] * 4) for name in names}
     wrong = Args(tokens=2, hidden_size=2, vocab_size=2, label_smoothing=7, scale=1,
-                 **{name: address(four) for name, four in numbers.items()})
+                 **{name: address(four) for name, four in elements.items()})
     most = []
     for _ in range(2):  # the first turn is what the allocator grows by
         for _ in range(2000):
@@ -438,8 +438,8 @@ def streams_of_the_caller(_):
             self.sizes = sizes
             self.early, self.place, self.taken = ({name: gpu.memory(size) for name, size in sizes.items()}
                                                   for _ in range(3))
-            for name, numbers in self.inputs.items():
-                gpu.copy(self.early[name], ctypes.c_void_p(address(numbers)), sizes[name], 1, stream)
+            for name, elements in self.inputs.items():
+                gpu.copy(self.early[name], ctypes.c_void_p(address(elements)), sizes[name], 1, stream)
             for name, place in self.place.items():  # what is read if the call does not wait for its inputs
                 gpu.MemsetAsync(place, 0, ctypes.c_size_t(sizes[name]), stream)
             gpu.StreamSynchronize(stream)
@@ -470,7 +470,7 @@ def streams_of_the_caller(_):
         for call in calls:
             call.enqueue()
         assert lce.cudaStreamQuery(calls[-1].stream) == 600, "the call has waited"  # cudaErrorNotReady
-        # It counts as an error until somebody asks, and is none of the next call.
+        # It counts as an error until it is read, and is none of the next call.
         for call in calls:
             call.check()
     lce.lce_destroy(context)

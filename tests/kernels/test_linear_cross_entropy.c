@@ -110,7 +110,7 @@ static void test_pieces(void **state) {
   }
 }
 
-// The float64 gradients themselves are the slopes of the float64 loss.
+// The float64 gradients themselves are the derivatives of the float64 loss.
 static void test_reference_gradients(void **state) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 5, 7, 11, 2);
@@ -177,7 +177,7 @@ static void test_nearly_certain(void **state) {
     loss_problem_lead(&p, n, n + 8, 0);
   }
   for (int64_t n = 0; n < p.r.rows; n++)
-    p.weight[n * p.r.hidden + n] = 20; // e^-20 = 2e-9 for each of the others
+    p.weight[n * p.r.hidden + n] = 20; // e^-20 = 2e-9 for each non-target
   for (int64_t n = 0; n < p.r.rows; n++) p.weight[(n + 8) * p.r.hidden + n] = -3;
   Pieces s = run_pieces(h, &p, 0);
   solve_reference(h, &p);
@@ -201,13 +201,14 @@ static void test_nan_row_stays_alone(void **state) {
   assert_true(isnan(loss[3]) && isnan(dx[3 * p.r.hidden]));
   for (int64_t n = 0; n < p.r.rows; n++) {
     if (n == 3) continue;
-    check_bitwise_equal(h, "loss beside a NaN row", tensor_rows(s.loss, n, 1), tensor_rows(clean.loss, n, 1));
-    check_bitwise_equal(h, "dx beside a NaN row", tensor_rows(s.dx, n, 1), tensor_rows(clean.dx, n, 1));
+    check_bitwise_equal(h, "loss next to a NaN row", tensor_rows(s.loss, n, 1),
+                        tensor_rows(clean.loss, n, 1));
+    check_bitwise_equal(h, "dx next to a NaN row", tensor_rows(s.dx, n, 1), tensor_rows(clean.dx, n, 1));
   }
 }
 
 // A row above the limit must not make its neighbours' bits depend on it.
-static void test_repair_leaves_others_alone(void **state) {
+static void test_repair_keeps_other_rows(void **state) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 9, 31, 1511, 1);
   p.targets[1] = 5;
@@ -219,9 +220,9 @@ static void test_repair_leaves_others_alone(void **state) {
   assert_true(values_of(h, s.rows.target_e)[1] != 1);
   for (int64_t n = 0; n < p.r.rows; n++) {
     if (n == 1) continue;
-    check_bitwise_equal(h, "loss beside a repaired row", tensor_rows(s.loss, n, 1),
+    check_bitwise_equal(h, "loss next to a repaired row", tensor_rows(s.loss, n, 1),
                         tensor_rows(clean.loss, n, 1));
-    check_bitwise_equal(h, "dx beside a repaired row", tensor_rows(s.dx, n, 1), tensor_rows(clean.dx, n, 1));
+    check_bitwise_equal(h, "dx next to a repaired row", tensor_rows(s.dx, n, 1), tensor_rows(clean.dx, n, 1));
   }
 }
 
@@ -377,7 +378,7 @@ int main(void) {
       cmocka_unit_test_teardown(test_overflow_repair, harness_pop),
       cmocka_unit_test_teardown(test_nearly_certain, harness_pop),
       cmocka_unit_test_teardown(test_nan_row_stays_alone, harness_pop),
-      cmocka_unit_test_teardown(test_repair_leaves_others_alone, harness_pop),
+      cmocka_unit_test_teardown(test_repair_keeps_other_rows, harness_pop),
       cmocka_unit_test_teardown(test_cross_entropy_in_place, harness_pop),
       cmocka_unit_test_teardown(test_layer, harness_pop),
       cmocka_unit_test_teardown(test_bitwise_repeatable, harness_pop),

@@ -38,9 +38,9 @@ static double number(const cJSON *object, const char *key) {
   return item->valuedouble;
 }
 
-static double *numbers(Harness *h, const cJSON *object, const char *key, int64_t count) {
+static double *elements(Harness *h, const cJSON *object, const char *key, int64_t count) {
   const cJSON *array = cJSON_GetObjectItemCaseSensitive(object, key), *item;
-  if (cJSON_GetArraySize(array) != count) fail_msg("%s in loss.json holds no %d numbers", key, (int)count);
+  if (cJSON_GetArraySize(array) != count) fail_msg("%s in loss.json holds no %d elements", key, (int)count);
   double *values = host_values(h, count);
   int64_t i = 0;
   cJSON_ArrayForEach(item, array) values[i++] = item->valuedouble;
@@ -51,21 +51,21 @@ static double *numbers(Harness *h, const cJSON *object, const char *key, int64_t
 static double *shared(Harness *h, const cJSON *document, const cJSON *item, const char *with, const char *key,
                       int64_t count) {
   bool used = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(item, with));
-  return used ? numbers(h, document, key, count) : NULL;
+  return used ? elements(h, document, key, count) : NULL;
 }
 
 static Golden golden_case(Harness *h, const cJSON *document, const cJSON *item) {
   int64_t rows = (int64_t)number(document, "rows"), hidden = (int64_t)number(document, "hidden"),
           vocab = (int64_t)number(document, "vocab");
   bool has_targets = cJSON_HasObjectItem(item, "targets");
-  double *targets = numbers(h, has_targets ? item : document, "targets", rows);
+  double *targets = elements(h, has_targets ? item : document, "targets", rows);
   int32_t *ids = random_ids(h, rows, 1);
   for (int64_t n = 0; n < rows; n++) ids[n] = (int32_t)targets[n];
   ReferenceLoss r = {.rows = rows,
                      .hidden = hidden,
                      .vocab = vocab,
-                     .x = numbers(h, document, "x", rows * hidden),
-                     .weight = numbers(h, document, "weight", vocab * hidden),
+                     .x = elements(h, document, "x", rows * hidden),
+                     .weight = elements(h, document, "weight", vocab * hidden),
                      .bias = shared(h, document, item, "with_bias", "bias", vocab),
                      .class_weights = shared(h, document, item, "with_class_weights", "class_weights", vocab),
                      .token_weights = shared(h, document, item, "with_token_weights", "token_weights", rows),
@@ -78,17 +78,17 @@ static Golden golden_case(Harness *h, const cJSON *document, const cJSON *item) 
                      .temperature = number(item, "temperature"),
                      .scale = number(item, "scale"),
                      .mean = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(item, "mean")),
-                     .loss = numbers(h, item, "loss", rows),
-                     .token_z_loss = numbers(h, item, "token_z_loss", rows),
-                     .log_prob = numbers(h, item, "log_prob", rows),
-                     .logsumexp = numbers(h, item, "logsumexp", rows),
-                     .entropy = numbers(h, item, "entropy", rows),
-                     .max_logit = numbers(h, item, "max_logit", rows),
-                     .predicted = numbers(h, item, "predicted", rows),
-                     .dx = numbers(h, item, "dx", rows * hidden),
-                     .dweight = numbers(h, item, "dweight", vocab * hidden),
+                     .loss = elements(h, item, "loss", rows),
+                     .token_z_loss = elements(h, item, "token_z_loss", rows),
+                     .log_prob = elements(h, item, "log_prob", rows),
+                     .logsumexp = elements(h, item, "logsumexp", rows),
+                     .entropy = elements(h, item, "entropy", rows),
+                     .max_logit = elements(h, item, "max_logit", rows),
+                     .predicted = elements(h, item, "predicted", rows),
+                     .dx = elements(h, item, "dx", rows * hidden),
+                     .dweight = elements(h, item, "dweight", vocab * hidden),
                      .objective = number(item, "objective")};
-  if (r.bias) r.dbias = numbers(h, item, "dbias", vocab);
+  if (r.bias) r.dbias = elements(h, item, "dbias", vocab);
   return (Golden){cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(item, "name")), r};
 }
 
@@ -107,7 +107,7 @@ static void for_each_case(Harness *h, void (*check)(Harness *, Golden *)) {
 
 // --- the reference -----------------------------------------------------------------------------------------
 
-// Two float64 computations of the same numbers, up to 200, by different formulas.
+// Two float64 computations of the same elements, up to 200, by different formulas.
 static void check_double(const char *name, const char *what, const double *got, const double *want,
                          int64_t count) {
   double largest = 1;

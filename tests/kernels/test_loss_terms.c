@@ -42,7 +42,7 @@ static LossProblem make_problem(Harness *h, int terms, int64_t rows, int64_t hid
 
 // --- the reference itself ----------------------------------------------------------------------------------
 
-// The float64 gradients are the slopes of the float64 objective, for all terms at once.
+// The float64 gradients are the derivatives of the float64 objective, for all terms at once.
 static void test_reference(void **state) {
   Harness *h = *state;
   for (int all = 0; all < 2; all++) {
@@ -85,7 +85,7 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   linear_cross_entropy(h->backend, a);
   reference_loss(r);
 
-  // Where logits are stored their rounding shows; the anchored way and fp32 have none of it.
+  // Where logits are stored their rounding shows; the anchored mode and fp32 have none.
   bool exact = way.mode == LCE_FUSED;
   double size = 8 + 64 * r->z_loss; // of the sums that make a loss
   Tolerance tolerance =

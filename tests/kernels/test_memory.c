@@ -1,4 +1,4 @@
-// What everything stands on: memory with names and its ledger, tensors as views, bf16, random numbers,
+// The foundations: memory with names and its ledger, tensors as views, bf16, random numbers,
 // numbers as text, and how the program gives up.
 #include "base/fail.h"
 #include "base/random.h"
@@ -167,7 +167,7 @@ static void test_out_of_memory(void **state) {
   memory_destroy(&m);
   assert_int_equal(counter.blocks, 0);
 
-  // Sizes whose product no 64 bits hold must not come back around as small ones.
+  // Sizes whose product no 64 bits hold must not wrap around to small ones.
   Memory plan = memory_create(NULL);
   const int64_t huge = INT64_MAX / 2;
   const char *text = "out of memory: huge needs 4194304.00 TiB more, and 0 B are in use (nothing yet)" ADVICE;
@@ -271,28 +271,28 @@ static void test_timeline(void **state) {
   memory_destroy(&m);
 }
 
-// A plan's addresses exist (a tensor is there), lie apart as real ones would, and point to nothing.
+// A plan's addresses exist (a tensor is there), lie apart as allocated ones would, and point to nothing.
 static void test_planned_addresses(void **state) {
   (void)state;
   Counter counter = {.limit = 1 << 20};
-  Memory plan = memory_create(NULL), real = counted_memory(&counter);
-  memory_set_stack(&real, 1 << 16);
+  Memory plan = memory_create(NULL), allocated = counted_memory(&counter);
+  memory_set_stack(&allocated, 1 << 16);
   assert_non_null(memory_reserve(&plan, "weights", MEMORY_WEIGHTS, 1000));
   Tensor a[2], b[2];
   for (int i = 0; i < 2; i++) {
-    Memory *m = i ? &real : &plan;
+    Memory *m = i ? &allocated : &plan;
     a[i] = memory_push_2d(m, "a", MEMORY_HEAD, DTYPE_BF16, 7, 33);
     b[i] = memory_push_1d(m, "b", MEMORY_HEAD, DTYPE_F32, 9);
     assert_true(tensor_exists(a[i]) && tensor_exists(b[i]));
     assert_int_equal((uintptr_t)b[i].data % MEMORY_ALIGNMENT, 0);
   }
   assert_int_equal((uintptr_t)b[0].data - (uintptr_t)a[0].data, (uintptr_t)b[1].data - (uintptr_t)a[1].data);
-  assert_int_equal(plan.ledger.stack, real.ledger.stack);
+  assert_int_equal(plan.ledger.stack, allocated.ledger.stack);
   // Terabytes cost nothing.
   memory_push_2d(&plan, "logits", MEMORY_HEAD, DTYPE_F32, 10000000, 128256);
   assert_int_equal(plan.ledger.now[MEMORY_HEAD] >> 40, 4);
   memory_destroy(&plan);
-  memory_destroy(&real);
+  memory_destroy(&allocated);
 }
 
 // A plan has no operations, and the memory of what it plans for.
@@ -329,31 +329,31 @@ static void test_category_names(void **state) {
 
 static void test_tensors(void **state) {
   (void)state;
-  float numbers[60];
-  Tensor t = tensor_2d(numbers, DTYPE_F32, 6, 10);
+  float elements[60];
+  Tensor t = tensor_2d(elements, DTYPE_F32, 6, 10);
   assert_int_equal(tensor_count(t), 60);
   assert_int_equal(tensor_bytes(t), 240);
   assert_true(tensor_is_dense(t));
   Tensor rows = tensor_rows(t, 2, 3);
-  assert_ptr_equal(rows.data, numbers + 20);
+  assert_ptr_equal(rows.data, elements + 20);
   assert_string_equal(tensor_text(rows).text, "fp32 [3, 10]");
   Tensor columns = tensor_columns(rows, 4, 5);
-  assert_ptr_equal(columns.data, numbers + 24);
+  assert_ptr_equal(columns.data, elements + 24);
   assert_int_equal(columns.stride, 10);
   assert_false(tensor_is_dense(columns));
   assert_int_equal(tensor_bytes(columns), 60); // 15 numbers, without the gaps
-  assert_ptr_equal(tensor_rows(columns, 1, 1).data, numbers + 34);
-  assert_ptr_equal(tensor_rows(tensor_flat(t), 17, 2).data, numbers + 17);
-  assert_ptr_equal(tensor_rows(tensor_3d(numbers, DTYPE_F32, 3, 4, 5), 1, 2).data, numbers + 20);
-  assert_true(tensor_same_shape(tensor_reshape_2d(t, 15, 4), tensor_2d(numbers, DTYPE_BF16, 15, 4)));
+  assert_ptr_equal(tensor_rows(columns, 1, 1).data, elements + 34);
+  assert_ptr_equal(tensor_rows(tensor_flat(t), 17, 2).data, elements + 17);
+  assert_ptr_equal(tensor_rows(tensor_3d(elements, DTYPE_F32, 3, 4, 5), 1, 2).data, elements + 20);
+  assert_true(tensor_same_shape(tensor_reshape_2d(t, 15, 4), tensor_2d(elements, DTYPE_BF16, 15, 4)));
   assert_false(tensor_same_shape(t, tensor_flat(t)));
   assert_int_equal(tensor_count(tensor_rows(t, 6, 0)), 0);
   assert_int_equal(tensor_count((Tensor){0}), 0);
   assert_false(tensor_exists(tensor_rows(tensor_2d(NULL, DTYPE_F32, 6, 10), 3, 1))); // absent stays absent
   assert_string_equal(tensor_text((Tensor){0}).text, "absent");
-  assert_string_equal(tensor_text(tensor_3d(numbers, DTYPE_I32, 1, 2, 3)).text, "int32 [1, 2, 3]");
+  assert_string_equal(tensor_text(tensor_3d(elements, DTYPE_I32, 1, 2, 3)).text, "int32 [1, 2, 3]");
   const int64_t huge = INT64_MAX; // the longest text
-  Tensor largest = {.data = numbers, .dtype = DTYPE_I32, .rank = 4, .shape = {huge, huge, huge, huge}};
+  Tensor largest = {.data = elements, .dtype = DTYPE_I32, .rank = 4, .shape = {huge, huge, huge, huge}};
   assert_int_equal(strlen(tensor_text(largest).text), strlen("int32 []") + 4 * 19 + 3 * 2);
   ASSERT_SAYS(tensor_rows(t, 5, 2).data, "rows 5 to 7 lie outside of fp32 [6, 10]");
   ASSERT_SAYS(tensor_rows(t, -1, 2).data, "rows -1 to 1 lie outside of fp32 [6, 10]");

@@ -255,7 +255,7 @@ static void what_cannot_be_split_is_refused(void **state) {
   mean.mean = true;
   assert_fails(h, "5 rows from 6 on are no part of a vocabulary of 9",
                linear_cross_entropy(h->backend, beyond));
-  assert_fails(h, "knows the fused mode", linear_cross_entropy(h->backend, whole));
+  assert_fails(h, "supports the fused mode", linear_cross_entropy(h->backend, whole));
   assert_fails(h, "no bias, soft-cap", linear_cross_entropy(h->backend, capped));
   assert_fails(h, "filter or mean", linear_cross_entropy(h->backend, filtered));
   assert_fails(h, "filter or mean", linear_cross_entropy(h->backend, mean));

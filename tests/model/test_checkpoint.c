@@ -151,7 +151,7 @@ static void options_that_contradict_the_model_are_refused(void **state) {
   (void)state;
   const char *origin = "--init tests/golden/llama --data tests/golden/llama/tokens.bin --batch 1 --seq-len 8";
   static const char *const refused[][2] = {
-      {"--vocab 62", "--vocab is asked to be 62, and tests/golden/llama/config.json says 61"},
+      {"--vocab 62", "--vocab is 62, and tests/golden/llama/config.json says 61"},
       {"--hidden-size 25", "--hidden-size"},
       {"--num-layers 3", "--num-layers"},
       {"--num-key-value-heads 4", "--num-key-value-heads"},

@@ -22,7 +22,7 @@ typedef struct {
 static const Way ways_to_run[] = {{"cpu", 2e-5, true}, {"cuda-fp32", 1e-4, true}, {"cuda", IN_BF16, false}};
 
 // How far off a tensor may be in bf16 depends on the model and the tensor: by 0.5% or by 8%. So the golden
-// files tell how far off transformers' own passes in bf16 are, their root mean square (make_golden.py,
+// files record how far off transformers' own passes in bf16 are, their root mean square (make_golden.py,
 // errors_in_bf16). Of 2048 such passes one in nine had a tensor more than twice as far off as that, but one in
 // a thousand more than TENSOR times, except the loss: it is one number, with no others to even it out, and may
 // be off by one rounding. All tensors of a pass together were at most 1.8 times as far off, mostly up to 1.2.
@@ -42,12 +42,12 @@ typedef struct {
   int count;        // of how many tensors
 } Check;
 
-// Of all numbers together, |got - want| / |want|, and of the worst against the largest.
+// |got - want| / |want| over all elements, and the largest difference against the largest element.
 typedef struct {
   double relative, worst;
 } Error;
 
-static const float *numbers(const TensorSet *set, int64_t count, const char *format, const char *name) {
+static const float *elements(const TensorSet *set, int64_t count, const char *format, const char *name) {
   char full[256];
   snprintf(full, sizeof full, format, name);
   const TensorFile *file;
@@ -72,7 +72,7 @@ static Error error_of(const float *got, const float *want, int64_t count) {
 
 static Error allowed_error(Check *c, const char *name, Error error) {
   if (c->way->most != IN_BF16) return (Error){c->way->most, c->way->most};
-  const float *theirs = numbers(c->expected, 2, "bf16.%s", name);
+  const float *theirs = elements(c->expected, 2, "bf16.%s", name);
   c->squares += pow(error.relative / (double)theirs[0], 2);
   c->count++;
   return (Error){fmax(TENSOR * (double)theirs[0], ONE_ROUNDING),
@@ -81,7 +81,7 @@ static Error allowed_error(Check *c, const char *name, Error error) {
 
 // `name` in the golden file.
 static void check_close(Check *c, const char *name, const float *got, int64_t count) {
-  Error error = error_of(got, numbers(c->expected, count, "%s", name), count);
+  Error error = error_of(got, elements(c->expected, count, "%s", name), count);
   Error allowed = allowed_error(c, name, error);
   double ratio = fmax(error.relative / allowed.relative, error.worst / allowed.worst);
   if (ratio > c->nearest) {
@@ -136,7 +136,7 @@ static Run *open_golden(const char *backend, const char *name, const char *more)
       "--steps 10 --schedule constant --warmup 0 --lr 1e-2 --epsilon 1e-4 --weight-decay 0.1 %s",
       name, name, more);
   if (!run) return NULL;
-  // Logits of all rows are more than a step's plan has room for.
+  // Logits of all rows exceed a step's plan.
   Memory *memory = &run->h->backend->memory;
   memory_set_stack(memory, memory->stack_capacity + ((size_t)64 << 20));
   return run;

@@ -179,7 +179,7 @@ static void test_presets(void **state) {
   assert_fails(h, "no model preset is called ''", model_preset_learning_rate(""));
 }
 
-// GPT-2 small by hand: 85.0M weights in products of the layers, 38.6M in the head; attention 12 * 1024 * 768.
+// GPT-2 small by hand: 85.0M weights in GEMMs of the layers, 38.6M in the head; attention 12 * 1024 * 768.
 static void test_flops(void **state) {
   (void)state;
   ModelConfig config = model_preset("gpt2-124m");
@@ -196,7 +196,7 @@ static float *data_of(Model *model, const char *name, bool grad) {
   return grad ? p->grad.data : p->value.data;
 }
 
-// q, k and v one after the other are the matrix of one product; so are gate and up.
+// q, k and v one after the other are the matrix of one GEMM; so are gate and up.
 static void test_packing(void **state) {
   Harness *h = *state;
   ModelConfig config = small("llama-tiny");
@@ -403,7 +403,7 @@ static void test_first_values(void **state) {
   check_first_values(*state, "llama-tiny", 0.02);
 }
 
-// One seed, one set of bits; another seed, others. No tensor repeats another's draws.
+// One seed gives one set of bits; another seed gives other bits. No tensor repeats another's draws.
 static void test_seeds(void **state) {
   Harness *h = *state;
   static const uint64_t seeds[] = {7, 7, 8};

@@ -1,4 +1,4 @@
-// The formats of others that checkpoints are made of: safetensors headers and config.json, sound and hostile.
+// The foreign formats that checkpoints are made of: safetensors headers and config.json, valid and malformed.
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/safetensors.h"
 #include "model/model.h"
@@ -58,7 +58,7 @@ static void refuses(const char *header, size_t data, const char *why) {
 #define F32(name, shape, place)                                                                              \
   "\"" name "\":{\"dtype\":\"F32\",\"shape\":" shape ",\"data_offsets\":" place "}"
 
-static void sound_headers_are_read(void **state) {
+static void valid_headers_are_read(void **state) {
   (void)state;
   accepts("{}", 0, 0);
   accepts("{\"__metadata__\":{\"format\":\"pt\"}}   ", 0, 0);
@@ -86,7 +86,7 @@ static void entries_stand_in_the_order_of_the_file(void **state) {
   free(bytes);
 }
 
-static void hostile_headers_are_refused(void **state) {
+static void malformed_headers_are_refused(void **state) {
   (void)state;
   const char *cut = "cut short";
   refuses_length("{}", 3, 0, cut);
@@ -171,7 +171,7 @@ static void what_is_composed_is_read_again(void **state) {
   free(header);
 }
 
-// All 65,536 numbers of 16 bits.
+// All 65,536 values of 16 bits.
 static void half_precision_widens_exactly(void **state) {
   (void)state;
   enum { COUNT = 1 << 16 };
@@ -332,9 +332,9 @@ static void written_configs_are_read_again(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(sound_headers_are_read),
+      cmocka_unit_test(valid_headers_are_read),
       cmocka_unit_test(entries_stand_in_the_order_of_the_file),
-      cmocka_unit_test(hostile_headers_are_refused),
+      cmocka_unit_test(malformed_headers_are_refused),
       cmocka_unit_test(truncated_files_are_refused),
       cmocka_unit_test(what_is_composed_is_read_again),
       cmocka_unit_test(half_precision_widens_exactly),

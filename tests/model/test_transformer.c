@@ -238,8 +238,8 @@ static double mean_of_losses(void *context) {
 }
 
 // The derivative along `direction` of one tensor: two central differences, extrapolated.
-static double slope_along(Case *c, double *x, const double *direction, int64_t count) {
-  double slopes[2], *kept = malloc((size_t)count * sizeof *kept);
+static double derivative_along(Case *c, double *x, const double *direction, int64_t count) {
+  double derivatives[2], *kept = malloc((size_t)count * sizeof *kept);
   memcpy(kept, x, (size_t)count * sizeof *kept);
   for (int k = 0; k < 2; k++) {
     double width = 1e-4 * (k + 1), ends[2];
@@ -247,11 +247,11 @@ static double slope_along(Case *c, double *x, const double *direction, int64_t c
       for (int64_t i = 0; i < count; i++) x[i] = kept[i] + (side ? width : -width) * direction[i];
       ends[side] = mean_of_losses(c);
     }
-    slopes[k] = (ends[1] - ends[0]) / (2 * width);
+    derivatives[k] = (ends[1] - ends[0]) / (2 * width);
   }
   memcpy(x, kept, (size_t)count * sizeof *kept);
   free(kept);
-  return (4 * slopes[0] - slopes[1]) / 3;
+  return (4 * derivatives[0] - derivatives[1]) / 3;
 }
 
 // Single entries say where a gradient is wrong; a random direction through the whole tensor misses none.
@@ -266,7 +266,7 @@ static void check_tensor_gradient(Case *c, int64_t i) {
   for (int d = 0; d < DIRECTIONS; d++) {
     double *direction = random_values(c->h, count, 1), along = 0;
     for (int64_t k = 0; k < count; k++) along += grad[k] * direction[k];
-    double want = slope_along(c, x, direction, count), allowed = UNITS * 0x1p-23 * sqrt(squares);
+    double want = derivative_along(c, x, direction, count), allowed = UNITS * 0x1p-23 * sqrt(squares);
     if (fabs(along - want) > allowed)
       fail_msg("%s: along a random direction %.9g, should be %.9g (off by %.3g, allowed %.3g)", p->name,
                along, want, fabs(along - want), allowed);
@@ -297,7 +297,7 @@ static void test_gradients_llama_untied(void **state) {
 
 // --- what must not matter ----------------------------------------------------------------------------------
 
-// What is computed again is computed from the same numbers by the same operations: the same bits.
+// What is computed again is computed from the same inputs by the same operations: the same bits.
 static void test_recompute(void **state) {
   (void)state;
   for (int f = 0; f < FAMILIES; f++) {
@@ -339,7 +339,7 @@ static void test_recompute_saves(void **state) {
 }
 
 // Gradients that are 0 but for rounding (those of q in a sequence of one token) carry the rounding of all
-// others: what is allowed goes by the gradient as a whole.
+// other elements, so the allowed error follows from the whole gradient.
 static void check_gradients_agree(Case *c, double **want) {
   enum { UNITS = 128 };
   const Parameters *p = &c->model.parameters;
@@ -366,7 +366,7 @@ typedef struct {
   int ignore_every;
 } HeadCase;
 
-// Both modes sum the same numbers in another order: they agree within fp32's rounding.
+// Both modes sum the same terms in another order: they agree within fp32's rounding.
 static void test_modes_agree(void **state) {
   (void)state;
   static const HeadCase cases[] = {

@@ -25,7 +25,7 @@
 
 static char trainer[4096], tool[4200];
 
-// Both programs lie where the build puts them: ./train beside tools/memory_curve.
+// Both programs lie where the build puts them: ./train next to the directory of tools/memory_curve.
 static int find_programs(void **state) {
   const char *named = getenv("LCE_TRAIN");
   if (named) {
@@ -79,8 +79,7 @@ static void hand_worked_csv(void **state) {
   Curve c = curve_in(out);
   assert_int_equal(c.count, 2);
   size_t x = 64 * 32 * 2, weight = 1000 * 32 * 2, dweight = 1000 * 32 * 4, losses = 256, targets = 256;
-  size_t held =
-      x + weight + x + dweight + losses + targets + ((size_t)32 << 20); // and the products' workspace
+  size_t held = x + weight + x + dweight + losses + targets + ((size_t)32 << 20); // and the GEMMs' workspace
 
   const Reading *whole = reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 64);
   size_t logits = 64 * 1024 * 2; // rows of 1000 stand 1024 apart: whole cache lines

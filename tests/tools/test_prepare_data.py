@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """tools/prepare_data.py: its shards against `tokenizers` itself, masks, errors, and ./train on what it made.
 
-Speaks TAP, as the other tests do. Skipped where the packages are missing.
+Prints TAP, as the other tests do. Skipped where the packages are missing.
 """
 import json
 import os

@@ -285,7 +285,7 @@ static void test_help(void **state) {
   output_free(&o);
 }
 
-// --- the benchmarks beside it ------------------------------------------------------------------------------
+// --- the benchmarks ----------------------------------------------------------------------------------------
 
 static void assert_tool_refuses(const char *name, const char *arguments, int status, const char *part) {
   Output o = run_tool(name, "%s", arguments);
@@ -584,7 +584,7 @@ static void test_terminal(void **state) {
   output_free(&o);
 }
 
-// Token shards, with validation shards of their own; nothing held back; a sample in numbers.
+// Token shards, with validation shards of their own; nothing held back; a sample as token ids.
 static void test_shards(void **state) {
   (void)state;
   uint16_t tokens[600];

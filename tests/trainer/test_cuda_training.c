@@ -64,7 +64,7 @@ static float *download(Backend *backend, Tensor t) {
   return values;
 }
 
-// Puts a trainer's weights, as its products read them, into an fp32 trainer of the same model.
+// Puts a trainer's weights, as its GEMMs read them, into an fp32 trainer of the same model.
 static void copy_weights(Rig *to, Rig *from) {
   for (int g = 0; g < GROUP_COUNT; g++) {
     float *values = download(from->backend, from->trainer.model.parameters.value[g]);
@@ -97,7 +97,7 @@ static double relative_error(const float *a, const float *b, int64_t count) {
 
 // --- a whole step against the CPU --------------------------------------------------------------------------
 
-// Per-tensor bounds. fp32: products of up to a few hundred terms in another order, through two layers, about
+// Per-tensor bounds. fp32: GEMMs of up to a few hundred terms in another order, through two layers, about
 // 1e-5. bf16: every stored activation and gradient is rounded to 2^-9 relative; some twenty roundings lie on
 // the way to a gradient, which add up like a random walk to 2^-9 sqrt(20), about 1e-2; three times that is
 // allowed.

@@ -271,9 +271,9 @@ static void test_eval_only_holds_the_weights_alone(void **state) {
   const Ledger *ledger = &run->h->backend->memory.ledger;
   assert_int_equal(ledger->highest[MEMORY_GRADIENTS] + ledger->highest[MEMORY_MOMENTS], 0);
   Plan plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
-  Plan real = plan_from_ledger(ledger);
-  assert_int_equal(real.peak_bytes, plan.peak_bytes);
-  assert_int_equal(real.stack_bytes, plan.stack_bytes);
+  Plan measured = plan_from_ledger(ledger);
+  assert_int_equal(measured.peak_bytes, plan.peak_bytes);
+  assert_int_equal(measured.stack_bytes, plan.stack_bytes);
   run_close(run);
   run_close(whole);
 }
@@ -319,18 +319,18 @@ static void says_once(Output o, int status, const char *part) {
 }
 
 // Every wrong use is one sentence, before anything is loaded or written.
-static void test_eval_only_is_told_what_it_lacks(void **state) {
+static void test_eval_only_refuses_wrong_use(void **state) {
   (void)state;
   const char *shard = training_shard();
   Output o = train("--device cpu " LLAMA "--batch 2 --total-batch 68 --steps 1 --data %s --save %s", shard,
-                   temp_path("told"));
+                   temp_path("run"));
   assert_int_equal(o.status, 0);
   output_free(&o);
   write_text("log.jsonl", "of another run\n");
   says_once(train("--device cpu " LLAMA "--eval-only --val-data %s --log %s", shard, temp_path("log.jsonl")),
             1, "--eval-only: there is no model to evaluate; name its folder with --init or --resume");
   says_once(train("--device cpu --seq-len 17 --eval-only --init %s --val-fraction 0 --data %s --log %s",
-                  temp_path("told"), shard, temp_path("log.jsonl")),
+                  temp_path("run"), shard, temp_path("log.jsonl")),
             1, "--eval-only: there is nothing to evaluate; name --val-data or --hellaswag");
   static const char *const refused[][2] = {
       {"--save nowhere", "leave out --save\n"},
@@ -344,13 +344,13 @@ static void test_eval_only_is_told_what_it_lacks(void **state) {
   char *log = read_text(temp_path("log.jsonl"));
   assert_string_equal(log, "of another run\n");
   free(log);
-  // What only says how to train is idle, and said to be; what the checkpoint remembers of it does not matter.
+  // Training options have no effect, with a warning; those that the checkpoint records do not matter.
   says_once(
       train("--device cpu --eval-only --resume %s --lr 1 --steps 4 --eval-batches 1 --vocab-parallel",
-            temp_path("told")),
+            temp_path("run")),
       0,
       "--eval-only trains nothing: --steps, --lr, --eval-batches and --vocab-parallel mean nothing here\n");
-  o = train("--device cpu --eval-only --resume %s --batch 3 --val-data %s", temp_path("told"),
+  o = train("--device cpu --eval-only --resume %s --batch 3 --val-data %s", temp_path("run"),
             training_shard());
   if (o.status) fail_msg("%s", o.err);
   assert_string_equal(o.err, "");
@@ -365,7 +365,7 @@ int main(void) {
       cmocka_unit_test(test_what_was_learned_is_chosen),
       cmocka_unit_test(test_eval_only_holds_the_weights_alone),
       cmocka_unit_test(test_eval_only_as_a_user_meets_it),
-      cmocka_unit_test(test_eval_only_is_told_what_it_lacks),
+      cmocka_unit_test(test_eval_only_refuses_wrong_use),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

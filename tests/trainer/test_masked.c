@@ -1,4 +1,4 @@
-// Training on masked data: a step's loss against float64, the same steps in both modes of the last layer and
+// Training on masked data: a step's loss against float64, the same steps in both modes of linear_cross_entropy and
 // however they are cut into micro-batches, a step that counts nothing, and the plan of such a run.
 #include "base/random.h"
 #include "tests/reference_model.h"
@@ -137,10 +137,10 @@ static void test_plan_equals_masked_run(void **state) {
     for (int64_t step = 0; step < 10; step++) run_step(run, step);
     trainer_validate(&run->trainer, &run->loader, 0);
     trainer_gradient_pass(&run->trainer); // what --compare-modes measures, after a padded batch
-    Plan real = plan_from_ledger(&memory->ledger);
-    assert_int_equal(real.peak_bytes, plan.peak_bytes);
-    assert_int_equal(real.stack_bytes, plan.stack_bytes);
-    assert_int_equal(real.head_peak_bytes, plan.head_peak_bytes);
+    Plan measured = plan_from_ledger(&memory->ledger);
+    assert_int_equal(measured.peak_bytes, plan.peak_bytes);
+    assert_int_equal(measured.stack_bytes, plan.stack_bytes);
+    assert_int_equal(measured.head_peak_bytes, plan.head_peak_bytes);
     // A run of the same shape that counts every target does not need more.
     run->options.masked = false;
     Plan unmasked = plan_run(&run->options, run->h->backend->device, run->options.mode);

@@ -26,7 +26,7 @@
 
 // --- the plan and the run ----------------------------------------------------------------------------------
 
-// A step, a sample and a validation for real, in the plan's order; then the ledger against the plan. Chunks
+// A measured step, sample and validation, in the plan's order; then the ledger against the plan. Chunks
 // that do not divide, that exceed the batch, gradient accumulation, padded validation batches.
 static void check_plan(const char *model, const char *job, LceMode mode, Recompute recompute) {
   Run *run = run_open("%s %s %s --recompute %s --sample-tokens 3", model, job,
@@ -39,11 +39,11 @@ static void check_plan(const char *model, const char *job, LceMode mode, Recompu
   run_step(run, 0);
   free(trainer_sample(&run->trainer, prompt, 1, 1, &count));
   trainer_validate(&run->trainer, &run->loader, 2);
-  Plan real = plan_from_ledger(&memory->ledger);
-  assert_int_equal(real.peak_bytes, plan.peak_bytes);
-  assert_int_equal(real.stack_bytes, plan.stack_bytes);
-  assert_int_equal(real.head_peak_bytes, plan.head_peak_bytes);
-  assert_memory_equal(real.at_peak, plan.at_peak, sizeof plan.at_peak);
+  Plan measured = plan_from_ledger(&memory->ledger);
+  assert_int_equal(measured.peak_bytes, plan.peak_bytes);
+  assert_int_equal(measured.stack_bytes, plan.stack_bytes);
+  assert_int_equal(measured.head_peak_bytes, plan.head_peak_bytes);
+  assert_memory_equal(measured.at_peak, plan.at_peak, sizeof plan.at_peak);
   size_t sum = 0;
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) sum += plan.at_peak[c];
   assert_int_equal(sum, plan.peak_bytes);
@@ -88,7 +88,7 @@ static void test_filter(void **state) {
   }
 }
 
-// One trainer, both modes by turns: each has the stack that its plan says.
+// One trainer alternates between both modes: each has the stack that its plan says.
 static void test_switching_modes(void **state) {
   (void)state;
   Run *run = run_open(LLAMA "--batch 3 --seq-len 17 --lce-chunk 5");

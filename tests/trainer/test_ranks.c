@@ -34,7 +34,7 @@ static const char *device(void) {
   return getenv("LCE_GPU_RANKS") ? "--device cuda" : "--device cpu";
 }
 
-static int most_ranks(void) {
+static int max_ranks(void) {
   const char *gpus = getenv("LCE_GPU_RANKS");
   return gpus ? atoi(gpus) : 4;
 }
@@ -42,7 +42,7 @@ static int most_ranks(void) {
 // GPUs take seconds to start: two of them, and all.
 static bool worthwhile(int ranks) {
   if (24 % ranks) return false;
-  return !getenv("LCE_GPU_RANKS") || ranks == 2 || ranks == most_ranks();
+  return !getenv("LCE_GPU_RANKS") || ranks == 2 || ranks == max_ranks();
 }
 
 // Numbers that differ by rounding alone; GPUs sum in an order of their own.
@@ -124,7 +124,7 @@ static void check_same_bits(const char *a, const char *b, int step) {
 
 // The numbers called `field` of a log's lines of one kind (NULL: any but the summary), in their order;
 // returns how many.
-static int read_log(const char *name, const char *event, const char *field, double *values, int most) {
+static int read_log(const char *name, const char *event, const char *field, double *values, int max) {
   char file[64], *rest = NULL;
   snprintf(file, sizeof file, "%s.jsonl", name);
   char *text = read_text(temp_path(file));
@@ -134,21 +134,21 @@ static int read_log(const char *name, const char *event, const char *field, doub
     const cJSON *value = cJSON_GetObjectItem(json, field);
     const char *kind = cJSON_GetStringValue(cJSON_GetObjectItem(json, "event"));
     bool wanted = event ? !strcmp(kind, event) : strcmp(kind, "summary") != 0;
-    if (value && wanted && count < most) values[count++] = value->valuedouble;
+    if (value && wanted && count < max) values[count++] = value->valuedouble;
     cJSON_Delete(json);
   }
   free(text);
   return count;
 }
 
-static void check_same_log(const char *a, const char *b, const char *field, double most) {
-  enum { MOST = 64 };
-  double x[MOST], y[MOST];
-  int count = read_log(a, NULL, field, x, MOST);
+static void check_same_log(const char *a, const char *b, const char *field, double tolerated) {
+  enum { MAX = 64 };
+  double x[MAX], y[MAX];
+  int count = read_log(a, NULL, field, x, MAX);
   assert_true(count > 0);
-  assert_int_equal(read_log(b, NULL, field, y, MOST), count);
+  assert_int_equal(read_log(b, NULL, field, y, MAX), count);
   for (int i = 0; i < count; i++)
-    if (!(fabs(x[i] - y[i]) <= most * fabs(x[i])))
+    if (!(fabs(x[i] - y[i]) <= tolerated * fabs(x[i])))
       fail_msg("%s number %d is %.9g in %s and %.9g in %s", field, i, x[i], a, y[i], b);
 }
 
@@ -174,24 +174,24 @@ static void any_number_of_ranks_trains_the_same(void **state) {
     char one[32], several[32];
     snprintf(one, sizeof one, "%s-1", jobs[j][0]);
     run_job(0, one, jobs[j][1]);
-    for (int ranks = 1; ranks <= most_ranks(); ranks++) {
+    for (int ranks = 1; ranks <= max_ranks(); ranks++) {
       if (!worthwhile(ranks) || (j > 0 && ranks % 2)) continue; // one model with every number will do
       snprintf(several, sizeof several, "%s-of-%d", jobs[j][0], ranks);
       run_job(ranks, several, jobs[j][1]);
       check_same_training(one, several);
       if (ranks == 1) check_same_bits(one, several, STEPS);
       if (!strstr(jobs[j][1], "--metrics")) continue;
-      static const char *const told[] = {"accuracy", "z_loss", "entropy", "max_logit"};
+      static const char *const metrics[] = {"accuracy", "z_loss", "entropy", "max_logit"};
       for (int i = getenv("LCE_GPU_RANKS") ? 1 : 0; i < 4; i++)
-        check_same_log(one, several, told[i], i ? 10 * tolerance() : 0);
+        check_same_log(one, several, metrics[i], i ? 10 * tolerance() : 0);
     }
   }
 }
 
-static void the_same_number_repeats_to_the_bit(void **state) {
+static void the_same_number_of_ranks_repeats_bitwise(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  int ranks = most_ranks() >= 3 && !getenv("LCE_GPU_RANKS") ? 3 : 2;
+  int ranks = max_ranks() >= 3 && !getenv("LCE_GPU_RANKS") ? 3 : 2;
   run_job(ranks, "first", LLAMA TEXT);
   run_job(ranks, "second", LLAMA TEXT);
   check_same_bits("first", "second", STEPS);
@@ -223,7 +223,7 @@ static void masked_ranks_neither_hang_nor_skew(void **state) {
   char job[1024];
   snprintf(job, sizeof job, LLAMA "--data %s", temp_path("masked.bin"));
   run_job(0, "masked-1", job);
-  for (int ranks = 2; ranks <= most_ranks(); ranks++) {
+  for (int ranks = 2; ranks <= max_ranks(); ranks++) {
     if (!worthwhile(ranks)) continue;
     char name[32];
     snprintf(name, sizeof name, "masked-of-%d", ranks);
@@ -234,7 +234,7 @@ static void masked_ranks_neither_hang_nor_skew(void **state) {
 
 // --- what is spread over the ranks -------------------------------------------------------------------------
 
-static void spreading_changes_no_number(void **state) {
+static void zero_levels_train_the_same(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   // Enough layers that they take turns in the buffer for gradients.
@@ -244,7 +244,7 @@ static void spreading_changes_no_number(void **state) {
     char one[32], name[48], options[1024];
     snprintf(one, sizeof one, "%s-whole", jobs[j][0]);
     run_job(0, one, jobs[j][1]);
-    for (int ranks = 2; ranks <= most_ranks(); ranks++)
+    for (int ranks = 2; ranks <= max_ranks(); ranks++)
       for (int zero = 1; zero <= 2; zero++) {
         if (!worthwhile(ranks) || (j > 0 && ranks != 2)) continue;
         snprintf(name, sizeof name, "%s-%d-zero-%d", jobs[j][0], ranks, zero);
@@ -256,7 +256,7 @@ static void spreading_changes_no_number(void **state) {
 }
 
 // The head's rows on several ranks: its loss is that of the whole head.
-static void a_split_head_changes_no_number(void **state) {
+static void a_split_head_trains_the_same(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   write_masked("split-masked");
@@ -270,7 +270,7 @@ static void a_split_head_changes_no_number(void **state) {
     char one[32], name[48], options[1200];
     snprintf(one, sizeof one, "%s-unsplit", jobs[j][0]);
     run_job(0, one, jobs[j][1]);
-    for (int ranks = 2; ranks <= most_ranks(); ranks++) {
+    for (int ranks = 2; ranks <= max_ranks(); ranks++) {
       if (!worthwhile(ranks) || (j == 2 && ranks != 2)) continue;
       snprintf(name, sizeof name, "%s-split-%d", jobs[j][0], ranks);
       snprintf(options, sizeof options, "%s --vocab-parallel --zero %d", jobs[j][1], ranks % 2 ? 2 : 1);
@@ -289,13 +289,13 @@ static void a_split_head_changes_no_number(void **state) {
   snprintf(options, sizeof options, "--resume %s --zero 2 --save-every 4", checkpoint_of("split-first", 2));
   run_job(2, "split-then", options);
   snprintf(options, sizeof options, "--resume %s --zero 2 --vocab-parallel", checkpoint_of("split-then", 4));
-  run_job(most_ranks() >= 4 ? 4 : 2, "split-last", options);
+  run_job(max_ranks() >= 4 ? 4 : 2, "split-last", options);
   check_same_weights("split-all", "split-last", 6, 30 * tolerance());
 }
 
-// Whatever the last layer was asked for, a split head takes up the run: what it does not know is left behind,
-// and said.
-static void a_split_head_takes_up_any_run(void **state) {
+// A split head resumes any run; the settings of linear_cross_entropy that it does not support are dropped, with a
+// warning.
+static void a_split_head_resumes_any_run(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   static const struct {
@@ -327,12 +327,12 @@ static void a_split_head_takes_up_any_run(void **state) {
 }
 
 // Half of a run with some ranks and the other half with others: nothing in a checkpoint depends on them.
-static void checkpoints_know_no_ranks(void **state) {
+static void checkpoints_do_not_depend_on_ranks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   run_job(0, "all", LLAMA TEXT "--save-every 2");
-  int most = most_ranks() >= 4 ? 4 : 2;
-  run_job(most, "many", LLAMA TEXT "--save-every 2 --zero 2");
+  int many = max_ranks() >= 4 ? 4 : 2;
+  run_job(many, "many", LLAMA TEXT "--save-every 2 --zero 2");
   check_same_weights("all", "many", 2, 30 * tolerance());
   char options[1024];
   snprintf(options, sizeof options, "--resume %s --zero 1 --save-every 4", checkpoint_of("many", 2));
@@ -350,7 +350,7 @@ static void checkpoints_know_no_ranks(void **state) {
 }
 
 // The ledger of a run is the plan's to the byte, and what is spread takes less.
-static void plans_know_ranks(void **state) {
+static void plans_depend_on_ranks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   enum { WAYS = 7 };
@@ -394,7 +394,7 @@ static int times(const char *text, const char *part) {
   return count;
 }
 
-static void one_rank_speaks(void **state) {
+static void one_rank_prints(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   Output output = train_ranks(2, "%s " LLAMA TEXT "--save %s", device(), temp_path("spoken"));
@@ -413,7 +413,7 @@ static void one_rank_speaks(void **state) {
 }
 
 // One sentence, once, and no rank stays behind.
-static void what_cannot_be_is_refused_once(void **state) {
+static void impossible_options_are_refused_once(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   static const char *const wrong[][2] = {
@@ -494,7 +494,7 @@ static void a_rank_that_is_gone_ends_the_job(void **state) {
   }
 }
 
-// Two ranks, of which one makes no progress while the other waits for it: the first one speaks.
+// Two ranks, of which one makes no progress while the other waits for it: the first one reports.
 static _Noreturn void hang(int rank) {
   const Launch *l = ranks_begin();
   ranks_set_timeout(2);
@@ -502,7 +502,7 @@ static _Noreturn void hang(int rank) {
   for (;;) pause();
 }
 
-static void a_rank_that_hangs_says_so(void **state) {
+static void a_hanging_rank_is_reported(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   static const char *const says[2] = {
@@ -518,7 +518,7 @@ static void a_rank_that_hangs_says_so(void **state) {
 }
 
 // Every rank with a value of its own for one setting.
-static void ranks_must_be_asked_for_the_same(void **state) {
+static void ranks_must_have_equal_options(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   static const char *const differing[][2] = {
@@ -544,7 +544,7 @@ static void ranks_must_be_asked_for_the_same(void **state) {
 }
 
 // Any rank may be asked; all stop after the same step and save.
-static void asked_to_stop_all_stop(void **state) {
+static void a_signal_stops_all_ranks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   for (int rank = 0; rank < 2; rank++) {
@@ -595,7 +595,7 @@ static void set(const char *const *pairs) {
 
 #define LAUNCHED(...) (set((const char *const[]){__VA_ARGS__, NULL}), launch_read())
 
-static void launchers_are_understood(void **state) {
+static void variables_of_launchers_are_read(void **state) {
   (void)state;
   set((const char *const[]){NULL});
   Launch l = launch_read();
@@ -669,21 +669,21 @@ int main(int argc, char **argv) {
   if (argc == 3 && !strcmp(argv[1], "hang")) hang(atoi(argv[2]));
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(any_number_of_ranks_trains_the_same),
-      cmocka_unit_test(the_same_number_repeats_to_the_bit),
+      cmocka_unit_test(the_same_number_of_ranks_repeats_bitwise),
       cmocka_unit_test(masked_ranks_neither_hang_nor_skew),
-      cmocka_unit_test(spreading_changes_no_number),
-      cmocka_unit_test(a_split_head_changes_no_number),
-      cmocka_unit_test(a_split_head_takes_up_any_run),
-      cmocka_unit_test(checkpoints_know_no_ranks),
-      cmocka_unit_test(plans_know_ranks),
-      cmocka_unit_test(one_rank_speaks),
-      cmocka_unit_test(what_cannot_be_is_refused_once),
+      cmocka_unit_test(zero_levels_train_the_same),
+      cmocka_unit_test(a_split_head_trains_the_same),
+      cmocka_unit_test(a_split_head_resumes_any_run),
+      cmocka_unit_test(checkpoints_do_not_depend_on_ranks),
+      cmocka_unit_test(plans_depend_on_ranks),
+      cmocka_unit_test(one_rank_prints),
+      cmocka_unit_test(impossible_options_are_refused_once),
       cmocka_unit_test(a_rank_that_is_gone_ends_the_job),
-      cmocka_unit_test(a_rank_that_hangs_says_so),
-      cmocka_unit_test(ranks_must_be_asked_for_the_same),
-      cmocka_unit_test(asked_to_stop_all_stop),
+      cmocka_unit_test(a_hanging_rank_is_reported),
+      cmocka_unit_test(ranks_must_have_equal_options),
+      cmocka_unit_test(a_signal_stops_all_ranks),
       cmocka_unit_test(tools_launch_starts_and_ends_ranks),
-      cmocka_unit_test(launchers_are_understood),
+      cmocka_unit_test(variables_of_launchers_are_read),
       cmocka_unit_test(the_first_host_of_a_list),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);

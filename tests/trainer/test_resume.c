@@ -98,7 +98,7 @@ static int run_straight(void **state) {
 // --- the tests ---------------------------------------------------------------------------------------------
 
 // With nothing but --resume: the settings, and the data, come from the checkpoint.
-static void half_and_half_is_the_whole(void **state) {
+static void a_resumed_run_equals_an_unbroken_one(void **state) {
   (void)state;
   succeeds(
       train("--device cpu --resume %s --save %s --log %s --eval-every 5 --eval-batches 2 --sample-every 7 "
@@ -124,7 +124,7 @@ static void rounded_weights_resume_too(void **state) {
                  temp_path("rounded"), temp_path("widened")));
 }
 
-static void what_differs_is_said(void **state) {
+static void differences_are_printed(void **state) {
   (void)state;
   Output output =
       train("--device cpu --resume %s --lr 0.5 --seed 3 --data Makefile --data tests/data/test_data.c",
@@ -137,7 +137,7 @@ static void what_differs_is_said(void **state) {
   output_free(&output);
   output = train("--device cpu --resume %s --vocab 301", temp_path("straight"));
   assert_int_equal(output.status, 1);
-  assert_non_null(strstr(output.err, "--vocab is asked to be 301"));
+  assert_non_null(strstr(output.err, "--vocab is 301"));
   output_free(&output);
   output = train("--device cpu --resume %s", "tests/golden/llama");
   assert_int_equal(output.status, 1);
@@ -145,8 +145,8 @@ static void what_differs_is_said(void **state) {
   output_free(&output);
 }
 
-// Another filter is said, and so is none; what is given now wins over what was remembered.
-static void a_filter_is_remembered(void **state) {
+// A resumed run restores the filter; an option given now overrides it, and the difference is printed.
+static void a_resumed_run_restores_the_filter(void **state) {
   (void)state;
   static const struct {
     const char *options, *said;
@@ -169,7 +169,7 @@ static void a_filter_is_remembered(void **state) {
   }
 }
 
-static void damage_is_passed_over(void **state) {
+static void damaged_checkpoints_are_skipped(void **state) {
   (void)state;
   char command[2048], damaged[512];
   snprintf(damaged, sizeof damaged, "%s", temp_path("damaged"));
@@ -297,11 +297,11 @@ static void a_full_disk_leaves_the_last_good_checkpoint(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(half_and_half_is_the_whole),
+      cmocka_unit_test(a_resumed_run_equals_an_unbroken_one),
       cmocka_unit_test(rounded_weights_resume_too),
-      cmocka_unit_test(what_differs_is_said),
-      cmocka_unit_test(a_filter_is_remembered),
-      cmocka_unit_test(damage_is_passed_over),
+      cmocka_unit_test(differences_are_printed),
+      cmocka_unit_test(a_resumed_run_restores_the_filter),
+      cmocka_unit_test(damaged_checkpoints_are_skipped),
       cmocka_unit_test(stopped_runs_save),
       cmocka_unit_test(killed_runs_lose_nothing),
       cmocka_unit_test(a_full_disk_leaves_the_last_good_checkpoint),

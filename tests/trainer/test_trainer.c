@@ -175,8 +175,8 @@ static void test_terms_give_one_curve(void **state) {
 }
 
 // At the start every token has a probability of about 1 / 300: two tiles of the vocabulary, both below 0.01.
-// What a step tells is that of all its micro-batches, and its loss is what it is without a filter.
-static void test_filter_is_told(void **state) {
+// A step's statistics cover all its micro-batches, and its loss is what it is without a filter.
+static void test_filter_statistics(void **state) {
   (void)state;
   static const char *const filters[] = {"", "--lce-filter 1e-9", "--lce-filter 0.01"};
   double loss = 0, norm = 0;
@@ -199,8 +199,8 @@ static void test_filter_is_told(void **state) {
   }
 }
 
-// At the start every token is as likely as any other; what is not asked for is not told.
-static void test_what_is_told(void **state) {
+// At the start every token is as likely as any other; statistics that were not requested are absent.
+static void test_step_statistics(void **state) {
   (void)state;
   for (int asked = 0; asked < 2; asked++) {
     Run *run = run_open("%s --lr 0.003 --warmup 0 %s", small_models[SMALL_LLAMA],
@@ -329,7 +329,7 @@ static void test_learns(void **state) {
                       "--steps 400 --lce-chunk 200");
   double entropy = source_entropy(run->source), loss = trainer_validate(&run->trainer, &run->loader, BATCHES);
   assert_true(entropy > 2.5 && entropy < 4.5);
-  assert_true(fabs(loss - log(512)) < 0.1); // knows nothing yet
+  assert_true(fabs(loss - log(512)) < 0.1); // untrained
   int step = 0;
   while (step < MAX_STEPS && loss > entropy - 0.1) {
     run_step(run, step++);
@@ -502,8 +502,8 @@ int main(void) {
       cmocka_unit_test(test_one_seed_one_result),
       cmocka_unit_test(test_modes_give_one_curve),
       cmocka_unit_test(test_terms_give_one_curve),
-      cmocka_unit_test(test_filter_is_told),
-      cmocka_unit_test(test_what_is_told),
+      cmocka_unit_test(test_filter_statistics),
+      cmocka_unit_test(test_step_statistics),
       cmocka_unit_test(test_accumulation),
       cmocka_unit_test(test_pending),
       cmocka_unit_test(test_update),

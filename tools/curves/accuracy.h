@@ -5,7 +5,7 @@
 #include "tools/curves/layer.h"
 
 // Relative errors in the Frobenius norm, against float64, over the sampled rows. `dweight` takes each token's
-// normaliser from the loss that was computed (the fused one: good to 1e-7), since summing it anew for every
+// normaliser from the loss that was computed (the fused one: good to 1e-7), since summing it again for every
 // token would cost as much as the LM head + loss itself.
 typedef struct {
   double loss, dx, dweight;

@@ -285,7 +285,7 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
       c, recipe ? recipe->grey : NULL);
   Panel *p =
       size_panel(picture, MAIN, layer ? "Memory of the LM head + loss" : "Peak memory of a training step",
-                 sweep, UNIT_BYTES, layer ? "beyond its inputs and gradients" : "all of it");
+                 sweep, UNIT_BYTES, layer ? "beyond its inputs and gradients" : "in total");
   Series *modes = add_modes(p, c, sweep, size_swept, layer ? layer_bytes : whole_bytes, NAMES);
   shade_saving(p, modes);
   Series *device =
@@ -303,7 +303,7 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
 
   Box box = picture_cell(SIDE, 84, 84, measured ? 2 : 1, 1, 0, 0);
   p = size_panel(picture, box, layer ? "With its inputs and gradients" : "LM head + loss alone", sweep,
-                 UNIT_BYTES, layer ? "all of it" : "beyond its inputs and gradients");
+                 UNIT_BYTES, layer ? "in total" : "beyond its inputs and gradients");
   modes = add_modes(p, c, sweep, size_swept, layer ? whole_bytes : layer_bytes, VALUES);
   if (!layer) add_marks(p, recipe, sweep, false);
   choose_scale(p, modes);
@@ -461,7 +461,7 @@ Picture *picture_timeline(const Timeline timelines[2], const Curve *settings) {
   Picture *picture =
       picture_create(1080, 710, label("Memory over three training steps"), curve_caption(settings));
   double peak = fmax(highest(&timelines[0], 0, LEVELS), highest(&timelines[1], 0, LEVELS));
-  // Where most of it stays from step to step, that is said in words and left out of the picture: the shape of a
+  // Where most memory stays from step to step, a label names it and the picture leaves it out: the shape of a
   // step is what comes and goes.
   double stays = bytes_between(&timelines[0].moments[timelines[0].count - 1], 0, STAYING);
   int from = stays > 0.55 * peak ? STAYING : 0;

@@ -13,7 +13,7 @@ extern const char *const MODE_NAMES[];  // by LceMode, then NULL
 typedef struct {
   Sweep sweep; // the curve it belongs to
   LceMode mode;
-  int64_t batch, seq_len; // their product is the tokens
+  int64_t batch, seq_len; // tokens = batch * seq_len
   int64_t vocab_size, hidden_size;
   int64_t chunk; // 0 when materialized
 } Point;
@@ -57,9 +57,9 @@ typedef struct {
   bool layer_only; // the LM head + loss on random data, no model around it
   bool plan_only;
   bool errors;      // compare the gradients with float64 (layer_only)
-  size_t memory;    // bytes the device is taken to have; 0 asks it
+  size_t memory;    // bytes the device is taken to have; 0: those it reports
   double patience;  // seconds a point may take
-  double gemm_rate; // flops a second, to tell how long a point would take; 0 when planning
+  double gemm_rate; // flops a second, to estimate how long a point takes; 0 when planning
 } Experiment;
 
 // The options with a point's sizes in place, its chunk too. Fails when they make no model.

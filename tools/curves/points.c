@@ -16,7 +16,7 @@ Sweep sweep_named(const char *name) {
 
 // --- values ------------------------------------------------------------------------------------------------
 
-enum { VALUES_MOST = 256 };
+enum { VALUES_MAX = 256 };
 
 // What one entry of --values says; batch and seq_len only where it was written as BxT.
 typedef struct {
@@ -24,12 +24,12 @@ typedef struct {
 } Value;
 
 typedef struct {
-  Value items[VALUES_MOST];
+  Value items[VALUES_MAX];
   int count;
 } Values;
 
 static void add_value(Values *v, const char *text, Value value) {
-  if (v->count == VALUES_MOST) fail("--values %s: that is more than %d points", text, VALUES_MOST);
+  if (v->count == VALUES_MAX) fail("--values %s: that is more than %d points", text, VALUES_MAX);
   v->items[v->count++] = value;
 }
 
@@ -135,7 +135,7 @@ static int64_t layer_chunk(const Experiment *e, const Backend *plan, const Point
   return chunk;
 }
 
-// The chunk that a point's options ask for.
+// The chunk that a point's options give.
 static int64_t chunk_of(const Options *o, DeviceKind device, bool layer_only, const Point *p) {
   Experiment e = {.options = o, .layer_only = layer_only};
   Options at = point_options(&e, p);

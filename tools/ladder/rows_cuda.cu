@@ -153,7 +153,7 @@ static __global__ void finish_kernel(const __grid_constant__ Anchored a) {
   at(a.c, n) = counts ? -row_sum / total : 0;
 }
 
-// Several tokens may have one target: atomics, in whatever order. The real one sorts by target instead, so that
+// Several tokens may have one target: atomics, in whatever order. linear_cross_entropy sorts by target instead, so that
 // bits repeat.
 static __global__ void add_targets_kernel(const __grid_constant__ Anchored a) {
   int64_t n = blockIdx.x, target = target_of(a, n);
@@ -193,7 +193,7 @@ static void add_targets(Backend *backend, const Anchored *a) {
 
 namespace wmma = nvcuda::wmma;
 
-// A block of eight warps, four down by two across, makes a tile of 128 x 128, a warp 32 x 64 of it.
+// A block of eight warps, four down by two across, makes a tile of 128 x 128, a warp 32 x 64 within it.
 enum { TILE = 128, TILE_K = 32, PAD = 8, WARPS_M = 4, WARPS_N = 2, BLOCK = 32 * WARPS_M * WARPS_N };
 
 struct Stage {

@@ -197,7 +197,7 @@ static void in_epilogue(const Ladder *l) {
   }
 }
 
-// --- rung 6: the real one ----------------------------------------------------------------------------------
+// --- rung 6: linear_cross_entropy --------------------------------------------------------------------------
 
 static void fused(const Ladder *l) {
   linear_cross_entropy(l->backend, (LinearCrossEntropy){.mode = LCE_FUSED,
