@@ -35,22 +35,22 @@ typedef struct {
   bool saves;            // with --save, on all ranks
   int64_t saved_step;    // of the last checkpoint; -1 before there is one
   RunState state;        // the losses so far
-  bool stop;             // some rank was asked to stop, as all ranks know after the same step
+  bool stop;             // some rank got a signal to stop; all ranks have it after the same step
   double pace;           // seconds a step takes, on which the ranks agree
 } Run;
 
 // --- stopping ----------------------------------------------------------------------------------------------
 
-static volatile sig_atomic_t stop_asked;
+static volatile sig_atomic_t stop_requested;
 
 static void request_stop(int signal_number) {
-  stop_asked = 1;
+  stop_requested = 1;
   signal(signal_number, SIG_DFL); // a second one ends the program at once
 }
 
-// A rank alone stops when it is asked to. Several stop together, where the results of a step say so to all.
+// A single rank stops at the signal. Several stop together, when the results of a step show the signal to all.
 static bool stopping(const Run *run) {
-  return run->options->ranks == 1 ? stop_asked : run->stop;
+  return run->options->ranks == 1 ? stop_requested : run->stop;
 }
 
 // --- the run -----------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ static void train(Run *run) {
   while (done < o->steps && !stopping(run)) {
     if (o->timeline && done < o->first_step + 3) ledger_record(ledger, true);
     ledger_step(ledger, (int)done);
-    run->trainer.stop_asked = stop_asked;
+    run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
     trainer_step(&run->trainer, &run->loader, done++);
     ledger_record(ledger, false);
@@ -138,7 +138,7 @@ static void train(Run *run) {
   }
   collect(run, since);
   report_break(&run->report);
-  if (stopping(run)) printf("stopped after step %lld, as asked\n", (long long)done);
+  if (stopping(run)) printf("stopped after step %lld on a signal\n", (long long)done);
   // Before the last validation: whoever stops a run needs its weights, and may not wait.
   if (run->saves && run->saved_step != done) save(run, done);
   validate(run, done);

@@ -11,7 +11,7 @@ extern "C" {
 // Prints "lce: <sentence>" to stderr and exits with status 1. Never returns.
 void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
-// Prints "lce: <sentence>" to stderr and carries on: for what the user should know but need not fix.
+// Prints "lce: <sentence>" to stderr and continues: for what the user should know but need not fix.
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // From here on warn() prints nothing: for processes that would repeat what another one prints.
 void warn_mute(void);
@@ -20,7 +20,7 @@ void warn_mute(void);
 typedef void (*FailHandler)(const char *sentence);
 void fail_set_handler(FailHandler handler);
 
-// The same for the calling thread, asked before the handler above: a library's calls catch their own failures in any
+// The same for the calling thread, called before the handler above: a library's calls catch their own failures in any
 // number of threads. Returns the thread's handler so far; NULL: none.
 FailHandler fail_set_thread_handler(FailHandler handler);
 

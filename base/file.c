@@ -111,12 +111,12 @@ void file_done_with(const Mapping *mapping, size_t first, size_t count) {
 
 // --- reading ahead -------------------------------------------------------------------------------------------
 
-enum { PIECE = 8 << 20, AHEAD = 256 << 20 }; // bytes asked for at once, and beyond the reader at most
-enum { THREADS = 4 };                        // a disk is faster when several ask
+enum { PIECE = 8 << 20, AHEAD = 256 << 20 }; // bytes per request, and at most beyond the reader
+enum { THREADS = 4 };                        // a disk is faster with several requests
 
 struct ReadAhead {
   Mapping file;
-  size_t reached, next; // the reader's place; what nobody has asked for yet
+  size_t reached, next; // the reader's place; the first byte not requested yet
   bool over;
   int started;
   pthread_t threads[THREADS];
@@ -136,7 +136,7 @@ static size_t next_piece(ReadAhead *r) {
   return at;
 }
 
-static void *ask(void *given) {
+static void *request_pages(void *given) {
   ReadAhead *r = given;
   for (size_t at; (at = next_piece(r)) < r->file.size;) file_will_need(&r->file, at, PIECE);
   return NULL;
@@ -153,7 +153,8 @@ ReadAhead *read_ahead_create(Mapping file) {
 void read_ahead_reached(ReadAhead *r, size_t offset) {
   pthread_mutex_lock(&r->lock);
   r->reached = offset;
-  while (r->started < THREADS && pthread_create(&r->threads[r->started], NULL, ask, r) == 0) r->started++;
+  while (r->started < THREADS && pthread_create(&r->threads[r->started], NULL, request_pages, r) == 0)
+    r->started++;
   pthread_cond_broadcast(&r->changed);
   pthread_mutex_unlock(&r->lock);
 }

@@ -8,7 +8,7 @@
 char *path_join(const char *folder, const char *name); // "folder/name"; the caller frees it
 bool path_exists(const char *path);
 bool path_is_folder(const char *path);
-// Makes the folder and those above it; fails naming the option that asked for it.
+// Makes the folder and those above it; fails naming the option that needs it.
 void path_make_folders(const char *option, const char *path);
 
 // The whole file with a 0 behind it, which *length does not count; NULL when there is none. The caller frees
@@ -27,18 +27,18 @@ Mapping file_map(const char *path);
 // The same, but a file of up to `limit` bytes is copied: it may then change while it is in use.
 Mapping file_map_or_copy(const char *path, size_t limit);
 void file_unmap(Mapping *mapping);
-// Hints for a part of a mapped file: it will be read soon (the disk works ahead), or not again (its pages may go).
+// Hints for a part of a mapped file: it is read soon (the disk reads ahead), or not again (pages may go).
 void file_will_need(const Mapping *mapping, size_t first, size_t count);
 void file_done_with(const Mapping *mapping, size_t first, size_t count);
 
-// Reads a mapped file ahead of the thread that uses it: a few threads request the pages that come next, since requesting
+// Reads a mapped file ahead of the thread that uses it: a few threads request the next pages, since a request
 // is a system call that blocks while the disk's queue is full.
 typedef struct ReadAhead ReadAhead;
 
-// The file stays mapped until read_ahead_destroy; it may be missing or empty. Asks for nothing before
+// The file stays mapped until read_ahead_destroy; it may be missing or empty. Requests nothing before
 // read_ahead_reached.
 ReadAhead *read_ahead_create(Mapping file);
-// The reader (one thread) is at byte `offset` and goes on from there: asks for the 256 MiB from it on, each page once
+// The reader (one thread) is at byte `offset` and continues from there: requests the next 256 MiB, each page once
 // and none that was skipped. Does not wait. Only a hint: where no thread can be started, pages load when touched.
 void read_ahead_reached(ReadAhead *ahead, size_t offset);
 // Waits for the calls in progress and ends the threads; the file may then be unmapped. NULL is fine.

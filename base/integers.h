@@ -21,7 +21,7 @@ static inline int64_t ceil_div(int64_t a, int64_t b) {
 typedef bool (*Fits)(const void *budget, int64_t count);
 
 // The largest count in [known, above) that fits, where everything up to some count fits and nothing beyond it. `known`
-// fits and is not asked; fits() is called log2(above - known) times.
+// fits and is not tested; fits() is called log2(above - known) times.
 static inline int64_t largest_that_fits(Fits fits, const void *budget, int64_t known, int64_t above) {
   while (above - known > 1) {
     int64_t middle = known + (above - known) / 2;

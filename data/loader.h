@@ -42,7 +42,7 @@ typedef struct {
   int64_t validation_targets; // targets in one pass over the validation batches; a mask may leave some out
 } Loader;
 
-// Fails when the data are too few for one window of each kind asked for.
+// Fails when the data are too few for one window of each requested kind.
 Loader loader_create(LoaderOptions options);
 
 typedef struct {

@@ -54,7 +54,7 @@ bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason) {
   if (expected < (int64_t)size)
     return refuse(reason,
                   "disagrees with its header: the %lld tokens promised at byte 8 end at byte %lld, and the "
-                  "file goes on to byte %zu",
+                  "file ends at byte %zu",
                   (long long)count, (long long)expected, size);
   *shard = (Shard){.wide = wide, .tokens = (const char *)bytes + HEADER_BYTES, .count = count};
   return true;

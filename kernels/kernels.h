@@ -99,7 +99,7 @@ typedef struct {
 // Three GEMMs make a linear layer. `in_out_layout` is the weight's layout: false is torch.nn.Linear's
 // [out, in], true is GPT-2's Conv1D [in, out].
 
-// pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if asked for.
+// pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if requested.
 typedef struct {
   Tensor out;    // fp32/bf16 [N, O]; may be strided. fp32 is allowed with bf16 operands
   Tensor x;      // fp32/bf16 [N, I]; may be strided

@@ -95,7 +95,7 @@ EXPORTED void lce_destroy(lce_context *context) {
 static bool there(const lce_context *context) {
   if (context) return true;
   snprintf(last_error, sizeof last_error,
-           "the context is NULL: lce_create found none, and lce_last_error said why");
+           "the context is NULL: lce_create returned NULL, and lce_last_error gave the reason");
   return false;
 }
 

@@ -16,7 +16,7 @@
 //
 // Streams. A call on CUDA is asynchronous and takes its place on the caller's stream (args.stream), as a
 // kernel launched there would: it reads what earlier work of that stream has written, later work of that
-// stream finds its results, and nobody needs to wait; lce_synchronize is for those who want to. Calls of one
+// stream finds its results, and no wait is needed; lce_synchronize waits if that is wanted. Calls of one
 // context run one after the other, whatever their streams. On the CPU a call returns when it is done.
 //
 // Threads. Any number of threads may use contexts of their own, and a context may pass from thread to thread;
@@ -35,7 +35,7 @@
 // - When a kernel fails on the device (most often over an address that is not the device's), a later call of
 //   any CUDA user in the process shows it, lce_synchronize at the latest. CUDA then accepts no more work from
 //   the process; lce_destroy still returns.
-// - A target that is neither in [0, V) nor -100 is a mistake that only the device sees: nothing outside of
+// - A target that is neither in [0, V) nor -100 is a mistake that only the device can detect: nothing outside of
 //   the tensors is read for it, the token counts as one with -100, but its loss is NaN.
 #ifndef LCE_KERNELS_LIBLCE_H
 #define LCE_KERNELS_LIBLCE_H
@@ -95,7 +95,7 @@ lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 // fine.
 void lce_destroy(lce_context *context);
 
-// Losses and what else is asked for, and with dx and dweight the gradients, with respect to x, weight and
+// Losses and the requested outputs, and with dx and dweight the gradients, with respect to x, weight and
 // bias, of
 //
 //   scale * factor * sum_n (token_weights[n] (loss[n] + zl[n]) + entropy_weights[n] entropy[n])

@@ -12,7 +12,7 @@
 //     dW   += E^T (r X), and row y += c X
 //
 // No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of length H.
-// The target's entry, which dominates the gradient and cancels (p_y - 1), never meets a rounded logit. A row whose R
+// The target's entry, which dominates the gradient and cancels (p_y - 1), never involves a rounded logit. A row whose R
 // leaves fp32's range, for some logit exceeds the target's by more than 66, is redone with its maximum as the anchor.
 //
 // Weights of tokens and classes, z-loss and temperature change r and c alone; label smoothing adds two rank-one terms. A
@@ -363,7 +363,7 @@ static void logits_exp(const Call *c, const Chunk *k) {
   if (c->split) all_reduce(backend, (Collective){.out = local.target_z, .x = local.target_z});
   lce_logits_exp(backend,
                  (LceLogitsExp){.exps = k->exps,
-                                .dx_raw = a->terms.filter > 0 ? none : k->dx, // a filter looks at E first
+                                .dx_raw = a->terms.filter > 0 ? none : k->dx, // a filter reads E first
                                 .rows = local,
                                 .x = k->x,
                                 .weight = a->weight,
@@ -468,7 +468,7 @@ static void gradients_of_x(const Call *c, const Chunk *k, bool first) {
 
 // --- the chunk loop ----------------------------------------------------------------------------------------
 
-// The tokens of each of as few chunks of at most `max` as there can be, all nearly alike, in steps of 128 where these fit.
+// The tokens of each of as few chunks of at most `max` as there can be, of nearly equal size, in steps of 128 where these fit.
 static int64_t even_chunk(int64_t tokens, int64_t max) {
   int64_t even = ceil_div(tokens, ceil_div(tokens, max)), stepped = ceil_div(even, 128) * 128;
   return stepped <= max ? stepped : even;
@@ -506,7 +506,7 @@ static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int
   finish_chunk(c, &before);
 }
 
-// How many tokens count is up to the data, and with it the size of the operations' scratch. The ledger sees a full chunk
+// How many tokens count depends on the data, and with it the size of the operations' scratch. The ledger counts a full chunk
 // first, by a backend that does nothing, so that what it says does not depend on the data.
 static void plan_full_chunk(const Call *c, const Chunk *buffers, int64_t size) {
   static const BackendOps nothing;
@@ -555,7 +555,7 @@ bool lce_needs_logits(const LinearCrossEntropy *a) {
          tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct);
 }
 
-// The operations see a chunk's part only, so what belongs to all tokens is measured here.
+// The operations get only a chunk's part, so what belongs to all tokens is measured here.
 static void per_token(const char *field, Tensor t, int64_t tokens) {
   if (tensor_exists(t) && (t.rank != 1 || t.shape[0] != tokens))
     fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);

@@ -72,7 +72,7 @@ typedef struct {
   bool accumulate; // add to dweight and dbias rather than write them
 } LinearCrossEntropy;
 
-// Whether the terms and outputs asked for need a row's logits side by side.
+// Whether the requested terms and outputs need a row's logits side by side.
 bool lce_needs_logits(const LinearCrossEntropy *a);
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);

@@ -112,7 +112,7 @@ static void pass(const Text *text, const int32_t *tokens, int64_t past, int64_t 
                        predicts ? text->row : (Tensor){0}, predicts ? text->logits : (Tensor){0});
 }
 
-// Makes text->logits those of the token after tokens[0..have). After them lie `piece` more that nobody sees.
+// Makes text->logits those of the token after tokens[0..have). After them lie `piece` more that no token attends to.
 static void predict(Text *text, const int32_t *tokens, int64_t have) {
   if (have - text->start > text->cache.capacity) {
     text->start = have - text->cache.capacity;

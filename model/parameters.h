@@ -81,7 +81,7 @@ int64_t parameters_local_head(const Parameters *parameters, int64_t vocab_size, 
 // other. parameters_allocate makes `view` span them all; it must stay where it is until then.
 void parameters_add(Parameters *parameters, Param *view, const Parameter *tensors, int count);
 
-// Reserves the slabs (zeroed) and fills in every tensor of the table and every Param asked for.
+// Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Param.
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes dtypes);
 
 // Where an element of GROUP_MATRICES has its gradient at zero 2, when its layer's turn has come.

@@ -33,7 +33,7 @@ static Backend *open_backend(const char *name) {
   if (!strcmp(name, "cpu-plain")) return cpu_backend_create(true);
   if (!strcmp(name, "cuda")) return cuda_backend_create(ranks_self()->local_rank, DTYPE_BF16, &reason);
   if (!strcmp(name, "cuda-fp32")) return cuda_backend_create(ranks_self()->local_rank, DTYPE_F32, &reason);
-  fail("tests know no backend named %s", name);
+  fail("there is no backend named %s for tests", name);
 }
 
 Harness *harness_open(const char *name) {

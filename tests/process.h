@@ -32,7 +32,7 @@ Output run_tool(const char *name, const char *format, ...) __attribute__((format
 Output train_in_terminal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void output_free(Output *output);
 
-// A run that is looked at while it goes on.
+// A run that is observed while it continues.
 typedef struct {
   pid_t pid;
   int out, err; // files, or the terminal's other end

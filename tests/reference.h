@@ -55,7 +55,7 @@ typedef struct {
 
 void reference_loss(ReferenceLoss *r);
 
-// One step on n numbers, in place on weight, m and v.
+// One step on n elements, in place on weight, m and v.
 void reference_adamw(double *weight, double *m, double *v, const double *grad, int64_t count,
                      double grad_scale, double lr, double beta1, double beta2, double epsilon,
                      double weight_decay, int64_t step);

@@ -1,5 +1,5 @@
 // A whole model in float64, written from the families' formulas. It reads every weight by its Hugging Face
-// name and knows nothing of how model/ packs, orders or recomputes, so that the tests compare two independent
+// name and does not depend on how model/ packs, orders or recomputes, so that the tests compare two independent
 // accounts of the same model.
 #ifndef LCE_TESTS_REFERENCE_MODEL_H
 #define LCE_TESTS_REFERENCE_MODEL_H
@@ -10,7 +10,7 @@ typedef struct {
   const ModelConfig *config; // the model's; must outlive this
   const Parameter *table;    // likewise: names and shapes
   int64_t count;             // of tensors
-  double **values;           // values[i]: table[i]'s numbers, row-major; a test may change them
+  double **values;           // values[i]: table[i]'s elements, row-major; a test may change them
 } ReferenceModel;
 
 // Copies the weights from the backend.

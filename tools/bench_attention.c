@@ -2,7 +2,7 @@
 //
 //   tools/bench_attention
 //
-// TFLOP/s count the causal half: forward 2 B Q T^2 D, backward 2.5 times that, whatever is really computed.
+// TFLOP/s count the causal half: forward 2 B Q T^2 D, backward 2.5 times that, whatever is computed.
 // "auto" is what training uses; cuDNN's backward pass is not bitwise repeatable, the others are.
 #include <stdio.h>
 #include <stdlib.h>

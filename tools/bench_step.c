@@ -243,7 +243,7 @@ int main(int argc, char **argv) {
          text_grouped((int64_t)((double)options.total_batch / step_seconds)).text);
   printf("  plain GEMMs    %9.2f ms   %.1f TFLOP/s, %.0f%% of the step\n", 1e3 * gemm_seconds,
          1e-12 * flops / gemm_seconds, 100 * gemm_seconds / step_seconds);
-  printf("  memory         %9s      at the peak (ledger), %s of it LM head + loss\n",
+  printf("  memory         %9s      at the peak (ledger), %s for LM head + loss\n",
          text_bytes(ledger->peak).text, text_bytes(ledger->highest[MEMORY_HEAD]).text);
   printf("  the device     %9s      at the peak, as the system counts\n",
          text_bytes(backend->ops->device_bytes_peak(backend)).text);

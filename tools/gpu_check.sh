@@ -62,7 +62,7 @@ if wants sanitizer; then
     LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run "$program-memcheck" 200 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/kernels/$program" &&
       row "$program under memcheck" "$(grep 'ERROR SUMMARY' "$OUT/$program-memcheck.log" | tail -n 1 | sed 's/=* *//')"
   done
-  # racecheck does not know mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
+  # racecheck does not support mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
   # are left out here, and to the comparisons with the CPU; cuBLASLt's (nvjet) are reported and counted apart.
   for program in test_cuda test_cuda_losses; do
     log="$OUT/$program-racecheck.log"

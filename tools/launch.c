@@ -79,7 +79,7 @@ static void start(int rank, int port, char **command, const sigset_t *signals) {
   set_number("MASTER_PORT", port);
   setenv("MASTER_ADDR", "127.0.0.1", 1);
   setenv("LCE_LAUNCHER", "tools/launch", 1);
-  unsetenv("TORCHELASTIC_RUN_ID"); // this is not torchrun, whatever is around it
+  unsetenv("TORCHELASTIC_RUN_ID"); // this is not torchrun, even when run under it
   execvp(command[0], command);
   fprintf(stderr, "lce: cannot start %s: %s\n", command[0], strerror(errno));
   _exit(127);

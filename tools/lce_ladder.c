@@ -86,7 +86,7 @@ static double seconds(const Settings *o, const LceTensors *layer, int rung) {
   return clock_seconds(o) - start;
 }
 
-// Errors and bytes from a first run, then times in turn with the GEMMs, after a while untimed: a GPU reaches its
+// Errors and bytes from a first run, then times alternating with the GEMMs, after a warm-up: a GPU reaches its
 // power limit only then.
 static Result measure(const Settings *o, const LceTensors *layer, Reference *reference, int rung) {
   const double warm_up = 0.7;

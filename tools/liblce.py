@@ -37,7 +37,7 @@ def load(path):
 
 
 class Failure(RuntimeError):
-    """What lce_last_error said."""
+    """The message of lce_last_error."""
 
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -63,7 +63,7 @@ def dtype_of(tensor):
 class Layer:
     """A context on "cpu" or CUDA device `ordinal`, for tensors of that device.
 
-    A call takes its place on the stream that is PyTorch's current one of the device, so nobody waits. What
+    A call takes its place on the stream that is PyTorch's current one of the device, so neither side waits. What
     the library refuses raises Failure, what is wrong with an argument itself TypeError or ValueError. One
     thread at a time.
     """

@@ -56,7 +56,7 @@ static const Option option_rows[] = {
     {FLAG("plan-only", plan_only, true),
      HELP("Measure nothing: any model, any device (--device cuda needs no GPU), in seconds")},
     {NUMBER("device-memory", "GIB", memory_gib, 1e-6, 1e6),
-     HELP("Memory that the device is taken to have (default: asked)")},
+     HELP("Memory that the device is taken to have (default: what it reports)")},
     {NUMBER("patience", "SECONDS", patience, 0, 1e9), DEFAULT("120"),
      HELP("Time a point may take before it is only planned")},
     {TEXT("out", "DIR", out),
@@ -263,7 +263,7 @@ static void timeline(const Arguments *args, const Recipe *recipe, Experiment e, 
   curve_free(&points);
 }
 
-// Draws what the folder holds once more.
+// Redraws what the folder holds.
 static void redraw(const Arguments *args) {
   char path[600];
   Curve curve = {0}, settings = {0};

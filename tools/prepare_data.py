@@ -111,7 +111,7 @@ def find_files(inputs, given):
     return files
 
 
-# A part of a file: bytes, or row groups of Parquet; `size` in bytes. A document may go on in the next item, and has
+# A part of a file: bytes, or row groups of Parquet; `size` in bytes. A document may continue in the next item, and has
 # ended when `closes`. `split` is set where the item has one split for all it holds.
 Item = collections.namedtuple("Item", "number path kind start end size split closes", defaults=(None, True))
 
@@ -262,7 +262,7 @@ class Chat:
             after = self.render(messages[:i + 1], False)
             if not before.startswith(done) or not after.startswith(before):
                 raise ValueError("the chat template changes earlier messages when later ones come, so what the "
-                                 "assistant said cannot be told from the rest; give another with --chat-template")
+                                 "assistant said cannot be separated from the rest; give another with --chat-template")
             segments += [(before[len(done):], False), (after[len(before):], True)]
             done = after
         return [(text, counts) for text, counts in segments if text]
@@ -656,7 +656,7 @@ def prepare(options):
     if totals["replaced"]:
         print(f"{totals['replaced']:,} characters were no UTF-8 and became U+FFFD")
     if totals["without_answer"]:
-        print(f"{totals['without_answer']:,} conversations had nothing that the assistant said and were left out")
+        print(f"{totals['without_answer']:,} conversations have no message of the assistant and were left out")
     print(f"./train --vocab {tokens.vocab_size} --data '{options.out}/train_*.bin'"
           + (f" --val-data '{options.out}/val_*.bin'" if shards["val"].tokens else "") + f" --tokenizer {options.out}")
 

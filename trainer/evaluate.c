@@ -93,7 +93,7 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   int64_t seq_len = t->options->seq_len, tokens = t->options->batch * seq_len;
   Rows r = {.trainer = t, .width = min_i64(choices->longest - 1, seq_len)};
   r.capacity = tokens / r.width;
-  int64_t all_rows = 1;                                             // no rank asks for nothing
+  int64_t all_rows = 1;                                             // at least one row on every rank
   const int64_t rank = t->backend->rank, ranks = t->backend->ranks; // example e is rank e % ranks'
   for (int64_t e = rank; e < examples; e += ranks) all_rows += choices_get(choices, e).completion_count;
   int64_t *counts = host_alloc(all_rows, sizeof *counts, choices->path);

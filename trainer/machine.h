@@ -4,7 +4,7 @@
 
 #include "trainer/options.h"
 
-// The backend that the options ask for, and the dtypes that follow; --device auto prints why it is not the GPU, and
+// The backend that the options select, and the dtypes that follow; --device auto prints why it is not the GPU, and
 // --device cuda then fails. The caller destroys it.
 Backend *machine_open(Options *options);
 

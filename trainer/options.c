@@ -19,7 +19,7 @@ const char *argp_program_version = "lce.c 0.1";
 #define MAX_STEPS     ((int64_t)1 << 40)
 #define DTYPES        "fp32 or bf16"
 
-// Flags of a row; SETTING and GPU_SETTING stand in options.h.
+// Flags of a row; SETTING and GPU_SETTING are in options.h.
 enum {
   TRAINING = 1 << 2, // says only how to train: without effect with --eval-only
   REFUSED = 1 << 3   // by --eval-only, which would not do it
@@ -243,21 +243,21 @@ static ModelConfig requested_model(const Options *o, ModelConfig *given) {
   return m;
 }
 
-static void require_same(const Options *o, const char *name, double asked, double have) {
-  if (asked != have)
+static void require_same(const Options *o, const char *name, double requested, double have) {
+  if (requested != have)
     fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another "
          "model",
-         name, asked, o->origin, have);
+         name, requested, o->origin, have);
 }
 
 // A model that comes from a directory is as it is; what the command line says about it must be so.
 static void require_agreement(Options *o, ModelConfig *given) {
-  ModelConfig *m = &o->model, asked = o->preset ? requested_model(o, given) : *given;
-  if (o->preset && asked.family != m->family)
+  ModelConfig *m = &o->model, requested = o->preset ? requested_model(o, given) : *given;
+  if (o->preset && requested.family != m->family)
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
-    if (size_of(&asked, row) && *size_of(&asked, row))
-      require_same(o, row->name, (double)*size_of(&asked, row), (double)*size_of(m, row));
+    if (size_of(&requested, row) && *size_of(&requested, row))
+      require_same(o, row->name, (double)*size_of(&requested, row), (double)*size_of(m, row));
   if (tying_given(o))
     require_same(o, given->tie_word_embeddings ? "tie-word-embeddings" : "untie-word-embeddings", 1,
                  given->tie_word_embeddings == m->tie_word_embeddings);
@@ -385,7 +385,7 @@ static void check_eval_only(const Options *o) {
          "DIR");
   if (list_given(o, REFUSED, list, sizeof list)) fail("--eval-only trains nothing: leave out %s", list);
   int count = list_given(o, TRAINING, list, sizeof list);
-  if (count) warn("--eval-only trains nothing: %s mean%s nothing here", list, count == 1 ? "s" : "");
+  if (count) warn("--eval-only trains nothing: %s %s no effect", list, count == 1 ? "has" : "have");
 }
 
 void options_parse(Options *o, int argc, char **argv) {
@@ -419,7 +419,7 @@ void options_parse(Options *o, int argc, char **argv) {
 
 void options_resolve_dtypes(Options *o, bool cuda) {
   o->on_cuda = cuda;
-  if (!cuda && o->dtypes_from_gpu) { // a GPU's run goes on here in fp32
+  if (!cuda && o->dtypes_from_gpu) { // a GPU's run continues here in fp32
     o->dtype = o->dtypes.grad = o->dtypes.moment = DTYPE_F32;
     o->dtypes.master = true;
   }

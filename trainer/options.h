@@ -1,4 +1,4 @@
-// What the user asks for on the command line.
+// The options of the command line.
 #ifndef LCE_TRAINER_OPTIONS_H
 #define LCE_TRAINER_OPTIONS_H
 
@@ -53,7 +53,7 @@ typedef struct {
   int64_t save_every, keep;
   Dtype save_dtype; // of the stored weights
   // ranks
-  int rank, ranks; // 0 of 1 without a launcher; for a plan as many as asked for
+  int rank, ranks; // 0 of 1 without a launcher; for a plan those of --ranks
   double timeout;  // seconds without progress that end a job of several ranks
   // machine
   DeviceChoice device;

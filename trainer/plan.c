@@ -199,7 +199,7 @@ const char *spread_name(const ParameterDtypes *dtypes) {
 
 // --- --plan and --fit --------------------------------------------------------------------------------------
 
-// The device that a plan is for, the one asked for or the one that is there, with the options finished for it.
+// The device that a plan is for, the requested one or the one that is there, with the options finished for it.
 static DeviceKind planned_device(Options *o, size_t *capacity) {
   DeviceKind device = o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
   if (o->device == DEVICE_AUTO || o->fit) {

@@ -26,7 +26,7 @@ int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t byte
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
 // Fails with a sentence when the run needs more than `usable` bytes (0: unknown, never fails): who holds
-// what, and what would fit instead, with numbers.
+// what, and what would fit instead, with figures.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
 
 // --- what is printed about memory ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ static void check(const Options *o, const Prompt *p) {
   if (p->count < 1) fail("--prompt \"%s\" has no token; give another", o->prompt);
   for (int64_t i = 0; i < p->count; i++)
     if (p->tokens[i] < 0 || p->tokens[i] >= o->model.vocab_size)
-      fail("--prompt: %s %lld of it is %d and the vocabulary has %lld; give another prompt or %s",
+      fail("--prompt: %s %lld is %d and the vocabulary has %lld; give another prompt or %s",
            p->bytes ? "byte" : "token", (long long)i, p->tokens[i], (long long)o->model.vocab_size,
            p->bytes ? "raise --vocab" : "the tokenizer that the model was made for");
 }

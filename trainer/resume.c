@@ -171,7 +171,7 @@ static double loss_of(const cJSON *json, const char *name) {
 }
 
 static void warn_changed(const Options *o, const char *option, const char *before, const char *now) {
-  warn("--%s was %s when %s was saved and is %s now: the run goes on, but not as it would have", option,
+  warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have", option,
        before, o->origin, now);
 }
 
@@ -181,16 +181,16 @@ static void compare(const Options *o, const cJSON *then) {
   cJSON_ArrayForEach(item, now) {
     const char *before = json_text(then, item->string);
     if (!before)
-      warn("--%s is new since %s was saved: the run goes on, but not as it would have", item->string,
+      warn("--%s is new since %s was saved: the run continues, but not as it would have", item->string,
            o->origin);
     else if (strcmp(before, item->valuestring))
       warn_changed(o, item->string, before, item->valuestring);
   }
   const char *filter = json_text(then, "lce-filter");
-  if (filter && o->lce_filter == 0) // then it is no setting, and was not met above
+  if (filter && o->lce_filter == 0) // then it is no setting, and was not compared above
     warn_changed(o, "lce-filter", filter, "0");
   if (json_member(then, "metrics") && !o->metrics)
-    warn("--metrics was given when %s was saved and is not now: the log goes on without", o->origin);
+    warn("--metrics was given when %s was saved and is not now: the log continues without them", o->origin);
   cJSON_Delete(now);
 }
 
@@ -199,7 +199,7 @@ RunState resume_read(const Options *o, const char *data) {
   const char *before = json_text(json, "data");
   if (!o->eval_only) compare(o, json_member(json, "settings"));
   if (!o->eval_only && before && strcmp(before, data))
-    warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run goes on, but not as it would "
+    warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run continues, but not as it would "
          "have",
          before, o->origin, data);
   return (RunState){.step = o->first_step,

@@ -6,7 +6,7 @@
 #include "kernels/kernels.h"
 
 // Flops a second that one large square GEMM of the backend's dtype reaches on random values (zeros would draw less
-// power and run faster): the median of several, after a warm-up. The stack must be empty and is gone afterwards.
+// power and run faster): the median of several, after a warm-up. The stack must be empty and is freed afterwards.
 double measure_gemm_rate(Backend *backend);
 
 // The middle one of `count` values, or the mean of the middle two. Sorts them.

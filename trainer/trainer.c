@@ -244,7 +244,7 @@ static void sum_tokens(Trainer *t, int slot, bool accumulate) {
 static void sum_results(Trainer *t, int slot) {
   Tensor shared = tensor_rows(t->results, RESULTS * slot + RESULT_STOP, 2);
   Tensor summed = tensor_rows(t->results, RESULTS * slot, RESULT_NORM);
-  const float values[2] = {t->stop_asked, (float)t->step_seconds};
+  const float values[2] = {t->stop_requested, (float)t->step_seconds};
   backend_to_device(t->backend, shared, values);
   all_reduce(t->backend, (Collective){.out = summed, .x = summed, .async = true});
 }
@@ -331,7 +331,7 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
         mean_of(of_step, RESULT_TILES_LEFT_OUT, (int64_t)of_step[RESULT_TILES], filter);
     results[i].filtered_mass = mean_of(of_step, RESULT_MASS_LEFT_OUT, counted, filter);
     results[i].grad_norm = (double)of_step[RESULT_NORM];
-    results[i].stop = alone ? t->stop_asked : of_step[RESULT_STOP] > 0;
+    results[i].stop = alone ? t->stop_requested : of_step[RESULT_STOP] > 0;
     results[i].agreed_seconds = alone ? t->step_seconds : (double)of_step[RESULT_SECONDS] / t->backend->ranks;
   }
   t->pending_count = 0;
@@ -363,7 +363,7 @@ int64_t trainer_first_lost_token(Trainer *t) {
 
 // --- evaluation ---------------------------------------------------------------------------------------------
 
-enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two looks at the device
+enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two reads of the device
 
 // Batch `index` on this rank; its loss goes to `sum`.
 static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tensor sum, int64_t *counted) {

@@ -14,12 +14,12 @@ typedef struct {
   double loss;  // mean over the step's counted targets, nats; 0 when none counted
   double grad_norm, learning_rate;
   int64_t counted;
-  // Means over the same targets, NaN where they are not asked for.
+  // Means over the same targets, NaN where they are not requested.
   double z_loss;                        // --z-loss
   double accuracy, entropy, max_logit;  // --metrics
   double filtered_tiles, filtered_mass; // --lce-filter: the share of tiles left out, and of probability
   // Over all ranks, and so the same on each (with one rank: its own).
-  bool stop;             // some rank was asked to stop
+  bool stop;             // some rank got a signal to stop
   double agreed_seconds; // of a step, the mean over the ranks
 } StepResult;
 
@@ -40,7 +40,7 @@ typedef struct {
   StepResult pending[TRAINER_PENDING];
   int pending_count;
   // What this rank shares with each step; see StepResult.
-  bool stop_asked;
+  bool stop_requested;
   double step_seconds;
   double wire_bytes; // that this rank sent in the last step
 } Trainer;

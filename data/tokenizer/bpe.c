@@ -81,7 +81,7 @@ static Candidate pop(Work *w) {
   return first;
 }
 
-// The pair whose left half stands at `place`, if it can be merged.
+// The pair whose left half is at `place`, if it can be merged.
 static void consider(Work *w, const BpeMerges *merges, int32_t place) {
   if (place < 0 || w->symbols[place].after < 0) return;
   int32_t left = w->symbols[place].id, right = w->symbols[w->symbols[place].after].id;

@@ -59,7 +59,7 @@ static bool split_by(const Split *s, int level, pcre2_match_data *match, const c
         pcre2_match(code, (PCRE2_SPTR)text, (size_t)length, (size_t)from, PCRE2_NO_UTF_CHECK, match, NULL);
     if (result == PCRE2_ERROR_NOMATCH) break;
     if (result < 0)
-      return refuse(s->reason, "its regular expression gives up on the text (%s)", error_text(result).text);
+      return refuse(s->reason, "its regular expression fails on the text (%s)", error_text(result).text);
     const PCRE2_SIZE *ends = pcre2_get_ovector_pointer(match);
     int64_t start = (int64_t)ends[0], end = (int64_t)ends[1];
     if (start < done || end <= start) { // an empty match (or one by \K) splits nothing
@@ -85,7 +85,7 @@ static bool split_from(const Split *s, int level, const char *text, int64_t leng
   return good;
 }
 
-// Whether the text is UTF-8 is PCRE2's to say, asked of an expression that matches at once.
+// PCRE2 checks whether the text is UTF-8, with an expression that matches at once.
 static bool check_utf8(const char *text, int64_t length, Reason *reason) {
   int error;
   PCRE2_SIZE offset;

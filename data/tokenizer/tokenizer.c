@@ -13,7 +13,7 @@
 #include "data/tokenizer/split.h"
 
 enum {
-  MAX_ID = 1 << 22, // of a sane tokenizer; what a damaged file asks for stays within memory
+  MAX_ID = 1 << 22, // of a valid tokenizer; what a damaged file claims stays within memory
   BYTES = 256,
   ALPHABET = 324,    // characters that stand for bytes: below this
   MAX_TEXT = 1 << 30 // bytes encoded at a time
@@ -48,7 +48,7 @@ struct Tokenizer {
   BpeMerges merges;
   int32_t *by_bytes; // hash table of ids, open addressing by the tokens' bytes; -1: empty
   uint64_t by_bytes_mask;
-  bool whole_words; // a piece that is a token is taken whole, without asking how it was learned
+  bool whole_words; // a piece that is a token is taken whole, whatever merges made it
   bool space_first; // a space is put before a text that begins without one
   Splitter splitter;
   bool encodes;
@@ -247,7 +247,7 @@ static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
       strcmp(behavior->valuestring, "Isolated") == 0 && !json_true(step, "invert", false))
     return splitter_add(&t->splitter, expression->valuestring, reason);
   const cJSON *type = json_member(step, "type");
-  return refuse(reason, "its pre_tokenizer has a step of type %s that this program does not know",
+  return refuse(reason, "its pre_tokenizer has a step of type %s, which this program does not support",
                 cJSON_IsString(type) ? type->valuestring : "unknown");
 }
 
@@ -294,7 +294,7 @@ static bool read_post_processor(Tokenizer *t, const cJSON *step) {
   if (!step || json_is(step, "type", "ByteLevel")) return true; // about offsets, not about ids
   if (json_is(step, "type", "TemplateProcessing")) return read_template(t, step);
   if (!json_is(step, "type", "Sequence"))
-    return refuse(&t->cannot_encode, "its post_processor is of a type that this program does not know");
+    return refuse(&t->cannot_encode, "its post_processor is of a type that this program does not support");
   cJSON_ArrayForEach(item, json_member(step, "processors")) {
     if (!read_post_processor(t, item)) return false;
   }

@@ -27,7 +27,7 @@ int64_t tokenizer_size(const Tokenizer *tokenizer);                         // t
 int32_t tokenizer_find(const Tokenizer *tokenizer, const char *added_text); // an added token's id, or -1
 
 // The ids of UTF-8 text, with `special` also those that the file puts around every text ("<|begin_of_text|>"). The
-// caller frees them; *count receives how many. Fails when the text is not UTF-8 or the file asks for something this
+// caller frees them; *count receives how many. Fails when the text is not UTF-8 or the file needs something this
 // program does not do (decoding still works).
 int32_t *tokenizer_encode(const Tokenizer *tokenizer, const char *text, int64_t length, bool special,
                           int64_t *count);

@@ -35,7 +35,7 @@ static inline float power_of_two(int32_t n) {
 
 // e^x to within 1 ulp. With n = round(x / ln 2): e^x = 2^n e^r, |r| <= ln(2)/2, and e^r is a polynomial of
 // degree 6. Overflow gives infinity, NaN stays NaN; results below the smallest normal number become 0,
-// because subnormal arithmetic costs a hundred times as much and nothing here can tell the difference.
+// because subnormal arithmetic costs a hundred times as much and the difference is negligible here.
 static inline float exp_f32(float x) {
   const float round_to_integer = 0x1.8p23f; // adding it leaves the nearest integer in the low mantissa bits
   float bounded = x > 89.0f ? 89.0f : x;

@@ -160,7 +160,7 @@ __device__ __forceinline__ void to_operands(uint32_t (&r)[TILE / 16][4], const f
     for (int j = 0; j < 4; j++) r[i][j] = pack_bf16(x[i * 8 + 2 * j], x[i * 8 + 2 * j + 1]);
 }
 
-// Where a consumer warp stands in the ring of streamed tiles.
+// A consumer warp's position in the ring of streamed tiles.
 template <class F> struct PipelineState {
   SharedStorage<F> &shared;
   int stage, phase;
@@ -433,8 +433,8 @@ using Query128 = PassTraits<128, false, 3, false>;
 static int hopper_sms() {
   int device = 0, count = 0;
   if (!hopper_has_code((const void *)hopper_backward_kernel<Key64>)) return 0;
-  cuda_check(cudaGetDevice(&device), "asking for the device");
-  cuda_check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "asking for its size");
+  cuda_check(cudaGetDevice(&device), "querying the device");
+  cuda_check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "querying its size");
   return count;
 }
 

@@ -97,7 +97,7 @@ static void let_wait(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event
 
 static void follow(Backend *backend, void *stream) {
   int current = -1, ordinal = cuda_state(backend)->ordinal;
-  cuda_check(cudaGetDevice(&current), "asking for the thread's current device");
+  cuda_check(cudaGetDevice(&current), "querying the thread's current device");
   if (current != ordinal)
     fail("the calling thread's current CUDA device is %d, and that of the backend is %d; call "
          "cudaSetDevice(%d) first",
@@ -124,7 +124,7 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 static size_t device_bytes_now(Backend *backend) {
   (void)backend;
   size_t available = 0, total = 0;
-  cuda_check(cudaMemGetInfo(&available, &total), "asking for the free memory");
+  cuda_check(cudaMemGetInfo(&available, &total), "querying the free memory");
   return total - available;
 }
 
@@ -256,11 +256,11 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   CudaState *state = static_cast<CudaState *>(calloc(1, sizeof(CudaState)));
   if (!backend || !state) fail("out of host memory for the CUDA backend");
   cudaDeviceProp properties;
-  cuda_check(cudaGetDeviceProperties(&properties, ordinal), "asking for the device's properties");
+  cuda_check(cudaGetDeviceProperties(&properties, ordinal), "querying the device's properties");
   state->ordinal = ordinal;
   state->multiprocessors = properties.multiProcessorCount;
   int lowest = 0, highest = 0;
-  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
+  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "querying the priorities of streams");
   cuda_check(cudaStreamCreateWithPriority(&state->stream, cudaStreamNonBlocking, lowest),
              "creating a stream");
   cuda_check(cudaStreamCreateWithPriority(&state->side, cudaStreamNonBlocking, lowest), "creating a stream");

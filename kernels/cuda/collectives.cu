@@ -138,7 +138,7 @@ static ncclUniqueId job_id(const Launch *l) {
   if (!ranks_have_mpi() && !getenv("NCCL_COMM_ID")) {
     const char *address = l->local_ranks == l->ranks ? "127.0.0.1" : l->address;
     if (!*address || !l->port)
-      fail("%s started %d ranks and names no address where they meet: set MASTER_ADDR and MASTER_PORT, or "
+      fail("%s started %d ranks and names no rendezvous address: set MASTER_ADDR and MASTER_PORT, or "
            "use torchrun "
            "or tools/launch",
            l->launcher, l->ranks);
@@ -165,7 +165,7 @@ static void join_ranks(Backend *backend, const Launch *l) {
   nccl_check(ncclCommInitRankConfig(&c->comm, l->ranks, id, l->rank, &config), nullptr, "ncclCommInitRank");
   ranks_leave();
   int lowest = 0, highest = 0;
-  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
+  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "querying the priorities of streams");
   cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, highest), "creating a stream");
   cuda_check(cudaEventCreateWithFlags(&c->before, cudaEventDisableTiming), "creating an event");
   for (cudaEvent_t &event : c->done)

@@ -19,8 +19,8 @@ struct Loss : CrossEntropyInPlace {
 
 // --- sums over the non-target entries of a row --------------------------------------------------------------
 
-// The sums over the entries seen so far, with e = exp(v - max). The maximum starts at the lowest finite number, so that a logit of
-// minus infinity counts as 0 and only NaN gives NaN. The plain loss uses the first two.
+// The sums over the entries seen so far, with e = exp(v - max). The maximum starts at the lowest finite number, so
+// that a logit of minus infinity counts as 0 and only NaN gives NaN. The plain loss uses the first two.
 struct Sums {
   float max = -FLT_MAX, e = 0;
   float e_v = 0;      // sum e (v - max)
@@ -193,7 +193,7 @@ static __global__ void __launch_bounds__(1024, 1)
     if (tail < vocab_size) dlogits[tail] = from_float<TG>(0);
     return;
   }
-  float target_v = v_of<PLAIN>(to_float(logits[target]), target, bias, a); // before anybody writes
+  float target_v = v_of<PLAIN>(to_float(logits[target]), target, bias, a); // before any thread writes
   float tail_v[1] = {tail < vocab_size ? v_of<PLAIN>(to_float(logits[tail]), tail, bias, a) : -INFINITY};
 
   Sums s;

@@ -31,7 +31,7 @@ struct CudaState {
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;
   Staging *staging;
-  Hopper *hopper;               // NULL until it is asked for
+  Hopper *hopper;               // NULL until it is first needed
   CudaCollectives *collectives; // NULL while there is one rank
 };
 

@@ -91,7 +91,7 @@ template <typename K> static bool prepare() {
   const void *kernel = (const void *)gemm_kernel<K>;
   if (!hopper_has_code(kernel)) return false;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED_BYTES),
-             "asking for shared memory");
+             "requesting shared memory");
   return true;
 }
 
@@ -239,7 +239,7 @@ static void split_last_wave(TileScheduler *s, int clusters, size_t scratch_bytes
   s->work_tiles = s->whole + rest * s->splits;
 }
 
-// The share of the time in which clusters have work, were all tiles alike.
+// The share of the time in which clusters have work, if all tiles take equally long.
 static double utilisation(double tiles, double clusters) {
   return tiles / (ceil(tiles / clusters) * clusters);
 }

@@ -10,7 +10,7 @@
 // of shared-memory stages with full and empty mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run
 // the epilogue, which leaves through swizzled shared memory and TMA stores. setmaxnreg gives the producer 40
 // registers and the consumers 232, 192 of them accumulators. A cluster is two CTAs on two tiles one below the
-// other: they need the same tile of B, and each loads half of it and multicasts it to both.
+// other: they need the same tile of B, and each loads one half and multicasts it to both.
 //
 // Pipeline. LOGITS_EXP and filtered dX are ping-pong, 5 stages of 40 KiB: each consumer owns whole tiles of 128
 // x 192, so that one's epilogue runs under the other's MMAs:
@@ -148,7 +148,7 @@ struct Pipeline {
   uint64_t *full, *empty;
 };
 
-// Where a role stands in the ring. A stage's barriers change phase once a round.
+// The position of a role in the ring. A stage's barriers change phase once a round.
 template <typename K> struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
@@ -166,7 +166,7 @@ template <typename K> struct PipelineState {
 
 // Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter in
 // global memory, and waits while it is more than MAX_LEAD intervals ahead of the average of the running
-// clusters; it reads the counter an interval before it needs it. After MAX_POLLS reads in vain, a fraction of a
+// clusters; it reads the counter an interval before it needs it. After MAX_POLLS reads without a change, a fraction of a
 // millisecond, a producer never waits again: clusters may not have started where others use the device.
 //
 // The counter holds the intervals of the running clusters, plus 2^32 for each that has finished; the last one

@@ -23,13 +23,13 @@
 static inline bool hopper_has_code(const void *kernel) {
   int device = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
-  cuda_check(cudaGetDevice(&device), "asking for the device");
+  cuda_check(cudaGetDevice(&device), "querying the device");
   cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-             "asking for its compute capability");
+             "querying its compute capability");
   cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
-             "asking for its compute capability");
+             "querying its compute capability");
   if (major != 9 || minor != 0) return false;
-  cuda_check(cudaFuncGetAttributes(&attributes, kernel), "asking for a kernel's attributes");
+  cuda_check(cudaFuncGetAttributes(&attributes, kernel), "querying a kernel's attributes");
   return attributes.binaryVersion == 90;
 }
 

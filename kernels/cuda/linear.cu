@@ -302,7 +302,7 @@ static void measure(Backend *backend, GemmPlan *plan, const Gemm *p) {
   if (p->left.transposed && p->epilogue == GEMM_PLAIN && p->out_dtype == DTYPE_F32)
     timed.addend = p->out, timed.addend_stride = p->out_stride;
   // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step they run
-  // there among others, so the candidates are timed in turn, a run each, at a clock that all of them bring about. One
+  // there among others, so runs of the candidates alternate, at a clock that all of them determine. One
   // algorithm on its own runs at a clock of its own, which favours another than the fastest in a step: on an H200, for
   // the LM head's dW, by 5 to 10% of its time. Rounds before number 0 do not count: the first may load code.
   bool large = 2.0 * (double)p->m * (double)p->n * (double)p->k >= SUSTAINED_FLOPS;
@@ -325,7 +325,8 @@ static void measure(Backend *backend, GemmPlan *plan, const Gemm *p) {
 // Whether running the GEMM several times, here and now, leaves the same result as running it once.
 static bool repeatable(Backend *backend, const Gemm *p) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  cuda_check(cudaStreamIsCapturing(stream_of(backend, p), &capture), "asking whether the stream is captured");
+  cuda_check(cudaStreamIsCapturing(stream_of(backend, p), &capture),
+             "querying whether the stream is captured");
   return capture == cudaStreamCaptureStatusNone && p->addend != p->out;
 }
 

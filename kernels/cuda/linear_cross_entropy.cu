@@ -9,7 +9,7 @@
 // stream of higher priority.
 //
 // Rows whose sum exceeds 2^100 are redone with their maximum as anchor: short of the overflow at 2^128, because
-// r = 1/(1+R) and r x must stay normal numbers. The host does not know whether there are any: the kernel that finalizes
+// r = 1/(1+R) and r x must stay normal numbers. Whether there are any is not known on the host: the kernel that finalizes
 // the sums looks at them and, as a rule, returns. On sm_90 kernels are launched with PDL, which hides launches in small
 // chunks.
 //

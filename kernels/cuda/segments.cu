@@ -18,7 +18,7 @@ static __global__ void count_up(int32_t *positions, int64_t count) {
 }
 
 // A segment's part in a piece that it entered from the piece before lies in row 0; one that starts in the
-// piece and goes on after it, in row 1.
+// piece and continues after it, in row 1.
 static __device__ float *partial_of(float *partials, int64_t piece, int which, int hidden_size) {
   return partials + (piece * 2 + which) * hidden_size;
 }

@@ -50,7 +50,8 @@ static void mpi_begin(void) {
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
   bool slurm = strcmp(self.launcher, "srun") == 0;
   if (rank != self.rank || ranks != self.ranks)
-    fail("%s started rank %d of %d, and the MPI that this program was built with sees rank %d of %d: use the "
+    fail("%s started rank %d of %d, and the MPI that this program was built with reports rank %d of %d: use "
+         "the "
          "%s of "
          "that MPI%s",
          self.launcher, self.rank, self.ranks, rank, ranks, slurm ? "plug-in" : "mpirun",
@@ -90,7 +91,7 @@ void ranks_broadcast(void *bytes, int count) {
 // --- failing -----------------------------------------------------------------------------------------------
 
 // When several threads fail, only the first prints. `sentence` may be NULL on rank 0. The process ends by
-// _exit: libraries that wait for other ranks at exit would wait for ever.
+// _exit: libraries that wait for other ranks at exit would never return.
 static void end_job(const char *sentence, int status) {
   static pthread_mutex_t printing = PTHREAD_MUTEX_INITIALIZER;
   pthread_mutex_lock(&printing);
@@ -98,7 +99,7 @@ static void end_job(const char *sentence, int status) {
     signal(SIGTERM, SIG_DFL); // from the launcher, when rank 0 has printed it
     pause_for(RANK_0_FIRST_MILLISECONDS + 100 * (self.rank < 16 ? self.rank : 16)); // one after the other
   }
-  if (!ftrylockfile(stdout)) { // another thread may hold it for good
+  if (!ftrylockfile(stdout)) { // another thread may never release it
     fflush(stdout);
     funlockfile(stdout);
   }
@@ -152,7 +153,7 @@ static void end_without_progress(int seconds, const char *operation, const char 
   if (*where) snprintf(about, sizeof about, " (%s)", where);
   if (operation)
     snprintf(sentence, sizeof sentence,
-             "no progress for %d s in %s%s: another rank has not come to it, or has ended; the job ends "
+             "no progress for %d s in %s%s: another rank has not reached it, or has ended; the job ends "
              "(--timeout)",
              seconds, operation, about);
   else
@@ -163,7 +164,7 @@ static void end_without_progress(int seconds, const char *operation, const char 
   end_job(sentence, 1);
 }
 
-// Time is counted in the thread's own seconds: a process that was stopped and goes on has not hung.
+// Time is counted in the thread's own seconds: a process that was stopped and continued has not hung.
 static void *watch(void *unused) {
   uint64_t seen = 0;
   for (int idle = 0;; idle++) {

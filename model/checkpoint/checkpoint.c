@@ -80,7 +80,7 @@ static void refuse_foreign(const CheckpointStore *store, int64_t first_step, boo
   int count;
   char **names = list_steps(store->directory, &count);
   if (count && !may_replace && step_of(names[0]) > first_step)
-    fail("--save %s: %s is there, which is ahead of this run; --resume auto goes on from it, or name "
+    fail("--save %s: %s is there, which is ahead of this run; --resume auto continues from it, or name "
          "another directory",
          store->directory, names[0]);
   folder_list_free(names, count);

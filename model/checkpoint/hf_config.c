@@ -41,7 +41,7 @@ static const Member config_members[] = {
     {{"tie_word_embeddings", "tie_word_embeddings"}, FLAG, 0, CONFIG(tie_word_embeddings)},
     {{NULL, "attention_bias"}, FLAG, 0, CONFIG(attention_bias)},
     {{NULL, "mlp_bias"}, FLAG, 0, CONFIG(mlp_bias)},
-    // Not part of these architectures in transformers, which ignores members that it does not know.
+    // Not part of these architectures in transformers, which ignores unknown members.
     {{"final_logit_softcapping", "final_logit_softcapping"}, NUMBER, 0, CONFIG(final_logit_softcapping)},
     {{NULL}, SIZE, 0, 0}};
 
@@ -224,7 +224,7 @@ static void set(cJSON *json, const char *name, cJSON *value) {
   cJSON_AddItemToObject(json, name, value);
 }
 
-// Numbers that are 0 are absent.
+// Members that are 0 are absent.
 static void write_members(cJSON *json, const Member *members, ModelFamily family, const void *from) {
   for (const Member *m = members; m->names[FAMILY_LLAMA]; m++) {
     const void *value = (const char *)from + m->offset;

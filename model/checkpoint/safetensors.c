@@ -106,7 +106,7 @@ static bool check_names(const SafetensorsHeader *h, Reason *reason) {
   bool distinct = true;
   for (int64_t i = 1; i < h->count && distinct; i++)
     if (!strcmp(sorted[i - 1]->name, sorted[i]->name))
-      distinct = refuse(reason, "%s stands in it twice", sorted[i]->name);
+      distinct = refuse(reason, "%s is listed twice", sorted[i]->name);
   free(sorted);
   return distinct;
 }
@@ -147,10 +147,10 @@ bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *h, Rea
                   (unsigned long long)length);
   cJSON *json = bytes[LENGTH_BYTES] == '{' ? json_parse(bytes + LENGTH_BYTES, (size_t)length, reason) : NULL;
   if (!json) return refuse(reason, "its header is no JSON object: it is damaged or no safetensors file");
-  bool sound = read_entries(json, LENGTH_BYTES + (size_t)length, size, h, reason);
+  bool valid = read_entries(json, LENGTH_BYTES + (size_t)length, size, h, reason);
   cJSON_Delete(json);
-  if (!sound) safetensors_free(h);
-  return sound;
+  if (!valid) safetensors_free(h);
+  return valid;
 }
 
 void safetensors_free(SafetensorsHeader *h) {

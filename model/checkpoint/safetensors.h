@@ -30,7 +30,7 @@ typedef struct {
   int64_t count;
 } SafetensorsHeader;
 
-// Reads the header of a file of `size` bytes. False with a reason when it is no sound safetensors file; the
+// Reads the header of a file of `size` bytes. False with a reason when it is not a valid safetensors file; the
 // header is then empty. free it with safetensors_free.
 bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *header, Reason *reason);
 void safetensors_free(SafetensorsHeader *header);

@@ -29,7 +29,7 @@ typedef struct {
 } TensorSet;
 
 // Opens the set and checks that index and files agree; count is 0 when the folder has neither file nor index.
-// Fails naming file and reason when one is not sound.
+// Fails naming file and reason when one is not valid.
 TensorSet tensor_set_open(const char *folder, const char *stem);
 void tensor_set_close(TensorSet *set);
 

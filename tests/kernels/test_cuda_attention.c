@@ -1,6 +1,6 @@
 // Attention on CUDA against float64: every implementation that this build and device have, on lengths around
 // the tiles' edges, grouped heads, both tensor-core head sizes and odd ones, with outputs that hold NaN
-// beforehand; the same bits from run to run; and what --attention says to names it does not know.
+// beforehand; the same bits from run to run; and how --attention refuses unknown names.
 //
 // What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
 // dtype and e the error of a probability in fp32 (its exponent is a sum of D products):

@@ -1,5 +1,5 @@
 // Every operation against float64: forward results against tests/reference.c, gradients against finite
-// differences of it, on shapes that nothing divides, with outputs that hold NaN beforehand. Runs on every
+// differences, on shapes that nothing divides, with outputs that hold NaN beforehand. Runs on every
 // backend of this build and machine.
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,6 +1,6 @@
 // The C interface (kernels/liblce.h) called directly: every value against float64, wrong arguments that give a
 // sentence and write nothing, targets that are out of range, several contexts and threads at a time. All
-// tensors are allocations of exactly their size, so that AddressSanitizer sees whoever reads or writes beside
+// tensors are allocations of exactly their size, so that AddressSanitizer detects reads or writes outside
 // them.
 #include <setjmp.h>
 #include <stdarg.h>
@@ -282,7 +282,7 @@ static void test_wrong_arguments(void **state) {
   lce_destroy(context);
 }
 
-// An address that nobody follows: these calls are refused before anything is read or written.
+// An address that is never dereferenced: these calls are refused before anything is read or written.
 static void *nowhere(int number) {
   return (void *)((uintptr_t)1 << 60 | (uintptr_t)number << 52);
 }

@@ -358,7 +358,7 @@ def refusals_leave_nothing_behind(lce):
     context = lce.lce_create(b"cpu", 0, b"fp32")
     first = run(lce, context, case_named("mean"))
     names = ("x", "weight", "targets", "loss", "dx", "dweight")
-    # Nearly all the addresses that there are, at tensors that nobody follows.
+    # Nearly all the addresses that there are, at tensors that are never read.
     endless = Args(tokens=1 << 14, hidden_size=1, vocab_size=(1 << 31) - (1 << 16), chunk=1 << 14, scale=1,
                    **{name: 1 << 60 | i << 52 for i, name in enumerate(names)})
     assert lce.lce_linear_cross_entropy(context, ctypes.byref(endless)) == 1
@@ -376,7 +376,7 @@ def refusals_leave_nothing_behind(lce):
     lce.lce_destroy(context)
 
 
-def contexts_do_not_meet(lce):
+def contexts_are_independent(lce):
     a, b = lce.lce_create(b"cpu", 0, b"fp32"), lce.lce_create(b"cpu", 0, b"fp32")
     first, second = run(lce, a, case_named("mean")), run(lce, b, case_named("z-loss, mean"))
     assert first["dx"] != second["dx"]
@@ -478,7 +478,7 @@ def streams_of_the_caller(_):
 
 TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, wrapper_takes_tensors, wrapper_refuses,
          wrapper_calls_on_the_tensors_device, tensors_of_pytorch, errors_come_back,
-         refusals_leave_nothing_behind, contexts_do_not_meet, streams_of_the_caller)
+         refusals_leave_nothing_behind, contexts_are_independent, streams_of_the_caller)
 
 
 def main():

@@ -1,5 +1,5 @@
 // The foundations: memory with names and its ledger, tensors as views, bf16, random numbers,
-// numbers as text, and how the program gives up.
+// numbers as text, and how the program fails.
 #include "base/fail.h"
 #include "base/random.h"
 #include "base/text.h"
@@ -341,7 +341,7 @@ static void test_tensors(void **state) {
   assert_ptr_equal(columns.data, elements + 24);
   assert_int_equal(columns.stride, 10);
   assert_false(tensor_is_dense(columns));
-  assert_int_equal(tensor_bytes(columns), 60); // 15 numbers, without the gaps
+  assert_int_equal(tensor_bytes(columns), 60); // 15 elements, without the gaps
   assert_ptr_equal(tensor_rows(columns, 1, 1).data, elements + 34);
   assert_ptr_equal(tensor_rows(tensor_flat(t), 17, 2).data, elements + 17);
   assert_ptr_equal(tensor_rows(tensor_3d(elements, DTYPE_F32, 3, 4, 5), 1, 2).data, elements + 20);

@@ -352,7 +352,7 @@ static void assert_travelled(const char *store, const char *name, const char *te
   free(path);
 }
 
-// The tokenizer that the run was given is the model's from then on, with what lies beside it and nothing of
+// The tokenizer that the run was given is the model's from then on, with what lies next to it and nothing of
 // the one before; a later run that resumes needs not be given it again.
 static void a_given_tokenizer_travels_too(void **state) {
   (void)state;

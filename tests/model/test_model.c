@@ -290,7 +290,7 @@ static void assert_close(double got, double want, double relative) {
 
 // D 8, theta 16: plain frequencies 1, 1/2, 1/4, 1/8. Over a context of 44 they turn 44 f / (2 pi) = 7.002817,
 // 3.501409, 1.750704 and 0.875352 times. With bounds 1 and 4: the first is kept; the next two are blended
-// with shares (turns - 1) / 3 = 0.8338029 and 0.2502347 of the plain one, the rest of an eighth of it; the
+// with shares (turns - 1) / 3 = 0.8338029 and 0.2502347 of the plain one, the rest of an eighth; the
 // last, with less than one turn, becomes an eighth.
 //   1/2 (0.8338029 + 0.1661971 / 8) = 0.4272888      1/4 (0.2502347 + 0.7497653 / 8) = 0.0859889
 static void test_rope_scaling_by_hand(void **state) {

@@ -1,5 +1,5 @@
-// model/checkpoint/read_ahead.h: what is asked of the system, and when. The test's own madvise notes what is said
-// of the file that is watched and keeps it from the system, so that a large file costs nothing.
+// ReadAhead (base/file.h): what is requested of the system, and when. The test's own madvise records the requests for
+// the watched file and does not pass them on, so that a large file costs nothing.
 #include "base/file.h"
 #include "tests/data_files.h"
 
@@ -11,16 +11,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static const size_t MIB = 1 << 20, AHEAD = 256 << 20; // of which no more is asked for at a time
+static const size_t MIB = 1 << 20, AHEAD = 256 << 20; // the most that is requested at a time
 
 // --- the system --------------------------------------------------------------------------------------------
 
 static struct {
   pthread_mutex_t lock;
   Mapping file;
-  unsigned char *asked; // of each page how often
-  size_t bytes, end;    // asked for in all; where the last of it ends
-  int calls, wrong;     // wrong: about something else than pages of the file, to be read
+  unsigned char *requested; // how often each page was requested
+  size_t bytes, end;        // requested in all; where the last request ends
+  int calls, wrong;         // wrong: about something else than pages of the file, to be read
 } watched = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static size_t page_size(void) {
@@ -33,7 +33,7 @@ static void note(size_t first, size_t length, int advice) {
   watched.wrong += advice != MADV_WILLNEED || first % page || first + length > watched.file.size || !length;
   watched.bytes += length;
   if (first + length > watched.end) watched.end = first + length;
-  for (size_t i = first / page; i * page < first + length; i++) watched.asked[i]++;
+  for (size_t i = first / page; i * page < first + length; i++) watched.requested[i]++;
 }
 
 int madvise(void *address, size_t length, int advice) {
@@ -45,15 +45,15 @@ int madvise(void *address, size_t length, int advice) {
   return ours ? 0 : (int)syscall(SYS_madvise, address, length, advice);
 }
 
-// A file of holes, and nothing asked of it yet.
+// A sparse file, of which nothing has been requested yet.
 static Mapping watch(const char *name, size_t size) {
   write_bytes(name, "", 0);
   assert_int_equal(truncate(temp_path(name), (off_t)size), 0);
   Mapping file = file_map(temp_path(name));
   assert_non_null(file.bytes);
   assert_int_equal(file.size, size);
-  watched.asked = calloc(size / page_size() + 1, 1);
-  assert_non_null(watched.asked);
+  watched.requested = calloc(size / page_size() + 1, 1);
+  assert_non_null(watched.requested);
   watched.bytes = watched.end = 0;
   watched.calls = watched.wrong = 0;
   watched.file = file;
@@ -63,11 +63,11 @@ static Mapping watch(const char *name, size_t size) {
 static void unwatch(Mapping *file) {
   assert_int_equal(watched.wrong, 0);
   watched.file = (Mapping){0};
-  free(watched.asked);
+  free(watched.requested);
   file_unmap(file);
 }
 
-static size_t asked_bytes(void) {
+static size_t requested_bytes(void) {
   pthread_mutex_lock(&watched.lock);
   size_t bytes = watched.bytes;
   pthread_mutex_unlock(&watched.lock);
@@ -89,24 +89,24 @@ static void becomes(int count) {
   assert_int_equal(tasks(), count);
 }
 
-static void asks_for(size_t bytes) {
-  for (int i = 0; i < 5000 && asked_bytes() < bytes; i++) usleep(1000);
-  usleep(20000); // for whoever asks for more
-  assert_int_equal(asked_bytes(), bytes);
+static void wait_for_requests(size_t bytes) {
+  for (int i = 0; i < 5000 && requested_bytes() < bytes; i++) usleep(1000);
+  usleep(20000); // in case more is requested
+  assert_int_equal(requested_bytes(), bytes);
 }
 
-// Every page of [first, end) was asked for so often.
-static void asked(size_t first, size_t end, int times) {
+// Every page of [first, end) was requested `times` times.
+static void requested(size_t first, size_t end, int times) {
   size_t page = page_size();
   for (size_t i = first / page; i * page < end; i++)
-    if (watched.asked[i] != times)
-      fail_msg("page %zu is asked for %d times, not %d", i, watched.asked[i], times);
+    if (watched.requested[i] != times)
+      fail_msg("page %zu is requested %d times, not %d", i, watched.requested[i], times);
 }
 
 // --- tests -------------------------------------------------------------------------------------------------
 
-// The window before the reader is asked for, once; it goes with the reader, and ends where the file does.
-static void asks_to_the_end_of_the_file(void **state) {
+// The window before the reader is requested once; it goes with the reader, and ends where the file does.
+static void requests_to_the_end_of_the_file(void **state) {
   (void)state;
   const size_t size = 600 * MIB + 12345;
   int before = tasks();
@@ -115,30 +115,30 @@ static void asks_to_the_end_of_the_file(void **state) {
   assert_int_equal(tasks(), before); // nothing before the reader has come
   assert_int_equal(watched.calls, 0);
   read_ahead_reached(ahead, 0);
-  asks_for(AHEAD);
-  asked(0, AHEAD, 1);
+  wait_for_requests(AHEAD);
+  requested(0, AHEAD, 1);
   assert_true(tasks() > before);
   read_ahead_reached(ahead, 40 * MIB);
-  asks_for(AHEAD + 40 * MIB);
-  asked(0, AHEAD + 40 * MIB, 1);
-  asked(AHEAD + 40 * MIB, size, 0);
-  read_ahead_reached(ahead, 30 * MIB); // back: all of that has been asked for
-  asks_for(AHEAD + 40 * MIB);
+  wait_for_requests(AHEAD + 40 * MIB);
+  requested(0, AHEAD + 40 * MIB, 1);
+  requested(AHEAD + 40 * MIB, size, 0);
+  read_ahead_reached(ahead, 30 * MIB); // back: all of that has been requested
+  wait_for_requests(AHEAD + 40 * MIB);
   read_ahead_reached(ahead, 290 * MIB);
-  asks_for(552 * MIB); // whole pieces of 8 MiB
+  wait_for_requests(552 * MIB); // whole pieces of 8 MiB
   read_ahead_reached(ahead, 350 * MIB);
-  asks_for(size);
-  asked(0, size, 1);
+  wait_for_requests(size);
+  requested(0, size, 1);
   assert_int_equal(watched.end, size);
-  becomes(before); // nobody waits for more
+  becomes(before); // no thread waits for more
   read_ahead_reached(ahead, size);
-  asks_for(size);
+  wait_for_requests(size);
   read_ahead_destroy(ahead);
   becomes(before);
   unwatch(&file);
 }
 
-// What the reader leaves out is not asked for.
+// What the reader skips is not requested.
 static void goes_along_with_a_leap(void **state) {
   (void)state;
   const size_t size = 700 * MIB, leap = 400 * MIB + 4096;
@@ -146,11 +146,11 @@ static void goes_along_with_a_leap(void **state) {
   Mapping file = watch("leap", size);
   ReadAhead *ahead = read_ahead_create(file);
   read_ahead_reached(ahead, 0);
-  asks_for(AHEAD);
+  wait_for_requests(AHEAD);
   read_ahead_reached(ahead, leap);
-  asks_for(AHEAD + (AHEAD < size - leap ? AHEAD : size - leap));
-  asked(AHEAD, leap, 0);
-  asked(leap, leap + AHEAD, 1);
+  wait_for_requests(AHEAD + (AHEAD < size - leap ? AHEAD : size - leap));
+  requested(AHEAD, leap, 0);
+  requested(leap, leap + AHEAD, 1);
   read_ahead_destroy(ahead);
   becomes(before);
   unwatch(&file);
@@ -164,15 +164,15 @@ static void one_piece_and_less(void **state) {
     Mapping file = watch("small", sizes[i]);
     ReadAhead *ahead = read_ahead_create(file);
     read_ahead_reached(ahead, 0);
-    asks_for(sizes[i]);
-    asked(0, sizes[i], 1);
+    wait_for_requests(sizes[i]);
+    requested(0, sizes[i], 1);
     read_ahead_destroy(ahead);
     becomes(before);
     unwatch(&file);
   }
 }
 
-// A reader who has enough, in the middle of everything: no thread stays, and nothing is asked for afterwards.
+// A reader that stops early, while requests are in progress: no thread stays, and nothing is requested afterwards.
 static void stops_early(void **state) {
   (void)state;
   int before = tasks();
@@ -183,7 +183,7 @@ static void stops_early(void **state) {
     if (i % 4 == 2) read_ahead_reached(ahead, 1024 * MIB);
     if (i % 4 == 3) usleep(100);
     read_ahead_destroy(ahead);
-    int calls = watched.calls; // without the lock: nobody else is there
+    int calls = watched.calls; // without the lock: there is no other thread
     becomes(before);
     assert_int_equal(watched.calls, calls);
     assert_true(watched.end <= (1024 + 256) * MIB);
@@ -215,7 +215,7 @@ static void a_file_that_is_missing_or_empty(void **state) {
   read_ahead_destroy(NULL);
 }
 
-// A reader who is behind the end asks for nothing.
+// A reader behind the end requests nothing.
 static void behind_the_end(void **state) {
   (void)state;
   int before = tasks();
@@ -254,7 +254,7 @@ static void without_threads(void **state) {
   read_ahead_reached(ahead, 0);
   default_stack(8 * MIB);
   read_ahead_reached(ahead, 0);
-  asks_for(20 * MIB);
+  wait_for_requests(20 * MIB);
   read_ahead_destroy(ahead);
   becomes(before);
   unwatch(&file);
@@ -262,7 +262,7 @@ static void without_threads(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(asks_to_the_end_of_the_file),
+      cmocka_unit_test(requests_to_the_end_of_the_file),
       cmocka_unit_test(goes_along_with_a_leap),
       cmocka_unit_test(one_piece_and_less),
       cmocka_unit_test(stops_early),

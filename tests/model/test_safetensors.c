@@ -21,7 +21,7 @@ static char *file_of(const char *header, int64_t length, size_t data, size_t *si
   size_t text = strlen(header);
   uint64_t claimed = length < 0 ? text : (uint64_t)length;
   *size = 8 + text + data;
-  char *bytes = calloc(*size, 1); // to the byte, so that ASan sees any step beyond
+  char *bytes = calloc(*size, 1); // to the byte, so that ASan detects any read beyond
   assert_non_null(bytes);
   memcpy(bytes, &claimed, 8);
   memcpy(bytes + 8, header, text);
@@ -118,7 +118,7 @@ static void malformed_headers_are_refused(void **state) {
   refuses("{" F32("a", "[2]", "[0,8]") "," F32("b", "[1]", "[4,8]") "}", 8, "overlap");
   refuses("{" F32("a", "[1]", "[4,8]") "}", 8, "gaps");
   refuses("{" F32("a", "[1]", "[0,4]") "}", 8, "4 bytes behind the last tensor");
-  refuses("{" F32("a", "[1]", "[0,4]") "," F32("a", "[1]", "[4,8]") "}", 8, "a stands in it twice");
+  refuses("{" F32("a", "[1]", "[0,4]") "," F32("a", "[1]", "[4,8]") "}", 8, "a is listed twice");
   char deep[6002];
   memset(deep, '[', 6000);
   memcpy(deep, "{\"a\":", 5);
@@ -130,7 +130,7 @@ static void malformed_headers_are_refused(void **state) {
     assert_false(safetensors_parse("\1\0\0\0\0\0\0", size, &h, &reason));
 }
 
-// Every beginning of a sound file is refused, and none is read beyond its end.
+// Every prefix of a valid file is refused, and none is read beyond its end.
 static void truncated_files_are_refused(void **state) {
   (void)state;
   size_t size;

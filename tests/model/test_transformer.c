@@ -1,5 +1,5 @@
 // The whole transformer: losses and logits against an independent float64 model, every parameter's gradient
-// against finite differences of it, and what must not change the result: recomputation, the mode of the last
+// against finite differences, and what must not change the result: recomputation, the mode of the last
 // layer, how a step is cut into micro-batches, what lay on the stack before. Every push is filled with NaN
 // first.
 #include "model/transformer.h"

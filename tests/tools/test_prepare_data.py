@@ -214,7 +214,7 @@ def messages(chat):
 def test_only_answers_count():
     path = temp.lines("chats.jsonl", [{"messages": messages(chat)} for chat in CHATS])
     done = prepare(path, "--chat", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("chats"), "--val-fraction", 0)
-    assert "1 conversations had nothing that the assistant said" in done.stdout
+    assert "1 conversations have no message of the assistant" in done.stdout
     _, tokens, counts = read_shards(temp("chats"))
     tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
     decoded = "".join(("[%s]" if counts[i] else "%s") % tokenizer.decode([id], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-// The program as its user meets it: every message for a wrong option, the help, the plans, a short run with
+// The command line as a user sees it: every message for a wrong option, the help, the plans, a short run with
 // its log and its files, and Ctrl-C.
 #include "base/fail.h"
 #include "data/source.h"
@@ -26,7 +26,7 @@
 
 // --- what goes wrong ---------------------------------------------------------------------------------------
 
-// The program gives up with one sentence on stderr that holds `part`.
+// The program fails with one sentence on stderr that holds `part`.
 static void assert_refused(const char *arguments, const char *part) {
   Output o = train("%s", arguments);
   size_t length = strlen(o.err);
@@ -210,7 +210,7 @@ static void test_wrong_files(void **state) {
   snprintf(data, sizeof data, "--data %s", temp_path("truncated.bin"));
   assert_refused_data(data, "is truncated");
   snprintf(data, sizeof data, "--data %s --vocab 98 --prompt 'aab'", temp_path("letters.txt"));
-  assert_refused_data(data, "--prompt: byte 2 of it is 98 and the vocabulary has 98");
+  assert_refused_data(data, "--prompt: byte 2 is 98 and the vocabulary has 98");
   assert_refused(TINY "--log /nowhere/log.json", "cannot write the log /nowhere/log.json: No such file");
   assert_refused(TINY "--log /dev/full", "cannot write the log /dev/full: No space left on device");
   assert_refused(TINY "--steps 1 --timeline /nowhere/t.csv", "cannot write the timeline /nowhere/t.csv");
@@ -296,7 +296,7 @@ static void assert_tool_refuses(const char *name, const char *arguments, int sta
   output_free(&o);
 }
 
-// What ./train says of a wrong option they say too, once; what they cannot do they refuse.
+// They refuse a wrong option as ./train does, once, and options for work that they do not do.
 static void test_benchmarks(void **state) {
   (void)state;
   static const char *const names[] = {"bench_step", "bench_scaling"};

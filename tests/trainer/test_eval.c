@@ -278,7 +278,7 @@ static void test_eval_only_holds_the_weights_alone(void **state) {
   run_close(whole);
 }
 
-static void test_eval_only_as_a_user_meets_it(void **state) {
+static void test_eval_only_from_the_command_line(void **state) {
   (void)state;
   Stream s = {.wide = false};
   for (int i = 0; i < 8; i++) put_example(&s, i % 4, (const int[]){3, 2, 2, 2, 2, 0});
@@ -348,8 +348,7 @@ static void test_eval_only_refuses_wrong_use(void **state) {
   says_once(
       train("--device cpu --eval-only --resume %s --lr 1 --steps 4 --eval-batches 1 --vocab-parallel",
             temp_path("run")),
-      0,
-      "--eval-only trains nothing: --steps, --lr, --eval-batches and --vocab-parallel mean nothing here\n");
+      0, "--eval-only trains nothing: --steps, --lr, --eval-batches and --vocab-parallel have no effect\n");
   o = train("--device cpu --eval-only --resume %s --batch 3 --val-data %s", temp_path("run"),
             training_shard());
   if (o.status) fail_msg("%s", o.err);
@@ -364,7 +363,7 @@ int main(void) {
       cmocka_unit_test(test_the_model_chooses_as_in_float64),
       cmocka_unit_test(test_what_was_learned_is_chosen),
       cmocka_unit_test(test_eval_only_holds_the_weights_alone),
-      cmocka_unit_test(test_eval_only_as_a_user_meets_it),
+      cmocka_unit_test(test_eval_only_from_the_command_line),
       cmocka_unit_test(test_eval_only_refuses_wrong_use),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);

@@ -305,7 +305,7 @@ static void catch_sentence(const char *text) {
   longjmp(caught, 1);
 }
 
-// What plan_require says about `usable` bytes; "" when it lets the run go on.
+// What plan_require says about `usable` bytes; "" when it allows the run.
 static const char *requirement(const Options *o, size_t usable) {
   sentence[0] = 0;
   fail_set_handler(catch_sentence);

@@ -45,7 +45,7 @@ static bool worthwhile(int ranks) {
   return !getenv("LCE_GPU_RANKS") || ranks == 2 || ranks == max_ranks();
 }
 
-// Numbers that differ by rounding alone; GPUs sum in an order of their own.
+// For values that differ by rounding alone; GPUs sum in an order of their own.
 static double tolerance(void) {
   return getenv("LCE_GPU_RANKS") ? 2e-4 : 2e-5;
 }
@@ -122,7 +122,7 @@ static void check_same_bits(const char *a, const char *b, int step) {
   assert_true(difference(checkpoint_of(a, step), checkpoint_of(b, step), "training_state") == 0);
 }
 
-// The numbers called `field` of a log's lines of one kind (NULL: any but the summary), in their order;
+// The values of `field` in a log's lines of one kind (NULL: any but the summary), in their order;
 // returns how many.
 static int read_log(const char *name, const char *event, const char *field, double *values, int max) {
   char file[64], *rest = NULL;
@@ -317,7 +317,7 @@ static void a_split_head_resumes_any_run(void **state) {
     assert_says(output.err, runs[i].says);
     output_free(&output);
     if (runs[i].same) check_same_weights("taken-all", then, STEPS, 30 * tolerance());
-    // What is asked for now is another matter.
+    // Options given now are handled differently.
     output = train_ranks(2, "%s --resume %s --zero 1 --vocab-parallel %s", device(), checkpoint_of(name, 2),
                          runs[i].was);
     assert_int_equal(output.status, 1);
@@ -343,7 +343,7 @@ static void checkpoints_do_not_depend_on_ranks(void **state) {
   check_same_weights("all", "one", 6, 30 * tolerance());
   assert_true(difference(checkpoint_of("all", 6), checkpoint_of("one", 6), "training_state") <
               100 * tolerance());
-  // With the same ranks it goes on to the bit.
+  // With the same ranks it continues bitwise identically.
   snprintf(options, sizeof options, "--resume %s --zero 1", checkpoint_of("two", 4));
   run_job(2, "again", options);
   check_same_bits("two", "again", 6);
@@ -433,7 +433,7 @@ static void impossible_options_are_refused_once(void **state) {
 
 // --- ends --------------------------------------------------------------------------------------------------
 
-// A run that would go on for ever, when it has saved something.
+// An endless run, once it has saved something.
 static Process endless(const char *name) {
   Process p =
       train_ranks_start(2,
@@ -459,7 +459,7 @@ static void check_gone(pid_t pid) {
     if (now_seconds() - before > 2) fail_msg("process %d is left behind", (int)pid);
 }
 
-// Whatever happens to a rank: all end soon, somebody says why, and the last checkpoint is whole. A rank that
+// Whatever happens to a rank: all end soon, one rank prints why, and the last checkpoint is whole. A rank that
 // is killed is named by the launcher, and maybe by what NCCL reports to the others.
 static void a_rank_that_is_gone_ends_the_job(void **state) {
   (void)state;
@@ -483,7 +483,7 @@ static void a_rank_that_is_gone_ends_the_job(void **state) {
     Output output = process_finish(&p);
     assert_int_not_equal(output.status, 0);
     assert_says(output.err, ends[i].says);
-    if (ends[i].signal == SIGSTOP) assert_says(output.err, "another rank has not come to it, or has ended");
+    if (ends[i].signal == SIGSTOP) assert_says(output.err, "another rank has not reached it, or has ended");
     if (ends[i].signal == SIGKILL) assert_says(output.err, "signal 9 (Killed)");
     assert_in_range(times(output.err, "lce:"), ends[i].sentences, 1);
     if (now_seconds() - before > ends[i].seconds)
@@ -543,13 +543,13 @@ static void ranks_must_have_equal_options(void **state) {
   output_free(&output);
 }
 
-// Any rank may be asked; all stop after the same step and save.
+// Any rank may get the signal; all stop after the same step and save.
 static void a_signal_stops_all_ranks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   for (int rank = 0; rank < 2; rank++) {
     char name[32], options[1024];
-    snprintf(name, sizeof name, "asked-%d", rank);
+    snprintf(name, sizeof name, "signal-%d", rank);
     Process p = endless(name);
     kill(process_of_rank(&p, rank), SIGINT);
     Output output = process_finish(&p);
@@ -559,7 +559,7 @@ static void a_signal_stops_all_ranks(void **state) {
     long long stopped = atoll(strstr(output.out, "stopped after step ") + strlen("stopped after step "));
     output_free(&output);
     assert_true(path_exists(checkpoint_of(name, (int)stopped)));
-    // It goes on from there.
+    // It continues from there.
     snprintf(options, sizeof options, "--resume auto --steps %lld", stopped + 2);
     run_job(2, name, options);
     assert_true(path_exists(checkpoint_of(name, (int)stopped + 2)));

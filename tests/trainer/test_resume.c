@@ -1,4 +1,4 @@
-// Whole runs of ./train that stop, are stopped, killed or run out of disk, and go on: every tensor and every
+// Whole runs of ./train that stop, are stopped, killed or run out of disk, and continue: every tensor and every
 // logged loss is bitwise what it would have been.
 #include "base/file.h"
 #include "base/system.h"
@@ -113,7 +113,7 @@ static void a_resumed_run_equals_an_unbroken_one(void **state) {
   assert_true(val_losses[0][STEPS] == val_losses[1][STEPS] && val_losses[1][10] > 0);
 }
 
-// The weights rounded on disk: the master weights beside them keep the bits.
+// The weights rounded on disk: the master weights, stored as well, keep the bits.
 static void rounded_weights_resume_too(void **state) {
   (void)state;
   succeeds(train(RUN "--save %s --save-every 6 --save-dtype bf16", temp_path("rounded")));

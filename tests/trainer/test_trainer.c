@@ -51,7 +51,7 @@ static void test_schedules(void **state) {
 
 static void test_schedule_edges(void **state) {
   (void)state;
-  // No warm-up: the first step has the whole rate. Nothing but warm-up: then straight to the end.
+  // No warm-up: the first step has the whole rate. Only warm-up: then straight to the end.
   Schedule s = {.kind = SCHEDULE_COSINE, .peak = 1, .floor = 0, .warmup_steps = 0, .total_steps = 1};
   assert_true(schedule_rate(&s, 0) == 1);
   assert_true(schedule_rate(&s, 1) == 0);
@@ -68,7 +68,7 @@ static void test_schedule_edges(void **state) {
 enum { SMALL_LLAMA, SMALL_GPT2, SMALL_MODELS };
 static char small_models[SMALL_MODELS][512]; // their options
 
-// 40 KB of words: unlike the source tree, the same for ever, so that what is compared closely does not change.
+// 40 KB of words: unlike the source tree, never changed, so that what is compared closely does not change.
 static int make_words(void **state) {
   static const char *const words[] = {"return ", "tensor", " = ",    "0",     ";\n", "for (", "int ", "i",
                                       "++",      ") ",     "float ", "x[i] ", "+ ",  "{\n",   "}\n",  "sum "};
@@ -202,11 +202,11 @@ static void test_filter_statistics(void **state) {
 // At the start every token is as likely as any other; statistics that were not requested are absent.
 static void test_step_statistics(void **state) {
   (void)state;
-  for (int asked = 0; asked < 2; asked++) {
+  for (int requested = 0; requested < 2; requested++) {
     Run *run = run_open("%s --lr 0.003 --warmup 0 %s", small_models[SMALL_LLAMA],
-                        asked ? "--z-loss 0.01 --metrics --total-batch 102" : "");
+                        requested ? "--z-loss 0.01 --metrics --total-batch 102" : "");
     StepResult first = run_step(run, 0), later = first;
-    if (asked) {
+    if (requested) {
       assert_float_equal(first.entropy, log(300), 0.02);
       assert_float_equal(first.z_loss, 0.01 * log(300) * log(300), 0.02);
       assert_true(first.accuracy >= 0 && first.accuracy < 0.2);

@@ -1,7 +1,7 @@
 // A curve on disk: one CSV file, a row for every point, written as soon as it is known.
 //
 // The first line is a comment with the settings that the rows belong to. A killed sweep leaves whole rows and
-// at most one cut off, which reading drops; the next run of the same settings goes on from there.
+// at most one cut off, which reading drops; the next run of the same settings continues from there.
 #ifndef LCE_TOOLS_CURVES_CURVE_H
 #define LCE_TOOLS_CURVES_CURVE_H
 

@@ -19,7 +19,7 @@ Picture *picture_trade(const Curve *curve, const Recipe *recipe);
 // The two modes' timelines, one above the other on the same scales. `settings` describes the run.
 Picture *picture_timeline(const Timeline timelines[2], const Curve *settings);
 
-// "llama-1b, V 128,256, bf16, recompute layer, on NVIDIA H200": what a curve's settings come to.
+// "llama-1b, V 128,256, bf16, recompute layer, on NVIDIA H200": a summary of a curve's settings.
 Label curve_caption(const Curve *curve);
 
 extern const Color COLOR_MODE[2]; // by LceMode

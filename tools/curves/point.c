@@ -230,7 +230,7 @@ static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, B
   Rounds first = {0}, layers = {0}, floors = {0};
   time_gemms(&first, &layer, rows); // chooses algorithms
   time_layer(&first, &layer, p);
-  do { // in turn: a card's speed changes with its heat
+  do { // alternating: a GPU's speed changes with its temperature
     time_gemms(&floors, &layer, rows);
     time_layer(&layers, &layer, p);
   } while (layers.count < ROUNDS_MAX && layers.spent + floors.spent < ROUND_SECONDS);
@@ -259,7 +259,7 @@ static size_t usable_bytes(const Experiment *e, const Backend *backend) {
   while (file && fgets(line, sizeof line, file))
     if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1 && kib * 1024 < usable) usable = (size_t)kib * 1024;
   if (file) fclose(file);
-  return usable - usable / 32; // a margin for what no ledger sees
+  return usable - usable / 32; // a margin for what the ledger does not count
 }
 
 Reading point_read(const Experiment *e, const Point *p) {
@@ -286,7 +286,7 @@ Reading point_read(const Experiment *e, const Point *p) {
       measure_layer(e, &r, &needs, backend);
     else
       run_step(e, p, backend, &needs, &r);
-    // What the context and cuBLASLt keep for themselves, loaded and touched by now.
+    // What the context and cuBLASLt keep for themselves, loaded and touched already.
     memory_destroy(&backend->memory);
     r.device_base_bytes = backend->ops->device_bytes_now(backend);
   }

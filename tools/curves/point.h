@@ -22,7 +22,7 @@ int64_t point_tokens(const Point *point);
 double point_value(const Point *point); // of what is swept
 
 typedef enum {
-  POINT_PLANNED,  // nobody asked to measure it
+  POINT_PLANNED,  // not to be measured
   POINT_MEASURED, // on the device
   POINT_NO_ROOM,  // planned: the device has too little memory
   POINT_TOO_SLOW, // planned: it would take longer than the patience given
@@ -41,7 +41,7 @@ typedef struct {
   size_t device_bytes, device_base_bytes;
   size_t usable_bytes; // what the device had to give; 0 when unknown
   double step_seconds, layer_seconds;
-  double floor_seconds; // of its three GEMMs alone, timed in turn with it
+  double floor_seconds; // of its three GEMMs alone, timed alternately with it
   double loss_error, dx_error, dweight_error;
 } Reading;
 

@@ -151,7 +151,7 @@ static Cell our_figure(const Reading *r) {
   return cell;
 }
 
-// What the LM head + loss pushes when only the losses are asked for.
+// What the LM head + loss pushes when only the losses are computed.
 static size_t loss_alone_bytes(const Experiment *e, LceShape s, const Point *p) {
   Backend *plan = plan_backend_create(e->device, s.dtype);
   LceTensors t = layer_reserve(plan, s, 1);

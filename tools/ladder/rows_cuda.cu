@@ -153,7 +153,7 @@ static __global__ void finish_kernel(const __grid_constant__ Anchored a) {
   at(a.c, n) = counts ? -row_sum / total : 0;
 }
 
-// Several tokens may have one target: atomics, in whatever order. linear_cross_entropy sorts by target instead, so that
+// Several tokens may have one target: atomics, in any order. linear_cross_entropy sorts by target instead, so that
 // bits repeat.
 static __global__ void add_targets_kernel(const __grid_constant__ Anchored a) {
   int64_t n = blockIdx.x, target = target_of(a, n);
