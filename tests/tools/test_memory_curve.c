@@ -194,12 +194,12 @@ static void what_does_not_fit(void **state) {
   output_free(&o);
   Curve c = curve_in(out);
   assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 4096)->status, POINT_PLANNED);
-  assert_int_equal(reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 4096)->status, POINT_NO_ROOM);
+  assert_int_equal(reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 4096)->status, POINT_NO_MEMORY);
   curve_free(&c);
   // The same where it would be measured.
   succeeds(train("--device cpu " TINY "--values 32,64 --device-memory 1e-5 --out %s", temp_path("small2")));
   c = curve_in(temp_path("small2"));
-  for (int i = 0; i < c.count; i++) assert_int_equal(c.readings[i].status, POINT_NO_ROOM);
+  for (int i = 0; i < c.count; i++) assert_int_equal(c.readings[i].status, POINT_NO_MEMORY);
   curve_free(&c);
 }
 
@@ -444,7 +444,7 @@ static Curve made_up(const char *what, Sweep sweep) {
                              .batch = 1,
                              .vocab_size = 128256,
                              .hidden_size = 2048},
-                   .status = i < 4 ? POINT_MEASURED : POINT_NO_ROOM,
+                   .status = i < 4 ? POINT_MEASURED : POINT_NO_MEMORY,
                    .loss_error = NAN,
                    .dx_error = NAN,
                    .dweight_error = NAN};

@@ -110,16 +110,16 @@ Label curve_caption(const Curve *c) {
 
 static Picture *create(double height, double width, Label title, const Curve *c, const char *grey) {
   Picture *p = picture_create(width, height, title, curve_caption(c));
-  int measured = count_status(c, POINT_MEASURED), no_room = count_status(c, POINT_NO_ROOM), exact = 0;
+  int measured = count_status(c, POINT_MEASURED), too_large = count_status(c, POINT_NO_MEMORY), exact = 0;
   for (int i = 0; i < c->count; i++)
     exact += c->readings[i].status == POINT_MEASURED &&
              c->readings[i].planned_bytes == c->readings[i].ledger_bytes;
   Label first = label("Measured by the ledger; plan and ledger agree to the byte at %d of %d points.", exact,
                       measured),
-        fit = label(" %d point%s would not fit.", no_room, no_room == 1 ? "" : "s");
+        fit = label(" %d point%s would not fit.", too_large, too_large == 1 ? "" : "s");
   snprintf(p->note, sizeof p->note, "%s%s%s%s%s",
-           measured ? first.text : "Every figure is planned: nothing was allocated.", no_room ? fit.text : "",
-           grey ? " Grey: " : "", grey ? grey : "", grey ? "." : "");
+           measured ? first.text : "Every figure is planned: nothing was allocated.",
+           too_large ? fit.text : "", grey ? " Grey: " : "", grey ? grey : "", grey ? "." : "");
   return p;
 }
 

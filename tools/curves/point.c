@@ -268,7 +268,7 @@ Reading point_read(const Experiment *e, const Point *p) {
   r.planned_bytes = needs.peak;
   r.planned_layer_bytes = needs.layer;
   if (e->plan_only) {
-    if (e->memory && needs.peak > e->memory) r.status = POINT_NO_ROOM;
+    if (e->memory && needs.peak > e->memory) r.status = POINT_NO_MEMORY;
     return r;
   }
   Options machine = point_options(e, p);
@@ -276,7 +276,7 @@ Reading point_read(const Experiment *e, const Point *p) {
   r.usable_bytes = usable_bytes(e, backend);
   enum { PASSES = 4 }; // warm-up, two at least for the step, one for the layer
   if (r.usable_bytes && needs.peak > r.usable_bytes)
-    r.status = POINT_NO_ROOM;
+    r.status = POINT_NO_MEMORY;
   else if (e->gemm_rate > 0 && PASSES * point_flops(e, p) / e->gemm_rate > e->patience)
     r.status = POINT_TOO_SLOW;
   else

@@ -22,10 +22,10 @@ int64_t point_tokens(const Point *point);
 double point_value(const Point *point); // of what is swept
 
 typedef enum {
-  POINT_PLANNED,  // not to be measured
-  POINT_MEASURED, // on the device
-  POINT_NO_ROOM,  // planned: the device has too little memory
-  POINT_TOO_SLOW, // planned: it would take longer than the patience given
+  POINT_PLANNED,   // not to be measured
+  POINT_MEASURED,  // on the device
+  POINT_NO_MEMORY, // planned: the device has too little memory
+  POINT_TOO_SLOW,  // planned: it would take longer than the patience given
   POINT_STATUS_COUNT
 } PointStatus;
 extern const char *const STATUS_NAMES[]; // "planned", "measured", "does not fit", "too slow", NULL

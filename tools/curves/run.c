@@ -43,7 +43,7 @@ static void print_row(FILE *out, const Experiment *e, const Reading *r, const ch
           time_cell(r->layer_seconds).text);
   if (e->errors && r->status == POINT_MEASURED)
     fprintf(out, " %9.2g %9.2g %9.2g", r->loss_error, r->dx_error, r->dweight_error);
-  if (r->status == POINT_NO_ROOM)
+  if (r->status == POINT_NO_MEMORY)
     fprintf(out, "  does not fit: needs %s of %s", text_bytes(r->planned_bytes).text,
             text_bytes(r->usable_bytes).text);
   else if (r->status != POINT_MEASURED)
