@@ -12,8 +12,9 @@
 //     dW   += E^T (r X), and row y += c X
 //
 // No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of length H.
-// The target's entry, which dominates the gradient and cancels (p_y - 1), never involves a rounded logit. A row whose R
-// leaves fp32's range, for some logit exceeds the target's by more than 66, is redone with its maximum as the anchor.
+// The target's entry, which dominates the gradient and cancels (p_y - 1), is never computed from a rounded logit. A row
+// whose R exceeds a limit below fp32's range (2^96 on the CPU, 2^100 on a GPU: one logit that leads the target's by 66 or 69)
+// is computed again with its maximum as the anchor. (In the code `a` is the call's arguments and `c` the call.)
 //
 // Weights of tokens and classes, z-loss and temperature change r and c alone; label smoothing adds two rank-one terms. A
 // bias, a soft-cap, entropy and its gradient need single logits: a chunk then holds them in fp32 and they become their own
@@ -178,20 +179,20 @@ static void zero_tokens(const Call *c) {
 
 // --- chunks ------------------------------------------------------------------------------------------------
 
-// A chunk of C tokens, or the buffers of the largest one. With a split head each of the R ranks gives C tokens, and all
-// that follows `positions` is about R C: x, targets and token weights of all ranks, rank by rank. Else these are the local
+// A chunk of C tokens, or the buffers of the largest one. With a split head each of the G ranks gives C tokens, and all
+// that follows `positions` is about G C: x, targets and token weights of all ranks, rank by rank. Else these are the local
 // ones.
 typedef struct {
   Tokens local;                     // this rank's; of buffers that are not packed: all of the call's
   Tensor positions;                 // int32 [C] of them in the call, where they are packed
-  Tensor x, targets, token_weights; // [R C, H], int32 [R C], fp32 [R C]
-  Tensor local_targets;             // int32 [R C]: targets as rows of this rank's W, else ELSEWHERE
-  Tensor dx;                        // [R C, H]: what this rank's rows of W add
-  LossRows rows;                    // fp32 [R C] each, of the whole vocabulary
-  Tensor local_sums, all_sums; // split: fp32 [2 R C] anchors, row sums of this rank's W; fp32 [R * 2 R C]
-  Tensor exps, logits;         // [R C, V / R]; one of them
+  Tensor x, targets, token_weights; // [G C, H], int32 [G C], fp32 [G C]
+  Tensor local_targets;             // int32 [G C]: targets as rows of this rank's W, else ELSEWHERE
+  Tensor dx;                        // [G C, H]: what this rank's rows of W add
+  LossRows rows;                    // fp32 [G C] each, of the whole vocabulary
+  Tensor local_sums, all_sums; // split: fp32 [2 G C] anchors, row sums of this rank's W; fp32 [G * 2 G C]
+  Tensor exps, logits;         // [G C, V / G]; one of them
   Tensor tiles;                // of the filter (LceFilter)
-  Tensor scaled_x; // [R C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
+  Tensor scaled_x; // [G C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
 } Chunk;
 
 // At once, the target logits and scales of all tokens are kept: target rows of W and dW are then touched for thousands of
@@ -330,15 +331,12 @@ static void logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) 
 
 // --- exponentials anchored at the target -------------------------------------------------------------------
 //
-// With the head split over R ranks, tokens travel and W stays: every rank multiplies the chunk's R C tokens with its own
-// V / R rows, which takes as much memory for E and as many flops as C tokens against the whole head, and makes the gradient
-// of its rows for all tokens. For each row of logits, ranks share nothing but scalars: the target's logit is summed over them
-// (all but one add 0), the pairs (a_r, R_r) are gathered, and LceCombine gives each rank the whole row's R. A rank's dX is
-// its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. Each way and per rank that is
-// (R - 1) C H elements of x, as many of dX and 12 R C bytes, against 6 C V H flops: with V 128,256 and four GPUs at 450
-// GB/s each way 3% of the GEMMs' time, mostly hidden: dX leaves and the next x arrives while dW is computed. Measured
-// on H200s (tools/bench_lce under tools/launch; N 16,384 each, H 4,096, V 128,256): 1.02 to 1.04 times one GPU's own time
-// over 2, 1.03 to 1.06 over 4.
+// With the head split over G ranks, tokens travel and W stays: every rank multiplies the chunk's G C tokens with its V / G
+// rows, which takes as much memory for E and as many flops as C tokens against the whole head, and makes the gradient of its
+// rows for all tokens. For each row of logits, ranks share nothing but scalars: the target's logit is summed over them (all
+// but one add 0), the pairs (a_g, R_g) are gathered, and LceCombine gives each rank the whole row's R. A rank's dX is its part
+// of a sum over V: a reduce_scatter gives every rank the sum for its tokens. kernels/LCE.md counts what is sent. Most of it
+// overlaps: dX leaves and the next x arrives while dW is computed.
 
 // E and dx_raw of this rank's rows of W, and each token's sums over the whole vocabulary.
 static void logits_exp(const Call *c, const Chunk *k) {
@@ -468,7 +466,8 @@ static void gradients_of_x(const Call *c, const Chunk *k, bool first) {
 
 // --- the chunk loop ----------------------------------------------------------------------------------------
 
-// The tokens of each of as few chunks of at most `max` as there can be, of nearly equal size, in steps of 128 where these fit.
+// The chunk size: the fewest chunks of at most `max` tokens, of nearly equal size, rounded up to 128 where that stays within
+// `max`.
 static int64_t even_chunk(int64_t tokens, int64_t max) {
   int64_t even = ceil_div(tokens, ceil_div(tokens, max)), stepped = ceil_div(even, 128) * 128;
   return stepped <= max ? stepped : even;

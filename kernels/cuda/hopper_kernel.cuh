@@ -23,13 +23,13 @@
 // Schedule. As many clusters as fit on the device; cluster i makes work tiles i, i + clusters, ... Tiles are
 // rasterised in groups of rows whose tiles of A stay in L2. Clusters of a wave share tiles of A and B, which are
 // read from memory once if all request them at about the same time: a cluster throttle keeps producers in step,
-// and waves walk K serpentine, to begin with what the wave before left in L2. The tiles of dX's last, partly
+// and every other wave traverses K backwards, to begin with what the wave before left in L2. The tiles of dX's last, partly
 // empty wave are split along K; a second kernel adds the partials in order. With a filter (LceFilter) producer
 // and consumers walk a list of k-steps in place of all.
 //
 // Cost for a chunk of C rows: 2 C V H flops a GEMM. The logits read X and W and write 2 C V bytes of E and
-// 4 C V / 192 of row sums; dX reads E and W. At C = H = 4096, V = 128,256 each moves 2.1 GB for 4.3 Tflop: memory
-// is busy a twelfth of the time. What was measured and tried is in kernels/LCE.md.
+// 4 C V / 192 of row sums; dX reads E and W. At C = H = 4096, V = 128,256 each moves at least 2.1 GB for 4.3 Tflop
+// (measured 3.6 GB read, 1.05 written): memory is busy a sixth of the time. What was measured and tried is in kernels/LCE.md.
 #ifndef LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 #define LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 
@@ -49,7 +49,7 @@ template <Epilogue EPILOGUE_, bool FILTERED_ = false> struct KernelTraits {
   static constexpr Epilogue EPILOGUE = EPILOGUE_;
   static constexpr bool FILTERED = FILTERED_;
   // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
-  // Filtered dX is ping-pong: a lower tile has more steps to skip.
+  // Filtered dX is ping-pong: a tile of fewer rows has more steps to skip.
   static constexpr bool COOPERATIVE = EPILOGUE != LOGITS_EXP && !FILTERED;
   static constexpr bool B_K_MAJOR = EPILOGUE == LOGITS_EXP; // A always is
   enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = CLUSTER * ROWS };
@@ -114,7 +114,7 @@ static __device__ __forceinline__ int work_stride() {
   return gridDim.x / CLUSTER;
 }
 
-// Work tile w. Of the split tiles, the same part of all comes first.
+// Work tile w. Split tiles are ordered by part: part 0 of every tile, then part 1, ...
 template <typename K>
 static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params,
                                                      int w, int rank) {
@@ -167,7 +167,7 @@ template <typename K> struct PipelineState {
 // Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter in
 // global memory, and waits while it is more than MAX_LEAD intervals ahead of the average of the running
 // clusters; it reads the counter an interval before it needs it. After MAX_POLLS reads without a change, a fraction of a
-// millisecond, a producer never waits again: clusters may not have started where others use the device.
+// millisecond, a producer never waits again: if other work occupies the GPU, some clusters may not have started.
 //
 // The counter holds the intervals of the running clusters, plus 2^32 for each that has finished; the last one
 // resets it.
@@ -347,8 +347,8 @@ static __device__ __forceinline__ void epilogue_store_f32(float *out, int64_t st
 }
 
 // Logits into E, in place: 2^(z scale - a scale), one FMA and one ex2. row_sums: E over the thread's entries of
-// its two rows, in fp32. a scale is rounded once for a row, which shifts all of the row's E alike; the sum is
-// corrected by the rounding error. Only tiles with a target or with columns beyond V mask entries.
+// its two rows, in fp32. The product anchor * scale is rounded once per row, which shifts all of the row's E by one
+// factor; the sum is corrected by the rounding error. Only tiles with a target or with columns beyond V mask entries.
 static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2],
                                                     const TileScheduler &s, const EpilogueParams &params,
                                                     int row, int first_column, int column) {
