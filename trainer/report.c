@@ -45,10 +45,11 @@ static void log_write(const Report *r, const char *event, const LogField *fields
   for (const LogField *f = fields; f->name; f++)
     if (!f->optional || isfinite(f->number)) cJSON_AddItemToObject(line, f->name, value_of(f));
   char *text = json_print(line, false);
-  if (fprintf(r->log, "%s\n", text) < 0 || fflush(r->log))
-    fail("cannot write the log %s: %s", r->options->log, strerror(errno));
+  bool written = fprintf(r->log, "%s\n", text) >= 0 && !fflush(r->log);
+  int error = errno;
   free(text);
   cJSON_Delete(line);
+  if (!written) fail("cannot write the log %s: %s", r->options->log, strerror(error));
 }
 
 // --- before the first step ---------------------------------------------------------------------------------
