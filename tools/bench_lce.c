@@ -50,7 +50,7 @@ static const Option option_rows[] = {
     {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("7"), HELP("Rounds, of which the median counts")},
     {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
     {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
-    {OPTION_END}};
+    {.type = OPTION_END}};
 
 static Settings parse(int argc, char **argv) {
   static const OptionTable table = {

@@ -186,7 +186,7 @@ static void parse(Options *options, int argc, char **argv) {
   static const Option rows[] = {
       {OPTION_FLAG, "compare-modes", .size = sizeof(bool), .min = true,
        HELP("Also time the step with materialized logits, alternating with the fused mode")},
-      {OPTION_END}};
+      {.type = OPTION_END}};
   static const OptionTable table = {
       rows,
       "The time of a training step on this machine, and that of its GEMMs alone: medians of 5, after 3 steps "

@@ -60,7 +60,7 @@ static const Option option_rows[] = {
      HELP("cpu, cuda or auto: the GPU if there is one")},
     {CHOICE("dtype", "TYPE", machine.dtype, "fp32 or bf16"),
      HELP("fp32 or bf16 (default bf16 on cuda; the CPU is fp32)")},
-    {OPTION_END}};
+    {.type = OPTION_END}};
 
 static Wanted parse(int argc, char **argv) {
   static const OptionTable table = {option_rows, "Continues a prompt with a Llama or GPT-2 model.",

@@ -46,7 +46,7 @@ static const Option options[] = {
     {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("5"), HELP("Rounds, of which the median counts")},
     {TEXT("csv", "FILE", csv), HELP("Write the table as CSV, too")},
     {TEXT("plot", "FILE", plot), HELP("Draw time and memory as PNG")},
-    {OPTION_END}};
+    {.type = OPTION_END}};
 // clang-format on
 
 static const OptionTable table = {options,

@@ -65,7 +65,7 @@ static const Option option_rows[] = {
      HELP("Start over; without it a sweep that was stopped continues where it was")},
     {FLAG("redraw", redraw, true), HELP("Only draw again what is in DIR")},
     {WHOLE("resolution", "N", resolution, 1, 4), DEFAULT("2"), HELP("Pixels per point of the pictures")},
-    {OPTION_END}};
+    {.type = OPTION_END}};
 
 // Takes this program's options; the rest, after the recipe's, are ./train's.
 static Arguments parse(int argc, char **argv, const Recipe **recipe, Options *options) {

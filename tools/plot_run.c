@@ -145,7 +145,7 @@ static void draw(const Wanted *w) {
 static const Option option_rows[] = {
     {TEXT("out", "FILE", out), DEFAULT("run.png"), HELP("The picture")},
     {NUMBER("from", "STEP", from, 0, 1e18), DEFAULT("0"), HELP("Leave out the steps before it")},
-    {OPTION_END}};
+    {.type = OPTION_END}};
 
 int main(int argc, char **argv) {
   static const OptionTable table = {
