@@ -2,8 +2,7 @@
 // the fused mode at each chunk, and with --materialized the other mode, each alternating with the three plain
 // GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once); with
 // --terms also the fused mode with one term of the loss after the other, alternating with the loss without it.
-// Prints medians, the medians of the ratios to what each alternates with, and the bytes held. Only ratios of
-// neighbours mean anything: a GPU at its power limit is slower after harder work.
+// Prints medians, the medians of the ratios to what each alternates with (tools/measure.h), and the bytes held.
 //
 // The filter comes last, and twice: with nothing to leave out, and with seven eighths of the tiles
 // (make_filterable), each compared with the loss without it on the same weights.
@@ -26,10 +25,10 @@
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
 #include "tools/curves/layer.h"
+#include "tools/measure.h"
 #include "trainer/machine.h"
-#include "trainer/speed.h"
 
-enum { MAX_CHUNKS = 8, MAX_ROUNDS = 99 };
+enum { MAX_CHUNKS = 8 };
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, repeat;
@@ -47,7 +46,8 @@ static const Option option_rows[] = {
     {TEXT("chunk", "C[,C...]", chunk_list),
      HELP("Tokens per chunk (default: the largest that holds an eighth of what materialized logits hold)")},
     {TEXT("device", "cpu|cuda", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run")},
-    {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("7"), HELP("Rounds, of which the median counts")},
+    {WHOLE("repeat", "R", repeat, 1, MEASURE_MAX_ROUNDS), DEFAULT("7"),
+     HELP("Rounds, of which the median counts")},
     {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
     {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
     {.type = OPTION_END}};
@@ -69,12 +69,11 @@ static Settings parse(int argc, char **argv) {
 
 // --- what is timed -----------------------------------------------------------------------------------------
 
-typedef struct Work {
+typedef struct {
   char name[64];
   LinearCrossEntropy call; // the three plain GEMMs have none (chunk 0)
-  struct Work *base;       // what it alternates with
+  int base;                // what it alternates with
   size_t held;             // bytes
-  double times[MAX_ROUNDS], ratios[MAX_ROUNDS];
 } Work;
 
 enum { MAX_WORKS = 2 * MAX_CHUNKS + 14 };
@@ -101,7 +100,7 @@ static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, in
   return t;
 }
 
-__attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, Work *base, LinearCrossEntropy call,
+__attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, int base, LinearCrossEntropy call,
                                                             const char *name, ...) {
   Work *work = &b->works[b->count++];
   va_list arguments;
@@ -113,31 +112,27 @@ __attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, Work *base
   return work;
 }
 
-static void add_terms(Bench *b, Work *fused) {
-  const LinearCrossEntropy plain = fused->call;
-  LinearCrossEntropy call;
-  call = plain, call.mean = true;
-  add_work(b, fused, call, "+ mean on the device");
-  call = plain, call.token_weights = b->token_weights;
-  add_work(b, fused, call, "+ token weights");
-  call = plain, call.terms.class_weights = b->class_weights;
-  add_work(b, fused, call, "+ class weights");
-  call = plain, call.terms.z_loss = 1e-4f, call.outputs.z_loss = b->stats;
-  add_work(b, fused, call, "+ z-loss");
-  call = plain, call.terms.label_smoothing = 0.1f;
-  add_work(b, fused, call, "+ label smoothing");
-  call = plain, call.terms.temperature = 0.7f;
-  add_work(b, fused, call, "+ temperature");
-  call = plain, call.terms.softcap = 30;
-  add_work(b, fused, call, "+ soft-cap");
-  call = plain, call.bias = b->bias, call.dbias = b->dbias;
-  add_work(b, fused, call, "+ bias");
-  call = plain, call.entropy_weights = b->entropy_weights, call.outputs.entropy = b->stats;
-  add_work(b, fused, call, "+ entropy");
-  call = plain, call.filtered = b->filtered, call.terms.filter = 1e-30f;
-  add_work(b, fused, call, "+ filter of nothing");
-  call.terms.filter = 2.0f / (float)b->settings->vocab_size;
-  add_work(b, fused, call, "+ filter");
+static void add_terms(Bench *b, int fused) {
+  const LinearCrossEntropy plain = b->works[fused].call;
+  add_work(b, fused, plain, "+ mean on the device")->call.mean = true;
+  add_work(b, fused, plain, "+ token weights")->call.token_weights = b->token_weights;
+  add_work(b, fused, plain, "+ class weights")->call.terms.class_weights = b->class_weights;
+  LinearCrossEntropy *call = &add_work(b, fused, plain, "+ z-loss")->call;
+  call->terms.z_loss = 1e-4f;
+  call->outputs.z_loss = b->stats;
+  add_work(b, fused, plain, "+ label smoothing")->call.terms.label_smoothing = 0.1f;
+  add_work(b, fused, plain, "+ temperature")->call.terms.temperature = 0.7f;
+  add_work(b, fused, plain, "+ soft-cap")->call.terms.softcap = 30;
+  call = &add_work(b, fused, plain, "+ bias")->call;
+  call->bias = b->bias;
+  call->dbias = b->dbias;
+  call = &add_work(b, fused, plain, "+ entropy")->call;
+  call->entropy_weights = b->entropy_weights;
+  call->outputs.entropy = b->stats;
+  LinearCrossEntropy filtered = plain;
+  filtered.filtered = b->filtered;
+  add_work(b, fused, filtered, "+ filter of nothing")->call.terms.filter = 1e-30f;
+  add_work(b, fused, filtered, "+ filter")->call.terms.filter = 2.0f / (float)b->settings->vocab_size;
 }
 
 // The call with this rank's rows of the head.
@@ -156,7 +151,8 @@ static LinearCrossEntropy split_call(const LceTensors *layer, int64_t chunk) {
 static void prepare(Bench *b) {
   const Settings *o = b->settings;
   Backend *backend = b->layer.backend;
-  Work *gemms = add_work(b, NULL, (LinearCrossEntropy){.chunk = 0}, "three plain GEMMs"), *fused = gemms + 1;
+  const int gemms = 0, fused = 1;
+  add_work(b, gemms, (LinearCrossEntropy){.chunk = 0}, "three plain GEMMs");
   for (int i = 0; i < o->chunk_count; i++)
     add_work(b, gemms, layer_call(&b->layer, LCE_FUSED, o->chunks[i]), "fused, chunk %lld",
              (long long)o->chunks[i]);
@@ -198,36 +194,21 @@ static void wait_for_all(const Bench *b) {
   backend_synchronize(backend);
 }
 
-static double seconds(const Bench *b, const Work *work) {
-  Backend *backend = b->layer.backend;
+static double seconds(void *bench, int which) {
+  const Bench *b = bench;
+  const Work *work = &b->works[which];
   wait_for_all(b);
   double start = now_seconds();
   if (work->call.chunk)
-    linear_cross_entropy(backend, work->call);
+    linear_cross_entropy(b->layer.backend, work->call);
   else
     layer_gemms(&b->layer, b->settings->tokens);
   wait_for_all(b);
   return now_seconds() - start;
 }
 
-// Times the two alternately, `work` also as a ratio to the same round's time of its base. Before that they
-// alternate untimed: a GPU reaches its power limit only after a while.
-static void time_alternately(Bench *b, Work *work) {
-  const double warm_up = 0.7;
-  Work *base = work->base;
-  for (double spent = 0; spent < warm_up;) spent += seconds(b, base) + seconds(b, work);
-  for (int64_t round = 0; round < b->settings->repeat; round++) {
-    base->times[round] = seconds(b, base);
-    base->ratios[round] = 1;
-    work->times[round] = seconds(b, work);
-    work->ratios[round] = work->times[round] / base->times[round];
-  }
-}
-
-static void report(const Bench *b, Work *work) {
-  int64_t rounds = b->settings->repeat;
-  printf("  %-24s %9.2f ms %7.3f", work->name, 1e3 * median(work->times, rounds),
-         median(work->ratios, rounds));
+static void report(const Bench *b, const Work *work, double seconds, double ratio) {
+  printf("  %-24s %9.2f ms %7.3f", work->name, 1e3 * seconds, ratio);
   if (work->held) printf("   %s", text_bytes(work->held).text);
   if (tensor_exists(work->call.filtered)) report_filtered(b);
   putchar('\n');
@@ -241,13 +222,14 @@ static void run(Bench *b) {
   layer_gemms(&b->layer, b->settings->tokens); // chooses its algorithms; layer_held does so for the calls
   for (int i = 1; i < b->count; i++) b->works[i].held = layer_held(b->layer.backend, b->works[i].call);
   for (int i = 1; i < b->count; i++) {
-    if (tensor_exists(b->works[i].call.filtered)) make_filterable(b);
-    time_alternately(b, &b->works[i]);
+    const Work *work = &b->works[i];
+    if (tensor_exists(work->call.filtered)) make_filterable(b);
+    Medians m = measure(seconds, b, work->base, i, 0.7, b->settings->repeat);
     if (i == 1) heading("", "ratio");
-    if (i == 1) report(b, &b->works[0]);
+    if (i == 1) report(b, &b->works[0], m.base, 1);
     if (i == b->first_split && i < b->first_term) heading("split over the ranks", "over one's");
     if (i == b->first_term) heading("with a term", "over without");
-    report(b, &b->works[i]);
+    report(b, work, m.work, m.ratio);
   }
 }
 
