@@ -16,20 +16,18 @@
 #include "base/option_rows.h"
 #include "base/text.h"
 #include "tools/curves/point.h"
+#include "tools/measure.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
-#include "trainer/speed.h"
 #include "trainer/trainer.h"
 
 // --- recording the GEMMs of a pass ----------------------------------------------------------------------
 
+// One of the three: the one that has an output.
 typedef struct {
-  enum { FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT } kind;
-  union {
-    LinearForward forward;
-    LinearBackwardInput input;
-    LinearBackwardWeight weight;
-  } call;
+  LinearForward forward;
+  LinearBackwardInput input;
+  LinearBackwardWeight weight;
 } Gemm;
 
 static struct {
@@ -46,17 +44,17 @@ static void append(Gemm gemm, Tensor rows, Tensor weight) {
 }
 
 static void record_forward(Backend *backend, const LinearForward *a) {
-  append((Gemm){.kind = FORWARD, .call.forward = *a}, a->x, a->weight);
+  append((Gemm){.forward = *a}, a->x, a->weight);
   record.wrapped->linear_forward(backend, a);
 }
 
 static void record_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  append((Gemm){.kind = BACKWARD_INPUT, .call.input = *a}, a->dout, a->weight);
+  append((Gemm){.input = *a}, a->dout, a->weight);
   record.wrapped->linear_backward_input(backend, a);
 }
 
 static void record_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
-  append((Gemm){.kind = BACKWARD_WEIGHT, .call.weight = *a}, a->dout, a->dweight);
+  append((Gemm){.weight = *a}, a->dout, a->dweight);
   record.wrapped->linear_backward_weight(backend, a);
 }
 
@@ -64,8 +62,8 @@ static void record_backward_weight(Backend *backend, const LinearBackwardWeight 
 static void record_logits_exp(Backend *backend, const LceLogitsExp *a) {
   LinearForward logits = {.out = a->exps, .x = a->x, .weight = a->weight};
   LinearBackwardInput dx = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight};
-  append((Gemm){.kind = FORWARD, .call.forward = logits}, a->x, a->weight);
-  if (tensor_exists(a->dx_raw)) append((Gemm){.kind = BACKWARD_INPUT, .call.input = dx}, a->x, a->weight);
+  append((Gemm){.forward = logits}, a->x, a->weight);
+  if (tensor_exists(a->dx_raw)) append((Gemm){.input = dx}, a->x, a->weight);
   record.wrapped->lce_logits_exp(backend, a);
 }
 
@@ -77,8 +75,8 @@ static void record_filtered(Backend *backend, const LceFilteredGemms *a) {
                                   .x = a->scaled_x,
                                   .alpha = a->alpha,
                                   .accumulate = a->accumulate};
-  append((Gemm){.kind = BACKWARD_INPUT, .call.input = dx}, a->exps, a->weight);
-  append((Gemm){.kind = BACKWARD_WEIGHT, .call.weight = dweight}, a->exps, a->dweight);
+  append((Gemm){.input = dx}, a->exps, a->weight);
+  append((Gemm){.weight = dweight}, a->exps, a->dweight);
   record.wrapped->lce_filtered_gemms(backend, a);
 }
 
@@ -100,19 +98,11 @@ static void record_pass(Trainer *trainer) {
 
 // The recorded tensors' places on the stack are free by now, but the bytes are still there.
 static void replay(Backend *backend) {
-  for (int64_t i = 0; i < record.count; i++) {
-    const Gemm *p = &record.gemms[i];
-    switch (p->kind) {
-    case FORWARD:
-      backend->ops->linear_forward(backend, &p->call.forward);
-      break;
-    case BACKWARD_INPUT:
-      backend->ops->linear_backward_input(backend, &p->call.input);
-      break;
-    case BACKWARD_WEIGHT:
-      backend->ops->linear_backward_weight(backend, &p->call.weight);
-      break;
-    }
+  const BackendOps *ops = backend->ops;
+  for (const Gemm *g = record.gemms; g < record.gemms + record.count; g++) {
+    if (tensor_exists(g->forward.out)) ops->linear_forward(backend, &g->forward);
+    if (tensor_exists(g->input.dx)) ops->linear_backward_input(backend, &g->input);
+    if (tensor_exists(g->weight.dweight)) ops->linear_backward_weight(backend, &g->weight);
   }
 }
 
@@ -123,7 +113,7 @@ enum { WARM_UP = 3, ROUNDS = 5 };
 typedef struct {
   Trainer *trainer;
   const Loader *loader;
-  int64_t step;
+  int64_t step, micro_steps;
 } Steps;
 
 static void one_step(Steps *s) {
@@ -132,42 +122,42 @@ static void one_step(Steps *s) {
   trainer_collect(s->trainer, results);
 }
 
+enum { STEP, GEMMS };
+
+static double seconds_of(Steps *s, int which, int64_t times) {
+  Backend *backend = s->trainer->backend;
+  backend_synchronize(backend);
+  double start = now_seconds();
+  for (int64_t i = 0; i < times; i++) {
+    if (which == STEP)
+      one_step(s);
+    else
+      replay(backend);
+  }
+  backend_synchronize(backend);
+  return now_seconds() - start;
+}
+
+static double step_or_gemms(void *steps, int which) {
+  return seconds_of(steps, which, which == STEP ? 1 : ((Steps *)steps)->micro_steps);
+}
+
+static double step_in_mode(void *steps, int mode) {
+  trainer_set_mode(((Steps *)steps)->trainer, (LceMode)mode);
+  one_step(steps); // on a stack that is new
+  return seconds_of(steps, STEP, 2) / 2;
+}
+
 // Seconds of one step of the same shapes with GEMMs by plain loops, on another backend.
 static double plain_step_seconds(const Options *options, const Loader *loader) {
   Backend *backend = cpu_backend_create(true);
   Trainer trainer;
   trainer_create(&trainer, options, backend);
   trainer_set_mode(&trainer, options->mode);
-  Steps steps = {&trainer, loader, 0};
-  double start = now_seconds();
-  one_step(&steps);
-  double seconds = now_seconds() - start;
+  double seconds = seconds_of(&(Steps){&trainer, loader, .step = 0}, STEP, 1);
   trainer_destroy(&trainer);
   backend_destroy(backend);
   return seconds;
-}
-
-static double seconds_in(LceMode mode, Steps *s, Backend *backend) {
-  enum { TIMED = 2 };
-  trainer_set_mode(s->trainer, mode);
-  one_step(s); // on a stack that is new
-  backend_synchronize(backend);
-  double start = now_seconds();
-  for (int i = 0; i < TIMED; i++) one_step(s);
-  backend_synchronize(backend);
-  return (now_seconds() - start) / TIMED;
-}
-
-static void compare_modes(Steps *steps, Backend *backend) {
-  double fused[ROUNDS], materialized[ROUNDS], ratios[ROUNDS];
-  seconds_in(LCE_MATERIALIZED, steps, backend); // chooses its GEMM algorithms
-  for (int i = 0; i < ROUNDS; i++) {
-    fused[i] = seconds_in(LCE_FUSED, steps, backend);
-    materialized[i] = seconds_in(LCE_MATERIALIZED, steps, backend);
-    ratios[i] = materialized[i] / fused[i];
-  }
-  printf("  the modes      %9.2f ms   fused, %.2f ms materialized: %.3f times\n", 1e3 * median(fused, ROUNDS),
-         1e3 * median(materialized, ROUNDS), median(ratios, ROUNDS));
 }
 
 // What ./train does and this program would not.
@@ -216,42 +206,35 @@ int main(int argc, char **argv) {
   trainer_create(&trainer, &options, backend);
   trainer_set_mode(&trainer, options.mode);
 
-  Steps steps = {&trainer, &loader, 0};
+  Steps steps = {&trainer, &loader, .micro_steps = options.micro_steps};
   for (int i = 0; i < WARM_UP; i++) one_step(&steps);
   record_pass(&trainer);
   replay(backend);
-  double step[ROUNDS], gemms[ROUNDS];
-  for (int i = 0; i < ROUNDS; i++) { // alternately: a card's speed changes with its heat
-    backend_synchronize(backend);
-    double start = now_seconds();
-    one_step(&steps);
-    backend_synchronize(backend);
-    double middle = now_seconds();
-    for (int64_t m = 0; m < options.micro_steps; m++) replay(backend);
-    backend_synchronize(backend);
-    step[i] = middle - start;
-    gemms[i] = now_seconds() - middle;
-  }
-  double step_seconds = median(step, ROUNDS), gemm_seconds = median(gemms, ROUNDS);
+  Medians m = measure(step_or_gemms, &steps, STEP, GEMMS, 0, ROUNDS);
   double flops = record.flops * (double)options.micro_steps;
   const Ledger *ledger = &backend->memory.ledger;
   printf("%s, %s: batch %lld x %lld, V %s, %s loss, z-loss %g, recompute %s\n", backend->description,
          options.model.name, (long long)options.batch, (long long)options.seq_len,
          text_grouped(options.model.vocab_size).text, lce_mode_name(options.mode), options.z_loss,
          recompute_name(options.recompute));
-  printf("  step           %9.2f ms   %s tokens/s\n", 1e3 * step_seconds,
-         text_grouped((int64_t)((double)options.total_batch / step_seconds)).text);
-  printf("  plain GEMMs    %9.2f ms   %.1f TFLOP/s, %.0f%% of the step\n", 1e3 * gemm_seconds,
-         1e-12 * flops / gemm_seconds, 100 * gemm_seconds / step_seconds);
+  printf("  step           %9.2f ms   %s tokens/s\n", 1e3 * m.base,
+         text_grouped((int64_t)((double)options.total_batch / m.base)).text);
+  printf("  plain GEMMs    %9.2f ms   %.1f TFLOP/s, %.0f%% of the step\n", 1e3 * m.work,
+         1e-12 * flops / m.work, 100 * m.work / m.base);
   printf("  memory         %9s      at the peak (ledger), %s for LM head + loss\n",
          text_bytes(ledger->peak).text, text_bytes(ledger->highest[MEMORY_HEAD]).text);
   printf("  the device     %9s      at the peak, as the system counts\n",
          text_bytes(backend->ops->device_bytes_peak(backend)).text);
-  if (options.compare_modes) compare_modes(&steps, backend);
+  if (options.compare_modes) {
+    step_in_mode(&steps, LCE_MATERIALIZED); // chooses its GEMM algorithms
+    Medians modes = measure(step_in_mode, &steps, LCE_FUSED, LCE_MATERIALIZED, 0, ROUNDS);
+    printf("  the modes      %9.2f ms   fused, %.2f ms materialized: %.3f times\n", 1e3 * modes.base,
+           1e3 * modes.work, modes.ratio);
+  }
   trainer_destroy(&trainer);
   if (backend->device == ON_CPU) {
     double plain = plain_step_seconds(&options, &loader);
-    printf("  plain loops    %9.2f ms   %.1f times the step\n", 1e3 * plain, plain / step_seconds);
+    printf("  plain loops    %9.2f ms   %.1f times the step\n", 1e3 * plain, plain / m.base);
   }
   free(record.gemms);
   source_close(source);
