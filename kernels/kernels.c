@@ -327,11 +327,14 @@ void lce_target_logits(Backend *backend, LceTargetLogits a) {
   CALL(lce_target_logits);
 }
 
+#define FORWARD_ONLY "absent: exps is absent, so this is the forward pass alone"
+
 void lce_logits_exp(Backend *backend, LceLogitsExp a) {
   CHECK(FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"), FIELD(targets, "int32 [C]"),
         FIELD(exps, "T [C, V] strided or absent"),
-        FIELD(dx_raw, tensor_exists(a.exps) ? "T|fp32 [C, H] or absent"
-                                            : "absent: exps is absent, so this is the forward pass alone"));
+        FIELD(dx_raw, tensor_exists(a.exps) ? "T|fp32 [C, H] or absent" : FORWARD_ONLY),
+        SIZE(B, ceil_div(a.weight.shape[0], LCE_TILE_COLUMNS)),
+        FIELD(tile_sums, tensor_exists(a.exps) ? "fp32 [C, B] or absent" : FORWARD_ONLY));
   loss_rows(__func__, &a.rows, a.x.shape[0], ROW_SUMS);
   CALL_WITH_SCRATCH(lce_logits_exp, MEMORY_HEAD);
 }
@@ -378,24 +381,28 @@ void lce_rows(Backend *backend, LceRows a) {
   CALL(lce_rows);
 }
 
-#define FILTER_TILES(exps)                                                                                   \
-  SIZE(A, ceil_div((exps).shape[0], LCE_FILTER_ROWS)), SIZE(B, ceil_div((exps).shape[1], LCE_FILTER_COLUMNS))
+#define TILES_OF(exps)                                                                                       \
+  SIZE(A, ceil_div((exps).shape[0], LCE_TILE_ROWS)), SIZE(B, ceil_div((exps).shape[1], LCE_TILE_COLUMNS))
 
-void lce_filter(Backend *backend, LceFilter a) {
-  CHECK(FIELD(exps, "T [C, V] strided"), FILTER_TILES(a.exps), FIELD(tiles, "fp32 [A, B]"),
-        FIELD(stats, "fp32 [3]"));
+void lce_sample_tiles(Backend *backend, LceSampleTiles a) {
+  CHECK(FIELD(exps, "T [C, V] strided"), TILES_OF(a.exps), FIELD(tiles, "fp32 [A, B]"),
+        FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"));
   loss_rows(__func__, &a.rows, a.exps.shape[0], "row_sum, target_e");
-  if (!(a.epsilon > 0 && a.epsilon < 1))
-    fail("%s: epsilon is %g, which is not in (0, 1)", __func__, (double)a.epsilon);
-  CALL(lce_filter);
+  if (!(a.full_mass > 0)) fail("%s: full_mass is %g, which is not above 0", __func__, (double)a.full_mass);
+  CALL(lce_sample_tiles);
 }
 
-void lce_filtered_gemms(Backend *backend, LceFilteredGemms a) {
-  CHECK(FIELD(exps, "T [C, V] strided"), FILTER_TILES(a.exps), FIELD(tiles, "fp32 [A, B]"),
-        FIELD(weight, "T [V, H]"), FIELD(scaled_x, "T [C, H]"), FIELD(dx_raw, "T|fp32 [C, H]"),
-        FIELD(dweight, "fp32 [V, H]"));
+void lce_sampled_dx(Backend *backend, LceSampledDx a) {
+  CHECK(FIELD(exps, "T [C, V] strided"), TILES_OF(a.exps), FIELD(tiles, "fp32 [A, B]"),
+        FIELD(weight, "T [V, H]"), FIELD(dx_raw, "T|fp32 [C, H]"));
+  CALL_WITH_SCRATCH(lce_sampled_dx, MEMORY_HEAD);
+}
+
+void lce_dweight(Backend *backend, LceDweight a) {
+  CHECK(FIELD(exps, "T [C, V] strided"), TILES_OF(a.exps), FIELD(tiles, "fp32 [A, B] or absent"),
+        FIELD(scaled_x, "T [C, H]"), FIELD(dweight, "fp32 [V, H]"));
   if (a.alpha == 0) a.alpha = 1;
-  CALL_WITH_SCRATCH(lce_filtered_gemms, MEMORY_HEAD);
+  CALL_WITH_SCRATCH(lce_dweight, MEMORY_HEAD);
 }
 
 void lce_input_gradient(Backend *backend, LceInputGradient a) {

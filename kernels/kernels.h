@@ -233,7 +233,6 @@ typedef struct {
   float z_loss;            // lambda
   float softcap;           // c; 0 for none
   float temperature;       // T; 0 is read as 1
-  float filter;            // of the gradients alone, in [0, 1); 0 for none: see LceFilter
   Tensor class_weights;    // w: fp32 [V], or absent
   Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; there when class_weights and label_smoothing are
 } LossTerms;
@@ -334,7 +333,9 @@ typedef struct {
   Tensor
       exps; // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
             // are stored in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end
-  Tensor dx_raw;     // fp32 or x's dtype [C, H]; absent when exps is, or where LceFilteredGemms makes it
+  Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledDx makes it
+  Tensor
+      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)]: R's parts, for LceSampleTiles; absent without exps, or unless wanted
   LossRows rows;     // reads target_z; writes anchor, row_sum, target_e
   Tensor x;          // fp32/bf16 [C, H]
   Tensor weight;     // fp32/bf16 [V, H]
@@ -377,36 +378,47 @@ typedef struct {
   int64_t vocab_size;
 } LceRows;
 
-// Gradient filtering (Cut Cross-Entropy; Wijmans et al. 2025). E is cut into tiles of LCE_FILTER_ROWS rows,
-// counted from the chunk's first, by LCE_FILTER_COLUMNS vocabulary entries. A tile in which every entry is
-// E[j] < epsilon (R + target_e), so every p is below epsilon, counts as zero in both GEMMs; the target's
-// own entry, outside of E, stays.
-//   tiles[b, t]  where the tile is left out, its mass: the sum of E[j] / (R + target_e); -1 where it counts
-//   stats       += {tiles left out, all tiles, the mass left out}, in a fixed order
-// A NaN keeps its tile, a row whose target is IGNORE_INDEX keeps none. What E holds in the tiles left out is
-// unspecified afterwards: a backend whose GEMMs are dense makes it 0.
-enum { LCE_FILTER_ROWS = 128, LCE_FILTER_COLUMNS = 256 };
+// Sampling of the softmax gradient, without bias. E is cut into tiles of LCE_TILE_ROWS rows, counted from the chunk's
+// first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
+//   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)
+// It is kept with probability q = min(1, m / full_mass), rounded to a power of two, and then multiplied by 1 / q, which is
+// exact; else it is dropped. So dX and dweight, which are linear in E, keep their expectation: LCE.md has the proof and the
+// variance. The target's own entry lies outside of E and is always added.
+//   tiles[b, t]  1 / q where the tile is kept, -m where it is dropped
+//   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order
+// Tile i = b B + t is kept where random_uniform(seed, stream, i) < q: the same draws on every device. A NaN keeps its tile,
+// a mass of 0 drops it. What E holds in dropped tiles is unspecified afterwards; lce_sampled_dx and lce_dweight know.
+enum { LCE_TILE_ROWS = 128, LCE_TILE_COLUMNS = 192 };
 
 typedef struct {
-  Tensor tiles;  // fp32 [ceil(C / LCE_FILTER_ROWS), ceil(V / LCE_FILTER_COLUMNS)]
-  Tensor stats;  // fp32 [3]
-  Tensor exps;   // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, and zeros may follow likewise
-  LossRows rows; // reads row_sum, target_e
-  float epsilon; // in (0, 1)
-} LceFilter;
+  Tensor tiles;     // fp32 [A, B]: A = ceil(C / LCE_TILE_ROWS), B = ceil(V / LCE_TILE_COLUMNS)
+  Tensor stats;     // fp32 [3]
+  Tensor exps;      // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, with zeros that may follow
+  Tensor tile_sums; // fp32 [C, B], from LceLogitsExp
+  LossRows rows;    // reads row_sum, target_e, and rescale where it is there
+  float full_mass;  // above 0: the mass from which a tile is always kept
+  uint64_t seed, stream;
+} LceSampleTiles;
 
-// Over the tiles that count alone:  dx_raw = E W;  dweight (+)= alpha E^T scaled_x.
+// dx_raw = E W over the kept tiles.
 typedef struct {
   Tensor dx_raw;    // fp32 or x's dtype [C, H]
-  Tensor dweight;   // fp32 [V, H]
-  Tensor tiles;     // as LceFilter left them, and exps with them
+  Tensor tiles;     // as LceSampleTiles left them, and exps with them
   Tensor exps;      // fp32/bf16 [C, V], may be strided
   Tensor weight;    // fp32/bf16 [V, H]
-  Tensor scaled_x;  // fp32/bf16 [C, H]
-  float alpha;      // 0 is read as 1, as in LinearBackwardWeight
-  bool accumulate;  // dweight alone
   Tensor workspace; // pushed by the entry point
-} LceFilteredGemms;
+} LceSampledDx;
+
+// dweight (+)= alpha E^T scaled_x, over all tiles or the kept ones.
+typedef struct {
+  Tensor dweight;  // fp32 [V, H]
+  Tensor tiles;    // as LceSampleTiles left them, and exps with them; absent: all of E
+  Tensor exps;     // fp32/bf16 [C, V], may be strided
+  Tensor scaled_x; // fp32/bf16 [C, H]
+  float alpha;     // 0 is read as 1, as in LinearBackwardWeight
+  bool accumulate;
+  Tensor workspace; // pushed by the entry point
+} LceDweight;
 
 // dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over dx_raw.
 // Without the second term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
@@ -534,8 +546,9 @@ typedef struct {
   S(lce_logits_exp, LceLogitsExp)                                                                            \
   X(lce_combine, LceCombine)                                                                                 \
   X(lce_rows, LceRows)                                                                                       \
-  X(lce_filter, LceFilter)                                                                                   \
-  S(lce_filtered_gemms, LceFilteredGemms)                                                                    \
+  X(lce_sample_tiles, LceSampleTiles)                                                                        \
+  S(lce_sampled_dx, LceSampledDx)                                                                            \
+  S(lce_dweight, LceDweight)                                                                                 \
   X(lce_input_gradient, LceInputGradient)                                                                    \
   S(lce_target_gradient, LceTargetGradient)                                                                  \
   X(cross_entropy_in_place, CrossEntropyInPlace)                                                             \

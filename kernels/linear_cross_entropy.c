@@ -47,7 +47,8 @@ typedef struct {
   LossTerms terms;        // with class_weight_sum
   Tensor class_weights;   // of this rank's rows of W
   Tensor factor;          // fp32 [1], or absent
-  Tensor filtered;        // fp32 [3]: see LinearCrossEntropy; there when terms.filter is
+  bool sampling;          // of E's tiles, for the gradients
+  Tensor sampled;         // fp32 [3]: TileSampling's stats
   Tensor smoothing_row;   // fp32 [H]: sum_j w[j] W[j] over all rows of W
   Tensor smoothing_local; // fp32 [H]: over this rank's rows
   Tensor smoothing_x;     // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks (and ranks)
@@ -103,9 +104,11 @@ static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
         backend,
         (LossFactor){.factor = c.factor, .targets = a->targets, .class_weights = a->terms.class_weights});
   }
-  if (a->terms.filter > 0) {
-    c.filtered = tensor_exists(a->filtered) ? a->filtered : push_vector(backend, "what is filtered", 3);
-    fill_zero(backend, c.filtered);
+  if (a->sampling.full_mass > 0) {
+    c.sampled =
+        tensor_exists(a->sampling.stats) ? a->sampling.stats : push_vector(backend, "tiles dropped", 3);
+    fill_zero(backend, c.sampled);
+    c.sampling = c.backward;
   }
   if (smoothing && !c.logits) push_smoothing(&c);
   return c;
@@ -191,7 +194,7 @@ typedef struct {
   LossRows rows;                    // fp32 [G C] each, of the whole vocabulary
   Tensor local_sums, all_sums; // split: fp32 [2 G C] anchors, row sums of this rank's W; fp32 [G * 2 G C]
   Tensor exps, logits;         // [G C, V / G]; one of them
-  Tensor tiles;                // of the filter (LceFilter)
+  Tensor tile_sums, tiles;     // of sampling: fp32 [G C, B], [A, B], as LceSampleTiles has them
   Tensor scaled_x; // [G C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
 } Chunk;
 
@@ -243,9 +246,10 @@ static Chunk push_buffers(const Call *c, int64_t count) {
   b.rows = push_loss_rows(c, rows);
   if (!c->backward) return b;
   b.exps = push_logits(c, "exponentials", rows, a->x.dtype);
-  if (a->terms.filter > 0)
-    b.tiles = push_matrix(c->backend, "tiles to filter", DTYPE_F32, ceil_div(rows, LCE_FILTER_ROWS),
-                          ceil_div(a->weight.shape[0], LCE_FILTER_COLUMNS));
+  if (!c->sampling) return b;
+  int64_t across = ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
+  b.tile_sums = push_matrix(c->backend, "row sums of tiles", DTYPE_F32, rows, across);
+  b.tiles = push_matrix(c->backend, "tiles", DTYPE_F32, ceil_div(rows, LCE_TILE_ROWS), across);
   return b;
 }
 
@@ -265,7 +269,8 @@ static Chunk start_chunk(const Call *c, const Chunk *buffers, int64_t first, int
   }
   k.exps = first_rows(k.exps, 0, rows);
   k.logits = first_rows(k.logits, 0, rows);
-  k.tiles = first_rows(k.tiles, 0, ceil_div(rows, LCE_FILTER_ROWS));
+  k.tile_sums = first_rows(k.tile_sums, 0, rows);
+  k.tiles = first_rows(k.tiles, 0, ceil_div(rows, LCE_TILE_ROWS));
   k.rows = loss_rows_range(&buffers->rows, 0, rows);
   if (c->at_once) {
     k.rows.target_z = first_rows(buffers->rows.target_z, first, count);
@@ -359,14 +364,14 @@ static void logits_exp(const Call *c, const Chunk *k) {
                                                  .weight = a->weight,
                                                  .targets = k->local_targets});
   if (c->split) all_reduce(backend, (Collective){.out = local.target_z, .x = local.target_z});
-  lce_logits_exp(backend,
-                 (LceLogitsExp){.exps = k->exps,
-                                .dx_raw = a->terms.filter > 0 ? none : k->dx, // a filter reads E first
-                                .rows = local,
-                                .x = k->x,
-                                .weight = a->weight,
-                                .targets = k->local_targets,
-                                .temperature = c->terms.temperature});
+  lce_logits_exp(backend, (LceLogitsExp){.exps = k->exps,
+                                         .dx_raw = c->sampling ? none : k->dx, // sampling needs R first
+                                         .tile_sums = k->tile_sums,
+                                         .rows = local,
+                                         .x = k->x,
+                                         .weight = a->weight,
+                                         .targets = k->local_targets,
+                                         .temperature = c->terms.temperature});
   if (!c->split) return;
   all_gather(backend, (Collective){.out = k->all_sums, .x = k->local_sums});
   lce_combine(backend, (LceCombine){.rows = k->rows,
@@ -401,13 +406,30 @@ static void losses_and_scales(const Call *c, const Chunk *k) {
   lce_rows(c->backend, all);
 }
 
+// Draws the tiles that count, and makes dx_raw from them. Chunks and ranks have streams of their own.
+static void sampled_dx(const Call *c, const Chunk *k, int64_t chunk) {
+  const TileSampling *sampling = &c->a->sampling;
+  lce_sample_tiles(c->backend,
+                   (LceSampleTiles){.tiles = k->tiles,
+                                    .stats = c->sampled,
+                                    .exps = k->exps,
+                                    .tile_sums = k->tile_sums,
+                                    .rows = k->rows,
+                                    .full_mass = sampling->full_mass,
+                                    .seed = sampling->seed,
+                                    .stream = (uint64_t)(chunk * c->backend->ranks + c->backend->rank)});
+  lce_sampled_dx(c->backend,
+                 (LceSampledDx){.dx_raw = k->dx, .tiles = k->tiles, .exps = k->exps, .weight = c->a->weight});
+}
+
 // dweight (+)= scale E^T (r X). The caller's scale is the GEMM's alpha, so that r X stays within the normal numbers.
 static void add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
-  linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = c->a->dweight,
-                                                            .dout = k->exps,
-                                                            .x = k->scaled_x,
-                                                            .alpha = c->a->scale,
-                                                            .accumulate = accumulate});
+  lce_dweight(c->backend, (LceDweight){.dweight = c->a->dweight,
+                                       .tiles = k->tiles,
+                                       .exps = k->exps,
+                                       .scaled_x = k->scaled_x,
+                                       .alpha = c->a->scale,
+                                       .accumulate = accumulate});
 }
 
 // The targets' rows of dweight += scale c x.
@@ -428,23 +450,6 @@ static void add_all_targets(const Call *c, const Chunk *buffers) {
                 tensor_rows(a->targets, first, count));
     if (c->backend->memory.planning) break;
   }
-}
-
-// dx_raw and the non-targets' part of dweight, from the tiles of E that the filter keeps.
-static void filtered_gradients(const Call *c, const Chunk *k, bool accumulate) {
-  lce_filter(c->backend, (LceFilter){.tiles = k->tiles,
-                                     .stats = c->filtered,
-                                     .exps = k->exps,
-                                     .rows = k->rows,
-                                     .epsilon = c->terms.filter});
-  lce_filtered_gemms(c->backend, (LceFilteredGemms){.dx_raw = k->dx,
-                                                    .dweight = c->a->dweight,
-                                                    .tiles = k->tiles,
-                                                    .exps = k->exps,
-                                                    .weight = c->a->weight,
-                                                    .scaled_x = k->scaled_x,
-                                                    .alpha = c->a->scale,
-                                                    .accumulate = accumulate});
 }
 
 // dx from dx_raw, and what else needs x; the next chunk's may come then.
@@ -475,7 +480,6 @@ static int64_t even_chunk(int64_t tokens, int64_t max) {
 
 static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
   Memory *memory = &c->backend->memory;
-  bool filter = c->terms.filter > 0;
   Chunk before = {0}, chunk = start_chunk(c, buffers, 0, size), next = {0};
   for (int64_t first = 0; first < counted; first += size, before = chunk, chunk = next) {
     bool accumulate = c->a->accumulate || first > 0;
@@ -490,15 +494,15 @@ static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int
             push_matrix(c->backend, "scaled x", chunk.x.dtype, chunk.x.shape[0], chunk.x.shape[1]);
       losses_and_scales(c, &chunk);
       if (c->backward) {
-        if (filter) filtered_gradients(c, &chunk, accumulate);
+        if (c->sampling) sampled_dx(c, &chunk, first / size);
         // The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
-        if (!filter && first == 0) add_non_targets(c, &chunk, accumulate);
+        if (first == 0) add_non_targets(c, &chunk, accumulate);
         gradients_of_x(c, &chunk, first == 0);
       }
     }
     int64_t left = counted - first - size;
     if (left > 0) next = start_chunk(c, buffers, first + size, min_i64(left, size));
-    if (c->backward && !c->logits && !filter && first > 0) add_non_targets(c, &chunk, true);
+    if (c->backward && !c->logits && first > 0) add_non_targets(c, &chunk, true);
     memory_pop_to(memory, mark);
     if (memory->planning) break; // the chunks after the first need no more
   }
@@ -560,22 +564,19 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
     fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);
 }
 
-static void check_filter(const LinearCrossEntropy *a) {
-  double filter = (double)a->terms.filter;
-  if (!(filter >= 0 && filter < 1))
-    fail("linear_cross_entropy: filter is %g, which is not in [0, 1)", filter);
-  if (tensor_exists(a->filtered) && (a->filtered.rank != 1 || a->filtered.shape[0] != 3 || filter == 0))
-    fail("linear_cross_entropy: filtered is %s with a filter of %g; give fp32 [3] with a filter, and nothing "
-         "without",
-         tensor_text(a->filtered).text, filter);
-  if (filter > 0 && a->mode == LCE_MATERIALIZED)
-    fail("linear_cross_entropy: a filter of %g needs the fused mode; the materialized one has no "
-         "exponentials",
-         filter);
-  if (filter > 0 && lce_needs_logits(a))
-    fail("linear_cross_entropy: a filter of %g acts on exponentials; leave it out, or a bias, soft-cap, "
-         "entropy, largest logits and predictions, which need logits",
-         filter);
+static void check_sampling(const LinearCrossEntropy *a) {
+  double mass = (double)a->sampling.full_mass;
+  Tensor stats = a->sampling.stats;
+  if (!(mass >= 0)) fail("linear_cross_entropy: sampling.full_mass is %g, which is not 0 or more", mass);
+  if (tensor_exists(stats) && (stats.rank != 1 || stats.shape[0] != 3 || mass == 0))
+    fail(
+        "linear_cross_entropy: sampling.stats is %s with a full_mass of %g; give fp32 [3] with sampling, and "
+        "nothing without",
+        tensor_text(stats).text, mass);
+  if (mass > 0 && (a->mode == LCE_MATERIALIZED || lce_needs_logits(a)))
+    fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, a "
+         "bias, "
+         "soft-cap, entropy, largest logits and predictions, which need logits");
 }
 
 static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
@@ -585,10 +586,9 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   if (s->first < 0 || s->first + rows > s->vocab_size)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
-  if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a) || a->terms.filter > 0 || a->mean)
+  if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a) || a->mean)
     fail("linear_cross_entropy: a head split over %d ranks supports the fused mode, and sums over row "
-         "statistics "
-         "alone: no bias, soft-cap, entropy, largest logits, predictions, filter or mean",
+         "statistics alone: no bias, soft-cap, entropy, largest logits, predictions or mean",
          backend->ranks);
 }
 
@@ -617,7 +617,7 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   per_token("entropy_weights", a.entropy_weights, tokens);
   for (size_t i = 0; i < sizeof a.outputs.all / sizeof *a.outputs.all; i++)
     per_token("an output", a.outputs.all[i], tokens);
-  check_filter(&a);
+  check_sampling(&a);
   check_shard(backend, &a);
   if (tensor_exists(a.rows) && (a.counted < 0 || a.counted > a.rows.shape[0]))
     fail("%s: %lld tokens count, but rows is %s", op, (long long)a.counted, tensor_text(a.rows).text);

@@ -17,6 +17,15 @@ typedef struct {
   int64_t first, vocab_size;
 } VocabShard;
 
+// Which tiles of the softmax gradient count (LceSampleTiles).
+typedef struct {
+  float full_mass; // the probability mass from which a tile is always kept; 0: no sampling, every tile counts
+  uint64_t seed;   // of the draws, to be changed from call to call; chunks and ranks draw apart
+  Tensor
+      stats; // fp32 [3], or absent: {tiles dropped, all tiles, the mass dropped}, summed over the tokens; zeros
+             // where there are no gradients
+} TileSampling;
+
 // The loss of every token, and the gradients of
 //
 //   scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
@@ -33,17 +42,15 @@ typedef struct {
 // gradient in place. All other terms act on whole rows, and are free but for one pass over W and one over
 // dweight that label smoothing costs.
 //
-// terms.filter leaves tiles of small probabilities out of the gradients' GEMMs (LceFilter says which):
-// losses and outputs stay as they are to the bit, and dx and dweight lack the probability mass that
-// `filtered` counts. It acts on exponentials, so only the fused mode has it, without what lce_needs_logits.
-// `filtered` is {tiles left out, all tiles, the mass left out, summed over the tokens}; zeros where there are
-// no gradients.
+// `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
+// expectation (LceSampleTiles says how); losses and outputs stay as they are to the bit. It acts on exponentials,
+// so only the fused mode has it, without what lce_needs_logits.
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
 // chunk (tokens of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then
-// names ignored tokens after the counted ones. What lce_needs_logits, the filter, the mean and the
-// materialized mode are not for shards.
+// names ignored tokens after the counted ones. What lce_needs_logits, the mean and the materialized mode are not
+// for shards.
 //
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
 // it returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no
@@ -53,7 +60,6 @@ typedef struct {
   int64_t chunk;          // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
   Tensor loss;            // fp32 [N]; 0 where the target is IGNORE_INDEX
   TokenOutputs outputs;   // any of them, likewise
-  Tensor filtered;        // fp32 [3], or absent; only with terms.filter
   Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: forward only
   Tensor dweight;         // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
   Tensor dbias;           // fp32 [V]; there when bias and dx are
@@ -64,6 +70,7 @@ typedef struct {
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
   LossTerms terms;        // class_weight_sum is filled in here; class_weights is of the whole vocabulary
+  TileSampling sampling;  // of the gradients; {0}: they are exact
   VocabShard shard;       // this rank's rows of the head, or {0}: all of them are here
   Tensor rows; // int32 [N], or absent: positions of the counted tokens come first, and only they are computed
   int64_t counted; // how many; read only when rows is there

@@ -22,7 +22,8 @@ const char *recompute_name(Recompute recompute) {
   return names[recompute];
 }
 
-static const Tensor none; // an operand that is absent
+static const Tensor none;        // an operand that is absent
+static const TileSampling exact; // no sampling
 
 // One pass: the arguments that all functions below share.
 typedef struct {
@@ -371,16 +372,14 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   MemoryMark top = memory_mark(memory);
   Norm norm = final_norm(&p, stream);
   Tensor dnorm = push_gradient(&p, "d final norm", hidden_size);
-  bool filter = options->mode == LCE_FUSED && options->filter > 0;
   linear_cross_entropy(backend, (LinearCrossEntropy){.mode = options->mode,
                                                      .chunk = options->chunk,
                                                      .loss = loss,
                                                      .outputs = options->outputs,
                                                      .terms = {.label_smoothing = options->label_smoothing,
                                                                .z_loss = options->z_loss,
-                                                               .softcap = softcap_of(model),
-                                                               .filter = filter ? options->filter : 0},
-                                                     .filtered = filter ? options->filtered : none,
+                                                               .softcap = softcap_of(model)},
+                                                     .sampling = options->mode == LCE_FUSED ? options->sampling : exact,
                                                      .dx = dnorm,
                                                      .dweight = model->head.grad,
                                                      .x = norm.out,

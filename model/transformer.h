@@ -46,8 +46,7 @@ typedef struct {
   int64_t chunk;
   Recompute recompute;
   float label_smoothing, z_loss; // of training; see LossTerms
-  float filter;                  // of training in the fused mode; see LossTerms
-  Tensor filtered;               // with `filter`: see LinearCrossEntropy
+  TileSampling sampling;         // of training in the fused mode
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
   GradHooks hooks;               // of training
 } TransformerOptions;

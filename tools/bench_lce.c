@@ -4,8 +4,7 @@
 // --terms also the fused mode with one term of the loss after the other, alternating with the loss without it.
 // Prints medians, the medians of the ratios to what each alternates with (tools/measure.h), and the bytes held.
 //
-// The filter comes last, and twice: with nothing to leave out, and with seven eighths of the tiles
-// (make_filterable), each compared with the loss without it on the same weights.
+// Sampling comes last, and twice: with every tile kept, and with a full mass of 1.
 //
 // Started as several ranks, it also times the head split over them (--vocab-parallel of ./train), where every
 // rank has so many tokens, against the whole head on every rank: the same work for each. A time is then the
@@ -81,7 +80,7 @@ enum { MAX_WORKS = 2 * MAX_CHUNKS + 14 };
 typedef struct {
   const Settings *settings;
   LceTensors layer;
-  Tensor bias, dbias, class_weights, token_weights, entropy_weights, stats, filtered; // what terms need
+  Tensor bias, dbias, class_weights, token_weights, entropy_weights, stats, sampled; // what terms need
   Work works[MAX_WORKS];
   Tensor barrier;                     // fp32 [1]
   int count, first_split, first_term; // terms come last
@@ -129,10 +128,10 @@ static void add_terms(Bench *b, int fused) {
   call = &add_work(b, fused, plain, "+ entropy")->call;
   call->entropy_weights = b->entropy_weights;
   call->outputs.entropy = b->stats;
-  LinearCrossEntropy filtered = plain;
-  filtered.filtered = b->filtered;
-  add_work(b, fused, filtered, "+ filter of nothing")->call.terms.filter = 1e-30f;
-  add_work(b, fused, filtered, "+ filter")->call.terms.filter = 2.0f / (float)b->settings->vocab_size;
+  LinearCrossEntropy sampled = plain;
+  sampled.sampling.stats = b->sampled;
+  add_work(b, fused, sampled, "+ sampling, all kept")->call.sampling.full_mass = 1e-30f;
+  add_work(b, fused, sampled, "+ sampling")->call.sampling.full_mass = 1;
 }
 
 // The call with this rank's rows of the head.
@@ -169,22 +168,14 @@ static void prepare(Bench *b) {
   b->token_weights = reserve_vector(backend, "token weights", DTYPE_F32, o->tokens, true);
   b->entropy_weights = reserve_vector(backend, "entropy weights", DTYPE_F32, o->tokens, true);
   b->stats = reserve_vector(backend, "stats", DTYPE_F32, o->tokens, false);
-  b->filtered = reserve_vector(backend, "what is filtered", DTYPE_F32, 3, false);
+  b->sampled = reserve_vector(backend, "tiles dropped", DTYPE_F32, 3, false);
   add_terms(b, fused);
 }
 
-// Something to filter: all but the first eighth of the vocabulary gets a logit of 0, and so a probability of
-// about 1 / V, while every tile before has some of more than 2 / V.
-static void make_filterable(Bench *b) {
-  int64_t vocab_size = b->settings->vocab_size;
-  int64_t first = vocab_size / 8 / LCE_FILTER_COLUMNS * LCE_FILTER_COLUMNS;
-  fill_zero(b->layer.backend, tensor_rows(b->layer.weight, first, vocab_size - first));
-}
-
-static void report_filtered(const Bench *b) {
+static void report_sampled(const Bench *b) {
   float stats[3];
-  backend_to_host(b->layer.backend, stats, b->filtered);
-  printf("   %.1f%% of the tiles, a mass of %.3g per token", 100 * (double)(stats[0] / stats[1]),
+  backend_to_host(b->layer.backend, stats, b->sampled);
+  printf("   drops %.1f%% of the tiles, a mass of %.3g per token", 100 * (double)(stats[0] / stats[1]),
          (double)stats[2] / (double)b->settings->tokens);
 }
 
@@ -210,7 +201,7 @@ static double seconds(void *bench, int which) {
 static void report(const Bench *b, const Work *work, double seconds, double ratio) {
   printf("  %-24s %9.2f ms %7.3f", work->name, 1e3 * seconds, ratio);
   if (work->held) printf("   %s", text_bytes(work->held).text);
-  if (tensor_exists(work->call.filtered)) report_filtered(b);
+  if (tensor_exists(work->call.sampling.stats)) report_sampled(b);
   putchar('\n');
 }
 
@@ -223,7 +214,6 @@ static void run(Bench *b) {
   for (int i = 1; i < b->count; i++) b->works[i].held = layer_held(b->layer.backend, b->works[i].call);
   for (int i = 1; i < b->count; i++) {
     const Work *work = &b->works[i];
-    if (tensor_exists(work->call.filtered)) make_filterable(b);
     Medians m = measure(seconds, b, work->base, i, 0.7, b->settings->repeat);
     if (i == 1) heading("", "ratio");
     if (i == 1) report(b, &b->works[0], m.base, 1);

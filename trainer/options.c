@@ -89,10 +89,10 @@ const Option options_rows[] = {
      HELP("Tokens per chunk (default an eighth of B x T, within 128, on cuda 1024, and 4096)")},
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
      HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
-    {NUMBER("lce-filter", "EPS", lce_filter, 0, 1), .below_max = true, DEFAULT("0"),
-     .flags = SETTING | TRAINING,
-     HELP("Leave tiles of 128 tokens x 256 vocabulary entries, all of probability below EPS, out of the "
-          "gradients, and report how many and their probability mass; 0 leaves out none")},
+    {NUMBER("lce-sample", "M0", lce_sample, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
+     HELP("Sample the softmax gradient: keep a tile (128 tokens x 192 vocabulary entries) with probability mass / "
+          "M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles of ten; 0 "
+          "samples nothing")},
     {NUMBER("label-smoothing", "EPS", label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
@@ -306,32 +306,31 @@ static void resolve_batch(Options *o) {
 
 // What the loss cannot do together.
 static void check_loss(const Options *o) {
-  bool materialized = o->mode == LCE_MATERIALIZED, filter = o->lce_filter > 0,
+  bool materialized = o->mode == LCE_MATERIALIZED, sampling = o->lce_sample > 0,
        split = o->dtypes.vocab_parallel;
   double softcap = o->model.final_logit_softcapping;
   if (o->lce_chunk && o->lce_memory)
     fail("--lce-chunk and --lce-memory both choose the chunk; give one of them");
   if (materialized && (o->lce_chunk || o->lce_memory))
     fail("--lce-chunk and --lce-memory belong to --fused-lce; --materialized-logits has no chunks");
-  if (materialized && filter)
-    fail("--lce-filter belongs to --fused-lce; leave out --lce-filter or --materialized-logits");
+  if (materialized && sampling)
+    fail("--lce-sample belongs to --fused-lce; leave out --lce-sample or --materialized-logits");
   if (split && !o->dtypes.zero)
     fail("--vocab-parallel leaves the head's gradients where its rows are, and so its master weights and "
          "moments: add --zero 1 or --zero 2");
   if (split && (materialized || o->compare_modes))
     fail("--vocab-parallel belongs to --fused-lce; leave out %s",
          o->compare_modes ? "--compare-modes" : "--materialized-logits");
-  if (split && (o->metrics || filter))
-    fail("--vocab-parallel computes only what sums over rows give; leave out %s",
-         o->metrics ? "--metrics" : "--lce-filter");
+  if (split && o->metrics)
+    fail("--vocab-parallel computes only what sums over rows give; leave out --metrics");
   if (split && softcap > 0)
     fail("--vocab-parallel has no logit soft-cap, and %s has one; leave out --vocab-parallel, or give "
          "--logit-softcap 0",
          o->model.name);
-  if (filter && o->metrics)
-    fail("--lce-filter acts on exponentials, and --metrics needs logits; leave out one of them");
-  if (filter && softcap > 0)
-    fail("--lce-filter acts on exponentials, and a soft-cap of %g on logits; leave out --lce-filter, or give "
+  if (sampling && o->metrics)
+    fail("--lce-sample acts on exponentials, and --metrics needs logits; leave out one of them");
+  if (sampling && softcap > 0)
+    fail("--lce-sample acts on exponentials, and a soft-cap of %g on logits; leave out --lce-sample, or give "
          "--logit-softcap 0",
          softcap);
 }

@@ -30,7 +30,7 @@ typedef struct {
   int64_t lce_chunk;  // tokens; 0 until options_resolve has chosen
   bool chunk_given;   // by --lce-chunk; otherwise it follows the batch
   int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
-  double label_smoothing, z_loss, lce_filter;
+  double label_smoothing, z_loss, lce_sample;
   bool metrics; // accuracy, entropy and largest logit of every step
   // data
   TextList data, val_data; // paths

@@ -152,13 +152,13 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   int64_t done = s->step + 1, steps = r->options->steps;
   if (done < steps && now - r->last_printed < (r->terminal ? 0.1 : 5)) return;
   r->last_printed = now;
-  char filtered[64] = "";
-  if (!isnan(s->filtered_tiles))
-    snprintf(filtered, sizeof filtered, "  filtered %.1f%% of tiles, mass %.1e", 100 * s->filtered_tiles,
-             s->filtered_mass);
+  char dropped[64] = "";
+  if (!isnan(s->dropped_tiles))
+    snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
+             100 * s->dropped_mass);
   printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of GEMMs  %s  %s left%s",
          r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
-         s->grad_norm, filtered, text_count((double)r->options->total_batch / each).text,
+         s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text,
          100 * share_of_gemms(r, each), text_bytes(bytes).text,
          text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
   fflush(stdout);
@@ -175,8 +175,8 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
                            {"accuracy", .number = s->accuracy, .optional = true},
                            {"entropy", .number = s->entropy, .optional = true},
                            {"max_logit", .number = s->max_logit, .optional = true},
-                           {"filtered_tiles", .number = s->filtered_tiles, .optional = true},
-                           {"filtered_mass", .number = s->filtered_mass, .optional = true},
+                           {"dropped_tiles", .number = s->dropped_tiles, .optional = true},
+                           {"dropped_mass", .number = s->dropped_mass, .optional = true},
                            {"learning_rate", .number = s->learning_rate},
                            {"grad_norm", .number = s->grad_norm},
                            {"tokens", .number = (double)s->counted},

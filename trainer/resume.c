@@ -45,7 +45,7 @@ void resume_find(Options *o) {
 // Some rows are settings only where they have an effect.
 static bool has_effect(const Options *o, const char *name) {
   if (!strcmp(name, "lce-chunk")) return o->mode == LCE_FUSED;
-  if (!strcmp(name, "lce-filter")) return o->lce_filter > 0;
+  if (!strcmp(name, "lce-sample")) return o->lce_sample > 0;
   if (!strcmp(name, "master-weights") || !strcmp(name, "no-master-weights")) return o->dtype == DTYPE_BF16;
   return true;
 }
@@ -85,8 +85,8 @@ void resume_take_settings(Options *o) {
   } exclusions[] = {{"fused-lce", split},
                     {"materialized-logits", split},
                     {"lce-chunk", o->lce_memory || materialized},
-                    {"lce-filter", materialized || o->metrics || split},
-                    {"metrics", o->lce_filter > 0 || split}};
+                    {"lce-sample", materialized || o->metrics},
+                    {"metrics", o->lce_sample > 0 || split}};
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
     bool excluded = !(row->flags & (SETTING | GPU_SETTING)) || field_given(o, row);
@@ -186,9 +186,9 @@ static void compare(const Options *o, const cJSON *then) {
     else if (strcmp(before, item->valuestring))
       warn_changed(o, item->string, before, item->valuestring);
   }
-  const char *filter = json_text(then, "lce-filter");
-  if (filter && o->lce_filter == 0) // then it is no setting, and was not compared above
-    warn_changed(o, "lce-filter", filter, "0");
+  const char *sample = json_text(then, "lce-sample");
+  if (sample && o->lce_sample == 0) // then it is no setting, and was not compared above
+    warn_changed(o, "lce-sample", sample, "0");
   if (json_member(then, "metrics") && !o->metrics)
     warn("--metrics was given when %s was saved and is not now: the log continues without them", o->origin);
   cJSON_Delete(now);

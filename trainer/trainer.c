@@ -5,6 +5,7 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/random.h"
 #include "base/integers.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/generate.h"
@@ -31,14 +32,16 @@ enum {
   RESULT_CORRECT,
   RESULT_ENTROPY,
   RESULT_MAX_LOGIT,
-  RESULT_TILES_LEFT_OUT,
+  RESULT_TILES_DROPPED,
   RESULT_TILES,
-  RESULT_MASS_LEFT_OUT,
+  RESULT_MASS_DROPPED,
   RESULT_STOP,
   RESULT_SECONDS,
   RESULT_NORM,
   RESULTS
 };
+
+enum { STREAM_TILES = 8 }; // of random numbers: --lce-sample's seeds
 
 static int64_t tokens_of(const Trainer *t) {
   return t->options->batch * t->options->seq_len;
@@ -57,7 +60,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
                                  .recompute = options->recompute,
                                  .label_smoothing = (float)options->label_smoothing,
                                  .z_loss = (float)options->z_loss,
-                                 .filter = (float)options->lce_filter}};
+                                 .sampling.full_mass = (float)options->lce_sample}};
   int64_t tokens = tokens_of(t);
   model_create(&t->model, &options->model, backend, options->dtypes, options->seq_len);
   t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
@@ -71,11 +74,10 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     t->outputs.max_logit = reserve_table(backend, "largest logits", DTYPE_F32, tokens);
   }
   t->transformer.outputs = t->outputs;
-  if (options->lce_filter > 0) {
-    t->filtered = reserve_table(backend, "what is filtered", DTYPE_F32, 3);
-    fill_zero(backend, t->filtered); // only the fused mode writes it
+  if (options->lce_sample > 0) {
+    t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
+    fill_zero(backend, t->transformer.sampling.stats); // only the fused mode writes it
   }
-  t->transformer.filtered = t->filtered;
   t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
   t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);
@@ -232,10 +234,10 @@ static void sum_tokens(Trainer *t, int slot, bool accumulate) {
                           [RESULT_CORRECT] = t->outputs.correct,
                           [RESULT_ENTROPY] = t->outputs.entropy,
                           [RESULT_MAX_LOGIT] = t->outputs.max_logit,
-                          [RESULT_TILES_LEFT_OUT] = number_of(t->filtered, 0),
-                          [RESULT_TILES] = number_of(t->filtered, 1),
-                          [RESULT_MASS_LEFT_OUT] = number_of(t->filtered, 2)};
-  for (int i = RESULT_LOSS; i <= RESULT_MASS_LEFT_OUT; i++)
+                          [RESULT_TILES_DROPPED] = number_of(t->transformer.sampling.stats, 0),
+                          [RESULT_TILES] = number_of(t->transformer.sampling.stats, 1),
+                          [RESULT_MASS_DROPPED] = number_of(t->transformer.sampling.stats, 2)};
+  for (int i = RESULT_LOSS; i <= RESULT_MASS_DROPPED; i++)
     if (tensor_exists(stats[i]))
       reduce(t->backend, (Reduce){.sum = result_slot(t, slot, i), .x = stats[i], .accumulate = accumulate});
 }
@@ -289,6 +291,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     if (o->masked) upload_rows(t, t->host_targets + m * tokens, &batch);
     if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
     TransformerOptions options = t->transformer;
+    options.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
     Reduction reduction;
     reduction_begin(&reduction, t->backend, &t->model, m == 0, m == o->micro_steps - 1, &options);
     transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
@@ -326,10 +329,10 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
     results[i].accuracy = mean_of(of_step, RESULT_CORRECT, counted, metrics);
     results[i].entropy = mean_of(of_step, RESULT_ENTROPY, counted, metrics);
     results[i].max_logit = mean_of(of_step, RESULT_MAX_LOGIT, counted, metrics);
-    bool filter = t->options->lce_filter > 0;
-    results[i].filtered_tiles =
-        mean_of(of_step, RESULT_TILES_LEFT_OUT, (int64_t)of_step[RESULT_TILES], filter);
-    results[i].filtered_mass = mean_of(of_step, RESULT_MASS_LEFT_OUT, counted, filter);
+    bool sampling = t->options->lce_sample > 0;
+    results[i].dropped_tiles =
+        mean_of(of_step, RESULT_TILES_DROPPED, (int64_t)of_step[RESULT_TILES], sampling);
+    results[i].dropped_mass = mean_of(of_step, RESULT_MASS_DROPPED, counted, sampling);
     results[i].grad_norm = (double)of_step[RESULT_NORM];
     results[i].stop = alone ? t->stop_requested : of_step[RESULT_STOP] > 0;
     results[i].agreed_seconds = alone ? t->step_seconds : (double)of_step[RESULT_SECONDS] / t->backend->ranks;

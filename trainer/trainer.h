@@ -17,7 +17,7 @@ typedef struct {
   // Means over the same targets, NaN where they are not requested.
   double z_loss;                        // --z-loss
   double accuracy, entropy, max_logit;  // --metrics
-  double filtered_tiles, filtered_mass; // --lce-filter: the share of tiles left out, and of probability
+  double dropped_tiles, dropped_mass; // --lce-sample: the share of tiles dropped, and of probability
   // Over all ranks, and so the same on each (with one rank: its own).
   bool stop;             // some rank got a signal to stop
   double agreed_seconds; // of a step, the mean over the ranks
@@ -31,7 +31,6 @@ typedef struct {
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, loss;
   TokenOutputs outputs;  // statistics of each token besides its loss
-  Tensor filtered;       // fp32 [3]: what --lce-filter left out; absent without it
   Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
   Tensor results;        // fp32, of each pending step: sums of the statistics, and the gradient norm
   // On the host: the whole step's tokens and targets.

@@ -16,14 +16,11 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/random.h"
 #include "kernels/cpu/tile.h"
 #include "kernels/cpu/vector_math.h"
 
-enum {
-  BLOCK_ROWS = 128,  // rows of x that share a tile of W
-  BLOCK_VOCAB = 256, // rows of W that make the tile
-  UNITS = 16         // pieces of work to cut a chunk into, if it is large enough
-};
+enum { UNITS = 16 }; // pieces of work to cut a chunk into, if it is large enough
 
 // Row sums above this are redone with the row's maximum as anchor: a logit exceeds the target's by
 // more than 66. Far below infinity, so that no term of E W overflows and r = 1 / (1 + R) stays a normal number.
@@ -31,37 +28,52 @@ static const float ROW_SUM_LIMIT = 0x1p96f;
 
 // How the chunk is cut. From its shape alone: the bits do not depend on the number of threads.
 typedef struct {
-  int64_t blocks, rows;    // of rows
-  int64_t slices, columns; // of the vocabulary
+  int64_t blocks;        // of LCE_TILE_ROWS rows
+  int64_t tiles, slices; // of LCE_TILE_COLUMNS vocabulary entries; of so many tiles
+  int64_t tiles_of_slice;
 } Grid;
 
 static Grid make_grid(int64_t rows, int64_t vocab) {
-  Grid g;
-  g.blocks = ceil_div(rows, BLOCK_ROWS);
-  g.rows = ceil_div(rows, g.blocks);
-  int64_t tiles = ceil_div(vocab, BLOCK_VOCAB);
-  g.slices = min_i64(tiles, ceil_div(UNITS, g.blocks));
-  g.columns = ceil_div(tiles, g.slices) * BLOCK_VOCAB;
-  g.slices = ceil_div(vocab, g.columns);
+  Grid g = {.blocks = ceil_div(rows, LCE_TILE_ROWS), .tiles = ceil_div(vocab, LCE_TILE_COLUMNS)};
+  g.tiles_of_slice = ceil_div(g.tiles, min_i64(g.tiles, ceil_div(UNITS, g.blocks)));
+  g.slices = ceil_div(g.tiles, g.tiles_of_slice);
   return g;
 }
 
-// The workspace. Unit (block, slice) owns rows [slice * C + block * rows, ...) of both.
+// Tile t of block b: a part of E.
+typedef struct {
+  int64_t row, rows, column, columns;
+} Tile;
+
+static Tile tile_of(int64_t rows, int64_t vocab, int64_t b, int64_t t) {
+  int64_t row = b * LCE_TILE_ROWS, column = t * LCE_TILE_COLUMNS;
+  return (Tile){.row = row,
+                .rows = min_i64(LCE_TILE_ROWS, rows - row),
+                .column = column,
+                .columns = min_i64(LCE_TILE_COLUMNS, vocab - column)};
+}
+
+// The workspace. Unit (block, slice) owns rows [slice * C + block * LCE_TILE_ROWS, ...) of both.
 typedef struct {
   double *sums; // [slices * C]: row sums
-  float *wide;  // [slices * C, H]: shares of dx_raw; or, without exps, [slices * C, BLOCK_VOCAB]: the tile
+  float
+      *wide; // [slices * C, H]: shares of dx_raw; or, without exps, [slices * C, LCE_TILE_COLUMNS]: the tile
 } Scratch;
 
 // At least slices * C, and growing with C, so that a smaller chunk never needs more.
 static int64_t scratch_rows(int64_t chunk, int64_t vocab) {
-  int64_t beyond = chunk > BLOCK_ROWS ? chunk : 0;
-  return min_i64(ceil_div(vocab, BLOCK_VOCAB) * chunk, UNITS * min_i64(chunk, BLOCK_ROWS) + beyond);
+  int64_t beyond = chunk > LCE_TILE_ROWS ? chunk : 0;
+  return min_i64(ceil_div(vocab, LCE_TILE_COLUMNS) * chunk, UNITS * min_i64(chunk, LCE_TILE_ROWS) + beyond);
 }
 
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
-  int64_t width = tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : BLOCK_VOCAB;
+  int64_t width = tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : LCE_TILE_COLUMNS;
   size_t rows = (size_t)scratch_rows(a->x.shape[0], a->weight.shape[0]);
   return rows * (sizeof(double) + (size_t)width * sizeof(float));
+}
+
+size_t cpu_lce_sampled_dx_scratch(const LceSampledDx *a) {
+  return (size_t)(scratch_rows(a->exps.shape[0], a->exps.shape[1]) * a->weight.shape[1]) * sizeof(float);
 }
 
 static Scratch split_scratch(const LceLogitsExp *a) {
@@ -80,54 +92,55 @@ static void prefetch_part(const float *data, int64_t count, int64_t part, int64_
   for (int64_t i = part * LINE; i < count; i += parts * LINE) __builtin_prefetch(data + i, 0, 2);
 }
 
+// out (+)= E W over one tile.
+static void add_tile(bool plain, Tensor exps, Tensor weight, Tile t, bool accumulate, float *out) {
+  int64_t hidden = weight.shape[1];
+  CpuMatrix e = {.data = cpu_row(exps, t.row) + t.column, .stride = exps.stride},
+            w = {.data = cpu_row(weight, t.column), .stride = weight.stride};
+  tile_multiply(plain, t.rows, hidden, t.columns, 1.0f, e, w, accumulate, out, hidden);
+}
+
 // One block of rows against one slice of the vocabulary.
 static void logits_exp_unit(bool plain, const LceLogitsExp *a, const Grid *g, const Scratch *scratch,
                             int64_t block, int64_t slice) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
-  int64_t first_row = block * g->rows, rows = min_i64(g->rows, chunk - first_row);
-  int64_t slice_first = slice * g->columns, slice_last = min_i64(vocab, slice_first + g->columns);
+  int64_t first_row = block * LCE_TILE_ROWS, first_tile = slice * g->tiles_of_slice;
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
   const float *anchor = (const float *)a->rows.anchor.data + first_row;
   double *sums = scratch->sums + slice * chunk + first_row;
-  bool keep = tensor_exists(a->exps);
-  float *scratch_tile = scratch->wide + (slice * chunk + first_row) * BLOCK_VOCAB;
+  bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
+  float *scratch_tile = scratch->wide + (slice * chunk + first_row) * LCE_TILE_COLUMNS;
   float *dx = scratch->wide + (slice * chunk + first_row) * hidden;
   float inv_temperature = inv_temperature_of(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
-  for (int64_t i = 0; i < rows; i++) sums[i] = 0;
-  for (int64_t first = slice_first; first < slice_last; first += BLOCK_VOCAB) {
-    int64_t columns = min_i64(BLOCK_VOCAB, slice_last - first);
-    float *tile = keep ? cpu_row(a->exps, first_row) + first : scratch_tile;
-    int64_t stride = keep ? a->exps.stride : BLOCK_VOCAB;
-    CpuMatrix w = {.data = cpu_row(a->weight, first), .stride = a->weight.stride, .transposed = true};
-    tile_multiply(plain, rows, columns, hidden, 1.0f, x, w, false, tile, stride);
-    int64_t next_rows = min_i64(BLOCK_VOCAB, vocab - first - columns);
-    for (int64_t i = 0; i < rows; i++) {
-      prefetch_part(w.data + columns * w.stride, next_rows * w.stride, i, rows);
-      float *z = tile + i * stride;
-      int64_t target = targets[i] - first;
-      if (target >= 0 && target < columns) z[target] = -INFINITY; // its exponential is exactly 0
-      sums[i] += exp_and_sum(z, anchor[i], inv_temperature, columns, z);
+  memset(sums, 0, (size_t)min_i64(LCE_TILE_ROWS, chunk - first_row) * sizeof *sums);
+  for (int64_t t = first_tile; t < min_i64(g->tiles, first_tile + g->tiles_of_slice); t++) {
+    Tile tile = tile_of(chunk, vocab, block, t);
+    float *e = keep ? cpu_row(a->exps, first_row) + tile.column : scratch_tile;
+    int64_t stride = keep ? a->exps.stride : LCE_TILE_COLUMNS;
+    CpuMatrix w = {.data = cpu_row(a->weight, tile.column), .stride = a->weight.stride, .transposed = true};
+    tile_multiply(plain, tile.rows, tile.columns, hidden, 1.0f, x, w, false, e, stride);
+    int64_t next_rows = min_i64(LCE_TILE_COLUMNS, vocab - tile.column - tile.columns);
+    for (int64_t i = 0; i < tile.rows; i++) {
+      prefetch_part(w.data + tile.columns * w.stride, next_rows * w.stride, i, tile.rows);
+      float *z = e + i * stride;
+      int64_t target = targets[i] - tile.column;
+      if (target >= 0 && target < tile.columns) z[target] = -INFINITY; // its exponential is exactly 0
+      double sum = exp_and_sum(z, anchor[i], inv_temperature, tile.columns, z);
+      sums[i] += sum;
+      if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
     }
-    if (!tensor_exists(a->dx_raw)) continue;
-    w.transposed = false;
-    tile_multiply(plain, rows, hidden, columns, 1.0f, (CpuMatrix){.data = tile, .stride = stride}, w,
-                  first > slice_first, dx, hidden);
+    if (tensor_exists(a->dx_raw)) add_tile(plain, a->exps, a->weight, tile, t > first_tile, dx);
   }
 }
 
-// The slices' shares of row n, added in the order of the slices.
-static void add_slices(const LceLogitsExp *a, const Grid *g, const Scratch *scratch, int64_t n) {
-  int64_t chunk = a->x.shape[0], hidden = a->x.shape[1];
-  double sum = 0.0;
-  for (int64_t s = 0; s < g->slices; s++) sum += scratch->sums[s * chunk + n];
-  ((float *)a->rows.row_sum.data)[n] = (float)sum;
-  if (!tensor_exists(a->dx_raw)) return;
-  float *dx = cpu_row(a->dx_raw, n);
-  for (int64_t s = 0; s < g->slices; s++) {
-    const float *share = scratch->wide + (s * chunk + n) * hidden;
+// out = the slices' shares of row n, added in the order of the slices.
+static void add_shares(float *out, const float *wide, int64_t slices, int64_t chunk, int64_t hidden,
+                       int64_t n) {
+  for (int64_t s = 0; s < slices; s++) {
+    const float *share = wide + (s * chunk + n) * hidden;
 #pragma omp simd
-    for (int64_t i = 0; i < hidden; i++) dx[i] = s ? dx[i] + share[i] : share[i];
+    for (int64_t i = 0; i < hidden; i++) out[i] = s ? out[i] + share[i] : share[i];
   }
 }
 
@@ -155,6 +168,7 @@ static void redo_row(bool plain, const LceLogitsExp *a, int64_t n) {
   int32_t target = ((const int32_t *)a->targets.data)[n];
   const float *x = cpu_row(a->x, n), target_z = ((const float *)a->rows.target_z.data)[n];
   float *e = tensor_exists(a->exps) ? cpu_row(a->exps, n) : NULL;
+  float *tile_sums = tensor_exists(a->tile_sums) ? cpu_row(a->tile_sums, n) : NULL;
   float inv_temperature = inv_temperature_of(a->temperature), maximum = -INFINITY;
   double sum = 0;
   for (int64_t j = 0; j < vocab; j++) maximum = fmaxf(maximum, (float)dot(x, cpu_row(a->weight, j), hidden));
@@ -162,6 +176,8 @@ static void redo_row(bool plain, const LceLogitsExp *a, int64_t n) {
     float z = (float)dot(x, cpu_row(a->weight, j), hidden);
     float value = j == target ? 0.0f : exp_f32((z - maximum) * inv_temperature);
     if (e) e[j] = value;
+    if (tile_sums)
+      tile_sums[j / LCE_TILE_COLUMNS] = (j % LCE_TILE_COLUMNS ? tile_sums[j / LCE_TILE_COLUMNS] : 0) + value;
     sum += (double)value;
   }
   ((float *)a->rows.anchor.data)[n] = maximum;
@@ -180,8 +196,8 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   Grid g = make_grid(rows, a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
   const int32_t *targets = a->targets.data;
-  const float *target_z = a->rows.target_z.data, *row_sum = a->rows.row_sum.data;
-  float *target_e = a->rows.target_e.data, *anchor = a->rows.anchor.data;
+  const float *target_z = a->rows.target_z.data;
+  float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data, *anchor = a->rows.anchor.data;
   for (int64_t n = 0; n < rows; n++) {
     target_e[n] = 1.0f;
     anchor[n] = targets[n] == IGNORE_INDEX ? INFINITY : target_z[n]; // every E of an ignored row is 0
@@ -191,8 +207,111 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     for (int64_t slice = 0; slice < g.slices; slice++) logits_exp_unit(plain, a, &g, &scratch, block, slice);
 #pragma omp parallel for schedule(dynamic)
   for (int64_t n = 0; n < rows; n++) {
-    add_slices(a, &g, &scratch, n);
+    double sum = 0.0;
+    for (int64_t s = 0; s < g.slices; s++) sum += scratch.sums[s * rows + n];
+    row_sum[n] = (float)sum;
+    if (tensor_exists(a->dx_raw))
+      add_shares(cpu_row(a->dx_raw, n), scratch.wide, g.slices, rows, a->x.shape[1], n);
     if (row_sum[n] > ROW_SUM_LIMIT) redo_row(plain, a, n);
+  }
+}
+
+// --- sampling ----------------------------------------------------------------------------------------------
+
+// min(1, mass / full_mass), rounded to the nearest power of two; 1 for a NaN.
+static double keep_probability(double mass, double full_mass) {
+  if (!(mass < full_mass)) return 1;
+  if (mass <= 0) return 0;
+  int exponent;
+  double mantissa = frexp(mass / full_mass, &exponent);
+  return ldexp(mantissa < 0.70710678118654752 ? 0.5 : 1, exponent);
+}
+
+// 1 / q where tile (b, t) is kept, less its mass where it is dropped.
+static float draw_tile(const LceSampleTiles *a, int64_t b, int64_t t) {
+  const float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data,
+              *rescale = a->rows.rescale.data;
+  Tile tile = tile_of(a->exps.shape[0], a->exps.shape[1], b, t);
+  double mass = 0;
+  for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
+    mass += (double)cpu_row(a->tile_sums, n)[t] * (double)(rescale ? rescale[n] : 1.0f) /
+            ((double)row_sum[n] + (double)target_e[n]);
+  double q = keep_probability(mass, (double)a->full_mass);
+  if (q == 1) return 1;
+  if (random_uniform(a->seed, a->stream, (uint64_t)(b * a->tiles.shape[1] + t)) >= q) return -(float)mass;
+  for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
+    for (int64_t i = 0; i < tile.columns; i++) cpu_row(a->exps, n)[tile.column + i] *= (float)(1 / q);
+  return (float)(1 / q);
+}
+
+void cpu_lce_sample_tiles(Backend *backend, const LceSampleTiles *a) {
+  (void)backend;
+  int64_t blocks = a->tiles.shape[0], across = a->tiles.shape[1];
+#pragma omp parallel for collapse(2) schedule(dynamic, 8)
+  for (int64_t b = 0; b < blocks; b++)
+    for (int64_t t = 0; t < across; t++) cpu_row(a->tiles, b)[t] = draw_tile(a, b, t);
+  float *stats = a->stats.data;
+  double dropped = 0, mass = 0;
+  for (int64_t b = 0; b < blocks; b++)
+    for (int64_t t = 0; t < across; t++) {
+      float tile = cpu_row(a->tiles, b)[t];
+      if (!(tile > 0)) dropped++, mass -= (double)tile;
+    }
+  stats[0] += (float)dropped;
+  stats[1] += (float)(blocks * across);
+  stats[2] += (float)mass;
+}
+
+static bool tile_kept(Tensor tiles, int64_t b, int64_t t) {
+  return !tensor_exists(tiles) || cpu_row(tiles, b)[t] > 0;
+}
+
+// The same units and sums as the logits-exp pass has without sampling.
+void cpu_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
+  int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->weight.shape[1];
+  if (chunk == 0) return;
+  Grid g = make_grid(chunk, vocab);
+  float *wide = a->workspace.data;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t b = 0; b < g.blocks; b++)
+    for (int64_t slice = 0; slice < g.slices; slice++) {
+      float *share = wide + (slice * chunk + b * LCE_TILE_ROWS) * hidden;
+      bool begun = false;
+      for (int64_t t = slice * g.tiles_of_slice; t < min_i64(g.tiles, (slice + 1) * g.tiles_of_slice); t++) {
+        if (!tile_kept(a->tiles, b, t)) continue;
+        add_tile(cpu_plain_loops(backend), a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
+        begun = true;
+      }
+      if (!begun)
+        memset(share, 0,
+               (size_t)(min_i64(LCE_TILE_ROWS, chunk - b * LCE_TILE_ROWS) * hidden) * sizeof *share);
+    }
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < chunk; n++) add_shares(cpu_row(a->dx_raw, n), wide, g.slices, chunk, hidden, n);
+}
+
+// --- dW ----------------------------------------------------------------------------------------------------
+
+void cpu_lce_dweight(Backend *backend, const LceDweight *a) {
+  int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->dweight.shape[1];
+  Grid g = make_grid(max_i64(chunk, 1), vocab);
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t t = 0; t < g.tiles; t++) {
+    bool begun = a->accumulate;
+    Tile tile = tile_of(chunk, vocab, 0, t);
+    float *out = cpu_row(a->dweight, tile.column);
+    for (int64_t b = 0; b * LCE_TILE_ROWS < chunk; b++) {
+      if (!tile_kept(a->tiles, b, t)) continue;
+      tile = tile_of(chunk, vocab, b, t);
+      CpuMatrix e = {.data = cpu_row(a->exps, tile.row) + tile.column,
+                     .stride = a->exps.stride,
+                     .transposed = true},
+                x = {.data = cpu_row(a->scaled_x, tile.row), .stride = a->scaled_x.stride};
+      tile_multiply(cpu_plain_loops(backend), tile.columns, hidden, tile.rows, a->alpha, e, x, begun, out,
+                    a->dweight.stride);
+      begun = true;
+    }
+    if (!begun) memset(out, 0, (size_t)(tile.columns * hidden) * sizeof *out);
   }
 }
 

@@ -53,11 +53,16 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
-// hopper_gemm.cu goes through the steps of a filtered GEMM that count: for each 256 rows a list, its
-// length first, of steps of 64 vocabulary entries.
-static inline size_t cuda_lce_list_bytes(int64_t rows, int64_t vocab_size) {
+// hopper_gemm.cu walks lists of the k-steps that a sampled GEMM has, each of 64 and with its length first: for dX one for
+// 256 rows, for dW one for a tile's columns, and a list of those that are not empty.
+static inline size_t cuda_lce_dx_list_bytes(int64_t rows, int64_t vocab_size) {
   int64_t lists = ceil_div(rows, 256), longest = 1 + ceil_div(vocab_size, 64);
   return memory_padded((size_t)(lists * longest) * sizeof(int32_t));
+}
+
+static inline size_t cuda_lce_dweight_list_bytes(int64_t rows, int64_t vocab_size) {
+  int64_t lists = ceil_div(vocab_size, LCE_TILE_COLUMNS), longest = 1 + ceil_div(rows, 64);
+  return memory_padded((size_t)(1 + lists + lists * longest) * sizeof(int32_t));
 }
 
 // optimizer.cu's reduce: one double a block.

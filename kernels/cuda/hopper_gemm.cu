@@ -1,4 +1,4 @@
-// The LM head's GEMMs on Hopper, host side of hopper_kernel.cuh: rasterisation, split-K, the filter's lists of
+// The LM head's GEMMs on Hopper, host side of hopper_kernel.cuh: rasterisation, split-K, sampling's lists of
 // k-steps, and where cuBLASLt is faster.
 #include <math.h>
 #include <stdlib.h>
@@ -32,33 +32,37 @@ static __global__ void __launch_bounds__(256)
   store(out + row * stride + column, sum);
 }
 
-// One warp a row of cluster tiles: the list of its k-steps. A step counts if either of the cluster's two tiles of E
-// does. Each split initialises its accumulators in its first step, so a list has at least MAX_SPLITS steps: a
-// shorter one takes in steps of zeros.
-static __global__ void __launch_bounds__(32)
-    k_list_kernel(int32_t *list, const float *tiles, int rows_of_tiles, int across, int k_steps) {
-  constexpr int TALL = KernelTraits<STORE_BF16, true>::CLUSTER_ROWS / LCE_FILTER_ROWS,
-                WIDE = LCE_FILTER_COLUMNS / TILE_K;
-  int first_row = blockIdx.x * TALL, lane = threadIdx.x, length = 0;
-  list += (int64_t)blockIdx.x * (1 + k_steps);
-  auto counts = [&](int t) {
-    bool any = false;
-    for (int b = first_row; b < min(first_row + TALL, rows_of_tiles); b++) any |= tiles[b * across + t] < 0;
-    return any;
-  };
-  for (int first = 0; first < across; first += 32) {
-    int t = first + lane;
-    unsigned marked = __ballot_sync(~0u, t < across && counts(t));
-    int at = 1 + length + WIDE * __popc(marked & ((1u << lane) - 1));
-    if (marked >> lane & 1)
-      for (int k = t * WIDE; k < min((t + 1) * WIDE, k_steps); k++) list[at++] = k;
-    length += WIDE * __popc(marked);
+// The lists of k-steps of a sampled GEMM, whose K runs over `items` tiles of `steps` k-steps each (the last one may be
+// narrower): list l has those of which any of the `group` tiles l * group, ... of `across` is kept. Each split of a tile
+// initialises its accumulators in its first step, so a list has at least one for each: a shorter one goes on with steps
+// beyond K, which TMA fills with zeros. One warp a list.
+struct KLists {
+  int32_t *lists, *filled; // filled: as EpilogueParams.columns, or NULL
+  const float *tiles;
+  int lists_count, across, group, items, steps, k_steps, min_length;
+  int64_t list_stride, item_stride; // of tiles
+};
+
+static __global__ void __launch_bounds__(256) k_lists_kernel(const __grid_constant__ KLists a) {
+  int list = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, length = 0;
+  if (list >= a.lists_count) return;
+  int32_t *to = a.lists + (int64_t)list * (1 + a.k_steps);
+  for (int first = 0; first < a.items; first += 32) {
+    int item = first + lane;
+    bool kept = false;
+    for (int i = list * a.group; i < min((list + 1) * a.group, a.across) && item < a.items; i++)
+      kept |= a.tiles[i * a.list_stride + item * a.item_stride] > 0;
+    unsigned marked = __ballot_sync(~0u, kept);
+    int at = 1 + length + a.steps * __popc(marked & ((1u << lane) - 1));
+    for (int k = item * a.steps; kept && k < min((item + 1) * a.steps, a.k_steps); k++) to[at++] = k;
+    length += a.steps * __popc(marked);
+    // The last tile may be narrower.
+    if (marked >> ((a.items - 1) % 32) & 1 && first + 32 >= a.items) length -= a.items * a.steps - a.k_steps;
   }
   if (lane) return;
-  if (counts(across - 1)) length -= across * WIDE - k_steps; // the last tile may be narrower
-  for (int k = 0; k < k_steps && length < MAX_SPLITS; k++)
-    if (!counts(k / WIDE)) list[1 + length++] = k;
-  list[0] = length;
+  if (a.filled && length) a.filled[1 + atomicAdd(a.filled, 1)] = list;
+  for (; length < a.min_length; length++) to[1 + length] = a.k_steps;
+  to[0] = length;
 }
 
 // --- the device --------------------------------------------------------------------------------------------
@@ -102,7 +106,7 @@ static Hopper find_hopper(Backend *backend) {
   if (wanted && strcmp(wanted, "0") == 0) return found;
   bool built = prepare<KernelTraits<LOGITS_EXP>>() && prepare<KernelTraits<STORE_BF16>>() &&
                prepare<KernelTraits<STORE_F32>>() && prepare<KernelTraits<STORE_BF16, true>>() &&
-               prepare<KernelTraits<STORE_F32, true>>();
+               prepare<KernelTraits<STORE_F32, true>>() && prepare<KernelTraits<ADD_F32, true>>();
   found.encode = built ? tma_encoder() : nullptr;
   if (!found.encode) return found;
   cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.throttle), sizeof *found.throttle),
@@ -160,7 +164,7 @@ static CUtensorMap tma_map(Backend *backend, Tensor t, int rows) {
 
 // The tiles of a GEMM. For the logits a rasterisation group is at most 16 MiB of X, which stays in L2 while W
 // streams by; for dX as many rows as make a wave over all columns. There is no throttle where all of X stays in L2,
-// since it gains nothing there, nor with a filter, whose lists differ in length.
+// since it gains nothing there, nor with sampling, whose lists differ in length.
 template <typename K> static TileScheduler schedule(Backend *backend, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t GROUP_BYTES = 16 << 20;
   TileScheduler s = {};
@@ -176,7 +180,7 @@ template <typename K> static TileScheduler schedule(Backend *backend, int64_t m,
   s.whole = s.work_tiles = s.m_tiles * s.n_tiles;
   s.splits = 1;
   bool all_stays = K::EPILOGUE == LOGITS_EXP && s.group == s.m_tiles;
-  s.throttle = all_stays || K::FILTERED ? nullptr : hopper(backend).throttle;
+  s.throttle = all_stays || K::SAMPLED ? nullptr : hopper(backend).throttle;
   return s;
 }
 
@@ -262,20 +266,20 @@ static bool takes_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
          tma_takes(out) && out.shape[1] % WIDTH<bf16> == 0;
 }
 
-template <bool FILTERED>
+template <bool SAMPLED>
 static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const TileScheduler &s,
                       const int32_t *k_lists, void *scratch) {
-  CUtensorMap exps_map = tma_map(backend, exps, KernelTraits<STORE_BF16, FILTERED>::ROWS),
+  CUtensorMap exps_map = tma_map(backend, exps, KernelTraits<STORE_BF16, SAMPLED>::ROWS),
               weight_map = tma_map(backend, weight, TILE_K / CLUSTER);
   EpilogueParams params = {.out = data_of<float>(out),
                            .out_stride = out.stride,
                            .partials = static_cast<float *>(scratch),
                            .k_lists = k_lists};
   if (out.dtype == DTYPE_BF16)
-    launch<KernelTraits<STORE_BF16, FILTERED>>(backend, exps_map, weight_map,
-                                               tma_map(backend, out, STORE_ROWS), s, params);
+    launch<KernelTraits<STORE_BF16, SAMPLED>>(backend, exps_map, weight_map,
+                                              tma_map(backend, out, STORE_ROWS), s, params);
   else
-    launch<KernelTraits<STORE_F32, FILTERED>>(backend, exps_map, weight_map, exps_map, s, params);
+    launch<KernelTraits<STORE_F32, SAMPLED>>(backend, exps_map, weight_map, exps_map, s, params);
   if (s.splits == 1) return;
   dim3 grid(s.rows * TILE_N / 4 / 256, (unsigned)(s.m_tiles * s.n_tiles - s.whole));
   with_float(out.dtype, [&](auto type) {
@@ -296,18 +300,67 @@ bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *s
   return true;
 }
 
-bool hopper_dx_filtered(Backend *backend, Tensor out, Tensor exps, Tensor weight, const float *tiles,
-                        int32_t *list, void *scratch, size_t bytes) {
+static void make_k_lists(Backend *backend, const KLists &lists) {
+  launch_kernel(
+      {"the lists of k-steps", cuda_stream(backend), dim3((unsigned)ceil_div(lists.lists_count, 8)), 256},
+      k_lists_kernel, lists);
+}
+
+bool hopper_sampled_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, Tensor tiles, void *scratch,
+                       size_t bytes) {
   using K = KernelTraits<STORE_BF16, true>;
-  static_assert(K::CLUSTER_ROWS == 256 && TILE_K == 64, "as cuda_lce_list_bytes counts");
+  static_assert(K::CLUSTER_ROWS == 256 && TILE_K == 64, "as cuda_lce_dx_list_bytes counts");
   if (!takes_dx(backend, out, exps, weight)) return false;
+  size_t list_bytes = cuda_lce_dx_list_bytes(exps.shape[0], weight.shape[0]);
   TileScheduler s = schedule<K>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
-  split_last_wave(&s, hopper(backend).clusters, bytes);
-  int rows_of_tiles = (int)ceil_div(s.m, LCE_FILTER_ROWS);
-  int across = (int)ceil_div(weight.shape[0], LCE_FILTER_COLUMNS);
-  k_list_kernel<<<(unsigned)s.m_tiles, 32, 0, cuda_stream(backend)>>>(list, tiles, rows_of_tiles, across,
-                                                                      s.k_steps);
-  cuda_check_launch("the list of k-steps");
-  launch_dx<true>(backend, out, exps, weight, s, list, scratch);
+  split_last_wave(&s, hopper(backend).clusters, bytes - list_bytes);
+  KLists lists = {.lists = static_cast<int32_t *>(scratch),
+                  .tiles = data_of<float>(tiles),
+                  .lists_count = s.m_tiles,
+                  .across = (int)tiles.shape[0],
+                  .group = K::CLUSTER_ROWS / LCE_TILE_ROWS,
+                  .items = (int)tiles.shape[1],
+                  .steps = LCE_TILE_COLUMNS / TILE_K,
+                  .k_steps = s.k_steps,
+                  .min_length = s.splits,
+                  .list_stride = tiles.shape[1],
+                  .item_stride = 1};
+  make_k_lists(backend, lists);
+  launch_dx<true>(backend, out, exps, weight, s, lists.lists, static_cast<char *>(scratch) + list_bytes);
+  return true;
+}
+
+bool hopper_sampled_dweight(Backend *backend, const LceDweight *a) {
+  using K = KernelTraits<ADD_F32, true>;
+  static_assert((int)TILE_N == (int)LCE_TILE_COLUMNS && (int)LCE_TILE_ROWS % TILE_K == 0,
+                "a list for a column of tiles");
+  if (a->exps.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(a->exps) || !tma_takes(a->scaled_x))
+    return false;
+  TileScheduler s = schedule<K>(backend, a->scaled_x.shape[1], a->exps.shape[1], a->exps.shape[0]);
+  int32_t *columns = data_of<int32_t>(a->workspace);
+  KLists lists = {.lists = columns + 1 + s.n_tiles,
+                  .filled = columns,
+                  .tiles = data_of<float>(a->tiles),
+                  .lists_count = s.n_tiles,
+                  .across = s.n_tiles,
+                  .group = 1,
+                  .items = (int)a->tiles.shape[0],
+                  .steps = LCE_TILE_ROWS / TILE_K,
+                  .k_steps = s.k_steps,
+                  .list_stride = 1,
+                  .item_stride = a->tiles.shape[1]};
+  cuda_check(cudaMemsetAsync(columns, 0, sizeof *columns, cuda_stream(backend)), "clearing a counter");
+  if (!a->accumulate)
+    cuda_check(cudaMemsetAsync(a->dweight.data, 0, tensor_bytes(a->dweight), cuda_stream(backend)),
+               "clearing dweight");
+  make_k_lists(backend, lists);
+  CUtensorMap x_map = tma_map(backend, a->scaled_x, TILE_K),
+              exps_map = tma_map(backend, a->exps, TILE_K / CLUSTER);
+  EpilogueParams params = {.scale = a->alpha,
+                           .out = data_of<float>(a->dweight),
+                           .out_stride = a->dweight.stride,
+                           .k_lists = lists.lists,
+                           .columns = columns};
+  launch<K>(backend, x_map, exps_map, exps_map, s, params);
   return true;
 }

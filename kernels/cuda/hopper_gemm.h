@@ -30,11 +30,14 @@ int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t byt
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always);
 
-// The same over the tiles of exps that count (LceFilter; the others must be 0), skipping steps of 64 vocabulary
-// entries in which no tile of 256 rows counts. Always done where it can be. `list` holds cuda_lce_list_bytes(C, V)
-// bytes of scratch.
-bool hopper_dx_filtered(Backend *backend, Tensor out, Tensor exps, Tensor weight, const float *tiles,
-                        int32_t *list, void *scratch, size_t bytes);
+// The same over the kept tiles (LceSampleTiles), skipping steps of 64 vocabulary entries in which no tile of 256 rows is
+// kept; of such a pair, the one that is dropped holds zeros. Always done where it can be. `scratch` begins with
+// cuda_lce_dx_list_bytes(C, V) bytes of lists.
+bool hopper_sampled_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, Tensor tiles, void *scratch,
+                       size_t bytes);
+
+// LceDweight with tiles, skipping those that are dropped.
+bool hopper_sampled_dweight(Backend *backend, const LceDweight *a);
 
 #if defined(__cplusplus)
 }

@@ -4,7 +4,8 @@
 //   LOGITS_EXP  A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
 //               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
 //   STORE_*     A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
-// The third GEMM, dW += E^T (r X), is cuBLASLt's (linear.cu).
+//   ADD_F32     A = (r X)^T [H, C], B = E [C, V]: sampled dW, whose transpose is added to memory.
+// dW += E^T (r X) without sampling is cuBLASLt's (linear.cu).
 //
 // Data flow. A CTA is alone on its SM: a producer warp issues TMA loads of A and B (64 wide in K) into a ring
 // of shared-memory stages with full and empty mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run
@@ -12,7 +13,7 @@
 // registers and the consumers 232, 192 of them accumulators. A cluster is two CTAs on two tiles one below the
 // other: they need the same tile of B, and each loads one half and multicasts it to both.
 //
-// Pipeline. LOGITS_EXP and filtered dX are ping-pong, 5 stages of 40 KiB: each consumer owns whole tiles of 128
+// Pipeline. LOGITS_EXP and the sampled GEMMs are ping-pong, 5 stages of 40 KiB: each consumer owns whole tiles of 128
 // x 192, so that one's epilogue runs under the other's MMAs:
 //   producer     A, B tiles -> stage s, once stage s is empty
 //   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
@@ -24,7 +25,7 @@
 // rasterised in groups of rows whose tiles of A stay in L2. Clusters of a wave share tiles of A and B, which are
 // read from memory once if all request them at about the same time: a cluster throttle keeps producers in step,
 // and every other wave traverses K backwards, to begin with what the wave before left in L2. The tiles of dX's last, partly
-// empty wave are split along K; a second kernel adds the partials in order. With a filter (LceFilter) producer
+// empty wave are split along K; a second kernel adds the partials in order. With sampling (LceSampleTiles) producer
 // and consumers walk a list of k-steps in place of all.
 //
 // Cost for a chunk of C rows: 2 C V H flops a GEMM. The logits read X and W and write 2 C V bytes of E and
@@ -43,15 +44,15 @@ enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
 enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
 enum { MAX_SPLITS = 16 };
 
-enum Epilogue { LOGITS_EXP, STORE_BF16, STORE_F32 };
+enum Epilogue { LOGITS_EXP, STORE_BF16, STORE_F32, ADD_F32 };
 
-template <Epilogue EPILOGUE_, bool FILTERED_ = false> struct KernelTraits {
+template <Epilogue EPILOGUE_, bool SAMPLED_ = false> struct KernelTraits {
   static constexpr Epilogue EPILOGUE = EPILOGUE_;
-  static constexpr bool FILTERED = FILTERED_;
+  static constexpr bool SAMPLED = SAMPLED_;
   // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
-  // Filtered dX is ping-pong: a tile of fewer rows has more steps to skip.
-  static constexpr bool COOPERATIVE = EPILOGUE != LOGITS_EXP && !FILTERED;
-  static constexpr bool B_K_MAJOR = EPILOGUE == LOGITS_EXP; // A always is
+  // Sampled dX is ping-pong, since a tile of fewer rows has more steps to skip; sampled dW for its long epilogue.
+  static constexpr bool COOPERATIVE = EPILOGUE != LOGITS_EXP && !SAMPLED;
+  static constexpr bool A_K_MAJOR = EPILOGUE != ADD_F32, B_K_MAJOR = EPILOGUE == LOGITS_EXP;
   enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = CLUSTER * ROWS };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
   enum { STAGES = COOPERATIVE ? 3 : 5 };
@@ -70,13 +71,15 @@ struct TileScheduler {
 struct EpilogueParams {
   const float *anchor;    // logits: [m]; read as infinite where the target is IGNORE_INDEX
   const int32_t *targets; // logits: [m]
-  float scale;            // logits: log2(e) / T
+  float scale;            // logits: log2(e) / T; dW: alpha
   float *tile_sums;       // logits: [m, n_tiles]
   bool store;             // logits: whether E is kept
-  float *out;             // dX in fp32: [m, n]
+  float *out;             // dX in fp32: [m, n]; dW: [n, m]
   int64_t out_stride;
-  float *partials;        // dX: [work_tiles - whole, rows, TILE_N]
-  const int32_t *k_lists; // filtered: [m_tiles, 1 + k_steps], how many k-steps count and which
+  float *partials; // dX: [work_tiles - whole, rows, TILE_N]
+  const int32_t
+      *k_lists; // sampled: [m_tiles (dW: n_tiles), 1 + k_steps], how many k-steps there are and which
+  const int32_t *columns; // dW: [1 + n_tiles], how many columns of tiles have k-steps and which
 };
 
 // A piece of work for a cluster, as one of its CTAs sees it.
@@ -101,10 +104,17 @@ static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, i
 
 #if defined(HOPPER_CODE)
 
-// Filtered: the list for the cluster tiles with this row, its length first.
-static __device__ __forceinline__ const int32_t *k_list_of(const TileScheduler &s,
-                                                           const EpilogueParams &params, int row) {
-  return params.k_lists + (int64_t)(row / s.rows) * (1 + s.k_steps);
+// Sampled: the list for the cluster tiles with this row (dW: column), its length first.
+template <typename K>
+static __device__ __forceinline__ const int32_t *
+k_list_of(const TileScheduler &s, const EpilogueParams &params, int row, int column) {
+  return params.k_lists +
+         (int64_t)(K::EPILOGUE == ADD_F32 ? column / TILE_N : row / s.rows) * (1 + s.k_steps);
+}
+
+template <typename K>
+static __device__ __forceinline__ int work_count(const TileScheduler &s, const EpilogueParams &params) {
+  return K::EPILOGUE == ADD_F32 ? params.columns[0] * s.m_tiles : s.work_tiles;
 }
 
 static __device__ __forceinline__ int first_work() {
@@ -125,11 +135,15 @@ static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, con
     part = of_splits / rest;
     parts = s.splits;
   }
-  TileCoord at = tile_coord(s, tile);
+  TileCoord at;
+  if (K::EPILOGUE == ADD_F32)
+    at = {w % s.m_tiles * s.rows, params.columns[1 + w / s.m_tiles] * TILE_N};
+  else
+    at = tile_coord(s, tile);
   WorkTile work;
   work.row = at.row + rank * K::ROWS;
   work.column = at.column;
-  int steps = K::FILTERED ? k_list_of(s, params, at.row)[0] : s.k_steps;
+  int steps = K::SAMPLED ? k_list_of<K>(s, params, at.row, at.column)[0] : s.k_steps;
   work.k_begin = (int)((int64_t)steps * part / parts);
   work.k_end = (int)((int64_t)steps * (part + 1) / parts);
   work.split = of_splits >= 0 ? of_splits : -1;
@@ -203,6 +217,16 @@ struct ClusterThrottle {
   }
 };
 
+// This CTA's tile of a stage's A.
+template <typename K>
+static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row,
+                                              int k) {
+  if (K::A_K_MAJOR)
+    tma_load_2d(to, a, full, k * TILE_K, row);
+  else
+    for (int i = 0; i < K::ROWS / 64; i++) tma_load_2d(to + i * 8192, a, full, row + i * 64, k * TILE_K);
+}
+
 // This CTA's half of a stage's tile of B, for the whole cluster.
 template <typename K>
 static __device__ __forceinline__ void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int column,
@@ -229,23 +253,25 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
   ClusterThrottle throttle(s, rank);
   PipelineState<K> at;
   at.parity = 1; // a fresh barrier counts as past its odd phase: all stages are empty
+  int count = work_count<K>(s, params);
+  if (K::EPILOGUE == ADD_F32 && first_work() >= count) return;
   WorkTile work = work_tile<K>(s, params, first_work(), rank), next = work;
-  for (int w = first_work(); w < s.work_tiles; w += work_stride(), work = next) {
+  for (int w = first_work(); w < count; w += work_stride(), work = next) {
     int columns = tile_columns<K>(s, work), bytes = K::A_BYTES + columns * TILE_K * 2;
     for (int i = 0; i < work.steps(); i++, at.next()) {
       int k = work.step(i);
-      if (K::FILTERED) k = k_list_of(s, params, work.row)[1 + k];
+      if (K::SAMPLED) k = k_list_of<K>(s, params, work.row, work.column)[1 + k];
       uint64_t *full = &pipeline.full[at.stage];
       uint32_t stage = pipeline.stages + at.stage * K::STAGE_BYTES;
       throttle.step(elected);
       mbarrier_wait(&pipeline.empty[at.stage], at.parity);
       if (elected) {
         mbarrier_arrive_expect_tx(full, bytes); // both halves of B count, whichever CTA sends them
-        tma_load_2d(stage, a, full, k * TILE_K, work.row);
+        load_a<K>(stage, a, full, work.row, k);
         load_b<K>(stage + K::A_BYTES, b, full, work.column, columns, k, rank);
       }
       // Early, since its divisions would hold up a stage.
-      if (i == 0 && w + work_stride() < s.work_tiles) next = work_tile<K>(s, params, w + work_stride(), rank);
+      if (i == 0 && w + work_stride() < count) next = work_tile<K>(s, params, w + work_stride(), rank);
     }
   }
   throttle.finish(elected);
@@ -269,20 +295,20 @@ static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipelin
                                                 PipelineState<K> &at, int steps, uint32_t a_first,
                                                 F last_stage_is_full) {
   // Bytes from 16 values of k to the next 16.
-  constexpr int a_step = 32, b_step = K::B_K_MAJOR ? 32 : 2048;
+  constexpr int a_step = K::A_K_MAJOR ? 32 : 2048, b_step = K::B_K_MAJOR ? 32 : 2048;
   int previous = -1;
   for (int k = 0; k < steps; k++, at.next()) {
     mbarrier_wait(&pipeline.full[at.stage], at.parity);
     if (k + 1 == steps) last_stage_is_full();
     uint32_t stage = pipeline.stages + at.stage * K::STAGE_BYTES;
-    uint64_t a = descriptor(stage + a_first, true), b = descriptor(stage + K::A_BYTES, K::B_K_MAJOR);
+    uint64_t a = descriptor(stage + a_first, K::A_K_MAJOR), b = descriptor(stage + K::A_BYTES, K::B_K_MAJOR);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE_K / 16; i++)
 #pragma unroll
       for (int h = 0; h < TILE_M / 64; h++)
-        wgmma<COLUMNS, !K::B_K_MAJOR>(acc[h], descriptor_advance(a, h * 8192 + i * a_step),
-                                      descriptor_advance(b, i * b_step), k > 0 || i > 0);
+        wgmma<COLUMNS, !K::A_K_MAJOR, !K::B_K_MAJOR>(acc[h], descriptor_advance(a, h * 8192 + i * a_step),
+                                                     descriptor_advance(b, i * b_step), k > 0 || i > 0);
     wgmma_commit();
     if (previous >= 0) {
       wgmma_wait<1>(); // the previous step has read its stage
@@ -424,6 +450,26 @@ epilogue_gradient(Accumulators &acc, const TileScheduler &s, const EpilogueParam
   }
 }
 
+// The transpose of the tile, times alpha, is added to `out`: eight lanes to 32 bytes of a row. Without a reply from memory
+// nothing waits; each entry gets one addend from a kernel, so the order of the sums is that of the kernels.
+static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const TileScheduler &s,
+                                                    const EpilogueParams &params, const WorkTile &work) {
+  const ThreadCoord me;
+#pragma unroll
+  for (int h = 0; h < TILE_M / 64; h++)
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+      int row = work.row + me.row(h) + 8 * below, right = s.n - work.column - me.column;
+      float *to = params.out + (work.column + me.column) * params.out_stride + row;
+#pragma unroll
+      for (int j = 0; j < TILE_N / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          if (row < s.m && 8 * j + i < right)
+            atomicAdd(to + (8 * j + i) * params.out_stride, params.scale * acc[h][4 * j + 2 * below + i]);
+    }
+}
+
 // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer 1
 // might wait for a stage two rounds ahead of the ring, and a parity does not distinguish two rounds.
 static __device__ __forceinline__ void order_wait(int consumer) {
@@ -441,14 +487,15 @@ static __device__ __forceinline__ void consume(const TileScheduler &s, const Epi
   int consumer_row = K::COOPERATIVE ? consumer * TILE_M : 0, turn = 0;
   Accumulators acc;
   PipelineState<K> at;
-  for (int w = first_work(); w < s.work_tiles; w += work_stride(), turn ^= 1) {
+  int count = work_count<K>(s, params);
+  for (int w = first_work(); w < count; w += work_stride(), turn ^= 1) {
     WorkTile work = work_tile<K>(s, params, w, rank);
     if (!K::COOPERATIVE && turn != consumer) {
       at.advance(work.steps());
       continue;
     }
     if (!K::COOPERATIVE && w >= work_stride()) order_wait(consumer);
-    bool more = !K::COOPERATIVE && w + work_stride() < s.work_tiles;
+    bool more = !K::COOPERATIVE && w + work_stride() < count;
     auto last_stage_is_full = [&] {
       if (more) order_arrive(consumer ^ 1);
     };
@@ -461,6 +508,8 @@ static __device__ __forceinline__ void consume(const TileScheduler &s, const Epi
       mainloop<K, 64>(acc, pipeline, at, work.steps(), a_first, last_stage_is_full);
     if (K::EPILOGUE == LOGITS_EXP)
       epilogue_logits(acc, s, params, work, out, buffer);
+    else if (K::EPILOGUE == ADD_F32)
+      epilogue_add(acc, s, params, work);
     else
       epilogue_gradient<K>(acc, s, params, work, out, buffer, rank, consumer_row);
   }

@@ -256,18 +256,18 @@ static __device__ __forceinline__ uint64_t descriptor_advance(uint64_t descripto
                : __VA_ARGS__, "r"((int)keep), "n"(B_MN_MAJOR))
 #define WIDEN(WHAT, LOW) ".reg .b64 " WHAT ";\n\tmov.b64 " WHAT ", {" LOW ", " DESCRIPTOR_HIGH "};\n\t"
 
-// d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], bf16 operands, fp32 accumulators; a K-major and
-// b either, in shared memory. Thread t of the warpgroup, in warp w = t / 32 with lane l = t % 32, holds rows
+// d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], bf16 operands, fp32 accumulators; a and b K-major or
+// MN-major, in shared memory. Thread t of the warpgroup, in warp w = t / 32 with lane l = t % 32, holds rows
 // 16 w + l / 4 (d[4j], d[4j+1]) and 8 below that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
-template <int COLUMNS, bool B_MN_MAJOR>
+template <int COLUMNS, bool A_MN_MAJOR, bool B_MN_MAJOR>
 static __device__ __forceinline__ void wgmma(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
   static_assert(COLUMNS == 64 || COLUMNS == 128 || COLUMNS == 192, "a multiple of 64 that fits in d");
   if constexpr (COLUMNS == 64)
-    WGMMA(64, "", "%32", "%33", "%34", "0, %35", "l"(a), "l"(b));
+    WGMMA(64, "", "%32", "%33", "%35", "%34, %36", "l"(a), "l"(b), "n"(A_MN_MAJOR));
   else if constexpr (COLUMNS == 128)
-    WGMMA(128, "", "%64", "%65", "%66", "0, %67", "l"(a), "l"(b));
+    WGMMA(128, "", "%64", "%65", "%67", "%66, %68", "l"(a), "l"(b), "n"(A_MN_MAJOR));
   else
-    WGMMA(192, "", "%96", "%97", "%98", "0, %99", "l"(a), "l"(b));
+    WGMMA(192, "", "%96", "%97", "%99", "%98, %100", "l"(a), "l"(b), "n"(A_MN_MAJOR));
 }
 
 // 64 columns, by the lower halves of K-major descriptors.

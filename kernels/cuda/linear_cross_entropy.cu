@@ -152,8 +152,26 @@ template <typename T> struct FinalizeParams {
   const double *sum;  // [rows], or
   const float *parts; // [rows, across]: what is still to be added
   int across;
-  float *shares; // [rows, blocks]; may overlap parts
+  float *shares;    // [rows, blocks]; may overlap parts
+  Tensor tile_sums; // [rows, tiles]; written where a row is redone; absent: not kept
 };
+
+// One tile's part of a row of E, by a warp.
+template <typename T> static __device__ float tile_sum(const T *exps, int64_t tile, int64_t vocab_size) {
+  float sum = 0;
+  int64_t end = min(vocab_size, (tile + 1) * LCE_TILE_COLUMNS);
+  for (int64_t v = tile * LCE_TILE_COLUMNS + threadIdx.x % 32; v < end; v += 32) sum += to_float(exps[v]);
+  return warp_sum(sum);
+}
+
+// All tiles of all rows of E; one warp a tile.
+template <typename T>
+static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_constant__ LceLogitsExp a) {
+  int64_t tile = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, row = blockIdx.y;
+  if (tile >= a.tile_sums.shape[1]) return;
+  float sum = tile_sum(data_of<T>(a.exps) + row * a.exps.stride, tile, a.exps.shape[1]);
+  if (threadIdx.x % 32 == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + tile] = sum;
+}
 
 // The rows' sums and anchors; rows whose sum is too large are redone. As a rule there are none, and every block returns;
 // else each block makes the entries of its share of the vocabulary. A cooperative launch.
@@ -217,6 +235,10 @@ static __global__ void __launch_bounds__(1024)
     float sum = 0;
     for (unsigned i = lane; i < gridDim.x; i += 32) sum += a.shares[row * gridDim.x + i];
     sum = warp_sum(sum);
+    for (int64_t t = 0; a.tile_sums.data && t < a.tile_sums.shape[1]; t++) {
+      float part = tile_sum(a.exps + row * a.exps_stride, t, a.vocab_size);
+      if (lane == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + t] = part;
+    }
     if (lane) continue;
     row_sum[row] = sum;
     target_e[row] = __expf((target_z[row] - anchor[row]) * a.inv_temperature);
@@ -294,7 +316,7 @@ static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
   LceLogitsExp rest = *a;
   int64_t count = a->x.shape[0] - first;
   rest.rows = loss_rows_range(&a->rows, first, count);
-  for (Tensor *t : {&rest.exps, &rest.x, &rest.targets})
+  for (Tensor *t : {&rest.exps, &rest.x, &rest.targets, &rest.tile_sums})
     if (tensor_exists(*t)) *t = tensor_rows(*t, first, count);
   return rest;
 }
@@ -309,7 +331,10 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     int64_t done = 0;
     for (int64_t first = 0; first < rows; first += done) {
       LceLogitsExp rest = rows_from(a, first);
-      done = hopper_logits_exp(backend, rest.exps, s.tile[0], tile_bytes, data_of<float>(rest.rows.target_z),
+      bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
+      float *parts = keep ? data_of<float>(rest.tile_sums) : s.tile[0];
+      size_t bytes = keep ? tensor_bytes(rest.tile_sums) : tile_bytes;
+      done = hopper_logits_exp(backend, rest.exps, parts, bytes, data_of<float>(rest.rows.target_z),
                                inv_temperature_of(a->temperature), rest.x, a->weight,
                                data_of<int32_t>(rest.targets));
       bool on_hopper = done > 0;
@@ -329,11 +354,16 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .hidden_size = (int)hidden_size,
                                   .inv_temperature = inv_temperature_of(a->temperature),
                                   .sum = on_hopper ? nullptr : s.sum,
-                                  .parts = s.tile[0],
+                                  .parts = parts,
                                   .across = on_hopper ? (int)hopper_sum_parts(vocab_size) : 0,
-                                  .shares = s.tile[0]};
+                                  .shares = s.tile[0],
+                                  .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
       finalize_rows(backend, params, s.columns,
                     rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>));
+      if (!on_hopper && keep)
+        launch_kernel({"the row sums of tiles", cuda_stream(backend),
+                       dim3((unsigned)ceil_div(a->tile_sums.shape[1], 8), (unsigned)rows), 256},
+                      tile_sums_kernel<T>, *a);
     }
   });
   cuda_check_launch("lce_logits_exp");

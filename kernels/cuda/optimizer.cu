@@ -9,20 +9,9 @@
 
 #include "kernels/cuda/cuda_common.cuh"
 
-// splitmix64's finaliser over a keyed counter, as in base/random.h.
-static __host__ __device__ __forceinline__ uint64_t mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
-
-static uint64_t counter_key(uint64_t seed, uint64_t stream) {
-  return mix(seed + 0x9E3779B97F4A7C15u) ^ mix(stream * 0xD1342543DE82EF95u + 0x632BE59BD9B4E019u);
-}
-
 // 32 bits for an element: 16 for the weight, 16 for its moments. Two neighbours share one draw.
-static __device__ __forceinline__ uint32_t counter_bits(uint64_t key, uint64_t index) {
-  return (uint32_t)(mix(key + (index / 2 + 1) * 0x9E3779B97F4A7C15u) >> (index % 2 * 32));
+static __device__ __forceinline__ uint32_t element_bits(uint64_t key, uint64_t index) {
+  return (uint32_t)(counter_bits(key, index / 2) >> (index % 2 * 32));
 }
 
 // Up with the probability that makes the mean right: 16 random bits below the bits that are kept. Infinity
@@ -83,7 +72,7 @@ static __global__ void __launch_bounds__(256)
     mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
     vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
     w[k] -= __fdividef(a.rate * mi[k], root(vi[k] * a.v_correction) + a.epsilon) + a.decay * w[k];
-    if (RANDOM) random[k] = counter_bits(a.key, (uint64_t)(a.place + i + k));
+    if (RANDOM) random[k] = element_bits(a.key, (uint64_t)(a.place + i + k));
   }
   store_rounded(m + i, mi, random, 16);
   store_rounded(v + i, vi, random, 16);

@@ -32,9 +32,13 @@ size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
 }
 
 // The lists of steps, then sums over parts of V.
-size_t cuda_lce_filtered_gemms_scratch(const LceFilteredGemms *a) {
+size_t cuda_lce_sampled_dx_scratch(const LceSampledDx *a) {
   int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1];
-  return cuda_lce_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
+  return cuda_lce_dx_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
+}
+
+size_t cuda_lce_dweight_scratch(const LceDweight *a) {
+  return tensor_exists(a->tiles) ? cuda_lce_dweight_list_bytes(a->exps.shape[0], a->exps.shape[1]) : 0;
 }
 
 size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
