@@ -76,12 +76,13 @@ static void test_ragged_chunks(void **state) {
   }
 }
 
-// A filter pushes tiles, and on a GPU lists of steps.
-static void test_filter(void **state) {
+// Sampling pushes the tiles and their sums, and on a GPU lists of steps.
+static void test_sampling(void **state) {
   (void)state;
-  static const char *const jobs[] = {"--batch 3 --seq-len 17 --lce-filter 0.004",
-                                     "--batch 6 --seq-len 49 --lce-chunk 140 --lce-filter 0.003 --z-loss 0.1",
-                                     "--batch 6 --seq-len 49 --lce-memory 1 --lce-filter 1e-9"};
+  static const char *const jobs[] = {"--batch 3 --seq-len 17 --lce-sample 40",
+                                     "--batch 6 --seq-len 49 --lce-chunk 140 --lce-sample 100 --z-loss 0.1",
+                                     "--batch 6 --seq-len 49 --total-batch 588 --lce-chunk 7 --lce-sample 8",
+                                     "--batch 6 --seq-len 49 --lce-memory 1 --lce-sample 1e-30"};
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     check_plan(LLAMA, jobs[j], LCE_FUSED, RECOMPUTE_LAYER);
     check_plan(GPT2, jobs[j], LCE_FUSED, RECOMPUTE_NONE);
@@ -242,12 +243,12 @@ static void test_budget(void **state) {
       LLAMA "--vocab 5003 --batch 8 --seq-len 128",
       LLAMA "--vocab 50257 --untie-word-embeddings --batch 16 --seq-len 128",
       GPT2 "--vocab 1031 --hidden-size 512 --num-attention-heads 8 --batch 64 --seq-len 50"};
-  enum { SPLIT = 3 }; // the first of these are known to a split head too
+  enum { SPLIT = 4 }; // the first of these are known to a split head too
   static const char *const layers[] = {"",
                                        "--label-smoothing 0.1",
                                        "--z-loss 0.001",
+                                       "--lce-sample 1 --z-loss 0.1",
                                        "--eval-only",
-                                       "--lce-filter 0.001 --z-loss 0.1",
                                        "--metrics --z-loss 0.1",
                                        "--logit-softcap 30"};
   for (size_t m = 0; m < sizeof models / sizeof *models; m++)
@@ -366,7 +367,7 @@ static void test_requirement(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_plan_equals_run), cmocka_unit_test(test_ragged_chunks),
-      cmocka_unit_test(test_filter),          cmocka_unit_test(test_switching_modes),
+      cmocka_unit_test(test_sampling),        cmocka_unit_test(test_switching_modes),
       cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_chunk_within),
       cmocka_unit_test(test_chunk_option),    cmocka_unit_test(test_largest_batch),
       cmocka_unit_test(test_requirement),     cmocka_unit_test(test_budget),

@@ -174,29 +174,103 @@ static void test_terms_give_one_curve(void **state) {
   }
 }
 
-// At the start every token has a probability of about 1 / 300: two tiles of the vocabulary, both below 0.01.
-// A step's statistics cover all its micro-batches, and its loss is what it is without a filter.
-static void test_filter_statistics(void **state) {
+// At the start a token's probabilities are about 1 / 300. Two micro-batches of three chunks of 17 tokens have 12 tiles:
+// six of 192 vocabulary entries and six of 108.
+#define SAMPLING_JOB "%s --total-batch 102 --lce-chunk 20 "
+
+// Whether some number of wide tiles and of narrow ones, `dropped` together, have this share of the mass.
+static bool adds_up(int dropped, double mass) {
+  for (int wide = 0; wide <= 6; wide++) {
+    int narrow = dropped - wide;
+    if (narrow >= 0 && narrow <= 6 && fabs((wide * 192 + narrow * 108) / 1800.0 - mass) < 0.01) return true;
+  }
+  return false;
+}
+
+// A step's statistics cover all its micro-batches, and its loss is what it is without sampling.
+static void test_sampling_statistics(void **state) {
   (void)state;
-  static const char *const filters[] = {"", "--lce-filter 1e-9", "--lce-filter 0.01"};
+  static const char *const samplings[] = {"", "--lce-sample 1e-30", "--lce-sample 40", "--lce-sample 1e6"};
   double loss = 0, norm = 0;
-  for (int i = 0; i < 3; i++) {
-    Run *run = run_open("%s --total-batch 102 --lce-chunk 20 %s", small_models[SMALL_LLAMA], filters[i]);
+  for (int i = 0; i < 4; i++) {
+    Run *run = run_open(SAMPLING_JOB "%s", small_models[SMALL_LLAMA], samplings[i]);
     StepResult r = run_step(run, 0);
     if (i == 0) loss = r.loss, norm = r.grad_norm;
     assert_true(r.loss == loss);
-    if (i == 0) assert_true(isnan(r.filtered_tiles) && isnan(r.filtered_mass));
-    if (i == 1) {
-      assert_true(r.filtered_tiles == 0 && r.filtered_mass == 0);
-      assert_float_equal(r.grad_norm, norm, 1e-4 * norm);
-    }
+    if (i == 0) assert_true(isnan(r.dropped_tiles) && isnan(r.dropped_mass));
+    if (i == 1) assert_true(r.dropped_tiles == 0 && r.dropped_mass == 0 && r.grad_norm == norm);
     if (i == 2) {
-      assert_true(r.filtered_tiles == 1);
-      assert_float_equal(r.filtered_mass, 299.0 / 300, 1e-3);
-      assert_true(fabs(r.grad_norm - norm) > 1e-3 * norm);
+      double dropped = 12 * r.dropped_tiles;
+      assert_true(dropped > 0 && dropped < 12);
+      assert_float_equal(dropped, round(dropped), 1e-9);
+      assert_true(adds_up((int)round(dropped), r.dropped_mass));
     }
+    if (i == 3) {
+      assert_true(r.dropped_tiles == 1);
+      assert_float_equal(r.dropped_mass, 299.0 / 300, 1e-3);
+    }
+    if (i > 1) assert_true(fabs(r.grad_norm - norm) > 1e-3 * norm);
     run_close(run);
   }
+}
+
+// With every tile kept a run has the bits that it has without sampling.
+static void test_sampling_that_keeps_all(void **state) {
+  (void)state;
+  enum { STEPS = 5 };
+  for (int m = 0; m < SMALL_MODELS; m++) {
+    Run *runs[2];
+    double losses[2][STEPS], norms[2][STEPS], *weights[2];
+    int64_t count;
+    for (int k = 0; k < 2; k++) {
+      runs[k] = run_open(SAMPLING_JOB "--z-loss 0.01 --lr 0.01 --warmup 0 %s", small_models[m],
+                         k ? "--lce-sample 1e-30" : "");
+      train_steps(runs[k], STEPS, losses[k], norms[k]);
+      weights[k] = all_weights(runs[k]->h, &runs[k]->trainer, &count);
+    }
+    assert_memory_equal(losses[0], losses[1], sizeof losses[0]);
+    assert_memory_equal(norms[0], norms[1], sizeof norms[0]);
+    assert_memory_equal(weights[0], weights[1], (size_t)count * sizeof *weights[0]);
+    for (int k = 0; k < 2; k++) run_close(runs[k]);
+  }
+}
+
+// The draws follow from the seed, and change with it alone: same weights and data, same loss, another gradient.
+// Recomputation changes nothing.
+static void test_sampling_seeds(void **state) {
+  (void)state;
+  enum { STEPS = 6, RUNS = 4 };
+  static const struct {
+    uint64_t seed;
+    const char *recompute;
+  } runs[RUNS] = {{1, "none"}, {1, "none"}, {1, "layer"}, {2, "none"}};
+  double losses[RUNS][STEPS], norms[RUNS][STEPS];
+  for (int k = 0; k < RUNS; k++) {
+    Run *run =
+        run_open(SAMPLING_JOB "--lce-sample 40 --recompute %s", small_models[SMALL_LLAMA], runs[k].recompute);
+    run->options.seed = runs[k].seed; // the first weights and the data are those of seed 1 already
+    train_steps(run, STEPS, losses[k], norms[k]);
+    run_close(run);
+  }
+  for (int k = 1; k < 3; k++) {
+    assert_memory_equal(losses[0], losses[k], sizeof losses[0]);
+    assert_memory_equal(norms[0], norms[k], sizeof norms[0]);
+  }
+  assert_true(losses[0][0] == losses[3][0] && norms[0][0] != norms[3][0]);
+  assert_true(losses[0][STEPS - 1] != losses[3][STEPS - 1]);
+}
+
+// Every step draws anew: a learning rate of 0 leaves weights and masses as they are.
+static void test_steps_draw_apart(void **state) {
+  (void)state;
+  Run *run = run_open(SAMPLING_JOB "--lce-sample 40 --lr 0", small_models[SMALL_LLAMA]);
+  double least = 1, most = 0;
+  for (int step = 0; step < 8; step++) {
+    StepResult r = run_step(run, step);
+    least = fmin(least, r.dropped_tiles), most = fmax(most, r.dropped_tiles);
+  }
+  assert_true(least < most);
+  run_close(run);
 }
 
 // At the start every token is as likely as any other; statistics that were not requested are absent.
@@ -502,7 +576,10 @@ int main(void) {
       cmocka_unit_test(test_one_seed_one_result),
       cmocka_unit_test(test_modes_give_one_curve),
       cmocka_unit_test(test_terms_give_one_curve),
-      cmocka_unit_test(test_filter_statistics),
+      cmocka_unit_test(test_sampling_statistics),
+      cmocka_unit_test(test_sampling_that_keeps_all),
+      cmocka_unit_test(test_sampling_seeds),
+      cmocka_unit_test(test_steps_draw_apart),
       cmocka_unit_test(test_step_statistics),
       cmocka_unit_test(test_accumulation),
       cmocka_unit_test(test_pending),
