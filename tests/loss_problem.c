@@ -93,8 +93,8 @@ LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, i
                 .z_loss = (float)r->z_loss,
                 .softcap = (float)r->softcap,
                 .temperature = (float)r->temperature,
-                .filter = (float)r->filter,
                 .class_weights = optional_vector(h, DTYPE_F32, r->class_weights, r->vocab)},
+      .sampling = {.full_mass = (float)r->full_mass, .seed = r->seed},
       .scale = (float)r->scale,
       .mean = r->mean};
   if (!r->dx) return a;

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "base/fail.h"
+#include "base/random.h"
 
 void reference_embedding(double *out, const int32_t *tokens, const double *token_weight,
                          const double *position_weight, int64_t rows, int64_t hidden, int64_t seq_len) {
@@ -117,14 +118,14 @@ static double or_else(const double *values, int64_t n, double otherwise) {
   return values ? values[n] : otherwise;
 }
 
-// Where the filter's tiles are, and which count.
+// Where the tiles are, and what multiplies them.
 typedef struct {
   int64_t *tile_row; // [rows]: of a token, or -1
   int64_t tile_rows, across;
-  bool *counts; // [tile_rows, across]
-} Filter;
+  double *factor; // [tile_rows, across]: 1 / q, or 0
+} Sampling;
 
-static void reference_loss_row(ReferenceLoss *r, const Filter *filter, int64_t n, double scale, double *v,
+static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64_t n, double scale, double *v,
                                double *derivative) {
   const double *x = r->x + n * r->hidden, *w = r->class_weights;
   int64_t V = r->vocab;
@@ -163,9 +164,8 @@ static void reference_loss_row(ReferenceLoss *r, const Filter *filter, int64_t n
   if (!r->dx) return;
   for (int64_t j = 0; j < V; j++) {
     double p = exp(v[j] - lse), nll_weight = (1 - eps) * or_else(w, y, 1);
-    if (r->filter > 0 && j != y &&
-        !filter->counts[filter->tile_row[n] * filter->across + j / LCE_FILTER_COLUMNS])
-      p = 0;
+    if (r->full_mass > 0 && j != y)
+      p *= sampling->factor[sampling->tile_row[n] * sampling->across + j / LCE_TILE_COLUMNS];
     double p_minus_target = j == y ? expm1(-nll) : p; // p - 1 without the cancellation
     double dv = s * (nll_weight * p_minus_target + eps / (double)V * (weight_sum * p - or_else(w, j, 1)) +
                      2 * r->z_loss * lse * p) -
@@ -194,33 +194,45 @@ static void non_target_probabilities(const ReferenceLoss *r, int64_t n, double *
   for (int64_t j = 0; j < r->vocab; j++) p[j] = j == r->targets[n] ? 0 : p[j] / all;
 }
 
-static Filter make_filter(ReferenceLoss *r, double *p) {
-  Filter f = {.tile_row = zeroed(r->rows, sizeof *f.tile_row),
-              .across = (r->vocab + LCE_FILTER_COLUMNS - 1) / LCE_FILTER_COLUMNS};
-  f.counts = zeroed(r->rows * f.across, sizeof *f.counts);
-  double *mass = zeroed(r->rows * f.across, sizeof *mass);
+// 1 / q where a tile is kept, or 0. Between 2^(k - 1/2) and 2^(k + 1/2) times full_mass q is 2^k, and never above 1.
+static double tile_factor(ReferenceLoss *r, double mass, int64_t chunk, int64_t tile) {
+  if (mass == 0) return 0;
+  double place = log2(mass / r->full_mass), power = fmin(0, round(place));
+  if (place < 0) r->margin = fmin(r->margin, 0.5 - fabs(place - power));
+  return random_uniform(r->seed, (uint64_t)chunk, (uint64_t)tile) < exp2(power) ? exp2(-power) : 0;
+}
+
+static Sampling make_sampling(ReferenceLoss *r, double *p) {
+  int64_t across = (r->vocab + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS;
+  Sampling s = {.tile_row = zeroed(r->rows, sizeof *s.tile_row), .across = across};
+  s.factor = zeroed(r->rows * across, sizeof *s.factor);
+  double *mass = zeroed(r->rows * across, sizeof *mass);
+  int64_t *chunk_of = zeroed(r->rows, sizeof *chunk_of), *block_of = zeroed(r->rows, sizeof *block_of);
   for (int64_t n = 0, place = 0; n < r->rows; n++) {
     bool counted = r->targets[n] != IGNORE_INDEX;
-    f.tile_row[n] = -1;
+    s.tile_row[n] = -1;
     if (!counted && r->counted_alone) continue;
-    f.tile_rows += place % r->chunk % LCE_FILTER_ROWS == 0;
-    f.tile_row[n] = f.tile_rows - 1;
+    s.tile_rows += place % r->chunk % LCE_TILE_ROWS == 0;
+    s.tile_row[n] = s.tile_rows - 1;
+    chunk_of[s.tile_rows - 1] = place / r->chunk,
+                           block_of[s.tile_rows - 1] = place % r->chunk / LCE_TILE_ROWS;
     place++;
     if (!counted) continue;
     non_target_probabilities(r, n, p);
-    for (int64_t j = 0; j < r->vocab; j++) {
-      int64_t tile = f.tile_row[n] * f.across + j / LCE_FILTER_COLUMNS;
-      f.counts[tile] |= p[j] >= r->filter;
-      mass[tile] += p[j];
-    }
+    for (int64_t j = 0; j < r->vocab; j++) mass[s.tile_row[n] * across + j / LCE_TILE_COLUMNS] += p[j];
   }
-  for (int64_t i = 0; i < f.tile_rows * f.across; i++) {
-    r->filtered[0] += !f.counts[i];
-    r->filtered[1] += 1;
-    r->filtered[2] += f.counts[i] ? 0 : mass[i];
+  r->margin = 0.5;
+  for (int64_t i = 0; i < s.tile_rows * across; i++) {
+    int64_t b = i / across;
+    s.factor[i] = tile_factor(r, mass[i], chunk_of[b], block_of[b] * across + i % across);
+    r->sampled[0] += s.factor[i] == 0;
+    r->sampled[1] += 1;
+    r->sampled[2] += s.factor[i] == 0 ? mass[i] : 0;
   }
   free(mass);
-  return f;
+  free(chunk_of);
+  free(block_of);
+  return s;
 }
 
 static void zero(double *values, int64_t count) {
@@ -240,13 +252,13 @@ void reference_loss(ReferenceLoss *r) {
   for (int64_t n = 0; n < r->rows; n++)
     if (r->targets[n] != IGNORE_INDEX) normaliser += or_else(r->class_weights, r->targets[n], 1);
   double scale = r->mean ? r->scale / normaliser : r->scale;
-  zero(r->filtered, 3);
-  Filter filter = {0};
-  if (r->filter > 0) filter = make_filter(r, v);
+  zero(r->sampled, 3);
+  Sampling sampling = {0};
+  if (r->full_mass > 0) sampling = make_sampling(r, v);
   for (int64_t n = 0; n < r->rows; n++)
-    if (r->targets[n] != IGNORE_INDEX) reference_loss_row(r, &filter, n, scale, v, v + r->vocab);
-  free(filter.tile_row);
-  free(filter.counts);
+    if (r->targets[n] != IGNORE_INDEX) reference_loss_row(r, &sampling, n, scale, v, v + r->vocab);
+  free(sampling.tile_row);
+  free(sampling.factor);
   free(v);
 }
 

@@ -42,11 +42,14 @@ typedef struct {
   double label_smoothing, z_loss, softcap, temperature; // temperature 0 is read as 1
   double scale;
   bool mean; // scale by 1 / sum of the counted targets' class weights as well
-  // The gradients' filter (LceFilter), 0 for none: of chunks of so many tokens, or of counted tokens alone.
-  double filter;
+  // Sampling of the gradients' tiles (TileSampling), full_mass 0 for none: of chunks of so many tokens, or of counted tokens
+  // alone.
+  double full_mass;
+  uint64_t seed;
   int64_t chunk;
   bool counted_alone;
-  double filtered[3]; // its stats
+  double sampled[3]; // its stats
+  double margin;     // how near the log2 of a mass comes to where its probability changes, at least
   double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit,
       *predicted; // [rows]; loss is needed
   double *dx, *dweight, *dbias;

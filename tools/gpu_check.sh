@@ -45,12 +45,12 @@ make -s all tests >"$OUT/build.log" 2>&1 ||
   { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
 
 if wants tests; then
-  for program in build/release/tests/{kernels/test_{cuda*,kernels,linear_cross_entropy,loss*,gradient_filter,accuracy},trainer/test_cuda*,model/test_{golden,generate},tools/test_lce_ladder}; do
+  for program in build/release/tests/{kernels/test_{cuda*,kernels,linear_cross_entropy,loss*,tile_sampling,accuracy},trainer/test_cuda*,model/test_{golden,generate},tools/test_lce_ladder}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done
   # LM head + loss as a GPU before Hopper computes it.
-  for program in test_{cuda,cuda_losses,linear_cross_entropy,loss_terms,gradient_filter,loss_golden}; do
+  for program in test_{cuda,cuda_losses,linear_cross_entropy,loss_terms,tile_sampling,loss_golden}; do
     LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/kernels/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
   done
   # Builds liblce.so with CUDA before it runs.
@@ -58,7 +58,7 @@ if wants tests; then
 fi
 
 if wants sanitizer; then
-  for program in test_cuda test_cuda_losses test_cuda_attention test_loss_terms test_gradient_filter; do
+  for program in test_cuda test_cuda_losses test_cuda_attention test_loss_terms test_tile_sampling; do
     LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run "$program-memcheck" 200 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/kernels/$program" &&
       row "$program under memcheck" "$(grep 'ERROR SUMMARY' "$OUT/$program-memcheck.log" | tail -n 1 | sed 's/=* *//')"
   done

@@ -1,0 +1,472 @@
+// Tile sampling against float64 that draws by the same rule: tiles that are ragged in both directions, several chunks,
+// counted tokens packed or not, the terms that may be combined with it; all tiles kept, or none; the mean over many seeds;
+// stats; and the three operations by themselves.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/random.h"
+#include "tests/loss_problem.h"
+
+// --- problems whose tiles differ in mass -------------------------------------------------------------------
+
+// Tokens come in runs of KINDS kinds, and the logits of kind k are 0 in every KINDS-th tile of the vocabulary from the
+// k-th on, GAP less in all others, but for a little noise.
+enum { KINDS = 3, RUN = 150 };
+static const double GAP = 2;
+
+typedef struct {
+  int64_t rows, hidden, vocab, chunk;
+  int64_t size;         // of the chunks that result, all but the last
+  bool ignored, packed; // some targets are ignored, and the counted ones named
+  bool terms;           // those that sampling may be combined with
+  bool mean, accumulate;
+} Case;
+
+typedef struct {
+  ReferenceLoss r;
+  double *x, *before; // before: dweight's first values
+  LinearCrossEntropy call;
+} Problem;
+
+static void add_terms(Harness *h, ReferenceLoss *r) {
+  double *class_weights = random_values(h, r->vocab, 0.1), *token_weights = random_values(h, r->rows, 0.1);
+  for (int64_t j = 0; j < r->vocab; j++) class_weights[j] += 1;
+  for (int64_t n = 0; n < r->rows; n++) token_weights[n] += 1;
+  r->label_smoothing = 0.125;
+  r->z_loss = 0.015625;
+  r->class_weights = class_weights, r->token_weights = token_weights;
+}
+
+static Problem make_problem(Harness *h, Case c) {
+  Problem p = {.x = random_values(h, c.rows * c.hidden, 0.05)};
+  double *weight = random_values(h, c.vocab * c.hidden, 0.02);
+  int32_t *targets = random_ids(h, c.rows, c.vocab);
+  for (int64_t n = 0; n < c.rows; n++) {
+    p.x[n * c.hidden + n / RUN % KINDS] += 4;
+    if (c.ignored && n % 3 == 1) targets[n] = IGNORE_INDEX;
+  }
+  for (int64_t j = 0; j < c.vocab; j++)
+    for (int k = 0; k < KINDS; k++)
+      if (j / LCE_TILE_COLUMNS % KINDS != k) weight[j * c.hidden + k] -= GAP / 4;
+  p.r = (ReferenceLoss){.rows = c.rows,
+                        .hidden = c.hidden,
+                        .vocab = c.vocab,
+                        .x = p.x,
+                        .weight = weight,
+                        .targets = targets,
+                        .scale = 0.5,
+                        .mean = c.mean,
+                        .temperature = c.terms ? 1.25 : 1,
+                        .full_mass = 50,
+                        .seed = 7,
+                        .chunk = c.size,
+                        .counted_alone = c.packed};
+  reference_outputs(h, &p.r);
+  reference_gradients(h, &p.r);
+  if (c.terms) add_terms(h, &p.r);
+  p.call = loss_call(h, &p.r, LCE_FUSED, c.chunk);
+  p.call.outputs = (TokenOutputs){0};
+  p.call.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
+  p.before = c.accumulate ? random_values(h, c.vocab * c.hidden, 0.001) : host_values(h, c.vocab * c.hidden);
+  p.call.accumulate = c.accumulate;
+  if (c.accumulate) p.call.dweight = tensor_from(h, DTYPE_F32, p.before, c.vocab, c.hidden);
+  if (c.packed) p.call.rows = ids_from(h, counted_positions(h, targets, c.rows, &p.call.counted), c.rows);
+  return p;
+}
+
+// The call again, with outputs of its own.
+static LinearCrossEntropy with_outputs(Harness *h, LinearCrossEntropy a) {
+  a.loss = poisoned_vector(h, DTYPE_F32, a.x.shape[0]);
+  a.dx = poisoned(h, h->dtype, a.x.shape[0], a.x.shape[1]);
+  a.dweight = poisoned(h, DTYPE_F32, a.weight.shape[0], a.weight.shape[1]);
+  if (tensor_exists(a.sampling.stats)) a.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
+  return a;
+}
+
+static LinearCrossEntropy without_sampling(Harness *h, LinearCrossEntropy a) {
+  a.sampling = (TileSampling){0};
+  return with_outputs(h, a);
+}
+
+static double distance(const double *a, const double *b, int64_t count) {
+  double squares = 0;
+  for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]);
+  return sqrt(squares);
+}
+
+// `got` is what `want` says, and not what it would be without sampling.
+static void check_sampled(Harness *h, const char *what, Tensor got, const double *want, const double *whole,
+                          double terms, double size) {
+  int64_t count = tensor_count(got);
+  double off = distance(values_of(h, got), want, count), sampling = distance(whole, want, count);
+  check_values(h, what, got, want, of_size(within_stored(h, 8, terms), size));
+  if (!(off < 0.1 * sampling)) fail_msg("%s is off by %g, and sampling changes %g", what, off, sampling);
+}
+
+static void check_stats(Harness *h, const Problem *p) {
+  double *stats = values_of(h, p->call.sampling.stats), epsilon = dtype_epsilon(h->dtype);
+  const double *want = p->r.sampled;
+  if (!(stats[0] == want[0] && stats[1] == want[1] &&
+        fabs(stats[2] - want[2]) <= (0.5 * epsilon + 1e-5) * want[2]))
+    fail_msg("%g of %g tiles and a mass of %.9g are dropped, not %g of %g and %.9g", stats[0], stats[1],
+             stats[2], want[0], want[1], want[2]);
+}
+
+static void check_case(Harness *h, Case c) {
+  Problem p = make_problem(h, c);
+  int64_t dx_count = c.rows * c.hidden, dweight_count = c.vocab * c.hidden;
+  ReferenceLoss whole = p.r;
+  whole.full_mass = 0;
+  whole.dx = host_values(h, dx_count), whole.dweight = host_values(h, dweight_count);
+  reference_loss(&whole);
+  reference_loss(&p.r);
+  assert_true(p.r.sampled[0] > 0 && p.r.sampled[0] < p.r.sampled[1]);
+  if (!(p.r.margin > 0.002)) fail_msg("a mass is within %g of where q changes", p.r.margin);
+  linear_cross_entropy(h->backend, p.call);
+  for (int64_t i = 0; i < dweight_count; i++) p.r.dweight[i] += p.before[i], whole.dweight[i] += p.before[i];
+  check_stats(h, &p);
+  check_values(h, "loss", p.call.loss, p.r.loss, of_size(within(16, (double)(c.hidden + c.vocab)), 8));
+  check_sampled(h, "dx", p.call.dx, p.r.dx, whole.dx, (double)(c.hidden + c.vocab), p.r.scale);
+  check_sampled(h, "dweight", p.call.dweight, p.r.dweight, whole.dweight, (double)(c.hidden + c.rows),
+                p.r.scale);
+  memory_pop_to(&h->backend->memory, 0);
+}
+
+static void test_cases(void **state) {
+  static const Case cases[] = {
+      {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 150, .size = 150},
+      {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 40, .size = 38},
+      {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 1000, .size = 301},
+      {.rows = 600, .hidden = 17, .vocab = 777, .chunk = 256, .size = 256, .accumulate = true},
+      {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150, .terms = true, .mean = true},
+      {.rows = 450, .hidden = 16, .vocab = 1030, .chunk = 225, .size = 225, .ignored = true},
+      {.rows = 450, .hidden = 16, .vocab = 1030, .chunk = 225, .size = 150, .ignored = true, .packed = true},
+      {.rows = 900,
+       .hidden = 40,
+       .vocab = 900,
+       .chunk = 500,
+       .size = 384,
+       .ignored = true,
+       .packed = true,
+       .terms = true,
+       .mean = true,
+       .accumulate = true}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_case(*state, cases[i]);
+}
+
+// --- the ends ----------------------------------------------------------------------------------------------
+
+static bool on_cpu(void) {
+  return !strncmp(harness_backend(), "cpu", 3);
+}
+
+// With every tile kept the CPU sums in the same order as without sampling; a GPU has other GEMMs. A full mass of 0 is no
+// sampling.
+static void test_all_kept(void **state) {
+  Harness *h = *state;
+  const Case c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 128, .size = 128};
+  Problem p = make_problem(h, c);
+  LinearCrossEntropy plain = without_sampling(h, p.call), zero = with_outputs(h, p.call);
+  p.r.full_mass = 0x1p-100, p.call.sampling.full_mass = 0x1p-100f;
+  zero.sampling = (TileSampling){.seed = 9};
+  linear_cross_entropy(h->backend, plain);
+  linear_cross_entropy(h->backend, p.call);
+  linear_cross_entropy(h->backend, zero);
+  reference_loss(&p.r);
+  assert_true(p.r.sampled[0] == 0);
+  check_stats(h, &p);
+  check_bitwise_equal(h, "dx with a full mass of 0", zero.dx, plain.dx);
+  check_bitwise_equal(h, "dweight with a full mass of 0", zero.dweight, plain.dweight);
+  check_bitwise_equal(h, "loss", p.call.loss, plain.loss);
+  check_values(h, "dx", p.call.dx, p.r.dx, of_size(within_stored(h, 8, (double)(c.hidden + c.vocab)), 0.5));
+  check_values(h, "dweight", p.call.dweight, p.r.dweight,
+               of_size(within_stored(h, 8, (double)(c.hidden + c.rows)), 0.5));
+  if (!on_cpu()) return;
+  check_bitwise_equal(h, "dx with all tiles kept", p.call.dx, plain.dx);
+  check_bitwise_equal(h, "dweight with all tiles kept", p.call.dweight, plain.dweight);
+}
+
+// What remains is the target's own entry.
+static void test_all_dropped(void **state) {
+  Harness *h = *state;
+  const Case c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 200, .size = 151};
+  Problem p = make_problem(h, c);
+  p.r.full_mass = 1e30, p.call.sampling.full_mass = 1e30f;
+  reference_loss(&p.r);
+  assert_true(p.r.sampled[0] == p.r.sampled[1]);
+  linear_cross_entropy(h->backend, p.call);
+  check_stats(h, &p);
+  check_values(h, "dx", p.call.dx, p.r.dx, of_size(within_stored(h, 8, (double)c.hidden), 0.5));
+  check_values(h, "dweight", p.call.dweight, p.r.dweight, of_size(within_stored(h, 8, (double)c.rows), 0.5));
+}
+
+// A NaN keeps its tiles, and spoils no other row of dx. A target with certainty: the mass underflows, or is 0.
+static void test_extremes(void **state) {
+  Harness *h = *state;
+  const Case c = {.rows = 200, .hidden = 16, .vocab = 768, .chunk = 200, .size = 200};
+  Problem p = make_problem(h, c);
+  p.x[5 * 16 + 3] = NAN;
+  p.call.x = tensor_from(h, h->dtype, p.x, 200, 16);
+  p.call.sampling.full_mass = 1e30f;
+  linear_cross_entropy(h->backend, p.call);
+  double *stats = values_of(h, p.call.sampling.stats), *dx = values_of(h, p.call.dx);
+  assert_true(stats[0] == 4 && stats[1] == 8);
+  for (int64_t i = 0; i < 200 * 16; i++) assert_int_equal(isnan(dx[i]) != 0, i / 16 == 5);
+  harness_pop(state);
+
+  LossProblem sure = loss_problem(h, 140, 16, 500, 1);
+  for (int64_t n = 0; n < 140; n++) sure.targets[n] = 3;
+  for (int64_t i = 0; i < 140 * 16; i++) sure.x[i] = i % 16 == 0 ? 8 : 0;
+  for (int64_t j = 0; j < 500; j++) sure.weight[j * 16] = j == 3 ? 20 : 0;
+  reference_gradients(h, &sure.r);
+  LinearCrossEntropy call = loss_call(h, &sure.r, LCE_FUSED, 140);
+  call.outputs = (TokenOutputs){0};
+  call.sampling.full_mass = 1, call.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
+  linear_cross_entropy(h->backend, call);
+  assert_true(values_of(h, call.sampling.stats)[0] == 6);
+  check_values(h, "dx of certain targets", call.dx, host_values(h, 140 * 16), of_size(within(1, 1), 1e-20));
+}
+
+// A row that is redone with its maximum as anchor has the mass of the new exponentials.
+static void test_redone_row(void **state) {
+  Harness *h = *state;
+  LossProblem p = loss_problem(h, 130, 24, 500, 1);
+  loss_problem_lead(&p, 7, 450, 90);
+  reference_outputs(h, &p.r);
+  reference_gradients(h, &p.r);
+  p.r.full_mass = 30, p.r.seed = 3, p.r.chunk = 130;
+  reference_loss(&p.r);
+  assert_true(p.r.sampled[0] > 0 && p.r.sampled[0] < p.r.sampled[1] && p.r.margin > 0.002);
+  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, 130);
+  call.outputs = (TokenOutputs){0};
+  linear_cross_entropy(h->backend, call);
+  check_values(h, "dx", call.dx, p.r.dx, of_size(within_stored(h, 8, 524), p.r.scale));
+  check_values(h, "dweight", call.dweight, p.r.dweight, of_size(within_stored(h, 8, 154), p.r.scale));
+}
+
+// --- draws -------------------------------------------------------------------------------------------------
+
+// The same bits again, with more threads; others with another seed; losses are those without sampling; zero stats without
+// gradients.
+static void test_repeats(void **state) {
+  Harness *h = *state;
+  const Case c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
+  Problem p = make_problem(h, c);
+  LinearCrossEntropy again = with_outputs(h, p.call), other = with_outputs(h, p.call);
+  LinearCrossEntropy plain = without_sampling(h, p.call), forward = with_outputs(h, p.call);
+  other.sampling.seed = 8;
+  int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  linear_cross_entropy(h->backend, p.call);
+  omp_set_num_threads(3);
+  linear_cross_entropy(h->backend, again);
+  omp_set_num_threads(threads);
+  check_bitwise_equal(h, "dx again", again.dx, p.call.dx);
+  check_bitwise_equal(h, "dweight again", again.dweight, p.call.dweight);
+  check_bitwise_equal(h, "stats again", again.sampling.stats, p.call.sampling.stats);
+  linear_cross_entropy(h->backend, other);
+  assert_true(distance(values_of(h, other.dx), values_of(h, p.call.dx), c.rows * c.hidden) > 0);
+  linear_cross_entropy(h->backend, plain);
+  check_bitwise_equal(h, "loss", plain.loss, p.call.loss);
+  forward.dx = forward.dweight = (Tensor){0};
+  linear_cross_entropy(h->backend, forward);
+  check_values(h, "stats of the forward pass", forward.sampling.stats, (double[]){0, 0, 0}, within(0, 1));
+}
+
+// With n seeds the squared distance of the mean gradient from the exact one is the gradient's variance over n, for dx and
+// for dweight: here within a factor of 3, at two n.
+static void test_unbiased(void **state) {
+  Harness *h = *state;
+  enum { SEEDS = 256 };
+  const Case c = {.rows = 300, .hidden = 12, .vocab = 1000, .chunk = 150, .size = 150};
+  Problem p = make_problem(h, c);
+  LinearCrossEntropy plain = without_sampling(h, p.call);
+  linear_cross_entropy(h->backend, plain);
+  int64_t dx_count = c.rows * c.hidden, count = dx_count + c.vocab * c.hidden;
+  double *exact = values_of(h, plain.dx), *sum = host_values(h, count), variance[2] = {0};
+  double *exact_dweight = values_of(h, plain.dweight);
+  for (int seed = 1; seed <= SEEDS; seed++) {
+    p.call.sampling.seed = (uint64_t)seed;
+    linear_cross_entropy(h->backend, p.call);
+    double *dx = values_of(h, p.call.dx), *dweight = values_of(h, p.call.dweight);
+    for (int64_t i = 0; i < count; i++) {
+      double error = i < dx_count ? dx[i] - exact[i] : dweight[i - dx_count] - exact_dweight[i - dx_count];
+      sum[i] += error;
+      variance[i >= dx_count] += error * error / SEEDS;
+    }
+    for (int part = 0; part < 2 && (seed == SEEDS / 8 || seed == SEEDS); part++) {
+      double squares = 0;
+      for (int64_t i = part ? dx_count : 0; i < (part ? count : dx_count); i++)
+        squares += sum[i] * sum[i] / seed / seed;
+      double expected = variance[part] * (double)SEEDS / seed / seed; // of the seeds so far
+      if (!(variance[part] > 0 && squares < 3 * expected))
+        fail_msg("%s: the mean over %d seeds is off by %g, where %g is expected", part ? "dweight" : "dx",
+                 seed, sqrt(squares), sqrt(expected));
+    }
+  }
+}
+
+// --- the operations by themselves --------------------------------------------------------------------------
+
+typedef struct {
+  int64_t rows, hidden, vocab, stride;
+  bool accumulate;
+  float alpha;
+  int64_t every; // tile (b, t) is kept where 5 b + 3 t is a multiple of `every`; 0: none
+} Shape;
+
+typedef struct {
+  Shape s;
+  int64_t down, across;
+  double *exps, *factor; // factor: [down, across], 1 / q or 0
+  LceSampleTiles call;
+} Drawn;
+
+// Masses that decide by themselves, but every fourth kept tile has a probability of 1/4. Tiles that are dropped hold NaN.
+static Drawn draw(Harness *h, Shape s) {
+  Drawn d = {.s = s,
+             .down = (s.rows + LCE_TILE_ROWS - 1) / LCE_TILE_ROWS,
+             .across = (s.vocab + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS,
+             .exps = random_values(h, s.rows * s.vocab, 1)};
+  const double full = 8;
+  double *sums = host_values(h, s.rows * d.across), *tiles = host_values(h, d.down * d.across);
+  double *row_sum = random_values(h, s.rows, 1), *target_e = random_values(h, s.rows, 1),
+         *rescale = random_values(h, s.rows, 1);
+  double stats[3] = {3, 5 + (double)(d.down * d.across), 0.25};
+  d.factor = host_values(h, d.down * d.across);
+  for (int64_t n = 0; n < s.rows; n++) {
+    row_sum[n] = 8 + fabs(row_sum[n]), target_e[n] = 1 / (1 + fabs(target_e[n])),
+    rescale[n] = 1 / (1 + fabs(rescale[n]));
+    for (int64_t t = 0; t < d.across; t++) {
+      int64_t b = n / LCE_TILE_ROWS, i = b * d.across + t, height = s.rows - b * LCE_TILE_ROWS;
+      bool wanted = s.every && (5 * b + 3 * t) % s.every == 0, quarter = wanted && i % 4 == 1;
+      double q = !wanted ? 0 : quarter ? 0.25 : 1, mass = q * full;
+      bool kept = q > 0 && random_uniform(11, 2, (uint64_t)i) < q;
+      d.factor[i] = kept ? 1 / q : 0;
+      tiles[i] = kept ? 1 / q : -mass;
+      if (n % LCE_TILE_ROWS == 0 && !kept) stats[0]++, stats[2] += mass;
+      if (height > LCE_TILE_ROWS) height = LCE_TILE_ROWS;
+      sums[n * d.across + t] = mass / (double)height * (row_sum[n] + target_e[n]) / rescale[n];
+      for (int64_t j = t * LCE_TILE_COLUMNS; j < s.vocab && j < (t + 1) * LCE_TILE_COLUMNS; j++)
+        if (!kept) d.exps[n * s.vocab + j] = NAN;
+    }
+  }
+  d.call = (LceSampleTiles){.tiles = poisoned(h, DTYPE_F32, d.down, d.across),
+                            .stats = vector_from(h, DTYPE_F32, (double[]){3, 5, 0.25}, 3),
+                            .exps = strided_from(h, h->dtype, d.exps, s.rows, s.vocab, s.stride),
+                            .tile_sums = tensor_from(h, DTYPE_F32, sums, s.rows, d.across),
+                            .rows = {.row_sum = vector_from(h, DTYPE_F32, row_sum, s.rows),
+                                     .target_e = vector_from(h, DTYPE_F32, target_e, s.rows),
+                                     .rescale = vector_from(h, DTYPE_F32, rescale, s.rows)},
+                            .full_mass = (float)full,
+                            .seed = 11,
+                            .stream = 2};
+  lce_sample_tiles(h->backend, d.call);
+  check_values(h, "tiles", d.call.tiles, tiles, within(8, (double)LCE_TILE_ROWS));
+  check_values(h, "stats", d.call.stats, stats, within(8, (double)LCE_TILE_ROWS));
+  check_gaps(h, "exps", in_pieces(d.call.exps));
+  return d;
+}
+
+static double sampled_e(const Drawn *d, int64_t n, int64_t j) {
+  double factor = d->factor[n / LCE_TILE_ROWS * d->across + j / LCE_TILE_COLUMNS];
+  return factor == 0 ? 0 : factor * d->exps[n * d->s.vocab + j];
+}
+
+static void check_gemms(Harness *h, const Drawn *d, Dtype dx_dtype) {
+  Shape s = d->s;
+  double *weight = random_values(h, s.vocab * s.hidden, 1), *x = random_values(h, s.rows * s.hidden, 1);
+  double *dx = host_values(h, s.rows * s.hidden), alpha = s.alpha == 0.0f ? 1 : (double)s.alpha;
+  double *dweight =
+      s.accumulate ? random_values(h, s.vocab * s.hidden, 1) : host_values(h, s.vocab * s.hidden);
+  LceSampledDx a = {.dx_raw = poisoned(h, dx_dtype, s.rows, s.hidden),
+                    .tiles = d->call.tiles,
+                    .exps = d->call.exps,
+                    .weight = tensor_from(h, h->dtype, weight, s.vocab, s.hidden)};
+  LceDweight b = {.dweight = s.accumulate ? tensor_from(h, DTYPE_F32, dweight, s.vocab, s.hidden)
+                                          : poisoned(h, DTYPE_F32, s.vocab, s.hidden),
+                  .tiles = d->call.tiles,
+                  .exps = d->call.exps,
+                  .scaled_x = tensor_from(h, h->dtype, x, s.rows, s.hidden),
+                  .alpha = s.alpha,
+                  .accumulate = s.accumulate};
+  for (int64_t n = 0; n < s.rows; n++)
+    for (int64_t j = 0; j < s.vocab; j++) {
+      double e = sampled_e(d, n, j);
+      for (int64_t i = 0; i < s.hidden && e != 0; i++) {
+        dx[n * s.hidden + i] += e * weight[j * s.hidden + i];
+        dweight[j * s.hidden + i] += alpha * e * x[n * s.hidden + i];
+      }
+    }
+  lce_sampled_dx(h->backend, a);
+  lce_dweight(h->backend, b);
+  // In bf16 a GPU may add the last V mod 8 terms to what it has rounded before.
+  bool twice = dx_dtype != DTYPE_F32 && s.vocab % 8;
+  check_values(h, "dx_raw", a.dx_raw, dx,
+               twice ? within_stored(h, 0.5, 1) : of_size(within(8, (double)s.vocab), 0.1));
+  check_values(h, "dweight", b.dweight, dweight, of_size(within(8, (double)s.rows), 0.1));
+}
+
+// All tiles are kept, some, the first alone, or none.
+static void test_operations(void **state) {
+  Harness *h = *state;
+  static const Shape shapes[] = {
+      {1, 1, 1, 1, .alpha = 0.5f},          {5, 24, 8, 64, .accumulate = true},
+      {128, 8, 192, 192, .alpha = 0.5f},    {129, 9, 193, 199, .alpha = 2, .accumulate = true},
+      {257, 64, 640, 640, .alpha = 1},      {300, 33, 1001, 1003, .accumulate = true},
+      {385, 72, 1283, 1344, .alpha = 0.25f}};
+  static const int64_t every[] = {1, 2, 3, 1009, 0};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (size_t k = 0; k < sizeof every / sizeof *every; k++) {
+      Shape s = shapes[i];
+      s.every = every[k];
+      Drawn d = draw(h, s);
+      check_gemms(h, &d, DTYPE_F32);
+      if (h->dtype != DTYPE_F32) check_gemms(h, &d, h->dtype);
+      harness_pop(state);
+    }
+}
+
+static void test_refusals(void **state) {
+  Harness *h = *state;
+  Problem p = make_problem(h, (Case){.rows = 3, .hidden = 4, .vocab = 5, .chunk = 3, .size = 3});
+  LinearCrossEntropy b = p.call;
+  b.sampling.full_mass = -1;
+  assert_fails(h, "sampling.full_mass is -1, which is not 0 or more", linear_cross_entropy(h->backend, b));
+  b.sampling.full_mass = NAN;
+  assert_fails(h, "sampling.full_mass is nan", linear_cross_entropy(h->backend, b));
+  b = p.call, b.mode = LCE_MATERIALIZED;
+  assert_fails(h, "sampling acts on exponentials", linear_cross_entropy(h->backend, b));
+  b = p.call, b.terms.softcap = 5;
+  assert_fails(h, "sampling acts on exponentials", linear_cross_entropy(h->backend, b));
+  b = p.call, b.outputs.entropy = poisoned_vector(h, DTYPE_F32, 3);
+  assert_fails(h, "sampling acts on exponentials", linear_cross_entropy(h->backend, b));
+  b = p.call, b.sampling.full_mass = 0;
+  assert_fails(h, "sampling.stats is fp32 [3] with a full_mass of 0", linear_cross_entropy(h->backend, b));
+  b = p.call, b.sampling.stats = poisoned_vector(h, DTYPE_F32, 2);
+  assert_fails(h, "sampling.stats is fp32 [2]", linear_cross_entropy(h->backend, b));
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test_teardown(test_cases, harness_pop),
+      cmocka_unit_test_teardown(test_all_kept, harness_pop),
+      cmocka_unit_test_teardown(test_all_dropped, harness_pop),
+      cmocka_unit_test_teardown(test_extremes, harness_pop),
+      cmocka_unit_test_teardown(test_redone_row, harness_pop),
+      cmocka_unit_test_teardown(test_repeats, harness_pop),
+      cmocka_unit_test_teardown(test_unbiased, harness_pop),
+      cmocka_unit_test_teardown(test_operations, harness_pop),
+      cmocka_unit_test_teardown(test_refusals, harness_pop),
+  };
+  return run_on_backends(tests, sizeof tests / sizeof *tests);
+}
