@@ -182,6 +182,8 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
                            {"tokens", .number = (double)s->counted},
                            {"tokens_per_second", .number = rate},
                            {0}});
+    r->dropped_tiles += s->dropped_tiles;
+    r->dropped_mass += s->dropped_mass;
     if (!isfinite(s->loss) || !isfinite(s->grad_norm)) fail_diverged(r, trainer, s);
   }
   if (r->steps_done > 0) {
@@ -268,6 +270,8 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   peak.title = lce_mode_name(trainer->transformer.mode);
   double per_step = r->steps_timed ? r->seconds_timed / (double)r->steps_timed : NAN;
   double rate = (double)o->total_batch / per_step, share = share_of_gemms(r, per_step);
+  double dropped_tiles = r->dropped_tiles / (double)r->steps_done;
+  double dropped_mass = r->dropped_mass / (double)r->steps_done;
 
   printf("\nloss     ");
   if (isfinite(state->first_loss))
@@ -277,6 +281,9 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   if (r->steps_timed)
     printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs\n",
            text_count(rate).text, 1e3 * per_step, 100 * share);
+  if (isfinite(dropped_tiles))
+    printf("sampling dropped %.1f%% of tiles, %.1f%% of mass, mean of all steps\n", 100 * dropped_tiles,
+           100 * dropped_mass);
   if (o->ranks > 1)
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
   if (!o->compare_modes) {
@@ -294,6 +301,8 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
                          {"tokens_per_second", .number = rate},
                          {"seconds_per_step", .number = per_step},
                          {"share_of_gemms", .number = share},
+                         {"dropped_tiles", .number = dropped_tiles, .optional = true},
+                         {"dropped_mass", .number = dropped_mass, .optional = true},
                          {"gemm_flops_per_second", .number = r->gemm_rate},
                          {"ranks", .number = o->ranks},
                          {"wire_bytes_per_step", .number = trainer->wire_bytes},

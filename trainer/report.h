@@ -21,6 +21,7 @@ typedef struct {
   int64_t steps_done;      // by this run
   int64_t steps_timed;     // after the first ones,
   double seconds_timed;    // without validation and samples
+  double dropped_tiles, dropped_mass; // sums over steps_done; NaN without --lce-sample
 } Report;
 
 // Before anything runs: device, model, job, data.

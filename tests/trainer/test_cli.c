@@ -100,10 +100,9 @@ static void test_wrong_numbers(void **state) {
       {"--grad-clip -1", "--grad-clip -1: give a number from 0 to "},
       {"--val-fraction 1", "--val-fraction 1: give a number from 0 to 0.999"},
       {"--temperature -1", "--temperature -1: give a number from 0 to 100"},
-      {"--lce-filter 1", "--lce-filter 1: give a number from 0 to below 1"},
-      {"--lce-filter 0.999999999999", "--lce-filter 0.999999999999: give a number from 0 to below 1"},
-      {"--lce-filter -0.1", "--lce-filter -0.1: give a number from 0 to 1"},
-      {"--lce-filter nan", "--lce-filter nan: give a number from 0 to 1"},
+      {"--lce-sample -0.1", "--lce-sample -0.1: give a number from 0 to 1e+06"},
+      {"--lce-sample 1000001", "--lce-sample 1000001: give a number from 0 to 1e+06"},
+      {"--lce-sample nan", "--lce-sample nan: give a number from 0 to 1e+06"},
       {"--rope-theta 0", "--rope-theta 0: give a number from 1 to "},
   };
   EACH_REFUSED(refusals);
@@ -135,9 +134,9 @@ static void test_impossible_combinations(void **state) {
       {"--lce-chunk 64 --lce-memory 64", "--lce-chunk and --lce-memory both choose the chunk"},
       {"--materialized-logits --lce-chunk 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
       {"--materialized-logits --lce-memory 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
-      {"--materialized-logits --lce-filter 0.001", "leave out --lce-filter or --materialized-logits"},
-      {"--metrics --lce-filter 0.001", "acts on exponentials, and --metrics needs logits; leave out one"},
-      {"--logit-softcap 30 --lce-filter 0.001", "and a soft-cap of 30 on logits; leave out --lce-filter, or"},
+      {"--materialized-logits --lce-sample 1", "leave out --lce-sample or --materialized-logits"},
+      {"--metrics --lce-sample 1", "acts on exponentials, and --metrics needs logits; leave out one"},
+      {"--logit-softcap 30 --lce-sample 1", "and a soft-cap of 30 on logits; leave out --lce-sample, or"},
       {TINY "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"},
       {"--batch 3 --seq-len 64 --total-batch 500", "--total-batch 500 is not a multiple of the 192 tokens"},
       {"--batch 3 --seq-len 64 --total-batch 1", "--total-batch 1 is not a multiple of the 192 tokens"},
@@ -266,7 +265,7 @@ static void test_help(void **state) {
                                       "--lce-chunk=TOKENS",
                                       "on cuda 1024",
                                       "--lce-memory=MIB",
-                                      "--lce-filter=EPS",
+                                      "--lce-sample=M0",
                                       "--recompute=WHAT",
                                       "--compare-modes",
                                       "--timeline=FILE",
@@ -497,6 +496,7 @@ static void check_log(cJSON **lines, int count, const char *mode, const Plan *pl
   assert_true(cJSON_IsFalse(cJSON_GetObjectItemCaseSensitive(last, "stopped")));
   assert_true(number_in(last, "tokens_per_second") > 0);
   assert_true(number_in(last, "unigram_entropy") > 2);
+  assert_null(cJSON_GetObjectItemCaseSensitive(last, "dropped_tiles"));
   assert_int_equal(number_in(last, "peak_bytes"), plan->peak_bytes);
   assert_int_equal(number_in(last, "head_peak_bytes"), plan->head_peak_bytes);
   assert_true(number_in(last, "device_peak_bytes") > number_in(last, "peak_bytes"));
@@ -538,22 +538,30 @@ static void test_run(void **state) {
   }
 }
 
-// At the start all probabilities are about 1 / 300.
-static void test_filter(void **state) {
+// Each step's shares of tiles and of mass dropped, and their means over the steps in the summary.
+static void test_sampling(void **state) {
   (void)state;
-  Output o = train(TINY "--steps 1 --lce-filter 0.01 --log %s", temp_path("run.json"));
+  Output o = train(TINY "--steps 5 --lce-sample 100 --log %s", temp_path("run.json"));
   if (o.status) fail_msg("%s", o.err);
-  assert_says(o.out, "  filtered 100.0% of tiles, mass 1.0e+00  ");
+  assert_says(o.out, "  dropped ");
+  assert_says(o.out, "% of mass  ");
+  assert_says(o.out, "\nsampling dropped ");
+  assert_says(o.out, "% of mass, mean of all steps\n");
   output_free(&o);
   cJSON *lines[MAX_LINES];
   int count = read_log(temp_path("run.json"), lines), steps = 0;
+  double tiles = 0, mass = 0;
   for (int i = 0; i < count; i++) {
     if (strcmp(text_in(lines[i], "event"), "step") != 0) continue;
-    steps++;
-    assert_true(number_in(lines[i], "filtered_tiles") == 1);
-    assert_float_equal(number_in(lines[i], "filtered_mass"), 299.0 / 300, 1e-3);
+    double step_tiles = number_in(lines[i], "dropped_tiles"), step_mass = number_in(lines[i], "dropped_mass");
+    assert_true(step_tiles >= 0 && step_tiles <= 1 && step_mass >= 0 && step_mass < 1);
+    assert_true((step_tiles > 0) == (step_mass > 0));
+    steps++, tiles += step_tiles, mass += step_mass;
   }
-  assert_int_equal(steps, 1);
+  assert_int_equal(steps, 5);
+  assert_true(tiles > 0 && mass > 0);
+  assert_float_equal(number_in(lines[count - 1], "dropped_tiles"), tiles / 5, 1e-12);
+  assert_float_equal(number_in(lines[count - 1], "dropped_mass"), mass / 5, 1e-12);
   free_log(lines, count);
 }
 
@@ -723,7 +731,7 @@ int main(void) {
       cmocka_unit_test(test_plan_of_long_sequences),
       cmocka_unit_test(test_fit),
       cmocka_unit_test(test_run),
-      cmocka_unit_test(test_filter),
+      cmocka_unit_test(test_sampling),
       cmocka_unit_test(test_no_steps),
       cmocka_unit_test(test_terminal),
       cmocka_unit_test(test_shards),
