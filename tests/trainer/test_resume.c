@@ -145,27 +145,39 @@ static void differences_are_printed(void **state) {
   output_free(&output);
 }
 
-// A resumed run restores the filter; an option given now overrides it, and the difference is printed.
-static void a_resumed_run_restores_the_filter(void **state) {
+// A resumed run restores the sampling; an option given now overrides it, and the difference is printed. Draws go on
+// where they were.
+static void a_resumed_run_restores_sampling(void **state) {
   (void)state;
   static const struct {
     const char *options, *said;
-    bool filters;
+    bool samples;
   } turns[] = {{"", NULL, true},
-               {"--lce-filter 0.125", "--lce-filter was 0.25 when ", true},
-               {"--lce-filter 0", "--lce-filter was 0.25 when ", false},
-               {"--materialized-logits", "--lce-filter was 0.25 when ", false},
-               {"--metrics", "--lce-filter was 0.25 when ", false}};
+               {"--lce-sample 25", "--lce-sample was 50 when ", true},
+               {"--lce-sample 0", "--lce-sample was 50 when ", false},
+               {"--materialized-logits", "--lce-sample was 50 when ", false},
+               {"--metrics", "--lce-sample was 50 when ", false}};
   char saved[512];
-  succeeds(train(RUN "--lce-filter 0.25 --save-every 11 --save %s", temp_path("filtered")));
-  snprintf(saved, sizeof saved, "%s", temp_path("filtered/step-000011"));
+  succeeds(train(RUN "--lce-sample 50 --save-every 5 --save %s --log %s", temp_path("sampled"),
+                 temp_path("sampled.jsonl")));
+  snprintf(saved, sizeof saved, "%s", temp_path("sampled/step-000005"));
   for (size_t i = 0; i < sizeof turns / sizeof *turns; i++) {
-    Output o =
-        train("--device cpu --resume %s %s --log %s", saved, turns[i].options, temp_path("filtered.jsonl"));
+    char folder[64], log[80];
+    snprintf(folder, sizeof folder, "resampled-%zu", i);
+    snprintf(log, sizeof log, "%s.jsonl", folder);
+    Output o = train("--device cpu --resume %s %s --eval-every 5 --eval-batches 2 --save %s --log %s", saved,
+                     turns[i].options, temp_path(folder), temp_path(log));
     if (o.status) fail_msg("%s", o.err);
     assert_true(turns[i].said ? strstr(o.err, turns[i].said) != NULL : !strcmp(o.err, ""));
-    assert_int_equal(strstr(o.out, "  filtered ") != NULL, turns[i].filters);
+    assert_int_equal(strstr(o.out, "  dropped ") != NULL, turns[i].samples);
     output_free(&o);
+    double losses[2][STEPS + 1] = {{0}}, val_losses[2][STEPS + 1] = {{0}};
+    read_log(temp_path("sampled.jsonl"), losses[0], val_losses[0]);
+    read_log(temp_path(log), losses[1], val_losses[1]);
+    bool same = true;
+    for (int step = 6; step <= STEPS; step++) same &= losses[0][step] == losses[1][step];
+    assert_int_equal(same, i == 0);
+    if (i == 0) check_same_checkpoint(temp_path("sampled/step-000012"), temp_path("resampled-0/step-000012"));
   }
 }
 
@@ -300,7 +312,7 @@ int main(void) {
       cmocka_unit_test(a_resumed_run_equals_an_unbroken_one),
       cmocka_unit_test(rounded_weights_resume_too),
       cmocka_unit_test(differences_are_printed),
-      cmocka_unit_test(a_resumed_run_restores_the_filter),
+      cmocka_unit_test(a_resumed_run_restores_sampling),
       cmocka_unit_test(damaged_checkpoints_are_skipped),
       cmocka_unit_test(stopped_runs_save),
       cmocka_unit_test(killed_runs_lose_nothing),
