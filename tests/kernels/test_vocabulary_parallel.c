@@ -193,6 +193,75 @@ static void check_repeats(Harness *h) {
   check_bitwise_equal(h, "loss again", once.loss, again.loss);
 }
 
+static double squared_distance(const double *a, const double *b, int64_t count) {
+  double squares = 0;
+  for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]);
+  return squares;
+}
+
+// The mean of a sampled gradient over SEEDS seeds is off by what one is off, over the root of SEEDS.
+enum { SEEDS = 256 };
+typedef struct {
+  const char *name;
+  Tensor tensor;
+  double *exact, *mean, squares; // squares: the mean of the squared distances
+} Sampled;
+
+static void add_seed(Harness *h, Sampled *s) {
+  int64_t count = tensor_count(s->tensor);
+  const double *values = values_of(h, s->tensor);
+  for (int64_t i = 0; i < count; i++) s->mean[i] += values[i] / SEEDS;
+  s->squares += squared_distance(values, s->exact, count) / SEEDS;
+}
+
+static void check_mean(Harness *h, const Sampled *s) {
+  int64_t count = tensor_count(s->tensor);
+  double size = sqrt(squared_distance(s->exact, host_values(h, count), count)), one = sqrt(s->squares);
+  double off = sqrt(squared_distance(s->mean, s->exact, count)), rounding = dtype_epsilon(h->dtype) * size;
+  if (!(one > 0.05 * size && off < 2 * one / sqrt(SEEDS) + rounding))
+    fail_msg("%s of norm %g: one seed is off by %g, the mean of %d by %g", s->name, size, one, SEEDS, off);
+}
+
+// Sampling: every rank draws for its rows. With all tiles kept the gradients are as without it.
+static void check_sampling(Harness *h) {
+  const Case c = {.name = "sampled", .rows = 45, .hidden = 24, .vocab = 515, .chunk = 16};
+  Backend *b = h->backend;
+  int64_t part = ceil_div(c.vocab, b->ranks);
+  LossProblem p = make_problem(h, &c, c.vocab, part);
+  LinearCrossEntropy exact = local_call(h, &c, &p, part), kept = local_call(h, &c, &p, part);
+  LinearCrossEntropy sampled = local_call(h, &c, &p, part);
+  kept.sampling = (TileSampling){.full_mass = 0x1p-100f, .stats = poisoned_vector(h, DTYPE_F32, 3)};
+  sampled.sampling = (TileSampling){.full_mass = 60, .stats = poisoned_vector(h, DTYPE_F32, 3)};
+  linear_cross_entropy(b, exact);
+  linear_cross_entropy(b, kept);
+  double *exact_dx = values_of(h, exact.dx), *exact_dweight = values_of(h, exact.dweight);
+  const double *none = values_of(h, kept.sampling.stats);
+  assert_true(none[0] == 0 && none[1] > 0 && none[2] == 0);
+  double terms = (double)(c.hidden + c.vocab);
+  check_values(h, "dx with all tiles kept", kept.dx, exact_dx, of_size(within_stored(h, 16, terms), 0.5));
+  check_values(h, "dweight with all tiles kept", kept.dweight, exact_dweight,
+               of_size(within_stored(h, 16, terms), 0.5));
+  if (b->device == ON_CPU) {
+    check_bitwise_equal(h, "dx with all tiles kept", kept.dx, exact.dx);
+    check_bitwise_equal(h, "dweight with all tiles kept", kept.dweight, exact.dweight);
+  }
+  Sampled gradients[] = {
+      {"dx", sampled.dx, exact_dx, host_values(h, tensor_count(exact.dx)), 0},
+      {"dweight", sampled.dweight, exact_dweight, host_values(h, tensor_count(exact.dweight)), 0}};
+  double dropped = 0;
+  for (int seed = 0; seed < SEEDS; seed++) {
+    sampled.sampling.seed = (uint64_t)seed;
+    linear_cross_entropy(b, sampled);
+    const double *stats = values_of(h, sampled.sampling.stats);
+    assert_true(stats[1] == none[1] && stats[0] <= stats[1] && (stats[0] > 0) == (stats[2] > 0));
+    dropped += stats[0] / stats[1] / SEEDS;
+    for (int i = 0; i < 2; i++) add_seed(h, &gradients[i]);
+  }
+  check_bitwise_equal(h, "loss with sampling", sampled.loss, exact.loss);
+  assert_true(dropped > 0.2 && dropped < 0.95);
+  for (int i = 0; i < 2; i++) check_mean(h, &gradients[i]);
+}
+
 // A failed check ends this process, and with it the job.
 static int be_a_rank(const char *backend_name) {
   ranks_begin();
@@ -207,6 +276,8 @@ static int be_a_rank(const char *backend_name) {
   check_nan(h);
   memory_pop_to(&h->backend->memory, 0);
   check_repeats(h);
+  memory_pop_to(&h->backend->memory, 0);
+  check_sampling(h);
   printf("all cases hold\n");
   harness_close(h);
   return 0;
@@ -247,18 +318,16 @@ static void what_cannot_be_split_is_refused(void **state) {
                           .weight = weight,
                           .targets = targets,
                           .shard = {.first = 0, .vocab_size = 9}};
-  LinearCrossEntropy beyond = a, whole = a, capped = a, filtered = a, mean = a;
+  LinearCrossEntropy beyond = a, whole = a, capped = a, mean = a;
   beyond.shard.first = 6;
   whole.mode = LCE_MATERIALIZED;
   capped.terms.softcap = 30;
-  filtered.terms.filter = 0.1f;
   mean.mean = true;
   assert_fails(h, "5 rows from 6 on are no part of a vocabulary of 9",
                linear_cross_entropy(h->backend, beyond));
   assert_fails(h, "supports the fused mode", linear_cross_entropy(h->backend, whole));
   assert_fails(h, "no bias, soft-cap", linear_cross_entropy(h->backend, capped));
-  assert_fails(h, "filter or mean", linear_cross_entropy(h->backend, filtered));
-  assert_fails(h, "filter or mean", linear_cross_entropy(h->backend, mean));
+  assert_fails(h, "predictions or mean", linear_cross_entropy(h->backend, mean));
   harness_close(h);
 }
 
