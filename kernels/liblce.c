@@ -188,6 +188,7 @@ static LinearCrossEntropy checked_call(const lce_args *a, Dtype dtype, Tensor *i
                                     .z_loss = a->z_loss,
                                     .softcap = a->softcap,
                                     .temperature = a->temperature},
+                          .sampling = {.full_mass = a->sample, .seed = a->sample_seed},
                           .scale = a->scale,
                           .mean = a->mean,
                           .accumulate = a->accumulate};

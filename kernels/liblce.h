@@ -58,6 +58,13 @@ typedef struct lce_context lce_context;
 //             e; as torch.nn.functional.cross_entropy with reduction="none")
 //   zl      = z_loss lse^2
 //   entropy = lse - sum_j p[j] v[j]
+//
+// sample makes the gradients cheaper and noisy, without bias: the softmax gradient (p of all but the targets,
+// [N, V]) is cut into tiles of 128 tokens x 192 vocabulary entries. A tile whose probabilities add up to m is
+// kept with probability min(1, m / sample), rounded to a power of two, and divided by it; the others are
+// skipped. Losses and outputs stay the same to the bit. With 1 about nine tiles of ten are skipped in a trained
+// model of 128,256 entries. It saves time on the CPU, and on Hopper in bf16. It excludes materialized, bias,
+// softcap, entropy_weights, entropy, max_logit, correct and predicted.
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V: 1 to 2^31 - 65536 each
   int64_t chunk;                           // tokens at a time; 0 lets the library choose
@@ -67,9 +74,11 @@ typedef struct {
   int32_t targets_int64;                   // targets are int64, as PyTorch's; otherwise int32
   float scale;                             // of the gradients; 0 makes them 0, so say 1 for plain ones
   float label_smoothing, z_loss, softcap, temperature; // 0: none (temperature 0 is read as 1)
-  const void *x;                                       // fp32/bf16 [N, H]
-  const void *weight;                                  // fp32/bf16 [V, H]
-  const void *bias;                                    // fp32/bf16 [V], or NULL
+  float sample;                 // the mass from which a tile is kept; 0: exact gradients
+  uint64_t sample_seed;         // of the draws, to be changed from call to call
+  const void *x;                // fp32/bf16 [N, H]
+  const void *weight;           // fp32/bf16 [V, H]
+  const void *bias;             // fp32/bf16 [V], or NULL
   const void *targets;          // int32 or int64 [N], each in [0, V) or -100, which does not count
   const float *class_weights;   // [V], or NULL
   const float *token_weights;   // [N], or NULL: what each token's gradient is multiplied by

@@ -9,14 +9,16 @@ import contextlib
 import ctypes
 import numbers
 import operator
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
 
 class Args(ctypes.Structure):
     """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
     _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
                 [(name, c_int32) for name in ("materialized", "mean", "accumulate", "targets_int64")] +
-                [(name, c_float) for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature")] +
+                [(name, c_float) for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature",
+                                              "sample")] +
+                [("sample_seed", c_uint64)] +
                 [(name, c_void_p) for name in ("x", "weight", "bias", "targets", "class_weights", "token_weights",
                                                "entropy_weights", "loss", "dx", "dweight", "dbias", "token_z_loss",
                                                "log_prob", "logsumexp", "entropy", "max_logit", "correct",
@@ -49,7 +51,8 @@ TENSORS = dict(x=("NH", "dtype"), weight=("VH", "dtype"), bias=("V", "dtype"), t
                log_prob=("N", "float32"), logsumexp=("N", "float32"), entropy=("N", "float32"),
                max_logit=("N", "float32"), correct=("N", "float32"), predicted=("N", "int32"))
 FLAGS = ("materialized", "mean", "accumulate")
-NUMBERS = ("scale", "label_smoothing", "z_loss", "softcap", "temperature")
+NUMBERS = ("scale", "label_smoothing", "z_loss", "softcap", "temperature", "sample")
+INTEGERS = {"chunk": (-2**63, 2**63), "sample_seed": (0, 2**64)}  # and their ranges
 
 
 def is_tensor(value):
@@ -87,11 +90,16 @@ class Layer:
             return contextlib.nullcontext()
         return torch.cuda.device(self.ordinal)
 
-    def __call__(self, x, weight, targets, loss, **more):
-        """Targets are int32 or int64; `more` names other fields of lce_args: numbers, or tensors (None: absent)."""
+    def __call__(self, x, weight, targets, loss, *, sample=0.0, sample_seed=0, **more):
+        """Targets are int32 or int64; `more` names other fields of lce_args: numbers, or tensors (None: absent).
+
+        sample above 0 samples the tiles of the softmax gradient: dx and dweight keep their expectation and gain
+        noise, the loss stays as it is (kernels/liblce.h). Change sample_seed from call to call: the same seed draws
+        the same way.
+        """
         if not self.context:
             raise ValueError("the layer is closed")
-        given = dict(x=x, weight=weight, targets=targets, loss=loss, **more)
+        given = dict(x=x, weight=weight, targets=targets, loss=loss, sample=sample, sample_seed=sample_seed, **more)
         tensors = {name: given.pop(name) for name in TENSORS if name in given}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.check_kinds(tensors)
@@ -156,7 +164,7 @@ def numbers_of(given):
     """The fields that are no tensors; ctypes itself would take any name, and cut numbers off."""
     values = {}
     for name, value in given.items():
-        if name not in ("chunk", *FLAGS, *NUMBERS):
+        if name not in (*INTEGERS, *FLAGS, *NUMBERS):
             raise TypeError(f"there is no argument {name}")
         if not isinstance(value, numbers.Real):
             raise TypeError(f"{name} is {type(value).__name__}, where a number is needed")
@@ -166,6 +174,7 @@ def numbers_of(given):
             values[name] = float(value)
         else:
             values[name] = operator.index(value)
-            if not -2**63 <= values[name] < 2**63:
-                raise ValueError(f"{name} is {value}, which 64 bits do not hold")
+            low, end = INTEGERS[name]
+            if not low <= values[name] < end:
+                raise ValueError(f"{name} is {value}, where 64 bits hold {low} to {end - 1}")
     return values

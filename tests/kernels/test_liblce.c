@@ -204,6 +204,69 @@ static void test_accumulate(void **state) {
   lce_destroy(context);
 }
 
+// The mean of what `count` seeds gave, and the mean of the squared distances from the exact gradient.
+typedef struct {
+  double *mean, squares;
+} Draws;
+
+static void add_draw(Draws *d, const float *got, const float *exact, int64_t count, int seeds) {
+  for (int64_t i = 0; i < count; i++) {
+    double apart = (double)got[i] - (double)exact[i];
+    d->mean[i] += (double)got[i] / seeds;
+    d->squares += apart * apart / seeds;
+  }
+}
+
+static void check_draws(const Draws *d, const float *exact, int64_t count, int seeds) {
+  double off = 0, size = 0;
+  for (int64_t i = 0; i < count; i++) {
+    off += (d->mean[i] - (double)exact[i]) * (d->mean[i] - (double)exact[i]);
+    size += (double)exact[i] * (double)exact[i];
+  }
+  if (!(d->squares > 0.01 * size && off < 4 * d->squares / seeds))
+    fail_msg("squared norm %g: one seed is off by %g, the mean of %d by %g", size, d->squares, seeds, off);
+}
+
+// With sampling losses stay the same to the bit, and gradients keep their expectation; each seed gives its own. With
+// every tile kept they are the exact ones.
+static void test_sampling(void **state) {
+  (void)state;
+  enum { N = 290, H = 12, V = 700, SEEDS = 256 };
+  lce_context *context = context_on_cpu();
+  const Case c = {N, H, V, 150, .terms = true};
+  Problem exact = make_problem(&c), p = make_problem(&c), again = make_problem(&c);
+  run(context, &exact.args);
+  Draws dx = {.mean = calloc(N * H, sizeof(double))}, dweight = {.mean = calloc(V * H, sizeof(double))};
+  p.args.sample = 60;
+  for (int seed = 0; seed < SEEDS; seed++) {
+    p.args.sample_seed = (uint64_t)seed << 40;
+    run(context, &p.args);
+    assert_memory_equal(p.args.loss, exact.args.loss, N * sizeof(float));
+    assert_memory_equal(p.args.logsumexp, exact.args.logsumexp, N * sizeof(float));
+    add_draw(&dx, p.args.dx, exact.args.dx, N * H, SEEDS);
+    add_draw(&dweight, p.args.dweight, exact.args.dweight, V * H, SEEDS);
+  }
+  check_draws(&dx, exact.args.dx, N * H, SEEDS);
+  check_draws(&dweight, exact.args.dweight, V * H, SEEDS);
+  again.args.sample = 60, again.args.sample_seed = p.args.sample_seed;
+  run(context, &again.args);
+  assert_memory_equal(again.args.dweight, p.args.dweight, V * H * sizeof(float));
+  again.args.sample_seed++;
+  run(context, &again.args);
+  assert_memory_not_equal(again.args.dweight, p.args.dweight, V * H * sizeof(float));
+  again.args.sample = 1e-30f;
+  run(context, &again.args);
+  check_results(&again);
+  assert_memory_equal(again.args.dx, exact.args.dx, N * H * sizeof(float));
+  assert_memory_equal(again.args.dweight, exact.args.dweight, V * H * sizeof(float));
+  free(dx.mean);
+  free(dweight.mean);
+  release(&exact);
+  release(&p);
+  release(&again);
+  lce_destroy(context);
+}
+
 // A target out of range makes that token's loss NaN; all else is as if it were ignored.
 static void test_targets_out_of_range(void **state) {
   (void)state;
@@ -272,6 +335,11 @@ static void test_wrong_arguments(void **state) {
   REFUSED("label_smoothing is 7", a.label_smoothing = 7);
   REFUSED("softcap is -1", a.softcap = -1);
   REFUSED("temperature is -1", a.temperature = -1);
+  REFUSED("full_mass is -1", a.sample = -1);
+  REFUSED("full_mass is nan", a.sample = NAN);
+  REFUSED("sampling acts on exponentials", (a.sample = 1, a.materialized = 1));
+  REFUSED("sampling acts on exponentials", (a.sample = 1, a.softcap = 30));
+  REFUSED("sampling acts on exponentials", (a.sample = 1, a.entropy_weights = a.x));
   REFUSED("give both, or neither", (a.dx = NULL, a.scale = 0));
   assert_int_equal(lce_held_bytes(context), 0);
   assert_int_equal(lce_linear_cross_entropy(context, NULL), 1);
@@ -541,6 +609,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_values),
       cmocka_unit_test(test_accumulate),
+      cmocka_unit_test(test_sampling),
       cmocka_unit_test(test_targets_out_of_range),
       cmocka_unit_test(test_wrong_arguments),
       cmocka_unit_test(test_impossible_sizes),

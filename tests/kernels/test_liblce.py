@@ -114,6 +114,30 @@ def every_field_arrives(lce):
     lce.lce_destroy(context)
 
 
+def sampling_is_unbiased(lce):
+    """The loss to the bit; gradients that another seed changes, and whose mean over many seeds is the exact one."""
+    layer, seeds = Layer(lce._name, "cpu", "fp32"), 400
+    exact, _ = wrapper_case(chunk=4)
+    layer(**exact)
+    total = {what: [0] * len(exact[what].elements) for what in ("dx", "dweight")}
+    apart = dict(dx=0, dweight=0)
+    for seed in range(seeds):
+        given, _ = wrapper_case(chunk=4, sample=8, sample_seed=2**63 + seed)
+        layer(**given)
+        assert given["loss"].elements == exact["loss"].elements
+        for what in total:
+            apart[what] += math.dist(given[what].elements, exact[what].elements)**2 / seeds
+            total[what] = [a + b / seeds for a, b in zip(total[what], given[what].elements)]
+    again, _ = wrapper_case(chunk=4, sample=8, sample_seed=2**63 + seeds - 1)
+    layer(**again)
+    for what, mean in total.items():
+        assert again[what].elements == given[what].elements
+        assert math.sqrt(apart[what]) > 0.1 * math.hypot(*exact[what].elements)
+        off = math.dist(mean, exact[what].elements)
+        assert off < 2 * math.sqrt(apart[what] / seeds), f"the mean {what} is off by {off}"
+    layer.close()
+
+
 def targets_out_of_range(lce):
     """Such a token counts as ignored, but its loss is not a number."""
     context = lce.lce_create(b"cpu", 0, b"fp32")
@@ -206,7 +230,16 @@ def wrapper_refuses(lce):
         (TypeError, "scale is NoneType", dict(scale=None)),
         (TypeError, "integer", dict(chunk=1.5)),
         (ValueError, "64 bits", dict(chunk=1 << 64)),
+        (TypeError, "sample is str", dict(sample="1")),
+        (TypeError, "integer", dict(sample_seed=1.5)),
+        (ValueError, "sample_seed is -1, where 64 bits", dict(sample_seed=-1)),
+        (ValueError, "64 bits", dict(sample_seed=1 << 64)),
         (Failure, "chunk of -1", dict(chunk=-1)),
+        (Failure, "full_mass is -1", dict(sample=-1)),
+        (Failure, "full_mass is nan", dict(sample=math.nan)),
+        (Failure, "sampling acts on exponentials", dict(sample=1, softcap=30)),
+        (Failure, "sampling acts on exponentials", dict(sample=1, materialized=True)),
+        (Failure, "sampling acts on exponentials", dict(sample=1, entropy=FakeTensor(n))),
         (Failure, "both, or neither", dict(dx=None)),
         (Failure, "bias has a gradient", dict(bias=FakeTensor(v))),
     )
@@ -320,6 +353,15 @@ def tensors_of_pytorch(lce):
             layer.synchronize()
             for what, got in (("loss", loss), ("dx", dx), ("dweight", dweight)):
                 close(what, got.flatten().tolist(), case[what], 1e-4)
+            with ours, first:
+                noisy, same_loss, mean = torch.empty_like(dx), torch.empty_like(loss), torch.zeros_like(dx)
+                for seed in range(400):
+                    layer(x, weight, targets, same_loss, dx=noisy, dweight=dweight, scale=case["scale"],
+                          mean=case["mean"], z_loss=case["z_loss"], chunk=4, sample=8.0, sample_seed=seed)
+                    assert torch.equal(loss, same_loss)
+                    mean += noisy / 400
+                assert (noisy - dx).norm() > 0.1 * dx.norm() > 0
+                assert (mean - dx).norm() < 0.2 * dx.norm()
             try:
                 layer(x.T.contiguous().T, weight, targets, loss)
             except ValueError as refusal:
@@ -476,8 +518,8 @@ def streams_of_the_caller(_):
     lce.lce_destroy(context)
 
 
-TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, wrapper_takes_tensors, wrapper_refuses,
-         wrapper_calls_on_the_tensors_device, tensors_of_pytorch, errors_come_back,
+TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, sampling_is_unbiased, wrapper_takes_tensors,
+         wrapper_refuses, wrapper_calls_on_the_tensors_device, tensors_of_pytorch, errors_come_back,
          refusals_leave_nothing_behind, contexts_are_independent, streams_of_the_caller)
 
 
