@@ -60,9 +60,9 @@ static __global__ void __launch_bounds__(256) k_lists_kernel(const __grid_consta
     if (marked >> ((a.items - 1) % 32) & 1 && first + 32 >= a.items) length -= a.items * a.steps - a.k_steps;
   }
   if (lane) return;
-  if (a.filled && length) a.filled[1 + atomicAdd(a.filled, 1)] = list;
   for (; length < a.min_length; length++) to[1 + length] = a.k_steps;
   to[0] = length;
+  if (a.filled && length) a.filled[1 + atomicAdd(a.filled, 1)] = list;
 }
 
 // --- the device --------------------------------------------------------------------------------------------
@@ -347,12 +347,10 @@ bool hopper_sampled_dweight(Backend *backend, const LceDweight *a) {
                   .items = (int)a->tiles.shape[0],
                   .steps = LCE_TILE_ROWS / TILE_K,
                   .k_steps = s.k_steps,
+                  .min_length = !a->accumulate, // all of dweight is written
                   .list_stride = 1,
                   .item_stride = a->tiles.shape[1]};
   cuda_check(cudaMemsetAsync(columns, 0, sizeof *columns, cuda_stream(backend)), "clearing a counter");
-  if (!a->accumulate)
-    cuda_check(cudaMemsetAsync(a->dweight.data, 0, tensor_bytes(a->dweight), cuda_stream(backend)),
-               "clearing dweight");
   make_k_lists(backend, lists);
   CUtensorMap x_map = tma_map(backend, a->scaled_x, TILE_K),
               exps_map = tma_map(backend, a->exps, TILE_K / CLUSTER);
@@ -360,7 +358,8 @@ bool hopper_sampled_dweight(Backend *backend, const LceDweight *a) {
                            .out = data_of<float>(a->dweight),
                            .out_stride = a->dweight.stride,
                            .k_lists = lists.lists,
-                           .columns = columns};
+                           .columns = columns,
+                           .accumulate = a->accumulate};
   launch<K>(backend, x_map, exps_map, exps_map, s, params);
   return true;
 }

@@ -4,7 +4,7 @@
 //   LOGITS_EXP  A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
 //               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
 //   STORE_*     A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
-//   ADD_F32     A = (r X)^T [H, C], B = E [C, V]: sampled dW, whose transpose is added to memory.
+//   ADD_F32     A = (r X)^T [H, C], B = E [C, V]: sampled dW, whose transpose is written or added to memory.
 // dW += E^T (r X) without sampling is cuBLASLt's (linear.cu).
 //
 // Data flow. A CTA is alone on its SM: a producer warp issues TMA loads of A and B (64 wide in K) into a ring
@@ -80,6 +80,7 @@ struct EpilogueParams {
   const int32_t
       *k_lists; // sampled: [m_tiles (dW: n_tiles), 1 + k_steps], how many k-steps there are and which
   const int32_t *columns; // dW: [1 + n_tiles], how many columns of tiles have k-steps and which
+  bool accumulate;        // dW
 };
 
 // A piece of work for a cluster, as one of its CTAs sees it.
@@ -450,23 +451,40 @@ epilogue_gradient(Accumulators &acc, const TileScheduler &s, const EpilogueParam
   }
 }
 
-// The transpose of the tile, times alpha, is added to `out`: eight lanes to 32 bytes of a row. Without a reply from memory
-// nothing waits; each entry gets one addend from a kernel, so the order of the sums is that of the kernels.
+// The rows of `out` that the tile's transpose is added to, into L2 while the MMAs run.
+static __device__ __forceinline__ void prefetch_sum(const TileScheduler &s, const EpilogueParams &params,
+                                                    const WorkTile &work) {
+  constexpr int LINE = 128 / sizeof(float), LINES = TILE_M / LINE;
+  for (int i = threadIdx.x % WARPGROUP; i < TILE_N * LINES; i += WARPGROUP) {
+    int column = work.column + i / LINES, row = work.row + i % LINES * LINE;
+    if (column < s.n && row < s.m) prefetch_l2(params.out + column * params.out_stride + row);
+  }
+}
+
+// out (+)= alpha times the tile's transpose: eight lanes to 32 bytes of a row.
 static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const TileScheduler &s,
                                                     const EpilogueParams &params, const WorkTile &work) {
+  constexpr int GROUP = 8; // accesses on their way together
   const ThreadCoord me;
 #pragma unroll
   for (int h = 0; h < TILE_M / 64; h++)
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-      int row = work.row + me.row(h) + 8 * below, right = s.n - work.column - me.column;
+      int row = work.row + me.row(h) + 8 * below, right = row < s.m ? s.n - work.column - me.column : 0;
       float *to = params.out + (work.column + me.column) * params.out_stride + row;
 #pragma unroll
-      for (int j = 0; j < TILE_N / 8; j++)
+      for (int j = 0; j < TILE_N / 8; j += GROUP / 2) {
+        float sum[GROUP] = {};
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (row < s.m && 8 * j + i < right)
-            atomicAdd(to + (8 * j + i) * params.out_stride, params.scale * acc[h][4 * j + 2 * below + i]);
+        for (int i = 0; i < GROUP; i++)
+          if (params.accumulate && 8 * (j + i / 2) + i % 2 < right)
+            sum[i] = __ldcg(to + (8 * (j + i / 2) + i % 2) * params.out_stride);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++)
+          if (8 * (j + i / 2) + i % 2 < right)
+            __stcg(to + (8 * (j + i / 2) + i % 2) * params.out_stride,
+                   fmaf(params.scale, acc[h][4 * (j + i / 2) + 2 * below + i % 2], sum[i]));
+      }
     }
 }
 
@@ -494,6 +512,7 @@ static __device__ __forceinline__ void consume(const TileScheduler &s, const Epi
       at.advance(work.steps());
       continue;
     }
+    if (K::EPILOGUE == ADD_F32 && params.accumulate) prefetch_sum(s, params, work);
     if (!K::COOPERATIVE && w >= work_stride()) order_wait(consumer);
     bool more = !K::COOPERATIVE && w + work_stride() < count;
     auto last_stage_is_full = [&] {
