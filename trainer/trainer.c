@@ -74,7 +74,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     t->outputs.max_logit = reserve_table(backend, "largest logits", DTYPE_F32, tokens);
   }
   t->transformer.outputs = t->outputs;
-  if (options->lce_sample > 0) {
+  if (t->transformer.sampling.full_mass > 0) {
     t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
     fill_zero(backend, t->transformer.sampling.stats); // only the fused mode writes it
   }
@@ -329,7 +329,7 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
     results[i].accuracy = mean_of(of_step, RESULT_CORRECT, counted, metrics);
     results[i].entropy = mean_of(of_step, RESULT_ENTROPY, counted, metrics);
     results[i].max_logit = mean_of(of_step, RESULT_MAX_LOGIT, counted, metrics);
-    bool sampling = t->options->lce_sample > 0;
+    bool sampling = t->transformer.sampling.full_mass > 0;
     results[i].dropped_tiles =
         mean_of(of_step, RESULT_TILES_DROPPED, (int64_t)of_step[RESULT_TILES], sampling);
     results[i].dropped_mass = mean_of(of_step, RESULT_MASS_DROPPED, counted, sampling);

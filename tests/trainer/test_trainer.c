@@ -260,16 +260,26 @@ static void test_sampling_seeds(void **state) {
   assert_true(losses[0][STEPS - 1] != losses[3][STEPS - 1]);
 }
 
-// Every step draws anew: a learning rate of 0 leaves weights and masses as they are.
-static void test_steps_draw_apart(void **state) {
+// Every step draws anew, and every micro-batch: a learning rate of 0 leaves weights and masses as they are, and two
+// micro-batches that draw alike would always drop an even number of tiles.
+static void test_draws_differ(void **state) {
   (void)state;
   Run *run = run_open(SAMPLING_JOB "--lce-sample 40 --lr 0", small_models[SMALL_LLAMA]);
-  double least = 1, most = 0;
+  int least = 12, most = 0, odd = 0;
   for (int step = 0; step < 8; step++) {
-    StepResult r = run_step(run, step);
-    least = fmin(least, r.dropped_tiles), most = fmax(most, r.dropped_tiles);
+    int dropped = (int)lround(12 * run_step(run, step).dropped_tiles);
+    least = dropped < least ? dropped : least, most = dropped > most ? dropped : most;
+    odd += dropped % 2;
   }
-  assert_true(least < most);
+  assert_true(least < most && odd > 0);
+  run_close(run);
+}
+
+// What fp32 rounds to 0 samples nothing.
+static void test_no_mass(void **state) {
+  (void)state;
+  Run *run = run_open(SAMPLING_JOB "--lce-sample 1e-60", small_models[SMALL_LLAMA]);
+  assert_true(isnan(run_step(run, 0).dropped_tiles));
   run_close(run);
 }
 
@@ -579,7 +589,8 @@ int main(void) {
       cmocka_unit_test(test_sampling_statistics),
       cmocka_unit_test(test_sampling_that_keeps_all),
       cmocka_unit_test(test_sampling_seeds),
-      cmocka_unit_test(test_steps_draw_apart),
+      cmocka_unit_test(test_draws_differ),
+      cmocka_unit_test(test_no_mass),
       cmocka_unit_test(test_step_statistics),
       cmocka_unit_test(test_accumulation),
       cmocka_unit_test(test_pending),
