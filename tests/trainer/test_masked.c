@@ -89,8 +89,11 @@ static void test_same_curve_in_all_modes(void **state) {
   (void)state;
   enum { STEPS = 20 };
   static const char *const variants[] = {
-      "--batch 4 --materialized-logits", "--batch 4 --fused-lce", "--batch 4 --fused-lce --lce-chunk 3",
+      "--batch 4 --materialized-logits",
+      "--batch 4 --fused-lce",
+      "--batch 4 --fused-lce --lce-chunk 3",
       "--batch 1 --total-batch 68 --fused-lce --lce-chunk 6",
+      "--batch 2 --total-batch 68 --lce-chunk 6 --lce-sample 1e-30",
       "--batch 2 --total-batch 68 --materialized-logits --recompute layer"};
   double losses[STEPS] = {0}, norms[STEPS] = {0};
   for (size_t v = 0; v < sizeof variants / sizeof *variants; v++) {
@@ -114,12 +117,13 @@ static void test_a_step_without_targets(void **state) {
   uint8_t mask[50] = {0};
   write_shard16("nothing.bin", tokens, 400);
   write_shard("nothing.mask", 20261120, 1, 400, mask, sizeof mask);
-  for (int fused = 0; fused < 2; fused++) {
-    Run *run = run_open(LLAMA "--batch 2 --total-batch 68 --data %s %s", temp_path("nothing.bin"),
-                        fused ? "--fused-lce" : "--materialized-logits");
+  static const char *const modes[] = {"--materialized-logits", "--fused-lce", "--lce-sample 1"};
+  for (int m = 0; m < 3; m++) {
+    Run *run = run_open(LLAMA "--batch 2 --total-batch 68 --data %s %s", temp_path("nothing.bin"), modes[m]);
     StepResult r = run_step(run, 0);
     assert_int_equal(r.counted, 0);
     assert_true(r.loss == 0 && r.grad_norm == 0);
+    if (m == 2) assert_true(r.dropped_tiles == 0 && r.dropped_mass == 0);
     assert_true(trainer_validate(&run->trainer, &run->loader, 0) == 0);
     run_close(run);
   }
@@ -127,8 +131,12 @@ static void test_a_step_without_targets(void **state) {
 
 static void test_plan_equals_masked_run(void **state) {
   (void)state;
-  static const char *const jobs[] = {"--fused-lce --lce-chunk 7", "--fused-lce --recompute layer",
-                                     "--fused-lce --lce-chunk 51", "--materialized-logits"};
+  static const char *const jobs[] = {"--fused-lce --lce-chunk 7",
+                                     "--fused-lce --recompute layer",
+                                     "--fused-lce --lce-chunk 51",
+                                     "--materialized-logits",
+                                     "--lce-sample 10",
+                                     "--lce-sample 4 --lce-chunk 7"};
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     Run *run = run_open(LLAMA "--batch 3 --data %s %s", masked_shard("plan"), jobs[j]);
     Memory *memory = &run->h->backend->memory;
