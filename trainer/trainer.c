@@ -5,8 +5,8 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
-#include "base/random.h"
 #include "base/integers.h"
+#include "base/random.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/generate.h"
 #include "model/shards.h"

@@ -15,9 +15,9 @@ typedef struct {
   double grad_norm, learning_rate;
   int64_t counted;
   // Means over the same targets, NaN where they are not requested.
-  double z_loss;                        // --z-loss
-  double accuracy, entropy, max_logit;  // --metrics
-  double dropped_tiles, dropped_mass; // --lce-sample: the share of tiles dropped, and of probability
+  double z_loss;                       // --z-loss
+  double accuracy, entropy, max_logit; // --metrics
+  double dropped_tiles, dropped_mass;  // --lce-sample: the share of tiles dropped, and of probability
   // Over all ranks, and so the same on each (with one rank: its own).
   bool stop;             // some rank got a signal to stop
   double agreed_seconds; // of a step, the mean over the ranks
