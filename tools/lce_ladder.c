@@ -16,13 +16,12 @@
 #include "base/option_rows.h"
 #include "base/system.h"
 #include "base/text.h"
-#include "kernels/linear_cross_entropy.h"
 #include "tools/curves/accuracy.h"
 #include "tools/ladder/ladder.h"
+#include "tools/measure.h"
 #include "tools/plot/chart.h"
-#include "trainer/speed.h"
 
-enum { MAX_ROUNDS = 99, SEED = 1 };
+enum { SEED = 1 };
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, chunk, repeat;
@@ -43,7 +42,7 @@ static const Option options[] = {
     {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("32768"), HELP("Vocabulary")},
     {WHOLE("chunk", "C", chunk, 1, INT32_MAX), DEFAULT("128"), HELP("Tokens per chunk")},
     {TEXT("device", "NAME", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run: cpu or cuda")},
-    {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("5"), HELP("Rounds, of which the median counts")},
+    {WHOLE("repeat", "R", repeat, 1, MEASURE_MAX_ROUNDS), DEFAULT("5"), HELP("Rounds, of which the median counts")},
     {TEXT("csv", "FILE", csv), HELP("Write the table as CSV, too")},
     {TEXT("plot", "FILE", plot), HELP("Draw time and memory as PNG")},
     {.type = OPTION_END}};
@@ -54,18 +53,6 @@ static const OptionTable table = {options,
 
 // --- measuring ---------------------------------------------------------------------------------------------
 
-static Ladder call_of(const Settings *o, const LceTensors *layer) {
-  return (Ladder){.backend = layer->backend,
-                  .loss = layer->loss,
-                  .dx = layer->dx,
-                  .dweight = layer->dweight,
-                  .x = layer->x,
-                  .weight = layer->weight,
-                  .targets = layer->targets,
-                  .chunk = o->chunk,
-                  .scale = 1.0f / (float)o->tokens};
-}
-
 // With one CPU thread the process's own time, which other programs on the machine disturb less.
 static double clock_seconds(const Settings *o) {
   struct timespec t;
@@ -74,38 +61,37 @@ static double clock_seconds(const Settings *o) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+typedef struct {
+  const Settings *settings;
+  LceTensors layer;
+} Bench;
+
 // Seconds of a rung; rung 0 is the three plain GEMMs.
-static double seconds(const Settings *o, const LceTensors *layer, int rung) {
-  backend_synchronize(layer->backend);
+static double seconds(void *bench, int rung) {
+  const Bench *b = bench;
+  const Settings *o = b->settings;
+  backend_synchronize(b->layer.backend);
   double start = clock_seconds(o);
   if (rung)
-    ladder_run(rung, call_of(o, layer));
+    ladder_run(b->layer.backend, rung, layer_call(&b->layer, LCE_FUSED, o->chunk));
   else
-    layer_gemms(layer, o->tokens);
-  backend_synchronize(layer->backend);
+    layer_gemms(&b->layer, o->tokens);
+  backend_synchronize(b->layer.backend);
   return clock_seconds(o) - start;
 }
 
-// Errors and bytes from a first run, then times alternating with the GEMMs, after a warm-up: a GPU reaches its
-// power limit only then.
-static Result measure(const Settings *o, const LceTensors *layer, Reference *reference, int rung) {
-  const double warm_up = 0.7;
+// Errors and bytes from a first run, then times alternating with the GEMMs.
+static Result run(Bench *b, Reference *reference, int rung) {
   Result result = {0};
-  Ledger *ledger = &layer->backend->memory.ledger;
+  Ledger *ledger = &b->layer.backend->memory.ledger;
   size_t before = ledger->stack;
   ledger->stack_peak = before;
-  seconds(o, layer, rung);
+  seconds(b, rung);
   result.bytes = ledger->stack_peak - before;
-  result.errors = reference_errors(reference, layer);
-  for (double warm = 0; warm < warm_up;) warm += seconds(o, layer, 0) + seconds(o, layer, rung);
-  double times[MAX_ROUNDS], ratios[MAX_ROUNDS];
-  for (int64_t round = 0; round < o->repeat; round++) {
-    double gemms = seconds(o, layer, 0);
-    times[round] = seconds(o, layer, rung);
-    ratios[round] = times[round] / gemms;
-  }
-  result.seconds = median(times, o->repeat);
-  result.ratio = median(ratios, o->repeat);
+  result.errors = reference_errors(reference, &b->layer);
+  Medians m = measure(seconds, b, 0, rung, 0.7, b->settings->repeat);
+  result.seconds = m.work;
+  result.ratio = m.ratio;
   return result;
 }
 
@@ -161,7 +147,7 @@ int main(int argc, char **argv) {
   Backend *backend = layer_backend(o.device, 0);
   LceShape shape = {
       .tokens = o.tokens, .hidden_size = o.hidden_size, .vocab_size = o.vocab_size, .dtype = backend->dtype};
-  LceTensors layer = layer_reserve(backend, shape, SEED);
+  Bench bench = {&o, layer_reserve(backend, shape, SEED)};
   // Rung 1 holds more than any other: logits and their gradient.
   size_t logits =
       (size_t)(o.tokens * backend->scratch->logits_stride(o.vocab_size, DTYPE_F32)) * sizeof(float);
@@ -174,11 +160,11 @@ int main(int argc, char **argv) {
   puts(caption);
   printf("%-32s %12s %7s %12s   %-22s\n", "", "median", "/ GEMMs", "memory", "error of loss, dX, dW");
   Reference *reference = reference_create(shape, SEED);
-  seconds(&o, &layer, RUNGS);
-  reference_errors(reference, &layer); // linear_cross_entropy's losses complete the reference
+  seconds(&bench, RUNGS);
+  reference_errors(reference, &bench.layer); // linear_cross_entropy's losses complete the reference
   Result results[RUNGS];
   for (int rung = 1; rung <= RUNGS; rung++) {
-    results[rung - 1] = measure(&o, &layer, reference, rung);
+    results[rung - 1] = run(&bench, reference, rung);
     print_row(rung, &results[rung - 1]);
   }
   if (o.csv) write_csv(&o, results, caption);
