@@ -12,36 +12,9 @@ import operator
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 
 
-class Args(ctypes.Structure):
-    """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
-    _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
-                [(name, c_int32) for name in ("materialized", "mean", "accumulate", "targets_int64")] +
-                [(name, c_float) for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature")] +
-                [(name, c_void_p) for name in ("x", "weight", "bias", "targets", "class_weights", "token_weights",
-                                               "entropy_weights", "loss", "dx", "dweight", "dbias", "token_z_loss",
-                                               "log_prob", "logsumexp", "entropy", "max_logit", "correct",
-                                               "predicted", "stream")])
-
-
-def load(path):
-    """The library with its functions declared."""
-    lce = ctypes.CDLL(path)
-    lce.lce_create.restype, lce.lce_create.argtypes = c_void_p, [c_char_p, c_int, c_char_p]
-    lce.lce_destroy.restype, lce.lce_destroy.argtypes = None, [c_void_p]
-    lce.lce_linear_cross_entropy.restype = c_int
-    lce.lce_linear_cross_entropy.argtypes = [c_void_p, POINTER(Args)]
-    lce.lce_synchronize.restype, lce.lce_synchronize.argtypes = c_int, [c_void_p]
-    lce.lce_held_bytes.restype, lce.lce_held_bytes.argtypes = c_int64, [c_void_p]
-    lce.lce_last_error.restype, lce.lce_last_error.argtypes = c_char_p, []
-    return lce
-
-
-class Failure(RuntimeError):
-    """The message of lce_last_error."""
-
-
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-# The tensors' shapes, by the sizes N, H and V, and their dtypes; "dtype" is the context's dtype.
+# The fields of lce_args, in its order. The tensors' shapes, by the sizes N, H and V, and their dtypes; "dtype" is the
+# context's dtype.
 TENSORS = dict(x=("NH", "dtype"), weight=("VH", "dtype"), bias=("V", "dtype"), targets=("N", "int32 or int64"),
                class_weights=("V", "float32"), token_weights=("N", "float32"),
                entropy_weights=("N", "float32"), loss=("N", "float32"), dx=("NH", "dtype"),
@@ -52,8 +25,30 @@ FLAGS = ("materialized", "mean", "accumulate")
 NUMBERS = ("scale", "label_smoothing", "z_loss", "softcap", "temperature")
 
 
-def is_tensor(value):
-    return hasattr(value, "data_ptr")
+class Args(ctypes.Structure):
+    """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
+    _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
+                [(name, c_int32) for name in (*FLAGS, "targets_int64")] +
+                [(name, c_float) for name in NUMBERS] +
+                [(name, c_void_p) for name in (*TENSORS, "stream")])
+
+
+FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(None, c_void_p),
+                 lce_linear_cross_entropy=(c_int, c_void_p, POINTER(Args)), lce_synchronize=(c_int, c_void_p),
+                 lce_held_bytes=(c_int64, c_void_p), lce_last_error=(c_char_p,))
+
+
+def load(path):
+    """The library with its functions declared."""
+    lce = ctypes.CDLL(path)
+    for name, (result, *arguments) in FUNCTIONS.items():
+        function = getattr(lce, name)
+        function.restype, function.argtypes = result, arguments
+    return lce
+
+
+class Failure(RuntimeError):
+    """The message of lce_last_error."""
 
 
 def dtype_of(tensor):
@@ -75,7 +70,10 @@ class Layer:
         self.dtype = DTYPES.get(dtype)
         with self.on_device():
             self.context = self.lce.lce_create(device.encode(), ordinal, dtype.encode())
-        if not self.context:
+        self.require(self.context)
+
+    def require(self, succeeded):
+        if not succeeded:
             raise Failure(self.lce.lce_last_error().decode())
 
     def on_device(self):
@@ -105,16 +103,14 @@ class Layer:
             if self.device == "cuda":
                 import torch
                 args.stream = torch.cuda.current_stream().cuda_stream
-            failed = self.lce.lce_linear_cross_entropy(self.context, ctypes.byref(args))
-        if failed:
-            raise Failure(self.lce.lce_last_error().decode())
+            self.require(self.lce.lce_linear_cross_entropy(self.context, ctypes.byref(args)) == 0)
 
     def check_kinds(self, tensors):
         for name in ("x", "weight", "targets", "loss"):
             if name not in tensors:
                 raise TypeError(f"{name} is None, and a tensor is needed")
         for name, tensor in tensors.items():
-            if not is_tensor(tensor):
+            if not hasattr(tensor, "data_ptr"):
                 raise TypeError(f"{name} is {type(tensor).__name__}, where a tensor is needed")
         for name in ("x", "weight"):
             if len(tensors[name].shape) != 2:
@@ -140,8 +136,7 @@ class Layer:
 
     def synchronize(self):
         """Waits until the calls are done; Failure when one failed on the device."""
-        if self.lce.lce_synchronize(self.context):
-            raise Failure(self.lce.lce_last_error().decode())
+        self.require(self.lce.lce_synchronize(self.context) == 0)
 
     def held_bytes(self):
         return self.lce.lce_held_bytes(self.context)
@@ -152,20 +147,18 @@ class Layer:
         self.context = None
 
 
+KINDS = dict(chunk=operator.index, **dict.fromkeys(FLAGS, bool), **dict.fromkeys(NUMBERS, float))
+
+
 def numbers_of(given):
     """The fields that are no tensors; ctypes itself would take any name, and cut numbers off."""
     values = {}
     for name, value in given.items():
-        if name not in ("chunk", *FLAGS, *NUMBERS):
+        if name not in KINDS:
             raise TypeError(f"there is no argument {name}")
         if not isinstance(value, numbers.Real):
             raise TypeError(f"{name} is {type(value).__name__}, where a number is needed")
-        if name in FLAGS:
-            values[name] = bool(value)
-        elif name in NUMBERS:
-            values[name] = float(value)
-        else:
-            values[name] = operator.index(value)
-            if not -2**63 <= values[name] < 2**63:
-                raise ValueError(f"{name} is {value}, which 64 bits do not hold")
+        values[name] = KINDS[name](value)
+        if name == "chunk" and not -2**63 <= values[name] < 2**63:
+            raise ValueError(f"{name} is {value}, which 64 bits do not hold")
     return values
