@@ -5,6 +5,7 @@ A peer is a function of (x, w, y) that returns (mean loss, dX, dW). One that can
 import importlib
 import math
 import os
+import statistics
 import time
 from collections import namedtuple
 
@@ -104,10 +105,12 @@ def loss_of(peer, device):
 def autograd(loss_of):
     """A peer's function: loss_of(x, w, y) and its gradients by PyTorch's backward pass."""
     def run(x, w, y):
-        x.grad = w.grad = None
+        x.grad = w.grad = None  # a peer that failed may have left some
         loss = loss_of(x, w, y)
         loss.backward()
-        return loss.detach(), x.grad, w.grad
+        result = loss.detach(), x.grad, w.grad
+        x.grad = w.grad = None
+        return result
     return run
 
 
@@ -123,49 +126,29 @@ class Ours:
             self.layer = liblce.Layer(path, device, "fp32" if device == "cpu" else "bf16")
         except liblce.Failure as failure:
             raise Absent(str(failure)) from None
-        self.kept = (None, None)
+        self.held = self.layer.held_bytes
 
-    def __call__(self, x, w, y, backward=True, chunk=4096, z_loss=0.0, outputs=None):
-        """Mean loss (z-loss included) and gradients, in `outputs` or in buffers that the next call writes again."""
-        if not outputs and self.kept[0] != (x.shape, w.shape):
-            self.kept = None, None
-            self.kept = (x.shape, w.shape), new_outputs(x, w)
-        loss, z, dx, dw = outputs or self.kept[1]
+    def __call__(self, x, w, y, backward=True, chunk=4096, z_loss=0.0):
+        """Mean loss (z-loss included), dX, dW."""
+        loss = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        z, dx = torch.empty_like(loss), torch.empty_like(x)
+        dw = torch.empty(w.shape, dtype=torch.float32, device=w.device)
         gradients = dict(dx=dx, dweight=dw) if backward else {}
         self.layer(x.detach(), w.detach(), y, loss, chunk=min(chunk, len(x)), scale=1, mean=1, z_loss=z_loss,
                    token_z_loss=z if z_loss else None, **gradients)
         return ((loss + z) if z_loss else loss).mean(dtype=torch.float64), dx, dw
 
-    def held(self):
-        return self.layer.held_bytes()
 
+def gemms(x, w):
+    """The three GEMMs of the loss alone, through torch.mm: what computes the logits, and what computes dX and dW."""
+    x, w = x.detach(), w.detach()
+    logits = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
 
-def new_outputs(x, w):
-    """Losses, z-losses, dX, dW."""
-    loss = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    return loss, torch.empty_like(loss), torch.empty_like(x), torch.empty(w.shape, dtype=torch.float32, device=w.device)
-
-
-# --- the plain GEMMs --------------------------------------------------------------------------------------------
-
-class Gemms:
-    """The three GEMMs of the loss alone, through torch.mm."""
-
-    def __init__(self, x, w):
-        self.x, self.w = x.detach(), w.detach()
-        self.logits = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
-        self.dx, self.dw = torch.empty_like(self.x), torch.empty_like(self.w)
-
-    def forward(self):
-        torch.mm(self.x, self.w.T, out=self.logits)
-
-    def backward(self):
-        torch.mm(self.logits, self.w, out=self.dx)
-        torch.mm(self.logits.T, self.x, out=self.dw)
-
-    def both(self):
-        self.forward()
-        self.backward()
+    def backward():
+        torch.mm(logits, w, out=dx)
+        torch.mm(logits.T, x, out=dw)
+    return lambda: torch.mm(x, w.T, out=logits), backward
 
 
 # --- measuring --------------------------------------------------------------------------------------------------
@@ -181,6 +164,21 @@ def seconds(device, work):
     work()
     wait(device)
     return time.perf_counter() - start
+
+
+def alternate(device, base, work, rounds):
+    """(base(), work()) of every round, each the seconds of one run or of its parts. Before that they alternate untimed: a
+    GPU reaches its steady clock only after a while."""
+    warm = time.perf_counter() + (0.7 if device == "cuda" else 0)
+    while time.perf_counter() < warm:
+        base(), work()
+    return [(base(), work()) for _ in range(rounds)]
+
+
+def medians(times, part=lambda seconds: seconds):
+    """The milliseconds of alternate's work, and its ratio to the same round's base."""
+    return (1e3 * statistics.median(part(work) for _, work in times),
+            statistics.median(part(work) / part(base) for base, work in times))
 
 
 def reset_peak(device):
@@ -218,9 +216,14 @@ def problem(device, shape, seed=1):
     return x, w, y
 
 
-def reason_of(error):
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:120].replace("|", "/")
+def attempt(device, row, work):
+    """Adds what work() returns to the row, or why it failed, whatever that is."""
+    try:
+        row.update(work())
+    except Exception as error:
+        text = str(error).strip() or type(error).__name__
+        row["why"] = text.splitlines()[0][:120].replace("|", "/")
+    reset_peak(device)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
@@ -237,14 +240,15 @@ def size_cell(count, unit, scale, digits):
     return "" if count is None else f"{count / scale:.{digits}f} {unit}"
 
 
-def show(title, columns, rows, cells):
-    """A Markdown table: a row's name, then cells(row); a row with "why" was not measured."""
+def show(title, columns, rows, cells, log, **event):
+    """A Markdown table: a row's name, then cells(row); a row with "why" was not measured. log(**event) keeps each row."""
     print(f"\n{title}\n")
     print("| " + " | ".join(columns) + " |")
     print("|" + " --- |" * len(columns))
     for row in rows:
         texts = [f"not measured: {row['why']}"] + [""] * (len(columns) - 2) if "why" in row else cells(row)
         print(f"| {row['what']} | " + " | ".join(texts) + " |", flush=True)
+        log(**event, **row)
 
 
 # --- float64 ----------------------------------------------------------------------------------------------------
