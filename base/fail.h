@@ -1,6 +1,5 @@
 // Errors: one sentence that says what is wrong, where, and what to do about it.
-#ifndef LCE_BASE_FAIL_H
-#define LCE_BASE_FAIL_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -35,5 +34,4 @@ bool refuse(Reason *reason, const char *format, ...) __attribute__((format(print
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -1,6 +1,5 @@
 // Files as memory: read whole, or mapped and read ahead.
-#ifndef LCE_BASE_FILE_H
-#define LCE_BASE_FILE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -43,5 +42,3 @@ ReadAhead *read_ahead_create(Mapping file);
 void read_ahead_reached(ReadAhead *ahead, size_t offset);
 // Waits for the calls in progress and ends the threads; the file may then be unmapped. NULL is fine.
 void read_ahead_destroy(ReadAhead *ahead);
-
-#endif

@@ -1,6 +1,5 @@
 // Small functions of integers.
-#ifndef LCE_BASE_INTEGERS_H
-#define LCE_BASE_INTEGERS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -32,5 +31,3 @@ static inline int64_t largest_that_fits(Fits fits, const void *budget, int64_t k
   }
   return known;
 }
-
-#endif

@@ -1,6 +1,5 @@
 // JSON that others wrote and that this program writes: cJSON, with every failure turned into a sentence.
-#ifndef LCE_BASE_JSON_H
-#define LCE_BASE_JSON_H
+#pragma once
 
 #include <cjson/cJSON.h>
 #include <stddef.h>
@@ -21,5 +20,3 @@ bool json_is_whole(const cJSON *item); // a number from 0 to 2^53: what a double
 
 // Indented, or on one line; the caller frees it.
 char *json_print(const cJSON *json, bool indented);
-
-#endif

@@ -5,8 +5,7 @@
 // then the examples. Version 1 holds uint16 and version 2 uint32, little-endian; an example is
 //     the largest value there is, the example's bytes (all of it), its number from 0, the right completion's
 //     number, how many completions; then the context and each completion: how many tokens, then the tokens.
-#ifndef LCE_DATA_CHOICES_H
-#define LCE_DATA_CHOICES_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -39,5 +38,3 @@ typedef struct {
 Choice choices_get(const Choices *choices, int64_t example);
 // The tokens of one of its completions; *length receives how many.
 const int32_t *choice_completion(const Choice *choice, int64_t completion, int64_t *length);
-
-#endif

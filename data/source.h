@@ -22,8 +22,7 @@
 // Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
 // million small files would exceed the system's limit on mappings. Larger files and shards are mapped, and
 // must not shrink while the source is open.
-#ifndef LCE_DATA_SOURCE_H
-#define LCE_DATA_SOURCE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -77,5 +76,3 @@ enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
 // The unigram entropy in nats per token, -sum p ln p over the frequencies of the first SOURCE_ENTROPY_SAMPLE tokens:
 // the loss of the best predictor that looks at no context, so a trained model must fall below it.
 double source_entropy(const Source *source);
-
-#endif

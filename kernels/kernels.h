@@ -16,8 +16,7 @@
 // size, C rows of a chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise. Gradients
 // of weights are written when `accumulate` is false and added to when it is true; they may be fp32 where
 // the operands are bf16. Sums run in fp32 or wider everywhere.
-#ifndef LCE_KERNELS_KERNELS_H
-#define LCE_KERNELS_KERNELS_H
+#pragma once
 
 #include "base/integers.h"
 #include "kernels/memory.h"
@@ -651,5 +650,4 @@ void backend_destroy(Backend *backend);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -8,8 +8,7 @@
 //
 // On a GPU kernels run behind the host, in the order of one stream. Popping returns bytes to later pushes of
 // the same stream order, so nothing has to wait.
-#ifndef LCE_KERNELS_MEMORY_H
-#define LCE_KERNELS_MEMORY_H
+#pragma once
 
 #include "kernels/tensor.h"
 
@@ -119,5 +118,4 @@ void ledger_step(Ledger *ledger, int step);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

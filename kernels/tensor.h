@@ -1,6 +1,5 @@
 // A tensor is a small value: where the elements lie, their type and shape. It owns nothing.
-#ifndef LCE_KERNELS_TENSOR_H
-#define LCE_KERNELS_TENSOR_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -55,5 +54,4 @@ float bf16_to_f32(uint16_t bits);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -1,6 +1,5 @@
 // The choices and sizes by which GPT-2 and Llama differ, with Hugging Face's names.
-#ifndef LCE_MODEL_CONFIG_H
-#define LCE_MODEL_CONFIG_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -53,5 +52,3 @@ const char *model_preset_names(void);                     // "gpt2-tiny, gpt2-12
 
 // Fails with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head, ...).
 void model_config_check(const ModelConfig *config);
-
-#endif

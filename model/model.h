@@ -1,6 +1,5 @@
 // A model: its configuration, its weights, and the layers as operations see them.
-#ifndef LCE_MODEL_MODEL_H
-#define LCE_MODEL_MODEL_H
+#pragma once
 
 #include "kernels/linear_cross_entropy.h"
 #include "model/config.h"
@@ -58,5 +57,3 @@ double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 // _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn `factor` times slower, those under
 // original/high_freq_factor as before, with a linear blend between the two.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);
-
-#endif

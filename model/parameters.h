@@ -3,8 +3,7 @@
 // The tensors of one role (weights, gradients, moments, ...) lie in one slab, in three groups, each of which the
 // optimizer updates in one pass. Tensors that a GEMM reads as one (q, k and v; gate and up) lie one after the other:
 // a Param spans them all, and the table names each, as a slice.
-#ifndef LCE_MODEL_PARAMETERS_H
-#define LCE_MODEL_PARAMETERS_H
+#pragma once
 
 #include "kernels/kernels.h"
 
@@ -100,5 +99,3 @@ int64_t parameter_elements(const Parameter *parameter); // of the whole, however
 Parameter *parameters_find(Parameters *parameters, const char *name);
 
 void parameters_free(Parameters *parameters);
-
-#endif

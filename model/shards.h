@@ -16,8 +16,7 @@
 // slices are whole rows, and a rank computes its rows' gradients from the tokens of all ranks: there is
 // nothing to reduce. Its weights are sharded as well, unless they are the embedding's, which every rank reads
 // for its tokens.
-#ifndef LCE_MODEL_SHARDS_H
-#define LCE_MODEL_SHARDS_H
+#pragma once
 
 #include "model/parameters.h"
 
@@ -59,5 +58,3 @@ void shards_read(const Parameters *parameters, Backend *backend, const Tensor *r
 
 // Pushes and pops what shards_read needs at most, for a plan.
 void shards_plan_read(const Parameters *parameters, Backend *backend);
-
-#endif

@@ -1,6 +1,5 @@
 // Forward and backward pass of a transformer, for GPT-2 and Llama alike.
-#ifndef LCE_MODEL_TRANSFORMER_H
-#define LCE_MODEL_TRANSFORMER_H
+#pragma once
 
 #include "kernels/linear_cross_entropy.h"
 #include "model/model.h"
@@ -80,5 +79,3 @@ void transformer_continue(Backend *backend, Model *model, const Batch *batch, co
 
 // The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling.
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits);
-
-#endif

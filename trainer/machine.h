@@ -1,6 +1,5 @@
 // Which machine a run computes on.
-#ifndef LCE_TRAINER_MACHINE_H
-#define LCE_TRAINER_MACHINE_H
+#pragma once
 
 #include "trainer/options.h"
 
@@ -16,5 +15,3 @@ void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
 // Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
 size_t machine_usable_bytes(const Backend *backend);
-
-#endif

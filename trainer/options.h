@@ -1,6 +1,5 @@
 // The options of the command line.
-#ifndef LCE_TRAINER_OPTIONS_H
-#define LCE_TRAINER_OPTIONS_H
+#pragma once
 
 #include "base/option_table.h"
 #include "model/transformer.h"
@@ -90,5 +89,3 @@ void options_resolve_chunk(Options *options, DeviceKind device);
 int64_t options_default_chunk(int64_t tokens, bool cuda);
 
 void options_free(Options *options);
-
-#endif

@@ -1,6 +1,5 @@
 // How much memory a run needs, found out by running it through the plan backend: nothing is allocated.
-#ifndef LCE_TRAINER_PLAN_H
-#define LCE_TRAINER_PLAN_H
+#pragma once
 
 #include "trainer/trainer.h"
 
@@ -56,5 +55,3 @@ void plan_write_timeline(const char *path, const Ledger *ledger);
 
 // "gradients, master weights and moments are spread over them": what --zero and --vocab-parallel do.
 const char *spread_name(const ParameterDtypes *dtypes);
-
-#endif

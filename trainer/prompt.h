@@ -1,6 +1,5 @@
 // How a run's tokens are text: by a tokenizer.json, byte by byte, or not at all.
-#ifndef LCE_TRAINER_PROMPT_H
-#define LCE_TRAINER_PROMPT_H
+#pragma once
 
 #include "data/source.h"
 #include "data/tokenizer/tokenizer.h"
@@ -24,5 +23,3 @@ void prompt_close(Prompt *prompt);
 
 // Tokens as text that is safe to print on a terminal; NULL when nothing says what they mean. The caller frees it.
 char *prompt_show(const Prompt *prompt, const int32_t *tokens, int64_t count);
-
-#endif

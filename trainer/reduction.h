@@ -1,7 +1,6 @@
 // Gradients summed over the ranks while the backward pass still runs: all-reduced, or reduce-scattered where
 // they are sharded (ZeRO 1 and 2), in buckets.
-#ifndef LCE_TRAINER_REDUCTION_H
-#define LCE_TRAINER_REDUCTION_H
+#pragma once
 
 #include "model/transformer.h"
 
@@ -17,5 +16,3 @@ typedef struct {
 // is until the pass is over.
 void reduction_begin(Reduction *reduction, Backend *backend, const Model *model, bool first, bool last,
                      TransformerOptions *options);
-
-#endif

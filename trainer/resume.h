@@ -1,6 +1,5 @@
 // Where a run begins: with drawn weights, with a model (--init), or where another run stopped (--resume).
-#ifndef LCE_TRAINER_RESUME_H
-#define LCE_TRAINER_RESUME_H
+#pragma once
 
 #include <cjson/cJSON.h>
 
@@ -27,5 +26,3 @@ cJSON *resume_write(const Options *options,
                     const RunState *state); // trainer_state.json; the caller deletes it
 // The state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
 RunState resume_read(const Options *options, const char *data);
-
-#endif

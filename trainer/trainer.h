@@ -1,6 +1,5 @@
 // A training run on one backend: the model, its optimizer, the batch, and what a step does with them.
-#ifndef LCE_TRAINER_TRAINER_H
-#define LCE_TRAINER_TRAINER_H
+#pragma once
 
 #include "data/loader.h"
 #include "model/transformer.h"
@@ -80,5 +79,3 @@ void trainer_gather(Trainer *trainer, const void *mine, void *all, size_t bytes)
 
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
 void trainer_gradient_pass(Trainer *trainer);
-
-#endif

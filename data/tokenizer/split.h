@@ -1,6 +1,5 @@
 // The first half of a tokenizer: text cut into pieces by regular expressions (PCRE2, where built with it).
-#ifndef LCE_DATA_TOKENIZER_SPLIT_H
-#define LCE_DATA_TOKENIZER_SPLIT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -29,5 +28,3 @@ bool splitter_split(const Splitter *splitter, const char *text, int64_t length, 
 
 // GPT-2's expression, which tokenizer.json calls ByteLevel with use_regex.
 extern const char split_gpt2[];
-
-#endif

@@ -4,8 +4,7 @@
 // Decoding needs the vocabulary alone. Encoding takes three steps: added tokens ("<|endoftext|>") are cut out
 // of the text; regular expressions split the rest into pieces (PCRE2, when the program was built with it);
 // and within a piece the pair of tokens that was learned first is merged, again and again.
-#ifndef LCE_DATA_TOKENIZER_TOKENIZER_H
-#define LCE_DATA_TOKENIZER_TOKENIZER_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -52,5 +51,3 @@ void byte_encode(const char *text, int64_t length, int32_t *tokens);
 // are; other control characters and bytes that are no UTF-8 show as \xNN; END_OF_TEXT shows as
 // "<|endoftext|>" on a line of its own; any other id shows as U+FFFD. The caller frees it.
 char *byte_decode(const int32_t *tokens, int64_t count);
-
-#endif

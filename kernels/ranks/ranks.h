@@ -11,8 +11,7 @@
 //                     the device reports an error
 //
 // Without a launcher there is no thread and no MPI.
-#ifndef LCE_KERNELS_RANKS_RANKS_H
-#define LCE_KERNELS_RANKS_RANKS_H
+#pragma once
 
 #include "kernels/ranks/launch.h"
 
@@ -50,5 +49,4 @@ void ranks_watch_device(RanksDevice device, void *context);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -8,8 +8,7 @@
 //
 // A checkpoint appears whole or not at all (folder.h) and nothing in it depends on the number of ranks or on
 // what is spread over them: the data's position and every random number follow from the step and the seed.
-#ifndef LCE_MODEL_CHECKPOINT_CHECKPOINT_H
-#define LCE_MODEL_CHECKPOINT_CHECKPOINT_H
+#pragma once
 
 #include "model/checkpoint/folder.h"
 #include "model/model.h"
@@ -65,5 +64,3 @@ void checkpoint_require_intact(const char *folder, FolderCheck check, bool whole
 cJSON *checkpoint_trainer_state(const char *folder);
 // Fills weights, master weights and, with `state`, the moments.
 void checkpoint_load(const char *folder, Model *model, Backend *backend, bool state);
-
-#endif

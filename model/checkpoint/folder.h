@@ -3,8 +3,7 @@
 // Its files are written into a hidden folder in the same parent, each synced, and listed with length and CRC-32 in
 // checksums.json, written last. Then the hidden folder is synced and renamed. A hidden folder that a killed writer
 // leaves behind is never read, and the next writer removes it.
-#ifndef LCE_MODEL_CHECKPOINT_FOLDER_H
-#define LCE_MODEL_CHECKPOINT_FOLDER_H
+#pragma once
 
 #include <stdint.h>
 
@@ -60,5 +59,3 @@ typedef enum {
 // Whether a folder is what folder_finish made of it, as far as `check` goes. Files whose name `skip` accepts are
 // not looked at (NULL: none).
 bool folder_intact(const char *path, FolderCheck check, bool (*skip)(const char *name), Reason *reason);
-
-#endif

@@ -5,8 +5,7 @@
 //
 // Offsets count from the header's end. The tensors fill the rest of the file without gaps or overlaps; anything else is
 // refused with a reason, and every length and offset is checked against the file before it is used.
-#ifndef LCE_MODEL_CHECKPOINT_SAFETENSORS_H
-#define LCE_MODEL_CHECKPOINT_SAFETENSORS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -48,5 +47,3 @@ char *safetensors_compose(const SafetensorsEntry *entries, int64_t count, size_t
 // `count` elements at `from` (which need not be aligned) as fp32, exactly. dtype is F32, F16 or BF16; false and
 // nothing written when it is another.
 bool safetensors_widen(const char *dtype, const char *from, int64_t count, float *to);
-
-#endif

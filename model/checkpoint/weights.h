@@ -5,8 +5,7 @@
 //     stem-00001-of-00004.safetensors ...    stem.safetensors.index.json
 //
 // Files are mapped and copied a few million elements at a time, whatever their size.
-#ifndef LCE_MODEL_CHECKPOINT_WEIGHTS_H
-#define LCE_MODEL_CHECKPOINT_WEIGHTS_H
+#pragma once
 
 #include "base/file.h"
 #include "model/checkpoint/folder.h"
@@ -70,5 +69,3 @@ void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype
 void optimizer_load(Model *model, Backend *backend, const char *folder);
 
 bool is_optimizer_file(const char *name);
-
-#endif
