@@ -63,7 +63,7 @@ typedef struct {
   double (*clock)(void *context); // dates the events; NULL: nothing does
   void *clock_context;
   LedgerEvent *events;
-  size_t event_count, event_capacity;
+  int64_t event_count, event_capacity;
 } Ledger;
 
 typedef struct {
@@ -80,11 +80,11 @@ typedef struct Memory {
   const char *advice; // what to do when memory runs out; NULL: the trainer's options
   Ledger ledger;
   MemoryBlock *reserved;
-  size_t reserved_count, reserved_capacity;
+  int64_t reserved_count, reserved_capacity;
   void *stack_base;
   size_t stack_capacity;
   MemoryBlock *pushed; // from the bottom of the stack up
-  size_t pushed_count, pushed_capacity;
+  int64_t pushed_count, pushed_capacity;
 } Memory;
 
 // A memory over a source, or one that only counts (source NULL). The stack has no bytes yet.
@@ -92,10 +92,9 @@ Memory memory_create(const MemorySource *source);
 // Gives everything back to the source. Tensors made from this memory are dead afterwards.
 void memory_destroy(Memory *memory);
 
-// Zeroed bytes that stay until memory_destroy or memory_unreserve. Names must outlive the memory (literals).
+// Zeroed bytes that stay until memory_destroy. Names must outlive the memory (literals).
 // When the source has no more, the program fails with a sentence that says who holds what.
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
-void memory_unreserve(Memory *memory, void *data);
 
 // Makes (or remakes) the stack; it must be empty. A plan's stack is boundless and needs no call.
 void memory_set_stack(Memory *memory, size_t capacity);
@@ -106,7 +105,7 @@ Tensor memory_push_2d(Memory *memory, const char *name, MemoryCategory category,
                       int64_t d1);
 
 // Pops everything pushed after the mark was taken.
-typedef size_t MemoryMark;
+typedef int64_t MemoryMark;
 MemoryMark memory_mark(const Memory *memory);
 void memory_pop_to(Memory *memory, MemoryMark mark);
 

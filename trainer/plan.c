@@ -306,11 +306,11 @@ void plan_write_timeline(const char *path, const Ledger *ledger) {
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
   fputc('\n', out);
-  for (size_t i = 0; i < ledger->event_count; i++) {
+  for (int64_t i = 0; i < ledger->event_count; i++) {
     const LedgerEvent *e = &ledger->events[i];
     size_t total = 0;
     for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) total += e->bytes[c];
-    fprintf(out, "%zu,%d,\"%s\",%zu", i, e->step, e->name, total);
+    fprintf(out, "%lld,%d,\"%s\",%zu", (long long)i, e->step, e->name, total);
     for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) fprintf(out, ",%zu", e->bytes[c]);
     fputc('\n', out);
   }

@@ -58,7 +58,7 @@ Timeline timeline_record(const Experiment *e, const Point *p) {
     if (!planned) trainer_collect(&trainer, results);
   }
   double moved = 0;
-  for (size_t i = 0; i < ledger->event_count; i++) {
+  for (int64_t i = 0; i < ledger->event_count; i++) {
     const LedgerEvent *event = &ledger->events[i];
     moved += fabs(bytes_in_use(event->bytes) - bytes_in_use(t.moments[t.count - 1].bytes));
     add_moment(&t, planned ? moved : event->seconds - started, event->step, event->bytes);
