@@ -108,8 +108,8 @@ static void pass(const Text *text, const int32_t *tokens, int64_t past, int64_t 
   bool predicts = row < length;
   int32_t wanted = (int32_t)row;
   if (predicts && tokens) backend_to_device(text->backend, text->row, &wanted);
-  transformer_continue(text->backend, text->model, &batch, &text->cache, past,
-                       predicts ? text->row : (Tensor){0}, predicts ? text->logits : (Tensor){0});
+  transformer_logits(text->backend, text->model, &batch, &text->cache, past,
+                     predicts ? text->row : (Tensor){0}, predicts ? text->logits : (Tensor){0});
 }
 
 // Makes text->logits those of the token after tokens[0..have). After them lie `piece` more that no token attends to.

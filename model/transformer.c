@@ -452,25 +452,6 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
   memory_pop_to(&backend->memory, bottom);
 }
 
-static void logits_of_rows(Pass *p, Tensor rows, Tensor logits) {
-  Backend *backend = p->backend;
-  MemoryMark bottom = memory_mark(&backend->memory);
-  Tensor stream = forward_only(p);
-  if (tensor_exists(logits)) {
-    Norm norm = final_norm(p, stream);
-    Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
-                                   backend->dtype, rows.shape[0], p->model->config.hidden_size);
-    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
-    linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = p->model->head.value});
-  }
-  memory_pop_to(&backend->memory, bottom);
-}
-
-void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits) {
-  Pass p = pass_begin(backend, model, batch);
-  logits_of_rows(&p, rows, logits);
-}
-
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64_t batch, int64_t capacity) {
   int64_t rows = 2 * c->num_hidden_layers * batch * c->num_key_value_heads;
   return (KeyValueCache){.batch = batch,
@@ -479,14 +460,23 @@ KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64
                                                 backend->dtype, rows, capacity * c->head_dim)};
 }
 
-void transformer_continue(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
-                          int64_t past, Tensor rows, Tensor logits) {
-  if (batch->batch != cache->batch || past < 0 || past + batch->seq_len > cache->capacity)
+void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
+                        int64_t past, Tensor rows, Tensor logits) {
+  if (cache && (batch->batch != cache->batch || past < 0 || past + batch->seq_len > cache->capacity))
     fail("%lld sequences of %lld tokens after %lld do not fit into a cache for %lld of %lld",
          (long long)batch->batch, (long long)batch->seq_len, (long long)past, (long long)cache->batch,
          (long long)cache->capacity);
   Pass p = pass_begin(backend, model, batch);
   p.cache = cache;
   p.past = past;
-  logits_of_rows(&p, rows, logits);
+  MemoryMark bottom = memory_mark(&backend->memory);
+  Tensor stream = forward_only(&p);
+  if (tensor_exists(logits)) {
+    Norm norm = final_norm(&p, stream);
+    Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
+                                   backend->dtype, rows.shape[0], model->config.hidden_size);
+    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
+    linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = model->head.value});
+  }
+  memory_pop_to(&backend->memory, bottom);
 }

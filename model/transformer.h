@@ -72,10 +72,8 @@ typedef struct {
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, int64_t batch,
                                    int64_t capacity);
 
-// The batch's tokens follow `past` others in the cache and are added to it. Then the logits, as
-// transformer_logits computes them; rows and logits may be absent together, to fill the cache alone.
-void transformer_continue(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
-                          int64_t past, Tensor rows, Tensor logits);
-
-// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling.
-void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits);
+// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling. With a cache the
+// batch's tokens follow `past` others in it and are added to it; rows and logits may then be absent together, to
+// fill the cache alone. Without one (NULL) past is 0.
+void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
+                        int64_t past, Tensor rows, Tensor logits);
