@@ -29,11 +29,10 @@ typedef struct {
   int rank;
   int64_t shape[2]; // rank 1: [0] alone
   InitKind init;
-  double stddev;       // of INIT_NORMAL
-  Param *view;         // spans this tensor and its neighbours of the same view
-  int64_t offset;      // elements, within its group
-  Tensor value, grad;  // the local rows of a split head
-  Tensor m, v, master; // absent where they are spread; master, fp32, also where value is the only copy
+  double stddev;      // of INIT_NORMAL
+  Param *view;        // spans this tensor and its neighbours of the same view
+  int64_t offset;     // elements, within its group
+  Tensor value, grad; // the local rows of a split head
 } Parameter;
 
 typedef struct {
