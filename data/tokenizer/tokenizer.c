@@ -386,12 +386,6 @@ int64_t tokenizer_size(const Tokenizer *t) {
   return t->size;
 }
 
-int32_t tokenizer_find(const Tokenizer *t, const char *added_text) {
-  for (int64_t i = 0; i < t->added_count; i++)
-    if (strcmp(t->added[i].text, added_text) == 0) return t->added[i].id;
-  return -1;
-}
-
 // --- encoding ----------------------------------------------------------------------------------------------
 
 typedef struct {

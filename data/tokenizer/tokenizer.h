@@ -22,8 +22,7 @@ void tokenizer_close(Tokenizer *tokenizer); // NULL is fine
 // The same from the file's text; NULL with a reason when it will not do.
 Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason);
 
-int64_t tokenizer_size(const Tokenizer *tokenizer);                         // the largest id + 1
-int32_t tokenizer_find(const Tokenizer *tokenizer, const char *added_text); // an added token's id, or -1
+int64_t tokenizer_size(const Tokenizer *tokenizer); // the largest id + 1
 
 // The ids of UTF-8 text, with `special` also those that the file puts around every text ("<|begin_of_text|>"). The
 // caller frees them; *count receives how many. Fails when the text is not UTF-8 or the file needs something this
