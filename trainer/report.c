@@ -113,8 +113,7 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUMBER("hidden_size", m->hidden_size), NUMBER("num_hidden_layers", m->num_hidden_layers),
       NUMBER("batch", o->batch), NUMBER("seq_len", o->seq_len), NUMBER("total_batch", o->total_batch),
       NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
-      TEXT("loss_mode", lce_mode_name(o->mode)),
-      NUMBER("lce_chunk", o->mode == LCE_FUSED ? o->lce_chunk : 0),
+      TEXT("loss_mode", lce_mode_name(o->mode)), NUMBER("lce_chunk", o->mode == LCE_FUSED ? o->lce_chunk : 0),
       TEXT("recompute", recompute_name(o->recompute)), TEXT("dtype", dtype_name(o->dtype)),
       TEXT("data", data));
   putchar('\n');

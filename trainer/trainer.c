@@ -408,9 +408,8 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   int64_t counted = 0, at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   double sum = 0;
   MemoryMark mark = model_gather_head(&t->model, t->backend);
-  for (int64_t first = 0; first < batches; first += at_once) {
+  for (int64_t first = 0; first < batches; first += at_once)
     sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);
-  }
   model_drop_head(&t->model, t->backend, mark);
   return counted ? sum / (double)counted : 0;
 }

@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "base/fail.h"
+#include "base/alloc.h"
 #include "base/system.h"
 #include "kernels/cpu/cpu.h"
 
@@ -151,9 +151,8 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 #endif
 
 Backend *cpu_backend_create(bool plain_loops) {
-  Backend *backend = calloc(1, sizeof *backend);
-  CpuState *state = calloc(1, sizeof *state);
-  if (!backend || !state) fail("out of memory for the CPU backend itself");
+  Backend *backend = host_alloc(1, sizeof *backend, "the CPU backend");
+  CpuState *state = host_alloc(1, sizeof *state, "the CPU backend");
   state->plain_loops = plain_loops;
   MemorySource pages = {.allocate = pages_allocate, .release = pages_release, .poison = pages_poison};
   *backend = (Backend){.name = "cpu",

@@ -11,19 +11,12 @@
 #include <cblas.h>
 #endif
 
-static void scale_row(float *row, int64_t n, float beta) {
-  if (beta == 0.0f)
-    for (int64_t j = 0; j < n; j++) row[j] = 0.0f;
-  else if (beta != 1.0f)
-    for (int64_t j = 0; j < n; j++) row[j] *= beta;
-}
-
 static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
                        float *out, int64_t out_stride) {
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < m; i++) {
     float *row = out + i * out_stride;
-    scale_row(row, n, beta);
+    for (int64_t j = 0; j < n && beta != 1.0f; j++) row[j] = beta == 0.0f ? 0.0f : beta * row[j];
     if (b.transposed) { // rows of both operands are contiguous: dot products
       for (int64_t j = 0; j < n; j++) {
         float sum = 0.0f;

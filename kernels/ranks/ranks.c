@@ -51,9 +51,7 @@ static void mpi_begin(void) {
   bool slurm = strcmp(self.launcher, "srun") == 0;
   if (rank != self.rank || ranks != self.ranks)
     fail("%s started rank %d of %d, and the MPI that this program was built with reports rank %d of %d: use "
-         "the "
-         "%s of "
-         "that MPI%s",
+         "the %s of that MPI%s",
          self.launcher, self.rank, self.ranks, rank, ranks, slurm ? "plug-in" : "mpirun",
          slurm ? " (srun --mpi=pmix)" : "");
 }
@@ -151,16 +149,9 @@ void ranks_watch_device(RanksDevice function, void *context) {
 static void end_without_progress(int seconds, const char *operation, const char *where) {
   char sentence[1024], about[520] = "";
   if (*where) snprintf(about, sizeof about, " (%s)", where);
-  if (operation)
-    snprintf(sentence, sizeof sentence,
-             "no progress for %d s in %s%s: another rank has not reached it, or has ended; the job ends "
-             "(--timeout)",
-             seconds, operation, about);
-  else
-    snprintf(sentence, sizeof sentence,
-             "no progress for %d s, between collectives%s: this rank holds up the others; the job ends "
-             "(--timeout)",
-             seconds, about);
+  snprintf(sentence, sizeof sentence, "no progress for %d s%s%s%s: %s; the job ends (--timeout)", seconds,
+           operation ? " in " : ", between collectives", operation ? operation : "", about,
+           operation ? "another rank has not reached it, or has ended" : "this rank holds up the others");
   end_job(sentence, 1);
 }
 
