@@ -13,7 +13,6 @@ struct Reference {
   int64_t tokens[SAMPLES], entries[SAMPLES]; // which rows of dx, which rows of dweight
   double loss[SAMPLES];
   double *dx, *dweight; // [SAMPLES, H]
-  bool complete;        // dweight is there
 };
 
 static double *doubles(int64_t count) {
@@ -101,12 +100,21 @@ static void reference_entries(Reference *r, const float *loss) {
   sum_rows(r, w, loss, r->dweight, total);
   for (int64_t i = 0; i < SAMPLES * r->shape.hidden_size; i++) r->dweight[i] /= (double)r->shape.tokens;
   free(w);
-  r->complete = true;
 }
 
-Reference *reference_create(LceShape shape, uint64_t seed) {
+// The computed losses of all tokens; the caller frees them.
+static float *read_losses(const LceTensors *l) {
+  float *loss = floats(l->x.shape[0]);
+  backend_to_host(l->backend, loss, l->loss);
+  return loss;
+}
+
+Reference *reference_create(const LceTensors *l, uint64_t seed, int64_t chunk) {
   Reference *r = host_alloc(1, sizeof *r, "the reference of the gradients");
-  r->shape = shape;
+  LceShape shape = r->shape = (LceShape){.tokens = l->x.shape[0],
+                                         .hidden_size = l->x.shape[1],
+                                         .vocab_size = l->weight.shape[0],
+                                         .dtype = l->x.dtype};
   r->seed = seed;
   r->dx = doubles(SAMPLES * shape.hidden_size);
   r->dweight = doubles(SAMPLES * shape.hidden_size);
@@ -117,6 +125,10 @@ Reference *reference_create(LceShape shape, uint64_t seed) {
         s % 2 ? layer_random_target(seed, r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
   }
   reference_tokens(r);
+  layer_run(l, LCE_FUSED, chunk);
+  float *loss = read_losses(l);
+  reference_entries(r, loss);
+  free(loss);
   return r;
 }
 
@@ -147,11 +159,9 @@ static double rows_error(Backend *backend, Tensor t, const int64_t *rows, const 
   return sqrt(error / size);
 }
 
-Errors reference_errors(Reference *r, const LceTensors *l) {
+Errors reference_errors(const Reference *r, const LceTensors *l) {
   Errors e = {0};
-  float *loss = floats(r->shape.tokens);
-  backend_to_host(l->backend, loss, l->loss);
-  if (!r->complete) reference_entries(r, loss);
+  float *loss = read_losses(l);
   double size = 0;
   for (int s = 0; s < SAMPLES; s++) {
     double difference = (double)loss[r->tokens[s]] - r->loss[s];

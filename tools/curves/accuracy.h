@@ -1,6 +1,5 @@
 // Errors of the LM head + loss against float64.
-#ifndef LCE_TOOLS_CURVES_ACCURACY_H
-#define LCE_TOOLS_CURVES_ACCURACY_H
+#pragma once
 
 #include "tools/curves/layer.h"
 
@@ -11,13 +10,11 @@ typedef struct {
   double loss, dx, dweight;
 } Errors;
 
-// The truth for a layer made by layer_reserve(backend, shape, seed), at sampled tokens and vocabulary entries.
+// The truth for a layer made by layer_reserve(backend, shape, seed), at sampled tokens and vocabulary entries. Runs the
+// fused mode once, for its losses.
 typedef struct Reference Reference;
-Reference *reference_create(LceShape shape, uint64_t seed);
+Reference *reference_create(const LceTensors *layer, uint64_t seed, int64_t chunk);
 void reference_destroy(Reference *reference);
 
-// Compares what layer_run left in loss, dx and dweight. The first call must follow a fused run, whose losses
-// complete the reference.
-Errors reference_errors(Reference *reference, const LceTensors *layer);
-
-#endif
+// The errors of what was computed last in loss, dx and dweight.
+Errors reference_errors(const Reference *reference, const LceTensors *layer);

@@ -1,6 +1,5 @@
 // The LM head + loss alone, on random data.
-#ifndef LCE_TOOLS_CURVES_LAYER_H
-#define LCE_TOOLS_CURVES_LAYER_H
+#pragma once
 
 #include "kernels/linear_cross_entropy.h"
 #include "trainer/trainer.h"
@@ -36,5 +35,3 @@ size_t layer_held(Backend *backend, LinearCrossEntropy call);
 // `rows` of the tokens at a time; needs a stack of layer_gemms_stack bytes.
 void layer_gemms(const LceTensors *layer, int64_t rows);
 size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows);
-
-#endif

@@ -28,9 +28,8 @@ static double whole_bytes(const Reading *r) {
 static double layer_bytes(const Reading *r) {
   return (double)reading_layer_bytes(r);
 }
-// What the device counts, without its context and libraries: comparable with the ledger.
 static double device_bytes(const Reading *r) {
-  return positive((double)r->device_bytes - (double)r->device_base_bytes);
+  return positive(reading_device_bytes(r));
 }
 static double device_layer_bytes(const Reading *r) {
   return positive(device_bytes(r) - ((double)r->ledger_bytes - (double)r->layer_bytes));
@@ -70,7 +69,7 @@ static bool several_sweeps(const Curve *c) {
 }
 
 static bool about_layer(const Curve *c) {
-  return strcmp(curve_setting(c, "what").text, "layer") == 0;
+  return curve_is(c, "what", "layer");
 }
 
 // Whether a figure is known of any point of a sweep (SWEEP_COUNT: of all sweeps).
@@ -88,20 +87,22 @@ static const char *size_title(Sweep sweep) {
 
 Label curve_caption(const Curve *c) {
   // What is swept stands on the axis.
-  Setting sweep = curve_setting(c, "sweep"), recompute = curve_setting(c, "recompute");
   int64_t batch = strtoll(curve_setting(c, "batch").text, NULL, 10),
           seq_len = strtoll(curve_setting(c, "seq_len").text, NULL, 10),
           hidden = strtoll(curve_setting(c, "hidden").text, NULL, 10),
           vocab = strtoll(curve_setting(c, "vocab").text, NULL, 10);
-  bool layer = about_layer(c), planned = strcmp(curve_setting(c, "planned").text, "yes") == 0;
+  bool layer = about_layer(c);
   Label none = {""},
         parts[] = {layer ? none : label("%s", curve_setting(c, "model").text),
-                   strcmp(sweep.text, "tokens") ? label("N %s", text_grouped(batch * seq_len).text) : none,
-                   layer && strcmp(sweep.text, "hidden") ? label("H %s", text_grouped(hidden).text) : none,
-                   strcmp(sweep.text, "vocab") ? label("V %s", text_grouped(vocab).text) : none,
+                   curve_is(c, "sweep", "tokens") ? none : label("N %s", text_grouped(batch * seq_len).text),
+                   layer && !curve_is(c, "sweep", "hidden") ? label("H %s", text_grouped(hidden).text) : none,
+                   curve_is(c, "sweep", "vocab") ? none : label("V %s", text_grouped(vocab).text),
                    label("%s", curve_setting(c, "dtype").text),
-                   layer || !strcmp(recompute.text, "none") ? none : label("recompute %s", recompute.text),
-                   label("%s %s", planned ? "planned for" : "on", curve_setting(c, "device").text)};
+                   layer || curve_is(c, "recompute", "none")
+                       ? none
+                       : label("recompute %s", curve_setting(c, "recompute").text),
+                   label("%s %s", curve_is(c, "planned", "yes") ? "planned for" : "on",
+                         curve_setting(c, "device").text)};
   Label all = {""};
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
     if (parts[i].text[0]) all = label("%s%s%.100s", all.text, all.text[0] ? ", " : "", parts[i].text);
@@ -264,6 +265,15 @@ static void add_capacity(Panel *p, const Curve *c) {
              label("the device has %s", axis_value(UNIT_BYTES, usable).text).text);
 }
 
+static void add_device(Panel *p, const Curve *c, Figure bytes) {
+  Series *s =
+      panel_series(p, (Series){.name = "counted by the device", .color = COLOR_INK, .marker = MARKER_CROSS});
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = &c->readings[i];
+    if (isfinite(bytes(r))) series_add(s, (Sample){.x = size_swept(r), .y = bytes(r)});
+  }
+}
+
 static Panel *size_panel(Picture *picture, Box box, const char *title, Sweep sweep, Unit unit,
                          const char *y_title) {
   Panel *p = picture_panel(picture, box, label("%s", title));
@@ -274,6 +284,17 @@ static Panel *size_panel(Picture *picture, Box box, const char *title, Sweep swe
 
 static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
   static const Box MAIN = {92, 150, 520, 486}, SIDE = {716, 150, 936, 486};
+  static const struct {
+    const char *title, *y_title;
+    Figure figure;
+    Unit unit;
+  } PANELS[2][3] = {
+      {{"Peak memory of a training step", "in total", whole_bytes, UNIT_BYTES},
+       {"LM head + loss alone", "beyond its inputs and gradients", layer_bytes, UNIT_BYTES},
+       {"Time of a step", "forward, backward, AdamW", step_seconds, UNIT_SECONDS}},
+      {{"Memory of the LM head + loss", "beyond its inputs and gradients", layer_bytes, UNIT_BYTES},
+       {"With its inputs and gradients", "in total", whole_bytes, UNIT_BYTES},
+       {"Time of the LM head + loss", "over that of its three GEMMs", over_floor, UNIT_PLAIN}}};
   bool layer = about_layer(c), measured = count_status(c, POINT_MEASURED) > 0;
   Sweep sweep = first_sweep(c);
   const char *size = sweep == SWEEP_TOKENS ? "tokens of a step" : size_title(sweep);
@@ -283,43 +304,24 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
           ? label("%s", recipe->title)
           : label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
       c, recipe ? recipe->grey : NULL);
-  Panel *p =
-      size_panel(picture, MAIN, layer ? "Memory of the LM head + loss" : "Peak memory of a training step",
-                 sweep, UNIT_BYTES, layer ? "beyond its inputs and gradients" : "in total");
-  Series *modes = add_modes(p, c, sweep, size_swept, layer ? layer_bytes : whole_bytes, NAMES);
-  shade_saving(p, modes);
-  Series *device =
-      panel_series(p, (Series){.name = "counted by the device", .color = COLOR_INK, .marker = MARKER_CROSS});
-  for (int i = 0; i < c->count; i++) {
-    double bytes = (layer ? device_layer_bytes : device_bytes)(&c->readings[i]);
-    if (isfinite(bytes)) series_add(device, (Sample){.x = size_swept(&c->readings[i]), .y = bytes});
+  for (int i = 0; i < 2 + measured; i++) {
+    Figure figure = PANELS[layer][i].figure;
+    Panel *p = size_panel(picture, i ? picture_cell(SIDE, 84, 84, 1 + measured, 1, i - 1, 0) : MAIN,
+                          PANELS[layer][i].title, sweep, PANELS[layer][i].unit, PANELS[layer][i].y_title);
+    Series *modes = add_modes(p, c, sweep, size_swept, figure, i ? VALUES : NAMES);
+    if (i == 0) {
+      shade_saving(p, modes);
+      add_device(p, c, layer ? device_layer_bytes : device_bytes);
+    }
+    if (i == 0 && !layer) add_capacity(p, c);
+    if (i == 0 && !layer && sweep == SWEEP_TOKENS) label_shapes(modes, c);
+    if (figure == layer_bytes) add_marks(p, recipe, sweep, false);
+    if (figure == over_floor) add_rule(p, false, 1, COLOR_INK, 2, "");
+    choose_scale(p, modes);
+    if (i) p->x.ticks = 4;
+    if (i && measured) p->y.ticks = 5;
+    if (i == 1 && measured) p->x.title = (Label){""};
   }
-  if (layer)
-    add_marks(p, recipe, sweep, false);
-  else
-    add_capacity(p, c);
-  if (sweep == SWEEP_TOKENS && !layer) label_shapes(modes, c);
-  choose_scale(p, modes);
-
-  Box box = picture_cell(SIDE, 84, 84, measured ? 2 : 1, 1, 0, 0);
-  p = size_panel(picture, box, layer ? "With its inputs and gradients" : "LM head + loss alone", sweep,
-                 UNIT_BYTES, layer ? "in total" : "beyond its inputs and gradients");
-  modes = add_modes(p, c, sweep, size_swept, layer ? whole_bytes : layer_bytes, VALUES);
-  if (!layer) add_marks(p, recipe, sweep, false);
-  choose_scale(p, modes);
-  p->x.ticks = 4;
-  if (!measured) return picture;
-  p->x.title = (Label){""};
-  p->y.ticks = 5;
-
-  box = picture_cell(SIDE, 84, 84, 2, 1, 1, 0);
-  p = size_panel(picture, box, layer ? "Time of the LM head + loss" : "Time of a step", sweep,
-                 layer ? UNIT_PLAIN : UNIT_SECONDS,
-                 layer ? "over that of its three GEMMs" : "forward, backward, AdamW");
-  modes = add_modes(p, c, sweep, size_swept, layer ? over_floor : step_seconds, VALUES);
-  if (layer) add_rule(p, false, 1, COLOR_INK, 2, "");
-  choose_scale(p, modes);
-  p->x.ticks = 4, p->y.ticks = 5;
   return picture;
 }
 
@@ -441,50 +443,46 @@ static void add_level(Panel *p, const Timeline *t, int from, int level) {
                                        .sides = "96874"});
   double most = highest(t, level, level + 1);
   bool named = STACK[level].category != MEMORY_HEAD || most == 0;
-  for (int i = 0; i < t->count; i++) {
+  for (int i = 0; i + 1 < t->count; i++) {
     const Moment *m = &t->moments[i];
     double base = bytes_between(m, from, level), bytes = bytes_between(m, level, level + 1);
     Sample sample = {.x = m->at, .y = base + bytes, .base = base};
     if (!named && bytes == most) sample.label = label("LM head + loss %s", axis_value(UNIT_BYTES, most).text);
     named |= bytes == most;
     series_add(s, sample);
-    sample =
-        (Sample){.x = i + 1 < t->count ? t->moments[i + 1].at : t->duration, .y = sample.y, .base = base};
-    series_add(s, sample);
+    series_add(s, (Sample){.x = m[1].at, .y = sample.y, .base = base});
   }
   const Sample *last = &s->samples[s->count - 1];
   if (last->y > last->base)
     s->end = label("%s %s", s->name, axis_value(UNIT_BYTES, last->y - last->base).text);
 }
 
-Picture *picture_timeline(const Timeline timelines[2], const Curve *settings) {
+Picture *picture_timeline(const Timeline *both, const Curve *settings) {
   Picture *picture =
       picture_create(1080, 710, label("Memory over three training steps"), curve_caption(settings));
-  double peak = fmax(highest(&timelines[0], 0, LEVELS), highest(&timelines[1], 0, LEVELS));
+  Timeline logits = timeline_of(both, LCE_MATERIALIZED);
+  double peak = highest(both, 0, LEVELS), end = 0;
+  for (int i = 0; i < both->count; i++) end = fmax(end, both->moments[i].at);
   // Where most memory stays from step to step, a label names it and the picture leaves it out: the shape of a
   // step is what comes and goes.
-  double stays = bytes_between(&timelines[0].moments[timelines[0].count - 1], 0, STAYING);
+  double stays = bytes_between(&logits.moments[logits.count - 1], 0, STAYING);
   int from = stays > 0.55 * peak ? STAYING : 0;
   for (int i = 0; i < 2; i++) {
-    const Timeline *t = &timelines[i];
+    Timeline t = i ? timeline_of(both, LCE_FUSED) : logits;
     Panel *p = picture_panel(picture, picture_cell((Box){92, 152, 880, 642}, 0, 70, 2, 1, i, 0),
-                             label(t->mode == LCE_FUSED ? "fused, in chunks" : "materialized logits"));
-    p->x = (Axis){.unit = t->planned ? UNIT_BYTES : UNIT_SECONDS,
-                  .ticks = 8,
-                  .high = fmax(timelines[0].duration, timelines[1].duration)};
+                             label(i ? "fused, in chunks" : "materialized logits"));
+    p->x = (Axis){.unit = t.planned ? UNIT_BYTES : UNIT_SECONDS, .ticks = 8, .high = end};
     p->y = (Axis){
         .unit = UNIT_BYTES, .from_zero = true, .ticks = 5, .shared = 1, .title = label("bytes in use")};
     if (i)
       p->x.title =
-          label(t->planned ? "bytes pushed and popped so far, over three steps" : "time of three steps");
+          label(t.planned ? "bytes pushed and popped so far, over three steps" : "time of three steps");
     if (from)
       p->y.title = label("bytes in use beyond the %s of weights, gradients and optimizer state",
                          axis_value(UNIT_BYTES, stays).text);
     for (int level = LEVELS - 1; level >= from; level--)
-      if (fmax(highest(&timelines[0], level, level + 1), highest(&timelines[1], level, level + 1)) >
-          0.004 * peak)
-        add_level(p, t, from, level);
-    double most = highest(t, 0, LEVELS);
+      if (highest(both, level, level + 1) > 0.004 * peak) add_level(p, &t, from, level);
+    double most = highest(&t, 0, LEVELS);
     add_rule(p, false, most - (from ? stays : 0), COLOR_INK, 5, "");
     p->series[p->count - 1].end =
         label("peak %s%s", axis_value(UNIT_BYTES, most).text, from ? " in all" : "");

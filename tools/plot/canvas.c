@@ -10,7 +10,13 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
-#include "tools/plot/stb.h"
+
+#ifdef HAVE_STB
+#define STB_IMAGE_WRITE_IMPLEMENTATION
+#define STB_TRUETYPE_IMPLEMENTATION
+#include <stb/stb_image_write.h>
+#include <stb/stb_truetype.h>
+#endif
 
 struct Canvas {
   double scale;

@@ -3,8 +3,7 @@
 // Everything is given in points from the upper left corner; `scale` says how many pixels a point is, so the
 // same drawing comes out crisp at any resolution. Letters come from a packaged font (DejaVu Sans), the PNG and
 // the outlines of letters through stb.
-#ifndef LCE_TOOLS_PLOT_CANVAS_H
-#define LCE_TOOLS_PLOT_CANVAS_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -63,5 +62,3 @@ double canvas_text_width(const Canvas *canvas, TextStyle style, const char *text
 
 // Fails in one sentence when the file cannot be written.
 void canvas_write_png(const Canvas *canvas, const char *path);
-
-#endif

@@ -9,8 +9,7 @@
 //   picture_free(p);
 //
 // What is planned, not measured, has dashed lines and hollow markers.
-#ifndef LCE_TOOLS_PLOT_CHART_H
-#define LCE_TOOLS_PLOT_CHART_H
+#pragma once
 
 #include <stdint.h>
 
@@ -112,5 +111,3 @@ Box picture_cell(Box frame, double gap_x, double gap_y, int rows, int columns, i
 void picture_write(Picture *picture, double scale, const char *path);
 
 extern const Color COLOR_INK, COLOR_MUTED, COLOR_FAINT;
-
-#endif
