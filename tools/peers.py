@@ -172,7 +172,11 @@ def alternate(device, base, work, rounds):
     warm = time.perf_counter() + (0.7 if device == "cuda" else 0)
     while time.perf_counter() < warm:
         base(), work()
-    return [(base(), work()) for _ in range(rounds)]
+    pairs = []
+    for _ in range(rounds):
+        seconds = base()
+        pairs.append((seconds, seconds if work is base else work()))
+    return pairs
 
 
 def medians(times, part=lambda seconds: seconds):

@@ -62,12 +62,6 @@ def time_chain(device, loss_of, tensors):
     return forward, backward
 
 
-def time_ours(device, library, tensors):
-    together = seconds(device, lambda: library(*tensors, z_loss=LAMBDA))
-    alone = seconds(device, lambda: library(*tensors, backward=False, z_loss=LAMBDA))
-    return alone, together - alone
-
-
 def loss_rows(device, shape, rounds, library, errors):
     tensors = x, w, y = peers.problem(device, shape)
     reference = peers.reference(x, w, y, LAMBDA) if errors else None
@@ -90,12 +84,16 @@ def loss_rows(device, shape, rounds, library, errors):
     reset_peak(device)
     forward, backward = peers.gemms(x, w)
     gemms = dict(what="the plain GEMMs alone")
-    timers += [(rows[-1], lambda: time_ours(device, library, tensors)),
-               (gemms, lambda: (seconds(device, forward), seconds(device, backward)))]
+    def ours():
+        together = seconds(device, lambda: library(*tensors, z_loss=LAMBDA))
+        alone = seconds(device, lambda: library(*tensors, backward=False, z_loss=LAMBDA))
+        return alone, together - alone
+
+    timers += [(rows[-1], ours), (gemms, lambda: (seconds(device, forward), seconds(device, backward)))]
     rows[-1]["held_bytes"] = library.held()
     rows.append(gemms)
     for row, timer in timers:
-        times = peers.alternate(device, lambda: time_ours(device, library, tensors), timer, rounds)
+        times = peers.alternate(device, ours, timer, rounds)
         for part, of in (("forward", lambda t: t[0]), ("backward", lambda t: t[1]), ("together", sum)):
             row[f"{part}_ms"], row[f"{part}_ratio"] = peers.medians(times, of)
     return rows

@@ -134,10 +134,10 @@ def pieces(text, step, newline, anywhere=False):
         start = end
 
 
-def is_held_back(fraction, *place):
-    """Whether a document is for validation: a function of its place alone."""
+def split_of(options, *place):
+    """The split of a document: a function of its place alone."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+    return "val" if int.from_bytes(digest, "little") < options.val_fraction * 2**64 else "train"
 
 
 def parquet_file(path):
@@ -148,30 +148,27 @@ def parquet_file(path):
         raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
 
 
-def parts_of(path, options):
-    """The parts of a file as fields of Item: (kind, start, end, size) of each."""
-    kind, size = kind_of(path, options.format), os.path.getsize(path)
-    if kind == "parquet":
-        groups = parquet_file(path).num_row_groups
-        return [(kind, group, group + 1, size // groups) for group in range(groups)]
-    if not size:
-        return []
-    lines = kind == "jsonl" or options.document == "line"
-    step = ITEM_BYTES
-    if not lines and options.val_fraction > 0:  # the file is one document, of which stretches are held back
-        step = max(1 << 14, min(ITEM_BYTES, size // 100))
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return [(kind, start, end, end - start) for start, end in pieces(data, step, b"\n", lines)]
-
-
 def items_of(files, options):
     """The parts of all files, in order."""
     number = 0
     for path in files:
-        items = [Item(number + i, path, *part) for i, part in enumerate(parts_of(path, options))]
+        kind, size = kind_of(path, options.format), os.path.getsize(path)
+        one_document = kind == "text" and options.document == "file"
+        if kind == "parquet":
+            groups = parquet_file(path).num_row_groups
+            spans = [(group, group + 1, size // groups) for group in range(groups)]
+        elif size:
+            step = ITEM_BYTES
+            if one_document and options.val_fraction > 0:  # stretches of it are held back
+                step = max(1 << 14, min(ITEM_BYTES, size // 100))
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                spans = [(start, end, end - start) for start, end in pieces(data, step, b"\n", not one_document)]
+        else:
+            spans = []
+        items = [Item(number + i, path, kind, *span) for i, span in enumerate(spans)]
         number += len(items)
-        if items and items[0].kind == "text" and options.document == "file":
-            splits = ["val" if is_held_back(options.val_fraction, item.number) else "train" for item in items]
+        if one_document:
+            splits = [split_of(options, item.number) for item in items]
             items = [item._replace(split=split, closes=split != after)
                      for item, split, after in zip(items, splits, splits[1:] + [None])]
         yield from items
@@ -179,7 +176,7 @@ def items_of(files, options):
 
 # --- documents ----------------------------------------------------------------------------------------------
 
-def read_range(item):
+def read_item(item):
     with open(item.path, "rb") as file:
         file.seek(item.start)
         return file.read(item.end - item.start)
@@ -195,7 +192,7 @@ def records_of(item, columns):
         yield from file.read_row_group(item.start, columns=known).to_pylist()
         return
     at = item.start
-    for line in read_range(item).split(b"\n"):
+    for line in read_item(item).split(b"\n"):
         if line.strip():
             try:
                 record = json.loads(line)
@@ -219,7 +216,7 @@ def plain_documents(item, options, report):
         found = (field_of(record, options.field, item) for record in records_of(item, [options.field]))
         texts = (str(text) for text in found if text)
     else:
-        data = read_range(item)
+        data = read_item(item)
         text = data.decode("utf-8", errors="replace")
         report["replaced"] += text.count("\ufffd") - data.count("\ufffd".encode())
         texts = [text] if options.document == "file" else filter(str.strip, text.split("\n"))
@@ -317,40 +314,26 @@ class Worker:
         self.chat = Chat(template, special) if options.chat else None
 
     def run(self, item):
-        """(ids, counts) of either split, and the counts of what was met."""
+        """(ids, whether each counts) of either split, and the counts of what was met."""
         report = collections.Counter()
-        out = {"train": [], "val": []}  # (ids, counts) of each document
-        batch, size = [], 0
+        out = {"train": ([], []), "val": ([], [])}
         documents = (chat_documents(item, self.options, self.chat, report) if self.chat
                      else plain_documents(item, self.options, report))
+        special = self.options.special_tokens and not self.chat
         for number, (segments, closes) in enumerate(documents):
-            held_back = is_held_back(self.options.val_fraction, item.number, number)
-            split = item.split or ("val" if held_back else "train")
+            split = item.split or split_of(self.options, item.number, number)
             report[split] += closes
-            batch.append((segments, closes, out[split]))
-            size += sum(len(text) for text, _ in segments)
-            if size > PIECE_BYTES:
-                self.flush(batch)
-                batch, size = [], 0
-        self.flush(batch)
-        return {split: [numpy.concatenate([numpy.zeros(0, dtype), *arrays]) for dtype, arrays in
-                        zip((numpy.uint32, bool), zip(*done) if done else ((), ()))]
-                for split, done in out.items()}, report
-
-    def flush(self, batch):
-        """Adds the tokens of each document of the batch to the list that came with it."""
-        special = self.options.special_tokens and not self.options.chat
-        encodings = iter(self.encode([text for segments, _, _ in batch for text, _ in segments], add_special_tokens=special))
-        for segments, closes, done in batch:
-            ids, counts = [], []
-            for _, counted in segments:
-                piece = next(encodings).ids
-                ids += piece
-                counts += [counted] * len(piece)
-            if closes and (not ids or ids[-1] != self.end_of_text):
+            ids, counts = out[split]
+            start = len(ids)
+            encodings = self.encode([text for text, _ in segments], add_special_tokens=special)
+            for (_, counted), encoding in zip(segments, encodings):
+                ids += encoding.ids
+                counts += [counted] * (len(ids) - len(counts))
+            if closes and (len(ids) == start or ids[-1] != self.end_of_text):
                 ids.append(self.end_of_text)
                 counts.append(False)
-            done.append((numpy.array(ids, numpy.uint32), numpy.array(counts if self.chat else [], bool)))
+        return {split: (numpy.array(ids, numpy.uint32), numpy.array(counts if self.chat else [], bool))
+                for split, (ids, counts) in out.items()}, report
 
 
 def start_worker(*arguments):
