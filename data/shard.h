@@ -7,6 +7,9 @@
 
 #include "base/fail.h"
 
+// out[i] = from[i], of unsigned integers of 1, 2 or 4 bytes; one above INT32_MAX comes out negative.
+void ids_widen(const void *from, int bytes_each, int64_t count, int32_t *out);
+
 typedef struct {
   bool wide;          // uint32, otherwise uint16
   const void *tokens; // within the file
