@@ -59,6 +59,10 @@ void trainer_set_mode(Trainer *trainer, LceMode mode);
 // AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
+// Copies `batch` sequences of `seq_len` tokens, which begin at host_tokens[first], and their targets to the device; a
+// plan copies nothing. `masked` lists the counted rows, then the ignored ones: the loss is computed for the former.
+Batch trainer_batch(Trainer *trainer, int64_t first, int64_t batch, int64_t seq_len, bool masked);
+
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
 
