@@ -117,12 +117,12 @@ static void train(Run *run) {
   int64_t collect_every = 1, done = o->first_step;
   double since = now_seconds();
   while (done < o->steps && !stopping(run)) {
-    if (o->timeline && done < o->first_step + 3) ledger_record(ledger, true);
-    ledger_step(ledger, (int)done);
+    ledger->recording = o->timeline && done < o->first_step + 3;
+    ledger->step = (int)done;
     run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
     trainer_step(&run->trainer, &run->loader, done++);
-    ledger_record(ledger, false);
+    ledger->recording = false;
     bool look = every(o->eval_every, done) || every(o->sample_every, done) || every(o->save_every, done) ||
                 done == o->steps;
     if (run->trainer.pending_count < collect_every && !look) continue;

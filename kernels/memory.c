@@ -73,14 +73,6 @@ void ledger_reset_peak(Ledger *ledger) {
   ledger->stack_peak = ledger->stack;
 }
 
-void ledger_record(Ledger *ledger, bool on) {
-  ledger->recording = on;
-}
-
-void ledger_step(Ledger *ledger, int step) {
-  ledger->step = step;
-}
-
 // --- the memory --------------------------------------------------------------------------------------------
 
 Memory memory_create(const MemorySource *source) {

@@ -46,7 +46,7 @@ typedef struct {
 // The bytes in use after one reservation, push or pop, by category.
 typedef struct {
   const char *name; // of the block that came or went
-  int step;         // as given to ledger_step
+  int step;         // the ledger's
   double seconds;   // by the ledger's clock; 0 without one
   size_t bytes[MEMORY_CATEGORY_COUNT];
 } LedgerEvent;
@@ -57,9 +57,9 @@ typedef struct {
   size_t total, peak;                    // bytes in use now, and at most
   size_t at_peak[MEMORY_CATEGORY_COUNT]; // who held them at the peak
   size_t stack, stack_peak;              // the part of both that lies on the stack
-  // The timeline, kept only while `recording`.
+  // The timeline, kept only while `recording` is set.
   bool recording;
-  int step;
+  int step;                       // that the following events belong to
   double (*clock)(void *context); // dates the events; NULL: nothing does
   void *clock_context;
   LedgerEvent *events;
@@ -111,9 +111,6 @@ void memory_pop_to(Memory *memory, MemoryMark mark);
 
 // The high-water marks (total, stack, categories) start again from what is in use now.
 void ledger_reset_peak(Ledger *ledger);
-// Starts the timeline; ledger_step says which step the following events belong to.
-void ledger_record(Ledger *ledger, bool on);
-void ledger_step(Ledger *ledger, int step);
 
 #if defined(__cplusplus)
 }

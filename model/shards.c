@@ -5,7 +5,7 @@ Bucket shards_bucket(const Parameters *p, ParameterGroup group, int64_t end) {
   return (Bucket){end - count, count};
 }
 
-Tensor shards_slice_of_whole(const Parameters *p, Tensor group, Bucket b) {
+static Tensor slice_of_whole(const Parameters *p, Tensor group, Bucket b) {
   int64_t slice = b.count / p->spread.parts;
   return tensor_exists(group) ? tensor_rows(group, b.first + p->spread.part * slice, slice) : group;
 }
@@ -29,13 +29,13 @@ bool shards_weights_are_whole(const Parameters *p, ParameterGroup group) {
 }
 
 Tensor shards_weights(const Parameters *p, ParameterGroup group, Bucket b) {
-  return shards_weights_are_whole(p, group) ? shards_slice_of_whole(p, p->value[group], b) : p->value[group];
+  return shards_weights_are_whole(p, group) ? slice_of_whole(p, p->value[group], b) : p->value[group];
 }
 
 Tensor shards_reduced_grads(const Parameters *p, ParameterGroup group, Bucket b) {
   if (group == GROUP_HEAD && p->spread.split_head) return p->grad[GROUP_HEAD];
   if (tensor_exists(p->grad_shard[group])) return shards_slice_of_shard(p, p->grad_shard[group], b);
-  return shards_slice_of_whole(p, p->grad[group], b);
+  return slice_of_whole(p, p->grad[group], b);
 }
 
 // --- elements to and from the host -------------------------------------------------------------------------

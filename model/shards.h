@@ -31,9 +31,7 @@ typedef struct {
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
 Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t end);
 
-// The rank's slice of a bucket: of a whole group, and where it lies in a shard of one. Absent tensors stay
-// absent.
-Tensor shards_slice_of_whole(const Parameters *parameters, Tensor group, Bucket bucket);
+// Where the rank's slice of a bucket lies in a shard of a group. An absent tensor stays absent.
 Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket bucket);
 
 // This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.

@@ -12,6 +12,7 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/file.h"
+#include "base/text.h"
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"
 
@@ -28,12 +29,8 @@ enum { TOKENIZER_NAMES = sizeof tokenizer_names / sizeof *tokenizer_names };
 
 // --- steps in a directory ----------------------------------------------------------------------------------
 
-typedef struct {
-  char text[32];
-} StepName;
-
-static StepName step_name(int64_t step) {
-  StepName name;
+static Text step_name(int64_t step) {
+  Text name;
   snprintf(name.text, sizeof name.text, "step-%06lld", (long long)step);
   return name;
 }
@@ -182,7 +179,7 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
 
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason) {
-  StepName name = step_name(step);
+  Text name = step_name(step);
   Folder folder = store->directory ? folder_begin(store->directory, name.text) : (Folder){0};
   size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
   weights_store(model, backend, &folder, store->dtype, shard_bytes);

@@ -230,15 +230,15 @@ static void test_timeline(void **state) {
   (void)state;
   Memory m = memory_create(NULL);
   memory_push_1d(&m, "unseen", MEMORY_HEAD, DTYPE_F32, 1);
-  ledger_record(&m.ledger, true);
-  ledger_step(&m.ledger, 7);
+  m.ledger.recording = true;
+  m.ledger.step = 7;
   MemoryMark mark = memory_mark(&m);
   memory_push_1d(&m, "a", MEMORY_ACTIVATIONS, DTYPE_F32, 1);
   memory_push_1d(&m, "b", MEMORY_WORKSPACE, DTYPE_F32, 100);
-  ledger_step(&m.ledger, 8);
+  m.ledger.step = 8;
   memory_pop_to(&m, mark);
   memory_reserve(&m, "r", MEMORY_TABLES, 1);
-  ledger_record(&m.ledger, false);
+  m.ledger.recording = false;
   memory_pop_to(&m, 0);
   static const struct {
     const char *name;
@@ -260,7 +260,7 @@ static void test_timeline(void **state) {
     assert_int_equal(e->bytes[MEMORY_TABLES], want[i].tables);
   }
   // Longer than its first array.
-  ledger_record(&m.ledger, true);
+  m.ledger.recording = true;
   for (int i = 0; i < 1000; i++) {
     memory_push_1d(&m, "x", MEMORY_HEAD, DTYPE_F32, 1);
     memory_pop_to(&m, 0);

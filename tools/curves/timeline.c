@@ -43,9 +43,9 @@ void timeline_record(Timeline *t, const Experiment *e, const Point *p) {
       if (!planned) ledger->clock = device_seconds, ledger->clock_context = backend;
       started = planned ? 0 : device_seconds(backend);
       add_moment(t, p->mode, 0, 1, ledger->now);
-      ledger_record(ledger, true);
+      ledger->recording = true;
     }
-    ledger_step(ledger, step);
+    ledger->step = step;
     trainer_step(&trainer, planned ? NULL : &loader, step);
     if (!planned) trainer_collect(&trainer, results);
   }
