@@ -16,7 +16,7 @@
 #include "base/option_rows.h"
 #include "base/system.h"
 #include "base/text.h"
-#include "tools/curves/accuracy.h"
+#include "tools/curves/layer.h"
 #include "tools/ladder/ladder.h"
 #include "tools/measure.h"
 #include "tools/plot/chart.h"

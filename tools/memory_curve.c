@@ -197,11 +197,6 @@ static void print_row(const Experiment *e, const Reading *r, const char *left) {
 
 // --- visiting ----------------------------------------------------------------------------------------------
 
-// A guess at what a point costs, in flops: its passes and a share for setting it up.
-static double cost(const Experiment *e, const Point *p) {
-  return point_flops(e, p) + 1e9;
-}
-
 // Takes the file's readings of this sweep; a file of other settings ends the program. What was too slow before is
 // tried again: the patience may have grown.
 static void take_up(Curve *c, const char *path) {
@@ -222,7 +217,7 @@ static void take_up(Curve *c, const char *path) {
 static void visit(const Experiment *e, Curve *c, const char *path) {
   double ahead = 0, done = 0, started = now_seconds();
   for (int i = 0; i < c->count; i++)
-    if (!reading_known(&c->readings[i])) ahead += cost(e, &c->readings[i].point);
+    if (!reading_known(&c->readings[i])) ahead += point_flops(e, &c->readings[i].point);
   curve_write(c, path);
   print_head(e);
   for (int i = 0; i < c->count; i++) {
@@ -238,9 +233,9 @@ static void visit(const Experiment *e, Curve *c, const char *path) {
       curve_write(c, path);
       // What was only planned took no time: it says nothing about the rest.
       if (r->status == POINT_MEASURED)
-        done += cost(e, p);
+        done += point_flops(e, p);
       else
-        ahead -= cost(e, p);
+        ahead -= point_flops(e, p);
       double spent = now_seconds() - started;
       if (done > 0 && ahead - done > 1e-6 * ahead)
         snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (ahead - done)).text);
@@ -278,13 +273,9 @@ static void agreement(const Curve *c) {
 // The materialized reading that a fused one is to be compared with.
 static const Reading *partner(const Curve *c, const Reading *fused) {
   Point p = fused->point;
-  for (int i = 0; i < c->count; i++) {
-    const Point *q = &c->readings[i].point;
-    if (q->mode == LCE_MATERIALIZED && q->sweep == p.sweep && point_tokens(q) == point_tokens(&p) &&
-        q->vocab_size == p.vocab_size && q->hidden_size == p.hidden_size)
-      return &c->readings[i];
-  }
-  return NULL;
+  p.mode = LCE_MATERIALIZED;
+  p.chunk = 0;
+  return curve_find(c, &p);
 }
 
 static void saving(const Experiment *e, const Reading *fused, const Reading *logits) {

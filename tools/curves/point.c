@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "tools/curves/accuracy.h"
 #include "tools/curves/layer.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
@@ -82,10 +81,11 @@ double device_seconds(void *backend) {
 }
 
 double point_flops(const Experiment *e, const Point *p) {
+  const double setup = 1e9;
   double tokens = (double)point_tokens(p);
-  if (e->layer_only) return 6 * tokens * (double)p->vocab_size * (double)p->hidden_size;
+  if (e->layer_only) return setup + 6 * tokens * (double)p->vocab_size * (double)p->hidden_size;
   Options o = point_options(e, p);
-  return model_flops_per_token(&o.model, o.seq_len) * tokens;
+  return setup + model_flops_per_token(&o.model, o.seq_len) * tokens;
 }
 
 // --- planning and measuring --------------------------------------------------------------------------------

@@ -4,12 +4,12 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
 
 #ifdef HAVE_STB
 #define STB_IMAGE_WRITE_IMPLEMENTATION
@@ -30,40 +30,11 @@ struct Canvas {
 #endif
 };
 
-// Reads the fonts that canvas_possible has found.
-static void load_fonts(Canvas *c);
-
-// --- life --------------------------------------------------------------------------------------------------
-
-Canvas *canvas_create(double width, double height, double scale) {
-  const char *reason;
-  if (!canvas_possible(&reason)) fail("cannot draw: %s", reason);
-  Canvas *c = host_alloc(1, sizeof *c, "a picture");
-  c->scale = scale;
-  c->columns = (int)lround(width * scale);
-  c->rows = (int)lround(height * scale);
-  int64_t count = (int64_t)c->columns * c->rows;
-  c->pixels = host_alloc(count, sizeof *c->pixels, "a picture");
-  c->mask = host_alloc(count, sizeof *c->mask, "a picture");
-  memset(c->pixels, 255, (size_t)count * sizeof *c->pixels);
-  c->left = c->columns, c->top = c->rows;
-  load_fonts(c);
-  return c;
-}
-
-void canvas_destroy(Canvas *c) {
-  if (!c) return;
-  for (int bold = 0; bold < 2; bold++) free(c->fonts[bold]);
-  free(c->pixels);
-  free(c->mask);
-  free(c);
-}
+// --- the mask ----------------------------------------------------------------------------------------------
 
 static int within(int value, int low, int high) {
   return value < low ? low : value > high ? high : value;
 }
-
-// --- the mask ----------------------------------------------------------------------------------------------
 
 // Says that the pixels of a box are about to be covered, and returns the box on the canvas.
 typedef struct {
@@ -230,49 +201,45 @@ void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color
   paint(c, white, 1);
 }
 
-// --- text, and the file ------------------------------------------------------------------------------------
+// --- text and files ----------------------------------------------------------------------------------------
 
 #ifdef HAVE_STB
-static FILE *open_font(bool bold) {
+// The file of a font; NULL when it is nowhere. The caller frees it.
+static char *read_font(bool bold) {
   static const char *const folders[] = {NULL, // $LCE_FONT_DIR
                                         "/usr/share/fonts/truetype/dejavu",
                                         "/usr/share/fonts/TTF",
                                         "/usr/share/fonts/dejavu-sans-fonts",
                                         "/usr/share/fonts/dejavu",
                                         "/usr/local/share/fonts"};
-  FILE *file = NULL;
-  for (size_t i = 0; i < sizeof folders / sizeof *folders && !file; i++) {
-    char path[512];
+  char *font = NULL;
+  for (size_t i = 0; i < sizeof folders / sizeof *folders && !font; i++) {
     const char *folder = i ? folders[i] : getenv("LCE_FONT_DIR");
-    snprintf(path, sizeof path, "%s/%s", folder ? folder : "",
-             bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf");
-    if (folder) file = fopen(path, "rb");
+    size_t size;
+    char *path = path_join(folder ? folder : "", bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf");
+    if (folder) font = file_read(path, &size);
+    free(path);
   }
-  return file;
+  return font;
 }
 
 bool canvas_possible(const char **reason) {
   *reason = NULL;
   for (int bold = 0; bold < 2; bold++) {
-    FILE *file = open_font(bold);
-    if (file)
-      fclose(file);
-    else
+    char *font = read_font(bold);
+    if (!font)
       *reason = "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
                 "(fonts-dejavu-core), or LCE_FONT_DIR says where they are";
+    free(font);
   }
   return *reason == NULL;
 }
 
 static void load_fonts(Canvas *c) {
   for (int bold = 0; bold < 2; bold++) {
-    FILE *file = open_font(bold);
-    long size = file && fseek(file, 0, SEEK_END) == 0 ? ftell(file) : 0;
-    unsigned char *data = c->fonts[bold] = host_alloc(size, 1, "a font");
-    if (size <= 0 || fseek(file, 0, SEEK_SET) || fread(data, 1, (size_t)size, file) != (size_t)size ||
-        !stbtt_InitFont(&c->faces[bold], data, stbtt_GetFontOffsetForIndex(data, 0)))
+    unsigned char *data = c->fonts[bold] = (unsigned char *)read_font(bold);
+    if (!data || !stbtt_InitFont(&c->faces[bold], data, stbtt_GetFontOffsetForIndex(data, 0)))
       fail("the font DejaVuSans is damaged; install fonts-dejavu-core again");
-    fclose(file);
   }
 }
 
@@ -292,9 +259,9 @@ static int next_letter(const unsigned char **text) {
 }
 
 // Walks the text from pixel x on and draws into the mask unless told only to measure. Returns where it ends.
-static double walk_text(Canvas *c, const stbtt_fontinfo *face, double size, double x, int baseline,
-                        const char *text, bool draw) {
-  float scale = stbtt_ScaleForMappingEmToPixels(face, (float)size);
+static double walk_text(Canvas *c, TextStyle style, double x, int baseline, const char *text, bool draw) {
+  const stbtt_fontinfo *face = &c->faces[style.bold];
+  float scale = stbtt_ScaleForMappingEmToPixels(face, (float)(style.size * c->scale));
   const unsigned char *at = (const unsigned char *)text;
   while (*at) {
     int letter = next_letter(&at), advance, bearing;
@@ -320,22 +287,8 @@ static double walk_text(Canvas *c, const stbtt_fontinfo *face, double size, doub
   return x;
 }
 
-double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
-  return walk_text((Canvas *)c, &c->faces[style.bold], style.size * c->scale, 0, 0, text, false) / c->scale;
-}
-
-double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
-  double width = canvas_text_width(c, style, text);
-  double x = at.x - (style.align == ALIGN_RIGHT ? width : style.align == ALIGN_CENTER ? width / 2 : 0);
-  walk_text(c, &c->faces[style.bold], style.size * c->scale, x * c->scale, (int)lround(at.y * c->scale), text,
-            true);
-  paint(c, style.color, 1);
-  return width;
-}
-
-void canvas_write_png(const Canvas *c, const char *path) {
-  if (!stbi_write_png(path, c->columns, c->rows, 3, c->pixels, c->columns * 3))
-    fail("cannot write the picture %s: is the folder there, is the disk full?", path);
+static bool write_png(const Canvas *c, const char *path) {
+  return stbi_write_png(path, c->columns, c->rows, 3, c->pixels, c->columns * 3);
 }
 #else
 bool canvas_possible(const char **reason) {
@@ -343,22 +296,56 @@ bool canvas_possible(const char **reason) {
   return false;
 }
 
+// canvas_create fails, so nobody calls these.
 static void load_fonts(Canvas *c) {
   (void)c;
 }
 
+static double walk_text(Canvas *c, TextStyle style, double x, int baseline, const char *text, bool draw) {
+  return (void)c, (void)style, (void)baseline, (void)text, (void)draw, x;
+}
+
+static bool write_png(const Canvas *c, const char *path) {
+  return (void)c, (void)path, false;
+}
+#endif
+
+Canvas *canvas_create(double width, double height, double scale) {
+  const char *reason;
+  if (!canvas_possible(&reason)) fail("cannot draw: %s", reason);
+  Canvas *c = host_alloc(1, sizeof *c, "a picture");
+  c->scale = scale;
+  c->columns = (int)lround(width * scale);
+  c->rows = (int)lround(height * scale);
+  int64_t count = (int64_t)c->columns * c->rows;
+  c->pixels = host_alloc(count, sizeof *c->pixels, "a picture");
+  c->mask = host_alloc(count, sizeof *c->mask, "a picture");
+  memset(c->pixels, 255, (size_t)count * sizeof *c->pixels);
+  c->left = c->columns, c->top = c->rows;
+  load_fonts(c);
+  return c;
+}
+
+void canvas_destroy(Canvas *c) {
+  if (!c) return;
+  for (int bold = 0; bold < 2; bold++) free(c->fonts[bold]);
+  free(c->pixels);
+  free(c->mask);
+  free(c);
+}
+
 double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
-  (void)c;
-  return 0.6 * style.size * (double)strlen(text);
+  return walk_text((Canvas *)c, style, 0, 0, text, false) / c->scale;
 }
 
 double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
-  (void)at;
-  return canvas_text_width(c, style, text);
+  double width = canvas_text_width(c, style, text);
+  double x = at.x - (style.align == ALIGN_RIGHT ? width : style.align == ALIGN_CENTER ? width / 2 : 0);
+  walk_text(c, style, x * c->scale, (int)lround(at.y * c->scale), text, true);
+  paint(c, style.color, 1);
+  return width;
 }
 
 void canvas_write_png(const Canvas *c, const char *path) {
-  (void)c;
-  fail("cannot write %s: the program was built without stb", path);
+  if (!write_png(c, path)) fail("cannot write the picture %s: is the folder there, is the disk full?", path);
 }
-#endif
