@@ -11,8 +11,7 @@
 #include "base/fail.h"
 #include "base/text.h"
 
-const Color COLOR_INK = {0x1c, 0x23, 0x30}, COLOR_MUTED = {0x5c, 0x66, 0x73},
-            COLOR_FAINT = {0x9a, 0xa3, 0xaf};
+const Color COLOR_INK = {0x1c, 0x23, 0x30}, COLOR_MUTED = {0x5c, 0x66, 0x73};
 static const Color GRID = {0xe4, 0xe7, 0xec}, WHITE = {255, 255, 255};
 static const TextStyle SMALL = {.size = 11, .color = {0x5c, 0x66, 0x73}}; // ticks and notes
 
@@ -126,23 +125,29 @@ static void fit_linear(Axis *axis, double low, double high) {
   }
 }
 
-// Fits an axis (x: 0, y: 1) of a panel to its series, and to those of the panels that share it.
-static void fit_axis(const Picture *picture, Panel *panel, int which) {
-  Axis *axis = which ? &panel->y : &panel->x;
+Range panel_range(const Panel *p, bool vertical, bool positive) {
+  Range r = {INFINITY, -INFINITY};
+  for (int k = 0; k < p->count; k++)
+    for (int n = 0; n < p->series[k].count && !(vertical && p->series[k].clamped); n++) {
+      double value = vertical ? p->series[k].samples[n].y : p->series[k].samples[n].x;
+      if (!isfinite(value) || (positive && value <= 0)) continue;
+      r = (Range){fmin(r.low, value), fmax(r.high, value)};
+    }
+  return r;
+}
+
+// Fits an axis of a panel to its series, and to those of the panels that share it.
+static void fit_axis(const Picture *picture, Panel *panel, bool vertical) {
+  Axis *axis = vertical ? &panel->y : &panel->x;
   double low = INFINITY, high = -INFINITY;
   if (axis->low < axis->high) return;
   for (int i = 0; i < picture->count; i++) {
     const Panel *p = &picture->panels[i];
-    int shared = which ? p->y.shared : p->x.shared;
+    int shared = vertical ? p->y.shared : p->x.shared;
     if (p != panel && (!shared || shared != axis->shared)) continue;
-    for (int k = 0; k < p->count; k++)
-      for (int n = 0; n < p->series[k].count && !(which && p->series[k].clamped); n++) {
-        const Sample *s = &p->series[k].samples[n];
-        double value = which ? s->y : s->x;
-        if (!isfinite(value) || (axis->log && value <= 0)) continue;
-        low = fmin(low, value);
-        high = fmax(high, value);
-      }
+    Range r = panel_range(p, vertical, axis->log);
+    low = fmin(low, r.low);
+    high = fmax(high, r.high);
   }
   if (low > high) low = 1, high = 2;
   if (axis->names)
