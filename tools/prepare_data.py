@@ -407,20 +407,12 @@ def show_progress(start, done, total, tokens, end=""):
 # --- tokenizers ---------------------------------------------------------------------------------------------
 
 def train_tokenizer(files, options, path):
-    from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
-    if options.style == "gpt2":
-        split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        split = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    trainer = trainers.BpeTrainer(vocab_size=options.train_tokenizer, special_tokens=[END_OF_TEXT_NAMES[0]],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                  show_progress=sys.stderr.isatty())
+    tokenizer = tokenizers.ByteLevelBPETokenizer(trim_offsets=True)
+    if options.style == "llama3":
+        before = tokenizers.pre_tokenizers
+        tokenizer.pre_tokenizer = before.Sequence([
+            before.Split(tokenizers.Regex(LLAMA3_SPLIT), behavior="isolated"),
+            before.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def texts():
         left = options.tokenizer_sample
@@ -438,7 +430,8 @@ def train_tokenizer(files, options, path):
                 return
 
     print(f"training a tokenizer of {options.train_tokenizer:,} tokens ...", file=sys.stderr)
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(texts(), vocab_size=options.train_tokenizer, min_frequency=0,
+                                  special_tokens=[END_OF_TEXT_NAMES[0]], show_progress=sys.stderr.isatty())
     made = tokenizer.get_vocab_size()
     if made < options.train_tokenizer:
         print(f"the text has pairs for a vocabulary of {made:,} only, not {options.train_tokenizer:,}", file=sys.stderr)
