@@ -29,7 +29,7 @@ typedef struct {
 } Settings;
 
 typedef struct {
-  double seconds, ratio;
+  Medians time; // against the three plain GEMMs
   size_t bytes;
   Errors errors;
 } Result;
@@ -89,17 +89,15 @@ static Result run(Bench *b, Reference *reference, int rung) {
   seconds(b, rung);
   result.bytes = ledger->stack_peak - before;
   result.errors = reference_errors(reference, &b->layer);
-  Medians m = measure(seconds, b, 0, rung, 0.7, b->settings->repeat);
-  result.seconds = m.work;
-  result.ratio = m.ratio;
+  result.time = measure(seconds, b, 0, rung, 0.7, b->settings->repeat);
   return result;
 }
 
 // --- output ------------------------------------------------------------------------------------------------
 
 static void print_row(int rung, const Result *r) {
-  printf("%-32s %9.2f ms %7.3f %12s   %.1e  %.1e  %.1e\n", ladder_names[rung - 1], 1e3 * r->seconds, r->ratio,
-         text_bytes(r->bytes).text, r->errors.loss, r->errors.dx, r->errors.dweight);
+  printf("%-32s %9.2f ms %7.3f %12s   %.1e  %.1e  %.1e\n", ladder_names[rung - 1], 1e3 * r->time.work,
+         r->time.ratio, text_bytes(r->bytes).text, r->errors.loss, r->errors.dx, r->errors.dweight);
   fflush(stdout);
 }
 
@@ -109,8 +107,9 @@ static void write_csv(const Settings *o, const Result *results, const char *capt
   fprintf(file, "# %s\n", caption);
   fprintf(file, "rung,seconds,ratio,bytes,loss_error,dx_error,dweight_error\n");
   for (int i = 0; i < RUNGS; i++)
-    fprintf(file, "%s,%.9g,%.4f,%zu,%.3e,%.3e,%.3e\n", ladder_names[i], results[i].seconds, results[i].ratio,
-            results[i].bytes, results[i].errors.loss, results[i].errors.dx, results[i].errors.dweight);
+    fprintf(file, "%s,%.9g,%.4f,%zu,%.3e,%.3e,%.3e\n", ladder_names[i], results[i].time.work,
+            results[i].time.ratio, results[i].bytes, results[i].errors.loss, results[i].errors.dx,
+            results[i].errors.dweight);
   if (fclose(file)) fail("--csv %s: %s", o->csv, strerror(errno));
 }
 
@@ -127,7 +126,7 @@ static void draw(const Settings *o, const Result *results, const char *caption) 
     Series *bars = panel_series(
         panel, (Series){.kind = SERIES_BARS, .color = {31, 119, 180}, .opacity = 0.5, .sides = "6"});
     for (int i = 0; i < RUNGS; i++) {
-      double value = which ? (double)results[i].bytes : results[i].ratio;
+      double value = which ? (double)results[i].bytes : results[i].time.ratio;
       if (i == RUNGS - 1)
         bars = panel_series(panel, (Series){.kind = SERIES_BARS, .color = bars->color, .sides = "6"});
       series_add(bars, (Sample){.x = value, .y = i, .label = axis_value(panel->x.unit, value)});

@@ -11,16 +11,14 @@ import numbers
 import operator
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 
-
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # The fields of lce_args, in its order. The tensors' shapes, by the sizes N, H and V, and their dtypes; "dtype" is the
 # context's dtype.
+ROW = ("N", "float32")
 TENSORS = dict(x=("NH", "dtype"), weight=("VH", "dtype"), bias=("V", "dtype"), targets=("N", "int32 or int64"),
-               class_weights=("V", "float32"), token_weights=("N", "float32"),
-               entropy_weights=("N", "float32"), loss=("N", "float32"), dx=("NH", "dtype"),
-               dweight=("VH", "float32"), dbias=("V", "float32"), token_z_loss=("N", "float32"),
-               log_prob=("N", "float32"), logsumexp=("N", "float32"), entropy=("N", "float32"),
-               max_logit=("N", "float32"), correct=("N", "float32"), predicted=("N", "int32"))
+               class_weights=("V", "float32"), token_weights=ROW, entropy_weights=ROW, loss=ROW, dx=("NH", "dtype"),
+               dweight=("VH", "float32"), dbias=("V", "float32"), token_z_loss=ROW, log_prob=ROW, logsumexp=ROW,
+               entropy=ROW, max_logit=ROW, correct=ROW, predicted=("N", "int32"))
 FLAGS = ("materialized", "mean", "accumulate")
 NUMBERS = ("scale", "label_smoothing", "z_loss", "softcap", "temperature")
 
@@ -78,12 +76,11 @@ class Layer:
 
     def on_device(self):
         """For a `with`: the context's device is the thread's current one, and afterwards what it was."""
-        if self.device != "cuda":
-            return contextlib.nullcontext()
-        import torch
-        if self.ordinal >= torch.cuda.device_count():  # the library then says why there is no such device
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.ordinal)
+        if self.device == "cuda":
+            import torch
+            if self.ordinal < torch.cuda.device_count():  # else the library says why there is no such device
+                return torch.cuda.device(self.ordinal)
+        return contextlib.nullcontext()
 
     def __call__(self, x, weight, targets, loss, **more):
         """Targets are int32 or int64; `more` names other fields of lce_args: numbers, or tensors (None: absent)."""

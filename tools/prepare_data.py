@@ -302,48 +302,35 @@ def chat_documents(item, options, chat, report):
 
 # --- workers ------------------------------------------------------------------------------------------------
 
-WORKER = None
-
-
-class Worker:
-    """What a process needs to make tokens of an item."""
-
-    def __init__(self, options, tokens):
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-        self.options, self.end_of_text = options, tokens.end_of_text_id
-        self.encode = getattr(tokens.tokenizer, "encode_batch_fast", tokens.tokenizer.encode_batch)
-        self.chat = Chat(options, tokens) if options.chat else None
-
-    def run(self, item):
-        """(ids, whether each counts) of either split, and the counts of what was met."""
-        report = collections.Counter()
-        out = {"train": ([], []), "val": ([], [])}
-        documents = (chat_documents(item, self.options, self.chat, report) if self.chat
-                     else plain_documents(item, self.options, report))
-        special = self.options.special_tokens and not self.chat
-        for number, (segments, closes) in enumerate(documents):
-            split = item.split or split_of(self.options, item.number, number)
-            report[split] += closes
-            ids, counts = out[split]
-            start = len(ids)
-            encodings = self.encode([text for text, _ in segments], add_special_tokens=special)
-            for (_, counted), encoding in zip(segments, encodings):
-                ids += encoding.ids
-                counts += [counted] * (len(ids) - len(counts))
-            if closes and (len(ids) == start or ids[-1] != self.end_of_text):
-                ids.append(self.end_of_text)
-                counts.append(False)
-        return {split: (numpy.array(ids, numpy.uint32), numpy.array(counts if self.chat else [], bool))
-                for split, (ids, counts) in out.items()}, report
+WORKER = None  # in a process of the pool: the options, the Tokens, and the Chat with --chat
 
 
 def start_worker(options, tokens):
     global WORKER
-    WORKER = Worker(options, tokens)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    WORKER = options, tokens, Chat(options, tokens) if options.chat else None
 
 
 def run_worker(item):
-    return item, WORKER.run(item)
+    """The item, (ids, whether each counts) of either split, and the counts of what was met."""
+    options, tokens, chat = WORKER
+    encode = getattr(tokens.tokenizer, "encode_batch_fast", tokens.tokenizer.encode_batch)
+    report, out = collections.Counter(), {"train": ([], []), "val": ([], [])}
+    documents = chat_documents(item, options, chat, report) if chat else plain_documents(item, options, report)
+    for number, (segments, closes) in enumerate(documents):
+        split = item.split or split_of(options, item.number, number)
+        report[split] += closes
+        ids, counts = out[split]
+        start = len(ids)
+        encodings = encode([text for text, _ in segments], add_special_tokens=options.special_tokens and not chat)
+        for (_, counted), encoding in zip(segments, encodings):
+            ids += encoding.ids
+            counts += [counted] * len(encoding)
+        if closes and (len(ids) == start or ids[-1] != tokens.end_of_text_id):
+            ids.append(tokens.end_of_text_id)
+            counts.append(False)
+    return item, {split: (numpy.array(ids, numpy.uint32), numpy.array(counts if chat else [], bool))
+                  for split, (ids, counts) in out.items()}, report
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -569,7 +556,7 @@ def make_shards(files, options, tokens):
     if options.chat:
         Chat(options, tokens)  # a template that cannot be read is said once, here
     with multiprocessing.Pool(options.workers, start_worker, (options, tokens)) as pool:
-        for item, (parts, report) in pool.imap(run_worker, list(items_of(files, options))):
+        for item, parts, report in pool.imap(run_worker, list(items_of(files, options))):
             for split, (ids, counts) in parts.items():
                 shards[split].add(ids, counts)
                 totals["tokens"] += len(ids)
