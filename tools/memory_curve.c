@@ -407,7 +407,7 @@ static void timeline(Run *r) {
   for (int i = 0; i < points.count && !r->e.plan_only; i++) {
     const Point *p = &points.readings[i].point;
     Options at = point_options(&r->e, p);
-    size_t needs = plan_run(&at, r->e.device, p->mode).peak_bytes;
+    size_t needs = plan_run(&at, r->e.device, p->mode).peak;
     if (r->usable && needs > r->usable) {
       printf("the timeline is planned: %s needs %s of %s\n", lce_mode_name(p->mode), text_bytes(needs).text,
              text_bytes(r->usable).text);

@@ -3,19 +3,9 @@
 
 #include "trainer/trainer.h"
 
-typedef struct {
-  size_t peak_bytes;                     // the maximum in use at a time
-  size_t at_peak[MEMORY_CATEGORY_COUNT]; // who holds it then
-  size_t stack_bytes;                    // the step's stack, at its highest
-  size_t head_peak_bytes;                // the maximum LM head + loss hold beyond weights and gradients
-} Plan;
-
-// A training step, a validation batch and a sampled token of `options` (resolved) in `mode` on `device`; with
-// --eval-only the validation batch alone.
-Plan plan_run(const Options *options, DeviceKind device, LceMode mode);
-
-// The same figures from the ledger of a run.
-Plan plan_from_ledger(const Ledger *ledger);
+// The ledger of a training step, a validation batch and a sampled token of `options` (resolved) in `mode` on `device`;
+// with --eval-only of the validation batch alone.
+Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 
 // The largest chunk with which LM head + loss never hold more than `bytes`, in training and in validation; 0
 // when even one token's does not fit. `min` receives what one token's holds.
@@ -33,7 +23,7 @@ void plan_require(const Options *options, DeviceKind device, size_t usable);
 // One column of the table.
 typedef struct {
   const char *title; // "fused, measured"
-  Plan memory;
+  Ledger memory;
   size_t device_bytes;  // what the system counts, the ledger's included; 0 when not measured
   size_t outside_bytes; // of these not in the ledger; computed for the table
   double pass_seconds;  // one forward and backward; 0 when not measured

@@ -230,13 +230,13 @@ void report_checkpoint(Report *r, int64_t step, double seconds) {
 // The peak of this rank, or of the rank that holds the most.
 static MemoryColumn largest_peak(Trainer *trainer) {
   Backend *backend = trainer->backend;
-  MemoryColumn peak = {.memory = plan_from_ledger(&backend->memory.ledger),
+  MemoryColumn peak = {.memory = backend->memory.ledger,
                        .device_bytes = backend->ops->device_bytes_peak(backend)};
   if (backend->ranks == 1) return peak;
   MemoryColumn *all = host_alloc(backend->ranks, sizeof *all, "the peaks of all ranks");
   trainer_gather(trainer, &peak, all, sizeof peak);
   for (int i = 0; i < backend->ranks; i++) {
-    if (all[i].memory.peak_bytes > peak.memory.peak_bytes) peak.memory = all[i].memory;
+    if (all[i].memory.peak > peak.memory.peak) peak.memory = all[i].memory;
     if (all[i].device_bytes > peak.device_bytes) peak.device_bytes = all[i].device_bytes;
   }
   free(all);
@@ -271,8 +271,9 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       NUMBER("unigram_entropy", entropy), NUMBER("tokens_per_second", rate),
       NUMBER("seconds_per_step", per_step), NUMBER("share_of_gemms", share),
       NUMBER("gemm_flops_per_second", r->gemm_rate), NUMBER("ranks", o->ranks),
-      NUMBER("wire_bytes_per_step", trainer->wire_bytes), NUMBER("peak_bytes", peak.memory.peak_bytes),
-      NUMBER("head_peak_bytes", peak.memory.head_peak_bytes), NUMBER("device_peak_bytes", peak.device_bytes),
+      NUMBER("wire_bytes_per_step", trainer->wire_bytes), NUMBER("peak_bytes", peak.memory.peak),
+      NUMBER("head_peak_bytes", peak.memory.highest[MEMORY_HEAD]),
+      NUMBER("device_peak_bytes", peak.device_bytes),
       NUMBER("device_overhead_bytes", backend->device_overhead));
 }
 

@@ -103,9 +103,9 @@ void trainer_destroy(Trainer *t) {
 void trainer_set_mode(Trainer *t, LceMode mode) {
   t->transformer.mode = mode;
   if (t->backend->memory.planning) return;
-  Plan plan = plan_run(t->options, t->backend->device, mode);
+  Ledger plan = plan_run(t->options, t->backend->device, mode);
   backend_synchronize(t->backend);
-  memory_set_stack(&t->backend->memory, plan.stack_bytes);
+  memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
 // --- the update --------------------------------------------------------------------------------------------

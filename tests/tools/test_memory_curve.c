@@ -157,8 +157,8 @@ static void curve_equals_plan(void **state) {
   options_resolve_dtypes(&o, true);
   o.lce_chunk = options_default_chunk(2048, true);
   for (int m = 0; m < 2; m++) {
-    Plan plan = plan_run(&o, ON_CUDA, (LceMode)m);
-    assert_int_equal(reading(&c, (LceMode)m, SWEEP_TOKENS, 2048)->planned_bytes, plan.peak_bytes);
+    Ledger plan = plan_run(&o, ON_CUDA, (LceMode)m);
+    assert_int_equal(reading(&c, (LceMode)m, SWEEP_TOKENS, 2048)->planned_bytes, plan.peak);
   }
   options_free(&o);
   curve_free(&c);
@@ -632,7 +632,7 @@ static void fit(void **state) {
       at_batch.batch = batch + more;
       at_batch.total_batch = at_batch.batch * 64;
       at_batch.micro_steps = 1;
-      assert_int_equal(plan_run(&at_batch, ON_CPU, (LceMode)m).peak_bytes <= limit, more == 0);
+      assert_int_equal(plan_run(&at_batch, ON_CPU, (LceMode)m).peak <= limit, more == 0);
     }
   }
   options_free(&options);
