@@ -45,10 +45,9 @@ typedef struct {
   int64_t capacity; // of pieces
 } Source;
 
-// Opens what `paths[0..count)` name, in this order, and checks every token id against the vocabulary: one pass over the data at the disk's speed, left out where the type cannot
-// exceed it. A path given twice is read twice. Fails, naming file and offset, on a missing, unreadable or
-// empty path, a path without text or shards, a mix of kinds, a truncated or foreign shard, a header that
-// disagrees with the file's size, and an id at or above `vocab_size`. The caller closes it.
+// Opens what `paths[0..count)` name, in this order, and checks every token id against the vocabulary, which reads all
+// data unless the type cannot exceed it. Fails, naming file and offset, on a path that is missing, unreadable or
+// empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`. The caller closes it.
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
 
 // The corpus that every checkout has, as text: the program's own sources and prose (*.c *.h *.cu *.cuh *.py *.sh *.md,
@@ -58,8 +57,8 @@ Source *source_open_tree(int64_t vocab_size);
 
 void source_close(Source *source); // NULL is fine
 
-const char *
-source_kind_name(const Source *source); // "byte-level text", "llm.c shards, uint16", "..., uint32"
+// "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
+const char *source_kind_name(const Source *source);
 
 // out[i] = token at position first + i, for i in [0, count); 0 <= first, first + count <= source->tokens. Any
 // number of threads may read at once.

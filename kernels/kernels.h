@@ -106,8 +106,8 @@ typedef struct {
   bool in_out_layout;
   Tensor bias; // fp32/bf16 [O], or absent
   Tensor
-      pre_activation; // fp32/bf16 [N, O], or absent; present means gelu: pre is stored here for the backward pass
-  Tensor residual; // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
+      pre_activation; // fp32/bf16 [N, O], or absent; present means gelu: receives pre, for the backward pass
+  Tensor residual;    // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
 // dx (+)= dout W, times gelu'(pre_activation) if that is present.
@@ -418,8 +418,7 @@ typedef struct {
   float alpha;
 } LceInputGradient;
 
-// dweight[target[n]] += alpha * scale_target[n] * x[n] for all n, deterministically. IGNORE_INDEX and ELSEWHERE add
-// nothing.
+// dweight[target[n]] += alpha * scale_target[n] * x[n], deterministically; IGNORE_INDEX and ELSEWHERE add nothing.
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]
   Tensor scale_target; // fp32 [C]
@@ -446,8 +445,7 @@ typedef struct {
   float alpha;
 } AddOuter;
 
-// out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). Any dtype, 32 or 16
-// bit.
+// out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). 32 or 16 bits each.
 typedef struct {
   Tensor out;
   Tensor x;
@@ -502,9 +500,8 @@ typedef struct {
 // All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
 typedef struct {
   Tensor out;
-  Tensor x; // fp32, bf16 or int32, dense
-  bool
-      accumulate; // reduce_scatter alone: out is added to, and must not lie in x, of which slice r is then lost
+  Tensor x;        // fp32, bf16 or int32, dense
+  bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
   // It runs concurrently with the operations that follow, which must leave out and x alone until collectives_join.
   bool async;
 } Collective;
@@ -633,8 +630,7 @@ struct Backend {
   void *state;            // of the backend
 };
 
-// The reference: fp32, OpenMP, CBLAS where it was found at build time. plain_loops replaces CBLAS by
-// loops.
+// The reference: fp32, OpenMP, CBLAS where it was found at build time unless plain_loops is set.
 Backend *cpu_backend_create(bool plain_loops);
 // The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
 // device or the program was built without CUDA; *reason then says why (a literal or static text).

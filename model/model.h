@@ -48,9 +48,8 @@ void model_drop_head(Model *model, Backend *backend, MemoryMark mark);
 
 int64_t model_parameter_count(const ModelConfig *config);
 
-// Floating-point operations of one training step per token: 6 for each weight of a GEMM (2 forward,
-// 4 backward) and 6 L T Q D for causal attention. The embedding look-up, norms and the optimizer are not
-// counted.
+// Floating-point operations of one training step per token: 6 for each weight of a GEMM (2 forward, 4 backward) and
+// 6 L T Q D for causal attention. Embedding, norms and optimizer are not counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
 // inv_freq[i] = theta^(-2i/D) for i < D/2, scaled as Llama 3.1 does (Grattafiori et al. 2024; transformers'

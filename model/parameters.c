@@ -31,8 +31,7 @@ int64_t parameters_local_head(const Parameters *p, int64_t vocab_size, int64_t *
   return min_i64(rows, vocab_size - *first);
 }
 
-// Views start aligned in every dtype, and so do their slices; padding always stays zero, since no gradient
-// reaches it.
+// Views start aligned in every dtype, and so do their slices; no gradient reaches the padding, which stays zero.
 static int64_t alignment(const Parameters *parameters) {
   return MEMORY_ALIGNMENT / 2 * parameters->spread.parts;
 }

@@ -1,8 +1,8 @@
 // The CPU backend: where its memory comes from, what the system reports about it, and the table of operations.
 //
-// Memory is zero pages from mmap: they cost nothing until they are touched, so the system's own figures
-// (VmRSS, VmHWM) show what a step used. Large blocks lie on 2 MiB boundaries and request huge pages: a row of
-// logits is half a megabyte long, and a walk down its columns would otherwise miss the TLB at every step.
+// Memory is zero pages from mmap, which cost nothing until they are touched: VmRSS and VmHWM show what a step used.
+// Large blocks lie on 2 MiB boundaries and request huge pages: a row of logits is half a megabyte long, and a walk
+// down its columns would otherwise miss the TLB at every step.
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,14 +1,12 @@
 // Collectives over the processes that mpirun started.
 //
-// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R
-// ranks is an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of
-// the ranks, in double, rounds once, and an all-gather returns the result. Each element is summed at one
-// place, so all ranks get the same bits, every time; 2 (R - 1) / R of the tensor leaves each rank, as in a
-// ring.
+// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R ranks is
+// an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of the ranks, in
+// double, and rounds once; an all-gather returns the result. Each element is summed at one place, so all ranks
+// always get the same bits; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
 //
-// Asynchronous collectives gain nothing here. They run as late as they may: when they are joined. So a caller
-// that uses their tensors too early gets wrong results on the CPU every time, and not only now and then on a
-// GPU.
+// Asynchronous collectives gain nothing here and run when they are joined: a caller that uses their tensors too
+// early gets wrong results every time, and not only now and then as on a GPU.
 #include <stdlib.h>
 #include <string.h>
 

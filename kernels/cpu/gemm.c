@@ -1,7 +1,5 @@
-// The GEMM behind every layer: CBLAS where it was found at build time, loops otherwise or on
-// request. The loops are the straightforward implementation that a reader would write first, parallel over
-// rows with a contiguous inner loop; the trainer keeps them selectable so that anyone can measure what a
-// tuned GEMM is worth.
+// The GEMM behind every layer: CBLAS where it was found at build time, plain loops otherwise or on request, to measure
+// what a tuned GEMM is worth. The loops are parallel over rows with a contiguous inner loop.
 #include <limits.h>
 
 #include "base/fail.h"

@@ -140,11 +140,6 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 // --- saving ------------------------------------------------------------------------------------------------
 
-static void add_text(Folder *folder, const char *name, const char *text, size_t length) {
-  folder_file(folder, name);
-  folder_write(folder, text, length);
-}
-
 // So that what follows `latest` always finds whole files of one checkpoint. A file system without links does
 // without them: --resume looks at the folders themselves.
 static void point_to(const char *directory, const char *name) {
@@ -189,14 +184,14 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   for (int i = 0; i < store->companion_count; i++) {
     const Companion *c = &store->companions[i];
     generation |= !strcmp(c->name, GENERATION_CONFIG);
-    add_text(&folder, c->name, c->text, c->length);
+    folder_add(&folder, c->name, c->text, c->length);
   }
   const char *nothing = "{\"_from_model_config\": true}\n";
-  if (!generation) add_text(&folder, GENERATION_CONFIG, nothing, strlen(nothing));
+  if (!generation) folder_add(&folder, GENERATION_CONFIG, nothing, strlen(nothing));
   char *config = hf_config_write(&model->config, store->dtype, store->config);
   char *state = json_print(trainer_state, true);
-  add_text(&folder, "config.json", config, strlen(config));
-  add_text(&folder, TRAINER_STATE, state, strlen(state));
+  folder_add(&folder, "config.json", config, strlen(config));
+  folder_add(&folder, TRAINER_STATE, state, strlen(state));
   free(config);
   free(state);
   Reason why;

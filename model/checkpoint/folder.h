@@ -42,6 +42,7 @@ typedef struct {
 Folder folder_begin(const char *parent, const char *name);
 void folder_file(Folder *folder, const char *name); // the next file; ends the one before
 void folder_write(Folder *folder, const void *bytes, size_t count);
+void folder_add(Folder *folder, const char *name, const void *bytes, size_t count); // both: a small file
 // Puts the folder in its place (one of that name that is there goes away) and frees the writer. False with a
 // reason, and nothing left behind, when anything went wrong.
 bool folder_finish(Folder *folder, Reason *reason);
