@@ -58,8 +58,7 @@ def functions(device, library):
 def bench_shape(device, shape, options, library):
     """The plain GEMMs' milliseconds (None: nothing was timed), and a row for every peer."""
     tensors = x, w, y = peers.problem(device, shape)
-    reference = None if options.no_errors else peers.reference(x, w, y)
-    rows, runs, gemm_times = [], [], []
+    reference, gemms = None if options.no_errors else peers.reference(x, w, y), None
 
     def first(name, make):
         run = make()
@@ -68,20 +67,17 @@ def bench_shape(device, shape, options, library):
         found = peers.measured(device, run, tensors, reference)
         if name.startswith("lce.c"):
             found["held_bytes"] = library.held()
-        runs.append((rows[-1], run))
-        return found
+        return found, lambda: peers.seconds(device, lambda: run(*tensors))
 
-    for name, make in functions(device, library):
-        if not name.startswith(tuple(options.without)):
-            rows.append(dict(what=name))
-            peers.attempt(device, rows[-1], lambda: first(name, make))
-    reference = None  # frees it
-    gemms = peers.gemms(x, w)
-    for row, run in runs:
-        times = peers.alternate(device, lambda: peers.seconds(device, lambda: [gemm() for gemm in gemms]),
-                                lambda: peers.seconds(device, lambda: run(*tensors)), options.rounds)
-        gemm_times += [gemm for gemm, _ in times]
-        row["ms"], row["ratio"] = peers.medians(times)
+    def makers():
+        nonlocal reference, gemms
+        for name, make in functions(device, library):
+            if not name.startswith(tuple(options.without)):
+                yield name, lambda: first(name, make)
+        reference, gemms = None, peers.gemms(x, w)  # freed, and there, before the timing
+
+    rows, gemm_times = peers.compare(device, makers(), lambda: peers.seconds(device, lambda: [gemm() for gemm in gemms]),
+                                     options.rounds)
     return 1e3 * statistics.median(gemm_times) if gemm_times else None, rows
 
 

@@ -166,23 +166,38 @@ def seconds(device, work):
     return time.perf_counter() - start
 
 
-def alternate(device, base, work, rounds):
-    """(base(), work()) of every round, each the seconds of one run or of its parts. Before that they alternate untimed: a
-    GPU reaches its steady clock only after a while."""
-    warm = time.perf_counter() + (0.7 if device == "cuda" else 0)
-    while time.perf_counter() < warm:
-        base(), work()
-    pairs = []
-    for _ in range(rounds):
-        seconds = base()
-        pairs.append((seconds, seconds if work is base else work()))
-    return pairs
-
-
-def medians(times, part=lambda seconds: seconds):
-    """The milliseconds of alternate's work, and its ratio to the same round's base."""
-    return (1e3 * statistics.median(part(work) for _, work in times),
-            statistics.median(part(work) / part(base) for base, work in times))
+def compare(device, makers, base, rounds, parts=(("", lambda seconds: seconds),)):
+    """A row for every (name, maker), and the base's seconds in all rounds. maker() returns what the row holds and a
+    function of no arguments that returns seconds, of one run or of its parts (`parts` takes figures from them); a maker
+    that fails leaves the reason in its row. Then each alternates with the base, such a function or the name of the row
+    that has it; before that both run untimed, since a GPU reaches its steady clock only after a while."""
+    rows, timers, bases, median = [], {}, [], statistics.median
+    for name, maker in makers:
+        rows.append(dict(what=name))
+        try:
+            found, timers[name] = maker()
+            rows[-1].update(found)
+        except Exception as error:  # whatever it is
+            text = str(error).strip() or type(error).__name__
+            rows[-1]["why"] = text.splitlines()[0][:120].replace("|", "/")
+        reset_peak(device)
+    base = timers.get(base, base)
+    for row in rows:
+        if not callable(base):
+            row.setdefault("why", f"{base}, which it is compared with, failed")
+        if "why" in row:
+            continue
+        work, times = timers[row["what"]], []
+        warm = time.perf_counter() + (0.7 if device == "cuda" else 0)
+        while time.perf_counter() < warm:
+            base(), work()
+        for _ in range(rounds):
+            bases.append(base())
+            times.append((bases[-1], bases[-1] if work is base else work()))
+        for part, of in parts:
+            row[f"{part}ms"] = 1e3 * median(of(work) for _, work in times)
+            row[f"{part}ratio"] = median(of(work) / of(base) for base, work in times)
+    return rows, bases
 
 
 def reset_peak(device):
@@ -218,16 +233,6 @@ def problem(device, shape):
     w = (0.02 * torch.randn(v, h, generator=g, device=device)).to(dtype).requires_grad_()
     y = torch.randint(v, (n,), generator=g, device=device)
     return x, w, y
-
-
-def attempt(device, row, work):
-    """Adds what work() returns to the row, or why it failed, whatever that is."""
-    try:
-        row.update(work())
-    except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        row["why"] = text.splitlines()[0][:120].replace("|", "/")
-    reset_peak(device)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------

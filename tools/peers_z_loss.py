@@ -62,41 +62,41 @@ def time_chain(device, loss_of, tensors):
     return forward, backward
 
 
+PARTS = (("forward_", lambda seconds: seconds[0]), ("backward_", lambda seconds: seconds[1]), ("together_", sum))
+
+
 def loss_rows(device, shape, rounds, library, errors):
     tensors = x, w, y = peers.problem(device, shape)
     reference = peers.reference(x, w, y, LAMBDA) if errors else None
-    rows, timers = [], []  # timers: a row, its function of no arguments that returns (forward, backward) seconds
 
-    def first(chain):
-        loss_of = peers.loss_of(chain, device)
+    def chain(peer):
+        loss_of = peers.loss_of(peer, device)
         run = peers.autograd(loss_of)
         run(*tensors)
-        found = peers.measured(device, run, tensors, reference)
-        timers.append((rows[-1], lambda: time_chain(device, loss_of, tensors)))
-        return found
+        return peers.measured(device, run, tensors, reference), lambda: time_chain(device, loss_of, tensors)
 
-    for chain in CHAINS:
-        rows.append(dict(what=chain.name))
-        peers.attempt(device, rows[-1], lambda: first(chain))
-    rows.append(dict(what=OURS, **peers.errors_of(library(x, w, y, z_loss=LAMBDA), reference)))
-    library(x, w, y, backward=False, z_loss=LAMBDA)
-    reference = None  # frees it
-    reset_peak(device)
-    forward, backward = peers.gemms(x, w)
-    gemms = dict(what="the plain GEMMs alone")
     def ours():
-        together = seconds(device, lambda: library(*tensors, z_loss=LAMBDA))
-        alone = seconds(device, lambda: library(*tensors, backward=False, z_loss=LAMBDA))
-        return alone, together - alone
+        def timer():
+            together = seconds(device, lambda: library(*tensors, z_loss=LAMBDA))
+            alone = seconds(device, lambda: library(*tensors, backward=False, z_loss=LAMBDA))
+            return alone, together - alone
+        found = peers.errors_of(library(x, w, y, z_loss=LAMBDA), reference)
+        timer()
+        return dict(held_bytes=library.held(), **found), timer
 
-    timers += [(rows[-1], ours), (gemms, lambda: (seconds(device, forward), seconds(device, backward)))]
-    rows[-1]["held_bytes"] = library.held()
-    rows.append(gemms)
-    for row, timer in timers:
-        times = peers.alternate(device, ours, timer, rounds)
-        for part, of in (("forward", lambda t: t[0]), ("backward", lambda t: t[1]), ("together", sum)):
-            row[f"{part}_ms"], row[f"{part}_ratio"] = peers.medians(times, of)
-    return rows
+    def gemms():
+        passes = peers.gemms(x, w)
+        return {}, lambda: tuple(seconds(device, one) for one in passes)
+
+    def makers():
+        nonlocal reference
+        for peer in CHAINS:
+            yield peer.name, lambda: chain(peer)
+        yield OURS, ours
+        reference = None  # freed before the timing
+        yield "the plain GEMMs alone", gemms
+
+    return peers.compare(device, makers(), OURS, rounds, PARTS)[0]
 
 
 # --- a training step --------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Model:
         ids = torch.randint(m["vocab"], (m["batch"], m["length"] + 1), generator=generator, device=device)
         self.tokens, self.targets = ids[:, :-1].contiguous(), ids[:, 1:].reshape(-1)
         parameters = [self.table, self.norm] + [p for layer in self.blocks for p in layer]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=device == "cuda")
+        self.optimizer = torch.optim.AdamW(parameters, lr=0, fused=device == "cuda")  # the same weights for all losses
 
     def loss(self, loss_of):
         x = F.embedding(self.tokens, self.table)
@@ -170,48 +170,33 @@ class Model:
 
 def step_rows(device, rounds, library):
     model = Model(device)
-    rows, steps = [], []  # steps: a row, the seconds of its training step
 
-    def first(chain):
-        losses[chain.name] = peers.loss_of(chain, device)
-        return dict(loss=model.loss(losses[chain.name]).item())  # all at the same weights
-
-    def warm(row):
-        loss_of = losses[row["what"]]
+    def chain(peer):
+        loss_of = peers.loss_of(peer, device)
+        loss = model.loss(loss_of).item()
         for _ in range(2):
             model.step(loss_of)
         reset_peak(device)
         model.step(loss_of)
         peak = peers.peak_bytes(device)
-        steps.append((row, lambda: seconds(device, lambda: model.step(loss_of))))
-        return dict(peak_bytes=peak + library.held() if peak and row["what"] == OURS else peak)
+        return (dict(loss=loss, peak_bytes=peak + library.held() if peak and peer.name == OURS else peak),
+                lambda: seconds(device, lambda: model.step(loss_of)))
 
-    losses = {}
-    for chain in CHAINS + [peers.Peer(OURS, lambda: lambda x, w, y: OurLoss.apply(x, w, y, library))]:
-        rows.append(dict(what=chain.name))
-        peers.attempt(device, rows[-1], lambda: first(chain))
-    for row in rows:
-        if "why" not in row:
-            peers.attempt(device, row, lambda: warm(row))
-    for row, step in steps:
-        times = peers.alternate(device, steps[-1][1], step, rounds)
-        row["ms"], ratio = peers.medians(times)
-        if steps[-1][0]["what"] == OURS:
-            row["ratio"] = ratio
-    return rows
+    ours = peers.Peer(OURS, lambda: lambda x, w, y: OurLoss.apply(x, w, y, library))
+    return peers.compare(device, [(peer.name, lambda peer=peer: chain(peer)) for peer in [*CHAINS, ours]], OURS, rounds)[0]
 
 
 def bench(device, shapes, rounds, library, errors, log):
     """Both tables; log(**row) keeps each row."""
-    parts, m = ("forward", "backward", "together"), MODELS[device]
+    m = MODELS[device]
     for shape in shapes:
         peers.show("z-loss, N {}, H {}, V {}: ms, and ratio to lce.c".format(*shape),
-                   ("loss", *parts, "holds", *peers.ERROR_COLUMNS), loss_rows(device, shape, rounds, library, errors),
-                   lambda row: [*(f"{row[f'{part}_ms']:.2f}, {row[f'{part}_ratio']:.2f}" for part in parts),
+                   ("loss", "forward", "backward", "together", "holds", *peers.ERROR_COLUMNS), loss_rows(device, shape, rounds, library, errors),
+                   lambda row: [*(f"{row[f'{part}ms']:.2f}, {row[f'{part}ratio']:.2f}" for part, _ in PARTS),
                                 peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)],
                    log, event="z-loss layer", shape=shape)
     peers.show(f"z-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}",
                ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), step_rows(device, rounds, library),
-               lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}" if "ratio" in row else "",
+               lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
                             peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"],
                log, event="z-loss step", model=m)
