@@ -37,20 +37,10 @@ Sweep sweep_named(const char *name) {
 
 enum { VALUES_MAX = 256 };
 
-// What one entry of --values says; batch and seq_len only where it is written as BxT.
+// One of --values; batch and seq_len only where it is written as BxT.
 typedef struct {
   int64_t value, batch, seq_len;
 } Value;
-
-typedef struct {
-  Value items[VALUES_MAX];
-  int count;
-} Values;
-
-static void add_value(Values *v, const char *text, Value value) {
-  if (v->count == VALUES_MAX) fail("--values %s: that is more than %d points", text, VALUES_MAX);
-  v->items[v->count++] = value;
-}
 
 static int64_t whole(const char *text, const char *part, char **end) {
   errno = 0;
@@ -63,52 +53,45 @@ static int64_t whole(const char *text, const char *part, char **end) {
   return value;
 }
 
-static void add_range(Values *v, const char *text, int64_t first, const char *rest) {
-  char *end;
-  int64_t last = whole(text, rest, &end);
-  if (*end != ':') fail("--values %s: a range is first:last:step or first:last:xfactor", text);
-  bool factor = end[1] == 'x';
-  int64_t step = whole(text, end + 1 + factor, &end);
-  if (*end) fail("--values %s: '%s' after the range is not understood", text, end);
-  if (last < first)
-    fail("--values %s: the range ends at %lld, before it begins at %lld", text, (long long)last,
-         (long long)first);
-  if (factor && step < 2) fail("--values %s: a factor is 2 or more", text);
-  for (int64_t value = first; value <= last; value = factor ? value * step : value + step)
-    add_value(v, text, (Value){.value = value});
-}
-
-static Values parse_values(const char *text, bool tokens) {
-  Values v = {.count = 0};
+static int parse_values(const char *text, bool tokens, Value values[VALUES_MAX]) {
+  int count = 0;
   char copy[2048];
   if (strlen(text) >= sizeof copy) fail("--values is too long; write a range such as 256:2048:256");
   strcpy(copy, text);
   if (!*copy) fail("--values is empty; write a list (512,1024) or a range (256:2048:256)");
-  for (char *part = copy, *next; part; part = next) {
+  for (char *part = copy, *next, *end; part; part = next) {
     next = strchr(part, ',');
     if (next) *next++ = 0;
-    char *end;
-    int64_t value = whole(text, part, &end);
+    int64_t first = whole(text, part, &end), last = first, step = 1, seq_len = 0;
+    bool factor = false;
     if (*end == ':') {
-      add_range(&v, text, value, end + 1);
+      last = whole(text, end + 1, &end);
+      if (*end != ':') fail("--values %s: a range is first:last:step or first:last:xfactor", text);
+      factor = end[1] == 'x';
+      step = whole(text, end + 1 + factor, &end);
     } else if (*end == 'x' && tokens) {
-      int64_t seq_len = whole(text, end + 1, &end);
-      if (*end) fail("--values %s: '%s' is not understood; write batch x sequence as 4x20480", text, part);
-      if (value * seq_len > INT32_MAX)
-        fail("--values %s: %s tokens are more than %d", text, text_grouped(value * seq_len).text, INT32_MAX);
-      add_value(&v, text, (Value){.value = value * seq_len, .batch = value, .seq_len = seq_len});
-    } else if (*end) {
-      fail("--values %s: '%s' is not understood; write a list (512,1024) or a range (256:2048:256)", text,
-           part);
-    } else {
-      add_value(&v, text, (Value){.value = value});
+      seq_len = whole(text, end + 1, &end);
+    }
+    if (*end)
+      fail("--values %s: '%s' is not understood; write a list (512,1024), a range (256:2048:256, "
+           "128:16384:x2) or, of tokens, batch x sequence (4x20480)",
+           text, part);
+    if (last < first)
+      fail("--values %s: the range ends at %lld, before it begins at %lld", text, (long long)last,
+           (long long)first);
+    if (factor && step < 2) fail("--values %s: a factor is 2 or more", text);
+    if (first * seq_len > INT32_MAX)
+      fail("--values %s: %s tokens are more than %d", text, text_grouped(first * seq_len).text, INT32_MAX);
+    for (int64_t size = first; size <= last; size = factor ? size * step : size + step) {
+      Value v = seq_len ? (Value){size * seq_len, size, seq_len} : (Value){.value = size};
+      if (count == VALUES_MAX) fail("--values %s: that is more than %d points", text, VALUES_MAX);
+      if (count && v.value <= values[count - 1].value)
+        fail("--values %s: %lld stands after %lld; give each value once, from small to large", text,
+             (long long)v.value, (long long)values[count - 1].value);
+      values[count++] = v;
     }
   }
-  for (int i = 1; i < v.count; i++)
-    if (v.items[i].value <= v.items[i - 1].value)
-      fail("--values %s: %lld stands after %lld; give each value once, from small to large", text,
-           (long long)v.items[i].value, (long long)v.items[i - 1].value);
-  return v;
+  return count;
 }
 
 // Eight values that show the curve of this model, as --values has them.
@@ -165,16 +148,17 @@ static void set_tokens(Point *p, const Value *v, bool layer_only) {
 
 void curve_add_sweep(Curve *c, const Experiment *e, Sweep sweep, const char *values) {
   const Options *o = e->options;
-  Values v = parse_values(values ? values : usual_values(o, sweep).text, sweep == SWEEP_TOKENS);
-  for (int i = 0; i < v.count; i++) {
+  Value list[VALUES_MAX];
+  int count = parse_values(values ? values : usual_values(o, sweep).text, sweep == SWEEP_TOKENS, list);
+  for (int i = 0; i < count; i++) {
     Point p = {.sweep = sweep,
                .mode = LCE_FUSED,
                .batch = o->batch,
                .seq_len = o->seq_len,
                .vocab_size = o->model.vocab_size,
                .hidden_size = o->model.hidden_size};
-    int64_t value = v.items[i].value;
-    if (sweep == SWEEP_TOKENS) set_tokens(&p, &v.items[i], e->layer_only);
+    int64_t value = list[i].value;
+    if (sweep == SWEEP_TOKENS) set_tokens(&p, &list[i], e->layer_only);
     if (sweep == SWEEP_VOCAB) p.vocab_size = value;
     if (sweep == SWEEP_HIDDEN) p.hidden_size = value;
     if (sweep == SWEEP_CHUNK && value > point_tokens(&p))
@@ -184,7 +168,7 @@ void curve_add_sweep(Curve *c, const Experiment *e, Sweep sweep, const char *val
     curve_add(c, &(Reading){.point = p});
     p.mode = LCE_MATERIALIZED;
     p.chunk = 0;
-    if (sweep != SWEEP_CHUNK || i == v.count - 1) curve_add(c, &(Reading){.point = p});
+    if (sweep != SWEEP_CHUNK || i == count - 1) curve_add(c, &(Reading){.point = p});
   }
 }
 

@@ -109,15 +109,13 @@ static void add_round(Rounds *r, Backend *backend, double start) {
   r->spent += r->seconds[r->count++] = device_seconds(backend) - start;
 }
 
-static void time_layer(Rounds *r, const LceTensors *layer, const Point *p) {
+// The call of a point, or the plain GEMMs of so many rows at a time.
+static void time_layer(Rounds *r, const LceTensors *layer, const Point *p, int64_t gemm_rows) {
   double start = device_seconds(layer->backend);
-  layer_run(layer, p->mode, p->chunk);
-  add_round(r, layer->backend, start);
-}
-
-static void time_gemms(Rounds *r, const LceTensors *layer, int64_t rows) {
-  double start = device_seconds(layer->backend);
-  layer_gemms(layer, rows);
+  if (gemm_rows)
+    layer_gemms(layer, gemm_rows);
+  else
+    layer_run(layer, p->mode, p->chunk);
   add_round(r, layer->backend, start);
 }
 
@@ -149,7 +147,8 @@ static Needs run_step(const Experiment *e, const Point *p, Backend *backend, con
   LceTensors layer = layer_push(&trainer, o.seed);
   n.layer = layer_held(backend, layer_call(&layer, p->mode, o.lce_chunk));
   n.layer_stack = ledger->stack_peak;
-  while (r && layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS) time_layer(&layers, &layer, p);
+  while (r && layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS)
+    time_layer(&layers, &layer, p, 0);
   memory_pop_to(&backend->memory, 0);
   trainer_destroy(&trainer);
   source_close(source);
@@ -196,11 +195,11 @@ static void measure_layer(const Experiment *e, Reading *r, const LceTensors *lay
   if (e->errors && fused > stack) stack = fused;
   memory_set_stack(&backend->memory, stack);
   Rounds first = {0}, layers = {0}, floors = {0};
-  time_gemms(&first, layer, rows); // chooses algorithms
-  time_layer(&first, layer, p);
+  time_layer(&first, layer, p, rows); // chooses algorithms
+  time_layer(&first, layer, p, 0);
   do { // alternating: a GPU's speed changes with its temperature
-    time_gemms(&floors, layer, rows);
-    time_layer(&layers, layer, p);
+    time_layer(&floors, layer, p, rows);
+    time_layer(&layers, layer, p, 0);
   } while (layers.count < ROUNDS_MAX && layers.spent + floors.spent < ROUND_SECONDS);
   r->layer_seconds = median(layers.seconds, layers.count);
   r->floor_seconds = median(floors.seconds, floors.count);

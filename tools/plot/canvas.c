@@ -77,19 +77,28 @@ static void paint(Canvas *c, Color color, double opacity) {
   c->left = c->columns, c->top = c->rows, c->right = c->bottom = 0;
 }
 
-// --- lines -------------------------------------------------------------------------------------------------
+// --- lines and markers -------------------------------------------------------------------------------------
 
-// A straight stroke with round ends, in pixels.
-static void cover_segment(Canvas *c, Spot a, Spot b, double half) {
-  Pixels box = touch(c, fmin(a.x, b.x) - half - 1, fmin(a.y, b.y) - half - 1, fmax(a.x, b.x) + half + 1,
-                     fmax(a.y, b.y) + half + 1);
-  double dx = b.x - a.x, dy = b.y - a.y, length2 = dx * dx + dy * dy;
-  for (int y = box.top; y < box.bottom; y++)
-    for (int x = box.left; x < box.right; x++) {
-      double px = x + 0.5 - a.x, py = y + 0.5 - a.y;
-      double along = length2 > 0 ? fmin(1, fmax(0, (px * dx + py * dy) / length2)) : 0;
-      double distance = hypot(px - along * dx, py - along * dy);
-      if (distance < half + 0.5) cover_at_least(c, x, y, half + 0.5 - distance);
+// How far a place lies outside a marker at `a` (negative: inside), or outside a stroke from a to b, in pixels.
+static double outside(Marker marker, Spot at, Spot a, Spot b, double radius) {
+  double x = at.x - a.x, y = at.y - a.y, dx = b.x - a.x, dy = b.y - a.y, length2 = dx * dx + dy * dy;
+  if (marker == MARKER_SQUARE)
+    return fmax(fabs(x), fabs(y)) - 0.89 * radius; // as large to the eye as the circle
+  if (marker == MARKER_DIAMOND) return (fabs(x) + fabs(y)) * 0.7071 - 0.89 * radius;
+  double along = length2 > 0 ? fmin(1, fmax(0, (x * dx + y * dy) / length2)) : 0;
+  return hypot(x - along * dx, y - along * dy) - radius;
+}
+
+// A marker at a = b, or a straight stroke with round ends. Places in points, the radius in pixels.
+static void cover_shape(Canvas *c, Marker marker, Spot a, Spot b, double radius) {
+  double margin = 1.5 * radius + 1;
+  a = (Spot){a.x * c->scale, a.y * c->scale}, b = (Spot){b.x * c->scale, b.y * c->scale};
+  Pixels p = touch(c, fmin(a.x, b.x) - margin, fmin(a.y, b.y) - margin, fmax(a.x, b.x) + margin,
+                   fmax(a.y, b.y) + margin);
+  for (int y = p.top; y < p.bottom; y++)
+    for (int x = p.left; x < p.right; x++) {
+      double inside = 0.5 - outside(marker, (Spot){x + 0.5, y + 0.5}, a, b, radius);
+      if (inside > 0) cover_at_least(c, x, y, inside);
     }
 }
 
@@ -98,11 +107,33 @@ void canvas_line(Canvas *c, Spot from, Spot to, Stroke stroke) {
   double dash = stroke.dash > 0 ? stroke.dash : fmax(length, 1), period = dash + stroke.gap;
   for (double start = 0; start == 0 || start < length; start += period) {
     double a = length > 0 ? start / length : 0, b = length > 0 ? fmin(1, (start + dash) / length) : 0;
-    cover_segment(
-        c, (Spot){(from.x + a * (to.x - from.x)) * c->scale, (from.y + a * (to.y - from.y)) * c->scale},
-        (Spot){(from.x + b * (to.x - from.x)) * c->scale, (from.y + b * (to.y - from.y)) * c->scale}, half);
+    cover_shape(c, MARKER_CIRCLE, (Spot){from.x + a * (to.x - from.x), from.y + a * (to.y - from.y)},
+                (Spot){from.x + b * (to.x - from.x), from.y + b * (to.y - from.y)}, half);
   }
   paint(c, stroke.color, 1);
+}
+
+void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color, bool filled) {
+  const Color white = {255, 255, 255};
+  double pixels = radius * c->scale;
+  if (marker == MARKER_NONE) return;
+  if (marker == MARKER_CROSS) {
+    Stroke stroke = {.color = color, .width = 1.3};
+    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius},
+                (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius}, stroke);
+    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius},
+                (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius}, stroke);
+    return;
+  }
+  if (filled) {
+    cover_shape(c, marker, at, at, pixels + 1.1 * c->scale);
+    paint(c, white, 1);
+  }
+  cover_shape(c, marker, at, at, pixels);
+  paint(c, color, 1);
+  if (filled) return;
+  cover_shape(c, marker, at, at, pixels - 1.5 * c->scale);
+  paint(c, white, 1);
 }
 
 // --- areas -------------------------------------------------------------------------------------------------
@@ -149,56 +180,6 @@ void canvas_rule(Canvas *c, Spot from, Spot to, double width, Color color) {
   else
     box.left -= half, box.right = box.left + thick;
   canvas_box(c, box, color, 1);
-}
-
-// --- markers -----------------------------------------------------------------------------------------------
-
-// How far a place lies outside the shape (negative: inside), in pixels.
-static double outside(Marker marker, double x, double y, double radius) {
-  switch (marker) {
-  case MARKER_CIRCLE:
-    return hypot(x, y) - radius;
-  case MARKER_SQUARE:
-    return fmax(fabs(x), fabs(y)) - 0.89 * radius; // as large to the eye as the circle
-  case MARKER_DIAMOND:
-    return (fabs(x) + fabs(y)) * 0.7071 - 0.89 * radius;
-  default:
-    return 1;
-  }
-}
-
-static void cover_shape(Canvas *c, Marker marker, Spot at, double radius) {
-  Spot m = {at.x * c->scale, at.y * c->scale};
-  Pixels p = touch(c, m.x - 1.5 * radius - 1, m.y - 1.5 * radius - 1, m.x + 1.5 * radius + 1,
-                   m.y + 1.5 * radius + 1);
-  for (int y = p.top; y < p.bottom; y++)
-    for (int x = p.left; x < p.right; x++) {
-      double inside = 0.5 - outside(marker, x + 0.5 - m.x, y + 0.5 - m.y, radius);
-      if (inside > 0) cover_at_least(c, x, y, inside);
-    }
-}
-
-void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color, bool filled) {
-  const Color white = {255, 255, 255};
-  double pixels = radius * c->scale;
-  if (marker == MARKER_NONE) return;
-  if (marker == MARKER_CROSS) {
-    Stroke stroke = {.color = color, .width = 1.3};
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius},
-                (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius}, stroke);
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius},
-                (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius}, stroke);
-    return;
-  }
-  if (filled) {
-    cover_shape(c, marker, at, pixels + 1.1 * c->scale);
-    paint(c, white, 1);
-  }
-  cover_shape(c, marker, at, pixels);
-  paint(c, color, 1);
-  if (filled) return;
-  cover_shape(c, marker, at, pixels - 1.5 * c->scale);
-  paint(c, white, 1);
 }
 
 // --- text and files ----------------------------------------------------------------------------------------

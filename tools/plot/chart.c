@@ -457,22 +457,22 @@ static double legend_entry(Canvas *c, Spot at, const Series *s, const char *text
 static void draw_legend(Canvas *c, const Picture *p, Spot at) {
   const char *names[SERIES_MAX];
   int count = 0;
-  bool planned = false, measured = false;
+  bool any_planned = false, any_measured = false;
   for (int i = 0; i < p->count; i++)
     for (int k = 0; k < p->panels[i].count; k++) {
       const Series *s = &p->panels[i].series[k];
-      bool known = !s->name || !s->count, all_planned = s->count > 0;
-      for (int n = 0; n < s->count && s->name; n++) {
-        *(s->samples[n].planned ? &planned : &measured) = true;
-        all_planned &= s->samples[n].planned;
-      }
-      for (int n = 0; n < count && !known; n++) known = strcmp(names[n], s->name) == 0;
-      if (known || count == SERIES_MAX) continue;
+      if (!s->name || !s->count) continue;
+      int planned = 0, same = 0;
+      for (int n = 0; n < s->count; n++) planned += s->samples[n].planned;
+      any_planned |= planned > 0;
+      any_measured |= planned < s->count;
+      while (same < count && strcmp(names[same], s->name)) same++;
+      if (same < count || count == SERIES_MAX) continue;
       names[count++] = s->name;
-      at.x = legend_entry(c, at, s, s->name, all_planned);
+      at.x = legend_entry(c, at, s, s->name, planned == s->count);
     }
   Series style = {.color = COLOR_MUTED, .marker = MARKER_CIRCLE, .width = 1.6};
-  if (planned && measured) legend_entry(c, at, &style, "planned only", true);
+  if (any_planned && any_measured) legend_entry(c, at, &style, "planned only", true);
 }
 
 void picture_write(Picture *p, double scale, const char *path) {
