@@ -89,8 +89,7 @@ static void sample(Run *run, int64_t step) {
   free(tokens);
 }
 
-// The checkpoint after `step` steps. One that cannot be written does not stop the run: the disk may have space
-// again when the next one is due.
+// The checkpoint after `step` steps. Where it cannot be written the run goes on: the next one may find space.
 static void save(Run *run, int64_t step) {
   run->state.step = step;
   cJSON *json = resume_write(run->options, &run->state);

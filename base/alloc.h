@@ -1,5 +1,4 @@
-// Host memory. Where there is none left these fail with "out of host memory for ..." instead of returning NULL. The
-// caller frees what it gets.
+// Host memory; without any left these fail ("out of host memory for ..."). The caller frees what it gets.
 #pragma once
 
 #include <stddef.h>

@@ -28,8 +28,7 @@ typedef struct {
   char text[640]; // a sentence without its full stop
 } Reason;
 
-// Writes the sentence and returns false, so that a check can end with `return refuse(reason, ...)`. The
-// arguments may include reason->text itself.
+// Writes the sentence (whose arguments may be reason->text) and returns false: `return refuse(reason, ...)`.
 bool refuse(Reason *reason, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #if defined(__cplusplus)

@@ -6,8 +6,7 @@
 
 #include "base/fail.h"
 
-// An object from `length` bytes of text (no terminator needed); NULL with a reason when it is none. The caller
-// deletes it.
+// An object from `length` bytes of text (no terminator needed), or NULL with a reason. The caller deletes it.
 cJSON *json_parse(const char *text, size_t length, Reason *reason);
 // The same from a file; fails naming it. NULL when the file does not exist.
 cJSON *json_read(const char *path);

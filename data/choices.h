@@ -1,5 +1,4 @@
-// Multiple choice: a context and several ways to go on, one of which is right (HellaSwag, Zellers et al.
-// 2019; MMLU), in llm.c's evaluation files.
+// Multiple choice (HellaSwag, Zellers et al. 2019; MMLU): contexts with completions, in llm.c's evaluation files.
 //
 // A file is 256 int32 of header (magic 20240522, version, number of examples, bytes of the longest example),
 // then the examples. Version 1 holds uint16 and version 2 uint32, little-endian; an example is

@@ -60,8 +60,7 @@ void source_close(Source *source); // NULL is fine
 // "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
 const char *source_kind_name(const Source *source);
 
-// out[i] = token at position first + i, for i in [0, count); 0 <= first, first + count <= source->tokens. Any
-// number of threads may read at once.
+// out[i] = token at position first + i for i in [0, count), all within the source. Any number of threads may read.
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
 
 // The same for tokens as targets: those that a mask leaves out become IGNORED_TARGET. Returns how many count.

@@ -95,8 +95,7 @@ typedef struct {
 } NormBackward;
 
 // --- linear layers -----------------------------------------------------------------------------------------
-// Three GEMMs make a linear layer. `in_out_layout` is the weight's layout: false is torch.nn.Linear's
-// [out, in], true is GPT-2's Conv1D [in, out].
+// Three GEMMs. `in_out_layout` is the weight's: false is torch.nn.Linear's [out, in], true GPT-2's Conv1D [in, out].
 
 // pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if requested.
 typedef struct {
@@ -224,8 +223,7 @@ typedef struct {
 //
 //   alpha factor[0] sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
-// with every weight that is absent read as 1, but entropy_weights as 0. Tokens whose target is IGNORE_INDEX
-// have 0 everywhere.
+// with absent weights read as 1, but entropy_weights as 0. Where the target is IGNORE_INDEX everything is 0.
 
 typedef struct {
   float label_smoothing;   // eps, in [0, 1]

@@ -42,9 +42,8 @@ typedef struct {
   double initializer_range; // standard deviation of the initial weights
 } ModelConfig;
 
-// The published shapes; fails with the list of names when there is none called `name`. A preset's learning
-// rate is its paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024), the tiny ones'
-// chosen here.
+// The published shapes; fails with the list of names when there is none called `name`. A preset's learning rate is its
+// paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024), the tiny ones' chosen here.
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given

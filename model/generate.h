@@ -1,5 +1,4 @@
-// Text from a model, one token after the other. The keys and values of the tokens so far are cached, so a new
-// token costs one token's arithmetic.
+// Text from a model. Keys and values are cached, so that a new token costs one token's arithmetic.
 #pragma once
 
 #include "model/transformer.h"

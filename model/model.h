@@ -41,8 +41,7 @@ void model_create(Model *model, const ModelConfig *config, Backend *backend, Par
 Tensor model_head_shard(const Model *model);
 void model_destroy(Model *model);
 
-// Evaluation and text need the whole head: where its weights are split this gathers them on the backend's stack, until
-// model_drop_head. Call both on all ranks.
+// For evaluation and text: gathers a split head on the stack, until model_drop_head. Call both on all ranks.
 MemoryMark model_gather_head(Model *model, Backend *backend);
 void model_drop_head(Model *model, Backend *backend, MemoryMark mark);
 

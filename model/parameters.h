@@ -88,8 +88,7 @@ int64_t parameters_turn(const Parameters *parameters, int64_t element);
 // First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank count.
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
 
-// Writes elements to a flat tensor of the backend: unchanged where `dtype` is the tensor's, else fp32 rounded to
-// bf16 by way of `rounded`, a buffer for as many.
+// Writes elements to a flat tensor: of its `dtype`, or fp32 rounded to bf16 by way of `rounded`, a buffer for as many.
 void parameters_upload(Backend *backend, Tensor to, const void *elements, Dtype dtype, uint16_t *rounded);
 
 int64_t parameter_elements(const Parameter *parameter); // of the whole, however it is spread

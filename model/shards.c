@@ -73,8 +73,7 @@ static Tensor push_bucket(Backend *backend, Dtype dtype, int64_t count) {
   return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype, count);
 }
 
-// A split head, whose one bucket is too large to gather. Every rank contributes the elements at the same offset of
-// its slice; those of the owner are used.
+// A split head's one bucket is too large to gather: every rank contributes its slice's elements at the same offset.
 static void read_head(const Parameters *p, Backend *backend, Tensor shard, int64_t begin, int64_t stop,
                       char *host) {
   int64_t slice = tensor_count(shard), width = (int64_t)dtype_bytes(shard.dtype), count;

@@ -1,10 +1,8 @@
-// Which parameters are sharded over the ranks, and how elements get into shards and out of them (ZeRO;
-// Rajbhandari et al. 2020).
+// Which parameters are sharded over the ranks, and the way in and out of shards (ZeRO; Rajbhandari et al. 2020).
 //
-// A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many
-// equal slices as there are ranks. A rank owns its slice of every bucket: there it has the reduced gradients,
-// master weights and moments, and updates weights. A rank's slices lie one after the other in its shards,
-// bucket by bucket.
+// A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many equal slices
+// as there are ranks. A rank owns its slice of every bucket: there it has the reduced gradients, master weights and
+// moments, and updates weights. A rank's slices lie one after the other in its shards, bucket by bucket.
 //
 //   zero 0   nothing is sharded: every rank holds and updates everything
 //   zero 1   master weights and moments are; gradients are whole, and reduced in the rank's slices of them
@@ -12,16 +10,14 @@
 //            them), of norms and biases, and of two layers, a double buffer: one layer's are reduce-scattered
 //            into the shards while the next layer's are computed
 //
-// Where the head is split (--vocab-parallel; kernels/linear_cross_entropy.h) its group is one bucket, whose
-// slices are whole rows, and a rank computes its rows' gradients from the tokens of all ranks: there is
-// nothing to reduce. Its weights are sharded as well, unless they are the embedding's, which every rank reads
-// for its tokens.
+// Where the head is split (--vocab-parallel; kernels/linear_cross_entropy.h) its group is one bucket, whose slices are
+// whole rows, and a rank computes its rows' gradients from the tokens of all ranks: there is nothing to reduce. Its
+// weights are sharded as well, unless they are the embedding's, which every rank reads for its tokens.
 #pragma once
 
 #include "model/parameters.h"
 
-// Buckets are about this large: large enough for the links' full speed, and small enough that the last of a
-// step, which nothing hides, takes little time.
+// A bucket, about: enough for the links' full speed, and few enough that the step's last, which nothing hides, is short.
 enum { BUCKET_BYTES = 32 << 20 };
 
 typedef struct {

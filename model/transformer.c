@@ -2,10 +2,9 @@
 //
 // The residual stream r starts as the embedding and passes L layers:
 //     m   = r + attention(norm1(r)) W_out          r' = m + mlp(norm2(m))
-// The additions happen in the matmuls before them (LinearForward.residual), so a layer writes two [N, H]
-// tensors and no sum is a kernel of its own. Then: final norm, and linear_cross_entropy, which also returns
-// the gradient of its input. The backward pass carries one gradient of the stream, dr, through the layers and
-// adds to it in place.
+// The additions happen in the matmuls before them (LinearForward.residual), so a layer writes two [N, H] tensors and
+// no sum is a kernel of its own. Then: final norm, and linear_cross_entropy, which also returns the gradient of its
+// input. The backward pass carries one gradient of the stream, dr, through the layers and adds to it in place.
 //
 // On the stack, from the bottom up: dr, then per layer what forward keeps for backward. Each layer pushes its
 // output first, then what RECOMPUTE_LAYER drops, then what RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to
@@ -258,8 +257,7 @@ static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
     gelu_forward(p->backend, (GeluForward){.out = s->activation, .x = s->pre_activation});
 }
 
-// dr: in, the gradient of the layer's output; out, that of its middle. Gradients replace what they are of as
-// soon as that is not needed any more.
+// dr: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed any more.
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
   bool gated = p->model->config.gated_mlp;
   Tensor dactivation = s->activation, dpre = gated ? s->pre_activation : dactivation, dnorm2 = s->norm2.out;

@@ -61,8 +61,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss);
 
-// The keys and values of the tokens that a text has so far, of every layer: what the next token's attention
-// reads, so that no token is computed twice.
+// The keys and values of a text's tokens so far, of every layer: what the next token's attention reads.
 typedef struct {
   int64_t batch, capacity; // B sequences of up to P tokens
   Tensor data;             // fp32/bf16 [2 L B K, P D]: layer by layer the keys, then the values

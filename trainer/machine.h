@@ -3,8 +3,8 @@
 
 #include "trainer/options.h"
 
-// The backend that the options select, and the dtypes that follow; --device auto prints why it is not the GPU, and
-// --device cuda then fails. The caller destroys it.
+// The backend and dtypes that the options select; without a GPU --device cuda fails, and auto prints why there is none.
+// The caller destroys it.
 Backend *machine_open(Options *options);
 
 // Makes it this rank's part of the job; nothing without a launcher. Call it on all ranks at once.

@@ -14,8 +14,7 @@ int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t byte
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
-// Fails with a sentence when the run needs more than `usable` bytes (0: unknown, never fails): who holds
-// what, and what would fit instead, with figures.
+// Fails when the run needs more than `usable` bytes (0: unknown), with who holds what, and what would fit.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
 
 // --- what is printed about memory ---------------------------------------------------------------------------
@@ -32,8 +31,7 @@ typedef struct {
 // At most 3 columns, of the device that they are for.
 void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device);
 
-// --plan: what a run needs, in both modes. --fit: the largest batch in both modes, or a failure with a
-// sentence. Both finish the options for the device.
+// --plan: what a run needs. --fit: the largest batch, or a failure. In both modes; both finish the options.
 void plan_print(Options *options);
 void plan_print_fit(Options *options);
 

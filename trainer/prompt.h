@@ -12,8 +12,7 @@ typedef struct {
   int64_t count;
 } Prompt;
 
-// The one in `named` (a file, or a directory with a tokenizer.json), or else in `directory` if it has one; NULL: none.
-// The caller closes it.
+// That of `named` (a file or directory), else of `directory`; NULL: neither has one. The caller closes it.
 Tokenizer *prompt_tokenizer(const char *named, const char *directory);
 
 // --prompt in the tokens of --tokenizer or of the model that the run begins with, else in bytes where the data are

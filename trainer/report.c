@@ -44,8 +44,7 @@ static cJSON *value_of(const LogField *f) {
   return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
 }
 
-// Writes {"event": event, ...fields} as one line; the last field has no name. The line is on disk on return, so a
-// killed run leaves a readable log.
+// Writes {"event": event, ...fields}, up to one without a name, as a line that is on disk on return.
 static void log_write(const Report *r, const char *event, const LogField *fields) {
   if (!r->log) return;
   cJSON *line = cJSON_CreateObject();

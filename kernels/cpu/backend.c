@@ -115,8 +115,7 @@ static size_t reduce_bytes(const Reduce *a) {
   return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
 }
 
-// Rows start on a cache line, and not all in the same few sets of the cache: a row length that is a multiple
-// of 4096 bytes would put every row of a column there.
+// Rows start on a cache line. Their length is no multiple of 4096 bytes: a column would fall into few cache sets.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t line = 64 / (int64_t)dtype_bytes(dtype);
   return (ceil_div(vocab_size, line) | 1) * line;

@@ -1,5 +1,4 @@
-// Rows: gather, scatter, sums of columns, and the scatter-add of the embedding's backward pass and of the loss's target
-// gradient.
+// Rows: gather, scatter, sums of columns, and the scatter-add of the embedding's and the target's gradient.
 #include <stdlib.h>
 #include <string.h>
 

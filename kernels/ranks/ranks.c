@@ -17,8 +17,7 @@
 #include <mpi.h>
 #endif
 
-// What a rank other than 0 waits before it prints why it fails; what one that waits for others is given
-// beyond the timeout; what MPI_Abort may take.
+// Waits: of a rank other than 0 before it prints why it fails; beyond the timeout in a collective; for MPI_Abort.
 enum { RANK_0_FIRST_MILLISECONDS = 1500, WAITING_SECONDS = 5, ABORT_SECONDS = 5 };
 
 static Launch self = {.ranks = 1};

@@ -140,8 +140,7 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 // --- saving ------------------------------------------------------------------------------------------------
 
-// So that what follows `latest` always finds whole files of one checkpoint. A file system without links does
-// without them: --resume looks at the folders themselves.
+// `latest` always leads to whole files of one checkpoint. --resume does without it, as on file systems without links.
 static void point_to(const char *directory, const char *name) {
   char *fresh = path_join(directory, ".latest"), *latest = path_join(directory, "latest");
   char *folder = path_join(directory, name);

@@ -13,8 +13,7 @@
 // False with a reason when the text describes no model that can be computed here.
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason);
 
-// The model in `directory`, called like the directory unless the file says otherwise; fails naming the file
-// and what is wrong with it.
+// The model in `directory`, called so unless the file has a name; fails naming the file and what is wrong with it.
 ModelConfig hf_config_read(const char *directory);
 
 // The text of a config.json for a model whose weights are stored as `dtype`. `original` is the file that the

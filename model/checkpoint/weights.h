@@ -27,8 +27,7 @@ typedef struct {
   int64_t count, capacity;
 } TensorSet;
 
-// Opens the set and checks that index and files agree; count is 0 when the folder has neither file nor index.
-// Fails naming file and reason when one is not valid.
+// Opens the set (count 0: neither file nor index is there). Fails naming a file that is not valid or disagrees.
 TensorSet tensor_set_open(const char *folder, const char *stem);
 void tensor_set_close(TensorSet *set);
 
