@@ -242,15 +242,6 @@ static void reference_tokens(Reference *r) {
   free(x);
 }
 
-// dweight[v] = sum over tokens of (p - onehot) x / N of the sampled entries.
-static void reference_entries(Reference *r, const float *loss) {
-  float *w = sampled_rows(r, true, r->entries);
-  double total[SAMPLES] = {0};
-  sum_rows(r, w, loss, r->dweight, total);
-  for (int64_t i = 0; i < SAMPLES * r->shape.hidden_size; i++) r->dweight[i] /= (double)r->shape.tokens;
-  free(w);
-}
-
 // The computed losses of all tokens; the caller frees them.
 static float *read_losses(const LceTensors *l) {
   float *loss = floats(l->x.shape[0]);
@@ -275,8 +266,12 @@ Reference *reference_create(const LceTensors *l, uint64_t seed, int64_t chunk) {
   }
   reference_tokens(r);
   layer_run(l, LCE_FUSED, chunk);
-  float *loss = read_losses(l);
-  reference_entries(r, loss);
+  // dweight[v] = sum over tokens of (p - onehot) x / N of the sampled entries.
+  float *loss = read_losses(l), *w = sampled_rows(r, true, r->entries);
+  double total[SAMPLES] = {0};
+  sum_rows(r, w, loss, r->dweight, total);
+  for (int64_t i = 0; i < SAMPLES * shape.hidden_size; i++) r->dweight[i] /= (double)shape.tokens;
+  free(w);
   free(loss);
   return r;
 }

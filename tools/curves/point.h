@@ -65,8 +65,7 @@ typedef struct {
 
 // The options with a point's sizes in place, its chunk too. Fails when they make no model.
 Options point_options(const Experiment *experiment, const Point *point);
-// The shape of its LM head + loss.
-LceShape point_shape(const Experiment *experiment, const Point *point);
+LceShape point_shape(const Experiment *experiment, const Point *point); // of its LM head + loss
 // Batches from the options' data, or from the built-in corpus. The caller closes the source.
 Loader point_loader(const Options *options, Source **source);
 double device_seconds(void *backend); // now, once the device has done what it was given

@@ -321,8 +321,7 @@ double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
 
 double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
   double width = canvas_text_width(c, style, text);
-  double x = at.x - (style.align == ALIGN_RIGHT ? width : style.align == ALIGN_CENTER ? width / 2 : 0);
-  walk_text(c, style, x * c->scale, (int)lround(at.y * c->scale), text, true);
+  walk_text(c, style, (at.x - style.before * width) * c->scale, (int)lround(at.y * c->scale), text, true);
   paint(c, style.color, 1);
   return width;
 }

@@ -72,10 +72,6 @@ static Label axis_title(const Axis *axis) {
   return label(*unit ? "%s, %s" : "%s", axis->title.text, unit);
 }
 
-static int ticks_max(const Axis *axis) {
-  return axis->ticks ? axis->ticks : 6;
-}
-
 // A round step of at least `rough`: 1, 2, 5 times a power of ten, or a power of two.
 static double round_step(double rough, Unit unit, double unit_size) {
   if (rough <= 0) return 1;
@@ -91,7 +87,7 @@ static double log_base(Unit unit) {
 
 static double log_stride(const Axis *axis) {
   double powers = log(axis->high / axis->low) / log(log_base(axis->unit));
-  return fmax(1, ceil(powers / (ticks_max(axis) - 1) - 1e-9));
+  return fmax(1, ceil(powers / (axis->ticks - 1) - 1e-9));
 }
 
 static void fit_log(Axis *axis, double low, double high) {
@@ -117,7 +113,7 @@ static void fit_linear(Axis *axis, double low, double high) {
   axis->low = low, axis->high = high;
   // Sizes end close to where they end; the rest on a tick, and not where the last value would touch the frame.
   for (int pass = 0; pass < 2; pass++) {
-    double step = linear_step(axis, axis->unit == UNIT_COUNT ? 6 : ticks_max(axis));
+    double step = linear_step(axis, axis->unit == UNIT_COUNT ? 6 : axis->ticks);
     axis->low = floor(axis->low / step + 1e-9) * step;
     axis->high = ceil(axis->high / step - 1e-9) * step;
     bool touches = axis->high - high < 0.02 * (axis->high - axis->low);
@@ -140,6 +136,7 @@ Range panel_range(const Panel *p, bool vertical, bool positive) {
 static void fit_axis(const Picture *picture, Panel *panel, bool vertical) {
   Axis *axis = vertical ? &panel->y : &panel->x;
   double low = INFINITY, high = -INFINITY;
+  if (!axis->ticks) axis->ticks = 6;
   if (axis->low < axis->high) return;
   for (int i = 0; i < picture->count; i++) {
     const Panel *p = &picture->panels[i];
@@ -167,7 +164,7 @@ static int axis_ticks(const Axis *axis, double ticks[TICKS_MAX]) {
     double stride = pow(log_base(axis->unit), log_stride(axis));
     for (double tick = axis->low; tick <= end && count < TICKS_MAX - 1; tick *= stride) ticks[count++] = tick;
   } else {
-    double step = axis->names ? 1 : linear_step(axis, ticks_max(axis));
+    double step = axis->names ? 1 : linear_step(axis, axis->ticks);
     for (double k = ceil(axis->low / step - 1e-9); k * step <= end && count < TICKS_MAX - 1; k++)
       ticks[count++] = k * step + 0.0; // no -0
   }
@@ -336,7 +333,7 @@ static void draw_ticks(Canvas *c, const Panel *p, bool vertical) {
   int count = axis_ticks(axis, ticks);
   Occupied labels = {0};
   TextStyle style = SMALL;
-  style.align = vertical ? ALIGN_RIGHT : ALIGN_CENTER;
+  style.before = vertical ? 1 : 0.5;
   for (int i = 0; i < count; i++) {
     int k = i == 0 ? 0 : i == 1 ? count - 1 : i - 1;
     Label text = tick_label(axis, ticks[k]);
@@ -356,7 +353,7 @@ static void draw_ticks(Canvas *c, const Panel *p, bool vertical) {
 static void draw_frame(Canvas *c, const Panel *p) {
   Box b = p->box;
   TextStyle centered = SMALL, bold = {.size = 13, .bold = true, .color = COLOR_INK};
-  centered.align = ALIGN_CENTER;
+  centered.before = 0.5;
   draw_ticks(c, p, true);
   canvas_text(c, (Spot){b.left, b.top - (p->y.names ? 8 : 28)}, bold, p->title.text);
   if (p->y.names) return; // bars have their values next to them
