@@ -122,14 +122,15 @@ static void draw(const Settings *o, const Result *results, const char *caption) 
         picture_panel(picture, which ? (Box){470, 100, 670, 290} : (Box){220, 100, 390, 290},
                       label(which ? "Memory beyond inputs and gradients" : "Time / three plain GEMMs"));
     panel->x = (Axis){.unit = which ? UNIT_BYTES : UNIT_PLAIN, .from_zero = true};
-    panel->y = (Axis){.names = ladder_names, .hidden = which};
-    Series *bars = panel_series(
-        panel, (Series){.kind = SERIES_BARS, .color = {31, 119, 180}, .opacity = 0.5, .sides = "6"});
+    panel->y = (Axis){.names = ladder_names, .hidden = which, .low = -0.6, .high = RUNGS - 0.4};
+    Series *values = panel_series(panel, (Series){.color = COLOR_INK, .sides = "6"});
     for (int i = 0; i < RUNGS; i++) {
       double value = which ? (double)results[i].bytes : results[i].time.ratio;
-      if (i == RUNGS - 1)
-        bars = panel_series(panel, (Series){.kind = SERIES_BARS, .color = bars->color, .sides = "6"});
-      series_add(bars, (Sample){.x = value, .y = i, .label = axis_value(panel->x.unit, value)});
+      series_add(values, (Sample){.x = value, .y = i, .label = axis_value(panel->x.unit, value)});
+      Series *bar = panel_series(
+          panel, (Series){.kind = SERIES_AREA, .color = {31, 119, 180}, .opacity = i < RUNGS - 1 ? 0.5 : 1});
+      for (int end = 0; end < 2; end++)
+        series_add(bar, (Sample){.x = end ? value : 0, .y = i - 0.35, .base = i + 0.35});
     }
   }
   picture_write(picture, 2, o->plot);

@@ -147,9 +147,7 @@ static void fit_axis(const Picture *picture, Panel *panel, bool vertical) {
     high = fmax(high, r.high);
   }
   if (low > high) low = 1, high = 2;
-  if (axis->names)
-    axis->low = low - 0.6, axis->high = high + 0.6;
-  else if (axis->log)
+  if (axis->log)
     fit_log(axis, low, high);
   else
     fit_linear(axis, low, high);
@@ -396,20 +394,11 @@ static void draw_line(Canvas *c, const Panel *p, const Series *s) {
                   s->color, !s->samples[i].planned);
 }
 
-static void draw_bars(Canvas *c, const Panel *p, const Series *s) {
-  for (int i = 0; i < s->count; i++) {
-    Spot top = panel_spot(p, s->samples[i].x, s->samples[i].y - 0.35),
-         bottom = panel_spot(p, s->samples[i].x, s->samples[i].y + 0.35);
-    canvas_box(c, (Box){p->box.left, top.y, bottom.x, bottom.y}, s->color, s->opacity > 0 ? s->opacity : 1);
-  }
-}
-
 static void draw_panel(Canvas *c, const Panel *p) {
   Occupied occupied = {0};
   draw_frame(c, p);
   for (int i = 0; i < p->count; i++) {
     if (p->series[i].kind == SERIES_AREA && p->series[i].count) draw_area(c, p, &p->series[i]);
-    if (p->series[i].kind == SERIES_BARS) draw_bars(c, p, &p->series[i]);
   }
   bool labels = false;
   for (int i = 0; i < p->count; i++) {
@@ -425,7 +414,6 @@ static void draw_panel(Canvas *c, const Panel *p) {
       const Sample *at = &s->samples[n];
       TextStyle style = {.size = s->bold ? 12 : 11, .bold = s->bold, .color = s->color};
       bool beyond = s->clamped && at->y > p->y.high;
-      if (s->kind == SERIES_BARS) style.color = COLOR_INK;
       if (at->label.text[0])
         place_label(c, p, &occupied, panel_spot(p, at->x, at->y), style, s->sides ? s->sides : "6482",
                     label(beyond ? "%s, at %.2f" : "%s", at->label.text, at->y).text);

@@ -27,7 +27,7 @@ typedef struct {
   int ticks;                // at most about this many; 0: 6
   int shared;               // axes of a picture with the same number, if not 0, span the same range
   bool hidden;              // no tick labels: the panel next to this one has them
-  const char *const *names; // of a y axis: labels for 0, 1, 2, ... from the top down, for bars
+  const char *const *names; // of a y axis: labels for 0, 1, 2, ... from the top down; give its ends
   double low, high;         // its ends; equal: fitted to the series, outwards to round values
 } Axis;
 
@@ -46,8 +46,7 @@ typedef struct {
 
 typedef enum {
   SERIES_LINE, // markers, and lines between them where width > 0
-  SERIES_AREA, // between base and y; two samples with the same x make a step
-  SERIES_BARS, // a level bar for each sample, from the left to x
+  SERIES_AREA  // between base and y; two samples with the same x make a step
 } SeriesKind;
 
 typedef struct {
