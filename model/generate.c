@@ -29,7 +29,7 @@ static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t
   }
 }
 
-// Pops the likeliest to the array's end, the first one last, until `max` or until they weigh `enough`. Returns how many.
+// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`. Returns how many.
 static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t max, double enough,
                              const double *weights) {
   for (int64_t i = count / 2; i-- > 0;) sift_down(logits, heap, count, i);

@@ -17,7 +17,7 @@
 
 #include "model/parameters.h"
 
-// A bucket, about: enough for the links' full speed, and few enough that the step's last, which nothing hides, is short.
+// A bucket's: enough for the links' full speed, and few enough that the step's last, which nothing hides, is short.
 enum { BUCKET_BYTES = 32 << 20 };
 
 typedef struct {
