@@ -89,8 +89,7 @@ static void sample(Run *run, int64_t step) {
   free(tokens);
 }
 
-// The checkpoint after `step` steps. One that cannot be written does not stop the run: the disk may have space
-// again when the next one is due.
+// The checkpoint after `step` steps. Where it cannot be written the run goes on: the next one may find space.
 static void save(Run *run, int64_t step) {
   run->state.step = step;
   cJSON *json = resume_write(run->options, &run->state);
@@ -117,12 +116,12 @@ static void train(Run *run) {
   int64_t collect_every = 1, done = o->first_step;
   double since = now_seconds();
   while (done < o->steps && !stopping(run)) {
-    if (o->timeline && done < o->first_step + 3) ledger_record(ledger, true);
-    ledger_step(ledger, (int)done);
+    ledger->recording = o->timeline && done < o->first_step + 3;
+    ledger->step = (int)done;
     run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
     trainer_step(&run->trainer, &run->loader, done++);
-    ledger_record(ledger, false);
+    ledger->recording = false;
     bool look = every(o->eval_every, done) || every(o->sample_every, done) || every(o->save_every, done) ||
                 done == o->steps;
     if (run->trainer.pending_count < collect_every && !look) continue;

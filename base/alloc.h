@@ -1,7 +1,5 @@
-// Host memory. Where there is none left these fail with "out of host memory for ..." instead of returning NULL. The
-// caller frees what it gets.
-#ifndef LCE_BASE_ALLOC_H
-#define LCE_BASE_ALLOC_H
+// Host memory; without any left these fail ("out of host memory for ..."). The caller frees what it gets.
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -11,5 +9,3 @@ void *host_alloc(int64_t count, size_t size, const char *what);
 // An array with space for one element more than `count`: `array` itself, or moved to twice its *capacity (0: none yet).
 void *host_grow(void *array, int64_t count, int64_t *capacity, size_t size, const char *what);
 char *text_format(const char *format, ...) __attribute__((format(printf, 1, 2)));
-
-#endif

@@ -1,6 +1,5 @@
 // Errors: one sentence that says what is wrong, where, and what to do about it.
-#ifndef LCE_BASE_FAIL_H
-#define LCE_BASE_FAIL_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -29,11 +28,9 @@ typedef struct {
   char text[640]; // a sentence without its full stop
 } Reason;
 
-// Writes the sentence and returns false, so that a check can end with `return refuse(reason, ...)`. The
-// arguments may include reason->text itself.
+// Writes the sentence (whose arguments may be reason->text) and returns false: `return refuse(reason, ...)`.
 bool refuse(Reason *reason, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -1,6 +1,5 @@
 // Files as memory: read whole, or mapped and read ahead.
-#ifndef LCE_BASE_FILE_H
-#define LCE_BASE_FILE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -35,13 +34,10 @@ void file_done_with(const Mapping *mapping, size_t first, size_t count);
 // is a system call that blocks while the disk's queue is full.
 typedef struct ReadAhead ReadAhead;
 
-// The file stays mapped until read_ahead_destroy; it may be missing or empty. Requests nothing before
-// read_ahead_reached.
+// The file, which may be missing, stays mapped until read_ahead_destroy. Requests nothing before read_ahead_reached.
 ReadAhead *read_ahead_create(Mapping file);
 // The reader (one thread) is at byte `offset` and continues from there: requests the next 256 MiB, each page once
 // and none that was skipped. Does not wait. Only a hint: where no thread can be started, pages load when touched.
 void read_ahead_reached(ReadAhead *ahead, size_t offset);
 // Waits for the calls in progress and ends the threads; the file may then be unmapped. NULL is fine.
 void read_ahead_destroy(ReadAhead *ahead);
-
-#endif

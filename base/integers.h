@@ -1,6 +1,5 @@
 // Small functions of integers.
-#ifndef LCE_BASE_INTEGERS_H
-#define LCE_BASE_INTEGERS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -18,6 +17,11 @@ static inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
+// The multiple of b at or above a.
+static inline int64_t round_up(int64_t a, int64_t b) {
+  return ceil_div(a, b) * b;
+}
+
 typedef bool (*Fits)(const void *budget, int64_t count);
 
 // The largest count in [known, above) that fits, where everything up to some count fits and nothing beyond it. `known`
@@ -32,5 +36,3 @@ static inline int64_t largest_that_fits(Fits fits, const void *budget, int64_t k
   }
   return known;
 }
-
-#endif

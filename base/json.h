@@ -1,14 +1,12 @@
 // JSON that others wrote and that this program writes: cJSON, with every failure turned into a sentence.
-#ifndef LCE_BASE_JSON_H
-#define LCE_BASE_JSON_H
+#pragma once
 
 #include <cjson/cJSON.h>
 #include <stddef.h>
 
 #include "base/fail.h"
 
-// An object from `length` bytes of text (no terminator needed); NULL with a reason when it is none. The caller
-// deletes it.
+// An object from `length` bytes of text (no terminator needed), or NULL with a reason. The caller deletes it.
 cJSON *json_parse(const char *text, size_t length, Reason *reason);
 // The same from a file; fails naming it. NULL when the file does not exist.
 cJSON *json_read(const char *path);
@@ -21,5 +19,3 @@ bool json_is_whole(const cJSON *item); // a number from 0 to 2^53: what a double
 
 // Indented, or on one line; the caller frees it.
 char *json_print(const cJSON *json, bool indented);
-
-#endif

@@ -1,7 +1,6 @@
 // Short forms for the rows of an option table. For the files that hold one, which say `#define OPTION_VALUES
 // Settings` for the struct of values. A row is {WHOLE("steps", "N", steps, 0, 100), DEFAULT("20"), HELP("...")}.
-#ifndef LCE_BASE_OPTION_ROWS_H
-#define LCE_BASE_OPTION_ROWS_H
+#pragma once
 
 #include "base/option_table.h"
 
@@ -20,5 +19,3 @@
 #define LIST(name, argument, field) OPTION_LIST, name, argument, OPTION_FIELD(field)
 #define DEFAULT(text)               .initial = text
 #define HELP(text)                  .help = text
-
-#endif

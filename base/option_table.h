@@ -1,7 +1,6 @@
 // The command line as a table: a row says what an option is called, what it takes, where its value goes and
 // which values it may have. One parser (argp) reads any such table; --help comes from it too.
-#ifndef LCE_BASE_OPTION_TABLE_H
-#define LCE_BASE_OPTION_TABLE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -64,5 +63,3 @@ int option_row(const Option *rows, const char *name); // -1: none is called so
 
 // A whole number, or a sentence about --name and the end of the program.
 int64_t option_whole(const char *name, const char *text, int64_t min, int64_t max);
-
-#endif

@@ -1,6 +1,5 @@
 // Random numbers as a function of (seed, stream, index) alone, the same in any thread, rank or resumed run.
-#ifndef LCE_BASE_RANDOM_H
-#define LCE_BASE_RANDOM_H
+#pragma once
 
 #include <stdint.h>
 
@@ -16,5 +15,3 @@ double random_normal(uint64_t seed, uint64_t stream, uint64_t index);
 // Where `index` in [0, count) goes under the pseudo-random permutation of (seed, stream): a four-round Feistel network,
 // walked until it lands inside the range.
 uint64_t random_permute(uint64_t seed, uint64_t stream, uint64_t index, uint64_t count);
-
-#endif

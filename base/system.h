@@ -1,6 +1,5 @@
 // The clock, and copies of large blocks.
-#ifndef LCE_BASE_SYSTEM_H
-#define LCE_BASE_SYSTEM_H
+#pragma once
 
 #include <stddef.h>
 
@@ -16,5 +15,4 @@ void copy_bytes(void *to, const void *from, size_t bytes);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -18,11 +18,8 @@ Text text_count(double count) {
   int unit = 0;
   while (count >= 1000 && unit < 4) count /= 1000, unit++;
   Text t;
-  snprintf(t.text, sizeof t.text, "%.*f%s",
-           unit == 0 || count >= 100 ? 0
-           : count >= 10             ? 1
-                                     : 2,
-           count, units[unit]);
+  int decimals = unit == 0 || count >= 100 ? 0 : count >= 10 ? 1 : 2;
+  snprintf(t.text, sizeof t.text, "%.*f%s", decimals, count, units[unit]);
   return t;
 }
 

@@ -8,6 +8,7 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/file.h"
+#include "data/shard.h"
 
 enum { HEADER_INTS = 256, MAGIC = 20240522, VERSION_UINT16 = 1, VERSION_UINT32 = 2, FIXED = 5 };
 
@@ -66,19 +67,6 @@ static bool check_example(Check *c, bool wide) {
                                 example, (long long)(end - c->at));
 }
 
-// The stream as int32; a uint32 above INT32_MAX comes out negative.
-static int32_t *widen(const char *bytes, int64_t count, bool wide) {
-  int32_t *values = host_alloc(count, sizeof *values, "values of multiple choice");
-  for (int64_t i = 0; i < count; i++) {
-    uint16_t narrow;
-    if (wide)
-      memcpy(&values[i], bytes + 4 * i, 4);
-    else
-      memcpy(&narrow, bytes + 2 * i, 2), values[i] = narrow;
-  }
-  return values;
-}
-
 bool choices_parse(const void *bytes, size_t size, int64_t vocab_size, Choices *c, Reason *reason) {
   int32_t header[HEADER_INTS] = {0};
   *c = (Choices){0};
@@ -93,7 +81,8 @@ bool choices_parse(const void *bytes, size_t size, int64_t vocab_size, Choices *
     return refuse(reason, "says that it holds %lld examples, in %zu bytes", (long long)count, size);
   c->count = count;
   c->value_count = values;
-  c->values = widen((const char *)bytes + sizeof header, values, wide);
+  c->values = host_alloc(values, sizeof *c->values, "values of multiple choice");
+  ids_widen((const char *)bytes + sizeof header, wide ? 4 : 2, values, c->values);
   c->starts = host_alloc(count, sizeof *c->starts, "examples of multiple choice");
   Check check = {.choices = c, .vocab_size = vocab_size, .reason = reason};
   bool good = true;

@@ -1,12 +1,10 @@
-// Multiple choice: a context and several ways to go on, one of which is right (HellaSwag, Zellers et al.
-// 2019; MMLU), in llm.c's evaluation files.
+// Multiple choice (HellaSwag, Zellers et al. 2019; MMLU): contexts with completions, in llm.c's evaluation files.
 //
 // A file is 256 int32 of header (magic 20240522, version, number of examples, bytes of the longest example),
 // then the examples. Version 1 holds uint16 and version 2 uint32, little-endian; an example is
 //     the largest value there is, the example's bytes (all of it), its number from 0, the right completion's
 //     number, how many completions; then the context and each completion: how many tokens, then the tokens.
-#ifndef LCE_DATA_CHOICES_H
-#define LCE_DATA_CHOICES_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -39,5 +37,3 @@ typedef struct {
 Choice choices_get(const Choices *choices, int64_t example);
 // The tokens of one of its completions; *length receives how many.
 const int32_t *choice_completion(const Choice *choice, int64_t completion, int64_t *length);
-
-#endif

@@ -54,8 +54,7 @@ static int64_t split_window(const Loader *loader, int64_t place) {
   return (int64_t)random_permute(split_seed, split_stream, (uint64_t)place, windows);
 }
 
-// One row: inputs from position `first`, each target the token after its input. What lies past the source's
-// end is padded. Returns the counted targets.
+// One row from position `first`; what lies past the source's end is padded. Returns the counted targets.
 static int64_t fill_row(const Source *source, int64_t seq_len, int64_t first, int32_t *tokens,
                         int32_t *targets) {
   int64_t left = source->tokens - 1 - first;

@@ -16,8 +16,7 @@
 //
 // A separate validation source is read from end to end instead: windows of T + 1 tokens at stride T, so
 // that every token but the first is predicted exactly once, the last window padded.
-#ifndef LCE_DATA_LOADER_H
-#define LCE_DATA_LOADER_H
+#pragma once
 
 #include "data/source.h"
 
@@ -63,5 +62,3 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
 
 // "byte-level text, 63 files, 512,345 tokens; 480 training and 25 validation windows of 1,024", cut to `size` bytes.
 void loader_describe(const Loader *loader, char *out, size_t size);
-
-#endif

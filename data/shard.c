@@ -13,6 +13,15 @@ enum {
   MASK_VERSION = 1
 };
 
+void ids_widen(const void *from, int bytes_each, int64_t count, int32_t *out) {
+  if (bytes_each == 1)
+    for (int64_t i = 0; i < count; i++) out[i] = ((const uint8_t *)from)[i];
+  else if (bytes_each == 2)
+    for (int64_t i = 0; i < count; i++) out[i] = ((const uint16_t *)from)[i];
+  else
+    memcpy(out, from, (size_t)count * sizeof *out);
+}
+
 static int32_t header_value(const void *bytes, int index) {
   int32_t value;
   memcpy(&value, (const char *)bytes + 4 * index, sizeof value);

@@ -1,12 +1,14 @@
 // llm.c's token shards, and their masks, in memory. source.h says what the files hold.
-#ifndef LCE_DATA_SHARD_H
-#define LCE_DATA_SHARD_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "base/fail.h"
+
+// out[i] = from[i], of unsigned integers of 1, 2 or 4 bytes; one above INT32_MAX comes out negative.
+void ids_widen(const void *from, int bytes_each, int64_t count, int32_t *out);
 
 typedef struct {
   bool wide;          // uint32, otherwise uint16
@@ -20,5 +22,3 @@ bool shard_has_magic(const void *bytes, size_t size);
 bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason);
 // The same for the mask of a shard of `count` tokens; NULL with a reason, or the bits.
 const uint8_t *shard_parse_mask(const void *bytes, size_t size, int64_t count, Reason *reason);
-
-#endif

@@ -215,14 +215,10 @@ static void add_file(Source *source, const FileEntry *entry) {
 
 // --- token ids ---------------------------------------------------------------------------------------------
 
-// out[i] = tokens[first + i]; a uint32 above INT32_MAX comes out negative.
+// out[i] = tokens[first + i]
 static void widen(SourceKind kind, const void *tokens, int64_t first, int64_t count, int32_t *out) {
-  if (kind == SOURCE_TEXT)
-    for (int64_t i = 0; i < count; i++) out[i] = ((const uint8_t *)tokens)[first + i];
-  else if (kind == SOURCE_SHARDS_UINT16)
-    for (int64_t i = 0; i < count; i++) out[i] = ((const uint16_t *)tokens)[first + i];
-  else
-    memcpy(out, (const uint32_t *)tokens + first, (size_t)count * sizeof *out);
+  int bytes_each = (int)token_bytes(kind);
+  ids_widen((const char *)tokens + first * bytes_each, bytes_each, count, out);
 }
 
 // The first index in [first, end) whose id is no id of the vocabulary, or `end`.

@@ -22,8 +22,7 @@
 // Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
 // million small files would exceed the system's limit on mappings. Larger files and shards are mapped, and
 // must not shrink while the source is open.
-#ifndef LCE_DATA_SOURCE_H
-#define LCE_DATA_SOURCE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -46,10 +45,9 @@ typedef struct {
   int64_t capacity; // of pieces
 } Source;
 
-// Opens what `paths[0..count)` name, in this order, and checks every token id against the vocabulary: one pass over the data at the disk's speed, left out where the type cannot
-// exceed it. A path given twice is read twice. Fails, naming file and offset, on a missing, unreadable or
-// empty path, a path without text or shards, a mix of kinds, a truncated or foreign shard, a header that
-// disagrees with the file's size, and an id at or above `vocab_size`. The caller closes it.
+// Opens what `paths[0..count)` name, in this order, and checks every token id against the vocabulary, which reads all
+// data unless the type cannot exceed it. Fails, naming file and offset, on a path that is missing, unreadable or
+// empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`. The caller closes it.
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
 
 // The corpus that every checkout has, as text: the program's own sources and prose (*.c *.h *.cu *.cuh *.py *.sh *.md,
@@ -59,11 +57,10 @@ Source *source_open_tree(int64_t vocab_size);
 
 void source_close(Source *source); // NULL is fine
 
-const char *
-source_kind_name(const Source *source); // "byte-level text", "llm.c shards, uint16", "..., uint32"
+// "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
+const char *source_kind_name(const Source *source);
 
-// out[i] = token at position first + i, for i in [0, count); 0 <= first, first + count <= source->tokens. Any
-// number of threads may read at once.
+// out[i] = token at position first + i for i in [0, count), all within the source. Any number of threads may read.
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
 
 // The same for tokens as targets: those that a mask leaves out become IGNORED_TARGET. Returns how many count.
@@ -77,5 +74,3 @@ enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
 // The unigram entropy in nats per token, -sum p ln p over the frequencies of the first SOURCE_ENTROPY_SAMPLE tokens:
 // the loss of the best predictor that looks at no context, so a trained model must fall below it.
 double source_entropy(const Source *source);
-
-#endif

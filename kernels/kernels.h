@@ -16,8 +16,7 @@
 // size, C rows of a chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise. Gradients
 // of weights are written when `accumulate` is false and added to when it is true; they may be fp32 where
 // the operands are bf16. Sums run in fp32 or wider everywhere.
-#ifndef LCE_KERNELS_KERNELS_H
-#define LCE_KERNELS_KERNELS_H
+#pragma once
 
 #include "base/integers.h"
 #include "kernels/memory.h"
@@ -96,8 +95,7 @@ typedef struct {
 } NormBackward;
 
 // --- linear layers -----------------------------------------------------------------------------------------
-// Three GEMMs make a linear layer. `in_out_layout` is the weight's layout: false is torch.nn.Linear's
-// [out, in], true is GPT-2's Conv1D [in, out].
+// Three GEMMs. `in_out_layout` is the weight's: false is torch.nn.Linear's [out, in], true GPT-2's Conv1D [in, out].
 
 // pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if requested.
 typedef struct {
@@ -107,8 +105,8 @@ typedef struct {
   bool in_out_layout;
   Tensor bias; // fp32/bf16 [O], or absent
   Tensor
-      pre_activation; // fp32/bf16 [N, O], or absent; present means gelu: pre is stored here for the backward pass
-  Tensor residual; // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
+      pre_activation; // fp32/bf16 [N, O], or absent; present means gelu: receives pre, for the backward pass
+  Tensor residual;    // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
 // dx (+)= dout W, times gelu'(pre_activation) if that is present.
@@ -225,8 +223,7 @@ typedef struct {
 //
 //   alpha factor[0] sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
-// with every weight that is absent read as 1, but entropy_weights as 0. Tokens whose target is IGNORE_INDEX
-// have 0 everywhere.
+// with absent weights read as 1, but entropy_weights as 0. Where the target is IGNORE_INDEX everything is 0.
 
 typedef struct {
   float label_smoothing;   // eps, in [0, 1]
@@ -431,8 +428,7 @@ typedef struct {
   float alpha;
 } LceInputGradient;
 
-// dweight[target[n]] += alpha * scale_target[n] * x[n] for all n, deterministically. IGNORE_INDEX and ELSEWHERE add
-// nothing.
+// dweight[target[n]] += alpha * scale_target[n] * x[n], deterministically; IGNORE_INDEX and ELSEWHERE add nothing.
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]
   Tensor scale_target; // fp32 [C]
@@ -459,8 +455,7 @@ typedef struct {
   float alpha;
 } AddOuter;
 
-// out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). Any dtype, 32 or 16
-// bit.
+// out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). 32 or 16 bits each.
 typedef struct {
   Tensor out;
   Tensor x;
@@ -515,9 +510,8 @@ typedef struct {
 // All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
 typedef struct {
   Tensor out;
-  Tensor x; // fp32, bf16 or int32, dense
-  bool
-      accumulate; // reduce_scatter alone: out is added to, and must not lie in x, of which slice r is then lost
+  Tensor x;        // fp32, bf16 or int32, dense
+  bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
   // It runs concurrently with the operations that follow, which must leave out and x alone until collectives_join.
   bool async;
 } Collective;
@@ -647,8 +641,7 @@ struct Backend {
   void *state;            // of the backend
 };
 
-// The reference: fp32, OpenMP, CBLAS where it was found at build time. plain_loops replaces CBLAS by
-// loops.
+// The reference: fp32, OpenMP, CBLAS where it was found at build time unless plain_loops is set.
 Backend *cpu_backend_create(bool plain_loops);
 // The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
 // device or the program was built without CUDA; *reason then says why (a literal or static text).
@@ -664,5 +657,4 @@ void backend_destroy(Backend *backend);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -273,8 +273,7 @@ static size_t planned_bytes(lce_context *context, const LinearCrossEntropy *call
   return bytes;
 }
 
-// After a failure: waits for what the call had queued on the device, so that its tensors and the stack are free again.
-// The first error stays the last one.
+// After a failure: waits until the device is done with tensors and stack. The first error stays the last one.
 static void clean_up(lce_context *context) {
   char first[sizeof last_error];
   memcpy(first, last_error, sizeof first);

@@ -7,12 +7,11 @@
 //   if (!lce || lce_linear_cross_entropy(lce, &args) || lce_synchronize(lce)) puts(lce_last_error());
 //   lce_destroy(lce);
 //
-// Memory. The caller owns every tensor. Pointers are to the context's device (a GPU's memory, or the host's
-// for "cpu"), tensors dense and row-major, each at a multiple of its elements' size. What is written (loss and
-// what follows it in lce_args) shares no memory with another tensor of the call; what is only read may. On a
-// GPU tensors are in use until the work of the call is over, on the device. What the layer needs beyond them
-// it allocates once for the largest call so far and keeps until lce_destroy; a call that needs more than all
-// before it waits for them.
+// Memory. The caller owns every tensor. Pointers are to the context's device (a GPU's memory, or the host's for
+// "cpu"), tensors dense and row-major, each at a multiple of its elements' size. What is written (loss and what
+// follows it in lce_args) shares no memory with another tensor of the call; what is only read may. On a GPU tensors
+// are in use until the work of the call is over, on the device. What the layer needs beyond them it allocates once for
+// the largest call so far and keeps until lce_destroy; a call that needs more than all before it waits for them.
 //
 // Streams. A call on CUDA is asynchronous and takes its place on the caller's stream (args.stream), as a
 // kernel launched there would: it reads what earlier work of that stream has written, later work of that
@@ -24,8 +23,7 @@
 // the thread that calls lce_linear_cross_entropy, or the call is refused. lce_create makes it that of its own
 // thread, and leaves it so.
 //
-// Errors. Functions that can fail return 0 when all went well; lce_last_error then says, in a sentence, what
-// did not.
+// Errors. Functions that can fail return 0 when all went well; otherwise lce_last_error says why in a sentence.
 // - An argument that cannot be right (a size, an address, a shape, a term) is refused before anything is read
 //   or written. So is a call whose memory cannot be had. The context is as good as before.
 // - When CUDA fails while a call gives it work, between joining the caller's stream and leaving it, the call
@@ -49,8 +47,7 @@ extern "C" {
 typedef struct lce_context lce_context;
 
 // One call. N tokens, H hidden size, V vocabulary. "fp32/bf16" is the context's dtype. NULL stands for an absent
-// tensor, and a struct of zeros for a call without any term. With z = x weight^T + bias for a token, y its
-// target:
+// tensor, and a struct of zeros for a call without any term. With z = x weight^T + bias for a token, y its target:
 //
 //   u       = c tanh(z / c)  (softcap c; none: u = z)        v = u / T  (temperature T)
 //   p       = softmax(v)                                     lse = logsumexp(v)
@@ -87,25 +84,21 @@ typedef struct {
   void *dx;       // fp32/bf16 [N, H], or NULL: forward only
   float *dweight; // [V, H], or NULL with dx
   float *dbias;   // [V]; there when bias and dx are
-  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is
-  // v[y].
+  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is v[y].
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j
   void *stream; // a cudaStream_t of the context's device; NULL is its default stream. Ignored on the CPU
 } lce_args;
 
-// A context on "cpu" (dtype "fp32"; the ordinal is ignored) or on CUDA device `ordinal`, counted from 0
-// (dtype "bf16" or "fp32"; compute capability 8.0 or later). The caller owns it, and gives it back to
-// lce_destroy. NULL when there is none. On CUDA it takes 32 MiB for GEMMs and 16 MiB of pinned host
-// memory, and waits for the device.
+// A context on "cpu" (dtype "fp32"; the ordinal is ignored) or on CUDA device `ordinal`, counted from 0 (dtype "bf16"
+// or "fp32"; compute capability 8.0 or later). The caller owns it, and gives it back to lce_destroy. NULL when there
+// is none. On CUDA it takes 32 MiB for GEMMs and 16 MiB of pinned host memory, and waits for the device.
 lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 
-// Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is
-// fine.
+// Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is fine.
 void lce_destroy(lce_context *context);
 
-// Losses and the requested outputs, and with dx and dweight the gradients, with respect to x, weight and
-// bias, of
+// Losses and the requested outputs, and with dx and dweight the gradients, with respect to x, weight and bias, of
 //
 //   scale * factor * sum_n (token_weights[n] (loss[n] + zl[n]) + entropy_weights[n] entropy[n])
 //
@@ -118,9 +111,8 @@ int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 // Returns 0, or 1 when one of them failed on the device, with lce_last_error. Needs no current device.
 int lce_synchronize(lce_context *context);
 
-// Bytes that the last call that went well held at its peak beyond the caller's tensors, without the fixed
-// workspace of GEMMs that a context on CUDA has from the start; 0 for NULL and before the first
-// such call.
+// Bytes that the last call that went well held at its peak beyond the caller's tensors, without the fixed workspace of
+// GEMMs that a context on CUDA has from the start; 0 for NULL and before the first such call.
 int64_t lce_held_bytes(const lce_context *context);
 
 // Why the calling thread's last call that failed did so, in one sentence; "" when none has. The text is the

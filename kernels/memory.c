@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/text.h"
 
@@ -31,19 +32,12 @@ static size_t bytes_of(Dtype dtype, int64_t d0, int64_t d1) {
   return wraps || bytes > COUNTABLE ? COUNTABLE : bytes;
 }
 
-static void *grow(void *array, size_t count, size_t *capacity, size_t element) {
-  if (count < *capacity) return array;
-  *capacity = *capacity ? 2 * *capacity : 64;
-  void *grown = realloc(array, *capacity * element);
-  if (!grown) fail("out of host memory for the memory ledger");
-  return grown;
-}
-
 // --- the ledger --------------------------------------------------------------------------------------------
 
 static void ledger_event(Ledger *ledger, const char *name) {
   if (!ledger->recording) return;
-  ledger->events = grow(ledger->events, ledger->event_count, &ledger->event_capacity, sizeof *ledger->events);
+  ledger->events = host_grow(ledger->events, ledger->event_count, &ledger->event_capacity,
+                             sizeof *ledger->events, "the memory ledger");
   LedgerEvent *event = &ledger->events[ledger->event_count++];
   event->name = name;
   event->step = ledger->step;
@@ -79,14 +73,6 @@ void ledger_reset_peak(Ledger *ledger) {
   ledger->stack_peak = ledger->stack;
 }
 
-void ledger_record(Ledger *ledger, bool on) {
-  ledger->recording = on;
-}
-
-void ledger_step(Ledger *ledger, int step) {
-  ledger->step = step;
-}
-
 // --- the memory --------------------------------------------------------------------------------------------
 
 Memory memory_create(const MemorySource *source) {
@@ -100,7 +86,7 @@ static void source_release(Memory *memory, void *data, size_t bytes) {
 }
 
 void memory_destroy(Memory *memory) {
-  for (size_t i = 0; i < memory->reserved_count; i++)
+  for (int64_t i = 0; i < memory->reserved_count; i++)
     source_release(memory, memory->reserved[i].data, memory->reserved[i].bytes);
   source_release(memory, memory->stack_base, memory->stack_capacity);
   free(memory->reserved);
@@ -135,23 +121,12 @@ void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, 
   void *data = (void *)(PLANNED_BASE + memory->ledger.total);
   if (!memory->planning) data = memory->source.allocate(memory->source.context, bytes);
   if (!data) out_of_memory(memory, name, bytes);
-  memory->reserved =
-      grow(memory->reserved, memory->reserved_count, &memory->reserved_capacity, sizeof *memory->reserved);
+  memory->reserved = host_grow(memory->reserved, memory->reserved_count, &memory->reserved_capacity,
+                               sizeof *memory->reserved, "the memory ledger");
   MemoryBlock *block = &memory->reserved[memory->reserved_count++];
   *block = (MemoryBlock){.name = name, .category = category, .bytes = bytes, .data = data};
   ledger_add(&memory->ledger, block, false);
   return data;
-}
-
-void memory_unreserve(Memory *memory, void *data) {
-  for (size_t i = 0; i < memory->reserved_count; i++) {
-    if (memory->reserved[i].data != data) continue;
-    ledger_remove(&memory->ledger, &memory->reserved[i], false);
-    source_release(memory, data, memory->reserved[i].bytes);
-    memory->reserved[i] = memory->reserved[--memory->reserved_count];
-    return;
-  }
-  fail("internal: memory_unreserve of an address that was not reserved");
 }
 
 void memory_set_stack(Memory *memory, size_t capacity) {
@@ -171,8 +146,8 @@ static void *push(Memory *memory, const char *name, MemoryCategory category, siz
   require_countable(memory, name, bytes);
   size_t offset = memory->ledger.stack;
   if (!memory->planning && offset + bytes > memory->stack_capacity) out_of_memory(memory, name, bytes);
-  memory->pushed =
-      grow(memory->pushed, memory->pushed_count, &memory->pushed_capacity, sizeof *memory->pushed);
+  memory->pushed = host_grow(memory->pushed, memory->pushed_count, &memory->pushed_capacity,
+                             sizeof *memory->pushed, "the memory ledger");
   MemoryBlock *block = &memory->pushed[memory->pushed_count++];
   *block = (MemoryBlock){.name = name, .category = category, .bytes = bytes};
   ledger_add(&memory->ledger, block, true);

@@ -8,8 +8,7 @@
 //
 // On a GPU kernels run behind the host, in the order of one stream. Popping returns bytes to later pushes of
 // the same stream order, so nothing has to wait.
-#ifndef LCE_KERNELS_MEMORY_H
-#define LCE_KERNELS_MEMORY_H
+#pragma once
 
 #include "kernels/tensor.h"
 
@@ -47,7 +46,7 @@ typedef struct {
 // The bytes in use after one reservation, push or pop, by category.
 typedef struct {
   const char *name; // of the block that came or went
-  int step;         // as given to ledger_step
+  int step;         // the ledger's
   double seconds;   // by the ledger's clock; 0 without one
   size_t bytes[MEMORY_CATEGORY_COUNT];
 } LedgerEvent;
@@ -58,13 +57,13 @@ typedef struct {
   size_t total, peak;                    // bytes in use now, and at most
   size_t at_peak[MEMORY_CATEGORY_COUNT]; // who held them at the peak
   size_t stack, stack_peak;              // the part of both that lies on the stack
-  // The timeline, kept only while `recording`.
+  // The timeline, kept only while `recording` is set.
   bool recording;
-  int step;
+  int step;                       // that the following events belong to
   double (*clock)(void *context); // dates the events; NULL: nothing does
   void *clock_context;
   LedgerEvent *events;
-  size_t event_count, event_capacity;
+  int64_t event_count, event_capacity;
 } Ledger;
 
 typedef struct {
@@ -81,11 +80,11 @@ typedef struct Memory {
   const char *advice; // what to do when memory runs out; NULL: the trainer's options
   Ledger ledger;
   MemoryBlock *reserved;
-  size_t reserved_count, reserved_capacity;
+  int64_t reserved_count, reserved_capacity;
   void *stack_base;
   size_t stack_capacity;
   MemoryBlock *pushed; // from the bottom of the stack up
-  size_t pushed_count, pushed_capacity;
+  int64_t pushed_count, pushed_capacity;
 } Memory;
 
 // A memory over a source, or one that only counts (source NULL). The stack has no bytes yet.
@@ -93,10 +92,9 @@ Memory memory_create(const MemorySource *source);
 // Gives everything back to the source. Tensors made from this memory are dead afterwards.
 void memory_destroy(Memory *memory);
 
-// Zeroed bytes that stay until memory_destroy or memory_unreserve. Names must outlive the memory (literals).
+// Zeroed bytes that stay until memory_destroy. Names must outlive the memory (literals).
 // When the source has no more, the program fails with a sentence that says who holds what.
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
-void memory_unreserve(Memory *memory, void *data);
 
 // Makes (or remakes) the stack; it must be empty. A plan's stack is boundless and needs no call.
 void memory_set_stack(Memory *memory, size_t capacity);
@@ -107,17 +105,13 @@ Tensor memory_push_2d(Memory *memory, const char *name, MemoryCategory category,
                       int64_t d1);
 
 // Pops everything pushed after the mark was taken.
-typedef size_t MemoryMark;
+typedef int64_t MemoryMark;
 MemoryMark memory_mark(const Memory *memory);
 void memory_pop_to(Memory *memory, MemoryMark mark);
 
 // The high-water marks (total, stack, categories) start again from what is in use now.
 void ledger_reset_peak(Ledger *ledger);
-// Starts the timeline; ledger_step says which step the following events belong to.
-void ledger_record(Ledger *ledger, bool on);
-void ledger_step(Ledger *ledger, int step);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -2,15 +2,13 @@
 // as for any backend, onto a memory that only counts, so one training step through it gives what that step would need,
 // to the byte, for a device that need not be there.
 #include <stdio.h>
-#include <stdlib.h>
 
-#include "base/fail.h"
+#include "base/alloc.h"
 #include "kernels/kernels.h"
 
 Backend *plan_backend_create(DeviceKind device, Dtype dtype) {
   static const BackendOps nothing;
-  Backend *backend = calloc(1, sizeof *backend);
-  if (!backend) fail("out of host memory for the plan");
+  Backend *backend = host_alloc(1, sizeof *backend, "the plan");
   backend->name = "plan";
   snprintf(backend->description, sizeof backend->description, "plan for %s", device_name(device));
   backend->device = device;

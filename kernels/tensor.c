@@ -27,10 +27,6 @@ Tensor tensor_2d(void *data, Dtype dtype, int64_t d0, int64_t d1) {
   return (Tensor){.data = data, .dtype = dtype, .rank = 2, .shape = {d0, d1}, .stride = d1};
 }
 
-Tensor tensor_3d(void *data, Dtype dtype, int64_t d0, int64_t d1, int64_t d2) {
-  return (Tensor){.data = data, .dtype = dtype, .rank = 3, .shape = {d0, d1, d2}, .stride = d2};
-}
-
 int64_t tensor_count(Tensor t) {
   int64_t count = t.rank > 0;
   for (int i = 0; i < t.rank; i++) count *= t.shape[i];
@@ -46,20 +42,14 @@ bool tensor_is_dense(Tensor t) {
 }
 
 bool tensor_same_shape(Tensor a, Tensor b) {
-  if (a.rank != b.rank) return false;
-  for (int i = 0; i < a.rank; i++)
-    if (a.shape[i] != b.shape[i]) return false;
-  return true;
+  return a.rank == b.rank && a.shape[0] == b.shape[0] && (a.rank == 1 || a.shape[1] == b.shape[1]);
 }
 
 Tensor tensor_rows(Tensor t, int64_t first, int64_t count) {
-  int64_t rows_per_slice = 1;
-  for (int i = 1; i + 1 < t.rank; i++) rows_per_slice *= t.shape[i];
-  int64_t step = t.rank == 1 ? 1 : rows_per_slice * t.stride;
   if (first < 0 || count < 0 || first + count > t.shape[0])
     fail("rows %lld to %lld lie outside of %s", (long long)first, (long long)(first + count),
          tensor_text(t).text);
-  t.data = address_plus(t.data, first * step, t.dtype);
+  t.data = address_plus(t.data, first * (t.rank == 1 ? 1 : t.stride), t.dtype);
   t.shape[0] = count;
   if (t.rank == 1) t.stride = count;
   return t;
@@ -93,11 +83,8 @@ TensorText tensor_text(Tensor t) {
     strcpy(out.text, "absent");
     return out;
   }
-  int length = snprintf(out.text, sizeof out.text, "%s [", dtype_name(t.dtype));
-  for (int i = 0; i < t.rank; i++)
-    length += snprintf(out.text + length, sizeof out.text - (size_t)length, i ? ", %lld" : "%lld",
-                       (long long)t.shape[i]);
-  snprintf(out.text + length, sizeof out.text - (size_t)length, "]");
+  snprintf(out.text, sizeof out.text, t.rank == 1 ? "%s [%lld]" : "%s [%lld, %lld]", dtype_name(t.dtype),
+           (long long)t.shape[0], (long long)t.shape[1]);
   return out;
 }
 

@@ -1,6 +1,5 @@
 // A tensor is a small value: where the elements lie, their type and shape. It owns nothing.
-#ifndef LCE_KERNELS_TENSOR_H
-#define LCE_KERNELS_TENSOR_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -15,8 +14,8 @@ typedef enum { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_I64, DTYPE_COUNT } Dtype;
 typedef struct Tensor {
   void *data;       // address of element [0, ..., 0] in the backend's memory; NULL means "no such tensor"
   Dtype dtype;      // of every element
-  int rank;         // 1 to 4
-  int64_t shape[4]; // the last axis is a row, contiguous in memory
+  int rank;         // 1 or 2; 0 of an absent tensor
+  int64_t shape[2]; // the last axis is a row, contiguous in memory
   int64_t stride;   // elements from the start of one row to the start of the next; the row length when dense
 } Tensor;
 
@@ -26,7 +25,6 @@ const char *dtype_name(Dtype dtype);
 // Dense tensors over memory that the caller owns. Dimensions of 0 are allowed (an empty tensor).
 Tensor tensor_1d(void *data, Dtype dtype, int64_t d0);
 Tensor tensor_2d(void *data, Dtype dtype, int64_t d0, int64_t d1);
-Tensor tensor_3d(void *data, Dtype dtype, int64_t d0, int64_t d1, int64_t d2);
 
 static inline bool tensor_exists(Tensor t) {
   return t.data != NULL;
@@ -55,5 +53,4 @@ float bf16_to_f32(uint16_t bits);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -100,8 +100,7 @@ void model_config_check(const ModelConfig *c) {
            (long long)sizes[i].value, INT32_MAX);
   if (c->num_attention_heads % c->num_key_value_heads)
     fail("%lld attention heads cannot share %lld key/value heads evenly; choose --num-key-value-heads that "
-         "divides "
-         "--num-attention-heads",
+         "divides --num-attention-heads",
          (long long)c->num_attention_heads, (long long)c->num_key_value_heads);
   if (c->family == FAMILY_GPT2 && c->num_key_value_heads != c->num_attention_heads)
     fail("GPT-2 has as many key/value heads as attention heads, not %lld and %lld; grouped heads are Llama's",
@@ -119,7 +118,6 @@ void model_config_check(const ModelConfig *c) {
                    h * (2 * (double)c->vocab_size + (double)c->max_position_embeddings);
   if (weights > max)
     fail("a model of %.1e weights is beyond anything this program counts (%.0e); lower --num-layers, --vocab "
-         "or the "
-         "widths",
+         "or the widths",
          weights, max);
 }

@@ -1,6 +1,5 @@
 // The choices and sizes by which GPT-2 and Llama differ, with Hugging Face's names.
-#ifndef LCE_MODEL_CONFIG_H
-#define LCE_MODEL_CONFIG_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -43,9 +42,8 @@ typedef struct {
   double initializer_range; // standard deviation of the initial weights
 } ModelConfig;
 
-// The published shapes; fails with the list of names when there is none called `name`. A preset's learning
-// rate is its paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024), the tiny ones'
-// chosen here.
+// The published shapes; fails with the list of names when there is none called `name`. A preset's learning rate is its
+// paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024), the tiny ones' chosen here.
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
@@ -53,5 +51,3 @@ const char *model_preset_names(void);                     // "gpt2-tiny, gpt2-12
 
 // Fails with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head, ...).
 void model_config_check(const ModelConfig *config);
-
-#endif

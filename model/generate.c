@@ -29,8 +29,7 @@ static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t
   }
 }
 
-// Pops the likeliest tokens until there are `max` or they weigh `enough`; they end up at the array's end, the first
-// one last. Returns how many.
+// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`. Returns how many.
 static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t max, double enough,
                              const double *weights) {
   for (int64_t i = count / 2; i-- > 0;) sift_down(logits, heap, count, i);
@@ -108,8 +107,8 @@ static void pass(const Text *text, const int32_t *tokens, int64_t past, int64_t 
   bool predicts = row < length;
   int32_t wanted = (int32_t)row;
   if (predicts && tokens) backend_to_device(text->backend, text->row, &wanted);
-  transformer_continue(text->backend, text->model, &batch, &text->cache, past,
-                       predicts ? text->row : (Tensor){0}, predicts ? text->logits : (Tensor){0});
+  transformer_logits(text->backend, text->model, &batch, &text->cache, past,
+                     predicts ? text->row : (Tensor){0}, predicts ? text->logits : (Tensor){0});
 }
 
 // Makes text->logits those of the token after tokens[0..have). After them lie `piece` more that no token attends to.

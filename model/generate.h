@@ -1,7 +1,5 @@
-// Text from a model, one token after the other. The keys and values of the tokens so far are cached, so a new
-// token costs one token's arithmetic.
-#ifndef LCE_MODEL_GENERATE_H
-#define LCE_MODEL_GENERATE_H
+// Text from a model. Keys and values are cached, so that a new token costs one token's arithmetic.
+#pragma once
 
 #include "model/transformer.h"
 
@@ -36,5 +34,3 @@ typedef struct {
 // While the text is within the window each new token is one pass of one token. Beyond it every token has a
 // new set of positions, so each costs a pass over the window.
 int32_t *generate(Backend *backend, Model *model, const Generation *generation, int64_t *count);
-
-#endif

@@ -19,8 +19,7 @@ typedef struct {
   const char *name;
 } Part;
 
-// A weight of the model and what each family calls it; where it is made of several tensors these are in the order of
-// packing. It has a bias where the configuration says so.
+// A weight and the tensors it packs, in order, by the names of each family. A bias follows the configuration.
 typedef struct {
   size_t place; // of a Param (TABLE) or an Affine in Model or Layer
   int kind;

@@ -1,6 +1,5 @@
 // A model: its configuration, its weights, and the layers as operations see them.
-#ifndef LCE_MODEL_MODEL_H
-#define LCE_MODEL_MODEL_H
+#pragma once
 
 #include "kernels/linear_cross_entropy.h"
 #include "model/config.h"
@@ -42,21 +41,17 @@ void model_create(Model *model, const ModelConfig *config, Backend *backend, Par
 Tensor model_head_shard(const Model *model);
 void model_destroy(Model *model);
 
-// Evaluation and text need the whole head: where its weights are split this gathers them on the backend's stack, until
-// model_drop_head. Call both on all ranks.
+// For evaluation and text: gathers a split head on the stack, until model_drop_head. Call both on all ranks.
 MemoryMark model_gather_head(Model *model, Backend *backend);
 void model_drop_head(Model *model, Backend *backend, MemoryMark mark);
 
 int64_t model_parameter_count(const ModelConfig *config);
 
-// Floating-point operations of one training step per token: 6 for each weight of a GEMM (2 forward,
-// 4 backward) and 6 L T Q D for causal attention. The embedding look-up, norms and the optimizer are not
-// counted.
+// Floating-point operations of one training step per token: 6 for each weight of a GEMM (2 forward, 4 backward) and
+// 6 L T Q D for causal attention. Embedding, norms and optimizer are not counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
 // inv_freq[i] = theta^(-2i/D) for i < D/2, scaled as Llama 3.1 does (Grattafiori et al. 2024; transformers'
 // _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn `factor` times slower, those under
 // original/high_freq_factor as before, with a linear blend between the two.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);
-
-#endif

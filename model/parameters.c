@@ -28,24 +28,19 @@ int64_t parameters_local_head(const Parameters *p, int64_t vocab_size, int64_t *
     fail("a vocabulary of %lld, in parts of %lld, cannot be split over %d ranks; leave out --vocab-parallel",
          (long long)vocab_size, (long long)rows, p->spread.parts);
   *first = p->spread.part * rows;
-  return rows < vocab_size - *first ? rows : vocab_size - *first;
+  return min_i64(rows, vocab_size - *first);
 }
 
-// Views start aligned in every dtype, and so do their slices; padding always stays zero, since no gradient
-// reaches it.
+// Views start aligned in every dtype, and so do their slices; no gradient reaches the padding, which stays zero.
 static int64_t alignment(const Parameters *parameters) {
   return MEMORY_ALIGNMENT / 2 * parameters->spread.parts;
-}
-
-static int64_t rounded_up(int64_t count, int64_t multiple) {
-  return (count + multiple - 1) / multiple * multiple;
 }
 
 // Whole rows for every part, of which each begins aligned.
 static void split_head(Parameters *p, int64_t vocab_size, int64_t hidden_size) {
   int64_t step = 1, unit = MEMORY_ALIGNMENT / 2;
   while (step * hidden_size % unit) step++;
-  p->spread.head_rows = rounded_up((vocab_size + p->spread.parts - 1) / p->spread.parts, step);
+  p->spread.head_rows = round_up(ceil_div(vocab_size, p->spread.parts), step);
   p->group_elements[GROUP_HEAD] = p->spread.parts * p->spread.head_rows * hidden_size;
 }
 
@@ -59,7 +54,7 @@ void parameters_add(Parameters *p, Param *view, const Parameter *tensors, int co
     added->offset = *end;
     *end += parameter_elements(added);
   }
-  *end = rounded_up(*end, alignment(p));
+  *end = round_up(*end, alignment(p));
   if (tensors->group == GROUP_HEAD && p->spread.split_head)
     split_head(p, tensors->shape[0], tensors->shape[1]);
 }
@@ -86,7 +81,7 @@ static void reserve_role(Memory *memory, const char *name, MemoryCategory catego
 
 // At zero 2 buckets end where layers do: a layer is cut into as many equal ones as make about the usual size.
 static int64_t bucket_of_layer(const Parameters *p, int64_t usual) {
-  int64_t units = p->spread.layer / alignment(p), pieces = (p->spread.layer + usual - 1) / usual;
+  int64_t units = p->spread.layer / alignment(p), pieces = ceil_div(p->spread.layer, usual);
   while (pieces < units && units % pieces) pieces++;
   return p->spread.layer / pieces;
 }
@@ -164,15 +159,10 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     reserve_role(memory, "second moments", MEMORY_MOMENTS, shard, moment, parameters->v);
   }
 
-  bool whole = parameters->spread.parts == 1;
   for (int64_t i = 0; i < parameters->count; i++) {
     Parameter *p = &parameters->items[i];
     p->value = value_view(parameters, p, p->shape);
     p->grad = gradient_view(parameters, p, p->shape);
-    if (!whole) continue;
-    p->m = slice(parameters->m[p->group], p->offset, p->rank, p->shape);
-    p->v = slice(parameters->v[p->group], p->offset, p->rank, p->shape);
-    p->master = slice(parameters->master[p->group], p->offset, p->rank, p->shape);
   }
   for (int64_t i = 0; i < parameters->count;) {
     const Parameter *first = &parameters->items[i];

@@ -3,8 +3,7 @@
 // The tensors of one role (weights, gradients, moments, ...) lie in one slab, in three groups, each of which the
 // optimizer updates in one pass. Tensors that a GEMM reads as one (q, k and v; gate and up) lie one after the other:
 // a Param spans them all, and the table names each, as a slice.
-#ifndef LCE_MODEL_PARAMETERS_H
-#define LCE_MODEL_PARAMETERS_H
+#pragma once
 
 #include "kernels/kernels.h"
 
@@ -30,11 +29,10 @@ typedef struct {
   int rank;
   int64_t shape[2]; // rank 1: [0] alone
   InitKind init;
-  double stddev;       // of INIT_NORMAL
-  Param *view;         // spans this tensor and its neighbours of the same view
-  int64_t offset;      // elements, within its group
-  Tensor value, grad;  // the local rows of a split head
-  Tensor m, v, master; // absent where they are spread; master, fp32, also where value is the only copy
+  double stddev;      // of INIT_NORMAL
+  Param *view;        // spans this tensor and its neighbours of the same view
+  int64_t offset;     // elements, within its group
+  Tensor value, grad; // the local rows of a split head
 } Parameter;
 
 typedef struct {
@@ -90,8 +88,7 @@ int64_t parameters_turn(const Parameters *parameters, int64_t element);
 // First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank count.
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
 
-// Writes elements to a flat tensor of the backend: unchanged where `dtype` is the tensor's, else fp32 rounded to
-// bf16 by way of `rounded`, a buffer for as many.
+// Writes elements to a flat tensor: of its `dtype`, or fp32 rounded to bf16 by way of `rounded`, a buffer for as many.
 void parameters_upload(Backend *backend, Tensor to, const void *elements, Dtype dtype, uint16_t *rounded);
 
 int64_t parameter_elements(const Parameter *parameter); // of the whole, however it is spread
@@ -100,5 +97,3 @@ int64_t parameter_elements(const Parameter *parameter); // of the whole, however
 Parameter *parameters_find(Parameters *parameters, const char *name);
 
 void parameters_free(Parameters *parameters);
-
-#endif

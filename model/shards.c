@@ -5,7 +5,7 @@ Bucket shards_bucket(const Parameters *p, ParameterGroup group, int64_t end) {
   return (Bucket){end - count, count};
 }
 
-Tensor shards_slice_of_whole(const Parameters *p, Tensor group, Bucket b) {
+static Tensor slice_of_whole(const Parameters *p, Tensor group, Bucket b) {
   int64_t slice = b.count / p->spread.parts;
   return tensor_exists(group) ? tensor_rows(group, b.first + p->spread.part * slice, slice) : group;
 }
@@ -29,13 +29,13 @@ bool shards_weights_are_whole(const Parameters *p, ParameterGroup group) {
 }
 
 Tensor shards_weights(const Parameters *p, ParameterGroup group, Bucket b) {
-  return shards_weights_are_whole(p, group) ? shards_slice_of_whole(p, p->value[group], b) : p->value[group];
+  return shards_weights_are_whole(p, group) ? slice_of_whole(p, p->value[group], b) : p->value[group];
 }
 
 Tensor shards_reduced_grads(const Parameters *p, ParameterGroup group, Bucket b) {
   if (group == GROUP_HEAD && p->spread.split_head) return p->grad[GROUP_HEAD];
   if (tensor_exists(p->grad_shard[group])) return shards_slice_of_shard(p, p->grad_shard[group], b);
-  return shards_slice_of_whole(p, p->grad[group], b);
+  return slice_of_whole(p, p->grad[group], b);
 }
 
 // --- elements to and from the host -------------------------------------------------------------------------
@@ -73,8 +73,7 @@ static Tensor push_bucket(Backend *backend, Dtype dtype, int64_t count) {
   return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype, count);
 }
 
-// A split head, whose one bucket is too large to gather. Every rank contributes the elements at the same offset of
-// its slice; those of the owner are used.
+// A split head's one bucket is too large to gather: every rank contributes its slice's elements at the same offset.
 static void read_head(const Parameters *p, Backend *backend, Tensor shard, int64_t begin, int64_t stop,
                       char *host) {
   int64_t slice = tensor_count(shard), width = (int64_t)dtype_bytes(shard.dtype), count;

@@ -1,10 +1,8 @@
-// Which parameters are sharded over the ranks, and how elements get into shards and out of them (ZeRO;
-// Rajbhandari et al. 2020).
+// Which parameters are sharded over the ranks, and the way in and out of shards (ZeRO; Rajbhandari et al. 2020).
 //
-// A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many
-// equal slices as there are ranks. A rank owns its slice of every bucket: there it has the reduced gradients,
-// master weights and moments, and updates weights. A rank's slices lie one after the other in its shards,
-// bucket by bucket.
+// A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many equal slices
+// as there are ranks. A rank owns its slice of every bucket: there it has the reduced gradients, master weights and
+// moments, and updates weights. A rank's slices lie one after the other in its shards, bucket by bucket.
 //
 //   zero 0   nothing is sharded: every rank holds and updates everything
 //   zero 1   master weights and moments are; gradients are whole, and reduced in the rank's slices of them
@@ -12,17 +10,14 @@
 //            them), of norms and biases, and of two layers, a double buffer: one layer's are reduce-scattered
 //            into the shards while the next layer's are computed
 //
-// Where the head is split (--vocab-parallel; kernels/linear_cross_entropy.h) its group is one bucket, whose
-// slices are whole rows, and a rank computes its rows' gradients from the tokens of all ranks: there is
-// nothing to reduce. Its weights are sharded as well, unless they are the embedding's, which every rank reads
-// for its tokens.
-#ifndef LCE_MODEL_SHARDS_H
-#define LCE_MODEL_SHARDS_H
+// Where the head is split (--vocab-parallel; kernels/linear_cross_entropy.h) its group is one bucket, whose slices are
+// whole rows, and a rank computes its rows' gradients from the tokens of all ranks: there is nothing to reduce. Its
+// weights are sharded as well, unless they are the embedding's, which every rank reads for its tokens.
+#pragma once
 
 #include "model/parameters.h"
 
-// Buckets are about this large: large enough for the links' full speed, and small enough that the last of a
-// step, which nothing hides, takes little time.
+// A bucket's: enough for the links' full speed, and few enough that the step's last, which nothing hides, is short.
 enum { BUCKET_BYTES = 32 << 20 };
 
 typedef struct {
@@ -32,9 +27,7 @@ typedef struct {
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
 Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t end);
 
-// The rank's slice of a bucket: of a whole group, and where it lies in a shard of one. Absent tensors stay
-// absent.
-Tensor shards_slice_of_whole(const Parameters *parameters, Tensor group, Bucket bucket);
+// Where the rank's slice of a bucket lies in a shard of a group. An absent tensor stays absent.
 Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket bucket);
 
 // This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.
@@ -59,5 +52,3 @@ void shards_read(const Parameters *parameters, Backend *backend, const Tensor *r
 
 // Pushes and pops what shards_read needs at most, for a plan.
 void shards_plan_read(const Parameters *parameters, Backend *backend);
-
-#endif

@@ -2,10 +2,9 @@
 //
 // The residual stream r starts as the embedding and passes L layers:
 //     m   = r + attention(norm1(r)) W_out          r' = m + mlp(norm2(m))
-// The additions happen in the matmuls before them (LinearForward.residual), so a layer writes two [N, H]
-// tensors and no sum is a kernel of its own. Then: final norm, and linear_cross_entropy, which also returns
-// the gradient of its input. The backward pass carries one gradient of the stream, dr, through the layers and
-// adds to it in place.
+// The additions happen in the matmuls before them (LinearForward.residual), so a layer writes two [N, H] tensors and
+// no sum is a kernel of its own. Then: final norm, and linear_cross_entropy, which also returns the gradient of its
+// input. The backward pass carries one gradient of the stream, dr, through the layers and adds to it in place.
 //
 // On the stack, from the bottom up: dr, then per layer what forward keeps for backward. Each layer pushes its
 // output first, then what RECOMPUTE_LAYER drops, then what RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to
@@ -259,8 +258,7 @@ static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
     gelu_forward(p->backend, (GeluForward){.out = s->activation, .x = s->pre_activation});
 }
 
-// dr: in, the gradient of the layer's output; out, that of its middle. Gradients replace what they are of as
-// soon as that is not needed any more.
+// dr: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed any more.
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
   bool gated = p->model->config.gated_mlp;
   Tensor dactivation = s->activation, dpre = gated ? s->pre_activation : dactivation, dnorm2 = s->norm2.out;
@@ -451,25 +449,6 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
   memory_pop_to(&backend->memory, bottom);
 }
 
-static void logits_of_rows(Pass *p, Tensor rows, Tensor logits) {
-  Backend *backend = p->backend;
-  MemoryMark bottom = memory_mark(&backend->memory);
-  Tensor stream = forward_only(p);
-  if (tensor_exists(logits)) {
-    Norm norm = final_norm(p, stream);
-    Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
-                                   backend->dtype, rows.shape[0], p->model->config.hidden_size);
-    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
-    linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = p->model->head.value});
-  }
-  memory_pop_to(&backend->memory, bottom);
-}
-
-void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits) {
-  Pass p = pass_begin(backend, model, batch);
-  logits_of_rows(&p, rows, logits);
-}
-
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64_t batch, int64_t capacity) {
   int64_t rows = 2 * c->num_hidden_layers * batch * c->num_key_value_heads;
   return (KeyValueCache){.batch = batch,
@@ -478,14 +457,23 @@ KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64
                                                 backend->dtype, rows, capacity * c->head_dim)};
 }
 
-void transformer_continue(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
-                          int64_t past, Tensor rows, Tensor logits) {
-  if (batch->batch != cache->batch || past < 0 || past + batch->seq_len > cache->capacity)
+void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
+                        int64_t past, Tensor rows, Tensor logits) {
+  if (cache && (batch->batch != cache->batch || past < 0 || past + batch->seq_len > cache->capacity))
     fail("%lld sequences of %lld tokens after %lld do not fit into a cache for %lld of %lld",
          (long long)batch->batch, (long long)batch->seq_len, (long long)past, (long long)cache->batch,
          (long long)cache->capacity);
   Pass p = pass_begin(backend, model, batch);
   p.cache = cache;
   p.past = past;
-  logits_of_rows(&p, rows, logits);
+  MemoryMark bottom = memory_mark(&backend->memory);
+  Tensor stream = forward_only(&p);
+  if (tensor_exists(logits)) {
+    Norm norm = final_norm(&p, stream);
+    Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
+                                   backend->dtype, rows.shape[0], model->config.hidden_size);
+    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
+    linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = model->head.value});
+  }
+  memory_pop_to(&backend->memory, bottom);
 }

@@ -1,6 +1,5 @@
 // Forward and backward pass of a transformer, for GPT-2 and Llama alike.
-#ifndef LCE_MODEL_TRANSFORMER_H
-#define LCE_MODEL_TRANSFORMER_H
+#pragma once
 
 #include "kernels/linear_cross_entropy.h"
 #include "model/model.h"
@@ -61,8 +60,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss);
 
-// The keys and values of the tokens that a text has so far, of every layer: what the next token's attention
-// reads, so that no token is computed twice.
+// The keys and values of a text's tokens so far, of every layer: what the next token's attention reads.
 typedef struct {
   int64_t batch, capacity; // B sequences of up to P tokens
   Tensor data;             // fp32/bf16 [2 L B K, P D]: layer by layer the keys, then the values
@@ -72,12 +70,8 @@ typedef struct {
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, int64_t batch,
                                    int64_t capacity);
 
-// The batch's tokens follow `past` others in the cache and are added to it. Then the logits, as
-// transformer_logits computes them; rows and logits may be absent together, to fill the cache alone.
-void transformer_continue(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
-                          int64_t past, Tensor rows, Tensor logits);
-
-// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling.
-void transformer_logits(Backend *backend, Model *model, const Batch *batch, Tensor rows, Tensor logits);
-
-#endif
+// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling. With a cache the
+// batch's tokens follow `past` others in it and are added to it; rows and logits may then be absent together, to
+// fill the cache alone. Without one (NULL) past is 0.
+void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
+                        int64_t past, Tensor rows, Tensor logits);

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "base/alloc.h"
 #include "base/random.h"
 #include "kernels/cuda/attention.h"
 #include "kernels/kernels.h"
@@ -64,8 +65,7 @@ static Tensor random_tensor(Backend *backend, const char *name, int64_t rows, in
                             uint64_t stream) {
   Tensor t = memory_push_2d(&backend->memory, name, MEMORY_ACTIVATIONS, DTYPE_BF16, rows, columns);
   int64_t count = rows * columns, drawn = 1 << 20;
-  uint16_t *values = malloc((size_t)count * sizeof *values);
-  if (!values) return t;
+  uint16_t *values = host_alloc(count, sizeof *values, name);
   for (int64_t i = 0; i < count; i++)
     values[i] = i < drawn ? bf16_from_f32((float)random_normal(1, stream, (uint64_t)i))
                           : values[i - drawn + i / drawn % 7];

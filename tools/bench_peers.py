@@ -27,7 +27,6 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import peers  # noqa: E402
 import peers_z_loss  # noqa: E402
 
-WARM_UP = 0.7  # seconds
 CHUNKS = (4096, 2048, 1024)
 SHAPES = "4096x4096x128256,16384x2048x131072,8192x2304x256000,32768x4096x128256"
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
@@ -59,46 +58,26 @@ def functions(device, library):
 def bench_shape(device, shape, options, library):
     """The plain GEMMs' milliseconds (None: nothing was timed), and a row for every peer."""
     tensors = x, w, y = peers.problem(device, shape)
-    reference = None if options.no_errors else peers.reference(x, w, y)
-    rows, works = [], []
+    reference, gemms = None if options.no_errors else peers.reference(x, w, y), None
 
-    def forget():
-        x.grad = w.grad = None
+    def first(name, make):
+        run = make()
+        for _ in range(2):
+            run(*tensors)
+        found = peers.measured(device, run, tensors, reference)
+        if name.startswith("lce.c"):
+            found["held_bytes"] = library.held()
+        return found, lambda: peers.seconds(device, lambda: run(*tensors))
 
-    for name, make in functions(device, library):
-        if any(name.startswith(start) for start in options.without):
-            continue
-        rows.append(dict(what=name))
-        try:
-            run = make()
-            for _ in range(2):
-                run(*tensors)
-            forget()
-            rows[-1].update(peers.measured(device, run, tensors, reference))
-            if name.startswith("lce.c"):
-                rows[-1]["held_bytes"] = library.held()
-            works.append((rows[-1], run))
-        except Exception as error:  # a peer's failure is a row, whatever it is
-            rows[-1]["why"] = peers.reason_of(error)
-        forget()
-        peers.reset_peak(device)
-    del reference
-    gemms, gemm_times = peers.Gemms(x, w), []
-    gemms.both()
+    def makers():
+        nonlocal reference, gemms
+        for name, make in functions(device, library):
+            if not name.startswith(tuple(options.without)):
+                yield name, lambda: first(name, make)
+        reference, gemms = None, peers.gemms(x, w)  # freed, and there, before the timing
 
-    def pair(run):
-        times = peers.seconds(device, gemms.both), peers.seconds(device, lambda: run(*tensors))
-        forget()
-        return times
-
-    for row, run in works:
-        left = WARM_UP if device == "cuda" else 0
-        while left > 0:
-            left -= sum(pair(run))
-        times = [pair(run) for _ in range(options.rounds)]
-        gemm_times += [gemm for gemm, _ in times]
-        row.update(ms=1e3 * statistics.median(seconds for _, seconds in times),
-                   ratio=statistics.median(seconds / gemm for gemm, seconds in times))
+    rows, gemm_times = peers.compare(device, makers(), lambda: peers.seconds(device, lambda: [gemm() for gemm in gemms]),
+                                     options.rounds)
     return 1e3 * statistics.median(gemm_times) if gemm_times else None, rows
 
 
@@ -148,9 +127,8 @@ def main():
         peers.show("N {}, H {}, V {}".format(*shape) + (f": the plain GEMMs take {gemms_ms:.2f} ms" if gemms_ms else ""),
                    ("peer", "ms", "over the GEMMs", "holds", *peers.ERROR_COLUMNS), rows,
                    lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
-                                peers.size_cell(row["held_bytes"], "MiB", 2**20, 0), *peers.error_cells(row)])
-        for row in rows:
-            log(event="peer", shape=shape, gemms_ms=gemms_ms, **row)
+                                peers.size_cell(row["held_bytes"], "MiB", 2**20, 0), *peers.error_cells(row)],
+                   log, event="peer", shape=shape, gemms_ms=gemms_ms)
 
 
 if __name__ == "__main__":

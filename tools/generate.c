@@ -84,15 +84,6 @@ static char *read_all(FILE *file) {
   return text;
 }
 
-static char *bytes_of(const Tokenizer *t, const int32_t *tokens, int64_t count, int64_t *length) {
-  if (t) return tokenizer_decode(t, tokens, count, length);
-  char *bytes = host_alloc(count + 1, 1, "a text");
-  *length = 0;
-  for (int64_t i = 0; i < count; i++)
-    if (tokens[i] < 256) bytes[(*length)++] = (char)tokens[i];
-  return bytes;
-}
-
 // A token may end within a character: its bytes wait until the rest has come. On a terminal the text is shown
 // as byte_decode makes it safe; elsewhere the bytes go out as they are.
 typedef struct {
@@ -113,31 +104,33 @@ static int64_t unfinished(const char *bytes, int64_t length) {
 }
 
 static void put(const char *bytes, int64_t length) {
-  int32_t *tokens = host_alloc(length + 1, sizeof *tokens, "a text");
-  byte_encode(bytes, length, tokens);
-  char *shown = byte_decode(tokens, length);
-  if (isatty(STDOUT_FILENO))
+  if (isatty(STDOUT_FILENO)) {
+    int32_t *tokens = host_alloc(length + 1, sizeof *tokens, "a text");
+    byte_encode(bytes, length, tokens);
+    char *shown = byte_decode(tokens, length);
     fputs(shown, stdout);
-  else
+    free(shown);
+    free(tokens);
+  } else {
     fwrite(bytes, 1, (size_t)length, stdout);
+  }
   fflush(stdout);
-  free(shown);
-  free(tokens);
 }
 
 static void print_token(void *context, int32_t token) {
   Printer *p = context;
-  int64_t length;
-  char *bytes = bytes_of(p->tokenizer, &token, 1, &length),
+  int64_t length = token < 256; // without a tokenizer a byte is a token, and there are others
+  char byte = (char)token,
+       *decoded = p->tokenizer ? tokenizer_decode(p->tokenizer, &token, 1, &length) : NULL,
        *all = host_alloc(length + p->waits + 1, 1, "a token");
   memcpy(all, p->waiting, (size_t)p->waits);
-  memcpy(all + p->waits, bytes, (size_t)length);
+  memcpy(all + p->waits, decoded ? decoded : &byte, (size_t)length);
   length += p->waits;
   p->waits = unfinished(all, length);
   memcpy(p->waiting, all + length - p->waits, (size_t)p->waits);
   put(all, length - p->waits);
   free(all);
-  free(bytes);
+  free(decoded);
 }
 
 // --- the model ---------------------------------------------------------------------------------------------

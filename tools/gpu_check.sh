@@ -58,20 +58,29 @@ if wants tests; then
 fi
 
 if wants sanitizer; then
+  # Small shapes, which leave the GPU room for all of them at once.
+  export LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0
   for program in test_cuda test_cuda_losses test_cuda_attention test_loss_terms test_tile_sampling; do
-    LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 run "$program-memcheck" 200 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/kernels/$program" &&
-      row "$program under memcheck" "$(grep 'ERROR SUMMARY' "$OUT/$program-memcheck.log" | tail -n 1 | sed 's/=* *//')"
+    timeout --kill-after=10 300 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/kernels/$program" >"$OUT/$program-memcheck.log" 2>&1 &
   done
   # racecheck does not support mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
   # are left out here, and to the comparisons with the CPU; cuBLASLt's (nvjet) are reported and counted apart.
   for program in test_cuda test_cuda_losses; do
-    log="$OUT/$program-racecheck.log"
-    LCE_HOPPER=0 LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0 timeout --kill-after=10 240 compute-sanitizer --tool racecheck "build/release/tests/kernels/$program" >"$log" 2>&1
+    LCE_HOPPER=0 timeout --kill-after=10 300 compute-sanitizer --tool racecheck "build/release/tests/kernels/$program" >"$OUT/$program-racecheck.log" 2>&1 &
+  done
+  wait
+  unset LCE_SMALL_SHAPES LCE_MATMUL_TUNE
+  for log in "$OUT"/*-memcheck.log; do
+    summary=$(grep 'ERROR SUMMARY' "$log" | tail -n 1 | sed 's/=* *//')
+    [ "$summary" = "ERROR SUMMARY: 0 errors" ] && grep -q '^\[  PASSED' "$log" && ! grep -q '^\[  FAILED' "$log" || failed=1
+    row "$(basename "$log" -memcheck.log) under memcheck" "${summary:-did not end}"
+  done
+  for log in "$OUT"/*-racecheck.log; do
     passed=$(grep -c '^\[  PASSED' "$log")
     all=$(grep -c 'Race reported' "$log")
     ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
     [ "$passed" = 2 ] && [ "$ours" = 0 ] || failed=1
-    row "$program under racecheck" "$passed of 2 dtypes ran; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
+    row "$(basename "$log" -racecheck.log) under racecheck" "$passed of 2 dtypes ran; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
   done
 fi
 

@@ -16,13 +16,12 @@
 #include "base/option_rows.h"
 #include "base/system.h"
 #include "base/text.h"
-#include "kernels/linear_cross_entropy.h"
-#include "tools/curves/accuracy.h"
+#include "tools/curves/layer.h"
 #include "tools/ladder/ladder.h"
+#include "tools/measure.h"
 #include "tools/plot/chart.h"
-#include "trainer/speed.h"
 
-enum { MAX_ROUNDS = 99, SEED = 1 };
+enum { SEED = 1 };
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, chunk, repeat;
@@ -30,7 +29,7 @@ typedef struct {
 } Settings;
 
 typedef struct {
-  double seconds, ratio;
+  Medians time; // against the three plain GEMMs
   size_t bytes;
   Errors errors;
 } Result;
@@ -43,7 +42,7 @@ static const Option options[] = {
     {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("32768"), HELP("Vocabulary")},
     {WHOLE("chunk", "C", chunk, 1, INT32_MAX), DEFAULT("128"), HELP("Tokens per chunk")},
     {TEXT("device", "NAME", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run: cpu or cuda")},
-    {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("5"), HELP("Rounds, of which the median counts")},
+    {WHOLE("repeat", "R", repeat, 1, MEASURE_MAX_ROUNDS), DEFAULT("5"), HELP("Rounds, of which the median counts")},
     {TEXT("csv", "FILE", csv), HELP("Write the table as CSV, too")},
     {TEXT("plot", "FILE", plot), HELP("Draw time and memory as PNG")},
     {.type = OPTION_END}};
@@ -54,18 +53,6 @@ static const OptionTable table = {options,
 
 // --- measuring ---------------------------------------------------------------------------------------------
 
-static Ladder call_of(const Settings *o, const LceTensors *layer) {
-  return (Ladder){.backend = layer->backend,
-                  .loss = layer->loss,
-                  .dx = layer->dx,
-                  .dweight = layer->dweight,
-                  .x = layer->x,
-                  .weight = layer->weight,
-                  .targets = layer->targets,
-                  .chunk = o->chunk,
-                  .scale = 1.0f / (float)o->tokens};
-}
-
 // With one CPU thread the process's own time, which other programs on the machine disturb less.
 static double clock_seconds(const Settings *o) {
   struct timespec t;
@@ -74,46 +61,43 @@ static double clock_seconds(const Settings *o) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+typedef struct {
+  const Settings *settings;
+  LceTensors layer;
+} Bench;
+
 // Seconds of a rung; rung 0 is the three plain GEMMs.
-static double seconds(const Settings *o, const LceTensors *layer, int rung) {
-  backend_synchronize(layer->backend);
+static double seconds(void *bench, int rung) {
+  const Bench *b = bench;
+  const Settings *o = b->settings;
+  backend_synchronize(b->layer.backend);
   double start = clock_seconds(o);
   if (rung)
-    ladder_run(rung, call_of(o, layer));
+    ladder_run(b->layer.backend, rung, layer_call(&b->layer, LCE_FUSED, o->chunk));
   else
-    layer_gemms(layer, o->tokens);
-  backend_synchronize(layer->backend);
+    layer_gemms(&b->layer, o->tokens);
+  backend_synchronize(b->layer.backend);
   return clock_seconds(o) - start;
 }
 
-// Errors and bytes from a first run, then times alternating with the GEMMs, after a warm-up: a GPU reaches its
-// power limit only then.
-static Result measure(const Settings *o, const LceTensors *layer, Reference *reference, int rung) {
-  const double warm_up = 0.7;
+// Errors and bytes from a first run, then times alternating with the GEMMs.
+static Result run(Bench *b, Reference *reference, int rung) {
   Result result = {0};
-  Ledger *ledger = &layer->backend->memory.ledger;
+  Ledger *ledger = &b->layer.backend->memory.ledger;
   size_t before = ledger->stack;
   ledger->stack_peak = before;
-  seconds(o, layer, rung);
+  seconds(b, rung);
   result.bytes = ledger->stack_peak - before;
-  result.errors = reference_errors(reference, layer);
-  for (double warm = 0; warm < warm_up;) warm += seconds(o, layer, 0) + seconds(o, layer, rung);
-  double times[MAX_ROUNDS], ratios[MAX_ROUNDS];
-  for (int64_t round = 0; round < o->repeat; round++) {
-    double gemms = seconds(o, layer, 0);
-    times[round] = seconds(o, layer, rung);
-    ratios[round] = times[round] / gemms;
-  }
-  result.seconds = median(times, o->repeat);
-  result.ratio = median(ratios, o->repeat);
+  result.errors = reference_errors(reference, &b->layer);
+  result.time = measure(seconds, b, 0, rung, 0.7, b->settings->repeat);
   return result;
 }
 
 // --- output ------------------------------------------------------------------------------------------------
 
 static void print_row(int rung, const Result *r) {
-  printf("%-32s %9.2f ms %7.3f %12s   %.1e  %.1e  %.1e\n", ladder_names[rung - 1], 1e3 * r->seconds, r->ratio,
-         text_bytes(r->bytes).text, r->errors.loss, r->errors.dx, r->errors.dweight);
+  printf("%-32s %9.2f ms %7.3f %12s   %.1e  %.1e  %.1e\n", ladder_names[rung - 1], 1e3 * r->time.work,
+         r->time.ratio, text_bytes(r->bytes).text, r->errors.loss, r->errors.dx, r->errors.dweight);
   fflush(stdout);
 }
 
@@ -123,8 +107,9 @@ static void write_csv(const Settings *o, const Result *results, const char *capt
   fprintf(file, "# %s\n", caption);
   fprintf(file, "rung,seconds,ratio,bytes,loss_error,dx_error,dweight_error\n");
   for (int i = 0; i < RUNGS; i++)
-    fprintf(file, "%s,%.9g,%.4f,%zu,%.3e,%.3e,%.3e\n", ladder_names[i], results[i].seconds, results[i].ratio,
-            results[i].bytes, results[i].errors.loss, results[i].errors.dx, results[i].errors.dweight);
+    fprintf(file, "%s,%.9g,%.4f,%zu,%.3e,%.3e,%.3e\n", ladder_names[i], results[i].time.work,
+            results[i].time.ratio, results[i].bytes, results[i].errors.loss, results[i].errors.dx,
+            results[i].errors.dweight);
   if (fclose(file)) fail("--csv %s: %s", o->csv, strerror(errno));
 }
 
@@ -137,14 +122,15 @@ static void draw(const Settings *o, const Result *results, const char *caption) 
         picture_panel(picture, which ? (Box){470, 100, 670, 290} : (Box){220, 100, 390, 290},
                       label(which ? "Memory beyond inputs and gradients" : "Time / three plain GEMMs"));
     panel->x = (Axis){.unit = which ? UNIT_BYTES : UNIT_PLAIN, .from_zero = true};
-    panel->y = (Axis){.names = ladder_names, .hidden = which};
-    Series *bars = panel_series(
-        panel, (Series){.kind = SERIES_BARS, .color = {31, 119, 180}, .opacity = 0.5, .sides = "6"});
+    panel->y = (Axis){.names = ladder_names, .hidden = which, .low = -0.6, .high = RUNGS - 0.4};
+    Series *values = panel_series(panel, (Series){.color = COLOR_INK, .sides = "6"});
     for (int i = 0; i < RUNGS; i++) {
-      double value = which ? (double)results[i].bytes : results[i].ratio;
-      if (i == RUNGS - 1)
-        bars = panel_series(panel, (Series){.kind = SERIES_BARS, .color = bars->color, .sides = "6"});
-      series_add(bars, (Sample){.x = value, .y = i, .label = axis_value(panel->x.unit, value)});
+      double value = which ? (double)results[i].bytes : results[i].time.ratio;
+      series_add(values, (Sample){.x = value, .y = i, .label = axis_value(panel->x.unit, value)});
+      Series *bar = panel_series(
+          panel, (Series){.kind = SERIES_AREA, .color = {31, 119, 180}, .opacity = i < RUNGS - 1 ? 0.5 : 1});
+      for (int end = 0; end < 2; end++)
+        series_add(bar, (Sample){.x = end ? value : 0, .y = i - 0.35, .base = i + 0.35});
     }
   }
   picture_write(picture, 2, o->plot);
@@ -161,7 +147,7 @@ int main(int argc, char **argv) {
   Backend *backend = layer_backend(o.device, 0);
   LceShape shape = {
       .tokens = o.tokens, .hidden_size = o.hidden_size, .vocab_size = o.vocab_size, .dtype = backend->dtype};
-  LceTensors layer = layer_reserve(backend, shape, SEED);
+  Bench bench = {&o, layer_reserve(backend, shape, SEED)};
   // Rung 1 holds more than any other: logits and their gradient.
   size_t logits =
       (size_t)(o.tokens * backend->scratch->logits_stride(o.vocab_size, DTYPE_F32)) * sizeof(float);
@@ -173,12 +159,10 @@ int main(int argc, char **argv) {
            backend->description);
   puts(caption);
   printf("%-32s %12s %7s %12s   %-22s\n", "", "median", "/ GEMMs", "memory", "error of loss, dX, dW");
-  Reference *reference = reference_create(shape, SEED);
-  seconds(&o, &layer, RUNGS);
-  reference_errors(reference, &layer); // linear_cross_entropy's losses complete the reference
+  Reference *reference = reference_create(&bench.layer, SEED, o.chunk);
   Result results[RUNGS];
   for (int rung = 1; rung <= RUNGS; rung++) {
-    results[rung - 1] = measure(&o, &layer, reference, rung);
+    results[rung - 1] = run(&bench, reference, rung);
     print_row(rung, &results[rung - 1]);
   }
   if (o.csv) write_csv(&o, results, caption);

@@ -11,52 +11,44 @@ import numbers
 import operator
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
-
-class Args(ctypes.Structure):
-    """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
-    _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
-                [(name, c_int32) for name in ("materialized", "mean", "accumulate", "targets_int64")] +
-                [(name, c_float) for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature",
-                                              "sample")] +
-                [("sample_seed", c_uint64)] +
-                [(name, c_void_p) for name in ("x", "weight", "bias", "targets", "class_weights", "token_weights",
-                                               "entropy_weights", "loss", "dx", "dweight", "dbias", "token_z_loss",
-                                               "log_prob", "logsumexp", "entropy", "max_logit", "correct",
-                                               "predicted", "stream")])
-
-
-def load(path):
-    """The library with its functions declared."""
-    lce = ctypes.CDLL(path)
-    lce.lce_create.restype, lce.lce_create.argtypes = c_void_p, [c_char_p, c_int, c_char_p]
-    lce.lce_destroy.restype, lce.lce_destroy.argtypes = None, [c_void_p]
-    lce.lce_linear_cross_entropy.restype = c_int
-    lce.lce_linear_cross_entropy.argtypes = [c_void_p, POINTER(Args)]
-    lce.lce_synchronize.restype, lce.lce_synchronize.argtypes = c_int, [c_void_p]
-    lce.lce_held_bytes.restype, lce.lce_held_bytes.argtypes = c_int64, [c_void_p]
-    lce.lce_last_error.restype, lce.lce_last_error.argtypes = c_char_p, []
-    return lce
-
-
-class Failure(RuntimeError):
-    """The message of lce_last_error."""
-
-
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-# The tensors' shapes, by the sizes N, H and V, and their dtypes; "dtype" is the context's dtype.
+# The fields of lce_args, in its order. The tensors' shapes, by the sizes N, H and V, and their dtypes; "dtype" is the
+# context's dtype.
+ROW = ("N", "float32")
 TENSORS = dict(x=("NH", "dtype"), weight=("VH", "dtype"), bias=("V", "dtype"), targets=("N", "int32 or int64"),
-               class_weights=("V", "float32"), token_weights=("N", "float32"),
-               entropy_weights=("N", "float32"), loss=("N", "float32"), dx=("NH", "dtype"),
-               dweight=("VH", "float32"), dbias=("V", "float32"), token_z_loss=("N", "float32"),
-               log_prob=("N", "float32"), logsumexp=("N", "float32"), entropy=("N", "float32"),
-               max_logit=("N", "float32"), correct=("N", "float32"), predicted=("N", "int32"))
+               class_weights=("V", "float32"), token_weights=ROW, entropy_weights=ROW, loss=ROW, dx=("NH", "dtype"),
+               dweight=("VH", "float32"), dbias=("V", "float32"), token_z_loss=ROW, log_prob=ROW, logsumexp=ROW,
+               entropy=ROW, max_logit=ROW, correct=ROW, predicted=("N", "int32"))
 FLAGS = ("materialized", "mean", "accumulate")
 NUMBERS = ("scale", "label_smoothing", "z_loss", "softcap", "temperature", "sample")
 INTEGERS = {"chunk": (-2**63, 2**63), "sample_seed": (0, 2**64)}  # and their ranges
 
 
-def is_tensor(value):
-    return hasattr(value, "data_ptr")
+class Args(ctypes.Structure):
+    """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
+    _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
+                [(name, c_int32) for name in (*FLAGS, "targets_int64")] +
+                [(name, c_float) for name in NUMBERS] +
+                [("sample_seed", c_uint64)] +
+                [(name, c_void_p) for name in (*TENSORS, "stream")])
+
+
+FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(None, c_void_p),
+                 lce_linear_cross_entropy=(c_int, c_void_p, POINTER(Args)), lce_synchronize=(c_int, c_void_p),
+                 lce_held_bytes=(c_int64, c_void_p), lce_last_error=(c_char_p,))
+
+
+def load(path):
+    """The library with its functions declared."""
+    lce = ctypes.CDLL(path)
+    for name, (result, *arguments) in FUNCTIONS.items():
+        function = getattr(lce, name)
+        function.restype, function.argtypes = result, arguments
+    return lce
+
+
+class Failure(RuntimeError):
+    """The message of lce_last_error."""
 
 
 def dtype_of(tensor):
@@ -78,17 +70,19 @@ class Layer:
         self.dtype = DTYPES.get(dtype)
         with self.on_device():
             self.context = self.lce.lce_create(device.encode(), ordinal, dtype.encode())
-        if not self.context:
+        self.require(self.context)
+
+    def require(self, succeeded):
+        if not succeeded:
             raise Failure(self.lce.lce_last_error().decode())
 
     def on_device(self):
         """For a `with`: the context's device is the thread's current one, and afterwards what it was."""
-        if self.device != "cuda":
-            return contextlib.nullcontext()
-        import torch
-        if self.ordinal >= torch.cuda.device_count():  # the library then says why there is no such device
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.ordinal)
+        if self.device == "cuda":
+            import torch
+            if self.ordinal < torch.cuda.device_count():  # else the library says why there is no such device
+                return torch.cuda.device(self.ordinal)
+        return contextlib.nullcontext()
 
     def __call__(self, x, weight, targets, loss, *, sample=0.0, sample_seed=0, **more):
         """Targets are int32 or int64; `more` names other fields of lce_args: numbers, or tensors (None: absent).
@@ -113,16 +107,14 @@ class Layer:
             if self.device == "cuda":
                 import torch
                 args.stream = torch.cuda.current_stream().cuda_stream
-            failed = self.lce.lce_linear_cross_entropy(self.context, ctypes.byref(args))
-        if failed:
-            raise Failure(self.lce.lce_last_error().decode())
+            self.require(self.lce.lce_linear_cross_entropy(self.context, ctypes.byref(args)) == 0)
 
     def check_kinds(self, tensors):
         for name in ("x", "weight", "targets", "loss"):
             if name not in tensors:
                 raise TypeError(f"{name} is None, and a tensor is needed")
         for name, tensor in tensors.items():
-            if not is_tensor(tensor):
+            if not hasattr(tensor, "data_ptr"):
                 raise TypeError(f"{name} is {type(tensor).__name__}, where a tensor is needed")
         for name in ("x", "weight"):
             if len(tensors[name].shape) != 2:
@@ -148,8 +140,7 @@ class Layer:
 
     def synchronize(self):
         """Waits until the calls are done; Failure when one failed on the device."""
-        if self.lce.lce_synchronize(self.context):
-            raise Failure(self.lce.lce_last_error().decode())
+        self.require(self.lce.lce_synchronize(self.context) == 0)
 
     def held_bytes(self):
         return self.lce.lce_held_bytes(self.context)
@@ -160,21 +151,19 @@ class Layer:
         self.context = None
 
 
+KINDS = {**dict.fromkeys(INTEGERS, operator.index), **dict.fromkeys(FLAGS, bool), **dict.fromkeys(NUMBERS, float)}
+
+
 def numbers_of(given):
     """The fields that are no tensors; ctypes itself would take any name, and cut numbers off."""
     values = {}
     for name, value in given.items():
-        if name not in (*INTEGERS, *FLAGS, *NUMBERS):
+        if name not in KINDS:
             raise TypeError(f"there is no argument {name}")
         if not isinstance(value, numbers.Real):
             raise TypeError(f"{name} is {type(value).__name__}, where a number is needed")
-        if name in FLAGS:
-            values[name] = bool(value)
-        elif name in NUMBERS:
-            values[name] = float(value)
-        else:
-            values[name] = operator.index(value)
-            low, end = INTEGERS[name]
-            if not low <= values[name] < end:
-                raise ValueError(f"{name} is {value}, where 64 bits hold {low} to {end - 1}")
+        values[name] = KINDS[name](value)
+        low, end = INTEGERS.get(name, (-float("inf"), float("inf")))
+        if not low <= values[name] < end:
+            raise ValueError(f"{name} is {value}, where 64 bits hold {low} to {end - 1}")
     return values

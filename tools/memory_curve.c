@@ -8,9 +8,11 @@
 //   tools/memory_curve --recipe gemma2-2b
 //
 // tools/curves/point.c measures a point, tools/curves/pictures.c draws, tools/curves/recipes.c holds the published experiments.
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
@@ -18,23 +20,27 @@
 #include "base/option_rows.h"
 #include "base/text.h"
 #include "tools/curves/pictures.h"
-#include "tools/curves/points.h"
-#include "tools/curves/run.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/speed.h"
 
+// What the command line says, and what follows from it.
 typedef struct {
-  const char *sweep, *values, *recipe, *out;
-  bool layer_only, errors, timeline, plan_only, fresh, redraw, list_recipes;
+  const char *sweep, *values, *recipe_name, *out;
+  bool timeline, fresh, redraw, list_recipes;
   int64_t tokens;
-  double memory_gib, patience;
+  double memory_gib;
   int resolution;
-} Arguments;
+  const Recipe *recipe; // NULL: none
+  Options options;      // ./train's
+  Experiment e;
+  char device[160]; // its description
+  size_t usable;    // bytes; 0: unknown
+} Run;
 
 // --- options -----------------------------------------------------------------------------------------------
 
-#define OPTION_VALUES Arguments
+#define OPTION_VALUES Run
 static const Option option_rows[] = {
     {GROUP("What is swept")},
     {TEXT("sweep", "WHAT", sweep),
@@ -43,21 +49,22 @@ static const Option option_rows[] = {
     {TEXT("values", "LIST", values),
      HELP("512,1024,4096 or a range: 256:2048:256, 128:16384:x2; tokens also as batch x sequence, 4x20480 "
           "(default: eight that suit the model)")},
-    {FLAG("layer-only", layer_only, true),
+    {FLAG("layer-only", e.layer_only, true),
      HELP("LM head + loss alone, on random data: tokens from --batch x --seq-len or --tokens")},
     {WHOLE("tokens", "N", tokens, 1, INT32_MAX), HELP("Tokens of --layer-only")},
-    {FLAG("gradient-error", errors, true), HELP("With --layer-only: compare sampled gradients with float64")},
+    {FLAG("gradient-error", e.errors, true),
+     HELP("With --layer-only: compare sampled gradients with float64")},
     {FLAG("timeline", timeline, true),
      HELP("Instead: bytes in use over three training steps, by category, in both modes")},
-    {TEXT("recipe", "NAME", recipe), HELP("A published experiment")},
+    {TEXT("recipe", "NAME", recipe_name), HELP("A published experiment")},
     {FLAG("list-recipes", list_recipes, true), HELP("Print the recipes there are")},
 
     {GROUP("How")},
-    {FLAG("plan-only", plan_only, true),
+    {FLAG("plan-only", e.plan_only, true),
      HELP("Measure nothing: any model, any device (--device cuda needs no GPU), in seconds")},
     {NUMBER("device-memory", "GIB", memory_gib, 1e-6, 1e6),
      HELP("Memory that the device is taken to have (default: what it reports)")},
-    {NUMBER("patience", "SECONDS", patience, 0, 1e9), DEFAULT("120"),
+    {NUMBER("patience", "SECONDS", e.patience, 0, 1e9), DEFAULT("120"),
      HELP("Time a point may take before it is only planned")},
     {TEXT("out", "DIR", out),
      HELP("Where the files go (default runs/memory_curve, or a directory in it for a recipe)")},
@@ -68,7 +75,7 @@ static const Option option_rows[] = {
     {.type = OPTION_END}};
 
 // Takes this program's options; the rest, after the recipe's, are ./train's.
-static Arguments parse(int argc, char **argv, const Recipe **recipe, Options *options) {
+static void parse(Run *r, int argc, char **argv) {
   static const OptionTable table = {
       option_rows,
       "Memory and time of a training step, or of LM head + loss alone, with the fused loss and with "
@@ -77,89 +84,253 @@ static Arguments parse(int argc, char **argv, const Recipe **recipe, Options *op
       "Every option of ./train that describes the model, the job or the machine is understood too (./train "
       "--help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...",
       NULL};
-  Arguments args = {0};
-  int words = option_table_take(&table, &args, NULL, argc, argv), count = 1, extra = 0;
-  if (args.list_recipes) {
-    recipes_list(stdout);
+  int words = option_table_take(&table, r, NULL, argc, argv), count = 1, extra = 0;
+  if (r->list_recipes) {
+    recipes_list();
     exit(0);
   }
-  *recipe = recipe_named(args.recipe);
-  const char *const *arguments = *recipe ? (*recipe)->arguments : NULL;
+  r->recipe = recipe_named(r->recipe_name);
+  const char *const *arguments = r->recipe ? r->recipe->arguments : NULL;
   while (arguments && arguments[extra]) extra++;
   char **all = host_alloc(words + extra + 1, sizeof *all, "the command line");
   all[0] = argv[0];
   for (int i = 0; i < extra; i++) all[count++] = (char *)arguments[i];
   for (int i = 1; i < words; i++) all[count++] = argv[i];
-  options_parse(options, count, all);
+  options_parse(&r->options, count, all);
   free(all);
-  return args;
 }
 
-static void check(Arguments *args, const Recipe *recipe, Options *o) {
-  if (args->recipe && (args->sweep || args->values || args->timeline))
-    fail("--recipe %s says what is swept; leave out --sweep, --values and --timeline", args->recipe);
-  if (args->timeline && (args->sweep || args->values || args->layer_only))
+static void check(Run *r) {
+  Options *o = &r->options;
+  Experiment *e = &r->e;
+  if (r->recipe && (r->sweep || r->values || r->timeline))
+    fail("--recipe %s says what is swept; leave out --sweep, --values and --timeline", r->recipe_name);
+  if (r->timeline && (r->sweep || r->values || e->layer_only))
     fail("--timeline shows whole steps of one size; leave out --sweep, --values and --layer-only");
-  if (args->sweep && sweep_named(args->sweep) == SWEEP_CHUNK) args->layer_only = true;
-  if (recipe) args->layer_only = recipe->layer_only, args->errors |= recipe->errors;
-  if (args->tokens && !args->layer_only)
-    fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
-  if (args->errors && !args->layer_only) fail("--gradient-error belongs to --layer-only");
-  if (args->tokens) o->batch = 1, o->seq_len = args->tokens;
+  if (!r->sweep) r->sweep = SWEEP_NAMES[r->recipe ? r->recipe->sweeps[0].sweep : SWEEP_TOKENS];
+  if (sweep_named(r->sweep) == SWEEP_CHUNK) e->layer_only = true;
+  if (r->recipe) e->layer_only = r->recipe->layer_only, e->errors |= r->recipe->errors;
+  if (r->tokens && !e->layer_only) fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
+  if (e->errors && !e->layer_only) fail("--gradient-error belongs to --layer-only");
+  if (r->tokens) o->batch = 1, o->seq_len = r->tokens;
   o->total_batch = o->batch * o->seq_len;
   o->micro_steps = 1;
+  e->options = o;
+  e->memory = r->usable = (size_t)(r->memory_gib * 0x1p30);
 }
 
 // --- the machine -------------------------------------------------------------------------------------------
 
-typedef struct {
-  char description[160];
-  size_t usable;
-} Device;
-
 // What is computed on, and how fast it is. A recipe for a GPU is planned for one where there is none.
-static Device choose_device(Arguments *args, const Recipe *recipe, Options *o, Experiment *e) {
-  Device d = {.usable = e->memory};
+static void choose_device(Run *r) {
+  Options *o = &r->options;
+  Experiment *e = &r->e;
   const char *reason;
-  if (recipe && recipe->gpu && o->device == DEVICE_AUTO) {
+  if (r->recipe && r->recipe->gpu && o->device == DEVICE_AUTO) {
     Backend *gpu = cuda_backend_create(0, DTYPE_BF16, &reason);
     if (gpu) backend_destroy(gpu);
     if (!gpu) {
-      printf("%s is planned for a GPU in bf16, since none is used here: %s\n", recipe->name, reason);
-      args->plan_only = true;
+      printf("%s is planned for a GPU in bf16, since none is used here: %s\n", r->recipe->name, reason);
+      e->plan_only = true;
     }
     o->device = DEVICE_CUDA;
   }
-  if (args->plan_only && o->device != DEVICE_AUTO) {
+  if (e->plan_only && o->device != DEVICE_AUTO) {
     e->device = o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
     options_resolve_dtypes(o, o->device == DEVICE_CUDA);
-    snprintf(d.description, sizeof d.description, "%s", o->device == DEVICE_CUDA ? "a GPU" : "a CPU");
-    return d;
+    strcpy(r->device, o->device == DEVICE_CUDA ? "a GPU" : "a CPU");
+    return;
   }
   Backend *backend = machine_open(o);
   e->device = backend->device;
   o->device = backend->device == ON_CUDA ? DEVICE_CUDA : DEVICE_CPU; // every point opens the same
-  snprintf(d.description, sizeof d.description, "%s", backend->description);
-  if (!d.usable) d.usable = machine_usable_bytes(backend);
-  if (args->plan_only)
-    e->memory = d.usable;
+  snprintf(r->device, sizeof r->device, "%s", backend->description);
+  if (!r->usable) r->usable = machine_usable_bytes(backend);
+  if (e->plan_only)
+    e->memory = r->usable;
   else
     e->gemm_rate = measure_gemm_rate(backend);
   backend_destroy(backend);
-  return d;
+}
+
+// --- the table ---------------------------------------------------------------------------------------------
+
+static Text bytes_cell(size_t bytes) {
+  return bytes ? text_bytes(bytes) : (Text){"-"};
+}
+
+static Text time_cell(double seconds) {
+  Text t = {"-"};
+  if (seconds > 0)
+    snprintf(t.text, sizeof t.text, seconds < 10 ? "%.1f ms" : "%.1f s",
+             seconds < 10 ? 1e3 * seconds : seconds);
+  return t;
+}
+
+static void print_head(const Experiment *e) {
+  printf("%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", "", "", "chunk", "planned", "ledger", "device",
+         "LM head", e->layer_only ? "GEMMs" : "step", "LM head");
+  if (e->errors) printf(" %9s %9s %9s", "loss err", "dX err", "dW err");
+  putchar('\n');
+}
+
+static void print_row(const Experiment *e, const Reading *r, const char *left) {
+  const Point *p = &r->point;
+  char what[40], chunk[24] = "-";
+  snprintf(what, sizeof what, "%s %s", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text);
+  if (p->chunk) snprintf(chunk, sizeof chunk, "%lld", (long long)p->chunk);
+  printf("%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", what, lce_mode_name(p->mode), chunk,
+         bytes_cell(r->planned_bytes).text, bytes_cell(r->ledger_bytes).text,
+         bytes_cell((size_t)fmax(0, reading_device_bytes(r))).text, bytes_cell(reading_layer_bytes(r)).text,
+         time_cell(e->layer_only ? r->floor_seconds : r->step_seconds).text,
+         time_cell(r->layer_seconds).text);
+  if (e->errors && r->status == POINT_MEASURED)
+    printf(" %9.2g %9.2g %9.2g", r->loss_error, r->dx_error, r->dweight_error);
+  if (r->status == POINT_NO_MEMORY)
+    printf("  does not fit: needs %s of %s", text_bytes(r->planned_bytes).text,
+           text_bytes(r->usable_bytes).text);
+  else if (r->status != POINT_MEASURED)
+    printf("  %s", STATUS_NAMES[r->status]);
+  printf("%s\n", left);
+  fflush(stdout);
+}
+
+// --- visiting ----------------------------------------------------------------------------------------------
+
+// Takes the file's readings of this sweep; a file of other settings ends the program. What was too slow before is
+// tried again: the patience may have grown.
+static void take_up(Curve *c, const char *path) {
+  Curve found;
+  int had = 0;
+  if (!curve_read(&found, path)) return;
+  curve_require_same(&found, c, path);
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = curve_find(&found, &c->readings[i].point);
+    if (r && r->status != POINT_TOO_SLOW) c->readings[i] = *r, had++;
+  }
+  curve_free(&found);
+  if (had) printf("%d of %d points are in %s already (--fresh measures them again)\n", had, c->count, path);
+}
+
+// Reads every point that the file does not have yet, writes it down at once, and prints a row of a table with the
+// time left.
+static void visit(const Experiment *e, Curve *c, const char *path) {
+  double ahead = 0, done = 0, started = now_seconds();
+  for (int i = 0; i < c->count; i++)
+    if (!reading_known(&c->readings[i])) ahead += point_flops(e, &c->readings[i].point);
+  curve_write(c, path);
+  print_head(e);
+  for (int i = 0; i < c->count; i++) {
+    Reading *r = &c->readings[i];
+    const Point *p = &r->point;
+    char left[40] = "";
+    if (!reading_known(r)) {
+      if (isatty(STDOUT_FILENO))
+        printf("%s %s, %s ...\r", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text,
+               lce_mode_name(p->mode));
+      fflush(stdout);
+      *r = point_read(e, p);
+      curve_write(c, path);
+      // What was only planned took no time: it says nothing about the rest.
+      if (r->status == POINT_MEASURED)
+        done += point_flops(e, p);
+      else
+        ahead -= point_flops(e, p);
+      double spent = now_seconds() - started;
+      if (done > 0 && ahead - done > 1e-6 * ahead)
+        snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (ahead - done)).text);
+    }
+    print_row(e, r, left);
+  }
+}
+
+// --- the summary -------------------------------------------------------------------------------------------
+
+static void agreement(const Curve *c) {
+  int measured = 0, exact = 0;
+  double least = INFINITY, most = -INFINITY, base = 0;
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = &c->readings[i];
+    if (r->status != POINT_MEASURED) continue;
+    measured++;
+    exact += r->planned_bytes == r->ledger_bytes && r->planned_layer_bytes == r->layer_bytes;
+    double apart = reading_device_bytes(r) - (double)r->ledger_bytes;
+    least = fmin(least, apart);
+    most = fmax(most, apart);
+    base = fmax(base, (double)r->device_base_bytes);
+  }
+  if (!measured) {
+    printf("\nevery figure is planned: nothing was allocated\n");
+    return;
+  }
+  printf("\nplanned and ledger agree to the byte at %d of %d measured points\n", exact, measured);
+  printf("the device counts from %s less to %s more than the ledger, and up to %s for its context and "
+         "libraries\n",
+         text_bytes((uint64_t)fmax(0, -least)).text, text_bytes((uint64_t)fmax(0, most)).text,
+         text_bytes((uint64_t)base).text);
+}
+
+// The materialized reading that a fused one is to be compared with.
+static const Reading *partner(const Curve *c, const Reading *fused) {
+  Point p = fused->point;
+  p.mode = LCE_MATERIALIZED;
+  p.chunk = 0;
+  return curve_find(c, &p);
+}
+
+static void saving(const Experiment *e, const Reading *fused, const Reading *logits) {
+  const Point *p = &fused->point;
+  double less = (double)reading_layer_bytes(logits) / (double)reading_layer_bytes(fused);
+  bool measured = fused->layer_bytes && logits->layer_bytes;
+  printf("at N %s, H %s, V %s the peak of the LM head + loss beyond its gradients falls %.1f times, from %s "
+         "materialized to "
+         "%s fused at chunk %s (%s, %s)\n",
+         text_grouped(point_tokens(p)).text, text_grouped(p->hidden_size).text,
+         text_grouped(p->vocab_size).text, less, text_bytes(reading_layer_bytes(logits)).text,
+         text_bytes(reading_layer_bytes(fused)).text, text_grouped(p->chunk).text,
+         dtype_name(e->options->dtype), measured ? "measured" : "planned");
+  if (e->layer_only) return;
+  double planned = (double)logits->planned_bytes - (double)fused->planned_bytes;
+  printf("the whole step's peak falls from %s to %s", text_bytes(reading_bytes(logits)).text,
+         text_bytes(reading_bytes(fused)).text);
+  if (fused->ledger_bytes && logits->ledger_bytes) {
+    double ledger = (double)logits->ledger_bytes - (double)fused->ledger_bytes;
+    double device = reading_device_bytes(logits) - reading_device_bytes(fused);
+    printf(": by %s, where the plan says %s and the device %s\n", text_bytes((uint64_t)fmax(0, ledger)).text,
+           text_bytes((uint64_t)fmax(0, planned)).text, text_bytes((uint64_t)fmax(0, device)).text);
+  } else {
+    printf(", planned\n");
+  }
+}
+
+static void summarize(const Experiment *e, const Curve *c) {
+  agreement(c);
+  // One sentence for the largest point of each curve, the measured one where there is one.
+  for (int s = 0; s < SWEEP_COUNT; s++) {
+    const Reading *best = NULL;
+    for (int i = 0; i < c->count; i++) {
+      const Reading *r = &c->readings[i], *other = partner(c, r);
+      if (r->point.sweep != (Sweep)s || r->point.mode != LCE_FUSED || !other) continue;
+      bool measured = r->layer_bytes && other->layer_bytes;
+      bool had = best && best->layer_bytes && partner(c, best)->layer_bytes;
+      // Of chunks, the first says most; of the rest, the last.
+      if (!best || (measured && !had) || (measured == had && s != SWEEP_CHUNK)) best = r;
+    }
+    if (best) saving(e, best, partner(c, best));
+  }
 }
 
 // --- what is run -------------------------------------------------------------------------------------------
 
-static void describe(Curve *c, const Arguments *args, const Recipe *recipe, const Options *o,
-                     const Device *device) {
+static void describe(Curve *c, const Run *r) {
+  const Options *o = &r->options;
   const ModelConfig *m = &o->model;
-  curve_set(c, "what", "%s", args->layer_only ? "layer" : "step");
-  curve_set(c, "recipe", "%s", recipe ? recipe->name : "none");
-  curve_set(c, "planned", "%s", args->plan_only ? "yes" : "no");
-  curve_set(c, "device", "%s", device->description);
+  curve_set(c, "what", "%s", r->e.layer_only ? "layer" : "step");
+  curve_set(c, "recipe", "%s", r->recipe ? r->recipe->name : "none");
+  curve_set(c, "planned", "%s", r->e.plan_only ? "yes" : "no");
+  curve_set(c, "device", "%s", r->device);
   curve_set(c, "dtype", "%s", dtype_name(o->dtype));
-  if (!args->layer_only) {
+  if (!r->e.layer_only) {
     curve_set(c, "model", "%s", m->name);
     curve_set(c, "layers", "%lld", (long long)m->num_hidden_layers);
     curve_set(c, "intermediate", "%lld", (long long)m->intermediate_size);
@@ -181,134 +352,116 @@ static void describe(Curve *c, const Arguments *args, const Recipe *recipe, cons
             : o->lce_memory ? "within %lld MiB"
                             : "an eighth",
             (long long)(o->lce_chunk ? o->lce_chunk : o->lce_memory));
-  if (args->errors) curve_set(c, "gradient_error", "yes");
-  if (args->memory_gib > 0) curve_set(c, "memory", "%g GiB", args->memory_gib);
-  curve_set(c, "sweep", "%s",
-            recipe        ? SWEEP_NAMES[recipe->sweeps[0].sweep]
-            : args->sweep ? args->sweep
-                          : "tokens");
-  curve_set(c, "values", "%s", args->values ? args->values : "usual");
+  if (r->e.errors) curve_set(c, "gradient_error", "yes");
+  if (r->memory_gib > 0) curve_set(c, "memory", "%g GiB", r->memory_gib);
+  curve_set(c, "sweep", "%s", r->sweep);
+  curve_set(c, "values", "%s", r->values ? r->values : "usual");
 }
 
 // Writes a picture, if this build and machine can draw, and frees it.
-static void draw(const char *folder, const char *name, Picture *picture, int resolution) {
+static void draw(const Run *r, const char *name, Picture *picture) {
   const char *reason;
   char path[600];
-  snprintf(path, sizeof path, "%s/%s", folder, name);
+  snprintf(path, sizeof path, "%s/%s", r->out, name);
   if (!canvas_possible(&reason)) {
     printf("no picture: %s\n", reason);
   } else {
-    picture_write(picture, resolution, path);
+    picture_write(picture, r->resolution, path);
     printf("wrote %s\n", path);
   }
   picture_free(picture);
 }
 
 // The picture of a curve; a grid of panels puts the trade-off into a separate picture.
-static void draw_curve(const char *folder, const Curve *c, const Recipe *recipe, int resolution) {
-  draw(folder, "curve.png", picture_curve(c, recipe), resolution);
+static void draw_curve(const Run *r, const Curve *c, const Recipe *recipe) {
+  draw(r, "curve.png", picture_curve(c, recipe));
   if (recipe && recipe->sweeps[1].values && picture_has_trade(c))
-    draw(folder, "trade.png", picture_trade(c, recipe), resolution);
+    draw(r, "trade.png", picture_trade(c, recipe));
 }
 
-static void sweep(const Arguments *args, const Recipe *recipe, const Experiment *e, const Device *device) {
-  const Options *o = e->options;
+static void sweep(const Run *r) {
+  const Experiment *e = &r->e;
   Curve curve = {0};
-  for (int i = 0; recipe && recipe->sweeps[i].values; i++)
-    points_add_sweep(&curve, o, e->device, args->layer_only, recipe->sweeps[i].sweep,
-                     recipe->sweeps[i].values);
-  if (!recipe)
-    points_add_sweep(&curve, o, e->device, args->layer_only,
-                     sweep_named(args->sweep ? args->sweep : "tokens"), args->values);
-  for (int i = 0; i < curve.count; i++)
-    point_options(e, &curve.readings[i].point); // refuses what is no model, first
-  describe(&curve, args, recipe, o, device);
+  for (int i = 0; r->recipe && r->recipe->sweeps[i].values; i++)
+    curve_add_sweep(&curve, e, r->recipe->sweeps[i].sweep, r->recipe->sweeps[i].values);
+  if (!r->recipe) curve_add_sweep(&curve, e, sweep_named(r->sweep), r->values);
+  describe(&curve, r);
   char csv[600];
-  snprintf(csv, sizeof csv, "%s/curve.csv", args->out);
+  snprintf(csv, sizeof csv, "%s/curve.csv", r->out);
   printf("%s\n\n", curve_caption(&curve).text);
-  run_points(stdout, e, csv, args->fresh, &curve);
-  run_summary(stdout, e, &curve);
-  if (recipe) recipe_compare(stdout, recipe, e, &curve);
+  if (!r->fresh) take_up(&curve, csv);
+  visit(e, &curve, csv);
+  summarize(e, &curve);
+  if (r->recipe) recipe_compare(r->recipe, e, &curve);
   printf("\nwrote %s\n", csv);
-  draw_curve(args->out, &curve, recipe, args->resolution);
+  draw_curve(r, &curve, r->recipe);
   curve_free(&curve);
 }
 
-static void timeline(const Arguments *args, const Recipe *recipe, Experiment e, const Device *device) {
-  const Options *o = e.options;
-  Curve points = {0};
-  char value[64], csv[600];
-  snprintf(value, sizeof value, "%lldx%lld", (long long)o->batch, (long long)o->seq_len);
-  points_add_sweep(&points, o, e.device, false, SWEEP_TOKENS, value);
-  for (int i = 0; i < points.count && !e.plan_only; i++) {
-    Options at = point_options(&e, &points.readings[i].point);
-    size_t needs = plan_run(&at, e.device, points.readings[i].point.mode).peak_bytes;
-    if (device->usable && needs > device->usable) {
-      printf("the timeline is planned: %s needs %s of %s\n", lce_mode_name(points.readings[i].point.mode),
-             text_bytes(needs).text, text_bytes(device->usable).text);
-      e.plan_only = true;
+static void timeline(Run *r) {
+  const Options *o = &r->options;
+  Curve points = {0}, settings = {0};
+  char csv[600];
+  curve_add_sweep(&points, &r->e, SWEEP_TOKENS,
+                  label("%lldx%lld", (long long)o->batch, (long long)o->seq_len).text);
+  for (int i = 0; i < points.count && !r->e.plan_only; i++) {
+    const Point *p = &points.readings[i].point;
+    Options at = point_options(&r->e, p);
+    size_t needs = plan_run(&at, r->e.device, p->mode).peak;
+    if (r->usable && needs > r->usable) {
+      printf("the timeline is planned: %s needs %s of %s\n", lce_mode_name(p->mode), text_bytes(needs).text,
+             text_bytes(r->usable).text);
+      r->e.plan_only = true;
     }
   }
-  Timeline timelines[2]; // materialized above, fused below
-  for (int i = 0; i < 2; i++) timelines[1 - i] = timeline_record(&e, &points.readings[i].point);
-  Arguments shown = *args;
-  shown.plan_only = e.plan_only;
-  Curve settings = {0};
-  describe(&settings, &shown, recipe, o, device);
-  snprintf(csv, sizeof csv, "%s/timeline.csv", args->out);
-  timeline_write(timelines, &settings, csv);
+  Timeline t = {0};
+  for (int i = points.count - 1; i >= 0; i--) timeline_record(&t, &r->e, &points.readings[i].point);
+  describe(&settings, r);
+  snprintf(csv, sizeof csv, "%s/timeline.csv", r->out);
+  timeline_write(&t, &settings, csv);
   printf("wrote %s\n", csv);
-  draw(args->out, "timeline.png", picture_timeline(timelines, &settings), args->resolution);
-  for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
+  draw(r, "timeline.png", picture_timeline(&t, &settings));
+  timeline_free(&t);
   curve_free(&points);
 }
 
 // Redraws what the folder holds.
-static void redraw(const Arguments *args) {
+static void redraw(const Run *r) {
   char path[600];
-  Curve curve = {0}, settings = {0};
-  Timeline timelines[2];
-  snprintf(path, sizeof path, "%s/curve.csv", args->out);
+  Curve curve, settings = {0};
+  Timeline t;
+  snprintf(path, sizeof path, "%s/curve.csv", r->out);
   bool any = curve_read(&curve, path) && curve.count;
-  if (any) {
-    Setting name = curve_setting(&curve, "recipe");
-    draw_curve(args->out, &curve, recipe_named(strcmp(name.text, "none") ? name.text : NULL),
-               args->resolution);
-  }
+  if (any)
+    draw_curve(
+        r, &curve,
+        recipe_named(curve_is(&curve, "recipe", "none") ? NULL : curve_setting(&curve, "recipe").text));
   curve_free(&curve);
-  snprintf(path, sizeof path, "%s/timeline.csv", args->out);
-  if (timeline_read(timelines, &settings, path)) {
-    draw(args->out, "timeline.png", picture_timeline(timelines, &settings), args->resolution);
-    for (int i = 0; i < 2; i++) timeline_free(&timelines[i]);
-    any = true;
+  snprintf(path, sizeof path, "%s/timeline.csv", r->out);
+  if (timeline_read(&t, &settings, path)) {
+    draw(r, "timeline.png", picture_timeline(&t, &settings));
+    timeline_free(&t);
+  } else if (!any) {
+    fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", r->out);
   }
-  if (!any)
-    fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", args->out);
 }
 
 int main(int argc, char **argv) {
-  Options options;
-  const Recipe *recipe;
-  Arguments args = parse(argc, argv, &recipe, &options);
-  check(&args, recipe, &options);
+  Run r = {0};
+  parse(&r, argc, argv);
+  check(&r);
   char folder[300];
-  snprintf(folder, sizeof folder, "runs/memory_curve%s%s", recipe ? "/" : "", recipe ? recipe->name : "");
-  if (!args.out) args.out = folder;
-  if (args.redraw) {
-    redraw(&args);
-    options_free(&options);
-    return 0;
+  snprintf(folder, sizeof folder, "runs/memory_curve%s%s", r.recipe ? "/" : "",
+           r.recipe ? r.recipe->name : "");
+  if (!r.out) r.out = folder;
+  if (r.redraw) {
+    redraw(&r);
+  } else {
+    choose_device(&r);
+    path_make_folders("out", r.out);
+    if (!r.timeline) sweep(&r);
+    if (r.timeline || (r.recipe && r.recipe->timeline)) timeline(&r);
   }
-  Experiment e = {.options = &options,
-                  .layer_only = args.layer_only,
-                  .errors = args.errors,
-                  .memory = (size_t)(args.memory_gib * 0x1p30),
-                  .patience = args.patience};
-  Device device = choose_device(&args, recipe, &options, &e);
-  e.plan_only = args.plan_only;
-  path_make_folders("out", args.out);
-  if (!args.timeline) sweep(&args, recipe, &e, &device);
-  if (args.timeline || (recipe && recipe->timeline)) timeline(&args, recipe, e, &device);
-  options_free(&options);
+  options_free(&r.options);
   return 0;
 }

@@ -5,6 +5,7 @@ A peer is a function of (x, w, y) that returns (mean loss, dX, dW). One that can
 import importlib
 import math
 import os
+import statistics
 import time
 from collections import namedtuple
 
@@ -104,10 +105,12 @@ def loss_of(peer, device):
 def autograd(loss_of):
     """A peer's function: loss_of(x, w, y) and its gradients by PyTorch's backward pass."""
     def run(x, w, y):
-        x.grad = w.grad = None
+        x.grad = w.grad = None  # a peer that failed may have left some
         loss = loss_of(x, w, y)
         loss.backward()
-        return loss.detach(), x.grad, w.grad
+        result = loss.detach(), x.grad, w.grad
+        x.grad = w.grad = None
+        return result
     return run
 
 
@@ -123,49 +126,29 @@ class Ours:
             self.layer = liblce.Layer(path, device, "fp32" if device == "cpu" else "bf16")
         except liblce.Failure as failure:
             raise Absent(str(failure)) from None
-        self.kept = (None, None)
+        self.held = self.layer.held_bytes
 
-    def __call__(self, x, w, y, backward=True, chunk=4096, z_loss=0.0, outputs=None):
-        """Mean loss (z-loss included) and gradients, in `outputs` or in buffers that the next call writes again."""
-        if not outputs and self.kept[0] != (x.shape, w.shape):
-            self.kept = None, None
-            self.kept = (x.shape, w.shape), new_outputs(x, w)
-        loss, z, dx, dw = outputs or self.kept[1]
+    def __call__(self, x, w, y, backward=True, chunk=4096, z_loss=0.0):
+        """Mean loss (z-loss included), dX, dW."""
+        loss = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        z, dx = torch.empty_like(loss), torch.empty_like(x)
+        dw = torch.empty(w.shape, dtype=torch.float32, device=w.device)
         gradients = dict(dx=dx, dweight=dw) if backward else {}
         self.layer(x.detach(), w.detach(), y, loss, chunk=min(chunk, len(x)), scale=1, mean=1, z_loss=z_loss,
                    token_z_loss=z if z_loss else None, **gradients)
         return ((loss + z) if z_loss else loss).mean(dtype=torch.float64), dx, dw
 
-    def held(self):
-        return self.layer.held_bytes()
 
+def gemms(x, w):
+    """The three GEMMs of the loss alone, through torch.mm: what computes the logits, and what computes dX and dW."""
+    x, w = x.detach(), w.detach()
+    logits = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
 
-def new_outputs(x, w):
-    """Losses, z-losses, dX, dW."""
-    loss = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    return loss, torch.empty_like(loss), torch.empty_like(x), torch.empty(w.shape, dtype=torch.float32, device=w.device)
-
-
-# --- the plain GEMMs --------------------------------------------------------------------------------------------
-
-class Gemms:
-    """The three GEMMs of the loss alone, through torch.mm."""
-
-    def __init__(self, x, w):
-        self.x, self.w = x.detach(), w.detach()
-        self.logits = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
-        self.dx, self.dw = torch.empty_like(self.x), torch.empty_like(self.w)
-
-    def forward(self):
-        torch.mm(self.x, self.w.T, out=self.logits)
-
-    def backward(self):
-        torch.mm(self.logits, self.w, out=self.dx)
-        torch.mm(self.logits.T, self.x, out=self.dw)
-
-    def both(self):
-        self.forward()
-        self.backward()
+    def backward():
+        torch.mm(logits, w, out=dx)
+        torch.mm(logits.T, x, out=dw)
+    return lambda: torch.mm(x, w.T, out=logits), backward
 
 
 # --- measuring --------------------------------------------------------------------------------------------------
@@ -181,6 +164,40 @@ def seconds(device, work):
     work()
     wait(device)
     return time.perf_counter() - start
+
+
+def compare(device, makers, base, rounds, parts=(("", lambda seconds: seconds),)):
+    """A row for every (name, maker), and the base's seconds in all rounds. maker() returns what the row holds and a
+    function of no arguments that returns seconds, of one run or of its parts (`parts` takes figures from them); a maker
+    that fails leaves the reason in its row. Then each alternates with the base, such a function or the name of the row
+    that has it; before that both run untimed, since a GPU reaches its steady clock only after a while."""
+    rows, timers, bases, median = [], {}, [], statistics.median
+    for name, maker in makers:
+        rows.append(dict(what=name))
+        try:
+            found, timers[name] = maker()
+            rows[-1].update(found)
+        except Exception as error:  # whatever it is
+            text = str(error).strip() or type(error).__name__
+            rows[-1]["why"] = text.splitlines()[0][:120].replace("|", "/")
+        reset_peak(device)
+    base = timers.get(base, base)
+    for row in rows:
+        if not callable(base):
+            row.setdefault("why", f"{base}, which it is compared with, failed")
+        if "why" in row:
+            continue
+        work, times = timers[row["what"]], []
+        warm = time.perf_counter() + (0.7 if device == "cuda" else 0)
+        while time.perf_counter() < warm:
+            base(), work()
+        for _ in range(rounds):
+            bases.append(base())
+            times.append((bases[-1], bases[-1] if work is base else work()))
+        for part, of in parts:
+            row[f"{part}ms"] = 1e3 * median(of(work) for _, work in times)
+            row[f"{part}ratio"] = median(of(work) / of(base) for base, work in times)
+    return rows, bases
 
 
 def reset_peak(device):
@@ -207,20 +224,15 @@ def measured(device, run, tensors, reference):
     return dict(held_bytes=held, **errors_of(got, reference))
 
 
-def problem(device, shape, seed=1):
+def problem(device, shape):
     """x [N, H] and w [V, H] (leaves that require gradients), y [N]."""
     n, h, v = shape
-    g = torch.Generator(device=device).manual_seed(seed)
+    g = torch.Generator(device=device).manual_seed(1)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x = torch.randn(n, h, generator=g, device=device).to(dtype).requires_grad_()
     w = (0.02 * torch.randn(v, h, generator=g, device=device)).to(dtype).requires_grad_()
     y = torch.randint(v, (n,), generator=g, device=device)
     return x, w, y
-
-
-def reason_of(error):
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:120].replace("|", "/")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
@@ -237,14 +249,15 @@ def size_cell(count, unit, scale, digits):
     return "" if count is None else f"{count / scale:.{digits}f} {unit}"
 
 
-def show(title, columns, rows, cells):
-    """A Markdown table: a row's name, then cells(row); a row with "why" was not measured."""
+def show(title, columns, rows, cells, log, **event):
+    """A Markdown table: a row's name, then cells(row); a row with "why" was not measured. log(**event) keeps each row."""
     print(f"\n{title}\n")
     print("| " + " | ".join(columns) + " |")
     print("|" + " --- |" * len(columns))
     for row in rows:
         texts = [f"not measured: {row['why']}"] + [""] * (len(columns) - 2) if "why" in row else cells(row)
         print(f"| {row['what']} | " + " | ".join(texts) + " |", flush=True)
+        log(**event, **row)
 
 
 # --- float64 ----------------------------------------------------------------------------------------------------

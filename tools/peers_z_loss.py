@@ -5,13 +5,11 @@ add to a forward pass alone counts as its backward pass. The step is that of one
 (compiled blocks, PyTorch's attention, fused AdamW, all in bf16), in which only LM head + loss are exchanged; lce.c's
 enters as an autograd function.
 """
-import statistics
-
 import torch
 import torch.nn.functional as F
 
 import peers
-from peers import reason_of, reset_peak, seconds
+from peers import reset_peak, seconds
 
 LAMBDA = 1e-4
 OURS = "lce.c, chunk 4096"
@@ -41,8 +39,7 @@ CHAINS = [peers.Peer("separate operations", lambda: two_operations),
 class OurLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, y, library):
-        outputs = peers.new_outputs(x, w)
-        loss, dx, dw = library(x, w, y, z_loss=LAMBDA, outputs=outputs)
+        loss, dx, dw = library(x, w, y, z_loss=LAMBDA)
         ctx.save_for_backward(dx, dw)
         ctx.dtype = w.dtype
         return loss.float()
@@ -65,54 +62,41 @@ def time_chain(device, loss_of, tensors):
     return forward, backward
 
 
-def time_ours(device, library, tensors):
-    together = seconds(device, lambda: library(*tensors, z_loss=LAMBDA))
-    alone = seconds(device, lambda: library(*tensors, backward=False, z_loss=LAMBDA))
-    return alone, together - alone
+PARTS = (("forward_", lambda seconds: seconds[0]), ("backward_", lambda seconds: seconds[1]), ("together_", sum))
 
 
 def loss_rows(device, shape, rounds, library, errors):
     tensors = x, w, y = peers.problem(device, shape)
     reference = peers.reference(x, w, y, LAMBDA) if errors else None
-    rows, timers = [], []  # timers: a row, its function of no arguments, its (forward, backward) seconds
-    for chain in CHAINS:
-        rows.append(dict(what=chain.name))
-        try:
-            loss_of = peers.loss_of(chain, device)
-            run = peers.autograd(loss_of)
-            run(*tensors)
-            x.grad = w.grad = None
-            rows[-1].update(peers.measured(device, run, tensors, reference))
-            timers.append((rows[-1], lambda loss_of=loss_of: time_chain(device, loss_of, tensors), []))
-        except Exception as error:  # a failure is a row, whatever it is
-            rows[-1]["why"] = reason_of(error)
-        x.grad = w.grad = None
-        reset_peak(device)
-    rows.append(dict(what=OURS, **peers.errors_of(library(x, w, y, z_loss=LAMBDA), reference)))
-    library(x, w, y, backward=False, z_loss=LAMBDA)
-    ours = (rows[-1], lambda: time_ours(device, library, tensors), [])
-    del reference
-    reset_peak(device)
-    gemms = peers.Gemms(x, w)
-    rows.append(dict(what="the plain GEMMs alone"))
-    timers += [ours, (rows[-1], lambda: (seconds(device, gemms.forward), seconds(device, gemms.backward)), [])]
-    for _ in range(rounds):  # alternating: a GPU's speed changes with its heat
-        for _, timer, times in timers:
-            times.append(timer())
-    ours[0]["held_bytes"] = library.held()
-    for row, _, times in timers:
-        for part, of in (("forward", lambda t: t[0]), ("backward", lambda t: t[1]), ("together", sum)):
-            row[f"{part}_ms"] = 1e3 * statistics.median(map(of, times))
-            row[f"{part}_ratio"] = statistics.median(of(t) / of(o) for t, o in zip(times, ours[2]))
-    return rows
 
+    def chain(peer):
+        loss_of = peers.loss_of(peer, device)
+        run = peers.autograd(loss_of)
+        run(*tensors)
+        return peers.measured(device, run, tensors, reference), lambda: time_chain(device, loss_of, tensors)
 
-def show_loss(shape, rows):
-    parts = ("forward", "backward", "together")
-    peers.show("z-loss, N {}, H {}, V {}: ms, and ratio to lce.c".format(*shape),
-               ("loss", *parts, "holds", *peers.ERROR_COLUMNS), rows,
-               lambda row: [*(f"{row[f'{part}_ms']:.2f}, {row[f'{part}_ratio']:.2f}" for part in parts),
-                            peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)])
+    def ours():
+        def timer():
+            together = seconds(device, lambda: library(*tensors, z_loss=LAMBDA))
+            alone = seconds(device, lambda: library(*tensors, backward=False, z_loss=LAMBDA))
+            return alone, together - alone
+        found = peers.errors_of(library(x, w, y, z_loss=LAMBDA), reference)
+        timer()
+        return dict(held_bytes=library.held(), **found), timer
+
+    def gemms():
+        passes = peers.gemms(x, w)
+        return {}, lambda: tuple(seconds(device, one) for one in passes)
+
+    def makers():
+        nonlocal reference
+        for peer in CHAINS:
+            yield peer.name, lambda: chain(peer)
+        yield OURS, ours
+        reference = None  # freed before the timing
+        yield "the plain GEMMs alone", gemms
+
+    return peers.compare(device, makers(), OURS, rounds, PARTS)[0]
 
 
 # --- a training step --------------------------------------------------------------------------------------------
@@ -169,7 +153,7 @@ class Model:
         ids = torch.randint(m["vocab"], (m["batch"], m["length"] + 1), generator=generator, device=device)
         self.tokens, self.targets = ids[:, :-1].contiguous(), ids[:, 1:].reshape(-1)
         parameters = [self.table, self.norm] + [p for layer in self.blocks for p in layer]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=device == "cuda")
+        self.optimizer = torch.optim.AdamW(parameters, lr=0, fused=device == "cuda")  # the same weights for all losses
 
     def loss(self, loss_of):
         x = F.embedding(self.tokens, self.table)
@@ -186,56 +170,33 @@ class Model:
 
 def step_rows(device, rounds, library):
     model = Model(device)
-    rows, works = [], []  # works: a row, its loss(x, w, y), its seconds
-    for chain in CHAINS + [peers.Peer(OURS, lambda: lambda x, w, y: OurLoss.apply(x, w, y, library))]:
-        rows.append(dict(what=chain.name))
-        try:
-            loss_of = peers.loss_of(chain, device)
-            rows[-1]["loss"] = model.loss(loss_of).item()  # all at the same weights
-            works.append((rows[-1], loss_of, []))
-        except Exception as error:  # a failure is a row, whatever it is
-            rows[-1]["why"] = reason_of(error)
-        reset_peak(device)
-    for row, loss_of, _ in works:
-        try:
-            for _ in range(2):
-                model.step(loss_of)
-            reset_peak(device)
+
+    def chain(peer):
+        loss_of = peers.loss_of(peer, device)
+        loss = model.loss(loss_of).item()
+        for _ in range(2):
             model.step(loss_of)
-            row["peak_bytes"] = peers.peak_bytes(device)
-            if row["peak_bytes"] and row["what"] == OURS:
-                row["peak_bytes"] += library.held()
-        except Exception as error:
-            row["why"] = reason_of(error)
-        model.optimizer.zero_grad(set_to_none=True)
         reset_peak(device)
-    works = [work for work in works if "why" not in work[0]]
-    for _ in range(rounds):
-        for _, loss_of, times in works:
-            times.append(seconds(device, lambda: model.step(loss_of)))
-    for row, _, times in works:
-        row["ms"] = 1e3 * statistics.median(times)
-        if works[-1][0]["what"] == OURS:
-            row["ratio"] = statistics.median(t / o for t, o in zip(times, works[-1][2]))
-    return rows
+        model.step(loss_of)
+        peak = peers.peak_bytes(device)
+        return (dict(loss=loss, peak_bytes=peak + library.held() if peak and peer.name == OURS else peak),
+                lambda: seconds(device, lambda: model.step(loss_of)))
 
-
-def show_step(device, rows):
-    m = MODELS[device]
-    peers.show(f"z-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}",
-               ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), rows,
-               lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}" if "ratio" in row else "",
-                            peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"])
+    ours = peers.Peer(OURS, lambda: lambda x, w, y: OurLoss.apply(x, w, y, library))
+    return peers.compare(device, [(peer.name, lambda peer=peer: chain(peer)) for peer in [*CHAINS, ours]], OURS, rounds)[0]
 
 
 def bench(device, shapes, rounds, library, errors, log):
     """Both tables; log(**row) keeps each row."""
+    m = MODELS[device]
     for shape in shapes:
-        rows = loss_rows(device, shape, rounds, library, errors)
-        show_loss(shape, rows)
-        for row in rows:
-            log(event="z-loss layer", shape=shape, **row)
-    rows = step_rows(device, rounds, library)
-    show_step(device, rows)
-    for row in rows:
-        log(event="z-loss step", model=MODELS[device], **row)
+        peers.show("z-loss, N {}, H {}, V {}: ms, and ratio to lce.c".format(*shape),
+                   ("loss", "forward", "backward", "together", "holds", *peers.ERROR_COLUMNS), loss_rows(device, shape, rounds, library, errors),
+                   lambda row: [*(f"{row[f'{part}ms']:.2f}, {row[f'{part}ratio']:.2f}" for part, _ in PARTS),
+                                peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)],
+                   log, event="z-loss layer", shape=shape)
+    peers.show(f"z-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}",
+               ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), step_rows(device, rounds, library),
+               lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
+                            peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"],
+               log, event="z-loss step", model=m)

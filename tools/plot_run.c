@@ -14,13 +14,19 @@
 #include "base/option_rows.h"
 #include "tools/plot/chart.h"
 
-enum { RUNS_MAX = 8, DRAWN_MAX = 800, FIGURES = 5 }; // 3 series a run and panel at most
+enum { RUNS_MAX = 8, DRAWN_MAX = 800 }; // 3 series a run and panel at most
 
-// What a log says of each step, and of each validation.
-typedef enum { LOSS, VALIDATION, RATE, NORM, SPEED } Figure;
-static const char *const FIELDS[FIGURES] = {"loss", "val_loss", "learning_rate", "grad_norm",
-                                            "tokens_per_second"};
-static const char *const EVENTS[FIGURES] = {"step", "validation", "step", "step", "step"};
+// What a log says of each step, a panel each, and of each validation.
+enum { LOSS, NORM, RATE, SPEED, VALIDATION, FIGURES };
+static const struct {
+  const char *event, *field, *title;
+  Unit unit;
+  bool from_zero;
+} figures[FIGURES] = {{"step", "loss", "Loss (circles: validation)", UNIT_PLAIN, false},
+                      {"step", "grad_norm", "Gradient norm", UNIT_PLAIN, true},
+                      {"step", "learning_rate", "Learning rate", UNIT_PLAIN, true},
+                      {"step", "tokens_per_second", "Tokens a second", UNIT_COUNT, true},
+                      {"validation", "val_loss", NULL, UNIT_PLAIN, false}};
 
 typedef struct {
   char name[48];
@@ -50,8 +56,8 @@ static void read_line(Log *log, const cJSON *line, double from) {
   const cJSON *step = json_member(line, "step");
   if (!cJSON_IsNumber(step) || step->valuedouble < from) return;
   for (int f = 0; f < FIGURES; f++) {
-    const cJSON *value = json_member(line, FIELDS[f]);
-    if (json_is(line, "event", EVENTS[f]) && cJSON_IsNumber(value))
+    const cJSON *value = json_member(line, figures[f].field);
+    if (json_is(line, "event", figures[f].event) && cJSON_IsNumber(value))
       append(&log->figures[f], step->valuedouble, value->valuedouble);
   }
 }
@@ -91,10 +97,11 @@ static double trend_at(const Series *s, int i) {
   return sum / (2 * half + 1);
 }
 
-// Adds a series, or its trend, as means over at most `max` equal stretches, so that a line is no thicker than its
-// noise.
-static void add_line(Panel *p, Series style, const Series *s, int max, bool trend) {
+// Adds a series, or its trend, as means over so many equal stretches at most that a line is no thicker than its
+// noise and markers stand apart.
+static void add_line(Panel *p, Series style, const Series *s, bool trend) {
   Series *out = panel_series(p, style);
+  int max = style.marker ? 40 : DRAWN_MAX;
   int each = (s->count + max - 1) / max;
   for (int first = 0; first < s->count; first += each) {
     int end = first + each < s->count ? first + each : s->count;
@@ -109,32 +116,26 @@ static Color pale(Color c) {
                  (unsigned char)(255 - (255 - c.b) / 3)};
 }
 
-static void add_panel(const Wanted *w, Picture *picture, int cell, Figure figure, const char *title,
-                      Unit unit, bool from_zero) {
-  Box box = picture_cell((Box){72, 96, 1016, 664}, 88, 92, 2, 2, cell / 2, cell % 2);
-  Panel *p = picture_panel(picture, box, label("%s", title));
+static void add_panel(const Wanted *w, Picture *picture, int figure) {
+  Box box = picture_cell((Box){72, 96, 1016, 664}, 88, 92, 2, 2, figure / 2, figure % 2);
+  Panel *p = picture_panel(picture, box, label("%s", figures[figure].title));
   p->x = (Axis){.shared = 1, .title = label("step")};
-  p->y = (Axis){.unit = unit, .from_zero = from_zero};
+  p->y = (Axis){.unit = figures[figure].unit, .from_zero = figures[figure].from_zero};
   bool noisy = figure != RATE;
   for (int k = 0; k < w->count && noisy; k++)
-    add_line(p, (Series){.color = pale(COLORS[k]), .width = 1}, &w->logs[k].figures[figure], DRAWN_MAX,
-             false);
+    add_line(p, (Series){.color = pale(COLORS[k]), .width = 1}, &w->logs[k].figures[figure], false);
   for (int k = 0; k < w->count; k++) {
     const Log *log = &w->logs[k];
-    add_line(p, (Series){.name = log->name, .color = COLORS[k], .width = 2}, &log->figures[figure], DRAWN_MAX,
-             noisy);
+    add_line(p, (Series){.name = log->name, .color = COLORS[k], .width = 2}, &log->figures[figure], noisy);
     if (figure == LOSS)
       add_line(p, (Series){.color = COLORS[k], .width = 0.8, .marker = MARKER_CIRCLE},
-               &log->figures[VALIDATION], 40, false);
+               &log->figures[VALIDATION], false);
   }
 }
 
 static void draw(const Wanted *w) {
   Picture *picture = picture_create(1040, 720, (Label){""}, (Label){""});
-  add_panel(w, picture, 0, LOSS, "Loss (circles: validation)", UNIT_PLAIN, false);
-  add_panel(w, picture, 1, NORM, "Gradient norm", UNIT_PLAIN, true);
-  add_panel(w, picture, 2, RATE, "Learning rate", UNIT_PLAIN, true);
-  add_panel(w, picture, 3, SPEED, "Tokens a second", UNIT_COUNT, true);
+  for (int figure = LOSS; figure <= SPEED; figure++) add_panel(w, picture, figure);
   picture_write(picture, 2, w->out);
   picture_free(picture);
 }

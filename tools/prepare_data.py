@@ -34,7 +34,7 @@ try:
 except ImportError:  # main says so; --help needs neither
     pass
 
-SHARD_FORMATS = {2: (20240520, 1), 4: (20240801, 7)}  # bytes of a token: magic, version
+SHARD_FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic, version
 MASK_MAGIC, MASK_VERSION = 20261120, 1
 CHOICES_MAGIC = 20240522
 HEADER_INTS = 256
@@ -134,10 +134,10 @@ def pieces(text, step, newline, anywhere=False):
         start = end
 
 
-def is_held_back(fraction, *place):
-    """Whether a document is for validation: a function of its place alone."""
+def split_of(options, *place):
+    """The split of a document: a function of its place alone."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+    return "val" if int.from_bytes(digest, "little") < options.val_fraction * 2**64 else "train"
 
 
 def parquet_file(path):
@@ -148,30 +148,27 @@ def parquet_file(path):
         raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
 
 
-def parts_of(path, options):
-    """The parts of a file as fields of Item: (kind, start, end, size) of each."""
-    kind, size = kind_of(path, options.format), os.path.getsize(path)
-    if kind == "parquet":
-        groups = parquet_file(path).num_row_groups
-        return [(kind, group, group + 1, size // groups) for group in range(groups)]
-    if not size:
-        return []
-    lines = kind == "jsonl" or options.document == "line"
-    step = ITEM_BYTES
-    if not lines and options.val_fraction > 0:  # the file is one document, of which stretches are held back
-        step = max(1 << 14, min(ITEM_BYTES, size // 100))
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return [(kind, start, end, end - start) for start, end in pieces(data, step, b"\n", lines)]
-
-
 def items_of(files, options):
     """The parts of all files, in order."""
     number = 0
     for path in files:
-        items = [Item(number + i, path, *part) for i, part in enumerate(parts_of(path, options))]
+        kind, size = kind_of(path, options.format), os.path.getsize(path)
+        one_document = kind == "text" and options.document == "file"
+        if kind == "parquet":
+            groups = parquet_file(path).num_row_groups
+            spans = [(group, group + 1, size // groups) for group in range(groups)]
+        elif size:
+            step = ITEM_BYTES
+            if one_document and options.val_fraction > 0:  # stretches of it are held back
+                step = max(1 << 14, min(ITEM_BYTES, size // 100))
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                spans = [(start, end, end - start) for start, end in pieces(data, step, b"\n", not one_document)]
+        else:
+            spans = []
+        items = [Item(number + i, path, kind, *span) for i, span in enumerate(spans)]
         number += len(items)
-        if items and items[0].kind == "text" and options.document == "file":
-            splits = ["val" if is_held_back(options.val_fraction, item.number) else "train" for item in items]
+        if one_document:
+            splits = [split_of(options, item.number) for item in items]
             items = [item._replace(split=split, closes=split != after)
                      for item, split, after in zip(items, splits, splits[1:] + [None])]
         yield from items
@@ -179,7 +176,7 @@ def items_of(files, options):
 
 # --- documents ----------------------------------------------------------------------------------------------
 
-def read_range(item):
+def read_item(item):
     with open(item.path, "rb") as file:
         file.seek(item.start)
         return file.read(item.end - item.start)
@@ -195,7 +192,7 @@ def records_of(item, columns):
         yield from file.read_row_group(item.start, columns=known).to_pylist()
         return
     at = item.start
-    for line in read_range(item).split(b"\n"):
+    for line in read_item(item).split(b"\n"):
         if line.strip():
             try:
                 record = json.loads(line)
@@ -219,7 +216,7 @@ def plain_documents(item, options, report):
         found = (field_of(record, options.field, item) for record in records_of(item, [options.field]))
         texts = (str(text) for text in found if text)
     else:
-        data = read_range(item)
+        data = read_item(item)
         text = data.decode("utf-8", errors="replace")
         report["replaced"] += text.count("\ufffd") - data.count("\ufffd".encode())
         texts = [text] if options.document == "file" else filter(str.strip, text.split("\n"))
@@ -230,7 +227,7 @@ def plain_documents(item, options, report):
 class Chat:
     """Conversations as text, by a chat template as Hugging Face has them."""
 
-    def __init__(self, source, special):
+    def __init__(self, options, tokens):
         sandbox = require("jinja2.sandbox", "a chat template")
         environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                             extensions=["jinja2.ext.loopcontrols"])
@@ -242,12 +239,15 @@ class Chat:
         environment.globals["strftime_now"] = time.strftime
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         # These marks delimit what the assistant said for other programs; here that follows from the messages.
+        source = read_text(options.chat_template) if options.chat_template else tokens.template or SIMPLE_TEMPLATE
         source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
         try:
             self.template = environment.from_string(source)
         except Exception as error:
             fail(f"the chat template cannot be read: {error}")
-        self.special = special
+        self.special = {name: token_text(tokens.settings.get(name)) or "" for name in
+                        ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self.special["eos_token"] = self.special["eos_token"] or tokens.end_of_text
 
     def render(self, messages, prompt):
         return self.template.render(messages=messages, add_generation_prompt=prompt, **self.special)
@@ -302,65 +302,35 @@ def chat_documents(item, options, chat, report):
 
 # --- workers ------------------------------------------------------------------------------------------------
 
-WORKER = None
+WORKER = None  # in a process of the pool: the options, the Tokens, and the Chat with --chat
 
 
-class Worker:
-    """What a process needs to make tokens of an item."""
-
-    def __init__(self, options, tokenizer_path, end_of_text, template, special):
-        self.options, self.end_of_text = options, end_of_text
-        self.tokenizer = tokenizers.Tokenizer.from_file(tokenizer_path)
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
-        self.encode = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
-        self.chat = Chat(template, special) if options.chat else None
-
-    def run(self, item):
-        """(ids, counts) of either split, and the counts of what was met."""
-        report = collections.Counter()
-        out = {"train": [], "val": []}  # (ids, counts) of each document
-        batch, size = [], 0
-        documents = (chat_documents(item, self.options, self.chat, report) if self.chat
-                     else plain_documents(item, self.options, report))
-        for number, (segments, closes) in enumerate(documents):
-            held_back = is_held_back(self.options.val_fraction, item.number, number)
-            split = item.split or ("val" if held_back else "train")
-            report[split] += closes
-            batch.append((segments, closes, out[split]))
-            size += sum(len(text) for text, _ in segments)
-            if size > PIECE_BYTES:
-                self.flush(batch)
-                batch, size = [], 0
-        self.flush(batch)
-        return {split: [numpy.concatenate([numpy.zeros(0, dtype), *arrays]) for dtype, arrays in
-                        zip((numpy.uint32, bool), zip(*done) if done else ((), ()))]
-                for split, done in out.items()}, report
-
-    def flush(self, batch):
-        """Adds the tokens of each document of the batch to the list that came with it."""
-        special = self.options.special_tokens and not self.options.chat
-        encodings = iter(self.encode([text for segments, _, _ in batch for text, _ in segments], add_special_tokens=special))
-        for segments, closes, done in batch:
-            ids, counts = [], []
-            for _, counted in segments:
-                piece = next(encodings).ids
-                ids += piece
-                counts += [counted] * len(piece)
-            if closes and (not ids or ids[-1] != self.end_of_text):
-                ids.append(self.end_of_text)
-                counts.append(False)
-            done.append((numpy.array(ids, numpy.uint32), numpy.array(counts if self.chat else [], bool)))
-
-
-def start_worker(*arguments):
+def start_worker(options, tokens):
     global WORKER
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    WORKER = Worker(*arguments)
+    WORKER = options, tokens, Chat(options, tokens) if options.chat else None
 
 
 def run_worker(item):
-    return item, WORKER.run(item)
+    """The item, (ids, whether each counts) of either split, and the counts of what was met."""
+    options, tokens, chat = WORKER
+    encode = getattr(tokens.tokenizer, "encode_batch_fast", tokens.tokenizer.encode_batch)
+    report, out = collections.Counter(), {"train": ([], []), "val": ([], [])}
+    documents = chat_documents(item, options, chat, report) if chat else plain_documents(item, options, report)
+    for number, (segments, closes) in enumerate(documents):
+        split = item.split or split_of(options, item.number, number)
+        report[split] += closes
+        ids, counts = out[split]
+        start = len(ids)
+        encodings = encode([text for text, _ in segments], add_special_tokens=options.special_tokens and not chat)
+        for (_, counted), encoding in zip(segments, encodings):
+            ids += encoding.ids
+            counts += [counted] * len(encoding)
+        if closes and (len(ids) == start or ids[-1] != tokens.end_of_text_id):
+            ids.append(tokens.end_of_text_id)
+            counts.append(False)
+    return item, {split: (numpy.array(ids, numpy.uint32), numpy.array(counts if chat else [], bool))
+                  for split, (ids, counts) in out.items()}, report
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -374,10 +344,8 @@ def header(*values):
 class Shards:
     """Writes one split's tokens into files of at most shard_tokens. A file has its name when it is whole."""
 
-    def __init__(self, folder, split, token_bytes, shard_tokens, masked):
-        self.folder, self.split, self.masked = folder, split, masked
-        self.dtype = numpy.uint16 if token_bytes == 2 else numpy.uint32
-        self.format, self.max = SHARD_FORMATS[token_bytes], shard_tokens
+    def __init__(self, folder, split, dtype, shard_tokens, masked):
+        self.folder, self.split, self.dtype, self.max, self.masked = folder, split, dtype, shard_tokens, masked
         self.file, self.count, self.mask, self.shards = None, 0, [], []
         self.tokens = self.counted = 0
 
@@ -386,14 +354,12 @@ class Shards:
             if not self.file:
                 self.path = os.path.join(self.folder, f"{self.split}_{len(self.shards):06d}.bin")
                 self.file = open(self.path + ".partial", "wb")
-                self.file.write(header(*self.format, 0))
-            taken = min(len(tokens), self.max - self.count)
-            self.file.write(tokens[:taken].astype(self.dtype).tobytes())
-            if self.masked:
-                self.mask.append(counts[:taken])
-                counts = counts[taken:]
-            tokens = tokens[taken:]
-            self.count += taken
+                self.file.write(header(*SHARD_FORMATS[self.dtype], 0))
+            room = self.max - self.count
+            self.file.write(tokens[:room].astype(self.dtype))
+            self.mask.append(counts[:room])
+            self.count += len(tokens[:room])
+            tokens, counts = tokens[room:], counts[room:]
             if self.count == self.max:
                 self.close()
 
@@ -401,7 +367,7 @@ class Shards:
         if not self.file:
             return
         self.file.seek(0)
-        self.file.write(header(*self.format, self.count))
+        self.file.write(header(*SHARD_FORMATS[self.dtype], self.count))
         self.file.close()
         counted = self.count
         if self.masked:
@@ -416,40 +382,24 @@ class Shards:
         self.file, self.count, self.mask = None, 0, []
 
 
-class Progress:
-    """A line on standard error about every so often, and a last one."""
-
-    def __init__(self, total):
-        self.total, self.start, self.last = total, time.time(), 0
-
-    def show(self, done, tokens, last=False):
-        terminal, now = sys.stderr.isatty(), time.time()
-        if not last and now - self.last < (0.2 if terminal else 10):
-            return
-        self.last = now
-        share = f"{100 * done / self.total:.0f}% of {self.total / 1e6:.1f} MB" if self.total else "nothing"
-        rate = done / max(now - self.start, 1e-9) / 1e6
-        print(("\r\033[K" if terminal else "") + f"{share}, {tokens:,} tokens, {rate:.1f} MB/s",
-              end="" if terminal and not last else "\n", file=sys.stderr, flush=True)
+def show_progress(start, done, total, tokens, end=""):
+    """Bytes, tokens and speed since `start` on standard error; a terminal shows it in place of the line before."""
+    share = f"{100 * done / total:.0f}% of {total / 1e6:.1f} MB" if total else "nothing"
+    rate = done / max(time.time() - start, 1e-9) / 1e6
+    terminal = sys.stderr.isatty()
+    print(("\r\033[K" if terminal else "") + f"{share}, {tokens:,} tokens, {rate:.1f} MB/s",
+          end=end if terminal else "\n", file=sys.stderr, flush=True)
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
 
 def train_tokenizer(files, options, path):
-    from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
-    if options.style == "gpt2":
-        split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        split = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    trainer = trainers.BpeTrainer(vocab_size=options.train_tokenizer, special_tokens=[END_OF_TEXT_NAMES[0]],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                  show_progress=sys.stderr.isatty())
+    tokenizer = tokenizers.ByteLevelBPETokenizer(trim_offsets=True)
+    if options.style == "llama3":
+        before = tokenizers.pre_tokenizers
+        tokenizer.pre_tokenizer = before.Sequence([
+            before.Split(tokenizers.Regex(LLAMA3_SPLIT), behavior="isolated"),
+            before.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def texts():
         left = options.tokenizer_sample
@@ -467,7 +417,8 @@ def train_tokenizer(files, options, path):
                 return
 
     print(f"training a tokenizer of {options.train_tokenizer:,} tokens ...", file=sys.stderr)
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(texts(), vocab_size=options.train_tokenizer, min_frequency=0,
+                                  special_tokens=[END_OF_TEXT_NAMES[0]], show_progress=sys.stderr.isatty())
     made = tokenizer.get_vocab_size()
     if made < options.train_tokenizer:
         print(f"the text has pairs for a vocabulary of {made:,} only, not {options.train_tokenizer:,}", file=sys.stderr)
@@ -489,19 +440,19 @@ class Tokens:
         else:
             self.copy(options.tokenizer)
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(self.path)
+            self.tokenizer = tokenizers.Tokenizer.from_file(self.path)
         except Exception as error:
             fail(f"{options.tokenizer} is no tokenizer.json: {error}")
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
+        self.dtype = "uint16" if self.vocab_size <= 2**16 else "uint32"
         wanted = [options.end_of_text] if options.end_of_text else [token_text(self.settings.get("eos_token"))] + END_OF_TEXT_NAMES
         self.end_of_text = next((name for name in wanted if name in vocabulary), None)
         if not self.end_of_text:
             fail(f"the tokenizer has no token {' or '.join(filter(None, wanted))}; name what ends a text with --end-of-text")
         self.end_of_text_id = vocabulary[self.end_of_text]
-        self.special = {name: token_text(self.settings.get(name)) or "" for name in
-                        ("bos_token", "eos_token", "pad_token", "unk_token")}
-        self.special["eos_token"] = self.special["eos_token"] or self.end_of_text
 
     def copy(self, source):
         folder, file = os.path.split(source)
@@ -513,16 +464,12 @@ class Tokens:
             copy = os.path.join(os.path.dirname(self.path), "tokenizer.json" if name == file else name)
             with contextlib.suppress(FileNotFoundError, shutil.SameFileError):
                 shutil.copyfile(os.path.join(folder, name), copy)
-        settings = os.path.join(folder, "tokenizer_config.json")
+        settings, jinja = (os.path.join(folder, name) for name in ("tokenizer_config.json", "chat_template.jinja"))
         self.settings = json.loads(read_text(settings)) if os.path.exists(settings) else {}
         template = self.settings.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        jinja = os.path.join(folder, "chat_template.jinja")
         self.template = read_text(jinja) if os.path.exists(jinja) else template
-
-    def chat_template(self, path):
-        return read_text(path) if path else self.template or SIMPLE_TEMPLATE
 
     def manifest(self):
         with open(self.path, "rb") as file:
@@ -535,7 +482,6 @@ class Tokens:
 
 def write_choices(files, options, tokens):
     """llm.c's evaluation file (data/choices.h) from records with ctx, endings and label."""
-    tokenizer = tokenizers.Tokenizer.from_file(tokens.path)
     wide = tokens.vocab_size >= 2**16
     dtype, start = (numpy.uint32, 2**32 - 1) if wide else (numpy.uint16, 2**16 - 1)
     examples = []
@@ -548,7 +494,7 @@ def write_choices(files, options, tokens):
                 raise ValueError(f"{item.path} has a record without ctx, endings and label")
             if not 0 <= label < len(endings):
                 raise ValueError(f"{item.path} says that ending {label} is right of {len(endings)}")
-            lists = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+            lists = [encoding.ids for encoding in tokens.tokenizer.encode_batch(texts, add_special_tokens=False)]
             if not all(lists):
                 raise ValueError(f"{item.path} has an empty context or ending")
             values = [start, 0, len(examples) % start, label, len(endings)]
@@ -601,25 +547,25 @@ def parse_options():
 
 
 def make_shards(files, options, tokens):
-    width = 2 if tokens.vocab_size <= 2**16 else 4
-    shards = {split: Shards(options.out, split, width, options.shard_tokens, options.chat) for split in ("train", "val")}
+    shards = {split: Shards(options.out, split, tokens.dtype, options.shard_tokens, options.chat) for split in ("train", "val")}
     for pattern in ("train_*", "val_*"):
         for old in glob.glob(os.path.join(glob.escape(options.out), pattern)):
             os.remove(old)
-    totals, done = collections.Counter(), 0
-    progress = Progress(sum(os.path.getsize(file) for file in files))
-    template = tokens.chat_template(options.chat_template) if options.chat else None
-    if template:
-        Chat(template, tokens.special)  # a template that cannot be read is said once, here
-    arguments = (options, tokens.path, tokens.end_of_text_id, template, tokens.special)
-    with multiprocessing.Pool(options.workers, start_worker, arguments) as pool:
-        for item, (parts, report) in pool.imap(run_worker, list(items_of(files, options))):
+    totals, done, total = collections.Counter(), 0, sum(os.path.getsize(file) for file in files)
+    start, shown = time.time(), 0
+    if options.chat:
+        Chat(options, tokens)  # a template that cannot be read is said once, here
+    with multiprocessing.Pool(options.workers, start_worker, (options, tokens)) as pool:
+        for item, parts, report in pool.imap(run_worker, list(items_of(files, options))):
             for split, (ids, counts) in parts.items():
                 shards[split].add(ids, counts)
+                totals["tokens"] += len(ids)
             totals.update(report)
             done += item.size
-            progress.show(done, sum(split.tokens + split.count for split in shards.values()))
-    progress.show(done, sum(split.tokens + split.count for split in shards.values()), last=True)
+            if time.time() - shown > (0.2 if sys.stderr.isatty() else 10):
+                shown = time.time()
+                show_progress(start, done, total, totals["tokens"])
+    show_progress(start, done, total, totals["tokens"], end="\n")
     for split in shards.values():
         split.close()
     return shards, totals
@@ -627,8 +573,7 @@ def make_shards(files, options, tokens):
 
 def write_manifest(files, options, tokens, shards, totals):
     manifest = {
-        "format": "lce.c shards", "version": 1, "dtype": "uint16" if tokens.vocab_size <= 2**16 else "uint32",
-        "masked": options.chat, "tokenizer": tokens.manifest(),
+        "format": "lce.c shards", "version": 1, "dtype": tokens.dtype, "masked": options.chat, "tokenizer": tokens.manifest(),
         "splits": {split: {"documents": totals[split], "tokens": s.tokens, "counted_tokens": s.counted,
                            "shards": s.shards} for split, s in shards.items() if s.shards},
         "inputs": [{"file": file, "bytes": os.path.getsize(file)} for file in files],

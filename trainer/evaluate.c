@@ -20,19 +20,8 @@ typedef struct {
 static void flush(Rows *r) {
   if (!r->filled) return;
   Trainer *t = r->trainer;
-  int64_t tokens = r->filled * r->width, counted = 0;
-  for (int64_t n = 0; n < tokens; n++)
-    if (t->host_targets[n] != IGNORE_INDEX) t->host_rows[counted++] = (int32_t)n;
-  Batch batch = {.batch = r->filled,
-                 .seq_len = r->width,
-                 .tokens = tensor_rows(t->tokens, 0, tokens),
-                 .targets = tensor_rows(t->targets, 0, tokens),
-                 .rows = tensor_rows(t->rows, 0, tokens),
-                 .counted = counted};
-  Tensor loss = tensor_rows(t->loss, 0, tokens);
-  backend_to_device(t->backend, batch.tokens, t->host_tokens);
-  backend_to_device(t->backend, batch.targets, t->host_targets);
-  backend_to_device(t->backend, batch.rows, t->host_rows);
+  Batch batch = trainer_batch(t, 0, r->filled, r->width, true);
+  Tensor loss = tensor_rows(t->loss, 0, r->filled * r->width);
   transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, loss);
   backend_to_host(t->backend, r->losses, loss);
   for (int64_t row = 0; row < r->filled; row++) {

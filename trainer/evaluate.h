@@ -1,6 +1,5 @@
 // Multiple-choice accuracy of a model, as llm.c counts it.
-#ifndef LCE_TRAINER_EVALUATE_H
-#define LCE_TRAINER_EVALUATE_H
+#pragma once
 
 #include "data/choices.h"
 #include "trainer/trainer.h"
@@ -15,5 +14,3 @@ typedef struct {
 // Of the first `examples` (0: all), which the ranks share; every rank gets the whole score. Each completion
 // is a row, as many rows at a time as fit the trainer's batch.
 ChoiceScore trainer_choose(Trainer *trainer, const Choices *choices, int64_t examples);
-
-#endif

@@ -1,11 +1,10 @@
 // Which machine a run computes on.
-#ifndef LCE_TRAINER_MACHINE_H
-#define LCE_TRAINER_MACHINE_H
+#pragma once
 
 #include "trainer/options.h"
 
-// The backend that the options select, and the dtypes that follow; --device auto prints why it is not the GPU, and
-// --device cuda then fails. The caller destroys it.
+// The backend and dtypes that the options select; without a GPU --device cuda fails, and auto prints why there is none.
+// The caller destroys it.
 Backend *machine_open(Options *options);
 
 // Makes it this rank's part of the job; nothing without a launcher. Call it on all ranks at once.
@@ -16,5 +15,3 @@ void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
 // Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
 size_t machine_usable_bytes(const Backend *backend);
-
-#endif

@@ -204,8 +204,7 @@ bool options_given(const Options *o, const char *name) {
 
 // --- the model ---------------------------------------------------------------------------------------------
 
-// After parsing, o->model holds the sizes given, and 0 where none was. Their rows are those of whole numbers
-// whose fields lie in it.
+// After parsing, o->model holds the sizes given, else 0: the whole numbers among the rows whose fields lie in it.
 static int64_t *size_of(ModelConfig *m, const Option *row) {
   const size_t start = offsetof(Options, model);
   bool inside = row->offset >= start && row->offset < start + sizeof *m;

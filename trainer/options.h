@@ -1,6 +1,5 @@
 // The options of the command line.
-#ifndef LCE_TRAINER_OPTIONS_H
-#define LCE_TRAINER_OPTIONS_H
+#pragma once
 
 #include "base/option_table.h"
 #include "model/transformer.h"
@@ -74,8 +73,7 @@ typedef struct {
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1 };
 extern const Option options_rows[];
 
-// Reads the command line (--help lists everything) and the checkpoint that it names. Wrong values end the
-// program with one sentence.
+// Reads the command line and the checkpoint that it names. Wrong values end the program with one sentence.
 void options_parse(Options *options, int argc, char **argv);
 
 // Whether --name was given, on the command line or by the checkpoint.
@@ -85,10 +83,7 @@ bool options_given(const Options *options, const char *name);
 void options_resolve_dtypes(Options *options, bool cuda);
 void options_resolve_chunk(Options *options, DeviceKind device);
 
-// The chunk taken when none is named: lce_default_chunk, on a GPU at least 1024, below which the traffic of reading
-// the head's matrix for each chunk is the bound.
+// lce_default_chunk, on a GPU at least 1024: below, the traffic of reading the head's matrix per chunk is the bound.
 int64_t options_default_chunk(int64_t tokens, bool cuda);
 
 void options_free(Options *options);
-
-#endif

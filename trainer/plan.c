@@ -13,15 +13,7 @@
 #include "model/shards.h"
 #include "trainer/machine.h"
 
-Plan plan_from_ledger(const Ledger *ledger) {
-  Plan plan = {.peak_bytes = ledger->peak,
-               .stack_bytes = ledger->stack_peak,
-               .head_peak_bytes = ledger->highest[MEMORY_HEAD]};
-  memcpy(plan.at_peak, ledger->at_peak, sizeof plan.at_peak);
-  return plan;
-}
-
-Plan plan_run(const Options *given, DeviceKind device, LceMode mode) {
+Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   Options copy = *given;
   const Options *options = &copy;
   if (mode == LCE_MATERIALIZED) copy.dtypes.vocab_parallel = false; // which that mode does not have
@@ -37,7 +29,7 @@ Plan plan_run(const Options *given, DeviceKind device, LceMode mode) {
   }
   trainer_validate(&trainer, NULL, 1);
   if (options->save && !options->eval_only) shards_plan_read(&trainer.model.parameters, backend);
-  Plan plan = plan_from_ledger(&backend->memory.ledger);
+  Ledger plan = backend->memory.ledger;
   trainer_destroy(&trainer);
   backend_destroy(backend);
   return plan;
@@ -53,7 +45,7 @@ typedef struct {
 static size_t head_bytes(const Options *options, DeviceKind device, int64_t chunk) {
   Options o = *options;
   o.lce_chunk = chunk;
-  return plan_run(&o, device, LCE_FUSED).head_peak_bytes;
+  return plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
 }
 
 static bool chunk_fits(const void *budget, int64_t chunk) {
@@ -83,7 +75,7 @@ static Options with_batch(const Options *options, DeviceKind device, int64_t bat
 static bool batch_fits(const void *budget, int64_t batch) {
   const Budget *b = budget;
   Options o = with_batch(b->options, b->device, batch);
-  return plan_run(&o, b->device, b->mode).peak_bytes <= b->bytes;
+  return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
@@ -99,7 +91,7 @@ int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mo
 // Appends "; --flag needs 12.3 GiB" when that is less than the capacity. Returns whether it fits.
 static bool suggest(char *text, size_t size, const char *flag, const Options *o, DeviceKind device,
                     LceMode mode, size_t capacity) {
-  size_t bytes = plan_run(o, device, mode).peak_bytes;
+  size_t bytes = plan_run(o, device, mode).peak;
   if (bytes > capacity) return false;
   size_t length = strlen(text);
   snprintf(text + length, size - length, "%s%s needs %s", length ? ", " : "", flag, text_bytes(bytes).text);
@@ -107,8 +99,8 @@ static bool suggest(char *text, size_t size, const char *flag, const Options *o,
 }
 
 void plan_require(const Options *options, DeviceKind device, size_t usable) {
-  Plan plan = plan_run(options, device, options->mode);
-  if (!usable || plan.peak_bytes <= usable) return;
+  Ledger plan = plan_run(options, device, options->mode);
+  if (!usable || plan.peak <= usable) return;
 
   char holders[512] = "", ways[512] = "";
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
@@ -132,7 +124,7 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
     snprintf(ways + length, sizeof ways - length, "%s--batch %lld fits", length ? ", " : "",
              (long long)batch);
   }
-  fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak_bytes).text,
+  fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
        text_bytes(usable).text, holders,
        ways[0] ? ways
                : "no smaller batch fits: take a smaller model, --moment-dtype bf16 or --no-master-weights");
@@ -162,7 +154,7 @@ void plan_print_table(const MemoryColumn *given, int count, DeviceKind device) {
   for (int i = 0; i < count; i++) {
     MemoryColumn *c = &columns[i];
     *c = given[i];
-    if (c->device_bytes > c->memory.peak_bytes) c->outside_bytes = c->device_bytes - c->memory.peak_bytes;
+    if (c->device_bytes > c->memory.peak) c->outside_bytes = c->device_bytes - c->memory.peak;
     measured |= c->device_bytes > 0;
     timed |= c->pass_seconds > 0;
     printf(" %24s", c->title);
@@ -171,13 +163,13 @@ void plan_print_table(const MemoryColumn *given, int count, DeviceKind device) {
   for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++)
     print_row(memory_category_name((MemoryCategory)k), columns, count,
               offsetof(MemoryColumn, memory.at_peak) + (size_t)k * sizeof(size_t), false);
-  print_row("all together (ledger)", columns, count, offsetof(MemoryColumn, memory.peak_bytes), true);
+  print_row("all together (ledger)", columns, count, offsetof(MemoryColumn, memory.peak), true);
   print_row("outside of it (libraries, context)", columns, count, offsetof(MemoryColumn, outside_bytes),
             measured);
   print_row(device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)", columns, count,
             offsetof(MemoryColumn, device_bytes), false);
   print_row("LM head + loss alone, at its peak", columns, count,
-            offsetof(MemoryColumn, memory.head_peak_bytes), true);
+            offsetof(MemoryColumn, memory.highest[MEMORY_HEAD]), true);
   if (!timed) return;
   printf("  %-34s", "time of one forward and backward");
   for (int i = 0; i < count; i++) {
@@ -270,7 +262,7 @@ static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *tit
     best = fmin(best, now_seconds() - start);
   }
   return (MemoryColumn){.title = title,
-                        .memory = plan_from_ledger(&backend->memory.ledger),
+                        .memory = backend->memory.ledger,
                         .device_bytes = backend->ops->device_bytes_peak(backend),
                         .pass_seconds = best};
 }
@@ -284,8 +276,8 @@ void plan_compare_modes(Trainer *trainer) {
   MemoryColumn columns[2];
   for (int i = 0; i < 2; i++) {
     LceMode mode = i == 0 ? LCE_FUSED : LCE_MATERIALIZED;
-    Plan plan = plan_run(o, device, mode);
-    bool fits = !usable || plan.peak_bytes <= usable;
+    Ledger plan = plan_run(o, device, mode);
+    bool fits = !usable || plan.peak <= usable;
     columns[i] =
         fits ? measure_mode(trainer, mode, measured[i]) : (MemoryColumn){.title = planned[i], .memory = plan};
     if (!fits) printf("the %s mode does not fit here: it is planned, not measured\n", lce_mode_name(mode));
@@ -294,7 +286,7 @@ void plan_compare_modes(Trainer *trainer) {
   plan_print_table(columns, 2, device);
   printf("\nat %s tokens and V %s LM head + loss hold %.1f times less when fused\n",
          text_grouped(o->batch * o->seq_len).text, text_grouped(o->model.vocab_size).text,
-         (double)columns[1].memory.head_peak_bytes / (double)columns[0].memory.head_peak_bytes);
+         (double)columns[1].memory.highest[MEMORY_HEAD] / (double)columns[0].memory.highest[MEMORY_HEAD]);
 }
 
 // --- --timeline --------------------------------------------------------------------------------------------
@@ -306,11 +298,11 @@ void plan_write_timeline(const char *path, const Ledger *ledger) {
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
   fputc('\n', out);
-  for (size_t i = 0; i < ledger->event_count; i++) {
+  for (int64_t i = 0; i < ledger->event_count; i++) {
     const LedgerEvent *e = &ledger->events[i];
     size_t total = 0;
     for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) total += e->bytes[c];
-    fprintf(out, "%zu,%d,\"%s\",%zu", i, e->step, e->name, total);
+    fprintf(out, "%lld,%d,\"%s\",%zu", (long long)i, e->step, e->name, total);
     for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) fprintf(out, ",%zu", e->bytes[c]);
     fputc('\n', out);
   }

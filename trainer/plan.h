@@ -1,22 +1,11 @@
 // How much memory a run needs, found out by running it through the plan backend: nothing is allocated.
-#ifndef LCE_TRAINER_PLAN_H
-#define LCE_TRAINER_PLAN_H
+#pragma once
 
 #include "trainer/trainer.h"
 
-typedef struct {
-  size_t peak_bytes;                     // the maximum in use at a time
-  size_t at_peak[MEMORY_CATEGORY_COUNT]; // who holds it then
-  size_t stack_bytes;                    // the step's stack, at its highest
-  size_t head_peak_bytes;                // the maximum LM head + loss hold beyond weights and gradients
-} Plan;
-
-// A training step, a validation batch and a sampled token of `options` (resolved) in `mode` on `device`; with
-// --eval-only the validation batch alone.
-Plan plan_run(const Options *options, DeviceKind device, LceMode mode);
-
-// The same figures from the ledger of a run.
-Plan plan_from_ledger(const Ledger *ledger);
+// The ledger of a training step, a validation batch and a sampled token of `options` (resolved) in `mode` on `device`;
+// with --eval-only of the validation batch alone.
+Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 
 // The largest chunk with which LM head + loss never hold more than `bytes`, in training and in validation; 0
 // when even one token's does not fit. `min` receives what one token's holds.
@@ -25,8 +14,7 @@ int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t byte
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
-// Fails with a sentence when the run needs more than `usable` bytes (0: unknown, never fails): who holds
-// what, and what would fit instead, with figures.
+// Fails when the run needs more than `usable` bytes (0: unknown), with who holds what, and what would fit.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
 
 // --- what is printed about memory ---------------------------------------------------------------------------
@@ -34,7 +22,7 @@ void plan_require(const Options *options, DeviceKind device, size_t usable);
 // One column of the table.
 typedef struct {
   const char *title; // "fused, measured"
-  Plan memory;
+  Ledger memory;
   size_t device_bytes;  // what the system counts, the ledger's included; 0 when not measured
   size_t outside_bytes; // of these not in the ledger; computed for the table
   double pass_seconds;  // one forward and backward; 0 when not measured
@@ -43,8 +31,7 @@ typedef struct {
 // At most 3 columns, of the device that they are for.
 void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device);
 
-// --plan: what a run needs, in both modes. --fit: the largest batch in both modes, or a failure with a
-// sentence. Both finish the options for the device.
+// --plan: what a run needs. --fit: the largest batch, or a failure. In both modes; both finish the options.
 void plan_print(Options *options);
 void plan_print_fit(Options *options);
 
@@ -56,5 +43,3 @@ void plan_write_timeline(const char *path, const Ledger *ledger);
 
 // "gradients, master weights and moments are spread over them": what --zero and --vocab-parallel do.
 const char *spread_name(const ParameterDtypes *dtypes);
-
-#endif

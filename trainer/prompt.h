@@ -1,6 +1,5 @@
 // How a run's tokens are text: by a tokenizer.json, byte by byte, or not at all.
-#ifndef LCE_TRAINER_PROMPT_H
-#define LCE_TRAINER_PROMPT_H
+#pragma once
 
 #include "data/source.h"
 #include "data/tokenizer/tokenizer.h"
@@ -13,8 +12,7 @@ typedef struct {
   int64_t count;
 } Prompt;
 
-// The one in `named` (a file, or a directory with a tokenizer.json), or else in `directory` if it has one; NULL: none.
-// The caller closes it.
+// That of `named` (a file or directory), else of `directory`; NULL: neither has one. The caller closes it.
 Tokenizer *prompt_tokenizer(const char *named, const char *directory);
 
 // --prompt in the tokens of --tokenizer or of the model that the run begins with, else in bytes where the data are
@@ -24,5 +22,3 @@ void prompt_close(Prompt *prompt);
 
 // Tokens as text that is safe to print on a terminal; NULL when nothing says what they mean. The caller frees it.
 char *prompt_show(const Prompt *prompt, const int32_t *tokens, int64_t count);
-
-#endif

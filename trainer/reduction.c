@@ -2,8 +2,7 @@
 
 #include "model/shards.h"
 
-// ZeRO-2 double-buffers the layers' gradients: every micro-batch's are reduced, and accumulated in the
-// shards.
+// ZeRO-2 double-buffers the layers' gradients: every micro-batch's are reduced, and accumulated in the shards.
 static bool reduced_every_pass(const Parameters *p, ParameterGroup group) {
   return p->spread.zero == 2 && group != GROUP_HEAD;
 }
@@ -40,10 +39,9 @@ static void reduce_ready(void *reduction, ParameterGroup group, int64_t first) {
   collectives_join(r->backend, started < 64 ? started : 0);
 }
 
-// A tied head's gradient, [V, H] in fp32, takes longest to reduce. So that this overlaps with the layers'
-// backward passes, the embedding's part, of N rows at most, is added afterwards: every rank gathers those of
-// all ranks and adds them in the same order. Where the head is split a rank adds those of its own rows of the
-// head.
+// A tied head's gradient, [V, H] in fp32, takes longest to reduce. So that this overlaps with the layers' backward
+// passes, the embedding's part, of N rows at most, is added afterwards: every rank gathers those of all ranks and adds
+// them in the same order. Where the head is split a rank adds those of its own rows of the head.
 static void add_embedding_grads(void *reduction, const Batch *batch, Tensor dout) {
   const Reduction *r = reduction;
   const Model *model = r->model;

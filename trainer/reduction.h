@@ -1,7 +1,5 @@
-// Gradients summed over the ranks while the backward pass still runs: all-reduced, or reduce-scattered where
-// they are sharded (ZeRO 1 and 2), in buckets.
-#ifndef LCE_TRAINER_REDUCTION_H
-#define LCE_TRAINER_REDUCTION_H
+// Gradients all-reduced or reduce-scattered (ZeRO 1 and 2) over the ranks in buckets, during the backward pass.
+#pragma once
 
 #include "model/transformer.h"
 
@@ -12,10 +10,7 @@ typedef struct {
   int64_t unreduced[GROUP_COUNT]; // elements of each group, from its start
 } Reduction;
 
-// Sets the hooks for the backward pass of a micro-batch; nothing with one rank. Where gradients are
-// accumulated over the micro-batches only the last one's pass reduces them. The Reduction must stay where it
-// is until the pass is over.
+// Sets the hooks for the backward pass of a micro-batch; nothing with one rank. Where gradients are accumulated over
+// the micro-batches only the last one's pass reduces them. The Reduction must stay where it is until the pass is over.
 void reduction_begin(Reduction *reduction, Backend *backend, const Model *model, bool first, bool last,
                      TransformerOptions *options);
-
-#endif

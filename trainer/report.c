@@ -30,14 +30,21 @@ typedef struct {
   const bool *truth;
 } LogField;
 
+#define NUMBER(name, value)                                                                                  \
+  { name, .number = (double)(value) }
+#define OPTIONAL(name, value)                                                                                \
+  { name, .number = value, .optional = true }
+#define TEXT(name, value)                                                                                    \
+  { name, .text = value }
+#define LOG(event, ...) log_write(r, event, (const LogField[]){__VA_ARGS__, {0}})
+
 static cJSON *value_of(const LogField *f) {
   if (f->text) return cJSON_CreateString(f->text);
   if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
   return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
 }
 
-// Writes {"event": event, ...fields} as one line; the last field has no name. The line is on disk on return, so a
-// killed run leaves a readable log.
+// Writes {"event": event, ...fields}, up to one without a name, as a line that is on disk on return.
 static void log_write(const Report *r, const char *event, const LogField *fields) {
   if (!r->log) return;
   cJSON *line = cJSON_CreateObject();
@@ -100,25 +107,14 @@ void report_close(Report *r) {
 void report_start(Report *r, const Backend *backend, const char *data) {
   const Options *o = r->options;
   const ModelConfig *m = &o->model;
-  log_write(r, "start",
-            (LogField[]){{"device", .text = backend->description},
-                         {"model", .text = m->name},
-                         {"parameters", .number = (double)model_parameter_count(m)},
-                         {"vocab_size", .number = (double)m->vocab_size},
-                         {"hidden_size", .number = (double)m->hidden_size},
-                         {"num_hidden_layers", .number = (double)m->num_hidden_layers},
-                         {"batch", .number = (double)o->batch},
-                         {"seq_len", .number = (double)o->seq_len},
-                         {"total_batch", .number = (double)o->total_batch},
-                         {"ranks", .number = o->ranks},
-                         {"steps", .number = (double)o->steps},
-                         {"seed", .number = (double)o->seed},
-                         {"loss_mode", .text = lce_mode_name(o->mode)},
-                         {"lce_chunk", .number = o->mode == LCE_FUSED ? (double)o->lce_chunk : 0},
-                         {"recompute", .text = recompute_name(o->recompute)},
-                         {"dtype", .text = dtype_name(o->dtype)},
-                         {"data", .text = data},
-                         {0}});
+  LOG("start", TEXT("device", backend->description), TEXT("model", m->name),
+      NUMBER("parameters", model_parameter_count(m)), NUMBER("vocab_size", m->vocab_size),
+      NUMBER("hidden_size", m->hidden_size), NUMBER("num_hidden_layers", m->num_hidden_layers),
+      NUMBER("batch", o->batch), NUMBER("seq_len", o->seq_len), NUMBER("total_batch", o->total_batch),
+      NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
+      TEXT("loss_mode", lce_mode_name(o->mode)), NUMBER("lce_chunk", o->mode == LCE_FUSED ? o->lce_chunk : 0),
+      TEXT("recompute", recompute_name(o->recompute)), TEXT("dtype", dtype_name(o->dtype)),
+      TEXT("data", data));
   putchar('\n');
 }
 
@@ -168,20 +164,11 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
 void report_steps(Report *r, Trainer *trainer, const StepResult *results, int count, double seconds) {
   double rate = (double)r->options->total_batch * count / seconds, each = seconds / count;
   for (const StepResult *s = results; s < results + count; s++) {
-    log_write(r, "step",
-              (LogField[]){{"step", .number = (double)(s->step + 1)},
-                           {"loss", .number = s->loss},
-                           {"z_loss", .number = s->z_loss, .optional = true},
-                           {"accuracy", .number = s->accuracy, .optional = true},
-                           {"entropy", .number = s->entropy, .optional = true},
-                           {"max_logit", .number = s->max_logit, .optional = true},
-                           {"dropped_tiles", .number = s->dropped_tiles, .optional = true},
-                           {"dropped_mass", .number = s->dropped_mass, .optional = true},
-                           {"learning_rate", .number = s->learning_rate},
-                           {"grad_norm", .number = s->grad_norm},
-                           {"tokens", .number = (double)s->counted},
-                           {"tokens_per_second", .number = rate},
-                           {0}});
+    LOG("step", NUMBER("step", s->step + 1), NUMBER("loss", s->loss), OPTIONAL("z_loss", s->z_loss),
+        OPTIONAL("accuracy", s->accuracy), OPTIONAL("entropy", s->entropy),
+        OPTIONAL("max_logit", s->max_logit), OPTIONAL("dropped_tiles", s->dropped_tiles),
+        OPTIONAL("dropped_mass", s->dropped_mass), NUMBER("learning_rate", s->learning_rate),
+        NUMBER("grad_norm", s->grad_norm), NUMBER("tokens", s->counted), NUMBER("tokens_per_second", rate));
     r->dropped_tiles += s->dropped_tiles;
     r->dropped_mass += s->dropped_mass;
     if (!isfinite(s->loss) || !isfinite(s->grad_norm)) fail_diverged(r, trainer, s);
@@ -202,8 +189,7 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
 void report_validation(Report *r, int64_t step, double loss) {
   report_break(r);
   printf("step %lld  validation loss %.4f (perplexity %.1f)\n", (long long)step, loss, exp(loss));
-  log_write(r, "validation",
-            (LogField[]){{"step", .number = (double)step}, {"val_loss", .number = loss}, {0}});
+  LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss));
 }
 
 void report_choices(Report *r, const ChoiceScore *score) {
@@ -217,12 +203,8 @@ void report_choices(Report *r, const ChoiceScore *score) {
   if (score->shortened)
     printf("%s of its contexts lost their beginning: they are longer than --seq-len %lld\n",
            text_grouped(score->shortened).text, (long long)o->seq_len);
-  log_write(r, "choices",
-            (LogField[]){{"file", .text = o->hellaswag},
-                         {"examples", .number = examples},
-                         {"acc_norm", .number = normalized},
-                         {"acc", .number = correct},
-                         {0}});
+  LOG("choices", TEXT("file", o->hellaswag), NUMBER("examples", examples), NUMBER("acc_norm", normalized),
+      NUMBER("acc", correct));
 }
 
 // As text where something says what the tokens mean.
@@ -235,14 +217,13 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
   putchar('\n');
   LogField sample = {"text", .text = text};
   if (!text) sample = (LogField){"tokens", .tokens = tokens, .count = count};
-  log_write(r, "sample", (LogField[]){{"step", .number = (double)step}, sample, {0}});
+  LOG("sample", NUMBER("step", step), sample);
   free(text);
 }
 
 void report_checkpoint(Report *r, int64_t step, double seconds) {
   printf("step %lld  saved in %s (%.1fs)\n", (long long)step, r->options->save, seconds);
-  log_write(r, "checkpoint",
-            (LogField[]){{"step", .number = (double)step}, {"seconds", .number = seconds}, {0}});
+  LOG("checkpoint", NUMBER("step", step), NUMBER("seconds", seconds));
 }
 
 // --- at the end --------------------------------------------------------------------------------------------
@@ -250,13 +231,13 @@ void report_checkpoint(Report *r, int64_t step, double seconds) {
 // The peak of this rank, or of the rank that holds the most.
 static MemoryColumn largest_peak(Trainer *trainer) {
   Backend *backend = trainer->backend;
-  MemoryColumn peak = {.memory = plan_from_ledger(&backend->memory.ledger),
+  MemoryColumn peak = {.memory = backend->memory.ledger,
                        .device_bytes = backend->ops->device_bytes_peak(backend)};
   if (backend->ranks == 1) return peak;
   MemoryColumn *all = host_alloc(backend->ranks, sizeof *all, "the peaks of all ranks");
   trainer_gather(trainer, &peak, all, sizeof peak);
   for (int i = 0; i < backend->ranks; i++) {
-    if (all[i].memory.peak_bytes > peak.memory.peak_bytes) peak.memory = all[i].memory;
+    if (all[i].memory.peak > peak.memory.peak) peak.memory = all[i].memory;
     if (all[i].device_bytes > peak.device_bytes) peak.device_bytes = all[i].device_bytes;
   }
   free(all);
@@ -290,30 +271,19 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
     putchar('\n');
     plan_print_table(&peak, 1, backend->device);
   }
-  log_write(r, "summary",
-            (LogField[]){{"loss_mode", .text = peak.title},
-                         {"steps", .number = (double)r->steps_done},
-                         {"stopped", .truth = &stopped},
-                         {"first_loss", .number = state->first_loss},
-                         {"last_loss", .number = state->last_loss},
-                         {"val_loss", .number = state->val_loss},
-                         {"unigram_entropy", .number = entropy},
-                         {"tokens_per_second", .number = rate},
-                         {"seconds_per_step", .number = per_step},
-                         {"share_of_gemms", .number = share},
-                         {"dropped_tiles", .number = dropped_tiles, .optional = true},
-                         {"dropped_mass", .number = dropped_mass, .optional = true},
-                         {"gemm_flops_per_second", .number = r->gemm_rate},
-                         {"ranks", .number = o->ranks},
-                         {"wire_bytes_per_step", .number = trainer->wire_bytes},
-                         {"peak_bytes", .number = (double)peak.memory.peak_bytes},
-                         {"head_peak_bytes", .number = (double)peak.memory.head_peak_bytes},
-                         {"device_peak_bytes", .number = (double)peak.device_bytes},
-                         {"device_overhead_bytes", .number = (double)backend->device_overhead},
-                         {0}});
+  LOG("summary", TEXT("loss_mode", peak.title), NUMBER("steps", r->steps_done),
+      {"stopped", .truth = &stopped}, NUMBER("first_loss", state->first_loss),
+      NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),
+      NUMBER("unigram_entropy", entropy), NUMBER("tokens_per_second", rate),
+      NUMBER("seconds_per_step", per_step), NUMBER("share_of_gemms", share),
+      OPTIONAL("dropped_tiles", dropped_tiles), OPTIONAL("dropped_mass", dropped_mass),
+      NUMBER("gemm_flops_per_second", r->gemm_rate), NUMBER("ranks", o->ranks),
+      NUMBER("wire_bytes_per_step", trainer->wire_bytes), NUMBER("peak_bytes", peak.memory.peak),
+      NUMBER("head_peak_bytes", peak.memory.highest[MEMORY_HEAD]),
+      NUMBER("device_peak_bytes", peak.device_bytes),
+      NUMBER("device_overhead_bytes", backend->device_overhead));
 }
 
 void report_evaluation(Report *r, double val_loss) {
-  log_write(r, "summary",
-            (LogField[]){{"val_loss", .number = val_loss}, {"perplexity", .number = exp(val_loss)}, {0}});
+  LOG("summary", NUMBER("val_loss", val_loss), NUMBER("perplexity", exp(val_loss)));
 }

@@ -1,6 +1,5 @@
 // What a run prints, with its record in the log: one function for each event.
-#ifndef LCE_TRAINER_REPORT_H
-#define LCE_TRAINER_REPORT_H
+#pragma once
 
 #include <stdio.h>
 
@@ -44,5 +43,3 @@ void report_evaluation(Report *report, double val_loss);
 
 // Ends a progress line that rewrites itself, so that something else can be printed below it.
 void report_break(Report *report);
-
-#endif

@@ -1,6 +1,5 @@
 // Where a run begins: with drawn weights, with a model (--init), or where another run stopped (--resume).
-#ifndef LCE_TRAINER_RESUME_H
-#define LCE_TRAINER_RESUME_H
+#pragma once
 
 #include <cjson/cJSON.h>
 
@@ -23,9 +22,7 @@ typedef struct {
   const char *data;                       // what the loader says it reads
 } RunState;
 
-cJSON *resume_write(const Options *options,
-                    const RunState *state); // trainer_state.json; the caller deletes it
+// trainer_state.json; the caller deletes it.
+cJSON *resume_write(const Options *options, const RunState *state);
 // The state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
 RunState resume_read(const Options *options, const char *data);
-
-#endif

@@ -1,6 +1,5 @@
 // The learning rate of a step.
-#ifndef LCE_TRAINER_SCHEDULE_H
-#define LCE_TRAINER_SCHEDULE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -24,5 +23,3 @@ typedef struct {
 
 // The rate of step `step`, counted from 0. Past total_steps it stays at its end.
 double schedule_rate(const Schedule *schedule, int64_t step);
-
-#endif

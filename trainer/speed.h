@@ -1,6 +1,5 @@
 // The machine's practical speed of light.
-#ifndef LCE_TRAINER_SPEED_H
-#define LCE_TRAINER_SPEED_H
+#pragma once
 
 #include "base/system.h" // now_seconds
 #include "kernels/kernels.h"
@@ -11,5 +10,3 @@ double measure_gemm_rate(Backend *backend);
 
 // The middle one of `count` values, or the mean of the middle two. Sorts them.
 double median(double *values, int64_t count);
-
-#endif

@@ -105,9 +105,9 @@ void trainer_destroy(Trainer *t) {
 void trainer_set_mode(Trainer *t, LceMode mode) {
   t->transformer.mode = mode;
   if (t->backend->memory.planning) return;
-  Plan plan = plan_run(t->options, t->backend->device, mode);
+  Ledger plan = plan_run(t->options, t->backend->device, mode);
   backend_synchronize(t->backend);
-  memory_set_stack(&t->backend->memory, plan.stack_bytes);
+  memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
 // --- the update --------------------------------------------------------------------------------------------
@@ -176,45 +176,30 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
 
 // --- a step ------------------------------------------------------------------------------------------------
 
-static Batch device_batch(const Trainer *t) {
-  return (Batch){
-      .batch = t->options->batch, .seq_len = t->options->seq_len, .tokens = t->tokens, .targets = t->targets};
-}
-
-static void upload(Trainer *t, const int32_t *tokens, const int32_t *targets) {
-  backend_to_device(t->backend, t->tokens, tokens);
-  backend_to_device(t->backend, t->targets, targets);
-}
-
-// Positions of the counted targets, then of the ignored ones.
-static int64_t count_rows(const int32_t *targets, int64_t tokens, int32_t *rows) {
-  int64_t counted = 0, ignored = tokens;
-  for (int64_t n = 0; n < tokens; n++)
-    if (targets[n] != IGNORE_INDEX)
-      rows[counted++] = (int32_t)n;
-    else
-      rows[--ignored] = (int32_t)n;
-  return counted;
-}
-
-// Lists the counted rows, so that the loss is computed for them alone. Ranks that share the head's rows compute as many
-// tokens as the rank with the most counted ones.
-static void upload_rows(Trainer *t, const int32_t *targets, Batch *batch) {
-  batch->rows = t->rows;
-  batch->counted = tokens_of(t);
-  if (t->backend->memory.planning) return;
-  batch->counted = count_rows(targets, tokens_of(t), t->host_rows);
-  backend_to_device(t->backend, t->rows, t->host_rows);
+Batch trainer_batch(Trainer *t, int64_t first, int64_t batch, int64_t seq_len, bool masked) {
+  int64_t n = batch * seq_len, counted = 0, ignored = n;
+  Batch b = {.batch = batch,
+             .seq_len = seq_len,
+             .tokens = tensor_rows(t->tokens, 0, n),
+             .targets = tensor_rows(t->targets, 0, n),
+             .counted = n};
+  if (masked) b.rows = tensor_rows(t->rows, 0, n);
+  if (t->backend->memory.planning) return b;
+  const int32_t *targets = t->host_targets + first;
+  backend_to_device(t->backend, b.tokens, t->host_tokens + first);
+  backend_to_device(t->backend, b.targets, targets);
+  if (!masked) return b;
+  for (int64_t i = 0; i < n; i++)
+    t->host_rows[targets[i] != IGNORE_INDEX ? counted++ : --ignored] = (int32_t)i;
+  backend_to_device(t->backend, b.rows, t->host_rows);
+  b.counted = counted;
+  return b;
 }
 
 void trainer_gradient_pass(Trainer *t) {
-  Batch batch = device_batch(t);
-  if (!t->backend->memory.planning) {
-    for (int64_t n = 0; n < tokens_of(t); n++)
-      if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
-    upload(t, t->host_tokens, t->host_targets);
-  }
-  if (t->options->masked) upload_rows(t, t->host_targets, &batch);
+  for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
+    if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
+  Batch batch = trainer_batch(t, 0, t->options->batch, t->options->seq_len, t->options->masked);
   transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
 }
@@ -286,9 +271,8 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   float scale = counted ? (float)(1.0 / (double)counted) : 0;
   int slot = t->pending_count++;
   for (int64_t m = 0; m < o->micro_steps; m++) {
-    Batch batch = device_batch(t);
-    if (!planning) upload(t, t->host_tokens + m * tokens, t->host_targets + m * tokens);
-    if (o->masked) upload_rows(t, t->host_targets + m * tokens, &batch);
+    Batch batch = trainer_batch(t, m * tokens, o->batch, o->seq_len, o->masked);
+    // Ranks that share the head's rows compute as many tokens as the rank with the most counted ones.
     if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
     TransformerOptions options = t->transformer;
     options.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
@@ -370,12 +354,9 @@ enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two reads of the d
 
 // Batch `index` on this rank; its loss goes to `sum`.
 static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tensor sum, int64_t *counted) {
-  Batch batch = device_batch(t);
-  if (loader) {
-    *counted += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
-    upload(t, t->host_tokens, t->host_targets);
-  }
-  upload_rows(t, t->host_targets, &batch); // the last batch may be padded
+  if (loader) *counted += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
+  // The last batch may be padded.
+  Batch batch = trainer_batch(t, 0, t->options->batch, t->options->seq_len, true);
   transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, t->loss);
   reduce(t->backend, (Reduce){.sum = sum, .x = t->loss});
 }
@@ -411,9 +392,8 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   int64_t counted = 0, at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   double sum = 0;
   MemoryMark mark = model_gather_head(&t->model, t->backend);
-  for (int64_t first = 0; first < batches; first += at_once) {
+  for (int64_t first = 0; first < batches; first += at_once)
     sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);
-  }
   model_drop_head(&t->model, t->backend, mark);
   return counted ? sum / (double)counted : 0;
 }

@@ -1,6 +1,5 @@
 // A training run on one backend: the model, its optimizer, the batch, and what a step does with them.
-#ifndef LCE_TRAINER_TRAINER_H
-#define LCE_TRAINER_TRAINER_H
+#pragma once
 
 #include "data/loader.h"
 #include "model/transformer.h"
@@ -59,6 +58,10 @@ void trainer_set_mode(Trainer *trainer, LceMode mode);
 // AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
+// Copies `batch` sequences of `seq_len` tokens, which begin at host_tokens[first], and their targets to the device; a
+// plan copies nothing. `masked` lists the counted rows, then the ignored ones: the loss is computed for the former.
+Batch trainer_batch(Trainer *trainer, int64_t first, int64_t batch, int64_t seq_len, bool masked);
+
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
 
@@ -79,5 +82,3 @@ void trainer_gather(Trainer *trainer, const void *mine, void *all, size_t bytes)
 
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
 void trainer_gradient_pass(Trainer *trainer);
-
-#endif

@@ -1,6 +1,5 @@
 // Byte-pair encoding: the merges that a tokenizer learned, and how a piece of text is made of them.
-#ifndef LCE_DATA_TOKENIZER_BPE_H
-#define LCE_DATA_TOKENIZER_BPE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -19,5 +18,3 @@ void bpe_merges_add(BpeMerges *merges, int32_t left, int32_t right, int32_t rank
 // Merges ids[0..count) in place, always the pair of the lowest rank and of equal ones the leftmost, until
 // none is left; returns how many ids remain. Time count log count, whatever the text.
 int64_t bpe_merge(const BpeMerges *merges, int32_t *ids, int64_t count);
-
-#endif

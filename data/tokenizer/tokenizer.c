@@ -193,8 +193,7 @@ static int32_t find_text(const Tokenizer *t, const char *text) {
   return id;
 }
 
-// The halves of "a b" or, in newer files, ["a", "b"], one after the other, each with a terminator; NULL when it is no
-// pair. The caller frees them.
+// The halves of "a b" or, in newer files, ["a", "b"], a 0 after each; NULL: it is no pair. The caller frees them.
 static char *read_merge(const cJSON *item) {
   if (cJSON_IsString(item) && strchr(item->valuestring, ' ')) {
     char *halves = text_format("%s", item->valuestring);
@@ -384,12 +383,6 @@ void tokenizer_close(Tokenizer *t) {
 
 int64_t tokenizer_size(const Tokenizer *t) {
   return t->size;
-}
-
-int32_t tokenizer_find(const Tokenizer *t, const char *added_text) {
-  for (int64_t i = 0; i < t->added_count; i++)
-    if (strcmp(t->added[i].text, added_text) == 0) return t->added[i].id;
-  return -1;
 }
 
 // --- encoding ----------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@
 // Decoding needs the vocabulary alone. Encoding takes three steps: added tokens ("<|endoftext|>") are cut out
 // of the text; regular expressions split the rest into pieces (PCRE2, when the program was built with it);
 // and within a piece the pair of tokens that was learned first is merged, again and again.
-#ifndef LCE_DATA_TOKENIZER_TOKENIZER_H
-#define LCE_DATA_TOKENIZER_TOKENIZER_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -23,8 +22,7 @@ void tokenizer_close(Tokenizer *tokenizer); // NULL is fine
 // The same from the file's text; NULL with a reason when it will not do.
 Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason);
 
-int64_t tokenizer_size(const Tokenizer *tokenizer);                         // the largest id + 1
-int32_t tokenizer_find(const Tokenizer *tokenizer, const char *added_text); // an added token's id, or -1
+int64_t tokenizer_size(const Tokenizer *tokenizer); // the largest id + 1
 
 // The ids of UTF-8 text, with `special` also those that the file puts around every text ("<|begin_of_text|>"). The
 // caller frees them; *count receives how many. Fails when the text is not UTF-8 or the file needs something this
@@ -52,5 +50,3 @@ void byte_encode(const char *text, int64_t length, int32_t *tokens);
 // are; other control characters and bytes that are no UTF-8 show as \xNN; END_OF_TEXT shows as
 // "<|endoftext|>" on a line of its own; any other id shows as U+FFFD. The caller frees it.
 char *byte_decode(const int32_t *tokens, int64_t count);
-
-#endif

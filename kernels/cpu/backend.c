@@ -1,8 +1,8 @@
 // The CPU backend: where its memory comes from, what the system reports about it, and the table of operations.
 //
-// Memory is zero pages from mmap: they cost nothing until they are touched, so the system's own figures
-// (VmRSS, VmHWM) show what a step used. Large blocks lie on 2 MiB boundaries and request huge pages: a row of
-// logits is half a megabyte long, and a walk down its columns would otherwise miss the TLB at every step.
+// Memory is zero pages from mmap, which cost nothing until they are touched: VmRSS and VmHWM show what a step used.
+// Large blocks lie on 2 MiB boundaries and request huge pages: a row of logits is half a megabyte long, and a walk
+// down its columns would otherwise miss the TLB at every step.
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "base/fail.h"
+#include "base/alloc.h"
 #include "base/system.h"
 #include "kernels/cpu/cpu.h"
 
@@ -115,8 +115,7 @@ static size_t reduce_bytes(const Reduce *a) {
   return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
 }
 
-// Rows start on a cache line, and not all in the same few sets of the cache: a row length that is a multiple
-// of 4096 bytes would put every row of a column there.
+// Rows start on a cache line. Their length is no multiple of 4096 bytes: a column would fall into few cache sets.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t line = 64 / (int64_t)dtype_bytes(dtype);
   return (ceil_div(vocab_size, line) | 1) * line;
@@ -152,9 +151,8 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 #endif
 
 Backend *cpu_backend_create(bool plain_loops) {
-  Backend *backend = calloc(1, sizeof *backend);
-  CpuState *state = calloc(1, sizeof *state);
-  if (!backend || !state) fail("out of memory for the CPU backend itself");
+  Backend *backend = host_alloc(1, sizeof *backend, "the CPU backend");
+  CpuState *state = host_alloc(1, sizeof *state, "the CPU backend");
   state->plain_loops = plain_loops;
   MemorySource pages = {.allocate = pages_allocate, .release = pages_release, .poison = pages_poison};
   *backend = (Backend){.name = "cpu",

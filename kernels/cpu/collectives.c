@@ -1,17 +1,16 @@
 // Collectives over the processes that mpirun started.
 //
-// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R
-// ranks is an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of
-// the ranks, in double, rounds once, and an all-gather returns the result. Each element is summed at one
-// place, so all ranks get the same bits, every time; 2 (R - 1) / R of the tensor leaves each rank, as in a
-// ring.
+// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R ranks is
+// an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of the ranks, in
+// double, and rounds once; an all-gather returns the result. Each element is summed at one place, so all ranks
+// always get the same bits; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
 //
-// Asynchronous collectives gain nothing here. They run as late as they may: when they are joined. So a caller
-// that uses their tensors too early gets wrong results on the CPU every time, and not only now and then on a
-// GPU.
+// Asynchronous collectives gain nothing here and run when they are joined: a caller that uses their tensors too
+// early gets wrong results every time, and not only now and then as on a GPU.
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/integers.h"
 #include "base/system.h"
@@ -170,11 +169,7 @@ static void run_or_queue(Backend *backend, const Collective *a, Function functio
     function(c, a);
     return;
   }
-  if (c->count == c->capacity) {
-    c->capacity = c->capacity ? 2 * c->capacity : 64;
-    c->queue = realloc(c->queue, (size_t)c->capacity * sizeof *c->queue);
-    if (!c->queue) fail("out of memory for %lld collectives", (long long)c->capacity);
-  }
+  c->queue = host_grow(c->queue, c->count, &c->capacity, sizeof *c->queue, "collectives");
   c->queue[c->count++] = (Queued){function, name, *a};
 }
 
@@ -185,8 +180,7 @@ void cpu_collectives_join(Backend *backend, int64_t behind) {
 void cpu_collectives_end(Backend *backend) {
   struct CpuCollectives *c = collectives_of(backend);
   if (!c) return;
-  ranks_enter(
-      "MPI_Barrier"); // no rank exits, maybe with an error that ends the job, while another still works
+  ranks_enter("MPI_Barrier"); // no rank exits, maybe with an error that ends the job, before all are done
   MPI_Barrier(MPI_COMM_WORLD);
   ranks_leave();
   free(c->counts);
@@ -198,20 +192,18 @@ void cpu_collectives_end(Backend *backend) {
 static void join_ranks(Backend *backend, const Launch *l) {
   if (!ranks_have_mpi())
     fail("%d ranks on the CPU need MPI, and %s does not start it: use mpirun -n %d ./train ...; ranks on "
-         "GPUs need "
-         "--device cuda",
+         "GPUs need --device cuda",
          l->ranks, l->launcher, l->ranks);
-  struct CpuCollectives *c = calloc(1, sizeof *c);
-  int *ints = calloc(4 * (size_t)l->ranks, sizeof *ints);
-  void *received = malloc((size_t)l->ranks * SLICE * sizeof(float));
-  if (!c || !ints || !received) fail("out of memory for %d ranks", l->ranks);
+  struct CpuCollectives *c = host_alloc(1, sizeof *c, "collectives");
+  int *ints = host_alloc(4 * l->ranks, sizeof *ints, "collectives");
   *c = (struct CpuCollectives){.rank = l->rank,
                                .ranks = l->ranks,
                                .counts = ints,
                                .offsets = ints + l->ranks,
                                .received_counts = ints + 2 * l->ranks,
                                .received_offsets = ints + 3 * l->ranks,
-                               .received = received};
+                               .received =
+                                   host_alloc((int64_t)l->ranks * SLICE, sizeof(float), "collectives")};
   ((CpuState *)backend->state)->collectives = c;
 }
 
@@ -231,8 +223,7 @@ void cpu_collectives_end(Backend *backend) {
 static void join_ranks(Backend *backend, const Launch *l) {
   (void)backend;
   fail("%d ranks on the CPU need MPI, and this program was built without it: `make deps` installs it, then "
-       "`make` and "
-       "mpirun -n %d ./train ...",
+       "`make` and mpirun -n %d ./train ...",
        l->ranks, l->ranks);
 }
 

@@ -1,6 +1,5 @@
 // What the files of the CPU backend share: the operations' declarations, and the GEMM that they all use.
-#ifndef LCE_KERNELS_CPU_CPU_H
-#define LCE_KERNELS_CPU_CPU_H
+#pragma once
 
 #include "kernels/kernels.h"
 
@@ -57,5 +56,3 @@ OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
-
-#endif

@@ -1,6 +1,5 @@
-// Tokens to vectors. The forward pass copies rows; the backward pass adds rows that several tokens may share,
-// so it sorts the tokens and lets one thread sum each row's terms (rows.c): the same bits for any number of
-// threads.
+// Tokens to vectors. The backward pass adds rows that several tokens may share: it sorts the tokens, and one thread
+// sums each row's terms (rows.c), so that the bits do not depend on the number of threads.
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"

@@ -1,7 +1,5 @@
-// The GEMM behind every layer: CBLAS where it was found at build time, loops otherwise or on
-// request. The loops are the straightforward implementation that a reader would write first, parallel over
-// rows with a contiguous inner loop; the trainer keeps them selectable so that anyone can measure what a
-// tuned GEMM is worth.
+// The GEMM behind every layer: CBLAS where it was found at build time, plain loops otherwise or on request, to measure
+// what a tuned GEMM is worth. The loops are parallel over rows with a contiguous inner loop.
 #include <limits.h>
 
 #include "base/fail.h"
@@ -11,19 +9,12 @@
 #include <cblas.h>
 #endif
 
-static void scale_row(float *row, int64_t n, float beta) {
-  if (beta == 0.0f)
-    for (int64_t j = 0; j < n; j++) row[j] = 0.0f;
-  else if (beta != 1.0f)
-    for (int64_t j = 0; j < n; j++) row[j] *= beta;
-}
-
 static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
                        float *out, int64_t out_stride) {
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < m; i++) {
     float *row = out + i * out_stride;
-    scale_row(row, n, beta);
+    for (int64_t j = 0; j < n && beta != 1.0f; j++) row[j] = beta == 0.0f ? 0.0f : beta * row[j];
     if (b.transposed) { // rows of both operands are contiguous: dot products
       for (int64_t j = 0; j < n; j++) {
         float sum = 0.0f;

@@ -60,14 +60,10 @@ static void input_gradient(const NormBackward *a) {
     }
     float mean_g = a->kind == NORM_LAYER ? sum_g / (float)hidden : 0.0f;
     float mean_g_xhat = sum_g_xhat / (float)hidden;
-    if (a->accumulate_dx) {
 #pragma omp simd
-      for (int64_t i = 0; i < hidden; i++)
-        dx[i] += rstd * (dout[i] * weight[i] - mean_g - (x[i] - mean) * rstd * mean_g_xhat);
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < hidden; i++)
-        dx[i] = rstd * (dout[i] * weight[i] - mean_g - (x[i] - mean) * rstd * mean_g_xhat);
+    for (int64_t i = 0; i < hidden; i++) {
+      float before = a->accumulate_dx ? dx[i] : 0.0f;
+      dx[i] = before + rstd * (dout[i] * weight[i] - mean_g - (x[i] - mean) * rstd * mean_g_xhat);
     }
   }
 }

@@ -37,13 +37,8 @@ void cpu_reduce(Backend *backend, const Reduce *a) {
   for (int64_t b = 0; b < blocks; b++) {
     int64_t last = min_i64(count, (b + 1) * CPU_REDUCE_BLOCK);
     double sum = 0.0;
-    if (a->squares) {
 #pragma omp simd reduction(+ : sum)
-      for (int64_t i = b * CPU_REDUCE_BLOCK; i < last; i++) sum += (double)x[i] * x[i];
-    } else {
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = b * CPU_REDUCE_BLOCK; i < last; i++) sum += x[i];
-    }
+    for (int64_t i = b * CPU_REDUCE_BLOCK; i < last; i++) sum += (double)x[i] * (a->squares ? x[i] : 1.0f);
     partial[b] = sum;
   }
   double total = 0.0;

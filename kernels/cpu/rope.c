@@ -1,5 +1,4 @@
-// Rotary positions, in place: pairs (i, i + D/2) of every query and key head turn by the angle of their
-// position. The backward pass turns them back.
+// Rotary positions: pairs (i, i + D/2) of every query and key head turn by their position's angle, in place.
 #include "kernels/cpu/cpu.h"
 
 void cpu_rope(Backend *backend, const Rope *a) {

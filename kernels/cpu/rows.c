@@ -1,5 +1,4 @@
-// Rows: gather, scatter, sums of columns, and the scatter-add of the embedding's backward pass and of the loss's target
-// gradient.
+// Rows: gather, scatter, sums of columns, and the scatter-add of the embedding's and the target's gradient.
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,20 +9,16 @@ static char *row_address(Tensor t, int64_t i) {
   return (char *)t.data + (size_t)(i * t.stride) * dtype_bytes(t.dtype);
 }
 
-static int64_t row_length(Tensor t) {
-  return t.rank == 1 ? 1 : t.shape[t.rank - 1];
-}
-
 // A vector is a matrix of rows of one element.
 static Tensor as_rows(Tensor t) {
-  if (t.rank == 1) t.stride = 1;
+  if (t.rank == 1) t.stride = t.shape[1] = 1;
   return t;
 }
 
 static void move_rows(const MoveRows *a, bool scatter) {
   const int32_t *rows = a->rows.data;
   Tensor out = as_rows(a->out), x = as_rows(a->x);
-  size_t bytes = (size_t)row_length(x) * dtype_bytes(x.dtype);
+  size_t bytes = (size_t)x.shape[1] * dtype_bytes(x.dtype);
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < a->rows.shape[0]; i++)
     memcpy(row_address(out, scatter ? rows[i] : i), row_address(x, scatter ? i : rows[i]), bytes);

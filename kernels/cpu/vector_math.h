@@ -1,7 +1,6 @@
 // The functions that the kernels apply to many elements, written so that a loop over them becomes vector
 // instructions: no branches, no calls, no tables. Use them inside `#pragma omp simd`.
-#ifndef LCE_KERNELS_CPU_VECTOR_MATH_H
-#define LCE_KERNELS_CPU_VECTOR_MATH_H
+#pragma once
 
 #include <math.h>
 #include <stdint.h>
@@ -128,5 +127,3 @@ static inline float maximum_of(const float *z, int64_t count) {
   for (int64_t j = whole; j < count; j++) maximum = z[j] > maximum ? z[j] : maximum;
   return maximum;
 }
-
-#endif

@@ -16,8 +16,7 @@ static int number(const char *name, int otherwise) {
   return (int)value;
 }
 
-// The variables of one launcher. It has started this process where `rank`, `ranks` and `required` are all
-// set.
+// The variables of one launcher. It has started this process where `rank`, `ranks` and `required` are all set.
 typedef struct {
   const char *name, *rank, *ranks, *local_rank, *local_ranks, *required;
 } Launcher;

@@ -6,8 +6,7 @@
 //   srun                        SLURM_STEP_ID, SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST
 //
 // MASTER_ADDR and MASTER_PORT count under every launcher. A job of one process is one without a launcher.
-#ifndef LCE_KERNELS_RANKS_LAUNCH_H
-#define LCE_KERNELS_RANKS_LAUNCH_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -25,5 +24,3 @@ Launch launch_read(void);
 
 // The first host of a Slurm list such as "gpu[03-06,9],login": "gpu03". Writes at most `size` bytes.
 void launch_first_host(const char *list, char *host, int size);
-
-#endif

@@ -17,8 +17,7 @@
 #include <mpi.h>
 #endif
 
-// What a rank other than 0 waits before it prints why it fails; what one that waits for others is given
-// beyond the timeout; what MPI_Abort may take.
+// Waits: of a rank other than 0 before it prints why it fails; beyond the timeout in a collective; for MPI_Abort.
 enum { RANK_0_FIRST_MILLISECONDS = 1500, WAITING_SECONDS = 5, ABORT_SECONDS = 5 };
 
 static Launch self = {.ranks = 1};
@@ -51,9 +50,7 @@ static void mpi_begin(void) {
   bool slurm = strcmp(self.launcher, "srun") == 0;
   if (rank != self.rank || ranks != self.ranks)
     fail("%s started rank %d of %d, and the MPI that this program was built with reports rank %d of %d: use "
-         "the "
-         "%s of "
-         "that MPI%s",
+         "the %s of that MPI%s",
          self.launcher, self.rank, self.ranks, rank, ranks, slurm ? "plug-in" : "mpirun",
          slurm ? " (srun --mpi=pmix)" : "");
 }
@@ -76,15 +73,12 @@ void ranks_broadcast(void *bytes, int count) {
   ranks_leave();
 }
 #else
-static void mpi_begin(void) {}
-static void mpi_end(void) {}
-static void mpi_abort(int status) {
-  (void)status;
-}
+#define mpi_begin()       ((void)0)
+#define mpi_end()         ((void)0)
+#define mpi_abort(status) ((void)(status))
 
 void ranks_broadcast(void *bytes, int count) {
-  (void)bytes;
-  (void)count;
+  (void)bytes, (void)count;
 }
 #endif
 
@@ -151,16 +145,9 @@ void ranks_watch_device(RanksDevice function, void *context) {
 static void end_without_progress(int seconds, const char *operation, const char *where) {
   char sentence[1024], about[520] = "";
   if (*where) snprintf(about, sizeof about, " (%s)", where);
-  if (operation)
-    snprintf(sentence, sizeof sentence,
-             "no progress for %d s in %s%s: another rank has not reached it, or has ended; the job ends "
-             "(--timeout)",
-             seconds, operation, about);
-  else
-    snprintf(sentence, sizeof sentence,
-             "no progress for %d s, between collectives%s: this rank holds up the others; the job ends "
-             "(--timeout)",
-             seconds, about);
+  snprintf(sentence, sizeof sentence, "no progress for %d s%s%s%s: %s; the job ends (--timeout)", seconds,
+           operation ? " in " : ", between collectives", operation ? operation : "", about,
+           operation ? "another rank has not reached it, or has ended" : "this rank holds up the others");
   end_job(sentence, 1);
 }
 

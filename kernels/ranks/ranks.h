@@ -11,8 +11,7 @@
 //                     the device reports an error
 //
 // Without a launcher there is no thread and no MPI.
-#ifndef LCE_KERNELS_RANKS_RANKS_H
-#define LCE_KERNELS_RANKS_RANKS_H
+#pragma once
 
 #include "kernels/ranks/launch.h"
 
@@ -34,9 +33,8 @@ bool ranks_have_mpi(void);
 // Rank 0's bytes to all ranks, by MPI_Bcast; call it on all ranks. Without MPI the bytes stay as they are.
 void ranks_broadcast(void *bytes, int count);
 
-// The watchdog ends the job after `seconds` without progress; 300 before the first call. A process that waits
-// for others (between ranks_enter and ranks_leave) is given a few seconds more, so that the one that hangs
-// reports first.
+// The watchdog ends the job after `seconds` without progress; 300 before the first call. A process that waits for
+// others (between ranks_enter and ranks_leave) is given a few seconds more, so that the one that hangs reports first.
 void ranks_set_timeout(double seconds);
 void ranks_alive(void);                  // progress, reported by whatever may take long
 void ranks_enter(const char *operation); // a literal; waits for other ranks or the device
@@ -50,5 +48,4 @@ void ranks_watch_device(RanksDevice device, void *context);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -12,6 +12,7 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/file.h"
+#include "base/text.h"
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"
 
@@ -28,12 +29,8 @@ enum { TOKENIZER_NAMES = sizeof tokenizer_names / sizeof *tokenizer_names };
 
 // --- steps in a directory ----------------------------------------------------------------------------------
 
-typedef struct {
-  char text[32];
-} StepName;
-
-static StepName step_name(int64_t step) {
-  StepName name;
+static Text step_name(int64_t step) {
+  Text name;
   snprintf(name.text, sizeof name.text, "step-%06lld", (long long)step);
   return name;
 }
@@ -143,13 +140,7 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 // --- saving ------------------------------------------------------------------------------------------------
 
-static void add_text(Folder *folder, const char *name, const char *text, size_t length) {
-  folder_file(folder, name);
-  folder_write(folder, text, length);
-}
-
-// So that what follows `latest` always finds whole files of one checkpoint. A file system without links does
-// without them: --resume looks at the folders themselves.
+// `latest` always leads to whole files of one checkpoint. --resume does without it, as on file systems without links.
 static void point_to(const char *directory, const char *name) {
   char *fresh = path_join(directory, ".latest"), *latest = path_join(directory, "latest");
   char *folder = path_join(directory, name);
@@ -182,7 +173,7 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
 
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason) {
-  StepName name = step_name(step);
+  Text name = step_name(step);
   Folder folder = store->directory ? folder_begin(store->directory, name.text) : (Folder){0};
   size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
@@ -192,14 +183,14 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   for (int i = 0; i < store->companion_count; i++) {
     const Companion *c = &store->companions[i];
     generation |= !strcmp(c->name, GENERATION_CONFIG);
-    add_text(&folder, c->name, c->text, c->length);
+    folder_add(&folder, c->name, c->text, c->length);
   }
   const char *nothing = "{\"_from_model_config\": true}\n";
-  if (!generation) add_text(&folder, GENERATION_CONFIG, nothing, strlen(nothing));
+  if (!generation) folder_add(&folder, GENERATION_CONFIG, nothing, strlen(nothing));
   char *config = hf_config_write(&model->config, store->dtype, store->config);
   char *state = json_print(trainer_state, true);
-  add_text(&folder, "config.json", config, strlen(config));
-  add_text(&folder, TRAINER_STATE, state, strlen(state));
+  folder_add(&folder, "config.json", config, strlen(config));
+  folder_add(&folder, TRAINER_STATE, state, strlen(state));
   free(config);
   free(state);
   Reason why;

@@ -1,5 +1,4 @@
-// Checkpoints of a run: everything to carry on from a step as if nothing had happened, and at the same time a
-// model directory that transformers, vLLM and lm-eval open.
+// Checkpoints: a run continues from one to the bit, and transformers, vLLM and lm-eval open it as a model.
 //
 //     DIR/step-000100/    config.json, generation_config.json, model.safetensors (or shards and their index),
 //                         tokenizer files if the model came with some, or the run was given some;
@@ -8,8 +7,7 @@
 //
 // A checkpoint appears whole or not at all (folder.h) and nothing in it depends on the number of ranks or on
 // what is spread over them: the data's position and every random number follow from the step and the seed.
-#ifndef LCE_MODEL_CHECKPOINT_CHECKPOINT_H
-#define LCE_MODEL_CHECKPOINT_CHECKPOINT_H
+#pragma once
 
 #include "model/checkpoint/folder.h"
 #include "model/model.h"
@@ -38,12 +36,11 @@ typedef struct {
 // Hugging Face's default of many years.
 #define CHECKPOINT_SHARD_BYTES ((size_t)5000000000)
 
-// Makes `directory` if there is none, takes its lock and removes what a killed run left behind. The files
-// that the model in `origin` (NULL: none) came with are copied along; `tokenizer` replaces its tokenizer
-// (a tokenizer.json by any name, or a folder with one; NULL: none) and the tokenizer's other files there. Fails when
-// another run writes there, when it holds a model that is no checkpoint, or checkpoints beyond the one that
-// the run resumes from (`first_step`; -1: it does not resume), unless `may_replace` says that those are known
-// to be damaged.
+// Makes `directory` if there is none, takes its lock and removes what a killed run left behind. The files that the
+// model in `origin` (NULL: none) came with are copied along; `tokenizer` replaces its tokenizer (a tokenizer.json by
+// any name, or a folder with one; NULL: none) and the tokenizer's other files there. Fails when another run writes
+// there, when it holds a model that is no checkpoint, or checkpoints beyond the one that the run resumes from
+// (`first_step`; -1: it does not resume), unless `may_replace` says that those are known to be damaged.
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
                                       int64_t first_step, bool may_replace);
 // Writes the checkpoint of a step, then deletes the oldest beyond `keep`. False with a reason that names the
@@ -55,8 +52,7 @@ void checkpoint_store_close(CheckpointStore *store);
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// The newest intact checkpoint in `directory`, with a warning for each damaged one; NULL when there is none. *any: there
-// are checkpoints at all. The caller frees the path.
+// The newest intact checkpoint or NULL, with a warning for each damaged one; the caller frees it. *any: there is one.
 char *checkpoint_newest(const char *directory, FolderCheck check, bool *any);
 // Fails naming the damaged file of a checkpoint; `whole` includes the training state, otherwise only the model
 // is looked at. A model without checksums.json (not written here) passes unless `whole`.
@@ -65,5 +61,3 @@ void checkpoint_require_intact(const char *folder, FolderCheck check, bool whole
 cJSON *checkpoint_trainer_state(const char *folder);
 // Fills weights, master weights and, with `state`, the moments.
 void checkpoint_load(const char *folder, Model *model, Backend *backend, bool state);
-
-#endif

@@ -157,11 +157,15 @@ void folder_write(Folder *f, const void *bytes, size_t count) {
   }
 }
 
+void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
+  folder_file(f, name);
+  folder_write(f, bytes, count);
+}
+
 bool folder_finish(Folder *f, Reason *reason) {
   end_file(f);
   char *text = json_print(f->checksums, true), *path = path_join(f->parent, f->name);
-  folder_file(f, CHECKSUMS);
-  folder_write(f, text, strlen(text));
+  folder_add(f, CHECKSUMS, text, strlen(text));
   end_file(f);
   if (f->ok && !folder_sync(f->hidden)) give_up(f, f->hidden);
   if (f->ok && path_exists(path)) folder_discard(f->parent, f->name);

@@ -3,8 +3,7 @@
 // Its files are written into a hidden folder in the same parent, each synced, and listed with length and CRC-32 in
 // checksums.json, written last. Then the hidden folder is synced and renamed. A hidden folder that a killed writer
 // leaves behind is never read, and the next writer removes it.
-#ifndef LCE_MODEL_CHECKPOINT_FOLDER_H
-#define LCE_MODEL_CHECKPOINT_FOLDER_H
+#pragma once
 
 #include <stdint.h>
 
@@ -12,21 +11,18 @@
 
 #define CHECKSUMS "checksums.json"
 
-// CRC-32 (zlib's) of the bytes that `so_far` (0 at the beginning) is the checksum of, followed by these. All
-// threads take part.
+// CRC-32 (zlib's) of the bytes that `so_far` (0: none) is the checksum of, followed by these; with all threads.
 uint32_t checksum(uint32_t so_far, const void *bytes, size_t count);
 
 bool is_plain_name(const char *name); // of a file in a folder: no path, not "." or ".."
 bool folder_sync(const char *path);   // what was made and renamed in it is on the disk; errno says why not
 void folder_remove(const char *path); // with the files in it; warns where that fails
 
-// The entries of a folder that `accept` takes, in byte order; *count receives how many. NULL when the folder cannot
-// be read. folder_list_free frees the names and the list.
+// The `count` entries that `accept` takes, in byte order; NULL: unreadable. folder_list_free frees names and list.
 char **folder_list(const char *path, bool (*accept)(const char *name), int *count);
 void folder_list_free(char **names, int count);
 
-// A folder in the making. The first error leaves its reason and ok false; later calls do nothing, so only
-// folder_finish needs to be looked at.
+// A folder in the making. After the first error, which folder_finish returns, calls do nothing.
 typedef struct {
   bool ok;
   Reason reason;
@@ -43,8 +39,8 @@ typedef struct {
 Folder folder_begin(const char *parent, const char *name);
 void folder_file(Folder *folder, const char *name); // the next file; ends the one before
 void folder_write(Folder *folder, const void *bytes, size_t count);
-// Puts the folder in its place (one of that name that is there goes away) and frees the writer. False with a
-// reason, and nothing left behind, when anything went wrong.
+void folder_add(Folder *folder, const char *name, const void *bytes, size_t count); // both: a small file
+// Puts the folder in its place (replacing an old one) and frees the writer. False with a reason: nothing is left.
 bool folder_finish(Folder *folder, Reason *reason);
 
 // Removes what a killed writer left in `parent`.
@@ -57,8 +53,5 @@ typedef enum {
   CHECK_ALL      // and its checksum
 } FolderCheck;
 
-// Whether a folder is what folder_finish made of it, as far as `check` goes. Files whose name `skip` accepts are
-// not looked at (NULL: none).
+// Whether a folder is what folder_finish made of it, as far as `check` goes, without files that `skip` (or NULL) takes.
 bool folder_intact(const char *path, FolderCheck check, bool (*skip)(const char *name), Reason *reason);
-
-#endif

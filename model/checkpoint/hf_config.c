@@ -110,8 +110,7 @@ static bool check_fixed(const cJSON *json, ModelFamily family, Reason *reason) {
   return true;
 }
 
-// rope_scaling (transformers 4: null, or an object with rope_type or type) or rope_parameters (transformers 5:
-// an object with rope_theta too).
+// rope_scaling (transformers 4: null, or with rope_type or type) or rope_parameters (5: with rope_theta too).
 static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
   const char *place = json_member(json, "rope_parameters") ? "rope_parameters" : "rope_scaling";
   const cJSON *rope = json_member(json, place);

@@ -3,8 +3,7 @@
 // Read are LlamaForCausalLM (rotary positions plain or scaled as "llama3", tied or not, with or without biases,
 // in the spelling of transformers 4 or 5) and GPT2LMHeadModel. What such a file requires and this program does
 // not compute is refused by name. Dropout is left out: it only concerns training, and there is none here.
-#ifndef LCE_MODEL_CHECKPOINT_HF_CONFIG_H
-#define LCE_MODEL_CHECKPOINT_HF_CONFIG_H
+#pragma once
 
 #include <stddef.h>
 
@@ -14,12 +13,9 @@
 // False with a reason when the text describes no model that can be computed here.
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason);
 
-// The model in `directory`, called like the directory unless the file says otherwise; fails naming the file
-// and what is wrong with it.
+// The model in `directory`, called so unless the file has a name; fails naming the file and what is wrong with it.
 ModelConfig hf_config_read(const char *directory);
 
 // The text of a config.json for a model whose weights are stored as `dtype`. `original` is the file that the
 // model came with, whose other members (token ids among them) are kept, or NULL. The caller frees it.
 char *hf_config_write(const ModelConfig *config, Dtype dtype, const char *original);
-
-#endif

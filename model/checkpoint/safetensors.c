@@ -215,13 +215,10 @@ bool safetensors_widen(const char *dtype, const char *from, int64_t count, float
     return true;
   }
 #pragma omp parallel for schedule(static)
-  for (int64_t first = 0; first < count; first += 1 << 14) {
-    int64_t last = count - first < 1 << 14 ? count : first + (1 << 14);
-    for (int64_t i = first; i < last; i++) {
-      uint16_t half;
-      memcpy(&half, from + 2 * i, sizeof half);
-      to[i] = bf16 ? from_bits((uint32_t)half << 16) : widen_f16(half);
-    }
+  for (int64_t i = 0; i < count; i++) {
+    uint16_t half;
+    memcpy(&half, from + 2 * i, sizeof half);
+    to[i] = bf16 ? from_bits((uint32_t)half << 16) : widen_f16(half);
   }
   return true;
 }

@@ -5,8 +5,7 @@
 //
 // Offsets count from the header's end. The tensors fill the rest of the file without gaps or overlaps; anything else is
 // refused with a reason, and every length and offset is checked against the file before it is used.
-#ifndef LCE_MODEL_CHECKPOINT_SAFETENSORS_H
-#define LCE_MODEL_CHECKPOINT_SAFETENSORS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -30,8 +29,7 @@ typedef struct {
   int64_t count;
 } SafetensorsHeader;
 
-// Reads the header of a file of `size` bytes. False with a reason when it is not a valid safetensors file; the
-// header is then empty. free it with safetensors_free.
+// Reads a file's header, to be freed by safetensors_free. False with a reason, and an empty one, where it is not valid.
 bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *header, Reason *reason);
 void safetensors_free(SafetensorsHeader *header);
 
@@ -45,8 +43,5 @@ const char *safetensors_dtype(Dtype dtype);
 // read): length and header, padded to a multiple of 8. The caller frees them.
 char *safetensors_compose(const SafetensorsEntry *entries, int64_t count, size_t *length);
 
-// `count` elements at `from` (which need not be aligned) as fp32, exactly. dtype is F32, F16 or BF16; false and
-// nothing written when it is another.
+// `count` elements at `from` (any alignment) as fp32, exactly; false where dtype is none of F32, F16 and BF16.
 bool safetensors_widen(const char *dtype, const char *from, int64_t count, float *to);
-
-#endif

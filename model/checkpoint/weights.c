@@ -192,8 +192,7 @@ static void write_file(Folder *folder, const char *name, const TensorToStore *te
                        const SafetensorsEntry *entries, int64_t count, Backend *backend) {
   size_t length;
   char *header = safetensors_compose(entries, count, &length);
-  folder_file(folder, name);
-  folder_write(folder, header, length);
+  folder_add(folder, name, header, length);
   void *raw = host_buffer(sizeof(float)), *values = host_buffer(sizeof(float)),
        *rounded = host_buffer(sizeof(uint16_t));
   for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, values, rounded);
@@ -236,8 +235,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
   }
   if (files > 1) {
     char *name = index_name(stem), *text = json_print(index, true);
-    folder_file(folder, name);
-    folder_write(folder, text, strlen(text));
+    folder_add(folder, name, text, strlen(text));
     free(name);
     free(text);
   }

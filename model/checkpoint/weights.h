@@ -5,8 +5,7 @@
 //     stem-00001-of-00004.safetensors ...    stem.safetensors.index.json
 //
 // Files are mapped and copied a few million elements at a time, whatever their size.
-#ifndef LCE_MODEL_CHECKPOINT_WEIGHTS_H
-#define LCE_MODEL_CHECKPOINT_WEIGHTS_H
+#pragma once
 
 #include "base/file.h"
 #include "model/checkpoint/folder.h"
@@ -28,8 +27,7 @@ typedef struct {
   int64_t count, capacity;
 } TensorSet;
 
-// Opens the set and checks that index and files agree; count is 0 when the folder has neither file nor index.
-// Fails naming file and reason when one is not valid.
+// Opens the set (count 0: neither file nor index is there). Fails naming a file that is not valid or disagrees.
 TensorSet tensor_set_open(const char *folder, const char *stem);
 void tensor_set_close(TensorSet *set);
 
@@ -70,5 +68,3 @@ void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype
 void optimizer_load(Model *model, Backend *backend, const char *folder);
 
 bool is_optimizer_file(const char *name);
-
-#endif

@@ -503,12 +503,13 @@ static void test_device_memory(void **state) {
   enum { BYTES = 256 << 20 };
   backend->ops->device_peak_reset(backend);
   size_t before = backend->ops->device_bytes_now(backend);
-  uint32_t *block = memory_reserve(&backend->memory, "a block", MEMORY_TABLES, BYTES);
+  const MemorySource *source = &backend->memory.source;
+  uint32_t *block = source->allocate(source->context, BYTES);
   uint32_t words[4] = {1, 1, 1, 1};
   backend_to_host(backend, words, tensor_1d(block + 1000, DTYPE_I32, 4));
   for (int i = 0; i < 4; i++) assert_int_equal(words[i], 0);
   assert_true(backend->ops->device_bytes_now(backend) >= before + BYTES);
-  memory_unreserve(&backend->memory, block);
+  source->release(source->context, block, BYTES);
   assert_true(backend->ops->device_bytes_now(backend) < before + BYTES);
   assert_true(backend->ops->device_bytes_peak(backend) >= before + BYTES);
   assert_true(backend->device_overhead > 0 && backend->device_capacity > backend->device_overhead);

@@ -669,11 +669,12 @@ static void test_system_memory(void **state) {
   enum { BYTES = 64 << 20 };
   backend->ops->device_peak_reset(backend);
   size_t before = backend->ops->device_bytes_now(backend);
-  char *block = memory_reserve(&backend->memory, "touched", MEMORY_TABLES, BYTES);
+  const MemorySource *source = &backend->memory.source;
+  char *block = source->allocate(source->context, BYTES);
   for (size_t i = 0; i < BYTES; i++) assert_true(block[i] == 0);
   memset(block, 1, BYTES);
   assert_true(backend->ops->device_bytes_now(backend) >= before + BYTES / 2);
-  memory_unreserve(&backend->memory, block);
+  source->release(source->context, block, BYTES);
   assert_true(backend->ops->device_bytes_now(backend) < before + BYTES / 2);
   assert_true(backend->ops->device_bytes_peak(backend) >= before + BYTES / 2);
   assert_true(backend->device_overhead > 0 && backend->device_capacity > backend->device_overhead);

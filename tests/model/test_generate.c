@@ -137,7 +137,7 @@ static Tensor all_rows(Harness *h, int64_t count) {
 static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length) {
   Tensor logits = poisoned(c->h, DTYPE_F32, length, c->model.config.vocab_size);
   Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c->h, tokens, length)};
-  transformer_logits(c->h->backend, &c->model, &batch, all_rows(c->h, length), logits);
+  transformer_logits(c->h->backend, &c->model, &batch, NULL, 0, all_rows(c->h, length), logits);
   return logits;
 }
 
@@ -153,12 +153,12 @@ static void check_cached_logits(bool gpt2) {
     int64_t length = pieces[i];
     Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c.h, tokens + past, length)};
     Tensor logits = poisoned(c.h, DTYPE_F32, length, c.model.config.vocab_size);
-    transformer_continue(c.h->backend, &c.model, &batch, &cache, past, all_rows(c.h, length), logits);
+    transformer_logits(c.h->backend, &c.model, &batch, &cache, past, all_rows(c.h, length), logits);
     check_values(c.h, "cached logits", logits, want + past * c.model.config.vocab_size, within(64, 20));
   }
   Batch batch = {.batch = 1, .seq_len = 3, .tokens = ids_from(c.h, tokens, 3)};
   assert_fails(c.h, "do not fit into a cache for 1 of 42",
-               transformer_continue(c.h->backend, &c.model, &batch, &cache, 40, (Tensor){0}, (Tensor){0}));
+               transformer_logits(c.h->backend, &c.model, &batch, &cache, 40, (Tensor){0}, (Tensor){0}));
   case_close(&c);
 }
 

@@ -160,7 +160,7 @@ static void check_pass(Check *c, Run *run) {
   MemoryMark mark = memory_mark(&t->backend->memory);
   Tensor logits =
       memory_push_2d(&t->backend->memory, "logits", MEMORY_WORKSPACE, DTYPE_F32, ROWS, vocab_size);
-  transformer_logits(t->backend, &t->model, &batch, t->rows, logits);
+  transformer_logits(t->backend, &t->model, &batch, NULL, 0, t->rows, logits);
   float *got = on_host(run, logits);
   check_close(c, "logits", got, ROWS * vocab_size);
   free(got);

@@ -196,7 +196,8 @@ static void test_logits(void **state) {
     for (int i = 0; i < PICKED; i++)
       memcpy(want + i * vocab, all + rows[i] * vocab, (size_t)vocab * sizeof *want);
     Tensor logits = poisoned(c->h, DTYPE_F32, PICKED, vocab);
-    transformer_logits(c->h->backend, &c->model, &c->on_device, ids_from(c->h, rows, PICKED), logits);
+    transformer_logits(c->h->backend, &c->model, &c->on_device, NULL, 0, ids_from(c->h, rows, PICKED),
+                       logits);
     check_values(c->h, "logits", logits, want, forward_tolerance());
     case_close(c);
   }

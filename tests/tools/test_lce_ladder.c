@@ -34,16 +34,15 @@ static Problem make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vo
 }
 
 // The tensors of a problem; outputs are full of NaN.
-static Ladder call_of(Harness *h, Problem *p) {
-  return (Ladder){.backend = h->backend,
-                  .x = tensor_from(h, h->dtype, p->x, p->rows, p->hidden),
-                  .weight = tensor_from(h, h->dtype, p->weight, p->vocab, p->hidden),
-                  .targets = ids_from(h, p->targets, p->rows),
-                  .loss = poisoned_vector(h, DTYPE_F32, p->rows),
-                  .dx = poisoned(h, h->dtype, p->rows, p->hidden),
-                  .dweight = poisoned(h, DTYPE_F32, p->vocab, p->hidden),
-                  .chunk = p->chunk,
-                  .scale = (float)p->scale};
+static LinearCrossEntropy call_of(Harness *h, Problem *p) {
+  return (LinearCrossEntropy){.x = tensor_from(h, h->dtype, p->x, p->rows, p->hidden),
+                              .weight = tensor_from(h, h->dtype, p->weight, p->vocab, p->hidden),
+                              .targets = ids_from(h, p->targets, p->rows),
+                              .loss = poisoned_vector(h, DTYPE_F32, p->rows),
+                              .dx = poisoned(h, h->dtype, p->rows, p->hidden),
+                              .dweight = poisoned(h, DTYPE_F32, p->vocab, p->hidden),
+                              .chunk = p->chunk,
+                              .scale = (float)p->scale};
 }
 
 // Every rung on the problem; `size` is that of the logits, whose fp32 error the loss inherits.
@@ -52,7 +51,7 @@ static void check_rungs(Harness *h, Problem p, double size) {
   for (int rung = 1; rung <= RUNGS; rung++) {
     if (cuda && rung == 5 && p.hidden % 8) continue; // test_refusals
     MemoryMark mark = memory_mark(&h->backend->memory);
-    Ladder call = call_of(h, &p);
+    LinearCrossEntropy call = call_of(h, &p);
     ReferenceLoss r = {.rows = p.rows,
                        .hidden = p.hidden,
                        .vocab = p.vocab,
@@ -65,7 +64,7 @@ static void check_rungs(Harness *h, Problem p, double size) {
                        .dweight = host_values(h, p.vocab * p.hidden)};
     reference_loss(&r); // of the values as the tensors have them
     MemoryMark tensors = memory_mark(&h->backend->memory);
-    ladder_run(rung, call);
+    ladder_run(h->backend, rung, call);
     assert_int_equal(memory_mark(&h->backend->memory), tensors);
     const char *name = ladder_names[rung - 1];
     double terms = (double)(p.hidden + p.vocab);
@@ -116,7 +115,7 @@ static void test_refusals(void **state) {
   Harness *h = *state;
   if (h->dtype != DTYPE_BF16) return; // the CPU takes everything
   Problem p = make_problem(h, 3, 12, 5, 2, 1);
-  assert_fails(h, "a hidden size of 12 is no multiple", ladder_run(5, call_of(h, &p)));
+  assert_fails(h, "a hidden size of 12 is no multiple", ladder_run(h->backend, 5, call_of(h, &p)));
 }
 
 int main(void) {

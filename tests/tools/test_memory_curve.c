@@ -5,7 +5,6 @@
 #include "tests/png.h"
 #include "tests/process.h"
 #include "tools/curves/pictures.h"
-#include "tools/curves/points.h"
 #include "trainer/plan.h"
 
 #include <math.h>
@@ -158,8 +157,8 @@ static void curve_equals_plan(void **state) {
   options_resolve_dtypes(&o, true);
   o.lce_chunk = options_default_chunk(2048, true);
   for (int m = 0; m < 2; m++) {
-    Plan plan = plan_run(&o, ON_CUDA, (LceMode)m);
-    assert_int_equal(reading(&c, (LceMode)m, SWEEP_TOKENS, 2048)->planned_bytes, plan.peak_bytes);
+    Ledger plan = plan_run(&o, ON_CUDA, (LceMode)m);
+    assert_int_equal(reading(&c, (LceMode)m, SWEEP_TOKENS, 2048)->planned_bytes, plan.peak);
   }
   options_free(&o);
   curve_free(&c);
@@ -227,9 +226,9 @@ static void recipes_plan(void **state) {
   static const int points[] = {10, 16, 39, 8, 8};
   static const char *const names[] = {"llama3-8b-32k", "tokens-81920", "chunk-sweep", "gemma2-2b",
                                       "batch-512"};
-  assert_int_equal(recipe_count(), 5);
-  for (int i = 0; i < recipe_count(); i++) {
-    const Recipe *r = recipe_at(i);
+  assert_null(RECIPES[5].name);
+  for (int i = 0; i < 5; i++) {
+    const Recipe *r = &RECIPES[i];
     assert_string_equal(r->name, names[i]);
     assert_says(list.out, r->name);
     assert_says(list.out, r->source);
@@ -511,8 +510,8 @@ static void other_pictures(void **state) {
   // Time against memory.
   Curve c = made_up("layer", SWEEP_CHUNK);
   assert_true(picture_has_trade(&c));
-  for (int r = -1; r < recipe_count(); r++) {
-    picture_free(drawn(&c, r < 0 ? NULL : recipe_at(r), 1, temp_path("trade.png")));
+  for (int r = -1; r < 5; r++) {
+    picture_free(drawn(&c, r < 0 ? NULL : &RECIPES[r], 1, temp_path("trade.png")));
     Image p = image_read(temp_path("trade.png"));
     assert_non_null(p.rgb);
     assert_not_blank(&p);
@@ -572,12 +571,15 @@ static void timelines(void **state) {
     const char *out = temp_path("time");
     succeeds(train("--timeline --device cpu %s " TINY "--resolution 1 --out %s", planned ? "--plan-only" : "",
                    out));
-    Timeline t[2];
+    Timeline both;
     Curve settings = {0};
-    assert_true(timeline_read(t, &settings, temp_path("time/timeline.csv")));
+    assert_true(timeline_read(&both, &settings, temp_path("time/timeline.csv")));
+    assert_int_equal(both.planned, planned);
+    assert_int_equal(both.moments[0].mode, LCE_MATERIALIZED);
+    Timeline t[2] = {timeline_of(&both, LCE_MATERIALIZED), timeline_of(&both, LCE_FUSED)};
     for (int i = 0; i < 2; i++) {
-      assert_int_equal(t[i].planned, planned);
-      assert_int_equal(highest_total(&t[i]), reading(&c, t[i].mode, SWEEP_TOKENS, 32)->planned_bytes);
+      LceMode mode = (LceMode)t[i].moments[0].mode;
+      assert_int_equal(highest_total(&t[i]), reading(&c, mode, SWEEP_TOKENS, 32)->planned_bytes);
       assert_int_equal(t[i].moments[0].step, 1);
       assert_int_equal(t[i].moments[t[i].count - 1].step, TIMELINE_STEPS);
       for (int k = 1; k < t[i].count; k++) assert_true(t[i].moments[k].at >= t[i].moments[k - 1].at);
@@ -585,8 +587,7 @@ static void timelines(void **state) {
       const size_t *left = t[i].moments[t[i].count - 1].bytes;
       assert_int_equal(left[MEMORY_HEAD] + left[MEMORY_ACTIVATIONS] + left[MEMORY_ACTIVATION_GRADIENTS], 0);
     }
-    assert_int_equal(t[0].mode, LCE_MATERIALIZED);
-    for (int i = 0; i < 2; i++) timeline_free(&t[i]);
+    timeline_free(&both);
     if (!can_draw()) continue;
     Image p = image_read(temp_path("time/timeline.png"));
     assert_non_null(p.rgb);
@@ -631,7 +632,7 @@ static void fit(void **state) {
       at_batch.batch = batch + more;
       at_batch.total_batch = at_batch.batch * 64;
       at_batch.micro_steps = 1;
-      assert_int_equal(plan_run(&at_batch, ON_CPU, (LceMode)m).peak_bytes <= limit, more == 0);
+      assert_int_equal(plan_run(&at_batch, ON_CPU, (LceMode)m).peak <= limit, more == 0);
     }
   }
   options_free(&options);

@@ -458,7 +458,7 @@ static int count_events(cJSON **lines, int count, const char *event) {
 
 // The log of 7 steps of TINY: a start, steps in order, validations, samples, and a summary that agrees with
 // them and with the plan.
-static void check_log(cJSON **lines, int count, const char *mode, const Plan *plan) {
+static void check_log(cJSON **lines, int count, const char *mode, const Ledger *plan) {
   const cJSON *first = lines[0], *last = lines[count - 1];
   assert_string_equal(text_in(first, "event"), "start");
   assert_string_equal(text_in(first, "loss_mode"), mode);
@@ -497,8 +497,8 @@ static void check_log(cJSON **lines, int count, const char *mode, const Plan *pl
   assert_true(number_in(last, "tokens_per_second") > 0);
   assert_true(number_in(last, "unigram_entropy") > 2);
   assert_null(cJSON_GetObjectItemCaseSensitive(last, "dropped_tiles"));
-  assert_int_equal(number_in(last, "peak_bytes"), plan->peak_bytes);
-  assert_int_equal(number_in(last, "head_peak_bytes"), plan->head_peak_bytes);
+  assert_int_equal(number_in(last, "peak_bytes"), plan->peak);
+  assert_int_equal(number_in(last, "head_peak_bytes"), plan->highest[MEMORY_HEAD]);
   assert_true(number_in(last, "device_peak_bytes") > number_in(last, "peak_bytes"));
 }
 
@@ -513,7 +513,7 @@ static void test_run(void **state) {
     char line[1024];
     snprintf(line, sizeof line, TINY "--total-batch 96 %s", flag);
     Options options = options_on(false, line);
-    Plan plan = plan_run(&options, ON_CPU, options.mode);
+    Ledger plan = plan_run(&options, ON_CPU, options.mode);
     options_free(&options);
     Output o = train("%s %s --log %s", job, flag, temp_path("run.json"));
     if (o.status) fail_msg("%s", o.err);
@@ -675,7 +675,7 @@ static void test_timeline(void **state) {
   char line[512];
   snprintf(line, sizeof line, "%s", TINY);
   Options options = options_on(false, line);
-  assert_int_equal(highest, plan_run(&options, ON_CPU, LCE_FUSED).peak_bytes);
+  assert_int_equal(highest, plan_run(&options, ON_CPU, LCE_FUSED).peak);
   options_free(&options);
 }
 

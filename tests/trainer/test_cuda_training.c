@@ -251,8 +251,8 @@ static void test_ledger_agrees_with_the_device(void **state) {
     trainer_gradient_pass(&rig.trainer);
     backend_synchronize(rig.backend);
     const Memory *memory = &rig.backend->memory;
-    Plan plan = plan_run(&rig.options, ON_CUDA, rig.options.mode);
-    assert_true(plan.stack_bytes == memory->stack_capacity);
+    Ledger plan = plan_run(&rig.options, ON_CUDA, rig.options.mode);
+    assert_true(plan.stack_peak == memory->stack_capacity);
     double ledger = (double)(memory->ledger.total + memory->stack_capacity);
     double device =
         (double)rig.backend->ops->device_bytes_now(rig.backend) - (double)rig.backend->device_overhead;

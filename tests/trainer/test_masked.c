@@ -140,19 +140,19 @@ static void test_plan_equals_masked_run(void **state) {
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     Run *run = run_open(LLAMA "--batch 3 --data %s %s", masked_shard("plan"), jobs[j]);
     Memory *memory = &run->h->backend->memory;
-    Plan plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
-    assert_int_equal(memory->stack_capacity, plan.stack_bytes);
+    Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
+    assert_int_equal(memory->stack_capacity, plan.stack_peak);
     for (int64_t step = 0; step < 10; step++) run_step(run, step);
     trainer_validate(&run->trainer, &run->loader, 0);
     trainer_gradient_pass(&run->trainer); // what --compare-modes measures, after a padded batch
-    Plan measured = plan_from_ledger(&memory->ledger);
-    assert_int_equal(measured.peak_bytes, plan.peak_bytes);
-    assert_int_equal(measured.stack_bytes, plan.stack_bytes);
-    assert_int_equal(measured.head_peak_bytes, plan.head_peak_bytes);
+    Ledger measured = memory->ledger;
+    assert_int_equal(measured.peak, plan.peak);
+    assert_int_equal(measured.stack_peak, plan.stack_peak);
+    assert_int_equal(measured.highest[MEMORY_HEAD], plan.highest[MEMORY_HEAD]);
     // A run of the same shape that counts every target does not need more.
     run->options.masked = false;
-    Plan unmasked = plan_run(&run->options, run->h->backend->device, run->options.mode);
-    assert_in_range(unmasked.head_peak_bytes, 1, plan.head_peak_bytes);
+    Ledger unmasked = plan_run(&run->options, run->h->backend->device, run->options.mode);
+    assert_in_range(unmasked.highest[MEMORY_HEAD], 1, plan.highest[MEMORY_HEAD]);
     run_close(run);
   }
 }

@@ -32,21 +32,21 @@ static void check_plan(const char *model, const char *job, LceMode mode, Recompu
   Run *run = run_open("%s %s %s --recompute %s --sample-tokens 3", model, job,
                       mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits", recompute_name(recompute));
   Memory *memory = &run->h->backend->memory;
-  Plan plan = plan_run(&run->options, run->h->backend->device, mode);
-  assert_int_equal(memory->stack_capacity, plan.stack_bytes);
+  Ledger plan = plan_run(&run->options, run->h->backend->device, mode);
+  assert_int_equal(memory->stack_capacity, plan.stack_peak);
   static const int32_t prompt[] = {10};
   int64_t count;
   run_step(run, 0);
   free(trainer_sample(&run->trainer, prompt, 1, 1, &count));
   trainer_validate(&run->trainer, &run->loader, 2);
-  Plan measured = plan_from_ledger(&memory->ledger);
-  assert_int_equal(measured.peak_bytes, plan.peak_bytes);
-  assert_int_equal(measured.stack_bytes, plan.stack_bytes);
-  assert_int_equal(measured.head_peak_bytes, plan.head_peak_bytes);
+  Ledger measured = memory->ledger;
+  assert_int_equal(measured.peak, plan.peak);
+  assert_int_equal(measured.stack_peak, plan.stack_peak);
+  assert_int_equal(measured.highest[MEMORY_HEAD], plan.highest[MEMORY_HEAD]);
   assert_memory_equal(measured.at_peak, plan.at_peak, sizeof plan.at_peak);
   size_t sum = 0;
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) sum += plan.at_peak[c];
-  assert_int_equal(sum, plan.peak_bytes);
+  assert_int_equal(sum, plan.peak);
   assert_int_equal(memory->pushed_count, 0);
   run_close(run);
 }
@@ -99,9 +99,9 @@ static void test_switching_modes(void **state) {
     trainer_set_mode(&run->trainer, mode);
     ledger_reset_peak(&memory->ledger);
     trainer_gradient_pass(&run->trainer);
-    Plan plan = plan_run(&run->options, ON_CPU, mode);
-    assert_int_equal(memory->stack_capacity, plan.stack_bytes);
-    assert_int_equal(memory->ledger.peak, plan.peak_bytes);
+    Ledger plan = plan_run(&run->options, ON_CPU, mode);
+    assert_int_equal(memory->stack_capacity, plan.stack_peak);
+    assert_int_equal(memory->ledger.peak, plan.peak);
   }
   run_close(run);
 }
@@ -133,7 +133,7 @@ static void test_large_plan(void **state) {
   double start = seconds();
   char line[] = "--model llama-8b --seq-len 32768 --batch 1 --recompute layer";
   Options o = options_of_device(line, ON_CUDA);
-  Plan fused = plan_run(&o, ON_CUDA, LCE_FUSED), materialized = plan_run(&o, ON_CUDA, LCE_MATERIALIZED);
+  Ledger fused = plan_run(&o, ON_CUDA, LCE_FUSED), materialized = plan_run(&o, ON_CUDA, LCE_MATERIALIZED);
   double spent = seconds() - start;
   if (spent > 0.5) fail_msg("planning took %.3f s", spent);
   const size_t padding = 1 << 20; // of tensors to their alignment
@@ -143,9 +143,10 @@ static void test_large_plan(void **state) {
   assert_in_range(at_peak[MEMORY_MOMENTS], 8 * parameters, 8 * parameters + padding);
   assert_in_range(at_peak[MEMORY_GRADIENTS], 2 * parameters + 2 * head, 2 * parameters + 2 * head + padding);
   size_t logits = (size_t)32768 * 128256 * 2;
-  assert_in_range(materialized.head_peak_bytes, logits, logits + logits / 100);
-  assert_true(fused.head_peak_bytes < materialized.head_peak_bytes / 7); // chunks of an eighth, 4096
-  assert_true(fused.peak_bytes < materialized.peak_bytes);
+  assert_in_range(materialized.highest[MEMORY_HEAD], logits, logits + logits / 100);
+  assert_true(fused.highest[MEMORY_HEAD] <
+              materialized.highest[MEMORY_HEAD] / 7); // chunks of an eighth, 4096
+  assert_true(fused.peak < materialized.peak);
   options_free(&o);
 }
 
@@ -224,12 +225,12 @@ static void check_budget(DeviceKind device, const char *job, bool masked, int me
     o.masked = true;
     options_resolve_chunk(&o, device);
   }
-  size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).head_peak_bytes;
+  size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
   if (held > budget)
     fail_msg("%s %s: chunks of %lld hold %zu bytes, which is more than %d MiB", device_name(device), job,
              (long long)o.lce_chunk, held, mebibytes);
   if (o.lce_chunk++ < o.batch * o.seq_len) {
-    held = plan_run(&o, device, LCE_FUSED).head_peak_bytes;
+    held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
     if (held <= budget)
       fail_msg("%s %s: chunks of %lld would hold %zu bytes, which is no more than %d MiB",
                device_name(device), job, (long long)o.lce_chunk, held, mebibytes);
@@ -267,7 +268,7 @@ static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
   char with_batch[512];
   snprintf(with_batch, sizeof with_batch, "%s --batch %lld", line, (long long)batch);
   Options o = options_on(false, with_batch);
-  size_t bytes = plan_run(&o, ON_CPU, mode).peak_bytes;
+  size_t bytes = plan_run(&o, ON_CPU, mode).peak;
   options_free(&o);
   return bytes;
 }
@@ -325,8 +326,7 @@ static void assert_offers(const char *text, const Options *o, const char *flag, 
   Options other = *o;
   other.recompute = recompute;
   char offer[128];
-  snprintf(offer, sizeof offer, "%s needs %s", flag,
-           text_bytes(plan_run(&other, ON_CPU, mode).peak_bytes).text);
+  snprintf(offer, sizeof offer, "%s needs %s", flag, text_bytes(plan_run(&other, ON_CPU, mode).peak).text);
   assert_says(text, offer);
 }
 
@@ -334,7 +334,7 @@ static void test_requirement(void **state) {
   (void)state;
   char line[] = LLAMA "--seq-len 128 --batch 64 --materialized-logits";
   Options o = options_on(false, line);
-  size_t need = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak_bytes;
+  size_t need = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak;
   assert_string_equal(requirement(&o, need), "");
   assert_string_equal(requirement(&o, 0), ""); // unknown
   const char *text = requirement(&o, need - 1);
@@ -351,7 +351,7 @@ static void test_requirement(void **state) {
 
   // So little that only the strongest recomputation, or a few sequences, would do.
   o.recompute = RECOMPUTE_LAYER;
-  size_t least = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak_bytes;
+  size_t least = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak;
   o.recompute = RECOMPUTE_NONE;
   text = requirement(&o, least);
   assert_offers(text, &o, "--recompute layer", LCE_MATERIALIZED, RECOMPUTE_LAYER);

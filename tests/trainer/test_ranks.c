@@ -426,7 +426,7 @@ static void plans_depend_on_ranks(void **state) {
     assert_int_equal(read_log(name, "summary", "peak_bytes", &measured, 1), 1);
     snprintf(line, sizeof line, "%s --save somewhere --plan --ranks 2", options);
     Options o = options_on(cuda, line);
-    planned[way] = plan_run(&o, cuda ? ON_CUDA : ON_CPU, LCE_FUSED).peak_bytes;
+    planned[way] = plan_run(&o, cuda ? ON_CUDA : ON_CPU, LCE_FUSED).peak;
     options_free(&o);
     if ((size_t)measured != planned[way])
       fail_msg("%s: planned %zu, measured %.0f", ways[way], planned[way], measured);

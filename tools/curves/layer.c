@@ -1,17 +1,20 @@
 #include "tools/curves/layer.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/integers.h"
 #include "base/random.h"
+#include "model/parameters.h"
 
 // --- random data -------------------------------------------------------------------------------------------
 
 enum { STREAM_X = 100, STREAM_WEIGHT, STREAM_TARGETS };
 
-void layer_random_row(uint64_t seed, bool weight, Dtype dtype, int64_t row, int64_t columns, float *out) {
+static void random_row(uint64_t seed, bool weight, Dtype dtype, int64_t row, int64_t columns, float *out) {
   uint64_t stream = weight ? STREAM_WEIGHT : STREAM_X, first = (uint64_t)row * (uint64_t)columns;
   double scale = weight ? 0.02 : 1;
   for (int64_t i = 0; i < columns; i++) {
@@ -20,7 +23,7 @@ void layer_random_row(uint64_t seed, bool weight, Dtype dtype, int64_t row, int6
   }
 }
 
-int32_t layer_random_target(uint64_t seed, int64_t token, int64_t vocab_size) {
+static int32_t random_target(uint64_t seed, int64_t token, int64_t vocab_size) {
   return (int32_t)(random_bits(seed, STREAM_TARGETS, (uint64_t)token) % (uint64_t)vocab_size);
 }
 
@@ -28,17 +31,13 @@ int32_t layer_random_target(uint64_t seed, int64_t token, int64_t vocab_size) {
 static void fill_normal(Backend *backend, Tensor t, uint64_t seed, bool weight) {
   int64_t columns = t.shape[1], block = ((int64_t)16 << 20) / columns + 1;
   float *values = host_alloc(block * columns, sizeof *values, "random values");
-  uint16_t *rounded =
-      t.dtype == DTYPE_BF16 ? host_alloc(block * columns, sizeof *rounded, "random values") : NULL;
+  uint16_t *rounded = host_alloc(block * columns, sizeof *rounded, "random values");
   for (int64_t first = 0; first < t.shape[0]; first += block) {
-    int64_t rows = t.shape[0] - first < block ? t.shape[0] - first : block;
+    int64_t rows = min_i64(block, t.shape[0] - first);
 #pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-      float *row = values + r * columns;
-      layer_random_row(seed, weight, t.dtype, first + r, columns, row);
-      for (int64_t i = 0; rounded && i < columns; i++) rounded[r * columns + i] = bf16_from_f32(row[i]);
-    }
-    backend_to_device(backend, tensor_rows(t, first, rows), rounded ? (const void *)rounded : values);
+    for (int64_t r = 0; r < rows; r++)
+      random_row(seed, weight, t.dtype, first + r, columns, values + r * columns);
+    parameters_upload(backend, tensor_rows(t, first, rows), values, DTYPE_F32, rounded);
     backend_synchronize(backend);
   }
   free(values);
@@ -74,7 +73,7 @@ LceTensors layer_reserve(Backend *backend, LceShape s, uint64_t seed) {
   fill_normal(backend, layer.x, seed, false);
   fill_normal(backend, layer.weight, seed, true);
   int32_t *targets = host_alloc(s.tokens, sizeof *targets, "the targets");
-  for (int64_t n = 0; n < s.tokens; n++) targets[n] = layer_random_target(seed, n, s.vocab_size);
+  for (int64_t n = 0; n < s.tokens; n++) targets[n] = random_target(seed, n, s.vocab_size);
   backend_to_device(backend, layer.targets, targets);
   backend_synchronize(backend);
   free(targets);
@@ -131,7 +130,7 @@ void layer_gemms(const LceTensors *l, int64_t rows) {
   int64_t stride = backend->scratch->logits_stride(vocab_size, backend->dtype);
   Tensor padded = memory_push_2d(&backend->memory, "logits", MEMORY_HEAD, backend->dtype, rows, stride);
   for (int64_t first = 0; first < tokens; first += rows) {
-    int64_t count = tokens - first < rows ? tokens - first : rows;
+    int64_t count = min_i64(rows, tokens - first);
     Tensor logits = tensor_columns(tensor_rows(padded, 0, count), 0, vocab_size);
     Tensor x = tensor_rows(l->x, first, count);
     linear_forward(backend, (LinearForward){.out = logits, .x = x, .weight = l->weight});
@@ -152,4 +151,170 @@ size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows) {
   size_t bytes = plan->memory.ledger.stack_peak;
   backend_destroy(plan);
   return bytes;
+}
+
+// --- errors against float64 --------------------------------------------------------------------------------
+
+enum { SAMPLES = 16 };
+
+struct Reference {
+  LceShape shape;
+  uint64_t seed;
+  int64_t tokens[SAMPLES], entries[SAMPLES]; // which rows of dx, which rows of dweight
+  double loss[SAMPLES];
+  double *dx, *dweight; // [SAMPLES, H]
+};
+
+static double *doubles(int64_t count) {
+  return host_alloc(count, sizeof(double), "the reference of the gradients");
+}
+
+static float *floats(int64_t count) {
+  return host_alloc(count, sizeof(float), "the reference of the gradients");
+}
+
+static double dot(const float *a, const float *b, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += (double)a[i] * (double)b[i];
+  return sum;
+}
+
+// The samples' sums [SAMPLES, H] over all rows of W (dx) or, given the losses, of x (dweight): each row, which is drawn
+// rather than kept, times p = exp(logit - lse). Of x the onehot is taken off p, and lse = loss + z[target]; of W lse
+// is 0, and `total` is what p adds up to. The logits are of a few units (layer_reserve): float64 needs no maximum to
+// take their exponentials.
+static void sum_rows(const Reference *r, const float *samples, const float *loss, double *sums,
+                     double *total) {
+  int64_t hidden = r->shape.hidden_size, vocab = r->shape.vocab_size, rows = loss ? r->shape.tokens : vocab;
+#pragma omp parallel
+  {
+    float *row = floats(hidden), *w_target = floats(hidden);
+    double *sum = doubles(SAMPLES * hidden), part[SAMPLES] = {0};
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < rows; n++) {
+      int32_t target = -1;
+      double lse = 0;
+      random_row(r->seed, !loss, r->shape.dtype, n, hidden, row);
+      if (loss) {
+        target = random_target(r->seed, n, vocab);
+        random_row(r->seed, true, r->shape.dtype, target, hidden, w_target);
+        lse = (double)loss[n] + dot(row, w_target, hidden);
+      }
+      for (int s = 0; s < SAMPLES; s++) {
+        double p = exp(dot(samples + s * hidden, row, hidden) - lse);
+        part[s] += p;
+        if (target == r->entries[s]) p -= 1;
+        for (int64_t h = 0; h < hidden; h++) sum[s * hidden + h] += p * (double)row[h];
+      }
+    }
+#pragma omp critical
+    {
+      for (int s = 0; s < SAMPLES; s++) total[s] += part[s];
+      for (int64_t i = 0; i < SAMPLES * hidden; i++) sums[i] += sum[i];
+    }
+    free(sum);
+    free(w_target);
+    free(row);
+  }
+}
+
+// The samples' rows of W or x; the caller frees them.
+static float *sampled_rows(const Reference *r, bool weight, const int64_t *rows) {
+  int64_t hidden = r->shape.hidden_size;
+  float *samples = floats(SAMPLES * hidden);
+  for (int s = 0; s < SAMPLES; s++)
+    random_row(r->seed, weight, r->shape.dtype, rows[s], hidden, samples + s * hidden);
+  return samples;
+}
+
+// loss = log(sum of exp(z)) - z[target] and dx = (softmax(z) W - W[target]) / N of the sampled tokens.
+static void reference_tokens(Reference *r) {
+  int64_t hidden = r->shape.hidden_size, targets[SAMPLES];
+  double total[SAMPLES] = {0};
+  for (int s = 0; s < SAMPLES; s++) targets[s] = random_target(r->seed, r->tokens[s], r->shape.vocab_size);
+  float *x = sampled_rows(r, false, r->tokens), *w_target = sampled_rows(r, true, targets);
+  sum_rows(r, x, NULL, r->dx, total);
+  for (int s = 0; s < SAMPLES; s++)
+    r->loss[s] = log(total[s]) - dot(x + s * hidden, w_target + s * hidden, hidden);
+  for (int64_t i = 0; i < SAMPLES * hidden; i++)
+    r->dx[i] = (r->dx[i] / total[i / hidden] - (double)w_target[i]) / (double)r->shape.tokens;
+  free(w_target);
+  free(x);
+}
+
+// The computed losses of all tokens; the caller frees them.
+static float *read_losses(const LceTensors *l) {
+  float *loss = floats(l->x.shape[0]);
+  backend_to_host(l->backend, loss, l->loss);
+  return loss;
+}
+
+Reference *reference_create(const LceTensors *l, uint64_t seed, int64_t chunk) {
+  Reference *r = host_alloc(1, sizeof *r, "the reference of the gradients");
+  LceShape shape = r->shape = (LceShape){.tokens = l->x.shape[0],
+                                         .hidden_size = l->x.shape[1],
+                                         .vocab_size = l->weight.shape[0],
+                                         .dtype = l->x.dtype};
+  r->seed = seed;
+  r->dx = doubles(SAMPLES * shape.hidden_size);
+  r->dweight = doubles(SAMPLES * shape.hidden_size);
+  for (int s = 0; s < SAMPLES; s++) {
+    r->tokens[s] = shape.tokens * s / SAMPLES;
+    // Half of the entries are some token's target: rows where the gradient is large.
+    r->entries[s] =
+        s % 2 ? random_target(seed, r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
+  }
+  reference_tokens(r);
+  layer_run(l, LCE_FUSED, chunk);
+  // dweight[v] = sum over tokens of (p - onehot) x / N of the sampled entries.
+  float *loss = read_losses(l), *w = sampled_rows(r, true, r->entries);
+  double total[SAMPLES] = {0};
+  sum_rows(r, w, loss, r->dweight, total);
+  for (int64_t i = 0; i < SAMPLES * shape.hidden_size; i++) r->dweight[i] /= (double)shape.tokens;
+  free(w);
+  free(loss);
+  return r;
+}
+
+void reference_destroy(Reference *r) {
+  if (!r) return;
+  free(r->dx);
+  free(r->dweight);
+  free(r);
+}
+
+// Relative error of sampled rows of a device tensor.
+static double rows_error(Backend *backend, Tensor t, const int64_t *rows, const double *want) {
+  int64_t hidden = t.shape[1];
+  void *row = floats(hidden); // or half as many bytes of bf16
+  const float *fp32 = row;
+  const uint16_t *bf16 = row;
+  double error = 0, size = 0;
+  for (int s = 0; s < SAMPLES; s++) {
+    backend_to_host(backend, row, tensor_rows(t, rows[s], 1));
+    for (int64_t h = 0; h < hidden; h++) {
+      double value = t.dtype == DTYPE_BF16 ? (double)bf16_to_f32(bf16[h]) : (double)fp32[h];
+      double truth = want[s * hidden + h];
+      error += (value - truth) * (value - truth);
+      size += truth * truth;
+    }
+  }
+  free(row);
+  return sqrt(error / size);
+}
+
+Errors reference_errors(const Reference *r, const LceTensors *l) {
+  Errors e = {0};
+  float *loss = read_losses(l);
+  double size = 0;
+  for (int s = 0; s < SAMPLES; s++) {
+    double difference = (double)loss[r->tokens[s]] - r->loss[s];
+    e.loss += difference * difference;
+    size += r->loss[s] * r->loss[s];
+  }
+  e.loss = sqrt(e.loss / size);
+  e.dx = rows_error(l->backend, l->dx, r->tokens, r->dx);
+  e.dweight = rows_error(l->backend, l->dweight, r->entries, r->dweight);
+  free(loss);
+  return e;
 }

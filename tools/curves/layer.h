@@ -1,6 +1,5 @@
-// The LM head + loss alone, on random data.
-#ifndef LCE_TOOLS_CURVES_LAYER_H
-#define LCE_TOOLS_CURVES_LAYER_H
+// The LM head + loss alone, on random data, and its errors against float64.
+#pragma once
 
 #include "kernels/linear_cross_entropy.h"
 #include "trainer/trainer.h"
@@ -17,10 +16,6 @@ Backend *layer_backend(const char *device, int ordinal);
 // Reserves the tensors on the backend (a plan's too) and fills x with N(0, 1), weight with N(0, 0.02), targets
 // uniformly: functions of (seed, element) alone, rounded to the backend's dtype.
 LceTensors layer_reserve(Backend *backend, LceShape shape, uint64_t seed);
-// The values of one row of what layer_reserve makes, for references.
-void layer_random_row(uint64_t seed, bool weight, Dtype dtype, int64_t row, int64_t columns, float *out);
-int32_t layer_random_target(uint64_t seed, int64_t token, int64_t vocab_size);
-
 // A trainer's head and targets, with x (the same random numbers) and dx pushed on the stack: the caller
 // pops them.
 LceTensors layer_push(Trainer *trainer, uint64_t seed);
@@ -37,4 +32,18 @@ size_t layer_held(Backend *backend, LinearCrossEntropy call);
 void layer_gemms(const LceTensors *layer, int64_t rows);
 size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows);
 
-#endif
+// Relative errors in the Frobenius norm, against float64, over the sampled rows. `dweight` takes each token's
+// normaliser from the loss that was computed (the fused one: good to 1e-7), since summing it again for every
+// token would cost as much as the LM head + loss itself.
+typedef struct {
+  double loss, dx, dweight;
+} Errors;
+
+// The truth for a layer made by layer_reserve(backend, shape, seed), at sampled tokens and vocabulary entries. Runs the
+// fused mode once, for its losses.
+typedef struct Reference Reference;
+Reference *reference_create(const LceTensors *layer, uint64_t seed, int64_t chunk);
+void reference_destroy(Reference *reference);
+
+// The errors of what was computed last in loss, dx and dweight.
+Errors reference_errors(const Reference *reference, const LceTensors *layer);

@@ -12,48 +12,40 @@
 const Color COLOR_MODE[2] = {[LCE_FUSED] = {0x14, 0x3d, 0x73}, [LCE_MATERIALIZED] = {0xe8, 0x7d, 0x1e}};
 static const Color SAVED = {0xfb, 0xe6, 0xd0};
 
-// --- figures of a reading; NAN where there is none ---------------------------------------------------------
+// --- what a curve holds ------------------------------------------------------------------------------------
 
-typedef double (*Figure)(const Reading *);
+typedef enum {
+  NO_FIGURE,
+  SIZE, // what is swept
+  WHOLE_BYTES,
+  LAYER_BYTES,
+  DEVICE_BYTES,
+  DEVICE_LAYER_BYTES,
+  STEP_SECONDS,
+  OVER_FLOOR,
+  TERAFLOPS,
+  DX_ERROR,
+  DWEIGHT_ERROR,
+  FIGURES
+} Figure;
 
-static double positive(double value) {
-  return value > 0 ? value : NAN;
-}
-static double size_swept(const Reading *r) {
-  return point_value(&r->point);
-}
-static double whole_bytes(const Reading *r) {
-  return (double)reading_bytes(r);
-}
-static double layer_bytes(const Reading *r) {
-  return (double)reading_layer_bytes(r);
-}
-// What the device counts, without its context and libraries: comparable with the ledger.
-static double device_bytes(const Reading *r) {
-  return positive((double)r->device_bytes - (double)r->device_base_bytes);
-}
-static double device_layer_bytes(const Reading *r) {
-  return positive(device_bytes(r) - ((double)r->ledger_bytes - (double)r->layer_bytes));
-}
-static double step_seconds(const Reading *r) {
-  return positive(r->step_seconds);
-}
-static double over_floor(const Reading *r) {
-  return positive(r->layer_seconds) / positive(r->floor_seconds);
-}
-static double teraflops(const Reading *r) {
+// NAN where it is not known.
+static double figure_of(const Reading *r, Figure figure) {
   const Point *p = &r->point;
   double flops = 6.0 * (double)point_tokens(p) * (double)p->vocab_size * (double)p->hidden_size;
-  return 1e-12 * flops / positive(r->layer_seconds);
+  double device = reading_device_bytes(r), rest = (double)r->ledger_bytes - (double)r->layer_bytes;
+  const double values[FIGURES] = {[SIZE] = point_value(p),
+                                  [WHOLE_BYTES] = (double)reading_bytes(r),
+                                  [LAYER_BYTES] = (double)reading_layer_bytes(r),
+                                  [DEVICE_BYTES] = device,
+                                  [DEVICE_LAYER_BYTES] = device > 0 ? device - rest : 0,
+                                  [STEP_SECONDS] = r->step_seconds,
+                                  [OVER_FLOOR] = r->layer_seconds / r->floor_seconds,
+                                  [TERAFLOPS] = 1e-12 * flops / r->layer_seconds,
+                                  [DX_ERROR] = r->dx_error,
+                                  [DWEIGHT_ERROR] = r->dweight_error};
+  return values[figure] > 0 && isfinite(values[figure]) ? values[figure] : NAN;
 }
-static double dx_error(const Reading *r) {
-  return positive(r->dx_error);
-}
-static double dweight_error(const Reading *r) {
-  return positive(r->dweight_error);
-}
-
-// --- what a curve holds ------------------------------------------------------------------------------------
 
 static int count_status(const Curve *c, PointStatus status) {
   int count = 0;
@@ -61,22 +53,15 @@ static int count_status(const Curve *c, PointStatus status) {
   return count;
 }
 
-static Sweep first_sweep(const Curve *c) {
-  return c->count ? c->readings[0].point.sweep : SWEEP_TOKENS;
-}
-
-static bool several_sweeps(const Curve *c) {
-  return c->count && c->readings[c->count - 1].point.sweep != first_sweep(c);
-}
-
 static bool about_layer(const Curve *c) {
-  return strcmp(curve_setting(c, "what").text, "layer") == 0;
+  return curve_is(c, "what", "layer");
 }
 
 // Whether a figure is known of any point of a sweep (SWEEP_COUNT: of all sweeps).
 static bool has(const Curve *c, Sweep sweep, Figure figure) {
   for (int i = 0; i < c->count; i++)
-    if ((sweep == SWEEP_COUNT || c->readings[i].point.sweep == sweep) && isfinite(figure(&c->readings[i])))
+    if ((sweep == SWEEP_COUNT || c->readings[i].point.sweep == sweep) &&
+        isfinite(figure_of(&c->readings[i], figure)))
       return true;
   return false;
 }
@@ -86,25 +71,28 @@ static const char *size_title(Sweep sweep) {
   return titles[sweep];
 }
 
+static Label number(const Curve *c, const char *name) {
+  return label("%s", text_grouped(strtoll(curve_setting(c, name).text, NULL, 10)).text);
+}
+
+static void add_part(Label *all, const char *name, Label part) {
+  *all = label("%s%s%s%.100s", all->text, all->text[0] ? ", " : "", name, part.text);
+}
+
 Label curve_caption(const Curve *c) {
-  // What is swept stands on the axis.
-  Setting sweep = curve_setting(c, "sweep"), recompute = curve_setting(c, "recompute");
-  int64_t batch = strtoll(curve_setting(c, "batch").text, NULL, 10),
-          seq_len = strtoll(curve_setting(c, "seq_len").text, NULL, 10),
-          hidden = strtoll(curve_setting(c, "hidden").text, NULL, 10),
-          vocab = strtoll(curve_setting(c, "vocab").text, NULL, 10);
-  bool layer = about_layer(c), planned = strcmp(curve_setting(c, "planned").text, "yes") == 0;
-  Label none = {""},
-        parts[] = {layer ? none : label("%s", curve_setting(c, "model").text),
-                   strcmp(sweep.text, "tokens") ? label("N %s", text_grouped(batch * seq_len).text) : none,
-                   layer && strcmp(sweep.text, "hidden") ? label("H %s", text_grouped(hidden).text) : none,
-                   strcmp(sweep.text, "vocab") ? label("V %s", text_grouped(vocab).text) : none,
-                   label("%s", curve_setting(c, "dtype").text),
-                   layer || !strcmp(recompute.text, "none") ? none : label("recompute %s", recompute.text),
-                   label("%s %s", planned ? "planned for" : "on", curve_setting(c, "device").text)};
   Label all = {""};
-  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-    if (parts[i].text[0]) all = label("%s%s%.100s", all.text, all.text[0] ? ", " : "", parts[i].text);
+  bool layer = about_layer(c);
+  int64_t batch = strtoll(curve_setting(c, "batch").text, NULL, 10),
+          seq_len = strtoll(curve_setting(c, "seq_len").text, NULL, 10);
+  if (!layer) add_part(&all, "", curve_setting(c, "model"));
+  // What is swept stands on the axis.
+  if (!curve_is(c, "sweep", "tokens")) add_part(&all, "N ", label("%s", text_grouped(batch * seq_len).text));
+  if (layer && !curve_is(c, "sweep", "hidden")) add_part(&all, "H ", number(c, "hidden"));
+  if (!curve_is(c, "sweep", "vocab")) add_part(&all, "V ", number(c, "vocab"));
+  add_part(&all, "", curve_setting(c, "dtype"));
+  if (!layer && !curve_is(c, "recompute", "none"))
+    add_part(&all, "recompute ", curve_setting(c, "recompute"));
+  add_part(&all, curve_is(c, "planned", "yes") ? "planned for " : "on ", curve_setting(c, "device"));
   return all;
 }
 
@@ -140,13 +128,13 @@ static Series *add_modes(Panel *p, const Curve *c, Sweep sweep, Figure x, Figure
     if (!both) both = s;
     for (int i = 0; i < c->count; i++) {
       const Reading *r = &c->readings[i];
-      if (r->point.sweep != sweep || r->point.mode != (LceMode)m || !isfinite(y(r))) continue;
-      Sample sample = {.x = x(r), .y = y(r), .planned = r->status != POINT_MEASURED};
+      if (r->point.sweep != sweep || r->point.mode != (LceMode)m || !isfinite(figure_of(r, y))) continue;
+      Sample sample = {.x = figure_of(r, x), .y = figure_of(r, y), .planned = r->status != POINT_MEASURED};
       if (labels == CHUNKS && fused)
         sample.label = label(s->count ? "%s" : "chunk %s", text_grouped(r->point.chunk).text);
       else if (labels == CHUNKS)
         sample.label = label("%s", lce_mode_name(r->point.mode));
-      if (sweep == SWEEP_CHUNK && !fused && x == size_swept) { // no chunks: the same at all of their sizes
+      if (sweep == SWEEP_CHUNK && !fused && x == SIZE) { // no chunks: the same at all of their sizes
         sample.x = -INFINITY;
         series_add(s, sample);
         sample.x = INFINITY;
@@ -172,15 +160,9 @@ static bool doubling(const Series *s, double range) {
 // Sizes that double over a wide range stand on a log axis, and then so does what grows with them: a line stays a
 // line. All else is linear, where a difference is seen as what it is.
 static void choose_scale(Panel *p, const Series *modes) {
-  double low = INFINITY, high = 0;
-  for (int k = 0; k < p->count; k++)
-    for (int i = 0; i < p->series[k].count; i++)
-      if (p->series[k].samples[i].y > 0 && isfinite(p->series[k].samples[i].y)) {
-        low = fmin(low, p->series[k].samples[i].y);
-        high = fmax(high, p->series[k].samples[i].y);
-      }
+  Range y = panel_range(p, true, true);
   p->x.log = p->y.log =
-      doubling(modes[0].count > modes[1].count ? &modes[0] : &modes[1], 32) && high >= 8 * low;
+      doubling(modes[0].count > modes[1].count ? &modes[0] : &modes[1], 32) && y.high >= 8 * y.low;
 }
 
 // Shades what the fused mode saves.
@@ -257,11 +239,21 @@ static void add_capacity(Panel *p, const Curve *c) {
   double usable = 0, highest = 0;
   for (int i = 0; i < c->count; i++) {
     usable = fmax(usable, (double)c->readings[i].usable_bytes);
-    highest = fmax(highest, whole_bytes(&c->readings[i]));
+    highest = fmax(highest, (double)reading_bytes(&c->readings[i]));
   }
   if (usable > 0 && highest > 0.6 * usable)
     add_rule(p, false, usable, COLOR_INK, 7,
              label("the device has %s", axis_value(UNIT_BYTES, usable).text).text);
+}
+
+static void add_device(Panel *p, const Curve *c, Figure bytes) {
+  Series *s =
+      panel_series(p, (Series){.name = "counted by the device", .color = COLOR_INK, .marker = MARKER_CROSS});
+  for (int i = 0; i < c->count; i++) {
+    const Reading *r = &c->readings[i];
+    if (isfinite(figure_of(r, bytes)))
+      series_add(s, (Sample){.x = figure_of(r, SIZE), .y = figure_of(r, bytes)});
+  }
 }
 
 static Panel *size_panel(Picture *picture, Box box, const char *title, Sweep sweep, Unit unit,
@@ -274,8 +266,19 @@ static Panel *size_panel(Picture *picture, Box box, const char *title, Sweep swe
 
 static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
   static const Box MAIN = {92, 150, 520, 486}, SIDE = {716, 150, 936, 486};
+  static const struct {
+    const char *title, *y_title;
+    Figure figure;
+    Unit unit;
+  } PANELS[2][3] = {
+      {{"Peak memory of a training step", "in total", WHOLE_BYTES, UNIT_BYTES},
+       {"LM head + loss alone", "beyond its inputs and gradients", LAYER_BYTES, UNIT_BYTES},
+       {"Time of a step", "forward, backward, AdamW", STEP_SECONDS, UNIT_SECONDS}},
+      {{"Memory of the LM head + loss", "beyond its inputs and gradients", LAYER_BYTES, UNIT_BYTES},
+       {"With its inputs and gradients", "in total", WHOLE_BYTES, UNIT_BYTES},
+       {"Time of the LM head + loss", "over that of its three GEMMs", OVER_FLOOR, UNIT_PLAIN}}};
   bool layer = about_layer(c), measured = count_status(c, POINT_MEASURED) > 0;
-  Sweep sweep = first_sweep(c);
+  Sweep sweep = c->readings[0].point.sweep;
   const char *size = sweep == SWEEP_TOKENS ? "tokens of a step" : size_title(sweep);
   Picture *picture = create(
       560, 1040,
@@ -283,43 +286,24 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
           ? label("%s", recipe->title)
           : label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
       c, recipe ? recipe->grey : NULL);
-  Panel *p =
-      size_panel(picture, MAIN, layer ? "Memory of the LM head + loss" : "Peak memory of a training step",
-                 sweep, UNIT_BYTES, layer ? "beyond its inputs and gradients" : "in total");
-  Series *modes = add_modes(p, c, sweep, size_swept, layer ? layer_bytes : whole_bytes, NAMES);
-  shade_saving(p, modes);
-  Series *device =
-      panel_series(p, (Series){.name = "counted by the device", .color = COLOR_INK, .marker = MARKER_CROSS});
-  for (int i = 0; i < c->count; i++) {
-    double bytes = (layer ? device_layer_bytes : device_bytes)(&c->readings[i]);
-    if (isfinite(bytes)) series_add(device, (Sample){.x = size_swept(&c->readings[i]), .y = bytes});
+  for (int i = 0; i < 2 + measured; i++) {
+    Figure figure = PANELS[layer][i].figure;
+    Panel *p = size_panel(picture, i ? picture_cell(SIDE, 84, 84, 1 + measured, 1, i - 1, 0) : MAIN,
+                          PANELS[layer][i].title, sweep, PANELS[layer][i].unit, PANELS[layer][i].y_title);
+    Series *modes = add_modes(p, c, sweep, SIZE, figure, i ? VALUES : NAMES);
+    if (i == 0) {
+      shade_saving(p, modes);
+      add_device(p, c, layer ? DEVICE_LAYER_BYTES : DEVICE_BYTES);
+    }
+    if (i == 0 && !layer) add_capacity(p, c);
+    if (i == 0 && !layer && sweep == SWEEP_TOKENS) label_shapes(modes, c);
+    if (figure == LAYER_BYTES) add_marks(p, recipe, sweep, false);
+    if (figure == OVER_FLOOR) add_rule(p, false, 1, COLOR_INK, 2, "");
+    choose_scale(p, modes);
+    if (i) p->x.ticks = 4;
+    if (i && measured) p->y.ticks = 5;
+    if (i == 1 && measured) p->x.title = (Label){""};
   }
-  if (layer)
-    add_marks(p, recipe, sweep, false);
-  else
-    add_capacity(p, c);
-  if (sweep == SWEEP_TOKENS && !layer) label_shapes(modes, c);
-  choose_scale(p, modes);
-
-  Box box = picture_cell(SIDE, 84, 84, measured ? 2 : 1, 1, 0, 0);
-  p = size_panel(picture, box, layer ? "With its inputs and gradients" : "LM head + loss alone", sweep,
-                 UNIT_BYTES, layer ? "in total" : "beyond its inputs and gradients");
-  modes = add_modes(p, c, sweep, size_swept, layer ? whole_bytes : layer_bytes, VALUES);
-  if (!layer) add_marks(p, recipe, sweep, false);
-  choose_scale(p, modes);
-  p->x.ticks = 4;
-  if (!measured) return picture;
-  p->x.title = (Label){""};
-  p->y.ticks = 5;
-
-  box = picture_cell(SIDE, 84, 84, 2, 1, 1, 0);
-  p = size_panel(picture, box, layer ? "Time of the LM head + loss" : "Time of a step", sweep,
-                 layer ? UNIT_PLAIN : UNIT_SECONDS,
-                 layer ? "over that of its three GEMMs" : "forward, backward, AdamW");
-  modes = add_modes(p, c, sweep, size_swept, layer ? over_floor : step_seconds, VALUES);
-  if (layer) add_rule(p, false, 1, COLOR_INK, 2, "");
-  choose_scale(p, modes);
-  p->x.ticks = 4, p->y.ticks = 5;
   return picture;
 }
 
@@ -329,7 +313,7 @@ bool picture_has_trade(const Curve *c) {
   int count = 0;
   for (int i = 0; i < c->count; i++)
     count += c->readings[i].point.sweep == SWEEP_CHUNK && c->readings[i].point.mode == LCE_FUSED &&
-             isfinite(over_floor(&c->readings[i]));
+             isfinite(figure_of(&c->readings[i], OVER_FLOOR));
   return count > 1;
 }
 
@@ -343,7 +327,7 @@ Picture *picture_trade(const Curve *c, const Recipe *recipe) {
   p->x = (Axis){
       .unit = UNIT_BYTES, .log = true, .title = label("memory beyond inputs and gradients"), .ticks = 10};
   p->y = (Axis){.title = label("time over that of the three GEMMs"), .ticks = 7};
-  Series *modes = add_modes(p, c, SWEEP_CHUNK, layer_bytes, over_floor, CHUNKS);
+  Series *modes = add_modes(p, c, SWEEP_CHUNK, LAYER_BYTES, OVER_FLOOR, CHUNKS);
   modes[0].bold = true;
   modes[1].sides = "2468";
   add_rule(p, false, 1, COLOR_INK, 2, "the three GEMMs alone");
@@ -362,9 +346,9 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
     const char *title;
     Figure figure, second; // the second line of a mode, dashed
     Unit unit;
-  } ROWS[] = {{"memory held", layer_bytes, NULL, UNIT_BYTES},
-              {"TFLOP/s", teraflops, NULL, UNIT_PLAIN},
-              {"relative error of dX (whole), dW (dashed)", dx_error, dweight_error, UNIT_PLAIN}};
+  } ROWS[] = {{"memory held", LAYER_BYTES, NO_FIGURE, UNIT_BYTES},
+              {"TFLOP/s", TERAFLOPS, NO_FIGURE, UNIT_PLAIN},
+              {"relative error of dX (whole), dW (dashed)", DX_ERROR, DWEIGHT_ERROR, UNIT_PLAIN}};
   int rows = 0, column = 0;
   for (int r = 0; r < 3; r++) rows += has(c, SWEEP_COUNT, ROWS[r].figure);
   Picture *picture = create(180 + 190 * rows, 1180,
@@ -372,21 +356,21 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
   Box frame = {96, 160, 96 + 4 * 268 - 56, 160 + 190 * rows - 60};
   for (int s = 0; s < SWEEP_COUNT; s++) {
     Sweep sweep = (Sweep)((s + SWEEP_CHUNK) % SWEEP_COUNT); // chunk first: it is what a user chooses
-    if (!has(c, sweep, layer_bytes)) continue;
+    if (!has(c, sweep, LAYER_BYTES)) continue;
     const Series *sizes = NULL; // the fused line of the first row
     for (int r = 0, row = 0; r < 3; r++) {
       if (!has(c, SWEEP_COUNT, ROWS[r].figure)) continue;
       Panel *p = size_panel(picture, picture_cell(frame, 56, 60, rows, 4, row, column),
                             row == 0 ? size_title(sweep) : "", sweep, ROWS[r].unit,
                             column == 0 ? ROWS[r].title : "");
-      Series *modes = add_modes(p, c, sweep, size_swept, ROWS[r].figure, NO_LABELS);
+      Series *modes = add_modes(p, c, sweep, SIZE, ROWS[r].figure, NO_LABELS);
       if (row++ == 0) sizes = &modes[1];
       p->x = (Axis){
           .unit = UNIT_COUNT, .from_zero = true, .log = doubling(sizes, 7), .shared = 1 + s, .ticks = 5};
       p->y.log = ROWS[r].unit == UNIT_BYTES || ROWS[r].second;
       p->y.shared = 1 + r, p->y.ticks = 5;
       p->y.hidden = column > 0;
-      Series *second = ROWS[r].second ? add_modes(p, c, sweep, size_swept, ROWS[r].second, NO_LABELS) : NULL;
+      Series *second = ROWS[r].second ? add_modes(p, c, sweep, SIZE, ROWS[r].second, NO_LABELS) : NULL;
       for (int m = 0; second && m < 2; m++)
         second[m].marker = MARKER_NONE, second[m].width = 1.6, second[m].dash = 4, second[m].gap = 3;
     }
@@ -397,7 +381,7 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
 
 Picture *picture_curve(const Curve *c, const Recipe *recipe) {
   if (!c->count) fail("there is no point to draw");
-  if (several_sweeps(c)) return grid_picture(c, recipe);
+  if (c->readings[c->count - 1].point.sweep != c->readings[0].point.sweep) return grid_picture(c, recipe);
   return picture_has_trade(c) ? picture_trade(c, recipe) : memory_picture(c, recipe);
 }
 
@@ -441,50 +425,46 @@ static void add_level(Panel *p, const Timeline *t, int from, int level) {
                                        .sides = "96874"});
   double most = highest(t, level, level + 1);
   bool named = STACK[level].category != MEMORY_HEAD || most == 0;
-  for (int i = 0; i < t->count; i++) {
+  for (int i = 0; i + 1 < t->count; i++) {
     const Moment *m = &t->moments[i];
     double base = bytes_between(m, from, level), bytes = bytes_between(m, level, level + 1);
     Sample sample = {.x = m->at, .y = base + bytes, .base = base};
     if (!named && bytes == most) sample.label = label("LM head + loss %s", axis_value(UNIT_BYTES, most).text);
     named |= bytes == most;
     series_add(s, sample);
-    sample =
-        (Sample){.x = i + 1 < t->count ? t->moments[i + 1].at : t->duration, .y = sample.y, .base = base};
-    series_add(s, sample);
+    series_add(s, (Sample){.x = m[1].at, .y = sample.y, .base = base});
   }
   const Sample *last = &s->samples[s->count - 1];
   if (last->y > last->base)
     s->end = label("%s %s", s->name, axis_value(UNIT_BYTES, last->y - last->base).text);
 }
 
-Picture *picture_timeline(const Timeline timelines[2], const Curve *settings) {
+Picture *picture_timeline(const Timeline *both, const Curve *settings) {
   Picture *picture =
       picture_create(1080, 710, label("Memory over three training steps"), curve_caption(settings));
-  double peak = fmax(highest(&timelines[0], 0, LEVELS), highest(&timelines[1], 0, LEVELS));
+  Timeline logits = timeline_of(both, LCE_MATERIALIZED);
+  double peak = highest(both, 0, LEVELS), end = 0;
+  for (int i = 0; i < both->count; i++) end = fmax(end, both->moments[i].at);
   // Where most memory stays from step to step, a label names it and the picture leaves it out: the shape of a
   // step is what comes and goes.
-  double stays = bytes_between(&timelines[0].moments[timelines[0].count - 1], 0, STAYING);
+  double stays = bytes_between(&logits.moments[logits.count - 1], 0, STAYING);
   int from = stays > 0.55 * peak ? STAYING : 0;
   for (int i = 0; i < 2; i++) {
-    const Timeline *t = &timelines[i];
+    Timeline t = i ? timeline_of(both, LCE_FUSED) : logits;
     Panel *p = picture_panel(picture, picture_cell((Box){92, 152, 880, 642}, 0, 70, 2, 1, i, 0),
-                             label(t->mode == LCE_FUSED ? "fused, in chunks" : "materialized logits"));
-    p->x = (Axis){.unit = t->planned ? UNIT_BYTES : UNIT_SECONDS,
-                  .ticks = 8,
-                  .high = fmax(timelines[0].duration, timelines[1].duration)};
+                             label(i ? "fused, in chunks" : "materialized logits"));
+    p->x = (Axis){.unit = t.planned ? UNIT_BYTES : UNIT_SECONDS, .ticks = 8, .high = end};
     p->y = (Axis){
         .unit = UNIT_BYTES, .from_zero = true, .ticks = 5, .shared = 1, .title = label("bytes in use")};
     if (i)
       p->x.title =
-          label(t->planned ? "bytes pushed and popped so far, over three steps" : "time of three steps");
+          label(t.planned ? "bytes pushed and popped so far, over three steps" : "time of three steps");
     if (from)
       p->y.title = label("bytes in use beyond the %s of weights, gradients and optimizer state",
                          axis_value(UNIT_BYTES, stays).text);
     for (int level = LEVELS - 1; level >= from; level--)
-      if (fmax(highest(&timelines[0], level, level + 1), highest(&timelines[1], level, level + 1)) >
-          0.004 * peak)
-        add_level(p, t, from, level);
-    double most = highest(t, 0, LEVELS);
+      if (highest(both, level, level + 1) > 0.004 * peak) add_level(p, &t, from, level);
+    double most = highest(&t, 0, LEVELS);
     add_rule(p, false, most - (from ? stays : 0), COLOR_INK, 5, "");
     p->series[p->count - 1].end =
         label("peak %s%s", axis_value(UNIT_BYTES, most).text, from ? " in all" : "");

@@ -1,6 +1,5 @@
 // Curves and timelines as pictures. The caller writes and frees them.
-#ifndef LCE_TOOLS_CURVES_PICTURES_H
-#define LCE_TOOLS_CURVES_PICTURES_H
+#pragma once
 
 #include "tools/curves/curve.h"
 #include "tools/curves/recipes.h"
@@ -17,11 +16,9 @@ bool picture_has_trade(const Curve *curve);
 Picture *picture_trade(const Curve *curve, const Recipe *recipe);
 
 // The two modes' timelines, one above the other on the same scales. `settings` describes the run.
-Picture *picture_timeline(const Timeline timelines[2], const Curve *settings);
+Picture *picture_timeline(const Timeline *timeline, const Curve *settings);
 
 // "llama-1b, V 128,256, bf16, recompute layer, on NVIDIA H200": a summary of a curve's settings.
 Label curve_caption(const Curve *curve);
 
 extern const Color COLOR_MODE[2]; // by LceMode
-
-#endif

@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "tools/curves/accuracy.h"
 #include "tools/curves/layer.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
@@ -41,6 +40,10 @@ size_t reading_layer_bytes(const Reading *r) {
   return r->layer_bytes ? r->layer_bytes : r->planned_layer_bytes;
 }
 
+double reading_device_bytes(const Reading *r) {
+  return (double)r->device_bytes - (double)r->device_base_bytes;
+}
+
 Options point_options(const Experiment *e, const Point *p) {
   Options o = *e->options;
   ModelConfig *m = &o.model;
@@ -72,32 +75,26 @@ Loader point_loader(const Options *o, Source **source) {
       (LoaderOptions){.source = *source, .batch = o->batch, .seq_len = o->seq_len, .seed = o->seed});
 }
 
-double point_flops(const Experiment *e, const Point *p) {
-  double tokens = (double)point_tokens(p);
-  if (e->layer_only) return 6 * tokens * (double)p->vocab_size * (double)p->hidden_size;
-  Options o = point_options(e, p);
-  return model_flops_per_token(&o.model, o.seq_len) * tokens;
+double device_seconds(void *backend) {
+  backend_synchronize(backend);
+  return now_seconds();
 }
 
-// --- planning ----------------------------------------------------------------------------------------------
+double point_flops(const Experiment *e, const Point *p) {
+  const double setup = 1e9;
+  double tokens = (double)point_tokens(p);
+  if (e->layer_only) return setup + 6 * tokens * (double)p->vocab_size * (double)p->hidden_size;
+  Options o = point_options(e, p);
+  return setup + model_flops_per_token(&o.model, o.seq_len) * tokens;
+}
+
+// --- planning and measuring --------------------------------------------------------------------------------
 
 // What the two phases of a point need: the steps, and then the LM head + loss by itself.
 typedef struct {
   size_t peak, layer;             // Reading's ledger_bytes and layer_bytes
   size_t step_stack, layer_stack; // the stack of each phase
 } Needs;
-
-static Needs plan_layer(const Experiment *e, const Point *p) {
-  Backend *backend = plan_backend_create(e->device, e->options->dtype);
-  LceTensors layer = layer_reserve(backend, point_shape(e, p), 1);
-  Needs n = {.layer = layer_held(backend, layer_call(&layer, p->mode, p->chunk))};
-  n.peak = backend->memory.ledger.peak;
-  n.layer_stack = backend->memory.ledger.stack_peak;
-  backend_destroy(backend);
-  return n;
-}
-
-// --- measuring ---------------------------------------------------------------------------------------------
 
 enum { ROUNDS_MAX = 9 };
 static const double ROUND_SECONDS = 1; // after so long, the rounds so far must do
@@ -108,27 +105,18 @@ typedef struct {
   double spent;
 } Rounds;
 
-// Starts and ends a round, waiting for the device.
-static double round_start(Backend *backend) {
-  backend_synchronize(backend);
-  return now_seconds();
+static void add_round(Rounds *r, Backend *backend, double start) {
+  r->spent += r->seconds[r->count++] = device_seconds(backend) - start;
 }
 
-static void round_end(Rounds *r, Backend *backend, double start) {
-  backend_synchronize(backend);
-  r->spent += r->seconds[r->count++] = now_seconds() - start;
-}
-
-static void time_layer(Rounds *r, const LceTensors *layer, const Point *p) {
-  double start = round_start(layer->backend);
-  layer_run(layer, p->mode, p->chunk);
-  round_end(r, layer->backend, start);
-}
-
-static void time_gemms(Rounds *r, const LceTensors *layer, int64_t rows) {
-  double start = round_start(layer->backend);
-  layer_gemms(layer, rows);
-  round_end(r, layer->backend, start);
+// The call of a point, or the plain GEMMs of so many rows at a time.
+static void time_layer(Rounds *r, const LceTensors *layer, const Point *p, int64_t gemm_rows) {
+  double start = device_seconds(layer->backend);
+  if (gemm_rows)
+    layer_gemms(layer, gemm_rows);
+  else
+    layer_run(layer, p->mode, p->chunk);
+  add_round(r, layer->backend, start);
 }
 
 // The steps of a point and then its LM head + loss alone, planned (r NULL) or measured into r, whose needs are known.
@@ -146,10 +134,10 @@ static Needs run_step(const Experiment *e, const Point *p, Backend *backend, con
   Rounds steps = {0}, layers = {0};
   if (!r) trainer_step(&trainer, NULL, 0);
   for (int step = 0; r && steps.count < ROUNDS_MAX && steps.spent < ROUND_SECONDS; step++) {
-    double start = round_start(backend);
+    double start = device_seconds(backend);
     trainer_step(&trainer, &loader, step);
     trainer_collect(&trainer, results);
-    if (step > 0) round_end(&steps, backend, start); // the first one warms up
+    if (step > 0) add_round(&steps, backend, start); // the first one warms up
   }
   Needs n = {.peak = ledger->peak, .step_stack = ledger->stack_peak};
   if (r) r->device_bytes = backend->ops->device_bytes_peak(backend);
@@ -159,22 +147,14 @@ static Needs run_step(const Experiment *e, const Point *p, Backend *backend, con
   LceTensors layer = layer_push(&trainer, o.seed);
   n.layer = layer_held(backend, layer_call(&layer, p->mode, o.lce_chunk));
   n.layer_stack = ledger->stack_peak;
-  while (r && layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS) time_layer(&layers, &layer, p);
+  while (r && layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS)
+    time_layer(&layers, &layer, p, 0);
   memory_pop_to(&backend->memory, 0);
   trainer_destroy(&trainer);
   source_close(source);
   if (!r) return n;
-  r->ledger_bytes = n.peak;
-  r->layer_bytes = n.layer;
   r->step_seconds = median(steps.seconds, steps.count);
   r->layer_seconds = median(layers.seconds, layers.count);
-  return n;
-}
-
-static Needs plan_step(const Experiment *e, const Point *p) {
-  Backend *backend = plan_backend_create(e->device, point_options(e, p).dtype);
-  Needs n = run_step(e, p, backend, NULL, NULL);
-  backend_destroy(backend);
   return n;
 }
 
@@ -186,67 +166,66 @@ static int64_t floor_rows(const Backend *backend, LceShape shape, size_t usable)
   return rows;
 }
 
-// The fused run whose losses complete the reference of the gradients.
-static Point reference_point(const Experiment *e, const Point *p) {
-  Point fused = *p;
-  if (p->mode == LCE_MATERIALIZED) fused.chunk = options_default_chunk(point_tokens(p), e->device == ON_CUDA);
-  fused.mode = LCE_FUSED;
-  return fused;
-}
-
-static void measure_errors(const Experiment *e, Reading *r, const LceTensors *layer) {
+static void measure_errors(Reading *r, const LceTensors *layer, LceShape shape, int64_t chunk) {
   // The reference takes long and is the same for all modes and chunks of a shape: it is kept.
   static Reference *reference;
   static LceShape kept;
-  LceShape shape = point_shape(e, &r->point);
   if (!reference || kept.tokens != shape.tokens || kept.hidden_size != shape.hidden_size ||
       kept.vocab_size != shape.vocab_size) {
     reference_destroy(reference);
-    reference = reference_create(shape, 1);
+    reference = reference_create(layer, 1, chunk);
     kept = shape;
-    layer_run(layer, LCE_FUSED, reference_point(e, &r->point).chunk);
-    reference_errors(reference, layer);
-    layer_run(layer, r->point.mode, r->point.chunk);
   }
+  layer_run(layer, r->point.mode, r->point.chunk);
   Errors errors = reference_errors(reference, layer);
   r->loss_error = errors.loss;
   r->dx_error = errors.dx;
   r->dweight_error = errors.dweight;
 }
 
-static void measure_layer(const Experiment *e, Reading *r, const Needs *needs, Backend *backend) {
+static void measure_layer(const Experiment *e, Reading *r, const LceTensors *layer, size_t stack) {
   const Point *p = &r->point;
-  Memory *memory = &backend->memory;
-  LceTensors layer = layer_reserve(backend, point_shape(e, p), 1);
-  int64_t rows = floor_rows(backend, point_shape(e, p), r->usable_bytes);
-  size_t stack = layer_gemms_stack(backend, point_shape(e, p), rows);
-  if (needs->layer_stack > stack) stack = needs->layer_stack;
-  if (e->errors) {
-    Point fused = reference_point(e, p);
-    size_t more = plan_layer(e, &fused).layer_stack;
-    if (more > stack) stack = more;
-  }
-  memory_set_stack(memory, stack);
+  Backend *backend = layer->backend;
+  LceShape shape = point_shape(e, p);
+  int64_t rows = floor_rows(backend, shape, r->usable_bytes);
+  // The fused run whose losses complete the reference of the gradients.
+  int64_t chunk = p->chunk ? p->chunk : options_default_chunk(shape.tokens, e->device == ON_CUDA);
+  size_t gemms = layer_gemms_stack(backend, shape, rows), fused = lce_bytes(backend, LCE_FUSED, chunk, shape);
+  if (gemms > stack) stack = gemms;
+  if (e->errors && fused > stack) stack = fused;
+  memory_set_stack(&backend->memory, stack);
   Rounds first = {0}, layers = {0}, floors = {0};
-  time_gemms(&first, &layer, rows); // chooses algorithms
-  time_layer(&first, &layer, p);
+  time_layer(&first, layer, p, rows); // chooses algorithms
+  time_layer(&first, layer, p, 0);
   do { // alternating: a GPU's speed changes with its temperature
-    time_gemms(&floors, &layer, rows);
-    time_layer(&layers, &layer, p);
+    time_layer(&floors, layer, p, rows);
+    time_layer(&layers, layer, p, 0);
   } while (layers.count < ROUNDS_MAX && layers.spent + floors.spent < ROUND_SECONDS);
   r->layer_seconds = median(layers.seconds, layers.count);
   r->floor_seconds = median(floors.seconds, floors.count);
-  if (e->errors) measure_errors(e, r, &layer);
+  if (e->errors) measure_errors(r, layer, shape, chunk);
+}
 
-  // Memory last, when the libraries have all they keep for themselves.
-  memory_set_stack(memory, 0);
-  ledger_reset_peak(&memory->ledger);
-  backend->ops->device_peak_reset(backend);
-  memory_set_stack(memory, needs->layer_stack);
-  r->layer_bytes = layer_held(backend, layer_call(&layer, p->mode, p->chunk));
+// The LM head + loss with its tensors, planned (r NULL) or measured into r.
+static Needs run_layer(const Experiment *e, const Point *p, Backend *backend, const Needs *known,
+                       Reading *r) {
+  Memory *memory = &backend->memory;
+  LceTensors layer = layer_reserve(backend, point_shape(e, p), 1);
+  if (r) {
+    measure_layer(e, r, &layer, known->layer_stack);
+    // Memory last, when the libraries have all they keep for themselves.
+    memory_set_stack(memory, 0);
+    ledger_reset_peak(&memory->ledger);
+    backend->ops->device_peak_reset(backend);
+    memory_set_stack(memory, known->layer_stack);
+  }
+  Needs n = {.layer = layer_held(backend, layer_call(&layer, p->mode, p->chunk))};
+  n.peak = memory->ledger.peak;
+  n.layer_stack = memory->ledger.stack_peak;
+  if (!r) return n;
   backend_synchronize(backend);
-  r->ledger_bytes = memory->ledger.peak;
   r->device_bytes = backend->ops->device_bytes_peak(backend);
+  return n;
 }
 
 // Bytes that the device can give now. A host's memory is shared: what is free counts, not what is there.
@@ -263,29 +242,32 @@ static size_t usable_bytes(const Experiment *e, const Backend *backend) {
 }
 
 Reading point_read(const Experiment *e, const Point *p) {
-  Reading r = {.point = *p, .status = POINT_PLANNED, .usable_bytes = e->memory};
-  Needs needs = e->layer_only ? plan_layer(e, p) : plan_step(e, p);
-  r.planned_bytes = needs.peak;
-  r.planned_layer_bytes = needs.layer;
+  Needs (*run)(const Experiment *, const Point *, Backend *, const Needs *, Reading *) =
+      e->layer_only ? run_layer : run_step;
+  Backend *backend = plan_backend_create(e->device, e->options->dtype);
+  Needs needs = run(e, p, backend, NULL, NULL);
+  backend_destroy(backend);
+  Reading r = {.point = *p,
+               .planned_bytes = needs.peak,
+               .planned_layer_bytes = needs.layer,
+               .usable_bytes = e->memory};
   if (e->plan_only) {
-    if (e->memory && needs.peak > e->memory) r.status = POINT_NO_MEMORY;
+    r.status = e->memory && needs.peak > e->memory ? POINT_NO_MEMORY : POINT_PLANNED;
     return r;
   }
   Options machine = point_options(e, p);
-  Backend *backend = machine_open(&machine);
+  backend = machine_open(&machine);
   r.usable_bytes = usable_bytes(e, backend);
   enum { PASSES = 4 }; // warm-up, two at least for the step, one for the layer
-  if (r.usable_bytes && needs.peak > r.usable_bytes)
+  if (r.usable_bytes && needs.peak > r.usable_bytes) {
     r.status = POINT_NO_MEMORY;
-  else if (e->gemm_rate > 0 && PASSES * point_flops(e, p) / e->gemm_rate > e->patience)
+  } else if (e->gemm_rate > 0 && PASSES * point_flops(e, p) / e->gemm_rate > e->patience) {
     r.status = POINT_TOO_SLOW;
-  else
+  } else {
     r.status = POINT_MEASURED;
-  if (r.status == POINT_MEASURED) {
-    if (e->layer_only)
-      measure_layer(e, &r, &needs, backend);
-    else
-      run_step(e, p, backend, &needs, &r);
+    Needs used = run(e, p, backend, &needs, &r);
+    r.ledger_bytes = used.peak;
+    r.layer_bytes = used.layer;
     // What the context and cuBLASLt keep for themselves, loaded and touched already.
     memory_destroy(&backend->memory);
     r.device_base_bytes = backend->ops->device_bytes_now(backend);

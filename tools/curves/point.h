@@ -1,6 +1,5 @@
 // One point of a memory curve: a shape and a mode of the LM head + loss, its plan and its measurement.
-#ifndef LCE_TOOLS_CURVES_POINT_H
-#define LCE_TOOLS_CURVES_POINT_H
+#pragma once
 
 #include "data/loader.h"
 #include "kernels/linear_cross_entropy.h"
@@ -25,8 +24,7 @@ typedef enum {
   POINT_PLANNED,   // not to be measured
   POINT_MEASURED,  // on the device
   POINT_NO_MEMORY, // planned: the device has too little memory
-  POINT_TOO_SLOW,  // planned: it would take longer than the patience given
-  POINT_STATUS_COUNT
+  POINT_TOO_SLOW   // planned: it would take longer than the patience given
 } PointStatus;
 extern const char *const STATUS_NAMES[]; // "planned", "measured", "does not fit", "too slow", NULL
 
@@ -43,12 +41,15 @@ typedef struct {
   double step_seconds, layer_seconds;
   double floor_seconds; // of its three GEMMs alone, timed alternately with it
   double loss_error, dx_error, dweight_error;
+  int64_t tokens; // on disk, for other programs
 } Reading;
 
 bool reading_known(const Reading *reading); // whether its point was planned or measured
 // The better figures of a reading: measured where there is a measurement.
 size_t reading_bytes(const Reading *reading);
 size_t reading_layer_bytes(const Reading *reading);
+// What the device counts without its context and libraries: comparable with the ledger.
+double reading_device_bytes(const Reading *reading);
 
 // What is done with every point.
 typedef struct {
@@ -64,14 +65,12 @@ typedef struct {
 
 // The options with a point's sizes in place, its chunk too. Fails when they make no model.
 Options point_options(const Experiment *experiment, const Point *point);
-// The shape of its LM head + loss.
-LceShape point_shape(const Experiment *experiment, const Point *point);
+LceShape point_shape(const Experiment *experiment, const Point *point); // of its LM head + loss
 // Batches from the options' data, or from the built-in corpus. The caller closes the source.
 Loader point_loader(const Options *options, Source **source);
-// Flops of one step (or layer) of a point: what its time is guessed from.
+double device_seconds(void *backend); // now, once the device has done what it was given
+// Flops of one step (or layer) of a point, and a share for setting it up: what its time is guessed from.
 double point_flops(const Experiment *experiment, const Point *point);
 
 // Plans the point and, if it fits and patience lasts, measures it on a new backend.
 Reading point_read(const Experiment *experiment, const Point *point);
-
-#endif

@@ -1,5 +1,6 @@
 #include "tools/curves/recipes.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "base/fail.h"
@@ -12,7 +13,7 @@
 #define MARKS     (const Mark[])
 
 // The libraries in the marks were measured for this project: one H200, PyTorch 2.11, median of 7, bf16.
-static const Recipe recipes[] = {
+const Recipe RECIPES[] = {
     {.name = "llama3-8b-32k",
      .title = "Llama 3 8B, training step at long context",
      .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
@@ -95,31 +96,20 @@ static const Recipe recipes[] = {
                     {512, 126 * MIB, 0, "its fused kernel"},
                     {1024, 251 * MIB, 0, "its fused kernel"},
                     {.label = NULL}}},
-};
-enum { RECIPES = sizeof recipes / sizeof *recipes };
-
-int recipe_count(void) {
-  return RECIPES;
-}
-
-const Recipe *recipe_at(int index) {
-  return &recipes[index];
-}
-
+    {.name = NULL}};
 const Recipe *recipe_named(const char *name) {
-  char names[256] = "";
+  Label names = {""};
   if (!name) return NULL;
-  for (int i = 0; i < RECIPES; i++) {
-    if (strcmp(name, recipes[i].name) == 0) return &recipes[i];
-    strcat(strcat(names, i ? ", " : ""), recipes[i].name);
+  for (const Recipe *r = RECIPES; r->name; r++) {
+    if (strcmp(name, r->name) == 0) return r;
+    names = label("%s%s%s", names.text, names.text[0] ? ", " : "", r->name);
   }
-  fail("no recipe is called '%s'; there are %s", name, names);
+  fail("no recipe is called '%s'; there are %s", name, names.text);
 }
 
-void recipes_list(FILE *out) {
-  for (int i = 0; i < RECIPES; i++)
-    fprintf(out, "%-16s%s\n%16s%s\n%16ssays %s\n", recipes[i].name, recipes[i].title, "", recipes[i].source,
-            "", recipes[i].says);
+void recipes_list(void) {
+  for (const Recipe *r = RECIPES; r->name; r++)
+    printf("%-16s%s\n%16s%s\n%16ssays %s\n", r->name, r->title, "", r->source, "", r->says);
 }
 
 // --- next to the source ------------------------------------------------------------------------------------
@@ -136,49 +126,35 @@ static const Reading *reading_at(const Curve *c, Sweep sweep, double value, LceM
   return best;
 }
 
-typedef struct {
-  char text[96];
-} Cell;
-
-static Cell our_figure(const Reading *r) {
-  Cell cell = {"-"};
-  char chunk[32] = "";
-  if (r && r->point.sweep == SWEEP_CHUNK && r->point.chunk)
-    snprintf(chunk, sizeof chunk, " at chunk %lld", (long long)r->point.chunk);
-  if (r)
-    snprintf(cell.text, sizeof cell.text, "%s%s%s", text_bytes(reading_layer_bytes(r)).text, chunk,
-             r->layer_bytes ? "" : " plan");
-  return cell;
+static Label our_figure(const Reading *r) {
+  if (!r) return (Label){"-"};
+  bool chunk = r->point.sweep == SWEEP_CHUNK && r->point.chunk;
+  return label("%s%s%s", text_bytes(reading_layer_bytes(r)).text,
+               chunk ? label(" at chunk %lld", (long long)r->point.chunk).text : "",
+               r->layer_bytes ? "" : " plan");
 }
 
 // What the LM head + loss pushes when only the losses are computed.
-static size_t loss_alone_bytes(const Experiment *e, LceShape s, const Point *p) {
-  Backend *plan = plan_backend_create(e->device, s.dtype);
-  LceTensors t = layer_reserve(plan, s, 1);
-  linear_cross_entropy(plan, (LinearCrossEntropy){.mode = p->mode,
-                                                  .chunk = p->chunk,
-                                                  .loss = t.loss,
-                                                  .x = t.x,
-                                                  .weight = t.weight,
-                                                  .targets = t.targets,
-                                                  .scale = 1});
-  size_t bytes = plan->memory.ledger.stack_peak;
+static size_t loss_alone_bytes(const Experiment *e, const Point *p) {
+  Backend *plan = plan_backend_create(e->device, e->options->dtype);
+  LceTensors layer = layer_reserve(plan, point_shape(e, p), 1);
+  layer.dx = layer.dweight = (Tensor){0};
+  size_t bytes = layer_held(plan, layer_call(&layer, p->mode, p->chunk));
   backend_destroy(plan);
   return bytes;
 }
 
-void recipe_compare(FILE *out, const Recipe *recipe, const Experiment *e, const Curve *c) {
+void recipe_compare(const Recipe *recipe, const Experiment *e, const Curve *c) {
   static const char row[] = "  %-48s %12s %27s %27s\n";
   Sweep sweep = recipe->sweeps[0].sweep;
-  fprintf(out, "\n%s\n  says: %s\n", recipe->source, recipe->says);
-  fprintf(out, row, "memory of the LM head + loss", "source", "fused here", "materialized here");
+  printf("\n%s\n  says: %s\n", recipe->source, recipe->says);
+  printf(row, "memory of the LM head + loss", "source", "fused here", "materialized here");
   for (const Mark *m = recipe->marks; m->label; m++) {
-    char what[80];
-    snprintf(what, sizeof what, m->value > 0 ? "%s, %s %s" : "%s", m->label, SWEEP_NAMES[sweep],
-             text_grouped((int64_t)m->value).text);
-    fprintf(out, row, what, text_bytes((uint64_t)m->bytes).text,
-            our_figure(reading_at(c, sweep, m->value, LCE_FUSED)).text,
-            our_figure(reading_at(c, sweep, m->value, LCE_MATERIALIZED)).text);
+    Label what = label(m->value > 0 ? "%s, %s %s" : "%s", m->label, SWEEP_NAMES[sweep],
+                       text_grouped((int64_t)m->value).text);
+    printf(row, what.text, text_bytes((uint64_t)m->bytes).text,
+           our_figure(reading_at(c, sweep, m->value, LCE_FUSED)).text,
+           our_figure(reading_at(c, sweep, m->value, LCE_MATERIALIZED)).text);
   }
   const Reading *both[] = {reading_at(c, SWEEP_CHUNK, 0, LCE_FUSED),
                            reading_at(c, SWEEP_CHUNK, 0, LCE_MATERIALIZED)};
@@ -188,9 +164,9 @@ void recipe_compare(FILE *out, const Recipe *recipe, const Experiment *e, const 
     LceShape s = point_shape(e, &both[i]->point);
     size_t gradients = (size_t)(s.tokens * s.hidden_size) * dtype_bytes(s.dtype) +
                        (size_t)(s.vocab_size * s.hidden_size) * sizeof(float);
-    alone[i] = text_bytes(loss_alone_bytes(e, s, &both[i]->point));
+    alone[i] = text_bytes(loss_alone_bytes(e, &both[i]->point));
     whole[i] = text_bytes(reading_layer_bytes(both[i]) + gradients);
   }
-  fprintf(out, row, "the loss alone, no gradients (planned)", "1 MB / 24 GB", alone[0].text, alone[1].text);
-  fprintf(out, row, "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB", whole[0].text, whole[1].text);
+  printf(row, "the loss alone, no gradients (planned)", "1 MB / 24 GB", alone[0].text, alone[1].text);
+  printf(row, "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB", whole[0].text, whole[1].text);
 }

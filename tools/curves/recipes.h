@@ -1,8 +1,5 @@
 // Published experiments, each one command.
-#ifndef LCE_TOOLS_CURVES_RECIPES_H
-#define LCE_TOOLS_CURVES_RECIPES_H
-
-#include <stdio.h>
+#pragma once
 
 #include "tools/curves/curve.h"
 
@@ -31,13 +28,11 @@ typedef struct {
   const Mark *marks; // label NULL after the last
 } Recipe;
 
+extern const Recipe RECIPES[]; // name NULL after the last
+
 // The recipe called `name`; fails with the names there are. NULL gives NULL.
 const Recipe *recipe_named(const char *name);
-int recipe_count(void);
-const Recipe *recipe_at(int index);
-void recipes_list(FILE *out);
+void recipes_list(void);
 
 // After a sweep: the source's figures in one column, ours in the next.
-void recipe_compare(FILE *out, const Recipe *recipe, const Experiment *experiment, const Curve *curve);
-
-#endif
+void recipe_compare(const Recipe *recipe, const Experiment *experiment, const Curve *curve);

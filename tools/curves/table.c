@@ -2,85 +2,98 @@
 
 #include <errno.h>
 #include <math.h>
-#include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 
-void table_write_header(FILE *out, const Table *t, const char *settings) {
-  fprintf(out, "%s%s\n", t->mark, settings);
-  for (int i = 0; i < t->count; i++) fprintf(out, "%s%s", i ? "," : "", t->columns[i].name);
-  fputc('\n', out);
+static void write_field(FILE *out, const Column *c, const void *field) {
+  if (c->values) {
+    fputs(c->values[*(const int *)field], out);
+  } else if (c->number) {
+    double value = *(const double *)field;
+    if (!c->optional || (isfinite(value) && value > 0)) fprintf(out, "%.9g", value);
+  } else {
+    int64_t value = *(const int64_t *)field;
+    if (!c->optional || value) fprintf(out, "%lld", (long long)value);
+  }
 }
 
-void table_write_row(FILE *out, const Table *t, const void *record) {
-  for (int i = 0; i < t->count; i++) {
-    const Column *c = &t->columns[i];
-    const void *field = (const char *)record + c->offset;
-    if (i) fputc(',', out);
-    if (c->kind == COLUMN_NAME) {
-      fputs(c->values[*(const int *)field], out);
-    } else if (c->kind == COLUMN_INTEGER) {
-      int64_t value = *(const int64_t *)field;
-      if (!c->optional || value) fprintf(out, "%lld", (long long)value);
-    } else {
-      double value = *(const double *)field;
-      if (!c->optional || (isfinite(value) && value > 0)) fprintf(out, "%.9g", value);
+void table_write(const Table *t, const char *path, const char *settings, const void *records, int count) {
+  char temporary[620];
+  snprintf(temporary, sizeof temporary, "%s.new", path);
+  FILE *out = fopen(temporary, "w");
+  if (!out) fail("cannot write %s: %s", temporary, strerror(errno));
+  fprintf(out, "# lce.c %s; %s\n", t->what, settings);
+  for (int row = -1; row < count; row++)
+    for (int i = 0; i < t->count; i++) {
+      const Column *c = &t->columns[i];
+      if (row < 0)
+        fputs(c->name, out);
+      else
+        write_field(out, c, (const char *)records + (size_t)row * t->record_size + c->offset);
+      fputc(i + 1 < t->count ? ',' : '\n', out);
     }
-  }
-  fputc('\n', out);
-}
-
-FILE *table_open(const Table *t, const char *path, char *settings, size_t size, bool *damaged) {
-  char line[TABLE_LINE];
-  size_t mark = strlen(t->mark);
-  *damaged = false;
-  FILE *in = fopen(path, "r");
-  if (!in && errno == ENOENT) return NULL;
-  if (!in) fail("cannot read %s: %s", path, strerror(errno));
-  *damaged = !fgets(line, sizeof line, in) || strncmp(line, t->mark, mark) != 0;
-  line[strcspn(line, "\n")] = 0;
-  *damaged = *damaged || strlen(line + mark) >= size;
-  if (!*damaged) strcpy(settings, line + mark);
-  *damaged = *damaged || !fgets(line, sizeof line, in);
-  const char *at = line;
-  for (int i = 0; i < t->count && !*damaged; i++) {
-    size_t length = strlen(t->columns[i].name);
-    *damaged = strncmp(at, t->columns[i].name, length) || at[length] != (i + 1 < t->count ? ',' : '\n');
-    at += length + 1;
-  }
-  if (!*damaged) return in;
-  fclose(in);
-  return NULL;
+  bool bad = ferror(out) || fflush(out) || fsync(fileno(out));
+  if (fclose(out) || bad || rename(temporary, path)) fail("cannot write %s: %s", path, strerror(errno));
 }
 
 static bool read_field(const Column *c, const char *text, void *field) {
   char *end = (char *)text;
-  if (c->kind == COLUMN_NAME) {
-    for (int i = 0; c->values[i]; i++)
-      if (strcmp(text, c->values[i]) == 0) return *(int *)field = i, true;
-    return false;
-  }
-  if (c->kind == COLUMN_NUMBER)
+  for (int i = 0; c->values && c->values[i]; i++)
+    if (strcmp(text, c->values[i]) == 0) return *(int *)field = i, true;
+  if (c->values) return false;
+  if (c->number)
     *(double *)field = strtod(text, &end);
   else
     *(int64_t *)field = strtoll(text, &end, 10);
   return !*end && (end > text || c->optional);
 }
 
-bool table_read_row(FILE *in, const Table *t, const char *path, int line, void *record) {
-  char text[TABLE_LINE], *part = text;
-  if (!fgets(text, sizeof text, in) || !strchr(text, '\n')) return false;
-  text[strcspn(text, "\n")] = 0;
-  bool good = true;
-  for (int i = 0; i < t->count && good; i++) {
-    char *next = strchr(part, ',');
-    good = (next != NULL) == (i + 1 < t->count);
-    if (next) *next++ = 0;
-    good = good && read_field(&t->columns[i], part, (char *)record + t->columns[i].offset);
-    part = next;
+static bool is_header(const Table *t, const char *line) {
+  for (int i = 0; i < t->count; i++) {
+    size_t length = strlen(t->columns[i].name); // a name may contain a comma
+    if (strncmp(line, t->columns[i].name, length) || line[length] != (i + 1 < t->count ? ',' : 0))
+      return false;
+    line += length + 1;
   }
-  if (!good) fail("%s:%d is no row of this table; remove the line, or give --fresh", path, line);
   return true;
+}
+
+static bool read_row(const Table *t, char *line, char *record) {
+  for (int i = 0; i < t->count; i++) {
+    char *next = strchr(line, ',');
+    if ((next != NULL) != (i + 1 < t->count)) return false;
+    if (next) *next++ = 0;
+    if (!read_field(&t->columns[i], line, record + t->columns[i].offset)) return false;
+    line = next;
+  }
+  return true;
+}
+
+void *table_read(const Table *t, const char *path, char *settings, size_t size, int *count,
+                 int64_t *capacity) {
+  FILE *in = fopen(path, "r");
+  if (!in && errno == ENOENT) return NULL;
+  if (!in) fail("cannot read %s: %s", path, strerror(errno));
+  char line[4096], mark[64], *records = host_grow(NULL, 0, capacity, t->record_size, "a table");
+  int length = snprintf(mark, sizeof mark, "# lce.c %s; ", t->what), number = 1;
+  for (; fgets(line, sizeof line, in) && strchr(line, '\n'); number++) {
+    line[strcspn(line, "\n")] = 0;
+    if (number == 1 && (strncmp(line, mark, (size_t)length) || strlen(line + length) >= size)) break;
+    if (number == 1) strcpy(settings, line + length);
+    if (number == 2 && !is_header(t, line)) break;
+    if (number < 3) continue;
+    records = host_grow(records, number - 3, capacity, t->record_size, "a table");
+    if (!read_row(t, line, records + (size_t)(number - 3) * t->record_size))
+      fail("%s:%d is no row of this table; remove the line, or give --fresh", path, number);
+  }
+  fclose(in);
+  if (number < 3)
+    fail("%s is no %s of this version; move it away, or give --fresh to replace it", path, t->what);
+  *count = number - 3;
+  return records;
 }

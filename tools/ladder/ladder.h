@@ -6,37 +6,25 @@
 #ifndef LCE_TOOLS_LADDER_LADDER_H
 #define LCE_TOOLS_LADDER_LADDER_H
 
-#include "kernels/kernels.h"
+#include "kernels/linear_cross_entropy.h"
 
 #if defined(__cplusplus)
 extern "C" {
 #endif
 
-// One call: the losses, and the gradients of scale * sum_n loss[n]. The caller owns every tensor. On CUDA x,
-// weight and dx are bf16, and rung 5 needs a hidden size that 8 divides.
-typedef struct {
-  Backend *backend;
-  Tensor loss;    // fp32 [N]; 0 where the target is IGNORE_INDEX
-  Tensor dx;      // [N, H], of x's dtype
-  Tensor dweight; // fp32 [V, H]
-  Tensor x;       // fp32/bf16 [N, H]
-  Tensor weight;  // fp32/bf16 [V, H], of x's dtype
-  Tensor targets; // int32 [N], each in [0, V) or IGNORE_INDEX
-  int64_t chunk;  // C: tokens at a time (rung 1 takes all)
-  float scale;
-} Ladder;
-
 enum { RUNGS = 6 };
 extern const char *const ladder_names[RUNGS];
 
-// Runs a rung, 1 to RUNGS. What it needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
-void ladder_run(int rung, Ladder call);
+// Runs a rung, 1 to RUNGS, on a fused call of loss, dx, dweight, x, weight, targets, chunk (rung 1 takes all tokens at
+// once) and scale; no rung but the last reads its other fields. Rungs 1 to 5 take bf16 on CUDA, and rung 5 needs a
+// hidden size there that 8 divides. What a rung needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
+void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
 
 // --- what happens to rows ----------------------------------------------------------------------------------
 
 // The tokens of a chunk, and what rungs 4 and 5 know of them.
 typedef struct {
-  Tensor x, weight, targets, loss, dx, dweight; // of the call; rows of the chunk where that applies
+  Tensor x, weight, targets, loss, dx, dweight; // of the chunk's call
   Tensor target_z;                              // fp32 [C]: z[y]
   Tensor anchor;                                // fp32 [C]: a, which is z[y] but in repaired rows
   Tensor target_e;                              // fp32 [C]: exp(z[y] - a), so 1 but in repaired rows

@@ -2,12 +2,9 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 #include "tools/ladder/ladder.h"
-
-static float *row_of(Tensor t, int64_t n) {
-  return (float *)t.data + n * t.stride;
-}
 
 static float dot(const float *x, const float *w, int64_t count) {
   double sum = 0;
@@ -26,7 +23,7 @@ static void losses(Backend *backend, Tensor loss, Tensor lse, Tensor logits, Ten
   int64_t vocab = logits.shape[1];
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < logits.shape[0]; n++) {
-    const float *z = row_of(logits, n);
+    const float *z = cpu_row(logits, n);
     float maximum = maximum_of(z, vocab);
     double sum = exp_and_sum(z, maximum, 1, vocab, NULL);
     lse_of[n] = maximum + (float)log(sum);
@@ -43,8 +40,8 @@ static void gradients(Backend *backend, Tensor dlogits, Tensor logits, Tensor ls
   int64_t vocab = logits.shape[1];
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < logits.shape[0]; n++) {
-    const float *z = row_of(logits, n);
-    float *dz = row_of(dlogits, n), row_lse = lse_of[n];
+    const float *z = cpu_row(logits, n);
+    float *dz = cpu_row(dlogits, n), row_lse = lse_of[n];
     if (target[n] == IGNORE_INDEX) {
       memset(dz, 0, (size_t)vocab * sizeof *dz);
       continue;
@@ -64,7 +61,7 @@ static void anchors(Backend *backend, const Anchored *a) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
     bool counts = target[n] != IGNORE_INDEX;
-    target_z[n] = counts ? dot(row_of(a->x, n), row_of(a->weight, target[n]), a->x.shape[1]) : 0;
+    target_z[n] = counts ? dot(cpu_row(a->x, n), cpu_row(a->weight, target[n]), a->x.shape[1]) : 0;
     anchor[n] = counts ? target_z[n] : INFINITY; // makes every exponential of the row 0
     target_e[n] = 1;
   }
@@ -72,7 +69,7 @@ static void anchors(Backend *backend, const Anchored *a) {
 
 // Columns [first, first + count) of row n: logits become exponentials in place. Returns their sum.
 static double exponentials_of(const Anchored *a, int64_t n, int64_t first, int64_t count) {
-  float *z = row_of(a->exps, n) + first;
+  float *z = cpu_row(a->exps, n) + first;
   int64_t target = ((const int32_t *)a->targets.data)[n] - first;
   if (target >= 0 && target < count) z[target] = -INFINITY; // its exponential is 0
   return exp_and_sum(z, ((const float *)a->anchor.data)[n], 1, count, z);
@@ -109,8 +106,8 @@ static void repair(Backend *backend, const Anchored *a) {
   int64_t vocab = a->weight.shape[0];
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
     if (!(row_sum[n] > LADDER_SUM_LIMIT)) continue;
-    float *z = row_of(a->exps, n);
-    for (int64_t j = 0; j < vocab; j++) z[j] = dot(row_of(a->x, n), row_of(a->weight, j), a->x.shape[1]);
+    float *z = cpu_row(a->exps, n);
+    for (int64_t j = 0; j < vocab; j++) z[j] = dot(cpu_row(a->x, n), cpu_row(a->weight, j), a->x.shape[1]);
     anchor[n] = maximum_of(z, vocab);
     ((float *)a->target_e.data)[n] = exp_f32(((const float *)a->target_z.data)[n] - anchor[n]);
     row_sum[n] = (float)exponentials_of(a, n, 0, vocab);
@@ -131,8 +128,8 @@ static void finish(Backend *backend, const Anchored *a) {
     loss[n] = counts ? nll : 0;
     r[n] = counts ? 1 / total : 0;
     c[n] = counts ? -row_sum[n] / total : 0;
-    const float *x = row_of(a->x, n);
-    float *scaled = row_of(a->scaled_x, n);
+    const float *x = cpu_row(a->x, n);
+    float *scaled = cpu_row(a->scaled_x, n);
     for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = r[n] * x[i];
   }
 }
@@ -143,13 +140,13 @@ static void add_targets(Backend *backend, const Anchored *a) {
   const int32_t *target = a->targets.data;
   const float *r = a->r.data, *c = a->c.data;
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    float *dx = row_of(a->dx, n);
+    float *dx = cpu_row(a->dx, n);
     if (target[n] == IGNORE_INDEX) {
       memset(dx, 0, (size_t)a->x.shape[1] * sizeof *dx);
       continue;
     }
-    const float *x = row_of(a->x, n), *w = row_of(a->weight, target[n]);
-    float *dw = row_of(a->dweight, target[n]);
+    const float *x = cpu_row(a->x, n), *w = cpu_row(a->weight, target[n]);
+    float *dw = cpu_row(a->dweight, target[n]);
     for (int64_t i = 0; i < a->x.shape[1]; i++) {
       dx[i] = a->scale * (r[n] * dx[i] + c[n] * w[i]);
       dw[i] += a->scale * c[n] * x[i];

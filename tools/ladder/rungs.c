@@ -3,31 +3,28 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "kernels/linear_cross_entropy.h"
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
 
-static const LadderRows *rows_of(const Ladder *l) {
+static const LadderRows *rows_of(const Backend *backend, Tensor x) {
 #ifdef HAVE_CUDA
-  if (strcmp(l->backend->name, "cuda") == 0) {
-    if (l->x.dtype != DTYPE_BF16)
-      fail("the ladder's CUDA kernels take bf16; x is %s", tensor_text(l->x).text);
+  if (strcmp(backend->name, "cuda") == 0) {
+    if (x.dtype != DTYPE_BF16) fail("the ladder's CUDA kernels take bf16; x is %s", tensor_text(x).text);
     return &ladder_rows_cuda;
   }
 #endif
-  (void)l;
+  (void)backend, (void)x;
   return &ladder_rows_cpu;
 }
 
 // [rows, V], with rows as far apart as the backend's matmuls like them.
-static Tensor push_logits(const Ladder *l, const char *name, Dtype dtype, int64_t rows) {
-  int64_t vocab = l->weight.shape[0], stride = l->backend->scratch->logits_stride(vocab, dtype);
-  Tensor padded = memory_push_2d(&l->backend->memory, name, MEMORY_HEAD, dtype, rows, stride);
-  return tensor_columns(padded, 0, vocab);
+static Tensor push_logits(Backend *backend, const char *name, Dtype dtype, int64_t rows, int64_t vocab) {
+  int64_t stride = backend->scratch->logits_stride(vocab, dtype);
+  return tensor_columns(memory_push_2d(&backend->memory, name, MEMORY_HEAD, dtype, rows, stride), 0, vocab);
 }
 
-static Tensor push_vector(const Ladder *l, const char *name, int64_t count) {
-  return memory_push_1d(&l->backend->memory, name, MEMORY_HEAD, DTYPE_F32, count);
+static Tensor push_vector(Backend *backend, const char *name, int64_t count) {
+  return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, count);
 }
 
 // The fp32 matrix's memory, row for row, for elements of `dtype`.
@@ -37,68 +34,68 @@ static Tensor in_place(Tensor t, Dtype dtype) {
   return t;
 }
 
-// Tokens [first, first + chunk) of the call, or what is left of them.
-static Ladder chunk_at(const Ladder *l, int64_t first) {
-  int64_t left = l->x.shape[0] - first, count = left < l->chunk ? left : l->chunk;
-  Ladder c = *l;
-  c.x = tensor_rows(l->x, first, count);
-  c.dx = tensor_rows(l->dx, first, count);
-  c.loss = tensor_rows(l->loss, first, count);
-  c.targets = tensor_rows(l->targets, first, count);
+// The call on tokens [first, first + chunk), or what is left of them; all but the first add to dweight.
+static LinearCrossEntropy chunk_at(const LinearCrossEntropy *call, int64_t first) {
+  int64_t left = call->x.shape[0] - first, count = left < call->chunk ? left : call->chunk;
+  LinearCrossEntropy c = *call;
+  Tensor *const of_tokens[] = {&c.x, &c.dx, &c.loss, &c.targets};
+  for (int i = 0; i < 4; i++) *of_tokens[i] = tensor_rows(*of_tokens[i], first, count);
+  c.accumulate = first > 0;
   return c;
 }
 
-// dX = dlogits W;  dW (+)= dlogits^T X.
-static void backward(const Ladder *c, Tensor dlogits, bool accumulate) {
-  linear_backward_input(c->backend, (LinearBackwardInput){.dx = c->dx, .dout = dlogits, .weight = c->weight});
+// z = X W^T.
+static void forward(Backend *backend, const LinearCrossEntropy *c, Tensor z) {
+  linear_forward(backend, (LinearForward){.out = z, .x = c->x, .weight = c->weight});
+}
+
+// dX = dz W;  dW (+)= alpha dz^T X.
+static void backward(Backend *backend, const LinearCrossEntropy *c, Tensor dz, Tensor x, float alpha) {
+  linear_backward_input(backend, (LinearBackwardInput){.dx = c->dx, .dout = dz, .weight = c->weight});
   linear_backward_weight(
-      c->backend,
-      (LinearBackwardWeight){
-          .dweight = c->dweight, .dout = dlogits, .x = c->x, .alpha = 1, .accumulate = accumulate});
+      backend, (LinearBackwardWeight){
+                   .dweight = c->dweight, .dout = dz, .x = x, .alpha = alpha, .accumulate = c->accumulate});
 }
 
 // --- rung 1: all logits, then all gradients ----------------------------------------------------------------
 // What autograd does with F.cross_entropy(x @ W.T, y). Two matrices of N rows.
 
-static void materialized(const Ladder *l) {
-  const LadderRows *rows = rows_of(l);
-  Backend *backend = l->backend;
-  int64_t tokens = l->x.shape[0];
-  Tensor logits = push_logits(l, "logits", DTYPE_F32, tokens), lse = push_vector(l, "lse", tokens);
-  linear_forward(backend, (LinearForward){.out = logits, .x = l->x, .weight = l->weight});
+static void materialized(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  int64_t tokens = l->x.shape[0], vocab = l->weight.shape[0];
+  Tensor logits = push_logits(backend, "logits", DTYPE_F32, tokens, vocab);
+  Tensor lse = push_vector(backend, "lse", tokens);
+  forward(backend, l, logits);
   rows->losses(backend, l->loss, lse, logits, l->targets);
 
-  Tensor dlogits = push_logits(l, "dlogits", l->x.dtype, tokens);
+  Tensor dlogits = push_logits(backend, "dlogits", l->x.dtype, tokens, vocab);
   rows->gradients(backend, dlogits, logits, lse, l->targets, l->scale);
-  backward(l, dlogits, false);
+  backward(backend, l, dlogits, l->x, 1);
 }
 
 // --- rung 2: chunks, and the logits twice ------------------------------------------------------------------
 // A token's loss needs no other token, so the forward pass keeps C rows at a time and throws them away. The
 // backward pass then needs them again: a fourth matmul. torch.utils.checkpoint on each chunk does this.
 
-static void recomputed(const Ladder *l) {
-  const LadderRows *rows = rows_of(l);
-  Backend *backend = l->backend;
-  int64_t tokens = l->x.shape[0];
-  Tensor lse = push_vector(l, "lse", tokens);
-  Tensor logits = push_logits(l, "logits", DTYPE_F32, l->chunk);
+static void recomputed(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  int64_t tokens = l->x.shape[0], vocab = l->weight.shape[0];
+  Tensor lse = push_vector(backend, "lse", tokens);
+  Tensor logits = push_logits(backend, "logits", DTYPE_F32, l->chunk, vocab);
   for (int64_t first = 0; first < tokens; first += l->chunk) { // forward
-    Ladder c = chunk_at(l, first);
+    LinearCrossEntropy c = chunk_at(l, first);
     int64_t count = c.x.shape[0];
     Tensor z = tensor_rows(logits, 0, count);
-    linear_forward(backend, (LinearForward){.out = z, .x = c.x, .weight = c.weight});
+    forward(backend, &c, z);
     rows->losses(backend, c.loss, tensor_rows(lse, first, count), z, c.targets);
   }
 
-  Tensor dlogits = push_logits(l, "dlogits", l->x.dtype, l->chunk);
+  Tensor dlogits = push_logits(backend, "dlogits", l->x.dtype, l->chunk, vocab);
   for (int64_t first = 0; first < tokens; first += l->chunk) { // backward
-    Ladder c = chunk_at(l, first);
+    LinearCrossEntropy c = chunk_at(l, first);
     int64_t count = c.x.shape[0];
     Tensor z = tensor_rows(logits, 0, count), dz = tensor_rows(dlogits, 0, count);
-    linear_forward(backend, (LinearForward){.out = z, .x = c.x, .weight = c.weight});
+    forward(backend, &c, z);
     rows->gradients(backend, dz, z, tensor_rows(lse, first, count), c.targets, c.scale);
-    backward(&c, dz, first > 0);
+    backward(backend, &c, dz, c.x, 1);
   }
 }
 
@@ -106,19 +103,17 @@ static void recomputed(const Ladder *l) {
 // The loss is the last operation of the network, so what arrives from above is a constant known beforehand
 // (`scale`): nothing keeps us from making the gradient while the chunk's logits are there, in their place.
 
-static void gradient_in_forward(const Ladder *l) {
-  const LadderRows *rows = rows_of(l);
-  Backend *backend = l->backend;
-  int64_t tokens = l->x.shape[0];
-  Tensor logits = push_logits(l, "logits", DTYPE_F32, l->chunk), lse = push_vector(l, "lse", l->chunk);
-  for (int64_t first = 0; first < tokens; first += l->chunk) {
-    Ladder c = chunk_at(l, first);
+static void gradient_in_forward(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  Tensor logits = push_logits(backend, "logits", DTYPE_F32, l->chunk, l->weight.shape[0]);
+  Tensor lse = push_vector(backend, "lse", l->chunk);
+  for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
+    LinearCrossEntropy c = chunk_at(l, first);
     Tensor z = tensor_rows(logits, 0, c.x.shape[0]), dz = in_place(z, c.x.dtype);
     Tensor chunk_lse = tensor_rows(lse, 0, c.x.shape[0]);
-    linear_forward(backend, (LinearForward){.out = z, .x = c.x, .weight = c.weight});
+    forward(backend, &c, z);
     rows->losses(backend, c.loss, chunk_lse, z, c.targets);
     rows->gradients(backend, dz, z, chunk_lse, c.targets, c.scale);
-    backward(&c, dz, first > 0);
+    backward(backend, &c, dz, c.x, 1);
   }
 }
 
@@ -131,98 +126,81 @@ static void gradient_in_forward(const Ladder *l) {
 //
 // The normaliser acts on rows of length H, never on rows of length V.
 
-static Anchored push_anchored(const Ladder *l, int64_t rows, Dtype dtype) {
-  return (Anchored){.target_z = push_vector(l, "target logits", rows),
-                    .anchor = push_vector(l, "anchors", rows),
-                    .target_e = push_vector(l, "target exponentials", rows),
-                    .row_sum = push_vector(l, "row sums", rows),
-                    .r = push_vector(l, "r", rows),
-                    .c = push_vector(l, "c", rows),
-                    .scaled_x = memory_push_2d(&l->backend->memory, "scaled x", MEMORY_HEAD, l->x.dtype, rows,
-                                               l->x.shape[1]),
-                    .exps = push_logits(l, "exponentials", dtype, rows)};
-}
-
-// The first rows of the buffers, with the chunk's tokens.
-static Anchored anchored_at(const Anchored *buffers, const Ladder *chunk) {
-  Anchored a = *buffers;
-  Tensor *const all[] = {&a.target_z, &a.anchor, &a.target_e, &a.row_sum, &a.r, &a.c, &a.scaled_x, &a.exps};
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++) *all[i] = tensor_rows(*all[i], 0, chunk->x.shape[0]);
-  a.x = chunk->x, a.weight = chunk->weight, a.targets = chunk->targets;
-  a.loss = chunk->loss, a.dx = chunk->dx, a.dweight = chunk->dweight, a.scale = chunk->scale;
-  return a;
+static Anchored push_anchored(Backend *backend, const LinearCrossEntropy *c, Dtype dtype) {
+  int64_t rows = c->x.shape[0], hidden = c->x.shape[1], vocab = c->weight.shape[0];
+  return (Anchored){.x = c->x,
+                    .weight = c->weight,
+                    .targets = c->targets,
+                    .loss = c->loss,
+                    .dx = c->dx,
+                    .dweight = c->dweight,
+                    .scale = c->scale,
+                    .target_z = push_vector(backend, "target logits", rows),
+                    .anchor = push_vector(backend, "anchors", rows),
+                    .target_e = push_vector(backend, "target exponentials", rows),
+                    .row_sum = push_vector(backend, "row sums", rows),
+                    .r = push_vector(backend, "r", rows),
+                    .c = push_vector(backend, "c", rows),
+                    .scaled_x =
+                        memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, c->x.dtype, rows, hidden),
+                    .exps = push_logits(backend, "exponentials", dtype, rows, vocab)};
 }
 
 // What follows from E and R.
-static void anchored_gradients(const Ladder *l, const Anchored *a, bool accumulate) {
-  const LadderRows *rows = rows_of(l);
-  rows->repair(l->backend, a);
-  rows->finish(l->backend, a);
-  linear_backward_input(l->backend, (LinearBackwardInput){.dx = a->dx, .dout = a->exps, .weight = a->weight});
-  linear_backward_weight(l->backend, (LinearBackwardWeight){.dweight = a->dweight,
-                                                            .dout = a->exps,
-                                                            .x = a->scaled_x,
-                                                            .alpha = a->scale,
-                                                            .accumulate = accumulate});
-  rows->add_targets(l->backend, a);
+static void anchored_gradients(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *c,
+                               const Anchored *a) {
+  rows->repair(backend, a);
+  rows->finish(backend, a);
+  backward(backend, c, a->exps, a->scaled_x, a->scale);
+  rows->add_targets(backend, a);
 }
 
 // Rung 4: a chunk's logits in fp32, then their exponentials in place, in one pass. No maximum, no second pass.
-static void anchored(const Ladder *l) {
-  const LadderRows *rows = rows_of(l);
-  Anchored buffers = push_anchored(l, l->chunk, DTYPE_F32);
+static void anchored(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
-    Ladder c = chunk_at(l, first);
-    Anchored a = anchored_at(&buffers, &c);
+    LinearCrossEntropy c = chunk_at(l, first);
+    Anchored a = push_anchored(backend, &c, DTYPE_F32);
     Tensor logits = a.exps;
     a.exps = in_place(logits, c.x.dtype);
-    rows->anchors(l->backend, &a);
-    linear_forward(l->backend, (LinearForward){.out = logits, .x = c.x, .weight = c.weight});
-    rows->exponentials(l->backend, &a, logits);
-    anchored_gradients(l, &a, first > 0);
+    rows->anchors(backend, &a);
+    forward(backend, &c, logits);
+    rows->exponentials(backend, &a, logits);
+    anchored_gradients(backend, rows, &c, &a);
+    memory_pop_to(&backend->memory, mark);
   }
 }
 
 // Rung 5: the exponential where the matmul's sums are, before they are stored. No logit is ever in memory, and
 // E takes half the bytes of fp32 logits where operands are bf16.
-static void in_epilogue(const Ladder *l) {
-  const LadderRows *rows = rows_of(l);
-  Anchored buffers = push_anchored(l, l->chunk, l->x.dtype);
+static void in_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
-    Ladder c = chunk_at(l, first);
-    Anchored a = anchored_at(&buffers, &c);
-    rows->anchors(l->backend, &a);
-    rows->matmul_exponentials(l->backend, &a);
-    anchored_gradients(l, &a, first > 0);
+    LinearCrossEntropy c = chunk_at(l, first);
+    Anchored a = push_anchored(backend, &c, c.x.dtype);
+    rows->anchors(backend, &a);
+    rows->matmul_exponentials(backend, &a);
+    anchored_gradients(backend, rows, &c, &a);
+    memory_pop_to(&backend->memory, mark);
   }
 }
 
-// --- rung 6: linear_cross_entropy --------------------------------------------------------------------------
+// --- all of them; rung 6 is linear_cross_entropy ------------------------------------------------------------
 
-static void fused(const Ladder *l) {
-  linear_cross_entropy(l->backend, (LinearCrossEntropy){.mode = LCE_FUSED,
-                                                        .chunk = l->chunk,
-                                                        .loss = l->loss,
-                                                        .dx = l->dx,
-                                                        .dweight = l->dweight,
-                                                        .x = l->x,
-                                                        .weight = l->weight,
-                                                        .targets = l->targets,
-                                                        .scale = l->scale});
-}
-
-// --- all of them -------------------------------------------------------------------------------------------
-
-static void (*const runs[RUNGS])(const Ladder *) = {materialized, recomputed,  gradient_in_forward,
-                                                    anchored,     in_epilogue, fused};
+static void (*const runs[RUNGS - 1])(Backend *, const LadderRows *, const LinearCrossEntropy *) = {
+    materialized, recomputed, gradient_in_forward, anchored, in_epilogue};
 
 const char *const ladder_names[RUNGS] = {"1 materialized fp32 logits",     "2 logits recomputed in chunks",
                                          "3 gradient in the forward pass", "4 anchored at the target",
                                          "5 exponential in the epilogue",  "6 linear_cross_entropy"};
 
-void ladder_run(int rung, Ladder l) {
-  MemoryMark mark = memory_mark(&l.backend->memory);
-  if (l.chunk > l.x.shape[0]) l.chunk = l.x.shape[0];
-  runs[rung - 1](&l);
-  memory_pop_to(&l.backend->memory, mark);
+void ladder_run(Backend *backend, int rung, LinearCrossEntropy call) {
+  if (rung == RUNGS) {
+    linear_cross_entropy(backend, call);
+    return;
+  }
+  MemoryMark mark = memory_mark(&backend->memory);
+  if (call.chunk > call.x.shape[0]) call.chunk = call.x.shape[0];
+  runs[rung - 1](backend, rows_of(backend, call.x), &call);
+  memory_pop_to(&backend->memory, mark);
 }

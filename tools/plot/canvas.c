@@ -4,13 +4,19 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
-#include "tools/plot/stb.h"
+#include "base/file.h"
+
+#ifdef HAVE_STB
+#define STB_IMAGE_WRITE_IMPLEMENTATION
+#define STB_TRUETYPE_IMPLEMENTATION
+#include <stb/stb_image_write.h>
+#include <stb/stb_truetype.h>
+#endif
 
 struct Canvas {
   double scale;
@@ -24,40 +30,11 @@ struct Canvas {
 #endif
 };
 
-// Reads the fonts that canvas_possible has found.
-static void load_fonts(Canvas *c);
-
-// --- life --------------------------------------------------------------------------------------------------
-
-Canvas *canvas_create(double width, double height, double scale) {
-  const char *reason;
-  if (!canvas_possible(&reason)) fail("cannot draw: %s", reason);
-  Canvas *c = host_alloc(1, sizeof *c, "a picture");
-  c->scale = scale;
-  c->columns = (int)lround(width * scale);
-  c->rows = (int)lround(height * scale);
-  int64_t count = (int64_t)c->columns * c->rows;
-  c->pixels = host_alloc(count, sizeof *c->pixels, "a picture");
-  c->mask = host_alloc(count, sizeof *c->mask, "a picture");
-  memset(c->pixels, 255, (size_t)count * sizeof *c->pixels);
-  c->left = c->columns, c->top = c->rows;
-  load_fonts(c);
-  return c;
-}
-
-void canvas_destroy(Canvas *c) {
-  if (!c) return;
-  for (int bold = 0; bold < 2; bold++) free(c->fonts[bold]);
-  free(c->pixels);
-  free(c->mask);
-  free(c);
-}
+// --- the mask ----------------------------------------------------------------------------------------------
 
 static int within(int value, int low, int high) {
   return value < low ? low : value > high ? high : value;
 }
-
-// --- the mask ----------------------------------------------------------------------------------------------
 
 // Says that the pixels of a box are about to be covered, and returns the box on the canvas.
 typedef struct {
@@ -100,19 +77,28 @@ static void paint(Canvas *c, Color color, double opacity) {
   c->left = c->columns, c->top = c->rows, c->right = c->bottom = 0;
 }
 
-// --- lines -------------------------------------------------------------------------------------------------
+// --- lines and markers -------------------------------------------------------------------------------------
 
-// A straight stroke with round ends, in pixels.
-static void cover_segment(Canvas *c, Spot a, Spot b, double half) {
-  Pixels box = touch(c, fmin(a.x, b.x) - half - 1, fmin(a.y, b.y) - half - 1, fmax(a.x, b.x) + half + 1,
-                     fmax(a.y, b.y) + half + 1);
-  double dx = b.x - a.x, dy = b.y - a.y, length2 = dx * dx + dy * dy;
-  for (int y = box.top; y < box.bottom; y++)
-    for (int x = box.left; x < box.right; x++) {
-      double px = x + 0.5 - a.x, py = y + 0.5 - a.y;
-      double along = length2 > 0 ? fmin(1, fmax(0, (px * dx + py * dy) / length2)) : 0;
-      double distance = hypot(px - along * dx, py - along * dy);
-      if (distance < half + 0.5) cover_at_least(c, x, y, half + 0.5 - distance);
+// How far a place lies outside a marker at `a` (negative: inside), or outside a stroke from a to b, in pixels.
+static double outside(Marker marker, Spot at, Spot a, Spot b, double radius) {
+  double x = at.x - a.x, y = at.y - a.y, dx = b.x - a.x, dy = b.y - a.y, length2 = dx * dx + dy * dy;
+  if (marker == MARKER_SQUARE)
+    return fmax(fabs(x), fabs(y)) - 0.89 * radius; // as large to the eye as the circle
+  if (marker == MARKER_DIAMOND) return (fabs(x) + fabs(y)) * 0.7071 - 0.89 * radius;
+  double along = length2 > 0 ? fmin(1, fmax(0, (x * dx + y * dy) / length2)) : 0;
+  return hypot(x - along * dx, y - along * dy) - radius;
+}
+
+// A marker at a = b, or a straight stroke with round ends. Places in points, the radius in pixels.
+static void cover_shape(Canvas *c, Marker marker, Spot a, Spot b, double radius) {
+  double margin = 1.5 * radius + 1;
+  a = (Spot){a.x * c->scale, a.y * c->scale}, b = (Spot){b.x * c->scale, b.y * c->scale};
+  Pixels p = touch(c, fmin(a.x, b.x) - margin, fmin(a.y, b.y) - margin, fmax(a.x, b.x) + margin,
+                   fmax(a.y, b.y) + margin);
+  for (int y = p.top; y < p.bottom; y++)
+    for (int x = p.left; x < p.right; x++) {
+      double inside = 0.5 - outside(marker, (Spot){x + 0.5, y + 0.5}, a, b, radius);
+      if (inside > 0) cover_at_least(c, x, y, inside);
     }
 }
 
@@ -121,11 +107,33 @@ void canvas_line(Canvas *c, Spot from, Spot to, Stroke stroke) {
   double dash = stroke.dash > 0 ? stroke.dash : fmax(length, 1), period = dash + stroke.gap;
   for (double start = 0; start == 0 || start < length; start += period) {
     double a = length > 0 ? start / length : 0, b = length > 0 ? fmin(1, (start + dash) / length) : 0;
-    cover_segment(
-        c, (Spot){(from.x + a * (to.x - from.x)) * c->scale, (from.y + a * (to.y - from.y)) * c->scale},
-        (Spot){(from.x + b * (to.x - from.x)) * c->scale, (from.y + b * (to.y - from.y)) * c->scale}, half);
+    cover_shape(c, MARKER_CIRCLE, (Spot){from.x + a * (to.x - from.x), from.y + a * (to.y - from.y)},
+                (Spot){from.x + b * (to.x - from.x), from.y + b * (to.y - from.y)}, half);
   }
   paint(c, stroke.color, 1);
+}
+
+void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color, bool filled) {
+  const Color white = {255, 255, 255};
+  double pixels = radius * c->scale;
+  if (marker == MARKER_NONE) return;
+  if (marker == MARKER_CROSS) {
+    Stroke stroke = {.color = color, .width = 1.3};
+    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius},
+                (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius}, stroke);
+    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius},
+                (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius}, stroke);
+    return;
+  }
+  if (filled) {
+    cover_shape(c, marker, at, at, pixels + 1.1 * c->scale);
+    paint(c, white, 1);
+  }
+  cover_shape(c, marker, at, at, pixels);
+  paint(c, color, 1);
+  if (filled) return;
+  cover_shape(c, marker, at, at, pixels - 1.5 * c->scale);
+  paint(c, white, 1);
 }
 
 // --- areas -------------------------------------------------------------------------------------------------
@@ -174,99 +182,45 @@ void canvas_rule(Canvas *c, Spot from, Spot to, double width, Color color) {
   canvas_box(c, box, color, 1);
 }
 
-// --- markers -----------------------------------------------------------------------------------------------
-
-// How far a place lies outside the shape (negative: inside), in pixels.
-static double outside(Marker marker, double x, double y, double radius) {
-  switch (marker) {
-  case MARKER_CIRCLE:
-    return hypot(x, y) - radius;
-  case MARKER_SQUARE:
-    return fmax(fabs(x), fabs(y)) - 0.89 * radius; // as large to the eye as the circle
-  case MARKER_DIAMOND:
-    return (fabs(x) + fabs(y)) * 0.7071 - 0.89 * radius;
-  default:
-    return 1;
-  }
-}
-
-static void cover_shape(Canvas *c, Marker marker, Spot at, double radius) {
-  Spot m = {at.x * c->scale, at.y * c->scale};
-  Pixels p = touch(c, m.x - 1.5 * radius - 1, m.y - 1.5 * radius - 1, m.x + 1.5 * radius + 1,
-                   m.y + 1.5 * radius + 1);
-  for (int y = p.top; y < p.bottom; y++)
-    for (int x = p.left; x < p.right; x++) {
-      double inside = 0.5 - outside(marker, x + 0.5 - m.x, y + 0.5 - m.y, radius);
-      if (inside > 0) cover_at_least(c, x, y, inside);
-    }
-}
-
-void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color, bool filled) {
-  const Color white = {255, 255, 255};
-  double pixels = radius * c->scale;
-  if (marker == MARKER_NONE) return;
-  if (marker == MARKER_CROSS) {
-    Stroke stroke = {.color = color, .width = 1.3};
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius},
-                (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius}, stroke);
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius},
-                (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius}, stroke);
-    return;
-  }
-  if (filled) {
-    cover_shape(c, marker, at, pixels + 1.1 * c->scale);
-    paint(c, white, 1);
-  }
-  cover_shape(c, marker, at, pixels);
-  paint(c, color, 1);
-  if (filled) return;
-  cover_shape(c, marker, at, pixels - 1.5 * c->scale);
-  paint(c, white, 1);
-}
-
-// --- text, and the file ------------------------------------------------------------------------------------
+// --- text and files ----------------------------------------------------------------------------------------
 
 #ifdef HAVE_STB
-static FILE *open_font(bool bold) {
+// The file of a font; NULL when it is nowhere. The caller frees it.
+static char *read_font(bool bold) {
   static const char *const folders[] = {NULL, // $LCE_FONT_DIR
                                         "/usr/share/fonts/truetype/dejavu",
                                         "/usr/share/fonts/TTF",
                                         "/usr/share/fonts/dejavu-sans-fonts",
                                         "/usr/share/fonts/dejavu",
                                         "/usr/local/share/fonts"};
-  FILE *file = NULL;
-  for (size_t i = 0; i < sizeof folders / sizeof *folders && !file; i++) {
-    char path[512];
+  char *font = NULL;
+  for (size_t i = 0; i < sizeof folders / sizeof *folders && !font; i++) {
     const char *folder = i ? folders[i] : getenv("LCE_FONT_DIR");
-    snprintf(path, sizeof path, "%s/%s", folder ? folder : "",
-             bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf");
-    if (folder) file = fopen(path, "rb");
+    size_t size;
+    char *path = path_join(folder ? folder : "", bold ? "DejaVuSans-Bold.ttf" : "DejaVuSans.ttf");
+    if (folder) font = file_read(path, &size);
+    free(path);
   }
-  return file;
+  return font;
 }
 
 bool canvas_possible(const char **reason) {
   *reason = NULL;
   for (int bold = 0; bold < 2; bold++) {
-    FILE *file = open_font(bold);
-    if (file)
-      fclose(file);
-    else
+    char *font = read_font(bold);
+    if (!font)
       *reason = "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
                 "(fonts-dejavu-core), or LCE_FONT_DIR says where they are";
+    free(font);
   }
   return *reason == NULL;
 }
 
 static void load_fonts(Canvas *c) {
   for (int bold = 0; bold < 2; bold++) {
-    FILE *file = open_font(bold);
-    long size = file && fseek(file, 0, SEEK_END) == 0 ? ftell(file) : 0;
-    unsigned char *data = c->fonts[bold] = host_alloc(size, 1, "a font");
-    if (size <= 0 || fseek(file, 0, SEEK_SET) || fread(data, 1, (size_t)size, file) != (size_t)size ||
-        !stbtt_InitFont(&c->faces[bold], data, stbtt_GetFontOffsetForIndex(data, 0)))
+    unsigned char *data = c->fonts[bold] = (unsigned char *)read_font(bold);
+    if (!data || !stbtt_InitFont(&c->faces[bold], data, stbtt_GetFontOffsetForIndex(data, 0)))
       fail("the font DejaVuSans is damaged; install fonts-dejavu-core again");
-    fclose(file);
   }
 }
 
@@ -286,9 +240,9 @@ static int next_letter(const unsigned char **text) {
 }
 
 // Walks the text from pixel x on and draws into the mask unless told only to measure. Returns where it ends.
-static double walk_text(Canvas *c, const stbtt_fontinfo *face, double size, double x, int baseline,
-                        const char *text, bool draw) {
-  float scale = stbtt_ScaleForMappingEmToPixels(face, (float)size);
+static double walk_text(Canvas *c, TextStyle style, double x, int baseline, const char *text, bool draw) {
+  const stbtt_fontinfo *face = &c->faces[style.bold];
+  float scale = stbtt_ScaleForMappingEmToPixels(face, (float)(style.size * c->scale));
   const unsigned char *at = (const unsigned char *)text;
   while (*at) {
     int letter = next_letter(&at), advance, bearing;
@@ -314,22 +268,8 @@ static double walk_text(Canvas *c, const stbtt_fontinfo *face, double size, doub
   return x;
 }
 
-double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
-  return walk_text((Canvas *)c, &c->faces[style.bold], style.size * c->scale, 0, 0, text, false) / c->scale;
-}
-
-double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
-  double width = canvas_text_width(c, style, text);
-  double x = at.x - (style.align == ALIGN_RIGHT ? width : style.align == ALIGN_CENTER ? width / 2 : 0);
-  walk_text(c, &c->faces[style.bold], style.size * c->scale, x * c->scale, (int)lround(at.y * c->scale), text,
-            true);
-  paint(c, style.color, 1);
-  return width;
-}
-
-void canvas_write_png(const Canvas *c, const char *path) {
-  if (!stbi_write_png(path, c->columns, c->rows, 3, c->pixels, c->columns * 3))
-    fail("cannot write the picture %s: is the folder there, is the disk full?", path);
+static bool write_png(const Canvas *c, const char *path) {
+  return stbi_write_png(path, c->columns, c->rows, 3, c->pixels, c->columns * 3);
 }
 #else
 bool canvas_possible(const char **reason) {
@@ -337,22 +277,55 @@ bool canvas_possible(const char **reason) {
   return false;
 }
 
+// canvas_create fails, so nobody calls these.
 static void load_fonts(Canvas *c) {
   (void)c;
 }
 
+static double walk_text(Canvas *c, TextStyle style, double x, int baseline, const char *text, bool draw) {
+  return (void)c, (void)style, (void)baseline, (void)text, (void)draw, x;
+}
+
+static bool write_png(const Canvas *c, const char *path) {
+  return (void)c, (void)path, false;
+}
+#endif
+
+Canvas *canvas_create(double width, double height, double scale) {
+  const char *reason;
+  if (!canvas_possible(&reason)) fail("cannot draw: %s", reason);
+  Canvas *c = host_alloc(1, sizeof *c, "a picture");
+  c->scale = scale;
+  c->columns = (int)lround(width * scale);
+  c->rows = (int)lround(height * scale);
+  int64_t count = (int64_t)c->columns * c->rows;
+  c->pixels = host_alloc(count, sizeof *c->pixels, "a picture");
+  c->mask = host_alloc(count, sizeof *c->mask, "a picture");
+  memset(c->pixels, 255, (size_t)count * sizeof *c->pixels);
+  c->left = c->columns, c->top = c->rows;
+  load_fonts(c);
+  return c;
+}
+
+void canvas_destroy(Canvas *c) {
+  if (!c) return;
+  for (int bold = 0; bold < 2; bold++) free(c->fonts[bold]);
+  free(c->pixels);
+  free(c->mask);
+  free(c);
+}
+
 double canvas_text_width(const Canvas *c, TextStyle style, const char *text) {
-  (void)c;
-  return 0.6 * style.size * (double)strlen(text);
+  return walk_text((Canvas *)c, style, 0, 0, text, false) / c->scale;
 }
 
 double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
-  (void)at;
-  return canvas_text_width(c, style, text);
+  double width = canvas_text_width(c, style, text);
+  walk_text(c, style, (at.x - style.before * width) * c->scale, (int)lround(at.y * c->scale), text, true);
+  paint(c, style.color, 1);
+  return width;
 }
 
 void canvas_write_png(const Canvas *c, const char *path) {
-  (void)c;
-  fail("cannot write %s: the program was built without stb", path);
+  if (!write_png(c, path)) fail("cannot write the picture %s: is the folder there, is the disk full?", path);
 }
-#endif

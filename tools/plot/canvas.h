@@ -1,10 +1,7 @@
 // A picture made of antialiased lines, areas, markers and text, written as PNG.
-//
-// Everything is given in points from the upper left corner; `scale` says how many pixels a point is, so the
-// same drawing comes out crisp at any resolution. Letters come from a packaged font (DejaVu Sans), the PNG and
-// the outlines of letters through stb.
-#ifndef LCE_TOOLS_PLOT_CANVAS_H
-#define LCE_TOOLS_PLOT_CANVAS_H
+// Everything is given in points from the upper left corner, `scale` pixels each: a drawing is crisp at any resolution.
+// Letters come from a packaged font (DejaVu Sans), their outlines and the PNG through stb.
+#pragma once
 
 #include <stdbool.h>
 
@@ -20,8 +17,6 @@ typedef struct {
   unsigned char r, g, b;
 } Color;
 
-typedef enum { ALIGN_LEFT, ALIGN_CENTER, ALIGN_RIGHT } Align;
-
 typedef enum { MARKER_NONE, MARKER_CIRCLE, MARKER_SQUARE, MARKER_DIAMOND, MARKER_CROSS } Marker;
 
 typedef struct {
@@ -34,7 +29,7 @@ typedef struct {
   double size;
   bool bold;
   Color color;
-  Align align;
+  double before; // the share of its width that stands left of the place: 0.5 centers it
 } TextStyle;
 
 typedef struct Canvas Canvas;
@@ -63,5 +58,3 @@ double canvas_text_width(const Canvas *canvas, TextStyle style, const char *text
 
 // Fails in one sentence when the file cannot be written.
 void canvas_write_png(const Canvas *canvas, const char *path);
-
-#endif

@@ -11,8 +11,7 @@
 #include "base/fail.h"
 #include "base/text.h"
 
-const Color COLOR_INK = {0x1c, 0x23, 0x30}, COLOR_MUTED = {0x5c, 0x66, 0x73},
-            COLOR_FAINT = {0x9a, 0xa3, 0xaf};
+const Color COLOR_INK = {0x1c, 0x23, 0x30}, COLOR_MUTED = {0x5c, 0x66, 0x73};
 static const Color GRID = {0xe4, 0xe7, 0xec}, WHITE = {255, 255, 255};
 static const TextStyle SMALL = {.size = 11, .color = {0x5c, 0x66, 0x73}}; // ticks and notes
 
@@ -73,10 +72,6 @@ static Label axis_title(const Axis *axis) {
   return label(*unit ? "%s, %s" : "%s", axis->title.text, unit);
 }
 
-static int ticks_max(const Axis *axis) {
-  return axis->ticks ? axis->ticks : 6;
-}
-
 // A round step of at least `rough`: 1, 2, 5 times a power of ten, or a power of two.
 static double round_step(double rough, Unit unit, double unit_size) {
   if (rough <= 0) return 1;
@@ -92,7 +87,7 @@ static double log_base(Unit unit) {
 
 static double log_stride(const Axis *axis) {
   double powers = log(axis->high / axis->low) / log(log_base(axis->unit));
-  return fmax(1, ceil(powers / (ticks_max(axis) - 1) - 1e-9));
+  return fmax(1, ceil(powers / (axis->ticks - 1) - 1e-9));
 }
 
 static void fit_log(Axis *axis, double low, double high) {
@@ -118,7 +113,7 @@ static void fit_linear(Axis *axis, double low, double high) {
   axis->low = low, axis->high = high;
   // Sizes end close to where they end; the rest on a tick, and not where the last value would touch the frame.
   for (int pass = 0; pass < 2; pass++) {
-    double step = linear_step(axis, axis->unit == UNIT_COUNT ? 6 : ticks_max(axis));
+    double step = linear_step(axis, axis->unit == UNIT_COUNT ? 6 : axis->ticks);
     axis->low = floor(axis->low / step + 1e-9) * step;
     axis->high = ceil(axis->high / step - 1e-9) * step;
     bool touches = axis->high - high < 0.02 * (axis->high - axis->low);
@@ -126,28 +121,33 @@ static void fit_linear(Axis *axis, double low, double high) {
   }
 }
 
-// Fits an axis (x: 0, y: 1) of a panel to its series, and to those of the panels that share it.
-static void fit_axis(const Picture *picture, Panel *panel, int which) {
-  Axis *axis = which ? &panel->y : &panel->x;
+Range panel_range(const Panel *p, bool vertical, bool positive) {
+  Range r = {INFINITY, -INFINITY};
+  for (int k = 0; k < p->count; k++)
+    for (int n = 0; n < p->series[k].count && !(vertical && p->series[k].clamped); n++) {
+      double value = vertical ? p->series[k].samples[n].y : p->series[k].samples[n].x;
+      if (!isfinite(value) || (positive && value <= 0)) continue;
+      r = (Range){fmin(r.low, value), fmax(r.high, value)};
+    }
+  return r;
+}
+
+// Fits an axis of a panel to its series, and to those of the panels that share it.
+static void fit_axis(const Picture *picture, Panel *panel, bool vertical) {
+  Axis *axis = vertical ? &panel->y : &panel->x;
   double low = INFINITY, high = -INFINITY;
+  if (!axis->ticks) axis->ticks = 6;
   if (axis->low < axis->high) return;
   for (int i = 0; i < picture->count; i++) {
     const Panel *p = &picture->panels[i];
-    int shared = which ? p->y.shared : p->x.shared;
+    int shared = vertical ? p->y.shared : p->x.shared;
     if (p != panel && (!shared || shared != axis->shared)) continue;
-    for (int k = 0; k < p->count; k++)
-      for (int n = 0; n < p->series[k].count && !(which && p->series[k].clamped); n++) {
-        const Sample *s = &p->series[k].samples[n];
-        double value = which ? s->y : s->x;
-        if (!isfinite(value) || (axis->log && value <= 0)) continue;
-        low = fmin(low, value);
-        high = fmax(high, value);
-      }
+    Range r = panel_range(p, vertical, axis->log);
+    low = fmin(low, r.low);
+    high = fmax(high, r.high);
   }
   if (low > high) low = 1, high = 2;
-  if (axis->names)
-    axis->low = low - 0.6, axis->high = high + 0.6;
-  else if (axis->log)
+  if (axis->log)
     fit_log(axis, low, high);
   else
     fit_linear(axis, low, high);
@@ -162,7 +162,7 @@ static int axis_ticks(const Axis *axis, double ticks[TICKS_MAX]) {
     double stride = pow(log_base(axis->unit), log_stride(axis));
     for (double tick = axis->low; tick <= end && count < TICKS_MAX - 1; tick *= stride) ticks[count++] = tick;
   } else {
-    double step = axis->names ? 1 : linear_step(axis, ticks_max(axis));
+    double step = axis->names ? 1 : linear_step(axis, axis->ticks);
     for (double k = ceil(axis->low / step - 1e-9); k * step <= end && count < TICKS_MAX - 1; k++)
       ticks[count++] = k * step + 0.0; // no -0
   }
@@ -331,7 +331,7 @@ static void draw_ticks(Canvas *c, const Panel *p, bool vertical) {
   int count = axis_ticks(axis, ticks);
   Occupied labels = {0};
   TextStyle style = SMALL;
-  style.align = vertical ? ALIGN_RIGHT : ALIGN_CENTER;
+  style.before = vertical ? 1 : 0.5;
   for (int i = 0; i < count; i++) {
     int k = i == 0 ? 0 : i == 1 ? count - 1 : i - 1;
     Label text = tick_label(axis, ticks[k]);
@@ -351,7 +351,7 @@ static void draw_ticks(Canvas *c, const Panel *p, bool vertical) {
 static void draw_frame(Canvas *c, const Panel *p) {
   Box b = p->box;
   TextStyle centered = SMALL, bold = {.size = 13, .bold = true, .color = COLOR_INK};
-  centered.align = ALIGN_CENTER;
+  centered.before = 0.5;
   draw_ticks(c, p, true);
   canvas_text(c, (Spot){b.left, b.top - (p->y.names ? 8 : 28)}, bold, p->title.text);
   if (p->y.names) return; // bars have their values next to them
@@ -394,20 +394,11 @@ static void draw_line(Canvas *c, const Panel *p, const Series *s) {
                   s->color, !s->samples[i].planned);
 }
 
-static void draw_bars(Canvas *c, const Panel *p, const Series *s) {
-  for (int i = 0; i < s->count; i++) {
-    Spot top = panel_spot(p, s->samples[i].x, s->samples[i].y - 0.35),
-         bottom = panel_spot(p, s->samples[i].x, s->samples[i].y + 0.35);
-    canvas_box(c, (Box){p->box.left, top.y, bottom.x, bottom.y}, s->color, s->opacity > 0 ? s->opacity : 1);
-  }
-}
-
 static void draw_panel(Canvas *c, const Panel *p) {
   Occupied occupied = {0};
   draw_frame(c, p);
   for (int i = 0; i < p->count; i++) {
     if (p->series[i].kind == SERIES_AREA && p->series[i].count) draw_area(c, p, &p->series[i]);
-    if (p->series[i].kind == SERIES_BARS) draw_bars(c, p, &p->series[i]);
   }
   bool labels = false;
   for (int i = 0; i < p->count; i++) {
@@ -423,7 +414,6 @@ static void draw_panel(Canvas *c, const Panel *p) {
       const Sample *at = &s->samples[n];
       TextStyle style = {.size = s->bold ? 12 : 11, .bold = s->bold, .color = s->color};
       bool beyond = s->clamped && at->y > p->y.high;
-      if (s->kind == SERIES_BARS) style.color = COLOR_INK;
       if (at->label.text[0])
         place_label(c, p, &occupied, panel_spot(p, at->x, at->y), style, s->sides ? s->sides : "6482",
                     label(beyond ? "%s, at %.2f" : "%s", at->label.text, at->y).text);
@@ -452,22 +442,22 @@ static double legend_entry(Canvas *c, Spot at, const Series *s, const char *text
 static void draw_legend(Canvas *c, const Picture *p, Spot at) {
   const char *names[SERIES_MAX];
   int count = 0;
-  bool planned = false, measured = false;
+  bool any_planned = false, any_measured = false;
   for (int i = 0; i < p->count; i++)
     for (int k = 0; k < p->panels[i].count; k++) {
       const Series *s = &p->panels[i].series[k];
-      bool known = !s->name || !s->count, all_planned = s->count > 0;
-      for (int n = 0; n < s->count && s->name; n++) {
-        *(s->samples[n].planned ? &planned : &measured) = true;
-        all_planned &= s->samples[n].planned;
-      }
-      for (int n = 0; n < count && !known; n++) known = strcmp(names[n], s->name) == 0;
-      if (known || count == SERIES_MAX) continue;
+      if (!s->name || !s->count) continue;
+      int planned = 0, same = 0;
+      for (int n = 0; n < s->count; n++) planned += s->samples[n].planned;
+      any_planned |= planned > 0;
+      any_measured |= planned < s->count;
+      while (same < count && strcmp(names[same], s->name)) same++;
+      if (same < count || count == SERIES_MAX) continue;
       names[count++] = s->name;
-      at.x = legend_entry(c, at, s, s->name, all_planned);
+      at.x = legend_entry(c, at, s, s->name, planned == s->count);
     }
   Series style = {.color = COLOR_MUTED, .marker = MARKER_CIRCLE, .width = 1.6};
-  if (planned && measured) legend_entry(c, at, &style, "planned only", true);
+  if (any_planned && any_measured) legend_entry(c, at, &style, "planned only", true);
 }
 
 void picture_write(Picture *p, double scale, const char *path) {

@@ -1,16 +1,6 @@
-// A picture is data: panels with axes, series and labels. picture_write draws it.
-//
-//   Picture *p = picture_create(1040, 560, label("Memory over the tokens"), label("llama-1b, bf16"));
-//   Panel *panel = picture_panel(p, (Box){92, 150, 960, 486}, label("Peak memory"));
-//   panel->y = (Axis){.unit = UNIT_BYTES, .from_zero = true};
-//   Series *s = panel_series(panel, (Series){.name = "fused", .color = COLOR_INK, .width = 2});
-//   for (...) series_add(s, (Sample){.x = tokens, .y = bytes});
-//   picture_write(p, 2, "memory.png");
-//   picture_free(p);
-//
+// A picture is data: panels with axes, series and labels. picture_write draws it. tools/plot_run.c is an example.
 // What is planned, not measured, has dashed lines and hollow markers.
-#ifndef LCE_TOOLS_PLOT_CHART_H
-#define LCE_TOOLS_PLOT_CHART_H
+#pragma once
 
 #include <stdint.h>
 
@@ -37,7 +27,7 @@ typedef struct {
   int ticks;                // at most about this many; 0: 6
   int shared;               // axes of a picture with the same number, if not 0, span the same range
   bool hidden;              // no tick labels: the panel next to this one has them
-  const char *const *names; // of a y axis: labels for 0, 1, 2, ... from the top down, for bars
+  const char *const *names; // of a y axis: labels for 0, 1, 2, ... from the top down; give its ends
   double low, high;         // its ends; equal: fitted to the series, outwards to round values
 } Axis;
 
@@ -56,8 +46,7 @@ typedef struct {
 
 typedef enum {
   SERIES_LINE, // markers, and lines between them where width > 0
-  SERIES_AREA, // between base and y; two samples with the same x make a step
-  SERIES_BARS, // a level bar for each sample, from the left to x
+  SERIES_AREA  // between base and y; two samples with the same x make a step
 } SeriesKind;
 
 typedef struct {
@@ -93,6 +82,11 @@ typedef struct {
 
 Series *panel_series(Panel *panel, Series series); // adds one; the panel owns its samples
 Spot panel_spot(const Panel *panel, double x, double y);
+// What its series span along an axis; low > high: nothing.
+typedef struct {
+  double low, high;
+} Range;
+Range panel_range(const Panel *panel, bool vertical, bool positive);
 
 typedef struct {
   double width, height; // in points
@@ -111,6 +105,4 @@ Box picture_cell(Box frame, double gap_x, double gap_y, int rows, int columns, i
 // Fits the axes, draws, writes a PNG with `scale` pixels a point. Fails when canvas_possible says no.
 void picture_write(Picture *picture, double scale, const char *path);
 
-extern const Color COLOR_INK, COLOR_MUTED, COLOR_FAINT;
-
-#endif
+extern const Color COLOR_INK, COLOR_MUTED;
