@@ -25,6 +25,8 @@
 // a GPU with 200 flops a byte 39% of the GEMMs' time at C = 1024 and 10% at 4096, were it not overlapped with them.
 #include "kernels/linear_cross_entropy.h"
 
+#include <math.h>
+
 #include "base/fail.h"
 #include "base/integers.h"
 
@@ -567,7 +569,8 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
 static void check_sampling(const LinearCrossEntropy *a) {
   double mass = (double)a->sampling.full_mass;
   Tensor stats = a->sampling.stats;
-  if (!(mass >= 0)) fail("linear_cross_entropy: sampling.full_mass is %g, which is not 0 or more", mass);
+  if (!(mass >= 0 && isfinite(mass)))
+    fail("linear_cross_entropy: sampling.full_mass is %g, which is not 0 or more and finite", mass);
   if (tensor_exists(stats) && (stats.rank != 1 || stats.shape[0] != 3 || mass == 0))
     fail(
         "linear_cross_entropy: sampling.stats is %s with a full_mass of %g; give fp32 [3] with sampling, and "

@@ -163,7 +163,7 @@ def numbers_of(given):
         if not isinstance(value, numbers.Real):
             raise TypeError(f"{name} is {type(value).__name__}, where a number is needed")
         values[name] = KINDS[name](value)
-        low, end = INTEGERS.get(name, (-float("inf"), float("inf")))
-        if not low <= values[name] < end:
+        low, end = INTEGERS.get(name, (None, None))
+        if name in INTEGERS and not low <= values[name] < end:
             raise ValueError(f"{name} is {value}, where 64 bits hold {low} to {end - 1}")
     return values

@@ -147,16 +147,17 @@ static bool tma_takes(Tensor t) {
          t.shape[1] <= INT32_MAX;
 }
 
-// Describes a bf16 matrix to TMA, in tiles of `rows` by 128 bytes.
+// Describes a matrix to TMA, in tiles of `rows` by 128 bytes.
 static CUtensorMap tma_map(Backend *backend, Tensor t, int rows) {
   CUtensorMap map;
-  cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},
-             stride[] = {(cuuint64_t)t.stride * sizeof(bf16)};
-  cuuint32_t tile[] = {128 / sizeof(bf16), (cuuint32_t)rows}, every[] = {1, 1};
-  CUresult result =
-      hopper(backend).encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, tile, every,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  cuuint64_t bytes = dtype_bytes(t.dtype), shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},
+             stride[] = {(cuuint64_t)t.stride * bytes};
+  cuuint32_t tile[] = {(cuuint32_t)(128 / bytes), (cuuint32_t)rows}, every[] = {1, 1};
+  CUtensorMapDataType type =
+      t.dtype == DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  CUresult result = hopper(backend).encode(
+      &map, type, 2, t.data, shape, stride, tile, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     fail("cuTensorMapEncodeTiled failed for %s (%d)", tensor_text(t).text, (int)result);
   return map;
@@ -334,7 +335,8 @@ bool hopper_sampled_dweight(Backend *backend, const LceDweight *a) {
   using K = KernelTraits<ADD_F32, true>;
   static_assert((int)TILE_N == (int)LCE_TILE_COLUMNS && (int)LCE_TILE_ROWS % TILE_K == 0,
                 "a list for a column of tiles");
-  if (a->exps.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(a->exps) || !tma_takes(a->scaled_x))
+  if (a->exps.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(a->exps) ||
+      !tma_takes(a->scaled_x) || !tma_takes(a->dweight))
     return false;
   TileScheduler s = schedule<K>(backend, a->scaled_x.shape[1], a->exps.shape[1], a->exps.shape[0]);
   int32_t *columns = data_of<int32_t>(a->workspace);
@@ -353,13 +355,10 @@ bool hopper_sampled_dweight(Backend *backend, const LceDweight *a) {
   cuda_check(cudaMemsetAsync(columns, 0, sizeof *columns, cuda_stream(backend)), "clearing a counter");
   make_k_lists(backend, lists);
   CUtensorMap x_map = tma_map(backend, a->scaled_x, TILE_K),
-              exps_map = tma_map(backend, a->exps, TILE_K / CLUSTER);
-  EpilogueParams params = {.scale = a->alpha,
-                           .out = data_of<float>(a->dweight),
-                           .out_stride = a->dweight.stride,
-                           .k_lists = lists.lists,
-                           .columns = columns,
-                           .accumulate = a->accumulate};
-  launch<K>(backend, x_map, exps_map, exps_map, s, params);
+              exps_map = tma_map(backend, a->exps, TILE_K / CLUSTER),
+              out_map = tma_map(backend, a->dweight, TILE_N);
+  EpilogueParams params = {
+      .scale = a->alpha, .k_lists = lists.lists, .columns = columns, .accumulate = a->accumulate};
+  launch<K>(backend, x_map, exps_map, out_map, s, params);
   return true;
 }

@@ -43,6 +43,8 @@ enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
 // A warp stores 16 rows of 128 bytes at a time, through a buffer of its own.
 enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
 enum { MAX_SPLITS = 16 };
+// A tile of dW in shared memory: parts of TILE_N rows by SUM_COLUMNS columns, 128 bytes.
+enum { SUM_COLUMNS = 32, SUM_PARTS = TILE_M / SUM_COLUMNS, SUM_BYTES = TILE_N * 128 };
 
 enum Epilogue { LOGITS_EXP, STORE_BF16, STORE_F32, ADD_F32 };
 
@@ -55,8 +57,9 @@ template <Epilogue EPILOGUE_, bool SAMPLED_ = false> struct KernelTraits {
   static constexpr bool A_K_MAJOR = EPILOGUE != ADD_F32, B_K_MAJOR = EPILOGUE == LOGITS_EXP;
   enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = CLUSTER * ROWS };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
-  enum { STAGES = COOPERATIVE ? 3 : 5 };
-  enum { SHARED_BYTES = STAGES * STAGE_BYTES + 4 * CONSUMERS * STORE_BYTES + 1024 };
+  enum { STAGES = COOPERATIVE || EPILOGUE == ADD_F32 ? 3 : 5 };
+  enum { EPILOGUE_BYTES = EPILOGUE == ADD_F32 ? SUM_PARTS * SUM_BYTES : 4 * CONSUMERS * STORE_BYTES };
+  enum { SHARED_BYTES = STAGES * STAGE_BYTES + EPILOGUE_BYTES + 1024 };
 };
 
 // Tiles of a cluster, `rows` by TILE_N, in rasterisation groups of `group` rows of tiles, column after column
@@ -74,7 +77,7 @@ struct EpilogueParams {
   float scale;            // logits: log2(e) / T; dW: alpha
   float *tile_sums;       // logits: [m, n_tiles]
   bool store;             // logits: whether E is kept
-  float *out;             // dX in fp32: [m, n]; dW: [n, m]
+  float *out;             // dX in fp32: [m, n]
   int64_t out_stride;
   float *partials; // dX: [work_tiles - whole, rows, TILE_N]
   const int32_t
@@ -161,6 +164,8 @@ static __device__ __forceinline__ int tile_columns(const TileScheduler &s, const
 struct Pipeline {
   uint32_t stages; // in shared memory
   uint64_t *full, *empty;
+  float *sums; // dW: the tile that is added to
+  uint64_t *sum_full, *sum_empty;
 };
 
 // The position of a role in the ring. A stage's barriers change phase once a round.
@@ -276,6 +281,27 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
     }
   }
   throttle.finish(elected);
+}
+
+// dW: brings the tiles that are added to, part by part; run by a warp of its own. Without `accumulate` it only says when a
+// part may be written.
+template <typename K>
+static __device__ __forceinline__ void load_sums(const TileScheduler &s, const EpilogueParams &params,
+                                                 const Pipeline &pipeline, const CUtensorMap *out, int rank) {
+  const bool elected = elect_one();
+  int count = work_count<K>(s, params);
+  uint32_t parity = 1;
+  for (int w = first_work(); w < count; w += work_stride(), parity ^= 1) {
+    WorkTile work = work_tile<K>(s, params, w, rank);
+    for (int part = 0; part < SUM_PARTS; part++) {
+      mbarrier_wait(&pipeline.sum_empty[part], parity);
+      if (!elected) continue;
+      mbarrier_arrive_expect_tx(&pipeline.sum_full[part], params.accumulate ? SUM_BYTES : 0);
+      if (params.accumulate)
+        tma_load_2d(shared_address(pipeline.sums + part * (SUM_BYTES / 4)), out, &pipeline.sum_full[part],
+                    work.row + part * SUM_COLUMNS, work.column);
+    }
+  }
 }
 
 // --- the consumers -----------------------------------------------------------------------------------------
@@ -451,41 +477,51 @@ epilogue_gradient(Accumulators &acc, const TileScheduler &s, const EpilogueParam
   }
 }
 
-// The rows of `out` that the tile's transpose is added to, into L2 while the MMAs run.
-static __device__ __forceinline__ void prefetch_sum(const TileScheduler &s, const EpilogueParams &params,
-                                                    const WorkTile &work) {
-  constexpr int LINE = 128 / sizeof(float), LINES = TILE_M / LINE;
-  for (int i = threadIdx.x % WARPGROUP; i < TILE_N * LINES; i += WARPGROUP) {
-    int column = work.column + i / LINES, row = work.row + i % LINES * LINE;
-    if (column < s.n && row < s.m) prefetch_l2(params.out + column * params.out_stride + row);
-  }
-}
-
-// out (+)= alpha times the tile's transpose: eight lanes to 32 bytes of a row.
-static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const TileScheduler &s,
-                                                    const EpilogueParams &params, const WorkTile &work) {
+// out (+)= alpha times the tile's transpose, in shared memory: a part of 32 columns of `out` for each pair of warps and half
+// of their rows, where load_sums has put what it is added to. Swizzled, so that a warp's accesses meet no bank twice.
+static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const EpilogueParams &params,
+                                                    const WorkTile &work, const Pipeline &pipeline,
+                                                    const CUtensorMap *out, int consumer, uint32_t parity) {
   constexpr int GROUP = 8; // accesses on their way together
   const ThreadCoord me;
+  const int pair = me.warp / 2;
+  const bool stores = me.warp % 2 == 0 && me.lane == 0;
 #pragma unroll
-  for (int h = 0; h < TILE_M / 64; h++)
+  for (int h = 0; h < TILE_M / 64; h++) {
+    int part = 2 * h + pair;
+    mbarrier_wait(&pipeline.sum_full[part], parity);
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-      int row = work.row + me.row(h) + 8 * below, right = row < s.m ? s.n - work.column - me.column : 0;
-      float *to = params.out + (work.column + me.column) * params.out_stride + row;
+      int column = me.warp % 2 * 16 + me.lane / 4 + 8 * below; // of the part
+      float *to[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        to[i] = pipeline.sums + part * (SUM_BYTES / 4) + (me.column + i) * SUM_COLUMNS +
+                (column / 4 ^ (me.column + i)) * 4 + column % 4;
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; j += GROUP / 2) {
         float sum[GROUP] = {};
 #pragma unroll
         for (int i = 0; i < GROUP; i++)
-          if (params.accumulate && 8 * (j + i / 2) + i % 2 < right)
-            sum[i] = __ldcg(to + (8 * (j + i / 2) + i % 2) * params.out_stride);
+          if (params.accumulate) sum[i] = to[i % 2][(j + i / 2) * 8 * SUM_COLUMNS];
 #pragma unroll
         for (int i = 0; i < GROUP; i++)
-          if (8 * (j + i / 2) + i % 2 < right)
-            __stcg(to + (8 * (j + i / 2) + i % 2) * params.out_stride,
-                   fmaf(params.scale, acc[h][4 * (j + i / 2) + 2 * below + i % 2], sum[i]));
+          to[i % 2][(j + i / 2) * 8 * SUM_COLUMNS] =
+              fmaf(params.scale, acc[h][4 * (j + i / 2) + 2 * below + i % 2], sum[i]);
       }
     }
+    fence_proxy_async();
+    asm volatile("bar.sync %0, 64;" ::"r"(3 + 2 * consumer + pair) : "memory");
+    if (!stores) continue;
+    tma_store_2d(out, shared_address(pipeline.sums + part * (SUM_BYTES / 4)), work.row + part * SUM_COLUMNS,
+                 work.column);
+    tma_store_commit();
+  }
+  if (!stores) return;
+  tma_store_wait_read<1>();
+  mbarrier_arrive(&pipeline.sum_empty[pair]);
+  tma_store_wait_read<0>();
+  mbarrier_arrive(&pipeline.sum_empty[2 + pair]);
 }
 
 // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer 1
@@ -512,7 +548,6 @@ static __device__ __forceinline__ void consume(const TileScheduler &s, const Epi
       at.advance(work.steps());
       continue;
     }
-    if (K::EPILOGUE == ADD_F32 && params.accumulate) prefetch_sum(s, params, work);
     if (!K::COOPERATIVE && w >= work_stride()) order_wait(consumer);
     bool more = !K::COOPERATIVE && w + work_stride() < count;
     auto last_stage_is_full = [&] {
@@ -528,7 +563,7 @@ static __device__ __forceinline__ void consume(const TileScheduler &s, const Epi
     if (K::EPILOGUE == LOGITS_EXP)
       epilogue_logits(acc, s, params, work, out, buffer);
     else if (K::EPILOGUE == ADD_F32)
-      epilogue_add(acc, s, params, work);
+      epilogue_add(acc, params, work, pipeline, out, consumer, turn);
     else
       epilogue_gradient<K>(acc, s, params, work, out, buffer, rank, consumer_row);
   }
@@ -545,8 +580,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
 #if defined(HOPPER_CODE)
   extern __shared__ uint8_t shared[];
   __shared__ __align__(8) uint64_t full[K::STAGES], empty[K::STAGES];
+  __shared__ __align__(8) uint64_t sum_full[SUM_PARTS], sum_empty[SUM_PARTS];
   Pipeline pipeline = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
   uint32_t buffers = pipeline.stages + K::STAGES * K::STAGE_BYTES;
+  pipeline.sums = reinterpret_cast<float *>(shared + (buffers - shared_address(shared)));
+  pipeline.sum_full = sum_full, pipeline.sum_empty = sum_empty;
   // Uniform, so that the compiler knows: a warp has one role.
   int rank = (int)cluster_rank(), warp = uniform((int)threadIdx.x / 32),
       consumer = warp / (WARPGROUP / 32) - 1;
@@ -555,6 +593,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
       mbarrier_init(&full[s], 1); // the producer, and the bytes it expects
       mbarrier_init(&empty[s], CLUSTER * (K::COOPERATIVE ? CONSUMERS : 1)); // the consumers of each CTA
     }
+    for (int part = 0; K::EPILOGUE == ADD_F32 && part < SUM_PARTS; part++)
+      mbarrier_init(&sum_full[part], 1), mbarrier_init(&sum_empty[part], 1);
     mbarrier_init_fence();
   }
   cluster_sync();
@@ -563,6 +603,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
   if (consumer < 0) {
     setmaxnreg_dec<40>();
     if (warp == 0) produce<K>(scheduler, params, pipeline, &a, &b, rank);
+    if (K::EPILOGUE == ADD_F32 && warp == 1) load_sums<K>(scheduler, params, pipeline, &out, rank);
   } else {
     setmaxnreg_inc<232>();
     consume<K>(scheduler, params, pipeline, &out, buffers, consumer, rank);

@@ -35,7 +35,7 @@ static __device__ __forceinline__ float keep_probability(float mass, float full_
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;
   int exponent;
-  float mantissa = frexpf(mass / full_mass, &exponent);
+  float mantissa = frexpf(fmaxf(mass / full_mass, 0x1p-126f), &exponent); // the quotient may underflow
   return ldexpf(mantissa < 0.70710678f ? 0.5f : 1.0f, exponent);
 }
 
