@@ -54,9 +54,9 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
 }
 
 // hopper_gemm.cu walks lists of the k-steps that a sampled GEMM has, each of 64 and with its length first: for dX one for
-// 256 rows, for dW one for a tile's columns, and a list of those that are not empty.
+// a tile's rows, for dW one for a tile's columns, and a list of those that are not empty.
 static inline size_t cuda_lce_dx_list_bytes(int64_t rows, int64_t vocab_size) {
-  int64_t lists = ceil_div(rows, 256), longest = 1 + ceil_div(vocab_size, 64);
+  int64_t lists = ceil_div(rows, LCE_TILE_ROWS), longest = 1 + ceil_div(vocab_size, 64);
   return memory_padded((size_t)(lists * longest) * sizeof(int32_t));
 }
 

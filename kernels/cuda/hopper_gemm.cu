@@ -9,18 +9,20 @@
 
 // --- kernels before and after the GEMM ---------------------------------------------------------------------
 
-// out = the partials, added in their order: a tile to a row of CTAs, four entries a thread.
-template <typename T>
+// out = the partials, added in their order: a tile of a cluster to a row of CTAs, four entries a thread. The partials of its
+// CTAs follow one another.
+template <typename K, typename T>
 static __global__ void __launch_bounds__(256)
     add_partials_kernel(T *out, int64_t stride, const float *partials,
                         const __grid_constant__ TileScheduler s) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const int size = s.rows * TILE_N;
+  const int size = s.rows * s.columns;
   int rest = s.m_tiles * s.n_tiles - s.whole, tile = s.whole + blockIdx.y;
-  int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
+  int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4, line = i / TILE_N;
   TileCoord at = tile_coord(s, tile);
-  int row = at.row + i / TILE_N, column = at.column + i % TILE_N;
+  int row = at.row + (K::SHARE_A ? line % K::ROWS : line);
+  int column = at.column + i % TILE_N + (K::SHARE_A ? line / K::ROWS * TILE_N : 0);
   if (row >= s.m || column >= s.n) return;
   float sum[4] = {};
   for (int split = 0; split < s.splits; split++) {
@@ -32,32 +34,29 @@ static __global__ void __launch_bounds__(256)
   store(out + row * stride + column, sum);
 }
 
-// The lists of k-steps of a sampled GEMM, whose K runs over `items` tiles of `steps` k-steps each (the last one may be
-// narrower): list l has those of which any of the `group` tiles l * group, ... of `across` is kept. Each split of a tile
-// initialises its accumulators in its first step, so a list has at least one for each: a shorter one goes on with steps
-// beyond K, which TMA fills with zeros. One warp a list.
+// The lists of k-steps of a sampled GEMM. List l has those of the kept ones among the tiles l * list_stride + i * item_stride,
+// for i < items, of `steps` k-steps each (the last one may be narrower). Each split of a tile of the result initialises its
+// accumulators in its first step, so a list has at least one for each: a shorter one goes on with steps beyond K, which TMA
+// fills with zeros. One warp a list.
 struct KLists {
   int32_t *lists, *filled; // filled: as EpilogueParams.columns, or NULL
   const float *tiles;
-  int lists_count, across, group, items, steps, k_steps, min_length;
+  int count, items, steps, k_steps, min_length;
   int64_t list_stride, item_stride; // of tiles
 };
 
 static __global__ void __launch_bounds__(256) k_lists_kernel(const __grid_constant__ KLists a) {
   int list = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, length = 0;
-  if (list >= a.lists_count) return;
+  if (list >= a.count) return;
   int32_t *to = a.lists + (int64_t)list * (1 + a.k_steps);
   for (int first = 0; first < a.items; first += 32) {
-    int item = first + lane;
-    bool kept = false;
-    for (int i = list * a.group; i < min((list + 1) * a.group, a.across) && item < a.items; i++)
-      kept |= a.tiles[i * a.list_stride + item * a.item_stride] > 0;
+    int item = first + lane, last = a.items - 1;
+    bool kept = item < a.items && a.tiles[list * a.list_stride + item * a.item_stride] > 0;
     unsigned marked = __ballot_sync(~0u, kept);
     int at = 1 + length + a.steps * __popc(marked & ((1u << lane) - 1));
     for (int k = item * a.steps; kept && k < min((item + 1) * a.steps, a.k_steps); k++) to[at++] = k;
     length += a.steps * __popc(marked);
-    // The last tile may be narrower.
-    if (marked >> ((a.items - 1) % 32) & 1 && first + 32 >= a.items) length -= a.items * a.steps - a.k_steps;
+    if (last - first < 32 && marked >> (last - first) & 1) length -= a.items * a.steps - a.k_steps;
   }
   if (lane) return;
   for (; length < a.min_length; length++) to[1 + length] = a.k_steps;
@@ -170,9 +169,9 @@ template <typename K> static TileScheduler schedule(Backend *backend, int64_t m,
   constexpr int64_t GROUP_BYTES = 16 << 20;
   TileScheduler s = {};
   s.m = (int)m, s.n = (int)n;
-  s.rows = K::CLUSTER_ROWS;
+  s.rows = K::CLUSTER_ROWS, s.columns = K::CLUSTER_COLUMNS;
   s.m_tiles = (int)ceil_div(m, K::CLUSTER_ROWS);
-  s.n_tiles = (int)ceil_div(n, TILE_N);
+  s.n_tiles = (int)ceil_div(n, K::CLUSTER_COLUMNS);
   s.k_steps = (int)ceil_div(k, TILE_K);
   int64_t groups = K::EPILOGUE == LOGITS_EXP
                        ? ceil_div(m * k * 2, GROUP_BYTES)
@@ -228,7 +227,7 @@ static double split_time(int splits) {
 // Splits the tiles of the last, partly empty wave along K, into as many parts as take least time.
 static void split_last_wave(TileScheduler *s, int clusters, size_t scratch_bytes) {
   int tiles = s->m_tiles * s->n_tiles, rest = tiles % clusters;
-  int64_t slots = (int64_t)(scratch_bytes / (s->rows * TILE_N * sizeof(float)));
+  int64_t slots = (int64_t)(scratch_bytes / (s->rows * s->columns * sizeof(float)));
   double best = 1;
   for (int splits = 2;
        rest > 0 && splits <= MAX_SPLITS && splits <= s->k_steps && (int64_t)rest * splits <= slots;
@@ -270,23 +269,23 @@ static bool takes_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
 template <bool SAMPLED>
 static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const TileScheduler &s,
                       const int32_t *k_lists, void *scratch) {
-  CUtensorMap exps_map = tma_map(backend, exps, KernelTraits<STORE_BF16, SAMPLED>::ROWS),
-              weight_map = tma_map(backend, weight, TILE_K / CLUSTER);
+  using K = KernelTraits<STORE_BF16, SAMPLED>;
+  CUtensorMap exps_map = tma_map(backend, exps, K::SHARE_A ? K::ROWS / CLUSTER : K::ROWS),
+              weight_map = tma_map(backend, weight, K::SHARE_A ? TILE_K : TILE_K / CLUSTER);
   EpilogueParams params = {.out = data_of<float>(out),
                            .out_stride = out.stride,
                            .partials = static_cast<float *>(scratch),
                            .k_lists = k_lists};
   if (out.dtype == DTYPE_BF16)
-    launch<KernelTraits<STORE_BF16, SAMPLED>>(backend, exps_map, weight_map,
-                                              tma_map(backend, out, STORE_ROWS), s, params);
+    launch<K>(backend, exps_map, weight_map, tma_map(backend, out, STORE_ROWS), s, params);
   else
     launch<KernelTraits<STORE_F32, SAMPLED>>(backend, exps_map, weight_map, exps_map, s, params);
   if (s.splits == 1) return;
-  dim3 grid(s.rows * TILE_N / 4 / 256, (unsigned)(s.m_tiles * s.n_tiles - s.whole));
+  dim3 grid(s.rows * s.columns / 4 / 256, (unsigned)(s.m_tiles * s.n_tiles - s.whole));
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
     launch_kernel({"the sum of split-K partials", cuda_stream(backend), grid, 256, true},
-                  add_partials_kernel<T>, data_of<T>(out), out.stride, params.partials, s);
+                  add_partials_kernel<K, T>, data_of<T>(out), out.stride, params.partials, s);
   });
 }
 
@@ -302,24 +301,22 @@ bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *s
 }
 
 static void make_k_lists(Backend *backend, const KLists &lists) {
-  launch_kernel(
-      {"the lists of k-steps", cuda_stream(backend), dim3((unsigned)ceil_div(lists.lists_count, 8)), 256},
-      k_lists_kernel, lists);
+  launch_kernel({"the lists of k-steps", cuda_stream(backend), dim3((unsigned)ceil_div(lists.count, 8)), 256},
+                k_lists_kernel, lists);
 }
 
 bool hopper_sampled_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, Tensor tiles, void *scratch,
                        size_t bytes) {
   using K = KernelTraits<STORE_BF16, true>;
-  static_assert(K::CLUSTER_ROWS == 256 && TILE_K == 64, "as cuda_lce_dx_list_bytes counts");
+  static_assert((int)K::CLUSTER_ROWS == (int)LCE_TILE_ROWS && TILE_K == 64,
+                "as cuda_lce_dx_list_bytes counts");
   if (!takes_dx(backend, out, exps, weight)) return false;
   size_t list_bytes = cuda_lce_dx_list_bytes(exps.shape[0], weight.shape[0]);
   TileScheduler s = schedule<K>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   split_last_wave(&s, hopper(backend).clusters, bytes - list_bytes);
   KLists lists = {.lists = static_cast<int32_t *>(scratch),
                   .tiles = data_of<float>(tiles),
-                  .lists_count = s.m_tiles,
-                  .across = (int)tiles.shape[0],
-                  .group = K::CLUSTER_ROWS / LCE_TILE_ROWS,
+                  .count = s.m_tiles,
                   .items = (int)tiles.shape[1],
                   .steps = LCE_TILE_COLUMNS / TILE_K,
                   .k_steps = s.k_steps,
@@ -343,9 +340,7 @@ bool hopper_sampled_dweight(Backend *backend, const LceDweight *a) {
   KLists lists = {.lists = columns + 1 + s.n_tiles,
                   .filled = columns,
                   .tiles = data_of<float>(a->tiles),
-                  .lists_count = s.n_tiles,
-                  .across = s.n_tiles,
-                  .group = 1,
+                  .count = s.n_tiles,
                   .items = (int)a->tiles.shape[0],
                   .steps = LCE_TILE_ROWS / TILE_K,
                   .k_steps = s.k_steps,

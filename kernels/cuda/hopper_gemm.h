@@ -30,8 +30,7 @@ int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t byt
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always);
 
-// The same over the kept tiles (LceSampleTiles), skipping steps of 64 vocabulary entries in which no tile of 256 rows is
-// kept; of such a pair, the one that is dropped holds zeros. Always done where it can be. `scratch` begins with
+// The same over the kept tiles (LceSampleTiles) alone. Always done where it can be. `scratch` begins with
 // cuda_lce_dx_list_bytes(C, V) bytes of lists.
 bool hopper_sampled_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, Tensor tiles, void *scratch,
                        size_t bytes);

@@ -11,7 +11,8 @@
 // of shared-memory stages with full and empty mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run
 // the epilogue, which leaves through swizzled shared memory and TMA stores. setmaxnreg gives the producer 40
 // registers and the consumers 232, 192 of them accumulators. A cluster is two CTAs on two tiles one below the
-// other: they need the same tile of B, and each loads one half and multicasts it to both.
+// other: they need the same tile of B, and each loads one half and multicasts it to both. (Sampled dX: two tiles side by side,
+// which share A, so that each 128 rows have a list of k-steps of their own.)
 //
 // Pipeline. LOGITS_EXP and the sampled GEMMs are ping-pong, 5 stages of 40 KiB: each consumer owns whole tiles of 128
 // x 192, so that one's epilogue runs under the other's MMAs:
@@ -38,7 +39,7 @@
 
 #include "kernels/cuda/hopper_ptx.cuh"
 
-enum { TILE_M = 128, TILE_N = 192, TILE_K = 64, CLUSTER = 2 };
+enum { TILE_M = 128, TILE_N = 192, TILE_K = 64, CLUSTER = 2, ALL_CTAS = (1 << CLUSTER) - 1 };
 enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
 // A warp stores 16 rows of 128 bytes at a time, through a buffer of its own.
 enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
@@ -55,18 +56,21 @@ template <Epilogue EPILOGUE_, bool SAMPLED_ = false> struct KernelTraits {
   // Sampled dX is ping-pong, since a tile of fewer rows has more steps to skip; sampled dW for its long epilogue.
   static constexpr bool COOPERATIVE = EPILOGUE != LOGITS_EXP && !SAMPLED;
   static constexpr bool A_K_MAJOR = EPILOGUE != ADD_F32, B_K_MAJOR = EPILOGUE == LOGITS_EXP;
-  enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = CLUSTER * ROWS };
+  // Whether a cluster's tiles lie side by side and share A, or one below the other and share B.
+  static constexpr bool SHARE_A = SAMPLED && EPILOGUE != ADD_F32;
+  enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = SHARE_A ? ROWS : CLUSTER * ROWS };
+  enum { CLUSTER_COLUMNS = SHARE_A ? CLUSTER * TILE_N : TILE_N };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
   enum { STAGES = COOPERATIVE || EPILOGUE == ADD_F32 ? 3 : 5 };
   enum { EPILOGUE_BYTES = EPILOGUE == ADD_F32 ? SUM_PARTS * SUM_BYTES : 4 * CONSUMERS * STORE_BYTES };
   enum { SHARED_BYTES = STAGES * STAGE_BYTES + EPILOGUE_BYTES + 1024 };
 };
 
-// Tiles of a cluster, `rows` by TILE_N, in rasterisation groups of `group` rows of tiles, column after column
+// Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after column
 // within a group. The first `whole` tiles are made over all of K, the others in `splits` parts each.
 struct TileScheduler {
   int m, n;
-  int rows, m_tiles, n_tiles, k_steps, group;
+  int rows, columns, m_tiles, n_tiles, k_steps, group;
   int whole, splits, work_tiles;
   unsigned long long *throttle; // ClusterThrottle's counter; NULL: no throttle, and K always forward
 };
@@ -103,7 +107,7 @@ struct TileCoord {
 static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, int tile) {
   int of_group = s.group * s.n_tiles, group = tile / of_group, within = tile % of_group;
   int height = min(s.group, s.m_tiles - group * s.group);
-  return {(group * s.group + within % height) * s.rows, within / height * TILE_N};
+  return {(group * s.group + within % height) * s.rows, within / height * s.columns};
 }
 
 #if defined(HOPPER_CODE)
@@ -145,8 +149,8 @@ static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, con
   else
     at = tile_coord(s, tile);
   WorkTile work;
-  work.row = at.row + rank * K::ROWS;
-  work.column = at.column;
+  work.row = at.row + (K::SHARE_A ? 0 : rank * K::ROWS);
+  work.column = at.column + (K::SHARE_A ? rank * TILE_N : 0);
   int steps = K::SAMPLED ? k_list_of<K>(s, params, at.row, at.column)[0] : s.k_steps;
   work.k_begin = (int)((int64_t)steps * part / parts);
   work.k_end = (int)((int64_t)steps * (part + 1) / parts);
@@ -158,7 +162,8 @@ static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, con
 // How many of the tile's columns are computed.
 template <typename K>
 static __device__ __forceinline__ int tile_columns(const TileScheduler &s, const WorkTile &w) {
-  return K::B_K_MAJOR ? TILE_N : min(TILE_N, (s.n - w.column + 63) / 64 * 64);
+  int columns = K::B_K_MAJOR ? TILE_N : min(TILE_N, (s.n - w.column + 63) / 64 * 64);
+  return K::SHARE_A ? max(64, columns) : columns; // of two tiles side by side the second may lie beyond N
 }
 
 struct Pipeline {
@@ -223,29 +228,33 @@ struct ClusterThrottle {
   }
 };
 
-// This CTA's tile of a stage's A.
+// This CTA's tile of a stage's A, or its half for the whole cluster.
 template <typename K>
 static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row,
-                                              int k) {
-  if (K::A_K_MAJOR)
+                                              int k, int rank) {
+  constexpr int share = K::ROWS / CLUSTER;
+  if (K::SHARE_A)
+    tma_load_2d_multicast(to + rank * share * 128, a, full, k * TILE_K, row + rank * share, ALL_CTAS);
+  else if (K::A_K_MAJOR)
     tma_load_2d(to, a, full, k * TILE_K, row);
   else
     for (int i = 0; i < K::ROWS / 64; i++) tma_load_2d(to + i * 8192, a, full, row + i * 64, k * TILE_K);
 }
 
-// This CTA's half of a stage's tile of B, for the whole cluster.
+// This CTA's half of a stage's tile of B for the whole cluster, or its own.
 template <typename K>
 static __device__ __forceinline__ void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int column,
                                               int columns, int k, int rank) {
-  constexpr uint16_t all_ctas = (1 << CLUSTER) - 1;
-  if (K::B_K_MAJOR) { // half of the columns
+  if (K::SHARE_A) {
+    for (int i = 0; i < columns / 64; i++) tma_load_2d(to + i * 8192, b, full, column + i * 64, k * TILE_K);
+  } else if (K::B_K_MAJOR) { // half of the columns
     constexpr int share = TILE_N / CLUSTER;
-    tma_load_2d_multicast(to + rank * share * 128, b, full, k * TILE_K, column + rank * share, all_ctas);
+    tma_load_2d_multicast(to + rank * share * 128, b, full, k * TILE_K, column + rank * share, ALL_CTAS);
   } else { // half of the k, of each 64 columns
     constexpr int share = TILE_K / CLUSTER;
     for (int i = 0; i < columns / 64; i++)
       tma_load_2d_multicast(to + i * 8192 + rank * share * 128, b, full, column + i * 64,
-                            k * TILE_K + rank * share, all_ctas);
+                            k * TILE_K + rank * share, ALL_CTAS);
   }
 }
 
@@ -272,8 +281,8 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
       throttle.step(elected);
       mbarrier_wait(&pipeline.empty[at.stage], at.parity);
       if (elected) {
-        mbarrier_arrive_expect_tx(full, bytes); // both halves of B count, whichever CTA sends them
-        load_a<K>(stage, a, full, work.row, k);
+        mbarrier_arrive_expect_tx(full, bytes); // both halves count, whichever CTA sends them
+        load_a<K>(stage, a, full, work.row, k, rank);
         load_b<K>(stage + K::A_BYTES, b, full, work.column, columns, k, rank);
       }
       // Early, since its divisions would hold up a stage.

@@ -1,18 +1,17 @@
 // Sampling the tiles of the softmax gradient on the GPU: the draws, and the two GEMMs over the kept tiles.
 //
 // The logits-exp pass has left each row's sum for each tile, so a tile's mass takes 128 reads and E stays where it is. A
-// block draws for 32 pairs of tiles, one below the other, then multiplies those that are kept with a probability below 1.
+// block draws for 32 tiles side by side, then multiplies those that are kept with a probability below 1.
 // Traffic for a chunk: 4 C V / 192 bytes of row sums, and 4 C V bytes of E times the share of such tiles, a tenth as a rule.
 //
-// On Hopper both GEMMs walk lists of k-steps (hopper_gemm.cu). dX has a list for each 256 rows, in which a step is present
-// when either tile of a pair is kept; where the other one is dropped it must hold zeros, which the draws see to. dW has a
-// list for each tile of the vocabulary, and passes over those with an empty one: neither read nor written. Which steps these
-// are is known on the device alone, and nothing about them is reported to the host: the bits of a result do not depend on an
-// earlier call. On other GPUs both GEMMs are cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved.
+// On Hopper both GEMMs walk lists of k-steps (hopper_gemm.cu): dX one for a tile's rows, dW one for a tile's columns, where an
+// empty list leaves those rows of dW unread and unwritten. Which steps these are is known on the device alone, and nothing
+// about them is reported to the host: the bits of a result do not depend on an earlier call. On other GPUs both GEMMs are
+// cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
-enum { THREADS = 256, WARPS_OF_TILE = THREADS / 32 / 2 };
+enum { THREADS = 256, WARPS = THREADS / 32 };
 
 // A tile of E times factor, by a whole block; 0 times anything is 0.
 template <typename T, int W>
@@ -42,34 +41,30 @@ static __device__ __forceinline__ float keep_probability(float mass, float full_
 template <typename T, int W>
 static __global__ void __launch_bounds__(THREADS)
     sample_tiles_kernel(const __grid_constant__ LceSampleTiles a, uint64_t key) {
-  __shared__ float part[2][WARPS_OF_TILE][32], factor[2][32];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / WARPS_OF_TILE;
-  int64_t rows = a.exps.shape[0], across = a.tiles.shape[1];
-  int64_t t = (int64_t)blockIdx.x * 32 + lane, b = (int64_t)blockIdx.y * 2 + half;
-  int64_t first = b * LCE_TILE_ROWS, end = min(rows, first + LCE_TILE_ROWS);
+  __shared__ float part[WARPS][32], factor[32];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int64_t across = a.tiles.shape[1], t = (int64_t)blockIdx.x * 32 + lane, b = blockIdx.y;
+  int64_t first = b * LCE_TILE_ROWS, end = min(a.exps.shape[0], first + LCE_TILE_ROWS);
   const float *row_sum = data_of<float>(a.rows.row_sum), *target_e = data_of<float>(a.rows.target_e);
   const float *tile_sums = data_of<float>(a.tile_sums);
   float mass = 0;
 #pragma unroll 8
-  for (int64_t n = first + warp % WARPS_OF_TILE; n < end; n += WARPS_OF_TILE)
+  for (int64_t n = first + warp; n < end; n += WARPS)
     if (t < across)
       mass += tile_sums[n * across + t] * (read(a.rows.rescale, n, 1) / (row_sum[n] + target_e[n]));
-  part[half][warp % WARPS_OF_TILE][lane] = mass;
+  part[warp][lane] = mass;
   __syncthreads();
-  if (warp % WARPS_OF_TILE == 0) {
+  if (warp == 0) {
     mass = 0;
-    for (int i = 0; i < WARPS_OF_TILE; i++) mass += part[half][i][lane];
+    for (int i = 0; i < WARPS; i++) mass += part[i][lane];
     float q = keep_probability(mass, a.full_mass);
     bool kept = counter_uniform(key, (uint64_t)(b * across + t)) < (double)q;
-    factor[half][lane] = kept ? 1 / q : 0;
-    if (t < across && first < rows) data_of<float>(a.tiles)[b * across + t] = kept ? 1 / q : -mass;
+    factor[lane] = t < across && kept ? 1 / q : 0;
+    if (t < across) data_of<float>(a.tiles)[b * across + t] = kept ? 1 / q : -mass;
   }
   __syncthreads();
-  for (int i = 0; i < 64; i++) {
-    float here = factor[i / 32][i % 32];
-    if (here == 1 || (here == 0 && factor[1 - i / 32][i % 32] == 0)) continue;
-    scale_tile<T, W>(a.exps, blockIdx.y * 2 + i / 32, blockIdx.x * 32 + i % 32, here);
-  }
+  for (int i = 0; i < 32; i++)
+    if (factor[i] > 1) scale_tile<T, W>(a.exps, b, (int64_t)blockIdx.x * 32 + i, factor[i]);
 }
 
 // One block: adds what the tiles say, in a fixed order.
@@ -105,7 +100,7 @@ template <typename F> static void with_exps(Tensor exps, F f) {
 void cuda_lce_sample_tiles(Backend *backend, const LceSampleTiles *a) {
   int64_t blocks = a->tiles.shape[0], across = a->tiles.shape[1];
   if (blocks == 0) return;
-  dim3 grid((unsigned)ceil_div(across, 32), (unsigned)ceil_div(blocks, 2));
+  dim3 grid((unsigned)ceil_div(across, 32), (unsigned)blocks);
   with_exps(a->exps, [&](auto type, auto width) {
     launch_kernel({"lce_sample_tiles", cuda_stream(backend), grid, THREADS},
                   sample_tiles_kernel<decltype(type), width>, *a, counter_key(a->seed, a->stream));
