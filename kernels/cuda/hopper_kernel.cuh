@@ -44,8 +44,8 @@ enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
 // A warp stores 16 rows of 128 bytes at a time, through a buffer of its own.
 enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
 enum { MAX_SPLITS = 16 };
-// A tile of dW in shared memory: parts of TILE_N rows by SUM_COLUMNS columns, 128 bytes.
-enum { SUM_COLUMNS = 32, SUM_PARTS = TILE_M / SUM_COLUMNS, SUM_BYTES = TILE_N * 128 };
+// Sums of dW: for each pair of a consumer's warps a buffer of TILE_N rows by 128 bytes.
+enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
 
 enum Epilogue { LOGITS_EXP, STORE_BF16, STORE_F32, ADD_F32 };
 
@@ -61,8 +61,8 @@ template <Epilogue EPILOGUE_, bool SAMPLED_ = false> struct KernelTraits {
   enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = SHARE_A ? ROWS : CLUSTER * ROWS };
   enum { CLUSTER_COLUMNS = SHARE_A ? CLUSTER * TILE_N : TILE_N };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
-  enum { STAGES = COOPERATIVE || EPILOGUE == ADD_F32 ? 3 : 5 };
-  enum { EPILOGUE_BYTES = EPILOGUE == ADD_F32 ? SUM_PARTS * SUM_BYTES : 4 * CONSUMERS * STORE_BYTES };
+  enum { STAGES = COOPERATIVE ? 3 : EPILOGUE == ADD_F32 ? 4 : 5 };
+  enum { EPILOGUE_BYTES = EPILOGUE == ADD_F32 ? SUM_BUFFERS * SUM_BYTES : 4 * CONSUMERS * STORE_BYTES };
   enum { SHARED_BYTES = STAGES * STAGE_BYTES + EPILOGUE_BYTES + 1024 };
 };
 
@@ -169,9 +169,14 @@ static __device__ __forceinline__ int tile_columns(const TileScheduler &s, const
 struct Pipeline {
   uint32_t stages; // in shared memory
   uint64_t *full, *empty;
-  float *sums; // dW: the tile that is added to
-  uint64_t *sum_full, *sum_empty;
+  float *sums;                    // dW: the buffers
+  uint64_t *sum_full, *sum_empty; // [CONSUMERS, SUM_BUFFERS], [SUM_BUFFERS]
 };
+
+// Which column of a tile's part of dW buffer `pair` starts with, for half h of the warps' rows.
+static __device__ __forceinline__ int sum_column(int h, int pair) {
+  return h * 64 + pair * SUM_COLUMNS;
+}
 
 // The position of a role in the ring. A stage's barriers change phase once a round.
 template <typename K> struct PipelineState {
@@ -292,23 +297,28 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
   throttle.finish(elected);
 }
 
-// dW: brings the tiles that are added to, part by part; run by a warp of its own. Without `accumulate` it only says when a
-// part may be written.
+// dW: brings what is added to into the buffers, half a tile at a time, and the next tile into L2; run by a warp of its own.
+// Without `accumulate` it only says when a buffer may be written. The consumers have full barriers of their own: one may reach
+// its next tile before the other one's half has arrived, and a parity does not distinguish two rounds.
 template <typename K>
 static __device__ __forceinline__ void load_sums(const TileScheduler &s, const EpilogueParams &params,
                                                  const Pipeline &pipeline, const CUtensorMap *out, int rank) {
   const bool elected = elect_one();
-  int count = work_count<K>(s, params);
-  uint32_t parity = 1;
-  for (int w = first_work(); w < count; w += work_stride(), parity ^= 1) {
-    WorkTile work = work_tile<K>(s, params, w, rank);
-    for (int part = 0; part < SUM_PARTS; part++) {
-      mbarrier_wait(&pipeline.sum_empty[part], parity);
+  int count = work_count<K>(s, params), turn = 0;
+  if (first_work() >= count) return;
+  WorkTile work = work_tile<K>(s, params, first_work(), rank), next = work;
+  for (int w = first_work(); w < count; w += work_stride(), turn ^= 1, work = next) {
+    if (w + work_stride() < count) next = work_tile<K>(s, params, w + work_stride(), rank);
+    for (int i = 0; i < 2 * SUM_BUFFERS; i++) {
+      int h = i / SUM_BUFFERS, buffer = i % SUM_BUFFERS, column = sum_column(h, buffer);
+      uint64_t *full = &pipeline.sum_full[turn * SUM_BUFFERS + buffer];
+      mbarrier_wait(&pipeline.sum_empty[buffer], h ^ 1);
       if (!elected) continue;
-      mbarrier_arrive_expect_tx(&pipeline.sum_full[part], params.accumulate ? SUM_BYTES : 0);
-      if (params.accumulate)
-        tma_load_2d(shared_address(pipeline.sums + part * (SUM_BYTES / 4)), out, &pipeline.sum_full[part],
-                    work.row + part * SUM_COLUMNS, work.column);
+      mbarrier_arrive_expect_tx(full, params.accumulate ? SUM_BYTES : 0);
+      if (!params.accumulate) continue;
+      tma_load_2d(shared_address(pipeline.sums + buffer * (SUM_BYTES / 4)), out, full, work.row + column,
+                  work.column);
+      if (w + work_stride() < count) tma_prefetch_2d(out, next.row + column, next.column);
     }
   }
 }
@@ -486,27 +496,26 @@ epilogue_gradient(Accumulators &acc, const TileScheduler &s, const EpilogueParam
   }
 }
 
-// out (+)= alpha times the tile's transpose, in shared memory: a part of 32 columns of `out` for each pair of warps and half
-// of their rows, where load_sums has put what it is added to. Swizzled, so that a warp's accesses meet no bank twice.
+// out (+)= alpha times the tile's transpose. A pair of warps adds 32 columns of `out`, half of its rows, at a time in its
+// buffer, where load_sums has put what they are added to. Swizzled, so that a warp's accesses meet no bank twice.
 static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const EpilogueParams &params,
                                                     const WorkTile &work, const Pipeline &pipeline,
-                                                    const CUtensorMap *out, int consumer, uint32_t parity) {
+                                                    const CUtensorMap *out, int consumer) {
   constexpr int GROUP = 8; // accesses on their way together
   const ThreadCoord me;
   const int pair = me.warp / 2;
   const bool stores = me.warp % 2 == 0 && me.lane == 0;
+  float *buffer = pipeline.sums + pair * (SUM_BYTES / 4);
 #pragma unroll
   for (int h = 0; h < TILE_M / 64; h++) {
-    int part = 2 * h + pair;
-    mbarrier_wait(&pipeline.sum_full[part], parity);
+    mbarrier_wait(&pipeline.sum_full[consumer * SUM_BUFFERS + pair], h);
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-      int column = me.warp % 2 * 16 + me.lane / 4 + 8 * below; // of the part
+      int column = me.warp % 2 * 16 + me.lane / 4 + 8 * below; // of the buffer
       float *to[2];
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        to[i] = pipeline.sums + part * (SUM_BYTES / 4) + (me.column + i) * SUM_COLUMNS +
-                (column / 4 ^ (me.column + i)) * 4 + column % 4;
+        to[i] = buffer + (me.column + i) * SUM_COLUMNS + (column / 4 ^ (me.column + i)) * 4 + column % 4;
 #pragma unroll
       for (int j = 0; j < TILE_N / 8; j += GROUP / 2) {
         float sum[GROUP] = {};
@@ -522,15 +531,11 @@ static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const Epi
     fence_proxy_async();
     asm volatile("bar.sync %0, 64;" ::"r"(3 + 2 * consumer + pair) : "memory");
     if (!stores) continue;
-    tma_store_2d(out, shared_address(pipeline.sums + part * (SUM_BYTES / 4)), work.row + part * SUM_COLUMNS,
-                 work.column);
+    tma_store_2d(out, shared_address(buffer), work.row + sum_column(h, pair), work.column);
     tma_store_commit();
+    tma_store_wait_read<0>();
+    mbarrier_arrive(&pipeline.sum_empty[pair]);
   }
-  if (!stores) return;
-  tma_store_wait_read<1>();
-  mbarrier_arrive(&pipeline.sum_empty[pair]);
-  tma_store_wait_read<0>();
-  mbarrier_arrive(&pipeline.sum_empty[2 + pair]);
 }
 
 // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer 1
@@ -572,7 +577,7 @@ static __device__ __forceinline__ void consume(const TileScheduler &s, const Epi
     if (K::EPILOGUE == LOGITS_EXP)
       epilogue_logits(acc, s, params, work, out, buffer);
     else if (K::EPILOGUE == ADD_F32)
-      epilogue_add(acc, params, work, pipeline, out, consumer, turn);
+      epilogue_add(acc, params, work, pipeline, out, consumer);
     else
       epilogue_gradient<K>(acc, s, params, work, out, buffer, rank, consumer_row);
   }
@@ -589,7 +594,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
 #if defined(HOPPER_CODE)
   extern __shared__ uint8_t shared[];
   __shared__ __align__(8) uint64_t full[K::STAGES], empty[K::STAGES];
-  __shared__ __align__(8) uint64_t sum_full[SUM_PARTS], sum_empty[SUM_PARTS];
+  __shared__ __align__(8) uint64_t sum_full[CONSUMERS * SUM_BUFFERS], sum_empty[SUM_BUFFERS];
   Pipeline pipeline = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
   uint32_t buffers = pipeline.stages + K::STAGES * K::STAGE_BYTES;
   pipeline.sums = reinterpret_cast<float *>(shared + (buffers - shared_address(shared)));
@@ -602,8 +607,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
       mbarrier_init(&full[s], 1); // the producer, and the bytes it expects
       mbarrier_init(&empty[s], CLUSTER * (K::COOPERATIVE ? CONSUMERS : 1)); // the consumers of each CTA
     }
-    for (int part = 0; K::EPILOGUE == ADD_F32 && part < SUM_PARTS; part++)
-      mbarrier_init(&sum_full[part], 1), mbarrier_init(&sum_empty[part], 1);
+    for (int i = 0; K::EPILOGUE == ADD_F32 && i < CONSUMERS * SUM_BUFFERS; i++) {
+      mbarrier_init(&sum_full[i], 1);
+      if (i < SUM_BUFFERS) mbarrier_init(&sum_empty[i], 1);
+    }
     mbarrier_init_fence();
   }
   cluster_sync();

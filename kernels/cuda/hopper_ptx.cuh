@@ -163,6 +163,12 @@ static __device__ __forceinline__ void bulk_load(void *to, const void *from, uin
                : "memory");
 }
 
+// A tile into L2.
+static __device__ __forceinline__ void tma_prefetch_2d(const CUtensorMap *map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y)
+               : "memory");
+}
+
 static __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, uint32_t from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                "r"(from), "r"(x), "r"(y)

@@ -300,6 +300,8 @@ static void test_sampled_gradients(void **state) {
         sampled_case(*state, shapes[i][0], shapes[i][1], shapes[i][2], k % 2 ? DTYPE_F32 : DTYPE_BF16,
                      k / 2 ? SCRATCH_BYTES : 4096, every[e]);
   sampled_case(*state, 2600, 1600, 1300, DTYPE_BF16, SCRATCH_BYTES, 3);
+  // Many tiles of dW for each cluster, with few steps in each.
+  sampled_case(*state, 256, 264, 38400, DTYPE_BF16, SCRATCH_BYTES, 3);
 }
 
 static void test_refuses(void **state) {

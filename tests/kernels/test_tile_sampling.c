@@ -444,7 +444,8 @@ static void test_refusals(void **state) {
   Problem p = make_problem(h, (Case){.rows = 3, .hidden = 4, .vocab = 5, .chunk = 3, .size = 3});
   LinearCrossEntropy b = p.call;
   b.sampling.full_mass = -1;
-  assert_fails(h, "sampling.full_mass is -1, which is not 0 or more and finite", linear_cross_entropy(h->backend, b));
+  assert_fails(h, "sampling.full_mass is -1, which is not 0 or more and finite",
+               linear_cross_entropy(h->backend, b));
   b.sampling.full_mass = NAN;
   assert_fails(h, "sampling.full_mass is nan", linear_cross_entropy(h->backend, b));
   b.sampling.full_mass = INFINITY;
