@@ -370,24 +370,25 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   MemoryMark top = memory_mark(memory);
   Norm norm = final_norm(&p, stream);
   Tensor dnorm = push_gradient(&p, "d final norm", hidden_size);
-  linear_cross_entropy(backend, (LinearCrossEntropy){.mode = options->mode,
-                                                     .chunk = options->chunk,
-                                                     .loss = loss,
-                                                     .outputs = options->outputs,
-                                                     .terms = {.label_smoothing = options->label_smoothing,
-                                                               .z_loss = options->z_loss,
-                                                               .softcap = softcap_of(model)},
-                                                     .sampling = options->mode == LCE_FUSED ? options->sampling : exact,
-                                                     .dx = dnorm,
-                                                     .dweight = model->head.grad,
-                                                     .x = norm.out,
-                                                     .weight = model_head_shard(model),
-                                                     .shard = model->shard,
-                                                     .targets = batch->targets,
-                                                     .rows = batch->rows,
-                                                     .counted = batch->counted,
-                                                     .scale = scale,
-                                                     .accumulate = accumulate});
+  linear_cross_entropy(
+      backend, (LinearCrossEntropy){.mode = options->mode,
+                                    .chunk = options->chunk,
+                                    .loss = loss,
+                                    .outputs = options->outputs,
+                                    .terms = {.label_smoothing = options->label_smoothing,
+                                              .z_loss = options->z_loss,
+                                              .softcap = softcap_of(model)},
+                                    .sampling = options->mode == LCE_FUSED ? options->sampling : exact,
+                                    .dx = dnorm,
+                                    .dweight = model->head.grad,
+                                    .x = norm.out,
+                                    .weight = model_head_shard(model),
+                                    .shard = model->shard,
+                                    .targets = batch->targets,
+                                    .rows = batch->rows,
+                                    .counted = batch->counted,
+                                    .scale = scale,
+                                    .accumulate = accumulate});
   // The embedding's gradient is also a tied head's: added to it here, or by the hook after it is reduced.
   bool tied = model->config.tie_word_embeddings, by_hook = tied && hooks->add_embedding_grads;
   if (tied && model->shard.vocab_size && !by_hook) fail("internal: a split, tied head needs GradHooks");
@@ -446,6 +447,16 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                                                      .targets = batch->targets,
                                                      .rows = batch->rows,
                                                      .counted = batch->counted});
+  memory_pop_to(&backend->memory, bottom);
+}
+
+void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out) {
+  Pass p = pass_begin(backend, model, batch);
+  MemoryMark bottom = memory_mark(&backend->memory);
+  Tensor stream = forward_only(&p);
+  Norm norm = {.out = out};
+  push_norm_statistics(&p, &norm);
+  run_norm(&p, &norm, stream, &model->final_norm);
   memory_pop_to(&backend->memory, bottom);
 }
 

@@ -60,6 +60,9 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss);
 
+// The final norm's output (fp32/bf16 [N, H], the caller's), which the head is applied to. Targets are not read.
+void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out);
+
 // The keys and values of a text's tokens so far, of every layer: what the next token's attention reads.
 typedef struct {
   int64_t batch, capacity; // B sequences of up to P tokens

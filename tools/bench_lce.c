@@ -4,7 +4,15 @@
 // --terms also the fused mode with one term of the loss after the other, alternating with the loss without it.
 // Prints medians, the medians of the ratios to what each alternates with (tools/measure.h), and the bytes held.
 //
-// Sampling comes last, and twice: with every tile kept, and with a full mass of 1.
+// With --sample it times the fused mode with sampled tiles too, at each chunk and M0, against the same GEMMs, and
+// prints the shares of tiles and mass that were dropped. --terms ends with sampling against the loss without it:
+// with every tile kept, which shows what sampling itself costs, and with M0 = 1.
+//
+// How many tiles sampling drops depends on the logits, and random ones say nothing about a model's. --checkpoint
+// takes a trained state: W is the model's head, x the final norm's output for the first N tokens that ./train
+// --init DIR --data PATH --val-fraction 0 reads (seed 1; the last sequence is cut), targets the tokens after them.
+// With held-out data as PATH the state is that of validation. The mean loss is printed, to be compared with the
+// run's. The model is freed before anything is timed.
 //
 // Started as several ranks, it also times the head split over them (--vocab-parallel of ./train), where every
 // rank has so many tokens, against the whole head on every rank: the same work for each. A time is then the
@@ -12,6 +20,8 @@
 //
 //   tools/bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //   tools/bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
+//   tools/bench_lce --device cuda --tokens 16384 --chunk 4096,1024 --sample 1,0.5 --terms --checkpoint runs/gpt2
+//     --data 'shards/*.bin'
 //   tools/launch 4 tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
 #include <stdarg.h>
 #include <stdio.h>
@@ -20,21 +30,28 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
+#include "base/integers.h"
 #include "base/option_rows.h"
 #include "base/text.h"
+#include "data/loader.h"
 #include "kernels/ranks/ranks.h"
+#include "model/checkpoint/checkpoint.h"
+#include "model/checkpoint/hf_config.h"
 #include "tools/curves/layer.h"
 #include "tools/measure.h"
 #include "trainer/machine.h"
 
-enum { MAX_CHUNKS = 8 };
+enum { MAX_ITEMS = 8 }; // of a list
 
 typedef struct {
-  int64_t tokens, hidden_size, vocab_size, repeat;
-  const char *device, *chunk_list;
+  int64_t tokens, hidden_size, vocab_size, seq_len, repeat;
+  const char *device, *chunk_list, *sample_list, *checkpoint;
+  TextList data;
   bool materialized, terms;
-  int64_t chunks[MAX_CHUNKS];
-  int chunk_count;
+  int64_t chunks[MAX_ITEMS];
+  double samples[MAX_ITEMS]; // full masses
+  int chunk_count, sample_count;
 } Settings;
 
 #define OPTION_VALUES Settings
@@ -44,6 +61,15 @@ static const Option option_rows[] = {
     {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("128256"), HELP("Vocabulary")},
     {TEXT("chunk", "C[,C...]", chunk_list),
      HELP("Tokens per chunk (default: the largest that holds an eighth of what materialized logits hold)")},
+    {TEXT("checkpoint", "DIR", checkpoint),
+     HELP("Take x, W, H and V from a model: a checkpoint of ./train, or config.json and safetensors of "
+          "Hugging Face (default: x and W are random)")},
+    {LIST("data", "PATH", data),
+     HELP("With --checkpoint: what the model reads, as for ./train: text or shards; may be given again")},
+    {WHOLE("seq-len", "T", seq_len, 1, INT32_MAX),
+     HELP("With --checkpoint: tokens in a sequence (default that of ./train)")},
+    {TEXT("sample", "M0[,M0...]", sample_list),
+     HELP("Also time the fused mode with sampled tiles, at each chunk; M0 as for ./train --lce-sample")},
     {TEXT("device", "cpu|cuda", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run")},
     {WHOLE("repeat", "R", repeat, 1, MEASURE_MAX_ROUNDS), DEFAULT("7"),
      HELP("Rounds, of which the median counts")},
@@ -51,40 +77,51 @@ static const Option option_rows[] = {
     {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
     {.type = OPTION_END}};
 
+static int parse_list(const char *list, const Option *item, void *values) {
+  int count = 0;
+  char *rest = NULL, *words = list ? strdup(list) : NULL;
+  for (char *word = words ? strtok_r(words, ",", &rest) : NULL; word; word = strtok_r(NULL, ",", &rest)) {
+    if (count == MAX_ITEMS) fail("--%s: give at most %d", item->name, MAX_ITEMS);
+    option_set(item, (char *)values + item->size * (size_t)count++, word);
+  }
+  free(words);
+  return count;
+}
+
+static void check_checkpoint(const Settings *o, const bool *given) {
+  static const char *const sizes[] = {"hidden-size", "vocab"};
+  for (int i = 0; i < 2 && o->checkpoint; i++)
+    if (given[option_row(option_rows, sizes[i])])
+      fail("--checkpoint takes the hidden size and the vocabulary from the model: leave out --%s", sizes[i]);
+  if (o->checkpoint && !o->data.count) fail("--checkpoint: name the text or shards to read with --data PATH");
+  if (!o->checkpoint && (o->data.count || o->seq_len))
+    fail("--%s is what a model reads: name the model with --checkpoint DIR",
+         o->data.count ? "data" : "seq-len");
+}
+
 static Settings parse(int argc, char **argv) {
   static const OptionTable table = {
       option_rows, "Times LM head + loss, forward and backward, against the three GEMMs it is made of.",
-      NULL};
+      "paths are given with --checkpoint DIR and --data PATH"};
+  static const Option chunk = {OPTION_WHOLE, "chunk", .size = sizeof(int64_t), .min = 1, .max = INT32_MAX},
+                      sample = {OPTION_NUMBER, "sample", .size = sizeof(double), .min = 1e-30, .max = 1e6};
   Settings o = {0};
-  option_table_parse(&table, &o, NULL, argc, argv);
-  char *rest = NULL, *list = o.chunk_list ? strdup(o.chunk_list) : NULL;
-  for (char *chunk = list ? strtok_r(list, ",", &rest) : NULL; chunk; chunk = strtok_r(NULL, ",", &rest)) {
-    if (o.chunk_count == MAX_CHUNKS) fail("--chunk: give at most %d", MAX_CHUNKS);
-    o.chunks[o.chunk_count++] = option_whole("chunk", chunk, 1, INT32_MAX);
-  }
-  free(list);
+  bool given[OPTION_ROWS_MAX] = {false};
+  option_table_parse(&table, &o, given, argc, argv);
+  check_checkpoint(&o, given);
+  o.chunk_count = parse_list(o.chunk_list, &chunk, o.chunks);
+  o.sample_count = parse_list(o.sample_list, &sample, o.samples);
   return o;
 }
 
-// --- what is timed -----------------------------------------------------------------------------------------
+// --- a trained state ---------------------------------------------------------------------------------------
 
+// What --checkpoint and --data give, on the host and in the backend's dtype.
 typedef struct {
-  char name[64];
-  LinearCrossEntropy call; // the three plain GEMMs have none (chunk 0)
-  int base;                // what it alternates with
-  size_t held;             // bytes
-} Work;
-
-enum { MAX_WORKS = 2 * MAX_CHUNKS + 14 };
-
-typedef struct {
-  const Settings *settings;
-  LceTensors layer;
-  Tensor bias, dbias, class_weights, token_weights, entropy_weights, stats, sampled; // what terms need
-  Work works[MAX_WORKS];
-  Tensor barrier;                     // fp32 [1]
-  int count, first_split, first_term; // terms come last
-} Bench;
+  void *x, *weight; // [N, H], [V, H]
+  int32_t *targets; // [N]
+  int64_t counted;  // targets that no mask leaves out
+} State;
 
 static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, int64_t count, bool ones) {
   size_t bytes = (size_t)count * dtype_bytes(dtype);
@@ -98,6 +135,122 @@ static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, in
   free(values);
   return t;
 }
+
+// Fills x and targets, one sequence of the data at a time. On a plan, where loader and state are not read, one
+// forward pass counts its stack.
+static void read_hidden_states(const Settings *o, Model *model, Backend *backend, const Loader *loader,
+                               State *state) {
+  int64_t hidden_size = o->hidden_size, seq_len = o->seq_len;
+  Tensor flat = reserve_vector(backend, "x", backend->dtype, seq_len * hidden_size, false);
+  Tensor x = tensor_2d(flat.data, backend->dtype, seq_len, hidden_size);
+  Batch batch = {
+      .batch = 1, .seq_len = seq_len, .tokens = reserve_vector(backend, "tokens", DTYPE_I32, seq_len, false)};
+  if (backend->memory.planning) {
+    transformer_last_hidden_state(backend, model, &batch, x);
+    return;
+  }
+  int32_t *tokens = host_alloc(2 * seq_len, sizeof *tokens, "a sequence"), *targets = tokens + seq_len;
+  LoaderPlace place = {.micro_steps = 1, .rank = ranks_self()->rank, .ranks = ranks_self()->ranks};
+  for (int64_t first = 0; first < o->tokens; first += seq_len, place.step++) {
+    int64_t count = min_i64(seq_len, o->tokens - first);
+    loader_train_batch(loader, place, tokens, targets);
+    backend_to_device(backend, batch.tokens, tokens);
+    transformer_last_hidden_state(backend, model, &batch, x);
+    size_t row_bytes = (size_t)hidden_size * dtype_bytes(x.dtype);
+    backend_to_host(backend, (char *)state->x + (size_t)first * row_bytes, tensor_rows(x, 0, count));
+    for (int64_t i = 0; i < count; i++) state->counted += targets[i] != IGNORE_INDEX;
+    memcpy(state->targets + first, targets, (size_t)count * sizeof *targets);
+  }
+  free(tokens);
+}
+
+// As many sequences as N tokens need on every rank; the last is cut.
+static Loader open_loader(const Settings *o, const Source *source) {
+  Loader loader =
+      loader_create((LoaderOptions){.source = source, .batch = 1, .seq_len = o->seq_len, .seed = 1});
+  int64_t ranks = ranks_self()->ranks, needed = ranks * ceil_div(o->tokens, o->seq_len);
+  if (loader.train_windows < needed)
+    fail("%s has %s sequences of %lld tokens, and %s tokens need %s: lower --tokens or name more --data",
+         source->name, text_grouped(loader.train_windows).text, (long long)o->seq_len,
+         text_grouped(ranks * o->tokens).text, text_grouped(needed).text);
+  return loader;
+}
+
+// Runs the model on a backend of its own, which is then destroyed, and sets the sizes that the model has.
+static State read_state(Settings *o) {
+  checkpoint_require_intact(o->checkpoint, CHECK_LENGTHS, false);
+  ModelConfig config = hf_config_read(o->checkpoint);
+  if (config.final_logit_softcapping > 0)
+    fail("%s has a logit soft-cap, which is timed only as one of --terms: name another model", o->checkpoint);
+  o->hidden_size = config.hidden_size;
+  o->vocab_size = config.vocab_size;
+  if (!o->seq_len) o->seq_len = model_default_seq_len(&config);
+  if (o->seq_len > config.max_position_embeddings)
+    fail("--seq-len %lld is longer than the %lld positions of %s", (long long)o->seq_len,
+         (long long)config.max_position_embeddings, o->checkpoint);
+  Source *source = source_open(o->data.items, o->data.count, o->vocab_size);
+  Loader loader = open_loader(o, source);
+  char *tokenizer = path_join(o->checkpoint, "tokenizer.json");
+  if (source->kind == SOURCE_TEXT && path_exists(tokenizer))
+    warn("%s is read byte by byte, though %s has a tokenizer; tools/prepare_data.py makes its text into "
+         "tokens",
+         source->name, o->checkpoint);
+  free(tokenizer);
+
+  Backend *backend = layer_backend(o->device, ranks_self()->local_rank);
+  Backend *plan = plan_backend_create(backend->device, backend->dtype);
+  ParameterDtypes dtypes = {.weight = backend->dtype, .frozen = true};
+  Model model;
+  model_create(&model, &config, plan, dtypes, o->seq_len);
+  read_hidden_states(o, &model, plan, NULL, NULL);
+  size_t stack = plan->memory.ledger.stack_peak;
+  model_destroy(&model);
+  backend_destroy(plan);
+
+  model_create(&model, &config, backend, dtypes, o->seq_len);
+  checkpoint_load(o->checkpoint, &model, backend, false);
+  memory_set_stack(&backend->memory, stack);
+  Tensor head = model.head.value;
+  State state = {.x = host_alloc(o->tokens * o->hidden_size, dtype_bytes(backend->dtype), "x"),
+                 .weight = host_alloc(tensor_count(head), dtype_bytes(head.dtype), "the head"),
+                 .targets = host_alloc(o->tokens, sizeof(int32_t), "the targets")};
+  read_hidden_states(o, &model, backend, &loader, &state);
+  backend_to_host(backend, state.weight, head);
+  printf("x, W and targets: %s on %s, sequences of %s\n", o->checkpoint, source->name,
+         text_grouped(o->seq_len).text);
+  model_destroy(&model);
+  backend_destroy(backend);
+  source_close(source);
+  return state;
+}
+
+static void upload_state(const LceTensors *layer, const State *state) {
+  backend_to_device(layer->backend, layer->x, state->x);
+  backend_to_device(layer->backend, layer->weight, state->weight);
+  backend_to_device(layer->backend, layer->targets, state->targets);
+  backend_synchronize(layer->backend);
+}
+
+// --- what is timed -----------------------------------------------------------------------------------------
+
+typedef struct {
+  char name[64];
+  LinearCrossEntropy call; // the three plain GEMMs have none (chunk 0)
+  int base;                // what it alternates with
+  size_t held;             // bytes
+} Work;
+
+enum { MAX_WORKS = (2 + MAX_ITEMS) * MAX_ITEMS + 14 };
+
+typedef struct {
+  const Settings *settings;
+  const State *state; // NULL: random
+  LceTensors layer;
+  Tensor bias, dbias, class_weights, token_weights, entropy_weights, stats, sampled; // what terms need
+  Work works[MAX_WORKS];
+  Tensor barrier;                     // fp32 [1]
+  int count, first_split, first_term; // terms come last
+} Bench;
 
 __attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, int base, LinearCrossEntropy call,
                                                             const char *name, ...) {
@@ -147,29 +300,38 @@ static LinearCrossEntropy split_call(const LceTensors *layer, int64_t chunk) {
   return call;
 }
 
-static void prepare(Bench *b) {
-  const Settings *o = b->settings;
-  Backend *backend = b->layer.backend;
+// Reserves all tensors and lists what is timed.
+static Bench *bench_create(const Settings *o, Backend *backend, LceShape shape) {
+  Bench *b = host_alloc(1, sizeof *b, "the benchmark");
+  *b = (Bench){.settings = o, .layer = layer_reserve(backend, shape, 1)};
   const int gemms = 0, fused = 1;
+  b->barrier = reserve_vector(backend, "barrier", DTYPE_F32, 1, false);
+  b->sampled = reserve_vector(backend, "tiles dropped", DTYPE_F32, 3, false);
   add_work(b, gemms, (LinearCrossEntropy){.chunk = 0}, "three plain GEMMs");
   for (int i = 0; i < o->chunk_count; i++)
     add_work(b, gemms, layer_call(&b->layer, LCE_FUSED, o->chunks[i]), "fused, chunk %lld",
              (long long)o->chunks[i]);
+  for (int i = 0; i < o->sample_count * o->chunk_count; i++) {
+    int64_t chunk = o->chunks[i % o->chunk_count];
+    double full_mass = o->samples[i / o->chunk_count];
+    LinearCrossEntropy call = layer_call(&b->layer, LCE_FUSED, chunk);
+    call.sampling = (TileSampling){.full_mass = (float)full_mass, .stats = b->sampled};
+    add_work(b, gemms, call, "M0 %g, chunk %lld", full_mass, (long long)chunk);
+  }
   if (o->materialized) add_work(b, gemms, layer_call(&b->layer, LCE_MATERIALIZED, 1), "materialized");
   b->first_split = b->count;
   for (int i = 0; i < o->chunk_count && backend->ranks > 1; i++)
     add_work(b, fused + i, split_call(&b->layer, o->chunks[i]), "split, chunk %lld", (long long)o->chunks[i]);
-  b->barrier = reserve_vector(backend, "barrier", DTYPE_F32, 1, false);
   b->first_term = b->count;
-  if (!o->terms) return;
+  if (!o->terms) return b;
   b->bias = reserve_vector(backend, "bias", backend->dtype, o->vocab_size, false);
   b->dbias = reserve_vector(backend, "dbias", DTYPE_F32, o->vocab_size, false);
   b->class_weights = reserve_vector(backend, "class weights", DTYPE_F32, o->vocab_size, true);
   b->token_weights = reserve_vector(backend, "token weights", DTYPE_F32, o->tokens, true);
   b->entropy_weights = reserve_vector(backend, "entropy weights", DTYPE_F32, o->tokens, true);
   b->stats = reserve_vector(backend, "stats", DTYPE_F32, o->tokens, false);
-  b->sampled = reserve_vector(backend, "tiles dropped", DTYPE_F32, 3, false);
   add_terms(b, fused);
+  return b;
 }
 
 static void report_sampled(const Bench *b) {
@@ -209,9 +371,39 @@ static void heading(const char *what, const char *ratio) {
   printf("  %-24s %12s %7s   held\n", what, "median", ratio);
 }
 
-static void run(Bench *b) {
-  layer_gemms(&b->layer, b->settings->tokens); // chooses its algorithms; layer_held does so for the calls
+// Runs everything once: the GEMMs' algorithms are chosen, and a plan has the stack that it takes.
+static void find_held(Bench *b) {
+  layer_gemms(&b->layer, b->settings->tokens);
   for (int i = 1; i < b->count; i++) b->works[i].held = layer_held(b->layer.backend, b->works[i].call);
+}
+
+static size_t plan_stack(const Settings *o, const Backend *backend, LceShape shape) {
+  Backend *plan = plan_backend_create(backend->device, backend->dtype);
+  plan->ranks = backend->ranks;
+  Bench *bench = bench_create(o, plan, shape);
+  find_held(bench);
+  size_t stack = plan->memory.ledger.stack_peak;
+  free(bench);
+  backend_destroy(plan);
+  return stack;
+}
+
+// The mean loss, to compare with what the model's run says.
+static void report_loss(const Bench *b) {
+  int64_t tokens = b->settings->tokens;
+  float *loss = host_alloc(tokens, sizeof *loss, "the losses");
+  double sum = 0;
+  layer_run(&b->layer, LCE_FUSED, b->settings->chunks[0]);
+  backend_to_host(b->layer.backend, loss, b->layer.loss);
+  for (int64_t n = 0; n < tokens; n++) sum += (double)loss[n];
+  printf("  loss %.4f over %s targets\n", sum / (double)max_i64(b->state->counted, 1),
+         text_grouped(b->state->counted).text);
+  free(loss);
+}
+
+static void run(Bench *b) {
+  find_held(b);
+  if (b->state) report_loss(b);
   for (int i = 1; i < b->count; i++) {
     const Work *work = &b->works[i];
     Medians m = measure(seconds, b, work->base, i, 0.7, b->settings->repeat);
@@ -224,40 +416,35 @@ static void run(Bench *b) {
 }
 
 int main(int argc, char **argv) {
+  const Launch *launch = ranks_begin();
   Settings options = parse(argc, argv);
-  Backend *backend = layer_backend(options.device, ranks_begin()->local_rank);
+  State state = {0};
+  if (options.checkpoint) state = read_state(&options);
+  Backend *backend = layer_backend(options.device, launch->local_rank);
   machine_join_ranks(backend);
   LceShape shape = {.tokens = options.tokens,
                     .hidden_size = options.hidden_size,
                     .vocab_size = options.vocab_size,
                     .dtype = backend->dtype};
-  size_t materialized_bytes = lce_bytes(backend, LCE_MATERIALIZED, 1, shape);
   if (!options.chunk_count) {
-    int64_t chunk = lce_chunk_within(backend, materialized_bytes / 8, shape);
+    int64_t chunk = lce_chunk_within(backend, lce_bytes(backend, LCE_MATERIALIZED, 1, shape) / 8, shape);
     options.chunks[options.chunk_count++] = chunk ? chunk : 1;
-  }
-  size_t stack = materialized_bytes;
-  for (int i = 0; i < options.chunk_count; i++) {
-    LceShape widest = shape, split = shape;
-    widest.logits = options.terms && i == 0;
-    split.ranks = backend->ranks;
-    int64_t chunk = options.chunks[i];
-    size_t whole = lce_bytes(backend, LCE_FUSED, chunk, widest) + lce_bytes(backend, LCE_FUSED, chunk, shape);
-    size_t on_ranks = lce_bytes(backend, LCE_FUSED, chunk, split);
-    if (whole > stack) stack = whole;
-    if (on_ranks > stack) stack = on_ranks;
   }
 
   printf("%s: N %s, H %s, V %s\n", backend->description, text_grouped(options.tokens).text,
          text_grouped(options.hidden_size).text, text_grouped(options.vocab_size).text);
-  Bench *bench = host_alloc(1, sizeof *bench, "the benchmark");
-  bench->settings = &options;
-  bench->layer = layer_reserve(backend, shape, 1);
-  prepare(bench);
-  // The plain GEMMs hold all logits whatever the modes hold; terms push a little more than is planned for.
-  memory_set_stack(&backend->memory, stack + ((size_t)64 << 20));
+  Bench *bench = bench_create(&options, backend, shape);
+  if (options.checkpoint) {
+    bench->state = &state;
+    upload_state(&bench->layer, &state);
+  }
+  memory_set_stack(&backend->memory, plan_stack(&options, backend, shape));
   run(bench);
   free(bench);
+  free(state.x);
+  free(state.weight);
+  free(state.targets);
+  free(options.data.items);
   backend_destroy(backend);
   return 0;
 }
