@@ -25,8 +25,8 @@ Q := $(if $(V),,@)# `make V=1` shows whole commands
 
 GOALS := $(or $(MAKECMDGOALS),all)
 
-.PHONY: all tests info deps deps-run deps-dev run test bench memory-curve check format clean help
-.PHONY: liblce.so build-library fuzz build-and-run build-and-test build-and-fuzz build-and-bench build-and-memory-curve
+.PHONY: all tests info deps deps-run deps-dev run real-run test bench memory-curve check format clean help
+.PHONY: liblce.so build-library fuzz build-and-run build-and-real-run build-and-test build-and-fuzz build-and-bench build-and-memory-curve
 .SECONDARY:
 .DELETE_ON_ERROR:
 all:
@@ -59,7 +59,7 @@ WARNINGS := -Wall -Wextra -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-faile
 # --- What is there ------------------------------------------------------------------------------------------
 
 # These goals only start another make after installing, or need no compiler: they skip the search.
-SEARCH := $(filter-out liblce.so run test fuzz bench memory-curve check format clean help,$(GOALS))
+SEARCH := $(filter-out liblce.so run real-run test fuzz bench memory-curve check format clean help,$(GOALS))
 ifneq ($(SEARCH),)
 
 MULTIARCH := $(shell $(CC) -print-multiarch 2>/dev/null)
@@ -297,12 +297,15 @@ build-library: $(LIBRARY)
 # --- Running ------------------------------------------------------------------------------------------------
 
 # What is missing is installed first; then make starts over and finds it. With DEPS_ROOT nothing is installed.
-run test bench memory-curve:
+run real-run test bench memory-curve:
 	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test,$@),,-run))
 	@$(MAKE) build-and-$@
 
 build-and-run: $(BIN)train
 	./$< $(RUN_ARGS)
+
+build-and-real-run: $(BIN)train $(BIN)tools/plot_run
+	LCE_TRAIN=$< tools/real_run.sh $(REAL_RUN_ARGS)
 
 build-and-test: all tests
 	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v python3),$(wildcard tests/*/test_*.py))
@@ -368,6 +371,8 @@ help:
 #: make tests           builds the test programs
 #: make liblce.so       builds linear_cross_entropy as a shared library with a C interface (kernels/liblce.h)
 #: make run             installs what is missing, builds, and trains the demonstration; RUN_ARGS="..." for other options
+#: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison (tools/real_run.sh
+#:                      --help); REAL_RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, and runs all tests
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
 #: make bench           installs what is missing, builds, and runs the benchmarks (tools/bench_*)

@@ -1,8 +1,9 @@
 // Draws the logs of one or more runs as one picture: loss (with validation), learning rate, gradient norm and
-// throughput over steps.
+// throughput over steps. With --groups, runs that differ in their seed are one curve with a band, and a table.
 //
 //   ./train --log run.jsonl ... && tools/plot_run run.jsonl
 //   tools/plot_run --out compare.png runs/fused.jsonl runs/materialized.jsonl
+//   tools/plot_run --groups runs/fused-1.jsonl runs/fused-2.jsonl runs/sampled-1.jsonl runs/sampled-2.jsonl
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
@@ -12,9 +13,10 @@
 #include "base/fail.h"
 #include "base/json.h"
 #include "base/option_rows.h"
+#include "base/text.h"
 #include "tools/plot/chart.h"
 
-enum { RUNS_MAX = 8, DRAWN_MAX = 800 }; // 3 series a run and panel at most
+enum { LOGS_MAX = 256, LINES_MAX = 8, DRAWN_MAX = 800 }; // a line has at most 3 series in a panel
 
 // What a log says of each step, a panel each, and of each validation.
 enum { LOSS, NORM, RATE, SPEED, VALIDATION, FIGURES };
@@ -28,21 +30,32 @@ static const struct {
                       {"step", "tokens_per_second", "Tokens a second", UNIT_COUNT, true},
                       {"validation", "val_loss", NULL, UNIT_PLAIN, false}};
 
+// What the summary at a log's end says of the whole run.
+enum { VAL_LOSS, TOKENS_PER_SECOND, HEAD_BYTES, DROPPED_TILES, DROPPED_MASS, TOTALS };
+static const char *const totals[TOTALS] = {"val_loss", "tokens_per_second", "head_peak_bytes",
+                                           "dropped_tiles", "dropped_mass"};
+
 typedef struct {
   char name[48];
   Series figures[FIGURES]; // x is the step
+  double total_batch;      // tokens of a step
+  double totals[TOTALS];   // NAN where the log has none
+  int group;
 } Log;
 
 typedef struct {
   const char *out;
   double from;
-  Log logs[RUNS_MAX];
+  bool grouped;
+  Log logs[LOGS_MAX];
   int count;
+  int groups;
+  const Log *first[LINES_MAX]; // of each group
 } Wanted;
 
-static const Color COLORS[RUNS_MAX] = {{0xd9, 0x6a, 0x1c}, {0x2b, 0x6c, 0xb0}, {0x3a, 0x8f, 0x4f},
-                                       {0x8e, 0x4b, 0xa8}, {0xb8, 0x32, 0x42}, {0x5f, 0x6b, 0x7a},
-                                       {0x1f, 0x93, 0x9a}, {0xa8, 0x87, 0x14}};
+static const Color COLORS[LINES_MAX] = {{0xd9, 0x6a, 0x1c}, {0x2b, 0x6c, 0xb0}, {0x3a, 0x8f, 0x4f},
+                                        {0x8e, 0x4b, 0xa8}, {0xb8, 0x32, 0x42}, {0x5f, 0x6b, 0x7a},
+                                        {0x1f, 0x93, 0x9a}, {0xa8, 0x87, 0x14}};
 
 // --- reading logs ------------------------------------------------------------------------------------------
 
@@ -52,7 +65,15 @@ static void append(Series *s, double x, double y) {
   if (isfinite(y)) series_add(s, (Sample){.x = x, .y = y});
 }
 
+static double number_in(const cJSON *line, const char *name) {
+  const cJSON *value = json_member(line, name);
+  return cJSON_IsNumber(value) ? value->valuedouble : NAN;
+}
+
 static void read_line(Log *log, const cJSON *line, double from) {
+  if (json_is(line, "event", "start")) log->total_batch = number_in(line, "total_batch");
+  for (int t = 0; t < TOTALS && json_is(line, "event", "summary"); t++)
+    log->totals[t] = number_in(line, totals[t]);
   const cJSON *step = json_member(line, "step");
   if (!cJSON_IsNumber(step) || step->valuedouble < from) return;
   for (int f = 0; f < FIGURES; f++) {
@@ -68,6 +89,7 @@ static void read_log(Log *log, const char *path, double from) {
   const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
   snprintf(log->name, sizeof log->name, "%.*s", (int)(dot && dot > name ? dot - name : (long)strlen(name)),
            name);
+  for (int t = 0; t < TOTALS; t++) log->totals[t] = NAN;
   char *text = NULL;
   size_t capacity = 0;
   ssize_t length;
@@ -83,6 +105,89 @@ static void read_log(Log *log, const char *path, double from) {
   free(text);
   fclose(file);
   if (!log->figures[LOSS].count && !log->figures[VALIDATION].count) fail("%s has no step to draw", path);
+}
+
+// NAME-1, NAME-2, ... are runs of the group NAME.
+static void find_groups(Wanted *w) {
+  for (Log *log = w->logs; log < w->logs + w->count; log++) {
+    char *dash = strrchr(log->name, '-');
+    if (dash && dash > log->name && dash[1] && !dash[1 + strspn(dash + 1, "0123456789")]) *dash = 0;
+    while (log->group < w->groups && strcmp(w->first[log->group]->name, log->name) != 0) log->group++;
+    if (log->group == LINES_MAX) fail("one picture has space for %d groups", LINES_MAX);
+    if (log->group == w->groups) w->first[w->groups++] = log;
+  }
+}
+
+// --- statistics of a group ---------------------------------------------------------------------------------
+
+// Of the values that are not NAN.
+typedef struct {
+  int count;
+  double sum, squares, low, high;
+} Sums;
+
+static void sums_add(Sums *s, double value) {
+  if (isnan(value)) return;
+  s->low = s->count ? fmin(s->low, value) : value;
+  s->high = s->count ? fmax(s->high, value) : value;
+  s->sum += value;
+  s->squares += value * value;
+  s->count++;
+}
+
+static double mean(Sums s) {
+  return s.count ? s.sum / s.count : NAN;
+}
+
+// The standard error of the mean; NAN for one value.
+static double standard_error(Sums s) {
+  return s.count > 1 ? sqrt(fmax(0, s.squares / s.count - mean(s) * mean(s)) / (s.count - 1)) : NAN;
+}
+
+static Sums total_of(const Wanted *w, int group, int total) {
+  Sums sums = {0};
+  for (int k = 0; k < w->count; k++)
+    if (w->logs[k].group == group) sums_add(&sums, w->logs[k].totals[total]);
+  return sums;
+}
+
+// The time of the steps up to one, without validation.
+static double seconds_until(const Log *log, double step) {
+  const Series *s = &log->figures[SPEED];
+  double seconds = 0;
+  for (int i = 0; i < s->count && s->samples[i].x <= step; i++) seconds += log->total_batch / s->samples[i].y;
+  return seconds;
+}
+
+// Validation losses after a step and the times that it took.
+static void validations_at(const Wanted *w, int group, double step, Sums *losses, Sums *seconds) {
+  *losses = *seconds = (Sums){0};
+  for (const Log *log = w->logs; log < w->logs + w->count; log++) {
+    const Series *s = &log->figures[VALIDATION];
+    for (int i = 0; i < s->count && log->group == group; i++) {
+      if (s->samples[i].x != step) continue;
+      sums_add(losses, s->samples[i].y);
+      sums_add(seconds, seconds_until(log, step));
+    }
+  }
+}
+
+static void print_table(const Wanted *w) {
+  printf(
+      "| mode | runs | validation loss | tokens/s | LM head + loss, peak | tiles dropped | mass dropped |\n"
+      "| --- | --- | --- | --- | --- | --- | --- |\n");
+  for (int g = 0; g < w->groups; g++) {
+    Sums sums[TOTALS];
+    for (int t = 0; t < TOTALS; t++) sums[t] = total_of(w, g, t);
+    double error = standard_error(sums[VAL_LOSS]);
+    printf("| %s | %d | %.4f", w->first[g]->name, sums[VAL_LOSS].count, mean(sums[VAL_LOSS]));
+    if (!isnan(error)) printf(" ± %.4f", error);
+    printf(" | %s | %s |", text_count(mean(sums[TOKENS_PER_SECOND])).text,
+           axis_value(UNIT_BYTES, mean(sums[HEAD_BYTES])).text);
+    for (int t = DROPPED_TILES; t <= DROPPED_MASS; t++)
+      printf(sums[t].count ? " %.1f%% |" : " none |", 100 * mean(sums[t]));
+    putchar('\n');
+  }
 }
 
 // --- drawing -----------------------------------------------------------------------------------------------
@@ -133,6 +238,72 @@ static void add_panel(const Wanted *w, Picture *picture, int figure) {
   }
 }
 
+// --- drawing groups ----------------------------------------------------------------------------------------
+
+typedef enum { OVER_STEPS, OVER_TIME, AGAINST_FIRST } View;
+
+// The mean of a group's validation losses, and a band between the lowest and the highest.
+static void add_validations(const Wanted *w, Panel *p, int group, View view) {
+  const Series *steps = &w->first[group]->figures[VALIDATION];
+  Series *band = panel_series(p, (Series){.kind = SERIES_AREA, .color = COLORS[group], .opacity = 0.15});
+  Series *low = panel_series(p, (Series){.width = 0}); // the y axis is fitted to y, not to base
+  Series *line = panel_series(p, (Series){.color = COLORS[group], .width = 2});
+  for (int i = 0; i < steps->count; i++) {
+    double step = steps->samples[i].x;
+    Sums losses, seconds, first = {0}, ignored;
+    if (step < w->from) continue;
+    validations_at(w, group, step, &losses, &seconds);
+    if (view == AGAINST_FIRST) validations_at(w, 0, step, &first, &ignored);
+    double x = view == OVER_TIME ? mean(seconds) : step, base = first.count ? mean(first) : 0;
+    series_add(line, (Sample){.x = x, .y = mean(losses) - base});
+    series_add(low, (Sample){.x = x, .y = losses.low - base});
+    series_add(band, (Sample){.x = x, .y = losses.high - base, .base = losses.low - base});
+  }
+  if (!line->count) return;
+  line->end = label("%s", w->first[group]->name);
+  line->below = label(view == AGAINST_FIRST ? "%+.4f" : "%.4f", line->samples[line->count - 1].y);
+}
+
+static void add_validation_panel(const Wanted *w, Picture *picture, View view, Box box) {
+  static const char *const names[] = {"Validation loss: mean and range of each group's runs",
+                                      "Validation loss over the time of the steps",
+                                      "Validation loss minus the mean of %s"};
+  Panel *p = picture_panel(picture, box, label(names[view], w->first[0]->name));
+  p->x = (Axis){.title = label(view == OVER_TIME ? "time" : "step"),
+                .unit = view == OVER_TIME ? UNIT_SECONDS : UNIT_PLAIN};
+  for (int g = 0; g < w->groups; g++) add_validations(w, p, g, view);
+}
+
+static void add_bars(const Wanted *w, Picture *picture, const char *title, int total, Box box) {
+  static const char *names[LINES_MAX];
+  Panel *p = picture_panel(picture, box, label("%s", title));
+  p->x.from_zero = true;
+  p->y = (Axis){.names = names, .low = w->groups - 0.5, .high = -0.5};
+  for (int g = 0; g < w->groups; g++) {
+    double value = mean(total_of(w, g, total));
+    names[g] = w->first[g]->name;
+    if (isnan(value)) continue;
+    Series *bar = panel_series(p, (Series){.kind = SERIES_AREA, .color = COLORS[g]});
+    for (int end = 0; end < 2; end++)
+      series_add(bar, (Sample){.x = end * value, .y = g - 0.3, .base = g + 0.3});
+    Series *text = panel_series(p, (Series){.color = COLOR_INK, .sides = "6"});
+    Label shown = total == HEAD_BYTES ? axis_value(UNIT_BYTES, value) : label("%s", text_count(value).text);
+    series_add(text, (Sample){.x = value, .y = g, .label = shown});
+  }
+}
+
+static void draw_groups(const Wanted *w) {
+  Picture *picture = picture_create(1120, 720, (Label){""}, (Label){""});
+  const Box frame = {72, 72, 1000, 664};
+  for (int view = OVER_STEPS; view <= AGAINST_FIRST; view++)
+    add_validation_panel(w, picture, (View)view, picture_cell(frame, 230, 92, 2, 2, view / 2, view % 2));
+  Box cell = picture_cell(frame, 230, 92, 2, 2, 1, 1);
+  add_bars(w, picture, "LM head + loss, peak memory", HEAD_BYTES, picture_cell(cell, 0, 44, 2, 1, 0, 0));
+  add_bars(w, picture, "Tokens a second", TOKENS_PER_SECOND, picture_cell(cell, 0, 44, 2, 1, 1, 0));
+  picture_write(picture, 2, w->out);
+  picture_free(picture);
+}
+
 static void draw(const Wanted *w) {
   Picture *picture = picture_create(1040, 720, (Label){""}, (Label){""});
   for (int figure = LOSS; figure <= SPEED; figure++) add_panel(w, picture, figure);
@@ -146,6 +317,9 @@ static void draw(const Wanted *w) {
 static const Option option_rows[] = {
     {TEXT("out", "FILE", out), DEFAULT("run.png"), HELP("The picture")},
     {NUMBER("from", "STEP", from, 0, 1e18), DEFAULT("0"), HELP("Leave out the steps before it")},
+    {FLAG("groups", grouped, 1),
+     HELP("Logs NAME-1.jsonl, NAME-2.jsonl, ... are runs of one group: draw the mean and the range of their "
+          "validation losses over steps and time, memory and speed; print a table in Markdown")},
     {.type = OPTION_END}};
 
 int main(int argc, char **argv) {
@@ -155,14 +329,20 @@ int main(int argc, char **argv) {
   Wanted wanted = {0};
   wanted.count = option_table_take(&table, &wanted, NULL, argc, argv) - 1;
   if (!wanted.count) fail("name one or more logs that ./train --log wrote");
-  if (wanted.count > RUNS_MAX) fail("one picture has space for %d runs", RUNS_MAX);
-  const char *reason;
-  if (!canvas_possible(&reason)) fail("no picture can be drawn: %s", reason);
+  int max = wanted.grouped ? LOGS_MAX : LINES_MAX;
+  if (wanted.count > max) fail("one picture has space for %d runs", max);
   for (int k = 0; k < wanted.count; k++) {
     if (argv[k + 1][0] == '-') fail("%s is no option; --help lists them", argv[k + 1]);
-    read_log(&wanted.logs[k], argv[k + 1], wanted.from);
+    read_log(&wanted.logs[k], argv[k + 1], wanted.grouped ? 0 : wanted.from);
   }
-  draw(&wanted);
+  if (wanted.grouped) {
+    find_groups(&wanted);
+    print_table(&wanted);
+    fflush(stdout);
+  }
+  const char *reason;
+  if (!canvas_possible(&reason)) fail("no picture can be drawn: %s", reason);
+  (wanted.grouped ? draw_groups : draw)(&wanted);
   printf("%s\n", wanted.out);
   for (int k = 0; k < wanted.count; k++)
     for (int f = 0; f < FIGURES; f++) free(wanted.logs[k].figures[f].samples);

@@ -7,6 +7,8 @@
                                  off transformers' own passes in bf16 are
   make_golden.py --live ./train  trains each model here and there, and compares: losses, weights, the validation loss
                                  of what was saved, the bits of a model loaded and saved
+  make_golden.py --live ./train --checkpoint DIR --shard FILE
+                                 compares the loss of a saved model over the beginning of a shard
 
 Made with torch 2.15.0 and transformers 5.23.0. Everything is drawn from fixed seeds.
 """
@@ -72,14 +74,20 @@ def save_bare(model, folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_shard(path, tokens):
-    header = [20240520, 1, len(tokens)] + [0] * 253
-    path.write_bytes(struct.pack("<256i", *header) + struct.pack(f"<{len(tokens)}H", *tokens))
+SHARDS = {20240520: (1, "H"), 20240801: (7, "I")}  # magic: version, token
 
 
-def read_shard(path):
-    data = path.read_bytes()
-    return torch.tensor(struct.unpack(f"<{(len(data) - 1024) // 2}H", data[1024:]))
+def write_shard(path, tokens, magic=20240520):
+    version, kind = SHARDS[magic]
+    header = [magic, version, len(tokens)] + [0] * 253
+    path.write_bytes(struct.pack("<256i", *header) + struct.pack(f"<{len(tokens)}{kind}", *tokens))
+
+
+def read_shard(path, most=1 << 31):
+    with open(path, "rb") as file:
+        magic, _, count = struct.unpack("<3i", file.read(1024)[:12])
+        count, kind = min(count, most), SHARDS[magic][1]
+        return torch.tensor(struct.unpack(f"<{count}{kind}", file.read(count * struct.calcsize(kind))))
 
 
 def windows(path):
@@ -190,8 +198,8 @@ def make(name, index):
 # --- the live comparison --------------------------------------------------------------------------------------------
 
 
-def run(program, *options):
-    command = [program, "--device", "cpu", "--sample-every", "0", *map(str, options)]
+def run(program, *options, device="cpu"):
+    command = [program, "--device", device, "--sample-every", "0", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr}")
@@ -212,6 +220,31 @@ def check(what, got, most):
     print(f"  {what:55} {got:.1e}  (at most {most:.0e})")
     if not got <= most:
         sys.exit(f"{what}: too far off")
+
+
+def stream_loss(model, stream, width):
+    """--val-data is read from end to end: every token but the first is predicted."""
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        sums = [torch.nn.functional.cross_entropy(model(input_ids=w[None, :-1]).logits[0].float(), w[1:], reduction="sum").item()
+                for w in (stream[i:i + width + 1].to(device) for i in range(0, len(stream) - 1, width))]
+    return sum(sums) / (len(stream) - 1)
+
+
+def compare_checkpoint(folder, shard, program, device):
+    """The model in fp32 here, and there on `device`, whose GEMMs may be in bf16."""
+    model = load(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    width = min(model.config.max_position_embeddings, 128 if device == "cpu" else 1024)
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = pathlib.Path(scratch)
+        stream = read_shard(shard, 64 * width + 1)
+        write_shard(scratch / "tokens.bin", stream.tolist(), 20240801)
+        run(program, "--init", folder, "--eval-only", "--data", scratch / "tokens.bin", "--val-data", scratch / "tokens.bin",
+            "--batch", 1, "--seq-len", width, "--log", scratch / "log.jsonl", device=device)
+        ours = json.loads((scratch / "log.jsonl").read_text().splitlines()[-1])["val_loss"]
+    theirs = stream_loss(model, stream, width)
+    print(f"{folder}, loss of {len(stream) - 1:,} tokens: {ours:.5f}, in transformers {theirs:.5f}")
+    check("difference", abs(ours - theirs), 1e-4 if device == "cpu" else 3e-3)
 
 
 def compare(name, program):
@@ -235,14 +268,7 @@ def compare(name, program):
         trained = load(scratch / "trained")
         ours = dict(trained.named_parameters())
         check("weights after 10 steps", max(relative(ours[k], p) for k, p in model.named_parameters()), 2e-5)
-        # --val-data is read from end to end: every token but the first is predicted.
-        stream = read_shard(shard)
-        whole = torch.stack([stream[i:i + SEQ + 1] for i in range(0, len(stream) - SEQ, SEQ)])
-        rest = stream[whole.shape[0] * SEQ:]
-        with torch.no_grad():
-            sums = [torch.nn.functional.cross_entropy(trained(input_ids=w[None, :-1]).logits[0], w[1:], reduction="sum")
-                    for w in [*whole, rest] if len(w) > 1]
-        theirs = sum(s.item() for s in sums) / (len(stream) - 1)
+        theirs = stream_loss(trained, read_shard(shard), SEQ)
         check("validation loss in transformers", abs(log[-1]["val_loss"] - theirs), 1e-5)
         stored = "bf16" if dtype == torch.bfloat16 else "fp32"
         run(program, "--init", folder, "--steps", 0, "--save", scratch / "copy", "--save-dtype", stored, *common)
@@ -260,9 +286,15 @@ def compare(name, program):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--live", metavar="TRAIN", help="the trainer to compare")
+    parser.add_argument("--checkpoint", metavar="DIR", help="the saved model to compare instead")
+    parser.add_argument("--shard", metavar="FILE", help="tokens for it")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the trainer evaluates it (cpu)")
     parser.add_argument("names", nargs="*", default=list(MODELS))
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.checkpoint:
+        compare_checkpoint(arguments.checkpoint, arguments.shard, arguments.live, arguments.device)
+        sys.exit()
     torch.set_num_threads(1)
     for number, model_name in enumerate(MODELS):
         if model_name in arguments.names:

@@ -1,0 +1,160 @@
+#!/bin/bash
+# From text to a picture: fetches text, trains a tokenizer and makes shards, trains a model with LM head + loss
+# materialized, fused and sampled, each from several seeds, and shows what that does to loss, time and memory.
+# `make real-run` builds what it needs. Interrupted, it goes on where it was when started again.
+set -euo pipefail
+
+usage() {
+  cat <<END
+Usage: tools/real_run.sh [OPTION...]
+Trains a tokenizer and a model with LM head + loss materialized, fused and sampled; draws and prints the comparison.
+On an NVIDIA GPU the model is gpt2-124m with 65,536 tokens a step, else gpt2-tiny with 1,024; some minutes either way.
+
+      --lce-sample M0      M0 of the sampled runs (default 1)
+      --model-options OPT  ./train's options for model and batch, instead of the ones above
+      --out DIR            Where text, shards, logs and the picture go (default runs/real_run); shards there are used
+      --seeds N            Runs of each kind (default 3 on a GPU, 2 on a CPU). A seed gives the weights and the order of the
+                           data: runs of different kinds with the same seed start alike and read the same batches
+      --steps N            Optimizer steps (default 540 on a GPU, 60 on a CPU)
+      --text PATH          Text to train on: file, directory or what else tools/prepare_data.py reads
+                           (default the documentation and C of Debian's or Ubuntu's linux-source package)
+      --vocab V            Entries of the tokenizer (default 128256)
+
+Python with tokenizers and numpy makes the shards (PYTHON names one; without them they go into a virtual environment next
+to DIR), and with torch and transformers it checks the checkpoint that the last run saves.
+END
+}
+
+fail() {
+  echo "real_run: $*" >&2
+  exit 1
+}
+
+root=$(dirname "$(realpath "$0")")/..
+train=$(realpath "${LCE_TRAIN:-$root/train}")
+plot_run=$(dirname "$train")/tools/plot_run
+python=${PYTHON:-python3}
+out=$root/runs/real_run text='' vocab=128256 sample=1
+if nvidia-smi -L >/dev/null 2>&1; then
+  device=cuda seeds=3 steps=540 text_bytes=160000000 eval_every=30
+  model="--model gpt2-124m --batch 64 --seq-len 1024 --lr 1e-3"
+else
+  device=cpu seeds=2 steps=60 text_bytes=20000000 eval_every=10
+  model="--model gpt2-tiny --batch 8 --seq-len 128 --eval-batches 4"
+fi
+
+while [ $# -gt 0 ]; do
+  [[ $1 != --*=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
+  case $1 in
+  --help) usage && exit ;;
+  --lce-sample | --model-options | --out | --seeds | --steps | --text | --vocab) [ $# -gt 1 ] || fail "$1 needs a value" ;;
+  *) fail "$1 is no option; --help lists them" ;;
+  esac
+  case $1 in
+  --lce-sample) sample=$2 ;;
+  --model-options) model=$2 ;;
+  --out) out=$2 ;;
+  --seeds) seeds=$2 ;;
+  --steps) steps=$2 ;;
+  --text) text=$(realpath -e "$2" 2>/dev/null) || fail "there is no text $2" ;;
+  --vocab) vocab=$2 ;;
+  esac
+  shift 2
+done
+[[ $seeds =~ ^[1-9][0-9]?$ ]] || fail "--seeds $seeds: give a whole number from 1 to 99"
+[[ $steps =~ ^[1-9][0-9]{0,8}$ ]] || fail "--steps $steps: give a whole number from 1 on"
+[[ -x $train && -x $plot_run ]] || fail "there is no $train or $plot_run: run make"
+mkdir -p "$out"
+out=$(realpath "$out")
+
+# --- text, tokenizer, shards -------------------------------------------------------------------------------------
+
+# Into $out/text.jsonl, a file a line: which files does not depend on their order in the package.
+fetch_text() {
+  local package pattern='^linux-source-[0-9.]+$'
+  package=$({ apt-cache search --names-only "$pattern" 2>/dev/null || true; } | sort -V | head -n 1 | cut -d ' ' -f 1)
+  [ -n "$package" ] || fail "apt knows no package linux-source-...: run apt-get update as root, or name a text with --text"
+  echo "fetching $package ..."
+  mkdir -p "$out/package"
+  (cd "$out/package" && apt-get -qq -o APT::Sandbox::User=root download "$package" && dpkg -x "$package"_*.deb .) ||
+    fail "the package $package cannot be downloaded and unpacked: is this machine offline? --text names a text of yours"
+  echo "choosing documentation, C and headers, $((text_bytes / 1000000)) MB of it ..."
+  "$python" - "$(find "$out/package" -type f -name 'linux-source-*.tar.*' | head -n 1)" $text_bytes >"$out/text.partial" <<'END'
+import hashlib, json, re, sys, tarfile
+
+wanted = re.compile(r"[^/]+/(Documentation/.*\.(rst|txt)|(?!(arch|drivers|sound|tools)/).*\.[ch])")
+files = {}
+with tarfile.open(sys.argv[1]) as archive:
+    for member in archive:
+        if member.isfile() and wanted.fullmatch(member.name):
+            key = hashlib.sha256(member.name.split("/", 1)[1].encode()).digest()
+            files[key] = archive.extractfile(member).read().decode(errors="replace")
+left = int(sys.argv[2])
+for key in sorted(files):
+    left -= len(files[key])
+    if left < 0:
+        break
+    print(json.dumps({"text": files[key]}))
+END
+  mv "$out/text.partial" "$out/text.jsonl"
+  rm -r "$out/package"
+}
+
+make_shards() {
+  command -v "$python" >/dev/null || fail "making shards needs Python: there is no $python"
+  [ -n "$text" ] || [ -e "$out/text.jsonl" ] || fetch_text
+  if ! "$python" -c 'import numpy, tokenizers' 2>/dev/null; then
+    local venv=$out/../venv
+    echo "installing the Python packages numpy and tokenizers into $venv ..."
+    { "$python" -m venv "$venv" && "$venv/bin/pip" install --quiet numpy tokenizers; } ||
+      fail "they cannot be installed (Debian's package python3-venv makes environments): PYTHON names a python that has them"
+    python=$venv/bin/python
+  fi
+  "$python" "$root/tools/prepare_data.py" "${text:-$out/text.jsonl}" --train-tokenizer "$vocab" --val-fraction 0.02 \
+    --out "$out/shards"
+}
+
+[ -e "$out/shards/manifest.json" ] || make_shards
+data=(--data "$out/shards/train_*.bin")
+if [ -e "$out/shards/val_000000.bin" ]; then data+=(--val-data "$out/shards/val_*.bin"); fi # else ./train holds a part back
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+modes=(materialized fused sampled)
+declare -A mode_options=([materialized]=--materialized-logits [fused]=--fused-lce [sampled]="--lce-sample $sample")
+warmup=$(((steps + 8) / 9))
+options="--device $device $model --vocab $vocab --steps $steps --warmup $warmup --eval-every $eval_every --sample-every 0"
+settings="$options --lce-sample $sample"
+[ -e "$out/settings" ] || echo "$settings" >"$out/settings"
+[ "$settings" = "$(cat "$out/settings")" ] ||
+  fail "the runs in $out have other settings ($(cat "$out/settings")): name another directory with --out, or remove it"
+
+count=0 logs=()
+for ((seed = 1; seed <= seeds; seed++)); do
+  for mode in "${modes[@]}"; do # in turn, so that a machine that slows down slows all of them
+    count=$((count + 1)) name=$mode-$seed save=()
+    logs+=("$out/$name.jsonl")
+    [ $count -lt $((3 * seeds)) ] || save=(--save "$out/checkpoint" --keep 1)
+    if grep -qs '"stopped":false' "$out/$name.jsonl" && [[ ! ${save[*]} || -e $out/checkpoint/latest ]]; then continue; fi
+    printf '\nrun %d of %d: %s, seed %d\n' $count $((3 * seeds)) "$mode" $seed
+    # shellcheck disable=SC2086 # lists of options
+    "$train" $options ${mode_options[$mode]} --seed $seed "${data[@]}" --log "$out/$name.jsonl" "${save[@]}" |
+      tee "$out/$name.txt" | grep --line-buffered '^step [0-9]\+\(/\|  validation\)'
+    grep -q '"stopped":false' "$out/$name.jsonl" || fail "interrupted; started again, it goes on with this run"
+  done
+done
+
+# --- what came out -----------------------------------------------------------------------------------------------
+
+echo
+# Where no picture can be drawn plot_run says why, after the table.
+"$plot_run" --groups --from "$warmup" --out "$out/picture.png" "${logs[@]}" >"$out/table.md" || true
+cat "$out/table.md"
+
+echo
+if "$python" -c 'import torch, transformers, safetensors' 2>/dev/null; then
+  "$python" "$root/tests/golden/make_golden.py" --live "$train" --checkpoint "$out/checkpoint/latest" \
+    --shard "$(find "$out/shards" -name '*_000000.bin' | sort | tail -n 1)" --device $device
+else
+  echo "The check of the checkpoint against transformers is skipped: $python lacks torch, transformers or safetensors."
+fi
