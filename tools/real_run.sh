@@ -129,6 +129,7 @@ settings="$options --lce-sample $sample"
 [ "$settings" = "$(cat "$out/settings")" ] ||
   fail "the runs in $out have other settings ($(cat "$out/settings")): name another directory with --out, or remove it"
 
+trap 'fail "interrupted; started again, it goes on with this run"' INT
 count=0 logs=()
 for ((seed = 1; seed <= seeds; seed++)); do
   for mode in "${modes[@]}"; do # in turn, so that a machine that slows down slows all of them
@@ -137,10 +138,11 @@ for ((seed = 1; seed <= seeds; seed++)); do
     [ $count -lt $((3 * seeds)) ] || save=(--save "$out/checkpoint" --keep 1)
     if grep -qs '"stopped":false' "$out/$name.jsonl" && [[ ! ${save[*]} || -e $out/checkpoint/latest ]]; then continue; fi
     printf '\nrun %d of %d: %s, seed %d\n' $count $((3 * seeds)) "$mode" $seed
+    [[ ! ${save[*]} ]] || rm -rf "$out/checkpoint" # of a run that was interrupted, or of fewer seeds
     # shellcheck disable=SC2086 # lists of options
     "$train" $options ${mode_options[$mode]} --seed $seed "${data[@]}" --log "$out/$name.jsonl" "${save[@]}" |
       tee "$out/$name.txt" | grep --line-buffered '^step [0-9]\+\(/\|  validation\)'
-    grep -q '"stopped":false' "$out/$name.jsonl" || fail "interrupted; started again, it goes on with this run"
+    grep -q '"stopped":false' "$out/$name.jsonl" || kill -INT $$
   done
 done
 
