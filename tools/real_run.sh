@@ -45,11 +45,8 @@ fi
 
 while [ $# -gt 0 ]; do
   [[ $1 != --*=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
-  case $1 in
-  --help) usage && exit ;;
-  --lce-sample | --model-options | --out | --seeds | --steps | --text | --vocab) [ $# -gt 1 ] || fail "$1 needs a value" ;;
-  *) fail "$1 is no option; --help lists them" ;;
-  esac
+  [ "$1" != --help ] || { usage && exit; }
+  [ $# -gt 1 ] || fail "$1 is no option with a value; --help lists them"
   case $1 in
   --lce-sample) sample=$2 ;;
   --model-options) model=$2 ;;
@@ -58,6 +55,7 @@ while [ $# -gt 0 ]; do
   --steps) steps=$2 ;;
   --text) text=$(realpath -e "$2" 2>/dev/null) || fail "there is no text $2" ;;
   --vocab) vocab=$2 ;;
+  *) fail "$1 is no option; --help lists them" ;;
   esac
   shift 2
 done
@@ -75,7 +73,7 @@ fetch_text() {
   package=$({ apt-cache search --names-only "$pattern" 2>/dev/null || true; } | sort -V | head -n 1 | cut -d ' ' -f 1)
   [ -n "$package" ] || fail "apt knows no package linux-source-...: run apt-get update as root, or name a text with --text"
   echo "fetching $package ..."
-  mkdir -p "$out/package"
+  rm -rf "$out/package" && mkdir "$out/package"
   (cd "$out/package" && apt-get -qq -o APT::Sandbox::User=root download "$package" && dpkg -x "$package"_*.deb .) ||
     fail "the package $package cannot be downloaded and unpacked: is this machine offline? --text names a text of yours"
   echo "choosing documentation, C and headers, $((text_bytes / 1000000)) MB of it ..."
