@@ -265,7 +265,7 @@ static void add_validations(const Wanted *w, Panel *p, int group, View view) {
 }
 
 static void add_validation_panel(const Wanted *w, Picture *picture, View view, Box box) {
-  static const char *const names[] = {"Validation loss: mean and range of each group's runs",
+  static const char *const names[] = {"Validation loss: mean and range of the runs",
                                       "Validation loss over the time of the steps",
                                       "Validation loss minus the mean of %s"};
   Panel *p = picture_panel(picture, box, label(names[view], w->first[0]->name));
