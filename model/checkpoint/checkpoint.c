@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,6 +20,8 @@
 #define TRAINER_STATE     "trainer_state.json"
 #define GENERATION_CONFIG "generation_config.json"
 #define TOKENIZER         "tokenizer.json"
+#define LATEST            "latest"
+#define NEW_LATEST        ".latest" // until it is renamed
 
 // A tokenizer's other files, in the folder of TOKENIZER.
 static const char *const tokenizer_names[] = {
@@ -68,14 +71,40 @@ static void take_lock(CheckpointStore *store) {
          store->directory);
 }
 
+static bool is_listed(const char *name, const char *const *names, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    if (!strcmp(name, names[i])) return true;
+  return false;
+}
+
+// What a model's folder holds, or the directory itself, by name.
+static bool is_ours_by_name(const char *name) {
+  static const char *const names[] = {"config.json", GENERATION_CONFIG, TRAINER_STATE, CHECKSUMS, TOKENIZER,
+                                      LATEST,        NEW_LATEST};
+  const char *suffix = strstr(name, ".safetensors");
+  return is_listed(name, names, sizeof names / sizeof *names) ||
+         is_listed(name, tokenizer_names, TOKENIZER_NAMES) ||
+         (suffix && (!suffix[12] || !strcmp(suffix + 12, ".index.json")));
+}
+
+// Such names are links that point_to made; anything else is another program's, and would be mixed with ours or lost.
 static void refuse_foreign(const CheckpointStore *store, int64_t first_step, bool may_replace) {
-  char *config = path_join(store->directory, "config.json");
-  struct stat status;
-  if (!lstat(config, &status) && !S_ISLNK(status.st_mode))
-    fail("--save %s: it holds a model that is no checkpoint; name another directory", store->directory);
-  free(config);
   int count;
-  char **names = list_steps(store->directory, &count);
+  char **names = folder_list(store->directory, is_ours_by_name, &count);
+  for (int i = 0; i < count; i++) {
+    char target[PATH_MAX] = "", *path = path_join(store->directory, names[i]);
+    char *wanted = path_join(LATEST, names[i]);
+    bool link = readlink(path, target, sizeof target - 1) >= 0;
+    bool latest = !strcmp(names[i], LATEST) || !strcmp(names[i], NEW_LATEST);
+    if (!link || !(latest ? is_step(target) : !strcmp(target, wanted)))
+      fail("--save %s: it holds a model that is no checkpoint (%s is not from this program); name another "
+           "directory",
+           store->directory, names[i]);
+    free(path);
+    free(wanted);
+  }
+  folder_list_free(names, count);
+  names = list_steps(store->directory, &count);
   if (count && !may_replace && step_of(names[0]) > first_step)
     fail("--save %s: %s is there, which is ahead of this run; --resume auto continues from it, or name "
          "another directory",
@@ -142,7 +171,7 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 // `latest` always leads to whole files of one checkpoint. --resume does without it, as on file systems without links.
 static void point_to(const char *directory, const char *name) {
-  char *fresh = path_join(directory, ".latest"), *latest = path_join(directory, "latest");
+  char *fresh = path_join(directory, NEW_LATEST), *latest = path_join(directory, LATEST);
   char *folder = path_join(directory, name);
   unlink(fresh);
   if (symlink(name, fresh) || rename(fresh, latest))
@@ -150,7 +179,7 @@ static void point_to(const char *directory, const char *name) {
   int count;
   char **files = folder_list(folder, is_plain_name, &count);
   for (int i = 0; i < count; i++) {
-    char *link = path_join(directory, files[i]), *target = path_join("latest", files[i]);
+    char *link = path_join(directory, files[i]), *target = path_join(LATEST, files[i]);
     if (symlink(target, link) && errno != EEXIST) warn("cannot make the link %s: %s", link, strerror(errno));
     free(link);
     free(target);

@@ -15,7 +15,7 @@
 #include "base/file.h"
 #include "kernels/ranks/ranks.h"
 
-static const char saving[] = ".saving-", removing[] = ".removing-";
+static const char saving[] = ".saving-", removing[] = ".removing-", fresh_list[] = CHECKSUMS ".new";
 
 // --- folders and checksums -----------------------------------------------------------------------------------
 
@@ -60,9 +60,10 @@ static int by_bytes(const void *a, const void *b) {
   return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-char **folder_list(const char *path, bool (*accept)(const char *name), int *count) {
+// Closes the descriptor.
+static char **list_entries(int descriptor, const char *path, bool (*accept)(const char *name), int *count) {
   *count = 0;
-  DIR *folder = opendir(path);
+  DIR *folder = descriptor < 0 ? NULL : fdopendir(descriptor);
   if (!folder) return NULL;
   char **names = NULL;
   int64_t capacity = 0;
@@ -76,28 +77,116 @@ char **folder_list(const char *path, bool (*accept)(const char *name), int *coun
   return names;
 }
 
+char **folder_list(const char *path, bool (*accept)(const char *name), int *count) {
+  return list_entries(open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), path, accept, count);
+}
+
 void folder_list_free(char **names, int count) {
   for (int i = 0; i < count; i++) free(names[i]);
   free(names);
 }
 
-static bool is_entry(const char *name) {
-  return strcmp(name, ".") && strcmp(name, "..");
+// --- removing ----------------------------------------------------------------------------------------------
+
+static bool is_list(const char *name) {
+  return !strcmp(name, CHECKSUMS) || !strcmp(name, fresh_list);
+}
+
+// Removes a folder and the files in it that `listed` names, its list last; with `dry`, only checks that this is
+// possible. False with a reason: it is a link, or holds anything else, and nothing is removed. True where there is none.
+static bool remove_listed(const char *path, const cJSON *listed, bool dry, Reason *reason) {
+  int folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC), count;
+  if (folder < 0 && errno == ENOENT) return true;
+  if (folder < 0) return refuse(reason, "%s is left: it is a link or no folder", path);
+  char **names = list_entries(dup(folder), path, is_plain_name, &count);
+  bool ok = true;
+  for (int i = 0; i < count && ok; i++) {
+    struct stat status;
+    bool ours = is_list(names[i]) || cJSON_GetObjectItemCaseSensitive(listed, names[i]);
+    if (!ours || fstatat(folder, names[i], &status, AT_SYMLINK_NOFOLLOW) || !S_ISREG(status.st_mode))
+      ok = refuse(reason, "%s is left: it holds %s, which this program did not write", path, names[i]);
+  }
+  for (int last = 0; last < 2 && !dry; last++)
+    for (int i = 0; i < count && ok; i++)
+      if (is_list(names[i]) == last) unlinkat(folder, names[i], 0);
+  if (ok && !dry && rmdir(path)) ok = refuse(reason, "cannot remove %s: %s", path, strerror(errno));
+  folder_list_free(names, count);
+  close(folder);
+  return ok;
+}
+
+static cJSON *read_list(const char *path, Reason *reason) {
+  char *list = path_join(path, CHECKSUMS);
+  size_t length;
+  Reason why;
+  char *text = file_read(list, &length);
+  cJSON *listed = text ? json_parse(text, length, &why) : NULL;
+  if (!text)
+    refuse(reason, "%s does not exist", list);
+  else if (!listed)
+    refuse(reason, "%s is damaged: %s", list, why.text);
+  free(text);
+  free(list);
+  return listed;
+}
+
+// remove_listed by the folder's own list; warns where it cannot.
+static bool remove_folder(const char *path, bool dry) {
+  Reason reason;
+  cJSON *listed = read_list(path, &reason);
+  bool ok = remove_listed(path, listed, dry, &reason);
+  if (!ok) warn("%s", reason.text);
+  cJSON_Delete(listed);
+  return ok;
 }
 
 void folder_remove(const char *path) {
+  remove_folder(path, false);
+}
+
+static bool is_left_over(const char *name) {
+  return !strncmp(name, saving, sizeof saving - 1) || !strncmp(name, removing, sizeof removing - 1);
+}
+
+void folder_clean(const char *parent) {
   int count;
-  char **names = folder_list(path, is_entry, &count);
+  char **names = folder_list(parent, is_left_over, &count);
   for (int i = 0; i < count; i++) {
-    char *file = path_join(path, names[i]);
-    unlink(file);
-    free(file);
+    char *path = path_join(parent, names[i]);
+    folder_remove(path);
+    free(path);
   }
   folder_list_free(names, count);
-  if (rmdir(path) && errno != ENOENT) warn("cannot remove %s: %s", path, strerror(errno));
+}
+
+// Takes parent/name away at once for every reader, whatever it is, and removes it if it is ours.
+static void take_away(const char *parent, const char *name) {
+  char *path = path_join(parent, name), *away = text_format("%s/%s%s", parent, removing, name);
+  folder_remove(away);
+  if (rename(path, away)) warn("cannot remove %s: %s", path, strerror(errno));
+  folder_remove(away);
+  free(path);
+  free(away);
+}
+
+void folder_discard(const char *parent, const char *name) {
+  char *path = path_join(parent, name);
+  if (remove_folder(path, true)) take_away(parent, name);
+  free(path);
 }
 
 // --- making ------------------------------------------------------------------------------------------------
+
+static bool write_all(int file, const char *bytes, size_t count) {
+  while (count) {
+    ssize_t written = write(file, bytes, count);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return false;
+    bytes += written;
+    count -= (size_t)written;
+  }
+  return true;
+}
 
 static void give_up(Folder *f, const char *path) {
   if (f->ok) refuse(&f->reason, "cannot write %s: %s", path, strerror(errno));
@@ -115,13 +204,28 @@ Folder folder_begin(const char *parent, const char *name) {
   return f;
 }
 
+// Writes what is listed so far. Every file is listed before it is made, so that whoever removes what a killed writer
+// left knows it.
+static void write_list(Folder *f, bool last) {
+  char *fresh = path_join(f->hidden, fresh_list), *list = path_join(f->hidden, CHECKSUMS);
+  char *text = json_print(f->checksums, true);
+  size_t length = strlen(text);
+  int file = f->ok ? open(fresh, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666) : -1;
+  bool written = file >= 0 && write_all(file, text, length) && (!last || !fsync(file));
+  if (file >= 0 && close(file)) written = false;
+  if (f->ok && (!written || rename(fresh, list))) give_up(f, list);
+  free(text);
+  free(fresh);
+  free(list);
+}
+
 static void end_file(Folder *f) {
   if (!f->file) return;
   if (f->ok && fsync(f->descriptor)) give_up(f, f->file);
   if (close(f->descriptor)) give_up(f, f->file);
   char crc[16];
   snprintf(crc, sizeof crc, "%08x", f->crc);
-  cJSON *entry = cJSON_AddObjectToObject(f->checksums, strrchr(f->file, '/') + 1);
+  cJSON *entry = cJSON_GetObjectItemCaseSensitive(f->checksums, strrchr(f->file, '/') + 1);
   cJSON_AddNumberToObject(entry, "bytes", (double)f->bytes);
   cJSON_AddStringToObject(entry, "crc32", crc);
   free(f->file);
@@ -131,9 +235,12 @@ static void end_file(Folder *f) {
 void folder_file(Folder *f, const char *name) {
   end_file(f);
   if (!f->ok) return;
+  cJSON_AddObjectToObject(f->checksums, name);
+  write_list(f, false);
+  if (!f->ok) return;
   f->file = path_join(f->hidden, name);
   f->bytes = f->crc = 0;
-  f->descriptor = open(f->file, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  f->descriptor = open(f->file, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (f->descriptor >= 0) return;
   give_up(f, f->file);
   free(f->file);
@@ -144,17 +251,7 @@ void folder_write(Folder *f, const void *bytes, size_t count) {
   if (!f->ok) return;
   f->crc = checksum(f->crc, bytes, count);
   f->bytes += count;
-  const char *at = bytes;
-  while (count) {
-    ssize_t written = write(f->descriptor, at, count);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) {
-      give_up(f, f->file);
-      return;
-    }
-    at += written;
-    count -= (size_t)written;
-  }
+  if (!write_all(f->descriptor, bytes, count)) give_up(f, f->file);
 }
 
 void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
@@ -164,51 +261,25 @@ void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
 
 bool folder_finish(Folder *f, Reason *reason) {
   end_file(f);
-  char *text = json_print(f->checksums, true), *path = path_join(f->parent, f->name);
-  folder_add(f, CHECKSUMS, text, strlen(text));
-  end_file(f);
+  char *path = path_join(f->parent, f->name);
+  struct stat status;
+  Reason why;
+  write_list(f, true);
   if (f->ok && !folder_sync(f->hidden)) give_up(f, f->hidden);
-  if (f->ok && path_exists(path)) folder_discard(f->parent, f->name);
+  if (f->ok && !lstat(path, &status)) take_away(f->parent, f->name);
   if (f->ok && (rename(f->hidden, path) || !folder_sync(f->parent))) give_up(f, path);
   if (!f->ok) {
-    folder_remove(f->hidden);
+    if (!remove_listed(f->hidden, f->checksums, false, &why)) warn("%s", why.text);
     *reason = f->reason;
   }
   bool ok = f->ok;
   cJSON_Delete(f->checksums);
-  free(text);
   free(path);
   free(f->parent);
   free(f->name);
   free(f->hidden);
   *f = (Folder){0};
   return ok;
-}
-
-// --- removing ----------------------------------------------------------------------------------------------
-
-static bool is_left_over(const char *name) {
-  return !strncmp(name, saving, sizeof saving - 1) || !strncmp(name, removing, sizeof removing - 1);
-}
-
-void folder_clean(const char *parent) {
-  int count;
-  char **names = folder_list(parent, is_left_over, &count);
-  for (int i = 0; i < count; i++) {
-    char *path = path_join(parent, names[i]);
-    folder_remove(path);
-    free(path);
-  }
-  folder_list_free(names, count);
-}
-
-void folder_discard(const char *parent, const char *name) {
-  char *path = path_join(parent, name), *away = text_format("%s/%s%s", parent, removing, name);
-  folder_remove(away);
-  if (rename(path, away)) warn("cannot remove %s: %s", path, strerror(errno));
-  folder_remove(away);
-  free(path);
-  free(away);
 }
 
 // --- looking -----------------------------------------------------------------------------------------------
@@ -243,26 +314,16 @@ static bool file_intact(const char *path, const cJSON *entry, FolderCheck check,
 }
 
 bool folder_intact(const char *path, FolderCheck check, bool (*skip)(const char *name), Reason *reason) {
-  char *list = path_join(path, CHECKSUMS);
-  size_t length;
-  char *text = file_read(list, &length);
-  Reason why;
-  cJSON *checksums = text ? json_parse(text, length, &why) : NULL;
+  cJSON *checksums = read_list(path, reason);
   bool intact = checksums != NULL;
-  if (!text)
-    refuse(reason, "%s does not exist", list);
-  else if (!intact)
-    refuse(reason, "%s is damaged: %s", list, why.text);
   const cJSON *entry;
   cJSON_ArrayForEach(entry, checksums) {
     if (!intact || (skip && skip(entry->string))) continue;
     char *file = path_join(path, entry->string);
     intact = is_plain_name(entry->string) ? file_intact(file, entry, check, reason)
-                                          : refuse(reason, "%s names files elsewhere", list);
+                                          : refuse(reason, "%s/" CHECKSUMS " names files elsewhere", path);
     free(file);
   }
   cJSON_Delete(checksums);
-  free(text);
-  free(list);
   return intact;
 }

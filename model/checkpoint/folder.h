@@ -1,8 +1,11 @@
 // A folder that appears whole or not at all, and whose damage is noticed.
 //
 // Its files are written into a hidden folder in the same parent, each synced, and listed with length and CRC-32 in
-// checksums.json, written last. Then the hidden folder is synced and renamed. A hidden folder that a killed writer
-// leaves behind is never read, and the next writer removes it.
+// checksums.json. Then the hidden folder is synced and renamed. A hidden folder that a killed writer leaves behind is
+// never read, and the next writer removes it.
+//
+// Only a folder whose every file is listed is ever removed: links are not followed, and a folder with anything else in
+// it is left as it is, with a warning.
 #pragma once
 
 #include <stdint.h>
@@ -16,7 +19,7 @@ uint32_t checksum(uint32_t so_far, const void *bytes, size_t count);
 
 bool is_plain_name(const char *name); // of a file in a folder: no path, not "." or ".."
 bool folder_sync(const char *path);   // what was made and renamed in it is on the disk; errno says why not
-void folder_remove(const char *path); // with the files in it; warns where that fails
+void folder_remove(const char *path); // with the files that its list names; warns where it is not wholly ours
 
 // The `count` entries that `accept` takes, in byte order; NULL: unreadable. folder_list_free frees names and list.
 char **folder_list(const char *path, bool (*accept)(const char *name), int *count);
@@ -45,7 +48,7 @@ bool folder_finish(Folder *folder, Reason *reason);
 
 // Removes what a killed writer left in `parent`.
 void folder_clean(const char *parent);
-// Takes parent/name away at once for every reader, then removes it.
+// Takes parent/name away at once for every reader and removes it, if it is ours.
 void folder_discard(const char *parent, const char *name);
 
 typedef enum {

@@ -23,6 +23,7 @@ static void put(const char *name, const void *bytes, size_t count) {
 }
 
 static void leave(void) {
+  put(CHECKSUMS, "{\"a\":0,\"b\":0}", 13);
   folder_remove(folder);
 }
 

@@ -296,7 +296,9 @@ static void the_newest_are_kept(void **state) {
 
   ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000000 is there",
                "--resume auto");
-  shell("cd %s && mkdir .saving-step-000007 .removing-step-000003 && touch .saving-step-000007/x", directory);
+  shell("cd %s && mkdir .saving-step-000007 .removing-step-000003 && touch .saving-step-000007/x && "
+        "echo '{\"x\": {}}' >.saving-step-000007/checksums.json",
+        directory);
   store = checkpoint_store_open(directory, NULL, NULL, 999999, true);
   assert_false(path_exists(temp_path("deep/down/store/.saving-step-000007")));
   assert_false(path_exists(temp_path("deep/down/store/.removing-step-000003")));
@@ -308,8 +310,66 @@ static void the_newest_are_kept(void **state) {
   run_close(run);
 }
 
+// Nothing is removed but what a folder's list names: no link is followed, no foreign file deleted.
+static void foreign_files_are_never_removed(void **state) {
+  (void)state;
+  Run *run = open_tiny("");
+  char directory[512];
+  snprintf(directory, sizeof directory, "%s", temp_path("shared"));
+  shell("mkdir -p %s/.saving-real %s/../elsewhere && cd %s && touch ../elsewhere/precious "
+        ".saving-real/precious && "
+        "ln -s ../elsewhere .removing-x && ln -s ../elsewhere .saving-x",
+        directory, directory, directory);
+  CheckpointStore store = checkpoint_store_open(directory, NULL, NULL, -1, false);
+  store.keep = 1;
+  save_steps(run, &store, (const int64_t[]){1}, 1);
+  // One step moved elsewhere and linked back, a file put into the next one, a third as it was.
+  shell("cd %s && mv step-000001 ../elsewhere/moved && ln -s ../elsewhere/moved step-000001", directory);
+  save_steps(run, &store, (const int64_t[]){2}, 1);
+  shell("cd %s && touch step-000002/notes", directory);
+  save_steps(run, &store, (const int64_t[]){3, 4}, 2);
+  shell("cd %s && test -e ../elsewhere/precious && test -e .saving-real/precious && test -L .removing-x && "
+        "test -e ../elsewhere/moved/model.safetensors && test -L step-000001 && test -e step-000002/notes && "
+        "test -e step-000002/model.safetensors && test ! -e step-000003 && test -e step-000004",
+        directory);
+  // A file that stands where a folder's replacement goes is moved aside whole.
+  save_steps(run, &store, (const int64_t[]){2}, 1);
+  shell("cd %s && test -e .removing-step-000002/notes && test ! -e step-000002/notes", directory);
+  checkpoint_store_close(&store);
+  run_close(run);
+}
+
+// What a writer that was killed left is known from its list, at any moment of the writing.
+static void left_overs_are_known_by_their_list(void **state) {
+  (void)state;
+  char parent[512];
+  snprintf(parent, sizeof parent, "%s", temp_path("."));
+  for (int files = 0; files < 3; files++) {
+    Folder folder = folder_begin(parent, "killed"); // and never finished
+    if (files > 0) folder_add(&folder, "a", "text", 4);
+    if (files > 1) folder_file(&folder, "b");
+    assert_true(folder.ok && path_exists(temp_path(".saving-killed")));
+    folder_clean(parent);
+    assert_false(path_exists(temp_path(".saving-killed")));
+    Reason reason;
+    folder_finish(&folder, &reason);
+  }
+}
+
 static void a_model_is_not_written_over(void **state) {
   (void)state;
+  static const char *const foreign[] = {"model.safetensors",
+                                        "model-00001-of-00002.safetensors",
+                                        "model.safetensors.index.json",
+                                        "tokenizer.json",
+                                        "latest",
+                                        ".latest"};
+  for (volatile size_t i = 0; i < 2 * sizeof foreign / sizeof *foreign; i++) {
+    shell("rm -rf %s; mkdir %s; cd %s && %s %s", temp_path("mixed"), temp_path("mixed"), temp_path("mixed"),
+          i % 2 ? "ln -s ../elsewhere" : "touch", foreign[i / 2]);
+    ASSERT_FAILS(checkpoint_store_open(temp_path("mixed"), NULL, NULL, -1, false),
+                 "it holds a model that is no checkpoint", foreign[i / 2]);
+  }
   make_directory("model");
   write_text("model/config.json", "{}");
   ASSERT_FAILS(checkpoint_store_open(temp_path("model"), NULL, NULL, -1, false),
@@ -401,6 +461,8 @@ int main(void) {
       cmocka_unit_test(checksums_are_crc32),
       cmocka_unit_test(a_full_disk_leaves_what_was_there),
       cmocka_unit_test(the_newest_are_kept),
+      cmocka_unit_test(foreign_files_are_never_removed),
+      cmocka_unit_test(left_overs_are_known_by_their_list),
       cmocka_unit_test(a_model_is_not_written_over),
       cmocka_unit_test(companions_travel_along),
       cmocka_unit_test(a_given_tokenizer_travels_too),
