@@ -1,10 +1,14 @@
 // The operations of linear_cross_entropy on the CPU. kernels/linear_cross_entropy.c combines them.
 //
-// The logits-exp pass takes 256 rows of W at a time, a tile that stays in a core's second-level cache, and does with it
-// everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk is
-// cut into units of (up to 128 rows) x (a slice of the vocabulary), about 16 of them; each unit sums its share of dx, and
-// the shares are added in the order of the slices. The cut follows from the shape alone, so the bits are the same for any
-// number of threads.
+// The logits-exp pass takes LCE_TILE_COLUMNS rows of W at a time, a tile that stays in a core's second-level cache, and does
+// with it everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk
+// is cut into units of (up to 128 rows) x (a slice of the vocabulary), about 16 of them; each unit sums its share of dx, and
+// the shares are added in the order of the slices. dW is made in pieces of a tile's columns, from E's blocks of rows in their
+// order. The cut follows from the shape alone, so the bits are the same for any number of threads.
+//
+// With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and order, as dW does. So
+// with every tile kept the bits are those without sampling. A dropped tile is not touched again, nor are the rows of W and dW
+// that it meets.
 //
 // Measured as a ratio to three sgemm calls over all tokens (tools/bench_lce; H 256, V 128256, chunks of 128; one core with
 // AVX-512, OpenBLAS 0.3.21, medians in turn):
@@ -56,8 +60,7 @@ static Tile tile_of(int64_t rows, int64_t vocab, int64_t b, int64_t t) {
 // The workspace. Unit (block, slice) owns rows [slice * C + block * LCE_TILE_ROWS, ...) of both.
 typedef struct {
   double *sums; // [slices * C]: row sums
-  float
-      *wide; // [slices * C, H]: shares of dx_raw; or, without exps, [slices * C, LCE_TILE_COLUMNS]: the tile
+  float *wide;  // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
 } Scratch;
 
 // At least slices * C, and growing with C, so that a smaller chunk never needs more.
