@@ -480,6 +480,10 @@ static int64_t even_chunk(int64_t tokens, int64_t max) {
   return stepped <= max ? stepped : even;
 }
 
+int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
+  return even_chunk(tokens, min_i64(chunk, tokens));
+}
+
 static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
   Memory *memory = &c->backend->memory;
   Chunk before = {0}, chunk = start_chunk(c, buffers, 0, size), next = {0};
@@ -528,7 +532,7 @@ static void run_call(Backend *backend, const LinearCrossEntropy *a) {
   Call c = begin_call(backend, a);
   int64_t tokens = a->x.shape[0], counted = c.packed ? a->counted : tokens;
   // The memory is that of all tokens counted: it must not depend on the data.
-  int64_t max = a->mode == LCE_MATERIALIZED ? tokens : even_chunk(tokens, min_i64(a->chunk, tokens));
+  int64_t max = a->mode == LCE_MATERIALIZED ? tokens : lce_used_chunk(tokens, a->chunk);
   Chunk buffers = push_buffers(&c, max);
   if (c.packed) {
     plan_full_chunk(&c, &buffers, max);

@@ -19,10 +19,10 @@ const char *argp_program_version = "lce.c 0.1";
 #define MAX_STEPS     ((int64_t)1 << 40)
 #define DTYPES        "fp32 or bf16"
 
-// Flags of a row; SETTING and GPU_SETTING are in options.h.
+// Flags of a row; those of settings are in options.h.
 enum {
-  TRAINING = 1 << 2, // says only how to train: without effect with --eval-only
-  REFUSED = 1 << 3   // by --eval-only, which would not do it
+  TRAINING = 1 << 3, // says only how to train: without effect with --eval-only
+  REFUSED = 1 << 4   // by --eval-only, which would not do it
 };
 
 // clang-format off
@@ -111,11 +111,11 @@ const Option options_rows[] = {
      HELP("Separate validation data (default: a held-out part of --data)")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
      HELP("Part held out for validation, below 1; 0 for none")},
-    {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = TRAINING,
+    {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Validate every N steps and at the end; 0 only at the end")},
-    {WHOLE("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = TRAINING,
+    {WHOLE("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Batches of a validation; 0 takes all")},
-    {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = TRAINING,
+    {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Show a text sample every N steps; 0 for none")},
     {WHOLE("sample-tokens", "N", sample_tokens, 1, 1 << 20), DEFAULT("64"), .flags = TRAINING,
      HELP("Tokens of a sample")},
@@ -142,7 +142,7 @@ const Option options_rows[] = {
           "instead of --model")},
     {TEXT("save", "DIR", save), .flags = REFUSED,
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
-    {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = REFUSED,
+    {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
      HELP("Save every N steps and at the end; 0 only at the end")},
     {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = REFUSED,
      HELP("Keep the newest M checkpoints; 0 keeps all")},
@@ -435,6 +435,10 @@ int64_t options_default_chunk(int64_t tokens, bool cuda) {
   const int64_t min_on_cuda = 1024;
   int64_t chunk = lce_default_chunk(tokens);
   return cuda && chunk < min_on_cuda ? min_on_cuda : chunk;
+}
+
+int64_t options_used_chunk(const Options *o) {
+  return lce_used_chunk(o->batch * o->seq_len, o->lce_chunk);
 }
 
 void options_resolve_chunk(Options *o, DeviceKind device) {

@@ -78,7 +78,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data)
            (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
-           (long long)o->lce_chunk, recompute_name(o->recompute));
+           (long long)options_used_chunk(o), recompute_name(o->recompute));
   else
     printf("loss     materialized logits, recompute %s\n", recompute_name(o->recompute));
   printf("data     %s\n", data);
@@ -112,7 +112,8 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUMBER("hidden_size", m->hidden_size), NUMBER("num_hidden_layers", m->num_hidden_layers),
       NUMBER("batch", o->batch), NUMBER("seq_len", o->seq_len), NUMBER("total_batch", o->total_batch),
       NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
-      TEXT("loss_mode", lce_mode_name(o->mode)), NUMBER("lce_chunk", o->mode == LCE_FUSED ? o->lce_chunk : 0),
+      TEXT("loss_mode", lce_mode_name(o->mode)),
+      NUMBER("lce_chunk", o->mode == LCE_FUSED ? options_used_chunk(o) : 0),
       TEXT("recompute", recompute_name(o->recompute)), TEXT("dtype", dtype_name(o->dtype)),
       TEXT("data", data));
   putchar('\n');
@@ -152,11 +153,12 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   if (!isnan(s->dropped_tiles))
     snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
              100 * s->dropped_mass);
-  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of GEMMs  %s  %s left%s",
-         r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
-         s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text,
-         100 * share_of_gemms(r, each), text_bytes(bytes).text,
-         text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
+  printf(
+      "%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of GEMMs at start  %s  %s left%s",
+      r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
+      s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text,
+      100 * share_of_gemms(r, each), text_bytes(bytes).text,
+      text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
   fflush(stdout);
   r->drawn = r->terminal;
 }
@@ -260,8 +262,9 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   if (isfinite(state->val_loss)) printf("%.4f on validation data; ", state->val_loss);
   printf("%.4f is what token frequencies alone give\n", entropy);
   if (r->steps_timed)
-    printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs\n",
-           text_count(rate).text, 1e3 * per_step, 100 * share);
+    printf(
+        "speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs (timed at the start)\n",
+        text_count(rate).text, 1e3 * per_step, 100 * share);
   if (isfinite(dropped_tiles))
     printf("sampling dropped %.1f%% of tiles, %.1f%% of mass, mean of all steps\n", 100 * dropped_tiles,
            100 * dropped_mass);

@@ -397,6 +397,31 @@ static void test_plan_of_long_sequences(void **state) {
   output_free(&o);
 }
 
+// The chunk that is printed is the one that is used: no more than the tokens there are, in chunks of nearly equal size.
+static void test_chunk_is_the_used_one(void **state) {
+  (void)state;
+  static const struct {
+    const char *options;
+    int chunk;
+  } chunks[] = {
+      {"--lce-chunk 100000", 48}, {"--lce-chunk 47", 24}, {"--lce-chunk 20", 16}, {"--lce-memory 64", 48}};
+  for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+    char said[64], planned[64], logged[64];
+    snprintf(said, sizeof said, "linear_cross_entropy, %d tokens at a time", chunks[i].chunk);
+    snprintf(planned, sizeof planned, "fp32, chunks of %d, ", chunks[i].chunk);
+    snprintf(logged, sizeof logged, "\"lce_chunk\":%d,", chunks[i].chunk);
+    Output o = train(TINY "--steps 1 %s --log %s", chunks[i].options, temp_path("chunk.jsonl"));
+    assert_says(o.out, said);
+    output_free(&o);
+    char *log = read_text(temp_path("chunk.jsonl"));
+    assert_says(log, logged);
+    free(log);
+    o = train(TINY "--plan %s", chunks[i].options);
+    assert_says(o.out, planned);
+    output_free(&o);
+  }
+}
+
 // What --fit names does fit, as --plan has it.
 static void test_fit(void **state) {
   (void)state;
@@ -729,6 +754,7 @@ int main(void) {
       cmocka_unit_test(test_benchmarks),
       cmocka_unit_test(test_plans),
       cmocka_unit_test(test_plan_of_long_sequences),
+      cmocka_unit_test(test_chunk_is_the_used_one),
       cmocka_unit_test(test_fit),
       cmocka_unit_test(test_run),
       cmocka_unit_test(test_sampling),
