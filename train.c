@@ -71,6 +71,7 @@ static void collect(Run *run, double since) {
 static void validate(Run *run, int64_t step) {
   if (!run->loader.validation_batches) return;
   run->state.val_loss = trainer_validate(&run->trainer, &run->loader, run->options->eval_batches);
+  run->state.val_step = step;
   report_validation(&run->report, step, run->state.val_loss);
 }
 
@@ -132,15 +133,17 @@ static void train(Run *run) {
     collect_every = pace > 0 ? (int64_t)fmax(fmin(0.5 / pace, TRAINER_PENDING), 1) : 1;
     if (every(o->eval_every, done) && done < o->steps) validate(run, done);
     if (every(o->sample_every, done)) sample(run, done);
-    if (run->saves && every(o->save_every, done)) save(run, done);
+    if (run->saves && every(o->save_every, done) && done < o->steps) save(run, done);
     since = now_seconds();
   }
   collect(run, since);
   report_break(&run->report);
   if (stopping(run)) printf("stopped after step %lld on a signal\n", (long long)done);
-  // Before the last validation: whoever stops a run needs its weights, and may not wait.
+  // The last checkpoint has the last validation's loss. Who stops a run may not wait for it: then the weights come first.
+  if (!stopping(run)) validate(run, done);
+  bool validated = run->state.val_step == done;
   if (run->saves && run->saved_step != done) save(run, done);
-  validate(run, done);
+  if (!validated) validate(run, done);
   choose(run);
 }
 
@@ -180,7 +183,7 @@ static void open_data(Run *run) {
 // The state of the run that is resumed, and where checkpoints go.
 static void open_checkpoints(Run *run) {
   const Options *o = run->options;
-  run->state = (RunState){.first_loss = NAN, .last_loss = NAN, .val_loss = NAN};
+  run->state = (RunState){.first_loss = NAN, .last_loss = NAN, .val_loss = NAN, .val_step = -1};
   run->saved_step = -1;
   if (o->resumed_from) {
     run->state = resume_read(o, run->data);

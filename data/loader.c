@@ -1,11 +1,13 @@
 #include "data/loader.h"
 #include "base/fail.h"
+#include "base/integers.h"
 #include "base/random.h"
 #include "base/text.h"
 
 #include <assert.h>
 #include <math.h>
 #include <stdio.h>
+#include <zlib.h>
 
 // Streams of random_permute, far above the small ones that other modules use.
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
@@ -99,11 +101,29 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
   return counted;
 }
 
+// Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up to 4 M
+// tokens.
+static uLong add_checksum(const Source *source, uLong crc) {
+  enum { BLOCK = 4096, MAX_BLOCKS = 1024 };
+  int64_t blocks = ceil_div(source->tokens, BLOCK), taken = min_i64(blocks, MAX_BLOCKS);
+  for (int64_t i = 0; i < taken; i++) {
+    int32_t ids[2 * BLOCK];
+    int64_t first = (taken > 1 ? i * (blocks - 1) / (taken - 1) : 0) * BLOCK;
+    int64_t count = min_i64(source->tokens - first, BLOCK);
+    source_read(source, first, count, ids);
+    source_read_targets(source, first, count, ids + count); // with the mask
+    crc = crc32(crc, (const Bytef *)ids, (uInt)(2 * count * (int64_t)sizeof *ids));
+  }
+  return crc;
+}
+
 void loader_describe(const Loader *loader, char *out, size_t size) {
   const LoaderOptions *o = &loader->options;
   int64_t files = o->source->files;
-  snprintf(out, size, "%s, %s file%s, %s tokens; %s training and %s validation windows of %s",
+  uLong crc = add_checksum(o->source, 0);
+  if (o->validation_source) crc = add_checksum(o->validation_source, crc);
+  snprintf(out, size, "%s, %s file%s, %s tokens; %s training and %s validation windows of %s; checksum %08lx",
            source_kind_name(o->source), text_grouped(files).text, files == 1 ? "" : "s",
            text_grouped(o->source->tokens).text, text_grouped(loader->train_windows).text,
-           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text);
+           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, crc);
 }

@@ -89,7 +89,7 @@ void resume_take_settings(Options *o) {
                     {"metrics", o->lce_sample > 0 || split}};
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    bool excluded = !(row->flags & (SETTING | GPU_SETTING)) || field_given(o, row);
+    bool excluded = !(row->flags & (SETTING | GPU_SETTING | OUTPUT_SETTING)) || field_given(o, row);
     if (row->flags & GPU_SETTING) {
       dtypes_given |= o->given[i];
       excluded |= !from_gpu;
@@ -158,7 +158,8 @@ cJSON *resume_write(const Options *o, const RunState *state) {
   cJSON_AddNumberToObject(json, "first_loss", state->first_loss); // NAN is printed as null
   cJSON_AddNumberToObject(json, "last_loss", state->last_loss);
   cJSON_AddNumberToObject(json, "val_loss", state->val_loss);
-  cJSON_AddItemToObject(json, "settings", settings_of(o, SETTING | GPU_SETTING));
+  cJSON_AddNumberToObject(json, "val_step", (double)state->val_step);
+  cJSON_AddItemToObject(json, "settings", settings_of(o, SETTING | GPU_SETTING | OUTPUT_SETTING));
   cJSON_AddStringToObject(json, "data", state->data);
   cJSON_AddItemToObject(json, "data_paths", paths(&o->data));
   cJSON_AddItemToObject(json, "val_data_paths", paths(&o->val_data));
@@ -197,6 +198,7 @@ static void compare(const Options *o, const cJSON *then) {
 RunState resume_read(const Options *o, const char *data) {
   const cJSON *json = o->resumed_from;
   const char *before = json_text(json, "data");
+  const cJSON *val_step = json_member(json, "val_step");
   if (!o->eval_only) compare(o, json_member(json, "settings"));
   if (!o->eval_only && before && strcmp(before, data))
     warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run continues, but not as it would "
@@ -206,5 +208,6 @@ RunState resume_read(const Options *o, const char *data) {
                     .first_loss = loss_of(json, "first_loss"),
                     .last_loss = loss_of(json, "last_loss"),
                     .val_loss = loss_of(json, "val_loss"),
+                    .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1,
                     .data = data};
 }

@@ -100,10 +100,8 @@ static int run_straight(void **state) {
 // With nothing but --resume: the settings, and the data, come from the checkpoint.
 static void a_resumed_run_equals_an_unbroken_one(void **state) {
   (void)state;
-  succeeds(
-      train("--device cpu --resume %s --save %s --log %s --eval-every 5 --eval-batches 2 --sample-every 7 "
-            "--sample-tokens 3",
-            temp_path("straight/step-000006"), temp_path("half"), temp_path("half.jsonl")));
+  succeeds(train("--device cpu --resume %s --save %s --log %s --sample-tokens 3",
+                 temp_path("straight/step-000006"), temp_path("half"), temp_path("half.jsonl")));
   check_same_checkpoint(temp_path("straight/step-000012"), temp_path("half/step-000012"));
   double losses[2][STEPS + 1] = {{0}}, val_losses[2][STEPS + 1] = {{0}};
   read_log(temp_path("straight.jsonl"), losses[0], val_losses[0]);
@@ -212,7 +210,8 @@ static void damaged_checkpoints_are_skipped(void **state) {
 // A signal ends the run after its step, with a checkpoint. The wish may come at any step.
 static void stopped_runs_save(void **state) {
   (void)state;
-  Process p = train_start(RUN "--save %s --log %s", temp_path("stopped"), temp_path("stopped.jsonl"));
+  Process p =
+      train_start(RUN "--save %s --save-every 6 --log %s", temp_path("stopped"), temp_path("stopped.jsonl"));
   process_wait_for(&p, "step 1/");
   kill(p.pid, SIGINT);
   Output output = process_finish(&p);
@@ -230,6 +229,62 @@ static void stopped_runs_save(void **state) {
   check_same_checkpoint(temp_path("straight/step-000012"), temp_path("stopped/step-000012"));
 }
 
+// What says when to validate, sample and save is resumed as well; a change of it is no warning.
+static void the_rhythm_is_resumed(void **state) {
+  (void)state;
+  succeeds(train(RUN "--save %s --save-every 4", temp_path("rhythm")));
+  Output output = train("--device cpu --resume %s --save %s --log %s", temp_path("rhythm/step-000004"),
+                        temp_path("resumed"), temp_path("resumed.jsonl"));
+  assert_string_equal(output.err, "");
+  assert_non_null(strstr(output.out, "step 7  sample"));
+  output_free(&output);
+  assert_true(path_exists(temp_path("resumed/step-000008")));
+  double losses[STEPS + 1] = {0}, val_losses[STEPS + 1] = {0};
+  read_log(temp_path("resumed.jsonl"), losses, val_losses);
+  assert_true(val_losses[5] > 0 && val_losses[10] > 0 && val_losses[8] == 0);
+  output = train("--device cpu --resume %s --save-every 3 --eval-every 2 --save %s",
+                 temp_path("rhythm/step-000004"), temp_path("faster"));
+  assert_string_equal(output.err, "");
+  output_free(&output);
+  assert_true(path_exists(temp_path("faster/step-000009")));
+}
+
+// A checkpoint has the loss of the newest validation and the step it is of: the last one that of its own weights.
+static void a_checkpoint_has_the_last_validation(void **state) {
+  (void)state;
+  static const struct {
+    const char *folder;
+    int step;
+  } saved[] = {{"straight/step-000006", 5}, {"straight/step-000012", STEPS}};
+  double losses[STEPS + 1] = {0}, val_losses[STEPS + 1] = {0};
+  read_log(temp_path("straight.jsonl"), losses, val_losses);
+  for (int i = 0; i < 2; i++) {
+    cJSON *json = checkpoint_trainer_state(temp_path(saved[i].folder));
+    assert_true(cJSON_GetObjectItem(json, "val_loss")->valuedouble == val_losses[saved[i].step]);
+    assert_int_equal(cJSON_GetObjectItem(json, "val_step")->valueint, saved[i].step);
+    cJSON_Delete(json);
+  }
+}
+
+// Other data of the same size are noticed.
+static void changed_data_are_noticed(void **state) {
+  (void)state;
+  size_t length;
+  char *text = file_read("tests/trainer/test_resume.c", &length);
+  assert_non_null(text);
+  write_bytes("data.txt", text, length);
+  succeeds(train(RUN "--steps 2 --data %s --save %s", temp_path("data.txt"), temp_path("learned")));
+  for (int changed = 0; changed < 2; changed++) {
+    text[length / 2] ^= (char)changed;
+    write_bytes("data.txt", text, length);
+    Output output = train("--device cpu --resume %s --steps 2", temp_path("learned"));
+    assert_int_equal(output.status, 0);
+    assert_int_equal(strstr(output.err, "the data were \"byte-level text") != NULL, changed);
+    output_free(&output);
+  }
+  free(text);
+}
+
 // Killed at random moments and resumed, over and over ($LCE_KILLS times, or 5).
 static void killed_runs_lose_nothing(void **state) {
   (void)state;
@@ -237,6 +292,8 @@ static void killed_runs_lose_nothing(void **state) {
   int kills = asked ? atoi(asked) : 5, survived = 0;
   char command[2048], directory[512];
   snprintf(directory, sizeof directory, "%s", temp_path("killed"));
+  succeeds(train(RUN "--save %s --save-every 1",
+                 temp_path("unbroken"))); // a checkpoint says how often it is saved
   unsigned seed = (unsigned)time(NULL);
   print_message("seed %u\n", seed);
   srand(seed);
@@ -255,7 +312,7 @@ static void killed_runs_lose_nothing(void **state) {
     survived += finished;
     if (!finished) continue;
     // It was through before it was killed. Once more from the beginning.
-    check_same_checkpoint(temp_path("straight/step-000012"), temp_path("killed/step-000012"));
+    check_same_checkpoint(temp_path("unbroken/step-000012"), temp_path("killed/step-000012"));
     snprintf(command, sizeof command, "rm -rf %s %s", directory, temp_path("killed.jsonl"));
     assert_int_equal(system(command), 0);
   }
@@ -269,7 +326,7 @@ static void killed_runs_lose_nothing(void **state) {
                         temp_path("killed.jsonl"));
   if (output.status) fail_msg("after %d kills: %s", kills, output.err);
   output_free(&output);
-  check_same_checkpoint(temp_path("straight/step-000012"), temp_path("killed/step-000012"));
+  check_same_checkpoint(temp_path("unbroken/step-000012"), temp_path("killed/step-000012"));
   check_same_losses(temp_path("straight.jsonl"), temp_path("killed.jsonl"));
   snprintf(command, sizeof command, "test $(ls -d %s/step-* | wc -l) = 2 && ! ls -d %s/.[sr]*", directory,
            directory);
@@ -315,6 +372,9 @@ int main(void) {
       cmocka_unit_test(a_resumed_run_restores_sampling),
       cmocka_unit_test(damaged_checkpoints_are_skipped),
       cmocka_unit_test(stopped_runs_save),
+      cmocka_unit_test(the_rhythm_is_resumed),
+      cmocka_unit_test(a_checkpoint_has_the_last_validation),
+      cmocka_unit_test(changed_data_are_noticed),
       cmocka_unit_test(killed_runs_lose_nothing),
       cmocka_unit_test(a_full_disk_leaves_the_last_good_checkpoint),
   };
