@@ -221,6 +221,15 @@ static void widen(SourceKind kind, const void *tokens, int64_t first, int64_t co
   ids_widen((const char *)tokens + first * bytes_each, bytes_each, count, out);
 }
 
+// The index of the first id that is none of the vocabulary, or `count`.
+static int64_t first_outside(const Source *source, const int32_t *ids, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; i++) largest = (uint32_t)ids[i] > largest ? (uint32_t)ids[i] : largest;
+  for (int64_t i = 0; i < count && largest >= source->vocab_size; i++)
+    if ((uint32_t)ids[i] >= source->vocab_size) return i;
+  return count;
+}
+
 // The first index in [first, end) whose id is no id of the vocabulary, or `end`.
 static int64_t find_outside(const Source *source, const Piece *piece, int64_t first, int64_t end) {
   int64_t found = end;
@@ -229,17 +238,13 @@ static int64_t find_outside(const Source *source, const Piece *piece, int64_t fi
     int32_t ids[CHECK_BLOCK];
     int64_t count = min_i64(end - start, CHECK_BLOCK);
     widen(source->kind, piece->tokens, start, count, ids);
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; i++) largest = (uint32_t)ids[i] > largest ? (uint32_t)ids[i] : largest;
-    for (int64_t i = 0; i < count && largest >= source->vocab_size; i++)
-      if ((uint32_t)ids[i] >= source->vocab_size) found = min_i64(found, start + i);
+    int64_t outside = first_outside(source, ids, count);
+    if (outside < count) found = min_i64(found, start + outside);
   }
   return found;
 }
 
-static void fail_outside(const Source *source, const Piece *piece, int64_t index) {
-  int32_t id;
-  widen(source->kind, piece->tokens, index, 1, &id);
+static void fail_outside(const Source *source, const Piece *piece, int64_t index, int32_t id) {
   int64_t at = (const char *)piece->tokens - piece->file.bytes + index * token_bytes(source->kind);
   fail("%s: token %lld (byte %lld) has id %u and the vocabulary has %lld: raise --vocab to at least %lld or "
        "%s",
@@ -254,7 +259,11 @@ static void check_ids(const Source *source, const Piece *piece) {
   for (int64_t first = 0; first < piece->stored; first += CHECK_STRETCH) {
     int64_t end = min_i64(piece->stored, first + CHECK_STRETCH);
     int64_t outside = find_outside(source, piece, first, end);
-    if (outside < end) fail_outside(source, piece, outside);
+    if (outside < end) {
+      int32_t id;
+      widen(source->kind, piece->tokens, outside, 1, &id);
+      fail_outside(source, piece, outside, id);
+    }
     // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
     file_done_with(&piece->file, 0, piece->file.size);
   }
@@ -273,9 +282,10 @@ static Source *new_source(char *name, int64_t vocab_size) {
 static bool is_found_shard(const FileEntry *entry) {
   if (entry->origin != FILE_FOUND || !is_bin(entry->path)) return false;
   int32_t magic = 0;
-  FILE *file = fopen(entry->path, "rb");
-  bool has = file && fread(&magic, sizeof magic, 1, file) == 1;
-  if (file) fclose(file);
+  size_t size;
+  int file = file_open(entry->path, NULL, &size);
+  bool has = file >= 0 && read(file, &magic, sizeof magic) == sizeof magic;
+  if (file >= 0) close(file);
   return has && shard_has_magic(&magic, sizeof magic);
 }
 
@@ -353,6 +363,8 @@ void source_read(const Source *source, int64_t first, int64_t count, int32_t *ou
     int64_t start = first - piece->first;
     int64_t taken = min_i64(piece->stored - start, count); // 0 when `first` is the separator itself
     widen(source->kind, piece->tokens, start, taken, out);
+    int64_t outside = first_outside(source, out, taken); // the file may have changed since it was opened
+    if (outside < taken) fail_outside(source, piece, start + outside, out[outside]);
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
   }

@@ -20,8 +20,8 @@
 // named or matched must be a shard; one found in a directory is a shard when it begins with a shard's magic.
 //
 // Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
-// million small files would exceed the system's limit on mappings. Larger files and shards are mapped, and
-// must not shrink while the source is open.
+// million small files would exceed the system's limit on mappings. Larger files and shards are mapped; they
+// must not change while the source is open. One that shrinks, or gets an id outside the vocabulary, ends the program.
 #pragma once
 
 #include <stdbool.h>
@@ -60,7 +60,8 @@ void source_close(Source *source); // NULL is fine
 // "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
 const char *source_kind_name(const Source *source);
 
-// out[i] = token at position first + i for i in [0, count), all within the source. Any number of threads may read.
+// out[i] = token at position first + i for i in [0, count), all within the source and, checked, the vocabulary. Any
+// number of threads may read.
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
 
 // The same for tokens as targets: those that a mask leaves out become IGNORED_TARGET. Returns how many count.

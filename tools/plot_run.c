@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/json.h"
 #include "base/option_rows.h"
 #include "base/text.h"
@@ -84,7 +85,9 @@ static void read_line(Log *log, const cJSON *line, double from) {
 }
 
 static void read_log(Log *log, const char *path, double from) {
-  FILE *file = fopen(path, "r");
+  size_t size;
+  int descriptor = file_open(path, NULL, &size);
+  FILE *file = descriptor < 0 ? NULL : fdopen(descriptor, "r");
   if (!file) fail("cannot open the log %s: %s", path, strerror(errno));
   const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
   snprintf(log->name, sizeof log->name, "%.*s", (int)(dot && dot > name ? dot - name : (long)strlen(name)),

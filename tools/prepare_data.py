@@ -548,9 +548,14 @@ def parse_options():
 
 def make_shards(files, options, tokens):
     shards = {split: Shards(options.out, split, tokens.dtype, options.shard_tokens, options.chat) for split in ("train", "val")}
-    for pattern in ("train_*", "val_*"):
-        for old in glob.glob(os.path.join(glob.escape(options.out), pattern)):
-            os.remove(old)
+    inputs = {os.path.realpath(file) for file in files}
+    for old in os.listdir(options.out):
+        path = os.path.join(options.out, old)
+        if not re.fullmatch(r"(train|val)_\d{6}\.(bin|mask)(\.partial)?", old):
+            continue
+        if os.path.realpath(path) in inputs:
+            fail(f"{path} is an input, and a shard would be written there; name another --out")
+        os.remove(path)
     totals, done, total = collections.Counter(), 0, sum(os.path.getsize(file) for file in files)
     start, shown = time.time(), 0
     if options.chat:

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/integers.h"
 #include "base/system.h"
 #include "base/text.h"
@@ -292,9 +293,9 @@ void plan_compare_modes(Trainer *trainer) {
 // --- --timeline --------------------------------------------------------------------------------------------
 
 void plan_write_timeline(const char *path, const Ledger *ledger) {
-  FILE *out = fopen(path, "w");
-  if (!out) fail("cannot write the timeline %s: %s", path, strerror(errno));
-  fputs("event,step,block,total", out);
+  static const char columns[] = "event,step,block,total";
+  FILE *out = file_create("the timeline", path, columns, false);
+  fputs(columns, out);
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
   fputc('\n', out);

@@ -9,6 +9,7 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/json.h"
 #include "base/system.h"
 #include "base/text.h"
@@ -91,10 +92,8 @@ void report_settings(const Options *o, const Backend *backend, const char *data)
 
 Report report_open(const Options *o, Backend *backend) {
   Report r = {.options = o, .terminal = isatty(STDOUT_FILENO), .last_printed = -INFINITY};
-  if (o->log && !o->rank) {
-    r.log = fopen(o->log, o->resumed_from ? "a" : "w");
-    if (!r.log) fail("cannot write the log %s: %s", o->log, strerror(errno));
-  }
+  if (o->log && !o->rank)
+    r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from != NULL);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
   if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
   return r;

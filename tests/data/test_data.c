@@ -358,6 +358,9 @@ static void ids_outside_the_vocabulary_are_found(void **state) {
   int32_t id;
   source_read(source, STRETCH + 4099, 1, &id);
   assert_int_equal(id, 1000);
+  put_token16("sparse.bin", STRETCH + 4099, 3000); // while it is open
+  ASSERT_FAILS(source_read(source, STRETCH + 4099, 1, &id), "sparse.bin: token 8392707 (byte 16786438)",
+               "id 3000");
   source_close(source);
   assert_int_equal(mappings(), before);
 }

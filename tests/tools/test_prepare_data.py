@@ -303,6 +303,17 @@ def test_one_sentence_when_it_goes_wrong():
         assert not os.path.exists(temp("wrong", "manifest.json"))
 
 
+def test_only_earlier_shards_are_replaced():
+    gpt2 = os.path.join(GOLDEN, "gpt2")
+    os.makedirs(temp("kept"))
+    notes, text = temp.write("kept/train_notes.txt", "mine"), temp.write("kept/train_000007.bin", "text of mine")
+    old = temp.write("kept/val_000003.bin", "an earlier shard")
+    done = prepare(text, "--tokenizer", gpt2, "--out", temp("kept"), expect=1)
+    assert "is an input" in done.stderr and os.path.exists(text), done.stderr
+    prepare(notes, "--tokenizer", gpt2, "--out", temp("kept"), "--val-fraction", 0)
+    assert os.path.exists(notes) and not os.path.exists(old) and not os.path.exists(text)
+
+
 def main():
     tests = [(name, test) for name, test in globals().items() if name.startswith("test_")]
     print(f"1..{len(tests)}", flush=True)

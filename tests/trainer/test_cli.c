@@ -16,6 +16,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -213,6 +215,92 @@ static void test_wrong_files(void **state) {
   assert_refused(TINY "--log /nowhere/log.json", "cannot write the log /nowhere/log.json: No such file");
   assert_refused(TINY "--log /dev/full", "cannot write the log /dev/full: No space left on device");
   assert_refused(TINY "--steps 1 --timeline /nowhere/t.csv", "cannot write the timeline /nowhere/t.csv");
+}
+
+// A pipe or a device might never end: it is no input, under whatever option.
+static void test_pipes_and_devices(void **state) {
+  (void)state;
+  static const Refusal refusals[] = {{"--data", "neither a file nor a directory"},
+                                     {"--val-data", "neither a file nor a directory"},
+                                     {"--hellaswag", "is not a regular file"},
+                                     {"--tokenizer", "is not a regular file"}};
+  char arguments[1024], pipe[512];
+  make_directory("pipes");
+  snprintf(pipe, sizeof pipe, "%s", temp_path("pipes/config.json"));
+  assert_int_equal(mkfifo(pipe, 0600), 0);
+  for (size_t i = 0; i < 2 * sizeof refusals / sizeof *refusals; i++) {
+    const Refusal *r = &refusals[i / 2];
+    snprintf(arguments, sizeof arguments, TINY "%s %s", r->arguments, i % 2 ? "/dev/zero" : pipe);
+    assert_refused(arguments, r->part);
+  }
+  snprintf(arguments, sizeof arguments, "--init %s", temp_path("pipes"));
+  assert_refused(arguments, "pipes/config.json: it is not a regular file");
+}
+
+// What is there already stays, unless it is an earlier output of the same kind.
+static void test_outputs_replace_only_outputs(void **state) {
+  (void)state;
+  char data[512], log[512], timeline[512], arguments[2048];
+  snprintf(data, sizeof data, "%s", temp_path("mine.txt"));
+  snprintf(log, sizeof log, "%s", temp_path("log.jsonl"));
+  snprintf(timeline, sizeof timeline, "%s", temp_path("steps.csv"));
+  char text[400];
+  memset(text, 'x', sizeof text - 1);
+  text[sizeof text - 1] = 0;
+  write_text("mine.txt", text);
+  const char *run = TINY "--steps 1 --sample-every 0";
+  for (int again = 0; again < 2; again++) { // over its own outputs
+    Output o = train("%s --log %s --timeline %s", run, log, timeline);
+    if (o.status) fail_msg("%s", o.err);
+    output_free(&o);
+  }
+  const struct {
+    const char *option, *path, *part;
+    bool also_data;
+  } refused[] = {{"--log", data, "the log", false},
+                 {"--log", data, "the log", true},
+                 {"--timeline", data, "the timeline", true},
+                 {"--timeline", log, "is not from this program", false},
+                 {"--log", timeline, "is not from this program", false},
+                 {"--log", log, "this run reads that file", true}};
+  for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+    const char *path = refused[i].path;
+    char *before = read_text(path);
+    snprintf(arguments, sizeof arguments, "%s %s %s %s%s", run, refused[i].option, path,
+             refused[i].also_data ? "--data " : "", refused[i].also_data ? path : "");
+    assert_refused(arguments, refused[i].part);
+    char *after = read_text(path);
+    assert_string_equal(before, after);
+    free(before);
+    free(after);
+  }
+  snprintf(arguments, sizeof arguments, "%s --log %s --timeline %s", run, temp_path("one"), temp_path("one"));
+  assert_refused(arguments, "the log is written there");
+}
+
+// Data that shrinks or changes under a run ends it with a sentence.
+static void test_data_that_changes(void **state) {
+  (void)state;
+  enum { COUNT = 1 << 20 };
+  for (int shrinks = 0; shrinks < 2; shrinks++) {
+    write_sparse_shard16("live.bin", COUNT);
+    char path[512];
+    snprintf(path, sizeof path, "%s", temp_path("live.bin"));
+    Process p = train_start(TINY "--steps 1000000 --sample-every 0 --eval-every 0 --data %s", path);
+    process_wait_for(&p, "step 1/1000000");
+    uint16_t *ids = malloc(COUNT * sizeof *ids);
+    memset(ids, 0xff, COUNT * sizeof *ids);
+    if (shrinks)
+      assert_int_equal(truncate(path, 4096), 0);
+    else
+      write_shard16("live.bin", ids, COUNT); // first empties the file
+    free(ids);
+    Output o = process_finish(&p);
+    assert_int_equal(o.status, 1);
+    if (!strstr(o.err, "live.bin was shortened")) assert_says(o.err, "has id 65535");
+    if (shrinks) assert_says(o.err, "live.bin was shortened");
+    output_free(&o);
+  }
 }
 
 // More than any machine has: said before anything is allocated, with a batch that would do.
@@ -748,6 +836,9 @@ int main(void) {
       cmocka_unit_test(test_impossible_combinations),
       cmocka_unit_test(test_unknown_options),
       cmocka_unit_test(test_wrong_files),
+      cmocka_unit_test(test_pipes_and_devices),
+      cmocka_unit_test(test_outputs_replace_only_outputs),
+      cmocka_unit_test(test_data_that_changes),
       cmocka_unit_test(test_out_of_memory),
       cmocka_unit_test(test_divergence),
       cmocka_unit_test(test_help),
