@@ -189,6 +189,8 @@ const Option options_rows[] = {
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
      HELP("Only print the largest --batch that fits the device's memory, in both modes")},
+    {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
+     HELP("With --plan or --fit: as if the device had so much to give; --device cuda then needs no GPU")},
     {FLAG("compare-modes", compare_modes, true), .flags = REFUSED,
      HELP("Afterwards measure a few steps in both modes and print the table")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
@@ -280,6 +282,8 @@ static void resolve_ranks(Options *o) {
     fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); the option alone is for --plan "
          "and --fit",
          o->ranks, o->ranks);
+  if (o->device_memory > 0 && !o->plan && !o->fit)
+    fail("--device-memory %g is for --plan and --fit; a run takes what the device has", o->device_memory);
   if (!o->ranks) o->ranks = launch->ranks;
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);
@@ -393,7 +397,7 @@ void options_parse(Options *o, int argc, char **argv) {
              "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
              "Examples:\n"
              "  ./train --vocab 128256 --fused-lce\n"
-             "  ./train --model llama-8b --seq-len 32768 --batch 1 --plan\n"
+             "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
              "  ./train --model gpt2-124m --data 'shards/train_*.bin' --val-data shards/val.bin --batch 64\n",
       .stray = "paths are given with --data PATH"};
   // DTYPE_COUNT: not given, until the device is known.

@@ -528,6 +528,28 @@ static void test_fit(void **state) {
   output_free(&o);
 }
 
+// A GPU that is not there: --fit and --plan agree about what fits into its memory.
+static void test_device_memory(void **state) {
+  (void)state;
+#define ABSENT "--device cuda --device-memory 80 --model llama-1b "
+  Output o = train(ABSENT "--fit");
+  assert_int_equal(o.status, 0);
+  const char *said = strstr(o.out, "in 80.00 GiB: --batch ");
+  assert_non_null(said);
+  int batch = atoi(said + strlen("in 80.00 GiB: --batch "));
+  assert_true(batch > 1);
+  output_free(&o);
+  for (int more = 0; more < 2; more++) {
+    o = train(ABSENT "--plan --batch %d", batch + more);
+    assert_int_equal(o.status, more);
+    assert_says(o.out, " on cuda: ");
+    assert_int_equal(strstr(o.err, "and the device has 80.00 GiB to give") != NULL, more);
+    output_free(&o);
+  }
+  assert_refused("--device-memory 80", "--device-memory 80 is for --plan and --fit");
+  assert_refused("--device cuda --fit", "give --device-memory GIB");
+}
+
 // --- a run -------------------------------------------------------------------------------------------------
 
 enum { MAX_LINES = 256 };
@@ -847,6 +869,7 @@ int main(void) {
       cmocka_unit_test(test_plan_of_long_sequences),
       cmocka_unit_test(test_chunk_is_the_used_one),
       cmocka_unit_test(test_fit),
+      cmocka_unit_test(test_device_memory),
       cmocka_unit_test(test_run),
       cmocka_unit_test(test_sampling),
       cmocka_unit_test(test_no_steps),
