@@ -45,7 +45,17 @@ static volatile sig_atomic_t stop_requested;
 
 static void request_stop(int signal_number) {
   stop_requested = 1;
-  signal(signal_number, SIG_DFL); // a second one ends the program at once
+  // A second one ends the program at once; but a closed terminal sends several.
+  if (signal_number != SIGHUP) signal(signal_number, SIG_DFL);
+}
+
+// Whoever read the output of a run may have gone; what it learned is saved.
+static void handle_signals(void) {
+  signal(SIGINT, request_stop);
+  signal(SIGTERM, request_stop);
+  if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN); // nohup
+  signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
 }
 
 // A single rank stops at the signal. Several stop together, when the results of a step show the signal to all.
@@ -128,6 +138,7 @@ static void train(Run *run) {
     if (run->trainer.pending_count < collect_every && !look) continue;
 
     collect(run, since);
+    if (!output_taken()) stop_requested = 1;
     // The host waits for the device about twice a second, which costs nothing; all ranks after the same step.
     double pace = o->ranks == 1 ? run->report.smoothed_seconds : run->pace;
     collect_every = pace > 0 ? (int64_t)fmax(fmin(0.5 / pace, TRAINER_PENDING), 1) : 1;
@@ -245,9 +256,7 @@ int main(int argc, char **argv) {
   run.report = report_open(&options, run.backend);
   create_model(&run);
   write_timeline(&run); // a path that cannot be written is better known now than after the run
-  signal(SIGINT, request_stop);
-  signal(SIGTERM, request_stop);
-  signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
+  handle_signals();
   report_start(&run.report, run.backend, run.source->name);
   if (options.eval_only) {
     evaluate(&run);

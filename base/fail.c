@@ -1,9 +1,13 @@
 #include "base/fail.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 static FailHandler fail_handler;
 static _Thread_local FailHandler thread_handler;
@@ -46,6 +50,32 @@ void warn(const char *format, ...) {
   vfprintf(stderr, format, arguments);
   fputc('\n', stderr);
   va_end(arguments);
+}
+
+bool output_taken(void) {
+  static bool lost;
+  bool flushed = !fflush(stdout),
+       busy = !flushed && errno == EAGAIN; // a pipe that does not block: not lost for good
+  const char *why = flushed ? "it is closed or full" : strerror(errno); // an earlier error has no errno left
+  if (busy) clearerr(stdout);
+  if (lost || busy || (flushed && !ferror(stdout))) return !lost;
+  lost = true;
+  warn("cannot write to standard output: %s", why);
+  return false;
+}
+
+static void check_output(void) {
+  if (!output_taken()) _exit(1);
+}
+
+void output_check_at_exit(void) {
+  static bool checked;
+  if (checked) return;
+  checked = true;
+  int unused;
+  while ((unused = open("/dev/null", O_RDWR)) >= 0 && unused <= STDERR_FILENO) continue;
+  if (unused >= 0) close(unused);
+  atexit(check_output);
 }
 
 bool refuse(Reason *reason, const char *format, ...) {

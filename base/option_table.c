@@ -132,7 +132,8 @@ static void take(const Parsing *p, int row, const char *text) {
   if (p->given) p->given[row] = true;
 }
 
-static void set_initial(const Parsing *p) {
+static void begin(const Parsing *p) {
+  output_check_at_exit();
   for (const Option *o = p->table->rows; o->type != OPTION_END; o++)
     if (o->initial) option_set(o, p->values, o->initial);
 }
@@ -170,14 +171,14 @@ static struct argp *make_rows(const OptionTable *table) {
 
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
   Parsing parsing = {table, values, given};
-  set_initial(&parsing);
+  begin(&parsing);
   error_t error = argp_parse(make_rows(table), argc, argv, 0, NULL, &parsing);
   if (error) fail("cannot read the command line: %s", strerror(error));
 }
 
 int option_table_take(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
   Parsing parsing = {table, values, given};
-  set_initial(&parsing);
+  begin(&parsing);
   int left = 1;
   for (int i = 1; i < argc; i++) {
     char name[64];

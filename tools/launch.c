@@ -70,7 +70,6 @@ static void start(int rank, int port, char **command, const sigset_t *signals) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL); // no rank outlives the launcher
   if (getppid() != parent) _exit(1);
-  for (int i = 0; i < FORWARDED; i++) signal(forwarded[i], SIG_DFL);
   sigprocmask(SIG_SETMASK, signals, NULL);
   set_number("RANK", rank);
   set_number("LOCAL_RANK", rank);
@@ -137,7 +136,12 @@ int main(int argc, char **argv) {
   for (int i = 0; i < FORWARDED; i++) sigaddset(&held, forwarded[i]);
   sigprocmask(SIG_BLOCK, &held, &before);
   struct sigaction action = {.sa_handler = forward};
-  for (int i = 0; i < FORWARDED; i++) sigaction(forwarded[i], &action, NULL);
+  for (int i = 0; i < FORWARDED; i++) {
+    struct sigaction old;
+    sigaction(forwarded[i], &action, &old);
+    if (forwarded[i] == SIGHUP && old.sa_handler == SIG_IGN)
+      signal(SIGHUP, SIG_IGN); // nohup: the ranks', too
+  }
   int port = free_port();
   for (int rank = 0; rank < count; rank++) start(rank, port, argv + 2, &before);
   sigprocmask(SIG_SETMASK, &before, NULL);

@@ -548,13 +548,11 @@ def parse_options():
 
 def make_shards(files, options, tokens):
     shards = {split: Shards(options.out, split, tokens.dtype, options.shard_tokens, options.chat) for split in ("train", "val")}
-    inputs = {os.path.realpath(file) for file in files}
-    for old in os.listdir(options.out):
-        path = os.path.join(options.out, old)
-        if not re.fullmatch(r"(train|val)_\d{6}\.(bin|mask)(\.partial)?", old):
-            continue
-        if os.path.realpath(path) in inputs:
-            fail(f"{path} is an input, and a shard would be written there; name another --out")
+    old = [os.path.join(options.out, name) for name in os.listdir(options.out)
+           if re.fullmatch(r"(train|val)_\d{6}\.(bin|mask)(\.partial)?", name)]
+    for path in {os.path.realpath(path) for path in old} & {os.path.realpath(file) for file in files}:
+        fail(f"{path} is an input, and a shard would be written there; name another --out")
+    for path in old:
         os.remove(path)
     totals, done, total = collections.Counter(), 0, sum(os.path.getsize(file) for file in files)
     start, shown = time.time(), 0

@@ -158,7 +158,7 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
       s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text,
       100 * share_of_gemms(r, each), text_bytes(bytes).text,
       text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
-  fflush(stdout);
+  output_taken();
   r->drawn = r->terminal;
 }
 

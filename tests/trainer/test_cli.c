@@ -817,8 +817,8 @@ static void test_timeline(void **state) {
 // Ctrl-C (or a polite kill) while a long run is under way: it ends after the running step, with the summary.
 static void test_stopping(void **state) {
   (void)state;
-  static const int signals[] = {SIGINT, SIGTERM};
-  for (int i = 0; i < 2; i++) {
+  static const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+  for (int i = 0; i < 3; i++) {
     Process p =
         train_start(TINY "--steps 1000000 --sample-every 0 --eval-every 0 --log %s", temp_path("run.json"));
     process_wait_for(&p, "step 1/1000000");
@@ -826,7 +826,8 @@ static void test_stopping(void **state) {
     assert_says(so_far, "{\"event\":\"step\",\"step\":1,");
     assert_int_equal(so_far[strlen(so_far) - 1], '\n');
     free(so_far);
-    assert_int_equal(kill(p.pid, signals[i]), 0);
+    for (int times = signals[i] == SIGHUP ? 2 : 1; times; times--) // a closed terminal sends several
+      assert_int_equal(kill(p.pid, signals[i]), 0);
     Output o = process_finish(&p);
     assert_int_equal(o.status, 0);
     assert_string_equal(o.err, "");
@@ -848,6 +849,45 @@ static void test_stopping(void **state) {
     free(text);
     output_free(&o);
   }
+}
+
+// A reader that goes away, or a full disk, ends the run like a signal: it saves, and says what it could not write.
+static void test_dead_output(void **state) {
+  (void)state;
+  static const char *const outputs[] = {"| head -n 1 >/dev/null", ">/dev/full"};
+  char command[2048], directory[512];
+  snprintf(directory, sizeof directory, "%s", temp_path("."));
+  for (int i = 0; i < 2; i++) {
+    snprintf(command, sizeof command,
+             "{ %s %s --steps 1000000 --sample-every 0 --eval-every 0 --save %s/dead-%d 2>%s/err; echo $? "
+             ">%s/status; } %s",
+             train_program(), TINY, directory, i, directory, directory, outputs[i]);
+    assert_int_equal(system(command), 0);
+    char *err = read_text(temp_path("err")), *status = read_text(temp_path("status"));
+    assert_string_equal(status, "1\n");
+    assert_says(err,
+                i ? "cannot write to standard output: No space left" : "cannot write to standard output");
+    free(err);
+    free(status);
+    snprintf(command, sizeof command, "test -e %s/dead-%d/model.safetensors", directory, i);
+    assert_int_equal(system(command), 0);
+  }
+  static const char *const short_ones[] = {"--help", "--plan", "--steps 0"};
+  for (int i = 0; i < 3; i++) {
+    snprintf(command, sizeof command, "%s %s %s >/dev/full 2>%s/err", train_program(), TINY, short_ones[i],
+             directory);
+    assert_int_not_equal(system(command), 0);
+    char *err = read_text(temp_path("err"));
+    assert_says(err, "cannot write to standard output: No space left");
+    free(err);
+  }
+  // What nohup ignores stays ignored.
+  snprintf(
+      command, sizeof command,
+      "trap '' HUP; %s %s --steps 40 --sample-every 0 >%s/out & p=$!; sleep 0.3; kill -HUP $p; wait $p && "
+      "! grep stopped %s/out",
+      train_program(), TINY, directory, directory);
+  assert_int_equal(system(command), 0);
 }
 
 int main(void) {
@@ -878,6 +918,7 @@ int main(void) {
       cmocka_unit_test(test_compare_modes),
       cmocka_unit_test(test_timeline),
       cmocka_unit_test(test_stopping),
+      cmocka_unit_test(test_dead_output),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }
