@@ -607,6 +607,7 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   int64_t tokens = a.x.shape[0];
   if (tokens < 1) fail("%s: x is %s, which holds no token", op, tensor_text(a.x).text);
   if (a.mode == LCE_FUSED && a.chunk < 1) fail("%s: a chunk of %lld tokens", op, (long long)a.chunk);
+  if (!isfinite(a.scale)) fail("%s: scale is %g, which is not finite", op, (double)a.scale);
   if (tensor_exists(a.dx) != tensor_exists(a.dweight))
     fail("%s: dx is %s and dweight is %s; give both, or neither for the forward pass alone", op,
          tensor_text(a.dx).text, tensor_text(a.dweight).text);
