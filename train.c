@@ -80,9 +80,16 @@ static void collect(Run *run, double since) {
 
 static void validate(Run *run, int64_t step) {
   if (!run->loader.validation_batches) return;
-  run->state.val_loss = trainer_validate(&run->trainer, &run->loader, run->options->eval_batches);
+  const Options *o = run->options;
+  double loss = run->state.val_loss = trainer_validate(&run->trainer, &run->loader, o->eval_batches);
   run->state.val_step = step;
-  report_validation(&run->report, step, run->state.val_loss);
+  report_validation(&run->report, step, loss);
+  if (!isfinite(loss))
+    fail("step %lld: the validation loss is %g; %s%s", (long long)step, loss,
+         step > o->first_step ? "the training has diverged, try a lower --lr or a longer --warmup"
+         : o->origin          ? "there is NaN or infinity among the weights in "
+                              : "the weights drawn are too large for the model",
+         step == o->first_step && o->origin ? o->origin : "");
 }
 
 static void choose(Run *run) {
@@ -188,6 +195,7 @@ static void open_data(Run *run) {
                                               .seq_len = o->seq_len,
                                               .seed = o->seed});
   if (o->eval_only) require_something_to_evaluate(o, &run->loader);
+  loader_require_targets(&run->loader, o->steps > o->first_step && !o->eval_only, o->eval_batches);
   loader_describe(&run->loader, run->data, sizeof run->data);
 }
 

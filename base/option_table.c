@@ -117,6 +117,44 @@ int option_row(const Option *rows, const char *name) {
   return -1;
 }
 
+// --- options that exclude each other -----------------------------------------------------------------------
+
+static bool excludes(const Option *a, const Option *b) {
+  for (const char *word = a->excludes ? a->excludes : "", *next; *word; word = next) {
+    size_t length = word_length(word, &next);
+    if (length == strlen(b->name) && !strncmp(word, b->name, length)) return true;
+  }
+  return false;
+}
+
+// 0 is a number's "none".
+static bool in_force(const Option *o, const void *values) {
+  const void *field = (const char *)values + o->offset;
+  if (o->type == OPTION_NUMBER) return *(const double *)field != 0;
+  return o->type != OPTION_WHOLE || stored(o, field);
+}
+
+int option_excluded_by(const Option *rows, const void *values, const bool *given, int row) {
+  const Option *o = &rows[row];
+  for (int i = 0; rows[i].type != OPTION_END; i++) {
+    const Option *other = &rows[i];
+    if (i == row || !given[i] || !in_force(other, values)) continue;
+    bool same = o->type == OPTION_FLAG && other->type == OPTION_FLAG && o->offset == other->offset;
+    if (same || excludes(o, other) || excludes(other, o)) return i;
+  }
+  return -1;
+}
+
+static void check_exclusions(const Option *rows, const void *values, const bool *given) {
+  for (int i = 0; rows[i].type != OPTION_END; i++) {
+    int other = given[i] && in_force(&rows[i], values) ? option_excluded_by(rows, values, given, i) : -1;
+    if (other < 0) continue;
+    const Option *by = excludes(&rows[i], &rows[other]) ? &rows[i] : &rows[other];
+    fail("--%s and --%s exclude each other%s%s; give one of them", rows[i].name, rows[other].name,
+         by->why ? ": " : "", by->why ? by->why : "");
+  }
+}
+
 // --- the command line --------------------------------------------------------------------------------------
 
 enum { FIRST_KEY = 1000 }; // of argp: no letter's, so that no option has a short form
@@ -129,7 +167,7 @@ typedef struct {
 
 static void take(const Parsing *p, int row, const char *text) {
   option_set(&p->table->rows[row], p->values, text);
-  if (p->given) p->given[row] = true;
+  p->given[row] = true;
 }
 
 static void begin(const Parsing *p) {
@@ -170,14 +208,17 @@ static struct argp *make_rows(const OptionTable *table) {
 }
 
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  Parsing parsing = {table, values, given};
+  bool own[OPTION_ROWS_MAX] = {false};
+  Parsing parsing = {table, values, given ? given : own};
   begin(&parsing);
   error_t error = argp_parse(make_rows(table), argc, argv, 0, NULL, &parsing);
   if (error) fail("cannot read the command line: %s", strerror(error));
+  check_exclusions(table->rows, values, parsing.given);
 }
 
 int option_table_take(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  Parsing parsing = {table, values, given};
+  bool own[OPTION_ROWS_MAX] = {false};
+  Parsing parsing = {table, values, given ? given : own};
   begin(&parsing);
   int left = 1;
   for (int i = 1; i < argc; i++) {
@@ -200,5 +241,6 @@ int option_table_take(const OptionTable *table, void *values, bool *given, int a
     if (o->type != OPTION_FLAG && !value) value = missing ? "" : argv[++i];
     take(&parsing, row, value);
   }
+  check_exclusions(table->rows, values, parsing.given);
   return left;
 }

@@ -1,4 +1,5 @@
 #include "data/loader.h"
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/integers.h"
 #include "base/random.h"
@@ -7,6 +8,7 @@
 #include <assert.h>
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <zlib.h>
 
 // Streams of random_permute, far above the small ones that other modules use.
@@ -115,6 +117,34 @@ static uLong add_checksum(const Source *source, uLong crc) {
     crc = crc32(crc, (const Bytef *)ids, (uInt)(2 * count * (int64_t)sizeof *ids));
   }
   return crc;
+}
+
+void loader_require_targets(const Loader *loader, bool training, int64_t validation_batches) {
+  const LoaderOptions *o = &loader->options;
+  const Source *validated = o->validation_source ? o->validation_source : o->source;
+  if (!validation_batches || validation_batches > loader->validation_batches)
+    validation_batches = loader->validation_batches;
+  int32_t *tokens = host_alloc(2 * o->batch * o->seq_len, sizeof *tokens, "a batch");
+  int32_t *targets = tokens + o->batch * o->seq_len;
+  int64_t counted = !training;
+  for (LoaderPlace at = {.micro_steps = 1, .ranks = 1}; !counted; at.step++) {
+    if (at.step * o->batch >= loader->train_windows)
+      fail("%s: no target of the training windows counts, for the masks leave all out: name other data, or "
+           "make "
+           "shards and masks again with tools/prepare_data.py",
+           o->source->name);
+    counted = loader_train_batch(loader, at, tokens, targets);
+  }
+  counted = !validation_batches;
+  for (int64_t batch = 0; !counted; batch++) {
+    if (batch == validation_batches)
+      fail("%s: no target of the validation batches counts, for the masks leave all out: name other "
+           "--val-data, or "
+           "raise --eval-batches",
+           validated->name);
+    counted = loader_validation_batch(loader, batch, tokens, targets);
+  }
+  free(tokens);
 }
 
 void loader_describe(const Loader *loader, char *out, size_t size) {

@@ -28,6 +28,11 @@ static char *find_checkpoint(const Options *o, FolderCheck check) {
 void resume_find(Options *o) {
   FolderCheck check = o->plan || o->fit ? CHECK_LENGTHS : CHECK_ALL;
   if (!o->save && (o->save_every || o->keep)) fail("--save-every and --keep need --save DIR");
+  if (o->resume && o->init && strcmp(o->resume, "auto"))
+    fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
+         "--resume "
+         "auto to begin with --init where --save has no checkpoint yet",
+         o->init, o->resume);
   if (o->resume) o->origin = find_checkpoint(o, check);
   if (o->origin) {
     o->resumed_from = checkpoint_trainer_state(o->origin);
@@ -60,13 +65,6 @@ static cJSON *settings_of(const Options *o, unsigned flags) {
   return settings;
 }
 
-// Whether an option was given that writes the same field.
-static bool field_given(const Options *o, const Option *row) {
-  for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (o->given[i] && options_rows[i].offset == row->offset) return true;
-  return false;
-}
-
 static void take_paths(Options *o, const char *name, const char *member) {
   const cJSON *path, *paths = json_member(o->resumed_from, member);
   cJSON_ArrayForEach(path, paths) {
@@ -77,25 +75,14 @@ static void take_paths(Options *o, const char *name, const char *member) {
 void resume_take_settings(Options *o) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
-  // What the options given now exclude. A split head takes the run of a whole one, and leaves out what it lacks.
-  bool split = o->dtypes.vocab_parallel, materialized = options_given(o, "materialized-logits");
-  const struct {
-    const char *name;
-    bool holds;
-  } exclusions[] = {{"fused-lce", split},
-                    {"materialized-logits", split},
-                    {"lce-chunk", o->lce_memory || materialized},
-                    {"lce-sample", materialized || o->metrics},
-                    {"metrics", o->lce_sample > 0 || split}};
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    bool excluded = !(row->flags & (SETTING | GPU_SETTING | OUTPUT_SETTING)) || field_given(o, row);
+    bool excluded = !(row->flags & (SETTING | GPU_SETTING | OUTPUT_SETTING)) || o->given[i];
     if (row->flags & GPU_SETTING) {
       dtypes_given |= o->given[i];
       excluded |= !from_gpu;
     }
-    for (size_t e = 0; e < sizeof exclusions / sizeof *exclusions && !excluded; e++)
-      excluded = exclusions[e].holds && !strcmp(row->name, exclusions[e].name);
+    excluded = excluded || option_excluded_by(options_rows, o, o->given, i) >= 0;
     const char *value = excluded ? NULL : json_text(settings, row->name);
     if (!value) continue;
     option_set(row, o, value);

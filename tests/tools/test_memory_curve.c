@@ -365,11 +365,11 @@ static void refusals(void **state) {
       {"--tokens 64", "--tokens belongs to --layer-only"},
       {"--tokens 0 --layer-only", "--tokens 0: give a whole number from 1"},
       {"--gradient-error", "--gradient-error belongs to --layer-only"},
-      {"--timeline --sweep tokens", "--timeline shows whole steps of one size"},
+      {"--timeline --sweep tokens", "exclude each other: a timeline shows whole steps of one size"},
       {"--recipe soup",
        "no recipe is called 'soup'; there are llama3-8b-32k, tokens-81920, chunk-sweep, gemma2-2b, "
        "batch-512"},
-      {"--recipe batch-512 --sweep vocab", "--recipe batch-512 says what is swept"},
+      {"--recipe batch-512 --sweep vocab", "exclude each other: a recipe says what is swept"},
       {"--resolution 9", "--resolution 9: give a whole number from 1 to 4"},
       {"--patience never", "--patience never: give a number"},
       {"--device-memory 0", "--device-memory 0: give a number"},

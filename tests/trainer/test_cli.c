@@ -133,11 +133,24 @@ static void test_impossible_combinations(void **state) {
   static const Refusal refusals[] = {
       {"--fused-lce --materialized-logits", "--fused-lce and --materialized-logits exclude each other"},
       {"--materialized-logits --fused-lce", "--fused-lce and --materialized-logits exclude each other"},
-      {"--lce-chunk 64 --lce-memory 64", "--lce-chunk and --lce-memory both choose the chunk"},
-      {"--materialized-logits --lce-chunk 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
-      {"--materialized-logits --lce-memory 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
-      {"--materialized-logits --lce-sample 1", "leave out --lce-sample or --materialized-logits"},
-      {"--metrics --lce-sample 1", "acts on exponentials, and --metrics needs logits; leave out one"},
+      {"--lce-chunk 64 --lce-memory 64",
+       "--lce-chunk and --lce-memory exclude each other: both choose the chunk; give one of them"},
+      {"--materialized-logits --lce-chunk 64",
+       "--materialized-logits and --lce-chunk exclude each other: chunks and sampling belong to --fused-lce"},
+      {"--materialized-logits --lce-memory 64", "--materialized-logits and --lce-memory exclude each other"},
+      {"--materialized-logits --lce-sample 1", "--materialized-logits and --lce-sample exclude each other"},
+      {"--metrics --lce-sample 1",
+       "exclude each other: sampling acts on exponentials, and metrics need logits"},
+      {"--tie-word-embeddings --untie-word-embeddings",
+       "--tie-word-embeddings and --untie-word-embeddings exclude each other; give one of them"},
+      {"--master-weights --no-master-weights", "--master-weights and --no-master-weights exclude each other"},
+      {"--plan --fit", "--plan and --fit exclude each other"},
+      {"--val-data a --val-fraction 0.1", "--val-data and --val-fraction exclude each other"},
+      {"--init a --model gpt2-tiny", "--model and --init exclude each other: both say what the model is"},
+      {"--init a --resume b", "--init begins with the model in a and --resume with the checkpoint in b"},
+      {"--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"},
+      {"--model gpt2-tiny --rope-theta 10000",
+       "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"},
       {"--logit-softcap 30 --lce-sample 1", "and a soft-cap of 30 on logits; leave out --lce-sample, or"},
       {TINY "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"},
       {"--batch 3 --seq-len 64 --total-batch 500", "--total-batch 500 is not a multiple of the 192 tokens"},
@@ -161,6 +174,19 @@ static void test_impossible_combinations(void **state) {
       {"--device cuda --fit", "--device cuda: "},
   };
   EACH_REFUSED(refusals);
+}
+
+// What would exclude each other does not where one of the two is 0, "none".
+static void test_possible_combinations(void **state) {
+  (void)state;
+  static const char *const combinations[] = {
+      "--metrics --lce-sample 0", "--materialized-logits --lce-sample 0", "--steps 10 --warmup 10",
+      "--tie-word-embeddings --tie-word-embeddings", "--model gpt2-tiny --num-key-value-heads 4"};
+  for (size_t i = 0; i < sizeof combinations / sizeof *combinations; i++) {
+    Output o = train("--device cpu --plan %s", combinations[i]);
+    if (o.status) fail_msg("%s: %s", combinations[i], o.err);
+    output_free(&o);
+  }
 }
 
 // What argp itself refuses: an exit status of its own, and where to read on.
@@ -896,6 +922,7 @@ int main(void) {
       cmocka_unit_test(test_wrong_numbers),
       cmocka_unit_test(test_wrong_words),
       cmocka_unit_test(test_impossible_combinations),
+      cmocka_unit_test(test_possible_combinations),
       cmocka_unit_test(test_unknown_options),
       cmocka_unit_test(test_wrong_files),
       cmocka_unit_test(test_pipes_and_devices),

@@ -23,12 +23,13 @@
 #define JOB                                                                                                  \
   "--dtype fp32 --num-layers 2 --seq-len 16 --batch 2 --total-batch 768 --steps 6 --lr 0.01 --warmup 2 "     \
   "--epsilon 1e-5 --eval-every 3 --eval-batches 5 --sample-every 4 --sample-tokens 3 "
-#define LLAMA                                                                                                \
+#define ANY_LLAMA                                                                                            \
   JOB "--model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-attention-heads 2 "      \
-      "--num-key-value-heads 1 --untie-word-embeddings "
-#define TIED LLAMA "--tie-word-embeddings "
-#define GPT2 JOB "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 2 "
-#define TEXT "--data tests/trainer/test_resume.c "
+      "--num-key-value-heads 1 "
+#define LLAMA ANY_LLAMA "--untie-word-embeddings "
+#define TIED  ANY_LLAMA "--tie-word-embeddings "
+#define GPT2  JOB "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 2 "
+#define TEXT  "--data tests/trainer/test_resume.c "
 
 static const char *device(void) {
   return getenv("LCE_GPU_RANKS") ? "--device cuda" : "--device cpu";
