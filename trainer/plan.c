@@ -317,14 +317,14 @@ void plan_print_fit(Options *o) {
 
 // --- --compare-modes ---------------------------------------------------------------------------------------
 
-// A few forward and backward passes in `mode`, with all peaks measured again.
+// A few forward and backward passes in `mode`, with the ledger's peaks measured again. What the system counts would
+// hold the buffers that libraries keep from the mode before.
 static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;
   trainer_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
   memory_set_stack(&backend->memory, 0);
   ledger_reset_peak(&backend->memory.ledger);
-  backend->ops->device_peak_reset(backend);
   trainer_set_mode(trainer, mode);
   double best = INFINITY;
   for (int i = 0; i < PASSES; i++) {
@@ -336,7 +336,6 @@ static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *tit
   }
   return (MemoryColumn){.title = title,
                         .memory = backend->memory.ledger,
-                        .device_bytes = backend->ops->device_bytes_peak(backend),
                         .pass_seconds = best};
 }
 

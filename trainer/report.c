@@ -269,10 +269,8 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
            100 * dropped_mass);
   if (o->ranks > 1)
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
-  if (!o->compare_modes) {
-    putchar('\n');
-    plan_print_table(&peak, 1, backend->device);
-  }
+  putchar('\n');
+  plan_print_table(&peak, 1, backend->device);
   LOG("summary", TEXT("loss_mode", peak.title), NUMBER("steps", r->steps_done),
       {"stopped", .truth = &stopped}, NUMBER("first_loss", state->first_loss),
       NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),
