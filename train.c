@@ -257,7 +257,7 @@ int main(int argc, char **argv) {
   options_resolve_chunk(&options, run.backend->device);
   open_data(&run);
   resume_require_same(&options, run.backend, run.data);
-  report_settings(&options, run.backend, run.data);
+  report_settings(&options, run.backend, run.data, run.source, run.val_source);
   plan_require(&options, run.backend->device, machine_usable_bytes(run.backend));
 
   open_checkpoints(&run);

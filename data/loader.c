@@ -20,10 +20,12 @@ static int64_t source_windows(const Loader *loader) {
 
 static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
   int64_t have = o->source->tokens, window = o->seq_len + 1;
-  if (have / window < windows)
-    fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s",
-         o->source->name, (long long)have, kinds, (long long)o->seq_len, (long long)(windows * window),
-         advice);
+  if (have / window >= windows) return;
+  char left[256];
+  source_describe_left(o->source, left, sizeof left);
+  fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s%s%s%s",
+       o->source->name, (long long)have, kinds, (long long)o->seq_len, (long long)(windows * window), advice,
+       *left ? " (" : "", left, *left ? ")" : "");
 }
 
 Loader loader_create(LoaderOptions o) {

@@ -16,6 +16,7 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/integers.h"
+#include "base/text.h"
 #include "data/shard.h"
 
 enum {
@@ -176,9 +177,18 @@ static void open_mask(Piece *piece) {
 
 static const char *const kind_names[] = {"byte-level text", "llm.c shards, uint16", "llm.c shards, uint32"};
 
-static bool is_bin(const char *path) {
+static bool ends_in(const char *path, const char *ending) {
   const char *suffix = strrchr(path, '.');
-  return suffix && strcmp(suffix, ".bin") == 0;
+  return suffix && strcmp(suffix, ending) == 0;
+}
+
+static bool is_bin(const char *path) {
+  return ends_in(path, ".bin");
+}
+
+static void leave_out(Source *source, const char *path) {
+  if (ends_in(path, ".mask")) return;
+  if (!source->left++) source->first_left = text_format("%s", path);
 }
 
 // Appends the file unless its origin lets it be skipped.
@@ -198,6 +208,7 @@ static void add_file(Source *source, const FileEntry *entry) {
       fail("%s is not text (NUL at byte %lld): name text files, or llm.c token shards ending in .bin",
            entry->path, (long long)(nul - file->bytes));
     if (file->size == 0 || nul) {
+      leave_out(source, entry->path);
       file_unmap(&piece.file);
       return;
     }
@@ -295,7 +306,10 @@ static void add_files(Source *source, const FileList *files, const char *name) {
   for (int64_t i = 0; i < files->count; i++) shards_found |= is_found_shard(&files->entries[i]);
   for (int64_t i = 0; i < files->count; i++) {
     const FileEntry *entry = &files->entries[i];
-    if (!shards_found || entry->origin != FILE_FOUND || is_found_shard(entry)) add_file(source, entry);
+    if (!shards_found || entry->origin != FILE_FOUND || is_found_shard(entry))
+      add_file(source, entry);
+    else
+      leave_out(source, entry->path);
   }
   if (source->files == before) fail("%s holds no text and no token shards", name);
   for (int64_t i = before; i < source->files; i++) check_ids(source, &source->pieces[i]);
@@ -335,12 +349,28 @@ void source_close(Source *source) {
     file_unmap(&source->pieces[i].mask_file);
   }
   free(source->pieces);
+  free(source->first_left);
   free(source->name);
   free(source);
 }
 
 const char *source_kind_name(const Source *source) {
   return kind_names[source->kind];
+}
+
+void source_describe_left(const Source *source, char *out, size_t size) {
+  *out = 0;
+  if (!source->left) return;
+  const char *s = source->left == 1 ? "" : "s", *are = source->left == 1 ? "is" : "are";
+  size_t length =
+      (size_t)snprintf(out, size, "%s file%s %s left out, such as %s: ", text_grouped(source->left).text, s,
+                       are, source->first_left);
+  if (length >= size) return;
+  if (source->kind == SOURCE_TEXT)
+    snprintf(out + length, size - length, "empty or binary");
+  else
+    snprintf(out + length, size - length, "a directory with token shards (%s) is read for them alone",
+             source->pieces[0].path);
 }
 
 // The last piece that begins at or before `position`.

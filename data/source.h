@@ -25,6 +25,7 @@
 #pragma once
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 enum { END_OF_TEXT = 256 };
@@ -40,7 +41,9 @@ typedef struct {
   int64_t tokens; // separators included
   int64_t files;
   int64_t vocab_size;
-  bool masked; // some file has a mask: targets may be ignored
+  bool masked;      // some file has a mask: targets may be ignored
+  int64_t left;     // files of directories and globs that were not taken, masks not counted
+  char *first_left; // the path of one; NULL: there is none
   struct SourcePiece *pieces;
   int64_t capacity; // of pieces
 } Source;
@@ -59,6 +62,9 @@ void source_close(Source *source); // NULL is fine
 
 // "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
 const char *source_kind_name(const Source *source);
+
+// "63 files are left out, such as notes.txt: ..." and why, cut to `size` bytes; "" where all were taken.
+void source_describe_left(const Source *source, char *out, size_t size);
 
 // out[i] = token at position first + i for i in [0, count), all within the source and, checked, the vocabulary. Any
 // number of threads may read.

@@ -62,7 +62,8 @@ static void log_write(const Report *r, const char *event, const LogField *fields
 
 // --- before the first step ---------------------------------------------------------------------------------
 
-void report_settings(const Options *o, const Backend *backend, const char *data) {
+void report_settings(const Options *o, const Backend *backend, const char *data, const Source *source,
+                     const Source *val_source) {
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
   if (backend->ranks > 1)
@@ -83,6 +84,11 @@ void report_settings(const Options *o, const Backend *backend, const char *data)
   else
     printf("loss     materialized logits, recompute %s\n", recompute_name(o->recompute));
   printf("data     %s\n", data);
+  for (int i = 0; i < 1 + (val_source != NULL); i++) {
+    char left[256];
+    source_describe_left(i ? val_source : source, left, sizeof left);
+    if (*left) printf("         %s\n", left);
+  }
   if (o->resumed_from)
     printf("resumed  %s, after step %lld of %lld\n", o->origin, (long long)o->first_step,
            (long long)o->steps);

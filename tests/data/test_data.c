@@ -1,5 +1,6 @@
 // Sources, the byte tokenizer and the corpus.
 #include "base/random.h"
+#include "data/loader.h"
 #include "data/tokenizer/tokenizer.h"
 #include "tests/data_files.h"
 
@@ -514,6 +515,37 @@ static void print_corpus(void) {
   source_close(source);
 }
 
+// One shard deep in a tree hides its text, and that is said; where nothing is left out, nothing is.
+static void what_is_left_out_is_said(void **state) {
+  (void)state;
+  char said[512];
+  uint16_t tokens[4] = {1, 2, 3, 4};
+  make_directory("hiding");
+  make_directory("hiding/deep");
+  write_text("hiding/a.txt", "text");
+  write_text("hiding/b.txt", "text");
+  write_bytes("hiding/c.png", "x\0y", 3);
+  Source *source = open_one("hiding", 300);
+  source_describe_left(source, said, sizeof said);
+  assert_int_equal(strncmp(said, "1 file is left out, such as ", 28), 0);
+  assert_non_null(strstr(said, "hiding/c.png: empty or binary"));
+  source_close(source);
+  write_shard16("hiding/deep/one.bin", tokens, 4);
+  write_shard("hiding/deep/one.mask", 20261120, 1, 4, "\x0f", 1); // belongs to its shard
+  source = open_one("hiding", 300);
+  source_describe_left(source, said, sizeof said);
+  assert_int_equal(strncmp(said, "3 files are left out, such as ", 30), 0);
+  assert_non_null(strstr(said, "hiding/a.txt: a directory with token shards ("));
+  assert_non_null(strstr(said, "hiding/deep/one.bin) is read for them alone"));
+  ASSERT_FAILS(loader_create((LoaderOptions){.source = source, .batch = 1, .seq_len = 16}), "holds 4 tokens",
+               "3 files are left out, such as ");
+  source_close(source);
+  source = open_one("hiding/deep", 300);
+  source_describe_left(source, said, sizeof said);
+  assert_string_equal(said, "");
+  source_close(source);
+}
+
 // --- all tests ----------------------------------------------------------------------------------------
 
 int main(int argc, char **argv) {
@@ -532,6 +564,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(shards_of_both_widths_join),
       cmocka_unit_test(kinds_do_not_mix),
       cmocka_unit_test(a_directory_of_shards_is_read_for_them_alone),
+      cmocka_unit_test(what_is_left_out_is_said),
       cmocka_unit_test(masks_say_what_counts),
       cmocka_unit_test(masks_of_other_shards_are_refused),
       cmocka_unit_test(damaged_shards_are_refused),
