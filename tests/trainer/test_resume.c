@@ -273,11 +273,11 @@ static void changed_data_are_noticed(void **state) {
   char *text = file_read("tests/trainer/test_resume.c", &length);
   assert_non_null(text);
   write_bytes("data.txt", text, length);
-  succeeds(train(RUN "--steps 2 --data %s --save %s", temp_path("data.txt"), temp_path("learned")));
+  succeeds(train(RUN "--steps 3 --data %s --save %s", temp_path("data.txt"), temp_path("learned")));
   for (int changed = 0; changed < 2; changed++) {
     text[length / 2] ^= (char)changed;
     write_bytes("data.txt", text, length);
-    Output output = train("--device cpu --resume %s --steps 2", temp_path("learned"));
+    Output output = train("--device cpu --resume %s --steps 3", temp_path("learned"));
     assert_int_equal(output.status, 0);
     assert_int_equal(strstr(output.err, "the data were \"byte-level text") != NULL, changed);
     output_free(&output);
