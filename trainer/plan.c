@@ -334,9 +334,7 @@ static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *tit
     backend_synchronize(backend);
     best = fmin(best, now_seconds() - start);
   }
-  return (MemoryColumn){.title = title,
-                        .memory = backend->memory.ledger,
-                        .pass_seconds = best};
+  return (MemoryColumn){.title = title, .memory = backend->memory.ledger, .pass_seconds = best};
 }
 
 void plan_compare_modes(Trainer *trainer) {
