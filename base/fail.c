@@ -9,6 +9,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/text.h"
+
 static FailHandler fail_handler;
 static _Thread_local FailHandler thread_handler;
 
@@ -22,11 +24,19 @@ FailHandler fail_set_thread_handler(FailHandler handler) {
   return before;
 }
 
+enum { SENTENCE = 2048 };
+
+static void write_sentence(char out[SENTENCE], const char *format, va_list arguments) {
+  char raw[SENTENCE];
+  vsnprintf(raw, sizeof raw, format, arguments);
+  text_escape(out, SENTENCE, raw, strlen(raw));
+}
+
 void fail(const char *format, ...) {
-  char sentence[2048];
+  char sentence[SENTENCE];
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(sentence, sizeof sentence, format, arguments);
+  write_sentence(sentence, format, arguments);
   va_end(arguments);
   if (thread_handler) thread_handler(sentence);
   if (fail_handler) fail_handler(sentence);
@@ -43,13 +53,13 @@ void warn_mute(void) {
 
 void warn(const char *format, ...) {
   if (muted) return;
+  char sentence[SENTENCE];
   va_list arguments;
   va_start(arguments, format);
-  fflush(stdout);
-  fputs("lce: ", stderr);
-  vfprintf(stderr, format, arguments);
-  fputc('\n', stderr);
+  write_sentence(sentence, format, arguments);
   va_end(arguments);
+  fflush(stdout);
+  fprintf(stderr, "lce: %s\n", sentence);
 }
 
 bool output_taken(void) {

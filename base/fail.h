@@ -1,4 +1,4 @@
-// Errors: one sentence that says what is wrong, where, and what to do about it.
+// Errors: one sentence that says what is wrong, where, and what to do about it. What it quotes from files is escaped.
 #pragma once
 
 #include <stdbool.h>

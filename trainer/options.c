@@ -35,7 +35,7 @@ const Option options_rows[] = {
      HELP("Vocabulary size (default the preset's: 50257 or 128256)")},
     {WHOLE("hidden-size", "H", model.hidden_size, 1, MAX), HELP("Width of the residual stream")},
     {WHOLE("intermediate-size", "F", model.intermediate_size, 1, MAX), HELP("Width of the MLP")},
-    {WHOLE("num-layers", "L", model.num_hidden_layers, 1, 10000), HELP("Transformer blocks")},
+    {WHOLE("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), HELP("Transformer blocks")},
     {WHOLE("num-attention-heads", "Q", model.num_attention_heads, 1, MAX), HELP("Query heads")},
     {WHOLE("num-key-value-heads", "K", model.num_key_value_heads, 1, MAX),
      HELP("Key/value heads (Llama); divides the query heads")},
@@ -46,7 +46,7 @@ const Option options_rows[] = {
     {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), HELP("The head is the token embedding")},
     {FLAG("untie-word-embeddings", model.tie_word_embeddings, false),
      HELP("The head has a matrix of its own")},
-    {NUMBER("rope-theta", "THETA", model.rope_theta, 1, 1e12), .flags = LLAMA,
+    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA), .flags = LLAMA,
      HELP("Base of the rotary frequencies (Llama; default 500000)")},
 
     {GROUP("Job")},
@@ -101,7 +101,7 @@ const Option options_rows[] = {
      HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
-    {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, 1e6),
+    {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
      HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none); a chunk "
           "then holds fp32 logits")},
     {FLAG("metrics", metrics, true), .flags = SETTING | TRAINING,

@@ -40,7 +40,7 @@ typedef struct {
 #define LOG(event, ...) log_write(r, event, (const LogField[]){__VA_ARGS__, {0}})
 
 static cJSON *value_of(const LogField *f) {
-  if (f->text) return cJSON_CreateString(f->text);
+  if (f->text) return json_string(f->text);
   if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
   return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
 }

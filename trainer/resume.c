@@ -66,9 +66,10 @@ static cJSON *settings_of(const Options *o, unsigned flags) {
 }
 
 static void take_paths(Options *o, const char *name, const char *member) {
-  const cJSON *path, *paths = json_member(o->resumed_from, member);
-  cJSON_ArrayForEach(path, paths) {
-    if (cJSON_IsString(path)) option_set(&options_rows[option_row(options_rows, name)], o, path->valuestring);
+  cJSON *item, *paths = cJSON_GetObjectItemCaseSensitive(o->resumed_from, member);
+  cJSON_ArrayForEach(item, paths) {
+    const char *path = json_bytes(item);
+    if (path) option_set(&options_rows[option_row(options_rows, name)], o, path);
   }
 }
 
@@ -135,7 +136,9 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
 // --- the state ---------------------------------------------------------------------------------------------
 
 static cJSON *paths(const TextList *list) {
-  return cJSON_CreateStringArray(list->items, (int)list->count);
+  cJSON *array = cJSON_CreateArray();
+  for (int64_t i = 0; i < list->count; i++) cJSON_AddItemToArray(array, json_string(list->items[i]));
+  return array;
 }
 
 cJSON *resume_write(const Options *o, const RunState *state) {

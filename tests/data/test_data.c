@@ -1,5 +1,6 @@
 // Sources, the byte tokenizer and the corpus.
 #include "base/random.h"
+#include "base/text.h"
 #include "data/loader.h"
 #include "data/tokenizer/tokenizer.h"
 #include "tests/data_files.h"
@@ -399,6 +400,12 @@ static void decoded_text_is_safe_to_print(void **state) {
   text = byte_decode((const int32_t[]){0xE2, 256, 0x82, 0xAC}, 4); // no character spans another token
   assert_string_equal(text, "\\xE2\n<|endoftext|>\n\\x82\\xAC");
   free(text);
+
+  char line[12];
+  text_escape(line, sizeof line, "a\n\xE2\x82\xAC\xE2\x82\xAC", 8); // cut to whole characters
+  assert_string_equal(line, "a\\x0A\xE2\x82\xAC\xE2\x82\xAC");
+  text_escape(line, 8, "\xE2\x82\xAC\x1B[", 5);
+  assert_string_equal(line, "\xE2\x82\xAC\\x1B");
 
   for (uint64_t trial = 0; trial < 2000; trial++) {
     int32_t tokens[24];

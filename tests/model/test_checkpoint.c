@@ -94,6 +94,8 @@ static void what_is_missing_left_over_or_misshapen_is_named(void **state) {
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "holds", "norm.weight", "holds too");
   snprintf(t.list[t.count - 1].name, sizeof t.list[0].name, "model.layers.0.self_attn.rotary_emb.inv_freq");
   load_tampered(&t, CHECKPOINT_SHARD_BYTES); // which old files have, and which means nothing
+  snprintf(t.list[t.count - 1].name, sizeof t.list[0].name, "evil\x1B[2J\xFF");
+  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "holds evil\\x1B[2J\\xFF");
   t.count--;
   t.list[0].tensor = tensor_reshape_2d(some, 8, 20);
   ASSERT_FAILS(

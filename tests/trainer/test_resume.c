@@ -2,6 +2,7 @@
 // logged loss is bitwise what it would have been.
 #include "base/file.h"
 #include "base/system.h"
+#include "base/text.h"
 #include "model/checkpoint/checkpoint.h"
 #include "tests/data_files.h"
 #include "tests/process.h"
@@ -109,6 +110,32 @@ static void a_resumed_run_equals_an_unbroken_one(void **state) {
   for (int i = 7; i <= STEPS; i++) assert_true(losses[0][i] == losses[1][i] && losses[1][i] > 0);
   assert_true(losses[1][6] == 0);
   assert_true(val_losses[0][STEPS] == val_losses[1][STEPS] && val_losses[1][10] > 0);
+}
+
+// Paths are bytes, and JSON is UTF-8: both stay what they are.
+static void any_path_resumes(void **state) {
+  (void)state;
+  char more[512], command[1200];
+  snprintf(more, sizeof more, "%s", temp_path("gr\xFC\xDF\x1B.txt"));
+  snprintf(command, sizeof command, "cp tests/runs.c '%s'", more);
+  assert_int_equal(system(command), 0);
+  succeeds(train(RUN "--steps 2 --save %s --log %s --data '%s'", temp_path("paths"), temp_path("paths.jsonl"),
+                 more));
+  static const char *const files[] = {"paths/step-000002/trainer_state.json", "paths.jsonl"};
+  for (int i = 0; i < 2; i++) {
+    char *text = read_text(temp_path(files[i]));
+    assert_true(utf8_valid(text));
+    free(text);
+  }
+  Output output = train("--device cpu --resume %s --steps 3", temp_path("paths"));
+  assert_int_equal(output.status, 0);
+  assert_null(strstr(output.err, "the data were"));
+  output_free(&output);
+  remove(more);
+  output = train("--device cpu --resume %s --steps 3", temp_path("paths"));
+  assert_int_equal(output.status, 1);
+  assert_says(output.err, "gr\\xFC\\xDF\\x1B.txt: No such file");
+  output_free(&output);
 }
 
 // The weights rounded on disk: the master weights, stored as well, keep the bits.
@@ -367,6 +394,7 @@ static void a_full_disk_leaves_the_last_good_checkpoint(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(a_resumed_run_equals_an_unbroken_one),
+      cmocka_unit_test(any_path_resumes),
       cmocka_unit_test(rounded_weights_resume_too),
       cmocka_unit_test(differences_are_printed),
       cmocka_unit_test(a_resumed_run_restores_sampling),
