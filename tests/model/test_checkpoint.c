@@ -160,7 +160,7 @@ static void options_that_contradict_the_model_are_refused(void **state) {
       {"--head-dim 8", "--head-dim"},
       {"--tie-word-embeddings", "--tie-word-embeddings"},
       {"--rope-theta 7", "--rope-theta"},
-      {"--model llama-tiny", "--init and --model"},
+      {"--model llama-tiny", "--model and --init"},
       {"--seq-len 65", "longer than the 64 positions"},
       {"--save-every 3", "need --save"},
       {"--resume auto", "--save DIR"}};
