@@ -80,8 +80,23 @@ const char *json_bytes(cJSON *item) {
   return item->valuestring = text; // cJSON_Delete frees it
 }
 
+// cJSON prints up to 17 digits where fewer suffice. As raw text a number is printed as it stands.
+static bool shorten_numbers(cJSON *item) {
+  for (; item; item = item->next) {
+    if (!shorten_numbers(item->child)) return false;
+    if (!cJSON_IsNumber(item) || !isfinite(item->valuedouble)) continue;
+    item->valuestring = strdup(text_number(item->valuedouble).text);
+    if (!item->valuestring) return false;
+    item->type = cJSON_Raw;
+  }
+  return true;
+}
+
 char *json_print(const cJSON *json, bool indented) {
-  char *text = indented ? cJSON_Print(json) : cJSON_PrintUnformatted(json);
+  cJSON *copy = cJSON_Duplicate(json, true);
+  char *text = NULL;
+  if (copy && shorten_numbers(copy)) text = indented ? cJSON_Print(copy) : cJSON_PrintUnformatted(copy);
+  cJSON_Delete(copy);
   if (!text) fail("out of host memory for a JSON text");
   return text;
 }

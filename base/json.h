@@ -22,5 +22,5 @@ bool json_is_whole(const cJSON *item); // a number from 0 to 2^53: what a double
 cJSON *json_string(const char *text);
 const char *json_bytes(cJSON *item);
 
-// Indented, or on one line; the caller frees it.
+// Indented, or on one line, numbers in the fewest digits that read back as the same; the caller frees it.
 char *json_print(const cJSON *json, bool indented);

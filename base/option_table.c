@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/text.h"
 
 // --- values ------------------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ bool option_text(const Option *o, const void *values, char text[64]) {
   *text = 0;
   if (o->type == OPTION_FLAG) return stored(o, field) == (int64_t)o->min;
   if (o->type == OPTION_WHOLE) snprintf(text, SIZE, "%lld", (long long)stored(o, field));
-  if (o->type == OPTION_NUMBER) snprintf(text, SIZE, "%.17g", *(const double *)field);
+  if (o->type == OPTION_NUMBER) snprintf(text, SIZE, "%s", text_number(*(const double *)field).text);
   if (o->type == OPTION_CHOICE) {
     const char *word = o->choices, *next;
     size_t length = word_length(word, &next);

@@ -1,6 +1,7 @@
 #include "base/text.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 Text text_bytes(uint64_t bytes) {
@@ -48,6 +49,14 @@ Text text_grouped(int64_t number) {
     if (left > 0 && left % 3 == 0 && digits[i] != '-') t.text[out++] = ',';
   }
   t.text[out] = 0;
+  return t;
+}
+
+Text text_number(double number) {
+  Text t;
+  int digits = 15; // fewer come out where fewer suffice
+  do snprintf(t.text, sizeof t.text, "%.*g", digits, number);
+  while (strtod(t.text, NULL) != number && digits++ < 17);
   return t;
 }
 

@@ -13,6 +13,7 @@ Text text_bytes(uint64_t bytes);    // "0 B", "512 B", "12.3 KiB", "978.5 MiB", 
 Text text_count(double count);      // "950", "12.4K", "124M", "8.03B"
 Text text_duration(double seconds); // "45s", "3m 05s", "2h 14m", "3d 04h"
 Text text_grouped(int64_t number);  // "128,256"
+Text text_number(double number);    // "0.1", "500000", "1e-05": the fewest digits that read back the same
 
 // The bytes of the well-formed UTF-8 character that text[0..count) begins with; 0 when there is none.
 int utf8_length(const char *text, size_t count);

@@ -39,7 +39,7 @@ Backend *machine_open(Options *o) {
            o->fit         ? "; to plan for a GPU that is not here, give --device-memory GIB"
            : o->ranks > 1 ? "; every rank on a machine needs a GPU of its own"
                           : "");
-    if (!backend) printf("no GPU is used: %s\n", reason);
+    if (!backend && options_given(o, "device")) printf("no GPU is used: %s\n", reason);
   }
   require_same_device(backend, reason);
   options_resolve_dtypes(o, backend != NULL);

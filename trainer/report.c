@@ -97,7 +97,8 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
 }
 
 Report report_open(const Options *o, Backend *backend) {
-  Report r = {.options = o, .terminal = isatty(STDOUT_FILENO), .last_printed = -INFINITY};
+  Report r = {
+      .options = o, .terminal = isatty(STDOUT_FILENO) && !ranks_self()->forwarded, .last_printed = -INFINITY};
   if (o->log && !o->rank)
     r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from != NULL);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;

@@ -161,6 +161,13 @@ static double loss_of(const cJSON *json, const char *name) {
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
 }
 
+// Whether two texts of a setting are the same; numbers may be written in different ways.
+static bool same_value(const char *a, const char *b) {
+  char *end_a, *end_b;
+  double x = strtod(a, &end_a), y = strtod(b, &end_b);
+  return !strcmp(a, b) || (end_a != a && !*end_a && end_b != b && !*end_b && x == y);
+}
+
 static void warn_changed(const Options *o, const char *option, const char *before, const char *now) {
   warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have", option,
        before, o->origin, now);
@@ -174,7 +181,7 @@ static void compare(const Options *o, const cJSON *then) {
     if (!before)
       warn("--%s is new since %s was saved: the run continues, but not as it would have", item->string,
            o->origin);
-    else if (strcmp(before, item->valuestring))
+    else if (!same_value(before, item->valuestring))
       warn_changed(o, item->string, before, item->valuestring);
   }
   const char *sample = json_text(then, "lce-sample");

@@ -472,6 +472,12 @@ static void test_text(void **state) {
   assert_string_equal(text_bytes((uint64_t)16815 << 20).text, "16.42 GiB");
   assert_string_equal(text_bytes((uint64_t)3 << 39).text, "1.50 TiB");
   assert_string_equal(text_bytes(UINT64_MAX).text, "16777216.00 TiB");
+  assert_string_equal(text_number(0.1).text, "0.1");
+  assert_string_equal(text_number(0.1 + 0.2).text, "0.30000000000000004");
+  assert_string_equal(text_number(5.629493534564972).text, "5.629493534564972"); // 16 digits suffice
+  assert_string_equal(text_number(-500000).text, "-500000");
+  assert_string_equal(text_number(0x1p53).text, "9007199254740992");
+  assert_string_equal(text_number(NAN).text, "nan");
   assert_string_equal(text_count(0).text, "0");
   assert_string_equal(text_count(950).text, "950");
   assert_string_equal(text_count(1000).text, "1.00K");

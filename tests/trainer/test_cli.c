@@ -429,6 +429,7 @@ static void test_benchmarks(void **state) {
     assert_tool_refuses(names[i], TINY "--eval-only", 1, "does nothing else: leave out --eval-only\n");
     assert_tool_refuses(names[i], TINY "--save nowhere", 1, "does nothing else: leave out --save\n");
   }
+  assert_tool_refuses("plot_run", "/dev/zero", 1, "it is not a regular file");
   assert_tool_refuses("bench_step", TINY "--zero 1 --vocab-parallel", 1, "leave out --zero\n");
   assert_tool_refuses("bench_scaling", "--ranks two", 1,
                       "lce: --ranks two: give a whole number from 1 to 4096\n");
@@ -552,6 +553,17 @@ static void test_fit(void **state) {
                    2);
   assert_true(fused >= materialized && materialized >= 0);
   output_free(&o);
+}
+
+// Why there is no GPU interests only who asked for one.
+static void test_no_gpu(void **state) {
+  (void)state;
+  for (int asked = 0; asked < 2; asked++) {
+    Output o = train("--plan --model gpt2-tiny %s", asked ? "--device auto" : "");
+    assert_int_equal(o.status, 0);
+    assert_int_equal(strstr(o.out, "no GPU is used: ") != NULL, asked);
+    output_free(&o);
+  }
 }
 
 // A GPU that is not there: --fit and --plan agree about what fits into its memory.
@@ -948,6 +960,7 @@ int main(void) {
       cmocka_unit_test(test_chunk_is_the_used_one),
       cmocka_unit_test(test_fit),
       cmocka_unit_test(test_device_memory),
+      cmocka_unit_test(test_no_gpu),
       cmocka_unit_test(test_run),
       cmocka_unit_test(test_sampling),
       cmocka_unit_test(test_no_steps),

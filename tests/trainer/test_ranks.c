@@ -58,6 +58,7 @@ static double tolerance(void) {
 
 static void succeeds(Output output) {
   if (output.status) fail_msg("exit status %d: %s%s", output.status, output.out, output.err);
+  assert_null(strchr(output.out, '\033')); // standard output is no terminal
   output_free(&output);
 }
 

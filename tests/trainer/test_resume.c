@@ -293,6 +293,28 @@ static void a_checkpoint_has_the_last_validation(void **state) {
   }
 }
 
+// Numbers have no more digits than they need.
+static void numbers_are_short(void **state) {
+  (void)state;
+  char *text = read_text(temp_path("straight/step-000012/trainer_state.json")), *log, *end;
+  assert_says(text, "\"beta1\":\t\"0.9\"");
+  free(text);
+  int numbers = 0;
+  log = read_text(temp_path("straight.jsonl"));
+  for (char *at = log; (at = strstr(at, "\":")); at = end) {
+    double value = strtod(at + 2, &end);
+    if (end == at + 2) continue;
+    for (int digits = 15; digits < 17; digits++) { // no shorter form reads back as the same number
+      char shorter[40];
+      int length = snprintf(shorter, sizeof shorter, "%.*g", digits, value);
+      assert_true(strtod(shorter, NULL) != value || end - (at + 2) <= length);
+    }
+    numbers++;
+  }
+  assert_true(numbers > 50);
+  free(log);
+}
+
 // Other data of the same size are noticed.
 static void changed_data_are_noticed(void **state) {
   (void)state;
@@ -402,6 +424,7 @@ int main(void) {
       cmocka_unit_test(stopped_runs_save),
       cmocka_unit_test(the_rhythm_is_resumed),
       cmocka_unit_test(a_checkpoint_has_the_last_validation),
+      cmocka_unit_test(numbers_are_short),
       cmocka_unit_test(changed_data_are_noticed),
       cmocka_unit_test(killed_runs_lose_nothing),
       cmocka_unit_test(a_full_disk_leaves_the_last_good_checkpoint),
