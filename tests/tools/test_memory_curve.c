@@ -338,6 +338,29 @@ static void damaged_files(void **state) {
   output_free(&o);
 }
 
+// The README's table of what others take is the file that the recipes' marks come from.
+static void the_readme_has_the_peers(void **state) {
+  (void)state;
+  char *readme = read_text("README.md");
+  static const struct {
+    const char *name;
+    double figures[8];
+  } peers[] = {
+#define PEER(name, ...) {name, {__VA_ARGS__}},
+#include "tools/curves/peers.inc"
+#undef PEER
+  };
+  for (size_t i = 0; i < sizeof peers / sizeof *peers; i++) {
+    const double *f = peers[i].figures;
+    char line[200];
+    snprintf(line, sizeof line,
+             "\n| %s | %.2f, %.0f MiB | %.2f, %.0f MiB | %.2f, %.0f MiB | %.2f, %.0f MiB |\n", peers[i].name,
+             f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]);
+    assert_says(readme, line);
+  }
+  free(readme);
+}
+
 // --- refusals ----------------------------------------------------------------------------------------------
 
 static void refusals(void **state) {
@@ -640,21 +663,14 @@ static void fit(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(hand_worked_csv),
-      cmocka_unit_test(plan_equals_ledger),
-      cmocka_unit_test(curve_equals_plan),
-      cmocka_unit_test(gradient_errors),
-      cmocka_unit_test(what_does_not_fit),
-      cmocka_unit_test(patience),
-      cmocka_unit_test(recipes_plan),
-      cmocka_unit_test(killed_sweep_resumes),
-      cmocka_unit_test(damaged_files),
-      cmocka_unit_test(refusals),
-      cmocka_unit_test(lines_are_where_they_should_be),
-      cmocka_unit_test(other_pictures),
-      cmocka_unit_test(drawn_and_redrawn),
-      cmocka_unit_test(timelines),
-      cmocka_unit_test(fit),
+      cmocka_unit_test(hand_worked_csv),   cmocka_unit_test(plan_equals_ledger),
+      cmocka_unit_test(curve_equals_plan), cmocka_unit_test(gradient_errors),
+      cmocka_unit_test(what_does_not_fit), cmocka_unit_test(patience),
+      cmocka_unit_test(recipes_plan),      cmocka_unit_test(killed_sweep_resumes),
+      cmocka_unit_test(damaged_files),     cmocka_unit_test(the_readme_has_the_peers),
+      cmocka_unit_test(refusals),          cmocka_unit_test(lines_are_where_they_should_be),
+      cmocka_unit_test(other_pictures),    cmocka_unit_test(drawn_and_redrawn),
+      cmocka_unit_test(timelines),         cmocka_unit_test(fit),
   };
   return cmocka_run_group_tests_name("memory curves", tests, find_programs, remove_temp_dir);
 }
