@@ -362,15 +362,15 @@ void source_describe_left(const Source *source, char *out, size_t size) {
   *out = 0;
   if (!source->left) return;
   const char *s = source->left == 1 ? "" : "s", *are = source->left == 1 ? "is" : "are";
-  size_t length =
-      (size_t)snprintf(out, size, "%s file%s %s left out, such as %s: ", text_grouped(source->left).text, s,
-                       are, source->first_left);
-  if (length >= size) return;
-  if (source->kind == SOURCE_TEXT)
-    snprintf(out + length, size - length, "empty or binary");
-  else
-    snprintf(out + length, size - length, "a directory with token shards (%s) is read for them alone",
-             source->pieces[0].path);
+  char *why =
+      source->kind == SOURCE_TEXT
+          ? text_format("empty or binary")
+          : text_format("a directory with token shards (%s) is read for them alone", source->pieces[0].path);
+  char *text = text_format("%s file%s %s left out, such as %s: %s", text_grouped(source->left).text, s, are,
+                           source->first_left, why);
+  text_escape(out, size, text, strlen(text)); // found names may hold anything
+  free(text);
+  free(why);
 }
 
 // The last piece that begins at or before `position`.

@@ -531,11 +531,11 @@ static void what_is_left_out_is_said(void **state) {
   make_directory("hiding/deep");
   write_text("hiding/a.txt", "text");
   write_text("hiding/b.txt", "text");
-  write_bytes("hiding/c.png", "x\0y", 3);
+  write_bytes("hiding/c\x1B[2J.png", "x\0y", 3);
   Source *source = open_one("hiding", 300);
   source_describe_left(source, said, sizeof said);
   assert_int_equal(strncmp(said, "1 file is left out, such as ", 28), 0);
-  assert_non_null(strstr(said, "hiding/c.png: empty or binary"));
+  assert_non_null(strstr(said, "hiding/c\\x1B[2J.png: empty or binary"));
   source_close(source);
   write_shard16("hiding/deep/one.bin", tokens, 4);
   write_shard("hiding/deep/one.mask", 20261120, 1, 4, "\x0f", 1); // belongs to its shard
