@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "kernels/ranks/ranks.h"
 
@@ -564,6 +565,23 @@ void backend_follow(Backend *backend, void *stream) {
 
 void backend_precede(Backend *backend, void *stream) {
   if (backend->ops->precede) backend->ops->precede(backend, stream);
+}
+
+static _Thread_local Backend *unfinished;
+
+Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes) {
+  Backend *backend = host_alloc(1, sizeof *backend + state_bytes, "a backend");
+  *backend = (Backend){.ops = ops, .device = device, .dtype = dtype, .ranks = 1, .state = backend + 1};
+  return unfinished = backend;
+}
+
+Backend *backend_finish(Backend *backend) {
+  unfinished = NULL;
+  return backend;
+}
+
+void backend_abandon(void) {
+  backend_destroy(backend_finish(unfinished));
 }
 
 void backend_destroy(Backend *backend) {

@@ -69,7 +69,13 @@ static Backend *open_backend(const char *device, int ordinal, const char *dtype)
 
 static int open_context(lce_context *context, const char *device, int ordinal, const char *dtype) {
   enter();
-  if (setjmp(caller)) return leave(1);
+  if (setjmp(caller)) {
+    char first[sizeof last_error];
+    memcpy(first, last_error, sizeof first);
+    if (!setjmp(caller)) backend_abandon();
+    memcpy(last_error, first, sizeof first);
+    return leave(1);
+  }
   context->backend = open_backend(device, ordinal, dtype);
   context->backend->memory.advice = "a smaller chunk, or fewer tokens in one call, needs less";
   return leave(0);

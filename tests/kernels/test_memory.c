@@ -500,15 +500,46 @@ static void test_text(void **state) {
   assert_string_equal(text_grouped(INT64_MIN).text, "-9,223,372,036,854,775,808");
 }
 
+static int destroyed;
+
+static void count_destroyed(Backend *backend) {
+  assert_int_equal(*(int64_t *)backend->state, 0);
+  destroyed++;
+}
+
+// A backend whose creation fails half-way is destroyed, with the memory that it has; a finished one is let be.
+static void test_abandoned_backend(void **state) {
+  (void)state;
+  static const BackendOps ops = {.destroy = count_destroyed};
+  backend_abandon(); // nothing has begun
+  Backend *finished = backend_finish(backend_begin(&ops, ON_CPU, DTYPE_F32, sizeof(int64_t)));
+  backend_abandon();
+  assert_int_equal(destroyed, 0);
+  backend_begin(&ops, ON_CPU, DTYPE_F32, sizeof(int64_t));
+  backend_abandon();
+  backend_abandon();
+  assert_int_equal(destroyed, 1);
+  backend_destroy(finished);
+  assert_int_equal(destroyed, 2);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_padding),      cmocka_unit_test(test_reserving),
-      cmocka_unit_test(test_stack),        cmocka_unit_test(test_out_of_memory),
-      cmocka_unit_test(test_poison),       cmocka_unit_test(test_peaks),
-      cmocka_unit_test(test_timeline),     cmocka_unit_test(test_planned_addresses),
-      cmocka_unit_test(test_plan_backend), cmocka_unit_test(test_category_names),
-      cmocka_unit_test(test_tensors),      cmocka_unit_test(test_bf16),
-      cmocka_unit_test(test_random),       cmocka_unit_test(test_permutation),
+      cmocka_unit_test(test_abandoned_backend),
+      cmocka_unit_test(test_padding),
+      cmocka_unit_test(test_reserving),
+      cmocka_unit_test(test_stack),
+      cmocka_unit_test(test_out_of_memory),
+      cmocka_unit_test(test_poison),
+      cmocka_unit_test(test_peaks),
+      cmocka_unit_test(test_timeline),
+      cmocka_unit_test(test_planned_addresses),
+      cmocka_unit_test(test_plan_backend),
+      cmocka_unit_test(test_category_names),
+      cmocka_unit_test(test_tensors),
+      cmocka_unit_test(test_bf16),
+      cmocka_unit_test(test_random),
+      cmocka_unit_test(test_permutation),
       cmocka_unit_test(test_text),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
