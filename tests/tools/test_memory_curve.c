@@ -258,6 +258,23 @@ static void recipes_plan(void **state) {
   assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 81920)->point.batch, 4);
   assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 32768)->point.batch, 1);
   curve_free(&c);
+  // The ratios that the sources claim, next to ours; and a footnote promises only marks that are drawn.
+  Output o = train("--recipe batch-512 --plan-only --out %s", temp_path("batch-512"));
+  assert_says(o.out, "times less when fused, tokens 512");
+  output_free(&o);
+  o = train("--recipe gemma2-2b --plan-only --out %s", temp_path("gemma2-2b"));
+  assert_says(o.out, " 24,000 ");
+  assert_says(o.out, " 25.5 ");
+  output_free(&o);
+  c = curve_in(temp_path("gemma2-2b"));
+  for (int trade = 0; trade < 2; trade++) {
+    const Recipe *gemma = recipe_named("gemma2-2b");
+    Picture *picture = trade ? picture_trade(&c, gemma) : picture_curve(&c, gemma);
+    assert_says(picture->note, "the paper's figures");
+    assert_int_equal(strstr(picture->note, "libraries") != NULL, trade);
+    picture_free(picture);
+  }
+  curve_free(&c);
 }
 
 // --- a sweep that is killed --------------------------------------------------------------------------------
@@ -445,6 +462,34 @@ static Picture *drawn(const Curve *c, const Recipe *recipe, double scale, const 
   Picture *picture = picture_curve(c, recipe);
   picture_write(picture, scale, path);
   return picture;
+}
+
+// A log without noise: the trend hides the values behind it, at the start too, and the axis ends at the last step.
+static void the_trend_of_a_run(void **state) {
+  (void)state;
+  if (!can_draw()) skip();
+  enum { STEPS = 1030 };
+  FILE *log = fopen(temp_path("smooth.jsonl"), "w");
+  assert_non_null(log);
+  for (int i = 1; i <= STEPS; i++)
+    fprintf(log, "{\"event\":\"step\",\"step\":%d,\"loss\":%.6f}\n", i, 3 + 8 * exp(-i / 15.0));
+  fclose(log);
+  char command[9000];
+  snprintf(command, sizeof command, "'%.*splot_run' --out '%s' '%s' >/dev/null",
+           (int)(strrchr(tool, '/') + 1 - tool), tool, temp_path("smooth.png"), temp_path("smooth.jsonl"));
+  assert_int_equal(system(command), 0);
+  Image image = image_read(temp_path("smooth.png"));
+  if (!image.rgb) skip();
+  int pale = 0, last = 0;
+  for (int y = 180; y < 660; y++) // of the loss's panel
+    for (int x = 144; x < 1020; x++) {
+      const unsigned char *c = image.rgb + 3 * ((long)y * image.width + x);
+      pale += abs(c[0] - 242) < 6 && abs(c[1] - 205) < 6 && abs(c[2] - 179) < 6;
+      if (c[0] == 0xd9 && c[1] == 0x6a && c[2] == 0x1c) last = x;
+    }
+  image_free(&image);
+  assert_in_range(pale, 0, 60); // where lines are smoothed into the paper
+  assert_in_range(last, 990, 1000);
 }
 
 // A curve of made-up readings, measured but for the last point.
@@ -663,14 +708,23 @@ static void fit(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(hand_worked_csv),   cmocka_unit_test(plan_equals_ledger),
-      cmocka_unit_test(curve_equals_plan), cmocka_unit_test(gradient_errors),
-      cmocka_unit_test(what_does_not_fit), cmocka_unit_test(patience),
-      cmocka_unit_test(recipes_plan),      cmocka_unit_test(killed_sweep_resumes),
-      cmocka_unit_test(damaged_files),     cmocka_unit_test(the_readme_has_the_peers),
-      cmocka_unit_test(refusals),          cmocka_unit_test(lines_are_where_they_should_be),
-      cmocka_unit_test(other_pictures),    cmocka_unit_test(drawn_and_redrawn),
-      cmocka_unit_test(timelines),         cmocka_unit_test(fit),
+      cmocka_unit_test(hand_worked_csv),
+      cmocka_unit_test(plan_equals_ledger),
+      cmocka_unit_test(curve_equals_plan),
+      cmocka_unit_test(gradient_errors),
+      cmocka_unit_test(what_does_not_fit),
+      cmocka_unit_test(patience),
+      cmocka_unit_test(recipes_plan),
+      cmocka_unit_test(killed_sweep_resumes),
+      cmocka_unit_test(damaged_files),
+      cmocka_unit_test(the_readme_has_the_peers),
+      cmocka_unit_test(the_trend_of_a_run),
+      cmocka_unit_test(refusals),
+      cmocka_unit_test(lines_are_where_they_should_be),
+      cmocka_unit_test(other_pictures),
+      cmocka_unit_test(drawn_and_redrawn),
+      cmocka_unit_test(timelines),
+      cmocka_unit_test(fit),
   };
   return cmocka_run_group_tests_name("memory curves", tests, find_programs, remove_temp_dir);
 }
