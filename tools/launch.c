@@ -41,7 +41,10 @@ static void forward(int number) {
   errno = before;
 }
 
-// One that is free now.
+// A port of the loopback interface that is free now, for the one socket of a job: NCCL's, where rank 0 listens while the
+// ranks connect (mpirun's ranks have none). No other machine reaches it. NCCL does not authenticate who connects to a
+// port that it is told, so another user of this machine could take the port, or a rank's place: start the ranks with
+// mpirun where that matters, since NCCL's id is then a secret of theirs.
 static int free_port(void) {
   struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
   socklen_t length = sizeof address;
