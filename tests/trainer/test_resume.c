@@ -121,18 +121,18 @@ static void any_path_resumes(void **state) {
   assert_int_equal(system(command), 0);
   succeeds(train(RUN "--steps 2 --warmup 1 --save %s --log %s --data '%s'", temp_path("paths"),
                  temp_path("paths.jsonl"), more));
-  static const char *const files[] = {"paths/step-000003/trainer_state.json", "paths.jsonl"};
+  static const char *const files[] = {"paths/step-000002/trainer_state.json", "paths.jsonl"};
   for (int i = 0; i < 2; i++) {
     char *text = read_text(temp_path(files[i]));
     assert_true(utf8_valid(text));
     free(text);
   }
-  Output output = train("--device cpu --resume %s --steps 4", temp_path("paths"));
+  Output output = train("--device cpu --resume %s --steps 3", temp_path("paths"));
   assert_int_equal(output.status, 0);
   assert_null(strstr(output.err, "the data were"));
   output_free(&output);
   remove(more);
-  output = train("--device cpu --resume %s --steps 4", temp_path("paths"));
+  output = train("--device cpu --resume %s --steps 3", temp_path("paths"));
   assert_int_equal(output.status, 1);
   assert_says(output.err, "gr\\xFC\\xDF\\x1B.txt: No such file");
   output_free(&output);
