@@ -50,19 +50,28 @@ typedef struct {
   dev_t device;
   ino_t inode;
   const char *output; // what it is; NULL: an input
+  char *path;         // of an output
 } Opened;
 
 static Opened *opened;
 static int64_t opened_count, opened_capacity;
 
-static void remember(const struct stat *status, const char *output) {
+static void remember(const struct stat *status, const char *output, const char *path) {
   opened = host_grow(opened, opened_count, &opened_capacity, sizeof *opened, "a list of open files");
-  opened[opened_count++] = (Opened){status->st_dev, status->st_ino, output};
+  opened[opened_count++] =
+      (Opened){status->st_dev, status->st_ino, output, path ? text_format("%s", path) : NULL};
+}
+
+// Whether an output was renamed, removed or replaced since: then another file may have its inode.
+static bool is_gone(const Opened *o) {
+  struct stat now;
+  return o->path && (stat(o->path, &now) || now.st_dev != o->device || now.st_ino != o->inode);
 }
 
 static const Opened *find_opened(const struct stat *status) {
   for (int64_t i = opened_count - 1; i >= 0; i--)
-    if (opened[i].device == status->st_dev && opened[i].inode == status->st_ino) return &opened[i];
+    if (opened[i].device == status->st_dev && opened[i].inode == status->st_ino && !is_gone(&opened[i]))
+      return &opened[i];
   return NULL;
 }
 
@@ -74,7 +83,7 @@ int file_open(const char *path, const char *output, size_t *size) {
   if (file < 0) fail("cannot open %s: %s", path, strerror(errno));
   if (fstat(file, &status)) fail("cannot read %s: %s", path, strerror(errno));
   if (!S_ISREG(status.st_mode)) fail("cannot read %s: it is not a regular file; copy it into one", path);
-  remember(&status, output);
+  remember(&status, output, output ? path : NULL);
   *size = (size_t)status.st_size;
   return file;
 }
@@ -101,7 +110,7 @@ FILE *file_create(const char *what, const char *path, const char *mark, bool app
   FILE *file = fopen(path, append ? "a" : "w");
   struct stat status;
   if (!file || fstat(fileno(file), &status)) fail("cannot write %s %s: %s", what, path, strerror(errno));
-  if (S_ISREG(status.st_mode)) remember(&status, what);
+  if (S_ISREG(status.st_mode)) remember(&status, what, path);
   return file;
 }
 

@@ -1,4 +1,5 @@
 // Sources, the byte tokenizer and the corpus.
+#include "base/file.h"
 #include "base/random.h"
 #include "base/text.h"
 #include "data/loader.h"
@@ -553,6 +554,16 @@ static void what_is_left_out_is_said(void **state) {
   source_close(source);
 }
 
+// A file that takes the inode of an output which is gone is not that output.
+static void an_output_that_is_gone_is_forgotten(void **state) {
+  (void)state;
+  fclose(file_create("log", temp_path("gone.jsonl"), "{", false));
+  remove(temp_path("gone.jsonl"));
+  write_bytes("new.png", "", 0);
+  fclose(file_create("picture", temp_path("new.png"), "\x89", false));
+  ASSERT_FAILS(file_create("log", temp_path("new.png"), "{", false), "picture is written there");
+}
+
 // --- all tests ----------------------------------------------------------------------------------------
 
 int main(int argc, char **argv) {
@@ -572,6 +583,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(kinds_do_not_mix),
       cmocka_unit_test(a_directory_of_shards_is_read_for_them_alone),
       cmocka_unit_test(what_is_left_out_is_said),
+      cmocka_unit_test(an_output_that_is_gone_is_forgotten),
       cmocka_unit_test(masks_say_what_counts),
       cmocka_unit_test(masks_of_other_shards_are_refused),
       cmocka_unit_test(damaged_shards_are_refused),
