@@ -45,7 +45,17 @@ static volatile sig_atomic_t stop_requested;
 
 static void request_stop(int signal_number) {
   stop_requested = 1;
-  signal(signal_number, SIG_DFL); // a second one ends the program at once
+  // A second one ends the program at once; but a closed terminal sends several.
+  if (signal_number != SIGHUP) signal(signal_number, SIG_DFL);
+}
+
+// Whoever read the output of a run may have gone; what it learned is saved.
+static void handle_signals(void) {
+  signal(SIGINT, request_stop);
+  signal(SIGTERM, request_stop);
+  if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN); // nohup
+  signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
 }
 
 // A single rank stops at the signal. Several stop together, when the results of a step show the signal to all.
@@ -70,8 +80,16 @@ static void collect(Run *run, double since) {
 
 static void validate(Run *run, int64_t step) {
   if (!run->loader.validation_batches) return;
-  run->state.val_loss = trainer_validate(&run->trainer, &run->loader, run->options->eval_batches);
-  report_validation(&run->report, step, run->state.val_loss);
+  const Options *o = run->options;
+  double loss = run->state.val_loss = trainer_validate(&run->trainer, &run->loader, o->eval_batches);
+  run->state.val_step = step;
+  report_validation(&run->report, step, loss);
+  if (!isfinite(loss))
+    fail("step %lld: the validation loss is %g; %s%s", (long long)step, loss,
+         step > o->first_step ? "the training has diverged, try a lower --lr or a longer --warmup"
+         : o->origin          ? "there is NaN or infinity among the weights in "
+                              : "the weights drawn are too large for the model",
+         step == o->first_step && o->origin ? o->origin : "");
 }
 
 static void choose(Run *run) {
@@ -127,20 +145,23 @@ static void train(Run *run) {
     if (run->trainer.pending_count < collect_every && !look) continue;
 
     collect(run, since);
+    if (!output_taken()) stop_requested = 1;
     // The host waits for the device about twice a second, which costs nothing; all ranks after the same step.
     double pace = o->ranks == 1 ? run->report.smoothed_seconds : run->pace;
     collect_every = pace > 0 ? (int64_t)fmax(fmin(0.5 / pace, TRAINER_PENDING), 1) : 1;
     if (every(o->eval_every, done) && done < o->steps) validate(run, done);
     if (every(o->sample_every, done)) sample(run, done);
-    if (run->saves && every(o->save_every, done)) save(run, done);
+    if (run->saves && every(o->save_every, done) && done < o->steps) save(run, done);
     since = now_seconds();
   }
   collect(run, since);
   report_break(&run->report);
   if (stopping(run)) printf("stopped after step %lld on a signal\n", (long long)done);
-  // Before the last validation: whoever stops a run needs its weights, and may not wait.
+  // The last checkpoint has the last validation's loss. Who stops a run may not wait for it: then the weights come first.
+  if (!stopping(run)) validate(run, done);
+  bool validated = run->state.val_step == done;
   if (run->saves && run->saved_step != done) save(run, done);
-  validate(run, done);
+  if (!validated) validate(run, done);
   choose(run);
 }
 
@@ -174,13 +195,14 @@ static void open_data(Run *run) {
                                               .seq_len = o->seq_len,
                                               .seed = o->seed});
   if (o->eval_only) require_something_to_evaluate(o, &run->loader);
+  loader_require_targets(&run->loader, o->steps > o->first_step && !o->eval_only, o->eval_batches);
   loader_describe(&run->loader, run->data, sizeof run->data);
 }
 
 // The state of the run that is resumed, and where checkpoints go.
 static void open_checkpoints(Run *run) {
   const Options *o = run->options;
-  run->state = (RunState){.first_loss = NAN, .last_loss = NAN, .val_loss = NAN};
+  run->state = (RunState){.first_loss = NAN, .last_loss = NAN, .val_loss = NAN, .val_step = -1};
   run->saved_step = -1;
   if (o->resumed_from) {
     run->state = resume_read(o, run->data);
@@ -235,16 +257,14 @@ int main(int argc, char **argv) {
   options_resolve_chunk(&options, run.backend->device);
   open_data(&run);
   resume_require_same(&options, run.backend, run.data);
-  report_settings(&options, run.backend, run.data);
+  report_settings(&options, run.backend, run.data, run.source, run.val_source);
   plan_require(&options, run.backend->device, machine_usable_bytes(run.backend));
 
   open_checkpoints(&run);
   run.report = report_open(&options, run.backend);
   create_model(&run);
   write_timeline(&run); // a path that cannot be written is better known now than after the run
-  signal(SIGINT, request_stop);
-  signal(SIGTERM, request_stop);
-  signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
+  handle_signals();
   report_start(&run.report, run.backend, run.source->name);
   if (options.eval_only) {
     evaluate(&run);

@@ -1,4 +1,4 @@
-// Errors: one sentence that says what is wrong, where, and what to do about it.
+// Errors: one sentence that says what is wrong, where, and what to do about it. What it quotes from files is escaped.
 #pragma once
 
 #include <stdbool.h>
@@ -14,6 +14,12 @@ void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // From here on warn() prints nothing: for processes that would repeat what another one prints.
 void warn_mute(void);
+
+// Whether standard output has taken all that was printed so far, which is flushed; warns the first time that it has not.
+bool output_taken(void);
+// At exit the status is 1 where it has not, so that a full disk is not taken for success. Standard streams that were
+// closed are /dev/null from here on: no file that is opened later takes their place.
+void output_check_at_exit(void);
 
 // Replaces what fail() does with the sentence; it must not return (tests longjmp). NULL restores the default.
 typedef void (*FailHandler)(const char *sentence);

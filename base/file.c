@@ -2,7 +2,11 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
+#include <limits.h>
 #include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,22 +43,83 @@ void path_make_folders(const char *option, const char *path) {
   free(partial);
 }
 
-// Opens a regular file; -1 where there is none.
-static int open_file(const char *path, size_t *size) {
-  int file = open(path, O_RDONLY | O_CLOEXEC);
+// --- inputs and outputs --------------------------------------------------------------------------------------
+
+// The files that this process has opened, newest last.
+typedef struct {
+  dev_t device;
+  ino_t inode;
+  const char *output; // what it is; NULL: an input
+  char *path;         // of an output
+} Opened;
+
+static Opened *opened;
+static int64_t opened_count, opened_capacity;
+
+static void remember(const struct stat *status, const char *output, const char *path) {
+  opened = host_grow(opened, opened_count, &opened_capacity, sizeof *opened, "a list of open files");
+  opened[opened_count++] =
+      (Opened){status->st_dev, status->st_ino, output, path ? text_format("%s", path) : NULL};
+}
+
+// Whether an output was renamed, removed or replaced since: then another file may have its inode.
+static bool is_gone(const Opened *o) {
+  struct stat now;
+  return o->path && (stat(o->path, &now) || now.st_dev != o->device || now.st_ino != o->inode);
+}
+
+static const Opened *find_opened(const struct stat *status) {
+  for (int64_t i = opened_count - 1; i >= 0; i--)
+    if (opened[i].device == status->st_dev && opened[i].inode == status->st_ino && !is_gone(&opened[i]))
+      return &opened[i];
+  return NULL;
+}
+
+// O_NONBLOCK: opening a pipe would wait for its writer.
+int file_open(const char *path, const char *output, size_t *size) {
+  int file = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
   if (file < 0 && errno == ENOENT) return -1;
   struct stat status;
   if (file < 0) fail("cannot open %s: %s", path, strerror(errno));
   if (fstat(file, &status)) fail("cannot read %s: %s", path, strerror(errno));
-  if (!S_ISREG(status.st_mode)) fail("cannot read %s: it is no file", path);
+  if (!S_ISREG(status.st_mode)) fail("cannot read %s: it is not a regular file; copy it into one", path);
+  remember(&status, output, output ? path : NULL);
   *size = (size_t)status.st_size;
   return file;
 }
 
+void file_require_output(const char *what, const char *path, const char *mark) {
+  struct stat status;
+  if (stat(path, &status) || S_ISCHR(status.st_mode) || S_ISFIFO(status.st_mode)) return;
+  const Opened *other = find_opened(&status);
+  if (other && other->output && strcmp(other->output, what))
+    fail("cannot write %s %s: %s is written there; name another file", what, path, other->output);
+  if (other && !other->output && status.st_size)
+    fail("cannot write %s %s: this run reads that file; name another", what, path);
+  char begin[64] = "";
+  int file = S_ISREG(status.st_mode) ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+  bool known = file >= 0 && read(file, begin, sizeof begin) >= 0 && !strncmp(begin, mark, strlen(mark));
+  if (file >= 0) close(file);
+  if (!known && (status.st_size || !S_ISREG(status.st_mode)))
+    fail("cannot write %s %s: what is there is not from this program; name another file, or move it away",
+         what, path);
+}
+
+FILE *file_create(const char *what, const char *path, const char *mark, bool append) {
+  file_require_output(what, path, mark);
+  FILE *file = fopen(path, append ? "a" : "w");
+  struct stat status;
+  if (!file || fstat(fileno(file), &status)) fail("cannot write %s %s: %s", what, path, strerror(errno));
+  if (S_ISREG(status.st_mode)) remember(&status, what, path);
+  return file;
+}
+
+// --- files in memory -----------------------------------------------------------------------------------------
+
 char *file_read(const char *path, size_t *length) {
   enum { MAX_BYTES = 256 << 20 };
   size_t size = 0, have = 0;
-  int file = open_file(path, &size);
+  int file = file_open(path, NULL, &size);
   if (file < 0) return NULL;
   if (size > MAX_BYTES) fail("%s is larger than %d MiB, which no file of its kind is", path, MAX_BYTES >> 20);
   char *text = host_alloc((int64_t)size + 1, 1, path);
@@ -67,12 +132,33 @@ char *file_read(const char *path, size_t *length) {
   return text;
 }
 
+// A page of a mapped file is gone: the line of /proc/self/maps that holds the address names it. The signal comes from a
+// read of the page itself, so no lock of the C library is held here.
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+  (void)context;
+  static atomic_flag first = ATOMIC_FLAG_INIT;
+  while (atomic_flag_test_and_set(&first)) pause(); // another thread reports it
+  char line[PATH_MAX + 128];
+  FILE *maps = fopen("/proc/self/maps", "r");
+  while (maps && fgets(line, sizeof line, maps)) {
+    uintptr_t from, to;
+    const char *path = strchr(line, '/');
+    bool inside = sscanf(line, "%" SCNxPTR "-%" SCNxPTR, &from, &to) == 2 &&
+                  (uintptr_t)info->si_addr >= from && (uintptr_t)info->si_addr < to;
+    if (inside && path)
+      fail("%.*s was shortened while it was read, or its disk failed; restore it and start again",
+           (int)strcspn(path, "\n"), path);
+  }
+  signal(number, SIG_DFL); // no file: the access is repeated, and ends the program
+}
+
 Mapping file_map_or_copy(const char *path, size_t limit) {
   Mapping mapping = {0};
-  int file = open_file(path, &mapping.size);
+  int file = file_open(path, NULL, &mapping.size);
   if (file < 0) return mapping;
   if (mapping.size > 0 && mapping.size > limit) {
     mapping.bytes = mmap(NULL, mapping.size, PROT_READ, MAP_SHARED, file, 0);
+    sigaction(SIGBUS, &(struct sigaction){.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO}, NULL);
     if (mapping.bytes == MAP_FAILED) fail("cannot map %s: %s", path, strerror(errno));
   } else {
     mapping.copied = true;

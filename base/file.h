@@ -1,8 +1,9 @@
-// Files as memory: read whole, or mapped and read ahead.
+// Files as memory: read whole, or mapped and read ahead; and which files may be written.
 #pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdio.h>
 
 char *path_join(const char *folder, const char *name); // "folder/name"; the caller frees it
 bool path_exists(const char *path);
@@ -10,11 +11,23 @@ bool path_is_folder(const char *path);
 // Makes the folder and those above it; fails naming the option that needs it.
 void path_make_folders(const char *option, const char *path);
 
+// Opens a regular file for reading; -1 where there is none. Fails naming it when it is anything else (a pipe or a device
+// might never end) or cannot be opened. `output`: as what this process may also write it; NULL: not at all.
+int file_open(const char *path, const char *output, size_t *size);
+
+// Fails unless an output `what` ("the log") may be written at `path`: nothing is there, or a pipe or character device,
+// or an empty file, or one that begins with `mark`, as earlier outputs of this kind do; and this process neither reads
+// it, nor writes another output there.
+void file_require_output(const char *what, const char *path, const char *mark);
+// Opens it, too. Fails when it cannot.
+FILE *file_create(const char *what, const char *path, const char *mark, bool append);
+
 // The whole file with a 0 behind it, which *length does not count; NULL when there is none. The caller frees
 // it. Fails naming the file when it cannot be read or is larger than 256 MiB.
 char *file_read(const char *path, size_t *length);
 
 // A file in memory: its pages are the system's cache, so a large one takes nothing away from the program. Or a copy.
+// Should a mapped file be shortened while in use, the program fails naming it.
 typedef struct {
   const char *bytes; // NULL when there is no such file
   size_t size;

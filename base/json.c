@@ -7,6 +7,7 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/file.h"
+#include "base/text.h"
 
 // cJSON needs a terminator where it looks past the end, so it gets a copy that has one.
 cJSON *json_parse(const char *text, size_t length, Reason *reason) {
@@ -60,8 +61,42 @@ bool json_is_whole(const cJSON *item) {
   return value >= 0 && value <= 0x1p53 && value == floor(value);
 }
 
+cJSON *json_string(const char *text) {
+  if (utf8_valid(text)) return cJSON_CreateString(text);
+  cJSON *bytes = cJSON_CreateArray();
+  for (; *text; text++) cJSON_AddItemToArray(bytes, cJSON_CreateNumber((unsigned char)*text));
+  return bytes;
+}
+
+const char *json_bytes(cJSON *item) {
+  if (cJSON_IsString(item) || !cJSON_IsArray(item)) return cJSON_GetStringValue(item);
+  int count = 0;
+  char *text = cJSON_malloc((size_t)cJSON_GetArraySize(item) + 1);
+  if (!text) fail("out of host memory for a JSON text");
+  const cJSON *byte;
+  cJSON_ArrayForEach(byte, item) text[count++] = (char)(json_is_whole(byte) ? byte->valueint : '?');
+  text[count] = 0;
+  cJSON_free(item->valuestring);
+  return item->valuestring = text; // cJSON_Delete frees it
+}
+
+// cJSON prints up to 17 digits where fewer suffice. As raw text a number is printed as it stands.
+static bool shorten_numbers(cJSON *item) {
+  for (; item; item = item->next) {
+    if (!shorten_numbers(item->child)) return false;
+    if (!cJSON_IsNumber(item) || !isfinite(item->valuedouble)) continue;
+    item->valuestring = strdup(text_number(item->valuedouble).text);
+    if (!item->valuestring) return false;
+    item->type = cJSON_Raw;
+  }
+  return true;
+}
+
 char *json_print(const cJSON *json, bool indented) {
-  char *text = indented ? cJSON_Print(json) : cJSON_PrintUnformatted(json);
+  cJSON *copy = cJSON_Duplicate(json, true);
+  char *text = NULL;
+  if (copy && shorten_numbers(copy)) text = indented ? cJSON_Print(copy) : cJSON_PrintUnformatted(copy);
+  cJSON_Delete(copy);
   if (!text) fail("out of host memory for a JSON text");
   return text;
 }

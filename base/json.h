@@ -17,5 +17,10 @@ bool json_is(const cJSON *object, const char *name, const char *text); // the me
 bool json_true(const cJSON *object, const char *name, bool when_absent);
 bool json_is_whole(const cJSON *item); // a number from 0 to 2^53: what a double holds exactly
 
-// Indented, or on one line; the caller frees it.
+// A text; one that is not UTF-8, which JSON cannot hold, as an array of its bytes. json_bytes reads either back, into
+// memory of the item's; NULL when it is neither.
+cJSON *json_string(const char *text);
+const char *json_bytes(cJSON *item);
+
+// Indented, or on one line, numbers in the fewest digits that read back as the same; the caller frees it.
 char *json_print(const cJSON *json, bool indented);

@@ -19,3 +19,4 @@
 #define LIST(name, argument, field) OPTION_LIST, name, argument, OPTION_FIELD(field)
 #define DEFAULT(text)               .initial = text
 #define HELP(text)                  .help = text
+#define EXCLUDES(names, reason)     .excludes = names, .why = reason

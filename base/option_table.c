@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/text.h"
 
 // --- values ------------------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ bool option_text(const Option *o, const void *values, char text[64]) {
   *text = 0;
   if (o->type == OPTION_FLAG) return stored(o, field) == (int64_t)o->min;
   if (o->type == OPTION_WHOLE) snprintf(text, SIZE, "%lld", (long long)stored(o, field));
-  if (o->type == OPTION_NUMBER) snprintf(text, SIZE, "%.17g", *(const double *)field);
+  if (o->type == OPTION_NUMBER) snprintf(text, SIZE, "%s", text_number(*(const double *)field).text);
   if (o->type == OPTION_CHOICE) {
     const char *word = o->choices, *next;
     size_t length = word_length(word, &next);
@@ -117,6 +118,44 @@ int option_row(const Option *rows, const char *name) {
   return -1;
 }
 
+// --- options that exclude each other -----------------------------------------------------------------------
+
+static bool excludes(const Option *a, const Option *b) {
+  for (const char *word = a->excludes ? a->excludes : "", *next; *word; word = next) {
+    size_t length = word_length(word, &next);
+    if (length == strlen(b->name) && !strncmp(word, b->name, length)) return true;
+  }
+  return false;
+}
+
+// 0 is a number's "none".
+static bool in_force(const Option *o, const void *values) {
+  const void *field = (const char *)values + o->offset;
+  if (o->type == OPTION_NUMBER) return *(const double *)field != 0;
+  return o->type != OPTION_WHOLE || stored(o, field);
+}
+
+int option_excluded_by(const Option *rows, const void *values, const bool *given, int row) {
+  const Option *o = &rows[row];
+  for (int i = 0; rows[i].type != OPTION_END; i++) {
+    const Option *other = &rows[i];
+    if (i == row || !given[i] || !in_force(other, values)) continue;
+    bool same = o->type == OPTION_FLAG && other->type == OPTION_FLAG && o->offset == other->offset;
+    if (same || excludes(o, other) || excludes(other, o)) return i;
+  }
+  return -1;
+}
+
+static void check_exclusions(const Option *rows, const void *values, const bool *given) {
+  for (int i = 0; rows[i].type != OPTION_END; i++) {
+    int other = given[i] && in_force(&rows[i], values) ? option_excluded_by(rows, values, given, i) : -1;
+    if (other < 0) continue;
+    const Option *by = excludes(&rows[i], &rows[other]) ? &rows[i] : &rows[other];
+    fail("--%s and --%s exclude each other%s%s; give one of them", rows[i].name, rows[other].name,
+         by->why ? ": " : "", by->why ? by->why : "");
+  }
+}
+
 // --- the command line --------------------------------------------------------------------------------------
 
 enum { FIRST_KEY = 1000 }; // of argp: no letter's, so that no option has a short form
@@ -129,10 +168,11 @@ typedef struct {
 
 static void take(const Parsing *p, int row, const char *text) {
   option_set(&p->table->rows[row], p->values, text);
-  if (p->given) p->given[row] = true;
+  p->given[row] = true;
 }
 
-static void set_initial(const Parsing *p) {
+static void begin(const Parsing *p) {
+  output_check_at_exit();
   for (const Option *o = p->table->rows; o->type != OPTION_END; o++)
     if (o->initial) option_set(o, p->values, o->initial);
 }
@@ -169,15 +209,18 @@ static struct argp *make_rows(const OptionTable *table) {
 }
 
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  Parsing parsing = {table, values, given};
-  set_initial(&parsing);
+  bool own[OPTION_ROWS_MAX] = {false};
+  Parsing parsing = {table, values, given ? given : own};
+  begin(&parsing);
   error_t error = argp_parse(make_rows(table), argc, argv, 0, NULL, &parsing);
   if (error) fail("cannot read the command line: %s", strerror(error));
+  check_exclusions(table->rows, values, parsing.given);
 }
 
 int option_table_take(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  Parsing parsing = {table, values, given};
-  set_initial(&parsing);
+  bool own[OPTION_ROWS_MAX] = {false};
+  Parsing parsing = {table, values, given ? given : own};
+  begin(&parsing);
   int left = 1;
   for (int i = 1; i < argc; i++) {
     char name[64];
@@ -199,5 +242,6 @@ int option_table_take(const OptionTable *table, void *values, bool *given, int a
     if (o->type != OPTION_FLAG && !value) value = missing ? "" : argv[++i];
     take(&parsing, row, value);
   }
+  check_exclusions(table->rows, values, parsing.given);
   return left;
 }

@@ -27,12 +27,13 @@ typedef struct {
   const char *name;     // without "--"
   const char *argument; // what --help calls the value
   const char *help;
-  size_t offset, size; // of the field in the struct of values
-  double min, max;     // of numbers; a whole number's max of 0: INT64_MAX
-  bool below_max;      // the max itself is not allowed
-  const char *choices; // "cosine, linear or constant"
-  const char *initial; // the value when not given, shown in --help; NULL: the field stays as it is
-  unsigned flags;      // the program's own
+  size_t offset, size;        // of the field in the struct of values
+  double min, max;            // of numbers; a whole number's max of 0: INT64_MAX
+  bool below_max;             // the max itself is not allowed
+  const char *choices;        // "cosine, linear or constant"
+  const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
+  unsigned flags;             // the program's own
+  const char *excludes, *why; // "log, save": options that cannot be given together with this one, and why not
 } Option;
 
 enum { OPTION_ROWS_MAX = 128 };
@@ -45,7 +46,8 @@ typedef struct {
 
 // Writes the initial values, and then those of the command line, into the struct `values`; sets given[row] of
 // every option that was there (NULL: not recorded). A wrong value ends the program with a sentence that says
-// which values are right; an unknown option as argp does, with status 64.
+// which values are right, and so do two options that exclude each other: flags that write the same field, and what
+// a row `excludes`, unless a number of the two is 0. An unknown option ends it as argp does, with status 64.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // The same for a program that hands the rest of its command line on: takes the table's options out of argv and
@@ -60,6 +62,9 @@ void option_set(const Option *option, void *values, const char *text);
 bool option_text(const Option *option, const void *values, char text[64]);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so
+
+// The first given option that excludes rows[row], or -1.
+int option_excluded_by(const Option *rows, const void *values, const bool *given, int row);
 
 // A whole number, or a sentence about --name and the end of the program.
 int64_t option_whole(const char *name, const char *text, int64_t min, int64_t max);

@@ -1,6 +1,7 @@
 #include "base/text.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 Text text_bytes(uint64_t bytes) {
@@ -49,4 +50,55 @@ Text text_grouped(int64_t number) {
   }
   t.text[out] = 0;
   return t;
+}
+
+Text text_number(double number) {
+  Text t;
+  int digits = 15; // fewer come out where fewer suffice
+  do snprintf(t.text, sizeof t.text, "%.*g", digits, number);
+  while (strtod(t.text, NULL) != number && digits++ < 17);
+  return t;
+}
+
+// Unicode's table 3-7: no overlong forms, no surrogates, nothing above U+10FFFF.
+int utf8_length(const char *text, size_t count) {
+  const unsigned char *t = (const unsigned char *)text;
+  unsigned char lead = count ? t[0] : 0xFF, low = 0x80, high = 0xBF;
+  if (lead < 0x80) return 1;
+  int length = lead >= 0xC2 && lead <= 0xDF ? 2 : lead >= 0xE0 && lead <= 0xEF ? 3 : 4;
+  if (lead < 0xC2 || lead > 0xF4 || (size_t)length > count) return 0;
+  if (lead == 0xE0) low = 0xA0;
+  if (lead == 0xED) high = 0x9F;
+  if (lead == 0xF0) low = 0x90;
+  if (lead == 0xF4) high = 0x8F;
+  if (t[1] < low || t[1] > high) return 0;
+  for (int i = 2; i < length; i++)
+    if (t[i] < 0x80 || t[i] > 0xBF) return 0;
+  return length;
+}
+
+bool utf8_valid(const char *text) {
+  size_t left = strlen(text);
+  for (int length; left; text += length, left -= (size_t)length)
+    if (!(length = utf8_length(text, left))) return false;
+  return true;
+}
+
+// C0, DEL, and C1 (U+0080..U+009F, which is C2 80..C2 9F): what moves a cursor or starts an escape sequence.
+static bool is_control(const char *character) {
+  unsigned char first = (unsigned char)character[0];
+  return first < 0x20 || first == 0x7F || (first == 0xC2 && (unsigned char)character[1] < 0xA0);
+}
+
+void text_escape(char *out, size_t size, const char *text, size_t count) {
+  while (count) {
+    int length = utf8_length(text, count), taken = length ? length : 1;
+    bool shown = length && !is_control(text);
+    size_t needed = (size_t)taken * (shown ? 1 : 4);
+    if (needed >= size) break;
+    for (int i = 0; i < taken; i++)
+      shown ? (out[i] = text[i]) : sprintf(out + 4 * i, "\\x%02X", (unsigned)(unsigned char)text[i]);
+    out += needed, size -= needed, text += taken, count -= (size_t)taken;
+  }
+  *out = 0;
 }

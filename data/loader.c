@@ -1,11 +1,15 @@
 #include "data/loader.h"
+#include "base/alloc.h"
 #include "base/fail.h"
+#include "base/integers.h"
 #include "base/random.h"
 #include "base/text.h"
 
 #include <assert.h>
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <zlib.h>
 
 // Streams of random_permute, far above the small ones that other modules use.
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
@@ -16,10 +20,12 @@ static int64_t source_windows(const Loader *loader) {
 
 static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
   int64_t have = o->source->tokens, window = o->seq_len + 1;
-  if (have / window < windows)
-    fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s",
-         o->source->name, (long long)have, kinds, (long long)o->seq_len, (long long)(windows * window),
-         advice);
+  if (have / window >= windows) return;
+  char left[256];
+  source_describe_left(o->source, left, sizeof left);
+  fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s%s%s%s",
+       o->source->name, (long long)have, kinds, (long long)o->seq_len, (long long)(windows * window), advice,
+       *left ? " (" : "", left, *left ? ")" : "");
 }
 
 Loader loader_create(LoaderOptions o) {
@@ -99,11 +105,57 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
   return counted;
 }
 
+// Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up to 4 M
+// tokens.
+static uLong add_checksum(const Source *source, uLong crc) {
+  enum { BLOCK = 4096, MAX_BLOCKS = 1024 };
+  int64_t blocks = ceil_div(source->tokens, BLOCK), taken = min_i64(blocks, MAX_BLOCKS);
+  for (int64_t i = 0; i < taken; i++) {
+    int32_t ids[2 * BLOCK];
+    int64_t first = (taken > 1 ? i * (blocks - 1) / (taken - 1) : 0) * BLOCK;
+    int64_t count = min_i64(source->tokens - first, BLOCK);
+    source_read(source, first, count, ids);
+    source_read_targets(source, first, count, ids + count); // with the mask
+    crc = crc32(crc, (const Bytef *)ids, (uInt)(2 * count * (int64_t)sizeof *ids));
+  }
+  return crc;
+}
+
+void loader_require_targets(const Loader *loader, bool training, int64_t validation_batches) {
+  const LoaderOptions *o = &loader->options;
+  const Source *validated = o->validation_source ? o->validation_source : o->source;
+  if (!validation_batches || validation_batches > loader->validation_batches)
+    validation_batches = loader->validation_batches;
+  int32_t *tokens = host_alloc(2 * o->batch * o->seq_len, sizeof *tokens, "a batch");
+  int32_t *targets = tokens + o->batch * o->seq_len;
+  int64_t counted = !training;
+  for (LoaderPlace at = {.micro_steps = 1, .ranks = 1}; !counted; at.step++) {
+    if (at.step * o->batch >= loader->train_windows)
+      fail("%s: no target of the training windows counts, for the masks leave all out: name other data, or "
+           "make "
+           "shards and masks again with tools/prepare_data.py",
+           o->source->name);
+    counted = loader_train_batch(loader, at, tokens, targets);
+  }
+  counted = !validation_batches;
+  for (int64_t batch = 0; !counted; batch++) {
+    if (batch == validation_batches)
+      fail("%s: no target of the validation batches counts, for the masks leave all out: name other "
+           "--val-data, or "
+           "raise --eval-batches",
+           validated->name);
+    counted = loader_validation_batch(loader, batch, tokens, targets);
+  }
+  free(tokens);
+}
+
 void loader_describe(const Loader *loader, char *out, size_t size) {
   const LoaderOptions *o = &loader->options;
   int64_t files = o->source->files;
-  snprintf(out, size, "%s, %s file%s, %s tokens; %s training and %s validation windows of %s",
+  uLong crc = add_checksum(o->source, 0);
+  if (o->validation_source) crc = add_checksum(o->validation_source, crc);
+  snprintf(out, size, "%s, %s file%s, %s tokens; %s training and %s validation windows of %s; checksum %08lx",
            source_kind_name(o->source), text_grouped(files).text, files == 1 ? "" : "s",
            text_grouped(o->source->tokens).text, text_grouped(loader->train_windows).text,
-           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text);
+           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, crc);
 }

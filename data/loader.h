@@ -60,5 +60,10 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tok
 // at or past validation_batches is a batch of such rows (returns 0).
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets);
 
-// "byte-level text, 63 files, 512,345 tokens; 480 training and 25 validation windows of 1,024", cut to `size` bytes.
+// Fails when masks leave out every target that training, or the first validation batches (0: all), would have. Reads up
+// to the first one that counts.
+void loader_require_targets(const Loader *loader, bool training, int64_t validation_batches);
+
+// "byte-level text, 63 files, 512,345 tokens; 480 training and 25 validation windows of 1,024; checksum 0a1b2c3d", cut to
+// `size` bytes. The checksum is of a sample of all sources, with their masks, so that changed data are noticed.
 void loader_describe(const Loader *loader, char *out, size_t size);

@@ -16,6 +16,7 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/integers.h"
+#include "base/text.h"
 #include "data/shard.h"
 
 enum {
@@ -176,9 +177,18 @@ static void open_mask(Piece *piece) {
 
 static const char *const kind_names[] = {"byte-level text", "llm.c shards, uint16", "llm.c shards, uint32"};
 
-static bool is_bin(const char *path) {
+static bool ends_in(const char *path, const char *ending) {
   const char *suffix = strrchr(path, '.');
-  return suffix && strcmp(suffix, ".bin") == 0;
+  return suffix && strcmp(suffix, ending) == 0;
+}
+
+static bool is_bin(const char *path) {
+  return ends_in(path, ".bin");
+}
+
+static void leave_out(Source *source, const char *path) {
+  if (ends_in(path, ".mask")) return;
+  if (!source->left++) source->first_left = text_format("%s", path);
 }
 
 // Appends the file unless its origin lets it be skipped.
@@ -198,6 +208,7 @@ static void add_file(Source *source, const FileEntry *entry) {
       fail("%s is not text (NUL at byte %lld): name text files, or llm.c token shards ending in .bin",
            entry->path, (long long)(nul - file->bytes));
     if (file->size == 0 || nul) {
+      leave_out(source, entry->path);
       file_unmap(&piece.file);
       return;
     }
@@ -221,6 +232,15 @@ static void widen(SourceKind kind, const void *tokens, int64_t first, int64_t co
   ids_widen((const char *)tokens + first * bytes_each, bytes_each, count, out);
 }
 
+// The index of the first id that is none of the vocabulary, or `count`.
+static int64_t first_outside(const Source *source, const int32_t *ids, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; i++) largest = (uint32_t)ids[i] > largest ? (uint32_t)ids[i] : largest;
+  for (int64_t i = 0; i < count && largest >= source->vocab_size; i++)
+    if ((uint32_t)ids[i] >= source->vocab_size) return i;
+  return count;
+}
+
 // The first index in [first, end) whose id is no id of the vocabulary, or `end`.
 static int64_t find_outside(const Source *source, const Piece *piece, int64_t first, int64_t end) {
   int64_t found = end;
@@ -229,17 +249,13 @@ static int64_t find_outside(const Source *source, const Piece *piece, int64_t fi
     int32_t ids[CHECK_BLOCK];
     int64_t count = min_i64(end - start, CHECK_BLOCK);
     widen(source->kind, piece->tokens, start, count, ids);
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; i++) largest = (uint32_t)ids[i] > largest ? (uint32_t)ids[i] : largest;
-    for (int64_t i = 0; i < count && largest >= source->vocab_size; i++)
-      if ((uint32_t)ids[i] >= source->vocab_size) found = min_i64(found, start + i);
+    int64_t outside = first_outside(source, ids, count);
+    if (outside < count) found = min_i64(found, start + outside);
   }
   return found;
 }
 
-static void fail_outside(const Source *source, const Piece *piece, int64_t index) {
-  int32_t id;
-  widen(source->kind, piece->tokens, index, 1, &id);
+static void fail_outside(const Source *source, const Piece *piece, int64_t index, int32_t id) {
   int64_t at = (const char *)piece->tokens - piece->file.bytes + index * token_bytes(source->kind);
   fail("%s: token %lld (byte %lld) has id %u and the vocabulary has %lld: raise --vocab to at least %lld or "
        "%s",
@@ -254,7 +270,11 @@ static void check_ids(const Source *source, const Piece *piece) {
   for (int64_t first = 0; first < piece->stored; first += CHECK_STRETCH) {
     int64_t end = min_i64(piece->stored, first + CHECK_STRETCH);
     int64_t outside = find_outside(source, piece, first, end);
-    if (outside < end) fail_outside(source, piece, outside);
+    if (outside < end) {
+      int32_t id;
+      widen(source->kind, piece->tokens, outside, 1, &id);
+      fail_outside(source, piece, outside, id);
+    }
     // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
     file_done_with(&piece->file, 0, piece->file.size);
   }
@@ -273,9 +293,10 @@ static Source *new_source(char *name, int64_t vocab_size) {
 static bool is_found_shard(const FileEntry *entry) {
   if (entry->origin != FILE_FOUND || !is_bin(entry->path)) return false;
   int32_t magic = 0;
-  FILE *file = fopen(entry->path, "rb");
-  bool has = file && fread(&magic, sizeof magic, 1, file) == 1;
-  if (file) fclose(file);
+  size_t size;
+  int file = file_open(entry->path, NULL, &size);
+  bool has = file >= 0 && read(file, &magic, sizeof magic) == sizeof magic;
+  if (file >= 0) close(file);
   return has && shard_has_magic(&magic, sizeof magic);
 }
 
@@ -285,7 +306,10 @@ static void add_files(Source *source, const FileList *files, const char *name) {
   for (int64_t i = 0; i < files->count; i++) shards_found |= is_found_shard(&files->entries[i]);
   for (int64_t i = 0; i < files->count; i++) {
     const FileEntry *entry = &files->entries[i];
-    if (!shards_found || entry->origin != FILE_FOUND || is_found_shard(entry)) add_file(source, entry);
+    if (!shards_found || entry->origin != FILE_FOUND || is_found_shard(entry))
+      add_file(source, entry);
+    else
+      leave_out(source, entry->path);
   }
   if (source->files == before) fail("%s holds no text and no token shards", name);
   for (int64_t i = before; i < source->files; i++) check_ids(source, &source->pieces[i]);
@@ -325,12 +349,28 @@ void source_close(Source *source) {
     file_unmap(&source->pieces[i].mask_file);
   }
   free(source->pieces);
+  free(source->first_left);
   free(source->name);
   free(source);
 }
 
 const char *source_kind_name(const Source *source) {
   return kind_names[source->kind];
+}
+
+void source_describe_left(const Source *source, char *out, size_t size) {
+  *out = 0;
+  if (!source->left) return;
+  const char *s = source->left == 1 ? "" : "s", *are = source->left == 1 ? "is" : "are";
+  char *why =
+      source->kind == SOURCE_TEXT
+          ? text_format("empty or binary")
+          : text_format("a directory with token shards (%s) is read for them alone", source->pieces[0].path);
+  char *text = text_format("%s file%s %s left out, such as %s: %s", text_grouped(source->left).text, s, are,
+                           source->first_left, why);
+  text_escape(out, size, text, strlen(text)); // found names may hold anything
+  free(text);
+  free(why);
 }
 
 // The last piece that begins at or before `position`.
@@ -353,6 +393,8 @@ void source_read(const Source *source, int64_t first, int64_t count, int32_t *ou
     int64_t start = first - piece->first;
     int64_t taken = min_i64(piece->stored - start, count); // 0 when `first` is the separator itself
     widen(source->kind, piece->tokens, start, taken, out);
+    int64_t outside = first_outside(source, out, taken); // the file may have changed since it was opened
+    if (outside < taken) fail_outside(source, piece, start + outside, out[outside]);
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
   }

@@ -20,11 +20,12 @@
 // named or matched must be a shard; one found in a directory is a shard when it begins with a shard's magic.
 //
 // Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
-// million small files would exceed the system's limit on mappings. Larger files and shards are mapped, and
-// must not shrink while the source is open.
+// million small files would exceed the system's limit on mappings. Larger files and shards are mapped; they
+// must not change while the source is open. One that shrinks, or gets an id outside the vocabulary, ends the program.
 #pragma once
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 enum { END_OF_TEXT = 256 };
@@ -40,7 +41,9 @@ typedef struct {
   int64_t tokens; // separators included
   int64_t files;
   int64_t vocab_size;
-  bool masked; // some file has a mask: targets may be ignored
+  bool masked;      // some file has a mask: targets may be ignored
+  int64_t left;     // files of directories and globs that were not taken, masks not counted
+  char *first_left; // the path of one; NULL: there is none
   struct SourcePiece *pieces;
   int64_t capacity; // of pieces
 } Source;
@@ -60,7 +63,11 @@ void source_close(Source *source); // NULL is fine
 // "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
 const char *source_kind_name(const Source *source);
 
-// out[i] = token at position first + i for i in [0, count), all within the source. Any number of threads may read.
+// "63 files are left out, such as notes.txt: ..." and why, cut to `size` bytes; "" where all were taken.
+void source_describe_left(const Source *source, char *out, size_t size);
+
+// out[i] = token at position first + i for i in [0, count), all within the source and, checked, the vocabulary. Any
+// number of threads may read.
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
 
 // The same for tokens as targets: those that a mask leaves out become IGNORED_TARGET. Returns how many count.

@@ -3,10 +3,12 @@
 // NULL, checks and counts exactly what a run does.
 #include "kernels/kernels.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "kernels/ranks/ranks.h"
 
@@ -346,12 +348,19 @@ void lce_combine(Backend *backend, LceCombine a) {
   CALL(lce_combine);
 }
 
+// Logits up to 1e30 times as large stay finite when they are divided by it.
+static const float MIN_TEMPERATURE = 1e-6f;
+
 static void loss_terms(Op op, LossTerms a, int64_t vocab_size) {
   if (!(a.label_smoothing >= 0 && a.label_smoothing <= 1))
     fail("%s: label_smoothing is %g, which is not in [0, 1]", op, (double)a.label_smoothing);
-  if (!(a.z_loss >= 0)) fail("%s: z_loss is %g, which is not 0 or more", op, (double)a.z_loss);
-  if (!(a.softcap >= 0)) fail("%s: softcap is %g, which is not 0 or more", op, (double)a.softcap);
-  if (!(a.temperature >= 0)) fail("%s: temperature is %g, which is not 0 or more", op, (double)a.temperature);
+  if (!(a.z_loss >= 0 && isfinite(a.z_loss)))
+    fail("%s: z_loss is %g, which is not 0 or more and finite", op, (double)a.z_loss);
+  if (!(a.softcap >= 0 && isfinite(a.softcap)))
+    fail("%s: softcap is %g, which is not 0 or more and finite", op, (double)a.softcap);
+  if (!(a.temperature == 0 || (a.temperature >= MIN_TEMPERATURE && isfinite(a.temperature))))
+    fail("%s: temperature is %g, which is neither 0 (none) nor a finite number from %g on", op,
+         (double)a.temperature, (double)MIN_TEMPERATURE);
   bool weighted_sum = tensor_exists(a.class_weights) && a.label_smoothing > 0;
   CHECK_AS(op, SIZE(V, vocab_size), FIELD(class_weights, "fp32 [V] or absent"),
            FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));
@@ -556,6 +565,23 @@ void backend_follow(Backend *backend, void *stream) {
 
 void backend_precede(Backend *backend, void *stream) {
   if (backend->ops->precede) backend->ops->precede(backend, stream);
+}
+
+static _Thread_local Backend *unfinished;
+
+Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes) {
+  Backend *backend = host_alloc(1, sizeof *backend + state_bytes, "a backend");
+  *backend = (Backend){.ops = ops, .device = device, .dtype = dtype, .ranks = 1, .state = backend + 1};
+  return unfinished = backend;
+}
+
+Backend *backend_finish(Backend *backend) {
+  unfinished = NULL;
+  return backend;
+}
+
+void backend_abandon(void) {
+  backend_destroy(backend_finish(unfinished));
 }
 
 void backend_destroy(Backend *backend) {

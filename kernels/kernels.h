@@ -654,6 +654,11 @@ void cuda_backend_join_ranks(Backend *backend);
 Backend *plan_backend_create(DeviceKind device, Dtype dtype);
 // Releases the memory and everything else.
 void backend_destroy(Backend *backend);
+// What creates a backend begins and ends with these: one of one rank, with `state_bytes` of zeros as its state. Where a
+// failure between them is caught, backend_abandon destroys what this thread has begun.
+Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes);
+Backend *backend_finish(Backend *backend);
+void backend_abandon(void);
 
 #if defined(__cplusplus)
 }

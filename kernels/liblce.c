@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
 #include "base/integers.h"
 #include "base/text.h"
@@ -16,6 +17,7 @@ struct lce_context {
   Backend *backend;
   Backend *plan; // of the call being checked: a call that is refused leaves it behind
   bool queued;   // the call has begun to give the device work
+  void *ids;     // the targets on the host, while they are checked
   size_t held_bytes;
 };
 
@@ -67,7 +69,13 @@ static Backend *open_backend(const char *device, int ordinal, const char *dtype)
 
 static int open_context(lce_context *context, const char *device, int ordinal, const char *dtype) {
   enter();
-  if (setjmp(caller)) return leave(1);
+  if (setjmp(caller)) {
+    char first[sizeof last_error];
+    memcpy(first, last_error, sizeof first);
+    if (!setjmp(caller)) backend_abandon();
+    memcpy(last_error, first, sizeof first);
+    return leave(1);
+  }
   context->backend = open_backend(device, ordinal, dtype);
   context->backend->memory.advice = "a smaller chunk, or fewer tokens in one call, needs less";
   return leave(0);
@@ -229,6 +237,25 @@ static LinearCrossEntropy checked_call(const lce_args *a, Dtype dtype, Tensor *i
   return c;
 }
 
+// Fails at the first target that is neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's stream.
+static void check_targets(lce_context *context, Tensor ids, int64_t vocab_size) {
+  const void *data = ids.data;
+  int64_t n = 0, tokens = ids.shape[0], id = 0;
+  if (context->backend->device == ON_CUDA) {
+    data = context->ids = host_alloc(tokens, dtype_bytes(ids.dtype), "the targets");
+    backend_to_host(context->backend, context->ids, ids);
+  }
+  for (; n < tokens; n++) {
+    id = ids.dtype == DTYPE_I64 ? ((const int64_t *)data)[n] : ((const int32_t *)data)[n];
+    if (id != IGNORE_INDEX && (id < 0 || id >= vocab_size)) break;
+  }
+  free(context->ids);
+  context->ids = NULL;
+  if (n < tokens)
+    fail(CALL ": targets[%lld] is %lld, which is neither in [0, %lld) nor %d, which does not count",
+         (long long)n, (long long)id, (long long)vocab_size, IGNORE_INDEX);
+}
+
 // --- the layer ---------------------------------------------------------------------------------------------
 
 static void forget_plan(lce_context *context) {
@@ -280,6 +307,8 @@ static void clean_up(lce_context *context) {
   if (context->queued && !setjmp(caller)) backend_synchronize(context->backend);
   memcpy(last_error, first, sizeof first);
   context->queued = false;
+  free(context->ids);
+  context->ids = NULL;
   memory_pop_to(&context->backend->memory, 0);
   forget_plan(context);
 }
@@ -301,6 +330,8 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
     backend_synchronize(backend); // earlier calls may still use the stack that goes
     memory_set_stack(&backend->memory, bytes);
   }
+  if (args->check_targets > 0 || (args->check_targets == 0 && backend->device == ON_CPU))
+    check_targets(context, ids, args->vocab_size);
   run(backend, call, ids);
   backend_precede(backend, args->stream);
   context->queued = false;

@@ -33,8 +33,9 @@
 // - When a kernel fails on the device (most often over an address that is not the device's), a later call of
 //   any CUDA user in the process shows it, lce_synchronize at the latest. CUDA then accepts no more work from
 //   the process; lce_destroy still returns.
-// - A target that is neither in [0, V) nor -100 is a mistake that only the device can detect: nothing outside of
-//   the tensors is read for it, the token counts as one with -100, but its loss is NaN.
+// - A target that is neither in [0, V) nor -100 is refused like any wrong argument on the CPU, and on CUDA where
+//   check_targets asks for it, since the host then waits for the caller's stream and reads the targets. Unchecked,
+//   nothing outside of the tensors is read for it, the token counts as one with -100, but its loss is NaN.
 #ifndef LCE_KERNELS_LIBLCE_H
 #define LCE_KERNELS_LIBLCE_H
 
@@ -69,8 +70,10 @@ typedef struct {
   int32_t mean;                            // scale by 1 / (sum of the counted tokens' class weights) as well
   int32_t accumulate;                      // add to dweight and dbias rather than write them
   int32_t targets_int64;                   // targets are int64, as PyTorch's; otherwise int32
+  int32_t check_targets;                   // 1: refuse targets out of range; -1: do not; 0: on the CPU
   float scale;                             // of the gradients; 0 makes them 0, so say 1 for plain ones
-  float label_smoothing, z_loss, softcap, temperature; // 0: none (temperature 0 is read as 1)
+  float label_smoothing, z_loss, softcap,
+      temperature;              // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
   float sample;                 // the mass from which a tile is kept; 0: exact gradients
   uint64_t sample_seed;         // of the draws, to be changed from call to call
   const void *x;                // fp32/bf16 [N, H]

@@ -480,6 +480,10 @@ static int64_t even_chunk(int64_t tokens, int64_t max) {
   return stepped <= max ? stepped : even;
 }
 
+int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
+  return even_chunk(tokens, min_i64(chunk, tokens));
+}
+
 static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
   Memory *memory = &c->backend->memory;
   Chunk before = {0}, chunk = start_chunk(c, buffers, 0, size), next = {0};
@@ -528,7 +532,7 @@ static void run_call(Backend *backend, const LinearCrossEntropy *a) {
   Call c = begin_call(backend, a);
   int64_t tokens = a->x.shape[0], counted = c.packed ? a->counted : tokens;
   // The memory is that of all tokens counted: it must not depend on the data.
-  int64_t max = a->mode == LCE_MATERIALIZED ? tokens : even_chunk(tokens, min_i64(a->chunk, tokens));
+  int64_t max = a->mode == LCE_MATERIALIZED ? tokens : lce_used_chunk(tokens, a->chunk);
   Chunk buffers = push_buffers(&c, max);
   if (c.packed) {
     plan_full_chunk(&c, &buffers, max);
@@ -603,6 +607,7 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   int64_t tokens = a.x.shape[0];
   if (tokens < 1) fail("%s: x is %s, which holds no token", op, tensor_text(a.x).text);
   if (a.mode == LCE_FUSED && a.chunk < 1) fail("%s: a chunk of %lld tokens", op, (long long)a.chunk);
+  if (!isfinite(a.scale)) fail("%s: scale is %g, which is not finite", op, (double)a.scale);
   if (tensor_exists(a.dx) != tensor_exists(a.dweight))
     fail("%s: dx is %s and dweight is %s; give both, or neither for the forward pass alone", op,
          tensor_text(a.dx).text, tensor_text(a.dweight).text);

@@ -96,6 +96,8 @@ typedef struct {
 // eighth keeps the layer an order of magnitude below the materialized one; beyond 4096 a GEMM gains
 // nothing more.
 int64_t lce_default_chunk(int64_t tokens);
+// The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size.
+int64_t lce_used_chunk(int64_t tokens, int64_t chunk);
 // The bytes that the layer pushes at its peak, on the kind of device that `backend` is or plans for.
 size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape shape);
 // The largest chunk whose layer holds at most `bytes`; 0 when even one token's does not fit.

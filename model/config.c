@@ -82,42 +82,61 @@ ModelConfig model_preset(const char *name) {
   return config;
 }
 
-void model_config_check(const ModelConfig *c) {
+bool model_config_possible(const ModelConfig *c, Reason *reason) {
   const struct {
     const char *name;
-    int64_t value;
-  } sizes[] = {{"vocab_size", c->vocab_size},
-               {"hidden_size", c->hidden_size},
-               {"intermediate_size", c->intermediate_size},
-               {"num_hidden_layers", c->num_hidden_layers},
-               {"num_attention_heads", c->num_attention_heads},
-               {"num_key_value_heads", c->num_key_value_heads},
-               {"head_dim", c->head_dim},
-               {"max_position_embeddings", c->max_position_embeddings}};
+    double value, min, max;
+  } sizes[] = {{"vocab_size", (double)c->vocab_size, 1, INT32_MAX},
+               {"hidden_size", (double)c->hidden_size, 1, INT32_MAX},
+               {"intermediate_size", (double)c->intermediate_size, 1, INT32_MAX},
+               {"num_hidden_layers", (double)c->num_hidden_layers, 1, MAX_LAYERS},
+               {"num_attention_heads", (double)c->num_attention_heads, 1, INT32_MAX},
+               {"num_key_value_heads", (double)c->num_key_value_heads, 1, INT32_MAX},
+               {"head_dim", (double)c->head_dim, 1, INT32_MAX},
+               {"max_position_embeddings", (double)c->max_position_embeddings, 1, INT32_MAX},
+               {"rope_theta", c->rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA},
+               {"final_logit_softcapping", c->final_logit_softcapping, 0, MAX_SOFTCAP}};
+  enum { WHOLE = 8 }; // the first are whole numbers
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-    if (sizes[i].value < 1 || sizes[i].value > INT32_MAX)
-      fail("a model cannot have %s %lld; give a whole number from 1 to %d", sizes[i].name,
-           (long long)sizes[i].value, INT32_MAX);
+    if (!(sizes[i].value >= sizes[i].min && sizes[i].value <= sizes[i].max))
+      return refuse(reason, "a model cannot have %s %.15g; give a %s from %.15g to %.15g", sizes[i].name,
+                    sizes[i].value, i < WHOLE ? "whole number" : "number", sizes[i].min, sizes[i].max);
   if (c->num_attention_heads % c->num_key_value_heads)
-    fail("%lld attention heads cannot share %lld key/value heads evenly; choose --num-key-value-heads that "
-         "divides --num-attention-heads",
-         (long long)c->num_attention_heads, (long long)c->num_key_value_heads);
+    return refuse(
+        reason,
+        "%lld attention heads cannot share %lld key/value heads evenly; choose --num-key-value-heads that "
+        "divides --num-attention-heads",
+        (long long)c->num_attention_heads, (long long)c->num_key_value_heads);
   if (c->family == FAMILY_GPT2 && c->num_key_value_heads != c->num_attention_heads)
-    fail("GPT-2 has as many key/value heads as attention heads, not %lld and %lld; grouped heads are Llama's",
-         (long long)c->num_key_value_heads, (long long)c->num_attention_heads);
+    return refuse(
+        reason,
+        "GPT-2 has as many key/value heads as attention heads, not %lld and %lld; grouped heads are Llama's",
+        (long long)c->num_key_value_heads, (long long)c->num_attention_heads);
   if (c->family == FAMILY_GPT2 && c->head_dim * c->num_attention_heads != c->hidden_size)
-    fail("GPT-2's %lld heads of %lld do not make up a hidden size of %lld; change --num-attention-heads or "
-         "--hidden-size",
-         (long long)c->num_attention_heads, (long long)c->head_dim, (long long)c->hidden_size);
+    return refuse(
+        reason,
+        "GPT-2's %lld heads of %lld do not make up a hidden size of %lld; change --num-attention-heads or "
+        "--hidden-size",
+        (long long)c->num_attention_heads, (long long)c->head_dim, (long long)c->hidden_size);
   if (!c->learned_positions && c->head_dim % 2)
-    fail("rotary positions rotate pairs of elements, so head_dim cannot be %lld; choose an even --head-dim",
-         (long long)c->head_dim);
+    return refuse(
+        reason,
+        "rotary positions rotate pairs of elements, so head_dim cannot be %lld; choose an even --head-dim",
+        (long long)c->head_dim);
   const double max = 1e15; // what is derived from these sizes then stays within 64 bits
   double q = (double)c->num_attention_heads * (double)c->head_dim, h = (double)c->hidden_size;
   double weights = (double)c->num_hidden_layers * h * (4 * q + 3 * (double)c->intermediate_size) +
                    h * (2 * (double)c->vocab_size + (double)c->max_position_embeddings);
   if (weights > max)
-    fail("a model of %.1e weights is beyond anything this program counts (%.0e); lower --num-layers, --vocab "
-         "or the widths",
-         weights, max);
+    return refuse(
+        reason,
+        "a model of %.1e weights is beyond anything this program counts (%.0e); lower --num-layers, --vocab "
+        "or the widths",
+        weights, max);
+  return true;
+}
+
+void model_config_check(const ModelConfig *c) {
+  Reason reason;
+  if (!model_config_possible(c, &reason)) fail("%s", reason.text);
 }

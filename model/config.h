@@ -4,7 +4,14 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/fail.h"
 #include "kernels/kernels.h"
+
+// What is accepted, from the command line as from a file.
+enum { MAX_LAYERS = 10000 };
+#define MIN_ROPE_THETA 1.
+#define MAX_ROPE_THETA 1e12
+#define MAX_SOFTCAP    1e6
 
 typedef enum { FAMILY_GPT2, FAMILY_LLAMA } ModelFamily;
 
@@ -49,5 +56,7 @@ double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
 const char *model_preset_names(void);                     // "gpt2-tiny, gpt2-124m, ..."
 
-// Fails with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head, ...).
+// False with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head, ...).
+bool model_config_possible(const ModelConfig *config, Reason *reason);
+// Fails with it.
 void model_config_check(const ModelConfig *config);

@@ -54,8 +54,12 @@ static double sum_of(const double *weights, const int32_t *ids, int64_t count) {
 
 int32_t sampling_draw(const Sampling *s, const float *logits, int64_t vocab_size, double uniform) {
   int32_t best = 0;
-  for (int64_t v = 1; v < vocab_size; v++)
+  for (int64_t v = 0; v < vocab_size; v++) {
+    if (!(logits[v] < INFINITY))
+      fail("the logit of token %lld is %g; there is NaN or infinity among the weights", (long long)v,
+           logits[v]);
     if (logits[v] > logits[best]) best = (int32_t)v;
+  }
   if (s->temperature == 0) return best;
   double *weights = host_alloc(vocab_size, sizeof *weights, "a draw");
   int32_t *ids = host_alloc(vocab_size, sizeof *ids, "a draw");

@@ -108,6 +108,10 @@ def main():
         library = peers.Ours(options.device, options.library)
     except peers.Absent as absent:
         library = absent
+    if options.json and os.path.isfile(options.json):
+        with open(options.json, "rb") as old:
+            if not old.read(15) in (b"", b'{"event": "run"'):
+                sys.exit(f"--json {options.json}: what is there is not from this program; name another file")
     file = open(options.json, "w") if options.json else None
 
     def log(**row):

@@ -41,7 +41,10 @@ static void forward(int number) {
   errno = before;
 }
 
-// One that is free now.
+// A port of the loopback interface that is free now, for the one socket of a job: NCCL's, where rank 0 listens while the
+// ranks connect (mpirun's ranks have none). No other machine reaches it. NCCL does not authenticate who connects to a
+// port that it is told, so another user of this machine could take the port, or a rank's place: start the ranks with
+// mpirun where that matters, since NCCL's id is then a secret of theirs.
 static int free_port(void) {
   struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
   socklen_t length = sizeof address;
@@ -70,7 +73,6 @@ static void start(int rank, int port, char **command, const sigset_t *signals) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL); // no rank outlives the launcher
   if (getppid() != parent) _exit(1);
-  for (int i = 0; i < FORWARDED; i++) signal(forwarded[i], SIG_DFL);
   sigprocmask(SIG_SETMASK, signals, NULL);
   set_number("RANK", rank);
   set_number("LOCAL_RANK", rank);
@@ -137,7 +139,12 @@ int main(int argc, char **argv) {
   for (int i = 0; i < FORWARDED; i++) sigaddset(&held, forwarded[i]);
   sigprocmask(SIG_BLOCK, &held, &before);
   struct sigaction action = {.sa_handler = forward};
-  for (int i = 0; i < FORWARDED; i++) sigaction(forwarded[i], &action, NULL);
+  for (int i = 0; i < FORWARDED; i++) {
+    struct sigaction old;
+    sigaction(forwarded[i], &action, &old);
+    if (forwarded[i] == SIGHUP && old.sa_handler == SIG_IGN)
+      signal(SIGHUP, SIG_IGN); // nohup: the ranks', too
+  }
   int port = free_port();
   for (int rank = 0; rank < count; rank++) start(rank, port, argv + 2, &before);
   sigprocmask(SIG_SETMASK, &before, NULL);

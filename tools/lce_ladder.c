@@ -13,6 +13,7 @@
 #include <time.h>
 
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/option_rows.h"
 #include "base/system.h"
 #include "base/text.h"
@@ -102,8 +103,7 @@ static void print_row(int rung, const Result *r) {
 }
 
 static void write_csv(const Settings *o, const Result *results, const char *caption) {
-  FILE *file = fopen(o->csv, "w");
-  if (!file) fail("--csv %s: %s", o->csv, strerror(errno));
+  FILE *file = file_create("the table", o->csv, "# N ", false);
   fprintf(file, "# %s\n", caption);
   fprintf(file, "rung,seconds,ratio,bytes,loss_error,dx_error,dweight_error\n");
   for (int i = 0; i < RUNGS; i++)

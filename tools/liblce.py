@@ -1,7 +1,7 @@
 """liblce.so for Python: the structs of kernels/liblce.h in ctypes, and a context that takes tensors.
 
   layer = liblce.Layer("liblce.so", "cuda", "bf16")
-  layer(x, weight, y, loss, dx=dx, dweight=dw, scale=1, mean=1)      # PyTorch's tensors, on PyTorch's stream
+  layer(x, weight, y, loss, dx=dx, dweight=dw, mean=1)               # PyTorch's tensors, on PyTorch's stream
 
 Needs nothing but Python, and PyTorch for tensors on a GPU; on the CPU anything with PyTorch's methods is one.
 """
@@ -27,7 +27,7 @@ INTEGERS = {"chunk": (-2**63, 2**63), "sample_seed": (0, 2**64)}  # and their ra
 class Args(ctypes.Structure):
     """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
     _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
-                [(name, c_int32) for name in (*FLAGS, "targets_int64")] +
+                [(name, c_int32) for name in (*FLAGS, "targets_int64", "check_targets")] +
                 [(name, c_float) for name in NUMBERS] +
                 [("sample_seed", c_uint64)] +
                 [(name, c_void_p) for name in (*TENSORS, "stream")])
@@ -84,8 +84,11 @@ class Layer:
                 return torch.cuda.device(self.ordinal)
         return contextlib.nullcontext()
 
-    def __call__(self, x, weight, targets, loss, *, sample=0.0, sample_seed=0, **more):
+    def __call__(self, x, weight, targets, loss, *, scale=1.0, check_targets=None, sample=0.0, sample_seed=0, **more):
         """Targets are int32 or int64; `more` names other fields of lce_args: numbers, or tensors (None: absent).
+
+        scale multiplies the gradients. Targets out of range raise Failure on the CPU, and with check_targets=True on a
+        GPU, for which the call waits; with False their losses are NaN.
 
         sample above 0 samples the tiles of the softmax gradient: dx and dweight keep their expectation and gain
         noise, the loss stays as it is (kernels/liblce.h). Change sample_seed from call to call: the same seed draws
@@ -93,7 +96,7 @@ class Layer:
         """
         if not self.context:
             raise ValueError("the layer is closed")
-        given = dict(x=x, weight=weight, targets=targets, loss=loss, sample=sample, sample_seed=sample_seed, **more)
+        given = dict(x=x, weight=weight, targets=targets, loss=loss, scale=scale, sample=sample, sample_seed=sample_seed, **more)
         tensors = {name: given.pop(name) for name in TENSORS if name in given}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.check_kinds(tensors)
@@ -101,7 +104,8 @@ class Layer:
         for name, tensor in tensors.items():
             self.check_tensor(name, tensor, sizes)
         args = Args(tokens=sizes["N"], hidden_size=sizes["H"], vocab_size=sizes["V"],
-                    targets_int64=dtype_of(targets) == "int64", **numbers_of(given),
+                    targets_int64=dtype_of(targets) == "int64",
+                    check_targets=0 if check_targets is None else 1 if check_targets else -1, **numbers_of(given),
                     **{name: tensor.data_ptr() for name, tensor in tensors.items()})
         with self.on_device():
             if self.device == "cuda":

@@ -55,8 +55,10 @@ static const Option option_rows[] = {
     {FLAG("gradient-error", e.errors, true),
      HELP("With --layer-only: compare sampled gradients with float64")},
     {FLAG("timeline", timeline, true),
+     EXCLUDES("sweep, values, layer-only", "a timeline shows whole steps of one size"),
      HELP("Instead: bytes in use over three training steps, by category, in both modes")},
-    {TEXT("recipe", "NAME", recipe_name), HELP("A published experiment")},
+    {TEXT("recipe", "NAME", recipe_name), EXCLUDES("sweep, values, timeline", "a recipe says what is swept"),
+     HELP("A published experiment")},
     {FLAG("list-recipes", list_recipes, true), HELP("Print the recipes there are")},
 
     {GROUP("How")},
@@ -70,7 +72,8 @@ static const Option option_rows[] = {
      HELP("Where the files go (default runs/memory_curve, or a directory in it for a recipe)")},
     {FLAG("fresh", fresh, true),
      HELP("Start over; without it a sweep that was stopped continues where it was")},
-    {FLAG("redraw", redraw, true), HELP("Only draw again what is in DIR")},
+    {FLAG("redraw", redraw, true), EXCLUDES("fresh", "one needs the old figures, the other drops them"),
+     HELP("Only draw again what is in DIR")},
     {WHOLE("resolution", "N", resolution, 1, 4), DEFAULT("2"), HELP("Pixels per point of the pictures")},
     {.type = OPTION_END}};
 
@@ -103,10 +106,6 @@ static void parse(Run *r, int argc, char **argv) {
 static void check(Run *r) {
   Options *o = &r->options;
   Experiment *e = &r->e;
-  if (r->recipe && (r->sweep || r->values || r->timeline))
-    fail("--recipe %s says what is swept; leave out --sweep, --values and --timeline", r->recipe_name);
-  if (r->timeline && (r->sweep || r->values || e->layer_only))
-    fail("--timeline shows whole steps of one size; leave out --sweep, --values and --layer-only");
   if (!r->sweep) r->sweep = SWEEP_NAMES[r->recipe ? r->recipe->sweeps[0].sweep : SWEEP_TOKENS];
   if (sweep_named(r->sweep) == SWEEP_CHUNK) e->layer_only = true;
   if (r->recipe) e->layer_only = r->recipe->layer_only, e->errors |= r->recipe->errors;

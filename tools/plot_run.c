@@ -10,7 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/json.h"
 #include "base/option_rows.h"
 #include "base/text.h"
@@ -84,7 +86,9 @@ static void read_line(Log *log, const cJSON *line, double from) {
 }
 
 static void read_log(Log *log, const char *path, double from) {
-  FILE *file = fopen(path, "r");
+  size_t size;
+  int descriptor = file_open(path, NULL, &size);
+  FILE *file = descriptor < 0 ? NULL : fdopen(descriptor, "r");
   if (!file) fail("cannot open the log %s: %s", path, strerror(errno));
   const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
   snprintf(log->name, sizeof log->name, "%.*s", (int)(dot && dot > name ? dot - name : (long)strlen(name)),
@@ -192,14 +196,25 @@ static void print_table(const Wanted *w) {
 
 // --- drawing -----------------------------------------------------------------------------------------------
 
-// The trend of a noisy series at sample i: the mean over a 25th of the series, centered, so that it neither lags
-// nor leads; towards the ends over fewer samples.
-static double trend_at(const Series *s, int i) {
-  int half = s->count / 50, end = i < s->count - 1 - i ? i : s->count - 1 - i;
+// The mean over a 25th of the values around i, centered, so that it neither lags nor leads; towards the ends over fewer.
+static double mean_around(const double *values, int count, int i) {
+  int half = count / 50, end = i < count - 1 - i ? i : count - 1 - i;
   if (half > end) half = end;
   double sum = 0;
-  for (int k = i - half; k <= i + half; k++) sum += s->samples[k].y;
+  for (int k = i - half; k <= i + half; k++) sum += values[k];
   return sum / (2 * half + 1);
+}
+
+// The trend of a noisy series: its moving mean, and that of what the mean leaves (Tukey's twicing), since the mean of a
+// convex curve, such as a loss, lies above it. The caller frees it.
+static double *trend_of(const Series *s) {
+  double *values = host_alloc(3 * (s->count + 1), sizeof *values, "a trend"), *mean = values + s->count,
+         *rest = mean + s->count;
+  for (int i = 0; i < s->count; i++) values[i] = s->samples[i].y;
+  for (int i = 0; i < s->count; i++) mean[i] = mean_around(values, s->count, i);
+  for (int i = 0; i < s->count; i++) rest[i] = values[i] - mean[i];
+  for (int i = 0; i < s->count; i++) values[i] = mean[i] + mean_around(rest, s->count, i);
+  return values;
 }
 
 // Adds a series, or its trend, as means over so many equal stretches at most that a line is no thicker than its
@@ -208,12 +223,14 @@ static void add_line(Panel *p, Series style, const Series *s, bool trend) {
   Series *out = panel_series(p, style);
   int max = style.marker ? 40 : DRAWN_MAX;
   int each = (s->count + max - 1) / max;
+  double *smooth = trend ? trend_of(s) : NULL;
   for (int first = 0; first < s->count; first += each) {
     int end = first + each < s->count ? first + each : s->count;
-    double sum = 0;
-    for (int i = first; i < end; i++) sum += trend ? trend_at(s, i) : s->samples[i].y;
-    append(out, s->samples[end - 1].x, sum / (end - first));
+    double x = 0, y = 0;
+    for (int i = first; i < end; i++) x += s->samples[i].x, y += smooth ? smooth[i] : s->samples[i].y;
+    append(out, x / (end - first), y / (end - first));
   }
+  free(smooth);
 }
 
 static Color pale(Color c) {
@@ -221,10 +238,20 @@ static Color pale(Color c) {
                  (unsigned char)(255 - (255 - c.b) / 3)};
 }
 
+static double last_step(const Wanted *w) {
+  double last = w->from + 1;
+  for (int k = 0; k < w->count; k++)
+    for (int f = 0; f < FIGURES; f++) {
+      const Series *s = &w->logs[k].figures[f];
+      if (s->count) last = fmax(last, s->samples[s->count - 1].x);
+    }
+  return last;
+}
+
 static void add_panel(const Wanted *w, Picture *picture, int figure) {
   Box box = picture_cell((Box){72, 96, 1016, 664}, 88, 92, 2, 2, figure / 2, figure % 2);
   Panel *p = picture_panel(picture, box, label("%s", figures[figure].title));
-  p->x = (Axis){.shared = 1, .title = label("step")};
+  p->x = (Axis){.tight = true, .low = w->from, .high = last_step(w), .title = label("step")};
   p->y = (Axis){.unit = figures[figure].unit, .from_zero = figures[figure].from_zero};
   bool noisy = figure != RATE;
   for (int k = 0; k < w->count && noisy; k++)

@@ -8,8 +8,8 @@
     ./train --data 'shards/train_*.bin' --val-data 'shards/val_*.bin' --tokenizer shards ...
 
 Tokens are made by Hugging Face's `tokenizers`, in as many processes as there are cores. Out come llm.c's shards
-(uint16, or uint32 where ids are larger), each document closed by the end-of-text token, tokenizer.json, and
-manifest.json, which says what is in them. In conversations (--chat) only what the assistant says is learned: a
+(uint16, or uint32 where ids are larger), each document whole in one of train and val and closed by the end-of-text
+token, the tokenizer, generation_config.json with that token, and manifest.json, which says what is in them. In conversations (--chat) only what the assistant says is learned: a
 mask next to each shard (x.mask for x.bin, see data/source.h), one bit a token, marks what counts.
 
 Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
@@ -154,24 +154,21 @@ def items_of(files, options):
     for path in files:
         kind, size = kind_of(path, options.format), os.path.getsize(path)
         one_document = kind == "text" and options.document == "file"
+        stretches = kind == "text" and options.document == "stretch"
         if kind == "parquet":
             groups = parquet_file(path).num_row_groups
             spans = [(group, group + 1, size // groups) for group in range(groups)]
         elif size:
-            step = ITEM_BYTES
-            if one_document and options.val_fraction > 0:  # stretches of it are held back
-                step = max(1 << 14, min(ITEM_BYTES, size // 100))
+            step = max(1 << 14, min(ITEM_BYTES, size // 100)) if stretches else ITEM_BYTES
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                spans = [(start, end, end - start) for start, end in pieces(data, step, b"\n", not one_document)]
+                spans = [(start, end, end - start) for start, end in pieces(data, step, b"\n", not (one_document or stretches))]
         else:
             spans = []
-        items = [Item(number + i, path, kind, *span) for i, span in enumerate(spans)]
-        number += len(items)
-        if one_document:
-            splits = [split_of(options, item.number) for item in items]
-            items = [item._replace(split=split, closes=split != after)
-                     for item, split, after in zip(items, splits, splits[1:] + [None])]
-        yield from items
+        split = split_of(options, number) if one_document else None
+        for i, span in enumerate(spans):
+            closes = not one_document or i + 1 == len(spans)
+            yield Item(number + i, path, kind, *span, split, closes)
+        number += len(spans)
 
 
 # --- documents ----------------------------------------------------------------------------------------------
@@ -219,7 +216,7 @@ def plain_documents(item, options, report):
         data = read_item(item)
         text = data.decode("utf-8", errors="replace")
         report["replaced"] += text.count("\ufffd") - data.count("\ufffd".encode())
-        texts = [text] if options.document == "file" else filter(str.strip, text.split("\n"))
+        texts = filter(str.strip, text.split("\n")) if options.document == "line" else [text]
     for text in texts:
         yield [(text[start:end], True) for start, end in pieces(text, PIECE_BYTES, "\n")], item.closes
 
@@ -434,7 +431,7 @@ class Tokens:
 
     def __init__(self, options, files):
         self.path = os.path.join(options.out, "tokenizer.json")
-        self.settings, self.template = {}, None
+        self.settings, self.generation, self.template = {"tokenizer_class": "PreTrainedTokenizerFast"}, {}, None
         if options.train_tokenizer:
             train_tokenizer(files, options, self.path)
         else:
@@ -453,6 +450,15 @@ class Tokens:
         if not self.end_of_text:
             fail(f"the tokenizer has no token {' or '.join(filter(None, wanted))}; name what ends a text with --end-of-text")
         self.end_of_text_id = vocabulary[self.end_of_text]
+        self.write_end(options.end_of_text)
+
+    def write_end(self, given):
+        """Says what ends a text to whoever reads the folder: a checkpoint takes these files along."""
+        for name, settings, key, value in [("tokenizer_config.json", self.settings, "eos_token", self.end_of_text),
+                                           ("generation_config.json", self.generation, "eos_token_id", self.end_of_text_id)]:
+            if given or settings.get(key) is None:
+                settings[key] = value
+            write_whole(os.path.join(os.path.dirname(self.path), name), (json.dumps(settings, indent=1) + "\n").encode())
 
     def copy(self, source):
         folder, file = os.path.split(source)
@@ -460,12 +466,16 @@ class Tokens:
             folder, file = source, "tokenizer.json"
         if not os.path.isfile(os.path.join(folder, file)):
             fail(f"there is no {os.path.join(folder, file)}; --tokenizer names a tokenizer.json or a directory with one")
-        for name in (file, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        for name in (file, "special_tokens_map.json", "chat_template.jinja"):
             copy = os.path.join(os.path.dirname(self.path), "tokenizer.json" if name == file else name)
             with contextlib.suppress(FileNotFoundError, shutil.SameFileError):
                 shutil.copyfile(os.path.join(folder, name), copy)
-        settings, jinja = (os.path.join(folder, name) for name in ("tokenizer_config.json", "chat_template.jinja"))
-        self.settings = json.loads(read_text(settings)) if os.path.exists(settings) else {}
+        settings, generation, jinja = (os.path.join(folder, name) for name in
+                                       ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"))
+        if os.path.exists(settings):
+            self.settings = json.loads(read_text(settings))
+        if os.path.exists(generation):
+            self.generation = json.loads(read_text(generation))
         template = self.settings.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -523,7 +533,7 @@ def parse_options():
     parser.add_argument("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="characters of text to train it on (2^30)")
     parser.add_argument("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="format of the inputs (by suffix)")
     parser.add_argument("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
-    parser.add_argument("--document", choices=["file", "line"], default="file", help="what a document is in plain text (file)")
+    parser.add_argument("--document", choices=["file", "stretch", "line"], default="file", help="what a document is in plain text (file); a stretch is a hundredth of a file, from 16 KiB to 4 MiB")
     parser.add_argument("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
     parser.add_argument("--special-tokens", action="store_true", help="add what the tokenizer puts around a text, such as a BOS")
     parser.add_argument("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
@@ -548,9 +558,12 @@ def parse_options():
 
 def make_shards(files, options, tokens):
     shards = {split: Shards(options.out, split, tokens.dtype, options.shard_tokens, options.chat) for split in ("train", "val")}
-    for pattern in ("train_*", "val_*"):
-        for old in glob.glob(os.path.join(glob.escape(options.out), pattern)):
-            os.remove(old)
+    old = [os.path.join(options.out, name) for name in os.listdir(options.out)
+           if re.fullmatch(r"(train|val)_\d{6}\.(bin|mask)(\.partial)?", name)]
+    for path in {os.path.realpath(path) for path in old} & {os.path.realpath(file) for file in files}:
+        fail(f"{path} is an input, and a shard would be written there; name another --out")
+    for path in old:
+        os.remove(path)
     totals, done, total = collections.Counter(), 0, sum(os.path.getsize(file) for file in files)
     start, shown = time.time(), 0
     if options.chat:
@@ -597,7 +610,8 @@ def prepare(options):
         counted = f", of which {s.counted:,} count" if options.chat else ""
         print(f"{split}: {totals[split]:,} documents, {s.tokens:,} tokens{counted}, {len(s.shards)} shards")
     if options.val_fraction > 0 and not shards["val"].tokens:
-        print("no document was drawn for validation: there are few; raise --val-fraction or prepare others for it")
+        print("no document was drawn for validation: there are few; raise --val-fraction, cut files with --document stretch or "
+              "line, or prepare others for it")
     if totals["replaced"]:
         print(f"{totals['replaced']:,} characters were no UTF-8 and became U+FFFD")
     if totals["without_answer"]:

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "base/alloc.h"
+#include "base/fail.h"
 #include "base/integers.h"
 
 // Rows of `width` inputs in the trainer's buffers, and the summed losses of those that are done.
@@ -27,6 +28,9 @@ static void flush(Rows *r) {
   for (int64_t row = 0; row < r->filled; row++) {
     double sum = 0;
     for (int64_t i = 0; i < r->width; i++) sum += (double)r->losses[row * r->width + i];
+    if (!isfinite(sum))
+      fail("%s: the loss of a completion is %g; there is NaN or infinity among the weights",
+           t->options->hellaswag, sum);
     r->sums[r->done++] = sum;
   }
   r->filled = 0;

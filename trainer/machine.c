@@ -36,8 +36,10 @@ Backend *machine_open(Options *o) {
     backend = cuda_backend_create(ordinal(), o->dtype == DTYPE_F32 ? DTYPE_F32 : DTYPE_BF16, &reason);
     if (!backend && o->device == DEVICE_CUDA)
       fail("--device cuda: %s%s", reason,
-           o->ranks > 1 ? "; every rank on a machine needs a GPU of its own" : "");
-    if (!backend) printf("no GPU is used: %s\n", reason);
+           o->fit         ? "; to plan for a GPU that is not here, give --device-memory GIB"
+           : o->ranks > 1 ? "; every rank on a machine needs a GPU of its own"
+                          : "");
+    if (!backend && options_given(o, "device")) printf("no GPU is used: %s\n", reason);
   }
   require_same_device(backend, reason);
   options_resolve_dtypes(o, backend != NULL);

@@ -19,10 +19,11 @@ const char *argp_program_version = "lce.c 0.1";
 #define MAX_STEPS     ((int64_t)1 << 40)
 #define DTYPES        "fp32 or bf16"
 
-// Flags of a row; SETTING and GPU_SETTING are in options.h.
+// Flags of a row; those of settings are in options.h.
 enum {
-  TRAINING = 1 << 2, // says only how to train: without effect with --eval-only
-  REFUSED = 1 << 3   // by --eval-only, which would not do it
+  TRAINING = 1 << 3, // says only how to train: without effect with --eval-only
+  REFUSED = 1 << 4,  // by --eval-only, which would not do it
+  LLAMA = 1 << 5     // GPT-2 has no such thing
 };
 
 // clang-format off
@@ -34,7 +35,7 @@ const Option options_rows[] = {
      HELP("Vocabulary size (default the preset's: 50257 or 128256)")},
     {WHOLE("hidden-size", "H", model.hidden_size, 1, MAX), HELP("Width of the residual stream")},
     {WHOLE("intermediate-size", "F", model.intermediate_size, 1, MAX), HELP("Width of the MLP")},
-    {WHOLE("num-layers", "L", model.num_hidden_layers, 1, 10000), HELP("Transformer blocks")},
+    {WHOLE("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), HELP("Transformer blocks")},
     {WHOLE("num-attention-heads", "Q", model.num_attention_heads, 1, MAX), HELP("Query heads")},
     {WHOLE("num-key-value-heads", "K", model.num_key_value_heads, 1, MAX),
      HELP("Key/value heads (Llama); divides the query heads")},
@@ -45,8 +46,8 @@ const Option options_rows[] = {
     {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), HELP("The head is the token embedding")},
     {FLAG("untie-word-embeddings", model.tie_word_embeddings, false),
      HELP("The head has a matrix of its own")},
-    {NUMBER("rope-theta", "THETA", model.rope_theta, 1, 1e12),
-     HELP("Base of the rotary frequencies (default 500000)")},
+    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA), .flags = LLAMA,
+     HELP("Base of the rotary frequencies (Llama; default 500000)")},
 
     {GROUP("Job")},
     {WHOLE("batch", "B", batch, 1, MAX), DEFAULT("4"), .flags = SETTING, HELP("Sequences in a micro-batch")},
@@ -84,12 +85,15 @@ const Option options_rows[] = {
     {FLAG("fused-lce", mode, LCE_FUSED), .flags = SETTING,
      HELP("Fused, chunked lm_head + cross-entropy; gradients in the forward pass (default)")},
     {FLAG("materialized-logits", mode, LCE_MATERIALIZED), .flags = SETTING,
+     EXCLUDES("lce-chunk, lce-memory, lce-sample", "chunks and sampling belong to --fused-lce"),
      HELP("Keep the logits of all tokens, to compare with")},
     {WHOLE("lce-chunk", "TOKENS", lce_chunk, 1, MAX), .flags = SETTING,
+     EXCLUDES("lce-memory", "both choose the chunk"),
      HELP("Tokens per chunk (default an eighth of B x T, within 128, on cuda 1024, and 4096)")},
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
      HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
     {NUMBER("lce-sample", "M0", lce_sample, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
+     EXCLUDES("metrics", "sampling acts on exponentials, and metrics need logits"),
      HELP("Sample the softmax gradient: keep a tile (128 tokens x 192 vocabulary entries) with probability "
           "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles of "
           "ten; 0 samples nothing. Saves time on the CPU and on Hopper in bf16; other GPUs multiply the zeros")},
@@ -97,7 +101,7 @@ const Option options_rows[] = {
      HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
-    {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, 1e6),
+    {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
      HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none); a chunk "
           "then holds fp32 logits")},
     {FLAG("metrics", metrics, true), .flags = SETTING | TRAINING,
@@ -108,14 +112,15 @@ const Option options_rows[] = {
      HELP("Text file, directory or glob (a byte is a token), or llm.c shards (*.bin); may be given again "
           "(default: this source tree)")},
     {LIST("val-data", "PATH", val_data),
+     EXCLUDES("val-fraction", "nothing is held out where there is separate validation data"),
      HELP("Separate validation data (default: a held-out part of --data)")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
      HELP("Part held out for validation, below 1; 0 for none")},
-    {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = TRAINING,
+    {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Validate every N steps and at the end; 0 only at the end")},
-    {WHOLE("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = TRAINING,
+    {WHOLE("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Batches of a validation; 0 takes all")},
-    {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = TRAINING,
+    {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Show a text sample every N steps; 0 for none")},
     {WHOLE("sample-tokens", "N", sample_tokens, 1, 1 << 20), DEFAULT("64"), .flags = TRAINING,
      HELP("Tokens of a sample")},
@@ -137,12 +142,12 @@ const Option options_rows[] = {
     {TEXT("prompt", "TEXT", prompt), .flags = TRAINING, HELP("Text that samples begin with (default a newline)")},
 
     {GROUP("Checkpoints")},
-    {TEXT("init", "DIR", init),
+    {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
      HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: Llama or GPT-2); "
           "instead of --model")},
     {TEXT("save", "DIR", save), .flags = REFUSED,
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
-    {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = REFUSED,
+    {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
      HELP("Save every N steps and at the end; 0 only at the end")},
     {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = REFUSED,
      HELP("Keep the newest M checkpoints; 0 keeps all")},
@@ -177,6 +182,7 @@ const Option options_rows[] = {
     {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING,
      HELP("Spread over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
     {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING,
+     EXCLUDES("materialized-logits, compare-modes, metrics", "a split head computes only sums over its rows"),
      HELP("Split the head's rows over the ranks: each computes its part of every token's loss (with --zero 1 "
           "or 2)")},
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
@@ -185,10 +191,12 @@ const Option options_rows[] = {
 
     {GROUP("Output")},
     {TEXT("log", "FILE", log), HELP("Write one JSON object a line; the last is the summary")},
-    {FLAG("plan", plan, true),
+    {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
      HELP("Only print the largest --batch that fits the device's memory, in both modes")},
+    {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
+     HELP("With --plan or --fit: as if the device had so much to give; --device cuda then needs no GPU")},
     {FLAG("compare-modes", compare_modes, true), .flags = REFUSED,
      HELP("Afterwards measure a few steps in both modes and print the table")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
@@ -200,6 +208,21 @@ bool options_given(const Options *o, const char *name) {
   int row = option_row(options_rows, name);
   if (row < 0) fail("internal: no option is called --%s", name);
   return o->given[row];
+}
+
+// "--a, --b and --c": the given options that have `flag`. Returns how many.
+static int list_given(const Options *o, unsigned flag, char *list, size_t size) {
+  int count = 0;
+  const char *last = "";
+  size_t before = 0, length = 0; // of the list without and with the last one
+  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
+    if (!o->given[i] || !(options_rows[i].flags & flag)) continue;
+    before = length;
+    last = options_rows[i].name;
+    length += (size_t)snprintf(list + length, size - length, "%s--%s", count++ ? ", " : "", last);
+  }
+  if (count > 1) snprintf(list + before, size - before, " and --%s", last);
+  return count;
 }
 
 // --- the model ---------------------------------------------------------------------------------------------
@@ -264,11 +287,13 @@ static void require_agreement(Options *o, ModelConfig *given) {
 }
 
 static void resolve_model(Options *o) {
-  if (o->init && o->preset) fail("--init and --model both say what the model is; give one of them");
+  char list[128];
   ModelConfig given = o->model;
   o->model = o->origin ? hf_config_read(o->origin) : requested_model(o, &given);
   if (options_given(o, "logit-softcap")) o->model.final_logit_softcapping = given.final_logit_softcapping;
   model_config_check(&o->model);
+  if (o->model.family == FAMILY_GPT2 && list_given(o, LLAMA, list, sizeof list))
+    fail("%s: %s is a GPT-2, which has no rotary embedding; leave it out", list, o->model.name);
   if (o->origin) require_agreement(o, &given);
 }
 
@@ -280,6 +305,8 @@ static void resolve_ranks(Options *o) {
     fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); the option alone is for --plan "
          "and --fit",
          o->ranks, o->ranks);
+  if (o->device_memory > 0 && !o->plan && !o->fit)
+    fail("--device-memory %g is for --plan and --fit; a run takes what the device has", o->device_memory);
   if (!o->ranks) o->ranks = launch->ranks;
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);
@@ -303,31 +330,17 @@ static void resolve_batch(Options *o) {
   o->micro_steps = o->total_batch / together;
 }
 
-// What the loss cannot do together.
+// What the loss cannot do with this model and these ranks.
 static void check_loss(const Options *o) {
-  bool materialized = o->mode == LCE_MATERIALIZED, sampling = o->lce_sample > 0,
-       split = o->dtypes.vocab_parallel;
+  bool sampling = o->lce_sample > 0, split = o->dtypes.vocab_parallel;
   double softcap = o->model.final_logit_softcapping;
-  if (o->lce_chunk && o->lce_memory)
-    fail("--lce-chunk and --lce-memory both choose the chunk; give one of them");
-  if (materialized && (o->lce_chunk || o->lce_memory))
-    fail("--lce-chunk and --lce-memory belong to --fused-lce; --materialized-logits has no chunks");
-  if (materialized && sampling)
-    fail("--lce-sample belongs to --fused-lce; leave out --lce-sample or --materialized-logits");
   if (split && !o->dtypes.zero)
     fail("--vocab-parallel leaves the head's gradients where its rows are, and so its master weights and "
          "moments: add --zero 1 or --zero 2");
-  if (split && (materialized || o->compare_modes))
-    fail("--vocab-parallel belongs to --fused-lce; leave out %s",
-         o->compare_modes ? "--compare-modes" : "--materialized-logits");
-  if (split && o->metrics)
-    fail("--vocab-parallel computes only what sums over rows give; leave out --metrics");
   if (split && softcap > 0)
     fail("--vocab-parallel has no logit soft-cap, and %s has one; leave out --vocab-parallel, or give "
          "--logit-softcap 0",
          o->model.name);
-  if (sampling && o->metrics)
-    fail("--lce-sample acts on exponentials, and --metrics needs logits; leave out one of them");
   if (sampling && softcap > 0)
     fail("--lce-sample acts on exponentials, and a soft-cap of %g on logits; leave out --lce-sample, or give "
          "--logit-softcap 0",
@@ -347,6 +360,9 @@ static void resolve_job(Options *o) {
     o->schedule.peak = o->origin ? fine_tuning : model_preset_learning_rate(preset_name(o));
   o->schedule.total_steps = o->steps;
   if (!options_given(o, "warmup")) o->schedule.warmup_steps = (o->steps + 19) / 20;
+  if (o->schedule.warmup_steps > o->steps && !o->eval_only)
+    fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
+         (long long)o->schedule.warmup_steps, (long long)o->steps);
   o->masked = source_paths_masked(o->data.items, o->data.count);
   if (o->eval_only) {
     o->dtypes.frozen = true;
@@ -359,21 +375,6 @@ static void resolve_job(Options *o) {
 }
 
 // --- parsing -----------------------------------------------------------------------------------------------
-
-// "--a, --b and --c": the given options that have `flag`. Returns how many.
-static int list_given(const Options *o, unsigned flag, char *list, size_t size) {
-  int count = 0;
-  const char *last = "";
-  size_t before = 0, length = 0; // of the list without and with the last one
-  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
-    if (!o->given[i] || !(options_rows[i].flags & flag)) continue;
-    before = length;
-    last = options_rows[i].name;
-    length += (size_t)snprintf(list + length, size - length, "%s--%s", count++ ? ", " : "", last);
-  }
-  if (count > 1) snprintf(list + before, size - before, " and --%s", last);
-  return count;
-}
 
 // Options for work that would not be done are refused; options that only describe training have no effect.
 static void check_eval_only(const Options *o) {
@@ -393,7 +394,7 @@ void options_parse(Options *o, int argc, char **argv) {
              "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
              "Examples:\n"
              "  ./train --vocab 128256 --fused-lce\n"
-             "  ./train --model llama-8b --seq-len 32768 --batch 1 --plan\n"
+             "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
              "  ./train --model gpt2-124m --data 'shards/train_*.bin' --val-data shards/val.bin --batch 64\n",
       .stray = "paths are given with --data PATH"};
   // DTYPE_COUNT: not given, until the device is known.
@@ -405,8 +406,6 @@ void options_parse(Options *o, int argc, char **argv) {
   if (ranks_self()->rank) stderr = stdout; // argp's messages are rank 0's alone
   option_table_parse(&table, o, o->given, argc, argv);
   stderr = errors;
-  if (options_given(o, "fused-lce") && options_given(o, "materialized-logits"))
-    fail("--fused-lce and --materialized-logits exclude each other; give one of them");
   if (o->eval_only) check_eval_only(o);
   resume_find(o);
   if (o->resumed_from) resume_take_settings(o);
@@ -435,6 +434,10 @@ int64_t options_default_chunk(int64_t tokens, bool cuda) {
   const int64_t min_on_cuda = 1024;
   int64_t chunk = lce_default_chunk(tokens);
   return cuda && chunk < min_on_cuda ? min_on_cuda : chunk;
+}
+
+int64_t options_used_chunk(const Options *o) {
+  return lce_used_chunk(o->batch * o->seq_len, o->lce_chunk);
 }
 
 void options_resolve_chunk(Options *o, DeviceKind device) {

@@ -26,7 +26,7 @@ typedef struct {
   double beta1, beta2, epsilon, weight_decay, max_grad_norm;
   // LM head + loss
   LceMode mode;
-  int64_t lce_chunk;  // tokens; 0 until options_resolve has chosen
+  int64_t lce_chunk;  // max tokens; 0 until options_resolve has chosen
   bool chunk_given;   // by --lce-chunk; otherwise it follows the batch
   int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
   double label_smoothing, z_loss, lce_sample;
@@ -66,11 +66,13 @@ typedef struct {
   // output
   const char *log, *timeline;
   bool plan, compare_modes, fit;
+  double device_memory; // GiB that a plan takes the device to have; 0: what it has
 } Options;
 
 // The options, one row each, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a
-// GPU_SETTING is taken from there only if the run that saved it was on a GPU.
-enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1 };
+// GPU_SETTING is taken from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when
+// to validate, sample and save, may change without a warning.
+enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2 };
 extern const Option options_rows[];
 
 // Reads the command line and the checkpoint that it names. Wrong values end the program with one sentence.
@@ -85,5 +87,8 @@ void options_resolve_chunk(Options *options, DeviceKind device);
 
 // lce_default_chunk, on a GPU at least 1024: below, the traffic of reading the head's matrix per chunk is the bound.
 int64_t options_default_chunk(int64_t tokens, bool cuda);
+
+// The tokens of a chunk that the steps use; lce_chunk is the maximum.
+int64_t options_used_chunk(const Options *options);
 
 void options_free(Options *options);

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/integers.h"
 #include "base/system.h"
 #include "base/text.h"
@@ -60,12 +61,13 @@ int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t byte
   return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
 }
 
-static Options with_batch(const Options *options, DeviceKind device, int64_t batch) {
+static Options with_shape(const Options *options, DeviceKind device, int64_t batch, int64_t seq_len) {
   Options o = *options;
   o.batch = batch;
-  o.total_batch = batch * o.seq_len * o.ranks;
+  o.seq_len = seq_len;
+  o.total_batch = batch * seq_len * o.ranks;
   o.micro_steps = 1;
-  if (!o.chunk_given) { // as it would be chosen for that batch
+  if (!o.chunk_given) { // as it would be chosen for that shape
     o.lce_chunk = 0;
     options_resolve_chunk(&o, device);
   }
@@ -74,7 +76,7 @@ static Options with_batch(const Options *options, DeviceKind device, int64_t bat
 
 static bool batch_fits(const void *budget, int64_t batch) {
   const Budget *b = budget;
-  Options o = with_batch(b->options, b->device, batch);
+  Options o = with_shape(b->options, b->device, batch, b->options->seq_len);
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
@@ -88,46 +90,110 @@ int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mo
   return largest_that_fits(batch_fits, &budget, fits, min_i64(above, max + 1));
 }
 
-// Appends "; --flag needs 12.3 GiB" when that is less than the capacity. Returns whether it fits.
-static bool suggest(char *text, size_t size, const char *flag, const Options *o, DeviceKind device,
-                    LceMode mode, size_t capacity) {
-  size_t bytes = plan_run(o, device, mode).peak;
-  if (bytes > capacity) return false;
+// --- what would fit ----------------------------------------------------------------------------------------
+
+static bool seq_len_fits(const void *budget, int64_t seq_len) {
+  const Budget *b = budget;
+  Options o = with_shape(b->options, b->device, b->options->batch, seq_len);
+  return plan_run(&o, b->device, b->mode).peak <= b->bytes;
+}
+
+// Whether a --total-batch that was given is a multiple of such micro-batches.
+static bool divides_total(const Options *o, int64_t batch, int64_t seq_len) {
+  return !options_given(o, "total-batch") || o->total_batch % (batch * seq_len * o->ranks) == 0;
+}
+
+// The changes that may help, weaker ones of a kind first.
+enum { FUSED, ELEMENTWISE, MLP, LAYER, MOMENTS, NO_MASTER, ONE_SEQUENCE, CHANGES };
+static const char *const change_flags[CHANGES] = {
+    "--fused-lce",         "--recompute elementwise", "--recompute mlp", "--recompute layer",
+    "--moment-dtype bf16", "--no-master-weights",     "--batch 1"};
+
+// The options with a change; as they are where the device or another option excludes it.
+static Options with_change(const Options *options, DeviceKind device, int change) {
+  Options o = *options;
+  Recompute recompute = (Recompute)(change - ELEMENTWISE + RECOMPUTE_ELEMENTWISE);
+  if (change == FUSED) o.mode = LCE_FUSED;
+  if (change >= ELEMENTWISE && change <= LAYER && recompute > o.recompute) o.recompute = recompute;
+  if (change == MOMENTS && device == ON_CUDA) o.dtypes.moment = DTYPE_BF16;
+  if (change == NO_MASTER && o.dtype == DTYPE_BF16) o.dtypes.master = false;
+  return change == ONE_SEQUENCE ? with_shape(options, device, 1, o.seq_len) : o;
+}
+
+static void append(char *text, size_t size, const char *separator, const char *more) {
   size_t length = strlen(text);
-  snprintf(text + length, size - length, "%s%s needs %s", length ? ", " : "", flag, text_bytes(bytes).text);
-  return true;
+  snprintf(text + length, size - length, "%s%s", length ? separator : "", more);
+}
+
+// For a run that needs more than `usable` bytes although single changes were made: all changes that help, then also a
+// shorter sequence. If that does not suffice either, what is left to need.
+static void suggest_together(const Options *options, DeviceKind device, size_t usable, char *text,
+                             size_t size) {
+  Options o = *options;
+  char flags[256] = "";
+  size_t peak = plan_run(&o, device, o.mode).peak;
+  for (int change = 0; change < CHANGES && peak > usable; change++) {
+    if (change == ELEMENTWISE || change == MLP) continue; // LAYER holds less
+    Options changed = with_change(&o, device, change);
+    size_t bytes = plan_run(&changed, device, changed.mode).peak;
+    if (bytes >= peak) continue;
+    o = changed;
+    peak = bytes;
+    append(flags, sizeof flags, " ", change_flags[change]);
+  }
+  if (peak > usable && o.seq_len > 1) {
+    Budget budget = {&o, device, o.mode, usable};
+    int64_t seq_len = seq_len_fits(&budget, 1) ? largest_that_fits(seq_len_fits, &budget, 1, o.seq_len) : 1;
+    while (!divides_total(options, o.batch, seq_len)) seq_len--;
+    o = with_shape(&o, device, o.batch, seq_len);
+    peak = plan_run(&o, device, o.mode).peak;
+    char flag[40];
+    snprintf(flag, sizeof flag, "--seq-len %lld", (long long)seq_len);
+    append(flags, sizeof flags, " ", flag);
+  }
+  bool fits = peak <= usable;
+  snprintf(text, size, "%s%s%s %s%s", fits ? "" : "no smaller batch fits, and ",
+           !fits && *flags ? "even " : "", *flags ? flags : "this model", "needs ", text_bytes(peak).text);
+  if (!fits) append(text, size, "", ": take a smaller model, or a device with more memory");
+}
+
+// Changes with which the run needs at most `usable` bytes, each checked by a plan.
+static void suggest(const Options *options, DeviceKind device, size_t usable, char *text, size_t size) {
+  *text = 0;
+  bool recompute_fits = false;
+  for (int change = 0; change < ONE_SEQUENCE; change++) {
+    bool is_recompute = change >= ELEMENTWISE && change <= LAYER;
+    if (is_recompute && recompute_fits) continue;
+    Options o = with_change(options, device, change);
+    size_t bytes = plan_run(&o, device, o.mode).peak;
+    if (bytes > usable) continue;
+    recompute_fits |= is_recompute;
+    char way[80];
+    snprintf(way, sizeof way, "%s needs %s", change_flags[change], text_bytes(bytes).text);
+    append(text, size, ", ", way);
+  }
+  int64_t batch = plan_largest_batch(options, device, options->mode, usable);
+  while (batch && !divides_total(options, batch, options->seq_len)) batch--;
+  char way[40];
+  snprintf(way, sizeof way, "--batch %lld fits", (long long)batch);
+  if (batch) append(text, size, ", ", way);
+  if (!*text) suggest_together(options, device, usable, text, size);
 }
 
 void plan_require(const Options *options, DeviceKind device, size_t usable) {
   Ledger plan = plan_run(options, device, options->mode);
   if (!usable || plan.peak <= usable) return;
 
-  char holders[512] = "", ways[512] = "";
+  char holders[512] = "", ways[512];
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
-    size_t length = strlen(holders);
-    if (plan.at_peak[c] >> 20)
-      snprintf(holders + length, sizeof holders - length, "%s%s %s", length ? ", " : "",
-               memory_category_name((MemoryCategory)c), text_bytes(plan.at_peak[c]).text);
+    char holder[80];
+    snprintf(holder, sizeof holder, "%s %s", memory_category_name((MemoryCategory)c),
+             text_bytes(plan.at_peak[c]).text);
+    if (plan.at_peak[c] >> 20) append(holders, sizeof holders, ", ", holder);
   }
-  if (options->mode == LCE_MATERIALIZED)
-    suggest(ways, sizeof ways, "--fused-lce", options, device, LCE_FUSED, usable);
-  for (int r = options->recompute + 1; r < RECOMPUTE_COUNT; r++) {
-    Options o = *options;
-    o.recompute = (Recompute)r;
-    char flag[40];
-    snprintf(flag, sizeof flag, "--recompute %s", recompute_name(o.recompute));
-    if (suggest(ways, sizeof ways, flag, &o, device, options->mode, usable)) break;
-  }
-  int64_t batch = plan_largest_batch(options, device, options->mode, usable);
-  if (batch) {
-    size_t length = strlen(ways);
-    snprintf(ways + length, sizeof ways - length, "%s--batch %lld fits", length ? ", " : "",
-             (long long)batch);
-  }
+  suggest(options, device, usable, ways, sizeof ways);
   fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
-       text_bytes(usable).text, holders,
-       ways[0] ? ways
-               : "no smaller batch fits: take a smaller model, --moment-dtype bf16 or --no-master-weights");
+       text_bytes(usable).text, holders, ways);
 }
 
 // --- the table ---------------------------------------------------------------------------------------------
@@ -191,10 +257,12 @@ const char *spread_name(const ParameterDtypes *dtypes) {
 
 // --- --plan and --fit --------------------------------------------------------------------------------------
 
-// The device that a plan is for, the requested one or the one that is there, with the options finished for it.
+// The device that a plan is for, the requested one or the one that is there, with the options finished for it. One with
+// --device-memory need not be there.
 static DeviceKind planned_device(Options *o, size_t *capacity) {
   DeviceKind device = o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
-  if (o->device == DEVICE_AUTO || o->fit) {
+  size_t given = (size_t)(o->device_memory * 0x1p30);
+  if (o->device == DEVICE_AUTO || (o->fit && !given)) {
     Backend *backend = machine_open(o);
     device = backend->device;
     *capacity = machine_usable_bytes(backend);
@@ -202,6 +270,7 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
   } else {
     options_resolve_dtypes(o, device == ON_CUDA);
   }
+  if (given) *capacity = given;
   options_resolve_chunk(o, device);
   return device;
 }
@@ -219,21 +288,25 @@ void plan_print(Options *o) {
   printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device_name(device),
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
-         dtype_name(o->dtype), (long long)o->lce_chunk, recompute_name(o->recompute));
+         dtype_name(o->dtype), (long long)options_used_chunk(o), recompute_name(o->recompute));
   plan_print_table(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
+  if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
 void plan_print_fit(Options *o) {
   size_t capacity = 0;
   DeviceKind device = planned_device(o, &capacity);
-  if (!capacity)
-    fail("--fit: the memory of the device is not known; use --plan with a --batch of your choice");
+  if (!capacity) fail("--fit: the memory of the device is not known; give it by --device-memory GIB");
   int64_t fused = plan_largest_batch(o, device, LCE_FUSED, capacity);
   int64_t materialized = plan_largest_batch(o, device, LCE_MATERIALIZED, capacity);
-  if (!fused)
-    fail("--fit: not even one sequence of %lld tokens fits in %s; shorten --seq-len, or give --recompute "
-         "layer",
-         (long long)o->seq_len, text_bytes(capacity).text);
+  if (!fused) {
+    Options one = with_shape(o, device, 1, o->seq_len);
+    char ways[512];
+    one.mode = LCE_FUSED;
+    suggest(&one, device, capacity, ways, sizeof ways);
+    fail("--fit: not even one sequence of %lld token%s fits in %s; %s", (long long)o->seq_len,
+         o->seq_len == 1 ? "" : "s", text_bytes(capacity).text, ways);
+  }
   printf("%s at --seq-len %lld in %s: --batch %lld fits with the fused loss, ", o->model.name,
          (long long)o->seq_len, text_bytes(capacity).text, (long long)fused);
   if (materialized)
@@ -244,14 +317,14 @@ void plan_print_fit(Options *o) {
 
 // --- --compare-modes ---------------------------------------------------------------------------------------
 
-// A few forward and backward passes in `mode`, with all peaks measured again.
+// A few forward and backward passes in `mode`, with the ledger's peaks measured again. What the system counts would
+// hold the buffers that libraries keep from the mode before.
 static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;
   trainer_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
   memory_set_stack(&backend->memory, 0);
   ledger_reset_peak(&backend->memory.ledger);
-  backend->ops->device_peak_reset(backend);
   trainer_set_mode(trainer, mode);
   double best = INFINITY;
   for (int i = 0; i < PASSES; i++) {
@@ -261,10 +334,7 @@ static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *tit
     backend_synchronize(backend);
     best = fmin(best, now_seconds() - start);
   }
-  return (MemoryColumn){.title = title,
-                        .memory = backend->memory.ledger,
-                        .device_bytes = backend->ops->device_bytes_peak(backend),
-                        .pass_seconds = best};
+  return (MemoryColumn){.title = title, .memory = backend->memory.ledger, .pass_seconds = best};
 }
 
 void plan_compare_modes(Trainer *trainer) {
@@ -292,9 +362,9 @@ void plan_compare_modes(Trainer *trainer) {
 // --- --timeline --------------------------------------------------------------------------------------------
 
 void plan_write_timeline(const char *path, const Ledger *ledger) {
-  FILE *out = fopen(path, "w");
-  if (!out) fail("cannot write the timeline %s: %s", path, strerror(errno));
-  fputs("event,step,block,total", out);
+  static const char columns[] = "event,step,block,total";
+  FILE *out = file_create("the timeline", path, columns, false);
+  fputs(columns, out);
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
   fputc('\n', out);

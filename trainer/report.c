@@ -9,6 +9,7 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/json.h"
 #include "base/system.h"
 #include "base/text.h"
@@ -39,7 +40,7 @@ typedef struct {
 #define LOG(event, ...) log_write(r, event, (const LogField[]){__VA_ARGS__, {0}})
 
 static cJSON *value_of(const LogField *f) {
-  if (f->text) return cJSON_CreateString(f->text);
+  if (f->text) return json_string(f->text);
   if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
   return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
 }
@@ -61,7 +62,8 @@ static void log_write(const Report *r, const char *event, const LogField *fields
 
 // --- before the first step ---------------------------------------------------------------------------------
 
-void report_settings(const Options *o, const Backend *backend, const char *data) {
+void report_settings(const Options *o, const Backend *backend, const char *data, const Source *source,
+                     const Source *val_source) {
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
   if (backend->ranks > 1)
@@ -78,10 +80,15 @@ void report_settings(const Options *o, const Backend *backend, const char *data)
            (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
-           (long long)o->lce_chunk, recompute_name(o->recompute));
+           (long long)options_used_chunk(o), recompute_name(o->recompute));
   else
     printf("loss     materialized logits, recompute %s\n", recompute_name(o->recompute));
   printf("data     %s\n", data);
+  for (int i = 0; i < 1 + (val_source != NULL); i++) {
+    char left[256];
+    source_describe_left(i ? val_source : source, left, sizeof left);
+    if (*left) printf("         %s\n", left);
+  }
   if (o->resumed_from)
     printf("resumed  %s, after step %lld of %lld\n", o->origin, (long long)o->first_step,
            (long long)o->steps);
@@ -90,11 +97,10 @@ void report_settings(const Options *o, const Backend *backend, const char *data)
 }
 
 Report report_open(const Options *o, Backend *backend) {
-  Report r = {.options = o, .terminal = isatty(STDOUT_FILENO), .last_printed = -INFINITY};
-  if (o->log && !o->rank) {
-    r.log = fopen(o->log, o->resumed_from ? "a" : "w");
-    if (!r.log) fail("cannot write the log %s: %s", o->log, strerror(errno));
-  }
+  Report r = {
+      .options = o, .terminal = isatty(STDOUT_FILENO) && !ranks_self()->forwarded, .last_printed = -INFINITY};
+  if (o->log && !o->rank)
+    r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from != NULL);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
   if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
   return r;
@@ -112,7 +118,8 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUMBER("hidden_size", m->hidden_size), NUMBER("num_hidden_layers", m->num_hidden_layers),
       NUMBER("batch", o->batch), NUMBER("seq_len", o->seq_len), NUMBER("total_batch", o->total_batch),
       NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
-      TEXT("loss_mode", lce_mode_name(o->mode)), NUMBER("lce_chunk", o->mode == LCE_FUSED ? o->lce_chunk : 0),
+      TEXT("loss_mode", lce_mode_name(o->mode)),
+      NUMBER("lce_chunk", o->mode == LCE_FUSED ? options_used_chunk(o) : 0),
       TEXT("recompute", recompute_name(o->recompute)), TEXT("dtype", dtype_name(o->dtype)),
       TEXT("data", data));
   putchar('\n');
@@ -152,12 +159,13 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   if (!isnan(s->dropped_tiles))
     snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
              100 * s->dropped_mass);
-  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of GEMMs  %s  %s left%s",
-         r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
-         s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text,
-         100 * share_of_gemms(r, each), text_bytes(bytes).text,
-         text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
-  fflush(stdout);
+  printf(
+      "%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of GEMMs at start  %s  %s left%s",
+      r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
+      s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text,
+      100 * share_of_gemms(r, each), text_bytes(bytes).text,
+      text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
+  output_taken();
   r->drawn = r->terminal;
 }
 
@@ -260,17 +268,16 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   if (isfinite(state->val_loss)) printf("%.4f on validation data; ", state->val_loss);
   printf("%.4f is what token frequencies alone give\n", entropy);
   if (r->steps_timed)
-    printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs\n",
-           text_count(rate).text, 1e3 * per_step, 100 * share);
+    printf(
+        "speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs (timed at the start)\n",
+        text_count(rate).text, 1e3 * per_step, 100 * share);
   if (isfinite(dropped_tiles))
     printf("sampling dropped %.1f%% of tiles, %.1f%% of mass, mean of all steps\n", 100 * dropped_tiles,
            100 * dropped_mass);
   if (o->ranks > 1)
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
-  if (!o->compare_modes) {
-    putchar('\n');
-    plan_print_table(&peak, 1, backend->device);
-  }
+  putchar('\n');
+  plan_print_table(&peak, 1, backend->device);
   LOG("summary", TEXT("loss_mode", peak.title), NUMBER("steps", r->steps_done),
       {"stopped", .truth = &stopped}, NUMBER("first_loss", state->first_loss),
       NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),

@@ -24,7 +24,8 @@ typedef struct {
 } Report;
 
 // Before anything runs: device, model, job, data.
-void report_settings(const Options *options, const Backend *backend, const char *data);
+void report_settings(const Options *options, const Backend *backend, const char *data, const Source *source,
+                     const Source *val_source);
 
 // Opens the log (of rank 0; a resumed run appends) and measures the GEMM rate, which uses the backend's empty stack.
 Report report_open(const Options *options, Backend *backend);

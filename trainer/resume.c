@@ -28,6 +28,11 @@ static char *find_checkpoint(const Options *o, FolderCheck check) {
 void resume_find(Options *o) {
   FolderCheck check = o->plan || o->fit ? CHECK_LENGTHS : CHECK_ALL;
   if (!o->save && (o->save_every || o->keep)) fail("--save-every and --keep need --save DIR");
+  if (o->resume && o->init && strcmp(o->resume, "auto"))
+    fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
+         "--resume "
+         "auto to begin with --init where --save has no checkpoint yet",
+         o->init, o->resume);
   if (o->resume) o->origin = find_checkpoint(o, check);
   if (o->origin) {
     o->resumed_from = checkpoint_trainer_state(o->origin);
@@ -60,42 +65,25 @@ static cJSON *settings_of(const Options *o, unsigned flags) {
   return settings;
 }
 
-// Whether an option was given that writes the same field.
-static bool field_given(const Options *o, const Option *row) {
-  for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (o->given[i] && options_rows[i].offset == row->offset) return true;
-  return false;
-}
-
 static void take_paths(Options *o, const char *name, const char *member) {
-  const cJSON *path, *paths = json_member(o->resumed_from, member);
-  cJSON_ArrayForEach(path, paths) {
-    if (cJSON_IsString(path)) option_set(&options_rows[option_row(options_rows, name)], o, path->valuestring);
+  cJSON *item, *paths = cJSON_GetObjectItemCaseSensitive(o->resumed_from, member);
+  cJSON_ArrayForEach(item, paths) {
+    const char *path = json_bytes(item);
+    if (path) option_set(&options_rows[option_row(options_rows, name)], o, path);
   }
 }
 
 void resume_take_settings(Options *o) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
-  // What the options given now exclude. A split head takes the run of a whole one, and leaves out what it lacks.
-  bool split = o->dtypes.vocab_parallel, materialized = options_given(o, "materialized-logits");
-  const struct {
-    const char *name;
-    bool holds;
-  } exclusions[] = {{"fused-lce", split},
-                    {"materialized-logits", split},
-                    {"lce-chunk", o->lce_memory || materialized},
-                    {"lce-sample", materialized || o->metrics},
-                    {"metrics", o->lce_sample > 0 || split}};
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    bool excluded = !(row->flags & (SETTING | GPU_SETTING)) || field_given(o, row);
+    bool excluded = !(row->flags & (SETTING | GPU_SETTING | OUTPUT_SETTING)) || o->given[i];
     if (row->flags & GPU_SETTING) {
       dtypes_given |= o->given[i];
       excluded |= !from_gpu;
     }
-    for (size_t e = 0; e < sizeof exclusions / sizeof *exclusions && !excluded; e++)
-      excluded = exclusions[e].holds && !strcmp(row->name, exclusions[e].name);
+    excluded = excluded || option_excluded_by(options_rows, o, o->given, i) >= 0;
     const char *value = excluded ? NULL : json_text(settings, row->name);
     if (!value) continue;
     option_set(row, o, value);
@@ -148,7 +136,9 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
 // --- the state ---------------------------------------------------------------------------------------------
 
 static cJSON *paths(const TextList *list) {
-  return cJSON_CreateStringArray(list->items, (int)list->count);
+  cJSON *array = cJSON_CreateArray();
+  for (int64_t i = 0; i < list->count; i++) cJSON_AddItemToArray(array, json_string(list->items[i]));
+  return array;
 }
 
 cJSON *resume_write(const Options *o, const RunState *state) {
@@ -158,7 +148,8 @@ cJSON *resume_write(const Options *o, const RunState *state) {
   cJSON_AddNumberToObject(json, "first_loss", state->first_loss); // NAN is printed as null
   cJSON_AddNumberToObject(json, "last_loss", state->last_loss);
   cJSON_AddNumberToObject(json, "val_loss", state->val_loss);
-  cJSON_AddItemToObject(json, "settings", settings_of(o, SETTING | GPU_SETTING));
+  cJSON_AddNumberToObject(json, "val_step", (double)state->val_step);
+  cJSON_AddItemToObject(json, "settings", settings_of(o, SETTING | GPU_SETTING | OUTPUT_SETTING));
   cJSON_AddStringToObject(json, "data", state->data);
   cJSON_AddItemToObject(json, "data_paths", paths(&o->data));
   cJSON_AddItemToObject(json, "val_data_paths", paths(&o->val_data));
@@ -168,6 +159,13 @@ cJSON *resume_write(const Options *o, const RunState *state) {
 static double loss_of(const cJSON *json, const char *name) {
   const cJSON *item = json_member(json, name);
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
+}
+
+// Whether two texts of a setting are the same; numbers may be written in different ways.
+static bool same_value(const char *a, const char *b) {
+  char *end_a, *end_b;
+  double x = strtod(a, &end_a), y = strtod(b, &end_b);
+  return !strcmp(a, b) || (end_a != a && !*end_a && end_b != b && !*end_b && x == y);
 }
 
 static void warn_changed(const Options *o, const char *option, const char *before, const char *now) {
@@ -183,7 +181,7 @@ static void compare(const Options *o, const cJSON *then) {
     if (!before)
       warn("--%s is new since %s was saved: the run continues, but not as it would have", item->string,
            o->origin);
-    else if (strcmp(before, item->valuestring))
+    else if (!same_value(before, item->valuestring))
       warn_changed(o, item->string, before, item->valuestring);
   }
   const char *sample = json_text(then, "lce-sample");
@@ -197,6 +195,7 @@ static void compare(const Options *o, const cJSON *then) {
 RunState resume_read(const Options *o, const char *data) {
   const cJSON *json = o->resumed_from;
   const char *before = json_text(json, "data");
+  const cJSON *val_step = json_member(json, "val_step");
   if (!o->eval_only) compare(o, json_member(json, "settings"));
   if (!o->eval_only && before && strcmp(before, data))
     warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run continues, but not as it would "
@@ -206,5 +205,6 @@ RunState resume_read(const Options *o, const char *data) {
                     .first_loss = loss_of(json, "first_loss"),
                     .last_loss = loss_of(json, "last_loss"),
                     .val_loss = loss_of(json, "val_loss"),
+                    .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1,
                     .data = data};
 }

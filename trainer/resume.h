@@ -19,6 +19,7 @@ void resume_require_same(const Options *options, Backend *backend, const char *d
 typedef struct {
   int64_t step;                           // steps done
   double first_loss, last_loss, val_loss; // NAN where there is none
+  int64_t val_step;                       // the step that val_loss was measured after; -1 where there is none
   const char *data;                       // what the loader says it reads
 } RunState;
 

@@ -98,7 +98,6 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 
 static void destroy(Backend *backend) {
   cpu_collectives_end(backend);
-  free(backend->state);
 }
 
 // --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere --------
@@ -151,22 +150,16 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 #endif
 
 Backend *cpu_backend_create(bool plain_loops) {
-  Backend *backend = host_alloc(1, sizeof *backend, "the CPU backend");
-  CpuState *state = host_alloc(1, sizeof *state, "the CPU backend");
-  state->plain_loops = plain_loops;
+  Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
+  ((CpuState *)backend->state)->plain_loops = plain_loops;
   MemorySource pages = {.allocate = pages_allocate, .release = pages_release, .poison = pages_poison};
-  *backend = (Backend){.name = "cpu",
-                       .device = ON_CPU,
-                       .ops = &cpu_ops,
-                       .scratch = &cpu_scratch,
-                       .memory = memory_create(&pages),
-                       .dtype = DTYPE_F32,
-                       .ranks = 1,
-                       .state = state};
+  backend->name = "cpu";
+  backend->scratch = &cpu_scratch;
+  backend->memory = memory_create(&pages);
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
            threads == 1 ? "" : "s", plain_loops ? "plain loops" : GEMM_LIBRARY);
   backend->device_capacity = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
   backend->device_overhead = bytes_now(backend);
-  return backend;
+  return backend_finish(backend);
 }

@@ -27,17 +27,17 @@ struct Staging {
   int first, count;
 };
 
-static Staging *staging_create() {
-  Staging *s = static_cast<Staging *>(calloc(1, sizeof(Staging)));
+static void staging_create(CudaState *state) {
+  Staging *s = state->staging = static_cast<Staging *>(calloc(1, sizeof(Staging)));
   if (!s) fail("out of host memory for the CUDA backend");
   cuda_check(cudaMallocHost(reinterpret_cast<void **>(&s->base), Staging::CAPACITY),
              "allocating 16 MiB of pinned host memory");
   for (Staging::Piece &piece : s->pieces)
     cuda_check(cudaEventCreateWithFlags(&piece.copied, cudaEventDisableTiming), "creating an event");
-  return s;
 }
 
 static void staging_destroy(Staging *s) {
+  if (!s) return;
   for (Staging::Piece &piece : s->pieces) cudaEventDestroy(piece.copied);
   cudaFreeHost(s->base);
   free(s);
@@ -188,7 +188,7 @@ static void destroy(Backend *backend) {
   cudaStreamDestroy(state->urgent);
   cudaStreamDestroy(state->side);
   cudaStreamDestroy(state->stream);
-  free(state);
+  cudaGetLastError(); // of what an unfinished backend does not have
 }
 
 static const BackendOps operations = {.collectives_join = cuda_collectives_join,
@@ -252,9 +252,10 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
     cudaGetLastError();
     return nullptr;
   }
-  Backend *backend = static_cast<Backend *>(calloc(1, sizeof(Backend)));
-  CudaState *state = static_cast<CudaState *>(calloc(1, sizeof(CudaState)));
-  if (!backend || !state) fail("out of host memory for the CUDA backend");
+  Backend *backend = backend_begin(&operations, ON_CUDA, dtype, sizeof(CudaState));
+  CudaState *state = cuda_state(backend);
+  MemorySource source = {.allocate = allocate, .release = release, .poison = poison, .context = backend};
+  backend->memory = memory_create(&source);
   cudaDeviceProp properties;
   cuda_check(cudaGetDeviceProperties(&properties, ordinal), "querying the device's properties");
   state->ordinal = ordinal;
@@ -271,26 +272,19 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
     cuda_check(cudaEventCreateWithFlags(&state->joined[i], cudaEventDisableTiming), "creating an event");
   }
   cuda_check(cudaEventCreateWithFlags(&state->handed, cudaEventDisableTiming), "creating an event");
-  state->staging = staging_create();
+  staging_create(state);
 
   int runtime = 0;
   cudaRuntimeGetVersion(&runtime);
   snprintf(backend->description, sizeof backend->description, "%.80s, CUDA %d.%d", properties.name,
            runtime / 1000, runtime % 1000 / 10);
   backend->name = "cuda";
-  backend->device = ON_CUDA;
-  backend->ops = &operations;
   backend->scratch = &cuda_scratch;
-  backend->dtype = dtype;
-  backend->ranks = 1;
-  backend->state = state;
-  MemorySource source = {.allocate = allocate, .release = release, .poison = poison, .context = backend};
-  backend->memory = memory_create(&source);
   backend->device_capacity = properties.totalGlobalMem;
-  state->gemms = gemms_create(backend);
+  gemms_create(backend);
   backend->device_overhead = device_bytes_now(backend);
   gemms_use_workspace(backend, memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE,
                                               CUDA_GEMM_WORKSPACE_BYTES));
   device_peak_reset(backend);
-  return backend;
+  return backend_finish(backend);
 }

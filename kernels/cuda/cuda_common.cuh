@@ -340,7 +340,7 @@ static inline Gemm gemm_of(Tensor out, Tensor left, bool left_transposed, Tensor
 
 void cuda_gemm(Backend *backend, const Gemm *gemm);
 
-Gemms *gemms_create(Backend *backend);
+void gemms_create(Backend *backend);
 void gemms_use_workspace(Backend *backend, void *workspace);
 void gemms_destroy(Gemms *gemms);
 

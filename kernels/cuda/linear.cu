@@ -59,9 +59,8 @@ struct Gemms {
   unsigned long long *checksum; // on the device
 };
 
-Gemms *gemms_create(Backend *backend) {
-  (void)backend;
-  Gemms *p = static_cast<Gemms *>(calloc(1, sizeof(Gemms)));
+void gemms_create(Backend *backend) {
+  Gemms *p = cuda_state(backend)->gemms = static_cast<Gemms *>(calloc(1, sizeof(Gemms)));
   if (!p) fail("out of host memory for the CUDA backend");
   lt_check(cublasLtCreate(&p->handle), "starting");
   cuda_check(cudaEventCreate(&p->begin), "creating an event");
@@ -70,7 +69,6 @@ Gemms *gemms_create(Backend *backend) {
              "allocating a checksum");
   const char *measure = getenv("LCE_MATMUL_TUNE");
   p->measure = !measure || strcmp(measure, "0") != 0;
-  return p;
 }
 
 void gemms_use_workspace(Backend *backend, void *workspace) {
@@ -78,12 +76,13 @@ void gemms_use_workspace(Backend *backend, void *workspace) {
 }
 
 void gemms_destroy(Gemms *p) {
+  if (!p) return;
   for (size_t i = 0; i < p->count; i++) {
     cublasLtMatmulDescDestroy(p->plans[i].operation);
     for (cublasLtMatrixLayout_t layout : {p->plans[i].a, p->plans[i].b, p->plans[i].c, p->plans[i].d})
       cublasLtMatrixLayoutDestroy(layout);
   }
-  cublasLtDestroy(p->handle);
+  if (p->handle) cublasLtDestroy(p->handle);
   cudaEventDestroy(p->begin);
   cudaEventDestroy(p->end);
   cudaFree(p->checksum);

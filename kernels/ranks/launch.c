@@ -77,8 +77,9 @@ Launch launch_read(void) {
   int rank = number(from->rank, 0), ranks = number(from->ranks, 1);
   if (rank >= ranks)
     fail("the environment says %s=%d and %s=%d; ranks count from 0", from->rank, rank, from->ranks, ranks);
+  l.forwarded = strcmp(from->name, "mpirun") == 0;
   if (ranks == 1) return l;
-  l = (Launch){.launcher = from->name, .rank = rank, .ranks = ranks};
+  l = (Launch){.launcher = from->name, .rank = rank, .ranks = ranks, .forwarded = l.forwarded};
   l.local_rank = number(from->local_rank, rank);
   l.local_ranks = number(from->local_ranks, 0);
   if (number("SLURM_STEP_NUM_NODES", 0) == 1 && !l.local_ranks) l.local_ranks = ranks;

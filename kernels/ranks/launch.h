@@ -17,6 +17,7 @@ typedef struct {
   char address[256];           // of rank 0's machine; empty where the launcher does not say
   int port;                    // free on that machine; 0 where the launcher does not say
   bool mpi;                    // MPI_Init finds the other ranks
+  bool forwarded; // the launcher gives standard output a terminal, whatever its own is; for one rank too
 } Launch;
 
 // Fails in one sentence when the environment contradicts itself.

@@ -126,6 +126,8 @@ static void take_tokenizer(CheckpointStore *store, const char *path) {
   bool is_folder = path_is_folder(path);
   char *folder = is_folder ? text_format("%s", path)
                            : text_format("%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+  if (!store->companion_count) // where the origin does not say what ends a text, the tokenizer's folder may
+    take(store, GENERATION_CONFIG, path_join(folder, GENERATION_CONFIG));
   take(store, TOKENIZER, is_folder ? path_join(path, TOKENIZER) : text_format("%s", path));
   for (int i = 0; i < TOKENIZER_NAMES; i++)
     take(store, tokenizer_names[i], path_join(folder, tokenizer_names[i]));

@@ -8,6 +8,7 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/text.h"
 
 // --- Hugging Face's members --------------------------------------------------------------------------------
 
@@ -163,10 +164,6 @@ static bool check_architecture(const cJSON *json, const ModelConfig *c, Reason *
     return refuse(reason,
                   "architecture \"%.60s\" cannot be computed here, only LlamaForCausalLM and GPT2LMHeadModel",
                   first->valuestring);
-  if (c->intermediate_size > INT32_MAX)
-    return refuse(reason, "n_embd %lld makes the MLP too wide", (long long)c->hidden_size);
-  if (c->final_logit_softcapping > 1e6)
-    return refuse(reason, "final_logit_softcapping is %g, which is not 0 to 1e6", c->final_logit_softcapping);
   return !json_member(json, "quantization_config") ||
          refuse(reason, "the weights are quantized; take the model as it was before");
 }
@@ -181,10 +178,12 @@ static bool read_config(const cJSON *json, ModelConfig *c, Reason *reason) {
     return refuse(reason, "model_type \"%.40s\" cannot be computed here, only \"llama\" and \"gpt2\"", type);
   const char *slash = strrchr(name, '/');
   *c = (ModelConfig){.family = family, .rope_theta = 10000, .initializer_range = 0.02};
-  snprintf(c->name, sizeof c->name, "%s", slash ? slash + 1 : name);
+  const char *base = slash ? slash + 1 : name;
+  text_escape(c->name, sizeof c->name, base, strlen(base));
   return read_members(json, config_members, family, true, c, reason) && set_defaults(json, c, reason) &&
          read_members(json, config_members, family, false, c, reason) && check_fixed(json, family, reason) &&
-         (family == FAMILY_GPT2 || read_rope(json, c, reason)) && check_architecture(json, c, reason);
+         (family == FAMILY_GPT2 || read_rope(json, c, reason)) && check_architecture(json, c, reason) &&
+         model_config_possible(c, reason);
 }
 
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason) {
@@ -211,7 +210,7 @@ ModelConfig hf_config_read(const char *directory) {
     while (end > 1 && directory[end - 1] == '/') end--;
     size_t begin = end;
     while (begin > 0 && directory[begin - 1] != '/') begin--;
-    snprintf(config.name, sizeof config.name, "%.*s", (int)(end - begin), directory + begin);
+    text_escape(config.name, sizeof config.name, directory + begin, end - begin);
   }
   return config;
 }

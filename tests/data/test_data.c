@@ -1,5 +1,8 @@
 // Sources, the byte tokenizer and the corpus.
+#include "base/file.h"
 #include "base/random.h"
+#include "base/text.h"
+#include "data/loader.h"
 #include "data/tokenizer/tokenizer.h"
 #include "tests/data_files.h"
 
@@ -358,6 +361,9 @@ static void ids_outside_the_vocabulary_are_found(void **state) {
   int32_t id;
   source_read(source, STRETCH + 4099, 1, &id);
   assert_int_equal(id, 1000);
+  put_token16("sparse.bin", STRETCH + 4099, 3000); // while it is open
+  ASSERT_FAILS(source_read(source, STRETCH + 4099, 1, &id), "sparse.bin: token 8392707 (byte 16786438)",
+               "id 3000");
   source_close(source);
   assert_int_equal(mappings(), before);
 }
@@ -395,6 +401,12 @@ static void decoded_text_is_safe_to_print(void **state) {
   text = byte_decode((const int32_t[]){0xE2, 256, 0x82, 0xAC}, 4); // no character spans another token
   assert_string_equal(text, "\\xE2\n<|endoftext|>\n\\x82\\xAC");
   free(text);
+
+  char line[12];
+  text_escape(line, sizeof line, "a\n\xE2\x82\xAC\xE2\x82\xAC", 8); // cut to whole characters
+  assert_string_equal(line, "a\\x0A\xE2\x82\xAC\xE2\x82\xAC");
+  text_escape(line, 8, "\xE2\x82\xAC\x1B[", 5);
+  assert_string_equal(line, "\xE2\x82\xAC\\x1B");
 
   for (uint64_t trial = 0; trial < 2000; trial++) {
     int32_t tokens[24];
@@ -511,6 +523,47 @@ static void print_corpus(void) {
   source_close(source);
 }
 
+// One shard deep in a tree hides its text, and that is said; where nothing is left out, nothing is.
+static void what_is_left_out_is_said(void **state) {
+  (void)state;
+  char said[512];
+  uint16_t tokens[4] = {1, 2, 3, 4};
+  make_directory("hiding");
+  make_directory("hiding/deep");
+  write_text("hiding/a.txt", "text");
+  write_text("hiding/b.txt", "text");
+  write_bytes("hiding/c\x1B[2J.png", "x\0y", 3);
+  Source *source = open_one("hiding", 300);
+  source_describe_left(source, said, sizeof said);
+  assert_int_equal(strncmp(said, "1 file is left out, such as ", 28), 0);
+  assert_non_null(strstr(said, "hiding/c\\x1B[2J.png: empty or binary"));
+  source_close(source);
+  write_shard16("hiding/deep/one.bin", tokens, 4);
+  write_shard("hiding/deep/one.mask", 20261120, 1, 4, "\x0f", 1); // belongs to its shard
+  source = open_one("hiding", 300);
+  source_describe_left(source, said, sizeof said);
+  assert_int_equal(strncmp(said, "3 files are left out, such as ", 30), 0);
+  assert_non_null(strstr(said, "hiding/a.txt: a directory with token shards ("));
+  assert_non_null(strstr(said, "hiding/deep/one.bin) is read for them alone"));
+  ASSERT_FAILS(loader_create((LoaderOptions){.source = source, .batch = 1, .seq_len = 16}), "holds 4 tokens",
+               "3 files are left out, such as ");
+  source_close(source);
+  source = open_one("hiding/deep", 300);
+  source_describe_left(source, said, sizeof said);
+  assert_string_equal(said, "");
+  source_close(source);
+}
+
+// A file that takes the inode of an output which is gone is not that output.
+static void an_output_that_is_gone_is_forgotten(void **state) {
+  (void)state;
+  fclose(file_create("log", temp_path("gone.jsonl"), "{", false));
+  remove(temp_path("gone.jsonl"));
+  write_bytes("new.png", "", 0);
+  fclose(file_create("picture", temp_path("new.png"), "\x89", false));
+  ASSERT_FAILS(file_create("log", temp_path("new.png"), "{", false), "picture is written there");
+}
+
 // --- all tests ----------------------------------------------------------------------------------------
 
 int main(int argc, char **argv) {
@@ -529,6 +582,8 @@ int main(int argc, char **argv) {
       cmocka_unit_test(shards_of_both_widths_join),
       cmocka_unit_test(kinds_do_not_mix),
       cmocka_unit_test(a_directory_of_shards_is_read_for_them_alone),
+      cmocka_unit_test(what_is_left_out_is_said),
+      cmocka_unit_test(an_output_that_is_gone_is_forgotten),
       cmocka_unit_test(masks_say_what_counts),
       cmocka_unit_test(masks_of_other_shards_are_refused),
       cmocka_unit_test(damaged_shards_are_refused),

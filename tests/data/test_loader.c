@@ -253,11 +253,34 @@ static void the_description_names_the_data(void **state) {
   loader_describe(&loader, line, sizeof line);
   assert_string_equal(
       line, "llm.c shards, uint32, 1 file, 20,000 tokens; 1,900 training and 100 validation windows "
-            "of 9");
+            "of 9; checksum 3789884e");
   char small[8];
   loader_describe(&loader, small, sizeof small);
   assert_string_equal(small, "llm.c s");
   source_close(source);
+}
+
+// One token, early, late or of the validation data, changes the checksum; of long data a sample is read.
+static void the_checksum_shows_changed_data(void **state) {
+  (void)state;
+  const int32_t many = 10 << 20;
+  const long places[] = {0, many / 2, many - 1};
+  write_sparse_shard16("many.bin", many);
+  write_sparse_shard16("few.bin", 100);
+  char before[256], after[256];
+  for (int i = 0; i < 4; i++) {
+    for (int changed = 0; changed < 2; changed++) {
+      if (changed) put_token16(i < 3 ? "many.bin" : "few.bin", i < 3 ? places[i] / 4096 * 4096 : 50, 7);
+      Source *source = open_one("many.bin", 50257), *val_source = open_one("few.bin", 50257);
+      Loader loader = loader_create(
+          (LoaderOptions){.source = source, .validation_source = val_source, .batch = 1, .seq_len = 9});
+      loader_describe(&loader, changed ? after : before, sizeof before);
+      source_close(source);
+      source_close(val_source);
+    }
+    assert_string_not_equal(before, after);
+    assert_int_equal(strlen(before), strlen(after));
+  }
 }
 
 int main(void) {
@@ -270,6 +293,7 @@ int main(void) {
       cmocka_unit_test(a_validation_source_is_predicted_once_throughout),
       cmocka_unit_test(the_smallest_sources_suffice_and_smaller_ones_do_not),
       cmocka_unit_test(the_description_names_the_data),
+      cmocka_unit_test(the_checksum_shows_changed_data),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

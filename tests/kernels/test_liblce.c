@@ -267,7 +267,11 @@ static void test_sampling(void **state) {
   lce_destroy(context);
 }
 
-// A target out of range makes that token's loss NaN; all else is as if it were ignored.
+static void all_unwritten(const float *data, int64_t count) {
+  for (int64_t i = 0; data && i < count; i++) assert_true(data[i] == UNWRITTEN);
+}
+
+// A target out of range is refused; unchecked, it makes that token's loss NaN, and all else is as if it were ignored.
 static void test_targets_out_of_range(void **state) {
   (void)state;
   const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
@@ -284,6 +288,14 @@ static void test_targets_out_of_range(void **state) {
       else
         ((int32_t *)p.args.targets)[3 * i + 1] = (int32_t)wrong[i];
     }
+    for (int check = 0; check < 2; check++) {
+      p.args.check_targets = check;
+      assert_int_equal(lce_linear_cross_entropy(context, &p.args), 1);
+      assert_non_null(strstr(lce_last_error(), "targets[1] is 101, which is neither in [0, 101) nor -100"));
+      all_unwritten(p.args.loss, p.args.tokens);
+      all_unwritten(p.args.dweight, p.args.vocab_size * p.args.hidden_size);
+    }
+    p.args.check_targets = -1;
     run(context, &p.args);
     for (int i = 0; i < count; i++) {
       assert_true(isnan(p.args.loss[3 * i + 1]));
@@ -293,10 +305,6 @@ static void test_targets_out_of_range(void **state) {
     release(&p);
   }
   lce_destroy(context);
-}
-
-static void all_unwritten(const float *data, int64_t count) {
-  for (int64_t i = 0; data && i < count; i++) assert_true(data[i] == UNWRITTEN);
 }
 
 static void refused(lce_context *context, const Problem *p, const char *part, lce_args args) {
@@ -335,6 +343,17 @@ static void test_wrong_arguments(void **state) {
   REFUSED("label_smoothing is 7", a.label_smoothing = 7);
   REFUSED("softcap is -1", a.softcap = -1);
   REFUSED("temperature is -1", a.temperature = -1);
+  const float never[] = {NAN, INFINITY, -INFINITY};
+  for (int i = 0; i < 3; i++) {
+    REFUSED("scale is ", a.scale = never[i]);
+    REFUSED("z_loss is ", a.z_loss = never[i]);
+    REFUSED("softcap is ", a.softcap = never[i]);
+    REFUSED("label_smoothing is ", a.label_smoothing = never[i]);
+    REFUSED("temperature is ", a.temperature = never[i]);
+    REFUSED("full_mass is ", a.sample = never[i]);
+  }
+  REFUSED("temperature is 1e-07, which is neither 0 (none) nor a finite number from 1e-06 on",
+          a.temperature = 1e-7f);
   REFUSED("full_mass is -1", a.sample = -1);
   REFUSED("full_mass is nan", a.sample = NAN);
   REFUSED("sampling acts on exponentials", (a.sample = 1, a.materialized = 1));

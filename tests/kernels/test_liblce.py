@@ -139,13 +139,14 @@ def sampling_is_unbiased(lce):
 
 
 def targets_out_of_range(lce):
-    """Such a token counts as ignored, but its loss is not a number."""
+    """Unchecked, such a token counts as ignored, but its loss is not a number."""
     context = lce.lce_create(b"cpu", 0, b"fp32")
     case = case_named("mean")
     for wide, wrong in ((False, V), (False, -1), (True, V), (True, 1 << 32)):
         targets, ignored = targets_of(case, wide), targets_of(case, wide)
         targets[1], ignored[1] = wrong, -100
-        got, want = run(lce, context, case, targets=targets), run(lce, context, case, targets=ignored)
+        got = run(lce, context, case, targets=targets, check_targets=-1)
+        want = run(lce, context, case, targets=ignored)
         assert math.isnan(got["loss"][1]) and want["loss"][1] == 0
         got["loss"][1] = 0
         assert all(got[what] == want[what] for what in ("loss", "dx", "dweight"))
@@ -184,6 +185,27 @@ def wrapper_takes_tensors(lce):
             close(what, given[what].elements, case[what])
     layer.synchronize()
     assert layer.held_bytes() > 0
+    layer.close()
+
+
+def wrapper_defaults(lce):
+    """Without `scale` the gradients are plain ones; targets out of range are refused, unless they are not checked."""
+    layer = Layer(lce._name, "cpu", "fp32")
+    plain, named = wrapper_case()[0], wrapper_case(scale=1)[0]
+    del plain["scale"]
+    layer(**plain)
+    layer(**named)
+    assert plain["dx"].elements == named["dx"].elements and any(plain["dx"].elements)
+    plain["targets"].elements[2] = V
+    for check in (None, True):
+        try:
+            layer(**plain, check_targets=check)
+        except Failure as refusal:
+            assert f"targets[2] is {V}, which is neither in [0, {V}) nor -100" in str(refusal), refusal
+        else:
+            raise AssertionError("a target out of range is not refused")
+    layer(**plain, check_targets=False)
+    assert math.isnan(plain["loss"].elements[2])
     layer.close()
 
 
@@ -519,7 +541,7 @@ def streams_of_the_caller(_):
 
 
 TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, sampling_is_unbiased, wrapper_takes_tensors,
-         wrapper_refuses, wrapper_calls_on_the_tensors_device, tensors_of_pytorch, errors_come_back,
+         wrapper_defaults, wrapper_refuses, wrapper_calls_on_the_tensors_device, tensors_of_pytorch, errors_come_back,
          refusals_leave_nothing_behind, contexts_are_independent, streams_of_the_caller)
 
 

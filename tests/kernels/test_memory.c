@@ -472,6 +472,12 @@ static void test_text(void **state) {
   assert_string_equal(text_bytes((uint64_t)16815 << 20).text, "16.42 GiB");
   assert_string_equal(text_bytes((uint64_t)3 << 39).text, "1.50 TiB");
   assert_string_equal(text_bytes(UINT64_MAX).text, "16777216.00 TiB");
+  assert_string_equal(text_number(0.1).text, "0.1");
+  assert_string_equal(text_number(0.1 + 0.2).text, "0.30000000000000004");
+  assert_string_equal(text_number(5.629493534564972).text, "5.629493534564972"); // 16 digits suffice
+  assert_string_equal(text_number(-500000).text, "-500000");
+  assert_string_equal(text_number(0x1p53).text, "9007199254740992");
+  assert_string_equal(text_number(NAN).text, "nan");
   assert_string_equal(text_count(0).text, "0");
   assert_string_equal(text_count(950).text, "950");
   assert_string_equal(text_count(1000).text, "1.00K");
@@ -494,15 +500,46 @@ static void test_text(void **state) {
   assert_string_equal(text_grouped(INT64_MIN).text, "-9,223,372,036,854,775,808");
 }
 
+static int destroyed;
+
+static void count_destroyed(Backend *backend) {
+  assert_int_equal(*(int64_t *)backend->state, 0);
+  destroyed++;
+}
+
+// A backend whose creation fails half-way is destroyed, with the memory that it has; a finished one is let be.
+static void test_abandoned_backend(void **state) {
+  (void)state;
+  static const BackendOps ops = {.destroy = count_destroyed};
+  backend_abandon(); // nothing has begun
+  Backend *finished = backend_finish(backend_begin(&ops, ON_CPU, DTYPE_F32, sizeof(int64_t)));
+  backend_abandon();
+  assert_int_equal(destroyed, 0);
+  backend_begin(&ops, ON_CPU, DTYPE_F32, sizeof(int64_t));
+  backend_abandon();
+  backend_abandon();
+  assert_int_equal(destroyed, 1);
+  backend_destroy(finished);
+  assert_int_equal(destroyed, 2);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_padding),      cmocka_unit_test(test_reserving),
-      cmocka_unit_test(test_stack),        cmocka_unit_test(test_out_of_memory),
-      cmocka_unit_test(test_poison),       cmocka_unit_test(test_peaks),
-      cmocka_unit_test(test_timeline),     cmocka_unit_test(test_planned_addresses),
-      cmocka_unit_test(test_plan_backend), cmocka_unit_test(test_category_names),
-      cmocka_unit_test(test_tensors),      cmocka_unit_test(test_bf16),
-      cmocka_unit_test(test_random),       cmocka_unit_test(test_permutation),
+      cmocka_unit_test(test_abandoned_backend),
+      cmocka_unit_test(test_padding),
+      cmocka_unit_test(test_reserving),
+      cmocka_unit_test(test_stack),
+      cmocka_unit_test(test_out_of_memory),
+      cmocka_unit_test(test_poison),
+      cmocka_unit_test(test_peaks),
+      cmocka_unit_test(test_timeline),
+      cmocka_unit_test(test_planned_addresses),
+      cmocka_unit_test(test_plan_backend),
+      cmocka_unit_test(test_category_names),
+      cmocka_unit_test(test_tensors),
+      cmocka_unit_test(test_bf16),
+      cmocka_unit_test(test_random),
+      cmocka_unit_test(test_permutation),
       cmocka_unit_test(test_text),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

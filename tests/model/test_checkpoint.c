@@ -94,6 +94,8 @@ static void what_is_missing_left_over_or_misshapen_is_named(void **state) {
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "holds", "norm.weight", "holds too");
   snprintf(t.list[t.count - 1].name, sizeof t.list[0].name, "model.layers.0.self_attn.rotary_emb.inv_freq");
   load_tampered(&t, CHECKPOINT_SHARD_BYTES); // which old files have, and which means nothing
+  snprintf(t.list[t.count - 1].name, sizeof t.list[0].name, "evil\x1B[2J\xFF");
+  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "holds evil\\x1B[2J\\xFF");
   t.count--;
   t.list[0].tensor = tensor_reshape_2d(some, 8, 20);
   ASSERT_FAILS(
@@ -158,7 +160,7 @@ static void options_that_contradict_the_model_are_refused(void **state) {
       {"--head-dim 8", "--head-dim"},
       {"--tie-word-embeddings", "--tie-word-embeddings"},
       {"--rope-theta 7", "--rope-theta"},
-      {"--model llama-tiny", "--init and --model"},
+      {"--model llama-tiny", "--model and --init"},
       {"--seq-len 65", "longer than the 64 positions"},
       {"--save-every 3", "need --save"},
       {"--resume auto", "--save DIR"}};

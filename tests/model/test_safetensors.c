@@ -296,7 +296,16 @@ static void other_configs_are_refused_by_name(void **state) {
                  "13 does not divide into 3 heads");
   refuses_config("{\"model_type\":\"gpt2\",\"vocab_size\":5,\"n_embd\":600000000,\"n_layer\":1,\"n_head\":1,"
                  "\"n_positions\":7}",
-                 "n_embd 600000000 makes the MLP too wide");
+                 "intermediate_size 2400000000; give a whole number from 1 to 2147483647");
+  // The command line's limits.
+  refuses_config("{\"model_type\":\"gpt2\",\"vocab_size\":5,\"n_embd\":12,\"n_layer\":10001,\"n_head\":1,\"n_"
+                 "positions\":7}",
+                 "num_hidden_layers 10001; give a whole number");
+  refuses_config("{" LLAMA_SIZES ",\"rope_theta\":1e13}",
+                 "rope_theta 10000000000000; give a number from 1 to");
+  refuses_config("{" LLAMA_SIZES ",\"rope_parameters\":{\"rope_theta\":0.5}}", "rope_theta 0.5");
+  refuses_config("{" LLAMA_SIZES ",\"final_logit_softcapping\":1e7}", "final_logit_softcapping 10000000");
+  refuses_config("{" LLAMA_SIZES ",\"head_dim\":3}", "even --head-dim");
   refuses_config("{" GPT2_SIZES ",\"activation_function\":\"relu\"}", "activation_function \"relu\"");
   refuses_config("{" GPT2_SIZES ",\"scale_attn_by_inverse_layer_idx\":true}",
                  "scale_attn_by_inverse_layer_idx true");

@@ -258,6 +258,23 @@ static void recipes_plan(void **state) {
   assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 81920)->point.batch, 4);
   assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 32768)->point.batch, 1);
   curve_free(&c);
+  // The ratios that the sources claim, next to ours; and a footnote promises only marks that are drawn.
+  Output o = train("--recipe batch-512 --plan-only --out %s", temp_path("batch-512"));
+  assert_says(o.out, "times less when fused, tokens 512");
+  output_free(&o);
+  o = train("--recipe gemma2-2b --plan-only --out %s", temp_path("gemma2-2b"));
+  assert_says(o.out, " 24,000 ");
+  assert_says(o.out, " 25.5 ");
+  output_free(&o);
+  c = curve_in(temp_path("gemma2-2b"));
+  for (int trade = 0; trade < 2; trade++) {
+    const Recipe *gemma = recipe_named("gemma2-2b");
+    Picture *picture = trade ? picture_trade(&c, gemma) : picture_curve(&c, gemma);
+    assert_says(picture->note, "the paper's figures");
+    assert_int_equal(strstr(picture->note, "libraries") != NULL, trade);
+    picture_free(picture);
+  }
+  curve_free(&c);
 }
 
 // --- a sweep that is killed --------------------------------------------------------------------------------
@@ -338,6 +355,29 @@ static void damaged_files(void **state) {
   output_free(&o);
 }
 
+// The README's table of what others take is the file that the recipes' marks come from.
+static void the_readme_has_the_peers(void **state) {
+  (void)state;
+  char *readme = read_text("README.md");
+  static const struct {
+    const char *name;
+    double figures[8];
+  } peers[] = {
+#define PEER(name, ...) {name, {__VA_ARGS__}},
+#include "tools/curves/peers.inc"
+#undef PEER
+  };
+  for (size_t i = 0; i < sizeof peers / sizeof *peers; i++) {
+    const double *f = peers[i].figures;
+    char line[200];
+    snprintf(line, sizeof line,
+             "\n| %s | %.2f, %.0f MiB | %.2f, %.0f MiB | %.2f, %.0f MiB | %.2f, %.0f MiB |\n", peers[i].name,
+             f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]);
+    assert_says(readme, line);
+  }
+  free(readme);
+}
+
 // --- refusals ----------------------------------------------------------------------------------------------
 
 static void refusals(void **state) {
@@ -365,11 +405,11 @@ static void refusals(void **state) {
       {"--tokens 64", "--tokens belongs to --layer-only"},
       {"--tokens 0 --layer-only", "--tokens 0: give a whole number from 1"},
       {"--gradient-error", "--gradient-error belongs to --layer-only"},
-      {"--timeline --sweep tokens", "--timeline shows whole steps of one size"},
+      {"--timeline --sweep tokens", "exclude each other: a timeline shows whole steps of one size"},
       {"--recipe soup",
        "no recipe is called 'soup'; there are llama3-8b-32k, tokens-81920, chunk-sweep, gemma2-2b, "
        "batch-512"},
-      {"--recipe batch-512 --sweep vocab", "--recipe batch-512 says what is swept"},
+      {"--recipe batch-512 --sweep vocab", "exclude each other: a recipe says what is swept"},
       {"--resolution 9", "--resolution 9: give a whole number from 1 to 4"},
       {"--patience never", "--patience never: give a number"},
       {"--device-memory 0", "--device-memory 0: give a number"},
@@ -422,6 +462,34 @@ static Picture *drawn(const Curve *c, const Recipe *recipe, double scale, const 
   Picture *picture = picture_curve(c, recipe);
   picture_write(picture, scale, path);
   return picture;
+}
+
+// A log without noise: the trend hides the values behind it, at the start too, and the axis ends at the last step.
+static void the_trend_of_a_run(void **state) {
+  (void)state;
+  if (!can_draw()) skip();
+  enum { STEPS = 1030 };
+  FILE *log = fopen(temp_path("smooth.jsonl"), "w");
+  assert_non_null(log);
+  for (int i = 1; i <= STEPS; i++)
+    fprintf(log, "{\"event\":\"step\",\"step\":%d,\"loss\":%.6f}\n", i, 3 + 8 * exp(-i / 15.0));
+  fclose(log);
+  char command[9000];
+  snprintf(command, sizeof command, "'%.*splot_run' --out '%s' '%s' >/dev/null",
+           (int)(strrchr(tool, '/') + 1 - tool), tool, temp_path("smooth.png"), temp_path("smooth.jsonl"));
+  assert_int_equal(system(command), 0);
+  Image image = image_read(temp_path("smooth.png"));
+  if (!image.rgb) skip();
+  int pale = 0, last = 0;
+  for (int y = 180; y < 660; y++) // of the loss's panel
+    for (int x = 144; x < 1020; x++) {
+      const unsigned char *c = image.rgb + 3 * ((long)y * image.width + x);
+      pale += abs(c[0] - 242) < 6 && abs(c[1] - 205) < 6 && abs(c[2] - 179) < 6;
+      if (c[0] == 0xd9 && c[1] == 0x6a && c[2] == 0x1c) last = x;
+    }
+  image_free(&image);
+  assert_in_range(pale, 0, 60); // where lines are smoothed into the paper
+  assert_in_range(last, 990, 1000);
 }
 
 // A curve of made-up readings, measured but for the last point.
@@ -649,6 +717,8 @@ int main(void) {
       cmocka_unit_test(recipes_plan),
       cmocka_unit_test(killed_sweep_resumes),
       cmocka_unit_test(damaged_files),
+      cmocka_unit_test(the_readme_has_the_peers),
+      cmocka_unit_test(the_trend_of_a_run),
       cmocka_unit_test(refusals),
       cmocka_unit_test(lines_are_where_they_should_be),
       cmocka_unit_test(other_pictures),

@@ -117,11 +117,34 @@ def test_a_file_is_what_its_text_is():
             assert len(manifest["splits"]["train"]["shards"]) == -(-len(want) // 100000)
             assert manifest["tokenizer"]["end_of_text_id"] == end
     # A part held back: together as many documents' tokens as before, each stretch closed.
-    prepare(path, "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("whole"), "--val-fraction", 0.2)
+    prepare(path, "--document", "stretch", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("whole"), "--val-fraction", 0.2)
     tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
     both = [read_shards(temp("whole"), split)[1] for split in ("train", "val")]
     assert all(both) and 0.1 < len(both[1]) / len(both[0]) < 0.4
     assert sum(len(tokenizer.decode(part)) for part in both) == len(text)
+
+
+def test_a_document_is_in_one_split():
+    os.makedirs(temp("files"), exist_ok=True)
+    texts = {f"{i:02}.txt": f"file {i}\n" + prose(i, 40 if i % 5 else 12000) for i in range(40)}
+    for name, text in texts.items():
+        temp.write(os.path.join("files", name), text)
+    prepare(temp("files"), "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("split"), "--val-fraction", 0.3)
+    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
+    end, found = tokenizer.token_to_id("<|endoftext|>"), []
+    for split in ("train", "val"):
+        manifest, tokens, _ = read_shards(temp("split"), split)
+        parts = tokenizer.decode(tokens, skip_special_tokens=False).split("<|endoftext|>")
+        assert parts.pop() == "" and manifest["splits"][split]["documents"] == len(parts) == tokens.count(end) > 3
+        found += parts
+    assert sorted(found) == sorted(texts.values())
+
+
+def eos_of(*folder):
+    with open(temp(*folder, "generation_config.json"), encoding="utf-8") as file:
+        ids = json.load(file)["eos_token_id"]
+    with open(temp(*folder, "tokenizer_config.json"), encoding="utf-8") as file:
+        return ids, json.load(file)["eos_token"]
 
 
 def documents():
@@ -189,13 +212,15 @@ def test_large_vocabularies_take_uint32():
 def test_a_trained_tokenizer():
     path = temp.write("train_on.txt", prose(3, 40000))
     for style in ("llama3", "gpt2"):
-        prepare(path, "--train-tokenizer", 300, "--style", style, "--out", temp("own"), "--val-fraction", 0.3)
+        prepare(path, "--train-tokenizer", 300, "--style", style, "--document", "stretch", "--out", temp("own"), "--val-fraction", 0.3)
         manifest, tokens, _ = read_shards(temp("own"))
         assert manifest["tokenizer"]["vocab_size"] == 300 and max(tokens) < 300
         assert read_shards(temp("own"), "val")[1]
     out = train("--vocab", 300, "--data", temp("own", "train_*.bin"), "--val-data", temp("own", "val_*.bin"), "--tokenizer",
-                temp("own"), "--prompt", "don't", "--steps", 2, "--sample-every", 2, "--sample-tokens", 5)
+                temp("own"), "--prompt", "don't", "--steps", 2, "--sample-every", 2, "--sample-tokens", 5, "--save", temp("model"))
     assert "sample: don't" in out
+    end = manifest["tokenizer"]["end_of_text_id"]
+    assert eos_of("own") == eos_of("model") == (end, "<|endoftext|>")
     out = train("--vocab", 300, "--data", temp("own"), "--steps", 1, "--sample-every", 0)  # the folder, manifest and all
     assert "llm.c shards, uint16" in out
 
@@ -242,6 +267,7 @@ def test_a_chat_template():
     learned = [tokenizer.decode([id], skip_special_tokens=False) for i, id in enumerate(tokens) if counts[i]]
     assert "".join(learned) == "It is 4.<|eot_id|>Yes, 4.<|eot_id|>Ho<|eot_id|>B<|eot_id|>", learned
     assert tokens.count(tokenizer.token_to_id("<|begin_of_text|>")) == 3
+    assert eos_of("sft") == (tokenizer.token_to_id("<|eot_id|>"), "<|eot_id|>")
     assert manifest["splits"]["train"]["counted_tokens"] == len(learned)
     # A template that shortens earlier answers cannot be split.
     temp.write("bad.jinja", "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}")
@@ -301,6 +327,17 @@ def test_one_sentence_when_it_goes_wrong():
         said = [line for line in done.stderr.splitlines() if line.startswith("prepare_data.py: ")]
         assert len(said) == 1 and part in said[0] and "Traceback" not in done.stderr, (arguments, done.stderr)
         assert not os.path.exists(temp("wrong", "manifest.json"))
+
+
+def test_only_earlier_shards_are_replaced():
+    gpt2 = os.path.join(GOLDEN, "gpt2")
+    os.makedirs(temp("kept"))
+    notes, text = temp.write("kept/train_notes.txt", "mine"), temp.write("kept/train_000007.bin", "text of mine")
+    old = temp.write("kept/val_000003.bin", "an earlier shard")
+    done = prepare(text, "--tokenizer", gpt2, "--out", temp("kept"), expect=1)
+    assert "is an input" in done.stderr and os.path.exists(text), done.stderr
+    prepare(notes, "--tokenizer", gpt2, "--out", temp("kept"), "--val-fraction", 0)
+    assert os.path.exists(notes) and not os.path.exists(old) and not os.path.exists(text)
 
 
 def main():

@@ -16,6 +16,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -131,11 +133,24 @@ static void test_impossible_combinations(void **state) {
   static const Refusal refusals[] = {
       {"--fused-lce --materialized-logits", "--fused-lce and --materialized-logits exclude each other"},
       {"--materialized-logits --fused-lce", "--fused-lce and --materialized-logits exclude each other"},
-      {"--lce-chunk 64 --lce-memory 64", "--lce-chunk and --lce-memory both choose the chunk"},
-      {"--materialized-logits --lce-chunk 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
-      {"--materialized-logits --lce-memory 64", "--lce-chunk and --lce-memory belong to --fused-lce"},
-      {"--materialized-logits --lce-sample 1", "leave out --lce-sample or --materialized-logits"},
-      {"--metrics --lce-sample 1", "acts on exponentials, and --metrics needs logits; leave out one"},
+      {"--lce-chunk 64 --lce-memory 64",
+       "--lce-chunk and --lce-memory exclude each other: both choose the chunk; give one of them"},
+      {"--materialized-logits --lce-chunk 64",
+       "--materialized-logits and --lce-chunk exclude each other: chunks and sampling belong to --fused-lce"},
+      {"--materialized-logits --lce-memory 64", "--materialized-logits and --lce-memory exclude each other"},
+      {"--materialized-logits --lce-sample 1", "--materialized-logits and --lce-sample exclude each other"},
+      {"--metrics --lce-sample 1",
+       "exclude each other: sampling acts on exponentials, and metrics need logits"},
+      {"--tie-word-embeddings --untie-word-embeddings",
+       "--tie-word-embeddings and --untie-word-embeddings exclude each other; give one of them"},
+      {"--master-weights --no-master-weights", "--master-weights and --no-master-weights exclude each other"},
+      {"--plan --fit", "--plan and --fit exclude each other"},
+      {"--val-data a --val-fraction 0.1", "--val-data and --val-fraction exclude each other"},
+      {"--init a --model gpt2-tiny", "--model and --init exclude each other: both say what the model is"},
+      {"--init a --resume b", "--init begins with the model in a and --resume with the checkpoint in b"},
+      {"--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"},
+      {"--model gpt2-tiny --rope-theta 10000",
+       "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"},
       {"--logit-softcap 30 --lce-sample 1", "and a soft-cap of 30 on logits; leave out --lce-sample, or"},
       {TINY "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"},
       {"--batch 3 --seq-len 64 --total-batch 500", "--total-batch 500 is not a multiple of the 192 tokens"},
@@ -159,6 +174,19 @@ static void test_impossible_combinations(void **state) {
       {"--device cuda --fit", "--device cuda: "},
   };
   EACH_REFUSED(refusals);
+}
+
+// What would exclude each other does not where one of the two is 0, "none".
+static void test_possible_combinations(void **state) {
+  (void)state;
+  static const char *const combinations[] = {
+      "--metrics --lce-sample 0", "--materialized-logits --lce-sample 0", "--steps 10 --warmup 10",
+      "--tie-word-embeddings --tie-word-embeddings", "--model gpt2-tiny --num-key-value-heads 4"};
+  for (size_t i = 0; i < sizeof combinations / sizeof *combinations; i++) {
+    Output o = train("--device cpu --plan %s", combinations[i]);
+    if (o.status) fail_msg("%s: %s", combinations[i], o.err);
+    output_free(&o);
+  }
 }
 
 // What argp itself refuses: an exit status of its own, and where to read on.
@@ -213,6 +241,92 @@ static void test_wrong_files(void **state) {
   assert_refused(TINY "--log /nowhere/log.json", "cannot write the log /nowhere/log.json: No such file");
   assert_refused(TINY "--log /dev/full", "cannot write the log /dev/full: No space left on device");
   assert_refused(TINY "--steps 1 --timeline /nowhere/t.csv", "cannot write the timeline /nowhere/t.csv");
+}
+
+// A pipe or a device might never end: it is no input, under whatever option.
+static void test_pipes_and_devices(void **state) {
+  (void)state;
+  static const Refusal refusals[] = {{"--data", "neither a file nor a directory"},
+                                     {"--val-data", "neither a file nor a directory"},
+                                     {"--hellaswag", "is not a regular file"},
+                                     {"--tokenizer", "is not a regular file"}};
+  char arguments[1024], pipe[512];
+  make_directory("pipes");
+  snprintf(pipe, sizeof pipe, "%s", temp_path("pipes/config.json"));
+  assert_int_equal(mkfifo(pipe, 0600), 0);
+  for (size_t i = 0; i < 2 * sizeof refusals / sizeof *refusals; i++) {
+    const Refusal *r = &refusals[i / 2];
+    snprintf(arguments, sizeof arguments, TINY "%s %s", r->arguments, i % 2 ? "/dev/zero" : pipe);
+    assert_refused(arguments, r->part);
+  }
+  snprintf(arguments, sizeof arguments, "--init %s", temp_path("pipes"));
+  assert_refused(arguments, "pipes/config.json: it is not a regular file");
+}
+
+// What is there already stays, unless it is an earlier output of the same kind.
+static void test_outputs_replace_only_outputs(void **state) {
+  (void)state;
+  char data[512], log[512], timeline[512], arguments[2048];
+  snprintf(data, sizeof data, "%s", temp_path("mine.txt"));
+  snprintf(log, sizeof log, "%s", temp_path("log.jsonl"));
+  snprintf(timeline, sizeof timeline, "%s", temp_path("steps.csv"));
+  char text[400];
+  memset(text, 'x', sizeof text - 1);
+  text[sizeof text - 1] = 0;
+  write_text("mine.txt", text);
+  const char *run = TINY "--steps 1 --sample-every 0";
+  for (int again = 0; again < 2; again++) { // over its own outputs
+    Output o = train("%s --log %s --timeline %s", run, log, timeline);
+    if (o.status) fail_msg("%s", o.err);
+    output_free(&o);
+  }
+  const struct {
+    const char *option, *path, *part;
+    bool also_data;
+  } refused[] = {{"--log", data, "the log", false},
+                 {"--log", data, "the log", true},
+                 {"--timeline", data, "the timeline", true},
+                 {"--timeline", log, "is not from this program", false},
+                 {"--log", timeline, "is not from this program", false},
+                 {"--log", log, "this run reads that file", true}};
+  for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+    const char *path = refused[i].path;
+    char *before = read_text(path);
+    snprintf(arguments, sizeof arguments, "%s %s %s %s%s", run, refused[i].option, path,
+             refused[i].also_data ? "--data " : "", refused[i].also_data ? path : "");
+    assert_refused(arguments, refused[i].part);
+    char *after = read_text(path);
+    assert_string_equal(before, after);
+    free(before);
+    free(after);
+  }
+  snprintf(arguments, sizeof arguments, "%s --log %s --timeline %s", run, temp_path("one"), temp_path("one"));
+  assert_refused(arguments, "the log is written there");
+}
+
+// Data that shrinks or changes under a run ends it with a sentence.
+static void test_data_that_changes(void **state) {
+  (void)state;
+  enum { COUNT = 1 << 20 };
+  for (int shrinks = 0; shrinks < 2; shrinks++) {
+    write_sparse_shard16("live.bin", COUNT);
+    char path[512];
+    snprintf(path, sizeof path, "%s", temp_path("live.bin"));
+    Process p = train_start(TINY "--steps 1000000 --sample-every 0 --eval-every 0 --data %s", path);
+    process_wait_for(&p, "step 1/1000000");
+    uint16_t *ids = malloc(COUNT * sizeof *ids);
+    memset(ids, 0xff, COUNT * sizeof *ids);
+    if (shrinks)
+      assert_int_equal(truncate(path, 4096), 0);
+    else
+      write_shard16("live.bin", ids, COUNT); // first empties the file
+    free(ids);
+    Output o = process_finish(&p);
+    assert_int_equal(o.status, 1);
+    if (!strstr(o.err, "live.bin was shortened")) assert_says(o.err, "has id 65535");
+    if (shrinks) assert_says(o.err, "live.bin was shortened");
+    output_free(&o);
+  }
 }
 
 // More than any machine has: said before anything is allocated, with a batch that would do.
@@ -315,6 +429,7 @@ static void test_benchmarks(void **state) {
     assert_tool_refuses(names[i], TINY "--eval-only", 1, "does nothing else: leave out --eval-only\n");
     assert_tool_refuses(names[i], TINY "--save nowhere", 1, "does nothing else: leave out --save\n");
   }
+  assert_tool_refuses("plot_run", "/dev/zero", 1, "it is not a regular file");
   assert_tool_refuses("bench_step", TINY "--zero 1 --vocab-parallel", 1, "leave out --zero\n");
   assert_tool_refuses("bench_scaling", "--ranks two", 1,
                       "lce: --ranks two: give a whole number from 1 to 4096\n");
@@ -397,6 +512,31 @@ static void test_plan_of_long_sequences(void **state) {
   output_free(&o);
 }
 
+// The chunk that is printed is the one that is used: no more than the tokens there are, in chunks of nearly equal size.
+static void test_chunk_is_the_used_one(void **state) {
+  (void)state;
+  static const struct {
+    const char *options;
+    int chunk;
+  } chunks[] = {
+      {"--lce-chunk 100000", 48}, {"--lce-chunk 47", 24}, {"--lce-chunk 20", 16}, {"--lce-memory 64", 48}};
+  for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+    char said[64], planned[64], logged[64];
+    snprintf(said, sizeof said, "linear_cross_entropy, %d tokens at a time", chunks[i].chunk);
+    snprintf(planned, sizeof planned, "fp32, chunks of %d, ", chunks[i].chunk);
+    snprintf(logged, sizeof logged, "\"lce_chunk\":%d,", chunks[i].chunk);
+    Output o = train(TINY "--steps 1 %s --log %s", chunks[i].options, temp_path("chunk.jsonl"));
+    assert_says(o.out, said);
+    output_free(&o);
+    char *log = read_text(temp_path("chunk.jsonl"));
+    assert_says(log, logged);
+    free(log);
+    o = train(TINY "--plan %s", chunks[i].options);
+    assert_says(o.out, planned);
+    output_free(&o);
+  }
+}
+
 // What --fit names does fit, as --plan has it.
 static void test_fit(void **state) {
   (void)state;
@@ -413,6 +553,39 @@ static void test_fit(void **state) {
                    2);
   assert_true(fused >= materialized && materialized >= 0);
   output_free(&o);
+}
+
+// Why there is no GPU interests only who asked for one.
+static void test_no_gpu(void **state) {
+  (void)state;
+  for (int asked = 0; asked < 2; asked++) {
+    Output o = train("--plan --model gpt2-tiny %s", asked ? "--device auto" : "");
+    assert_int_equal(o.status, 0);
+    assert_int_equal(strstr(o.out, "no GPU is used: ") != NULL, asked);
+    output_free(&o);
+  }
+}
+
+// A GPU that is not there: --fit and --plan agree about what fits into its memory.
+static void test_device_memory(void **state) {
+  (void)state;
+#define ABSENT "--device cuda --device-memory 80 --model llama-1b "
+  Output o = train(ABSENT "--fit");
+  assert_int_equal(o.status, 0);
+  const char *said = strstr(o.out, "in 80.00 GiB: --batch ");
+  assert_non_null(said);
+  int batch = atoi(said + strlen("in 80.00 GiB: --batch "));
+  assert_true(batch > 1);
+  output_free(&o);
+  for (int more = 0; more < 2; more++) {
+    o = train(ABSENT "--plan --batch %d", batch + more);
+    assert_int_equal(o.status, more);
+    assert_says(o.out, " on cuda: ");
+    assert_int_equal(strstr(o.err, "and the device has 80.00 GiB to give") != NULL, more);
+    output_free(&o);
+  }
+  assert_refused("--device-memory 80", "--device-memory 80 is for --plan and --fit");
+  assert_refused("--device cuda --fit", "give --device-memory GIB");
 }
 
 // --- a run -------------------------------------------------------------------------------------------------
@@ -627,22 +800,33 @@ static void test_shards(void **state) {
   free_log(lines, count);
 }
 
+// Both modes beside each other, and the same memory whichever of them the run itself had.
 static void test_compare_modes(void **state) {
   (void)state;
   double head[2];
-  Output o = train(TINY "--vocab 3000 --batch 16 --steps 2 --sample-every 0 --compare-modes");
-  if (o.status) fail_msg("%s", o.err);
-  assert_string_equal(o.err, "");
-  assert_says(o.out, "fused, measured");
-  assert_says(o.out, "materialized, measured");
-  assert_says(o.out, "time of one forward and backward");
-  assert_says(o.out, "(VmHWM)");
-  assert_two_columns(o.out);
-  table_row(o.out, "LM head + loss alone, at its peak", head);
-  const char *times = strstr(o.out, "LM head + loss hold ");
-  assert_non_null(times);
-  assert_true(fabs(strtod(times + 20, NULL) - head[1] / head[0]) < 0.2);
-  output_free(&o);
+  char *memory[2];
+  for (int mode = 0; mode < 2; mode++) {
+    Output o = train(TINY "--vocab 3000 --batch 16 --steps 2 --sample-every 0 --compare-modes %s",
+                     mode ? "--materialized-logits" : "--fused-lce");
+    if (o.status) fail_msg("%s", o.err);
+    assert_string_equal(o.err, "");
+    assert_says(o.out, "(VmHWM)"); // of the run
+    const char *title = "memory at the step's peak", *table = strstr(strstr(o.out, title) + 1, title);
+    assert_non_null(table);
+    assert_says(table, "fused, measured");
+    assert_says(table, "materialized, measured");
+    assert_two_columns(table);
+    table_row(table, "LM head + loss alone, at its peak", head);
+    const char *times = strstr(table, "LM head + loss hold "),
+               *end = strstr(table, "time of one forward and");
+    assert_true(times && end);
+    assert_true(fabs(strtod(times + 20, NULL) - head[1] / head[0]) < 0.2);
+    memory[mode] = strndup(table, (size_t)(end - table));
+    output_free(&o);
+  }
+  assert_string_equal(memory[0], memory[1]);
+  free(memory[0]);
+  free(memory[1]);
 }
 
 // One line for each event: number, step, name, total, and the categories, which add up to the total.
@@ -682,8 +866,8 @@ static void test_timeline(void **state) {
 // Ctrl-C (or a polite kill) while a long run is under way: it ends after the running step, with the summary.
 static void test_stopping(void **state) {
   (void)state;
-  static const int signals[] = {SIGINT, SIGTERM};
-  for (int i = 0; i < 2; i++) {
+  static const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+  for (int i = 0; i < 3; i++) {
     Process p =
         train_start(TINY "--steps 1000000 --sample-every 0 --eval-every 0 --log %s", temp_path("run.json"));
     process_wait_for(&p, "step 1/1000000");
@@ -691,7 +875,8 @@ static void test_stopping(void **state) {
     assert_says(so_far, "{\"event\":\"step\",\"step\":1,");
     assert_int_equal(so_far[strlen(so_far) - 1], '\n');
     free(so_far);
-    assert_int_equal(kill(p.pid, signals[i]), 0);
+    for (int times = signals[i] == SIGHUP ? 2 : 1; times; times--) // a closed terminal sends several
+      assert_int_equal(kill(p.pid, signals[i]), 0);
     Output o = process_finish(&p);
     assert_int_equal(o.status, 0);
     assert_string_equal(o.err, "");
@@ -715,21 +900,67 @@ static void test_stopping(void **state) {
   }
 }
 
+// A reader that goes away, or a full disk, ends the run like a signal: it saves, and says what it could not write.
+static void test_dead_output(void **state) {
+  (void)state;
+  static const char *const outputs[] = {"| head -n 1 >/dev/null", ">/dev/full"};
+  char command[2048], directory[512];
+  snprintf(directory, sizeof directory, "%s", temp_path("."));
+  for (int i = 0; i < 2; i++) {
+    snprintf(command, sizeof command,
+             "{ %s %s --steps 1000000 --sample-every 0 --eval-every 0 --save %s/dead-%d 2>%s/err; echo $? "
+             ">%s/status; } %s",
+             train_program(), TINY, directory, i, directory, directory, outputs[i]);
+    assert_int_equal(system(command), 0);
+    char *err = read_text(temp_path("err")), *status = read_text(temp_path("status"));
+    assert_string_equal(status, "1\n");
+    assert_says(err,
+                i ? "cannot write to standard output: No space left" : "cannot write to standard output");
+    free(err);
+    free(status);
+    snprintf(command, sizeof command, "test -e %s/dead-%d/model.safetensors", directory, i);
+    assert_int_equal(system(command), 0);
+  }
+  static const char *const short_ones[] = {"--help", "--plan", "--steps 0"};
+  for (int i = 0; i < 3; i++) {
+    snprintf(command, sizeof command, "%s %s %s >/dev/full 2>%s/err", train_program(), TINY, short_ones[i],
+             directory);
+    assert_int_not_equal(system(command), 0);
+    char *err = read_text(temp_path("err"));
+    assert_says(err, "cannot write to standard output: No space left");
+    free(err);
+  }
+  // What nohup ignores stays ignored.
+  snprintf(
+      command, sizeof command,
+      "trap '' HUP; %s %s --steps 100000000 --sample-every 0 >/dev/null & p=$!; sleep 0.3; kill -HUP $p; "
+      "sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p; true",
+      train_program(), TINY);
+  assert_int_equal(system(command), 0);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_zeros),
       cmocka_unit_test(test_wrong_numbers),
       cmocka_unit_test(test_wrong_words),
       cmocka_unit_test(test_impossible_combinations),
+      cmocka_unit_test(test_possible_combinations),
       cmocka_unit_test(test_unknown_options),
       cmocka_unit_test(test_wrong_files),
+      cmocka_unit_test(test_pipes_and_devices),
+      cmocka_unit_test(test_outputs_replace_only_outputs),
+      cmocka_unit_test(test_data_that_changes),
       cmocka_unit_test(test_out_of_memory),
       cmocka_unit_test(test_divergence),
       cmocka_unit_test(test_help),
       cmocka_unit_test(test_benchmarks),
       cmocka_unit_test(test_plans),
       cmocka_unit_test(test_plan_of_long_sequences),
+      cmocka_unit_test(test_chunk_is_the_used_one),
       cmocka_unit_test(test_fit),
+      cmocka_unit_test(test_device_memory),
+      cmocka_unit_test(test_no_gpu),
       cmocka_unit_test(test_run),
       cmocka_unit_test(test_sampling),
       cmocka_unit_test(test_no_steps),
@@ -738,6 +969,7 @@ int main(void) {
       cmocka_unit_test(test_compare_modes),
       cmocka_unit_test(test_timeline),
       cmocka_unit_test(test_stopping),
+      cmocka_unit_test(test_dead_output),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

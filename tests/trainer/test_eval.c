@@ -356,6 +356,32 @@ static void test_eval_only_refuses_wrong_use(void **state) {
   output_free(&o);
 }
 
+// A model of NaN is not evaluated with a figure and status 0: not by the loss, by choices or by a sample.
+static void test_weights_that_are_nan(void **state) {
+  (void)state;
+  Stream s = {.wide = false};
+  for (int i = 0; i < 8; i++) put_example(&s, i % 4, (const int[]){3, 2, 2, 2, 2, 0});
+  const char *choices = write_stream(&s, "eight.bin"), *shard = training_shard();
+  Output o = train("--device cpu " LLAMA "--steps 1 --data %s --save %s", shard, temp_path("sick"));
+  assert_int_equal(o.status, 0);
+  output_free(&o);
+  const char *model = temp_path("sick/latest");
+  FILE *file = fopen(temp_path("sick/latest/model.safetensors"), "r+");
+  assert_non_null(file);
+  const float nan = NAN;
+  fseek(file, -(long)sizeof nan, SEEK_END);
+  fwrite(&nan, sizeof nan, 1, file);
+  fclose(file);
+  remove(temp_path("sick/latest/checksums.json")); // which would say that the file was changed
+  says_once(train("--device cpu --eval-only --init %s --val-data %s", model, shard), 1,
+            "there is NaN or infinity among the weights in ");
+  says_once(train("--device cpu --eval-only --init %s --data %s --val-fraction 0 --hellaswag %s", model,
+                  shard, choices),
+            1, "eight.bin: the loss of a completion is nan; there is NaN or infinity among the weights");
+  says_once(run_tool("generate", "--device cpu --init %s", model), 1,
+            "is nan; there is NaN or infinity among the weights");
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_choices_are_read),
@@ -365,6 +391,7 @@ int main(void) {
       cmocka_unit_test(test_eval_only_holds_the_weights_alone),
       cmocka_unit_test(test_eval_only_from_the_command_line),
       cmocka_unit_test(test_eval_only_refuses_wrong_use),
+      cmocka_unit_test(test_weights_that_are_nan),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

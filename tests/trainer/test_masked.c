@@ -1,6 +1,7 @@
 // Training on masked data: a step's loss against float64, the same steps in both modes of linear_cross_entropy and
 // however they are cut into micro-batches, a step that counts nothing, and the plan of such a run.
 #include "base/random.h"
+#include "tests/process.h"
 #include "tests/reference_model.h"
 #include "tests/runs.h"
 #include "trainer/machine.h"
@@ -129,6 +130,32 @@ static void test_a_step_without_targets(void **state) {
   }
 }
 
+// A whole run of such steps, or a validation of nothing, is refused; one target that counts is enough.
+static void test_data_without_targets(void **state) {
+  (void)state;
+  uint16_t tokens[400] = {1};
+  uint8_t mask[50] = {0};
+  write_shard16("bare.bin", tokens, 400);
+  write_shard("bare.mask", 20261120, 1, 400, mask, sizeof mask);
+  write_shard16("full.bin", tokens, 400);
+  static const char *const sentences[] = {"no target of the training windows counts",
+                                          "no target of the validation batches counts"};
+  for (int i = 0; i < 2; i++) {
+    Output o = train("--device cpu " LLAMA "--steps 5 --batch 2 --data %s --val-data %s",
+                     temp_path(i ? "full.bin" : "bare.bin"), temp_path(i ? "bare.bin" : "full.bin"));
+    assert_int_equal(o.status, 1);
+    assert_says(o.err, "bare.bin");
+    assert_says(o.err, sentences[i]);
+    output_free(&o);
+  }
+  mask[25] = 1;
+  write_shard("bare.mask", 20261120, 1, 400, mask, sizeof mask);
+  Output o = train("--device cpu " LLAMA "--steps 5 --batch 2 --data %s --val-data %s", temp_path("bare.bin"),
+                   temp_path("full.bin"));
+  if (o.status) fail_msg("%s", o.err);
+  output_free(&o);
+}
+
 static void test_plan_equals_masked_run(void **state) {
   (void)state;
   static const char *const jobs[] = {"--fused-lce --lce-chunk 7",
@@ -182,6 +209,7 @@ int main(void) {
       cmocka_unit_test(test_loss_is_the_mean_of_what_counts),
       cmocka_unit_test(test_same_curve_in_all_modes),
       cmocka_unit_test(test_a_step_without_targets),
+      cmocka_unit_test(test_data_without_targets),
       cmocka_unit_test(test_plan_equals_masked_run),
       cmocka_unit_test(test_gradient_pass_after_a_padded_batch),
   };

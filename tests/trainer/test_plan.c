@@ -308,12 +308,16 @@ static void catch_sentence(const char *text) {
 }
 
 // What plan_require says about `usable` bytes; "" when it allows the run.
-static const char *requirement(const Options *o, size_t usable) {
+static const char *requirement_on(DeviceKind device, const Options *o, size_t usable) {
   sentence[0] = 0;
   fail_set_handler(catch_sentence);
-  if (setjmp(caught) == 0) plan_require(o, ON_CPU, usable);
+  if (setjmp(caught) == 0) plan_require(o, device, usable);
   fail_set_handler(NULL);
   return sentence;
+}
+
+static const char *requirement(const Options *o, size_t usable) {
+  return requirement_on(ON_CPU, o, usable);
 }
 
 static void assert_says(const char *text, const char *part) {
@@ -364,6 +368,76 @@ static void test_requirement(void **state) {
   options_free(&o);
 }
 
+// The peak of a job with `change` added to its command line, which must be accepted.
+static size_t peak_with(const char *job, const char *change, DeviceKind device) {
+  char line[1024];
+  snprintf(line, sizeof line, "%s %s", job, change);
+  bool fused = strstr(line, "--fused-lce") != NULL;
+  char *materialized = strstr(line, "--materialized-logits");
+  if (fused && materialized) memset(materialized, ' ', strlen("--materialized-logits"));
+  Options o = options_of_device(line, device);
+  size_t peak = plan_run(&o, device, o.mode).peak;
+  options_free(&o);
+  return peak;
+}
+
+// Everything that the sentence offers is a command line that is accepted and fits. Returns how many changes it offers.
+static int follow_advice(const char *job, DeviceKind device, size_t usable) {
+  char line[1024], advice[1024], *rest = NULL;
+  snprintf(line, sizeof line, "%s", job);
+  Options o = options_of_device(line, device);
+  const char *text = requirement_on(device, &o, usable);
+  options_free(&o);
+  snprintf(advice, sizeof advice, "%s", strstr(text, "); ") + 3);
+  char *last = strstr(advice, "no smaller batch fits, and ");
+  if (last) { // then it offers nothing, and says what the least is
+    assert_says(text, ": take a smaller model, or a device with more memory");
+    char *needs = strstr(advice, " needs "), *flags = strstr(advice, "--");
+    *needs = 0;
+    size_t peak = peak_with(job, flags && flags < needs ? flags : "", device);
+    Text bytes = text_bytes(peak);
+    assert_true(peak > usable);
+    assert_int_equal(strncmp(needs + strlen(" needs "), bytes.text, strlen(bytes.text)), 0);
+    return 0;
+  }
+  int count = 0;
+  for (char *change = strtok_r(advice, ",", &rest); change; change = strtok_r(NULL, ",", &rest), count++) {
+    char *end = strstr(change, " needs "), *fits = strstr(change, " fits");
+    assert_true(end || fits);
+    *(end ? end : fits) = 0;
+    size_t peak = peak_with(job, change, device);
+    if (peak > usable) fail_msg("%s: \"%s\" needs %zu bytes of %zu", job, change, peak, usable);
+  }
+  return count;
+}
+
+static void test_advice(void **state) {
+  (void)state;
+  static const char *const jobs[] = {LLAMA "--batch 64 --seq-len 128",
+                                     LLAMA "--batch 64 --seq-len 128 --materialized-logits",
+                                     LLAMA "--batch 60 --seq-len 128 --total-batch 92160",
+                                     LLAMA "--batch 1 --seq-len 1 --recompute layer",
+                                     LLAMA "--batch 8 --seq-len 128 --recompute layer --materialized-logits",
+                                     GPT2 "--batch 32 --seq-len 50 --lce-chunk 1000"};
+  int offers = 0;
+  for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++)
+    for (int device = 0; device < 2; device++) {
+      DeviceKind on = device ? ON_CUDA : ON_CPU;
+      size_t need = peak_with(jobs[i], "", on);
+      for (size_t usable = need - 1; usable > 1000; usable = usable * 3 / 4) {
+        offers += follow_advice(jobs[i], on, usable);
+        assert_int_equal(strstr(sentence, "--moment-dtype") && on == ON_CPU, 0);
+      }
+    }
+  assert_true(offers > 100);
+  char line[] = LLAMA "--batch 1 --seq-len 1 --recompute layer";
+  Options o = options_on(false, line);
+  const char *text = requirement(&o, 1000); // nothing is left to change
+  assert_null(strstr(text, "--seq-len"));
+  assert_null(strstr(text, "--recompute"));
+  options_free(&o);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_plan_equals_run), cmocka_unit_test(test_ragged_chunks),
@@ -371,6 +445,7 @@ int main(void) {
       cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_chunk_within),
       cmocka_unit_test(test_chunk_option),    cmocka_unit_test(test_largest_batch),
       cmocka_unit_test(test_requirement),     cmocka_unit_test(test_budget),
+      cmocka_unit_test(test_advice),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -2,6 +2,7 @@
 // logged loss is bitwise what it would have been.
 #include "base/file.h"
 #include "base/system.h"
+#include "base/text.h"
 #include "model/checkpoint/checkpoint.h"
 #include "tests/data_files.h"
 #include "tests/process.h"
@@ -100,10 +101,8 @@ static int run_straight(void **state) {
 // With nothing but --resume: the settings, and the data, come from the checkpoint.
 static void a_resumed_run_equals_an_unbroken_one(void **state) {
   (void)state;
-  succeeds(
-      train("--device cpu --resume %s --save %s --log %s --eval-every 5 --eval-batches 2 --sample-every 7 "
-            "--sample-tokens 3",
-            temp_path("straight/step-000006"), temp_path("half"), temp_path("half.jsonl")));
+  succeeds(train("--device cpu --resume %s --save %s --log %s --sample-tokens 3",
+                 temp_path("straight/step-000006"), temp_path("half"), temp_path("half.jsonl")));
   check_same_checkpoint(temp_path("straight/step-000012"), temp_path("half/step-000012"));
   double losses[2][STEPS + 1] = {{0}}, val_losses[2][STEPS + 1] = {{0}};
   read_log(temp_path("straight.jsonl"), losses[0], val_losses[0]);
@@ -111,6 +110,32 @@ static void a_resumed_run_equals_an_unbroken_one(void **state) {
   for (int i = 7; i <= STEPS; i++) assert_true(losses[0][i] == losses[1][i] && losses[1][i] > 0);
   assert_true(losses[1][6] == 0);
   assert_true(val_losses[0][STEPS] == val_losses[1][STEPS] && val_losses[1][10] > 0);
+}
+
+// Paths are bytes, and JSON is UTF-8: both stay what they are.
+static void any_path_resumes(void **state) {
+  (void)state;
+  char more[512], command[1200];
+  snprintf(more, sizeof more, "%s", temp_path("gr\xFC\xDF\x1B.txt"));
+  snprintf(command, sizeof command, "cp tests/runs.c '%s'", more);
+  assert_int_equal(system(command), 0);
+  succeeds(train(RUN "--steps 2 --warmup 1 --save %s --log %s --data '%s'", temp_path("paths"),
+                 temp_path("paths.jsonl"), more));
+  static const char *const files[] = {"paths/step-000002/trainer_state.json", "paths.jsonl"};
+  for (int i = 0; i < 2; i++) {
+    char *text = read_text(temp_path(files[i]));
+    assert_true(utf8_valid(text));
+    free(text);
+  }
+  Output output = train("--device cpu --resume %s --steps 3", temp_path("paths"));
+  assert_int_equal(output.status, 0);
+  assert_null(strstr(output.err, "the data were"));
+  output_free(&output);
+  remove(more);
+  output = train("--device cpu --resume %s --steps 3", temp_path("paths"));
+  assert_int_equal(output.status, 1);
+  assert_says(output.err, "gr\\xFC\\xDF\\x1B.txt: No such file");
+  output_free(&output);
 }
 
 // The weights rounded on disk: the master weights, stored as well, keep the bits.
@@ -212,7 +237,8 @@ static void damaged_checkpoints_are_skipped(void **state) {
 // A signal ends the run after its step, with a checkpoint. The wish may come at any step.
 static void stopped_runs_save(void **state) {
   (void)state;
-  Process p = train_start(RUN "--save %s --log %s", temp_path("stopped"), temp_path("stopped.jsonl"));
+  Process p =
+      train_start(RUN "--save %s --save-every 6 --log %s", temp_path("stopped"), temp_path("stopped.jsonl"));
   process_wait_for(&p, "step 1/");
   kill(p.pid, SIGINT);
   Output output = process_finish(&p);
@@ -230,6 +256,84 @@ static void stopped_runs_save(void **state) {
   check_same_checkpoint(temp_path("straight/step-000012"), temp_path("stopped/step-000012"));
 }
 
+// What says when to validate, sample and save is resumed as well; a change of it is no warning.
+static void the_rhythm_is_resumed(void **state) {
+  (void)state;
+  succeeds(train(RUN "--save %s --save-every 4", temp_path("rhythm")));
+  Output output = train("--device cpu --resume %s --save %s --log %s", temp_path("rhythm/step-000004"),
+                        temp_path("resumed"), temp_path("resumed.jsonl"));
+  assert_string_equal(output.err, "");
+  assert_non_null(strstr(output.out, "step 7  sample"));
+  output_free(&output);
+  assert_true(path_exists(temp_path("resumed/step-000008")));
+  double losses[STEPS + 1] = {0}, val_losses[STEPS + 1] = {0};
+  read_log(temp_path("resumed.jsonl"), losses, val_losses);
+  assert_true(val_losses[5] > 0 && val_losses[10] > 0 && val_losses[8] == 0);
+  output = train("--device cpu --resume %s --save-every 3 --eval-every 2 --save %s",
+                 temp_path("rhythm/step-000004"), temp_path("faster"));
+  assert_string_equal(output.err, "");
+  output_free(&output);
+  assert_true(path_exists(temp_path("faster/step-000009")));
+}
+
+// A checkpoint has the loss of the newest validation and the step it is of: the last one that of its own weights.
+static void a_checkpoint_has_the_last_validation(void **state) {
+  (void)state;
+  static const struct {
+    const char *folder;
+    int step;
+  } saved[] = {{"straight/step-000006", 5}, {"straight/step-000012", STEPS}};
+  double losses[STEPS + 1] = {0}, val_losses[STEPS + 1] = {0};
+  read_log(temp_path("straight.jsonl"), losses, val_losses);
+  for (int i = 0; i < 2; i++) {
+    cJSON *json = checkpoint_trainer_state(temp_path(saved[i].folder));
+    assert_true(cJSON_GetObjectItem(json, "val_loss")->valuedouble == val_losses[saved[i].step]);
+    assert_int_equal(cJSON_GetObjectItem(json, "val_step")->valueint, saved[i].step);
+    cJSON_Delete(json);
+  }
+}
+
+// Numbers have no more digits than they need.
+static void numbers_are_short(void **state) {
+  (void)state;
+  char *text = read_text(temp_path("straight/step-000012/trainer_state.json")), *log, *end;
+  assert_says(text, "\"beta1\":\t\"0.9\"");
+  free(text);
+  int numbers = 0;
+  log = read_text(temp_path("straight.jsonl"));
+  for (char *at = log; (at = strstr(at, "\":")); at = end) {
+    double value = strtod(at + 2, &end);
+    if (end == at + 2) continue;
+    for (int digits = 15; digits < 17; digits++) { // no shorter form reads back as the same number
+      char shorter[40];
+      int length = snprintf(shorter, sizeof shorter, "%.*g", digits, value);
+      assert_true(strtod(shorter, NULL) != value || end - (at + 2) <= length);
+    }
+    numbers++;
+  }
+  assert_true(numbers > 50);
+  free(log);
+}
+
+// Other data of the same size are noticed.
+static void changed_data_are_noticed(void **state) {
+  (void)state;
+  size_t length;
+  char *text = file_read("tests/trainer/test_resume.c", &length);
+  assert_non_null(text);
+  write_bytes("data.txt", text, length);
+  succeeds(train(RUN "--steps 3 --data %s --save %s", temp_path("data.txt"), temp_path("learned")));
+  for (int changed = 0; changed < 2; changed++) {
+    text[length / 2] ^= (char)changed;
+    write_bytes("data.txt", text, length);
+    Output output = train("--device cpu --resume %s --steps 3", temp_path("learned"));
+    assert_int_equal(output.status, 0);
+    assert_int_equal(strstr(output.err, "the data were \"byte-level text") != NULL, changed);
+    output_free(&output);
+  }
+  free(text);
+}
+
 // Killed at random moments and resumed, over and over ($LCE_KILLS times, or 5).
 static void killed_runs_lose_nothing(void **state) {
   (void)state;
@@ -237,6 +341,8 @@ static void killed_runs_lose_nothing(void **state) {
   int kills = asked ? atoi(asked) : 5, survived = 0;
   char command[2048], directory[512];
   snprintf(directory, sizeof directory, "%s", temp_path("killed"));
+  succeeds(train(RUN "--save %s --save-every 1",
+                 temp_path("unbroken"))); // a checkpoint says how often it is saved
   unsigned seed = (unsigned)time(NULL);
   print_message("seed %u\n", seed);
   srand(seed);
@@ -255,7 +361,7 @@ static void killed_runs_lose_nothing(void **state) {
     survived += finished;
     if (!finished) continue;
     // It was through before it was killed. Once more from the beginning.
-    check_same_checkpoint(temp_path("straight/step-000012"), temp_path("killed/step-000012"));
+    check_same_checkpoint(temp_path("unbroken/step-000012"), temp_path("killed/step-000012"));
     snprintf(command, sizeof command, "rm -rf %s %s", directory, temp_path("killed.jsonl"));
     assert_int_equal(system(command), 0);
   }
@@ -269,7 +375,7 @@ static void killed_runs_lose_nothing(void **state) {
                         temp_path("killed.jsonl"));
   if (output.status) fail_msg("after %d kills: %s", kills, output.err);
   output_free(&output);
-  check_same_checkpoint(temp_path("straight/step-000012"), temp_path("killed/step-000012"));
+  check_same_checkpoint(temp_path("unbroken/step-000012"), temp_path("killed/step-000012"));
   check_same_losses(temp_path("straight.jsonl"), temp_path("killed.jsonl"));
   snprintf(command, sizeof command, "test $(ls -d %s/step-* | wc -l) = 2 && ! ls -d %s/.[sr]*", directory,
            directory);
@@ -310,11 +416,16 @@ static void a_full_disk_leaves_the_last_good_checkpoint(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(a_resumed_run_equals_an_unbroken_one),
+      cmocka_unit_test(any_path_resumes),
       cmocka_unit_test(rounded_weights_resume_too),
       cmocka_unit_test(differences_are_printed),
       cmocka_unit_test(a_resumed_run_restores_sampling),
       cmocka_unit_test(damaged_checkpoints_are_skipped),
       cmocka_unit_test(stopped_runs_save),
+      cmocka_unit_test(the_rhythm_is_resumed),
+      cmocka_unit_test(a_checkpoint_has_the_last_validation),
+      cmocka_unit_test(numbers_are_short),
+      cmocka_unit_test(changed_data_are_noticed),
       cmocka_unit_test(killed_runs_lose_nothing),
       cmocka_unit_test(a_full_disk_leaves_the_last_good_checkpoint),
   };

@@ -96,7 +96,16 @@ Label curve_caption(const Curve *c) {
   return all;
 }
 
-static Picture *create(double height, double width, Label title, const Curve *c, const char *grey) {
+// What the grey marks of a picture are: libraries stand in one of time against memory alone.
+static Label grey_marks(const Recipe *recipe, bool trade) {
+  bool libraries = false;
+  for (const Mark *m = recipe ? recipe->marks : NULL; m && m->label; m++) libraries |= trade && m->ratio > 0;
+  const char *source = recipe && recipe->grey ? recipe->grey : "";
+  return label("%s%s%s", source, *source && libraries ? "; " : "",
+               libraries ? "other libraries on one H200, PyTorch 2.11" : "");
+}
+
+static Picture *create(double height, double width, Label title, const Curve *c, Label grey) {
   Picture *p = picture_create(width, height, title, curve_caption(c));
   int measured = count_status(c, POINT_MEASURED), too_large = count_status(c, POINT_NO_MEMORY), exact = 0;
   for (int i = 0; i < c->count; i++)
@@ -107,7 +116,7 @@ static Picture *create(double height, double width, Label title, const Curve *c,
         fit = label(" %d point%s would not fit.", too_large, too_large == 1 ? "" : "s");
   snprintf(p->note, sizeof p->note, "%s%s%s%s%s",
            measured ? first.text : "Every figure is planned: nothing was allocated.",
-           too_large ? fit.text : "", grey ? " Grey: " : "", grey ? grey : "", grey ? "." : "");
+           too_large ? fit.text : "", *grey.text ? " Grey: " : "", grey.text, *grey.text ? "." : "");
   return p;
 }
 
@@ -285,7 +294,7 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
       recipe
           ? label("%s", recipe->title)
           : label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
-      c, recipe ? recipe->grey : NULL);
+      c, grey_marks(recipe, false));
   for (int i = 0; i < 2 + measured; i++) {
     Figure figure = PANELS[layer][i].figure;
     Panel *p = size_panel(picture, i ? picture_cell(SIDE, 84, 84, 1 + measured, 1, i - 1, 0) : MAIN,
@@ -321,7 +330,7 @@ Picture *picture_trade(const Curve *c, const Recipe *recipe) {
   bool single = recipe && !recipe->sweeps[1].values;
   Picture *picture = create(
       560, 1040, label("%s", single ? recipe->title : "LM head + loss: time against memory, chunk by chunk"),
-      c, recipe ? recipe->grey : NULL);
+      c, grey_marks(recipe, true));
   Panel *p =
       picture_panel(picture, (Box){92, 150, 960, 486}, label("Forward and backward of the LM head + loss"));
   p->x = (Axis){
@@ -351,8 +360,9 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
               {"relative error of dX (whole), dW (dashed)", DX_ERROR, DWEIGHT_ERROR, UNIT_PLAIN}};
   int rows = 0, column = 0;
   for (int r = 0; r < 3; r++) rows += has(c, SWEEP_COUNT, ROWS[r].figure);
-  Picture *picture = create(180 + 190 * rows, 1180,
-                            label("%s", recipe ? recipe->title : "LM head + loss over every size"), c, NULL);
+  Picture *picture =
+      create(180 + 190 * rows, 1180, label("%s", recipe ? recipe->title : "LM head + loss over every size"),
+             c, (Label){""});
   Box frame = {96, 160, 96 + 4 * 268 - 56, 160 + 190 * rows - 60};
   for (int s = 0; s < SWEEP_COUNT; s++) {
     Sweep sweep = (Sweep)((s + SWEEP_CHUNK) % SWEEP_COUNT); // chunk first: it is what a user chooses

@@ -12,20 +12,19 @@
 #define ARGUMENTS (const char *const[])
 #define MARKS     (const Mark[])
 
-// The libraries in the marks were measured for this project: one H200, PyTorch 2.11, median of 7, bf16.
+// The sources' MB and GB are 2^20 and 2^30 bytes: 24 GB are three times Gemma's fp32 logits of 8,000 MiB.
 const Recipe RECIPES[] = {
     {.name = "llama3-8b-32k",
      .title = "Llama 3 8B, training step at long context",
      .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
-     .says = "at [B, T] = [1, 32768] and [4, 20480] the fp32 logits are a spike of 15 GB that the fused loss "
-             "removes",
+     .says = "at [B, T] = [1, 32768] the fp32 logits are a spike of 15++ GB that the fused loss removes",
      .grey = "what PyTorch's feature request for linear_cross_entropy says",
      .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "32768", "--recompute",
                             "layer", "--moment-dtype", "bf16", "--no-master-weights", NULL},
      .timeline = true,
      .gpu = true,
      .sweeps = {{SWEEP_TOKENS, "1x4096,1x8192,1x16384,1x32768,4x20480"}},
-     .marks = MARKS{{32768, 15 * GIB, 0, "15 GB, fp32 logits"}, {.label = NULL}}},
+     .marks = MARKS{{32768, 15 * GIB, 0, "15++ GB, fp32 logits"}, {.label = NULL}}},
     {.name = "tokens-81920",
      .title = "Llama 3's LM head + loss up to 81,920 tokens",
      .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
@@ -40,9 +39,7 @@ const Recipe RECIPES[] = {
      .title = "LM head + loss over every size: N 16,384, H 2,048, V 131,072",
      .source = "the second benchmark in PyTorch's feature request for linear_cross_entropy "
                "(pytorch/pytorch#124480)",
-     .says = "memory, TFLOP/s and gradient error over each size, the others at N 16,384, H 2,048, V 131,072; "
-             "the libraries were measured on one H200 with PyTorch 2.11",
-     .grey = "other libraries, as measured on one H200 with PyTorch 2.11",
+     .says = "memory, TFLOP/s and gradient error over each size, the others at N 16,384, H 2,048, V 131,072",
      .arguments =
          ARGUMENTS{"--batch", "16", "--seq-len", "1024", "--hidden-size", "2048", "--vocab", "131072", NULL},
      .layer_only = true,
@@ -52,18 +49,17 @@ const Recipe RECIPES[] = {
                 {SWEEP_TOKENS, "2048:32768:x2"},
                 {SWEEP_VOCAB, "16384:262144:x2"},
                 {SWEEP_HIDDEN, "512:8192:x2"}},
-     .marks = MARKS{{0, 24000 * MIB, 1.69, "PyTorch, fp32 logits"},
-                    {0, 11712 * MIB, 1.28, "PyTorch, bf16 logits"},
-                    {0, 4096 * MIB, 1.29, "torch.compile"},
-                    {0, 1088 * MIB, 2.26, "Liger"},
-                    {0, 1 * MIB, 1.83, "Cut Cross-Entropy"},
-                    {.label = NULL}}},
+     .marks =
+         MARKS{
+#define PEER(name, ratio1, mib1, ratio2, mib2, ...) {0, mib2 * MIB, ratio2, name},
+#include "tools/curves/peers.inc"
+#undef PEER
+             {.label = NULL}}},
     {.name = "gemma2-2b",
      .title = "Gemma 2 2B's LM head + loss: N 8,192, H 2,304, V 256,000",
      .source = "Cut Your Losses in Large-Vocabulary Language Models (Wijmans et al. 2025)",
-     .says = "24 GB against 1 MB for the loss alone, 28 GB against about 1.1 GB with the gradients; the "
-             "libraries were measured on one H200 with PyTorch 2.11",
-     .grey = "the paper's figures; other libraries, as measured on one H200 with PyTorch 2.11",
+     .says = "24 GB against 1 MB for the loss alone, 28 GB against about 1.1 GB with the gradients",
+     .grey = "the paper's figures, whose GB are GiB",
      .arguments =
          ARGUMENTS{"--batch", "8", "--seq-len", "1024", "--hidden-size", "2304", "--vocab", "256000", NULL},
      .layer_only = true,
@@ -72,17 +68,16 @@ const Recipe RECIPES[] = {
      .sweeps = {{SWEEP_CHUNK, "128:8192:x2"}},
      .marks = MARKS{{0, 24000 * MIB, 0, "paper: 24 GB, plain"},
                     {0, 1 * MIB, 0, "paper: 1 MB, CCE"},
-                    {0, 22839 * MIB, 1.58, "PyTorch, fp32 logits"},
-                    {0, 10839 * MIB, 1.19, "PyTorch, bf16 logits"},
-                    {0, 4001 * MIB, 1.20, "torch.compile"},
-                    {0, 2314 * MIB, 3.99, "Liger"},
-                    {0, 3 * MIB, 1.33, "Cut Cross-Entropy"},
+#define PEER(name, ratio1, mib1, ratio2, mib2, ratio3, mib3, ...) {0, mib3 * MIB, ratio3, name},
+#include "tools/curves/peers.inc"
+#undef PEER
                     {.label = NULL}}},
     {.name = "batch-512",
      .title = "512 tokens at a vocabulary of 128,256, in fp32",
      .source = "NVIDIA's DGX Spark playbooks, on fused cross-entropy for Llama 3.1",
      .says = "250 MB of logits for 512 tokens, and about 6x less memory",
-     .grey = "the table in NVIDIA's DGX Spark playbooks",
+     .grey = "the table in NVIDIA's DGX Spark playbooks, whose MB are MiB",
+     .claim = 6,
      .arguments = ARGUMENTS{"--batch", "1", "--seq-len", "512", "--hidden-size", "512", "--vocab", "128256",
                             "--dtype", "fp32", "--lce-chunk", "64", NULL},
      .layer_only = true,
@@ -144,8 +139,33 @@ static size_t loss_alone_bytes(const Experiment *e, const Point *p) {
   return bytes;
 }
 
+static const char row[] = "  %-48s %15s %27s %27s\n";
+
+static Label times(double ratio) {
+  return ratio < 100 ? label("%.1f", ratio) : label("%s", text_grouped((int64_t)ratio).text);
+}
+
+// How many times less the fused mode holds.
+static void print_ratio(double source, double ours) {
+  printf(row, "  times less when fused", times(source).text, times(ours).text, "");
+}
+
+// The source's ratio, next to ours at each of its sizes.
+static void print_claim(const Recipe *recipe, const Curve *c) {
+  Sweep sweep = recipe->sweeps[0].sweep;
+  for (int i = 0; i < c->count; i++) {
+    const Reading *logits = &c->readings[i];
+    double value = point_value(&logits->point);
+    const Reading *fused = reading_at(c, sweep, value, LCE_FUSED);
+    if (logits->point.sweep != sweep || logits->point.mode != LCE_MATERIALIZED || !fused) continue;
+    printf(row,
+           label("times less when fused, %s %s", SWEEP_NAMES[sweep], text_grouped((int64_t)value).text).text,
+           times(recipe->claim).text,
+           times((double)reading_layer_bytes(logits) / (double)reading_layer_bytes(fused)).text, "");
+  }
+}
+
 void recipe_compare(const Recipe *recipe, const Experiment *e, const Curve *c) {
-  static const char row[] = "  %-48s %12s %27s %27s\n";
   Sweep sweep = recipe->sweeps[0].sweep;
   printf("\n%s\n  says: %s\n", recipe->source, recipe->says);
   printf(row, "memory of the LM head + loss", "source", "fused here", "materialized here");
@@ -156,17 +176,22 @@ void recipe_compare(const Recipe *recipe, const Experiment *e, const Curve *c) {
            our_figure(reading_at(c, sweep, m->value, LCE_FUSED)).text,
            our_figure(reading_at(c, sweep, m->value, LCE_MATERIALIZED)).text);
   }
+  if (recipe->claim > 0) print_claim(recipe, c);
   const Reading *both[] = {reading_at(c, SWEEP_CHUNK, 0, LCE_FUSED),
                            reading_at(c, SWEEP_CHUNK, 0, LCE_MATERIALIZED)};
   if (!recipe->loss_alone || !both[0] || !both[1]) return;
-  Text alone[2], whole[2];
+  size_t alone[2], whole[2];
   for (int i = 0; i < 2; i++) {
     LceShape s = point_shape(e, &both[i]->point);
     size_t gradients = (size_t)(s.tokens * s.hidden_size) * dtype_bytes(s.dtype) +
                        (size_t)(s.vocab_size * s.hidden_size) * sizeof(float);
-    alone[i] = text_bytes(loss_alone_bytes(e, &both[i]->point));
-    whole[i] = text_bytes(reading_layer_bytes(both[i]) + gradients);
+    alone[i] = loss_alone_bytes(e, &both[i]->point);
+    whole[i] = reading_layer_bytes(both[i]) + gradients;
   }
-  printf(row, "the loss alone, no gradients (planned)", "1 MB / 24 GB", alone[0].text, alone[1].text);
-  printf(row, "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB", whole[0].text, whole[1].text);
+  printf(row, "the loss alone, no gradients (planned)", "1 MB / 24 GB", text_bytes(alone[0]).text,
+         text_bytes(alone[1]).text);
+  print_ratio(24000, (double)alone[1] / (double)alone[0]);
+  printf(row, "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB", text_bytes(whole[0]).text,
+         text_bytes(whole[1]).text);
+  print_ratio(28 / 1.1, (double)whole[1] / (double)whole[0]);
 }

@@ -8,16 +8,18 @@
 typedef struct {
   double value; // of the recipe's first sweep; 0: at any size
   double bytes; // that the LM head + loss holds beyond its inputs and gradients
-  double ratio; // its time over that of its three GEMMs; 0 when the source does not say
+  double
+      ratio; // a library's time over that of its three GEMMs, as measured for this project; 0: no library's figure
   const char *label;
 } Mark;
 
 typedef struct {
   const char *name;
-  const char *title;            // of the picture
-  const char *source;           // whose experiment it is, in words
-  const char *says;             // what the source found
-  const char *grey;             // what the grey marks in the picture are
+  const char *title;  // of the picture
+  const char *source; // whose experiment it is, in words
+  const char *says;   // what the source found
+  const char *grey;   // what the grey marks in the picture are, apart from libraries; NULL: there are none
+  double claim;       // how many times less memory the source says; 0: it does not
   const char *const *arguments; // ./train's options that set it up; what the user gives comes after and wins
   bool layer_only, errors, timeline, loss_alone;
   bool gpu; // planned for a GPU in bf16 where there is none

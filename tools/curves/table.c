@@ -9,6 +9,9 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/file.h"
+
+static const char mark[] = "# lce.c "; // what every table begins with
 
 static void write_field(FILE *out, const Column *c, const void *field) {
   if (c->values) {
@@ -25,8 +28,8 @@ static void write_field(FILE *out, const Column *c, const void *field) {
 void table_write(const Table *t, const char *path, const char *settings, const void *records, int count) {
   char temporary[620];
   snprintf(temporary, sizeof temporary, "%s.new", path);
-  FILE *out = fopen(temporary, "w");
-  if (!out) fail("cannot write %s: %s", temporary, strerror(errno));
+  file_require_output(t->what, path, mark);
+  FILE *out = file_create(t->what, temporary, mark, false);
   fprintf(out, "# lce.c %s; %s\n", t->what, settings);
   for (int row = -1; row < count; row++)
     for (int i = 0; i < t->count; i++) {
@@ -76,9 +79,10 @@ static bool read_row(const Table *t, char *line, char *record) {
 
 void *table_read(const Table *t, const char *path, char *settings, size_t size, int *count,
                  int64_t *capacity) {
-  FILE *in = fopen(path, "r");
-  if (!in && errno == ENOENT) return NULL;
-  if (!in) fail("cannot read %s: %s", path, strerror(errno));
+  size_t bytes;
+  int file = file_open(path, t->what, &bytes);
+  FILE *in = file < 0 ? NULL : fdopen(file, "r");
+  if (!in) return NULL;
   char line[4096], mark[64], *records = host_grow(NULL, 0, capacity, t->record_size, "a table");
   int length = snprintf(mark, sizeof mark, "# lce.c %s; ", t->what), number = 1;
   for (; fgets(line, sizeof line, in) && strchr(line, '\n'); number++) {

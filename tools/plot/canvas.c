@@ -327,5 +327,6 @@ double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
 }
 
 void canvas_write_png(const Canvas *c, const char *path) {
+  file_require_output("the picture", path, "\x89PNG");
   if (!write_png(c, path)) fail("cannot write the picture %s: is the folder there, is the disk full?", path);
 }

@@ -111,6 +111,7 @@ static void fit_linear(Axis *axis, double low, double high) {
   if (axis->from_zero) low = fmin(low, 0);
   if (high <= low) high = low + (low != 0 ? fabs(low) : 1);
   axis->low = low, axis->high = high;
+  if (axis->tight) return;
   // Sizes end close to where they end; the rest on a tick, and not where the last value would touch the frame.
   for (int pass = 0; pass < 2; pass++) {
     double step = linear_step(axis, axis->unit == UNIT_COUNT ? 6 : axis->ticks);
@@ -167,7 +168,7 @@ static int axis_ticks(const Axis *axis, double ticks[TICKS_MAX]) {
       ticks[count++] = k * step + 0.0; // no -0
   }
   bool short_of_end = count && ticks[count - 1] < axis->high * (1 - 1e-9);
-  if (axis->unit == UNIT_COUNT && short_of_end) ticks[count++] = axis->high;
+  if ((axis->unit == UNIT_COUNT || axis->tight) && short_of_end) ticks[count++] = axis->high;
   return count;
 }
 
@@ -248,25 +249,49 @@ static void occupy_series(const Panel *p, const Series *s, Occupied *o) {
   }
 }
 
-// Writes near a spot, on the first side that is free, else a little further away, else on the first side.
-static void place_label(Canvas *c, const Panel *p, Occupied *o, Spot at, TextStyle style, const char *sides,
-                        const char *text) {
-  double width = canvas_text_width(c, style, text), height = style.size;
+// The box of a text on a side of a spot, as on a number pad, `distance` away.
+static Box box_beside(Spot at, char side, double distance, double width, double height) {
+  int dx = (side - '1') % 3 - 1, dy = 1 - (side - '1') / 3;
+  double x = at.x + dx * (width / 2 + (dy ? 0 : distance)), y = at.y + dy * (distance + height / 2);
+  return (Box){x - width / 2, y - height / 2, x + width / 2, y + height / 2};
+}
+
+// A place near a spot for a text: on one of the sides, in their order, `rings` times further and further away.
+static bool find_place(const Panel *p, const Occupied *o, Spot at, const char *sides, int rings, Box *place,
+                       double *distance) {
+  double width = place->right - place->left, height = place->bottom - place->top;
   int count = (int)strlen(sides);
-  Box place = {0};
-  bool placed = false;
-  for (int i = 0; i < 4 * count && !placed; i++) {
-    double distance = 8 * (1 + i / count);
-    int dx = (sides[i % count] - '1') % 3 - 1, dy = 1 - (sides[i % count] - '1') / 3;
-    double x = at.x + dx * (width / 2 + (dy ? 0 : distance)), y = at.y + dy * (distance + height / 2);
-    Box box = {x - width / 2, y - height / 2, x + width / 2, y + height / 2};
-    placed = box.left >= p->box.left && box.right <= p->box.right + 60 && box.top >= p->box.top - 2 &&
-             box.bottom <= p->box.bottom && is_free(o, box);
-    if (i == 0 || placed) place = box;
+  for (int i = 0; i < rings * count; i++) {
+    *distance = 8 * (1 + i / count);
+    Box b = box_beside(at, sides[i % count], *distance, width, height);
+    if (b.left < p->box.left || b.right > p->box.right + 60 || b.top < p->box.top - 2 ||
+        b.bottom > p->box.bottom || !is_free(o, b))
+      continue;
+    *place = b;
+    return true;
   }
+  return false;
+}
+
+// Writes near a spot: on one of its sides where nothing is, else all around it, else over lines but over no text, else
+// not at all. A text that stands away from its spot has a line to it, unless that would cross another.
+static void place_label(Canvas *c, const Panel *p, Occupied *all, Occupied *texts, Spot at, bool pointed,
+                        TextStyle style, const char *sides, const char *text) {
+  Box place = {.right = canvas_text_width(c, style, text), .bottom = style.size};
+  double distance;
+  if (!find_place(p, all, at, sides, 4, &place, &distance) &&
+      !find_place(p, all, at, "98764321", 12, &place, &distance) &&
+      !find_place(p, texts, at, sides, 4, &place, &distance) &&
+      !find_place(p, texts, at, "98764321", 4, &place, &distance))
+    return;
+  Spot end = {fmin(fmax(at.x, place.left), place.right), fmin(fmax(at.y, place.top), place.bottom)};
+  Box line = {fmin(at.x, end.x), fmin(at.y, end.y), fmax(at.x, end.x) + 0.1, fmax(at.y, end.y) + 0.1};
+  if (pointed && distance > 8 && is_free(texts, line))
+    canvas_line(c, at, end, (Stroke){.color = style.color, .width = 0.8});
   canvas_box(c, place, WHITE, 0.8); // so that grid lines do not cross the letters
-  canvas_text(c, (Spot){place.left, place.bottom - 0.14 * height}, style, text);
-  occupy(o, place);
+  canvas_text(c, (Spot){place.left, place.bottom - 0.14 * style.size}, style, text);
+  occupy(all, place);
+  occupy(texts, place);
 }
 
 typedef struct {
@@ -395,7 +420,7 @@ static void draw_line(Canvas *c, const Panel *p, const Series *s) {
 }
 
 static void draw_panel(Canvas *c, const Panel *p) {
-  Occupied occupied = {0};
+  Occupied occupied = {0}, texts = {0};
   draw_frame(c, p);
   for (int i = 0; i < p->count; i++) {
     if (p->series[i].kind == SERIES_AREA && p->series[i].count) draw_area(c, p, &p->series[i]);
@@ -415,10 +440,12 @@ static void draw_panel(Canvas *c, const Panel *p) {
       TextStyle style = {.size = s->bold ? 12 : 11, .bold = s->bold, .color = s->color};
       bool beyond = s->clamped && at->y > p->y.high;
       if (at->label.text[0])
-        place_label(c, p, &occupied, panel_spot(p, at->x, at->y), style, s->sides ? s->sides : "6482",
+        place_label(c, p, &occupied, &texts, panel_spot(p, at->x, at->y), isfinite(at->x) && isfinite(at->y),
+                    style, s->sides ? s->sides : "6482",
                     label(beyond ? "%s, at %.2f" : "%s", at->label.text, at->y).text);
     }
   free(occupied.boxes);
+  free(texts.boxes);
 }
 
 // --- the picture -------------------------------------------------------------------------------------------
