@@ -399,10 +399,11 @@ typedef struct {
 
 // dx_raw = E W over the kept tiles.
 typedef struct {
-  Tensor dx_raw;    // fp32 or x's dtype [C, H]
-  Tensor tiles;     // as LceSampleTiles left them, and exps with them
-  Tensor exps;      // fp32/bf16 [C, V], may be strided
-  Tensor weight;    // fp32/bf16 [V, H]
+  Tensor dx_raw; // fp32 or x's dtype [C, H]
+  Tensor tiles;  // as LceSampleTiles left them, and exps with them
+  Tensor exps;   // fp32/bf16 [C, V], may be strided
+  Tensor weight; // fp32/bf16 [V, H]
+  bool dense;    // most tiles are expected to be kept: a backend may multiply zeros rather than skip the rest
   Tensor workspace; // pushed by the entry point
 } LceSampledDx;
 
@@ -413,6 +414,7 @@ typedef struct {
   Tensor exps;     // fp32/bf16 [C, V], may be strided
   Tensor scaled_x; // fp32/bf16 [C, H]
   float alpha;     // 0 is read as 1, as in LinearBackwardWeight
+  bool dense;      // as in LceSampledDx
   bool accumulate;
   Tensor workspace; // pushed by the entry point
 } LceDweight;

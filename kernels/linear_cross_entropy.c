@@ -36,6 +36,9 @@ const char *lce_mode_name(LceMode mode) {
 
 // --- a call ------------------------------------------------------------------------------------------------
 
+// A full mass below which most tiles are kept as long as a model is far from certain, so that skipping saves nothing.
+static const float DENSE_BELOW = 0x1p-6f;
+
 // What a call holds besides its chunks.
 typedef struct {
   Backend *backend;
@@ -49,7 +52,7 @@ typedef struct {
   LossTerms terms;        // with class_weight_sum
   Tensor class_weights;   // of this rank's rows of W
   Tensor factor;          // fp32 [1], or absent
-  bool sampling;          // of E's tiles, for the gradients
+  bool sampling, dense;   // of E's tiles, for the gradients; most are expected to be kept
   Tensor sampled;         // fp32 [3]: TileSampling's stats
   Tensor smoothing_row;   // fp32 [H]: sum_j w[j] W[j] over all rows of W
   Tensor smoothing_local; // fp32 [H]: over this rank's rows
@@ -111,6 +114,7 @@ static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
         tensor_exists(a->sampling.stats) ? a->sampling.stats : push_vector(backend, "tiles dropped", 3);
     fill_zero(backend, c.sampled);
     c.sampling = c.backward;
+    c.dense = a->sampling.full_mass < DENSE_BELOW;
   }
   if (smoothing && !c.logits) push_smoothing(&c);
   return c;
@@ -420,8 +424,10 @@ static void sampled_dx(const Call *c, const Chunk *k, int64_t chunk) {
                                     .full_mass = sampling->full_mass,
                                     .seed = sampling->seed,
                                     .stream = (uint64_t)(chunk * c->backend->ranks + c->backend->rank)});
-  lce_sampled_dx(c->backend,
-                 (LceSampledDx){.dx_raw = k->dx, .tiles = k->tiles, .exps = k->exps, .weight = c->a->weight});
+  lce_sampled_dx(
+      c->backend,
+      (LceSampledDx){
+          .dx_raw = k->dx, .tiles = k->tiles, .exps = k->exps, .weight = c->a->weight, .dense = c->dense});
 }
 
 // dweight (+)= scale E^T (r X). The caller's scale is the GEMM's alpha, so that r X stays within the normal numbers.
@@ -431,6 +437,7 @@ static void add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
                                        .exps = k->exps,
                                        .scaled_x = k->scaled_x,
                                        .alpha = c->a->scale,
+                                       .dense = c->dense,
                                        .accumulate = accumulate});
 }
 

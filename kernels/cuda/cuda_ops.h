@@ -53,6 +53,12 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
+// All of these tiles; on Hopper the partial sums of split-K go there.
+static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
+  int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
+  return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));
+}
+
 // hopper_gemm.cu walks lists of the k-steps that a sampled GEMM has, each of 64 and with its length first: for dX one for
 // a tile's rows, for dW one for a tile's columns, and a list of those that are not empty.
 static inline size_t cuda_lce_dx_list_bytes(int64_t rows, int64_t vocab_size) {

@@ -325,7 +325,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = a->weight.shape[0];
   if (rows == 0) return;
   TileScratch s = tile_scratch(a);
-  size_t tile_bytes = (size_t)(reinterpret_cast<char *>(s.sum) - reinterpret_cast<char *>(s.tile[0]));
+  size_t tile_bytes = cuda_lce_tiles_bytes(rows, vocab_size);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     int64_t done = 0;

@@ -6,7 +6,8 @@
 //
 // On Hopper dX walks lists of k-steps, one for a tile's rows (hopper_gemm.cu). Which steps these are is known on the device
 // alone, and nothing about them is reported to the host: the bits of a result do not depend on an earlier call. dW, and on
-// other GPUs dX too, is cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved.
+// other GPUs dX too, is cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved. So is dX on Hopper where most
+// tiles are expected to be kept, with the kernels and the bits of the exact gradient.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
@@ -119,9 +120,13 @@ static void zero_dropped(Backend *backend, Tensor exps, Tensor tiles) {
 
 void cuda_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
   if (a->exps.shape[0] == 0) return;
+  void *scratch = a->workspace.data;
   size_t bytes = (size_t)a->workspace.shape[0] * sizeof(int32_t);
-  if (hopper_sampled_dx(backend, a->dx_raw, a->exps, a->weight, a->tiles, a->workspace.data, bytes)) return;
+  if (!a->dense && hopper_sampled_dx(backend, a->dx_raw, a->exps, a->weight, a->tiles, scratch, bytes))
+    return;
   zero_dropped(backend, a->exps, a->tiles);
+  bytes = cuda_lce_tiles_bytes(a->exps.shape[0], a->exps.shape[1]); // as without sampling
+  if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, scratch, bytes, false)) return;
   Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
   cuda_gemm(backend, &g);
 }
