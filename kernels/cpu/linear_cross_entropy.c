@@ -266,7 +266,7 @@ void cpu_lce_sample_tiles(Backend *backend, const LceSampleTiles *a) {
 }
 
 static bool tile_kept(Tensor tiles, int64_t b, int64_t t) {
-  return !tensor_exists(tiles) || cpu_row(tiles, b)[t] > 0;
+  return cpu_row(tiles, b)[t] > 0;
 }
 
 // The same units and sums as the logits-exp pass has without sampling.
@@ -295,46 +295,47 @@ void cpu_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
 
 // --- dW ----------------------------------------------------------------------------------------------------
 
-// All of dW by one GEMM, with zeros in dropped tiles.
-static void dense_dweight(Backend *backend, const LceDweight *a) {
-  int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1];
-  for (int64_t b = 0; tensor_exists(a->tiles) && b < a->tiles.shape[0]; b++)
-    for (int64_t t = 0; t < a->tiles.shape[1]; t++) {
-      Tile tile = tile_of(chunk, vocab, b, t);
-      for (int64_t n = tile.row; !tile_kept(a->tiles, b, t) && n < tile.row + tile.rows; n++)
-        memset(cpu_row(a->exps, n) + tile.column, 0, (size_t)tile.columns * sizeof(float));
+static void zero_dropped(Tensor exps, Tensor tiles) {
+  for (int64_t b = 0; b < tiles.shape[0]; b++)
+    for (int64_t t = 0; t < tiles.shape[1]; t++) {
+      if (tile_kept(tiles, b, t)) continue;
+      Tile tile = tile_of(exps.shape[0], exps.shape[1], b, t);
+      for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
+        memset(cpu_row(exps, n) + tile.column, 0, (size_t)tile.columns * sizeof(float));
     }
-  CpuMatrix e = {.data = a->exps.data, .stride = a->exps.stride, .transposed = true},
-            x = {.data = a->scaled_x.data, .stride = a->scaled_x.stride};
-  cpu_gemm(cpu_plain_loops(backend), vocab, a->dweight.shape[1], chunk, a->alpha, e, x,
-           a->accumulate ? 1.0f : 0.0f, a->dweight.data, a->dweight.stride);
+}
+
+// dW's rows under column t of the tiles, from those that are kept.
+static void dweight_rows(bool plain, const LceDweight *a, int64_t t) {
+  int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->dweight.shape[1];
+  bool begun = a->accumulate;
+  Tile tile = tile_of(chunk, vocab, 0, t);
+  float *out = cpu_row(a->dweight, tile.column);
+  for (int64_t b = 0; b < a->tiles.shape[0]; b++) {
+    if (!tile_kept(a->tiles, b, t)) continue;
+    tile = tile_of(chunk, vocab, b, t);
+    const float *exps = cpu_row(a->exps, tile.row) + tile.column;
+    CpuMatrix e = {.data = exps, .stride = a->exps.stride, .transposed = true},
+              x = {.data = cpu_row(a->scaled_x, tile.row), .stride = a->scaled_x.stride};
+    tile_multiply(plain, tile.columns, hidden, tile.rows, a->alpha, e, x, begun, out, a->dweight.stride);
+    begun = true;
+  }
+  if (!begun) memset(out, 0, (size_t)(tile.columns * hidden) * sizeof *out);
 }
 
 void cpu_lce_dweight(Backend *backend, const LceDweight *a) {
-  int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->dweight.shape[1];
-  if (!tensor_exists(a->tiles) || a->dense) {
-    dense_dweight(backend, a);
+  bool sampled = tensor_exists(a->tiles);
+  if (sampled && !a->dense) {
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t t = 0; t < a->tiles.shape[1]; t++) dweight_rows(cpu_plain_loops(backend), a, t);
     return;
   }
-  Grid g = make_grid(max_i64(chunk, 1), vocab);
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t t = 0; t < g.tiles; t++) {
-    bool begun = a->accumulate;
-    Tile tile = tile_of(chunk, vocab, 0, t);
-    float *out = cpu_row(a->dweight, tile.column);
-    for (int64_t b = 0; b * LCE_TILE_ROWS < chunk; b++) {
-      if (!tile_kept(a->tiles, b, t)) continue;
-      tile = tile_of(chunk, vocab, b, t);
-      CpuMatrix e = {.data = cpu_row(a->exps, tile.row) + tile.column,
-                     .stride = a->exps.stride,
-                     .transposed = true},
-                x = {.data = cpu_row(a->scaled_x, tile.row), .stride = a->scaled_x.stride};
-      tile_multiply(cpu_plain_loops(backend), tile.columns, hidden, tile.rows, a->alpha, e, x, begun, out,
-                    a->dweight.stride);
-      begun = true;
-    }
-    if (!begun) memset(out, 0, (size_t)(tile.columns * hidden) * sizeof *out);
-  }
+  if (sampled) zero_dropped(a->exps, a->tiles);
+  cpu_linear_backward_weight(backend, &(LinearBackwardWeight){.dweight = a->dweight,
+                                                              .dout = a->exps,
+                                                              .x = a->scaled_x,
+                                                              .alpha = a->alpha,
+                                                              .accumulate = a->accumulate});
 }
 
 // --- a vocabulary split over ranks -------------------------------------------------------------------------
