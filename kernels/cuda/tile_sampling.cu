@@ -134,7 +134,10 @@ void cuda_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
 void cuda_lce_dweight(Backend *backend, const LceDweight *a) {
   // hopper_sampled_dweight, which skips dropped tiles, is left out until it has been measured.
   if (tensor_exists(a->tiles) && a->exps.shape[0]) zero_dropped(backend, a->exps, a->tiles);
-  Gemm g = gemm_of(a->dweight, a->exps, true, a->scaled_x, false, a->accumulate);
-  g.alpha = a->alpha;
-  cuda_gemm(backend, &g);
+  LinearBackwardWeight dense = {.dweight = a->dweight,
+                                .dout = a->exps,
+                                .x = a->scaled_x,
+                                .alpha = a->alpha,
+                                .accumulate = a->accumulate};
+  cuda_linear_backward_weight(backend, &dense);
 }

@@ -7,6 +7,7 @@ Prints TAP, as the other tests do. Builds a library of its own for the CPU, and 
 import array
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
@@ -14,14 +15,15 @@ import resource
 import shutil
 import subprocess
 import sys
-import traceback
 import types
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 FOLDER = os.path.join("build", "library-cpu")
-sys.path.insert(0, os.path.join(ROOT, "tools"))
+sys.path[:0] = [os.path.join(ROOT, "tools"), os.path.join(ROOT, "tests")]
 import liblce  # noqa: E402
+import tap  # noqa: E402
 from liblce import Args, Failure, Layer, load  # noqa: E402
+from tap import Skip  # noqa: E402
 
 golden = json.load(open(os.path.join(ROOT, "tests", "golden", "loss.json")))
 N, H, V = golden["rows"], golden["hidden"], golden["vocab"]
@@ -33,10 +35,6 @@ def floats(values):
 
 def address(elements):
     return elements.buffer_info()[0]
-
-
-class Skip(Exception):
-    """Why a test cannot run here."""
 
 
 def build(folder, *settings):
@@ -545,22 +543,6 @@ TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, sampling_is
          refusals_leave_nothing_behind, contexts_are_independent, streams_of_the_caller)
 
 
-def main():
-    print(f"1..{len(TESTS)}")
-    failed = 0
-    library = load(build(FOLDER, "CUDA=0", "MPI=0"))
-    for number, test in enumerate(TESTS, 1):
-        try:
-            test(library)
-            print(f"ok {number} - {test.__name__}")
-        except Skip as reason:
-            print(f"ok {number} # SKIP {test.__name__}: {reason}")
-        except Exception:
-            failed += 1
-            print(f"not ok {number} - {test.__name__}")
-            print("".join("# " + line + "\n" for line in traceback.format_exc().splitlines()), end="")
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    library = load(build(FOLDER, "CUDA=0", "MPI=0"))
+    sys.exit(tap.run({test.__name__: functools.partial(test, library) for test in TESTS}))

@@ -11,9 +11,11 @@ import struct
 import subprocess
 import sys
 import tempfile
-import traceback
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "tests"))
+import tap  # noqa: E402
+from tap import Skip  # noqa: E402
 GOLDEN = os.path.join(ROOT, "tests", "golden", "tokenizers")
 TRAIN = os.path.abspath(os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train")))
 
@@ -23,10 +25,6 @@ try:
 except ImportError as missing:
     print(f"1..1\nok 1 # SKIP {missing}: pip install tokenizers numpy")
     sys.exit(0)
-
-
-class Skip(Exception):
-    pass
 
 
 class TempDir:
@@ -340,21 +338,6 @@ def test_only_earlier_shards_are_replaced():
     assert os.path.exists(notes) and not os.path.exists(old) and not os.path.exists(text)
 
 
-def main():
-    tests = [(name, test) for name, test in globals().items() if name.startswith("test_")]
-    print(f"1..{len(tests)}", flush=True)
-    failed = 0
-    for number, (name, test) in enumerate(tests, 1):
-        try:
-            test()
-            print(f"ok {number} - {name}", flush=True)
-        except Skip as reason:
-            print(f"ok {number} # SKIP {name}: {reason}", flush=True)
-        except Exception:
-            failed += 1
-            print("".join("# " + line + "\n" for line in traceback.format_exc().splitlines()) + f"not ok {number} - {name}", flush=True)
-    shutil.rmtree(temp.path)
-    sys.exit(failed > 0)
-
-
-main()
+failed = tap.run({name: test for name, test in list(globals().items()) if name.startswith("test_")})
+shutil.rmtree(temp.path)
+sys.exit(failed > 0)

@@ -8,16 +8,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "tests"))
+import tap  # noqa: E402
+from tap import Skip  # noqa: E402
 TRAIN = os.path.abspath(os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train")))
 PLOT_RUN = os.path.join(os.path.dirname(TRAIN), "tools", "plot_run")
 TINY = "--model gpt2-tiny --hidden-size 16 --num-layers 1 --num-attention-heads 2 --batch 2 --seq-len 16"
-
-
-class Skip(Exception):
-    pass
 
 
 def call(*command, expect=0, check=True):
@@ -90,23 +88,13 @@ def test_a_whole_run(folder):
     assert "have other settings" in real_run(folder, "--vocab", 301, expect=1).stderr
 
 
-def main():
-    tests = [(name, test) for name, test in globals().items() if name.startswith("test_")]
-    print(f"1..{len(tests)}", flush=True)
-    failed = 0
-    for number, (name, test) in enumerate(tests, 1):
-        try:
-            if not os.path.exists(PLOT_RUN):
-                raise Skip(f"there is no {PLOT_RUN}")
-            with tempfile.TemporaryDirectory(prefix="lce-real-run-") as folder:
-                test(folder)
-            print(f"ok {number} - {name}", flush=True)
-        except Skip as reason:
-            print(f"ok {number} # SKIP {name}: {reason}", flush=True)
-        except Exception:
-            failed += 1
-            print("".join("# " + line + "\n" for line in traceback.format_exc().splitlines()) + f"not ok {number} - {name}", flush=True)
-    sys.exit(failed > 0)
+def in_folder(test):
+    def run():
+        if not os.path.exists(PLOT_RUN):
+            raise Skip(f"there is no {PLOT_RUN}")
+        with tempfile.TemporaryDirectory(prefix="lce-real-run-") as folder:
+            test(folder)
+    return run
 
 
-main()
+sys.exit(tap.run({name: in_folder(test) for name, test in list(globals().items()) if name.startswith("test_")}) > 0)
