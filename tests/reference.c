@@ -279,3 +279,9 @@ double reference_dot(const double *a, const double *b, int64_t count) {
   for (int64_t i = 0; i < count; i++) sum += a[i] * b[i];
   return sum;
 }
+
+double euclidean_distance(const double *a, const double *b, int64_t count) {
+  double squares = 0;
+  for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]);
+  return sqrt(squares);
+}

@@ -65,5 +65,7 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
 
 // The sum of a[i] * b[i]: an objective whose gradient with respect to a is b.
 double reference_dot(const double *a, const double *b, int64_t count);
+// The root of the sum of (a[i] - b[i])^2.
+double euclidean_distance(const double *a, const double *b, int64_t count);
 
 #endif

@@ -97,17 +97,12 @@ static LinearCrossEntropy without_sampling(Harness *h, LinearCrossEntropy a) {
   return with_outputs(h, a);
 }
 
-static double distance(const double *a, const double *b, int64_t count) {
-  double squares = 0;
-  for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]);
-  return sqrt(squares);
-}
-
 // `got` is what `want` says, and not what it would be without sampling.
 static void check_sampled(Harness *h, const char *what, Tensor got, const double *want, const double *whole,
                           double terms, double size) {
   int64_t count = tensor_count(got);
-  double off = distance(values_of(h, got), want, count), sampling = distance(whole, want, count);
+  double off = euclidean_distance(values_of(h, got), want, count),
+         sampling = euclidean_distance(whole, want, count);
   check_values(h, what, got, want, of_size(within_stored(h, 8, terms), size));
   if (!(off < 0.1 * sampling)) fail_msg("%s is off by %g, and sampling changes %g", what, off, sampling);
 }
@@ -268,7 +263,7 @@ static void test_repeats(void **state) {
   check_bitwise_equal(h, "dweight again", again.dweight, p.call.dweight);
   check_bitwise_equal(h, "stats again", again.sampling.stats, p.call.sampling.stats);
   linear_cross_entropy(h->backend, other);
-  assert_true(distance(values_of(h, other.dx), values_of(h, p.call.dx), c.rows * c.hidden) > 0);
+  assert_true(euclidean_distance(values_of(h, other.dx), values_of(h, p.call.dx), c.rows * c.hidden) > 0);
   linear_cross_entropy(h->backend, plain);
   check_bitwise_equal(h, "loss", plain.loss, p.call.loss);
   forward.dx = forward.dweight = (Tensor){0};

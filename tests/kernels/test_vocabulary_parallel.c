@@ -193,12 +193,6 @@ static void check_repeats(Harness *h) {
   check_bitwise_equal(h, "loss again", once.loss, again.loss);
 }
 
-static double squared_distance(const double *a, const double *b, int64_t count) {
-  double squares = 0;
-  for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]);
-  return squares;
-}
-
 // The mean of a sampled gradient over SEEDS seeds is off by what one is off, over the root of SEEDS.
 enum { SEEDS = 256 };
 typedef struct {
@@ -211,13 +205,14 @@ static void add_seed(Harness *h, Sampled *s) {
   int64_t count = tensor_count(s->tensor);
   const double *values = values_of(h, s->tensor);
   for (int64_t i = 0; i < count; i++) s->mean[i] += values[i] / SEEDS;
-  s->squares += squared_distance(values, s->exact, count) / SEEDS;
+  double off = euclidean_distance(values, s->exact, count);
+  s->squares += off * off / SEEDS;
 }
 
 static void check_mean(Harness *h, const Sampled *s) {
   int64_t count = tensor_count(s->tensor);
-  double size = sqrt(squared_distance(s->exact, host_values(h, count), count)), one = sqrt(s->squares);
-  double off = sqrt(squared_distance(s->mean, s->exact, count)), rounding = dtype_epsilon(h->dtype) * size;
+  double size = euclidean_distance(s->exact, host_values(h, count), count), one = sqrt(s->squares);
+  double off = euclidean_distance(s->mean, s->exact, count), rounding = dtype_epsilon(h->dtype) * size;
   if (!(one > 0.05 * size && off < 2 * one / sqrt(SEEDS) + rounding))
     fail_msg("%s of norm %g: one seed is off by %g, the mean of %d by %g", s->name, size, one, SEEDS, off);
 }
