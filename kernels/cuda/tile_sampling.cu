@@ -4,10 +4,11 @@
 // block draws for 32 tiles side by side, then multiplies those that are kept with a probability below 1.
 // Traffic for a chunk: 4 C V / 192 bytes of row sums, and 4 C V bytes of E times the share of such tiles, a tenth as a rule.
 //
-// On Hopper dX walks lists of k-steps, one for a tile's rows (hopper_gemm.cu). Which steps these are is known on the device
-// alone, and nothing about them is reported to the host: the bits of a result do not depend on an earlier call. dW, and on
-// other GPUs dX too, is cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved. So is dX on Hopper where most
-// tiles are expected to be kept, with the kernels and the bits of the exact gradient.
+// On Hopper both GEMMs walk lists of k-steps (hopper_gemm.cu): dX one for a tile's rows, dW one for a tile's columns, where an
+// empty list leaves those rows of dW unread and unwritten. Which steps these are is known on the device alone, and nothing
+// about them is reported to the host: the bits of a result do not depend on an earlier call. On other GPUs both GEMMs are
+// cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved. So are they on Hopper where most tiles are
+// expected to be kept, with the kernels and the bits of the exact gradient.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
@@ -132,8 +133,10 @@ void cuda_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
 }
 
 void cuda_lce_dweight(Backend *backend, const LceDweight *a) {
-  // hopper_sampled_dweight, which skips dropped tiles, is left out until it has been measured.
-  if (tensor_exists(a->tiles) && a->exps.shape[0]) zero_dropped(backend, a->exps, a->tiles);
+  if (tensor_exists(a->tiles) && a->exps.shape[0]) {
+    if (!a->dense && hopper_sampled_dweight(backend, a)) return;
+    zero_dropped(backend, a->exps, a->tiles);
+  }
   LinearBackwardWeight dense = {.dweight = a->dweight,
                                 .dout = a->exps,
                                 .x = a->scaled_x,
