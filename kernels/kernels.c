@@ -390,28 +390,16 @@ void lce_rows(Backend *backend, LceRows a) {
   CALL(lce_rows);
 }
 
-#define TILES_OF(exps)                                                                                       \
-  SIZE(A, ceil_div((exps).shape[0], LCE_TILE_ROWS)), SIZE(B, ceil_div((exps).shape[1], LCE_TILE_COLUMNS))
-
-void lce_sample_tiles(Backend *backend, LceSampleTiles a) {
-  CHECK(FIELD(exps, "T [C, V] strided"), TILES_OF(a.exps), FIELD(tiles, "fp32 [A, B]"),
-        FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"));
+void lce_sampled_gradients(Backend *backend, LceSampledGradients a) {
+  CHECK(FIELD(exps, "T [C, V] strided"), FIELD(weight, "T [V, H]"), FIELD(scaled_x, "T [C, H]"),
+        FIELD(dx_raw, "T|fp32 [C, H]"), FIELD(dweight, "fp32 [V, H]"),
+        SIZE(A, ceil_div(a.exps.shape[0], LCE_TILE_ROWS)),
+        SIZE(B, ceil_div(a.exps.shape[1], LCE_TILE_COLUMNS)), FIELD(tiles, "fp32 [A, B]"),
+        FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"));
   loss_rows(__func__, &a.rows, a.exps.shape[0], "row_sum, target_e");
   if (!(a.full_mass > 0)) fail("%s: full_mass is %g, which is not above 0", __func__, (double)a.full_mass);
-  CALL(lce_sample_tiles);
-}
-
-void lce_sampled_dx(Backend *backend, LceSampledDx a) {
-  CHECK(FIELD(exps, "T [C, V] strided"), TILES_OF(a.exps), FIELD(tiles, "fp32 [A, B]"),
-        FIELD(weight, "T [V, H]"), FIELD(dx_raw, "T|fp32 [C, H]"));
-  CALL_WITH_SCRATCH(lce_sampled_dx, MEMORY_HEAD);
-}
-
-void lce_dweight(Backend *backend, LceDweight a) {
-  CHECK(FIELD(exps, "T [C, V] strided"), TILES_OF(a.exps), FIELD(tiles, "fp32 [A, B] or absent"),
-        FIELD(scaled_x, "T [C, H]"), FIELD(dweight, "fp32 [V, H]"));
   if (a.alpha == 0) a.alpha = 1;
-  CALL_WITH_SCRATCH(lce_dweight, MEMORY_HEAD);
+  CALL_WITH_SCRATCH(lce_sampled_gradients, MEMORY_HEAD);
 }
 
 void lce_input_gradient(Backend *backend, LceInputGradient a) {

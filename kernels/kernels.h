@@ -330,12 +330,12 @@ typedef struct {
   Tensor
       exps; // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
             // are stored in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end
-  Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledDx makes it
+  Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
   Tensor
-      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)]: R's parts, for LceSampleTiles; absent without exps, or unless wanted
-  LossRows rows;     // reads target_z; writes anchor, row_sum, target_e
-  Tensor x;          // fp32/bf16 [C, H]
-  Tensor weight;     // fp32/bf16 [V, H]
+      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)]: R's parts, for LceSampledGradients; absent without exps, or unless wanted
+  LossRows rows; // reads target_z; writes anchor, row_sum, target_e
+  Tensor x;      // fp32/bf16 [C, H]
+  Tensor weight; // fp32/bf16 [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
   Tensor workspace;  // pushed by the entry point
@@ -379,45 +379,41 @@ typedef struct {
 // first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)
 // It is kept with probability q = min(1, m / full_mass), rounded to a power of two, and then multiplied by 1 / q, which is
-// exact; else it is dropped. So dX and dweight, which are linear in E, keep their expectation: LCE.md has the proof and the
-// variance. The target's own entry lies outside of E and is always added.
+// exact; else it is dropped. With S the E that results,
+//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x
+// keep their expectation, since both are linear in E: LCE.md has the proof and the variance. The target's own entry lies
+// outside of E and is always added.
 //   tiles[b, t]  1 / q where the tile is kept, -m where it is dropped
 //   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order
 // Tile i = b B + t is kept where random_uniform(seed, stream, i) < q: the same draws on every device. A NaN keeps its tile,
-// a mass of 0 drops it. What E holds in dropped tiles is unspecified afterwards; lce_sampled_dx and lce_dweight know.
+// a mass of 0 drops it. What E holds afterwards is unspecified.
+//
+// A call takes the chunks of its tokens one after the other. A backend may keep tiles of several chunks in `kept` and add
+// them to dweight together: only after a chunk with `flush` is dweight complete.
 enum { LCE_TILE_ROWS = 128, LCE_TILE_COLUMNS = 192 };
 
 typedef struct {
+  Tensor dx_raw;    // fp32 or x's dtype [C, H]
+  Tensor dweight;   // fp32 [V, H]
   Tensor tiles;     // fp32 [A, B]: A = ceil(C / LCE_TILE_ROWS), B = ceil(V / LCE_TILE_COLUMNS)
   Tensor stats;     // fp32 [3]
   Tensor exps;      // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, with zeros that may follow
   Tensor tile_sums; // fp32 [C, B], from LceLogitsExp
   LossRows rows;    // reads row_sum, target_e, and rescale where it is there
+  Tensor weight;    // fp32/bf16 [V, H]
+  Tensor scaled_x;  // fp32/bf16 [C, H]
   float full_mass;  // above 0: the mass from which a tile is always kept
   uint64_t seed, stream;
-} LceSampleTiles;
-
-// dx_raw = E W over the kept tiles.
-typedef struct {
-  Tensor dx_raw; // fp32 or x's dtype [C, H]
-  Tensor tiles;  // as LceSampleTiles left them, and exps with them
-  Tensor exps;   // fp32/bf16 [C, V], may be strided
-  Tensor weight; // fp32/bf16 [V, H]
-  bool dense;    // most tiles are expected to be kept: a backend may multiply zeros rather than skip the rest
-  Tensor workspace; // pushed by the entry point
-} LceSampledDx;
-
-// dweight (+)= alpha E^T scaled_x, over all tiles or the kept ones.
-typedef struct {
-  Tensor dweight;  // fp32 [V, H]
-  Tensor tiles;    // as LceSampleTiles left them, and exps with them; absent: all of E
-  Tensor exps;     // fp32/bf16 [C, V], may be strided
-  Tensor scaled_x; // fp32/bf16 [C, H]
-  float alpha;     // 0 is read as 1, as in LinearBackwardWeight
-  bool dense;      // as in LceSampledDx
-  bool accumulate;
-  Tensor workspace; // pushed by the entry point
-} LceDweight;
+  float alpha; // 0 is read as 1, as in LinearBackwardWeight
+  bool
+      dense; // most tiles are expected to be kept: zeros are multiplied rather than skipped, with the bits that
+             // the exact gradient has where none is dropped
+  Tensor kept; // int32 [K], or absent: the bytes of BackendScratch.lce_kept_bytes, for the chunks of one call
+  int64_t kept_rows; // that K was counted for, at least C
+  bool first, flush; // the call's first chunk; see above
+  bool accumulate;   // the first chunk adds to dweight rather than write it, as the others do
+  Tensor workspace;  // pushed by the entry point
+} LceSampledGradients;
 
 // dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over dx_raw.
 // Without the second term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
@@ -542,9 +538,7 @@ typedef struct {
   S(lce_logits_exp, LceLogitsExp)                                                                            \
   X(lce_combine, LceCombine)                                                                                 \
   X(lce_rows, LceRows)                                                                                       \
-  X(lce_sample_tiles, LceSampleTiles)                                                                        \
-  S(lce_sampled_dx, LceSampledDx)                                                                            \
-  S(lce_dweight, LceDweight)                                                                                 \
+  S(lce_sampled_gradients, LceSampledGradients)                                                              \
   X(lce_input_gradient, LceInputGradient)                                                                    \
   S(lce_target_gradient, LceTargetGradient)                                                                  \
   X(cross_entropy_in_place, CrossEntropyInPlace)                                                             \
@@ -612,6 +606,9 @@ typedef struct {
 typedef struct {
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
+  // Of LceSampledGradients.kept, where chunks have at most C rows; NULL where the backend needs none.
+  size_t (*lce_kept_bytes)(Dtype dtype, int64_t rows, int64_t vocab_size, int64_t hidden_size,
+                           float full_mass);
   // Bytes the backend reserves for itself when it starts (the GEMMs' workspace), named in the ledger.
   size_t resident_bytes;
 #define MEMBER(name, Arguments) size_t (*name)(const Arguments *);

@@ -200,7 +200,9 @@ typedef struct {
   LossRows rows;                    // fp32 [G C] each, of the whole vocabulary
   Tensor local_sums, all_sums; // split: fp32 [2 G C] anchors, row sums of this rank's W; fp32 [G * 2 G C]
   Tensor exps, logits;         // [G C, V / G]; one of them
-  Tensor tile_sums, tiles;     // of sampling: fp32 [G C, B], [A, B], as LceSampleTiles has them
+  Tensor tile_sums, tiles;     // of sampling: fp32 [G C, B], [A, B], as LceSampledGradients has them
+  Tensor kept;                 // likewise, for all chunks
+  int64_t kept_rows;
   Tensor scaled_x; // [G C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
 } Chunk;
 
@@ -256,6 +258,12 @@ static Chunk push_buffers(const Call *c, int64_t count) {
   int64_t across = ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
   b.tile_sums = push_matrix(c->backend, "row sums of tiles", DTYPE_F32, rows, across);
   b.tiles = push_matrix(c->backend, "tiles", DTYPE_F32, ceil_div(rows, LCE_TILE_ROWS), across);
+  if (c->dense || !c->backend->scratch->lce_kept_bytes) return b;
+  size_t bytes = c->backend->scratch->lce_kept_bytes(a->x.dtype, rows, a->weight.shape[0], a->x.shape[1],
+                                                     a->sampling.full_mass);
+  if (bytes)
+    b.kept = memory_push_1d(&c->backend->memory, "kept tiles", MEMORY_HEAD, DTYPE_I32, (int64_t)(bytes / 4));
+  b.kept_rows = rows;
   return b;
 }
 
@@ -412,33 +420,40 @@ static void losses_and_scales(const Call *c, const Chunk *k) {
   lce_rows(c->backend, all);
 }
 
-// Draws the tiles that count, and makes dx_raw from them. Chunks and ranks have streams of their own.
-static void sampled_dx(const Call *c, const Chunk *k, int64_t chunk) {
-  const TileSampling *sampling = &c->a->sampling;
-  lce_sample_tiles(c->backend,
-                   (LceSampleTiles){.tiles = k->tiles,
-                                    .stats = c->sampled,
-                                    .exps = k->exps,
-                                    .tile_sums = k->tile_sums,
-                                    .rows = k->rows,
-                                    .full_mass = sampling->full_mass,
-                                    .seed = sampling->seed,
-                                    .stream = (uint64_t)(chunk * c->backend->ranks + c->backend->rank)});
-  lce_sampled_dx(
+// dx_raw from the tiles that are drawn, and their part of dweight. Chunks and ranks have streams of their own.
+static void sampled_gradients(const Call *c, const Chunk *k, int64_t chunk, bool last) {
+  const LinearCrossEntropy *a = c->a;
+  const TileSampling *sampling = &a->sampling;
+  lce_sampled_gradients(
       c->backend,
-      (LceSampledDx){
-          .dx_raw = k->dx, .tiles = k->tiles, .exps = k->exps, .weight = c->a->weight, .dense = c->dense});
+      (LceSampledGradients){.dx_raw = k->dx,
+                            .dweight = a->dweight,
+                            .tiles = k->tiles,
+                            .stats = c->sampled,
+                            .exps = k->exps,
+                            .tile_sums = k->tile_sums,
+                            .rows = k->rows,
+                            .weight = a->weight,
+                            .scaled_x = k->scaled_x,
+                            .full_mass = sampling->full_mass,
+                            .seed = sampling->seed,
+                            .stream = (uint64_t)(chunk * c->backend->ranks + c->backend->rank),
+                            .alpha = a->scale,
+                            .dense = c->dense,
+                            .kept = k->kept,
+                            .kept_rows = k->kept_rows,
+                            .first = chunk == 0,
+                            .flush = last || !c->at_once, // else a chunk's targets would be added before
+                            .accumulate = a->accumulate});
 }
 
 // dweight (+)= scale E^T (r X). The caller's scale is the GEMM's alpha, so that r X stays within the normal numbers.
 static void add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
-  lce_dweight(c->backend, (LceDweight){.dweight = c->a->dweight,
-                                       .tiles = k->tiles,
-                                       .exps = k->exps,
-                                       .scaled_x = k->scaled_x,
-                                       .alpha = c->a->scale,
-                                       .dense = c->dense,
-                                       .accumulate = accumulate});
+  linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = c->a->dweight,
+                                                            .dout = k->exps,
+                                                            .x = k->scaled_x,
+                                                            .alpha = c->a->scale,
+                                                            .accumulate = accumulate});
 }
 
 // The targets' rows of dweight += scale c x.
@@ -495,6 +510,7 @@ static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int
   Memory *memory = &c->backend->memory;
   Chunk before = {0}, chunk = start_chunk(c, buffers, 0, size), next = {0};
   for (int64_t first = 0; first < counted; first += size, before = chunk, chunk = next) {
+    int64_t left = counted - first - size;
     bool accumulate = c->a->accumulate || first > 0;
     MemoryMark mark = memory_mark(memory);
     finish_chunk(c, &before);
@@ -507,15 +523,16 @@ static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int
             push_matrix(c->backend, "scaled x", chunk.x.dtype, chunk.x.shape[0], chunk.x.shape[1]);
       losses_and_scales(c, &chunk);
       if (c->backward) {
-        if (c->sampling) sampled_dx(c, &chunk, first / size);
         // The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
-        if (first == 0) add_non_targets(c, &chunk, accumulate);
+        if (c->sampling)
+          sampled_gradients(c, &chunk, first / size, left <= 0);
+        else if (first == 0)
+          add_non_targets(c, &chunk, accumulate);
         gradients_of_x(c, &chunk, first == 0);
       }
     }
-    int64_t left = counted - first - size;
     if (left > 0) next = start_chunk(c, buffers, first + size, min_i64(left, size));
-    if (c->backward && !c->logits && first > 0) add_non_targets(c, &chunk, true);
+    if (c->backward && !c->logits && !c->sampling && first > 0) add_non_targets(c, &chunk, true);
     memory_pop_to(memory, mark);
     if (memory->planning) break; // the chunks after the first need no more
   }

@@ -17,7 +17,7 @@ typedef struct {
   int64_t first, vocab_size;
 } VocabShard;
 
-// Which tiles of the softmax gradient count (LceSampleTiles).
+// Which tiles of the softmax gradient count (LceSampledGradients).
 typedef struct {
   float full_mass; // the probability mass from which a tile is always kept; 0: no sampling, every tile counts
   uint64_t seed;   // of the draws, to be changed from call to call; chunks and ranks draw apart
@@ -43,7 +43,7 @@ typedef struct {
 // dweight that label smoothing costs.
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
-// expectation (LceSampleTiles says how); losses and outputs stay as they are to the bit. It acts on exponentials,
+// expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
 // so only the fused mode has it, without what lce_needs_logits.
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets

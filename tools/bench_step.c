@@ -67,20 +67,16 @@ static void record_logits_exp(Backend *backend, const LceLogitsExp *a) {
   record.wrapped->lce_logits_exp(backend, a);
 }
 
-// The GEMM that it would be without sampling.
-static void record_sampled_dx(Backend *backend, const LceSampledDx *a) {
+// The GEMMs that they would be without sampling.
+static void record_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
   append((Gemm){.input = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight}}, a->exps, a->weight);
-  record.wrapped->lce_sampled_dx(backend, a);
-}
-
-static void record_dweight(Backend *backend, const LceDweight *a) {
   append((Gemm){.weight = {.dweight = a->dweight,
                            .dout = a->exps,
                            .x = a->scaled_x,
                            .alpha = a->alpha,
-                           .accumulate = a->accumulate}},
+                           .accumulate = a->accumulate || !a->first}},
          a->exps, a->dweight);
-  record.wrapped->lce_dweight(backend, a);
+  record.wrapped->lce_sampled_gradients(backend, a);
 }
 
 static void record_pass(Trainer *trainer) {
@@ -92,8 +88,7 @@ static void record_pass(Trainer *trainer) {
   recording.linear_backward_input = record_backward_input;
   recording.linear_backward_weight = record_backward_weight;
   recording.lce_logits_exp = record_logits_exp;
-  recording.lce_sampled_dx = record_sampled_dx;
-  recording.lce_dweight = record_dweight;
+  recording.lce_sampled_gradients = record_sampled_gradients;
   backend->ops = &recording;
   trainer_gradient_pass(trainer);
   backend->ops = record.wrapped;

@@ -122,7 +122,7 @@ static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
 
 const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_bytes,
                                     .lce_logits_exp = cpu_lce_logits_exp_scratch,
-                                    .lce_sampled_dx = cpu_lce_sampled_dx_scratch,
+                                    .lce_sampled_gradients = cpu_lce_sampled_gradients_scratch,
                                     .lce_target_gradient = lce_target_gradient_bytes,
                                     .reduce = reduce_bytes,
                                     .logits_stride = logits_stride};

@@ -47,7 +47,7 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
 
 enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elements to one partial sum
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a); // linear_cross_entropy.c
-size_t cpu_lce_sampled_dx_scratch(const LceSampledDx *a); // likewise
+size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a); // likewise
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 

@@ -75,7 +75,7 @@ size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
   return rows * (sizeof(double) + (size_t)width * sizeof(float));
 }
 
-size_t cpu_lce_sampled_dx_scratch(const LceSampledDx *a) {
+size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
   return (size_t)(scratch_rows(a->exps.shape[0], a->exps.shape[1]) * a->weight.shape[1]) * sizeof(float);
 }
 
@@ -231,7 +231,7 @@ static double keep_probability(double mass, double full_mass) {
 }
 
 // 1 / q where tile (b, t) is kept, less its mass where it is dropped.
-static float draw_tile(const LceSampleTiles *a, int64_t b, int64_t t) {
+static float draw_tile(const LceSampledGradients *a, int64_t b, int64_t t) {
   const float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data,
               *rescale = a->rows.rescale.data;
   Tile tile = tile_of(a->exps.shape[0], a->exps.shape[1], b, t);
@@ -247,8 +247,7 @@ static float draw_tile(const LceSampleTiles *a, int64_t b, int64_t t) {
   return (float)(1 / q);
 }
 
-void cpu_lce_sample_tiles(Backend *backend, const LceSampleTiles *a) {
-  (void)backend;
+static void draw_tiles(const LceSampledGradients *a) {
   int64_t blocks = a->tiles.shape[0], across = a->tiles.shape[1];
 #pragma omp parallel for collapse(2) schedule(dynamic, 8)
   for (int64_t b = 0; b < blocks; b++)
@@ -270,9 +269,8 @@ static bool tile_kept(Tensor tiles, int64_t b, int64_t t) {
 }
 
 // The same units and sums as the logits-exp pass has without sampling.
-void cpu_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
+static void sampled_dx(bool plain, const LceSampledGradients *a) {
   int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->weight.shape[1];
-  if (chunk == 0) return;
   Grid g = make_grid(chunk, vocab);
   float *wide = a->workspace.data;
 #pragma omp parallel for collapse(2) schedule(dynamic)
@@ -282,7 +280,7 @@ void cpu_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
       bool begun = false;
       for (int64_t t = slice * g.tiles_of_slice; t < min_i64(g.tiles, (slice + 1) * g.tiles_of_slice); t++) {
         if (!tile_kept(a->tiles, b, t)) continue;
-        add_tile(cpu_plain_loops(backend), a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
+        add_tile(plain, a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
         begun = true;
       }
       if (!begun)
@@ -293,22 +291,10 @@ void cpu_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
   for (int64_t n = 0; n < chunk; n++) add_shares(cpu_row(a->dx_raw, n), wide, g.slices, chunk, hidden, n);
 }
 
-// --- dW ----------------------------------------------------------------------------------------------------
-
-static void zero_dropped(Tensor exps, Tensor tiles) {
-  for (int64_t b = 0; b < tiles.shape[0]; b++)
-    for (int64_t t = 0; t < tiles.shape[1]; t++) {
-      if (tile_kept(tiles, b, t)) continue;
-      Tile tile = tile_of(exps.shape[0], exps.shape[1], b, t);
-      for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
-        memset(cpu_row(exps, n) + tile.column, 0, (size_t)tile.columns * sizeof(float));
-    }
-}
-
 // dW's rows under column t of the tiles, from those that are kept.
-static void dweight_rows(bool plain, const LceDweight *a, int64_t t) {
+static void sampled_dweight(bool plain, const LceSampledGradients *a, int64_t t) {
   int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->dweight.shape[1];
-  bool begun = a->accumulate;
+  bool begun = a->accumulate || !a->first;
   Tile tile = tile_of(chunk, vocab, 0, t);
   float *out = cpu_row(a->dweight, tile.column);
   for (int64_t b = 0; b < a->tiles.shape[0]; b++) {
@@ -323,19 +309,31 @@ static void dweight_rows(bool plain, const LceDweight *a, int64_t t) {
   if (!begun) memset(out, 0, (size_t)(tile.columns * hidden) * sizeof *out);
 }
 
-void cpu_lce_dweight(Backend *backend, const LceDweight *a) {
-  bool sampled = tensor_exists(a->tiles);
-  if (sampled && !a->dense) {
+static void zero_dropped(Tensor exps, Tensor tiles) {
+  for (int64_t b = 0; b < tiles.shape[0]; b++)
+    for (int64_t t = 0; t < tiles.shape[1]; t++) {
+      if (tile_kept(tiles, b, t)) continue;
+      Tile tile = tile_of(exps.shape[0], exps.shape[1], b, t);
+      for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
+        memset(cpu_row(exps, n) + tile.column, 0, (size_t)tile.columns * sizeof(float));
+    }
+}
+
+void cpu_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
+  bool plain = cpu_plain_loops(backend);
+  draw_tiles(a);
+  sampled_dx(plain, a);
+  if (!a->dense) {
 #pragma omp parallel for schedule(dynamic)
-    for (int64_t t = 0; t < a->tiles.shape[1]; t++) dweight_rows(cpu_plain_loops(backend), a, t);
+    for (int64_t t = 0; t < a->tiles.shape[1]; t++) sampled_dweight(plain, a, t);
     return;
   }
-  if (sampled) zero_dropped(a->exps, a->tiles);
+  zero_dropped(a->exps, a->tiles);
   cpu_linear_backward_weight(backend, &(LinearBackwardWeight){.dweight = a->dweight,
                                                               .dout = a->exps,
                                                               .x = a->scaled_x,
                                                               .alpha = a->alpha,
-                                                              .accumulate = a->accumulate});
+                                                              .accumulate = a->accumulate || !a->first});
 }
 
 // --- a vocabulary split over ranks -------------------------------------------------------------------------

@@ -59,16 +59,53 @@ static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
   return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));
 }
 
-// hopper_gemm.cu walks lists of the k-steps that a sampled GEMM has, each of 64 and with its length first: for dX one for
-// a tile's rows, for dW one for a tile's columns, and a list of those that are not empty.
-static inline size_t cuda_lce_dx_list_bytes(int64_t rows, int64_t vocab_size) {
-  int64_t lists = ceil_div(rows, LCE_TILE_ROWS), longest = 1 + ceil_div(vocab_size, 64);
-  return memory_padded((size_t)(lists * longest) * sizeof(int32_t));
-}
+// On Hopper, sampled tiles of E leave it: those that are kept go to a buffer, scaled and one after the other, as panels of
+// LCE_TILE_ROWS rows by 64 columns, of which a k-step of dX reads one and a k-step of dW half of three. Several chunks
+// share the buffer, so that dW is read and written less often (tile_sampling.cu).
+enum {
+  CUDA_PANEL_COLUMNS = 64,
+  CUDA_TILE_PANELS = LCE_TILE_COLUMNS / CUDA_PANEL_COLUMNS,
+  CUDA_KEPT_CHUNKS = 4
+};
 
-static inline size_t cuda_lce_dweight_list_bytes(int64_t rows, int64_t vocab_size) {
-  int64_t lists = ceil_div(vocab_size, LCE_TILE_COLUMNS), longest = 1 + ceil_div(rows, 64);
-  return memory_padded((size_t)(1 + lists + lists * longest) * sizeof(int32_t));
+// Where a k-step's A and B begin, and which k-steps a tile of the result has.
+typedef struct {
+  int32_t a_row, b_row;
+} KStep;
+typedef struct {
+  int32_t first, count;
+} KList;
+
+// What tile_sampling.cu knows on the device alone, between kernels.
+typedef struct {
+  int32_t kept, chunks; // tiles in the buffer, and from how many chunks
+  int32_t begun;        // whether dweight holds anything to add to
+  int32_t accumulate;   // of the dW that is made next
+} KeptState;
+
+// The parts of LceSampledGradients.kept.
+typedef struct {
+  int64_t capacity;   // in tiles
+  int64_t chunk_rows; // that a chunk of x takes: C, rounded up to whole tiles
+  Tensor panels;      // bf16 [capacity * CUDA_TILE_PANELS * LCE_TILE_ROWS, CUDA_PANEL_COLUMNS]
+  Tensor x;           // bf16 [CUDA_KEPT_CHUNKS * chunk_rows, H]: the chunks' scaled x
+  int32_t *slots;     // [A, B]: where a tile of the chunk lies in the buffer, or -1
+  int32_t *x_rows;    // [capacity]: x's row that a tile begins with
+  int32_t *starts;    // [CUDA_KEPT_CHUNKS, B + 1]: the first slot of each column of tiles
+  int32_t *columns;   // [1 + B]: how many columns of tiles dW is made for now, and which
+  KList *lists;       // [B], of these columns
+  KStep *steps;       // [capacity * LCE_TILE_ROWS / 64 + B]
+  KeptState *state;
+  size_t bytes;
+} KeptTiles;
+
+// A call's `base` gives the parts; NULL counts the bytes.
+KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t hidden_size, float full_mass);
+
+// dX's lists of k-steps, one for a tile's rows.
+static inline size_t cuda_lce_dx_list_bytes(int64_t rows, int64_t vocab_size) {
+  int64_t lists = ceil_div(rows, LCE_TILE_ROWS), longest = ceil_div(vocab_size, 64);
+  return memory_padded((size_t)lists * (sizeof(KList) + (size_t)longest * sizeof(KStep)));
 }
 
 // optimizer.cu's reduce: one double a block.

@@ -34,34 +34,40 @@ static __global__ void __launch_bounds__(256)
   store(out + row * stride + column, sum);
 }
 
-// The lists of k-steps of a sampled GEMM. List l has those of the kept ones among the tiles l * list_stride + i * item_stride,
-// for i < items, of `steps` k-steps each (the last one may be narrower). Each split of a tile of the result initialises its
-// accumulators in its first step, so a list has at least one for each: a shorter one goes on with steps beyond K, which TMA
-// fills with zeros. One warp a list.
-struct KLists {
-  int32_t *lists, *filled; // filled: as EpilogueParams.columns, or NULL
-  const float *tiles;
-  int count, items, steps, k_steps, min_length;
-  int64_t list_stride, item_stride; // of tiles
+// Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots` places them. Each split
+// of a tile of the result initialises its accumulators in its first step, so a list has at least one for each: a shorter one
+// goes on with steps beyond A and B, which TMA fills with zeros. One warp a list.
+struct DxLists {
+  KList *lists;
+  KStep *steps; // [lists, k_steps]
+  const int32_t *slots;
+  int count, across, k_steps, min_length, end_panels;
 };
 
-static __global__ void __launch_bounds__(256) k_lists_kernel(const __grid_constant__ KLists a) {
-  int list = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, length = 0;
-  if (list >= a.count) return;
-  int32_t *to = a.lists + (int64_t)list * (1 + a.k_steps);
-  for (int first = 0; first < a.items; first += 32) {
-    int item = first + lane, last = a.items - 1;
-    bool kept = item < a.items && a.tiles[list * a.list_stride + item * a.item_stride] > 0;
-    unsigned marked = __ballot_sync(~0u, kept);
-    int at = 1 + length + a.steps * __popc(marked & ((1u << lane) - 1));
-    for (int k = item * a.steps; kept && k < min((item + 1) * a.steps, a.k_steps); k++) to[at++] = k;
-    length += a.steps * __popc(marked);
-    if (last - first < 32 && marked >> (last - first) & 1) length -= a.items * a.steps - a.k_steps;
+static __global__ void __launch_bounds__(32) dx_lists_kernel(const __grid_constant__ DxLists a) {
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  constexpr int AT_ONCE = 8; // loads
+  int list = blockIdx.x, lane = threadIdx.x, length = 0, slot[AT_ONCE];
+  const int32_t *slots = a.slots + (int64_t)list * a.across;
+  KStep *to = a.steps + (int64_t)list * a.k_steps;
+  for (int first = lane; first - lane < a.across; first += 32 * AT_ONCE) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) slot[i] = first + i * 32 < a.across ? slots[first + i * 32] : -1;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      int panel = (first + i * 32) * CUDA_TILE_PANELS; // of all of E
+      unsigned marked = __ballot_sync(~0u, slot[i] >= 0);
+      KStep *at = to + length + CUDA_TILE_PANELS * __popc(marked & ((1u << lane) - 1));
+      for (int p = 0; p < CUDA_TILE_PANELS && slot[i] >= 0 && panel + p < a.k_steps; p++)
+        at[p] = {(slot[i] * CUDA_TILE_PANELS + p) * LCE_TILE_ROWS, (panel + p) * TILE_K};
+      length += CUDA_TILE_PANELS * __popc(marked);
+    }
   }
   if (lane) return;
-  for (; length < a.min_length; length++) to[1 + length] = a.k_steps;
-  to[0] = length;
-  if (a.filled && length) a.filled[1 + atomicAdd(a.filled, 1)] = list;
+  if (slots[a.across - 1] >= 0) length -= a.across * CUDA_TILE_PANELS - a.k_steps; // of a narrower last tile
+  for (; length < a.min_length; length++) to[length] = {a.end_panels, a.k_steps * TILE_K};
+  a.lists[list] = {list * a.k_steps, length};
 }
 
 // --- the device --------------------------------------------------------------------------------------------
@@ -268,14 +274,13 @@ static bool takes_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
 
 template <bool SAMPLED>
 static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const TileScheduler &s,
-                      const int32_t *k_lists, void *scratch) {
+                      EpilogueParams params, void *scratch) {
   using K = KernelTraits<STORE_BF16, SAMPLED>;
   CUtensorMap exps_map = tma_map(backend, exps, K::SHARE_A ? K::ROWS / CLUSTER : K::ROWS),
               weight_map = tma_map(backend, weight, K::SHARE_A ? TILE_K : TILE_K / CLUSTER);
-  EpilogueParams params = {.out = data_of<float>(out),
-                           .out_stride = out.stride,
-                           .partials = static_cast<float *>(scratch),
-                           .k_lists = k_lists};
+  params.out = data_of<float>(out);
+  params.out_stride = out.stride;
+  params.partials = static_cast<float *>(scratch);
   if (out.dtype == DTYPE_BF16)
     launch<K>(backend, exps_map, weight_map, tma_map(backend, out, STORE_ROWS), s, params);
   else
@@ -296,64 +301,51 @@ bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *s
       schedule<KernelTraits<STORE_BF16>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   split_last_wave(&s, hopper(backend).clusters, bytes);
   if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
-  launch_dx<false>(backend, out, exps, weight, s, nullptr, scratch);
+  launch_dx<false>(backend, out, exps, weight, s, {}, scratch);
   return true;
 }
 
-static void make_k_lists(Backend *backend, const KLists &lists) {
-  launch_kernel({"the lists of k-steps", cuda_stream(backend), dim3((unsigned)ceil_div(lists.count, 8)), 256},
-                k_lists_kernel, lists);
+bool hopper_takes_sampled(Backend *backend, Tensor dx_raw, Tensor exps, Tensor weight, Tensor dweight,
+                          Tensor scaled_x) {
+  return takes_dx(backend, dx_raw, exps, weight) && tma_takes(dweight) && tma_takes(scaled_x);
 }
 
-bool hopper_sampled_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, Tensor tiles, void *scratch,
-                       size_t bytes) {
+void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,
+                       void *scratch, size_t bytes) {
   using K = KernelTraits<STORE_BF16, true>;
-  static_assert((int)K::CLUSTER_ROWS == (int)LCE_TILE_ROWS && TILE_K == 64,
-                "as cuda_lce_dx_list_bytes counts");
-  if (!takes_dx(backend, out, exps, weight)) return false;
-  size_t list_bytes = cuda_lce_dx_list_bytes(exps.shape[0], weight.shape[0]);
-  TileScheduler s = schedule<K>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
+  static_assert((int)K::CLUSTER_ROWS == (int)LCE_TILE_ROWS && (int)TILE_K == (int)CUDA_PANEL_COLUMNS,
+                "a list for a tile's rows, and a step for a panel");
+  int64_t vocab_size = weight.shape[0];
+  size_t list_bytes = cuda_lce_dx_list_bytes(rows, vocab_size);
+  TileScheduler s = schedule<K>(backend, rows, weight.shape[1], vocab_size);
   split_last_wave(&s, hopper(backend).clusters, bytes - list_bytes);
-  KLists lists = {.lists = static_cast<int32_t *>(scratch),
-                  .tiles = data_of<float>(tiles),
-                  .count = s.m_tiles,
-                  .items = (int)tiles.shape[1],
-                  .steps = LCE_TILE_COLUMNS / TILE_K,
-                  .k_steps = s.k_steps,
-                  .min_length = s.splits,
-                  .list_stride = tiles.shape[1],
-                  .item_stride = 1};
-  make_k_lists(backend, lists);
-  launch_dx<true>(backend, out, exps, weight, s, lists.lists, static_cast<char *>(scratch) + list_bytes);
-  return true;
+  KStep *steps = static_cast<KStep *>(scratch);
+  DxLists lists = {.lists = reinterpret_cast<KList *>(steps + (int64_t)s.m_tiles * s.k_steps),
+                   .steps = steps,
+                   .slots = kept->slots,
+                   .count = s.m_tiles,
+                   .across = (int)ceil_div(vocab_size, LCE_TILE_COLUMNS),
+                   .k_steps = s.k_steps,
+                   .min_length = s.splits,
+                   .end_panels = (int)kept->panels.shape[0]};
+  launch_kernel({"the lists of k-steps", cuda_stream(backend), dim3((unsigned)lists.count), 32, true},
+                dx_lists_kernel, lists);
+  launch_dx<true>(backend, out, kept->panels, weight, s, {.lists = lists.lists, .steps = steps},
+                  static_cast<char *>(scratch) + list_bytes);
 }
 
-bool hopper_sampled_dweight(Backend *backend, const LceDweight *a) {
+void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *kept, float alpha) {
   using K = KernelTraits<ADD_F32, true>;
   static_assert((int)TILE_N == (int)LCE_TILE_COLUMNS && (int)LCE_TILE_ROWS % TILE_K == 0,
                 "a list for a column of tiles");
-  if (a->exps.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(a->exps) ||
-      !tma_takes(a->scaled_x) || !tma_takes(a->dweight))
-    return false;
-  TileScheduler s = schedule<K>(backend, a->scaled_x.shape[1], a->exps.shape[1], a->exps.shape[0]);
-  int32_t *columns = data_of<int32_t>(a->workspace);
-  KLists lists = {.lists = columns + 1 + s.n_tiles,
-                  .filled = columns,
-                  .tiles = data_of<float>(a->tiles),
-                  .count = s.n_tiles,
-                  .items = (int)a->tiles.shape[0],
-                  .steps = LCE_TILE_ROWS / TILE_K,
-                  .k_steps = s.k_steps,
-                  .min_length = !a->accumulate, // all of dweight is written
-                  .list_stride = 1,
-                  .item_stride = a->tiles.shape[1]};
-  cuda_check(cudaMemsetAsync(columns, 0, sizeof *columns, cuda_stream(backend)), "clearing a counter");
-  make_k_lists(backend, lists);
-  CUtensorMap x_map = tma_map(backend, a->scaled_x, TILE_K),
-              exps_map = tma_map(backend, a->exps, TILE_K / CLUSTER),
-              out_map = tma_map(backend, a->dweight, TILE_N);
-  EpilogueParams params = {
-      .scale = a->alpha, .k_lists = lists.lists, .columns = columns, .accumulate = a->accumulate};
-  launch<K>(backend, x_map, exps_map, out_map, s, params);
-  return true;
+  TileScheduler s = schedule<K>(backend, dweight.shape[1], dweight.shape[0], 0); // K is the lists'
+  CUtensorMap x_map = tma_map(backend, kept->x, TILE_K),
+              panels_map = tma_map(backend, kept->panels, TILE_K / CLUSTER),
+              out_map = tma_map(backend, dweight, TILE_N);
+  EpilogueParams params = {.scale = alpha,
+                           .lists = kept->lists,
+                           .steps = kept->steps,
+                           .columns = kept->columns,
+                           .accumulate = &kept->state->accumulate};
+  launch<K>(backend, x_map, panels_map, out_map, s, params);
 }

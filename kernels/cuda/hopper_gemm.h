@@ -4,7 +4,7 @@
 #ifndef LCE_KERNELS_CUDA_HOPPER_GEMM_H
 #define LCE_KERNELS_CUDA_HOPPER_GEMM_H
 
-#include "kernels/kernels.h"
+#include "kernels/cuda/cuda_ops.h"
 
 #if defined(__cplusplus)
 extern "C" {
@@ -30,13 +30,16 @@ int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t byt
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always);
 
-// The same over the kept tiles (LceSampleTiles) alone. Always done where it can be. `scratch` begins with
-// cuda_lce_dx_list_bytes(C, V) bytes of lists.
-bool hopper_sampled_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, Tensor tiles, void *scratch,
-                       size_t bytes);
+// Whether the two below take these tensors of LceSampledGradients.
+bool hopper_takes_sampled(Backend *backend, Tensor dx_raw, Tensor exps, Tensor weight, Tensor dweight,
+                          Tensor scaled_x);
 
-// LceDweight with tiles, skipping those that are dropped.
-bool hopper_sampled_dweight(Backend *backend, const LceDweight *a);
+// out [rows, H] = the chunk's kept tiles times weight. `scratch` begins with cuda_lce_dx_list_bytes bytes of lists.
+void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,
+                       void *scratch, size_t bytes);
+
+// dweight (+)= alpha times the transposed kept tiles times x, over what the lists name, which may be nothing.
+void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *kept, float alpha);
 
 #if defined(__cplusplus)
 }

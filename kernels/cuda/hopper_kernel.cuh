@@ -4,7 +4,7 @@
 //   LOGITS_EXP  A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
 //               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
 //   STORE_*     A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
-//   ADD_F32     A = (r X)^T [H, C], B = E [C, V]: sampled dW, whose transpose is written or added to memory.
+//   ADD_F32     A = (r X)^T, B = kept tiles of E: sampled dW, whose transpose is written or added to memory.
 // dW += E^T (r X) without sampling is cuBLASLt's (linear.cu).
 //
 // Data flow. A CTA is alone on its SM: a producer warp issues TMA loads of A and B (64 wide in K) into a ring
@@ -26,8 +26,8 @@
 // rasterised in groups of rows whose tiles of A stay in L2. Clusters of a wave share tiles of A and B, which are
 // read from memory once if all request them at about the same time: a cluster throttle keeps producers in step,
 // and every other wave traverses K backwards, to begin with what the wave before left in L2. The tiles of dX's last, partly
-// empty wave are split along K; a second kernel adds the partials in order. With sampling (LceSampleTiles) producer
-// and consumers walk a list of k-steps in place of all.
+// empty wave are split along K; a second kernel adds the partials in order. With sampling E's kept tiles lie in
+// panels (KeptTiles), and producer and consumers walk a list of them in place of all of K.
 //
 // Cost for a chunk of C rows: 2 C V H flops a GEMM. The logits read X and W and write 2 C V bytes of E and
 // 4 C V / 192 of row sums; dX reads E and W. At C = H = 4096, V = 128,256 each moves at least 2.1 GB for 4.3 Tflop
@@ -83,17 +83,17 @@ struct EpilogueParams {
   bool store;             // logits: whether E is kept
   float *out;             // dX in fp32: [m, n]
   int64_t out_stride;
-  float *partials; // dX: [work_tiles - whole, rows, TILE_N]
-  const int32_t
-      *k_lists; // sampled: [m_tiles (dW: n_tiles), 1 + k_steps], how many k-steps there are and which
-  const int32_t *columns; // dW: [1 + n_tiles], how many columns of tiles have k-steps and which
-  bool accumulate;        // dW
+  float *partials;           // dX: [work_tiles - whole, rows, TILE_N]
+  const KList *lists;        // sampled: of a cluster tile's rows; dW: of a column of tiles
+  const KStep *steps;        // sampled: that the lists name
+  const int32_t *columns;    // dW: [1 + n_tiles], how many columns of tiles have lists and which
+  const int32_t *accumulate; // dW
 };
 
 // A piece of work for a cluster, as one of its CTAs sees it.
 struct WorkTile {
   int row, column;    // of the tile's first entry
-  int k_begin, k_end; // in steps of TILE_K, or indices into the list of them
+  int k_begin, k_end; // in steps of TILE_K, or indices into EpilogueParams.steps
   int split;          // index of its partials in EpilogueParams, or -1
   bool reverse;       // from the last k-step to the first
   __device__ __forceinline__ int steps() const { return k_end - k_begin; }
@@ -111,14 +111,6 @@ static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, i
 }
 
 #if defined(HOPPER_CODE)
-
-// Sampled: the list for the cluster tiles with this row (dW: column), its length first.
-template <typename K>
-static __device__ __forceinline__ const int32_t *
-k_list_of(const TileScheduler &s, const EpilogueParams &params, int row, int column) {
-  return params.k_lists +
-         (int64_t)(K::EPILOGUE == ADD_F32 ? column / TILE_N : row / s.rows) * (1 + s.k_steps);
-}
 
 template <typename K>
 static __device__ __forceinline__ int work_count(const TileScheduler &s, const EpilogueParams &params) {
@@ -144,16 +136,19 @@ static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, con
     parts = s.splits;
   }
   TileCoord at;
-  if (K::EPILOGUE == ADD_F32)
+  KList list = {0, s.k_steps};
+  if (K::EPILOGUE == ADD_F32) {
     at = {w % s.m_tiles * s.rows, params.columns[1 + w / s.m_tiles] * TILE_N};
-  else
+    list = params.lists[w / s.m_tiles];
+  } else {
     at = tile_coord(s, tile);
+    if (K::SAMPLED) list = params.lists[at.row / s.rows];
+  }
   WorkTile work;
   work.row = at.row + (K::SHARE_A ? 0 : rank * K::ROWS);
   work.column = at.column + (K::SHARE_A ? rank * TILE_N : 0);
-  int steps = K::SAMPLED ? k_list_of<K>(s, params, at.row, at.column)[0] : s.k_steps;
-  work.k_begin = (int)((int64_t)steps * part / parts);
-  work.k_end = (int)((int64_t)steps * (part + 1) / parts);
+  work.k_begin = list.first + (int)((int64_t)list.count * part / parts);
+  work.k_end = list.first + (int)((int64_t)list.count * (part + 1) / parts);
   work.split = of_splits >= 0 ? of_splits : -1;
   work.reverse = s.throttle && w / work_stride() % 2;
   return work;
@@ -233,17 +228,17 @@ struct ClusterThrottle {
   }
 };
 
-// This CTA's tile of a stage's A, or its half for the whole cluster.
+// This CTA's tile of a stage's A, or its half for the whole cluster; k: the first value of K, or the first row of a panel.
 template <typename K>
 static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row,
                                               int k, int rank) {
   constexpr int share = K::ROWS / CLUSTER;
   if (K::SHARE_A)
-    tma_load_2d_multicast(to + rank * share * 128, a, full, k * TILE_K, row + rank * share, ALL_CTAS);
+    tma_load_2d_multicast(to + rank * share * 128, a, full, 0, k + rank * share, ALL_CTAS);
   else if (K::A_K_MAJOR)
-    tma_load_2d(to, a, full, k * TILE_K, row);
+    tma_load_2d(to, a, full, k, row);
   else
-    for (int i = 0; i < K::ROWS / 64; i++) tma_load_2d(to + i * 8192, a, full, row + i * 64, k * TILE_K);
+    for (int i = 0; i < K::ROWS / 64; i++) tma_load_2d(to + i * 8192, a, full, row + i * 64, k);
 }
 
 // This CTA's half of a stage's tile of B for the whole cluster, or its own.
@@ -251,16 +246,22 @@ template <typename K>
 static __device__ __forceinline__ void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int column,
                                               int columns, int k, int rank) {
   if (K::SHARE_A) {
-    for (int i = 0; i < columns / 64; i++) tma_load_2d(to + i * 8192, b, full, column + i * 64, k * TILE_K);
+    for (int i = 0; i < columns / 64; i++) tma_load_2d(to + i * 8192, b, full, column + i * 64, k);
   } else if (K::B_K_MAJOR) { // half of the columns
     constexpr int share = TILE_N / CLUSTER;
-    tma_load_2d_multicast(to + rank * share * 128, b, full, k * TILE_K, column + rank * share, ALL_CTAS);
-  } else { // half of the k, of each 64 columns
+    tma_load_2d_multicast(to + rank * share * 128, b, full, k, column + rank * share, ALL_CTAS);
+  } else { // half of the k, of each 64 columns; dW: of each panel
     constexpr int share = TILE_K / CLUSTER;
+    constexpr bool panels = K::EPILOGUE == ADD_F32;
     for (int i = 0; i < columns / 64; i++)
-      tma_load_2d_multicast(to + i * 8192 + rank * share * 128, b, full, column + i * 64,
-                            k * TILE_K + rank * share, ALL_CTAS);
+      tma_load_2d_multicast(to + i * 8192 + rank * share * 128, b, full, panels ? 0 : column + i * 64,
+                            k + (panels ? i * LCE_TILE_ROWS : 0) + rank * share, ALL_CTAS);
   }
+}
+
+template <typename K> static __device__ __forceinline__ KStep k_step(const EpilogueParams &params, int step) {
+  if (K::SAMPLED) return params.steps[step];
+  return {step * TILE_K, step * TILE_K};
 }
 
 // Run by a whole warp, of which one lane issues: addresses are then uniform, and the path from an empty stage to
@@ -278,17 +279,17 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
   WorkTile work = work_tile<K>(s, params, first_work(), rank), next = work;
   for (int w = first_work(); w < count; w += work_stride(), work = next) {
     int columns = tile_columns<K>(s, work), bytes = K::A_BYTES + columns * TILE_K * 2;
-    for (int i = 0; i < work.steps(); i++, at.next()) {
-      int k = work.step(i);
-      if (K::SAMPLED) k = k_list_of<K>(s, params, work.row, work.column)[1 + k];
+    KStep k = k_step<K>(params, work.step(0)), k_next = k;
+    for (int i = 0; i < work.steps(); i++, at.next(), k = k_next) {
+      if (i + 1 < work.steps()) k_next = k_step<K>(params, work.step(i + 1));
       uint64_t *full = &pipeline.full[at.stage];
       uint32_t stage = pipeline.stages + at.stage * K::STAGE_BYTES;
       throttle.step(elected);
       mbarrier_wait(&pipeline.empty[at.stage], at.parity);
       if (elected) {
         mbarrier_arrive_expect_tx(full, bytes); // both halves count, whichever CTA sends them
-        load_a<K>(stage, a, full, work.row, k, rank);
-        load_b<K>(stage + K::A_BYTES, b, full, work.column, columns, k, rank);
+        load_a<K>(stage, a, full, work.row, k.a_row, rank);
+        load_b<K>(stage + K::A_BYTES, b, full, work.column, columns, k.b_row, rank);
       }
       // Early, since its divisions would hold up a stage.
       if (i == 0 && w + work_stride() < count) next = work_tile<K>(s, params, w + work_stride(), rank);
@@ -303,7 +304,7 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
 template <typename K>
 static __device__ __forceinline__ void load_sums(const TileScheduler &s, const EpilogueParams &params,
                                                  const Pipeline &pipeline, const CUtensorMap *out, int rank) {
-  const bool elected = elect_one();
+  const bool elected = elect_one(), accumulate = *params.accumulate;
   int count = work_count<K>(s, params), turn = 0;
   if (first_work() >= count) return;
   WorkTile work = work_tile<K>(s, params, first_work(), rank), next = work;
@@ -314,8 +315,8 @@ static __device__ __forceinline__ void load_sums(const TileScheduler &s, const E
       uint64_t *full = &pipeline.sum_full[turn * SUM_BUFFERS + buffer];
       mbarrier_wait(&pipeline.sum_empty[buffer], h ^ 1);
       if (!elected) continue;
-      mbarrier_arrive_expect_tx(full, params.accumulate ? SUM_BYTES : 0);
-      if (!params.accumulate) continue;
+      mbarrier_arrive_expect_tx(full, accumulate ? SUM_BYTES : 0);
+      if (!accumulate) continue;
       tma_load_2d(shared_address(pipeline.sums + buffer * (SUM_BYTES / 4)), out, full, work.row + column,
                   work.column);
       if (w + work_stride() < count) tma_prefetch_2d(out, next.row + column, next.column);
@@ -502,6 +503,7 @@ static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const Epi
                                                     const WorkTile &work, const Pipeline &pipeline,
                                                     const CUtensorMap *out, int consumer) {
   constexpr int GROUP = 8; // accesses on their way together
+  const bool accumulate = *params.accumulate;
   const ThreadCoord me;
   const int pair = me.warp / 2;
   const bool stores = me.warp % 2 == 0 && me.lane == 0;
@@ -521,7 +523,7 @@ static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const Epi
         float sum[GROUP] = {};
 #pragma unroll
         for (int i = 0; i < GROUP; i++)
-          if (params.accumulate) sum[i] = to[i % 2][(j + i / 2) * 8 * SUM_COLUMNS];
+          if (accumulate) sum[i] = to[i % 2][(j + i / 2) * 8 * SUM_COLUMNS];
 #pragma unroll
         for (int i = 0; i < GROUP; i++)
           to[i % 2][(j + i / 2) * 8 * SUM_COLUMNS] =

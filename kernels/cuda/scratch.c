@@ -1,5 +1,7 @@
 // The scratch that the CUDA backend's operations need, from shapes alone: a plan counts it on machines that
 // have no GPU, so this file includes no CUDA header. cuda_ops.h holds the sizes that the kernels share.
+#include <math.h>
+
 #include "kernels/cuda/cuda_ops.h"
 
 size_t cuda_embedding_backward_scratch(const EmbeddingBackward *a) {
@@ -31,14 +33,53 @@ size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) + memory_padded((size_t)rows * sizeof(double));
 }
 
-// The lists of steps, then sums over parts of V.
-size_t cuda_lce_sampled_dx_scratch(const LceSampledDx *a) {
+// dX's lists of k-steps, then sums over parts of V.
+size_t cuda_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
   int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1];
   return cuda_lce_dx_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
 }
 
-size_t cuda_lce_dweight_scratch(const LceDweight *a) {
-  return tensor_exists(a->tiles) ? cuda_lce_dweight_list_bytes(a->exps.shape[0], a->exps.shape[1]) : 0;
+// A chunk never keeps more tiles than this: a row's probabilities add up to at most 1, so those of LCE_TILE_ROWS rows to
+// LCE_TILE_ROWS, and q is at most sqrt(2) m / full_mass; so many are kept in expectation, and by Hoeffding's inequality
+// sqrt(20 tiles) more with a probability below e^-40. (Tiles beyond it would be left out.)
+static int64_t kept_capacity(int64_t rows, int64_t vocab_size, float full_mass) {
+  double across = (double)ceil_div(vocab_size, LCE_TILE_COLUMNS),
+         down = (double)ceil_div(rows, LCE_TILE_ROWS);
+  double expected = down * fmin(across, sqrt(2) * LCE_TILE_ROWS / (double)full_mass);
+  return (int64_t)fmin(down * across, ceil(expected + sqrt(20 * down * across)));
+}
+
+static void *part(void *base, size_t *offset, int64_t count, size_t size) {
+  void *at = base ? (char *)base + *offset : NULL;
+  *offset += memory_padded((size_t)count * size);
+  return at;
+}
+
+KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t hidden_size,
+                          float full_mass) {
+  KeptTiles k = {.capacity = kept_capacity(rows, vocab_size, full_mass),
+                 .chunk_rows = ceil_div(rows, LCE_TILE_ROWS) * LCE_TILE_ROWS};
+  int64_t across = ceil_div(vocab_size, LCE_TILE_COLUMNS), tiles = k.chunk_rows / LCE_TILE_ROWS * across;
+  int64_t panel_rows = k.capacity * CUDA_TILE_PANELS * LCE_TILE_ROWS,
+          x_rows = CUDA_KEPT_CHUNKS * k.chunk_rows;
+  void *panels = part(base, &k.bytes, panel_rows * CUDA_PANEL_COLUMNS, sizeof(uint16_t));
+  void *x = part(base, &k.bytes, x_rows * hidden_size, sizeof(uint16_t));
+  k.panels = tensor_2d(panels, DTYPE_BF16, panel_rows, CUDA_PANEL_COLUMNS);
+  k.x = tensor_2d(x, DTYPE_BF16, x_rows, hidden_size);
+  k.slots = part(base, &k.bytes, tiles, sizeof *k.slots);
+  k.x_rows = part(base, &k.bytes, k.capacity, sizeof *k.x_rows);
+  k.starts = part(base, &k.bytes, CUDA_KEPT_CHUNKS * (across + 1), sizeof *k.starts);
+  k.columns = part(base, &k.bytes, 1 + across, sizeof *k.columns);
+  k.lists = part(base, &k.bytes, across, sizeof *k.lists);
+  k.steps = part(base, &k.bytes, k.capacity * (LCE_TILE_ROWS / 64) + across, sizeof *k.steps);
+  k.state = part(base, &k.bytes, 1, sizeof *k.state);
+  return k;
+}
+
+// For the Hopper kernels, which are for bf16; like all scratch it is counted for any GPU.
+static size_t lce_kept_bytes(Dtype dtype, int64_t rows, int64_t vocab_size, int64_t hidden_size,
+                             float full_mass) {
+  return dtype == DTYPE_BF16 ? cuda_kept_tiles(NULL, rows, vocab_size, hidden_size, full_mass).bytes : 0;
 }
 
 size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
@@ -61,6 +102,7 @@ static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
 }
 
 const BackendScratch cuda_scratch = {.logits_stride = logits_stride,
+                                     .lce_kept_bytes = lce_kept_bytes,
                                      .resident_bytes = CUDA_GEMM_WORKSPACE_BYTES,
 #define ENTRY(name, Arguments) .name = cuda_##name##_scratch,
                                      OPERATIONS(NO_OPERATION, ENTRY)

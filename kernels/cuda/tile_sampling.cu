@@ -1,34 +1,27 @@
 // Sampling the tiles of the softmax gradient on the GPU: the draws, and the two GEMMs over the kept tiles.
 //
-// The logits-exp pass has left each row's sum for each tile, so a tile's mass takes 128 reads and E stays where it is. A
-// block draws for 32 tiles side by side, then multiplies those that are kept with a probability below 1.
-// Traffic for a chunk: 4 C V / 192 bytes of row sums, and 4 C V bytes of E times the share of such tiles, a tenth as a rule.
+// The logits-exp pass has left each row's sum for each tile, so a tile's mass takes 128 reads and E stays where it is.
 //
-// On Hopper both GEMMs walk lists of k-steps (hopper_gemm.cu): dX one for a tile's rows, dW one for a tile's columns, where an
-// empty list leaves those rows of dW unread and unwritten. Which steps these are is known on the device alone, and nothing
-// about them is reported to the host: the bits of a result do not depend on an earlier call. On other GPUs both GEMMs are
-// cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved. So are they on Hopper where most tiles are
-// expected to be kept, with the kernels and the bits of the exact gradient.
+// On Hopper the kept tiles then leave E for a buffer, scaled and one after the other, and both GEMMs read them there
+// (hopper_gemm.cu):
+//   E [C, V]  --pack-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW-->  dweight, when the buffer is full
+//                                    \--dX-->  dx_raw, in each chunk
+// A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. A chunk of 1,024 tokens keeps a
+// tile or none of most columns, so that dW, which is read and written for each column that has any, would cost most of the
+// time if it were made for each chunk. Which tiles are kept is known on the device alone, and nothing about them is reported
+// to the host: it launches the dW of a full buffer in every chunk, and a kernel of one block says whether there is anything
+// to do. Slots go to columns of tiles in their order, which makes the order of all sums fixed.
+// Traffic for a chunk: 4 C V / 192 bytes of row sums, twice the bytes of the kept tiles to pack them, and as many to read
+// them in dX and in dW.
+//
+// On other GPUs both GEMMs are cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved. So are they on Hopper
+// where most tiles are expected to be kept, with the kernels and the bits of the exact gradient.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
-enum { THREADS = 256, WARPS = THREADS / 32 };
+enum { THREADS = 256, WARPS = THREADS / 32, ONE_BLOCK = 1024 };
 
-// A tile of E times factor, by a whole block; 0 times anything is 0.
-template <typename T, int W>
-static __device__ __forceinline__ void scale_tile(const Tensor &exps, int64_t b, int64_t t, float factor) {
-  constexpr int GROUPS = LCE_TILE_COLUMNS / W;
-  for (int i = threadIdx.x; i < LCE_TILE_ROWS * GROUPS; i += blockDim.x) {
-    int64_t row = b * LCE_TILE_ROWS + i / GROUPS, column = t * LCE_TILE_COLUMNS + i % GROUPS * W;
-    if (row >= exps.shape[0] || column >= exps.shape[1]) continue;
-    T *at = data_of<T>(exps) + row * exps.stride + column;
-    float e[W] = {};
-    if (factor > 0) load(e, at);
-#pragma unroll
-    for (int k = 0; k < W; k++) e[k] *= factor;
-    store(at, e);
-  }
-}
+// --- draws -------------------------------------------------------------------------------------------------
 
 // min(1, mass / full_mass), rounded to the nearest power of two; 1 for a NaN.
 static __device__ __forceinline__ float keep_probability(float mass, float full_mass) {
@@ -39,37 +32,36 @@ static __device__ __forceinline__ float keep_probability(float mass, float full_
   return ldexpf(mantissa < 0.70710678f ? 0.5f : 1.0f, exponent);
 }
 
-template <typename T, int W>
+// A block draws for 32 tiles side by side.
 static __global__ void __launch_bounds__(THREADS)
-    sample_tiles_kernel(const __grid_constant__ LceSampleTiles a, uint64_t key) {
-  __shared__ float part[WARPS][32], factor[32];
+    draw_tiles_kernel(const __grid_constant__ LceSampledGradients a, uint64_t key) {
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  __shared__ float part[WARPS][32], of_row[LCE_TILE_ROWS]; // what a row's sums are multiplied with
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t across = a.tiles.shape[1], t = (int64_t)blockIdx.x * 32 + lane, b = blockIdx.y;
   int64_t first = b * LCE_TILE_ROWS, end = min(a.exps.shape[0], first + LCE_TILE_ROWS);
   const float *row_sum = data_of<float>(a.rows.row_sum), *target_e = data_of<float>(a.rows.target_e);
   const float *tile_sums = data_of<float>(a.tile_sums);
+  for (int64_t n = first + threadIdx.x; n < end; n += THREADS)
+    of_row[n - first] = read(a.rows.rescale, n, 1) / (row_sum[n] + target_e[n]);
+  __syncthreads();
   float mass = 0;
-#pragma unroll 8
+#pragma unroll 16
   for (int64_t n = first + warp; n < end; n += WARPS)
-    if (t < across)
-      mass += tile_sums[n * across + t] * (read(a.rows.rescale, n, 1) / (row_sum[n] + target_e[n]));
+    if (t < across) mass += tile_sums[n * across + t] * of_row[n - first];
   part[warp][lane] = mass;
   __syncthreads();
-  if (warp == 0) {
-    mass = 0;
-    for (int i = 0; i < WARPS; i++) mass += part[i][lane];
-    float q = keep_probability(mass, a.full_mass);
-    bool kept = counter_uniform(key, (uint64_t)(b * across + t)) < (double)q;
-    factor[lane] = t < across && kept ? 1 / q : 0;
-    if (t < across) data_of<float>(a.tiles)[b * across + t] = kept ? 1 / q : -mass;
-  }
-  __syncthreads();
-  for (int i = 0; i < 32; i++)
-    if (factor[i] > 1) scale_tile<T, W>(a.exps, b, (int64_t)blockIdx.x * 32 + i, factor[i]);
+  if (warp || t >= across) return;
+  mass = 0;
+  for (int i = 0; i < WARPS; i++) mass += part[i][lane];
+  float q = keep_probability(mass, a.full_mass);
+  bool kept = counter_uniform(key, (uint64_t)(b * across + t)) < (double)q;
+  data_of<float>(a.tiles)[b * across + t] = kept ? 1 / q : -mass;
 }
 
-// One block: adds what the tiles say, in a fixed order.
-static __global__ void __launch_bounds__(1024) stats_kernel(float *stats, const float *tiles, int64_t count) {
+// Adds what the tiles say, in a fixed order. Run by a block.
+static __device__ void add_stats(float *stats, const float *tiles, int64_t count) {
   float2 sums = make_float2(0, 0);
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
     float tile = tiles[i];
@@ -82,65 +74,253 @@ static __global__ void __launch_bounds__(1024) stats_kernel(float *stats, const 
   stats[2] += sums.y;
 }
 
+static __global__ void __launch_bounds__(ONE_BLOCK)
+    stats_kernel(float *stats, const float *tiles, int64_t count) {
+  add_stats(stats, tiles, count);
+}
+
+// --- E in place --------------------------------------------------------------------------------------------
+
+// A block a tile of E: times 1 / q, or zeros where it is dropped (0 times anything is 0).
 template <typename T, int W>
 static __global__ void __launch_bounds__(THREADS)
-    zero_dropped_kernel(const __grid_constant__ Tensor exps, const float *tiles) {
-  if (!(tiles[(int64_t)blockIdx.y * gridDim.x + blockIdx.x] > 0))
-    scale_tile<T, W>(exps, blockIdx.y, blockIdx.x, 0);
+    scale_tiles_kernel(const __grid_constant__ Tensor exps, const float *tiles) {
+  constexpr int GROUPS = LCE_TILE_COLUMNS / W;
+  float factor = tiles[(int64_t)blockIdx.y * gridDim.x + blockIdx.x];
+  if (factor == 1) return;
+  for (int i = threadIdx.x; i < LCE_TILE_ROWS * GROUPS; i += blockDim.x) {
+    int64_t row = (int64_t)blockIdx.y * LCE_TILE_ROWS + i / GROUPS;
+    int64_t column = (int64_t)blockIdx.x * LCE_TILE_COLUMNS + i % GROUPS * W;
+    if (row >= exps.shape[0] || column >= exps.shape[1]) continue;
+    T *at = data_of<T>(exps) + row * exps.stride + column;
+    float e[W] = {};
+    if (factor > 0) load(e, at);
+#pragma unroll
+    for (int k = 0; k < W; k++) e[k] *= factor;
+    store(at, e);
+  }
 }
 
-template <typename F> static void with_exps(Tensor exps, F f) {
-  with_float(exps.dtype, [&](auto type) {
+static void dense_gradients(Backend *backend, const LceSampledGradients *a) {
+  dim3 grid((unsigned)a->tiles.shape[1], (unsigned)a->tiles.shape[0]);
+  launch_kernel({"sums over tiles", cuda_stream(backend), dim3(1), ONE_BLOCK}, stats_kernel,
+                data_of<float>(a->stats), data_of<float>(a->tiles), (int64_t)tensor_count(a->tiles));
+  with_float(a->exps.dtype, [&](auto type) {
     using T = decltype(type);
-    with_bool(rows_start_aligned(exps, WIDTH<T>), [&](auto wide) {
-      f(type, std::integral_constant < int, decltype(wide)::value ? WIDTH<T> : 1 > ());
+    with_bool(rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      launch_kernel({"scaling of tiles", cuda_stream(backend), grid, THREADS}, scale_tiles_kernel<T, W>,
+                    a->exps, data_of<float>(a->tiles));
     });
   });
-}
-
-void cuda_lce_sample_tiles(Backend *backend, const LceSampleTiles *a) {
-  int64_t blocks = a->tiles.shape[0], across = a->tiles.shape[1];
-  if (blocks == 0) return;
-  dim3 grid((unsigned)ceil_div(across, 32), (unsigned)blocks);
-  with_exps(a->exps, [&](auto type, auto width) {
-    launch_kernel({"lce_sample_tiles", cuda_stream(backend), grid, THREADS},
-                  sample_tiles_kernel<decltype(type), width>, *a, counter_key(a->seed, a->stream));
-  });
-  launch_kernel({"lce_sample_tiles", cuda_stream(backend), dim3(1), 1024}, stats_kernel,
-                data_of<float>(a->stats), data_of<float>(a->tiles), blocks * across);
-}
-
-// What a dense GEMM needs.
-static void zero_dropped(Backend *backend, Tensor exps, Tensor tiles) {
-  dim3 grid((unsigned)tiles.shape[1], (unsigned)tiles.shape[0]);
-  with_exps(exps, [&](auto type, auto width) {
-    launch_kernel({"zeros in dropped tiles", cuda_stream(backend), grid, THREADS},
-                  zero_dropped_kernel<decltype(type), width>, exps, data_of<float>(tiles));
-  });
-}
-
-void cuda_lce_sampled_dx(Backend *backend, const LceSampledDx *a) {
-  if (a->exps.shape[0] == 0) return;
-  void *scratch = a->workspace.data;
-  size_t bytes = (size_t)a->workspace.shape[0] * sizeof(int32_t);
-  if (!a->dense && hopper_sampled_dx(backend, a->dx_raw, a->exps, a->weight, a->tiles, scratch, bytes))
-    return;
-  zero_dropped(backend, a->exps, a->tiles);
-  bytes = cuda_lce_tiles_bytes(a->exps.shape[0], a->exps.shape[1]); // as without sampling
-  if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, scratch, bytes, false)) return;
-  Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
-  cuda_gemm(backend, &g);
-}
-
-void cuda_lce_dweight(Backend *backend, const LceDweight *a) {
-  if (tensor_exists(a->tiles) && a->exps.shape[0]) {
-    if (!a->dense && hopper_sampled_dweight(backend, a)) return;
-    zero_dropped(backend, a->exps, a->tiles);
+  size_t bytes = cuda_lce_tiles_bytes(a->exps.shape[0], a->exps.shape[1]); // as without sampling
+  if (!hopper_dx(backend, a->dx_raw, a->exps, a->weight, a->workspace.data, bytes, false)) {
+    Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
+    cuda_gemm(backend, &g);
   }
-  LinearBackwardWeight dense = {.dweight = a->dweight,
-                                .dout = a->exps,
-                                .x = a->scaled_x,
-                                .alpha = a->alpha,
-                                .accumulate = a->accumulate};
-  cuda_linear_backward_weight(backend, &dense);
+  LinearBackwardWeight dweight = {.dweight = a->dweight,
+                                  .dout = a->exps,
+                                  .x = a->scaled_x,
+                                  .alpha = a->alpha,
+                                  .accumulate = a->accumulate || !a->first};
+  cuda_linear_backward_weight(backend, &dweight);
+}
+
+// --- the kept tiles apart ----------------------------------------------------------------------------------
+
+// The sums of what the threads before this one hold, and of all; run by a whole block of ONE_BLOCK.
+static __device__ int2 sum_before(int2 mine, int2 *all) {
+  __shared__ int2 of_warp[ONE_BLOCK / 32];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int2 sum = mine;
+  for (int i = 1; i < 32; i *= 2) {
+    int x = __shfl_up_sync(~0u, sum.x, i), y = __shfl_up_sync(~0u, sum.y, i);
+    if (lane >= i) sum.x += x, sum.y += y;
+  }
+  __syncthreads(); // a call before has read of_warp
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  int2 before = make_int2(sum.x - mine.x, sum.y - mine.y);
+  *all = make_int2(0, 0);
+  for (int i = 0; i < ONE_BLOCK / 32; i++) {
+    if (i == warp) before.x += all->x, before.y += all->y;
+    all->x += of_warp[i].x, all->y += of_warp[i].y;
+  }
+  return before;
+}
+
+// Consecutive columns of tiles for each thread.
+struct Columns {
+  int begin, end;
+  __device__ Columns(int across) {
+    int each = (across + ONE_BLOCK - 1) / ONE_BLOCK;
+    begin = min(across, (int)threadIdx.x * each), end = min(across, begin + each);
+  }
+};
+
+// dW's lists for what is in the buffer, which counts as empty afterwards. Columns without a tile have none, unless dweight is
+// written for the first time: then a step beyond A and B, which TMA fills with zeros. Run by a block.
+static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, int across) {
+  int end_x = (int)k.x.shape[0], end_panels = (int)k.panels.shape[0];
+  bool begun = state.begun;
+  Columns mine(across);
+  auto tiles_of = [&](int t) {
+    int count = 0;
+    for (int c = 0; c < state.chunks; c++)
+      count += k.starts[c * (across + 1) + t + 1] - k.starts[c * (across + 1) + t];
+    return count;
+  };
+  auto steps_of = [&](int tiles) { return tiles ? tiles * (LCE_TILE_ROWS / 64) : begun ? 0 : 1; };
+  int2 count = make_int2(0, 0), all; // columns, steps
+  for (int t = mine.begin; t < mine.end; t++) {
+    int steps = steps_of(tiles_of(t));
+    count.x += steps > 0, count.y += steps;
+  }
+  int2 at = sum_before(count, &all);
+  for (int t = mine.begin; t < mine.end; t++) {
+    int tiles = tiles_of(t), steps = steps_of(tiles);
+    if (!steps) continue;
+    k.columns[1 + at.x] = t;
+    k.lists[at.x++] = {at.y, steps};
+    if (!tiles) k.steps[at.y++] = {end_x, end_panels};
+    for (int c = 0; c < state.chunks; c++)
+      for (int slot = k.starts[c * (across + 1) + t]; slot < k.starts[c * (across + 1) + t + 1]; slot++)
+        for (int half = 0; half < LCE_TILE_ROWS; half += 64)
+          k.steps[at.y++] = {k.x_rows[slot] + half, slot * CUDA_TILE_PANELS * LCE_TILE_ROWS + half};
+  }
+  if (threadIdx.x) return;
+  k.columns[0] = all.x;
+  *k.state = {.kept = 0, .chunks = 0, .begun = 1, .accumulate = begun};
+}
+
+static __global__ void __launch_bounds__(ONE_BLOCK)
+    flush_kernel(const __grid_constant__ KeptTiles k, int across) {
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  KeptState state = *k.state;
+  __syncthreads();
+  make_dweight_lists(k, state, across);
+}
+
+// Gives each kept tile of a chunk a slot, column after column, and before that makes dW's lists if they do not fit beside
+// those of the chunks before. One block.
+static __global__ void __launch_bounds__(ONE_BLOCK)
+    place_kernel(const __grid_constant__ KeptTiles k, float *stats, const float *tiles, int blocks,
+                 int across, bool first, bool accumulate) {
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  add_stats(stats, tiles, (int64_t)blocks * across);
+  KeptState state =
+      first ? KeptState{.kept = 0, .chunks = 0, .begun = accumulate, .accumulate = 0} : *k.state;
+  Columns mine(across);
+  int2 count = make_int2(0, 0), all;
+  for (int t = mine.begin; t < mine.end; t++)
+#pragma unroll 8
+    for (int b = 0; b < blocks; b++) count.x += tiles[(int64_t)b * across + t] > 0;
+  int slot = sum_before(count, &all).x;
+  if (state.kept + all.x > k.capacity || state.chunks == CUDA_KEPT_CHUNKS) {
+    make_dweight_lists(k, state, across);
+    state = {.kept = 0, .chunks = 0, .begun = 1};
+    __syncthreads();
+  } else if (threadIdx.x == 0) {
+    k.columns[0] = 0;
+  }
+  slot += state.kept;
+  int capacity = (int)k.capacity, *starts = k.starts + state.chunks * (across + 1);
+  for (int t = mine.begin; t < mine.end; t++) {
+    starts[t] = min(capacity, slot);
+    for (int b = 0; b < blocks; b++) {
+      bool kept = tiles[(int64_t)b * across + t] > 0 && slot < capacity;
+      k.slots[(int64_t)b * across + t] = kept ? slot : -1;
+      if (kept) k.x_rows[slot++] = (int)(state.chunks * k.chunk_rows) + b * LCE_TILE_ROWS;
+    }
+  }
+  if (threadIdx.x) return;
+  starts[across] = min(capacity, state.kept + all.x);
+  k.state->kept = starts[across], k.state->chunks = state.chunks + 1, k.state->begun = state.begun;
+}
+
+// 8 columns of a row of bf16 times factor; zeros beyond the row's end.
+static __device__ __forceinline__ void copy_group(bf16 *to, const bf16 *from, int64_t columns, float factor) {
+  float v[8] = {};
+  if (columns >= 8)
+    load(v, from);
+  else
+    for (int i = 0; i < columns; i++) v[i] = (float)from[i];
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] *= factor;
+  store(to, v);
+}
+
+// Blocks (X_BLOCKS + t, b): tile (b, t) into its slot. Blocks (i, b): an X_BLOCKS-th of the rows of scaled_x that belong to
+// them, and zeros for what a last tile lacks.
+enum { X_BLOCKS = 16, X_ROWS = LCE_TILE_ROWS / X_BLOCKS };
+
+static __global__ void __launch_bounds__(THREADS)
+    pack_kernel(const __grid_constant__ KeptTiles k, const __grid_constant__ Tensor exps,
+                const __grid_constant__ Tensor scaled_x, const float *tiles) {
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  constexpr int GROUPS = LCE_TILE_COLUMNS / 8, OF_PANEL = CUDA_PANEL_COLUMNS / 8;
+  int b = blockIdx.y, t = (int)blockIdx.x - X_BLOCKS, across = (int)gridDim.x - X_BLOCKS;
+  int64_t first_row = (int64_t)b * LCE_TILE_ROWS, rows = exps.shape[0] - first_row;
+  if (t < 0) {
+    int64_t hidden = scaled_x.shape[1], row = first_row + (int64_t)blockIdx.x * X_ROWS;
+    int64_t inside = (scaled_x.shape[0] - row) * hidden; // may be negative
+    bf16 *to = data_of<bf16>(k.x) + ((k.state->chunks - 1) * k.chunk_rows + row) * hidden;
+    const bf16 *from = data_of<bf16>(scaled_x) + row * hidden;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x * 8; i < X_ROWS * hidden; i += THREADS * 8)
+      copy_group(to + i, from + i, i < inside ? 8 : 0, 1);
+    return;
+  }
+  int slot = k.slots[(int64_t)b * across + t];
+  if (slot < 0) return;
+  float factor = tiles[(int64_t)b * across + t];
+  int64_t column = (int64_t)t * LCE_TILE_COLUMNS;
+  const bf16 *from = data_of<bf16>(exps) + first_row * exps.stride + column;
+  bf16 *to = data_of<bf16>(k.panels) + (int64_t)slot * LCE_TILE_ROWS * LCE_TILE_COLUMNS;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < LCE_TILE_ROWS * GROUPS; i += THREADS) {
+    int row = i / GROUPS, group = i % GROUPS;
+    int at = (group / OF_PANEL * LCE_TILE_ROWS + row) * CUDA_PANEL_COLUMNS + group % OF_PANEL * 8;
+    copy_group(to + at, from + row * exps.stride + group * 8,
+               row < rows ? exps.shape[1] - column - group * 8 : 0, factor);
+  }
+}
+
+static bool kept_apart(Backend *backend, const LceSampledGradients *a) {
+  return !a->dense && tensor_exists(a->kept) &&
+         hopper_takes_sampled(backend, a->dx_raw, a->exps, a->weight, a->dweight, a->scaled_x);
+}
+
+static void gradients_of_kept(Backend *backend, const LceSampledGradients *a) {
+  int blocks = (int)a->tiles.shape[0], across = (int)a->tiles.shape[1];
+  cudaStream_t stream = cuda_stream(backend);
+  const float *tiles = data_of<float>(a->tiles);
+  KeptTiles k =
+      cuda_kept_tiles(a->kept.data, a->kept_rows, a->weight.shape[0], a->weight.shape[1], a->full_mass);
+  launch_kernel({"slots of tiles", stream, dim3(1), ONE_BLOCK, true}, place_kernel, k,
+                data_of<float>(a->stats), tiles, blocks, across, a->first, a->accumulate);
+  if (!a->first) hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
+  launch_kernel(
+      {"packing of tiles", stream, dim3((unsigned)(X_BLOCKS + across), (unsigned)blocks), THREADS, true},
+      pack_kernel, k, a->exps, a->scaled_x, tiles);
+  if (a->flush) {
+    launch_kernel({"lists of tiles", stream, dim3(1), ONE_BLOCK, true}, flush_kernel, k, across);
+    hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
+  }
+  hopper_sampled_dx(backend, a->dx_raw, &k, a->exps.shape[0], a->weight, a->workspace.data,
+                    (size_t)a->workspace.shape[0] * sizeof(int32_t));
+}
+
+void cuda_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
+  int64_t blocks = a->tiles.shape[0], across = a->tiles.shape[1];
+  dim3 grid((unsigned)ceil_div(across, 32), (unsigned)blocks);
+  launch_kernel({"lce_sampled_gradients", cuda_stream(backend), grid, THREADS, hopper_runs(backend)},
+                draw_tiles_kernel, *a, counter_key(a->seed, a->stream));
+  if (kept_apart(backend, a))
+    gradients_of_kept(backend, a);
+  else
+    dense_gradients(backend, a);
 }

@@ -234,76 +234,6 @@ static void test_gradient_of_many_tiles(void **state) {
   gradient_case(*state, 6800, 960, 800, DTYPE_BF16, 4096); // long enough to keep pace, over two rounds
 }
 
-// Tile (b, t) of E is kept when 7 b + 3 t is a multiple of `every`; the others hold NaN.
-static void sampled_case(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, Dtype dtype,
-                         size_t scratch_bytes, int64_t every) {
-  MemoryMark mark = memory_mark(&h->backend->memory);
-  int64_t down = (rows + LCE_TILE_ROWS - 1) / LCE_TILE_ROWS;
-  int64_t across = (vocab + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS, stride = (vocab + 63) / 64 * 64;
-  double *exps = random_values(h, rows * vocab, 1), *weight = random_values(h, vocab * hidden, 1);
-  double *x = random_values(h, rows * hidden, 1), *tiles = host_values(h, down * across);
-  double *dx = host_values(h, rows * hidden), *dweight = random_values(h, vocab * hidden, 1);
-  for (int64_t i = 0; i < down * across; i++)
-    tiles[i] = (7 * (i / across) + 3 * (i % across)) % every == 0 ? 1 : -0.5;
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t j = 0; j < vocab; j++)
-      if (tiles[n / LCE_TILE_ROWS * across + j / LCE_TILE_COLUMNS] < 0) exps[n * vocab + j] = NAN;
-  Tensor e = strided_from(h, DTYPE_BF16, exps, rows, vocab, stride);
-  Tensor w = tensor_from(h, DTYPE_BF16, weight, vocab, hidden);
-  Tensor scaled_x = tensor_from(h, DTYPE_BF16, x, rows, hidden);
-  Tensor marks = tensor_from(h, DTYPE_F32, tiles, down, across);
-  Tensor out = poisoned(h, dtype, rows, hidden), again = poisoned(h, dtype, rows, hidden);
-  Tensor sum = tensor_from(h, DTYPE_F32, dweight, vocab, hidden),
-         fresh = poisoned(h, DTYPE_F32, vocab, hidden);
-  size_t bytes =
-      scratch_bytes + cuda_lce_dx_list_bytes(rows, vocab) + cuda_lce_dweight_list_bytes(rows, vocab);
-  Tensor scratch = poisoned_vector(h, DTYPE_I32, (int64_t)bytes / 4);
-  double *added = host_values(h, vocab * hidden);
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t j = 0; j < vocab; j++) {
-      double value = exps[n * vocab + j];
-      if (tiles[n / LCE_TILE_ROWS * across + j / LCE_TILE_COLUMNS] < 0) continue;
-      for (int64_t i = 0; i < hidden; i++) {
-        dx[n * hidden + i] += value * weight[j * hidden + i];
-        added[j * hidden + i] += 0.5 * value * x[n * hidden + i];
-      }
-    }
-  for (int64_t i = 0; i < vocab * hidden; i++) dweight[i] += added[i];
-  for (int turn = 0; turn < 2; turn++)
-    assert_true(hopper_sampled_dx(h->backend, turn ? again : out, e, w, marks, scratch.data,
-                                  scratch_bytes + cuda_lce_dx_list_bytes(rows, vocab)));
-  check_values(h, "sampled dX", out, dx, within(2, (double)vocab));
-  check_bitwise_equal(h, "sampled dX again", again, out);
-  LceDweight a = {.dweight = sum,
-                  .tiles = marks,
-                  .exps = e,
-                  .scaled_x = scaled_x,
-                  .alpha = 0.5f,
-                  .accumulate = true,
-                  .workspace = scratch};
-  assert_true(hopper_sampled_dweight(h->backend, &a));
-  check_values(h, "sampled dW, added", sum, dweight, within(2, (double)rows));
-  a.dweight = fresh, a.accumulate = false;
-  assert_true(hopper_sampled_dweight(h->backend, &a));
-  check_values(h, "sampled dW", fresh, added, within(2, (double)rows));
-  memory_pop_to(&h->backend->memory, mark);
-}
-
-// All tiles are kept, every third, every fifth, or the first alone; split-K, and without scratch for partials.
-static void test_sampled_gradients(void **state) {
-  static const int64_t shapes[][3] = {{1, 8, 8},        {128, 72, 193},   {300, 200, 1000},
-                                      {257, 192, 2500}, {600, 384, 3000}, {129, 24, 9000}};
-  static const int64_t every[] = {1, 3, 5, 1009};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    for (int k = 0; k < 4; k++)
-      for (int e = 0; e < 4; e++)
-        sampled_case(*state, shapes[i][0], shapes[i][1], shapes[i][2], k % 2 ? DTYPE_F32 : DTYPE_BF16,
-                     k / 2 ? SCRATCH_BYTES : 4096, every[e]);
-  sampled_case(*state, 2600, 1600, 1300, DTYPE_BF16, SCRATCH_BYTES, 3);
-  // Many tiles of dW for each cluster, with few steps in each.
-  sampled_case(*state, 256, 264, 38400, DTYPE_BF16, SCRATCH_BYTES, 3);
-}
-
 static void test_refuses(void **state) {
   Harness *h = *state;
   Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
@@ -394,7 +324,6 @@ ON_HOPPER(test_ignored_rows)
 ON_HOPPER(test_nan_stays_in_its_row)
 ON_HOPPER(test_gradient)
 ON_HOPPER(test_gradient_of_many_tiles)
-ON_HOPPER(test_sampled_gradients)
 ON_HOPPER(test_refuses)
 ON_HOPPER(test_layer)
 
@@ -408,7 +337,6 @@ int main(void) {
       cmocka_unit_test_teardown(test_nan_stays_in_its_row_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_gradient_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_gradient_of_many_tiles_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_sampled_gradients_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_refuses_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_layer_on_hopper, pop_all),
   };
