@@ -388,13 +388,16 @@ typedef struct {
 // Tile i = b B + t is kept where random_uniform(seed, stream, i) < q: the same draws on every device. A NaN keeps its tile,
 // a mass of 0 drops it. What E holds afterwards is unspecified.
 //
+// Where most tiles are expected to be kept, dweight is absent: then S is left in exps, zeros included, and dx_raw is made from
+// all of it, with the bits that the exact gradient has where none is dropped.
+//
 // A call takes the chunks of its tokens one after the other. A backend may keep tiles of several chunks in `kept` and add
 // them to dweight together: only after a chunk with `flush` is dweight complete.
 enum { LCE_TILE_ROWS = 128, LCE_TILE_COLUMNS = 192 };
 
 typedef struct {
   Tensor dx_raw;    // fp32 or x's dtype [C, H]
-  Tensor dweight;   // fp32 [V, H]
+  Tensor dweight;   // fp32 [V, H], or absent
   Tensor tiles;     // fp32 [A, B]: A = ceil(C / LCE_TILE_ROWS), B = ceil(V / LCE_TILE_COLUMNS)
   Tensor stats;     // fp32 [3]
   Tensor exps;      // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, with zeros that may follow
@@ -405,9 +408,6 @@ typedef struct {
   float full_mass;  // above 0: the mass from which a tile is always kept
   uint64_t seed, stream;
   float alpha; // 0 is read as 1, as in LinearBackwardWeight
-  bool
-      dense; // most tiles are expected to be kept: zeros are multiplied rather than skipped, with the bits that
-             // the exact gradient has where none is dropped
   Tensor kept; // int32 [K], or absent: the bytes of BackendScratch.lce_kept_bytes, for the chunks of one call
   int64_t kept_rows; // that K was counted for, at least C
   bool first, flush; // the call's first chunk; see above

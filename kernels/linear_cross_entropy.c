@@ -427,7 +427,7 @@ static void sampled_gradients(const Call *c, const Chunk *k, int64_t chunk, bool
   lce_sampled_gradients(
       c->backend,
       (LceSampledGradients){.dx_raw = k->dx,
-                            .dweight = a->dweight,
+                            .dweight = c->dense ? (Tensor){0} : a->dweight,
                             .tiles = k->tiles,
                             .stats = c->sampled,
                             .exps = k->exps,
@@ -439,7 +439,6 @@ static void sampled_gradients(const Call *c, const Chunk *k, int64_t chunk, bool
                             .seed = sampling->seed,
                             .stream = (uint64_t)(chunk * c->backend->ranks + c->backend->rank),
                             .alpha = a->scale,
-                            .dense = c->dense,
                             .kept = k->kept,
                             .kept_rows = k->kept_rows,
                             .first = chunk == 0,
@@ -508,6 +507,7 @@ int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
 
 static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
   Memory *memory = &c->backend->memory;
+  bool all_of_e = c->backward && !c->logits && (!c->sampling || c->dense); // goes into dweight
   Chunk before = {0}, chunk = start_chunk(c, buffers, 0, size), next = {0};
   for (int64_t first = 0; first < counted; first += size, before = chunk, chunk = next) {
     int64_t left = counted - first - size;
@@ -523,16 +523,14 @@ static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int
             push_matrix(c->backend, "scaled x", chunk.x.dtype, chunk.x.shape[0], chunk.x.shape[1]);
       losses_and_scales(c, &chunk);
       if (c->backward) {
+        if (c->sampling) sampled_gradients(c, &chunk, first / size, left <= 0);
         // The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
-        if (c->sampling)
-          sampled_gradients(c, &chunk, first / size, left <= 0);
-        else if (first == 0)
-          add_non_targets(c, &chunk, accumulate);
+        if (all_of_e && first == 0) add_non_targets(c, &chunk, accumulate);
         gradients_of_x(c, &chunk, first == 0);
       }
     }
     if (left > 0) next = start_chunk(c, buffers, first + size, min_i64(left, size));
-    if (c->backward && !c->logits && !c->sampling && first > 0) add_non_targets(c, &chunk, true);
+    if (all_of_e && first > 0) add_non_targets(c, &chunk, true);
     memory_pop_to(memory, mark);
     if (memory->planning) break; // the chunks after the first need no more
   }

@@ -70,12 +70,13 @@ static void record_logits_exp(Backend *backend, const LceLogitsExp *a) {
 // The GEMMs that they would be without sampling.
 static void record_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
   append((Gemm){.input = {.dx = a->dx_raw, .dout = a->exps, .weight = a->weight}}, a->exps, a->weight);
-  append((Gemm){.weight = {.dweight = a->dweight,
-                           .dout = a->exps,
-                           .x = a->scaled_x,
-                           .alpha = a->alpha,
-                           .accumulate = a->accumulate || !a->first}},
-         a->exps, a->dweight);
+  if (tensor_exists(a->dweight))
+    append((Gemm){.weight = {.dweight = a->dweight,
+                             .dout = a->exps,
+                             .x = a->scaled_x,
+                             .alpha = a->alpha,
+                             .accumulate = a->accumulate || !a->first}},
+           a->exps, a->dweight);
   record.wrapped->lce_sampled_gradients(backend, a);
 }
 

@@ -323,17 +323,12 @@ void cpu_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
   bool plain = cpu_plain_loops(backend);
   draw_tiles(a);
   sampled_dx(plain, a);
-  if (!a->dense) {
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t t = 0; t < a->tiles.shape[1]; t++) sampled_dweight(plain, a, t);
+  if (!tensor_exists(a->dweight)) {
+    zero_dropped(a->exps, a->tiles);
     return;
   }
-  zero_dropped(a->exps, a->tiles);
-  cpu_linear_backward_weight(backend, &(LinearBackwardWeight){.dweight = a->dweight,
-                                                              .dout = a->exps,
-                                                              .x = a->scaled_x,
-                                                              .alpha = a->alpha,
-                                                              .accumulate = a->accumulate || !a->first});
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t t = 0; t < a->tiles.shape[1]; t++) sampled_dweight(plain, a, t);
 }
 
 // --- a vocabulary split over ranks -------------------------------------------------------------------------

@@ -118,6 +118,7 @@ static void dense_gradients(Backend *backend, const LceSampledGradients *a) {
     Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
     cuda_gemm(backend, &g);
   }
+  if (!tensor_exists(a->dweight)) return;
   LinearBackwardWeight dweight = {.dweight = a->dweight,
                                   .dout = a->exps,
                                   .x = a->scaled_x,
@@ -290,7 +291,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 static bool kept_apart(Backend *backend, const LceSampledGradients *a) {
-  return !a->dense && tensor_exists(a->kept) &&
+  return tensor_exists(a->dweight) && tensor_exists(a->kept) &&
          hopper_takes_sampled(backend, a->dx_raw, a->exps, a->weight, a->dweight, a->scaled_x);
 }
 
