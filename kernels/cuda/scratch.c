@@ -76,10 +76,12 @@ KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t 
   return k;
 }
 
-// For the Hopper kernels, which are for bf16; like all scratch it is counted for any GPU.
+// For the Hopper kernels, which are for bf16; like all scratch it is counted for any GPU. Chunks of less than a tile's rows
+// go without.
 static size_t lce_kept_bytes(Dtype dtype, int64_t rows, int64_t vocab_size, int64_t hidden_size,
                              float full_mass) {
-  return dtype == DTYPE_BF16 ? cuda_kept_tiles(NULL, rows, vocab_size, hidden_size, full_mass).bytes : 0;
+  if (dtype != DTYPE_BF16 || rows < LCE_TILE_ROWS) return 0;
+  return cuda_kept_tiles(NULL, rows, vocab_size, hidden_size, full_mass).bytes;
 }
 
 size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {

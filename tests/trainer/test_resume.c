@@ -334,22 +334,24 @@ static void changed_data_are_noticed(void **state) {
   free(text);
 }
 
-// Killed at random moments and resumed, over and over ($LCE_KILLS times, or 5).
+// Killed at random moments and resumed, over and over, until $LCE_KILLS runs (or 5) were killed before their end.
 static void killed_runs_lose_nothing(void **state) {
   (void)state;
   const char *asked = getenv("LCE_KILLS");
-  int kills = asked ? atoi(asked) : 5, survived = 0;
+  int kills = asked ? atoi(asked) : 5, killed = 0, survived = 0;
   char command[2048], directory[512];
   snprintf(directory, sizeof directory, "%s", temp_path("killed"));
+  double start = now_seconds();
   succeeds(train(RUN "--save %s --save-every 1",
                  temp_path("unbroken"))); // a checkpoint says how often it is saved
+  double longest = now_seconds() - start;
   unsigned seed = (unsigned)time(NULL);
   print_message("seed %u\n", seed);
   srand(seed);
-  for (int i = 0; i < kills; i++) {
+  while (killed < kills && survived < 10 * kills) {
     Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
                             temp_path("killed.jsonl"));
-    double seconds = 4 * seconds_of_a_run * rand() / RAND_MAX; // it saves more often, which takes longer
+    double seconds = longest * rand() / RAND_MAX;
     nanosleep(&(struct timespec){.tv_sec = (time_t)seconds,
                                  .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))},
               NULL);
@@ -358,7 +360,7 @@ static void killed_runs_lose_nothing(void **state) {
     bool finished = output.status == 0;
     if (!finished && output.status != 128 + SIGKILL) fail_msg("it ended by itself: %s", output.err);
     output_free(&output);
-    survived += finished;
+    killed += !finished, survived += finished;
     if (!finished) continue;
     // It was through before it was killed. Once more from the beginning.
     check_same_checkpoint(temp_path("unbroken/step-000012"), temp_path("killed/step-000012"));
@@ -369,8 +371,9 @@ static void killed_runs_lose_nothing(void **state) {
   char *newest = checkpoint_newest(directory, CHECK_LENGTHS, &any);
   int reached = newest ? atoi(strstr(newest, "/step-") + 6) : 0;
   free(newest);
-  print_message("killed %d times, %d runs came through, the last reached step %d\n", kills - survived,
-                survived, reached);
+  print_message("killed %d times, %d runs came through, the last reached step %d\n", killed, survived,
+                reached);
+  assert_int_equal(killed, kills);
   Output output = train(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
                         temp_path("killed.jsonl"));
   if (output.status) fail_msg("after %d kills: %s", kills, output.err);
