@@ -424,10 +424,11 @@ static void losses_and_scales(const Call *c, const Chunk *k) {
 static void sampled_gradients(const Call *c, const Chunk *k, int64_t chunk, bool last) {
   const LinearCrossEntropy *a = c->a;
   const TileSampling *sampling = &a->sampling;
+  const Tensor none = {0};
   lce_sampled_gradients(
       c->backend,
       (LceSampledGradients){.dx_raw = k->dx,
-                            .dweight = c->dense ? (Tensor){0} : a->dweight,
+                            .dweight = c->dense ? none : a->dweight,
                             .tiles = k->tiles,
                             .stats = c->sampled,
                             .exps = k->exps,
