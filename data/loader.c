@@ -126,25 +126,27 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
   const Source *validated = o->validation_source ? o->validation_source : o->source;
   if (!validation_batches || validation_batches > loader->validation_batches)
     validation_batches = loader->validation_batches;
-  int32_t *tokens = host_alloc(2 * o->batch * o->seq_len, sizeof *tokens, "a batch");
-  int32_t *targets = tokens + o->batch * o->seq_len;
+  int64_t rows = min_i64(validation_batches * o->batch, loader->validation_windows);
+  Loader by_row = *loader; // a batch may exceed the memory
+  by_row.options.batch = 1;
+  int32_t *tokens = host_alloc(2 * o->seq_len, sizeof *tokens, "a sequence"), *targets = tokens + o->seq_len;
   int64_t counted = !training;
   for (LoaderPlace at = {.micro_steps = 1, .ranks = 1}; !counted; at.step++) {
-    if (at.step * o->batch >= loader->train_windows)
+    if (at.step == loader->train_windows)
       fail("%s: no target of the training windows counts, for the masks leave all out: name other data, or "
            "make "
            "shards and masks again with tools/prepare_data.py",
            o->source->name);
-    counted = loader_train_batch(loader, at, tokens, targets);
+    counted = loader_train_batch(&by_row, at, tokens, targets);
   }
-  counted = !validation_batches;
-  for (int64_t batch = 0; !counted; batch++) {
-    if (batch == validation_batches)
+  counted = rows == 0;
+  for (int64_t row = 0; !counted; row++) {
+    if (row == rows)
       fail("%s: no target of the validation batches counts, for the masks leave all out: name other "
            "--val-data, or "
            "raise --eval-batches",
            validated->name);
-    counted = loader_validation_batch(loader, batch, tokens, targets);
+    counted = loader_validation_batch(&by_row, row, tokens, targets);
   }
   free(tokens);
 }

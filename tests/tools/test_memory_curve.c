@@ -281,7 +281,7 @@ static void recipes_plan(void **state) {
 
 static void killed_sweep_resumes(void **state) {
   (void)state;
-  const char *line = "--device cpu --layer-only --values 64:640:64 --vocab 20000 --hidden-size 64";
+  const char *line = "--device cpu --layer-only --values 64:384:64 --vocab 10000 --hidden-size 32";
   char killed[600], whole[600];
   snprintf(killed, sizeof killed, "%s", temp_path("killed"));
   snprintf(whole, sizeof whole, "%s", temp_path("whole"));
@@ -294,7 +294,7 @@ static void killed_sweep_resumes(void **state) {
   assert_int_equal(o.status, 128 + SIGKILL);
   output_free(&o);
   Curve before = curve_in(killed);
-  assert_true(before.count >= 5 && before.count < 20);
+  assert_true(before.count >= 5 && before.count < 12);
   // A row that was cut off in the middle is no row.
   char path[700];
   snprintf(path, sizeof path, "%s/curve.csv", killed);
@@ -305,13 +305,13 @@ static void killed_sweep_resumes(void **state) {
   o = train("%s --out %s", line, killed);
   assert_int_equal(o.status, 0);
   char said[80];
-  snprintf(said, sizeof said, "%d of 20 points are in", before.count);
+  snprintf(said, sizeof said, "%d of 12 points are in", before.count);
   assert_says(o.out, said);
   output_free(&o);
   Curve after = curve_in(killed), never = curve_in(whole);
-  assert_int_equal(after.count, 20);
+  assert_int_equal(after.count, 12);
   assert_string_equal(after.settings, never.settings);
-  for (int i = 0; i < 20; i++) {
+  for (int i = 0; i < 12; i++) {
     const Reading *a = &after.readings[i], *b = curve_find(&never, &a->point);
     assert_non_null(b);
     assert_int_equal(a->status, b->status);
