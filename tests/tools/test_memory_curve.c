@@ -328,14 +328,14 @@ static void killed_sweep_resumes(void **state) {
   assert_string_equal(text, again);
   free(text);
   free(again);
-  o = train("--device cpu --layer-only --values 64 --vocab 20001 --hidden-size 64 --out %s", killed);
+  o = train("--device cpu --layer-only --values 64 --vocab 10001 --hidden-size 32 --out %s", killed);
   assert_int_equal(o.status, 1);
   assert_says(
       o.err,
-      "holds a sweep with vocab 20000, and this one has 20001; give another --out, or --fresh to start over");
+      "holds a sweep with vocab 10000, and this one has 10001; give another --out, or --fresh to start over");
   output_free(&o);
   succeeds(
-      train("--device cpu --layer-only --values 64 --vocab 20001 --hidden-size 64 --fresh --out %s", killed));
+      train("--device cpu --layer-only --values 64 --vocab 10001 --hidden-size 32 --fresh --out %s", killed));
   curve_free(&before);
   curve_free(&after);
   curve_free(&never);
