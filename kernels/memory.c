@@ -81,6 +81,13 @@ Memory memory_create(const MemorySource *source) {
   return memory;
 }
 
+// NULL where there are not so many within the limit.
+static void *source_allocate(const Memory *memory, size_t bytes) {
+  size_t used = memory->ledger.total - memory->ledger.stack + memory->stack_capacity;
+  if (memory->limit && (used > memory->limit || bytes > memory->limit - used)) return NULL;
+  return memory->source.allocate(memory->source.context, bytes);
+}
+
 static void source_release(Memory *memory, void *data, size_t bytes) {
   if (!memory->planning && data) memory->source.release(memory->source.context, data, bytes);
 }
@@ -119,7 +126,7 @@ void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, 
   bytes = memory_padded(bytes);
   require_countable(memory, name, bytes);
   void *data = (void *)(PLANNED_BASE + memory->ledger.total);
-  if (!memory->planning) data = memory->source.allocate(memory->source.context, bytes);
+  if (!memory->planning) data = source_allocate(memory, bytes);
   if (!data) out_of_memory(memory, name, bytes);
   memory->reserved = host_grow(memory->reserved, memory->reserved_count, &memory->reserved_capacity,
                                sizeof *memory->reserved, "the memory ledger");
@@ -136,7 +143,7 @@ void memory_set_stack(Memory *memory, size_t capacity) {
   memory->stack_base = NULL;
   memory->stack_capacity = 0;
   if (memory->planning || !capacity) return;
-  memory->stack_base = memory->source.allocate(memory->source.context, capacity);
+  memory->stack_base = source_allocate(memory, capacity);
   if (!memory->stack_base) out_of_memory(memory, "the step's stack", capacity);
   memory->stack_capacity = capacity;
 }

@@ -77,6 +77,7 @@ typedef struct Memory {
   MemorySource source;
   bool planning;      // no source: addresses are made up
   bool poison;        // fill every push with NaN first (tests)
+  size_t limit;       // bytes that may be in use, as on a smaller device; 0: what the source has
   const char *advice; // what to do when memory runs out; NULL: the trainer's options
   Ledger ledger;
   MemoryBlock *reserved;

@@ -45,6 +45,11 @@ Backend *machine_open(Options *o) {
   options_resolve_dtypes(o, backend != NULL);
   if (backend) cuda_attention_select(o->attention);
   if (!backend) backend = cpu_backend_create(o->plain_loops);
+  size_t given = (size_t)(o->device_memory * 0x1p30);
+  if (given && given < machine_usable_bytes(backend)) {
+    backend->device_capacity = backend->device_overhead + given;
+    backend->memory.limit = given;
+  }
   return backend;
 }
 

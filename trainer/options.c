@@ -196,7 +196,7 @@ const Option options_rows[] = {
     {FLAG("fit", fit, true),
      HELP("Only print the largest --batch that fits the device's memory, in both modes")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
-     HELP("With --plan or --fit: as if the device had so much to give; --device cuda then needs no GPU")},
+     HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
     {FLAG("compare-modes", compare_modes, true), .flags = REFUSED,
      HELP("Afterwards measure a few steps in both modes and print the table")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
@@ -305,8 +305,6 @@ static void resolve_ranks(Options *o) {
     fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); the option alone is for --plan "
          "and --fit",
          o->ranks, o->ranks);
-  if (o->device_memory > 0 && !o->plan && !o->fit)
-    fail("--device-memory %g is for --plan and --fit; a run takes what the device has", o->device_memory);
   if (!o->ranks) o->ranks = launch->ranks;
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);

@@ -66,7 +66,7 @@ typedef struct {
   // output
   const char *log, *timeline;
   bool plan, compare_modes, fit;
-  double device_memory; // GiB that a plan takes the device to have; 0: what it has
+  double device_memory; // GiB that the device is taken to have; 0: what it has
 } Options;
 
 // The options, one row each, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a

@@ -174,6 +174,26 @@ static void test_out_of_memory(void **state) {
   memory_destroy(&plan);
 }
 
+// A limit below what the source has counts reservations and the stack, however much of that is pushed.
+static void test_limit(void **state) {
+  (void)state;
+  Counter counter = {.limit = 8192};
+  Memory m = counted_memory(&counter);
+  m.limit = 4096;
+  memory_reserve(&m, "weights", MEMORY_WEIGHTS, 1024);
+  ASSERT_SAYS(
+      (memory_set_stack(&m, 3073), 0),
+      "out of memory: the step's stack needs 3.0 KiB more, and 1.0 KiB are in use (weights 1.0 KiB)" ADVICE);
+  memory_set_stack(&m, 2048);
+  memory_push_1d(&m, "residual", MEMORY_ACTIVATIONS, DTYPE_F32, 128);
+  ASSERT_SAYS(memory_reserve(&m, "gradients", MEMORY_GRADIENTS, 1025),
+              "out of memory: gradients needs 1.2 KiB more, and 1.5 KiB are in use (weights 1.0 KiB, "
+              "activations 512 B)" ADVICE);
+  memory_reserve(&m, "gradients", MEMORY_GRADIENTS, 1024);
+  assert_int_equal(counter.given, 4096);
+  memory_destroy(&m);
+}
+
 static void test_poison(void **state) {
   (void)state;
   Counter counter = {.limit = 4096};
@@ -530,6 +550,7 @@ int main(void) {
       cmocka_unit_test(test_reserving),
       cmocka_unit_test(test_stack),
       cmocka_unit_test(test_out_of_memory),
+      cmocka_unit_test(test_limit),
       cmocka_unit_test(test_poison),
       cmocka_unit_test(test_peaks),
       cmocka_unit_test(test_timeline),

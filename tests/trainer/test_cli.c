@@ -584,7 +584,20 @@ static void test_device_memory(void **state) {
     assert_int_equal(strstr(o.err, "and the device has 80.00 GiB to give") != NULL, more);
     output_free(&o);
   }
-  assert_refused("--device-memory 80", "--device-memory 80 is for --plan and --fit");
+  // A run as on a smaller device: what is said to fit does, and nothing larger.
+#define SMALL "--device-memory 0.02 " TINY "--steps 1 --sample-every 0 "
+  o = train(SMALL "--batch 1000 --seq-len 64");
+  assert_int_equal(o.status, 1);
+  assert_says(o.err, "the device has 20.5 MiB to give");
+  said = strstr(o.err, "--batch ");
+  assert_non_null(said);
+  batch = atoi(said + strlen("--batch "));
+  output_free(&o);
+  for (int more = 0; more < 2; more++) {
+    o = train(SMALL "--batch %d --seq-len 64", batch + more);
+    assert_int_equal(o.status, more);
+    output_free(&o);
+  }
   assert_refused("--device cuda --fit", "give --device-memory GIB");
 }
 
