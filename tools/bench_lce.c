@@ -406,7 +406,8 @@ static void run(Bench *b) {
   if (b->state) report_loss(b);
   for (int i = 1; i < b->count; i++) {
     const Work *work = &b->works[i];
-    Medians m = measure(seconds, b, work->base, i, 0.7, b->settings->repeat);
+    double warm_up = b->layer.backend->device == ON_CUDA ? 0.7 : 0.1;
+    Medians m = measure(seconds, b, work->base, i, warm_up, b->settings->repeat);
     if (i == 1) heading("", "ratio");
     if (i == 1) report(b, &b->works[0], m.base, 1);
     if (i == b->first_split && i < b->first_term) heading("split over the ranks", "over one's");
