@@ -85,14 +85,10 @@ static void check_same_losses(const char *straight, const char *resumed) {
 
 // --- the run that the others are compared with -------------------------------------------------------------
 
-static double seconds_of_a_run;
-
 static int run_straight(void **state) {
   if (make_temp_dir(state)) return -1;
-  double start = now_seconds();
   succeeds(
       train(RUN "--save %s --save-every 6 --log %s", temp_path("straight"), temp_path("straight.jsonl")));
-  seconds_of_a_run = now_seconds() - start;
   return 0;
 }
 
