@@ -378,15 +378,16 @@ typedef struct {
 // Sampling of the softmax gradient, without bias. E is cut into tiles of LCE_TILE_ROWS rows, counted from the chunk's
 // first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)
-// It is kept with probability q = min(1, m / full_mass), rounded to a power of two, and then multiplied by 1 / q, which is
-// exact; else it is dropped. With S the E that results,
+// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on, and then multiplied by 1 / q,
+// which is exact; else it is dropped. With S the E that results,
 //   dx_raw = S W,   dweight (+)= alpha S^T scaled_x
 // keep their expectation, since both are linear in E: LCE.md has the proof and the variance. The target's own entry lies
 // outside of E and is always added.
 //   tiles[b, t]  1 / q where the tile is kept, -m where it is dropped
 //   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order
-// Tile i = b B + t is kept where random_uniform(seed, stream, i) < q: the same draws on every device. A NaN keeps its tile,
-// a mass of 0 drops it. What E holds afterwards is unspecified.
+// The draws of a row of tiles are systematic (Madow and Madow 1944), the same on every device. Let u be the upper 32 bits of
+// random_bits(seed, stream, b), as a fraction, and S(t) = u + q[b, 0] + ... + q[b, t]: tile t is kept where S passes a whole
+// number. So the tiles that are kept have nearly the same sum of m / q in every draw. A NaN keeps its tile, a mass of 0 drops it. What E holds afterwards is unspecified.
 //
 // Where most tiles are expected to be kept, dweight is absent: then S is left in exps, zeros included, and dx_raw is made from
 // all of it, with the bits that the exact gradient has where none is dropped.

@@ -194,12 +194,15 @@ static void non_target_probabilities(const ReferenceLoss *r, int64_t n, double *
   for (int64_t j = 0; j < r->vocab; j++) p[j] = j == r->targets[n] ? 0 : p[j] / all;
 }
 
-// 1 / q where a tile is kept, or 0. Between 2^(k - 1/2) and 2^(k + 1/2) times full_mass q is 2^k, and never above 1.
-static double tile_factor(ReferenceLoss *r, double mass, int64_t chunk, int64_t tile) {
+// 1 / q where a tile is kept, or 0; `sum` is the sum of q over the tiles before it. Between 2^(k - 1/2) and 2^(k + 1/2) times
+// full_mass q is 2^k, and never above 1.
+static double tile_factor(ReferenceLoss *r, double mass, double *sum) {
   if (mass == 0) return 0;
-  double place = log2(mass / r->full_mass), power = fmin(0, round(place));
+  double place = log2(mass / r->full_mass), power = fmax(-32, fmin(0, round(place)));
   if (place < 0) r->margin = fmin(r->margin, 0.5 - fabs(place - power));
-  return random_uniform(r->seed, (uint64_t)chunk, (uint64_t)tile) < exp2(power) ? exp2(-power) : 0;
+  double before = floor(*sum);
+  *sum += exp2(power);
+  return floor(*sum) > before ? exp2(-power) : 0;
 }
 
 static Sampling make_sampling(ReferenceLoss *r, double *p) {
@@ -222,9 +225,11 @@ static Sampling make_sampling(ReferenceLoss *r, double *p) {
     for (int64_t j = 0; j < r->vocab; j++) mass[s.tile_row[n] * across + j / LCE_TILE_COLUMNS] += p[j];
   }
   r->margin = 0.5;
+  double sum = 0;
   for (int64_t i = 0; i < s.tile_rows * across; i++) {
-    int64_t b = i / across;
-    s.factor[i] = tile_factor(r, mass[i], chunk_of[b], block_of[b] * across + i % across);
+    uint64_t stream = (uint64_t)chunk_of[i / across], block = (uint64_t)block_of[i / across];
+    if (i % across == 0) sum = (double)(random_bits(r->seed, stream, block) >> 32) * 0x1p-32;
+    s.factor[i] = tile_factor(r, mass[i], &sum);
     r->sampled[0] += s.factor[i] == 0;
     r->sampled[1] += 1;
     r->sampled[2] += s.factor[i] == 0 ? mass[i] : 0;

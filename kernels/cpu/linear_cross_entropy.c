@@ -221,17 +221,16 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
 
 // --- sampling ----------------------------------------------------------------------------------------------
 
-// min(1, mass / full_mass), rounded to the nearest power of two; 1 for a NaN.
+// min(1, mass / full_mass), rounded to the nearest power of two from 2^-32 on; 1 for a NaN.
 static double keep_probability(double mass, double full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;
   int exponent;
   double mantissa = frexp(mass / full_mass, &exponent);
-  return ldexp(mantissa < 0.70710678118654752 ? 0.5 : 1, exponent);
+  return fmax(0x1p-32, ldexp(mantissa < 0.70710678118654752 ? 0.5 : 1, exponent));
 }
 
-// 1 / q where tile (b, t) is kept, less its mass where it is dropped.
-static float draw_tile(const LceSampledGradients *a, int64_t b, int64_t t) {
+static double tile_mass(const LceSampledGradients *a, int64_t b, int64_t t) {
   const float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data,
               *rescale = a->rows.rescale.data;
   Tile tile = tile_of(a->exps.shape[0], a->exps.shape[1], b, t);
@@ -239,19 +238,30 @@ static float draw_tile(const LceSampledGradients *a, int64_t b, int64_t t) {
   for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
     mass += (double)cpu_row(a->tile_sums, n)[t] * (double)(rescale ? rescale[n] : 1.0f) /
             ((double)row_sum[n] + (double)target_e[n]);
-  double q = keep_probability(mass, (double)a->full_mass);
-  if (q == 1) return 1;
-  if (random_uniform(a->seed, a->stream, (uint64_t)(b * a->tiles.shape[1] + t)) >= q) return -(float)mass;
+  return mass;
+}
+
+// A tile of E times factor.
+static void scale_tile(Tensor exps, int64_t b, int64_t t, float factor) {
+  Tile tile = tile_of(exps.shape[0], exps.shape[1], b, t);
   for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
-    for (int64_t i = 0; i < tile.columns; i++) cpu_row(a->exps, n)[tile.column + i] *= (float)(1 / q);
-  return (float)(1 / q);
+    for (int64_t i = 0; i < tile.columns; i++) cpu_row(exps, n)[tile.column + i] *= factor;
 }
 
 static void draw_tiles(const LceSampledGradients *a) {
   int64_t blocks = a->tiles.shape[0], across = a->tiles.shape[1];
-#pragma omp parallel for collapse(2) schedule(dynamic, 8)
-  for (int64_t b = 0; b < blocks; b++)
-    for (int64_t t = 0; t < across; t++) cpu_row(a->tiles, b)[t] = draw_tile(a, b, t);
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t b = 0; b < blocks; b++) {
+    uint32_t sum = (uint32_t)(random_bits(a->seed, a->stream, (uint64_t)b) >> 32); // fraction of S
+    for (int64_t t = 0; t < across; t++) {
+      double mass = tile_mass(a, b, t), q = keep_probability(mass, (double)a->full_mass);
+      uint64_t step = (uint64_t)(q * 0x1p32);
+      bool kept = sum + step >= (uint64_t)1 << 32;
+      cpu_row(a->tiles, b)[t] = kept ? (float)(1 / q) : -(float)mass;
+      if (kept && q < 1) scale_tile(a->exps, b, t, (float)(1 / q));
+      sum += (uint32_t)step;
+    }
+  }
   float *stats = a->stats.data;
   double dropped = 0, mass = 0;
   for (int64_t b = 0; b < blocks; b++)

@@ -159,11 +159,6 @@ static __device__ __forceinline__ uint64_t counter_bits(uint64_t key, uint64_t i
   return counter_mix(key + (index + 1) * 0x9E3779B97F4A7C15u);
 }
 
-// random_uniform.
-static __device__ __forceinline__ double counter_uniform(uint64_t key, uint64_t index) {
-  return (double)(counter_bits(key, index) >> 11) * 0x1p-53;
-}
-
 // --- choosing a kernel by dtype and alignment --------------------------------------------------------------
 
 // Calls f with a value of the element type, so that f's body can name the type.

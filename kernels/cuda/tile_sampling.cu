@@ -23,18 +23,9 @@ enum { THREADS = 256, WARPS = THREADS / 32, ONE_BLOCK = 1024 };
 
 // --- draws -------------------------------------------------------------------------------------------------
 
-// min(1, mass / full_mass), rounded to the nearest power of two; 1 for a NaN.
-static __device__ __forceinline__ float keep_probability(float mass, float full_mass) {
-  if (!(mass < full_mass)) return 1;
-  if (mass <= 0) return 0;
-  int exponent;
-  float mantissa = frexpf(fmaxf(mass / full_mass, 0x1p-126f), &exponent); // the quotient may underflow
-  return ldexpf(mantissa < 0.70710678f ? 0.5f : 1.0f, exponent);
-}
-
-// A block draws for 32 tiles side by side.
+// A block sums the masses of 32 tiles side by side.
 static __global__ void __launch_bounds__(THREADS)
-    draw_tiles_kernel(const __grid_constant__ LceSampledGradients a, uint64_t key) {
+    tile_masses_kernel(const __grid_constant__ LceSampledGradients a) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   __shared__ float part[WARPS][32], of_row[LCE_TILE_ROWS]; // what a row's sums are multiplied with
@@ -55,9 +46,64 @@ static __global__ void __launch_bounds__(THREADS)
   if (warp || t >= across) return;
   mass = 0;
   for (int i = 0; i < WARPS; i++) mass += part[i][lane];
-  float q = keep_probability(mass, a.full_mass);
-  bool kept = counter_uniform(key, (uint64_t)(b * across + t)) < (double)q;
-  data_of<float>(a.tiles)[b * across + t] = kept ? 1 / q : -mass;
+  data_of<float>(a.tiles)[b * across + t] = mass;
+}
+
+// min(1, mass / full_mass), rounded to the nearest power of two from 2^-32 on; 1 for a NaN.
+static __device__ __forceinline__ float keep_probability(float mass, float full_mass) {
+  if (!(mass < full_mass)) return 1;
+  if (mass <= 0) return 0;
+  int exponent;
+  float mantissa = frexpf(fmaxf(mass / full_mass, 0x1p-126f), &exponent); // the quotient may underflow
+  return fmaxf(0x1p-32f, ldexpf(mantissa < 0.70710678f ? 0.5f : 1.0f, exponent));
+}
+
+// The sums of what the threads before this one hold, and of all; run by a whole block of ONE_BLOCK.
+static __device__ uint2 sum_before(uint2 mine, uint2 *all) {
+  __shared__ uint2 of_warp[ONE_BLOCK / 32];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint2 sum = mine;
+  for (int i = 1; i < 32; i *= 2) {
+    unsigned x = __shfl_up_sync(~0u, sum.x, i), y = __shfl_up_sync(~0u, sum.y, i);
+    if (lane >= i) sum.x += x, sum.y += y;
+  }
+  __syncthreads(); // a call before has read of_warp
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  uint2 before = make_uint2(sum.x - mine.x, sum.y - mine.y);
+  *all = make_uint2(0, 0);
+  for (int i = 0; i < ONE_BLOCK / 32; i++) {
+    if (i == warp) before.x += all->x, before.y += all->y;
+    all->x += of_warp[i].x, all->y += of_warp[i].y;
+  }
+  return before;
+}
+
+// Consecutive columns of tiles for each thread.
+struct Columns {
+  int begin, end;
+  __device__ Columns(int across) {
+    int each = (across + ONE_BLOCK - 1) / ONE_BLOCK;
+    begin = min(across, (int)threadIdx.x * each), end = min(across, begin + each);
+  }
+};
+
+// Masses into 1 / q or -m. A block a row of tiles; sums of q in units of 2^-32, of which only the fraction matters.
+static __global__ void __launch_bounds__(ONE_BLOCK)
+    draw_tiles_kernel(float *tiles, int across, float full_mass, uint64_t key) {
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  float *row = tiles + (int64_t)blockIdx.x * across;
+  Columns mine(across);
+  auto step = [&](int t) { return (uint64_t)(keep_probability(row[t], full_mass) * 0x1p32f); };
+  uint2 of_mine = make_uint2(0, 0), all;
+  for (int t = mine.begin; t < mine.end; t++) of_mine.x += (uint32_t)step(t);
+  uint32_t sum = (uint32_t)(counter_bits(key, blockIdx.x) >> 32) + sum_before(of_mine, &all).x;
+  for (int t = mine.begin; t < mine.end; t++) {
+    uint64_t q = step(t);
+    row[t] = sum + q >= (uint64_t)1 << 32 ? 0x1p32f / (float)q : -row[t];
+    sum += (uint32_t)q;
+  }
 }
 
 // Adds what the tiles say, in a fixed order. Run by a block.
@@ -129,36 +175,6 @@ static void dense_gradients(Backend *backend, const LceSampledGradients *a) {
 
 // --- the kept tiles apart ----------------------------------------------------------------------------------
 
-// The sums of what the threads before this one hold, and of all; run by a whole block of ONE_BLOCK.
-static __device__ int2 sum_before(int2 mine, int2 *all) {
-  __shared__ int2 of_warp[ONE_BLOCK / 32];
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int2 sum = mine;
-  for (int i = 1; i < 32; i *= 2) {
-    int x = __shfl_up_sync(~0u, sum.x, i), y = __shfl_up_sync(~0u, sum.y, i);
-    if (lane >= i) sum.x += x, sum.y += y;
-  }
-  __syncthreads(); // a call before has read of_warp
-  if (lane == 31) of_warp[warp] = sum;
-  __syncthreads();
-  int2 before = make_int2(sum.x - mine.x, sum.y - mine.y);
-  *all = make_int2(0, 0);
-  for (int i = 0; i < ONE_BLOCK / 32; i++) {
-    if (i == warp) before.x += all->x, before.y += all->y;
-    all->x += of_warp[i].x, all->y += of_warp[i].y;
-  }
-  return before;
-}
-
-// Consecutive columns of tiles for each thread.
-struct Columns {
-  int begin, end;
-  __device__ Columns(int across) {
-    int each = (across + ONE_BLOCK - 1) / ONE_BLOCK;
-    begin = min(across, (int)threadIdx.x * each), end = min(across, begin + each);
-  }
-};
-
 // dW's lists for what is in the buffer, which counts as empty afterwards. Columns without a tile have none, unless dweight is
 // written for the first time: then a step beyond A and B, which TMA fills with zeros. Run by a block.
 static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, int across) {
@@ -172,17 +188,17 @@ static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, i
     return count;
   };
   auto steps_of = [&](int tiles) { return tiles ? tiles * (LCE_TILE_ROWS / 64) : begun ? 0 : 1; };
-  int2 count = make_int2(0, 0), all; // columns, steps
+  uint2 count = make_uint2(0, 0), all; // columns, steps
   for (int t = mine.begin; t < mine.end; t++) {
     int steps = steps_of(tiles_of(t));
     count.x += steps > 0, count.y += steps;
   }
-  int2 at = sum_before(count, &all);
+  uint2 at = sum_before(count, &all);
   for (int t = mine.begin; t < mine.end; t++) {
     int tiles = tiles_of(t), steps = steps_of(tiles);
     if (!steps) continue;
     k.columns[1 + at.x] = t;
-    k.lists[at.x++] = {at.y, steps};
+    k.lists[at.x++] = {(int)at.y, steps};
     if (!tiles) k.steps[at.y++] = {end_x, end_panels};
     for (int c = 0; c < state.chunks; c++)
       for (int slot = k.starts[c * (across + 1) + t]; slot < k.starts[c * (across + 1) + t + 1]; slot++)
@@ -190,7 +206,7 @@ static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, i
           k.steps[at.y++] = {k.x_rows[slot] + half, slot * CUDA_TILE_PANELS * LCE_TILE_ROWS + half};
   }
   if (threadIdx.x) return;
-  k.columns[0] = all.x;
+  k.columns[0] = (int)all.x;
   *k.state = {.kept = 0, .chunks = 0, .begun = 1, .accumulate = begun};
 }
 
@@ -214,12 +230,12 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   KeptState state =
       first ? KeptState{.kept = 0, .chunks = 0, .begun = accumulate, .accumulate = 0} : *k.state;
   Columns mine(across);
-  int2 count = make_int2(0, 0), all;
+  uint2 count = make_uint2(0, 0), all;
   for (int t = mine.begin; t < mine.end; t++)
 #pragma unroll 8
     for (int b = 0; b < blocks; b++) count.x += tiles[(int64_t)b * across + t] > 0;
-  int slot = sum_before(count, &all).x;
-  if (state.kept + all.x > k.capacity || state.chunks == CUDA_KEPT_CHUNKS) {
+  int slot = (int)sum_before(count, &all).x, of_chunk = (int)all.x;
+  if (state.kept + of_chunk > k.capacity || state.chunks == CUDA_KEPT_CHUNKS) {
     make_dweight_lists(k, state, across);
     state = {.kept = 0, .chunks = 0, .begun = 1};
     __syncthreads();
@@ -237,7 +253,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
     }
   }
   if (threadIdx.x) return;
-  starts[across] = min(capacity, state.kept + all.x);
+  starts[across] = min(capacity, state.kept + of_chunk);
   k.state->kept = starts[across], k.state->chunks = state.chunks + 1, k.state->begun = state.begun;
 }
 
@@ -319,7 +335,11 @@ void cuda_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) 
   int64_t blocks = a->tiles.shape[0], across = a->tiles.shape[1];
   dim3 grid((unsigned)ceil_div(across, 32), (unsigned)blocks);
   launch_kernel({"lce_sampled_gradients", cuda_stream(backend), grid, THREADS, hopper_runs(backend)},
-                draw_tiles_kernel, *a, counter_key(a->seed, a->stream));
+                tile_masses_kernel, *a);
+  launch_kernel(
+      {"draws of tiles", cuda_stream(backend), dim3((unsigned)blocks), ONE_BLOCK, hopper_runs(backend)},
+      draw_tiles_kernel, data_of<float>(a->tiles), (int)across, a->full_mass,
+      counter_key(a->seed, a->stream));
   if (kept_apart(backend, a))
     gradients_of_kept(backend, a);
   else

@@ -340,20 +340,27 @@ static void check_operation(Harness *h, Shape s, int64_t every, Dtype dx_dtype) 
   double *row_sum = random_values(h, s.rows, 1), *target_e = random_values(h, s.rows, 1),
          *rescale = random_values(h, s.rows, 1);
   double stats[3] = {3, 5 + (double)(down * across), 0.25}, alpha = s.alpha == 0.0f ? 1 : (double)s.alpha;
+  double *q = host_values(h, down * across);
+  for (int64_t b = 0; b < down; b++) {
+    double sum = (double)(random_bits(11, 2, (uint64_t)b) >> 32) * 0x1p-32;
+    for (int64_t t = 0; t < across; t++) {
+      int64_t i = b * across + t;
+      if (every && (5 * b + 3 * t) % every == 0) q[i] = i % 4 == 1 ? 0.25 : 1;
+      bool kept = floor(sum + q[i]) > floor(sum);
+      sum += q[i];
+      tiles[i] = kept ? 1 / q[i] : -q[i] * full;
+      if (!kept) stats[0]++, stats[2] += q[i] * full;
+    }
+  }
   for (int64_t n = 0; n < s.rows; n++) {
     row_sum[n] = 8 + fabs(row_sum[n]), target_e[n] = 1 / (1 + fabs(target_e[n])),
     rescale[n] = 1 / (1 + fabs(rescale[n]));
     for (int64_t t = 0; t < across; t++) {
       int64_t b = n / LCE_TILE_ROWS, i = b * across + t, height = s.rows - b * LCE_TILE_ROWS;
-      bool wanted = every && (5 * b + 3 * t) % every == 0, quarter = wanted && i % 4 == 1;
-      double q = !wanted ? 0 : quarter ? 0.25 : 1, mass = q * full;
-      bool kept = q > 0 && random_uniform(11, 2, (uint64_t)i) < q;
-      tiles[i] = kept ? 1 / q : -mass;
-      if (n % LCE_TILE_ROWS == 0 && !kept) stats[0]++, stats[2] += mass;
       if (height > LCE_TILE_ROWS) height = LCE_TILE_ROWS;
-      sums[n * across + t] = mass / (double)height * (row_sum[n] + target_e[n]) / rescale[n];
+      sums[n * across + t] = q[i] * full / (double)height * (row_sum[n] + target_e[n]) / rescale[n];
       for (int64_t j = t * LCE_TILE_COLUMNS; j < s.vocab && j < (t + 1) * LCE_TILE_COLUMNS; j++)
-        if (!kept) exps[n * s.vocab + j] = NAN;
+        if (tiles[i] <= 0) exps[n * s.vocab + j] = NAN;
     }
   }
   LceSampledGradients a = {.dx_raw = poisoned(h, dx_dtype, s.rows, s.hidden),
