@@ -39,14 +39,13 @@ size_t cuda_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
   return cuda_lce_dx_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
 }
 
-// A chunk never keeps more tiles than this: a row's probabilities add up to at most 1, so those of LCE_TILE_ROWS rows to
-// LCE_TILE_ROWS, and q is at most sqrt(2) m / full_mass; so many are kept in expectation, and by Hoeffding's inequality
-// sqrt(20 tiles) more with a probability below e^-40. (Tiles beyond it would be left out.)
+// A chunk keeps no more tiles than this: a row's probabilities add up to at most 1, so those of LCE_TILE_ROWS rows to
+// LCE_TILE_ROWS; q is at most sqrt(2) m / full_mass; and a row of tiles keeps as many as its sum of q, within one. (NaNs may
+// keep more, which are then left out.)
 static int64_t kept_capacity(int64_t rows, int64_t vocab_size, float full_mass) {
-  double across = (double)ceil_div(vocab_size, LCE_TILE_COLUMNS),
-         down = (double)ceil_div(rows, LCE_TILE_ROWS);
-  double expected = down * fmin(across, sqrt(2) * LCE_TILE_ROWS / (double)full_mass);
-  return (int64_t)fmin(down * across, ceil(expected + sqrt(20 * down * across)));
+  int64_t across = ceil_div(vocab_size, LCE_TILE_COLUMNS);
+  double kept = ceil(sqrt(2) * LCE_TILE_ROWS / (double)full_mass) + 1;
+  return ceil_div(rows, LCE_TILE_ROWS) * (int64_t)fmin(kept, (double)across);
 }
 
 static void *part(void *base, size_t *offset, int64_t count, size_t size) {
