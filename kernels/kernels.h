@@ -387,7 +387,8 @@ typedef struct {
 //   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order
 // The draws of a row of tiles are systematic (Madow and Madow 1944), the same on every device. Let u be the upper 32 bits of
 // random_bits(seed, stream, b), as a fraction, and S(t) = u + q[b, 0] + ... + q[b, t]: tile t is kept where S passes a whole
-// number. So the tiles that are kept have nearly the same sum of m / q in every draw. A NaN keeps its tile, a mass of 0 drops it. What E holds afterwards is unspecified.
+// number. So the tiles that are kept have nearly the same sum of m / q in every draw. A NaN keeps its tile, a mass of 0 drops
+// it. What E holds afterwards is unspecified.
 //
 // Where most tiles are expected to be kept, dweight is absent: then S is left in exps, zeros included, and dx_raw is made from
 // all of it, with the bits that the exact gradient has where none is dropped.
