@@ -36,8 +36,9 @@ const char *lce_mode_name(LceMode mode) {
 
 // --- a call ------------------------------------------------------------------------------------------------
 
-// A full mass below which most tiles are kept as long as a model is far from certain, so that skipping saves nothing.
-static const float DENSE_BELOW = 0x1p-6f;
+// A full mass below which so many tiles are kept that skipping the others costs more than it saves. Measured on an H200
+// (GPT-2 124M after 540 steps, chunk 4096), in times of the exact gradients: 1.00 at 2^-5, 1.12 at 2^-6; with all tiles 1.06.
+static const float DENSE_BELOW = 0x1p-5f;
 
 // What a call holds besides its chunks.
 typedef struct {
