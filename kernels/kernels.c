@@ -527,6 +527,19 @@ void collectives_join(Backend *backend, int64_t behind) {
   if (backend->ops->collectives_join) backend->ops->collectives_join(backend, behind);
 }
 
+#define COPY(name)                                                                                           \
+  void name(Backend *backend, Copy a) {                                                                      \
+    CHECK(FIELD(out, "any [N]"), FIELD(x, "any [N]"));                                                       \
+    if (a.out.dtype != a.x.dtype) fail(#name ": out and x are of different types");                          \
+    CALL(name);                                                                                              \
+  }
+COPY(copy_in)
+COPY(copy_out)
+
+void copies_join(Backend *backend, int64_t in, int64_t out) {
+  if (backend->ops->copies_join) backend->ops->copies_join(backend, in, out);
+}
+
 // --- copies and life ---------------------------------------------------------------------------------------
 
 void backend_to_device(Backend *backend, Tensor destination, const void *host) {

@@ -516,6 +516,17 @@ typedef struct {
   bool async;
 } Collective;
 
+// --- copies between the device and the host's memory -------------------------------------------------------
+
+// copy_in: out = x, where out lies in the device's memory and x was reserved with memory_reserve_host; copy_out: the other
+// way. A copy begins when the operations that were called before it are done. It runs concurrently with the operations that
+// follow, which must leave out alone, and not write x, until copies_join. Copies of one direction run in their order.
+typedef struct {
+  Tensor out;
+  Tensor x;       // of out's type and size, dense
+  bool after_out; // copy_in alone: it begins when the copies out before it are done, too
+} Copy;
+
 // --- the operations ----------------------------------------------------------------------------------------
 
 // Every operation once: X(name, its struct), or S(name, its struct) where a backend may need scratch. The entry points
@@ -557,7 +568,9 @@ typedef struct {
   X(all_reduce, Collective)                                                                                  \
   X(reduce_scatter, Collective)                                                                              \
   X(all_gather, Collective)                                                                                  \
-  X(broadcast, Collective)
+  X(broadcast, Collective)                                                                                   \
+  X(copy_in, Copy)                                                                                           \
+  X(copy_out, Copy)
 
 // Stands for S or X where a list leaves those operations out.
 #define NO_OPERATION(name, Arguments)
@@ -569,6 +582,8 @@ OPERATIONS(DECLARE, DECLARE)
 
 // What follows waits for the asynchronous collectives, except the last `behind` of them (at most 63).
 void collectives_join(Backend *backend, int64_t behind);
+// What follows waits for the copies, except the last `in` and `out` of them (at most 63 each).
+void copies_join(Backend *backend, int64_t in, int64_t out);
 
 // Copies of dense tensors between the host and the backend's memory. to_device may return before the device
 // has read: the host buffer is copied aside first where that is so. to_host waits for everything before it.
@@ -587,6 +602,7 @@ void backend_precede(Backend *backend, void *stream);
 // The operations. A member that is NULL does nothing, which is all that a plan needs.
 typedef struct {
   void (*collectives_join)(Backend *, int64_t behind);
+  void (*copies_join)(Backend *, int64_t in, int64_t out);
   void (*to_device)(Backend *, Tensor, const void *);
   void (*to_host)(Backend *, void *, Tensor);
   void (*synchronize)(Backend *);

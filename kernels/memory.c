@@ -9,7 +9,7 @@
 #include "base/text.h"
 
 // Planned addresses start here: never NULL, never handed to anything that would follow them.
-static const uintptr_t PLANNED_BASE = (uintptr_t)1 << 44;
+static const uintptr_t PLANNED_BASE = (uintptr_t)1 << 44, PLANNED_HOST_BASE = (uintptr_t)1 << 46;
 
 const char *memory_category_name(MemoryCategory category) {
   static const char *const names[MEMORY_CATEGORY_COUNT] = {
@@ -93,8 +93,14 @@ static void source_release(Memory *memory, void *data, size_t bytes) {
 }
 
 void memory_destroy(Memory *memory) {
-  for (int64_t i = 0; i < memory->reserved_count; i++)
-    source_release(memory, memory->reserved[i].data, memory->reserved[i].bytes);
+  const MemorySource *source = &memory->source;
+  for (int64_t i = 0; i < memory->reserved_count; i++) {
+    const MemoryBlock *block = &memory->reserved[i];
+    if (block->on_host && source->release_host)
+      source->release_host(source->context, block->data, block->bytes);
+    else
+      source_release(memory, block->data, block->bytes);
+  }
   source_release(memory, memory->stack_base, memory->stack_capacity);
   free(memory->reserved);
   free(memory->pushed);
@@ -118,8 +124,20 @@ static _Noreturn void out_of_memory(const Memory *memory, const char *name, size
        text_bytes(memory->ledger.total).text, length ? holders : "nothing yet", advice);
 }
 
+size_t ledger_host_bytes(const Ledger *ledger) {
+  size_t bytes = 0;
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) bytes += ledger->host[c];
+  return bytes;
+}
+
 static void require_countable(const Memory *memory, const char *name, size_t bytes) {
   if (bytes >= COUNTABLE - memory->ledger.total) out_of_memory(memory, name, bytes);
+}
+
+static void keep_reserved(Memory *memory, MemoryBlock block) {
+  memory->reserved = host_grow(memory->reserved, memory->reserved_count, &memory->reserved_capacity,
+                               sizeof *memory->reserved, "the memory ledger");
+  memory->reserved[memory->reserved_count++] = block;
 }
 
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
@@ -128,11 +146,26 @@ void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, 
   void *data = (void *)(PLANNED_BASE + memory->ledger.total);
   if (!memory->planning) data = source_allocate(memory, bytes);
   if (!data) out_of_memory(memory, name, bytes);
-  memory->reserved = host_grow(memory->reserved, memory->reserved_count, &memory->reserved_capacity,
-                               sizeof *memory->reserved, "the memory ledger");
-  MemoryBlock *block = &memory->reserved[memory->reserved_count++];
-  *block = (MemoryBlock){.name = name, .category = category, .bytes = bytes, .data = data};
-  ledger_add(&memory->ledger, block, false);
+  MemoryBlock block = {.name = name, .category = category, .bytes = bytes, .data = data};
+  keep_reserved(memory, block);
+  ledger_add(&memory->ledger, &block, false);
+  return data;
+}
+
+void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
+  const MemorySource *source = &memory->source;
+  size_t others = ledger_host_bytes(&memory->ledger);
+  bytes = memory_padded(bytes);
+  void *data = NULL;
+  if (memory->planning && bytes < COUNTABLE - others)
+    data = (void *)(PLANNED_HOST_BASE + others);
+  else if (!memory->planning)
+    data = (source->allocate_host ? source->allocate_host : source->allocate)(source->context, bytes);
+  if (!data)
+    fail("out of host memory: %s needs %s more, and %s are offloaded to it; offload less (--offload)", name,
+         text_bytes(bytes).text, text_bytes(others).text);
+  keep_reserved(memory, (MemoryBlock){name, category, bytes, data, .on_host = true});
+  memory->ledger.host[category] += bytes;
   return data;
 }
 

@@ -6,6 +6,8 @@
 // out. Every reservation and every push has a name and a category, so the ledger always knows who holds how
 // many bytes, the high-water mark, and the timeline of a step.
 //
+// What is offloaded is reserved in the host's memory, which the ledger counts apart.
+//
 // On a GPU kernels run behind the host, in the order of one stream. Popping returns bytes to later pushes of
 // the same stream order, so nothing has to wait.
 #pragma once
@@ -39,9 +41,14 @@ size_t memory_padded(size_t bytes);
 typedef struct {
   void *(*allocate)(void *context, size_t bytes); // zeroed; NULL when there are not that many
   void (*release)(void *context, void *data, size_t bytes);
+  // The same of the host, at addresses that the device can access too. NULL: where the device's own come from.
+  void *(*allocate_host)(void *context, size_t bytes);
+  void (*release_host)(void *context, void *data, size_t bytes);
   void (*poison)(void *context, void *data, size_t bytes); // fills with bytes 0xFF (NaN in fp32 and bf16)
   void *context;
 } MemorySource;
+
+extern const MemorySource memory_pages; // pages.c: of the host
 
 // The bytes in use after one reservation, push or pop, by category.
 typedef struct {
@@ -57,6 +64,7 @@ typedef struct {
   size_t total, peak;                    // bytes in use now, and at most
   size_t at_peak[MEMORY_CATEGORY_COUNT]; // who held them at the peak
   size_t stack, stack_peak;              // the part of both that lies on the stack
+  size_t host[MEMORY_CATEGORY_COUNT];    // offloaded, which is in none of the others
   // The timeline, kept only while `recording` is set.
   bool recording;
   int step;                       // that the following events belong to
@@ -71,6 +79,7 @@ typedef struct {
   MemoryCategory category;
   size_t bytes; // padded
   void *data;   // of a reservation
+  bool on_host;
 } MemoryBlock;
 
 typedef struct Memory {
@@ -96,6 +105,8 @@ void memory_destroy(Memory *memory);
 // Zeroed bytes that stay until memory_destroy. Names must outlive the memory (literals).
 // When the source has no more, the program fails with a sentence that says who holds what.
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
+// The same in the host's memory.
+void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
 
 // Makes (or remakes) the stack; it must be empty. A plan's stack is boundless and needs no call.
 void memory_set_stack(Memory *memory, size_t capacity);
@@ -109,6 +120,8 @@ Tensor memory_push_2d(Memory *memory, const char *name, MemoryCategory category,
 typedef int64_t MemoryMark;
 MemoryMark memory_mark(const Memory *memory);
 void memory_pop_to(Memory *memory, MemoryMark mark);
+
+size_t ledger_host_bytes(const Ledger *ledger); // offloaded, of all categories
 
 // The high-water marks (total, stack, categories) start again from what is in use now.
 void ledger_reset_peak(Ledger *ledger);

@@ -66,16 +66,24 @@ static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[
   return rank == 1 ? flat : tensor_reshape_2d(flat, shape[0], shape[1]);
 }
 
-// One slab for one role; groups[g] becomes the flat tensor of group g.
-static void reserve_role(Memory *memory, const char *name, MemoryCategory category,
+enum { HOST_NONE = 0, HOST_MATRICES = 1 << GROUP_MATRICES, HOST_ALL = (1 << GROUP_COUNT) - 1 };
+
+// A slab on the device and, for the groups in `host`, one in the host's memory; groups[g] becomes the flat tensor of
+// group g.
+static void reserve_role(Memory *memory, const char *name, MemoryCategory category, int host,
                          const int64_t elements[GROUP_COUNT], const Dtype dtypes[GROUP_COUNT],
                          Tensor groups[GROUP_COUNT]) {
-  size_t bytes = 0;
-  for (int g = 0; g < GROUP_COUNT; g++) bytes += (size_t)elements[g] * dtype_bytes(dtypes[g]);
-  uintptr_t at = (uintptr_t)memory_reserve(memory, name, category, bytes);
-  for (int g = 0; g < GROUP_COUNT; g++) {
-    groups[g] = tensor_1d((void *)at, dtypes[g], elements[g]);
-    at += tensor_bytes(groups[g]);
+  for (int on_host = 0; on_host < 2; on_host++) {
+    size_t bytes = 0;
+    for (int g = 0; g < GROUP_COUNT; g++)
+      if ((host >> g & 1) == on_host) bytes += (size_t)elements[g] * dtype_bytes(dtypes[g]);
+    if (!bytes) continue;
+    uintptr_t at = (uintptr_t)(on_host ? memory_reserve_host : memory_reserve)(memory, name, category, bytes);
+    for (int g = 0; g < GROUP_COUNT; g++) {
+      if ((host >> g & 1) != on_host) continue;
+      groups[g] = tensor_1d((void *)at, dtypes[g], elements[g]);
+      at += tensor_bytes(groups[g]);
+    }
   }
 }
 
@@ -102,7 +110,23 @@ int64_t parameters_turn(const Parameters *p, int64_t element) {
   return before + index % 2 * layer + (element - before) % layer;
 }
 
-static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GROUP_COUNT]) {
+// The double buffer of an offloaded group.
+static Tensor reserve_layers(const Parameters *p, Memory *memory, const char *name, MemoryCategory category,
+                             Dtype dtype) {
+  int64_t count = 2 * p->spread.layer;
+  return tensor_1d(memory_reserve(memory, name, category, (size_t)count * dtype_bytes(dtype)), dtype, count);
+}
+
+Tensor parameters_layer(const Parameters *p, const Tensor role[GROUP_COUNT], int64_t layer) {
+  return tensor_rows(role[GROUP_MATRICES], p->spread.before_layers + layer * p->spread.layer,
+                     p->spread.layer);
+}
+
+Tensor parameters_layer_buffer(const Parameters *p, Tensor buffer, int64_t layer) {
+  return tensor_rows(buffer, layer % 2 * p->spread.layer, p->spread.layer);
+}
+
+static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GROUP_COUNT], bool offload) {
   int64_t made[GROUP_COUNT], summed[GROUP_COUNT];
   for (int g = 0; g < GROUP_COUNT; g++) {
     made[g] = p->group_elements[g];
@@ -113,9 +137,15 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
     int64_t two = p->spread.before_layers + 2 * p->spread.layer;
     if (made[GROUP_MATRICES] > two) made[GROUP_MATRICES] = two;
   }
-  reserve_role(memory, "gradients", MEMORY_GRADIENTS, made, grad, p->grad);
+  bool buffered = offload && p->spread.zero < 2;
+  reserve_role(memory, "gradients", MEMORY_GRADIENTS, buffered ? HOST_MATRICES : HOST_NONE, made, grad,
+               p->grad);
+  if (buffered)
+    p->layer_grads =
+        reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, grad[GROUP_MATRICES]);
   if (p->spread.zero < 2) return;
-  reserve_role(memory, "summed gradients", MEMORY_GRADIENTS, summed, grad, p->grad_shard);
+  reserve_role(memory, "summed gradients", MEMORY_GRADIENTS, offload ? HOST_ALL : HOST_NONE, summed, grad,
+               p->grad_shard);
   p->grad_shard[GROUP_HEAD] = (Tensor){0};
 }
 
@@ -125,13 +155,26 @@ static Tensor local_rows(const Parameters *p, Tensor group, const int64_t shape[
   return slice(group, 0, 2, (const int64_t[2]){rows, shape[1]});
 }
 
+// The part of a layer's double buffer.
+static Tensor buffered_view(const Parameters *p, Tensor buffer, const Parameter *first,
+                            const int64_t shape[2]) {
+  int64_t place = parameters_turn(p, first->offset) - p->spread.before_layers;
+  return slice(buffer, place, first->rank, shape);
+}
+
+static bool in_buffer(const Parameters *p, Tensor buffer, const Parameter *first) {
+  return tensor_exists(buffer) && first->group == GROUP_MATRICES && first->offset >= p->spread.before_layers;
+}
+
 static Tensor value_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
+  if (in_buffer(p, p->layer_values, first)) return buffered_view(p, p->layer_values, first, shape);
   if (first->group == GROUP_HEAD && p->spread.split_head_weights)
     return local_rows(p, p->value[GROUP_HEAD], shape);
   return slice(p->value[first->group], first->offset, first->rank, shape);
 }
 
 static Tensor gradient_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
+  if (in_buffer(p, p->layer_grads, first)) return buffered_view(p, p->layer_grads, first, shape);
   if (first->group == GROUP_HEAD && p->spread.split_head) return local_rows(p, p->grad[GROUP_HEAD], shape);
   bool buffered = p->spread.zero == 2 && first->group == GROUP_MATRICES;
   return slice(p->grad[first->group], buffered ? parameters_turn(p, first->offset) : first->offset,
@@ -150,13 +193,20 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   }
   if (parameters->spread.split_head_weights) whole_groups[GROUP_HEAD] = shard[GROUP_HEAD];
   cut_buckets(parameters, grad);
-  reserve_role(memory, "weights", MEMORY_WEIGHTS, whole_groups, weight, parameters->value);
+  bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
+  int state_on_host = d.offload & OFFLOAD_OPTIMIZER ? HOST_ALL : HOST_NONE;
+  reserve_role(memory, "weights", MEMORY_WEIGHTS, weights_on_host ? HOST_MATRICES : HOST_NONE, whole_groups,
+               weight, parameters->value);
+  if (weights_on_host)
+    parameters->layer_values =
+        reserve_layers(parameters, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
   if (d.master && !d.frozen)
-    reserve_role(memory, "master weights", MEMORY_MASTER_WEIGHTS, shard, master, parameters->master);
+    reserve_role(memory, "master weights", MEMORY_MASTER_WEIGHTS, state_on_host, shard, master,
+                 parameters->master);
   if (!d.frozen) {
-    reserve_gradients(parameters, memory, grad);
-    reserve_role(memory, "first moments", MEMORY_MOMENTS, shard, moment, parameters->m);
-    reserve_role(memory, "second moments", MEMORY_MOMENTS, shard, moment, parameters->v);
+    reserve_gradients(parameters, memory, grad, d.offload & OFFLOAD_GRADIENTS);
+    reserve_role(memory, "first moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->m);
+    reserve_role(memory, "second moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->v);
   }
 
   for (int64_t i = 0; i < parameters->count; i++) {

@@ -35,6 +35,15 @@ typedef struct {
   Tensor value, grad; // the local rows of a split head
 } Parameter;
 
+// What lies in the host's memory. GROUP_MATRICES' weights and gradients are copied from and to there layer by layer, by way of a
+// double buffer of two layers; the embedding's rows, and all that the optimizer reads, are accessed there.
+enum {
+  OFFLOAD_WEIGHTS = 1 << 0,
+  OFFLOAD_GRADIENTS = 1 << 1,
+  OFFLOAD_OPTIMIZER = 1 << 2,   // master weights and moments, of all groups
+  OFFLOAD_ACTIVATIONS = 1 << 3, // the layers' inputs, under RECOMPUTE_LAYER
+};
+
 typedef struct {
   Dtype weight;        // what the GEMMs read
   bool master;         // keep an fp32 copy (only where weight is bf16)
@@ -43,14 +52,14 @@ typedef struct {
   Dtype moment;        // of AdamW's m and v
   int zero;            // what is spread where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
+  unsigned offload;    // OFFLOAD_...
 } ParameterDtypes;
 
 // How the parameters are spread over ranks; see shards.h. {0, 0, 1} spreads nothing.
 typedef struct {
-  int zero;        // 0 to 2
-  int part, parts; // this rank's shard, of how many
-  // GROUP_MATRICES: elements before the first layer, and of a layer. Where zero is 2.
-  int64_t before_layers, layer;
+  int zero;                     // 0 to 2
+  int part, parts;              // this rank's shard, of how many
+  int64_t before_layers, layer; // elements of GROUP_MATRICES before the first layer, and of a layer
   // Vocabulary-parallel: the head's gradients are those of the local rows, and its weights as well unless they are the
   // embedding's. A part has head_rows of them, the last one perhaps fewer.
   bool split_head, split_head_weights;
@@ -67,6 +76,8 @@ typedef struct Parameters {
   // Whole groups, flat: what the optimizer and the norm pass over. Where they are spread, this rank's shards.
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT], m[GROUP_COUNT], v[GROUP_COUNT];
   Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
+  // The double buffers on the device, two layers of GROUP_MATRICES; absent where value or grad is not offloaded.
+  Tensor layer_values, layer_grads;
 } Parameters;
 
 // Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.
@@ -84,6 +95,10 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
 
 // Where an element of GROUP_MATRICES has its gradient at zero 2, when its layer's turn has come.
 int64_t parameters_turn(const Parameters *parameters, int64_t element);
+
+// Layer `layer` of an offloaded group (value or grad), and its place in the double buffer of it.
+Tensor parameters_layer(const Parameters *parameters, const Tensor role[GROUP_COUNT], int64_t layer);
+Tensor parameters_layer_buffer(const Parameters *parameters, Tensor buffer, int64_t layer);
 
 // First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank count.
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);

@@ -9,6 +9,9 @@
 // On the stack, from the bottom up: dr, then per layer what forward keeps for backward. Each layer pushes its
 // output first, then what RECOMPUTE_LAYER drops, then what RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to
 // drop is to pop, and to recompute is to push and compute the same again.
+//
+// What is offloaded is copied while other layers compute: a layer's weights arrive during the layer before it, and its
+// gradients and its input leave during the layer after it, by way of double buffers.
 #include "model/transformer.h"
 
 #include <stdlib.h>
@@ -313,7 +316,7 @@ static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Tensor 
   memory_pop_to(memory, mark);
 }
 
-// --- the whole step ----------------------------------------------------------------------------------------
+// --- before and after the layers ----------------------------------------------------------------------------
 
 static Tensor embed(const Pass *p) {
   Tensor out = push_activation(p, "residual", p->model->config.hidden_size);
@@ -335,11 +338,56 @@ static Norm final_norm(const Pass *p, Tensor stream) {
   return norm;
 }
 
-// Where a matrix begins within its group.
-static int64_t offset_in_group(const Model *model, const Param *matrix) {
-  const Tensor group = model->parameters.value[GROUP_MATRICES];
-  return ((char *)matrix->value.data - (char *)group.data) / (int64_t)dtype_bytes(group.dtype);
+// --- offloading --------------------------------------------------------------------------------------------
+
+// These begin copies, where the tensors are offloaded and there is a layer l, and return how many. Layers that follow each
+// other use the two halves of a double buffer in turn.
+
+static int64_t fetch_weights(const Pass *p, int64_t l) {
+  const Parameters *w = &p->model->parameters;
+  if (!tensor_exists(w->layer_values) || l < 0 || l >= p->model->config.num_hidden_layers) return 0;
+  copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_values, l),
+                             .x = parameters_layer(w, w->value, l)});
+  return 1;
 }
+
+// What is added to.
+static int64_t fetch_grads(const Pass *p, int64_t l) {
+  const Parameters *w = &p->model->parameters;
+  if (!tensor_exists(w->layer_grads) || l < 0 || !p->accumulate) return 0;
+  copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_grads, l),
+                             .x = parameters_layer(w, w->grad, l),
+                             .after_out = true}); // of the layer that had the buffer before
+  return 1;
+}
+
+static void send_grads(const Pass *p, int64_t l) {
+  const Parameters *w = &p->model->parameters;
+  if (!tensor_exists(w->layer_grads)) return;
+  copy_out(p->backend, (Copy){.out = parameters_layer(w, w->grad, l),
+                              .x = parameters_layer_buffer(w, w->layer_grads, l)});
+}
+
+// The input of the last layer stays on the device.
+static bool input_leaves(const Pass *p, Tensor inputs, int64_t l) {
+  return tensor_exists(inputs) && l >= 0 && l < p->model->config.num_hidden_layers - 1;
+}
+
+static int64_t send_input(const Pass *p, Tensor inputs, int64_t l, Tensor input) {
+  if (!input_leaves(p, inputs, l)) return 0;
+  copy_out(p->backend,
+           (Copy){.out = tensor_flat(tensor_rows(inputs, l * p->rows, p->rows)), .x = tensor_flat(input)});
+  return 1;
+}
+
+static int64_t fetch_input(const Pass *p, Tensor inputs, int64_t l, Tensor input) {
+  if (!input_leaves(p, inputs, l)) return 0;
+  copy_in(p->backend,
+          (Copy){.out = tensor_flat(input), .x = tensor_flat(tensor_rows(inputs, l * p->rows, p->rows))});
+  return 1;
+}
+
+// --- the whole step ----------------------------------------------------------------------------------------
 
 static void grads_ready(const GradHooks *hooks, ParameterGroup group, int64_t first) {
   if (hooks->on_grads_ready) hooks->on_grads_ready(hooks->context, group, first);
@@ -358,14 +406,20 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 
   MemoryMark bottom = memory_mark(memory);
   Tensor dr = push_gradient(&p, "d residual", hidden_size);
-  Tensor stream = embed(&p);
+  Tensor stream = embed(&p), inputs = options->inputs, spare = none;
+  if (tensor_exists(inputs)) spare = push_activation(&p, "residual", hidden_size);
+  fetch_weights(&p, 0);
   for (int64_t l = 0; l < layers; l++) {
     marks[l] = memory_mark(memory);
     states[l].input = stream;
-    states[l].output = push_activation(&p, "residual", hidden_size);
+    states[l].output = tensor_exists(inputs) ? spare : push_activation(&p, "residual", hidden_size);
+    int64_t coming = fetch_weights(&p, l + 1), leaving = send_input(&p, inputs, l, stream);
+    copies_join(backend, coming, leaving);
     layer_forward(&p, &model->layers[l], &states[l]);
+    spare = stream;
     stream = states[l].output;
   }
+  fetch_grads(&p, layers - 1);
 
   MemoryMark top = memory_mark(memory);
   Norm norm = final_norm(&p, stream);
@@ -396,11 +450,19 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   run_norm_backward(&p, &norm, dr, dnorm, stream, &model->final_norm, false);
   memory_pop_to(memory, top);
 
+  const Spread *spread = &model->parameters.spread;
   for (int64_t l = layers; l-- > 0;) {
+    int64_t coming = fetch_grads(&p, l - 1);
+    if (l > 0) coming += fetch_input(&p, inputs, l - 1, states[l - 1].input);
+    if (l - 1 < layers - 2) coming += fetch_weights(&p, l - 1); // the last two have stayed
+    copies_join(backend, coming, 1);
     layer_backward(&p, &model->layers[l], &states[l], dr);
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
-    grads_ready(hooks, GROUP_MATRICES, offset_in_group(model, &model->layers[l].qkv.weight));
+    send_grads(&p, l);
+    if (hooks->on_grads_ready) copies_join(backend, coming, 0);
+    grads_ready(hooks, GROUP_MATRICES, spread->before_layers + l * spread->layer);
   }
+  copies_join(backend, 0, 0);
   Tensor dtokens = by_hook ? none : model->token_embedding.grad;
   Tensor dpositions = model->position_embedding.grad;
   if (by_hook) hooks->add_embedding_grads(hooks->context, batch, dr);
@@ -424,8 +486,10 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 static Tensor forward_only(Pass *p) {
   p->recompute = RECOMPUTE_LAYER;
   Tensor stream = embed(p), spare = push_activation(p, "residual", p->model->config.hidden_size);
+  fetch_weights(p, 0);
   for (int64_t l = 0; l < p->model->config.num_hidden_layers; l++) {
     LayerState s = {.input = stream, .output = spare};
+    copies_join(p->backend, fetch_weights(p, l + 1), 0);
     layer_forward(p, &p->model->layers[l], &s);
     spare = stream;
     stream = s.output;

@@ -48,6 +48,7 @@ typedef struct {
   TileSampling sampling;         // of training in the fused mode
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
   GradHooks hooks;               // of training
+  Tensor inputs; // of training: [L N, H] in the host's memory for the layers' inputs, or absent
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'

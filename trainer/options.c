@@ -174,6 +174,10 @@ const Option options_rows[] = {
     {CHOICE("recompute", "WHAT", recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
      .flags = SETTING | TRAINING,
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
+    {TEXT("offload", "LIST", offload), .flags = TRAINING,
+     HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
+          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in less memory "
+          "of the device and more time")},
     {TEXT("attention", "WHICH", attention), .choices = "auto, own or cudnn", DEFAULT("auto"),
      HELP("own, cudnn or auto; cuda only")},
     {FLAG("plain-loops", plain_loops, true), HELP("CPU: GEMMs by plain loops, to compare with")},
@@ -345,6 +349,28 @@ static void check_loss(const Options *o) {
          softcap);
 }
 
+static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations"};
+
+static void resolve_offload(Options *o) {
+  o->dtypes.offload = 0;
+  for (const char *at = o->offload; at && !o->eval_only;) {
+    size_t length = strcspn(at, ",");
+    int which = 0;
+    while (which < 4 && (strlen(offload_names[which]) != length || strncmp(at, offload_names[which], length)))
+      which++;
+    if (which == 4)
+      fail("--offload %s: give one or more of weights, gradients, optimizer and activations, with commas "
+           "between them",
+           o->offload);
+    o->dtypes.offload |= 1u << which;
+    at = at[length] ? at + length + 1 : NULL;
+  }
+  if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->recompute != RECOMPUTE_LAYER)
+    fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
+         "--recompute "
+         "layer");
+}
+
 static void resolve_job(Options *o) {
   if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
   if (o->seq_len > o->model.max_position_embeddings)
@@ -370,6 +396,7 @@ static void resolve_job(Options *o) {
   }
   o->chunk_given = o->lce_chunk > 0;
   check_loss(o);
+  resolve_offload(o);
 }
 
 // --- parsing -----------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ typedef struct {
   bool on_cuda;         // once the dtypes are resolved
   ParameterDtypes dtypes;
   Recompute recompute;
+  const char *offload; // as given; NULL: nothing
   // output
   const char *log, *timeline;
   bool plan, compare_modes, fit;

@@ -11,6 +11,7 @@
 #include "base/integers.h"
 #include "base/system.h"
 #include "base/text.h"
+#include "kernels/ranks/ranks.h"
 #include "model/shards.h"
 #include "trainer/machine.h"
 
@@ -104,10 +105,27 @@ static bool divides_total(const Options *o, int64_t batch, int64_t seq_len) {
 }
 
 // The changes that may help, weaker ones of a kind first.
-enum { FUSED, ELEMENTWISE, MLP, LAYER, MOMENTS, NO_MASTER, ONE_SEQUENCE, CHANGES };
-static const char *const change_flags[CHANGES] = {
-    "--fused-lce",         "--recompute elementwise", "--recompute mlp", "--recompute layer",
-    "--moment-dtype bf16", "--no-master-weights",     "--batch 1"};
+enum {
+  FUSED,
+  ELEMENTWISE,
+  MLP,
+  LAYER,
+  MOMENTS,
+  NO_MASTER,
+  OFFLOAD_STATE,
+  OFFLOAD_LAYERS,
+  ONE_SEQUENCE,
+  CHANGES
+};
+static const char *const change_flags[CHANGES] = {"--fused-lce",
+                                                  "--recompute elementwise",
+                                                  "--recompute mlp",
+                                                  "--recompute layer",
+                                                  "--moment-dtype bf16",
+                                                  "--no-master-weights",
+                                                  "--offload optimizer",
+                                                  "--offload weights,gradients,optimizer",
+                                                  "--batch 1"};
 
 // The options with a change; as they are where the device or another option excludes it.
 static Options with_change(const Options *options, DeviceKind device, int change) {
@@ -117,6 +135,9 @@ static Options with_change(const Options *options, DeviceKind device, int change
   if (change >= ELEMENTWISE && change <= LAYER && recompute > o.recompute) o.recompute = recompute;
   if (change == MOMENTS && device == ON_CUDA) o.dtypes.moment = DTYPE_BF16;
   if (change == NO_MASTER && o.dtype == DTYPE_BF16) o.dtypes.master = false;
+  unsigned layers = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER;
+  unsigned offload = change == OFFLOAD_STATE ? OFFLOAD_OPTIMIZER : change == OFFLOAD_LAYERS ? layers : 0;
+  if (offload && device == ON_CUDA && !(o.dtypes.offload & ~offload)) o.dtypes.offload = offload;
   return change == ONE_SEQUENCE ? with_shape(options, device, 1, o.seq_len) : o;
 }
 
@@ -133,7 +154,7 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
   char flags[256] = "";
   size_t peak = plan_run(&o, device, o.mode).peak;
   for (int change = 0; change < CHANGES && peak > usable; change++) {
-    if (change == ELEMENTWISE || change == MLP) continue; // LAYER holds less
+    if (change == ELEMENTWISE || change == MLP || change == OFFLOAD_STATE) continue; // later ones hold less
     Options changed = with_change(&o, device, change);
     size_t bytes = plan_run(&changed, device, changed.mode).peak;
     if (bytes >= peak) continue;
@@ -180,8 +201,28 @@ static void suggest(const Options *options, DeviceKind device, size_t usable, ch
   if (!*text) suggest_together(options, device, usable, text, size);
 }
 
+// All ranks of the machine offload as much.
+static void require_host(const Ledger *plan) {
+  int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
+  size_t needed = ledger_host_bytes(plan) * (size_t)ranks,
+         left = system_bytes("/proc/meminfo", "MemAvailable");
+  if (!needed || !left || needed <= left) return;
+  char holders[256] = "";
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
+    char holder[80];
+    snprintf(holder, sizeof holder, "%s %s", memory_category_name((MemoryCategory)c),
+             text_bytes(plan->host[c]).text);
+    if (plan->host[c]) append(holders, sizeof holders, ", ", holder);
+  }
+  fail("--offload needs %s of this machine's memory and %s are left (%s%s); offload less, or add "
+       "--moment-dtype bf16 or "
+       "--no-master-weights",
+       text_bytes(needed).text, text_bytes(left).text, ranks > 1 ? "of each rank " : "", holders);
+}
+
 void plan_require(const Options *options, DeviceKind device, size_t usable) {
   Ledger plan = plan_run(options, device, options->mode);
+  require_host(&plan);
   if (!usable || plan.peak <= usable) return;
 
   char holders[512] = "", ways[512];
@@ -230,6 +271,11 @@ void plan_print_table(const MemoryColumn *given, int count, DeviceKind device) {
     print_row(memory_category_name((MemoryCategory)k), columns, count,
               offsetof(MemoryColumn, memory.at_peak) + (size_t)k * sizeof(size_t), false);
   print_row("all together (ledger)", columns, count, offsetof(MemoryColumn, memory.peak), true);
+  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
+    char name[64];
+    snprintf(name, sizeof name, "on the host: %s", memory_category_name((MemoryCategory)k));
+    print_row(name, columns, count, offsetof(MemoryColumn, memory.host) + (size_t)k * sizeof(size_t), false);
+  }
   print_row("outside of it (libraries, context)", columns, count, offsetof(MemoryColumn, outside_bytes),
             measured);
   print_row(device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)", columns, count,

@@ -14,7 +14,8 @@ int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t byte
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
-// Fails when the run needs more than `usable` bytes (0: unknown), with who holds what, and what would fit.
+// Fails when the run needs more than `usable` bytes of the device (0: unknown), with who holds what, and what would fit; or when
+// it offloads more than the host has left.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
 
 // --- what is printed about memory ---------------------------------------------------------------------------

@@ -83,6 +83,9 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            (long long)options_used_chunk(o), recompute_name(o->recompute));
   else
     printf("loss     materialized logits, recompute %s\n", recompute_name(o->recompute));
+  if (o->dtypes.offload)
+    printf("offload  %s%s\n", o->offload,
+           backend->device == ON_CPU ? ", which saves nothing on the CPU, whose memory is the host's" : "");
   printf("data     %s\n", data);
   for (int i = 0; i < 1 + (val_source != NULL); i++) {
     char left[256];
@@ -286,6 +289,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       OPTIONAL("dropped_tiles", dropped_tiles), OPTIONAL("dropped_mass", dropped_mass),
       NUMBER("gemm_flops_per_second", r->gemm_rate), NUMBER("ranks", o->ranks),
       NUMBER("wire_bytes_per_step", trainer->wire_bytes), NUMBER("peak_bytes", peak.memory.peak),
+      NUMBER("host_bytes", ledger_host_bytes(&peak.memory)),
       NUMBER("head_peak_bytes", peak.memory.highest[MEMORY_HEAD]),
       NUMBER("device_peak_bytes", peak.device_bytes),
       NUMBER("device_overhead_bytes", backend->device_overhead));

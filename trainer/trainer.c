@@ -78,6 +78,12 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
     fill_zero(backend, t->transformer.sampling.stats); // only the fused mode writes it
   }
+  if (options->dtypes.offload & OFFLOAD_ACTIVATIONS && !options->eval_only) {
+    int64_t rows = (options->model.num_hidden_layers - 1) * tokens, columns = options->model.hidden_size;
+    void *data = memory_reserve_host(&backend->memory, "layers' inputs", MEMORY_ACTIVATIONS,
+                                     (size_t)(rows * columns) * dtype_bytes(backend->dtype));
+    t->transformer.inputs = tensor_2d(data, backend->dtype, rows, columns);
+  }
   t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
   t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);

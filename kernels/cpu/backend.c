@@ -1,13 +1,8 @@
-// The CPU backend: where its memory comes from, what the system reports about it, and the table of operations.
-//
-// Memory is zero pages from mmap, which cost nothing until they are touched: VmRSS and VmHWM show what a step used.
-// Large blocks lie on 2 MiB boundaries and request huge pages: a row of logits is half a megabyte long, and a walk
-// down its columns would otherwise miss the TLB at every step.
+// The CPU backend: what the system reports about its memory, and the table of operations.
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "base/alloc.h"
@@ -18,54 +13,14 @@
 #include <cblas.h>
 #endif
 
-static const size_t HUGE_PAGE = (size_t)2 << 20;
-
-static void *pages_allocate(void *context, size_t bytes) {
-  (void)context;
-  size_t margin = bytes >= HUGE_PAGE ? HUGE_PAGE : 0, length = bytes ? bytes : 1;
-  char *base = mmap(NULL, length + margin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED) return NULL;
-  if (!margin) return base;
-  // Give back what lies before the boundary; what lies behind the block stays in its last pages' mapping.
-  size_t before = (HUGE_PAGE - (uintptr_t)base % HUGE_PAGE) % HUGE_PAGE;
-  size_t page = (size_t)sysconf(_SC_PAGESIZE), used = (length + page - 1) / page * page;
-  if (before) munmap(base, before);
-  size_t mapped = (length + margin + page - 1) / page * page;
-  if (mapped > before + used) munmap(base + before + used, mapped - before - used);
-  madvise(base + before, length, MADV_HUGEPAGE); // a wish: the kernel may have huge pages switched off
-  return base + before;
-}
-
-static void pages_release(void *context, void *data, size_t bytes) {
-  (void)context;
-  munmap(data, bytes ? bytes : 1);
-}
-
-static void pages_poison(void *context, void *data, size_t bytes) {
-  (void)context;
-  memset(data, 0xFF, bytes);
-}
-
-// A figure such as "VmHWM:   12345 kB" from /proc/self/status, in bytes; 0 when the system has none.
-static size_t status_bytes(const char *field) {
-  FILE *file = fopen("/proc/self/status", "r");
-  if (!file) return 0;
-  char line[256];
-  size_t kib = 0, length = strlen(field);
-  while (fgets(line, sizeof line, file))
-    if (!strncmp(line, field, length) && line[length] == ':') kib = strtoull(line + length + 1, NULL, 10);
-  fclose(file);
-  return kib * 1024;
-}
-
 static size_t bytes_now(Backend *backend) {
   (void)backend;
-  return status_bytes("VmRSS");
+  return system_bytes("/proc/self/status", "VmRSS");
 }
 
 static size_t bytes_peak(Backend *backend) {
   (void)backend;
-  return status_bytes("VmHWM");
+  return system_bytes("/proc/self/status", "VmHWM");
 }
 
 // Where the kernel does not let a process reset its mark, the mark stays the whole run's.
@@ -98,6 +53,7 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 
 static void destroy(Backend *backend) {
   cpu_collectives_end(backend);
+  cpu_copies_end(backend);
 }
 
 // --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere --------
@@ -130,6 +86,7 @@ const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_byt
 // --- life --------------------------------------------------------------------------------------------------
 
 static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
+                                   .copies_join = cpu_copies_join,
                                    .to_device = to_device,
                                    .to_host = to_host,
                                    .device_bytes_now = bytes_now,
@@ -152,10 +109,9 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 Backend *cpu_backend_create(bool plain_loops) {
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
   ((CpuState *)backend->state)->plain_loops = plain_loops;
-  MemorySource pages = {.allocate = pages_allocate, .release = pages_release, .poison = pages_poison};
   backend->name = "cpu";
   backend->scratch = &cpu_scratch;
-  backend->memory = memory_create(&pages);
+  backend->memory = memory_create(&memory_pages);
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
            threads == 1 ? "" : "s", plain_loops ? "plain loops" : GEMM_LIBRARY);

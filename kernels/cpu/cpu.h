@@ -7,6 +7,7 @@
 typedef struct {
   bool plain_loops;                   // loops in place of CBLAS
   struct CpuCollectives *collectives; // NULL while there is one rank
+  struct CpuCopies *copies;           // NULL until the first
 } CpuState;
 
 static inline bool cpu_plain_loops(const Backend *backend) {
@@ -56,3 +57,5 @@ OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
+void cpu_copies_join(Backend *backend, int64_t in, int64_t out);
+void cpu_copies_end(Backend *backend); // copies.c: likewise

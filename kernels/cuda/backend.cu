@@ -75,7 +75,7 @@ static void to_device(Backend *backend, Tensor destination, const void *host) {
     Staging::Piece *piece = take_piece(state->staging, part);
     copy_bytes(state->staging->base + piece->begin, static_cast<const char *>(host) + done, part);
     cuda_check(cudaMemcpyAsync(data_of<char>(destination) + done, state->staging->base + piece->begin, part,
-                               cudaMemcpyHostToDevice, state->stream),
+                               cudaMemcpyDefault, state->stream), // to offloaded tensors too
                "uploading");
     cuda_check(cudaEventRecord(piece->copied, state->stream), "recording an event");
     done += part;
@@ -84,6 +84,7 @@ static void to_device(Backend *backend, Tensor destination, const void *host) {
 
 static void synchronize(Backend *backend) {
   CudaState *state = cuda_state(backend);
+  cuda_copies_join(backend, 0, 0);
   // The first has joined the others, unless an operation failed between.
   for (cudaStream_t stream : {state->side, state->urgent, state->stream})
     cuda_check(cudaStreamSynchronize(stream), "running the kernels queued so far");
@@ -113,7 +114,7 @@ static void precede(Backend *backend, void *stream) {
 
 static void to_host(Backend *backend, void *host, Tensor source) {
   cuda_check(
-      cudaMemcpyAsync(host, source.data, tensor_bytes(source), cudaMemcpyDeviceToHost, cuda_stream(backend)),
+      cudaMemcpyAsync(host, source.data, tensor_bytes(source), cudaMemcpyDefault, cuda_stream(backend)),
       "downloading");
   synchronize(backend);
 }
@@ -179,6 +180,7 @@ void cuda_fill_zero(Backend *backend, const Tensor *t) {
 static void destroy(Backend *backend) {
   CudaState *state = cuda_state(backend);
   cuda_collectives_end(backend);
+  cuda_copies_end(backend);
   gemms_destroy(state->gemms);
   staging_destroy(state->staging);
   for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
@@ -192,6 +194,7 @@ static void destroy(Backend *backend) {
 }
 
 static const BackendOps operations = {.collectives_join = cuda_collectives_join,
+                                      .copies_join = cuda_copies_join,
                                       .to_device = to_device,
                                       .to_host = to_host,
                                       .synchronize = synchronize,
@@ -254,7 +257,12 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   }
   Backend *backend = backend_begin(&operations, ON_CUDA, dtype, sizeof(CudaState));
   CudaState *state = cuda_state(backend);
-  MemorySource source = {.allocate = allocate, .release = release, .poison = poison, .context = backend};
+  MemorySource source = {.allocate = allocate,
+                         .release = release,
+                         .allocate_host = cuda_allocate_host,
+                         .release_host = cuda_release_host,
+                         .poison = poison,
+                         .context = backend};
   backend->memory = memory_create(&source);
   cudaDeviceProp properties;
   cuda_check(cudaGetDeviceProperties(&properties, ordinal), "querying the device's properties");

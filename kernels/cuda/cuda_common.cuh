@@ -19,6 +19,7 @@ struct Gemms;           // linear.cu: cuBLASLt's handle and the GEMMs it has met
 struct Staging;         // backend.cu: pinned memory between the host and the device
 struct Hopper;          // hopper_gemm.cu: what it found on this device
 struct CudaCollectives; // collectives.cu: what connects this GPU to those of the other ranks
+struct CudaCopies;      // copies.cu: the streams between host and device
 
 struct CudaState {
   cudaStream_t stream; // every operation runs in its order
@@ -33,6 +34,7 @@ struct CudaState {
   Staging *staging;
   Hopper *hopper;               // NULL until it is first needed
   CudaCollectives *collectives; // NULL while there is one rank
+  CudaCopies *copies;           // NULL until the first
 };
 
 static inline CudaState *cuda_state(Backend *backend) {

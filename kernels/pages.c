@@ -1,0 +1,39 @@
+// The host's memory: zero pages from mmap, which cost nothing until they are touched, so that VmRSS and VmHWM show what a step
+// used. Large blocks lie on 2 MiB boundaries and request huge pages: a row of logits is half a megabyte long, and a walk
+// down its columns would otherwise miss the TLB at every step.
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "kernels/memory.h"
+
+static const size_t HUGE_PAGE = (size_t)2 << 20;
+
+static void *pages_allocate(void *context, size_t bytes) {
+  (void)context;
+  size_t margin = bytes >= HUGE_PAGE ? HUGE_PAGE : 0, length = bytes ? bytes : 1;
+  char *base = mmap(NULL, length + margin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) return NULL;
+  if (!margin) return base;
+  // Give back what lies before the boundary; what lies behind the block stays in its last pages' mapping.
+  size_t before = (HUGE_PAGE - (uintptr_t)base % HUGE_PAGE) % HUGE_PAGE;
+  size_t page = (size_t)sysconf(_SC_PAGESIZE), used = (length + page - 1) / page * page;
+  if (before) munmap(base, before);
+  size_t mapped = (length + margin + page - 1) / page * page;
+  if (mapped > before + used) munmap(base + before + used, mapped - before - used);
+  madvise(base + before, length, MADV_HUGEPAGE); // a wish: the kernel may have huge pages switched off
+  return base + before;
+}
+
+static void pages_release(void *context, void *data, size_t bytes) {
+  (void)context;
+  munmap(data, bytes ? bytes : 1);
+}
+
+static void pages_poison(void *context, void *data, size_t bytes) {
+  (void)context;
+  memset(data, 0xFF, bytes);
+}
+
+const MemorySource memory_pages = {
+    .allocate = pages_allocate, .release = pages_release, .poison = pages_poison};

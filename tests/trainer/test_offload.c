@@ -1,0 +1,129 @@
+// Offloading: the same bits with and without, for every list, on every backend; the host's bytes in plan and ledger.
+// Ranks and checkpoints are in test_ranks.c, refusals in test_cli.c.
+#include "tests/runs.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define JOB "--batch 2 --lr 0.01 --warmup 1 --steps 3 --seed 4 "
+
+enum { STEPS = 3 };
+
+// What a run leaves behind.
+typedef struct {
+  StepResult steps[STEPS];
+  double validation;
+  int64_t count, sampled;
+  void *bytes; // weights, master weights, moments
+  size_t size;
+  int32_t *tokens;
+} Outcome;
+
+static void keep(Outcome *out, Backend *backend, const Tensor *role) {
+  for (int g = 0; g < GROUP_COUNT; g++) {
+    if (!tensor_exists(role[g]) || !tensor_count(role[g])) continue;
+    size_t bytes = tensor_bytes(role[g]);
+    out->bytes = realloc(out->bytes, out->size + bytes);
+    assert_non_null(out->bytes);
+    backend_to_host(backend, (char *)out->bytes + out->size, role[g]);
+    out->size += bytes;
+  }
+}
+
+static bool run_all(Outcome *out, const char *backend, const char *model, const char *list) {
+  *out = (Outcome){0};
+  Run *run = run_open_on(backend, "%s " JOB "%s %s", model, *list ? "--offload" : "", list);
+  if (!run) return false;
+  const Parameters *p = &run->trainer.model.parameters;
+  for (int64_t step = 0; step < STEPS; step++) out->steps[step] = run_step(run, step);
+  out->validation = trainer_validate(&run->trainer, &run->loader, 2);
+  out->tokens = trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &out->sampled);
+  keep(out, run->h->backend, p->value);
+  keep(out, run->h->backend, p->master);
+  keep(out, run->h->backend, p->m);
+  keep(out, run->h->backend, p->v);
+  const Ledger *ledger = &run->h->backend->memory.ledger;
+  Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
+  assert_memory_equal(ledger->host, plan.host, sizeof plan.host);
+  assert_int_equal(ledger->peak, plan.peak);
+  // Of one layer the input stays on the device.
+  bool nothing = !*list || (!strcmp(list, "activations") && run->options.model.num_hidden_layers == 1);
+  assert_true((ledger_host_bytes(ledger) == 0) == nothing);
+  run_close(run);
+  return true;
+}
+
+static void outcome_free(Outcome *out) {
+  free(out->bytes);
+  free(out->tokens);
+}
+
+static void check_model(const char *backend, const char *model, bool activations) {
+  static const char *const lists[] = {"weights",
+                                      "gradients",
+                                      "optimizer",
+                                      "weights,gradients",
+                                      "weights,gradients,optimizer",
+                                      "activations",
+                                      "activations,weights,gradients,optimizer"};
+  Outcome base, got;
+  if (!run_all(&base, backend, model, "")) return;
+  for (size_t i = 0; i < sizeof lists / sizeof *lists - (activations ? 0 : 2); i++) {
+    assert_true(run_all(&got, backend, model, lists[i]));
+    for (int s = 0; s < STEPS; s++)
+      if (got.steps[s].loss != base.steps[s].loss || got.steps[s].grad_norm != base.steps[s].grad_norm)
+        fail_msg("%s, --offload %s: step %d has loss %.9g and norm %.9g, not %.9g and %.9g", model, lists[i],
+                 s, got.steps[s].loss, got.steps[s].grad_norm, base.steps[s].loss, base.steps[s].grad_norm);
+    assert_true(got.validation == base.validation);
+    assert_int_equal(got.sampled, base.sampled);
+    assert_memory_equal(got.tokens, base.tokens, (size_t)base.sampled * sizeof *base.tokens);
+    assert_int_equal(got.size, base.size);
+    assert_memory_equal(got.bytes, base.bytes, base.size);
+    outcome_free(&got);
+  }
+  outcome_free(&base);
+}
+
+#define LLAMA                                                                                                \
+  "--model llama-tiny --vocab 300 --hidden-size 24 --intermediate-size 40 --seq-len 17 --head-dim 8 "        \
+  "--num-attention-heads 3 --num-key-value-heads 1 "
+#define GPT2 "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 3 --seq-len 17 "
+
+static void test_same_bits(void **state) {
+  const char *backend = *state;
+  check_model(backend, LLAMA "--num-layers 5 --lce-chunk 16 --total-batch 102 --recompute layer", true);
+  check_model(backend, LLAMA "--num-layers 4 --tie-word-embeddings --materialized-logits", false);
+  check_model(backend, GPT2 "--num-layers 3 --total-batch 68 --recompute layer", true);
+  check_model(backend, GPT2 "--num-layers 2 --recompute mlp --total-batch 102 --lce-sample 0.5", false);
+  check_model(backend, LLAMA "--num-layers 1 --total-batch 68 --recompute layer", true);
+}
+
+// The sizes of a GPU's defaults, where the optimizer's state has two dtypes.
+static void test_same_bits_bf16_state(void **state) {
+  const char *backend = *state;
+  if (strcmp(backend, "cuda")) skip();
+  check_model(
+      backend,
+      "--model llama-tiny --vocab 4099 --seq-len 200 --num-layers 4 --total-batch 1200 --recompute layer "
+      "--moment-dtype bf16 --no-master-weights",
+      true);
+}
+
+int main(void) {
+  static const char *const backends[] = {"cpu", "cuda-fp32", "cuda"};
+  int failed = 0;
+  for (int i = 0; i < 3; i++) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_prestate(test_same_bits, (void *)backends[i]),
+        cmocka_unit_test_prestate(test_same_bits_bf16_state, (void *)backends[i]),
+    };
+    failed += cmocka_run_group_tests_name(backends[i], tests, NULL, NULL);
+  }
+  return failed;
+}
