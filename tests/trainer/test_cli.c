@@ -120,6 +120,8 @@ static void test_wrong_words(void **state) {
       {"--grad-dtype int8", "--grad-dtype int8: give fp32 or bf16"},
       {"--moment-dtype fp8", "--moment-dtype fp8: give fp32 or bf16"},
       {"--recompute all", "--recompute all: give none, elementwise, mlp or layer"},
+      {"--offload weights,moments", "give one or more of weights, gradients, optimizer and activations"},
+      {"--offload weights,", "--offload weights,: give one or more of "},
       {"--attention flash", "--attention flash: give auto, own or cudnn"},
       {"--prompt ''", "--prompt: give at least one character"},
       {"corpus.txt", "'corpus.txt' is not an option; paths are given with --data PATH"},
@@ -131,6 +133,8 @@ static void test_wrong_words(void **state) {
 static void test_impossible_combinations(void **state) {
   (void)state;
   static const Refusal refusals[] = {
+      {"--offload activations", "from which all else is computed again: add --recompute layer"},
+      {"--offload optimizer --num-layers 10000 --hidden-size 65536", "of this machine's memory and "},
       {"--fused-lce --materialized-logits", "--fused-lce and --materialized-logits exclude each other"},
       {"--materialized-logits --fused-lce", "--fused-lce and --materialized-logits exclude each other"},
       {"--lce-chunk 64 --lce-memory 64",

@@ -257,6 +257,29 @@ static void zero_levels_train_the_same(void **state) {
   }
 }
 
+// The same bits with what is offloaded, and from one of its checkpoints.
+static void offloading_changes_no_bit(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  for (int zero = 0; zero <= 2; zero++) {
+    char plain[32], moved[32], resumed[32], options[1024];
+    snprintf(plain, sizeof plain, "plain-%d", zero);
+    snprintf(moved, sizeof moved, "moved-%d", zero);
+    snprintf(resumed, sizeof resumed, "resumed-%d", zero);
+    const char *job = LLAMA TEXT "--num-layers 5 --recompute layer --save-every 2";
+    snprintf(options, sizeof options, "%s --zero %d", job, zero);
+    run_job(2, plain, options);
+    snprintf(options, sizeof options, "%s --zero %d --offload weights,gradients,optimizer,activations", job,
+             zero);
+    run_job(2, moved, options);
+    check_same_bits(plain, moved, STEPS);
+    snprintf(options, sizeof options, "--resume %s --zero %d --recompute layer --offload %s",
+             checkpoint_of(moved, 2), zero, zero ? "optimizer" : "gradients,weights");
+    run_job(2, resumed, options);
+    check_same_bits(plain, resumed, STEPS);
+  }
+}
+
 // The head's rows on several ranks: its loss is that of the whole head.
 static void a_split_head_trains_the_same(void **state) {
   (void)state;
@@ -726,6 +749,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(any_number_of_ranks_trains_the_same),
       cmocka_unit_test(the_same_number_of_ranks_repeats_bitwise),
       cmocka_unit_test(masked_ranks_neither_hang_nor_skew),
+      cmocka_unit_test(offloading_changes_no_bit),
       cmocka_unit_test(zero_levels_train_the_same),
       cmocka_unit_test(a_split_head_trains_the_same),
       cmocka_unit_test(a_split_head_resumes_any_run),
