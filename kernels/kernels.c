@@ -170,20 +170,30 @@ void embedding_backward(Backend *backend, EmbeddingBackward a) {
 static const char NO_MEAN[] = "absent: an RMS norm has no mean",
                   NO_BIAS[] = "absent: an RMS norm has no bias";
 
+// N rows of width W = M H, and their M heads (R of all rows); one that M H does not divide is no row of heads.
+static int64_t heads_of(Tensor x, Tensor weight) {
+  int64_t size = weight.shape[0];
+  return size && x.shape[1] > size && x.shape[1] % size == 0 ? x.shape[1] / size : 1;
+}
+
+#define NORM_SIZES                                                                                           \
+  SIZE(W, (heads_of(a.x, a.weight) * a.weight.shape[0])), SIZE(R, (heads_of(a.x, a.weight) * a.x.shape[0]))
+
 void norm_forward(Backend *backend, NormForward a) {
   bool layer = a.kind == NORM_LAYER;
-  CHECK(FIELD(x, "T [N, H]"), FIELD(weight, "T [H]"), FIELD(rstd, "fp32 [N]"),
-        FIELD(mean, layer ? "fp32 [N]" : NO_MEAN), FIELD(out, "T [N, H]"),
+  CHECK(FIELD(weight, "T [H]"), NORM_SIZES, FIELD(x, "T [N, W] strided"), FIELD(rstd, "fp32 [R]"),
+        FIELD(mean, layer ? "fp32 [R]" : NO_MEAN), FIELD(out, "T [N, W] strided"),
         FIELD(bias, layer ? "T [H]" : NO_BIAS));
   CALL(norm_forward);
 }
 
 void norm_backward(Backend *backend, NormBackward a) {
   bool layer = a.kind == NORM_LAYER;
-  CHECK(FIELD(x, "T [N, H]"), FIELD(weight, "T [H]"), FIELD(rstd, "fp32 [N]"),
-        FIELD(mean, layer ? "fp32 [N]" : NO_MEAN), FIELD(dout, "T [N, H]"), FIELD(dx, "T [N, H]"));
-  if (a.dx.data == a.dout.data) fail("%s: dx and dout are the same tensor", __func__);
-  CHECK(SIZE(H, a.x.shape[1]), FIELD(dweight, "fp32|bf16 [H]"),
+  CHECK(FIELD(weight, "T [H]"), NORM_SIZES, FIELD(x, "T [N, W] strided"), FIELD(rstd, "fp32 [R]"),
+        FIELD(mean, layer ? "fp32 [R]" : NO_MEAN), FIELD(dout, "T [N, W] strided"),
+        FIELD(dx, "T [N, W] strided"));
+  if (a.dx.data == a.dout.data && a.accumulate_dx) fail("%s: dx and dout are the same tensor", __func__);
+  CHECK(SIZE(H, a.weight.shape[0]), FIELD(dweight, "fp32|bf16 [H]"),
         FIELD(dbias, layer ? "fp32|bf16 [H]" : NO_BIAS));
   CALL_WITH_SCRATCH(norm_backward, MEMORY_WORKSPACE);
 }

@@ -59,6 +59,7 @@ typedef struct {
 
 // --- normalisation -----------------------------------------------------------------------------------------
 // The residual additions around the norms are done by the GEMMs before them (LinearForward.residual).
+// A row may hold M heads of H elements each, every one normalised on its own with the same weight (Qwen3's q and k).
 
 typedef enum {
   NORM_LAYER, // (x - mean) * rstd * weight + bias, rstd = 1/sqrt(variance + epsilon)   (Ba et al. 2016)
@@ -67,10 +68,10 @@ typedef enum {
 
 typedef struct {
   NormKind kind;
-  Tensor out;    // fp32/bf16 [N, H]
-  Tensor mean;   // fp32 [N], saved for the backward pass; absent for NORM_RMS
-  Tensor rstd;   // fp32 [N], saved for the backward pass
-  Tensor x;      // fp32/bf16 [N, H]
+  Tensor out;    // fp32/bf16 [N, M H]; may be strided
+  Tensor mean;   // fp32 [N M], saved for the backward pass; absent for NORM_RMS
+  Tensor rstd;   // fp32 [N M], saved for the backward pass
+  Tensor x;      // fp32/bf16 [N, M H]; may be strided
   Tensor weight; // fp32/bf16 [H]
   Tensor bias;   // fp32/bf16 [H]; absent for NORM_RMS
   float epsilon;
@@ -81,14 +82,15 @@ typedef struct {
 //   dweight (+)= sum_n dout[n] * xhat[n],   dbias (+)= sum_n dout[n]
 typedef struct {
   NormKind kind;
-  Tensor dx; // fp32/bf16 [N, H]; with accumulate_dx the gradient of the residual stream is added to in place
-  Tensor dweight;     // fp32 or bf16 [H]
-  Tensor dbias;       // fp32 or bf16 [H]; absent for NORM_RMS
-  Tensor dout;        // fp32/bf16 [N, H]; must not be dx
-  Tensor x;           // fp32/bf16 [N, H]
-  Tensor weight;      // fp32/bf16 [H]
-  Tensor mean;        // fp32 [N]; absent for NORM_RMS
-  Tensor rstd;        // fp32 [N]
+  Tensor
+      dx; // fp32/bf16 [N, M H]; with accumulate_dx the gradient of the residual stream is added to in place
+  Tensor dweight; // fp32 or bf16 [H]
+  Tensor dbias;   // fp32 or bf16 [H]; absent for NORM_RMS
+  Tensor dout;    // fp32/bf16 [N, M H]; may be dx itself without accumulate_dx. dx, dout, x may be strided
+  Tensor x;       // fp32/bf16 [N, M H]
+  Tensor weight;  // fp32/bf16 [H]
+  Tensor mean;    // fp32 [N M]; absent for NORM_RMS
+  Tensor rstd;    // fp32 [N M]
   bool accumulate_dx; // add to dx rather than write it
   bool accumulate;    // likewise for dweight, dbias
   Tensor workspace;   // pushed by the entry point

@@ -5,26 +5,66 @@
 
 #include "base/fail.h"
 
+// Llama's choices, from which the later families start.
+#define LLAMA                                                                                                \
+  .norm = NORM_RMS, .gated_mlp = true, .norm_epsilon = 1e-6, .rope_theta = 10000, .initializer_range = 0.02
+
+const ModelConfig model_families[FAMILY_COUNT] = {
+    [FAMILY_GPT2] = {.norm = NORM_LAYER,
+                     .learned_positions = true,
+                     .qkv_bias = true,
+                     .out_bias = true,
+                     .mlp_bias = true,
+                     .in_out_layout = true,
+                     .tie_word_embeddings = true,
+                     .norm_epsilon = 1e-5,
+                     .rope_theta = 10000,
+                     .initializer_range = 0.02},
+    [FAMILY_LLAMA] = {.family = FAMILY_LLAMA, LLAMA, .max_position_embeddings = 2048},
+    [FAMILY_MISTRAL] = {.family = FAMILY_MISTRAL,
+                        LLAMA,
+                        .num_key_value_heads = 8,
+                        .max_position_embeddings = 131072,
+                        .sliding_window = 4096},
+    [FAMILY_QWEN2] = {.family = FAMILY_QWEN2,
+                      LLAMA,
+                      .num_key_value_heads = 32,
+                      .max_position_embeddings = 32768,
+                      .sliding_window = 4096,
+                      .qkv_bias = true},
+    [FAMILY_QWEN3] = {.family = FAMILY_QWEN3,
+                      LLAMA,
+                      .num_key_value_heads = 32,
+                      .head_dim = 128,
+                      .max_position_embeddings = 32768,
+                      .sliding_window = 4096,
+                      .qk_norm = true},
+};
+
 typedef struct {
   const char *name;
   ModelFamily family;
   int64_t vocab, hidden, intermediate, layers, heads, key_value_heads, head_dim, positions;
   bool tied;
-  double rope_factor;
+  double rope_theta, rope_factor, norm_epsilon;
   double learning_rate;
 } Preset;
 
 static const Preset presets[] = {
-    // name         family        vocab   hidden  F      L   Q   K   D    positions tied  rope  lr
-    {"gpt2-tiny", FAMILY_GPT2, 50257, 128, 512, 4, 4, 4, 32, 1024, true, 0, 2e-3},
-    {"gpt2-124m", FAMILY_GPT2, 50257, 768, 3072, 12, 12, 12, 64, 1024, true, 0, 6e-4},
-    {"gpt2-350m", FAMILY_GPT2, 50257, 1024, 4096, 24, 16, 16, 64, 1024, true, 0, 3e-4},
-    {"gpt2-774m", FAMILY_GPT2, 50257, 1280, 5120, 36, 20, 20, 64, 1024, true, 0, 2.5e-4},
-    {"gpt2-1558m", FAMILY_GPT2, 50257, 1600, 6400, 48, 25, 25, 64, 1024, true, 0, 2e-4},
-    {"llama-tiny", FAMILY_LLAMA, 128256, 128, 384, 4, 4, 2, 32, 8192, true, 0, 2e-3},
-    {"llama-1b", FAMILY_LLAMA, 128256, 2048, 8192, 16, 32, 8, 64, 131072, true, 32, 3e-4},
-    {"llama-3b", FAMILY_LLAMA, 128256, 3072, 8192, 28, 24, 8, 128, 131072, true, 32, 3e-4},
-    {"llama-8b", FAMILY_LLAMA, 128256, 4096, 14336, 32, 32, 8, 128, 131072, false, 8, 3e-4},
+    // name, family, vocab, hidden, F, L, Q, K, D, positions, tied, rope theta and factor, norm epsilon, lr
+    {"gpt2-tiny", FAMILY_GPT2, 50257, 128, 512, 4, 4, 4, 32, 1024, true, 1e4, 0, 1e-5, 2e-3},
+    {"gpt2-124m", FAMILY_GPT2, 50257, 768, 3072, 12, 12, 12, 64, 1024, true, 1e4, 0, 1e-5, 6e-4},
+    {"gpt2-350m", FAMILY_GPT2, 50257, 1024, 4096, 24, 16, 16, 64, 1024, true, 1e4, 0, 1e-5, 3e-4},
+    {"gpt2-774m", FAMILY_GPT2, 50257, 1280, 5120, 36, 20, 20, 64, 1024, true, 1e4, 0, 1e-5, 2.5e-4},
+    {"gpt2-1558m", FAMILY_GPT2, 50257, 1600, 6400, 48, 25, 25, 64, 1024, true, 1e4, 0, 1e-5, 2e-4},
+    {"llama-tiny", FAMILY_LLAMA, 128256, 128, 384, 4, 4, 2, 32, 8192, true, 5e5, 0, 1e-5, 2e-3},
+    {"llama-1b", FAMILY_LLAMA, 128256, 2048, 8192, 16, 32, 8, 64, 131072, true, 5e5, 32, 1e-5, 3e-4},
+    {"llama-3b", FAMILY_LLAMA, 128256, 3072, 8192, 28, 24, 8, 128, 131072, true, 5e5, 32, 1e-5, 3e-4},
+    {"llama-8b", FAMILY_LLAMA, 128256, 4096, 14336, 32, 32, 8, 128, 131072, false, 5e5, 8, 1e-5, 3e-4},
+    {"mistral-7b", FAMILY_MISTRAL, 32768, 4096, 14336, 32, 32, 8, 128, 32768, false, 1e6, 0, 1e-5, 3e-4},
+    {"qwen3-0.6b", FAMILY_QWEN3, 151936, 1024, 3072, 28, 16, 8, 128, 40960, true, 1e6, 0, 1e-6, 3e-4},
+    {"qwen3-1.7b", FAMILY_QWEN3, 151936, 2048, 6144, 28, 16, 8, 128, 40960, true, 1e6, 0, 1e-6, 3e-4},
+    {"qwen3-4b", FAMILY_QWEN3, 151936, 2560, 9728, 36, 32, 8, 128, 40960, true, 1e6, 0, 1e-6, 3e-4},
 };
 enum { PRESET_COUNT = sizeof presets / sizeof *presets };
 
@@ -48,31 +88,40 @@ double model_preset_learning_rate(const char *name) {
 
 int64_t model_default_seq_len(const ModelConfig *c) {
   int64_t length = c->hidden_size < 512 ? 128 : c->family == FAMILY_GPT2 ? 1024 : 2048;
-  return length < c->max_position_embeddings ? length : c->max_position_embeddings;
+  return min_i64(length, model_max_seq_len(c));
+}
+
+int64_t model_max_seq_len(const ModelConfig *c) {
+  return min_i64(c->max_position_embeddings, c->sliding_window ? c->sliding_window : INT64_MAX);
+}
+
+void model_check_seq_len(const ModelConfig *c, int64_t seq_len) {
+  if (seq_len > c->max_position_embeddings)
+    fail(
+        "--seq-len %lld is longer than the %lld positions of %s; lower it or raise --max-position-embeddings",
+        (long long)seq_len, (long long)c->max_position_embeddings, c->name);
+  if (seq_len > model_max_seq_len(c))
+    fail("--seq-len %lld is longer than the sliding window of %lld tokens through which %s attends, and only "
+         "full "
+         "attention is computed here; lower it to the window",
+         (long long)seq_len, (long long)c->sliding_window, c->name);
 }
 
 ModelConfig model_preset(const char *name) {
   const Preset *p = find(name);
-  bool gpt2 = p->family == FAMILY_GPT2;
-  ModelConfig config = {.family = p->family,
-                        .vocab_size = p->vocab,
-                        .hidden_size = p->hidden,
-                        .intermediate_size = p->intermediate,
-                        .num_hidden_layers = p->layers,
-                        .num_attention_heads = p->heads,
-                        .num_key_value_heads = p->key_value_heads,
-                        .head_dim = p->head_dim,
-                        .max_position_embeddings = p->positions,
-                        .norm = gpt2 ? NORM_LAYER : NORM_RMS,
-                        .learned_positions = gpt2,
-                        .gated_mlp = !gpt2,
-                        .attention_bias = gpt2,
-                        .mlp_bias = gpt2,
-                        .in_out_layout = gpt2,
-                        .tie_word_embeddings = p->tied,
-                        .norm_epsilon = 1e-5,
-                        .rope_theta = 500000,
-                        .initializer_range = 0.02};
+  ModelConfig config = model_families[p->family];
+  config.vocab_size = p->vocab;
+  config.hidden_size = p->hidden;
+  config.intermediate_size = p->intermediate;
+  config.num_hidden_layers = p->layers;
+  config.num_attention_heads = p->heads;
+  config.num_key_value_heads = p->key_value_heads;
+  config.head_dim = p->head_dim;
+  config.max_position_embeddings = p->positions;
+  config.sliding_window = 0;
+  config.tie_word_embeddings = p->tied;
+  config.norm_epsilon = p->norm_epsilon;
+  config.rope_theta = p->rope_theta;
   if (p->rope_factor > 0)
     config.rope_scaling = (RopeScaling){.factor = p->rope_factor,
                                         .low_freq_factor = 1,

@@ -1,4 +1,4 @@
-// The choices and sizes by which GPT-2 and Llama differ, with Hugging Face's names.
+// The choices and sizes by which model families differ, with Hugging Face's names.
 #pragma once
 
 #include <stdbool.h>
@@ -13,9 +13,17 @@ enum { MAX_LAYERS = 10000 };
 #define MAX_ROPE_THETA 1e12
 #define MAX_SOFTCAP    1e6
 
-typedef enum { FAMILY_GPT2, FAMILY_LLAMA } ModelFamily;
+typedef enum {
+  FAMILY_GPT2,
+  FAMILY_LLAMA,
+  FAMILY_MISTRAL,
+  FAMILY_QWEN2,
+  FAMILY_QWEN3,
+  FAMILY_COUNT
+} ModelFamily;
 
-// Llama 3's stretching of the rotary frequencies (transformers: rope_type "llama3"); factor 0 means none.
+// How rotary frequencies are scaled; factor 0 means not at all. As Llama 3 does (transformers: rope_type "llama3"), or
+// all alike ("linear"; Chen et al. 2023) where original_max_position_embeddings is 0.
 typedef struct {
   double factor;                            // long wavelengths turn this much slower
   double low_freq_factor, high_freq_factor; // wavelengths between original/high and original/low are blended
@@ -34,11 +42,13 @@ typedef struct {
   int64_t num_key_value_heads;     // K, divides Q
   int64_t head_dim;                // D
   int64_t max_position_embeddings; // the longest sequence
+  int64_t sliding_window; // a token sees so many, itself among them; 0: all. No sequence may be longer
   // choices
   NormKind norm;                  // LayerNorm with bias, or RMSNorm
   bool learned_positions;         // a table added to the embedding; otherwise rotary
   bool gated_mlp;                 // SwiGLU; otherwise GELU (tanh)
-  bool attention_bias;            // biases on the projections of attention (q, k, v and out)
+  bool qk_norm;                   // RMSNorm of every head of q and k, before their rotation
+  bool qkv_bias, out_bias;        // biases on the projections of attention
   bool mlp_bias;                  // and on those of the MLP
   bool in_out_layout;             // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
   bool tie_word_embeddings;       // the head is the token embedding
@@ -49,12 +59,22 @@ typedef struct {
   double initializer_range; // standard deviation of the initial weights
 } ModelConfig;
 
+// What the models of a family have in common: its choices, and transformers' defaults.
+extern const ModelConfig model_families[FAMILY_COUNT];
+
 // The published shapes; fails with the list of names when there is none called `name`. A preset's learning rate is its
-// paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024), the tiny ones' chosen here.
+// paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024). The tiny ones', and those of
+// Mistral and Qwen, whose reports have none, were chosen here. Mistral's shape is v0.3's, which has no sliding window.
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
 const char *model_preset_names(void);                     // "gpt2-tiny, gpt2-124m, ..."
+
+// The longest sequence that can be computed: of all positions, or no longer than the sliding window, within which
+// attention is full.
+int64_t model_max_seq_len(const ModelConfig *config);
+// Fails where it is shorter.
+void model_check_seq_len(const ModelConfig *config, int64_t seq_len);
 
 // False with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head, ...).
 bool model_config_possible(const ModelConfig *config, Reason *reason);

@@ -8,9 +8,17 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 
-// --- the parameters of both families -----------------------------------------------------------------------
+// --- the parameters of all families -----------------------------------------------------------------------
 
-enum { TABLE = 0, NORM = 1, ATTENTION = 2, MLP = 4, RESIDUAL = 8 }; // RESIDUAL: added to the residual stream
+enum {
+  TABLE = 0,
+  NORM = 1,
+  QKV = 2,
+  OUT = 4,
+  MLP = 8,
+  RESIDUAL = 16,
+  QK_NORM = 32
+}; // RESIDUAL: added to the stream
 
 // One tensor of Hugging Face's, without the layer's prefix and the suffix .weight or .bias. Sizes are letters: V H F P
 // as in config.h, Q for Q D, K for K D, S for (Q + 2K) D.
@@ -24,24 +32,26 @@ typedef struct {
   size_t place; // of a Param (TABLE) or an Affine in Model or Layer
   int kind;
   char inputs;
-  Part parts[2][3]; // by family; none: the family has no such weight
+  Part parts[2][3]; // of GPT-2, and of Llama and those after it; none: there is no such weight
 } Weight;
 
 // First values (parameters_initialize) are those of each family's paper and code:
 //   GPT-2: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases 0, norms 1 (Radford et al. 2019)
-//   Llama: N(0, 0.02), norms 1 (transformers' initializer_range)
+//   others: N(0, 0.02), biases 0, norms 1 (transformers' initializer_range)
 // clang-format off
 static const Weight embeddings[] = {
     {offsetof(Model, token_embedding), TABLE, 'H', {{{'V', "transformer.wte"}}, {{'V', "model.embed_tokens"}}}},
     {offsetof(Model, position_embedding), TABLE, 'H', {{{'P', "transformer.wpe"}}}}};
 
-static const char *const layer_prefixes[] = {[FAMILY_GPT2] = "transformer.h.", [FAMILY_LLAMA] = "model.layers."};
+static const char *const layer_prefixes[2] = {"transformer.h.", "model.layers."};
 
 static const Weight layer_weights[] = {
     {offsetof(Layer, norm1), NORM, 0, {{{'H', "ln_1"}}, {{'H', "input_layernorm"}}}},
-    {offsetof(Layer, qkv), ATTENTION, 'H',
+    {offsetof(Layer, qkv), QKV, 'H',
      {{{'S', "attn.c_attn"}}, {{'Q', "self_attn.q_proj"}, {'K', "self_attn.k_proj"}, {'K', "self_attn.v_proj"}}}},
-    {offsetof(Layer, out), ATTENTION | RESIDUAL, 'Q', {{{'H', "attn.c_proj"}}, {{'H', "self_attn.o_proj"}}}},
+    {offsetof(Layer, q_norm), NORM | QK_NORM, 0, {{{0}}, {{'D', "self_attn.q_norm"}}}},
+    {offsetof(Layer, k_norm), NORM | QK_NORM, 0, {{{0}}, {{'D', "self_attn.k_norm"}}}},
+    {offsetof(Layer, out), OUT | RESIDUAL, 'Q', {{{'H', "attn.c_proj"}}, {{'H', "self_attn.o_proj"}}}},
     {offsetof(Layer, norm2), NORM, 0, {{{'H', "ln_2"}}, {{'H', "post_attention_layernorm"}}}},
     {offsetof(Layer, up), MLP, 'H', {{{'F', "mlp.c_fc"}}, {{'F', "mlp.gate_proj"}, {'F', "mlp.up_proj"}}}},
     {offsetof(Layer, down), MLP | RESIDUAL, 'F', {{{'H', "mlp.c_proj"}}, {{'H', "mlp.down_proj"}}}}};
@@ -59,6 +69,7 @@ static int64_t size_of(const ModelConfig *c, char letter) {
                            ['H'] = c->hidden_size,
                            ['F'] = c->intermediate_size,
                            ['P'] = c->max_position_embeddings,
+                           ['D'] = c->head_dim,
                            ['Q'] = q,
                            ['K'] = kv,
                            ['S'] = q + 2 * kv};
@@ -69,15 +80,17 @@ static int64_t size_of(const ModelConfig *c, char letter) {
 static void add_weight(Model *m, void *owner, const char *prefix, const Weight *w) {
   const ModelConfig *c = &m->config;
   Param *weight = (Param *)((char *)owner + w->place);
-  bool norm = w->kind & NORM, in_out = c->in_out_layout && w->kind & (ATTENTION | MLP);
+  bool norm = w->kind & NORM, in_out = c->in_out_layout && w->kind & (QKV | OUT | MLP);
   bool scaled = w->kind & RESIDUAL && c->family == FAMILY_GPT2;
-  bool bias = (norm && c->norm == NORM_LAYER) || (w->kind & ATTENTION && c->attention_bias) ||
-              (w->kind & MLP && c->mlp_bias);
+  bool bias = (norm && c->norm == NORM_LAYER) || (w->kind & QKV && c->qkv_bias) ||
+              (w->kind & OUT && c->out_bias) || (w->kind & MLP && c->mlp_bias);
+  if (w->kind & QK_NORM && !c->qk_norm) return;
   bool is_head = weight == &m->head || (weight == &m->token_embedding && c->tie_word_embeddings);
   Parameter weights[3], biases[3];
   int count = 0;
-  for (; count < 3 && w->parts[c->family][count].name; count++) {
-    const Part *part = &w->parts[c->family][count];
+  const Part *parts = w->parts[c->family != FAMILY_GPT2];
+  for (; count < 3 && parts[count].name; count++) {
+    const Part *part = &parts[count];
     Parameter *p = &weights[count], *b = &biases[count];
     int64_t outputs = size_of(c, part->outputs), inputs = norm ? 0 : size_of(c, w->inputs);
     *p = (Parameter){.group = is_head ? GROUP_HEAD
@@ -106,7 +119,7 @@ static void lay_out(Model *m, const ModelConfig *config, ParameterDtypes dtypes,
   p->spread.before_layers = p->group_elements[GROUP_MATRICES];
   for (int l = 0; l < config->num_hidden_layers; l++) {
     char prefix[32];
-    snprintf(prefix, sizeof prefix, "%s%d.", layer_prefixes[config->family], l);
+    snprintf(prefix, sizeof prefix, "%s%d.", layer_prefixes[config->family != FAMILY_GPT2], l);
     for (int i = 0; i < COUNT(layer_weights); i++) add_weight(m, &m->layers[l], prefix, &layer_weights[i]);
   }
   p->spread.layer = (p->group_elements[GROUP_MATRICES] - p->spread.before_layers) / config->num_hidden_layers;
@@ -147,7 +160,7 @@ void rope_frequencies(const ModelConfig *c, float *inv_freq) {
     if (s->factor > 0) {
       // How many turns the angle makes over the original context, placed between the two bounds.
       double turns = (double)s->original_max_position_embeddings * frequency / two_pi;
-      double kept = (turns - s->low_freq_factor) / (s->high_freq_factor - s->low_freq_factor);
+      double kept = turns > 0 ? (turns - s->low_freq_factor) / (s->high_freq_factor - s->low_freq_factor) : 0;
       kept = kept < 0 ? 0 : kept > 1 ? 1 : kept;
       frequency = (1 - kept) * frequency / s->factor + kept * frequency;
     }
@@ -180,10 +193,7 @@ static void make_rope_table(Model *m, Backend *backend, int64_t seq_len) {
 void model_create(Model *m, const ModelConfig *config, Backend *backend, ParameterDtypes dtypes,
                   int64_t seq_len) {
   model_config_check(config);
-  if (seq_len > config->max_position_embeddings)
-    fail("sequences of %lld are longer than the %lld positions of %s; lower --seq-len or raise "
-         "--max-position-embeddings",
-         (long long)seq_len, (long long)config->max_position_embeddings, config->name);
+  model_check_seq_len(config, seq_len);
   lay_out(m, config, dtypes, backend->rank, backend->ranks);
   parameters_allocate(&m->parameters, &backend->memory, dtypes);
   if (config->tie_word_embeddings) m->head = m->token_embedding;

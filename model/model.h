@@ -12,13 +12,14 @@ typedef struct {
 
 // One transformer block.
 typedef struct {
-  Affine norm1; // before attention
-  Affine qkv;   // [(Q + 2K) D, H]: q, k and v as one GEMM
-  Affine out;   // [H, Q D]
-  Affine norm2; // before the MLP
-  Affine up;    // [F, H], or [2F, H] with the gate's rows first
-  Affine down;  // [H, F]
-} Layer;        // GPT-2 stores the four matrices transposed (config.in_out_layout)
+  Affine norm1;          // before attention
+  Affine qkv;            // [(Q + 2K) D, H]: q, k and v as one GEMM
+  Affine q_norm, k_norm; // [D] each, where config.qk_norm is
+  Affine out;            // [H, Q D]
+  Affine norm2;          // before the MLP
+  Affine up;             // [F, H], or [2F, H] with the gate's rows first
+  Affine down;           // [H, F]
+} Layer;                 // GPT-2 stores the four matrices transposed (config.in_out_layout)
 
 typedef struct {
   ModelConfig config;
@@ -51,7 +52,7 @@ int64_t model_parameter_count(const ModelConfig *config);
 // 6 L T Q D for causal attention. Embedding, norms and optimizer are not counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
-// inv_freq[i] = theta^(-2i/D) for i < D/2, scaled as Llama 3.1 does (Grattafiori et al. 2024; transformers'
+// inv_freq[i] = theta^(-2i/D) for i < D/2; divided by the factor where that is linear, or scaled as Llama 3.1 does (Grattafiori et al. 2024; transformers'
 // _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn `factor` times slower, those under
 // original/high_freq_factor as before, with a linear blend between the two.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);

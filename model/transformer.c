@@ -2,6 +2,8 @@
 //
 // The residual stream r starts as the embedding and passes L layers:
 //     m   = r + attention(norm1(r)) W_out          r' = m + mlp(norm2(m))
+// Where the heads of q and k are normalised (Qwen3), attention's q and k lie apart from the GEMM's, which the norm's
+// backward pass needs.
 // The additions happen in the matmuls before them (LinearForward.residual), so a layer writes two [N, H] tensors and
 // no sum is a kernel of its own. Then: final norm, and linear_cross_entropy, which also returns the gradient of its
 // input. The backward pass carries one gradient of the stream, dr, through the layers and adds to it in place.
@@ -72,8 +74,8 @@ static Tensor push_gradient(const Pass *p, const char *name, int64_t columns) {
   return push(p, name, MEMORY_ACTIVATION_GRADIENTS, columns);
 }
 
-static Tensor push_statistic(const Pass *p, const char *name) {
-  return memory_push_1d(&p->backend->memory, name, MEMORY_ACTIVATIONS, DTYPE_F32, p->rows);
+static Tensor push_statistic(const Pass *p, const char *name, int64_t heads) {
+  return memory_push_1d(&p->backend->memory, name, MEMORY_ACTIVATIONS, DTYPE_F32, p->rows * heads);
 }
 
 // --- norms -------------------------------------------------------------------------------------------------
@@ -83,8 +85,8 @@ typedef struct {
 } Norm;
 
 static void push_norm_statistics(const Pass *p, Norm *norm) {
-  if (p->model->config.norm == NORM_LAYER) norm->mean = push_statistic(p, "norm mean");
-  norm->rstd = push_statistic(p, "norm rstd");
+  if (p->model->config.norm == NORM_LAYER) norm->mean = push_statistic(p, "norm mean", 1);
+  norm->rstd = push_statistic(p, "norm rstd", 1);
 }
 
 static void run_norm(const Pass *p, const Norm *norm, Tensor x, const Affine *w) {
@@ -150,7 +152,9 @@ typedef struct {
   Tensor input;          // [N, H], the output of the layer below
   Tensor output;         // [N, H]
   Norm norm1, norm2;     // out [N, H]
-  Tensor qkv;            // [N, (Q + 2K) D], rotated
+  Tensor qkv;            // [N, (Q + 2K) D], normalised and rotated
+  Tensor qk;             // [N, (Q + K) D], before the norm; with config.qk_norm
+  Norm q_norm, k_norm;   // their out lies in qkv
   Tensor lse;            // fp32 [B, Q T]
   Tensor attention;      // [N, Q D]
   Tensor middle;         // [N, H]: the stream between attention and MLP
@@ -168,6 +172,15 @@ static void push_mlp_elementwise(const Pass *p, LayerState *s) {
   s->activation = push_activation(p, "mlp activation", p->model->config.intermediate_size);
 }
 
+static void push_qk(const Pass *p, LayerState *s) {
+  int64_t q = p->heads.num_heads, k = p->heads.num_key_value_heads, size = p->heads.head_dim;
+  s->qk = push_activation(p, "q and k before norm", (q + k) * size);
+  s->q_norm.rstd = push_statistic(p, "q norm rstd", q);
+  s->k_norm.rstd = push_statistic(p, "k norm rstd", k);
+  s->q_norm.out = tensor_columns(s->qkv, 0, q * size);
+  s->k_norm.out = tensor_columns(s->qkv, q * size, k * size);
+}
+
 // What RECOMPUTE_MLP keeps.
 static void push_kept(const Pass *p, LayerState *s) {
   const ModelConfig *c = &p->model->config;
@@ -175,6 +188,7 @@ static void push_kept(const Pass *p, LayerState *s) {
   push_norm_statistics(p, &s->norm1);
   push_norm_statistics(p, &s->norm2);
   s->qkv = push_activation(p, "qkv", (h.num_heads + 2 * h.num_key_value_heads) * h.head_dim);
+  if (c->qk_norm) push_qk(p, s);
   s->lse = memory_push_2d(&p->backend->memory, "attention lse", MEMORY_ACTIVATIONS, DTYPE_F32, h.batch,
                           h.num_heads * h.seq_len);
   s->attention = push_activation(p, "attention", h.num_heads * h.head_dim);
@@ -188,6 +202,27 @@ static void rotate(const Pass *p, Tensor qkv, bool inverse) {
                           .cos_sin = tensor_rows(angles, p->past, angles.shape[0] - p->past),
                           .shape = p->heads,
                           .inverse = inverse});
+}
+
+static Affine outputs(const Affine *w, int64_t first, int64_t count) {
+  Affine part = {.weight.value = tensor_rows(w->weight.value, first, count)};
+  if (tensor_exists(w->bias.value)) part.bias.value = tensor_rows(w->bias.value, first, count);
+  return part;
+}
+
+// q, k and v of attention, rotated.
+static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
+  if (p->model->config.qk_norm) {
+    int64_t q = s->q_norm.out.shape[1], k = s->k_norm.out.shape[1];
+    Affine qk = outputs(&w->qkv, 0, q + k), v = outputs(&w->qkv, q + k, k);
+    project(p, s->qk, s->norm1.out, &qk, none, none);
+    project(p, tensor_columns(s->qkv, q + k, k), s->norm1.out, &v, none, none);
+    run_norm(p, &s->q_norm, tensor_columns(s->qk, 0, q), &w->q_norm);
+    run_norm(p, &s->k_norm, tensor_columns(s->qk, q, k), &w->k_norm);
+  } else {
+    project(p, s->qkv, s->norm1.out, &w->qkv, none, none);
+  }
+  rotate(p, s->qkv, false);
 }
 
 static void attend(const Pass *p, const Layer *w, const LayerState *s) {
@@ -218,8 +253,7 @@ static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
 // All but the last matmul.
 static void layer_forward_inner(const Pass *p, const Layer *w, const LayerState *s) {
   run_norm(p, &s->norm1, s->input, &w->norm1);
-  project(p, s->qkv, s->norm1.out, &w->qkv, none, none);
-  rotate(p, s->qkv, false);
+  make_qkv(p, w, s);
   attend(p, w, s);
   project(p, s->middle, s->attention, &w->out, s->input, none);
   run_norm(p, &s->norm2, s->middle, &w->norm2);
@@ -290,6 +324,12 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
                                                      .shape = p->heads});
   memory_pop_to(memory, after_dqkv);
   rotate(p, dqkv, true);
+  if (p->model->config.qk_norm) {
+    int64_t q = s->q_norm.out.shape[1], k = s->k_norm.out.shape[1];
+    Tensor dq = tensor_columns(dqkv, 0, q), dk = tensor_columns(dqkv, q, k);
+    run_norm_backward(p, &s->q_norm, dq, dq, tensor_columns(s->qk, 0, q), &w->q_norm, false);
+    run_norm_backward(p, &s->k_norm, dk, dk, tensor_columns(s->qk, q, k), &w->k_norm, false);
+  }
   if (recompute_norm) {
     s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
     run_norm(p, &s->norm1, s->input, &w->norm1);

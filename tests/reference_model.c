@@ -79,8 +79,8 @@ void reference_rotary_frequencies(const ModelConfig *c, double *inv_freq) {
   const RopeScaling *s = &c->rope_scaling;
   for (int64_t i = 0; i < c->head_dim / 2; i++) {
     double plain = 1 / pow(c->rope_theta, 2 * (double)i / (double)c->head_dim);
-    inv_freq[i] = plain;
-    if (s->factor <= 0) continue;
+    inv_freq[i] = s->factor > 0 && !s->original_max_position_embeddings ? plain / s->factor : plain;
+    if (!s->original_max_position_embeddings) continue;
     double context = (double)s->original_max_position_embeddings, wavelength = two_pi / plain;
     double longest_kept = context / s->high_freq_factor, shortest_stretched = context / s->low_freq_factor;
     if (wavelength > shortest_stretched) {
@@ -205,11 +205,30 @@ static void gpt2_layer(const ReferenceModel *m, double *stream, int64_t layer, i
   free(change);
 }
 
-// --- Llama (Touvron et al. 2023; Grattafiori et al. 2024): matrices stored [out, in], no biases ------------
+// --- Llama (Touvron et al. 2023; Grattafiori et al. 2024) and those after it: matrices stored [out, in] -----
 
 static void llama_linear(const ReferenceModel *m, double *out, const double *x, const char *name,
                          int64_t layer, int64_t rows, int64_t inputs, int64_t outputs) {
   reference_linear(out, x, weight(m, name, layer, outputs, inputs), false, NULL, NULL, rows, inputs, outputs);
+}
+
+static void add_bias(const ReferenceModel *m, double *x, const char *name, int64_t layer, int64_t rows,
+                     int64_t outputs) {
+  const double *bias = weight(m, name, layer, outputs, 0);
+  for (int64_t i = 0; i < rows * outputs; i++) x[i] += bias[i % outputs];
+}
+
+// Every head of x [rows, heads * D] on its own (Qwen3).
+static void head_norm(const ReferenceModel *m, double *x, const char *name, int64_t layer, int64_t rows,
+                      int64_t heads) {
+  const double *scale = weight(m, name, layer, m->config->head_dim, 0);
+  int64_t size = m->config->head_dim;
+  for (double *head = x; head < x + rows * heads * size; head += size) {
+    double squares = 0;
+    for (int64_t i = 0; i < size; i++) squares += head[i] * head[i];
+    double root = sqrt(squares / (double)size + m->config->norm_epsilon);
+    for (int64_t i = 0; i < size; i++) head[i] *= scale[i] / root;
+  }
 }
 
 static void llama_attention(const ReferenceModel *m, double *out, const double *x, int64_t layer,
@@ -222,6 +241,15 @@ static void llama_attention(const ReferenceModel *m, double *out, const double *
   llama_linear(m, q, x, "model.layers.%d.self_attn.q_proj.weight", layer, rows, hidden, wide);
   llama_linear(m, k, x, "model.layers.%d.self_attn.k_proj.weight", layer, rows, hidden, narrow);
   llama_linear(m, v, x, "model.layers.%d.self_attn.v_proj.weight", layer, rows, hidden, narrow);
+  if (c->qkv_bias) {
+    add_bias(m, q, "model.layers.%d.self_attn.q_proj.bias", layer, rows, wide);
+    add_bias(m, k, "model.layers.%d.self_attn.k_proj.bias", layer, rows, narrow);
+    add_bias(m, v, "model.layers.%d.self_attn.v_proj.bias", layer, rows, narrow);
+  }
+  if (c->qk_norm) {
+    head_norm(m, q, "model.layers.%d.self_attn.q_norm.weight", layer, rows, c->num_attention_heads);
+    head_norm(m, k, "model.layers.%d.self_attn.k_norm.weight", layer, rows, c->num_key_value_heads);
+  }
   rotate(c, q, rows, c->num_attention_heads, seq_len);
   rotate(c, k, rows, c->num_key_value_heads, seq_len);
   attend(c, mixed, q, k, v, batch, seq_len);

@@ -185,9 +185,7 @@ static State read_state(Settings *o) {
   o->hidden_size = config.hidden_size;
   o->vocab_size = config.vocab_size;
   if (!o->seq_len) o->seq_len = model_default_seq_len(&config);
-  if (o->seq_len > config.max_position_embeddings)
-    fail("--seq-len %lld is longer than the %lld positions of %s", (long long)o->seq_len,
-         (long long)config.max_position_embeddings, o->checkpoint);
+  model_check_seq_len(&config, o->seq_len);
   Source *source = source_open(o->data.items, o->data.count, o->vocab_size);
   Loader loader = open_loader(o, source);
   char *tokenizer = path_join(o->checkpoint, "tokenizer.json");

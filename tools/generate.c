@@ -214,7 +214,7 @@ int main(int argc, char **argv) {
            (long long)i, prompt[i], (long long)config.vocab_size);
 
   Backend *backend = machine_open(&w.machine);
-  int64_t whole = count + w.tokens, longest = config.max_position_embeddings;
+  int64_t whole = count + w.tokens, longest = model_max_seq_len(&config);
   Generation generation = {.prompt = prompt,
                            .prompt_count = count,
                            .max_new_tokens = w.tokens,

@@ -23,36 +23,37 @@ const char *argp_program_version = "lce.c 0.1";
 enum {
   TRAINING = 1 << 3, // says only how to train: without effect with --eval-only
   REFUSED = 1 << 4,  // by --eval-only, which would not do it
-  LLAMA = 1 << 5     // GPT-2 has no such thing
+  ROTARY = 1 << 5    // GPT-2 has no such thing
 };
 
 // clang-format off
 const Option options_rows[] = {
     {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
     {TEXT("model", "PRESET", preset),
-     HELP("gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny, -1b, -3b, -8b (default llama-tiny)")},
+     HELP("gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny, -1b, -3b, -8b; mistral-7b; qwen3-0.6b, -1.7b, -4b "
+          "(default llama-tiny)")},
     {WHOLE("vocab", "V", model.vocab_size, 1, MAX),
-     HELP("Vocabulary size (default the preset's: 50257 or 128256)")},
+     HELP("Vocabulary size (default the preset's)")},
     {WHOLE("hidden-size", "H", model.hidden_size, 1, MAX), HELP("Width of the residual stream")},
     {WHOLE("intermediate-size", "F", model.intermediate_size, 1, MAX), HELP("Width of the MLP")},
     {WHOLE("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), HELP("Transformer blocks")},
     {WHOLE("num-attention-heads", "Q", model.num_attention_heads, 1, MAX), HELP("Query heads")},
     {WHOLE("num-key-value-heads", "K", model.num_key_value_heads, 1, MAX),
-     HELP("Key/value heads (Llama); divides the query heads")},
+     HELP("Key/value heads (not GPT-2); divides the query heads")},
     {WHOLE("head-dim", "D", model.head_dim, 1, MAX),
-     HELP("Size of a head (default hidden size / query heads)")},
+     HELP("Size of a head (default hidden size / query heads; Qwen3: 128)")},
     {WHOLE("max-position-embeddings", "P", model.max_position_embeddings, 1, MAX),
      HELP("Longest sequence the model can take")},
     {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), HELP("The head is the token embedding")},
     {FLAG("untie-word-embeddings", model.tie_word_embeddings, false),
      HELP("The head has a matrix of its own")},
-    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA), .flags = LLAMA,
-     HELP("Base of the rotary frequencies (Llama; default 500000)")},
+    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA), .flags = ROTARY,
+     HELP("Base of the rotary frequencies (not GPT-2; default the preset's)")},
 
     {GROUP("Job")},
     {WHOLE("batch", "B", batch, 1, MAX), DEFAULT("4"), .flags = SETTING, HELP("Sequences in a micro-batch")},
     {WHOLE("seq-len", "T", seq_len, 1, MAX), .flags = SETTING,
-     HELP("Tokens in a sequence (default 128 for tiny models, 1024 for GPT-2, 2048 for Llama)")},
+     HELP("Tokens in a sequence (default 128 for tiny models, 1024 for GPT-2, else 2048)")},
     {WHOLE("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), .flags = SETTING | TRAINING,
      HELP("Tokens in an optimizer step over all ranks, a multiple of ranks x B x T; the rest is gradient "
           "accumulation (default ranks x B x T)")},
@@ -143,7 +144,8 @@ const Option options_rows[] = {
 
     {GROUP("Checkpoints")},
     {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
-     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: Llama or GPT-2); "
+     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: GPT-2, Llama, Mistral, Qwen2 or "
+          "Qwen3); "
           "instead of --model")},
     {TEXT("save", "DIR", save), .flags = REFUSED,
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
@@ -254,7 +256,7 @@ static ModelConfig requested_model(const Options *o, ModelConfig *given) {
   if (m.num_attention_heads != preset.num_attention_heads || m.hidden_size != preset.hidden_size) {
     bool gpt2 = m.family == FAMILY_GPT2;
     if (gpt2 && !given->num_key_value_heads) m.num_key_value_heads = m.num_attention_heads;
-    if (!given->head_dim) {
+    if (!given->head_dim && !model_families[m.family].head_dim) { // Qwen3's does not follow from the others
       if (m.hidden_size % m.num_attention_heads)
         fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
              "--num-attention-heads, or give --head-dim",
@@ -296,7 +298,7 @@ static void resolve_model(Options *o) {
   o->model = o->origin ? hf_config_read(o->origin) : requested_model(o, &given);
   if (options_given(o, "logit-softcap")) o->model.final_logit_softcapping = given.final_logit_softcapping;
   model_config_check(&o->model);
-  if (o->model.family == FAMILY_GPT2 && list_given(o, LLAMA, list, sizeof list))
+  if (o->model.family == FAMILY_GPT2 && list_given(o, ROTARY, list, sizeof list))
     fail("%s: %s is a GPT-2, which has no rotary embedding; leave it out", list, o->model.name);
   if (o->origin) require_agreement(o, &given);
 }
@@ -373,10 +375,7 @@ static void resolve_offload(Options *o) {
 
 static void resolve_job(Options *o) {
   if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
-  if (o->seq_len > o->model.max_position_embeddings)
-    fail(
-        "--seq-len %lld is longer than the %lld positions of %s; lower it or raise --max-position-embeddings",
-        (long long)o->seq_len, (long long)o->model.max_position_embeddings, o->model.name);
+  model_check_seq_len(&o->model, o->seq_len);
   if (!*o->prompt) fail("--prompt: give at least one character for samples to continue");
   resolve_batch(o);
   const double fine_tuning = 2e-5; // for a model that is trained already
@@ -415,12 +414,13 @@ static void check_eval_only(const Options *o) {
 void options_parse(Options *o, int argc, char **argv) {
   static const OptionTable table = {
       .rows = options_rows,
-      .doc = "Trains GPT-2 and Llama in plain C and CUDA. LM head and loss are a fused, chunked "
-             "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
-             "Examples:\n"
-             "  ./train --vocab 128256 --fused-lce\n"
-             "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
-             "  ./train --model gpt2-124m --data 'shards/train_*.bin' --val-data shards/val.bin --batch 64\n",
+      .doc =
+          "Trains GPT-2, Llama, Mistral and Qwen in plain C and CUDA. LM head and loss are a fused, chunked "
+          "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
+          "Examples:\n"
+          "  ./train --vocab 128256 --fused-lce\n"
+          "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
+          "  ./train --model gpt2-124m --data 'shards/train_*.bin' --val-data shards/val.bin --batch 64\n",
       .stray = "paths are given with --data PATH"};
   // DTYPE_COUNT: not given, until the device is known.
   *o = (Options){.prompt = "\n",

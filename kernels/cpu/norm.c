@@ -1,10 +1,16 @@
-// LayerNorm and RMSNorm: one pass for the statistics, one for the result, a row at a time.
+// LayerNorm and RMSNorm: one pass for the statistics, one for the result, a row (or a row's head) at a time.
 //
 // The weights' gradients are sums over all rows. A thread takes 64 columns and walks all rows, so that the
 // order of summation does not depend on the number of threads; that reads x and dout a second time.
 #include <math.h>
 
 #include "kernels/cpu/cpu.h"
+
+// Where head n begins, of heads of `size` elements.
+static float *head_row(Tensor t, int64_t n, int64_t size) {
+  int64_t heads = t.shape[1] / size;
+  return (float *)cpu_row(t, n / heads) + n % heads * size;
+}
 
 static float row_mean(const float *x, int64_t count) {
   float sum = 0.0f;
@@ -22,12 +28,12 @@ static float row_mean_square(const float *x, float mean, int64_t count) {
 
 void cpu_norm_forward(Backend *backend, const NormForward *a) {
   (void)backend;
-  int64_t hidden = a->x.shape[1];
+  int64_t hidden = a->weight.shape[0];
   const float *weight = a->weight.data, *bias = a->bias.data;
 #pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    const float *x = cpu_row(a->x, n);
-    float *out = cpu_row(a->out, n);
+  for (int64_t n = 0; n < a->rstd.shape[0]; n++) {
+    const float *x = head_row(a->x, n, hidden);
+    float *out = head_row(a->out, n, hidden);
     float mean = a->kind == NORM_LAYER ? row_mean(x, hidden) : 0.0f;
     float rstd = 1.0f / sqrtf(row_mean_square(x, mean, hidden) + a->epsilon);
     ((float *)a->rstd.data)[n] = rstd;
@@ -43,12 +49,12 @@ void cpu_norm_forward(Backend *backend, const NormForward *a) {
 }
 
 static void input_gradient(const NormBackward *a) {
-  int64_t hidden = a->x.shape[1];
+  int64_t hidden = a->weight.shape[0];
   const float *weight = a->weight.data;
 #pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    const float *x = cpu_row(a->x, n), *dout = cpu_row(a->dout, n);
-    float *dx = cpu_row(a->dx, n);
+  for (int64_t n = 0; n < a->rstd.shape[0]; n++) {
+    const float *x = head_row(a->x, n, hidden), *dout = head_row(a->dout, n, hidden);
+    float *dx = head_row(a->dx, n, hidden);
     float mean = a->kind == NORM_LAYER ? ((const float *)a->mean.data)[n] : 0.0f;
     float rstd = ((const float *)a->rstd.data)[n];
     float sum_g = 0.0f, sum_g_xhat = 0.0f;
@@ -70,15 +76,15 @@ static void input_gradient(const NormBackward *a) {
 
 static void weight_gradients(const NormBackward *a) {
   enum { COLUMNS = 64 };
-  int64_t hidden = a->x.shape[1];
+  int64_t hidden = a->weight.shape[0];
   float *dweight = a->dweight.data, *dbias = a->dbias.data;
   const float *means = a->mean.data, *rstds = a->rstd.data;
 #pragma omp parallel for schedule(static)
   for (int64_t first = 0; first < hidden; first += COLUMNS) {
     int64_t count = min_i64(COLUMNS, hidden - first);
     double weight_sum[COLUMNS] = {0}, bias_sum[COLUMNS] = {0};
-    for (int64_t n = 0; n < a->x.shape[0]; n++) {
-      const float *x = cpu_row(a->x, n) + first, *dout = cpu_row(a->dout, n) + first;
+    for (int64_t n = 0; n < a->rstd.shape[0]; n++) {
+      const float *x = head_row(a->x, n, hidden) + first, *dout = head_row(a->dout, n, hidden) + first;
       float mean = a->kind == NORM_LAYER ? means[n] : 0.0f, rstd = rstds[n];
 #pragma omp simd
       for (int64_t i = 0; i < count; i++) {

@@ -49,14 +49,20 @@ template <typename T, int W, int N> struct Row {
   }
 };
 
+// Where a row begins: one of `heads` in each row of the tensor, whose rows lie `stride` apart.
+static __device__ __forceinline__ int64_t row_start(int64_t row, int heads, int64_t stride, int hidden_size) {
+  return heads == 1 ? row * stride : row / heads * stride + row % heads * hidden_size;
+}
+
 template <typename T, int W, int N, int THREADS, bool LAYER>
 static __global__ void __launch_bounds__(THREADS)
-    norm_forward_kernel(T *out, float *mean, float *rstd, const T *x, const T *weight, const T *bias,
-                        int64_t rows, int hidden_size, float epsilon) {
+    norm_forward_kernel(T *out, int64_t out_stride, float *mean, float *rstd, const T *x, int64_t x_stride,
+                        const T *weight, const T *bias, int64_t rows, int heads, int hidden_size,
+                        float epsilon) {
   int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
   if (row >= rows) return; // with several rows to a block, each is one warp
   Row<T, W, N> v, w, b;
-  v.read(x + row * hidden_size, hidden_size);
+  v.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
   w.read(weight, hidden_size);
   if (LAYER) b.read(bias, hidden_size);
   float m = 0, sum = 0;
@@ -84,16 +90,16 @@ static __global__ void __launch_bounds__(THREADS)
     float result[W];
 #pragma unroll
     for (int k = 0; k < W; k++) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER ? b(g, k) : 0);
-    if (at < hidden_size) store(out + row * hidden_size + at, result);
+    if (at < hidden_size) store(out + row_start(row, heads, out_stride, hidden_size) + at, result);
   }
 }
 
 // partials: row t receives team t's part of dweight, then of dbias.
 template <typename T, int W, int N, int THREADS, bool LAYER>
 static __global__ void __launch_bounds__(THREADS, THREADS == FEW && (!LAYER || N * W <= 24) ? 2 : 1)
-    norm_backward_kernel(T *dx, float *partials, const T *dout, const T *x, const T *weight,
-                         const float *mean, const float *rstd, int64_t rows, int hidden_size, bool accumulate,
-                         int64_t teams) {
+    norm_backward_kernel(T *dx, int64_t dx_stride, float *partials, const T *dout, int64_t dout_stride,
+                         const T *x, int64_t x_stride, const T *weight, const float *mean, const float *rstd,
+                         int64_t rows, int heads, int hidden_size, bool accumulate, int64_t teams) {
   int64_t team = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
   if (team >= teams) return;
   Row<T, W, N> w;
@@ -101,9 +107,10 @@ static __global__ void __launch_bounds__(THREADS, THREADS == FEW && (!LAYER || N
   w.read(weight, hidden_size);
   for (int64_t row = team; row < rows; row += teams) {
     Row<T, W, N> v, d, old;
-    v.read(x + row * hidden_size, hidden_size);
-    d.read(dout + row * hidden_size, hidden_size);
-    if (accumulate) old.read(dx + row * hidden_size, hidden_size);
+    T *dx_row = dx + row_start(row, heads, dx_stride, hidden_size);
+    v.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
+    d.read(dout + row_start(row, heads, dout_stride, hidden_size), hidden_size);
+    if (accumulate) old.read(dx_row, hidden_size);
     float r = rstd[row], shift = LAYER ? -mean[row] * r : 0; // xhat = x r + shift
     float2 sums = {0, 0}; // of g, and of g * xhat; beyond the end of the row g is 0
 #pragma unroll
@@ -128,7 +135,7 @@ static __global__ void __launch_bounds__(THREADS, THREADS == FEW && (!LAYER || N
         result[k] = r * (d(g, k) * w(g, k) - mean_g - (v(g, k) * r + shift) * mean_gx);
         if (accumulate) result[k] += old(g, k);
       }
-      if (at < hidden_size) store(dx + row * hidden_size + at, result);
+      if (at < hidden_size) store(dx_row + at, result);
     }
   }
   partials += team * (LAYER ? 2 : 1) * hidden_size;
@@ -176,7 +183,7 @@ static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidde
 }
 
 void cuda_norm_forward(Backend *backend, const NormForward *a) {
-  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1];
+  int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
   if (rows == 0) return;
   bool layer = a->kind == NORM_LAYER;
   int64_t width = 16 / (int64_t)dtype_bytes(a->x.dtype);
@@ -187,14 +194,16 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
     using T = typename K::T;
     norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
         <<<(unsigned)ceil_div(rows, block.y), block, 0, cuda_stream(backend)>>>(
-            data_of<T>(a->out), data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
-            data_of<T>(a->weight), data_of<T>(a->bias), rows, (int)hidden_size, a->epsilon);
+            data_of<T>(a->out), a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd),
+            data_of<T>(a->x), a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows,
+            (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->epsilon);
   });
   cuda_check_launch("norm_forward");
 }
 
 void cuda_norm_backward(Backend *backend, const NormBackward *a) {
-  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], teams = cuda_norm_teams(rows, hidden_size);
+  int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
+  int64_t teams = cuda_norm_teams(rows, hidden_size);
   bool layer = a->kind == NORM_LAYER;
   float *partials = data_of<float>(a->workspace);
   int64_t stride = hidden_size * (layer ? 2 : 1), width = 16 / (int64_t)dtype_bytes(a->x.dtype);
@@ -206,9 +215,10 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
       using T = typename K::T;
       norm_backward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
           <<<(unsigned)ceil_div(teams, block.y), block, 0, cuda_stream(backend)>>>(
-              data_of<T>(a->dx), partials, data_of<T>(a->dout), data_of<T>(a->x), data_of<T>(a->weight),
-              data_of<float>(a->mean), data_of<float>(a->rstd), rows, (int)hidden_size, a->accumulate_dx,
-              teams);
+              data_of<T>(a->dx), a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride,
+              data_of<T>(a->x), a->x.stride, data_of<T>(a->weight), data_of<float>(a->mean),
+              data_of<float>(a->rstd), rows, (int)(a->x.shape[1] / hidden_size), (int)hidden_size,
+              a->accumulate_dx, teams);
     });
     cuda_check_launch("norm_backward");
   }

@@ -9,7 +9,7 @@ size_t cuda_embedding_backward_scratch(const EmbeddingBackward *a) {
 }
 
 size_t cuda_norm_backward_scratch(const NormBackward *a) {
-  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1];
+  int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
   int64_t vectors = a->kind == NORM_LAYER ? 2 : 1; // dweight, dbias
   return (size_t)(cuda_norm_teams(rows, hidden_size) * vectors * hidden_size) * sizeof(float);
 }

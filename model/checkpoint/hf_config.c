@@ -14,57 +14,75 @@
 
 typedef enum { SIZE, NUMBER, FLAG, TEXT } MemberKind; // int64_t, double, bool, const char *
 
-enum { GPT2 = 1 << FAMILY_GPT2, LLAMA = 1 << FAMILY_LLAMA };
+enum {
+  GPT2 = 1 << FAMILY_GPT2,
+  LLAMA = 1 << FAMILY_LLAMA,
+  MISTRAL = 1 << FAMILY_MISTRAL,
+  QWEN2 = 1 << FAMILY_QWEN2,
+  QWEN3 = 1 << FAMILY_QWEN3,
+  LATER = LLAMA | MISTRAL | QWEN2 | QWEN3, // than GPT-2
+  WINDOWED = MISTRAL | QWEN2 | QWEN3
+};
 
 typedef struct {
-  const char *names[2]; // of GPT-2 and of Llama; NULL: the family has none
+  const char *name;
+  int families; // that have it
   MemberKind kind;
-  int required;  // GPT2, LLAMA
+  bool required;
   size_t offset; // in ModelConfig or RopeScaling
 } Member;
 
 #define CONFIG(member) offsetof(ModelConfig, member)
 #define ROPE(member, kind)                                                                                   \
-  { {NULL, #member}, kind, 0, offsetof(RopeScaling, member) }
+  { #member, GPT2 | LATER, kind, false, offsetof(RopeScaling, member) }
 
 static const Member config_members[] = {
-    {{"vocab_size", "vocab_size"}, SIZE, GPT2 | LLAMA, CONFIG(vocab_size)},
-    {{"n_embd", "hidden_size"}, SIZE, GPT2 | LLAMA, CONFIG(hidden_size)},
-    {{"n_inner", "intermediate_size"}, SIZE, LLAMA, CONFIG(intermediate_size)},
-    {{"n_layer", "num_hidden_layers"}, SIZE, GPT2 | LLAMA, CONFIG(num_hidden_layers)},
-    {{"n_head", "num_attention_heads"}, SIZE, GPT2 | LLAMA, CONFIG(num_attention_heads)},
-    {{NULL, "num_key_value_heads"}, SIZE, 0, CONFIG(num_key_value_heads)},
-    {{NULL, "head_dim"}, SIZE, 0, CONFIG(head_dim)},
-    {{"n_positions", "max_position_embeddings"}, SIZE, GPT2, CONFIG(max_position_embeddings)},
-    {{"layer_norm_epsilon", "rms_norm_eps"}, NUMBER, 0, CONFIG(norm_epsilon)},
-    {{NULL, "rope_theta"}, NUMBER, 0, CONFIG(rope_theta)},
-    {{"initializer_range", "initializer_range"}, NUMBER, 0, CONFIG(initializer_range)},
-    {{"tie_word_embeddings", "tie_word_embeddings"}, FLAG, 0, CONFIG(tie_word_embeddings)},
-    {{NULL, "attention_bias"}, FLAG, 0, CONFIG(attention_bias)},
-    {{NULL, "mlp_bias"}, FLAG, 0, CONFIG(mlp_bias)},
+    {"vocab_size", GPT2 | LATER, SIZE, true, CONFIG(vocab_size)},
+    {"n_embd", GPT2, SIZE, true, CONFIG(hidden_size)},
+    {"n_layer", GPT2, SIZE, true, CONFIG(num_hidden_layers)},
+    {"n_head", GPT2, SIZE, true, CONFIG(num_attention_heads)},
+    {"n_positions", GPT2, SIZE, true, CONFIG(max_position_embeddings)},
+    {"n_inner", GPT2, SIZE, false, CONFIG(intermediate_size)},
+    {"layer_norm_epsilon", GPT2, NUMBER, false, CONFIG(norm_epsilon)},
+    {"hidden_size", LATER, SIZE, true, CONFIG(hidden_size)},
+    {"intermediate_size", LATER, SIZE, true, CONFIG(intermediate_size)},
+    {"num_hidden_layers", LATER, SIZE, true, CONFIG(num_hidden_layers)},
+    {"num_attention_heads", LATER, SIZE, true, CONFIG(num_attention_heads)},
+    {"num_key_value_heads", LATER, SIZE, false, CONFIG(num_key_value_heads)},
+    {"head_dim", LLAMA | MISTRAL | QWEN3, SIZE, false, CONFIG(head_dim)},
+    {"max_position_embeddings", LATER, SIZE, false, CONFIG(max_position_embeddings)},
+    {"sliding_window", WINDOWED, SIZE, false, CONFIG(sliding_window)},
+    {"rms_norm_eps", LATER, NUMBER, false, CONFIG(norm_epsilon)},
+    {"rope_theta", LATER, NUMBER, false, CONFIG(rope_theta)},
+    {"attention_bias", LLAMA | QWEN3, FLAG, false, CONFIG(qkv_bias)},
+    {"attention_bias", LLAMA | QWEN3, FLAG, false, CONFIG(out_bias)},
+    {"mlp_bias", LLAMA, FLAG, false, CONFIG(mlp_bias)},
+    {"initializer_range", GPT2 | LATER, NUMBER, false, CONFIG(initializer_range)},
+    {"tie_word_embeddings", GPT2 | LATER, FLAG, false, CONFIG(tie_word_embeddings)},
     // Not part of these architectures in transformers, which ignores unknown members.
-    {{"final_logit_softcapping", "final_logit_softcapping"}, NUMBER, 0, CONFIG(final_logit_softcapping)},
-    {{NULL}, SIZE, 0, 0}};
+    {"final_logit_softcapping", GPT2 | LATER, NUMBER, false, CONFIG(final_logit_softcapping)},
+    {NULL, 0, SIZE, false, 0}};
 
 static const Member rope_members[] = {ROPE(factor, NUMBER),
                                       ROPE(low_freq_factor, NUMBER),
                                       ROPE(high_freq_factor, NUMBER),
                                       ROPE(original_max_position_embeddings, SIZE),
-                                      {{NULL}, SIZE, 0, 0}};
+                                      {NULL, 0, SIZE, false, 0}};
 
 // What this program computes in one way alone: the value that the member must have, and has when absent.
 static const struct {
-  ModelFamily family;
+  int families;
   const char *name, *text, *synonym; // text NULL: true or false
   bool flag;
-} fixed_members[] = {{FAMILY_GPT2, "activation_function", "gelu_new", "gelu_pytorch_tanh", false},
-                     {FAMILY_GPT2, "scale_attn_weights", NULL, NULL, true},
-                     {FAMILY_GPT2, "scale_attn_by_inverse_layer_idx", NULL, NULL, false},
-                     {FAMILY_GPT2, "add_cross_attention", NULL, NULL, false},
-                     {FAMILY_LLAMA, "hidden_act", "silu", "swish", false}};
+} fixed_members[] = {{GPT2, "activation_function", "gelu_new", "gelu_pytorch_tanh", false},
+                     {GPT2, "scale_attn_weights", NULL, NULL, true},
+                     {GPT2, "scale_attn_by_inverse_layer_idx", NULL, NULL, false},
+                     {GPT2, "add_cross_attention", NULL, NULL, false},
+                     {LATER, "hidden_act", "silu", "swish", false}};
 
-static const char *const model_types[] = {[FAMILY_GPT2] = "gpt2", [FAMILY_LLAMA] = "llama"};
-static const char *const architectures[] = {"GPT2LMHeadModel", "LlamaForCausalLM"};
+static const char *const model_types[FAMILY_COUNT] = {"gpt2", "llama", "mistral", "qwen2", "qwen3"};
+static const char *const architectures[FAMILY_COUNT] = {
+    "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"};
 
 // --- reading -----------------------------------------------------------------------------------------------
 
@@ -88,11 +106,10 @@ static bool read_member(const cJSON *json, const char *name, MemberKind kind, vo
 // The members that the family requires, or those that it does not.
 static bool read_members(const cJSON *json, const Member *members, ModelFamily family, bool required,
                          void *to, Reason *reason) {
-  for (const Member *m = members; m->names[FAMILY_LLAMA]; m++) {
-    const char *name = m->names[family];
-    if (!name || (m->required >> family & 1) != required) continue;
-    if (!read_member(json, name, m->kind, (char *)to + m->offset, reason)) return false;
-    if (required && !json_member(json, name)) return refuse(reason, "%s is missing", name);
+  for (const Member *m = members; m->name; m++) {
+    if (!(m->families >> family & 1) || m->required != required) continue;
+    if (!read_member(json, m->name, m->kind, (char *)to + m->offset, reason)) return false;
+    if (required && !json_member(json, m->name)) return refuse(reason, "%s is missing", m->name);
   }
   return true;
 }
@@ -101,7 +118,7 @@ static bool check_fixed(const cJSON *json, ModelFamily family, Reason *reason) {
   for (size_t i = 0; i < sizeof fixed_members / sizeof *fixed_members; i++) {
     const char *name = fixed_members[i].name, *want = fixed_members[i].text, *text = want;
     bool flag = fixed_members[i].flag;
-    if (fixed_members[i].family != family) continue;
+    if (!(fixed_members[i].families >> family & 1)) continue;
     if (!read_member(json, name, want ? TEXT : FLAG, want ? (void *)&text : &flag, reason)) return false;
     if (want && strcmp(text, want) && strcmp(text, fixed_members[i].synonym))
       return refuse(reason, "%s \"%.40s\" cannot be computed here, only \"%s\"", name, text, want);
@@ -126,10 +143,14 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
     return false;
   if (rotated != 1) return refuse(reason, "partial_rotary_factor %g cannot be computed here", rotated);
   if (!strcmp(type, "default")) return true;
+  if (!strcmp(type, "linear"))
+    return read_member(rope, "factor", NUMBER, &s->factor, reason) &&
+           (s->factor > 0 || refuse(reason, "%s lacks factor", place));
   if (strcmp(type, "llama3"))
-    return refuse(reason, "rope_type \"%.40s\" cannot be computed here, only \"default\" and \"llama3\"",
+    return refuse(reason,
+                  "rope_type \"%.40s\" cannot be computed here, only \"default\", \"linear\" and \"llama3\"",
                   type);
-  if (!read_members(rope, rope_members, FAMILY_LLAMA, false, s, reason)) return false;
+  if (!read_members(rope, rope_members, c->family, false, s, reason)) return false;
   return (s->factor > 0 && s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor &&
           s->original_max_position_embeddings > 0) ||
          refuse(reason,
@@ -138,32 +159,38 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
                 place);
 }
 
-// transformers' own defaults, those that follow from the required sizes included.
+static bool is_null(const cJSON *json, const char *name) {
+  return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(json, name));
+}
+
+// transformers' defaults that follow from the required sizes.
 static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
-  bool gpt2 = c->family == FAMILY_GPT2, divides = c->hidden_size % c->num_attention_heads == 0;
-  if (gpt2 && !divides)
-    return refuse(reason, "n_embd %lld does not divide into %lld heads", (long long)c->hidden_size,
+  if (!c->num_key_value_heads || is_null(json, "num_key_value_heads"))
+    c->num_key_value_heads = c->num_attention_heads;
+  if (c->family == FAMILY_GPT2) c->intermediate_size = 4 * c->hidden_size;
+  if (c->head_dim || json_member(json, "head_dim")) return true;
+  if (c->hidden_size % c->num_attention_heads)
+    return refuse(reason, "a hidden size of %lld does not divide into %lld heads", (long long)c->hidden_size,
                   (long long)c->num_attention_heads);
-  if (!divides && !json_member(json, "head_dim"))
-    return refuse(reason, "hidden_size %lld does not divide into %lld heads, and head_dim is missing",
-                  (long long)c->hidden_size, (long long)c->num_attention_heads);
   c->head_dim = c->hidden_size / c->num_attention_heads;
-  c->num_key_value_heads = c->num_attention_heads;
-  c->norm = gpt2 ? NORM_LAYER : NORM_RMS;
-  c->gated_mlp = !gpt2;
-  c->learned_positions = c->attention_bias = c->mlp_bias = c->in_out_layout = c->tie_word_embeddings = gpt2;
-  c->norm_epsilon = gpt2 ? 1e-5 : 1e-6;
-  if (gpt2) c->intermediate_size = 4 * c->hidden_size;
-  if (!gpt2) c->max_position_embeddings = 2048;
+  return true;
+}
+
+// A window of null, or one that Qwen's models have but do not use.
+static bool read_window(const cJSON *json, ModelConfig *c, Reason *reason) {
+  bool used = c->family == FAMILY_MISTRAL;
+  if (!read_member(json, "use_sliding_window", FLAG, c->family == FAMILY_MISTRAL ? &(bool){0} : &used,
+                   reason))
+    return false;
+  if (!used || is_null(json, "sliding_window")) c->sliding_window = 0;
   return true;
 }
 
 static bool check_architecture(const cJSON *json, const ModelConfig *c, Reason *reason) {
   const cJSON *first = cJSON_GetArrayItem(json_member(json, "architectures"), 0);
   if (cJSON_IsString(first) && strcmp(first->valuestring, architectures[c->family]))
-    return refuse(reason,
-                  "architecture \"%.60s\" cannot be computed here, only LlamaForCausalLM and GPT2LMHeadModel",
-                  first->valuestring);
+    return refuse(reason, "architecture \"%.60s\" cannot be computed here, only %s", first->valuestring,
+                  architectures[c->family]);
   return !json_member(json, "quantization_config") ||
          refuse(reason, "the weights are quantized; take the model as it was before");
 }
@@ -173,16 +200,20 @@ static bool read_config(const cJSON *json, ModelConfig *c, Reason *reason) {
   if (!read_member(json, "model_type", TEXT, &type, reason) ||
       !read_member(json, "_name_or_path", TEXT, &name, reason))
     return false;
-  ModelFamily family = strcmp(type, "llama") ? FAMILY_GPT2 : FAMILY_LLAMA;
-  if (strcmp(type, model_types[family]))
-    return refuse(reason, "model_type \"%.40s\" cannot be computed here, only \"llama\" and \"gpt2\"", type);
+  int family = 0;
+  while (family < FAMILY_COUNT && strcmp(type, model_types[family])) family++;
+  if (family == FAMILY_COUNT)
+    return refuse(reason,
+                  "model_type \"%.40s\" cannot be computed here, only gpt2, llama, mistral, qwen2 and qwen3",
+                  type);
   const char *slash = strrchr(name, '/');
-  *c = (ModelConfig){.family = family, .rope_theta = 10000, .initializer_range = 0.02};
+  *c = model_families[family];
   const char *base = slash ? slash + 1 : name;
   text_escape(c->name, sizeof c->name, base, strlen(base));
-  return read_members(json, config_members, family, true, c, reason) && set_defaults(json, c, reason) &&
-         read_members(json, config_members, family, false, c, reason) && check_fixed(json, family, reason) &&
-         (family == FAMILY_GPT2 || read_rope(json, c, reason)) && check_architecture(json, c, reason) &&
+  return read_members(json, config_members, c->family, true, c, reason) && set_defaults(json, c, reason) &&
+         read_members(json, config_members, c->family, false, c, reason) &&
+         check_fixed(json, c->family, reason) && read_window(json, c, reason) &&
+         (c->family == FAMILY_GPT2 || read_rope(json, c, reason)) && check_architecture(json, c, reason) &&
          model_config_possible(c, reason);
 }
 
@@ -224,14 +255,14 @@ static void set(cJSON *json, const char *name, cJSON *value) {
 
 // Members that are 0 are absent.
 static void write_members(cJSON *json, const Member *members, ModelFamily family, const void *from) {
-  for (const Member *m = members; m->names[FAMILY_LLAMA]; m++) {
+  for (const Member *m = members; m->name; m++) {
     const void *value = (const char *)from + m->offset;
-    const char *name = m->names[family];
-    if (!name) continue;
-    if (m->kind == SIZE) cJSON_AddNumberToObject(json, name, (double)*(const int64_t *)value);
-    if (m->kind == FLAG) cJSON_AddBoolToObject(json, name, *(const bool *)value);
-    if (m->kind == NUMBER && *(const double *)value > 0)
-      cJSON_AddNumberToObject(json, name, *(const double *)value);
+    if (!(m->families >> family & 1)) continue;
+    double number = m->kind == SIZE     ? (double)*(const int64_t *)value
+                    : m->kind == NUMBER ? *(const double *)value
+                                        : 0;
+    if (m->kind == FLAG) set(json, m->name, cJSON_CreateBool(*(const bool *)value));
+    if (number > 0) set(json, m->name, cJSON_CreateNumber(number));
   }
 }
 
@@ -245,16 +276,20 @@ static cJSON *describe(const ModelConfig *c) {
   cJSON_AddNullToObject(json, "eos_token_id");
   write_members(json, config_members, c->family, c);
   for (size_t i = 0; i < sizeof fixed_members / sizeof *fixed_members; i++)
-    if (fixed_members[i].family == c->family && fixed_members[i].text)
+    if (fixed_members[i].families >> c->family & 1 && fixed_members[i].text)
       cJSON_AddStringToObject(json, fixed_members[i].name, fixed_members[i].text);
+  if (WINDOWED >> c->family & 1 && !c->sliding_window) cJSON_AddNullToObject(json, "sliding_window");
+  if (c->family == FAMILY_QWEN2 || c->family == FAMILY_QWEN3)
+    cJSON_AddBoolToObject(json, "use_sliding_window", c->sliding_window > 0);
   if (c->family == FAMILY_GPT2) {
     cJSON_AddNumberToObject(json, "n_ctx", (double)c->max_position_embeddings);
     static const char *const dropouts[] = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}; // there was none
     for (int i = 0; i < 3; i++) cJSON_AddNumberToObject(json, dropouts[i], 0);
   } else if (c->rope_scaling.factor > 0) {
     cJSON *scaling = cJSON_AddObjectToObject(json, "rope_scaling");
-    cJSON_AddStringToObject(scaling, "rope_type", "llama3");
-    write_members(scaling, rope_members, FAMILY_LLAMA, &c->rope_scaling);
+    bool linear = !c->rope_scaling.original_max_position_embeddings;
+    cJSON_AddStringToObject(scaling, "rope_type", linear ? "linear" : "llama3");
+    write_members(scaling, rope_members, c->family, &c->rope_scaling);
   } else {
     cJSON_AddNullToObject(json, "rope_scaling");
   }

@@ -262,9 +262,9 @@ static bool ends_with(const char *text, const char *end) {
   return length >= tail && !strcmp(text + length - tail, end);
 }
 
-// What old files hold besides the weights: GPT-2's causal mask, Llama's rotary frequencies.
+// What old files hold besides the weights: GPT-2's causal mask, the others' rotary frequencies.
 static bool is_buffer(const Model *model, const char *name) {
-  if (model->config.family == FAMILY_LLAMA) return ends_with(name, ".rotary_emb.inv_freq");
+  if (model->config.family != FAMILY_GPT2) return ends_with(name, ".rotary_emb.inv_freq");
   return ends_with(name, ".attn.bias") || ends_with(name, ".attn.masked_bias");
 }
 

@@ -16,7 +16,7 @@ import argparse, json, math, pathlib, struct, subprocess, sys, tempfile
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -29,10 +29,14 @@ ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
 CLIP = 1.0
 
 
-def llama(**changes):
+def llama(config=LlamaConfig, **changes):
     sizes = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+    return AutoModelForCausalLM.from_config(config(**{**sizes, **changes}))
+
+
+# After Llama: a third of its size, but wider heads.
+SMALL = dict(hidden_size=12, intermediate_size=20)
 
 
 def gpt2(**changes):
@@ -44,6 +48,8 @@ def gpt2(**changes):
 LLAMA3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=40)
 
+LINEAR = dict(rope_type="linear", rope_theta=1000.0, factor=3.0)
+
 # name: model, dtype on disk, largest shard
 MODELS = {
     "llama": (lambda: llama(tie_word_embeddings=False), torch.float32, "5GB"),
@@ -51,6 +57,9 @@ MODELS = {
                                  mlp_bias=True, rope_parameters=LLAMA3), torch.bfloat16, "10KB"),
     "gpt2": (lambda: gpt2(), torch.float32, "5GB"),
     "gpt2-bare": (lambda: gpt2(tie_word_embeddings=False, n_inner=52), torch.float16, "5GB"),
+    "mistral": (lambda: llama(MistralConfig, **SMALL, head_dim=8, sliding_window=SEQ, rope_parameters=LINEAR), torch.float32, "5GB"),
+    "qwen2": (lambda: llama(Qwen2Config, **{**SMALL, "hidden_size": 16}), torch.float32, "5GB"),
+    "qwen3": (lambda: llama(Qwen3Config, **SMALL, head_dim=10, tie_word_embeddings=True), torch.bfloat16, "5GB"),
 }
 
 

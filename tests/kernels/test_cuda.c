@@ -71,17 +71,20 @@ static void test_embedding(void **state) {
 
 // --- norms -------------------------------------------------------------------------------------------------
 
-static void norm_case(Pair *p, NormKind kind, int64_t rows, int64_t hidden, Dtype gradient, bool accumulate) {
+// Rows of `heads` heads each; several lie in rows that hold more, and their gradient replaces dout.
+static void norm_case(Pair *p, NormKind kind, int64_t rows, int64_t heads, int64_t hidden, Dtype gradient,
+                      bool accumulate) {
   bool layer = kind == NORM_LAYER;
   Dtype dtype = p->cuda->dtype;
+  int64_t wide = heads * hidden, count = rows * heads, more = heads > 1 ? wide + 16 : wide;
   Both none = {{0}, {0}};
-  Both x = both_random(p, dtype, rows, hidden, 2), dout = both_random(p, dtype, rows, hidden, 1);
+  Both x = both_strided(p, dtype, rows, wide, more, 2), dout = both_strided(p, dtype, rows, wide, more, 1);
   Both weight = flat(both_random(p, dtype, 1, hidden, 1));
   Both bias = layer ? flat(both_random(p, dtype, 1, hidden, 1)) : none;
-  Both out = both_poisoned(p, dtype, rows, hidden, hidden),
-       rstd = flat(both_poisoned(p, DTYPE_F32, 1, rows, rows));
-  Both mean = layer ? flat(both_poisoned(p, DTYPE_F32, 1, rows, rows)) : none;
-  Both dx = both_result(p, dtype, rows, hidden, accumulate);
+  Both out = both_poisoned(p, dtype, rows, wide, more);
+  Both rstd = flat(both_poisoned(p, DTYPE_F32, 1, count, count));
+  Both mean = layer ? flat(both_poisoned(p, DTYPE_F32, 1, count, count)) : none;
+  Both dx = heads > 1 ? dout : both_result(p, dtype, rows, hidden, accumulate);
   Both dweight = flat(both_result(p, gradient, 1, hidden, accumulate));
   Both dbias = layer ? flat(both_result(p, gradient, 1, hidden, accumulate)) : none;
   for (int i = 0; i < 2; i++) {
@@ -106,7 +109,7 @@ static void norm_case(Pair *p, NormKind kind, int64_t rows, int64_t hidden, Dtyp
                                             .accumulate_dx = accumulate,
                                             .accumulate = accumulate});
   }
-  Tolerance row = within(8, (double)hidden), column = within(8, (double)(rows + hidden));
+  Tolerance row = within(8, (double)hidden), column = within(8, (double)(count + hidden));
   check_both(p, "norm out", out, row);
   check_both(p, "rstd", rstd, row);
   check_both(p, "norm dx", dx, row);
@@ -118,10 +121,12 @@ static void norm_case(Pair *p, NormKind kind, int64_t rows, int64_t hidden, Dtyp
 static void test_norm(void **state) {
   Pair *p = *state;
   for (int kind = NORM_LAYER; kind <= NORM_RMS; kind++) {
-    norm_case(p, kind, 1201, 768, DTYPE_F32, true); // more rows than blocks
-    norm_case(p, kind, 37, 2048, p->cuda->dtype, false);
-    norm_case(p, kind, 5, 8200, DTYPE_F32, true);   // sums of a layer norm outgrow 48 KiB
-    norm_case(p, kind, 3, 13001, DTYPE_F32, false); // both kinds' do, and nothing is aligned
+    norm_case(p, kind, 1201, 1, 768, DTYPE_F32, true); // more rows than blocks
+    norm_case(p, kind, 37, 1, 2048, p->cuda->dtype, false);
+    norm_case(p, kind, 5, 1, 8200, DTYPE_F32, true);   // sums of a layer norm outgrow 48 KiB
+    norm_case(p, kind, 3, 1, 13001, DTYPE_F32, false); // both kinds' do, and nothing is aligned
+    norm_case(p, kind, 301, 16, 128, DTYPE_F32, false);
+    norm_case(p, kind, 7, 3, 10, DTYPE_F32, false);
   }
 }
 

@@ -164,6 +164,59 @@ static void norm_case(Harness *h, NormKind kind, int64_t rows, int64_t hidden, b
                    sums);
 }
 
+// Heads within rows that lie apart are normalised as rows of their own, and their gradient may replace dout: every bit.
+static void norm_heads_case(Harness *h, NormKind kind, int64_t rows, int64_t heads, int64_t size) {
+  bool layer = kind == NORM_LAYER;
+  int64_t wide = heads * size, count = rows * heads, apart = wide + 7;
+  double *x_values = random_values(h, rows * apart, 2), *dout_values = random_values(h, rows * apart, 1);
+  Tensor x = tensor_columns(tensor_from(h, h->dtype, x_values, rows, apart), 3, wide);
+  Tensor dout = tensor_columns(tensor_from(h, h->dtype, dout_values, rows, apart), 3, wide);
+  Tensor out = tensor_columns(poisoned(h, h->dtype, rows, apart), 3, wide);
+  Tensor weight = vector_from(h, h->dtype, random_values(h, size, 1), size);
+  Tensor bias = layer ? vector_from(h, h->dtype, random_values(h, size, 1), size) : (Tensor){0};
+  Tensor one_x = poisoned(h, h->dtype, count, size), one_dout = poisoned(h, h->dtype, count, size);
+  for (int64_t n = 0; n < rows; n++) {
+    size_t bytes = (size_t)wide * sizeof(float);
+    memcpy((float *)one_x.data + n * wide, (float *)x.data + n * apart, bytes);
+    memcpy((float *)one_dout.data + n * wide, (float *)dout.data + n * apart, bytes);
+  }
+  Tensor results[2][6]; // out, rstd, mean, dx, dweight, dbias; of heads, and of rows
+  for (int one = 0; one < 2; one++) {
+    Tensor *r = results[one];
+    r[0] = one ? poisoned(h, h->dtype, count, size) : out;
+    r[1] = poisoned_vector(h, DTYPE_F32, count);
+    r[2] = layer ? poisoned_vector(h, DTYPE_F32, count) : (Tensor){0};
+    r[3] = one ? poisoned(h, h->dtype, count, size) : dout;
+    r[4] = poisoned_vector(h, DTYPE_F32, size);
+    r[5] = layer ? poisoned_vector(h, DTYPE_F32, size) : (Tensor){0};
+    norm_forward(h->backend, (NormForward){.kind = kind,
+                                           .out = r[0],
+                                           .rstd = r[1],
+                                           .mean = r[2],
+                                           .x = one ? one_x : x,
+                                           .weight = weight,
+                                           .bias = bias,
+                                           .epsilon = 1e-5f});
+    norm_backward(h->backend, (NormBackward){.kind = kind,
+                                             .dx = r[3],
+                                             .dweight = r[4],
+                                             .dbias = r[5],
+                                             .dout = one ? one_dout : dout,
+                                             .x = one ? one_x : x,
+                                             .weight = weight,
+                                             .rstd = r[1],
+                                             .mean = r[2]});
+  }
+  for (int i = 0; i < 6; i++) {
+    Tensor heads_result = results[0][i], rows_result = results[1][i];
+    int64_t lines = heads_result.rank == 2 ? rows : heads_result.rank, stride = lines > 1 ? wide : 0;
+    for (int64_t n = 0; n < lines; n++)
+      assert_memory_equal((float *)heads_result.data + n * heads_result.stride,
+                          (float *)rows_result.data + n * stride,
+                          (size_t)heads_result.shape[heads_result.rank - 1] * sizeof(float));
+  }
+}
+
 static void test_norm(void **state) {
   for (int kind = NORM_LAYER; kind <= NORM_RMS; kind++) {
     norm_case(*state, kind, 7, 13, false);
@@ -171,6 +224,7 @@ static void test_norm(void **state) {
     norm_case(*state, kind, 1, 5, false);
     norm_case(*state, kind, 131, 257, true);
     norm_case(*state, kind, 3, 1031, false);
+    norm_heads_case(*state, kind, 5, 3, 11);
   }
 }
 
@@ -730,12 +784,18 @@ static void test_refusals(void **state) {
       norm_forward(
           backend,
           (NormForward){.kind = NORM_RMS, .out = m34, .mean = v3, .rstd = v3, .x = m34, .weight = v4}));
+  assert_fails(h, "the same tensor",
+               norm_backward(backend, (NormBackward){.kind = NORM_RMS,
+                                                     .dx = m34,
+                                                     .dweight = v4,
+                                                     .dout = m34,
+                                                     .x = m34,
+                                                     .weight = v4,
+                                                     .rstd = v3,
+                                                     .accumulate_dx = true}));
   assert_fails(
-      h, "the same tensor",
-      norm_backward(
-          backend,
-          (NormBackward){
-              .kind = NORM_RMS, .dx = m34, .dweight = v4, .dout = m34, .x = m34, .weight = v4, .rstd = v3}));
+      h, "x is fp32 [3, 5] where [3, 4] is needed",
+      norm_forward(backend, (NormForward){.kind = NORM_RMS, .out = m35, .rstd = v3, .x = m35, .weight = v4}));
   assert_fails(h, "do not describe an attention",
                attention_forward(backend, (AttentionForward){
                                               .out = m34, .lse = m34, .qkv = m34, .shape = {1, 3, 3, 2, 1}}));

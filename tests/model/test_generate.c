@@ -85,23 +85,26 @@ typedef struct {
 // Longer than two pieces of a prompt, and not a multiple of one.
 enum { WINDOW = 150 };
 
-static ModelConfig small_model(bool gpt2) {
-  ModelConfig c = model_preset(gpt2 ? "gpt2-tiny" : "llama-tiny");
+static const char *const presets[] = {"llama-tiny", "gpt2-tiny", "qwen3-0.6b"};
+enum { PRESETS = sizeof presets / sizeof *presets };
+
+static ModelConfig small_model(const char *preset) {
+  ModelConfig c = model_preset(preset);
   c.vocab_size = 29;
   c.hidden_size = 12;
   c.intermediate_size = 20;
   c.num_hidden_layers = 3;
-  c.num_attention_heads = gpt2 ? 2 : 4;
+  c.num_attention_heads = c.family == FAMILY_GPT2 ? 2 : 4;
   c.num_key_value_heads = 2;
   c.head_dim = 6;
   c.max_position_embeddings = WINDOW;
   return c;
 }
 
-static Case case_open(const char *backend, bool gpt2) {
+static Case case_open(const char *backend, const char *preset) {
   Case c = {.h = harness_open(backend)};
   if (!c.h) return c;
-  ModelConfig config = small_model(gpt2);
+  ModelConfig config = small_model(preset);
   Dtype dtype = c.h->dtype;
   ParameterDtypes dtypes = {.weight = dtype, .grad = dtype, .moment = DTYPE_F32};
   model_create(&c.model, &config, c.h->backend, dtypes, WINDOW);
@@ -141,10 +144,10 @@ static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length) {
   return logits;
 }
 
-static void check_cached_logits(bool gpt2) {
+static void check_cached_logits(const char *preset) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
-  Case c = case_open("cpu", gpt2);
+  Case c = case_open("cpu", preset);
   sharpen(&c);
   int32_t *tokens = random_ids(c.h, LENGTH, c.model.config.vocab_size);
   double *want = values_of(c.h, logits_of(&c, tokens, LENGTH));
@@ -164,8 +167,7 @@ static void check_cached_logits(bool gpt2) {
 
 static void test_cached_logits_equal_uncached(void **state) {
   (void)state;
-  check_cached_logits(false);
-  check_cached_logits(true);
+  for (int i = 0; i < PRESETS; i++) check_cached_logits(presets[i]);
 }
 
 // --- texts -------------------------------------------------------------------------------------------------
@@ -173,8 +175,8 @@ static void test_cached_logits_equal_uncached(void **state) {
 static void test_texts_equal_the_plain_loop(void **state) {
   (void)state;
   static const int64_t prompts[] = {1, 63, 64, 130, 170};
-  for (int gpt2 = 0; gpt2 < 2; gpt2++) {
-    Case c = case_open("cpu", gpt2);
+  for (int p = 0; p < PRESETS; p++) {
+    Case c = case_open("cpu", presets[p]);
     sharpen(&c);
     int64_t vocab_size = c.model.config.vocab_size;
     float *logits = malloc((size_t)(WINDOW * vocab_size) * sizeof *logits);
@@ -213,7 +215,7 @@ static void record(void *context, int32_t token) {
 }
 
 static void check_seeds_stops_and_callbacks(const char *backend) {
-  Case c = case_open(backend, false);
+  Case c = case_open(backend, presets[0]);
   if (!c.h) return;
   static const int32_t prompt[] = {4, 2};
   Generation g = {.prompt = prompt,
@@ -262,7 +264,7 @@ static void test_seeds_stops_and_callbacks(void **state) {
 static void test_memory_does_not_depend_on_the_prompt(void **state) {
   (void)state;
   Backend *plan = plan_backend_create(ON_CPU, DTYPE_F32);
-  ModelConfig config = small_model(false);
+  ModelConfig config = small_model(presets[0]);
   Model model;
   ParameterDtypes dtypes = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};
   model_create(&model, &config, plan, dtypes, WINDOW);
@@ -274,7 +276,7 @@ static void test_memory_does_not_depend_on_the_prompt(void **state) {
   backend_destroy(plan);
   static const int64_t prompts[] = {1, 2, 65, 150, 300};
   for (int k = 0; k < 5; k++) {
-    Case c = case_open("cpu", false);
+    Case c = case_open("cpu", presets[0]);
     g.prompt = random_ids(c.h, prompts[k], config.vocab_size);
     g.prompt_count = prompts[k];
     size_t before = c.h->backend->memory.ledger.stack;

@@ -214,24 +214,8 @@ static void check_model(const char *name) {
   if (outside) fail_msg("%d errors of %s are out of bounds", outside, name);
 }
 
-static void llama_is_as_in_transformers(void **state) {
-  (void)state;
-  check_model("llama");
-}
-
-static void tied_scaled_biased_llama_is_as_in_transformers(void **state) {
-  (void)state;
-  check_model("llama-tied");
-}
-
-static void gpt2_is_as_in_transformers(void **state) {
-  (void)state;
-  check_model("gpt2");
-}
-
-static void untied_gpt2_without_prefix_is_as_in_transformers(void **state) {
-  (void)state;
-  check_model("gpt2-bare");
+static void models_are_as_in_transformers(void **state) {
+  check_model(*state);
 }
 
 // --- the round trip ----------------------------------------------------------------------------------------
@@ -284,14 +268,23 @@ static void loading_and_saving_keeps_every_bit(void **state) {
   check_round_trip("llama", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1);
   check_round_trip("gpt2", DTYPE_F32, 20000, 3);
   check_round_trip("llama-tied", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1);
+  check_round_trip("mistral", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1);
+  check_round_trip("qwen2", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1);
+  check_round_trip("qwen3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1);
 }
+
+#define AS_IN_TRANSFORMERS(folder)                                                                           \
+  { "the model in " folder " is as in transformers", models_are_as_in_transformers, NULL, NULL, folder }
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(llama_is_as_in_transformers),
-      cmocka_unit_test(tied_scaled_biased_llama_is_as_in_transformers),
-      cmocka_unit_test(gpt2_is_as_in_transformers),
-      cmocka_unit_test(untied_gpt2_without_prefix_is_as_in_transformers),
+      AS_IN_TRANSFORMERS("llama"),
+      AS_IN_TRANSFORMERS("llama-tied"), // scaled, with biases
+      AS_IN_TRANSFORMERS("gpt2"),
+      AS_IN_TRANSFORMERS("gpt2-bare"), // untied, without a prefix
+      AS_IN_TRANSFORMERS("mistral"),   // scaled linearly, with a window
+      AS_IN_TRANSFORMERS("qwen2"),
+      AS_IN_TRANSFORMERS("qwen3"),
       cmocka_unit_test(loading_and_saving_keeps_every_bit),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);

@@ -139,9 +139,10 @@ static void test_published_sizes(void **state) {
   static const struct {
     const char *preset;
     int64_t parameters;
-  } published[] = {{"gpt2-124m", 124439808},   {"gpt2-350m", 354823168}, {"gpt2-774m", 774030080},
-                   {"gpt2-1558m", 1557611200}, {"llama-1b", 1235814400}, {"llama-3b", 3212749824},
-                   {"llama-8b", 8030261248}};
+  } published[] = {{"gpt2-124m", 124439808},   {"gpt2-350m", 354823168},   {"gpt2-774m", 774030080},
+                   {"gpt2-1558m", 1557611200}, {"llama-1b", 1235814400},   {"llama-3b", 3212749824},
+                   {"llama-8b", 8030261248},   {"mistral-7b", 7248023552}, {"qwen3-0.6b", 596049920},
+                   {"qwen3-1.7b", 1720574976}, {"qwen3-4b", 4022468096}};
   for (size_t i = 0; i < sizeof published / sizeof *published; i++) {
     ModelConfig config = model_preset(published[i].preset);
     assert_string_equal(config.name, published[i].preset);
@@ -172,7 +173,7 @@ static void test_presets(void **state) {
     assert_true(model_default_seq_len(&config) >= 1);
     assert_true(model_default_seq_len(&config) <= config.max_position_embeddings);
   }
-  assert_int_equal(count, 9);
+  assert_int_equal(count, 13);
   assert_fails(h, "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m", model_preset("gpt5"));
   assert_fails(h, "no model preset is called ''", model_preset_learning_rate(""));
 }
@@ -184,6 +185,15 @@ static void test_flops(void **state) {
   double layer = 768.0 * 2304 + 768 * 768 + 2 * 768 * 3072;
   double want = 6 * (12 * layer + 50257.0 * 768) + 6.0 * 12 * 1024 * 768;
   assert_true(fabs(model_flops_per_token(&config, 1024) / want - 1) < 1e-12);
+}
+
+// Qwen3 0.6B by hand: its heads together, 16 * 128, are twice as wide as the stream.
+static void test_flops_of_wide_heads(void **state) {
+  (void)state;
+  ModelConfig config = model_preset("qwen3-0.6b");
+  double layer = 1024.0 * 2048 * 2 + 1024.0 * 1024 * 2 + 3 * 1024.0 * 3072;
+  double want = 6 * (28 * layer + 151936.0 * 1024) + 6.0 * 28 * 512 * 2048;
+  assert_true(fabs(model_flops_per_token(&config, 512) / want - 1) < 1e-12);
 }
 
 // --- where the tensors lie ---------------------------------------------------------------------------------
@@ -299,6 +309,9 @@ static void test_rope_scaling_by_hand(void **state) {
   float inv_freq[4];
   rope_frequencies(&config, inv_freq);
   for (int i = 0; i < 4; i++) assert_close(inv_freq[i], ldexp(1, -i), 1e-7);
+  config.rope_scaling = (RopeScaling){.factor = 8}; // linear
+  rope_frequencies(&config, inv_freq);
+  for (int i = 0; i < 4; i++) assert_close(inv_freq[i], ldexp(1, -i - 3), 1e-7);
   config.rope_scaling = (RopeScaling){
       .factor = 8, .low_freq_factor = 1, .high_freq_factor = 4, .original_max_position_embeddings = 44};
   rope_frequencies(&config, inv_freq);
@@ -502,8 +515,12 @@ static void test_impossible_combinations(void **state) {
   model_config_check(&c);
 
   Model model;
-  assert_fails(h, "sequences of 1025 are longer than the 1024 positions of gpt2-tiny",
+  assert_fails(h, "--seq-len 1025 is longer than the 1024 positions of gpt2-tiny",
                model_create(&model, &gpt2, h->backend, all_fp32, 1025));
+  llama.sliding_window = 16;
+  assert_fails(h,
+               "--seq-len 17 is longer than the sliding window of 16 tokens through which llama-tiny attends",
+               model_create(&model, &llama, h->backend, all_fp32, 17));
   gpt2.num_attention_heads = 3;
   assert_fails(h, "3 attention heads cannot share 4 key/value heads",
                model_create(&model, &gpt2, h->backend, all_fp32, 16));
@@ -516,6 +533,7 @@ int main(void) {
       cmocka_unit_test(test_published_sizes),
       cmocka_unit_test_setup_teardown(test_presets, open_cpu, close_cpu),
       cmocka_unit_test(test_flops),
+      cmocka_unit_test(test_flops_of_wide_heads),
       cmocka_unit_test_setup_teardown(test_packing, open_cpu, close_cpu),
       cmocka_unit_test_setup_teardown(test_groups, open_cpu, close_cpu),
       cmocka_unit_test(test_roles),

@@ -232,14 +232,14 @@ static void llama_configs_are_read(void **state) {
   assert_int_equal(c.head_dim, 4);
   assert_int_equal(c.max_position_embeddings, 2048);
   assert_true(c.norm == NORM_RMS && c.gated_mlp && !c.learned_positions && !c.in_out_layout);
-  assert_true(!c.tie_word_embeddings && !c.attention_bias && !c.mlp_bias);
+  assert_true(!c.tie_word_embeddings && !c.qkv_bias && !c.out_bias && !c.mlp_bias && !c.qk_norm);
   assert_true(c.norm_epsilon == 1e-6 && c.rope_theta == 10000 && c.rope_scaling.factor == 0);
   c = read_config("{" LLAMA_SIZES ",\"num_key_value_heads\":1,\"head_dim\":8,\"tie_word_embeddings\":true,"
                   "\"attention_bias\":true,\"mlp_bias\":true,\"rms_norm_eps\":1e-5,\"rope_theta\":5e5,"
                   "\"rope_scaling\":null,\"hidden_act\":\"silu\",\"architectures\":[\"LlamaForCausalLM\"]}");
   assert_int_equal(c.num_key_value_heads, 1);
   assert_int_equal(c.head_dim, 8);
-  assert_true(c.tie_word_embeddings && c.attention_bias && c.mlp_bias && c.rope_theta == 500000);
+  assert_true(c.tie_word_embeddings && c.qkv_bias && c.out_bias && c.mlp_bias && c.rope_theta == 500000);
   static const char *const spellings[] = {
       "{" LLAMA_SIZES ",\"rope_theta\":7,\"rope_scaling\":{\"rope_type\":\"llama3\"," LLAMA3 "}}",
       "{" LLAMA_SIZES ",\"rope_theta\":7,\"rope_scaling\":{\"type\":\"llama3\"," LLAMA3 "}}",
@@ -258,7 +258,7 @@ static void gpt2_configs_are_read(void **state) {
   (void)state;
   ModelConfig c = read_config("{" GPT2_SIZES "}");
   assert_true(c.norm == NORM_LAYER && c.learned_positions && !c.gated_mlp && c.in_out_layout);
-  assert_true(c.tie_word_embeddings && c.attention_bias && c.mlp_bias && c.norm_epsilon == 1e-5);
+  assert_true(c.tie_word_embeddings && c.qkv_bias && c.out_bias && c.mlp_bias && c.norm_epsilon == 1e-5);
   assert_int_equal(c.head_dim, 4);
   assert_int_equal(c.num_key_value_heads, 3);
   assert_int_equal(c.intermediate_size, 48);
@@ -268,12 +268,68 @@ static void gpt2_configs_are_read(void **state) {
   assert_false(c.tie_word_embeddings);
 }
 
+// The sizes of LLAMA_SIZES in another family.
+static ModelConfig read_family(const char *family, const char *members) {
+  char text[1024];
+  snprintf(text, sizeof text, "{" LLAMA_SIZES "%s}", members);
+  char *type = strstr(text, "\"llama\""), rest[1024];
+  snprintf(rest, sizeof rest, "\"%s\"%s", family, type + strlen("\"llama\""));
+  snprintf(type, sizeof text - (size_t)(type - text), "%s", rest);
+  return read_config(text);
+}
+
+static void later_configs_are_read(void **state) {
+  (void)state;
+  const char *kv = ",\"num_key_value_heads\":3";
+  ModelConfig c = read_family("mistral", ",\"num_key_value_heads\":1");
+  assert_true(c.family == FAMILY_MISTRAL && !c.qkv_bias && !c.qk_norm && c.head_dim == 4);
+  assert_int_equal(c.max_position_embeddings, 131072);
+  assert_int_equal(c.sliding_window, 4096);
+  assert_int_equal(model_max_seq_len(&c), 4096);
+  assert_int_equal(read_family("mistral", ",\"num_key_value_heads\":null").num_key_value_heads, 3);
+  c = read_family("mistral", ",\"num_key_value_heads\":1,\"sliding_window\":null,\"attention_bias\":true");
+  assert_int_equal(c.sliding_window, 0);
+  assert_int_equal(model_max_seq_len(&c), 131072);
+  assert_false(c.qkv_bias); // transformers ignores it
+  c = read_family("qwen2", kv);
+  assert_true(c.family == FAMILY_QWEN2 && c.qkv_bias && !c.out_bias && !c.qk_norm && !c.sliding_window);
+  c = read_family("qwen2", ",\"num_key_value_heads\":3,\"use_sliding_window\":true,\"sliding_window\":9");
+  assert_int_equal(c.sliding_window, 9);
+  c = read_family("qwen3", kv);
+  assert_true(c.family == FAMILY_QWEN3 && c.qk_norm && !c.qkv_bias && !c.out_bias && c.head_dim == 128);
+  c = read_family("qwen3", ",\"num_key_value_heads\":1,\"head_dim\":6,\"attention_bias\":true");
+  assert_true(c.qkv_bias && c.out_bias && c.head_dim == 6 && c.num_key_value_heads == 1);
+  c = read_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"type\":\"linear\",\"factor\":2}}");
+  assert_true(c.rope_scaling.factor == 2 && !c.rope_scaling.original_max_position_embeddings);
+}
+
+// The published sizes of Llama 2 7B and of SmolLM2 135M.
+static void older_and_smaller_llamas_are_read(void **state) {
+  (void)state;
+  ModelConfig c = read_config(
+      "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":32000,"
+      "\"hidden_size\":4096,\"intermediate_size\":11008,\"num_hidden_layers\":32,\"num_attention_heads\":32,"
+      "\"num_key_value_heads\":32,\"max_position_embeddings\":4096,\"rms_norm_eps\":1e-05,"
+      "\"rope_scaling\":null,\"pretraining_tp\":1,\"hidden_act\":\"silu\"}");
+  assert_int_equal(model_parameter_count(&c), 6738415616);
+  assert_true(c.rope_theta == 10000 && c.norm_epsilon == 1e-5 && c.head_dim == 128);
+  c = read_config(
+      "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":49152,"
+      "\"hidden_size\":576,\"intermediate_size\":1536,\"num_hidden_layers\":30,\"num_attention_heads\":9,"
+      "\"num_key_value_heads\":3,\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-05,"
+      "\"rope_theta\":100000,\"rope_scaling\":null,\"rope_interleaved\":false,\"is_llama_config\":true,"
+      "\"attention_bias\":false,\"mlp_bias\":false,\"tie_word_embeddings\":true,\"hidden_act\":\"silu\"}");
+  assert_int_equal(model_parameter_count(&c), 134515008);
+  assert_true(c.tie_word_embeddings && c.rope_theta == 100000);
+}
+
 static void other_configs_are_refused_by_name(void **state) {
   (void)state;
   refuses_config("", "no JSON object");
   refuses_config("[]", "no JSON object");
   refuses_config("{}", "model_type \"\"");
-  refuses_config("{\"model_type\":\"mistral\"}", "model_type \"mistral\"");
+  refuses_config("{\"model_type\":\"gemma\"}", "model_type \"gemma\"");
+  refuses_config("{\"model_type\":\"mistral\"}", "vocab_size is missing");
   refuses_config("{\"model_type\":\"llama\"}", "vocab_size is missing");
   refuses_config("{\"model_type\":\"gpt2\",\"vocab_size\":5}", "n_embd is missing");
   refuses_config("{" LLAMA_SIZES ",\"head_dim\":\"4\"}", "head_dim is not a whole number");
@@ -287,6 +343,8 @@ static void other_configs_are_refused_by_name(void **state) {
   refuses_config("{" LLAMA_SIZES ",\"quantization_config\":{}}", "quantized");
   refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":4}}",
                  "rope_type \"yarn\"");
+  refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"linear\"}}",
+                 "rope_scaling lacks factor");
   refuses_config("{" LLAMA_SIZES ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":4}}",
                  "lacks one of");
   refuses_config("{" LLAMA_SIZES ",\"rope_parameters\":{\"partial_rotary_factor\":0.5}}",
@@ -315,10 +373,13 @@ static void other_configs_are_refused_by_name(void **state) {
 
 static void written_configs_are_read_again(void **state) {
   (void)state;
-  static const char *const presets[] = {"gpt2-124m", "llama-1b", "llama-8b", "llama-tiny"};
-  for (int i = 0; i < 4; i++) {
+  static const char *const presets[] = {"gpt2-124m",  "llama-1b",   "llama-8b",
+                                        "llama-tiny", "mistral-7b", "qwen3-4b"};
+  for (int i = 0; i < 6; i++) {
     ModelConfig c = model_preset(presets[i]);
-    c.attention_bias = true;
+    c.qkv_bias = c.out_bias = c.family != FAMILY_MISTRAL;
+    if (c.family == FAMILY_MISTRAL) c.rope_scaling.factor = 2;
+    if (c.family == FAMILY_QWEN3) c.sliding_window = 7;
     char *text = hf_config_write(&c, DTYPE_BF16, NULL);
     assert_non_null(strstr(text, "\"bfloat16\""));
     ModelConfig again = read_config(text);
@@ -327,6 +388,8 @@ static void written_configs_are_read_again(void **state) {
     assert_string_equal(text, twice);
     assert_string_equal(again.name, c.name);
     assert_int_equal(model_parameter_count(&again), model_parameter_count(&c));
+    assert_int_equal(again.sliding_window, c.sliding_window);
+    assert_true(again.rope_scaling.factor == c.rope_scaling.factor);
     free(text);
     free(twice);
   }
@@ -349,6 +412,8 @@ int main(void) {
       cmocka_unit_test(half_precision_widens_exactly),
       cmocka_unit_test(llama_configs_are_read),
       cmocka_unit_test(gpt2_configs_are_read),
+      cmocka_unit_test(later_configs_are_read),
+      cmocka_unit_test(older_and_smaller_llamas_are_read),
       cmocka_unit_test(other_configs_are_refused_by_name),
       cmocka_unit_test(written_configs_are_read_again),
   };

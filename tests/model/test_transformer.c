@@ -56,6 +56,15 @@ static ModelConfig tiny_llama_untied(void) {
   return c;
 }
 
+// All that the later families have, at once: biases on q, k and v, their heads normalised, positions scaled.
+static ModelConfig tiny_qwen(void) {
+  ModelConfig c = tiny_llama();
+  c.family = FAMILY_QWEN3;
+  c.qk_norm = c.qkv_bias = true;
+  c.rope_scaling = (RopeScaling){.factor = 3};
+  return c;
+}
+
 // --- a model with a batch ----------------------------------------------------------------------------------
 
 typedef struct {
@@ -155,7 +164,7 @@ static double **gradients_of(Case *c) {
 }
 
 typedef ModelConfig (*MakeConfig)(void);
-static const MakeConfig families[] = {tiny_gpt2, tiny_llama, tiny_llama_untied};
+static const MakeConfig families[] = {tiny_gpt2, tiny_llama, tiny_llama_untied, tiny_qwen};
 enum { FAMILIES = sizeof families / sizeof *families };
 
 // --- forward -----------------------------------------------------------------------------------------------
@@ -294,6 +303,11 @@ static void test_gradients_llama_tied(void **state) {
 static void test_gradients_llama_untied(void **state) {
   (void)state;
   check_gradients(tiny_llama_untied, LCE_FUSED, RECOMPUTE_LAYER, 4);
+}
+
+static void test_gradients_qwen(void **state) {
+  (void)state;
+  check_gradients(tiny_qwen, LCE_FUSED, RECOMPUTE_ELEMENTWISE, 3);
 }
 
 // --- what must not matter ----------------------------------------------------------------------------------
@@ -514,6 +528,7 @@ int main(void) {
       cmocka_unit_test(test_gradients_gpt2),
       cmocka_unit_test(test_gradients_llama_tied),
       cmocka_unit_test(test_gradients_llama_untied),
+      cmocka_unit_test(test_gradients_qwen),
       cmocka_unit_test(test_recompute),
       cmocka_unit_test(test_recompute_saves),
       cmocka_unit_test(test_modes_agree),
