@@ -1,4 +1,4 @@
-// lce.c: trains GPT-2 and Llama with a fused, chunked lm_head + cross-entropy.
+// lce.c: trains GPT-2, Llama, Mistral and Qwen with a fused, chunked lm_head + cross-entropy.
 //
 //   options -> plan -> backend -> data -> model -> loop -> summary
 //

@@ -35,7 +35,7 @@ enum { ELSEWHERE = -1 };
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
-// out[n] = token_weight[tokens[n]] + position_weight[n mod T].   GPT-2 has both, Llama only the first.
+// out[n] = token_weight[tokens[n]] + position_weight[n mod T].   GPT-2 has both, Llama and Qwen only the first.
 typedef struct {
   Tensor out;             // fp32/bf16 [N, H]
   Tensor tokens;          // int32 [N], each in [0, V)

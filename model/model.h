@@ -30,7 +30,7 @@ typedef struct {
   Affine final_norm;
   Param head;         // [V, H]: the token embedding itself when tied; the local rows where it is split
   VocabShard shard;   // which those are; {0, 0}: the head is whole
-  Tensor rope_angles; // fp32 [seq_len, D], Llama only: cosines, then sines
+  Tensor rope_angles; // fp32 [seq_len, D], not GPT-2: cosines, then sines
 } Model;
 
 // Lays out the parameters, reserves their slabs and the rotary table for sequences up to seq_len. The model

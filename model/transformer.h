@@ -1,4 +1,4 @@
-// Forward and backward pass of a transformer, for GPT-2 and Llama alike.
+// Forward and backward pass of a transformer, for all families alike.
 #pragma once
 
 #include "kernels/linear_cross_entropy.h"

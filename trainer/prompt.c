@@ -26,21 +26,46 @@ static void check(const Options *o, const Prompt *p) {
            p->bytes ? "raise --vocab" : "the tokenizer that the model was made for");
 }
 
+// A model's own tokenizer may be one that this program cannot use: training needs none.
+static Tokenizer *tokenizer_of_origin(const char *directory) {
+  char *path = path_join(directory, "tokenizer.json");
+  size_t length;
+  char *text = file_read(path, &length);
+  Reason reason;
+  Tokenizer *tokenizer = text ? tokenizer_parse(text, length, &reason) : NULL;
+  if (text && !tokenizer) warn("%s is not used, and samples are not shown as text: %s", path, reason.text);
+  free(text);
+  free(path);
+  return tokenizer;
+}
+
+// NULL where the tokenizer cannot encode, unless it or the prompt was asked for.
+static int32_t *encode_prompt(const Options *o, const Tokenizer *tokenizer, int64_t *count) {
+  Reason reason;
+  int32_t *tokens =
+      tokenizer_try_encode(tokenizer, o->prompt, (int64_t)strlen(o->prompt), true, count, &reason);
+  if (tokens) return tokens;
+  if (o->tokenizer || options_given(o, "prompt")) fail("--prompt: %s", reason.text);
+  warn("samples begin with the data's first token: %s", reason.text);
+  return NULL;
+}
+
 Prompt prompt_open(const Options *o, const Source *source) {
-  Prompt p = {.tokenizer = prompt_tokenizer(o->tokenizer, o->origin)};
+  Prompt p = {.tokenizer = o->tokenizer ? tokenizer_open(o->tokenizer)
+                           : o->origin  ? tokenizer_of_origin(o->origin)
+                                        : NULL};
   int64_t length = (int64_t)strlen(o->prompt);
   p.bytes = !p.tokenizer && source->kind == SOURCE_TEXT;
   if (p.tokenizer && source->kind == SOURCE_TEXT)
     warn("%s is read byte by byte, though there is a tokenizer; tools/prepare_data.py makes its text into "
          "tokens",
          source->name);
-  if (p.tokenizer) {
-    p.tokens = tokenizer_encode(p.tokenizer, o->prompt, length, true, &p.count);
-  } else if (p.bytes) {
+  if (p.tokenizer) p.tokens = encode_prompt(o, p.tokenizer, &p.count);
+  if (p.bytes) {
     p.tokens = host_alloc(length, sizeof *p.tokens, "the prompt");
     p.count = length;
     byte_encode(o->prompt, length, p.tokens);
-  } else {
+  } else if (!p.tokens) {
     p.tokens = host_alloc(1, sizeof *p.tokens, "the prompt");
     p.count = 1;
     source_read(source, 0, 1, p.tokens);

@@ -225,7 +225,7 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
   return true;
 }
 
-// How text is split: GPT-2's ByteLevel, or a sequence of Splits that ends in a ByteLevel, as Llama 3 has it.
+// How text is split: GPT-2's ByteLevel, or a sequence that ends in a ByteLevel, of Splits (Llama 3) or Digits (SmolLM2).
 static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
   Reason *reason = &t->cannot_encode;
   if (json_is(step, "type", "Sequence")) {
@@ -240,6 +240,9 @@ static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
     if (t->space_first && !alone) return refuse(reason, "a ByteLevel step within a sequence adds a space");
     return !json_true(step, "use_regex", true) || splitter_add(&t->splitter, split_gpt2, reason);
   }
+  if (json_is(step, "type", "Digits"))
+    return splitter_add(&t->splitter, json_true(step, "individual_digits", false) ? "\\p{N}" : "\\p{N}+",
+                        reason);
   const cJSON *behavior = json_member(step, "behavior"),
               *expression = json_member(json_member(step, "pattern"), "Regex");
   if (json_is(step, "type", "Split") && cJSON_IsString(expression) && cJSON_IsString(behavior) &&
@@ -304,7 +307,8 @@ static bool read_post_processor(Tokenizer *t, const cJSON *step) {
 static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
   Reason *reason = &t->cannot_encode;
   const cJSON *pre = json_member(root, "pre_tokenizer"), *dropout = json_member(model, "dropout");
-  if (json_member(root, "normalizer"))
+  const cJSON *normalizer = json_member(root, "normalizer");
+  if (normalizer && !json_is(normalizer, "type", "NFC")) // text is taken to be in NFC already
     return refuse(reason, "it has a normalizer, which this program does not apply");
   if (!has_byte_level(pre, "pretokenizers")) return refuse(reason, "its pre_tokenizer has no ByteLevel step");
   if (dropout && dropout->valuedouble != 0) return refuse(reason, "its merges are dropped at random");

@@ -25,7 +25,8 @@ Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason);
 int64_t tokenizer_size(const Tokenizer *tokenizer); // the largest id + 1
 
 // The ids of UTF-8 text, with `special` also those that the file puts around every text ("<|begin_of_text|>"). The
-// caller frees them; *count receives how many. Fails when the text is not UTF-8 or the file needs something this
+// caller frees them; *count receives how many. A normalizer to NFC (Qwen) is not applied: text is taken to be in that
+// form, as nearly all is. Fails when the text is not UTF-8 or the file needs something this
 // program does not do (decoding still works).
 int32_t *tokenizer_encode(const Tokenizer *tokenizer, const char *text, int64_t length, bool special,
                           int64_t *count);

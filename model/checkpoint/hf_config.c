@@ -176,13 +176,11 @@ static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
   return true;
 }
 
-// A window of null, or one that Qwen's models have but do not use.
+// There is none where it is null, nor where Qwen's models do not use it.
 static bool read_window(const cJSON *json, ModelConfig *c, Reason *reason) {
-  bool used = c->family == FAMILY_MISTRAL;
-  if (!read_member(json, "use_sliding_window", FLAG, c->family == FAMILY_MISTRAL ? &(bool){0} : &used,
-                   reason))
-    return false;
-  if (!used || is_null(json, "sliding_window")) c->sliding_window = 0;
+  bool used = false;
+  if (!read_member(json, "use_sliding_window", FLAG, &used, reason)) return false;
+  if (is_null(json, "sliding_window") || !(used || c->family == FAMILY_MISTRAL)) c->sliding_window = 0;
   return true;
 }
 

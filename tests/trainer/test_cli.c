@@ -267,6 +267,34 @@ static void test_pipes_and_devices(void **state) {
   assert_refused(arguments, "pipes/config.json: it is not a regular file");
 }
 
+// Training needs no tokenizer: one that comes with a model and cannot be used, or cannot encode, ends no run.
+static void test_a_models_tokenizer_that_cannot_be_used(void **state) {
+  (void)state;
+  char copy[600], line[1024];
+  snprintf(copy, sizeof copy, "cp -r tests/golden/mistral %s", temp_path("mistral"));
+  assert_int_equal(system(copy), 0);
+  snprintf(line, sizeof line,
+           "--device cpu --init %s --data tests/golden/mistral/tokens.bin --val-fraction 0 --batch 1 "
+           "--seq-len 8 --steps 1",
+           temp_path("mistral"));
+  static const char *const files[][3] = {
+      {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[],\"byte_fallback\":true}}", "is not used", NULL},
+      {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}", "samples begin with the data's first token",
+       "not encode"}};
+  for (int i = 0; i < 2; i++) {
+    write_text("mistral/tokenizer.json", files[i][0]);
+    Output o = train("%s", line);
+    assert_int_equal(o.status, 0);
+    assert_says(o.err, files[i][1]);
+    output_free(&o);
+    if (!files[i][2]) continue;
+    o = train("%s --prompt a", line);
+    assert_int_equal(o.status, 1);
+    assert_says(o.err, files[i][2]);
+    output_free(&o);
+  }
+}
+
 // What is there already stays, unless it is an earlier output of the same kind.
 static void test_outputs_replace_only_outputs(void **state) {
   (void)state;
@@ -966,6 +994,7 @@ int main(void) {
       cmocka_unit_test(test_unknown_options),
       cmocka_unit_test(test_wrong_files),
       cmocka_unit_test(test_pipes_and_devices),
+      cmocka_unit_test(test_a_models_tokenizer_that_cannot_be_used),
       cmocka_unit_test(test_outputs_replace_only_outputs),
       cmocka_unit_test(test_data_that_changes),
       cmocka_unit_test(test_out_of_memory),

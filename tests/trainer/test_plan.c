@@ -24,6 +24,10 @@
   "--model gpt2-tiny --vocab 257 --hidden-size 20 --num-layers 3 --num-attention-heads 2 "                   \
   "--max-position-embeddings 50 "
 
+#define QWEN                                                                                                 \
+  "--model qwen3-0.6b --vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 "                   \
+  "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 12 "
+
 // --- the plan and the run ----------------------------------------------------------------------------------
 
 // A measured step, sample and validation, in the plan's order; then the ledger against the plan. Chunks
@@ -53,7 +57,7 @@ static void check_plan(const char *model, const char *job, LceMode mode, Recompu
 
 static void test_plan_equals_run(void **state) {
   (void)state;
-  static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2};
+  static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2, QWEN};
   static const char *const jobs[] = {"--batch 3 --seq-len 17", "--batch 1 --seq-len 1",
                                      "--batch 5 --seq-len 49 --total-batch 490",
                                      "--batch 3 --seq-len 17 --label-smoothing 0.1 --z-loss 0.001",

@@ -29,7 +29,10 @@
 #define LLAMA ANY_LLAMA "--untie-word-embeddings "
 #define TIED  ANY_LLAMA "--tie-word-embeddings "
 #define GPT2  JOB "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 2 "
-#define TEXT  "--data tests/trainer/test_resume.c "
+#define QWEN                                                                                                 \
+  JOB "--model qwen3-0.6b --vocab 300 --hidden-size 16 --intermediate-size 24 --num-attention-heads 4 "      \
+      "--num-key-value-heads 2 --head-dim 6 "
+#define TEXT "--data tests/trainer/test_resume.c "
 
 static const char *device(void) {
   return getenv("LCE_GPU_RANKS") ? "--device cuda" : "--device cpu";
@@ -240,8 +243,10 @@ static void zero_levels_train_the_same(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
   // Enough layers that they take turns in the buffer for gradients.
-  static const char *const jobs[][2] = {
-      {"llama", LLAMA TEXT "--num-layers 5"}, {"tied", TIED TEXT}, {"gpt2", GPT2 TEXT "--num-layers 3"}};
+  static const char *const jobs[][2] = {{"llama", LLAMA TEXT "--num-layers 5"},
+                                        {"tied", TIED TEXT},
+                                        {"gpt2", GPT2 TEXT "--num-layers 3"},
+                                        {"qwen", QWEN TEXT}};
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     char one[32], name[48], options[1024];
     snprintf(one, sizeof one, "%s-whole", jobs[j][0]);
@@ -406,9 +411,9 @@ static void sampled_ranks_train(void **state) {
 static void checkpoints_do_not_depend_on_ranks(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  run_job(0, "all", LLAMA TEXT "--save-every 2");
+  run_job(0, "all", QWEN TEXT "--save-every 2");
   int many = max_ranks() >= 4 ? 4 : 2;
-  run_job(many, "many", LLAMA TEXT "--save-every 2 --zero 2");
+  run_job(many, "many", QWEN TEXT "--save-every 2 --zero 2");
   check_same_weights("all", "many", 2, 30 * tolerance());
   char options[1024];
   snprintf(options, sizeof options, "--resume %s --zero 1 --save-every 4", checkpoint_of("many", 2));
