@@ -193,7 +193,8 @@ static void open_data(Run *run) {
                                               .validation_fraction = o->val_fraction,
                                               .batch = o->batch,
                                               .seq_len = o->seq_len,
-                                              .seed = o->seed});
+                                              .seed = o->seed,
+                                              .order = o->data_order});
   if (o->eval_only) require_something_to_evaluate(o, &run->loader);
   loader_require_targets(&run->loader, o->steps > o->first_step && !o->eval_only, o->eval_batches);
   loader_describe(&run->loader, run->data, sizeof run->data);

@@ -14,24 +14,30 @@
 // Streams of random_permute, far above the small ones that other modules use.
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
 
-static int64_t source_windows(const Loader *loader) {
-  return loader->options.source->tokens / (loader->options.seq_len + 1);
+// Tokens from a window's beginning to the next one's.
+static int64_t stride(const LoaderOptions *o) {
+  return o->seq_len + (o->order == ORDER_SHUFFLED);
+}
+
+static int64_t source_windows(const LoaderOptions *o) {
+  int64_t overlap = o->seq_len + 1 - stride(o);
+  return (o->source->tokens - overlap) / stride(o);
 }
 
 static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
   int64_t have = o->source->tokens, window = o->seq_len + 1;
-  if (have / window >= windows) return;
+  if (source_windows(o) >= windows) return;
   char left[256];
   source_describe_left(o->source, left, sizeof left);
   fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s%s%s%s",
-       o->source->name, (long long)have, kinds, (long long)o->seq_len, (long long)(windows * window), advice,
-       *left ? " (" : "", left, *left ? ")" : "");
+       o->source->name, (long long)have, kinds, (long long)o->seq_len,
+       (long long)((windows - 1) * stride(o) + window), advice, *left ? " (" : "", left, *left ? ")" : "");
 }
 
 Loader loader_create(LoaderOptions o) {
   assert(o.batch > 0 && o.seq_len > 0 && o.validation_fraction >= 0 && o.validation_fraction < 1);
   Loader loader = {.options = o};
-  int64_t windows = source_windows(&loader);
+  int64_t windows = source_windows(&o);
   bool split = !o.validation_source && o.validation_fraction > 0;
   if (split) {
     require_windows(&o, 2, "one training and one validation window",
@@ -54,10 +60,14 @@ Loader loader_create(LoaderOptions o) {
   return loader;
 }
 
-// The windows of the source in an order that depends on neither seed nor step: validation has the first places.
+// Where the window begins that has this place in an order of all that depends on neither seed nor step. Training has the
+// last places, which in sequential order are the file's first windows.
 static int64_t split_window(const Loader *loader, int64_t place) {
-  uint64_t windows = (uint64_t)source_windows(loader);
-  return (int64_t)random_permute(split_seed, split_stream, (uint64_t)place, windows);
+  const LoaderOptions *o = &loader->options;
+  int64_t windows = source_windows(o), window = (place + loader->train_windows) % windows;
+  if (o->order == ORDER_SHUFFLED)
+    window = (int64_t)random_permute(split_seed, split_stream, (uint64_t)place, (uint64_t)windows);
+  return window * stride(o);
 }
 
 // One row from position `first`; what lies past the source's end is padded. Returns the counted targets.
@@ -79,12 +89,12 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t number = ((at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank) * o->batch + row;
     uint64_t epoch = (uint64_t)(number / loader->train_windows);
-    uint64_t visit = (uint64_t)(number % loader->train_windows);
-    uint64_t place = random_permute(o->seed, order_stream + epoch, visit, (uint64_t)loader->train_windows);
-    int64_t held_back = source_windows(loader) - loader->train_windows;
-    int64_t window = split_window(loader, held_back + (int64_t)place);
-    int64_t offset = row * o->seq_len;
-    counted += fill_row(o->source, o->seq_len, window * (o->seq_len + 1), tokens + offset, targets + offset);
+    uint64_t visit = (uint64_t)(number % loader->train_windows), place = visit;
+    if (o->order == ORDER_SHUFFLED)
+      place = random_permute(o->seed, order_stream + epoch, visit, (uint64_t)loader->train_windows);
+    int64_t held_back = source_windows(o) - loader->train_windows;
+    int64_t first = split_window(loader, held_back + (int64_t)place), offset = row * o->seq_len;
+    counted += fill_row(o->source, o->seq_len, first, tokens + offset, targets + offset);
   }
   return counted;
 }
@@ -98,7 +108,7 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
     int64_t window = index * o->batch + row;
     int64_t first = source->tokens - 1; // past the last window: a row with nothing left to predict
     if (window < loader->validation_windows)
-      first = separate ? window * o->seq_len : split_window(loader, window) * (o->seq_len + 1);
+      first = separate ? window * o->seq_len : split_window(loader, window);
     int64_t offset = row * o->seq_len;
     counted += fill_row(source, o->seq_len, first, tokens + offset, targets + offset);
   }

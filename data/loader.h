@@ -8,6 +8,10 @@
 // on), picked by a permutation that is the same for every seed. Epoch e visits the remaining ones in the order
 // random_permute(seed, e, .): each once an epoch.
 //
+// In sequential order windows overlap by one token instead, whose first is the last target of the one before, and follow
+// each other as in the file, epoch after epoch; the last ones are held back. So do llm.c's, within a shard and unshuffled:
+// the steps of both have the same tokens.
+//
 // A step takes ranks * micro_steps * batch windows that follow each other in that order:
 //
 //     number of a row's window = ((step * micro_steps + micro_step) * ranks + rank) * batch + row
@@ -23,6 +27,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+typedef enum { ORDER_SHUFFLED, ORDER_SEQUENTIAL } DataOrder;
+
 typedef struct {
   const Source *source;            // borrowed, as is the next: close them after the last batch
   const Source *validation_source; // or NULL: hold back a fraction of `source`
@@ -30,6 +36,7 @@ typedef struct {
   int64_t batch;                   // B, rows of a batch on one rank
   int64_t seq_len;                 // T
   uint64_t seed;                   // of the training order
+  DataOrder order;                 // of the training windows
 } LoaderOptions;
 
 // A plain value: copy it, drop it.

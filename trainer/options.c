@@ -115,6 +115,8 @@ const Option options_rows[] = {
     {LIST("val-data", "PATH", val_data),
      EXCLUDES("val-fraction", "nothing is held out where there is separate validation data"),
      HELP("Separate validation data (default: a held-out part of --data)")},
+    {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"), .flags = SETTING,
+     HELP("shuffled, or sequential: windows as they follow each other in the files, one token shared, as in llm.c")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
      HELP("Part held out for validation, below 1; 0 for none")},
     {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/option_table.h"
+#include "data/loader.h"
 #include "model/transformer.h"
 #include "trainer/schedule.h"
 
@@ -33,6 +34,7 @@ typedef struct {
   bool metrics; // accuracy, entropy and largest logit of every step
   // data
   TextList data, val_data; // paths
+  DataOrder data_order;
   double val_fraction;
   bool masked; // some of the data has a mask: training targets may be ignored
   // evaluation

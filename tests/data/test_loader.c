@@ -283,10 +283,51 @@ static void the_checksum_shows_changed_data(void **state) {
   }
 }
 
+// Rank r reads B rows of T tokens from (s R + r) B T on, in step s of R ranks; what is held back is the file's end.
+static void sequential_windows_overlap_by_a_token(void **state) {
+  (void)state;
+  enum { T = 7, B = 2, RANKS = 3, STEPS = 2 };
+  Source *source = open_counting("counting.bin", 141); // 20 windows and the last one's target
+  Loader loader = loader_create((LoaderOptions){.source = source,
+                                                .validation_fraction = 0.2,
+                                                .batch = B,
+                                                .seq_len = T,
+                                                .seed = 7,
+                                                .order = ORDER_SEQUENTIAL});
+  assert_int_equal(loader.train_windows, 16);
+  assert_int_equal(loader.validation_windows, 4);
+  int32_t tokens[B * T], targets[B * T];
+  for (int64_t step = 0; step < STEPS; step++)
+    for (int64_t rank = 0; rank < RANKS; rank++) {
+      assert_int_equal(train_batch(&loader, step, 0, 1, rank, RANKS, tokens, targets), B * T);
+      for (int row = 0; row < B; row++)
+        assert_int_equal(assert_row(tokens + row * T, targets + row * T, T),
+                         ((step * RANKS + rank) * B + row) * T);
+    }
+  assert_int_equal(train_batch(&loader, 8, 0, 1, 0, 1, tokens, targets), B * T);
+  assert_int_equal(assert_row(tokens, targets, T), 0); // the second epoch is as the first
+  for (int64_t i = 0; i < 2; i++) {
+    assert_int_equal(loader_validation_batch(&loader, i, tokens, targets), B * T);
+    for (int row = 0; row < B; row++)
+      assert_int_equal(assert_row(tokens + row * T, targets + row * T, T), (16 + i * B + row) * T);
+  }
+  source_close(source);
+  source = open_counting("counting.bin", 7);
+  ASSERT_FAILS(
+      loader_create((LoaderOptions){.source = source, .batch = B, .seq_len = T, .order = ORDER_SEQUENTIAL}),
+      "holds 7 tokens and one window of --seq-len 7 + 1 tokens needs 8");
+  ASSERT_FAILS(
+      loader_create((LoaderOptions){
+          .source = source, .validation_fraction = 0.5, .batch = B, .seq_len = T, .order = ORDER_SEQUENTIAL}),
+      "needs 15");
+  source_close(source);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(no_position_is_trained_on_twice_or_validated),
       cmocka_unit_test(every_epoch_is_another_permutation),
+      cmocka_unit_test(sequential_windows_overlap_by_a_token),
       cmocka_unit_test(the_order_has_no_history_and_does_not_change),
       cmocka_unit_test(ranks_and_micro_steps_share_one_order),
       cmocka_unit_test(held_back_batches_are_padded),
