@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/file.h"
 #include "base/system.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
@@ -124,6 +125,13 @@ static void save(Run *run, int64_t step) {
   cJSON_Delete(json);
 }
 
+static void dump(const Run *run) {
+  Reason reason;
+  Folder folder = folder_begin(run->options->dump, "first-step");
+  trainer_store_step(&run->trainer, &folder);
+  if (!folder_finish(&folder, &reason)) fail("--dump: %s", reason.text);
+}
+
 static bool every(int64_t period, int64_t done) {
   return period && done % period == 0;
 }
@@ -140,6 +148,7 @@ static void train(Run *run) {
     run->trainer.step_seconds = run->report.smoothed_seconds;
     trainer_step(&run->trainer, &run->loader, done++);
     ledger->recording = false;
+    if (o->dump && done == o->first_step + 1) dump(run);
     bool look = every(o->eval_every, done) || every(o->sample_every, done) || every(o->save_every, done) ||
                 done == o->steps;
     if (run->trainer.pending_count < collect_every && !look) continue;
@@ -264,6 +273,7 @@ int main(int argc, char **argv) {
   open_checkpoints(&run);
   run.report = report_open(&options, run.backend);
   create_model(&run);
+  if (options.dump) path_make_folders("dump", options.dump);
   write_timeline(&run); // a path that cannot be written is better known now than after the run
   handle_signals();
   report_start(&run.report, run.backend, run.source->name);

@@ -71,6 +71,8 @@ const Option options_rows[] = {
      HELP("Warm-up steps (default a twentieth of --steps)")},
     {CHOICE("schedule", "KIND", schedule.kind, "cosine, linear, constant or wsd"), DEFAULT("cosine"),
      .flags = SETTING | TRAINING, HELP("cosine, linear, constant or wsd")},
+    {NUMBER("decay-share", "SHARE", schedule.decay_share, 0, 1), DEFAULT("0.2"), .flags = SETTING | TRAINING,
+     HELP("wsd: share of the steps after the warm-up in which the rate falls, 0 to 1")},
     {NUMBER("beta1", "B", beta1, 0, 0.999999), DEFAULT("0.9"), .flags = SETTING | TRAINING,
      HELP("Decay of the first moment")},
     {NUMBER("beta2", "B", beta2, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING | TRAINING,
@@ -205,6 +207,9 @@ const Option options_rows[] = {
      HELP("Only print the largest --batch that fits the device's memory, in both modes")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
      HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
+    {TEXT("dump", "DIR", dump), .flags = REFUSED,
+     HELP("Write the first step's tokens, the loss of each and all gradients to DIR/first-step, to compare with others; "
+          "a step of one micro-batch, on one rank")},
     {FLAG("compare-modes", compare_modes, true), .flags = REFUSED,
      HELP("Afterwards measure a few steps in both modes and print the table")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
@@ -388,6 +393,9 @@ static void resolve_job(Options *o) {
   if (o->schedule.warmup_steps > o->steps && !o->eval_only)
     fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
          (long long)o->schedule.warmup_steps, (long long)o->steps);
+  if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
+    fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: leave out --total-batch",
+         (long long)(o->micro_steps * o->ranks));
   o->masked = source_paths_masked(o->data.items, o->data.count);
   if (o->eval_only) {
     o->dtypes.frozen = true;

@@ -67,7 +67,7 @@ typedef struct {
   Recompute recompute;
   const char *offload; // as given; NULL: nothing
   // output
-  const char *log, *timeline;
+  const char *log, *timeline, *dump;
   bool plan, compare_modes, fit;
   double device_memory; // GiB that the device is taken to have; 0: what it has
 } Options;

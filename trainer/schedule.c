@@ -18,13 +18,14 @@ double schedule_rate(const Schedule *s, int64_t step) {
   int64_t span = s->total_steps - s->warmup_steps;
   double progress = span > 0 ? (double)(step - s->warmup_steps) / (double)span : 1;
   if (progress > 1) progress = 1;
+  double stable = 1 - s->decay_share;
   switch (s->kind) {
   case SCHEDULE_COSINE:
     return s->peak * decay(0.5 * (1 - cos(pi * progress)), s->floor);
   case SCHEDULE_LINEAR:
     return s->peak * decay(progress, s->floor);
   case SCHEDULE_WSD:
-    return s->peak * decay(progress > 0.8 ? (progress - 0.8) / 0.2 : 0, s->floor);
+    return s->peak * decay(progress > stable ? (progress - stable) / s->decay_share : 0, s->floor);
   default:
     return s->peak;
   }

@@ -1,6 +1,7 @@
 #include "trainer/trainer.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/alloc.h"
@@ -8,6 +9,7 @@
 #include "base/integers.h"
 #include "base/random.h"
 #include "model/checkpoint/checkpoint.h"
+#include "model/checkpoint/weights.h"
 #include "model/generate.h"
 #include "model/shards.h"
 #include "trainer/machine.h"
@@ -342,6 +344,26 @@ void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
   all_gather(b, (Collective){.out = gathered, .x = local});
   backend_to_host(b, all, gathered);
   memory_pop_to(&b->memory, mark);
+}
+
+void trainer_store_step(const Trainer *t, Folder *folder) {
+  const Parameters *p = &t->model.parameters;
+  const struct {
+    const char *name;
+    Tensor tensor;
+  } of_tokens[] = {{"tokens", t->tokens}, {"targets", t->targets}, {"loss", t->loss}};
+  enum { OF_TOKENS = sizeof of_tokens / sizeof *of_tokens };
+  int64_t count = OF_TOKENS + p->count;
+  TensorToStore *list = host_alloc(count, sizeof *list, "a list of tensors");
+  for (int64_t i = 0; i < count; i++) {
+    const Parameter *of = i < OF_TOKENS ? NULL : &p->items[i - OF_TOKENS];
+    snprintf(list[i].name, sizeof list[i].name, "%s%s", of ? "grad." : "", of ? of->name : of_tokens[i].name);
+    list[i].tensor =
+        of ? of->grad : tensor_reshape_2d(of_tokens[i].tensor, t->options->batch, t->options->seq_len);
+    list[i].dtype = list[i].tensor.dtype;
+  }
+  tensor_set_write(folder, "first_step", list, count, t->backend, CHECKPOINT_SHARD_BYTES);
+  free(list);
 }
 
 int64_t trainer_first_lost_token(Trainer *t) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "data/loader.h"
+#include "model/checkpoint/folder.h"
 #include "model/transformer.h"
 #include "trainer/options.h"
 
@@ -64,6 +65,10 @@ Batch trainer_batch(Trainer *trainer, int64_t first, int64_t batch, int64_t seq_
 
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
+
+// Adds first_step.safetensors to a folder: tokens, targets and loss [B, T] and "grad.NAME" of every weight, before
+// clipping, of the last step, which had one micro-batch on one rank.
+void trainer_store_step(const Trainer *trainer, Folder *folder);
 
 // The first token of the last micro-batch on this rank whose loss is not a number, or -1.
 int64_t trainer_first_lost_token(Trainer *trainer);

@@ -6,7 +6,7 @@
                                  gradient norms and weights of 10 AdamW steps, all in fp32 on the CPU; and how far
                                  off transformers' own passes in bf16 are
   make_golden.py --live ./train  trains each model here and there, and compares: losses, weights, the validation loss
-                                 of what was saved, the bits of a model loaded and saved
+                                 of what was saved, what --dump writes, the bits of a model loaded and saved
   make_golden.py --live ./train --checkpoint DIR --shard FILE
                                  compares the loss of a saved model over the beginning of a shard
 
@@ -279,6 +279,14 @@ def compare(name, program):
         check("weights after 10 steps", max(relative(ours[k], p) for k, p in model.named_parameters()), 2e-5)
         theirs = stream_loss(trained, read_shard(shard), SEQ)
         check("validation loss in transformers", abs(log[-1]["val_loss"] - theirs), 1e-5)
+        run(program, "--init", folder, "--steps", 1, "--data-order", "sequential", "--val-fraction", 0, "--dump", scratch / "dump",
+            *common[:2], *common[4:])
+        first = load_file(scratch / "dump/first-step/first_step.safetensors")
+        stream = read_shard(shard)[:BATCH * SEQ + 1]
+        want = one_pass(load(folder), stream[:-1].view(BATCH, SEQ), stream[1:].view(BATCH, SEQ))
+        assert torch.equal(first["tokens"].view(-1), stream[:-1]) and torch.equal(first["targets"].view(-1), stream[1:])
+        check("loss of --dump", abs(first["loss"].mean().item() / want["loss"].item() - 1), 2e-5)
+        check("gradients of --dump", max(relative(first[k], g) for k, g in want.items() if k.startswith("grad.")), 2e-5)
         stored = "bf16" if dtype == torch.bfloat16 else "fp32"
         run(program, "--init", folder, "--steps", 0, "--save", scratch / "copy", "--save-dtype", stored, *common)
         again, before = load(scratch / "copy" / "latest").state_dict(), load(folder).state_dict()

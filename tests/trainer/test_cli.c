@@ -2,6 +2,7 @@
 // its log and its files, and Ctrl-C.
 #include "base/fail.h"
 #include "data/source.h"
+#include "model/checkpoint/weights.h"
 #include "tests/process.h"
 #include "tests/runs.h"
 
@@ -845,6 +846,40 @@ static void test_shards(void **state) {
   free_log(lines, count);
 }
 
+// What --dump writes is what the log says of the first step: the mean of the losses, the norm of all gradients.
+static void test_dump(void **state) {
+  (void)state;
+  char folder[600];
+  Output o = train(
+      TINY "--steps 2 --sample-every 0 --data %s --val-fraction 0 --data-order sequential --dump %s --log %s",
+      temp_path("train_1.bin"), temp_path("compared"), temp_path("run.json"));
+  if (o.status) fail_msg("--dump: %s", o.err);
+  output_free(&o);
+  snprintf(folder, sizeof folder, "%s", temp_path("compared/first-step"));
+  TensorSet set = tensor_set_open(folder, "first_step");
+  const TensorFile *file = set.files;
+  double losses = 0, squares = 0;
+  for (int64_t i = 0; i < file->header.count; i++) {
+    const SafetensorsEntry *e = &file->header.entries[i];
+    const float *values = (const void *)(file->mapping.bytes + e->offset);
+    for (size_t k = 0; k < e->bytes / sizeof *values; k++) {
+      if (!strcmp(e->name, "loss")) losses += (double)values[k];
+      if (!strncmp(e->name, "grad.", 5)) squares += (double)values[k] * (double)values[k];
+    }
+  }
+  const SafetensorsEntry *tokens = tensor_set_find(&set, "tokens", &file);
+  assert_true(tokens && tokens->rank == 2 && tokens->shape[0] == 3 && tokens->shape[1] == 16);
+  cJSON *lines[MAX_LINES];
+  int count = read_log(temp_path("run.json"), lines);
+  assert_true(fabs(losses / 48 / number_in(lines[1], "loss") - 1) < 1e-5);
+  assert_true(fabs(sqrt(squares) / number_in(lines[1], "grad_norm") - 1) < 1e-5);
+  free_log(lines, count);
+  tensor_set_close(&set);
+  assert_refused(TINY "--dump x --total-batch 96",
+                 "--dump is of a step of one micro-batch on one rank, and this one has 2");
+  assert_refused(TINY "--dump /dev/null/x", "--dump /dev/null/x");
+}
+
 // Both modes beside each other, and the same memory whichever of them the run itself had.
 static void test_compare_modes(void **state) {
   (void)state;
@@ -1012,6 +1047,7 @@ int main(void) {
       cmocka_unit_test(test_no_steps),
       cmocka_unit_test(test_terminal),
       cmocka_unit_test(test_shards),
+      cmocka_unit_test(test_dump),
       cmocka_unit_test(test_compare_modes),
       cmocka_unit_test(test_timeline),
       cmocka_unit_test(test_stopping),

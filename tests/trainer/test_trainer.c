@@ -42,7 +42,14 @@ static void test_schedules(void **state) {
   s.kind = SCHEDULE_LINEAR; // 8 - 6 progress
   check_rates(&s, steps, (const double[]){2, 4, 8, 8, 6.5, 5, 3.5, 3.2, 2.6, 2.3, 2, 2}, COUNT);
   s.kind = SCHEDULE_WSD; // 8 until 16/20, then 6 over the last four steps
+  s.decay_share = 0.2;
   check_rates(&s, steps, (const double[]){2, 4, 8, 8, 8, 8, 8, 8, 5, 3.5, 2, 2}, COUNT);
+  s.decay_share = 0.5; // 8 until 10/20, then 6 over the last ten steps
+  check_rates(&s, steps, (const double[]){2, 4, 8, 8, 8, 8, 5, 4.4, 3.2, 2.6, 2, 2}, COUNT);
+  s.decay_share = 1; // as linear
+  check_rates(&s, steps, (const double[]){2, 4, 8, 8, 6.5, 5, 3.5, 3.2, 2.6, 2.3, 2, 2}, COUNT);
+  s.decay_share = 0; // as constant
+  check_rates(&s, steps, (const double[]){2, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8}, COUNT);
   s.kind = SCHEDULE_COSINE; // 5 + 3 cos(pi progress): cos(pi / 4) is half the root of 2
   const int64_t some[] = {0, 3, 4, 9, 14, 19, 24, 25};
   double root = sqrt(0.5);
