@@ -84,7 +84,7 @@ static void validate(Run *run, int64_t step) {
   const Options *o = run->options;
   double loss = run->state.val_loss = trainer_validate(&run->trainer, &run->loader, o->eval_batches);
   run->state.val_step = step;
-  report_validation(&run->report, step, loss);
+  report_validation(&run->report, step, loss, run->trainer.bits_per_byte);
   if (!isfinite(loss))
     fail("step %lld: the validation loss is %g; %s%s", (long long)step, loss,
          step > o->first_step ? "the training has diverged, try a lower --lr or a longer --warmup"
@@ -231,6 +231,8 @@ static void create_model(Run *run) {
   const Options *o = run->options;
   double start = now_seconds();
   trainer_create(&run->trainer, o, run->backend);
+  const Source *validated = run->val_source ? run->val_source : run->source;
+  run->trainer.token_bytes = prompt_token_bytes(&run->prompt, validated, o->model.vocab_size);
   if (o->origin) printf("loaded   in %.1fs\n", now_seconds() - start);
   trainer_set_mode(&run->trainer, o->mode);
   run->backend->ops->device_peak_reset(run->backend);

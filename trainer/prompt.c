@@ -80,6 +80,15 @@ void prompt_close(Prompt *p) {
   *p = (Prompt){0};
 }
 
+int32_t *prompt_token_bytes(const Prompt *p, const Source *source, int64_t vocab_size) {
+  bool text = source->kind == SOURCE_TEXT;
+  if (!text && !p->tokenizer) return NULL;
+  int32_t *bytes = host_alloc(vocab_size, sizeof *bytes, "the tokens' lengths");
+  for (int64_t id = 0; id < vocab_size; id++)
+    bytes[id] = text ? id < END_OF_TEXT : (int32_t)tokenizer_bytes(p->tokenizer, id);
+  return bytes;
+}
+
 char *prompt_show(const Prompt *p, const int32_t *tokens, int64_t count) {
   if (p->tokenizer) return tokenizer_show(p->tokenizer, tokens, count);
   return p->bytes ? byte_decode(tokens, count) : NULL;

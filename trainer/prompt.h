@@ -20,5 +20,9 @@ Tokenizer *prompt_tokenizer(const char *named, const char *directory);
 Prompt prompt_open(const Options *options, const Source *source);
 void prompt_close(Prompt *prompt);
 
+// The bytes of text that each id of a vocabulary stands for in the tokens of `source`: what bits per byte divide by. NULL
+// when nothing says. The caller frees it.
+int32_t *prompt_token_bytes(const Prompt *prompt, const Source *source, int64_t vocab_size);
+
 // Tokens as text that is safe to print on a terminal; NULL when nothing says what they mean. The caller frees it.
 char *prompt_show(const Prompt *prompt, const int32_t *tokens, int64_t count);

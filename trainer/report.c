@@ -197,10 +197,12 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
 
 // --- between steps -----------------------------------------------------------------------------------------
 
-void report_validation(Report *r, int64_t step, double loss) {
+void report_validation(Report *r, int64_t step, double loss, double bits_per_byte) {
+  char bits[48] = "";
+  if (!isnan(bits_per_byte)) snprintf(bits, sizeof bits, ", %.4f bits per byte", bits_per_byte);
   report_break(r);
-  printf("step %lld  validation loss %.4f (perplexity %.1f)\n", (long long)step, loss, exp(loss));
-  LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss));
+  printf("step %lld  validation loss %.4f (perplexity %.1f%s)\n", (long long)step, loss, exp(loss), bits);
+  LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
 }
 
 void report_choices(Report *r, const ChoiceScore *score) {

@@ -107,6 +107,7 @@ void trainer_destroy(Trainer *t) {
   free(t->host_targets);
   free(t->host_rows);
   free(t->host_max_counted);
+  free(t->token_bytes);
   *t = (Trainer){0};
 }
 
@@ -380,9 +381,22 @@ int64_t trainer_first_lost_token(Trainer *t) {
 
 enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two reads of the device
 
+// What is validated: targets, and the bytes of their text.
+typedef struct {
+  int64_t tokens, bytes;
+} Counted;
+
+// Batch `index` on the host; a plan has none.
+static void load_validation(Trainer *t, const Loader *loader, int64_t index, Counted *counted) {
+  if (!loader) return;
+  counted->tokens += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
+  for (int64_t n = 0; t->token_bytes && n < tokens_of(t); n++)
+    if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
+}
+
 // Batch `index` on this rank; its loss goes to `sum`.
-static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tensor sum, int64_t *counted) {
-  if (loader) *counted += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
+static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tensor sum, Counted *counted) {
+  load_validation(t, loader, index, counted);
   // The last batch may be padded.
   Batch batch = trainer_batch(t, 0, t->options->batch, t->options->seq_len, true);
   transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, t->loss);
@@ -390,7 +404,7 @@ static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tens
 }
 
 // Batches [first, end), dealt to the ranks in order; their losses are added in the order of the batches.
-static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t end, int64_t *counted) {
+static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t end, Counted *counted) {
   Backend *b = t->backend;
   MemoryMark mark = memory_mark(&b->memory);
   Tensor all = memory_push_1d(&b->memory, "validation losses", MEMORY_WORKSPACE, DTYPE_F32,
@@ -401,8 +415,8 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
     int64_t rank = (index - first) % b->ranks, round = (index - first) / b->ranks;
     if (rank == b->rank)
       validate_batch(t, loader, index, tensor_rows(local, round, 1), counted);
-    else if (loader) // for the count alone
-      *counted += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
+    else // for the counts alone
+      load_validation(t, loader, index, counted);
   }
   all_gather(b, (Collective){.out = all, .x = local});
   float *losses = host_alloc(b->ranks * VALIDATION_ROUNDS, sizeof *losses, "the losses of a validation");
@@ -417,13 +431,15 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
 
 double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   if (loader && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
-  int64_t counted = 0, at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
+  int64_t at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
+  Counted counted = {0};
   double sum = 0;
   MemoryMark mark = model_gather_head(&t->model, t->backend);
   for (int64_t first = 0; first < batches; first += at_once)
     sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);
   model_drop_head(&t->model, t->backend, mark);
-  return counted ? sum / (double)counted : 0;
+  t->bits_per_byte = counted.bytes ? sum / log(2) / (double)counted.bytes : NAN;
+  return counted.tokens ? sum / (double)counted.tokens : 0;
 }
 
 int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count, uint64_t seed,

@@ -38,6 +38,9 @@ typedef struct {
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
   StepResult pending[TRAINER_PENDING];
   int pending_count;
+  int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
+  double
+      bits_per_byte; // of the last validation: the sum of its losses in bits, over its tokens' bytes; NaN: not known
   // What this rank shares with each step; see StepResult.
   bool stop_requested;
   double step_seconds;
@@ -73,8 +76,8 @@ void trainer_store_step(const Trainer *trainer, Folder *folder);
 // The first token of the last micro-batch on this rank whose loss is not a number, or -1.
 int64_t trainer_first_lost_token(Trainer *trainer);
 
-// Mean loss over the first `batches` validation batches (0: all), in nats per counted token: the same number
-// whatever the number of ranks, which share them. Call it on all ranks.
+// The mean loss over the first `batches` validation batches (0: all), in nats per counted token: the same number
+// whatever the number of ranks, which share them. Sets bits_per_byte. Call it on all ranks.
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
 // Continues `prompt` by options->sample_tokens tokens, drawn with `seed`. The caller frees the tokens (prompt

@@ -22,6 +22,7 @@ enum {
 typedef struct {
   char *bytes; // what the token stands for; NULL: no token has this id
   int64_t length;
+  bool special; // a mark, not text: "<|endoftext|>"
 } Token;
 
 // A token that is looked for in the text itself, before anything else.
@@ -175,6 +176,7 @@ static void read_added_tokens(Tokenizer *t, const cJSON *added) {
     const char *text = json_member(item, "content")->valuestring;
     read_id(json_member(item, "id"), &id);
     put_token(t, id, text);
+    t->tokens[id].special = json_true(item, "special", false);
     t->added[i].text = text_format("%s", text);
     t->added[i].length = (int64_t)strlen(text);
     t->added[i++].id = (int32_t)id;
@@ -387,6 +389,10 @@ void tokenizer_close(Tokenizer *t) {
 
 int64_t tokenizer_size(const Tokenizer *t) {
   return t->size;
+}
+
+int64_t tokenizer_bytes(const Tokenizer *t, int64_t id) {
+  return id >= 0 && id < t->size && !t->tokens[id].special ? t->tokens[id].length : 0;
 }
 
 // --- encoding ----------------------------------------------------------------------------------------------

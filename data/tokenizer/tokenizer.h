@@ -23,6 +23,8 @@ void tokenizer_close(Tokenizer *tokenizer); // NULL is fine
 Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason);
 
 int64_t tokenizer_size(const Tokenizer *tokenizer); // the largest id + 1
+// The bytes of text that a token stands for: 0 of a special token, and of an id that is none.
+int64_t tokenizer_bytes(const Tokenizer *tokenizer, int64_t id);
 
 // The ids of UTF-8 text, with `special` also those that the file puts around every text ("<|begin_of_text|>"). The
 // caller frees them; *count receives how many. A normalizer to NFC (Qwen) is not applied: text is taken to be in that

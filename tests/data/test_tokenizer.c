@@ -73,7 +73,13 @@ static void check_row(const Tokenizer *t, const cJSON *row, const char *name) {
     check_encoding(t, text, length, true, cJSON_GetObjectItem(answer, "ids"), hex->valuestring);
     check_encoding(t, text, length, false, cJSON_GetObjectItem(answer, "plain"), hex->valuestring);
   }
-  int32_t *ids = ids_of(cJSON_GetObjectItem(answer, "ids"), &count);
+  int32_t *ids = ids_of(cJSON_GetObjectItem(answer, "plain"), &count);
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < count; i++) bytes += tokenizer_bytes(t, ids[i]);
+  bool special = strstr(text, "<|") || strstr(text, "two words"); // these tokens are no text
+  assert_true(special ? bytes <= length : bytes == length);
+  free(ids);
+  ids = ids_of(cJSON_GetObjectItem(answer, "ids"), &count);
   char *want = from_hex(cJSON_GetObjectItem(answer, "decoded"), &want_length);
   char *got = tokenizer_decode(t, ids, count, &got_length);
   assert_int_equal(got_length, want_length);

@@ -697,6 +697,9 @@ static void check_log(cJSON **lines, int count, const char *mode, const Ledger *
       assert_true(number_in(lines[i], "tokens_per_second") > 0);
     } else if (strcmp(event, "validation") == 0) {
       val_loss = number_in(lines[i], "val_loss");
+      double bits =
+          number_in(lines[i], "bits_per_byte") * log(2); // a byte is a token, and files end in one more
+      assert_true(bits > val_loss * (1 - 1e-12) && bits < 1.02 * val_loss);
     } else {
       assert_string_equal(event, "sample");
       assert_int_equal(strncmp(text_in(lines[i], "text"), "if (", 4), 0);

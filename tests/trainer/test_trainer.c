@@ -463,6 +463,12 @@ static void check_validation(Run *run) {
   assert_true(trainer_validate(t, &run->loader, 0) == all);
   assert_true(trainer_validate(t, &run->loader, batches) == all);
   assert_true(trainer_validate(t, &run->loader, batches + 5) == all);
+  assert_true(isnan(t->bits_per_byte));
+  int64_t vocab_size = t->model.config.vocab_size;
+  t->token_bytes = calloc((size_t)vocab_size, sizeof *t->token_bytes); // the trainer's from here on
+  for (int64_t id = 0; id < vocab_size; id++) t->token_bytes[id] = 3;
+  assert_true(trainer_validate(t, &run->loader, 0) == all);
+  assert_true(fabs(t->bits_per_byte * 3 * log(2) / all - 1) < 1e-12);
   assert_true(fabs(all - reference_validation(run, batches)) < 1e-5);
   assert_true(fabs(two - reference_validation(run, 2)) < 1e-5);
   assert_memory_equal(before, all_weights(run->h, t, &count), (size_t)count * sizeof *before);
