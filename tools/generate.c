@@ -200,7 +200,7 @@ int main(int argc, char **argv) {
   Wanted w = parse(argc, argv);
   checkpoint_require_intact(w.init, CHECK_LENGTHS, false);
   ModelConfig config = hf_config_read(w.init);
-  Tokenizer *tokenizer = prompt_tokenizer(w.tokenizer, w.init);
+  Tokenizer *tokenizer = prompt_tokenizer(w.tokenizer, w.init, true);
   char *text = strcmp(w.prompt, "-") == 0 ? read_all(stdin) : strdup(w.prompt);
   if (!text) fail("out of host memory for the prompt");
   int64_t length = (int64_t)strlen(text), count = length;

@@ -8,11 +8,18 @@
 #include "base/fail.h"
 #include "base/file.h"
 
-Tokenizer *prompt_tokenizer(const char *named, const char *directory) {
+Tokenizer *prompt_tokenizer(const char *named, const char *directory, bool required) {
   if (named) return tokenizer_open(named);
   if (!directory) return NULL;
   char *path = path_join(directory, "tokenizer.json");
-  Tokenizer *tokenizer = path_exists(path) ? tokenizer_open(path) : NULL;
+  size_t length;
+  char *text = file_read(path, &length);
+  Reason reason;
+  Tokenizer *tokenizer = text ? tokenizer_parse(text, length, &reason) : NULL;
+  if (text && !tokenizer && required)
+    fail("%s is no tokenizer that this program can use: %s", path, reason.text);
+  if (text && !tokenizer) warn("%s is not used, and samples are not shown as text: %s", path, reason.text);
+  free(text);
   free(path);
   return tokenizer;
 }
@@ -24,19 +31,6 @@ static void check(const Options *o, const Prompt *p) {
       fail("--prompt: %s %lld is %d and the vocabulary has %lld; give another prompt or %s",
            p->bytes ? "byte" : "token", (long long)i, p->tokens[i], (long long)o->model.vocab_size,
            p->bytes ? "raise --vocab" : "the tokenizer that the model was made for");
-}
-
-// A model's own tokenizer may be one that this program cannot use: training needs none.
-static Tokenizer *tokenizer_of_origin(const char *directory) {
-  char *path = path_join(directory, "tokenizer.json");
-  size_t length;
-  char *text = file_read(path, &length);
-  Reason reason;
-  Tokenizer *tokenizer = text ? tokenizer_parse(text, length, &reason) : NULL;
-  if (text && !tokenizer) warn("%s is not used, and samples are not shown as text: %s", path, reason.text);
-  free(text);
-  free(path);
-  return tokenizer;
 }
 
 // NULL where the tokenizer cannot encode, unless it or the prompt was asked for.
@@ -51,9 +45,7 @@ static int32_t *encode_prompt(const Options *o, const Tokenizer *tokenizer, int6
 }
 
 Prompt prompt_open(const Options *o, const Source *source) {
-  Prompt p = {.tokenizer = o->tokenizer ? tokenizer_open(o->tokenizer)
-                           : o->origin  ? tokenizer_of_origin(o->origin)
-                                        : NULL};
+  Prompt p = {.tokenizer = prompt_tokenizer(o->tokenizer, o->origin, false)};
   int64_t length = (int64_t)strlen(o->prompt);
   p.bytes = !p.tokenizer && source->kind == SOURCE_TEXT;
   if (p.tokenizer && source->kind == SOURCE_TEXT)

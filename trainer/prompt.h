@@ -12,8 +12,9 @@ typedef struct {
   int64_t count;
 } Prompt;
 
-// That of `named` (a file or directory), else of `directory`; NULL: neither has one. The caller closes it.
-Tokenizer *prompt_tokenizer(const char *named, const char *directory);
+// That of `named` (a file or directory), else of `directory`; NULL: neither has one. Where this program cannot use the
+// directory's it fails, or unless one is required warns and returns NULL. The caller closes it.
+Tokenizer *prompt_tokenizer(const char *named, const char *directory, bool required);
 
 // --prompt in the tokens of --tokenizer or of the model that the run begins with, else in bytes where the data are
 // text, else the data's first token. Fails when a token is none of the model's. The caller closes it.

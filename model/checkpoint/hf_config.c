@@ -49,7 +49,7 @@ static const Member config_members[] = {
     {"num_hidden_layers", LATER, SIZE, true, CONFIG(num_hidden_layers)},
     {"num_attention_heads", LATER, SIZE, true, CONFIG(num_attention_heads)},
     {"num_key_value_heads", LATER, SIZE, false, CONFIG(num_key_value_heads)},
-    {"head_dim", LLAMA | MISTRAL | QWEN3, SIZE, false, CONFIG(head_dim)},
+    {"head_dim", LATER, SIZE, false, CONFIG(head_dim)},
     {"max_position_embeddings", LATER, SIZE, false, CONFIG(max_position_embeddings)},
     {"sliding_window", WINDOWED, SIZE, false, CONFIG(sliding_window)},
     {"rms_norm_eps", LATER, NUMBER, false, CONFIG(norm_epsilon)},
