@@ -52,7 +52,7 @@ int64_t model_parameter_count(const ModelConfig *config);
 // 6 L T Q D for causal attention. Embedding, norms and optimizer are not counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
-// inv_freq[i] = theta^(-2i/D) for i < D/2; divided by the factor where that is linear, or scaled as Llama 3.1 does (Grattafiori et al. 2024; transformers'
-// _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn `factor` times slower, those under
-// original/high_freq_factor as before, with a linear blend between the two.
+// inv_freq[i] = theta^(-2i/D) for i < D/2; divided by the factor where scaling is linear, or scaled as Llama 3.1 does
+// (Grattafiori et al. 2024; transformers' _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn
+// `factor` times slower, those under original/high_freq_factor as before, with a linear blend between the two.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);

@@ -204,6 +204,7 @@ static void rotate(const Pass *p, Tensor qkv, bool inverse) {
                           .inverse = inverse});
 }
 
+// The part of a projection, stored [out, in], that makes these outputs.
 static Affine outputs(const Affine *w, int64_t first, int64_t count) {
   Affine part = {.weight.value = tensor_rows(w->weight.value, first, count)};
   if (tensor_exists(w->bias.value)) part.bias.value = tensor_rows(w->bias.value, first, count);

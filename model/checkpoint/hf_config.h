@@ -1,8 +1,9 @@
 // config.json, Hugging Face's description of a model, to and from ours.
 //
-// Read are GPT2LMHeadModel and LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM (rotary
-// positions plain or scaled as "linear" or "llama3", in the spelling of transformers 4 or 5). What such a file requires and this program does
-// not compute is refused by name. Dropout is left out: it only concerns training, and there is none here.
+// Read are GPT2LMHeadModel, and with rotary positions plain or scaled as "linear" or "llama3", in the spelling of
+// transformers 4 or 5, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM. What such a file
+// requires and this program does not compute is refused by name. Dropout is left out: it only concerns training, and
+// there is none here.
 #pragma once
 
 #include <stddef.h>
