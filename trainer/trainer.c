@@ -362,6 +362,7 @@ void trainer_store_step(const Trainer *t, Folder *folder) {
     list[i].tensor =
         of ? of->grad : tensor_reshape_2d(of_tokens[i].tensor, t->options->batch, t->options->seq_len);
     list[i].dtype = list[i].tensor.dtype;
+    if (of) list[i].parameters = p, list[i].parameter = of, list[i].role = p->grad; // wherever it lies
   }
   tensor_set_write(folder, "first_step", list, count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);
