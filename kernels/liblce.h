@@ -62,7 +62,7 @@ typedef struct lce_context lce_context;
 // kept with probability min(1, m / sample), rounded to a power of two, and divided by it; the others are
 // skipped. Losses and outputs stay the same to the bit. With 1 about nine tiles of ten are skipped in a trained
 // model of 128,256 entries. It saves time on the CPU, and on Hopper in bf16. It excludes materialized, bias,
-// softcap, entropy_weights, entropy, max_logit, correct and predicted.
+// softcap, entropy_weights, entropy, max_logit, correct and predicted, and dweight without dx.
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V: 1 to 2^31 - 65536 each
   int64_t chunk;                           // tokens at a time; 0 lets the library choose
@@ -84,9 +84,9 @@ typedef struct {
   const float *token_weights;   // [N], or NULL: what each token's gradient is multiplied by
   const float *entropy_weights; // [N], or NULL: adds these times the entropies to what is differentiated
   float *loss;    // [N]: per token, before scale, mean and token weights; 0 of what does not count
-  void *dx;       // fp32/bf16 [N, H], or NULL: forward only
-  float *dweight; // [V, H], or NULL with dx
-  float *dbias;   // [V]; there when bias and dx are
+  void *dx;       // fp32/bf16 [N, H], or NULL: not computed
+  float *dweight; // [V, H], or NULL, likewise; without both the call is the forward pass alone
+  float *dbias;   // [V]; there when bias and dweight are
   // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is v[y].
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j
@@ -101,7 +101,7 @@ lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 // Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is fine.
 void lce_destroy(lce_context *context);
 
-// Losses and the requested outputs, and with dx and dweight the gradients, with respect to x, weight and bias, of
+// Losses and the requested outputs, and those of the gradients that are given, with respect to x, weight and bias, of
 //
 //   scale * factor * sum_n (token_weights[n] (loss[n] + zl[n]) + entropy_weights[n] entropy[n])
 //

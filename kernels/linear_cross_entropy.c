@@ -44,11 +44,11 @@ static const float DENSE_BELOW = 0x1p-5f;
 typedef struct {
   Backend *backend;
   const LinearCrossEntropy *a;
-  bool backward;
-  bool logits;  // chunks hold logits, not exponentials
-  bool packed;  // the counted tokens of a chunk are copied to its buffers
-  bool split;   // the head's rows are split over ranks
-  bool at_once; // target logits and target gradients are those of all tokens, not of a chunk
+  bool backward; // dx, dweight or both
+  bool logits;   // chunks hold logits, not exponentials
+  bool packed;   // the counted tokens of a chunk are copied to its buffers
+  bool split;    // the head's rows are split over ranks
+  bool at_once;  // target logits and target gradients are those of all tokens, not of a chunk
   int64_t vocab_size;
   LossTerms terms;        // with class_weight_sum
   Tensor class_weights;   // of this rank's rows of W
@@ -79,7 +79,7 @@ static void push_smoothing(Call *c) {
   c->smoothing_row = push_vector(backend, "weighted sum of W", hidden_size);
   c->smoothing_local =
       c->split ? push_vector(backend, "weighted sum of local W", hidden_size) : c->smoothing_row;
-  if (c->backward) c->smoothing_x = push_vector(backend, "weighted sum of x", hidden_size);
+  if (tensor_exists(c->a->dweight)) c->smoothing_x = push_vector(backend, "weighted sum of x", hidden_size);
   weighted_column_sum(
       backend,
       (WeightedColumnSum){.out = c->smoothing_local, .x = c->a->weight, .coefficients = c->class_weights});
@@ -89,7 +89,7 @@ static void push_smoothing(Call *c) {
 static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
   Call c = {.backend = backend,
             .a = a,
-            .backward = tensor_exists(a->dx),
+            .backward = tensor_exists(a->dx) || tensor_exists(a->dweight),
             .logits = a->mode == LCE_MATERIALIZED || lce_needs_logits(a),
             .packed = a->mode == LCE_FUSED && tensor_exists(a->rows),
             .split = a->shard.vocab_size > 0,
@@ -115,7 +115,7 @@ static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
         tensor_exists(a->sampling.stats) ? a->sampling.stats : push_vector(backend, "tiles dropped", 3);
     fill_zero(backend, c.sampled);
     c.sampling = c.backward;
-    c.dense = a->sampling.full_mass < DENSE_BELOW;
+    c.dense = a->sampling.full_mass < DENSE_BELOW || !tensor_exists(a->dweight);
   }
   if (smoothing && !c.logits) push_smoothing(&c);
   return c;
@@ -240,7 +240,7 @@ static void push_split(const Call *c, Chunk *b, int64_t rows) {
   b->all_sums = push_vector(backend, "anchors and row sums", 2 * rows * backend->ranks);
   if (tensor_exists(a->token_weights))
     b->token_weights = push_vector(backend, "token weights of all ranks", rows);
-  if (c->backward) b->dx = push_matrix(backend, "parts of dx", a->dx.dtype, rows, hidden_size);
+  if (tensor_exists(a->dx)) b->dx = push_matrix(backend, "parts of dx", a->dx.dtype, rows, hidden_size);
 }
 
 static Chunk push_buffers(const Call *c, int64_t count) {
@@ -339,8 +339,10 @@ static void logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) 
                                                            .factor = c->factor,
                                                            .terms = c->terms,
                                                            .alpha = a->scale});
-  if (!c->backward) return;
-  linear_backward_input(c->backend, (LinearBackwardInput){.dx = t->dx, .dout = dlogits, .weight = a->weight});
+  if (tensor_exists(t->dx))
+    linear_backward_input(c->backend,
+                          (LinearBackwardInput){.dx = t->dx, .dout = dlogits, .weight = a->weight});
+  if (!tensor_exists(a->dweight)) return;
   linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = a->dweight,
                                                             .dbias = a->dbias,
                                                             .dout = dlogits,
@@ -479,14 +481,17 @@ static void add_all_targets(const Call *c, const Chunk *buffers) {
 
 // dx from dx_raw, and what else needs x; the next chunk's may come then.
 static void gradients_of_x(const Call *c, const Chunk *k, bool first) {
-  lce_input_gradient(c->backend, (LceInputGradient){.dx = k->dx,
-                                                    .rows = k->rows,
-                                                    .smoothing_row = c->smoothing_local,
-                                                    .weight = c->a->weight,
-                                                    .targets = k->local_targets,
-                                                    .alpha = c->a->scale});
-  if (c->split) reduce_scatter(c->backend, (Collective){.out = k->local.dx, .x = k->dx, .async = true});
-  if (!c->at_once) add_targets(c, k->rows.scale_target, k->x, k->local_targets);
+  bool of_x = tensor_exists(k->dx), of_weight = tensor_exists(c->a->dweight);
+  if (of_x)
+    lce_input_gradient(c->backend, (LceInputGradient){.dx = k->dx,
+                                                      .rows = k->rows,
+                                                      .smoothing_row = c->smoothing_local,
+                                                      .weight = c->a->weight,
+                                                      .targets = k->local_targets,
+                                                      .alpha = c->a->scale});
+  if (of_x && c->split)
+    reduce_scatter(c->backend, (Collective){.out = k->local.dx, .x = k->dx, .async = true});
+  if (of_weight && !c->at_once) add_targets(c, k->rows.scale_target, k->x, k->local_targets);
   if (tensor_exists(c->smoothing_x))
     weighted_column_sum(c->backend, (WeightedColumnSum){.out = c->smoothing_x,
                                                         .x = k->x,
@@ -509,7 +514,8 @@ int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
 
 static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
   Memory *memory = &c->backend->memory;
-  bool all_of_e = c->backward && !c->logits && (!c->sampling || c->dense); // goes into dweight
+  bool all_of_e =
+      tensor_exists(c->a->dweight) && !c->logits && (!c->sampling || c->dense); // goes into dweight
   Chunk before = {0}, chunk = start_chunk(c, buffers, 0, size), next = {0};
   for (int64_t first = 0; first < counted; first += size, before = chunk, chunk = next) {
     int64_t left = counted - first - size;
@@ -563,7 +569,7 @@ static void run_call(Backend *backend, const LinearCrossEntropy *a) {
     zero_tokens(&c);
   }
   if (counted == 0) {
-    if (c.backward && !a->accumulate) fill_zero(backend, a->dweight);
+    if (tensor_exists(a->dweight) && !a->accumulate) fill_zero(backend, a->dweight);
     if (tensor_exists(a->dbias) && !a->accumulate) fill_zero(backend, a->dbias);
     return;
   }
@@ -573,7 +579,7 @@ static void run_call(Backend *backend, const LinearCrossEntropy *a) {
                                                  .weight = a->weight,
                                                  .targets = a->targets});
   run_chunks(&c, &buffers, counted, even_chunk(counted, max));
-  if (c.at_once && c.backward) add_all_targets(&c, &buffers);
+  if (c.at_once && tensor_exists(a->dweight)) add_all_targets(&c, &buffers);
   if (tensor_exists(c.smoothing_x))
     add_outer(
         backend,
@@ -604,6 +610,8 @@ static void check_sampling(const LinearCrossEntropy *a) {
         "linear_cross_entropy: sampling.stats is %s with a full_mass of %g; give fp32 [3] with sampling, and "
         "nothing without",
         tensor_text(stats).text, mass);
+  if (mass > 0 && tensor_exists(a->dweight) && !tensor_exists(a->dx))
+    fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
   if (mass > 0 && (a->mode == LCE_MATERIALIZED || lce_needs_logits(a)))
     fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, a "
          "bias, "
@@ -632,13 +640,10 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   if (tokens < 1) fail("%s: x is %s, which holds no token", op, tensor_text(a.x).text);
   if (a.mode == LCE_FUSED && a.chunk < 1) fail("%s: a chunk of %lld tokens", op, (long long)a.chunk);
   if (!isfinite(a.scale)) fail("%s: scale is %g, which is not finite", op, (double)a.scale);
-  if (tensor_exists(a.dx) != tensor_exists(a.dweight))
-    fail("%s: dx is %s and dweight is %s; give both, or neither for the forward pass alone", op,
-         tensor_text(a.dx).text, tensor_text(a.dweight).text);
   if (tensor_exists(a.dx) && !tensor_same_shape(a.dx, a.x))
     fail("%s: dx is %s and x is %s", op, tensor_text(a.dx).text, tensor_text(a.x).text);
-  if (tensor_exists(a.dbias) != (tensor_exists(a.bias) && tensor_exists(a.dx)))
-    fail("%s: bias is %s and dbias is %s; a bias has a gradient where x has one", op,
+  if (tensor_exists(a.dbias) != (tensor_exists(a.bias) && tensor_exists(a.dweight)))
+    fail("%s: bias is %s and dbias is %s; a bias has a gradient where weight has one", op,
          tensor_text(a.bias).text, tensor_text(a.dbias).text);
   if (tensor_exists(a.dweight) && a.dweight.dtype != DTYPE_F32)
     fail("%s: dweight is %s, but sums over chunks need fp32", op, tensor_text(a.dweight).text);

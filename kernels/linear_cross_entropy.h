@@ -44,7 +44,7 @@ typedef struct {
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
 // expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
-// so only the fused mode has it, without what lce_needs_logits.
+// so only the fused mode has it, without what lce_needs_logits; dweight alone, without dx, it does not make.
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
@@ -60,9 +60,9 @@ typedef struct {
   int64_t chunk;          // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
   Tensor loss;            // fp32 [N]; 0 where the target is IGNORE_INDEX
   TokenOutputs outputs;   // any of them, likewise
-  Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: forward only
-  Tensor dweight;         // fp32 [V, H], or absent with dx. Always fp32: sums over chunks in bf16 drift
-  Tensor dbias;           // fp32 [V]; there when bias and dx are
+  Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: its GEMM is left out
+  Tensor dweight;         // fp32 [V, H], or absent, likewise. Always fp32: sums over chunks in bf16 drift
+  Tensor dbias;           // fp32 [V]; there when bias and dweight are
   Tensor x;               // fp32/bf16 [N, H]
   Tensor weight;          // fp32/bf16 [V, H]
   Tensor bias;            // fp32/bf16 [V], or absent

@@ -67,6 +67,7 @@ typedef struct {
   LceMode mode;
   int64_t chunk;
   bool forward_only, accumulate, outputs;
+  bool apart; // each gradient in a call of its own
 } Way;
 
 static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
@@ -82,7 +83,10 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
     a.dweight = tensor_from(h, DTYPE_F32, before = random_values(h, vocab * hidden, 1), vocab, hidden);
     if (p.bias) a.dbias = vector_from(h, DTYPE_F32, bias_before = random_values(h, vocab, 1), vocab);
   }
-  linear_cross_entropy(h->backend, a);
+  LinearCrossEntropy of_x = a, of_weight = a;
+  of_x.dweight = of_x.dbias = of_weight.dx = (Tensor){0};
+  linear_cross_entropy(h->backend, way.apart ? of_x : a);
+  if (way.apart) linear_cross_entropy(h->backend, of_weight);
   reference_loss(r);
 
   // Where logits are stored their rounding shows; the anchored mode and fp32 have none.
@@ -126,6 +130,7 @@ static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidd
 // The named rows are the fused mode's way to ignore; without it ignored targets pass through the operations.
 static void test_alone_and_in_pairs(void **state) {
   check_both_modes(state, 0, 29, 17, 101, (Way){.chunk = 7});
+  check_both_modes(state, 0, 29, 17, 101, (Way){.chunk = 7, .apart = true});
   for (int i = 0; i < TERMS; i++)
     for (int j = i; j < TERMS; j++)
       check_both_modes(state, 1 << i | 1 << j, 29, 17, 101, (Way){.chunk = 7, .outputs = (i + j) % 2});
@@ -141,6 +146,7 @@ static void test_all_at_once(void **state) {
       Way way = {.chunk = shapes[i][3], .accumulate = variant & 1};
       int terms = variant & 2 ? anchored : everything;
       way.outputs = terms == everything;
+      way.apart = i % 2;
       check_both_modes(state, terms, shapes[i][0], shapes[i][1], shapes[i][2], way);
     }
 }
@@ -197,7 +203,7 @@ static void test_refusals(void **state) {
   b = a, b.token_weights = poisoned_vector(h, DTYPE_F32, 4);
   assert_fails(h, "token_weights is fp32 [4]", linear_cross_entropy(h->backend, b));
   b = a, b.dbias = poisoned_vector(h, DTYPE_F32, 5);
-  assert_fails(h, "a bias has a gradient where x has one", linear_cross_entropy(h->backend, b));
+  assert_fails(h, "a bias has a gradient where weight has one", linear_cross_entropy(h->backend, b));
 }
 
 int main(void) {

@@ -25,6 +25,7 @@ typedef struct {
   bool terms;                         // all that act on whole rows
   bool ignores, named;                // some tokens; and the counted ones are named
   bool accumulate, forward_only, wide_dx;
+  bool apart;   // each gradient in a call of its own
   int hopeless; // logits that beat the target's by hundreds: 1 in the target's part, 2 elsewhere, 3 both
 } Case;
 
@@ -33,6 +34,13 @@ static const Case cases[] = {
     {.name = "one chunk", .rows = 12, .hidden = 24, .vocab = 64, .chunk = 100},
     {.name = "a token and a row each", .rows = 1, .hidden = 3, .vocab = 0, .chunk = 1},
     {.name = "terms", .rows = 29, .hidden = 17, .vocab = 101, .chunk = 7, .terms = true},
+    {.name = "one gradient at a time",
+     .rows = 29,
+     .hidden = 17,
+     .vocab = 101,
+     .chunk = 7,
+     .terms = true,
+     .apart = true},
     {.name = "ignored", .rows = 23, .hidden = 8, .vocab = 61, .chunk = 9, .terms = true, .ignores = true},
     {.name = "named",
      .rows = 23,
@@ -143,7 +151,10 @@ static void check_case(Harness *h, const Case *c) {
     a.accumulate = true;
     a.dweight = tensor_from(h, DTYPE_F32, before = random_values(h, local * c->hidden, 1), local, c->hidden);
   }
-  linear_cross_entropy(b, a);
+  LinearCrossEntropy of_x = a, of_weight = a;
+  of_x.dweight = of_weight.dx = (Tensor){0};
+  linear_cross_entropy(b, c->apart ? of_x : a);
+  if (c->apart) linear_cross_entropy(b, of_weight);
   reference_loss(r);
 
   double terms = (double)(c->hidden + vocab), size = (c->hopeless ? 500 : 8) + 64 * r->z_loss;
