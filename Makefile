@@ -8,6 +8,10 @@ BIN       := $(BUILD)/
 CUDA      ?= 1
 MPI       ?= 1
 CUDA_HOME ?=
+# The CPU that -march names; empty: any of the architecture.
+MARCH     ?= native
+# For the tests in Python. Those of tools/torch need PyTorch in it, and are skipped without.
+PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
 # On a CPU: 1,024 tokens a step, in chunks in which LM head + loss hold an eighth of the materialized mode's memory.
@@ -162,7 +166,7 @@ FOUND        := $(if $(HAVE_CBLAS),$(BLAS_LIBS)) $(if $(HAVE_MPI),$(MPI_LIBS))
 HAVES        := $(foreach h,CBLAS CUDA NCCL CUDNN MPI PCRE2 STB,$(if $(HAVE_$(h)),-DHAVE_$(h)))
 ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(CUDA_INCLUDE)) \
 	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
-ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) -march=native -ffp-contract=fast -fno-math-errno -fopenmp \
+ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -fno-math-errno -fopenmp \
 	$(WARNINGS) $(CFLAGS)
 ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
@@ -308,7 +312,7 @@ build-and-real-run: $(BIN)train $(BIN)tools/plot_run
 	LCE_TRAIN=$< tools/real_run.sh $(REAL_RUN_ARGS)
 
 build-and-test: all tests
-	@LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v python3),$(wildcard tests/*/test_*.py))
+	@PYTHON='$(PYTHON)' LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v $(PYTHON)),$(wildcard tests/*/test_*.py))
 
 # Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; the corpus and
 # the findings stay in build/fuzz/tests/fuzz.
@@ -388,5 +392,7 @@ help:
 #: CC=clang  CFLAGS=...  WARNINGS=    another compiler, more flags, no -Werror
 #: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
+#: GPUS="80 90"  MARCH=              builds for these GPUs, not those here; for any CPU (-march is native by default)
+#: PYTHON=...                         runs the tests in Python; with PyTorch in it those of tools/torch, too
 #: DEPS_ROOT=folder                   also searches unpacked packages there for headers and libraries
 #: V=1                                prints whole commands

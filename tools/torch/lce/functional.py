@@ -1,0 +1,251 @@
+"""linear_cross_entropy and linear_log_probs: an operator of PyTorch over liblce.so, and two ways to differentiate it.
+
+A scalar loss has its gradients made in the forward pass, where they cost no logits of their own, and its backward pass
+scales them. A loss per token keeps O(N), and its backward pass is one more call with the tokens' weights: dX could be scaled
+row by row once these are known, but dW could not.
+"""
+import functools
+import threading
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .library import Args, load
+
+IGNORED = -100  # the library's
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class Context:
+    """The library's context of a device and dtype. One thread at a time may use it."""
+
+    def __init__(self, device, dtype):
+        self.library, self.lock, self.device = load(), threading.Lock(), device
+        with torch.cuda.device(device.index if device.type == "cuda" else -1):
+            self.handle = self.library.lce_create(device.type.encode(), device.index or 0, DTYPES[dtype].encode())
+        self.require(self.handle)
+
+    def require(self, succeeded):
+        if not succeeded:
+            raise RuntimeError(self.library.lce_last_error().decode())
+
+    def __call__(self, **fields):
+        args = Args(**{name: f.data_ptr() if isinstance(f, torch.Tensor) else f for name, f in fields.items()})
+        with self.lock, torch.cuda.device(self.device.index if self.device.type == "cuda" else -1):
+            if self.device.type == "cuda":
+                args.stream = torch.cuda.current_stream().cuda_stream
+            self.require(self.library.lce_linear_cross_entropy(self.handle, args) == 0)
+
+    def held_bytes(self):
+        """What the last call held at its peak, besides the caller's tensors."""
+        return self.library.lce_held_bytes(self.handle)
+
+
+context = functools.lru_cache(None)(Context)
+
+
+# --- the operator -----------------------------------------------------------------------------------------------
+
+def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, dtype, label_smoothing, z_loss, softcap,
+         temperature, chunk, sampling, mean, wanted):
+    """The tensors of `empty`, filled: what lce_linear_cross_entropy computes in `dtype` with a scale of 1."""
+    def dense(t, dtype=torch.float32):
+        return None if t is None else t.detach().to(dtype).contiguous()
+
+    results = empty(x, weight, dtype, wanted)
+    loss, *rest = results
+    token_z_loss = torch.empty_like(loss) if z_loss else None
+    entropy, dx, dweight, dbias = (t if w else None for t, w in zip(rest, wanted))
+    seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
+    context(x.device, dtype)(
+        tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=weight.shape[0], chunk=chunk, mean=mean, scale=1,
+        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
+        sample_seed=seed, targets_int64=target.dtype == torch.int64, x=dense(x, dtype), weight=dense(weight, dtype),
+        bias=dense(bias, dtype), targets=target.contiguous(), class_weights=dense(class_weights),
+        token_weights=dense(token_weights), entropy_weights=dense(entropy_weights), loss=loss, token_z_loss=token_z_loss,
+        entropy=entropy, dx=dx, dweight=dweight, dbias=dbias)
+    if z_loss:
+        loss += token_z_loss
+    return results
+
+
+def empty(x, weight, dtype, wanted):
+    """Of each token the loss (with z-loss), and what is wanted of its entropy, dx (of `dtype`), dweight and dbias (fp32)."""
+    (n, h), v = x.shape, weight.shape[0]
+    shapes = ((n,), torch.float32), ((n, h), dtype), ((v, h), torch.float32), ((v,), torch.float32)
+    return x.new_empty(n, dtype=torch.float32), *(x.new_empty(shape if w else 0, dtype=d)
+                                                  for (shape, d), w in zip(shapes, wanted))
+
+
+# An operator, opaque to torch.compile; its tag keeps calls that sample apart.
+operator = torch.library.custom_op(
+    "lce::linear_cross_entropy", call, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
+           "Tensor? class_weights, ScalarType dtype, float label_smoothing, float z_loss, float softcap, float temperature, "
+           "SymInt chunk, float sampling, bool mean, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+operator.register_fake(lambda x, weight, *more: empty(x, weight, more[5], more[-1]))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------
+
+def gradients_wanted(needs, sampling):
+    """Which of dx, dweight and dbias a call has to make where `needs` are needed."""
+    dx, dweight, dbias = needs
+    return [dx or bool(sampling and dweight), dweight or dbias, dbias]
+
+
+def gradients_of(ctx, token_weights, entropy_weights=None, mean=False):
+    x, weight, bias, target, weights, class_weights = ctx.saved_tensors
+    if token_weights is None or weights is None:
+        token_weights = weights if token_weights is None else token_weights
+    else:
+        token_weights = token_weights * weights
+    wanted = gradients_wanted(ctx.needs_input_grad[:3], ctx.options[-1])
+    return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, *ctx.options, mean,
+                    [False, *wanted])[2:]
+
+
+def returned(ctx, gradients, factor=None):
+    """What backward() returns: factor times the gradients, which are lost (in eager mode), in the parameters' dtypes. Where
+    a parameter has a main_grad, as Megatron's have, the gradient is added to it (in eager mode) and none is returned."""
+    functional, results = torch.compiler.is_compiling(), [None] * len(ctx.needs_input_grad)
+    for i, (parameter, gradient) in enumerate(zip(ctx.saved_tensors[:3], gradients)):
+        if not ctx.needs_input_grad[i]:
+            continue
+        main_grad = None if functional else getattr(parameter, "main_grad", None)
+        dtype = parameter.dtype if main_grad is None else main_grad.dtype
+        if factor is not None and functional:
+            gradient = gradient * factor
+        elif factor is not None:
+            same = gradient.dtype == dtype
+            gradient = torch.mul(gradient, factor, out=gradient if same else torch.empty_like(gradient, dtype=dtype))
+        if main_grad is None:
+            results[i] = gradient.to(dtype)
+        else:
+            main_grad.add_(gradient)
+    return tuple(results)
+
+
+class Reduced(torch.autograd.Function):
+    """The sum or mean. Its gradients are made with it; a second backward pass makes them again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, mean, needs):
+        wanted = gradients_wanted(needs, options[-1])
+        loss, _, dx, dweight, dbias = operator(x, weight, bias, target, token_weights, None, class_weights, *options, mean,
+                                               [False, *wanted])
+        ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights)
+        ctx.options, ctx.mean, ctx.gradients = options, mean, (dx, dweight, dbias)
+        total = (loss if token_weights is None else loss * token_weights).sum()
+        if not mean:
+            return total
+        counted = target != IGNORED
+        if class_weights is not None:
+            counted = counted * class_weights[target.clamp(0, len(class_weights) - 1)]
+        return total / counted.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        gradients = ctx.gradients
+        if not torch.compiler.is_compiling():
+            ctx.gradients = None
+        return returned(ctx, gradients or gradients_of(ctx, None, None, ctx.mean), upstream)
+
+
+class PerToken(torch.autograd.Function):
+    """Loss and, where wanted, entropy of each token, in O(N)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, want_entropy):
+        loss, entropy, *_ = operator(x, weight, bias, target, None, None, class_weights, *options, False,
+                                     [want_entropy, False, False, False])
+        ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights)
+        ctx.options, ctx.want_entropy = options, want_entropy
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # an entropy that is not differentiated costs no logits
+        return loss if token_weights is None else loss * token_weights, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_loss, of_entropy):
+        if of_loss is None:
+            of_loss = torch.zeros_like(of_entropy)
+        return returned(ctx, gradients_of(ctx, of_loss, of_entropy if ctx.want_entropy else None))
+
+
+# --- functions --------------------------------------------------------------------------------------------------
+
+def prepared(x, weight, bias, target, ignore_index, token_weights=None, class_weights=None):
+    """The tensors with one axis of tokens, and the dtype to compute in; or a sentence about what cannot be right."""
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has the shape {list(x.shape)} and weight {list(weight.shape)}; [..., H] and [V, H] are needed")
+    tokens, vocab = x.shape[:-1], weight.shape[:1]
+    floats = {torch.float32, torch.bfloat16}
+    for name, t, shape, dtypes in (("x", x, x.shape, floats), ("weight", weight, weight.shape, floats),
+                                   ("target", target, tokens, {torch.int32, torch.int64}), ("bias", bias, vocab, floats),
+                                   ("token_weights", token_weights, tokens, floats),
+                                   ("class_weights", class_weights, vocab, floats)):
+        if t is None:
+            continue
+        if t.shape != shape:
+            raise ValueError(f"{name} has the shape {list(t.shape)}, where {list(shape)} is needed")
+        if t.dtype not in dtypes:
+            raise TypeError(f"{name} is {t.dtype}, where {' or '.join(sorted(map(str, dtypes)))} is needed")
+        if t.device != x.device:
+            raise ValueError(f"{name} is on {t.device} and x on {x.device}; move one of them")
+    kind, dtype = x.device.type, x.dtype
+    if kind == "cpu":
+        dtype = torch.float32
+    elif torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        if dtype not in floats:
+            raise TypeError(f"autocast asks for {dtype}, where torch.bfloat16 is needed: torch.autocast(dtype=torch.bfloat16)")
+    if ignore_index != IGNORED:
+        target = torch.where(target == ignore_index, IGNORED, target)
+    flat = None if token_weights is None else token_weights.reshape(-1)
+    return (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), flat, class_weights), dtype
+
+
+def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0,
+                         z_loss=0.0, softcap=0.0, temperature=1.0, token_weights=None, class_weights=None, chunk=0,
+                         sampling=0.0):
+    """cross_entropy(x @ weight.T + bias, target) without the logits of all tokens.
+
+    With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0: none), lse = logsumexp(v):
+      loss = the cross-entropy of v, with class_weights and label_smoothing as torch.nn.functional.cross_entropy has them,
+             + z_loss lse^2, times token_weights
+    x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index is not counted;
+    token_weights: of target's shape; class_weights: [V]. Both weights are constants.
+    reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that count, as in
+    PyTorch, which no token_weights change; without any token it is NaN and its gradient 0. Results are fp32.
+    chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient is always kept
+    (kernels/liblce.h); 0: exact; torch.manual_seed repeats the draws.
+
+    Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
+    parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
+    "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call.
+    Wrong arguments raise ValueError, TypeError or, by the library, RuntimeError. On a GPU a target out of range makes the
+    loss NaN.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
+    tensors, dtype = prepared(x, weight, bias, target, ignore_index, token_weights, class_weights)
+    options = (dtype, label_smoothing, z_loss, softcap, temperature, chunk, sampling)
+    if reduction == "none":
+        return PerToken.apply(*tensors, options, False)[0].view(target.shape)
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:3])
+    return Reduced.apply(*tensors, options, reduction == "mean", needs)
+
+
+def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=-100, chunk=0, entropy=True):
+    """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature), of target's shape, in fp32.
+
+    Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
+    They are 0 where the target is ignore_index. An entropy needs logits in fp32, a chunk at a time, and so does its gradient:
+    entropy=False returns None for it and is faster. The other arguments: linear_cross_entropy.
+    """
+    tensors, dtype = prepared(x, weight, bias, target, ignore_index)
+    options = (dtype, 0.0, 0.0, softcap, temperature, chunk, 0.0)
+    loss, entropies = PerToken.apply(*tensors, options, entropy)
+    return -loss.view(target.shape), entropies.view(target.shape) if entropy else None

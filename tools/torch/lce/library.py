@@ -1,0 +1,30 @@
+"""liblce.so in ctypes: lce_args and the functions of kernels/liblce.h. Needs nothing but Python."""
+import ctypes
+import os
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+
+TENSORS = ("x", "weight", "bias", "targets", "class_weights", "token_weights", "entropy_weights", "loss", "dx", "dweight",
+           "dbias", "token_z_loss", "log_prob", "logsumexp", "entropy", "max_logit", "correct", "predicted")
+
+
+class Args(ctypes.Structure):
+    """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
+    _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
+                [(name, c_int32) for name in ("materialized", "mean", "accumulate", "targets_int64", "check_targets")] +
+                [(name, c_float) for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature", "sample")] +
+                [("sample_seed", c_uint64)] +
+                [(name, c_void_p) for name in (*TENSORS, "stream")])
+
+
+FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(None, c_void_p),
+                 lce_linear_cross_entropy=(c_int, c_void_p, POINTER(Args)), lce_synchronize=(c_int, c_void_p),
+                 lce_held_bytes=(c_int64, c_void_p), lce_last_error=(c_char_p,))
+
+
+def load(path=None):
+    """The library with its functions declared: `path`, else LCE_LIBRARY, else the one beside this file."""
+    lce = ctypes.CDLL(path or os.environ.get("LCE_LIBRARY") or os.path.join(os.path.dirname(__file__), "liblce.so"))
+    for name, (result, *arguments) in FUNCTIONS.items():
+        function = getattr(lce, name)
+        function.restype, function.argtypes = result, arguments
+    return lce
