@@ -366,7 +366,7 @@ format:
 	clang-format -i $(CODE)
 
 clean:
-	rm -rf build train liblce.so $(basename $(wildcard tools/*.c tools/*.cu) tools/bench_scaling.sh)
+	rm -rf build tools/torch/build tools/torch/*.egg-info train liblce.so $(basename $(wildcard tools/*.c tools/*.cu) tools/bench_scaling.sh)
 
 help:
 	@sed -n 's/^#: \?//p' Makefile

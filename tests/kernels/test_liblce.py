@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """liblce.so through ctypes, as any language would use it: PyTorch's golden values, errors, two contexts, and
-where there is a GPU a caller's stream. And tools/liblce.py, with PyTorch's tensors where that is there.
+where there is a GPU a caller's stream. tests/tools/test_torch.py tests what PyTorch adds.
 
 Prints TAP, as the other tests do. Builds a library of its own for the CPU, and the usual one for a GPU.
 """
 import array
-import contextlib
 import ctypes
 import functools
 import json
@@ -15,14 +14,12 @@ import resource
 import shutil
 import subprocess
 import sys
-import types
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 FOLDER = os.path.join("build", "library-cpu")
-sys.path[:0] = [os.path.join(ROOT, "tools"), os.path.join(ROOT, "tests")]
-import liblce  # noqa: E402
+sys.path[:0] = [os.path.join(ROOT, "tools", "torch", "lce"), os.path.join(ROOT, "tests")]
 import tap  # noqa: E402
-from liblce import Args, Failure, Layer, load  # noqa: E402
+from library import Args, load  # noqa: E402
 from tap import Skip  # noqa: E402
 
 golden = json.load(open(os.path.join(ROOT, "tests", "golden", "loss.json")))
@@ -59,15 +56,15 @@ def targets_of(case, wide=False):
     return array.array("q" if wide else "i", case.get("targets", golden["targets"]))
 
 
-def run(lce, context, case, dweight=None, targets=None, **more):
-    """The tensors of a call that computes the case, and the call itself."""
+def run(lce, context, case, dweight=None, targets=None, absent="", **more):
+    """The tensors of a call that computes the case; the one named `absent` is not given to it."""
     targets = targets or targets_of(case)
     t = dict(x=floats(golden["x"]), weight=floats(golden["weight"]), targets=targets,
              loss=floats([0] * N), dx=floats([9] * N * H), dweight=dweight or floats([9] * V * H))
     args = Args(tokens=N, hidden_size=H, vocab_size=V, scale=case["scale"], mean=case["mean"],
                 label_smoothing=case["label_smoothing"], z_loss=case["z_loss"], temperature=case["temperature"],
                 chunk=4, targets_int64=targets.itemsize == 8,
-                **{name: address(elements) for name, elements in t.items()}, **more)
+                **{name: address(elements) for name, elements in t.items() if name != absent}, **more)
     assert lce.lce_linear_cross_entropy(context, ctypes.byref(args)) == 0, lce.lce_last_error()
     assert lce.lce_synchronize(context) == 0
     return t
@@ -114,26 +111,33 @@ def every_field_arrives(lce):
 
 def sampling_is_unbiased(lce):
     """The loss to the bit; gradients that another seed changes, and whose mean over many seeds is the exact one."""
-    layer, seeds = Layer(lce._name, "cpu", "fp32"), 400
-    exact, _ = wrapper_case(chunk=4)
-    layer(**exact)
-    total = {what: [0] * len(exact[what].elements) for what in ("dx", "dweight")}
+    context, case, seeds = lce.lce_create(b"cpu", 0, b"fp32"), case_named("z-loss, mean"), 400
+    exact = run(lce, context, case)
+    total = {what: [0] * len(exact[what]) for what in ("dx", "dweight")}
     apart = dict(dx=0, dweight=0)
     for seed in range(seeds):
-        given, _ = wrapper_case(chunk=4, sample=8, sample_seed=2**63 + seed)
-        layer(**given)
-        assert given["loss"].elements == exact["loss"].elements
+        given = run(lce, context, case, sample=8, sample_seed=2**63 + seed)
+        assert given["loss"] == exact["loss"]
         for what in total:
-            apart[what] += math.dist(given[what].elements, exact[what].elements)**2 / seeds
-            total[what] = [a + b / seeds for a, b in zip(total[what], given[what].elements)]
-    again, _ = wrapper_case(chunk=4, sample=8, sample_seed=2**63 + seeds - 1)
-    layer(**again)
+            apart[what] += math.dist(given[what], exact[what])**2 / seeds
+            total[what] = [a + b / seeds for a, b in zip(total[what], given[what])]
+    again = run(lce, context, case, sample=8, sample_seed=2**63 + seeds - 1)
     for what, mean in total.items():
-        assert again[what].elements == given[what].elements
-        assert math.sqrt(apart[what]) > 0.1 * math.hypot(*exact[what].elements)
-        off = math.dist(mean, exact[what].elements)
+        assert again[what] == given[what]
+        assert math.sqrt(apart[what]) > 0.1 * math.hypot(*exact[what])
+        off = math.dist(mean, exact[what])
         assert off < 2 * math.sqrt(apart[what] / seeds), f"the mean {what} is off by {off}"
-    layer.close()
+    lce.lce_destroy(context)
+
+
+def one_gradient_alone(lce):
+    """It has the bits that it has beside the other, which is left alone."""
+    context, case = lce.lce_create(b"cpu", 0, b"fp32"), case_named("z-loss, mean")
+    both = run(lce, context, case)
+    for absent in ("dx", "dweight"):
+        alone = run(lce, context, case, absent=absent)
+        assert set(alone.pop(absent)) == {9} and all(alone[what] == both[what] for what in alone)
+    lce.lce_destroy(context)
 
 
 def targets_out_of_range(lce):
@@ -149,246 +153,6 @@ def targets_out_of_range(lce):
         got["loss"][1] = 0
         assert all(got[what] == want[what] for what in ("loss", "dx", "dweight"))
     lce.lce_destroy(context)
-
-
-class FakeTensor:
-    """An array with those of a tensor's methods that the wrapper uses."""
-
-    DTYPES = dict(f="torch.float32", i="torch.int32", q="torch.int64")
-
-    def __init__(self, elements, *shape, dtype=None, device=("cpu", None), dense=True):
-        self.elements, self.shape = elements, shape or (len(elements),)
-        self.dtype = dtype or self.DTYPES[elements.typecode]
-        self.device = types.SimpleNamespace(type=device[0], index=device[1])
-        self.is_contiguous, self.data_ptr = (lambda: dense), (lambda: address(elements))
-
-
-def wrapper_case(**more):
-    """The arguments of a call that computes a golden case, and the case."""
-    case = case_named("z-loss, mean")
-    given = dict(x=FakeTensor(floats(golden["x"]), N, H), weight=FakeTensor(floats(golden["weight"]), V, H),
-                 targets=FakeTensor(targets_of(case)), loss=FakeTensor(floats([9] * N)),
-                 dx=FakeTensor(floats([9] * N * H), N, H), dweight=FakeTensor(floats([9] * V * H), V, H), bias=None,
-                 scale=case["scale"], mean=case["mean"], z_loss=case["z_loss"])
-    return {**given, **more}, case
-
-
-def wrapper_takes_tensors(lce):
-    layer = Layer(lce._name, "cpu", "fp32")
-    for wide in (False, True):
-        given, case = wrapper_case(chunk=4, materialized=False)
-        given["targets"] = FakeTensor(targets_of(case, wide))
-        layer(**given)
-        for what in ("loss", "dx", "dweight"):
-            close(what, given[what].elements, case[what])
-    layer.synchronize()
-    assert layer.held_bytes() > 0
-    layer.close()
-
-
-def wrapper_defaults(lce):
-    """Without `scale` the gradients are plain ones; targets out of range are refused, unless they are not checked."""
-    layer = Layer(lce._name, "cpu", "fp32")
-    plain, named = wrapper_case()[0], wrapper_case(scale=1)[0]
-    del plain["scale"]
-    layer(**plain)
-    layer(**named)
-    assert plain["dx"].elements == named["dx"].elements and any(plain["dx"].elements)
-    plain["targets"].elements[2] = V
-    for check in (None, True):
-        try:
-            layer(**plain, check_targets=check)
-        except Failure as refusal:
-            assert f"targets[2] is {V}, which is neither in [0, {V}) nor -100" in str(refusal), refusal
-        else:
-            raise AssertionError("a target out of range is not refused")
-    layer(**plain, check_targets=False)
-    assert math.isnan(plain["loss"].elements[2])
-    layer.close()
-
-
-def wrapper_refuses(lce):
-    """Everything about an argument that the library cannot see, each in a sentence that names it."""
-    layer = Layer(lce._name, "cpu", "fp32")
-    x, shorts = floats([1] * N * H), array.array("i", [1] * N)
-    n, v, w = floats([9] * N), floats([9] * V), floats([9] * V * H)
-    wrong = (
-        (TypeError, "x is None", dict(x=None)),
-        (TypeError, "loss is None", dict(loss=None)),
-        (TypeError, "weight is int, where a tensor", dict(weight=1 << 40)),
-        (TypeError, "dx is float, where a tensor", dict(dx=1.5)),
-        (ValueError, f"x has the shape [{N * H}], where 2 axes", dict(x=FakeTensor(x))),
-        (ValueError, "where 2 axes", dict(weight=FakeTensor(w, V, H, 1))),
-        (ValueError, "weight has the shape", dict(weight=FakeTensor(w, H, V))),
-        (ValueError, "targets has the shape", dict(targets=FakeTensor(shorts[1:]))),
-        (ValueError, "targets has the shape", dict(targets=FakeTensor(shorts, N, 1))),
-        (ValueError, "loss has the shape", dict(loss=FakeTensor(n[1:]))),
-        (ValueError, "dx has the shape", dict(dx=FakeTensor(x, H, N))),
-        (ValueError, "dweight has the shape", dict(dweight=FakeTensor(w))),
-        (ValueError, "token_weights has the shape", dict(token_weights=FakeTensor(v))),
-        (ValueError, "class_weights has the shape", dict(class_weights=FakeTensor(n))),
-        (ValueError, "log_prob has the shape", dict(log_prob=FakeTensor(n[1:]))),
-        (TypeError, "x is bfloat16, where float32", dict(x=FakeTensor(x, N, H, dtype="torch.bfloat16"))),
-        (TypeError, "weight is float64", dict(weight=FakeTensor(w, V, H, dtype="torch.float64"))),
-        (TypeError, "targets is float32, where int32 or int64", dict(targets=FakeTensor(n))),
-        (TypeError, "targets is int16", dict(targets=FakeTensor(shorts, dtype="torch.int16"))),
-        (TypeError, "loss is bfloat16, where float32", dict(loss=FakeTensor(n, dtype="torch.bfloat16"))),
-        (TypeError, "dx is float16", dict(dx=FakeTensor(x, N, H, dtype="torch.float16"))),
-        (TypeError, "dweight is bfloat16, where float32", dict(dweight=FakeTensor(w, V, H, dtype="bfloat16"))),
-        (TypeError, "predicted is int64, where int32", dict(predicted=FakeTensor(array.array("q", [9] * N)))),
-        (TypeError, "correct is int32, where float32", dict(correct=FakeTensor(shorts))),
-        (ValueError, "x is on", dict(x=FakeTensor(x, N, H, device=("cuda", 0)))),
-        (ValueError, "loss is on", dict(loss=FakeTensor(n, device=("cuda", 0)))),
-        (ValueError, "dweight is on", dict(dweight=FakeTensor(w, V, H, device=("meta", None)))),
-        (ValueError, "x has gaps", dict(x=FakeTensor(x, N, H, dense=False))),
-        (ValueError, "entropy has gaps", dict(entropy=FakeTensor(n, dense=False))),
-        (TypeError, "no argument label_smothing", dict(label_smothing=0.1)),
-        (TypeError, "no argument tokens", dict(tokens=1)),
-        (TypeError, "no argument stream", dict(stream=1)),
-        (TypeError, "scale is FakeTensor, where a number", dict(scale=FakeTensor(n[:1]))),
-        (TypeError, "scale is str", dict(scale="1")),
-        (TypeError, "scale is NoneType", dict(scale=None)),
-        (TypeError, "integer", dict(chunk=1.5)),
-        (ValueError, "64 bits", dict(chunk=1 << 64)),
-        (TypeError, "sample is str", dict(sample="1")),
-        (TypeError, "integer", dict(sample_seed=1.5)),
-        (ValueError, "sample_seed is -1, where 64 bits", dict(sample_seed=-1)),
-        (ValueError, "64 bits", dict(sample_seed=1 << 64)),
-        (Failure, "chunk of -1", dict(chunk=-1)),
-        (Failure, "full_mass is -1", dict(sample=-1)),
-        (Failure, "full_mass is nan", dict(sample=math.nan)),
-        (Failure, "sampling acts on exponentials", dict(sample=1, softcap=30)),
-        (Failure, "sampling acts on exponentials", dict(sample=1, materialized=True)),
-        (Failure, "sampling acts on exponentials", dict(sample=1, entropy=FakeTensor(n))),
-        (Failure, "both, or neither", dict(dx=None)),
-        (Failure, "bias has a gradient", dict(bias=FakeTensor(v))),
-    )
-    for kind, part, more in wrong:
-        given, _ = wrapper_case(**more)
-        try:
-            layer(**given)
-        except (TypeError, ValueError, Failure) as refusal:
-            assert type(refusal) is kind and part in str(refusal), f"{more} gives {refusal!r}, not {part!r}"
-        else:
-            raise AssertionError(f"{more} is not refused")
-        assert all(set(given[what].elements) == {9} for what in ("loss", "dx", "dweight") if what not in more)
-    given, case = wrapper_case(mean=1 << 32)  # a flag is not cut off to 32 bits
-    layer(**given)
-    close("dx", given["dx"].elements, case["dx"])
-    layer.close()
-    for call in (lambda: layer(**given), layer.synchronize):
-        try:
-            call()
-        except (ValueError, Failure) as refusal:
-            assert "closed" in str(refusal) or "NULL" in str(refusal)
-        else:
-            raise AssertionError("a closed layer works")
-    layer.close()
-
-
-class TwoGpus:
-    """What the wrapper uses of PyTorch's module, with two GPUs, and a library that notes its calls."""
-
-    def __init__(self):
-        self.current, self.notes = 0, []
-        self.cuda = types.SimpleNamespace(
-            device=self.device, device_count=lambda: 2,
-            current_stream=lambda: types.SimpleNamespace(cuda_stream=1000 + self.current))
-
-    @contextlib.contextmanager
-    def device(self, ordinal):
-        before, self.current = self.current, ordinal
-        yield
-        self.current = before
-
-    def lce_create(self, device, ordinal, dtype):
-        self.notes.append(("create", ordinal, self.current))
-        self.current = ordinal  # as the library does it
-        return 1
-
-    def lce_linear_cross_entropy(self, context, args):
-        self.notes.append(("call", args._obj.stream, self.current))
-        return 0
-
-    def lce_destroy(self, context):
-        self.notes.append(("destroy", self.current))
-
-
-def wrapper_calls_on_the_tensors_device(_):
-    """The context's device is current during a call and no longer, and the stream is that device's."""
-    gpus = TwoGpus()
-    real_load, real_torch = liblce.load, sys.modules.get("torch")
-    liblce.load, sys.modules["torch"] = (lambda path: gpus), gpus
-    try:
-        def given_on(ordinal):
-            given, _ = wrapper_case()
-            for tensor in given.values():
-                if isinstance(tensor, FakeTensor):
-                    tensor.device = types.SimpleNamespace(type="cuda", index=ordinal)
-            return given
-        layer = Layer("", "cuda", "fp32", ordinal=1)
-        layer(**given_on(1))
-        assert gpus.current == 0
-        try:
-            layer(**given_on(0))
-        except ValueError as refusal:
-            assert "the layer is on cuda:1" in str(refusal)
-        else:
-            raise AssertionError("tensors of another GPU are taken")
-        layer.close()
-        assert gpus.notes == [("create", 1, 1), ("call", 1001, 1), ("destroy", 1)], gpus.notes
-        assert gpus.current == 0
-    finally:
-        liblce.load = real_load
-        sys.modules.pop("torch")
-        if real_torch:
-            sys.modules["torch"] = real_torch
-
-
-def tensors_of_pytorch(lce):
-    """On the CPU, and on the last GPU there is, on a stream of its own, while the first is current."""
-    try:
-        import torch
-    except ImportError:
-        raise Skip("there is no PyTorch") from None
-    case = case_named("z-loss, mean")
-    places = [("cpu", lce._name, 0)]
-    if torch.cuda.is_available():
-        places.append(("cuda", build(os.path.join("build", "library")), torch.cuda.device_count() - 1))
-    for kind, path, ordinal in places:
-        layer = Layer(path, kind, "fp32", ordinal)
-        device = torch.device(kind, ordinal) if kind == "cuda" else torch.device("cpu")
-        ours, first = contextlib.nullcontext(), contextlib.nullcontext()
-        if kind == "cuda":
-            ours, first = torch.cuda.stream(torch.cuda.Stream(device)), torch.cuda.device(0)
-        for wide in (torch.int32, torch.int64):
-            with ours, first:
-                x = torch.tensor(golden["x"], device=device).view(N, H)
-                weight = torch.tensor(golden["weight"], device=device).view(V, H)
-                targets = torch.tensor(list(targets_of(case)), dtype=wide, device=device)
-                loss, dx = torch.empty(N, device=device), torch.empty_like(x)
-                dweight = torch.empty_like(weight)
-                layer(x, weight, targets, loss, dx=dx, dweight=dweight, scale=case["scale"],
-                      mean=case["mean"], z_loss=case["z_loss"])
-            layer.synchronize()
-            for what, got in (("loss", loss), ("dx", dx), ("dweight", dweight)):
-                close(what, got.flatten().tolist(), case[what], 1e-4)
-            with ours, first:
-                noisy, same_loss, mean = torch.empty_like(dx), torch.empty_like(loss), torch.zeros_like(dx)
-                for seed in range(400):
-                    layer(x, weight, targets, same_loss, dx=noisy, dweight=dweight, scale=case["scale"],
-                          mean=case["mean"], z_loss=case["z_loss"], chunk=4, sample=8.0, sample_seed=seed)
-                    assert torch.equal(loss, same_loss)
-                    mean += noisy / 400
-                assert (noisy - dx).norm() > 0.1 * dx.norm() > 0
-                assert (mean - dx).norm() < 0.2 * dx.norm()
-            try:
-                layer(x.T.contiguous().T, weight, targets, loss)
-            except ValueError as refusal:
-                assert "gaps" in str(refusal)
-            else:
-                raise AssertionError("a transposed tensor is taken")
-        layer.close()
 
 
 def errors_come_back(lce):
@@ -538,9 +302,8 @@ def streams_of_the_caller(_):
     lce.lce_destroy(context)
 
 
-TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, sampling_is_unbiased, wrapper_takes_tensors,
-         wrapper_defaults, wrapper_refuses, wrapper_calls_on_the_tensors_device, tensors_of_pytorch, errors_come_back,
-         refusals_leave_nothing_behind, contexts_are_independent, streams_of_the_caller)
+TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, sampling_is_unbiased, one_gradient_alone,
+         errors_come_back, refusals_leave_nothing_behind, contexts_are_independent, streams_of_the_caller)
 
 
 if __name__ == "__main__":
