@@ -7,11 +7,11 @@
 
 Every peer computes the mean loss and the gradients of x and W, alternating with the three plain GEMMs (logits, dX and dW
 through torch.mm); "over the GEMMs" is the ratio to them. Before that both run untimed until the GPU reaches its steady
-clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own count, for lce.c what its library reports.
+clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own count, for lce.c with what its library reports.
 Errors are relative, against float64 at the same shape: of the mean loss as the peer returns it, and of the gradients in
-the Frobenius norm; lce.c's dW is fp32, PyTorch returns the other peers' in W's own dtype. A peer that is not installed,
+the Frobenius norm, as PyTorch returns them: in the dtypes of x and W. A peer that is not installed,
 or fails, is a row with the reason. Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13
-has a linear_cross_entropy of its own. QuACK's chunk is 4096, and 2048 where H is 4096, which it refuses.
+has a linear_cross_entropy of its own. lce.c is measured as PyTorch's users have it, through tools/torch. QuACK's chunk is 4096, and 2048 where H is 4096, which it refuses.
 """
 import argparse
 import importlib.metadata
@@ -22,12 +22,9 @@ import sys
 
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
-import peers  # noqa: E402
-import peers_z_loss  # noqa: E402
+import peers
+import peers_z_loss
 
-CHUNKS = (4096, 2048, 1024)
 SHAPES = "4096x4096x128256,16384x2048x131072,8192x2304x256000,32768x4096x128256"
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
@@ -43,37 +40,25 @@ def versions():
     return found
 
 
-def functions(device, library):
-    """(name, maker of the peer's function) of every row."""
-    def ours(chunk):
-        if isinstance(library, peers.Absent):
-            raise library
-        return lambda x, w, y: library(x, w, y, chunk=chunk)
-    for peer in peers.PEERS:
-        yield peer.name, lambda peer=peer: peers.autograd(peers.loss_of(peer, device))
-    for chunk in CHUNKS:
-        yield f"lce.c, chunk {chunk}", lambda chunk=chunk: ours(chunk)
-
-
-def bench_shape(device, shape, options, library):
+def bench_shape(device, shape, options):
     """The plain GEMMs' milliseconds (None: nothing was timed), and a row for every peer."""
     tensors = x, w, y = peers.problem(device, shape)
     reference, gemms = None if options.no_errors else peers.reference(x, w, y), None
 
-    def first(name, make):
-        run = make()
+    def first(peer):
+        run = peers.autograd(peers.loss_of(peer, device))
         for _ in range(2):
             run(*tensors)
         found = peers.measured(device, run, tensors, reference)
-        if name.startswith("lce.c"):
-            found["held_bytes"] = library.held()
+        if peer.name.startswith("lce.c"):
+            found["held_bytes"] = (found["held_bytes"] or 0) + peers.ours_held(x)
         return found, lambda: peers.seconds(device, lambda: run(*tensors))
 
     def makers():
         nonlocal reference, gemms
-        for name, make in functions(device, library):
-            if not name.startswith(tuple(options.without)):
-                yield name, lambda: first(name, make)
+        for peer in peers.PEERS:
+            if not peer.name.startswith(tuple(options.without)):
+                yield peer.name, lambda: first(peer)
         reference, gemms = None, peers.gemms(x, w)  # freed, and there, before the timing
 
     rows, gemm_times = peers.compare(device, makers(), lambda: peers.seconds(device, lambda: [gemm() for gemm in gemms]),
@@ -86,7 +71,6 @@ def parse_options():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shapes", default=SHAPES, help="NxHxV, separated by commas (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="the median of so many (default 7)")
-    parser.add_argument("--library", default=os.path.join(ROOT, "liblce.so"))
     parser.add_argument("--without", action="append", default=[], metavar="NAME",
                         help="leave out the peers whose names start so; may be given again")
     parser.add_argument("--no-errors", action="store_true", help="leave out the comparison with float64")
@@ -104,10 +88,6 @@ def parse_options():
 
 def main():
     options = parse_options()
-    try:
-        library = peers.Ours(options.device, options.library)
-    except peers.Absent as absent:
-        library = absent
     if options.json and os.path.isfile(options.json):
         with open(options.json, "rb") as old:
             if not old.read(15) in (b"", b'{"event": "run"'):
@@ -122,12 +102,10 @@ def main():
     print(f"{device}, median of {options.rounds}; " + ", ".join(f"{name} {v}" for name, v in versions().items()))
     log(event="run", device=device, rounds=options.rounds, versions=versions())
     if options.z_loss:
-        if isinstance(library, peers.Absent):
-            sys.exit(f"--z-loss compares with lce.c: {library}")
-        peers_z_loss.bench(options.device, options.shapes, options.rounds, library, not options.no_errors, log)
+        peers_z_loss.bench(options.device, options.shapes, options.rounds, not options.no_errors, log)
         return
     for shape in options.shapes:
-        gemms_ms, rows = bench_shape(options.device, shape, options, library)
+        gemms_ms, rows = bench_shape(options.device, shape, options)
         peers.show("N {}, H {}, V {}".format(*shape) + (f": the plain GEMMs take {gemms_ms:.2f} ms" if gemms_ms else ""),
                    ("peer", "ms", "over the GEMMs", "holds", *peers.ERROR_COLUMNS), rows,
                    lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",

@@ -6,13 +6,18 @@ import importlib
 import math
 import os
 import statistics
+import sys
 import time
 from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
 
-import liblce
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools", "torch"))
+os.environ.setdefault("LCE_LIBRARY", os.path.join(ROOT, "liblce.so"))
+import lce  # noqa: E402
+from lce.functional import context  # noqa: E402
 
 
 class Absent(Exception):
@@ -75,6 +80,17 @@ def quack():
     return loss_of
 
 
+def ours(chunk, **options):
+    if not os.path.exists(os.environ["LCE_LIBRARY"]):
+        raise Absent(f"{os.environ['LCE_LIBRARY']} does not exist: make liblce.so")
+    return lambda x, w, y: lce.linear_cross_entropy(x, w, y, chunk=min(chunk, len(x)), **options)
+
+
+def ours_held(x):
+    """The bytes that lce.c's last call held, in memory that is not PyTorch's."""
+    return context(x.device, x.dtype).held_bytes()
+
+
 PEERS = [
     Peer("PyTorch eager", lambda: cross_entropy),
     Peer("PyTorch eager, fp32 logits", lambda: cross_entropy_fp32),
@@ -87,6 +103,7 @@ PEERS = [
     Peer("QuACK (CuTe)", quack, "quack-kernels", ("cutlass", "quack"), True),
     Peer("Cut Cross-Entropy (filtered)", lambda: cut("high"), "cut-cross-entropy", ("cut_cross_entropy",), True),
     Peer("Cut Cross-Entropy (exact)", lambda: cut(None), "cut-cross-entropy", ("cut_cross_entropy",), True),
+    *(Peer(f"lce.c, chunk {chunk}", lambda chunk=chunk: ours(chunk)) for chunk in (4096, 2048, 1024)),
 ]
 
 
@@ -112,31 +129,6 @@ def autograd(loss_of):
         x.grad = w.grad = None
         return result
     return run
-
-
-# --- lce.c ------------------------------------------------------------------------------------------------------
-
-class Ours:
-    """lce.c through its library, on the tensors' own memory and PyTorch's stream. dW is fp32."""
-
-    def __init__(self, device, path):
-        if not os.path.exists(path):
-            raise Absent(f"{path} does not exist: make liblce.so")
-        try:
-            self.layer = liblce.Layer(path, device, "fp32" if device == "cpu" else "bf16")
-        except liblce.Failure as failure:
-            raise Absent(str(failure)) from None
-        self.held = self.layer.held_bytes
-
-    def __call__(self, x, w, y, backward=True, chunk=4096, z_loss=0.0):
-        """Mean loss (z-loss included), dX, dW."""
-        loss = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        z, dx = torch.empty_like(loss), torch.empty_like(x)
-        dw = torch.empty(w.shape, dtype=torch.float32, device=w.device)
-        gradients = dict(dx=dx, dweight=dw) if backward else {}
-        self.layer(x.detach(), w.detach(), y, loss, chunk=min(chunk, len(x)), scale=1, mean=1, z_loss=z_loss,
-                   token_z_loss=z if z_loss else None, **gradients)
-        return ((loss + z) if z_loss else loss).mean(dtype=torch.float64), dx, dw
 
 
 def gemms(x, w):
@@ -214,7 +206,7 @@ def peak_bytes(device):
 
 
 def measured(device, run, tensors, reference):
-    """run(x, w, y) once: the bytes that it holds beyond inputs and gradients, and its errors."""
+    """run(x, w, y) once: the bytes of PyTorch's that it holds beyond inputs and gradients, and its errors."""
     reset_peak(device)
     before = peak_bytes(device)
     got = run(*tensors)

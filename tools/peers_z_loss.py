@@ -2,8 +2,7 @@
 
 The loss is mean(lse - z[y] + lambda lse^2) on fp32 logits. lce.c computes gradients in the forward pass, so what they
 add to a forward pass alone counts as its backward pass. The step is that of one Llama written with PyTorch's operations
-(compiled blocks, PyTorch's attention, fused AdamW, all in bf16), in which only LM head + loss are exchanged; lce.c's
-enters as an autograd function.
+(compiled blocks, PyTorch's attention, fused AdamW, all in bf16), in which only LM head + loss are exchanged.
 """
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,6 @@ import peers
 from peers import reset_peak, seconds
 
 LAMBDA = 1e-4
-OURS = "lce.c, chunk 4096"
 
 
 # --- the losses -------------------------------------------------------------------------------------------------
@@ -34,21 +32,7 @@ CHAINS = [peers.Peer("separate operations", lambda: two_operations),
           peers.Peer("separate operations, one logsumexp", lambda: one_logsumexp),
           peers.Peer("separate operations, torch.compile", lambda: torch.compile(two_operations, dynamic=False),
                      gpu_only=True)]
-
-
-class OurLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, y, library):
-        loss, dx, dw = library(x, w, y, z_loss=LAMBDA)
-        ctx.save_for_backward(dx, dw)
-        ctx.dtype = w.dtype
-        return loss.float()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        dx, dw = ctx.saved_tensors
-        rounded = torch.empty(dw.shape, dtype=ctx.dtype, device=dw.device)
-        return dx * upstream.to(dx.dtype), torch.mul(dw, upstream, out=rounded), None, None
+OURS = peers.Peer("lce.c, chunk 4096", lambda: peers.ours(4096, z_loss=LAMBDA))
 
 
 # --- the loss alone ---------------------------------------------------------------------------------------------
@@ -65,7 +49,7 @@ def time_chain(device, loss_of, tensors):
 PARTS = (("forward_", lambda seconds: seconds[0]), ("backward_", lambda seconds: seconds[1]), ("together_", sum))
 
 
-def loss_rows(device, shape, rounds, library, errors):
+def loss_rows(device, shape, rounds, errors):
     tensors = x, w, y = peers.problem(device, shape)
     reference = peers.reference(x, w, y, LAMBDA) if errors else None
 
@@ -76,13 +60,18 @@ def loss_rows(device, shape, rounds, library, errors):
         return peers.measured(device, run, tensors, reference), lambda: time_chain(device, loss_of, tensors)
 
     def ours():
+        loss_of = peers.loss_of(OURS, device)
+        run = peers.autograd(loss_of)
+
         def timer():
-            together = seconds(device, lambda: library(*tensors, z_loss=LAMBDA))
-            alone = seconds(device, lambda: library(*tensors, backward=False, z_loss=LAMBDA))
+            together = seconds(device, lambda: run(*tensors))
+            with torch.no_grad():
+                alone = seconds(device, lambda: loss_of(*tensors))
             return alone, together - alone
-        found = peers.errors_of(library(x, w, y, z_loss=LAMBDA), reference)
-        timer()
-        return dict(held_bytes=library.held(), **found), timer
+        run(*tensors)
+        found = peers.measured(device, run, tensors, reference)
+        found["held_bytes"] = (found["held_bytes"] or 0) + peers.ours_held(x)
+        return found, timer
 
     def gemms():
         passes = peers.gemms(x, w)
@@ -92,11 +81,11 @@ def loss_rows(device, shape, rounds, library, errors):
         nonlocal reference
         for peer in CHAINS:
             yield peer.name, lambda: chain(peer)
-        yield OURS, ours
+        yield OURS.name, ours
         reference = None  # freed before the timing
         yield "the plain GEMMs alone", gemms
 
-    return peers.compare(device, makers(), OURS, rounds, PARTS)[0]
+    return peers.compare(device, makers(), OURS.name, rounds, PARTS)[0]
 
 
 # --- a training step --------------------------------------------------------------------------------------------
@@ -168,7 +157,7 @@ class Model:
         self.optimizer.step()
 
 
-def step_rows(device, rounds, library):
+def step_rows(device, rounds):
     model = Model(device)
 
     def chain(peer):
@@ -179,24 +168,25 @@ def step_rows(device, rounds, library):
         reset_peak(device)
         model.step(loss_of)
         peak = peers.peak_bytes(device)
-        return (dict(loss=loss, peak_bytes=peak + library.held() if peak and peer.name == OURS else peak),
+        if peak and peer is OURS:
+            peak += peers.ours_held(model.table)
+        return (dict(loss=loss, peak_bytes=peak),
                 lambda: seconds(device, lambda: model.step(loss_of)))
 
-    ours = peers.Peer(OURS, lambda: lambda x, w, y: OurLoss.apply(x, w, y, library))
-    return peers.compare(device, [(peer.name, lambda peer=peer: chain(peer)) for peer in [*CHAINS, ours]], OURS, rounds)[0]
+    return peers.compare(device, [(peer.name, lambda peer=peer: chain(peer)) for peer in [*CHAINS, OURS]], OURS.name, rounds)[0]
 
 
-def bench(device, shapes, rounds, library, errors, log):
+def bench(device, shapes, rounds, errors, log):
     """Both tables; log(**row) keeps each row."""
     m = MODELS[device]
     for shape in shapes:
         peers.show("z-loss, N {}, H {}, V {}: ms, and ratio to lce.c".format(*shape),
-                   ("loss", "forward", "backward", "together", "holds", *peers.ERROR_COLUMNS), loss_rows(device, shape, rounds, library, errors),
+                   ("loss", "forward", "backward", "together", "holds", *peers.ERROR_COLUMNS), loss_rows(device, shape, rounds, errors),
                    lambda row: [*(f"{row[f'{part}ms']:.2f}, {row[f'{part}ratio']:.2f}" for part, _ in PARTS),
                                 peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)],
                    log, event="z-loss layer", shape=shape)
     peers.show(f"z-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}",
-               ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), step_rows(device, rounds, library),
+               ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), step_rows(device, rounds),
                lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
                             peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"],
                log, event="z-loss step", model=m)
