@@ -88,10 +88,11 @@ operator.register_fake(lambda x, weight, *more: empty(x, weight, more[5], more[-
 
 # --- gradients --------------------------------------------------------------------------------------------------
 
-def gradients_wanted(needs, sampling):
-    """Which of dx, dweight and dbias a call has to make where `needs` are needed."""
-    dx, dweight, dbias = needs
-    return [dx or bool(sampling and dweight), dweight or dbias, dbias]
+def gradients_wanted(needs, bias, sampling):
+    """Which of dx, dweight and dbias a call has to make where `needs` are needed: the library has no dbias alone, and no
+    sampled dweight."""
+    of_weight = needs[1] or needs[2]
+    return [needs[0] or bool(sampling and of_weight), of_weight, of_weight and bias is not None]
 
 
 def gradients_of(ctx, token_weights, entropy_weights=None, mean=False):
@@ -100,7 +101,7 @@ def gradients_of(ctx, token_weights, entropy_weights=None, mean=False):
         token_weights = weights if token_weights is None else token_weights
     else:
         token_weights = token_weights * weights
-    wanted = gradients_wanted(ctx.needs_input_grad[:3], ctx.options[-1])
+    wanted = gradients_wanted(ctx.needs_input_grad, bias, ctx.options[-1])
     return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, *ctx.options, mean,
                     [False, *wanted])[2:]
 
@@ -131,7 +132,7 @@ class Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, mean, needs):
-        wanted = gradients_wanted(needs, options[-1])
+        wanted = gradients_wanted(needs, bias, options[-1])
         loss, _, dx, dweight, dbias = operator(x, weight, bias, target, token_weights, None, class_weights, *options, mean,
                                                [False, *wanted])
         ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights)
@@ -169,6 +170,8 @@ class PerToken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, of_loss, of_entropy):
+        if of_loss is None and of_entropy is None:
+            return (None,) * len(ctx.needs_input_grad)
         if of_loss is None:
             of_loss = torch.zeros_like(of_entropy)
         return returned(ctx, gradients_of(ctx, of_loss, of_entropy if ctx.want_entropy else None))

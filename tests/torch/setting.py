@@ -1,0 +1,42 @@
+"""What the tests of tools/torch share: PyTorch, or the reason why there is none; and the package on a library of its own."""
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path[:0] = [os.path.join(ROOT, *parts) for parts in (("tools", "torch"), ("tests",), ("tests", "kernels"))]
+import tap  # noqa: E402
+import test_liblce  # noqa: E402
+
+try:
+    import torch
+    torch.manual_seed(1)
+    torch.set_num_threads(2)
+    GPU = torch.cuda.is_available()
+    os.environ["LCE_LIBRARY"] = (test_liblce.build(os.path.join("build", "library")) if GPU else
+                                 test_liblce.build(test_liblce.FOLDER, "CUDA=0", "MPI=0"))
+    DEVICE = "cuda" if GPU else "cpu"
+except ImportError:
+    torch = None
+
+
+def run(tests):
+    def skipped():
+        raise tap.Skip(f"{sys.executable} has no PyTorch; make test PYTHON=... names one that has")
+    sys.exit(tap.run({test.__name__: test for test in tests} if torch else {"PyTorch": skipped}))
+
+
+def close(what, got, want, most):
+    """The largest difference, as a share of the largest wanted value."""
+    assert got.shape == want.shape, f"{what} has the shape {list(got.shape)}, not {list(want.shape)}"
+    got, want = got.detach().double(), want.detach().double()
+    off, size = (got - want).abs().max().item(), want.abs().max().item()
+    assert off <= most * max(size, 1e-30), f"{what} is off by {off / size:.2e} of {size:.3g}, more than {most:.1e}"
+
+
+def raises(kind, part, work):
+    try:
+        work()
+    except kind as error:
+        assert part in str(error), f"{error!r} does not say {part!r}"
+    else:
+        raise AssertionError(f"nothing is raised, where {kind.__name__} with {part!r} is expected")

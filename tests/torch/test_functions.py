@@ -1,0 +1,344 @@
+#!/usr/bin/env python3
+"""linear_cross_entropy and linear_log_probs of tools/torch against PyTorch's own operations, in float64 and float32."""
+import itertools
+import math
+
+from setting import DEVICE, close, raises, run, torch
+
+if torch:
+    import torch.nn.functional as F
+    import lce
+    from lce import functional, linear_cross_entropy, linear_log_probs
+
+N, H, V = (2, 3, 7), 24, 101
+
+
+def problem(dtype=None, bias=False, integers=None, ignored=0):
+    """x, weight, bias (leaves) and target."""
+    dtype = dtype or torch.float32
+
+    def leaf(*shape, size=1.0):
+        return (size * torch.randn(*shape, device=DEVICE)).to(dtype).requires_grad_()
+    target = torch.randint(V, N, device=DEVICE, dtype=integers or torch.int64)
+    if ignored:
+        target.view(-1)[::ignored] = -100
+    return leaf(*N, H), leaf(V, H, size=0.5), leaf(V) if bias else None, target
+
+
+def reference(x, weight, target, bias=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, z_loss=0.0,
+              softcap=0.0, temperature=1.0, token_weights=None, class_weights=None, chunk=0):
+    """As linear_cross_entropy, of PyTorch's operations on all logits, in the arguments' dtype."""
+    z = F.linear(x, weight, bias)
+    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    flat, y = z.reshape(-1, z.shape[-1]), target.reshape(-1).long()
+    counts = y != ignore_index
+    cw = None if class_weights is None else class_weights.to(z.dtype)
+    loss = F.cross_entropy(flat, y, cw, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    loss = loss + z_loss * torch.logsumexp(flat, -1).square() * counts
+    if token_weights is not None:
+        loss = loss * token_weights.reshape(-1).to(z.dtype)
+    if reduction == "none":
+        return loss.view(target.shape)
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (counts if cw is None else cw[y.clamp(0)] * counts).sum()
+
+
+def compare(what, x, weight, bias, target, most, function=None, upstream=None, **options):
+    leaves = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    double = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in (x, weight, bias)]
+    got = (function or linear_cross_entropy)(x, weight, target, bias, **options)
+    want = reference(double[0], double[1], target, double[2], **options)
+    close(f"{what}: loss", got, want, most)
+    upstream = torch.randn_like(got) if upstream is None else upstream
+    gradients = torch.autograd.grad(got, leaves, upstream)
+    for leaf, g, w in zip(leaves, gradients, torch.autograd.grad(want, [t for t in double if t is not None and t.requires_grad],
+                                                                 upstream.double())):
+        assert g.dtype == leaf.dtype and g.shape == leaf.shape
+        close(f"{what}: gradient of {list(leaf.shape)}", g, w, most)
+    return got, gradients
+
+
+def options_of_all():
+    weights = torch.rand(N, device=DEVICE) + 0.5
+    classes = torch.rand(V, device=DEVICE) + 0.5
+    return dict(label_smoothing=0.1, z_loss=0.01, softcap=3.0, temperature=0.7, token_weights=weights, class_weights=classes,
+                chunk=5)
+
+
+def every_option_alone_and_all_together():
+    options = options_of_all()
+    sets = [{}, options, {k: v for k, v in options.items() if k != "softcap"}] + [{k: v} for k, v in options.items()]
+    for named, reduction, bias in itertools.product(sets, ("mean", "sum", "none"), (False, True)):
+        compare(f"{list(named)}, {reduction}, bias {bias}", *problem(bias=bias, ignored=5), 5e-6, reduction=reduction, **named)
+
+
+def the_reference_is_pytorchs():
+    """In float32 too, against the one-line composition."""
+    x, weight, bias, target = problem(bias=True, ignored=4)
+    for reduction in ("mean", "sum", "none"):
+        logits = F.linear(x, weight, bias).flatten(0, -2)
+        want = F.cross_entropy(logits, target.flatten(), reduction=reduction, label_smoothing=0.1)
+        got = linear_cross_entropy(x, weight, target, bias, reduction=reduction, label_smoothing=0.1)
+        close(reduction, got.flatten(), want.flatten(), 2e-6)
+        for g, w in zip(torch.autograd.grad(got.sum(), (x, weight, bias)), torch.autograd.grad(want.sum(), (x, weight, bias))):
+            close(reduction, g, w, 5e-6)
+
+
+def shapes_and_layouts():
+    for integers in (torch.int32, torch.int64):
+        compare("integers", *problem(integers=integers), 5e-6)
+    x, weight, _, target = problem()
+    compare("one token", x[0, 0, 0].detach().requires_grad_(), weight, None, target[0, 0, 0], 5e-6)
+    compare("one axis", x[0, 0].detach().requires_grad_(), weight, None, target[0, 0], 5e-6, reduction="none")
+    across = torch.randn(H, *N, device=DEVICE).permute(1, 2, 3, 0).requires_grad_()
+    gaps = torch.randn(V, 2 * H, device=DEVICE)[:, ::2].requires_grad_()
+    assert not across.is_contiguous() and not gaps.is_contiguous()
+    compare("strides", across, gaps, None, torch.randint(V, N[::-1], device=DEVICE).permute(2, 1, 0), 5e-6)
+
+
+def targets_that_do_not_count():
+    x, weight, bias, target = problem(bias=True)
+    target[target == 7] = 8
+    target.view(-1)[::3] = 7
+    _, (dx, *_) = compare("ignore_index", x, weight, bias, target, 5e-6, ignore_index=7)
+    assert not dx[target == 7].any() and dx[target != 7].all(-1).all()
+    target.fill_(-100)
+    for reduction, want in (("mean", math.nan), ("sum", 0), ("none", 0)):
+        loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+        assert loss.isnan().all() if math.isnan(want) else (loss == want).all()
+        for gradient in torch.autograd.grad(loss.sum(), (x, weight, bias)):
+            assert (gradient == 0).all()
+
+
+def any_upstream_gradient_and_twice():
+    for reduction in ("mean", "sum", "none"):
+        x, weight, bias, target = problem(bias=True, ignored=5)
+        weights = torch.rand(N, device=DEVICE)
+        loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction, token_weights=weights)
+        want = reference(x.double(), weight.double(), target, bias.double(), reduction=reduction, token_weights=weights)
+        for factor in (1.0, -3.5, 0.0, torch.randn_like(loss)):
+            upstream = factor * torch.ones_like(loss)
+            for g, w in zip(torch.autograd.grad(loss, (x, weight, bias), upstream, retain_graph=True),
+                            torch.autograd.grad(want, (x, weight, bias), upstream.double(), retain_graph=True)):
+                close(f"{reduction} times {factor}", g, w, 5e-6)
+    raises(RuntimeError, "does not require grad", lambda: torch.autograd.grad(
+        torch.autograd.grad(linear_cross_entropy(x, weight, target), x, create_graph=True)[0].sum(), weight))
+
+
+def numerical_derivatives():
+    """gradcheck in float32, with steps that its rounding allows."""
+    target = torch.tensor([1, 3, -100, 0], device=DEVICE)
+    x, weight, bias = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((4, 3), (5, 3), (5,)))
+    for reduction in ("mean", "sum", "none"):
+        assert torch.autograd.gradcheck(
+            lambda x, w, b: linear_cross_entropy(x, w, target, b, reduction=reduction, z_loss=0.1, label_smoothing=0.1),
+            (x, weight, bias), eps=1e-2, atol=2e-3, rtol=2e-3)
+    assert torch.autograd.gradcheck(lambda x, w, b: linear_log_probs(x, w, target, 0.8, bias=b), (x, weight, bias), eps=1e-2,
+                                    atol=2e-3, rtol=2e-3)
+
+
+def only_needed_gradients():
+    """What the operator is asked for."""
+    calls, real = [], functional.operator
+    functional.operator = lambda *a: calls.append((a[5] is not None, *a[-1])) or real(*a)
+    try:
+        for x_needed, weight_needed, reduction in itertools.product((True, False), (True, False), ("mean", "none")):
+            x, weight, _, target = problem()
+            x.requires_grad_(x_needed), weight.requires_grad_(weight_needed)
+            if x_needed or weight_needed:
+                compare("frozen", x, weight, None, target, 5e-6, reduction=reduction)
+            else:
+                assert not linear_cross_entropy(x, weight, target, reduction=reduction).requires_grad
+            assert calls.pop() == (False, False, x_needed, weight_needed, False)
+            assert calls in ([], [(False,) * 5])  # the forward pass of "none"
+            calls.clear()
+        for frozen in range(3):
+            leaves = problem(bias=True)
+            leaves[frozen].requires_grad_(False)
+            compare("frozen, with a bias", *leaves, 5e-6)
+        calls.clear()
+        x, weight, bias, target = problem(bias=True)
+        with torch.no_grad():
+            linear_cross_entropy(x, weight, target, bias)
+        with torch.inference_mode():
+            linear_cross_entropy(x, weight, target, bias)
+        log_probs, _ = linear_log_probs(x, weight, target)  # its entropy is not differentiated: no logits in the backward pass
+        log_probs.sum().backward()
+        linear_log_probs(x, weight, target, entropy=False)
+        assert calls == [(False,) * 5, (False,) * 5, (False, True, False, False, False), (False, False, True, True, False),
+                         (False,) * 5], calls
+    finally:
+        functional.operator = real
+
+
+def bf16():
+    """Converted on the CPU; computed in bf16 on a GPU."""
+    for reduction in ("mean", "none"):
+        compare("bf16", *problem(torch.bfloat16, bias=True), 1e-2, reduction=reduction)
+    x, weight, _, target = problem(torch.bfloat16)
+    wide = weight.detach().float().requires_grad_()
+    compare("bf16 and fp32", x, wide, None, target, 1e-2)
+
+
+def autocast():
+    """Parameters in fp32 get fp32 gradients, that were not rounded on their way; x may be of either dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias, target = problem(bias=True)
+        x = x.detach().to(dtype).requires_grad_()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            hidden = F.linear(x, torch.eye(H, device=DEVICE))
+            assert hidden.dtype == torch.bfloat16
+            loss = linear_cross_entropy(hidden, weight, target, bias)
+        loss.backward()
+        want = reference(x.detach().bfloat16().double(), weight.double(), target, bias.double())
+        close("loss", loss, want, 1e-2)
+        exact, = torch.autograd.grad(want, weight)
+        close("dweight", weight.grad, exact, 2e-2 if DEVICE == "cuda" else 5e-6)
+        assert weight.grad.dtype == torch.float32 and x.grad.dtype == dtype
+    if DEVICE == "cuda":
+        with torch.autocast(DEVICE, torch.float16):
+            raises(TypeError, "autocast asks for torch.float16", lambda: linear_cross_entropy(x, weight, target))
+
+
+def main_grad():
+    for reduction in ("mean", "none"):
+        x, weight, _, target = problem(torch.bfloat16)
+        weight.main_grad = torch.ones(V, H, device=DEVICE)
+        for turn in (1, 2):
+            linear_cross_entropy(x, weight, target, reduction=reduction).sum().mul(3).backward()
+        assert weight.grad is None
+        double = weight.detach().double().requires_grad_()
+        (6 * reference(x.detach().double(), double, target, reduction=reduction).sum()).backward()
+        close("main_grad", weight.main_grad - 1, double.grad, 2e-5 if DEVICE == "cpu" else 1e-2)
+
+
+def torch_compile():
+    def loss_of(reduction):
+        return lambda x, weight, target, bias, **more: linear_cross_entropy(2 * x, 1 * weight, target, bias,
+                                                                            reduction=reduction, **more)
+    for backend, reduction in (("aot_eager", "mean"), ("aot_eager", "sum"), ("aot_eager", "none"), ("inductor", "mean")):
+        torch._dynamo.reset()
+        compiled = torch.compile(loss_of(reduction), fullgraph=True, backend=backend)
+        for _ in range(2):
+            x, weight, bias, target = problem(bias=True, ignored=5)
+            upstream, weights = torch.randn(N if reduction == "none" else (), device=DEVICE), torch.rand(N, device=DEVICE)
+            results = []
+            for function in (compiled, loss_of(reduction)):
+                loss = function(x, weight, target, bias, token_weights=weights, z_loss=0.01)
+                results.append((loss, *torch.autograd.grad(loss, (x, weight, bias), upstream, retain_graph=True),
+                                *torch.autograd.grad(loss, (x, weight, bias), upstream)))
+            for got, want in zip(*results):
+                close(f"{backend}, {reduction}", got, want, 1e-6)
+    torch._dynamo.reset()
+    x, weight, _, target = problem(ignored=5)
+    results = []
+    for function in (torch.compile(linear_log_probs, fullgraph=True, backend="aot_eager"), linear_log_probs):
+        log_probs, entropy = function(x, weight, target, 0.7)
+        results.append((log_probs, entropy, *torch.autograd.grad((log_probs - 2 * entropy).sum(), (x, weight))))
+    for got, want in zip(*results):
+        close("linear_log_probs", got, want, 1e-6)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")(x, weight, target).backward()
+
+
+def the_operator():
+    """PyTorch's own checks of schema, fake kernel and compilation."""
+    x, weight, bias, target = (None if t is None else t.detach() for t in problem(bias=True))
+    for b, wanted in ((None, [False] * 4), (bias, [True] * 4), (None, [False, False, True, False])):
+        torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), None, None, None, torch.float32, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, wanted))
+
+
+def log_probs_and_entropy():
+    for temperature, softcap, bias in ((1.0, 0.0, False), (0.6, 0.0, False), (1.3, 2.0, True)):
+        x, weight, bias, target = problem(bias=bias, ignored=5)
+        log_probs, entropy = linear_log_probs(x, weight, target, temperature, bias=bias, softcap=softcap, chunk=4)
+        z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        p = torch.log_softmax((softcap * torch.tanh(z / softcap) if softcap else z) / temperature, -1)
+        counts = target != -100
+        wanted = p.gather(-1, target.clamp(0)[..., None])[..., 0] * counts, -(p.exp() * p).sum(-1) * counts
+        close("log p", log_probs, wanted[0], 5e-6)
+        close("entropy", entropy, wanted[1], 5e-6)
+        leaves = [t for t in (x, weight, bias) if t is not None]
+        for of_log_prob, of_entropy in ((1, 0), (0, 1), (1, -0.3)):
+            got, want = (sum(of * (t * t).sum() for of, t in ((of_log_prob, pair[0]), (of_entropy, pair[1])) if of)
+                         for pair in ((log_probs, entropy), wanted))
+            for g, w in zip(torch.autograd.grad(got, leaves, retain_graph=True), torch.autograd.grad(want, leaves, retain_graph=True)):
+                close(f"gradient of {of_log_prob} log p + {of_entropy} entropy", g, w, 1e-5)
+        alone, none = linear_log_probs(x, weight, target, temperature, bias=bias, softcap=softcap, entropy=False)
+        close("log p alone", alone, wanted[0], 5e-6)
+        assert none is None
+
+
+def sampling():
+    """The exact loss; gradients that a seed repeats, and whose mean is the exact one."""
+    x, weight, _, target = problem()
+
+    def gradients(seed, **more):
+        torch.manual_seed(seed)
+        loss = linear_cross_entropy(x, weight, target, **more)
+        return loss, *torch.autograd.grad(loss, (x, weight))
+    exact, turns, tiles = gradients(0), 300, dict(sampling=8.0, chunk=4)
+    draws = [gradients(seed, **tiles) for seed in range(turns)]
+    for a, b in zip(gradients(3, **tiles), draws[3]):
+        assert torch.equal(a, b)
+    for i in (1, 2):
+        apart = sum((draw[i] - exact[i]).square().sum() for draw in draws) / turns
+        assert apart.sqrt() > 0.1 * exact[i].norm()
+        assert (sum(draw[i] for draw in draws) / turns - exact[i]).norm() < 2 * (apart / turns).sqrt()
+    assert all(draw[0] == exact[0] for draw in draws)
+    x.requires_grad_(False)
+    linear_cross_entropy(x, weight, target, **tiles).backward()
+
+
+def memory():
+    """A chunk, not the logits of all tokens: those would take 4 N V bytes."""
+    n, h, v = 512, 16, 4000
+    x, weight = torch.randn(n, h, device=DEVICE, requires_grad=True), torch.randn(v, h, device=DEVICE, requires_grad=True)
+    target = torch.randint(v, (n,), device=DEVICE)
+    linear_cross_entropy(x, weight, target, chunk=32).backward()
+    held = functional.context(x.device, torch.float32).held_bytes()
+    assert 4 * 32 * v < held < 4 * n * v / 4, held
+
+
+def wrong_arguments():
+    x, weight, bias, target = problem(bias=True)
+    wrong = ((ValueError, "reduction is 'all'", dict(reduction="all")),
+             (ValueError, "x has the shape", dict(x=x[..., 1:])),
+             (ValueError, "target has the shape", dict(target=target.flatten())),
+             (ValueError, "bias has the shape", dict(bias=bias[1:])),
+             (ValueError, "token_weights has the shape", dict(token_weights=torch.ones(3, device=DEVICE))),
+             (ValueError, "class_weights has the shape", dict(class_weights=torch.ones(3, device=DEVICE))),
+             (ValueError, "weight is on meta", dict(weight=weight.detach().to("meta"))),
+             (TypeError, "x is torch.float64, where torch.bfloat16 or torch.float32 is needed", dict(x=x.double())),
+             (TypeError, "target is torch.float32", dict(target=target.float())),
+             (RuntimeError, "label_smoothing is 7", dict(label_smoothing=7.0)),
+             (RuntimeError, "temperature is -1", dict(temperature=-1.0)),
+             (RuntimeError, "a chunk of -1", dict(chunk=-1)),
+             (RuntimeError, "sampling acts on exponentials", dict(sampling=1.0, softcap=3.0)))
+    for kind, part, more in wrong:
+        given = {**dict(x=x, weight=weight, target=target, bias=bias), **more}
+        raises(kind, part, lambda: linear_cross_entropy(**given))
+    target[0, 0, 3] = V
+    if DEVICE == "cpu":
+        raises(RuntimeError, f"targets[3] is {V}", lambda: linear_cross_entropy(x, weight, target))
+    else:
+        assert linear_cross_entropy(x, weight, target).isnan()
+
+
+def the_module():
+    head = lce.LinearCrossEntropy(H, V, bias=True, device=DEVICE, label_smoothing=0.1)
+    x, _, _, target = problem()
+    close("loss", head(x, target), reference(x, head.weight, target, head.bias, label_smoothing=0.1), 5e-6)
+    close("sum", head(x, target, reduction="sum"), reference(x, head.weight, target, head.bias, label_smoothing=0.1,
+                                                             reduction="sum"), 5e-6)
+    assert torch.equal(head(x), F.linear(x, head.weight, head.bias))
+    assert list(head.state_dict()) == ["weight", "bias"]
+    again = torch.utils.checkpoint.checkpoint(lambda x: head(2 * x, target), x, use_reentrant=False)
+    close("checkpoint", torch.autograd.grad(again, x)[0], torch.autograd.grad(head(2 * x, target), x)[0], 1e-6)
+
+
+if __name__ == "__main__":
+    run((every_option_alone_and_all_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
+         any_upstream_gradient_and_twice, numerical_derivatives, only_needed_gradients, bf16, autocast, main_grad, torch_compile,
+         the_operator, log_probs_and_entropy, sampling, memory, wrong_arguments, the_module))

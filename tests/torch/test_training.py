@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""tools/torch in training: Hugging Face's models, DDP and FSDP2 on two ranks, the README's examples, and pip."""
+import copy
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+
+from setting import DEVICE, ROOT, close, raises, run, torch
+from tap import Skip
+
+if torch:
+    import torch.distributed as dist
+    import lce
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
+SIZES = dict(vocab_size=211, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=32)
+
+
+def model_of(kind, **more):
+    if not transformers:
+        raise Skip("there is no transformers")
+    torch.manual_seed(1)
+    sizes = SIZES if kind != "gpt2" else dict(vocab_size=211, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0,
+                                              embd_pdrop=0.0, attn_pdrop=0.0)
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **more})
+    return transformers.AutoModelForCausalLM.from_config(config).to(DEVICE)
+
+
+def batch_of(step):
+    """Tokens that can be learned; some labels do not count."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 211, (4, 1), generator=generator) + torch.arange(16) * torch.tensor([[1], [2], [3], [4]])
+    tokens = (tokens % 211).to(DEVICE)
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    return dict(input_ids=tokens, labels=labels)
+
+
+def curve(model, steps=50):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for step in range(steps):
+        batch = batch_of(step)
+        more = dict(num_items_in_batch=torch.tensor(59, device=DEVICE)) if step % 2 else {}
+        loss = model(**batch, **more).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def curves_are_equal(kind, **more):
+    model = model_of(kind, **more)
+    patched = lce.patch_transformers(copy.deepcopy(model), chunk=24)
+    want, got = curve(model), curve(patched)
+    assert want[-5:].mean() < 0.8 * want[:5].mean(), want
+    close(f"the losses of {kind}", got, want, 1e-4)
+
+
+def llama():
+    curves_are_equal("llama")
+
+
+def qwen():
+    curves_are_equal("qwen2", tie_word_embeddings=True)
+
+
+def all_models():
+    """Loss, gradients and calls of every kind that the patch takes."""
+    for kind in lce.modules.MODELS:
+        model = model_of(kind)
+        patched = lce.patch_transformers(copy.deepcopy(model))
+        batch = batch_of(0)
+        for more in ({}, dict(num_items_in_batch=7), dict(return_dict=False)):
+            results = []
+            for m in (model, patched):
+                m.zero_grad()
+                output = m(**batch, **more)
+                loss = output[0]
+                loss.backward()
+                results.append((loss, m.base_model.get_input_embeddings().weight.grad, m.get_output_embeddings().weight.grad))
+            for got, want in zip(results[1], results[0]):
+                close(f"{kind} {more}", got, want, 2e-5)
+        output = patched(**batch)
+        assert output.logits is None
+        assert torch.equal(patched(**batch, return_logits=True).logits, model(**batch).logits)
+        plain = patched(input_ids=batch["input_ids"])
+        assert plain.loss is None and torch.equal(plain.logits, model(input_ids=batch["input_ids"]).logits)
+        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        close("shift_labels", patched(batch["input_ids"], shift_labels=shifted).loss, output.loss, 1e-6)
+        assert torch.equal(patched.generate(batch["input_ids"], max_new_tokens=3, do_sample=False),
+                           model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False))
+        assert patched.state_dict().keys() == model.state_dict().keys()
+        with torch.no_grad():
+            close("evaluation", patched.eval()(**batch).loss, output.loss, 1e-6)
+    raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(patched))
+    gemma = model_of("gemma2", head_dim=8)
+    raises(TypeError, "a gemma2 model whose head is Linear cannot be patched", lambda: lce.patch_transformers(gemma))
+
+
+def compiled_model():
+    model = lce.patch_transformers(model_of("llama"))
+    batch = batch_of(0)
+    want = model(**batch, use_cache=False).loss
+    close("compiled", torch.compile(model, backend="aot_eager")(**batch, use_cache=False).loss, want, 1e-5)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------
+
+class Net(torch.nn.Module if torch else object):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.middle = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 16)
+        self.head = lce.LinearCrossEntropy(16, 64)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.middle(self.embedding(tokens[:, :-1]))), tokens[:, 1:])
+
+
+STEPS = 5
+
+
+def trained(net, loss_of, rank, ranks):
+    """The parameters after a few steps on this rank's part of the batches."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(STEPS):
+        tokens = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss_of(tokens.chunk(ranks)[rank]).backward()
+        optimizer.step()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+
+
+def rank_main(rank, ranks, port, way):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    mesh = dist.init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(5)
+    alone = lce.patch_transformers(model_of("llama")) if way == "patched" else Net()
+    net, counter = copy.deepcopy(alone), CommDebugMode()
+    head = net.get_output_embeddings() if way == "patched" else net.head
+
+    def loss_of(module):
+        return (lambda tokens: module(tokens, labels=tokens).loss) if way == "patched" else module
+    if way == "ddp":
+        module = torch.nn.parallel.DistributedDataParallel(net)
+    else:
+        fully_shard(head, mesh=mesh, reshard_after_forward=False)
+        module = fully_shard(net, mesh=mesh)
+    with counter:
+        got = trained(net, loss_of(module), rank, ranks)
+    gathers = sum(count for name, count in counter.get_comm_counts().items() if "all_gather" in str(name) or "allgather" in str(name))
+    wanted = 0 if way == "ddp" else 2 * STEPS + len(got)  # the head and the rest once a step, then every full_tensor
+    assert gathers == wanted, f"{gathers} gathers, not {wanted}: {counter.get_comm_counts()}"
+    for g, want in zip(got, trained(alone, loss_of(alone), 0, 1)):
+        close(way, g, want, 1e-5)
+    dist.destroy_process_group()
+
+
+def on_two_ranks(way):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(rank_main, (2, port, way), nprocs=2)
+
+
+def ddp():
+    on_two_ranks("ddp")
+
+
+def fsdp2():
+    on_two_ranks("fsdp2")
+
+
+def fsdp2_of_a_patched_model():
+    model_of("llama")
+    on_two_ranks("patched")
+
+
+# --- the package ------------------------------------------------------------------------------------------------
+
+def examples_of_the_readme():
+    text = open(os.path.join(ROOT, "tools", "torch", "README.md")).read()
+    examples, names = re.findall(r"```python\n(.*?)```", text, re.S), {}
+    assert len(examples) == 3
+    for example in examples:
+        if "transformers" in example and not transformers:
+            continue
+        exec(example, names)
+    assert names["x"].grad.norm() > 0 and names["weight"].grad.norm() > 0
+
+
+def pip_install():
+    """Into a folder, with a library that this machine's other CPUs could run, and a call from there."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index",
+                               "--target", folder, os.path.join(ROOT, "tools", "torch")],
+                              env={**os.environ, "LCE_MAKE": "CUDA=0"}, capture_output=True, text=True)
+        if "No module named" in done.stderr:
+            raise Skip(done.stderr.strip().splitlines()[-1])
+        assert done.returncode == 0, done.stdout + done.stderr
+        call = ("import torch, lce; x, w = torch.randn(3, 4), torch.randn(5, 4); print(lce.__file__); "
+                "print(lce.linear_cross_entropy(x, w, torch.arange(3)).isfinite().item())")
+        env = {name: value for name, value in os.environ.items() if name != "LCE_LIBRARY"}
+        told = subprocess.run([sys.executable, "-c", call], env={**env, "PYTHONPATH": folder}, cwd=folder,
+                              capture_output=True, text=True)
+        assert told.stdout.split() == [os.path.join(folder, "lce", "__init__.py"), "True"], told.stdout + told.stderr
+
+
+if __name__ == "__main__":
+    run((llama, qwen, all_models, compiled_model, ddp, fsdp2, fsdp2_of_a_patched_model, examples_of_the_readme, pip_install))
