@@ -15,6 +15,9 @@
 
 struct lce_context {
   Backend *backend;
+  BackendOps ops;            // lce_join: the backend's own, but for collectives
+  lce_collective collective; // the caller's, on the stream of the call
+  void *user, *stream;
   Backend *plan; // of the call being checked: a call that is refused leaves it behind
   bool queued;   // the call has begun to give the device work
   void *ids;     // the targets on the host, while they are checked
@@ -119,6 +122,49 @@ EXPORTED int64_t lce_held_bytes(const lce_context *context) {
   return context ? (int64_t)context->held_bytes : 0;
 }
 
+// --- ranks -------------------------------------------------------------------------------------------------
+
+static _Thread_local lce_context *active; // of the call in this thread
+
+static void exchange(Backend *backend, const Collective *a, lce_collective_kind kind) {
+  lce_context *c = active;
+  int dtype = a->x.dtype == DTYPE_F32 ? 0 : a->x.dtype == DTYPE_BF16 ? 1 : 2;
+  backend_precede(backend, c->stream);
+  if (c->collective(c->user, (int)kind, a->out.data, a->x.data, tensor_count(a->x), dtype))
+    fail("lce_linear_cross_entropy: the caller's collective failed on rank %d of %d", backend->rank,
+         backend->ranks);
+  backend_follow(backend, c->stream);
+}
+
+#define COLLECTIVE(name, kind)                                                                               \
+  static void name##_by_caller(Backend *backend, const Collective *a) {                                      \
+    exchange(backend, a, kind);                                                                              \
+  }
+COLLECTIVE(all_reduce, LCE_ALL_REDUCE)
+COLLECTIVE(reduce_scatter, LCE_REDUCE_SCATTER)
+COLLECTIVE(all_gather, LCE_ALL_GATHER)
+
+EXPORTED int lce_join(lce_context *context, int rank, int ranks, lce_collective collective, void *user) {
+  if (!there(context)) return 1;
+  enter();
+  if (setjmp(caller)) return leave(1);
+  if (rank < 0 || rank >= ranks || !collective)
+    fail("lce_join: rank %d of %d%s; ranks count from 0", rank, ranks,
+         collective ? "" : ", and collective is NULL");
+  Backend *backend = context->backend;
+  context->collective = collective;
+  context->user = user;
+  context->ops = *backend->ops;
+  context->ops.collectives_join = NULL; // nothing is left running
+  context->ops.all_reduce = all_reduce_by_caller;
+  context->ops.reduce_scatter = reduce_scatter_by_caller;
+  context->ops.all_gather = all_gather_by_caller;
+  backend->ops = &context->ops;
+  backend->rank = rank;
+  backend->ranks = ranks;
+  return leave(0);
+}
+
 // --- what a call may request  -------------------------------------------------------------------------------
 
 #define CALL "lce_linear_cross_entropy"
@@ -200,10 +246,14 @@ static LinearCrossEntropy checked_call(const lce_args *a, Dtype dtype, Tensor *i
                           .scale = a->scale,
                           .mean = a->mean,
                           .accumulate = a->accumulate};
-  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size;
+  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = a->rows ? a->rows : v;
+  if (a->rows) {
+    check_size("rows", a->rows);
+    c.shard = (VocabShard){.first = a->first_row, .vocab_size = v};
+  }
   const Argument tensors[] = {
       {"x", a->x, n, h, dtype, false, &c.x},
-      {"weight", a->weight, v, h, dtype, false, &c.weight},
+      {"weight", a->weight, rows_of_head, h, dtype, false, &c.weight},
       {"bias", a->bias, v, 0, dtype, false, &c.bias},
       {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, ids},
       {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c.terms.class_weights},
@@ -211,7 +261,7 @@ static LinearCrossEntropy checked_call(const lce_args *a, Dtype dtype, Tensor *i
       {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &c.entropy_weights},
       {"loss", a->loss, n, 0, DTYPE_F32, true, &c.loss},
       {"dx", a->dx, n, h, dtype, true, &c.dx},
-      {"dweight", a->dweight, v, h, DTYPE_F32, true, &c.dweight},
+      {"dweight", a->dweight, rows_of_head, h, DTYPE_F32, true, &c.dweight},
       {"dbias", a->dbias, v, 0, DTYPE_F32, true, &c.dbias},
       {"token_z_loss", a->token_z_loss, n, 0, DTYPE_F32, true, &c.outputs.z_loss},
       {"log_prob", a->log_prob, n, 0, DTYPE_F32, true, &c.outputs.log_prob},
@@ -273,7 +323,7 @@ static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
 }
 
 static void run(Backend *backend, LinearCrossEntropy call, Tensor ids) {
-  int64_t vocab_size = call.weight.shape[0];
+  int64_t vocab_size = call.shard.vocab_size ? call.shard.vocab_size : call.weight.shape[0];
   MemoryMark mark = memory_mark(&backend->memory);
   call.targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, ids.shape[0]);
   read_targets(backend, (ReadTargets){.targets = call.targets, .ids = ids, .vocab_size = vocab_size});
@@ -288,6 +338,7 @@ static size_t planned_bytes(lce_context *context, const LinearCrossEntropy *call
   const Backend *backend = context->backend;
   context->plan = plan_backend_create(backend->device, backend->dtype);
   context->plan->memory.advice = backend->memory.advice;
+  context->plan->ranks = backend->ranks;
   if (call->scale == 0) { // the tensors of gradients that are then dropped are checked too
     LinearCrossEntropy whole = *call;
     whole.scale = 1;
@@ -325,6 +376,8 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   const LinearCrossEntropy call = checked_call(args, backend->dtype, &ids);
   size_t bytes = planned_bytes(context, &call, ids);
   context->queued = true;
+  context->stream = args->stream;
+  active = context;
   backend_follow(backend, args->stream); // first of all: it refuses another device's thread
   if (bytes > backend->memory.stack_capacity) {
     backend_synchronize(backend); // earlier calls may still use the stack that goes

@@ -73,13 +73,15 @@ typedef struct {
   int32_t check_targets;                   // 1: refuse targets out of range; -1: do not; 0: on the CPU
   float scale;                             // of the gradients; 0 makes them 0, so say 1 for plain ones
   float label_smoothing, z_loss, softcap,
-      temperature;              // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
-  float sample;                 // the mass from which a tile is kept; 0: exact gradients
-  uint64_t sample_seed;         // of the draws, to be changed from call to call
-  const void *x;                // fp32/bf16 [N, H]
-  const void *weight;           // fp32/bf16 [V, H]
-  const void *bias;             // fp32/bf16 [V], or NULL
-  const void *targets;          // int32 or int64 [N], each in [0, V) or -100, which does not count
+      temperature;      // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
+  float sample;         // the mass from which a tile is kept; 0: exact gradients
+  uint64_t sample_seed; // of the draws, to be changed from call to call
+  int64_t first_row,
+      rows;            // lce_join: weight and dweight are rows [first_row, first_row + rows) of V; 0, 0: all
+  const void *x;       // fp32/bf16 [N, H]
+  const void *weight;  // fp32/bf16 [V, H]
+  const void *bias;    // fp32/bf16 [V], or NULL
+  const void *targets; // int32 or int64 [N], each in [0, V) or -100, which does not count
   const float *class_weights;   // [V], or NULL
   const float *token_weights;   // [N], or NULL: what each token's gradient is multiplied by
   const float *entropy_weights; // [N], or NULL: adds these times the entropies to what is differentiated
@@ -100,6 +102,23 @@ lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 
 // Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is fine.
 void lce_destroy(lce_context *context);
+
+// A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a rank gives to a
+// call are its own, as many as every other rank's, and so are its losses and dx; dweight is the sum over all ranks' tokens.
+// Of lce_args tokens, vocab_size (of the whole head), chunk, scale, the terms and which gradients are there must be the same
+// on all ranks. There is no materialized, mean, bias, softcap, entropy_weights, entropy, max_logit, correct or predicted.
+//
+// The ranks exchange data by `collective`, which the library calls in the same order on every rank, within a call's thread.
+// It works on the call's stream as a kernel launched there would, returns 0 when all went well, and must not longjmp or
+// throw. x has `count` elements, of a dtype that is 0 for fp32, 1 for bf16, 2 for int32:
+//   LCE_ALL_REDUCE      out [count] = the sum of all ranks' x; out may be x
+//   LCE_REDUCE_SCATTER  out [count / R] = the sum of all ranks' slice `rank` of x
+//   LCE_ALL_GATHER      out [count R] = the ranks' x one after the other
+typedef enum { LCE_ALL_REDUCE, LCE_REDUCE_SCATTER, LCE_ALL_GATHER } lce_collective_kind;
+typedef int (*lce_collective)(void *user, int kind, void *out, const void *x, int64_t count, int dtype);
+
+// Makes the context rank `rank` of `ranks`, before its first call. Returns 0, or 1 with lce_last_error.
+int lce_join(lce_context *context, int rank, int ranks, lce_collective collective, void *user);
 
 // Losses and the requested outputs, and those of the gradients that are given, with respect to x, weight and bias, of
 //

@@ -88,7 +88,7 @@ def ours(chunk, **options):
 
 def ours_held(x):
     """The bytes that lce.c's last call held, in memory that is not PyTorch's."""
-    return context(x.device, x.dtype).held_bytes()
+    return context(x.device, x.dtype, "").held_bytes()
 
 
 PEERS = [

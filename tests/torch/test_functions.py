@@ -246,7 +246,7 @@ def the_operator():
     """PyTorch's own checks of schema, fake kernel and compilation."""
     x, weight, bias, target = (None if t is None else t.detach() for t in problem(bias=True))
     for b, wanted in ((None, [False] * 4), (bias, [True] * 4), (None, [False, False, True, False])):
-        torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), None, None, None, torch.float32, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, wanted))
+        torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), None, None, None, torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, wanted))
 
 
 def log_probs_and_entropy():
@@ -297,7 +297,7 @@ def memory():
     x, weight = torch.randn(n, h, device=DEVICE, requires_grad=True), torch.randn(v, h, device=DEVICE, requires_grad=True)
     target = torch.randint(v, (n,), device=DEVICE)
     linear_cross_entropy(x, weight, target, chunk=32).backward()
-    held = functional.context(x.device, torch.float32).held_bytes()
+    held = functional.context(x.device, torch.float32, "").held_bytes()
     assert 4 * 32 * v < held < 4 * n * v / 4, held
 
 

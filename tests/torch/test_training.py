@@ -166,24 +166,76 @@ def rank_main(rank, ranks, port, way):
     dist.destroy_process_group()
 
 
-def on_two_ranks(way):
+def split_rank_main(rank, ranks, port):
+    """Each rank's tokens and rows of the head, against all tokens and the whole head."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    n, h, v = 21, 16, 100
+    torch.manual_seed(7)
+    x, weight = torch.randn(ranks * n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
+    target, upstream, tokens = torch.randint(v, (ranks * n,)), torch.randn(ranks * n), torch.rand(ranks * n)
+    target[::6] = -100
+    local = slice(rank * n, (rank + 1) * n)
+    terms = dict(label_smoothing=0.1, z_loss=0.01, temperature=0.7, class_weights=torch.rand(v), chunk=8)
+
+    def results(group, whole):
+        mine = slice(None) if whole else local
+        x_, weight_ = (t.detach().requires_grad_() for t in (x[mine], weight if whole else weight.chunk(ranks)[rank]))
+        for more in ({}, terms):
+            for reduction in ("sum", "none"):
+                if group:
+                    more = dict(more, group=group, vocab_size=v)
+                loss = lce.linear_cross_entropy(x_, weight_, target[mine], reduction=reduction, token_weights=tokens[mine], **more)
+                loss.backward(torch.tensor(0.3) if reduction == "sum" else upstream[mine])
+                if reduction == "none":
+                    yield "loss", loss, loss[local]
+                elif whole:
+                    yield "loss", loss, loss
+                else:
+                    dist.all_reduce(total := loss.detach().clone())
+                    yield "loss", total, total
+                yield "dx", x_.grad.clone(), x_.grad[local].clone()
+                yield "dweight", weight_.grad.clone(), weight_.grad.chunk(ranks)[rank].clone()
+        log_probs, _ = lce.linear_log_probs(x_, weight_, target[mine], 0.9, entropy=False, **(
+            dict(group=group, vocab_size=v) if group else {}))
+        x_.grad = None
+        weight_.requires_grad_(False)
+        (log_probs * upstream[mine]).sum().backward()
+        yield "log p", log_probs, log_probs[local]
+        yield "its dx", x_.grad, x_.grad[local]
+
+    for (what, got, _), (_, _, want) in zip(results(dist.group.WORLD, False), results(None, True), strict=True):
+        close(f"{what} on rank {rank} of {ranks}", got, want, 2e-5)
+    part, mine = weight.detach().chunk(ranks)[rank], (x[local].detach(), target[local])
+    raises(RuntimeError, "no bias, soft-cap", lambda: lce.linear_cross_entropy(mine[0], part, mine[1], group=dist.group.WORLD,
+                                                                              vocab_size=v))
+    raises(ValueError, "weight has the shape", lambda: lce.linear_cross_entropy(
+        mine[0], weight, mine[1], group=dist.group.WORLD, vocab_size=v, reduction="sum"))
+    dist.destroy_process_group()
+
+
+def on_ranks(main, ranks, *more):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (2, port, way), nprocs=2)
+    torch.multiprocessing.spawn(main, (ranks, port, *more), nprocs=ranks)
 
 
 def ddp():
-    on_two_ranks("ddp")
+    on_ranks(rank_main, 2, "ddp")
 
 
 def fsdp2():
-    on_two_ranks("fsdp2")
+    on_ranks(rank_main, 2, "fsdp2")
 
 
 def fsdp2_of_a_patched_model():
     model_of("llama")
-    on_two_ranks("patched")
+    on_ranks(rank_main, 2, "patched")
+
+
+def a_head_split_over_ranks():
+    for ranks in (2, 3):
+        on_ranks(split_rank_main, ranks)
 
 
 # --- the package ------------------------------------------------------------------------------------------------
@@ -217,4 +269,5 @@ def pip_install():
 
 
 if __name__ == "__main__":
-    run((llama, qwen, all_models, compiled_model, ddp, fsdp2, fsdp2_of_a_patched_model, examples_of_the_readme, pip_install))
+    run((llama, qwen, all_models, compiled_model, ddp, fsdp2, fsdp2_of_a_patched_model,
+         a_head_split_over_ranks, examples_of_the_readme, pip_install))

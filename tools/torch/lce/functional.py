@@ -4,26 +4,55 @@ A scalar loss has its gradients made in the forward pass, where they cost no log
 scales them. A loss per token keeps O(N), and its backward pass is one more call with the tokens' weights: dX could be scaled
 row by row once these are known, but dW could not.
 """
+import ctypes
 import functools
 import threading
+import traceback
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .library import Args, load
+from .library import KINDS, Args, Collective, load
 
 IGNORED = -100  # the library's
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class Context:
-    """The library's context of a device and dtype. One thread at a time may use it."""
+    """The library's context of a device, dtype and process group. One thread at a time may use it."""
 
-    def __init__(self, device, dtype):
+    def __init__(self, device, dtype, group_name):
         self.library, self.lock, self.device = load(), threading.Lock(), device
         with torch.cuda.device(device.index if device.type == "cuda" else -1):
             self.handle = self.library.lce_create(device.type.encode(), device.index or 0, DTYPES[dtype].encode())
         self.require(self.handle)
+        if group_name:
+            self.group = dist.distributed_c10d._resolve_process_group(group_name)
+            self.collective = Collective(self.exchange)  # kept: the library calls it
+            self.require(self.library.lce_join(self.handle, self.group.rank(), self.group.size(), self.collective, None) == 0)
+
+    def exchange(self, _, kind, out, x, count, dtype):
+        """The library's collectives, by torch.distributed."""
+        try:
+            dtype, ranks, kind = (torch.float32, torch.bfloat16, torch.int32)[dtype], self.group.size(), KINDS[kind]
+            shares = dict(all_reduce=count, reduce_scatter=count // ranks, all_gather=count * ranks)
+            out, x = self.tensor_at(out, shares[kind], dtype), self.tensor_at(x, count, dtype)
+            if kind == "all_reduce":
+                dist.all_reduce(out.copy_(x), group=self.group)
+            else:
+                (dist.reduce_scatter_tensor if kind == "reduce_scatter" else dist.all_gather_into_tensor)(out, x, self.group)
+            return 0
+        except Exception:
+            traceback.print_exc()
+            return 1
+
+    def tensor_at(self, address, count, dtype):
+        size = count * dtype.itemsize
+        if self.device.type == "cpu":
+            return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
+        memory = dict(shape=(size,), typestr="|u1", data=(address, False), version=3)
+        return torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": memory})(), device=self.device).view(dtype)
 
     def require(self, succeeded):
         if not succeeded:
@@ -46,8 +75,8 @@ context = functools.lru_cache(None)(Context)
 
 # --- the operator -----------------------------------------------------------------------------------------------
 
-def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, dtype, label_smoothing, z_loss, softcap,
-         temperature, chunk, sampling, mean, wanted):
+def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, dtype, group, vocab_size, label_smoothing,
+         z_loss, softcap, temperature, chunk, sampling, mean, wanted):
     """The tensors of `empty`, filled: what lce_linear_cross_entropy computes in `dtype` with a scale of 1."""
     def dense(t, dtype=torch.float32):
         return None if t is None else t.detach().to(dtype).contiguous()
@@ -57,8 +86,9 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     token_z_loss = torch.empty_like(loss) if z_loss else None
     entropy, dx, dweight, dbias = (t if w else None for t, w in zip(rest, wanted))
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
-    context(x.device, dtype)(
-        tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=weight.shape[0], chunk=chunk, mean=mean, scale=1,
+    lce = context(x.device, dtype, group)
+    lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size or weight.shape[0],
+        **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
         sample_seed=seed, targets_int64=target.dtype == torch.int64, x=dense(x, dtype), weight=dense(weight, dtype),
         bias=dense(bias, dtype), targets=target.contiguous(), class_weights=dense(class_weights),
@@ -67,6 +97,13 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     if z_loss:
         loss += token_z_loss
     return results
+
+
+def shard_of(group, vocab_size):
+    """This rank's rows of a head, as torch.chunk and DTensor's Shard(0) cut it."""
+    part = -(-vocab_size // group.size())
+    first = min(vocab_size, part * group.rank())
+    return dict(first_row=first, rows=min(part, vocab_size - first))
 
 
 def empty(x, weight, dtype, wanted):
@@ -81,7 +118,7 @@ def empty(x, weight, dtype, wanted):
 operator = torch.library.custom_op(
     "lce::linear_cross_entropy", call, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
-           "Tensor? class_weights, ScalarType dtype, float label_smoothing, float z_loss, float softcap, float temperature, "
+           "Tensor? class_weights, ScalarType dtype, str group, SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, "
            "SymInt chunk, float sampling, bool mean, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 operator.register_fake(lambda x, weight, *more: empty(x, weight, more[5], more[-1]))
 
@@ -179,13 +216,16 @@ class PerToken(torch.autograd.Function):
 
 # --- functions --------------------------------------------------------------------------------------------------
 
-def prepared(x, weight, bias, target, ignore_index, token_weights=None, class_weights=None):
-    """The tensors with one axis of tokens, and the dtype to compute in; or a sentence about what cannot be right."""
+def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights=None, class_weights=None):
+    """The tensors with one axis of tokens, and the first options; or a sentence about what cannot be right."""
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x has the shape {list(x.shape)} and weight {list(weight.shape)}; [..., H] and [V, H] are needed")
-    tokens, vocab = x.shape[:-1], weight.shape[:1]
+    tokens, vocab, rows = x.shape[:-1], weight.shape[:1], weight.shape[0]
+    if group is not None:
+        vocab = (vocab_size or rows * group.size(),)
+        rows = shard_of(group, vocab[0])["rows"]
     floats = {torch.float32, torch.bfloat16}
-    for name, t, shape, dtypes in (("x", x, x.shape, floats), ("weight", weight, weight.shape, floats),
+    for name, t, shape, dtypes in (("x", x, x.shape, floats), ("weight", weight, (rows, x.shape[-1]), floats),
                                    ("target", target, tokens, {torch.int32, torch.int64}), ("bias", bias, vocab, floats),
                                    ("token_weights", token_weights, tokens, floats),
                                    ("class_weights", class_weights, vocab, floats)):
@@ -207,12 +247,13 @@ def prepared(x, weight, bias, target, ignore_index, token_weights=None, class_we
     if ignore_index != IGNORED:
         target = torch.where(target == ignore_index, IGNORED, target)
     flat = None if token_weights is None else token_weights.reshape(-1)
-    return (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), flat, class_weights), dtype
+    tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), flat, class_weights)
+    return tensors, (dtype, group.group_name if group is not None else "", vocab[0])
 
 
 def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0,
                          z_loss=0.0, softcap=0.0, temperature=1.0, token_weights=None, class_weights=None, chunk=0,
-                         sampling=0.0):
+                         sampling=0.0, group=None, vocab_size=None):
     """cross_entropy(x @ weight.T + bias, target) without the logits of all tokens.
 
     With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0: none), lse = logsumexp(v):
@@ -225,6 +266,11 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient is always kept
     (kernels/liblce.h); 0: exact; torch.manual_seed repeats the draws.
 
+    group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight is this
+    rank's part, of vocab_size rows in all (None: all parts are equal), and class_weights is of all. Every rank gives its own
+    tokens, as many as the others, and gets their losses and dx; dweight sums over all ranks' tokens. All ranks make the same
+    calls, backward passes too; a "sum" has the same upstream gradient on all. There is no "mean", bias or softcap.
+
     Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
     parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
     "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call.
@@ -233,22 +279,23 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
-    tensors, dtype = prepared(x, weight, bias, target, ignore_index, token_weights, class_weights)
-    options = (dtype, label_smoothing, z_loss, softcap, temperature, chunk, sampling)
+    tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights, class_weights)
+    options = (*first, label_smoothing, z_loss, softcap, temperature, chunk, sampling)
     if reduction == "none":
         return PerToken.apply(*tensors, options, False)[0].view(target.shape)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:3])
     return Reduced.apply(*tensors, options, reduction == "mean", needs)
 
 
-def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=-100, chunk=0, entropy=True):
+def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=-100, chunk=0, entropy=True,
+                     group=None, vocab_size=None):
     """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature), of target's shape, in fp32.
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
     They are 0 where the target is ignore_index. An entropy needs logits in fp32, a chunk at a time, and so does its gradient:
-    entropy=False returns None for it and is faster. The other arguments: linear_cross_entropy.
+    entropy=False returns None for it and is faster, and a group has none. The other arguments: linear_cross_entropy.
     """
-    tensors, dtype = prepared(x, weight, bias, target, ignore_index)
-    options = (dtype, 0.0, 0.0, softcap, temperature, chunk, 0.0)
+    tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size)
+    options = (*first, 0.0, 0.0, softcap, temperature, chunk, 0.0)
     loss, entropies = PerToken.apply(*tensors, options, entropy)
     return -loss.view(target.shape), entropies.view(target.shape) if entropy else None

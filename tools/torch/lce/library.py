@@ -1,7 +1,7 @@
 """liblce.so in ctypes: lce_args and the functions of kernels/liblce.h. Needs nothing but Python."""
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
 TENSORS = ("x", "weight", "bias", "targets", "class_weights", "token_weights", "entropy_weights", "loss", "dx", "dweight",
            "dbias", "token_z_loss", "log_prob", "logsumexp", "entropy", "max_logit", "correct", "predicted")
@@ -12,11 +12,16 @@ class Args(ctypes.Structure):
     _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
                 [(name, c_int32) for name in ("materialized", "mean", "accumulate", "targets_int64", "check_targets")] +
                 [(name, c_float) for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature", "sample")] +
-                [("sample_seed", c_uint64)] +
+                [("sample_seed", c_uint64), ("first_row", c_int64), ("rows", c_int64)] +
                 [(name, c_void_p) for name in (*TENSORS, "stream")])
 
 
+# int collective(user, kind, out, x, count, dtype), and the names of its kinds.
+Collective = CFUNCTYPE(c_int, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int)
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+
 FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(None, c_void_p),
+                 lce_join=(c_int, c_void_p, c_int, c_int, Collective, c_void_p),
                  lce_linear_cross_entropy=(c_int, c_void_p, POINTER(Args)), lce_synchronize=(c_int, c_void_p),
                  lce_held_bytes=(c_int64, c_void_p), lce_last_error=(c_char_p,))
 
