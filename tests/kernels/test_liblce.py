@@ -14,12 +14,13 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 FOLDER = os.path.join("build", "library-cpu")
 sys.path[:0] = [os.path.join(ROOT, "tools", "torch", "lce"), os.path.join(ROOT, "tests")]
 import tap  # noqa: E402
-from library import Args, load  # noqa: E402
+from library import KINDS, Args, Collective, load  # noqa: E402
 from tap import Skip  # noqa: E402
 
 golden = json.load(open(os.path.join(ROOT, "tests", "golden", "loss.json")))
@@ -153,6 +154,64 @@ def targets_out_of_range(lce):
         got["loss"][1] = 0
         assert all(got[what] == want[what] for what in ("loss", "dx", "dweight"))
     lce.lce_destroy(context)
+
+
+class Ranks:
+    """Threads as ranks: each leaves its part at a barrier, and takes what it needs from all."""
+
+    def __init__(self, lce, size):
+        self.size, self.parts, self.barrier = size, [None] * size, threading.Barrier(size)
+        self.contexts = [lce.lce_create(b"cpu", 0, b"fp32") for _ in range(size)]
+        self.collectives = [Collective(functools.partial(self.exchange, rank)) for rank in range(size)]
+        for rank, context in enumerate(self.contexts):
+            assert lce.lce_join(context, rank, size, self.collectives[rank], None) == 0
+
+    def exchange(self, rank, _, kind, out, x, count, dtype):
+        word = ctypes.c_int32 if dtype == 2 else ctypes.c_float
+        self.parts[rank] = list((word * count).from_address(x))
+        self.barrier.wait()
+        if KINDS[kind] == "all_gather":
+            result = sum(self.parts, [])
+        else:
+            result = [sum(parts) for parts in zip(*self.parts)]
+        if KINDS[kind] == "reduce_scatter":
+            result = result[rank * count // self.size:(rank + 1) * count // self.size]
+        self.barrier.wait()
+        (word * len(result)).from_address(out)[:] = result
+        return 0
+
+
+def a_head_split_over_ranks(lce):
+    """Each rank gives its tokens and its rows of W; a collective that fails is told."""
+    case, size = case_named("label smoothing"), 3
+    ranks, n, rows = Ranks(lce, size), -(-N // size), -(-V // size)
+    more = size * n - N  # tokens that do not count, so that all ranks have as many
+    targets, x, got = targets_of(case) + array.array("i", [-100] * more), golden["x"] + [0] * more * H, [None] * size
+
+    def work(rank):
+        first = rank * rows
+        count = min(rows, V - first)
+        t = dict(x=floats(x[rank * n * H:(rank + 1) * n * H]), targets=targets[rank * n:(rank + 1) * n],
+                 weight=floats(golden["weight"][first * H:(first + count) * H]), loss=floats([9] * n),
+                 dx=floats([9] * n * H), dweight=floats([9] * count * H))
+        args = Args(tokens=n, hidden_size=H, vocab_size=V, first_row=first, rows=count, chunk=2, scale=case["scale"],
+                    label_smoothing=case["label_smoothing"], **{name: address(elements) for name, elements in t.items()})
+        got[rank] = t if lce.lce_linear_cross_entropy(ranks.contexts[rank], args) == 0 else lce.lce_last_error()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for turn in ("start", "join"):
+        for thread in threads:
+            getattr(thread, turn)()
+    for what in ("loss", "dx", "dweight"):
+        all_ranks = [number for t in got for number in t[what]]
+        close(what, all_ranks[:len(case[what])], case[what])
+    failing = Collective(lambda *_: 1)
+    assert lce.lce_join(ranks.contexts[0], 0, 2, failing, None) == 0
+    work(0)
+    assert got[0] == b"lce_linear_cross_entropy: the caller's collective failed on rank 0 of 2", got[0]
+    assert lce.lce_join(ranks.contexts[0], 2, 2, failing, None) == 1 and b"rank 2 of 2" in lce.lce_last_error()
+    for context in ranks.contexts:
+        lce.lce_destroy(context)
 
 
 def errors_come_back(lce):
@@ -303,7 +362,7 @@ def streams_of_the_caller(_):
 
 
 TESTS = (same_as_pytorch, every_field_arrives, targets_out_of_range, sampling_is_unbiased, one_gradient_alone,
-         errors_come_back, refusals_leave_nothing_behind, contexts_are_independent, streams_of_the_caller)
+         a_head_split_over_ranks, errors_come_back, refusals_leave_nothing_behind, contexts_are_independent, streams_of_the_caller)
 
 
 if __name__ == "__main__":

@@ -238,8 +238,17 @@ def torch_compile():
         results.append((log_probs, entropy, *torch.autograd.grad((log_probs - 2 * entropy).sum(), (x, weight))))
     for got, want in zip(*results):
         close("linear_log_probs", got, want, 1e-6)
+    for reduction in ("mean", "none"):  # any number of tokens, by one compilation
+        torch._dynamo.reset()
+        compiled = torch.compile(loss_of(reduction), fullgraph=True, backend="aot_eager", dynamic=True)
+        for n in (5, 9):
+            x, y = torch.randn(n, H, device=DEVICE, requires_grad=True), torch.randint(V, (n,), device=DEVICE)
+            with torch._dynamo.config.patch(error_on_recompile=n == 9):
+                got, want = compiled(x, weight, y, None), loss_of(reduction)(x, weight, y, None)
+            close("dynamic", got, want, 1e-6)
+            close("dynamic dx", torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(want.sum(), x)[0], 1e-6)
     with torch.autocast(DEVICE, torch.bfloat16):
-        torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")(x, weight, target).backward()
+        torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")(x, weight, y).backward()
 
 
 def the_operator():

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """tools/torch in training: Hugging Face's models, DDP and FSDP2 on two ranks, the README's examples, and pip."""
 import copy
+import inspect
+import math
 import os
 import re
 import socket
@@ -99,6 +101,10 @@ def all_models():
         assert torch.equal(patched.generate(batch["input_ids"], max_new_tokens=3, do_sample=False),
                            model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False))
         assert patched.state_dict().keys() == model.state_dict().keys()
+        assert inspect.signature(patched.forward) == inspect.signature(model.forward)
+        again = copy.deepcopy(patched)
+        again.get_output_embeddings().weight.data.zero_()
+        assert abs(again(**batch).loss.item() - math.log(211)) < 1e-5 and again(**batch).logits is None
         with torch.no_grad():
             close("evaluation", patched.eval()(**batch).loss, output.loss, 1e-6)
     raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(patched))
@@ -195,10 +201,10 @@ def split_rank_main(rank, ranks, port):
                     yield "loss", total, total
                 yield "dx", x_.grad.clone(), x_.grad[local].clone()
                 yield "dweight", weight_.grad.clone(), weight_.grad.chunk(ranks)[rank].clone()
-        log_probs, _ = lce.linear_log_probs(x_, weight_, target[mine], 0.9, entropy=False, **(
-            dict(group=group, vocab_size=v) if group else {}))
         x_.grad = None
         weight_.requires_grad_(False)
+        log_probs, _ = lce.linear_log_probs(x_, weight_, target[mine], 0.9, entropy=False, **(
+            dict(group=group, vocab_size=v) if group else {}))
         (log_probs * upstream[mine]).sum().backward()
         yield "log p", log_probs, log_probs[local]
         yield "its dx", x_.grad, x_.grad[local]

@@ -40,8 +40,10 @@ class Context:
             out, x = self.tensor_at(out, shares[kind], dtype), self.tensor_at(x, count, dtype)
             if kind == "all_reduce":
                 dist.all_reduce(out.copy_(x), group=self.group)
+            elif kind == "reduce_scatter":
+                dist.reduce_scatter_tensor(out, x, group=self.group)
             else:
-                (dist.reduce_scatter_tensor if kind == "reduce_scatter" else dist.all_gather_into_tensor)(out, x, self.group)
+                dist.all_gather_into_tensor(out, x, group=self.group)
             return 0
         except Exception:
             traceback.print_exc()

@@ -32,28 +32,30 @@ def patch_transformers(model, **options):
     labels is as before. The head's parameters, names and hooks stay, so checkpoints, DDP and FSDP are as before; patch
     before fully_shard. options: keywords of linear_cross_entropy.
     """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
     kind, head = getattr(model.config, "model_type", None), model.get_output_embeddings()
     if kind not in MODELS or type(head) is not torch.nn.Linear:
         raise TypeError(f"a {kind} model whose head is {type(head).__name__} cannot be patched; {', '.join(MODELS)} with "
                         f"an nn.Linear can")
+    original = type(model).forward
+
+    @functools.wraps(original)  # whose signature trainers look at
+    def forward(self, *args, labels=None, shift_labels=None, num_items_in_batch=None, return_logits=False, **kwargs):
+        if labels is None and shift_labels is None:
+            return original(self, *args, **kwargs)
+        as_tuple = kwargs.pop("return_dict", None) is False
+        outputs, head = self.base_model(*args, **kwargs), self.get_output_embeddings()
+        hidden = outputs.last_hidden_state
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+        loss = head(hidden, shift_labels.to(hidden.device), reduction="mean" if num_items_in_batch is None else "sum")
+        if num_items_in_batch is not None:
+            loss = loss / num_items_in_batch
+        outputs = CausalLMOutputWithPast(loss=loss, logits=head(hidden) if return_logits else None,
+                                         past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
+                                         attentions=outputs.attentions)
+        return outputs.to_tuple() if as_tuple else outputs
+
     head.__class__, head.options = LinearCrossEntropy, options
-    model.forward = types.MethodType(functools.wraps(type(model).forward)(forward), model)
+    model.forward = types.MethodType(forward, model)
     return model
-
-
-def forward(self, *args, labels=None, shift_labels=None, num_items_in_batch=None, return_logits=False, **kwargs):
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-    if labels is None and shift_labels is None:
-        return type(self).forward(self, *args, **kwargs)
-    as_tuple = kwargs.pop("return_dict", None) is False
-    outputs, head = self.base_model(*args, **kwargs), self.get_output_embeddings()
-    hidden = outputs.last_hidden_state
-    if shift_labels is None:
-        shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
-    loss = head(hidden, shift_labels.to(hidden.device), reduction="mean" if num_items_in_batch is None else "sum")
-    if num_items_in_batch is not None:
-        loss = loss / num_items_in_batch
-    outputs = CausalLMOutputWithPast(loss=loss, logits=head(hidden) if return_logits else None,
-                                     past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
-                                     attentions=outputs.attentions)
-    return outputs.to_tuple() if as_tuple else outputs
