@@ -54,7 +54,9 @@ if wants tests; then
     LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/kernels/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
   done
   # Builds liblce.so with CUDA before it runs.
-  run test_liblce.py 570 tests/run tests/kernels/test_liblce.py && row test_liblce.py "$(tail -n 1 "$OUT/test_liblce.py.log")"
+  for program in kernels/test_liblce.py pytorch/test_{functions,training}.py; do
+    run "${program#*/}" 570 tests/run "tests/$program" && row "$program" "$(tail -n 1 "$OUT/${program#*/}.log")"
+  done
 fi
 
 if wants sanitizer; then
