@@ -7,14 +7,16 @@ sys.path[:0] = [os.path.join(ROOT, *parts) for parts in (("tools", "torch"), ("t
 import tap  # noqa: E402
 import test_liblce  # noqa: E402
 
+DEVICE = "cpu"
 try:
     import torch
     torch.manual_seed(1)
     torch.set_num_threads(2)
-    GPU = torch.cuda.is_available()
-    os.environ["LCE_LIBRARY"] = (test_liblce.build(os.path.join("build", "library")) if GPU else
-                                 test_liblce.build(test_liblce.FOLDER, "CUDA=0", "MPI=0"))
-    DEVICE = "cuda" if GPU else "cpu"
+    if torch.cuda.is_available():
+        DEVICE = "cuda"
+        os.environ["LCE_LIBRARY"] = test_liblce.build(os.path.join("build", "library"))
+    else:
+        os.environ["LCE_LIBRARY"] = test_liblce.build(test_liblce.FOLDER, "CUDA=0", "MPI=0")
 except ImportError:
     torch = None
 
@@ -26,7 +28,8 @@ def run(tests):
 
 
 def close(what, got, want, most):
-    """The largest difference, as a share of the largest wanted value."""
+    """The largest difference, as a share of the largest wanted value; `most` is the CPU's, and a GPU's exp is coarser."""
+    most *= 20 if DEVICE == "cuda" else 1
     assert got.shape == want.shape, f"{what} has the shape {list(got.shape)}, not {list(want.shape)}"
     got, want = got.detach().double(), want.detach().double()
     off, size = (got - want).abs().max().item(), want.abs().max().item()
