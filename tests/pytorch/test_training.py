@@ -211,6 +211,12 @@ def split_rank_main(rank, ranks, port):
 
     for (what, got, _), (_, _, want) in zip(results(dist.group.WORLD, False), results(None, True), strict=True):
         close(f"{what} on rank {rank} of {ranks}", got, want, 2e-5)
+    mesh = dist.init_device_mesh("cpu", (ranks,))
+    shard = dist.tensor.distribute_tensor(weight.detach(), mesh, [dist.tensor.Shard(0)])
+    raises(TypeError, "weight is a DTensor", lambda: lce.linear_cross_entropy(x, shard, target))
+    same = [lce.linear_cross_entropy(x[local], w, target[local], group=mesh.get_group(), vocab_size=v, reduction="sum")
+            for w in (shard.to_local(), weight.chunk(ranks)[rank])]
+    assert torch.equal(*same)
     part, mine = weight.detach().chunk(ranks)[rank], (x[local].detach(), target[local])
     raises(RuntimeError, "no bias, soft-cap", lambda: lce.linear_cross_entropy(mine[0], part, mine[1], group=dist.group.WORLD,
                                                                               vocab_size=v))

@@ -233,6 +233,8 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_wei
                                    ("class_weights", class_weights, vocab, floats)):
         if t is None:
             continue
+        if hasattr(t, "to_local"):
+            raise TypeError(f"{name} is a DTensor; call the module whose hooks gather it, or give to_local() with its group")
         if t.shape != shape:
             raise ValueError(f"{name} has the shape {list(t.shape)}, where {list(shape)} is needed")
         if t.dtype not in dtypes:

@@ -28,7 +28,11 @@ FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(
 
 def load(path=None):
     """The library with its functions declared: `path`, else LCE_LIBRARY, else the one beside this file."""
-    lce = ctypes.CDLL(path or os.environ.get("LCE_LIBRARY") or os.path.join(os.path.dirname(__file__), "liblce.so"))
+    path = path or os.environ.get("LCE_LIBRARY") or os.path.join(os.path.dirname(__file__), "liblce.so")
+    try:
+        lce = ctypes.CDLL(path)
+    except OSError as error:
+        raise OSError(f"{error}; pip install ./tools/torch builds the library, and LCE_LIBRARY names one") from None
     for name, (result, *arguments) in FUNCTIONS.items():
         function = getattr(lce, name)
         function.restype, function.argtypes = result, arguments
