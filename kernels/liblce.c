@@ -223,7 +223,8 @@ static void check_apart(const Argument *a, const Argument *b) {
 }
 
 // A call of the layer, checked but for what its entry points check, without its targets; `ids` are the targets given.
-static LinearCrossEntropy checked_call(const lce_args *a, Dtype dtype, Tensor *ids) {
+static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend, Tensor *ids) {
+  Dtype dtype = backend->dtype;
   if (!a) fail(CALL ": args must be there");
   check_size("tokens", a->tokens);
   check_size("hidden_size", a->hidden_size);
@@ -249,6 +250,9 @@ static LinearCrossEntropy checked_call(const lce_args *a, Dtype dtype, Tensor *i
   int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = a->rows ? a->rows : v;
   if (a->rows) {
     check_size("rows", a->rows);
+    if (a->rows != v && backend->ranks == 1)
+      fail(CALL ": weight is %lld rows of %lld, and no other rank has the rest; call lce_join first",
+           (long long)a->rows, (long long)v);
     c.shard = (VocabShard){.first = a->first_row, .vocab_size = v};
   }
   const Argument tensors[] = {
@@ -373,7 +377,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
     return leave(1);
   }
   Tensor ids = {0};
-  const LinearCrossEntropy call = checked_call(args, backend->dtype, &ids);
+  const LinearCrossEntropy call = checked_call(args, backend, &ids);
   size_t bytes = planned_bytes(context, &call, ids);
   context->queued = true;
   context->stream = args->stream;

@@ -73,15 +73,14 @@ typedef struct {
   int32_t check_targets;                   // 1: refuse targets out of range; -1: do not; 0: on the CPU
   float scale;                             // of the gradients; 0 makes them 0, so say 1 for plain ones
   float label_smoothing, z_loss, softcap,
-      temperature;      // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
-  float sample;         // the mass from which a tile is kept; 0: exact gradients
-  uint64_t sample_seed; // of the draws, to be changed from call to call
-  int64_t first_row,
-      rows;            // lce_join: weight and dweight are rows [first_row, first_row + rows) of V; 0, 0: all
-  const void *x;       // fp32/bf16 [N, H]
-  const void *weight;  // fp32/bf16 [V, H]
-  const void *bias;    // fp32/bf16 [V], or NULL
-  const void *targets; // int32 or int64 [N], each in [0, V) or -100, which does not count
+      temperature;              // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
+  float sample;                 // the mass from which a tile is kept; 0: exact gradients
+  uint64_t sample_seed;         // of the draws, to be changed from call to call
+  int64_t first_row, rows;      // what weight and dweight are of the head's V rows (lce_join); 0, 0: all
+  const void *x;                // fp32/bf16 [N, H]
+  const void *weight;           // fp32/bf16 [V, H]
+  const void *bias;             // fp32/bf16 [V], or NULL
+  const void *targets;          // int32 or int64 [N], each in [0, V) or -100, which does not count
   const float *class_weights;   // [V], or NULL
   const float *token_weights;   // [N], or NULL: what each token's gradient is multiplied by
   const float *entropy_weights; // [N], or NULL: adds these times the entropies to what is differentiated

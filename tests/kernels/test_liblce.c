@@ -339,6 +339,9 @@ static void test_wrong_arguments(void **state) {
   REFUSED("a chunk of -1", a.chunk = -1);
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1));
   REFUSED("a bias has a gradient where weight has one", a.bias = a.x);
+  REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
+  REFUSED("rows is -1", a.rows = -1);
+  REFUSED("3 rows from 1 on are no part of a vocabulary of 3", (a.first_row = 1, a.rows = 3));
   REFUSED("label_smoothing is 7", a.label_smoothing = 7);
   REFUSED("softcap is -1", a.softcap = -1);
   REFUSED("temperature is -1", a.temperature = -1);

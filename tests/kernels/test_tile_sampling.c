@@ -272,7 +272,8 @@ static void test_repeats(void **state) {
   check_bitwise_equal(h, "loss", plain.loss, p.call.loss);
   forward.dweight = (Tensor){0};
   linear_cross_entropy(h->backend, forward);
-  check_bitwise_equal(h, "dx alone", forward.dx, p.call.dx);
+  check_values(h, "dx alone", forward.dx, values_of(h, p.call.dx),
+               of_size(within_stored(h, 8, (double)c.vocab), 0.5));
   forward.dx = (Tensor){0};
   linear_cross_entropy(h->backend, forward);
   check_values(h, "stats of the forward pass", forward.sampling.stats, (double[]){0, 0, 0}, within(0, 1));

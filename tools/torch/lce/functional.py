@@ -116,12 +116,13 @@ def empty(x, weight, dtype, wanted):
                                                   for (shape, d), w in zip(shapes, wanted))
 
 
-# An operator, opaque to torch.compile; its tag keeps calls that sample apart.
+# Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate.
 operator = torch.library.custom_op(
-    "lce::linear_cross_entropy", call, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,),
+    "lce::linear_cross_entropy", call, mutates_args=(),
+    tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)],
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
-           "Tensor? class_weights, ScalarType dtype, str group, SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, "
-           "SymInt chunk, float sampling, bool mean, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+           "Tensor? class_weights, ScalarType dtype, str group, SymInt vocab_size, float label_smoothing, float z_loss, "
+           "float softcap, float temperature, SymInt chunk, float sampling, bool mean, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 operator.register_fake(lambda x, weight, *more: empty(x, weight, more[5], more[-1]))
 
 
@@ -135,11 +136,7 @@ def gradients_wanted(needs, bias, sampling):
 
 
 def gradients_of(ctx, token_weights, entropy_weights=None, mean=False):
-    x, weight, bias, target, weights, class_weights = ctx.saved_tensors
-    if token_weights is None or weights is None:
-        token_weights = weights if token_weights is None else token_weights
-    else:
-        token_weights = token_weights * weights
+    x, weight, bias, target, _, class_weights = ctx.saved_tensors
     wanted = gradients_wanted(ctx.needs_input_grad, bias, ctx.options[-1])
     return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, *ctx.options, mean,
                     [False, *wanted])[2:]
@@ -187,10 +184,10 @@ class Reduced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        gradients = ctx.gradients
+        gradients = ctx.gradients or gradients_of(ctx, ctx.saved_tensors[4], None, ctx.mean)
         if not torch.compiler.is_compiling():
             ctx.gradients = None
-        return returned(ctx, gradients or gradients_of(ctx, None, None, ctx.mean), upstream)
+        return returned(ctx, gradients, upstream)
 
 
 class PerToken(torch.autograd.Function):
@@ -213,6 +210,8 @@ class PerToken(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if of_loss is None:
             of_loss = torch.zeros_like(of_entropy)
+        weights = ctx.saved_tensors[4]
+        of_loss = of_loss if weights is None else of_loss * weights
         return returned(ctx, gradients_of(ctx, of_loss, of_entropy if ctx.want_entropy else None))
 
 
