@@ -387,7 +387,7 @@ static size_t peak_with(const char *job, const char *change, DeviceKind device) 
 
 // Everything that the sentence offers is a command line that is accepted and fits. Returns how many changes it offers.
 static int follow_advice(const char *job, DeviceKind device, size_t usable) {
-  char line[1024], advice[1024], *rest = NULL;
+  char line[1024], advice[1024];
   snprintf(line, sizeof line, "%s", job);
   Options o = options_of_device(line, device);
   const char *text = requirement_on(device, &o, usable);
@@ -405,7 +405,9 @@ static int follow_advice(const char *job, DeviceKind device, size_t usable) {
     return 0;
   }
   int count = 0;
-  for (char *change = strtok_r(advice, ",", &rest); change; change = strtok_r(NULL, ",", &rest), count++) {
+  for (char *change = advice, *next; change; change = next, count++) {
+    next = strstr(change, ", --"); // commas of --offload are followed by no space
+    if (next) *next++ = 0;
     char *end = strstr(change, " needs "), *fits = strstr(change, " fits");
     assert_true(end || fits);
     *(end ? end : fits) = 0;
