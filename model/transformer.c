@@ -20,6 +20,7 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/integers.h"
 
 const char *recompute_name(Recompute recompute) {
   static const char *const names[RECOMPUTE_COUNT] = {"none", "elementwise", "mlp", "layer"};
@@ -35,8 +36,9 @@ typedef struct {
   Model *model;
   const Batch *batch;
   Recompute recompute;
-  bool accumulate; // the parameters' gradients
-  int64_t rows;    // N
+  int64_t mlp_chunk; // 0: all rows
+  bool accumulate;   // the parameters' gradients
+  int64_t rows;      // N
   AttentionShape heads;
   const KeyValueCache *cache; // of the `past` tokens before the batch's, or NULL
   int64_t past;
@@ -252,48 +254,9 @@ static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
 }
 
 // All but the last matmul.
-static void layer_forward_inner(const Pass *p, const Layer *w, const LayerState *s) {
-  run_norm(p, &s->norm1, s->input, &w->norm1);
-  make_qkv(p, w, s);
-  attend(p, w, s);
-  project(p, s->middle, s->attention, &w->out, s->input, none);
+static void mlp_block(const Pass *p, const Layer *w, const LayerState *s) {
   run_norm(p, &s->norm2, s->middle, &w->norm2);
   mlp_up(p, w, s);
-}
-
-// Pushes the whole state. Popping to marks[r] drops what r recomputes.
-static void push_state(const Pass *p, LayerState *s, MemoryMark marks[RECOMPUTE_COUNT]) {
-  const Memory *memory = &p->backend->memory;
-  marks[RECOMPUTE_LAYER] = memory_mark(memory);
-  push_kept(p, s);
-  marks[RECOMPUTE_MLP] = memory_mark(memory);
-  push_pre_activation(p, s);
-  marks[RECOMPUTE_ELEMENTWISE] = memory_mark(memory);
-  s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
-  push_mlp_elementwise(p, s);
-  marks[RECOMPUTE_NONE] = memory_mark(memory);
-}
-
-// From s->input to s->output; of the rest stays on the stack what p->recompute keeps.
-static void layer_forward(const Pass *p, const Layer *w, LayerState *s) {
-  MemoryMark marks[RECOMPUTE_COUNT];
-  push_state(p, s, marks);
-  layer_forward_inner(p, w, s);
-  project(p, s->output, s->activation, &w->down, s->middle, none);
-  memory_pop_to(&p->backend->memory, marks[p->recompute]);
-}
-
-// norm2's output and the activation, from middle and pre-activation; at RECOMPUTE_MLP the pre-activation too.
-static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
-  if (p->recompute == RECOMPUTE_MLP) push_pre_activation(p, s);
-  push_mlp_elementwise(p, s);
-  run_norm(p, &s->norm2, s->middle, &w->norm2);
-  if (p->recompute == RECOMPUTE_MLP)
-    mlp_up(p, w, s);
-  else if (p->model->config.gated_mlp)
-    swiglu_forward(p->backend, (SwigluForward){.out = s->activation, .gate_up = s->pre_activation});
-  else
-    gelu_forward(p->backend, (GeluForward){.out = s->activation, .x = s->pre_activation});
 }
 
 // dr: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed any more.
@@ -307,6 +270,85 @@ static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr
                     (SwigluBackward){.dgate_up = dpre, .dout = dactivation, .gate_up = s->pre_activation});
   project_backward(p, dnorm2, dpre, s->norm2.out, &w->up, none);
   run_norm_backward(p, &s->norm2, dr, dnorm2, s->middle, &w->norm2, true);
+}
+
+// The rows of the MLP's part of a state.
+static LayerState mlp_rows(const LayerState *s, int64_t first, int64_t count) {
+  LayerState part = {.middle = tensor_rows(s->middle, first, count),
+                     .norm2.rstd = tensor_rows(s->norm2.rstd, first, count)};
+  if (tensor_exists(s->norm2.mean)) part.norm2.mean = tensor_rows(s->norm2.mean, first, count);
+  return part;
+}
+
+// Under RECOMPUTE_LAYER: from middle to output or, where dr is there, mlp_backward, and nothing stays on the stack.
+static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Tensor dr) {
+  Memory *memory = &p->backend->memory;
+  int64_t chunk = p->mlp_chunk ? p->mlp_chunk : p->rows;
+  for (int64_t first = 0; first < p->rows; first += chunk) {
+    Pass part = *p;
+    part.rows = min_i64(chunk, p->rows - first);
+    part.accumulate |= first > 0;
+    LayerState state = mlp_rows(s, first, part.rows);
+    MemoryMark mark = memory_mark(memory);
+    push_pre_activation(&part, &state);
+    push_mlp_elementwise(&part, &state);
+    mlp_block(&part, w, &state);
+    if (tensor_exists(dr))
+      mlp_backward(&part, w, &state, tensor_rows(dr, first, part.rows));
+    else
+      project(&part, tensor_rows(s->output, first, part.rows), state.activation, &w->down, state.middle,
+              none);
+    memory_pop_to(memory, mark);
+  }
+}
+
+static void attention_block(const Pass *p, const Layer *w, const LayerState *s) {
+  run_norm(p, &s->norm1, s->input, &w->norm1);
+  make_qkv(p, w, s);
+  attend(p, w, s);
+  project(p, s->middle, s->attention, &w->out, s->input, none);
+}
+
+// From s->input to s->middle.
+static void push_attention_block(const Pass *p, const Layer *w, LayerState *s) {
+  push_kept(p, s);
+  s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
+  attention_block(p, w, s);
+}
+
+// From s->input to s->output. What p->recompute keeps stays on the stack.
+static void layer_forward(const Pass *p, const Layer *w, LayerState *s) {
+  Memory *memory = &p->backend->memory;
+  MemoryMark marks[RECOMPUTE_COUNT] = {[RECOMPUTE_LAYER] = memory_mark(memory)};
+  if (p->recompute == RECOMPUTE_LAYER) {
+    push_attention_block(p, w, s);
+    mlp_in_chunks(p, w, s, none);
+  } else {
+    push_kept(p, s);
+    marks[RECOMPUTE_MLP] = memory_mark(memory);
+    push_pre_activation(p, s);
+    marks[RECOMPUTE_ELEMENTWISE] = memory_mark(memory);
+    s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
+    push_mlp_elementwise(p, s);
+    marks[RECOMPUTE_NONE] = memory_mark(memory);
+    attention_block(p, w, s);
+    mlp_block(p, w, s);
+    project(p, s->output, s->activation, &w->down, s->middle, none);
+  }
+  memory_pop_to(memory, marks[p->recompute]);
+}
+
+// norm2's output and the activation, from middle and pre-activation; at RECOMPUTE_MLP the pre-activation too.
+static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
+  if (p->recompute == RECOMPUTE_MLP) push_pre_activation(p, s);
+  push_mlp_elementwise(p, s);
+  run_norm(p, &s->norm2, s->middle, &w->norm2);
+  if (p->recompute == RECOMPUTE_MLP)
+    mlp_up(p, w, s);
+  else if (p->model->config.gated_mlp)
+    swiglu_forward(p->backend, (SwigluForward){.out = s->activation, .gate_up = s->pre_activation});
+  else
+    gelu_forward(p->backend, (GeluForward){.out = s->activation, .x = s->pre_activation});
 }
 
 // dr: in, the gradient of the layer's middle; out, that of its input.
@@ -344,15 +386,15 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
 static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
   Memory *memory = &p->backend->memory;
   bool recompute_parts = p->recompute == RECOMPUTE_ELEMENTWISE || p->recompute == RECOMPUTE_MLP;
-  MemoryMark marks[RECOMPUTE_COUNT];
-  if (p->recompute == RECOMPUTE_LAYER) {
-    push_state(p, s, marks);
-    layer_forward_inner(p, w, s);
-  }
   MemoryMark mark = memory_mark(memory);
-  if (recompute_parts) recompute_mlp(p, w, s);
-  mlp_backward(p, w, s, dr);
-  memory_pop_to(memory, mark);
+  if (p->recompute == RECOMPUTE_LAYER) {
+    push_attention_block(p, w, s);
+    mlp_in_chunks(p, w, s, dr);
+  } else {
+    if (recompute_parts) recompute_mlp(p, w, s);
+    mlp_backward(p, w, s, dr);
+    memory_pop_to(memory, mark);
+  }
   attention_block_backward(p, w, s, dr, recompute_parts);
   memory_pop_to(memory, mark);
 }
@@ -438,6 +480,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                        float scale, bool accumulate, Tensor loss) {
   Pass p = pass_begin(backend, model, batch);
   p.recompute = options->recompute;
+  p.mlp_chunk = options->mlp_chunk;
   p.accumulate = accumulate && !options->hooks.overwrite;
   Memory *memory = &backend->memory;
   const GradHooks *hooks = &options->hooks;
@@ -541,6 +584,7 @@ static Tensor forward_only(Pass *p) {
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss) {
   Pass p = pass_begin(backend, model, batch);
+  p.mlp_chunk = options->mlp_chunk;
   MemoryMark bottom = memory_mark(&backend->memory);
   Norm norm = final_norm(&p, forward_only(&p));
   linear_cross_entropy(backend, (LinearCrossEntropy){.mode = options->mode,

@@ -44,6 +44,7 @@ typedef struct {
   LceMode mode;
   int64_t chunk;
   Recompute recompute;
+  int64_t mlp_chunk; // tokens of the MLP at a time, under RECOMPUTE_LAYER and in evaluation; 0: all
   float label_smoothing, z_loss; // of training; see LossTerms
   TileSampling sampling;         // of training in the fused mode
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each

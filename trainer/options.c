@@ -180,6 +180,9 @@ const Option options_rows[] = {
     {CHOICE("recompute", "WHAT", recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
      .flags = SETTING | TRAINING,
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
+    {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 1, MAX), .flags = SETTING | TRAINING,
+     HELP("With --recompute layer: compute the MLP for so many tokens at a time (default all), which long sequences need "
+          "less memory for; its weights' gradients are then added up chunk by chunk")},
     {TEXT("offload", "LIST", offload), .flags = TRAINING,
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
           "moments), activations (the layers' inputs; with --recompute layer); the same bits, in less memory "
@@ -404,6 +407,8 @@ static void resolve_job(Options *o) {
     o->eval_batches = o->sample_every = 0;
   }
   o->chunk_given = o->lce_chunk > 0;
+  if (o->mlp_chunk && o->recompute != RECOMPUTE_LAYER && !o->eval_only)
+    fail("--mlp-chunk drops a chunk's activations before the next one: add --recompute layer");
   check_loss(o);
   resolve_offload(o);
 }

@@ -65,6 +65,7 @@ typedef struct {
   bool on_cuda;         // once the dtypes are resolved
   ParameterDtypes dtypes;
   Recompute recompute;
+  int64_t mlp_chunk;   // 0: all tokens at once
   const char *offload; // as given; NULL: nothing
   // output
   const char *log, *timeline, *dump;

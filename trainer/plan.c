@@ -27,7 +27,7 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   if (!options->eval_only) {
     int64_t count;
     trainer_step(&trainer, NULL, 0);
-    trainer_sample(&trainer, NULL, 1, 0, &count);
+    if (options->sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
   trainer_validate(&trainer, NULL, 1);
   if (options->save && !options->eval_only) shards_plan_read(&trainer.model.parameters, backend);

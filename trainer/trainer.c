@@ -60,6 +60,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
                  .transformer = {.mode = options->mode,
                                  .chunk = options->lce_chunk,
                                  .recompute = options->recompute,
+                                 .mlp_chunk = options->mlp_chunk,
                                  .label_smoothing = (float)options->label_smoothing,
                                  .z_loss = (float)options->z_loss,
                                  .sampling.full_mass = (float)options->lce_sample}};

@@ -414,6 +414,29 @@ static void test_modes_agree(void **state) {
     }
 }
 
+// The MLP in chunks, which need not divide the tokens: the weights' gradients are summed in another order, in less memory.
+static void test_mlp_chunks(void **state) {
+  (void)state;
+  for (int f = 0; f < FAMILIES; f++)
+    for (int64_t chunk = 1; chunk <= 21; chunk += 4) {
+      Case *c = case_open(families[f](), 3, 7, 5);
+      Ledger *ledger = &c->h->backend->memory.ledger;
+      TransformerOptions options = options_of(LCE_FUSED, 8, RECOMPUTE_LAYER);
+      ledger_reset_peak(ledger);
+      train_once(c, options, 0.25f);
+      size_t whole = ledger->highest[MEMORY_ACTIVATIONS];
+      double **want = gradients_of(c), *want_loss = values_of(c->h, c->loss);
+      c->loss = poisoned_vector(c->h, DTYPE_F32, c->rows);
+      options.mlp_chunk = chunk;
+      ledger_reset_peak(ledger);
+      train_once(c, options, 0.25f);
+      check_values(c->h, "loss", c->loss, want_loss, within(32, 1));
+      check_gradients_agree(c, want);
+      assert_true(chunk > 13 || ledger->highest[MEMORY_ACTIVATIONS] < whole);
+      case_close(c);
+    }
+}
+
 static void assert_all_zero(const char *what, const double *values, int64_t count) {
   for (int64_t i = 0; i < count; i++)
     if (values[i] != 0) fail_msg("%s: element %lld is %g", what, (long long)i, values[i]);
@@ -531,6 +554,7 @@ int main(void) {
       cmocka_unit_test(test_gradients_qwen),
       cmocka_unit_test(test_recompute),
       cmocka_unit_test(test_recompute_saves),
+      cmocka_unit_test(test_mlp_chunks),
       cmocka_unit_test(test_modes_agree),
       cmocka_unit_test(test_all_ignored),
       cmocka_unit_test(test_ignored_memory),

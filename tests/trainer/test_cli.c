@@ -134,6 +134,8 @@ static void test_wrong_words(void **state) {
 static void test_impossible_combinations(void **state) {
   (void)state;
   static const Refusal refusals[] = {
+      {"--mlp-chunk 8 --recompute mlp",
+       "--mlp-chunk drops a chunk's activations before the next one: add --recompute layer"},
       {"--offload activations", "from which all else is computed again: add --recompute layer"},
       {"--offload optimizer --num-layers 10000 --hidden-size 65536", "of this machine's memory and "},
       {"--fused-lce --materialized-logits", "--fused-lce and --materialized-logits exclude each other"},

@@ -67,6 +67,9 @@ static void test_plan_equals_run(void **state) {
       for (int recompute = 0; recompute < RECOMPUTE_COUNT; recompute++)
         for (int mode = 0; mode < 2; mode++)
           check_plan(models[m], jobs[j], (LceMode)mode, (Recompute)recompute);
+  check_plan(LLAMA, "--batch 5 --seq-len 49 --mlp-chunk 60", LCE_FUSED, RECOMPUTE_LAYER);
+  check_plan(GPT2, "--batch 5 --seq-len 49 --mlp-chunk 7 --total-batch 490", LCE_MATERIALIZED,
+             RECOMPUTE_LAYER);
 }
 
 static void test_ragged_chunks(void **state) {
