@@ -66,7 +66,12 @@ static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[
   return rank == 1 ? flat : tensor_reshape_2d(flat, shape[0], shape[1]);
 }
 
-enum { HOST_NONE = 0, HOST_MATRICES = 1 << GROUP_MATRICES, HOST_ALL = (1 << GROUP_COUNT) - 1 };
+enum {
+  HOST_NONE = 0,
+  HOST_HEAD = 1 << GROUP_HEAD,
+  HOST_MATRICES = 1 << GROUP_MATRICES,
+  HOST_ALL = (1 << GROUP_COUNT) - 1
+};
 
 // A slab on the device and, for the groups in `host`, one in the host's memory; groups[g] becomes the flat tensor of
 // group g.
@@ -126,7 +131,8 @@ Tensor parameters_layer_buffer(const Parameters *p, Tensor buffer, int64_t layer
   return tensor_rows(buffer, layer % 2 * p->spread.layer, p->spread.layer);
 }
 
-static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GROUP_COUNT], bool offload) {
+static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GROUP_COUNT],
+                              unsigned offload) {
   int64_t made[GROUP_COUNT], summed[GROUP_COUNT];
   for (int g = 0; g < GROUP_COUNT; g++) {
     made[g] = p->group_elements[g];
@@ -137,15 +143,16 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
     int64_t two = p->spread.before_layers + 2 * p->spread.layer;
     if (made[GROUP_MATRICES] > two) made[GROUP_MATRICES] = two;
   }
-  bool buffered = offload && p->spread.zero < 2;
-  reserve_role(memory, "gradients", MEMORY_GRADIENTS, buffered ? HOST_MATRICES : HOST_NONE, made, grad,
-               p->grad);
+  bool buffered = offload & OFFLOAD_GRADIENTS && p->spread.zero < 2;
+  int head = offload & OFFLOAD_HEAD ? HOST_HEAD : HOST_NONE;
+  reserve_role(memory, "gradients", MEMORY_GRADIENTS, head | (buffered ? HOST_MATRICES : HOST_NONE), made,
+               grad, p->grad);
   if (buffered)
     p->layer_grads =
         reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, grad[GROUP_MATRICES]);
   if (p->spread.zero < 2) return;
-  reserve_role(memory, "summed gradients", MEMORY_GRADIENTS, offload ? HOST_ALL : HOST_NONE, summed, grad,
-               p->grad_shard);
+  reserve_role(memory, "summed gradients", MEMORY_GRADIENTS,
+               offload & OFFLOAD_GRADIENTS ? HOST_ALL : HOST_NONE, summed, grad, p->grad_shard);
   p->grad_shard[GROUP_HEAD] = (Tensor){0};
 }
 
@@ -194,9 +201,11 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   if (parameters->spread.split_head_weights) whole_groups[GROUP_HEAD] = shard[GROUP_HEAD];
   cut_buckets(parameters, grad);
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
+  parameters->head_on_host = d.offload & OFFLOAD_HEAD;
+  int head = parameters->head_on_host ? HOST_HEAD : HOST_NONE;
   int state_on_host = d.offload & OFFLOAD_OPTIMIZER ? HOST_ALL : HOST_NONE;
-  reserve_role(memory, "weights", MEMORY_WEIGHTS, weights_on_host ? HOST_MATRICES : HOST_NONE, whole_groups,
-               weight, parameters->value);
+  reserve_role(memory, "weights", MEMORY_WEIGHTS, head | (weights_on_host ? HOST_MATRICES : HOST_NONE),
+               whole_groups, weight, parameters->value);
   if (weights_on_host)
     parameters->layer_values =
         reserve_layers(parameters, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
@@ -204,7 +213,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     reserve_role(memory, "master weights", MEMORY_MASTER_WEIGHTS, state_on_host, shard, master,
                  parameters->master);
   if (!d.frozen) {
-    reserve_gradients(parameters, memory, grad, d.offload & OFFLOAD_GRADIENTS);
+    reserve_gradients(parameters, memory, grad, d.offload);
     reserve_role(memory, "first moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->m);
     reserve_role(memory, "second moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->v);
   }

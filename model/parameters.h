@@ -42,6 +42,8 @@ enum {
   OFFLOAD_GRADIENTS = 1 << 1,
   OFFLOAD_OPTIMIZER = 1 << 2,   // master weights and moments, of all groups
   OFFLOAD_ACTIVATIONS = 1 << 3, // the layers' inputs, under RECOMPUTE_LAYER
+  OFFLOAD_HEAD =
+      1 << 4, // the head's weights and gradients, which are on the device while the loss is computed
 };
 
 typedef struct {
@@ -78,6 +80,7 @@ typedef struct Parameters {
   Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
   // The double buffers on the device, two layers of GROUP_MATRICES; absent where value or grad is not offloaded.
   Tensor layer_values, layer_grads;
+  bool head_on_host;
 } Parameters;
 
 // Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.

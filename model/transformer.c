@@ -451,6 +451,32 @@ static void send_grads(const Pass *p, int64_t l) {
                               .x = parameters_layer_buffer(w, w->layer_grads, l)});
 }
 
+// The rows of an offloaded head, on the stack until the caller pops them; others as they are.
+static Tensor fetch_head(const Pass *p, Tensor head) {
+  if (!p->model->parameters.head_on_host) return head;
+  Tensor here = memory_push_2d(&p->backend->memory, "head on the device", MEMORY_WEIGHTS, head.dtype,
+                               head.shape[0], head.shape[1]);
+  copy_in(p->backend, (Copy){.out = tensor_flat(here), .x = tensor_flat(head)});
+  copies_join(p->backend, 0, 0);
+  return here;
+}
+
+static Tensor fetch_head_grad(const Pass *p, bool accumulate) {
+  Tensor grad = p->model->head.grad;
+  if (!p->model->parameters.head_on_host) return grad;
+  Tensor here = memory_push_2d(&p->backend->memory, "head's gradients on the device", MEMORY_GRADIENTS,
+                               grad.dtype, grad.shape[0], grad.shape[1]);
+  if (accumulate) copy_in(p->backend, (Copy){.out = tensor_flat(here), .x = tensor_flat(grad)});
+  copies_join(p->backend, 0, 0);
+  return here;
+}
+
+static void send_head_grad(const Pass *p, Tensor here) {
+  if (!p->model->parameters.head_on_host) return;
+  copy_out(p->backend, (Copy){.out = tensor_flat(p->model->head.grad), .x = tensor_flat(here)});
+  copies_join(p->backend, 0, 0); // its place on the stack is needed
+}
+
 // The input of the last layer stays on the device.
 static bool input_leaves(const Pass *p, Tensor inputs, int64_t l) {
   return tensor_exists(inputs) && l >= 0 && l < p->model->config.num_hidden_layers - 1;
@@ -508,6 +534,8 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   MemoryMark top = memory_mark(memory);
   Norm norm = final_norm(&p, stream);
   Tensor dnorm = push_gradient(&p, "d final norm", hidden_size);
+  MemoryMark below_head = memory_mark(memory);
+  Tensor head = fetch_head(&p, model_head_shard(model)), dhead = fetch_head_grad(&p, accumulate);
   linear_cross_entropy(
       backend, (LinearCrossEntropy){.mode = options->mode,
                                     .chunk = options->chunk,
@@ -518,15 +546,17 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                                               .softcap = softcap_of(model)},
                                     .sampling = options->mode == LCE_FUSED ? options->sampling : exact,
                                     .dx = dnorm,
-                                    .dweight = model->head.grad,
+                                    .dweight = dhead,
                                     .x = norm.out,
-                                    .weight = model_head_shard(model),
+                                    .weight = head,
                                     .shard = model->shard,
                                     .targets = batch->targets,
                                     .rows = batch->rows,
                                     .counted = batch->counted,
                                     .scale = scale,
                                     .accumulate = accumulate});
+  send_head_grad(&p, dhead);
+  memory_pop_to(memory, below_head);
   // The embedding's gradient is also a tied head's: added to it here, or by the hook after it is reduced.
   bool tied = model->config.tie_word_embeddings, by_hook = tied && hooks->add_embedding_grads;
   if (tied && model->shard.vocab_size && !by_hook) fail("internal: a split, tied head needs GradHooks");
@@ -592,7 +622,7 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                                                      .loss = loss,
                                                      .terms = {.softcap = softcap_of(model)},
                                                      .x = norm.out,
-                                                     .weight = model->head.value,
+                                                     .weight = fetch_head(&p, model->head.value),
                                                      .targets = batch->targets,
                                                      .rows = batch->rows,
                                                      .counted = batch->counted});
@@ -633,7 +663,8 @@ void transformer_logits(Backend *backend, Model *model, const Batch *batch, cons
     Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
                                    backend->dtype, rows.shape[0], model->config.hidden_size);
     gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
-    linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = model->head.value});
+    Tensor head = fetch_head(&p, model->head.value);
+    linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = head});
   }
   memory_pop_to(&backend->memory, bottom);
 }

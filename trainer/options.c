@@ -180,13 +180,13 @@ const Option options_rows[] = {
     {CHOICE("recompute", "WHAT", recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
      .flags = SETTING | TRAINING,
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
-    {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 1, MAX), .flags = SETTING | TRAINING,
-     HELP("With --recompute layer: compute the MLP for so many tokens at a time (default all), which long sequences need "
+    {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+     HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), which long sequences need "
           "less memory for; its weights' gradients are then added up chunk by chunk")},
     {TEXT("offload", "LIST", offload), .flags = TRAINING,
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
-          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in less memory "
-          "of the device and more time")},
+          "moments), activations (the layers' inputs; with --recompute layer), head (its weights and gradients, but "
+          "while the loss is computed); the same bits, in less memory of the device and more time")},
     {TEXT("attention", "WHICH", attention), .choices = "auto, own or cudnn", DEFAULT("auto"),
      HELP("own, cudnn or auto; cuda only")},
     {FLAG("plain-loops", plain_loops, true), HELP("CPU: GEMMs by plain loops, to compare with")},
@@ -361,17 +361,20 @@ static void check_loss(const Options *o) {
          softcap);
 }
 
-static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations"};
+static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations", "head"};
+enum { OFFLOADS = sizeof offload_names / sizeof *offload_names };
 
 static void resolve_offload(Options *o) {
   o->dtypes.offload = 0;
   for (const char *at = o->offload; at && !o->eval_only;) {
     size_t length = strcspn(at, ",");
     int which = 0;
-    while (which < 4 && (strlen(offload_names[which]) != length || strncmp(at, offload_names[which], length)))
+    while (which < OFFLOADS &&
+           (strlen(offload_names[which]) != length || strncmp(at, offload_names[which], length)))
       which++;
-    if (which == 4)
-      fail("--offload %s: give one or more of weights, gradients, optimizer and activations, with commas "
+    if (which == OFFLOADS)
+      fail("--offload %s: give one or more of weights, gradients, optimizer, activations and head, with "
+           "commas "
            "between them",
            o->offload);
     o->dtypes.offload |= 1u << which;

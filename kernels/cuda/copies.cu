@@ -49,12 +49,12 @@ static void wait_for(cudaStream_t later, CudaCopies::Queue *queue, int64_t behin
   cuda_check(cudaStreamWaitEvent(later, done, 0), "queueing a wait");
 }
 
-static void copy(CudaState *state, CudaCopies::Queue *queue, const Copy *a, cudaMemcpyKind kind) {
+static void copy(CudaState *state, CudaCopies::Queue *queue, const Copy *a) {
   CudaCopies *c = state->copies;
   cuda_check(cudaEventRecord(c->before, state->stream), "recording an event");
   cuda_check(cudaStreamWaitEvent(queue->stream, c->before, 0), "queueing a wait");
   if (a->after_out) wait_for(queue->stream, &c->out, 0);
-  cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), kind, queue->stream),
+  cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), cudaMemcpyDefault, queue->stream),
              "copying between the host and the device");
   cuda_check(cudaEventRecord(queue->done[queue->count++ % CudaCopies::EVENTS], queue->stream),
              "recording an event");
@@ -63,13 +63,13 @@ static void copy(CudaState *state, CudaCopies::Queue *queue, const Copy *a, cuda
 void cuda_copy_in(Backend *backend, const Copy *a) {
   CudaState *state = cuda_state(backend);
   if (!state->copies) create(state);
-  copy(state, &state->copies->in, a, cudaMemcpyHostToDevice);
+  copy(state, &state->copies->in, a);
 }
 
 void cuda_copy_out(Backend *backend, const Copy *a) {
   CudaState *state = cuda_state(backend);
   if (!state->copies) create(state);
-  copy(state, &state->copies->out, a, cudaMemcpyDeviceToHost);
+  copy(state, &state->copies->out, a);
 }
 
 void cuda_copies_join(Backend *backend, int64_t in, int64_t out) {

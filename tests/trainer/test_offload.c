@@ -65,13 +65,10 @@ static void outcome_free(Outcome *out) {
 }
 
 static void check_model(const char *backend, const char *model, bool activations) {
-  static const char *const lists[] = {"weights",
-                                      "gradients",
-                                      "optimizer",
-                                      "weights,gradients",
-                                      "weights,gradients,optimizer",
-                                      "activations",
-                                      "activations,weights,gradients,optimizer"};
+  static const char *const lists[] = {"weights",           "gradients",
+                                      "optimizer",         "head",
+                                      "weights,gradients", "weights,gradients,optimizer,head",
+                                      "activations",       "activations,weights,gradients,optimizer,head"};
   Outcome base, got;
   if (!run_all(&base, backend, model, "")) return;
   for (size_t i = 0; i < sizeof lists / sizeof *lists - (activations ? 0 : 2); i++) {

@@ -266,21 +266,29 @@ static void zero_levels_train_the_same(void **state) {
 static void offloading_changes_no_bit(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
-  for (int zero = 0; zero <= 2; zero++) {
-    char plain[32], moved[32], resumed[32], options[1024];
-    snprintf(plain, sizeof plain, "plain-%d", zero);
-    snprintf(moved, sizeof moved, "moved-%d", zero);
-    snprintf(resumed, sizeof resumed, "resumed-%d", zero);
-    const char *job = LLAMA TEXT "--num-layers 5 --recompute layer --save-every 2";
-    snprintf(options, sizeof options, "%s --zero %d", job, zero);
-    run_job(2, plain, options);
-    snprintf(options, sizeof options, "%s --zero %d --offload weights,gradients,optimizer,activations", job,
-             zero);
-    run_job(2, moved, options);
+  static const struct {
+    int ranks;
+    const char *spread, *then;
+  } ways[] = {{0, "", "optimizer"},
+              {2, "", "gradients,weights"},
+              {2, "--zero 1", "optimizer"},
+              {2, "--zero 2", "head"},
+              {2, "--zero 1 --vocab-parallel", "gradients,weights"}};
+  for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+    char plain[32], moved[32], resumed[32], job[512], options[1024];
+    snprintf(plain, sizeof plain, "plain-%zu", i);
+    snprintf(moved, sizeof moved, "moved-%zu", i);
+    snprintf(resumed, sizeof resumed, "resumed-%zu", i);
+    snprintf(job, sizeof job, LLAMA TEXT "--num-layers 5 --recompute layer --save-every 2 %s",
+             ways[i].spread);
+    run_job(ways[i].ranks, plain, job);
+    snprintf(options, sizeof options, "%s --offload weights,gradients,optimizer,activations,head", job);
+    run_job(ways[i].ranks, moved, options);
+    check_same_bits(plain, moved, 2);
     check_same_bits(plain, moved, STEPS);
-    snprintf(options, sizeof options, "--resume %s --zero %d --recompute layer --offload %s",
-             checkpoint_of(moved, 2), zero, zero ? "optimizer" : "gradients,weights");
-    run_job(2, resumed, options);
+    snprintf(options, sizeof options, "--resume %s %s --recompute layer --offload %s",
+             checkpoint_of(moved, 2), ways[i].spread, ways[i].then);
+    run_job(ways[i].ranks, resumed, options);
     check_same_bits(plain, resumed, STEPS);
   }
 }
