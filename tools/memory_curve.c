@@ -341,6 +341,7 @@ static void describe(Curve *c, const Run *r) {
     curve_set(c, "master", "%s", o->dtypes.master ? "fp32" : "none");
     curve_set(c, "recompute", "%s", recompute_name(o->recompute));
     curve_set(c, "attention", "%s", o->attention);
+    if (o->offload) curve_set(c, "offload", "%s", o->offload);
   }
   curve_set(c, "vocab", "%lld", (long long)m->vocab_size);
   curve_set(c, "hidden", "%lld", (long long)m->hidden_size);
@@ -415,13 +416,21 @@ static void timeline(Run *r) {
   }
   Timeline t = {0};
   for (int i = points.count - 1; i >= 0; i--) timeline_record(&t, &r->e, &points.readings[i].point);
+  if (o->dtype == DTYPE_BF16)
+    timeline_add_fp32(&t, (size_t)(o->batch * o->seq_len * o->model.vocab_size) * sizeof(uint16_t));
   describe(&settings, r);
+  printf("%s\n", curve_caption(&settings).text);
+  timeline_compare(&t, r->recipe);
   snprintf(csv, sizeof csv, "%s/timeline.csv", r->out);
   timeline_write(&t, &settings, csv);
-  printf("wrote %s\n", csv);
-  draw(r, "timeline.png", picture_timeline(&t, &settings));
+  printf("\nwrote %s\n", csv);
+  draw(r, "timeline.png", picture_timeline(&t, &settings, r->recipe));
   timeline_free(&t);
   curve_free(&points);
+}
+
+static const Recipe *recipe_of(const Curve *settings) {
+  return recipe_named(curve_is(settings, "recipe", "none") ? NULL : curve_setting(settings, "recipe").text);
 }
 
 // Redraws what the folder holds.
@@ -431,14 +440,11 @@ static void redraw(const Run *r) {
   Timeline t;
   snprintf(path, sizeof path, "%s/curve.csv", r->out);
   bool any = curve_read(&curve, path) && curve.count;
-  if (any)
-    draw_curve(
-        r, &curve,
-        recipe_named(curve_is(&curve, "recipe", "none") ? NULL : curve_setting(&curve, "recipe").text));
+  if (any) draw_curve(r, &curve, recipe_of(&curve));
   curve_free(&curve);
   snprintf(path, sizeof path, "%s/timeline.csv", r->out);
   if (timeline_read(&t, &settings, path)) {
-    draw(r, "timeline.png", picture_timeline(&t, &settings));
+    draw(r, "timeline.png", picture_timeline(&t, &settings, recipe_of(&settings)));
     timeline_free(&t);
   } else if (!any) {
     fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", r->out);
@@ -458,7 +464,7 @@ int main(int argc, char **argv) {
   } else {
     choose_device(&r);
     path_make_folders("out", r.out);
-    if (!r.timeline) sweep(&r);
+    if (!r.timeline && !(r.recipe && !r.recipe->sweeps[0].values)) sweep(&r);
     if (r.timeline || (r.recipe && r.recipe->timeline)) timeline(&r);
   }
   options_free(&r.options);

@@ -1,5 +1,6 @@
 // Memory curves: figures worked out by hand, plan against ledger, pictures looked at pixel by pixel, a sweep
 // that is killed, and every refusal.
+#include "base/text.h"
 #include "kernels/linear_cross_entropy.h"
 #include "tests/data_files.h"
 #include "tests/png.h"
@@ -223,11 +224,11 @@ static void recipes_plan(void **state) {
   (void)state;
   Output list = train("--list-recipes");
   assert_int_equal(list.status, 0);
-  static const int points[] = {10, 16, 39, 8, 8};
-  static const char *const names[] = {"llama3-8b-32k", "tokens-81920", "chunk-sweep", "gemma2-2b",
-                                      "batch-512"};
-  assert_null(RECIPES[5].name);
-  for (int i = 0; i < 5; i++) {
+  static const int points[] = {0, 0, 16, 39, 8, 8}; // 0: a timeline
+  static const char *const names[] = {"llama3-8b-32k", "llama3-8b-4x20480", "tokens-81920",
+                                      "chunk-sweep",   "gemma2-2b",         "batch-512"};
+  assert_null(RECIPES[6].name);
+  for (int i = 0; i < 6; i++) {
     const Recipe *r = &RECIPES[i];
     assert_string_equal(r->name, names[i]);
     assert_says(list.out, r->name);
@@ -238,6 +239,7 @@ static void recipes_plan(void **state) {
     assert_says(o.out, r->source);
     assert_says(o.out, r->says);
     output_free(&o);
+    if (!points[i]) continue;
     Curve c = curve_in(out);
     assert_int_equal(c.count, points[i]);
     for (int k = 0; k < c.count; k++)
@@ -253,10 +255,6 @@ static void recipes_plan(void **state) {
   c = curve_in(temp_path("batch-512"));
   double mib = (double)reading(&c, LCE_MATERIALIZED, SWEEP_TOKENS, 512)->planned_layer_bytes / 0x1p20;
   assert_true(mib > 250 && mib < 253);
-  curve_free(&c);
-  c = curve_in(temp_path("llama3-8b-32k"));
-  assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 81920)->point.batch, 4);
-  assert_int_equal(reading(&c, LCE_FUSED, SWEEP_TOKENS, 32768)->point.batch, 1);
   curve_free(&c);
   // The ratios that the sources claim, next to ours; and a footnote promises only marks that are drawn.
   Output o = train("--recipe batch-512 --plan-only --out %s", temp_path("batch-512"));
@@ -275,6 +273,60 @@ static void recipes_plan(void **state) {
     picture_free(picture);
   }
   curve_free(&c);
+}
+
+// The published setting: offloaded, 8 chunks, and a baseline whose logits are fp32. What is printed is what ./train
+// plans for the same options.
+static void offloaded_timelines(void **state) {
+  (void)state;
+  static const struct {
+    const char *name, *logits, *batch, *seq_len, *chunk;
+  } recipes[] = {{"llama3-8b-32k", "15.66 GiB", "1", "32768", "4096"},
+                 {"llama3-8b-4x20480", "39.14 GiB", "4", "20480", "10240"}};
+  for (size_t i = 0; i < 2; i++) {
+    Output o = train("--recipe %s --plan-only --out %s", recipes[i].name, temp_path(recipes[i].name));
+    assert_int_equal(o.status, 0);
+    char *arguments[] = {"train",       "--model",
+                         "llama-8b",    "--recompute",
+                         "layer",       "--moment-dtype",
+                         "bf16",        "--no-master-weights",
+                         "--offload",   "weights,gradients,optimizer,activations",
+                         "--batch",     (char *)recipes[i].batch,
+                         "--seq-len",   (char *)recipes[i].seq_len,
+                         "--lce-chunk", (char *)recipes[i].chunk,
+                         NULL};
+    Options options;
+    options_parse(&options, sizeof arguments / sizeof *arguments - 1, arguments);
+    options_resolve_dtypes(&options, true);
+    size_t tokens = (size_t)(options.batch * options.seq_len);
+    assert_int_equal(tokens, 8 * (size_t)options_used_chunk(&options));
+    Timeline t;
+    Curve settings = {0};
+    char path[700];
+    snprintf(path, sizeof path, "%s/timeline.csv", temp_path(recipes[i].name));
+    assert_true(timeline_read(&t, &settings, path));
+    assert_true(curve_is(&settings, "offload", "weights,gradients,optimizer,activations"));
+    for (int m = 0; m < TIMELINE_MODES; m++) {
+      bool fp32 = m == TIMELINE_FP32;
+      size_t more = fp32 ? tokens * 128256 * 2 : 0;
+      Ledger plan = plan_run(&options, ON_CUDA, fp32 ? LCE_MATERIALIZED : (LceMode)m);
+      Timeline part = timeline_of(&t, m);
+      assert_int_equal(timeline_peak(&part, MEMORY_HEAD), plan.highest[MEMORY_HEAD] + more);
+      assert_int_equal(timeline_peak(&part, MEMORY_CATEGORY_COUNT), plan.peak + more);
+      assert_int_equal(part.moments[part.count - 1].bytes[MEMORY_HEAD], 0);
+      for (int k = 1; k < part.count; k++) assert_true(part.moments[k].at >= part.moments[k - 1].at);
+      char host[80];
+      snprintf(host, sizeof host, "\n  %s are offloaded to the host",
+               text_bytes(ledger_host_bytes(&plan)).text);
+      assert_says(o.out, host);
+      assert_says(o.out, text_bytes(plan.peak + more).text);
+    }
+    assert_says(o.out, recipes[i].logits);
+    assert_says(o.out, "with fp32 logits, planned");
+    timeline_free(&t);
+    options_free(&options);
+    output_free(&o);
+  }
 }
 
 // --- a sweep that is killed --------------------------------------------------------------------------------
@@ -407,8 +459,8 @@ static void refusals(void **state) {
       {"--gradient-error", "--gradient-error belongs to --layer-only"},
       {"--timeline --sweep tokens", "exclude each other: a timeline shows whole steps of one size"},
       {"--recipe soup",
-       "no recipe is called 'soup'; there are llama3-8b-32k, tokens-81920, chunk-sweep, gemma2-2b, "
-       "batch-512"},
+       "no recipe is called 'soup'; there are llama3-8b-32k, llama3-8b-4x20480, tokens-81920, chunk-sweep, "
+       "gemma2-2b, batch-512"},
       {"--recipe batch-512 --sweep vocab", "exclude each other: a recipe says what is swept"},
       {"--resolution 9", "--resolution 9: give a whole number from 1 to 4"},
       {"--patience never", "--patience never: give a number"},
@@ -578,7 +630,7 @@ static void other_pictures(void **state) {
   // Time against memory.
   Curve c = made_up("layer", SWEEP_CHUNK);
   assert_true(picture_has_trade(&c));
-  for (int r = -1; r < 5; r++) {
+  for (int r = -1; r < 6; r++) {
     picture_free(drawn(&c, r < 0 ? NULL : &RECIPES[r], 1, temp_path("trade.png")));
     Image p = image_read(temp_path("trade.png"));
     assert_non_null(p.rgb);
@@ -715,6 +767,7 @@ int main(void) {
       cmocka_unit_test(what_does_not_fit),
       cmocka_unit_test(patience),
       cmocka_unit_test(recipes_plan),
+      cmocka_unit_test(offloaded_timelines),
       cmocka_unit_test(killed_sweep_resumes),
       cmocka_unit_test(damaged_files),
       cmocka_unit_test(the_readme_has_the_peers),

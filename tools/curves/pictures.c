@@ -92,6 +92,8 @@ Label curve_caption(const Curve *c) {
   add_part(&all, "", curve_setting(c, "dtype"));
   if (!layer && !curve_is(c, "recompute", "none"))
     add_part(&all, "recompute ", curve_setting(c, "recompute"));
+  Label offload = curve_setting(c, "offload");
+  if (offload.text[0]) add_part(&all, "offload ", offload);
   add_part(&all, curve_is(c, "planned", "yes") ? "planned for " : "on ", curve_setting(c, "device"));
   return all;
 }
@@ -420,12 +422,6 @@ static double bytes_between(const Moment *m, int first, int end) {
   return bytes;
 }
 
-static double highest(const Timeline *t, int first, int end) {
-  double bytes = 0;
-  for (int i = 0; i < t->count; i++) bytes = fmax(bytes, bytes_between(&t->moments[i], first, end));
-  return bytes;
-}
-
 // One category's area on what lies below it, its size near the top of its first tower if it is the LM head's.
 static void add_level(Panel *p, const Timeline *t, int from, int level) {
   Series *s = panel_series(p, (Series){.kind = SERIES_AREA,
@@ -433,7 +429,7 @@ static void add_level(Panel *p, const Timeline *t, int from, int level) {
                                        .color = STACK[level].color,
                                        .bold = true,
                                        .sides = "96874"});
-  double most = highest(t, level, level + 1);
+  double most = (double)timeline_peak(t, STACK[level].category);
   bool named = STACK[level].category != MEMORY_HEAD || most == 0;
   for (int i = 0; i + 1 < t->count; i++) {
     const Moment *m = &t->moments[i];
@@ -449,32 +445,43 @@ static void add_level(Panel *p, const Timeline *t, int from, int level) {
     s->end = label("%s %s", s->name, axis_value(UNIT_BYTES, last->y - last->base).text);
 }
 
-Picture *picture_timeline(const Timeline *both, const Curve *settings) {
-  Picture *picture =
-      picture_create(1080, 710, label("Memory over three training steps"), curve_caption(settings));
-  Timeline logits = timeline_of(both, LCE_MATERIALIZED);
-  double peak = highest(both, 0, LEVELS), end = 0;
-  for (int i = 0; i < both->count; i++) end = fmax(end, both->moments[i].at);
+Picture *picture_timeline(const Timeline *all, const Curve *settings, const Recipe *recipe) {
+  // From the top down.
+  static const struct {
+    int mode;
+    const char *title;
+  } PANELS[TIMELINE_MODES] = {{TIMELINE_FP32, "logits in fp32: a baseline, planned"},
+                              {LCE_MATERIALIZED, "materialized logits"},
+                              {LCE_FUSED, "fused, in chunks"}};
+  Timeline logits = timeline_of(all, LCE_MATERIALIZED);
+  int rows = timeline_of(all, TIMELINE_FP32).count ? 3 : 2;
+  double more = rows > 2 ? 280 : 0; // points of height
+  Picture *picture = picture_create(1080, 710 + more,
+                                    label("%s", recipe ? recipe->title : "Memory over three training steps"),
+                                    curve_caption(settings));
+  double peak = (double)timeline_peak(all, MEMORY_CATEGORY_COUNT), end = 0;
+  for (int i = 0; i < all->count; i++) end = fmax(end, all->moments[i].at);
   // Where most memory stays from step to step, a label names it and the picture leaves it out: the shape of a
   // step is what comes and goes.
   double stays = bytes_between(&logits.moments[logits.count - 1], 0, STAYING);
   int from = stays > 0.55 * peak ? STAYING : 0;
-  for (int i = 0; i < 2; i++) {
-    Timeline t = i ? timeline_of(both, LCE_FUSED) : logits;
-    Panel *p = picture_panel(picture, picture_cell((Box){92, 152, 880, 642}, 0, 70, 2, 1, i, 0),
-                             label(i ? "fused, in chunks" : "materialized logits"));
+  for (int i = 0; i < rows; i++) {
+    int panel = i + TIMELINE_MODES - rows;
+    Timeline t = timeline_of(all, PANELS[panel].mode);
+    Panel *p = picture_panel(picture, picture_cell((Box){92, 152, 880, 642 + more}, 0, 70, rows, 1, i, 0),
+                             label("%s", PANELS[panel].title));
     p->x = (Axis){.unit = t.planned ? UNIT_BYTES : UNIT_SECONDS, .ticks = 8, .high = end};
     p->y = (Axis){
         .unit = UNIT_BYTES, .from_zero = true, .ticks = 5, .shared = 1, .title = label("bytes in use")};
-    if (i)
+    if (i == rows - 1)
       p->x.title =
           label(t.planned ? "bytes pushed and popped so far, over three steps" : "time of three steps");
     if (from)
       p->y.title = label("bytes in use beyond the %s of weights, gradients and optimizer state",
                          axis_value(UNIT_BYTES, stays).text);
     for (int level = LEVELS - 1; level >= from; level--)
-      if (highest(both, level, level + 1) > 0.004 * peak) add_level(p, &t, from, level);
-    double most = highest(&t, 0, LEVELS);
+      if ((double)timeline_peak(all, STACK[level].category) > 0.004 * peak) add_level(p, &t, from, level);
+    double most = (double)timeline_peak(&t, MEMORY_CATEGORY_COUNT);
     add_rule(p, false, most - (from ? stays : 0), COLOR_INK, 5, "");
     p->series[p->count - 1].end =
         label("peak %s%s", axis_value(UNIT_BYTES, most).text, from ? " in all" : "");

@@ -15,8 +15,9 @@ Picture *picture_curve(const Curve *curve, const Recipe *recipe);
 bool picture_has_trade(const Curve *curve);
 Picture *picture_trade(const Curve *curve, const Recipe *recipe);
 
-// The two modes' timelines, one above the other on the same scales. `settings` describes the run.
-Picture *picture_timeline(const Timeline *timeline, const Curve *settings);
+// The modes' timelines, one above the other on the same scales. `settings` describes the run; a recipe
+// (or NULL) gives the title.
+Picture *picture_timeline(const Timeline *timeline, const Curve *settings, const Recipe *recipe);
 
 // "llama-1b, V 128,256, bf16, recompute layer, on NVIDIA H200": a summary of a curve's settings.
 Label curve_caption(const Curve *curve);

@@ -12,19 +12,33 @@
 #define ARGUMENTS (const char *const[])
 #define MARKS     (const Mark[])
 
+// As in the source's three steps: weights, gradients and every layer's input on the host. The optimizer's state, which
+// it leaves out, joins them.
+#define OFFLOADED                                                                                            \
+  "--recompute", "layer", "--moment-dtype", "bf16", "--no-master-weights", "--offload",                      \
+      "weights,gradients,optimizer,activations"
+
 // The sources' MB and GB are 2^20 and 2^30 bytes: 24 GB are three times Gemma's fp32 logits of 8,000 MiB.
 const Recipe RECIPES[] = {
     {.name = "llama3-8b-32k",
-     .title = "Llama 3 8B, training step at long context",
+     .title = "Llama 3 8B, three offloaded steps of 1 x 32,768 tokens",
      .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
-     .says = "at [B, T] = [1, 32768] the fp32 logits are a spike of 15++ GB that the fused loss removes",
-     .grey = "what PyTorch's feature request for linear_cross_entropy says",
-     .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "32768", "--recompute",
-                            "layer", "--moment-dtype", "bf16", "--no-master-weights", NULL},
+     .says = "at [B, T] = [1, 32768] the fp32 logits are a spike of 15++ GB (15.66 GiB); the loss runs in 8 "
+             "chunks",
+     .claim = 8,
+     .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "32768", "--lce-chunk",
+                            "4096", OFFLOADED, NULL},
      .timeline = true,
-     .gpu = true,
-     .sweeps = {{SWEEP_TOKENS, "1x4096,1x8192,1x16384,1x32768,4x20480"}},
-     .marks = MARKS{{32768, 15 * GIB, 0, "15++ GB, fp32 logits"}, {.label = NULL}}},
+     .gpu = true},
+    {.name = "llama3-8b-4x20480",
+     .title = "Llama 3 8B, three offloaded steps of 4 x 20,480 tokens",
+     .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
+     .says = "at [B, T] = [4, 20480] 128,256 x 81,920 logits, 39.14 GiB in fp32; the loss runs in 8 chunks",
+     .claim = 8,
+     .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "4", "--seq-len", "20480", "--lce-chunk",
+                            "10240", OFFLOADED, NULL},
+     .timeline = true,
+     .gpu = true},
     {.name = "tokens-81920",
      .title = "Llama 3's LM head + loss up to 81,920 tokens",
      .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
@@ -194,4 +208,32 @@ void recipe_compare(const Recipe *recipe, const Experiment *e, const Curve *c) {
   printf(row, "with the gradients (ours keep dW in fp32)", "1.1 / 28 GB", text_bytes(whole[0]).text,
          text_bytes(whole[1]).text);
   print_ratio(28 / 1.1, (double)whole[1] / (double)whole[0]);
+}
+
+void timeline_compare(const Timeline *t, const Recipe *recipe) {
+  static const char timeline_row[] = "  %-40s %12s %20s %28s\n";
+  size_t bytes[2][TIMELINE_MODES] = {{0}}; // of all categories, of the LM head
+  for (int m = 0; m < TIMELINE_MODES; m++) {
+    Timeline part = timeline_of(t, m);
+    bytes[0][m] = timeline_peak(&part, MEMORY_CATEGORY_COUNT);
+    bytes[1][m] = timeline_peak(&part, MEMORY_HEAD);
+  }
+  if (recipe) printf("\n%s\n  says: %s\n", recipe->source, recipe->says);
+  bool fp32 = bytes[0][TIMELINE_FP32] > 0;
+  printf("\n");
+  printf(timeline_row,
+         label("peak in %d steps, %s", TIMELINE_STEPS, t->planned ? "planned" : "measured").text, "fused",
+         "materialized", fp32 ? "with fp32 logits, planned" : "");
+  for (int k = 0; k < 2; k++) {
+    const size_t *b = bytes[k];
+    printf(timeline_row, k ? "LM head + loss" : "in use on the device", text_bytes(b[LCE_FUSED]).text,
+           text_bytes(b[LCE_MATERIALIZED]).text, fp32 ? text_bytes(b[TIMELINE_FP32]).text : "");
+    double fused = (double)b[LCE_FUSED];
+    printf(timeline_row, "  times what the fused mode holds", "",
+           times((double)b[LCE_MATERIALIZED] / fused).text,
+           fp32 ? times((double)b[TIMELINE_FP32] / fused).text : "");
+  }
+  if (recipe && recipe->claim > 0)
+    printf(timeline_row, "  the source: fp32 logits over a chunk's", "", "", times(recipe->claim).text);
+  if (t->host_bytes) printf("  %s are offloaded to the host in every mode\n", text_bytes(t->host_bytes).text);
 }

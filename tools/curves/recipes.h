@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tools/curves/curve.h"
+#include "tools/curves/timeline.h"
 
 // A figure of the source. In a picture whose x axis is the swept size it stands at `value`; in one of time
 // against memory, at (bytes, ratio). Neighbours with the same label are a line.
@@ -19,13 +20,13 @@ typedef struct {
   const char *source; // whose experiment it is, in words
   const char *says;   // what the source found
   const char *grey;   // what the grey marks in the picture are, apart from libraries; NULL: there are none
-  double claim;       // how many times less memory the source says; 0: it does not
+  double claim;       // how many times less memory the source says, or its setting gives; 0: it does not
   const char *const *arguments; // ./train's options that set it up; what the user gives comes after and wins
   bool layer_only, errors, timeline, loss_alone;
   bool gpu; // planned for a GPU in bf16 where there is none
   struct {
     Sweep sweep;
-    const char *values; // NULL after the last
+    const char *values; // NULL after the last; with `timeline` there may be none
   } sweeps[SWEEP_COUNT + 1];
   const Mark *marks; // label NULL after the last
 } Recipe;
@@ -38,3 +39,5 @@ void recipes_list(void);
 
 // After a sweep: the source's figures in one column, ours in the next.
 void recipe_compare(const Recipe *recipe, const Experiment *experiment, const Curve *curve);
+// After a timeline: the peaks of its modes and their ratios, with what the recipe's source says (NULL: no recipe).
+void timeline_compare(const Timeline *timeline, const Recipe *recipe);

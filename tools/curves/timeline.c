@@ -12,8 +12,10 @@
 #include "trainer/machine.h"
 #include "trainer/trainer.h"
 
-static void add_moment(Timeline *t, LceMode mode, double at, int64_t step, const size_t *bytes) {
-  Moment m = {.mode = (int)mode, .at = at, .step = step};
+static const char *const MODES[] = {"fused", "materialized", "fp32 logits", NULL};
+
+static void add_moment(Timeline *t, int mode, double at, int64_t step, const size_t *bytes) {
+  Moment m = {.mode = mode, .at = at, .step = step};
   memcpy(m.bytes, bytes, sizeof m.bytes);
   t->moments = host_grow(t->moments, t->count, &t->capacity, sizeof m, "a timeline");
   t->moments[t->count++] = m;
@@ -55,9 +57,25 @@ void timeline_record(Timeline *t, const Experiment *e, const Point *p) {
     add_moment(t, p->mode, planned ? moved : event->seconds - started, event->step, event->bytes);
   }
   add_moment(t, p->mode, planned ? moved : device_seconds(backend) - started, TIMELINE_STEPS, ledger->now);
+  t->host_bytes = ledger_host_bytes(ledger);
   trainer_destroy(&trainer);
   source_close(source);
   backend_destroy(backend);
+}
+
+void timeline_add_fp32(Timeline *t, size_t logits) {
+  int first = 0, count = timeline_of(t, LCE_MATERIALIZED).count;
+  while (count && t->moments[first].mode != LCE_MATERIALIZED) first++;
+  double moved = 0;
+  bool held = false;
+  for (int i = first; i < first + count; i++) {
+    Moment m = t->moments[i];
+    bool holds = m.bytes[MEMORY_HEAD] >= logits;
+    if (holds != held && t->planned) moved += (double)logits;
+    held = holds;
+    if (holds) m.bytes[MEMORY_HEAD] += logits;
+    add_moment(t, TIMELINE_FP32, m.at + moved, m.step, m.bytes);
+  }
 }
 
 void timeline_free(Timeline *t) {
@@ -65,11 +83,20 @@ void timeline_free(Timeline *t) {
   *t = (Timeline){0};
 }
 
-Timeline timeline_of(const Timeline *t, LceMode mode) {
+Timeline timeline_of(const Timeline *t, int mode) {
   Timeline part = {.planned = t->planned};
   for (int i = 0; i < t->count; i++)
-    if (t->moments[i].mode == (int)mode && !part.count++) part.moments = &t->moments[i];
+    if (t->moments[i].mode == mode && !part.count++) part.moments = &t->moments[i];
   return part;
+}
+
+size_t timeline_peak(const Timeline *t, int category) {
+  double peak = 0;
+  for (int i = 0; i < t->count; i++) {
+    const size_t *bytes = t->moments[i].bytes;
+    peak = fmax(peak, category < MEMORY_CATEGORY_COUNT ? (double)bytes[category] : bytes_in_use(bytes));
+  }
+  return (size_t)peak;
 }
 
 // --- on disk -----------------------------------------------------------------------------------------------
@@ -78,7 +105,7 @@ enum { OTHER_COLUMNS = 3, COLUMN_COUNT = OTHER_COLUMNS + MEMORY_CATEGORY_COUNT }
 
 static Table timeline_table(bool planned) {
   static char names[MEMORY_CATEGORY_COUNT][40];
-  static Column columns[COLUMN_COUNT] = {{"mode", offsetof(Moment, mode), MODE_NAMES, false, false},
+  static Column columns[COLUMN_COUNT] = {{"mode", offsetof(Moment, mode), MODES, false, false},
                                          {NULL, offsetof(Moment, at), NULL, true, false},
                                          {"step", offsetof(Moment, step), NULL, false, false}};
   columns[1].name = planned ? "bytes_pushed_and_popped" : "seconds";

@@ -5,17 +5,21 @@
 
 enum { TIMELINE_STEPS = 3 };
 
+// The modes of a timeline: LceMode's two, and a baseline that is planned from the materialized mode.
+enum { TIMELINE_FP32 = 2, TIMELINE_MODES };
+
 // From `at` on (until the next moment) these bytes were in use.
 typedef struct {
-  int mode;  // LceMode
+  int mode;  // LceMode or TIMELINE_FP32
   double at; // seconds since the first step began; of a plan, bytes pushed and popped since
   int64_t step;
   size_t bytes[MEMORY_CATEGORY_COUNT];
 } Moment;
 
-// Of one mode, or of one after the other. A mode's last moment is the end of its steps.
+// Of one mode, or of several, one after the other. A mode's last moment is the end of its steps.
 typedef struct {
-  bool planned; // `at` are bytes, not seconds
+  bool planned;      // `at` are bytes, not seconds
+  size_t host_bytes; // offloaded; not on disk
   Moment *moments;
   int count;
   int64_t capacity;
@@ -25,10 +29,15 @@ typedef struct {
 // waits for the work before it, so that its bytes stand where its time is. A plan has no time: an event takes as
 // much of the axis as the bytes that it pushes or pops.
 void timeline_record(Timeline *timeline, const Experiment *experiment, const Point *point);
+// Appends what the materialized mode would hold with its logits in fp32: its moments with `logits` bytes (those of the
+// bf16 logits) more while it holds these. A baseline that upcasts the logits holds at least that much.
+void timeline_add_fp32(Timeline *timeline, size_t logits);
 void timeline_free(Timeline *timeline);
-// The part of a mode, which shares the moments.
-Timeline timeline_of(const Timeline *timeline, LceMode mode);
+// The part of a mode, which shares the moments; empty where there is none.
+Timeline timeline_of(const Timeline *timeline, int mode);
+// The most bytes in use of a category, or with MEMORY_CATEGORY_COUNT of all together.
+size_t timeline_peak(const Timeline *timeline, int category);
 
-// The timeline of both modes as CSV, and back; false when there is none. `settings` is the comment on its first line.
+// The timeline of all modes as CSV, and back; false when there is none. `settings` is the comment on its first line.
 void timeline_write(const Timeline *timeline, const Curve *settings, const char *path);
 bool timeline_read(Timeline *timeline, Curve *settings, const char *path);
