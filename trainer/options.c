@@ -207,7 +207,8 @@ const Option options_rows[] = {
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
-     HELP("Only print the largest --batch that fits the device's memory, in both modes")},
+     HELP("Only print the largest --batch that fits the device's memory, in both modes; on a GPU with several "
+          "choices of --offload and what those cost, or with the one that is given")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
      HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
     {TEXT("dump", "DIR", dump), .flags = REFUSED,

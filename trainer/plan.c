@@ -81,23 +81,99 @@ static bool batch_fits(const void *budget, int64_t batch) {
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
-int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  Budget budget = {options, device, mode, bytes};
-  int64_t max = INT32_MAX / options->seq_len, fits = 0, above = 1;
-  while (above <= max && batch_fits(&budget, above)) {
-    fits = above;
-    above *= 2;
-  }
-  return largest_that_fits(batch_fits, &budget, fits, min_i64(above, max + 1));
-}
-
-// --- what would fit ----------------------------------------------------------------------------------------
-
 static bool seq_len_fits(const void *budget, int64_t seq_len) {
   const Budget *b = budget;
   Options o = with_shape(b->options, b->device, b->options->batch, seq_len);
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
+
+// The largest size up to `max` that fits; 0: none.
+static int64_t largest(bool (*fits)(const void *budget, int64_t size), const Budget *budget, int64_t max) {
+  int64_t below = 0, above = 1;
+  for (; above <= max && fits(budget, above); above *= 2) below = above;
+  return largest_that_fits(fits, budget, below, min_i64(above, max + 1));
+}
+
+int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
+  return largest(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
+}
+
+int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
+  return largest(seq_len_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->batch);
+}
+
+// --- what offloading costs ---------------------------------------------------------------------------------
+
+// These stand in for a plan's operations, of which the plan's `state` is the count.
+
+static size_t bytes_on_host(const Backend *backend, Tensor t) {
+  const Memory *memory = &backend->memory;
+  for (int64_t i = 0; tensor_exists(t) && i < memory->reserved_count; i++) {
+    const MemoryBlock *block = &memory->reserved[i];
+    uintptr_t first = (uintptr_t)block->data, at = (uintptr_t)t.data;
+    if (block->on_host && at >= first && at - first < block->bytes) return tensor_bytes(t);
+  }
+  return 0;
+}
+
+static void count_copy_in(Backend *backend, const Copy *a) {
+  ((HostTraffic *)backend->state)->micro_batch.in += tensor_bytes(a->x);
+}
+
+static void count_copy_out(Backend *backend, const Copy *a) {
+  ((HostTraffic *)backend->state)->micro_batch.out += tensor_bytes(a->x);
+}
+
+// A row of each table for every token.
+static void count_embedding(Backend *backend, const EmbeddingForward *a) {
+  const Tensor tables[] = {a->token_weight, a->position_weight};
+  for (int i = 0; i < 2; i++)
+    if (bytes_on_host(backend, tables[i]))
+      ((HostTraffic *)backend->state)->micro_batch.in += tensor_bytes(a->out);
+}
+
+// At most: every row is written, and read where it is added to.
+static void count_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
+  HostBytes *bytes = &((HostTraffic *)backend->state)->micro_batch;
+  size_t tokens = bytes_on_host(backend, a->dtoken_weight),
+         positions = bytes_on_host(backend, a->dposition_weight);
+  bytes->out += tokens + positions;
+  bytes->in += (a->accumulate_token ? tokens : 0) + (a->accumulate_position ? positions : 0);
+}
+
+static void count_reduce(Backend *backend, const Reduce *a) {
+  ((HostTraffic *)backend->state)->update.in += bytes_on_host(backend, a->x);
+}
+
+static void count_adamw(Backend *backend, const AdamW *a) {
+  HostBytes *bytes = &((HostTraffic *)backend->state)->update;
+  size_t weight = bytes_on_host(backend, a->weight), master = bytes_on_host(backend, a->master);
+  size_t moments = bytes_on_host(backend, a->m) + bytes_on_host(backend, a->v);
+  bytes->in += (tensor_exists(a->master) ? master : weight) + moments + bytes_on_host(backend, a->grad);
+  bytes->out += weight + master + moments;
+}
+
+HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
+  static const BackendOps counting = {.embedding_forward = count_embedding,
+                                      .embedding_backward = count_embedding_backward,
+                                      .reduce = count_reduce,
+                                      .adamw = count_adamw,
+                                      .copy_in = count_copy_in,
+                                      .copy_out = count_copy_out};
+  HostTraffic traffic = {0};
+  Backend *backend = plan_backend_create(device, options->dtype);
+  backend->ranks = options->ranks;
+  Trainer t;
+  trainer_create(&t, options, backend);
+  backend->ops = &counting;
+  backend->state = &traffic;
+  trainer_step(&t, NULL, 0);
+  trainer_destroy(&t);
+  backend_destroy(backend);
+  return traffic;
+}
+
+// --- what would fit ----------------------------------------------------------------------------------------
 
 // Whether a --total-batch that was given is a multiple of such micro-batches.
 static bool divides_total(const Options *o, int64_t batch, int64_t seq_len) {
@@ -339,13 +415,69 @@ void plan_print(Options *o) {
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
+// What --fit compares: nothing offloaded, the optimizer's state, all but activations, everything.
+enum { FIT_CHOICES = 4 };
+typedef struct {
+  const char *name;
+  unsigned offload;
+  int64_t batch[2]; // the largest, by LceMode
+} FitChoice;
+
+static const double HOST_LINK_RATE =
+    50e9; // bytes a second and direction, of the 64e9 that PCIe 5 x16 signals
+
+// Those that the options allow; with --offload that one alone. Offloading from a CPU to its own memory saves nothing.
+static int fit_choices(const Options *o, DeviceKind device, FitChoice choices[FIT_CHOICES]) {
+  static const FitChoice all[FIT_CHOICES] = {
+      {"nothing", 0, {0}},
+      {"optimizer", OFFLOAD_OPTIMIZER, {0}},
+      {"weights,gradients,optimizer", OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER, {0}},
+      {"weights,gradients,optimizer,activations",
+       OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER | OFFLOAD_ACTIVATIONS,
+       {0}}};
+  memcpy(choices, all, sizeof all);
+  if (o->dtypes.offload) choices[0] = (FitChoice){o->offload, o->dtypes.offload, {0}};
+  if (o->dtypes.offload || device == ON_CPU || o->eval_only) return 1;
+  return o->recompute == RECOMPUTE_LAYER ? FIT_CHOICES : FIT_CHOICES - 1;
+}
+
+static void print_link(HostBytes b) {
+  size_t more = b.in > b.out ? b.in : b.out; // both directions at once
+  printf("  %10s / %-10s %6.2f s", text_bytes(b.in).text, text_bytes(b.out).text,
+         (double)more / HOST_LINK_RATE);
+}
+
+static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
+  printf("%-40s", c->name);
+  for (int m = 0; m < 2; m++)
+    printf(" %*s", m ? 13 : 7, c->batch[m] ? text_grouped(c->batch[m]).text : "none");
+  if (c->offload && c->batch[LCE_FUSED]) {
+    Options with = *o;
+    with.dtypes.offload = c->offload;
+    with = with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
+    Ledger plan = plan_run(&with, device, LCE_FUSED);
+    HostTraffic traffic = plan_host_traffic(&with, device);
+    printf(" %11s", text_bytes(ledger_host_bytes(&plan)).text);
+    print_link(traffic.micro_batch);
+    print_link(traffic.update);
+  }
+  putchar('\n');
+}
+
 void plan_print_fit(Options *o) {
   size_t capacity = 0;
   DeviceKind device = planned_device(o, &capacity);
   if (!capacity) fail("--fit: the memory of the device is not known; give it by --device-memory GIB");
-  int64_t fused = plan_largest_batch(o, device, LCE_FUSED, capacity);
-  int64_t materialized = plan_largest_batch(o, device, LCE_MATERIALIZED, capacity);
-  if (!fused) {
+  FitChoice choices[FIT_CHOICES];
+  int count = fit_choices(o, device, choices);
+  bool any = false;
+  for (int i = 0; i < count; i++) {
+    Options with = *o;
+    with.dtypes.offload = choices[i].offload;
+    for (int m = 0; m < 2; m++) choices[i].batch[m] = plan_largest_batch(&with, device, (LceMode)m, capacity);
+    any |= choices[i].batch[LCE_FUSED] > 0;
+  }
+  if (!any) {
     Options one = with_shape(o, device, 1, o->seq_len);
     char ways[512];
     one.mode = LCE_FUSED;
@@ -353,12 +485,19 @@ void plan_print_fit(Options *o) {
     fail("--fit: not even one sequence of %lld token%s fits in %s; %s", (long long)o->seq_len,
          o->seq_len == 1 ? "" : "s", text_bytes(capacity).text, ways);
   }
-  printf("%s at --seq-len %lld in %s: --batch %lld fits with the fused loss, ", o->model.name,
-         (long long)o->seq_len, text_bytes(capacity).text, (long long)fused);
-  if (materialized)
-    printf("--batch %lld with materialized logits\n", (long long)materialized);
-  else
-    printf("not even --batch 1 with materialized logits\n");
+  printf("the largest --batch of %s at --seq-len %lld in %s\n", o->model.name, (long long)o->seq_len,
+         text_bytes(capacity).text);
+  bool offloads = choices[count - 1].offload != 0;
+  printf("%-40s %7s %13s", "--offload", "fused", "materialized");
+  printf(offloads ? " %11s  %-32s  %s\n" : "\n", "on the host", "  a micro-batch: in / out",
+         "  an update: in / out");
+  for (int i = 0; i < count; i++) print_fit(o, device, &choices[i]);
+  if (offloads)
+    printf(
+        "in / out: bytes over the host link at the fused --batch, and their time at %g GB/s a direction "
+        "(PCIe 5 x16), part of which\ncomputation hides; a micro-batch after a step's first also reads the "
+        "gradients that it adds to\n",
+        1e-9 * HOST_LINK_RATE);
 }
 
 // --- --compare-modes ---------------------------------------------------------------------------------------

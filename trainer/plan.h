@@ -14,6 +14,24 @@ int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t byte
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
+// The longest sequence likewise, with the batch of the options.
+int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
+
+// Bytes that cross the host link: read from the host's memory by the device (in), and written to it (out).
+typedef struct {
+  size_t in, out;
+} HostBytes;
+
+typedef struct {
+  HostBytes
+      micro_batch;  // copies and rows of the embedding; of a step's first one, which adds to no gradients
+  HostBytes update; // what the norm and AdamW access; once a step
+} HostTraffic;
+
+// What --offload costs a step of `options` (resolved) on one rank, counted from the operations that the step calls. What
+// collectives access is left out.
+HostTraffic plan_host_traffic(const Options *options, DeviceKind device);
+
 // Fails when the run needs more than `usable` bytes of the device (0: unknown), with who holds what, and what would fit; or when
 // it offloads more than the host has left.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
@@ -32,7 +50,8 @@ typedef struct {
 // At most 3 columns, of the device that they are for.
 void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device);
 
-// --plan: what a run needs. --fit: the largest batch, or a failure. In both modes; both finish the options.
+// --plan: what a run needs. --fit: the largest batch with each choice of --offload and what that costs, or a failure. In
+// both modes; both finish the options.
 void plan_print(Options *options);
 void plan_print_fit(Options *options);
 

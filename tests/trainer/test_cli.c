@@ -579,16 +579,71 @@ static void test_fit(void **state) {
   long long fused = 0, materialized = 0;
   Output o = train("--device cpu --model gpt2-124m --fit");
   assert_int_equal(o.status, 0);
-  const char *line = strstr(o.out, "--seq-len 1024 in ");
+  assert_says(o.out, "the largest --batch of gpt2-124m at --seq-len 1024 in ");
+  const char *line = strstr(o.out, "\nnothing ");
   assert_non_null(line);
-  line = strstr(line, "--batch ");
-  assert_non_null(line);
-  assert_int_equal(sscanf(line,
-                          "--batch %lld fits with the fused loss, --batch %lld with materialized logits",
-                          &fused, &materialized),
-                   2);
+  assert_int_equal(sscanf(line, " nothing %lld %lld", &fused, &materialized), 2);
   assert_true(fused >= materialized && materialized >= 0);
+  assert_null(strstr(o.out, "host")); // a CPU's own memory
   output_free(&o);
+}
+
+// Every choice of --offload, its largest batches as --plan has them, and what it costs: weights, gradients and moments of
+// llama-8b are known.
+static void test_fit_offload(void **state) {
+  (void)state;
+#define JOB "--device cuda --device-memory 24 --model llama-8b --seq-len 8192 "
+  static const char *const rows[] = {"nothing", "optimizer", "weights,gradients,optimizer",
+                                     "weights,gradients,optimizer,activations"};
+  long long batch[4][2] = {{0}};
+  Output o = train(JOB "--recompute layer --fit");
+  assert_int_equal(o.status, 0);
+  for (int i = 0; i < 4; i++) {
+    char row[64];
+    snprintf(row, sizeof row, "\n%s ", rows[i]);
+    const char *at = strstr(o.out, row);
+    if (!at) fail_msg("no row%s in %s", row, o.out);
+    int numbers = sscanf(at + strlen(row), "%lld %lld", &batch[i][0], &batch[i][1]);
+    assert_int_equal(numbers == 2, i > 1);
+    if (i < 2) assert_true(strncmp(at + strlen(row) + strspn(at + strlen(row), " "), "none", 4) == 0);
+  }
+  assert_true(batch[3][0] > batch[2][0] && batch[3][0] > batch[3][1]);
+  // AdamW on 8,030,261,248 weights: fp32 master weights and moments are read and written, 89.75 GiB; 13.98 GiB are the
+  // bf16 gradients, all but the head's, read by the norm and again; as much the weights that are written.
+  assert_says(o.out, " 117.70 GiB / 103.72 GiB   2.53 s\n");
+  assert_says(o.out, "at 50 GB/s a direction (PCIe 5 x16)");
+  output_free(&o);
+  // The inputs of layers can leave under --recompute layer alone; --offload asks for one choice.
+  o = train(JOB "--fit");
+  assert_null(strstr(o.out, "activations"));
+  output_free(&o);
+  o = train(JOB "--fit --recompute layer --offload optimizer,gradients,weights");
+  assert_int_equal(o.status, 0);
+  assert_null(strstr(o.out, "nothing"));
+  char row[80];
+  snprintf(row, sizeof row, "\noptimizer,gradients,weights %*s%7lld %13lld ", 13, "", batch[2][0],
+           batch[2][1]);
+  assert_says(o.out, row);
+  output_free(&o);
+#undef JOB
+  // What is said to fit does, and no more. (Of a model that a small host can hold.)
+#define JOB                                                                                                  \
+  "--device cuda --device-memory 2 --model llama-8b --hidden-size 256 --intermediate-size 512 "              \
+  "--num-layers 4 --num-attention-heads 4 --num-key-value-heads 4 --head-dim 64 --vocab 8192 "               \
+  "--seq-len 512 --recompute layer "
+  for (int i = 1; i < 4; i++) {
+    long long fused = 0;
+    o = train(JOB "--fit --offload %s", rows[i]);
+    snprintf(row, sizeof row, "\n%s ", rows[i]);
+    assert_int_equal(sscanf(strstr(o.out, row) + strlen(row), "%lld", &fused), 1);
+    output_free(&o);
+    for (int more = 0; more < 2; more++) {
+      o = train(JOB "--plan --offload %s --batch %lld", rows[i], fused + more);
+      assert_int_equal(o.status, more);
+      output_free(&o);
+    }
+  }
+#undef JOB
 }
 
 // Why there is no GPU interests only who asked for one.
@@ -608,9 +663,10 @@ static void test_device_memory(void **state) {
 #define ABSENT "--device cuda --device-memory 80 --model llama-1b "
   Output o = train(ABSENT "--fit");
   assert_int_equal(o.status, 0);
-  const char *said = strstr(o.out, "in 80.00 GiB: --batch ");
+  assert_says(o.out, " in 80.00 GiB\n");
+  const char *said = strstr(o.out, "\nnothing ");
   assert_non_null(said);
-  int batch = atoi(said + strlen("in 80.00 GiB: --batch "));
+  int batch = atoi(said + strlen("\nnothing "));
   assert_true(batch > 1);
   output_free(&o);
   for (int more = 0; more < 2; more++) {
@@ -1046,6 +1102,7 @@ int main(void) {
       cmocka_unit_test(test_plan_of_long_sequences),
       cmocka_unit_test(test_chunk_is_the_used_one),
       cmocka_unit_test(test_fit),
+      cmocka_unit_test(test_fit_offload),
       cmocka_unit_test(test_device_memory),
       cmocka_unit_test(test_no_gpu),
       cmocka_unit_test(test_run),

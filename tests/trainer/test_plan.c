@@ -304,6 +304,75 @@ static void test_largest_batch(void **state) {
     }
 }
 
+static void test_longest_sequence(void **state) {
+  (void)state;
+  char line[] = LLAMA "--batch 3 --seq-len 16";
+  Options o = options_on(false, line);
+  for (int mode = 0; mode < 2; mode++)
+    for (size_t bytes = (size_t)3 << 20; bytes < (size_t)100 << 20; bytes = bytes * 5 / 2) {
+      int64_t longest = plan_largest_seq_len(&o, ON_CPU, (LceMode)mode, bytes);
+      assert_true(longest >= 1);
+      for (int more = 0; more < 2; more++) {
+        char job[512];
+        snprintf(job, sizeof job, LLAMA "--max-position-embeddings 1000000 --batch 3 --seq-len %lld",
+                 (long long)longest + more);
+        Options at = options_on(false, job);
+        assert_int_equal(plan_run(&at, ON_CPU, (LceMode)mode).peak > bytes, more);
+        options_free(&at);
+      }
+    }
+  assert_int_equal(plan_largest_seq_len(&o, ON_CPU, LCE_FUSED, 1000), 0);
+  options_free(&o);
+}
+
+// --- what offloading costs ---------------------------------------------------------------------------------
+
+// Worked out by hand: L 4, H 64, I 128, V 512, N 64 on a GPU in bf16 with fp32 master weights and moments.
+static void test_host_traffic(void **state) {
+  (void)state;
+#define JOB                                                                                                  \
+  "--model llama-tiny --untie-word-embeddings --vocab 512 --hidden-size 64 --intermediate-size 128 "         \
+  "--num-layers 4 --num-attention-heads 2 --num-key-value-heads 2 --head-dim 32 --batch 2 --seq-len 32 "     \
+  "--recompute layer "
+  const size_t layer = 4 * 64 * 64 + 3 * 64 * 128, embedding = 512 * 64, inputs = 3 * 64 * 64;
+  const size_t matrices = 4 * layer + embedding, all = matrices + embedding + 9 * 128; // norms, padded to 128
+  const struct {
+    const char *offload;
+    HostTraffic bytes;
+  } cases[] = {
+      // A layer's weights twice, but for the last two, which stay for the backward pass; a row a token.
+      {"weights", {{2 * (6 * layer + 64 * 64), 0}, {0, 2 * matrices}}},
+      // Every gradient leaves once; the norm and AdamW read it.
+      {"gradients", {{0, 2 * matrices}, {2 * 2 * matrices, 0}}},
+      {"optimizer", {{0, 0}, {12 * all, 12 * all}}},
+      {"activations", {{2 * inputs, 2 * inputs}, {0, 0}}},
+      {"weights,gradients,optimizer,activations",
+       {{2 * (6 * layer + 64 * 64 + inputs), 2 * (matrices + inputs)},
+        {4 * matrices + 12 * all, 2 * matrices + 12 * all}}}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    char line[512];
+    snprintf(line, sizeof line, JOB "--offload %s", cases[i].offload);
+    Options o = options_of_device(line, ON_CUDA);
+    HostTraffic got = plan_host_traffic(&o, ON_CUDA), want = cases[i].bytes;
+    assert_int_equal(got.micro_batch.in, want.micro_batch.in);
+    assert_int_equal(got.micro_batch.out, want.micro_batch.out);
+    assert_int_equal(got.update.in, want.update.in);
+    assert_int_equal(got.update.out, want.update.out);
+    options_free(&o);
+  }
+  // Without master weights AdamW reads the weights themselves.
+  char line[] = JOB "--offload weights --no-master-weights", none[] = JOB;
+  Options o = options_of_device(line, ON_CUDA);
+  assert_int_equal(plan_host_traffic(&o, ON_CUDA).update.in, 2 * matrices);
+  options_free(&o);
+  o = options_of_device(none, ON_CUDA);
+  HostTraffic nothing = plan_host_traffic(&o, ON_CUDA);
+  assert_int_equal(nothing.micro_batch.in + nothing.micro_batch.out + nothing.update.in + nothing.update.out,
+                   0);
+  options_free(&o);
+#undef JOB
+}
+
 // --- when memory does not suffice --------------------------------------------------------------------------
 
 static char sentence[2048];
@@ -409,8 +478,8 @@ static int follow_advice(const char *job, DeviceKind device, size_t usable) {
   }
   int count = 0;
   for (char *change = advice, *next; change; change = next, count++) {
-    next = strstr(change, ", --"); // commas of --offload are followed by no space
-    if (next) *next++ = 0;
+    next = strstr(change, ", "); // a list of --offload has commas of its own
+    if (next) *next = 0, next += 2;
     char *end = strstr(change, " needs "), *fits = strstr(change, " fits");
     assert_true(end || fits);
     *(end ? end : fits) = 0;
@@ -454,7 +523,8 @@ int main(void) {
       cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_chunk_within),
       cmocka_unit_test(test_chunk_option),    cmocka_unit_test(test_largest_batch),
       cmocka_unit_test(test_requirement),     cmocka_unit_test(test_budget),
-      cmocka_unit_test(test_advice),
+      cmocka_unit_test(test_advice),          cmocka_unit_test(test_longest_sequence),
+      cmocka_unit_test(test_host_traffic),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
