@@ -114,6 +114,7 @@ static void check(Run *r) {
   if (r->tokens) o->batch = 1, o->seq_len = r->tokens;
   o->total_batch = o->batch * o->seq_len;
   o->micro_steps = 1;
+  if (r->recipe && r->recipe->longest) e->plan_only = true;
   e->options = o;
   e->memory = r->usable = (size_t)(r->memory_gib * 0x1p30);
 }
@@ -429,6 +430,20 @@ static void timeline(Run *r) {
   curve_free(&points);
 }
 
+static void longest(const Run *r) {
+  Longest all[LONGEST_MAX];
+  int count = longest_plan(&r->e, all);
+  Curve settings = {0};
+  describe(&settings, r);
+  printf("%s\n  %s\n\n", r->recipe->source, r->recipe->says);
+  longest_print(&r->e, all, count);
+  char csv[600];
+  snprintf(csv, sizeof csv, "%s/longest.csv", r->out);
+  longest_write(all, count, &settings, csv);
+  printf("\nwrote %s\n", csv);
+  draw(r, "longest.png", picture_longest(all, count, &settings, r->recipe));
+}
+
 static const Recipe *recipe_of(const Curve *settings) {
   return recipe_named(curve_is(settings, "recipe", "none") ? NULL : curve_setting(settings, "recipe").text);
 }
@@ -459,11 +474,13 @@ int main(int argc, char **argv) {
   snprintf(folder, sizeof folder, "runs/memory_curve%s%s", r.recipe ? "/" : "",
            r.recipe ? r.recipe->name : "");
   if (!r.out) r.out = folder;
-  if (r.redraw) {
+  bool plans = r.recipe && r.recipe->longest; // which are made again to redraw
+  if (r.redraw && !plans) {
     redraw(&r);
   } else {
     choose_device(&r);
     path_make_folders("out", r.out);
+    if (plans) longest(&r);
     if (!r.timeline && !(r.recipe && !r.recipe->sweeps[0].values)) sweep(&r);
     if (r.timeline || (r.recipe && r.recipe->timeline)) timeline(&r);
   }

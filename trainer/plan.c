@@ -99,7 +99,8 @@ int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mo
 }
 
 int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  return largest(seq_len_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->batch);
+  int64_t max = min_i64(INT32_MAX / options->batch, model_max_seq_len(&options->model));
+  return largest(seq_len_fits, &(Budget){options, device, mode, bytes}, max);
 }
 
 // --- what offloading costs ---------------------------------------------------------------------------------

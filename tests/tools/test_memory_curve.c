@@ -66,6 +66,17 @@ static const Reading *reading(const Curve *c, LceMode mode, Sweep sweep, double 
   return NULL;
 }
 
+static bool can_draw(void) {
+  const char *reason;
+  return canvas_possible(&reason);
+}
+
+static void assert_not_blank(const Image *p) {
+  long dark = 0;
+  for (long i = 0; i < 3L * p->width * p->height; i++) dark += p->rgb[i] < 128;
+  assert_true(dark > 3000);
+}
+
 // --- figures -----------------------------------------------------------------------------------------------
 
 // N 64, H 32, V 1000 on a GPU in bf16. Every block counts in whole 256 bytes.
@@ -224,11 +235,12 @@ static void recipes_plan(void **state) {
   (void)state;
   Output list = train("--list-recipes");
   assert_int_equal(list.status, 0);
-  static const int points[] = {0, 0, 16, 39, 8, 8}; // 0: a timeline
-  static const char *const names[] = {"llama3-8b-32k", "llama3-8b-4x20480", "tokens-81920",
-                                      "chunk-sweep",   "gemma2-2b",         "batch-512"};
-  assert_null(RECIPES[6].name);
-  for (int i = 0; i < 6; i++) {
+  static const int points[] = {0, 0, 0, 16, 39, 8, 8}; // 0: no sweep
+  static const char *const names[] = {"llama3-8b-32k", "llama3-8b-4x20480", "llama3-8b-longest",
+                                      "tokens-81920",  "chunk-sweep",       "gemma2-2b",
+                                      "batch-512"};
+  assert_null(RECIPES[7].name);
+  for (int i = 0; i < 7; i++) {
     const Recipe *r = &RECIPES[i];
     assert_string_equal(r->name, names[i]);
     assert_says(list.out, r->name);
@@ -327,6 +339,70 @@ static void offloaded_timelines(void **state) {
     options_free(&options);
     output_free(&o);
   }
+}
+
+// Every length fits its memory, with one token more it does not, and both the fused loss and offloading lengthen it.
+static void longest_sequences(void **state) {
+  (void)state;
+  const char *out = temp_path("longest");
+  Output o = train("--recipe llama3-8b-longest --out %s", out);
+  assert_int_equal(o.status, 0);
+  Options options;
+  char *arguments[] = {"train",    "--model",
+                       "llama-8b", "--max-position-embeddings",
+                       "16777216", "--batch",
+                       "1",        "--seq-len",
+                       "1",        "--recompute",
+                       "layer",    "--moment-dtype",
+                       "bf16",     "--no-master-weights",
+                       NULL};
+  options_parse(&options, sizeof arguments / sizeof *arguments - 1, arguments);
+  options_resolve_dtypes(&options, true);
+  Longest all[LONGEST_MAX];
+  Experiment e = {.options = &options, .device = ON_CUDA, .plan_only = true};
+  assert_int_equal(longest_plan(&e, all), LONGEST_MAX);
+  const double memories[] = {24, 48, 80};
+  char *csv = read_text(temp_path("longest/longest.csv"));
+  for (int i = 0; i < LONGEST_MAX; i++) {
+    const Longest *l = &all[i];
+    size_t memory = (size_t)(l->memory_gib * 0x1p30);
+    assert_true(l->memory_gib == memories[i / 4]);
+    for (int more = 0; more < 2; more++) {
+      Options at = options;
+      at.seq_len = at.total_batch = l->seq_len + more;
+      at.dtypes.offload = l->offload ? 15 : 0;
+      if (!at.seq_len) continue;
+      options_resolve_chunk(&at, ON_CUDA);
+      Ledger plan = plan_run(&at, ON_CUDA, (LceMode)l->mode);
+      assert_int_equal(plan.peak > memory, more);
+      if (!more) assert_int_equal(plan.peak, l->planned_bytes);
+      assert_int_equal(ledger_host_bytes(&plan) > 0, l->offload);
+    }
+    if (l->mode == LCE_FUSED) assert_true(l->seq_len > l[1].seq_len || l->seq_len == 0);
+    if (!l->offload) assert_true(l[2].seq_len > l->seq_len);
+    char row[100];
+    snprintf(row, sizeof row, "\n%g,%s,%s,", l->memory_gib, l->offload ? "all" : "nothing",
+             MODE_NAMES[l->mode]);
+    if (l->seq_len) snprintf(row + strlen(row), sizeof row - strlen(row), "%lld,", (long long)l->seq_len);
+    assert_says(csv, row);
+    assert_says(o.out, l->seq_len ? text_grouped(l->seq_len).text : "none");
+  }
+  free(csv);
+  output_free(&o);
+  options_free(&options);
+  // One memory that is given.
+  o = train("--recipe llama3-8b-longest --device-memory 100 --redraw --out %s", out);
+  assert_int_equal(o.status, 0);
+  assert_says(o.out, "\n   100 GiB  all ");
+  assert_null(strstr(o.out, " 24 GiB  "));
+  output_free(&o);
+  if (!can_draw()) return;
+  Image p = image_read(temp_path("longest/longest.png"));
+  assert_non_null(p.rgb);
+  assert_int_equal(p.width, 2080);
+  assert_int_equal(p.height, 2 * (180 + 62 * 2));
+  assert_not_blank(&p);
+  image_free(&p);
 }
 
 // --- a sweep that is killed --------------------------------------------------------------------------------
@@ -458,9 +534,9 @@ static void refusals(void **state) {
       {"--tokens 0 --layer-only", "--tokens 0: give a whole number from 1"},
       {"--gradient-error", "--gradient-error belongs to --layer-only"},
       {"--timeline --sweep tokens", "exclude each other: a timeline shows whole steps of one size"},
-      {"--recipe soup",
-       "no recipe is called 'soup'; there are llama3-8b-32k, llama3-8b-4x20480, tokens-81920, chunk-sweep, "
-       "gemma2-2b, batch-512"},
+      {"--recipe soup", "no recipe is called 'soup'; there are llama3-8b-32k, llama3-8b-4x20480, "
+                        "llama3-8b-longest, tokens-81920, chunk-sweep, "
+                        "gemma2-2b, batch-512"},
       {"--recipe batch-512 --sweep vocab", "exclude each other: a recipe says what is swept"},
       {"--resolution 9", "--resolution 9: give a whole number from 1 to 4"},
       {"--patience never", "--patience never: give a number"},
@@ -483,11 +559,6 @@ static void refusals(void **state) {
 
 // --- pictures ----------------------------------------------------------------------------------------------
 
-static bool can_draw(void) {
-  const char *reason;
-  return canvas_possible(&reason);
-}
-
 static Color pixel(const Image *p, Spot at, double scale) {
   int x = (int)(at.x * scale), y = (int)(at.y * scale);
   assert_in_range(x, 0, p->width - 1);
@@ -501,12 +572,6 @@ static void assert_color(const char *what, const Image *p, Spot at, double scale
   if (abs(c.r - want.r) + abs(c.g - want.g) + abs(c.b - want.b) > 6)
     fail_msg("%s at (%g, %g) is #%02x%02x%02x and not #%02x%02x%02x", what, at.x, at.y, c.r, c.g, c.b, want.r,
              want.g, want.b);
-}
-
-static void assert_not_blank(const Image *p) {
-  long dark = 0;
-  for (long i = 0; i < 3L * p->width * p->height; i++) dark += p->rgb[i] < 128;
-  assert_true(dark > 3000);
 }
 
 // Draws and returns the picture, its axes fitted. The caller frees it.
@@ -630,7 +695,7 @@ static void other_pictures(void **state) {
   // Time against memory.
   Curve c = made_up("layer", SWEEP_CHUNK);
   assert_true(picture_has_trade(&c));
-  for (int r = -1; r < 6; r++) {
+  for (int r = -1; r < 7; r++) {
     picture_free(drawn(&c, r < 0 ? NULL : &RECIPES[r], 1, temp_path("trade.png")));
     Image p = image_read(temp_path("trade.png"));
     assert_non_null(p.rgb);
@@ -766,6 +831,7 @@ int main(void) {
       cmocka_unit_test(patience),
       cmocka_unit_test(recipes_plan),
       cmocka_unit_test(offloaded_timelines),
+      cmocka_unit_test(longest_sequences),
       cmocka_unit_test(killed_sweep_resumes),
       cmocka_unit_test(damaged_files),
       cmocka_unit_test(the_readme_has_the_peers),

@@ -488,3 +488,37 @@ Picture *picture_timeline(const Timeline *all, const Curve *settings, const Reci
   }
   return picture;
 }
+
+// --- the longest sequences ---------------------------------------------------------------------------------
+
+Picture *picture_longest(const Longest *all, int count, const Curve *settings, const Recipe *recipe) {
+  static Label rows[LONGEST_MAX];
+  static const char *names[LONGEST_MAX];
+  int pairs = count / 2;
+  Picture *picture =
+      picture_create(1040, 180 + 62 * pairs, label("%s", recipe->title), curve_caption(settings));
+  snprintf(picture->note, sizeof picture->note, "Every figure is planned: nothing was allocated.");
+  Panel *p =
+      picture_panel(picture, (Box){190, 128, 900, 102 + 62 * pairs},
+                    label("tokens of the longest sequence, batch %s", curve_setting(settings, "batch").text));
+  p->x = (Axis){.unit = UNIT_COUNT, .from_zero = true};
+  p->y = (Axis){.names = names, .low = -0.5, .high = pairs - 0.5};
+  Series *values = panel_series(p, (Series){.color = COLOR_INK, .sides = "6"});
+  for (int i = 0; i < count; i++) {
+    const Longest *l = &all[i];
+    bool fused = l->mode == LCE_FUSED;
+    int row = i / 2;
+    rows[row] = label("%g GiB%s", l->memory_gib, l->offload ? ", all offloaded" : "");
+    names[row] = rows[row].text;
+    double top = row + (fused ? 0 : -0.38), length = (double)l->seq_len;
+    series_add(values, (Sample){.x = length,
+                                .y = top + 0.19,
+                                .label = l->seq_len ? axis_value(UNIT_COUNT, length) : label("none")});
+    Series *bar = panel_series(p, (Series){.kind = SERIES_AREA,
+                                           .name = fused ? "fused, in chunks" : "materialized logits",
+                                           .color = COLOR_MODE[l->mode]});
+    for (int end = 0; end < 2; end++)
+      series_add(bar, (Sample){.x = end * length, .y = top, .base = top + 0.36});
+  }
+  return picture;
+}

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tools/curves/curve.h"
+#include "tools/curves/longest.h"
 #include "tools/curves/recipes.h"
 #include "tools/curves/timeline.h"
 #include "tools/plot/chart.h"
@@ -18,6 +19,9 @@ Picture *picture_trade(const Curve *curve, const Recipe *recipe);
 // The modes' timelines, one above the other on the same scales. `settings` describes the run; a recipe
 // (or NULL) gives the title.
 Picture *picture_timeline(const Timeline *timeline, const Curve *settings, const Recipe *recipe);
+
+// Bars: the longest sequences.
+Picture *picture_longest(const Longest *all, int count, const Curve *settings, const Recipe *recipe);
 
 // "llama-1b, V 128,256, bf16, recompute layer, on NVIDIA H200": a summary of a curve's settings.
 Label curve_caption(const Curve *curve);

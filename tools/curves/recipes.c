@@ -14,9 +14,8 @@
 
 // As in the source's three steps: weights, gradients and every layer's input on the host. The optimizer's state, which
 // it leaves out, joins them.
-#define OFFLOADED                                                                                            \
-  "--recompute", "layer", "--moment-dtype", "bf16", "--no-master-weights", "--offload",                      \
-      "weights,gradients,optimizer,activations"
+#define ADAMW_IN_BF16 "--recompute", "layer", "--moment-dtype", "bf16", "--no-master-weights"
+#define OFFLOADED     ADAMW_IN_BF16, "--offload", "weights,gradients,optimizer,activations"
 
 // The sources' MB and GB are 2^20 and 2^30 bytes: 24 GB are three times Gemma's fp32 logits of 8,000 MiB.
 const Recipe RECIPES[] = {
@@ -38,6 +37,16 @@ const Recipe RECIPES[] = {
      .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "4", "--seq-len", "20480", "--lce-chunk",
                             "10240", OFFLOADED, NULL},
      .timeline = true,
+     .gpu = true},
+    {.name = "llama3-8b-longest",
+     .title = "The longest sequence that trains Llama 3 8B",
+     .source = "no source: what the fused loss and offloading make fit, each and together",
+     .says = "24, 48 and 80 GiB, or --device-memory; batch 1, --recompute layer, bf16 moments, no master "
+             "weights; "
+             "more than llama-8b's 131,072 positions need --max-position-embeddings",
+     .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "1",
+                            "--max-position-embeddings", "16777216", ADAMW_IN_BF16, NULL},
+     .longest = true,
      .gpu = true},
     {.name = "tokens-81920",
      .title = "Llama 3's LM head + loss up to 81,920 tokens",

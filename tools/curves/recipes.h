@@ -23,10 +23,11 @@ typedef struct {
   double claim;       // how many times less memory the source says, or its setting gives; 0: it does not
   const char *const *arguments; // ./train's options that set it up; what the user gives comes after and wins
   bool layer_only, errors, timeline, loss_alone;
-  bool gpu; // planned for a GPU in bf16 where there is none
+  bool longest; // longest.h, in place of a sweep
+  bool gpu;     // planned for a GPU in bf16 where there is none
   struct {
     Sweep sweep;
-    const char *values; // NULL after the last; with `timeline` there may be none
+    const char *values; // NULL after the last; with `timeline` or `longest` there may be none
   } sweeps[SWEEP_COUNT + 1];
   const Mark *marks; // label NULL after the last
 } Recipe;

@@ -1,0 +1,69 @@
+#include "tools/curves/longest.h"
+
+#include <stdio.h>
+
+#include "base/text.h"
+#include "tools/curves/table.h"
+#include "trainer/plan.h"
+
+static const unsigned EVERYTHING =
+    OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER | OFFLOAD_ACTIVATIONS;
+
+// The options with this choice at a length, the chunk as it would be chosen.
+static Options options_at(const Experiment *e, int offload, int64_t seq_len) {
+  Options o = *e->options;
+  o.dtypes.offload = offload ? EVERYTHING : 0;
+  o.seq_len = seq_len;
+  o.total_batch = o.batch * seq_len;
+  if (!o.chunk_given) o.lce_chunk = 0;
+  options_resolve_chunk(&o, e->device);
+  return o;
+}
+
+int longest_plan(const Experiment *e, Longest all[LONGEST_MAX]) {
+  const double given = (double)e->memory / 0x1p30, usual[] = {24, 48, 80};
+  int count = 0;
+  for (int k = 0; k < (given > 0 ? 1 : 3); k++)
+    for (int i = 0; i < 4; i++) {
+      Longest *l = &all[count++];
+      *l = (Longest){.memory_gib = given > 0 ? given : usual[k], .offload = i / 2, .mode = i % 2};
+      Options o = options_at(e, l->offload, 1);
+      l->seq_len = plan_largest_seq_len(&o, e->device, (LceMode)l->mode, (size_t)(l->memory_gib * 0x1p30));
+      o = options_at(e, l->offload, l->seq_len ? l->seq_len : 1);
+      Ledger plan = plan_run(&o, e->device, (LceMode)l->mode);
+      l->planned_bytes = plan.peak;
+      l->host_bytes = ledger_host_bytes(&plan);
+    }
+  return count;
+}
+
+static Text tokens_cell(int64_t seq_len) {
+  return seq_len ? text_grouped(seq_len) : (Text){"none"};
+}
+
+void longest_print(const Experiment *e, const Longest *all, int count) {
+  const Options *o = e->options;
+  printf("the longest sequence of %s at --batch %lld, planned\n", o->model.name, (long long)o->batch);
+  printf("  %8s  %-12s %12s %14s %7s  %s\n", "memory", "offloaded", "fused", "materialized", "ratio",
+         "on the host, fused");
+  for (const Longest *fused = all; fused < all + count; fused += 2) {
+    const Longest *logits = fused + 1;
+    Label ratio = {"-"};
+    if (logits->seq_len) ratio = label("%.2f", (double)fused->seq_len / (double)logits->seq_len);
+    printf("  %4g GiB  %-12s %12s %14s %7s  %s\n", fused->memory_gib, fused->offload ? "all" : "nothing",
+           tokens_cell(fused->seq_len).text, tokens_cell(logits->seq_len).text, ratio.text,
+           fused->seq_len && fused->host_bytes ? text_bytes(fused->host_bytes).text : "-");
+  }
+}
+
+void longest_write(const Longest *all, int count, const Curve *settings, const char *path) {
+  static const char *const choices[] = {"nothing", "all", NULL};
+  const Column columns[] = {{"memory_gib", offsetof(Longest, memory_gib), NULL, true, false},
+                            {"offloaded", offsetof(Longest, offload), choices, false, false},
+                            {"mode", offsetof(Longest, mode), MODE_NAMES, false, false},
+                            {"seq_len", offsetof(Longest, seq_len), NULL, false, true},
+                            {"planned_bytes", offsetof(Longest, planned_bytes), NULL, false, false},
+                            {"host_bytes", offsetof(Longest, host_bytes), NULL, false, true}};
+  Table table = {"longest sequences", columns, sizeof columns / sizeof *columns, sizeof *all};
+  table_write(&table, path, settings->settings, all, count);
+}
