@@ -450,8 +450,11 @@ static void print_link(HostBytes b) {
 
 static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
   printf("%-40s", c->name);
-  for (int m = 0; m < 2; m++)
-    printf(" %*s", m ? 13 : 7, c->batch[m] ? text_grouped(c->batch[m]).text : "none");
+  for (int m = 0; m < 2; m++) {
+    char batch[24] = "none";
+    if (c->batch[m]) snprintf(batch, sizeof batch, "%lld", (long long)c->batch[m]);
+    printf(" %*s", m ? 13 : 7, batch);
+  }
   if (c->offload && c->batch[LCE_FUSED]) {
     Options with = *o;
     with.dtypes.offload = c->offload;
