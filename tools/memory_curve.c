@@ -414,6 +414,7 @@ static void timeline(Run *r) {
              text_bytes(r->usable).text);
       r->e.plan_only = true;
     }
+    if (!r->e.plan_only) plan_require(&at, r->e.device, 0); // of the host's memory
   }
   Timeline t = {0};
   for (int i = points.count - 1; i >= 0; i--) timeline_record(&t, &r->e, &points.readings[i].point);

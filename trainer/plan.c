@@ -154,11 +154,28 @@ static void count_adamw(Backend *backend, const AdamW *a) {
   bytes->out += weight + master + moments;
 }
 
+// Of gradients, during the backward pass.
+static void count_reduce_scatter(Backend *backend, const Collective *a) {
+  HostBytes *bytes = &((HostTraffic *)backend->state)->micro_batch;
+  size_t out = bytes_on_host(backend, a->out);
+  bytes->in += bytes_on_host(backend, a->x) + (a->accumulate ? out : 0);
+  bytes->out += out;
+}
+
+// Of weights, after AdamW.
+static void count_all_gather(Backend *backend, const Collective *a) {
+  HostBytes *bytes = &((HostTraffic *)backend->state)->update;
+  bytes->in += bytes_on_host(backend, a->x);
+  bytes->out += bytes_on_host(backend, a->out);
+}
+
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   static const BackendOps counting = {.embedding_forward = count_embedding,
                                       .embedding_backward = count_embedding_backward,
                                       .reduce = count_reduce,
                                       .adamw = count_adamw,
+                                      .reduce_scatter = count_reduce_scatter,
+                                      .all_gather = count_all_gather,
                                       .copy_in = count_copy_in,
                                       .copy_out = count_copy_out};
   HostTraffic traffic = {0};
@@ -424,8 +441,8 @@ typedef struct {
   int64_t batch[2]; // the largest, by LceMode
 } FitChoice;
 
-static const double HOST_LINK_RATE =
-    50e9; // bytes a second and direction, of the 64e9 that PCIe 5 x16 signals
+// Bytes a second in each direction, of the 63e9 that PCIe 5 x16 carries at most.
+static const double HOST_LINK_RATE = 50e9;
 
 // Those that the options allow; with --offload that one alone. Offloading from a CPU to its own memory saves nothing.
 static int fit_choices(const Options *o, DeviceKind device, FitChoice choices[FIT_CHOICES]) {

@@ -23,13 +23,12 @@ typedef struct {
 } HostBytes;
 
 typedef struct {
-  HostBytes
-      micro_batch;  // copies and rows of the embedding; of a step's first one, which adds to no gradients
-  HostBytes update; // what the norm and AdamW access; once a step
+  // Copies, the embedding's rows, reduced gradients; of a step's first one, which adds to no gradients.
+  HostBytes micro_batch;
+  HostBytes update; // what the norm and AdamW access, and gathered weights; once a step
 } HostTraffic;
 
-// What --offload costs a step of `options` (resolved) on one rank, counted from the operations that the step calls. What
-// collectives access is left out.
+// What --offload costs each rank in a step of `options` (resolved), counted from the operations that the step calls.
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device);
 
 // Fails when the run needs more than `usable` bytes of the device (0: unknown), with who holds what, and what would fit; or when

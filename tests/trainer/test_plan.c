@@ -365,6 +365,14 @@ static void test_host_traffic(void **state) {
   Options o = options_of_device(line, ON_CUDA);
   assert_int_equal(plan_host_traffic(&o, ON_CUDA).update.in, 2 * matrices);
   options_free(&o);
+  // Two ranks sum their gradients into a shard each, in the host's memory: half of them leave. Norms are padded to 256.
+  char shards[] = JOB "--offload gradients --zero 2 --ranks 2 --plan";
+  o = options_of_device(shards, ON_CUDA);
+  HostTraffic rank = plan_host_traffic(&o, ON_CUDA);
+  assert_int_equal(rank.micro_batch.in, 0);
+  assert_int_equal(rank.micro_batch.out, matrices + 9 * 256);
+  assert_int_equal(rank.update.in, 2 * (matrices + 9 * 256));
+  options_free(&o);
   o = options_of_device(none, ON_CUDA);
   HostTraffic nothing = plan_host_traffic(&o, ON_CUDA);
   assert_int_equal(nothing.micro_batch.in + nothing.micro_batch.out + nothing.update.in + nothing.update.out,

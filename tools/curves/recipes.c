@@ -22,8 +22,7 @@ const Recipe RECIPES[] = {
     {.name = "llama3-8b-32k",
      .title = "Llama 3 8B, three offloaded steps of 1 x 32,768 tokens",
      .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
-     .says = "at [B, T] = [1, 32768] the fp32 logits are a spike of 15++ GB (15.66 GiB); the loss runs in 8 "
-             "chunks",
+     .says = "at [B, T] = [1, 32768] the fp32 logits are a spike of 15++ GB, 15.66 GiB; 8 chunks of the loss",
      .claim = 8,
      .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "32768", "--lce-chunk",
                             "4096", OFFLOADED, NULL},
@@ -32,7 +31,7 @@ const Recipe RECIPES[] = {
     {.name = "llama3-8b-4x20480",
      .title = "Llama 3 8B, three offloaded steps of 4 x 20,480 tokens",
      .source = "PyTorch's feature request for linear_cross_entropy (pytorch/pytorch#124480)",
-     .says = "at [B, T] = [4, 20480] 128,256 x 81,920 logits, 39.14 GiB in fp32; the loss runs in 8 chunks",
+     .says = "at [B, T] = [4, 20480] 128,256 x 81,920 logits, 39.14 GiB in fp32; 8 chunks of the loss",
      .claim = 8,
      .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "4", "--seq-len", "20480", "--lce-chunk",
                             "10240", OFFLOADED, NULL},
@@ -41,9 +40,8 @@ const Recipe RECIPES[] = {
     {.name = "llama3-8b-longest",
      .title = "The longest sequence that trains Llama 3 8B",
      .source = "no source: what the fused loss and offloading make fit, each and together",
-     .says = "24, 48 and 80 GiB, or --device-memory; batch 1, --recompute layer, bf16 moments, no master "
-             "weights; "
-             "more than llama-8b's 131,072 positions need --max-position-embeddings",
+     .says = "24, 48 and 80 GiB, or --device-memory; batch 1; lengths beyond llama-8b's 131,072 positions "
+             "need --max-position-embeddings",
      .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "1",
                             "--max-position-embeddings", "16777216", ADAMW_IN_BF16, NULL},
      .longest = true,
