@@ -102,8 +102,7 @@ void model_check_seq_len(const ModelConfig *c, int64_t seq_len) {
         (long long)seq_len, (long long)c->max_position_embeddings, c->name);
   if (seq_len > model_max_seq_len(c))
     fail("--seq-len %lld is longer than the sliding window of %lld tokens through which %s attends, and only "
-         "full "
-         "attention is computed here; lower it to the window",
+         "full attention is computed here; lower it to the window",
          (long long)seq_len, (long long)c->sliding_window, c->name);
 }
 

@@ -375,16 +375,14 @@ static void resolve_offload(Options *o) {
       which++;
     if (which == OFFLOADS)
       fail("--offload %s: give one or more of weights, gradients, optimizer, activations and head, with "
-           "commas "
-           "between them",
+           "commas between them",
            o->offload);
     o->dtypes.offload |= 1u << which;
     at = at[length] ? at + length + 1 : NULL;
   }
   if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->recompute != RECOMPUTE_LAYER)
     fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
-         "--recompute "
-         "layer");
+         "--recompute layer");
 }
 
 static void resolve_job(Options *o) {

@@ -295,22 +295,27 @@ static void suggest(const Options *options, DeviceKind device, size_t usable, ch
   if (!*text) suggest_together(options, device, usable, text, size);
 }
 
+// "weights 1.20 GiB, gradients 1.20 GiB": the categories that hold `min` bytes or more.
+static void list_holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min, char *text, size_t size) {
+  *text = 0;
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
+    char holder[80];
+    snprintf(holder, sizeof holder, "%s %s", memory_category_name((MemoryCategory)c),
+             text_bytes(bytes[c]).text);
+    if (bytes[c] >= min) append(text, size, ", ", holder);
+  }
+}
+
 // All ranks of the machine offload as much.
 static void require_host(const Ledger *plan) {
   int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
   size_t needed = ledger_host_bytes(plan) * (size_t)ranks,
          left = system_bytes("/proc/meminfo", "MemAvailable");
   if (!needed || !left || needed <= left) return;
-  char holders[256] = "";
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
-    char holder[80];
-    snprintf(holder, sizeof holder, "%s %s", memory_category_name((MemoryCategory)c),
-             text_bytes(plan->host[c]).text);
-    if (plan->host[c]) append(holders, sizeof holders, ", ", holder);
-  }
+  char holders[512];
+  list_holders(plan->host, 1, holders, sizeof holders);
   fail("--offload needs %s of this machine's memory and %s are left (%s%s); offload less, or add "
-       "--moment-dtype bf16 or "
-       "--no-master-weights",
+       "--moment-dtype bf16 or --no-master-weights",
        text_bytes(needed).text, text_bytes(left).text, ranks > 1 ? "of each rank " : "", holders);
 }
 
@@ -319,13 +324,8 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
   require_host(&plan);
   if (!usable || plan.peak <= usable) return;
 
-  char holders[512] = "", ways[512];
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
-    char holder[80];
-    snprintf(holder, sizeof holder, "%s %s", memory_category_name((MemoryCategory)c),
-             text_bytes(plan.at_peak[c]).text);
-    if (plan.at_peak[c] >> 20) append(holders, sizeof holders, ", ", holder);
-  }
+  char holders[512], ways[512];
+  list_holders(plan.at_peak, 1 << 20, holders, sizeof holders);
   suggest(options, device, usable, ways, sizeof ways);
   fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
        text_bytes(usable).text, holders, ways);
