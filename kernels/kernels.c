@@ -149,14 +149,14 @@ static void enough_positions(Op op, const char *field, Tensor t, int64_t seq_len
 
 void embedding_forward(Backend *backend, EmbeddingForward a) {
   CHECK(FIELD(token_weight, "T [V, H]"), FIELD(tokens, "int32 [N]"), FIELD(out, "T [N, H]"),
-        FIELD(position_weight, "T [P, H] or absent"));
+        FIELD(position_weight, "T [P, H] or absent"), FIELD(positions, "int32 [N] or absent"));
   whole_sequences(__func__, a.tokens.shape[0], a.seq_len);
   enough_positions(__func__, "position_weight", a.position_weight, a.seq_len);
   CALL(embedding_forward);
 }
 
 void embedding_backward(Backend *backend, EmbeddingBackward a) {
-  CHECK(FIELD(dout, "T [N, H]"), FIELD(tokens, "int32 [N]"),
+  CHECK(FIELD(dout, "T [N, H]"), FIELD(tokens, "int32 [N]"), FIELD(positions, "int32 [N] or absent"),
         FIELD(dposition_weight, "fp32|bf16 [P, H] or absent"),
         FIELD(dtoken_weight,
               tensor_exists(a.dposition_weight) ? "fp32|bf16 [V, H] or absent" : "fp32|bf16 [V, H]"));
@@ -272,7 +272,7 @@ static void attention_heads(Op op, AttentionShape s) {
 void rope(Backend *backend, Rope a) {
   AttentionShape s = a.shape;
   attention_heads(__func__, s);
-  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"));
+  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(positions, "int32 [N] or absent"));
   if (s.head_dim % 2) fail("%s: head_dim %lld is odd", __func__, (long long)s.head_dim);
   CHECK(SIZE(D, s.head_dim), FIELD(cos_sin, "fp32 [R, D]"));
   enough_positions(__func__, "cos_sin", a.cos_sin, s.seq_len);
@@ -282,7 +282,8 @@ void rope(Backend *backend, Rope a) {
 void attention_forward(Backend *backend, AttentionForward a) {
   AttentionShape s = a.shape;
   attention_heads(__func__, s);
-  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"));
+  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
+        FIELD(documents, "int32 [2, N] or absent"));
   CALL_WITH_SCRATCH(attention_forward, MEMORY_WORKSPACE);
 }
 
@@ -290,7 +291,7 @@ void attention_backward(Backend *backend, AttentionBackward a) {
   AttentionShape s = a.shape;
   attention_heads(__func__, s);
   CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
-        FIELD(dqkv, "T [N, P]"), FIELD(dout, "T [N, O]"));
+        FIELD(dqkv, "T [N, P]"), FIELD(dout, "T [N, O]"), FIELD(documents, "int32 [2, N] or absent"));
   if (a.dqkv.data == a.qkv.data) fail("%s: dqkv and qkv are the same tensor", __func__);
   CALL_WITH_SCRATCH(attention_backward, MEMORY_WORKSPACE);
 }

@@ -35,23 +35,27 @@ enum { ELSEWHERE = -1 };
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
-// out[n] = token_weight[tokens[n]] + position_weight[n mod T].   GPT-2 has both, Llama and Qwen only the first.
+// A token's position is n mod T or, where a sequence packs several documents, its place in its document: positions[n].
+
+// out[n] = token_weight[tokens[n]] + position_weight[position].   GPT-2 has both, Llama and Qwen only the first.
 typedef struct {
   Tensor out;             // fp32/bf16 [N, H]
   Tensor tokens;          // int32 [N], each in [0, V)
   Tensor token_weight;    // fp32/bf16 [V, H]
   Tensor position_weight; // fp32/bf16 [P, H] with P >= T, or absent
+  Tensor positions;       // int32 [N], each in [0, T); or absent
   int64_t seq_len;        // T, divides N
 } EmbeddingForward;
 
-// dtoken_weight[v] (+)= sum of dout[n] over n with tokens[n] = v;  dposition_weight[t] (+)= sum over n mod T
-// = t. Sorted, then summed segment by segment: no floating-point atomics. Rows that no token names become 0
+// dtoken_weight[v] (+)= sum of dout[n] over n with tokens[n] = v;  dposition_weight[t] (+)= sum over n with
+// position t. Sorted, then summed segment by segment: no floating-point atomics. Rows that no token names become 0
 // when accumulate is false.
 typedef struct {
   Tensor dtoken_weight;    // fp32 or bf16 [V, H]; absent: the positions' alone
   Tensor dposition_weight; // fp32 or bf16 [P, H], or absent; rows at and after T become 0 without accumulate
   Tensor dout;             // fp32/bf16 [N, H]
   Tensor tokens;           // int32 [N]; ELSEWHERE names no row
+  Tensor positions;        // int32 [N], or absent
   int64_t seq_len;
   bool accumulate_token, accumulate_position;
   Tensor workspace; // pushed by the entry point
@@ -173,16 +177,20 @@ typedef struct {
 typedef struct {
   Tensor qkv;     // fp32/bf16 [N, (Q + 2K) D]
   Tensor cos_sin; // fp32 [T', D]: row t holds cos for i < D/2, then sin; T' >= T
+  Tensor positions; // int32 [N], or absent: t, the row of cos_sin, is n mod T
   AttentionShape shape;
   bool inverse;
 } Rope;
 
 // Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = logsumexp of that
 // row. Never a T x T matrix (Dao et al. 2022): tiles, running maximum and sum.
+// With `documents` the sum is over the token's own document: t - documents[0, n] <= u <= t. A document is a run of
+// tokens of one sequence; a token has documents[0, n] of its own before it and documents[1, n] after it.
 typedef struct {
-  Tensor out; // fp32/bf16 [N, Q D]
-  Tensor lse; // fp32 [B, Q * T], row b holds head after head
-  Tensor qkv; // fp32/bf16 [N, (Q + 2K) D]
+  Tensor out;       // fp32/bf16 [N, Q D]
+  Tensor lse;       // fp32 [B, Q * T], row b holds head after head
+  Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
+  Tensor documents; // int32 [2, N], or absent: a sequence is one document
   AttentionShape shape;
   Tensor workspace; // pushed by the entry point
 } AttentionForward;
@@ -195,6 +203,7 @@ typedef struct {
   Tensor out;  // fp32/bf16 [N, Q D]
   Tensor lse;  // fp32 [B, Q * T]
   Tensor qkv;  // fp32/bf16 [N, (Q + 2K) D]
+  Tensor documents; // int32 [2, N], or absent: as in the forward pass
   AttentionShape shape;
   Tensor workspace; // pushed by the entry point
 } AttentionBackward;

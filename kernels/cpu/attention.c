@@ -7,7 +7,7 @@
 // Backward, for a key/value head: walk its key tiles, and for each the query tiles from the diagonal on, of
 // every query head that reads it. P = exp(S - lse) is recomputed, then
 //   dV += P^T dO,   dS = P * (dO V^T - delta),   dQ += dS K / sqrt(D),   dK += dS^T Q / sqrt(D),
-// with delta = rowsum(dO * O). One thread owns a key/value head of a sequence, so nothing is shared and the
+// with delta = rowsum(dO * O). Tiles whose keys lie before the queries' documents are skipped. One thread owns a key/value head of a sequence, so nothing is shared and the
 // sums have one order, whatever the number of threads.
 #include <math.h>
 #include <string.h>
@@ -36,36 +36,57 @@ static CpuMatrix tile_matrix(const float *tile, bool transposed) {
   return (CpuMatrix){.data = tile, .stride = TILE, .transposed = transposed};
 }
 
-// The keys that query row t may see within a tile that starts at key `first`.
-static int64_t visible_keys(int64_t t, int64_t first, int64_t keys) {
-  return min_i64(keys, t - first + 1);
+// Of sequence b: how many tokens of its document precede each token; NULL: all of the sequence.
+static const int32_t *preceding(Tensor documents, int64_t b, int64_t seq_len) {
+  return tensor_exists(documents) ? (const int32_t *)documents.data + b * seq_len : NULL;
+}
+
+static int64_t first_visible(const int32_t *before, int64_t t) {
+  return before ? t - before[t] : 0;
+}
+
+// The keys [first, end) of a tile of `keys` from key `first_key` on that query t sees; first == end: none.
+typedef struct {
+  int64_t first, end;
+} Visible;
+
+static Visible visible_keys(const int32_t *before, int64_t t, int64_t first_key, int64_t keys) {
+  int64_t end = min_i64(keys, t - first_key + 1);
+  return (Visible){min_i64(end, max_i64(0, first_visible(before, t) - first_key)), end};
+}
+
+static void zero_others(float *row, Visible v, int64_t keys) {
+  for (int64_t j = 0; j < v.first; j++) row[j] = 0.0f;
+  for (int64_t j = v.end; j < keys; j++) row[j] = 0.0f;
 }
 
 // One block of queries of one head.
-static void forward_block(bool plain, Rows q, Rows k, Rows v, Rows out, float *lse, int64_t first_query,
-                          int64_t queries, int64_t head_dim) {
+static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, float *lse, const int32_t *before,
+                          int64_t first_query, int64_t queries, int64_t head_dim) {
   float scores[TILE][TILE], maximum[TILE], sum[TILE];
   float scale = 1.0f / sqrtf((float)head_dim);
   for (int64_t i = 0; i < queries; i++) maximum[i] = -INFINITY, sum[i] = 0.0f;
-  for (int64_t first_key = 0; first_key < first_query + queries; first_key += TILE) {
+  int64_t start = first_visible(before, first_query) / TILE * TILE;
+  for (int64_t first_key = start; first_key < first_query + queries; first_key += TILE) {
     int64_t keys = min_i64(TILE, first_query + queries - first_key);
     tile_multiply(plain, queries, keys, head_dim, scale, matrix(q, first_query, false),
                   matrix(k, first_key, true), false, &scores[0][0], TILE);
     for (int64_t i = 0; i < queries; i++) {
-      int64_t visible = visible_keys(first_query + i, first_key, keys);
-      float tile_maximum = maximum_of(scores[i], visible);
+      Visible v = visible_keys(before, first_query + i, first_key, keys);
+      zero_others(scores[i], v, keys);
+      if (v.first == v.end) continue;
+      float *seen = scores[i] + v.first, tile_maximum = maximum_of(seen, v.end - v.first);
       float grown = tile_maximum > maximum[i] ? tile_maximum : maximum[i];
       float shrink = expf(maximum[i] - grown);
-      sum[i] = sum[i] * shrink + (float)exp_and_sum(scores[i], grown, 1.0f, visible, scores[i]);
+      sum[i] = sum[i] * shrink + (float)exp_and_sum(seen, grown, 1.0f, v.end - v.first, seen);
       maximum[i] = grown;
-      for (int64_t j = visible; j < keys; j++) scores[i][j] = 0.0f;
-      if (first_key == 0 || shrink == 1.0f) continue;
+      if (first_key == start || shrink == 1.0f) continue;
       float *row = out.data + (first_query + i) * out.stride;
 #pragma omp simd
       for (int64_t d = 0; d < head_dim; d++) row[d] *= shrink;
     }
     tile_multiply(plain, queries, head_dim, keys, 1.0f, tile_matrix(&scores[0][0], false),
-                  matrix(v, first_key, false), first_key > 0, out.data + first_query * out.stride,
+                  matrix(values, first_key, false), first_key > start, out.data + first_query * out.stride,
                   out.stride);
   }
   for (int64_t i = 0; i < queries; i++) {
@@ -90,14 +111,15 @@ void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
                       head_rows(a->qkv, b, s.seq_len, key_head, s.head_dim),
                       head_rows(a->qkv, b, s.seq_len, value_head, s.head_dim),
                       head_rows(a->out, b, s.seq_len, h, s.head_dim), cpu_row(a->lse, b) + h * s.seq_len,
-                      first, min_i64(TILE, s.seq_len - first), s.head_dim);
+                      preceding(a->documents, b, s.seq_len), first, min_i64(TILE, s.seq_len - first), s.head_dim);
       }
 }
 
 // What the backward pass of one query head against one key/value head reads and writes.
 typedef struct {
   Rows q, k, v, out, dout, dq, dk, dv;
-  const float *lse; // [T]
+  const float *lse;      // [T]
+  const int32_t *before; // of preceding()
   int64_t head_dim;
 } HeadBackward;
 
@@ -112,17 +134,19 @@ static void backward_tile(bool plain, const HeadBackward *h, int64_t first_query
   tile_multiply(plain, queries, keys, h->head_dim, 1.0f, dout, matrix(h->v, first_key, true), false,
                 &ds[0][0], TILE);
   for (int64_t i = 0; i < queries; i++) {
-    int64_t t = first_query + i, visible = visible_keys(t, first_key, keys);
+    int64_t t = first_query + i;
+    Visible v = visible_keys(h->before, t, first_key, keys);
     const float *out_row = h->out.data + t * h->out.stride, *dout_row = h->dout.data + t * h->dout.stride;
     float delta = 0.0f, lse = h->lse[t];
 #pragma omp simd reduction(+ : delta)
     for (int64_t d = 0; d < h->head_dim; d++) delta += out_row[d] * dout_row[d];
 #pragma omp simd
-    for (int64_t j = 0; j < visible; j++) {
+    for (int64_t j = v.first; j < v.end; j++) {
       p[i][j] = exp_f32(p[i][j] - lse);
       ds[i][j] = p[i][j] * (ds[i][j] - delta);
     }
-    for (int64_t j = visible; j < keys; j++) p[i][j] = ds[i][j] = 0.0f;
+    zero_others(p[i], v, keys);
+    zero_others(ds[i], v, keys);
   }
   tile_multiply(plain, keys, h->head_dim, queries, 1.0f, tile_matrix(&p[0][0], true), dout, true,
                 h->dv.data + first_key * h->dv.stride, h->dv.stride);
@@ -149,6 +173,7 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
                         .v = head_rows(a->qkv, b, s.seq_len, value_head, s.head_dim),
                         .dk = head_rows(a->dqkv, b, s.seq_len, key_head, s.head_dim),
                         .dv = head_rows(a->dqkv, b, s.seq_len, value_head, s.head_dim),
+                        .before = preceding(a->documents, b, s.seq_len),
                         .head_dim = s.head_dim};
       zero_rows(h.dk, s.seq_len, s.head_dim);
       zero_rows(h.dv, s.seq_len, s.head_dim);
@@ -160,7 +185,9 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
         h.lse = cpu_row(a->lse, b) + head * s.seq_len;
         zero_rows(h.dq, s.seq_len, s.head_dim);
         for (int64_t first_key = 0; first_key < s.seq_len; first_key += TILE)
-          for (int64_t first_query = first_key; first_query < s.seq_len; first_query += TILE)
+          for (int64_t first_query = first_key;
+               first_query < s.seq_len && first_visible(h.before, first_query) < first_key + TILE;
+               first_query += TILE)
             backward_tile(plain, &h, first_query, min_i64(TILE, s.seq_len - first_query), first_key,
                           min_i64(TILE, s.seq_len - first_key));
       }

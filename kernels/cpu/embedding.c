@@ -7,22 +7,27 @@
 void cpu_embedding_forward(Backend *backend, const EmbeddingForward *a) {
   (void)backend;
   int64_t hidden = a->out.shape[1];
-  const int32_t *tokens = a->tokens.data;
+  const int32_t *tokens = a->tokens.data, *positions = a->positions.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->out.shape[0]; n++) {
     float *out = cpu_row(a->out, n);
     memcpy(out, cpu_row(a->token_weight, tokens[n]), (size_t)hidden * sizeof *out);
     if (!tensor_exists(a->position_weight)) continue;
-    const float *position = cpu_row(a->position_weight, n % a->seq_len);
+    const float *position = cpu_row(a->position_weight, positions ? positions[n] : n % a->seq_len);
 #pragma omp simd
     for (int64_t i = 0; i < hidden; i++) out[i] += position[i];
   }
 }
 
-// A position's gradient is the sum over the sequences of the batch.
+// A position's gradient is the sum over the sequences of the batch, or over their documents.
 static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t hidden = a->dout.shape[1], batch = a->dout.shape[0] / a->seq_len;
   if (!a->accumulate_position) cpu_fill_zero(backend, &a->dposition_weight);
+  if (tensor_exists(a->positions)) {
+    cpu_scatter_add(a->dposition_weight, a->positions.data, a->dout.shape[0], a->dout, NULL, 1.0f,
+                    a->workspace.data);
+    return;
+  }
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < a->seq_len; t++) {
     float *out = cpu_row(a->dposition_weight, t);

@@ -59,6 +59,8 @@ static bool takes(AttentionShape s, Tensor qkv, Tensor out) {
          rows_align(out, 8);
 }
 
+static const char *const NO_DOCUMENTS = "its are not used where sequences pack documents";
+
 static void warn_once(const char *op, const char *reason) {
   static bool warned = false;
   if (!warned) warn("%s runs on our own kernels rather than cuDNN's: %s", op, reason);
@@ -69,8 +71,8 @@ void cuda_attention_forward(Backend *backend, const AttentionForward *a) {
   cudaStream_t stream = cuda_stream(backend);
   AttentionChoice choice = cuda_attention_choice();
   if (choice != ATTENTION_OWN) {
-    const char *reason = NULL;
-    if (attention_cudnn_forward(a, stream, &reason)) return;
+    const char *reason = NO_DOCUMENTS;
+    if (!tensor_exists(a->documents) && attention_cudnn_forward(a, stream, &reason)) return;
     if (choice == ATTENTION_CUDNN) warn_once("attention_forward", reason);
   }
   if (takes(a->shape, a->qkv, a->out))
@@ -83,8 +85,8 @@ void cuda_attention_backward(Backend *backend, const AttentionBackward *a) {
   cudaStream_t stream = cuda_stream(backend);
   AttentionChoice choice = cuda_attention_choice();
   if (choice == ATTENTION_CUDNN) {
-    const char *reason = NULL;
-    if (attention_cudnn_backward(a, stream, &reason)) return;
+    const char *reason = NO_DOCUMENTS;
+    if (!tensor_exists(a->documents) && attention_cudnn_backward(a, stream, &reason)) return;
     warn_once("attention_backward", reason);
   }
   float *statistics = data_of<float>(a->workspace);

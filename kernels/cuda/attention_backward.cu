@@ -28,6 +28,7 @@ struct BackwardArguments {
   int64_t qkv_stride, dqkv_stride, dout_stride; // elements per row
   int seq_len, num_heads, num_key_value_heads;
   float scale, scale_log2; // 1 / sqrt(D), and times log2(e)
+  Documents documents;
 };
 
 // --- one step of P and dS ----------------------------------------------------------------------------------
@@ -38,18 +39,7 @@ struct BackwardArguments {
 template <int M, int N, bool TRANSPOSED>
 __device__ __forceinline__ void probabilities(float (&s)[M][N / 8][4], float (&dp)[M][N / 8][4],
                                               const float *shift, float scale_log2, bool masked, int offset) {
-  int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  if (masked) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-      for (int n = 0; n < N / 8; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          int row = offset + m * 16 + (i >> 1) * 8 + g, column = n * 8 + 2 * q + (i & 1);
-          if (TRANSPOSED ? row > column : column > row) s[m][n][i] = -INFINITY;
-        }
-  }
+  if (masked) mask_columns<TRANSPOSED>(s, [=](int row) { return offset + row + !TRANSPOSED; });
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
@@ -78,7 +68,7 @@ template <int D, int KEYS, int QUERIES> struct KeyShared {
 };
 
 // A block of WARPS warps owns 16 M WARPS keys; QUERIES are loaded at a time and worked on STEP at a time.
-template <int D, int M, int WARPS, int QUERIES, int STEP>
+template <int D, int M, int WARPS, int QUERIES, int STEP, bool PACKED>
 __global__ void __launch_bounds__(WARPS * 32, 8 / WARPS) key_kernel(BackwardArguments a) {
   constexpr int THREADS = WARPS * 32, KEYS = WARPS * M * 16;
   using Shared = KeyShared<D, KEYS, QUERIES>;
@@ -99,7 +89,11 @@ __global__ void __launch_bounds__(WARPS * 32, 8 / WARPS) key_kernel(BackwardArgu
   const Lane<D> lane;
   const uint32_t k_tile = shared_address(shared.k) + warp * M * 16 * D * 2;
   const uint32_t v_tile = shared_address(shared.v) + warp * M * 16 * D * 2;
-  const int first_tile = block_key / QUERIES, tiles = (T + QUERIES - 1) / QUERIES - first_tile;
+  auto end_of = [&](int t) { return a.documents.end(first_row, min(t, T - 1), T); };
+  const int end = PACKED ? end_of(block_key + KEYS - 1) : T; // of the queries
+  // Where those end that see the warp's first key, and its last.
+  const int first_end = PACKED ? end_of(first_key) : T, last_end = PACKED ? end_of(first_key + M * 16 - 1) : T;
+  const int first_tile = block_key / QUERIES, tiles = (end + QUERIES - 1) / QUERIES - first_tile;
   const int steps = tiles * group;
 
   auto load_queries = [&](int step, int stage) {
@@ -130,7 +124,8 @@ __global__ void __launch_bounds__(WARPS * 32, 8 / WARPS) key_kernel(BackwardArgu
 #pragma unroll 1
     for (int part = 0; part < QUERIES; part += STEP) {
       const int query = first_query + part;
-      if (query + STEP <= first_key) continue; // these queries see none of the warp's keys
+      // These queries see none of the warp's keys.
+      if (query + STEP <= first_key || (PACKED && query >= last_end)) continue;
       float s[M][STEP / 8][4] = {}, dp[M][STEP / 8][4], shift[STEP / 4];
 #pragma unroll
       for (int n = 0; n < STEP / 8; n++) {
@@ -164,6 +159,8 @@ __global__ void __launch_bounds__(WARPS * 32, 8 / WARPS) key_kernel(BackwardArgu
             mma(dp[m][2 * n], v_rows[m], b), mma(dp[m][2 * n + 1], v_rows[m], b + 2);
         }
       }
+      if (PACKED && query + STEP > first_end)
+        mask_columns<false>(s, [=](int row) { return end_of(first_key + row) - query; });
       probabilities<M, STEP, true>(s, dp, shift, a.scale_log2, first_key + M * 16 > query + 1,
                                    first_key - query);
 #pragma unroll
@@ -201,7 +198,7 @@ template <int D, int QUERIES, int KEYS> struct QueryShared {
   bf16 k[2][KEYS * D], v[2][KEYS * D];
 };
 
-template <int D, int KEYS, int STEP>
+template <int D, int KEYS, int STEP, bool PACKED>
 __global__ void __launch_bounds__(128, 2) query_kernel(BackwardArguments a) {
   constexpr int WARPS = 4, THREADS = WARPS * 32, M = 2, QUERIES = WARPS * M * 16;
   using Shared = QueryShared<D, QUERIES, KEYS>;
@@ -223,11 +220,16 @@ __global__ void __launch_bounds__(128, 2) query_kernel(BackwardArguments a) {
   const uint32_t q_tile = shared_address(shared.q) + warp * M * 16 * D * 2;
   const uint32_t dout_tile = shared_address(shared.dout) + warp * M * 16 * D * 2;
   const int tiles = (min(block_query + QUERIES, T) + KEYS - 1) / KEYS;
+  auto start_of = [&](int t) { return a.documents.start(first_row, min(t, T - 1)); };
+  // Of the block, and of the warp's first and last row.
+  const int first_tile = PACKED ? start_of(block_query) / KEYS : 0;
+  const int first_start = PACKED ? start_of(first_query) : 0;
+  const int last_start = PACKED ? start_of(first_query + M * 16 - 1) : 0;
 
   load_tile<QUERIES, D, THREADS>(shared_address(shared.q), q, a.qkv_stride, block_query, T);
   load_tile<QUERIES, D, THREADS>(shared_address(shared.dout), dout, a.dout_stride, block_query, T);
-  load_tile<KEYS, D, THREADS>(shared_address(shared.k[0]), k, a.qkv_stride, 0, T);
-  load_tile<KEYS, D, THREADS>(shared_address(shared.v[0]), v, a.qkv_stride, 0, T);
+  load_tile<KEYS, D, THREADS>(shared_address(shared.k[0]), k, a.qkv_stride, first_tile * KEYS, T);
+  load_tile<KEYS, D, THREADS>(shared_address(shared.v[0]), v, a.qkv_stride, first_tile * KEYS, T);
   copies_commit();
 
   const float *statistics = statistics_of(a.statistics, batch * a.num_heads + head, T);
@@ -240,8 +242,8 @@ __global__ void __launch_bounds__(128, 2) query_kernel(BackwardArguments a) {
   }
 
   float dq[M][D / 8][4] = {};
-  for (int tile = 0; tile < tiles; tile++) {
-    const int stage = tile & 1;
+  for (int tile = first_tile; tile < tiles; tile++) {
+    const int stage = (tile - first_tile) & 1;
     copies_wait<0>();
     __syncthreads();
     if (tile + 1 < tiles) {
@@ -254,7 +256,8 @@ __global__ void __launch_bounds__(128, 2) query_kernel(BackwardArguments a) {
 #pragma unroll 1
     for (int part = 0; part < KEYS; part += STEP) {
       const int key = tile * KEYS + part;
-      if (key >= first_query + M * 16) continue; // none of the warp's queries sees these keys
+      // None of the warp's queries sees these keys.
+      if (key >= first_query + M * 16 || (PACKED && key + STEP <= first_start)) continue;
       float s[M][STEP / 8][4] = {}, dp[M][STEP / 8][4];
 #pragma unroll
       for (int m = 0; m < M; m++)
@@ -281,6 +284,8 @@ __global__ void __launch_bounds__(128, 2) query_kernel(BackwardArguments a) {
             mma(dp[m][2 * n], dout_rows[m], b), mma(dp[m][2 * n + 1], dout_rows[m], b + 2);
         }
       }
+      if (PACKED && key < last_start)
+        mask_columns<true>(s, [=](int row) { return start_of(first_query + row) - key; });
       probabilities<M, STEP, false>(s, dp, shift, a.scale_log2, key + STEP > first_query + 1,
                                     first_query - key);
 #pragma unroll
@@ -312,18 +317,18 @@ static void launch(void (*kernel)(BackwardArguments), dim3 grid, int threads, si
   kernel<<<grid, threads, shared_bytes, stream>>>(a);
 }
 
-template <int D, int M, int WARPS, int QUERIES, int STEP>
+template <int D, int M, int WARPS, int QUERIES, int STEP, bool PACKED>
 static void launch_keys(const BackwardArguments &a, int batch, cudaStream_t stream) {
   constexpr int KEYS = WARPS * M * 16;
   dim3 grid((a.seq_len + KEYS - 1) / KEYS, a.num_key_value_heads, batch);
-  launch(key_kernel<D, M, WARPS, QUERIES, STEP>, grid, WARPS * 32, sizeof(KeyShared<D, KEYS, QUERIES>), a,
+  launch(key_kernel<D, M, WARPS, QUERIES, STEP, PACKED>, grid, WARPS * 32, sizeof(KeyShared<D, KEYS, QUERIES>), a,
          stream);
 }
 
-template <int D, int KEYS, int STEP>
+template <int D, int KEYS, int STEP, bool PACKED>
 static void launch_queries(const BackwardArguments &a, int batch, cudaStream_t stream) {
   dim3 grid((a.seq_len + 127) / 128, a.num_heads, batch);
-  launch(query_kernel<D, KEYS, STEP>, grid, 128, sizeof(QueryShared<D, 128, KEYS>), a, stream);
+  launch(query_kernel<D, KEYS, STEP, PACKED>, grid, 128, sizeof(QueryShared<D, 128, KEYS>), a, stream);
 }
 
 } // namespace attention
@@ -343,13 +348,16 @@ void attention_tensor_core_backward(const AttentionBackward *b, float *statistic
                          .num_heads = (int)s.num_heads,
                          .num_key_value_heads = (int)s.num_key_value_heads,
                          .scale = scale,
-                         .scale_log2 = scale * LOG2_E};
-  if (s.head_dim == 64) {
-    launch_keys<64, 2, 4, 64, 32>(a, (int)s.batch, stream);
-    launch_queries<64, 64, 32>(a, (int)s.batch, stream);
-  } else {
-    launch_keys<128, 1, 8, 32, 32>(a, (int)s.batch, stream);
-    launch_queries<128, 32, 32>(a, (int)s.batch, stream);
-  }
+                         .scale_log2 = scale * LOG2_E,
+                         .documents = documents_of(b->documents, s)};
+  with_bool(tensor_exists(b->documents), [=](auto packed) {
+    if (s.head_dim == 64) {
+      launch_keys<64, 2, 4, 64, 32, packed>(a, (int)s.batch, stream);
+      launch_queries<64, 64, 32, packed>(a, (int)s.batch, stream);
+    } else {
+      launch_keys<128, 1, 8, 32, 32, packed>(a, (int)s.batch, stream);
+      launch_queries<128, 32, 32, packed>(a, (int)s.batch, stream);
+    }
+  });
   cuda_check_launch("attention_backward");
 }

@@ -25,10 +25,10 @@ constexpr int TILE = 64;
 enum { TILE_BYTES = TILE * 128 }; // of 64 rows; a head of 128 is two tiles, 64 columns each
 static_assert(TILE == STATISTICS_TILE, "a streamed tile of queries comes with one piece of statistics");
 
-// A pass: heads of D elements, WARPGROUPS consumers of 64 rows each.
-template <int D_, bool KEY_PASS_, int WARPGROUPS_, bool OVERLAP_> struct PassTraits {
+// A pass: heads of D elements, WARPGROUPS consumers of 64 rows each; PACKED: sequences of several documents.
+template <int D_, bool KEY_PASS_, int WARPGROUPS_, bool OVERLAP_, bool PACKED_> struct PassTraits {
   static constexpr int D = D_, WARPGROUPS = WARPGROUPS_, ROWS = WARPGROUPS * TILE;
-  static constexpr bool KEY_PASS = KEY_PASS_;
+  static constexpr bool KEY_PASS = KEY_PASS_, PACKED = PACKED_;
   // Whether the MMAs of one step run under the exponentials of the next. That takes more registers.
   static constexpr bool OVERLAP = OVERLAP_;
   // Of a consumer's thread; the producer's have 24, and an SM has 65,536.
@@ -45,6 +45,7 @@ struct HopperArguments {
   int heads, work;     // heads of the pass over all batches; blocks * heads
   int heads_at_a_time; // so many heads' operands fit in the L2 cache
   float scale, scale_log2;
+  Documents documents;
 };
 
 // ROWS rows of one head.
@@ -66,10 +67,20 @@ struct Tiles {
   int first, end, heads;
 };
 
+// Where row t sees the streamed rows from (query pass), or to (key pass); rows past the last see what that sees.
+template <class F> __device__ __forceinline__ int bound_of(const HopperArguments &a, WorkTile w, int t) {
+  const int64_t first = w.batch * (int64_t)a.seq_len;
+  t = min(t, a.seq_len - 1);
+  return F::KEY_PASS ? a.documents.end(first, t, a.seq_len) : a.documents.start(first, t);
+}
+
 template <class F> __device__ __forceinline__ Tiles tiles_of(const HopperArguments &a, WorkTile w) {
-  int all = (a.seq_len + TILE - 1) / TILE;
-  if (F::KEY_PASS) return {w.block * F::WARPGROUPS, all, a.num_heads / a.num_key_value_heads};
-  return {0, min(all, (w.block + 1) * F::WARPGROUPS), 1};
+  const int first_row = w.block * F::ROWS, all = (a.seq_len + TILE - 1) / TILE;
+  if (F::KEY_PASS) {
+    int end = F::PACKED ? (bound_of<F>(a, w, first_row + F::ROWS - 1) + TILE - 1) / TILE : all;
+    return {w.block * F::WARPGROUPS, end, a.num_heads / a.num_key_value_heads};
+  }
+  return {F::PACKED ? bound_of<F>(a, w, first_row) / TILE : 0, min(all, (w.block + 1) * F::WARPGROUPS), 1};
 }
 
 template <class F> struct SharedStorage {
@@ -202,8 +213,10 @@ __device__ __forceinline__ void consume(SharedStorage<F> &shared, const HopperAr
     // Of each query head's tiles the warpgroup works on all but `before` at the start and `after` at the end.
     const int first_tile = first_row / TILE;
     const int before = KEY_PASS ? min(first_tile, tiles.end) - tiles.first : 0;
-    const int after = KEY_PASS ? 0 : tiles.end - (first_row < a.seq_len ? first_tile + 1 : 0);
+    const int after = KEY_PASS ? 0 : tiles.end - (first_row < a.seq_len ? first_tile + 1 : tiles.first);
     const int visible = tiles.end - tiles.first - before - after, steps = tiles.heads * visible;
+    // The warpgroup's rows see different documents in tiles that end after this, or begin before it.
+    const int edge = !F::PACKED ? 0 : bound_of<F>(a, w, KEY_PASS ? first_row : first_row + TILE - 1);
 
     float row_shift[2] = {}, row_minus_delta[2] = {};
     if constexpr (!KEY_PASS) {
@@ -252,7 +265,19 @@ __device__ __forceinline__ void consume(SharedStorage<F> &shared, const HopperAr
     // s = S becomes P.
     auto exponentiate = [&](int step, int stage) {
       wgmma_fence_operand(s);
-      if (KEY_PASS ? step % visible == 0 : step == first_tile) { // the diagonal
+      const int tile = tiles.first + before + (KEY_PASS ? step % visible : step);
+      if (F::PACKED && (KEY_PASS ? (tile + 1) * TILE > edge : tile * TILE < edge)) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int bound = bound_of<F>(a, w, first_row + warp * 16 + half * 8 + g) - tile * TILE;
+#pragma unroll
+          for (int i = 0; i < TILE / 4; i++) {
+            const int c = i / 2 * 8 + 2 * q + (i & 1);
+            if (KEY_PASS ? c >= bound : c < bound) s[i / 2 * 4 + half * 2 + (i & 1)] = -INFINITY;
+          }
+        }
+      }
+      if (tile == first_tile) { // the diagonal
 #pragma unroll
         for (int i = 0; i < TILE / 2; i++) {
           int r = warp * 16 + (i >> 1 & 1) * 8 + g, c = i / 4 * 8 + 2 * q + (i & 1);
@@ -424,15 +449,15 @@ static void launch(const CUtensorMap &qkv, const CUtensorMap &dout, HopperArgume
 }
 
 // What was fastest on an H200 of the forms that fit in the registers.
-using Key64 = PassTraits<64, true, 2, true>;
-using Query64 = PassTraits<64, false, 3, true>;
-using Key128 = PassTraits<128, true, 2, false>;
-using Query128 = PassTraits<128, false, 3, false>;
+template <bool PACKED> using Key64 = PassTraits<64, true, 2, true, PACKED>;
+template <bool PACKED> using Query64 = PassTraits<64, false, 3, true, PACKED>;
+template <bool PACKED> using Key128 = PassTraits<128, true, 2, false, PACKED>;
+template <bool PACKED> using Query128 = PassTraits<128, false, 3, false, PACKED>;
 
 // 0 when the device is not a Hopper or the program was built without code for it.
 static int hopper_sms() {
   int device = 0, count = 0;
-  if (!hopper_has_code((const void *)hopper_backward_kernel<Key64>)) return 0;
+  if (!hopper_has_code((const void *)hopper_backward_kernel<Key64<false>>)) return 0;
   cuda_check(cudaGetDevice(&device), "querying the device");
   cuda_check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "querying its size");
   return count;
@@ -458,13 +483,16 @@ bool attention_hopper_backward(const AttentionBackward *b, const float *statisti
   a.batch = (int)s.batch, a.seq_len = (int)s.seq_len;
   a.num_heads = (int)s.num_heads, a.num_key_value_heads = (int)s.num_key_value_heads;
   a.scale = scale, a.scale_log2 = scale * LOG2_E;
-  if (s.head_dim == 64) {
-    launch<Key64>(qkv, dout, a, sms, stream);
-    launch<Query64>(qkv, dout, a, sms, stream);
-  } else {
-    launch<Key128>(qkv, dout, a, sms, stream);
-    launch<Query128>(qkv, dout, a, sms, stream);
-  }
+  a.documents = documents_of(b->documents, s);
+  with_bool(tensor_exists(b->documents), [&](auto packed) {
+    if (s.head_dim == 64) {
+      launch<Key64<packed>>(qkv, dout, a, sms, stream);
+      launch<Query64<packed>>(qkv, dout, a, sms, stream);
+    } else {
+      launch<Key128<packed>>(qkv, dout, a, sms, stream);
+      launch<Query128<packed>>(qkv, dout, a, sms, stream);
+    }
+  });
   cuda_check_launch("attention_backward");
   return true;
 }

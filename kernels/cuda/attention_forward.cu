@@ -20,6 +20,7 @@ struct ForwardArguments {
   int64_t qkv_stride, out_stride, lse_stride; // elements per row
   int seq_len, num_heads, num_key_value_heads;
   float scale_log2; // log2(e) / sqrt(D): exponentials are powers of two
+  Documents documents;
 };
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, M = 2, ROWS = WARPS * M * 16, KEYS = 64;
@@ -28,19 +29,6 @@ constexpr int WARPS = 4, THREADS = 32 * WARPS, M = 2, ROWS = WARPS * M * 16, KEY
 struct RowStatistics {
   float max[M][2], sum[M][2];
 };
-
-// Keys after the query get -infinity.
-__device__ __forceinline__ void mask_causal(float (&s)[M][KEYS / 8][4], int first_query, int first_key) {
-  int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (first_key + n * 8 + 2 * q + (i & 1) > first_query + m * 16 + (i >> 1) * 8 + g)
-          s[m][n][i] = -INFINITY;
-}
 
 // s becomes exp(s - max); what was summed so far (o, sum) is brought to the new maximum.
 template <int D>
@@ -80,7 +68,8 @@ template <int D> struct ForwardShared {
   bf16 k[2][KEYS * D], v[2][KEYS * D];
 };
 
-template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a) {
+template <int D, bool PACKED>
+__global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a) {
   // For heads of 64 a warp keeps its queries in registers; for 128 they do not fit, and are read again.
   constexpr bool KEEP_Q = D <= 64;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -100,6 +89,11 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(Fo
   const uint32_t q_tile = shared_address(shared.q) + warp * (M * 16) * D * 2;
   const int first_query = first_row + warp * M * 16;
   const int tiles = (min(first_row + ROWS, T) + KEYS - 1) / KEYS;
+  auto start_of = [&](int t) { return a.documents.start(batch * (int64_t)T, min(t, T - 1)); };
+  // Of the block, and of the warp's first and last row.
+  const int first_tile = PACKED ? start_of(first_row) / KEYS : 0;
+  const int first_start = PACKED ? start_of(first_query) : 0;
+  const int last_start = PACKED ? start_of(first_query + M * 16 - 1) : 0;
 
   load_tile<ROWS, D, THREADS>(shared_address(shared.q), q, a.qkv_stride, first_row, T);
   load_tile<KEYS, D, THREADS>(shared_address(shared.k[0]), k, a.qkv_stride, (tiles - 1) * KEYS, T);
@@ -114,10 +108,10 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(Fo
     for (int half = 0; half < 2; half++) row.max[m][half] = -INFINITY, row.sum[m][half] = 0;
   uint32_t q_kept[KEEP_Q ? M : 1][KEEP_Q ? D / 16 : 1][4];
 
-  for (int tile = tiles - 1, stage = 0; tile >= 0; tile--, stage ^= 1) {
+  for (int tile = tiles - 1, stage = 0; tile >= first_tile; tile--, stage ^= 1) {
     copies_wait<0>();
     __syncthreads();
-    if (tile > 0) {
+    if (tile > first_tile) {
       load_tile<KEYS, D, THREADS>(shared_address(shared.k[stage ^ 1]), k, a.qkv_stride, (tile - 1) * KEYS, T);
       load_tile<KEYS, D, THREADS>(shared_address(shared.v[stage ^ 1]), v, a.qkv_stride, (tile - 1) * KEYS, T);
       copies_commit();
@@ -130,7 +124,8 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(Fo
           lane.a(q_kept[KEEP_Q ? m : 0][KEEP_Q ? d : 0], q_tile, m * 16, d * 16);
     }
     const int first_key = tile * KEYS;
-    if (first_key >= first_query + M * 16) continue; // no key of this tile is visible to this warp
+    // No key of this tile is visible to this warp.
+    if (first_key >= first_query + M * 16 || (PACKED && first_key + KEYS <= first_start)) continue;
 
     const uint32_t k_tile = shared_address(shared.k[stage]), v_tile = shared_address(shared.v[stage]);
     float s[M][KEYS / 8][4] = {};
@@ -153,7 +148,10 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(Fo
         }
       }
     }
-    if (first_key + KEYS - 1 > first_query) mask_causal(s, first_query, first_key);
+    const int offset = first_query - first_key;
+    if (offset < KEYS - 1) mask_columns<false>(s, [=](int row) { return offset + row + 1; });
+    if (PACKED && first_key < last_start)
+      mask_columns<true>(s, [=](int row) { return start_of(first_query + row) - first_key; });
     softmax_step<D>(s, o, row, a.scale_log2);
 #pragma unroll
     for (int n = 0; n < KEYS / 16; n++) {
@@ -202,7 +200,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, 2) forward_kernel(Fo
                         first_query, T);
 }
 
-template <int D> static void forward(const AttentionForward *f, cudaStream_t stream) {
+template <int D, bool PACKED> static void forward(const AttentionForward *f, cudaStream_t stream) {
   AttentionShape s = f->shape;
   ForwardArguments a = {.qkv = data_of<const bf16>(f->qkv),
                         .out = data_of<bf16>(f->out),
@@ -213,19 +211,23 @@ template <int D> static void forward(const AttentionForward *f, cudaStream_t str
                         .seq_len = (int)s.seq_len,
                         .num_heads = (int)s.num_heads,
                         .num_key_value_heads = (int)s.num_key_value_heads,
-                        .scale_log2 = LOG2_E / sqrtf((float)D)};
+                        .scale_log2 = LOG2_E / sqrtf((float)D),
+                        .documents = documents_of(f->documents, s)};
   constexpr int bytes = sizeof(ForwardShared<D>);
-  cudaFuncSetAttribute(forward_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  auto kernel = forward_kernel<D, PACKED>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   dim3 grid((unsigned)((s.seq_len + ROWS - 1) / ROWS), (unsigned)s.num_heads, (unsigned)s.batch);
-  forward_kernel<D><<<grid, THREADS, bytes, stream>>>(a);
+  kernel<<<grid, THREADS, bytes, stream>>>(a);
 }
 
 } // namespace attention
 
 void attention_tensor_core_forward(const AttentionForward *a, cudaStream_t stream) {
-  if (a->shape.head_dim == 64)
-    attention::forward<64>(a, stream);
-  else
-    attention::forward<128>(a, stream);
+  with_bool(tensor_exists(a->documents), [=](auto packed) {
+    if (a->shape.head_dim == 64)
+      attention::forward<64, packed>(a, stream);
+    else
+      attention::forward<128, packed>(a, stream);
+  });
   cuda_check_launch("attention_forward");
 }

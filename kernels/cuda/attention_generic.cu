@@ -4,8 +4,10 @@
 // pass keeps a running maximum and sum as the tensor-core kernel does, the backward pass has one warp per
 // query for dq and one warp per key for dk and dv, which walks over the queries of every head of its group.
 // Made for correctness (--dtype fp32, unusual heads), not for speed: each key is read again for every query.
+#include "kernels/cuda/attention_documents.cuh"
 #include "kernels/cuda/attention_kernels.h"
-#include "kernels/cuda/cuda_common.cuh"
+
+using attention::Documents, attention::documents_of;
 
 namespace {
 
@@ -46,6 +48,7 @@ template <class Element> struct Arguments {
   const Element *qkv, *dout, *out;
   Element *result, *dqkv; // out of the forward pass; dqkv of the backward pass
   float *lse, *delta;
+  Documents documents;
   int64_t qkv_stride, out_stride, dout_stride, dqkv_stride, lse_stride;
   int64_t T;
   int Q, K, D, batch;
@@ -74,7 +77,7 @@ template <class Element> __global__ void forward_kernel(Arguments<Element> a) {
   Row q, k, v, sums = {};
   q.read(a.query(b * a.T + t, h), a.D);
   float largest = -INFINITY, total = 0;
-  for (int64_t u = 0; u <= t; u++) {
+  for (int64_t u = a.documents.start(b * a.T, t); u <= t; u++) {
     k.read(a.key(b * a.T + u, kv), a.D);
     v.read(a.value(b * a.T + u, kv), a.D);
     float score = a.scale * q.dot(k), next = fmaxf(largest, score);
@@ -108,7 +111,7 @@ template <class Element> __global__ void query_kernel(Arguments<Element> a) {
   q.read(a.query(b * a.T + t, h), a.D);
   dout.read(a.dout + (b * a.T + t) * a.dout_stride + h * a.D, a.D);
   float lse = a.lse[b * a.lse_stride + h * a.T + t], delta = a.delta[(b * a.Q + h) * a.T + t];
-  for (int64_t u = 0; u <= t; u++) {
+  for (int64_t u = a.documents.start(b * a.T, t); u <= t; u++) {
     k.read(a.key(b * a.T + u, kv), a.D);
     v.read(a.value(b * a.T + u, kv), a.D);
     float p = expf(a.scale * q.dot(k) - lse);
@@ -122,11 +125,12 @@ template <class Element> __global__ void key_kernel(Arguments<Element> a) {
   int64_t b, u;
   if (!place(a, a.K, kv, b, u)) return;
   int group = a.Q / a.K;
+  int64_t end = a.documents.end(b * a.T, u, a.T);
   Row q, k, v, dout, dk = {}, dv = {};
   k.read(a.key(b * a.T + u, kv), a.D);
   v.read(a.value(b * a.T + u, kv), a.D);
   for (int h = kv * group; h < (kv + 1) * group; h++)
-    for (int64_t t = u; t < a.T; t++) {
+    for (int64_t t = u; t < end; t++) {
       q.read(a.query(b * a.T + t, h), a.D);
       dout.read(a.dout + (b * a.T + t) * a.dout_stride + h * a.D, a.D);
       float p = expf(a.scale * q.dot(k) - a.lse[b * a.lse_stride + h * a.T + t]);
@@ -138,12 +142,14 @@ template <class Element> __global__ void key_kernel(Arguments<Element> a) {
   dv.write(row + a.K * a.D, a.D, 1);
 }
 
-template <class Element> Arguments<Element> arguments(AttentionShape s, Tensor qkv, Tensor lse) {
+template <class Element>
+Arguments<Element> arguments(AttentionShape s, Tensor qkv, Tensor lse, Tensor documents) {
   Arguments<Element> a = {};
   a.qkv = data_of<const Element>(qkv);
   a.qkv_stride = qkv.stride;
   a.lse = data_of<float>(lse);
   a.lse_stride = lse.stride;
+  a.documents = documents_of(documents, s);
   a.T = s.seq_len;
   a.Q = (int)s.num_heads;
   a.K = (int)s.num_key_value_heads;
@@ -158,14 +164,14 @@ template <class Element> unsigned blocks(const Arguments<Element> &a, int heads)
 }
 
 template <class Element> void forward(const AttentionForward *f, cudaStream_t stream) {
-  Arguments<Element> a = arguments<Element>(f->shape, f->qkv, f->lse);
+  Arguments<Element> a = arguments<Element>(f->shape, f->qkv, f->lse, f->documents);
   a.result = data_of<Element>(f->out);
   a.out_stride = f->out.stride;
   forward_kernel<<<blocks(a, a.Q), WARPS * 32, 0, stream>>>(a);
 }
 
 template <class Element> void backward(const AttentionBackward *g, float *delta, cudaStream_t stream) {
-  Arguments<Element> a = arguments<Element>(g->shape, g->qkv, g->lse);
+  Arguments<Element> a = arguments<Element>(g->shape, g->qkv, g->lse, g->documents);
   a.out = data_of<const Element>(g->out);
   a.out_stride = g->out.stride;
   a.dout = data_of<const Element>(g->dout);

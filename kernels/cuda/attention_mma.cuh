@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/attention_documents.cuh"
 
 namespace attention {
 
@@ -118,6 +118,23 @@ template <int D> struct Lane {
     ldmatrix_transposed(r, tile + row * (D * 2) + row_major + (row_xor ^ (column * 2)));
   }
 };
+
+// A warp's accumulators before column bound(row) become -infinity where BEFORE, else those from it on.
+template <bool BEFORE, int M, int N, class Bound>
+__device__ __forceinline__ void mask_columns(float (&s)[M][N][4], Bound bound) {
+  const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int at = bound(m * 16 + half * 8 + g);
+#pragma unroll
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          if ((n * 8 + 2 * q + i < at) == BEFORE) s[m][n][2 * half + i] = -INFINITY;
+    }
+}
 
 // Writes a warp's [16 * M, D] accumulators as bf16 rows of a matrix, `scale` times, through the warp's own part of
 // shared memory, so that whole rows leave in 16-byte pieces. sum(m, n, i): accumulator i of rows [16 m, 16 m + 16)

@@ -2,12 +2,14 @@
 //
 // Forward: one block a token copies (and adds the position's) row. Backward: a token's row may be named many
 // times (the commonest token of a text is a tenth of it), so the sum goes through segments.cu: sorted, cut
-// into pieces, summed in a fixed order. A position's row is named once per sequence, at known places.
+// into pieces, summed in a fixed order. A position's row is named once per sequence, at known places, or like a
+// token's where sequences pack documents.
 #include "kernels/cuda/cuda_common.cuh"
 
 template <typename T, int W>
 static __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, const T *token_weight,
-                                                const T *position_weight, int seq_len, int hidden_size) {
+                                                const T *position_weight, const int32_t *positions,
+                                                int seq_len, int hidden_size) {
   int64_t row = blockIdx.x;
   const T *token = token_weight + (int64_t)tokens[row] * hidden_size;
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
@@ -15,7 +17,7 @@ static __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, c
     load(sum, token + i);
     if (position_weight) {
       float position[W];
-      load(position, position_weight + row % seq_len * hidden_size + i);
+      load(position, position_weight + (positions ? positions[row] : row % seq_len) * hidden_size + i);
 #pragma unroll
       for (int k = 0; k < W; k++) sum[k] += position[k];
     }
@@ -29,8 +31,8 @@ void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a) {
     using T = decltype(type);
     launch_kernel(per_row(backend, "embedding_forward", rows, ceil_div(hidden_size, width)),
                   embedding_forward_kernel<T, width>, data_of<T>(a->out), data_of<int32_t>(a->tokens),
-                  data_of<T>(a->token_weight), data_of<T>(a->position_weight), (int)a->seq_len,
-                  (int)hidden_size);
+                  data_of<T>(a->token_weight), data_of<T>(a->position_weight),
+                  data_of<int32_t>(a->positions), (int)a->seq_len, (int)hidden_size);
   });
 }
 
@@ -55,6 +57,12 @@ static __global__ void position_gradient_kernel(TD *dposition, const T *dout, in
 static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t rows = a->dout.shape[0], hidden_size = a->dout.shape[1], positions = a->dposition_weight.shape[0];
   Tensor unused = tensor_rows(a->dposition_weight, a->seq_len, positions - a->seq_len);
+  if (tensor_exists(a->positions)) {
+    if (!a->accumulate_position) cuda_fill_zero(backend, &a->dposition_weight);
+    segment_add(backend, a->dposition_weight, data_of<int32_t>(a->positions), a->dout, nullptr, 1.0f,
+                a->accumulate_position, a->workspace.data);
+    return;
+  }
   if (!a->accumulate_position && positions > a->seq_len) cuda_fill_zero(backend, &unused);
   with_float(a->dposition_weight.dtype, [&](auto gradient_type) {
     using TD = decltype(gradient_type);

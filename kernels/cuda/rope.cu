@@ -4,9 +4,9 @@
 
 template <typename T, int W>
 static __global__ void rope_kernel(T *qkv, int64_t stride, const float *cos_sin, int64_t table_stride,
-                                   int seq_len, int heads, int half, float sign) {
+                                   const int32_t *positions, int seq_len, int heads, int half, float sign) {
   int64_t row = blockIdx.x;
-  const float *angles = cos_sin + row % seq_len * table_stride;
+  const float *angles = cos_sin + (positions ? positions[row] : row % seq_len) * table_stride;
   int groups = half / W;
   for (int i = threadIdx.x; i < heads * groups; i += blockDim.x) {
     int at = i % groups * W;
@@ -36,8 +36,8 @@ void cuda_rope(Backend *backend, const Rope *a) {
     with_bool(aligned, [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       launch_kernel(per_row(backend, "rope", rows, heads * half / W), rope_kernel<T, W>, data_of<T>(a->qkv),
-                    a->qkv.stride, data_of<float>(a->cos_sin), a->cos_sin.stride, (int)a->shape.seq_len,
-                    heads, half, a->inverse ? -1.0f : 1.0f);
+                    a->qkv.stride, data_of<float>(a->cos_sin), a->cos_sin.stride,
+                    data_of<int32_t>(a->positions), (int)a->shape.seq_len, heads, half, a->inverse ? -1.0f : 1.0f);
     });
   });
 }
