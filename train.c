@@ -26,6 +26,7 @@ typedef struct {
   const Options *options;
   Backend *backend;
   Source *source, *val_source;
+  Packing *packing, *val_packing; // with --pack
   Loader loader;
   char data[256]; // what the loader reads, in words
   Prompt prompt;
@@ -197,8 +198,13 @@ static void open_data(Run *run) {
   run->prompt = prompt_open(o, run->source);
   if (o->hellaswag) run->choices = choices_open(o->hellaswag, o->model.vocab_size);
   if (val_data->count) run->val_source = source_open(val_data->items, val_data->count, o->model.vocab_size);
+  if (o->pack) run->packing = packing_create(run->source, o->seq_len, o->end_of_text);
+  if (o->pack && run->val_source)
+    run->val_packing = packing_create(run->val_source, o->seq_len, o->end_of_text);
   run->loader = loader_create((LoaderOptions){.source = run->source,
                                               .validation_source = run->val_source,
+                                              .packing = run->packing,
+                                              .validation_packing = run->val_packing,
                                               .validation_fraction = o->val_fraction,
                                               .batch = o->batch,
                                               .seq_len = o->seq_len,
@@ -249,6 +255,8 @@ static void close_run(Run *run) {
   trainer_destroy(&run->trainer);
   choices_close(&run->choices);
   prompt_close(&run->prompt);
+  packing_free(run->packing);
+  packing_free(run->val_packing);
   source_close(run->val_source);
   source_close(run->source);
   backend_destroy(run->backend);

@@ -20,6 +20,7 @@ static int64_t stride(const LoaderOptions *o) {
 }
 
 static int64_t source_windows(const LoaderOptions *o) {
+  if (o->packing) return o->packing->windows;
   int64_t overlap = o->seq_len + 1 - stride(o);
   return (o->source->tokens - overlap) / stride(o);
 }
@@ -27,6 +28,11 @@ static int64_t source_windows(const LoaderOptions *o) {
 static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
   int64_t have = o->source->tokens, window = o->seq_len + 1;
   if (source_windows(o) >= windows) return;
+  if (o->packing)
+    fail("%s holds %lld documents, which --pack documents fits into %lld window%s of --seq-len %lld, and %s "
+         "are needed: name more data%s",
+         o->source->name, (long long)o->packing->documents, (long long)source_windows(o),
+         source_windows(o) == 1 ? "" : "s", (long long)o->seq_len, kinds, advice);
   char left[256];
   source_describe_left(o->source, left, sizeof left);
   fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s%s%s%s",
@@ -44,47 +50,78 @@ Loader loader_create(LoaderOptions o) {
                     ", shorten --seq-len or name --val-data");
     int64_t held_back = llround(o.validation_fraction * (double)windows);
     loader.validation_windows = held_back < 1 ? 1 : held_back > windows - 1 ? windows - 1 : held_back;
-    loader.validation_targets = loader.validation_windows * o.seq_len;
   } else {
     require_windows(&o, 1, "one window", " or shorten --seq-len");
   }
   loader.train_windows = windows - loader.validation_windows;
   if (o.validation_source) {
-    loader.validation_targets = o.validation_source->tokens - 1;
-    if (loader.validation_targets < 1)
-      fail("%s holds 1 token and validation needs at least 2: name more --val-data",
-           o.validation_source->name);
-    loader.validation_windows = (loader.validation_targets + o.seq_len - 1) / o.seq_len;
+    int64_t targets = o.validation_packing ? o.validation_packing->pairs : o.validation_source->tokens - 1;
+    if (targets < 1)
+      fail("%s holds %s and validation needs at least 2: name more --val-data", o.validation_source->name,
+           o.validation_packing ? "documents of 1 token" : "1 token");
+    loader.validation_windows =
+        o.validation_packing ? o.validation_packing->windows : ceil_div(targets, o.seq_len);
   }
   loader.validation_batches = (loader.validation_windows + o.batch - 1) / o.batch;
   return loader;
 }
 
-// Where the window begins that has this place in an order of all that depends on neither seed nor step. Training has the
+// The window that has this place in an order of all that depends on neither seed nor step. Training has the
 // last places, which in sequential order are the file's first windows.
 static int64_t split_window(const Loader *loader, int64_t place) {
   const LoaderOptions *o = &loader->options;
   int64_t windows = source_windows(o), window = (place + loader->train_windows) % windows;
   if (o->order == ORDER_SHUFFLED)
     window = (int64_t)random_permute(split_seed, split_stream, (uint64_t)place, (uint64_t)windows);
-  return window * stride(o);
+  return window;
 }
 
-// One row from position `first`; what lies past the source's end is padded. Returns the counted targets.
-static int64_t fill_row(const Source *source, int64_t seq_len, int64_t first, int32_t *tokens,
-                        int32_t *targets) {
-  int64_t left = source->tokens - 1 - first;
-  int64_t filled = left < seq_len ? left : seq_len;
-  source_read(source, first, filled, tokens);
-  int64_t counted = source_read_targets(source, first + 1, filled, targets);
-  for (int64_t t = filled; t < seq_len; t++) tokens[t] = 0, targets[t] = IGNORED_TARGET;
+// Where the rows of a batch come from and go to.
+typedef struct {
+  const Source *source;
+  const Packing *packing;
+  int64_t stride; // without a packing
+  int64_t tokens_of_batch;
+  int32_t *tokens, *targets, *documents;
+} Rows;
+
+// `length` pairs from position `first` of the source to place `at` of the batch: a document. Returns the counted targets.
+static int64_t fill_document(const Rows *r, int64_t at, int64_t first, int64_t length) {
+  source_read(r->source, first, length, r->tokens + at);
+  for (int64_t i = 0; i < length && r->documents; i++) {
+    r->documents[at + i] = (int32_t)i;
+    r->documents[r->tokens_of_batch + at + i] = (int32_t)(length - 1 - i);
+  }
+  return source_read_targets(r->source, first + 1, length, r->targets + at);
+}
+
+// A row of a window, or -1 of none; what is left of it, past the source's end too, is padded. Returns the counted targets.
+static int64_t fill_row(const Rows *r, int64_t row, int64_t seq_len, int64_t window) {
+  int64_t at = row * seq_len, end = at + seq_len, counted = 0;
+  if (window >= 0 && r->packing) {
+    for (int64_t i = r->packing->starts[window]; i < r->packing->starts[window + 1]; i++) {
+      const PackedPiece *piece = &r->packing->pieces[i];
+      counted += fill_document(r, at, piece->first, piece->length);
+      at += piece->length;
+    }
+  } else if (window >= 0) {
+    int64_t first = window * r->stride, length = min_i64(seq_len, r->source->tokens - 1 - first);
+    counted = fill_document(r, at, first, length);
+    at += length;
+  }
+  for (; at < end; at++) {
+    r->tokens[at] = 0, r->targets[at] = IGNORED_TARGET;
+    if (r->documents) r->documents[at] = r->documents[r->tokens_of_batch + at] = 0;
+  }
   return counted;
 }
 
-int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens, int32_t *targets) {
+int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens, int32_t *targets,
+                           int32_t *documents) {
   assert(at.step >= 0 && at.micro_step >= 0 && at.micro_step < at.micro_steps);
   assert(at.rank >= 0 && at.rank < at.ranks);
   const LoaderOptions *o = &loader->options;
+  Rows rows = {o->source, o->packing, stride(o), o->batch * o->seq_len, tokens, targets, documents};
   int64_t counted = 0;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t number = ((at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank) * o->batch + row;
@@ -93,24 +130,31 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens
     if (o->order == ORDER_SHUFFLED)
       place = random_permute(o->seed, order_stream + epoch, visit, (uint64_t)loader->train_windows);
     int64_t held_back = source_windows(o) - loader->train_windows;
-    int64_t first = split_window(loader, held_back + (int64_t)place), offset = row * o->seq_len;
-    counted += fill_row(o->source, o->seq_len, first, tokens + offset, targets + offset);
+    counted += fill_row(&rows, row, o->seq_len, split_window(loader, held_back + (int64_t)place));
   }
   return counted;
 }
 
-int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets) {
+int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets,
+                                int32_t *documents) {
   assert(index >= 0);
   const LoaderOptions *o = &loader->options;
-  const Source *separate = o->validation_source, *source = separate ? separate : o->source;
+  bool separate = o->validation_source;
+  Rows rows = {separate ? o->validation_source : o->source,
+               separate ? o->validation_packing : o->packing,
+               separate ? o->seq_len : stride(o),
+               o->batch * o->seq_len,
+               tokens,
+               targets,
+               documents};
   int64_t counted = 0;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t window = index * o->batch + row;
-    int64_t first = source->tokens - 1; // past the last window: a row with nothing left to predict
-    if (window < loader->validation_windows)
-      first = separate ? window * o->seq_len : split_window(loader, window);
-    int64_t offset = row * o->seq_len;
-    counted += fill_row(source, o->seq_len, first, tokens + offset, targets + offset);
+    if (window >= loader->validation_windows)
+      window = -1;
+    else if (!separate)
+      window = split_window(loader, window);
+    counted += fill_row(&rows, row, o->seq_len, window);
   }
   return counted;
 }
@@ -147,7 +191,7 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
            "make "
            "shards and masks again with tools/prepare_data.py",
            o->source->name);
-    counted = loader_train_batch(&by_row, at, tokens, targets);
+    counted = loader_train_batch(&by_row, at, tokens, targets, NULL);
   }
   counted = rows == 0;
   for (int64_t row = 0; !counted; row++) {
@@ -156,7 +200,7 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
            "--val-data, or "
            "raise --eval-batches",
            validated->name);
-    counted = loader_validation_batch(&by_row, row, tokens, targets);
+    counted = loader_validation_batch(&by_row, row, tokens, targets, NULL);
   }
   free(tokens);
 }
@@ -166,8 +210,15 @@ void loader_describe(const Loader *loader, char *out, size_t size) {
   int64_t files = o->source->files;
   uLong crc = add_checksum(o->source, 0);
   if (o->validation_source) crc = add_checksum(o->validation_source, crc);
-  snprintf(out, size, "%s, %s file%s, %s tokens; %s training and %s validation windows of %s; checksum %08lx",
+  char packed[96] = "";
+  const Packing *p = o->packing;
+  if (p)
+    snprintf(packed, sizeof packed, ", packed from %s documents with %.2f%% padding",
+             text_grouped(p->documents).text,
+             100 - 100 * (double)p->pairs / ((double)p->windows * (double)o->seq_len));
+  snprintf(out, size,
+           "%s, %s file%s, %s tokens; %s training and %s validation windows of %s%s; checksum %08lx",
            source_kind_name(o->source), text_grouped(files).text, files == 1 ? "" : "s",
            text_grouped(o->source->tokens).text, text_grouped(loader->train_windows).text,
-           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, crc);
+           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, packed, crc);
 }

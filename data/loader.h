@@ -20,9 +20,11 @@
 //
 // A separate validation source is read from end to end instead: windows of T + 1 tokens at stride T, so
 // that every token but the first is predicted exactly once, the last window padded.
+//
+// With packings the windows are theirs, of training and of validation, and a row may hold several documents.
 #pragma once
 
-#include "data/source.h"
+#include "data/packing.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -30,13 +32,15 @@
 typedef enum { ORDER_SHUFFLED, ORDER_SEQUENTIAL } DataOrder;
 
 typedef struct {
-  const Source *source;            // borrowed, as is the next: close them after the last batch
-  const Source *validation_source; // or NULL: hold back a fraction of `source`
-  double validation_fraction;      // in [0, 1), used without a validation source; 0 holds back nothing
-  int64_t batch;                   // B, rows of a batch on one rank
-  int64_t seq_len;                 // T
-  uint64_t seed;                   // of the training order
-  DataOrder order;                 // of the training windows
+  const Source *source;              // borrowed, as is the next: close them after the last batch
+  const Source *validation_source;   // or NULL: hold back a fraction of `source`
+  const Packing *packing;            // of `source`, with this seq_len, or NULL
+  const Packing *validation_packing; // of `validation_source`; likewise
+  double validation_fraction;        // in [0, 1), used without a validation source; 0 holds back nothing
+  int64_t batch;                     // B, rows of a batch on one rank
+  int64_t seq_len;                   // T
+  uint64_t seed;                     // of the training order
+  DataOrder order;                   // of the training windows
 } LoaderOptions;
 
 // A plain value: copy it, drop it.
@@ -45,7 +49,6 @@ typedef struct {
   int64_t train_windows;      // in an epoch; at least 1
   int64_t validation_windows; // 0 when there is no validation
   int64_t validation_batches; // ceil(validation_windows / batch)
-  int64_t validation_targets; // targets in one pass over the validation batches; a mask may leave some out
 } Loader;
 
 // Fails when the data are too few for one window of each requested kind.
@@ -60,12 +63,16 @@ typedef struct {
 } LoaderPlace;
 
 // Fills tokens[B*T] and targets[B*T] (the caller's) with the training batch at `place` and returns how many
-// targets count; those that a mask leaves out are IGNORED_TARGET.
-int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tokens, int32_t *targets);
+// targets count; those that a mask leaves out, and padding, are IGNORED_TARGET. documents[2*B*T], or NULL: how many tokens
+// of its document (with a packing: piece of one) a row has before each token, then how many after each. A token of
+// padding, which is 0, is a document of its own.
+int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tokens, int32_t *targets,
+                           int32_t *documents);
 
 // The same for validation batch `index`. Rows past the last window have token 0 and ignored targets; an index
 // at or past validation_batches is a batch of such rows (returns 0).
-int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets);
+int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets,
+                                int32_t *documents);
 
 // Fails when masks leave out every target that training, or the first validation batches (0: all), would have. Reads up
 // to the first one that counts.

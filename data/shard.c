@@ -9,8 +9,7 @@ enum {
   VERSION_UINT16 = 1,
   MAGIC_UINT32 = 20240801,
   VERSION_UINT32 = 7,
-  MASK_MAGIC = 20261120,
-  MASK_VERSION = 1
+  BITS_VERSION = 1
 };
 
 void ids_widen(const void *from, int bytes_each, int64_t count, int32_t *out) {
@@ -69,20 +68,24 @@ bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason) {
   return true;
 }
 
-const uint8_t *shard_parse_mask(const void *bytes, size_t size, int64_t count, Reason *reason) {
-  if (size < HEADER_BYTES || header_value(bytes, 0) != MASK_MAGIC || header_value(bytes, 1) != MASK_VERSION) {
+const uint8_t *shard_parse_bits(const void *bytes, size_t size, ShardBits kind, int64_t count,
+                                Reason *reason) {
+  bool mask = kind == SHARD_MASK;
+  const char *what = mask ? "mask" : "list of documents' ends";
+  if (size < HEADER_BYTES || header_value(bytes, 0) != (int32_t)kind ||
+      header_value(bytes, 1) != BITS_VERSION) {
     refuse(reason,
-           "is no mask of a token shard (magic %d, version %d): make it and its shard again with "
-           "tools/prepare_data.py, or remove it to count every token",
-           MASK_MAGIC, MASK_VERSION);
+           "is no %s of a token shard (magic %d, version %d): make it and its shard again with "
+           "tools/prepare_data.py, or remove it%s",
+           what, (int)kind, BITS_VERSION, mask ? " to count every token" : " and give --end-of-text ID");
     return NULL;
   }
   int64_t claimed = header_value(bytes, 2), expected = HEADER_BYTES + (count + 7) / 8;
   if (claimed != count || (int64_t)size != expected) {
     refuse(reason,
-           "is not the mask of its shard: it is for %lld tokens in %zu bytes, and %lld tokens in %lld bytes "
+           "is not the %s of its shard: it is for %lld tokens in %zu bytes, and %lld tokens in %lld bytes "
            "are needed",
-           (long long)claimed, size, (long long)count, (long long)expected);
+           what, (long long)claimed, size, (long long)count, (long long)expected);
     return NULL;
   }
   return (const uint8_t *)bytes + HEADER_BYTES;

@@ -20,5 +20,7 @@ typedef struct {
 bool shard_has_magic(const void *bytes, size_t size);
 // Checks a file against its header; false with a reason, which reads on from the file's name.
 bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason);
-// The same for the mask of a shard of `count` tokens; NULL with a reason, or the bits.
-const uint8_t *shard_parse_mask(const void *bytes, size_t size, int64_t count, Reason *reason);
+// The same for a file of a bit for each token of a shard of `count`; NULL with a reason, or the bits.
+typedef enum { SHARD_MASK = 20261120, SHARD_ENDS = 20261121 } ShardBits; // its magic
+const uint8_t *shard_parse_bits(const void *bytes, size_t size, ShardBits kind, int64_t count,
+                                Reason *reason);

@@ -157,22 +157,23 @@ static SourceKind open_shard(Piece *piece) {
 }
 
 // "shards/a.mask" for "shards/a.bin"; the caller frees it. NULL where there is no such file.
-static char *find_mask(const char *shard) {
-  char *path = text_format("%.*s.mask", (int)(strlen(shard) - strlen(".bin")), shard);
+static char *find_beside(const char *shard, const char *ending) {
+  char *path = text_format("%.*s%s", (int)(strlen(shard) - strlen(".bin")), shard, ending);
   if (path_exists(path)) return path;
   free(path);
   return NULL;
 }
 
-// Loads the mask of a shard, if there is one, and checks that it fits.
-static void open_mask(Piece *piece) {
-  char *path = find_mask(piece->path);
-  if (!path) return;
-  piece->mask_file = load_file(path);
+// Loads the bits of a shard, if there are any, and checks that they fit.
+static const uint8_t *open_bits(const Piece *piece, ShardBits kind, Mapping *file) {
+  char *path = find_beside(piece->path, kind == SHARD_MASK ? ".mask" : ".ends");
+  if (!path) return NULL;
+  *file = load_file(path);
   Reason reason;
-  piece->mask = shard_parse_mask(piece->mask_file.bytes, piece->mask_file.size, piece->stored, &reason);
-  if (!piece->mask) fail("%s %s", path, reason.text);
+  const uint8_t *bits = shard_parse_bits(file->bytes, file->size, kind, piece->stored, &reason);
+  if (!bits) fail("%s %s", path, reason.text);
   free(path);
+  return bits;
 }
 
 static const char *const kind_names[] = {"byte-level text", "llm.c shards, uint16", "llm.c shards, uint32"};
@@ -187,7 +188,7 @@ static bool is_bin(const char *path) {
 }
 
 static void leave_out(Source *source, const char *path) {
-  if (ends_in(path, ".mask")) return;
+  if (ends_in(path, ".mask") || ends_in(path, ".ends")) return;
   if (!source->left++) source->first_left = text_format("%s", path);
 }
 
@@ -198,7 +199,7 @@ static void add_file(Source *source, const FileEntry *entry) {
   SourceKind kind = SOURCE_TEXT;
   if (is_bin(entry->path) && (entry->origin != FILE_FOUND || shard_has_magic(file->bytes, file->size))) {
     kind = open_shard(&piece);
-    open_mask(&piece);
+    piece.mask = open_bits(&piece, SHARD_MASK, &piece.mask_file);
     source->masked |= piece.mask != NULL;
   } else {
     const char *nul = memchr(file->bytes, 0, (size_t)min_i64((int64_t)file->size, BINARY_PROBE_BYTES));
@@ -416,13 +417,56 @@ int64_t source_read_targets(const Source *source, int64_t first, int64_t count, 
   return counted;
 }
 
+// Ends are appended to an array.
+typedef struct {
+  int64_t *items, count, capacity;
+} Ends;
+
+static void append_end(Ends *ends, int64_t end) {
+  ends->items = host_grow(ends->items, ends->count, &ends->capacity, sizeof *ends->items, "documents");
+  ends->items[ends->count++] = end;
+}
+
+static void find_ends(const Source *source, const Piece *piece, int64_t end_of_text, Ends *ends) {
+  Mapping file = {0};
+  const uint8_t *bits = end_of_text < 0 ? open_bits(piece, SHARD_ENDS, &file) : NULL;
+  if (end_of_text < 0 && !bits)
+    fail(
+        "--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again with "
+        "tools/prepare_data.py, which writes that next to it",
+        piece->path);
+  for (int64_t first = 0; first < piece->stored; first += CHECK_BLOCK) {
+    int32_t ids[CHECK_BLOCK];
+    int64_t count = min_i64(piece->stored - first, CHECK_BLOCK);
+    if (!bits) widen(source->kind, piece->tokens, first, count, ids);
+    for (int64_t i = 0; i < count; i++)
+      if (bits ? bits[(first + i) / 8] >> ((first + i) % 8) & 1 : ids[i] == end_of_text)
+        append_end(ends, piece->first + first + i + 1);
+  }
+  file_done_with(&piece->file, 0, piece->file.size); // as in check_ids
+  file_unmap(&file);
+}
+
+int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t *count) {
+  Ends ends = {0};
+  bool text = source->kind == SOURCE_TEXT;
+  for (int64_t i = 0; i < source->files; i++) {
+    if (!text || end_of_text >= 0) find_ends(source, &source->pieces[i], end_of_text, &ends);
+    int64_t end = i + 1 < source->files ? source->pieces[i + 1].first : source->tokens;
+    bool closes = text || i + 1 == source->files, closed = ends.count && ends.items[ends.count - 1] == end;
+    if (closes && !closed) append_end(&ends, end);
+  }
+  *count = ends.count;
+  return ends.items;
+}
+
 bool source_paths_masked(const char *const *paths, int64_t count) {
   bool masked = false;
   for (int64_t i = 0; i < count; i++) {
     FileList files = {0};
     add_path(&files, paths[i]);
     for (int64_t k = 0; k < files.count && !masked; k++) {
-      char *mask = is_bin(files.entries[k].path) ? find_mask(files.entries[k].path) : NULL;
+      char *mask = is_bin(files.entries[k].path) ? find_beside(files.entries[k].path, ".mask") : NULL;
       masked = mask != NULL;
       free(mask);
     }

@@ -12,6 +12,8 @@
 // int32 of header (magic 20261120, version 1, the shard's number of tokens), then a bit for each token, the
 // lowest bit of a byte first: 1 counts, 0 does not.
 //
+// Likewise x.ends marks with 1 the last token of each document, for --pack documents (magic 20261121, otherwise the same).
+//
 // A path is a file; a directory, of which all regular files are read, all levels down, but hidden names and
 // directories named "build"; or, when nothing has that very name, a glob(7). The files of one path are in byte order.
 // How strictly a file is read depends on who named it. A path written out must be text or a shard and not
@@ -72,6 +74,12 @@ void source_read(const Source *source, int64_t first, int64_t count, int32_t *ou
 
 // The same for tokens as targets: those that a mask leaves out become IGNORED_TARGET. Returns how many count.
 int64_t source_read_targets(const Source *source, int64_t first, int64_t count, int32_t *out);
+
+// Where each document ends, in order: the position after its last token. The documents are the whole stream, and the last
+// one ends with it. Ends are: after each token `end_of_text` where that is 0 or more, else what the shards' .ends files
+// say; and after a text file with its separator. Reads all data. Fails where a shard has no .ends file and no
+// end_of_text is given. The caller frees the array; *count receives its length.
+int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t *count);
 
 // Whether a source opened from these paths would be masked, without reading the files.
 bool source_paths_masked(const char *const *paths, int64_t count);

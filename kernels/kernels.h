@@ -175,8 +175,8 @@ typedef struct {
 // i < D/2, with c, s = cos_sin[t, i]:  x[i], x[i + D/2] = x[i] c - x[i + D/2] s,  x[i + D/2] c + x[i] s.
 // `inverse` turns the other way, which is the backward pass.
 typedef struct {
-  Tensor qkv;     // fp32/bf16 [N, (Q + 2K) D]
-  Tensor cos_sin; // fp32 [T', D]: row t holds cos for i < D/2, then sin; T' >= T
+  Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
+  Tensor cos_sin;   // fp32 [T', D]: row t holds cos for i < D/2, then sin; T' >= T
   Tensor positions; // int32 [N], or absent: t, the row of cos_sin, is n mod T
   AttentionShape shape;
   bool inverse;
@@ -198,11 +198,11 @@ typedef struct {
 // With P = softmax as above: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));  dq = dS k / sqrt(D);
 // dk = dS^T q / sqrt(D). P is recomputed from lse. dqkv has qkv's layout and is written whole.
 typedef struct {
-  Tensor dqkv; // fp32/bf16 [N, (Q + 2K) D]; must not be qkv
-  Tensor dout; // fp32/bf16 [N, Q D]
-  Tensor out;  // fp32/bf16 [N, Q D]
-  Tensor lse;  // fp32 [B, Q * T]
-  Tensor qkv;  // fp32/bf16 [N, (Q + 2K) D]
+  Tensor dqkv;      // fp32/bf16 [N, (Q + 2K) D]; must not be qkv
+  Tensor dout;      // fp32/bf16 [N, Q D]
+  Tensor out;       // fp32/bf16 [N, Q D]
+  Tensor lse;       // fp32 [B, Q * T]
+  Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
   Tensor documents; // int32 [2, N], or absent: as in the forward pass
   AttentionShape shape;
   Tensor workspace; // pushed by the entry point

@@ -197,11 +197,17 @@ static void push_kept(const Pass *p, LayerState *s) {
   s->middle = push_activation(p, "residual middle", c->hidden_size);
 }
 
+static Tensor positions_of(const Pass *p) {
+  Tensor documents = p->batch->documents;
+  return tensor_exists(documents) ? tensor_flat(tensor_rows(documents, 0, 1)) : none;
+}
+
 static void rotate(const Pass *p, Tensor qkv, bool inverse) {
   if (p->model->config.learned_positions) return;
   Tensor angles = p->model->rope_angles;
   rope(p->backend, (Rope){.qkv = qkv,
                           .cos_sin = tensor_rows(angles, p->past, angles.shape[0] - p->past),
+                          .positions = positions_of(p),
                           .shape = p->heads,
                           .inverse = inverse});
 }
@@ -230,8 +236,11 @@ static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
 
 static void attend(const Pass *p, const Layer *w, const LayerState *s) {
   if (!p->cache) {
-    attention_forward(
-        p->backend, (AttentionForward){.out = s->attention, .lse = s->lse, .qkv = s->qkv, .shape = p->heads});
+    attention_forward(p->backend, (AttentionForward){.out = s->attention,
+                                                     .lse = s->lse,
+                                                     .qkv = s->qkv,
+                                                     .documents = p->batch->documents,
+                                                     .shape = p->heads});
     return;
   }
   int64_t heads = p->cache->batch * p->heads.num_key_value_heads, first = 2 * heads * (w - p->model->layers);
@@ -364,6 +373,7 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
                                                      .out = s->attention,
                                                      .lse = s->lse,
                                                      .qkv = s->qkv,
+                                                     .documents = p->batch->documents,
                                                      .shape = p->heads});
   memory_pop_to(memory, after_dqkv);
   rotate(p, dqkv, true);
@@ -409,6 +419,7 @@ static Tensor embed(const Pass *p) {
                                                    .tokens = p->batch->tokens,
                                                    .token_weight = p->model->token_embedding.value,
                                                    .position_weight = positions,
+                                                   .positions = positions_of(p),
                                                    .seq_len = p->batch->seq_len});
   return out;
 }
@@ -585,6 +596,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                                                     .dposition_weight = dpositions,
                                                     .dout = dr,
                                                     .tokens = batch->tokens,
+                                                    .positions = positions_of(&p),
                                                     .seq_len = batch->seq_len,
                                                     .accumulate_token = p.accumulate || tied,
                                                     .accumulate_position = p.accumulate});

@@ -20,10 +20,11 @@ const char *recompute_name(Recompute recompute); // "none", "elementwise", "mlp"
 // The tokens of one micro-batch, on the device; row n = b * seq_len + t.
 typedef struct {
   int64_t batch, seq_len;
-  Tensor tokens;   // int32 [N]
-  Tensor targets;  // int32 [N], IGNORE_INDEX where nothing is predicted
-  Tensor rows;     // int32 [N], or absent when no target is ignored: see LinearCrossEntropy
-  int64_t counted; // how many targets count; read only when rows is there
+  Tensor tokens;    // int32 [N]
+  Tensor targets;   // int32 [N], IGNORE_INDEX where nothing is predicted
+  Tensor rows;      // int32 [N], or absent when no target is ignored: see LinearCrossEntropy
+  int64_t counted;  // how many targets count; read only when rows is there
+  Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;
 
 // What happens to gradients while the backward pass still computes others: data parallelism reduces them over

@@ -36,8 +36,13 @@ static Run *open_line(const char *backend, const char *format, va_list arguments
   run->source = trainer_open_source(o);
   if (o->val_data.count)
     run->val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
+  if (o->pack) run->packing = packing_create(run->source, o->seq_len, o->end_of_text);
+  if (o->pack && run->val_source)
+    run->val_packing = packing_create(run->val_source, o->seq_len, o->end_of_text);
   run->loader = loader_create((LoaderOptions){.source = run->source,
                                               .validation_source = run->val_source,
+                                              .packing = run->packing,
+                                              .validation_packing = run->val_packing,
                                               .validation_fraction = o->val_fraction,
                                               .batch = o->batch,
                                               .seq_len = o->seq_len,
@@ -68,6 +73,8 @@ void run_close(Run *run) {
   trainer_destroy(&run->trainer);
   source_close(run->source);
   source_close(run->val_source);
+  packing_free(run->packing);
+  packing_free(run->val_packing);
   harness_close(run->h);
   options_free(&run->options);
   free(run);

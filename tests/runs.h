@@ -16,6 +16,7 @@ typedef struct {
   Options options;
   Harness *h; // its backend; every push is filled with NaN first
   Source *source, *val_source;
+  Packing *packing, *val_packing;
   Loader loader;
   Trainer trainer;
 } Run;

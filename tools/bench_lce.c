@@ -153,7 +153,7 @@ static void read_hidden_states(const Settings *o, Model *model, Backend *backend
   LoaderPlace place = {.micro_steps = 1, .rank = ranks_self()->rank, .ranks = ranks_self()->ranks};
   for (int64_t first = 0; first < o->tokens; first += seq_len, place.step++) {
     int64_t count = min_i64(seq_len, o->tokens - first);
-    loader_train_batch(loader, place, tokens, targets);
+    loader_train_batch(loader, place, tokens, targets, NULL);
     backend_to_device(backend, batch.tokens, tokens);
     transformer_last_hidden_state(backend, model, &batch, x);
     size_t row_bytes = (size_t)hidden_size * dtype_bytes(x.dtype);

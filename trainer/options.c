@@ -119,6 +119,13 @@ const Option options_rows[] = {
      HELP("Separate validation data (default: a held-out part of --data)")},
     {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"), .flags = SETTING,
      HELP("shuffled, or sequential: windows as they follow each other in the files, one token shared, as in llm.c")},
+    {CHOICE("pack", "WHAT", pack, "none or documents"), DEFAULT("none"), .flags = SETTING,
+     EXCLUDES("dump", "what a dump is compared with reads sequences, not documents"),
+     HELP("documents: fill windows with whole documents by best fit, each with attention and positions of its own; "
+          "the rest of a window is padding, and only documents longer than --seq-len are cut")},
+    {WHOLE("end-of-text", "ID", end_of_text, -1, MAX), DEFAULT("-1"), .flags = SETTING,
+     HELP("--pack: the token that ends a document; -1: what tools/prepare_data.py wrote next to the shards, and "
+          "every text file is one")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
      HELP("Part held out for validation, below 1; 0 for none")},
     {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,
@@ -401,7 +408,16 @@ static void resolve_job(Options *o) {
   if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
     fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: leave out --total-batch",
          (long long)(o->micro_steps * o->ranks));
-  o->masked = source_paths_masked(o->data.items, o->data.count);
+  if (o->end_of_text >= 0 && !o->pack)
+    fail("--end-of-text says where documents end, which only --pack documents asks for: add that");
+  if (o->end_of_text >= o->model.vocab_size)
+    fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
+         (long long)o->model.vocab_size);
+  if (o->pack && o->data_order == ORDER_SEQUENTIAL)
+    fail("--data-order sequential reads windows as they follow each other in the files, and --pack documents "
+         "fits "
+         "documents into windows: leave out one of them");
+  o->masked = o->pack || source_paths_masked(o->data.items, o->data.count);
   if (o->eval_only) {
     o->dtypes.frozen = true;
     o->dtypes.zero = 0;

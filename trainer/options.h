@@ -35,8 +35,10 @@ typedef struct {
   // data
   TextList data, val_data; // paths
   DataOrder data_order;
+  enum { PACK_NONE, PACK_DOCUMENTS } pack;
+  int64_t end_of_text; // the token that ends a document; -1: see source_document_ends
   double val_fraction;
-  bool masked; // some of the data has a mask: training targets may be ignored
+  bool masked; // some of the data has a mask, or windows are padded: training targets may be ignored
   // evaluation
   int64_t eval_every, eval_batches, sample_every, sample_tokens;
   double temperature, top_p; // of the samples; see Sampling

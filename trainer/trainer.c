@@ -70,6 +70,8 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
   t->rows = reserve_table(backend, "counted rows", DTYPE_I32, tokens);
   t->loss = reserve_table(backend, "losses", DTYPE_F32, tokens);
+  if (options->pack)
+    t->documents = tensor_reshape_2d(reserve_table(backend, "documents", DTYPE_I32, 2 * tokens), 2, tokens);
   if (options->z_loss > 0) t->outputs.z_loss = reserve_table(backend, "z-losses", DTYPE_F32, tokens);
   if (options->metrics) {
     t->outputs.correct = reserve_table(backend, "right predictions", DTYPE_F32, tokens);
@@ -94,6 +96,8 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   if (backend->memory.planning) return;
   t->host_tokens = host_alloc(options->micro_steps * tokens, sizeof *t->host_tokens, "a batch");
   t->host_targets = host_alloc(options->micro_steps * tokens, sizeof *t->host_targets, "a batch");
+  if (options->pack)
+    t->host_documents = host_alloc(options->micro_steps * 2 * tokens, sizeof *t->host_documents, "a batch");
   t->host_rows = host_alloc(tokens, sizeof *t->host_rows, "a batch");
   t->host_max_counted = host_alloc(options->micro_steps, sizeof *t->host_max_counted, "a batch");
   if (options->origin)
@@ -107,6 +111,7 @@ void trainer_destroy(Trainer *t) {
   free(t->host_tokens);
   free(t->host_targets);
   free(t->host_rows);
+  free(t->host_documents);
   free(t->host_max_counted);
   free(t->token_bytes);
   *t = (Trainer){0};
@@ -206,10 +211,20 @@ Batch trainer_batch(Trainer *t, int64_t first, int64_t batch, int64_t seq_len, b
   return b;
 }
 
+// Micro-batch m of those that were loaded.
+static Batch loaded_batch(Trainer *t, int64_t m, bool masked) {
+  int64_t tokens = tokens_of(t);
+  Batch b = trainer_batch(t, m * tokens, t->options->batch, t->options->seq_len, masked);
+  b.documents = t->documents;
+  if (t->options->pack && !t->backend->memory.planning)
+    backend_to_device(t->backend, b.documents, t->host_documents + 2 * m * tokens);
+  return b;
+}
+
 void trainer_gradient_pass(Trainer *t) {
   for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
     if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
-  Batch batch = trainer_batch(t, 0, t->options->batch, t->options->seq_len, t->options->masked);
+  Batch batch = loaded_batch(t, 0, t->options->masked);
   transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
 }
@@ -254,15 +269,16 @@ static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
   int64_t tokens = tokens_of(t), counted = 0;
   for (int64_t m = 0; m < o->micro_steps; m++) {
     int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
+    int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
     int64_t max = 0, here;
     for (place.rank = 0; place.rank < b->ranks && o->masked; place.rank++) {
       if (place.rank == b->rank) continue;
-      counted += here = loader_train_batch(loader, place, to, targets);
+      counted += here = loader_train_batch(loader, place, to, targets, documents);
       max = max_i64(max, here);
     }
     place.rank = b->rank;
-    here = loader_train_batch(loader, place, to, targets);
+    here = loader_train_batch(loader, place, to, targets, documents);
     counted += here * (o->masked ? 1 : b->ranks);
     t->host_max_counted[m] = max_i64(max, here);
   }
@@ -271,7 +287,7 @@ static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
 
 void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
-  int64_t tokens = tokens_of(t), counted = 0;
+  int64_t counted = 0;
   if (t->pending_count == TRAINER_PENDING)
     fail("internal: the results of %d steps were not collected", TRAINER_PENDING);
   bool planning = t->backend->memory.planning;
@@ -281,7 +297,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   float scale = counted ? (float)(1.0 / (double)counted) : 0;
   int slot = t->pending_count++;
   for (int64_t m = 0; m < o->micro_steps; m++) {
-    Batch batch = trainer_batch(t, m * tokens, o->batch, o->seq_len, o->masked);
+    Batch batch = loaded_batch(t, m, o->masked);
     // Ranks that share the head's rows compute as many tokens as the rank with the most counted ones.
     if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
     TransformerOptions options = t->transformer;
@@ -391,7 +407,8 @@ typedef struct {
 // Batch `index` on the host; a plan has none.
 static void load_validation(Trainer *t, const Loader *loader, int64_t index, Counted *counted) {
   if (!loader) return;
-  counted->tokens += loader_validation_batch(loader, index, t->host_tokens, t->host_targets);
+  counted->tokens +=
+      loader_validation_batch(loader, index, t->host_tokens, t->host_targets, t->host_documents);
   for (int64_t n = 0; t->token_bytes && n < tokens_of(t); n++)
     if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
 }
@@ -400,7 +417,7 @@ static void load_validation(Trainer *t, const Loader *loader, int64_t index, Cou
 static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tensor sum, Counted *counted) {
   load_validation(t, loader, index, counted);
   // The last batch may be padded.
-  Batch batch = trainer_batch(t, 0, t->options->batch, t->options->seq_len, true);
+  Batch batch = loaded_batch(t, 0, true);
   transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, t->loss);
   reduce(t->backend, (Reduce){.sum = sum, .x = t->loss});
 }

@@ -29,12 +29,12 @@ typedef struct {
   Model model;
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
-  Tensor tokens, targets, rows, loss;
+  Tensor tokens, targets, rows, documents, loss;
   TokenOutputs outputs;  // statistics of each token besides its loss
   Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
   Tensor results;        // fp32, of each pending step: sums of the statistics, and the gradient norm
   // On the host: the whole step's tokens and targets.
-  int32_t *host_tokens, *host_targets, *host_rows;
+  int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
   StepResult pending[TRAINER_PENDING];
   int pending_count;

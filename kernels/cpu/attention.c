@@ -61,8 +61,8 @@ static void zero_others(float *row, Visible v, int64_t keys) {
 }
 
 // One block of queries of one head.
-static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, float *lse, const int32_t *before,
-                          int64_t first_query, int64_t queries, int64_t head_dim) {
+static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, float *lse,
+                          const int32_t *before, int64_t first_query, int64_t queries, int64_t head_dim) {
   float scores[TILE][TILE], maximum[TILE], sum[TILE];
   float scale = 1.0f / sqrtf((float)head_dim);
   for (int64_t i = 0; i < queries; i++) maximum[i] = -INFINITY, sum[i] = 0.0f;
@@ -111,7 +111,8 @@ void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
                       head_rows(a->qkv, b, s.seq_len, key_head, s.head_dim),
                       head_rows(a->qkv, b, s.seq_len, value_head, s.head_dim),
                       head_rows(a->out, b, s.seq_len, h, s.head_dim), cpu_row(a->lse, b) + h * s.seq_len,
-                      preceding(a->documents, b, s.seq_len), first, min_i64(TILE, s.seq_len - first), s.head_dim);
+                      preceding(a->documents, b, s.seq_len), first, min_i64(TILE, s.seq_len - first),
+                      s.head_dim);
       }
 }
 

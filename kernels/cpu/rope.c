@@ -9,7 +9,8 @@ void cpu_rope(Backend *backend, const Rope *a) {
   const int32_t *positions = a->positions.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < s.batch * s.seq_len; n++) {
-    const float *cosine = cpu_row(a->cos_sin, positions ? positions[n] : n % s.seq_len), *sine = cosine + half;
+    const float *cosine = cpu_row(a->cos_sin, positions ? positions[n] : n % s.seq_len),
+                *sine = cosine + half;
     for (int64_t h = 0; h < turned_heads; h++) {
       float *low = cpu_row(a->qkv, n) + h * s.head_dim, *high = low + half;
 #pragma omp simd

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(WARPS * 32, 8 / WARPS) key_kernel(BackwardArgu
   auto end_of = [&](int t) { return a.documents.end(first_row, min(t, T - 1), T); };
   const int end = PACKED ? end_of(block_key + KEYS - 1) : T; // of the queries
   // Where those end that see the warp's first key, and its last.
-  const int first_end = PACKED ? end_of(first_key) : T, last_end = PACKED ? end_of(first_key + M * 16 - 1) : T;
+  const int first_end = PACKED ? end_of(first_key) : T,
+            last_end = PACKED ? end_of(first_key + M * 16 - 1) : T;
   const int first_tile = block_key / QUERIES, tiles = (end + QUERIES - 1) / QUERIES - first_tile;
   const int steps = tiles * group;
 
@@ -321,8 +322,8 @@ template <int D, int M, int WARPS, int QUERIES, int STEP, bool PACKED>
 static void launch_keys(const BackwardArguments &a, int batch, cudaStream_t stream) {
   constexpr int KEYS = WARPS * M * 16;
   dim3 grid((a.seq_len + KEYS - 1) / KEYS, a.num_key_value_heads, batch);
-  launch(key_kernel<D, M, WARPS, QUERIES, STEP, PACKED>, grid, WARPS * 32, sizeof(KeyShared<D, KEYS, QUERIES>), a,
-         stream);
+  launch(key_kernel<D, M, WARPS, QUERIES, STEP, PACKED>, grid, WARPS * 32,
+         sizeof(KeyShared<D, KEYS, QUERIES>), a, stream);
 }
 
 template <int D, int KEYS, int STEP, bool PACKED>

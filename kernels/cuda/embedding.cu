@@ -31,8 +31,8 @@ void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a) {
     using T = decltype(type);
     launch_kernel(per_row(backend, "embedding_forward", rows, ceil_div(hidden_size, width)),
                   embedding_forward_kernel<T, width>, data_of<T>(a->out), data_of<int32_t>(a->tokens),
-                  data_of<T>(a->token_weight), data_of<T>(a->position_weight),
-                  data_of<int32_t>(a->positions), (int)a->seq_len, (int)hidden_size);
+                  data_of<T>(a->token_weight), data_of<T>(a->position_weight), data_of<int32_t>(a->positions),
+                  (int)a->seq_len, (int)hidden_size);
   });
 }
 

@@ -37,7 +37,8 @@ void cuda_rope(Backend *backend, const Rope *a) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       launch_kernel(per_row(backend, "rope", rows, heads * half / W), rope_kernel<T, W>, data_of<T>(a->qkv),
                     a->qkv.stride, data_of<float>(a->cos_sin), a->cos_sin.stride,
-                    data_of<int32_t>(a->positions), (int)a->shape.seq_len, heads, half, a->inverse ? -1.0f : 1.0f);
+                    data_of<int32_t>(a->positions), (int)a->shape.seq_len, heads, half,
+                    a->inverse ? -1.0f : 1.0f);
     });
   });
 }

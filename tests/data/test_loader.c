@@ -10,7 +10,7 @@ static int64_t train_batch(const Loader *loader, int64_t step, int64_t micro_ste
                            int64_t rank, int64_t ranks, int32_t *tokens, int32_t *targets) {
   LoaderPlace place = {
       .step = step, .micro_step = micro_step, .micro_steps = micro_steps, .rank = rank, .ranks = ranks};
-  return loader_train_batch(loader, place, tokens, targets);
+  return loader_train_batch(loader, place, tokens, targets, NULL);
 }
 
 // A whole row of a counting source: consecutive tokens, targets one further. Returns its first position.
@@ -40,14 +40,13 @@ static void no_position_is_trained_on_twice_or_validated(void **state) {
         else
           assert_true(loader.validation_windows >= 1 &&
                       fabs((double)loader.validation_windows - fractions[f] * (double)n) <= 1);
-        assert_int_equal(loader.validation_targets, loader.validation_windows * T);
         char *seen = calloc((size_t)sizes[s], 1);
         int32_t tokens[16], targets[16];
         for (int64_t i = 0; i < n; i++) {
           bool train = i < loader.train_windows;
-          int64_t counted = train
-                                ? train_batch(&loader, i, 0, 1, 0, 1, tokens, targets)
-                                : loader_validation_batch(&loader, i - loader.train_windows, tokens, targets);
+          int64_t counted =
+              train ? train_batch(&loader, i, 0, 1, 0, 1, tokens, targets)
+                    : loader_validation_batch(&loader, i - loader.train_windows, tokens, targets, NULL);
           assert_int_equal(counted, T);
           int64_t first = assert_row(tokens, targets, T);
           for (int64_t p = first; p <= first + T; p++) {
@@ -163,10 +162,10 @@ static void held_back_batches_are_padded(void **state) {
   assert_int_equal(loader.validation_windows, 3); // of 10, rounded
   assert_int_equal(loader.validation_batches, 1);
   int32_t tokens[36], targets[36];
-  assert_int_equal(loader_validation_batch(&loader, 0, tokens, targets), 27);
+  assert_int_equal(loader_validation_batch(&loader, 0, tokens, targets, NULL), 27);
   for (int row = 0; row < 3; row++) assert_row(tokens + row * 9, targets + row * 9, 9);
   for (int i = 27; i < 36; i++) assert_true(tokens[i] == 0 && targets[i] == IGNORED_TARGET);
-  assert_int_equal(loader_validation_batch(&loader, 1, tokens, targets), 0);
+  assert_int_equal(loader_validation_batch(&loader, 1, tokens, targets, NULL), 0);
   for (int i = 0; i < 36; i++) assert_true(tokens[i] == 0 && targets[i] == IGNORED_TARGET);
   source_close(source);
 }
@@ -185,11 +184,10 @@ static void a_validation_source_is_predicted_once_throughout(void **state) {
                                                   .seed = 1});
     assert_int_equal(loader.train_windows, 10);
     assert_int_equal(loader.validation_windows, (count - 1 + T - 1) / T);
-    assert_int_equal(loader.validation_targets, count - 1);
     int64_t next = 1, total = 0;
     for (int64_t index = 0; index < loader.validation_batches + 2; index++) {
       int32_t tokens[B * T], targets[B * T];
-      int64_t counted = loader_validation_batch(&loader, index, tokens, targets), found = 0;
+      int64_t counted = loader_validation_batch(&loader, index, tokens, targets, NULL), found = 0;
       for (int i = 0; i < B * T; i++) {
         if (targets[i] == IGNORED_TARGET) {
           assert_int_equal(tokens[i], 0);
@@ -307,7 +305,7 @@ static void sequential_windows_overlap_by_a_token(void **state) {
   assert_int_equal(train_batch(&loader, 8, 0, 1, 0, 1, tokens, targets), B * T);
   assert_int_equal(assert_row(tokens, targets, T), 0); // the second epoch is as the first
   for (int64_t i = 0; i < 2; i++) {
-    assert_int_equal(loader_validation_batch(&loader, i, tokens, targets), B * T);
+    assert_int_equal(loader_validation_batch(&loader, i, tokens, targets, NULL), B * T);
     for (int row = 0; row < B; row++)
       assert_int_equal(assert_row(tokens + row * T, targets + row * T, T), (16 + i * B + row) * T);
   }

@@ -37,12 +37,13 @@ static void check(int64_t count, const int32_t *ids, bool targets) {
 static void read_all(const Loader *loader) {
   int32_t tokens[BATCH * SEQ_LEN], targets[BATCH * SEQ_LEN];
   for (int64_t step = 0; step * BATCH < loader->train_windows; step++) {
-    loader_train_batch(loader, (LoaderPlace){.step = step, .micro_steps = 1, .ranks = 1}, tokens, targets);
+    loader_train_batch(loader, (LoaderPlace){.step = step, .micro_steps = 1, .ranks = 1}, tokens, targets,
+                       NULL);
     check(BATCH * SEQ_LEN, tokens, false);
     check(BATCH * SEQ_LEN, targets, true);
   }
   for (int64_t i = 0; i < loader->validation_batches; i++) {
-    loader_validation_batch(loader, i, tokens, targets);
+    loader_validation_batch(loader, i, tokens, targets, NULL);
     check(BATCH * SEQ_LEN, tokens, false);
     check(BATCH * SEQ_LEN, targets, true);
   }

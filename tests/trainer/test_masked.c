@@ -56,7 +56,7 @@ static double reference_step(Run *run, int64_t step, int64_t *counted) {
   ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
   for (int64_t m = 0; m < o->micro_steps; m++) {
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = 1};
-    *counted += loader_train_batch(&run->loader, place, tokens, targets);
+    *counted += loader_train_batch(&run->loader, place, tokens, targets, NULL);
     reference_model_losses(&reference, tokens, targets, o->batch, o->seq_len, loss);
     for (int64_t n = 0; n < rows; n++) sum += loss[n];
   }
