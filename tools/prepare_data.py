@@ -9,7 +9,7 @@
 
 Tokens are made by Hugging Face's `tokenizers`, in as many processes as there are cores. Out come llm.c's shards
 (uint16, or uint32 where ids are larger), each document whole in one of train and val and closed by the end-of-text
-token, the tokenizer, generation_config.json with that token, and manifest.json, which says what is in them. In conversations (--chat) only what the assistant says is learned: a
+token, next to each shard its documents' ends for --pack documents (x.ends for x.bin, see data/source.h), the tokenizer, generation_config.json with that token, and manifest.json, which says what is in them. In conversations (--chat) only what the assistant says is learned: a
 mask next to each shard (x.mask for x.bin, see data/source.h), one bit a token, marks what counts.
 
 Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
@@ -35,7 +35,7 @@ except ImportError:  # main says so; --help needs neither
     pass
 
 SHARD_FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic, version
-MASK_MAGIC, MASK_VERSION = 20261120, 1
+MASK_MAGIC, ENDS_MAGIC, BITS_VERSION = 20261120, 20261121, 1
 CHOICES_MAGIC = 20240522
 HEADER_INTS = 256
 
@@ -309,15 +309,15 @@ def start_worker(options, tokens):
 
 
 def run_worker(item):
-    """The item, (ids, whether each counts) of either split, and the counts of what was met."""
+    """The item, (ids, whether each counts, whether it ends a document) of either split, and the counts of what was met."""
     options, tokens, chat = WORKER
     encode = getattr(tokens.tokenizer, "encode_batch_fast", tokens.tokenizer.encode_batch)
-    report, out = collections.Counter(), {"train": ([], []), "val": ([], [])}
+    report, out = collections.Counter(), {"train": ([], [], []), "val": ([], [], [])}
     documents = chat_documents(item, options, chat, report) if chat else plain_documents(item, options, report)
     for number, (segments, closes) in enumerate(documents):
         split = item.split or split_of(options, item.number, number)
         report[split] += closes
-        ids, counts = out[split]
+        ids, counts, ends = out[split]
         start = len(ids)
         encodings = encode([text for text, _ in segments], add_special_tokens=options.special_tokens and not chat)
         for (_, counted), encoding in zip(segments, encodings):
@@ -326,8 +326,11 @@ def run_worker(item):
         if closes and (len(ids) == start or ids[-1] != tokens.end_of_text_id):
             ids.append(tokens.end_of_text_id)
             counts.append(False)
-    return item, {split: (numpy.array(ids, numpy.uint32), numpy.array(counts if chat else [], bool))
-                  for split, (ids, counts) in out.items()}, report
+        ends += [False] * (len(ids) - len(ends))
+        if closes:
+            ends[-1] = True
+    return item, {split: (numpy.array(ids, numpy.uint32), numpy.array(counts if chat else [], bool), numpy.array(ends, bool))
+                  for split, (ids, counts, ends) in out.items()}, report
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -343,10 +346,10 @@ class Shards:
 
     def __init__(self, folder, split, dtype, shard_tokens, masked):
         self.folder, self.split, self.dtype, self.max, self.masked = folder, split, dtype, shard_tokens, masked
-        self.file, self.count, self.mask, self.shards = None, 0, [], []
+        self.file, self.count, self.mask, self.ends, self.shards = None, 0, [], [], []
         self.tokens = self.counted = 0
 
-    def add(self, tokens, counts):
+    def add(self, tokens, counts, ends):
         while len(tokens):
             if not self.file:
                 self.path = os.path.join(self.folder, f"{self.split}_{len(self.shards):06d}.bin")
@@ -355,10 +358,15 @@ class Shards:
             room = self.max - self.count
             self.file.write(tokens[:room].astype(self.dtype))
             self.mask.append(counts[:room])
+            self.ends.append(ends[:room])
             self.count += len(tokens[:room])
-            tokens, counts = tokens[room:], counts[room:]
+            tokens, counts, ends = tokens[room:], counts[room:], ends[room:]
             if self.count == self.max:
                 self.close()
+
+    def write_bits(self, suffix, magic, bits):
+        write_whole(self.path[:-len(".bin")] + suffix, header(magic, BITS_VERSION, self.count),
+                    numpy.packbits(bits, bitorder="little"))
 
     def close(self):
         if not self.file:
@@ -370,13 +378,13 @@ class Shards:
         if self.masked:
             bits = numpy.concatenate(self.mask)
             counted = int(bits.sum())
-            write_whole(self.path[:-len(".bin")] + ".mask", header(MASK_MAGIC, MASK_VERSION, self.count),
-                        numpy.packbits(bits, bitorder="little"))
+            self.write_bits(".mask", MASK_MAGIC, bits)
+        self.write_bits(".ends", ENDS_MAGIC, numpy.concatenate(self.ends))
         os.replace(self.path + ".partial", self.path)
         self.shards.append({"file": os.path.basename(self.path), "tokens": self.count, "counted_tokens": counted})
         self.tokens += self.count
         self.counted += counted
-        self.file, self.count, self.mask = None, 0, []
+        self.file, self.count, self.mask, self.ends = None, 0, [], []
 
 
 def show_progress(start, done, total, tokens, end=""):
@@ -559,7 +567,7 @@ def parse_options():
 def make_shards(files, options, tokens):
     shards = {split: Shards(options.out, split, tokens.dtype, options.shard_tokens, options.chat) for split in ("train", "val")}
     old = [os.path.join(options.out, name) for name in os.listdir(options.out)
-           if re.fullmatch(r"(train|val)_\d{6}\.(bin|mask)(\.partial)?", name)]
+           if re.fullmatch(r"(train|val)_\d{6}\.(bin|mask|ends)(\.partial)?", name)]
     for path in {os.path.realpath(path) for path in old} & {os.path.realpath(file) for file in files}:
         fail(f"{path} is an input, and a shard would be written there; name another --out")
     for path in old:
@@ -570,9 +578,9 @@ def make_shards(files, options, tokens):
         Chat(options, tokens)  # a template that cannot be read is said once, here
     with multiprocessing.Pool(options.workers, start_worker, (options, tokens)) as pool:
         for item, parts, report in pool.imap(run_worker, list(items_of(files, options))):
-            for split, (ids, counts) in parts.items():
-                shards[split].add(ids, counts)
-                totals["tokens"] += len(ids)
+            for split, arrays in parts.items():
+                shards[split].add(*arrays)
+                totals["tokens"] += len(arrays[0])
             totals.update(report)
             done += item.size
             if time.time() - shown > (0.2 if sys.stderr.isatty() else 10):

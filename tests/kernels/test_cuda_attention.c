@@ -1,5 +1,5 @@
 // Attention on CUDA against float64: every implementation that this build and device have, on lengths around
-// the tiles' edges, grouped heads, both tensor-core head sizes and odd ones, with outputs that hold NaN
+// the tiles' edges, whole sequences and packed documents, grouped heads, both tensor-core head sizes and odd ones, with outputs that hold NaN
 // beforehand; the same bits from run to run; and how --attention refuses unknown names.
 //
 // What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
@@ -33,13 +33,32 @@
 typedef struct {
   AttentionShape shape;
   int64_t rows, qkv_width, out_width;
+  int32_t *documents; // [2, N], or NULL
   double *qkv, *dout;
   double *out, *lse, *dqkv;
   double *out_bound, *lse_bound, *dqkv_bound;
 } Problem;
 
-static Problem problem_make(Harness *h, AttentionShape s) {
+// Documents of one token, up to, at and past the edges of tiles, and of several tiles; another one first in each sequence.
+static int32_t *cut_into_documents(Harness *h, AttentionShape s) {
+  static const int64_t lengths[] = {1, 1, 63, 64, 65, 2, 129, 37, 300, 128, 7};
+  enum { LENGTHS = sizeof lengths / sizeof *lengths };
+  int64_t rows = s.batch * s.seq_len;
+  int32_t *documents = random_ids(h, 2 * rows, 1);
+  for (int64_t b = 0; b < s.batch; b++)
+    for (int64_t t = 0, next = 3 * b, length; t < s.seq_len; t += length, next++) {
+      length = lengths[next % LENGTHS] < s.seq_len - t ? lengths[next % LENGTHS] : s.seq_len - t;
+      for (int64_t i = 0; i < length; i++) {
+        documents[b * s.seq_len + t + i] = (int32_t)i;
+        documents[rows + b * s.seq_len + t + i] = (int32_t)(length - 1 - i);
+      }
+    }
+  return documents;
+}
+
+static Problem problem_make(Harness *h, AttentionShape s, bool packed) {
   Problem p = {.shape = s, .rows = s.batch * s.seq_len};
+  if (packed) p.documents = cut_into_documents(h, s);
   p.qkv_width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
   p.out_width = s.num_heads * s.head_dim;
   p.qkv = random_values(h, p.rows * p.qkv_width, 1.5);
@@ -71,17 +90,18 @@ static Dot dot(const double *x, const double *y, int64_t count) {
 static void solve_query(Problem *p, double *scores, int64_t b, int64_t h, int64_t t, double u) {
   AttentionShape s = p->shape;
   int64_t D = s.head_dim, head = h / (s.num_heads / s.num_key_value_heads), row = b * s.seq_len + t;
+  int64_t start = p->documents ? t - p->documents[row] : 0;
   double scale = 1 / sqrt((double)D), largest = -INFINITY, sum = 0, magnitude = 0;
   const double *q = p->qkv + row * p->qkv_width + h * D, *dout = p->dout + row * p->out_width + h * D;
   const double *keys = p->qkv + b * s.seq_len * p->qkv_width + (s.num_heads + head) * D;
   const double *values = keys + s.num_key_value_heads * D;
-  for (int64_t i = 0; i <= t; i++) {
+  for (int64_t i = start; i <= t; i++) {
     Dot score = dot(q, keys + i * p->qkv_width, D);
     scores[i] = score.value * scale;
     largest = fmax(largest, scores[i]);
     magnitude = fmax(magnitude, score.magnitude * scale);
   }
-  for (int64_t i = 0; i <= t; i++) sum += exp(scores[i] - largest);
+  for (int64_t i = start; i <= t; i++) sum += exp(scores[i] - largest);
   double lse = largest + log(fmax(sum, 1)); // the largest score alone makes it 1
   // A score is a sum of D products, the exponentials' has t + 1 terms; exp2 and log are good to a few units.
   double e = FLT_EPSILON * ((double)(D + 8) * (magnitude + fabs(lse)) + (double)t + 16);
@@ -89,7 +109,7 @@ static void solve_query(Problem *p, double *scores, int64_t b, int64_t h, int64_
   p->lse_bound[(b * s.num_heads + h) * s.seq_len + t] = e;
 
   double *out = p->out + row * p->out_width + h * D, *out_bound = p->out_bound + row * p->out_width + h * D;
-  for (int64_t i = 0; i <= t; i++)
+  for (int64_t i = start; i <= t; i++)
     for (int64_t d = 0; d < D; d++) {
       double term = exp(scores[i] - lse) * values[i * p->qkv_width + d];
       out[d] += term;
@@ -99,7 +119,7 @@ static void solve_query(Problem *p, double *scores, int64_t b, int64_t h, int64_
 
   double delta = dot(dout, out, D).value, delta_error = dot(dout, out_bound, D).magnitude;
   double *dq = p->dqkv + row * p->qkv_width + h * D, *dq_bound = p->dqkv_bound + row * p->qkv_width + h * D;
-  for (int64_t i = 0; i <= t; i++) {
+  for (int64_t i = start; i <= t; i++) {
     const double *key = keys + i * p->qkv_width;
     double *dk = p->dqkv + (key - p->qkv), *dk_bound = p->dqkv_bound + (key - p->qkv);
     double *dv = dk + s.num_key_value_heads * D, *dv_bound = dk_bound + s.num_key_value_heads * D;
@@ -149,12 +169,15 @@ static void check_bounds(Harness *h, const char *what, AttentionShape s, Tensor 
 // --- running -----------------------------------------------------------------------------------------------
 
 typedef struct {
-  Tensor qkv, dout, out, lse, dqkv;
+  Tensor qkv, dout, out, lse, dqkv, documents;
 } Run;
 
 static Run run_make(Harness *h, Problem *p) {
   AttentionShape s = p->shape;
-  return (Run){.qkv = tensor_from(h, h->dtype, p->qkv, p->rows, p->qkv_width),
+  Tensor documents = {0};
+  if (p->documents) documents = tensor_reshape_2d(ids_from(h, p->documents, 2 * p->rows), 2, p->rows);
+  return (Run){.documents = documents,
+               .qkv = tensor_from(h, h->dtype, p->qkv, p->rows, p->qkv_width),
                .dout = tensor_from(h, h->dtype, p->dout, p->rows, p->out_width),
                .out = poisoned(h, h->dtype, p->rows, p->out_width),
                .lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len),
@@ -162,12 +185,19 @@ static Run run_make(Harness *h, Problem *p) {
 }
 
 static void run_forward(Harness *h, AttentionShape s, Run r) {
-  attention_forward(h->backend, (AttentionForward){.out = r.out, .lse = r.lse, .qkv = r.qkv, .shape = s});
+  attention_forward(
+      h->backend,
+      (AttentionForward){.out = r.out, .lse = r.lse, .qkv = r.qkv, .documents = r.documents, .shape = s});
 }
 
 static AttentionBackward backward_of(AttentionShape s, Run r) {
-  return (AttentionBackward){
-      .dqkv = r.dqkv, .dout = r.dout, .out = r.out, .lse = r.lse, .qkv = r.qkv, .shape = s};
+  return (AttentionBackward){.dqkv = r.dqkv,
+                             .dout = r.dout,
+                             .out = r.out,
+                             .lse = r.lse,
+                             .qkv = r.qkv,
+                             .documents = r.documents,
+                             .shape = s};
 }
 
 static void run_both_passes(Harness *h, AttentionShape s, Run r) {
@@ -177,8 +207,8 @@ static void run_both_passes(Harness *h, AttentionShape s, Run r) {
 
 typedef void (*Runner)(Harness *h, AttentionShape s, Run r);
 
-static void check_shape(Harness *h, AttentionShape s, Runner runner) {
-  Problem p = problem_make(h, s);
+static void check_documents(Harness *h, AttentionShape s, Runner runner, bool packed) {
+  Problem p = problem_make(h, s, packed);
   Run r = run_make(h, &p);
   problem_solve(&p, h->dtype);
   runner(h, s, r);
@@ -186,6 +216,11 @@ static void check_shape(Harness *h, AttentionShape s, Runner runner) {
   check_bounds(h, "lse", s, r.lse, p.lse, p.lse_bound);
   check_bounds(h, "dqkv", s, r.dqkv, p.dqkv, p.dqkv_bound);
   memory_pop_to(&h->backend->memory, 0);
+}
+
+static void check_shape(Harness *h, AttentionShape s, Runner runner) {
+  check_documents(h, s, runner, false);
+  check_documents(h, s, runner, true);
 }
 
 static void check_tensor_core_shapes(Harness *h, Runner runner) {
@@ -202,6 +237,8 @@ static void check_tensor_core_shapes(Harness *h, Runner runner) {
         check_shape(
             h, (AttentionShape){1 + (int64_t)(i + j) % 3, lengths[i], heads[j][0], heads[j][1], head_dim},
             runner);
+  for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64)
+    check_shape(h, (AttentionShape){4, 1003, 4, 2, head_dim}, runner);
 }
 
 // Heads that have no tensor-core kernel.
@@ -267,11 +304,11 @@ static void test_fp32(void **state) {
 static void test_bitwise_repeatable(void **state) {
   Harness *h = *state;
   static const char *const choices[] = {"auto", "own"};
-  for (int i = 0; i < 2; i++)
+  for (int i = 0; i < 4; i++)
     for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
-      cuda_attention_select(choices[i]);
+      cuda_attention_select(choices[i / 2]);
       AttentionShape s = {4, small_shapes() ? 100 : 1000, 12, 4, head_dim};
-      Problem p = problem_make(h, s);
+      Problem p = problem_make(h, s, i % 2);
       Run r = run_make(h, &p), again = r;
       again.out = poisoned(h, h->dtype, p.rows, p.out_width);
       again.lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
@@ -302,7 +339,7 @@ static void test_own_and_cudnn_agree(void **state) {
   if (cuda_attention_cudnn_absent()) skip();
   for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
     AttentionShape s = {2, small_shapes() ? 100 : 1000, 12, 4, head_dim};
-    Problem p = problem_make(h, s);
+    Problem p = problem_make(h, s, false);
     Run own = run_make(h, &p), cudnn = own;
     cudnn.out = poisoned(h, h->dtype, p.rows, p.out_width);
     cudnn.lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);

@@ -560,6 +560,88 @@ static void test_attention_decode(void **state) {
   decode_case(*state, (AttentionShape){3, 131, 6, 3, 64}, 131, (const int64_t[]){67, 1, 63});
 }
 
+// --- packed documents --------------------------------------------------------------------------------------
+
+// Sequences that are cut into documents of these lengths, up to 0, give what their documents alone give.
+static void documents_case(Harness *h, AttentionShape s, const int64_t *lengths) {
+  enum { HIDDEN = 8 };
+  int64_t rows = s.batch * s.seq_len, width = s.num_heads * s.head_dim, qkv_columns = qkv_width(s), first = 0;
+  int32_t *before_and_after = random_ids(h, 2 * rows, 1);
+  for (int64_t b = 0; b < s.batch; b++)
+    for (const int64_t *length = lengths; *length; first += *length++)
+      for (int64_t i = 0; i < *length; i++) {
+        before_and_after[first + i] = (int32_t)i;
+        before_and_after[rows + first + i] = (int32_t)(*length - 1 - i);
+      }
+  assert_int_equal(first, rows);
+  Tensor documents = tensor_reshape_2d(ids_from(h, before_and_after, 2 * rows), 2, rows);
+  Tensor positions = tensor_flat(tensor_rows(documents, 0, 1));
+  double *qkv_values = random_values(h, rows * qkv_columns, 1.5);
+  Tensor cos_sin =
+      tensor_from(h, DTYPE_F32, random_values(h, s.seq_len * s.head_dim, 1), s.seq_len, s.head_dim);
+  Tensor dout = tensor_from(h, h->dtype, random_values(h, rows * width, 1), rows, width);
+  Tensor tokens = ids_from(h, random_ids(h, rows, 5), rows);
+  Tensor table = tensor_from(h, h->dtype, random_values(h, 5 * HIDDEN, 1), 5, HIDDEN);
+  Tensor table2 = tensor_from(h, h->dtype, random_values(h, s.seq_len * HIDDEN, 1), s.seq_len, HIDDEN);
+  Tensor dstream = tensor_from(h, h->dtype, random_values(h, rows * HIDDEN, 1), rows, HIDDEN);
+  Tensor qkv[2], out[2], dqkv[2], stream[2], dpositions[2], dtable = poisoned(h, DTYPE_F32, 5, HIDDEN);
+  for (int alone = 0; alone < 2; alone++) {
+    qkv[alone] = tensor_from(h, h->dtype, qkv_values, rows, qkv_columns);
+    out[alone] = poisoned(h, h->dtype, rows, width);
+    dqkv[alone] = poisoned(h, h->dtype, rows, qkv_columns);
+    stream[alone] = poisoned(h, h->dtype, rows, HIDDEN);
+    dpositions[alone] = poisoned(h, DTYPE_F32, s.seq_len, HIDDEN);
+    const int64_t *length = alone ? lengths : &rows;
+    for (int64_t at = 0; at < rows; at += *length++) {
+      if (!*length) length = lengths;
+      AttentionShape shape = s;
+      if (alone) shape.batch = 1, shape.seq_len = *length;
+      Tensor part = tensor_rows(qkv[alone], at, *length), part_out = tensor_rows(out[alone], at, *length);
+      Tensor lse = poisoned(h, DTYPE_F32, shape.batch, s.num_heads * shape.seq_len), none = {0};
+      Tensor places = alone ? none : positions, cuts = alone ? none : documents;
+      rope(h->backend, (Rope){.qkv = part, .cos_sin = cos_sin, .positions = places, .shape = shape});
+      attention_forward(
+          h->backend,
+          (AttentionForward){.out = part_out, .lse = lse, .qkv = part, .documents = cuts, .shape = shape});
+      attention_backward(h->backend, (AttentionBackward){.dqkv = tensor_rows(dqkv[alone], at, *length),
+                                                         .dout = tensor_rows(dout, at, *length),
+                                                         .out = part_out,
+                                                         .lse = lse,
+                                                         .qkv = part,
+                                                         .documents = cuts,
+                                                         .shape = shape});
+      embedding_forward(h->backend, (EmbeddingForward){.out = tensor_rows(stream[alone], at, *length),
+                                                       .tokens = tensor_rows(tokens, at, *length),
+                                                       .token_weight = table,
+                                                       .position_weight = table2,
+                                                       .positions = places,
+                                                       .seq_len = shape.seq_len});
+      embedding_backward(h->backend, (EmbeddingBackward){.dtoken_weight = dtable,
+                                                         .dposition_weight = dpositions[alone],
+                                                         .dout = tensor_rows(dstream, at, *length),
+                                                         .tokens = tensor_rows(tokens, at, *length),
+                                                         .positions = places,
+                                                         .seq_len = shape.seq_len,
+                                                         .accumulate_position = at > 0});
+    }
+  }
+  check_bitwise_equal(h, "rope of documents", qkv[0], qkv[1]);
+  check_bitwise_equal(h, "embeddings of documents", stream[0], stream[1]);
+  Tolerance tolerance = of_size(within_stored(h, 16, (double)(s.head_dim + s.seq_len)), 1);
+  check_values(h, "attention of documents", out[0], values_of(h, out[1]), tolerance);
+  check_values(h, "dqkv of documents", dqkv[0], values_of(h, dqkv[1]), tolerance);
+  check_values(h, "dposition_weight of documents", dpositions[0], values_of(h, dpositions[1]),
+               of_size(within(4, (double)rows), 1));
+  harness_pop((void **)&h);
+}
+
+static void test_documents(void **state) {
+  documents_case(*state, (AttentionShape){2, 7, 2, 1, 6}, (const int64_t[]){1, 4, 2, 0});
+  documents_case(*state, (AttentionShape){1, 9, 1, 1, 2}, (const int64_t[]){9, 0});
+  documents_case(*state, (AttentionShape){3, 200, 4, 2, 64}, (const int64_t[]){64, 1, 63, 1, 1, 70, 0});
+  documents_case(*state, (AttentionShape){1, 333, 2, 2, 128}, (const int64_t[]){1, 65, 128, 100, 39, 0});
+}
+
 // --- rows --------------------------------------------------------------------------------------------------
 
 static void test_rows(void **state) {
@@ -867,6 +949,7 @@ int main(void) {
       cmocka_unit_test_teardown(test_rope, harness_pop),
       cmocka_unit_test_teardown(test_attention, harness_pop),
       cmocka_unit_test_teardown(test_attention_decode, harness_pop),
+      cmocka_unit_test_teardown(test_documents, harness_pop),
       cmocka_unit_test_teardown(test_rows, harness_pop),
       cmocka_unit_test_teardown(test_read_targets, harness_pop),
       cmocka_unit_test_teardown(test_adamw, harness_pop),
