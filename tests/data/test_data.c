@@ -274,6 +274,45 @@ static void masks_say_what_counts(void **state) {
   assert_true(source_paths_masked(paths, 2));
 }
 
+static void assert_ends(const Source *source, int64_t end_of_text, const int64_t *want, int64_t count) {
+  int64_t found, *ends = source_document_ends(source, end_of_text, &found);
+  assert_int_equal(found, count);
+  assert_memory_equal(ends, want, (size_t)count * sizeof *ends);
+  free(ends);
+}
+
+static void documents_end_where_the_data_say(void **state) {
+  (void)state;
+  // Shards: a token, or their .ends; the stream's last document ends with it, and one may span two shards.
+  write_shard16("a_ends.bin", (const uint16_t[]){7, 1, 7, 3, 4, 5, 6, 8, 8, 1}, 10);
+  write_shard16("b_ends.bin", (const uint16_t[]){2, 7, 3}, 3);
+  Source *both = open_two("a_ends.bin", "b_ends.bin", 50);
+  assert_ends(both, 7, (const int64_t[]){1, 3, 12, 13}, 4);
+  assert_ends(both, 40, (const int64_t[]){13}, 1);
+  ASSERT_FAILS(source_document_ends(both, -1, &(int64_t){0}), "a_ends.bin does not say", "prepare_data.py");
+  write_shard("a_ends.ends", 20261121, 1, 10, "\x04\x01", 2);
+  write_shard("b_ends.ends", 20261121, 1, 3, "\x04", 1);
+  assert_ends(both, -1, (const int64_t[]){3, 9, 13}, 3);
+  assert_ends(both, 7, (const int64_t[]){1, 3, 12, 13}, 4);
+  write_shard("b_ends.ends", 20261120, 1, 3, "\x04", 1);
+  ASSERT_FAILS(source_document_ends(both, -1, &(int64_t){0}), "b_ends.ends is no list of documents' ends",
+               "20261121", "--end-of-text");
+  write_shard("b_ends.ends", 20261121, 1, 4, "\x04", 1);
+  ASSERT_FAILS(source_document_ends(both, -1, &(int64_t){0}),
+               "b_ends.ends is not the list of documents' ends of");
+  source_close(both);
+  // Text: a file with its separator, or up to a byte as well.
+  write_text("a_ends.txt", "one\ntwo");
+  write_text("b_ends.txt", "three\n");
+  for (int vocab_size = 256; vocab_size <= 257; vocab_size++) {
+    int64_t separator = vocab_size == 257;
+    Source *text = open_two("a_ends.txt", "b_ends.txt", vocab_size);
+    assert_ends(text, -1, (const int64_t[]){7 + separator, 13 + separator}, 2);
+    assert_ends(text, '\n', (const int64_t[]){4, 7 + separator, 13 + separator}, 3);
+    source_close(text);
+  }
+}
+
 static void masks_of_other_shards_are_refused(void **state) {
   (void)state;
   write_shard16("wrong.bin", (const uint16_t[]){1, 2, 3, 4, 5, 6, 7, 8, 9}, 9);
@@ -585,6 +624,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(what_is_left_out_is_said),
       cmocka_unit_test(an_output_that_is_gone_is_forgotten),
       cmocka_unit_test(masks_say_what_counts),
+      cmocka_unit_test(documents_end_where_the_data_say),
       cmocka_unit_test(masks_of_other_shards_are_refused),
       cmocka_unit_test(damaged_shards_are_refused),
       cmocka_unit_test(ids_outside_the_vocabulary_are_found),

@@ -1,4 +1,5 @@
 // The loader: which tokens stand in which batch.
+#include "base/random.h"
 #include "data/loader.h"
 #include "tests/data_files.h"
 
@@ -321,6 +322,150 @@ static void sequential_windows_overlap_by_a_token(void **state) {
   source_close(source);
 }
 
+// Documents of drawn lengths, many of 1 and 2 tokens and some longer than a window, in tokens that count up.
+static Source *open_documents(int64_t count, int64_t longest, int64_t *tokens) {
+  uint8_t bits[4096] = {0};
+  *tokens = 0;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t length =
+        1 + (int64_t)(random_bits(3, (uint64_t)longest, (uint64_t)i) % (uint64_t)(i % 3 ? longest : 3));
+    *tokens += length;
+    bits[(*tokens - 1) / 8] |= (uint8_t)(1 << (*tokens - 1) % 8);
+  }
+  write_shard("packed.ends", 20261121, 1, (int32_t)*tokens, bits, (size_t)(*tokens + 7) / 8);
+  return open_counting("packed.bin", *tokens);
+}
+
+// Checks a row against the ends, and marks the inputs it holds; returns how many.
+static int64_t check_packed_row(const int64_t *ends, const int32_t *tokens, const int32_t *targets,
+                                const int32_t *before, const int32_t *after, int64_t T, char *seen) {
+  int64_t filled = 0;
+  while (filled < T && targets[filled] != IGNORED_TARGET) filled++;
+  for (int64_t t = filled; t < T; t++)
+    assert_true(tokens[t] == 0 && targets[t] == IGNORED_TARGET && before[t] == 0 && after[t] == 0);
+  for (int64_t t = 0; t < filled; t++) {
+    int64_t end = 0; // of the token's document
+    while (ends[end] <= tokens[t]) end++;
+    assert_int_equal(targets[t], tokens[t] + 1);
+    assert_true(targets[t] < ends[end]);
+    assert_int_equal(seen[tokens[t]]++, 0);
+    // A document, or the piece of it, begins where it says, and follows the one before.
+    assert_true(before[t] ? before[t] == before[t - 1] + 1 && tokens[t] == tokens[t - 1] + 1
+                          : t == 0 || after[t - 1] == 0);
+    assert_true(after[t] ? t + 1 < filled && after[t + 1] == after[t] - 1 && before[t + 1] : true);
+    int64_t start = end ? ends[end - 1] : 0;
+    if (!before[t])
+      assert_int_equal((tokens[t] - start) % T, 0); // only documents of more than T pairs are cut
+    if (!after[t]) assert_true(targets[t] == ends[end] - 1 || (tokens[t] + 1 - start) % T == 0);
+  }
+  return filled;
+}
+
+static void packed_windows_hold_every_pair_once(void **state) {
+  (void)state;
+  enum { B = 3, MAX_T = 70 };
+  static const int64_t lengths[] = {1, 2, 16, 63, 64, MAX_T}, longest[] = {10, 40, 150};
+  for (int k = 0; k < 3; k++) {
+    int64_t count = 100, sizes, found;
+    Source *source = open_documents(count, longest[k], &sizes);
+    int64_t *ends = source_document_ends(source, -1, &found);
+    assert_int_equal(found, count);
+    assert_int_equal(ends[count - 1], sizes);
+    for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++) {
+      int64_t T = lengths[l];
+      Packing *packing = packing_create(source, T, -1);
+      LoaderOptions options = {.source = source,
+                               .packing = packing,
+                               .validation_fraction = 0.2,
+                               .batch = B,
+                               .seq_len = T,
+                               .seed = 5};
+      Loader loader = loader_create(options), again = loader_create(options);
+      int32_t tokens[B * MAX_T], targets[B * MAX_T], documents[2 * B * MAX_T], same[B * MAX_T];
+      char *seen = calloc((size_t)sizes, 1);
+      int64_t pairs = 0, counted = 0;
+      for (int64_t i = 0; i < loader.validation_batches; i++) {
+        counted += loader_validation_batch(&loader, i, tokens, targets, documents);
+        for (int64_t n = 0; n < B; n++)
+          pairs += check_packed_row(ends, tokens + n * T, targets + n * T, documents + n * T,
+                                    documents + (B + n) * T, T, seen);
+      }
+      assert_true(pairs > 0);
+      again.options.batch = 1; // an epoch, window by window
+      for (int64_t i = 0; i < loader.train_windows; i++) {
+        LoaderPlace at = {.step = i, .micro_steps = 1, .ranks = 1};
+        counted += loader_train_batch(&again, at, tokens, targets, documents);
+        pairs += check_packed_row(ends, tokens, targets, documents, documents + T, T, seen);
+        LoaderPlace row = {.step = i / B, .micro_steps = 1, .ranks = 1};
+        loader_train_batch(&loader, row, same, targets, NULL); // as a row of any batch, from any step on
+        assert_memory_equal(same + i % B * T, tokens, (size_t)T * sizeof *same);
+      }
+      assert_int_equal(pairs, sizes - count); // no document's last token is an input
+      assert_int_equal(pairs, packing->pairs);
+      assert_int_equal(counted, pairs);
+      int half_empty = 0; // windows: of two, one would not have been begun
+      for (int64_t w = 0; w < packing->windows; w++) {
+        int64_t filled = 0;
+        for (int64_t p = packing->starts[w]; p < packing->starts[w + 1]; p++)
+          filled += packing->pieces[p].length;
+        half_empty += 2 * filled <= T;
+      }
+      assert_in_range(half_empty, 0, 1);
+      free(seen);
+      packing_free(packing);
+    }
+    free(ends);
+    source_close(source);
+  }
+}
+
+// The longest first, each where the least space is left: 6+4, 5+5 and 3+3+2+2 fill windows of 10.
+static void documents_fit_best(void **state) {
+  (void)state;
+  enum { T = 10, COUNT = 8 };
+  static const int pairs[COUNT] = {2, 3, 5, 4, 3, 6, 5, 2};
+  uint32_t tokens[COUNT * (T + 1)];
+  int32_t n = 0;
+  for (int i = 0; i < COUNT; i++)
+    for (int k = 0; k <= pairs[i]; k++) tokens[n++] = k == pairs[i] ? 99 : (uint32_t)i;
+  write_shard32("fits.bin", tokens, n);
+  Source *source = open_one("fits.bin", 100);
+  Packing *packing = packing_create(source, T, 99);
+  assert_int_equal(packing->windows, 3);
+  assert_int_equal(packing->documents, COUNT);
+  assert_int_equal(packing->pairs, 3 * T);
+  static const int of_window[3][4] = {{4, 6}, {5, 5}, {2, 3, 3, 2}}; // in the order of the stream
+  for (int64_t w = 0, i = 0; w < 3; w++) {
+    assert_int_equal(packing->starts[w], i);
+    for (int k = 0; k < 4 && of_window[w][k]; k++)
+      assert_int_equal(packing->pieces[i++].length, of_window[w][k]);
+    assert_int_equal(packing->starts[w + 1], i);
+  }
+  char line[256];
+  loader_describe(
+      &(Loader){.options = {.source = source, .packing = packing, .seq_len = T}, .train_windows = 3}, line,
+      sizeof line);
+  assert_non_null(
+      strstr(line, "3 training and 0 validation windows of 10, packed from 8 documents with 0.00% padding"));
+  packing_free(packing);
+  packing = packing_create(source, 64, 99);
+  LoaderOptions options = {
+      .source = source, .packing = packing, .batch = 1, .seq_len = 64, .validation_fraction = 0.1};
+  ASSERT_FAILS(loader_create(options), "fits.bin holds 8 documents", "fits into 1 window of --seq-len 64",
+               "one training and one validation window", "name more data");
+  packing_free(packing);
+  ASSERT_FAILS(packing_create(source, T, -1), "fits.bin does not say where documents end", "--end-of-text");
+  source_close(source);
+  write_shard32("ones.bin", (const uint32_t[]){9, 9, 9}, 3);
+  source = open_one("ones.bin", 10);
+  packing = packing_create(source, T, 9);
+  assert_int_equal(packing->windows, 0);
+  options = (LoaderOptions){.source = source, .packing = packing, .batch = 1, .seq_len = T};
+  ASSERT_FAILS(loader_create(options), "ones.bin holds 3 documents", "0 windows");
+  packing_free(packing);
+  source_close(source);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(no_position_is_trained_on_twice_or_validated),
@@ -329,6 +474,8 @@ int main(void) {
       cmocka_unit_test(the_order_has_no_history_and_does_not_change),
       cmocka_unit_test(ranks_and_micro_steps_share_one_order),
       cmocka_unit_test(held_back_batches_are_padded),
+      cmocka_unit_test(packed_windows_hold_every_pair_once),
+      cmocka_unit_test(documents_fit_best),
       cmocka_unit_test(a_validation_source_is_predicted_once_throughout),
       cmocka_unit_test(the_smallest_sources_suffice_and_smaller_ones_do_not),
       cmocka_unit_test(the_description_names_the_data),

@@ -525,6 +525,58 @@ static void test_accumulation(void **state) {
     }
 }
 
+// Two windows of documents and of padding give the losses and gradients of the documents alone, however recomputed.
+static void test_documents(void **state) {
+  (void)state;
+  enum { BATCH = 2, SEQ_LEN = 70, ROWS = BATCH * SEQ_LEN };
+  static const int64_t lengths[] = {3, 1, 60, 6, 66, 2, 1, 1}; // the last two are padding
+  enum { DOCUMENTS = sizeof lengths / sizeof *lengths };
+  for (int f = 0; f < FAMILIES; f++) {
+    ModelConfig config = families[f]();
+    config.max_position_embeddings = SEQ_LEN;
+    Case *c = case_open(config, BATCH, SEQ_LEN, 0);
+    TransformerOptions options = options_of(LCE_FUSED, 9, RECOMPUTE_NONE);
+    int32_t *tokens = c->tokens, *targets = c->targets, *documents = random_ids(c->h, 2 * ROWS, 1);
+    targets[ROWS - 2] = targets[ROWS - 1] = IGNORE_INDEX;
+    poison_gradients(c);
+    c->batch = 1;
+    double *want_loss = host_values(c->h, ROWS);
+    for (int64_t d = 0, first = 0; d < DOCUMENTS; first += lengths[d++]) {
+      c->seq_len = c->rows = lengths[d];
+      c->tokens = tokens + first;
+      c->targets = targets + first;
+      upload_batch(c);
+      transformer_train(c->h->backend, &c->model, &c->on_device, &options, 1.f / ROWS, d > 0, c->loss);
+      memcpy(want_loss + first, values_of(c->h, c->loss), (size_t)c->rows * sizeof *want_loss);
+      for (int64_t i = 0; i < c->rows; i++) {
+        documents[first + i] = (int32_t)i;
+        documents[ROWS + first + i] = (int32_t)(c->rows - 1 - i);
+      }
+    }
+    double **want = gradients_of(c);
+    c->batch = BATCH;
+    c->seq_len = SEQ_LEN;
+    c->rows = ROWS;
+    c->tokens = tokens;
+    c->targets = targets;
+    upload_batch(c);
+    c->on_device.documents = tensor_reshape_2d(ids_from(c->h, documents, 2 * ROWS), 2, ROWS);
+    for (int recompute = 0; recompute < RECOMPUTE_COUNT; recompute++) {
+      options = options_of((LceMode)(recompute % 2), 9, (Recompute)recompute);
+      options.mlp_chunk = recompute == RECOMPUTE_LAYER ? 33 : 0;
+      train_once(c, options, 1.f / ROWS);
+      check_values(c->h, "loss of packed documents", c->loss, want_loss, within(32, 1));
+      check_gradients_agree(c, want);
+    }
+    transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss);
+    check_values(c->h, "evaluated loss of packed documents", c->loss, want_loss, within(32, 1));
+    c->on_device.documents = (Tensor){0}; // what the test would not see otherwise
+    transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss);
+    assert_true(fabs(values_of(c->h, c->loss)[SEQ_LEN - 1] - want_loss[SEQ_LEN - 1]) > 1e-3);
+    case_close(c);
+  }
+}
+
 static void test_refusals(void **state) {
   (void)state;
   Case *c = case_open(tiny_llama(), 2, 5, 0);
@@ -559,6 +611,7 @@ int main(void) {
       cmocka_unit_test(test_all_ignored),
       cmocka_unit_test(test_ignored_memory),
       cmocka_unit_test(test_accumulation),
+      cmocka_unit_test(test_documents),
       cmocka_unit_test(test_refusals),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
