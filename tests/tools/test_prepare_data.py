@@ -93,6 +93,17 @@ def read_shards(folder, split="train"):
     return manifest, tokens, counts
 
 
+def read_ends(folder):
+    """The positions of the documents' last tokens."""
+    manifest, tokens, _ = read_shards(folder)
+    bits = []
+    for shard in manifest["splits"]["train"]["shards"]:
+        header, ends = read_ints(os.path.join(folder, shard["file"][:-4] + ".ends"), "u1")
+        assert header[:3] == (20261121, 1, shard["tokens"]) and len(ends) == (shard["tokens"] + 7) // 8
+        bits += numpy.unpackbits(ends, bitorder="little")[:shard["tokens"]].tolist()
+    return [i for i, bit in enumerate(bits) if bit]
+
+
 def prose(seed, words):
     draw = random.Random(seed)
     parts = ["word", "naïve", "don't", "12345", "x+y", "  two", "\n", "\n\n", "\r\n", "\t", ".\n", "世界", "?!\n", "a\n b", "end "]
@@ -114,6 +125,7 @@ def test_a_file_is_what_its_text_is():
             assert tokens == want
             assert len(manifest["splits"]["train"]["shards"]) == -(-len(want) // 100000)
             assert manifest["tokenizer"]["end_of_text_id"] == end
+            assert read_ends(temp("whole")) == [len(want) - 1]
     # A part held back: together as many documents' tokens as before, each stretch closed.
     prepare(path, "--document", "stretch", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("whole"), "--val-fraction", 0.2)
     tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
@@ -265,6 +277,8 @@ def test_a_chat_template():
     learned = [tokenizer.decode([id], skip_special_tokens=False) for i, id in enumerate(tokens) if counts[i]]
     assert "".join(learned) == "It is 4.<|eot_id|>Yes, 4.<|eot_id|>Ho<|eot_id|>B<|eot_id|>", learned
     assert tokens.count(tokenizer.token_to_id("<|begin_of_text|>")) == 3
+    starts = [i for i, id in enumerate(tokens) if id == tokenizer.token_to_id("<|begin_of_text|>")]
+    assert read_ends(temp("sft")) == [i - 1 for i in starts[1:]] + [len(tokens) - 1]  # not after every turn
     assert eos_of("sft") == (tokenizer.token_to_id("<|eot_id|>"), "<|eot_id|>")
     assert manifest["splits"]["train"]["counted_tokens"] == len(learned)
     # A template that shortens earlier answers cannot be split.
@@ -279,6 +293,8 @@ def test_a_chat_template():
 def test_masked_shards_train():
     path = temp.lines("many.jsonl", [{"messages": messages([("user", prose(seed, 20)), ("assistant", f"answer {seed}")])} for seed in range(60)])
     prepare(path, "--chat", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("many"), "--val-fraction", 0)
+    said = train("--vocab", 401, "--data", temp("many"), "--steps", 3, "--sample-every", 0, "--pack", "documents")
+    assert "packed from 60 documents" in said, said
     train("--vocab", 401, "--data", temp("many"), "--steps", 3, "--sample-every", 0, "--log", temp("log.jsonl"))
     with open(temp("log.jsonl"), encoding="utf-8") as file:
         steps = [line for line in map(json.loads, file) if line.get("event") == "step" or "grad_norm" in line]

@@ -1,4 +1,4 @@
-// Training on masked data: a step's loss against float64, the same steps in both modes of linear_cross_entropy and
+// Training on masked data and on packed documents: a step's loss against float64, the same steps in both modes of linear_cross_entropy and
 // however they are cut into micro-batches, a step that counts nothing, and the plan of such a run.
 #include "base/random.h"
 #include "tests/process.h"
@@ -20,6 +20,10 @@
 #define LLAMA                                                                                                \
   "--model llama-tiny --vocab 61 --hidden-size 24 --intermediate-size 40 --num-layers 2 --seq-len 17 "       \
   "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --lr 0.01 --warmup 5 --epsilon 1e-5 "
+
+#define GPT2                                                                                                 \
+  "--model gpt2-tiny --vocab 61 --hidden-size 24 --num-layers 2 --seq-len 17 --num-attention-heads 3 "       \
+  "--lr 0.01 --warmup 5 --epsilon 1e-5 "
 
 enum { TOKENS = 3000 };
 
@@ -81,6 +85,60 @@ static void test_loss_is_the_mean_of_what_counts(void **state) {
       if (fabs(got.loss - want) > 1e-5)
         fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, want);
     }
+    run_close(run);
+  }
+}
+
+// The same sum over a packed batch, document by document: `documents` is the loader's, of `rows` tokens.
+static double reference_documents(Run *run, const ReferenceModel *reference, const int32_t *tokens,
+                                  const int32_t *targets, const int32_t *documents, int64_t rows) {
+  double *loss = host_values(run->h, rows), sum = 0;
+  for (int64_t n = 0, length; n < rows; n += length) {
+    length = documents[rows + n] + 1;
+    assert_int_equal(documents[n], 0);
+    reference_model_losses(reference, tokens + n, targets + n, 1, length, loss);
+    for (int64_t i = 0; i < length; i++) sum += loss[i];
+  }
+  return sum;
+}
+
+// Documents of up to 40 tokens, some of which count, in windows of 17.
+static void test_packed_documents_alone(void **state) {
+  (void)state;
+  const char *shard = masked_shard("packed");
+  uint8_t ends[(TOKENS + 7) / 8] = {0};
+  for (int i = 0; i < TOKENS; i += 1 + (int)(random_bits(6, 1, (uint64_t)i) % 40))
+    ends[i / 8] |= (uint8_t)(1 << i % 8);
+  write_shard("packed.ends", 20261121, 1, TOKENS, ends, sizeof ends);
+  static const char *const models[] = {LLAMA, GPT2};
+  for (int m = 0; m < 2; m++) {
+    Run *run = run_open("%s --batch 2 --total-batch 102 --pack documents --data %s", models[m], shard);
+    enum { ROWS = 2 * 17 };
+    int32_t tokens[ROWS], targets[ROWS], documents[2 * ROWS];
+    for (int64_t step = 0; step < 4; step++) {
+      ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+      double sum = 0;
+      int64_t counted = 0;
+      for (LoaderPlace at = {.step = step, .micro_steps = 3, .ranks = 1}; at.micro_step < 3;
+           at.micro_step++) {
+        counted += loader_train_batch(&run->loader, at, tokens, targets, documents);
+        sum += reference_documents(run, &reference, tokens, targets, documents, ROWS);
+      }
+      reference_model_free(&reference);
+      StepResult got = run_step(run, step);
+      assert_int_equal(got.counted, counted);
+      if (fabs(got.loss - sum / (double)counted) > 1e-5)
+        fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, sum / (double)counted);
+    }
+    ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+    double sum = 0;
+    int64_t counted = 0;
+    for (int64_t b = 0; b < run->loader.validation_batches; b++) {
+      counted += loader_validation_batch(&run->loader, b, tokens, targets, documents);
+      sum += reference_documents(run, &reference, tokens, targets, documents, ROWS);
+    }
+    reference_model_free(&reference);
+    assert_true(fabs(trainer_validate(&run->trainer, &run->loader, 0) - sum / (double)counted) < 1e-5);
     run_close(run);
   }
 }
@@ -207,6 +265,7 @@ static void test_gradient_pass_after_a_padded_batch(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_loss_is_the_mean_of_what_counts),
+      cmocka_unit_test(test_packed_documents_alone),
       cmocka_unit_test(test_same_curve_in_all_modes),
       cmocka_unit_test(test_a_step_without_targets),
       cmocka_unit_test(test_data_without_targets),

@@ -98,7 +98,9 @@ static void test_same_bits(void **state) {
   check_model(backend, LLAMA "--num-layers 4 --tie-word-embeddings --materialized-logits", false);
   check_model(backend, GPT2 "--num-layers 3 --total-batch 68 --recompute layer --mlp-chunk 15", true);
   check_model(backend, GPT2 "--num-layers 2 --recompute mlp --total-batch 102 --lce-sample 0.5", false);
-  check_model(backend, LLAMA "--num-layers 1 --total-batch 68 --recompute layer", true);
+  check_model(backend,
+              LLAMA "--num-layers 1 --total-batch 68 --recompute layer --pack documents --end-of-text 10",
+              true);
 }
 
 // The sizes of a GPU's defaults, where the optimizer's state has two dtypes.

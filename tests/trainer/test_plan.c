@@ -58,8 +58,10 @@ static void check_plan(const char *model, const char *job, LceMode mode, Recompu
 static void test_plan_equals_run(void **state) {
   (void)state;
   static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2, QWEN};
-  static const char *const jobs[] = {"--batch 3 --seq-len 17", "--batch 1 --seq-len 1",
+  static const char *const jobs[] = {"--batch 3 --seq-len 17",
+                                     "--batch 1 --seq-len 1",
                                      "--batch 5 --seq-len 49 --total-batch 490",
+                                     "--batch 3 --seq-len 17 --pack documents --end-of-text 10",
                                      "--batch 3 --seq-len 17 --label-smoothing 0.1 --z-loss 0.001",
                                      "--batch 3 --seq-len 17 --logit-softcap 5 --metrics"};
   for (size_t m = 0; m < sizeof models / sizeof *models; m++)

@@ -174,6 +174,7 @@ static void any_number_of_ranks_trains_the_same(void **state) {
   NEEDS_LAUNCHER();
   static const char *const jobs[][2] = {{"llama", LLAMA TEXT},
                                         {"tied", TIED TEXT},
+                                        {"packed", GPT2 TEXT "--pack documents --end-of-text 10"},
                                         {"gpt2", GPT2 TEXT "--recompute layer --metrics --z-loss 0.001"}};
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     char one[32], several[32];
@@ -303,6 +304,7 @@ static void a_split_head_trains_the_same(void **state) {
   const char *const jobs[][2] = {{"llama", LLAMA TEXT "--vocab 301"}, // which nothing divides
                                  {"tied", TIED TEXT "--label-smoothing 0.1 --lce-chunk 5"},
                                  {"gpt2", GPT2 TEXT "--num-layers 3"},
+                                 {"packed", TIED TEXT "--pack documents --end-of-text 10"},
                                  {"masked", masked}};
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     char one[32], name[48], options[1200];

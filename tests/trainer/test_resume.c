@@ -108,6 +108,15 @@ static void a_resumed_run_equals_an_unbroken_one(void **state) {
   assert_true(val_losses[0][STEPS] == val_losses[1][STEPS] && val_losses[1][10] > 0);
 }
 
+// The windows come from the data and the seed, as whole as before.
+static void packed_documents_resume(void **state) {
+  (void)state;
+  succeeds(train(RUN "--pack documents --end-of-text 10 --save %s --save-every 6", temp_path("packed")));
+  succeeds(train("--device cpu --resume %s --save %s --sample-tokens 3", temp_path("packed/step-000006"),
+                 temp_path("packed-half")));
+  check_same_checkpoint(temp_path("packed/step-000012"), temp_path("packed-half/step-000012"));
+}
+
 // Paths are bytes, and JSON is UTF-8: both stay what they are.
 static void any_path_resumes(void **state) {
   (void)state;
@@ -415,6 +424,7 @@ static void a_full_disk_leaves_the_last_good_checkpoint(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(a_resumed_run_equals_an_unbroken_one),
+      cmocka_unit_test(packed_documents_resume),
       cmocka_unit_test(any_path_resumes),
       cmocka_unit_test(rounded_weights_resume_too),
       cmocka_unit_test(differences_are_printed),
