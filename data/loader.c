@@ -85,30 +85,26 @@ typedef struct {
   int32_t *tokens, *targets, *documents;
 } Rows;
 
-// `length` pairs from position `first` of the source to place `at` of the batch: a document. Returns the counted targets.
-static int64_t fill_document(const Rows *r, int64_t at, int64_t first, int64_t length) {
-  source_read(r->source, first, length, r->tokens + at);
-  for (int64_t i = 0; i < length && r->documents; i++) {
+// To place `at` of the batch, as a document. Returns the counted targets.
+static int64_t fill_document(const Rows *r, int64_t at, const PackedPiece *piece) {
+  source_read(r->source, piece->first, piece->length, r->tokens + at);
+  for (int64_t i = 0; i < piece->length && r->documents; i++) {
     r->documents[at + i] = (int32_t)i;
-    r->documents[r->tokens_of_batch + at + i] = (int32_t)(length - 1 - i);
+    r->documents[r->tokens_of_batch + at + i] = (int32_t)(piece->length - 1 - i);
   }
-  return source_read_targets(r->source, first + 1, length, r->targets + at);
+  return source_read_targets(r->source, piece->first + 1, piece->length, r->targets + at);
 }
 
 // A row of a window, or -1 of none; what is left of it, past the source's end too, is padded. Returns the counted targets.
 static int64_t fill_row(const Rows *r, int64_t row, int64_t seq_len, int64_t window) {
-  int64_t at = row * seq_len, end = at + seq_len, counted = 0;
-  if (window >= 0 && r->packing) {
-    for (int64_t i = r->packing->starts[window]; i < r->packing->starts[window + 1]; i++) {
-      const PackedPiece *piece = &r->packing->pieces[i];
-      counted += fill_document(r, at, piece->first, piece->length);
-      at += piece->length;
-    }
-  } else if (window >= 0) {
-    int64_t first = window * r->stride, length = min_i64(seq_len, r->source->tokens - 1 - first);
-    counted = fill_document(r, at, first, length);
-    at += length;
+  int64_t at = row * seq_len, end = at + seq_len, counted = 0, first = window * r->stride;
+  PackedPiece whole = {.first = first, .length = min_i64(seq_len, r->source->tokens - 1 - first)};
+  const PackedPiece *piece = &whole, *last = piece + (window >= 0);
+  if (r->packing && window >= 0) {
+    piece = r->packing->pieces + r->packing->starts[window];
+    last = r->packing->pieces + r->packing->starts[window + 1];
   }
+  for (; piece < last; at += piece++->length) counted += fill_document(r, at, piece);
   for (; at < end; at++) {
     r->tokens[at] = 0, r->targets[at] = IGNORED_TARGET;
     if (r->documents) r->documents[at] = r->documents[r->tokens_of_batch + at] = 0;
