@@ -3,7 +3,8 @@
 //   tools/bench_attention
 //
 // TFLOP/s count the causal half: forward 2 B Q T^2 D, backward 2.5 times that, whatever is computed.
-// "auto" is what training uses; cuDNN's backward pass is not bitwise repeatable, the others are.
+// "auto" is what training uses; cuDNN's backward pass is not bitwise repeatable, the others are. "packed" is "own" where
+// sequences hold documents of 512 tokens.
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -74,6 +75,20 @@ static Tensor random_tensor(Backend *backend, const char *name, int64_t rows, in
   return t;
 }
 
+enum { DOCUMENT = 512 }; // divides every T
+
+static Tensor documents_of(Backend *backend, int64_t rows) {
+  Tensor t = memory_push_2d(&backend->memory, "documents", MEMORY_ACTIVATIONS, DTYPE_I32, 2, rows);
+  int32_t *values = host_alloc(2 * rows, sizeof *values, "documents");
+  for (int64_t n = 0; n < rows; n++) {
+    values[n] = (int32_t)(n % DOCUMENT);
+    values[rows + n] = DOCUMENT - 1 - values[n];
+  }
+  backend_to_device(backend, t, values);
+  free(values);
+  return t;
+}
+
 static void bench(Backend *backend, const Case *c) {
   AttentionShape s = c->shape;
   int64_t rows = s.batch * s.seq_len, width = s.num_heads * s.head_dim;
@@ -90,12 +105,13 @@ static void bench(Backend *backend, const Case *c) {
              .backward = {.dqkv = dqkv, .dout = dout, .out = out, .lse = lse, .qkv = qkv, .shape = s}};
   double work =
       2e-12 * (double)(s.batch * s.num_heads) * (double)s.seq_len * (double)s.seq_len * (double)s.head_dim;
-  static const char *const choices[] = {"auto", "own", "cudnn"};
-  for (int i = 0; i < 3; i++) {
+  static const char *const names[] = {"auto", "own", "cudnn", "packed"};
+  for (int i = 0; i < 4; i++) {
     if (i == 2 && cuda_attention_cudnn_absent()) continue;
-    cuda_attention_select(choices[i]);
+    cuda_attention_select(i == 3 ? "own" : names[i]);
+    if (i == 3) b.forward.documents = b.backward.documents = documents_of(backend, rows);
     double forward = seconds(&b, false), backward = seconds(&b, true);
-    printf("%-42s %-6s %9.3f ms %5.0f TFLOP/s %9.3f ms %5.0f TFLOP/s\n", i ? "" : c->name, choices[i],
+    printf("%-42s %-6s %9.3f ms %5.0f TFLOP/s %9.3f ms %5.0f TFLOP/s\n", i ? "" : c->name, names[i],
            1e3 * forward, work / forward, 1e3 * backward, 2.5 * work / backward);
   }
   memory_pop_to(&backend->memory, mark);

@@ -415,8 +415,7 @@ static void resolve_job(Options *o) {
          (long long)o->model.vocab_size);
   if (o->pack && o->data_order == ORDER_SEQUENTIAL)
     fail("--data-order sequential reads windows as they follow each other in the files, and --pack documents "
-         "fits "
-         "documents into windows: leave out one of them");
+         "fits documents into windows: leave out one of them");
   o->masked = o->pack || source_paths_masked(o->data.items, o->data.count);
   if (o->eval_only) {
     o->dtypes.frozen = true;
