@@ -492,6 +492,7 @@ typedef struct {
   int64_t step; // t, from 1
   uint64_t seed;
   int64_t first; // the index of the first of these n elements among all that share the seed; even
+  bool async;    // it runs as a copy_in does, in the order of these: see Copy
 } AdamW;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.

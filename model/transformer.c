@@ -445,6 +445,12 @@ static int64_t fetch_weights(const Pass *p, int64_t l) {
   return 1;
 }
 
+// For the forward pass of training: updated first, where that is still to be done.
+static int64_t prepare_layer(const Pass *p, const TransformerOptions *options, int64_t l) {
+  bool left = options->update_layer && l < p->model->config.num_hidden_layers;
+  return (left ? options->update_layer(options->update_context, l) : 0) + fetch_weights(p, l);
+}
+
 // What is added to.
 static int64_t fetch_grads(const Pass *p, int64_t l) {
   const Parameters *w = &p->model->parameters;
@@ -453,6 +459,16 @@ static int64_t fetch_grads(const Pass *p, int64_t l) {
                              .x = parameters_layer(w, w->grad, l),
                              .after_out = true}); // of the layer that had the buffer before
   return 1;
+}
+
+// While they are on the device; from the last layer down.
+static void sum_squares(const Pass *p, Tensor squares, int64_t l) {
+  const Parameters *w = &p->model->parameters;
+  if (!tensor_exists(squares) || !tensor_exists(w->layer_grads)) return;
+  reduce(p->backend, (Reduce){.sum = squares,
+                              .x = parameters_layer_buffer(w, w->layer_grads, l),
+                              .squares = true,
+                              .accumulate = l < p->model->config.num_hidden_layers - 1});
 }
 
 static void send_grads(const Pass *p, int64_t l) {
@@ -529,12 +545,12 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   Tensor dr = push_gradient(&p, "d residual", hidden_size);
   Tensor stream = embed(&p), inputs = options->inputs, spare = none;
   if (tensor_exists(inputs)) spare = push_activation(&p, "residual", hidden_size);
-  fetch_weights(&p, 0);
+  prepare_layer(&p, options, 0);
   for (int64_t l = 0; l < layers; l++) {
     marks[l] = memory_mark(memory);
     states[l].input = stream;
     states[l].output = tensor_exists(inputs) ? spare : push_activation(&p, "residual", hidden_size);
-    int64_t coming = fetch_weights(&p, l + 1), leaving = send_input(&p, inputs, l, stream);
+    int64_t coming = prepare_layer(&p, options, l + 1), leaving = send_input(&p, inputs, l, stream);
     copies_join(backend, coming, leaving);
     layer_forward(&p, &model->layers[l], &states[l]);
     spare = stream;
@@ -583,6 +599,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     copies_join(backend, coming, 1);
     layer_backward(&p, &model->layers[l], &states[l], dr);
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
+    sum_squares(&p, options->squares, l);
     send_grads(&p, l);
     if (hooks->on_grads_ready) copies_join(backend, coming, 0);
     grads_ready(hooks, GROUP_MATRICES, spread->before_layers + l * spread->layer);

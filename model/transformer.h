@@ -51,6 +51,12 @@ typedef struct {
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
   GradHooks hooks;               // of training
   Tensor inputs; // of training: [L N, H] in the host's memory for the layers' inputs, or absent
+  Tensor
+      squares; // of training, or absent: fp32 [1], receives the sum of squares of offloaded layers' gradients
+  // Begins what is left of a layer's update, in the forward pass of training, and returns how many operations that are
+  // asynchronous like copies in; NULL: nothing is left.
+  int64_t (*update_layer)(void *context, int64_t layer);
+  void *update_context;
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'

@@ -186,6 +186,7 @@ HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   backend->ops = &counting;
   backend->state = &traffic;
   trainer_step(&t, NULL, 0);
+  trainer_finish_update(&t);
   trainer_destroy(&t);
   backend_destroy(backend);
   return traffic;

@@ -127,20 +127,27 @@ void trainer_set_mode(Trainer *t, LceMode mode) {
 
 // --- the update --------------------------------------------------------------------------------------------
 
-// What is updated in one call: this rank's slice of a bucket, and with one rank a whole group.
+// What is updated in one call: this rank's slice of a bucket; where nothing is spread a layer's matrices, or the rest of a
+// group.
 typedef struct {
+  int turn; // of the groups
   ParameterGroup group;
   Bucket bucket;
+  int64_t layer; // -1: none
 } Piece;
 
-// Goes on to the piece before `piece`; starts as {0}. False when there is none left.
+// Goes on to the piece before `piece`; starts as {0}. False when there is none left. The layers come first.
 static bool next_piece(const Parameters *p, Piece *piece) {
-  int group = (int)piece->group;
-  int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[group];
-  while (end == 0 && ++group < GROUP_COUNT) end = p->group_elements[group];
-  if (group == GROUP_COUNT) return false;
-  piece->group = (ParameterGroup)group;
-  piece->bucket = p->spread.parts == 1 ? (Bucket){0, end} : shards_bucket(p, piece->group, end);
+  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_HEAD, GROUP_VECTORS};
+  int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[order[piece->turn]];
+  while (end == 0 && ++piece->turn < GROUP_COUNT) end = p->group_elements[order[piece->turn]];
+  if (piece->turn == GROUP_COUNT) return false;
+  piece->group = order[piece->turn];
+  int64_t above = end - p->spread.before_layers;
+  bool whole = p->spread.parts == 1, of_layer = whole && piece->group == GROUP_MATRICES && above > 0;
+  piece->layer = of_layer ? above / p->spread.layer - 1 : -1;
+  int64_t count = of_layer ? p->spread.layer : end;
+  piece->bucket = whole ? (Bucket){end - count, count} : shards_bucket(p, piece->group, end);
   return true;
 }
 
@@ -162,17 +169,24 @@ static void step_piece(Trainer *t, const Piece *piece, AdamW a) {
   all_gather(t->backend, (Collective){.out = whole, .x = a.weight, .async = true});
 }
 
+// Whether the backward pass sums the squares of the layers' gradients.
+static bool sums_squares(const Trainer *t) {
+  return t->backend->ranks == 1 && tensor_exists(t->model.parameters.layer_grads);
+}
+
 // The norm over all gradients (fp32 [1], written), the clip factor, and AdamW. Each rank updates its part of what is
 // spread, and the new weights are gathered. step counts from 0.
 static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step) {
   const Options *o = t->options;
   const Parameters *p = &t->model.parameters;
   bool started = false;
-  for (Piece piece = {0}; next_piece(p, &piece); started = true)
+  for (Piece piece = {0}; next_piece(p, &piece); started = true) {
+    if (piece.layer >= 0 && sums_squares(t)) continue; // done
     reduce(t->backend, (Reduce){.sum = t->squares,
                                 .x = shards_reduced_grads(p, piece.group, piece.bucket),
                                 .squares = true,
                                 .accumulate = started});
+  }
   if (p->spread.parts > 1) all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
   clip_scale(t->backend, (ClipScale){.norm = norm,
                                      .scale = t->scale,
@@ -185,8 +199,31 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
                     .epsilon = (float)o->epsilon,
                     .weight_decay = (float)o->weight_decay,
                     .step = step + 1};
-  for (Piece piece = {0}; next_piece(p, &piece);) step_piece(t, &piece, settings);
+  t->update_left = t->backend->ranks == 1 && o->dtypes.offload & OFFLOAD_OPTIMIZER;
+  t->update = settings;
+  for (Piece piece = {0}; next_piece(p, &piece);)
+    if (piece.layer < 0 || !t->update_left) step_piece(t, &piece, settings);
   collectives_join(t->backend, 0);
+}
+
+static void update_layer(Trainer *t, int64_t layer, bool async) {
+  const Spread *spread = &t->model.parameters.spread;
+  Bucket bucket = {spread->before_layers + layer * spread->layer, spread->layer};
+  AdamW settings = t->update;
+  settings.async = async;
+  step_piece(t, &(Piece){.group = GROUP_MATRICES, .bucket = bucket}, settings);
+}
+
+// TransformerOptions.update_layer.
+static int64_t update_layer_async(void *trainer, int64_t layer) {
+  update_layer(trainer, layer, true);
+  return 1;
+}
+
+void trainer_finish_update(Trainer *t) {
+  for (int64_t l = 0; t->update_left && l < t->options->model.num_hidden_layers; l++)
+    update_layer(t, l, false);
+  t->update_left = false;
 }
 
 // --- a step ------------------------------------------------------------------------------------------------
@@ -224,6 +261,7 @@ static Batch loaded_batch(Trainer *t, int64_t m, bool masked) {
 void trainer_gradient_pass(Trainer *t) {
   for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
     if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
+  trainer_finish_update(t);
   Batch batch = loaded_batch(t, 0, t->options->masked);
   transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
@@ -304,7 +342,10 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     options.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
     Reduction reduction;
     reduction_begin(&reduction, t->backend, &t->model, m == 0, m == o->micro_steps - 1, &options);
+    if (sums_squares(t) && (planning || m == o->micro_steps - 1)) options.squares = t->squares;
+    if (t->update_left) options.update_layer = update_layer_async, options.update_context = t;
     transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
+    t->update_left = false;
     sum_tokens(t, slot, m > 0);
     if (planning) break; // the rest of the micro-batches need the same memory
   }
@@ -453,6 +494,7 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   int64_t at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   Counted counted = {0};
   double sum = 0;
+  trainer_finish_update(t);
   MemoryMark mark = model_gather_head(&t->model, t->backend);
   for (int64_t first = 0; first < batches; first += at_once)
     sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);
@@ -470,6 +512,7 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
                            .window = o->seq_len,
                            .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
                            .seed = seed};
+  trainer_finish_update(t);
   MemoryMark mark = model_gather_head(&t->model, t->backend);
   int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, &t->model, &generation, count);
   model_drop_head(&t->model, t->backend, mark);

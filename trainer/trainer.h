@@ -36,6 +36,8 @@ typedef struct {
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
+  AdamW update;              // of the last step
+  bool update_left;          // of the layers: trainer_finish_update
   StepResult pending[TRAINER_PENDING];
   int pending_count;
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
@@ -61,6 +63,11 @@ void trainer_set_mode(Trainer *trainer, LceMode mode);
 // One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping,
 // AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
+
+// Where the optimizer's state is offloaded the layers' weights are updated in the next step's forward pass: AdamW takes the
+// time of the state's way over PCIe. This does it at once, where it is left to do, for callers that read weights (validation
+// and samples do it themselves).
+void trainer_finish_update(Trainer *trainer);
 
 // Copies `batch` sequences of `seq_len` tokens, which begin at host_tokens[first], and their targets to the device; a
 // plan copies nothing. `masked` lists the counted rows, then the ignored ones: the loss is computed for the former.

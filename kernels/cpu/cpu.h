@@ -58,4 +58,5 @@ OPERATIONS(DECLARE, DECLARE)
 void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
 void cpu_copies_join(Backend *backend, int64_t in, int64_t out);
-void cpu_copies_end(Backend *backend); // copies.c: likewise
+void cpu_adamw_later(Backend *backend, AdamW a); // at copies_join, as a copy_in
+void cpu_copies_end(Backend *backend);           // copies.c: likewise

@@ -7,7 +7,10 @@
 #include "kernels/cpu/cpu.h"
 
 void cpu_adamw(Backend *backend, const AdamW *a) {
-  (void)backend;
+  if (a->async) {
+    cpu_adamw_later(backend, *a);
+    return;
+  }
   float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
   float *m = a->m.data, *v = a->v.data;
   const float *grad = a->grad.data;

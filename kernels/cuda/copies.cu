@@ -49,27 +49,48 @@ static void wait_for(cudaStream_t later, CudaCopies::Queue *queue, int64_t behin
   cuda_check(cudaStreamWaitEvent(later, done, 0), "queueing a wait");
 }
 
-static void copy(CudaState *state, CudaCopies::Queue *queue, const Copy *a) {
-  CudaCopies *c = state->copies;
-  cuda_check(cudaEventRecord(c->before, state->stream), "recording an event");
-  cuda_check(cudaStreamWaitEvent(queue->stream, c->before, 0), "queueing a wait");
-  if (a->after_out) wait_for(queue->stream, &c->out, 0);
-  cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), cudaMemcpyDefault, queue->stream),
-             "copying between the host and the device");
+// What is queued next waits for the operations before it.
+static void begin(CudaState *state, CudaCopies::Queue *queue) {
+  cudaEvent_t before = state->copies->before;
+  cuda_check(cudaEventRecord(before, state->stream), "recording an event");
+  cuda_check(cudaStreamWaitEvent(queue->stream, before, 0), "queueing a wait");
+}
+
+static void end(CudaCopies::Queue *queue) {
   cuda_check(cudaEventRecord(queue->done[queue->count++ % CudaCopies::EVENTS], queue->stream),
              "recording an event");
 }
 
-void cuda_copy_in(Backend *backend, const Copy *a) {
+static void copy(CudaState *state, CudaCopies::Queue *queue, const Copy *a) {
+  begin(state, queue);
+  if (a->after_out) wait_for(queue->stream, &state->copies->out, 0);
+  cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), cudaMemcpyDefault, queue->stream),
+             "copying between the host and the device");
+  end(queue);
+}
+
+static CudaCopies *copies_of(Backend *backend) {
   CudaState *state = cuda_state(backend);
   if (!state->copies) create(state);
-  copy(state, &state->copies->in, a);
+  return state->copies;
+}
+
+void cuda_copy_in(Backend *backend, const Copy *a) {
+  copy(cuda_state(backend), &copies_of(backend)->in, a);
 }
 
 void cuda_copy_out(Backend *backend, const Copy *a) {
-  CudaState *state = cuda_state(backend);
-  if (!state->copies) create(state);
-  copy(state, &state->copies->out, a);
+  copy(cuda_state(backend), &copies_of(backend)->out, a);
+}
+
+cudaStream_t copy_in_begin(Backend *backend) {
+  CudaCopies *c = copies_of(backend);
+  begin(cuda_state(backend), &c->in);
+  return c->in.stream;
+}
+
+void copy_in_end(Backend *backend) {
+  end(&copies_of(backend)->in);
 }
 
 void cuda_copies_join(Backend *backend, int64_t in, int64_t out) {

@@ -37,6 +37,10 @@ struct CudaState {
   CudaCopies *copies;           // NULL until the first
 };
 
+// copies.cu: the stream of copies to the device, on which an operation may be queued in their order, between the two calls.
+cudaStream_t copy_in_begin(Backend *backend);
+void copy_in_end(Backend *backend);
+
 static inline CudaState *cuda_state(Backend *backend) {
   return static_cast<CudaState *>(backend->state);
 }

@@ -54,37 +54,42 @@ template <typename T, typename TM, typename TG, bool MASTER, int W>
 static __global__ void __launch_bounds__(256)
     adamw_kernel(T *weight, float *master, TM *m, TM *v, const TG *grad, const float *grad_scale,
                  int64_t first, int64_t end, AdamWParams a) {
-  int64_t i = first + ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
-  if (i >= end) return;
   constexpr bool RANDOM = sizeof(TM) == 2 || (sizeof(T) == 2 && !MASTER);
-  float w[W], mi[W], vi[W], g[W], scale = *grad_scale;
-  uint32_t random[W] = {};
-  load(g, grad + i);
-  load(mi, m + i);
-  load(vi, v + i);
-  if (MASTER)
-    load(w, master + i);
-  else
-    load(w, weight + i);
+  int64_t step = (int64_t)gridDim.x * blockDim.x * W;
+  for (int64_t i = first + ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W; i < end; i += step) {
+    float w[W], mi[W], vi[W], g[W], scale = *grad_scale;
+    uint32_t random[W] = {};
+    load(g, grad + i);
+    load(mi, m + i);
+    load(vi, v + i);
+    if (MASTER)
+      load(w, master + i);
+    else
+      load(w, weight + i);
 #pragma unroll
-  for (int k = 0; k < W; k++) {
-    float gradient = g[k] * scale;
-    mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
-    vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
-    w[k] -= __fdividef(a.rate * mi[k], root(vi[k] * a.v_correction) + a.epsilon) + a.decay * w[k];
-    if (RANDOM) random[k] = element_bits(a.key, (uint64_t)(a.place + i + k));
-  }
-  store_rounded(m + i, mi, random, 16);
-  store_rounded(v + i, vi, random, 16);
-  if (MASTER) {
-    store(master + i, w);
-    store(weight + i, w);
-  } else {
-    store_rounded(weight + i, w, random, 0);
+    for (int k = 0; k < W; k++) {
+      float gradient = g[k] * scale;
+      mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
+      vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
+      w[k] -= __fdividef(a.rate * mi[k], root(vi[k] * a.v_correction) + a.epsilon) + a.decay * w[k];
+      if (RANDOM) random[k] = element_bits(a.key, (uint64_t)(a.place + i + k));
+    }
+    store_rounded(m + i, mi, random, 16);
+    store_rounded(v + i, vi, random, 16);
+    if (MASTER) {
+      store(master + i, w);
+      store(weight + i, w);
+    } else {
+      store_rounded(weight + i, w, random, 0);
+    }
   }
 }
 
+// An update beside the forward pass is limited by PCIe. So many blocks suffice for that, and leave the other SMs alone.
+enum { ASYNC_BLOCKS = 16 };
+
 void cuda_adamw(Backend *backend, const AdamW *a) {
+  cudaStream_t stream = a->async ? copy_in_begin(backend) : cuda_stream(backend);
   int64_t count = a->weight.shape[0];
   AdamWParams params = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
                         .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
@@ -107,11 +112,12 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
           using TG = decltype(grad_type);
           auto launch = [&](auto width, int64_t first, int64_t end) {
             constexpr int W = decltype(width)::value;
-            launch_kernel(
-                {"adamw", cuda_stream(backend), dim3((unsigned)ceil_div(end - first, 256 * W)), 256},
-                adamw_kernel<T, TM, TG, decltype(has_master)::value, W>, data_of<T>(a->weight),
-                data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v), data_of<TG>(a->grad),
-                data_of<float>(a->grad_scale), first, end, params);
+            int64_t blocks = ceil_div(end - first, 256 * W);
+            if (a->async) blocks = min_i64(blocks, ASYNC_BLOCKS);
+            launch_kernel({"adamw", stream, dim3((unsigned)blocks), 256},
+                          adamw_kernel<T, TM, TG, decltype(has_master)::value, W>, data_of<T>(a->weight),
+                          data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v),
+                          data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end, params);
           };
           constexpr int GROUP = sizeof(TM) == 2 ? 8 : 4;
           int64_t groups_end = aligned ? count / GROUP * GROUP : 0; // then one by one
@@ -121,6 +127,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
       });
     });
   });
+  if (a->async) copy_in_end(backend);
 }
 
 // --- sums --------------------------------------------------------------------------------------------------

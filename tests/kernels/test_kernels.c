@@ -167,19 +167,15 @@ static void norm_case(Harness *h, NormKind kind, int64_t rows, int64_t hidden, b
 // Heads within rows that lie apart are normalised as rows of their own, and their gradient may replace dout: every bit.
 static void norm_heads_case(Harness *h, NormKind kind, int64_t rows, int64_t heads, int64_t size) {
   bool layer = kind == NORM_LAYER;
-  int64_t wide = heads * size, count = rows * heads, apart = wide + 7;
-  double *x_values = random_values(h, rows * apart, 2), *dout_values = random_values(h, rows * apart, 1);
-  Tensor x = tensor_columns(tensor_from(h, h->dtype, x_values, rows, apart), 3, wide);
-  Tensor dout = tensor_columns(tensor_from(h, h->dtype, dout_values, rows, apart), 3, wide);
-  Tensor out = tensor_columns(poisoned(h, h->dtype, rows, apart), 3, wide);
+  int64_t wide = heads * size, count = rows * heads, apart = wide + 6;
+  double *x_values = random_values(h, count * size, 2), *dout_values = random_values(h, count * size, 1);
+  Tensor x = strided_from(h, h->dtype, x_values, rows, wide, apart);
+  Tensor dout = strided_from(h, h->dtype, dout_values, rows, wide, apart);
+  Tensor out = poisoned_strided(h, h->dtype, rows, wide, apart);
   Tensor weight = vector_from(h, h->dtype, random_values(h, size, 1), size);
   Tensor bias = layer ? vector_from(h, h->dtype, random_values(h, size, 1), size) : (Tensor){0};
-  Tensor one_x = poisoned(h, h->dtype, count, size), one_dout = poisoned(h, h->dtype, count, size);
-  for (int64_t n = 0; n < rows; n++) {
-    size_t bytes = (size_t)wide * sizeof(float);
-    memcpy((float *)one_x.data + n * wide, (float *)x.data + n * apart, bytes);
-    memcpy((float *)one_dout.data + n * wide, (float *)dout.data + n * apart, bytes);
-  }
+  Tensor one_x = tensor_from(h, h->dtype, x_values, count, size);
+  Tensor one_dout = tensor_from(h, h->dtype, dout_values, count, size);
   Tensor results[2][6]; // out, rstd, mean, dx, dweight, dbias; of heads, and of rows
   for (int one = 0; one < 2; one++) {
     Tensor *r = results[one];
@@ -208,12 +204,10 @@ static void norm_heads_case(Harness *h, NormKind kind, int64_t rows, int64_t hea
                                              .mean = r[2]});
   }
   for (int i = 0; i < 6; i++) {
-    Tensor heads_result = results[0][i], rows_result = results[1][i];
-    int64_t lines = heads_result.rank == 2 ? rows : heads_result.rank, stride = lines > 1 ? wide : 0;
-    for (int64_t n = 0; n < lines; n++)
-      assert_memory_equal((float *)heads_result.data + n * heads_result.stride,
-                          (float *)rows_result.data + n * stride,
-                          (size_t)heads_result.shape[heads_result.rank - 1] * sizeof(float));
+    if (!tensor_exists(results[0][i])) continue;
+    if (results[0][i].rank == 2) check_gaps(h, "heads", results[0][i]);
+    assert_memory_equal(values_of(h, results[0][i]), values_of(h, results[1][i]),
+                        (size_t)tensor_count(results[0][i]) * sizeof(double));
   }
 }
 
@@ -876,7 +870,7 @@ static void test_refusals(void **state) {
                                                      .rstd = v3,
                                                      .accumulate_dx = true}));
   assert_fails(
-      h, "x is fp32 [3, 5] where [3, 4] is needed",
+      h, "[3, 5] where [3, 4] is needed",
       norm_forward(backend, (NormForward){.kind = NORM_RMS, .out = m35, .rstd = v3, .x = m35, .weight = v4}));
   assert_fails(h, "do not describe an attention",
                attention_forward(backend, (AttentionForward){

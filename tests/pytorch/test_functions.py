@@ -302,7 +302,7 @@ def sampling():
 
 def memory():
     """A chunk, not the logits of all tokens: those would take 4 N V bytes."""
-    n, h, v = 512, 16, 4000
+    n, h, v = 2048, 16, 4000
     x, weight = torch.randn(n, h, device=DEVICE, requires_grad=True), torch.randn(v, h, device=DEVICE, requires_grad=True)
     target = torch.randint(v, (n,), device=DEVICE)
     linear_cross_entropy(x, weight, target, chunk=32).backward()

@@ -344,13 +344,13 @@ static void test_host_traffic(void **state) {
   } cases[] = {
       // A layer's weights twice, but for the last two, which stay for the backward pass; a row a token.
       {"weights", {{2 * (6 * layer + 64 * 64), 0}, {0, 2 * matrices}}},
-      // Every gradient leaves once; the norm and AdamW read it.
-      {"gradients", {{0, 2 * matrices}, {2 * 2 * matrices, 0}}},
+      // Every gradient leaves once, and AdamW reads it; the norm reads the embedding's.
+      {"gradients", {{0, 2 * matrices}, {2 * (matrices + embedding), 0}}},
       {"optimizer", {{0, 0}, {12 * all, 12 * all}}},
       {"activations", {{2 * inputs, 2 * inputs}, {0, 0}}},
       {"weights,gradients,optimizer,activations",
        {{2 * (6 * layer + 64 * 64 + inputs), 2 * (matrices + inputs)},
-        {4 * matrices + 12 * all, 2 * matrices + 12 * all}}}};
+        {2 * (matrices + embedding) + 12 * all, 2 * matrices + 12 * all}}}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     char line[512];
     snprintf(line, sizeof line, JOB "--offload %s", cases[i].offload);
