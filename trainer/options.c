@@ -201,7 +201,7 @@ const Option options_rows[] = {
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
      HELP("End the job when no rank has made progress for so long")},
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
-    {WHOLE("hosts", "M", hosts, 1, 1 << 20), .flags = REFUSED,
+    {WHOLE("hosts", "M", hosts, 2, 1 << 20), .flags = REFUSED,
      HELP("With --plan: also the bytes that each of M hosts sends in a step, and their time at 100 and 400 Gb/s")},
     {NUMBER("rank-tokens-per-second", "RATE", rank_tokens_per_second, 1e-3, 1e12), .flags = REFUSED,
      HELP("With --plan and --hosts: also the efficiency, where one rank alone was measured to train so many tokens a second")},

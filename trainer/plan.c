@@ -475,7 +475,7 @@ void plan_print(Options *o) {
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
          dtype_name(o->dtype), (long long)options_used_chunk(o), recompute_name(o->recompute));
   plan_print_table(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
-  if (o->hosts > 1) print_hosts(o, device);
+  if (o->hosts) print_hosts(o, device);
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
