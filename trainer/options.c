@@ -208,6 +208,10 @@ const Option options_rows[] = {
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
      HELP("End the job when no rank has made progress for so long")},
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
+    {WHOLE("hosts", "M", hosts, 2, 1 << 20), .flags = REFUSED,
+     HELP("With --plan: also the bytes that each of M hosts sends in a step, and their time at 100 and 400 Gb/s")},
+    {NUMBER("rank-tokens-per-second", "RATE", rank_tokens_per_second, 1e-3, 1e12), .flags = REFUSED,
+     HELP("With --plan and --hosts: also the efficiency, where one rank alone was measured to train so many tokens a second")},
 
     {GROUP("Output")},
     {TEXT("log", "FILE", log), HELP("Write one JSON object a line; the last is the summary")},
@@ -330,6 +334,15 @@ static void resolve_ranks(Options *o) {
          "and --fit",
          o->ranks, o->ranks);
   if (!o->ranks) o->ranks = launch->ranks;
+  if (o->hosts && !o->plan)
+    fail("--hosts %d: a launcher starts ranks on hosts (tools/many_machines.md); the option alone is for "
+         "--plan",
+         o->hosts);
+  if (o->hosts && o->ranks % o->hosts)
+    fail("--hosts %d: %d rank%s cannot be spread evenly over them; give --ranks a multiple of %d", o->hosts,
+         o->ranks, o->ranks == 1 ? "" : "s", o->hosts);
+  if (o->rank_tokens_per_second > 0 && !o->hosts)
+    fail("--rank-tokens-per-second is of use with --hosts alone: add --plan --ranks N --hosts M");
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);
 }

@@ -56,8 +56,10 @@ typedef struct {
   int64_t save_every, keep;
   Dtype save_dtype; // of the stored weights
   // ranks
-  int rank, ranks; // 0 of 1 without a launcher; for a plan those of --ranks
-  double timeout;  // seconds without progress that end a job of several ranks
+  int rank, ranks;               // 0 of 1 without a launcher; for a plan those of --ranks
+  int hosts;                     // of a plan: the ranks are spread evenly over so many; 0: one
+  double rank_tokens_per_second; // of a plan with hosts: what one rank computes; 0: unknown
+  double timeout;                // seconds without progress that end a job of several ranks
   // machine
   DeviceChoice device;
   bool plain_loops; // CPU GEMMs by plain loops, to compare with

@@ -347,7 +347,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
     t->update_left = false;
     sum_tokens(t, slot, m > 0);
-    if (planning) break; // the rest of the micro-batches need the same memory
+    if (planning && m == 1) break; // the rest need the same memory, and send as much
   }
   if (t->backend->ranks > 1) {
     sum_results(t, slot);
