@@ -504,9 +504,8 @@ static void send_head_grad(const Pass *p, Tensor here) {
   copies_join(p->backend, 0, 0); // its place on the stack is needed
 }
 
-// The input of the last layer stays on the device.
 static bool input_leaves(const Pass *p, Tensor inputs, int64_t l) {
-  return tensor_exists(inputs) && l >= 0 && l < p->model->config.num_hidden_layers - 1;
+  return tensor_exists(inputs) && l >= 0 && l * p->rows < inputs.shape[0];
 }
 
 static int64_t send_input(const Pass *p, Tensor inputs, int64_t l, Tensor input) {
@@ -525,6 +524,11 @@ static int64_t fetch_input(const Pass *p, Tensor inputs, int64_t l, Tensor input
 
 // --- the whole step ----------------------------------------------------------------------------------------
 
+static Recompute recompute_of(const TransformerOptions *options, int64_t l) {
+  bool less = options->recompute_layers && l >= options->recompute_layers;
+  return options->recompute - (less && options->recompute > RECOMPUTE_NONE);
+}
+
 static void grads_ready(const GradHooks *hooks, ParameterGroup group, int64_t first) {
   if (hooks->on_grads_ready) hooks->on_grads_ready(hooks->context, group, first);
 }
@@ -532,7 +536,6 @@ static void grads_ready(const GradHooks *hooks, ParameterGroup group, int64_t fi
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss) {
   Pass p = pass_begin(backend, model, batch);
-  p.recompute = options->recompute;
   p.mlp_chunk = options->mlp_chunk;
   p.accumulate = accumulate && !options->hooks.overwrite;
   Memory *memory = &backend->memory;
@@ -549,7 +552,9 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   for (int64_t l = 0; l < layers; l++) {
     marks[l] = memory_mark(memory);
     states[l].input = stream;
-    states[l].output = tensor_exists(inputs) ? spare : push_activation(&p, "residual", hidden_size);
+    p.recompute = recompute_of(options, l);
+    bool alternates = tensor_exists(inputs) && p.recompute == RECOMPUTE_LAYER;
+    states[l].output = alternates ? spare : push_activation(&p, "residual", hidden_size);
     int64_t coming = prepare_layer(&p, options, l + 1), leaving = send_input(&p, inputs, l, stream);
     copies_join(backend, coming, leaving);
     layer_forward(&p, &model->layers[l], &states[l]);
@@ -597,6 +602,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     if (l > 0) coming += fetch_input(&p, inputs, l - 1, states[l - 1].input);
     if (l - 1 < layers - 2) coming += fetch_weights(&p, l - 1); // the last two have stayed
     copies_join(backend, coming, 1);
+    p.recompute = recompute_of(options, l);
     layer_backward(&p, &model->layers[l], &states[l], dr);
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
     sum_squares(&p, options->squares, l);

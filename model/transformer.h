@@ -45,12 +45,15 @@ typedef struct {
   LceMode mode;
   int64_t chunk;
   Recompute recompute;
-  int64_t mlp_chunk; // tokens of the MLP at a time, under RECOMPUTE_LAYER and in evaluation; 0: all
+  int64_t recompute_layers; // in so many of the first layers, and one level less in the others; 0: in all
+  int64_t mlp_chunk;        // tokens of the MLP at a time, under RECOMPUTE_LAYER and in evaluation; 0: all
   float label_smoothing, z_loss; // of training; see LossTerms
   TileSampling sampling;         // of training in the fused mode
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
   GradHooks hooks;               // of training
-  Tensor inputs; // of training: [L N, H] in the host's memory for the layers' inputs, or absent
+  // Of training, or absent: [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER; the
+  // last of these stays on the device.
+  Tensor inputs;
   Tensor
       squares; // of training, or absent: fp32 [1], receives the sum of squares of offloaded layers' gradients
   // Begins what is left of a layer's update, in the forward pass of training, and returns how many operations that are

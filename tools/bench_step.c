@@ -216,7 +216,7 @@ int main(int argc, char **argv) {
   printf("%s, %s: batch %lld x %lld, V %s, %s loss, z-loss %g, recompute %s\n", backend->description,
          options.model.name, (long long)options.batch, (long long)options.seq_len,
          text_grouped(options.model.vocab_size).text, lce_mode_name(options.mode), options.z_loss,
-         recompute_name(options.recompute));
+         options_recompute(&options).text);
   printf("  step           %9.2f ms   %s tokens/s\n", 1e3 * m.base,
          text_grouped((int64_t)((double)options.total_batch / m.base)).text);
   printf("  plain GEMMs    %9.2f ms   %.1f TFLOP/s, %.0f%% of the step\n", 1e3 * m.work,

@@ -340,7 +340,7 @@ static void describe(Curve *c, const Run *r) {
     curve_set(c, "gradients", "%s", dtype_name(o->dtypes.grad));
     curve_set(c, "moments", "%s", dtype_name(o->dtypes.moment));
     curve_set(c, "master", "%s", o->dtypes.master ? "fp32" : "none");
-    curve_set(c, "recompute", "%s", recompute_name(o->recompute));
+    curve_set(c, "recompute", "%s", options_recompute(o).text);
     curve_set(c, "attention", "%s", o->attention);
     if (o->offload) curve_set(c, "offload", "%s", o->offload);
   }

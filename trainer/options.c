@@ -187,6 +187,8 @@ const Option options_rows[] = {
     {CHOICE("recompute", "WHAT", recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
      .flags = SETTING | TRAINING,
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
+    {WHOLE("recompute-layers", "N", recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+     HELP("In the first N layers, and in the others one of these less, for memory that is left; 0: in all")},
     {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), which long sequences need "
           "less memory for; its weights' gradients are then added up chunk by chunk")},
@@ -437,6 +439,11 @@ static void resolve_job(Options *o) {
     o->eval_batches = o->sample_every = 0;
   }
   o->chunk_given = o->lce_chunk > 0;
+  if (o->recompute_layers && !o->recompute)
+    fail("--recompute-layers says in how many layers --recompute works: add that");
+  if (o->recompute_layers > o->model.num_hidden_layers)
+    fail("--recompute-layers %lld: the model has %lld layers", (long long)o->recompute_layers,
+         (long long)o->model.num_hidden_layers);
   if (o->mlp_chunk && o->recompute != RECOMPUTE_LAYER && !o->eval_only)
     fail("--mlp-chunk drops a chunk's activations before the next one: add --recompute layer");
   check_loss(o);
@@ -508,6 +515,15 @@ int64_t options_default_chunk(int64_t tokens, bool cuda) {
 
 int64_t options_used_chunk(const Options *o) {
   return lce_used_chunk(o->batch * o->seq_len, o->lce_chunk);
+}
+
+Text options_recompute(const Options *o) {
+  Text words;
+  int length = snprintf(words.text, sizeof words.text, "%s", recompute_name(o->recompute));
+  if (o->recompute_layers)
+    snprintf(words.text + length, sizeof words.text - (size_t)length, " in %lld layers",
+             (long long)o->recompute_layers);
+  return words;
 }
 
 void options_resolve_chunk(Options *o, DeviceKind device) {

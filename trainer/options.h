@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/option_table.h"
+#include "base/text.h"
 #include "data/loader.h"
 #include "model/transformer.h"
 #include "trainer/schedule.h"
@@ -69,8 +70,9 @@ typedef struct {
   bool on_cuda;         // once the dtypes are resolved
   ParameterDtypes dtypes;
   Recompute recompute;
-  int64_t mlp_chunk;   // 0: all tokens at once
-  const char *offload; // as given; NULL: nothing
+  int64_t recompute_layers; // 0: all
+  int64_t mlp_chunk;        // 0: all tokens at once
+  const char *offload;      // as given; NULL: nothing
   // output
   const char *log, *timeline, *dump;
   bool plan, compare_modes, fit;
@@ -98,5 +100,6 @@ int64_t options_default_chunk(int64_t tokens, bool cuda);
 
 // The tokens of a chunk that the steps use; lce_chunk is the maximum.
 int64_t options_used_chunk(const Options *options);
+Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...
 
 void options_free(Options *options);

@@ -473,7 +473,7 @@ void plan_print(Options *o) {
   printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device_name(device),
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
-         dtype_name(o->dtype), (long long)options_used_chunk(o), recompute_name(o->recompute));
+         dtype_name(o->dtype), (long long)options_used_chunk(o), options_recompute(o).text);
   plan_print_table(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
   if (o->hosts) print_hosts(o, device);
   if (o->device_memory > 0) plan_require(o, device, capacity);

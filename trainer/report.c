@@ -80,9 +80,9 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
-           (long long)options_used_chunk(o), recompute_name(o->recompute));
+           (long long)options_used_chunk(o), options_recompute(o).text);
   else
-    printf("loss     materialized logits, recompute %s\n", recompute_name(o->recompute));
+    printf("loss     materialized logits, recompute %s\n", options_recompute(o).text);
   if (o->dtypes.offload)
     printf("offload  %s%s\n", o->offload,
            backend->device == ON_CPU ? ", which saves nothing on the CPU, whose memory is the host's" : "");
@@ -123,8 +123,7 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
       TEXT("loss_mode", lce_mode_name(o->mode)),
       NUMBER("lce_chunk", o->mode == LCE_FUSED ? options_used_chunk(o) : 0),
-      TEXT("recompute", recompute_name(o->recompute)), TEXT("dtype", dtype_name(o->dtype)),
-      TEXT("data", data));
+      TEXT("recompute", options_recompute(o).text), TEXT("dtype", dtype_name(o->dtype)), TEXT("data", data));
   putchar('\n');
 }
 

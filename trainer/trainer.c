@@ -60,6 +60,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
                  .transformer = {.mode = options->mode,
                                  .chunk = options->lce_chunk,
                                  .recompute = options->recompute,
+                                 .recompute_layers = options->recompute_layers,
                                  .mlp_chunk = options->mlp_chunk,
                                  .label_smoothing = (float)options->label_smoothing,
                                  .z_loss = (float)options->z_loss,
@@ -84,7 +85,8 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     fill_zero(backend, t->transformer.sampling.stats); // only the fused mode writes it
   }
   if (options->dtypes.offload & OFFLOAD_ACTIVATIONS && !options->eval_only) {
-    int64_t rows = (options->model.num_hidden_layers - 1) * tokens, columns = options->model.hidden_size;
+    int64_t layers = options->recompute_layers ? options->recompute_layers : options->model.num_hidden_layers;
+    int64_t rows = (layers - 1) * tokens, columns = options->model.hidden_size;
     void *data = memory_reserve_host(&backend->memory, "layers' inputs", MEMORY_ACTIVATIONS,
                                      (size_t)(rows * columns) * dtype_bytes(backend->dtype));
     t->transformer.inputs = tensor_2d(data, backend->dtype, rows, columns);

@@ -135,6 +135,8 @@ static void test_wrong_words(void **state) {
 static void test_impossible_combinations(void **state) {
   (void)state;
   static const Refusal refusals[] = {
+      {"--recompute-layers 1", "says in how many layers --recompute works: add that"},
+      {"--recompute layer --recompute-layers 99", "--recompute-layers 99: the model has"},
       {"--mlp-chunk 8 --recompute mlp",
        "--mlp-chunk drops a chunk's activations before the next one: add --recompute layer"},
       {"--offload activations", "from which all else is computed again: add --recompute layer"},

@@ -53,7 +53,9 @@ static bool run_all(Outcome *out, const char *backend, const char *model, const 
   assert_memory_equal(ledger->host, plan.host, sizeof plan.host);
   assert_int_equal(ledger->peak, plan.peak);
   // Of one layer the input stays on the device.
-  bool nothing = !*list || (!strcmp(list, "activations") && run->options.model.num_hidden_layers == 1);
+  const Options *o = &run->options;
+  int64_t recomputed = o->recompute_layers ? o->recompute_layers : o->model.num_hidden_layers;
+  bool nothing = !*list || (!strcmp(list, "activations") && recomputed == 1);
   assert_true((ledger_host_bytes(ledger) == 0) == nothing);
   run_close(run);
   return true;
@@ -98,6 +100,8 @@ static void test_same_bits(void **state) {
   check_model(backend, LLAMA "--num-layers 4 --tie-word-embeddings --materialized-logits", false);
   check_model(backend, GPT2 "--num-layers 3 --total-batch 68 --recompute layer --mlp-chunk 15", true);
   check_model(backend, GPT2 "--num-layers 2 --recompute mlp --total-batch 102 --lce-sample 0.5", false);
+  check_model(backend, LLAMA "--num-layers 5 --total-batch 68 --recompute layer --recompute-layers 3", true);
+  check_model(backend, GPT2 "--num-layers 3 --recompute layer --recompute-layers 1", true);
   check_model(backend,
               LLAMA "--num-layers 1 --total-batch 68 --recompute layer --pack documents --end-of-text 10",
               true);
