@@ -13,6 +13,7 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/system.h"
+#include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/evaluate.h"
@@ -275,6 +276,7 @@ int main(int argc, char **argv) {
 
   open_checkpoints(&run);
   run.report = report_open(&options, run.backend);
+  if (options.profile) profile_begin(run.backend);
   create_model(&run);
   if (options.dump) path_make_folders("dump", options.dump);
   write_timeline(&run); // a path that cannot be written is better known now than after the run

@@ -6,6 +6,7 @@
 #include "trainer/evaluate.h"
 #include "trainer/prompt.h"
 #include "trainer/resume.h"
+#include "trainer/speed.h"
 #include "trainer/trainer.h"
 
 typedef struct {
@@ -16,6 +17,7 @@ typedef struct {
   double last_printed;
   double flops_per_step;   // model flops, see model_flops_per_token
   double gemm_rate;        // flops a second that GEMMs reach here, measured at the start; of all ranks
+  const GpuPeak *peak;     // of each rank's GPU; NULL where MFU has none to divide by
   double smoothed_seconds; // per step
   int64_t steps_done;      // by this run
   int64_t steps_timed;     // after the first ones,

@@ -13,6 +13,11 @@
 #include "base/text.h"
 #include "kernels/cuda/cuda_common.cuh"
 
+#if __has_include(<nvtx3/nvToolsExt.h>) // headers alone: they look for a profiler, and else do nothing
+#include <nvtx3/nvToolsExt.h>
+#define HAVE_NVTX
+#endif
+
 // --- uploads -----------------------------------------------------------------------------------------------
 
 struct Staging {
@@ -175,6 +180,41 @@ void cuda_fill_zero(Backend *backend, const Tensor *t) {
   cuda_check(cudaMemsetAsync(t->data, 0, tensor_bytes(*t), cuda_stream(backend)), "filling with zero");
 }
 
+// --- profiles ----------------------------------------------------------------------------------------------
+
+static bool event_record(Backend *backend, void **event, StreamKind stream) {
+  CudaState *state = cuda_state(backend);
+  cudaStream_t on = stream == STREAM_COMPUTE ? state->stream : state->concurrent[stream];
+  if (!on) return false;
+  if (!*event) cuda_check(cudaEventCreate(reinterpret_cast<cudaEvent_t *>(event)), "creating an event");
+  cuda_check(cudaEventRecord(static_cast<cudaEvent_t>(*event), on), "recording an event");
+  return true;
+}
+
+static double event_seconds(void *from, void *to) {
+  float milliseconds = 0;
+  cuda_check(cudaEventSynchronize(static_cast<cudaEvent_t>(to)), "waiting for an event");
+  cuda_check(
+      cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to)),
+      "reading the time between two events");
+  return 1e-3 * (double)milliseconds;
+}
+
+static void event_destroy(void *event) {
+  cudaEventDestroy(static_cast<cudaEvent_t>(event));
+}
+
+#ifdef HAVE_NVTX
+static void range(const char *name) {
+  if (name)
+    nvtxRangePushA(name);
+  else
+    nvtxRangePop();
+}
+#else
+static constexpr void (*range)(const char *) = nullptr;
+#endif
+
 // --- life --------------------------------------------------------------------------------------------------
 
 static void destroy(Backend *backend) {
@@ -200,11 +240,15 @@ static const BackendOps operations = {.collectives_join = cuda_collectives_join,
                                       .synchronize = synchronize,
                                       .follow = follow,
                                       .precede = precede,
+                                      .event_record = event_record,
+                                      .event_seconds = event_seconds,
+                                      .event_destroy = event_destroy,
+                                      .range = range,
                                       .device_bytes_now = device_bytes_now,
                                       .device_bytes_peak = device_bytes_peak,
                                       .device_peak_reset = device_peak_reset,
                                       .destroy = destroy,
-#define ENTRY(name, Arguments) .name = cuda_##name,
+#define ENTRY(name, Arguments, group) .name = cuda_##name,
                                       OPERATIONS(ENTRY, ENTRY)
 #undef ENTRY
 };
