@@ -148,6 +148,7 @@ static void train(Run *run) {
     ledger->step = (int)done;
     run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
+    if (o->profile && done == o->first_step + PROFILE_WARM_UP) profile_begin(run->backend);
     trainer_step(&run->trainer, &run->loader, done++);
     ledger->recording = false;
     if (o->dump && done == o->first_step + 1) dump(run);
@@ -276,7 +277,6 @@ int main(int argc, char **argv) {
 
   open_checkpoints(&run);
   run.report = report_open(&options, run.backend);
-  if (options.profile) profile_begin(run.backend);
   create_model(&run);
   if (options.dump) path_make_folders("dump", options.dump);
   write_timeline(&run); // a path that cannot be written is better known now than after the run

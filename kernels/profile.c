@@ -13,20 +13,17 @@
 // With what else takes time on the compute stream.
 #define ALL(X)                                                                                               \
   OPERATIONS(X, X)                                                                                           \
-  X(to_device, , COPIES) X(collectives_join, , COMMUNICATION) X(copies_join, , COPIES) X(step, , IDLE)
+  X(to_device, , COPIES) X(collectives_join, , COMMUNICATION) X(copies_join, , COPIES)
 
 #define ENTRY(name, Arguments, group) OP_##name,
-enum { ALL(ENTRY) };
+enum { ALL(ENTRY) OP_step };
 #undef ENTRY
-
+#define ENTRY(name, Arguments, group) {#name, PROFILE_##group},
 static const struct {
   const char *name;
   ProfileGroup group;
-} operations[] = {
-#define ENTRY(name, Arguments, group) {#name, PROFILE_##group},
-    ALL(ENTRY)
+} operations[] = {ALL(ENTRY){"step", PROFILE_IDLE}};
 #undef ENTRY
-};
 
 enum { BEGIN, END, OWN, MARKS }; // the first two on the compute stream
 
@@ -43,23 +40,16 @@ typedef struct {
 typedef struct Profile {
   const BackendOps *wrapped;
   BackendOps ops;
-  ProfilePhase phase;
+  int phase;
   Record *records; // whose events are used again
   int64_t count, capacity;
   int64_t step; // the record of the step that has begun; -1: none
-  int64_t steps_seen;
   ProfileTotals totals;
 } Profile;
 
-const char *profile_group_name(ProfileGroup group) {
-  static const char *const names[] = {"GEMMs",     "attention", "LM head + loss", "norms, elementwise",
-                                      "embedding", "optimizer", "communication",  "copies",
-                                      "idle"};
-  return names[group];
-}
-
 // --- operations --------------------------------------------------------------------------------------------
 
+// False where the backend has no such stream.
 static bool mark(Backend *backend, Record *r, int which, StreamKind stream) {
   const BackendOps *ops = backend->profile->wrapped;
   if (ops->event_record) return ops->event_record(backend, &r->marks[which].event, stream);
@@ -67,8 +57,7 @@ static bool mark(Backend *backend, Record *r, int which, StreamKind stream) {
   return stream == STREAM_COMPUTE;
 }
 
-static double between(Backend *backend, const Record *from, int begin, const Record *to, int end) {
-  const BackendOps *ops = backend->profile->wrapped;
+static double between(const BackendOps *ops, const Record *from, int begin, const Record *to, int end) {
   return ops->event_seconds ? ops->event_seconds(from->marks[begin].event, to->marks[end].event)
                             : to->marks[end].seconds - from->marks[begin].seconds;
 }
@@ -127,11 +116,11 @@ void profile_begin(Backend *backend) {
   p->step = -1;
   p->ops = *backend->ops;
 #define ENTRY(name, Arguments, group) p->ops.name = profiled_##name;
-  OPERATIONS(ENTRY, ENTRY)
+  ALL(ENTRY)
 #undef ENTRY
-  p->ops.to_device = profiled_to_device;
-  p->ops.collectives_join = profiled_collectives_join;
-  p->ops.copies_join = profiled_copies_join;
+#define GROUP(group, text) p->totals.groups[PROFILE_##group].name = text;
+  PROFILE_GROUPS(GROUP)
+#undef GROUP
   backend->ops = &p->ops;
 }
 
@@ -148,13 +137,13 @@ void profile_end(Backend *backend) {
   free(p);
 }
 
-void profile_phase(Backend *backend, ProfilePhase phase) {
+void profile_phase(Backend *backend, int phase) {
   static const char *const names[] = {NULL, "validation", NULL, "forward", "loss", "backward", "update"};
   Profile *p = backend->profile;
   if (!p || (phase > PHASE_STEP && p->step < 0)) return;
   if (names[p->phase]) range(p, NULL);
-  p->phase = phase;
   if (names[phase]) range(p, names[phase]);
+  p->phase = phase;
   if (phase == PHASE_STEP) {
     enter(backend, OP_step);
     p->step = p->count - 1;
@@ -165,33 +154,28 @@ void profile_phase(Backend *backend, ProfilePhase phase) {
   }
 }
 
-// `before`: the operation before it on its stream, or NULL.
-static void add(Backend *backend, const Record *r, const Record *before) {
-  ProfileTotals *t = &backend->profile->totals;
-  double seconds = between(backend, r, BEGIN, r, END), own = 0;
-  if (r->stream != STREAM_COMPUTE) {
-    own = between(backend, r, BEGIN, r, OWN);
-    if (before) own = fmin(own, between(backend, before, OWN, r, OWN));
-  }
-  bool step = r->op == OP_step;
-  t->steps += step;
-  t->step_seconds += step ? seconds : 0;
-  t->groups[PROFILE_IDLE].seconds += step ? seconds : -seconds;
-  if (step) return;
-  t->groups[r->group].calls += r->op < OP_collectives_join; // to wait is no call
-  t->groups[r->group].seconds += seconds;
-  t->groups[r->group].own_seconds += own;
-}
-
 const ProfileTotals *profile_collect(Backend *backend) {
   Profile *p = backend->profile;
   if (!p) return NULL;
+  ProfileTotals *t = &p->totals;
   const Record *last[STREAMS] = {0};
   for (const Record *r = p->records; r < p->records + p->count; r++) {
-    p->steps_seen += r->op == OP_step;
-    if (p->steps_seen > PROFILE_WARM_UP) add(backend, r, last[r->stream]);
-    last[r->stream] = r;
+    double seconds = between(p->wrapped, r, BEGIN, r, END), own = 0;
+    if (r->stream != STREAM_COMPUTE) {
+      const Record *before = last[r->stream];
+      own = between(p->wrapped, r, BEGIN, r, OWN);
+      if (before) own = fmin(own, between(p->wrapped, before, OWN, r, OWN));
+      last[r->stream] = r;
+    }
+    bool step = r->op == OP_step;
+    t->steps += step;
+    t->step_seconds += step ? seconds : 0;
+    t->groups[PROFILE_IDLE].seconds += step ? seconds : -seconds;
+    if (step) continue;
+    t->groups[r->group].calls += r->op < OP_collectives_join; // to wait is no call
+    t->groups[r->group].seconds += seconds;
+    t->groups[r->group].own_seconds += own;
   }
   p->count = 0;
-  return &p->totals;
+  return t;
 }

@@ -17,6 +17,7 @@
 #include "kernels/ranks/ranks.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
+#include "trainer/speed.h"
 
 // --- the log -----------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ Report report_open(const Options *o, Backend *backend) {
   if (o->log && !o->rank)
     r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from != NULL);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
-  if (o->dtype == DTYPE_BF16) r.peak = gpu_peak(backend->description);
+  r.peak = o->dtype == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;
   if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
   return r;
 }
@@ -127,9 +128,7 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       TEXT("loss_mode", lce_mode_name(o->mode)),
       NUMBER("lce_chunk", o->mode == LCE_FUSED ? options_used_chunk(o) : 0),
       TEXT("recompute", recompute_name(o->recompute)), TEXT("dtype", dtype_name(o->dtype)),
-      TEXT("data", data),
-      {"peak", .number = r->peak ? 0 : NAN, .optional = true, .text = r->peak ? r->peak->gpu : NULL},
-      OPTIONAL("peak_flops_per_second", r->peak ? r->peak->flops_per_second : NAN));
+      TEXT("data", data), OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
 }
 
@@ -146,10 +145,9 @@ static double share_of_gemms(const Report *r, double seconds_per_step) {
   return r->flops_per_step / r->gemm_rate / seconds_per_step;
 }
 
-// Model flops utilisation: NaN where no peak is known.
+// Model flops utilization.
 static double mfu(const Report *r, double seconds_per_step) {
-  if (!r->peak) return NAN;
-  return r->flops_per_step / (r->options->ranks * r->peak->flops_per_second) / seconds_per_step;
+  return r->flops_per_step / r->peak / seconds_per_step;
 }
 
 static void fail_diverged(Report *r, Trainer *trainer, const StepResult *s) {
@@ -169,15 +167,15 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   int64_t done = s->step + 1, steps = r->options->steps;
   if (done < steps && now - r->last_printed < (r->terminal ? 0.1 : 5)) return;
   r->last_printed = now;
-  char dropped[64] = "", utilisation[32] = "";
-  if (r->peak) snprintf(utilisation, sizeof utilisation, "%.1f%% MFU, ", 100 * mfu(r, each));
+  char dropped[64] = "", utilization[32] = "";
+  if (isfinite(r->peak)) snprintf(utilization, sizeof utilization, "%.1f%% MFU, ", 100 * mfu(r, each));
   if (!isnan(s->dropped_tiles))
     snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
              100 * s->dropped_mass);
   printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %s%.0f%% of GEMMs at start  %s  %s "
          "left%s",
          r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
-         s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text, utilisation,
+         s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text, utilization,
          100 * share_of_gemms(r, each), text_bytes(bytes).text,
          text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
   output_taken();
@@ -270,37 +268,25 @@ static MemoryColumn largest_peak(Trainer *trainer) {
   return peak;
 }
 
-// A table, and the same for the log: an array of the groups' means, or NULL where no step was counted.
-static cJSON *report_profile(const Report *r, const ProfileTotals *t) {
+// A table, and for the log [calls, seconds, seconds on streams of their own] of each group; NULL without --profile.
+static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
+  if (o->profile && !t) printf("\nprofile  none: it begins after %d steps\n", PROFILE_WARM_UP);
   if (!t) return NULL;
-  if (!t->steps)
-    printf("\nprofile  none: the first %d steps are not counted, and there were no others\n",
-           PROFILE_WARM_UP);
-  if (!t->steps) return NULL;
+  cJSON *record = cJSON_CreateObject();
+  double n = (double)t->steps;
   char title[64];
-  snprintf(title, sizeof title, "a step's time%s, mean of %lld", r->options->ranks > 1 ? " (rank 0)" : "",
-           (long long)t->steps);
-  printf("\n%-36s %10s %12s %8s %16s\n", title, "calls", "ms", "share", "concurrently, ms");
-  cJSON *groups = cJSON_CreateArray();
-  for (int g = 0; g < PROFILE_GROUPS; g++) {
-    const char *name = profile_group_name((ProfileGroup)g);
-    double n = (double)t->steps, calls = (double)t->groups[g].calls / n;
-    double seconds = t->groups[g].seconds / n, own_seconds = t->groups[g].own_seconds / n;
-    char own[32] = "";
-    if (own_seconds > 0) snprintf(own, sizeof own, "%.2f", 1e3 * own_seconds);
-    if (calls > 0 || g == PROFILE_IDLE)
-      printf("  %-34s %10.6g %12.2f %7.1f%% %16s\n", name, calls, 1e3 * seconds,
-             100 * seconds * n / t->step_seconds, own);
-    cJSON *group = cJSON_CreateObject();
-    cJSON_AddStringToObject(group, "group", name);
-    cJSON_AddNumberToObject(group, "calls", calls);
-    cJSON_AddNumberToObject(group, "seconds", seconds);
-    cJSON_AddNumberToObject(group, "concurrent_seconds", own_seconds);
-    cJSON_AddItemToArray(groups, group);
+  snprintf(title, sizeof title, "a step's time%s, mean of %.0f", o->ranks > 1 ? " (rank 0)" : "", n);
+  printf("\n%-36s %10s %12s %8s %16s\n", title, "calls", "ms", "share", "own stream, ms");
+  for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
+    const char *name = t->groups[g].name;
+    double means[] = {(double)t->groups[g].calls / n, t->groups[g].seconds / n, t->groups[g].own_seconds / n};
+    if (means[0] > 0 || g == PROFILE_IDLE)
+      printf("  %-34s %10.6g %12.2f %7.1f%% %16.2f\n", name, means[0], 1e3 * means[1],
+             100 * means[1] * n / t->step_seconds, 1e3 * means[2]);
+    cJSON_AddItemToObject(record, name, cJSON_CreateDoubleArray(means, 3));
   }
-  printf("  %-34s %10s %12.2f %7.1f%%\n", "all together", "", 1e3 * t->step_seconds / (double)t->steps,
-         100.0);
-  return groups;
+  printf("  %-34s %10s %12.2f\n", "all together", "", 1e3 * t->step_seconds / n);
+  return record;
 }
 
 void report_summary(Report *r, Trainer *trainer, const RunState *state, double entropy, bool stopped) {
@@ -322,15 +308,15 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
     printf(
         "speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs (timed at the start)\n",
         text_count(rate).text, 1e3 * per_step, 100 * share);
-  if (r->steps_timed && r->peak)
-    printf("MFU      %.1f%% of the %.0f TFLOP/s of %s, in dense bf16\n", 100 * mfu(r, per_step),
-           1e-12 * r->peak->flops_per_second, r->peak->gpu);
+  if (isfinite(mfu(r, per_step)))
+    printf("MFU      %.1f%% of %.0f TFLOP/s, dense bf16 by the data sheet\n", 100 * mfu(r, per_step),
+           1e-12 * r->peak);
   if (isfinite(dropped_tiles))
     printf("sampling dropped %.1f%% of tiles, %.1f%% of mass, mean of all steps\n", 100 * dropped_tiles,
            100 * dropped_mass);
   if (o->ranks > 1)
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
-  cJSON *groups = report_profile(r, profile_collect(trainer->backend));
+  cJSON *groups = report_profile(o, profile_collect(trainer->backend));
   putchar('\n');
   plan_print_table(&peak, 1, backend->device);
   LOG("summary", TEXT("loss_mode", peak.title), NUMBER("steps", r->steps_done),

@@ -8,14 +8,8 @@
 // power and run faster): the median of several, after a warm-up. The stack must be empty and is freed afterwards.
 double measure_gemm_rate(Backend *backend);
 
-// What NVIDIA's data sheets give for dense bf16 GEMMs, as MFU divides by it.
-typedef struct {
-  const char *gpu; // part of its name, as CUDA tells it
-  double flops_per_second;
-} GpuPeak;
-
-// That of the GPU with this name, or NULL: not in the table, or a part of one (MIG).
-const GpuPeak *gpu_peak(const char *name);
+// Flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU with this name; NaN for others, and parts (MIG).
+double gpu_peak_flops(const char *name);
 
 // The middle one of `count` values, or the mean of the middle two. Sorts them.
 double median(double *values, int64_t count);

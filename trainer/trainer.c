@@ -483,7 +483,7 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   Counted counted = {0};
   double sum = 0;
   trainer_finish_update(t);
-  profile_phase(t->backend, PHASE_VALIDATION);
+  profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(&t->model, t->backend);
   for (int64_t first = 0; first < batches; first += at_once)
     sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);

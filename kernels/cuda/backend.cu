@@ -15,7 +15,9 @@
 
 #if __has_include(<nvtx3/nvToolsExt.h>) // headers alone: they look for a profiler, and else do nothing
 #include <nvtx3/nvToolsExt.h>
-#define HAVE_NVTX
+#else
+#define nvtxRangePushA(name) ((void)(name))
+#define nvtxRangePop()       ((void)0)
 #endif
 
 // --- uploads -----------------------------------------------------------------------------------------------
@@ -193,10 +195,9 @@ static bool event_record(Backend *backend, void **event, StreamKind stream) {
 
 static double event_seconds(void *from, void *to) {
   float milliseconds = 0;
-  cuda_check(cudaEventSynchronize(static_cast<cudaEvent_t>(to)), "waiting for an event");
-  cuda_check(
-      cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to)),
-      "reading the time between two events");
+  auto begin = static_cast<cudaEvent_t>(from), end = static_cast<cudaEvent_t>(to);
+  cuda_check(cudaEventSynchronize(end), "waiting for an event");
+  cuda_check(cudaEventElapsedTime(&milliseconds, begin, end), "reading the time between two events");
   return 1e-3 * (double)milliseconds;
 }
 
@@ -204,16 +205,12 @@ static void event_destroy(void *event) {
   cudaEventDestroy(static_cast<cudaEvent_t>(event));
 }
 
-#ifdef HAVE_NVTX
 static void range(const char *name) {
   if (name)
     nvtxRangePushA(name);
   else
     nvtxRangePop();
 }
-#else
-static constexpr void (*range)(const char *) = nullptr;
-#endif
 
 // --- life --------------------------------------------------------------------------------------------------
 
