@@ -28,7 +28,7 @@ struct CudaState {
   cudaStream_t side, urgent;
   cudaEvent_t forked[CUDA_LCE_TILES], joined[CUDA_LCE_TILES];
   cudaStream_t concurrent[STREAMS]; // by StreamKind: those that there are, for event_record
-  cudaEvent_t handed; // between the first stream and a caller's own
+  cudaEvent_t handed;               // between the first stream and a caller's own
   int ordinal, multiprocessors;
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;
