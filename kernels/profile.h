@@ -8,8 +8,13 @@
 #define PROFILE_GROUPS(X)                                                                                    \
   X(GEMMS, "GEMMs")                                                                                          \
   X(ATTENTION, "attention")                                                                                  \
-  X(HEAD_LOSS, "LM head + loss") X(ELEMENTWISE, "norms, elementwise") X(EMBEDDING, "embedding")              \
-      X(OPTIMIZER, "optimizer") X(COMMUNICATION, "communication") X(COPIES, "copies") X(IDLE, "idle")
+  X(HEAD_LOSS, "LM head + loss")                                                                             \
+  X(ELEMENTWISE, "norms, elementwise")                                                                       \
+  X(EMBEDDING, "embedding")                                                                                  \
+  X(OPTIMIZER, "optimizer")                                                                                  \
+  X(COMMUNICATION, "communication")                                                                          \
+  X(COPIES, "copies")                                                                                        \
+  X(IDLE, "idle")
 #define GROUP(group, name) PROFILE_##group,
 typedef enum { PROFILE_GROUPS(GROUP) PROFILE_GROUP_COUNT } ProfileGroup;
 #undef GROUP
