@@ -1069,7 +1069,9 @@ static void test_dead_output(void **state) {
              directory);
     assert_int_not_equal(system(command), 0);
     char *err = read_text(temp_path("err"));
-    assert_says(err, "cannot write to standard output: No space left");
+    // The help is longer than stdio's buffer: the write that failed may be an earlier one, whose errno is lost.
+    assert_says(err,
+                i ? "cannot write to standard output: No space left" : "cannot write to standard output: ");
     free(err);
   }
   // What nohup ignores stays ignored.
