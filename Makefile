@@ -113,7 +113,7 @@ else
     CUDA_DIR     := $(or $(CUDA_HOME),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
     CUDA_LIB     := $(firstword $(wildcard $(CUDA_DIR)/lib64 $(CUDA_DIR)/lib))
     CUDA_INCLUDE := $(addprefix -isystem ,$(filter-out /usr/include,$(CUDA_DIR)/include))
-    CUDA_LIBS    := -L$(CUDA_LIB) -Wl,-rpath,$(CUDA_LIB) -lcudart -lcublasLt
+    CUDA_LIBS    := -L$(CUDA_LIB) -Wl,-rpath,$(CUDA_LIB) -lcudart -lcublasLt -ldl
     ifneq ($(firstword $(sort 012.004 $(shell printf '%03d.%03d' $(subst ., ,$(CUDA_VERSION))))),012.004)
       NO_CUDA := nvcc is $(CUDA_VERSION), 12.4 or later is needed
     else ifeq ($(shell command -v g++),)

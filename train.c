@@ -13,6 +13,7 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/system.h"
+#include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/evaluate.h"
@@ -148,6 +149,7 @@ static void train(Run *run) {
     ledger->step = (int)done;
     run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
+    if (o->profile && done == o->first_step + PROFILE_WARM_UP) profile_begin(run->backend);
     trainer_step(&run->trainer, &run->loader, done++);
     ledger->recording = false;
     if (o->dump && done == o->first_step + 1) dump(run);

@@ -10,6 +10,7 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 
 // --- what is checked ---------------------------------------------------------------------------------------
@@ -600,6 +601,7 @@ void backend_destroy(Backend *backend) {
   if (!backend) return;
   backend_synchronize(backend);
   memory_destroy(&backend->memory);
+  profile_end(backend);
   if (backend->ops->destroy) backend->ops->destroy(backend);
   free(backend);
 }

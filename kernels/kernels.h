@@ -541,54 +541,55 @@ typedef struct {
 
 // --- the operations ----------------------------------------------------------------------------------------
 
-// Every operation once: X(name, its struct), or S(name, its struct) where a backend may need scratch. The entry points
-// below, the members of BackendOps and BackendScratch, and both backends' declarations and tables come from here.
+// Every operation once: X(name, its struct, its group in a profile), or S(...) where a backend may need scratch. The entry
+// points below, the members of BackendOps and BackendScratch, both backends' declarations and tables, and the profile's
+// come from here.
 #define OPERATIONS(X, S)                                                                                     \
-  X(embedding_forward, EmbeddingForward)                                                                     \
-  S(embedding_backward, EmbeddingBackward)                                                                   \
-  X(norm_forward, NormForward)                                                                               \
-  S(norm_backward, NormBackward)                                                                             \
-  X(linear_forward, LinearForward)                                                                           \
-  X(linear_backward_input, LinearBackwardInput)                                                              \
-  S(linear_backward_weight, LinearBackwardWeight)                                                            \
-  X(gelu_forward, GeluForward)                                                                               \
-  X(swiglu_forward, SwigluForward)                                                                           \
-  X(swiglu_backward, SwigluBackward)                                                                         \
-  X(rope, Rope)                                                                                              \
-  S(attention_forward, AttentionForward)                                                                     \
-  S(attention_backward, AttentionBackward)                                                                   \
-  X(attention_decode, AttentionDecode)                                                                       \
-  X(shard_indices, ShardIndices)                                                                             \
-  X(lce_target_logits, LceTargetLogits)                                                                      \
-  S(lce_logits_exp, LceLogitsExp)                                                                            \
-  X(lce_combine, LceCombine)                                                                                 \
-  X(lce_rows, LceRows)                                                                                       \
-  S(lce_sampled_gradients, LceSampledGradients)                                                              \
-  X(lce_input_gradient, LceInputGradient)                                                                    \
-  S(lce_target_gradient, LceTargetGradient)                                                                  \
-  X(cross_entropy_in_place, CrossEntropyInPlace)                                                             \
-  X(loss_factor, LossFactor)                                                                                 \
-  X(read_targets, ReadTargets)                                                                               \
-  S(weighted_column_sum, WeightedColumnSum)                                                                  \
-  X(add_outer, AddOuter)                                                                                     \
-  X(gather_rows, MoveRows)                                                                                   \
-  X(scatter_rows, MoveRows)                                                                                  \
-  X(adamw, AdamW)                                                                                            \
-  S(reduce, Reduce)                                                                                          \
-  X(clip_scale, ClipScale)                                                                                   \
-  X(fill_zero, Tensor)                                                                                       \
-  X(all_reduce, Collective)                                                                                  \
-  X(reduce_scatter, Collective)                                                                              \
-  X(all_gather, Collective)                                                                                  \
-  X(broadcast, Collective)                                                                                   \
-  X(copy_in, Copy)                                                                                           \
-  X(copy_out, Copy)
+  X(embedding_forward, EmbeddingForward, EMBEDDING)                                                          \
+  S(embedding_backward, EmbeddingBackward, EMBEDDING)                                                        \
+  X(norm_forward, NormForward, ELEMENTWISE)                                                                  \
+  S(norm_backward, NormBackward, ELEMENTWISE)                                                                \
+  X(linear_forward, LinearForward, GEMMS)                                                                    \
+  X(linear_backward_input, LinearBackwardInput, GEMMS)                                                       \
+  S(linear_backward_weight, LinearBackwardWeight, GEMMS)                                                     \
+  X(gelu_forward, GeluForward, ELEMENTWISE)                                                                  \
+  X(swiglu_forward, SwigluForward, ELEMENTWISE)                                                              \
+  X(swiglu_backward, SwigluBackward, ELEMENTWISE)                                                            \
+  X(rope, Rope, ELEMENTWISE)                                                                                 \
+  S(attention_forward, AttentionForward, ATTENTION)                                                          \
+  S(attention_backward, AttentionBackward, ATTENTION)                                                        \
+  X(attention_decode, AttentionDecode, ATTENTION)                                                            \
+  X(shard_indices, ShardIndices, EMBEDDING)                                                                  \
+  X(lce_target_logits, LceTargetLogits, HEAD_LOSS)                                                           \
+  S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                                                                 \
+  X(lce_combine, LceCombine, HEAD_LOSS)                                                                      \
+  X(lce_rows, LceRows, HEAD_LOSS)                                                                            \
+  S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS)                                                   \
+  X(lce_input_gradient, LceInputGradient, HEAD_LOSS)                                                         \
+  S(lce_target_gradient, LceTargetGradient, HEAD_LOSS)                                                       \
+  X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS)                                                  \
+  X(loss_factor, LossFactor, HEAD_LOSS)                                                                      \
+  X(read_targets, ReadTargets, HEAD_LOSS)                                                                    \
+  S(weighted_column_sum, WeightedColumnSum, HEAD_LOSS)                                                       \
+  X(add_outer, AddOuter, HEAD_LOSS)                                                                          \
+  X(gather_rows, MoveRows, HEAD_LOSS)                                                                        \
+  X(scatter_rows, MoveRows, HEAD_LOSS)                                                                       \
+  X(adamw, AdamW, OPTIMIZER)                                                                                 \
+  S(reduce, Reduce, OPTIMIZER)                                                                               \
+  X(clip_scale, ClipScale, OPTIMIZER)                                                                        \
+  X(fill_zero, Tensor, ELEMENTWISE)                                                                          \
+  X(all_reduce, Collective, COMMUNICATION)                                                                   \
+  X(reduce_scatter, Collective, COMMUNICATION)                                                               \
+  X(all_gather, Collective, COMMUNICATION)                                                                   \
+  X(broadcast, Collective, COMMUNICATION)                                                                    \
+  X(copy_in, Copy, COPIES)                                                                                   \
+  X(copy_out, Copy, COPIES)
 
 // Stands for S or X where a list leaves those operations out.
-#define NO_OPERATION(name, Arguments)
+#define NO_OPERATION(name, Arguments, group)
 
 // The checked entry points (kernels.c). fill_zero's tensor is dense.
-#define DECLARE(name, Arguments) void name(Backend *backend, Arguments a);
+#define DECLARE(name, Arguments, group) void name(Backend *backend, Arguments a);
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 
@@ -611,6 +612,9 @@ void backend_precede(Backend *backend, void *stream);
 
 // --- what a backend is -------------------------------------------------------------------------------------
 
+// Where operations run: in the order of all, or concurrently with them.
+typedef enum { STREAM_COMPUTE, STREAM_COLLECTIVES, STREAM_COPY_IN, STREAM_COPY_OUT, STREAMS } StreamKind;
+
 // The operations. A member that is NULL does nothing, which is all that a plan needs.
 typedef struct {
   void (*collectives_join)(Backend *, int64_t behind);
@@ -620,13 +624,19 @@ typedef struct {
   void (*synchronize)(Backend *);
   void (*follow)(Backend *, void *stream);
   void (*precede)(Backend *, void *stream);
+  // For profile.c; all NULL where the host computes, whose clock then serves. The time at which a stream has done what it
+  // holds is kept in *event (NULL: a new one); false where there is no such stream. event_seconds waits.
+  bool (*event_record)(Backend *, void **event, StreamKind stream);
+  double (*event_seconds)(void *from, void *to);
+  void (*event_destroy)(void *event);
+  void (*range)(const char *name); // begins a range that a profiler shows (NVTX); NULL: ends the last one
   // What the system, not the ledger, says about memory: bytes the process (CPU: VmHWM) or the device (GPU)
   // holds now, and at most since peak_reset.
   size_t (*device_bytes_now)(Backend *);
   size_t (*device_bytes_peak)(Backend *);
   void (*device_peak_reset)(Backend *);
   void (*destroy)(Backend *);
-#define MEMBER(name, Arguments) void (*name)(Backend *, const Arguments *);
+#define MEMBER(name, Arguments, group) void (*name)(Backend *, const Arguments *);
   OPERATIONS(MEMBER, MEMBER)
 #undef MEMBER
 } BackendOps;
@@ -641,7 +651,7 @@ typedef struct {
                            float full_mass);
   // Bytes the backend reserves for itself when it starts (the GEMMs' workspace), named in the ledger.
   size_t resident_bytes;
-#define MEMBER(name, Arguments) size_t (*name)(const Arguments *);
+#define MEMBER(name, Arguments, group) size_t (*name)(const Arguments *);
   OPERATIONS(NO_OPERATION, MEMBER)
 #undef MEMBER
 } BackendScratch;
@@ -667,7 +677,8 @@ struct Backend {
   double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it
   size_t device_capacity; // bytes of memory the device has; 0 when unknown
   size_t device_overhead; // bytes the device held when the backend stood ready and the ledger was still empty
-  void *state;            // of the backend
+  struct Profile *profile; // NULL unless profile_begin was called
+  void *state;             // of the backend
 };
 
 // The reference: fp32, OpenMP, CBLAS where it was found at build time unless plain_loops is set.

@@ -21,6 +21,7 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/integers.h"
+#include "kernels/profile.h"
 
 const char *recompute_name(Recompute recompute) {
   static const char *const names[RECOMPUTE_COUNT] = {"none", "elementwise", "mlp", "layer"};
@@ -545,6 +546,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   MemoryMark *marks = host_alloc(layers, sizeof *marks, "the layers' marks"); // the stack below each layer
 
   MemoryMark bottom = memory_mark(memory);
+  profile_phase(backend, PHASE_FORWARD);
   Tensor dr = push_gradient(&p, "d residual", hidden_size);
   Tensor stream = embed(&p), inputs = options->inputs, spare = none;
   if (tensor_exists(inputs)) spare = push_activation(&p, "residual", hidden_size);
@@ -567,6 +569,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   Norm norm = final_norm(&p, stream);
   Tensor dnorm = push_gradient(&p, "d final norm", hidden_size);
   MemoryMark below_head = memory_mark(memory);
+  profile_phase(backend, PHASE_LOSS);
   Tensor head = fetch_head(&p, model_head_shard(model)), dhead = fetch_head_grad(&p, accumulate);
   linear_cross_entropy(
       backend, (LinearCrossEntropy){.mode = options->mode,
@@ -588,6 +591,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                                     .scale = scale,
                                     .accumulate = accumulate});
   send_head_grad(&p, dhead);
+  profile_phase(backend, PHASE_BACKWARD);
   memory_pop_to(memory, below_head);
   // The embedding's gradient is also a tied head's: added to it here, or by the hook after it is reduced.
   bool tied = model->config.tie_word_embeddings, by_hook = tied && hooks->add_embedding_grads;

@@ -229,6 +229,9 @@ const Option options_rows[] = {
           "a step of one micro-batch, on one rank")},
     {FLAG("compare-modes", compare_modes, true), .flags = REFUSED,
      HELP("Afterwards measure a few steps in both modes and print the table")},
+    {FLAG("profile", profile, true), .flags = REFUSED,
+     HELP("At the end print where the time of a step goes, from the third on, by groups of operations, and log it; with "
+          "NVTX ranges for Nsight Systems. The events that this takes cost a little time")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
      HELP("Write the bytes in use over the first three steps, by category, as CSV")},
     {.type = OPTION_END}};

@@ -75,7 +75,7 @@ typedef struct {
   const char *offload;      // as given; NULL: nothing
   // output
   const char *log, *timeline, *dump;
-  bool plan, compare_modes, fit;
+  bool plan, compare_modes, fit, profile;
   double device_memory; // GiB that the device is taken to have; 0: what it has
 } Options;
 

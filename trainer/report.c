@@ -13,6 +13,7 @@
 #include "base/json.h"
 #include "base/system.h"
 #include "base/text.h"
+#include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
@@ -29,6 +30,7 @@ typedef struct {
   const int32_t *tokens; // [count]
   int64_t count;
   const bool *truth;
+  cJSON *item; // the record takes it
 } LogField;
 
 #define NUMBER(name, value)                                                                                  \
@@ -40,6 +42,7 @@ typedef struct {
 #define LOG(event, ...) log_write(r, event, (const LogField[]){__VA_ARGS__, {0}})
 
 static cJSON *value_of(const LogField *f) {
+  if (f->item) return f->item;
   if (f->text) return json_string(f->text);
   if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
   return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
@@ -105,6 +108,7 @@ Report report_open(const Options *o, Backend *backend) {
   if (o->log && !o->rank)
     r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from != NULL);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
+  r.peak = o->dtype == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;
   if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
   return r;
 }
@@ -123,7 +127,8 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
       TEXT("loss_mode", lce_mode_name(o->mode)),
       NUMBER("lce_chunk", o->mode == LCE_FUSED ? options_used_chunk(o) : 0),
-      TEXT("recompute", options_recompute(o).text), TEXT("dtype", dtype_name(o->dtype)), TEXT("data", data));
+      TEXT("recompute", options_recompute(o).text), TEXT("dtype", dtype_name(o->dtype)), TEXT("data", data),
+      OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
 }
 
@@ -138,6 +143,11 @@ void report_break(Report *r) {
 static double share_of_gemms(const Report *r, double seconds_per_step) {
   if (r->gemm_rate <= 0 || seconds_per_step <= 0) return 0;
   return r->flops_per_step / r->gemm_rate / seconds_per_step;
+}
+
+// Model flops utilization.
+static double mfu(const Report *r, double seconds_per_step) {
+  return r->flops_per_step / r->peak / seconds_per_step;
 }
 
 static void fail_diverged(Report *r, Trainer *trainer, const StepResult *s) {
@@ -157,16 +167,17 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   int64_t done = s->step + 1, steps = r->options->steps;
   if (done < steps && now - r->last_printed < (r->terminal ? 0.1 : 5)) return;
   r->last_printed = now;
-  char dropped[64] = "";
+  char dropped[64] = "", utilization[32] = "";
+  if (isfinite(r->peak)) snprintf(utilization, sizeof utilization, "%.1f%% MFU, ", 100 * mfu(r, each));
   if (!isnan(s->dropped_tiles))
     snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
              100 * s->dropped_mass);
-  printf(
-      "%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %.0f%% of GEMMs at start  %s  %s left%s",
-      r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
-      s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text,
-      100 * share_of_gemms(r, each), text_bytes(bytes).text,
-      text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
+  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %s%.0f%% of GEMMs at start  %s  %s "
+         "left%s",
+         r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
+         s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text, utilization,
+         100 * share_of_gemms(r, each), text_bytes(bytes).text,
+         text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
   output_taken();
   r->drawn = r->terminal;
 }
@@ -178,7 +189,8 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
         OPTIONAL("accuracy", s->accuracy), OPTIONAL("entropy", s->entropy),
         OPTIONAL("max_logit", s->max_logit), OPTIONAL("dropped_tiles", s->dropped_tiles),
         OPTIONAL("dropped_mass", s->dropped_mass), NUMBER("learning_rate", s->learning_rate),
-        NUMBER("grad_norm", s->grad_norm), NUMBER("tokens", s->counted), NUMBER("tokens_per_second", rate));
+        NUMBER("grad_norm", s->grad_norm), NUMBER("tokens", s->counted), NUMBER("tokens_per_second", rate),
+        OPTIONAL("mfu", mfu(r, each)));
     r->dropped_tiles += s->dropped_tiles;
     r->dropped_mass += s->dropped_mass;
     if (!isfinite(s->loss) || !isfinite(s->grad_norm)) fail_diverged(r, trainer, s);
@@ -256,6 +268,27 @@ static MemoryColumn largest_peak(Trainer *trainer) {
   return peak;
 }
 
+// A table, and for the log [calls, seconds, seconds on streams of their own] of each group; NULL without --profile.
+static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
+  if (o->profile && !t) printf("\nprofile  none: it begins after %d steps\n", PROFILE_WARM_UP);
+  if (!t) return NULL;
+  cJSON *record = cJSON_CreateObject();
+  double n = (double)t->steps;
+  char title[64];
+  snprintf(title, sizeof title, "a step's time%s, mean of %.0f", o->ranks > 1 ? " (rank 0)" : "", n);
+  printf("\n%-36s %10s %12s %8s %16s\n", title, "calls", "ms", "share", "own stream, ms");
+  for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
+    const char *name = t->groups[g].name;
+    double means[] = {(double)t->groups[g].calls / n, t->groups[g].seconds / n, t->groups[g].own_seconds / n};
+    if (means[0] > 0 || g == PROFILE_IDLE)
+      printf("  %-34s %10.6g %12.2f %7.1f%% %16.2f\n", name, means[0], 1e3 * means[1],
+             100 * means[1] * n / t->step_seconds, 1e3 * means[2]);
+    cJSON_AddItemToObject(record, name, cJSON_CreateDoubleArray(means, 3));
+  }
+  printf("  %-34s %10s %12.2f\n", "all together", "", 1e3 * t->step_seconds / n);
+  return record;
+}
+
 void report_summary(Report *r, Trainer *trainer, const RunState *state, double entropy, bool stopped) {
   const Options *o = r->options;
   const Backend *backend = trainer->backend;
@@ -275,11 +308,15 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
     printf(
         "speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs (timed at the start)\n",
         text_count(rate).text, 1e3 * per_step, 100 * share);
+  if (isfinite(mfu(r, per_step)))
+    printf("MFU      %.1f%% of %.0f TFLOP/s, dense bf16 by the data sheet\n", 100 * mfu(r, per_step),
+           1e-12 * r->peak);
   if (isfinite(dropped_tiles))
     printf("sampling dropped %.1f%% of tiles, %.1f%% of mass, mean of all steps\n", 100 * dropped_tiles,
            100 * dropped_mass);
   if (o->ranks > 1)
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
+  cJSON *groups = report_profile(o, profile_collect(trainer->backend));
   putchar('\n');
   plan_print_table(&peak, 1, backend->device);
   LOG("summary", TEXT("loss_mode", peak.title), NUMBER("steps", r->steps_done),
@@ -287,13 +324,15 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),
       NUMBER("unigram_entropy", entropy), NUMBER("tokens_per_second", rate),
       NUMBER("seconds_per_step", per_step), NUMBER("share_of_gemms", share),
-      OPTIONAL("dropped_tiles", dropped_tiles), OPTIONAL("dropped_mass", dropped_mass),
-      NUMBER("gemm_flops_per_second", r->gemm_rate), NUMBER("ranks", o->ranks),
-      NUMBER("wire_bytes_per_step", trainer->wire_bytes), NUMBER("peak_bytes", peak.memory.peak),
-      NUMBER("host_bytes", ledger_host_bytes(&peak.memory)),
+      OPTIONAL("mfu", mfu(r, per_step)), OPTIONAL("dropped_tiles", dropped_tiles),
+      OPTIONAL("dropped_mass", dropped_mass), NUMBER("gemm_flops_per_second", r->gemm_rate),
+      NUMBER("ranks", o->ranks), NUMBER("wire_bytes_per_step", trainer->wire_bytes),
+      NUMBER("peak_bytes", peak.memory.peak), NUMBER("host_bytes", ledger_host_bytes(&peak.memory)),
       NUMBER("head_peak_bytes", peak.memory.highest[MEMORY_HEAD]),
       NUMBER("device_peak_bytes", peak.device_bytes),
-      NUMBER("device_overhead_bytes", backend->device_overhead));
+      NUMBER("device_overhead_bytes", backend->device_overhead),
+      {"profile", .number = groups ? 0 : NAN, .optional = true, .item = groups});
+  if (!r->log) cJSON_Delete(groups);
 }
 
 void report_evaluation(Report *r, double val_loss) {

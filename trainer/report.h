@@ -8,6 +8,8 @@
 #include "trainer/resume.h"
 #include "trainer/trainer.h"
 
+enum { PROFILE_WARM_UP = 2 }; // steps before those that --profile counts
+
 typedef struct {
   const Options *options;
   FILE *log; // one JSON object a line; NULL: none
@@ -16,6 +18,7 @@ typedef struct {
   double last_printed;
   double flops_per_step;   // model flops, see model_flops_per_token
   double gemm_rate;        // flops a second that GEMMs reach here, measured at the start; of all ranks
+  double peak;             // what the data sheet says, for MFU; of all ranks; NaN: not known
   double smoothed_seconds; // per step
   int64_t steps_done;      // by this run
   int64_t steps_timed;     // after the first ones,

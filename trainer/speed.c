@@ -1,6 +1,8 @@
 #include "trainer/speed.h"
 
+#include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/random.h"
 
@@ -29,6 +31,18 @@ static int by_size(const void *a, const void *b) {
 double median(double *values, int64_t count) {
   qsort(values, (size_t)count, sizeof *values, by_size);
   return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
+}
+
+double gpu_peak_flops(const char *name) {
+  static const struct {
+    const char *part; // of the name; the first counts
+    double flops;
+  } peaks[] = {{"H100 PCIe", 756e12}, {"H800 PCIe", 756e12}, {"H100 NVL", 835e12}, {"H200 NVL", 835e12},
+               {"H100", 989e12},      {"H200", 989e12},      {"H800", 989e12},     {"GB200", 2500e12},
+               {"B200", 2250e12},     {"A100", 312e12},      {"A800", 312e12},     {"L40S", 362e12}};
+  for (size_t i = 0; i < sizeof peaks / sizeof *peaks && !strstr(name, "MIG"); i++)
+    if (strstr(name, peaks[i].part)) return peaks[i].flops;
+  return NAN;
 }
 
 double measure_gemm_rate(Backend *backend) {

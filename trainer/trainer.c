@@ -8,6 +8,7 @@
 #include "base/fail.h"
 #include "base/integers.h"
 #include "base/random.h"
+#include "kernels/profile.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"
 #include "model/generate.h"
@@ -331,6 +332,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   if (t->pending_count == TRAINER_PENDING)
     fail("internal: the results of %d steps were not collected", TRAINER_PENDING);
   bool planning = t->backend->memory.planning;
+  profile_phase(t->backend, PHASE_STEP);
   double sent = t->backend->wire_bytes;
   // All micro-batches first: the mean's normaliser is the number of targets counted in the whole step.
   if (!planning) counted = load_step(t, loader, step);
@@ -356,7 +358,9 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     collectives_join(t->backend, 0);
   }
   double learning_rate = schedule_rate(&o->schedule, step);
+  profile_phase(t->backend, PHASE_UPDATE);
   update_weights(t, result_slot(t, slot, RESULT_NORM), learning_rate, step);
+  profile_phase(t->backend, PHASE_NONE);
   t->wire_bytes = t->backend->wire_bytes - sent;
   t->pending[slot] = (StepResult){.step = step, .learning_rate = learning_rate, .counted = counted};
 }
@@ -371,6 +375,7 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   if (!count) return 0;
   float values[RESULTS * TRAINER_PENDING];
   backend_to_host(t->backend, values, tensor_rows(t->results, 0, RESULTS * count));
+  profile_collect(t->backend);
   bool alone = t->backend->ranks == 1;
   for (int i = 0; i < count; i++) {
     const float *of_step = values + RESULTS * i;
@@ -497,10 +502,12 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   Counted counted = {0};
   double sum = 0;
   trainer_finish_update(t);
+  profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(&t->model, t->backend);
   for (int64_t first = 0; first < batches; first += at_once)
     sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);
   model_drop_head(&t->model, t->backend, mark);
+  profile_phase(t->backend, PHASE_NONE);
   t->bits_per_byte = counted.bytes ? sum / log(2) / (double)counted.bytes : NAN;
   return counted.tokens ? sum / (double)counted.tokens : 0;
 }

@@ -93,7 +93,7 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
                                    .device_bytes_peak = bytes_peak,
                                    .device_peak_reset = peak_reset,
                                    .destroy = destroy,
-#define ENTRY(name, Arguments) .name = cpu_##name,
+#define ENTRY(name, Arguments, group) .name = cpu_##name,
                                    OPERATIONS(ENTRY, ENTRY)
 #undef ENTRY
 };

@@ -52,7 +52,7 @@ size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a); // likew
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 
-#define DECLARE(name, Arguments) void cpu_##name(Backend *backend, const Arguments *a);
+#define DECLARE(name, Arguments, group) void cpu_##name(Backend *backend, const Arguments *a);
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 void cpu_collectives_join(Backend *backend, int64_t behind);

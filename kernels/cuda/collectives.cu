@@ -171,6 +171,7 @@ static void join_ranks(Backend *backend, const Launch *l) {
   for (cudaEvent_t &event : c->done)
     cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
   state->collectives = c;
+  state->concurrent[STREAM_COLLECTIVES] = c->stream;
   backend->rank = l->rank;
   backend->ranks = l->ranks;
   ranks_watch_device(poll_nccl, c);

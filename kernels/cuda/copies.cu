@@ -40,6 +40,8 @@ static void create(CudaState *state) {
     for (cudaEvent_t &event : queue->done)
       cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
   }
+  state->concurrent[STREAM_COPY_IN] = c->in.stream;
+  state->concurrent[STREAM_COPY_OUT] = c->out.stream;
 }
 
 // `later` waits for all copies of the queue but the last `behind`.

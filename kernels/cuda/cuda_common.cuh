@@ -27,7 +27,8 @@ struct CudaState {
   // has the higher priority.
   cudaStream_t side, urgent;
   cudaEvent_t forked[CUDA_LCE_TILES], joined[CUDA_LCE_TILES];
-  cudaEvent_t handed; // between the first stream and a caller's own
+  cudaStream_t concurrent[STREAMS]; // by StreamKind: those that there are, for event_record
+  cudaEvent_t handed;               // between the first stream and a caller's own
   int ordinal, multiprocessors;
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;

@@ -113,10 +113,10 @@ enum { CUDA_REDUCE_BLOCKS = 1056 };
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 
-#define DECLARE(name, Arguments) void cuda_##name(Backend *backend, const Arguments *a);
+#define DECLARE(name, Arguments, group) void cuda_##name(Backend *backend, const Arguments *a);
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
-#define DECLARE(name, Arguments) size_t cuda_##name##_scratch(const Arguments *a);
+#define DECLARE(name, Arguments, group) size_t cuda_##name##_scratch(const Arguments *a);
 OPERATIONS(NO_OPERATION, DECLARE) // scratch.c, attention_scratch.c
 #undef DECLARE
 void cuda_collectives_join(Backend *backend, int64_t behind);

@@ -1,0 +1,181 @@
+// A table of operations that calls the backend's own between two events. Events are recorded, not waited for, and read at
+// profile_collect. An operation on a stream of its own has a third event there: it begins when the compute stream gets to
+// the call and its own stream has done what it was given before.
+#include "kernels/profile.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/alloc.h"
+#include "base/system.h"
+
+// With what else takes time on the compute stream.
+#define ALL(X)                                                                                               \
+  OPERATIONS(X, X)                                                                                           \
+  X(to_device, , COPIES) X(collectives_join, , COMMUNICATION) X(copies_join, , COPIES)
+
+#define ENTRY(name, Arguments, group) OP_##name,
+enum { ALL(ENTRY) OP_step };
+#undef ENTRY
+#define ENTRY(name, Arguments, group) {#name, PROFILE_##group},
+static const struct {
+  const char *name;
+  ProfileGroup group;
+} operations[] = {ALL(ENTRY){"step", PROFILE_IDLE}};
+#undef ENTRY
+
+enum { BEGIN, END, OWN, MARKS }; // the first two on the compute stream
+
+typedef struct {
+  int op;
+  ProfileGroup group;
+  StreamKind stream;
+  struct {
+    void *event;
+    double seconds; // where there are no events
+  } marks[MARKS];
+} Record;
+
+typedef struct Profile {
+  const BackendOps *wrapped;
+  BackendOps ops;
+  int phase;
+  Record *records; // whose events are used again
+  int64_t count, capacity;
+  int64_t step; // the record of the step that has begun; -1: none
+  ProfileTotals totals;
+} Profile;
+
+// --- operations --------------------------------------------------------------------------------------------
+
+// False where the backend has no such stream.
+static bool mark(Backend *backend, Record *r, int which, StreamKind stream) {
+  const BackendOps *ops = backend->profile->wrapped;
+  if (ops->event_record) return ops->event_record(backend, &r->marks[which].event, stream);
+  r->marks[which].seconds = now_seconds();
+  return stream == STREAM_COMPUTE;
+}
+
+static double between(const BackendOps *ops, const Record *from, int begin, const Record *to, int end) {
+  return ops->event_seconds ? ops->event_seconds(from->marks[begin].event, to->marks[end].event)
+                            : to->marks[end].seconds - from->marks[begin].seconds;
+}
+
+static void range(const Profile *p, const char *name) {
+  if (p->wrapped->range) p->wrapped->range(name);
+}
+
+static StreamKind stream_of(int op, const void *a) {
+  if (op == OP_copy_in || (op == OP_adamw && ((const AdamW *)a)->async)) return STREAM_COPY_IN;
+  if (op == OP_copy_out) return STREAM_COPY_OUT;
+  return operations[op].group == PROFILE_COMMUNICATION ? STREAM_COLLECTIVES : STREAM_COMPUTE;
+}
+
+static const BackendOps *enter(Backend *backend, int op) {
+  Profile *p = backend->profile;
+  range(p, operations[op].name);
+  if (op != OP_step && p->step < 0) return p->wrapped;
+  int64_t old = p->capacity;
+  p->records = host_grow(p->records, p->count, &p->capacity, sizeof *p->records, "the profile");
+  memset(p->records + old, 0, (size_t)(p->capacity - old) * sizeof *p->records);
+  Record *r = &p->records[p->count++];
+  bool of_loss = p->phase == PHASE_LOSS && operations[op].group < PROFILE_COMMUNICATION;
+  r->op = op, r->group = of_loss ? PROFILE_HEAD_LOSS : operations[op].group, r->stream = STREAM_COMPUTE;
+  mark(backend, r, BEGIN, STREAM_COMPUTE);
+  return p->wrapped;
+}
+
+static void leave(Backend *backend, StreamKind stream) {
+  Profile *p = backend->profile;
+  range(p, NULL);
+  if (p->step < 0) return;
+  Record *r = &p->records[p->count - 1];
+  if (stream != STREAM_COMPUTE && mark(backend, r, OWN, stream)) r->stream = stream;
+  mark(backend, r, END, STREAM_COMPUTE);
+}
+
+#define PROFILED(name, stream, arguments, ...)                                                               \
+  static void profiled_##name(Backend *backend, __VA_ARGS__) {                                               \
+    enter(backend, OP_##name)->name arguments;                                                               \
+    leave(backend, stream);                                                                                  \
+  }
+#define ENTRY(name, Arguments, group)                                                                        \
+  PROFILED(name, stream_of(OP_##name, a), (backend, a), const Arguments *a)
+OPERATIONS(ENTRY, ENTRY)
+#undef ENTRY
+PROFILED(to_device, STREAM_COMPUTE, (backend, to, host), Tensor to, const void *host)
+PROFILED(collectives_join, STREAM_COMPUTE, (backend, behind), int64_t behind)
+PROFILED(copies_join, STREAM_COMPUTE, (backend, in, out), int64_t in, int64_t out)
+
+// --- life --------------------------------------------------------------------------------------------------
+
+void profile_begin(Backend *backend) {
+  Profile *p = backend->profile = host_alloc(1, sizeof *p, "the profile");
+  p->wrapped = backend->ops;
+  p->step = -1;
+  p->ops = *backend->ops;
+#define ENTRY(name, Arguments, group) p->ops.name = profiled_##name;
+  ALL(ENTRY)
+#undef ENTRY
+#define GROUP(group, text) p->totals.groups[PROFILE_##group].name = text;
+  PROFILE_GROUPS(GROUP)
+#undef GROUP
+  backend->ops = &p->ops;
+}
+
+void profile_end(Backend *backend) {
+  Profile *p = backend->profile;
+  if (!p) return;
+  for (int64_t i = 0; i < p->capacity * MARKS; i++) {
+    void *event = p->records[i / MARKS].marks[i % MARKS].event;
+    if (event) p->wrapped->event_destroy(event);
+  }
+  backend->ops = p->wrapped;
+  backend->profile = NULL;
+  free(p->records);
+  free(p);
+}
+
+void profile_phase(Backend *backend, int phase) {
+  static const char *const names[] = {NULL, "validation", NULL, "forward", "loss", "backward", "update"};
+  Profile *p = backend->profile;
+  if (!p || (phase > PHASE_STEP && p->step < 0)) return;
+  if (names[p->phase]) range(p, NULL);
+  if (names[phase]) range(p, names[phase]);
+  p->phase = phase;
+  if (phase == PHASE_STEP) {
+    enter(backend, OP_step);
+    p->step = p->count - 1;
+  } else if (phase == PHASE_NONE && p->step >= 0) {
+    range(p, NULL);
+    mark(backend, &p->records[p->step], END, STREAM_COMPUTE);
+    p->step = -1;
+  }
+}
+
+const ProfileTotals *profile_collect(Backend *backend) {
+  Profile *p = backend->profile;
+  if (!p) return NULL;
+  ProfileTotals *t = &p->totals;
+  const Record *last[STREAMS] = {0};
+  for (const Record *r = p->records; r < p->records + p->count; r++) {
+    double seconds = between(p->wrapped, r, BEGIN, r, END), own = 0;
+    if (r->stream != STREAM_COMPUTE) {
+      const Record *before = last[r->stream];
+      own = between(p->wrapped, r, BEGIN, r, OWN);
+      if (before) own = fmin(own, between(p->wrapped, before, OWN, r, OWN));
+      last[r->stream] = r;
+    }
+    bool step = r->op == OP_step;
+    t->steps += step;
+    t->step_seconds += step ? seconds : 0;
+    t->groups[PROFILE_IDLE].seconds += step ? seconds : -seconds;
+    if (step) continue;
+    t->groups[r->group].calls += r->op < OP_collectives_join; // to wait is no call
+    t->groups[r->group].seconds += seconds;
+    t->groups[r->group].own_seconds += own;
+  }
+  p->count = 0;
+  return t;
+}

@@ -1,0 +1,45 @@
+// Where the time of a step goes: every operation runs between two events on its stream (on the CPU: readings of the clock).
+#pragma once
+
+#include "kernels/kernels.h"
+
+// What operations are summed by: the third column of OPERATIONS. LM head + loss is all that runs in PHASE_LOSS, the GEMMs
+// too, except for communication and copies. Idle is the compute stream between operations.
+#define PROFILE_GROUPS(X)                                                                                    \
+  X(GEMMS, "GEMMs")                                                                                          \
+  X(ATTENTION, "attention")                                                                                  \
+  X(HEAD_LOSS, "LM head + loss")                                                                             \
+  X(ELEMENTWISE, "norms, elementwise")                                                                       \
+  X(EMBEDDING, "embedding")                                                                                  \
+  X(OPTIMIZER, "optimizer")                                                                                  \
+  X(COMMUNICATION, "communication")                                                                          \
+  X(COPIES, "copies")                                                                                        \
+  X(IDLE, "idle")
+#define GROUP(group, name) PROFILE_##group,
+typedef enum { PROFILE_GROUPS(GROUP) PROFILE_GROUP_COUNT } ProfileGroup;
+#undef GROUP
+
+// Sums over steps.
+typedef struct {
+  int64_t steps;
+  double step_seconds; // the sum of all groups' seconds
+  struct {
+    const char *name;
+    int64_t calls;
+    double seconds; // on the compute stream: for communication and copies on a GPU those for which it waits
+    double
+        own_seconds; // on streams of their own, concurrently. The CPU has none; it copies where copies are joined
+  } groups[PROFILE_GROUP_COUNT];
+} ProfileTotals;
+
+// Replaces the backend's table of operations by one that times them, until profile_end, which backend_destroy calls.
+// The functions below do nothing without. Where there is NVTX steps, phases and operations are ranges of it.
+void profile_begin(Backend *backend);
+void profile_end(Backend *backend);
+
+// What runs from here on. A step begins at PHASE_STEP and ends at PHASE_NONE; the phases after it are parts of a step.
+enum { PHASE_NONE, PHASE_EVAL, PHASE_STEP, PHASE_FORWARD, PHASE_LOSS, PHASE_BACKWARD, PHASE_UPDATE };
+void profile_phase(Backend *backend, int phase);
+
+// Between steps: waits for them, and adds up those since the last call. NULL without profile_begin.
+const ProfileTotals *profile_collect(Backend *backend);

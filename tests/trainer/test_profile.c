@@ -1,0 +1,393 @@
+// --profile and MFU: what is counted where, with and without streams, in whole runs; the flops and peaks of MFU.
+#include "base/json.h"
+#include "kernels/profile.h"
+#include "model/config.h"
+#include "tests/process.h"
+#include "tests/runs.h"
+#include "trainer/report.h"
+#include "trainer/speed.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define JOB                                                                                                  \
+  "--model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 3 "                   \
+  "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 16 --batch 2 "
+
+enum { LAYERS = 3 };
+
+// --- streams, by a device whose time the test makes ----------------------------------------------------------
+
+static double now[STREAMS]; // when each stream has done what it holds
+static int64_t events_alive, events_created;
+static char ranges[512];
+
+static bool fake_record(Backend *backend, void **event, StreamKind stream) {
+  (void)backend;
+  if (stream == STREAM_COLLECTIVES) return false;
+  if (!*event) {
+    *event = calloc(1, sizeof(double));
+    events_alive++, events_created++;
+  }
+  *(double *)*event = now[stream];
+  return true;
+}
+
+static double fake_seconds(void *from, void *to) {
+  return *(double *)to - *(double *)from;
+}
+
+static void fake_destroy(void *event) {
+  events_alive--;
+  free(event);
+}
+
+static void fake_range(const char *name) {
+  size_t length = strlen(ranges);
+  snprintf(ranges + length, sizeof ranges - length, name ? "%s(" : ")", name);
+}
+
+static void take(StreamKind stream, double seconds) {
+  now[stream] = fmax(now[stream], now[STREAM_COMPUTE]) + seconds;
+}
+
+static void fake_linear_forward(Backend *backend, const LinearForward *a) {
+  (void)backend, (void)a;
+  take(STREAM_COMPUTE, 3);
+}
+
+static void fake_all_reduce(Backend *backend, const Collective *a) {
+  (void)backend, (void)a;
+  take(STREAM_COMPUTE, 6); // of one rank, on the compute stream
+}
+
+static void fake_copy_in(Backend *backend, const Copy *a) {
+  (void)backend, (void)a;
+  take(STREAM_COPY_IN, 5);
+}
+
+static void fake_copy_out(Backend *backend, const Copy *a) {
+  (void)backend, (void)a;
+  take(STREAM_COPY_OUT, 1);
+}
+
+static void fake_adamw(Backend *backend, const AdamW *a) {
+  (void)backend;
+  take(a->async ? STREAM_COPY_IN : STREAM_COMPUTE, 4);
+}
+
+static void fake_copies_join(Backend *backend, int64_t in, int64_t out) {
+  (void)backend, (void)in, (void)out;
+  now[STREAM_COMPUTE] = fmax(now[STREAM_COMPUTE], now[STREAM_COPY_IN]);
+}
+
+static void assert_group(const ProfileTotals *t, ProfileGroup group, int64_t calls, double seconds,
+                         double own) {
+  if (t->groups[group].calls != calls || t->groups[group].seconds != seconds ||
+      t->groups[group].own_seconds != own)
+    fail_msg("%s: %lld calls, %g s and %g s on its own stream, not %lld, %g and %g", t->groups[group].name,
+             (long long)t->groups[group].calls, t->groups[group].seconds, t->groups[group].own_seconds,
+             (long long)calls, seconds, own);
+}
+
+static void one_fake_step(Backend *backend, Tensor m, Tensor v, Tensor one) {
+  profile_phase(backend, PHASE_STEP);
+  profile_phase(backend, PHASE_FORWARD);
+  copy_in(backend, (Copy){.out = v, .x = v});                              // from 0 to 5
+  copy_in(backend, (Copy){.out = v, .x = v});                              // behind it, to 10
+  linear_forward(backend, (LinearForward){.out = m, .x = m, .weight = m}); // meanwhile to 3
+  copy_out(backend, (Copy){.out = v, .x = v});                             // from 3 to 4
+  copies_join(backend, 0, 0);                                              // waits from 3 to 10
+  all_reduce(backend, (Collective){.out = v, .x = v});                     // to 16
+  adamw(
+      backend,
+      (AdamW){.weight = v, .m = v, .v = v, .grad = v, .grad_scale = one, .step = 1, .async = true}); // to 20
+  profile_phase(backend, PHASE_LOSS);
+  linear_forward(backend, (LinearForward){.out = m, .x = m, .weight = m}); // to 19
+  copies_join(backend, 0, 0);                                              // waits to 20
+  now[STREAM_COMPUTE] += 2;                                                // the host is late
+  profile_phase(backend, PHASE_NONE);
+}
+
+static void test_streams(void **state) {
+  (void)state;
+  Harness *h = harness_open("cpu");
+  Backend *backend = h->backend;
+  const BackendOps *cpu = backend->ops;
+  BackendOps fake = *cpu;
+  fake.event_record = fake_record, fake.event_seconds = fake_seconds, fake.event_destroy = fake_destroy;
+  fake.range = fake_range, fake.linear_forward = fake_linear_forward, fake.all_reduce = fake_all_reduce;
+  fake.copy_in = fake_copy_in, fake.copy_out = fake_copy_out, fake.adamw = fake_adamw;
+  fake.copies_join = fake_copies_join;
+  backend->ops = &fake;
+  Tensor m = poisoned(h, DTYPE_F32, 4, 4), v = poisoned_vector(h, DTYPE_F32, 4),
+         one = poisoned_vector(h, DTYPE_F32, 1);
+  profile_phase(backend, PHASE_STEP); // nothing without profile_begin
+  assert_null(profile_collect(backend));
+  assert_string_equal(ranges, "");
+
+  profile_begin(backend);
+  linear_forward(backend, (LinearForward){.out = m, .x = m, .weight = m}); // outside of a step: not counted
+  assert_string_equal(ranges, "linear_forward()");
+  ranges[0] = 0;
+  memset(now, 0, sizeof now);
+  int64_t created = 0;
+  for (int step = 1; step <= 3; step++) {
+    one_fake_step(backend, m, v, one);
+    if (step == 1) created = events_created;
+    if (step == 1)
+      assert_string_equal(ranges, "step(forward(copy_in()copy_in()linear_forward()copy_out()copies_join()"
+                                  "all_reduce()adamw())loss(linear_forward()copies_join()))");
+    const ProfileTotals *t = profile_collect(backend);
+    assert_int_equal(t->steps, step);
+    assert_true(t->step_seconds == 22 * step);
+    assert_group(t, PROFILE_GEMMS, step, 3 * step, 0);
+    assert_group(t, PROFILE_HEAD_LOSS, step, 3 * step, 0);
+    assert_group(t, PROFILE_COMMUNICATION, step, 6 * step, 0);
+    assert_group(t, PROFILE_COPIES, 3 * step, 8 * step, 11 * step);
+    assert_group(t, PROFILE_OPTIMIZER, step, 0, 4 * step);
+    assert_group(t, PROFILE_IDLE, 0, 2 * step, 0);
+  }
+  assert_int_equal(events_created, created); // they are used again
+
+  ranges[0] = 0;
+  profile_phase(backend, PHASE_EVAL);
+  profile_phase(backend, PHASE_FORWARD); // of no step
+  linear_forward(backend, (LinearForward){.out = m, .x = m, .weight = m});
+  profile_phase(backend, PHASE_NONE);
+  assert_string_equal(ranges, "validation(linear_forward())");
+  assert_int_equal(profile_collect(backend)->steps, 3);
+
+  profile_end(backend);
+  assert_ptr_equal(backend->ops, &fake);
+  assert_int_equal(events_alive, 0);
+  backend->ops = cpu;
+  harness_close(h);
+}
+
+// --- steps, on every backend --------------------------------------------------------------------------------
+
+static void check_steps(const char *backend, const char *options, bool copies) {
+  enum { STEPS = 3, MICRO_STEPS = 2 };
+  Run *plain = run_open_on(backend, JOB "--total-batch 64 %s", options);
+  if (!plain) return;
+  Run *run = run_open_on(backend, JOB "--total-batch 64 %s", options);
+  profile_begin(run->h->backend);
+  for (int step = 0; step < STEPS; step++) {
+    StepResult want = run_step(plain, step), got = run_step(run, step);
+    assert_true(want.loss == got.loss && want.grad_norm == got.grad_norm);
+  }
+  trainer_validate(&run->trainer, &run->loader, 1); // no step's
+  const ProfileTotals *t = profile_collect(run->h->backend);
+  assert_int_equal(t->steps, STEPS);
+  // The head's GEMMs are not among them.
+  assert_int_equal(t->groups[PROFILE_GEMMS].calls, STEPS * MICRO_STEPS * LAYERS * 12);
+  assert_int_equal(t->groups[PROFILE_ATTENTION].calls, STEPS * MICRO_STEPS * LAYERS * 2);
+  assert_int_equal(t->groups[PROFILE_EMBEDDING].calls, STEPS * MICRO_STEPS * 2);
+  double sum = 0;
+  for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
+    assert_true(t->groups[g].seconds >= 0);
+    sum += t->groups[g].seconds;
+    bool used = copies || g != PROFILE_COPIES;
+    if (g < PROFILE_COMMUNICATION || (g == PROFILE_COPIES && used))
+      assert_true(t->groups[g].calls > 0 && t->groups[g].seconds > 0);
+  }
+  assert_true(fabs(sum / t->step_seconds - 1) < 1e-9);
+  bool concurrent = run->h->backend->device == ON_CUDA && copies;
+  assert_true((t->groups[PROFILE_COPIES].own_seconds > 0) == concurrent);
+  run_close(plain);
+  run_close(run);
+}
+
+static void test_steps(void **state) {
+  (void)state;
+  static const char *const backends[] = {"cpu", "cuda"};
+  for (int i = 0; i < 2; i++) {
+    check_steps(backends[i], "", false);
+    check_steps(backends[i], "--materialized-logits", false);
+    check_steps(backends[i], "--recompute elementwise --offload weights,gradients,optimizer,head", true);
+  }
+}
+
+// --- whole runs ---------------------------------------------------------------------------------------------
+
+static cJSON *record_of(const char *log, const char *event) {
+  char *text = read_text(log), *rest = NULL;
+  cJSON *found = NULL;
+  for (char *line = strtok_r(text, "\n", &rest); line && !found; line = strtok_r(NULL, "\n", &rest)) {
+    cJSON *record = cJSON_Parse(line);
+    assert_non_null(record);
+    if (json_is(record, "event", event))
+      found = record;
+    else
+      cJSON_Delete(record);
+  }
+  free(text);
+  assert_non_null(found);
+  return found;
+}
+
+static double number_of(const cJSON *record, const char *name) {
+  const cJSON *item = json_member(record, name);
+  if (!cJSON_IsNumber(item)) fail_msg("no number %s", name);
+  return item->valuedouble;
+}
+
+// The summary's groups against each other and the printed table.
+static void check_run(Output o, const char *log, const char *group) {
+  if (o.status) fail_msg("%s", o.err);
+  cJSON *summary = record_of(log, "summary");
+  const cJSON *groups = json_member(summary, "profile"), *of;
+  assert_int_equal(cJSON_GetArraySize(groups), PROFILE_GROUP_COUNT);
+  double sum = 0;
+  cJSON_ArrayForEach(of, groups) {
+    char row[64];
+    double calls = cJSON_GetArrayItem(of, 0)->valuedouble, seconds = cJSON_GetArrayItem(of, 1)->valuedouble;
+    sum += seconds;
+    assert_int_equal(cJSON_GetArraySize(of), 3);
+    snprintf(row, sizeof row, "\n  %-34s %10.6g %12.2f", of->string, calls, 1e3 * seconds);
+    if (calls > 0) assert_says(o.out, row);
+  }
+  assert_true(cJSON_GetArrayItem(json_member(groups, group), 0)->valuedouble > 0);
+  char all[64];
+  snprintf(all, sizeof all, "\n  %-34s %10s %12.2f\n", "all together", "", 1e3 * sum);
+  assert_says(o.out, all);
+  assert_says(o.out, "a step's time");
+  assert_says(o.out, ", mean of 4 ");
+  cJSON_Delete(summary);
+  output_free(&o);
+}
+
+static void test_runs(void **state) {
+  (void)state;
+  const char *log = temp_path("profile.jsonl");
+  Output o = train(JOB "--device cpu --steps 6 --sample-every 0 --profile --compare-modes --log %s", log);
+  assert_non_null(strstr(o.out, "materialized, measured"));
+  check_run(o, log, "LM head + loss");
+  check_run(train(JOB
+                  "--device cpu --steps 6 --sample-every 0 --profile --offload optimizer,weights --log %s",
+                  log),
+            log, "copies");
+  o = train(JOB "--device cpu --steps 6 --sample-every 0 --log %s", log);
+  cJSON *summary = record_of(log, "summary");
+  assert_null(strstr(o.out, "a step's time"));
+  assert_null(json_member(summary, "profile"));
+  assert_null(json_member(summary, "mfu")); // a CPU has no peak
+  cJSON_Delete(summary);
+  output_free(&o);
+}
+
+static void test_few_steps(void **state) {
+  (void)state;
+  Output o = train(JOB "--device cpu --steps 2 --sample-every 0 --profile");
+  assert_int_equal(o.status, 0);
+  assert_says(o.out, "profile  none: it begins after 2 steps\n");
+  output_free(&o);
+  o = train("--eval-only --init nowhere --profile");
+  assert_int_equal(o.status, 1);
+  assert_says(o.err, "--eval-only trains nothing: leave out --profile");
+  output_free(&o);
+}
+
+static void test_ranks(void **state) {
+  (void)state;
+  if (!can_launch()) skip();
+  const char *log = temp_path("ranks.jsonl");
+  const char *device = getenv("LCE_GPU_RANKS") ? "cuda" : "cpu";
+  for (int zero = 0; zero <= 2; zero++)
+    check_run(train_ranks(2, JOB "--device %s --steps 6 --sample-every 0 --zero %d --profile --log %s",
+                          device, zero, log),
+              log, "communication");
+}
+
+// --- MFU ----------------------------------------------------------------------------------------------------
+
+// Llama 3.2 1B by hand: H 2048, 32 heads of 64 and 8 of keys and values, F 8192, V 128256, 16 layers.
+static void test_flops(void **state) {
+  (void)state;
+  ModelConfig config = model_preset("llama-1b");
+  double layer = 2048.0 * (2048 + 2 * 512) + 2048.0 * 2048 + 3 * 2048.0 * 8192;
+  double want = 6 * (16 * layer + 128256.0 * 2048) + 6.0 * 16 * 4096 * 2048;
+  assert_true(want == 6 * 1235746816.0 + 805306368.0);
+  assert_true(fabs(model_flops_per_token(&config, 4096) / want - 1) < 1e-12);
+}
+
+static void test_peaks(void **state) {
+  (void)state;
+  static const struct {
+    const char *name;
+    double peak;
+  } gpus[] = {{"NVIDIA H200, CUDA 13.0", 989e12},
+              {"NVIDIA H100 80GB HBM3", 989e12},
+              {"NVIDIA H100 PCIe", 756e12},
+              {"NVIDIA H100 NVL", 835e12},
+              {"NVIDIA H200 NVL", 835e12},
+              {"NVIDIA GH200 480GB", 989e12},
+              {"NVIDIA A100-SXM4-80GB", 312e12},
+              {"NVIDIA A100 80GB PCIe", 312e12},
+              {"NVIDIA B200", 2250e12},
+              {"NVIDIA GB200", 2500e12},
+              {"NVIDIA L40S", 362e12},
+              {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", NAN},
+              {"NVIDIA H20", NAN},
+              {"NVIDIA A10", NAN},
+              {"NVIDIA GeForce RTX 4090", NAN},
+              {"CPU, 2 threads, OpenBLAS", NAN}};
+  for (size_t i = 0; i < sizeof gpus / sizeof *gpus; i++) {
+    double got = gpu_peak_flops(gpus[i].name);
+    if (isnan(gpus[i].peak) ? !isnan(got) : got != gpus[i].peak)
+      fail_msg("%s: %g, not %g", gpus[i].name, got, gpus[i].peak);
+  }
+}
+
+// What is logged on a GPU: here the report is given an H200's name.
+static void check_report(Dtype dtype, const char *device, double peak) {
+  enum { RANKS = 2 };
+  const double seconds = 0.25;
+  const char *log = temp_path("mfu.jsonl");
+  Run *run = run_open(JOB);
+  Harness *h = harness_open("cpu");
+  snprintf(h->backend->description, sizeof h->backend->description, "%s", device);
+  Options o = run->options;
+  o.dtype = dtype, o.ranks = RANKS, o.log = log;
+  Report r = report_open(&o, h->backend);
+  report_start(&r, h->backend, "data");
+  StepResult result = run_step(run, 0);
+  report_steps(&r, &run->trainer, &result, 1, seconds);
+  report_close(&r);
+  cJSON *start = record_of(log, "start"), *step = record_of(log, "step");
+  if (isnan(peak)) {
+    assert_null(json_member(start, "peak_flops_per_second"));
+    assert_null(json_member(step, "mfu"));
+  } else {
+    double flops = model_flops_per_token(&o.model, 16) * 32;
+    assert_true(number_of(start, "peak_flops_per_second") == RANKS * peak);
+    assert_true(fabs(number_of(step, "mfu") / (flops / (RANKS * peak) / seconds) - 1) < 1e-12);
+  }
+  cJSON_Delete(start);
+  cJSON_Delete(step);
+  harness_close(h);
+  run_close(run);
+}
+
+static void test_mfu(void **state) {
+  (void)state;
+  check_report(DTYPE_BF16, "NVIDIA H200, CUDA 13.0", 989e12);
+  check_report(DTYPE_F32, "NVIDIA H200, CUDA 13.0", NAN); // another peak
+  check_report(DTYPE_BF16, "NVIDIA Unheard Of, CUDA 13.0", NAN);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_streams), cmocka_unit_test(test_steps),
+                                     cmocka_unit_test(test_runs),    cmocka_unit_test(test_few_steps),
+                                     cmocka_unit_test(test_ranks),   cmocka_unit_test(test_flops),
+                                     cmocka_unit_test(test_peaks),   cmocka_unit_test(test_mfu)};
+  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+}
