@@ -339,7 +339,8 @@ static void changed_data_are_noticed(void **state) {
   free(text);
 }
 
-// Killed at random moments and resumed, over and over, until $LCE_KILLS runs (or 5) were killed before their end.
+// Killed at random moments and resumed, over and over, offloaded or not, until $LCE_KILLS runs (or 5) were killed before their
+// end.
 static void killed_runs_lose_nothing(void **state) {
   (void)state;
   const char *asked = getenv("LCE_KILLS");
@@ -354,8 +355,9 @@ static void killed_runs_lose_nothing(void **state) {
   print_message("seed %u\n", seed);
   srand(seed);
   while (killed < kills && survived < 10 * kills) {
-    Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s", directory,
-                            temp_path("killed.jsonl"));
+    const char *offload = killed % 2 ? "--offload weights,gradients,optimizer,head" : "";
+    Process p = train_start(RUN "--resume auto --save %s --save-every 1 --keep 2 --log %s %s", directory,
+                            temp_path("killed.jsonl"), offload);
     double seconds = longest * rand() / RAND_MAX;
     nanosleep(&(struct timespec){.tv_sec = (time_t)seconds,
                                  .tv_nsec = (long)(1e9 * (seconds - (double)(time_t)seconds))},
