@@ -3,9 +3,8 @@
 // A document of n tokens gives n - 1 pairs of an input and its target, the next token; its last one, the token that ends
 // it, is predicted and not read. A document with more than T pairs is cut into pieces of T and a rest, all others stay
 // whole. The longest pieces come first, each into the fullest window that has space for it (best-fit decreasing; Ding et
-// al. 2024, "Fewer Truncations Improve Language Modeling"). Every pair is in exactly one window. What is left of a window
-// is padding. The windows depend on the data and T alone; the
-// seed orders them, as it does others (loader.h).
+// al. 2024, "Fewer Truncations Improve Language Modeling"). Every pair is in exactly one window, and what is left of a
+// window is padding. The windows depend on the data and T alone; the seed orders them, as it does others (loader.h).
 #pragma once
 
 #include "data/source.h"

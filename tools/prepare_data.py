@@ -9,8 +9,9 @@
 
 Tokens are made by Hugging Face's `tokenizers`, in as many processes as there are cores. Out come llm.c's shards
 (uint16, or uint32 where ids are larger), each document whole in one of train and val and closed by the end-of-text
-token, next to each shard its documents' ends for --pack documents (x.ends for x.bin, see data/source.h), the tokenizer, generation_config.json with that token, and manifest.json, which says what is in them. In conversations (--chat) only what the assistant says is learned: a
-mask next to each shard (x.mask for x.bin, see data/source.h), one bit a token, marks what counts.
+token; next to each shard its documents' ends for --pack documents (x.ends for x.bin, see data/source.h); the tokenizer;
+generation_config.json with that token; and manifest.json, which says what is in them. In conversations (--chat) only what
+the assistant says is learned: a mask next to each shard (x.mask for x.bin), one bit a token, marks what counts.
 
 Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
 """
