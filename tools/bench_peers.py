@@ -3,6 +3,7 @@
 
   make liblce.so && tools/bench_peers.py                  # on a GPU; needs PyTorch, and the peers' packages for their rows
   tools/bench_peers.py --z-loss                           # z-loss instead: the loss alone, and a whole training step
+  tools/bench_peers.py --log-probs                        # instead: log-probabilities of a policy gradient, and entropies
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # where there is no GPU
 
 Every peer computes the mean loss and the gradients of x and W, alternating with the three plain GEMMs (logits, dX and dW
@@ -23,7 +24,7 @@ import sys
 import torch
 
 import peers
-import peers_z_loss
+import peers_chains
 
 SHAPES = "4096x4096x128256,16384x2048x131072,8192x2304x256000,32768x4096x128256"
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
@@ -76,6 +77,8 @@ def parse_options():
     parser.add_argument("--no-errors", action="store_true", help="leave out the comparison with float64")
     parser.add_argument("--z-loss", action="store_true",
                         help="instead: z-loss against chains of separate operations, the loss and a training step")
+    parser.add_argument("--log-probs", action="store_true",
+                        help="instead: log-probabilities, alone and with entropies, against chains of separate operations")
     parser.add_argument("--json", metavar="FILE", help="write every row as a line of JSON, too")
     options = parser.parse_args()
     try:
@@ -101,8 +104,9 @@ def main():
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"{device}, median of {options.rounds}; " + ", ".join(f"{name} {v}" for name, v in versions().items()))
     log(event="run", device=device, rounds=options.rounds, versions=versions())
-    if options.z_loss:
-        peers_z_loss.bench(options.device, options.shapes, options.rounds, not options.no_errors, log)
+    losses = [peers_chains.Z_LOSS] * options.z_loss + [*peers_chains.LOG_PROBS] * options.log_probs
+    if losses:
+        peers_chains.bench(options.device, options.shapes, options.rounds, not options.no_errors, log, losses)
         return
     for shape in options.shapes:
         gemms_ms, rows = bench_shape(options.device, shape, options)

@@ -262,22 +262,26 @@ def blocks(rows, bytes_each):
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-@torch.no_grad()
-def reference(x, w, y, z_loss=0.0):
-    """Mean loss (z-loss included), dX and dW in float64, a block of rows of logits at a time."""
-    n, v = len(x), len(w)
-    w64 = w.double()
-    loss, dx, dw = 0.0, torch.empty(x.shape, dtype=torch.float64, device=x.device), torch.zeros_like(w64)
-    for rows in blocks(n, 8 * v):
-        x64, target = x[rows].double(), y[rows, None]
-        z = x64 @ w64.T
-        lse = torch.logsumexp(z, dim=1, keepdim=True)
-        loss += (lse - z.gather(1, target) + z_loss * lse * lse).sum().item() / n
-        p = z.sub_(lse).exp_().mul_((1 + 2 * z_loss * lse) / n)
-        p.scatter_add_(1, target, torch.full_like(lse, -1 / n))
-        torch.mm(p, w64, out=dx[rows])
-        dw.addmm_(p.T, x64)
-    return loss, dx, dw
+def advantages_of(y):
+    """From -1 to 1, for a loss that weights its tokens."""
+    return torch.linspace(-1, 1, len(y), device=y.device)
+
+
+def token_cross_entropy(z, y, advantages):
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def reference(x, w, y, token_losses=token_cross_entropy):
+    """The mean of token_losses(z, y, advantages), dX and dW in float64, a block of rows of logits z at a time."""
+    w64, advantages = w.detach().double().requires_grad_(), advantages_of(y)
+    loss, dx = 0.0, torch.empty(x.shape, dtype=torch.float64, device=x.device)
+    for rows in blocks(len(x), 8 * len(w)):
+        x64 = x[rows].detach().double().requires_grad_()
+        part = token_losses(x64 @ w64.T, y[rows], advantages[rows]).sum() / len(x)
+        part.backward()
+        loss += part.item()
+        dx[rows] = x64.grad
+    return loss, dx, w64.grad
 
 
 @torch.no_grad()
@@ -294,5 +298,5 @@ def errors_of(got, want):
     """Of a peer's (loss, dX, dW), against the reference's; nothing where there is none."""
     if not want:
         return {}
-    return dict(zip(ERRORS, (abs(got[0].item() - want[0]) / want[0], relative_error(got[1], want[1]),
+    return dict(zip(ERRORS, (abs((got[0].item() - want[0]) / want[0]), relative_error(got[1], want[1]),
                              relative_error(got[2], want[2]))))

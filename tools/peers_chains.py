@@ -1,19 +1,31 @@
-"""z-loss by chains of separate framework operations and by lce.c: the loss alone, and a whole training step.
+"""Losses that frameworks leave to chains of separate operations, by such chains and by lce.c.
 
-The loss is mean(lse - z[y] + lambda lse^2) on fp32 logits. lce.c computes gradients in the forward pass, so what they
-add to a forward pass alone counts as its backward pass. The step is that of one Llama written with PyTorch's operations
-(compiled blocks, PyTorch's attention, fused AdamW, all in bf16), in which only LM head + loss are exchanged.
+z-loss:            mean(lse - z[y] + lambda lse^2) on fp32 logits, alone and in a whole training step. lce.c computes
+                   gradients in the forward pass, so what they add to a forward pass alone counts as its backward pass. The
+                   step is that of one Llama written with PyTorch's operations (compiled blocks, PyTorch's attention, fused
+                   AdamW, all in bf16), in which only LM head + loss are exchanged.
+log-probabilities: of a policy gradient, mean(-a log p[y] - beta entropy(p)) with a from -1 to 1, with and without entropies.
 """
+from collections import namedtuple
+
 import torch
 import torch.nn.functional as F
 
 import peers
-from peers import reset_peak, seconds
+from peers import advantages_of, lce, reset_peak, seconds
 
-LAMBDA = 1e-4
+LAMBDA, BETA = 1e-4, 1e-2
 
 
 # --- the losses -------------------------------------------------------------------------------------------------
+
+# All of (x, w, y). token_losses(z, y, advantages) is what they are the mean of.
+Loss = namedtuple("Loss", "name token_losses chains ours in_forward")
+
+
+def compiled(loss):
+    return peers.Peer("separate operations, torch.compile", lambda: torch.compile(loss, dynamic=False), gpu_only=True)
+
 
 def two_operations(x, w, y):
     """As trainers write it: the loss, and the logsumexp once more."""
@@ -21,18 +33,42 @@ def two_operations(x, w, y):
     return F.cross_entropy(logits, y) + LAMBDA * torch.logsumexp(logits, dim=1).square().mean()
 
 
+def token_z_losses(z, y, advantages=None):
+    lse = torch.logsumexp(z, dim=1)
+    return lse - z.gather(1, y[:, None])[:, 0] + LAMBDA * lse * lse
+
+
 def one_logsumexp(x, w, y):
     """The shortest chain: one logsumexp serves both terms."""
-    logits = (x @ w.T).float()
-    lse = torch.logsumexp(logits, dim=1)
-    return (lse - logits.gather(1, y[:, None])[:, 0] + LAMBDA * lse * lse).mean()
+    return token_z_losses((x @ w.T).float(), y).mean()
 
 
-CHAINS = [peers.Peer("separate operations", lambda: two_operations),
-          peers.Peer("separate operations, one logsumexp", lambda: one_logsumexp),
-          peers.Peer("separate operations, torch.compile", lambda: torch.compile(two_operations, dynamic=False),
-                     gpu_only=True)]
-OURS = peers.Peer("lce.c, chunk 4096", lambda: peers.ours(4096, z_loss=LAMBDA))
+Z_LOSS = Loss("z-loss", token_z_losses,
+              [peers.Peer("separate operations", lambda: two_operations),
+               peers.Peer("separate operations, one logsumexp", lambda: one_logsumexp), compiled(two_operations)],
+              peers.Peer("lce.c, chunk 4096", lambda: peers.ours(4096, z_loss=LAMBDA)), True)
+
+
+def policy_losses(log_probs, entropies, advantages):
+    return -advantages * log_probs - (0 if entropies is None else BETA * entropies)
+
+
+def log_probs_loss(name, entropy):
+    def token_losses(z, y, advantages):
+        log_p = torch.log_softmax(z, dim=1)
+        return policy_losses(log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(1) if entropy else None, advantages)
+
+    def chain(x, w, y):
+        return token_losses((x @ w.T).float(), y, advantages_of(y)).mean()
+
+    def ours(x, w, y):
+        found = lce.linear_log_probs(x, w, y, chunk=min(4096, len(x)), entropy=entropy)
+        return policy_losses(*found, advantages_of(y)).mean()
+    return Loss(name, token_losses, [peers.Peer("separate operations", lambda: chain), compiled(chain)],
+                peers.Peer("lce.c, chunk 4096", lambda: ours), False)
+
+
+LOG_PROBS = (log_probs_loss("log-probabilities", False), log_probs_loss("log-probabilities and entropies", True))
 
 
 # --- the loss alone ---------------------------------------------------------------------------------------------
@@ -49,29 +85,24 @@ def time_chain(device, loss_of, tensors):
 PARTS = (("forward_", lambda seconds: seconds[0]), ("backward_", lambda seconds: seconds[1]), ("together_", sum))
 
 
-def loss_rows(device, shape, rounds, errors):
+def loss_rows(loss, device, shape, rounds, errors):
     tensors = x, w, y = peers.problem(device, shape)
-    reference = peers.reference(x, w, y, LAMBDA) if errors else None
+    reference = peers.reference(x, w, y, loss.token_losses) if errors else None
 
-    def chain(peer):
+    def row(peer):
         loss_of = peers.loss_of(peer, device)
         run = peers.autograd(loss_of)
-        run(*tensors)
-        return peers.measured(device, run, tensors, reference), lambda: time_chain(device, loss_of, tensors)
 
-    def ours():
-        loss_of = peers.loss_of(OURS, device)
-        run = peers.autograd(loss_of)
-
-        def timer():
+        def with_gradients():
             together = seconds(device, lambda: run(*tensors))
             with torch.no_grad():
                 alone = seconds(device, lambda: loss_of(*tensors))
             return alone, together - alone
         run(*tensors)
-        found = peers.measured(device, run, tensors, reference)
-        found["held_bytes"] = (found["held_bytes"] or 0) + peers.ours_held(x)
-        return found, timer
+        found, ours = peers.measured(device, run, tensors, reference), peer is loss.ours
+        if ours:
+            found["held_bytes"] = (found["held_bytes"] or 0) + peers.ours_held(x)
+        return found, with_gradients if ours and loss.in_forward else lambda: time_chain(device, loss_of, tensors)
 
     def gemms():
         passes = peers.gemms(x, w)
@@ -79,13 +110,12 @@ def loss_rows(device, shape, rounds, errors):
 
     def makers():
         nonlocal reference
-        for peer in CHAINS:
-            yield peer.name, lambda: chain(peer)
-        yield OURS.name, ours
+        for peer in [*loss.chains, loss.ours]:
+            yield peer.name, lambda: row(peer)
         reference = None  # freed before the timing
         yield "the plain GEMMs alone", gemms
 
-    return peers.compare(device, makers(), OURS.name, rounds, PARTS)[0]
+    return peers.compare(device, makers(), loss.ours.name, rounds, PARTS)[0]
 
 
 # --- a training step --------------------------------------------------------------------------------------------
@@ -168,25 +198,29 @@ def step_rows(device, rounds):
         reset_peak(device)
         model.step(loss_of)
         peak = peers.peak_bytes(device)
-        if peak and peer is OURS:
+        if peak and peer is Z_LOSS.ours:
             peak += peers.ours_held(model.table)
         return (dict(loss=loss, peak_bytes=peak),
                 lambda: seconds(device, lambda: model.step(loss_of)))
 
-    return peers.compare(device, [(peer.name, lambda peer=peer: chain(peer)) for peer in [*CHAINS, OURS]], OURS.name, rounds)[0]
+    return peers.compare(device, [(peer.name, lambda peer=peer: chain(peer)) for peer in [*Z_LOSS.chains, Z_LOSS.ours]],
+                         Z_LOSS.ours.name, rounds)[0]
 
 
-def bench(device, shapes, rounds, errors, log):
-    """Both tables; log(**row) keeps each row."""
-    m = MODELS[device]
-    for shape in shapes:
-        peers.show("z-loss, N {}, H {}, V {}: ms, and ratio to lce.c".format(*shape),
-                   ("loss", "forward", "backward", "together", "holds", *peers.ERROR_COLUMNS), loss_rows(device, shape, rounds, errors),
-                   lambda row: [*(f"{row[f'{part}ms']:.2f}, {row[f'{part}ratio']:.2f}" for part, _ in PARTS),
-                                peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)],
-                   log, event="z-loss layer", shape=shape)
-    peers.show(f"z-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}",
-               ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), step_rows(device, rounds),
-               lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
-                            peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"],
-               log, event="z-loss step", model=m)
+def bench(device, shapes, rounds, errors, log, losses):
+    """A table for each loss and shape, and with z-loss that of the step; log(**row) keeps each row."""
+    for loss in losses:
+        for shape in shapes:
+            peers.show("{}, N {}, H {}, V {}: ms, and ratio to lce.c".format(loss.name, *shape),
+                       ("loss", "forward", "backward", "together", "holds", *peers.ERROR_COLUMNS),
+                       loss_rows(loss, device, shape, rounds, errors),
+                       lambda row: [*(f"{row[f'{part}ms']:.2f}, {row[f'{part}ratio']:.2f}" for part, _ in PARTS),
+                                    peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)],
+                       log, event="loss of chains", loss=loss.name, shape=shape)
+    if Z_LOSS in losses:
+        m = MODELS[device]
+        peers.show(f"z-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}",
+                   ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), step_rows(device, rounds),
+                   lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
+                                peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"],
+                   log, event="z-loss step", model=m)
