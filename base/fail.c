@@ -82,6 +82,8 @@ void output_check_at_exit(void) {
   static bool checked;
   if (checked) return;
   checked = true;
+  static char whole_help[1 << 16]; // a write that fails inside of it would leave no reason behind
+  if (!isatty(STDOUT_FILENO)) setvbuf(stdout, whole_help, _IOFBF, sizeof whole_help);
   int unused;
   while ((unused = open("/dev/null", O_RDWR)) >= 0 && unused <= STDERR_FILENO) continue;
   if (unused >= 0) close(unused);

@@ -42,8 +42,7 @@ enum {
   OFFLOAD_GRADIENTS = 1 << 1,
   OFFLOAD_OPTIMIZER = 1 << 2,   // master weights and moments, of all groups
   OFFLOAD_ACTIVATIONS = 1 << 3, // the layers' inputs, under RECOMPUTE_LAYER
-  OFFLOAD_HEAD =
-      1 << 4, // the head's weights and gradients, which are on the device while the loss is computed
+  OFFLOAD_HEAD = 1 << 4, // its weights and gradients, which are on the device while the loss is computed
 };
 
 typedef struct {

@@ -54,8 +54,8 @@ typedef struct {
   // Of training, or absent: [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER; the
   // last of these stays on the device.
   Tensor inputs;
-  Tensor
-      squares; // of training, or absent: fp32 [1], receives the sum of squares of offloaded layers' gradients
+  // Of training, or absent: fp32 [1], receives the sum of squares of offloaded layers' gradients.
+  Tensor squares;
   // Begins what is left of a layer's update, in the forward pass of training, and returns how many operations that are
   // asynchronous like copies in; NULL: nothing is left.
   int64_t (*update_layer)(void *context, int64_t layer);
