@@ -296,6 +296,11 @@ static cJSON *describe(const ModelConfig *c) {
 
 char *hf_config_write(const ModelConfig *c, Dtype dtype, const char *original) {
   cJSON *json = original ? cJSON_Parse(original) : describe(c);
+  static const char softcap[] = "final_logit_softcapping"; // a run may change it
+  if (c->final_logit_softcapping > 0)
+    set(json, softcap, cJSON_CreateNumber(c->final_logit_softcapping));
+  else
+    cJSON_DeleteItemFromObjectCaseSensitive(json, softcap);
   const char *const names[] = {"torch_dtype", "dtype"}; // transformers 4 and 5
   for (int i = 0; i < 2; i++)
     set(json, names[i], cJSON_CreateString(dtype == DTYPE_BF16 ? "bfloat16" : "float32"));

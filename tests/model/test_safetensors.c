@@ -400,6 +400,14 @@ static void written_configs_are_read_again(void **state) {
   assert_null(strstr(text, "float16\""));
   assert_non_null(strstr(text, "\"float32\""));
   free(text);
+  c.final_logit_softcapping = 30; // a run changed it, or took it away
+  text = hf_config_write(&c, DTYPE_F32, "{" LLAMA_SIZES "}");
+  assert_true(read_config(text).final_logit_softcapping == 30);
+  c.final_logit_softcapping = 0;
+  char *without = hf_config_write(&c, DTYPE_F32, text);
+  assert_true(read_config(without).final_logit_softcapping == 0);
+  free(without);
+  free(text);
 }
 
 int main(void) {
