@@ -117,8 +117,8 @@ static void save(Run *run, int64_t step) {
   Reason reason;
   double start = now_seconds();
   report_break(&run->report);
-  trainer_finish_update(&run->trainer);
-  int32_t saved = checkpoint_save(&run->store, &run->trainer.model, run->backend, step, json, &reason);
+  Model *model = trainer_model(&run->trainer);
+  int32_t saved = checkpoint_save(&run->store, model, run->backend, step, json, &reason);
   if (saved)
     report_checkpoint(&run->report, step, now_seconds() - start);
   else

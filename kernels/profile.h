@@ -26,7 +26,8 @@ typedef struct {
   struct {
     const char *name;
     int64_t calls;
-    double seconds; // on the compute stream: for communication and copies on a GPU those for which it waits
+    // On the compute stream: of what runs on streams of its own on a GPU the time for which that waits.
+    double seconds;
     double
         own_seconds; // on streams of their own, concurrently. The CPU has none; it copies where copies are joined
   } groups[PROFILE_GROUP_COUNT];

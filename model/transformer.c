@@ -550,7 +550,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   Tensor dr = push_gradient(&p, "d residual", hidden_size);
   Tensor stream = embed(&p), inputs = options->inputs, spare = none;
   if (tensor_exists(inputs)) spare = push_activation(&p, "residual", hidden_size);
-  prepare_layer(&p, options, 0);
+  fetch_weights(&p, 0);
   for (int64_t l = 0; l < layers; l++) {
     marks[l] = memory_mark(memory);
     states[l].input = stream;

@@ -23,7 +23,7 @@ static void flush(Rows *r) {
   Trainer *t = r->trainer;
   Batch batch = trainer_batch(t, 0, r->filled, r->width, true);
   Tensor loss = tensor_rows(t->loss, 0, r->filled * r->width);
-  transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, loss);
+  transformer_evaluate(t->backend, trainer_model(t), &batch, &t->transformer, loss);
   backend_to_host(t->backend, r->losses, loss);
   for (int64_t row = 0; row < r->filled; row++) {
     double sum = 0;
@@ -82,7 +82,6 @@ static void sum_over_ranks(Trainer *t, ChoiceScore *score) {
 }
 
 ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples) {
-  trainer_finish_update(t);
   if (!examples || examples > choices->count) examples = choices->count;
   int64_t seq_len = t->options->seq_len, tokens = t->options->batch * seq_len;
   Rows r = {.trainer = t, .width = min_i64(choices->longest - 1, seq_len)};
@@ -95,7 +94,8 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
   r.losses = host_alloc(tokens, sizeof *r.losses, choices->path);
 
   ChoiceScore score = {.examples = examples};
-  MemoryMark mark = model_gather_head(&t->model, t->backend);
+  Model *model = trainer_model(t);
+  MemoryMark mark = model_gather_head(model, t->backend);
   int64_t row = 0, length;
   for (int64_t e = rank; e < examples; e += ranks) {
     Choice choice = choices_get(choices, e);
@@ -107,7 +107,7 @@ ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples)
     }
   }
   flush(&r);
-  model_drop_head(&t->model, t->backend, mark);
+  model_drop_head(model, t->backend, mark);
   row = 0;
   for (int64_t e = rank; e < examples; e += ranks) {
     Choice choice = choices_get(choices, e);

@@ -30,7 +30,7 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
     if (options->sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
   trainer_validate(&trainer, NULL, 1);
-  if (options->save && !options->eval_only) shards_plan_read(&trainer.model.parameters, backend);
+  if (options->save && !options->eval_only) shards_plan_read(&trainer_model(&trainer)->parameters, backend);
   Ledger plan = backend->memory.ledger;
   trainer_destroy(&trainer);
   backend_destroy(backend);
@@ -181,7 +181,7 @@ static double count_step(const Options *options, DeviceKind device, int64_t micr
   if (operations) backend->ops = operations;
   backend->state = state;
   trainer_step(&t, NULL, 0);
-  trainer_finish_update(&t);
+  trainer_model(&t); // with what the step leaves of the update
   double sent = t.wire_bytes;
   trainer_destroy(&t);
   backend_destroy(backend);

@@ -67,7 +67,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
                                  .z_loss = (float)options->z_loss,
                                  .sampling.full_mass = (float)options->lce_sample}};
   int64_t tokens = tokens_of(t);
-  model_create(&t->model, &options->model, backend, options->dtypes, options->seq_len);
+  model_create(&t->late_model, &options->model, backend, options->dtypes, options->seq_len);
   t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
   t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
   t->rows = reserve_table(backend, "counted rows", DTYPE_I32, tokens);
@@ -104,13 +104,13 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->host_rows = host_alloc(tokens, sizeof *t->host_rows, "a batch");
   t->host_max_counted = host_alloc(options->micro_steps, sizeof *t->host_max_counted, "a batch");
   if (options->origin)
-    checkpoint_load(options->origin, &t->model, backend, options->resumed_from != NULL);
+    checkpoint_load(options->origin, &t->late_model, backend, options->resumed_from != NULL);
   else
-    parameters_initialize(&t->model.parameters, backend, options->seed);
+    parameters_initialize(&t->late_model.parameters, backend, options->seed);
 }
 
 void trainer_destroy(Trainer *t) {
-  model_destroy(&t->model);
+  model_destroy(&t->late_model);
   free(t->host_tokens);
   free(t->host_targets);
   free(t->host_rows);
@@ -155,7 +155,7 @@ static bool next_piece(const Parameters *p, Piece *piece) {
 }
 
 static void step_piece(Trainer *t, const Piece *piece, AdamW a) {
-  const Parameters *p = &t->model.parameters;
+  const Parameters *p = &t->late_model.parameters;
   ParameterGroup group = piece->group;
   Bucket bucket = piece->bucket;
   a.weight = shards_weights(p, group, bucket);
@@ -174,14 +174,14 @@ static void step_piece(Trainer *t, const Piece *piece, AdamW a) {
 
 // Whether the backward pass sums the squares of the layers' gradients.
 static bool sums_squares(const Trainer *t) {
-  return t->backend->ranks == 1 && tensor_exists(t->model.parameters.layer_grads);
+  return t->backend->ranks == 1 && tensor_exists(t->late_model.parameters.layer_grads);
 }
 
 // The norm over all gradients (fp32 [1], written), the clip factor, and AdamW. Each rank updates its part of what is
 // spread, and the new weights are gathered. step counts from 0.
 static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step) {
   const Options *o = t->options;
-  const Parameters *p = &t->model.parameters;
+  const Parameters *p = &t->late_model.parameters;
   bool started = false;
   for (Piece piece = {0}; next_piece(p, &piece); started = true) {
     if (piece.layer >= 0 && sums_squares(t)) continue; // done
@@ -202,31 +202,32 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
                     .epsilon = (float)o->epsilon,
                     .weight_decay = (float)o->weight_decay,
                     .step = step + 1};
-  t->update_left = t->backend->ranks == 1 && o->dtypes.offload & OFFLOAD_OPTIMIZER;
+  t->update_left = t->backend->ranks == 1;
   t->update = settings;
   for (Piece piece = {0}; next_piece(p, &piece);)
-    if (piece.layer < 0 || !t->update_left) step_piece(t, &piece, settings);
+    if (piece.layer <= 0 || !t->update_left)
+      step_piece(t, &piece, settings); // what the forward pass begins with
   collectives_join(t->backend, 0);
 }
 
-static void update_layer(Trainer *t, int64_t layer, bool async) {
-  const Spread *spread = &t->model.parameters.spread;
+static void update_layer(Trainer *t, int64_t layer, int64_t async_rows) {
+  const Spread *spread = &t->late_model.parameters.spread;
   Bucket bucket = {spread->before_layers + layer * spread->layer, spread->layer};
   AdamW settings = t->update;
-  settings.async = async;
+  settings.async_rows = async_rows;
   step_piece(t, &(Piece){.group = GROUP_MATRICES, .bucket = bucket}, settings);
 }
 
 // TransformerOptions.update_layer.
 static int64_t update_layer_async(void *trainer, int64_t layer) {
-  update_layer(trainer, layer, true);
+  update_layer(trainer, layer, tokens_of(trainer));
   return 1;
 }
 
-void trainer_finish_update(Trainer *t) {
-  for (int64_t l = 0; t->update_left && l < t->options->model.num_hidden_layers; l++)
-    update_layer(t, l, false);
+Model *trainer_model(Trainer *t) {
+  for (int64_t l = 1; t->update_left && l < t->options->model.num_hidden_layers; l++) update_layer(t, l, 0);
   t->update_left = false;
+  return &t->late_model;
 }
 
 // --- a step ------------------------------------------------------------------------------------------------
@@ -264,9 +265,8 @@ static Batch loaded_batch(Trainer *t, int64_t m, bool masked) {
 void trainer_gradient_pass(Trainer *t) {
   for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
     if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
-  trainer_finish_update(t);
   Batch batch = loaded_batch(t, 0, t->options->masked);
-  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
+  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
 }
 
@@ -341,14 +341,14 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   for (int64_t m = 0; m < o->micro_steps; m++) {
     Batch batch = loaded_batch(t, m, o->masked);
     // Ranks that share the head's rows compute as many tokens as the rank with the most counted ones.
-    if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
+    if (o->masked && t->late_model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
     TransformerOptions options = t->transformer;
     options.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
     Reduction reduction;
-    reduction_begin(&reduction, t->backend, &t->model, m == 0, m == o->micro_steps - 1, &options);
+    reduction_begin(&reduction, t->backend, &t->late_model, m == 0, m == o->micro_steps - 1, &options);
     if (sums_squares(t) && (planning || m == o->micro_steps - 1)) options.squares = t->squares;
     if (t->update_left) options.update_layer = update_layer_async, options.update_context = t;
-    transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
+    transformer_train(t->backend, &t->late_model, &batch, &options, scale, m > 0, t->loss);
     t->update_left = false;
     sum_tokens(t, slot, m > 0);
     if (planning && m == 1) break; // the rest need the same memory, and send as much
@@ -413,7 +413,7 @@ void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
 }
 
 void trainer_store_step(const Trainer *t, Folder *folder) {
-  const Parameters *p = &t->model.parameters;
+  const Parameters *p = &t->late_model.parameters;
   const struct {
     const char *name;
     Tensor tensor;
@@ -466,7 +466,7 @@ static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tens
   load_validation(t, loader, index, counted);
   // The last batch may be padded.
   Batch batch = loaded_batch(t, 0, true);
-  transformer_evaluate(t->backend, &t->model, &batch, &t->transformer, t->loss);
+  transformer_evaluate(t->backend, trainer_model(t), &batch, &t->transformer, t->loss);
   reduce(t->backend, (Reduce){.sum = sum, .x = t->loss});
 }
 
@@ -501,12 +501,12 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   int64_t at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   Counted counted = {0};
   double sum = 0;
-  trainer_finish_update(t);
+  Model *model = trainer_model(t);
   profile_phase(t->backend, PHASE_EVAL);
-  MemoryMark mark = model_gather_head(&t->model, t->backend);
+  MemoryMark mark = model_gather_head(model, t->backend);
   for (int64_t first = 0; first < batches; first += at_once)
     sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);
-  model_drop_head(&t->model, t->backend, mark);
+  model_drop_head(model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);
   t->bits_per_byte = counted.bytes ? sum / log(2) / (double)counted.bytes : NAN;
   return counted.tokens ? sum / (double)counted.tokens : 0;
@@ -521,9 +521,9 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
                            .window = o->seq_len,
                            .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
                            .seed = seed};
-  trainer_finish_update(t);
-  MemoryMark mark = model_gather_head(&t->model, t->backend);
-  int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, &t->model, &generation, count);
-  model_drop_head(&t->model, t->backend, mark);
+  Model *model = trainer_model(t);
+  MemoryMark mark = model_gather_head(model, t->backend);
+  int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, model, &generation, count);
+  model_drop_head(model, t->backend, mark);
   return tokens;
 }

@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
   const Options *options; // the caller's; must outlive the trainer
   Backend *backend;       // likewise
-  Model model;
+  Model late_model;       // of which layers may lack their last update: others read it through trainer_model
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, documents, loss;
@@ -37,7 +37,7 @@ typedef struct {
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
   AdamW update;              // of the last step
-  bool update_left;          // of the layers: trainer_finish_update
+  bool update_left;          // of the layers but the first: trainer_model
   StepResult pending[TRAINER_PENDING];
   int pending_count;
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
@@ -64,10 +64,9 @@ void trainer_set_mode(Trainer *trainer, LceMode mode);
 // AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
-// Where the optimizer's state is offloaded the layers' weights are updated in the next step's forward pass: AdamW takes the
-// time of the state's way over PCIe. This does it at once, where it is left to do, for callers that read weights (validation
-// and samples do it themselves).
-void trainer_finish_update(Trainer *trainer);
+// The model after the last step. One rank alone updates the layers but the first during the next step's forward pass, each
+// while the layer before it computes: AdamW only waits for memory. What is left of an update is done here, at once.
+Model *trainer_model(Trainer *trainer);
 
 // Copies `batch` sequences of `seq_len` tokens, which begin at host_tokens[first], and their targets to the device; a
 // plan copies nothing. `masked` lists the counted rows, then the ignored ones: the loss is computed for the former.

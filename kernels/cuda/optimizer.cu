@@ -50,8 +50,12 @@ static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W],
   *reinterpret_cast<Group<T, W> *>(to) = group;
 }
 
+// A layer's forward pass takes 2 FLOP a weight and row, so the blocks that finish an update meanwhile are a constant over the
+// number of rows; MIN_BLOCKS suffice for PCIe. A block fills an SM's memory pipeline, which leaves most SMs to the GEMMs.
+enum { ASYNC_THREADS = 1024, ASYNC_BLOCKS_TIMES_ROWS = 8 * 16384, ASYNC_MIN_BLOCKS = 4 };
+
 template <typename T, typename TM, typename TG, bool MASTER, int W>
-static __global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(ASYNC_THREADS)
     adamw_kernel(T *weight, float *master, TM *m, TM *v, const TG *grad, const float *grad_scale,
                  int64_t first, int64_t end, AdamWParams a) {
   constexpr bool RANDOM = sizeof(TM) == 2 || (sizeof(T) == 2 && !MASTER);
@@ -85,11 +89,8 @@ static __global__ void __launch_bounds__(256)
   }
 }
 
-// An update beside the forward pass is limited by PCIe. So many blocks suffice for that, and leave the other SMs alone.
-enum { ASYNC_BLOCKS = 16 };
-
 void cuda_adamw(Backend *backend, const AdamW *a) {
-  cudaStream_t stream = a->async ? copy_in_begin(backend) : cuda_stream(backend);
+  cudaStream_t stream = a->async_rows ? copy_in_begin(backend) : cuda_stream(backend);
   int64_t count = a->weight.shape[0];
   AdamWParams params = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
                         .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
@@ -99,6 +100,8 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
                         .decay = a->lr * a->weight_decay,
                         .key = counter_key(a->seed, (uint64_t)a->step),
                         .place = a->first};
+  int64_t max_blocks =
+      a->async_rows ? max_i64(ASYNC_BLOCKS_TIMES_ROWS / a->async_rows, ASYNC_MIN_BLOCKS) : INT32_MAX;
   bool master = tensor_exists(a->master);
   bool aligned = rows_start_aligned(a->weight, 8) && rows_start_aligned(a->m, 8) &&
                  rows_start_aligned(a->v, 8) && rows_start_aligned(a->grad, 8) &&
@@ -112,9 +115,9 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
           using TG = decltype(grad_type);
           auto launch = [&](auto width, int64_t first, int64_t end) {
             constexpr int W = decltype(width)::value;
-            int64_t blocks = ceil_div(end - first, 256 * W);
-            if (a->async) blocks = min_i64(blocks, ASYNC_BLOCKS);
-            launch_kernel({"adamw", stream, dim3((unsigned)blocks), 256},
+            int threads = a->async_rows ? ASYNC_THREADS : 256;
+            int64_t blocks = min_i64(ceil_div(end - first, threads * W), max_blocks);
+            launch_kernel({"adamw", stream, dim3((unsigned)blocks), threads},
                           adamw_kernel<T, TM, TG, decltype(has_master)::value, W>, data_of<T>(a->weight),
                           data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v),
                           data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end, params);
@@ -127,7 +130,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
       });
     });
   });
-  if (a->async) copy_in_end(backend);
+  if (a->async_rows) copy_in_end(backend);
 }
 
 // --- sums --------------------------------------------------------------------------------------------------

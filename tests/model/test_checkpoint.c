@@ -47,7 +47,7 @@ typedef struct {
 
 static Tampered tamper(const char *more) {
   Tampered t = {.run = open_tiny(more)};
-  const Parameters *p = &t.run->trainer.model.parameters;
+  const Parameters *p = &trainer_model(&t.run->trainer)->parameters;
   for (int64_t i = 0; i < p->count; i++) {
     TensorToStore *s = &t.list[t.count++];
     snprintf(s->name, sizeof s->name, "%s", p->items[i].name);
@@ -70,7 +70,7 @@ static void load_tampered(Tampered *t, size_t shard_bytes) {
   tensor_set_write(&folder, "model", t->list, t->count, t->run->h->backend, shard_bytes);
   Reason reason;
   assert_true(folder_finish(&folder, &reason));
-  weights_load(&t->run->trainer.model, t->run->h->backend, temp_path("tampered"));
+  weights_load(trainer_model(&t->run->trainer), t->run->h->backend, temp_path("tampered"));
 }
 
 static void what_is_missing_left_over_or_misshapen_is_named(void **state) {
@@ -109,7 +109,7 @@ static void a_tied_head_must_be_the_embedding(void **state) {
   Tampered t = tamper("");
   add_tensor(&t, "lm_head.weight", t.list[0].tensor);
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
-  t.list[t.count - 1].tensor = t.run->trainer.model.head.grad; // as large, and zero
+  t.list[t.count - 1].tensor = trainer_model(&t.run->trainer)->head.grad; // as large, and zero
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
                "lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings");
   run_close(t.run);
@@ -126,7 +126,7 @@ static void shards_and_index_must_agree(void **state) {
   load_tampered(&t, 1000);
   const char *index = temp_path("tampered/model.safetensors.index.json");
   assert_true(path_exists(temp_path("tampered/model-00002-of-00003.safetensors")));
-  Model *model = &t.run->trainer.model;
+  Model *model = trainer_model(&t.run->trainer);
   Backend *backend = t.run->h->backend;
   char folder[512];
   snprintf(folder, sizeof folder, "%s", temp_path("tampered"));
@@ -264,7 +264,8 @@ static void save_steps(Run *run, CheckpointStore *store, const int64_t *steps, i
   cJSON *state = cJSON_CreateObject();
   Reason reason;
   for (int i = 0; i < count; i++)
-    assert_true(checkpoint_save(store, &run->trainer.model, run->h->backend, steps[i], state, &reason));
+    assert_true(
+        checkpoint_save(store, trainer_model(&run->trainer), run->h->backend, steps[i], state, &reason));
   cJSON_Delete(state);
 }
 

@@ -118,7 +118,7 @@ static float *on_host(Run *run, Tensor t) {
 }
 
 static void check_tensors(Check *c, Run *run, const char *format, bool gradients) {
-  const Parameters *p = &run->trainer.model.parameters;
+  const Parameters *p = &trainer_model(&run->trainer)->parameters;
   for (int64_t i = 0; i < p->count; i++) {
     char name[256];
     snprintf(name, sizeof name, format, p->items[i].name);
@@ -156,17 +156,17 @@ static void check_pass(Check *c, Run *run) {
   backend_to_device(t->backend, t->targets, targets);
   backend_to_device(t->backend, t->rows, rows);
   Batch batch = {.batch = BATCH, .seq_len = SEQ, .tokens = t->tokens, .targets = t->targets};
-  int64_t vocab_size = t->model.config.vocab_size;
+  int64_t vocab_size = trainer_model(t)->config.vocab_size;
   MemoryMark mark = memory_mark(&t->backend->memory);
   Tensor logits =
       memory_push_2d(&t->backend->memory, "logits", MEMORY_WORKSPACE, DTYPE_F32, ROWS, vocab_size);
-  transformer_logits(t->backend, &t->model, &batch, NULL, 0, t->rows, logits);
+  transformer_logits(t->backend, trainer_model(t), &batch, NULL, 0, t->rows, logits);
   float *got = on_host(run, logits);
   check_close(c, "logits", got, ROWS * vocab_size);
   free(got);
   memory_pop_to(&t->backend->memory, mark);
 
-  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / ROWS, false, t->loss);
+  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / ROWS, false, t->loss);
   float *losses = on_host(run, t->loss);
   double sum = 0;
   for (int n = 0; n < ROWS; n++) sum += (double)losses[n];
@@ -221,9 +221,9 @@ static void models_are_as_in_transformers(void **state) {
 // --- the round trip ----------------------------------------------------------------------------------------
 
 // Every tensor of `before` that is one of the model stands in `after` with the same dtype and bits.
-static void check_same_bits(const Run *run, const char *before, const char *after) {
+static void check_same_bits(Run *run, const char *before, const char *after) {
   TensorSet a = tensor_set_open(before, "model"), b = tensor_set_open(after, "model");
-  Parameters parameters = run->trainer.model.parameters;
+  Parameters parameters = trainer_model(&run->trainer)->parameters;
   int64_t same = 0;
   for (int f = 0; f < a.count; f++)
     for (int64_t i = 0; i < a.files[f].header.count; i++) {
@@ -252,7 +252,7 @@ static void check_round_trip(const char *name, Dtype dtype, size_t shard_bytes, 
   store.shard_bytes = shard_bytes;
   cJSON *nothing = cJSON_CreateObject();
   Reason reason;
-  assert_true(checkpoint_save(&store, &run->trainer.model, run->h->backend, 0, nothing, &reason));
+  assert_true(checkpoint_save(&store, trainer_model(&run->trainer), run->h->backend, 0, nothing, &reason));
   cJSON_Delete(nothing);
   checkpoint_store_close(&store);
   TensorSet set = tensor_set_open(saved, "model"); // through the links

@@ -69,8 +69,8 @@ static float *download(Backend *backend, Tensor t) {
 // Puts a trainer's weights, as its GEMMs read them, into an fp32 trainer of the same model.
 static void copy_weights(Rig *to, Rig *from) {
   for (int g = 0; g < GROUP_COUNT; g++) {
-    float *values = download(from->backend, from->trainer.model.parameters.value[g]);
-    backend_to_device(to->backend, to->trainer.model.parameters.value[g], values);
+    float *values = download(from->backend, trainer_model(&from->trainer)->parameters.value[g]);
+    backend_to_device(to->backend, trainer_model(&to->trainer)->parameters.value[g], values);
     free(values);
   }
 }
@@ -123,7 +123,8 @@ static void step_agrees(const char *line, bool bf16) {
   if (!(error < (bf16 ? 1e-2 : 1e-5))) fail_msg("%s: loss is off by %g", cuda_line, error);
   free(loss);
   free(want);
-  const Parameters *a = &cuda.trainer.model.parameters, *b = &cpu.trainer.model.parameters;
+  const Parameters *a = &trainer_model(&cuda.trainer)->parameters,
+                   *b = &trainer_model(&cpu.trainer)->parameters;
   for (int64_t i = 0; i < a->count; i++) {
     float *got = download(cuda.backend, a->items[i].grad), *ref = download(cpu.backend, b->items[i].grad);
     error = relative_error(got, ref, tensor_count(a->items[i].grad));
@@ -190,7 +191,7 @@ static void run(const char *line, double losses[STEPS], float **weights) {
   for (int64_t step = 0; step < STEPS; step++) trainer_step(&rig.trainer, &loader, step);
   assert_int_equal(trainer_collect(&rig.trainer, results), STEPS);
   for (int i = 0; i < STEPS; i++) losses[i] = results[i].loss;
-  if (weights) *weights = download(rig.backend, rig.trainer.model.parameters.value[GROUP_HEAD]);
+  if (weights) *weights = download(rig.backend, trainer_model(&rig.trainer)->parameters.value[GROUP_HEAD]);
   source_close(source);
   rig_close(&rig);
 }

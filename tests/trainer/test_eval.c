@@ -212,7 +212,7 @@ static void test_the_model_chooses_as_in_float64(void **state) {
     for (int step = 0; step < 10; step++) run_step(run, step);
     Choices choices = choices_open(path, 61);
     ChoiceScore score = trainer_choose(&run->trainer, &choices, 0);
-    ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+    ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
     ChoiceScore want = {.examples = EXAMPLES};
     for (int i = 0; i < EXAMPLES; i++) {
       Choice choice = choices_get(&choices, i);

@@ -57,7 +57,7 @@ static double reference_step(Run *run, int64_t step, int64_t *counted) {
   int32_t *tokens = calloc((size_t)rows, sizeof *tokens), *targets = calloc((size_t)rows, sizeof *targets);
   double *loss = host_values(run->h, rows), sum = 0;
   *counted = 0;
-  ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+  ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
   for (int64_t m = 0; m < o->micro_steps; m++) {
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = 1};
     *counted += loader_train_batch(&run->loader, place, tokens, targets, NULL);
@@ -116,7 +116,7 @@ static void test_packed_documents_alone(void **state) {
     enum { ROWS = 2 * 17 };
     int32_t tokens[ROWS], targets[ROWS], documents[2 * ROWS];
     for (int64_t step = 0; step < 4; step++) {
-      ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+      ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
       double sum = 0;
       int64_t counted = 0;
       for (LoaderPlace at = {.step = step, .micro_steps = 3, .ranks = 1}; at.micro_step < 3;
@@ -130,7 +130,7 @@ static void test_packed_documents_alone(void **state) {
       if (fabs(got.loss - sum / (double)counted) > 1e-5)
         fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, sum / (double)counted);
     }
-    ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+    ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
     double sum = 0;
     int64_t counted = 0;
     for (int64_t b = 0; b < run->loader.validation_batches; b++) {

@@ -1,5 +1,5 @@
-// Offloading: the same bits with and without, for every list, on every backend; the host's bytes in plan and ledger.
-// Ranks and checkpoints are in test_ranks.c, refusals in test_cli.c.
+// Offloading, and updates during the forward pass: the same bits with and without, for every list, on every backend; the
+// host's bytes in plan and ledger. Ranks and checkpoints are in test_ranks.c, refusals in test_cli.c.
 #include "tests/runs.h"
 
 #include <setjmp.h>
@@ -36,12 +36,18 @@ static void keep(Outcome *out, Backend *backend, const Tensor *role) {
   }
 }
 
+// Without a list nothing is offloaded, and every update is finished at once.
 static bool run_all(Outcome *out, const char *backend, const char *model, const char *list) {
   *out = (Outcome){0};
+  bool at_once = !list;
+  if (at_once) list = "";
   Run *run = run_open_on(backend, "%s " JOB "%s %s", model, *list ? "--offload" : "", list);
   if (!run) return false;
-  const Parameters *p = &run->trainer.model.parameters;
-  for (int64_t step = 0; step < STEPS; step++) out->steps[step] = run_step(run, step);
+  const Parameters *p = &trainer_model(&run->trainer)->parameters;
+  for (int64_t step = 0; step < STEPS; step++) {
+    out->steps[step] = run_step(run, step);
+    if (at_once) trainer_model(&run->trainer);
+  }
   out->validation = trainer_validate(&run->trainer, &run->loader, 2);
   out->tokens = trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &out->sampled);
   keep(out, run->h->backend, p->value);
@@ -67,12 +73,17 @@ static void outcome_free(Outcome *out) {
 }
 
 static void check_model(const char *backend, const char *model, bool activations) {
-  static const char *const lists[] = {"weights",           "gradients",
-                                      "optimizer",         "head",
-                                      "weights,gradients", "weights,gradients,optimizer,head",
-                                      "activations",       "activations,weights,gradients,optimizer,head"};
+  static const char *const lists[] = {"",
+                                      "weights",
+                                      "gradients",
+                                      "optimizer",
+                                      "head",
+                                      "weights,gradients",
+                                      "weights,gradients,optimizer,head",
+                                      "activations",
+                                      "activations,weights,gradients,optimizer,head"};
   Outcome base, got;
-  if (!run_all(&base, backend, model, "")) return;
+  if (!run_all(&base, backend, model, NULL)) return;
   for (size_t i = 0; i < sizeof lists / sizeof *lists - (activations ? 0 : 2); i++) {
     assert_true(run_all(&got, backend, model, lists[i]));
     for (int s = 0; s < STEPS; s++)

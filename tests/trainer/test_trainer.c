@@ -102,11 +102,11 @@ static int make_words(void **state) {
 
 static double *all_weights(Harness *h, Trainer *t, int64_t *count) {
   *count = 0;
-  for (int g = 0; g < GROUP_COUNT; g++) *count += t->model.parameters.group_elements[g];
+  for (int g = 0; g < GROUP_COUNT; g++) *count += trainer_model(t)->parameters.group_elements[g];
   double *weights = host_values(h, *count), *at = weights;
   for (int g = 0; g < GROUP_COUNT; g++) {
-    int64_t elements = t->model.parameters.group_elements[g];
-    memcpy(at, values_of(h, t->model.parameters.value[g]), (size_t)elements * sizeof *at);
+    int64_t elements = trainer_model(t)->parameters.group_elements[g];
+    memcpy(at, values_of(h, trainer_model(t)->parameters.value[g]), (size_t)elements * sizeof *at);
     at += elements;
   }
   return weights;
@@ -360,7 +360,7 @@ static void check_update(Run *run, bool clips) {
   enum { STEPS = 3 };
   Harness *h = run->h;
   const Options *o = &run->options;
-  const Parameters *p = &run->trainer.model.parameters;
+  const Parameters *p = &trainer_model(&run->trainer)->parameters;
   ReferenceMoments *reference = calloc((size_t)p->count, sizeof *reference);
   for (int64_t i = 0; i < p->count; i++) {
     int64_t count = tensor_count(p->items[i].value);
@@ -369,6 +369,7 @@ static void check_update(Run *run, bool clips) {
   }
   for (int step = 0; step < STEPS; step++) {
     StepResult result = run_step(run, step);
+    p = &trainer_model(&run->trainer)->parameters;
     double squares = 0;
     for (int64_t i = 0; i < p->count; i++) {
       double *grad = values_of(h, p->items[i].grad);
@@ -441,7 +442,7 @@ static double reference_validation(Run *run, int64_t batches) {
   int64_t rows = o->batch * o->seq_len, counted = 0;
   int32_t *tokens = calloc((size_t)rows, sizeof *tokens), *targets = calloc((size_t)rows, sizeof *targets);
   double *loss = host_values(run->h, rows), sum = 0;
-  ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+  ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
   for (int64_t b = 0; b < batches; b++) {
     counted += loader_validation_batch(&run->loader, b, tokens, targets, NULL);
     reference_model_losses(&reference, tokens, targets, o->batch, o->seq_len, loss);
@@ -464,7 +465,7 @@ static void check_validation(Run *run) {
   assert_true(trainer_validate(t, &run->loader, batches) == all);
   assert_true(trainer_validate(t, &run->loader, batches + 5) == all);
   assert_true(isnan(t->bits_per_byte));
-  int64_t vocab_size = t->model.config.vocab_size;
+  int64_t vocab_size = trainer_model(t)->config.vocab_size;
   t->token_bytes = calloc((size_t)vocab_size, sizeof *t->token_bytes); // the trainer's from here on
   for (int64_t id = 0; id < vocab_size; id++) t->token_bytes[id] = 3;
   assert_true(trainer_validate(t, &run->loader, 0) == all);
@@ -547,7 +548,7 @@ static void test_likeliest_samples(void **state) {
     int64_t count, window = run->options.seq_len, vocab = run->options.model.vocab_size;
     int32_t *tokens = sample(run, 5, &count), *again = sample(run, 6, &count);
     assert_memory_equal(tokens, again, (size_t)count * sizeof *tokens);
-    ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+    ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
     double *logits = host_values(run->h, window * vocab);
     for (int64_t i = 4; i < count; i++) {
       int64_t start = i > window ? i - window : 0, length = i - start;
@@ -581,7 +582,7 @@ static void test_sample_frequencies(void **state) {
     counts[tokens[3]]++;
     free(tokens);
   }
-  ReferenceModel reference = reference_model_read(&run->trainer.model, run->h->backend);
+  ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
   reference_model_logits(&reference, prompt, 1, 3, logits);
   reference_model_free(&reference);
   for (int v = 0; v < VOCAB; v++) sum += p[v] = exp(logits[2 * VOCAB + v] / temperature);

@@ -82,10 +82,11 @@ LceTensors layer_reserve(Backend *backend, LceShape s, uint64_t seed) {
 
 LceTensors layer_push(Trainer *trainer, uint64_t seed) {
   Backend *backend = trainer->backend;
-  int64_t tokens = trainer->tokens.shape[0], hidden_size = trainer->model.config.hidden_size;
+  const Model *model = trainer_model(trainer);
+  int64_t tokens = trainer->tokens.shape[0], hidden_size = model->config.hidden_size;
   LceTensors layer = {.backend = backend,
-                      .weight = trainer->model.head.value,
-                      .dweight = trainer->model.head.grad,
+                      .weight = model->head.value,
+                      .dweight = model->head.grad,
                       .targets = trainer->targets,
                       .loss = trainer->loss};
   layer.x = memory_push_2d(&backend->memory, "x", MEMORY_ACTIVATIONS, backend->dtype, tokens, hidden_size);
