@@ -492,9 +492,7 @@ typedef struct {
   int64_t step; // t, from 1
   uint64_t seed;
   int64_t first; // the index of the first of these n elements among all that share the seed; even
-  // Not 0: it runs as a copy_in does, in the order of these (see Copy), to be done while a layer computes so many rows: the
-  // more there are, the less of the device it takes.
-  int64_t async_rows;
+  bool async;    // it runs as a copy_in does, in the order of these: see Copy
 } AdamW;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.

@@ -68,7 +68,7 @@ static void range(const Profile *p, const char *name) {
 }
 
 static StreamKind stream_of(int op, const void *a) {
-  if (op == OP_copy_in || (op == OP_adamw && ((const AdamW *)a)->async_rows)) return STREAM_COPY_IN;
+  if (op == OP_copy_in || (op == OP_adamw && ((const AdamW *)a)->async)) return STREAM_COPY_IN;
   if (op == OP_copy_out) return STREAM_COPY_OUT;
   return operations[op].group == PROFILE_COMMUNICATION ? STREAM_COLLECTIVES : STREAM_COMPUTE;
 }

@@ -210,22 +210,23 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
   collectives_join(t->backend, 0);
 }
 
-static void update_layer(Trainer *t, int64_t layer, int64_t async_rows) {
+static void update_layer(Trainer *t, int64_t layer, bool async) {
   const Spread *spread = &t->late_model.parameters.spread;
   Bucket bucket = {spread->before_layers + layer * spread->layer, spread->layer};
   AdamW settings = t->update;
-  settings.async_rows = async_rows;
+  settings.async = async;
   step_piece(t, &(Piece){.group = GROUP_MATRICES, .bucket = bucket}, settings);
 }
 
 // TransformerOptions.update_layer.
 static int64_t update_layer_async(void *trainer, int64_t layer) {
-  update_layer(trainer, layer, tokens_of(trainer));
+  update_layer(trainer, layer, true);
   return 1;
 }
 
 Model *trainer_model(Trainer *t) {
-  for (int64_t l = 1; t->update_left && l < t->options->model.num_hidden_layers; l++) update_layer(t, l, 0);
+  for (int64_t l = 1; t->update_left && l < t->options->model.num_hidden_layers; l++)
+    update_layer(t, l, false);
   t->update_left = false;
   return &t->late_model;
 }

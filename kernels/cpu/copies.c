@@ -40,7 +40,7 @@ void cpu_copy_in(Backend *backend, const Copy *a) {
 }
 
 void cpu_adamw_later(Backend *backend, AdamW a) {
-  a.async_rows = 0;
+  a.async = false;
   enqueue(backend, (QueuedCopy){.is_update = true, .update = a});
 }
 

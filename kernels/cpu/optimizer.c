@@ -7,7 +7,7 @@
 #include "kernels/cpu/cpu.h"
 
 void cpu_adamw(Backend *backend, const AdamW *a) {
-  if (a->async_rows) {
+  if (a->async) {
     cpu_adamw_later(backend, *a);
     return;
   }

@@ -50,9 +50,15 @@ static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W],
   *reinterpret_cast<Group<T, W> *>(to) = group;
 }
 
-// A layer's forward pass takes 2 FLOP a weight and row, so the blocks that finish an update meanwhile are a constant over the
-// number of rows; MIN_BLOCKS suffice for PCIe. A block fills an SM's memory pipeline, which leaves most SMs to the GEMMs.
-enum { ASYNC_THREADS = 1024, ASYNC_BLOCKS_TIMES_ROWS = 8 * 16384, ASYNC_MIN_BLOCKS = 4 };
+// An asynchronous update shares the device with GEMMs, whose CTAs need an SM each. So its blocks fill their SMs: few where
+// the state is on the host, which suffice for PCIe, and else half of an H200's, to be done within a layer's forward pass.
+enum { ASYNC_THREADS = 1024, ASYNC_BLOCKS = 64, ASYNC_BLOCKS_HOST = 4 };
+
+static int64_t async_blocks(const void *moments) {
+  cudaPointerAttributes attributes;
+  cuda_check(cudaPointerGetAttributes(&attributes, moments), "finding an optimizer's state");
+  return attributes.type == cudaMemoryTypeHost ? ASYNC_BLOCKS_HOST : ASYNC_BLOCKS;
+}
 
 template <typename T, typename TM, typename TG, bool MASTER, int W>
 static __global__ void __launch_bounds__(ASYNC_THREADS)
@@ -90,7 +96,7 @@ static __global__ void __launch_bounds__(ASYNC_THREADS)
 }
 
 void cuda_adamw(Backend *backend, const AdamW *a) {
-  cudaStream_t stream = a->async_rows ? copy_in_begin(backend) : cuda_stream(backend);
+  cudaStream_t stream = a->async ? copy_in_begin(backend) : cuda_stream(backend);
   int64_t count = a->weight.shape[0];
   AdamWParams params = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
                         .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
@@ -100,8 +106,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
                         .decay = a->lr * a->weight_decay,
                         .key = counter_key(a->seed, (uint64_t)a->step),
                         .place = a->first};
-  int64_t max_blocks =
-      a->async_rows ? max_i64(ASYNC_BLOCKS_TIMES_ROWS / a->async_rows, ASYNC_MIN_BLOCKS) : INT32_MAX;
+  int64_t max_blocks = a->async ? async_blocks(a->m.data) : INT32_MAX;
   bool master = tensor_exists(a->master);
   bool aligned = rows_start_aligned(a->weight, 8) && rows_start_aligned(a->m, 8) &&
                  rows_start_aligned(a->v, 8) && rows_start_aligned(a->grad, 8) &&
@@ -115,7 +120,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
           using TG = decltype(grad_type);
           auto launch = [&](auto width, int64_t first, int64_t end) {
             constexpr int W = decltype(width)::value;
-            int threads = a->async_rows ? ASYNC_THREADS : 256;
+            int threads = a->async ? ASYNC_THREADS : 256;
             int64_t blocks = min_i64(ceil_div(end - first, threads * W), max_blocks);
             launch_kernel({"adamw", stream, dim3((unsigned)blocks), threads},
                           adamw_kernel<T, TM, TG, decltype(has_master)::value, W>, data_of<T>(a->weight),
@@ -130,7 +135,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
       });
     });
   });
-  if (a->async_rows) copy_in_end(backend);
+  if (a->async) copy_in_end(backend);
 }
 
 // --- sums --------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ static void fake_copy_out(Backend *backend, const Copy *a) {
 
 static void fake_adamw(Backend *backend, const AdamW *a) {
   (void)backend;
-  take(a->async_rows ? STREAM_COPY_IN : STREAM_COMPUTE, 4);
+  take(a->async ? STREAM_COPY_IN : STREAM_COMPUTE, 4);
 }
 
 static void fake_copies_join(Backend *backend, int64_t in, int64_t out) {
@@ -106,9 +106,9 @@ static void one_fake_step(Backend *backend, Tensor m, Tensor v, Tensor one) {
   copy_out(backend, (Copy){.out = v, .x = v});                             // from 3 to 4
   copies_join(backend, 0, 0);                                              // waits from 3 to 10
   all_reduce(backend, (Collective){.out = v, .x = v});                     // to 16
-  adamw(backend,
-        (AdamW){
-            .weight = v, .m = v, .v = v, .grad = v, .grad_scale = one, .step = 1, .async_rows = 1}); // to 20
+  adamw(
+      backend,
+      (AdamW){.weight = v, .m = v, .v = v, .grad = v, .grad_scale = one, .step = 1, .async = true}); // to 20
   profile_phase(backend, PHASE_LOSS);
   linear_forward(backend, (LinearForward){.out = m, .x = m, .weight = m}); // to 19
   copies_join(backend, 0, 0);                                              // waits to 20, for adamw
