@@ -73,6 +73,7 @@ static unsigned types_of(const char *form, Dtype operand) {
     if (*at == 'T') types |= operand == DTYPE_COUNT ? fp32 | bf16 : 1u << operand;
     if (*at == 'f') types |= fp32;
     if (*at == 'b') types |= bf16;
+    if (*at == 'e') types |= 1u << DTYPE_E4M3;
     if (*at == 'i') types |= 1u << (at[3] == '3' ? DTYPE_I32 : DTYPE_I64);
     if (*at == 'a') types = ~0u; // any
   }
@@ -222,11 +223,38 @@ void linear_backward_input(Backend *backend, LinearBackwardInput a) {
 }
 
 void linear_backward_weight(Backend *backend, LinearBackwardWeight a) {
-  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(x, "T [N, I] strided"),
-        FIELD(dweight, a.in_out_layout ? "fp32|bf16 [I, O]" : "fp32|bf16 [O, I]"),
-        FIELD(dbias, "fp32|bf16 [O] or absent"));
+  bool dweight = tensor_exists(a.dweight);
+  CHECK(FIELD(dout, "T [N, O] strided"),
+        FIELD(x, dweight ? "T [N, I] strided" : "absent: it is for dweight alone"),
+        FIELD(dweight, a.in_out_layout ? "fp32|bf16 [I, O] or absent" : "fp32|bf16 [O, I] or absent"),
+        FIELD(dbias, dweight ? "fp32|bf16 [O] or absent" : "fp32|bf16 [O]"));
   if (a.alpha == 0) a.alpha = 1;
   CALL_WITH_SCRATCH(linear_backward_weight, MEMORY_WORKSPACE);
+}
+
+// --- FP8 ---------------------------------------------------------------------------------------------------
+
+// A plan may ask what any size would need.
+static void multiples_of_16(Op op, const Backend *backend, Tensor t) {
+  if (!backend->memory.planning && (t.shape[0] % 16 || t.shape[1] % 16))
+    fail("%s: FP8 takes multiples of 16 rows and columns, and not %s", op, tensor_text(t).text);
+}
+
+void quantize(Backend *backend, Quantize a) {
+  CHECK(FIELD(x, "T [N, K]"), FIELD(out.codes, "e4m3 [N, K] or absent"),
+        FIELD(out.transposed, "e4m3 [K, N] or absent"), FIELD(out.amax, "fp32 [1]"));
+  multiples_of_16(__func__, backend, a.x);
+  CALL(quantize);
+}
+
+void matmul_fp8(Backend *backend, MatmulFp8 a) {
+  bool fp32 = a.out.dtype == DTYPE_F32;
+  CHECK(FIELD(a, "e4m3 [N, K]"), FIELD(b, "e4m3 [O, K]"), FIELD(out, "T [N, O] strided"),
+        FIELD(amax_a, "fp32 [1]"), FIELD(amax_b, "fp32 [1]"), FIELD(residual, "T [N, O] strided or absent"),
+        FIELD(bias, backend->device == ON_CUDA && fp32 ? "bf16 [O] or absent" : "T [O] or absent"));
+  multiples_of_16(__func__, backend, a.a);
+  multiples_of_16(__func__, backend, a.b);
+  CALL_WITH_SCRATCH(matmul_fp8, MEMORY_WORKSPACE);
 }
 
 // --- activations -------------------------------------------------------------------------------------------
@@ -234,6 +262,11 @@ void linear_backward_weight(Backend *backend, LinearBackwardWeight a) {
 void gelu_forward(Backend *backend, GeluForward a) {
   CHECK(FIELD(x, "T [N, F]"), FIELD(out, "T [N, F]"));
   CALL(gelu_forward);
+}
+
+void gelu_backward(Backend *backend, GeluBackward a) {
+  CHECK(FIELD(x, "T [N, F]"), FIELD(dout, "T [N, F]"), FIELD(dx, "T [N, F]"));
+  CALL(gelu_backward);
 }
 
 static void splits_in_two(Op op, Tensor gate_up) {

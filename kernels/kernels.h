@@ -127,7 +127,7 @@ typedef struct {
 
 // dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].
 typedef struct {
-  Tensor dweight; // fp32 or bf16 [O, I], or [I, O] when in_out_layout
+  Tensor dweight; // fp32 or bf16 [O, I], or [I, O] when in_out_layout; or absent, and x too: dbias alone
   Tensor dbias;   // fp32 or bf16 [O], or absent
   Tensor dout;    // fp32/bf16 [N, O]; may be strided
   Tensor x;       // fp32/bf16 [N, I]; may be strided
@@ -137,6 +137,32 @@ typedef struct {
   Tensor workspace; // pushed by the entry point
 } LinearBackwardWeight;
 
+// --- FP8 ---------------------------------------------------------------------------------------------------
+
+// A matrix x in FP8, and its transpose: tensor cores read FP8 along the inner dimension alone.
+//   codes[i, j] = e4m3(x[i, j] 448 / amax),   so that x is nearly codes amax / 448
+typedef struct {
+  Tensor codes;      // e4m3 [N, K], or absent
+  Tensor transposed; // e4m3 [K, N], or absent: the same codes
+  Tensor amax; // fp32 [1]: max |x|; NaN or infinite where some x is, and then so is every matmul with it
+} Fp8;
+
+typedef struct {
+  Fp8 out;
+  Tensor x; // fp32/bf16 [N, K], N and K multiples of 16
+} Quantize;
+
+// out = (amax_a / 448) (amax_b / 448) a b^T + bias + residual, summed in fp32.
+typedef struct {
+  Tensor out;    // fp32 or bf16 [N, O]; may be strided
+  Tensor a, b;   // e4m3 [N, K] and [O, K]; N, O and K multiples of 16
+  Tensor amax_a; // fp32 [1]
+  Tensor amax_b;
+  Tensor bias;      // bf16, on the CPU of out's type [O]; or absent
+  Tensor residual;  // of out's type [N, O], or absent; may be out itself
+  Tensor workspace; // pushed by the entry point
+} MatmulFp8;
+
 // --- activations -------------------------------------------------------------------------------------------
 
 // GELU in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2).
@@ -145,6 +171,13 @@ typedef struct {
   Tensor out; // fp32/bf16 [N, F]
   Tensor x;   // fp32/bf16 [N, F]
 } GeluForward;
+
+// dx = dout gelu'(x), where the GEMM before it does not apply the derivative.
+typedef struct {
+  Tensor dx;   // fp32/bf16 [N, F]; may be dout itself
+  Tensor dout; // fp32/bf16 [N, F]
+  Tensor x;    // fp32/bf16 [N, F]
+} GeluBackward;
 
 // out = silu(gate) * up, silu(g) = g / (1 + exp(-g));  gate_up holds gate in columns [0, F), up in [F, 2F)
 // (Shazeer 2020; Llama's MLP).
@@ -552,7 +585,10 @@ typedef struct {
   X(linear_forward, LinearForward, GEMMS)                                                                    \
   X(linear_backward_input, LinearBackwardInput, GEMMS)                                                       \
   S(linear_backward_weight, LinearBackwardWeight, GEMMS)                                                     \
+  X(quantize, Quantize, QUANTIZING)                                                                          \
+  S(matmul_fp8, MatmulFp8, GEMMS)                                                                            \
   X(gelu_forward, GeluForward, ELEMENTWISE)                                                                  \
+  X(gelu_backward, GeluBackward, ELEMENTWISE)                                                                \
   X(swiglu_forward, SwigluForward, ELEMENTWISE)                                                              \
   X(swiglu_backward, SwigluBackward, ELEMENTWISE)                                                            \
   X(rope, Rope, ELEMENTWISE)                                                                                 \
@@ -673,6 +709,7 @@ struct Backend {
   const BackendScratch *scratch;
   Memory memory;
   Dtype dtype;            // of weights and activations
+  bool no_fp8;            // the GPU has no FP8
   int rank, ranks;        // 0 of 1 without a launcher
   double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it
   size_t device_capacity; // bytes of memory the device has; 0 when unknown

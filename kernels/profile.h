@@ -14,6 +14,7 @@
   X(OPTIMIZER, "optimizer")                                                                                  \
   X(COMMUNICATION, "communication")                                                                          \
   X(COPIES, "copies")                                                                                        \
+  X(QUANTIZING, "quantizing")                                                                                \
   X(IDLE, "idle")
 #define GROUP(group, name) PROFILE_##group,
 typedef enum { PROFILE_GROUPS(GROUP) PROFILE_GROUP_COUNT } ProfileGroup;

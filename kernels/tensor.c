@@ -1,16 +1,18 @@
 #include "kernels/tensor.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "base/fail.h"
 
 size_t dtype_bytes(Dtype dtype) {
-  return dtype == DTYPE_BF16 ? 2 : dtype == DTYPE_I64 ? 8 : 4;
+  static const size_t bytes[DTYPE_COUNT] = {4, 2, 4, 8, 1};
+  return bytes[dtype];
 }
 
 const char *dtype_name(Dtype dtype) {
-  static const char *const names[DTYPE_COUNT] = {"fp32", "bf16", "int32", "int64"};
+  static const char *const names[DTYPE_COUNT] = {"fp32", "bf16", "int32", "int64", "e4m3"};
   return names[dtype];
 }
 
@@ -100,4 +102,24 @@ float bf16_to_f32(uint16_t bits) {
   float value;
   memcpy(&value, &wide, sizeof value);
   return value;
+}
+
+uint8_t e4m3_from_f32(float value) {
+  if (isnan(value)) return 0x7F;
+  uint8_t sign = signbit(value) ? 0x80 : 0;
+  float size = fabsf(value);
+  if (size >= 448) return sign | 0x7E;
+  // Below 2^-6 in steps of 2^-9, of which the eighth is the first normal code.
+  if (size < 0x1p-6f) return sign | (uint8_t)lrintf(size * 0x1p9f);
+  uint32_t bits;
+  memcpy(&bits, &size, sizeof bits);
+  bits += 0x7FFFFu + (bits >> 20 & 1u);
+  return sign | (uint8_t)((bits >> 20) - (127 - 7) * 8);
+}
+
+float e4m3_to_f32(uint8_t code) {
+  int exponent = code >> 3 & 15, mantissa = code & 7;
+  if ((code & 0x7F) == 0x7F) return NAN;
+  float size = exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+  return code & 0x80 ? -size : size;
 }

@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-typedef enum { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_I64, DTYPE_COUNT } Dtype;
+typedef enum { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_I64, DTYPE_E4M3, DTYPE_COUNT } Dtype;
 
 typedef struct Tensor {
   void *data;       // address of element [0, ..., 0] in the backend's memory; NULL means "no such tensor"
@@ -50,6 +50,11 @@ TensorText tensor_text(Tensor t);
 // bf16 is the upper half of an fp32; conversion rounds to nearest even and keeps NaN a NaN.
 uint16_t bf16_from_f32(float value);
 float bf16_to_f32(uint16_t bits);
+
+// e4m3: FP8 with four bits of exponent and three of mantissa (Micikevicius et al. 2022). Conversion rounds to nearest
+// even, saturates at 448, and keeps NaN a NaN (0x7F); there is no infinity.
+uint8_t e4m3_from_f32(float value);
+float e4m3_to_f32(uint8_t code);
 
 #if defined(__cplusplus)
 }

@@ -188,6 +188,30 @@ static Tensor gradient_view(const Parameters *p, const Parameter *first, const i
                first->rank, shape);
 }
 
+// Of all layers' matrices, in their order: the codes and the transposed codes of each.
+typedef struct {
+  Tensor codes, amax; // e4m3 and fp32, flat
+} Fp8Slabs;
+
+static Fp8Slabs reserve_fp8(const Parameters *p, Memory *memory) {
+  int64_t count = 2 * (p->group_elements[GROUP_MATRICES] - p->spread.before_layers);
+  return (Fp8Slabs){
+      tensor_1d(memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, (size_t)count), DTYPE_E4M3, count),
+      tensor_1d(
+          memory_reserve(memory, "FP8 weights' maxima", MEMORY_WEIGHTS, (size_t)p->count * sizeof(float)),
+          DTYPE_F32, p->count)};
+}
+
+// Of the tensors from `first` on, which together have this shape.
+static Fp8 fp8_view(const Parameters *p, Fp8Slabs slabs, const Parameter *first, const int64_t shape[2]) {
+  int64_t place = 2 * (first->offset - p->spread.before_layers), count = shape[0] * shape[1];
+  if (!tensor_exists(slabs.codes) || first->group != GROUP_MATRICES || place < 0) return (Fp8){0};
+  return (Fp8){.codes = tensor_reshape_2d(tensor_rows(slabs.codes, place, count), shape[0], shape[1]),
+               .transposed =
+                   tensor_reshape_2d(tensor_rows(slabs.codes, place + count, count), shape[1], shape[0]),
+               .amax = tensor_rows(slabs.amax, first - p->items, 1)};
+}
+
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes d) {
   const Dtype weight[GROUP_COUNT] = {d.weight, d.weight, d.weight};
   const Dtype master[GROUP_COUNT] = {DTYPE_F32, DTYPE_F32, DTYPE_F32};
@@ -217,6 +241,8 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     reserve_role(memory, "first moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->m);
     reserve_role(memory, "second moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->v);
   }
+  Fp8Slabs fp8 = {0};
+  if (d.fp8 && !d.frozen) fp8 = reserve_fp8(parameters, memory);
 
   for (int64_t i = 0; i < parameters->count; i++) {
     Parameter *p = &parameters->items[i];
@@ -230,6 +256,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
       shape[0] += parameters->items[i].shape[0];
     first->view->value = value_view(parameters, first, shape);
     first->view->grad = gradient_view(parameters, first, shape);
+    first->view->fp8 = fp8_view(parameters, fp8, first, shape);
   }
 }
 

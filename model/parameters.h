@@ -18,6 +18,7 @@ typedef enum {
 typedef struct {
   Tensor value; // of the backend's dtype
   Tensor grad;  // fp32, or the gradients' dtype
+  Fp8 fp8;      // of a layer's matrix, with ParameterDtypes.fp8
 } Param;
 
 typedef enum { INIT_NORMAL, INIT_ONES, INIT_ZEROS } InitKind;
@@ -54,6 +55,7 @@ typedef struct {
   int zero;            // what is spread where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
+  bool fp8; // also FP8 codes of the layers' matrices, for training: the transformer makes them of the weights
 } ParameterDtypes;
 
 // How the parameters are spread over ranks; see shards.h. {0, 0, 1} spreads nothing.

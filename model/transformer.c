@@ -29,6 +29,7 @@ const char *recompute_name(Recompute recompute) {
 }
 
 static const Tensor none;        // an operand that is absent
+static const Fp8 not_kept;       // codes that the backward pass makes again, if it needs them
 static const TileSampling exact; // no sampling
 
 // One pass: the arguments that all functions below share.
@@ -39,6 +40,7 @@ typedef struct {
   Recompute recompute;
   int64_t mlp_chunk; // 0: all rows
   bool accumulate;   // the parameters' gradients
+  bool fp8;          // the layers' matmuls
   int64_t rows;      // N
   AttentionShape heads;
   const KeyValueCache *cache; // of the `past` tokens before the batch's, or NULL
@@ -120,8 +122,50 @@ static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor
 
 // --- matmuls -----------------------------------------------------------------------------------------------
 
-static void project(const Pass *p, Tensor out, Tensor x, const Affine *w, Tensor residual,
+// FP8 codes of a matrix of `columns`, on the stack.
+static Fp8 push_fp8(const Pass *p, int64_t columns, bool codes, bool transposed) {
+  Memory *memory = &p->backend->memory;
+  Fp8 out = {.amax = memory_push_1d(memory, "FP8 maximum", MEMORY_ACTIVATIONS, DTYPE_F32, 1)};
+  if (codes)
+    out.codes = memory_push_2d(memory, "FP8 codes", MEMORY_ACTIVATIONS, DTYPE_E4M3, p->rows, columns);
+  if (transposed)
+    out.transposed =
+        memory_push_2d(memory, "FP8 codes, transposed", MEMORY_ACTIVATIONS, DTYPE_E4M3, columns, p->rows);
+  return out;
+}
+
+static void quantize_weights(const Pass *p, const Layer *w) {
+  const Param *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
+  for (int i = 0; i < 4; i++)
+    quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
+}
+
+static void project_fp8(const Pass *p, Tensor out, Tensor x, Fp8 kept, const Affine *w, Tensor residual,
+                        Tensor pre_activation) {
+  MemoryMark mark = memory_mark(&p->backend->memory);
+  const Fp8 *weight = &w->weight.fp8;
+  bool gelu = tensor_exists(pre_activation);
+  Fp8 in = push_fp8(p, x.shape[1], true, false);
+  if (tensor_exists(kept.transposed)) in.transposed = kept.transposed, in.amax = kept.amax;
+  quantize(p->backend, (Quantize){.out = in, .x = x});
+  matmul_fp8(p->backend, (MatmulFp8){.out = gelu ? pre_activation : out,
+                                     .a = in.codes,
+                                     .b = p->model->config.in_out_layout ? weight->transposed : weight->codes,
+                                     .amax_a = in.amax,
+                                     .amax_b = weight->amax,
+                                     .bias = w->bias.value,
+                                     .residual = residual});
+  if (gelu) gelu_forward(p->backend, (GeluForward){.out = out, .x = pre_activation});
+  memory_pop_to(&p->backend->memory, mark);
+}
+
+// `kept` receives x's transposed codes, where it is there and matmuls are in FP8.
+static void project(const Pass *p, Tensor out, Tensor x, Fp8 kept, const Affine *w, Tensor residual,
                     Tensor pre_activation) {
+  if (p->fp8) {
+    project_fp8(p, out, x, kept, w, residual, pre_activation);
+    return;
+  }
   linear_forward(p->backend, (LinearForward){.out = out,
                                              .x = x,
                                              .weight = w->weight.value,
@@ -131,10 +175,45 @@ static void project(const Pass *p, Tensor out, Tensor x, const Affine *w, Tensor
                                              .pre_activation = pre_activation});
 }
 
-// The gradients of weight and bias, then that of the input: dx may be x itself.
-static void project_backward(const Pass *p, Tensor dx, Tensor dout, Tensor x, const Affine *w,
+static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Tensor x, Fp8 kept, const Affine *w,
+                                 Tensor pre_activation) {
+  MemoryMark mark = memory_mark(&p->backend->memory);
+  const Param *weight = &w->weight;
+  bool in_out_layout = p->model->config.in_out_layout;
+  Fp8 d = push_fp8(p, dout.shape[1], true, true), in = kept;
+  quantize(p->backend, (Quantize){.out = d, .x = dout});
+  if (!tensor_exists(kept.transposed)) {
+    in = push_fp8(p, x.shape[1], false, true);
+    quantize(p->backend, (Quantize){.out = in, .x = x});
+  }
+  Fp8 rows = in_out_layout ? in : d, columns = in_out_layout ? d : in; // of the weight
+  matmul_fp8(p->backend, (MatmulFp8){.out = weight->grad,
+                                     .a = rows.transposed,
+                                     .b = columns.transposed,
+                                     .amax_a = rows.amax,
+                                     .amax_b = columns.amax,
+                                     .residual = p->accumulate ? weight->grad : none});
+  if (tensor_exists(w->bias.grad))
+    linear_backward_weight(
+        p->backend, (LinearBackwardWeight){.dbias = w->bias.grad, .dout = dout, .accumulate = p->accumulate});
+  matmul_fp8(p->backend, (MatmulFp8){.out = dx,
+                                     .a = d.codes,
+                                     .b = in_out_layout ? weight->fp8.codes : weight->fp8.transposed,
+                                     .amax_a = d.amax,
+                                     .amax_b = weight->fp8.amax});
+  if (tensor_exists(pre_activation))
+    gelu_backward(p->backend, (GeluBackward){.dx = dx, .dout = dx, .x = pre_activation});
+  memory_pop_to(&p->backend->memory, mark);
+}
+
+// The gradients of weight and bias, then that of the input: dx may be x itself, which is not read where `kept` is there.
+static void project_backward(const Pass *p, Tensor dx, Tensor dout, Tensor x, Fp8 kept, const Affine *w,
                              Tensor pre_activation) {
   bool in_out_layout = p->model->config.in_out_layout;
+  if (p->fp8) {
+    project_backward_fp8(p, dx, dout, x, kept, w, pre_activation);
+    return;
+  }
   linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = w->weight.grad,
                                                             .dbias = w->bias.grad,
                                                             .dout = dout,
@@ -163,6 +242,8 @@ typedef struct {
   Tensor middle;         // [N, H]: the stream between attention and MLP
   Tensor pre_activation; // [N, F], or [N, 2F]: gate, then up
   Tensor activation;     // [N, F]
+  // In FP8 at RECOMPUTE_NONE: their transposed codes, kept instead of themselves.
+  Fp8 norm1_codes, norm2_codes, activation_codes;
 } LayerState;
 
 static void push_pre_activation(const Pass *p, LayerState *s) {
@@ -173,6 +254,17 @@ static void push_pre_activation(const Pass *p, LayerState *s) {
 static void push_mlp_elementwise(const Pass *p, LayerState *s) {
   s->norm2.out = push_activation(p, "norm2", p->model->config.hidden_size);
   s->activation = push_activation(p, "mlp activation", p->model->config.intermediate_size);
+}
+
+static bool keeps_codes(const Pass *p) {
+  return p->fp8 && p->recompute == RECOMPUTE_NONE;
+}
+
+static void push_codes(const Pass *p, LayerState *s) {
+  const ModelConfig *c = &p->model->config;
+  s->norm1_codes = push_fp8(p, c->hidden_size, false, true);
+  s->norm2_codes = push_fp8(p, c->hidden_size, false, true);
+  s->activation_codes = push_fp8(p, c->intermediate_size, false, true);
 }
 
 static void push_qk(const Pass *p, LayerState *s) {
@@ -217,6 +309,9 @@ static void rotate(const Pass *p, Tensor qkv, bool inverse) {
 static Affine outputs(const Affine *w, int64_t first, int64_t count) {
   Affine part = {.weight.value = tensor_rows(w->weight.value, first, count)};
   if (tensor_exists(w->bias.value)) part.bias.value = tensor_rows(w->bias.value, first, count);
+  const Fp8 *fp8 = &w->weight.fp8;
+  if (tensor_exists(fp8->codes))
+    part.weight.fp8 = (Fp8){.codes = tensor_rows(fp8->codes, first, count), .amax = fp8->amax};
   return part;
 }
 
@@ -225,12 +320,12 @@ static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
   if (p->model->config.qk_norm) {
     int64_t q = s->q_norm.out.shape[1], k = s->k_norm.out.shape[1];
     Affine qk = outputs(&w->qkv, 0, q + k), v = outputs(&w->qkv, q + k, k);
-    project(p, s->qk, s->norm1.out, &qk, none, none);
-    project(p, tensor_columns(s->qkv, q + k, k), s->norm1.out, &v, none, none);
+    project(p, s->qk, s->norm1.out, s->norm1_codes, &qk, none, none);
+    project(p, tensor_columns(s->qkv, q + k, k), s->norm1.out, not_kept, &v, none, none);
     run_norm(p, &s->q_norm, tensor_columns(s->qk, 0, q), &w->q_norm);
     run_norm(p, &s->k_norm, tensor_columns(s->qk, q, k), &w->k_norm);
   } else {
-    project(p, s->qkv, s->norm1.out, &w->qkv, none, none);
+    project(p, s->qkv, s->norm1.out, s->norm1_codes, &w->qkv, none, none);
   }
   rotate(p, s->qkv, false);
 }
@@ -256,10 +351,10 @@ static void attend(const Pass *p, const Layer *w, const LayerState *s) {
 // norm2's output to the activation.
 static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
   if (p->model->config.gated_mlp) {
-    project(p, s->pre_activation, s->norm2.out, &w->up, none, none);
+    project(p, s->pre_activation, s->norm2.out, s->norm2_codes, &w->up, none, none);
     swiglu_forward(p->backend, (SwigluForward){.out = s->activation, .gate_up = s->pre_activation});
   } else {
-    project(p, s->activation, s->norm2.out, &w->up, none, s->pre_activation);
+    project(p, s->activation, s->norm2.out, s->norm2_codes, &w->up, none, s->pre_activation);
   }
 }
 
@@ -273,12 +368,12 @@ static void mlp_block(const Pass *p, const Layer *w, const LayerState *s) {
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
   bool gated = p->model->config.gated_mlp;
   Tensor dactivation = s->activation, dpre = gated ? s->pre_activation : dactivation, dnorm2 = s->norm2.out;
-  project_backward(p, dactivation, dr, s->activation, &w->down,
+  project_backward(p, dactivation, dr, s->activation, s->activation_codes, &w->down,
                    gated ? none : s->pre_activation); // GELU's derivative is part of the matmul
   if (gated)
     swiglu_backward(p->backend,
                     (SwigluBackward){.dgate_up = dpre, .dout = dactivation, .gate_up = s->pre_activation});
-  project_backward(p, dnorm2, dpre, s->norm2.out, &w->up, none);
+  project_backward(p, dnorm2, dpre, s->norm2.out, s->norm2_codes, &w->up, none);
   run_norm_backward(p, &s->norm2, dr, dnorm2, s->middle, &w->norm2, true);
 }
 
@@ -306,8 +401,8 @@ static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Te
     if (tensor_exists(dr))
       mlp_backward(&part, w, &state, tensor_rows(dr, first, part.rows));
     else
-      project(&part, tensor_rows(s->output, first, part.rows), state.activation, &w->down, state.middle,
-              none);
+      project(&part, tensor_rows(s->output, first, part.rows), state.activation, not_kept, &w->down,
+              state.middle, none);
     memory_pop_to(memory, mark);
   }
 }
@@ -316,7 +411,7 @@ static void attention_block(const Pass *p, const Layer *w, const LayerState *s) 
   run_norm(p, &s->norm1, s->input, &w->norm1);
   make_qkv(p, w, s);
   attend(p, w, s);
-  project(p, s->middle, s->attention, &w->out, s->input, none);
+  project(p, s->middle, s->attention, not_kept, &w->out, s->input, none);
 }
 
 // From s->input to s->middle.
@@ -338,12 +433,14 @@ static void layer_forward(const Pass *p, const Layer *w, LayerState *s) {
     marks[RECOMPUTE_MLP] = memory_mark(memory);
     push_pre_activation(p, s);
     marks[RECOMPUTE_ELEMENTWISE] = memory_mark(memory);
+    if (keeps_codes(p)) push_codes(p, s);
+    marks[RECOMPUTE_NONE] = memory_mark(memory);
     s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
     push_mlp_elementwise(p, s);
-    marks[RECOMPUTE_NONE] = memory_mark(memory);
+    if (!keeps_codes(p)) marks[RECOMPUTE_NONE] = memory_mark(memory);
     attention_block(p, w, s);
     mlp_block(p, w, s);
-    project(p, s->output, s->activation, &w->down, s->middle, none);
+    project(p, s->output, s->activation, s->activation_codes, &w->down, s->middle, none);
   }
   memory_pop_to(memory, marks[p->recompute]);
 }
@@ -368,7 +465,7 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
   Tensor dattention = push_gradient(p, "d attention", s->attention.shape[1]);
-  project_backward(p, dattention, dr, s->attention, &w->out, none);
+  project_backward(p, dattention, dr, s->attention, not_kept, &w->out, none);
   attention_backward(p->backend, (AttentionBackward){.dqkv = dqkv,
                                                      .dout = dattention,
                                                      .out = s->attention,
@@ -384,12 +481,11 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
     run_norm_backward(p, &s->q_norm, dq, dq, tensor_columns(s->qk, 0, q), &w->q_norm, false);
     run_norm_backward(p, &s->k_norm, dk, dk, tensor_columns(s->qk, q, k), &w->k_norm, false);
   }
-  if (recompute_norm) {
+  if (recompute_norm || keeps_codes(p))
     s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
-    run_norm(p, &s->norm1, s->input, &w->norm1);
-  }
+  if (recompute_norm) run_norm(p, &s->norm1, s->input, &w->norm1);
   Tensor dnorm1 = s->norm1.out;
-  project_backward(p, dnorm1, dqkv, s->norm1.out, &w->qkv, none);
+  project_backward(p, dnorm1, dqkv, s->norm1.out, s->norm1_codes, &w->qkv, none);
   run_norm_backward(p, &s->norm1, dr, dnorm1, s->input, &w->norm1, true);
 }
 
@@ -403,6 +499,7 @@ static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Tensor 
     mlp_in_chunks(p, w, s, dr);
   } else {
     if (recompute_parts) recompute_mlp(p, w, s);
+    if (keeps_codes(p)) push_mlp_elementwise(p, s); // for their gradients
     mlp_backward(p, w, s, dr);
     memory_pop_to(memory, mark);
   }
@@ -539,6 +636,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   Pass p = pass_begin(backend, model, batch);
   p.mlp_chunk = options->mlp_chunk;
   p.accumulate = accumulate && !options->hooks.overwrite;
+  p.fp8 = tensor_exists(model->layers->qkv.weight.fp8.codes);
   Memory *memory = &backend->memory;
   const GradHooks *hooks = &options->hooks;
   int64_t hidden_size = model->config.hidden_size, layers = model->config.num_hidden_layers;
@@ -559,6 +657,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     states[l].output = alternates ? spare : push_activation(&p, "residual", hidden_size);
     int64_t coming = prepare_layer(&p, options, l + 1), leaving = send_input(&p, inputs, l, stream);
     copies_join(backend, coming, leaving);
+    if (p.fp8 && !accumulate) quantize_weights(&p, &model->layers[l]); // of a new step
     layer_forward(&p, &model->layers[l], &states[l]);
     spare = stream;
     stream = states[l].output;

@@ -1,7 +1,7 @@
 // The time of a training step, and what share GEMMs take.
 //
 // Takes ./train's options. Runs a few steps and times them; then records the GEMMs of one forward and backward
-// pass (the calls of linear_* and the two of the loss) and runs them alone, back to back, on the same tensors:
+// pass (the calls of linear_* and matmul_fp8, and the two of the loss) and runs them alone, back to back, on the same tensors:
 // the step's plain GEMMs. Their time over the step's is its share of the speed of light. On the CPU the same
 // step is timed once more with GEMMs by plain loops. --compare-modes also times the step with materialized
 // logits, alternating with the fused one.
@@ -23,11 +23,12 @@
 
 // --- recording the GEMMs of a pass ----------------------------------------------------------------------
 
-// One of the three: the one that has an output.
+// One of the four: the one that has an output.
 typedef struct {
   LinearForward forward;
   LinearBackwardInput input;
   LinearBackwardWeight weight;
+  MatmulFp8 fp8;
 } Gemm;
 
 static struct {
@@ -56,6 +57,11 @@ static void record_backward_input(Backend *backend, const LinearBackwardInput *a
 static void record_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
   append((Gemm){.weight = *a}, a->dout, a->dweight);
   record.wrapped->linear_backward_weight(backend, a);
+}
+
+static void record_fp8(Backend *backend, const MatmulFp8 *a) {
+  append((Gemm){.fp8 = *a}, a->a, a->b);
+  record.wrapped->matmul_fp8(backend, a);
 }
 
 // Its two GEMMs: the logits, and dx from their gradient.
@@ -88,6 +94,7 @@ static void record_pass(Trainer *trainer) {
   recording.linear_forward = record_forward;
   recording.linear_backward_input = record_backward_input;
   recording.linear_backward_weight = record_backward_weight;
+  recording.matmul_fp8 = record_fp8;
   recording.lce_logits_exp = record_logits_exp;
   recording.lce_sampled_gradients = record_sampled_gradients;
   backend->ops = &recording;
@@ -102,6 +109,7 @@ static void replay(Backend *backend) {
   for (const Gemm *g = record.gemms; g < record.gemms + record.count; g++) {
     if (tensor_exists(g->forward.out)) ops->linear_forward(backend, &g->forward);
     if (tensor_exists(g->input.dx)) ops->linear_backward_input(backend, &g->input);
+    if (tensor_exists(g->fp8.out)) ops->matmul_fp8(backend, &g->fp8);
     if (tensor_exists(g->weight.dweight)) ops->linear_backward_weight(backend, &g->weight);
   }
 }

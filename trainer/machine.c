@@ -44,6 +44,9 @@ Backend *machine_open(Options *o) {
   require_same_device(backend, reason);
   options_resolve_dtypes(o, backend != NULL);
   if (backend) cuda_attention_select(o->attention);
+  if (backend && o->dtypes.fp8 && backend->no_fp8)
+    fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; leave it out",
+         backend->description);
   if (!backend) backend = cpu_backend_create(o->plain_loops);
   size_t given = (size_t)(o->device_memory * 0x1p30);
   if (given && given < machine_usable_bytes(backend)) {

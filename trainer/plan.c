@@ -238,8 +238,9 @@ static void print_hosts(const Options *o, DeviceKind device) {
 
 // --- what would fit ----------------------------------------------------------------------------------------
 
-// Whether a --total-batch that was given is a multiple of such micro-batches.
+// Whether a --total-batch that was given is a multiple of such micro-batches, and FP8 takes them.
 static bool divides_total(const Options *o, int64_t batch, int64_t seq_len) {
+  if (o->dtypes.fp8 && seq_len % 16) return false;
   return !options_given(o, "total-batch") || o->total_batch % (batch * seq_len * o->ranks) == 0;
 }
 

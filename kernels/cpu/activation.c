@@ -13,6 +13,17 @@ void cpu_gelu_forward(Backend *backend, const GeluForward *a) {
   }
 }
 
+void cpu_gelu_backward(Backend *backend, const GeluBackward *a) {
+  (void)backend;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+    const float *x = cpu_row(a->x, n), *dout = cpu_row(a->dout, n);
+    float *dx = cpu_row(a->dx, n);
+#pragma omp simd
+    for (int64_t i = 0; i < a->x.shape[1]; i++) dx[i] = dout[i] * gelu_derivative_f32(x[i]);
+  }
+}
+
 void cpu_swiglu_forward(Backend *backend, const SwigluForward *a) {
   (void)backend;
   int64_t width = a->out.shape[1];

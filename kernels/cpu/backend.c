@@ -79,6 +79,7 @@ static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
 const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_bytes,
                                     .lce_logits_exp = cpu_lce_logits_exp_scratch,
                                     .lce_sampled_gradients = cpu_lce_sampled_gradients_scratch,
+                                    .matmul_fp8 = cpu_matmul_fp8_scratch,
                                     .lce_target_gradient = lce_target_gradient_bytes,
                                     .reduce = reduce_bytes,
                                     .logits_stride = logits_stride};

@@ -49,6 +49,7 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
 enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elements to one partial sum
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a); // linear_cross_entropy.c
 size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a); // likewise
+size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a);                      // fp8.c
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 

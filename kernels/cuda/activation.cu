@@ -4,25 +4,42 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/gelu.cuh"
 
-template <typename T, int W> static __global__ void gelu_kernel(T *out, const T *x, int columns) {
+// dout: out receives the gradient, which may take dout's place.
+template <typename T, int W>
+static __global__ void gelu_kernel(T *out, const T *x, const T *dout, int columns) {
   out += (int64_t)blockIdx.x * columns;
+  if (dout) dout += (int64_t)blockIdx.x * columns;
   x += (int64_t)blockIdx.x * columns;
   for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
     float values[W];
     load(values, x + i);
 #pragma unroll
-    for (int k = 0; k < W; k++) values[k] = gelu(values[k]);
+    for (int k = 0; k < W; k++) values[k] = dout ? gelu_derivative(values[k]) : gelu(values[k]);
+    if (dout) {
+      float factors[W];
+      load(factors, dout + i);
+#pragma unroll
+      for (int k = 0; k < W; k++) values[k] *= factors[k];
+    }
     store(out + i, values);
   }
 }
 
-void cuda_gelu_forward(Backend *backend, const GeluForward *a) {
-  int64_t rows = a->x.shape[0], columns = a->x.shape[1];
-  with_access(a->x.dtype, {a->x, a->out}, [&](auto type, auto width) {
+static void launch_gelu(Backend *backend, const char *op, Tensor out, Tensor x, Tensor dout) {
+  int64_t rows = x.shape[0], columns = x.shape[1];
+  with_access(x.dtype, {x, out, dout}, [&](auto type, auto width) {
     using T = decltype(type);
-    launch_kernel(per_row(backend, "gelu_forward", rows, ceil_div(columns, width)), gelu_kernel<T, width>,
-                  data_of<T>(a->out), data_of<T>(a->x), (int)columns);
+    launch_kernel(per_row(backend, op, rows, ceil_div(columns, width)), gelu_kernel<T, width>,
+                  data_of<T>(out), data_of<T>(x), data_of<T>(dout), (int)columns);
   });
+}
+
+void cuda_gelu_forward(Backend *backend, const GeluForward *a) {
+  launch_gelu(backend, "gelu_forward", a->out, a->x, {});
+}
+
+void cuda_gelu_backward(Backend *backend, const GeluBackward *a) {
+  launch_gelu(backend, "gelu_backward", a->dx, a->x, a->dout);
 }
 
 template <typename T, int W>

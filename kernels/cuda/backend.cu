@@ -309,6 +309,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   cuda_check(cudaGetDeviceProperties(&properties, ordinal), "querying the device's properties");
   state->ordinal = ordinal;
   state->multiprocessors = properties.multiProcessorCount;
+  backend->no_fp8 = 10 * properties.major + properties.minor < 89;
   int lowest = 0, highest = 0;
   cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "querying the priorities of streams");
   cuda_check(cudaStreamCreateWithPriority(&state->stream, cudaStreamNonBlocking, lowest),

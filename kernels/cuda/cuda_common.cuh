@@ -324,6 +324,8 @@ struct Gemm {
   const void *bias = nullptr;
   void *pre = nullptr;
   int64_t pre_stride = 0;
+  // Of e4m3 operands, on the device: they multiply the result. The bias is then bf16.
+  const void *left_scale = nullptr, *right_scale = nullptr;
   // Where it runs concurrently with other GEMMs and so without a workspace; NULL: on the backend's stream, with one.
   cudaStream_t stream = nullptr;
 };

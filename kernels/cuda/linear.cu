@@ -1,4 +1,5 @@
-// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues.
+// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; of FP8 operands too,
+// whose partial sums stay in fp32 (without the library's fast accumulation).
 //
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
 // right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
@@ -91,7 +92,7 @@ void gemms_destroy(Gemms *p) {
 }
 
 static cudaDataType_t lt_type(Dtype dtype) {
-  return dtype == DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_32F;
+  return dtype == DTYPE_BF16 ? CUDA_R_16BF : dtype == DTYPE_E4M3 ? CUDA_R_8F_E4M3 : CUDA_R_32F;
 }
 
 static uint32_t alignment_of(const void *address) {
@@ -155,7 +156,8 @@ static void describe(GemmPlan *plan) {
   set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, lt_epilogue(epilogue));
-  if (has_bias(epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, lt_type(operands));
+  cudaDataType_t bias = lt_type(operands == DTYPE_E4M3 ? DTYPE_BF16 : operands);
+  if (has_bias(epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias);
   if (has_pre(epilogue)) {
     set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(operands));
     set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_pre);
@@ -169,6 +171,9 @@ static void describe(GemmPlan *plan) {
 static void point_epilogue(GemmPlan *plan, const Gemm *p) {
   if (has_bias(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p->bias);
   if (has_pre(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre);
+  if (p->operand_dtype != DTYPE_E4M3) return;
+  set(plan->operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p->right_scale);
+  set(plan->operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p->left_scale);
 }
 
 // The library's suggestions, best first by its estimate.
@@ -539,8 +544,20 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
   g.alpha = a->alpha;
   if (g.k > 0)
     cuda_gemm(backend, &g);
-  else if (!a->accumulate)
+  else if (!a->accumulate && tensor_exists(a->dweight))
     cuda_fill_zero(backend, &a->dweight);
   if (tensor_exists(a->dbias))
     column_sums(backend, a->dbias, a->dout, nullptr, a->alpha, a->accumulate, data_of<float>(a->workspace));
+}
+
+void cuda_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
+  constexpr float LARGEST = 448;
+  Gemm g = gemm_of(a->out, a->a, false, a->b, true);
+  g.addend = a->residual.data, g.addend_stride = a->residual.stride;
+  g.epilogue = tensor_exists(a->bias) ? GEMM_BIAS : GEMM_PLAIN;
+  g.bias = a->bias.data;
+  g.left_scale = a->amax_a.data, g.right_scale = a->amax_b.data, g.alpha = 1 / (LARGEST * LARGEST);
+  if (g.m && g.n && !cublaslt_gemm(backend, &g))
+    fail("cuBLASLt has no FP8 GEMM for this GPU and %s times the transpose of %s", tensor_text(a->a).text,
+         tensor_text(a->b).text);
 }

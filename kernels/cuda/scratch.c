@@ -19,6 +19,11 @@ size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
   return (size_t)(cuda_column_slices(a->dout.shape[0]) * a->dout.shape[1]) * sizeof(float);
 }
 
+size_t cuda_matmul_fp8_scratch(const MatmulFp8 *a) {
+  (void)a;
+  return 0;
+}
+
 // At least a tile of so many rows, and never less for more rows: a chunk of fewer rows (how many tokens count depends
 // on the data) never needs more than a full one.
 static size_t tile_bytes(int64_t rows, int64_t vocab_size) {

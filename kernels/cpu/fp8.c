@@ -1,0 +1,60 @@
+// FP8 by its definition: every element is rounded to its code, and matmuls multiply in fp32 what the codes stand for.
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels/cpu/cpu.h"
+
+// The bits of |x| are ordered as the values are, with NaN above infinity.
+static float amax_of(Tensor x) {
+  uint32_t max = 0;
+#pragma omp parallel for schedule(static) reduction(max : max)
+  for (int64_t n = 0; n < x.shape[0]; n++)
+    for (int64_t i = 0; i < x.shape[1]; i++) {
+      uint32_t bits;
+      memcpy(&bits, cpu_row(x, n) + i, sizeof bits);
+      bits &= 0x7FFFFFFF;
+      if (bits > max) max = bits;
+    }
+  float amax;
+  memcpy(&amax, &max, sizeof amax);
+  return amax;
+}
+
+void cpu_quantize(Backend *backend, const Quantize *a) {
+  (void)backend;
+  int64_t rows = a->x.shape[0], columns = a->x.shape[1];
+  float amax = amax_of(a->x), factor = fminf(448 / amax, FLT_MAX);
+  *(float *)a->out.amax.data = amax;
+  uint8_t *codes = a->out.codes.data, *transposed = a->out.transposed.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < rows; n++)
+    for (int64_t i = 0; i < columns; i++) {
+      uint8_t code = e4m3_from_f32(cpu_row(a->x, n)[i] * factor);
+      if (codes) codes[n * columns + i] = code;
+      if (transposed) transposed[i * rows + n] = code;
+    }
+}
+
+size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a) {
+  return (size_t)(tensor_count(a->a) + tensor_count(a->b)) * sizeof(float);
+}
+
+static Tensor decode(Tensor codes, Tensor amax, float *to) {
+  float values[256], scale = *(const float *)amax.data / 448;
+  for (int i = 0; i < 256; i++) values[i] = e4m3_to_f32((uint8_t)i) * scale;
+  const uint8_t *from = codes.data;
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < tensor_count(codes); i++) to[i] = values[from[i]];
+  return tensor_2d(to, DTYPE_F32, codes.shape[0], codes.shape[1]);
+}
+
+void cpu_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
+  float *values = a->workspace.data;
+  LinearForward decoded = {.out = a->out,
+                           .x = decode(a->a, a->amax_a, values),
+                           .weight = decode(a->b, a->amax_b, values + tensor_count(a->a)),
+                           .bias = a->bias,
+                           .residual = a->residual};
+  cpu_linear_forward(backend, &decoded);
+}
