@@ -318,9 +318,14 @@ static void linear_backward_case(Harness *h, LinearShape s) {
   Tolerance over_rows = of_size(within(4, (double)s.rows), 1);
   check_gradient(h, "dweight", dweight, s.accumulate ? weight_before : NULL, c.weight, linear_objective, &c,
                  over_rows);
-  if (s.bias)
+  if (s.bias) {
     check_gradient(h, "dbias", dbias, s.accumulate ? bias_before : NULL, c.bias, linear_objective, &c,
                    over_rows);
+    Tensor alone = poisoned_vector(h, DTYPE_F32, s.outputs);
+    linear_backward_weight(h->backend,
+                           (LinearBackwardWeight){.dbias = alone, .dout = dout, .alpha = (float)s.alpha});
+    check_gradient(h, "dbias alone", alone, NULL, c.bias, linear_objective, &c, over_rows);
+  }
   c.s.alpha = 1;
   check_gradient(h, "linear dx", dx, s.accumulate ? dx_before : NULL, c.x, linear_objective, &c,
                  of_size(within(4, (double)s.outputs), 1));
@@ -396,9 +401,14 @@ static void test_gelu(void **state) {
   gelu_forward(h->backend, (GeluForward){.out = activated, .x = pre});
   linear_backward_input(
       h->backend, (LinearBackwardInput){.dx = dx, .dout = dout, .weight = weight, .pre_activation = pre});
+  Tensor apart = poisoned(h, h->dtype, c.rows, c.inputs);
+  linear_backward_input(h->backend, (LinearBackwardInput){.dx = apart, .dout = dout, .weight = weight});
+  gelu_backward(h->backend, (GeluBackward){.dx = apart, .dout = apart, .x = pre});
   gelu_objective(&c);
   check_values(h, "gelu", activated, c.activated, within(4, 1));
   check_gradient(h, "gelu dx", dx, NULL, c.pre, gelu_objective, &c,
+                 of_size(within_stored(h, 4, (double)c.outputs), 1));
+  check_gradient(h, "gelu dx, apart", apart, NULL, c.pre, gelu_objective, &c,
                  of_size(within_stored(h, 4, (double)c.outputs), 1));
 }
 

@@ -139,6 +139,8 @@ static void test_impossible_combinations(void **state) {
       {"--recompute layer --recompute-layers 99", "--recompute-layers 99: the model has"},
       {"--mlp-chunk 8 --recompute mlp",
        "--mlp-chunk drops a chunk's activations before the next one: add --recompute layer"},
+      {"--fp8 --seq-len 100", "--fp8: FP8 GEMMs take multiples of 16, and of hidden size 128, "},
+      {"--fp8 --device cuda --dtype fp32 --plan", "--fp8 reads and writes bf16 on cuda"},
       {"--offload activations", "from which all else is computed again: add --recompute layer"},
       {"--offload optimizer --num-layers 10000 --hidden-size 65536", "of this machine's memory and "},
       {"--pack windows", "--pack windows: give none or documents"},

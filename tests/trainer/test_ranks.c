@@ -294,6 +294,29 @@ static void offloading_changes_no_bit(void **state) {
   }
 }
 
+// The same bits again, and from a checkpoint, which says that the run is in FP8.
+static void fp8_repeats_bitwise(void **state) {
+  (void)state;
+  NEEDS_LAUNCHER();
+  char job[1024], options[1200];
+  snprintf(job, sizeof job,
+           JOB TEXT "--model llama-tiny --vocab 300 --hidden-size 32 --intermediate-size 48 --head-dim 16 "
+                    "--num-attention-heads 2 --num-key-value-heads 1 --fp8 --save-every 2 --save-dtype fp32 "
+                    "--dtype %s",
+           getenv("LCE_GPU_RANKS") ? "bf16" : "fp32");
+  for (int ranks = 0; ranks <= 2; ranks += 2) {
+    const char *zero = ranks ? "--zero 2" : "";
+    char whole[32], half[32];
+    snprintf(whole, sizeof whole, "fp8-whole-%d", ranks);
+    snprintf(half, sizeof half, "fp8-half-%d", ranks);
+    snprintf(options, sizeof options, "%s %s", job, zero);
+    run_job(ranks, whole, options);
+    snprintf(options, sizeof options, "--resume %s --save-dtype fp32 %s", checkpoint_of(whole, 2), zero);
+    run_job(ranks, half, options);
+    check_same_bits(whole, half, STEPS);
+  }
+}
+
 // The head's rows on several ranks: its loss is that of the whole head.
 static void a_split_head_trains_the_same(void **state) {
   (void)state;
@@ -794,6 +817,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(the_same_number_of_ranks_repeats_bitwise),
       cmocka_unit_test(masked_ranks_neither_hang_nor_skew),
       cmocka_unit_test(offloading_changes_no_bit),
+      cmocka_unit_test(fp8_repeats_bitwise),
       cmocka_unit_test(zero_levels_train_the_same),
       cmocka_unit_test(a_split_head_trains_the_same),
       cmocka_unit_test(a_split_head_resumes_any_run),

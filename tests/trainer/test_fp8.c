@@ -1,0 +1,139 @@
+// --fp8: training works, near what it is without; the plan holds to the byte; recomputing and offloading change no bit.
+// Ranks and checkpoints are in test_ranks.c, refusals in test_cli.c.
+#include "tests/runs.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define LLAMA                                                                                                \
+  "--model llama-tiny --vocab 300 --hidden-size 32 --intermediate-size 80 --num-layers 3 --head-dim 16 "     \
+  "--num-attention-heads 3 --num-key-value-heads 1 "
+#define GPT2 "--model gpt2-tiny --vocab 300 --hidden-size 48 --num-layers 3 --num-attention-heads 3 "
+#define QWEN                                                                                                 \
+  "--model qwen3-0.6b --vocab 300 --hidden-size 32 --intermediate-size 48 --num-layers 3 --head-dim 16 "     \
+  "--num-attention-heads 4 --num-key-value-heads 2 "
+#define JOB "--batch 3 --seq-len 48 --lr 0.004 --warmup 2 --seed 4 "
+
+static const char *const models[] = {LLAMA, GPT2, QWEN};
+enum { MODELS = 3, STEPS = 3 };
+
+static Run *open_run(void **state, const char *model, const char *options) {
+  Run *run = run_open_on(*state, "%s " JOB "%s", model, options);
+  if (!run || run->h->backend->no_fp8) skip();
+  return run;
+}
+
+// The gradients of a first step.
+static double *gradients(void **state, const char *model, const char *options, int64_t *count, double *loss) {
+  Run *run = open_run(state, model, options);
+  *loss = run_step(run, 0).loss;
+  Tensor grad = run->trainer.model.parameters.grad[GROUP_MATRICES];
+  *count = tensor_count(grad);
+  double *values = malloc((size_t)*count * sizeof *values);
+  assert_non_null(values);
+  memcpy(values, values_of(run->h, grad), (size_t)*count * sizeof *values);
+  run_close(run);
+  return values;
+}
+
+static void test_gradients(void **state) {
+  for (int m = 0; m < MODELS; m++) {
+    int64_t count;
+    double loss[2], apart = 0, size = 0;
+    double *want = gradients(state, models[m], "", &count, &loss[0]);
+    double *got = gradients(state, models[m], "--fp8", &count, &loss[1]);
+    for (int64_t i = 0; i < count; i++) {
+      apart += (got[i] - want[i]) * (got[i] - want[i]);
+      size += want[i] * want[i];
+    }
+    print_message("%s: gradients off by %.3f of their norm, the loss by %.1e\n", models[m],
+                  sqrt(apart / size), fabs(loss[1] / loss[0] - 1));
+    assert_true(sqrt(apart / size) < 0.25 && apart > 0);
+    assert_true(fabs(loss[1] / loss[0] - 1) < 0.01);
+    free(want);
+    free(got);
+  }
+}
+
+static void test_loss_falls(void **state) {
+  for (int m = 0; m < MODELS; m++) {
+    double last[2];
+    for (int fp8 = 0; fp8 < 2; fp8++) {
+      Run *run = open_run(state, models[m], fp8 ? "--steps 40 --fp8" : "--steps 40");
+      double first = run_step(run, 0).loss;
+      for (int64_t step = 1; step < 40; step++) run_step(run, step);
+      last[fp8] = trainer_validate(&run->trainer, &run->loader, 8);
+      assert_true(last[fp8] < first - 1);
+      run_close(run);
+    }
+    print_message("%s: %.4f after 40 steps, %.4f in FP8\n", models[m], last[0], last[1]);
+    assert_true(last[1] < 1.05 * last[0]);
+  }
+}
+
+// Steps of two micro-batches, a validation and a sample; the ledger is the plan's.
+static void run_all(void **state, const char *model, const char *options, double results[2 * STEPS + 1]) {
+  Run *run = open_run(state, model, options);
+  int64_t count;
+  for (int64_t step = 0; step < STEPS; step++) {
+    StepResult r = run_step(run, step);
+    results[2 * step] = r.loss, results[2 * step + 1] = r.grad_norm;
+  }
+  results[2 * STEPS] = trainer_validate(&run->trainer, &run->loader, 2);
+  free(trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &count));
+  const Ledger *ledger = &run->h->backend->memory.ledger;
+  Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
+  assert_int_equal(ledger->peak, plan.peak);
+  assert_int_equal(ledger->stack_peak, plan.stack_peak);
+  assert_memory_equal(ledger->at_peak, plan.at_peak, sizeof plan.at_peak);
+  run_close(run);
+}
+
+static void test_same_bits(void **state) {
+  static const char *const ways[] = {"--recompute none",
+                                     "--recompute elementwise",
+                                     "--recompute mlp",
+                                     "--recompute layer",
+                                     "--recompute layer --recompute-layers 1",
+                                     "--recompute layer --offload weights,gradients,optimizer,activations",
+                                     "--offload optimizer"};
+  for (int m = 0; m < MODELS; m++) {
+    double want[2 * STEPS + 1] = {0}, got[2 * STEPS + 1] = {0};
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+      char options[160];
+      snprintf(options, sizeof options, "--steps 3 --total-batch 288 --fp8 %s", ways[i]);
+      run_all(state, models[m], options, i ? got : want);
+      if (i && memcmp(got, want, sizeof want)) fail_msg("%s: other bits with %s", models[m], ways[i]);
+    }
+  }
+}
+
+// Chunks of the MLP have factors of their own.
+static void test_mlp_chunks(void **state) {
+  double results[2 * STEPS + 1];
+  run_all(state, LLAMA, "--steps 3 --fp8 --recompute layer --mlp-chunk 64", results);
+  for (int i = 0; i < 2 * STEPS + 1; i++) assert_true(isfinite(results[i]));
+}
+
+int main(void) {
+  static const char *const backends[] = {"cpu", "cuda"};
+  int failed = 0;
+  for (int i = 0; i < 2; i++) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_prestate(test_gradients, (void *)backends[i]),
+        cmocka_unit_test_prestate(test_loss_falls, (void *)backends[i]),
+        cmocka_unit_test_prestate(test_same_bits, (void *)backends[i]),
+        cmocka_unit_test_prestate(test_mlp_chunks, (void *)backends[i]),
+    };
+    failed += cmocka_run_group_tests_name(backends[i], tests, NULL, NULL);
+  }
+  return failed;
+}
