@@ -276,14 +276,15 @@ static void splits_in_two(Op op, Tensor gate_up) {
 
 void swiglu_forward(Backend *backend, SwigluForward a) {
   splits_in_two(__func__, a.gate_up);
-  CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a.gate_up.shape[1] / 2), FIELD(out, "T [N, F]"));
+  CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a.gate_up.shape[1] / 2), FIELD(out, "T [N, F]"),
+        FIELD(amax, "fp32 [1] or absent"));
   CALL(swiglu_forward);
 }
 
 void swiglu_backward(Backend *backend, SwigluBackward a) {
   splits_in_two(__func__, a.gate_up);
   CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a.gate_up.shape[1] / 2), FIELD(dout, "T [N, F]"),
-        FIELD(dgate_up, "T [N, G]"));
+        FIELD(dgate_up, "T [N, G]"), FIELD(amax, "fp32 [1] or absent"));
   CALL(swiglu_backward);
 }
 

@@ -144,7 +144,8 @@ typedef struct {
 typedef struct {
   Tensor codes;      // e4m3 [N, K], or absent
   Tensor transposed; // e4m3 [K, N], or absent: the same codes
-  Tensor amax; // fp32 [1]: max |x|; NaN or infinite where some x is, and then so is every matmul with it
+  Tensor amax;     // fp32 [1]: max |x|; NaN or infinite where some x is, and then so is every matmul with it
+  bool amax_known; // quantize reads amax, which the operation that made x has written
 } Fp8;
 
 typedef struct {
@@ -184,6 +185,7 @@ typedef struct {
 typedef struct {
   Tensor out;     // fp32/bf16 [N, F]
   Tensor gate_up; // fp32/bf16 [N, 2F]
+  Tensor amax;    // fp32 [1], or absent: max |out|, for quantize
 } SwigluForward;
 
 // d gate = dout * up * silu'(gate),  d up = dout * silu(gate).
@@ -191,6 +193,7 @@ typedef struct {
   Tensor dgate_up; // fp32/bf16 [N, 2F]; may be gate_up itself
   Tensor dout;     // fp32/bf16 [N, F]
   Tensor gate_up;  // fp32/bf16 [N, 2F]
+  Tensor amax;     // fp32 [1], or absent: max |dgate_up|
 } SwigluBackward;
 
 // --- attention ---------------------------------------------------------------------------------------------

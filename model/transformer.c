@@ -29,7 +29,7 @@ const char *recompute_name(Recompute recompute) {
 }
 
 static const Tensor none;        // an operand that is absent
-static const Fp8 not_kept;       // codes that the backward pass makes again, if it needs them
+static const Fp8 no_codes;       // nor an amax that is known
 static const TileSampling exact; // no sampling
 
 // One pass: the arguments that all functions below share.
@@ -122,16 +122,17 @@ static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor
 
 // --- matmuls -----------------------------------------------------------------------------------------------
 
-// FP8 codes of a matrix of `columns`, on the stack.
-static Fp8 push_fp8(const Pass *p, int64_t columns, bool codes, bool transposed) {
+// The FP8 form of a matrix of `columns`, with what it lacks pushed on the stack: amax, and codes as requested.
+static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool transposed) {
   Memory *memory = &p->backend->memory;
-  Fp8 out = {.amax = memory_push_1d(memory, "FP8 maximum", MEMORY_ACTIVATIONS, DTYPE_F32, 1)};
+  if (!tensor_exists(fp8.amax))
+    fp8.amax = memory_push_1d(memory, "FP8 maximum", MEMORY_ACTIVATIONS, DTYPE_F32, 1);
   if (codes)
-    out.codes = memory_push_2d(memory, "FP8 codes", MEMORY_ACTIVATIONS, DTYPE_E4M3, p->rows, columns);
+    fp8.codes = memory_push_2d(memory, "FP8 codes", MEMORY_ACTIVATIONS, DTYPE_E4M3, p->rows, columns);
   if (transposed)
-    out.transposed =
+    fp8.transposed =
         memory_push_2d(memory, "FP8 codes, transposed", MEMORY_ACTIVATIONS, DTYPE_E4M3, columns, p->rows);
-  return out;
+  return fp8;
 }
 
 static void quantize_weights(const Pass *p, const Layer *w) {
@@ -140,13 +141,12 @@ static void quantize_weights(const Pass *p, const Layer *w) {
     quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
 }
 
-static void project_fp8(const Pass *p, Tensor out, Tensor x, Fp8 kept, const Affine *w, Tensor residual,
+static void project_fp8(const Pass *p, Tensor out, Tensor x, Fp8 codes, const Affine *w, Tensor residual,
                         Tensor pre_activation) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   const Fp8 *weight = &w->weight.fp8;
   bool gelu = tensor_exists(pre_activation);
-  Fp8 in = push_fp8(p, x.shape[1], true, false);
-  if (tensor_exists(kept.transposed)) in.transposed = kept.transposed, in.amax = kept.amax;
+  Fp8 in = push_fp8(p, codes, x.shape[1], true, false);
   quantize(p->backend, (Quantize){.out = in, .x = x});
   matmul_fp8(p->backend, (MatmulFp8){.out = gelu ? pre_activation : out,
                                      .a = in.codes,
@@ -159,11 +159,11 @@ static void project_fp8(const Pass *p, Tensor out, Tensor x, Fp8 kept, const Aff
   memory_pop_to(&p->backend->memory, mark);
 }
 
-// `kept` receives x's transposed codes, where it is there and matmuls are in FP8.
-static void project(const Pass *p, Tensor out, Tensor x, Fp8 kept, const Affine *w, Tensor residual,
+// In FP8 `codes` receives x's transposed codes, where it has room for them.
+static void project(const Pass *p, Tensor out, Tensor x, Fp8 codes, const Affine *w, Tensor residual,
                     Tensor pre_activation) {
   if (p->fp8) {
-    project_fp8(p, out, x, kept, w, residual, pre_activation);
+    project_fp8(p, out, x, codes, w, residual, pre_activation);
     return;
   }
   linear_forward(p->backend, (LinearForward){.out = out,
@@ -175,15 +175,15 @@ static void project(const Pass *p, Tensor out, Tensor x, Fp8 kept, const Affine 
                                              .pre_activation = pre_activation});
 }
 
-static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Tensor x, Fp8 kept, const Affine *w,
-                                 Tensor pre_activation) {
+static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Fp8 d, Tensor x, Fp8 in,
+                                 const Affine *w, Tensor pre_activation) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   const Param *weight = &w->weight;
   bool in_out_layout = p->model->config.in_out_layout;
-  Fp8 d = push_fp8(p, dout.shape[1], true, true), in = kept;
+  d = push_fp8(p, d, dout.shape[1], true, true);
   quantize(p->backend, (Quantize){.out = d, .x = dout});
-  if (!tensor_exists(kept.transposed)) {
-    in = push_fp8(p, x.shape[1], false, true);
+  if (!tensor_exists(in.transposed)) {
+    in = push_fp8(p, in, x.shape[1], false, true);
     quantize(p->backend, (Quantize){.out = in, .x = x});
   }
   Fp8 rows = in_out_layout ? in : d, columns = in_out_layout ? d : in; // of the weight
@@ -206,12 +206,13 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Tensor x
   memory_pop_to(&p->backend->memory, mark);
 }
 
-// The gradients of weight and bias, then that of the input: dx may be x itself, which is not read where `kept` is there.
-static void project_backward(const Pass *p, Tensor dx, Tensor dout, Tensor x, Fp8 kept, const Affine *w,
-                             Tensor pre_activation) {
+// The gradients of weight and bias, then that of the input: dx may be x itself, which is not read where its
+// transposed codes are there.
+static void project_backward(const Pass *p, Tensor dx, Tensor dout, Fp8 dout_codes, Tensor x, Fp8 x_codes,
+                             const Affine *w, Tensor pre_activation) {
   bool in_out_layout = p->model->config.in_out_layout;
   if (p->fp8) {
-    project_backward_fp8(p, dx, dout, x, kept, w, pre_activation);
+    project_backward_fp8(p, dx, dout, dout_codes, x, x_codes, w, pre_activation);
     return;
   }
   linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = w->weight.grad,
@@ -242,7 +243,7 @@ typedef struct {
   Tensor middle;         // [N, H]: the stream between attention and MLP
   Tensor pre_activation; // [N, F], or [N, 2F]: gate, then up
   Tensor activation;     // [N, F]
-  // In FP8 at RECOMPUTE_NONE: their transposed codes, kept instead of themselves.
+  // In FP8, of the three's outputs: at RECOMPUTE_NONE the transposed codes, kept in their place; SwiGLU's amax.
   Fp8 norm1_codes, norm2_codes, activation_codes;
 } LayerState;
 
@@ -251,20 +252,26 @@ static void push_pre_activation(const Pass *p, LayerState *s) {
   s->pre_activation = push_activation(p, "mlp pre-activation", (c->gated_mlp ? 2 : 1) * c->intermediate_size);
 }
 
-static void push_mlp_elementwise(const Pass *p, LayerState *s) {
-  s->norm2.out = push_activation(p, "norm2", p->model->config.hidden_size);
-  s->activation = push_activation(p, "mlp activation", p->model->config.intermediate_size);
-}
-
 static bool keeps_codes(const Pass *p) {
   return p->fp8 && p->recompute == RECOMPUTE_NONE;
 }
 
-static void push_codes(const Pass *p, LayerState *s) {
+static void push_activation_codes(const Pass *p, LayerState *s, bool transposed) {
   const ModelConfig *c = &p->model->config;
-  s->norm1_codes = push_fp8(p, c->hidden_size, false, true);
-  s->norm2_codes = push_fp8(p, c->hidden_size, false, true);
-  s->activation_codes = push_fp8(p, c->intermediate_size, false, true);
+  s->activation_codes =
+      push_fp8(p, (Fp8){.amax_known = c->gated_mlp}, c->intermediate_size, false, transposed);
+}
+
+static void push_mlp_elementwise(const Pass *p, LayerState *s) {
+  s->norm2.out = push_activation(p, "norm2", p->model->config.hidden_size);
+  s->activation = push_activation(p, "mlp activation", p->model->config.intermediate_size);
+  if (p->fp8 && !keeps_codes(p)) push_activation_codes(p, s, false);
+}
+
+static void push_codes(const Pass *p, LayerState *s) {
+  s->norm1_codes = push_fp8(p, no_codes, p->model->config.hidden_size, false, true);
+  s->norm2_codes = push_fp8(p, no_codes, p->model->config.hidden_size, false, true);
+  push_activation_codes(p, s, true);
 }
 
 static void push_qk(const Pass *p, LayerState *s) {
@@ -321,7 +328,7 @@ static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
     int64_t q = s->q_norm.out.shape[1], k = s->k_norm.out.shape[1];
     Affine qk = outputs(&w->qkv, 0, q + k), v = outputs(&w->qkv, q + k, k);
     project(p, s->qk, s->norm1.out, s->norm1_codes, &qk, none, none);
-    project(p, tensor_columns(s->qkv, q + k, k), s->norm1.out, not_kept, &v, none, none);
+    project(p, tensor_columns(s->qkv, q + k, k), s->norm1.out, no_codes, &v, none, none);
     run_norm(p, &s->q_norm, tensor_columns(s->qk, 0, q), &w->q_norm);
     run_norm(p, &s->k_norm, tensor_columns(s->qk, q, k), &w->k_norm);
   } else {
@@ -348,11 +355,17 @@ static void attend(const Pass *p, const Layer *w, const LayerState *s) {
                                                  .past = p->past});
 }
 
+static void run_swiglu(const Pass *p, const LayerState *s) {
+  swiglu_forward(
+      p->backend,
+      (SwigluForward){.out = s->activation, .gate_up = s->pre_activation, .amax = s->activation_codes.amax});
+}
+
 // norm2's output to the activation.
 static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
   if (p->model->config.gated_mlp) {
     project(p, s->pre_activation, s->norm2.out, s->norm2_codes, &w->up, none, none);
-    swiglu_forward(p->backend, (SwigluForward){.out = s->activation, .gate_up = s->pre_activation});
+    run_swiglu(p, s);
   } else {
     project(p, s->activation, s->norm2.out, s->norm2_codes, &w->up, none, s->pre_activation);
   }
@@ -368,12 +381,17 @@ static void mlp_block(const Pass *p, const Layer *w, const LayerState *s) {
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
   bool gated = p->model->config.gated_mlp;
   Tensor dactivation = s->activation, dpre = gated ? s->pre_activation : dactivation, dnorm2 = s->norm2.out;
-  project_backward(p, dactivation, dr, s->activation, s->activation_codes, &w->down,
+  project_backward(p, dactivation, dr, no_codes, s->activation, s->activation_codes, &w->down,
                    gated ? none : s->pre_activation); // GELU's derivative is part of the matmul
-  if (gated)
-    swiglu_backward(p->backend,
-                    (SwigluBackward){.dgate_up = dpre, .dout = dactivation, .gate_up = s->pre_activation});
-  project_backward(p, dnorm2, dpre, s->norm2.out, s->norm2_codes, &w->up, none);
+  Fp8 dpre_codes = no_codes;
+  if (gated) {
+    if (p->fp8) dpre_codes = push_fp8(p, (Fp8){.amax_known = true}, dpre.shape[1], false, false);
+    swiglu_backward(p->backend, (SwigluBackward){.dgate_up = dpre,
+                                                 .dout = dactivation,
+                                                 .gate_up = s->pre_activation,
+                                                 .amax = dpre_codes.amax});
+  }
+  project_backward(p, dnorm2, dpre, dpre_codes, s->norm2.out, s->norm2_codes, &w->up, none);
   run_norm_backward(p, &s->norm2, dr, dnorm2, s->middle, &w->norm2, true);
 }
 
@@ -401,8 +419,8 @@ static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Te
     if (tensor_exists(dr))
       mlp_backward(&part, w, &state, tensor_rows(dr, first, part.rows));
     else
-      project(&part, tensor_rows(s->output, first, part.rows), state.activation, not_kept, &w->down,
-              state.middle, none);
+      project(&part, tensor_rows(s->output, first, part.rows), state.activation, state.activation_codes,
+              &w->down, state.middle, none);
     memory_pop_to(memory, mark);
   }
 }
@@ -411,7 +429,7 @@ static void attention_block(const Pass *p, const Layer *w, const LayerState *s) 
   run_norm(p, &s->norm1, s->input, &w->norm1);
   make_qkv(p, w, s);
   attend(p, w, s);
-  project(p, s->middle, s->attention, not_kept, &w->out, s->input, none);
+  project(p, s->middle, s->attention, no_codes, &w->out, s->input, none);
 }
 
 // From s->input to s->middle.
@@ -453,7 +471,7 @@ static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
   if (p->recompute == RECOMPUTE_MLP)
     mlp_up(p, w, s);
   else if (p->model->config.gated_mlp)
-    swiglu_forward(p->backend, (SwigluForward){.out = s->activation, .gate_up = s->pre_activation});
+    run_swiglu(p, s);
   else
     gelu_forward(p->backend, (GeluForward){.out = s->activation, .x = s->pre_activation});
 }
@@ -465,7 +483,7 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
   Tensor dattention = push_gradient(p, "d attention", s->attention.shape[1]);
-  project_backward(p, dattention, dr, s->attention, not_kept, &w->out, none);
+  project_backward(p, dattention, dr, no_codes, s->attention, no_codes, &w->out, none);
   attention_backward(p->backend, (AttentionBackward){.dqkv = dqkv,
                                                      .dout = dattention,
                                                      .out = s->attention,
@@ -485,7 +503,7 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
     s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
   if (recompute_norm) run_norm(p, &s->norm1, s->input, &w->norm1);
   Tensor dnorm1 = s->norm1.out;
-  project_backward(p, dnorm1, dqkv, s->norm1.out, s->norm1_codes, &w->qkv, none);
+  project_backward(p, dnorm1, dqkv, no_codes, s->norm1.out, s->norm1_codes, &w->qkv, none);
   run_norm_backward(p, &s->norm1, dr, dnorm1, s->input, &w->norm1, true);
 }
 

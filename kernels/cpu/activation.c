@@ -34,6 +34,7 @@ void cpu_swiglu_forward(Backend *backend, const SwigluForward *a) {
 #pragma omp simd
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] * sigmoid_f32(gate[i]) * up[i];
   }
+  cpu_amax(a->amax, a->out);
 }
 
 // dgate_up may be gate_up itself: each element is read before it is written.
@@ -51,4 +52,5 @@ void cpu_swiglu_backward(Backend *backend, const SwigluBackward *a) {
       dup[i] = dout[i] * g * s;
     }
   }
+  cpu_amax(a->amax, a->dgate_up);
 }

@@ -44,6 +44,11 @@ void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alph
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 
+// --- fp8.c -------------------------------------------------------------------------------------------------
+
+// amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
+void cpu_amax(Tensor amax, Tensor x);
+
 // --- what the kernels and backend.c must agree on ----------------------------------------------------------
 
 enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elements to one partial sum

@@ -6,7 +6,8 @@
 #include "kernels/cpu/cpu.h"
 
 // The bits of |x| are ordered as the values are, with NaN above infinity.
-static float amax_of(Tensor x) {
+void cpu_amax(Tensor amax, Tensor x) {
+  if (!tensor_exists(amax)) return;
   uint32_t max = 0;
 #pragma omp parallel for schedule(static) reduction(max : max)
   for (int64_t n = 0; n < x.shape[0]; n++)
@@ -16,16 +17,14 @@ static float amax_of(Tensor x) {
       bits &= 0x7FFFFFFF;
       if (bits > max) max = bits;
     }
-  float amax;
-  memcpy(&amax, &max, sizeof amax);
-  return amax;
+  memcpy(amax.data, &max, sizeof max);
 }
 
 void cpu_quantize(Backend *backend, const Quantize *a) {
   (void)backend;
   int64_t rows = a->x.shape[0], columns = a->x.shape[1];
-  float amax = amax_of(a->x), factor = fminf(448 / amax, FLT_MAX);
-  *(float *)a->out.amax.data = amax;
+  if (!a->out.amax_known) cpu_amax(a->out.amax, a->x);
+  float factor = fminf(448 / *(float *)a->out.amax.data, FLT_MAX);
   uint8_t *codes = a->out.codes.data, *transposed = a->out.transposed.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; n++)

@@ -43,7 +43,8 @@ void cuda_gelu_backward(Backend *backend, const GeluBackward *a) {
 }
 
 template <typename T, int W>
-static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, int columns) {
+static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, unsigned *amax, int columns) {
+  unsigned largest = 0;
   out += (int64_t)blockIdx.x * columns;
   gate_up += (int64_t)blockIdx.x * 2 * columns;
   for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
@@ -51,23 +52,31 @@ static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, int colum
     load(gate, gate_up + i);
     load(up, gate_up + columns + i);
 #pragma unroll
-    for (int k = 0; k < W; k++) up[k] *= gate[k] * logistic(gate[k]);
+    for (int k = 0; k < W; k++) {
+      up[k] *= gate[k] * logistic(gate[k]);
+      largest = max(largest, magnitude(up[k]));
+    }
     store(out + i, up);
   }
+  if (amax) reduce_amax<T>(amax, largest);
 }
 
 void cuda_swiglu_forward(Backend *backend, const SwigluForward *a) {
   int64_t rows = a->out.shape[0], columns = a->out.shape[1];
+  if (tensor_exists(a->amax)) cuda_fill_zero(backend, &a->amax);
   with_access(a->out.dtype, {a->out, a->gate_up}, [&](auto type, auto width) {
     using T = decltype(type);
     launch_kernel(per_row(backend, "swiglu_forward", rows, ceil_div(columns, width)),
-                  swiglu_forward_kernel<T, width>, data_of<T>(a->out), data_of<T>(a->gate_up), (int)columns);
+                  swiglu_forward_kernel<T, width>, data_of<T>(a->out), data_of<T>(a->gate_up),
+                  data_of<unsigned>(a->amax), (int)columns);
   });
 }
 
 // A thread reads its gate and up before it writes their gradients, which may take their place.
 template <typename T, int W>
-static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const T *gate_up, int columns) {
+static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const T *gate_up, unsigned *amax,
+                                              int columns) {
+  unsigned largest = 0;
   dout += (int64_t)blockIdx.x * columns;
   gate_up += (int64_t)blockIdx.x * 2 * columns;
   dgate_up += (int64_t)blockIdx.x * 2 * columns;
@@ -82,18 +91,21 @@ static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const 
       float derivative = p * (1 + gate[k] * (1 - p));
       gate[k] = d[k] * up[k] * derivative;
       up[k] = d[k] * silu;
+      largest = max(largest, max(magnitude(gate[k]), magnitude(up[k])));
     }
     store(dgate_up + i, gate);
     store(dgate_up + columns + i, up);
   }
+  if (amax) reduce_amax<T>(amax, largest);
 }
 
 void cuda_swiglu_backward(Backend *backend, const SwigluBackward *a) {
   int64_t rows = a->dout.shape[0], columns = a->dout.shape[1];
+  if (tensor_exists(a->amax)) cuda_fill_zero(backend, &a->amax);
   with_access(a->dout.dtype, {a->dout, a->gate_up, a->dgate_up}, [&](auto type, auto width) {
     using T = decltype(type);
     launch_kernel(per_row(backend, "swiglu_backward", rows, ceil_div(columns, width)),
                   swiglu_backward_kernel<T, width>, data_of<T>(a->dgate_up), data_of<T>(a->dout),
-                  data_of<T>(a->gate_up), (int)columns);
+                  data_of<T>(a->gate_up), data_of<unsigned>(a->amax), (int)columns);
   });
 }

@@ -296,6 +296,22 @@ static __device__ __forceinline__ float block_sum(float x) {
   return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.0f);
 }
 
+// The bits of |x|, which are ordered as the values are, with NaN above infinity.
+static __device__ __forceinline__ unsigned magnitude(float x) {
+  return __float_as_uint(x) & 0x7FFFFFFF;
+}
+
+// *amax = max(*amax, all threads' largest magnitude, rounded to T): the same in any order. Every thread of the block calls it.
+template <typename T> static __device__ __forceinline__ void reduce_amax(unsigned *amax, unsigned largest) {
+  __shared__ unsigned of_block;
+  if (threadIdx.x == 0) of_block = 0;
+  __syncthreads();
+  largest = __reduce_max_sync(~0u, largest);
+  if (threadIdx.x % 32 == 0) atomicMax(&of_block, largest);
+  __syncthreads();
+  if (threadIdx.x == 0) atomicMax(amax, magnitude(to_float(from_float<T>(__uint_as_float(of_block)))));
+}
+
 // --- called from several files -----------------------------------------------------------------------------
 
 // linear.cu. A row-major matrix as a GEMM reads it: element (i, j) of the operand at data[i * stride + j], or at

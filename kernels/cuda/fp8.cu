@@ -1,8 +1,8 @@
 // Quantisation to FP8 (e4m3): one factor for a whole matrix, from its largest element.
 //
-// The factor is known when every element has been seen, so there are two passes: amax_kernel finds max |x|, and
-// cast_kernel rounds x to codes and writes them as they lie and transposed, either if requested. A bf16 element costs 2
-// bytes in the first pass and 2 + 1 + 1 in the second. The second begins where the first ended, with what L2 still holds.
+// The factor is known when every element has been seen, so there are two passes: amax_kernel finds max |x|, unless the
+// kernel that made x has, and cast_kernel rounds x to codes and writes them as they lie and transposed, either if
+// requested. A bf16 element costs 2 bytes in the first pass and 2 + 1 + 1 in the second.
 //
 // A block of cast_kernel takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, 16 bytes of each row in bf16,
 // writes their codes, and puts the codes into shared memory as words of 4 rows of one column. From there the transposed
@@ -13,25 +13,19 @@
 
 #include "kernels/cuda/cuda_common.cuh"
 
-// The bits of |x| are ordered as the values are, with NaN above infinity: a maximum of integers, in any order.
+// From x's end to its start: what made x has left the end in L2, and cast_kernel begins with the start.
 template <typename T>
 static __global__ void __launch_bounds__(256) amax_kernel(unsigned *amax, const T *x, int64_t groups) {
   constexpr int W = WIDTH<T>;
-  __shared__ unsigned of_block;
-  if (threadIdx.x == 0) of_block = 0;
-  __syncthreads();
   unsigned largest = 0;
 #pragma unroll 4
   for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < groups; i += gridDim.x * 256ll) {
     float values[W];
-    load(values, x + i * W);
+    load(values, x + (groups - 1 - i) * W);
 #pragma unroll
-    for (int k = 0; k < W; k++) largest = max(largest, __float_as_uint(values[k]) & 0x7FFFFFFF);
+    for (int k = 0; k < W; k++) largest = max(largest, magnitude(values[k]));
   }
-  largest = __reduce_max_sync(~0u, largest);
-  if (threadIdx.x % 32 == 0) atomicMax(&of_block, largest);
-  __syncthreads();
-  if (threadIdx.x == 0) atomicMax(amax, of_block);
+  reduce_amax<T>(amax, largest);
 }
 
 static constexpr int TILE = 128, GROUP = 8; // columns of a thread's group
@@ -58,8 +52,7 @@ static __global__ void __launch_bounds__(256)
     cast_kernel(uint8_t *codes, uint8_t *transposed, const float *amax, const T *x, int64_t rows,
                 int64_t columns) {
   __shared__ uint4 of_column[TILE][TILE / 16];
-  int64_t first_row = (gridDim.y - 1 - blockIdx.y) * (int64_t)TILE;
-  int64_t first_column = (gridDim.x - 1 - blockIdx.x) * (int64_t)TILE;
+  int64_t first_row = blockIdx.y * (int64_t)TILE, first_column = blockIdx.x * (int64_t)TILE;
   float factor = fminf(448.0f / *amax, FLT_MAX);
   int lane = threadIdx.x % 32;
 #pragma unroll
@@ -102,16 +95,18 @@ static __global__ void __launch_bounds__(256)
 
 void cuda_quantize(Backend *backend, const Quantize *a) {
   int64_t rows = a->x.shape[0], columns = a->x.shape[1];
-  cuda_fill_zero(backend, &a->out.amax);
+  const Fp8 &out = a->out;
+  if (!out.amax_known) cuda_fill_zero(backend, &out.amax);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     int64_t groups = rows * columns / WIDTH<T>;
-    unsigned blocks = (unsigned)min_i64(ceil_div(groups, 4 * 256), 8 * cuda_state(backend)->multiprocessors);
-    launch_kernel({"quantize", cuda_stream(backend), dim3(blocks), 256}, amax_kernel<T>,
-                  data_of<unsigned>(a->out.amax), data_of<T>(a->x), groups);
+    int64_t blocks = min_i64(ceil_div(groups, 4 * 256), 8 * cuda_state(backend)->multiprocessors);
+    dim3 first((unsigned)(out.amax_known ? 0 : blocks)); // of no blocks: not launched
+    launch_kernel({"quantize", cuda_stream(backend), first, 256}, amax_kernel<T>, data_of<unsigned>(out.amax),
+                  data_of<T>(a->x), groups);
     dim3 grid((unsigned)ceil_div(columns, TILE), (unsigned)ceil_div(rows, TILE));
-    launch_kernel({"quantize", cuda_stream(backend), grid, 256}, cast_kernel<T>,
-                  data_of<uint8_t>(a->out.codes), data_of<uint8_t>(a->out.transposed),
-                  data_of<float>(a->out.amax), data_of<T>(a->x), rows, columns);
+    launch_kernel({"quantize", cuda_stream(backend), grid, 256}, cast_kernel<T>, data_of<uint8_t>(out.codes),
+                  data_of<uint8_t>(out.transposed), data_of<float>(out.amax), data_of<T>(a->x), rows,
+                  columns);
   });
 }

@@ -425,6 +425,12 @@ static double swiglu_objective(void *context) {
   return reference_dot(c->out, c->dout, c->rows * c->width);
 }
 
+static void check_amax(Harness *h, Tensor amax, Tensor of) {
+  double *values = values_of(h, of), want = 0;
+  for (int64_t i = 0; i < tensor_count(of); i++) want = fmax(want, fabs(values[i]));
+  assert_true(*values_of(h, amax) == want);
+}
+
 static void swiglu_case(Harness *h, int64_t rows, int64_t width, bool in_place) {
   SwigluCase c = {.rows = rows, .width = width};
   c.gate_up = random_values(h, rows * 2 * width, 3);
@@ -434,8 +440,12 @@ static void swiglu_case(Harness *h, int64_t rows, int64_t width, bool in_place) 
   Tensor gate_up = tensor_from(h, h->dtype, c.gate_up, rows, 2 * width);
   Tensor dout = tensor_from(h, h->dtype, c.dout, rows, width), out = poisoned(h, h->dtype, rows, width);
   Tensor dgate_up = in_place ? gate_up : poisoned(h, h->dtype, rows, 2 * width);
-  swiglu_forward(h->backend, (SwigluForward){.out = out, .gate_up = gate_up});
-  swiglu_backward(h->backend, (SwigluBackward){.dgate_up = dgate_up, .dout = dout, .gate_up = gate_up});
+  Tensor amax = poisoned_vector(h, DTYPE_F32, 1), damax = poisoned_vector(h, DTYPE_F32, 1);
+  swiglu_forward(h->backend, (SwigluForward){.out = out, .gate_up = gate_up, .amax = amax});
+  swiglu_backward(h->backend,
+                  (SwigluBackward){.dgate_up = dgate_up, .dout = dout, .gate_up = gate_up, .amax = damax});
+  check_amax(h, amax, out);
+  check_amax(h, damax, dgate_up);
   swiglu_objective(&c);
   check_values(h, "swiglu", out, c.out, within(4, 1));
   check_gradient(h, "dgate_up", dgate_up, NULL, c.gate_up, swiglu_objective, &c, of_size(within(8, 1), 1));
