@@ -42,7 +42,7 @@ void cuda_gelu_backward(Backend *backend, const GeluBackward *a) {
   launch_gelu(backend, "gelu_backward", a->dx, a->x, a->dout);
 }
 
-template <typename T, int W>
+template <typename T, int W, bool AMAX>
 static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, unsigned *amax, int columns) {
   unsigned largest = 0;
   out += (int64_t)blockIdx.x * columns;
@@ -58,7 +58,7 @@ static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, unsigned 
     }
     store(out + i, up);
   }
-  if (amax) reduce_amax<T>(amax, largest);
+  if constexpr (AMAX) reduce_amax<T>(amax, largest);
 }
 
 void cuda_swiglu_forward(Backend *backend, const SwigluForward *a) {
@@ -66,14 +66,16 @@ void cuda_swiglu_forward(Backend *backend, const SwigluForward *a) {
   if (tensor_exists(a->amax)) cuda_fill_zero(backend, &a->amax);
   with_access(a->out.dtype, {a->out, a->gate_up}, [&](auto type, auto width) {
     using T = decltype(type);
-    launch_kernel(per_row(backend, "swiglu_forward", rows, ceil_div(columns, width)),
-                  swiglu_forward_kernel<T, width>, data_of<T>(a->out), data_of<T>(a->gate_up),
-                  data_of<unsigned>(a->amax), (int)columns);
+    with_bool(tensor_exists(a->amax), [&](auto amax) {
+      launch_kernel(per_row(backend, "swiglu_forward", rows, ceil_div(columns, width)),
+                    swiglu_forward_kernel<T, width, decltype(amax)::value>, data_of<T>(a->out),
+                    data_of<T>(a->gate_up), data_of<unsigned>(a->amax), (int)columns);
+    });
   });
 }
 
 // A thread reads its gate and up before it writes their gradients, which may take their place.
-template <typename T, int W>
+template <typename T, int W, bool AMAX>
 static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const T *gate_up, unsigned *amax,
                                               int columns) {
   unsigned largest = 0;
@@ -96,7 +98,7 @@ static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const 
     store(dgate_up + i, gate);
     store(dgate_up + columns + i, up);
   }
-  if (amax) reduce_amax<T>(amax, largest);
+  if constexpr (AMAX) reduce_amax<T>(amax, largest);
 }
 
 void cuda_swiglu_backward(Backend *backend, const SwigluBackward *a) {
@@ -104,8 +106,10 @@ void cuda_swiglu_backward(Backend *backend, const SwigluBackward *a) {
   if (tensor_exists(a->amax)) cuda_fill_zero(backend, &a->amax);
   with_access(a->dout.dtype, {a->dout, a->gate_up, a->dgate_up}, [&](auto type, auto width) {
     using T = decltype(type);
-    launch_kernel(per_row(backend, "swiglu_backward", rows, ceil_div(columns, width)),
-                  swiglu_backward_kernel<T, width>, data_of<T>(a->dgate_up), data_of<T>(a->dout),
-                  data_of<T>(a->gate_up), data_of<unsigned>(a->amax), (int)columns);
+    with_bool(tensor_exists(a->amax), [&](auto amax) {
+      launch_kernel(per_row(backend, "swiglu_backward", rows, ceil_div(columns, width)),
+                    swiglu_backward_kernel<T, width, decltype(amax)::value>, data_of<T>(a->dgate_up),
+                    data_of<T>(a->dout), data_of<T>(a->gate_up), data_of<unsigned>(a->amax), (int)columns);
+    });
   });
 }
