@@ -249,11 +249,11 @@ void quantize(Backend *backend, Quantize a) {
 
 void matmul_fp8(Backend *backend, MatmulFp8 a) {
   bool fp32 = a.out.dtype == DTYPE_F32;
-  CHECK(FIELD(a, "e4m3 [N, K]"), FIELD(b, "e4m3 [O, K]"), FIELD(out, "T [N, O] strided"),
-        FIELD(amax_a, "fp32 [1]"), FIELD(amax_b, "fp32 [1]"), FIELD(residual, "T [N, O] strided or absent"),
+  CHECK(FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3 [O, K]"), FIELD(out, "T [N, O] strided"),
+        FIELD(a.amax, "fp32 [1]"), FIELD(b.amax, "fp32 [1]"), FIELD(residual, "T [N, O] strided or absent"),
         FIELD(bias, backend->device == ON_CUDA && fp32 ? "bf16 [O] or absent" : "T [O] or absent"));
-  multiples_of_16(__func__, backend, a.a);
-  multiples_of_16(__func__, backend, a.b);
+  multiples_of_16(__func__, backend, a.a.codes);
+  multiples_of_16(__func__, backend, a.b.codes);
   CALL_WITH_SCRATCH(matmul_fp8, MEMORY_WORKSPACE);
 }
 

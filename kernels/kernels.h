@@ -153,12 +153,10 @@ typedef struct {
   Tensor x; // fp32/bf16 [N, K], N and K multiples of 16
 } Quantize;
 
-// out = (amax_a / 448) (amax_b / 448) a b^T + bias + residual, summed in fp32.
+// out = a b^T + bias + residual, of what codes and amax stand for, summed in fp32.
 typedef struct {
-  Tensor out;    // fp32 or bf16 [N, O]; may be strided
-  Tensor a, b;   // e4m3 [N, K] and [O, K]; N, O and K multiples of 16
-  Tensor amax_a; // fp32 [1]
-  Tensor amax_b;
+  Tensor out;       // fp32 or bf16 [N, O]; may be strided
+  Fp8 a, b;         // codes [N, K] and [O, K], N, O and K multiples of 16; nothing is read of `transposed`
   Tensor bias;      // bf16, on the CPU of out's type [O]; or absent
   Tensor residual;  // of out's type [N, O], or absent; may be out itself
   Tensor workspace; // pushed by the entry point

@@ -188,28 +188,13 @@ static Tensor gradient_view(const Parameters *p, const Parameter *first, const i
                first->rank, shape);
 }
 
-// Of all layers' matrices, in their order: the codes and the transposed codes of each.
-typedef struct {
-  Tensor codes, amax; // e4m3 and fp32, flat
-} Fp8Slabs;
-
-static Fp8Slabs reserve_fp8(const Parameters *p, Memory *memory) {
-  int64_t count = 2 * (p->group_elements[GROUP_MATRICES] - p->spread.before_layers);
-  return (Fp8Slabs){
-      tensor_1d(memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, (size_t)count), DTYPE_E4M3, count),
-      tensor_1d(
-          memory_reserve(memory, "FP8 weights' maxima", MEMORY_WEIGHTS, (size_t)p->count * sizeof(float)),
-          DTYPE_F32, p->count)};
-}
-
-// Of the tensors from `first` on, which together have this shape.
-static Fp8 fp8_view(const Parameters *p, Fp8Slabs slabs, const Parameter *first, const int64_t shape[2]) {
-  int64_t place = 2 * (first->offset - p->spread.before_layers), count = shape[0] * shape[1];
-  if (!tensor_exists(slabs.codes) || first->group != GROUP_MATRICES || place < 0) return (Fp8){0};
-  return (Fp8){.codes = tensor_reshape_2d(tensor_rows(slabs.codes, place, count), shape[0], shape[1]),
-               .transposed =
-                   tensor_reshape_2d(tensor_rows(slabs.codes, place + count, count), shape[1], shape[0]),
-               .amax = tensor_rows(slabs.amax, first - p->items, 1)};
+// Codes, transposed codes and amax of a matrix, which lie one after the other from *at on.
+static Fp8 next_fp8(uintptr_t *at, const int64_t shape[2]) {
+  uintptr_t count = (uintptr_t)(shape[0] * shape[1]), first = *at;
+  *at += 2 * count + MEMORY_ALIGNMENT;
+  return (Fp8){.codes = tensor_2d((void *)first, DTYPE_E4M3, shape[0], shape[1]),
+               .transposed = tensor_2d((void *)(first + count), DTYPE_E4M3, shape[1], shape[0]),
+               .amax = tensor_1d((void *)(first + 2 * count), DTYPE_F32, 1)};
 }
 
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes d) {
@@ -241,8 +226,12 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     reserve_role(memory, "first moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->m);
     reserve_role(memory, "second moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->v);
   }
-  Fp8Slabs fp8 = {0};
-  if (d.fp8 && !d.frozen) fp8 = reserve_fp8(parameters, memory);
+  uintptr_t fp8 = 0; // the place of the next matrix
+  if (d.fp8 && !d.frozen) {
+    int64_t elements = parameters->group_elements[GROUP_MATRICES] - parameters->spread.before_layers;
+    size_t bytes = (size_t)(2 * elements + parameters->count * MEMORY_ALIGNMENT);
+    fp8 = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes);
+  }
 
   for (int64_t i = 0; i < parameters->count; i++) {
     Parameter *p = &parameters->items[i];
@@ -256,7 +245,8 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
       shape[0] += parameters->items[i].shape[0];
     first->view->value = value_view(parameters, first, shape);
     first->view->grad = gradient_view(parameters, first, shape);
-    first->view->fp8 = fp8_view(parameters, fp8, first, shape);
+    if (fp8 && first->group == GROUP_MATRICES && first->offset >= parameters->spread.before_layers)
+      first->view->fp8 = next_fp8(&fp8, shape);
   }
 }
 

@@ -135,6 +135,10 @@ static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool tr
   return fp8;
 }
 
+static Fp8 transposed(Fp8 x) {
+  return (Fp8){.codes = x.transposed, .transposed = x.codes, .amax = x.amax};
+}
+
 static void quantize_weights(const Pass *p, const Layer *w) {
   const Param *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
   for (int i = 0; i < 4; i++)
@@ -144,15 +148,13 @@ static void quantize_weights(const Pass *p, const Layer *w) {
 static void project_fp8(const Pass *p, Tensor out, Tensor x, Fp8 codes, const Affine *w, Tensor residual,
                         Tensor pre_activation) {
   MemoryMark mark = memory_mark(&p->backend->memory);
-  const Fp8 *weight = &w->weight.fp8;
+  Fp8 weight = w->weight.fp8;
   bool gelu = tensor_exists(pre_activation);
   Fp8 in = push_fp8(p, codes, x.shape[1], true, false);
   quantize(p->backend, (Quantize){.out = in, .x = x});
   matmul_fp8(p->backend, (MatmulFp8){.out = gelu ? pre_activation : out,
-                                     .a = in.codes,
-                                     .b = p->model->config.in_out_layout ? weight->transposed : weight->codes,
-                                     .amax_a = in.amax,
-                                     .amax_b = weight->amax,
+                                     .a = in,
+                                     .b = p->model->config.in_out_layout ? transposed(weight) : weight,
                                      .bias = w->bias.value,
                                      .residual = residual});
   if (gelu) gelu_forward(p->backend, (GeluForward){.out = out, .x = pre_activation});
@@ -188,19 +190,14 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Fp8 d, T
   }
   Fp8 rows = in_out_layout ? in : d, columns = in_out_layout ? d : in; // of the weight
   matmul_fp8(p->backend, (MatmulFp8){.out = weight->grad,
-                                     .a = rows.transposed,
-                                     .b = columns.transposed,
-                                     .amax_a = rows.amax,
-                                     .amax_b = columns.amax,
+                                     .a = transposed(rows),
+                                     .b = transposed(columns),
                                      .residual = p->accumulate ? weight->grad : none});
   if (tensor_exists(w->bias.grad))
     linear_backward_weight(
         p->backend, (LinearBackwardWeight){.dbias = w->bias.grad, .dout = dout, .accumulate = p->accumulate});
-  matmul_fp8(p->backend, (MatmulFp8){.out = dx,
-                                     .a = d.codes,
-                                     .b = in_out_layout ? weight->fp8.codes : weight->fp8.transposed,
-                                     .amax_a = d.amax,
-                                     .amax_b = weight->fp8.amax});
+  matmul_fp8(p->backend,
+             (MatmulFp8){.out = dx, .a = d, .b = in_out_layout ? weight->fp8 : transposed(weight->fp8)});
   if (tensor_exists(pre_activation))
     gelu_backward(p->backend, (GeluBackward){.dx = dx, .dout = dx, .x = pre_activation});
   memory_pop_to(&p->backend->memory, mark);

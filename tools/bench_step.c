@@ -60,7 +60,7 @@ static void record_backward_weight(Backend *backend, const LinearBackwardWeight 
 }
 
 static void record_fp8(Backend *backend, const MatmulFp8 *a) {
-  append((Gemm){.fp8 = *a}, a->a, a->b);
+  append((Gemm){.fp8 = *a}, a->a.codes, a->b.codes);
   record.wrapped->matmul_fp8(backend, a);
 }
 

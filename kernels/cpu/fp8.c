@@ -36,23 +36,23 @@ void cpu_quantize(Backend *backend, const Quantize *a) {
 }
 
 size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a) {
-  return (size_t)(tensor_count(a->a) + tensor_count(a->b)) * sizeof(float);
+  return (size_t)(tensor_count(a->a.codes) + tensor_count(a->b.codes)) * sizeof(float);
 }
 
-static Tensor decode(Tensor codes, Tensor amax, float *to) {
-  float values[256], scale = *(const float *)amax.data / 448;
+static Tensor decode(Fp8 x, float *to) {
+  float values[256], scale = *(const float *)x.amax.data / 448;
   for (int i = 0; i < 256; i++) values[i] = e4m3_to_f32((uint8_t)i) * scale;
-  const uint8_t *from = codes.data;
+  const uint8_t *from = x.codes.data;
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < tensor_count(codes); i++) to[i] = values[from[i]];
-  return tensor_2d(to, DTYPE_F32, codes.shape[0], codes.shape[1]);
+  for (int64_t i = 0; i < tensor_count(x.codes); i++) to[i] = values[from[i]];
+  return tensor_2d(to, DTYPE_F32, x.codes.shape[0], x.codes.shape[1]);
 }
 
 void cpu_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
   float *values = a->workspace.data;
   LinearForward decoded = {.out = a->out,
-                           .x = decode(a->a, a->amax_a, values),
-                           .weight = decode(a->b, a->amax_b, values + tensor_count(a->a)),
+                           .x = decode(a->a, values),
+                           .weight = decode(a->b, values + tensor_count(a->a.codes)),
                            .bias = a->bias,
                            .residual = a->residual};
   cpu_linear_forward(backend, &decoded);

@@ -552,12 +552,12 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
 
 void cuda_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
   constexpr float LARGEST = 448;
-  Gemm g = gemm_of(a->out, a->a, false, a->b, true);
+  Gemm g = gemm_of(a->out, a->a.codes, false, a->b.codes, true);
   g.addend = a->residual.data, g.addend_stride = a->residual.stride;
   g.epilogue = tensor_exists(a->bias) ? GEMM_BIAS : GEMM_PLAIN;
   g.bias = a->bias.data;
-  g.left_scale = a->amax_a.data, g.right_scale = a->amax_b.data, g.alpha = 1 / (LARGEST * LARGEST);
+  g.left_scale = a->a.amax.data, g.right_scale = a->b.amax.data, g.alpha = 1 / (LARGEST * LARGEST);
   if (g.m && g.n && !cublaslt_gemm(backend, &g))
-    fail("cuBLASLt has no FP8 GEMM for this GPU and %s times the transpose of %s", tensor_text(a->a).text,
-         tensor_text(a->b).text);
+    fail("cuBLASLt has no FP8 GEMM for this GPU and %s times the transpose of %s",
+         tensor_text(a->a.codes).text, tensor_text(a->b.codes).text);
 }

@@ -125,9 +125,7 @@ static void test_not_finite(void **state) {
     quantize(h->backend, (Quantize){.out = fp8, .x = tensor_from(h, h->dtype, x, 32, 48)});
     assert_false(isfinite(*values_of(h, fp8.amax)));
     Tensor out = poisoned(h, h->dtype, 32, 32);
-    matmul_fp8(
-        h->backend,
-        (MatmulFp8){.out = out, .a = fp8.codes, .b = fp8.codes, .amax_a = fp8.amax, .amax_b = fp8.amax});
+    matmul_fp8(h->backend, (MatmulFp8){.out = out, .a = fp8, .b = fp8});
     double *values = values_of(h, out);
     for (int k = 0; k < 32 * 32; k++) assert_false(isfinite(values[k]));
   }
@@ -154,7 +152,7 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
            (Quantize){a, tensor_from(h, h->dtype, random_values(h, rows * inputs, 1), rows, inputs)});
   quantize(h->backend, (Quantize){b, tensor_from(h, h->dtype, random_values(h, outputs * inputs, 0.02),
                                                  outputs, inputs)});
-  MatmulFp8 m = {.a = a.codes, .b = b.codes, .amax_a = a.amax, .amax_b = b.amax};
+  MatmulFp8 m = {.a = a, .b = b};
   if (variant & BIAS) m.bias = vector_from(h, cuda ? DTYPE_BF16 : dtype, bias, outputs);
   Tensor addend = strided_from(h, dtype, terms, rows, outputs, outputs + 16);
   if (variant & (RESIDUAL | IN_PLACE)) m.residual = addend;
@@ -198,12 +196,12 @@ static void test_refusals(void **state) {
                quantize(h->backend, (Quantize){.out = {.codes = odd, .amax = amax}, .x = x}));
   assert_fails(h, "quantize: out.codes is e4m3 [16, 32] where [16, 24] is needed",
                quantize(h->backend, (Quantize){.out = {.codes = codes, .amax = amax}, .x = x}));
+  assert_fails(h, "matmul_fp8: b.codes is e4m3 [16, 24] where [16, 32] is needed",
+               matmul_fp8(h->backend, (MatmulFp8){.out = out, .a.codes = codes, .b.codes = odd}));
   assert_fails(
-      h, "matmul_fp8: b is e4m3 [16, 24] where [16, 32] is needed",
-      matmul_fp8(h->backend, (MatmulFp8){.out = out, .a = codes, .b = odd, .amax_a = amax, .amax_b = amax}));
-  assert_fails(
-      h, "matmul_fp8: b is fp32 [16, 16] where e4m3 is needed",
-      matmul_fp8(h->backend, (MatmulFp8){.out = out, .a = poisoned(h, DTYPE_E4M3, 16, 16), .b = out}));
+      h, "matmul_fp8: b.codes is fp32 [16, 16] where e4m3 is needed",
+      matmul_fp8(h->backend,
+                 (MatmulFp8){.out = out, .a.codes = poisoned(h, DTYPE_E4M3, 16, 16), .b.codes = out}));
 }
 
 int main(void) {
