@@ -6,7 +6,7 @@
 
 // What the forward pass does not keep and the backward pass computes again (activation checkpointing; Chen et
 // al. 2016). Each level includes those before it. Per token and layer, bf16 Llama: none keeps 2 (6 H + 2 K D
-// + 3 F) + bytes, layer keeps 2 H; the cost is what is computed twice.
+// + 3 F) + bytes (with FP8 2 H + F less), layer keeps 2 H; the cost is what is computed twice.
 typedef enum {
   RECOMPUTE_NONE,
   RECOMPUTE_ELEMENTWISE, // norms and activation functions: cheap to repeat, a third of the memory
