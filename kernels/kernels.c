@@ -494,6 +494,12 @@ void weighted_column_sum(Backend *backend, WeightedColumnSum a) {
   CALL_WITH_SCRATCH(weighted_column_sum, MEMORY_HEAD);
 }
 
+void scale_by(Backend *backend, ScaleBy a) {
+  const char *form = backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]";
+  CHECK(FIELD(x, form), FIELD(out, form), FIELD(factor, "fp32 [1]"));
+  CALL(scale_by);
+}
+
 void add_outer(Backend *backend, AddOuter a) {
   CHECK(FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"), FIELD(columns, "fp32 [H]"));
   CALL(add_outer);

@@ -492,6 +492,13 @@ typedef struct {
   Tensor workspace; // pushed by the entry point
 } WeightedColumnSum;
 
+// out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
+typedef struct {
+  Tensor out;    // fp32/bf16 [N]; may be x itself, and a factor of 1 then leaves it alone
+  Tensor x;      // fp32/bf16 [N]
+  Tensor factor; // fp32 [1]
+} ScaleBy;
+
 // out[v, h] += alpha rows[v] columns[h].
 typedef struct {
   Tensor out;     // fp32 [V, H], dense
@@ -609,6 +616,7 @@ typedef struct {
   X(read_targets, ReadTargets, HEAD_LOSS)                                                                    \
   S(weighted_column_sum, WeightedColumnSum, HEAD_LOSS)                                                       \
   X(add_outer, AddOuter, HEAD_LOSS)                                                                          \
+  X(scale_by, ScaleBy, HEAD_LOSS)                                                                            \
   X(gather_rows, MoveRows, HEAD_LOSS)                                                                        \
   X(scatter_rows, MoveRows, HEAD_LOSS)                                                                       \
   X(adamw, AdamW, OPTIMIZER)                                                                                 \

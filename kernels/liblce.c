@@ -368,6 +368,34 @@ static void clean_up(lce_context *context) {
   forget_plan(context);
 }
 
+static Tensor scaled_tensor(const char *name, const void *data, int dtype, int64_t count) {
+  if (!data || (uintptr_t)data % (dtype ? 2 : 4))
+    fail("lce_scale: %s is at %p, which is no address of its elements", name, data);
+  if (dtype != 0 && dtype != 1) fail("lce_scale: %s has the dtype %d; 0 is fp32, 1 is bf16", name, dtype);
+  return tensor_1d((void *)data, dtype ? DTYPE_BF16 : DTYPE_F32, count);
+}
+
+EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const void *x, int x_dtype,
+                       int64_t count, const float *factor, void *stream) {
+  if (!there(context)) return 1;
+  enter();
+  if (setjmp(caller)) {
+    clean_up(context);
+    return leave(1);
+  }
+  if (count == 0) return leave(0);
+  if (count < 0 || count > MAX_BYTES / 4) fail("lce_scale: a count of %lld elements", (long long)count);
+  ScaleBy call = {.out = scaled_tensor("out", out, out_dtype, count),
+                  .x = scaled_tensor("x", x, x_dtype, count),
+                  .factor = scaled_tensor("factor", factor, 0, 1)};
+  backend_follow(context->backend, stream);
+  context->queued = true;
+  scale_by(context->backend, call);
+  backend_precede(context->backend, stream);
+  context->queued = false;
+  return leave(0);
+}
+
 EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
   if (!there(context)) return 1;
   Backend *backend = context->backend;

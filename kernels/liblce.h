@@ -128,6 +128,12 @@ int lce_join(lce_context *context, int rank, int ranks, lce_collective collectiv
 // Returns 0, or 1 with lce_last_error. args is read before the call returns, and not kept.
 int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 
+// out[i] = factor[0] x[i] for i < count, rounded to out's dtype: for gradients whose factor is known only after the call.
+// x, out: on the context's device, of dtype 0, fp32, or 1, bf16 (not on the CPU); out may be x, and a factor of 1 then costs
+// no time. count 0 does nothing. factor: fp32 [1], there too. stream: as in lce_args. Returns 0, or 1 with lce_last_error.
+int lce_scale(lce_context *context, void *out, int out_dtype, const void *x, int x_dtype, int64_t count,
+              const float *factor, void *stream);
+
 // Waits, on the host, until the context's calls are done, and with them what their streams held before.
 // Returns 0, or 1 when one of them failed on the device, with lce_last_error. Needs no current device.
 int lce_synchronize(lce_context *context);

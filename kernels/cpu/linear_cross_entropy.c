@@ -484,3 +484,11 @@ void cpu_add_outer(Backend *backend, const AddOuter *a) {
     for (int64_t i = 0; i < a->out.shape[1]; i++) out[i] += factor * columns[i];
   }
 }
+
+void cpu_scale_by(Backend *backend, const ScaleBy *a) {
+  (void)backend;
+  const float *x = a->x.data, factor = *(const float *)a->factor.data;
+  float *out = a->out.data;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < a->x.shape[0]; i++) out[i] = factor * x[i];
+}

@@ -524,3 +524,32 @@ void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
   segment_add(backend, a->dweight, data_of<int32_t>(a->targets), a->x, data_of<float>(a->scale_target),
               a->alpha, true, a->workspace.data);
 }
+
+// A thread takes W elements.
+template <typename TO, typename T, int W>
+static __global__ void __launch_bounds__(256)
+    scale_by_kernel(TO *out, const T *x, const float *factor, int64_t count) {
+  float by = *factor, values[W];
+  int64_t i = (blockIdx.x * 256ll + threadIdx.x) * W;
+  if ((by == 1 && (const void *)out == x) || i >= count) return;
+  load(values, x + i);
+#pragma unroll
+  for (int k = 0; k < W; k++) values[k] *= by;
+  store(out + i, values);
+}
+
+void cuda_scale_by(Backend *backend, const ScaleBy *a) {
+  int64_t count = a->x.shape[0];
+  with_float(a->out.dtype, [&](auto out_type) {
+    with_float(a->x.dtype, [&](auto type) {
+      with_bool(rows_align(a->x, WIDTH<bf16>) && rows_align(a->out, WIDTH<bf16>), [&](auto wide) {
+        using TO = decltype(out_type);
+        using T = decltype(type);
+        constexpr int W = decltype(wide)::value ? WIDTH<bf16> : 1;
+        launch_kernel({"scale_by", cuda_stream(backend), dim3((unsigned)ceil_div(count, 256 * W)), 256},
+                      scale_by_kernel<TO, T, W>, data_of<TO>(a->out), data_of<T>(a->x),
+                      data_of<float>(a->factor), count);
+      });
+    });
+  });
+}

@@ -786,6 +786,24 @@ static void clip_case(Harness *h, double square, float max_norm, double norm, do
   check_values(h, "clip scale", a.scale, &scale, within(2, 1));
 }
 
+// From every dtype to every other, in place too, in pieces of 8 elements and one by one.
+static void test_scale_by(void **state) {
+  Harness *h = *state;
+  const Dtype dtypes[] = {DTYPE_F32, h->dtype};
+  for (int i = 0; i < 32; i++) {
+    int64_t count = i & 1 ? 1013 : 1024;
+    Dtype from = dtypes[i >> 1 & 1], to = dtypes[i >> 2 & 1];
+    bool in_place = i & 8;
+    double factor = i & 16 ? -0.75 : 1, *values = random_values(h, count, 1);
+    if (in_place && from != to) continue;
+    Tensor x = vector_from(h, from, values, count), out = in_place ? x : poisoned_vector(h, to, count);
+    Tensor by = vector_from(h, DTYPE_F32, &factor, 1);
+    scale_by(h->backend, (ScaleBy){.out = out, .x = x, .factor = by});
+    for (int64_t n = 0; n < count; n++) values[n] *= factor;
+    check_values(h, "scale_by", out, values, within(1, 1));
+  }
+}
+
 static void test_clip_scale(void **state) {
   clip_case(*state, 16, 1, 4, 0.25);
   clip_case(*state, 16, 8, 4, 1);
@@ -968,6 +986,7 @@ int main(void) {
       cmocka_unit_test_teardown(test_read_targets, harness_pop),
       cmocka_unit_test_teardown(test_adamw, harness_pop),
       cmocka_unit_test_teardown(test_reduce, harness_pop),
+      cmocka_unit_test_teardown(test_scale_by, harness_pop),
       cmocka_unit_test_teardown(test_clip_scale, harness_pop),
       cmocka_unit_test_teardown(test_copies, harness_pop),
       cmocka_unit_test_teardown(test_system_memory, harness_pop),

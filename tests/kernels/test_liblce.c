@@ -509,6 +509,35 @@ static void test_wrong_contexts(void **state) {
   lce_destroy(NULL);
 }
 
+static void test_scale(void **state) {
+  (void)state;
+  lce_context *context = context_on_cpu();
+  float x[3] = {1, -2, 4}, out[3] = {UNWRITTEN, UNWRITTEN, UNWRITTEN}, half = 0.5f;
+  assert_int_equal(lce_scale(context, out, 0, x, 0, 0, &half, NULL), 0);
+  assert_true(out[0] == UNWRITTEN);
+  assert_int_equal(lce_scale(context, out, 0, x, 0, 2, &half, NULL), 0);
+  assert_true(out[0] == 0.5f && out[1] == -1 && out[2] == UNWRITTEN);
+  assert_int_equal(lce_scale(context, x, 0, x, 0, 3, &half, NULL), 0);
+  assert_true(x[0] == 0.5f && x[1] == -1 && x[2] == 2);
+  const struct {
+    float *out, *factor;
+    int dtype;
+    int64_t count;
+    const char *part;
+  } wrong[] = {{NULL, &half, 0, 3, "out is at"},
+               {out, NULL, 0, 3, "factor is at"},
+               {out, &half, 2, 3, "out has the dtype 2; 0 is fp32"},
+               {out, &half, 1, 3, "bf16"}, // which the CPU does not have
+               {out, &half, 0, -1, "a count of -1"}};
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+    assert_int_equal(
+        lce_scale(context, wrong[i].out, wrong[i].dtype, x, 0, wrong[i].count, wrong[i].factor, NULL), 1);
+    if (!strstr(lce_last_error(), wrong[i].part)) fail_msg("%zu: %s", i, lce_last_error());
+  }
+  assert_int_equal(lce_scale(NULL, out, 0, x, 0, 3, &half, NULL), 1);
+  lce_destroy(context);
+}
+
 // Calls of two contexts in turn; the first goes while the second is still in use.
 static void test_two_contexts(void **state) {
   (void)state;
@@ -637,6 +666,7 @@ int main(void) {
       cmocka_unit_test(test_impossible_addresses),
       cmocka_unit_test(test_scale_of_zero),
       cmocka_unit_test(test_wrong_contexts),
+      cmocka_unit_test(test_scale),
       cmocka_unit_test(test_two_contexts),
       cmocka_unit_test(test_threads),
       cmocka_unit_test(test_context_of_another_thread),
