@@ -1,9 +1,9 @@
-# lce.c on NVIDIA's CUDA image, which has nvcc, cuBLASLt, NCCL and cuDNN. GPUs need the NVIDIA Container Toolkit.
+# lce.c on NVIDIA's CUDA image, which has nvcc, cuBLASLt and NCCL. GPUs need the NVIDIA Container Toolkit.
 #
 #   docker build -t lce .
 #   docker run --rm --gpus all lce                                                   # make run
 #   docker run --rm --gpus all --ipc host lce tools/launch 8 ./train --model llama-1b   # NCCL needs shared memory
-FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 # For any GPU and CPU, so that `make run` finds everything built.
 ENV MAKEFLAGS="GPUS= MARCH="
 WORKDIR /lce

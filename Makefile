@@ -124,10 +124,9 @@ else
   endif
 endif
 ifeq ($(NO_CUDA),)
-  HAVE_CUDA  := yes
-  HAVE_NCCL  := $(call try,nccl.h,$(CUDA_INCLUDE) $(CUDA_LIBS) -lnccl)
-  HAVE_CUDNN := $(call try,cudnn.h,$(CUDA_INCLUDE) $(CUDA_LIBS) -lcudnn)
-  CUDA_LIBS  += $(if $(HAVE_NCCL),-lnccl) $(if $(HAVE_CUDNN),-lcudnn) -lstdc++
+  HAVE_CUDA := yes
+  HAVE_NCCL := $(call try,nccl.h,$(CUDA_INCLUDE) $(CUDA_LIBS) -lnccl)
+  CUDA_LIBS += $(if $(HAVE_NCCL),-lnccl) -lstdc++
   # For the GPUs here if nvcc knows them (90a: Hopper with its own instructions), else for a portable set.
   GPUS  := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))
   KNOWN := $(filter-out 5% 6% 7%,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
@@ -163,7 +162,7 @@ MISSING := $(strip $(MISSING))
 # Under -std=c11 GCC leaves out fused multiply-adds, and errno from sqrtf keeps loops from becoming vectors.
 # What is promised is equal bits for equal builds on one machine; neither option touches that.
 FOUND        := $(if $(HAVE_CBLAS),$(BLAS_LIBS)) $(if $(HAVE_MPI),$(MPI_LIBS))
-HAVES        := $(foreach h,CBLAS CUDA NCCL CUDNN MPI PCRE2 STB,$(if $(HAVE_$(h)),-DHAVE_$(h)))
+HAVES        := $(foreach h,CBLAS CUDA NCCL MPI PCRE2 STB,$(if $(HAVE_$(h)),-DHAVE_$(h)))
 ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(CUDA_INCLUDE)) \
 	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
 ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -fno-math-errno -fopenmp \
@@ -190,7 +189,6 @@ define TABLE
 lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CUDA        $(call found,CUDA,nvcc $(CUDA_VERSION) with cuBLASLt$(comma) $(GPU_TEXT),the CPU only ($(NO_CUDA)))
   NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
-  cuDNN       $(if $(HAVE_CUDA),$(call found,CUDNN,found,no --attention cudnn),not looked for without CUDA)
   CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
   stb         $(call found,STB,found,no plots as PNG)

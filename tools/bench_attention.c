@@ -1,16 +1,14 @@
-// How fast attention runs on the GPU, our own kernels and cuDNN's:
+// How fast attention runs on the GPU:
 //
 //   tools/bench_attention
 //
 // TFLOP/s count the causal half: forward 2 B Q T^2 D, backward 2.5 times that, whatever is computed.
-// "auto" is what training uses; cuDNN's backward pass is not bitwise repeatable, the others are. "packed" is "own" where
-// sequences hold documents of 512 tokens.
+// "packed": sequences hold documents of 512 tokens. LCE_HOPPER=0 in the environment times the portable kernels.
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "base/alloc.h"
 #include "base/random.h"
-#include "kernels/cuda/attention.h"
 #include "kernels/kernels.h"
 #include "trainer/speed.h"
 
@@ -25,6 +23,7 @@ static const Case cases[] = {
     {"            B 4  T 4096  32 heads of 64", {4, 4096, 32, 32, 64}},
     {"llama-1b    B 4  T 4096  32/8 of 64", {4, 4096, 32, 8, 64}},
     {"            B 2  T 8192  32 heads of 128", {2, 8192, 32, 32, 128}},
+    {"            B 1  T 32768 32 heads of 128", {1, 32768, 32, 32, 128}},
     {"llama-8b    B 1  T 32768 32/8 of 128", {1, 32768, 32, 8, 128}},
 };
 
@@ -105,14 +104,11 @@ static void bench(Backend *backend, const Case *c) {
              .backward = {.dqkv = dqkv, .dout = dout, .out = out, .lse = lse, .qkv = qkv, .shape = s}};
   double work =
       2e-12 * (double)(s.batch * s.num_heads) * (double)s.seq_len * (double)s.seq_len * (double)s.head_dim;
-  static const char *const names[] = {"auto", "own", "cudnn", "packed"};
-  for (int i = 0; i < 4; i++) {
-    if (i == 2 && cuda_attention_cudnn_absent()) continue;
-    cuda_attention_select(i == 3 ? "own" : names[i]);
-    if (i == 3) b.forward.documents = b.backward.documents = documents_of(backend, rows);
+  for (int packed = 0; packed < 2; packed++) {
+    if (packed) b.forward.documents = b.backward.documents = documents_of(backend, rows);
     double forward = seconds(&b, false), backward = seconds(&b, true);
-    printf("%-42s %-6s %9.3f ms %5.0f TFLOP/s %9.3f ms %5.0f TFLOP/s\n", i ? "" : c->name, names[i],
-           1e3 * forward, work / forward, 1e3 * backward, 2.5 * work / backward);
+    printf("%-42s %-6s %9.3f ms %5.0f TFLOP/s %9.3f ms %5.0f TFLOP/s\n", packed ? "" : c->name,
+           packed ? "packed" : "", 1e3 * forward, work / forward, 1e3 * backward, 2.5 * work / backward);
   }
   memory_pop_to(&backend->memory, mark);
 }
@@ -124,8 +120,7 @@ int main(void) {
     printf("bench_attention needs a GPU: %s\n", reason);
     return 0;
   }
-  printf("%s%s\n%-49s %21s %28s\n", backend->description,
-         cuda_attention_cudnn_absent() ? ", without cuDNN" : "", "", "forward", "backward");
+  printf("%s\n%-49s %21s %28s\n", backend->description, "", "forward", "backward");
   memory_set_stack(&backend->memory, (size_t)4 << 30);
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) bench(backend, &cases[i]);
   backend_destroy(backend);

@@ -198,7 +198,7 @@ static void parse(Options *options, int argc, char **argv) {
       "GEMMs by plain loops.\n"
       "Takes ./train's options for what a step is (./train --help): --model and the sizes, --batch, "
       "--seq-len, --total-batch, --data, --init, those of LM head + loss, --device, the dtypes, "
-      "--recompute, --attention.\v"
+      "--recompute.\v"
       "One process on one device; tools/bench_scaling times several, tools/bench_lce LM head + loss "
       "alone.\n\n"
       "  tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu\n",

@@ -341,7 +341,6 @@ static void describe(Curve *c, const Run *r) {
     curve_set(c, "moments", "%s", dtype_name(o->dtypes.moment));
     curve_set(c, "master", "%s", o->dtypes.master ? "fp32" : "none");
     curve_set(c, "recompute", "%s", options_recompute(o).text);
-    curve_set(c, "attention", "%s", o->attention);
     if (o->offload) curve_set(c, "offload", "%s", o->offload);
   }
   curve_set(c, "vocab", "%lld", (long long)m->vocab_size);

@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "base/fail.h"
-#include "kernels/cuda/attention.h"
 #include "kernels/ranks/ranks.h"
 
 // The GPU of this rank: one each, in the ranks' order on this machine. Slurm may make only one visible to each.
@@ -43,7 +42,6 @@ Backend *machine_open(Options *o) {
   }
   require_same_device(backend, reason);
   options_resolve_dtypes(o, backend != NULL);
-  if (backend) cuda_attention_select(o->attention);
   if (backend && o->dtypes.fp8 && backend->no_fp8)
     fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; leave it out",
          backend->description);

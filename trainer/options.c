@@ -199,8 +199,6 @@ const Option options_rows[] = {
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
           "moments), activations (the layers' inputs; with --recompute layer), head (its weights and gradients, but "
           "while the loss is computed); the same bits, in less memory of the device and more time")},
-    {TEXT("attention", "WHICH", attention), .choices = "auto, own or cudnn", DEFAULT("auto"),
-     HELP("own, cudnn or auto; cuda only")},
     {FLAG("plain-loops", plain_loops, true), HELP("CPU: GEMMs by plain loops, to compare with")},
 
     {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},

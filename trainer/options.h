@@ -63,8 +63,7 @@ typedef struct {
   double timeout;                // seconds without progress that end a job of several ranks
   // machine
   DeviceChoice device;
-  bool plain_loops; // CPU GEMMs by plain loops, to compare with
-  const char *attention;
+  bool plain_loops;     // CPU GEMMs by plain loops, to compare with
   Dtype dtype;          // of weights and activations
   bool dtypes_from_gpu; // all dtypes are those of a checkpoint from a GPU; none was given
   bool on_cuda;         // once the dtypes are resolved

@@ -1,7 +1,4 @@
-// Attention: chooses between our own kernels and cuDNN's (attention.h says how), and among our own; and the table
-// that our tensor-core backward passes read.
-#include "kernels/cuda/attention.h"
-
+// Attention: chooses among the kernels of attention_kernels.h; and the table that the tensor-core backward passes read.
 #include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
 
@@ -59,39 +56,19 @@ static bool takes(AttentionShape s, Tensor qkv, Tensor out) {
          rows_align(out, 8);
 }
 
-static const char *const NO_DOCUMENTS = "its are not used where sequences pack documents";
-
-static void warn_once(const char *op, const char *reason) {
-  static bool warned = false;
-  if (!warned) warn("%s runs on our own kernels rather than cuDNN's: %s", op, reason);
-  warned = true;
-}
-
 void cuda_attention_forward(Backend *backend, const AttentionForward *a) {
   cudaStream_t stream = cuda_stream(backend);
-  AttentionChoice choice = cuda_attention_choice();
-  if (choice != ATTENTION_OWN) {
-    const char *reason = NO_DOCUMENTS;
-    if (!tensor_exists(a->documents) && attention_cudnn_forward(a, stream, &reason)) return;
-    if (choice == ATTENTION_CUDNN) warn_once("attention_forward", reason);
-  }
-  if (takes(a->shape, a->qkv, a->out))
-    attention_tensor_core_forward(a, stream);
-  else
+  if (!takes(a->shape, a->qkv, a->out))
     attention_generic_forward(a, stream);
+  else if (!attention_hopper_forward(a, data_of<int>(a->workspace), stream))
+    attention_tensor_core_forward(a, stream);
 }
 
 void cuda_attention_backward(Backend *backend, const AttentionBackward *a) {
   cudaStream_t stream = cuda_stream(backend);
-  AttentionChoice choice = cuda_attention_choice();
-  if (choice == ATTENTION_CUDNN) {
-    const char *reason = NO_DOCUMENTS;
-    if (!tensor_exists(a->documents) && attention_cudnn_backward(a, stream, &reason)) return;
-    warn_once("attention_backward", reason);
-  }
   float *statistics = data_of<float>(a->workspace);
   if (takes(a->shape, a->qkv, a->out) && rows_align(a->dout, 8) && rows_align(a->dqkv, 8)) {
-    size_t offset = cuda_attention_workspace(a->shape, choice).statistics;
+    size_t offset = cuda_attention_statistics_bytes(a->shape);
     int *counters = reinterpret_cast<int *>(data_of<char>(a->workspace) + offset);
     attention_statistics(a, statistics, counters, stream);
     if (!attention_hopper_backward(a, statistics, counters, stream))

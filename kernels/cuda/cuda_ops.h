@@ -108,6 +108,11 @@ static inline size_t cuda_lce_dx_list_bytes(int64_t rows, int64_t vocab_size) {
   return memory_padded((size_t)lists * (sizeof(KList) + (size_t)longest * sizeof(KStep)));
 }
 
+// Attention's backward pass: what it needs of every query (attention_mma.cuh), which counters of work follow.
+static inline size_t cuda_attention_statistics_bytes(AttentionShape s) {
+  return memory_padded((size_t)(s.batch * s.num_heads * ceil_div(s.seq_len, 64) * 64 * 2) * sizeof(float));
+}
+
 // optimizer.cu's reduce: one double a block.
 enum { CUDA_REDUCE_BLOCKS = 1056 };
 
@@ -117,7 +122,7 @@ enum { CUDA_REDUCE_BLOCKS = 1056 };
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 #define DECLARE(name, Arguments, group) size_t cuda_##name##_scratch(const Arguments *a);
-OPERATIONS(NO_OPERATION, DECLARE) // scratch.c, attention_scratch.c
+OPERATIONS(NO_OPERATION, DECLARE) // scratch.c
 #undef DECLARE
 void cuda_collectives_join(Backend *backend, int64_t behind);
 void cuda_collectives_end(Backend *backend); // collectives.cu: when the backend goes

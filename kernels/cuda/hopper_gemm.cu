@@ -2,7 +2,6 @@
 // k-steps, and where cuBLASLt is faster.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_kernel.cuh"
@@ -107,8 +106,6 @@ template <typename K> static bool prepare() {
 static Hopper find_hopper(Backend *backend) {
   CudaState *state = cuda_state(backend);
   Hopper found = {};
-  const char *wanted = getenv("LCE_HOPPER");
-  if (wanted && strcmp(wanted, "0") == 0) return found;
   bool built = prepare<KernelTraits<LOGITS_EXP>>() && prepare<KernelTraits<STORE_BF16>>() &&
                prepare<KernelTraits<STORE_F32>>() && prepare<KernelTraits<STORE_BF16, true>>() &&
                prepare<KernelTraits<STORE_F32, true>>() && prepare<KernelTraits<ADD_F32, true>>();

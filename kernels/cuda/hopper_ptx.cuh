@@ -1,5 +1,5 @@
 // PTX wrappers for sm_90a, one function per instruction: clusters, mbarriers, TMA, wgmma. Used by the LM head's
-// GEMMs (hopper_kernel.cuh) and by attention's backward pass (attention_backward_hopper.cu).
+// GEMMs (hopper_kernel.cuh) and by attention (attention_hopper.cuh).
 //
 // A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16), swizzled by
 // TMA (SWIZZLE_128B): 16-byte chunk c of row r lies at chunk c ^ (r & 7).
@@ -7,6 +7,8 @@
 #define LCE_KERNELS_CUDA_HOPPER_PTX_CUH
 
 #include <cudaTypedefs.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "kernels/cuda/cuda_common.cuh"
 
@@ -19,8 +21,10 @@
 
 // --- host: the device and TMA descriptors ------------------------------------------------------------------
 
-// Whether the current device is a Hopper for which `kernel` was compiled (sm_90a).
+// Whether the current device is a Hopper for which `kernel` was compiled (sm_90a), and LCE_HOPPER is not 0.
 static inline bool hopper_has_code(const void *kernel) {
+  const char *wanted = getenv("LCE_HOPPER");
+  if (wanted && strcmp(wanted, "0") == 0) return false;
   int device = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
   cuda_check(cudaGetDevice(&device), "querying the device");
@@ -212,6 +216,16 @@ static __device__ __forceinline__ void wgmma_commit() {
 template <int N> static __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
+// Until all are finished, but not before x is computed, which must not be negative: ptxas moves a wait up through the
+// arithmetic that should run under the MMAs, and not through a store, which is never made.
+static __device__ __forceinline__ void wgmma_wait_after(float x) {
+  asm volatile("{\n\t.reg .pred negative;\n\t"
+               "setp.lt.f32 negative, %0, 0f00000000;\n\t"
+               "@negative st.shared.f32 [%1], %0;\n\t"
+               "wgmma.wait_group.sync.aligned 0;\n\t}" ::"f"(x),
+               "r"(0)
+               : "memory");
+}
 
 // Descriptors of an operand in shared memory. K-major: a tile's rows run along k, and the 16 columns from
 // `address` on are multiplied. MN-major: a tile's rows run along m or n, 64 entries for one k, and its 16 rows
@@ -276,10 +290,15 @@ static __device__ __forceinline__ void wgmma(float (&d)[96], uint64_t a, uint64_
     WGMMA(192, "", "%96", "%97", "%99", "%98, %100", "l"(a), "l"(b), "n"(A_MN_MAJOR));
 }
 
-// 64 columns, by the lower halves of K-major descriptors.
-static __device__ __forceinline__ void wgmma(float (&d)[32], uint32_t a, uint32_t b, bool keep) {
+// The same by the lower halves of K-major descriptors.
+template <int COLUMNS>
+static __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], uint32_t a, uint32_t b, bool keep) {
+  static_assert(COLUMNS == 64 || COLUMNS == 128, "as many columns as a tile of attention's scores");
   constexpr bool B_MN_MAJOR = false;
-  WGMMA(64, WIDEN("a", "%32") WIDEN("b", "%33"), "a", "b", "%34", "0, %35", "r"(a), "r"(b));
+  if constexpr (COLUMNS == 64)
+    WGMMA(64, WIDEN("a", "%32") WIDEN("b", "%33"), "a", "b", "%34", "0, %35", "r"(a), "r"(b));
+  else
+    WGMMA(128, WIDEN("a", "%64") WIDEN("b", "%65"), "a", "b", "%66", "0, %67", "r"(a), "r"(b));
 }
 
 // With a in registers: two accumulators of 8 columns, rounded to bf16, are an a of 16 columns. b MN-major.

@@ -14,6 +14,16 @@ size_t cuda_norm_backward_scratch(const NormBackward *a) {
   return (size_t)(cuda_norm_teams(rows, hidden_size) * vectors * hidden_size) * sizeof(float);
 }
 
+// A counter of work.
+size_t cuda_attention_forward_scratch(const AttentionForward *a) {
+  (void)a;
+  return MEMORY_ALIGNMENT;
+}
+
+size_t cuda_attention_backward_scratch(const AttentionBackward *a) {
+  return cuda_attention_statistics_bytes(a->shape) + MEMORY_ALIGNMENT;
+}
+
 size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
   if (!tensor_exists(a->dbias)) return 0;
   return (size_t)(cuda_column_slices(a->dout.shape[0]) * a->dout.shape[1]) * sizeof(float);

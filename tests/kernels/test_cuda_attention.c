@@ -1,14 +1,13 @@
-// Attention on CUDA against float64: every implementation that this build and device have, on lengths around
-// the tiles' edges, whole sequences and packed documents, grouped heads, both tensor-core head sizes and odd ones, with outputs that hold NaN
-// beforehand; the same bits from run to run; and how --attention refuses unknown names.
+// Attention on CUDA against float64: the kernels for this device and the portable ones, on lengths around the tiles'
+// edges, whole sequences and packed documents, grouped heads, both tensor-core head sizes and odd ones, with outputs that
+// hold NaN beforehand; and the same bits from run to run.
 //
 // What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
 // dtype and e the error of a probability in fp32 (its exponent is a sum of D products):
 //   out     P is rounded to the dtype:  (u + e) sum |P v|,          and u |out| when stored
 //   delta   out was stored:             sum |dout| (error of out)
 //   dS      rounded to the dtype:       u |dS| + P (error of delta) + e P (sum |dout v| + |delta|)
-//   dq, dk  sums of dS times k, q; dv a sum of P dout; each rounded once more, and cuDNN's dk and dv once
-//           again for every query head that shares a key.
+//   dq, dk  sums of dS times k, q; dv a sum of P dout; each rounded once more.
 // Bounds, not typical errors: signs are not counted on.
 #include <float.h>
 #include <math.h>
@@ -22,7 +21,7 @@
 
 #include <cmocka.h>
 
-#include "kernels/cuda/attention.h"
+#include "kernels/cuda/cuda_ops.h"
 #include "tests/harness.h"
 
 #ifdef HAVE_CUDA
@@ -184,10 +183,8 @@ static Run run_make(Harness *h, Problem *p) {
                .dqkv = poisoned(h, h->dtype, p->rows, p->qkv_width)};
 }
 
-static void run_forward(Harness *h, AttentionShape s, Run r) {
-  attention_forward(
-      h->backend,
-      (AttentionForward){.out = r.out, .lse = r.lse, .qkv = r.qkv, .documents = r.documents, .shape = s});
+static AttentionForward forward_of(AttentionShape s, Run r) {
+  return (AttentionForward){.out = r.out, .lse = r.lse, .qkv = r.qkv, .documents = r.documents, .shape = s};
 }
 
 static AttentionBackward backward_of(AttentionShape s, Run r) {
@@ -201,118 +198,82 @@ static AttentionBackward backward_of(AttentionShape s, Run r) {
 }
 
 static void run_both_passes(Harness *h, AttentionShape s, Run r) {
-  run_forward(h, s, r);
+  attention_forward(h->backend, forward_of(s, r));
   attention_backward(h->backend, backward_of(s, r));
 }
 
-typedef void (*Runner)(Harness *h, AttentionShape s, Run r);
-
-static void check_documents(Harness *h, AttentionShape s, Runner runner, bool packed) {
-  Problem p = problem_make(h, s, packed);
-  Run r = run_make(h, &p);
-  problem_solve(&p, h->dtype);
-  runner(h, s, r);
-  check_bounds(h, "out", s, r.out, p.out, p.out_bound);
-  check_bounds(h, "lse", s, r.lse, p.lse, p.lse_bound);
-  check_bounds(h, "dqkv", s, r.dqkv, p.dqkv, p.dqkv_bound);
-  memory_pop_to(&h->backend->memory, 0);
-}
-
-static void check_shape(Harness *h, AttentionShape s, Runner runner) {
-  check_documents(h, s, runner, false);
-  check_documents(h, s, runner, true);
-}
-
-static void check_tensor_core_shapes(Harness *h, Runner runner) {
-  if (small_shapes()) {
-    check_shape(h, (AttentionShape){2, 65, 3, 1, 64}, runner);
-    check_shape(h, (AttentionShape){1, 129, 2, 2, 128}, runner);
-    return;
-  }
-  static const int64_t lengths[] = {1, 7, 63, 64, 65, 129, 257},
-                       heads[][2] = {{2, 2}, {3, 1}, {8, 2}, {8, 1}};
-  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
-    for (size_t j = 0; j < sizeof heads / sizeof *heads; j++)
-      for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64)
-        check_shape(
-            h, (AttentionShape){1 + (int64_t)(i + j) % 3, lengths[i], heads[j][0], heads[j][1], head_dim},
-            runner);
-  for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64)
-    check_shape(h, (AttentionShape){4, 1003, 4, 2, head_dim}, runner);
-}
-
-// Heads that have no tensor-core kernel.
-static void check_other_shapes(Harness *h, Runner runner) {
-  static const AttentionShape shapes[] = {{2, 1, 1, 1, 1},   {1, 7, 2, 2, 2},   {2, 33, 6, 2, 10},
-                                          {1, 65, 4, 1, 80}, {2, 40, 3, 3, 96}, {1, 70, 2, 1, 256},
-                                          {1, 63, 4, 4, 32}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(h, shapes[i], runner);
-}
-
-static void test_auto(void **state) {
-  cuda_attention_select("auto");
-  check_tensor_core_shapes(*state, run_both_passes);
-  check_other_shapes(*state, run_both_passes);
-}
-
-static void test_own(void **state) {
-  cuda_attention_select("own");
-  check_tensor_core_shapes(*state, run_both_passes);
-  check_other_shapes(*state, run_both_passes);
-}
-
-static void test_cudnn(void **state) {
-  if (cuda_attention_cudnn_absent()) {
-    print_message("cuDNN's attention is not tested: %s\n", cuda_attention_cudnn_absent());
-    skip();
-  }
-  cuda_attention_select("cudnn");
-  check_tensor_core_shapes(*state, run_both_passes);
-}
-
-#ifdef HAVE_CUDA
-// The backward pass that devices other than Hopper take, on whatever device this is.
+// The tensor-core kernels that devices other than Hopper take, on whatever device this is.
 static void run_portable(Harness *h, AttentionShape s, Run r) {
-  run_forward(h, s, r);
-  AttentionBackward a = backward_of(s, r);
-  size_t bytes = cuda_attention_workspace(s, ATTENTION_OWN).statistics;
-  Tensor statistics = poisoned_vector(h, DTYPE_F32, (int64_t)(bytes / sizeof(float)));
+#ifdef HAVE_CUDA
+  AttentionForward forward = forward_of(s, r);
+  AttentionBackward backward = backward_of(s, r);
+  int64_t count = (int64_t)(cuda_attention_statistics_bytes(s) / sizeof(float));
+  Tensor statistics = poisoned_vector(h, DTYPE_F32, count);
   Tensor counters = poisoned_vector(h, DTYPE_I32, ATTENTION_COUNTERS);
   backend_synchronize(h->backend);
-  attention_statistics(&a, statistics.data, counters.data, cudaStreamPerThread);
-  attention_tensor_core_backward(&a, statistics.data, cudaStreamPerThread);
+  attention_tensor_core_forward(&forward, cudaStreamPerThread);
+  attention_statistics(&backward, statistics.data, counters.data, cudaStreamPerThread);
+  attention_tensor_core_backward(&backward, statistics.data, cudaStreamPerThread);
   assert_int_equal(cudaStreamSynchronize(cudaStreamPerThread), cudaSuccess);
-}
-#endif
-
-static void test_portable(void **state) {
-#ifdef HAVE_CUDA
-  cuda_attention_select("own");
-  check_tensor_core_shapes(*state, run_portable);
 #else
-  (void)state;
+  (void)h, (void)s, (void)r;
 #endif
 }
 
-static void test_fp32(void **state) {
-  cuda_attention_select("auto");
-  check_tensor_core_shapes(*state, run_both_passes);
-  check_other_shapes(*state, run_both_passes);
+enum { KINDS = 2 }; // of kernels: those for this device, the portable ones
+
+// Checks the first `kinds`, on whole sequences and packed documents. The reference, which takes longest, is computed once
+// for all.
+static void check_shape(Harness *h, AttentionShape s, int kinds) {
+  for (int packed = 0; packed < 2; packed++) {
+    Problem p = problem_make(h, s, packed);
+    run_make(h, &p); // rounds the operands
+    problem_solve(&p, h->dtype);
+    for (int portable = 0; portable < kinds; portable++) {
+      Run r = run_make(h, &p);
+      (portable ? run_portable : run_both_passes)(h, s, r);
+      check_bounds(h, portable ? "portable out" : "out", s, r.out, p.out, p.out_bound);
+      check_bounds(h, portable ? "portable lse" : "lse", s, r.lse, p.lse, p.lse_bound);
+      check_bounds(h, portable ? "portable dqkv" : "dqkv", s, r.dqkv, p.dqkv, p.dqkv_bound);
+    }
+    memory_pop_to(&h->backend->memory, 0);
+  }
 }
 
-// More work than multiprocessors, so that who does what differs between the runs.
+static void test_tensor_cores(void **state) {
+  if (small_shapes()) {
+    check_shape(*state, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
+    check_shape(*state, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
+    return;
+  }
+  static const int64_t lengths[] = {1, 7, 63, 64, 65, 127, 128, 129, 191, 193, 320, 385},
+                       heads[][2] = {{2, 2}, {3, 1}, {8, 2}, {8, 1}};
+  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+    for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
+      const int64_t *q = heads[(i + (size_t)head_dim / 64) % 4];
+      check_shape(*state, (AttentionShape){1 + (int64_t)i % 3, lengths[i], q[0], q[1], head_dim}, KINDS);
+    }
+  // More work tiles than SMs.
+  check_shape(*state, (AttentionShape){8, 385, 12, 4, 64}, KINDS);
+  check_shape(*state, (AttentionShape){3, 1003, 8, 4, 128}, KINDS);
+}
+
+// Heads that have no tensor-core kernel; in fp32 none has.
+static void test_other_shapes(void **state) {
+  static const AttentionShape shapes[] = {{2, 1, 1, 1, 1},   {1, 7, 2, 2, 2},    {2, 33, 6, 2, 10},
+                                          {1, 65, 4, 1, 80}, {2, 40, 3, 3, 96},  {1, 70, 2, 1, 256},
+                                          {1, 63, 4, 4, 32}, {2, 193, 8, 2, 64}, {1, 129, 3, 1, 128}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(*state, shapes[i], 1);
+}
+
+// More work than SMs, so that who does what differs between the runs.
 static void test_bitwise_repeatable(void **state) {
   Harness *h = *state;
-  static const char *const choices[] = {"auto", "own"};
-  for (int i = 0; i < 4; i++)
+  for (int packed = 0; packed < 2; packed++)
     for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
-      cuda_attention_select(choices[i / 2]);
       AttentionShape s = {4, small_shapes() ? 100 : 1000, 12, 4, head_dim};
-      Problem p = problem_make(h, s, i % 2);
-      Run r = run_make(h, &p), again = r;
-      again.out = poisoned(h, h->dtype, p.rows, p.out_width);
-      again.lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
-      again.dqkv = poisoned(h, h->dtype, p.rows, p.qkv_width);
+      Problem p = problem_make(h, s, packed);
+      Run r = run_make(h, &p), again = run_make(h, &p);
       run_both_passes(h, s, r);
       run_both_passes(h, s, again);
       check_bitwise_equal(h, "out", r.out, again.out);
@@ -320,48 +281,6 @@ static void test_bitwise_repeatable(void **state) {
       check_bitwise_equal(h, "dqkv", r.dqkv, again.dqkv);
       memory_pop_to(&h->backend->memory, 0);
     }
-}
-
-// ||a - b|| / ||b||
-static double distance(Harness *h, Tensor a, Tensor b) {
-  const double *x = values_of(h, a), *y = values_of(h, b);
-  double difference = 0, norm = 0;
-  for (int64_t i = 0; i < tensor_count(a); i++) {
-    difference += (x[i] - y[i]) * (x[i] - y[i]);
-    norm += y[i] * y[i];
-  }
-  return sqrt(difference / norm);
-}
-
-// Both round P and dS to bf16 at the same places, so they differ by a few units of roundoff in the mean.
-static void test_own_and_cudnn_agree(void **state) {
-  Harness *h = *state;
-  if (cuda_attention_cudnn_absent()) skip();
-  for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
-    AttentionShape s = {2, small_shapes() ? 100 : 1000, 12, 4, head_dim};
-    Problem p = problem_make(h, s, false);
-    Run own = run_make(h, &p), cudnn = own;
-    cudnn.out = poisoned(h, h->dtype, p.rows, p.out_width);
-    cudnn.lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
-    cudnn.dqkv = poisoned(h, h->dtype, p.rows, p.qkv_width);
-    cuda_attention_select("own");
-    run_both_passes(h, s, own);
-    cuda_attention_select("cudnn");
-    run_both_passes(h, s, cudnn);
-    double u = dtype_epsilon(h->dtype) / 2;
-    assert_true(distance(h, own.out, cudnn.out) < u);
-    assert_true(distance(h, own.lse, cudnn.lse) < 1e-6);
-    assert_true(distance(h, own.dqkv, cudnn.dqkv) < 2 * u);
-    memory_pop_to(&h->backend->memory, 0);
-  }
-}
-
-static void test_unknown_name(void **state) {
-  assert_fails(*state, "--attention flash is not known; it is one of auto, own, cudnn",
-               cuda_attention_select("flash"));
-  cuda_attention_select("auto");
-  if (cuda_attention_cudnn_absent())
-    assert_fails(*state, "--attention cudnn: ", cuda_attention_select("cudnn"));
 }
 
 // --- the program -------------------------------------------------------------------------------------------
@@ -374,22 +293,17 @@ static int open_group(void **state) {
 }
 
 static int close_group(void **state) {
-  cuda_attention_select("auto");
   harness_close(*state);
   return 0;
 }
 
 int main(void) {
   const struct CMUnitTest bf16_tests[] = {
-      cmocka_unit_test(test_auto),
-      cmocka_unit_test(test_own),
-      cmocka_unit_test(test_cudnn),
-      cmocka_unit_test(test_portable),
+      cmocka_unit_test(test_tensor_cores),
+      cmocka_unit_test(test_other_shapes),
       cmocka_unit_test(test_bitwise_repeatable),
-      cmocka_unit_test(test_own_and_cudnn_agree),
-      cmocka_unit_test(test_unknown_name),
   };
-  const struct CMUnitTest fp32_tests[] = {cmocka_unit_test(test_fp32)};
+  const struct CMUnitTest fp32_tests[] = {cmocka_unit_test(test_other_shapes)};
   Harness *probe = harness_open("cuda");
   if (!probe) return skip_all("cuda attention", "attention on CUDA", "no usable GPU, or built without CUDA");
   harness_close(probe);

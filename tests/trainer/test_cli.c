@@ -124,7 +124,6 @@ static void test_wrong_words(void **state) {
       {"--offload weights,moments",
        "give one or more of weights, gradients, optimizer, activations and head"},
       {"--offload weights,", "--offload weights,: give one or more of "},
-      {"--attention flash", "--attention flash: give auto, own or cudnn"},
       {"--prompt ''", "--prompt: give at least one character"},
       {"corpus.txt", "'corpus.txt' is not an option; paths are given with --data PATH"},
       {"--steps 5 7", "'7' is not an option"},

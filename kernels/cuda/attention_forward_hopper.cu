@@ -1,0 +1,268 @@
+// Attention, forward, for Hopper: attention_forward.cu's order of work with wgmma and TMA, warp-specialised
+// (FlashAttention-3; Shah et al. 2024).
+//
+// A CTA owns ROWS queries of one head, 64 for each consumer warpgroup, and walks over the keys in tiles of KEYS from the
+// diagonal back to the start (attention_hopper.cuh has the producer and the order of work). S = Q K^T by wgmma from shared
+// memory; softmax in registers with a running maximum m and sum l of each row; P = exp(S - m), rounded to bf16 in registers,
+// is the A operand of O += P V. Two overlaps keep the tensor cores busy under the exponentials:
+//   within a consumer    S of the next tile is issued before P V of this one, and its softmax runs under that P V;
+//   between consumers    they issue their GEMMs in turn, so that one's softmax runs under the others' GEMMs.
+// K and V tiles lie in rings of their own, so that S starts when K is there.
+//
+// Why nothing waits for ever: number the steps of a CTA by its key tiles, in the order of loading. Each consumer takes
+// part in every step, if only to skip it, and so takes as many turns as the others; turns follow the order of (step,
+// consumer). In step j a consumer waits for its turn and for K_j and V_{j-1}, where it skips for K_j and V_j, and at a
+// step's end it holds only V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1} and V_{j-1} must have
+// found a stage, that is K_{j+1-KEY_STAGES} and V_{j-VALUE_STAGES} must have been released, which happens in steps up to
+// j + 1 - KEY_STAGES and j + 1 - VALUE_STAGES: with two stages or more, before step j.
+//
+// Memory traffic: q and out once, k and v once per ROWS queries, mostly from L2. Arithmetic: 4 B Q T^2 D / 2.
+#include "kernels/cuda/attention_hopper.cuh"
+
+namespace attention {
+
+struct ForwardArguments : HopperArguments {
+  bf16 *out;
+  float *lse;
+  int64_t out_stride, lse_stride; // elements per row
+};
+
+constexpr int KEYS = 128;
+
+template <class F> struct ForwardStorage;
+
+template <int D_, bool PACKED_> struct ForwardTraits {
+  static constexpr int D = D_, WARPGROUPS = D == 64 ? 3 : 2, ROWS = WARPGROUPS * TILE;
+  static constexpr bool KEY_PASS = false, PACKED = PACKED_;
+  using Arguments = ForwardArguments;
+  using SharedStorage = ForwardStorage<ForwardTraits>;
+};
+
+template <class F> struct ForwardStorage {
+  static constexpr int RESIDENT = 2; // buffers of queries
+  static constexpr int KEY_STAGES = F::D == 64 ? 5 : 3, VALUE_STAGES = F::D == 64 ? 5 : 2;
+  static_assert(KEY_STAGES >= 2 && VALUE_STAGES >= 2, "a consumer would wait for a tile that waits for it");
+  alignas(1024) bf16 queries[RESIDENT][F::ROWS * F::D];
+  bf16 keys[KEY_STAGES][KEYS * F::D], values[VALUE_STAGES][KEYS * F::D];
+  Barriers<RESIDENT> resident_ring;
+  Barriers<KEY_STAGES> key_ring;
+  Barriers<VALUE_STAGES> value_ring;
+  int work[RESIDENT];
+
+  __device__ __forceinline__ void init_barriers(int warps) {
+    resident_ring.init(warps), key_ring.init(warps), value_ring.init(warps);
+  }
+};
+
+// The key tiles that any of a work tile's queries sees: [first, end).
+struct KeyTiles {
+  int first, end;
+};
+
+template <class F> __device__ __forceinline__ KeyTiles key_tiles(const ForwardArguments &a, WorkTile w) {
+  const int first_row = w.block * F::ROWS;
+  return {F::PACKED ? bound_of<F>(a, w, first_row) / KEYS : 0,
+          (min(first_row + F::ROWS, a.seq_len) + KEYS - 1) / KEYS};
+}
+
+template <class F>
+__device__ __forceinline__ void produce(ForwardStorage<F> &shared, const ForwardArguments &a) {
+  constexpr int D = F::D;
+  constexpr uint32_t TILE_OF_KEYS = sizeof shared.keys[0];
+  PipelineState keys(shared.key_ring);
+  PipelineState values(shared.value_ring);
+  produce_work<F>(shared, a, sizeof shared.queries[0], [&](int slot, uint64_t *full, WorkTile w) {
+    const int key_head = a.num_heads + w.head / (a.num_heads / a.num_key_value_heads);
+    auto load_values = [&](int tile) {
+      const int stage = values.acquire();
+      mbarrier_arrive_expect_tx(&shared.value_ring.full[stage], TILE_OF_KEYS);
+      load_rows<D, KEYS>(shared.values[stage], &a.qkv, &shared.value_ring.full[stage],
+                         key_head + a.num_key_value_heads, tile * KEYS, w.batch);
+    };
+    load_rows<D, F::ROWS>(shared.queries[slot], &a.qkv, full, w.head, w.block * F::ROWS, w.batch);
+    const KeyTiles tiles = key_tiles<F>(a, w);
+#pragma unroll 1
+    for (int tile = tiles.end - 1; tile >= tiles.first; tile--) {
+      const int stage = keys.acquire();
+      mbarrier_arrive_expect_tx(&shared.key_ring.full[stage], TILE_OF_KEYS);
+      load_rows<D, KEYS>(shared.keys[stage], &a.qkv, &shared.key_ring.full[stage], key_head, tile * KEYS,
+                         w.batch);
+      if (tile < tiles.end - 1) load_values(tile + 1);
+    }
+    load_values(tiles.first);
+  });
+}
+
+// Consumers issue their GEMMs one after the other: named barriers 4 to 6, at which the one before arrives.
+template <class F> __device__ __forceinline__ void take_turn(int group) {
+  asm volatile("bar.sync %0, 256;\n" ::"r"(4 + group) : "memory");
+}
+template <class F> __device__ __forceinline__ void pass_turn(int group) {
+  asm volatile("bar.arrive %0, 256;\n" ::"r"(4 + (group + 1 == F::WARPGROUPS ? 0 : group + 1)) : "memory");
+}
+
+template <class F>
+__device__ __forceinline__ void consume(ForwardStorage<F> &shared, const ForwardArguments &a) {
+  constexpr int D = F::D, ROWS = F::ROWS;
+  const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
+            g = lane / 4, q = lane % 4;
+  PipelineState resident(shared.resident_ring);
+  PipelineState keys(shared.key_ring);
+  PipelineState values(shared.value_ring);
+  float s[KEYS / 2], o[D / 2];
+  uint32_t p[KEYS / 16][4];
+
+  if (group == F::WARPGROUPS - 1) pass_turn<F>(group); // the first consumer's first
+  for (;;) {
+    const int slot = resident.take();
+    const int index = uniform(shared.work[slot]);
+    if (index >= a.work) return;
+    const WorkTile w = work_tile<F>(a, index);
+    const KeyTiles tiles = key_tiles<F>(a, w);
+    const int first_row = w.block * ROWS + group * TILE; // the warpgroup's first
+    const bool any = first_row < a.seq_len;
+    // It works on tiles [first, last], of which `last` holds the diagonal of all its rows.
+    const int last = any ? first_row / KEYS : tiles.first - 1;
+    const int first = F::PACKED && any ? bound_of<F>(a, w, first_row) / KEYS : tiles.first;
+    // Its rows begin in different documents in tiles that begin before this.
+    const int edge = F::PACKED ? bound_of<F>(a, w, first_row + TILE - 1) : 0;
+    const uint32_t x = uniform(shared_address(shared.queries[slot]) + group * TILE_BYTES);
+    const int row = first_row + warp * 16 + g; // the thread's first; the other is 8 further
+    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, rescale[2];
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) o[i] = 0;
+
+    auto skip = [&](int count) {
+      for (int i = 0; i < count; i++) {
+        take_turn<F>(group);
+        pass_turn<F>(group);
+        keys.release(keys.take());
+        values.release(values.take());
+      }
+    };
+    // s = Q K^T
+    auto issue_scores = [&](int stage) {
+      const uint32_t y = uniform(shared_address(shared.keys) + stage * (uint32_t)sizeof shared.keys[0]);
+      wgmma_fence();
+      scores<D, ROWS, KEYS>(s, descriptor_k_major(x), descriptor_k_major(y), false);
+      wgmma_commit();
+    };
+    // o += P V
+    auto issue_values = [&](int stage) {
+      const uint32_t y = uniform(shared_address(shared.values) + stage * (uint32_t)sizeof shared.values[0]);
+      wgmma_fence();
+      accumulate<D>(o, p, descriptor_mn_major(y, KEYS * 128));
+      wgmma_commit();
+    };
+    // s becomes P; max and sum follow, and `rescale` brings what was summed before to the new maximum. The first tile
+    // has a key for every row, so that no maximum stays -infinity.
+    auto softmax = [&](int tile) {
+      if (F::PACKED && tile * KEYS < edge) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int start = bound_of<F>(a, w, row + half * 8) - tile * KEYS;
+#pragma unroll
+          for (int i = 0; i < KEYS / 4; i++)
+            if (i / 2 * 8 + 2 * q + (i & 1) < start) s[i / 2 * 4 + half * 2 + (i & 1)] = -INFINITY;
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float largest = max[half], total = 0;
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; j++)
+          largest = fmaxf(largest, fmaxf(s[j * 4 + half * 2], s[j * 4 + half * 2 + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        rescale[half] = exp2_approx((max[half] - largest) * a.scale_log2);
+        const float shift = largest * a.scale_log2;
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; i++) {
+          float &e = s[i / 2 * 4 + half * 2 + (i & 1)];
+          e = exp2_approx(fmaf(e, a.scale_log2, -shift));
+          total += e;
+        }
+        max[half] = largest;
+        sum[half] = sum[half] * rescale[half] + total; // of the thread's columns
+      }
+    };
+
+    skip(tiles.end - 1 - last);
+    if (any) {
+      int key = keys.take();
+      take_turn<F>(group);
+      issue_scores(key);
+      pass_turn<F>(group);
+      wgmma_wait<0>();
+      wgmma_fence_operand(s);
+      keys.release(key);
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i++) // the diagonal
+        if (last * KEYS + i / 4 * 8 + 2 * q + (i & 1) > row + (i >> 1 & 1) * 8) s[i] = -INFINITY;
+      softmax(last);
+      to_operands(p, s);
+      for (int tile = last - 1; tile >= first; tile--) {
+        key = keys.take();
+        const int value = values.take();
+        take_turn<F>(group);
+        issue_scores(key);
+        issue_values(value);
+        pass_turn<F>(group);
+        wgmma_wait<1>(); // s
+        wgmma_fence_operand(s);
+        keys.release(key);
+        softmax(tile);
+        wgmma_wait_after(sum[0] + sum[1]);
+        wgmma_fence_operand(o);
+        values.release(value);
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) o[i] *= rescale[i >> 1 & 1];
+        to_operands(p, s);
+      }
+      const int value = values.take();
+      issue_values(value);
+      wgmma_wait<0>();
+      wgmma_fence_operand(o);
+      values.release(value);
+      skip(first - tiles.first);
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float total = sum[half];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if (q == 0 && row + half * 8 < a.seq_len)
+        a.lse[w.batch * a.lse_stride + (int64_t)w.head * a.seq_len + row + half * 8] =
+            max[half] * a.scale + logf(total);
+      sum[half] = 1 / total;
+    }
+    warpgroup_sync(group); // all four warps have read the queries, whose rows take the results
+    store_results<D, ROWS>([&](int n, int i) { return o[n * 4 + i] * sum[i >> 1]; }, x,
+                           a.out + (int64_t)w.batch * a.seq_len * a.out_stride + w.head * D, a.out_stride,
+                           first_row + warp * 16, a.seq_len);
+    fence_proxy_async(); // TMA writes there next
+    __syncwarp();
+    resident.release(slot);
+  }
+}
+
+} // namespace attention
+
+bool attention_hopper_forward(const AttentionForward *f, int *counter, cudaStream_t stream) {
+  using namespace attention;
+  ForwardArguments a = {};
+  if (!hopper_sms<ForwardTraits<64, false>>() || !set_arguments(&a, f->qkv, f->documents, f->shape, counter))
+    return false;
+  a.out = data_of<bf16>(f->out), a.out_stride = f->out.stride;
+  a.lse = data_of<float>(f->lse), a.lse_stride = f->lse.stride;
+  cuda_check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "clearing a counter");
+  with_bool(tensor_exists(f->documents), [&](auto packed) {
+    if (f->shape.head_dim == 64)
+      launch<ForwardTraits<64, packed>>(a, stream);
+    else
+      launch<ForwardTraits<128, packed>>(a, stream);
+  });
+  cuda_check_launch("attention_forward");
+  return true;
+}

@@ -1,0 +1,236 @@
+// What attention's passes on Hopper share: a persistent kernel of a producer warpgroup and two or three consumer
+// warpgroups, the order of its work, rings of tiles in shared memory, and the GEMMs on them.
+//
+// A work tile is ROWS rows of one head: 64 for each consumer, whose operands stay in shared memory (they are resident)
+// while tiles of other rows are streamed past all consumers. One thread of the producer takes work tiles from a counter
+// and keeps TMA loads in flight. Which CTA does which work tile varies from run to run; what a tile computes does not.
+//
+// A pass is a class F with D, WARPGROUPS (of consumers), ROWS, KEY_PASS (rows are keys, not queries), PACKED (sequences of
+// several documents), Arguments and SharedStorage, with functions produce(shared, a), which one thread runs, and
+// consume(shared, a).
+#ifndef LCE_KERNELS_CUDA_ATTENTION_HOPPER_CUH
+#define LCE_KERNELS_CUDA_ATTENTION_HOPPER_CUH
+
+#include "kernels/cuda/attention_kernels.h"
+#include "kernels/cuda/attention_mma.cuh"
+#include "kernels/cuda/hopper_ptx.cuh"
+
+namespace attention {
+
+constexpr int TILE = 64;          // rows of a consumer, and of a TMA tile
+enum { TILE_BYTES = TILE * 128 }; // of 64 columns; a head of 128 is two tiles side by side
+
+struct HopperArguments {
+  CUtensorMap qkv;
+  int *counter; // work taken beyond each CTA's first work tile
+  int batch, seq_len, num_heads, num_key_value_heads;
+  int blocks;              // of ROWS rows in a sequence
+  int heads, work;         // heads of the pass over all batches; blocks * heads
+  int heads_at_a_time;     // so many heads' operands fit in the L2 cache
+  float scale, scale_log2; // 1 / sqrt(D), and times log2(e)
+  Documents documents;
+};
+
+// ROWS rows of one head.
+struct WorkTile {
+  int block, head, batch; // the head of the pass: a key/value head or a query head
+};
+
+// Heads by groups that fit in the L2 cache; within a group the longest tiles first.
+template <class F> __device__ __forceinline__ WorkTile work_tile(const HopperArguments &a, int index) {
+  int group = index / (a.heads_at_a_time * a.blocks), place = index % (a.heads_at_a_time * a.blocks);
+  int first_head = group * a.heads_at_a_time, heads = min(a.heads_at_a_time, a.heads - first_head);
+  int head = first_head + place % heads, block = place / heads;
+  int per_batch = F::KEY_PASS ? a.num_key_value_heads : a.num_heads;
+  return {F::KEY_PASS ? block : a.blocks - 1 - block, head % per_batch, head / per_batch};
+}
+
+// Where row t sees the streamed rows from (queries), or to (keys); rows past the last see what that sees.
+template <class F> __device__ __forceinline__ int bound_of(const HopperArguments &a, WorkTile w, int t) {
+  const int64_t first = w.batch * (int64_t)a.seq_len;
+  t = min(t, a.seq_len - 1);
+  return F::KEY_PASS ? a.documents.end(first, t, a.seq_len) : a.documents.start(first, t);
+}
+
+// --- rings of tiles ----------------------------------------------------------------------------------------
+
+template <int STAGES> struct Barriers {
+  uint64_t full[STAGES], free[STAGES];
+  __device__ __forceinline__ void init(int warps) { // so many release a stage
+    for (int i = 0; i < STAGES; i++) mbarrier_init(&full[i], 1), mbarrier_init(&free[i], warps);
+  }
+};
+
+// The position of the producer, or of a consumer's warp, in a ring.
+template <int STAGES> struct PipelineState {
+  Barriers<STAGES> &barriers;
+  int stage = 0, phase = 0;
+
+  __device__ __forceinline__ explicit PipelineState(Barriers<STAGES> &b) : barriers(b) {}
+  __device__ __forceinline__ int advance() {
+    int now = stage;
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+    return now;
+  }
+  // The producer's next stage, once it is free.
+  __device__ __forceinline__ int acquire() {
+    mbarrier_wait(&barriers.free[stage], phase ^ 1);
+    return advance();
+  }
+  // A consumer's next stage, once the tile is there.
+  __device__ __forceinline__ int take() {
+    mbarrier_wait(&barriers.full[stage], phase);
+    return advance();
+  }
+  __device__ __forceinline__ void release(int which) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&barriers.free[which]);
+  }
+};
+
+// Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows one below the other, for each 64 columns.
+template <int D, int ROWS>
+__device__ __forceinline__ void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head,
+                                          int token, int batch) {
+  for (int i = 0; i < D / 64; i++)
+    for (int part = 0; part < ROWS / TILE; part++)
+      tma_load_4d(shared_address(to) + (i * (ROWS / TILE) + part) * TILE_BYTES, map, barrier, i * 64, head,
+                  token + part * TILE, batch);
+}
+
+// The producer: load(slot, barrier, work tile) starts the loads of each of the CTA's work tiles, whose resident operands
+// go to `slot`; the index of a work tile that does not exist ends the consumers.
+template <class F, class Load>
+__device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, const HopperArguments &a,
+                                             uint32_t resident_bytes, Load load) {
+  PipelineState<F::SharedStorage::RESIDENT> resident(shared.resident_ring);
+  for (int index = blockIdx.x;; index = gridDim.x + atomicAdd(a.counter, 1)) {
+    const bool end = index >= a.work;
+    const int slot = resident.acquire();
+    shared.work[slot] = index;
+    mbarrier_arrive_expect_tx(&shared.resident_ring.full[slot], end ? 0 : resident_bytes);
+    if (end) return;
+    load(slot, &shared.resident_ring.full[slot], work_tile<F>(a, index));
+  }
+}
+
+// --- GEMMs -------------------------------------------------------------------------------------------------
+
+// d (+)= x y^T over D columns, x the warpgroup's 64 of ROWS rows of a resident operand, y a tile of COLUMNS rows.
+template <int D, int ROWS, int COLUMNS>
+__device__ __forceinline__ void scores(float (&d)[COLUMNS / 2], uint32_t x, uint32_t y, bool add) {
+#pragma unroll
+  for (int i = 0; i < D / 16; i++)
+    wgmma<COLUMNS>(d, x + i / 4 * (ROWS * 128 / 16) + i % 4 * 2, y + i / 4 * (COLUMNS * 128 / 16) + i % 4 * 2,
+                   add || i > 0);
+}
+
+// d += p y, p [64, 16 N] in registers, y a tile of 16 N rows.
+template <int D, int N>
+__device__ __forceinline__ void accumulate(float (&d)[D / 2], const uint32_t (&p)[N][4], uint32_t y) {
+#pragma unroll
+  for (int i = 0; i < N; i++) wgmma<D>(d, p[i], y + i * (16 * 128 / 16), true);
+}
+
+template <int N> __device__ __forceinline__ void to_operands(uint32_t (&r)[N][4], const float (&x)[N * 8]) {
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) r[i][j] = pack_bf16(x[i * 8 + 2 * j], x[i * 8 + 2 * j + 1]);
+  wgmma_fence_operand(r);
+}
+
+// Once a warpgroup has read its rows of a resident operand: waits for its four warps; the rows then take results.
+__device__ __forceinline__ void warpgroup_sync(int group) {
+  asm volatile("bar.sync %0, 128;\n" ::"r"(group + 1) : "memory");
+}
+
+// A warp's 16 rows of results, from `row` on, to rows of a matrix; x: the warpgroup's rows of a resident operand.
+template <int D, int ROWS, class Sum>
+__device__ __forceinline__ void store_results(Sum sum, uint32_t x, bf16 *matrix, int64_t stride, int row,
+                                              int limit) {
+  const uint32_t buffer = x + threadIdx.x % 128 / 32 * 16 * 128;
+  store_rows<1, D>(
+      [&](int, int n, int i) { return sum(n, i); }, 1,
+      [=](int r, int c) { return buffer + c / 8 * (ROWS * 128) + r * 128 + ((c % 8) ^ (r & 7)) * 16; },
+      matrix, stride, row, limit);
+}
+
+// --- the kernel --------------------------------------------------------------------------------------------
+
+template <class F>
+__global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
+    hopper_kernel(const __grid_constant__ typename F::Arguments a) {
+#if defined(HOPPER_CODE)
+  using Shared = typename F::SharedStorage;
+  extern __shared__ unsigned char shared_bytes[];
+  Shared &shared = *reinterpret_cast<Shared *>(((uintptr_t)shared_bytes + 1023) / 1024 * 1024);
+  if (threadIdx.x == 0) {
+    shared.init_barriers(F::WARPGROUPS * 4);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x / 128 == F::WARPGROUPS) {
+    // Of a thread's registers; together no more than the kernel starts with, or the consumers would wait for ever.
+    setmaxnreg_dec<F::WARPGROUPS == 2 ? 24 : 32>();
+    if (threadIdx.x == F::WARPGROUPS * 128) produce(shared, a);
+  } else {
+    setmaxnreg_inc<F::WARPGROUPS == 2 ? 240 : 160>();
+    consume(shared, a);
+  }
+#endif
+}
+
+// --- host --------------------------------------------------------------------------------------------------
+
+// [batch, token, head, element] in tiles of 64 tokens and 64 elements of one head.
+static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads) {
+  static PFN_cuTensorMapEncodeTiled_v12000 encode;
+  if (!encode) encode = tma_encoder();
+  if (!encode) return false;
+  cuuint64_t dims[4] = {(cuuint64_t)s.head_dim, (cuuint64_t)heads, (cuuint64_t)s.seq_len,
+                        (cuuint64_t)s.batch};
+  cuuint64_t strides[3] = {(cuuint64_t)s.head_dim * 2, (cuuint64_t)t.stride * 2,
+                           (cuuint64_t)s.seq_len * (cuuint64_t)t.stride * 2};
+  cuuint32_t tile[4] = {64, 1, TILE, 1}, steps[4] = {1, 1, 1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, dims, strides, tile, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// The device's SMs; 0 when it is not a Hopper or the program was built without code for it. F: any pass of the file.
+template <class F> static int hopper_sms() {
+  static int sms = -1;
+  int device = 0;
+  if (sms >= 0) return sms;
+  if (!hopper_has_code((const void *)hopper_kernel<F>)) return sms = 0;
+  cuda_check(cudaGetDevice(&device), "querying the device");
+  cuda_check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "querying its size");
+  return sms;
+}
+
+// Fills in what does not depend on the pass; false where no TMA tile can be described.
+static bool set_arguments(HopperArguments *a, Tensor qkv, Tensor documents, AttentionShape s, int *counter) {
+  a->counter = counter;
+  a->batch = (int)s.batch, a->seq_len = (int)s.seq_len;
+  a->num_heads = (int)s.num_heads, a->num_key_value_heads = (int)s.num_key_value_heads;
+  a->scale = 1 / sqrtf((float)s.head_dim), a->scale_log2 = a->scale * LOG2_E;
+  a->documents = documents_of(documents, s);
+  return describe(&a->qkv, qkv, s, s.num_heads + 2 * s.num_key_value_heads);
+}
+
+template <class F> static void launch(typename F::Arguments a, cudaStream_t stream) {
+  a.blocks = (int)ceil_div(a.seq_len, F::ROWS);
+  a.heads = a.batch * (F::KEY_PASS ? a.num_key_value_heads : a.num_heads);
+  a.work = a.heads * a.blocks;
+  // What a head streams: a group of query heads' q and dout, or k and v.
+  int64_t streams = F::KEY_PASS ? a.num_heads / a.num_key_value_heads : 1;
+  a.heads_at_a_time = (int)max_i64(1, min_i64(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
+  int bytes = sizeof(typename F::SharedStorage) + 1024;
+  cudaFuncSetAttribute(hopper_kernel<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  hopper_kernel<F>
+      <<<(unsigned)min_i64(hopper_sms<F>(), a.work), (F::WARPGROUPS + 1) * 128, bytes, stream>>>(a);
+}
+
+} // namespace attention
+
+#endif
