@@ -106,20 +106,32 @@ __device__ __forceinline__ void produce(BackwardStorage<F> &shared, const Backwa
   });
 }
 
+// Two floats of shared memory. The compiler, which cannot see that they lie there, would use generic addresses.
+__device__ __forceinline__ float2 load_shared(const float *from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.x), "=f"(x.y)
+               : "r"(shared_address(from))
+               : "memory");
+  return x;
+}
+
 template <class F>
 __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const BackwardArguments &a) {
   constexpr int D = F::D, ROWS = F::ROWS;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
             g = lane / 4, q = lane % 4;
-  PipelineState resident(shared.resident_ring);
   PipelineState pipeline(shared.streamed_ring);
   float s[TILE / 2] = {}, dp[TILE / 2] = {};
+  float2 shift[TILE / 8];                           // of the tile's columns in a key pass
   float first[D / 2], second[KEY_PASS ? D / 2 : 2]; // dk and dv, or dq
   uint32_t p[KEY_PASS ? TILE / 16 : 1][4], ds[TILE / 16][4];
 
-  for (;;) {
-    const int slot = resident.take();
+  for (int n = 0;; n++) {
+    // A count: a PipelineState's phase hides from ptxas that a warp's lanes agree, and what follows costs more code.
+    const int slot = n % BackwardStorage<F>::RESIDENT;
+    mbarrier_wait(&shared.resident_ring.full[slot], n / BackwardStorage<F>::RESIDENT & 1);
     const int index = uniform(shared.work[slot]);
     if (index >= a.work) return;
     const WorkTile w = work_tile<F>(a, index);
@@ -131,7 +143,7 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Backwa
     const int first_tile = first_row / TILE;
     const int before = KEY_PASS ? min(first_tile, tiles.end) - tiles.first : 0;
     const int after = KEY_PASS ? 0 : tiles.end - (first_row < a.seq_len ? first_tile + 1 : tiles.first);
-    const int visible = tiles.end - tiles.first - before - after, steps = tiles.heads * visible;
+    const int steps = tiles.heads * (tiles.end - tiles.first - before - after);
     // The warpgroup's rows see different documents in tiles that end after this, or begin before it.
     const int edge = !F::PACKED ? 0 : bound_of<F>(a, w, KEY_PASS ? first_row : first_row + TILE - 1);
 
@@ -153,18 +165,24 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Backwa
     }
 
     auto streamed = [&](int stage) {
-      return uniform(shared_address(shared.streamed) + stage * (uint32_t)sizeof shared.streamed[0]);
+      return shared_address(shared.streamed) + stage * (uint32_t)sizeof shared.streamed[0];
     };
-    // Waits for the step's tile and starts S and dP, in two wgmma groups.
-    auto begin = [&](int step) {
-      if (KEY_PASS && step % visible == 0)
+    const int first_visible = tiles.first + before, last_visible = tiles.end - after - 1;
+    // Of the step begun last. Were it set where tiles are skipped, ptxas would take the warp's lanes to diverge.
+    int tile = KEY_PASS ? last_visible : first_visible - 1;
+    // Waits for the next step's tile and starts S and dP, in two wgmma groups.
+    auto begin = [&]() {
+      const bool next_head = KEY_PASS && tile == last_visible;
+      tile = next_head ? first_visible : tile + 1;
+      if (next_head)
+#pragma unroll 1
         for (int i = 0; i < before; i++) pipeline.release(pipeline.take());
-      const int stage = pipeline.take();
+      pipeline.wait();
+      const int stage = uniform(pipeline.advance());
 #pragma unroll
       for (int j = 0; j < TILE / 8; j++) {
         float2 start = make_float2(row_minus_delta[0], row_minus_delta[1]);
-        if constexpr (KEY_PASS)
-          start = *reinterpret_cast<const float2 *>(&shared.statistics[stage][1][j * 8 + 2 * q]);
+        if constexpr (KEY_PASS) start = load_shared(&shared.statistics[stage][1][j * 8 + 2 * q]);
         dp[j * 4] = start.x;
         dp[j * 4 + 1] = KEY_PASS ? start.y : start.x;
         dp[j * 4 + 2] = KEY_PASS ? start.x : start.y;
@@ -178,12 +196,16 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Backwa
       scores<D, ROWS, TILE>(dp, descriptor_k_major(x1), descriptor_k_major(y + sizeof shared.streamed[0][0]),
                             true);
       wgmma_commit();
+      if constexpr (KEY_PASS) { // under the MMAs
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++)
+          shift[j] = load_shared(&shared.statistics[stage][0][j * 8 + 2 * q]);
+      }
       return stage;
     };
     // s = S becomes P.
-    auto exponentiate = [&](int step, int stage) {
+    auto exponentiate = [&]() {
       wgmma_fence_operand(s);
-      const int tile = tiles.first + before + (KEY_PASS ? step % visible : step);
       if (F::PACKED && (KEY_PASS ? (tile + 1) * TILE > edge : tile * TILE < edge)) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -204,13 +226,10 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Backwa
       }
 #pragma unroll
       for (int j = 0; j < TILE / 8; j++) {
-        float2 shift = make_float2(0, 0);
-        if constexpr (KEY_PASS)
-          shift = *reinterpret_cast<const float2 *>(&shared.statistics[stage][0][j * 8 + 2 * q]);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          s[j * 4 + i] = exp2_approx(
-              fmaf(s[j * 4 + i], a.scale_log2, KEY_PASS ? (i & 1 ? shift.y : shift.x) : row_shift[i >> 1]));
+          s[j * 4 + i] = exp2_approx(fmaf(s[j * 4 + i], a.scale_log2,
+                                          KEY_PASS ? (i & 1 ? shift[j].y : shift[j].x) : row_shift[i >> 1]));
       }
     };
     auto round_p = [&]() {
@@ -245,18 +264,18 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Backwa
     if (steps == 0) {
       for (int i = 0; i < tiles.heads * before; i++) pipeline.release(pipeline.take());
     } else if constexpr (F::OVERLAP) {
-      int stage = begin(0);
+      int stage = begin();
       wgmma_wait<1>(); // s
-      exponentiate(0, stage);
+      exponentiate();
       wgmma_wait<0>();
       round_p();
       round_ds();
       for (int step = 1; step < steps; step++) {
-        const int next = begin(step);
+        const int next = begin();
         add_dv(stage);
         add_dk_or_dq(stage);
         wgmma_wait<KEY_PASS ? 3 : 2>(); // s
-        exponentiate(step, next);
+        exponentiate();
         finish(stage);
         round_p();
         round_ds();
@@ -267,9 +286,9 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Backwa
       finish(stage);
     } else {
       for (int step = 0; step < steps; step++) {
-        const int stage = begin(step);
+        const int stage = begin();
         wgmma_wait<1>(); // s
-        exponentiate(step, stage);
+        exponentiate();
         round_p();
         add_dv(stage);
         wgmma_wait<KEY_PASS ? 1 : 0>(); // dp
@@ -293,7 +312,7 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Backwa
     store(first, a.scale, x0, rows);
     fence_proxy_async(); // TMA writes there next
     __syncwarp();
-    resident.release(slot);
+    if (lane == 0) mbarrier_arrive(&shared.resident_ring.free[slot]);
   }
 }
 

@@ -77,9 +77,13 @@ template <int STAGES> struct PipelineState {
     mbarrier_wait(&barriers.free[stage], phase ^ 1);
     return advance();
   }
-  // A consumer's next stage, once the tile is there.
+  // Until a consumer's next tile is there.
+  __device__ __forceinline__ void wait() { mbarrier_wait(&barriers.full[stage], phase); }
+  // A consumer's next stage, once the tile is there, which may be released at once: a lane that lags behind a release
+  // would miss its phase, so the warp meets first, as it otherwise does at the MMAs.
   __device__ __forceinline__ int take() {
-    mbarrier_wait(&barriers.full[stage], phase);
+    wait();
+    __syncwarp();
     return advance();
   }
   __device__ __forceinline__ void release(int which) {
