@@ -226,11 +226,13 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     reserve_role(memory, "first moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->m);
     reserve_role(memory, "second moments", MEMORY_MOMENTS, state_on_host, shard, moment, parameters->v);
   }
-  uintptr_t fp8 = 0; // the place of the next matrix
-  if (d.fp8 && !d.frozen) {
-    int64_t elements = parameters->group_elements[GROUP_MATRICES] - parameters->spread.before_layers;
-    size_t bytes = (size_t)(2 * elements + parameters->count * MEMORY_ALIGNMENT);
-    fp8 = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes);
+  const Spread *spread = &parameters->spread;
+  uintptr_t first_fp8 = 0, fp8 = 0; // the place of the next matrix
+  if (d.fp8 && !d.frozen) {         // where weights are offloaded, of one layer at a time
+    int64_t all = parameters->group_elements[GROUP_MATRICES] - spread->before_layers;
+    size_t bytes =
+        (size_t)(2 * (weights_on_host ? spread->layer : all) + parameters->count * MEMORY_ALIGNMENT);
+    first_fp8 = fp8 = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes);
   }
 
   for (int64_t i = 0; i < parameters->count; i++) {
@@ -245,8 +247,10 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
       shape[0] += parameters->items[i].shape[0];
     first->view->value = value_view(parameters, first, shape);
     first->view->grad = gradient_view(parameters, first, shape);
-    if (fp8 && first->group == GROUP_MATRICES && first->offset >= parameters->spread.before_layers)
-      first->view->fp8 = next_fp8(&fp8, shape);
+    int64_t in_layers = first->offset - spread->before_layers;
+    if (!fp8 || first->group != GROUP_MATRICES || in_layers < 0) continue;
+    if (weights_on_host && in_layers % spread->layer == 0) fp8 = first_fp8;
+    first->view->fp8 = next_fp8(&fp8, shape);
   }
 }
 

@@ -652,6 +652,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   p.mlp_chunk = options->mlp_chunk;
   p.accumulate = accumulate && !options->hooks.overwrite;
   p.fp8 = tensor_exists(model->layers->qkv.weight.fp8.codes);
+  bool offloaded = tensor_exists(model->parameters.layer_values);
   Memory *memory = &backend->memory;
   const GradHooks *hooks = &options->hooks;
   int64_t hidden_size = model->config.hidden_size, layers = model->config.num_hidden_layers;
@@ -672,7 +673,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     states[l].output = alternates ? spare : push_activation(&p, "residual", hidden_size);
     int64_t coming = prepare_layer(&p, options, l + 1), leaving = send_input(&p, inputs, l, stream);
     copies_join(backend, coming, leaving);
-    if (p.fp8 && !accumulate) quantize_weights(&p, &model->layers[l]); // of a new step
+    if (p.fp8 && (offloaded || !accumulate)) quantize_weights(&p, &model->layers[l]); // else they are there
     layer_forward(&p, &model->layers[l], &states[l]);
     spare = stream;
     stream = states[l].output;
@@ -721,6 +722,8 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
     if (l - 1 < layers - 2) coming += fetch_weights(&p, l - 1); // the last two have stayed
     copies_join(backend, coming, 1);
     p.recompute = recompute_of(options, l);
+    if (p.fp8 && offloaded && l < layers - 1)
+      quantize_weights(&p, &model->layers[l]); // the last one's have stayed
     layer_backward(&p, &model->layers[l], &states[l], dr);
     memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
     sum_squares(&p, options->squares, l);
