@@ -12,7 +12,8 @@ clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own cou
 Errors are relative, against float64 at the same shape: of the mean loss as the peer returns it, and of the gradients in
 the Frobenius norm, as PyTorch returns them: in the dtypes of x and W. A peer that is not installed,
 or fails, is a row with the reason. Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13
-has a linear_cross_entropy of its own. lce.c is measured as PyTorch's users have it, through tools/torch. QuACK's chunk is 4096, and 2048 where H is 4096, which it refuses.
+has a linear_cross_entropy of its own. lce.c is measured as PyTorch's users have it, through tools/torch, and through kernels/liblce.h. QuACK's chunk is 4096, and
+2048 where H is 4096, which it refuses.
 """
 import argparse
 import importlib.metadata
@@ -47,7 +48,8 @@ def bench_shape(device, shape, options):
     reference, gemms = None if options.no_errors else peers.reference(x, w, y), None
 
     def first(peer):
-        run = peers.autograd(peers.loss_of(peer, device))
+        run = peers.loss_of(peer, device)
+        run = run if peer.direct else peers.autograd(run)
         for _ in range(2):
             run(*tensors)
         found = peers.measured(device, run, tensors, reference)

@@ -26,8 +26,9 @@ class Absent(Exception):
 
 # --- peers by autograd ------------------------------------------------------------------------------------------
 
-# make() returns loss(x, w, y); `package` is what pip installs, `modules` what must then import.
-Peer = namedtuple("Peer", "name make package modules gpu_only", defaults=("", (), False))
+# make() returns loss(x, w, y), or where the peer is `direct` what returns the loss, dX and dW; `package` is what pip
+# installs, `modules` what must then import.
+Peer = namedtuple("Peer", "name make package modules gpu_only direct", defaults=("", (), False, False))
 
 
 def cross_entropy(x, w, y):
@@ -86,6 +87,19 @@ def ours(chunk, **options):
     return lambda x, w, y: lce.linear_cross_entropy(x, w, y, chunk=min(chunk, len(x)), **options)
 
 
+def c_interface(chunk):
+    """The call that `ours` makes in its forward pass: it writes dW in fp32."""
+    ours(chunk)
+
+    def run(x, w, y):
+        x, w, (n, h) = x.detach(), w.detach(), x.shape
+        loss, dx, dw = x.new_empty(n, dtype=torch.float32), torch.empty_like(x), torch.empty_like(w, dtype=torch.float32)
+        context(x.device, x.dtype, "")(tokens=n, hidden_size=h, vocab_size=len(w), chunk=min(chunk, n), mean=True, scale=1,
+                                       targets_int64=True, x=x, weight=w, targets=y, loss=loss, dx=dx, dweight=dw)
+        return loss.mean(), dx, dw
+    return run
+
+
 def ours_held(x):
     """The bytes that lce.c's last call held, in memory that is not PyTorch's."""
     return context(x.device, x.dtype, "").held_bytes()
@@ -103,6 +117,7 @@ PEERS = [
     Peer("QuACK (CuTe)", quack, "quack-kernels", ("cutlass", "quack"), True),
     Peer("Cut Cross-Entropy (filtered)", lambda: cut("high"), "cut-cross-entropy", ("cut_cross_entropy",), True),
     Peer("Cut Cross-Entropy (exact)", lambda: cut(None), "cut-cross-entropy", ("cut_cross_entropy",), True),
+    Peer("lce.c, C interface, chunk 4096", lambda: c_interface(4096), direct=True),
     *(Peer(f"lce.c, chunk {chunk}", lambda chunk=chunk: ours(chunk)) for chunk in (4096, 2048, 1024)),
 ]
 
