@@ -238,9 +238,8 @@ static void print_hosts(const Options *o, DeviceKind device) {
 
 // --- what would fit ----------------------------------------------------------------------------------------
 
-// Whether a --total-batch that was given is a multiple of such micro-batches, and FP8 takes them.
+// Whether a --total-batch that was given is a multiple of such micro-batches.
 static bool divides_total(const Options *o, int64_t batch, int64_t seq_len) {
-  if (o->dtypes.fp8 && seq_len % 16) return false;
   return !options_given(o, "total-batch") || o->total_batch % (batch * seq_len * o->ranks) == 0;
 }
 
@@ -302,10 +301,12 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     peak = bytes;
     append(flags, sizeof flags, " ", change_flags[change]);
   }
-  if (peak > usable && o.seq_len > 1) {
+  int64_t unit = o.dtypes.fp8 ? 16 : 1; // of sequence lengths
+  if (peak > usable && o.seq_len > unit) {
     Budget budget = {&o, device, o.mode, usable};
-    int64_t seq_len = seq_len_fits(&budget, 1) ? largest_that_fits(seq_len_fits, &budget, 1, o.seq_len) : 1;
-    while (!divides_total(options, o.batch, seq_len)) seq_len--;
+    int64_t seq_len = unit;
+    if (seq_len_fits(&budget, unit)) seq_len = largest_that_fits(seq_len_fits, &budget, unit, o.seq_len);
+    while (seq_len % unit || !divides_total(options, o.batch, seq_len)) seq_len--;
     o = with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
     char flag[40];
