@@ -228,7 +228,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   }
   const Spread *spread = &parameters->spread;
   uintptr_t first_fp8 = 0, fp8 = 0; // the place of the next matrix
-  if (d.fp8 && !d.frozen) {         // where weights are offloaded, of one layer at a time
+  if (d.fp8) {                      // where weights are offloaded, of one layer at a time
     int64_t all = parameters->group_elements[GROUP_MATRICES] - spread->before_layers;
     size_t bytes =
         (size_t)(2 * (weights_on_host ? spread->layer : all) + parameters->count * MEMORY_ALIGNMENT);

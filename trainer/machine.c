@@ -43,8 +43,8 @@ Backend *machine_open(Options *o) {
   require_same_device(backend, reason);
   options_resolve_dtypes(o, backend != NULL);
   if (backend && o->dtypes.fp8 && backend->no_fp8)
-    fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; leave it out",
-         backend->description);
+    fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
+         backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
   if (!backend) backend = cpu_backend_create(o->plain_loops);
   size_t given = (size_t)(o->device_memory * 0x1p30);
   if (given && given < machine_usable_bytes(backend)) {

@@ -177,9 +177,10 @@ const Option options_rows[] = {
     {CHOICE("dtype", "TYPE", dtype, DTYPES), .flags = GPU_SETTING,
      HELP("fp32 or bf16 weights and activations (default bf16 on cuda; the CPU is fp32)")},
     {FLAG("fp8", dtypes.fp8, true), .flags = SETTING | TRAINING,
-     HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, with --dtype bf16): "
-          "less exact, and 2 bytes more for each of their weights, with --offload weights for one layer's; sizes "
-          "and --seq-len are multiples of 16")},
+     HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, with --dtype bf16; the CPU "
+          "emulates it): less exact, and 2 bytes more for each of their weights, with --offload weights for one layer's; "
+          "sizes and --seq-len are multiples of 16")},
+    {FLAG("no-fp8", dtypes.fp8, false), .flags = TRAINING, HELP("Resume without the checkpoint's --fp8")},
     {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING | TRAINING,
      HELP("fp32 or bf16 weight gradients (default as --dtype); the head's are fp32")},
     {CHOICE("moment-dtype", "TYPE", dtypes.moment, DTYPES), DEFAULT("fp32"), .flags = GPU_SETTING | TRAINING,
@@ -391,13 +392,18 @@ static void check_loss(const Options *o) {
 
 static void check_fp8(const Options *o) {
   const ModelConfig *m = &o->model;
-  int64_t queries = m->num_attention_heads * m->head_dim, keys = m->num_key_value_heads * m->head_dim;
-  int64_t sizes = m->hidden_size | queries | keys | m->intermediate_size | o->seq_len | o->mlp_chunk;
-  if (o->dtypes.fp8 && !o->eval_only && sizes % 16)
-    fail("--fp8: FP8 GEMMs take multiples of 16, and of hidden size %lld, heads x head size %lld and %lld, "
-         "intermediate size %lld, --seq-len %lld and --mlp-chunk %lld not all are",
-         (long long)m->hidden_size, (long long)queries, (long long)keys, (long long)m->intermediate_size,
-         (long long)o->seq_len, (long long)o->mlp_chunk);
+  const struct {
+    const char *name;
+    int64_t size;
+  } sizes[] = {{"hidden size", m->hidden_size},
+               {"attention heads x head size", m->num_attention_heads * m->head_dim},
+               {"key/value heads x head size", m->num_key_value_heads * m->head_dim},
+               {"intermediate size", m->intermediate_size},
+               {"--seq-len", o->seq_len},
+               {"--mlp-chunk", o->mlp_chunk}};
+  for (size_t i = 0; o->dtypes.fp8 && i < sizeof sizes / sizeof *sizes; i++)
+    if (sizes[i].size % 16)
+      fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
 }
 
 static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations", "head"};
@@ -451,7 +457,7 @@ static void resolve_job(Options *o) {
   if (o->eval_only) {
     o->dtypes.frozen = true;
     o->dtypes.zero = 0;
-    o->dtypes.vocab_parallel = false;
+    o->dtypes.vocab_parallel = o->dtypes.fp8 = false;
     o->eval_batches = o->sample_every = 0;
   }
   o->chunk_given = o->lce_chunk > 0;
@@ -520,7 +526,7 @@ void options_resolve_dtypes(Options *o, bool cuda) {
     fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype and --moment-dtype, or use --device "
          "cuda");
   if (cuda && o->dtypes.fp8 && o->dtype == DTYPE_F32)
-    fail("--fp8 reads and writes bf16 on cuda: leave out --dtype fp32");
+    fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");
   o->dtypes.weight = o->dtype;
   if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
   if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
