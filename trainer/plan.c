@@ -472,10 +472,11 @@ void plan_print(Options *o) {
       {.title = "materialized, planned", .memory = plan_run(o, device, LCE_MATERIALIZED)},
       {.title = "head split, planned", .memory = plan_run(o, device, LCE_FUSED)}};
   if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, spread_name(&o->dtypes));
-  printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
+  printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s%s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device_name(device),
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
-         dtype_name(o->dtype), (long long)options_used_chunk(o), options_recompute(o).text);
+         dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "", (long long)options_used_chunk(o),
+         options_recompute(o).text);
   plan_print_table(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
   if (o->hosts) print_hosts(o, device);
   if (o->device_memory > 0) plan_require(o, device, capacity);

@@ -86,6 +86,8 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            (long long)options_used_chunk(o), options_recompute(o).text);
   else
     printf("loss     materialized logits, recompute %s\n", options_recompute(o).text);
+  if (o->dtypes.fp8)
+    printf("fp8      the layers' GEMMs%s\n", backend->device == ON_CPU ? ", emulated: slower than fp32" : "");
   if (o->dtypes.offload)
     printf("offload  %s%s\n", o->offload,
            backend->device == ON_CPU ? ", which saves nothing on the CPU, whose memory is the host's" : "");
@@ -127,8 +129,8 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
       TEXT("loss_mode", lce_mode_name(o->mode)),
       NUMBER("lce_chunk", o->mode == LCE_FUSED ? options_used_chunk(o) : 0),
-      TEXT("recompute", options_recompute(o).text), TEXT("dtype", dtype_name(o->dtype)), TEXT("data", data),
-      OPTIONAL("peak_flops_per_second", r->peak));
+      TEXT("recompute", options_recompute(o).text), TEXT("dtype", dtype_name(o->dtype)),
+      {"fp8", .truth = &o->dtypes.fp8}, TEXT("data", data), OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
 }
 
@@ -305,9 +307,9 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   if (isfinite(state->val_loss)) printf("%.4f on validation data; ", state->val_loss);
   printf("%.4f is what token frequencies alone give\n", entropy);
   if (r->steps_timed)
-    printf(
-        "speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain GEMMs (timed at the start)\n",
-        text_count(rate).text, 1e3 * per_step, 100 * share);
+    printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain %s GEMMs (timed at the "
+           "start)\n",
+           text_count(rate).text, 1e3 * per_step, 100 * share, dtype_name(o->dtype));
   if (isfinite(mfu(r, per_step)))
     printf("MFU      %.1f%% of %.0f TFLOP/s, dense bf16 by the data sheet\n", 100 * mfu(r, per_step),
            1e-12 * r->peak);

@@ -164,6 +164,7 @@ static void test_impossible_combinations(void **state) {
       {"--tie-word-embeddings --untie-word-embeddings",
        "--tie-word-embeddings and --untie-word-embeddings exclude each other; give one of them"},
       {"--master-weights --no-master-weights", "--master-weights and --no-master-weights exclude each other"},
+      {"--fp8 --no-fp8", "--fp8 and --no-fp8 exclude each other; give one of them"},
       {"--plan --fit", "--plan and --fit exclude each other"},
       {"--val-data a --val-fraction 0.1", "--val-data and --val-fraction exclude each other"},
       {"--init a --model gpt2-tiny", "--model and --init exclude each other: both say what the model is"},
