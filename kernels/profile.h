@@ -27,7 +27,7 @@ typedef struct {
   struct {
     const char *name;
     int64_t calls;
-    // On the compute stream: of what runs on streams of its own on a GPU the time for which that waits.
+    // Of the compute stream; what runs on other streams of a GPU counts while the compute stream waits for it.
     double seconds;
     double
         own_seconds; // on streams of their own, concurrently. The CPU has none; it copies where copies are joined

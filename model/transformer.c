@@ -29,7 +29,7 @@ const char *recompute_name(Recompute recompute) {
 }
 
 static const Tensor none;        // an operand that is absent
-static const Fp8 no_codes;       // nor an amax that is known
+static const Fp8 no_codes;       // likewise, and no amax
 static const TileSampling exact; // no sampling
 
 // One pass: the arguments that all functions below share.
@@ -122,7 +122,7 @@ static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor
 
 // --- matmuls -----------------------------------------------------------------------------------------------
 
-// The FP8 form of a matrix of `columns`, with what it lacks pushed on the stack: amax, and codes as requested.
+// An FP8 matrix of [rows, columns]: pushes amax where it is absent, and codes as requested.
 static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool transposed) {
   Memory *memory = &p->backend->memory;
   if (!tensor_exists(fp8.amax))
@@ -161,7 +161,7 @@ static void project_fp8(const Pass *p, Tensor out, Tensor x, Fp8 codes, const Af
   memory_pop_to(&p->backend->memory, mark);
 }
 
-// In FP8 `codes` receives x's transposed codes, where it has room for them.
+// In FP8, x's transposed codes are written to `codes` where it has a tensor for them.
 static void project(const Pass *p, Tensor out, Tensor x, Fp8 codes, const Affine *w, Tensor residual,
                     Tensor pre_activation) {
   if (p->fp8) {
@@ -203,8 +203,8 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Fp8 d, T
   memory_pop_to(&p->backend->memory, mark);
 }
 
-// The gradients of weight and bias, then that of the input: dx may be x itself, which is not read where its
-// transposed codes are there.
+// The gradients of weight and bias, then that of the input: dx may be x itself. x is not read where x_codes has its
+// transposed codes.
 static void project_backward(const Pass *p, Tensor dx, Tensor dout, Fp8 dout_codes, Tensor x, Fp8 x_codes,
                              const Affine *w, Tensor pre_activation) {
   bool in_out_layout = p->model->config.in_out_layout;

@@ -56,8 +56,8 @@ typedef struct {
   Tensor inputs;
   // Of training, or absent: fp32 [1], receives the sum of squares of offloaded layers' gradients.
   Tensor squares;
-  // Begins what is left of the update of a layer but the first, in the forward pass of training, and returns how many
-  // operations that are asynchronous like copies in; NULL: nothing is left.
+  // Starts the update that the last step left to this forward pass, of a layer after the first; returns how many
+  // operations it queued on the copy-in stream. NULL: nothing is left.
   int64_t (*update_layer)(void *context, int64_t layer);
   void *update_context;
 } TransformerOptions;

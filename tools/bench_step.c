@@ -134,8 +134,8 @@ enum { STEP, GEMMS };
 
 static double seconds_of(Steps *s, int which, int64_t times) {
   Backend *backend = s->trainer->backend;
-  // Each step that is timed has one whole update: of the step before the layers but the first, and of its own the rest. A
-  // replay overwrites gradients.
+  // A timed step makes one whole update: what the step before left to it, and its own but for what it leaves. A replay
+  // overwrites gradients, so nothing is left to it.
   if (which == GEMMS)
     trainer_model(s->trainer);
   else if (!s->trainer->update_left)

@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
   const Options *options; // the caller's; must outlive the trainer
   Backend *backend;       // likewise
-  Model late_model;       // of which layers may lack their last update: others read it through trainer_model
+  Model late_model;       // its layers may lack the last update: read it through trainer_model
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, documents, loss;
@@ -64,8 +64,9 @@ void trainer_set_mode(Trainer *trainer, LceMode mode);
 // AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
-// The model after the last step. One rank alone updates the layers but the first during the next step's forward pass, each
-// while the layer before it computes: AdamW only waits for memory. What is left of an update is done here, at once.
+// The model with its last update complete. Without other ranks, layers after the first are updated during the next step's
+// forward pass, each while the layer before it computes: AdamW is bound by memory, GEMMs are not. This call does at once
+// what is left of that.
 Model *trainer_model(Trainer *trainer);
 
 // Copies `batch` sequences of `seq_len` tokens, which begin at host_tokens[first], and their targets to the device; a

@@ -6,10 +6,10 @@
 // memory; softmax in registers with a running maximum m and sum l of each row; P = exp(S - m), rounded to bf16 in registers,
 // is the A operand of O += P V. Two overlaps keep the tensor cores busy under the exponentials:
 //   within a consumer    S of the next tile is issued before P V of this one, and its softmax runs under that P V;
-//   between consumers    they issue their GEMMs in turn, so that one's softmax runs under the others' GEMMs.
+//   between consumers    ping-pong: they issue GEMMs in turn, so that one's softmax runs under the others' GEMMs.
 // K and V tiles lie in rings of their own, so that S starts when K is there.
 //
-// Why nothing waits for ever: number the steps of a CTA by its key tiles, in the order of loading. Each consumer takes
+// Why there is no deadlock: number the steps of a CTA by its key tiles, in the order of loading. Each consumer takes
 // part in every step, if only to skip it, and so takes as many turns as the others; turns follow the order of (step,
 // consumer). In step j a consumer waits for its turn and for K_j and V_{j-1}, where it skips for K_j and V_j, and at a
 // step's end it holds only V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1} and V_{j-1} must have

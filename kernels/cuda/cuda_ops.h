@@ -108,7 +108,7 @@ static inline size_t cuda_lce_dx_list_bytes(int64_t rows, int64_t vocab_size) {
   return memory_padded((size_t)lists * (sizeof(KList) + (size_t)longest * sizeof(KStep)));
 }
 
-// Attention's backward pass: what it needs of every query (attention_mma.cuh), which counters of work follow.
+// Attention's backward pass: its statistics of every query (attention_mma.cuh), before the counters of work.
 static inline size_t cuda_attention_statistics_bytes(AttentionShape s) {
   return memory_padded((size_t)(s.batch * s.num_heads * ceil_div(s.seq_len, 64) * 64 * 2) * sizeof(float));
 }

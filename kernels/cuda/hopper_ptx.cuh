@@ -216,8 +216,8 @@ static __device__ __forceinline__ void wgmma_commit() {
 template <int N> static __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Until all are finished, but not before x is computed, which must not be negative: ptxas moves a wait up through the
-// arithmetic that should run under the MMAs, and not through a store, which is never made.
+// The same for all groups, after x (not negative) is computed: ptxas moves a wait above arithmetic that should run under
+// the MMAs, but not above a store; this one is never executed.
 static __device__ __forceinline__ void wgmma_wait_after(float x) {
   asm volatile("{\n\t.reg .pred negative;\n\t"
                "setp.lt.f32 negative, %0, 0f00000000;\n\t"

@@ -50,8 +50,8 @@ static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W],
   *reinterpret_cast<Group<T, W> *>(to) = group;
 }
 
-// An asynchronous update shares the device with GEMMs, whose CTAs need an SM each. So its blocks fill their SMs: few where
-// the state is on the host, which suffice for PCIe, and else half of an H200's, to be done within a layer's forward pass.
+// An asynchronous update shares the device with GEMMs, whose CTAs need an SM each, so each of its blocks fills an SM: four
+// where the state is on the host, enough for PCIe; else half of an H200's, to finish within a layer's forward pass.
 enum { ASYNC_THREADS = 1024, ASYNC_BLOCKS = 64, ASYNC_BLOCKS_HOST = 4 };
 
 static int64_t async_blocks(const void *moments) {

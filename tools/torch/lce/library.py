@@ -23,7 +23,8 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(None, c_void_p),
                  lce_join=(c_int, c_void_p, c_int, c_int, Collective, c_void_p),
                  lce_linear_cross_entropy=(c_int, c_void_p, POINTER(Args)),
-                 lce_scale=(c_int, c_void_p, c_void_p, c_int, c_void_p, c_int, c_int64, c_void_p, c_void_p), lce_synchronize=(c_int, c_void_p),
+                 lce_scale=(c_int, c_void_p, c_void_p, c_int, c_void_p, c_int, c_int64, c_void_p, c_void_p),
+                 lce_synchronize=(c_int, c_void_p),
                  lce_held_bytes=(c_int64, c_void_p), lce_last_error=(c_char_p,))
 
 
