@@ -187,6 +187,9 @@ static void compare(const Options *o, const cJSON *then) {
   const char *sample = json_text(then, "lce-sample");
   if (sample && o->lce_sample == 0) // then it is no setting, and was not compared above
     warn_changed(o, "lce-sample", sample, "0");
+  if (json_member(then, "fp8") && !o->dtypes.fp8)
+    warn("--fp8 was given when %s was saved and is not now: the run continues, but not as it would have",
+         o->origin);
   if (json_member(then, "metrics") && !o->metrics)
     warn("--metrics was given when %s was saved and is not now: the log continues without them", o->origin);
   cJSON_Delete(now);

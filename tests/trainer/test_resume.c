@@ -211,6 +211,23 @@ static void a_resumed_run_restores_sampling(void **state) {
   }
 }
 
+// FP8 is restored, unless it is declined; an evaluation does not need its sizes.
+static void fp8_is_resumed_or_declined(void **state) {
+  (void)state;
+  static const char *const options[] = {"", "--no-fp8", "--eval-only --seq-len 24"};
+  char saved[512];
+  succeeds(train(RUN "--num-key-value-heads 2 --intermediate-size 32 --fp8 --save-every 6 --save %s",
+                 temp_path("fp8")));
+  snprintf(saved, sizeof saved, "%s", temp_path("fp8/step-000006"));
+  for (int i = 0; i < 3; i++) {
+    Output o = train("--device cpu --resume %s %s", saved, options[i]);
+    if (o.status) fail_msg("%s: %s", options[i], o.err);
+    assert_int_equal(strstr(o.out, "fp8      the layers' GEMMs") != NULL, i == 0);
+    assert_int_equal(strstr(o.err, "--fp8 was given when ") != NULL, i == 1);
+    output_free(&o);
+  }
+}
+
 static void damaged_checkpoints_are_skipped(void **state) {
   (void)state;
   char command[2048], damaged[512];
@@ -431,6 +448,7 @@ int main(void) {
       cmocka_unit_test(rounded_weights_resume_too),
       cmocka_unit_test(differences_are_printed),
       cmocka_unit_test(a_resumed_run_restores_sampling),
+      cmocka_unit_test(fp8_is_resumed_or_declined),
       cmocka_unit_test(damaged_checkpoints_are_skipped),
       cmocka_unit_test(stopped_runs_save),
       cmocka_unit_test(the_rhythm_is_resumed),
