@@ -21,7 +21,7 @@ namespace attention {
 
 static_assert(TILE == STATISTICS_TILE, "a streamed tile of queries comes with one piece of statistics");
 
-struct BackwardArguments : HopperArguments {
+struct HopperBackwardArguments : HopperArguments {
   CUtensorMap dout;
   bf16 *dqkv;
   int64_t dqkv_stride;
@@ -36,7 +36,7 @@ template <int D_, bool KEY_PASS_, int WARPGROUPS_, bool OVERLAP_, bool PACKED_> 
   static constexpr bool KEY_PASS = KEY_PASS_, PACKED = PACKED_;
   // Whether the MMAs of one step run under the exponentials of the next. That takes more registers.
   static constexpr bool OVERLAP = OVERLAP_;
-  using Arguments = BackwardArguments;
+  using Arguments = HopperBackwardArguments;
   using SharedStorage = BackwardStorage<PassTraits>;
 };
 
@@ -45,7 +45,7 @@ struct Tiles {
   int first, end, heads;
 };
 
-template <class F> __device__ __forceinline__ Tiles tiles_of(const BackwardArguments &a, WorkTile w) {
+template <class F> __device__ __forceinline__ Tiles tiles_of(const HopperBackwardArguments &a, WorkTile w) {
   const int first_row = w.block * F::ROWS, all = (a.seq_len + TILE - 1) / TILE;
   if (F::KEY_PASS) {
     int end = F::PACKED ? (bound_of<F>(a, w, first_row + F::ROWS - 1) + TILE - 1) / TILE : all;
@@ -74,7 +74,7 @@ template <class F> struct BackwardStorage {
 };
 
 template <class F>
-__device__ __forceinline__ void produce(BackwardStorage<F> &shared, const BackwardArguments &a) {
+__device__ __forceinline__ void produce(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
   constexpr int D = F::D;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int first_key = a.num_heads, first_value = first_key + a.num_key_value_heads,
@@ -117,7 +117,7 @@ __device__ __forceinline__ float2 load_shared(const float *from) {
 }
 
 template <class F>
-__device__ __forceinline__ void consume(BackwardStorage<F> &shared, const BackwardArguments &a) {
+__device__ __forceinline__ void consume(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
   constexpr int D = F::D, ROWS = F::ROWS;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
@@ -328,12 +328,12 @@ bool attention_hopper_backward(const AttentionBackward *b, const float *statisti
                                cudaStream_t stream) {
   using namespace attention;
   AttentionShape s = b->shape;
-  BackwardArguments key = {};
+  HopperBackwardArguments key = {};
   if (!hopper_sms<Key64<false>>() || !set_arguments(&key, b->qkv, b->documents, s, counters) ||
       !describe(&key.dout, b->dout, s, s.num_heads))
     return false;
   key.dqkv = data_of<bf16>(b->dqkv), key.dqkv_stride = b->dqkv.stride, key.statistics = statistics;
-  BackwardArguments query = key;
+  HopperBackwardArguments query = key;
   query.counter++;
   with_bool(tensor_exists(b->documents), [&](auto packed) {
     if (s.head_dim == 64) {

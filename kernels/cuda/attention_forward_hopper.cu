@@ -21,7 +21,7 @@
 
 namespace attention {
 
-struct ForwardArguments : HopperArguments {
+struct HopperForwardArguments : HopperArguments {
   bf16 *out;
   float *lse;
   int64_t out_stride, lse_stride; // elements per row
@@ -34,7 +34,7 @@ template <class F> struct ForwardStorage;
 template <int D_, bool PACKED_> struct ForwardTraits {
   static constexpr int D = D_, WARPGROUPS = D == 64 ? 3 : 2, ROWS = WARPGROUPS * TILE;
   static constexpr bool KEY_PASS = false, PACKED = PACKED_;
-  using Arguments = ForwardArguments;
+  using Arguments = HopperForwardArguments;
   using SharedStorage = ForwardStorage<ForwardTraits>;
 };
 
@@ -59,14 +59,15 @@ struct KeyTiles {
   int first, end;
 };
 
-template <class F> __device__ __forceinline__ KeyTiles key_tiles(const ForwardArguments &a, WorkTile w) {
+template <class F>
+__device__ __forceinline__ KeyTiles key_tiles(const HopperForwardArguments &a, WorkTile w) {
   const int first_row = w.block * F::ROWS;
   return {F::PACKED ? bound_of<F>(a, w, first_row) / KEYS : 0,
           (min(first_row + F::ROWS, a.seq_len) + KEYS - 1) / KEYS};
 }
 
 template <class F>
-__device__ __forceinline__ void produce(ForwardStorage<F> &shared, const ForwardArguments &a) {
+__device__ __forceinline__ void produce(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
   constexpr int D = F::D;
   constexpr uint32_t TILE_OF_KEYS = sizeof shared.keys[0];
   PipelineState keys(shared.key_ring);
@@ -102,7 +103,7 @@ template <class F> __device__ __forceinline__ void pass_turn(int group) {
 }
 
 template <class F>
-__device__ __forceinline__ void consume(ForwardStorage<F> &shared, const ForwardArguments &a) {
+__device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
   constexpr int D = F::D, ROWS = F::ROWS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
             g = lane / 4, q = lane % 4;
@@ -251,7 +252,7 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const Forward
 
 bool attention_hopper_forward(const AttentionForward *f, int *counter, cudaStream_t stream) {
   using namespace attention;
-  ForwardArguments a = {};
+  HopperForwardArguments a = {};
   if (!hopper_sms<ForwardTraits<64, false>>() || !set_arguments(&a, f->qkv, f->documents, f->shape, counter))
     return false;
   a.out = data_of<bf16>(f->out), a.out_stride = f->out.stride;
