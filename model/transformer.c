@@ -646,110 +646,161 @@ static void grads_ready(const GradHooks *hooks, ParameterGroup group, int64_t fi
   if (hooks->on_grads_ready) hooks->on_grads_ready(hooks->context, group, first);
 }
 
-void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
-                       float scale, bool accumulate, Tensor loss) {
-  Pass p = pass_begin(backend, model, batch);
-  p.mlp_chunk = options->mlp_chunk;
-  p.accumulate = accumulate && !options->hooks.overwrite;
-  p.fp8 = tensor_exists(model->layers->qkv.weight.fp8.codes);
-  bool offloaded = tensor_exists(model->parameters.layer_values);
-  Memory *memory = &backend->memory;
-  const GradHooks *hooks = &options->hooks;
-  int64_t hidden_size = model->config.hidden_size, layers = model->config.num_hidden_layers;
-  LayerState *states = host_alloc(layers, sizeof *states, "the layers' states");
-  MemoryMark *marks = host_alloc(layers, sizeof *marks, "the layers' marks"); // the stack below each layer
+// What the parts of a training pass share.
+typedef struct {
+  Pass pass;
+  const TransformerOptions *options;
+  bool accumulate; // as requested; pass.accumulate is false where a hook reduces gradients in every pass
+  bool
+      by_hook; // the embedding's part of a tied head's gradient is added by a hook, after the head's is reduced
+  LayerState *states;
+  MemoryMark *marks; // the stack below each layer
+} TrainingPass;
 
-  MemoryMark bottom = memory_mark(memory);
-  profile_phase(backend, PHASE_FORWARD);
-  Tensor dr = push_gradient(&p, "d residual", hidden_size);
-  Tensor stream = embed(&p), inputs = options->inputs, spare = none;
-  if (tensor_exists(inputs)) spare = push_activation(&p, "residual", hidden_size);
-  fetch_weights(&p, 0);
-  for (int64_t l = 0; l < layers; l++) {
-    marks[l] = memory_mark(memory);
-    states[l].input = stream;
-    p.recompute = recompute_of(options, l);
-    bool alternates = tensor_exists(inputs) && p.recompute == RECOMPUTE_LAYER;
-    states[l].output = alternates ? spare : push_activation(&p, "residual", hidden_size);
-    int64_t coming = prepare_layer(&p, options, l + 1), leaving = send_input(&p, inputs, l, stream);
+static bool weights_are_offloaded(const Pass *p) {
+  return tensor_exists(p->model->parameters.layer_values);
+}
+
+// From the tokens to the stream after all layers.
+static Tensor layers_forward(TrainingPass *t) {
+  Pass *p = &t->pass;
+  Backend *backend = p->backend;
+  const TransformerOptions *options = t->options;
+  int64_t hidden_size = p->model->config.hidden_size;
+  Tensor stream = embed(p), inputs = options->inputs, spare = none;
+  if (tensor_exists(inputs)) spare = push_activation(p, "residual", hidden_size);
+  fetch_weights(p, 0);
+  for (int64_t l = 0; l < p->model->config.num_hidden_layers; l++) {
+    const Layer *w = &p->model->layers[l];
+    LayerState *s = &t->states[l];
+    t->marks[l] = memory_mark(&backend->memory);
+    s->input = stream;
+    p->recompute = recompute_of(options, l);
+    bool alternates = tensor_exists(inputs) && p->recompute == RECOMPUTE_LAYER;
+    s->output = alternates ? spare : push_activation(p, "residual", hidden_size);
+    int64_t coming = prepare_layer(p, options, l + 1), leaving = send_input(p, inputs, l, stream);
     copies_join(backend, coming, leaving);
-    if (p.fp8 && (offloaded || !accumulate)) quantize_weights(&p, &model->layers[l]); // else they are there
-    layer_forward(&p, &model->layers[l], &states[l]);
+    if (p->fp8 && (weights_are_offloaded(p) || !t->accumulate)) quantize_weights(p, w); // else they are there
+    layer_forward(p, w, s);
     spare = stream;
-    stream = states[l].output;
+    stream = s->output;
   }
-  fetch_grads(&p, layers - 1);
+  fetch_grads(p, p->model->config.num_hidden_layers - 1);
+  return stream;
+}
 
+// dr receives the gradient of the stream.
+static void head_and_loss(const TrainingPass *t, Tensor stream, Tensor dr, float scale, Tensor loss) {
+  const Pass *p = &t->pass;
+  const TransformerOptions *options = t->options;
+  Model *model = p->model;
+  Memory *memory = &p->backend->memory;
   MemoryMark top = memory_mark(memory);
-  Norm norm = final_norm(&p, stream);
-  Tensor dnorm = push_gradient(&p, "d final norm", hidden_size);
+  Norm norm = final_norm(p, stream);
+  Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);
   MemoryMark below_head = memory_mark(memory);
-  profile_phase(backend, PHASE_LOSS);
-  Tensor head = fetch_head(&p, model_head_shard(model)), dhead = fetch_head_grad(&p, accumulate);
+  profile_phase(p->backend, PHASE_LOSS);
+  Tensor head = fetch_head(p, model_head_shard(model)), dhead = fetch_head_grad(p, t->accumulate);
   linear_cross_entropy(
-      backend, (LinearCrossEntropy){.mode = options->mode,
-                                    .chunk = options->chunk,
-                                    .loss = loss,
-                                    .outputs = options->outputs,
-                                    .terms = {.label_smoothing = options->label_smoothing,
-                                              .z_loss = options->z_loss,
-                                              .softcap = softcap_of(model)},
-                                    .sampling = options->mode == LCE_FUSED ? options->sampling : exact,
-                                    .dx = dnorm,
-                                    .dweight = dhead,
-                                    .x = norm.out,
-                                    .weight = head,
-                                    .shard = model->shard,
-                                    .targets = batch->targets,
-                                    .rows = batch->rows,
-                                    .counted = batch->counted,
-                                    .scale = scale,
-                                    .accumulate = accumulate});
-  send_head_grad(&p, dhead);
-  profile_phase(backend, PHASE_BACKWARD);
+      p->backend, (LinearCrossEntropy){.mode = options->mode,
+                                       .chunk = options->chunk,
+                                       .loss = loss,
+                                       .outputs = options->outputs,
+                                       .terms = {.label_smoothing = options->label_smoothing,
+                                                 .z_loss = options->z_loss,
+                                                 .softcap = softcap_of(model)},
+                                       .sampling = options->mode == LCE_FUSED ? options->sampling : exact,
+                                       .dx = dnorm,
+                                       .dweight = dhead,
+                                       .x = norm.out,
+                                       .weight = head,
+                                       .shard = model->shard,
+                                       .targets = p->batch->targets,
+                                       .rows = p->batch->rows,
+                                       .counted = p->batch->counted,
+                                       .scale = scale,
+                                       .accumulate = t->accumulate});
+  send_head_grad(p, dhead);
+  profile_phase(p->backend, PHASE_BACKWARD);
   memory_pop_to(memory, below_head);
-  // The embedding's gradient is also a tied head's: added to it here, or by the hook after it is reduced.
-  bool tied = model->config.tie_word_embeddings, by_hook = tied && hooks->add_embedding_grads;
-  if (tied && model->shard.vocab_size && !by_hook) fail("internal: a split, tied head needs GradHooks");
-  if (!tied || by_hook) grads_ready(hooks, GROUP_HEAD, 0);
-  run_norm_backward(&p, &norm, dr, dnorm, stream, &model->final_norm, false);
+  if (!model->config.tie_word_embeddings || t->by_hook) grads_ready(&options->hooks, GROUP_HEAD, 0);
+  run_norm_backward(p, &norm, dr, dnorm, stream, &model->final_norm, false);
   memory_pop_to(memory, top);
+}
 
-  const Spread *spread = &model->parameters.spread;
+// dr: in, the gradient of the stream after all layers; out, of the embedding.
+static void layers_backward(TrainingPass *t, Tensor dr) {
+  Pass *p = &t->pass;
+  Backend *backend = p->backend;
+  const TransformerOptions *options = t->options;
+  const Spread *spread = &p->model->parameters.spread;
+  int64_t layers = p->model->config.num_hidden_layers;
   for (int64_t l = layers; l-- > 0;) {
-    int64_t coming = fetch_grads(&p, l - 1);
-    if (l > 0) coming += fetch_input(&p, inputs, l - 1, states[l - 1].input);
-    if (l - 1 < layers - 2) coming += fetch_weights(&p, l - 1); // the last two have stayed
+    const Layer *w = &p->model->layers[l];
+    int64_t coming = fetch_grads(p, l - 1);
+    if (l > 0) coming += fetch_input(p, options->inputs, l - 1, t->states[l - 1].input);
+    if (l - 1 < layers - 2) coming += fetch_weights(p, l - 1); // the last two have stayed
     copies_join(backend, coming, 1);
-    p.recompute = recompute_of(options, l);
-    if (p.fp8 && offloaded && l < layers - 1)
-      quantize_weights(&p, &model->layers[l]); // the last one's have stayed
-    layer_backward(&p, &model->layers[l], &states[l], dr);
-    memory_pop_to(memory, marks[l]); // the layer's output too: its input is the one below
-    sum_squares(&p, options->squares, l);
-    send_grads(&p, l);
-    if (hooks->on_grads_ready) copies_join(backend, coming, 0);
-    grads_ready(hooks, GROUP_MATRICES, spread->before_layers + l * spread->layer);
+    p->recompute = recompute_of(options, l);
+    if (p->fp8 && weights_are_offloaded(p) && l < layers - 1)
+      quantize_weights(p, w); // the last one's have stayed
+    layer_backward(p, w, &t->states[l], dr);
+    memory_pop_to(&backend->memory, t->marks[l]); // the layer's output too: its input is the one below
+    sum_squares(p, options->squares, l);
+    send_grads(p, l);
+    if (options->hooks.on_grads_ready) copies_join(backend, coming, 0);
+    grads_ready(&options->hooks, GROUP_MATRICES, spread->before_layers + l * spread->layer);
   }
   copies_join(backend, 0, 0);
-  Tensor dtokens = by_hook ? none : model->token_embedding.grad;
-  Tensor dpositions = model->position_embedding.grad;
-  if (by_hook) hooks->add_embedding_grads(hooks->context, batch, dr);
-  if (tensor_exists(dtokens) || tensor_exists(dpositions))
-    embedding_backward(backend, (EmbeddingBackward){.dtoken_weight = dtokens,
-                                                    .dposition_weight = dpositions,
-                                                    .dout = dr,
-                                                    .tokens = batch->tokens,
-                                                    .positions = positions_of(&p),
-                                                    .seq_len = batch->seq_len,
-                                                    .accumulate_token = p.accumulate || tied,
-                                                    .accumulate_position = p.accumulate});
-  memory_pop_to(memory, bottom);
+}
+
+static void embed_backward(const TrainingPass *t, Tensor dr) {
+  const Pass *p = &t->pass;
+  const GradHooks *hooks = &t->options->hooks;
+  Tensor dtokens = t->by_hook ? none : p->model->token_embedding.grad;
+  Tensor dpositions = p->model->position_embedding.grad;
+  if (t->by_hook) hooks->add_embedding_grads(hooks->context, p->batch, dr);
+  if (!tensor_exists(dtokens) && !tensor_exists(dpositions)) return;
+  bool tied = p->model->config.tie_word_embeddings; // then the head's gradient is there
+  embedding_backward(p->backend, (EmbeddingBackward){.dtoken_weight = dtokens,
+                                                     .dposition_weight = dpositions,
+                                                     .dout = dr,
+                                                     .tokens = p->batch->tokens,
+                                                     .positions = positions_of(p),
+                                                     .seq_len = p->batch->seq_len,
+                                                     .accumulate_token = p->accumulate || tied,
+                                                     .accumulate_position = p->accumulate});
+}
+
+void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
+                       float scale, bool accumulate, Tensor loss) {
+  const GradHooks *hooks = &options->hooks;
+  int64_t layers = model->config.num_hidden_layers;
+  bool tied = model->config.tie_word_embeddings;
+  TrainingPass t = {.pass = pass_begin(backend, model, batch),
+                    .options = options,
+                    .accumulate = accumulate,
+                    .by_hook = tied && hooks->add_embedding_grads,
+                    .states = host_alloc(layers, sizeof *t.states, "the layers' states"),
+                    .marks = host_alloc(layers, sizeof *t.marks, "the layers' marks")};
+  t.pass.mlp_chunk = options->mlp_chunk;
+  t.pass.accumulate = accumulate && !hooks->overwrite;
+  t.pass.fp8 = tensor_exists(model->layers->qkv.weight.fp8.codes);
+  if (tied && model->shard.vocab_size && !t.by_hook) fail("internal: a split, tied head needs GradHooks");
+
+  MemoryMark bottom = memory_mark(&backend->memory);
+  profile_phase(backend, PHASE_FORWARD);
+  Tensor dr = push_gradient(&t.pass, "d residual", model->config.hidden_size);
+  Tensor stream = layers_forward(&t);
+  head_and_loss(&t, stream, dr, scale, loss);
+  layers_backward(&t, dr);
+  embed_backward(&t, dr);
+  memory_pop_to(&backend->memory, bottom);
   grads_ready(hooks, GROUP_MATRICES, 0);
   grads_ready(hooks, GROUP_VECTORS, 0);
-  if (tied && !by_hook) grads_ready(hooks, GROUP_HEAD, 0);
-  free(states);
-  free(marks);
+  if (tied && !t.by_hook) grads_ready(hooks, GROUP_HEAD, 0);
+  free(t.states);
+  free(t.marks);
 }
 
 // The residual stream after all layers; nothing is kept, and two tensors alternate as the stream.
