@@ -651,8 +651,7 @@ typedef struct {
   Pass pass;
   const TransformerOptions *options;
   bool accumulate; // as requested; pass.accumulate is false where a hook reduces gradients in every pass
-  bool
-      by_hook; // the embedding's part of a tied head's gradient is added by a hook, after the head's is reduced
+  bool by_hook;    // hooks.add_embedding_grads adds to a tied head's gradient
   LayerState *states;
   MemoryMark *marks; // the stack below each layer
 } TrainingPass;
