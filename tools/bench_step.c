@@ -1,9 +1,9 @@
 // The time of a training step, and what share GEMMs take.
 //
 // Takes ./train's options. Runs a few steps and times them; then records the GEMMs of one forward and backward
-// pass (the calls of linear_* and matmul_fp8, and the two of the loss) and runs them alone, back to back, on the same tensors:
-// the step's plain GEMMs. Their time over the step's is its share of the speed of light. On the CPU the same
-// step is timed once more with GEMMs by plain loops. --compare-modes also times the step with materialized
+// pass (the calls of linear_* and matmul_fp8, and the two of the loss) and runs them alone, back to back, on the
+// same tensors: the step's plain GEMMs. Their time over the step's is its share of the speed of light. On the CPU
+// the same step is timed once more with GEMMs by plain loops. --compare-modes also times the step with materialized
 // logits, alternating with the fused one.
 //
 //   tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
