@@ -140,7 +140,7 @@ typedef struct {
 // --- FP8 ---------------------------------------------------------------------------------------------------
 
 // A matrix x in FP8, and its transpose: tensor cores read FP8 along the inner dimension alone.
-//   codes[i, j] = e4m3(x[i, j] 448 / amax),   so that x is nearly codes amax / 448
+//   codes[i, j] = e4m3(x[i, j] E4M3_MAX / amax),   so that x is nearly codes amax / E4M3_MAX
 typedef struct {
   Tensor codes;      // e4m3 [N, K], or absent
   Tensor transposed; // e4m3 [K, N], or absent: the same codes

@@ -24,7 +24,7 @@ void cpu_quantize(Backend *backend, const Quantize *a) {
   (void)backend;
   int64_t rows = a->x.shape[0], columns = a->x.shape[1];
   if (!a->out.amax_known) cpu_amax(a->out.amax, a->x);
-  float factor = fminf(448 / *(float *)a->out.amax.data, FLT_MAX);
+  float factor = fminf(E4M3_MAX / *(float *)a->out.amax.data, FLT_MAX);
   uint8_t *codes = a->out.codes.data, *transposed = a->out.transposed.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; n++)
@@ -40,7 +40,7 @@ size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a) {
 }
 
 static Tensor decode(Fp8 x, float *to) {
-  float values[256], scale = *(const float *)x.amax.data / 448;
+  float values[256], scale = *(const float *)x.amax.data / E4M3_MAX;
   for (int i = 0; i < 256; i++) values[i] = e4m3_to_f32((uint8_t)i) * scale;
   const uint8_t *from = x.codes.data;
 #pragma omp parallel for schedule(static)

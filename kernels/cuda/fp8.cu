@@ -53,7 +53,7 @@ static __global__ void __launch_bounds__(256)
                 int64_t columns) {
   __shared__ uint4 of_column[TILE][TILE / 16];
   int64_t first_row = blockIdx.y * (int64_t)TILE, first_column = blockIdx.x * (int64_t)TILE;
-  float factor = fminf(448.0f / *amax, FLT_MAX);
+  float factor = fminf(E4M3_MAX / *amax, FLT_MAX);
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 0; step < 2; step++) { // a warp takes 16 rows of 64 columns

@@ -551,12 +551,11 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
 }
 
 void cuda_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
-  constexpr float LARGEST = 448;
   Gemm g = gemm_of(a->out, a->a.codes, false, a->b.codes, true);
   g.addend = a->residual.data, g.addend_stride = a->residual.stride;
   g.epilogue = tensor_exists(a->bias) ? GEMM_BIAS : GEMM_PLAIN;
   g.bias = a->bias.data;
-  g.left_scale = a->a.amax.data, g.right_scale = a->b.amax.data, g.alpha = 1 / (LARGEST * LARGEST);
+  g.left_scale = a->a.amax.data, g.right_scale = a->b.amax.data, g.alpha = 1 / (E4M3_MAX * E4M3_MAX);
   if (g.m && g.n && !cublaslt_gemm(backend, &g))
     fail("cuBLASLt has no FP8 GEMM for this GPU and %s times the transpose of %s",
          tensor_text(a->a.codes).text, tensor_text(a->b.codes).text);
