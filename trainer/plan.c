@@ -81,9 +81,14 @@ static bool batch_fits(const void *budget, int64_t batch) {
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
-static bool seq_len_fits(const void *budget, int64_t seq_len) {
+// Sequence lengths are multiples of this.
+static int64_t seq_len_unit(const Options *o) {
+  return o->dtypes.fp8 ? 16 : 1;
+}
+
+static bool seq_len_fits(const void *budget, int64_t units) {
   const Budget *b = budget;
-  Options o = with_shape(b->options, b->device, b->options->batch, seq_len);
+  Options o = with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
@@ -98,9 +103,14 @@ int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mo
   return largest(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
 }
 
+static int64_t largest_seq_len(const Budget *budget, int64_t max) {
+  int64_t unit = seq_len_unit(budget->options);
+  return unit * largest(seq_len_fits, budget, max / unit);
+}
+
 int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
   int64_t max = min_i64(INT32_MAX / options->batch, model_max_seq_len(&options->model));
-  return largest(seq_len_fits, &(Budget){options, device, mode, bytes}, max);
+  return largest_seq_len(&(Budget){options, device, mode, bytes}, max);
 }
 
 // --- what offloading costs ---------------------------------------------------------------------------------
@@ -301,12 +311,11 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     peak = bytes;
     append(flags, sizeof flags, " ", change_flags[change]);
   }
-  int64_t unit = o.dtypes.fp8 ? 16 : 1; // of sequence lengths
+  int64_t unit = seq_len_unit(&o);
   if (peak > usable && o.seq_len > unit) {
-    Budget budget = {&o, device, o.mode, usable};
-    int64_t seq_len = unit;
-    if (seq_len_fits(&budget, unit)) seq_len = largest_that_fits(seq_len_fits, &budget, unit, o.seq_len);
-    while (seq_len % unit || !divides_total(options, o.batch, seq_len)) seq_len--;
+    int64_t seq_len = largest_seq_len(&(Budget){&o, device, o.mode, usable}, o.seq_len - 1);
+    seq_len = max_i64(seq_len, unit);
+    while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
     o = with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
     char flag[40];

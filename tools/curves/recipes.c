@@ -42,7 +42,7 @@ const Recipe RECIPES[] = {
      .source = "no source: what the fused loss and offloading make fit, each and together",
      .says = "24, 48 and 80 GiB, or --device-memory; batch 1; lengths beyond llama-8b's 131,072 positions "
              "need --max-position-embeddings",
-     .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "1",
+     .arguments = ARGUMENTS{"--model", "llama-8b", "--batch", "1", "--seq-len", "16",
                             "--max-position-embeddings", "16777216", ADAMW_IN_BF16, NULL},
      .longest = true,
      .gpu = true},
