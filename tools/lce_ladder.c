@@ -123,14 +123,10 @@ static void draw(const Settings *o, const Result *results, const char *caption) 
                       label(which ? "Memory beyond inputs and gradients" : "Time / three plain GEMMs"));
     panel->x = (Axis){.unit = which ? UNIT_BYTES : UNIT_PLAIN, .from_zero = true};
     panel->y = (Axis){.names = ladder_names, .hidden = which, .low = -0.6, .high = RUNGS - 0.4};
-    Series *values = panel_series(panel, (Series){.color = COLOR_INK, .sides = "6"});
     for (int i = 0; i < RUNGS; i++) {
+      Series style = {.color = {31, 119, 180}, .opacity = i < RUNGS - 1 ? 0.5 : 1};
       double value = which ? (double)results[i].bytes : results[i].time.ratio;
-      series_add(values, (Sample){.x = value, .y = i, .label = axis_value(panel->x.unit, value)});
-      Series *bar = panel_series(
-          panel, (Series){.kind = SERIES_AREA, .color = {31, 119, 180}, .opacity = i < RUNGS - 1 ? 0.5 : 1});
-      for (int end = 0; end < 2; end++)
-        series_add(bar, (Sample){.x = end ? value : 0, .y = i - 0.35, .base = i + 0.35});
+      panel_bar(panel, style, value, i - 0.35, i + 0.35, axis_value(panel->x.unit, value));
     }
   }
   picture_write(picture, 2, o->plot);

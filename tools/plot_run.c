@@ -310,12 +310,8 @@ static void add_bars(const Wanted *w, Picture *picture, const char *title, int t
     double value = mean(total_of(w, g, total));
     names[g] = w->first[g]->name;
     if (isnan(value)) continue;
-    Series *bar = panel_series(p, (Series){.kind = SERIES_AREA, .color = COLORS[g]});
-    for (int end = 0; end < 2; end++)
-      series_add(bar, (Sample){.x = end * value, .y = g - 0.3, .base = g + 0.3});
-    Series *text = panel_series(p, (Series){.color = COLOR_INK, .sides = "6"});
     Label shown = total == HEAD_BYTES ? axis_value(UNIT_BYTES, value) : label("%s", text_count(value).text);
-    series_add(text, (Sample){.x = value, .y = g, .label = shown});
+    panel_bar(p, (Series){.color = COLORS[g]}, value, g - 0.3, g + 0.3, shown);
   }
 }
 

@@ -503,7 +503,6 @@ Picture *picture_longest(const Longest *all, int count, const Curve *settings, c
                     label("tokens of the longest sequence, batch %s", curve_setting(settings, "batch").text));
   p->x = (Axis){.unit = UNIT_COUNT, .from_zero = true};
   p->y = (Axis){.names = names, .low = -0.5, .high = pairs - 0.5};
-  Series *values = panel_series(p, (Series){.color = COLOR_INK, .sides = "6"});
   for (int i = 0; i < count; i++) {
     const Longest *l = &all[i];
     bool fused = l->mode == LCE_FUSED;
@@ -511,14 +510,8 @@ Picture *picture_longest(const Longest *all, int count, const Curve *settings, c
     rows[row] = label("%g GiB%s", l->memory_gib, l->offload ? ", all offloaded" : "");
     names[row] = rows[row].text;
     double top = row + (fused ? 0 : -0.38), length = (double)l->seq_len;
-    series_add(values, (Sample){.x = length,
-                                .y = top + 0.19,
-                                .label = l->seq_len ? axis_value(UNIT_COUNT, length) : label("none")});
-    Series *bar = panel_series(p, (Series){.kind = SERIES_AREA,
-                                           .name = fused ? "fused, in chunks" : "materialized logits",
-                                           .color = COLOR_MODE[l->mode]});
-    for (int end = 0; end < 2; end++)
-      series_add(bar, (Sample){.x = end * length, .y = top, .base = top + 0.36});
+    Series style = {.name = fused ? "fused, in chunks" : "materialized logits", .color = COLOR_MODE[l->mode]};
+    panel_bar(p, style, length, top, top + 0.36, l->seq_len ? axis_value(UNIT_COUNT, length) : label("none"));
   }
   return picture;
 }

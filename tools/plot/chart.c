@@ -199,6 +199,15 @@ Series *panel_series(Panel *panel, Series series) {
   return &panel->series[panel->count++];
 }
 
+void panel_bar(Panel *panel, Series style, double value, double low, double high, Label end) {
+  style.kind = SERIES_AREA;
+  Series *bar = panel_series(panel, style);
+  series_add(bar, (Sample){.x = 0, .y = low, .base = high});
+  series_add(bar, (Sample){.x = value, .y = low, .base = high});
+  Series *text = panel_series(panel, (Series){.color = COLOR_INK, .sides = "6"});
+  series_add(text, (Sample){.x = value, .y = (low + high) / 2, .label = end});
+}
+
 void series_add(Series *s, Sample sample) {
   s->samples = host_grow(s->samples, s->count, &s->capacity, sizeof sample, "a picture");
   s->samples[s->count++] = sample;

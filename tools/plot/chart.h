@@ -82,6 +82,8 @@ typedef struct {
 } Panel;
 
 Series *panel_series(Panel *panel, Series series); // adds one; the panel owns its samples
+// A bar from 0 to `value` between two places of the y axis, with a label at its end; `style`: color, opacity, name.
+void panel_bar(Panel *panel, Series style, double value, double low, double high, Label end);
 Spot panel_spot(const Panel *panel, double x, double y);
 // What its series span along an axis; low > high: nothing.
 typedef struct {
