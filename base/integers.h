@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 static inline int64_t min_i64(int64_t a, int64_t b) {
@@ -20,6 +21,10 @@ static inline int64_t ceil_div(int64_t a, int64_t b) {
 // The multiple of b at or above a.
 static inline int64_t round_up(int64_t a, int64_t b) {
   return ceil_div(a, b) * b;
+}
+
+static inline size_t bytes_from_gib(double gib) {
+  return (size_t)(gib * 0x1p30);
 }
 
 typedef bool (*Fits)(const void *budget, int64_t count);

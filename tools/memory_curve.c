@@ -116,7 +116,7 @@ static void check(Run *r) {
   o->micro_steps = 1;
   if (r->recipe && r->recipe->longest) e->plan_only = true;
   e->options = o;
-  e->memory = r->usable = (size_t)(r->memory_gib * 0x1p30);
+  e->memory = r->usable = bytes_from_gib(r->memory_gib);
 }
 
 // --- the machine -------------------------------------------------------------------------------------------

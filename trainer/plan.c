@@ -457,7 +457,7 @@ const char *spread_name(const ParameterDtypes *dtypes) {
 // --device-memory need not be there.
 static DeviceKind planned_device(Options *o, size_t *capacity) {
   DeviceKind device = o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
-  size_t given = (size_t)(o->device_memory * 0x1p30);
+  size_t given = bytes_from_gib(o->device_memory);
   if (o->device == DEVICE_AUTO || (o->fit && !given)) {
     Backend *backend = machine_open(o);
     device = backend->device;

@@ -365,7 +365,7 @@ static void longest_sequences(void **state) {
   char *csv = read_text(temp_path("longest/longest.csv"));
   for (int i = 0; i < LONGEST_MAX; i++) {
     const Longest *l = &all[i];
-    size_t memory = (size_t)(l->memory_gib * 0x1p30);
+    size_t memory = bytes_from_gib(l->memory_gib);
     assert_true(l->memory_gib == memories[i / 4]);
     for (int more = 0; more < 2; more++) {
       Options at = options;

@@ -28,7 +28,7 @@ int longest_plan(const Experiment *e, Longest all[LONGEST_MAX]) {
       Longest *l = &all[count++];
       *l = (Longest){.memory_gib = given > 0 ? given : usual[k], .offload = i / 2, .mode = i % 2};
       Options o = options_at(e, l->offload, 1);
-      l->seq_len = plan_largest_seq_len(&o, e->device, (LceMode)l->mode, (size_t)(l->memory_gib * 0x1p30));
+      l->seq_len = plan_largest_seq_len(&o, e->device, (LceMode)l->mode, bytes_from_gib(l->memory_gib));
       o = options_at(e, l->offload, l->seq_len ? l->seq_len : 1);
       Ledger plan = plan_run(&o, e->device, (LceMode)l->mode);
       l->planned_bytes = plan.peak;
