@@ -50,7 +50,6 @@ void resume_find(Options *o) {
 // Some rows are settings only where they have an effect.
 static bool has_effect(const Options *o, const char *name) {
   if (!strcmp(name, "lce-chunk")) return o->mode == LCE_FUSED;
-  if (!strcmp(name, "lce-sample")) return o->lce_sample > 0;
   if (!strcmp(name, "master-weights") || !strcmp(name, "no-master-weights")) return o->dtype == DTYPE_BF16;
   return true;
 }
@@ -168,31 +167,23 @@ static bool same_value(const char *a, const char *b) {
   return !strcmp(a, b) || (end_a != a && !*end_a && end_b != b && !*end_b && x == y);
 }
 
-static void warn_changed(const Options *o, const char *option, const char *before, const char *now) {
-  warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have", option,
-       before, o->origin, now);
+// A setting's value as a warning has it; NULL: a checkpoint from before there was the option, or a flag that is not set.
+static const char *value_words(const Option *row, const char *text) {
+  if (!text) return row->initial ? row->initial : "not set";
+  return *text ? text : "set";
 }
 
 static void compare(const Options *o, const cJSON *then) {
-  cJSON *now = settings_of(o, SETTING | GPU_SETTING);
-  const cJSON *item;
-  cJSON_ArrayForEach(item, now) {
-    const char *before = json_text(then, item->string);
-    if (!before)
-      warn("--%s is new since %s was saved: the run continues, but not as it would have", item->string,
-           o->origin);
-    else if (!same_value(before, item->valuestring))
-      warn_changed(o, item->string, before, item->valuestring);
+  for (const Option *row = options_rows; row->type != OPTION_END; row++) {
+    bool opposite = row->type == OPTION_FLAG && !row->min; // of a flag that is compared
+    if (!(row->flags & (SETTING | GPU_SETTING)) || opposite || !has_effect(o, row->name)) continue;
+    char text[64];
+    const char *before = value_words(row, json_text(then, row->name));
+    const char *now = value_words(row, option_text(row, o, text) ? text : NULL);
+    if (!same_value(before, now))
+      warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have",
+           row->name, before, o->origin, now);
   }
-  const char *sample = json_text(then, "lce-sample");
-  if (sample && o->lce_sample == 0) // then it is no setting, and was not compared above
-    warn_changed(o, "lce-sample", sample, "0");
-  if (json_member(then, "fp8") && !o->dtypes.fp8)
-    warn("--fp8 was given when %s was saved and is not now: the run continues, but not as it would have",
-         o->origin);
-  if (json_member(then, "metrics") && !o->metrics)
-    warn("--metrics was given when %s was saved and is not now: the log continues without them", o->origin);
-  cJSON_Delete(now);
 }
 
 RunState resume_read(const Options *o, const char *data) {

@@ -363,8 +363,8 @@ static void a_split_head_resumes_any_run(void **state) {
   NEEDS_LAUNCHER();
   static const struct {
     const char *was, *says;
-  } runs[] = {{"--metrics", "--metrics was given when "},
-              {"--materialized-logits", "--fused-lce is new since "}};
+  } runs[] = {{"--metrics", "--metrics was set when "},
+              {"--materialized-logits", "--materialized-logits was set when "}};
   run_job(0, "taken-all", LLAMA TEXT);
   for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
     char name[32], then[32], options[1024];

@@ -223,7 +223,7 @@ static void fp8_is_resumed_or_declined(void **state) {
     Output o = train("--device cpu --resume %s %s", saved, options[i]);
     if (o.status) fail_msg("%s: %s", options[i], o.err);
     assert_int_equal(strstr(o.out, "fp8      the layers' GEMMs") != NULL, i == 0);
-    assert_int_equal(strstr(o.err, "--fp8 was given when ") != NULL, i == 1);
+    assert_int_equal(strstr(o.err, "--fp8 was set when ") != NULL, i == 1);
     output_free(&o);
   }
 }
