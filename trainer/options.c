@@ -193,7 +193,8 @@ const Option options_rows[] = {
      .flags = SETTING | TRAINING,
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
     {WHOLE("recompute-layers", "N", recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
-     HELP("In the first N layers, and in the others one of these less, for memory that is left; 0: in all")},
+     HELP("Apply --recompute to the first N layers, and one level less (mlp, elementwise, none) to the others: faster, "
+          "where memory is left; 0: to all layers")},
     {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), which long sequences need "
           "less memory for; its weights' gradients are then added up chunk by chunk")},
@@ -462,10 +463,10 @@ static void resolve_job(Options *o) {
   }
   o->chunk_given = o->lce_chunk > 0;
   if (o->recompute_layers && !o->recompute)
-    fail("--recompute-layers says in how many layers --recompute works: add that");
+    fail("--recompute-layers says in how many layers to recompute, and not what: add --recompute");
   if (o->recompute_layers > o->model.num_hidden_layers)
-    fail("--recompute-layers %lld: the model has %lld layers", (long long)o->recompute_layers,
-         (long long)o->model.num_hidden_layers);
+    fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
+         (long long)o->recompute_layers, (long long)o->model.num_hidden_layers);
   if (o->mlp_chunk && o->recompute != RECOMPUTE_LAYER && !o->eval_only)
     fail("--mlp-chunk drops a chunk's activations before the next one: add --recompute layer");
   check_loss(o);

@@ -134,8 +134,9 @@ static void test_wrong_words(void **state) {
 static void test_impossible_combinations(void **state) {
   (void)state;
   static const Refusal refusals[] = {
-      {"--recompute-layers 1", "says in how many layers --recompute works: add that"},
-      {"--recompute layer --recompute-layers 99", "--recompute-layers 99: the model has"},
+      {"--recompute-layers 1", "says in how many layers to recompute, and not what: add --recompute"},
+      {"--recompute layer --recompute-layers 99",
+       "--recompute-layers 99: the model has 4 layers; leave it out, or give 0, for all of them"},
       {"--mlp-chunk 8 --recompute mlp",
        "--mlp-chunk drops a chunk's activations before the next one: add --recompute layer"},
       {"--fp8 --seq-len 100", "--fp8 takes multiples of 16, and --seq-len is 100"},
