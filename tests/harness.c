@@ -129,6 +129,12 @@ double *host_values(Harness *h, int64_t count) {
   return host_block(h, (size_t)count * sizeof(double));
 }
 
+double *copied_values(Harness *h, const double *values, int64_t count) {
+  double *copy = host_values(h, count);
+  memcpy(copy, values, (size_t)count * sizeof *copy);
+  return copy;
+}
+
 double *random_values(Harness *h, int64_t count, double scale) {
   double *values = host_values(h, count);
   uint64_t stream = h->draws++;

@@ -46,7 +46,8 @@ int harness_pop(void **state);     // a test's teardown: its memory is popped
 
 // --- values and tensors ------------------------------------------------------------------------------------
 
-double *host_values(Harness *h, int64_t count);                 // zeros
+double *host_values(Harness *h, int64_t count); // zeros
+double *copied_values(Harness *h, const double *values, int64_t count);
 double *random_values(Harness *h, int64_t count, double scale); // normal, a new draw each time
 int32_t *random_ids(Harness *h, int64_t count, int64_t below);
 

@@ -45,7 +45,7 @@ make -s all tests >"$OUT/build.log" 2>&1 ||
   { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
 
 if wants tests; then
-  for program in build/release/tests/{kernels/test_{cuda*,fp8,kernels,linear_cross_entropy,loss*,tile_sampling,accuracy},trainer/test_{cuda*,fp8,offload,profile},model/test_{golden,generate},tools/test_lce_ladder}; do
+  for program in build/release/tests/{kernels/test_{cuda*,fp8,kernels_*,linear_cross_entropy,loss*,tile_sampling,accuracy},trainer/test_{cuda*,fp8,offload,profile},model/test_{golden,generate},tools/test_lce_ladder}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
     run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
   done

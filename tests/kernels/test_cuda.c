@@ -1,4 +1,4 @@
-// The CUDA backend against the CPU backend, where tests/kernels/test_kernels.c (every operation against float64,
+// The CUDA backend against the CPU backend, where tests/kernels/test_kernels_*.c (every operation against float64,
 // small shapes) does not look: vector and scalar paths, the epilogues of the GEMMs, segments that span
 // many pieces, bf16 gradients, rounding at random, uploads larger than the ring, and the same bits on every
 // run. The losses are test_cuda_losses.c's.

@@ -1,6 +1,5 @@
-// The losses on the CUDA backend against the CPU backend, where tests/kernels/test_kernels.c and test_linear_cross_entropy.c
-// (float64, small shapes) do not look: rows wider than shared memory, several tiles, misaligned rows, and
-// rows whose exponentials overflow.
+// The losses on the CUDA backend against the CPU backend, where test_linear_cross_entropy.c (float64, small shapes)
+// does not look: rows wider than shared memory, several tiles, misaligned rows, and rows whose exponentials overflow.
 
 // cmocka.h needs the four before it.
 // clang-format off
