@@ -112,8 +112,7 @@ static void test_logits_in_groups(void **state) {
   Harness *h = *state;
   Logits l = logits_make(h, 1000, 64, 1000, 0.2);
   logits_run(h, &l, true, SCRATCH_BYTES);
-  double *sums = host_values(h, l.rows);
-  memcpy(sums, l.sums, (size_t)l.rows * sizeof *sums);
+  double *sums = copied_values(h, l.sums, l.rows);
   logits_run(h, &l, false, SCRATCH_BYTES);
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
   size_t tiles = (size_t)hopper_sum_parts(1000);
