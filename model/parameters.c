@@ -228,10 +228,11 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   }
   const Spread *spread = &parameters->spread;
   uintptr_t first_fp8 = 0, fp8 = 0; // the place of the next matrix
-  if (d.fp8) {                      // where weights are offloaded, of one layer at a time
+  parameters->fp8_by_layer = d.fp8 && d.offload;
+  if (d.fp8) {
     int64_t all = parameters->group_elements[GROUP_MATRICES] - spread->before_layers;
-    size_t bytes =
-        (size_t)(2 * (weights_on_host ? spread->layer : all) + parameters->count * MEMORY_ALIGNMENT);
+    int64_t coded = parameters->fp8_by_layer ? spread->layer : all;
+    size_t bytes = (size_t)(2 * coded + parameters->count * MEMORY_ALIGNMENT);
     first_fp8 = fp8 = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes);
   }
 
@@ -249,7 +250,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
     first->view->grad = gradient_view(parameters, first, shape);
     int64_t in_layers = first->offset - spread->before_layers;
     if (!fp8 || first->group != GROUP_MATRICES || in_layers < 0) continue;
-    if (weights_on_host && in_layers % spread->layer == 0) fp8 = first_fp8;
+    if (parameters->fp8_by_layer && in_layers % spread->layer == 0) fp8 = first_fp8;
     first->view->fp8 = next_fp8(&fp8, shape);
   }
 }

@@ -656,10 +656,6 @@ typedef struct {
   MemoryMark *marks; // the stack below each layer
 } TrainingPass;
 
-static bool weights_are_offloaded(const Pass *p) {
-  return tensor_exists(p->model->parameters.layer_values);
-}
-
 // From the tokens to the stream after all layers.
 static Tensor layers_forward(TrainingPass *t) {
   Pass *p = &t->pass;
@@ -679,7 +675,8 @@ static Tensor layers_forward(TrainingPass *t) {
     s->output = alternates ? spare : push_activation(p, "residual", hidden_size);
     int64_t coming = prepare_layer(p, options, l + 1), leaving = send_input(p, inputs, l, stream);
     copies_join(backend, coming, leaving);
-    if (p->fp8 && (weights_are_offloaded(p) || !t->accumulate)) quantize_weights(p, w); // else they are there
+    bool by_layer = p->model->parameters.fp8_by_layer;
+    if (p->fp8 && (by_layer || !t->accumulate)) quantize_weights(p, w); // else the codes are there
     layer_forward(p, w, s);
     spare = stream;
     stream = s->output;
@@ -741,7 +738,7 @@ static void layers_backward(TrainingPass *t, Tensor dr) {
     if (l - 1 < layers - 2) coming += fetch_weights(p, l - 1); // the last two have stayed
     copies_join(backend, coming, 1);
     p->recompute = recompute_of(options, l);
-    if (p->fp8 && weights_are_offloaded(p) && l < layers - 1)
+    if (p->model->parameters.fp8_by_layer && l < layers - 1)
       quantize_weights(p, w); // the last one's have stayed
     layer_backward(p, w, &t->states[l], dr);
     memory_pop_to(&backend->memory, t->marks[l]); // the layer's output too: its input is the one below
