@@ -18,11 +18,11 @@ if [ "${1:-}" = --ranks ]; then
   set -- ranks "$@"
 fi
 parts=" ${*:-all} "
-table=()
+rm -f "$OUT/table.txt"
 failed=0
 
 wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
-row() { table+=("$(printf '%-44s %s' "$1" "$2")"); }
+row() { printf '%-44s %s\n' "$1" "$2" | tee -a "$OUT/table.txt"; }
 
 # run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row of the table.
 run() {
@@ -150,5 +150,5 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
 fi
 
 echo
-printf '%s\n' "${table[@]}"
+cat "$OUT/table.txt"
 exit $failed
