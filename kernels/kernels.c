@@ -202,21 +202,29 @@ void norm_backward(Backend *backend, NormBackward a) {
 
 // --- linear layers -----------------------------------------------------------------------------------------
 
+bool is_swiglu(Tensor pre_activation, int64_t columns) {
+  return tensor_exists(pre_activation) && pre_activation.shape[1] == 2 * columns;
+}
+
 void linear_forward(Backend *backend, LinearForward a) {
-  bool gelu = tensor_exists(a.pre_activation);
-  CHECK(FIELD(x, "T [N, I] strided"), FIELD(out, "T|fp32 [N, O] strided"),
-        FIELD(weight, a.in_out_layout ? "T [I, O]" : "T [O, I]"), FIELD(bias, "T [O] or absent"),
-        FIELD(pre_activation, "T [N, O] or absent"),
-        FIELD(residual, gelu                       ? "absent: an activation and a residual do not go together"
+  bool activation = tensor_exists(a.pre_activation);
+  bool swiglu = is_swiglu(a.pre_activation, a.out.shape[1]);
+  CHECK(FIELD(x, "T [N, I] strided"), FIELD(out, swiglu ? "T [N, O]" : "T|fp32 [N, O] strided"),
+        SIZE(P, (swiglu ? 2 : 1) * a.out.shape[1]), FIELD(weight, a.in_out_layout ? "T [I, P]" : "T [P, I]"),
+        FIELD(bias, "T [P] or absent"), FIELD(pre_activation, "T [N, P] or absent"),
+        FIELD(residual, activation                 ? "absent: an activation and a residual do not go together"
                         : a.out.dtype == DTYPE_F32 ? "fp32 [N, O] strided or absent"
                                                    : "T [N, O] strided or absent"));
   CALL(linear_forward);
 }
 
 void linear_backward_input(Backend *backend, LinearBackwardInput a) {
-  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(dx, "T|fp32 [N, I] strided"),
-        FIELD(weight, a.in_out_layout ? "T [I, O]" : "T [O, I]"),
-        FIELD(pre_activation, "T [N, I] or absent"));
+  int64_t inputs = a.weight.shape[a.in_out_layout ? 0 : 1];
+  bool swiglu = is_swiglu(a.pre_activation, inputs);
+  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(weight, a.in_out_layout ? "T [I, O]" : "T [O, I]"),
+        SIZE(P, (swiglu ? 2 : 1) * inputs), FIELD(dx, swiglu ? "T [N, P]" : "T|fp32 [N, P] strided"),
+        FIELD(pre_activation, "T [N, P] or absent"),
+        FIELD(dactivation, swiglu ? "T [N, I]" : "absent: it is for SwiGLU alone"));
   if (tensor_exists(a.pre_activation) && a.accumulate)
     fail("%s: an activation's gradient cannot be accumulated", __func__);
   CALL(linear_backward_input);

@@ -103,25 +103,29 @@ typedef struct {
 // --- linear layers -----------------------------------------------------------------------------------------
 // Three GEMMs. `in_out_layout` is the weight's: false is torch.nn.Linear's [out, in], true GPT-2's Conv1D [in, out].
 
-// pre = x W^T + bias;   out = residual + gelu(pre), each of bias, gelu, residual if requested.
+// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. The activation
+// is gelu (P = O) or swiglu (P = 2 O, of GeluForward and SwigluForward), as pre_activation's shape says; else P = O.
 typedef struct {
-  Tensor out;    // fp32/bf16 [N, O]; may be strided. fp32 is allowed with bf16 operands
+  Tensor out;    // fp32/bf16 [N, O]; but for swiglu it may be strided, and fp32 with bf16 operands
   Tensor x;      // fp32/bf16 [N, I]; may be strided
-  Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
+  Tensor weight; // fp32/bf16 [P, I], or [I, P] when in_out_layout
   bool in_out_layout;
-  Tensor bias; // fp32/bf16 [O], or absent
-  Tensor
-      pre_activation; // fp32/bf16 [N, O], or absent; present means gelu: receives pre, for the backward pass
-  Tensor residual;    // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
+  Tensor bias;           // fp32/bf16 [P], or absent
+  Tensor pre_activation; // fp32/bf16 [N, P], or absent: no activation; receives pre, for the backward pass
+  Tensor residual;       // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
-// dx (+)= dout W, times gelu'(pre_activation) if that is present.
+// Whether an activation of so many columns is SwiGLU, by its pre_activation, which may be absent.
+bool is_swiglu(Tensor pre_activation, int64_t columns);
+
+// dx (+)= dout W or, where the layer's input is the activation of pre_activation, the gradient of pre_activation.
 typedef struct {
-  Tensor dx;     // fp32/bf16 [N, I]; may be strided
+  Tensor dx;     // fp32/bf16 [N, P]; may be strided, but for swiglu: that may be pre_activation itself
   Tensor dout;   // fp32/bf16 [N, O]; may be strided
-  Tensor weight; // as in LinearForward
+  Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
-  Tensor pre_activation; // fp32/bf16 [N, I]: what gelu made dx's layer input from, or absent
+  Tensor pre_activation; // fp32/bf16 [N, P], P = I with gelu and 2 I with swiglu; or absent, and P = I
+  Tensor dactivation;    // with swiglu: fp32/bf16 [N, I], where dout W may be left; else absent
   bool accumulate;       // not together with pre_activation
 } LinearBackwardInput;
 
@@ -165,7 +169,7 @@ typedef struct {
 // --- activations -------------------------------------------------------------------------------------------
 
 // GELU in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2).
-// The forward is LinearForward's epilogue; this recomputes out = gelu(x) where it was not kept.
+// As a rule part of LinearForward; this recomputes out = gelu(x) where it was not kept.
 typedef struct {
   Tensor out; // fp32/bf16 [N, F]
   Tensor x;   // fp32/bf16 [N, F]
@@ -179,7 +183,8 @@ typedef struct {
 } GeluBackward;
 
 // out = silu(gate) * up, silu(g) = g / (1 + exp(-g));  gate_up holds gate in columns [0, F), up in [F, 2F)
-// (Shazeer 2020; Llama's MLP).
+// (Shazeer 2020; Llama's MLP). As a rule part of LinearForward, and its gradient of LinearBackwardInput; on its own where
+// out was not kept, and where amax is wanted.
 typedef struct {
   Tensor out;     // fp32/bf16 [N, F]
   Tensor gate_up; // fp32/bf16 [N, 2F]

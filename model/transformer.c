@@ -203,11 +203,11 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Fp8 d, T
   memory_pop_to(&p->backend->memory, mark);
 }
 
-// The gradients of weight and bias, then that of the input: dx may be x itself. x is not read where x_codes has its
-// transposed codes.
+// The gradients of weight and bias, then that of the input, or of the pre_activation that it was made of: dx may be x itself,
+// which SwiGLU overwrites. x is not read where x_codes has its transposed codes.
 static void project_backward(const Pass *p, Tensor dx, Tensor dout, Fp8 dout_codes, Tensor x, Fp8 x_codes,
                              const Affine *w, Tensor pre_activation) {
-  bool in_out_layout = p->model->config.in_out_layout;
+  bool in_out_layout = p->model->config.in_out_layout, swiglu = is_swiglu(pre_activation, x.shape[1]);
   if (p->fp8) {
     project_backward_fp8(p, dx, dout, dout_codes, x, x_codes, w, pre_activation);
     return;
@@ -222,7 +222,8 @@ static void project_backward(const Pass *p, Tensor dx, Tensor dout, Fp8 dout_cod
                                                           .dout = dout,
                                                           .weight = w->weight.value,
                                                           .in_out_layout = in_out_layout,
-                                                          .pre_activation = pre_activation});
+                                                          .pre_activation = pre_activation,
+                                                          .dactivation = swiglu ? x : none});
 }
 
 // --- one layer ---------------------------------------------------------------------------------------------
@@ -358,9 +359,14 @@ static void run_swiglu(const Pass *p, const LayerState *s) {
       (SwigluForward){.out = s->activation, .gate_up = s->pre_activation, .amax = s->activation_codes.amax});
 }
 
+// Whether SwiGLU is an operation of its own: in FP8, which needs the maximum of what it makes.
+static bool swiglu_apart(const Pass *p) {
+  return p->model->config.gated_mlp && p->fp8;
+}
+
 // norm2's output to the activation.
 static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
-  if (p->model->config.gated_mlp) {
+  if (swiglu_apart(p)) {
     project(p, s->pre_activation, s->norm2.out, s->norm2_codes, &w->up, none, none);
     run_swiglu(p, s);
   } else {
@@ -376,15 +382,15 @@ static void mlp_block(const Pass *p, const Layer *w, const LayerState *s) {
 
 // dr: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed any more.
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
-  bool gated = p->model->config.gated_mlp;
-  Tensor dactivation = s->activation, dpre = gated ? s->pre_activation : dactivation, dnorm2 = s->norm2.out;
-  project_backward(p, dactivation, dr, no_codes, s->activation, s->activation_codes, &w->down,
-                   gated ? none : s->pre_activation); // GELU's derivative is part of the matmul
+  bool apart = swiglu_apart(p);
+  Tensor dpre = p->model->config.gated_mlp ? s->pre_activation : s->activation, dnorm2 = s->norm2.out;
+  project_backward(p, apart ? s->activation : dpre, dr, no_codes, s->activation, s->activation_codes,
+                   &w->down, apart ? none : s->pre_activation);
   Fp8 dpre_codes = no_codes;
-  if (gated) {
-    if (p->fp8) dpre_codes = push_fp8(p, (Fp8){.amax_known = true}, dpre.shape[1], false, false);
+  if (apart) {
+    dpre_codes = push_fp8(p, (Fp8){.amax_known = true}, dpre.shape[1], false, false);
     swiglu_backward(p->backend, (SwigluBackward){.dgate_up = dpre,
-                                                 .dout = dactivation,
+                                                 .dout = s->activation,
                                                  .gate_up = s->pre_activation,
                                                  .amax = dpre_codes.amax});
   }

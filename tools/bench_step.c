@@ -44,13 +44,24 @@ static void append(Gemm gemm, Tensor rows, Tensor weight) {
   record.flops += 2.0 * (double)rows.shape[0] * (double)tensor_count(weight);
 }
 
+// SwiGLU is no part of a plain GEMM, whose result is then pre_activation or dactivation.
 static void record_forward(Backend *backend, const LinearForward *a) {
-  append((Gemm){.forward = *a}, a->x, a->weight);
+  LinearForward plain = *a;
+  if (is_swiglu(a->pre_activation, a->out.shape[1])) {
+    plain.out = a->pre_activation;
+    plain.pre_activation = (Tensor){0};
+  }
+  append((Gemm){.forward = plain}, a->x, a->weight);
   record.wrapped->linear_forward(backend, a);
 }
 
 static void record_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  append((Gemm){.input = *a}, a->dout, a->weight);
+  LinearBackwardInput plain = *a;
+  if (tensor_exists(a->dactivation)) {
+    plain.dx = a->dactivation;
+    plain.pre_activation = plain.dactivation = (Tensor){0};
+  }
+  append((Gemm){.input = plain}, a->dout, a->weight);
   record.wrapped->linear_backward_input(backend, a);
 }
 

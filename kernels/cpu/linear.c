@@ -1,6 +1,6 @@
 // A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them.
 //
-// Bias, GELU and residual are one more pass over the rows that the GEMM has just written. A residual that
+// Bias, activation and residual are one more pass over the rows that the GEMM has just written. A residual that
 // is added in place costs nothing: the GEMM starts from it (beta = 1).
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
@@ -15,14 +15,14 @@ static void add_row(float *restrict row, const float *restrict term, int64_t cou
 }
 
 void cpu_linear_forward(Backend *backend, const LinearForward *a) {
-  int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = a->out.shape[1];
-  bool gelu = tensor_exists(a->pre_activation), bias = tensor_exists(a->bias);
+  bool swiglu = is_swiglu(a->pre_activation, a->out.shape[1]);
+  bool gelu = tensor_exists(a->pre_activation) && !swiglu, bias = tensor_exists(a->bias);
   bool residual = tensor_exists(a->residual);
   bool in_place = residual && a->residual.data == a->out.data;
-  Tensor pre = gelu ? a->pre_activation : a->out;
+  Tensor pre = tensor_exists(a->pre_activation) ? a->pre_activation : a->out;
+  int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = pre.shape[1];
   cpu_gemm(cpu_plain_loops(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
            matrix(a->weight, !a->in_out_layout), in_place ? 1.0f : 0.0f, pre.data, pre.stride);
-  if (!gelu && !bias && (!residual || in_place)) return;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; n++) {
     float *row = cpu_row(pre, n);
@@ -34,12 +34,20 @@ void cpu_linear_forward(Backend *backend, const LinearForward *a) {
       for (int64_t i = 0; i < outputs; i++) activated[i] = gelu_f32(row[i]);
     }
   }
+  if (swiglu) cpu_swiglu_forward(backend, &(SwigluForward){.out = a->out, .gate_up = pre});
 }
 
 void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  int64_t rows = a->dx.shape[0], inputs = a->dx.shape[1], outputs = a->dout.shape[1];
+  bool swiglu = tensor_exists(a->dactivation);
+  Tensor product = swiglu ? a->dactivation : a->dx;
+  int64_t rows = product.shape[0], inputs = product.shape[1], outputs = a->dout.shape[1];
   cpu_gemm(cpu_plain_loops(backend), rows, inputs, outputs, 1.0f, matrix(a->dout, false),
-           matrix(a->weight, a->in_out_layout), a->accumulate ? 1.0f : 0.0f, a->dx.data, a->dx.stride);
+           matrix(a->weight, a->in_out_layout), a->accumulate ? 1.0f : 0.0f, product.data, product.stride);
+  if (swiglu) {
+    cpu_swiglu_backward(backend,
+                        &(SwigluBackward){.dgate_up = a->dx, .dout = product, .gate_up = a->pre_activation});
+    return;
+  }
   if (!tensor_exists(a->pre_activation)) return;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; n++) {

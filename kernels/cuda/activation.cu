@@ -1,8 +1,8 @@
 // GELU and SwiGLU: one block a row, 16 bytes at a time, each operand once. So they cost their bytes over the memory's
-// bandwidth (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). GELU usually runs in a GEMM's epilogue (linear.cu); here it
-// recomputes what was not kept.
+// bandwidth (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). As a rule they run in a GEMM's epilogue (linear.cu); here they
+// recompute what was not kept, or find the maximum that FP8 needs.
+#include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/cuda/gelu.cuh"
 
 // dout: out receives the gradient, which may take dout's place.
 template <typename T, int W>
@@ -89,10 +89,7 @@ static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const 
     load(up, gate_up + columns + i);
 #pragma unroll
     for (int k = 0; k < W; k++) {
-      float p = logistic(gate[k]), silu = gate[k] * p;
-      float derivative = p * (1 + gate[k] * (1 - p));
-      gate[k] = d[k] * up[k] * derivative;
-      up[k] = d[k] * silu;
+      swiglu_gradient(gate[k], up[k], d[k]);
       largest = max(largest, max(magnitude(gate[k]), magnitude(up[k])));
     }
     store(dgate_up + i, gate);

@@ -141,6 +141,10 @@ static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return reinterpret_cast<uint32_t &>(pair);
 }
 
+static __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
+  return __bfloat1622float2(reinterpret_cast<__nv_bfloat162 &>(pair));
+}
+
 // 2^x, within 2 units in the last place; subnormal results become 0.
 static __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -1,5 +1,5 @@
-// The LM head's GEMMs on Hopper, host side of hopper_kernel.cuh: rasterisation, split-K, sampling's lists of
-// k-steps, and where cuBLASLt is faster.
+// The LM head's and SwiGLU's GEMMs on Hopper, host side of hopper_kernel.cuh: rasterisation, split-K, sampling's lists
+// of k-steps, and where cuBLASLt is faster.
 #include <math.h>
 #include <stdlib.h>
 
@@ -108,7 +108,8 @@ static Hopper find_hopper(Backend *backend) {
   Hopper found = {};
   bool built = prepare<KernelTraits<LOGITS_EXP>>() && prepare<KernelTraits<STORE_BF16>>() &&
                prepare<KernelTraits<STORE_F32>>() && prepare<KernelTraits<STORE_BF16, true>>() &&
-               prepare<KernelTraits<STORE_F32, true>>() && prepare<KernelTraits<ADD_F32, true>>();
+               prepare<KernelTraits<STORE_F32, true>>() && prepare<KernelTraits<ADD_F32, true>>() &&
+               prepare<KernelTraits<SWIGLU>>() && prepare<KernelTraits<SWIGLU_GRADIENT>>();
   found.encode = built ? tma_encoder() : nullptr;
   if (!found.encode) return found;
   cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.throttle), sizeof *found.throttle),
@@ -149,24 +150,27 @@ static bool tma_takes(Tensor t) {
          t.shape[1] <= INT32_MAX;
 }
 
-// Describes a matrix to TMA, in tiles of `rows` by 128 bytes.
-static CUtensorMap tma_map(Backend *backend, Tensor t, int rows) {
+// Describes a matrix to TMA, or `parts` matrices whose columns follow one another in t, in tiles of `rows` by `line` bytes,
+// 128 or 64, of each.
+static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128, int parts = 1) {
   CUtensorMap map;
-  cuuint64_t bytes = dtype_bytes(t.dtype), shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},
-             stride[] = {(cuuint64_t)t.stride * bytes};
-  cuuint32_t tile[] = {(cuuint32_t)(128 / bytes), (cuuint32_t)rows}, every[] = {1, 1};
+  cuuint64_t bytes = dtype_bytes(t.dtype), columns = (cuuint64_t)(t.shape[1] / parts),
+             shape[] = {columns, (cuuint64_t)t.shape[0], (cuuint64_t)parts},
+             stride[] = {(cuuint64_t)t.stride * bytes, columns * bytes};
+  cuuint32_t tile[] = {(cuuint32_t)(line / bytes), (cuuint32_t)rows, (cuuint32_t)parts}, every[] = {1, 1, 1};
   CUtensorMapDataType type =
       t.dtype == DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   CUresult result = hopper(backend).encode(
-      &map, type, 2, t.data, shape, stride, tile, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, type, parts > 1 ? 3 : 2, t.data, shape, stride, tile, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      line == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     fail("cuTensorMapEncodeTiled failed for %s (%d)", tensor_text(t).text, (int)result);
   return map;
 }
 
-// The tiles of a GEMM. For the logits a rasterisation group is at most 16 MiB of X, which stays in L2 while W
-// streams by; for dX as many rows as make a wave over all columns. There is no throttle where all of X stays in L2,
+// The tiles of a GEMM. Where K is short a rasterisation group is at most 16 MiB of A, which stays in L2 while B
+// streams by; for dX as many rows as make a wave over all columns. There is no throttle where all of A stays in L2,
 // since it gains nothing there, nor with sampling, whose lists differ in length.
 template <typename K> static TileScheduler schedule(Backend *backend, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t GROUP_BYTES = 16 << 20;
@@ -176,24 +180,25 @@ template <typename K> static TileScheduler schedule(Backend *backend, int64_t m,
   s.m_tiles = (int)ceil_div(m, K::CLUSTER_ROWS);
   s.n_tiles = (int)ceil_div(n, K::CLUSTER_COLUMNS);
   s.k_steps = (int)ceil_div(k, TILE_K);
-  int64_t groups = K::EPILOGUE == LOGITS_EXP
-                       ? ceil_div(m * k * 2, GROUP_BYTES)
-                       : ceil_div((int64_t)s.m_tiles * s.n_tiles, hopper(backend).clusters);
+  int64_t groups = K::KEEPS_A ? ceil_div(m * k * 2, GROUP_BYTES)
+                              : ceil_div((int64_t)s.m_tiles * s.n_tiles, hopper(backend).clusters);
   s.group = (int)ceil_div(s.m_tiles, max_i64(1, min_i64(s.m_tiles, groups)));
   s.whole = s.work_tiles = s.m_tiles * s.n_tiles;
   s.splits = 1;
-  bool all_stays = K::EPILOGUE == LOGITS_EXP && s.group == s.m_tiles;
+  bool all_stays = K::KEEPS_A && s.group == s.m_tiles;
   s.throttle = all_stays || K::SAMPLED ? nullptr : hopper(backend).throttle;
   return s;
 }
 
 template <typename K>
 static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
-                   const TileScheduler &s, const EpilogueParams &params) {
+                   const TileScheduler &s, const EpilogueParams &params,
+                   const CUtensorMap *gate_up = nullptr) {
   int clusters = (int)min_i64(hopper(backend).clusters, s.work_tiles);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = launch_config<K>(attributes, clusters * CLUSTER, cuda_stream(backend));
-  cuda_check(cudaLaunchKernelEx(&config, gemm_kernel<K>, a, b, out, s, params), "launching a Hopper GEMM");
+  cuda_check(cudaLaunchKernelEx(&config, gemm_kernel<K>, a, b, out, gate_up ? *gate_up : out, s, params),
+             "launching a Hopper GEMM");
 }
 
 int64_t hopper_sum_parts(int64_t vocab_size) {
@@ -345,4 +350,36 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
                            .columns = kept->columns,
                            .accumulate = &kept->state->accumulate};
   launch<K>(backend, x_map, panels_map, out_map, s, params);
+}
+
+// --- SwiGLU ------------------------------------------------------------------------------------------------
+
+// Fewer tiles than run at once leave much of the device idle, where cuBLASLt has smaller ones.
+static bool takes_swiglu(Backend *backend, const TileScheduler &s, Tensor a, Tensor weight, Tensor gate_up,
+                         Tensor out) {
+  for (Tensor t : {a, weight, gate_up, out})
+    if (t.dtype != DTYPE_BF16 || !tma_takes(t)) return false;
+  return s.n % WIDTH<bf16> == 0 && s.work_tiles >= hopper(backend).clusters;
+}
+
+bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tensor weight) {
+  using K = KernelTraits<SWIGLU>;
+  if (!hopper_runs(backend)) return false;
+  TileScheduler s = schedule<K>(backend, x.shape[0], out.shape[1], x.shape[1]);
+  if (!takes_swiglu(backend, s, x, weight, gate_up, out)) return false;
+  CUtensorMap kept = tma_map(backend, gate_up, STORE_ROWS, 64, 2);
+  launch<K>(backend, tma_map(backend, x, K::ROWS), tma_map(backend, weight, TILE_N / CLUSTER),
+            tma_map(backend, out, STORE_ROWS, 64), s, {}, &kept);
+  return true;
+}
+
+bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, Tensor dout, Tensor weight) {
+  using K = KernelTraits<SWIGLU_GRADIENT>;
+  if (!hopper_runs(backend)) return false;
+  TileScheduler s = schedule<K>(backend, dout.shape[0], weight.shape[1], dout.shape[1]);
+  if (!takes_swiglu(backend, s, dout, weight, gate_up, dgate_up)) return false;
+  CUtensorMap kept = tma_map(backend, gate_up, STORE_ROWS, 128, 2);
+  launch<K>(backend, tma_map(backend, dout, K::ROWS), tma_map(backend, weight, TILE_K / CLUSTER),
+            tma_map(backend, dgate_up, STORE_ROWS, 128, 2), s, {}, &kept);
+  return true;
 }

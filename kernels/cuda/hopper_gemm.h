@@ -1,4 +1,4 @@
-// The LM head's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work: false (or 0), with
+// The LM head's and SwiGLU's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work: false (or 0), with
 // nothing touched, means "not on this device", "not with rows like these" or, where it says so, that cuBLASLt is
 // faster.
 #ifndef LCE_KERNELS_CUDA_HOPPER_GEMM_H
@@ -40,6 +40,14 @@ void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int6
 
 // dweight (+)= alpha times the transposed kept tiles times x, over what the lists name, which may be nothing.
 void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *kept, float alpha);
+
+// gate_up [N, 2F] = x [N, I] weight[2F, I]^T;  out [N, F] = silu(gate) * up, of gate and up as they are stored. All bf16
+// with rows that start on 16 bytes, F a multiple of 8, and tiles enough for the whole device.
+bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tensor weight);
+
+// dgate_up [N, 2F], which may be gate_up itself: the gradients of gate and up, that of silu(gate) * up being dout [N, O]
+// weight [O, F], which is not rounded. Tensors as above.
+bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, Tensor dout, Tensor weight);
 
 #if defined(__cplusplus)
 }

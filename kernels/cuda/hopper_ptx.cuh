@@ -150,6 +150,14 @@ static __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const 
       : "memory");
 }
 
+static __device__ __forceinline__ void tma_load_3d(uint32_t to, const CUtensorMap *map, uint64_t *barrier,
+                                                   int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+               "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
 static __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map, uint64_t *barrier,
                                                    int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -176,6 +184,13 @@ static __device__ __forceinline__ void tma_prefetch_2d(const CUtensorMap *map, i
 static __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, uint32_t from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                "r"(from), "r"(x), "r"(y)
+               : "memory");
+}
+
+static __device__ __forceinline__ void tma_store_3d(const CUtensorMap *map, uint32_t from, int x, int y,
+                                                    int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
 
@@ -342,6 +357,14 @@ static __device__ __forceinline__ void stmatrix_x4(uint32_t row, uint32_t a, uin
                                                    uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
                "r"(c), "r"(d)
+               : "memory");
+}
+
+// The way back: the same four blocks into registers.
+static __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
                : "memory");
 }
 

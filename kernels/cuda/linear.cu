@@ -1,5 +1,6 @@
 // GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; of FP8 operands too,
-// whose partial sums stay in fp32 (without the library's fast accumulation).
+// whose partial sums stay in fp32 (without the library's fast accumulation). SwiGLU is in the epilogues of our own GEMMs on
+// Hopper (hopper_gemm.cu), else a kernel before or after the GEMM.
 //
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
 // right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
@@ -20,8 +21,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/cuda/gelu.cuh"
+#include "kernels/cuda/hopper_gemm.h"
 
 // A millisecond and more: a GEMM of this size alone brings a device to its power limit.
 static constexpr double SUSTAINED_FLOPS = 1e12;
@@ -522,20 +524,39 @@ void cuda_gemm(Backend *backend, const Gemm *p) {
 // --- the three GEMMs of a linear layer ---------------------------------------------------------------------
 
 void cuda_linear_forward(Backend *backend, const LinearForward *a) {
-  bool bias = tensor_exists(a->bias), gelu = tensor_exists(a->pre_activation);
-  Gemm g = gemm_of(a->out, a->x, false, a->weight, !a->in_out_layout);
+  bool bias = tensor_exists(a->bias), swiglu = is_swiglu(a->pre_activation, a->out.shape[1]);
+  bool gelu = tensor_exists(a->pre_activation) && !swiglu;
+  if (swiglu && !bias && !a->in_out_layout &&
+      hopper_swiglu(backend, a->out, a->pre_activation, a->x, a->weight))
+    return;
+  Gemm g = gemm_of(swiglu ? a->pre_activation : a->out, a->x, false, a->weight, !a->in_out_layout);
   g.addend = a->residual.data, g.addend_stride = a->residual.stride;
   g.epilogue = gelu ? bias ? GEMM_BIAS_GELU : GEMM_GELU : bias ? GEMM_BIAS : GEMM_PLAIN;
   g.bias = a->bias.data;
-  g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
+  if (gelu) g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
   cuda_gemm(backend, &g);
+  if (swiglu) {
+    SwigluForward apart = {.out = a->out, .gate_up = a->pre_activation};
+    cuda_swiglu_forward(backend, &apart);
+  }
 }
 
 void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  Gemm g = gemm_of(a->dx, a->dout, false, a->weight, a->in_out_layout, a->accumulate);
-  if (tensor_exists(a->pre_activation)) g.epilogue = GEMM_GELU_DERIVATIVE;
-  g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
+  bool swiglu = tensor_exists(a->dactivation), gelu = tensor_exists(a->pre_activation) && !swiglu;
+  if (swiglu && !a->in_out_layout &&
+      hopper_swiglu_gradient(backend, a->dx, a->pre_activation, a->dout, a->weight))
+    return;
+  Tensor product = swiglu ? a->dactivation : a->dx;
+  Gemm g = gemm_of(product, a->dout, false, a->weight, a->in_out_layout, a->accumulate);
+  if (gelu) {
+    g.epilogue = GEMM_GELU_DERIVATIVE;
+    g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
+  }
   cuda_gemm(backend, &g);
+  if (swiglu) {
+    SwigluBackward apart = {.dgate_up = a->dx, .dout = product, .gate_up = a->pre_activation};
+    cuda_swiglu_backward(backend, &apart);
+  }
 }
 
 void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {

@@ -158,6 +158,13 @@ static Tolerance fast_tanh(Pair *p, Tolerance fp32) {
   return p->cuda->dtype == DTYPE_BF16 ? (Tolerance){.units = 1, .terms = 1, .operations = 0x1p-8} : fp32;
 }
 
+// SwiGLU multiplies two sums, which are stored before in bf16.
+static Tolerance gated(Pair *p, double terms) {
+  bool bf16 = p->cuda->dtype == DTYPE_BF16;
+  return bf16 ? (Tolerance){.units = 4, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16)}
+              : within(16, terms);
+}
+
 typedef enum {
   PLAIN,
   BIAS,
@@ -166,6 +173,8 @@ typedef enum {
   IN_PLACE,
   GELU,
   BIAS_GELU,
+  SWIGLU,
+  BIAS_SWIGLU,
   WIDE_OUT,
   FORWARD_VARIANTS
 } Forward;
@@ -173,15 +182,19 @@ typedef enum {
 static void linear_forward_case(Pair *p, Shape s, Forward variant) {
   Dtype dtype = p->cuda->dtype;
   Both none = {{0}, {0}}, bias = none, residual = none, pre = none;
-  bool gelu = variant == GELU || variant == BIAS_GELU;
-  Both x = both_strided(p, dtype, s.rows, s.inputs, s.inputs + s.pad, 1), weight = both_weight(p, dtype, s);
-  Both out = both_poisoned(p, variant == WIDE_OUT ? DTYPE_F32 : dtype, s.rows, s.outputs, s.outputs + s.pad);
-  if (variant != PLAIN && variant != RESIDUAL && variant != GELU)
-    bias = flat(both_random(p, dtype, 1, s.outputs, 1));
+  bool activation = variant >= GELU && variant <= BIAS_SWIGLU;
+  Shape made = s; // by the GEMM
+  if (variant == SWIGLU || variant == BIAS_SWIGLU) made.outputs *= 2;
+  Both x = both_strided(p, dtype, s.rows, s.inputs, s.inputs + s.pad, 1),
+       weight = both_weight(p, dtype, made);
+  Both out = both_poisoned(p, variant == WIDE_OUT ? DTYPE_F32 : dtype, s.rows, s.outputs,
+                           s.outputs + (made.outputs > s.outputs ? 0 : s.pad));
+  if (variant != PLAIN && variant != RESIDUAL && variant != GELU && variant != SWIGLU)
+    bias = flat(both_random(p, dtype, 1, made.outputs, 1));
   if (variant == RESIDUAL || variant == BIAS_RESIDUAL || variant == IN_PLACE)
     residual = both_strided(p, dtype, s.rows, s.outputs, s.outputs + s.pad, 1);
   if (variant == IN_PLACE) out = residual;
-  if (gelu) pre = both_poisoned(p, dtype, s.rows, s.outputs, s.outputs);
+  if (activation) pre = both_poisoned(p, dtype, s.rows, made.outputs, made.outputs);
   for (int i = 0; i < 2; i++) {
     Side side = side_of(p, i);
     linear_forward(side.backend, (LinearForward){.out = on(side, out),
@@ -197,8 +210,9 @@ static void linear_forward_case(Pair *p, Shape s, Forward variant) {
   char what[128];
   snprintf(what, sizeof what, "linear out, variant %d of %lld x %lld -> %lld", (int)variant,
            (long long)s.rows, (long long)s.inputs, (long long)s.outputs);
-  if (gelu) check_both(p, "pre_activation", pre, tolerance);
-  check_both(p, what, out, gelu ? fast_tanh(p, tolerance) : tolerance);
+  if (activation) check_both(p, "pre_activation", pre, tolerance);
+  if (activation) tolerance = made.outputs > s.outputs ? gated(p, (double)s.inputs) : fast_tanh(p, tolerance);
+  check_both(p, what, out, tolerance);
   check_gaps(p->cuda, "linear out", out.cuda);
   pop_pair(p);
 }
@@ -209,14 +223,28 @@ static void test_linear_forward(void **state) {
       linear_forward_case(*state, shapes[i], variant);
 }
 
-typedef enum { WRITE, ADD, THROUGH_GELU, WIDE_DX, BACKWARD_VARIANTS } Backward;
+typedef enum {
+  WRITE,
+  ADD,
+  THROUGH_GELU,
+  THROUGH_SWIGLU,
+  SWIGLU_IN_PLACE,
+  WIDE_DX,
+  BACKWARD_VARIANTS
+} Backward;
 
 static void linear_backward_input_case(Pair *p, Shape s, Backward variant) {
   Dtype dtype = p->cuda->dtype;
-  Both pre = {{0}, {0}};
+  bool swiglu = variant == THROUGH_SWIGLU || variant == SWIGLU_IN_PLACE;
+  Both none = {{0}, {0}}, pre = none, dactivation = none;
   Both dout = both_strided(p, dtype, s.rows, s.outputs, s.outputs + s.pad, 1),
        weight = both_weight(p, dtype, s);
   Both dx = both_poisoned(p, variant == WIDE_DX ? DTYPE_F32 : dtype, s.rows, s.inputs, s.inputs + s.pad);
+  if (swiglu) {
+    pre = both_random(p, dtype, s.rows, 2 * s.inputs, 2);
+    dactivation = both_poisoned(p, dtype, s.rows, s.inputs, s.inputs);
+    dx = variant == SWIGLU_IN_PLACE ? pre : both_poisoned(p, dtype, s.rows, 2 * s.inputs, 2 * s.inputs);
+  }
   if (variant == ADD) dx = both_strided(p, dtype, s.rows, s.inputs, s.inputs + s.pad, 1);
   if (variant == THROUGH_GELU) pre = both_random(p, dtype, s.rows, s.inputs, 2);
   for (int i = 0; i < 2; i++) {
@@ -226,13 +254,16 @@ static void linear_backward_input_case(Pair *p, Shape s, Backward variant) {
                                                               .weight = on(side, weight),
                                                               .in_out_layout = s.in_out_layout,
                                                               .pre_activation = on(side, pre),
+                                                              .dactivation = on(side, dactivation),
                                                               .accumulate = variant == ADD});
   }
   Tolerance tolerance = variant == ADD ? in_place(p, dtype, (double)s.outputs) : within(4, (double)s.outputs);
   char what[128];
   snprintf(what, sizeof what, "linear dx, variant %d of %lld x %lld -> %lld", (int)variant, (long long)s.rows,
            (long long)s.inputs, (long long)s.outputs);
-  check_both(p, what, dx, variant == THROUGH_GELU ? fast_tanh(p, tolerance) : tolerance);
+  if (swiglu) tolerance = gated(p, (double)s.outputs);
+  if (variant == THROUGH_GELU) tolerance = fast_tanh(p, tolerance);
+  check_both(p, what, dx, tolerance);
   check_gaps(p->cuda, "linear dx", dx.cuda);
   pop_pair(p);
 }

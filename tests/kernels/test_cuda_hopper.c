@@ -233,6 +233,51 @@ static void test_gradient_of_many_tiles(void **state) {
   gradient_case(*state, 6800, 960, 800, DTYPE_BF16, 4096); // long enough to keep pace, over two rounds
 }
 
+// The layer into SwiGLU and back through the one after it: gate and up against float64, the rest against what was stored
+// of them.
+static void swiglu_case(Harness *h, int64_t rows, int64_t hidden, int64_t width, bool in_place) {
+  MemoryMark mark = memory_mark(&h->backend->memory);
+  double scale = 1.5 / sqrt((double)hidden);
+  double *x = random_values(h, rows * hidden, 1), *up_weight = random_values(h, 2 * width * hidden, scale),
+         *dout = random_values(h, rows * hidden, 1), *down_weight = random_values(h, hidden * width, scale);
+  Tensor gate_up = poisoned(h, DTYPE_BF16, rows, 2 * width), out = poisoned(h, DTYPE_BF16, rows, width);
+  assert_true(hopper_swiglu(h->backend, out, gate_up,
+                            strided_from(h, DTYPE_BF16, x, rows, hidden, hidden + 8),
+                            tensor_from(h, DTYPE_BF16, up_weight, 2 * width, hidden)));
+  double *pre = host_values(h, rows * 2 * width), *want = host_values(h, rows * width);
+  reference_linear(pre, x, up_weight, false, NULL, NULL, rows, hidden, 2 * width);
+  check_values(h, "gate and up", gate_up, pre, within(4, (double)hidden));
+  pre = values_of(h, gate_up);
+  reference_swiglu(want, pre, rows, width);
+  check_values(h, "activation", out, want, within(8, 1));
+
+  double *product = host_values(h, rows * width), *dpre = host_values(h, rows * 2 * width);
+  reference_linear(product, dout, down_weight, true, NULL, NULL, rows, hidden, width);
+  for (int64_t i = 0; i < rows * width; i++) {
+    int64_t gate = i / width * 2 * width + i % width;
+    double g = pre[gate], u = pre[gate + width], p = 1 / (1 + exp(-g));
+    dpre[gate] = product[i] * u * p * (1 + g * (1 - p));
+    dpre[gate + width] = product[i] * g * p;
+  }
+  Tensor douts = strided_from(h, DTYPE_BF16, dout, rows, hidden, hidden + 8),
+         down = tensor_from(h, DTYPE_BF16, down_weight, hidden, width),
+         first = poisoned(h, DTYPE_BF16, rows, 2 * width),
+         again = in_place ? gate_up : poisoned(h, DTYPE_BF16, rows, 2 * width);
+  assert_true(hopper_swiglu_gradient(h->backend, first, gate_up, douts, down));
+  check_values(h, "gradients of gate and up", first, dpre, of_size(within(8, (double)hidden), 4));
+  assert_true(hopper_swiglu_gradient(h->backend, again, gate_up, douts, down));
+  check_bitwise_equal(h, "the gradients again", again, first);
+  memory_pop_to(&h->backend->memory, mark);
+}
+
+// The tiles fill the device; ends that are ragged, tiles of fewer columns, rounds that keep pace, K of one step.
+static void test_swiglu(void **state) {
+  swiglu_case(*state, 3000, 72, 1352, false);
+  swiglu_case(*state, 2049, 136, 1544, true);
+  swiglu_case(*state, 8500, 1000, 200, false);
+  swiglu_case(*state, 5000, 64, 2048, true);
+}
+
 static void test_refuses(void **state) {
   Harness *h = *state;
   Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
@@ -245,6 +290,8 @@ static void test_refuses(void **state) {
                                        unfit[i], targets.data),
                      0);
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
+  assert_false(hopper_swiglu(h->backend, even, poisoned(h, DTYPE_BF16, 100, 64), even,
+                             poisoned(h, DTYPE_BF16, 64, 32))); // tiles too few
 }
 
 // linear_cross_entropy in chunks, against float64: rows that are misaligned (the portable path) and rows that are
@@ -323,6 +370,7 @@ ON_HOPPER(test_ignored_rows)
 ON_HOPPER(test_nan_stays_in_its_row)
 ON_HOPPER(test_gradient)
 ON_HOPPER(test_gradient_of_many_tiles)
+ON_HOPPER(test_swiglu)
 ON_HOPPER(test_refuses)
 ON_HOPPER(test_layer)
 
@@ -336,6 +384,7 @@ int main(void) {
       cmocka_unit_test_teardown(test_nan_stays_in_its_row_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_gradient_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_gradient_of_many_tiles_on_hopper, pop_all),
+      cmocka_unit_test_teardown(test_swiglu_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_refuses_on_hopper, pop_all),
       cmocka_unit_test_teardown(test_layer_on_hopper, pop_all),
   };

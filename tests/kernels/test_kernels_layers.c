@@ -442,6 +442,55 @@ static void swiglu_case(Harness *h, int64_t rows, int64_t width, bool in_place) 
   check_gradient(h, "dgate_up", dgate_up, NULL, c.gate_up, swiglu_objective, &c, of_size(within(8, 1), 1));
 }
 
+// The layers before and after SwiGLU, with it as part of their matmuls.
+typedef struct {
+  int64_t rows, inputs, width, outputs;
+  double *x, *up, *bias, *pre, *activated, *down, *out, *dout;
+} GatedCase;
+
+static double gated_objective(void *context) {
+  GatedCase *c = context;
+  reference_swiglu(c->activated, c->pre, c->rows, c->width);
+  reference_linear(c->out, c->activated, c->down, false, NULL, NULL, c->rows, c->width, c->outputs);
+  return reference_dot(c->out, c->dout, c->rows * c->outputs);
+}
+
+static void test_gated_layers(void **state) {
+  Harness *h = *state;
+  GatedCase c = {.rows = 7, .inputs = 19, .width = 37, .outputs = 11};
+  int64_t wide = 2 * c.width;
+  c.x = random_values(h, c.rows * c.inputs, 1);
+  c.up = random_values(h, wide * c.inputs, 0.5);
+  c.bias = random_values(h, wide, 1);
+  c.down = random_values(h, c.outputs * c.width, 0.5);
+  c.dout = random_values(h, c.rows * c.outputs, 1);
+  c.pre = host_values(h, c.rows * wide);
+  c.activated = host_values(h, c.rows * c.width);
+  c.out = host_values(h, c.rows * c.outputs);
+  Tensor pre = poisoned(h, h->dtype, c.rows, wide), out = poisoned(h, h->dtype, c.rows, c.width);
+  linear_forward(h->backend, (LinearForward){.out = out,
+                                             .x = tensor_from(h, h->dtype, c.x, c.rows, c.inputs),
+                                             .weight = tensor_from(h, h->dtype, c.up, wide, c.inputs),
+                                             .bias = vector_from(h, h->dtype, c.bias, wide),
+                                             .pre_activation = pre});
+  reference_linear(c.pre, c.x, c.up, false, c.bias, NULL, c.rows, c.inputs, wide);
+  check_values(h, "gate and up", pre, c.pre, of_size(within(4, (double)c.inputs), 1));
+  c.pre = values_of(h, pre); // as stored
+  gated_objective(&c);
+  check_values(h, "activation", out, c.activated, within(4, 1));
+  for (int in_place = 0; in_place < 2; in_place++) {
+    Tensor dx = in_place ? pre : poisoned(h, h->dtype, c.rows, wide);
+    linear_backward_input(
+        h->backend, (LinearBackwardInput){.dx = dx,
+                                          .dout = tensor_from(h, h->dtype, c.dout, c.rows, c.outputs),
+                                          .weight = tensor_from(h, h->dtype, c.down, c.outputs, c.width),
+                                          .pre_activation = pre,
+                                          .dactivation = poisoned(h, h->dtype, c.rows, c.width)});
+    check_gradient(h, "dx through SwiGLU", dx, NULL, c.pre, gated_objective, &c,
+                   of_size(within_stored(h, 4, (double)c.outputs), 1));
+  }
+}
+
 static void test_swiglu(void **state) {
   swiglu_case(*state, 5, 37, false);
   swiglu_case(*state, 5, 37, true);
@@ -545,6 +594,7 @@ int main(void) {
       cmocka_unit_test_teardown(test_linear_forward, harness_pop),
       cmocka_unit_test_teardown(test_linear_backward, harness_pop),
       cmocka_unit_test_teardown(test_gelu, harness_pop),
+      cmocka_unit_test_teardown(test_gated_layers, harness_pop),
       cmocka_unit_test_teardown(test_swiglu, harness_pop),
       cmocka_unit_test_teardown(test_refusals, harness_pop),
   };

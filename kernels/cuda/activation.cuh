@@ -1,12 +1,12 @@
-// GELU in its tanh form and its derivative, shared by activation.cu and linear.cu.
-#ifndef LCE_KERNELS_CUDA_GELU_CUH
-#define LCE_KERNELS_CUDA_GELU_CUH
+// GELU in its tanh form, SwiGLU, and their derivatives, as activation.cu and the GEMMs' epilogues compute them.
+#ifndef LCE_KERNELS_CUDA_ACTIVATION_CUH
+#define LCE_KERNELS_CUDA_ACTIVATION_CUH
 
 static constexpr float GELU_SCALE = 0.7978845608f; // sqrt(2 / pi)
 static constexpr float GELU_CUBIC = 0.044715f;
 
 static __device__ __forceinline__ float logistic(float x) {
-  return 1.0f / (1.0f + __expf(-x));
+  return __fdividef(1.0f, 1.0f + __expf(-x));
 }
 
 // 0.5 (1 + tanh(u)) is the logistic function of 2 u, which neither overflows nor cancels.
@@ -17,6 +17,13 @@ static __device__ __forceinline__ float gelu(float x) {
 static __device__ __forceinline__ float gelu_derivative(float x) {
   float p = logistic(2 * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
   return p + x * p * (1 - p) * 2 * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x);
+}
+
+// Gate and up become their gradients, given that of silu(gate) * up.
+static __device__ __forceinline__ void swiglu_gradient(float &gate, float &up, float dout) {
+  float p = logistic(gate), silu = gate * p;
+  gate = dout * up * p * (1 + gate * (1 - p));
+  up = dout * silu;
 }
 
 #endif

@@ -1,0 +1,169 @@
+// The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how the tiles of a
+// result are ordered and shared out, and where in a tile a thread's accumulators lie.
+#ifndef LCE_KERNELS_CUDA_HOPPER_TILES_CUH
+#define LCE_KERNELS_CUDA_HOPPER_TILES_CUH
+
+#include "kernels/cuda/hopper_ptx.cuh"
+
+enum { TILE_M = 128, TILE_N = 192, TILE_K = 64, CLUSTER = 2, ALL_CTAS = (1 << CLUSTER) - 1 };
+enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
+// A warp stores 16 rows of 128 bytes at a time, through a buffer of its own.
+enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
+enum { MAX_SPLITS = 16 };
+// Sums of dW: for each pair of a consumer's warps a buffer of TILE_N rows by 128 bytes.
+enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
+
+// SwiGLU's gates and ups of 16 rows, by 64 columns; they leave with the activation by 32 columns, the three in a third of this.
+enum { GATE_UP_BYTES = 2 * STORE_BYTES, GATE_UP_BUFFERS = 2, SWIGLU_BYTES = 3 * STORE_BYTES / 2 };
+
+enum Epilogue { LOGITS_EXP, STORE_BF16, STORE_F32, ADD_F32, SWIGLU, SWIGLU_GRADIENT };
+
+template <Epilogue EPILOGUE_, bool SAMPLED_ = false> struct KernelTraits {
+  static constexpr Epilogue EPILOGUE = EPILOGUE_;
+  static constexpr bool SAMPLED = SAMPLED_;
+  // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
+  // Sampled dX is ping-pong, since a tile of fewer rows has more steps to skip; sampled dW for its long epilogue.
+  static constexpr bool COOPERATIVE = (EPILOGUE == STORE_BF16 || EPILOGUE == STORE_F32) && !SAMPLED;
+  static constexpr bool A_K_MAJOR = EPILOGUE != ADD_F32,
+                        B_K_MAJOR = EPILOGUE == LOGITS_EXP || EPILOGUE == SWIGLU;
+  // Whether K is short: tiles are then rasterised so that their rows of A stay in L2 while B streams by.
+  static constexpr bool KEEPS_A = EPILOGUE == LOGITS_EXP || EPILOGUE == SWIGLU || EPILOGUE == SWIGLU_GRADIENT;
+  // Whether a cluster's tiles lie side by side and share A, or one below the other and share B.
+  static constexpr bool SHARE_A = SAMPLED && EPILOGUE != ADD_F32;
+  enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = SHARE_A ? ROWS : CLUSTER * ROWS };
+  enum { CLUSTER_COLUMNS = TILE_N * (SHARE_A ? CLUSTER : 1) / (EPILOGUE == SWIGLU ? 2 : 1) };
+  enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
+  enum { STAGES = COOPERATIVE ? 3 : EPILOGUE == LOGITS_EXP || (SAMPLED && EPILOGUE != ADD_F32) ? 5 : 4 };
+  enum {
+    WARP_BYTES = EPILOGUE == SWIGLU            ? 2 * SWIGLU_BYTES
+                 : EPILOGUE == SWIGLU_GRADIENT ? GATE_UP_BUFFERS * GATE_UP_BYTES
+                                               : STORE_BYTES
+  };
+  enum { EPILOGUE_BYTES = EPILOGUE == ADD_F32 ? SUM_BUFFERS * SUM_BYTES : 4 * CONSUMERS * WARP_BYTES };
+  enum { SHARED_BYTES = STAGES * STAGE_BYTES + EPILOGUE_BYTES + 1024 };
+};
+
+// Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after column
+// within a group. The first `whole` tiles are made over all of K, the others in `splits` parts each.
+struct TileScheduler {
+  int m, n;
+  int rows, columns, m_tiles, n_tiles, k_steps, group;
+  int whole, splits, work_tiles;
+  unsigned long long *throttle; // ClusterThrottle's counter; NULL: no throttle, and K always forward
+};
+
+struct EpilogueParams {
+  const float *anchor;    // logits: [m]; read as infinite where the target is IGNORE_INDEX
+  const int32_t *targets; // logits: [m]
+  float scale;            // logits: log2(e) / T; dW: alpha
+  float *tile_sums;       // logits: [m, n_tiles]
+  bool store;             // logits: whether E is kept
+  float *out;             // dX in fp32: [m, n]
+  int64_t out_stride;
+  float *partials;           // dX: [work_tiles - whole, rows, TILE_N]
+  const KList *lists;        // sampled: of a cluster tile's rows; dW: of a column of tiles
+  const KStep *steps;        // sampled: that the lists name
+  const int32_t *columns;    // dW: [1 + n_tiles], how many columns of tiles have lists and which
+  const int32_t *accumulate; // dW
+};
+
+// A piece of work for a cluster, as one of its CTAs sees it.
+struct WorkTile {
+  int row, column;    // of the tile's first entry
+  int k_begin, k_end; // in steps of TILE_K, or indices into EpilogueParams.steps
+  int split;          // index of its partials in EpilogueParams, or -1
+  bool reverse;       // from the last k-step to the first
+  __device__ __forceinline__ int steps() const { return k_end - k_begin; }
+  __device__ __forceinline__ int step(int i) const { return reverse ? k_end - 1 - i : k_begin + i; }
+};
+
+struct TileCoord {
+  int row, column; // of a cluster's tile
+};
+
+static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, int tile) {
+  int of_group = s.group * s.n_tiles, group = tile / of_group, within = tile % of_group;
+  int height = min(s.group, s.m_tiles - group * s.group);
+  return {(group * s.group + within % height) * s.rows, within / height * s.columns};
+}
+
+#if defined(HOPPER_CODE)
+
+template <typename K>
+static __device__ __forceinline__ int work_count(const TileScheduler &s, const EpilogueParams &params) {
+  return K::EPILOGUE == ADD_F32 ? params.columns[0] * s.m_tiles : s.work_tiles;
+}
+
+static __device__ __forceinline__ int first_work() {
+  return blockIdx.x / CLUSTER;
+}
+static __device__ __forceinline__ int work_stride() {
+  return gridDim.x / CLUSTER;
+}
+
+// Work tile w. Split tiles are ordered by part: part 0 of every tile, then part 1, ...
+template <typename K>
+static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params,
+                                                     int w, int rank) {
+  int tile = w, part = 0, parts = 1, of_splits = w - s.whole;
+  if (of_splits >= 0) {
+    int rest = s.m_tiles * s.n_tiles - s.whole;
+    tile = s.whole + of_splits % rest;
+    part = of_splits / rest;
+    parts = s.splits;
+  }
+  TileCoord at;
+  KList list = {0, s.k_steps};
+  if (K::EPILOGUE == ADD_F32) {
+    at = {w % s.m_tiles * s.rows, params.columns[1 + w / s.m_tiles] * TILE_N};
+    list = params.lists[w / s.m_tiles];
+  } else {
+    at = tile_coord(s, tile);
+    if (K::SAMPLED) list = params.lists[at.row / s.rows];
+  }
+  WorkTile work;
+  work.row = at.row + (K::SHARE_A ? 0 : rank * K::ROWS);
+  work.column = at.column + (K::SHARE_A ? rank * TILE_N : 0);
+  work.k_begin = list.first + (int)((int64_t)list.count * part / parts);
+  work.k_end = list.first + (int)((int64_t)list.count * (part + 1) / parts);
+  work.split = of_splits >= 0 ? of_splits : -1;
+  work.reverse = s.throttle && w / work_stride() % 2;
+  return work;
+}
+
+// How many of the tile's columns are computed.
+template <typename K>
+static __device__ __forceinline__ int tile_columns(const TileScheduler &s, const WorkTile &w) {
+  int columns = K::B_K_MAJOR ? TILE_N : min(TILE_N, (s.n - w.column + 63) / 64 * 64);
+  return K::SHARE_A ? max(64, columns) : columns; // of two tiles side by side the second may lie beyond N
+}
+
+struct Pipeline {
+  uint32_t stages; // in shared memory
+  uint64_t *full, *empty;
+  float *sums;                    // dW: the buffers
+  uint64_t *sum_full, *sum_empty; // [CONSUMERS, SUM_BUFFERS], [SUM_BUFFERS]
+  uint64_t *gate_up_full;         // SwiGLU's gradient: [4 * CONSUMERS, GATE_UP_BUFFERS]
+};
+
+// Which column of a tile's part of dW buffer `pair` starts with, for half h of the warps' rows.
+static __device__ __forceinline__ int sum_column(int h, int pair) {
+  return h * 64 + pair * SUM_COLUMNS;
+}
+
+// A thread's accumulators: of rows [64 h, 64 h + 64) of the tile in acc[h], as wgmma leaves them.
+typedef float Accumulators[TILE_M / 64][TILE_N / 2];
+
+// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in acc[h][4 j]
+// and [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
+struct ThreadCoord {
+  int warp, lane, column;
+  __device__ ThreadCoord()
+      : warp(threadIdx.x % WARPGROUP / 32), lane(threadIdx.x % 32), column(threadIdx.x % 4 * 2) {}
+  __device__ __forceinline__ int first_row(int h) const { return h * 64 + warp * 16; }
+  __device__ __forceinline__ int row(int h) const { return first_row(h) + lane / 4; }
+};
+
+#endif
+
+#endif
