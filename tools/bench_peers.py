@@ -93,6 +93,8 @@ def parse_options():
 
 def main():
     options = parse_options()
+    if not os.path.exists(os.environ["LCE_LIBRARY"]):
+        sys.exit(f"{os.environ['LCE_LIBRARY']}, which peers are compared with, does not exist: make liblce.so")
     if options.json and os.path.isfile(options.json):
         with open(options.json, "rb") as old:
             if not old.read(15) in (b"", b'{"event": "run"'):
