@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one go: builds for the GPU here, runs its tests (also under compute-sanitizer) and
 # its benchmarks, and prints one short table at the end. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
 #
-#   tools/gpu_check.sh [all|tests|sanitizer|bench]...
+#   tools/gpu_check.sh [all|tests|sanitizer|bench|peers]...
 #   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how training scales,
 #                                     llama-8b on two
 #
@@ -113,6 +113,14 @@ if wants bench; then
   step llama-1b-lean --model llama-1b --batch 4 --seq-len 4096 --moment-dtype bf16 --no-master-weights --recompute elementwise --lce-chunk 1024
   step llama-1b-fp8 --model llama-1b --batch 4 --seq-len 4096 --fp8
   step llama-1b-materialized --model llama-1b --batch 4 --seq-len 4096 --materialized-logits
+  step llama-1b-b16 --model llama-1b --batch 16 --seq-len 1024 --total-batch 524288 --moment-dtype bf16
+  step llama-8b --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
+fi
+
+if wants peers; then
+  # The layer through PyTorch and through C, beside others where they are installed.
+  run liblce 200 make -s liblce.so && run peers 400 tools/bench_peers.py --no-errors --rounds 3 &&
+    while read -r text; do row "peers" "$text"; done < <(grep '^N \|QuACK\|lce\.c' "$OUT/peers.log")
 fi
 
 if wants ranks && [ "$ranks" -gt 1 ]; then
