@@ -106,7 +106,7 @@ typedef struct {
 // pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. The activation
 // is gelu (P = O) or swiglu (P = 2 O, of GeluForward and SwigluForward), as pre_activation's shape says; else P = O.
 typedef struct {
-  Tensor out;    // fp32/bf16 [N, O]; but for swiglu it may be strided, and fp32 with bf16 operands
+  Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with swiglu
   Tensor x;      // fp32/bf16 [N, I]; may be strided
   Tensor weight; // fp32/bf16 [P, I], or [I, P] when in_out_layout
   bool in_out_layout;
@@ -115,18 +115,19 @@ typedef struct {
   Tensor residual;       // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
-// Whether an activation of so many columns is SwiGLU, by its pre_activation, which may be absent.
+// Whether a pre_activation, which may be absent, is that of SwiGLU with so many columns.
 bool is_swiglu(Tensor pre_activation, int64_t columns);
 
 // dx (+)= dout W or, where the layer's input is the activation of pre_activation, the gradient of pre_activation.
 typedef struct {
-  Tensor dx;     // fp32/bf16 [N, P]; may be strided, but for swiglu: that may be pre_activation itself
+  Tensor dx;     // fp32/bf16 [N, P]; may be strided, except with swiglu; it may then be pre_activation itself
   Tensor dout;   // fp32/bf16 [N, O]; may be strided
   Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
   Tensor pre_activation; // fp32/bf16 [N, P], P = I with gelu and 2 I with swiglu; or absent, and P = I
-  Tensor dactivation;    // with swiglu: fp32/bf16 [N, I], where dout W may be left; else absent
-  bool accumulate;       // not together with pre_activation
+  Tensor
+      dactivation; // with swiglu: fp32/bf16 [N, I], scratch for dout W, which a device may also keep in fp32; else absent
+  bool accumulate; // not together with pre_activation
 } LinearBackwardInput;
 
 // dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].

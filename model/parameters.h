@@ -55,9 +55,9 @@ typedef struct {
   int zero;            // what is spread where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
-  bool
-      fp8; // also FP8 codes of the layers' matrices, for training: the transformer makes them of the weights, once a step
-           // or, with `offload`, layer after layer in the same place
+  // Also FP8 codes of the layers' matrices, for training: the transformer makes them of the weights once a step or, with
+  // `offload`, layer after layer in the same memory.
+  bool fp8;
 } ParameterDtypes;
 
 // How the parameters are spread over ranks; see shards.h. {0, 0, 1} spreads nothing.
@@ -84,7 +84,7 @@ typedef struct Parameters {
   // The double buffers on the device, two layers of GROUP_MATRICES; absent where value or grad is not offloaded.
   Tensor layer_values, layer_grads;
   bool head_on_host;
-  bool fp8_by_layer; // whether the layers' FP8 codes share one place
+  bool fp8_by_layer; // whether the layers' FP8 codes share the memory of one layer's
 } Parameters;
 
 // Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.

@@ -203,8 +203,8 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Fp8 d, T
   memory_pop_to(&p->backend->memory, mark);
 }
 
-// The gradients of weight and bias, then that of the input, or of the pre_activation that it was made of: dx may be x itself,
-// which SwiGLU overwrites. x is not read where x_codes has its transposed codes.
+// The gradients of weight and bias, then dx: that of the input or, where it is there, of the pre_activation. dx may be x
+// itself, and with SwiGLU x is overwritten. x is not read where x_codes has its transposed codes.
 static void project_backward(const Pass *p, Tensor dx, Tensor dout, Fp8 dout_codes, Tensor x, Fp8 x_codes,
                              const Affine *w, Tensor pre_activation) {
   bool in_out_layout = p->model->config.in_out_layout, swiglu = is_swiglu(pre_activation, x.shape[1]);
@@ -359,14 +359,14 @@ static void run_swiglu(const Pass *p, const LayerState *s) {
       (SwigluForward){.out = s->activation, .gate_up = s->pre_activation, .amax = s->activation_codes.amax});
 }
 
-// Whether SwiGLU is an operation of its own: in FP8, which needs the maximum of what it makes.
-static bool swiglu_apart(const Pass *p) {
+// Whether SwiGLU is an operation of its own: in FP8, which needs the maximum of its output.
+static bool swiglu_is_separate(const Pass *p) {
   return p->model->config.gated_mlp && p->fp8;
 }
 
 // norm2's output to the activation.
 static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
-  if (swiglu_apart(p)) {
+  if (swiglu_is_separate(p)) {
     project(p, s->pre_activation, s->norm2.out, s->norm2_codes, &w->up, none, none);
     run_swiglu(p, s);
   } else {
@@ -382,12 +382,12 @@ static void mlp_block(const Pass *p, const Layer *w, const LayerState *s) {
 
 // dr: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed any more.
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr) {
-  bool apart = swiglu_apart(p);
+  bool separate = swiglu_is_separate(p);
   Tensor dpre = p->model->config.gated_mlp ? s->pre_activation : s->activation, dnorm2 = s->norm2.out;
-  project_backward(p, apart ? s->activation : dpre, dr, no_codes, s->activation, s->activation_codes,
-                   &w->down, apart ? none : s->pre_activation);
+  project_backward(p, separate ? s->activation : dpre, dr, no_codes, s->activation, s->activation_codes,
+                   &w->down, separate ? none : s->pre_activation);
   Fp8 dpre_codes = no_codes;
-  if (apart) {
+  if (separate) {
     dpre_codes = push_fp8(p, (Fp8){.amax_known = true}, dpre.shape[1], false, false);
     swiglu_backward(p->backend, (SwigluBackward){.dgate_up = dpre,
                                                  .dout = s->activation,

@@ -44,7 +44,7 @@ static void append(Gemm gemm, Tensor rows, Tensor weight) {
   record.flops += 2.0 * (double)rows.shape[0] * (double)tensor_count(weight);
 }
 
-// SwiGLU is no part of a plain GEMM, whose result is then pre_activation or dactivation.
+// A plain GEMM has no SwiGLU: it writes pre_activation or dactivation.
 static void record_forward(Backend *backend, const LinearForward *a) {
   LinearForward plain = *a;
   if (is_swiglu(a->pre_activation, a->out.shape[1])) {

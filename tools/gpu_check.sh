@@ -1,6 +1,6 @@
 #!/bin/bash
 # Everything that needs a GPU, in one go: builds for the GPU here, runs its tests (also under compute-sanitizer) and
-# its benchmarks, and prints one short table at the end. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
+# its benchmarks; prints each result as it comes, and all of them at the end. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
 #
 #   tools/gpu_check.sh [all|tests|sanitizer|bench|peers]...
 #   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how training scales,
@@ -62,7 +62,7 @@ fi
 if wants sanitizer; then
   # Small shapes, which leave the GPU room for all of them at once.
   export LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0
-  for program in test_cuda test_cuda_losses test_cuda_attention test_loss_terms test_tile_sampling; do
+  for program in test_cuda test_cuda_hopper test_cuda_losses test_cuda_attention test_loss_terms test_tile_sampling; do
     timeout --kill-after=10 300 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/kernels/$program" >"$OUT/$program-memcheck.log" 2>&1 &
   done
   # racecheck does not support mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours

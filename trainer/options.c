@@ -178,7 +178,7 @@ const Option options_rows[] = {
      HELP("fp32 or bf16 weights and activations (default bf16 on cuda; the CPU is fp32)")},
     {FLAG("fp8", dtypes.fp8, true), .flags = SETTING | TRAINING,
      HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, with --dtype bf16; the CPU "
-          "emulates it): less exact, and 2 bytes more for each of their weights, with --offload weights for one layer's; "
+          "emulates it): less exact, and 2 bytes more for each of their weights, with any --offload for one layer's; "
           "sizes and --seq-len are multiples of 16")},
     {FLAG("no-fp8", dtypes.fp8, false), .flags = TRAINING, HELP("Resume without the checkpoint's --fp8")},
     {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING | TRAINING,

@@ -23,7 +23,7 @@ void cpu_linear_forward(Backend *backend, const LinearForward *a) {
   int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = pre.shape[1];
   cpu_gemm(cpu_plain_loops(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
            matrix(a->weight, !a->in_out_layout), in_place ? 1.0f : 0.0f, pre.data, pre.stride);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (gelu || bias || residual)
   for (int64_t n = 0; n < rows; n++) {
     float *row = cpu_row(pre, n);
     if (bias) add_row(row, a->bias.data, outputs);

@@ -1,7 +1,9 @@
-// What a consumer of the GEMMs on Hopper (hopper_kernel.cuh) does with a tile's accumulators: stores them, adds them, or
-// makes the loss's exponentials, SwiGLU or its gradient of them.
+// What a consumer of the GEMMs on Hopper (hopper_kernel.cuh) does with a tile's accumulators: it stores them, adds them,
+// or makes the loss's exponentials, SwiGLU or its gradient of them.
 #ifndef LCE_KERNELS_CUDA_HOPPER_EPILOGUE_CUH
 #define LCE_KERNELS_CUDA_HOPPER_EPILOGUE_CUH
+
+#include <math.h>
 
 #include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/hopper_tiles.cuh"
@@ -173,24 +175,24 @@ static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const Epi
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
 
-// A thread's accumulators [0, 48) are gates, [48, 96) the ups of the same columns. Both are kept for the backward pass, and the
-// activation is that of the kept values. They leave 32 columns at a time, by way of two buffers in turn.
+// acc[h][0, 48) holds gates, acc[h][48, 96) the ups of the same columns. Both are stored, and the activation is computed
+// from the rounded values, as it is where it is recomputed. 32 columns at a time, through two buffers in turn.
 static __device__ __forceinline__ void epilogue_swiglu(const Accumulators &acc, const WorkTile &work,
                                                        const CUtensorMap *out, const CUtensorMap *gate_up,
                                                        uint32_t buffers) {
-  constexpr int UP = TILE_N / 4, ACROSS = TILE_N / 2 / 32, BYTES = SWIGLU_BYTES / 3;
+  constexpr int UP = TILE_N / 4, PARTS = TILE_N / 2 / 32;
   const ThreadCoord me;
-  const int line = me.lane % 16;
+  const int row = me.lane % 16;
 #pragma unroll
   for (int h = 0; h < TILE_M / 64; h++)
 #pragma unroll
-    for (int part = 0; part < ACROSS; part++) {
-      const uint32_t buffer = buffers + (h * ACROSS + part) % 2 * SWIGLU_BYTES;
+    for (int part = 0; part < PARTS; part++) {
+      const uint32_t buffer = buffers + (h * PARTS + part) % 2 * SWIGLU_BYTES;
       if (me.lane == 0) tma_store_wait_read<1>(); // its previous contents have been read
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < 4; j += 2) { // 8 columns each
-        uint32_t to = buffer + line * 64 + ((j + me.lane / 16) ^ (line / 2 & 3)) * 16;
+        uint32_t to = buffer + row * 64 + ((j + me.lane / 16) ^ (row / 2 & 3)) * 16;
         const float *v = acc[h] + part * 16 + j * 4;
         uint32_t gate[4], up[4], activation[4];
 #pragma unroll
@@ -201,24 +203,24 @@ static __device__ __forceinline__ void epilogue_swiglu(const Accumulators &acc, 
           activation[i] = pack_bf16(g.x * logistic(g.x) * u.x, g.y * logistic(g.y) * u.y);
         }
         stmatrix_x4(to, gate[0], gate[1], gate[2], gate[3]);
-        stmatrix_x4(to + BYTES, up[0], up[1], up[2], up[3]);
-        stmatrix_x4(to + 2 * BYTES, activation[0], activation[1], activation[2], activation[3]);
+        stmatrix_x4(to + SWIGLU_PART, up[0], up[1], up[2], up[3]);
+        stmatrix_x4(to + 2 * SWIGLU_PART, activation[0], activation[1], activation[2], activation[3]);
       }
       fence_proxy_async();
       __syncwarp();
       if (me.lane == 0) {
         int x = work.column + part * 32, y = work.row + me.first_row(h);
         tma_store_3d(gate_up, buffer, x, y, 0);
-        tma_store_2d(out, buffer + 2 * BYTES, x, y);
+        tma_store_2d(out, buffer + 2 * SWIGLU_PART, x, y);
         tma_store_commit();
       }
     }
 }
 
-// The gates and ups that a warp needs for its part of the gradient, in pieces of 16 rows by 64 columns. A tile's first ones
-// arrive during its main loop, and each piece's gradients leave from where it lay.
+// The gates and ups that a warp needs for its part of the gradient, in pieces of 16 rows by 64 columns. A tile's first
+// pieces arrive during its main loop, and each piece's gradients leave from the same buffer.
 struct GateUpQueue {
-  const CUtensorMap *from;
+  const CUtensorMap *map;
   uint32_t buffers;
   uint64_t *full;
   int taken = 0;           // pieces of all tiles so far
@@ -231,14 +233,16 @@ struct GateUpQueue {
   __device__ __forceinline__ void load(int i) const {
     uint64_t *barrier = &full[(taken + i) % GATE_UP_BUFFERS];
     mbarrier_arrive_expect_tx(barrier, GATE_UP_BYTES);
-    tma_load_3d(buffer(i), from, barrier, column + i % across * 64, row + i / across * 64, 0);
+    tma_load_3d(buffer(i), map, barrier, column + i % across * 64, row + i / across * 64, 0);
   }
   __device__ __forceinline__ void begin(const WorkTile &work, int columns) {
     const ThreadCoord me;
     row = work.row + me.first_row(0), column = work.column, across = columns / 64;
-    if (me.lane) return;
-    tma_store_wait_read<0>();
-    for (int i = 0; i < GATE_UP_BUFFERS; i++) load(i);
+    if (me.lane == 0) {
+      tma_store_wait_read<0>();
+      for (int i = 0; i < GATE_UP_BUFFERS; i++) load(i);
+    }
+    __syncwarp();
   }
   __device__ __forceinline__ void wait(int i) const {
     mbarrier_wait(&full[(taken + i) % GATE_UP_BUFFERS], (taken + i) / GATE_UP_BUFFERS & 1);
@@ -249,7 +253,7 @@ struct GateUpQueue {
 static __device__ __forceinline__ void epilogue_swiglu_gradient(const Accumulators &acc,
                                                                 const CUtensorMap *out, GateUpQueue &queue) {
   const ThreadCoord me;
-  const int line = me.lane % 16;
+  const int row = me.lane % 16;
 #pragma unroll
   for (int h = 0; h < TILE_M / 64; h++)
 #pragma unroll
@@ -259,7 +263,7 @@ static __device__ __forceinline__ void epilogue_swiglu_gradient(const Accumulato
       queue.wait(piece);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) { // 8 columns each
-        uint32_t at = queue.buffer(piece) + line * 128 + ((j + me.lane / 16) ^ (line & 7)) * 16;
+        uint32_t at = queue.buffer(piece) + row * 128 + ((j + me.lane / 16) ^ (row & 7)) * 16;
         const float *d = acc[h] + part * 32 + j * 4;
         uint32_t gate[4], up[4];
         ldmatrix_x4(gate, at);
@@ -276,14 +280,16 @@ static __device__ __forceinline__ void epilogue_swiglu_gradient(const Accumulato
       }
       fence_proxy_async();
       __syncwarp();
-      if (me.lane) continue;
-      tma_store_3d(out, queue.buffer(piece), queue.column + part * 64, queue.row + h * 64, 0);
-      tma_store_commit();
-      int next = piece - 1 + GATE_UP_BUFFERS; // goes where the piece before lies
-      if (piece >= 1 && next < 2 * queue.across) {
-        tma_store_wait_read<1>();
-        queue.load(next);
+      int next = piece - 1 + GATE_UP_BUFFERS; // takes the buffer of the piece before
+      if (me.lane == 0) {
+        tma_store_3d(out, queue.buffer(piece), queue.column + part * 64, queue.row + h * 64, 0);
+        tma_store_commit();
+        if (piece >= 1 && next < 2 * queue.across) {
+          tma_store_wait_read<1>();
+          queue.load(next);
+        }
       }
+      __syncwarp();
     }
   queue.taken += 2 * queue.across;
 }

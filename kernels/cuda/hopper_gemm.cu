@@ -150,8 +150,8 @@ static bool tma_takes(Tensor t) {
          t.shape[1] <= INT32_MAX;
 }
 
-// Describes a matrix to TMA, or `parts` matrices whose columns follow one another in t, in tiles of `rows` by `line` bytes,
-// 128 or 64, of each.
+// Describes t to TMA in tiles of `rows` by `line` bytes, 128 or 64. parts = 2: its left and its right half of the
+// columns, a tile of each at once; the second stride is then smaller than the first, which the driver takes.
 static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128, int parts = 1) {
   CUtensorMap map;
   cuuint64_t bytes = dtype_bytes(t.dtype), columns = (cuuint64_t)(t.shape[1] / parts),
@@ -354,7 +354,7 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
 
-// Fewer tiles than run at once leave much of the device idle, where cuBLASLt has smaller ones.
+// With fewer tiles than clusters some SMs would idle; cuBLASLt has smaller tiles.
 static bool takes_swiglu(Backend *backend, const TileScheduler &s, Tensor a, Tensor weight, Tensor gate_up,
                          Tensor out) {
   for (Tensor t : {a, weight, gate_up, out})
@@ -367,9 +367,9 @@ bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tenso
   if (!hopper_runs(backend)) return false;
   TileScheduler s = schedule<K>(backend, x.shape[0], out.shape[1], x.shape[1]);
   if (!takes_swiglu(backend, s, x, weight, gate_up, out)) return false;
-  CUtensorMap kept = tma_map(backend, gate_up, STORE_ROWS, 64, 2);
+  CUtensorMap gate_up_map = tma_map(backend, gate_up, STORE_ROWS, 64, 2);
   launch<K>(backend, tma_map(backend, x, K::ROWS), tma_map(backend, weight, TILE_N / CLUSTER),
-            tma_map(backend, out, STORE_ROWS, 64), s, {}, &kept);
+            tma_map(backend, out, STORE_ROWS, 64), s, {}, &gate_up_map);
   return true;
 }
 
@@ -378,8 +378,8 @@ bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, T
   if (!hopper_runs(backend)) return false;
   TileScheduler s = schedule<K>(backend, dout.shape[0], weight.shape[1], dout.shape[1]);
   if (!takes_swiglu(backend, s, dout, weight, gate_up, dgate_up)) return false;
-  CUtensorMap kept = tma_map(backend, gate_up, STORE_ROWS, 128, 2);
+  CUtensorMap gate_up_map = tma_map(backend, gate_up, STORE_ROWS, 128, 2);
   launch<K>(backend, tma_map(backend, dout, K::ROWS), tma_map(backend, weight, TILE_K / CLUSTER),
-            tma_map(backend, dgate_up, STORE_ROWS, 128, 2), s, {}, &kept);
+            tma_map(backend, dgate_up, STORE_ROWS, 128, 2), s, {}, &gate_up_map);
   return true;
 }

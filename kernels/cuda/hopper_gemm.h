@@ -41,12 +41,12 @@ void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int6
 // dweight (+)= alpha times the transposed kept tiles times x, over what the lists name, which may be nothing.
 void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *kept, float alpha);
 
-// gate_up [N, 2F] = x [N, I] weight[2F, I]^T;  out [N, F] = silu(gate) * up, of gate and up as they are stored. All bf16
-// with rows that start on 16 bytes, F a multiple of 8, and tiles enough for the whole device.
+// gate_up [N, 2F] = x [N, I] weight[2F, I]^T;  out [N, F] = silu(gate) * up, of gate and up as they are stored. All
+// bf16 with rows that start on 16 bytes, F a multiple of 8, and tiles enough for the whole device.
 bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tensor weight);
 
-// dgate_up [N, 2F], which may be gate_up itself: the gradients of gate and up, that of silu(gate) * up being dout [N, O]
-// weight [O, F], which is not rounded. Tensors as above.
+// dgate_up [N, 2F], which may be gate_up itself: the gradients of gate and up. That of silu(gate) * up, dout weight (dout
+// [N, O], weight [O, F]), stays in fp32. Tensors as above.
 bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, Tensor dout, Tensor weight);
 
 #if defined(__cplusplus)

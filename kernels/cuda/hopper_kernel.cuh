@@ -6,10 +6,10 @@
 //               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
 //   STORE_*     A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
 //   ADD_F32     A = (r X)^T, B = kept tiles of E: sampled dW, whose transpose is written or added to memory.
-//   SWIGLU      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and the
-//               activation is made of them before they leave the SM.
-//   SWIGLU_GRADIENT  A = dY, B = W, the layer after: the gradient of the activation stays in the accumulators; gate and up
-//               are loaded, and their gradients are stored.
+//   SWIGLU      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
+//               the activation is made of them before they leave the SM.
+//   SWIGLU_GRADIENT  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
+//               and up are loaded, and their gradients are stored.
 // dW += E^T (r X) without sampling is cuBLASLt's (linear.cu).
 //
 // Data flow. A CTA is alone on its SM: a producer warp issues TMA loads of A and B (64 wide in K) into a ring
@@ -19,8 +19,8 @@
 // other: they need the same tile of B, and each loads one half and multicasts it to both. (Sampled dX: two tiles side by side,
 // which share A, so that each 128 rows have a list of k-steps of their own.)
 //
-// Pipeline. LOGITS_EXP, SwiGLU and the sampled GEMMs are ping-pong, 5 or 4 stages of 40 KiB: each consumer owns whole tiles
-// of 128 x 192, so that one's epilogue runs under the other's MMAs:
+// Pipeline. LOGITS_EXP, SwiGLU and the sampled GEMMs are ping-pong, 5 or 4 stages of 40 KiB: each consumer owns whole
+// tiles of 128 x 192, so that one's epilogue runs under the other's MMAs:
 //   producer     A, B tiles -> stage s, once stage s is empty
 //   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
 //   consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
@@ -36,13 +36,11 @@
 //
 // Cost for a chunk of C rows: 2 C V H flops a GEMM. The logits read X and W and write 2 C V bytes of E and
 // 4 C V / 192 of row sums; dX reads E and W. At C = H = 4096, V = 128,256 each moves at least 2.1 GB for 4.3 Tflop
-// (measured 3.6 GB read, 1.05 written): memory is busy a sixth of the time. SwiGLU and its gradient
-// in kernels of their own move 18 N F bytes (8 ms of a step of llama-1b, B 4, T 4096); here 10 N F, under the MMAs. What
-// was measured and tried is in kernels/LCE.md.
+// (measured 3.6 GB read, 1.05 written): memory is busy a sixth of the time. What was measured and
+// tried is in kernels/LCE.md. SwiGLU and its gradient in kernels of their own move 18 N F bytes, here 10 N F: a step of
+// llama-1b takes 0.98 of its time with those (tools/BENCHMARKS.md).
 #ifndef LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 #define LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
-
-#include <math.h>
 
 #include "kernels/cuda/hopper_epilogue.cuh"
 

@@ -1,8 +1,9 @@
-// PTX wrappers for sm_90a, one function per instruction: clusters, mbarriers, TMA, wgmma. Used by the LM head's
-// GEMMs (hopper_kernel.cuh) and by attention (attention_hopper.cuh).
+// PTX wrappers for sm_90a, one function per instruction: clusters, mbarriers, TMA, wgmma. Used by the GEMMs
+// (hopper_kernel.cuh) and by attention (attention_hopper.cuh).
 //
 // A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16), swizzled by
-// TMA (SWIZZLE_128B): 16-byte chunk c of row r lies at chunk c ^ (r & 7).
+// TMA (SWIZZLE_128B): 16-byte chunk c of row r lies at chunk c ^ (r & 7). What SwiGLU stores has rows of 64 bytes
+// (SWIZZLE_64B): chunk c of row r lies at c ^ (r / 2 & 3).
 #ifndef LCE_KERNELS_CUDA_HOPPER_PTX_CUH
 #define LCE_KERNELS_CUDA_HOPPER_PTX_CUH
 

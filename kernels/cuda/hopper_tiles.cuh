@@ -13,8 +13,11 @@ enum { MAX_SPLITS = 16 };
 // Sums of dW: for each pair of a consumer's warps a buffer of TILE_N rows by 128 bytes.
 enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
 
-// SwiGLU's gates and ups of 16 rows, by 64 columns; they leave with the activation by 32 columns, the three in a third of this.
-enum { GATE_UP_BYTES = 2 * STORE_BYTES, GATE_UP_BUFFERS = 2, SWIGLU_BYTES = 3 * STORE_BYTES / 2 };
+// SwiGLU: gate, up and activation leave 16 rows by 32 columns at a time, and gate and up arrive for their gradient 16 rows
+// by 64 columns at a time.
+enum { SWIGLU_PART = STORE_BYTES / 2, SWIGLU_BYTES = 3 * SWIGLU_PART };
+enum { GATE_UP_BYTES = 2 * STORE_BYTES, GATE_UP_BUFFERS = 2 };
+static_assert((int)GATE_UP_BUFFERS <= TILE_M / 64, "each tile has at least so many pieces");
 
 enum Epilogue { LOGITS_EXP, STORE_BF16, STORE_F32, ADD_F32, SWIGLU, SWIGLU_GRADIENT };
 
@@ -22,7 +25,8 @@ template <Epilogue EPILOGUE_, bool SAMPLED_ = false> struct KernelTraits {
   static constexpr Epilogue EPILOGUE = EPILOGUE_;
   static constexpr bool SAMPLED = SAMPLED_;
   // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
-  // Sampled dX is ping-pong, since a tile of fewer rows has more steps to skip; sampled dW for its long epilogue.
+  // Sampled dX is ping-pong, since a tile of fewer rows has more steps to skip; sampled dW and SwiGLU for their
+  // long epilogues.
   static constexpr bool COOPERATIVE = (EPILOGUE == STORE_BF16 || EPILOGUE == STORE_F32) && !SAMPLED;
   static constexpr bool A_K_MAJOR = EPILOGUE != ADD_F32,
                         B_K_MAJOR = EPILOGUE == LOGITS_EXP || EPILOGUE == SWIGLU;
@@ -33,7 +37,7 @@ template <Epilogue EPILOGUE_, bool SAMPLED_ = false> struct KernelTraits {
   enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = SHARE_A ? ROWS : CLUSTER * ROWS };
   enum { CLUSTER_COLUMNS = TILE_N * (SHARE_A ? CLUSTER : 1) / (EPILOGUE == SWIGLU ? 2 : 1) };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
-  enum { STAGES = COOPERATIVE ? 3 : EPILOGUE == LOGITS_EXP || (SAMPLED && EPILOGUE != ADD_F32) ? 5 : 4 };
+  enum { STAGES = COOPERATIVE ? 3 : EPILOGUE == LOGITS_EXP || SHARE_A ? 5 : 4 };
   enum {
     WARP_BYTES = EPILOGUE == SWIGLU            ? 2 * SWIGLU_BYTES
                  : EPILOGUE == SWIGLU_GRADIENT ? GATE_UP_BUFFERS * GATE_UP_BYTES

@@ -1,6 +1,6 @@
 // GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; of FP8 operands too,
-// whose partial sums stay in fp32 (without the library's fast accumulation). SwiGLU is in the epilogues of our own GEMMs on
-// Hopper (hopper_gemm.cu), else a kernel before or after the GEMM.
+// whose partial sums stay in fp32 (without the library's fast accumulation). SwiGLU is in the epilogues of our own GEMMs
+// on Hopper (hopper_gemm.cu), else a kernel of its own after the GEMM.
 //
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
 // right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
@@ -536,8 +536,8 @@ void cuda_linear_forward(Backend *backend, const LinearForward *a) {
   if (gelu) g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
   cuda_gemm(backend, &g);
   if (swiglu) {
-    SwigluForward apart = {.out = a->out, .gate_up = a->pre_activation};
-    cuda_swiglu_forward(backend, &apart);
+    SwigluForward activation = {.out = a->out, .gate_up = a->pre_activation};
+    cuda_swiglu_forward(backend, &activation);
   }
 }
 
@@ -554,8 +554,8 @@ void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) 
   }
   cuda_gemm(backend, &g);
   if (swiglu) {
-    SwigluBackward apart = {.dgate_up = a->dx, .dout = product, .gate_up = a->pre_activation};
-    cuda_swiglu_backward(backend, &apart);
+    SwigluBackward activation = {.dgate_up = a->dx, .dout = product, .gate_up = a->pre_activation};
+    cuda_swiglu_backward(backend, &activation);
   }
 }
 

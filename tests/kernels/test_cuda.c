@@ -158,7 +158,7 @@ static Tolerance fast_tanh(Pair *p, Tolerance fp32) {
   return p->cuda->dtype == DTYPE_BF16 ? (Tolerance){.units = 1, .terms = 1, .operations = 0x1p-8} : fp32;
 }
 
-// SwiGLU multiplies two sums, which are stored before in bf16.
+// SwiGLU multiplies two results of a GEMM, which are rounded to bf16 before.
 static Tolerance gated(Pair *p, double terms) {
   bool bf16 = p->cuda->dtype == DTYPE_BF16;
   return bf16 ? (Tolerance){.units = 4, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16)}
@@ -183,7 +183,7 @@ static void linear_forward_case(Pair *p, Shape s, Forward variant) {
   Dtype dtype = p->cuda->dtype;
   Both none = {{0}, {0}}, bias = none, residual = none, pre = none;
   bool activation = variant >= GELU && variant <= BIAS_SWIGLU;
-  Shape made = s; // by the GEMM
+  Shape made = s; // what the GEMM computes
   if (variant == SWIGLU || variant == BIAS_SWIGLU) made.outputs *= 2;
   Both x = both_strided(p, dtype, s.rows, s.inputs, s.inputs + s.pad, 1),
        weight = both_weight(p, dtype, made);

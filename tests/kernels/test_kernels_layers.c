@@ -506,7 +506,7 @@ static void test_refusals(void **state) {
   Tensor m34 = poisoned(h, dtype, 3, 4), m35 = poisoned(h, dtype, 3, 5), m54 = poisoned(h, dtype, 5, 4);
   Tensor v3 = poisoned_vector(h, DTYPE_F32, 3), v4 = poisoned_vector(h, dtype, 4),
          ids3 = poisoned_vector(h, DTYPE_I32, 3);
-  Tensor gaps = poisoned_strided(h, dtype, 3, 4, 6), none = {0};
+  Tensor gaps = poisoned_strided(h, dtype, 3, 4, 6), m38 = poisoned(h, dtype, 3, 8), none = {0};
   // something is missing, has the wrong shape, type or layout, or must not be there
   assert_fails(h, "linear_forward: x is missing",
                linear_forward(backend, (LinearForward){.out = m35, .weight = m54}));
@@ -526,6 +526,15 @@ static void test_refusals(void **state) {
       linear_backward_input(
           backend, (LinearBackwardInput){
                        .dx = m34, .dout = m35, .weight = m54, .pre_activation = m34, .accumulate = true}));
+  assert_fails(
+      h, "it is for SwiGLU alone",
+      linear_backward_input(
+          backend, (LinearBackwardInput){
+                       .dx = m34, .dout = m35, .weight = m54, .pre_activation = m34, .dactivation = m34}));
+  assert_fails(
+      h, "dactivation is missing",
+      linear_backward_input(
+          backend, (LinearBackwardInput){.dx = m38, .dout = m35, .weight = m54, .pre_activation = m38}));
   assert_fails(
       h, "dweight",
       linear_backward_weight(backend, (LinearBackwardWeight){.dweight = m34, .dout = m35, .x = m34}));
