@@ -7,8 +7,8 @@
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # where there is no GPU
 
 Every peer computes the mean loss and the gradients of x and W, alternating with the three plain GEMMs (logits, dX and dW
-through torch.mm); "over the GEMMs" is the ratio to them. Before that both run untimed until the GPU reaches its steady
-clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own count, for lce.c with what its library reports.
+through torch.mm); "over the GEMMs" is the ratio to them. On a GPU three calls are queued and timed together. Before that both
+run untimed until the GPU reaches its steady clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own count, for lce.c with what its library reports.
 Errors are relative, against float64 at the same shape: of the mean loss as the peer returns it, and of the gradients in
 the Frobenius norm, as PyTorch returns them: in the dtypes of x and W. A peer that is not installed,
 or fails, is a row with the reason. Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13
@@ -22,7 +22,10 @@ import os
 import statistics
 import sys
 
-import torch
+try:
+    import torch.cuda
+except ImportError:  # without PyTorch, tools/torch/ is what is found
+    sys.exit("tools/bench_peers.py measures through PyTorch, which is not there: pip install torch")
 
 import peers
 import peers_chains
@@ -46,6 +49,7 @@ def bench_shape(device, shape, options):
     """The plain GEMMs' milliseconds (None: nothing was timed), and a row for every peer."""
     tensors = x, w, y = peers.problem(device, shape)
     reference, gemms = None if options.no_errors else peers.reference(x, w, y), None
+    calls = 3 if device == "cuda" else 1  # as in training, the GPU does not wait for the host between them
 
     def first(peer):
         run = peers.loss_of(peer, device)
@@ -55,7 +59,7 @@ def bench_shape(device, shape, options):
         found = peers.measured(device, run, tensors, reference)
         if peer.name.startswith("lce.c"):
             found["held_bytes"] = (found["held_bytes"] or 0) + peers.ours_held(x)
-        return found, lambda: peers.seconds(device, lambda: run(*tensors))
+        return found, lambda: peers.seconds(device, lambda: run(*tensors), calls)
 
     def makers():
         nonlocal reference, gemms
@@ -64,8 +68,8 @@ def bench_shape(device, shape, options):
                 yield peer.name, lambda: first(peer)
         reference, gemms = None, peers.gemms(x, w)  # freed, and there, before the timing
 
-    rows, gemm_times = peers.compare(device, makers(), lambda: peers.seconds(device, lambda: [gemm() for gemm in gemms]),
-                                     options.rounds)
+    rows, gemm_times = peers.compare(device, makers(),
+                                     lambda: peers.seconds(device, lambda: [gemm() for gemm in gemms], calls), options.rounds)
     return 1e3 * statistics.median(gemm_times) if gemm_times else None, rows
 
 

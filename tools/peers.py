@@ -161,12 +161,14 @@ def wait(device):
         torch.cuda.synchronize()
 
 
-def seconds(device, work):
+def seconds(device, work, calls=1):
+    """Of a call, among so many that are queued one after the other."""
     wait(device)
     start = time.perf_counter()
-    work()
+    for _ in range(calls):
+        work()
     wait(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / calls
 
 
 def compare(device, makers, base, rounds, parts=(("", lambda seconds: seconds),)):
