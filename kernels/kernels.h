@@ -125,9 +125,8 @@ typedef struct {
   Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
   Tensor pre_activation; // fp32/bf16 [N, P], P = I with gelu and 2 I with swiglu; or absent, and P = I
-  Tensor
-      dactivation; // with swiglu: fp32/bf16 [N, I], scratch for dout W, which a device may also keep in fp32; else absent
-  bool accumulate; // not together with pre_activation
+  Tensor dactivation; // fp32/bf16 [N, I] with swiglu, else absent: scratch; dout W is rounded to it, or not
+  bool accumulate;    // not together with pre_activation
 } LinearBackwardInput;
 
 // dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].

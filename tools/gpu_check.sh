@@ -1,6 +1,7 @@
 #!/bin/bash
 # Everything that needs a GPU, in one go: builds for the GPU here, runs its tests (also under compute-sanitizer) and
-# its benchmarks; prints each result as it comes, and all of them at the end. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
+# its benchmarks; prints each result as it comes, and all of them at the end. Whole logs go to runs/gpu_check/
+# (OUT=folder: elsewhere).
 #
 #   tools/gpu_check.sh [all|tests|sanitizer|bench|peers]...
 #   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how training scales,
