@@ -1,13 +1,7 @@
 #include "tools/curves/point.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "base/fail.h"
 #include "tools/curves/layer.h"
 #include "trainer/machine.h"
-#include "trainer/plan.h"
 #include "trainer/speed.h"
 #include "trainer/trainer.h"
 
@@ -232,12 +226,8 @@ static Needs run_layer(const Experiment *e, const Point *p, Backend *backend, co
 static size_t usable_bytes(const Experiment *e, const Backend *backend) {
   if (e->memory) return e->memory;
   size_t usable = machine_usable_bytes(backend);
-  FILE *file = backend->device == ON_CPU ? fopen("/proc/meminfo", "r") : NULL;
-  char line[128];
-  unsigned long long kib;
-  while (file && fgets(line, sizeof line, file))
-    if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1 && kib * 1024 < usable) usable = (size_t)kib * 1024;
-  if (file) fclose(file);
+  size_t left = backend->device == ON_CPU ? system_bytes("/proc/meminfo", "MemAvailable") : 0;
+  if (left && left < usable) usable = left;
   return usable - usable / 32; // a margin for what the ledger does not count
 }
 
