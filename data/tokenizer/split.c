@@ -6,6 +6,7 @@
 #endif
 
 #include "base/fail.h"
+#include "base/text.h"
 
 const char split_gpt2[] =
     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
@@ -85,25 +86,18 @@ static bool split_from(const Split *s, int level, const char *text, int64_t leng
   return good;
 }
 
-// PCRE2 checks whether the text is UTF-8, with an expression that matches at once.
-static bool check_utf8(const char *text, int64_t length, Reason *reason) {
-  int error;
-  PCRE2_SIZE offset;
-  pcre2_code *nothing = pcre2_compile((PCRE2_SPTR) "", 0, PCRE2_UTF, &error, &offset, NULL);
-  pcre2_match_data *match = nothing ? pcre2_match_data_create_from_pattern(nothing, NULL) : NULL;
-  if (!match) fail("out of memory for a text of %lld bytes", (long long)length);
-  int result = pcre2_match(nothing, (PCRE2_SPTR)text, (size_t)length, 0, 0, match, NULL);
-  size_t wrong = result < 0 ? pcre2_get_startchar(match) : 0;
-  pcre2_match_data_free(match);
-  pcre2_code_free(nothing);
-  return result >= 0 || refuse(reason, "the text is not UTF-8 at byte %zu", wrong);
+static bool check_utf8(const char *text, size_t size, Reason *reason) {
+  for (size_t at = 0, taken; at < size; at += taken)
+    if (!(taken = (size_t)utf8_length(text + at, size - at)))
+      return refuse(reason, "the text is not UTF-8 at byte %zu", at);
+  return true;
 }
 
 bool splitter_split(const Splitter *splitter, const char *text, int64_t length, SplitPiece piece,
                     void *context, Reason *reason) {
   if (length == 0) return true;
   Split s = {.splitter = splitter, .piece = piece, .context = context, .reason = reason};
-  return check_utf8(text, length, reason) && split_from(&s, 0, text, length);
+  return check_utf8(text, (size_t)length, reason) && split_from(&s, 0, text, length);
 }
 
 #else
