@@ -9,7 +9,6 @@
 //   tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"

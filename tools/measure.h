@@ -1,6 +1,5 @@
 // The measuring loop of the benchmarks.
-#ifndef LCE_TOOLS_MEASURE_H
-#define LCE_TOOLS_MEASURE_H
+#pragma once
 
 #include "trainer/speed.h"
 
@@ -26,5 +25,3 @@ static inline Medians measure(double (*seconds)(void *context, int which), void 
   }
   return (Medians){median(bases, rounds), median(works, rounds), median(ratios, rounds)};
 }
-
-#endif

@@ -3,8 +3,7 @@
 //
 // rungs.c holds what a rung does, for both devices: matmuls are the backend's linear_*, and what happens to
 // single rows is in rows_cpu.c (plain loops: read these) and rows_cuda.cu (the same as kernels).
-#ifndef LCE_TOOLS_LADDER_LADDER_H
-#define LCE_TOOLS_LADDER_LADDER_H
+#pragma once
 
 #include "kernels/linear_cross_entropy.h"
 
@@ -61,5 +60,4 @@ extern const LadderRows ladder_rows_cpu, ladder_rows_cuda;
 
 #if defined(__cplusplus)
 }
-#endif
 #endif
