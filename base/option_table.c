@@ -11,12 +11,13 @@
 
 // --- values ------------------------------------------------------------------------------------------------
 
-int64_t option_whole(const char *name, const char *text, int64_t min, int64_t max) {
+static int64_t whole(const Option *o, const char *text) {
   char *end;
   errno = 0;
-  long long value = strtoll(text, &end, 10);
+  long long value = strtoll(text, &end, 10), min = (int64_t)o->min,
+            max = o->max > 0 ? (int64_t)o->max : INT64_MAX;
   if (errno || end == text || *end || value < min || value > max)
-    fail("--%s %s: give a whole number from %lld to %lld", name, text, (long long)min, (long long)max);
+    fail("--%s %s: give a whole number from %lld to %lld", o->name, text, min, max);
   return value;
 }
 
@@ -76,7 +77,7 @@ void option_set(const Option *o, void *values, const char *text) {
     store(o, field, (int64_t)o->min);
     break;
   case OPTION_WHOLE:
-    store(o, field, option_whole(o->name, text, (int64_t)o->min, o->max > 0 ? (int64_t)o->max : INT64_MAX));
+    store(o, field, whole(o, text));
     break;
   case OPTION_NUMBER:
     *(double *)field = number(o, text);

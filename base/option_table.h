@@ -65,6 +65,3 @@ int option_row(const Option *rows, const char *name); // -1: none is called so
 
 // The first given option that excludes rows[row], or -1.
 int option_excluded_by(const Option *rows, const void *values, const bool *given, int row);
-
-// A whole number, or a sentence about --name and the end of the program.
-int64_t option_whole(const char *name, const char *text, int64_t min, int64_t max);
