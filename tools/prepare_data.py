@@ -114,7 +114,7 @@ def find_files(inputs, given):
 
 # A part of a file: bytes, or row groups of Parquet; `size` in bytes. A document may continue in the next item, and has
 # ended when `closes`. `split` is set where the item has one split for all it holds.
-Item = collections.namedtuple("Item", "number path kind start end size split closes", defaults=(None, True))
+Item = collections.namedtuple("Item", "number path kind start end size split closes")
 
 
 def find_cut(text, at, newline, anywhere):
@@ -271,9 +271,7 @@ def chat_fields(options):
 
 
 def messages_of(record, options, item):
-    if options.messages_field in record:
-        messages = record[options.messages_field]
-    elif "prompt" in record and "completion" in record:
+    if options.messages_field not in record and "prompt" in record and "completion" in record:
         messages = [{"role": "user", "content": record["prompt"]},
                     {"role": "assistant", "content": record["completion"]}]
     else:
