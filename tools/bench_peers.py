@@ -56,10 +56,8 @@ def bench_shape(device, shape, options):
         run = run if peer.direct else peers.autograd(run)
         for _ in range(2):
             run(*tensors)
-        found = peers.measured(device, run, tensors, reference)
-        if peer.name.startswith("lce.c"):
-            found["held_bytes"] = (found["held_bytes"] or 0) + peers.ours_held(x)
-        return found, lambda: peers.seconds(device, lambda: run(*tensors), calls)
+        return (peers.measured(device, peer, run, tensors, reference),
+                lambda: peers.seconds(device, lambda: run(*tensors), calls))
 
     def makers():
         nonlocal reference, gemms

@@ -218,14 +218,16 @@ def peak_bytes(device):
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
-def measured(device, run, tensors, reference):
-    """run(x, w, y) once: the bytes of PyTorch's that it holds beyond inputs and gradients, and its errors."""
+def measured(device, peer, run, tensors, reference):
+    """run(x, w, y) of a peer once: the bytes that it holds beyond inputs and gradients, and its errors."""
     reset_peak(device)
     before = peak_bytes(device)
     got = run(*tensors)
     held = peak_bytes(device)
     if held is not None:
         held -= before + sum(g.numel() * g.element_size() for g in got[1:])
+    if peer.name.startswith("lce.c"):
+        held = (held or 0) + ours_held(tensors[0])
     return dict(held_bytes=held, **errors_of(got, reference))
 
 

@@ -99,9 +99,7 @@ def loss_rows(loss, device, shape, rounds, errors):
                 alone = seconds(device, lambda: loss_of(*tensors))
             return alone, together - alone
         run(*tensors)
-        found, ours = peers.measured(device, run, tensors, reference), peer is loss.ours
-        if ours:
-            found["held_bytes"] = (found["held_bytes"] or 0) + peers.ours_held(x)
+        found, ours = peers.measured(device, peer, run, tensors, reference), peer is loss.ours
         return found, with_gradients if ours and loss.in_forward else lambda: time_chain(device, loss_of, tensors)
 
     def gemms():
