@@ -177,9 +177,7 @@ static void read_added_tokens(Tokenizer *t, const cJSON *added) {
     read_id(json_member(item, "id"), &id);
     put_token(t, id, text);
     t->tokens[id].special = json_true(item, "special", false);
-    t->added[i].text = text_format("%s", text);
-    t->added[i].length = (int64_t)strlen(text);
-    t->added[i++].id = (int32_t)id;
+    t->added[i++] = (AddedToken){text_format("%s", text), (int64_t)strlen(text), (int32_t)id};
     if (t->encodes && (json_true(item, "lstrip", false) || json_true(item, "rstrip", false) ||
                        json_true(item, "single_word", false)))
       t->encodes =
@@ -245,14 +243,12 @@ static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
   if (json_is(step, "type", "Digits"))
     return splitter_add(&t->splitter, json_true(step, "individual_digits", false) ? "\\p{N}" : "\\p{N}+",
                         reason);
-  const cJSON *behavior = json_member(step, "behavior"),
-              *expression = json_member(json_member(step, "pattern"), "Regex");
-  if (json_is(step, "type", "Split") && cJSON_IsString(expression) && cJSON_IsString(behavior) &&
-      strcmp(behavior->valuestring, "Isolated") == 0 && !json_true(step, "invert", false))
-    return splitter_add(&t->splitter, expression->valuestring, reason);
-  const cJSON *type = json_member(step, "type");
+  const char *type = json_text(step, "type"), *expression = json_text(json_member(step, "pattern"), "Regex");
+  if (json_is(step, "type", "Split") && expression && json_is(step, "behavior", "Isolated") &&
+      !json_true(step, "invert", false))
+    return splitter_add(&t->splitter, expression, reason);
   return refuse(reason, "its pre_tokenizer has a step of type %s, which this program does not support",
-                cJSON_IsString(type) ? type->valuestring : "unknown");
+                type ? type : "unknown");
 }
 
 static bool has_byte_level(const cJSON *step, const char *list) {
@@ -274,13 +270,13 @@ static bool read_template(Tokenizer *t, const cJSON *template) {
   const cJSON *item;
   Ids *into = &t->before;
   cJSON_ArrayForEach(item, json_member(template, "single")) {
-    const cJSON *special = json_member(item, "SpecialToken"), *name = json_member(special, "id"), *id;
+    const cJSON *special = json_member(item, "SpecialToken"), *id;
     if (!special) {
       into = &t->after;
       continue;
     }
-    const cJSON *known =
-        cJSON_IsString(name) ? json_member(json_member(template, "special_tokens"), name->valuestring) : NULL;
+    const char *name = json_text(special, "id");
+    const cJSON *known = name ? json_member(json_member(template, "special_tokens"), name) : NULL;
     if (!known)
       return refuse(&t->cannot_encode, "its template names a special token that it does not explain");
     cJSON_ArrayForEach(id, json_member(known, "ids")) {
