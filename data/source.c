@@ -500,9 +500,8 @@ static bool is_corpus_file(const char *name, bool is_directory) {
   static const char *const endings[] = {".c", ".h", ".cu", ".cuh", ".py", ".sh", ".md"};
   if (is_directory) return strcmp(name, "runs") != 0;
   if (strcmp(name, "Makefile") == 0 || strcmp(name, "LICENSE") == 0) return true;
-  const char *ending = strrchr(name, '.');
-  for (size_t i = 0; ending && i < sizeof endings / sizeof *endings; i++)
-    if (strcmp(ending, endings[i]) == 0) return true;
+  for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
+    if (ends_in(name, endings[i])) return true;
   return false;
 }
 
