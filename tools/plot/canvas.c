@@ -308,7 +308,6 @@ Canvas *canvas_create(double width, double height, double scale) {
 }
 
 void canvas_destroy(Canvas *c) {
-  if (!c) return;
   for (int bold = 0; bold < 2; bold++) free(c->fonts[bold]);
   free(c->pixels);
   free(c->mask);

@@ -74,7 +74,6 @@ static Label axis_title(const Axis *axis) {
 
 // A round step of at least `rough`: 1, 2, 5 times a power of ten, or a power of two.
 static double round_step(double rough, Unit unit, double unit_size) {
-  if (rough <= 0) return 1;
   if (unit == UNIT_COUNT) return fmax(1, exp2(ceil(log2(rough) - 1e-9)));
   double ten = pow(10, floor(log10(rough / unit_size) + 1e-9)), part = rough / unit_size / ten;
   return unit_size * ten * (part <= 1 + 1e-9 ? 1 : part <= 2 + 1e-9 ? 2 : part <= 5 + 1e-9 ? 5 : 10);
@@ -111,7 +110,6 @@ static void fit_linear(Axis *axis, double low, double high) {
   if (axis->from_zero) low = fmin(low, 0);
   if (high <= low) high = low + (low != 0 ? fabs(low) : 1);
   axis->low = low, axis->high = high;
-  if (axis->tight) return;
   // Sizes end close to where they end; the rest on a tick, and not where the last value would touch the frame.
   for (int pass = 0; pass < 2; pass++) {
     double step = linear_step(axis, axis->unit == UNIT_COUNT ? 6 : axis->ticks);

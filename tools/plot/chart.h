@@ -26,7 +26,7 @@ typedef struct {
   Label title;              // the unit follows it
   int ticks;                // at most about this many; 0: 6
   int shared;               // axes of a picture with the same number, if not 0, span the same range
-  bool tight;               // ends where the series do, or at the ends given, with a tick there
+  bool tight;               // ends at the ends given, with a tick there
   bool hidden;              // no tick labels: the panel next to this one has them
   const char *const *names; // of a y axis: labels for 0, 1, 2, ... from the top down; give its ends
   double low, high;         // its ends; equal: fitted to the series, outwards to round values
