@@ -218,9 +218,9 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
   check_exclusions(table->rows, values, parsing.given);
 }
 
-int option_table_take(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  bool own[OPTION_ROWS_MAX] = {false};
-  Parsing parsing = {table, values, given ? given : own};
+int option_table_take(const OptionTable *table, void *values, int argc, char **argv) {
+  bool given[OPTION_ROWS_MAX] = {false};
+  Parsing parsing = {table, values, given};
   begin(&parsing);
   int left = 1;
   for (int i = 1; i < argc; i++) {
@@ -243,6 +243,6 @@ int option_table_take(const OptionTable *table, void *values, bool *given, int a
     if (o->type != OPTION_FLAG && !value) value = missing ? "" : argv[++i];
     take(&parsing, row, value);
   }
-  check_exclusions(table->rows, values, parsing.given);
+  check_exclusions(table->rows, values, given);
   return left;
 }

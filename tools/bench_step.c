@@ -213,7 +213,7 @@ static void parse(Options *options, int argc, char **argv) {
       "alone.\n\n"
       "  tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu\n",
       NULL};
-  options_parse(options, option_table_take(&table, &compare_modes, NULL, argc, argv), argv);
+  options_parse(options, option_table_take(&table, &compare_modes, argc, argv), argv);
   options->compare_modes = compare_modes;
   refuse_other_work(options);
 }

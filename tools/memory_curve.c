@@ -87,7 +87,7 @@ static void parse(Run *r, int argc, char **argv) {
       "Every option of ./train that describes the model, the job or the machine is understood too (./train "
       "--help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...",
       NULL};
-  int words = option_table_take(&table, r, NULL, argc, argv), count = 1, extra = 0;
+  int words = option_table_take(&table, r, argc, argv), count = 1, extra = 0;
   if (r->list_recipes) {
     recipes_list();
     exit(0);

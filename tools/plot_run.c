@@ -350,7 +350,7 @@ int main(int argc, char **argv) {
       option_rows,
       "Draws LOG..., logs that ./train --log wrote: loss, learning rate, gradient norm, throughput.", NULL};
   Wanted wanted = {0};
-  wanted.count = option_table_take(&table, &wanted, NULL, argc, argv) - 1;
+  wanted.count = option_table_take(&table, &wanted, argc, argv) - 1;
   if (!wanted.count) fail("name one or more logs that ./train --log wrote");
   int max = wanted.grouped ? LOGS_MAX : LINES_MAX;
   if (wanted.count > max) fail("one picture has space for %d runs", max);
