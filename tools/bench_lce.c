@@ -301,7 +301,7 @@ static LinearCrossEntropy split_call(const LceTensors *layer, int64_t chunk) {
 // Reserves all tensors and lists what is timed.
 static Bench *bench_create(const Settings *o, Backend *backend, LceShape shape) {
   Bench *b = host_alloc(1, sizeof *b, "the benchmark");
-  *b = (Bench){.settings = o, .layer = layer_reserve(backend, shape, 1)};
+  *b = (Bench){.settings = o, .layer = layer_reserve(backend, shape)};
   const int gemms = 0, fused = 1;
   b->barrier = reserve_vector(backend, "barrier", DTYPE_F32, 1, false);
   b->sampled = reserve_vector(backend, "tiles dropped", DTYPE_F32, 3, false);

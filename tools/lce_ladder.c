@@ -21,8 +21,6 @@
 #include "tools/measure.h"
 #include "tools/plot/chart.h"
 
-enum { SEED = 1 };
-
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, chunk, repeat;
   const char *device, *csv, *plot;
@@ -142,7 +140,7 @@ int main(int argc, char **argv) {
   Backend *backend = layer_backend(o.device, 0);
   LceShape shape = {
       .tokens = o.tokens, .hidden_size = o.hidden_size, .vocab_size = o.vocab_size, .dtype = backend->dtype};
-  Bench bench = {&o, layer_reserve(backend, shape, SEED)};
+  Bench bench = {&o, layer_reserve(backend, shape)};
   // Rung 1 holds more than any other: logits and their gradient.
   size_t logits =
       (size_t)(o.tokens * backend->scratch->logits_stride(o.vocab_size, DTYPE_F32)) * sizeof(float);
@@ -154,7 +152,7 @@ int main(int argc, char **argv) {
            backend->description);
   puts(caption);
   printf("%-32s %12s %7s %12s   %-22s\n", "", "median", "/ GEMMs", "memory", "error of loss, dX, dW");
-  Reference *reference = reference_create(&bench.layer, SEED, o.chunk);
+  Reference *reference = reference_create(&bench.layer, o.chunk);
   Result results[RUNGS];
   for (int rung = 1; rung <= RUNGS; rung++) {
     results[rung - 1] = run(&bench, reference, rung);

@@ -12,31 +12,30 @@
 
 // --- random data -------------------------------------------------------------------------------------------
 
-enum { STREAM_X = 100, STREAM_WEIGHT, STREAM_TARGETS };
+enum { SEED = 1, STREAM_X = 100, STREAM_WEIGHT, STREAM_TARGETS };
 
-static void random_row(uint64_t seed, bool weight, Dtype dtype, int64_t row, int64_t columns, float *out) {
+static void random_row(bool weight, Dtype dtype, int64_t row, int64_t columns, float *out) {
   uint64_t stream = weight ? STREAM_WEIGHT : STREAM_X, first = (uint64_t)row * (uint64_t)columns;
   double scale = weight ? 0.02 : 1;
   for (int64_t i = 0; i < columns; i++) {
-    float value = (float)(scale * random_normal(seed, stream, first + (uint64_t)i));
+    float value = (float)(scale * random_normal(SEED, stream, first + (uint64_t)i));
     out[i] = dtype == DTYPE_BF16 ? bf16_to_f32(bf16_from_f32(value)) : value;
   }
 }
 
-static int32_t random_target(uint64_t seed, int64_t token, int64_t vocab_size) {
-  return (int32_t)(random_bits(seed, STREAM_TARGETS, (uint64_t)token) % (uint64_t)vocab_size);
+static int32_t random_target(int64_t token, int64_t vocab_size) {
+  return (int32_t)(random_bits(SEED, STREAM_TARGETS, (uint64_t)token) % (uint64_t)vocab_size);
 }
 
 // Uploads the matrix in blocks of rows, so that the host never holds it whole.
-static void fill_normal(Backend *backend, Tensor t, uint64_t seed, bool weight) {
+static void fill_normal(Backend *backend, Tensor t, bool weight) {
   int64_t columns = t.shape[1], block = ((int64_t)16 << 20) / columns + 1;
   float *values = host_alloc(block * columns, sizeof *values, "random values");
   uint16_t *rounded = host_alloc(block * columns, sizeof *rounded, "random values");
   for (int64_t first = 0; first < t.shape[0]; first += block) {
     int64_t rows = min_i64(block, t.shape[0] - first);
 #pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-      random_row(seed, weight, t.dtype, first + r, columns, values + r * columns);
+    for (int64_t r = 0; r < rows; r++) random_row(weight, t.dtype, first + r, columns, values + r * columns);
     parameters_upload(backend, tensor_rows(t, first, rows), values, DTYPE_F32, rounded);
     backend_synchronize(backend);
   }
@@ -60,7 +59,7 @@ static Tensor reserve(Backend *backend, const char *name, MemoryCategory categor
   return tensor_2d(memory_reserve(&backend->memory, name, category, bytes), dtype, rows, columns);
 }
 
-LceTensors layer_reserve(Backend *backend, LceShape s, uint64_t seed) {
+LceTensors layer_reserve(Backend *backend, LceShape s) {
   LceTensors layer = {.backend = backend};
   layer.x = reserve(backend, "x", MEMORY_ACTIVATIONS, s.dtype, s.tokens, s.hidden_size);
   layer.weight = reserve(backend, "weight", MEMORY_WEIGHTS, s.dtype, s.vocab_size, s.hidden_size);
@@ -70,17 +69,17 @@ LceTensors layer_reserve(Backend *backend, LceShape s, uint64_t seed) {
   layer.targets = tensor_flat(reserve(backend, "targets", MEMORY_TABLES, DTYPE_I32, 1, s.tokens));
   if (backend->memory.planning) return layer;
 
-  fill_normal(backend, layer.x, seed, false);
-  fill_normal(backend, layer.weight, seed, true);
+  fill_normal(backend, layer.x, false);
+  fill_normal(backend, layer.weight, true);
   int32_t *targets = host_alloc(s.tokens, sizeof *targets, "the targets");
-  for (int64_t n = 0; n < s.tokens; n++) targets[n] = random_target(seed, n, s.vocab_size);
+  for (int64_t n = 0; n < s.tokens; n++) targets[n] = random_target(n, s.vocab_size);
   backend_to_device(backend, layer.targets, targets);
   backend_synchronize(backend);
   free(targets);
   return layer;
 }
 
-LceTensors layer_push(Trainer *trainer, uint64_t seed) {
+LceTensors layer_push(Trainer *trainer) {
   Backend *backend = trainer->backend;
   const Model *model = trainer_model(trainer);
   int64_t tokens = trainer->tokens.shape[0], hidden_size = model->config.hidden_size;
@@ -92,7 +91,7 @@ LceTensors layer_push(Trainer *trainer, uint64_t seed) {
   layer.x = memory_push_2d(&backend->memory, "x", MEMORY_ACTIVATIONS, backend->dtype, tokens, hidden_size);
   layer.dx = memory_push_2d(&backend->memory, "dx", MEMORY_ACTIVATION_GRADIENTS, backend->dtype, tokens,
                             hidden_size);
-  if (!backend->memory.planning) fill_normal(backend, layer.x, seed, false);
+  if (!backend->memory.planning) fill_normal(backend, layer.x, false);
   return layer;
 }
 
@@ -147,7 +146,7 @@ void layer_gemms(const LceTensors *l, int64_t rows) {
 
 size_t layer_gemms_stack(const Backend *backend, LceShape shape, int64_t rows) {
   Backend *plan = plan_backend_create(backend->device, shape.dtype);
-  LceTensors layer = layer_reserve(plan, shape, 0);
+  LceTensors layer = layer_reserve(plan, shape);
   layer_gemms(&layer, rows);
   size_t bytes = plan->memory.ledger.stack_peak;
   backend_destroy(plan);
@@ -160,7 +159,6 @@ enum { SAMPLES = 16 };
 
 struct Reference {
   LceShape shape;
-  uint64_t seed;
   int64_t tokens[SAMPLES], entries[SAMPLES]; // which rows of dx, which rows of dweight
   double loss[SAMPLES];
   double *dx, *dweight; // [SAMPLES, H]
@@ -195,10 +193,10 @@ static void sum_rows(const Reference *r, const float *samples, const float *loss
     for (int64_t n = 0; n < rows; n++) {
       int32_t target = -1;
       double lse = 0;
-      random_row(r->seed, !loss, r->shape.dtype, n, hidden, row);
+      random_row(!loss, r->shape.dtype, n, hidden, row);
       if (loss) {
-        target = random_target(r->seed, n, vocab);
-        random_row(r->seed, true, r->shape.dtype, target, hidden, w_target);
+        target = random_target(n, vocab);
+        random_row(true, r->shape.dtype, target, hidden, w_target);
         lse = (double)loss[n] + dot(row, w_target, hidden);
       }
       for (int s = 0; s < SAMPLES; s++) {
@@ -223,8 +221,7 @@ static void sum_rows(const Reference *r, const float *samples, const float *loss
 static float *sampled_rows(const Reference *r, bool weight, const int64_t *rows) {
   int64_t hidden = r->shape.hidden_size;
   float *samples = floats(SAMPLES * hidden);
-  for (int s = 0; s < SAMPLES; s++)
-    random_row(r->seed, weight, r->shape.dtype, rows[s], hidden, samples + s * hidden);
+  for (int s = 0; s < SAMPLES; s++) random_row(weight, r->shape.dtype, rows[s], hidden, samples + s * hidden);
   return samples;
 }
 
@@ -232,7 +229,7 @@ static float *sampled_rows(const Reference *r, bool weight, const int64_t *rows)
 static void reference_tokens(Reference *r) {
   int64_t hidden = r->shape.hidden_size, targets[SAMPLES];
   double total[SAMPLES] = {0};
-  for (int s = 0; s < SAMPLES; s++) targets[s] = random_target(r->seed, r->tokens[s], r->shape.vocab_size);
+  for (int s = 0; s < SAMPLES; s++) targets[s] = random_target(r->tokens[s], r->shape.vocab_size);
   float *x = sampled_rows(r, false, r->tokens), *w_target = sampled_rows(r, true, targets);
   sum_rows(r, x, NULL, r->dx, total);
   for (int s = 0; s < SAMPLES; s++)
@@ -250,20 +247,18 @@ static float *read_losses(const LceTensors *l) {
   return loss;
 }
 
-Reference *reference_create(const LceTensors *l, uint64_t seed, int64_t chunk) {
+Reference *reference_create(const LceTensors *l, int64_t chunk) {
   Reference *r = host_alloc(1, sizeof *r, "the reference of the gradients");
   LceShape shape = r->shape = (LceShape){.tokens = l->x.shape[0],
                                          .hidden_size = l->x.shape[1],
                                          .vocab_size = l->weight.shape[0],
                                          .dtype = l->x.dtype};
-  r->seed = seed;
   r->dx = doubles(SAMPLES * shape.hidden_size);
   r->dweight = doubles(SAMPLES * shape.hidden_size);
   for (int s = 0; s < SAMPLES; s++) {
     r->tokens[s] = shape.tokens * s / SAMPLES;
     // Half of the entries are some token's target: rows where the gradient is large.
-    r->entries[s] =
-        s % 2 ? random_target(seed, r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
+    r->entries[s] = s % 2 ? random_target(r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
   }
   reference_tokens(r);
   layer_run(l, LCE_FUSED, chunk);

@@ -14,11 +14,11 @@ typedef struct {
 Backend *layer_backend(const char *device, int ordinal);
 
 // Reserves the tensors on the backend (a plan's too) and fills x with N(0, 1), weight with N(0, 0.02), targets
-// uniformly: functions of (seed, element) alone, rounded to the backend's dtype.
-LceTensors layer_reserve(Backend *backend, LceShape shape, uint64_t seed);
+// uniformly: functions of the element alone, rounded to the backend's dtype.
+LceTensors layer_reserve(Backend *backend, LceShape shape);
 // A trainer's head and targets, with x (the same random numbers) and dx pushed on the stack: the caller
 // pops them.
-LceTensors layer_push(Trainer *trainer, uint64_t seed);
+LceTensors layer_push(Trainer *trainer);
 
 // The call that computes forward and backward once, the mean over all tokens; terms may be added to it.
 LinearCrossEntropy layer_call(const LceTensors *layer, LceMode mode, int64_t chunk);
@@ -39,10 +39,10 @@ typedef struct {
   double loss, dx, dweight;
 } Errors;
 
-// The truth for a layer made by layer_reserve(backend, shape, seed), at sampled tokens and vocabulary entries. Runs the
-// fused mode once, for its losses.
+// The truth for a layer made by layer_reserve, at sampled tokens and vocabulary entries. Runs the fused mode once, for
+// its losses.
 typedef struct Reference Reference;
-Reference *reference_create(const LceTensors *layer, uint64_t seed, int64_t chunk);
+Reference *reference_create(const LceTensors *layer, int64_t chunk);
 void reference_destroy(Reference *reference);
 
 // The errors of what was computed last in loss, dx and dweight.

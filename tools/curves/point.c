@@ -138,7 +138,7 @@ static Needs run_step(const Experiment *e, const Point *p, Backend *backend, con
   if (r && known->layer_stack > known->step_stack) memory_set_stack(&backend->memory, known->layer_stack);
 
   ledger_reset_peak(ledger);
-  LceTensors layer = layer_push(&trainer, o.seed);
+  LceTensors layer = layer_push(&trainer);
   n.layer = layer_held(backend, layer_call(&layer, p->mode, o.lce_chunk));
   n.layer_stack = ledger->stack_peak;
   while (r && layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS)
@@ -167,7 +167,7 @@ static void measure_errors(Reading *r, const LceTensors *layer, LceShape shape, 
   if (!reference || kept.tokens != shape.tokens || kept.hidden_size != shape.hidden_size ||
       kept.vocab_size != shape.vocab_size) {
     reference_destroy(reference);
-    reference = reference_create(layer, 1, chunk);
+    reference = reference_create(layer, chunk);
     kept = shape;
   }
   layer_run(layer, r->point.mode, r->point.chunk);
@@ -204,7 +204,7 @@ static void measure_layer(const Experiment *e, Reading *r, const LceTensors *lay
 static Needs run_layer(const Experiment *e, const Point *p, Backend *backend, const Needs *known,
                        Reading *r) {
   Memory *memory = &backend->memory;
-  LceTensors layer = layer_reserve(backend, point_shape(e, p), 1);
+  LceTensors layer = layer_reserve(backend, point_shape(e, p));
   if (r) {
     measure_layer(e, r, &layer, known->layer_stack);
     // Memory last, when the libraries have all they keep for themselves.

@@ -153,7 +153,7 @@ static Label our_figure(const Reading *r) {
 // What the LM head + loss pushes when only the losses are computed.
 static size_t loss_alone_bytes(const Experiment *e, const Point *p) {
   Backend *plan = plan_backend_create(e->device, e->options->dtype);
-  LceTensors layer = layer_reserve(plan, point_shape(e, p), 1);
+  LceTensors layer = layer_reserve(plan, point_shape(e, p));
   layer.dx = layer.dweight = (Tensor){0};
   size_t bytes = layer_held(plan, layer_call(&layer, p->mode, p->chunk));
   backend_destroy(plan);
