@@ -1,7 +1,6 @@
 #include "data/choices.h"
 
 #include <errno.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
