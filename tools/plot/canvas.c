@@ -171,8 +171,8 @@ static double snapped(double value, double scale) {
   return round(value * scale) / scale;
 }
 
-void canvas_rule(Canvas *c, Spot from, Spot to, double width, Color color) {
-  double thick = fmax(1, round(width * c->scale)) / c->scale, half = floor(0.5 * thick * c->scale) / c->scale;
+void canvas_rule(Canvas *c, Spot from, Spot to, Color color) {
+  double thick = fmax(1, round(c->scale)) / c->scale, half = floor(0.5 * thick * c->scale) / c->scale;
   Box box = {snapped(fmin(from.x, to.x), c->scale), snapped(fmin(from.y, to.y), c->scale),
              snapped(fmax(from.x, to.x), c->scale), snapped(fmax(from.y, to.y), c->scale)};
   if (from.y == to.y)

@@ -44,7 +44,7 @@ void canvas_destroy(Canvas *canvas);
 
 void canvas_line(Canvas *canvas, Spot from, Spot to, Stroke stroke);
 // A level or upright hairline, put on whole pixels so that it is sharp.
-void canvas_rule(Canvas *canvas, Spot from, Spot to, double width, Color color);
+void canvas_rule(Canvas *canvas, Spot from, Spot to, Color color);
 // The area between two lines over the same places x[0] <= x[1] <= ...; equal places make a step.
 void canvas_area(Canvas *canvas, const double *x, const double *upper, const double *lower, int count,
                  Color color, double opacity);

@@ -371,8 +371,8 @@ static void draw_ticks(Canvas *c, const Panel *p, bool vertical) {
     Box box = vertical ? (Box){0, at.y - half, 1, at.y + half} : (Box){at.x - half, 0, at.x + half, 1};
     if (!is_free(&labels, box)) continue;
     occupy(&labels, box);
-    if (vertical && !axis->names) canvas_rule(c, at, (Spot){p->box.right, at.y}, 1, GRID);
-    if (!vertical) canvas_rule(c, at, (Spot){at.x, at.y + 4}, 1, COLOR_MUTED);
+    if (vertical && !axis->names) canvas_rule(c, at, (Spot){p->box.right, at.y}, GRID);
+    if (!vertical) canvas_rule(c, at, (Spot){at.x, at.y + 4}, COLOR_MUTED);
     Spot place = vertical ? (Spot){at.x - 8, at.y + 4} : (Spot){at.x, at.y + 18};
     if (!axis->hidden) canvas_text(c, place, style, text.text);
   }
@@ -387,7 +387,7 @@ static void draw_frame(Canvas *c, const Panel *p) {
   canvas_text(c, (Spot){b.left, b.top - (p->y.names ? 8 : 28)}, bold, p->title.text);
   if (p->y.names) return; // bars have their values next to them
   draw_ticks(c, p, false);
-  canvas_rule(c, (Spot){b.left, b.bottom}, (Spot){b.right, b.bottom}, 1, COLOR_MUTED);
+  canvas_rule(c, (Spot){b.left, b.bottom}, (Spot){b.right, b.bottom}, COLOR_MUTED);
   if (p->y.title.text[0]) canvas_text(c, (Spot){b.left, b.top - 11}, SMALL, axis_title(&p->y).text);
   if (p->x.title.text[0])
     canvas_text(c, (Spot){(b.left + b.right) / 2, b.bottom + 37}, centered, axis_title(&p->x).text);
@@ -456,7 +456,7 @@ static void draw_panel(Canvas *c, const Panel *p) {
 
 // --- the picture -------------------------------------------------------------------------------------------
 
-static double legend_entry(Canvas *c, Spot at, const Series *s, const char *text, bool planned) {
+static double legend_entry(Canvas *c, Spot at, const Series *s, bool planned) {
   double sample = s->kind == SERIES_LINE ? 30 : 12;
   if (s->kind == SERIES_LINE) {
     if (s->width > 0)
@@ -466,9 +466,8 @@ static double legend_entry(Canvas *c, Spot at, const Series *s, const char *text
   } else {
     canvas_box(c, (Box){at.x, at.y - 10, at.x + 12, at.y + 2}, s->color, 1);
   }
-  double text_left = at.x + sample + 7;
-  return text_left +
-         canvas_text(c, (Spot){text_left, at.y}, (TextStyle){.size = 12, .color = COLOR_INK}, text) + 20;
+  at.x += sample + 7;
+  return at.x + canvas_text(c, at, (TextStyle){.size = 12, .color = COLOR_INK}, s->name) + 20;
 }
 
 // Every name once; "planned only" where the picture has both kinds.
@@ -487,10 +486,10 @@ static void draw_legend(Canvas *c, const Picture *p, Spot at) {
       while (same < count && strcmp(names[same], s->name)) same++;
       if (same < count || count == SERIES_MAX) continue;
       names[count++] = s->name;
-      at.x = legend_entry(c, at, s, s->name, planned == s->count);
+      at.x = legend_entry(c, at, s, planned == s->count);
     }
-  Series style = {.color = COLOR_MUTED, .marker = MARKER_CIRCLE, .width = 1.6};
-  if (any_planned && any_measured) legend_entry(c, at, &style, "planned only", true);
+  Series style = {.name = "planned only", .color = COLOR_MUTED, .marker = MARKER_CIRCLE, .width = 1.6};
+  if (any_planned && any_measured) legend_entry(c, at, &style, true);
 }
 
 void picture_write(Picture *p, double scale, const char *path) {
