@@ -62,7 +62,7 @@ Loader loader_create(LoaderOptions o) {
     loader.validation_windows =
         o.validation_packing ? o.validation_packing->windows : ceil_div(targets, o.seq_len);
   }
-  loader.validation_batches = (loader.validation_windows + o.batch - 1) / o.batch;
+  loader.validation_batches = ceil_div(loader.validation_windows, o.batch);
   return loader;
 }
 

@@ -289,8 +289,8 @@ static void add_terms(Bench *b, int fused) {
 static LinearCrossEntropy split_call(const LceTensors *layer, int64_t chunk) {
   const Backend *backend = layer->backend;
   LinearCrossEntropy call = layer_call(layer, LCE_FUSED, chunk);
-  int64_t vocab_size = layer->weight.shape[0], part = (vocab_size + backend->ranks - 1) / backend->ranks;
-  int64_t first = backend->rank * part, rows = vocab_size - first < part ? vocab_size - first : part;
+  int64_t vocab_size = layer->weight.shape[0], part = ceil_div(vocab_size, backend->ranks);
+  int64_t first = backend->rank * part, rows = min_i64(part, vocab_size - first);
   if (rows < 1) fail("--vocab %lld cannot be split over %d ranks", (long long)vocab_size, backend->ranks);
   call.weight = tensor_rows(layer->weight, first, rows);
   call.dweight = tensor_rows(layer->dweight, first, rows);
