@@ -71,30 +71,29 @@ static const char *size_title(Sweep sweep) {
   return titles[sweep];
 }
 
-static Label number(const Curve *c, const char *name) {
-  return label("%s", text_grouped(strtoll(curve_setting(c, name).text, NULL, 10)).text);
+static int64_t number(const Curve *c, const char *name) {
+  return strtoll(curve_setting(c, name).text, NULL, 10);
 }
 
-static void add_part(Label *all, const char *name, Label part) {
-  *all = label("%s%s%s%.100s", all->text, all->text[0] ? ", " : "", name, part.text);
+static void add_part(Label *all, const char *name, const char *part) {
+  *all = label("%s%s%s%.100s", all->text, all->text[0] ? ", " : "", name, part);
 }
 
 Label curve_caption(const Curve *c) {
   Label all = {""};
   bool layer = about_layer(c);
-  int64_t batch = strtoll(curve_setting(c, "batch").text, NULL, 10),
-          seq_len = strtoll(curve_setting(c, "seq_len").text, NULL, 10);
-  if (!layer) add_part(&all, "", curve_setting(c, "model"));
+  if (!layer) add_part(&all, "", curve_setting(c, "model").text);
   // What is swept stands on the axis.
-  if (!curve_is(c, "sweep", "tokens")) add_part(&all, "N ", label("%s", text_grouped(batch * seq_len).text));
-  if (layer && !curve_is(c, "sweep", "hidden")) add_part(&all, "H ", number(c, "hidden"));
-  if (!curve_is(c, "sweep", "vocab")) add_part(&all, "V ", number(c, "vocab"));
-  add_part(&all, "", curve_setting(c, "dtype"));
+  if (!curve_is(c, "sweep", "tokens"))
+    add_part(&all, "N ", text_grouped(number(c, "batch") * number(c, "seq_len")).text);
+  if (layer && !curve_is(c, "sweep", "hidden")) add_part(&all, "H ", text_grouped(number(c, "hidden")).text);
+  if (!curve_is(c, "sweep", "vocab")) add_part(&all, "V ", text_grouped(number(c, "vocab")).text);
+  add_part(&all, "", curve_setting(c, "dtype").text);
   if (!layer && !curve_is(c, "recompute", "none"))
-    add_part(&all, "recompute ", curve_setting(c, "recompute"));
+    add_part(&all, "recompute ", curve_setting(c, "recompute").text);
   Label offload = curve_setting(c, "offload");
-  if (offload.text[0]) add_part(&all, "offload ", offload);
-  add_part(&all, curve_is(c, "planned", "yes") ? "planned for " : "on ", curve_setting(c, "device"));
+  if (offload.text[0]) add_part(&all, "offload ", offload.text);
+  add_part(&all, curve_is(c, "planned", "yes") ? "planned for " : "on ", curve_setting(c, "device").text);
   return all;
 }
 
