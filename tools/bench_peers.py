@@ -8,7 +8,8 @@
 
 Every peer computes the mean loss and the gradients of x and W, alternating with the three plain GEMMs (logits, dX and dW
 through torch.mm); "over the GEMMs" is the ratio to them. On a GPU three calls are queued and timed together. Before that both
-run untimed until the GPU reaches its steady clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own count, for lce.c with what its library reports.
+run untimed until the GPU reaches its steady clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own
+count, for lce.c with what its library reports.
 Errors are relative, against float64 at the same shape: of the mean loss as the peer returns it, and of the gradients in
 the Frobenius norm, as PyTorch returns them: in the dtypes of x and W. A peer that is not installed,
 or fails, is a row with the reason. Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13

@@ -118,8 +118,8 @@ if wants bench; then
   step llama-8b --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
 fi
 
-if wants peers; then
-  # The layer through PyTorch and through C, beside others where they are installed.
+# The layer through PyTorch and through C, beside others where they are installed; `all` leaves it out without PyTorch.
+if [[ $parts == *" peers "* ]] || { wants peers && python3 -c 'import torch.cuda' 2>/dev/null; }; then
   run liblce 200 make -s liblce.so && run peers 400 tools/bench_peers.py --no-errors --rounds 3 &&
     while read -r text; do row "peers" "$text"; done < <(grep '^N \|QuACK\|lce\.c' "$OUT/peers.log")
 fi

@@ -17,17 +17,17 @@ static void add_row(float *restrict row, const float *restrict term, int64_t cou
 void cpu_linear_forward(Backend *backend, const LinearForward *a) {
   bool swiglu = is_swiglu(a->pre_activation, a->out.shape[1]);
   bool gelu = tensor_exists(a->pre_activation) && !swiglu, bias = tensor_exists(a->bias);
-  bool residual = tensor_exists(a->residual);
-  bool in_place = residual && a->residual.data == a->out.data;
+  bool residual = tensor_exists(a->residual), in_place = residual && a->residual.data == a->out.data;
+  bool adds = residual && !in_place;
   Tensor pre = tensor_exists(a->pre_activation) ? a->pre_activation : a->out;
   int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = pre.shape[1];
   cpu_gemm(cpu_plain_loops(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
            matrix(a->weight, !a->in_out_layout), in_place ? 1.0f : 0.0f, pre.data, pre.stride);
-#pragma omp parallel for schedule(static) if (gelu || bias || residual)
+#pragma omp parallel for schedule(static) if (gelu || bias || adds)
   for (int64_t n = 0; n < rows; n++) {
     float *row = cpu_row(pre, n);
     if (bias) add_row(row, a->bias.data, outputs);
-    if (residual && !in_place) add_row(row, cpu_row(a->residual, n), outputs);
+    if (adds) add_row(row, cpu_row(a->residual, n), outputs);
     if (gelu) {
       float *activated = cpu_row(a->out, n);
 #pragma omp simd

@@ -36,9 +36,9 @@
 //
 // Cost for a chunk of C rows: 2 C V H flops a GEMM. The logits read X and W and write 2 C V bytes of E and
 // 4 C V / 192 of row sums; dX reads E and W. At C = H = 4096, V = 128,256 each moves at least 2.1 GB for 4.3 Tflop
-// (measured 3.6 GB read, 1.05 written): memory is busy a sixth of the time. What was measured and
-// tried is in kernels/LCE.md. SwiGLU and its gradient in kernels of their own move 18 N F bytes, here 10 N F: a step of
-// llama-1b takes 0.98 of its time with those (tools/BENCHMARKS.md).
+// (measured 3.6 GB read, 1.05 written): memory is busy a sixth of the time. SwiGLU and its gradient
+// in kernels of their own move 18 N F bytes, here 10 N F: a step of llama-1b takes 0.98 of its time with those. What was
+// measured and tried is in kernels/LCE.md and tools/BENCHMARKS.md.
 #ifndef LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 #define LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
 

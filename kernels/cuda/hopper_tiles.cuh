@@ -13,8 +13,8 @@ enum { MAX_SPLITS = 16 };
 // Sums of dW: for each pair of a consumer's warps a buffer of TILE_N rows by 128 bytes.
 enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
 
-// SwiGLU: gate, up and activation leave 16 rows by 32 columns at a time, and gate and up arrive for their gradient 16 rows
-// by 64 columns at a time.
+// SwiGLU: gate, up and activation leave 16 rows by 32 columns at a time, and gate and up arrive for their gradient 16
+// rows by 64 columns at a time.
 enum { SWIGLU_PART = STORE_BYTES / 2, SWIGLU_BYTES = 3 * SWIGLU_PART };
 enum { GATE_UP_BYTES = 2 * STORE_BYTES, GATE_UP_BUFFERS = 2 };
 static_assert((int)GATE_UP_BUFFERS <= TILE_M / 64, "each tile has at least so many pieces");
