@@ -15,6 +15,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/option_rows.h"
+#include "base/system.h"
 #include "base/text.h"
 #include "data/tokenizer/tokenizer.h"
 #include "kernels/ranks/launch.h"
@@ -23,7 +24,6 @@
 #include "model/generate.h"
 #include "trainer/machine.h"
 #include "trainer/prompt.h"
-#include "trainer/speed.h"
 
 typedef struct {
   const char *init, *tokenizer, *prompt;
