@@ -44,6 +44,7 @@ enum {
   OFFLOAD_OPTIMIZER = 1 << 2,   // master weights and moments, of all groups
   OFFLOAD_ACTIVATIONS = 1 << 3, // the layers' inputs, under RECOMPUTE_LAYER
   OFFLOAD_HEAD = 1 << 4, // its weights and gradients, which are on the device while the loss is computed
+  OFFLOAD_PARAMETERS = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER
 };
 
 typedef struct {

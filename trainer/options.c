@@ -461,7 +461,6 @@ static void resolve_job(Options *o) {
     o->dtypes.vocab_parallel = o->dtypes.fp8 = false;
     o->eval_batches = o->sample_every = 0;
   }
-  o->chunk_given = o->lce_chunk > 0;
   if (o->recompute_layers && !o->recompute)
     fail("--recompute-layers says in how many layers to recompute, and not what: add --recompute");
   if (o->recompute_layers > o->model.num_hidden_layers)
@@ -562,6 +561,17 @@ void options_resolve_chunk(Options *o, DeviceKind device) {
            (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
   }
   if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
+}
+
+Options options_with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
+  Options o = *given;
+  o.batch = batch;
+  o.seq_len = seq_len;
+  o.total_batch = batch * seq_len * o.ranks;
+  o.micro_steps = 1;
+  if (!options_given(&o, "lce-chunk")) o.lce_chunk = 0;
+  options_resolve_chunk(&o, device);
+  return o;
 }
 
 void options_free(Options *o) {

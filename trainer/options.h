@@ -28,8 +28,7 @@ typedef struct {
   double beta1, beta2, epsilon, weight_decay, max_grad_norm;
   // LM head + loss
   LceMode mode;
-  int64_t lce_chunk;  // max tokens; 0 until options_resolve has chosen
-  bool chunk_given;   // by --lce-chunk; otherwise it follows the batch
+  int64_t lce_chunk;  // max tokens; 0 until options_resolve_chunk has chosen
   int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
   double label_smoothing, z_loss, lce_sample;
   bool metrics; // accuracy, entropy and largest logit of every step
@@ -93,6 +92,9 @@ bool options_given(const Options *options, const char *name);
 // What depends on the device: dtypes left open, the chunk from --lce-memory or the default.
 void options_resolve_dtypes(Options *options, bool cuda);
 void options_resolve_chunk(Options *options, DeviceKind device);
+
+// The options of a step of one micro-batch of this shape, with its chunk unless --lce-chunk gave one.
+Options options_with_shape(const Options *options, DeviceKind device, int64_t batch, int64_t seq_len);
 
 // lce_default_chunk, on a GPU at least 1024: below, the traffic of reading the head's matrix per chunk is the bound.
 int64_t options_default_chunk(int64_t tokens, bool cuda);

@@ -62,22 +62,9 @@ int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t byte
   return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
 }
 
-static Options with_shape(const Options *options, DeviceKind device, int64_t batch, int64_t seq_len) {
-  Options o = *options;
-  o.batch = batch;
-  o.seq_len = seq_len;
-  o.total_batch = batch * seq_len * o.ranks;
-  o.micro_steps = 1;
-  if (!o.chunk_given) { // as it would be chosen for that shape
-    o.lce_chunk = 0;
-    options_resolve_chunk(&o, device);
-  }
-  return o;
-}
-
 static bool batch_fits(const void *budget, int64_t batch) {
   const Budget *b = budget;
-  Options o = with_shape(b->options, b->device, batch, b->options->seq_len);
+  Options o = options_with_shape(b->options, b->device, batch, b->options->seq_len);
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
@@ -88,7 +75,7 @@ static int64_t seq_len_unit(const Options *o) {
 
 static bool seq_len_fits(const void *budget, int64_t units) {
   const Budget *b = budget;
-  Options o = with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
+  Options o = options_with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
@@ -261,8 +248,8 @@ enum {
   LAYER,
   MOMENTS,
   NO_MASTER,
-  OFFLOAD_STATE,
-  OFFLOAD_LAYERS,
+  STATE_ON_HOST,
+  LAYERS_ON_HOST,
   ONE_SEQUENCE,
   CHANGES
 };
@@ -284,10 +271,11 @@ static Options with_change(const Options *options, DeviceKind device, int change
   if (change >= ELEMENTWISE && change <= LAYER && recompute > o.recompute) o.recompute = recompute;
   if (change == MOMENTS && device == ON_CUDA) o.dtypes.moment = DTYPE_BF16;
   if (change == NO_MASTER && o.dtype == DTYPE_BF16) o.dtypes.master = false;
-  unsigned layers = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER;
-  unsigned offload = change == OFFLOAD_STATE ? OFFLOAD_OPTIMIZER : change == OFFLOAD_LAYERS ? layers : 0;
+  unsigned offload = change == STATE_ON_HOST    ? OFFLOAD_OPTIMIZER
+                     : change == LAYERS_ON_HOST ? OFFLOAD_PARAMETERS
+                                                : 0;
   if (offload && device == ON_CUDA && !(o.dtypes.offload & ~offload)) o.dtypes.offload = offload;
-  return change == ONE_SEQUENCE ? with_shape(options, device, 1, o.seq_len) : o;
+  return change == ONE_SEQUENCE ? options_with_shape(options, device, 1, o.seq_len) : o;
 }
 
 static void append(char *text, size_t size, const char *separator, const char *more) {
@@ -303,7 +291,7 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
   char flags[256] = "";
   size_t peak = plan_run(&o, device, o.mode).peak;
   for (int change = 0; change < CHANGES && peak > usable; change++) {
-    if (change == ELEMENTWISE || change == MLP || change == OFFLOAD_STATE) continue; // later ones hold less
+    if (change == ELEMENTWISE || change == MLP || change == STATE_ON_HOST) continue; // later ones hold less
     Options changed = with_change(&o, device, change);
     size_t bytes = plan_run(&changed, device, changed.mode).peak;
     if (bytes >= peak) continue;
@@ -316,7 +304,7 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     int64_t seq_len = largest_seq_len(&(Budget){&o, device, o.mode, usable}, o.seq_len - 1);
     seq_len = max_i64(seq_len, unit);
     while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
-    o = with_shape(&o, device, o.batch, seq_len);
+    o = options_with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
     char flag[40];
     snprintf(flag, sizeof flag, "--seq-len %lld", (long long)seq_len);
@@ -507,10 +495,8 @@ static int fit_choices(const Options *o, DeviceKind device, FitChoice choices[FI
   static const FitChoice all[FIT_CHOICES] = {
       {"nothing", 0, {0}},
       {"optimizer", OFFLOAD_OPTIMIZER, {0}},
-      {"weights,gradients,optimizer", OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER, {0}},
-      {"weights,gradients,optimizer,activations",
-       OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER | OFFLOAD_ACTIVATIONS,
-       {0}}};
+      {"weights,gradients,optimizer", OFFLOAD_PARAMETERS, {0}},
+      {"weights,gradients,optimizer,activations", OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS, {0}}};
   memcpy(choices, all, sizeof all);
   if (o->dtypes.offload) choices[0] = (FitChoice){o->offload, o->dtypes.offload, {0}};
   if (o->dtypes.offload || device == ON_CPU || o->eval_only) return 1;
@@ -533,7 +519,7 @@ static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
   if (c->offload && c->batch[LCE_FUSED]) {
     Options with = *o;
     with.dtypes.offload = c->offload;
-    with = with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
+    with = options_with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
     Ledger plan = plan_run(&with, device, LCE_FUSED);
     HostTraffic traffic = plan_host_traffic(&with, device);
     printf(" %11s", text_bytes(ledger_host_bytes(&plan)).text);
@@ -557,7 +543,7 @@ void plan_print_fit(Options *o) {
     any |= choices[i].batch[LCE_FUSED] > 0;
   }
   if (!any) {
-    Options one = with_shape(o, device, 1, o->seq_len);
+    Options one = options_with_shape(o, device, 1, o->seq_len);
     char ways[512];
     one.mode = LCE_FUSED;
     suggest(&one, device, capacity, ways, sizeof ways);

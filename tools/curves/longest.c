@@ -6,20 +6,6 @@
 #include "tools/curves/table.h"
 #include "trainer/plan.h"
 
-static const unsigned EVERYTHING =
-    OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER | OFFLOAD_ACTIVATIONS;
-
-// The options with this choice at a length, the chunk as it would be chosen.
-static Options options_at(const Experiment *e, int offload, int64_t seq_len) {
-  Options o = *e->options;
-  o.dtypes.offload = offload ? EVERYTHING : 0;
-  o.seq_len = seq_len;
-  o.total_batch = o.batch * seq_len;
-  if (!o.chunk_given) o.lce_chunk = 0;
-  options_resolve_chunk(&o, e->device);
-  return o;
-}
-
 int longest_plan(const Experiment *e, Longest all[LONGEST_MAX]) {
   const double given = (double)e->memory / 0x1p30, usual[] = {24, 48, 80};
   int count = 0;
@@ -27,9 +13,10 @@ int longest_plan(const Experiment *e, Longest all[LONGEST_MAX]) {
     for (int i = 0; i < 4; i++) {
       Longest *l = &all[count++];
       *l = (Longest){.memory_gib = given > 0 ? given : usual[k], .offload = i / 2, .mode = i % 2};
-      Options o = options_at(e, l->offload, 1);
+      Options o = *e->options;
+      o.dtypes.offload = l->offload ? OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS : 0;
       l->seq_len = plan_largest_seq_len(&o, e->device, (LceMode)l->mode, bytes_from_gib(l->memory_gib));
-      o = options_at(e, l->offload, l->seq_len ? l->seq_len : 1);
+      o = options_with_shape(&o, e->device, o.batch, l->seq_len ? l->seq_len : 1);
       Ledger plan = plan_run(&o, e->device, (LceMode)l->mode);
       l->planned_bytes = plan.peak;
       l->host_bytes = ledger_host_bytes(&plan);
