@@ -377,7 +377,6 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   float values[RESULTS * TRAINER_PENDING];
   backend_to_host(t->backend, values, tensor_rows(t->results, 0, RESULTS * count));
   profile_collect(t->backend);
-  bool alone = t->backend->ranks == 1;
   for (int i = 0; i < count; i++) {
     const float *of_step = values + RESULTS * i;
     results[i] = t->pending[i];
@@ -393,8 +392,8 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
         mean_of(of_step, RESULT_TILES_DROPPED, (int64_t)of_step[RESULT_TILES], sampling);
     results[i].dropped_mass = mean_of(of_step, RESULT_MASS_DROPPED, counted, sampling);
     results[i].grad_norm = (double)of_step[RESULT_NORM];
-    results[i].stop = alone ? t->stop_requested : of_step[RESULT_STOP] > 0;
-    results[i].agreed_seconds = alone ? t->step_seconds : (double)of_step[RESULT_SECONDS] / t->backend->ranks;
+    results[i].stop = of_step[RESULT_STOP] > 0;
+    results[i].agreed_seconds = (double)of_step[RESULT_SECONDS] / t->backend->ranks;
   }
   t->pending_count = 0;
   return count;
@@ -462,15 +461,6 @@ static void load_validation(Trainer *t, const Loader *loader, int64_t index, Cou
     if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
 }
 
-// Batch `index` on this rank; its loss goes to `sum`.
-static void validate_batch(Trainer *t, const Loader *loader, int64_t index, Tensor sum, Counted *counted) {
-  load_validation(t, loader, index, counted);
-  // The last batch may be padded.
-  Batch batch = loaded_batch(t, 0, true);
-  transformer_evaluate(t->backend, trainer_model(t), &batch, &t->transformer, t->loss);
-  reduce(t->backend, (Reduce){.sum = sum, .x = t->loss});
-}
-
 // Batches [first, end), dealt to the ranks in order; their losses are added in the order of the batches.
 static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t end, Counted *counted) {
   Backend *b = t->backend;
@@ -479,12 +469,12 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
                               b->ranks * VALIDATION_ROUNDS);
   Tensor local = tensor_rows(all, b->rank * VALIDATION_ROUNDS, VALIDATION_ROUNDS);
   fill_zero(b, local);
-  for (int64_t index = first; index < end; index++) {
-    int64_t rank = (index - first) % b->ranks, round = (index - first) / b->ranks;
-    if (rank == b->rank)
-      validate_batch(t, loader, index, tensor_rows(local, round, 1), counted);
-    else // for the counts alone
-      load_validation(t, loader, index, counted);
+  for (int64_t i = 0; i < end - first; i++) {
+    load_validation(t, loader, first + i, counted); // all ranks count all batches
+    if (i % b->ranks != b->rank) continue;
+    Batch batch = loaded_batch(t, 0, true); // the last one may be padded
+    transformer_evaluate(b, trainer_model(t), &batch, &t->transformer, t->loss);
+    reduce(b, (Reduce){.sum = tensor_rows(local, i / b->ranks, 1), .x = t->loss});
   }
   all_gather(b, (Collective){.out = all, .x = local});
   float *losses = host_alloc(b->ranks * VALIDATION_ROUNDS, sizeof *losses, "the losses of a validation");

@@ -18,7 +18,7 @@ typedef struct {
   double z_loss;                       // --z-loss
   double accuracy, entropy, max_logit; // --metrics
   double dropped_tiles, dropped_mass;  // --lce-sample: the share of tiles dropped, and of probability
-  // Over all ranks, and so the same on each (with one rank: its own).
+  // Over all ranks, and so the same on each; with one rank false and 0.
   bool stop;             // some rank got a signal to stop
   double agreed_seconds; // of a step, the mean over the ranks
 } StepResult;
