@@ -414,22 +414,20 @@ void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
 
 void trainer_store_step(const Trainer *t, Folder *folder) {
   const Parameters *p = &t->late_model.parameters;
-  const struct {
-    const char *name;
-    Tensor tensor;
-  } of_tokens[] = {{"tokens", t->tokens}, {"targets", t->targets}, {"loss", t->loss}};
+  const TensorToStore of_tokens[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
+                                     {.name = "targets", .tensor = t->targets, .dtype = DTYPE_I32},
+                                     {.name = "loss", .tensor = t->loss, .dtype = DTYPE_F32}};
   enum { OF_TOKENS = sizeof of_tokens / sizeof *of_tokens };
-  int64_t count = OF_TOKENS + p->count;
-  TensorToStore *list = host_alloc(count, sizeof *list, "a list of tensors");
-  for (int64_t i = 0; i < count; i++) {
-    const Parameter *of = i < OF_TOKENS ? NULL : &p->items[i - OF_TOKENS];
-    snprintf(list[i].name, sizeof list[i].name, "%s%s", of ? "grad." : "", of ? of->name : of_tokens[i].name);
-    list[i].tensor =
-        of ? of->grad : tensor_reshape_2d(of_tokens[i].tensor, t->options->batch, t->options->seq_len);
-    list[i].dtype = list[i].tensor.dtype;
-    if (of) list[i].parameters = p, list[i].parameter = of, list[i].role = p->grad; // wherever it lies
+  TensorToStore *list = host_alloc(OF_TOKENS + p->count, sizeof *list, "a list of tensors");
+  for (int i = 0; i < OF_TOKENS; i++) {
+    list[i] = of_tokens[i];
+    list[i].tensor = tensor_reshape_2d(list[i].tensor, t->options->batch, t->options->seq_len);
   }
-  tensor_set_write(folder, "first_step", list, count, t->backend, CHECKPOINT_SHARD_BYTES);
+  for (int64_t i = 0; i < p->count; i++) {
+    const Parameter *parameter = &p->items[i];
+    list[OF_TOKENS + i] = parameter_to_store("grad.", p, parameter, p->grad, p->grad[parameter->group].dtype);
+  }
+  tensor_set_write(folder, "first_step", list, OF_TOKENS + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);
 }
 

@@ -258,16 +258,14 @@ char *checkpoint_newest(const char *directory, FolderCheck check, bool *any) {
 
 void checkpoint_require_intact(const char *folder, FolderCheck check, bool whole) {
   char *list = path_join(folder, CHECKSUMS);
+  bool listed = path_exists(list);
+  free(list);
   Reason reason;
-  if (!whole && !path_exists(list)) {
-    free(list);
-    return;
-  }
+  if (!whole && !listed) return;
   if (!folder_intact(folder, check, whole ? NULL : is_optimizer_file, &reason))
     fail("%s; %s", reason.text,
          whole ? "--resume auto takes the newest intact checkpoint"
                : "take another checkpoint, or delete " CHECKSUMS " if you changed the file on purpose");
-  free(list);
 }
 
 cJSON *checkpoint_trainer_state(const char *folder) {

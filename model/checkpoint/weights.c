@@ -28,11 +28,13 @@ static void *host_buffer(size_t element) {
 
 // --- opening -----------------------------------------------------------------------------------------------
 
-// Takes `path` over. False when there is no such file.
-static bool add_file(TensorSet *set, char *path) {
+// False when there is no such file. One that is open already is not opened again.
+static bool add_file(TensorSet *set, const char *path) {
+  for (int64_t i = 0; i < set->count; i++)
+    if (!strcmp(set->files[i].path, path)) return true;
   Mapping mapping = file_map(path);
   if (!mapping.bytes) return false;
-  TensorFile file = {.path = path, .mapping = mapping};
+  TensorFile file = {.path = text_format("%s", path), .mapping = mapping};
   Reason reason;
   if (!safetensors_parse(mapping.bytes, mapping.size, &file.header, &reason))
     fail("%s: %s", path, reason.text);
@@ -42,12 +44,6 @@ static bool add_file(TensorSet *set, char *path) {
   return true;
 }
 
-static bool is_open(const TensorSet *set, const char *path) {
-  for (int i = 0; i < set->count; i++)
-    if (!strcmp(set->files[i].path, path)) return true;
-  return false;
-}
-
 static void open_index(TensorSet *set, const char *folder, const cJSON *json) {
   const cJSON *map = cJSON_GetObjectItemCaseSensitive(json, "weight_map"), *item;
   if (!cJSON_IsObject(map)) fail("%s has no weight_map", set->path);
@@ -55,12 +51,9 @@ static void open_index(TensorSet *set, const char *folder, const cJSON *json) {
     if (!cJSON_IsString(item) || !is_plain_name(item->valuestring))
       fail("%s names no file of its folder for %s", set->path, item->string);
     char *path = path_join(folder, item->valuestring);
-    if (is_open(set, path)) {
-      free(path);
-      continue;
-    }
     if (!add_file(set, path))
       fail("%s does not exist, and %s says that %s is in it", path, set->path, item->string);
+    free(path);
   }
   cJSON_ArrayForEach(item, map) {
     const TensorFile *file;
@@ -78,13 +71,12 @@ TensorSet tensor_set_open(const char *folder, const char *stem) {
   cJSON *json = json_read(set.path);
   if (json) {
     open_index(&set, folder, json);
-    cJSON_Delete(json);
   } else {
     free(set.path);
     set.path = path_join(folder, single);
-    char *path = path_join(folder, single);
-    if (!add_file(&set, path)) free(path);
+    add_file(&set, set.path);
   }
+  cJSON_Delete(json);
   free(single);
   free(index);
   return set;
@@ -297,22 +289,15 @@ typedef struct {
   const SafetensorsEntry *entry; // NULL: not found yet
 } Stored;
 
-static int64_t index_of(const Model *model, const Parameter *p) {
-  return p - model->parameters.items;
-}
-
-// A stored copy of a tied head must equal the embedding.
-static void check_tied_head(Model *model, const TensorSet *set, const Stored *stored) {
+// A stored copy of a tied head must equal the embedding, the first of the parameters.
+static void check_tied_head(const Model *model, const TensorSet *set, const Stored *embedding) {
   const TensorFile *file;
   const SafetensorsEntry *head =
       model->config.tie_word_embeddings ? tensor_set_find(set, head_name, &file) : NULL;
-  if (!head) return;
-  for (int64_t i = 0; i < model->parameters.count; i++)
-    if (model->parameters.items[i].value.data == model->head.value.data &&
-        !same_bytes(file, head, stored[i].file, stored[i].entry))
-      fail("%s: %s differs from %s, and config.json says tie_word_embeddings; set it to false there to train "
-           "both",
-           file->path, head_name, stored[i].entry->name);
+  if (head && !same_bytes(file, head, embedding->file, embedding->entry))
+    fail("%s: %s differs from %s, and config.json says tie_word_embeddings; set it to false there to train "
+         "both",
+         file->path, head_name, embedding->entry->name);
 }
 
 // stored[i] is where the model's i-th tensor is; the caller frees it.
@@ -328,7 +313,7 @@ static Stored *match(Model *model, const TensorSet *set) {
       if (!p)
         fail("%s holds %s %s, for which the model that config.json describes has no place", file->path,
              e->name, safetensors_shape(e).text);
-      Stored *place = &stored[index_of(model, p)];
+      Stored *place = &stored[p - model->parameters.items];
       if (place->entry) fail("%s holds %s, which %s holds too", file->path, e->name, place->file->path);
       check_fit(file, e, p);
       *place = (Stored){file, e};
@@ -365,15 +350,16 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
 
 // --- storing -----------------------------------------------------------------------------------------------
 
-static void add(TensorToStore *list, int64_t *count, const char *prefix, const Parameters *all,
-                const Parameter *p, const Tensor *role, Dtype dtype) {
-  TensorToStore *t = &list[(*count)++];
-  snprintf(t->name, sizeof t->name, "%s%s", prefix, p->name);
-  t->tensor = (Tensor){.dtype = role[p->group].dtype, .rank = p->rank, .shape = {p->shape[0], p->shape[1]}};
-  t->dtype = dtype;
-  t->parameters = all;
-  t->parameter = p;
-  t->role = role;
+TensorToStore parameter_to_store(const char *prefix, const Parameters *all, const Parameter *p,
+                                 const Tensor *role, Dtype dtype) {
+  TensorToStore t = {
+      .tensor = {.dtype = role[p->group].dtype, .rank = p->rank, .shape = {p->shape[0], p->shape[1]}},
+      .dtype = dtype,
+      .parameters = all,
+      .parameter = p,
+      .role = role};
+  snprintf(t.name, sizeof t.name, "%s%s", prefix, p->name);
+  return t;
 }
 
 // The master weights where there are any: what the weights would be without rounding.
@@ -383,11 +369,10 @@ static const Tensor *exact_weights(const Parameters *all) {
 
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes) {
   const Parameters *all = &model->parameters;
+  const Tensor *role = dtype == DTYPE_F32 ? exact_weights(all) : all->value;
   TensorToStore *list = host_alloc(all->count, sizeof *list, "a list of tensors");
-  int64_t count = 0;
-  for (int64_t i = 0; i < all->count; i++)
-    add(list, &count, "", all, &all->items[i], dtype == DTYPE_F32 ? exact_weights(all) : all->value, dtype);
-  tensor_set_write(folder, model_stem, list, count, backend, shard_bytes);
+  for (int64_t i = 0; i < all->count; i++) list[i] = parameter_to_store("", all, &all->items[i], role, dtype);
+  tensor_set_write(folder, model_stem, list, all->count, backend, shard_bytes);
   free(list);
 }
 
@@ -401,10 +386,10 @@ void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype
   int64_t count = 0;
   for (int64_t i = 0; i < all->count; i++) {
     const Parameter *p = &all->items[i];
-    add(list, &count, "m.", all, p, all->m, all->m[p->group].dtype);
-    add(list, &count, "v.", all, p, all->v, all->v[p->group].dtype);
+    list[count++] = parameter_to_store("m.", all, p, all->m, all->m[p->group].dtype);
+    list[count++] = parameter_to_store("v.", all, p, all->v, all->v[p->group].dtype);
     if (weights_dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
-      add(list, &count, "master.", all, p, exact, DTYPE_F32);
+      list[count++] = parameter_to_store("master.", all, p, exact, DTYPE_F32);
   }
   tensor_set_write(folder, state_stem, list, count, backend, shard_bytes);
   free(list);

@@ -44,6 +44,10 @@ typedef struct {
   const Tensor *role;
 } TensorToStore;
 
+// A parameter in one role (parameters->value, ...), called "PREFIXname".
+TensorToStore parameter_to_store(const char *prefix, const Parameters *parameters, const Parameter *parameter,
+                                 const Tensor *role, Dtype dtype);
+
 // Writes the set into a folder in the making, in files of at most `shard_bytes` (one tensor may exceed it).
 // Errors stick to the folder. All ranks call it with the same list, all but rank 0 with a folder that
 // takes nothing ({0}): what is spread comes to rank 0 a piece at a time.
