@@ -108,7 +108,7 @@ static void cut_buckets(Parameters *p, const Dtype grad[GROUP_COUNT]) {
   if (p->spread.split_head) p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
 }
 
-int64_t parameters_turn(const Parameters *p, int64_t element) {
+int64_t parameters_buffered(const Parameters *p, int64_t element) {
   int64_t before = p->spread.before_layers, layer = p->spread.layer;
   if (element < before) return element;
   int64_t index = (element - before) / layer;
@@ -156,36 +156,17 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
   p->grad_shard[GROUP_HEAD] = (Tensor){0};
 }
 
-// The head in a slab that holds the local rows alone.
-static Tensor local_rows(const Parameters *p, Tensor group, const int64_t shape[2]) {
-  int64_t place, rows = parameters_local_head(p, shape[0], &place);
-  return slice(group, 0, 2, (const int64_t[2]){rows, shape[1]});
-}
-
-// The part of a layer's double buffer.
-static Tensor buffered_view(const Parameters *p, Tensor buffer, const Parameter *first,
-                            const int64_t shape[2]) {
-  int64_t place = parameters_turn(p, first->offset) - p->spread.before_layers;
-  return slice(buffer, place, first->rank, shape);
-}
-
-static bool in_buffer(const Parameters *p, Tensor buffer, const Parameter *first) {
-  return tensor_exists(buffer) && first->group == GROUP_MATRICES && first->offset >= p->spread.before_layers;
-}
-
-static Tensor value_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
-  if (in_buffer(p, p->layer_values, first)) return buffered_view(p, p->layer_values, first, shape);
-  if (first->group == GROUP_HEAD && p->spread.split_head_weights)
-    return local_rows(p, p->value[GROUP_HEAD], shape);
-  return slice(p->value[first->group], first->offset, first->rank, shape);
-}
-
-static Tensor gradient_view(const Parameters *p, const Parameter *first, const int64_t shape[2]) {
-  if (in_buffer(p, p->layer_grads, first)) return buffered_view(p, p->layer_grads, first, shape);
-  if (first->group == GROUP_HEAD && p->spread.split_head) return local_rows(p, p->grad[GROUP_HEAD], shape);
-  bool buffered = p->spread.zero == 2 && first->group == GROUP_MATRICES;
-  return slice(p->grad[first->group], buffered ? parameters_turn(p, first->offset) : first->offset,
-               first->rank, shape);
+// The weights or the gradients of `first` and the tensors after it in its view, of `shape` together.
+static Tensor view_of(const Parameters *p, bool grad, const Parameter *first, const int64_t shape[2]) {
+  ParameterGroup group = first->group;
+  Tensor slab = (grad ? p->grad : p->value)[group], buffer = grad ? p->layer_grads : p->layer_values;
+  int64_t offset = first->offset, before = p->spread.before_layers, rows = shape[0], first_row;
+  bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES && offset >= before;
+  if (offloaded || (grad && shards_double_buffered(p, group))) offset = parameters_buffered(p, offset);
+  if (offloaded) slab = buffer, offset -= before;
+  if (group == GROUP_HEAD && (grad ? p->spread.split_head : p->spread.split_head_weights))
+    rows = parameters_local_head(p, rows, &first_row);
+  return slice(slab, offset, first->rank, (const int64_t[2]){rows, shape[1]});
 }
 
 // Codes, transposed codes and amax of a matrix, which lie one after the other from *at on.
@@ -238,16 +219,16 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
 
   for (int64_t i = 0; i < parameters->count; i++) {
     Parameter *p = &parameters->items[i];
-    p->value = value_view(parameters, p, p->shape);
-    p->grad = gradient_view(parameters, p, p->shape);
+    p->value = view_of(parameters, false, p, p->shape);
+    p->grad = view_of(parameters, true, p, p->shape);
   }
   for (int64_t i = 0; i < parameters->count;) {
     const Parameter *first = &parameters->items[i];
     int64_t shape[2] = {0, first->shape[1]};
     for (; i < parameters->count && parameters->items[i].view == first->view; i++)
       shape[0] += parameters->items[i].shape[0];
-    first->view->value = value_view(parameters, first, shape);
-    first->view->grad = gradient_view(parameters, first, shape);
+    first->view->value = view_of(parameters, false, first, shape);
+    first->view->grad = view_of(parameters, true, first, shape);
     int64_t in_layers = first->offset - spread->before_layers;
     if (!fp8 || first->group != GROUP_MATRICES || in_layers < 0) continue;
     if (parameters->fp8_by_layer && in_layers % spread->layer == 0) fp8 = first_fp8;

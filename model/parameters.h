@@ -101,8 +101,8 @@ void parameters_add(Parameters *parameters, Param *view, const Parameter *tensor
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Param.
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes dtypes);
 
-// Where an element of GROUP_MATRICES has its gradient at zero 2, when its layer's turn has come.
-int64_t parameters_turn(const Parameters *parameters, int64_t element);
+// Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
+int64_t parameters_buffered(const Parameters *parameters, int64_t element);
 
 // Layer `layer` of an offloaded group (value or grad), and its place in the double buffer of it.
 Tensor parameters_layer(const Parameters *parameters, const Tensor role[GROUP_COUNT], int64_t layer);

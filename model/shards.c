@@ -15,12 +15,12 @@ Tensor shards_slice_of_shard(const Parameters *p, Tensor shard, Bucket b) {
   return tensor_exists(shard) ? tensor_rows(shard, b.first / parts, b.count / parts) : shard;
 }
 
-static bool double_buffered(const Parameters *p, ParameterGroup group) {
+bool shards_double_buffered(const Parameters *p, ParameterGroup group) {
   return p->spread.zero == 2 && group == GROUP_MATRICES;
 }
 
 Tensor shards_local_grads(const Parameters *p, ParameterGroup group, Bucket b) {
-  int64_t first = double_buffered(p, group) ? parameters_turn(p, b.first) : b.first;
+  int64_t first = shards_double_buffered(p, group) ? parameters_buffered(p, b.first) : b.first;
   return tensor_rows(p->grad[group], first, b.count);
 }
 

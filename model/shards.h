@@ -30,6 +30,8 @@ Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t
 // Where the rank's slice of a bucket lies in a shard of a group. An absent tensor stays absent.
 Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket bucket);
 
+// Whether the group's gradients are those of two layers, a double buffer.
+bool shards_double_buffered(const Parameters *parameters, ParameterGroup group);
 // This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.
 Tensor shards_local_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
 // The rank's slice of the weights, and whether the other slices are here too.

@@ -34,7 +34,7 @@ static void reduce_ready(void *reduction, ParameterGroup group, int64_t first) {
     r->unreduced[group] = bucket.first;
     started++;
   }
-  if (p->spread.zero != 2 || group != GROUP_MATRICES) return;
+  if (!shards_double_buffered(p, group)) return;
   // The layer below writes into the buffer of the one above, whose reduction must be done.
   collectives_join(r->backend, started < 64 ? started : 0);
 }

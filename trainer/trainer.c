@@ -1,7 +1,6 @@
 #include "trainer/trainer.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/alloc.h"
