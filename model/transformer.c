@@ -230,6 +230,7 @@ static void project_backward(const Pass *p, Tensor dx, Tensor dout, Fp8 dout_cod
 
 // What a layer computes. Recompute says which of these stay on the stack for the backward pass.
 typedef struct {
+  MemoryMark below;      // the stack before the layer; of training
   Tensor input;          // [N, H], the output of the layer below
   Tensor output;         // [N, H]
   Norm norm1, norm2;     // out [N, H]
@@ -659,7 +660,6 @@ typedef struct {
   bool accumulate; // as requested; pass.accumulate is false where a hook reduces gradients in every pass
   bool by_hook;    // hooks.add_embedding_grads adds to a tied head's gradient
   LayerState *states;
-  MemoryMark *marks; // the stack below each layer
 } TrainingPass;
 
 // From the tokens to the stream after all layers.
@@ -674,13 +674,13 @@ static Tensor layers_forward(TrainingPass *t) {
   for (int64_t l = 0; l < p->model->config.num_hidden_layers; l++) {
     const Layer *w = &p->model->layers[l];
     LayerState *s = &t->states[l];
-    t->marks[l] = memory_mark(&backend->memory);
+    s->below = memory_mark(&backend->memory);
     s->input = stream;
     p->recompute = recompute_of(options, l);
     bool alternates = tensor_exists(inputs) && p->recompute == RECOMPUTE_LAYER;
     s->output = alternates ? spare : push_activation(p, "residual", hidden_size);
-    int64_t coming = prepare_layer(p, options, l + 1), leaving = send_input(p, inputs, l, stream);
-    copies_join(backend, coming, leaving);
+    int64_t copies_in = prepare_layer(p, options, l + 1), copies_out = send_input(p, inputs, l, stream);
+    copies_join(backend, copies_in, copies_out);
     bool by_layer = p->model->parameters.fp8_by_layer;
     if (p->fp8 && (by_layer || !t->accumulate)) quantize_weights(p, w); // else the codes are there
     layer_forward(p, w, s);
@@ -739,18 +739,19 @@ static void layers_backward(TrainingPass *t, Tensor dr) {
   int64_t layers = p->model->config.num_hidden_layers;
   for (int64_t l = layers; l-- > 0;) {
     const Layer *w = &p->model->layers[l];
-    int64_t coming = fetch_grads(p, l - 1);
-    if (l > 0) coming += fetch_input(p, options->inputs, l - 1, t->states[l - 1].input);
-    if (l - 1 < layers - 2) coming += fetch_weights(p, l - 1); // the last two have stayed
-    copies_join(backend, coming, 1);
+    LayerState *s = &t->states[l];
+    int64_t copies_in = fetch_grads(p, l - 1);
+    if (l > 0) copies_in += fetch_input(p, options->inputs, l - 1, t->states[l - 1].input);
+    if (l - 1 < layers - 2) copies_in += fetch_weights(p, l - 1); // the last two have stayed
+    copies_join(backend, copies_in, 1);
     p->recompute = recompute_of(options, l);
     if (p->model->parameters.fp8_by_layer && l < layers - 1)
       quantize_weights(p, w); // the last one's have stayed
-    layer_backward(p, w, &t->states[l], dr);
-    memory_pop_to(&backend->memory, t->marks[l]); // the layer's output too: its input is the one below
+    layer_backward(p, w, s, dr);
+    memory_pop_to(&backend->memory, s->below); // the layer's output too: its input is the one below
     sum_squares(p, options->squares, l);
     send_grads(p, l);
-    if (options->hooks.on_grads_ready) copies_join(backend, coming, 0);
+    if (options->hooks.on_grads_ready) copies_join(backend, copies_in, 0);
     grads_ready(&options->hooks, GROUP_MATRICES, spread->before_layers + l * spread->layer);
   }
   copies_join(backend, 0, 0);
@@ -783,8 +784,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                     .options = options,
                     .accumulate = accumulate,
                     .by_hook = tied && hooks->add_embedding_grads,
-                    .states = host_alloc(layers, sizeof *t.states, "the layers' states"),
-                    .marks = host_alloc(layers, sizeof *t.marks, "the layers' marks")};
+                    .states = host_alloc(layers, sizeof *t.states, "the layers' states")};
   t.pass.mlp_chunk = options->mlp_chunk;
   t.pass.accumulate = accumulate && !hooks->overwrite;
   t.pass.fp8 = tensor_exists(model->layers->qkv.weight.fp8.codes);
@@ -802,7 +802,6 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   grads_ready(hooks, GROUP_VECTORS, 0);
   if (tied && !t.by_hook) grads_ready(hooks, GROUP_HEAD, 0);
   free(t.states);
-  free(t.marks);
 }
 
 // The residual stream after all layers; nothing is kept, and two tensors alternate as the stream.
