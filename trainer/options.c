@@ -358,11 +358,12 @@ static void resolve_ranks(Options *o) {
 
 // The tokens of an optimizer step, cut into micro-batches.
 static void resolve_batch(Options *o) {
-  int64_t tokens = o->batch * o->seq_len, together = tokens * o->ranks;
+  int64_t tokens = o->batch * o->seq_len;
   if (tokens > INT32_MAX)
     fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
          "--total-batch",
          (long long)o->batch, (long long)o->seq_len, INT32_MAX);
+  int64_t together = tokens * o->ranks;
   if (!o->total_batch || o->eval_only) o->total_batch = together;
   if (o->total_batch % together && o->ranks == 1)
     fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (--batch x --seq-len)",
