@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/integers.h"
 #include "base/random.h"
 
 // One block of random values in [-1, 1), repeated.
@@ -17,10 +18,8 @@ static void fill_random(Backend *backend, Tensor t) {
   }
   Tensor flat = tensor_flat(t);
   const void *block = t.dtype == DTYPE_F32 ? (const void *)values : (const void *)rounded;
-  for (int64_t first = 0; first < flat.shape[0]; first += BLOCK) {
-    int64_t left = flat.shape[0] - first;
-    backend_to_device(backend, tensor_rows(flat, first, left < BLOCK ? left : BLOCK), block);
-  }
+  for (int64_t first = 0; first < flat.shape[0]; first += BLOCK)
+    backend_to_device(backend, tensor_rows(flat, first, min_i64(flat.shape[0] - first, BLOCK)), block);
 }
 
 static int by_size(const void *a, const void *b) {
@@ -45,11 +44,16 @@ double gpu_peak_flops(const char *name) {
   return NAN;
 }
 
+static size_t gemm_bytes(int64_t n, Dtype dtype) {
+  return 3 * memory_padded((size_t)(n * n) * dtype_bytes(dtype));
+}
+
 double measure_gemm_rate(Backend *backend) {
   enum { WARM_UP = 2, TIMES = 5 };
-  const int64_t n = backend->device == ON_CUDA ? 8192 : 1024; // large enough to fill the device
   Memory *memory = &backend->memory;
-  memory_set_stack(memory, 3 * memory_padded((size_t)(n * n) * dtype_bytes(backend->dtype)));
+  int64_t n = backend->device == ON_CUDA ? 8192 : 1024; // large enough to fill the device
+  while (n > 1 && memory->limit && gemm_bytes(n, backend->dtype) > memory->limit) n /= 2;
+  memory_set_stack(memory, gemm_bytes(n, backend->dtype));
   Tensor x = memory_push_2d(memory, "x", MEMORY_WORKSPACE, backend->dtype, n, n);
   Tensor w = memory_push_2d(memory, "w", MEMORY_WORKSPACE, backend->dtype, n, n);
   Tensor out = memory_push_2d(memory, "out", MEMORY_WORKSPACE, backend->dtype, n, n);
