@@ -124,10 +124,9 @@ static void predict(Text *text, const int32_t *tokens, int64_t have) {
   int64_t last = have - text->start - 1;
   while (text->cached <= last) {
     int64_t length = text->cached > 0 && text->cached == last ? 1 : text->piece;
-    int64_t last_start = text->cache.capacity - length;
-    int64_t past = text->cached < last_start ? text->cached : last_start;
+    int64_t past = min_i64(text->cached, text->cache.capacity - length);
     pass(text, tokens, past, length, last - past);
-    text->cached = past + length < last + 1 ? past + length : last + 1;
+    text->cached = min_i64(past + length, last + 1);
   }
 }
 
@@ -167,7 +166,7 @@ int32_t *generate(Backend *backend, Model *model, const Generation *g, int64_t *
   bool planning = memory->planning;
   if (!planning && g->prompt_count < 1) fail("a text needs a prompt of at least one token to begin with");
   MemoryMark mark = memory_mark(memory);
-  Text text = {.backend = backend, .model = model, .piece = g->window < PIECE ? g->window : PIECE};
+  Text text = {.backend = backend, .model = model, .piece = min_i64(g->window, PIECE)};
   text.logits =
       memory_push_2d(memory, "sampled logits", MEMORY_WORKSPACE, DTYPE_F32, 1, model->config.vocab_size);
   text.tokens = memory_push_1d(memory, "sampled tokens", MEMORY_WORKSPACE, DTYPE_I32, text.piece);

@@ -269,7 +269,7 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
   for (int64_t i = 0; i < parameters->count; i++) {
     const Parameter *p = &parameters->items[i];
     for (int64_t first = 0, total = parameter_elements(p); first < total; first += DRAWN_AT_ONCE) {
-      int64_t count = total - first < DRAWN_AT_ONCE ? total - first : DRAWN_AT_ONCE;
+      int64_t count = min_i64(total - first, DRAWN_AT_ONCE);
       draw(p, seed, (uint64_t)i, first, count, values);
       shards_write(parameters, backend, parameters->value, p, first, count, values, DTYPE_F32, rounded);
       shards_write(parameters, backend, parameters->master, p, first, count, values, DTYPE_F32, rounded);

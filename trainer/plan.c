@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -278,9 +279,14 @@ static Options with_change(const Options *options, DeviceKind device, int change
   return change == ONE_SEQUENCE ? options_with_shape(options, device, 1, o.seq_len) : o;
 }
 
-static void append(char *text, size_t size, const char *separator, const char *more) {
-  size_t length = strlen(text);
-  snprintf(text + length, size - length, "%s%s", length ? separator : "", more);
+// Appends to a list.
+__attribute__((format(printf, 4, 5))) static void append(char *text, size_t size, const char *separator,
+                                                         const char *format, ...) {
+  snprintf(text + strlen(text), size - strlen(text), "%s", *text ? separator : "");
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text + strlen(text), size - strlen(text), format, arguments);
+  va_end(arguments);
 }
 
 // For a run that needs more than `usable` bytes although single changes were made: all changes that help, then also a
@@ -297,7 +303,7 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     if (bytes >= peak) continue;
     o = changed;
     peak = bytes;
-    append(flags, sizeof flags, " ", change_flags[change]);
+    append(flags, sizeof flags, " ", "%s", change_flags[change]);
   }
   int64_t unit = seq_len_unit(&o);
   if (peak > usable && o.seq_len > unit) {
@@ -306,13 +312,11 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
     o = options_with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
-    char flag[40];
-    snprintf(flag, sizeof flag, "--seq-len %lld", (long long)seq_len);
-    append(flags, sizeof flags, " ", flag);
+    append(flags, sizeof flags, " ", "--seq-len %lld", (long long)seq_len);
   }
   bool fits = peak <= usable;
-  snprintf(text, size, "%s%s%s %s%s", fits ? "" : "no smaller batch fits, and ",
-           !fits && *flags ? "even " : "", *flags ? flags : "this model", "needs ", text_bytes(peak).text);
+  snprintf(text, size, "%s%s%s needs %s", fits ? "" : "no smaller batch fits, and ",
+           !fits && *flags ? "even " : "", *flags ? flags : "this model", text_bytes(peak).text);
   if (!fits) append(text, size, "", ": take a smaller model, or a device with more memory");
 }
 
@@ -327,27 +331,20 @@ static void suggest(const Options *options, DeviceKind device, size_t usable, ch
     size_t bytes = plan_run(&o, device, o.mode).peak;
     if (bytes > usable) continue;
     recompute_fits |= is_recompute;
-    char way[80];
-    snprintf(way, sizeof way, "%s needs %s", change_flags[change], text_bytes(bytes).text);
-    append(text, size, ", ", way);
+    append(text, size, ", ", "%s needs %s", change_flags[change], text_bytes(bytes).text);
   }
   int64_t batch = plan_largest_batch(options, device, options->mode, usable);
   while (batch && !divides_total(options, batch, options->seq_len)) batch--;
-  char way[40];
-  snprintf(way, sizeof way, "--batch %lld fits", (long long)batch);
-  if (batch) append(text, size, ", ", way);
+  if (batch) append(text, size, ", ", "--batch %lld fits", (long long)batch);
   if (!*text) suggest_together(options, device, usable, text, size);
 }
 
 // "weights 1.20 GiB, gradients 1.20 GiB": the categories that hold `min` bytes or more.
 static void list_holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min, char *text, size_t size) {
   *text = 0;
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
-    char holder[80];
-    snprintf(holder, sizeof holder, "%s %s", memory_category_name((MemoryCategory)c),
-             text_bytes(bytes[c]).text);
-    if (bytes[c] >= min) append(text, size, ", ", holder);
-  }
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
+    if (bytes[c] >= min)
+      append(text, size, ", ", "%s %s", memory_category_name((MemoryCategory)c), text_bytes(bytes[c]).text);
 }
 
 // All ranks of the machine offload as much.

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/integers.h"
 #include "base/random.h"
 
 // One block of random values in [-1, 1), repeated.

@@ -118,7 +118,7 @@ static void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backe
   float *values = host_buffer(sizeof *values);
   uint16_t *rounded = host_buffer(sizeof *rounded);
   for (int64_t first = 0; first < total; first += AT_ONCE) {
-    int64_t count = total - first < AT_ONCE ? total - first : AT_ONCE;
+    int64_t count = min_i64(total - first, AT_ONCE);
     size_t offset = e->offset + (size_t)first * width;
     const char *stored = file->mapping.bytes + offset;
     bool widened = false;
@@ -162,7 +162,7 @@ static void write_elements(Folder *folder, const TensorToStore *t, Backend *back
   bool together = backend->ranks > 1;
   for (int64_t first = 0, total = tensor_count(t->tensor); first < total && (folder->ok || together);
        first += AT_ONCE) {
-    int64_t count = total - first < AT_ONCE ? total - first : AT_ONCE;
+    int64_t count = min_i64(total - first, AT_ONCE);
     fetch(t, backend, first, count, raw);
     ranks_alive();
     if (!folder->ok) continue;
