@@ -29,7 +29,7 @@ typedef struct {
   Source *source, *val_source;
   Packing *packing, *val_packing; // with --pack
   Loader loader;
-  char data[256]; // what the loader reads, in words
+  char data[256]; // loader_describe's
   Prompt prompt;
   Choices choices; // of --hellaswag
   Trainer trainer;
@@ -52,7 +52,7 @@ static void request_stop(int signal_number) {
   if (signal_number != SIGHUP) signal(signal_number, SIG_DFL);
 }
 
-// Whoever read the output of a run may have gone; what it learned is saved.
+// A run whose terminal or pipe is closed still saves its weights.
 static void handle_signals(void) {
   signal(SIGINT, request_stop);
   signal(SIGTERM, request_stop);
@@ -95,9 +95,9 @@ static void validate(Run *run, int64_t step) {
          step == o->first_step && o->origin ? o->origin : "");
 }
 
-static void choose(Run *run) {
+static void score_choices(Run *run) {
   if (!run->options->hellaswag || stopping(run)) return;
-  ChoiceScore score = trainer_choose(&run->trainer, &run->choices, run->options->hellaswag_examples);
+  ChoiceScore score = trainer_score_choices(&run->trainer, &run->choices, run->options->hellaswag_examples);
   report_choices(&run->report, &score);
 }
 
@@ -110,7 +110,7 @@ static void sample(Run *run, int64_t step) {
   free(tokens);
 }
 
-// The checkpoint after `step` steps. Where it cannot be written the run goes on: the next one may find space.
+// The checkpoint after `step` steps. Where it cannot be written the run continues: the next one may find space.
 static void save(Run *run, int64_t step) {
   run->state.step = step;
   cJSON *json = resume_write(run->options, &run->state);
@@ -170,21 +170,21 @@ static void train(Run *run) {
   collect(run, since);
   report_break(&run->report);
   if (stopping(run)) printf("stopped after step %lld on a signal\n", (long long)done);
-  // The last checkpoint has the last validation's loss. Who stops a run may not wait for it: then the weights come first.
+  // The last checkpoint has the last validation's loss. A run that is stopped may soon be killed: it saves first.
   if (!stopping(run)) validate(run, done);
   bool validated = run->state.val_step == done;
   if (run->saves && run->saved_step != done) save(run, done);
   if (!validated) validate(run, done);
-  choose(run);
+  score_choices(run);
 }
 
 static void evaluate(Run *run) {
   validate(run, run->options->first_step);
-  choose(run);
+  score_choices(run);
   report_evaluation(&run->report, run->state.val_loss);
 }
 
-// --- before it ---------------------------------------------------------------------------------------------
+// --- setup -------------------------------------------------------------------------------------------------
 
 // Before anything is loaded, or a log begun.
 static void require_something_to_evaluate(const Options *o, const Loader *loader) {
@@ -287,7 +287,7 @@ int main(int argc, char **argv) {
   run.report = report_open(&options, run.backend);
   create_model(&run);
   if (options.dump) path_make_folders("dump", options.dump);
-  write_timeline(&run); // a path that cannot be written is better known now than after the run
+  write_timeline(&run); // so that a path that cannot be written fails before the run, not after it
   handle_signals();
   report_start(&run.report, run.backend, run.source->name);
   if (options.eval_only) {

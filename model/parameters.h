@@ -36,8 +36,8 @@ typedef struct {
   Tensor value, grad; // the local rows of a split head
 } Parameter;
 
-// What lies in the host's memory. GROUP_MATRICES' weights and gradients are copied from and to there layer by layer, by way of a
-// double buffer of two layers; the embedding's rows, and all that the optimizer reads, are accessed there.
+// What lies in the host's memory. GROUP_MATRICES' weights and gradients are copied layer by layer to and from a double
+// buffer of two layers on the device; the embedding's rows, and all that the optimizer reads, are accessed in place.
 enum {
   OFFLOAD_WEIGHTS = 1 << 0,
   OFFLOAD_GRADIENTS = 1 << 1,
@@ -104,7 +104,7 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
 // Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
 int64_t parameters_buffered(const Parameters *parameters, int64_t element);
 
-// Layer `layer` of an offloaded group (value or grad), and its place in the double buffer of it.
+// Layer `layer` of an offloaded role (value or grad), and its half of that role's double buffer.
 Tensor parameters_layer(const Parameters *parameters, const Tensor role[GROUP_COUNT], int64_t layer);
 Tensor parameters_layer_buffer(const Parameters *parameters, Tensor buffer, int64_t layer);
 

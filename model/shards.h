@@ -6,8 +6,8 @@
 //
 //   zero 0   nothing is sharded: every rank holds and updates everything
 //   zero 1   master weights and moments are; gradients are whole, and reduced in the rank's slices of them
-//   zero 2   so are the gradients. Whole remain those of the head and the embeddings (a pass adds to all of
-//            them), of norms and biases, and of two layers, a double buffer: one layer's are reduce-scattered
+//   zero 2   so are the gradients. Those of the head and the embeddings (a pass adds to all of them) and of norms and
+//            biases are whole, too. The layers' are in a double buffer of two layers: one layer's are reduce-scattered
 //            into the shards while the next layer's are computed
 //
 // Where the head is split (--vocab-parallel; kernels/linear_cross_entropy.h) its group is one bucket, whose slices are

@@ -565,10 +565,10 @@ static int64_t fetch_weights(const Pass *p, int64_t l) {
   return 1;
 }
 
-// For the forward pass of training: updated first, where that is still to be done.
+// For the forward pass of training: a deferred update comes first.
 static int64_t prepare_layer(const Pass *p, const TransformerOptions *options, int64_t l) {
-  bool left = options->update_layer && l < p->model->config.num_hidden_layers;
-  return (left ? options->update_layer(options->update_context, l) : 0) + fetch_weights(p, l);
+  bool deferred = options->update_layer && l < p->model->config.num_hidden_layers;
+  return (deferred ? options->update_layer(options->update_context, l) : 0) + fetch_weights(p, l);
 }
 
 // What is added to.

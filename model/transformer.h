@@ -27,8 +27,8 @@ typedef struct {
   Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;
 
-// What happens to gradients while the backward pass still computes others: data parallelism reduces them over
-// the ranks (trainer/reduction.h). All zero: nothing.
+// Called while the backward pass still computes other gradients: data parallelism reduces those that are ready over the
+// ranks (trainer/reduction.h). All zero: nothing is called.
 typedef struct {
   void *context;
   // The gradients of `group` from element `first` on are final: the head's first (last where it is tied to
@@ -56,8 +56,8 @@ typedef struct {
   Tensor inputs;
   // Of training, or absent: fp32 [1], receives the sum of squares of offloaded layers' gradients.
   Tensor squares;
-  // Starts the update that the last step left to this forward pass, of a layer after the first; returns how many
-  // operations it queued on the copy-in stream. NULL: nothing is left.
+  // Starts the update of a layer after the first, which the last step deferred to this forward pass; returns how many
+  // operations it queued on the copy-in stream. NULL: nothing was deferred.
   int64_t (*update_layer)(void *context, int64_t layer);
   void *update_context;
 } TransformerOptions;

@@ -148,7 +148,7 @@ static double seconds_of(Steps *s, int which, int64_t times) {
   // overwrites gradients, so nothing is left to it.
   if (which == GEMMS)
     trainer_model(s->trainer);
-  else if (!s->trainer->update_left)
+  else if (!s->trainer->update_deferred)
     one_step(s);
   backend_synchronize(backend);
   double start = now_seconds();

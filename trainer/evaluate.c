@@ -81,7 +81,7 @@ static void sum_over_ranks(Trainer *t, ChoiceScore *score) {
   free(all);
 }
 
-ChoiceScore trainer_choose(Trainer *t, const Choices *choices, int64_t examples) {
+ChoiceScore trainer_score_choices(Trainer *t, const Choices *choices, int64_t examples) {
   if (!examples || examples > choices->count) examples = choices->count;
   int64_t seq_len = t->options->seq_len, tokens = t->options->batch * seq_len;
   Rows r = {.trainer = t, .width = min_i64(choices->longest - 1, seq_len)};

@@ -13,4 +13,4 @@ typedef struct {
 
 // Of the first `examples` (0: all), which the ranks share; every rank gets the whole score. Each completion
 // is a row, as many rows at a time as fit the trainer's batch.
-ChoiceScore trainer_choose(Trainer *trainer, const Choices *choices, int64_t examples);
+ChoiceScore trainer_score_choices(Trainer *trainer, const Choices *choices, int64_t examples);

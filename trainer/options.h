@@ -49,7 +49,7 @@ typedef struct {
   int64_t hellaswag_examples;     // the first so many; 0: all
   // checkpoints
   const char *init, *resume;  // as given: a model's directory; a checkpoint, a directory of some, or "auto"
-  char *origin;               // the folder whose weights the run begins with; NULL: they are drawn
+  char *origin;               // the folder whose weights the run begins with; NULL: they are random
   struct cJSON *resumed_from; // its trainer_state.json when the run resumes; NULL otherwise
   int64_t first_step;         // 0 unless the run resumes
   const char *save;           // NULL: nothing is saved

@@ -103,7 +103,7 @@ int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode 
 
 // --- what offloading costs ---------------------------------------------------------------------------------
 
-// These stand in for a plan's operations, of which the plan's `state` is the count.
+// Operations of a plan that add to the HostTraffic in backend->state.
 
 static size_t bytes_on_host(const Backend *backend, Tensor t) {
   const Memory *memory = &backend->memory;

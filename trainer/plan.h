@@ -1,4 +1,4 @@
-// How much memory a run needs, found out by running it through the plan backend: nothing is allocated.
+// How much memory a run needs, found by running it on the plan backend, which allocates nothing.
 #pragma once
 
 #include "trainer/trainer.h"

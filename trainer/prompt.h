@@ -1,4 +1,4 @@
-// How a run's tokens are text: by a tokenizer.json, byte by byte, or not at all.
+// A run's tokens as text: by a tokenizer.json, byte by byte, or not at all.
 #pragma once
 
 #include "data/source.h"

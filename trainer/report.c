@@ -202,7 +202,7 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
     r->seconds_timed += seconds;
   }
   r->steps_done += count;
-  // The first steps are slower than the rest: an average that forgets.
+  // An exponential moving average, since the first steps are slower.
   r->smoothed_seconds = r->smoothed_seconds > 0 ? 0.8 * r->smoothed_seconds + 0.2 * each : each;
   Backend *backend = trainer->backend;
   print_progress(r, &results[count - 1], backend->ops->device_bytes_now(backend));

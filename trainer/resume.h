@@ -1,4 +1,4 @@
-// Where a run begins: with drawn weights, with a model (--init), or where another run stopped (--resume).
+// Where a run begins: with random weights, with a model (--init), or where another run stopped (--resume).
 #pragma once
 
 #include <cjson/cJSON.h>

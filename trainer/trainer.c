@@ -25,9 +25,9 @@ Source *trainer_open_source(const Options *o) {
                       : source_open_tree(o->model.vocab_size);
 }
 
-// --- life --------------------------------------------------------------------------------------------------
+// --- creation ----------------------------------------------------------------------------------------------
 
-// What a step leaves behind: all but the norm is summed over the ranks at once.
+// The results of a step; all but the norm are summed over the ranks in one all-reduce.
 enum {
   RESULT_LOSS,
   RESULT_Z_LOSS,
@@ -132,19 +132,19 @@ void trainer_set_mode(Trainer *t, LceMode mode) {
 // What is updated in one call: this rank's slice of a bucket; where nothing is spread a layer's matrices, or the rest of a
 // group.
 typedef struct {
-  int turn; // of the groups
+  int place; // of the group, in the order of the updates
   ParameterGroup group;
   Bucket bucket;
   int64_t layer; // -1: none
 } Piece;
 
-// Goes on to the piece before `piece`; starts as {0}. False when there is none left. The layers come first.
+// Steps to the next piece, from {0} to the first; false after the last. A group's last elements come first.
 static bool next_piece(const Parameters *p, Piece *piece) {
   static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_HEAD, GROUP_VECTORS};
-  int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[order[piece->turn]];
-  while (end == 0 && ++piece->turn < GROUP_COUNT) end = p->group_elements[order[piece->turn]];
-  if (piece->turn == GROUP_COUNT) return false;
-  piece->group = order[piece->turn];
+  int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[order[piece->place]];
+  while (end == 0 && ++piece->place < GROUP_COUNT) end = p->group_elements[order[piece->place]];
+  if (piece->place == GROUP_COUNT) return false;
+  piece->group = order[piece->place];
   int64_t above = end - p->spread.before_layers;
   bool whole = p->spread.parts == 1, of_layer = whole && piece->group == GROUP_MATRICES && above > 0;
   piece->layer = of_layer ? above / p->spread.layer - 1 : -1;
@@ -153,10 +153,8 @@ static bool next_piece(const Parameters *p, Piece *piece) {
   return true;
 }
 
-static void step_piece(Trainer *t, const Piece *piece, AdamW a) {
+static void update_bucket(Trainer *t, ParameterGroup group, Bucket bucket, AdamW a) {
   const Parameters *p = &t->late_model.parameters;
-  ParameterGroup group = piece->group;
-  Bucket bucket = piece->bucket;
   a.weight = shards_weights(p, group, bucket);
   a.master = shards_slice_of_shard(p, p->master[group], bucket);
   a.m = shards_slice_of_shard(p, p->m[group], bucket);
@@ -201,11 +199,11 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
                     .epsilon = (float)o->epsilon,
                     .weight_decay = (float)o->weight_decay,
                     .step = step + 1};
-  t->update_left = t->backend->ranks == 1;
+  t->update_deferred = t->backend->ranks == 1;
   t->update = settings;
   for (Piece piece = {0}; next_piece(p, &piece);)
-    if (piece.layer <= 0 || !t->update_left)
-      step_piece(t, &piece, settings); // what the forward pass begins with
+    if (piece.layer <= 0 || !t->update_deferred)
+      update_bucket(t, piece.group, piece.bucket, settings); // what the forward pass begins with
   collectives_join(t->backend, 0);
 }
 
@@ -214,7 +212,7 @@ static void update_layer(Trainer *t, int64_t layer, bool async) {
   Bucket bucket = {spread->before_layers + layer * spread->layer, spread->layer};
   AdamW settings = t->update;
   settings.async = async;
-  step_piece(t, &(Piece){.group = GROUP_MATRICES, .bucket = bucket}, settings);
+  update_bucket(t, GROUP_MATRICES, bucket, settings);
 }
 
 // TransformerOptions.update_layer.
@@ -224,9 +222,9 @@ static int64_t update_layer_async(void *trainer, int64_t layer) {
 }
 
 Model *trainer_model(Trainer *t) {
-  for (int64_t l = 1; t->update_left && l < t->options->model.num_hidden_layers; l++)
+  for (int64_t l = 1; t->update_deferred && l < t->options->model.num_hidden_layers; l++)
     update_layer(t, l, false);
-  t->update_left = false;
+  t->update_deferred = false;
   return &t->late_model;
 }
 
@@ -347,9 +345,9 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     Reduction reduction;
     reduction_begin(&reduction, t->backend, &t->late_model, m == 0, m == o->micro_steps - 1, &options);
     if (sums_squares(t) && (planning || m == o->micro_steps - 1)) options.squares = t->squares;
-    if (t->update_left) options.update_layer = update_layer_async, options.update_context = t;
+    if (t->update_deferred) options.update_layer = update_layer_async, options.update_context = t;
     transformer_train(t->backend, &t->late_model, &batch, &options, scale, m > 0, t->loss);
-    t->update_left = false;
+    t->update_deferred = false;
     sum_tokens(t, slot, m > 0);
     if (planning && m == 1) break; // the rest need the same memory, and send as much
   }

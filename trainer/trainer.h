@@ -37,12 +37,11 @@ typedef struct {
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
   AdamW update;              // of the last step
-  bool update_left;          // of the layers but the first: trainer_model
+  bool update_deferred;      // of the layers but the first, to the next forward pass or trainer_model
   StepResult pending[TRAINER_PENDING];
   int pending_count;
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
-  double
-      bits_per_byte; // of the last validation: the sum of its losses in bits, over its tokens' bytes; NaN: not known
+  double bits_per_byte; // of the last validation: its losses in bits over its tokens' bytes; NaN: not known
   // What this rank shares with each step; see StepResult.
   bool stop_requested;
   double step_seconds;
@@ -64,9 +63,9 @@ void trainer_set_mode(Trainer *trainer, LceMode mode);
 // AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
-// The model with its last update complete. Without other ranks, layers after the first are updated during the next step's
-// forward pass, each while the layer before it computes: AdamW is bound by memory, GEMMs are not. This call does at once
-// what is left of that.
+// The model with its last update complete. With one rank, layers after the first are updated during the next step's
+// forward pass, each while the layer before it computes: AdamW is bound by memory, GEMMs are not. This call makes the
+// updates that were deferred so.
 Model *trainer_model(Trainer *trainer);
 
 // Copies `batch` sequences of `seq_len` tokens, which begin at host_tokens[first], and their targets to the device; a

@@ -175,7 +175,7 @@ void folder_discard(const char *parent, const char *name) {
   free(path);
 }
 
-// --- making ------------------------------------------------------------------------------------------------
+// --- writing -----------------------------------------------------------------------------------------------
 
 static bool write_all(int file, const char *bytes, size_t count) {
   while (count) {
@@ -282,7 +282,7 @@ bool folder_finish(Folder *f, Reason *reason) {
   return ok;
 }
 
-// --- looking -----------------------------------------------------------------------------------------------
+// --- checking ----------------------------------------------------------------------------------------------
 
 static bool file_intact(const char *path, const cJSON *entry, FolderCheck check, Reason *reason) {
   const cJSON *bytes = cJSON_GetObjectItemCaseSensitive(entry, "bytes");

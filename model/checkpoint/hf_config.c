@@ -69,7 +69,7 @@ static const Member rope_members[] = {ROPE(factor, NUMBER),
                                       ROPE(original_max_position_embeddings, SIZE),
                                       {NULL, 0, SIZE, false, 0}};
 
-// What this program computes in one way alone: the value that the member must have, and has when absent.
+// Members of which one value is supported, which is also what they have when absent.
 static const struct {
   int families;
   const char *name, *text, *synonym; // text NULL: true or false

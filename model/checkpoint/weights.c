@@ -336,7 +336,7 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
          "(save_pretrained of transformers does)",
          set.path);
   Stored *stored = match(model, &set);
-  // In the files' order, for the disk's sake.
+  // In the files' order: a disk reads sequentially.
   for (int f = 0; f < set.count; f++)
     for (int64_t k = 0; k < set.files[f].header.count; k++) {
       const SafetensorsEntry *e = &set.files[f].header.entries[k];

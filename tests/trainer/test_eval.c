@@ -211,7 +211,7 @@ static void test_the_model_chooses_as_in_float64(void **state) {
     Run *run = run_open(LLAMA "--batch 3 --lr 0.02 --warmup 0 --data %s %s", training_shard(), modes[m]);
     for (int step = 0; step < 10; step++) run_step(run, step);
     Choices choices = choices_open(path, 61);
-    ChoiceScore score = trainer_choose(&run->trainer, &choices, 0);
+    ChoiceScore score = trainer_score_choices(&run->trainer, &choices, 0);
     ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
     ChoiceScore want = {.examples = EXAMPLES};
     for (int i = 0; i < EXAMPLES; i++) {
@@ -231,7 +231,7 @@ static void test_the_model_chooses_as_in_float64(void **state) {
     assert_int_equal(score.correct_normalized, want.correct_normalized);
     assert_in_range(want.correct_normalized, 1, EXAMPLES - 1);
     assert_int_equal(score.shortened, 3);
-    assert_int_equal(trainer_choose(&run->trainer, &choices, 4).examples, 4);
+    assert_int_equal(trainer_score_choices(&run->trainer, &choices, 4).examples, 4);
     reference_model_free(&reference);
     choices_close(&choices);
     run_close(run);
@@ -252,9 +252,9 @@ static void test_what_was_learned_is_chosen(void **state) {
   }
   Run *run = run_open(LLAMA "--batch 4 --lr 0.01 --warmup 0 --schedule constant --data %s", training_shard());
   Choices choices = choices_open(write_stream(&s, "learned.bin"), 61);
-  assert_in_range(trainer_choose(&run->trainer, &choices, 0).correct_normalized, 0, 15);
+  assert_in_range(trainer_score_choices(&run->trainer, &choices, 0).correct_normalized, 0, 15);
   for (int step = 0; step < 60; step++) run_step(run, step);
-  assert_int_equal(trainer_choose(&run->trainer, &choices, 0).correct_normalized, 20);
+  assert_int_equal(trainer_score_choices(&run->trainer, &choices, 0).correct_normalized, 20);
   choices_close(&choices);
   run_close(run);
 }
