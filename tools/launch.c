@@ -10,7 +10,6 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <signal.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -105,7 +104,8 @@ static int wait_for_all(void) {
     int status, rank = 0;
     pid_t gone = waitpid(-1, &status, result ? WNOHANG : 0);
     if (gone > 0) {
-      while (children[rank] != gone) rank++;
+      while (rank < count && children[rank] != gone) rank++;
+      if (rank == count) continue; // started by what became this process by exec
       if (status && !result) {
         result = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
         failed_at = now_seconds();
