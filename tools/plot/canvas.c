@@ -2,6 +2,7 @@
 // colour is laid on once. So the joints of a line do not show, and neither do the seams of an area.
 #include "tools/plot/canvas.h"
 
+#include <errno.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -268,8 +269,9 @@ static double walk_text(Canvas *c, TextStyle style, double x, int baseline, cons
   return x;
 }
 
-static bool write_png(const Canvas *c, const char *path) {
-  return stbi_write_png(path, c->columns, c->rows, 3, c->pixels, c->columns * 3);
+// The bytes of the file; the caller frees them.
+static unsigned char *encode_png(const Canvas *c, int *size) {
+  return stbi_write_png_to_mem((const unsigned char *)c->pixels, c->columns * 3, c->columns, c->rows, 3, size);
 }
 #else
 bool canvas_possible(const char **reason) {
@@ -286,8 +288,8 @@ static double walk_text(Canvas *c, TextStyle style, double x, int baseline, cons
   return (void)c, (void)style, (void)baseline, (void)text, (void)draw, x;
 }
 
-static bool write_png(const Canvas *c, const char *path) {
-  return (void)c, (void)path, false;
+static unsigned char *encode_png(const Canvas *c, int *size) {
+  return (void)c, (void)size, NULL;
 }
 #endif
 
@@ -326,6 +328,11 @@ double canvas_text(Canvas *c, Spot at, TextStyle style, const char *text) {
 }
 
 void canvas_write_png(const Canvas *c, const char *path) {
-  file_require_output("the picture", path, "\x89PNG");
-  if (!write_png(c, path)) fail("cannot write the picture %s: is the folder there, is the disk full?", path);
+  int size = 0;
+  unsigned char *png = encode_png(c, &size);
+  if (!png) fail("out of host memory for the picture %s", path);
+  FILE *file = file_create("the picture", path, "\x89PNG", false);
+  bool whole = fwrite(png, 1, (size_t)size, file) == (size_t)size;
+  if (fclose(file) || !whole) fail("cannot write the picture %s: %s", path, strerror(errno));
+  free(png);
 }
