@@ -226,24 +226,6 @@ static void add_marks(Panel *p, const Recipe *recipe, Sweep sweep, bool trade) {
 
 // --- memory over a size ------------------------------------------------------------------------------------
 
-// Batch and sequence of each point, where both differ from point to point.
-static void label_shapes(Series *s, const Curve *c) {
-  bool batches = false, lengths = false;
-  for (int i = 1; i < c->count; i++) {
-    batches |= c->readings[i].point.batch != c->readings[0].point.batch;
-    lengths |= c->readings[i].point.seq_len != c->readings[0].point.seq_len;
-  }
-  s->sides = "78";
-  for (int i = 0, k = 0; batches && lengths && i < c->count && k < s->count; i++) {
-    const Point *p = &c->readings[i].point;
-    if (p->mode != LCE_MATERIALIZED) continue;
-    double step = k + 1 < s->count ? s->samples[k + 1].x - s->samples[k].x : INFINITY;
-    if (step > 0.09 * s->samples[s->count - 1].x) // where there is space for it
-      s->samples[k].label = label("%lld × %s", (long long)p->batch, text_grouped(p->seq_len).text);
-    k++;
-  }
-}
-
 // What the device has to give, where a curve reaches for it.
 static void add_capacity(Panel *p, const Curve *c) {
   double usable = 0, highest = 0;
@@ -306,7 +288,6 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
       add_device(p, c, layer ? DEVICE_LAYER_BYTES : DEVICE_BYTES);
     }
     if (i == 0 && !layer) add_capacity(p, c);
-    if (i == 0 && !layer && sweep == SWEEP_TOKENS) label_shapes(modes, c);
     if (figure == LAYER_BYTES) add_marks(p, recipe, sweep, false);
     if (figure == OVER_FLOOR) add_rule(p, false, 1, COLOR_INK, 2, "");
     choose_scale(p, modes);
