@@ -270,8 +270,7 @@ static void saving(const Experiment *e, const Reading *fused, const Reading *log
   double less = (double)reading_layer_bytes(logits) / (double)reading_layer_bytes(fused);
   bool measured = fused->layer_bytes && logits->layer_bytes;
   printf("at N %s, H %s, V %s the peak of the LM head + loss beyond its gradients falls %.1f times, from %s "
-         "materialized to "
-         "%s fused at chunk %s (%s, %s)\n",
+         "materialized to %s fused at chunk %s (%s, %s)\n",
          text_grouped(point_tokens(p)).text, text_grouped(p->hidden_size).text,
          text_grouped(p->vocab_size).text, less, text_bytes(reading_layer_bytes(logits)).text,
          text_bytes(reading_layer_bytes(fused)).text, text_grouped(p->chunk).text,
@@ -348,14 +347,14 @@ static void describe(Curve *c, const Run *r) {
 // Writes a picture, if this build and machine can draw, and frees it.
 static void draw(const Run *r, const char *name, Picture *picture) {
   const char *reason;
-  char path[600];
-  snprintf(path, sizeof path, "%s/%s", r->out, name);
+  char *path = path_join(r->out, name);
   if (!canvas_possible(&reason)) {
     printf("no picture: %s\n", reason);
   } else {
     picture_write(picture, r->resolution, path);
     printf("wrote %s\n", path);
   }
+  free(path);
   picture_free(picture);
 }
 
@@ -373,8 +372,7 @@ static void sweep(const Run *r) {
     curve_add_sweep(&curve, e, r->recipe->sweeps[i].sweep, r->recipe->sweeps[i].values);
   if (!r->recipe) curve_add_sweep(&curve, e, sweep_named(r->sweep), r->values);
   describe(&curve, r);
-  char csv[600];
-  snprintf(csv, sizeof csv, "%s/curve.csv", r->out);
+  char *csv = path_join(r->out, "curve.csv");
   printf("%s\n\n", curve_caption(&curve).text);
   if (!r->fresh) take_up(&curve, csv);
   visit(e, &curve, csv);
@@ -382,13 +380,14 @@ static void sweep(const Run *r) {
   if (r->recipe) recipe_compare(r->recipe, e, &curve);
   printf("\nwrote %s\n", csv);
   draw_curve(r, &curve, r->recipe);
+  free(csv);
   curve_free(&curve);
 }
 
 static void timeline(Run *r) {
   const Options *o = &r->options;
   Curve points = {0}, settings = {0};
-  char csv[600];
+  char *csv = path_join(r->out, "timeline.csv");
   curve_add_sweep(&points, &r->e, SWEEP_TOKENS,
                   label("%lldx%lld", (long long)o->batch, (long long)o->seq_len).text);
   for (int i = 0; i < points.count && !r->e.plan_only; i++) {
@@ -409,10 +408,10 @@ static void timeline(Run *r) {
   describe(&settings, r);
   printf("%s\n", curve_caption(&settings).text);
   timeline_compare(&t, r->recipe);
-  snprintf(csv, sizeof csv, "%s/timeline.csv", r->out);
   timeline_write(&t, &settings, csv);
   printf("\nwrote %s\n", csv);
   draw(r, "timeline.png", picture_timeline(&t, &settings, r->recipe));
+  free(csv);
   timeline_free(&t);
   curve_free(&points);
 }
@@ -424,10 +423,10 @@ static void longest(const Run *r) {
   describe(&settings, r);
   printf("%s\n  %s\n\n", r->recipe->source, r->recipe->says);
   longest_print(&r->e, all, count);
-  char csv[600];
-  snprintf(csv, sizeof csv, "%s/longest.csv", r->out);
+  char *csv = path_join(r->out, "longest.csv");
   longest_write(all, count, &settings, csv);
   printf("\nwrote %s\n", csv);
+  free(csv);
   draw(r, "longest.png", picture_longest(all, count, &settings, r->recipe));
 }
 
@@ -437,20 +436,20 @@ static const Recipe *recipe_of(const Curve *settings) {
 
 // Redraws what the folder holds.
 static void redraw(const Run *r) {
-  char path[600];
+  char *curve_csv = path_join(r->out, "curve.csv"), *timeline_csv = path_join(r->out, "timeline.csv");
   Curve curve, settings = {0};
   Timeline t;
-  snprintf(path, sizeof path, "%s/curve.csv", r->out);
-  bool any = curve_read(&curve, path) && curve.count;
+  bool any = curve_read(&curve, curve_csv) && curve.count;
   if (any) draw_curve(r, &curve, recipe_of(&curve));
   curve_free(&curve);
-  snprintf(path, sizeof path, "%s/timeline.csv", r->out);
-  if (timeline_read(&t, &settings, path)) {
+  if (timeline_read(&t, &settings, timeline_csv)) {
     draw(r, "timeline.png", picture_timeline(&t, &settings, recipe_of(&settings)));
     timeline_free(&t);
   } else if (!any) {
     fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", r->out);
   }
+  free(curve_csv);
+  free(timeline_csv);
 }
 
 int main(int argc, char **argv) {

@@ -176,7 +176,7 @@ void curve_add_sweep(Curve *c, const Experiment *e, Sweep sweep, const char *val
 
 void curve_set(Curve *c, const char *name, const char *format, ...) {
   size_t length = strlen(c->settings);
-  char value[256];
+  char value[sizeof c->settings];
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(value, sizeof value, format, arguments);

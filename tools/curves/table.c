@@ -26,8 +26,7 @@ static void write_field(FILE *out, const Column *c, const void *field) {
 }
 
 void table_write(const Table *t, const char *path, const char *settings, const void *records, int count) {
-  char temporary[620];
-  snprintf(temporary, sizeof temporary, "%s.new", path);
+  char *temporary = text_format("%s.new", path);
   file_require_output(t->what, path, mark);
   FILE *out = file_create(t->what, temporary, mark, false);
   fprintf(out, "# lce.c %s; %s\n", t->what, settings);
@@ -42,6 +41,7 @@ void table_write(const Table *t, const char *path, const char *settings, const v
     }
   bool bad = ferror(out) || fflush(out) || fsync(fileno(out));
   if (fclose(out) || bad || rename(temporary, path)) fail("cannot write %s: %s", path, strerror(errno));
+  free(temporary);
 }
 
 static bool read_field(const Column *c, const char *text, void *field) {
