@@ -78,6 +78,17 @@ def read_text(path):
         return file.read()
 
 
+def read_settings(path):
+    """The object in a JSON file; an empty one where there is no file."""
+    try:
+        settings = json.loads(read_text(path)) if os.path.exists(path) else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return settings
+
+
 # --- files and their parts ----------------------------------------------------------------------------------
 
 def kind_of(path, given):
@@ -243,6 +254,7 @@ class Chat:
             self.template = environment.from_string(source)
         except Exception as error:
             fail(f"the chat template cannot be read: {error}")
+        self.failures = TypeError, KeyError, require("jinja2", "a chat template").TemplateError  # of messages that are none
         self.special = {name: token_text(tokens.settings.get(name)) or "" for name in
                         ("bos_token", "eos_token", "pad_token", "unk_token")}
         self.special["eos_token"] = self.special["eos_token"] or tokens.end_of_text
@@ -287,7 +299,7 @@ def chat_documents(item, options, chat, report):
     for record in records_of(item, chat_fields(options)):
         try:
             segments = chat.segments(messages_of(record, options, item))
-        except (TypeError, KeyError) as error:
+        except chat.failures as error:
             raise ValueError(f"{item.path} has a conversation that is no list of messages with role and content "
                              f"({type(error).__name__}: {error})")
         if segments:
@@ -479,10 +491,7 @@ class Tokens:
                 shutil.copyfile(os.path.join(folder, name), copy)
         settings, generation, jinja = (os.path.join(folder, name) for name in
                                        ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"))
-        if os.path.exists(settings):
-            self.settings = json.loads(read_text(settings))
-        if os.path.exists(generation):
-            self.generation = json.loads(read_text(generation))
+        self.settings, self.generation = read_settings(settings) or self.settings, read_settings(generation)
         template = self.settings.get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -506,7 +515,7 @@ def write_choices(files, options, tokens):
         for record in records_of(item, ["ctx", "endings", "label"]):
             try:
                 endings, label = record["endings"], int(record["label"])
-                texts = [record["ctx"]] + [" " + ending for ending in endings]
+                texts = ["" + record["ctx"], *(" " + ending for ending in endings)]  # a TypeError where one is no text
             except (KeyError, TypeError, ValueError):
                 raise ValueError(f"{item.path} has a record without ctx, endings and label")
             if not 0 <= label < len(endings):
@@ -521,8 +530,10 @@ def write_choices(files, options, tokens):
             if values[1] >= start:
                 raise ValueError(f"{item.path} has an example of {values[1]} bytes, too long for the format")
             examples.append(numpy.array(values, dtype))
+    if not examples:
+        fail("there is no record in " + ", ".join(options.inputs))
     path = os.path.join(options.out, "choices.bin")
-    longest = max((example.nbytes for example in examples), default=0)
+    longest = max(example.nbytes for example in examples)
     write_whole(path, header(CHOICES_MAGIC, 2 if wide else 1, len(examples), longest), *examples)
     print(f"{path}: {len(examples):,} examples; ./train --hellaswag {path}")
 
@@ -633,7 +644,7 @@ def main():
     require("tokenizers", "making tokens")
     try:
         prepare(options)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fail(str(error))
 
 

@@ -321,6 +321,12 @@ def test_one_sentence_when_it_goes_wrong():
     fields = temp.lines("fields.jsonl", [{"body": "text"}])
     gpt2 = os.path.join(GOLDEN, "gpt2")
     bare = temp.write("bare.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
+    chats = temp.lines("no_content.jsonl", [{"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "x"}]}])
+    strips = temp.write("strips.jinja", "{{ messages[0]['content'].strip() }}")
+    os.makedirs(temp("damaged"))
+    shutil.copy(os.path.join(gpt2, "tokenizer.json"), temp("damaged"))
+    temp.write("damaged/tokenizer_config.json", "{")
+    null = temp.lines("null.jsonl", [{"ctx": None, "endings": ["b"], "label": 0}])
     for arguments, part in [
         ([temp("nowhere.txt"), "--tokenizer", gpt2], "there is no file"),
         ([text, "--tokenizer", temp("nowhere")], "names a tokenizer.json or a directory with one"),
@@ -335,7 +341,12 @@ def test_one_sentence_when_it_goes_wrong():
         ([text, "--tokenizer", gpt2, "--val-fraction", 1], "from 0 to below 1"),
         ([text, "--tokenizer", gpt2, "--shard-tokens", 0], "a shard holds from 1"),
         ([fields, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
+        ([null, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
         ([temp.write("empty.jsonl", ""), "--tokenizer", gpt2], "there is no text in"),
+        ([temp("empty.jsonl"), "--tokenizer", gpt2, "--multiple-choice"], "there is no record in"),
+        ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", strips], "'None' has no attribute 'strip'"),
+        ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", temp("nowhere")], "No such file or directory"),
+        ([text, "--tokenizer", temp("damaged")], "damaged/tokenizer_config.json is no JSON: "),
     ]:
         done = prepare(*arguments, "--out", temp("wrong"), expect=1)
         said = [line for line in done.stderr.splitlines() if line.startswith("prepare_data.py: ")]
