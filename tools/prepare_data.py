@@ -411,11 +411,10 @@ def show_progress(start, done, total, tokens, end=""):
 
 def train_tokenizer(files, options, path):
     tokenizer = tokenizers.ByteLevelBPETokenizer(trim_offsets=True)
-    if options.style == "llama3":
-        before = tokenizers.pre_tokenizers
-        tokenizer.pre_tokenizer = before.Sequence([
-            before.Split(tokenizers.Regex(LLAMA3_SPLIT), behavior="isolated"),
-            before.ByteLevel(add_prefix_space=False, use_regex=False)])
+    before = tokenizers.pre_tokenizers
+    tokenizer.pre_tokenizer = before.Sequence([
+        before.Split(tokenizers.Regex(LLAMA3_SPLIT), behavior="isolated"),
+        before.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def texts():
         left = options.tokenizer_sample
@@ -546,8 +545,7 @@ def parse_options():
     parser.add_argument("--out", required=True, help="the folder for shards, tokenizer and manifest")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", help="a tokenizer.json, or a directory with one (and tokenizer_config.json)")
-    which.add_argument("--train-tokenizer", type=int, metavar="V", help="train a byte-level BPE of V tokens on the text")
-    parser.add_argument("--style", choices=["llama3", "gpt2"], default="llama3", help="how the trained tokenizer splits text")
+    which.add_argument("--train-tokenizer", type=int, metavar="V", help="train a byte-level BPE of V tokens on the text, split as Llama 3's")
     parser.add_argument("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="characters of text to train it on (2^30)")
     parser.add_argument("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="format of the inputs (by suffix)")
     parser.add_argument("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
