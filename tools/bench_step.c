@@ -2,9 +2,7 @@
 //
 // Takes ./train's options. Runs a few steps and times them; then records the GEMMs of one forward and backward
 // pass (the calls of linear_* and matmul_fp8, and the two of the loss) and runs them alone, back to back, on the
-// same tensors: the step's plain GEMMs. Their time over the step's is its share of the speed of light. On the CPU
-// the same step is timed once more with GEMMs by plain loops. --compare-modes also times the step with materialized
-// logits, alternating with the fused one.
+// same tensors: the step's plain GEMMs. Their time over the step's is its share of the speed of light.
 //
 //   tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
 #include <stdio.h>
@@ -140,9 +138,10 @@ static void one_step(Steps *s) {
   trainer_collect(s->trainer, results);
 }
 
-enum { STEP, GEMMS };
+enum { STEP, GEMMS }; // a whole step, and its GEMMs alone
 
-static double seconds_of(Steps *s, int which, int64_t times) {
+static double seconds(void *steps, int which) {
+  Steps *s = steps;
   Backend *backend = s->trainer->backend;
   // A timed step makes one whole update: what the step before left to it, and its own but for what it leaves. A replay
   // overwrites gradients, so nothing is left to it.
@@ -152,42 +151,17 @@ static double seconds_of(Steps *s, int which, int64_t times) {
     one_step(s);
   backend_synchronize(backend);
   double start = now_seconds();
-  for (int64_t i = 0; i < times; i++) {
-    if (which == STEP)
-      one_step(s);
-    else
-      replay(backend);
-  }
+  if (which == STEP) one_step(s);
+  for (int64_t i = 0; which == GEMMS && i < s->micro_steps; i++) replay(backend);
   backend_synchronize(backend);
   return now_seconds() - start;
 }
 
-static double step_or_gemms(void *steps, int which) {
-  return seconds_of(steps, which, which == STEP ? 1 : ((Steps *)steps)->micro_steps);
-}
-
-static double step_in_mode(void *steps, int mode) {
-  trainer_set_mode(((Steps *)steps)->trainer, (LceMode)mode);
-  one_step(steps); // on a stack that is new
-  return seconds_of(steps, STEP, 2) / 2;
-}
-
-// Seconds of one step of the same shapes with GEMMs by plain loops, on another backend.
-static double plain_step_seconds(const Options *options, const Loader *loader) {
-  Backend *backend = cpu_backend_create(true);
-  Trainer trainer;
-  trainer_create(&trainer, options, backend);
-  trainer_set_mode(&trainer, options->mode);
-  double seconds = seconds_of(&(Steps){&trainer, loader, .step = 0}, STEP, 1);
-  trainer_destroy(&trainer);
-  backend_destroy(backend);
-  return seconds;
-}
-
 // What ./train does and this program would not.
 static void refuse_other_work(const Options *o) {
-  static const char *const unsupported[] = {"plan", "fit",    "eval-only", "hellaswag",      "save",
-                                            "log",  "resume", "timeline",  "vocab-parallel", "profile"};
+  static const char *const unsupported[] = {"plan",           "fit",     "eval-only",    "hellaswag",
+                                            "save",           "log",     "resume",       "timeline",
+                                            "vocab-parallel", "profile", "compare-modes"};
   const char *refused = o->dtypes.zero ? "zero" : NULL;
   for (size_t i = 0; i < sizeof unsupported / sizeof *unsupported && !refused; i++)
     if (options_given(o, unsupported[i])) refused = unsupported[i];
@@ -196,16 +170,11 @@ static void refuse_other_work(const Options *o) {
 }
 
 static void parse(Options *options, int argc, char **argv) {
-  bool compare_modes = false;
-  static const Option rows[] = {
-      {OPTION_FLAG, "compare-modes", .size = sizeof(bool), .min = true,
-       HELP("Also time the step with materialized logits, alternating with the fused mode")},
-      {.type = OPTION_END}};
+  static const Option none[] = {{.type = OPTION_END}};
   static const OptionTable table = {
-      rows,
+      none,
       "The time of a training step on this machine, and that of its GEMMs alone: medians of 5, after 3 steps "
-      "of warm-up; and what the step, and LM head + loss in it, hold. On the CPU also the same step with "
-      "GEMMs by plain loops.\n"
+      "of warm-up; and what the step, and LM head + loss in it, hold.\n"
       "Takes ./train's options for what a step is (./train --help): --model and the sizes, --batch, "
       "--seq-len, --total-batch, --data, --init, those of LM head + loss, --device, the dtypes, "
       "--recompute.\v"
@@ -213,8 +182,7 @@ static void parse(Options *options, int argc, char **argv) {
       "alone.\n\n"
       "  tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu\n",
       NULL};
-  options_parse(options, option_table_take(&table, &compare_modes, argc, argv), argv);
-  options->compare_modes = compare_modes;
+  options_parse(options, option_table_take(&table, NULL, argc, argv), argv);
   refuse_other_work(options);
 }
 
@@ -234,7 +202,7 @@ int main(int argc, char **argv) {
   for (int i = 0; i < WARM_UP; i++) one_step(&steps);
   record_pass(&trainer);
   replay(backend);
-  Medians m = measure(step_or_gemms, &steps, STEP, GEMMS, 0, ROUNDS);
+  Medians m = measure(seconds, &steps, STEP, GEMMS, 0, ROUNDS);
   double flops = record.flops * (double)options.micro_steps;
   const Ledger *ledger = &backend->memory.ledger;
   printf("%s, %s: batch %lld x %lld, V %s, %s loss, z-loss %g, recompute %s\n", backend->description,
@@ -249,17 +217,7 @@ int main(int argc, char **argv) {
          text_bytes(ledger->peak).text, text_bytes(ledger->highest[MEMORY_HEAD]).text);
   printf("  the device     %9s      at the peak, as the system counts\n",
          text_bytes(backend->ops->device_bytes_peak(backend)).text);
-  if (options.compare_modes) {
-    step_in_mode(&steps, LCE_MATERIALIZED); // chooses its GEMM algorithms
-    Medians modes = measure(step_in_mode, &steps, LCE_FUSED, LCE_MATERIALIZED, 0, ROUNDS);
-    printf("  the modes      %9.2f ms   fused, %.2f ms materialized: %.3f times\n", 1e3 * modes.base,
-           1e3 * modes.work, modes.ratio);
-  }
   trainer_destroy(&trainer);
-  if (backend->device == ON_CPU) {
-    double plain = plain_step_seconds(&options, &loader);
-    printf("  plain loops    %9.2f ms   %.1f times the step\n", 1e3 * plain, plain / m.base);
-  }
   free(record.gemms);
   source_close(source);
   backend_destroy(backend);

@@ -438,9 +438,9 @@ static void test_benchmarks(void **state) {
     Output o = run_tool(names[i], "--batch 2 --help");
     assert_int_equal(o.status, 0);
     assert_string_equal(o.err, "");
-    snprintf(own, sizeof own, "Usage: %s [", names[i]);
+    snprintf(own, sizeof own, i ? "Usage: %s [--ranks=N]" : "Usage: %s\nThe time of a training step",
+             names[i]);
     assert_says(o.out, own);
-    assert_says(o.out, i ? "--ranks=N" : "--compare-modes");
     assert_says(o.out, "./train --help");
     output_free(&o);
     assert_tool_refuses(names[i], "--device cpu --batch four", 1, "lce: --batch four: give a whole number");
@@ -450,6 +450,7 @@ static void test_benchmarks(void **state) {
     assert_tool_refuses(names[i], TINY "--save nowhere", 1, "does nothing else: leave out --save\n");
   }
   assert_tool_refuses("plot_run", "/dev/zero", 1, "it is not a regular file");
+  assert_tool_refuses("bench_step", TINY "--compare-modes", 1, "leave out --compare-modes\n");
   assert_tool_refuses("bench_step", TINY "--zero 1 --vocab-parallel", 1, "leave out --zero\n");
   assert_tool_refuses("bench_scaling", "--ranks two", 1,
                       "lce: --ranks two: give a whole number from 1 to 4096\n");
@@ -460,7 +461,6 @@ static void test_benchmarks(void **state) {
   Output o = run_tool("bench_step", TINY);
   if (o.status) fail_msg("%s", o.err);
   assert_says(o.out, "plain GEMMs");
-  assert_says(o.out, "plain loops");
   output_free(&o);
   int ranks = can_launch() ? 3 : 1, rows = 0;
   o = run_tool("bench_scaling", TINY "--steps 20 --ranks %d", ranks);
