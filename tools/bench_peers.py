@@ -11,14 +11,13 @@ through torch.mm); "over the GEMMs" is the ratio to them. On a GPU three calls a
 run untimed until the GPU reaches its steady clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own
 count, for lce.c with what its library reports.
 Errors are relative, against float64 at the same shape: of the mean loss as the peer returns it, and of the gradients in
-the Frobenius norm, as PyTorch returns them: in the dtypes of x and W. A peer that is not installed,
-or fails, is a row with the reason. Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13
-has a linear_cross_entropy of its own. lce.c is measured as PyTorch's users have it, through tools/torch, and through kernels/liblce.h. QuACK's chunk is 4096, and
-2048 where H is 4096, which it refuses.
+the Frobenius norm, in the dtypes of x and W. A peer that is not installed, or fails, is a row with the reason. Packages:
+liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13 has a linear_cross_entropy of its own. lce.c is
+measured as PyTorch's users have it, through tools/torch, and through kernels/liblce.h. QuACK's chunk is 4096, or 2048 where
+H is 4096: it refuses a chunk equal to H.
 """
 import argparse
 import importlib.metadata
-import json
 import os
 import statistics
 import sys
@@ -84,7 +83,6 @@ def parse_options():
                         help="instead: z-loss against chains of separate operations, the loss and a training step")
     parser.add_argument("--log-probs", action="store_true",
                         help="instead: log-probabilities, alone and with entropies, against chains of separate operations")
-    parser.add_argument("--json", metavar="FILE", help="write every row as a line of JSON, too")
     options = parser.parse_args()
     try:
         options.shapes = [tuple(int(part) for part in text.split("x")) for text in options.shapes.split(",")]
@@ -98,30 +96,18 @@ def main():
     options = parse_options()
     if not os.path.exists(os.environ["LCE_LIBRARY"]):
         sys.exit(f"{os.environ['LCE_LIBRARY']}, which peers are compared with, does not exist: make liblce.so")
-    if options.json and os.path.isfile(options.json):
-        with open(options.json, "rb") as old:
-            if not old.read(15) in (b"", b'{"event": "run"'):
-                sys.exit(f"--json {options.json}: what is there is not from this program; name another file")
-    file = open(options.json, "w") if options.json else None
-
-    def log(**row):
-        if file:
-            print(json.dumps(row), file=file, flush=True)
-
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"{device}, median of {options.rounds}; " + ", ".join(f"{name} {v}" for name, v in versions().items()))
-    log(event="run", device=device, rounds=options.rounds, versions=versions())
     losses = [peers_chains.Z_LOSS] * options.z_loss + [*peers_chains.LOG_PROBS] * options.log_probs
     if losses:
-        peers_chains.bench(options.device, options.shapes, options.rounds, not options.no_errors, log, losses)
+        peers_chains.bench(options.device, options.shapes, options.rounds, not options.no_errors, losses)
         return
     for shape in options.shapes:
         gemms_ms, rows = bench_shape(options.device, shape, options)
         peers.show("N {}, H {}, V {}".format(*shape) + (f": the plain GEMMs take {gemms_ms:.2f} ms" if gemms_ms else ""),
                    ("peer", "ms", "over the GEMMs", "holds", *peers.ERROR_COLUMNS), rows,
                    lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
-                                peers.size_cell(row["held_bytes"], "MiB", 2**20, 0), *peers.error_cells(row)],
-                   log, event="peer", shape=shape, gemms_ms=gemms_ms)
+                                peers.size_cell(row["held_bytes"], "MiB", 2**20, 0), *peers.error_cells(row)])
 
 
 if __name__ == "__main__":

@@ -256,15 +256,14 @@ def size_cell(count, unit, scale, digits):
     return "" if count is None else f"{count / scale:.{digits}f} {unit}"
 
 
-def show(title, columns, rows, cells, log, **event):
-    """A Markdown table: a row's name, then cells(row); a row with "why" was not measured. log(**event) keeps each row."""
+def show(title, columns, rows, cells):
+    """A Markdown table: a row's name, then cells(row); a row with "why" was not measured."""
     print(f"\n{title}\n")
     print("| " + " | ".join(columns) + " |")
     print("|" + " --- |" * len(columns))
     for row in rows:
         texts = [f"not measured: {row['why']}"] + [""] * (len(columns) - 2) if "why" in row else cells(row)
         print(f"| {row['what']} | " + " | ".join(texts) + " |", flush=True)
-        log(**event, **row)
 
 
 # --- float64 ----------------------------------------------------------------------------------------------------

@@ -205,20 +205,18 @@ def step_rows(device, rounds):
                          Z_LOSS.ours.name, rounds)[0]
 
 
-def bench(device, shapes, rounds, errors, log, losses):
-    """A table for each loss and shape, and with z-loss that of the step; log(**row) keeps each row."""
+def bench(device, shapes, rounds, errors, losses):
+    """A table for each loss and shape, and with z-loss that of the step."""
     for loss in losses:
         for shape in shapes:
             peers.show("{}, N {}, H {}, V {}: ms, and ratio to lce.c".format(loss.name, *shape),
                        ("loss", "forward", "backward", "together", "holds", *peers.ERROR_COLUMNS),
                        loss_rows(loss, device, shape, rounds, errors),
                        lambda row: [*(f"{row[f'{part}ms']:.2f}, {row[f'{part}ratio']:.2f}" for part, _ in PARTS),
-                                    peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)],
-                       log, event="loss of chains", loss=loss.name, shape=shape)
+                                    peers.size_cell(row.get("held_bytes"), "MiB", 2**20, 0), *peers.error_cells(row)])
     if Z_LOSS in losses:
         m = MODELS[device]
         peers.show(f"z-loss in a training step of {m['name']} in PyTorch, batch {m['batch']} x {m['length']}",
                    ("loss", "ms per step", "ratio to lce.c", "peak memory", "first loss"), step_rows(device, rounds),
                    lambda row: [f"{row['ms']:.2f}", f"{row['ratio']:.3f}",
-                                peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"],
-                   log, event="z-loss step", model=m)
+                                peers.size_cell(row["peak_bytes"], "GiB", 2**30, 1), f"{row['loss']:.5f}"])
