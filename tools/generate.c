@@ -84,7 +84,7 @@ static char *read_all(FILE *file) {
 }
 
 // A token may end within a character: its bytes wait until the rest has come. On a terminal the text is shown
-// as byte_decode makes it safe; elsewhere the bytes go out as they are.
+// as bytes_show makes it safe; elsewhere the bytes go out as they are.
 typedef struct {
   const Tokenizer *tokenizer;
   char waiting[4];
@@ -104,12 +104,9 @@ static int64_t unfinished(const char *bytes, int64_t length) {
 
 static void put(const char *bytes, int64_t length) {
   if (isatty(STDOUT_FILENO)) {
-    int32_t *tokens = host_alloc(length + 1, sizeof *tokens, "a text");
-    byte_encode(bytes, length, tokens);
-    char *shown = byte_decode(tokens, length);
+    char *shown = bytes_show(bytes, length);
     fputs(shown, stdout);
     free(shown);
-    free(tokens);
   } else {
     fwrite(bytes, 1, (size_t)length, stdout);
   }

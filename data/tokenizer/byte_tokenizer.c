@@ -1,41 +1,41 @@
-#include "base/fail.h"
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/alloc.h"
 #include "base/text.h"
 #include "data/source.h"
 #include "data/tokenizer/tokenizer.h"
-
-#include <stdbool.h>
-#include <stdio.h>
 
 void byte_encode(const char *text, int64_t length, int32_t *tokens) {
   for (int64_t i = 0; i < length; i++) tokens[i] = (unsigned char)text[i];
 }
 
 char *byte_decode(const int32_t *tokens, int64_t count) {
-  char *text = NULL;
-  size_t size = 0;
-  FILE *out = open_memstream(&text, &size);
-  if (!out) fail("out of memory for a text of %lld tokens", (long long)count);
-  for (int64_t i = 0; i < count;) {
-    if (tokens[i] == END_OF_TEXT) {
-      fputs("\n<|endoftext|>\n", out);
-      i++;
-    } else if (tokens[i] < 0 || tokens[i] > 255) {
-      fputs("\xEF\xBF\xBD", out);
-      i++;
-    } else {
-      char next[4], shown[17];
-      size_t have = 0;
-      for (; have < sizeof next && i + (int64_t)have < count && (uint32_t)tokens[i + (int64_t)have] < 256;
-           have++)
-        next[have] = (char)tokens[i + (int64_t)have];
-      int length = utf8_length(next, have);
-      if (length == 0) length = 1;
-      text_escape(shown, sizeof shown, next, (size_t)length);
-      bool layout = *next == '\n' || *next == '\t';
-      layout ? fputc(*next, out) : fputs(shown, out);
-      i += length;
-    }
+  static const char end_of_text[] = "\n<|endoftext|>\n";
+  char *bytes = host_alloc(count * (int64_t)sizeof end_of_text + 1, 1, "a text"), *out = bytes;
+  for (int64_t i = 0; i < count; i++) {
+    if (tokens[i] == END_OF_TEXT)
+      out = stpcpy(out, end_of_text);
+    else if (tokens[i] < 0 || tokens[i] > 255)
+      out = stpcpy(out, "\xEF\xBF\xBD");
+    else
+      *out++ = (char)tokens[i];
   }
-  if (fclose(out) != 0) fail("out of memory for a text of %lld tokens", (long long)count);
+  char *text = bytes_show(bytes, out - bytes);
+  free(bytes);
+  return text;
+}
+
+char *bytes_show(const char *bytes, int64_t length) {
+  char *text = host_alloc(4 * length + 1, 1, "a text"), *out = text;
+  for (int64_t i = 0, taken; i < length; i += taken) {
+    taken = utf8_length(bytes + i, (size_t)(length - i));
+    if (taken == 0) taken = 1;
+    if (bytes[i] == '\n' || bytes[i] == '\t')
+      *out++ = bytes[i];
+    else
+      text_escape(out, (size_t)(4 * taken + 1), bytes + i, (size_t)taken);
+    out += strlen(out);
+  }
   return text;
 }

@@ -502,11 +502,7 @@ char *tokenizer_decode(const Tokenizer *t, const int32_t *ids, int64_t count, in
 
 char *tokenizer_show(const Tokenizer *t, const int32_t *ids, int64_t count) {
   int64_t length;
-  char *bytes = tokenizer_decode(t, ids, count, &length);
-  int32_t *as_tokens = allocate(length, sizeof *as_tokens);
-  byte_encode(bytes, length, as_tokens);
-  char *shown = byte_decode(as_tokens, length);
-  free(as_tokens);
+  char *bytes = tokenizer_decode(t, ids, count, &length), *shown = bytes_show(bytes, length);
   free(bytes);
   return shown;
 }

@@ -41,7 +41,7 @@ int32_t *tokenizer_try_encode(const Tokenizer *tokenizer, const char *text, int6
 // none shows as U+FFFD. The caller frees them; a terminator follows that *length does not count.
 char *tokenizer_decode(const Tokenizer *tokenizer, const int32_t *ids, int64_t count, int64_t *length);
 
-// The same as text that is safe to print on a terminal (see byte_decode).
+// The same as text that is safe to print on a terminal (see bytes_show).
 char *tokenizer_show(const Tokenizer *tokenizer, const int32_t *ids, int64_t count);
 
 // --- without a file: a byte is a token (ids 0..255), and END_OF_TEXT (256) separates documents --------------
@@ -49,7 +49,10 @@ char *tokenizer_show(const Tokenizer *tokenizer, const int32_t *ids, int64_t cou
 // tokens[i] = text[i] as 0..255, for i in [0, length).
 void byte_encode(const char *text, int64_t length, int32_t *tokens);
 
-// The text of tokens[0..count), safe to print on a terminal: well-formed UTF-8, newline and tab stay as they
-// are; other control characters and bytes that are no UTF-8 show as \xNN; END_OF_TEXT shows as
-// "<|endoftext|>" on a line of its own; any other id shows as U+FFFD. The caller frees it.
+// The text of tokens[0..count), as bytes_show makes it safe. END_OF_TEXT shows as "<|endoftext|>" on a line of its own, any
+// other id above 255 as U+FFFD. The caller frees it.
 char *byte_decode(const int32_t *tokens, int64_t count);
+
+// Bytes as text that is safe to print on a terminal: well-formed UTF-8, newline and tab stay as they are; other control
+// characters and bytes that are no UTF-8 show as \xNN. The caller frees it.
+char *bytes_show(const char *bytes, int64_t length);
