@@ -184,8 +184,7 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
   for (LoaderPlace at = {.micro_steps = 1, .ranks = 1}; !counted; at.step++) {
     if (at.step == loader->train_windows)
       fail("%s: no target of the training windows counts, for the masks leave all out: name other data, or "
-           "make "
-           "shards and masks again with tools/prepare_data.py",
+           "make shards and masks again with tools/prepare_data.py",
            o->source->name);
     counted = loader_train_batch(&by_row, at, tokens, targets, NULL);
   }
@@ -193,8 +192,7 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
   for (int64_t row = 0; !counted; row++) {
     if (row == rows)
       fail("%s: no target of the validation batches counts, for the masks leave all out: name other "
-           "--val-data, or "
-           "raise --eval-batches",
+           "--val-data, or raise --eval-batches",
            validated->name);
     counted = loader_validation_batch(&by_row, row, tokens, targets, NULL);
   }

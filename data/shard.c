@@ -46,11 +46,10 @@ bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason) {
   bool wide = magic == MAGIC_UINT32;
   int32_t known = wide ? VERSION_UINT32 : VERSION_UINT16;
   if (version != known)
-    return refuse(
-        reason,
-        "has shard version %d at byte 4 where magic %d goes with version %d: make it again with the current "
-        "llm.c format",
-        version, magic, known);
+    return refuse(reason,
+                  "has shard version %d at byte 4 where magic %d goes with version %d: make it again with "
+                  "the current llm.c format",
+                  version, magic, known);
   int64_t count = header_value(bytes, 2), expected = HEADER_BYTES + count * (wide ? 4 : 2);
   if (count <= 0)
     return refuse(reason, "holds no tokens: the count at byte 8 of its header is %lld", (long long)count);

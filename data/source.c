@@ -431,10 +431,9 @@ static void find_ends(const Source *source, const Piece *piece, int64_t end_of_t
   Mapping file = {0};
   const uint8_t *bits = end_of_text < 0 ? open_bits(piece, SHARD_ENDS, &file) : NULL;
   if (end_of_text < 0 && !bits)
-    fail(
-        "--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again with "
-        "tools/prepare_data.py, which writes that next to it",
-        piece->path);
+    fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
+         "with tools/prepare_data.py, which writes that next to it",
+         piece->path);
   for (int64_t first = 0; first < piece->stored; first += CHECK_BLOCK) {
     int32_t ids[CHECK_BLOCK];
     int64_t count = min_i64(piece->stored - first, CHECK_BLOCK);

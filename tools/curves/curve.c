@@ -47,8 +47,7 @@ static int64_t whole(const char *text, const char *part, char **end) {
   long long value = strtoll(part, end, 10);
   if (errno || *end == part || value < 1 || value > INT32_MAX)
     fail("--values %s: '%s' is no whole number from 1 to %d; write a list (512,1024) or a range "
-         "(256:2048:256, "
-         "128:16384:x2)",
+         "(256:2048:256, 128:16384:x2)",
          text, part, INT32_MAX);
   return value;
 }

@@ -271,7 +271,8 @@ static double walk_text(Canvas *c, TextStyle style, double x, int baseline, cons
 
 // The bytes of the file; the caller frees them.
 static unsigned char *encode_png(const Canvas *c, int *size) {
-  return stbi_write_png_to_mem((const unsigned char *)c->pixels, c->columns * 3, c->columns, c->rows, 3, size);
+  return stbi_write_png_to_mem((const unsigned char *)c->pixels, c->columns * 3, c->columns, c->rows, 3,
+                               size);
 }
 #else
 bool canvas_possible(const char **reason) {
