@@ -195,11 +195,11 @@ static void print_row(const Experiment *e, const Reading *r) {
   fflush(stdout);
 }
 
-// --- visiting ----------------------------------------------------------------------------------------------
+// --- measuring ---------------------------------------------------------------------------------------------
 
 // Takes the file's readings of this sweep; a file of other settings ends the program. What was too slow before is
 // tried again: the patience may have grown.
-static void take_up(Curve *c, const char *path) {
+static void resume(Curve *c, const char *path) {
   Curve found;
   int had = 0;
   if (!curve_read(&found, path)) return;
@@ -213,7 +213,7 @@ static void take_up(Curve *c, const char *path) {
 }
 
 // Reads every point that the file does not have yet, writes it down at once, and prints a row of a table.
-static void visit(const Experiment *e, Curve *c, const char *path) {
+static void measure_points(const Experiment *e, Curve *c, const char *path) {
   curve_write(c, path);
   print_head(e);
   for (int i = 0; i < c->count; i++) {
@@ -233,7 +233,7 @@ static void visit(const Experiment *e, Curve *c, const char *path) {
 
 // --- the summary -------------------------------------------------------------------------------------------
 
-static void agreement(const Curve *c) {
+static void print_agreement(const Curve *c) {
   int measured = 0, exact = 0;
   double least = INFINITY, most = -INFINITY, base = 0;
   for (int i = 0; i < c->count; i++) {
@@ -265,7 +265,7 @@ static const Reading *partner(const Curve *c, const Reading *fused) {
   return curve_find(c, &p);
 }
 
-static void saving(const Experiment *e, const Reading *fused, const Reading *logits) {
+static void print_saving(const Experiment *e, const Reading *fused, const Reading *logits) {
   const Point *p = &fused->point;
   double less = (double)reading_layer_bytes(logits) / (double)reading_layer_bytes(fused);
   bool measured = fused->layer_bytes && logits->layer_bytes;
@@ -289,8 +289,8 @@ static void saving(const Experiment *e, const Reading *fused, const Reading *log
   }
 }
 
-static void summarize(const Experiment *e, const Curve *c) {
-  agreement(c);
+static void print_summary(const Experiment *e, const Curve *c) {
+  print_agreement(c);
   // One sentence for the largest point of each curve, the measured one where there is one.
   for (int s = 0; s < SWEEP_COUNT; s++) {
     const Reading *best = NULL;
@@ -302,11 +302,11 @@ static void summarize(const Experiment *e, const Curve *c) {
       // Of chunks, the first says most; of the rest, the last.
       if (!best || (measured && !had) || (measured == had && s != SWEEP_CHUNK)) best = r;
     }
-    if (best) saving(e, best, partner(c, best));
+    if (best) print_saving(e, best, partner(c, best));
   }
 }
 
-// --- what is run -------------------------------------------------------------------------------------------
+// --- what a run does -----------------------------------------------------------------------------------------
 
 static void describe(Curve *c, const Run *r) {
   const Options *o = &r->options;
@@ -374,9 +374,9 @@ static void sweep(const Run *r) {
   describe(&curve, r);
   char *csv = path_join(r->out, "curve.csv");
   printf("%s\n\n", curve_caption(&curve).text);
-  if (!r->fresh) take_up(&curve, csv);
-  visit(e, &curve, csv);
-  summarize(e, &curve);
+  if (!r->fresh) resume(&curve, csv);
+  measure_points(e, &curve, csv);
+  print_summary(e, &curve);
   if (r->recipe) recipe_compare(r->recipe, e, &curve);
   printf("\nwrote %s\n", csv);
   draw_curve(r, &curve, r->recipe);
