@@ -68,18 +68,10 @@ for ((ranks = 1; ranks <= max; ranks = ranks < max && 2 * ranks > max ? max : 2 
   figure() { sed -n "s/.*\"event\":\"summary\".*\"$1\":\([0-9.e+-]*\).*/\1/p" "$log"; }
   awk -v ranks=$ranks -v alone="${alone-}" -v rate="$(figure tokens_per_second)" -v seconds="$(figure seconds_per_step)" \
     -v sent="$(figure wire_bytes_per_step)" -v peak="$(figure peak_bytes)" '
-    function scaled(value, base, names,    unit, name) { # digits as base/text.c has them
-      split(names, name, " ")
-      for (unit = 1; value >= base && unit < 5; unit++) value /= base
-      if (base == 1024) return sprintf(unit == 1 ? "%.0f %s" : unit > 3 ? "%.2f %s" : "%.1f %s", value, name[unit])
-      return sprintf(unit == 1 || value >= 100 ? "%.0f%s" : value >= 10 ? "%.1f%s" : "%.2f%s", value, unit > 1 ? name[unit] : "")
-    }
-    function count(value) { return scaled(value, 1000, "- K M B T") }
-    function bytes(value) { return scaled(value, 1024, "B KiB MiB GiB TiB") }
     BEGIN {
       if (!(rate > 0)) exit 1
       if (ranks == 1) printf "%5s %12s %14s %10s %12s %22s %14s\n", "ranks", "tokens/s", "each", "ms a step", "efficiency", "sent a step by each", "ledger'\''s peak"
-      printf "%5d %12s %14s %10.1f %11.1f%% %22s %14s\n", ranks, count(rate), count(rate / ranks), 1e3 * seconds, 100 * rate / ranks / (alone ? alone : rate), bytes(sent), bytes(peak)
+      printf "%5d %12.0f %14.0f %10.1f %11.1f%% %18.1f MiB %10.1f MiB\n", ranks, rate, rate / ranks, 1e3 * seconds, 100 * rate / ranks / (alone ? alone : rate), sent / 2^20, peak / 2^20
     }' || fail "the run with $ranks rank$plural was too short to be timed: give more --steps"
   alone=${alone-$(figure tokens_per_second)}
 done
