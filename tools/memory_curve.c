@@ -174,7 +174,7 @@ static void print_head(const Experiment *e) {
   putchar('\n');
 }
 
-static void print_row(const Experiment *e, const Reading *r) {
+static void print_row(const Experiment *e, const Reading *r, const char *left) {
   const Point *p = &r->point;
   char what[40], chunk[24] = "-";
   snprintf(what, sizeof what, "%s %s", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text);
@@ -191,7 +191,7 @@ static void print_row(const Experiment *e, const Reading *r) {
            text_bytes(r->usable_bytes).text);
   else if (r->status != POINT_MEASURED)
     printf("  %s", STATUS_NAMES[r->status]);
-  putchar('\n');
+  printf("%s\n", left);
   fflush(stdout);
 }
 
@@ -212,13 +212,18 @@ static void resume(Curve *c, const char *path) {
   if (had) printf("%d of %d points are in %s already (--fresh measures them again)\n", had, c->count, path);
 }
 
-// Reads every point that the file does not have yet, writes it down at once, and prints a row of a table.
+// Reads every point that the file does not have yet, writes it down at once, and prints a row of a table with the
+// time left.
 static void measure_points(const Experiment *e, Curve *c, const char *path) {
+  double ahead = 0, done = 0, started = now_seconds();
+  for (int i = 0; i < c->count; i++)
+    if (!reading_known(&c->readings[i])) ahead += point_flops(e, &c->readings[i].point);
   curve_write(c, path);
   print_head(e);
   for (int i = 0; i < c->count; i++) {
     Reading *r = &c->readings[i];
     const Point *p = &r->point;
+    char left[40] = "";
     if (!reading_known(r)) {
       if (isatty(STDOUT_FILENO))
         printf("%s %s, %s ...\r", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text,
@@ -226,8 +231,16 @@ static void measure_points(const Experiment *e, Curve *c, const char *path) {
       fflush(stdout);
       *r = point_read(e, p);
       curve_write(c, path);
+      // What was only planned took no time: it says nothing about the rest.
+      if (r->status == POINT_MEASURED)
+        done += point_flops(e, p);
+      else
+        ahead -= point_flops(e, p);
+      double spent = now_seconds() - started;
+      if (done > 0 && ahead - done > 1e-6 * ahead)
+        snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (ahead - done)).text);
     }
-    print_row(e, r);
+    print_row(e, r, left);
   }
 }
 

@@ -74,6 +74,14 @@ double device_seconds(void *backend) {
   return now_seconds();
 }
 
+double point_flops(const Experiment *e, const Point *p) {
+  const double setup = 1e9;
+  double tokens = (double)point_tokens(p);
+  if (e->layer_only) return setup + 6 * tokens * (double)p->vocab_size * (double)p->hidden_size;
+  Options o = point_options(e, p);
+  return setup + model_flops_per_token(&o.model, o.seq_len) * tokens;
+}
+
 // --- planning and measuring --------------------------------------------------------------------------------
 
 // What the two phases of a point need: the steps, and then the LM head + loss by itself.
@@ -223,16 +231,6 @@ static size_t usable_bytes(const Experiment *e, const Backend *backend) {
   return usable - usable / 32; // a margin for what the ledger does not count
 }
 
-// Seconds that a point is expected to take: a warm-up, two steps at least, the layer, and a share for setting it up.
-static double expected_seconds(const Experiment *e, const Point *p) {
-  enum { PASSES = 4 };
-  const double setup = 1e9;
-  Options o = point_options(e, p);
-  double flops = e->layer_only ? 6 * (double)p->vocab_size * (double)p->hidden_size
-                               : model_flops_per_token(&o.model, o.seq_len);
-  return PASSES * (setup + flops * (double)point_tokens(p)) / e->gemm_rate;
-}
-
 Reading point_read(const Experiment *e, const Point *p) {
   Needs (*run)(const Experiment *, const Point *, Backend *, const Needs *, Reading *) =
       e->layer_only ? run_layer : run_step;
@@ -250,9 +248,10 @@ Reading point_read(const Experiment *e, const Point *p) {
   Options machine = point_options(e, p);
   backend = machine_open(&machine);
   r.usable_bytes = usable_bytes(e, backend);
+  enum { PASSES = 4 }; // warm-up, two at least for the step, one for the layer
   if (r.usable_bytes && needs.peak > r.usable_bytes) {
     r.status = POINT_NO_MEMORY;
-  } else if (expected_seconds(e, p) > e->patience) {
+  } else if (e->gemm_rate > 0 && PASSES * point_flops(e, p) / e->gemm_rate > e->patience) {
     r.status = POINT_TOO_SLOW;
   } else {
     r.status = POINT_MEASURED;

@@ -69,6 +69,8 @@ LceShape point_shape(const Experiment *experiment, const Point *point); // of it
 // Batches from the options' data, or from the built-in corpus. The caller closes the source.
 Loader point_loader(const Options *options, Source **source);
 double device_seconds(void *backend); // now, once the device has done what it was given
+// Flops of one step (or layer) of a point, and a share for setting it up: what its time is guessed from.
+double point_flops(const Experiment *experiment, const Point *point);
 
 // Plans the point and, if it fits and patience lasts, measures it on a new backend.
 Reading point_read(const Experiment *experiment, const Point *point);
