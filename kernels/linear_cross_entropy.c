@@ -501,15 +501,10 @@ static void gradients_of_x(const Call *c, const Chunk *k, bool first) {
 
 // --- the chunk loop ----------------------------------------------------------------------------------------
 
-// The chunk size: the fewest chunks of at most `max` tokens, of nearly equal size, rounded up to 128 where that stays within
-// `max`.
-static int64_t even_chunk(int64_t tokens, int64_t max) {
-  int64_t even = ceil_div(tokens, ceil_div(tokens, max)), stepped = ceil_div(even, 128) * 128;
-  return stepped <= max ? stepped : even;
-}
-
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
-  return even_chunk(tokens, min_i64(chunk, tokens));
+  int64_t max = min_i64(chunk, tokens), even = ceil_div(tokens, ceil_div(tokens, max));
+  int64_t rounded = round_up(even, 128);
+  return rounded <= max ? rounded : even;
 }
 
 static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
@@ -578,7 +573,7 @@ static void run_call(Backend *backend, const LinearCrossEntropy *a) {
                                                  .x = a->x,
                                                  .weight = a->weight,
                                                  .targets = a->targets});
-  run_chunks(&c, &buffers, counted, even_chunk(counted, max));
+  run_chunks(&c, &buffers, counted, lce_used_chunk(counted, max));
   if (c.at_once && tensor_exists(a->dweight)) add_all_targets(&c, &buffers);
   if (tensor_exists(c.smoothing_x))
     add_outer(
@@ -652,11 +647,12 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
          tensor_text(a.targets).text, (long long)tokens);
   per_token("token_weights", a.token_weights, tokens);
   per_token("entropy_weights", a.entropy_weights, tokens);
+  per_token("rows", a.rows, tokens);
   for (size_t i = 0; i < sizeof a.outputs.all / sizeof *a.outputs.all; i++)
     per_token("an output", a.outputs.all[i], tokens);
   check_sampling(&a);
   check_shard(backend, &a);
-  if (tensor_exists(a.rows) && (a.counted < 0 || a.counted > a.rows.shape[0]))
+  if (tensor_exists(a.rows) && (a.counted < 0 || a.counted > tokens))
     fail("%s: %lld tokens count, but rows is %s", op, (long long)a.counted, tensor_text(a.rows).text);
 
   MemoryMark mark = memory_mark(&backend->memory);

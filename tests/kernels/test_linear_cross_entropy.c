@@ -295,7 +295,11 @@ static void layer_case(Harness *h, LceMode mode, int64_t rows, int64_t hidden, i
   a.accumulate = accumulate;
   double *before = random_values(h, vocab * hidden, 1);
   if (accumulate) a.dweight = tensor_from(h, DTYPE_F32, before, vocab, hidden);
-  if (ignored) a.rows = ids_from(h, counted_positions(h, p.targets, rows, &a.counted), rows);
+  if (ignored) {
+    int32_t *positions = counted_positions(h, p.targets, rows, &a.counted);
+    for (int64_t n = a.counted; n < rows; n++) positions[n] = positions[0]; // not read
+    a.rows = ids_from(h, positions, rows);
+  }
   linear_cross_entropy(h->backend, a);
   reference_loss(&p.r);
   for (int64_t i = 0; i < vocab * hidden && accumulate; i++) p.r.dweight[i] += before[i];
@@ -312,7 +316,7 @@ static void test_layer(void **state) {
   } cases[] = {
       {1, 1, 1, 1, 0},        {1, 7, 13, 5, 0},       {13, 11, 1, 5, 0},    {13, 11, 1, 5, 3},
       {29, 17, 101, 7, 0},    {29, 17, 101, 7, 2},    {29, 17, 101, 64, 5}, {131, 13, 1031, 37, 4},
-      {257, 5, 2003, 128, 0}, {150, 66, 4099, 64, 3}, {6, 5, 7, 4, 1}, // all ignored
+      {257, 5, 2003, 128, 0}, {150, 66, 4099, 64, 3}, {200, 5, 61, 200, 2}, {6, 5, 7, 4, 1}, // all ignored
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
     for (int variant = 0; variant < 4; variant++) {
@@ -368,6 +372,8 @@ static void test_refusals(void **state) {
   assert_fails(h, "sums over chunks need fp32", linear_cross_entropy(backend, b));
   b = a, b.rows = targets, b.counted = 4;
   assert_fails(h, "4 tokens count", linear_cross_entropy(backend, b));
+  b.rows = tensor_rows(targets, 0, 2), b.counted = 2;
+  assert_fails(h, "rows is int32 [2] for 3 tokens", linear_cross_entropy(backend, b));
 }
 
 int main(void) {
