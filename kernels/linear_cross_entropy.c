@@ -617,7 +617,7 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   const VocabShard *s = &a->shard;
   int64_t rows = a->weight.shape[0];
   if (!s->vocab_size) return;
-  if (s->first < 0 || s->first + rows > s->vocab_size)
+  if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
   if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a) || a->mean)

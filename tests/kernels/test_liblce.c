@@ -342,6 +342,7 @@ static void test_wrong_arguments(void **state) {
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
   REFUSED("rows is -1", a.rows = -1);
   REFUSED("3 rows from 1 on are no part of a vocabulary of 3", (a.first_row = 1, a.rows = 3));
+  REFUSED("3 rows from 9223372036854775807 on", (a.first_row = INT64_MAX, a.rows = 3));
   REFUSED("label_smoothing is 7", a.label_smoothing = 7);
   REFUSED("softcap is -1", a.softcap = -1);
   REFUSED("temperature is -1", a.temperature = -1);
