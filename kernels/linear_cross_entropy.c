@@ -50,11 +50,9 @@ typedef struct {
   bool split;    // the head's rows are split over ranks
   bool at_once;  // target logits and target gradients are those of all tokens, not of a chunk
   int64_t vocab_size;
-  LossTerms terms;        // with class_weight_sum
   Tensor class_weights;   // of this rank's rows of W
   Tensor factor;          // fp32 [1], or absent
   bool sampling, dense;   // of E's tiles, for the gradients; most are expected to be kept
-  Tensor sampled;         // fp32 [3]: TileSampling's stats
   Tensor smoothing_row;   // fp32 [H]: sum_j w[j] W[j] over all rows of W
   Tensor smoothing_local; // fp32 [H]: over this rank's rows
   Tensor smoothing_x;     // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks (and ranks)
@@ -86,14 +84,14 @@ static void push_smoothing(Call *c) {
   if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_row, .x = c->smoothing_local});
 }
 
-static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
+// Completes `a` with the sum of the class weights and with memory for sampling.stats, where these are needed.
+static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
   Call c = {.backend = backend,
             .a = a,
             .backward = tensor_exists(a->dx) || tensor_exists(a->dweight),
             .logits = a->mode == LCE_MATERIALIZED || lce_needs_logits(a),
             .packed = a->mode == LCE_FUSED && tensor_exists(a->rows),
-            .split = a->shard.vocab_size > 0,
-            .terms = a->terms};
+            .split = a->shard.vocab_size > 0};
   int64_t vocab_rows = a->weight.shape[0];
   c.at_once = !c.logits && !c.packed && !c.split;
   c.vocab_size = c.split ? a->shard.vocab_size : vocab_rows;
@@ -101,8 +99,8 @@ static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
       c.split ? first_rows(a->terms.class_weights, a->shard.first, vocab_rows) : a->terms.class_weights;
   bool smoothing = a->terms.label_smoothing > 0;
   if (smoothing && tensor_exists(a->terms.class_weights)) {
-    c.terms.class_weight_sum = push_vector(backend, "sum of class weights", 1);
-    reduce(backend, (Reduce){.sum = c.terms.class_weight_sum, .x = a->terms.class_weights});
+    a->terms.class_weight_sum = push_vector(backend, "sum of class weights", 1);
+    reduce(backend, (Reduce){.sum = a->terms.class_weight_sum, .x = a->terms.class_weights});
   }
   if (a->mean) {
     c.factor = push_vector(backend, "the mean's factor", 1);
@@ -111,9 +109,8 @@ static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
         (LossFactor){.factor = c.factor, .targets = a->targets, .class_weights = a->terms.class_weights});
   }
   if (a->sampling.full_mass > 0) {
-    c.sampled =
-        tensor_exists(a->sampling.stats) ? a->sampling.stats : push_vector(backend, "tiles dropped", 3);
-    fill_zero(backend, c.sampled);
+    if (!tensor_exists(a->sampling.stats)) a->sampling.stats = push_vector(backend, "tiles dropped", 3);
+    fill_zero(backend, a->sampling.stats);
     c.sampling = c.backward;
     c.dense = a->sampling.full_mass < DENSE_BELOW || !tensor_exists(a->dweight);
   }
@@ -190,15 +187,14 @@ static void zero_tokens(const Call *c) {
 // --- chunks ------------------------------------------------------------------------------------------------
 
 // A chunk of C tokens, or the buffers of the largest one. With a split head each of the G ranks gives C tokens, and all
-// that follows `positions` is about G C: x, targets and token weights of all ranks, rank by rank. Else these are the local
-// ones.
+// that follows `positions` is about G C.
 typedef struct {
-  Tokens local;                     // this rank's; of buffers that are not packed: all of the call's
-  Tensor positions;                 // int32 [C] of them in the call, where they are packed
-  Tensor x, targets, token_weights; // [G C, H], int32 [G C], fp32 [G C]
-  Tensor local_targets;             // int32 [G C]: targets as rows of this rank's W, else ELSEWHERE
-  Tensor dx;                        // [G C, H]: what this rank's rows of W add
-  LossRows rows;                    // fp32 [G C] each, of the whole vocabulary
+  Tokens local;     // this rank's; of buffers that are not packed: all of the call's
+  Tensor positions; // int32 [C] of them in the call, where they are packed
+  Tokens
+      global; // split: all ranks', rank by rank, where dx is what this rank's rows of W add to it; else `local`
+  Tensor local_targets;        // int32 [G C]: targets as rows of this rank's W, else ELSEWHERE
+  LossRows rows;               // fp32 [G C] each, of the whole vocabulary
   Tensor local_sums, all_sums; // split: fp32 [2 G C] anchors, row sums of this rank's W; fp32 [G * 2 G C]
   Tensor exps, logits;         // [G C, V / G]; one of them
   Tensor tile_sums, tiles;     // of sampling: fp32 [G C, B], [A, B], as LceSampledGradients has them
@@ -220,7 +216,7 @@ static LossRows push_loss_rows(const Call *c, int64_t rows) {
   if (!c->backward) return r;
   r.scale_non_target = push_vector(backend, "scales of non-targets", rows);
   r.scale_target = push_vector(backend, "scales of the target", lasting);
-  if (c->terms.label_smoothing > 0) r.scale_uniform = push_vector(backend, "scales of all", rows);
+  if (c->a->terms.label_smoothing > 0) r.scale_uniform = push_vector(backend, "scales of all", rows);
   return r;
 }
 
@@ -233,14 +229,15 @@ static void push_split(const Call *c, Chunk *b, int64_t rows) {
   Backend *backend = c->backend;
   const LinearCrossEntropy *a = c->a;
   int64_t hidden_size = a->x.shape[1];
-  b->x = push_matrix(backend, "x of all ranks", a->x.dtype, rows, hidden_size);
-  b->targets = memory_push_1d(&backend->memory, "targets of all ranks", MEMORY_HEAD, DTYPE_I32, rows);
+  b->global.x = push_matrix(backend, "x of all ranks", a->x.dtype, rows, hidden_size);
+  b->global.targets = memory_push_1d(&backend->memory, "targets of all ranks", MEMORY_HEAD, DTYPE_I32, rows);
   b->local_targets = memory_push_1d(&backend->memory, "targets in local rows", MEMORY_HEAD, DTYPE_I32, rows);
   b->local_sums = push_vector(backend, "local anchors and row sums", 2 * rows);
   b->all_sums = push_vector(backend, "anchors and row sums", 2 * rows * backend->ranks);
   if (tensor_exists(a->token_weights))
-    b->token_weights = push_vector(backend, "token weights of all ranks", rows);
-  if (tensor_exists(a->dx)) b->dx = push_matrix(backend, "parts of dx", a->dx.dtype, rows, hidden_size);
+    b->global.token_weights = push_vector(backend, "token weights of all ranks", rows);
+  if (tensor_exists(a->dx))
+    b->global.dx = push_matrix(backend, "parts of dx", a->dx.dtype, rows, hidden_size);
 }
 
 static Chunk push_buffers(const Call *c, int64_t count) {
@@ -268,10 +265,6 @@ static Chunk push_buffers(const Call *c, int64_t count) {
   return b;
 }
 
-static void gather_async(Backend *backend, Tensor out, Tensor x) {
-  if (tensor_exists(x)) all_gather(backend, (Collective){.out = out, .x = x, .async = true});
-}
-
 // The part of the buffers that `count` tokens from number `first` on need. Copies of tokens start: packed ones, and those
 // of all ranks, which have arrived once finish_chunk has joined the collectives.
 static Chunk start_chunk(const Call *c, const Chunk *buffers, int64_t first, int64_t count) {
@@ -292,18 +285,16 @@ static Chunk start_chunk(const Call *c, const Chunk *buffers, int64_t first, int
     k.rows.scale_target = first_rows(buffers->rows.scale_target, first, count);
   }
   if (!c->split) {
-    k.x = k.local.x, k.targets = k.local_targets = k.local.targets;
-    k.token_weights = k.local.token_weights, k.dx = k.local.dx;
+    k.global = k.local, k.local_targets = k.local.targets;
     return k;
   }
-  Tensor *const of_rows[] = {&k.x, &k.targets, &k.local_targets, &k.token_weights, &k.dx};
-  for (size_t i = 0; i < sizeof of_rows / sizeof *of_rows; i++)
-    *of_rows[i] = first_rows(*of_rows[i], 0, rows);
+  k.global = tokens_range(&buffers->global, 0, rows);
+  k.local_targets = tensor_rows(k.local_targets, 0, rows);
   k.local_sums = tensor_rows(k.local_sums, 0, 2 * rows);
   k.all_sums = tensor_rows(k.all_sums, 0, 2 * rows * ranks);
-  gather_async(c->backend, k.x, k.local.x);
-  gather_async(c->backend, k.targets, k.local.targets);
-  gather_async(c->backend, k.token_weights, k.local.token_weights);
+  for (int i = 0; i < TOKENS_READ; i++)
+    if (tensor_exists(k.local.all[i]))
+      all_gather(c->backend, (Collective){.out = k.global.all[i], .x = k.local.all[i], .async = true});
   return k;
 }
 
@@ -337,7 +328,7 @@ static void logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) 
                                                            .token_weights = t->token_weights,
                                                            .entropy_weights = t->entropy_weights,
                                                            .factor = c->factor,
-                                                           .terms = c->terms,
+                                                           .terms = a->terms,
                                                            .alpha = a->scale});
   if (tensor_exists(t->dx))
     linear_backward_input(c->backend,
@@ -364,63 +355,62 @@ static void logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) 
 static void logits_exp(const Call *c, const Chunk *k) {
   Backend *backend = c->backend;
   const LinearCrossEntropy *a = c->a;
+  const Tokens *t = &k->global;
   LossRows local = k->rows;
   const Tensor none = {0};
   if (c->split) {
-    int64_t rows = k->x.shape[0];
+    int64_t rows = t->x.shape[0];
     local.anchor = tensor_rows(k->local_sums, 0, rows);
     local.row_sum = tensor_rows(k->local_sums, rows, rows);
     shard_indices(backend, (ShardIndices){.out = k->local_targets,
-                                          .indices = k->targets,
+                                          .indices = t->targets,
                                           .first = a->shard.first,
                                           .count = a->weight.shape[0]});
   }
   if (!c->at_once)
     lce_target_logits(backend, (LceTargetLogits){.target_z = local.target_z,
-                                                 .x = k->x,
+                                                 .x = t->x,
                                                  .weight = a->weight,
                                                  .targets = k->local_targets});
   if (c->split) all_reduce(backend, (Collective){.out = local.target_z, .x = local.target_z});
   lce_logits_exp(backend, (LceLogitsExp){.exps = k->exps,
-                                         .dx_raw = c->sampling ? none : k->dx, // sampling needs R first
+                                         .dx_raw = c->sampling ? none : t->dx, // sampling needs R first
                                          .tile_sums = k->tile_sums,
                                          .rows = local,
-                                         .x = k->x,
+                                         .x = t->x,
                                          .weight = a->weight,
                                          .targets = k->local_targets,
-                                         .temperature = c->terms.temperature});
+                                         .temperature = a->terms.temperature});
   if (!c->split) return;
   all_gather(backend, (Collective){.out = k->all_sums, .x = k->local_sums});
   lce_combine(backend, (LceCombine){.rows = k->rows,
                                     .parts = k->all_sums,
-                                    .targets = k->targets,
-                                    .temperature = c->terms.temperature});
+                                    .targets = t->targets,
+                                    .temperature = a->terms.temperature});
+}
+
+static void rows_of_tokens(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x) {
+  lce_rows(c->backend, (LceRows){.loss = t->loss,
+                                 .outputs = t->outputs,
+                                 .scaled_x = scaled_x,
+                                 .rows = rows,
+                                 .x = t->x,
+                                 .targets = t->targets,
+                                 .token_weights = t->token_weights,
+                                 .factor = c->factor,
+                                 .smoothing_row = c->smoothing_row,
+                                 .terms = c->a->terms,
+                                 .vocab_size = c->vocab_size});
 }
 
 // Losses and outputs of the local tokens; scales and r X of all that the chunk has.
 static void losses_and_scales(const Call *c, const Chunk *k) {
-  LceRows all = {.loss = k->local.loss,
-                 .outputs = k->local.outputs,
-                 .scaled_x = k->scaled_x,
-                 .rows = k->rows,
-                 .x = k->x,
-                 .targets = k->targets,
-                 .token_weights = k->token_weights,
-                 .factor = c->factor,
-                 .smoothing_row = c->smoothing_row,
-                 .terms = c->terms,
-                 .vocab_size = c->vocab_size};
   if (c->split) {
     int64_t count = k->local.x.shape[0];
-    LceRows local = all;
-    local.scaled_x = (Tensor){0};
-    local.rows = loss_rows_range(&k->rows, c->backend->rank * count, count);
-    local.x = k->local.x, local.targets = k->local.targets, local.token_weights = k->local.token_weights;
-    lce_rows(c->backend, local);
+    rows_of_tokens(c, &k->local, loss_rows_range(&k->rows, c->backend->rank * count, count), (Tensor){0});
     if (!c->backward) return;
-    all.loss = (Tensor){0}, all.outputs = (TokenOutputs){0};
   }
-  lce_rows(c->backend, all);
+  rows_of_tokens(c, &k->global, k->rows, k->scaled_x);
 }
 
 // dx_raw from the tiles that are drawn, and their part of dweight. Chunks and ranks have streams of their own.
@@ -430,10 +420,10 @@ static void sampled_gradients(const Call *c, const Chunk *k, int64_t chunk, bool
   const Tensor none = {0};
   lce_sampled_gradients(
       c->backend,
-      (LceSampledGradients){.dx_raw = k->dx,
+      (LceSampledGradients){.dx_raw = k->global.dx,
                             .dweight = c->dense ? none : a->dweight,
                             .tiles = k->tiles,
-                            .stats = c->sampled,
+                            .stats = sampling->stats,
                             .exps = k->exps,
                             .tile_sums = k->tile_sums,
                             .rows = k->rows,
@@ -481,31 +471,26 @@ static void add_all_targets(const Call *c, const Chunk *buffers) {
 
 // dx from dx_raw, and what else needs x; the next chunk's may come then.
 static void gradients_of_x(const Call *c, const Chunk *k, bool first) {
-  bool of_x = tensor_exists(k->dx), of_weight = tensor_exists(c->a->dweight);
+  const Tokens *t = &k->global;
+  bool of_x = tensor_exists(t->dx), of_weight = tensor_exists(c->a->dweight);
   if (of_x)
-    lce_input_gradient(c->backend, (LceInputGradient){.dx = k->dx,
+    lce_input_gradient(c->backend, (LceInputGradient){.dx = t->dx,
                                                       .rows = k->rows,
                                                       .smoothing_row = c->smoothing_local,
                                                       .weight = c->a->weight,
                                                       .targets = k->local_targets,
                                                       .alpha = c->a->scale});
   if (of_x && c->split)
-    reduce_scatter(c->backend, (Collective){.out = k->local.dx, .x = k->dx, .async = true});
-  if (of_weight && !c->at_once) add_targets(c, k->rows.scale_target, k->x, k->local_targets);
+    reduce_scatter(c->backend, (Collective){.out = k->local.dx, .x = t->dx, .async = true});
+  if (of_weight && !c->at_once) add_targets(c, k->rows.scale_target, t->x, k->local_targets);
   if (tensor_exists(c->smoothing_x))
     weighted_column_sum(c->backend, (WeightedColumnSum){.out = c->smoothing_x,
-                                                        .x = k->x,
+                                                        .x = t->x,
                                                         .coefficients = k->rows.scale_uniform,
                                                         .accumulate = !first});
 }
 
 // --- the chunk loop ----------------------------------------------------------------------------------------
-
-int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
-  int64_t max = min_i64(chunk, tokens), even = ceil_div(tokens, ceil_div(tokens, max));
-  int64_t rounded = round_up(even, 128);
-  return rounded <= max ? rounded : even;
-}
 
 static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
   Memory *memory = &c->backend->memory;
@@ -523,7 +508,7 @@ static void run_chunks(const Call *c, const Chunk *buffers, int64_t counted, int
       logits_exp(c, &chunk);
       if (c->backward)
         chunk.scaled_x =
-            push_matrix(c->backend, "scaled x", chunk.x.dtype, chunk.x.shape[0], chunk.x.shape[1]);
+            push_matrix(c->backend, "scaled x", c->a->x.dtype, chunk.global.x.shape[0], c->a->x.shape[1]);
       losses_and_scales(c, &chunk);
       if (c->backward) {
         if (c->sampling) sampled_gradients(c, &chunk, first / size, left <= 0);
@@ -553,7 +538,7 @@ static void plan_full_chunk(const Call *c, const Chunk *buffers, int64_t size) {
   backend->wire_bytes = wire_bytes;
 }
 
-static void run_call(Backend *backend, const LinearCrossEntropy *a) {
+static void run_call(Backend *backend, LinearCrossEntropy *a) {
   Call c = begin_call(backend, a);
   int64_t tokens = a->x.shape[0], counted = c.packed ? a->counted : tokens;
   // The memory is that of all tokens counted: it must not depend on the data.
@@ -601,16 +586,14 @@ static void check_sampling(const LinearCrossEntropy *a) {
   if (!(mass >= 0 && isfinite(mass)))
     fail("linear_cross_entropy: sampling.full_mass is %g, which is not 0 or more and finite", mass);
   if (tensor_exists(stats) && (stats.rank != 1 || stats.shape[0] != 3 || mass == 0))
-    fail(
-        "linear_cross_entropy: sampling.stats is %s with a full_mass of %g; give fp32 [3] with sampling, and "
-        "nothing without",
-        tensor_text(stats).text, mass);
+    fail("linear_cross_entropy: sampling.stats is %s with a full_mass of %g; give fp32 [3] with sampling, "
+         "and nothing without",
+         tensor_text(stats).text, mass);
   if (mass > 0 && tensor_exists(a->dweight) && !tensor_exists(a->dx))
     fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
   if (mass > 0 && (a->mode == LCE_MATERIALIZED || lce_needs_logits(a)))
-    fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, a "
-         "bias, "
-         "soft-cap, entropy, largest logits and predictions, which need logits");
+    fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, "
+         "a bias, soft-cap, entropy, largest logits and predictions, which need logits");
 }
 
 static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
@@ -665,6 +648,12 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
 int64_t lce_default_chunk(int64_t tokens) {
   int64_t chunk = ceil_div(tokens, 8);
   return chunk < 128 ? 128 : chunk > 4096 ? 4096 : chunk;
+}
+
+int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
+  int64_t max = min_i64(chunk, tokens), even = ceil_div(tokens, ceil_div(tokens, max));
+  int64_t rounded = round_up(even, 128);
+  return rounded <= max ? rounded : even;
 }
 
 size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape s) {
