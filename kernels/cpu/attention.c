@@ -1,5 +1,5 @@
 // Causal attention by tiles of 64 queries and 64 keys (Dao et al. 2022): no T x T matrix, no scratch beyond
-// two tiles on the thread's stack. The GEMMs are those of tile.h.
+// two tiles on the thread's stack. The GEMMs are those of tile.c.
 //
 // Forward, for a block of queries: walk the key tiles up to the diagonal, S = Q K^T / sqrt(D), keep each
 // row's running maximum m and sum l, and rescale what `out` holds whenever m grows:
@@ -7,12 +7,12 @@
 // Backward, for a key/value head: walk its key tiles, and for each the query tiles from the diagonal on, of
 // every query head that reads it. P = exp(S - lse) is recomputed, then
 //   dV += P^T dO,   dS = P * (dO V^T - delta),   dQ += dS K / sqrt(D),   dK += dS^T Q / sqrt(D),
-// with delta = rowsum(dO * O). Tiles whose keys lie before the queries' documents are skipped. One thread owns a key/value head of a sequence, so nothing is shared and the
-// sums have one order, whatever the number of threads.
+// with delta = rowsum(dO * O). Tiles whose keys lie before the queries' documents are skipped. One thread owns a key/value
+// head of a sequence, so nothing is shared and the sums have one order, whatever the number of threads.
 #include <math.h>
 #include <string.h>
 
-#include "kernels/cpu/tile.h"
+#include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 
 enum { TILE = 64 };
@@ -55,7 +55,7 @@ static Visible visible_keys(const int32_t *before, int64_t t, int64_t first_key,
   return (Visible){min_i64(end, max_i64(0, first_visible(before, t) - first_key)), end};
 }
 
-static void zero_others(float *row, Visible v, int64_t keys) {
+static void zero_masked(float *row, Visible v, int64_t keys) {
   for (int64_t j = 0; j < v.first; j++) row[j] = 0.0f;
   for (int64_t j = v.end; j < keys; j++) row[j] = 0.0f;
 }
@@ -73,7 +73,7 @@ static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, flo
                   matrix(k, first_key, true), false, &scores[0][0], TILE);
     for (int64_t i = 0; i < queries; i++) {
       Visible v = visible_keys(before, first_query + i, first_key, keys);
-      zero_others(scores[i], v, keys);
+      zero_masked(scores[i], v, keys);
       if (v.first == v.end) continue;
       float *seen = scores[i] + v.first, tile_maximum = maximum_of(seen, v.end - v.first);
       float grown = tile_maximum > maximum[i] ? tile_maximum : maximum[i];
@@ -146,8 +146,8 @@ static void backward_tile(bool plain, const HeadBackward *h, int64_t first_query
       p[i][j] = exp_f32(p[i][j] - lse);
       ds[i][j] = p[i][j] * (ds[i][j] - delta);
     }
-    zero_others(p[i], v, keys);
-    zero_others(ds[i], v, keys);
+    zero_masked(p[i], v, keys);
+    zero_masked(ds[i], v, keys);
   }
   tile_multiply(plain, keys, h->head_dim, queries, 1.0f, tile_matrix(&p[0][0], true), dout, true,
                 h->dv.data + first_key * h->dv.stride, h->dv.stride);

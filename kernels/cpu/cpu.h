@@ -1,4 +1,4 @@
-// What the files of the CPU backend share: the operations' declarations, and the GEMM that they all use.
+// What the files of the CPU backend share: the operations' declarations, and the GEMMs that they use.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -33,6 +33,16 @@ typedef struct {
 void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
               float *out, int64_t out_stride);
 
+// --- tile.c ------------------------------------------------------------------------------------------------
+
+// A small GEMM on the calling thread, for kernels that multiply a tile and use it while it is in cache. sgemm packs both
+// operands at every call, which a small tile does not pay back; this one reads the left operand where it lies, in any
+// strides, and packs the right one alone.
+// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; k at least 1. `plain` selects the loops of cpu_gemm
+// instead.
+void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
+                   bool accumulate, float *out, int64_t out_stride);
+
 // --- rows.c ------------------------------------------------------------------------------------------------
 
 // out[i] (+)= alpha * sum_n coefficients[n] x[n, i] (coefficients NULL: all 1), in double, in the order of n.
@@ -48,6 +58,20 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
 
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
+
+// --- the loss's rows: vectors that may be absent -----------------------------------------------------------
+
+static inline double cpu_read(Tensor t, int64_t n, double otherwise) {
+  return tensor_exists(t) ? ((const float *)t.data)[n] : otherwise;
+}
+
+static inline void cpu_store(Tensor output, int64_t n, double value) {
+  if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
+}
+
+static inline float cpu_inv_temperature(float temperature) {
+  return temperature > 0 ? 1.0f / temperature : 1.0f;
+}
 
 // --- what the kernels and backend.c must agree on ----------------------------------------------------------
 

@@ -25,11 +25,10 @@ static Terms terms_of(const CrossEntropyInPlace *a) {
   return (Terms){.epsilon = t->label_smoothing,
                  .lambda = t->z_loss,
                  .softcap = t->softcap,
-                 .inv_temperature = t->temperature > 0 ? 1.0f / t->temperature : 1.0f,
+                 .inv_temperature = cpu_inv_temperature(t->temperature),
                  .share = t->label_smoothing / (float)vocab,
                  .class_weights = t->class_weights.data,
-                 .class_weight_sum =
-                     tensor_exists(t->class_weight_sum) ? *(float *)t->class_weight_sum.data : (double)vocab,
+                 .class_weight_sum = cpu_read(t->class_weight_sum, 0, (double)vocab),
                  .plain = t->softcap == 0 && t->label_smoothing == 0 && !tensor_exists(a->entropy_weights) &&
                           !tensor_exists(a->outputs.entropy)};
 }
@@ -96,14 +95,6 @@ static int64_t index_of(const float *v, int64_t vocab, float value) {
   return 0; // NaN everywhere
 }
 
-static void store(Tensor output, int64_t n, double value) {
-  if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
-}
-
-static double read(Tensor t, int64_t n, double otherwise) {
-  return tensor_exists(t) ? ((const float *)t.data)[n] : otherwise;
-}
-
 // Row n, whose target counts.
 static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   int64_t vocab = a->logits.shape[1];
@@ -116,12 +107,12 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   if (tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct)) {
     int64_t predicted = index_of(v, vocab, maximum_of(v, vocab));
     if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)predicted;
-    store(a->outputs.correct, n, predicted == target);
+    cpu_store(a->outputs.correct, n, predicted == target);
   }
   double weighted = t->epsilon > 0 ? weighted_sum(v, vocab, t->class_weights) : 0;
   v[target] = -INFINITY; // hidden from the sums: its exponential is 0
   float non_target_max = maximum_of(v, vocab), anchor = target_v > non_target_max ? target_v : non_target_max;
-  store(a->outputs.max_logit, n, anchor);
+  cpu_store(a->outputs.max_logit, n, anchor);
   Sums sums = {0};
   if (t->plain)
     sums.e = exp_and_sum(v, anchor, 1.0f, vocab, backward ? v : NULL);
@@ -134,15 +125,16 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   double entropy = log(all) - (sums.e_v - target_e * offset) / all;
   double loss = (1 - (double)t->epsilon) * class_weight * nll;
   if (t->epsilon > 0) loss += t->share * (t->class_weight_sum * lse - weighted);
-  store(a->loss, n, loss);
-  store(a->outputs.z_loss, n, t->lambda * lse * lse);
-  store(a->outputs.log_prob, n, -nll);
-  store(a->outputs.logsumexp, n, lse);
-  store(a->outputs.entropy, n, entropy);
+  cpu_store(a->loss, n, loss);
+  cpu_store(a->outputs.z_loss, n, t->lambda * lse * lse);
+  cpu_store(a->outputs.log_prob, n, -nll);
+  cpu_store(a->outputs.logsumexp, n, lse);
+  cpu_store(a->outputs.entropy, n, entropy);
   if (!backward) return;
 
-  double alpha = a->alpha * read(a->factor, 0, 1);
-  double s = alpha * read(a->token_weights, n, 1), of_entropy = alpha * read(a->entropy_weights, n, 0);
+  double alpha = a->alpha * cpu_read(a->factor, 0, 1);
+  double s = alpha * cpu_read(a->token_weights, n, 1),
+         of_entropy = alpha * cpu_read(a->entropy_weights, n, 0);
   double nll_weight = s * (1 - (double)t->epsilon) * class_weight;
   double spread = s * (t->share * t->class_weight_sum + 2 * (double)t->lambda * lse);
   double target_p = target_e / all;
@@ -167,7 +159,7 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
 }
 
 static void ignored_row(const CrossEntropyInPlace *a, int64_t n) {
-  store(a->loss, n, 0);
+  cpu_store(a->loss, n, 0);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof a->outputs.all[0]; i++)
     if (tensor_exists(a->outputs.all[i])) memset((int32_t *)a->outputs.all[i].data + n, 0, sizeof(int32_t));
   if (tensor_exists(a->dlogits))

@@ -3,8 +3,9 @@
 // The logits-exp pass takes LCE_TILE_COLUMNS rows of W at a time, a tile that stays in a core's second-level cache, and does
 // with it everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk
 // is cut into units of (up to 128 rows) x (a slice of the vocabulary), about 16 of them; each unit sums its share of dx, and
-// the shares are added in the order of the slices. The cut follows from the shape alone, so the bits are the same for any
-// number of threads. dW is one sgemm, which takes 6% less of the layer's time than tiles of our own.
+// the shares are added in the order of the slices. The cut follows from the shape alone, so losses and dX have the same bits
+// for any number of threads. dW is one sgemm, which takes 6% less of the layer's time than tiles of our own; its bits may
+// depend on the number of threads (those of OpenBLAS's Haswell kernels do).
 //
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and order. dW is made in
 // pieces of a tile's columns, from the kept tiles in the order of their rows. A dropped tile is not touched again, nor are the
@@ -21,16 +22,16 @@
 #include <string.h>
 
 #include "base/random.h"
-#include "kernels/cpu/tile.h"
+#include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 
 enum { UNITS = 16 }; // pieces of work to cut a chunk into, if it is large enough
 
-// Row sums above this are redone with the row's maximum as anchor: a logit exceeds the target's by
-// more than 66. Far below infinity, so that no term of E W overflows and r = 1 / (1 + R) stays a normal number.
+// A row with a sum above this, where a logit exceeds the target's by more than 66, is repaired: computed again with its
+// maximum as anchor. Far below infinity, so that no term of E W overflows and r = 1 / (1 + R) stays a normal number.
 static const float ROW_SUM_LIMIT = 0x1p96f;
 
-// How the chunk is cut. From its shape alone: the bits do not depend on the number of threads.
+// How the chunk is cut, from its shape alone.
 typedef struct {
   int64_t blocks;        // of LCE_TILE_ROWS rows
   int64_t tiles, slices; // of LCE_TILE_COLUMNS vocabulary entries; of so many tiles
@@ -85,10 +86,6 @@ static Scratch split_scratch(const LceLogitsExp *a) {
   return (Scratch){.sums = a->workspace.data, .wide = (void *)(base + sums_bytes)};
 }
 
-static float inv_temperature_of(float temperature) {
-  return temperature > 0 ? 1.0f / temperature : 1.0f;
-}
-
 // Part `part` of `parts` of `count` floats, into the second-level cache.
 static void prefetch_part(const float *data, int64_t count, int64_t part, int64_t parts) {
   enum { LINE = 64 / sizeof(float) };
@@ -114,7 +111,7 @@ static void logits_exp_unit(bool plain, const LceLogitsExp *a, const Grid *g, co
   bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
   float *scratch_tile = scratch->wide + (slice * chunk + first_row) * LCE_TILE_COLUMNS;
   float *dx = scratch->wide + (slice * chunk + first_row) * hidden;
-  float inv_temperature = inv_temperature_of(a->temperature);
+  float inv_temperature = cpu_inv_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
   memset(sums, 0, (size_t)min_i64(LCE_TILE_ROWS, chunk - first_row) * sizeof *sums);
   for (int64_t t = first_tile; t < min_i64(g->tiles, first_tile + g->tiles_of_slice); t++) {
@@ -166,13 +163,13 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
 }
 
 // Row n with its maximum as anchor. Rare, so each logit is simply computed twice.
-static void redo_row(bool plain, const LceLogitsExp *a, int64_t n) {
+static void repair_row(bool plain, const LceLogitsExp *a, int64_t n) {
   int64_t vocab = a->weight.shape[0], hidden = a->x.shape[1];
   int32_t target = ((const int32_t *)a->targets.data)[n];
   const float *x = cpu_row(a->x, n), target_z = ((const float *)a->rows.target_z.data)[n];
   float *e = tensor_exists(a->exps) ? cpu_row(a->exps, n) : NULL;
   float *tile_sums = tensor_exists(a->tile_sums) ? cpu_row(a->tile_sums, n) : NULL;
-  float inv_temperature = inv_temperature_of(a->temperature), maximum = -INFINITY;
+  float inv_temperature = cpu_inv_temperature(a->temperature), maximum = -INFINITY;
   double sum = 0;
   for (int64_t j = 0; j < vocab; j++) maximum = fmaxf(maximum, (float)dot(x, cpu_row(a->weight, j), hidden));
   for (int64_t j = 0; j < vocab; j++) {
@@ -215,7 +212,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     row_sum[n] = (float)sum;
     if (tensor_exists(a->dx_raw))
       add_shares(cpu_row(a->dx_raw, n), scratch.wide, g.slices, rows, a->x.shape[1], n);
-    if (row_sum[n] > ROW_SUM_LIMIT) redo_row(plain, a, n);
+    if (row_sum[n] > ROW_SUM_LIMIT) repair_row(plain, a, n);
   }
 }
 
@@ -231,12 +228,11 @@ static double keep_probability(double mass, double full_mass) {
 }
 
 static double tile_mass(const LceSampledGradients *a, int64_t b, int64_t t) {
-  const float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data,
-              *rescale = a->rows.rescale.data;
+  const float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data;
   Tile tile = tile_of(a->exps.shape[0], a->exps.shape[1], b, t);
   double mass = 0;
   for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
-    mass += (double)cpu_row(a->tile_sums, n)[t] * (double)(rescale ? rescale[n] : 1.0f) /
+    mass += (double)cpu_row(a->tile_sums, n)[t] * cpu_read(a->rows.rescale, n, 1) /
             ((double)row_sum[n] + (double)target_e[n]);
   return mass;
 }
@@ -363,7 +359,7 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
   const float *parts = a->parts.data, *target_z = r->target_z.data;
   float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *common_anchor = r->anchor.data;
   float *rescale = r->rescale.data;
-  double inv_temperature = inv_temperature_of(a->temperature);
+  double inv_temperature = cpu_inv_temperature(a->temperature);
   for (int64_t n = 0; n < rows; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
     double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1;
@@ -383,27 +379,16 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
 
 // --- what follows from a row's sums ------------------------------------------------------------------------
 
-static float *optional(Tensor t) {
-  return t.data;
-}
-
-static void store(Tensor output, int64_t n, double value) {
-  if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
-}
-
 void cpu_lce_rows(Backend *backend, const LceRows *a) {
   (void)backend;
   const LossTerms *terms = &a->terms;
   const LossRows *r = &a->rows;
   const float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *target_z = r->target_z.data;
-  const float *anchor = r->anchor.data, *class_weights = optional(terms->class_weights);
-  const float *token_weights = optional(a->token_weights), *rescale = optional(r->rescale);
+  const float *anchor = r->anchor.data;
   const int32_t *targets = a->targets.data;
-  double inv_temperature = inv_temperature_of(terms->temperature), epsilon = terms->label_smoothing,
-         lambda = terms->z_loss;
-  double factor = tensor_exists(a->factor) ? *(float *)a->factor.data : 1.0;
-  double weight_sum =
-      tensor_exists(terms->class_weight_sum) ? *(float *)terms->class_weight_sum.data : (double)a->vocab_size;
+  double inv_temperature = cpu_inv_temperature(terms->temperature), epsilon = terms->label_smoothing,
+         lambda = terms->z_loss, factor = cpu_read(a->factor, 0, 1);
+  double weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size);
   double share = epsilon / (double)a->vocab_size; // of each class in a smoothed target
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->targets.shape[0]; n++) {
@@ -412,23 +397,23 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
     double nll = target_e[n] == 1.0f ? log1p((double)row_sum[n])
                                      : ((double)anchor[n] - target_z[n]) * inv_temperature + log(all);
     double target_v = target_z[n] * inv_temperature, lse = target_v + nll;
-    double class_weight = class_weights && counts ? class_weights[targets[n]] : 1.0;
+    double class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1;
     const float *x = cpu_row(a->x, n);
     double loss = (1 - epsilon) * class_weight * nll;
     if (epsilon > 0 && counts)
       loss += share * (weight_sum * lse - inv_temperature * dot(x, a->smoothing_row.data, a->x.shape[1]));
-    store(a->loss, n, counts ? loss : 0);
-    store(a->outputs.z_loss, n, counts ? lambda * lse * lse : 0);
-    store(a->outputs.log_prob, n, counts ? -nll : 0);
-    store(a->outputs.logsumexp, n, counts ? lse : 0);
+    cpu_store(a->loss, n, counts ? loss : 0);
+    cpu_store(a->outputs.z_loss, n, counts ? lambda * lse * lse : 0);
+    cpu_store(a->outputs.log_prob, n, counts ? -nll : 0);
+    cpu_store(a->outputs.logsumexp, n, counts ? lse : 0);
     if (!tensor_exists(a->scaled_x)) continue;
-    double s = counts ? factor * inv_temperature * (token_weights ? token_weights[n] : 1.0) : 0;
+    double s = counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0;
     double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p, besides the target's weight
-    float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all * (rescale ? rescale[n] : 1.0));
-    store(r->scale_non_target, n, scale);
-    store(r->scale_target, n,
-          s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (row_sum[n] / all)));
-    if (epsilon > 0) store(r->scale_uniform, n, -s * share);
+    float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all * cpu_read(r->rescale, n, 1));
+    cpu_store(r->scale_non_target, n, scale);
+    cpu_store(r->scale_target, n,
+              s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (row_sum[n] / all)));
+    if (epsilon > 0) cpu_store(r->scale_uniform, n, -s * share);
     float *scaled = cpu_row(a->scaled_x, n);
     if (!counts) scale = 0;
 #pragma omp simd
@@ -439,7 +424,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
   (void)backend;
   const float *non_target = a->rows.scale_non_target.data, *target = a->rows.scale_target.data;
-  const float *uniform = optional(a->rows.scale_uniform), *smoothing_row = optional(a->smoothing_row);
+  const float *uniform = a->rows.scale_uniform.data, *smoothing_row = a->smoothing_row.data;
   const int32_t *targets = a->targets.data;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->dx.shape[0]; n++) {
@@ -471,12 +456,12 @@ void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
 
 void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {
   (void)backend;
-  cpu_column_sums(a->out.data, a->x, optional(a->coefficients), 1.0f, a->accumulate);
+  cpu_column_sums(a->out.data, a->x, a->coefficients.data, 1.0f, a->accumulate);
 }
 
 void cpu_add_outer(Backend *backend, const AddOuter *a) {
   (void)backend;
-  const float *rows = optional(a->rows), *columns = a->columns.data;
+  const float *rows = a->rows.data, *columns = a->columns.data;
 #pragma omp parallel for schedule(static)
   for (int64_t v = 0; v < a->out.shape[0]; v++) {
     float *out = cpu_row(a->out, v), factor = rows ? a->alpha * rows[v] : a->alpha;

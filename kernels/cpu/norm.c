@@ -9,7 +9,7 @@
 // Where head n begins, of heads of `size` elements.
 static float *head_row(Tensor t, int64_t n, int64_t size) {
   int64_t heads = t.shape[1] / size;
-  return (float *)cpu_row(t, n / heads) + n % heads * size;
+  return cpu_row(t, n / heads) + n % heads * size;
 }
 
 static float row_mean(const float *x, int64_t count) {

@@ -1,6 +1,6 @@
-#include "kernels/cpu/tile.h"
-
 #include <string.h>
+
+#include "kernels/cpu/cpu.h"
 
 // The vector that the machine has registers for, and how many of them a row of the result takes: TILE_ROWS x TILE_COLUMNS
 // of it stay in registers, and a packed panel [TILE_DEPTH][TILE_COLUMNS] of the right operand in the first-level cache.
