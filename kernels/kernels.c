@@ -559,9 +559,9 @@ void fill_zero(Backend *backend, Tensor a) {
 // --- collectives -------------------------------------------------------------------------------------------
 
 // `rounds` is how often a ring of the ranks passes the larger of the two tensors around.
-static void check_collective(Op op, Backend *backend, Collective a, int64_t out_parts, int64_t x_parts,
-                             int rounds) {
-  CHECK_AS(op, FIELD(x, "any [...]"), FIELD(out, a.accumulate ? "fp32|bf16 [...]" : "any [...]"));
+static void check_collective(Op op, Backend *backend, Collective a, const char *form, int64_t out_parts,
+                             int64_t x_parts, int rounds) {
+  CHECK_AS(op, FIELD(x, form), FIELD(out, form));
   int64_t out = tensor_count(a.out), x = tensor_count(a.x);
   if (a.out.dtype != a.x.dtype || out * out_parts != x * x_parts)
     fail("%s over %d ranks: out is %s and x is %s", op, backend->ranks, tensor_text(a.out).text,
@@ -571,17 +571,17 @@ static void check_collective(Op op, Backend *backend, Collective a, int64_t out_
 }
 
 // The watchdog reports where a rank waits.
-#define COLLECTIVE(op, out_parts, x_parts, rounds)                                                           \
+#define COLLECTIVE(op, form, out_parts, x_parts, rounds)                                                     \
   void op(Backend *backend, Collective a) {                                                                  \
-    check_collective(#op, backend, a, out_parts, x_parts, rounds);                                           \
+    check_collective(#op, backend, a, form, out_parts, x_parts, rounds);                                     \
     ranks_enter(#op);                                                                                        \
     CALL(op);                                                                                                \
     ranks_leave();                                                                                           \
   }
-COLLECTIVE(all_reduce, 1, 1, 2)
-COLLECTIVE(reduce_scatter, backend->ranks, 1, 1)
-COLLECTIVE(all_gather, 1, backend->ranks, 1)
-COLLECTIVE(broadcast, 1, 1, 1)
+COLLECTIVE(all_reduce, "fp32|bf16 [...]", 1, 1, 2)
+COLLECTIVE(reduce_scatter, "fp32|bf16 [...]", backend->ranks, 1, 1)
+COLLECTIVE(all_gather, "any [...]", 1, backend->ranks, 1)
+COLLECTIVE(broadcast, "any [...]", 1, 1, 1)
 
 void collectives_join(Backend *backend, int64_t behind) {
   if (backend->ops->collectives_join) backend->ops->collectives_join(backend, behind);

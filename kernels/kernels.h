@@ -568,7 +568,7 @@ typedef struct {
 // All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
 typedef struct {
   Tensor out;
-  Tensor x;        // fp32, bf16 or int32, dense
+  Tensor x;        // fp32 or bf16, dense; all_gather, broadcast: or int32
   bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
   // It runs concurrently with the operations that follow, which must leave out and x alone until collectives_join.
   bool async;

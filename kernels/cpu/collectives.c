@@ -45,7 +45,7 @@ struct CpuCollectives {
   Queued *queue; // to be joined, oldest first
   int64_t count, capacity;
   int *counts, *offsets, *received_counts, *received_offsets; // [ranks] each, of MPI_Alltoallv
-  void *received;                                             // [ranks * SLICE] fp32 or int32
+  float *received;                                            // [ranks * SLICE]
 };
 
 // NULL while there is one rank.
@@ -68,29 +68,17 @@ static void require_words(const Collective *a) {
 }
 
 // out [count] (+)= the sum over r of received[r], in that order.
-static void sum(const struct CpuCollectives *c, Dtype dtype, int count, bool accumulate, void *out) {
-  if (dtype == DTYPE_I32) {
-    const int32_t *received = c->received;
-    int32_t *to = out;
-    for (int i = 0; i < count; i++) {
-      int32_t total = accumulate ? to[i] : 0;
-      for (int r = 0; r < c->ranks; r++) total += received[r * count + i];
-      to[i] = total;
-    }
-    return;
-  }
-  const float *received = c->received;
-  float *to = out;
+static void sum(const struct CpuCollectives *c, int count, bool accumulate, float *out) {
 #pragma omp parallel for schedule(static)
   for (int i = 0; i < count; i++) {
-    double total = accumulate ? to[i] : 0.0;
-    for (int r = 0; r < c->ranks; r++) total += received[r * count + i];
-    to[i] = (float)total;
+    double total = accumulate ? out[i] : 0.0;
+    for (int r = 0; r < c->ranks; r++) total += c->received[r * count + i];
+    out[i] = (float)total;
   }
 }
 
 // Sends counts[r] elements from x + offsets[r] to every rank r; `out` receives the sum of what came here.
-static void exchange_and_sum(struct CpuCollectives *c, const Collective *a, const void *x, void *out) {
+static void exchange_and_sum(struct CpuCollectives *c, const Collective *a, const float *x, float *out) {
   int count = c->counts[c->rank];
   for (int r = 0; r < c->ranks; r++) {
     c->received_counts[r] = count;
@@ -99,7 +87,7 @@ static void exchange_and_sum(struct CpuCollectives *c, const Collective *a, cons
   check(MPI_Alltoallv(x, c->counts, c->offsets, MPI_FLOAT, c->received, c->received_counts,
                       c->received_offsets, MPI_FLOAT, MPI_COMM_WORLD),
         "MPI_Alltoallv");
-  sum(c, a->x.dtype, count, a->accumulate, out);
+  sum(c, count, a->accumulate, out);
   ranks_alive();
 }
 
