@@ -59,10 +59,11 @@ static void ledger_add(Ledger *ledger, const MemoryBlock *block, bool on_stack) 
   ledger_event(ledger, block->name);
 }
 
-static void ledger_remove(Ledger *ledger, const MemoryBlock *block, bool on_stack) {
+// Of the stack; what is reserved stays.
+static void ledger_remove(Ledger *ledger, const MemoryBlock *block) {
   ledger->now[block->category] -= block->bytes;
   ledger->total -= block->bytes;
-  if (on_stack) ledger->stack -= block->bytes;
+  ledger->stack -= block->bytes;
   ledger_event(ledger, block->name);
 }
 
@@ -211,6 +212,5 @@ MemoryMark memory_mark(const Memory *memory) {
 }
 
 void memory_pop_to(Memory *memory, MemoryMark mark) {
-  while (memory->pushed_count > mark)
-    ledger_remove(&memory->ledger, &memory->pushed[--memory->pushed_count], true);
+  while (memory->pushed_count > mark) ledger_remove(&memory->ledger, &memory->pushed[--memory->pushed_count]);
 }

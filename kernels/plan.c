@@ -3,21 +3,16 @@
 // to the byte, for a device that need not be there.
 #include <stdio.h>
 
-#include "base/alloc.h"
 #include "kernels/kernels.h"
 
 Backend *plan_backend_create(DeviceKind device, Dtype dtype) {
   static const BackendOps nothing;
-  Backend *backend = host_alloc(1, sizeof *backend, "the plan");
+  Backend *backend = backend_begin(&nothing, device, dtype, 0);
   backend->name = "plan";
   snprintf(backend->description, sizeof backend->description, "plan for %s", device_name(device));
-  backend->device = device;
-  backend->ops = &nothing;
   backend->scratch = device == ON_CUDA ? &cuda_scratch : &cpu_scratch;
   backend->memory = memory_create(NULL);
-  backend->dtype = dtype;
-  backend->ranks = 1;
   if (backend->scratch->resident_bytes)
     memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE, backend->scratch->resident_bytes);
-  return backend;
+  return backend_finish(backend);
 }
