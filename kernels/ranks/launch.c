@@ -71,20 +71,21 @@ static void find_address(Launch *l) {
 }
 
 Launch launch_read(void) {
-  Launch l = {.ranks = 1};
   const Launcher *from = find_launcher();
-  if (!from) return l;
+  if (!from) return (Launch){.ranks = 1};
   int rank = number(from->rank, 0), ranks = number(from->ranks, 1);
   if (rank >= ranks)
     fail("the environment says %s=%d and %s=%d; ranks count from 0", from->rank, rank, from->ranks, ranks);
-  l.forwarded = strcmp(from->name, "mpirun") == 0;
-  if (ranks == 1) return l;
-  l = (Launch){.launcher = from->name, .rank = rank, .ranks = ranks, .forwarded = l.forwarded};
-  l.local_rank = number(from->local_rank, rank);
-  l.local_ranks = number(from->local_ranks, 0);
+  bool mpirun = strcmp(from->name, "mpirun") == 0, torchrun = strcmp(from->name, "torchrun") == 0;
+  if (ranks == 1) return (Launch){.ranks = 1, .forwarded = mpirun};
+  Launch l = {.launcher = from->name,
+              .rank = rank,
+              .ranks = ranks,
+              .local_rank = number(from->local_rank, rank),
+              .local_ranks = number(from->local_ranks, 0),
+              .mpi = mpirun || (!torchrun && (getenv("PMIX_RANK") || getenv("PMI_RANK"))),
+              .forwarded = mpirun};
   if (number("SLURM_STEP_NUM_NODES", 0) == 1 && !l.local_ranks) l.local_ranks = ranks;
-  l.mpi = strcmp(from->name, "mpirun") == 0 || getenv("PMIX_RANK") || getenv("PMI_RANK");
-  if (strcmp(from->name, "torchrun") == 0) l.mpi = false;
   find_address(&l);
   if (getenv("LCE_LAUNCHER")) l.launcher = getenv("LCE_LAUNCHER"); // tools/launch sets torchrun's variables
   return l;
