@@ -86,8 +86,7 @@ typedef struct {
 //   dweight (+)= sum_n dout[n] * xhat[n],   dbias (+)= sum_n dout[n]
 typedef struct {
   NormKind kind;
-  Tensor
-      dx; // fp32/bf16 [N, M H]; with accumulate_dx the gradient of the residual stream is added to in place
+  Tensor dx;      // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
   Tensor dweight; // fp32 or bf16 [H]
   Tensor dbias;   // fp32 or bf16 [H]; absent for NORM_RMS
   Tensor dout;    // fp32/bf16 [N, M H]; may be dx itself without accumulate_dx. dx, dout, x may be strided
@@ -212,7 +211,7 @@ typedef struct {
 
 // Rotary positions (Su et al. 2021) in Hugging Face's half-split order, in place on the q and k heads: for
 // i < D/2, with c, s = cos_sin[t, i]:  x[i], x[i + D/2] = x[i] c - x[i + D/2] s,  x[i + D/2] c + x[i] s.
-// `inverse` turns the other way, which is the backward pass.
+// `inverse` rotates by the negative angle, which is the backward pass.
 typedef struct {
   Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
   Tensor cos_sin;   // fp32 [T', D]: row t holds cos for i < D/2, then sin; T' >= T
@@ -342,9 +341,9 @@ typedef struct {
 typedef union {
   struct {
     Tensor target_z; // z[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
-    Tensor anchor;   // a: z[target], or max_j z[j] where the row was redone; infinite for IGNORE_INDEX
+    Tensor anchor;   // a: z[target], or max_j z[j] where the row was repaired; infinite for IGNORE_INDEX
     Tensor row_sum;  // R = sum of E[j] over j != target
-    Tensor target_e; // exp((z[target] - anchor) / T): 1 unless the row was redone
+    Tensor target_e; // exp((z[target] - anchor) / T): 1 unless the row was repaired
     Tensor rescale;  // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
     Tensor scale_non_target; // multiplies E
     Tensor scale_target;     // the target's own entry of the gradient
@@ -373,19 +372,19 @@ typedef struct {
 
 // z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in
 // fp32 before E is rounded;  dx_raw = E W. Where R grows out of range (beyond about 2^96, so that 1/(1+R) stays a
-// normal number) the row is redone with anchor = max_j z[j].
-// target_e = exp((z[target] - anchor) / T): 1 unless the row was redone. A row whose target is IGNORE_INDEX has E and
+// normal number) the row is repaired: computed again with anchor = max_j z[j].
+// target_e = exp((z[target] - anchor) / T): 1 unless the row was repaired. A row whose target is IGNORE_INDEX has E and
 // R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
 typedef struct {
-  Tensor
-      exps; // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows
-            // are stored in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end
+  // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows are stored
+  // in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end.
+  Tensor exps;
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
-  Tensor
-      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)]: R's parts, for LceSampledGradients; absent without exps, or unless wanted
-  LossRows rows; // reads target_z; writes anchor, row_sum, target_e
-  Tensor x;      // fp32/bf16 [C, H]
-  Tensor weight; // fp32/bf16 [V, H]
+  // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; only together with exps.
+  Tensor tile_sums;
+  LossRows rows;     // reads target_z; writes anchor, row_sum, target_e
+  Tensor x;          // fp32/bf16 [C, H]
+  Tensor weight;     // fp32/bf16 [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
   Tensor workspace;  // pushed by the entry point

@@ -21,9 +21,9 @@ typedef struct {
 typedef struct {
   float full_mass; // the probability mass from which a tile is always kept; 0: no sampling, every tile counts
   uint64_t seed;   // of the draws, to be changed from call to call; chunks and ranks draw apart
-  Tensor
-      stats; // fp32 [3], or absent: {tiles dropped, all tiles, the mass dropped}, summed over the tokens; zeros
-             // where there are no gradients
+  // fp32 [3], or absent: {tiles dropped, all tiles, the mass dropped}, summed over the tokens; zeros where there
+  // are no gradients.
+  Tensor stats;
 } TileSampling;
 
 // The loss of every token, and the gradients of
@@ -84,7 +84,7 @@ bool lce_needs_logits(const LinearCrossEntropy *a);
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 
-// The shape of a call, for the three questions below.
+// The shape of a call, for lce_bytes and lce_chunk_within.
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V
   Dtype dtype;
@@ -96,7 +96,8 @@ typedef struct {
 // eighth keeps the layer an order of magnitude below the materialized one; beyond 4096 a GEMM gains
 // nothing more.
 int64_t lce_default_chunk(int64_t tokens);
-// The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size.
+// The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size, a multiple
+// of 128 where that is no more than `chunk`.
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk);
 // The bytes that the layer pushes at its peak, on the kind of device that `backend` is or plans for.
 size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape shape);

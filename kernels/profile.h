@@ -29,8 +29,7 @@ typedef struct {
     int64_t calls;
     // Of the compute stream; what runs on other streams of a GPU counts while the compute stream waits for it.
     double seconds;
-    double
-        own_seconds; // on streams of their own, concurrently. The CPU has none; it copies where copies are joined
+    double own_seconds; // on streams of their own, concurrently; the CPU has none, and copies at copies_join
   } groups[PROFILE_GROUP_COUNT];
 } ProfileTotals;
 

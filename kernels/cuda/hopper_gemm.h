@@ -1,6 +1,5 @@
-// The LM head's and SwiGLU's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work: false (or 0), with
-// nothing touched, means "not on this device", "not with rows like these" or, where it says so, that cuBLASLt is
-// faster.
+// The LM head's and SwiGLU's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work: false (or 0),
+// with nothing touched, means "not on this device", "not with rows like these" or, where it says so, that cuBLASLt is faster.
 #ifndef LCE_KERNELS_CUDA_HOPPER_GEMM_H
 #define LCE_KERNELS_CUDA_HOPPER_GEMM_H
 
