@@ -336,10 +336,11 @@ static void test_bitwise_repeatable(void **state) {
   check_bitwise_equal(h, "dweight", first.dweight, second.dweight);
 }
 
-// How a chunk is cut depends on its shape alone, so the number of threads does not show in the bits.
+// How a chunk is cut depends on its shape alone, so the number of threads does not show in the bits: not in loss and dx,
+// and in dweight, which is one GEMM over the chunk, where the GEMM is our own.
 static void test_threads_do_not_show(void **state) {
   Harness *h = *state;
-  if (strcmp(harness_backend(), "cpu") != 0) return;
+  if (strncmp(harness_backend(), "cpu", 3) != 0) return;
   LossProblem p = make_problem(h, 113, 33, 9001, 2);
   int threads = omp_get_max_threads();
   omp_set_num_threads(1);
@@ -349,7 +350,7 @@ static void test_threads_do_not_show(void **state) {
   omp_set_num_threads(threads);
   check_bitwise_equal(h, "loss", one.loss, three.loss);
   check_bitwise_equal(h, "dx", one.dx, three.dx);
-  check_bitwise_equal(h, "dweight", one.dweight, three.dweight);
+  if (!strcmp(harness_backend(), "cpu-plain")) check_bitwise_equal(h, "dweight", one.dweight, three.dweight);
 }
 
 static void test_refusals(void **state) {
