@@ -8,7 +8,7 @@
 // between two streams, so that one starts on the SMs that the one before leaves, and the second kernel runs on a third
 // stream of higher priority.
 //
-// Rows whose sum exceeds 2^100 are redone with their maximum as anchor: short of the overflow at 2^128, because
+// Rows whose sum exceeds 2^100 are repaired with their maximum as anchor: short of the overflow at 2^128, because
 // r = 1/(1+R) and r x must stay normal numbers. Whether there are any is not known on the host: the kernel that finalizes
 // the sums looks at them and, as a rule, returns. On sm_90 kernels are launched with PDL, which hides launches in small
 // chunks.
@@ -153,7 +153,7 @@ template <typename T> struct FinalizeParams {
   const float *parts; // [rows, across]: what is still to be added
   int across;
   float *shares;    // [rows, blocks]; may overlap parts
-  Tensor tile_sums; // [rows, tiles]; written where a row is redone; absent: not kept
+  Tensor tile_sums; // [rows, tiles]; written where a row is repaired; absent: not kept
 };
 
 // One tile's part of a row of E, by a warp.
@@ -173,7 +173,7 @@ static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_cons
   if (threadIdx.x % 32 == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + tile] = sum;
 }
 
-// The rows' sums and anchors; rows whose sum is too large are redone. As a rule there are none, and every block returns;
+// The rows' sums and anchors; rows whose sum is too large are repaired. As a rule there are none, and every block returns;
 // else each block makes the entries of its share of the vocabulary. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
@@ -197,9 +197,9 @@ static __global__ void __launch_bounds__(1024)
     anchor[row] = anchor_of(target_z[row], a.targets[row]);
   }
   grid.sync();
-  auto redone = [&](int64_t row) { return row_sum[row] > LARGEST_SUM; };
+  auto repaired = [&](int64_t row) { return row_sum[row] > LARGEST_SUM; };
   bool any = false;
-  for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= redone(row);
+  for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= repaired(row);
   if (!__syncthreads_or(any)) return;
 
   int64_t share = (a.vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
@@ -208,17 +208,17 @@ static __global__ void __launch_bounds__(1024)
     return warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
   };
   for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
-    if (redone(row)) anchor[row] = -INFINITY;
+    if (repaired(row)) anchor[row] = -INFINITY;
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
-    if (!redone(row)) continue;
+    if (!repaired(row)) continue;
     float max = -INFINITY;
     for (int64_t v = begin + warp; v < end; v += warps) max = fmaxf(max, logit(row, v));
     if (lane == 0) raise_to(&anchor[row], max);
   }
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
-    if (!redone(row)) continue;
+    if (!repaired(row)) continue;
     float sum = 0;
     for (int64_t v = begin + warp; v < end; v += warps) {
       float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - anchor[row]) * a.inv_temperature);
@@ -231,7 +231,7 @@ static __global__ void __launch_bounds__(1024)
   }
   grid.sync();
   for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < a.rows; row += (int64_t)gridDim.x * warps) {
-    if (!redone(row)) continue;
+    if (!repaired(row)) continue;
     float sum = 0;
     for (unsigned i = lane; i < gridDim.x; i += 32) sum += a.shares[row * gridDim.x + i];
     sum = warp_sum(sum);
