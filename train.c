@@ -158,7 +158,7 @@ static void train(Run *run) {
     if (run->trainer.pending_count < collect_every && !look) continue;
 
     collect(run, since);
-    if (!output_taken()) stop_requested = 1;
+    if (!output_taken() || report_log_lost(&run->report)) stop_requested = 1;
     // The host waits for the device about twice a second, which costs nothing; all ranks after the same step.
     double pace = o->ranks == 1 ? run->report.smoothed_seconds : run->pace;
     collect_every = pace > 0 ? (int64_t)fmax(fmin(0.5 / pace, TRAINER_PENDING), 1) : 1;
@@ -169,7 +169,8 @@ static void train(Run *run) {
   }
   collect(run, since);
   report_break(&run->report);
-  if (stopping(run)) printf("stopped after step %lld on a signal\n", (long long)done);
+  const char *why = report_log_lost(&run->report) ? "" : " on a signal";
+  if (stopping(run)) printf("stopped after step %lld%s\n", (long long)done, why);
   // The last checkpoint has the last validation's loss. A run that is stopped may soon be killed: it saves first.
   if (!stopping(run)) validate(run, done);
   bool validated = run->state.val_step == done;
@@ -299,8 +300,9 @@ int main(int argc, char **argv) {
   write_timeline(&run);
   if (options.compare_modes && !stopping(&run)) plan_compare_modes(&run.trainer);
 
+  bool lost = report_log_lost(&run.report);
   bool unsaved = run.saves && run.saved_step != options.first_step + run.report.steps_done;
   close_run(&run);
   options_free(&options);
-  return unsaved;
+  return unsaved || lost;
 }

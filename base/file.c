@@ -35,7 +35,7 @@ void path_make_folders(const char *option, const char *path) {
   for (char *slash = partial; slash;) {
     slash = strchr(slash + 1, '/');
     if (slash) *slash = 0;
-    if (*partial && mkdir(partial, 0777) && errno != EEXIST)
+    if (*partial && mkdir(partial, 0777) && !(errno == EEXIST && path_is_folder(partial)))
       fail("--%s %s: cannot make the folder %s: %s", option, path, partial, strerror(errno));
     if (slash) *slash = '/';
   }
@@ -106,9 +106,16 @@ void file_require_output(const char *what, const char *path, const char *mark) {
 
 FILE *file_create(const char *what, const char *path, const char *mark, bool append) {
   file_require_output(what, path, mark);
-  FILE *file = fopen(path, append ? "a" : "w");
+  FILE *file = fopen(path, append ? "a+" : "w");
   struct stat status;
-  if (!file || fstat(fileno(file), &status)) fail("cannot write %s %s: %s", what, path, strerror(errno));
+  bool ready = file && !fstat(fileno(file), &status);
+  if (ready && append && S_ISREG(status.st_mode)) { // a full disk may have cut the last line
+    char last;
+    off_t end = status.st_size;
+    while (end > 0 && pread(fileno(file), &last, 1, end - 1) == 1 && last != '\n') end--;
+    ready = end == status.st_size || !ftruncate(fileno(file), end);
+  }
+  if (!ready) fail("cannot write %s %s: %s", what, path, strerror(errno));
   if (S_ISREG(status.st_mode)) remember(&status, what, path);
   return file;
 }

@@ -48,9 +48,14 @@ static cJSON *value_of(const LogField *f) {
   return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
 }
 
-// Writes {"event": event, ...fields}, up to one without a name, as a line that is on disk on return.
+bool report_log_lost(const Report *r) {
+  return r->log && ferror(r->log);
+}
+
+// Writes {"event": event, ...fields}, up to one without a name, as a line that is on disk on return. Where that fails
+// after the first step the run goes on to save what it has learned.
 static void log_write(const Report *r, const char *event, const LogField *fields) {
-  if (!r->log) return;
+  if (!r->log || report_log_lost(r)) return;
   cJSON *line = cJSON_CreateObject();
   cJSON_AddStringToObject(line, "event", event);
   for (const LogField *f = fields; f->name; f++)
@@ -60,7 +65,8 @@ static void log_write(const Report *r, const char *event, const LogField *fields
   int error = errno;
   free(text);
   cJSON_Delete(line);
-  if (!written) fail("cannot write the log %s: %s", r->options->log, strerror(error));
+  if (!written)
+    (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(error));
 }
 
 // --- before the first step ---------------------------------------------------------------------------------
@@ -116,7 +122,9 @@ Report report_open(const Options *o, Backend *backend) {
 }
 
 void report_close(Report *r) {
-  if (r->log && fclose(r->log)) warn("the log %s may be incomplete: %s", r->options->log, strerror(errno));
+  bool lost = report_log_lost(r); // and said so
+  if (r->log && fclose(r->log) && !lost)
+    warn("the log %s may be incomplete: %s", r->options->log, strerror(errno));
 }
 
 void report_start(Report *r, const Backend *backend, const char *data) {

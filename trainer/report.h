@@ -33,6 +33,7 @@ void report_settings(const Options *options, const Backend *backend, const char 
 // Opens the log (of rank 0; a resumed run appends) and measures the GEMM rate, which uses the backend's empty stack.
 Report report_open(const Options *options, Backend *backend);
 void report_close(Report *report);
+bool report_log_lost(const Report *report); // it could not be written
 
 void report_start(Report *report, const Backend *backend, const char *data_name);
 // `count` steps that took `seconds` together: a record each, then the progress line. Fails at one that diverged.

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_LINES = 256 };
+enum { MAX_LINES = 4096 };
 
 // The log's lines, each one JSON object. Returns how many.
 static int read_log(const char *path, cJSON *lines[MAX_LINES]) {
@@ -367,11 +367,39 @@ static void test_dead_output(void **state) {
   assert_int_equal(system(command), 0);
 }
 
+// So does a log that cannot grow, and the run that resumes continues after its last whole line.
+static void test_full_log(void **state) {
+  (void)state;
+  char command[4096], directory[512];
+  snprintf(directory, sizeof directory, "%s", temp_path("."));
+  snprintf(command, sizeof command,
+           "ulimit -f 200; %s %s --steps 1000000 --warmup 0 --sample-every 0 --eval-every 0 --save %s/full "
+           "--log %s/full.jsonl >%s/out 2>%s/err",
+           train_program(), TINY, directory, directory, directory, directory);
+  assert_int_equal(WEXITSTATUS(system(command)), 1);
+  char *out = read_text(temp_path("out")), *err = read_text(temp_path("err"));
+  assert_says(err, "full.jsonl: File too large\n");
+  assert_string_equal(strchr(err, '\n'), "\n");
+  assert_says(out, "saved in ");
+  assert_says(strstr(out, "stopped after step "), "\nstep ");
+  assert_null(strstr(out, "on a signal"));
+  free(out);
+  free(err);
+  Output o = train("--device cpu --resume %s --steps 1 --log %s/full.jsonl", temp_path("full"), directory);
+  if (o.status) fail_msg("%s", o.err);
+  output_free(&o);
+  cJSON *lines[MAX_LINES];
+  int count = read_log(temp_path("full.jsonl"), lines);
+  assert_true(count > 100);
+  free_log(lines, count);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_run),      cmocka_unit_test(test_sampling), cmocka_unit_test(test_no_steps),
       cmocka_unit_test(test_terminal), cmocka_unit_test(test_shards),   cmocka_unit_test(test_dump),
       cmocka_unit_test(test_timeline), cmocka_unit_test(test_stopping), cmocka_unit_test(test_dead_output),
+      cmocka_unit_test(test_full_log),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }
