@@ -93,6 +93,8 @@ def shapes_and_layouts():
     compare("one axis", x[0, 0].detach().requires_grad_(), weight, None, target[0, 0], 5e-6, reduction="none")
     across = torch.randn(H, *N, device=DEVICE).permute(1, 2, 3, 0).requires_grad_()
     gaps = torch.randn(V, 2 * H, device=DEVICE)[:, ::2].requires_grad_()
+    meta = [t.detach().to("meta") for t in (x, weight, target)]
+    assert linear_cross_entropy(*meta, reduction="none").shape == N
     assert not across.is_contiguous() and not gaps.is_contiguous()
     compare("strides", across, gaps, None, torch.randint(V, N[::-1], device=DEVICE).permute(2, 1, 0), 5e-6)
 
@@ -109,6 +111,12 @@ def targets_that_do_not_count():
         assert loss.isnan().all() if math.isnan(want) else (loss == want).all()
         for gradient in torch.autograd.grad(loss.sum(), (x, weight, bias)):
             assert (gradient == 0).all()
+    for reduction, want in (("mean", math.nan), ("sum", 0), ("none", 0)):  # no token at all
+        loss = linear_cross_entropy(x[:0], weight, target[:0], bias, reduction=reduction)
+        assert loss.isnan().all() if math.isnan(want) else (loss == want).all()
+        for gradient in torch.autograd.grad(loss.sum(), (x, weight, bias)):
+            assert (gradient == 0).all()
+    assert linear_log_probs(x[:0], weight, target[:0])[1].shape == target[:0].shape
 
 
 def any_upstream_gradient_and_twice():
@@ -323,6 +331,7 @@ def wrong_arguments():
              (TypeError, "target is torch.float32", dict(target=target.float())),
              (RuntimeError, "label_smoothing is 7", dict(label_smoothing=7.0)),
              (RuntimeError, "temperature is -1", dict(temperature=-1.0)),
+             (ValueError, "temperature is 0.0; it can be any number from 1e-06 on", dict(temperature=0)),
              (RuntimeError, "a chunk of -1", dict(chunk=-1)),
              (RuntimeError, "sampling acts on exponentials", dict(sampling=1.0, softcap=3.0)))
     for kind, part, more in wrong:

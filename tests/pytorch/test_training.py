@@ -108,6 +108,10 @@ def all_models():
         with torch.no_grad():
             close("evaluation", patched.eval()(**batch).loss, output.loss, 1e-6)
     raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(patched))
+    again = lce.patch_transformers(model_of("llama"))
+    again.resize_token_embeddings(220)
+    raises(TypeError, "a new head since patch_transformers; call that again", lambda: again(**batch))
+    assert math.isfinite(lce.patch_transformers(again)(**batch).loss.item())
     gemma = model_of("gemma2", head_dim=8)
     raises(TypeError, "a gemma2 model whose head is Linear cannot be patched", lambda: lce.patch_transformers(gemma))
 

@@ -93,7 +93,11 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     def dense(t, dtype=torch.float32):
         return None if t is None else t.detach().to(dtype).contiguous()
 
+    if 0 <= temperature < 1e-6:
+        raise ValueError(f"temperature is {temperature}; it can be any number from 1e-06 on")  # the library's 0 is none
     results = empty(x, weight, dtype, wanted)
+    if not x.shape[0]:
+        return tuple(t.zero_() for t in results)
     loss, *rest = results
     token_z_loss = torch.empty_like(loss) if z_loss else None
     entropy, dx, dweight, dbias = (t if w else None for t, w in zip(rest, wanted))
@@ -255,7 +259,7 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_wei
         if t.device != x.device:
             raise ValueError(f"{name} is on {t.device} and x on {x.device}; move one of them")
     kind, dtype = x.device.type, x.dtype
-    if kind == "cpu":
+    if kind != "cuda":
         dtype = torch.float32
     elif torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -276,8 +280,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0: none), lse = logsumexp(v):
       loss = the cross-entropy of v, with class_weights and label_smoothing as torch.nn.functional.cross_entropy has them,
              + z_loss lse^2, times token_weights
-    x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index is not counted;
-    token_weights: of target's shape; class_weights: [V]. Both weights are constants.
+    x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index and -100 are
+    not counted; token_weights: of target's shape; class_weights: [V]. Both weights are constants.
     reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that count, as in
     PyTorch, which no token_weights change; without any token it is NaN and its gradient 0. Results are fp32.
     chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient is always kept

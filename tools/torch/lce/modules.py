@@ -44,7 +44,10 @@ def patch_transformers(model, **options):
         if labels is None and shift_labels is None:
             return original(self, *args, **kwargs)
         as_tuple = kwargs.pop("return_dict", None) is False
-        outputs, head = self.base_model(*args, **kwargs), self.get_output_embeddings()
+        head = self.get_output_embeddings()
+        if type(head) is torch.nn.Linear:  # resize_token_embeddings made another
+            raise TypeError("the model has a new head since patch_transformers; call that again")
+        outputs = self.base_model(*args, **kwargs)
         hidden = outputs.last_hidden_state
         if shift_labels is None:
             shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
