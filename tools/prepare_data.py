@@ -620,7 +620,7 @@ def prepare(options):
         return
     shards, totals = make_shards(files, options, tokens)
     if not shards["train"].tokens:
-        fail("there is no text in " + ", ".join(options.inputs))
+        fail(f"there is no {'message of the assistant' if options.chat else 'text'} in " + ", ".join(options.inputs))
     write_manifest(files, options, tokens, shards, totals)
     for split, s in shards.items():
         counted = f", of which {s.counted:,} count" if options.chat else ""
@@ -642,7 +642,9 @@ def main():
     require("tokenizers", "making tokens")
     try:
         prepare(options)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        fail(f"{error.filename or options.out}: {error.strerror or error}")
+    except ValueError as error:
         fail(str(error))
 
 

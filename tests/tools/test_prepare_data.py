@@ -346,8 +346,11 @@ def test_one_sentence_when_it_goes_wrong():
         ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", strips], "'None' has no attribute 'strip'"),
         ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", temp("nowhere")], "No such file or directory"),
         ([text, "--tokenizer", temp("damaged")], "damaged/tokenizer_config.json is no JSON: "),
+        ([temp.lines("asks.jsonl", [{"messages": [{"role": "user", "content": "?"}]}]), "--tokenizer", gpt2, "--chat"],
+         "there is no message of the assistant in"),
+        ([text, "--tokenizer", gpt2, "--out", text], "text.txt: File exists"),
     ]:
-        done = prepare(*arguments, "--out", temp("wrong"), expect=1)
+        done = prepare("--out", temp("wrong"), *arguments, expect=1)
         said = [line for line in done.stderr.splitlines() if line.startswith("prepare_data.py: ")]
         assert len(said) == 1 and part in said[0] and "Traceback" not in done.stderr, (arguments, done.stderr)
         assert not os.path.exists(temp("wrong", "manifest.json"))
