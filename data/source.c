@@ -258,10 +258,16 @@ static int64_t find_outside(const Source *source, const Piece *piece, int64_t fi
 
 static void fail_outside(const Source *source, const Piece *piece, int64_t index, int32_t id) {
   int64_t at = (const char *)piece->tokens - piece->file.bytes + index * token_bytes(source->kind);
+  uint32_t largest = (uint32_t)id;
+  for (int64_t i = index; i < piece->stored; i++) {
+    int32_t other;
+    widen(source->kind, piece->tokens, i, 1, &other);
+    if ((uint32_t)other > largest) largest = (uint32_t)other;
+  }
   fail("%s: token %lld (byte %lld) has id %u and the vocabulary has %lld: raise --vocab to at least %lld or "
        "%s",
        piece->path, (long long)index, (long long)at, (uint32_t)id, (long long)source->vocab_size,
-       (long long)(uint32_t)id + 1,
+       (long long)largest + 1,
        source->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer");
 }
 

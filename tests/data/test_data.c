@@ -377,7 +377,7 @@ static void ids_outside_the_vocabulary_are_found(void **state) {
   (void)state;
   write_shard16("ids16.bin", (const uint16_t[]){5, 299, 300, 301}, 4);
   ASSERT_FAILS(open_one("ids16.bin", 300), "ids16.bin", "token 2 (byte 1028)", "id 300", "has 300",
-               "at least 301", "tokenizer");
+               "at least 302", "tokenizer");
   source_close(open_one("ids16.bin", 302));
   write_shard32("ids32.bin", (const uint32_t[]){5, 4294967295u, 128256}, 3);
   ASSERT_FAILS(open_one("ids32.bin", 128256), "ids32.bin", "token 1 (byte 1028)", "id 4294967295",
