@@ -37,7 +37,7 @@ Backend *machine_open(Options *o) {
       fail("--device cuda: %s%s", reason,
            o->fit         ? "; to plan for a GPU that is not here, give --device-memory GIB"
            : o->ranks > 1 ? "; every rank on a machine needs a GPU of its own"
-                          : "");
+                          : "; leave it out to compute on the CPU");
     if (!backend && options_given(o, "device")) printf("no GPU is used: %s\n", reason);
   }
   require_same_device(backend, reason);

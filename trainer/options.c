@@ -365,13 +365,10 @@ static void resolve_batch(Options *o) {
          (long long)o->batch, (long long)o->seq_len, INT32_MAX);
   int64_t together = tokens * o->ranks;
   if (!o->total_batch || o->eval_only) o->total_batch = together;
-  if (o->total_batch % together && o->ranks == 1)
-    fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (--batch x --seq-len)",
-         (long long)o->total_batch, (long long)tokens);
   if (o->total_batch % together)
-    fail("--total-batch %lld is not a multiple of the %lld tokens that a micro-batch of %d ranks has "
-         "(ranks x --batch x --seq-len); change --batch or --total-batch",
-         (long long)o->total_batch, (long long)together, o->ranks);
+    fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (%s--batch x --seq-len); "
+         "change --batch or --total-batch",
+         (long long)o->total_batch, (long long)together, o->ranks > 1 ? "ranks x " : "");
   o->micro_steps = o->total_batch / together;
 }
 
@@ -445,8 +442,9 @@ static void resolve_job(Options *o) {
     fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
          (long long)o->schedule.warmup_steps, (long long)o->steps);
   if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
-    fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: leave out --total-batch",
-         (long long)(o->micro_steps * o->ranks));
+    fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
+         (long long)(o->micro_steps * o->ranks),
+         o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
   if (o->end_of_text >= 0 && !o->pack)
     fail("--end-of-text says where documents end, which only --pack documents asks for: add that");
   if (o->end_of_text >= o->model.vocab_size)

@@ -366,7 +366,7 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
   if (!usable || plan.peak <= usable) return;
 
   char holders[512], ways[512];
-  list_holders(plan.at_peak, 1 << 20, holders, sizeof holders);
+  list_holders(plan.at_peak, plan.peak / 100, holders, sizeof holders);
   suggest(options, device, usable, ways, sizeof ways);
   fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
        text_bytes(usable).text, holders, ways);
@@ -601,9 +601,11 @@ void plan_compare_modes(Trainer *trainer) {
   }
   putchar('\n');
   plan_print_table(columns, 2, device);
-  printf("\nat %s tokens and V %s LM head + loss hold %.1f times less when fused\n",
+  double less =
+      (double)columns[1].memory.highest[MEMORY_HEAD] / (double)columns[0].memory.highest[MEMORY_HEAD];
+  printf("\nat %s tokens and V %s LM head + loss hold %.1f times %s when fused\n",
          text_grouped(o->batch * o->seq_len).text, text_grouped(o->model.vocab_size).text,
-         (double)columns[1].memory.highest[MEMORY_HEAD] / (double)columns[0].memory.highest[MEMORY_HEAD]);
+         less < 1 ? 1 / less : less, less < 1 ? "more" : "less");
 }
 
 // --- --timeline --------------------------------------------------------------------------------------------

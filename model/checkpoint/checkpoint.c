@@ -264,7 +264,7 @@ void checkpoint_require_intact(const char *folder, FolderCheck check, bool whole
   if (!whole && !listed) return;
   if (!folder_intact(folder, check, whole ? NULL : is_optimizer_file, &reason))
     fail("%s; %s", reason.text,
-         whole ? "--resume auto takes the newest intact checkpoint"
+         whole ? "name another checkpoint, or a directory of some, of which the newest intact one is taken"
                : "take another checkpoint, or delete " CHECKSUMS " if you changed the file on purpose");
 }
 

@@ -145,7 +145,9 @@ static void test_impossible_combinations(void **state) {
        "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"},
       {"--logit-softcap 30 --lce-sample 1", "and a soft-cap of 30 on logits; leave out --lce-sample, or"},
       {TINY "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"},
-      {"--batch 3 --seq-len 64 --total-batch 500", "--total-batch 500 is not a multiple of the 192 tokens"},
+      {"--batch 3 --seq-len 64 --total-batch 500", "--total-batch 500 is not a multiple of the 192 tokens of "
+                                                   "a micro-batch (--batch x --seq-len); change "},
+      {"--plan --ranks 2 --dump x", "one micro-batch on one rank, and this one has 2: start one rank alone"},
       {"--batch 3 --seq-len 64 --total-batch 1", "--total-batch 1 is not a multiple of the 192 tokens"},
       {"--model gpt2-124m --seq-len 1025", "--seq-len 1025 is longer than the 1024 positions of gpt2-124m"},
       {"--model llama-8b --batch 1000000 --seq-len 131072",
@@ -212,7 +214,7 @@ static void test_wrong_files(void **state) {
   write_text(
       "letters.txt",
       "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa");
-  write_shard16("large_id.bin", (const uint16_t[]){1, 2, 299, 300, 5}, 5);
+  write_shard16("large_id.bin", (const uint16_t[]){1, 2, 299, 300, 5, 311}, 6);
   write_shard("truncated.bin", 20240520, 1, 100, "ab", 2);
   assert_refused_data("--data /nowhere/at/all.txt", "/nowhere/at/all.txt");
   assert_refused_data("--val-data /nowhere/at/all.txt", "/nowhere/at/all.txt");
@@ -225,13 +227,17 @@ static void test_wrong_files(void **state) {
   snprintf(data, sizeof data, "--data %s --vocab 97", temp_path("letters.txt"));
   assert_refused_data(data, "has id 97 and the vocabulary has 97: raise --vocab to at least 98");
   snprintf(data, sizeof data, "--data %s", temp_path("large_id.bin"));
-  assert_refused_data(data, "token 3 (byte 1030) has id 300 and the vocabulary has 300");
+  assert_refused_data(
+      data, "token 3 (byte 1030) has id 300 and the vocabulary has 300: raise --vocab to at least 312");
   snprintf(data, sizeof data, "--data %s", temp_path("truncated.bin"));
   assert_refused_data(data, "is truncated");
   snprintf(data, sizeof data, "--data %s --vocab 98 --prompt 'aab'", temp_path("letters.txt"));
   assert_refused_data(data, "--prompt: byte 2 is 98 and the vocabulary has 98");
   assert_refused(TINY "--log /nowhere/log.json", "cannot write the log /nowhere/log.json: No such file");
   assert_refused(TINY "--log /dev/full", "cannot write the log /dev/full: No space left on device");
+  assert_refused(TINY "--steps 1 --dump /dev/full", "--dump /dev/full: cannot make the folder /dev/full");
+  assert_refused("--resume /nowhere",
+                 "checksums.json does not exist; name another checkpoint, or a directory");
   assert_refused(TINY "--steps 1 --timeline /nowhere/t.csv", "cannot write the timeline /nowhere/t.csv");
 }
 
@@ -433,6 +439,7 @@ static void assert_tool_refuses(const char *name, const char *arguments, int sta
 static void test_benchmarks(void **state) {
   (void)state;
   static const char *const names[] = {"bench_step", "bench_scaling"};
+  char picture[600];
   for (int i = 0; i < 2; i++) {
     char own[64];
     Output o = run_tool(names[i], "--batch 2 --help");
@@ -451,6 +458,10 @@ static void test_benchmarks(void **state) {
   }
   assert_tool_refuses("plot_run", "/dev/zero", 1, "it is not a regular file");
   assert_tool_refuses("bench_step", TINY "--compare-modes", 1, "leave out --compare-modes\n");
+  write_text("log.jsonl",
+             "{\"event\":\"start\",\"model\":\"m\"}\n{\"event\":\"step\",\"step\":1,\"loss\":2}\n");
+  snprintf(picture, sizeof picture, "%s --out /dev/full", temp_path("log.jsonl"));
+  assert_tool_refuses("plot_run", picture, 1, "cannot write the picture /dev/full: No space left");
   assert_tool_refuses("bench_step", TINY "--zero 1 --vocab-parallel", 1, "leave out --zero\n");
   assert_tool_refuses("bench_scaling", "--ranks two", 1,
                       "lce: --ranks two: give a whole number from 1 to 4096\n");

@@ -212,6 +212,8 @@ static void test_device_memory(void **state) {
   assert_int_equal(o.status, 0);
   output_free(&o);
   assert_refused("--device cuda --fit", "give --device-memory GIB");
+  assert_refused("--device cuda", "; leave it out to compute on the CPU");
+  assert_refused(TINY "--device-memory 0.0001", "has 104.9 KiB to give (weights ");
 }
 
 // Both modes beside each other, and the same memory whichever of them the run itself had.
@@ -241,6 +243,9 @@ static void test_compare_modes(void **state) {
   assert_string_equal(memory[0], memory[1]);
   free(memory[0]);
   free(memory[1]);
+  Output o = train(TINY "--steps 0 --compare-modes"); // one chunk holds more than all of the few logits
+  assert_says(o.out, "LM head + loss hold 1.1 times more when fused\n");
+  output_free(&o);
 }
 
 int main(void) {
