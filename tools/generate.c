@@ -39,8 +39,8 @@ typedef struct {
 #define OPTION_VALUES Wanted
 #define MANY          1000000000
 static const Option option_rows[] = {
-    {TEXT("init", "DIR", init),
-     HELP("The model: config.json and safetensors of Hugging Face (Llama or GPT-2), or a checkpoint")},
+    {TEXT("init", "DIR", init), HELP("The model: config.json and safetensors of Hugging Face (GPT-2, Llama, "
+                                     "Mistral, Qwen2 or Qwen3), or a checkpoint")},
     {TEXT("tokenizer", "PATH", tokenizer),
      HELP("tokenizer.json, or a directory with one (default DIR's; without any a byte is a token)")},
     {TEXT("prompt", "TEXT", prompt),
@@ -186,6 +186,7 @@ static void write_samples(const Wanted *w, Backend *backend, Model *model, const
     written += count - g.prompt_count;
   }
   putchar('\n');
+  fflush(stdout);
   double seconds = now_seconds() - start;
   fprintf(stderr, "%s tokens, %.1f a second, on %s\n", text_grouped(written).text, (double)written / seconds,
           backend->description);
