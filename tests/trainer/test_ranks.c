@@ -560,7 +560,7 @@ static void impossible_options_are_refused_once(void **state) {
   NEEDS_LAUNCHER();
   static const char *const wrong[][2] = {
       {LLAMA TEXT "--total-batch 96",
-       "--total-batch 96 is not a multiple of the 64 tokens that a micro-batch of 2 ranks"},
+       "--total-batch 96 is not a multiple of the 64 tokens of a micro-batch (ranks x --batch"},
       {LLAMA TEXT "--ranks 3", "--ranks 3: a launcher starts ranks"},
       {LLAMA TEXT "--hosts 2", "--hosts 2: a launcher starts ranks on hosts"},
       {LLAMA TEXT "--plan --hosts 3", "--hosts 3: 2 ranks cannot be spread evenly"},
