@@ -267,7 +267,7 @@ def the_operator():
 
 
 def log_probs_and_entropy():
-    for temperature, softcap, bias in ((1.0, 0.0, False), (0.6, 0.0, False), (1.3, 2.0, True)):
+    for temperature, softcap, bias in ((1.0, 0.0, False), (0.6, None, False), (1.3, 2.0, True)):
         x, weight, bias, target = problem(bias=bias, ignored=5)
         log_probs, entropy = linear_log_probs(x, weight, target, temperature, bias=bias, softcap=softcap, chunk=4)
         z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())

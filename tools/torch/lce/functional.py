@@ -277,7 +277,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
                          sampling=0.0, group=None, vocab_size=None):
     """cross_entropy(x @ weight.T + bias, target) without the logits of all tokens.
 
-    With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0: none), lse = logsumexp(v):
+    With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0 or None: z / temperature),
+    and lse = logsumexp(v):
       loss = the cross-entropy of v, with class_weights and label_smoothing as torch.nn.functional.cross_entropy has them,
              + z_loss lse^2, times token_weights
     x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index and -100 are
@@ -301,7 +302,7 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
     tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights, class_weights)
-    options = (*first, label_smoothing, z_loss, softcap, temperature, chunk, sampling)
+    options = (*first, label_smoothing, z_loss, softcap or 0.0, temperature, chunk, sampling)
     if reduction == "none":
         return PerToken.apply(*tensors, options, False)[0].view(target.shape)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:3])
@@ -317,6 +318,6 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     entropy=False returns None for it and is faster, and a group has none. The other arguments: linear_cross_entropy.
     """
     tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size)
-    options = (*first, 0.0, 0.0, softcap, temperature, chunk, 0.0)
+    options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
     loss, entropies = PerToken.apply(*tensors, options, entropy)
     return -loss.view(target.shape), entropies.view(target.shape) if entropy else None
