@@ -38,7 +38,7 @@ static const char *const totals[TOTALS] = {"val_loss", "tokens_per_second", "hea
                                            "dropped_tiles", "dropped_mass"};
 
 typedef struct {
-  char name[48];
+  char name[256];
   Series figures[FIGURES]; // x is the step
   double total_batch;      // tokens of a step
   double totals[TOTALS];   // NAN where the log has none
@@ -90,9 +90,6 @@ static void read_log(Log *log, const char *path, double from) {
   int descriptor = file_open(path, NULL, &size);
   FILE *file = descriptor < 0 ? NULL : fdopen(descriptor, "r");
   if (!file) fail("cannot open the log %s: %s", path, strerror(errno));
-  const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path, *dot = strrchr(name, '.');
-  snprintf(log->name, sizeof log->name, "%.*s", (int)(dot && dot > name ? dot - name : (long)strlen(name)),
-           name);
   for (int t = 0; t < TOTALS; t++) log->totals[t] = NAN;
   char *text = NULL;
   size_t capacity = 0;
@@ -109,6 +106,23 @@ static void read_log(Log *log, const char *path, double from) {
   free(text);
   fclose(file);
   if (!log->figures[LOSS].count && !log->figures[VALIDATION].count) fail("%s has no step to draw", path);
+}
+
+static const char *file_name(const char *path) {
+  const char *slash = strrchr(path, '/');
+  return slash ? slash + 1 : path;
+}
+
+// A log's file name without its suffix; its path where runs of a picture share that.
+static void name_logs(Wanted *w, char *const paths[]) {
+  for (int k = 0; k < w->count; k++) {
+    const char *name = file_name(paths[k]), *dot = strrchr(name, '.');
+    int length = (int)(dot && dot > name ? dot - name : (long)strlen(name));
+    for (int j = 0; j < w->count && !w->grouped; j++)
+      if (j != k && !strcmp(file_name(paths[j]), file_name(paths[k])))
+        length += (int)(name - paths[k]), name = paths[k];
+    snprintf(w->logs[k].name, sizeof w->logs[k].name, "%.*s", length, name);
+  }
 }
 
 // NAME-1, NAME-2, ... are runs of the group NAME.
@@ -358,6 +372,7 @@ int main(int argc, char **argv) {
     if (argv[k + 1][0] == '-') fail("%s is no option; --help lists them", argv[k + 1]);
     read_log(&wanted.logs[k], argv[k + 1], wanted.grouped ? 0 : wanted.from);
   }
+  name_logs(&wanted, argv + 1);
   if (wanted.grouped) {
     find_groups(&wanted);
     print_table(&wanted);
