@@ -221,9 +221,14 @@ def field_of(record, name, item):
 
 def plain_documents(item, options, report):
     """Documents: segments of text, each with whether it counts, and whether an end-of-text token follows."""
+    def text_of(record):
+        text = field_of(record, options.field, item)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{item.path} has a record whose {options.field} is {text!r:.40}, which is no text: name another with --field")
+        return text
+
     if item.kind != "text":
-        found = (field_of(record, options.field, item) for record in records_of(item, [options.field]))
-        texts = (str(text) for text in found if text)
+        texts = filter(None, map(text_of, records_of(item, [options.field])))
     else:
         data = read_item(item)
         text = data.decode("utf-8", errors="replace")

@@ -342,6 +342,7 @@ def test_one_sentence_when_it_goes_wrong():
         ([fields, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
         ([null, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
         ([temp.write("empty.jsonl", ""), "--tokenizer", gpt2], "there is no text in"),
+        ([temp.lines("number.jsonl", [{"text": 5}]), "--tokenizer", gpt2], "a record whose text is 5, which is no text"),
         ([temp("empty.jsonl"), "--tokenizer", gpt2, "--multiple-choice"], "there is no record in"),
         ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", strips], "'None' has no attribute 'strip'"),
         ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", temp("nowhere")], "No such file or directory"),
