@@ -191,8 +191,8 @@ static void zero_tokens(const Call *c) {
 typedef struct {
   Tokens local;     // this rank's; of buffers that are not packed: all of the call's
   Tensor positions; // int32 [C] of them in the call, where they are packed
-  Tokens
-      global; // split: all ranks', rank by rank, where dx is what this rank's rows of W add to it; else `local`
+  // With a split head those of all ranks, rank by rank, and dx is what this rank's rows of W add to it; else `local`.
+  Tokens global;
   Tensor local_targets;        // int32 [G C]: targets as rows of this rank's W, else ELSEWHERE
   LossRows rows;               // fp32 [G C] each, of the whole vocabulary
   Tensor local_sums, all_sums; // split: fp32 [2 G C] anchors, row sums of this rank's W; fp32 [G * 2 G C]

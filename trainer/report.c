@@ -53,7 +53,7 @@ bool report_log_lost(const Report *r) {
 }
 
 // Writes {"event": event, ...fields}, up to one without a name, as a line that is on disk on return. Where that fails
-// after the first step the run goes on to save what it has learned.
+// after the first step, the run stops and saves its weights: report_log_lost.
 static void log_write(const Report *r, const char *event, const LogField *fields) {
   if (!r->log || report_log_lost(r)) return;
   cJSON *line = cJSON_CreateObject();
