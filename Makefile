@@ -52,11 +52,13 @@ else ifeq ($(VARIANT),fuzz)
   OPTIMIZE := -O1 -fno-omit-frame-pointer -fsanitize=address,undefined,fuzzer-no-link -fno-sanitize-recover=undefined
   CC       := clang
   CUDA     := 0
+else ifeq ($(VARIANT),emulated)
+  OPTIMIZE := -O2
 else ifeq ($(VARIANT),library)
   OPTIMIZE := -O3 -fPIC -fvisibility=hidden
   CUFLAGS  += -Xcompiler=-fPIC,-fvisibility=hidden
 else
-  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, fuzz, library)
+  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, emulated, fuzz, library)
 endif
 WARNINGS := -Wall -Wextra -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-failed)
 
@@ -138,6 +140,14 @@ ifeq ($(NO_CUDA),)
     GPU_TEXT  := for sm_80$(comma) sm_90a and PTX
     PTX       := -gencode=arch=compute_80,code=compute_80
   endif
+  ifeq ($(VARIANT),emulated)
+    NVCC      := tests/emulator/nvcc
+    GPU_TEXT  := for a GPU emulated on the CPU
+    HAVE_NCCL :=
+    CUDA_LIBS := -lstdc++
+  endif
+else ifeq ($(VARIANT),emulated)
+  $(error VARIANT=emulated needs the headers of the CUDA Toolkit: $(NO_CUDA))
 endif
 
 # What `make deps` would install, as pairs package=reason; what tests alone need comes last.
@@ -228,7 +238,16 @@ endif
 PROGRAMS := $(wildcard train.c tools/*.c) tools/bench_scaling.sh $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
 TESTS    := $(wildcard tests/*/test_*.c)
 HELPERS  := $(wildcard tests/*.c)
+PYTHON_TESTS := $(wildcard tests/*/test_*.py)
 FUZZERS  := $(wildcard tests/fuzz/*.c)
+# The tests of CUDA's kernels, without the programs.
+ifeq ($(VARIANT),emulated)
+  SOURCES  := $(filter-out tools/%,$(SOURCES)) $(wildcard tests/emulator/*.cpp)
+  TESTS    := $(wildcard tests/kernels/test_cuda*.c)
+  PROGRAMS :=
+  PYTHON_TESTS :=
+  export LCE_SMALL_SHAPES := 1
+endif
 
 ifneq ($(SEARCH),)
   SOURCES_CHANGED := $(call record,sources,$(SOURCES))
@@ -256,6 +275,11 @@ $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
 	@echo "  nvcc  $<"
 	$(Q)$(NVCC) $(ALL_CPPFLAGS) $(ALL_CUFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+$(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
+	@mkdir -p $(@D)
+	@echo "  c++   $<"
+	$(Q)g++ $(ALL_CPPFLAGS) -std=c++20 -g $(OPTIMIZE) $(WARNINGS) -MMD -MP -c $< -o $@
 
 # Rebuilt from scratch, so that objects of deleted sources are dropped; q keeps equal names of two directories apart.
 $(LIBRARY): $(call objects,$(SOURCES)) $(BUILD)/sources
@@ -310,7 +334,7 @@ build-and-real-run: $(BIN)train $(BIN)tools/plot_run
 	LCE_TRAIN=$< tools/real_run.sh $(REAL_RUN_ARGS)
 
 build-and-test: all tests
-	@PYTHON='$(PYTHON)' LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v $(PYTHON)),$(wildcard tests/*/test_*.py))
+	@PYTHON='$(PYTHON)' LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v $(PYTHON)),$(PYTHON_TESTS))
 
 # Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; the corpus and
 # the findings stay in build/fuzz/tests/fuzz.
@@ -348,7 +372,7 @@ deps-dev: deps
 
 # Every file that git tracks or would track.
 FILES = $(wildcard $(shell git ls-files -co --exclude-standard 2>/dev/null || find * -type f -not -path 'build/*'))
-CODE  = $(filter %.c %.h %.cu %.cuh,$(FILES))
+CODE  = $(filter %.c %.h %.cu %.cuh %.cpp,$(FILES))
 
 # Words that defer work to later, and references (and paths) that mean nothing outside the author's machine.
 WORDS := TO[D]O|FIX[M]E|XX[X]|ST[U]B|HA[C]K|ISS[U]E \#?[0-9]+
@@ -386,7 +410,7 @@ help:
 #: make format          formats the code with clang-format
 #: make clean           removes what was built
 #:
-#: VARIANT=release|debug|asan|clang|fuzz   a separate build under build/VARIANT (default release)
+#: VARIANT=release|debug|asan|clang|emulated|fuzz   a separate build under build/VARIANT (default release)
 #: CC=clang  CFLAGS=...  WARNINGS=    another compiler, more flags, no -Werror
 #: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
