@@ -319,7 +319,7 @@ static void add_bars(const Wanted *w, Picture *picture, const char *title, int t
   static const char *names[LINES_MAX];
   Panel *p = picture_panel(picture, box, label("%s", title));
   p->x.from_zero = true;
-  p->y = (Axis){.names = names, .low = w->groups - 0.5, .high = -0.5};
+  p->y = (Axis){.names = names, .low = -0.5, .high = w->groups - 0.5};
   for (int g = 0; g < w->groups; g++) {
     double value = mean(total_of(w, g, total));
     names[g] = w->first[g]->name;

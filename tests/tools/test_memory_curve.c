@@ -620,6 +620,28 @@ static void the_trend_of_a_run(void **state) {
   assert_in_range(last, 990, 1000);
 }
 
+// A group's bars begin below the panel's top, as many as there are.
+static void bars_of_groups(void **state) {
+  (void)state;
+  if (!can_draw()) skip();
+  write_text("lone-1.jsonl",
+             "{\"event\":\"validation\",\"step\":1,\"val_loss\":2}\n"
+             "{\"event\":\"summary\",\"val_loss\":2,\"tokens_per_second\":9,\"head_peak_bytes\":9}\n");
+  char command[9000];
+  snprintf(command, sizeof command, "'%.*splot_run' --groups --out '%s' '%s' >/dev/null",
+           (int)(strrchr(tool, '/') + 1 - tool), tool, temp_path("lone.png"), temp_path("lone-1.jsonl"));
+  assert_int_equal(system(command), 0);
+  Image image = image_read(temp_path("lone.png"));
+  if (!image.rgb) skip();
+  int inked = 0;
+  for (int y = 824; y < 1040; y++) { // the upper bar's panel, from 828 to 1034
+    const unsigned char *c = image.rgb + 3 * ((long)y * image.width + 1400);
+    inked += c[0] == 0xd9 && c[1] == 0x6a && c[2] == 0x1c;
+  }
+  image_free(&image);
+  assert_in_range(inked, 115, 130); // 0.6 of it
+}
+
 // A curve of made-up readings, measured but for the last point.
 static Curve made_up(const char *what, Sweep sweep) {
   Curve c = {0};
@@ -834,25 +856,16 @@ static void fit(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(hand_worked_csv),
-      cmocka_unit_test(plan_equals_ledger),
-      cmocka_unit_test(curve_equals_plan),
-      cmocka_unit_test(gradient_errors),
-      cmocka_unit_test(what_does_not_fit),
-      cmocka_unit_test(patience),
-      cmocka_unit_test(recipes_plan),
-      cmocka_unit_test(offloaded_timelines),
-      cmocka_unit_test(longest_sequences),
-      cmocka_unit_test(killed_sweep_resumes),
-      cmocka_unit_test(damaged_files),
-      cmocka_unit_test(the_documents_have_the_peers),
-      cmocka_unit_test(the_trend_of_a_run),
-      cmocka_unit_test(refusals),
-      cmocka_unit_test(lines_are_where_they_should_be),
-      cmocka_unit_test(other_pictures),
-      cmocka_unit_test(drawn_and_redrawn),
-      cmocka_unit_test(timelines),
-      cmocka_unit_test(fit),
+      cmocka_unit_test(hand_worked_csv),    cmocka_unit_test(plan_equals_ledger),
+      cmocka_unit_test(curve_equals_plan),  cmocka_unit_test(gradient_errors),
+      cmocka_unit_test(what_does_not_fit),  cmocka_unit_test(patience),
+      cmocka_unit_test(recipes_plan),       cmocka_unit_test(offloaded_timelines),
+      cmocka_unit_test(longest_sequences),  cmocka_unit_test(killed_sweep_resumes),
+      cmocka_unit_test(damaged_files),      cmocka_unit_test(the_documents_have_the_peers),
+      cmocka_unit_test(the_trend_of_a_run), cmocka_unit_test(bars_of_groups),
+      cmocka_unit_test(refusals),           cmocka_unit_test(lines_are_where_they_should_be),
+      cmocka_unit_test(other_pictures),     cmocka_unit_test(drawn_and_redrawn),
+      cmocka_unit_test(timelines),          cmocka_unit_test(fit),
   };
   return cmocka_run_group_tests_name("memory curves", tests, find_programs, remove_temp_dir);
 }
