@@ -92,7 +92,7 @@ static void parse(Run *r, int argc, char **argv) {
     recipes_list();
     exit(0);
   }
-  r->recipe = recipe_named(r->recipe_name);
+  if (r->recipe_name) r->recipe = recipe_named(r->recipe_name);
   const char *const *arguments = r->recipe ? r->recipe->arguments : NULL;
   while (arguments && arguments[extra]) extra++;
   char **all = host_alloc(words + extra + 1, sizeof *all, "the command line");
@@ -372,10 +372,10 @@ static void draw(const Run *r, const char *name, Picture *picture) {
 }
 
 // The picture of a curve; a grid of panels puts the trade-off into a separate picture.
-static void draw_curve(const Run *r, const Curve *c, const Recipe *recipe) {
-  draw(r, "curve.png", picture_curve(c, recipe));
-  if (recipe && recipe->sweeps[1].values && picture_has_trade(c))
-    draw(r, "trade.png", picture_trade(c, recipe));
+static void draw_curve(const Run *r, const Curve *c) {
+  const Recipe *recipe = recipe_of(c);
+  draw(r, "curve.png", picture_curve(c));
+  if (recipe && recipe->sweeps[1].values && picture_has_trade(c)) draw(r, "trade.png", picture_trade(c));
 }
 
 static void sweep(const Run *r) {
@@ -392,7 +392,7 @@ static void sweep(const Run *r) {
   print_summary(e, &curve);
   if (r->recipe) recipe_compare(r->recipe, e, &curve);
   printf("\nwrote %s\n", csv);
-  draw_curve(r, &curve, r->recipe);
+  draw_curve(r, &curve);
   free(csv);
   curve_free(&curve);
 }
@@ -420,10 +420,10 @@ static void timeline(Run *r) {
     timeline_add_fp32(&t, (size_t)(o->batch * o->seq_len * o->model.vocab_size) * sizeof(uint16_t));
   describe(&settings, r);
   printf("%s\n", curve_caption(&settings).text);
-  timeline_compare(&t, r->recipe);
+  timeline_compare(&t, &settings);
   timeline_write(&t, &settings, csv);
   printf("\nwrote %s\n", csv);
-  draw(r, "timeline.png", picture_timeline(&t, &settings, r->recipe));
+  draw(r, "timeline.png", picture_timeline(&t, &settings));
   free(csv);
   timeline_free(&t);
   curve_free(&points);
@@ -440,11 +440,7 @@ static void longest(const Run *r) {
   longest_write(all, count, &settings, csv);
   printf("\nwrote %s\n", csv);
   free(csv);
-  draw(r, "longest.png", picture_longest(all, count, &settings, r->recipe));
-}
-
-static const Recipe *recipe_of(const Curve *settings) {
-  return recipe_named(curve_is(settings, "recipe", "none") ? NULL : curve_setting(settings, "recipe").text);
+  draw(r, "longest.png", picture_longest(all, count, &settings));
 }
 
 // Redraws what the folder holds.
@@ -453,10 +449,10 @@ static void redraw(const Run *r) {
   Curve curve, settings = {0};
   Timeline t;
   bool any = curve_read(&curve, curve_csv) && curve.count;
-  if (any) draw_curve(r, &curve, recipe_of(&curve));
+  if (any) draw_curve(r, &curve);
   curve_free(&curve);
   if (timeline_read(&t, &settings, timeline_csv)) {
-    draw(r, "timeline.png", picture_timeline(&t, &settings, recipe_of(&settings)));
+    draw(r, "timeline.png", picture_timeline(&t, &settings));
     timeline_free(&t);
   } else if (!any) {
     fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", r->out);

@@ -286,7 +286,7 @@ typedef enum { OVER_STEPS, OVER_TIME, AGAINST_FIRST } View;
 // The mean of a group's validation losses, and a band between the lowest and the highest.
 static void add_validations(const Wanted *w, Panel *p, int group, View view) {
   const Series *steps = &w->first[group]->figures[VALIDATION];
-  Series *band = panel_series(p, (Series){.kind = SERIES_AREA, .color = COLORS[group], .opacity = 0.15});
+  Series *band = panel_series(p, (Series){.area = true, .color = COLORS[group], .opacity = 0.15});
   Series *low = panel_series(p, (Series){.width = 0}); // the y axis is fitted to y, not to base
   Series *line = panel_series(p, (Series){.color = COLORS[group], .width = 2});
   for (int i = 0; i < steps->count; i++) {

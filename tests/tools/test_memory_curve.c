@@ -278,8 +278,7 @@ static void recipes_plan(void **state) {
   output_free(&o);
   c = curve_in(temp_path("gemma2-2b"));
   for (int trade = 0; trade < 2; trade++) {
-    const Recipe *gemma = recipe_named("gemma2-2b");
-    Picture *picture = trade ? picture_trade(&c, gemma) : picture_curve(&c, gemma);
+    Picture *picture = trade ? picture_trade(&c) : picture_curve(&c);
     assert_says(picture->note, "the paper's figures");
     assert_int_equal(strstr(picture->note, "libraries") != NULL, trade);
     picture_free(picture);
@@ -586,8 +585,8 @@ static void assert_color(const char *what, const Image *p, Spot at, double scale
 }
 
 // Draws and returns the picture, its axes fitted. The caller frees it.
-static Picture *drawn(const Curve *c, const Recipe *recipe, double scale, const char *path) {
-  Picture *picture = picture_curve(c, recipe);
+static Picture *drawn(const Curve *c, double scale, const char *path) {
+  Picture *picture = picture_curve(c);
   picture_write(picture, scale, path);
   return picture;
 }
@@ -692,7 +691,7 @@ static void lines_are_where_they_should_be(void **state) {
     for (int scale = 1; scale <= 2; scale++) {
       Curve c = made_up(kinds[k], SWEEP_TOKENS);
       const char *path = temp_path("curve.png");
-      Picture *picture = drawn(&c, NULL, scale, path);
+      Picture *picture = drawn(&c, scale, path);
       Image p = image_read(path);
       assert_non_null(p.rgb);
       assert_int_equal(p.width, (int)picture->width * scale);
@@ -726,10 +725,13 @@ static void other_pictures(void **state) {
   (void)state;
   if (!can_draw()) skip();
   // Time against memory.
-  Curve c = made_up("layer", SWEEP_CHUNK);
-  assert_true(picture_has_trade(&c));
-  for (int r = -1; r < 7; r++) {
-    picture_free(drawn(&c, r < 0 ? NULL : &RECIPES[r], 1, temp_path("trade.png")));
+  Curve c = {0};
+  for (int r = 0; r < 8; r++) { // the last without a recipe
+    curve_free(&c);
+    c = made_up("layer", SWEEP_CHUNK);
+    curve_set(&c, "recipe", "%s", RECIPES[r].name ? RECIPES[r].name : "none");
+    assert_true(picture_has_trade(&c));
+    picture_free(drawn(&c, 1, temp_path("trade.png")));
     Image p = image_read(temp_path("trade.png"));
     assert_non_null(p.rgb);
     assert_not_blank(&p);
@@ -738,7 +740,7 @@ static void other_pictures(void **state) {
   // Two sweeps: small multiples, larger.
   Curve other = made_up("layer", SWEEP_TOKENS);
   for (int i = 0; i < other.count; i++) curve_add(&c, &other.readings[i]);
-  Picture *picture = drawn(&c, NULL, 1, temp_path("grid.png"));
+  Picture *picture = drawn(&c, 1, temp_path("grid.png"));
   Image p = image_read(temp_path("grid.png"));
   assert_non_null(p.rgb);
   assert_int_equal(p.width, (int)picture->width);

@@ -109,10 +109,6 @@ LinearCrossEntropy layer_call(const LceTensors *l, LceMode mode, int64_t chunk) 
                               .scale = 1.0f / (float)l->x.shape[0]};
 }
 
-void layer_run(const LceTensors *l, LceMode mode, int64_t chunk) {
-  linear_cross_entropy(l->backend, layer_call(l, mode, chunk));
-}
-
 size_t layer_held(Backend *backend, LinearCrossEntropy call) {
   Ledger *ledger = &backend->memory.ledger;
   size_t before = ledger->stack, highest = ledger->stack_peak;
@@ -261,7 +257,7 @@ Reference *reference_create(const LceTensors *l, int64_t chunk) {
     r->entries[s] = s % 2 ? random_target(r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
   }
   reference_tokens(r);
-  layer_run(l, LCE_FUSED, chunk);
+  linear_cross_entropy(l->backend, layer_call(l, LCE_FUSED, chunk));
   // dweight[v] = sum over tokens of (p - onehot) x / N of the sampled entries.
   float *loss = read_losses(l), *w = sampled_rows(r, true, r->entries);
   double total[SAMPLES] = {0};

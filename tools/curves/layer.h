@@ -22,8 +22,6 @@ LceTensors layer_push(Trainer *trainer);
 
 // The call that computes forward and backward once, the mean over all tokens; terms may be added to it.
 LinearCrossEntropy layer_call(const LceTensors *layer, LceMode mode, int64_t chunk);
-// Runs that call. Asynchronous.
-void layer_run(const LceTensors *layer, LceMode mode, int64_t chunk);
 // Runs any call and returns the bytes that it pushed at its peak, its operations' scratch included.
 size_t layer_held(Backend *backend, LinearCrossEntropy call);
 

@@ -106,7 +106,7 @@ static Label grey_marks(const Recipe *recipe, bool trade) {
                libraries ? "other libraries on one H200, PyTorch 2.11" : "");
 }
 
-static Picture *create(double height, double width, Label title, const Curve *c, Label grey) {
+static Picture *create(double width, double height, Label title, const Curve *c, Label grey) {
   Picture *p = picture_create(width, height, title, curve_caption(c));
   int measured = count_status(c, POINT_MEASURED), too_large = count_status(c, POINT_NO_MEMORY), exact = 0;
   for (int i = 0; i < c->count; i++)
@@ -181,7 +181,7 @@ static void shade_saving(Panel *p, const Series *modes) {
   if (low->count != high->count || low->count < 2) return;
   for (int i = 0; i < low->count; i++)
     if (low->samples[i].x != high->samples[i].x) return;
-  Series *s = panel_series(p, (Series){.kind = SERIES_AREA, .color = SAVED, .opacity = 0.75});
+  Series *s = panel_series(p, (Series){.area = true, .color = SAVED, .opacity = 0.75});
   for (int i = 0; i < low->count; i++)
     series_add(s, (Sample){.x = low->samples[i].x, .y = high->samples[i].y, .base = low->samples[i].y});
 }
@@ -256,7 +256,7 @@ static Panel *size_panel(Picture *picture, Box box, const char *title, Sweep swe
   return p;
 }
 
-static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
+static Picture *memory_picture(const Curve *c) {
   static const Box MAIN = {92, 150, 520, 486}, SIDE = {716, 150, 936, 486};
   static const struct {
     const char *title, *y_title;
@@ -270,10 +270,11 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
        {"With its inputs and gradients", "in total", WHOLE_BYTES, UNIT_BYTES},
        {"Time of the LM head + loss", "over that of its three GEMMs", OVER_FLOOR, UNIT_PLAIN}}};
   bool layer = about_layer(c), measured = count_status(c, POINT_MEASURED) > 0;
+  const Recipe *recipe = recipe_of(c);
   Sweep sweep = c->readings[0].point.sweep;
   const char *size = sweep == SWEEP_TOKENS ? "tokens of a step" : size_title(sweep);
   Picture *picture = create(
-      560, 1040,
+      1040, 560,
       recipe
           ? label("%s", recipe->title)
           : label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
@@ -308,10 +309,11 @@ bool picture_has_trade(const Curve *c) {
   return count > 1;
 }
 
-Picture *picture_trade(const Curve *c, const Recipe *recipe) {
+Picture *picture_trade(const Curve *c) {
+  const Recipe *recipe = recipe_of(c);
   bool single = recipe && !recipe->sweeps[1].values;
   Picture *picture = create(
-      560, 1040, label("%s", single ? recipe->title : "LM head + loss: time against memory, chunk by chunk"),
+      1040, 560, label("%s", single ? recipe->title : "LM head + loss: time against memory, chunk by chunk"),
       c, grey_marks(recipe, true));
   Panel *p =
       picture_panel(picture, (Box){92, 150, 960, 486}, label("Forward and backward of the LM head + loss"));
@@ -332,7 +334,7 @@ Picture *picture_trade(const Curve *c, const Recipe *recipe) {
 
 // --- every size in a column --------------------------------------------------------------------------------
 
-static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
+static Picture *grid_picture(const Curve *c) {
   static const struct {
     const char *title;
     Figure figure, second; // the second line of a mode, dashed
@@ -340,10 +342,11 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
   } ROWS[] = {{"memory held", LAYER_BYTES, NO_FIGURE, UNIT_BYTES},
               {"TFLOP/s", TERAFLOPS, NO_FIGURE, UNIT_PLAIN},
               {"relative error of dX (whole), dW (dashed)", DX_ERROR, DWEIGHT_ERROR, UNIT_PLAIN}};
+  const Recipe *recipe = recipe_of(c);
   int rows = 0, column = 0;
   for (int r = 0; r < 3; r++) rows += has(c, SWEEP_COUNT, ROWS[r].figure);
   Picture *picture =
-      create(180 + 190 * rows, 1180, label("%s", recipe ? recipe->title : "LM head + loss over every size"),
+      create(1180, 180 + 190 * rows, label("%s", recipe ? recipe->title : "LM head + loss over every size"),
              c, (Label){""});
   Box frame = {96, 160, 96 + 4 * 268 - 56, 160 + 190 * rows - 60};
   for (int s = 0; s < SWEEP_COUNT; s++) {
@@ -371,10 +374,10 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
   return picture;
 }
 
-Picture *picture_curve(const Curve *c, const Recipe *recipe) {
+Picture *picture_curve(const Curve *c) {
   if (!c->count) fail("there is no point to draw");
-  if (c->readings[c->count - 1].point.sweep != c->readings[0].point.sweep) return grid_picture(c, recipe);
-  return picture_has_trade(c) ? picture_trade(c, recipe) : memory_picture(c, recipe);
+  if (c->readings[c->count - 1].point.sweep != c->readings[0].point.sweep) return grid_picture(c);
+  return picture_has_trade(c) ? picture_trade(c) : memory_picture(c);
 }
 
 // --- timelines ---------------------------------------------------------------------------------------------
@@ -404,7 +407,7 @@ static double bytes_between(const Moment *m, int first, int end) {
 
 // One category's area on what lies below it, its size near the top of its first tower if it is the LM head's.
 static void add_level(Panel *p, const Timeline *t, int from, int level) {
-  Series *s = panel_series(p, (Series){.kind = SERIES_AREA,
+  Series *s = panel_series(p, (Series){.area = true,
                                        .name = memory_category_name(STACK[level].category),
                                        .color = STACK[level].color,
                                        .bold = true,
@@ -425,7 +428,7 @@ static void add_level(Panel *p, const Timeline *t, int from, int level) {
     s->end = label("%s %s", s->name, axis_value(UNIT_BYTES, last->y - last->base).text);
 }
 
-Picture *picture_timeline(const Timeline *all, const Curve *settings, const Recipe *recipe) {
+Picture *picture_timeline(const Timeline *all, const Curve *settings) {
   // From the top down.
   static const struct {
     int mode;
@@ -433,6 +436,7 @@ Picture *picture_timeline(const Timeline *all, const Curve *settings, const Reci
   } PANELS[TIMELINE_MODES] = {{TIMELINE_FP32, "logits in fp32: a baseline, planned"},
                               {LCE_MATERIALIZED, "materialized logits"},
                               {LCE_FUSED, "fused, in chunks"}};
+  const Recipe *recipe = recipe_of(settings);
   Timeline logits = timeline_of(all, LCE_MATERIALIZED);
   int rows = timeline_of(all, TIMELINE_FP32).count ? 3 : 2;
   double more = rows > 2 ? 280 : 0; // points of height
@@ -471,12 +475,12 @@ Picture *picture_timeline(const Timeline *all, const Curve *settings, const Reci
 
 // --- the longest sequences ---------------------------------------------------------------------------------
 
-Picture *picture_longest(const Longest *all, int count, const Curve *settings, const Recipe *recipe) {
+Picture *picture_longest(const Longest *all, int count, const Curve *settings) {
   static Label rows[LONGEST_MAX];
   static const char *names[LONGEST_MAX];
   int pairs = count / 2;
-  Picture *picture =
-      picture_create(1040, 180 + 62 * pairs, label("%s", recipe->title), curve_caption(settings));
+  Picture *picture = picture_create(1040, 180 + 62 * pairs, label("%s", recipe_of(settings)->title),
+                                    curve_caption(settings));
   snprintf(picture->note, sizeof picture->note, "Every figure is planned: nothing was allocated.");
   Panel *p =
       picture_panel(picture, (Box){190, 128, 900, 102 + 62 * pairs},

@@ -109,7 +109,7 @@ static void time_layer(Rounds *r, const LceTensors *layer, const Point *p, int64
   if (gemm_rows)
     layer_gemms(layer, gemm_rows);
   else
-    layer_run(layer, p->mode, p->chunk);
+    linear_cross_entropy(layer->backend, layer_call(layer, p->mode, p->chunk));
   add_round(r, layer->backend, start);
 }
 
@@ -170,7 +170,7 @@ static void measure_errors(Reading *r, const LceTensors *layer, LceShape shape, 
     reference = reference_create(layer, chunk);
     kept = shape;
   }
-  layer_run(layer, r->point.mode, r->point.chunk);
+  linear_cross_entropy(layer->backend, layer_call(layer, r->point.mode, r->point.chunk));
   Errors errors = reference_errors(reference, layer);
   r->loss_error = errors.loss;
   r->dx_error = errors.dx;

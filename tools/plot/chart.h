@@ -45,13 +45,9 @@ typedef struct {
   Label label;  // near the sample, where there is space
 } Sample;
 
-typedef enum {
-  SERIES_LINE, // markers, and lines between them where width > 0
-  SERIES_AREA  // between base and y; two samples with the same x make a step
-} SeriesKind;
-
+// Markers, and lines between them where width > 0; or an area.
 typedef struct {
-  SeriesKind kind;
+  bool area;        // between base and y; two samples with the same x make a step
   const char *name; // in the legend; NULL: not there
   Color color;
   Marker marker;
