@@ -52,9 +52,9 @@ static const OptionTable table = {options,
 // --- measuring ---------------------------------------------------------------------------------------------
 
 // With one CPU thread the process's own time, which other programs on the machine disturb less.
-static double clock_seconds(const Settings *o) {
+static double clock_seconds(Backend *backend) {
   struct timespec t;
-  if (!strcmp(o->device, "cuda") || omp_get_max_threads() > 1) return now_seconds();
+  if (backend->device == ON_CUDA || omp_get_max_threads() > 1) return device_seconds(backend);
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
@@ -67,15 +67,13 @@ typedef struct {
 // Seconds of a rung; rung 0 is the three plain GEMMs.
 static double seconds(void *bench, int rung) {
   const Bench *b = bench;
-  const Settings *o = b->settings;
-  backend_synchronize(b->layer.backend);
-  double start = clock_seconds(o);
+  Backend *backend = b->layer.backend;
+  double start = clock_seconds(backend);
   if (rung)
-    ladder_run(b->layer.backend, rung, layer_call(&b->layer, LCE_FUSED, o->chunk));
+    ladder_run(backend, rung, layer_call(&b->layer, LCE_FUSED, b->settings->chunk));
   else
-    layer_gemms(&b->layer, o->tokens);
-  backend_synchronize(b->layer.backend);
-  return clock_seconds(o) - start;
+    layer_gemms(&b->layer, b->settings->tokens);
+  return clock_seconds(backend) - start;
 }
 
 // Errors and bytes from a first run, then times alternating with the GEMMs.
