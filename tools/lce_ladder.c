@@ -133,8 +133,8 @@ int main(int argc, char **argv) {
   option_table_parse(&table, &o, NULL, argc, argv);
   if (o.chunk > o.tokens) o.chunk = o.tokens;
 
-  const char *reason = NULL;
-  if (o.plot && !canvas_possible(&reason)) fail("--plot %s: %s", o.plot, reason);
+  const char *missing = canvas_missing();
+  if (o.plot && missing) fail("--plot %s: %s", o.plot, missing);
   Backend *backend = layer_backend(o.device, 0);
   LceShape shape = {
       .tokens = o.tokens, .hidden_size = o.hidden_size, .vocab_size = o.vocab_size, .dtype = backend->dtype};

@@ -359,10 +359,10 @@ static void describe(Curve *c, const Run *r) {
 
 // Writes a picture, if this build and machine can draw, and frees it.
 static void draw(const Run *r, const char *name, Picture *picture) {
-  const char *reason;
+  const char *missing = canvas_missing();
   char *path = path_join(r->out, name);
-  if (!canvas_possible(&reason)) {
-    printf("no picture: %s\n", reason);
+  if (missing) {
+    printf("no picture: %s\n", missing);
   } else {
     picture_write(picture, r->resolution, path);
     printf("wrote %s\n", path);

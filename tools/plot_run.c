@@ -378,8 +378,8 @@ int main(int argc, char **argv) {
     print_table(&wanted);
     fflush(stdout);
   }
-  const char *reason;
-  if (!canvas_possible(&reason)) fail("no picture can be drawn: %s", reason);
+  const char *missing = canvas_missing();
+  if (missing) fail("no picture can be drawn: %s", missing);
   (wanted.grouped ? draw_groups : draw)(&wanted);
   printf("%s\n", wanted.out);
   for (int k = 0; k < wanted.count; k++)

@@ -67,8 +67,7 @@ static const Reading *reading(const Curve *c, LceMode mode, Sweep sweep, double 
 }
 
 static bool can_draw(void) {
-  const char *reason;
-  return canvas_possible(&reason);
+  return !canvas_missing();
 }
 
 static void assert_not_blank(const Image *p) {

@@ -96,14 +96,14 @@ enum { OTHER_COLUMNS = 3, COLUMN_COUNT = OTHER_COLUMNS + MEMORY_CATEGORY_COUNT }
 
 static Table timeline_table(bool planned) {
   static char names[MEMORY_CATEGORY_COUNT][40];
-  static Column columns[COLUMN_COUNT] = {{"mode", offsetof(Moment, mode), MODES, false, false},
-                                         {NULL, offsetof(Moment, at), NULL, true, false},
-                                         {"step", offsetof(Moment, step), NULL, false, false}};
+  static Column columns[COLUMN_COUNT] = {{COLUMN(Moment, mode), .values = MODES},
+                                         {.offset = offsetof(Moment, at), .number = true},
+                                         {COLUMN(Moment, step)}};
   columns[1].name = planned ? "bytes_pushed_and_popped" : "seconds";
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
     snprintf(names[c], sizeof names[c], "\"%s\"", memory_category_name((MemoryCategory)c));
     columns[OTHER_COLUMNS + c] =
-        (Column){names[c], offsetof(Moment, bytes) + (size_t)c * sizeof(size_t), NULL, false, false};
+        (Column){.name = names[c], .offset = offsetof(Moment, bytes) + (size_t)c * sizeof(size_t)};
   }
   return (Table){"timeline", columns, COLUMN_COUNT, sizeof(Moment)};
 }

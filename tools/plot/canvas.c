@@ -119,11 +119,9 @@ void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color
   double pixels = radius * c->scale;
   if (marker == MARKER_NONE) return;
   if (marker == MARKER_CROSS) {
-    Stroke stroke = {.color = color, .width = 1.3};
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius},
-                (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius}, stroke);
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius},
-                (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius}, stroke);
+    for (double x = 0.8 * radius, y = x; y >= -x; y -= 2 * x)
+      canvas_line(c, (Spot){at.x - x, at.y - y}, (Spot){at.x + x, at.y + y},
+                  (Stroke){.color = color, .width = 1.3});
     return;
   }
   if (filled) {
@@ -205,16 +203,14 @@ static char *read_font(bool bold) {
   return font;
 }
 
-bool canvas_possible(const char **reason) {
-  *reason = NULL;
-  for (int bold = 0; bold < 2; bold++) {
-    char *font = read_font(bold);
-    if (!font)
-      *reason = "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
-                "(fonts-dejavu-core), or LCE_FONT_DIR says where they are";
-    free(font);
-  }
-  return *reason == NULL;
+const char *canvas_missing(void) {
+  char *regular = read_font(false), *bold = read_font(true);
+  bool missing = !regular || !bold;
+  free(regular);
+  free(bold);
+  return missing ? "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
+                   "(fonts-dejavu-core), or LCE_FONT_DIR says where they are"
+                 : NULL;
 }
 
 static void load_fonts(Canvas *c) {
@@ -275,9 +271,8 @@ static unsigned char *encode_png(const Canvas *c, int *size) {
                                size);
 }
 #else
-bool canvas_possible(const char **reason) {
-  *reason = "the program was built without stb; `make deps` installs it (libstb-dev)";
-  return false;
+const char *canvas_missing(void) {
+  return "the program was built without stb; `make deps` installs it (libstb-dev)";
 }
 
 // canvas_create fails, so nobody calls these.
@@ -295,8 +290,8 @@ static unsigned char *encode_png(const Canvas *c, int *size) {
 #endif
 
 Canvas *canvas_create(double width, double height, double scale) {
-  const char *reason;
-  if (!canvas_possible(&reason)) fail("cannot draw: %s", reason);
+  const char *missing = canvas_missing();
+  if (missing) fail("cannot draw: %s", missing);
   Canvas *c = host_alloc(1, sizeof *c, "a picture");
   c->scale = scale;
   c->columns = (int)lround(width * scale);

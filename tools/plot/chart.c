@@ -32,14 +32,14 @@ typedef struct {
 
 // The unit in which `value` is about 1 or more.
 static UnitStep unit_step(Unit unit, double value) {
-  static const UnitStep bytes[] = {
-      {1, "B"}, {0x1p10, "KiB"}, {0x1p20, "MiB"}, {0x1p30, "GiB"}, {0x1p40, "TiB"}};
-  static const UnitStep seconds[] = {{1e-6, "µs"}, {1e-3, "ms"}, {1, "s"}};
-  const UnitStep *steps = unit == UNIT_BYTES ? bytes : seconds;
-  int count = unit == UNIT_BYTES ? 5 : 3, i = 0;
-  if (unit != UNIT_BYTES && unit != UNIT_SECONDS) return (UnitStep){1, ""};
-  while (i + 1 < count && value >= 0.95 * steps[i + 1].size) i++;
-  return steps[i];
+  static const UnitStep steps[][6] = {
+      [UNIT_PLAIN] = {{1, ""}},
+      [UNIT_COUNT] = {{1, ""}},
+      [UNIT_BYTES] = {{1, "B"}, {0x1p10, "KiB"}, {0x1p20, "MiB"}, {0x1p30, "GiB"}, {0x1p40, "TiB"}},
+      [UNIT_SECONDS] = {{1e-6, "µs"}, {1e-3, "ms"}, {1, "s"}}};
+  const UnitStep *step = steps[unit];
+  while (step[1].name && value >= 0.95 * step[1].size) step++;
+  return *step;
 }
 
 static Label plain(double value) {

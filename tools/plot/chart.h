@@ -101,7 +101,7 @@ Panel *picture_panel(Picture *picture, Box box, Label title);
 // The box of one of rows x columns equal panels in a frame, `gap_x` and `gap_y` apart.
 Box picture_cell(Box frame, double gap_x, double gap_y, int rows, int columns, int row, int column);
 
-// Fits the axes, draws, writes a PNG with `scale` pixels a point. Fails when canvas_possible says no.
+// Fits the axes, draws, writes a PNG with `scale` pixels a point. Fails where canvas_missing says why.
 void picture_write(Picture *picture, double scale, const char *path);
 
 extern const Color COLOR_INK, COLOR_MUTED;
