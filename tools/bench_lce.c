@@ -1,12 +1,8 @@
-// Time and memory of linear_cross_entropy (LM head + loss), forward and backward, and what its terms cost. Times
-// the fused mode at each chunk, and with --materialized the other mode, each alternating with the three plain
-// GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once); with
-// --terms also the fused mode with one term of the loss after the other, alternating with the loss without it.
-// Prints medians, the medians of the ratios to what each alternates with (tools/measure.h), and the bytes held.
-//
-// With --sample it times the fused mode with sampled tiles too, at each chunk and M0, against the same GEMMs, and
-// prints the shares of tiles and mass that were dropped. --terms ends with sampling against the loss without it:
-// with every tile kept, which shows what sampling itself costs, and with M0 = 1.
+// Time and memory of linear_cross_entropy (LM head + loss), forward and backward: each mode and chunk alternates with the
+// three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once),
+// each term of the loss (--terms) with the loss without it. Prints medians, the medians of the ratios to what each alternates
+// with (tools/measure.h), and the bytes held. --terms ends with sampling: with every tile kept, which shows what sampling
+// itself costs, and with M0 = 1.
 //
 // How many tiles sampling drops depends on the logits, and random ones say nothing about a model's. --checkpoint
 // takes a trained state: W is the model's head, x the final norm's output for the first N tokens that ./train
@@ -46,7 +42,8 @@ enum { MAX_ITEMS = 8 }; // of a list
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, seq_len, repeat;
-  const char *device, *chunk_list, *sample_list, *checkpoint;
+  DeviceKind device;
+  const char *chunk_list, *sample_list, *checkpoint;
   TextList data;
   bool materialized, terms;
   int64_t chunks[MAX_ITEMS];
@@ -70,7 +67,7 @@ static const Option option_rows[] = {
      HELP("With --checkpoint: tokens in a sequence (default that of ./train)")},
     {TEXT("sample", "M0[,M0...]", sample_list),
      HELP("Also time the fused mode with sampled tiles, at each chunk; M0 as for ./train --lce-sample")},
-    {TEXT("device", "cpu|cuda", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run")},
+    {CHOICE("device", "cpu|cuda", device, "cpu or cuda"), DEFAULT("cpu"), HELP("Where to run")},
     {WHOLE("repeat", "R", repeat, 1, MEASURE_MAX_ROUNDS), DEFAULT("7"),
      HELP("Rounds, of which the median counts")},
     {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},

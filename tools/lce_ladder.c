@@ -23,7 +23,8 @@
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, chunk, repeat;
-  const char *device, *csv, *plot;
+  DeviceKind device;
+  const char *csv, *plot;
 } Settings;
 
 typedef struct {
@@ -39,7 +40,7 @@ static const Option options[] = {
     {WHOLE("hidden-size", "H", hidden_size, 1, INT32_MAX), DEFAULT("256"), HELP("Hidden size")},
     {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("32768"), HELP("Vocabulary")},
     {WHOLE("chunk", "C", chunk, 1, INT32_MAX), DEFAULT("128"), HELP("Tokens per chunk")},
-    {TEXT("device", "NAME", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run: cpu or cuda")},
+    {CHOICE("device", "NAME", device, "cpu or cuda"), DEFAULT("cpu"), HELP("Where to run: cpu or cuda")},
     {WHOLE("repeat", "R", repeat, 1, MEASURE_MAX_ROUNDS), DEFAULT("5"), HELP("Rounds, of which the median counts")},
     {TEXT("csv", "FILE", csv), HELP("Write the table as CSV, too")},
     {TEXT("plot", "FILE", plot), HELP("Draw time and memory as PNG")},

@@ -26,7 +26,8 @@
 
 // What the command line says, and what follows from it.
 typedef struct {
-  const char *sweep, *values, *recipe_name, *out;
+  Sweep sweep;
+  const char *values, *recipe_name, *out;
   bool timeline, fresh, redraw, list_recipes;
   int64_t tokens;
   double memory_gib;
@@ -43,7 +44,7 @@ typedef struct {
 #define OPTION_VALUES Run
 static const Option option_rows[] = {
     {GROUP("What is swept")},
-    {TEXT("sweep", "WHAT", sweep),
+    {CHOICE("sweep", "WHAT", sweep, "tokens, vocab, hidden or chunk"),
      HELP("tokens, vocab, hidden or chunk (default tokens). A chunk is swept over LM head + loss alone and "
           "drawn as time against memory")},
     {TEXT("values", "LIST", values),
@@ -106,15 +107,18 @@ static void parse(Run *r, int argc, char **argv) {
 static void check(Run *r) {
   Options *o = &r->options;
   Experiment *e = &r->e;
-  if (!r->sweep) r->sweep = SWEEP_NAMES[r->recipe ? r->recipe->sweeps[0].sweep : SWEEP_TOKENS];
-  if (sweep_named(r->sweep) == SWEEP_CHUNK) e->layer_only = true;
-  if (r->recipe) e->layer_only = r->recipe->layer_only, e->errors |= r->recipe->errors;
+  if (r->sweep == SWEEP_CHUNK) e->layer_only = true;
+  if (r->recipe) {
+    r->sweep = r->recipe->sweeps[0].sweep;
+    e->layer_only = r->recipe->layer_only;
+    e->errors |= r->recipe->errors;
+    e->plan_only |= r->recipe->longest;
+  }
   if (r->tokens && !e->layer_only) fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
   if (e->errors && !e->layer_only) fail("--gradient-error belongs to --layer-only");
   if (r->tokens) o->batch = 1, o->seq_len = r->tokens;
   o->total_batch = o->batch * o->seq_len;
   o->micro_steps = 1;
-  if (r->recipe && r->recipe->longest) e->plan_only = true;
   e->options = o;
   e->memory = r->usable = bytes_from_gib(r->memory_gib);
 }
@@ -174,14 +178,16 @@ static void print_head(const Experiment *e) {
   putchar('\n');
 }
 
+static Label point_name(const Point *p) {
+  return label("%s %s", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text);
+}
+
 static void print_row(const Experiment *e, const Reading *r, const char *left) {
   const Point *p = &r->point;
-  char what[40], chunk[24] = "-";
-  snprintf(what, sizeof what, "%s %s", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text);
-  if (p->chunk) snprintf(chunk, sizeof chunk, "%lld", (long long)p->chunk);
-  printf("%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", what, lce_mode_name(p->mode), chunk,
-         bytes_cell(r->planned_bytes).text, bytes_cell(r->ledger_bytes).text,
-         bytes_cell((size_t)fmax(0, reading_device_bytes(r))).text, bytes_cell(reading_layer_bytes(r)).text,
+  printf("%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", point_name(p).text, lce_mode_name(p->mode),
+         p->chunk ? label("%lld", (long long)p->chunk).text : "-", bytes_cell(r->planned_bytes).text,
+         bytes_cell(r->ledger_bytes).text, bytes_cell((size_t)fmax(0, reading_device_bytes(r))).text,
+         bytes_cell(reading_layer_bytes(r)).text,
          time_cell(e->layer_only ? r->floor_seconds : r->step_seconds).text,
          time_cell(r->layer_seconds).text);
   if (e->errors && r->status == POINT_MEASURED)
@@ -223,11 +229,9 @@ static void measure_points(const Experiment *e, Curve *c, const char *path) {
   for (int i = 0; i < c->count; i++) {
     Reading *r = &c->readings[i];
     const Point *p = &r->point;
-    char left[40] = "";
+    Label left = {""};
     if (!reading_known(r)) {
-      if (isatty(STDOUT_FILENO))
-        printf("%s %s, %s ...\r", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text,
-               lce_mode_name(p->mode));
+      if (isatty(STDOUT_FILENO)) printf("%s, %s ...\r", point_name(p).text, lce_mode_name(p->mode));
       fflush(stdout);
       *r = point_read(e, p);
       curve_write(c, path);
@@ -238,9 +242,9 @@ static void measure_points(const Experiment *e, Curve *c, const char *path) {
         ahead -= point_flops(e, p);
       double spent = now_seconds() - started;
       if (done > 0 && ahead - done > 1e-6 * ahead)
-        snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (ahead - done)).text);
+        left = label("  %s left", text_duration(spent / done * (ahead - done)).text);
     }
-    print_row(e, r, left);
+    print_row(e, r, left.text);
   }
 }
 
@@ -353,7 +357,7 @@ static void describe(Curve *c, const Run *r) {
             (long long)(o->lce_chunk ? o->lce_chunk : o->lce_memory));
   if (r->e.errors) curve_set(c, "gradient_error", "yes");
   if (r->memory_gib > 0) curve_set(c, "memory", "%g GiB", r->memory_gib);
-  curve_set(c, "sweep", "%s", r->sweep);
+  curve_set(c, "sweep", "%s", SWEEP_NAMES[r->sweep]);
   curve_set(c, "values", "%s", r->values ? r->values : "usual");
 }
 
@@ -383,7 +387,7 @@ static void sweep(const Run *r) {
   Curve curve = {0};
   for (int i = 0; r->recipe && r->recipe->sweeps[i].values; i++)
     curve_add_sweep(&curve, e, r->recipe->sweeps[i].sweep, r->recipe->sweeps[i].values);
-  if (!r->recipe) curve_add_sweep(&curve, e, sweep_named(r->sweep), r->values);
+  if (!r->recipe) curve_add_sweep(&curve, e, r->sweep, r->values);
   describe(&curve, r);
   char *csv = path_join(r->out, "curve.csv");
   printf("%s\n\n", curve_caption(&curve).text);

@@ -29,12 +29,6 @@ const Reading *curve_find(const Curve *c, const Point *point) {
 
 // --- the points of a sweep ---------------------------------------------------------------------------------
 
-Sweep sweep_named(const char *name) {
-  for (int s = 0; s < SWEEP_COUNT; s++)
-    if (strcmp(name, SWEEP_NAMES[s]) == 0) return (Sweep)s;
-  fail("--sweep %s: give tokens, vocab, hidden or chunk", name);
-}
-
 enum { VALUES_MAX = 256 };
 
 // One of --values; batch and seq_len only where it is written as BxT.

@@ -2,7 +2,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
@@ -45,10 +44,10 @@ static void fill_normal(Backend *backend, Tensor t, bool weight) {
 
 // --- where the tensors lie ---------------------------------------------------------------------------------
 
-Backend *layer_backend(const char *device, int ordinal) {
+Backend *layer_backend(DeviceKind device, int ordinal) {
   const char *reason = NULL;
-  Backend *backend = strcmp(device, "cuda") == 0 ? cuda_backend_create(ordinal, DTYPE_BF16, &reason)
-                                                 : cpu_backend_create(false);
+  Backend *backend =
+      device == ON_CUDA ? cuda_backend_create(ordinal, DTYPE_BF16, &reason) : cpu_backend_create(false);
   if (!backend) fail("--device cuda: %s", reason);
   return backend;
 }

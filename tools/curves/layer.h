@@ -10,8 +10,8 @@ typedef struct {
   Tensor x, weight, targets, loss, dx, dweight;
 } LceTensors;
 
-// The backend of --device "cpu" or "cuda" (fp32, or bf16 on the GPU of that ordinal); fails when there is none.
-Backend *layer_backend(const char *device, int ordinal);
+// The backend of --device cpu (fp32) or cuda (bf16, on the GPU of that ordinal); fails when there is none.
+Backend *layer_backend(DeviceKind device, int ordinal);
 
 // Reserves the tensors on the backend (a plan's too) and fills x with N(0, 1), weight with N(0, 0.02), targets
 // uniformly: functions of the element alone, rounded to the backend's dtype.
