@@ -26,14 +26,13 @@
 
 // What the command line says, and what follows from it.
 typedef struct {
-  Sweep sweep;
-  const char *values, *recipe_name, *out;
-  bool timeline, fresh, redraw, list_recipes;
+  const char *recipe_name, *out;
+  bool fresh, redraw, list_recipes;
   int64_t tokens;
   double memory_gib;
   int resolution;
-  const Recipe *recipe; // NULL: none
-  Options options;      // ./train's
+  Recipe recipe;   // the one named, or what the options say
+  Options options; // ./train's
   Experiment e;
   char device[160]; // its description
   size_t usable;    // bytes; 0: unknown
@@ -44,18 +43,18 @@ typedef struct {
 #define OPTION_VALUES Run
 static const Option option_rows[] = {
     {GROUP("What is swept")},
-    {CHOICE("sweep", "WHAT", sweep, "tokens, vocab, hidden or chunk"),
+    {CHOICE("sweep", "WHAT", recipe.sweeps[0].sweep, "tokens, vocab, hidden or chunk"),
      HELP("tokens, vocab, hidden or chunk (default tokens). A chunk is swept over LM head + loss alone and "
           "drawn as time against memory")},
-    {TEXT("values", "LIST", values),
+    {TEXT("values", "LIST", recipe.sweeps[0].values),
      HELP("512,1024,4096 or a range: 256:2048:256, 128:16384:x2; tokens also as batch x sequence, 4x20480 "
           "(default: eight that suit the model)")},
-    {FLAG("layer-only", e.layer_only, true),
+    {FLAG("layer-only", recipe.layer_only, true),
      HELP("LM head + loss alone, on random data: tokens from --batch x --seq-len or --tokens")},
     {WHOLE("tokens", "N", tokens, 1, INT32_MAX), HELP("Tokens of --layer-only")},
-    {FLAG("gradient-error", e.errors, true),
+    {FLAG("gradient-error", recipe.errors, true),
      HELP("With --layer-only: compare sampled gradients with float64")},
-    {FLAG("timeline", timeline, true),
+    {FLAG("timeline", recipe.timeline, true),
      EXCLUDES("sweep, values, layer-only", "a timeline shows whole steps of one size"),
      HELP("Instead: bytes in use over three training steps, by category, in both modes")},
     {TEXT("recipe", "NAME", recipe_name), EXCLUDES("sweep, values, timeline", "a recipe says what is swept"),
@@ -88,13 +87,19 @@ static void parse(Run *r, int argc, char **argv) {
       "Every option of ./train that describes the model, the job or the machine is understood too (./train "
       "--help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...",
       NULL};
+  r->recipe = (Recipe){.name = "none", .sweeps = {{.values = VALUES_USUAL}}};
   int words = option_table_take(&table, r, argc, argv), count = 1, extra = 0;
+  if (r->recipe.timeline) r->recipe.sweeps[0].values = NULL;
   if (r->list_recipes) {
     recipes_list();
     exit(0);
   }
-  if (r->recipe_name) r->recipe = recipe_named(r->recipe_name);
-  const char *const *arguments = r->recipe ? r->recipe->arguments : NULL;
+  if (r->recipe_name) {
+    bool errors = r->recipe.errors;
+    r->recipe = *recipe_named(r->recipe_name);
+    r->recipe.errors |= errors;
+  }
+  const char *const *arguments = r->recipe.arguments;
   while (arguments && arguments[extra]) extra++;
   char **all = host_alloc(words + extra + 1, sizeof *all, "the command line");
   all[0] = argv[0];
@@ -107,13 +112,9 @@ static void parse(Run *r, int argc, char **argv) {
 static void check(Run *r) {
   Options *o = &r->options;
   Experiment *e = &r->e;
-  if (r->sweep == SWEEP_CHUNK) e->layer_only = true;
-  if (r->recipe) {
-    r->sweep = r->recipe->sweeps[0].sweep;
-    e->layer_only = r->recipe->layer_only;
-    e->errors |= r->recipe->errors;
-    e->plan_only |= r->recipe->longest;
-  }
+  e->layer_only = r->recipe.layer_only || r->recipe.sweeps[0].sweep == SWEEP_CHUNK;
+  e->errors = r->recipe.errors;
+  e->plan_only |= r->recipe.longest;
   if (r->tokens && !e->layer_only) fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
   if (e->errors && !e->layer_only) fail("--gradient-error belongs to --layer-only");
   if (r->tokens) o->batch = 1, o->seq_len = r->tokens;
@@ -130,11 +131,11 @@ static void choose_device(Run *r) {
   Options *o = &r->options;
   Experiment *e = &r->e;
   const char *reason;
-  if (r->recipe && r->recipe->gpu && o->device == DEVICE_AUTO) {
+  if (r->recipe.gpu && o->device == DEVICE_AUTO) {
     Backend *gpu = cuda_backend_create(0, DTYPE_BF16, &reason);
     if (gpu) backend_destroy(gpu);
     if (!gpu) {
-      printf("%s is planned for a GPU in bf16, since none is used here: %s\n", r->recipe->name, reason);
+      printf("%s is planned for a GPU in bf16, since none is used here: %s\n", r->recipe.name, reason);
       e->plan_only = true;
     }
     o->device = DEVICE_CUDA;
@@ -329,7 +330,7 @@ static void describe(Curve *c, const Run *r) {
   const Options *o = &r->options;
   const ModelConfig *m = &o->model;
   curve_set(c, "what", "%s", r->e.layer_only ? "layer" : "step");
-  curve_set(c, "recipe", "%s", r->recipe ? r->recipe->name : "none");
+  curve_set(c, "recipe", "%s", r->recipe.name);
   curve_set(c, "planned", "%s", r->e.plan_only ? "yes" : "no");
   curve_set(c, "device", "%s", r->device);
   curve_set(c, "dtype", "%s", dtype_name(o->dtype));
@@ -357,8 +358,9 @@ static void describe(Curve *c, const Run *r) {
             (long long)(o->lce_chunk ? o->lce_chunk : o->lce_memory));
   if (r->e.errors) curve_set(c, "gradient_error", "yes");
   if (r->memory_gib > 0) curve_set(c, "memory", "%g GiB", r->memory_gib);
-  curve_set(c, "sweep", "%s", SWEEP_NAMES[r->sweep]);
-  curve_set(c, "values", "%s", r->values ? r->values : "usual");
+  curve_set(c, "sweep", "%s", SWEEP_NAMES[r->recipe.sweeps[0].sweep]);
+  bool own = !r->recipe_name && r->recipe.sweeps[0].values; // a recipe's need not be said
+  curve_set(c, "values", "%s", own ? r->recipe.sweeps[0].values : VALUES_USUAL);
 }
 
 // Writes a picture, if this build and machine can draw, and frees it.
@@ -385,16 +387,15 @@ static void draw_curve(const Run *r, const Curve *c) {
 static void sweep(const Run *r) {
   const Experiment *e = &r->e;
   Curve curve = {0};
-  for (int i = 0; r->recipe && r->recipe->sweeps[i].values; i++)
-    curve_add_sweep(&curve, e, r->recipe->sweeps[i].sweep, r->recipe->sweeps[i].values);
-  if (!r->recipe) curve_add_sweep(&curve, e, r->sweep, r->values);
+  for (int i = 0; r->recipe.sweeps[i].values; i++)
+    curve_add_sweep(&curve, e, r->recipe.sweeps[i].sweep, r->recipe.sweeps[i].values);
   describe(&curve, r);
   char *csv = path_join(r->out, "curve.csv");
   printf("%s\n\n", curve_caption(&curve).text);
   if (!r->fresh) resume(&curve, csv);
   measure_points(e, &curve, csv);
   print_summary(e, &curve);
-  if (r->recipe) recipe_compare(r->recipe, e, &curve);
+  if (r->recipe_name) recipe_compare(&r->recipe, e, &curve);
   printf("\nwrote %s\n", csv);
   draw_curve(r, &curve);
   free(csv);
@@ -438,7 +439,7 @@ static void longest(const Run *r) {
   int count = longest_plan(&r->e, all);
   Curve settings = {0};
   describe(&settings, r);
-  printf("%s\n  %s\n\n", r->recipe->source, r->recipe->says);
+  printf("%s\n  %s\n\n", r->recipe.source, r->recipe.says);
   longest_print(&r->e, all, count);
   char *csv = path_join(r->out, "longest.csv");
   longest_write(all, count, &settings, csv);
@@ -470,18 +471,17 @@ int main(int argc, char **argv) {
   parse(&r, argc, argv);
   check(&r);
   char folder[300];
-  snprintf(folder, sizeof folder, "runs/memory_curve%s%s", r.recipe ? "/" : "",
-           r.recipe ? r.recipe->name : "");
+  snprintf(folder, sizeof folder, "runs/memory_curve%s%s", r.recipe_name ? "/" : "",
+           r.recipe_name ? r.recipe_name : "");
   if (!r.out) r.out = folder;
-  bool plans = r.recipe && r.recipe->longest; // which are made again to redraw
-  if (r.redraw && !plans) {
+  if (r.redraw && !r.recipe.longest) { // plans are made again
     redraw(&r);
   } else {
     choose_device(&r);
     path_make_folders("out", r.out);
-    if (plans) longest(&r);
-    if (!r.timeline && !(r.recipe && !r.recipe->sweeps[0].values)) sweep(&r);
-    if (r.timeline || (r.recipe && r.recipe->timeline)) timeline(&r);
+    if (r.recipe.longest) longest(&r);
+    if (r.recipe.sweeps[0].values) sweep(&r);
+    if (r.recipe.timeline) timeline(&r);
   }
   options_free(&r.options);
   return 0;

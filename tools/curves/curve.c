@@ -142,7 +142,8 @@ static void set_tokens(Point *p, const Value *v, bool layer_only) {
 void curve_add_sweep(Curve *c, const Experiment *e, Sweep sweep, const char *values) {
   const Options *o = e->options;
   Value list[VALUES_MAX];
-  int count = parse_values(values ? values : usual_values(o, sweep).text, sweep == SWEEP_TOKENS, list);
+  int count = parse_values(strcmp(values, VALUES_USUAL) ? values : usual_values(o, sweep).text,
+                           sweep == SWEEP_TOKENS, list);
   for (int i = 0; i < count; i++) {
     Point p = {.sweep = sweep,
                .mode = LCE_FUSED,
