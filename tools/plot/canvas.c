@@ -11,6 +11,7 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/file.h"
+#include "base/text.h"
 
 #ifdef HAVE_STB
 #define STB_IMAGE_WRITE_IMPLEMENTATION
@@ -222,17 +223,11 @@ static void load_fonts(Canvas *c) {
 }
 
 // The next code point of UTF-8 text; damaged bytes stand for themselves.
-static int next_letter(const unsigned char **text) {
-  const unsigned char *t = *text;
-  int more = t[0] >= 0xF0 ? 3 : t[0] >= 0xE0 ? 2 : t[0] >= 0xC0 ? 1 : 0;
-  int code = more ? t[0] & (0x3F >> more) : t[0];
-  for (int i = 1; i <= more; i++) {
-    if ((t[i] & 0xC0) != 0x80)
-      more = i - 1;
-    else
-      code = code << 6 | (t[i] & 0x3F);
-  }
-  *text = t + 1 + more;
+static int next_letter(const char **text) {
+  const unsigned char *t = (const unsigned char *)*text;
+  int length = utf8_length(*text, strlen(*text)), code = length > 1 ? t[0] & (0x7F >> length) : t[0];
+  for (int i = 1; i < length; i++) code = code << 6 | (t[i] & 0x3F);
+  *text += length ? length : 1;
   return code;
 }
 
@@ -240,9 +235,8 @@ static int next_letter(const unsigned char **text) {
 static double walk_text(Canvas *c, TextStyle style, double x, int baseline, const char *text, bool draw) {
   const stbtt_fontinfo *face = &c->faces[style.bold];
   float scale = stbtt_ScaleForMappingEmToPixels(face, (float)(style.size * c->scale));
-  const unsigned char *at = (const unsigned char *)text;
-  while (*at) {
-    int letter = next_letter(&at), advance, bearing;
+  while (*text) {
+    int letter = next_letter(&text), advance, bearing;
     stbtt_GetCodepointHMetrics(face, letter, &advance, &bearing);
     if (draw) {
       int width, height, dx, dy;
@@ -257,8 +251,8 @@ static double walk_text(Canvas *c, TextStyle style, double x, int baseline, cons
       stbtt_FreeBitmap(bitmap, NULL);
     }
     x += advance * (double)scale;
-    if (*at) {
-      const unsigned char *peek = at;
+    if (*text) {
+      const char *peek = text;
       x += stbtt_GetCodepointKernAdvance(face, letter, next_letter(&peek)) * (double)scale;
     }
   }
