@@ -66,10 +66,8 @@ static bool has(const Curve *c, Sweep sweep, Figure figure) {
   return false;
 }
 
-static const char *size_title(Sweep sweep) {
-  static const char *const titles[SWEEP_COUNT] = {"tokens", "vocabulary", "hidden size", "tokens per chunk"};
-  return titles[sweep];
-}
+static const char *const SIZE_TITLES[SWEEP_COUNT] = {"tokens", "vocabulary", "hidden size",
+                                                     "tokens per chunk"};
 
 static int64_t number(const Curve *c, const char *name) {
   return strtoll(curve_setting(c, name).text, NULL, 10);
@@ -97,17 +95,17 @@ Label curve_caption(const Curve *c) {
   return all;
 }
 
-// What the grey marks of a picture are: libraries stand in one of time against memory alone.
-static Label grey_marks(const Recipe *recipe, bool trade) {
+// A picture with the title of the curve's recipe, or where there is none, or other pictures bear it, with `title`. What its
+// marks are stands at the foot: libraries are in a picture of time against memory (`trade`) alone.
+static Picture *create(double width, double height, Label title, const Curve *c, bool trade) {
+  const Recipe *recipe = recipe_of(c);
+  if (recipe && !(trade && recipe->sweeps[1].values)) title = label("%s", recipe->title);
+  Picture *p = picture_create(width, height, title, curve_caption(c));
   bool libraries = false;
   for (const Mark *m = recipe ? recipe->marks : NULL; m && m->label; m++) libraries |= trade && m->ratio > 0;
   const char *source = recipe && recipe->grey ? recipe->grey : "";
-  return label("%s%s%s", source, *source && libraries ? "; " : "",
-               libraries ? "other libraries on one H200, PyTorch 2.11" : "");
-}
-
-static Picture *create(double width, double height, Label title, const Curve *c, Label grey) {
-  Picture *p = picture_create(width, height, title, curve_caption(c));
+  Label grey = label("%s%s%s", source, *source && libraries ? "; " : "",
+                     libraries ? "other libraries on one H200, PyTorch 2.11" : "");
   int measured = count_status(c, POINT_MEASURED), too_large = count_status(c, POINT_NO_MEMORY), exact = 0;
   for (int i = 0; i < c->count; i++)
     exact += c->readings[i].status == POINT_MEASURED &&
@@ -199,7 +197,8 @@ static void add_rule(Panel *p, bool vertical, double at, Color color, double das
 
 // The source's figures, in grey: marks of the same name are a line; one without a size is a rule, or, in a
 // picture of time against memory, a point where the source has a time.
-static void add_marks(Panel *p, const Recipe *recipe, Sweep sweep, bool trade) {
+static void add_marks(Panel *p, const Curve *c, Sweep sweep, bool trade) {
+  const Recipe *recipe = recipe_of(c);
   if (!recipe || recipe->sweeps[0].sweep != sweep) return;
   for (const Mark *m = recipe->marks; m->label; m++) {
     if (!m->value && !m->ratio) add_rule(p, trade, m->bytes, COLOR_MUTED, 2, m->label);
@@ -251,7 +250,7 @@ static void add_device(Panel *p, const Curve *c, Figure bytes) {
 static Panel *size_panel(Picture *picture, Box box, const char *title, Sweep sweep, Unit unit,
                          const char *y_title) {
   Panel *p = picture_panel(picture, box, label("%s", title));
-  p->x = (Axis){.unit = UNIT_COUNT, .from_zero = true, .title = label("%s", size_title(sweep))};
+  p->x = (Axis){.unit = UNIT_COUNT, .from_zero = true, .title = label("%s", SIZE_TITLES[sweep])};
   p->y = (Axis){.unit = unit, .from_zero = true, .title = label("%s", y_title)};
   return p;
 }
@@ -270,15 +269,12 @@ static Picture *memory_picture(const Curve *c) {
        {"With its inputs and gradients", "in total", WHOLE_BYTES, UNIT_BYTES},
        {"Time of the LM head + loss", "over that of its three GEMMs", OVER_FLOOR, UNIT_PLAIN}}};
   bool layer = about_layer(c), measured = count_status(c, POINT_MEASURED) > 0;
-  const Recipe *recipe = recipe_of(c);
   Sweep sweep = c->readings[0].point.sweep;
-  const char *size = sweep == SWEEP_TOKENS ? "tokens of a step" : size_title(sweep);
-  Picture *picture = create(
-      1040, 560,
-      recipe
-          ? label("%s", recipe->title)
-          : label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
-      c, grey_marks(recipe, false));
+  const char *size = sweep == SWEEP_TOKENS ? "tokens of a step" : SIZE_TITLES[sweep];
+  Picture *picture =
+      create(1040, 560,
+             label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
+             c, false);
   for (int i = 0; i < 2 + measured; i++) {
     Figure figure = PANELS[layer][i].figure;
     Panel *p = size_panel(picture, i ? picture_cell(SIDE, 84, 84, 1 + measured, 1, i - 1, 0) : MAIN,
@@ -289,7 +285,7 @@ static Picture *memory_picture(const Curve *c) {
       add_device(p, c, layer ? DEVICE_LAYER_BYTES : DEVICE_BYTES);
     }
     if (i == 0 && !layer) add_capacity(p, c);
-    if (figure == LAYER_BYTES) add_marks(p, recipe, sweep, false);
+    if (figure == LAYER_BYTES) add_marks(p, c, sweep, false);
     if (figure == OVER_FLOOR) add_rule(p, false, 1, COLOR_INK, 2, "");
     choose_scale(p, modes);
     if (i) p->x.ticks = 4;
@@ -310,11 +306,7 @@ bool picture_has_trade(const Curve *c) {
 }
 
 Picture *picture_trade(const Curve *c) {
-  const Recipe *recipe = recipe_of(c);
-  bool single = recipe && !recipe->sweeps[1].values;
-  Picture *picture = create(
-      1040, 560, label("%s", single ? recipe->title : "LM head + loss: time against memory, chunk by chunk"),
-      c, grey_marks(recipe, true));
+  Picture *picture = create(1040, 560, label("LM head + loss: time against memory, chunk by chunk"), c, true);
   Panel *p =
       picture_panel(picture, (Box){92, 150, 960, 486}, label("Forward and backward of the LM head + loss"));
   p->x = (Axis){
@@ -328,7 +320,7 @@ Picture *picture_trade(const Curve *c) {
   Series *range = panel_series(p, (Series){.color = COLOR_INK});
   series_add(range, (Sample){.x = INFINITY, .y = 0.9});
   series_add(range, (Sample){.x = INFINITY, .y = 1.5});
-  add_marks(p, recipe, SWEEP_CHUNK, true);
+  add_marks(p, c, SWEEP_CHUNK, true);
   return picture;
 }
 
@@ -342,12 +334,9 @@ static Picture *grid_picture(const Curve *c) {
   } ROWS[] = {{"memory held", LAYER_BYTES, NO_FIGURE, UNIT_BYTES},
               {"TFLOP/s", TERAFLOPS, NO_FIGURE, UNIT_PLAIN},
               {"relative error of dX (whole), dW (dashed)", DX_ERROR, DWEIGHT_ERROR, UNIT_PLAIN}};
-  const Recipe *recipe = recipe_of(c);
   int rows = 0, column = 0;
   for (int r = 0; r < 3; r++) rows += has(c, SWEEP_COUNT, ROWS[r].figure);
-  Picture *picture =
-      create(1180, 180 + 190 * rows, label("%s", recipe ? recipe->title : "LM head + loss over every size"),
-             c, (Label){""});
+  Picture *picture = create(1180, 180 + 190 * rows, label("LM head + loss over every size"), c, false);
   Box frame = {96, 160, 96 + 4 * 268 - 56, 160 + 190 * rows - 60};
   for (int s = 0; s < SWEEP_COUNT; s++) {
     Sweep sweep = (Sweep)((s + SWEEP_CHUNK) % SWEEP_COUNT); // chunk first: it is what a user chooses
@@ -356,7 +345,7 @@ static Picture *grid_picture(const Curve *c) {
     for (int r = 0, row = 0; r < 3; r++) {
       if (!has(c, SWEEP_COUNT, ROWS[r].figure)) continue;
       Panel *p = size_panel(picture, picture_cell(frame, 56, 60, rows, 4, row, column),
-                            row == 0 ? size_title(sweep) : "", sweep, ROWS[r].unit,
+                            row == 0 ? SIZE_TITLES[sweep] : "", sweep, ROWS[r].unit,
                             column == 0 ? ROWS[r].title : "");
       Series *modes = add_modes(p, c, sweep, SIZE, ROWS[r].figure, NO_LABELS);
       if (row++ == 0) sizes = &modes[1];
