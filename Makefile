@@ -363,7 +363,7 @@ format:
 	clang-format -i $(CODE)
 
 clean:
-	rm -rf build tools/torch/build tools/torch/*.egg-info train liblce.so $(basename $(wildcard tools/*.c) tools/bench_scaling.sh)
+	rm -rf build tools/torch/build tools/torch/*.egg-info liblce.so $(basename $(PROGRAMS))
 
 help:
 	@sed -n 's/^#: \?//p' Makefile

@@ -288,7 +288,6 @@ typedef enum { OVER_STEPS, OVER_TIME, AGAINST_FIRST } View;
 static void add_validations(const Wanted *w, Panel *p, int group, View view) {
   const Series *steps = &w->first[group]->figures[VALIDATION];
   Series *band = panel_series(p, (Series){.area = true, .color = COLORS[group], .opacity = 0.15});
-  Series *low = panel_series(p, (Series){.width = 0}); // the y axis is fitted to y, not to base
   Series *line = panel_series(p, (Series){.color = COLORS[group], .width = 2});
   for (int i = 0; i < steps->count; i++) {
     double step = steps->samples[i].x;
@@ -298,7 +297,6 @@ static void add_validations(const Wanted *w, Panel *p, int group, View view) {
     if (view == AGAINST_FIRST) validations_at(w, 0, step, &first, &ignored);
     double x = view == OVER_TIME ? mean(seconds) : step, base = first.count ? mean(first) : 0;
     series_add(line, (Sample){.x = x, .y = mean(losses) - base});
-    series_add(low, (Sample){.x = x, .y = losses.low - base});
     series_add(band, (Sample){.x = x, .y = losses.high - base, .base = losses.low - base});
   }
   if (!line->count) return;

@@ -123,9 +123,12 @@ Range panel_range(const Panel *p, bool vertical, bool positive) {
   Range r = {INFINITY, -INFINITY};
   for (int k = 0; k < p->count; k++)
     for (int n = 0; n < p->series[k].count && !(vertical && p->series[k].clamped); n++) {
-      double value = vertical ? p->series[k].samples[n].y : p->series[k].samples[n].x;
-      if (!isfinite(value) || (positive && value <= 0)) continue;
-      r = (Range){fmin(r.low, value), fmax(r.high, value)};
+      const Sample *s = &p->series[k].samples[n];
+      for (int edge = 0; edge <= (vertical && p->series[k].area); edge++) {
+        double value = edge ? s->base : vertical ? s->y : s->x;
+        if (!isfinite(value) || (positive && value <= 0)) continue;
+        r = (Range){fmin(r.low, value), fmax(r.high, value)};
+      }
     }
   return r;
 }
