@@ -124,7 +124,8 @@ Range panel_range(const Panel *p, bool vertical, bool positive) {
   for (int k = 0; k < p->count; k++)
     for (int n = 0; n < p->series[k].count && !(vertical && p->series[k].clamped); n++) {
       const Sample *s = &p->series[k].samples[n];
-      for (int edge = 0; edge <= (vertical && p->series[k].area); edge++) {
+      int edges = vertical && p->series[k].area ? 2 : 1;
+      for (int edge = 0; edge < edges; edge++) {
         double value = edge ? s->base : vertical ? s->y : s->x;
         if (!isfinite(value) || (positive && value <= 0)) continue;
         r = (Range){fmin(r.low, value), fmax(r.high, value)};
