@@ -28,9 +28,11 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 Q := $(if $(V),,@)# `make V=1` shows whole commands
 
 GOALS := $(or $(MAKECMDGOALS),all)
+# These install what is missing, then start make over with build-and-GOAL.
+RUNS  := run real-run test bench memory-curve
 
-.PHONY: all tests info deps deps-run deps-dev run real-run test bench memory-curve check format clean help
-.PHONY: liblce.so build-library fuzz build-and-run build-and-real-run build-and-test build-and-fuzz build-and-bench build-and-memory-curve
+.PHONY: all tests info deps deps-run deps-dev $(RUNS) $(RUNS:%=build-and-%) check format clean help
+.PHONY: liblce.so build-library fuzz build-and-fuzz
 .SECONDARY:
 .DELETE_ON_ERROR:
 all:
@@ -64,8 +66,8 @@ WARNINGS := -Wall -Wextra -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-faile
 
 # --- What is there ------------------------------------------------------------------------------------------
 
-# These goals only start another make after installing, or need no compiler: they skip the search.
-SEARCH := $(filter-out liblce.so run real-run test fuzz bench memory-curve check format clean help,$(GOALS))
+# These goals only start another make, or need no compiler: they skip the search.
+SEARCH := $(filter-out $(RUNS) liblce.so fuzz check format clean help,$(GOALS))
 ifneq ($(SEARCH),)
 
 MULTIARCH := $(shell $(CC) -print-multiarch 2>/dev/null)
@@ -235,7 +237,7 @@ SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels
 ifeq ($(VARIANT),library)
   SOURCES := $(filter base/% kernels/%,$(SOURCES))
 endif
-PROGRAMS := $(wildcard train.c tools/*.c) tools/bench_scaling.sh $(if $(HAVE_CUDA),$(wildcard tools/*.cu))
+PROGRAMS := $(wildcard train.c tools/*.c) tools/bench_scaling.sh
 TESTS    := $(wildcard tests/*/test_*.c)
 HELPERS  := $(wildcard tests/*.c)
 PYTHON_TESTS := $(wildcard tests/*/test_*.py)
@@ -296,9 +298,6 @@ endef
 $(call programs,$(filter %.c,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
 	$(LINK)
 
-$(call programs,$(filter %.cu,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.cu.o $(LIBRARY)
-	$(LINK)
-
 $(BIN)tools/bench_scaling: tools/bench_scaling.sh
 	@mkdir -p $(@D)
 	$(Q)install $< $@
@@ -322,8 +321,8 @@ build-library: $(LIBRARY)
 
 # --- Running ------------------------------------------------------------------------------------------------
 
-# What is missing is installed first; then make starts over and finds it. With DEPS_ROOT nothing is installed.
-run real-run test bench memory-curve:
+# With DEPS_ROOT nothing is installed.
+$(RUNS):
 	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test,$@),,-run))
 	@$(MAKE) build-and-$@
 
@@ -388,7 +387,7 @@ format:
 	clang-format -i $(CODE)
 
 clean:
-	rm -rf build tools/torch/build tools/torch/*.egg-info train liblce.so $(basename $(wildcard tools/*.c tools/*.cu) tools/bench_scaling.sh)
+	rm -rf build tools/torch/build tools/torch/*.egg-info liblce.so $(basename $(PROGRAMS))
 
 help:
 	@sed -n 's/^#: \?//p' Makefile

@@ -86,7 +86,6 @@ void option_set(const Option *o, void *values, const char *text) {
     store(o, field, choice(o, text));
     break;
   case OPTION_TEXT:
-    if (o->choices) choice(o, text);
     *(const char **)field = text;
     break;
   case OPTION_LIST:
@@ -238,9 +237,10 @@ int option_table_take(const OptionTable *table, void *values, int argc, char **a
     const Option *o = &table->rows[row];
     const char *value = argv[i][strlen(name)] ? argv[i] + strlen(name) + 1 : NULL;
     if (o->type == OPTION_FLAG && value) fail("%s takes no value", name);
-    bool missing = o->type != OPTION_FLAG && !value && i + 1 == argc;
-    if (missing && o->type == OPTION_TEXT) fail("%s needs a value; --help says which", name);
-    if (o->type != OPTION_FLAG && !value) value = missing ? "" : argv[++i];
+    if (o->type != OPTION_FLAG && !value) {
+      if (++i == argc) fail("%s needs a value; --help says which", name);
+      value = argv[i];
+    }
     take(&parsing, row, value);
   }
   check_exclusions(table->rows, values, given);

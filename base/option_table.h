@@ -13,7 +13,7 @@ typedef enum {
   OPTION_WHOLE,  // a whole number: int or int64_t
   OPTION_NUMBER, // a double
   OPTION_CHOICE, // one of the words of `choices`: writes its place in the list into an enum
-  OPTION_TEXT,   // const char *, the argument itself; one of `choices` where there are any
+  OPTION_TEXT,   // const char *, the argument itself
   OPTION_LIST    // TextList: may be given several times
 } OptionType;
 

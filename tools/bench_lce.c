@@ -1,12 +1,8 @@
-// Time and memory of linear_cross_entropy (LM head + loss), forward and backward, and what its terms cost. Times
-// the fused mode at each chunk, and with --materialized the other mode, each alternating with the three plain
-// GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once); with
-// --terms also the fused mode with one term of the loss after the other, alternating with the loss without it.
-// Prints medians, the medians of the ratios to what each alternates with (tools/measure.h), and the bytes held.
-//
-// With --sample it times the fused mode with sampled tiles too, at each chunk and M0, against the same GEMMs, and
-// prints the shares of tiles and mass that were dropped. --terms ends with sampling against the loss without it:
-// with every tile kept, which shows what sampling itself costs, and with M0 = 1.
+// Time and memory of linear_cross_entropy (LM head + loss), forward and backward: each mode and chunk alternates with the
+// three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once),
+// each term of the loss (--terms) with the loss without it. Prints medians, the medians of the ratios to what each alternates
+// with (tools/measure.h), and the bytes held. --terms ends with sampling: with every tile kept, which shows what sampling
+// itself costs, and with M0 = 1.
 //
 // How many tiles sampling drops depends on the logits, and random ones say nothing about a model's. --checkpoint
 // takes a trained state: W is the model's head, x the final norm's output for the first N tokens that ./train
@@ -46,7 +42,8 @@ enum { MAX_ITEMS = 8 }; // of a list
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, seq_len, repeat;
-  const char *device, *chunk_list, *sample_list, *checkpoint;
+  DeviceKind device;
+  const char *chunk_list, *sample_list, *checkpoint;
   TextList data;
   bool materialized, terms;
   int64_t chunks[MAX_ITEMS];
@@ -70,7 +67,7 @@ static const Option option_rows[] = {
      HELP("With --checkpoint: tokens in a sequence (default that of ./train)")},
     {TEXT("sample", "M0[,M0...]", sample_list),
      HELP("Also time the fused mode with sampled tiles, at each chunk; M0 as for ./train --lce-sample")},
-    {TEXT("device", "cpu|cuda", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run")},
+    {CHOICE("device", "cpu|cuda", device, "cpu or cuda"), DEFAULT("cpu"), HELP("Where to run")},
     {WHOLE("repeat", "R", repeat, 1, MEASURE_MAX_ROUNDS), DEFAULT("7"),
      HELP("Rounds, of which the median counts")},
     {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
@@ -238,15 +235,15 @@ typedef struct {
   size_t held;             // bytes
 } Work;
 
+enum { GEMMS, FUSED }; // the first works: three plain GEMMs, the fused mode at the first chunk
 enum { MAX_WORKS = (2 + MAX_ITEMS) * MAX_ITEMS + 14 };
 
 typedef struct {
   const Settings *settings;
   const State *state; // NULL: random
   LceTensors layer;
-  Tensor bias, dbias, class_weights, token_weights, entropy_weights, stats, sampled; // what terms need
   Work works[MAX_WORKS];
-  Tensor barrier;                     // fp32 [1]
+  Tensor barrier, sampled;            // fp32 [1]; TileSampling's stats
   int count, first_split, first_term; // terms come last
 } Bench;
 
@@ -262,27 +259,33 @@ __attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, int base, 
   return work;
 }
 
-static void add_terms(Bench *b, int fused) {
-  const LinearCrossEntropy plain = b->works[fused].call;
-  add_work(b, fused, plain, "+ mean on the device")->call.mean = true;
-  add_work(b, fused, plain, "+ token weights")->call.token_weights = b->token_weights;
-  add_work(b, fused, plain, "+ class weights")->call.terms.class_weights = b->class_weights;
-  LinearCrossEntropy *call = &add_work(b, fused, plain, "+ z-loss")->call;
+static LinearCrossEntropy *add_term(Bench *b, const char *name) {
+  return &add_work(b, FUSED, b->works[FUSED].call, "+ %s", name)->call;
+}
+
+static void add_terms(Bench *b) {
+  Backend *backend = b->layer.backend;
+  int64_t tokens = b->settings->tokens, vocab_size = b->settings->vocab_size;
+  Tensor stats = reserve_vector(backend, "stats", DTYPE_F32, tokens, false);
+  add_term(b, "mean on the device")->mean = true;
+  add_term(b, "token weights")->token_weights =
+      reserve_vector(backend, "token weights", DTYPE_F32, tokens, true);
+  add_term(b, "class weights")->terms.class_weights =
+      reserve_vector(backend, "class weights", DTYPE_F32, vocab_size, true);
+  LinearCrossEntropy *call = add_term(b, "z-loss");
   call->terms.z_loss = 1e-4f;
-  call->outputs.z_loss = b->stats;
-  add_work(b, fused, plain, "+ label smoothing")->call.terms.label_smoothing = 0.1f;
-  add_work(b, fused, plain, "+ temperature")->call.terms.temperature = 0.7f;
-  add_work(b, fused, plain, "+ soft-cap")->call.terms.softcap = 30;
-  call = &add_work(b, fused, plain, "+ bias")->call;
-  call->bias = b->bias;
-  call->dbias = b->dbias;
-  call = &add_work(b, fused, plain, "+ entropy")->call;
-  call->entropy_weights = b->entropy_weights;
-  call->outputs.entropy = b->stats;
-  LinearCrossEntropy sampled = plain;
-  sampled.sampling.stats = b->sampled;
-  add_work(b, fused, sampled, "+ sampling, all kept")->call.sampling.full_mass = 1e-30f;
-  add_work(b, fused, sampled, "+ sampling")->call.sampling.full_mass = 1;
+  call->outputs.z_loss = stats;
+  add_term(b, "label smoothing")->terms.label_smoothing = 0.1f;
+  add_term(b, "temperature")->terms.temperature = 0.7f;
+  add_term(b, "soft-cap")->terms.softcap = 30;
+  call = add_term(b, "bias");
+  call->bias = reserve_vector(backend, "bias", backend->dtype, vocab_size, false);
+  call->dbias = reserve_vector(backend, "dbias", DTYPE_F32, vocab_size, false);
+  call = add_term(b, "entropy");
+  call->entropy_weights = reserve_vector(backend, "entropy weights", DTYPE_F32, tokens, true);
+  call->outputs.entropy = stats;
+  add_term(b, "sampling, all kept")->sampling = (TileSampling){.full_mass = 1e-30f, .stats = b->sampled};
+  add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};
 }
 
 // The call with this rank's rows of the head.
@@ -302,33 +305,25 @@ static LinearCrossEntropy split_call(const LceTensors *layer, int64_t chunk) {
 static Bench *bench_create(const Settings *o, Backend *backend, LceShape shape) {
   Bench *b = host_alloc(1, sizeof *b, "the benchmark");
   *b = (Bench){.settings = o, .layer = layer_reserve(backend, shape)};
-  const int gemms = 0, fused = 1;
   b->barrier = reserve_vector(backend, "barrier", DTYPE_F32, 1, false);
   b->sampled = reserve_vector(backend, "tiles dropped", DTYPE_F32, 3, false);
-  add_work(b, gemms, (LinearCrossEntropy){.chunk = 0}, "three plain GEMMs");
+  add_work(b, GEMMS, (LinearCrossEntropy){.chunk = 0}, "three plain GEMMs");
   for (int i = 0; i < o->chunk_count; i++)
-    add_work(b, gemms, layer_call(&b->layer, LCE_FUSED, o->chunks[i]), "fused, chunk %lld",
+    add_work(b, GEMMS, layer_call(&b->layer, LCE_FUSED, o->chunks[i]), "fused, chunk %lld",
              (long long)o->chunks[i]);
   for (int i = 0; i < o->sample_count * o->chunk_count; i++) {
     int64_t chunk = o->chunks[i % o->chunk_count];
     double full_mass = o->samples[i / o->chunk_count];
     LinearCrossEntropy call = layer_call(&b->layer, LCE_FUSED, chunk);
     call.sampling = (TileSampling){.full_mass = (float)full_mass, .stats = b->sampled};
-    add_work(b, gemms, call, "M0 %g, chunk %lld", full_mass, (long long)chunk);
+    add_work(b, GEMMS, call, "M0 %g, chunk %lld", full_mass, (long long)chunk);
   }
-  if (o->materialized) add_work(b, gemms, layer_call(&b->layer, LCE_MATERIALIZED, 1), "materialized");
+  if (o->materialized) add_work(b, GEMMS, layer_call(&b->layer, LCE_MATERIALIZED, 1), "materialized");
   b->first_split = b->count;
   for (int i = 0; i < o->chunk_count && backend->ranks > 1; i++)
-    add_work(b, fused + i, split_call(&b->layer, o->chunks[i]), "split, chunk %lld", (long long)o->chunks[i]);
+    add_work(b, FUSED + i, split_call(&b->layer, o->chunks[i]), "split, chunk %lld", (long long)o->chunks[i]);
   b->first_term = b->count;
-  if (!o->terms) return b;
-  b->bias = reserve_vector(backend, "bias", backend->dtype, o->vocab_size, false);
-  b->dbias = reserve_vector(backend, "dbias", DTYPE_F32, o->vocab_size, false);
-  b->class_weights = reserve_vector(backend, "class weights", DTYPE_F32, o->vocab_size, true);
-  b->token_weights = reserve_vector(backend, "token weights", DTYPE_F32, o->tokens, true);
-  b->entropy_weights = reserve_vector(backend, "entropy weights", DTYPE_F32, o->tokens, true);
-  b->stats = reserve_vector(backend, "stats", DTYPE_F32, o->tokens, false);
-  add_terms(b, fused);
+  if (o->terms) add_terms(b);
   return b;
 }
 
@@ -391,7 +386,7 @@ static void report_loss(const Bench *b) {
   int64_t tokens = b->settings->tokens;
   float *loss = host_alloc(tokens, sizeof *loss, "the losses");
   double sum = 0;
-  layer_run(&b->layer, LCE_FUSED, b->settings->chunks[0]);
+  linear_cross_entropy(b->layer.backend, b->works[FUSED].call);
   backend_to_host(b->layer.backend, loss, b->layer.loss);
   for (int64_t n = 0; n < tokens; n++) sum += (double)loss[n];
   printf("  loss %.4f over %s targets\n", sum / (double)max_i64(b->state->counted, 1),

@@ -16,7 +16,6 @@
 #include "tools/measure.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
-#include "trainer/trainer.h"
 
 // --- recording the GEMMs of a pass ----------------------------------------------------------------------
 
@@ -126,35 +125,21 @@ static void replay(Backend *backend) {
 
 enum { WARM_UP = 3, ROUNDS = 5 };
 
-typedef struct {
-  Trainer *trainer;
-  const Loader *loader;
-  int64_t step, micro_steps;
-} Steps;
-
-static void one_step(Steps *s) {
-  StepResult results[TRAINER_PENDING];
-  trainer_step(s->trainer, s->loader, s->step++);
-  trainer_collect(s->trainer, results);
-}
-
 enum { STEP, GEMMS }; // a whole step, and its GEMMs alone
 
 static double seconds(void *steps, int which) {
   Steps *s = steps;
-  Backend *backend = s->trainer->backend;
+  Backend *backend = s->trainer.backend;
   // A timed step makes one whole update: what the step before left to it, and its own but for what it leaves. A replay
   // overwrites gradients, so nothing is left to it.
   if (which == GEMMS)
-    trainer_model(s->trainer);
-  else if (!s->trainer->update_deferred)
-    one_step(s);
-  backend_synchronize(backend);
-  double start = now_seconds();
-  if (which == STEP) one_step(s);
-  for (int64_t i = 0; which == GEMMS && i < s->micro_steps; i++) replay(backend);
-  backend_synchronize(backend);
-  return now_seconds() - start;
+    trainer_model(&s->trainer);
+  else if (!s->trainer.update_deferred)
+    steps_run(s);
+  double start = device_seconds(backend);
+  if (which == STEP) steps_run(s);
+  for (int64_t i = 0; which == GEMMS && i < s->trainer.options->micro_steps; i++) replay(backend);
+  return device_seconds(backend) - start;
 }
 
 // What ./train does and this program would not.
@@ -191,16 +176,11 @@ int main(int argc, char **argv) {
   parse(&options, argc, argv);
   Backend *backend = machine_open(&options);
   options_resolve_chunk(&options, backend->device);
-  Source *source;
-  Loader loader = point_loader(&options, &source);
   plan_require(&options, backend->device, machine_usable_bytes(backend));
-  Trainer trainer;
-  trainer_create(&trainer, &options, backend);
-  trainer_set_mode(&trainer, options.mode);
-
-  Steps steps = {&trainer, &loader, .micro_steps = options.micro_steps};
-  for (int i = 0; i < WARM_UP; i++) one_step(&steps);
-  record_pass(&trainer);
+  Steps steps;
+  steps_begin(&steps, &options, backend, options.mode);
+  for (int i = 0; i < WARM_UP; i++) steps_run(&steps);
+  record_pass(&steps.trainer);
   replay(backend);
   Medians m = measure(seconds, &steps, STEP, GEMMS, 0, ROUNDS);
   double flops = record.flops * (double)options.micro_steps;
@@ -217,9 +197,8 @@ int main(int argc, char **argv) {
          text_bytes(ledger->peak).text, text_bytes(ledger->highest[MEMORY_HEAD]).text);
   printf("  the device     %9s      at the peak, as the system counts\n",
          text_bytes(backend->ops->device_bytes_peak(backend)).text);
-  trainer_destroy(&trainer);
+  steps_end(&steps);
   free(record.gemms);
-  source_close(source);
   backend_destroy(backend);
   options_free(&options);
   return 0;

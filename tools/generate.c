@@ -63,8 +63,7 @@ static const Option option_rows[] = {
     {.type = OPTION_END}};
 
 static Wanted parse(int argc, char **argv) {
-  static const OptionTable table = {option_rows, "Continues a prompt with a Llama or GPT-2 model.",
-                                    "the model is named with --init DIR"};
+  static const OptionTable table = {option_rows, "Continues a prompt.", "the model is named with --init DIR"};
   Wanted w = {.prompt = "\n", .machine = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT}};
   option_table_parse(&table, &w, NULL, argc, argv);
   if (!w.init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");

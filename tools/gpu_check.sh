@@ -24,6 +24,8 @@ failed=0
 
 wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
 row() { printf '%-44s %s\n' "$1" "$2" | tee -a "$OUT/table.txt"; }
+# ... | rows TITLE: a row for each line.
+rows() { while read -r text; do row "$1" "$text"; done; }
 
 # run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row of the table.
 run() {
@@ -38,6 +40,12 @@ run() {
   fi
   return $status
 }
+# check TITLE NAME SECONDS COMMAND...: the last line of its output is a row, too.
+check() {
+  local title=$1
+  shift
+  run "$@" && row "$title" "$(tail -n 1 "$OUT/$1.log")"
+}
 
 command -v nvidia-smi >/dev/null || { echo "tools/gpu_check.sh: no nvidia-smi, so there is no GPU to check" >&2; exit 1; }
 row "GPU" "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
@@ -48,15 +56,15 @@ make -s all tests >"$OUT/build.log" 2>&1 ||
 if wants tests; then
   for program in build/release/tests/{kernels/test_{cuda*,fp8,kernels_*,linear_cross_entropy,loss*,tile_sampling,accuracy},trainer/test_{cuda*,fp8,offload,profile},model/test_{golden,generate},tools/test_lce_ladder}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
-    run "$(basename "$program")" 240 tests/run "$program" && row "$(basename "$program")" "$(tail -n 1 "$OUT/$(basename "$program").log")"
+    check "${program##*/}" "${program##*/}" 240 tests/run "$program"
   done
   # LM head + loss as a GPU before Hopper computes it.
   for program in test_{cuda,cuda_losses,linear_cross_entropy,loss_terms,tile_sampling,loss_golden}; do
-    LCE_HOPPER=0 run "$program-portable" 240 tests/run "build/release/tests/kernels/$program" && row "$program, portable way" "$(tail -n 1 "$OUT/$program-portable.log")"
+    LCE_HOPPER=0 check "$program, portable way" "$program-portable" 240 tests/run "build/release/tests/kernels/$program"
   done
   # Builds liblce.so with CUDA before it runs.
   for program in kernels/test_liblce.py pytorch/test_{functions,training}.py; do
-    run "${program#*/}" 570 tests/run "tests/$program" && row "$program" "$(tail -n 1 "$OUT/${program#*/}.log")"
+    check "$program" "${program#*/}" 570 tests/run "tests/$program"
   done
 fi
 
@@ -92,7 +100,7 @@ if wants bench; then
   layer() {
     local name="layer-$1-$2-$3"
     run "$name" 150 tools/bench_lce --device cuda --tokens "$1" --hidden-size "$2" --vocab "$3" --chunk 4096,2048,1024 "${@:4}" &&
-      while read -r text; do row "layer, N $1 H $2 V $3" "$text"; done < <(sed -n 's/^  \(fused\|+\|materialized\)/\1/p' "$OUT/$name.log")
+      sed -n 's/^  \(fused\|+\|materialized\)/\1/p' "$OUT/$name.log" | rows "layer, N $1 H $2 V $3"
   }
   # step NAME OPTIONS...: a whole training step
   step() {
@@ -121,24 +129,22 @@ fi
 # The layer through PyTorch and through C, beside others where they are installed; `all` leaves it out without PyTorch.
 if [[ $parts == *" peers "* ]] || { wants peers && python3 -c 'import torch.cuda' 2>/dev/null; }; then
   run liblce 200 make -s liblce.so && run peers 400 tools/bench_peers.py --no-errors --rounds 3 &&
-    while read -r text; do row "peers" "$text"; done < <(grep '^N \|QuACK\|lce\.c' "$OUT/peers.log")
+    grep '^N \|QuACK\|lce\.c' "$OUT/peers.log" | rows peers
 fi
 
 if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 run test_ranks 570 tests/run build/release/tests/trainer/test_ranks &&
-    row "test_ranks on $ranks GPUs" "$(tail -n 1 "$OUT/test_ranks.log")"
-  LCE_GPU_RANKS=$ranks run test_vocabulary_parallel 200 tests/run build/release/tests/kernels/test_vocabulary_parallel &&
-    row "test_vocabulary_parallel on $ranks GPUs" "$(tail -n 1 "$OUT/test_vocabulary_parallel.log")"
+  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 check "test_ranks on $ranks GPUs" test_ranks 570 tests/run build/release/tests/trainer/test_ranks
+  LCE_GPU_RANKS=$ranks check "test_vocabulary_parallel on $ranks GPUs" test_vocabulary_parallel 200 tests/run build/release/tests/kernels/test_vocabulary_parallel
   run split 150 tools/launch "$ranks" tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256 --chunk 4096,2048,1024 &&
-    while read -r text; do row "layer, N 16384 H 4096 V 128256 a GPU" "$text"; done < <(sed -n 's/^  \(fused\|split\)/\1/p' "$OUT/split.log")
+    sed -n 's/^  \(fused\|split\)/\1/p' "$OUT/split.log" | rows "layer, N 16384 H 4096 V 128256 a GPU"
   # scaling NAME OPTIONS...: weak scaling from one GPU to all
   scaling() {
     local name="scaling-$1"
     shift
     run "$name" 400 tools/bench_scaling --ranks "$ranks" --device cuda "$@" &&
-      while read -r line; do row "$name" "$line"; done < <(awk 'NR > 1 {print $1 " ranks: " $2 " tokens/s, " $5 ", " $6 " " $7 " sent a step by each"}' "$OUT/$name.log")
+      awk 'NR > 1 {print $1 " ranks: " $2 " tokens/s, " $5 ", " $6 " " $7 " sent a step by each"}' "$OUT/$name.log" | rows "$name"
   }
   scaling llama-1b --model llama-1b --batch 4 --seq-len 4096
   scaling gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024 --steps 100

@@ -23,7 +23,8 @@
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, chunk, repeat;
-  const char *device, *csv, *plot;
+  DeviceKind device;
+  const char *csv, *plot;
 } Settings;
 
 typedef struct {
@@ -39,7 +40,7 @@ static const Option options[] = {
     {WHOLE("hidden-size", "H", hidden_size, 1, INT32_MAX), DEFAULT("256"), HELP("Hidden size")},
     {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("32768"), HELP("Vocabulary")},
     {WHOLE("chunk", "C", chunk, 1, INT32_MAX), DEFAULT("128"), HELP("Tokens per chunk")},
-    {TEXT("device", "NAME", device), .choices = "cpu or cuda", DEFAULT("cpu"), HELP("Where to run: cpu or cuda")},
+    {CHOICE("device", "NAME", device, "cpu or cuda"), DEFAULT("cpu"), HELP("Where to run: cpu or cuda")},
     {WHOLE("repeat", "R", repeat, 1, MEASURE_MAX_ROUNDS), DEFAULT("5"), HELP("Rounds, of which the median counts")},
     {TEXT("csv", "FILE", csv), HELP("Write the table as CSV, too")},
     {TEXT("plot", "FILE", plot), HELP("Draw time and memory as PNG")},
@@ -52,9 +53,9 @@ static const OptionTable table = {options,
 // --- measuring ---------------------------------------------------------------------------------------------
 
 // With one CPU thread the process's own time, which other programs on the machine disturb less.
-static double clock_seconds(const Settings *o) {
+static double clock_seconds(Backend *backend) {
   struct timespec t;
-  if (!strcmp(o->device, "cuda") || omp_get_max_threads() > 1) return now_seconds();
+  if (backend->device == ON_CUDA || omp_get_max_threads() > 1) return device_seconds(backend);
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
@@ -67,15 +68,13 @@ typedef struct {
 // Seconds of a rung; rung 0 is the three plain GEMMs.
 static double seconds(void *bench, int rung) {
   const Bench *b = bench;
-  const Settings *o = b->settings;
-  backend_synchronize(b->layer.backend);
-  double start = clock_seconds(o);
+  Backend *backend = b->layer.backend;
+  double start = clock_seconds(backend);
   if (rung)
-    ladder_run(b->layer.backend, rung, layer_call(&b->layer, LCE_FUSED, o->chunk));
+    ladder_run(backend, rung, layer_call(&b->layer, LCE_FUSED, b->settings->chunk));
   else
-    layer_gemms(&b->layer, o->tokens);
-  backend_synchronize(b->layer.backend);
-  return clock_seconds(o) - start;
+    layer_gemms(&b->layer, b->settings->tokens);
+  return clock_seconds(backend) - start;
 }
 
 // Errors and bytes from a first run, then times alternating with the GEMMs.
@@ -135,8 +134,8 @@ int main(int argc, char **argv) {
   option_table_parse(&table, &o, NULL, argc, argv);
   if (o.chunk > o.tokens) o.chunk = o.tokens;
 
-  const char *reason = NULL;
-  if (o.plot && !canvas_possible(&reason)) fail("--plot %s: %s", o.plot, reason);
+  const char *missing = canvas_missing();
+  if (o.plot && missing) fail("--plot %s: %s", o.plot, missing);
   Backend *backend = layer_backend(o.device, 0);
   LceShape shape = {
       .tokens = o.tokens, .hidden_size = o.hidden_size, .vocab_size = o.vocab_size, .dtype = backend->dtype};

@@ -5,6 +5,12 @@
 
 enum { MEASURE_MAX_ROUNDS = 99 };
 
+// Now, once the device has done what it was given; the argument is a Backend (Ledger.clock).
+static inline double device_seconds(void *backend) {
+  backend_synchronize(backend);
+  return now_seconds();
+}
+
 // Medians over the rounds. The ratio is that of neighbours, work over base: a GPU at its power limit is slower
 // after harder work, so only neighbours compare.
 typedef struct {

@@ -26,13 +26,13 @@
 
 // What the command line says, and what follows from it.
 typedef struct {
-  const char *sweep, *values, *recipe_name, *out;
-  bool timeline, fresh, redraw, list_recipes;
+  const char *recipe_name, *out;
+  bool fresh, redraw, list_recipes;
   int64_t tokens;
   double memory_gib;
   int resolution;
-  const Recipe *recipe; // NULL: none
-  Options options;      // ./train's
+  Recipe recipe;   // the one named, or what the options say
+  Options options; // ./train's
   Experiment e;
   char device[160]; // its description
   size_t usable;    // bytes; 0: unknown
@@ -43,18 +43,18 @@ typedef struct {
 #define OPTION_VALUES Run
 static const Option option_rows[] = {
     {GROUP("What is swept")},
-    {TEXT("sweep", "WHAT", sweep),
+    {CHOICE("sweep", "WHAT", recipe.sweeps[0].sweep, "tokens, vocab, hidden or chunk"),
      HELP("tokens, vocab, hidden or chunk (default tokens). A chunk is swept over LM head + loss alone and "
           "drawn as time against memory")},
-    {TEXT("values", "LIST", values),
+    {TEXT("values", "LIST", recipe.sweeps[0].values),
      HELP("512,1024,4096 or a range: 256:2048:256, 128:16384:x2; tokens also as batch x sequence, 4x20480 "
           "(default: eight that suit the model)")},
-    {FLAG("layer-only", e.layer_only, true),
+    {FLAG("layer-only", recipe.layer_only, true),
      HELP("LM head + loss alone, on random data: tokens from --batch x --seq-len or --tokens")},
     {WHOLE("tokens", "N", tokens, 1, INT32_MAX), HELP("Tokens of --layer-only")},
-    {FLAG("gradient-error", e.errors, true),
+    {FLAG("gradient-error", recipe.errors, true),
      HELP("With --layer-only: compare sampled gradients with float64")},
-    {FLAG("timeline", timeline, true),
+    {FLAG("timeline", recipe.timeline, true),
      EXCLUDES("sweep, values, layer-only", "a timeline shows whole steps of one size"),
      HELP("Instead: bytes in use over three training steps, by category, in both modes")},
     {TEXT("recipe", "NAME", recipe_name), EXCLUDES("sweep, values, timeline", "a recipe says what is swept"),
@@ -87,13 +87,19 @@ static void parse(Run *r, int argc, char **argv) {
       "Every option of ./train that describes the model, the job or the machine is understood too (./train "
       "--help): --model, --vocab, --batch, --seq-len, --recompute, --lce-chunk, --device, ...",
       NULL};
+  r->recipe = (Recipe){.name = "none", .sweeps = {{.values = VALUES_USUAL}}};
   int words = option_table_take(&table, r, argc, argv), count = 1, extra = 0;
+  if (r->recipe.timeline) r->recipe.sweeps[0].values = NULL;
   if (r->list_recipes) {
     recipes_list();
     exit(0);
   }
-  r->recipe = recipe_named(r->recipe_name);
-  const char *const *arguments = r->recipe ? r->recipe->arguments : NULL;
+  if (r->recipe_name) {
+    bool errors = r->recipe.errors;
+    r->recipe = *recipe_named(r->recipe_name);
+    r->recipe.errors |= errors;
+  }
+  const char *const *arguments = r->recipe.arguments;
   while (arguments && arguments[extra]) extra++;
   char **all = host_alloc(words + extra + 1, sizeof *all, "the command line");
   all[0] = argv[0];
@@ -106,15 +112,14 @@ static void parse(Run *r, int argc, char **argv) {
 static void check(Run *r) {
   Options *o = &r->options;
   Experiment *e = &r->e;
-  if (!r->sweep) r->sweep = SWEEP_NAMES[r->recipe ? r->recipe->sweeps[0].sweep : SWEEP_TOKENS];
-  if (sweep_named(r->sweep) == SWEEP_CHUNK) e->layer_only = true;
-  if (r->recipe) e->layer_only = r->recipe->layer_only, e->errors |= r->recipe->errors;
+  e->layer_only = r->recipe.layer_only || r->recipe.sweeps[0].sweep == SWEEP_CHUNK;
+  e->errors = r->recipe.errors;
+  e->plan_only |= r->recipe.longest;
   if (r->tokens && !e->layer_only) fail("--tokens belongs to --layer-only; a step has --batch and --seq-len");
   if (e->errors && !e->layer_only) fail("--gradient-error belongs to --layer-only");
   if (r->tokens) o->batch = 1, o->seq_len = r->tokens;
   o->total_batch = o->batch * o->seq_len;
   o->micro_steps = 1;
-  if (r->recipe && r->recipe->longest) e->plan_only = true;
   e->options = o;
   e->memory = r->usable = bytes_from_gib(r->memory_gib);
 }
@@ -126,11 +131,11 @@ static void choose_device(Run *r) {
   Options *o = &r->options;
   Experiment *e = &r->e;
   const char *reason;
-  if (r->recipe && r->recipe->gpu && o->device == DEVICE_AUTO) {
+  if (r->recipe.gpu && o->device == DEVICE_AUTO) {
     Backend *gpu = cuda_backend_create(0, DTYPE_BF16, &reason);
     if (gpu) backend_destroy(gpu);
     if (!gpu) {
-      printf("%s is planned for a GPU in bf16, since none is used here: %s\n", r->recipe->name, reason);
+      printf("%s is planned for a GPU in bf16, since none is used here: %s\n", r->recipe.name, reason);
       e->plan_only = true;
     }
     o->device = DEVICE_CUDA;
@@ -174,14 +179,16 @@ static void print_head(const Experiment *e) {
   putchar('\n');
 }
 
+static Label point_name(const Point *p) {
+  return label("%s %s", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text);
+}
+
 static void print_row(const Experiment *e, const Reading *r, const char *left) {
   const Point *p = &r->point;
-  char what[40], chunk[24] = "-";
-  snprintf(what, sizeof what, "%s %s", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text);
-  if (p->chunk) snprintf(chunk, sizeof chunk, "%lld", (long long)p->chunk);
-  printf("%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", what, lce_mode_name(p->mode), chunk,
-         bytes_cell(r->planned_bytes).text, bytes_cell(r->ledger_bytes).text,
-         bytes_cell((size_t)fmax(0, reading_device_bytes(r))).text, bytes_cell(reading_layer_bytes(r)).text,
+  printf("%-17s %-13s %6s %11s %11s %11s %11s %10s %10s", point_name(p).text, lce_mode_name(p->mode),
+         p->chunk ? label("%lld", (long long)p->chunk).text : "-", bytes_cell(r->planned_bytes).text,
+         bytes_cell(r->ledger_bytes).text, bytes_cell((size_t)fmax(0, reading_device_bytes(r))).text,
+         bytes_cell(reading_layer_bytes(r)).text,
          time_cell(e->layer_only ? r->floor_seconds : r->step_seconds).text,
          time_cell(r->layer_seconds).text);
   if (e->errors && r->status == POINT_MEASURED)
@@ -223,11 +230,9 @@ static void measure_points(const Experiment *e, Curve *c, const char *path) {
   for (int i = 0; i < c->count; i++) {
     Reading *r = &c->readings[i];
     const Point *p = &r->point;
-    char left[40] = "";
+    Label left = {""};
     if (!reading_known(r)) {
-      if (isatty(STDOUT_FILENO))
-        printf("%s %s, %s ...\r", SWEEP_NAMES[p->sweep], text_grouped((int64_t)point_value(p)).text,
-               lce_mode_name(p->mode));
+      if (isatty(STDOUT_FILENO)) printf("%s, %s ...\r", point_name(p).text, lce_mode_name(p->mode));
       fflush(stdout);
       *r = point_read(e, p);
       curve_write(c, path);
@@ -238,9 +243,9 @@ static void measure_points(const Experiment *e, Curve *c, const char *path) {
         ahead -= point_flops(e, p);
       double spent = now_seconds() - started;
       if (done > 0 && ahead - done > 1e-6 * ahead)
-        snprintf(left, sizeof left, "  %s left", text_duration(spent / done * (ahead - done)).text);
+        left = label("  %s left", text_duration(spent / done * (ahead - done)).text);
     }
-    print_row(e, r, left);
+    print_row(e, r, left.text);
   }
 }
 
@@ -325,7 +330,7 @@ static void describe(Curve *c, const Run *r) {
   const Options *o = &r->options;
   const ModelConfig *m = &o->model;
   curve_set(c, "what", "%s", r->e.layer_only ? "layer" : "step");
-  curve_set(c, "recipe", "%s", r->recipe ? r->recipe->name : "none");
+  curve_set(c, "recipe", "%s", r->recipe.name);
   curve_set(c, "planned", "%s", r->e.plan_only ? "yes" : "no");
   curve_set(c, "device", "%s", r->device);
   curve_set(c, "dtype", "%s", dtype_name(o->dtype));
@@ -353,16 +358,17 @@ static void describe(Curve *c, const Run *r) {
             (long long)(o->lce_chunk ? o->lce_chunk : o->lce_memory));
   if (r->e.errors) curve_set(c, "gradient_error", "yes");
   if (r->memory_gib > 0) curve_set(c, "memory", "%g GiB", r->memory_gib);
-  curve_set(c, "sweep", "%s", r->sweep);
-  curve_set(c, "values", "%s", r->values ? r->values : "usual");
+  curve_set(c, "sweep", "%s", SWEEP_NAMES[r->recipe.sweeps[0].sweep]);
+  bool own = !r->recipe_name && r->recipe.sweeps[0].values; // a recipe's need not be said
+  curve_set(c, "values", "%s", own ? r->recipe.sweeps[0].values : VALUES_USUAL);
 }
 
 // Writes a picture, if this build and machine can draw, and frees it.
 static void draw(const Run *r, const char *name, Picture *picture) {
-  const char *reason;
+  const char *missing = canvas_missing();
   char *path = path_join(r->out, name);
-  if (!canvas_possible(&reason)) {
-    printf("no picture: %s\n", reason);
+  if (missing) {
+    printf("no picture: %s\n", missing);
   } else {
     picture_write(picture, r->resolution, path);
     printf("wrote %s\n", path);
@@ -372,27 +378,26 @@ static void draw(const Run *r, const char *name, Picture *picture) {
 }
 
 // The picture of a curve; a grid of panels puts the trade-off into a separate picture.
-static void draw_curve(const Run *r, const Curve *c, const Recipe *recipe) {
-  draw(r, "curve.png", picture_curve(c, recipe));
-  if (recipe && recipe->sweeps[1].values && picture_has_trade(c))
-    draw(r, "trade.png", picture_trade(c, recipe));
+static void draw_curve(const Run *r, const Curve *c) {
+  const Recipe *recipe = recipe_of(c);
+  draw(r, "curve.png", picture_curve(c));
+  if (recipe && recipe->sweeps[1].values && picture_has_trade(c)) draw(r, "trade.png", picture_trade(c));
 }
 
 static void sweep(const Run *r) {
   const Experiment *e = &r->e;
   Curve curve = {0};
-  for (int i = 0; r->recipe && r->recipe->sweeps[i].values; i++)
-    curve_add_sweep(&curve, e, r->recipe->sweeps[i].sweep, r->recipe->sweeps[i].values);
-  if (!r->recipe) curve_add_sweep(&curve, e, sweep_named(r->sweep), r->values);
+  for (int i = 0; r->recipe.sweeps[i].values; i++)
+    curve_add_sweep(&curve, e, r->recipe.sweeps[i].sweep, r->recipe.sweeps[i].values);
   describe(&curve, r);
   char *csv = path_join(r->out, "curve.csv");
   printf("%s\n\n", curve_caption(&curve).text);
   if (!r->fresh) resume(&curve, csv);
   measure_points(e, &curve, csv);
   print_summary(e, &curve);
-  if (r->recipe) recipe_compare(r->recipe, e, &curve);
+  if (r->recipe_name) recipe_compare(&r->recipe, e, &curve);
   printf("\nwrote %s\n", csv);
-  draw_curve(r, &curve, r->recipe);
+  draw_curve(r, &curve);
   free(csv);
   curve_free(&curve);
 }
@@ -420,10 +425,10 @@ static void timeline(Run *r) {
     timeline_add_fp32(&t, (size_t)(o->batch * o->seq_len * o->model.vocab_size) * sizeof(uint16_t));
   describe(&settings, r);
   printf("%s\n", curve_caption(&settings).text);
-  timeline_compare(&t, r->recipe);
+  timeline_compare(&t, &settings);
   timeline_write(&t, &settings, csv);
   printf("\nwrote %s\n", csv);
-  draw(r, "timeline.png", picture_timeline(&t, &settings, r->recipe));
+  draw(r, "timeline.png", picture_timeline(&t, &settings));
   free(csv);
   timeline_free(&t);
   curve_free(&points);
@@ -434,17 +439,13 @@ static void longest(const Run *r) {
   int count = longest_plan(&r->e, all);
   Curve settings = {0};
   describe(&settings, r);
-  printf("%s\n  %s\n\n", r->recipe->source, r->recipe->says);
+  printf("%s\n  %s\n\n", r->recipe.source, r->recipe.says);
   longest_print(&r->e, all, count);
   char *csv = path_join(r->out, "longest.csv");
   longest_write(all, count, &settings, csv);
   printf("\nwrote %s\n", csv);
   free(csv);
-  draw(r, "longest.png", picture_longest(all, count, &settings, r->recipe));
-}
-
-static const Recipe *recipe_of(const Curve *settings) {
-  return recipe_named(curve_is(settings, "recipe", "none") ? NULL : curve_setting(settings, "recipe").text);
+  draw(r, "longest.png", picture_longest(all, count, &settings));
 }
 
 // Redraws what the folder holds.
@@ -453,10 +454,10 @@ static void redraw(const Run *r) {
   Curve curve, settings = {0};
   Timeline t;
   bool any = curve_read(&curve, curve_csv) && curve.count;
-  if (any) draw_curve(r, &curve, recipe_of(&curve));
+  if (any) draw_curve(r, &curve);
   curve_free(&curve);
   if (timeline_read(&t, &settings, timeline_csv)) {
-    draw(r, "timeline.png", picture_timeline(&t, &settings, recipe_of(&settings)));
+    draw(r, "timeline.png", picture_timeline(&t, &settings));
     timeline_free(&t);
   } else if (!any) {
     fail("%s holds neither curve.csv nor timeline.csv; run a sweep first, or name another --out", r->out);
@@ -470,18 +471,17 @@ int main(int argc, char **argv) {
   parse(&r, argc, argv);
   check(&r);
   char folder[300];
-  snprintf(folder, sizeof folder, "runs/memory_curve%s%s", r.recipe ? "/" : "",
-           r.recipe ? r.recipe->name : "");
+  snprintf(folder, sizeof folder, "runs/memory_curve%s%s", r.recipe_name ? "/" : "",
+           r.recipe_name ? r.recipe_name : "");
   if (!r.out) r.out = folder;
-  bool plans = r.recipe && r.recipe->longest; // which are made again to redraw
-  if (r.redraw && !plans) {
+  if (r.redraw && !r.recipe.longest) { // plans are made again
     redraw(&r);
   } else {
     choose_device(&r);
     path_make_folders("out", r.out);
-    if (plans) longest(&r);
-    if (!r.timeline && !(r.recipe && !r.recipe->sweeps[0].values)) sweep(&r);
-    if (r.timeline || (r.recipe && r.recipe->timeline)) timeline(&r);
+    if (r.recipe.longest) longest(&r);
+    if (r.recipe.sweeps[0].values) sweep(&r);
+    if (r.recipe.timeline) timeline(&r);
   }
   options_free(&r.options);
   return 0;

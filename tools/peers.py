@@ -1,6 +1,6 @@
 """Implementations of linear_cross_entropy, lce.c's and others', behind one call; and what measures them.
 
-A peer is a function of (x, w, y) that returns (mean loss, dX, dW). One that cannot run here raises Absent with the reason.
+A peer is a function of (x, w, y) that returns (mean loss, dX, dW). One that cannot run here raises an error that says why.
 """
 import importlib
 import math
@@ -18,10 +18,6 @@ sys.path.insert(0, os.path.join(ROOT, "tools", "torch"))
 os.environ.setdefault("LCE_LIBRARY", os.path.join(ROOT, "liblce.so"))
 import lce  # noqa: E402
 from lce.functional import context  # noqa: E402
-
-
-class Absent(Exception):
-    """A peer that cannot run here; the sentence says why."""
 
 
 # --- peers by autograd ------------------------------------------------------------------------------------------
@@ -42,7 +38,7 @@ def cross_entropy_fp32(x, w, y):
 
 def native():
     if not hasattr(F, "linear_cross_entropy"):
-        raise Absent(f"PyTorch {torch.__version__} has none; 2.13 and later do")
+        raise RuntimeError(f"PyTorch {torch.__version__} has none; 2.13 and later do")
     # Without options it is the plain composition; with them it goes in chunks, dW in fp32 (acc_policy "auto").
     chunked = hasattr(torch.nn, "LinearCrossEntropyOptions")
     options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}
@@ -57,7 +53,7 @@ def liger(kernels):
         backends = None
     there = backends.available_impls("cross_entropy_loss_and_grad") if backends else ["nvidia-triton"]
     if kernels not in there:
-        raise Absent(f"Liger finds only {', '.join(there)} here; CuTe needs nvidia-cutlass-dsl and apache-tvm-ffi")
+        raise RuntimeError(f"Liger finds only {', '.join(there)} here; CuTe needs nvidia-cutlass-dsl and apache-tvm-ffi")
     loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
 
     def loss_of(x, w, y):
@@ -124,9 +120,9 @@ def loss_of(peer, device):
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise Absent(f"needs pip install {peer.package}: {error}") from None
+            raise RuntimeError(f"needs pip install {peer.package}: {error}") from None
     if peer.gpu_only and device == "cpu":
-        raise Absent("measured on GPUs only")
+        raise RuntimeError("measured on GPUs only")
     return peer.make()
 
 

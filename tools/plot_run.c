@@ -190,20 +190,21 @@ static void validations_at(const Wanted *w, int group, double step, Sums *losses
   }
 }
 
+static Label total_text(Sums s, int total) {
+  double value = mean(s), error = standard_error(s);
+  if (!s.count) return label("none");
+  if (total == VAL_LOSS) return label(isnan(error) ? "%.4f" : "%.4f ± %.4f", value, error);
+  if (total == TOKENS_PER_SECOND) return label("%s", text_count(value).text);
+  return total == HEAD_BYTES ? axis_value(UNIT_BYTES, value) : label("%.1f%%", 100 * value);
+}
+
 static void print_table(const Wanted *w) {
   printf(
       "| mode | runs | validation loss | tokens/s | LM head + loss, peak | tiles dropped | mass dropped |\n"
       "| --- | --- | --- | --- | --- | --- | --- |\n");
   for (int g = 0; g < w->groups; g++) {
-    Sums sums[TOTALS];
-    for (int t = 0; t < TOTALS; t++) sums[t] = total_of(w, g, t);
-    double error = standard_error(sums[VAL_LOSS]);
-    printf("| %s | %d | %.4f", w->first[g]->name, sums[VAL_LOSS].count, mean(sums[VAL_LOSS]));
-    if (!isnan(error)) printf(" ± %.4f", error);
-    printf(" | %s | %s |", text_count(mean(sums[TOKENS_PER_SECOND])).text,
-           axis_value(UNIT_BYTES, mean(sums[HEAD_BYTES])).text);
-    for (int t = DROPPED_TILES; t <= DROPPED_MASS; t++)
-      printf(sums[t].count ? " %.1f%% |" : " none |", 100 * mean(sums[t]));
+    printf("| %s | %d |", w->first[g]->name, total_of(w, g, VAL_LOSS).count);
+    for (int t = 0; t < TOTALS; t++) printf(" %s |", total_text(total_of(w, g, t), t).text);
     putchar('\n');
   }
 }
@@ -286,8 +287,7 @@ typedef enum { OVER_STEPS, OVER_TIME, AGAINST_FIRST } View;
 // The mean of a group's validation losses, and a band between the lowest and the highest.
 static void add_validations(const Wanted *w, Panel *p, int group, View view) {
   const Series *steps = &w->first[group]->figures[VALIDATION];
-  Series *band = panel_series(p, (Series){.kind = SERIES_AREA, .color = COLORS[group], .opacity = 0.15});
-  Series *low = panel_series(p, (Series){.width = 0}); // the y axis is fitted to y, not to base
+  Series *band = panel_series(p, (Series){.area = true, .color = COLORS[group], .opacity = 0.15});
   Series *line = panel_series(p, (Series){.color = COLORS[group], .width = 2});
   for (int i = 0; i < steps->count; i++) {
     double step = steps->samples[i].x;
@@ -297,7 +297,6 @@ static void add_validations(const Wanted *w, Panel *p, int group, View view) {
     if (view == AGAINST_FIRST) validations_at(w, 0, step, &first, &ignored);
     double x = view == OVER_TIME ? mean(seconds) : step, base = first.count ? mean(first) : 0;
     series_add(line, (Sample){.x = x, .y = mean(losses) - base});
-    series_add(low, (Sample){.x = x, .y = losses.low - base});
     series_add(band, (Sample){.x = x, .y = losses.high - base, .base = losses.low - base});
   }
   if (!line->count) return;
@@ -319,13 +318,11 @@ static void add_bars(const Wanted *w, Picture *picture, const char *title, int t
   static const char *names[LINES_MAX];
   Panel *p = picture_panel(picture, box, label("%s", title));
   p->x.from_zero = true;
-  p->y = (Axis){.names = names, .low = w->groups - 0.5, .high = -0.5};
+  p->y = (Axis){.names = names, .low = -0.5, .high = w->groups - 0.5};
   for (int g = 0; g < w->groups; g++) {
-    double value = mean(total_of(w, g, total));
+    Sums s = total_of(w, g, total);
     names[g] = w->first[g]->name;
-    if (isnan(value)) continue;
-    Label shown = total == HEAD_BYTES ? axis_value(UNIT_BYTES, value) : label("%s", text_count(value).text);
-    panel_bar(p, (Series){.color = COLORS[g]}, value, g - 0.3, g + 0.3, shown);
+    if (s.count) panel_bar(p, (Series){.color = COLORS[g]}, mean(s), g - 0.3, g + 0.3, total_text(s, total));
   }
 }
 
@@ -378,8 +375,8 @@ int main(int argc, char **argv) {
     print_table(&wanted);
     fflush(stdout);
   }
-  const char *reason;
-  if (!canvas_possible(&reason)) fail("no picture can be drawn: %s", reason);
+  const char *missing = canvas_missing();
+  if (missing) fail("no picture can be drawn: %s", missing);
   (wanted.grouped ? draw_groups : draw)(&wanted);
   printf("%s\n", wanted.out);
   for (int k = 0; k < wanted.count; k++)

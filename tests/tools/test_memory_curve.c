@@ -67,8 +67,7 @@ static const Reading *reading(const Curve *c, LceMode mode, Sweep sweep, double 
 }
 
 static bool can_draw(void) {
-  const char *reason;
-  return canvas_possible(&reason);
+  return !canvas_missing();
 }
 
 static void assert_not_blank(const Image *p) {
@@ -278,8 +277,7 @@ static void recipes_plan(void **state) {
   output_free(&o);
   c = curve_in(temp_path("gemma2-2b"));
   for (int trade = 0; trade < 2; trade++) {
-    const Recipe *gemma = recipe_named("gemma2-2b");
-    Picture *picture = trade ? picture_trade(&c, gemma) : picture_curve(&c, gemma);
+    Picture *picture = trade ? picture_trade(&c) : picture_curve(&c);
     assert_says(picture->note, "the paper's figures");
     assert_int_equal(strstr(picture->note, "libraries") != NULL, trade);
     picture_free(picture);
@@ -586,8 +584,8 @@ static void assert_color(const char *what, const Image *p, Spot at, double scale
 }
 
 // Draws and returns the picture, its axes fitted. The caller frees it.
-static Picture *drawn(const Curve *c, const Recipe *recipe, double scale, const char *path) {
-  Picture *picture = picture_curve(c, recipe);
+static Picture *drawn(const Curve *c, double scale, const char *path) {
+  Picture *picture = picture_curve(c);
   picture_write(picture, scale, path);
   return picture;
 }
@@ -618,6 +616,28 @@ static void the_trend_of_a_run(void **state) {
   image_free(&image);
   assert_in_range(pale, 0, 60); // where lines are smoothed into the paper
   assert_in_range(last, 990, 1000);
+}
+
+// A group's bars begin below the panel's top, as many as there are.
+static void bars_of_groups(void **state) {
+  (void)state;
+  if (!can_draw()) skip();
+  write_text("lone-1.jsonl",
+             "{\"event\":\"validation\",\"step\":1,\"val_loss\":2}\n"
+             "{\"event\":\"summary\",\"val_loss\":2,\"tokens_per_second\":9,\"head_peak_bytes\":9}\n");
+  char command[9000];
+  snprintf(command, sizeof command, "'%.*splot_run' --groups --out '%s' '%s' >/dev/null",
+           (int)(strrchr(tool, '/') + 1 - tool), tool, temp_path("lone.png"), temp_path("lone-1.jsonl"));
+  assert_int_equal(system(command), 0);
+  Image image = image_read(temp_path("lone.png"));
+  if (!image.rgb) skip();
+  int inked = 0;
+  for (int y = 824; y < 1040; y++) { // the upper bar's panel, from 828 to 1034
+    const unsigned char *c = image.rgb + 3 * ((long)y * image.width + 1400);
+    inked += c[0] == 0xd9 && c[1] == 0x6a && c[2] == 0x1c;
+  }
+  image_free(&image);
+  assert_in_range(inked, 115, 130); // 0.6 of it
 }
 
 // A curve of made-up readings, measured but for the last point.
@@ -670,7 +690,7 @@ static void lines_are_where_they_should_be(void **state) {
     for (int scale = 1; scale <= 2; scale++) {
       Curve c = made_up(kinds[k], SWEEP_TOKENS);
       const char *path = temp_path("curve.png");
-      Picture *picture = drawn(&c, NULL, scale, path);
+      Picture *picture = drawn(&c, scale, path);
       Image p = image_read(path);
       assert_non_null(p.rgb);
       assert_int_equal(p.width, (int)picture->width * scale);
@@ -704,10 +724,13 @@ static void other_pictures(void **state) {
   (void)state;
   if (!can_draw()) skip();
   // Time against memory.
-  Curve c = made_up("layer", SWEEP_CHUNK);
-  assert_true(picture_has_trade(&c));
-  for (int r = -1; r < 7; r++) {
-    picture_free(drawn(&c, r < 0 ? NULL : &RECIPES[r], 1, temp_path("trade.png")));
+  Curve c = {0};
+  for (int r = 0; r < 8; r++) { // the last without a recipe
+    curve_free(&c);
+    c = made_up("layer", SWEEP_CHUNK);
+    curve_set(&c, "recipe", "%s", RECIPES[r].name ? RECIPES[r].name : "none");
+    assert_true(picture_has_trade(&c));
+    picture_free(drawn(&c, 1, temp_path("trade.png")));
     Image p = image_read(temp_path("trade.png"));
     assert_non_null(p.rgb);
     assert_not_blank(&p);
@@ -716,7 +739,7 @@ static void other_pictures(void **state) {
   // Two sweeps: small multiples, larger.
   Curve other = made_up("layer", SWEEP_TOKENS);
   for (int i = 0; i < other.count; i++) curve_add(&c, &other.readings[i]);
-  Picture *picture = drawn(&c, NULL, 1, temp_path("grid.png"));
+  Picture *picture = drawn(&c, 1, temp_path("grid.png"));
   Image p = image_read(temp_path("grid.png"));
   assert_non_null(p.rgb);
   assert_int_equal(p.width, (int)picture->width);
@@ -834,25 +857,16 @@ static void fit(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(hand_worked_csv),
-      cmocka_unit_test(plan_equals_ledger),
-      cmocka_unit_test(curve_equals_plan),
-      cmocka_unit_test(gradient_errors),
-      cmocka_unit_test(what_does_not_fit),
-      cmocka_unit_test(patience),
-      cmocka_unit_test(recipes_plan),
-      cmocka_unit_test(offloaded_timelines),
-      cmocka_unit_test(longest_sequences),
-      cmocka_unit_test(killed_sweep_resumes),
-      cmocka_unit_test(damaged_files),
-      cmocka_unit_test(the_documents_have_the_peers),
-      cmocka_unit_test(the_trend_of_a_run),
-      cmocka_unit_test(refusals),
-      cmocka_unit_test(lines_are_where_they_should_be),
-      cmocka_unit_test(other_pictures),
-      cmocka_unit_test(drawn_and_redrawn),
-      cmocka_unit_test(timelines),
-      cmocka_unit_test(fit),
+      cmocka_unit_test(hand_worked_csv),    cmocka_unit_test(plan_equals_ledger),
+      cmocka_unit_test(curve_equals_plan),  cmocka_unit_test(gradient_errors),
+      cmocka_unit_test(what_does_not_fit),  cmocka_unit_test(patience),
+      cmocka_unit_test(recipes_plan),       cmocka_unit_test(offloaded_timelines),
+      cmocka_unit_test(longest_sequences),  cmocka_unit_test(killed_sweep_resumes),
+      cmocka_unit_test(damaged_files),      cmocka_unit_test(the_documents_have_the_peers),
+      cmocka_unit_test(the_trend_of_a_run), cmocka_unit_test(bars_of_groups),
+      cmocka_unit_test(refusals),           cmocka_unit_test(lines_are_where_they_should_be),
+      cmocka_unit_test(other_pictures),     cmocka_unit_test(drawn_and_redrawn),
+      cmocka_unit_test(timelines),          cmocka_unit_test(fit),
   };
   return cmocka_run_group_tests_name("memory curves", tests, find_programs, remove_temp_dir);
 }

@@ -29,12 +29,6 @@ const Reading *curve_find(const Curve *c, const Point *point) {
 
 // --- the points of a sweep ---------------------------------------------------------------------------------
 
-Sweep sweep_named(const char *name) {
-  for (int s = 0; s < SWEEP_COUNT; s++)
-    if (strcmp(name, SWEEP_NAMES[s]) == 0) return (Sweep)s;
-  fail("--sweep %s: give tokens, vocab, hidden or chunk", name);
-}
-
 enum { VALUES_MAX = 256 };
 
 // One of --values; batch and seq_len only where it is written as BxT.
@@ -148,7 +142,8 @@ static void set_tokens(Point *p, const Value *v, bool layer_only) {
 void curve_add_sweep(Curve *c, const Experiment *e, Sweep sweep, const char *values) {
   const Options *o = e->options;
   Value list[VALUES_MAX];
-  int count = parse_values(values ? values : usual_values(o, sweep).text, sweep == SWEEP_TOKENS, list);
+  int count = parse_values(strcmp(values, VALUES_USUAL) ? values : usual_values(o, sweep).text,
+                           sweep == SWEEP_TOKENS, list);
   for (int i = 0; i < count; i++) {
     Point p = {.sweep = sweep,
                .mode = LCE_FUSED,
@@ -221,38 +216,33 @@ void curve_require_same(const Curve *on_disk, const Curve *wanted, const char *p
 
 // --- on disk -----------------------------------------------------------------------------------------------
 
-#define WORD(name, field, values)                                                                            \
-  { name, offsetof(Reading, field), values, false, false }
-#define SIZE(name)                                                                                           \
-  { #name, offsetof(Reading, point.name), NULL, false, false }
-#define BYTES(name)                                                                                          \
-  { #name, offsetof(Reading, name), NULL, false, true }
-#define NUMBER(name)                                                                                         \
-  { #name, offsetof(Reading, name), NULL, true, true }
+#define SIZE(field)   .name = #field, .offset = offsetof(Reading, point.field)
+#define BYTES(field)  COLUMN(Reading, field), .optional = true
+#define NUMBER(field) BYTES(field), .number = true
 
 static const Column columns[] = {
-    WORD("sweep", point.sweep, SWEEP_NAMES),
-    WORD("mode", point.mode, MODE_NAMES),
-    SIZE(batch),
-    SIZE(seq_len),
-    {"tokens", offsetof(Reading, tokens), NULL, false, false},
-    SIZE(vocab_size),
-    SIZE(hidden_size),
-    SIZE(chunk),
-    WORD("status", status, STATUS_NAMES),
-    BYTES(planned_bytes),
-    BYTES(planned_layer_bytes),
-    BYTES(ledger_bytes),
-    BYTES(layer_bytes),
-    BYTES(device_bytes),
-    BYTES(device_base_bytes),
-    BYTES(usable_bytes),
-    NUMBER(step_seconds),
-    NUMBER(layer_seconds),
-    NUMBER(floor_seconds),
-    NUMBER(loss_error),
-    NUMBER(dx_error),
-    NUMBER(dweight_error),
+    {SIZE(sweep), .values = SWEEP_NAMES},
+    {SIZE(mode), .values = MODE_NAMES},
+    {SIZE(batch)},
+    {SIZE(seq_len)},
+    {COLUMN(Reading, tokens)},
+    {SIZE(vocab_size)},
+    {SIZE(hidden_size)},
+    {SIZE(chunk)},
+    {COLUMN(Reading, status), .values = STATUS_NAMES},
+    {BYTES(planned_bytes)},
+    {BYTES(planned_layer_bytes)},
+    {BYTES(ledger_bytes)},
+    {BYTES(layer_bytes)},
+    {BYTES(device_bytes)},
+    {BYTES(device_base_bytes)},
+    {BYTES(usable_bytes)},
+    {NUMBER(step_seconds)},
+    {NUMBER(layer_seconds)},
+    {NUMBER(floor_seconds)},
+    {NUMBER(loss_error)},
+    {NUMBER(dx_error)},
+    {NUMBER(dweight_error)},
 };
 static const Table table = {"memory curve", columns, sizeof columns / sizeof *columns, sizeof(Reading)};
 

@@ -17,13 +17,12 @@ void curve_free(Curve *curve);
 // The reading of a point, or NULL.
 const Reading *curve_find(const Curve *curve, const Point *point);
 
-// The sweep called `name`; fails with the names there are.
-Sweep sweep_named(const char *name);
 // Appends the points of a sweep as readings that are not known yet, fused and materialized in turn, from small to
 // large. `values` is a list of sizes ("512,1024,4096") and ranges ("256:2048:256" adds 256 each time, "128:16384:x2"
-// doubles); a size of tokens may also be written as batch x sequence ("4x20480"). NULL takes eight that suit the
+// doubles); a size of tokens may also be written as batch x sequence ("4x20480"). VALUES_USUAL: eight that suit the
 // model. Of chunks, the materialized mode is a single point. The experiment gives what is not swept. Fails in one
 // sentence on what is no number, no range, or no size a model can have.
+#define VALUES_USUAL "usual"
 void curve_add_sweep(Curve *curve, const Experiment *experiment, Sweep sweep, const char *values);
 
 // Appends "name=value" to the settings.

@@ -2,7 +2,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
@@ -45,10 +44,10 @@ static void fill_normal(Backend *backend, Tensor t, bool weight) {
 
 // --- where the tensors lie ---------------------------------------------------------------------------------
 
-Backend *layer_backend(const char *device, int ordinal) {
+Backend *layer_backend(DeviceKind device, int ordinal) {
   const char *reason = NULL;
-  Backend *backend = strcmp(device, "cuda") == 0 ? cuda_backend_create(ordinal, DTYPE_BF16, &reason)
-                                                 : cpu_backend_create(false);
+  Backend *backend =
+      device == ON_CUDA ? cuda_backend_create(ordinal, DTYPE_BF16, &reason) : cpu_backend_create(false);
   if (!backend) fail("--device cuda: %s", reason);
   return backend;
 }
@@ -107,10 +106,6 @@ LinearCrossEntropy layer_call(const LceTensors *l, LceMode mode, int64_t chunk) 
                               .weight = l->weight,
                               .targets = l->targets,
                               .scale = 1.0f / (float)l->x.shape[0]};
-}
-
-void layer_run(const LceTensors *l, LceMode mode, int64_t chunk) {
-  linear_cross_entropy(l->backend, layer_call(l, mode, chunk));
 }
 
 size_t layer_held(Backend *backend, LinearCrossEntropy call) {
@@ -261,7 +256,7 @@ Reference *reference_create(const LceTensors *l, int64_t chunk) {
     r->entries[s] = s % 2 ? random_target(r->tokens[s], shape.vocab_size) : shape.vocab_size * s / SAMPLES;
   }
   reference_tokens(r);
-  layer_run(l, LCE_FUSED, chunk);
+  linear_cross_entropy(l->backend, layer_call(l, LCE_FUSED, chunk));
   // dweight[v] = sum over tokens of (p - onehot) x / N of the sampled entries.
   float *loss = read_losses(l), *w = sampled_rows(r, true, r->entries);
   double total[SAMPLES] = {0};

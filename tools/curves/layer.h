@@ -10,8 +10,8 @@ typedef struct {
   Tensor x, weight, targets, loss, dx, dweight;
 } LceTensors;
 
-// The backend of --device "cpu" or "cuda" (fp32, or bf16 on the GPU of that ordinal); fails when there is none.
-Backend *layer_backend(const char *device, int ordinal);
+// The backend of --device cpu (fp32) or cuda (bf16, on the GPU of that ordinal); fails when there is none.
+Backend *layer_backend(DeviceKind device, int ordinal);
 
 // Reserves the tensors on the backend (a plan's too) and fills x with N(0, 1), weight with N(0, 0.02), targets
 // uniformly: functions of the element alone, rounded to the backend's dtype.
@@ -22,8 +22,6 @@ LceTensors layer_push(Trainer *trainer);
 
 // The call that computes forward and backward once, the mean over all tokens; terms may be added to it.
 LinearCrossEntropy layer_call(const LceTensors *layer, LceMode mode, int64_t chunk);
-// Runs that call. Asynchronous.
-void layer_run(const LceTensors *layer, LceMode mode, int64_t chunk);
 // Runs any call and returns the bytes that it pushed at its peak, its operations' scratch included.
 size_t layer_held(Backend *backend, LinearCrossEntropy call);
 

@@ -45,12 +45,12 @@ void longest_print(const Experiment *e, const Longest *all, int count) {
 
 void longest_write(const Longest *all, int count, const Curve *settings, const char *path) {
   static const char *const choices[] = {"nothing", "all", NULL};
-  const Column columns[] = {{"memory_gib", offsetof(Longest, memory_gib), NULL, true, false},
-                            {"offloaded", offsetof(Longest, offload), choices, false, false},
-                            {"mode", offsetof(Longest, mode), MODE_NAMES, false, false},
-                            {"seq_len", offsetof(Longest, seq_len), NULL, false, true},
-                            {"planned_bytes", offsetof(Longest, planned_bytes), NULL, false, false},
-                            {"host_bytes", offsetof(Longest, host_bytes), NULL, false, true}};
+  const Column columns[] = {{COLUMN(Longest, memory_gib), .number = true},
+                            {.name = "offloaded", .offset = offsetof(Longest, offload), .values = choices},
+                            {COLUMN(Longest, mode), .values = MODE_NAMES},
+                            {COLUMN(Longest, seq_len), .optional = true},
+                            {COLUMN(Longest, planned_bytes)},
+                            {COLUMN(Longest, host_bytes), .optional = true}};
   Table table = {"longest sequences", columns, sizeof columns / sizeof *columns, sizeof *all};
   table_write(&table, path, settings->settings, all, count);
 }

@@ -66,10 +66,8 @@ static bool has(const Curve *c, Sweep sweep, Figure figure) {
   return false;
 }
 
-static const char *size_title(Sweep sweep) {
-  static const char *const titles[SWEEP_COUNT] = {"tokens", "vocabulary", "hidden size", "tokens per chunk"};
-  return titles[sweep];
-}
+static const char *const SIZE_TITLES[SWEEP_COUNT] = {"tokens", "vocabulary", "hidden size",
+                                                     "tokens per chunk"};
 
 static int64_t number(const Curve *c, const char *name) {
   return strtoll(curve_setting(c, name).text, NULL, 10);
@@ -97,17 +95,17 @@ Label curve_caption(const Curve *c) {
   return all;
 }
 
-// What the grey marks of a picture are: libraries stand in one of time against memory alone.
-static Label grey_marks(const Recipe *recipe, bool trade) {
+// A picture with the title of the curve's recipe, or where there is none, or other pictures bear it, with `title`. What its
+// marks are stands at the foot: libraries are in a picture of time against memory (`trade`) alone.
+static Picture *create(double width, double height, Label title, const Curve *c, bool trade) {
+  const Recipe *recipe = recipe_of(c);
+  if (recipe && !(trade && recipe->sweeps[1].values)) title = label("%s", recipe->title);
+  Picture *p = picture_create(width, height, title, curve_caption(c));
   bool libraries = false;
   for (const Mark *m = recipe ? recipe->marks : NULL; m && m->label; m++) libraries |= trade && m->ratio > 0;
   const char *source = recipe && recipe->grey ? recipe->grey : "";
-  return label("%s%s%s", source, *source && libraries ? "; " : "",
-               libraries ? "other libraries on one H200, PyTorch 2.11" : "");
-}
-
-static Picture *create(double height, double width, Label title, const Curve *c, Label grey) {
-  Picture *p = picture_create(width, height, title, curve_caption(c));
+  Label grey = label("%s%s%s", source, *source && libraries ? "; " : "",
+                     libraries ? "other libraries on one H200, PyTorch 2.11" : "");
   int measured = count_status(c, POINT_MEASURED), too_large = count_status(c, POINT_NO_MEMORY), exact = 0;
   for (int i = 0; i < c->count; i++)
     exact += c->readings[i].status == POINT_MEASURED &&
@@ -181,7 +179,7 @@ static void shade_saving(Panel *p, const Series *modes) {
   if (low->count != high->count || low->count < 2) return;
   for (int i = 0; i < low->count; i++)
     if (low->samples[i].x != high->samples[i].x) return;
-  Series *s = panel_series(p, (Series){.kind = SERIES_AREA, .color = SAVED, .opacity = 0.75});
+  Series *s = panel_series(p, (Series){.area = true, .color = SAVED, .opacity = 0.75});
   for (int i = 0; i < low->count; i++)
     series_add(s, (Sample){.x = low->samples[i].x, .y = high->samples[i].y, .base = low->samples[i].y});
 }
@@ -199,7 +197,8 @@ static void add_rule(Panel *p, bool vertical, double at, Color color, double das
 
 // The source's figures, in grey: marks of the same name are a line; one without a size is a rule, or, in a
 // picture of time against memory, a point where the source has a time.
-static void add_marks(Panel *p, const Recipe *recipe, Sweep sweep, bool trade) {
+static void add_marks(Panel *p, const Curve *c, Sweep sweep, bool trade) {
+  const Recipe *recipe = recipe_of(c);
   if (!recipe || recipe->sweeps[0].sweep != sweep) return;
   for (const Mark *m = recipe->marks; m->label; m++) {
     if (!m->value && !m->ratio) add_rule(p, trade, m->bytes, COLOR_MUTED, 2, m->label);
@@ -251,12 +250,12 @@ static void add_device(Panel *p, const Curve *c, Figure bytes) {
 static Panel *size_panel(Picture *picture, Box box, const char *title, Sweep sweep, Unit unit,
                          const char *y_title) {
   Panel *p = picture_panel(picture, box, label("%s", title));
-  p->x = (Axis){.unit = UNIT_COUNT, .from_zero = true, .title = label("%s", size_title(sweep))};
+  p->x = (Axis){.unit = UNIT_COUNT, .from_zero = true, .title = label("%s", SIZE_TITLES[sweep])};
   p->y = (Axis){.unit = unit, .from_zero = true, .title = label("%s", y_title)};
   return p;
 }
 
-static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
+static Picture *memory_picture(const Curve *c) {
   static const Box MAIN = {92, 150, 520, 486}, SIDE = {716, 150, 936, 486};
   static const struct {
     const char *title, *y_title;
@@ -271,13 +270,11 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
        {"Time of the LM head + loss", "over that of its three GEMMs", OVER_FLOOR, UNIT_PLAIN}}};
   bool layer = about_layer(c), measured = count_status(c, POINT_MEASURED) > 0;
   Sweep sweep = c->readings[0].point.sweep;
-  const char *size = sweep == SWEEP_TOKENS ? "tokens of a step" : size_title(sweep);
-  Picture *picture = create(
-      560, 1040,
-      recipe
-          ? label("%s", recipe->title)
-          : label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
-      c, grey_marks(recipe, false));
+  const char *size = sweep == SWEEP_TOKENS ? "tokens of a step" : SIZE_TITLES[sweep];
+  Picture *picture =
+      create(1040, 560,
+             label(layer ? "Memory of the LM head + loss over the %s" : "Training memory over the %s", size),
+             c, false);
   for (int i = 0; i < 2 + measured; i++) {
     Figure figure = PANELS[layer][i].figure;
     Panel *p = size_panel(picture, i ? picture_cell(SIDE, 84, 84, 1 + measured, 1, i - 1, 0) : MAIN,
@@ -288,7 +285,7 @@ static Picture *memory_picture(const Curve *c, const Recipe *recipe) {
       add_device(p, c, layer ? DEVICE_LAYER_BYTES : DEVICE_BYTES);
     }
     if (i == 0 && !layer) add_capacity(p, c);
-    if (figure == LAYER_BYTES) add_marks(p, recipe, sweep, false);
+    if (figure == LAYER_BYTES) add_marks(p, c, sweep, false);
     if (figure == OVER_FLOOR) add_rule(p, false, 1, COLOR_INK, 2, "");
     choose_scale(p, modes);
     if (i) p->x.ticks = 4;
@@ -308,11 +305,8 @@ bool picture_has_trade(const Curve *c) {
   return count > 1;
 }
 
-Picture *picture_trade(const Curve *c, const Recipe *recipe) {
-  bool single = recipe && !recipe->sweeps[1].values;
-  Picture *picture = create(
-      560, 1040, label("%s", single ? recipe->title : "LM head + loss: time against memory, chunk by chunk"),
-      c, grey_marks(recipe, true));
+Picture *picture_trade(const Curve *c) {
+  Picture *picture = create(1040, 560, label("LM head + loss: time against memory, chunk by chunk"), c, true);
   Panel *p =
       picture_panel(picture, (Box){92, 150, 960, 486}, label("Forward and backward of the LM head + loss"));
   p->x = (Axis){
@@ -326,13 +320,13 @@ Picture *picture_trade(const Curve *c, const Recipe *recipe) {
   Series *range = panel_series(p, (Series){.color = COLOR_INK});
   series_add(range, (Sample){.x = INFINITY, .y = 0.9});
   series_add(range, (Sample){.x = INFINITY, .y = 1.5});
-  add_marks(p, recipe, SWEEP_CHUNK, true);
+  add_marks(p, c, SWEEP_CHUNK, true);
   return picture;
 }
 
 // --- every size in a column --------------------------------------------------------------------------------
 
-static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
+static Picture *grid_picture(const Curve *c) {
   static const struct {
     const char *title;
     Figure figure, second; // the second line of a mode, dashed
@@ -342,9 +336,7 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
               {"relative error of dX (whole), dW (dashed)", DX_ERROR, DWEIGHT_ERROR, UNIT_PLAIN}};
   int rows = 0, column = 0;
   for (int r = 0; r < 3; r++) rows += has(c, SWEEP_COUNT, ROWS[r].figure);
-  Picture *picture =
-      create(180 + 190 * rows, 1180, label("%s", recipe ? recipe->title : "LM head + loss over every size"),
-             c, (Label){""});
+  Picture *picture = create(1180, 180 + 190 * rows, label("LM head + loss over every size"), c, false);
   Box frame = {96, 160, 96 + 4 * 268 - 56, 160 + 190 * rows - 60};
   for (int s = 0; s < SWEEP_COUNT; s++) {
     Sweep sweep = (Sweep)((s + SWEEP_CHUNK) % SWEEP_COUNT); // chunk first: it is what a user chooses
@@ -353,7 +345,7 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
     for (int r = 0, row = 0; r < 3; r++) {
       if (!has(c, SWEEP_COUNT, ROWS[r].figure)) continue;
       Panel *p = size_panel(picture, picture_cell(frame, 56, 60, rows, 4, row, column),
-                            row == 0 ? size_title(sweep) : "", sweep, ROWS[r].unit,
+                            row == 0 ? SIZE_TITLES[sweep] : "", sweep, ROWS[r].unit,
                             column == 0 ? ROWS[r].title : "");
       Series *modes = add_modes(p, c, sweep, SIZE, ROWS[r].figure, NO_LABELS);
       if (row++ == 0) sizes = &modes[1];
@@ -371,10 +363,10 @@ static Picture *grid_picture(const Curve *c, const Recipe *recipe) {
   return picture;
 }
 
-Picture *picture_curve(const Curve *c, const Recipe *recipe) {
+Picture *picture_curve(const Curve *c) {
   if (!c->count) fail("there is no point to draw");
-  if (c->readings[c->count - 1].point.sweep != c->readings[0].point.sweep) return grid_picture(c, recipe);
-  return picture_has_trade(c) ? picture_trade(c, recipe) : memory_picture(c, recipe);
+  if (c->readings[c->count - 1].point.sweep != c->readings[0].point.sweep) return grid_picture(c);
+  return picture_has_trade(c) ? picture_trade(c) : memory_picture(c);
 }
 
 // --- timelines ---------------------------------------------------------------------------------------------
@@ -404,7 +396,7 @@ static double bytes_between(const Moment *m, int first, int end) {
 
 // One category's area on what lies below it, its size near the top of its first tower if it is the LM head's.
 static void add_level(Panel *p, const Timeline *t, int from, int level) {
-  Series *s = panel_series(p, (Series){.kind = SERIES_AREA,
+  Series *s = panel_series(p, (Series){.area = true,
                                        .name = memory_category_name(STACK[level].category),
                                        .color = STACK[level].color,
                                        .bold = true,
@@ -425,7 +417,7 @@ static void add_level(Panel *p, const Timeline *t, int from, int level) {
     s->end = label("%s %s", s->name, axis_value(UNIT_BYTES, last->y - last->base).text);
 }
 
-Picture *picture_timeline(const Timeline *all, const Curve *settings, const Recipe *recipe) {
+Picture *picture_timeline(const Timeline *all, const Curve *settings) {
   // From the top down.
   static const struct {
     int mode;
@@ -433,6 +425,7 @@ Picture *picture_timeline(const Timeline *all, const Curve *settings, const Reci
   } PANELS[TIMELINE_MODES] = {{TIMELINE_FP32, "logits in fp32: a baseline, planned"},
                               {LCE_MATERIALIZED, "materialized logits"},
                               {LCE_FUSED, "fused, in chunks"}};
+  const Recipe *recipe = recipe_of(settings);
   Timeline logits = timeline_of(all, LCE_MATERIALIZED);
   int rows = timeline_of(all, TIMELINE_FP32).count ? 3 : 2;
   double more = rows > 2 ? 280 : 0; // points of height
@@ -471,12 +464,12 @@ Picture *picture_timeline(const Timeline *all, const Curve *settings, const Reci
 
 // --- the longest sequences ---------------------------------------------------------------------------------
 
-Picture *picture_longest(const Longest *all, int count, const Curve *settings, const Recipe *recipe) {
+Picture *picture_longest(const Longest *all, int count, const Curve *settings) {
   static Label rows[LONGEST_MAX];
   static const char *names[LONGEST_MAX];
   int pairs = count / 2;
-  Picture *picture =
-      picture_create(1040, 180 + 62 * pairs, label("%s", recipe->title), curve_caption(settings));
+  Picture *picture = picture_create(1040, 180 + 62 * pairs, label("%s", recipe_of(settings)->title),
+                                    curve_caption(settings));
   snprintf(picture->note, sizeof picture->note, "Every figure is planned: nothing was allocated.");
   Panel *p =
       picture_panel(picture, (Box){190, 128, 900, 102 + 62 * pairs},

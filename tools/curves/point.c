@@ -1,9 +1,8 @@
 #include "tools/curves/point.h"
 
 #include "tools/curves/layer.h"
+#include "tools/measure.h"
 #include "trainer/machine.h"
-#include "trainer/speed.h"
-#include "trainer/trainer.h"
 
 // Every point is planned by the very code that measures it, run on a plan backend; so what differs between the
 // planned and the measured figures is a mistake in the ledger, not in the question.
@@ -63,23 +62,34 @@ LceShape point_shape(const Experiment *e, const Point *p) {
                     .dtype = e->options->dtype};
 }
 
-Loader point_loader(const Options *o, Source **source) {
-  *source = trainer_open_source(o);
-  return loader_create(
-      (LoaderOptions){.source = *source, .batch = o->batch, .seq_len = o->seq_len, .seed = o->seed});
-}
-
-double device_seconds(void *backend) {
-  backend_synchronize(backend);
-  return now_seconds();
-}
-
 double point_flops(const Experiment *e, const Point *p) {
   const double setup = 1e9;
   double tokens = (double)point_tokens(p);
   if (e->layer_only) return setup + 6 * tokens * (double)p->vocab_size * (double)p->hidden_size;
   Options o = point_options(e, p);
   return setup + model_flops_per_token(&o.model, o.seq_len) * tokens;
+}
+
+void steps_begin(Steps *s, const Options *o, Backend *backend, LceMode mode) {
+  *s = (Steps){0};
+  if (!backend->memory.planning) {
+    s->source = trainer_open_source(o);
+    s->loader = loader_create(
+        (LoaderOptions){.source = s->source, .batch = o->batch, .seq_len = o->seq_len, .seed = o->seed});
+  }
+  trainer_create(&s->trainer, o, backend);
+  trainer_set_mode(&s->trainer, mode);
+}
+
+void steps_run(Steps *s) {
+  StepResult results[TRAINER_PENDING];
+  trainer_step(&s->trainer, s->source ? &s->loader : NULL, s->step++);
+  if (s->source) trainer_collect(&s->trainer, results);
+}
+
+void steps_end(Steps *s) {
+  trainer_destroy(&s->trainer);
+  source_close(s->source);
 }
 
 // --- planning and measuring --------------------------------------------------------------------------------
@@ -109,7 +119,7 @@ static void time_layer(Rounds *r, const LceTensors *layer, const Point *p, int64
   if (gemm_rows)
     layer_gemms(layer, gemm_rows);
   else
-    layer_run(layer, p->mode, p->chunk);
+    linear_cross_entropy(layer->backend, layer_call(layer, p->mode, p->chunk));
   add_round(r, layer->backend, start);
 }
 
@@ -117,35 +127,28 @@ static void time_layer(Rounds *r, const LceTensors *layer, const Point *p, int64
 static Needs run_step(const Experiment *e, const Point *p, Backend *backend, const Needs *known, Reading *r) {
   Options o = point_options(e, p);
   Ledger *ledger = &backend->memory.ledger;
-  Source *source = NULL;
-  Loader loader = {0};
   if (r) backend->ops->device_peak_reset(backend);
-  if (r) loader = point_loader(&o, &source);
-  Trainer trainer;
-  trainer_create(&trainer, &o, backend);
-  trainer_set_mode(&trainer, p->mode);
-  StepResult results[TRAINER_PENDING];
+  Steps run;
   Rounds steps = {0}, layers = {0};
-  if (!r) trainer_step(&trainer, NULL, 0);
-  for (int step = 0; r && steps.count < ROUNDS_MAX && steps.spent < ROUND_SECONDS; step++) {
+  steps_begin(&run, &o, backend, p->mode);
+  steps_run(&run); // warms up
+  while (r && steps.count < ROUNDS_MAX && steps.spent < ROUND_SECONDS) {
     double start = device_seconds(backend);
-    trainer_step(&trainer, &loader, step);
-    trainer_collect(&trainer, results);
-    if (step > 0) add_round(&steps, backend, start); // the first one warms up
+    steps_run(&run);
+    add_round(&steps, backend, start);
   }
   Needs n = {.peak = ledger->peak, .step_stack = ledger->stack_peak};
   if (r) r->device_bytes = backend->ops->device_bytes_peak(backend);
   if (r && known->layer_stack > known->step_stack) memory_set_stack(&backend->memory, known->layer_stack);
 
   ledger_reset_peak(ledger);
-  LceTensors layer = layer_push(&trainer);
+  LceTensors layer = layer_push(&run.trainer);
   n.layer = layer_held(backend, layer_call(&layer, p->mode, o.lce_chunk));
   n.layer_stack = ledger->stack_peak;
   while (r && layers.count < ROUNDS_MAX && layers.spent < 0.5 * ROUND_SECONDS)
     time_layer(&layers, &layer, p, 0);
   memory_pop_to(&backend->memory, 0);
-  trainer_destroy(&trainer);
-  source_close(source);
+  steps_end(&run);
   if (!r) return n;
   r->step_seconds = median(steps.seconds, steps.count);
   r->layer_seconds = median(layers.seconds, layers.count);
@@ -170,7 +173,7 @@ static void measure_errors(Reading *r, const LceTensors *layer, LceShape shape, 
     reference = reference_create(layer, chunk);
     kept = shape;
   }
-  layer_run(layer, r->point.mode, r->point.chunk);
+  linear_cross_entropy(layer->backend, layer_call(layer, r->point.mode, r->point.chunk));
   Errors errors = reference_errors(reference, layer);
   r->loss_error = errors.loss;
   r->dx_error = errors.dx;

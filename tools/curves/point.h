@@ -3,7 +3,7 @@
 
 #include "data/loader.h"
 #include "kernels/linear_cross_entropy.h"
-#include "trainer/options.h"
+#include "trainer/trainer.h"
 
 typedef enum { SWEEP_TOKENS, SWEEP_VOCAB, SWEEP_HIDDEN, SWEEP_CHUNK, SWEEP_COUNT } Sweep;
 extern const char *const SWEEP_NAMES[]; // "tokens", "vocab", "hidden", "chunk", NULL
@@ -66,11 +66,19 @@ typedef struct {
 // The options with a point's sizes in place, its chunk too. Fails when they make no model.
 Options point_options(const Experiment *experiment, const Point *point);
 LceShape point_shape(const Experiment *experiment, const Point *point); // of its LM head + loss
-// Batches from the options' data, or from the built-in corpus. The caller closes the source.
-Loader point_loader(const Options *options, Source **source);
-double device_seconds(void *backend); // now, once the device has done what it was given
 // Flops of one step (or layer) of a point, and a share for setting it up: what its time is guessed from.
 double point_flops(const Experiment *experiment, const Point *point);
+
+// Steps of a trainer on the options' data, or on the built-in corpus; on a plan without any. The options must outlive it.
+typedef struct {
+  Trainer trainer;
+  Source *source;
+  Loader loader;
+  int64_t step; // the next
+} Steps;
+void steps_begin(Steps *steps, const Options *options, Backend *backend, LceMode mode);
+void steps_run(Steps *steps); // one
+void steps_end(Steps *steps);
 
 // Plans the point and, if it fits and patience lasts, measures it on a new backend.
 Reading point_read(const Experiment *experiment, const Point *point);

@@ -113,14 +113,19 @@ const Recipe RECIPES[] = {
                     {1024, 251 * MIB, 0, "its fused kernel"},
                     {.label = NULL}}},
     {.name = NULL}};
+
 const Recipe *recipe_named(const char *name) {
   Label names = {""};
-  if (!name) return NULL;
   for (const Recipe *r = RECIPES; r->name; r++) {
     if (strcmp(name, r->name) == 0) return r;
     names = label("%s%s%s", names.text, names.text[0] ? ", " : "", r->name);
   }
   fail("no recipe is called '%s'; there are %s", name, names.text);
+}
+
+const Recipe *recipe_of(const Curve *settings) {
+  Label name = curve_setting(settings, "recipe");
+  return name.text[0] && strcmp(name.text, "none") ? recipe_named(name.text) : NULL;
 }
 
 void recipes_list(void) {
@@ -217,8 +222,9 @@ void recipe_compare(const Recipe *recipe, const Experiment *e, const Curve *c) {
   print_ratio(28 / 1.1, (double)whole[1] / (double)whole[0]);
 }
 
-void timeline_compare(const Timeline *t, const Recipe *recipe) {
+void timeline_compare(const Timeline *t, const Curve *settings) {
   static const char timeline_row[] = "  %-40s %12s %20s %28s\n";
+  const Recipe *recipe = recipe_of(settings);
   size_t bytes[2][TIMELINE_MODES] = {{0}}; // of all categories, of the LM head
   for (int m = 0; m < TIMELINE_MODES; m++) {
     Timeline part = timeline_of(t, m);

@@ -34,11 +34,13 @@ typedef struct {
 
 extern const Recipe RECIPES[]; // name NULL after the last
 
-// The recipe called `name`; fails with the names there are. NULL gives NULL.
+// The recipe called `name`; fails with the names there are.
 const Recipe *recipe_named(const char *name);
+// The one that a curve's settings name, or NULL.
+const Recipe *recipe_of(const Curve *settings);
 void recipes_list(void);
 
 // After a sweep: the source's figures in one column, ours in the next.
 void recipe_compare(const Recipe *recipe, const Experiment *experiment, const Curve *curve);
-// After a timeline: the peaks of its modes and their ratios, with what the recipe's source says (NULL: no recipe).
-void timeline_compare(const Timeline *timeline, const Recipe *recipe);
+// After a timeline: the peaks of its modes and their ratios, with what its recipe's source says.
+void timeline_compare(const Timeline *timeline, const Curve *settings);

@@ -14,6 +14,9 @@ typedef struct {
   bool optional;             // empty unless positive and finite; read as 0
 } Column;
 
+// What begins a column that is called as its field is.
+#define COLUMN(record, field) .name = #field, .offset = offsetof(record, field)
+
 typedef struct {
   const char *what; // "memory curve"
   const Column *columns;

@@ -9,8 +9,8 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "tools/curves/table.h"
+#include "tools/measure.h"
 #include "trainer/machine.h"
-#include "trainer/trainer.h"
 
 static const char *const MODES[] = {"fused", "materialized", "fp32 logits", NULL};
 
@@ -31,26 +31,18 @@ void timeline_record(Timeline *t, const Experiment *e, const Point *p) {
   Options o = point_options(e, p), machine = o;
   bool planned = t->planned = e->plan_only;
   Backend *backend = planned ? plan_backend_create(e->device, o.dtype) : machine_open(&machine);
-  Source *source = NULL;
-  Loader loader = {0};
-  if (!planned) loader = point_loader(&o, &source);
-  Trainer trainer;
-  trainer_create(&trainer, &o, backend);
-  trainer_set_mode(&trainer, p->mode);
-  StepResult results[TRAINER_PENDING];
   Ledger *ledger = &backend->memory.ledger;
-  double started = 0, moved = 0;
-  for (int step = planned; step <= TIMELINE_STEPS; step++) {
-    if (step == 1) { // step 0 warms up
-      if (!planned) ledger->clock = device_seconds, ledger->clock_context = backend;
-      started = planned ? 0 : device_seconds(backend);
-      add_moment(t, p->mode, 0, 1, ledger->now);
-      ledger->recording = true;
-    }
-    ledger->step = step;
-    trainer_step(&trainer, planned ? NULL : &loader, step);
-    if (!planned) trainer_collect(&trainer, results);
+  Steps steps;
+  steps_begin(&steps, &o, backend, p->mode);
+  if (!planned) {
+    steps_run(&steps); // warms up
+    ledger->clock = device_seconds;
+    ledger->clock_context = backend;
   }
+  double started = device_seconds(backend), moved = 0;
+  add_moment(t, p->mode, 0, 1, ledger->now);
+  ledger->recording = true;
+  for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++) steps_run(&steps);
   for (int64_t i = 0; i < ledger->event_count; i++) {
     const LedgerEvent *event = &ledger->events[i];
     moved += fabs(bytes_in_use(event->bytes) - bytes_in_use(t->moments[t->count - 1].bytes));
@@ -58,8 +50,7 @@ void timeline_record(Timeline *t, const Experiment *e, const Point *p) {
   }
   add_moment(t, p->mode, planned ? moved : device_seconds(backend) - started, TIMELINE_STEPS, ledger->now);
   t->host_bytes = ledger_host_bytes(ledger);
-  trainer_destroy(&trainer);
-  source_close(source);
+  steps_end(&steps);
   backend_destroy(backend);
 }
 
@@ -105,14 +96,14 @@ enum { OTHER_COLUMNS = 3, COLUMN_COUNT = OTHER_COLUMNS + MEMORY_CATEGORY_COUNT }
 
 static Table timeline_table(bool planned) {
   static char names[MEMORY_CATEGORY_COUNT][40];
-  static Column columns[COLUMN_COUNT] = {{"mode", offsetof(Moment, mode), MODES, false, false},
-                                         {NULL, offsetof(Moment, at), NULL, true, false},
-                                         {"step", offsetof(Moment, step), NULL, false, false}};
+  static Column columns[COLUMN_COUNT] = {{COLUMN(Moment, mode), .values = MODES},
+                                         {.offset = offsetof(Moment, at), .number = true},
+                                         {COLUMN(Moment, step)}};
   columns[1].name = planned ? "bytes_pushed_and_popped" : "seconds";
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) {
     snprintf(names[c], sizeof names[c], "\"%s\"", memory_category_name((MemoryCategory)c));
     columns[OTHER_COLUMNS + c] =
-        (Column){names[c], offsetof(Moment, bytes) + (size_t)c * sizeof(size_t), NULL, false, false};
+        (Column){.name = names[c], .offset = offsetof(Moment, bytes) + (size_t)c * sizeof(size_t)};
   }
   return (Table){"timeline", columns, COLUMN_COUNT, sizeof(Moment)};
 }

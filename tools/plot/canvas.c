@@ -11,6 +11,7 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/file.h"
+#include "base/text.h"
 
 #ifdef HAVE_STB
 #define STB_IMAGE_WRITE_IMPLEMENTATION
@@ -119,11 +120,9 @@ void canvas_marker(Canvas *c, Marker marker, Spot at, double radius, Color color
   double pixels = radius * c->scale;
   if (marker == MARKER_NONE) return;
   if (marker == MARKER_CROSS) {
-    Stroke stroke = {.color = color, .width = 1.3};
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y - 0.8 * radius},
-                (Spot){at.x + 0.8 * radius, at.y + 0.8 * radius}, stroke);
-    canvas_line(c, (Spot){at.x - 0.8 * radius, at.y + 0.8 * radius},
-                (Spot){at.x + 0.8 * radius, at.y - 0.8 * radius}, stroke);
+    for (double x = 0.8 * radius, y = x; y >= -x; y -= 2 * x)
+      canvas_line(c, (Spot){at.x - x, at.y - y}, (Spot){at.x + x, at.y + y},
+                  (Stroke){.color = color, .width = 1.3});
     return;
   }
   if (filled) {
@@ -205,16 +204,14 @@ static char *read_font(bool bold) {
   return font;
 }
 
-bool canvas_possible(const char **reason) {
-  *reason = NULL;
-  for (int bold = 0; bold < 2; bold++) {
-    char *font = read_font(bold);
-    if (!font)
-      *reason = "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
-                "(fonts-dejavu-core), or LCE_FONT_DIR says where they are";
-    free(font);
-  }
-  return *reason == NULL;
+const char *canvas_missing(void) {
+  char *regular = read_font(false), *bold = read_font(true);
+  bool missing = !regular || !bold;
+  free(regular);
+  free(bold);
+  return missing ? "DejaVuSans.ttf and DejaVuSans-Bold.ttf are not there; `make deps` installs them "
+                   "(fonts-dejavu-core), or LCE_FONT_DIR says where they are"
+                 : NULL;
 }
 
 static void load_fonts(Canvas *c) {
@@ -226,17 +223,11 @@ static void load_fonts(Canvas *c) {
 }
 
 // The next code point of UTF-8 text; damaged bytes stand for themselves.
-static int next_letter(const unsigned char **text) {
-  const unsigned char *t = *text;
-  int more = t[0] >= 0xF0 ? 3 : t[0] >= 0xE0 ? 2 : t[0] >= 0xC0 ? 1 : 0;
-  int code = more ? t[0] & (0x3F >> more) : t[0];
-  for (int i = 1; i <= more; i++) {
-    if ((t[i] & 0xC0) != 0x80)
-      more = i - 1;
-    else
-      code = code << 6 | (t[i] & 0x3F);
-  }
-  *text = t + 1 + more;
+static int next_letter(const char **text) {
+  const unsigned char *t = (const unsigned char *)*text;
+  int length = utf8_length(*text, strlen(*text)), code = length > 1 ? t[0] & (0x7F >> length) : t[0];
+  for (int i = 1; i < length; i++) code = code << 6 | (t[i] & 0x3F);
+  *text += length ? length : 1;
   return code;
 }
 
@@ -244,9 +235,8 @@ static int next_letter(const unsigned char **text) {
 static double walk_text(Canvas *c, TextStyle style, double x, int baseline, const char *text, bool draw) {
   const stbtt_fontinfo *face = &c->faces[style.bold];
   float scale = stbtt_ScaleForMappingEmToPixels(face, (float)(style.size * c->scale));
-  const unsigned char *at = (const unsigned char *)text;
-  while (*at) {
-    int letter = next_letter(&at), advance, bearing;
+  while (*text) {
+    int letter = next_letter(&text), advance, bearing;
     stbtt_GetCodepointHMetrics(face, letter, &advance, &bearing);
     if (draw) {
       int width, height, dx, dy;
@@ -261,8 +251,8 @@ static double walk_text(Canvas *c, TextStyle style, double x, int baseline, cons
       stbtt_FreeBitmap(bitmap, NULL);
     }
     x += advance * (double)scale;
-    if (*at) {
-      const unsigned char *peek = at;
+    if (*text) {
+      const char *peek = text;
       x += stbtt_GetCodepointKernAdvance(face, letter, next_letter(&peek)) * (double)scale;
     }
   }
@@ -275,9 +265,8 @@ static unsigned char *encode_png(const Canvas *c, int *size) {
                                size);
 }
 #else
-bool canvas_possible(const char **reason) {
-  *reason = "the program was built without stb; `make deps` installs it (libstb-dev)";
-  return false;
+const char *canvas_missing(void) {
+  return "the program was built without stb; `make deps` installs it (libstb-dev)";
 }
 
 // canvas_create fails, so nobody calls these.
@@ -295,8 +284,8 @@ static unsigned char *encode_png(const Canvas *c, int *size) {
 #endif
 
 Canvas *canvas_create(double width, double height, double scale) {
-  const char *reason;
-  if (!canvas_possible(&reason)) fail("cannot draw: %s", reason);
+  const char *missing = canvas_missing();
+  if (missing) fail("cannot draw: %s", missing);
   Canvas *c = host_alloc(1, sizeof *c, "a picture");
   c->scale = scale;
   c->columns = (int)lround(width * scale);

@@ -34,11 +34,10 @@ typedef struct {
 
 typedef struct Canvas Canvas;
 
-// Whether this build and machine can draw: it needs stb and a font. If not, *reason says why, and what to
-// install (static text).
-bool canvas_possible(const char **reason);
+// Why this build or machine cannot draw, without stb or a font, and what to install (static text); NULL: it can.
+const char *canvas_missing(void);
 
-// A white picture of width x height points. Fails when canvas_possible says no. The caller destroys it.
+// A white picture of width x height points. Fails where canvas_missing says why. The caller destroys it.
 Canvas *canvas_create(double width, double height, double scale);
 void canvas_destroy(Canvas *canvas);
 

@@ -32,14 +32,14 @@ typedef struct {
 
 // The unit in which `value` is about 1 or more.
 static UnitStep unit_step(Unit unit, double value) {
-  static const UnitStep bytes[] = {
-      {1, "B"}, {0x1p10, "KiB"}, {0x1p20, "MiB"}, {0x1p30, "GiB"}, {0x1p40, "TiB"}};
-  static const UnitStep seconds[] = {{1e-6, "µs"}, {1e-3, "ms"}, {1, "s"}};
-  const UnitStep *steps = unit == UNIT_BYTES ? bytes : seconds;
-  int count = unit == UNIT_BYTES ? 5 : 3, i = 0;
-  if (unit != UNIT_BYTES && unit != UNIT_SECONDS) return (UnitStep){1, ""};
-  while (i + 1 < count && value >= 0.95 * steps[i + 1].size) i++;
-  return steps[i];
+  static const UnitStep steps[][6] = {
+      [UNIT_PLAIN] = {{1, ""}},
+      [UNIT_COUNT] = {{1, ""}},
+      [UNIT_BYTES] = {{1, "B"}, {0x1p10, "KiB"}, {0x1p20, "MiB"}, {0x1p30, "GiB"}, {0x1p40, "TiB"}},
+      [UNIT_SECONDS] = {{1e-6, "µs"}, {1e-3, "ms"}, {1, "s"}}};
+  const UnitStep *step = steps[unit];
+  while (step[1].name && value >= 0.95 * step[1].size) step++;
+  return *step;
 }
 
 static Label plain(double value) {
@@ -123,9 +123,13 @@ Range panel_range(const Panel *p, bool vertical, bool positive) {
   Range r = {INFINITY, -INFINITY};
   for (int k = 0; k < p->count; k++)
     for (int n = 0; n < p->series[k].count && !(vertical && p->series[k].clamped); n++) {
-      double value = vertical ? p->series[k].samples[n].y : p->series[k].samples[n].x;
-      if (!isfinite(value) || (positive && value <= 0)) continue;
-      r = (Range){fmin(r.low, value), fmax(r.high, value)};
+      const Sample *s = &p->series[k].samples[n];
+      int edges = vertical && p->series[k].area ? 2 : 1;
+      for (int edge = 0; edge < edges; edge++) {
+        double value = edge ? s->base : vertical ? s->y : s->x;
+        if (!isfinite(value) || (positive && value <= 0)) continue;
+        r = (Range){fmin(r.low, value), fmax(r.high, value)};
+      }
     }
   return r;
 }
@@ -197,7 +201,7 @@ Series *panel_series(Panel *panel, Series series) {
 }
 
 void panel_bar(Panel *panel, Series style, double value, double low, double high, Label end) {
-  style.kind = SERIES_AREA;
+  style.area = true;
   Series *bar = panel_series(panel, style);
   series_add(bar, (Sample){.x = 0, .y = low, .base = high});
   series_add(bar, (Sample){.x = value, .y = low, .base = high});
@@ -243,12 +247,12 @@ static bool is_free(const Occupied *o, Box b) {
 static void occupy_series(const Panel *p, const Series *s, Occupied *o) {
   for (int i = 0; i < s->count; i++) {
     Spot at = panel_spot(p, s->samples[i].x, s->samples[i].y), next = at;
-    if (s->kind == SERIES_LINE) occupy(o, (Box){at.x - 6, at.y - 6, at.x + 6, at.y + 6});
+    if (!s->area) occupy(o, (Box){at.x - 6, at.y - 6, at.x + 6, at.y + 6});
     if (i + 1 < s->count) next = panel_spot(p, s->samples[i + 1].x, s->samples[i + 1].y);
-    if (s->kind == SERIES_AREA && next.x > at.x)
+    if (s->area && next.x > at.x)
       occupy(o, (Box){at.x, at.y, next.x, panel_spot(p, 0, s->samples[i].base).y});
     double length = hypot(next.x - at.x, next.y - at.y);
-    for (double along = 0; s->kind == SERIES_LINE && s->width > 0 && along < length; along += 5) {
+    for (double along = 0; !s->area && s->width > 0 && along < length; along += 5) {
       double x = at.x + (next.x - at.x) * along / length, y = at.y + (next.y - at.y) * along / length;
       occupy(o, (Box){x - 2, y - 2, x + 2, y + 2});
     }
@@ -319,9 +323,8 @@ static void draw_end_labels(Canvas *c, const Panel *p, Occupied *o) {
     if (!s->end.text[0] || !s->count) continue;
     const Sample *last = &s->samples[s->count - 1];
     Spot top = panel_spot(p, last->x, last->y), bottom = panel_spot(p, last->x, last->base);
-    bool area = s->kind == SERIES_AREA;
-    if (area && bottom.y - top.y < 9) continue;
-    labels[count++] = (EndLabel){area ? (top.y + bottom.y) / 2 : top.y, s->below.text[0] ? 34 : 18, s};
+    if (s->area && bottom.y - top.y < 9) continue;
+    labels[count++] = (EndLabel){s->area ? (top.y + bottom.y) / 2 : top.y, s->below.text[0] ? 34 : 18, s};
   }
   qsort(labels, (size_t)count, sizeof *labels, by_y);
   // From top to bottom, each far enough below the one before; then back up if the last one fell off.
@@ -331,7 +334,7 @@ static void draw_end_labels(Canvas *c, const Panel *p, Occupied *o) {
   for (int i = 0; i < count; i++) {
     const Series *s = labels[i].series;
     TextStyle style = {.size = 12, .bold = true, .color = s->color};
-    if (s->kind == SERIES_AREA) style = SMALL;
+    if (s->area) style = SMALL;
     Spot at = {p->box.right + 12, labels[i].y + 4};
     double width = canvas_text(c, at, style, s->end.text);
     canvas_text(c, (Spot){at.x, at.y + 15}, SMALL, s->below.text);
@@ -429,12 +432,12 @@ static void draw_panel(Canvas *c, const Panel *p) {
   Occupied occupied = {0}, texts = {0};
   draw_frame(c, p);
   for (int i = 0; i < p->count; i++) {
-    if (p->series[i].kind == SERIES_AREA && p->series[i].count) draw_area(c, p, &p->series[i]);
+    if (p->series[i].area && p->series[i].count) draw_area(c, p, &p->series[i]);
   }
   bool labels = false;
   for (int i = 0; i < p->count; i++) {
     const Series *s = &p->series[i];
-    if (s->kind == SERIES_LINE) draw_line(c, p, s);
+    if (!s->area) draw_line(c, p, s);
     for (int n = 0; n < s->count; n++) labels |= s->samples[n].label.text[0] != 0;
   }
   draw_end_labels(c, p, &occupied);
@@ -457,16 +460,15 @@ static void draw_panel(Canvas *c, const Panel *p) {
 // --- the picture -------------------------------------------------------------------------------------------
 
 static double legend_entry(Canvas *c, Spot at, const Series *s, bool planned) {
-  double sample = s->kind == SERIES_LINE ? 30 : 12;
-  if (s->kind == SERIES_LINE) {
+  if (s->area) {
+    canvas_box(c, (Box){at.x, at.y - 10, at.x + 12, at.y + 2}, s->color, 1);
+  } else {
     if (s->width > 0)
       canvas_line(c, (Spot){at.x, at.y - 4}, (Spot){at.x + 30, at.y - 4}, stroke_of(s, planned));
     canvas_marker(c, s->marker, (Spot){at.x + 15, at.y - 4}, fmin(4.2, marker_radius(s->marker)), s->color,
                   !planned);
-  } else {
-    canvas_box(c, (Box){at.x, at.y - 10, at.x + 12, at.y + 2}, s->color, 1);
   }
-  at.x += sample + 7;
+  at.x += s->area ? 19 : 37;
   return at.x + canvas_text(c, at, (TextStyle){.size = 12, .color = COLOR_INK}, s->name) + 20;
 }
 

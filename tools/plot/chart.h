@@ -45,13 +45,9 @@ typedef struct {
   Label label;  // near the sample, where there is space
 } Sample;
 
-typedef enum {
-  SERIES_LINE, // markers, and lines between them where width > 0
-  SERIES_AREA  // between base and y; two samples with the same x make a step
-} SeriesKind;
-
+// Markers, and lines between them where width > 0; or an area.
 typedef struct {
-  SeriesKind kind;
+  bool area;        // between base and y; two samples with the same x make a step
   const char *name; // in the legend; NULL: not there
   Color color;
   Marker marker;
@@ -105,7 +101,7 @@ Panel *picture_panel(Picture *picture, Box box, Label title);
 // The box of one of rows x columns equal panels in a frame, `gap_x` and `gap_y` apart.
 Box picture_cell(Box frame, double gap_x, double gap_y, int rows, int columns, int row, int column);
 
-// Fits the axes, draws, writes a PNG with `scale` pixels a point. Fails when canvas_possible says no.
+// Fits the axes, draws, writes a PNG with `scale` pixels a point. Fails where canvas_missing says why.
 void picture_write(Picture *picture, double scale, const char *path);
 
 extern const Color COLOR_INK, COLOR_MUTED;
