@@ -6,6 +6,7 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/text.h"
 #include "kernels/ranks/ranks.h"
 #include "model/shards.h"
 
@@ -249,15 +250,10 @@ static Parameter *owner_of(Model *model, const char *name) {
   return p ? p : parameters_find(&model->parameters, prefixed);
 }
 
-static bool ends_with(const char *text, const char *end) {
-  size_t length = strlen(text), tail = strlen(end);
-  return length >= tail && !strcmp(text + length - tail, end);
-}
-
 // What old files hold besides the weights: GPT-2's causal mask, the others' rotary frequencies.
 static bool is_buffer(const Model *model, const char *name) {
-  if (model->config.family != FAMILY_GPT2) return ends_with(name, ".rotary_emb.inv_freq");
-  return ends_with(name, ".attn.bias") || ends_with(name, ".attn.masked_bias");
+  if (model->config.family != FAMILY_GPT2) return text_ends_in(name, ".rotary_emb.inv_freq");
+  return text_ends_in(name, ".attn.bias") || text_ends_in(name, ".attn.masked_bias");
 }
 
 static bool is_tied_head(const Model *model, const char *name) {
@@ -300,8 +296,8 @@ static void check_tied_head(const Model *model, const TensorSet *set, const Stor
          file->path, head_name, embedding->entry->name);
 }
 
-// stored[i] is where the model's i-th tensor is; the caller frees it.
-static Stored *match(Model *model, const TensorSet *set) {
+// Fails unless the set is that of the model's tensors.
+static void check_set(Model *model, const TensorSet *set) {
   int64_t count = model->parameters.count;
   Stored *stored = host_alloc(count, sizeof *stored, "a list of tensors");
   for (int f = 0; f < set->count; f++)
@@ -326,7 +322,7 @@ static Stored *match(Model *model, const TensorSet *set) {
     fail("%s lacks %s %s%s, which the model that config.json describes needs", set->path, first->name,
          shape_of(first).text, missing > 1 ? " and others" : "");
   check_tied_head(model, set, stored);
-  return stored;
+  free(stored);
 }
 
 void weights_load(Model *model, Backend *backend, const char *folder) {
@@ -335,7 +331,7 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
     fail("%s does not exist, nor an index of shards next to it; save the model as safetensors "
          "(save_pretrained of transformers does)",
          set.path);
-  Stored *stored = match(model, &set);
+  check_set(model, &set);
   // In the files' order: a disk reads sequentially.
   for (int f = 0; f < set.count; f++)
     for (int64_t k = 0; k < set.files[f].header.count; k++) {
@@ -344,7 +340,6 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
       const Parameters *all = &model->parameters;
       if (p) tensor_read(&set.files[f], e, backend, all, p, all->value, all->master);
     }
-  free(stored);
   tensor_set_close(&set);
 }
 
