@@ -46,7 +46,7 @@ static bool add_file(TensorSet *set, const char *path) {
 }
 
 static void open_index(TensorSet *set, const char *folder, const cJSON *json) {
-  const cJSON *map = cJSON_GetObjectItemCaseSensitive(json, "weight_map"), *item;
+  const cJSON *map = json_member(json, "weight_map"), *item;
   if (!cJSON_IsObject(map)) fail("%s has no weight_map", set->path);
   cJSON_ArrayForEach(item, map) {
     if (!cJSON_IsString(item) || !is_plain_name(item->valuestring))
@@ -156,8 +156,9 @@ static void fetch(const TensorToStore *t, Backend *backend, int64_t first, int64
     backend_to_host(backend, host, tensor_rows(tensor_flat(t->tensor), first, count));
 }
 
-static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw, float *values,
-                           uint16_t *rounded) {
+// By way of two host_buffers.
+static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw,
+                           void *converted) {
   Dtype dtype = t->tensor.dtype;
   // Where other ranks take part in fetching, everything is fetched even after a write has failed.
   bool together = backend->ranks > 1;
@@ -167,17 +168,15 @@ static void write_elements(Folder *folder, const TensorToStore *t, Backend *back
     fetch(t, backend, first, count, raw);
     ranks_alive();
     if (!folder->ok) continue;
-    const void *out = raw;
     if (t->dtype != dtype && t->dtype == DTYPE_F32) {
-      safetensors_widen(safetensors_dtype(dtype), raw, count, values);
-      out = values;
+      safetensors_widen(safetensors_dtype(dtype), raw, count, converted);
     } else if (t->dtype != dtype) {
       const float *wide = raw;
+      uint16_t *rounded = converted;
 #pragma omp parallel for schedule(static)
       for (int64_t i = 0; i < count; i++) rounded[i] = bf16_from_f32(wide[i]);
-      out = rounded;
     }
-    folder_write(folder, out, (size_t)count * dtype_bytes(t->dtype));
+    folder_write(folder, t->dtype == dtype ? raw : converted, (size_t)count * dtype_bytes(t->dtype));
   }
 }
 
@@ -186,13 +185,11 @@ static void write_file(Folder *folder, const char *name, const TensorToStore *te
   size_t length;
   char *header = safetensors_compose(entries, count, &length);
   folder_add(folder, name, header, length);
-  void *raw = host_buffer(sizeof(float)), *values = host_buffer(sizeof(float)),
-       *rounded = host_buffer(sizeof(uint16_t));
-  for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, values, rounded);
+  void *raw = host_buffer(sizeof(float)), *converted = host_buffer(sizeof(float));
+  for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, converted);
   free(header);
   free(raw);
-  free(values);
-  free(rounded);
+  free(converted);
 }
 
 // Where the file that begins with tensor `first` ends.
