@@ -544,10 +544,11 @@ static Tensor embed(const Pass *p) {
   return out;
 }
 
-static Norm final_norm(const Pass *p, Tensor stream) {
-  Norm norm = {0};
+// Into `out`, or else on the stack.
+static Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
+  Norm norm = {.out = out};
   push_norm_statistics(p, &norm);
-  norm.out = push_activation(p, "final norm", p->model->config.hidden_size);
+  if (!tensor_exists(out)) norm.out = push_activation(p, "final norm", p->model->config.hidden_size);
   run_norm(p, &norm, stream, &p->model->final_norm);
   return norm;
 }
@@ -684,7 +685,7 @@ static void head_and_loss(const TrainingPass *t, Tensor stream, Tensor dr, float
   Model *model = p->model;
   Memory *memory = &p->backend->memory;
   MemoryMark top = memory_mark(memory);
-  Norm norm = final_norm(p, stream);
+  Norm norm = final_norm(p, stream, none);
   Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);
   MemoryMark below_head = memory_mark(memory);
   profile_phase(p->backend, PHASE_LOSS);
@@ -811,7 +812,7 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
   Pass p = pass_begin(backend, model, batch);
   p.mlp_chunk = options->mlp_chunk;
   MemoryMark bottom = memory_mark(&backend->memory);
-  Norm norm = final_norm(&p, forward_only(&p));
+  Norm norm = final_norm(&p, forward_only(&p), none);
   linear_cross_entropy(backend,
                        (LinearCrossEntropy){.mode = options->mode,
                                             .chunk = options->chunk,
@@ -828,10 +829,7 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
 void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out) {
   Pass p = pass_begin(backend, model, batch);
   MemoryMark bottom = memory_mark(&backend->memory);
-  Tensor stream = forward_only(&p);
-  Norm norm = {.out = out};
-  push_norm_statistics(&p, &norm);
-  run_norm(&p, &norm, stream, &model->final_norm);
+  final_norm(&p, forward_only(&p), out);
   memory_pop_to(&backend->memory, bottom);
 }
 
@@ -855,7 +853,7 @@ void transformer_logits(Backend *backend, Model *model, const Batch *batch, cons
   MemoryMark bottom = memory_mark(&backend->memory);
   Tensor stream = forward_only(&p);
   if (tensor_exists(logits)) {
-    Norm norm = final_norm(&p, stream);
+    Norm norm = final_norm(&p, stream, none);
     Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
                                    backend->dtype, rows.shape[0], model->config.hidden_size);
     gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
