@@ -30,8 +30,7 @@ void resume_find(Options *o) {
   if (!o->save && (o->save_every || o->keep)) fail("--save-every and --keep need --save DIR");
   if (o->resume && o->init && strcmp(o->resume, "auto"))
     fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
-         "--resume "
-         "auto to begin with --init where --save has no checkpoint yet",
+         "--resume auto to begin with --init where --save has no checkpoint yet",
          o->init, o->resume);
   if (o->resume) o->origin = find_checkpoint(o, check);
   if (o->origin) {

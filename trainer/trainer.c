@@ -12,7 +12,6 @@
 #include "model/checkpoint/weights.h"
 #include "model/generate.h"
 #include "model/shards.h"
-#include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/reduction.h"
 
