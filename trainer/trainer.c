@@ -304,16 +304,14 @@ static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
     int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
     int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
-    int64_t max = 0, here;
-    for (place.rank = 0; place.rank < b->ranks && o->masked; place.rank++) {
-      if (place.rank == b->rank) continue;
-      counted += here = loader_train_batch(loader, place, to, targets, documents);
+    int64_t max = 0;
+    for (int i = o->masked ? 1 : b->ranks; i <= b->ranks; i++) { // this rank's batch comes last, and stays
+      place.rank = (b->rank + i) % b->ranks;
+      int64_t here = loader_train_batch(loader, place, to, targets, documents);
+      counted += here * (o->masked ? 1 : b->ranks);
       max = max_i64(max, here);
     }
-    place.rank = b->rank;
-    here = loader_train_batch(loader, place, to, targets, documents);
-    counted += here * (o->masked ? 1 : b->ranks);
-    t->host_max_counted[m] = max_i64(max, here);
+    t->host_max_counted[m] = max;
   }
   return counted;
 }
