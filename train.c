@@ -112,8 +112,7 @@ static void sample(Run *run, int64_t step) {
 
 // The checkpoint after `step` steps. Where it cannot be written the run continues: the next one may find space.
 static void save(Run *run, int64_t step) {
-  run->state.step = step;
-  cJSON *json = resume_write(run->options, &run->state);
+  cJSON *json = resume_write(run->options, &run->state, step, run->data);
   Reason reason;
   double start = now_seconds();
   report_break(&run->report);
@@ -228,7 +227,6 @@ static void open_checkpoints(Run *run) {
     run->state = resume_read(o, run->data);
     run->saved_step = o->first_step;
   }
-  run->state.data = run->data;
   run->saves = o->save && !o->eval_only;
   bool automatic = o->resumed_from && !strcmp(o->resume, "auto");
   if (run->saves && o->rank == 0)

@@ -27,8 +27,6 @@ static double number(const Option *o, const char *text) {
   double value = strtod(text, &end);
   if (errno || end == text || *end || !(value >= o->min && value <= o->max))
     fail("--%s %s: give a number from %g to %g", o->name, text, o->min, o->max);
-  if (o->below_max && !((float)value < (float)o->max))
-    fail("--%s %s: give a number from %g to below %g", o->name, text, o->min, o->max);
   return value;
 }
 

@@ -29,7 +29,6 @@ typedef struct {
   const char *help;
   size_t offset, size;        // of the field in the struct of values
   double min, max;            // of numbers; a whole number's max of 0: INT64_MAX
-  bool below_max;             // the max itself is not allowed
   const char *choices;        // "cosine, linear or constant"
   const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
   unsigned flags;             // the program's own

@@ -60,6 +60,11 @@ Text text_number(double number) {
   return t;
 }
 
+bool text_ends_in(const char *text, const char *end) {
+  size_t length = strlen(text), tail = strlen(end);
+  return length >= tail && !strcmp(text + length - tail, end);
+}
+
 // Unicode's table 3-7: no overlong forms, no surrogates, nothing above U+10FFFF.
 int utf8_length(const char *text, size_t count) {
   const unsigned char *t = (const unsigned char *)text;

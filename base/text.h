@@ -15,6 +15,7 @@ Text text_duration(double seconds); // "45s", "3m 05s", "2h 14m", "3d 04h"
 Text text_grouped(int64_t number);  // "128,256"
 Text text_number(double number);    // "0.1", "500000", "1e-05": the fewest digits that read back the same
 
+bool text_ends_in(const char *text, const char *end);
 // The bytes of the well-formed UTF-8 character that text[0..count) begins with; 0 when there is none.
 int utf8_length(const char *text, size_t count);
 bool utf8_valid(const char *text);

@@ -104,12 +104,10 @@ Choices choices_open(const char *path, int64_t vocab_size) {
   Reason reason;
   if (!choices_parse(file.bytes, file.size, vocab_size, &choices, &reason)) fail("%s %s", path, reason.text);
   file_unmap(&file);
-  choices.path = text_format("%s", path);
   return choices;
 }
 
 void choices_close(Choices *c) {
-  free(c->path);
   free(c->values);
   free(c->starts);
   *c = (Choices){0};

@@ -13,7 +13,6 @@
 #include "base/fail.h"
 
 typedef struct {
-  char *path;
   int32_t *values; // the stream after the header
   int64_t value_count;
   int64_t *starts; // where each example begins in it
@@ -23,7 +22,7 @@ typedef struct {
 
 // Reads the whole file. Fails naming file and example when it is damaged or an id is at or above vocab_size.
 Choices choices_open(const char *path, int64_t vocab_size);
-// The same from the file's bytes; false with a reason, which reads on from the file's name. `path` stays NULL.
+// The same from the file's bytes; false with a reason, which reads on from the file's name.
 bool choices_parse(const void *bytes, size_t size, int64_t vocab_size, Choices *choices, Reason *reason);
 void choices_close(Choices *choices);
 

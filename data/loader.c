@@ -135,20 +135,15 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
                                 int32_t *documents) {
   assert(index >= 0);
   const LoaderOptions *o = &loader->options;
-  bool separate = o->validation_source;
-  Rows rows = {separate ? o->validation_source : o->source,
-               separate ? o->validation_packing : o->packing,
-               separate ? o->seq_len : stride(o),
-               o->batch * o->seq_len,
-               tokens,
-               targets,
-               documents};
+  Rows rows = {o->source, o->packing, stride(o), o->batch * o->seq_len, tokens, targets, documents};
+  if (o->validation_source)
+    rows.source = o->validation_source, rows.packing = o->validation_packing, rows.stride = o->seq_len;
   int64_t counted = 0;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t window = index * o->batch + row;
     if (window >= loader->validation_windows)
       window = -1;
-    else if (!separate)
+    else if (!o->validation_source)
       window = split_window(loader, window);
     counted += fill_row(&rows, row, o->seq_len, window);
   }

@@ -46,20 +46,20 @@ static int64_t best_fit(FreeSpace *s, int64_t length) {
   return window;
 }
 
-static int compare(int64_t a, int64_t b) {
-  return (a > b) - (a < b);
+// By a key each, then in the order of the stream.
+static int compare(int64_t key, int64_t other_key, const PackedPiece *x, const PackedPiece *y) {
+  return key != other_key ? (key > other_key) - (key < other_key)
+                          : (x->first > y->first) - (x->first < y->first);
 }
 
 static int longest_first(const void *a, const void *b) {
   const PackedPiece *x = a, *y = b;
-  int order = compare(y->length, x->length);
-  return order ? order : compare(x->first, y->first);
+  return compare(y->length, x->length, x, y);
 }
 
 static int by_window(const void *a, const void *b) {
   const PackedPiece *x = a, *y = b;
-  int order = compare(x->window, y->window);
-  return order ? order : compare(x->first, y->first);
+  return compare(x->window, y->window, x, y);
 }
 
 Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_text) {

@@ -50,7 +50,8 @@ bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason) {
                   "has shard version %d at byte 4 where magic %d goes with version %d: make it again with "
                   "the current llm.c format",
                   version, magic, known);
-  int64_t count = header_value(bytes, 2), expected = HEADER_BYTES + count * (wide ? 4 : 2);
+  int token_bytes = wide ? 4 : 2;
+  int64_t count = header_value(bytes, 2), expected = HEADER_BYTES + count * token_bytes;
   if (count <= 0)
     return refuse(reason, "holds no tokens: the count at byte 8 of its header is %lld", (long long)count);
   if (expected > (int64_t)size)
@@ -63,7 +64,7 @@ bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason) {
                   "disagrees with its header: the %lld tokens promised at byte 8 end at byte %lld, and the "
                   "file ends at byte %zu",
                   (long long)count, (long long)expected, size);
-  *shard = (Shard){.wide = wide, .tokens = (const char *)bytes + HEADER_BYTES, .count = count};
+  *shard = (Shard){token_bytes, (const char *)bytes + HEADER_BYTES, count};
   return true;
 }
 

@@ -11,7 +11,7 @@
 void ids_widen(const void *from, int bytes_each, int64_t count, int32_t *out);
 
 typedef struct {
-  bool wide;          // uint32, otherwise uint16
+  int token_bytes;    // 2 or 4
   const void *tokens; // within the file
   int64_t count;
 } Shard;

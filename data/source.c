@@ -37,10 +37,6 @@ struct SourcePiece {
 
 typedef struct SourcePiece Piece;
 
-static int64_t token_bytes(SourceKind kind) {
-  return kind == SOURCE_TEXT ? 1 : kind == SOURCE_SHARDS_UINT16 ? 2 : 4;
-}
-
 // How a file came into the list decides how strictly it is read.
 typedef enum {
   FILE_NAMED,   // the user wrote this very path
@@ -69,20 +65,14 @@ static void append(FileList *list, const char *path, FileOrigin origin) {
   list->entries[list->count++] = (FileEntry){text_format("%s", path), origin};
 }
 
+// strcmp, not the locale's order: the stream of tokens must not depend on LANG.
 static int compare_paths(const void *a, const void *b) {
   return strcmp(((const FileEntry *)a)->path, ((const FileEntry *)b)->path);
-}
-
-// strcmp, not the locale's order: the stream of tokens must not depend on LANG.
-static void sort_from(FileList *list, int64_t first) {
-  if (list->count > first)
-    qsort(list->entries + first, (size_t)(list->count - first), sizeof *list->entries, compare_paths);
 }
 
 // Adds the regular files under `directory`, all levels down, that `accept` (NULL: any) takes, without hidden names
 // and directories named "build". Symbolic links to files are followed, links to directories are not.
 static void add_directory(FileList *list, const char *directory, FileFilter accept) {
-  int64_t first = list->count;
   char *roots[] = {(char *)directory, NULL};
   FTS *walk = fts_open(roots, FTS_PHYSICAL | FTS_COMFOLLOW | FTS_NOCHDIR, NULL);
   if (!walk) fail("cannot read the directory %s: %s", directory, strerror(errno));
@@ -101,7 +91,6 @@ static void add_directory(FileList *list, const char *directory, FileFilter acce
   }
   if (errno) fail("cannot read the directory %s: %s", directory, strerror(errno));
   fts_close(walk);
-  sort_from(list, first);
 }
 
 static void add_existing(FileList *list, const char *path, FileOrigin origin) {
@@ -121,14 +110,12 @@ static void add_path(FileList *list, const char *path) {
     add_existing(list, path, FILE_NAMED);
     return;
   }
-  int64_t first = list->count;
   glob_t matches;
   int result = glob(path, GLOB_ERR | GLOB_NOSORT, NULL, &matches);
   if (result == GLOB_NOMATCH) fail("no file matches %s", path);
   if (result != 0) fail("cannot read the directories that %s names: %s", path, strerror(errno));
   for (size_t i = 0; i < matches.gl_pathc; i++) add_existing(list, matches.gl_pathv[i], FILE_MATCHED);
   globfree(&matches);
-  sort_from(list, first);
 }
 
 static void free_list(FileList *list) {
@@ -153,7 +140,7 @@ static SourceKind open_shard(Piece *piece) {
     fail("%s %s", piece->path, reason.text);
   piece->tokens = shard.tokens;
   piece->stored = shard.count;
-  return shard.wide ? SOURCE_SHARDS_UINT32 : SOURCE_SHARDS_UINT16;
+  return (SourceKind)shard.token_bytes;
 }
 
 // "shards/a.mask" for "shards/a.bin"; the caller frees it. NULL where there is no such file.
@@ -176,19 +163,16 @@ static const uint8_t *open_bits(const Piece *piece, ShardBits kind, Mapping *fil
   return bits;
 }
 
-static const char *const kind_names[] = {"byte-level text", "llm.c shards, uint16", "llm.c shards, uint32"};
-
-static bool ends_in(const char *path, const char *ending) {
-  const char *suffix = strrchr(path, '.');
-  return suffix && strcmp(suffix, ending) == 0;
-}
+static const char *const kind_names[] = {[SOURCE_TEXT] = "byte-level text",
+                                         [SOURCE_SHARDS_UINT16] = "llm.c shards, uint16",
+                                         [SOURCE_SHARDS_UINT32] = "llm.c shards, uint32"};
 
 static bool is_bin(const char *path) {
-  return ends_in(path, ".bin");
+  return text_ends_in(path, ".bin");
 }
 
 static void leave_out(Source *source, const char *path) {
-  if (ends_in(path, ".mask") || ends_in(path, ".ends")) return;
+  if (text_ends_in(path, ".mask") || text_ends_in(path, ".ends")) return;
   if (!source->left++) source->first_left = text_format("%s", path);
 }
 
@@ -227,10 +211,9 @@ static void add_file(Source *source, const FileEntry *entry) {
 
 // --- token ids ---------------------------------------------------------------------------------------------
 
-// out[i] = tokens[first + i]
-static void widen(SourceKind kind, const void *tokens, int64_t first, int64_t count, int32_t *out) {
-  int bytes_each = (int)token_bytes(kind);
-  ids_widen((const char *)tokens + first * bytes_each, bytes_each, count, out);
+// out[i] = the piece's token first + i
+static void widen(SourceKind kind, const Piece *piece, int64_t first, int64_t count, int32_t *out) {
+  ids_widen((const char *)piece->tokens + first * kind, kind, count, out);
 }
 
 // The index of the first id that is none of the vocabulary, or `count`.
@@ -249,19 +232,20 @@ static int64_t find_outside(const Source *source, const Piece *piece, int64_t fi
   for (int64_t start = first; start < end; start += CHECK_BLOCK) {
     int32_t ids[CHECK_BLOCK];
     int64_t count = min_i64(end - start, CHECK_BLOCK);
-    widen(source->kind, piece->tokens, start, count, ids);
+    widen(source->kind, piece, start, count, ids);
     int64_t outside = first_outside(source, ids, count);
     if (outside < count) found = min_i64(found, start + outside);
   }
   return found;
 }
 
-static void fail_outside(const Source *source, const Piece *piece, int64_t index, int32_t id) {
-  int64_t at = (const char *)piece->tokens - piece->file.bytes + index * token_bytes(source->kind);
+static void fail_outside(const Source *source, const Piece *piece, int64_t index) {
+  int64_t at = (const char *)piece->tokens - piece->file.bytes + index * source->kind;
+  int32_t id, other;
+  widen(source->kind, piece, index, 1, &id);
   uint32_t largest = (uint32_t)id;
-  for (int64_t i = index; i < piece->stored; i++) {
-    int32_t other;
-    widen(source->kind, piece->tokens, i, 1, &other);
+  for (int64_t i = index + 1; i < piece->stored; i++) {
+    widen(source->kind, piece, i, 1, &other);
     if ((uint32_t)other > largest) largest = (uint32_t)other;
   }
   fail("%s: token %lld (byte %lld) has id %u and the vocabulary has %lld: raise --vocab to at least %lld or "
@@ -272,16 +256,12 @@ static void fail_outside(const Source *source, const Piece *piece, int64_t index
 }
 
 static void check_ids(const Source *source, const Piece *piece) {
-  int64_t possible = (int64_t)1 << (8 * token_bytes(source->kind));
+  int64_t possible = (int64_t)1 << (8 * source->kind);
   if (source->vocab_size >= possible) return;
   for (int64_t first = 0; first < piece->stored; first += CHECK_STRETCH) {
     int64_t end = min_i64(piece->stored, first + CHECK_STRETCH);
     int64_t outside = find_outside(source, piece, first, end);
-    if (outside < end) {
-      int32_t id;
-      widen(source->kind, piece->tokens, outside, 1, &id);
-      fail_outside(source, piece, outside, id);
-    }
+    if (outside < end) fail_outside(source, piece, outside);
     // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
     file_done_with(&piece->file, 0, piece->file.size);
   }
@@ -307,8 +287,9 @@ static bool is_found_shard(const FileEntry *entry) {
   return has && shard_has_magic(&magic, sizeof magic);
 }
 
-static void add_files(Source *source, const FileList *files, const char *name) {
+static void add_files(Source *source, FileList *files, const char *name) {
   int64_t before = source->files;
+  if (files->count) qsort(files->entries, (size_t)files->count, sizeof *files->entries, compare_paths);
   bool shards_found = false;
   for (int64_t i = 0; i < files->count; i++) shards_found |= is_found_shard(&files->entries[i]);
   for (int64_t i = 0; i < files->count; i++) {
@@ -399,9 +380,9 @@ void source_read(const Source *source, int64_t first, int64_t count, int32_t *ou
   for (const Piece *piece = piece_at(source, first); count > 0; piece++) {
     int64_t start = first - piece->first;
     int64_t taken = min_i64(piece->stored - start, count); // 0 when `first` is the separator itself
-    widen(source->kind, piece->tokens, start, taken, out);
+    widen(source->kind, piece, start, taken, out);
     int64_t outside = first_outside(source, out, taken); // the file may have changed since it was opened
-    if (outside < taken) fail_outside(source, piece, start + outside, out[outside]);
+    if (outside < taken) fail_outside(source, piece, start + outside);
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
   }
@@ -443,7 +424,7 @@ static void find_ends(const Source *source, const Piece *piece, int64_t end_of_t
   for (int64_t first = 0; first < piece->stored; first += CHECK_BLOCK) {
     int32_t ids[CHECK_BLOCK];
     int64_t count = min_i64(piece->stored - first, CHECK_BLOCK);
-    if (!bits) widen(source->kind, piece->tokens, first, count, ids);
+    if (!bits) widen(source->kind, piece, first, count, ids);
     for (int64_t i = 0; i < count; i++)
       if (bits ? bits[(first + i) / 8] >> ((first + i) % 8) & 1 : ids[i] == end_of_text)
         append_end(ends, piece->first + first + i + 1);
@@ -506,7 +487,7 @@ static bool is_corpus_file(const char *name, bool is_directory) {
   if (is_directory) return strcmp(name, "runs") != 0;
   if (strcmp(name, "Makefile") == 0 || strcmp(name, "LICENSE") == 0) return true;
   for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
-    if (ends_in(name, endings[i])) return true;
+    if (text_ends_in(name, endings[i])) return true;
   return false;
 }
 

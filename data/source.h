@@ -35,7 +35,8 @@ enum { END_OF_TEXT = 256 };
 // Stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX.
 enum { IGNORED_TARGET = -100 };
 
-typedef enum { SOURCE_TEXT, SOURCE_SHARDS_UINT16, SOURCE_SHARDS_UINT32 } SourceKind;
+// The bytes of a token.
+typedef enum { SOURCE_TEXT = 1, SOURCE_SHARDS_UINT16 = 2, SOURCE_SHARDS_UINT32 = 4 } SourceKind;
 
 typedef struct {
   char *name; // "corpus.txt", "shards/a.bin and 2 more"

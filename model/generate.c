@@ -102,31 +102,31 @@ typedef struct {
   int64_t piece;
   int64_t start;  // the token at position 0
   int64_t cached; // how many tokens from there on are in the cache
-} Text;
+} Decoder;
 
 // `length` tokens from the text's token start + past on, of which the row-th is to be predicted from, if any.
-static void pass(const Text *text, const int32_t *tokens, int64_t past, int64_t length, int64_t row) {
-  Batch batch = {.batch = 1, .seq_len = length, .tokens = tensor_rows(text->tokens, 0, length)};
-  if (tokens) backend_to_device(text->backend, batch.tokens, tokens + text->start + past);
+static void pass(const Decoder *d, const int32_t *tokens, int64_t past, int64_t length, int64_t row) {
+  Batch batch = {.batch = 1, .seq_len = length, .tokens = tensor_rows(d->tokens, 0, length)};
+  if (tokens) backend_to_device(d->backend, batch.tokens, tokens + d->start + past);
   bool predicts = row < length;
   int32_t wanted = (int32_t)row;
-  if (predicts && tokens) backend_to_device(text->backend, text->row, &wanted);
-  transformer_logits(text->backend, text->model, &batch, &text->cache, past,
-                     predicts ? text->row : (Tensor){0}, predicts ? text->logits : (Tensor){0});
+  if (predicts && tokens) backend_to_device(d->backend, d->row, &wanted);
+  transformer_logits(d->backend, d->model, &batch, &d->cache, past, predicts ? d->row : (Tensor){0},
+                     predicts ? d->logits : (Tensor){0});
 }
 
-// Makes text->logits those of the token after tokens[0..have). After them lie `piece` more that no token attends to.
-static void predict(Text *text, const int32_t *tokens, int64_t have) {
-  if (have - text->start > text->cache.capacity) {
-    text->start = have - text->cache.capacity;
-    text->cached = 0;
+// Makes d->logits those of the token after tokens[0..have). After them lie `piece` more that no token attends to.
+static void predict(Decoder *d, const int32_t *tokens, int64_t have) {
+  if (have - d->start > d->cache.capacity) {
+    d->start = have - d->cache.capacity;
+    d->cached = 0;
   }
-  int64_t last = have - text->start - 1;
-  while (text->cached <= last) {
-    int64_t length = text->cached > 0 && text->cached == last ? 1 : text->piece;
-    int64_t past = min_i64(text->cached, text->cache.capacity - length);
-    pass(text, tokens, past, length, last - past);
-    text->cached = min_i64(past + length, last + 1);
+  int64_t last = have - d->start - 1;
+  while (d->cached <= last) {
+    int64_t length = d->cached > 0 && d->cached == last ? 1 : d->piece;
+    int64_t past = min_i64(d->cached, d->cache.capacity - length);
+    pass(d, tokens, past, length, last - past);
+    d->cached = min_i64(past + length, last + 1);
   }
 }
 
@@ -141,16 +141,16 @@ static void cap_softly(float *logits, int64_t vocab_size, double cap) {
     logits[v] = (float)(cap * tanh((double)logits[v] / cap));
 }
 
-static int32_t *write_text(Text *text, const Generation *g, int64_t *count) {
-  int64_t vocab_size = text->model->config.vocab_size, end = g->prompt_count + g->max_new_tokens;
-  int32_t *tokens = host_alloc(end + text->piece, sizeof *tokens, "a text");
+static int32_t *write_text(Decoder *d, const Generation *g, int64_t *count) {
+  int64_t vocab_size = d->model->config.vocab_size, end = g->prompt_count + g->max_new_tokens;
+  int32_t *tokens = host_alloc(end + d->piece, sizeof *tokens, "a text");
   float *logits = host_alloc(vocab_size, sizeof *logits, "a text");
   memcpy(tokens, g->prompt, (size_t)g->prompt_count * sizeof *tokens);
   int64_t have = g->prompt_count;
   for (bool stopped = false; have < end && !stopped; have++) {
-    predict(text, tokens, have);
-    backend_to_host(text->backend, logits, text->logits);
-    cap_softly(logits, vocab_size, text->model->config.final_logit_softcapping);
+    predict(d, tokens, have);
+    backend_to_host(d->backend, logits, d->logits);
+    cap_softly(logits, vocab_size, d->model->config.final_logit_softcapping);
     double uniform = random_uniform(g->seed, SAMPLE_STREAM, (uint64_t)have);
     tokens[have] = sampling_draw(&g->sampling, logits, vocab_size, uniform);
     if (g->on_token) g->on_token(g->context, tokens[have]);
@@ -166,18 +166,18 @@ int32_t *generate(Backend *backend, Model *model, const Generation *g, int64_t *
   bool planning = memory->planning;
   if (!planning && g->prompt_count < 1) fail("a text needs a prompt of at least one token to begin with");
   MemoryMark mark = memory_mark(memory);
-  Text text = {.backend = backend, .model = model, .piece = min_i64(g->window, PIECE)};
-  text.logits =
+  Decoder d = {.backend = backend, .model = model, .piece = min_i64(g->window, PIECE)};
+  d.logits =
       memory_push_2d(memory, "sampled logits", MEMORY_WORKSPACE, DTYPE_F32, 1, model->config.vocab_size);
-  text.tokens = memory_push_1d(memory, "sampled tokens", MEMORY_WORKSPACE, DTYPE_I32, text.piece);
-  text.row = memory_push_1d(memory, "sampled row", MEMORY_WORKSPACE, DTYPE_I32, 1);
-  text.cache = key_value_cache_push(backend, &model->config, 1, g->window);
+  d.tokens = memory_push_1d(memory, "sampled tokens", MEMORY_WORKSPACE, DTYPE_I32, d.piece);
+  d.row = memory_push_1d(memory, "sampled row", MEMORY_WORKSPACE, DTYPE_I32, 1);
+  d.cache = key_value_cache_push(backend, &model->config, 1, g->window);
   int32_t *tokens = NULL;
   *count = 0;
   if (planning)
-    pass(&text, NULL, 0, text.piece, 0);
+    pass(&d, NULL, 0, d.piece, 0);
   else
-    tokens = write_text(&text, g, count);
+    tokens = write_text(&d, g, count);
   memory_pop_to(memory, mark);
   return tokens;
 }

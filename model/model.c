@@ -190,10 +190,9 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   lay_out(m, config, dtypes, backend->rank, backend->ranks);
   parameters_allocate(&m->parameters, &backend->memory, dtypes);
   if (config->tie_word_embeddings) m->head = m->token_embedding;
-  if (m->parameters.spread.split_head) {
-    m->shard.vocab_size = config->vocab_size;
-    parameters_local_head(&m->parameters, config->vocab_size, &m->shard.first);
-  }
+  const Spread *spread = &m->parameters.spread;
+  if (spread->split_head)
+    m->shard = (VocabShard){.first = spread->first_head_row, .vocab_size = config->vocab_size};
   if (!config->learned_positions) make_rope_table(m, backend, seq_len);
 }
 
@@ -216,10 +215,9 @@ MemoryMark model_gather_head(Model *m, Backend *backend) {
 }
 
 void model_drop_head(Model *m, Backend *backend, MemoryMark mark) {
-  if (m->parameters.spread.split_head_weights)
-    m->head.value =
-        tensor_reshape_2d(tensor_rows(m->parameters.value[GROUP_HEAD], 0, tensor_count(m->head.grad)),
-                          m->head.grad.shape[0], m->config.hidden_size);
+  const Parameters *p = &m->parameters;
+  if (p->spread.split_head_weights)
+    m->head.value = p->items[p->count - 1].value; // the head's, as it is untied
   memory_pop_to(&backend->memory, mark);
 }
 

@@ -22,15 +22,6 @@ void parameters_spread(Parameters *parameters, ParameterDtypes d, bool tied, int
                                 .split_head_weights = split && !tied};
 }
 
-int64_t parameters_local_head(const Parameters *p, int64_t vocab_size, int64_t *first) {
-  int64_t rows = p->spread.head_rows;
-  if ((p->spread.parts - 1) * rows >= vocab_size)
-    fail("a vocabulary of %lld, in parts of %lld, cannot be split over %d ranks; leave out --vocab-parallel",
-         (long long)vocab_size, (long long)rows, p->spread.parts);
-  *first = p->spread.part * rows;
-  return min_i64(rows, vocab_size - *first);
-}
-
 // Views start aligned in every dtype, and so do their slices; no gradient reaches the padding, which stays zero.
 static int64_t alignment(const Parameters *parameters) {
   return MEMORY_ALIGNMENT / 2 * parameters->spread.parts;
@@ -38,10 +29,16 @@ static int64_t alignment(const Parameters *parameters) {
 
 // Whole rows for every part, of which each begins aligned.
 static void split_head(Parameters *p, int64_t vocab_size, int64_t hidden_size) {
+  Spread *s = &p->spread;
   int64_t step = 1, unit = MEMORY_ALIGNMENT / 2;
   while (step * hidden_size % unit) step++;
-  p->spread.head_rows = round_up(ceil_div(vocab_size, p->spread.parts), step);
-  p->group_elements[GROUP_HEAD] = p->spread.parts * p->spread.head_rows * hidden_size;
+  int64_t rows = round_up(ceil_div(vocab_size, s->parts), step);
+  if ((s->parts - 1) * rows >= vocab_size)
+    fail("a vocabulary of %lld, in parts of %lld, cannot be split over %d ranks; leave out --vocab-parallel",
+         (long long)vocab_size, (long long)rows, s->parts);
+  s->first_head_row = s->part * rows;
+  s->head_rows = min_i64(rows, vocab_size - s->first_head_row);
+  p->group_elements[GROUP_HEAD] = s->parts * rows * hidden_size;
 }
 
 void parameters_add(Parameters *p, Param *view, const Parameter *tensors, int count) {
@@ -160,12 +157,12 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
 static Tensor view_of(const Parameters *p, bool grad, const Parameter *first, const int64_t shape[2]) {
   ParameterGroup group = first->group;
   Tensor slab = (grad ? p->grad : p->value)[group], buffer = grad ? p->layer_grads : p->layer_values;
-  int64_t offset = first->offset, before = p->spread.before_layers, rows = shape[0], first_row;
+  int64_t offset = first->offset, before = p->spread.before_layers, rows = shape[0];
   bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES && offset >= before;
   if (offloaded || (grad && shards_double_buffered(p, group))) offset = parameters_buffered(p, offset);
   if (offloaded) slab = buffer, offset -= before;
   if (group == GROUP_HEAD && (grad ? p->spread.split_head : p->spread.split_head_weights))
-    rows = parameters_local_head(p, rows, &first_row);
+    rows = p->spread.head_rows;
   return slice(slab, offset, first->rank, (const int64_t[2]){rows, shape[1]});
 }
 

@@ -67,9 +67,9 @@ typedef struct {
   int part, parts;              // this rank's shard, of how many
   int64_t before_layers, layer; // elements of GROUP_MATRICES before the first layer, and of a layer
   // Vocabulary-parallel: the head's gradients are those of the local rows, and its weights as well unless they are the
-  // embedding's. A part has head_rows of them, the last one perhaps fewer.
+  // embedding's.
   bool split_head, split_head_weights;
-  int64_t head_rows;
+  int64_t first_head_row, head_rows; // the local ones; the last part may have fewer
 } Spread;
 
 typedef struct Parameters {
@@ -91,11 +91,8 @@ typedef struct Parameters {
 // Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.
 void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
 
-// Where the head is split: this rank's rows of its `vocab_size`, from `first` on. Fails when some rank has none.
-int64_t parameters_local_head(const Parameters *parameters, int64_t vocab_size, int64_t *first);
-
 // Adds `count` tensors (name, group, rank, shape and first value) of one group and shape[1] that lie one after the
-// other. parameters_allocate makes `view` span them all; it must stay where it is until then.
+// other. Fails where a split head leaves some rank without rows. parameters_allocate makes `view` span them all; it must stay where it is until then.
 void parameters_add(Parameters *parameters, Param *view, const Parameter *tensors, int count);
 
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Param.

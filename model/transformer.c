@@ -544,10 +544,11 @@ static Tensor embed(const Pass *p) {
   return out;
 }
 
-static Norm final_norm(const Pass *p, Tensor stream) {
-  Norm norm = {0};
+// Into `out`, or else on the stack.
+static Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
+  Norm norm = {.out = out};
   push_norm_statistics(p, &norm);
-  norm.out = push_activation(p, "final norm", p->model->config.hidden_size);
+  if (!tensor_exists(out)) norm.out = push_activation(p, "final norm", p->model->config.hidden_size);
   run_norm(p, &norm, stream, &p->model->final_norm);
   return norm;
 }
@@ -568,7 +569,8 @@ static int64_t fetch_weights(const Pass *p, int64_t l) {
 // For the forward pass of training: a deferred update comes first.
 static int64_t prepare_layer(const Pass *p, const TransformerOptions *options, int64_t l) {
   bool deferred = options->update_layer && l < p->model->config.num_hidden_layers;
-  return (deferred ? options->update_layer(options->update_context, l) : 0) + fetch_weights(p, l);
+  if (deferred) options->update_layer(options->update_context, l);
+  return deferred + fetch_weights(p, l);
 }
 
 // What is added to.
@@ -598,22 +600,13 @@ static void send_grads(const Pass *p, int64_t l) {
                               .x = parameters_layer_buffer(w, w->layer_grads, l)});
 }
 
-// The rows of an offloaded head, on the stack until the caller pops them; others as they are.
-static Tensor fetch_head(const Pass *p, Tensor head) {
+// Space for the rows of an offloaded head or of its gradients, on the stack until the caller pops it, with their values
+// where `read`; others as they are.
+static Tensor fetch_head(const Pass *p, Tensor head, MemoryCategory category, bool read) {
   if (!p->model->parameters.head_on_host) return head;
-  Tensor here = memory_push_2d(&p->backend->memory, "head on the device", MEMORY_WEIGHTS, head.dtype,
-                               head.shape[0], head.shape[1]);
-  copy_in(p->backend, (Copy){.out = tensor_flat(here), .x = tensor_flat(head)});
-  copies_join(p->backend, 0, 0);
-  return here;
-}
-
-static Tensor fetch_head_grad(const Pass *p, bool accumulate) {
-  Tensor grad = p->model->head.grad;
-  if (!p->model->parameters.head_on_host) return grad;
-  Tensor here = memory_push_2d(&p->backend->memory, "head's gradients on the device", MEMORY_GRADIENTS,
-                               grad.dtype, grad.shape[0], grad.shape[1]);
-  if (accumulate) copy_in(p->backend, (Copy){.out = tensor_flat(here), .x = tensor_flat(grad)});
+  const char *name = category == MEMORY_WEIGHTS ? "head on the device" : "head's gradients on the device";
+  Tensor here = memory_push_2d(&p->backend->memory, name, category, head.dtype, head.shape[0], head.shape[1]);
+  if (read) copy_in(p->backend, (Copy){.out = tensor_flat(here), .x = tensor_flat(head)});
   copies_join(p->backend, 0, 0);
   return here;
 }
@@ -624,21 +617,14 @@ static void send_head_grad(const Pass *p, Tensor here) {
   copies_join(p->backend, 0, 0); // its place on the stack is needed
 }
 
-static bool input_leaves(const Pass *p, Tensor inputs, int64_t l) {
-  return tensor_exists(inputs) && l >= 0 && l * p->rows < inputs.shape[0];
-}
-
-static int64_t send_input(const Pass *p, Tensor inputs, int64_t l, Tensor input) {
-  if (!input_leaves(p, inputs, l)) return 0;
-  copy_out(p->backend,
-           (Copy){.out = tensor_flat(tensor_rows(inputs, l * p->rows, p->rows)), .x = tensor_flat(input)});
-  return 1;
-}
-
-static int64_t fetch_input(const Pass *p, Tensor inputs, int64_t l, Tensor input) {
-  if (!input_leaves(p, inputs, l)) return 0;
-  copy_in(p->backend,
-          (Copy){.out = tensor_flat(input), .x = tensor_flat(tensor_rows(inputs, l * p->rows, p->rows))});
+// A layer's input, to the host's memory or back.
+static int64_t copy_input(const Pass *p, Tensor inputs, int64_t l, Tensor input, bool back) {
+  if (!tensor_exists(inputs) || l * p->rows >= inputs.shape[0]) return 0;
+  Tensor here = tensor_flat(input), there = tensor_flat(tensor_rows(inputs, l * p->rows, p->rows));
+  if (back)
+    copy_in(p->backend, (Copy){.out = here, .x = there});
+  else
+    copy_out(p->backend, (Copy){.out = there, .x = here});
   return 1;
 }
 
@@ -679,7 +665,8 @@ static Tensor layers_forward(TrainingPass *t) {
     p->recompute = recompute_of(options, l);
     bool alternates = tensor_exists(inputs) && p->recompute == RECOMPUTE_LAYER;
     s->output = alternates ? spare : push_activation(p, "residual", hidden_size);
-    int64_t copies_in = prepare_layer(p, options, l + 1), copies_out = send_input(p, inputs, l, stream);
+    int64_t copies_in = prepare_layer(p, options, l + 1),
+            copies_out = copy_input(p, inputs, l, stream, false);
     copies_join(backend, copies_in, copies_out);
     bool by_layer = p->model->parameters.fp8_by_layer;
     if (p->fp8 && (by_layer || !t->accumulate)) quantize_weights(p, w); // else the codes are there
@@ -698,11 +685,12 @@ static void head_and_loss(const TrainingPass *t, Tensor stream, Tensor dr, float
   Model *model = p->model;
   Memory *memory = &p->backend->memory;
   MemoryMark top = memory_mark(memory);
-  Norm norm = final_norm(p, stream);
+  Norm norm = final_norm(p, stream, none);
   Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);
   MemoryMark below_head = memory_mark(memory);
   profile_phase(p->backend, PHASE_LOSS);
-  Tensor head = fetch_head(p, model_head_shard(model)), dhead = fetch_head_grad(p, t->accumulate);
+  Tensor head = fetch_head(p, model_head_shard(model), MEMORY_WEIGHTS, true);
+  Tensor dhead = fetch_head(p, model->head.grad, MEMORY_GRADIENTS, t->accumulate);
   linear_cross_entropy(
       p->backend, (LinearCrossEntropy){.mode = options->mode,
                                        .chunk = options->chunk,
@@ -741,7 +729,7 @@ static void layers_backward(TrainingPass *t, Tensor dr) {
     const Layer *w = &p->model->layers[l];
     LayerState *s = &t->states[l];
     int64_t copies_in = fetch_grads(p, l - 1);
-    if (l > 0) copies_in += fetch_input(p, options->inputs, l - 1, t->states[l - 1].input);
+    if (l > 0) copies_in += copy_input(p, options->inputs, l - 1, t->states[l - 1].input, true);
     if (l - 1 < layers - 2) copies_in += fetch_weights(p, l - 1); // the last two have stayed
     copies_join(backend, copies_in, 1);
     p->recompute = recompute_of(options, l);
@@ -824,26 +812,24 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
   Pass p = pass_begin(backend, model, batch);
   p.mlp_chunk = options->mlp_chunk;
   MemoryMark bottom = memory_mark(&backend->memory);
-  Norm norm = final_norm(&p, forward_only(&p));
-  linear_cross_entropy(backend, (LinearCrossEntropy){.mode = options->mode,
-                                                     .chunk = options->chunk,
-                                                     .loss = loss,
-                                                     .terms = {.softcap = softcap_of(model)},
-                                                     .x = norm.out,
-                                                     .weight = fetch_head(&p, model->head.value),
-                                                     .targets = batch->targets,
-                                                     .rows = batch->rows,
-                                                     .counted = batch->counted});
+  Norm norm = final_norm(&p, forward_only(&p), none);
+  linear_cross_entropy(backend,
+                       (LinearCrossEntropy){.mode = options->mode,
+                                            .chunk = options->chunk,
+                                            .loss = loss,
+                                            .terms = {.softcap = softcap_of(model)},
+                                            .x = norm.out,
+                                            .weight = fetch_head(&p, model->head.value, MEMORY_WEIGHTS, true),
+                                            .targets = batch->targets,
+                                            .rows = batch->rows,
+                                            .counted = batch->counted});
   memory_pop_to(&backend->memory, bottom);
 }
 
 void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out) {
   Pass p = pass_begin(backend, model, batch);
   MemoryMark bottom = memory_mark(&backend->memory);
-  Tensor stream = forward_only(&p);
-  Norm norm = {.out = out};
-  push_norm_statistics(&p, &norm);
-  run_norm(&p, &norm, stream, &model->final_norm);
+  final_norm(&p, forward_only(&p), out);
   memory_pop_to(&backend->memory, bottom);
 }
 
@@ -867,11 +853,11 @@ void transformer_logits(Backend *backend, Model *model, const Batch *batch, cons
   MemoryMark bottom = memory_mark(&backend->memory);
   Tensor stream = forward_only(&p);
   if (tensor_exists(logits)) {
-    Norm norm = final_norm(&p, stream);
+    Norm norm = final_norm(&p, stream, none);
     Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
                                    backend->dtype, rows.shape[0], model->config.hidden_size);
     gather_rows(backend, (MoveRows){.out = picked, .x = norm.out, .rows = rows});
-    Tensor head = fetch_head(&p, model->head.value);
+    Tensor head = fetch_head(&p, model->head.value, MEMORY_WEIGHTS, true);
     linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = head});
   }
   memory_pop_to(&backend->memory, bottom);

@@ -56,9 +56,9 @@ typedef struct {
   Tensor inputs;
   // Of training, or absent: fp32 [1], receives the sum of squares of offloaded layers' gradients.
   Tensor squares;
-  // Starts the update of a layer after the first, which the last step deferred to this forward pass; returns how many
-  // operations it queued on the copy-in stream. NULL: nothing was deferred.
-  int64_t (*update_layer)(void *context, int64_t layer);
+  // Queues the update of a layer after the first, which the last step deferred to this forward pass, on the copy-in
+  // stream as one operation. NULL: nothing was deferred.
+  void (*update_layer)(void *context, int64_t layer);
   void *update_context;
 } TransformerOptions;
 

@@ -69,14 +69,13 @@ static int64_t argmin(const double *values, const int64_t *divisors, int64_t cou
 }
 
 static void sum_over_ranks(Trainer *t, ChoiceScore *score) {
-  const int64_t mine[3] = {score->correct, score->correct_normalized, score->shortened};
-  int64_t *all = host_alloc(t->backend->ranks, sizeof mine, "the scores of all ranks");
-  trainer_gather(t, mine, all, sizeof mine);
-  score->correct = score->correct_normalized = score->shortened = 0;
+  ChoiceScore *all = host_alloc(t->backend->ranks, sizeof *all, "the scores of all ranks");
+  trainer_gather(t, score, all, sizeof *score);
+  *score = (ChoiceScore){.examples = score->examples};
   for (int r = 0; r < t->backend->ranks; r++) {
-    score->correct += all[3 * r];
-    score->correct_normalized += all[3 * r + 1];
-    score->shortened += all[3 * r + 2];
+    score->correct += all[r].correct;
+    score->correct_normalized += all[r].correct_normalized;
+    score->shortened += all[r].shortened;
   }
   free(all);
 }
@@ -89,9 +88,9 @@ ChoiceScore trainer_score_choices(Trainer *t, const Choices *choices, int64_t ex
   int64_t all_rows = 1;                                             // at least one row on every rank
   const int64_t rank = t->backend->rank, ranks = t->backend->ranks; // example e is rank e % ranks'
   for (int64_t e = rank; e < examples; e += ranks) all_rows += choices_get(choices, e).completion_count;
-  int64_t *counts = host_alloc(all_rows, sizeof *counts, choices->path);
-  r.sums = host_alloc(all_rows, sizeof *r.sums, choices->path);
-  r.losses = host_alloc(tokens, sizeof *r.losses, choices->path);
+  int64_t *counts = host_alloc(all_rows, sizeof *counts, "multiple choice");
+  r.sums = host_alloc(all_rows, sizeof *r.sums, "multiple choice");
+  r.losses = host_alloc(tokens, sizeof *r.losses, "multiple choice");
 
   ChoiceScore score = {.examples = examples};
   Model *model = trainer_model(t);

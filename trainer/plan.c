@@ -241,42 +241,38 @@ static bool divides_total(const Options *o, int64_t batch, int64_t seq_len) {
   return !options_given(o, "total-batch") || o->total_batch % (batch * seq_len * o->ranks) == 0;
 }
 
-// The changes that may help, weaker ones of a kind first.
-enum {
-  FUSED,
-  ELEMENTWISE,
-  MLP,
-  LAYER,
-  MOMENTS,
-  NO_MASTER,
-  STATE_ON_HOST,
-  LAYERS_ON_HOST,
-  ONE_SEQUENCE,
-  CHANGES
+// A change that may help.
+typedef struct {
+  const char *flag;
+  Recompute recompute; // at least this
+  unsigned offload;    // OFFLOAD_...
+  bool fused, bf16_moments, no_master, one_sequence;
+  bool weaker; // than the next one, which holds less
+} Change;
+
+static const Change changes[] = {
+    {"--fused-lce", .fused = true},
+    {"--recompute elementwise", .recompute = RECOMPUTE_ELEMENTWISE, .weaker = true},
+    {"--recompute mlp", .recompute = RECOMPUTE_MLP, .weaker = true},
+    {"--recompute layer", .recompute = RECOMPUTE_LAYER},
+    {"--moment-dtype bf16", .bf16_moments = true},
+    {"--no-master-weights", .no_master = true},
+    {"--offload optimizer", .offload = OFFLOAD_OPTIMIZER, .weaker = true},
+    {"--offload weights,gradients,optimizer", .offload = OFFLOAD_PARAMETERS},
+    {"--batch 1", .one_sequence = true},
 };
-static const char *const change_flags[CHANGES] = {"--fused-lce",
-                                                  "--recompute elementwise",
-                                                  "--recompute mlp",
-                                                  "--recompute layer",
-                                                  "--moment-dtype bf16",
-                                                  "--no-master-weights",
-                                                  "--offload optimizer",
-                                                  "--offload weights,gradients,optimizer",
-                                                  "--batch 1"};
+enum { CHANGES = sizeof changes / sizeof *changes };
 
 // The options with a change; as they are where the device or another option excludes it.
-static Options with_change(const Options *options, DeviceKind device, int change) {
+static Options with_change(const Options *options, DeviceKind device, const Change *c) {
   Options o = *options;
-  Recompute recompute = (Recompute)(change - ELEMENTWISE + RECOMPUTE_ELEMENTWISE);
-  if (change == FUSED) o.mode = LCE_FUSED;
-  if (change >= ELEMENTWISE && change <= LAYER && recompute > o.recompute) o.recompute = recompute;
-  if (change == MOMENTS && device == ON_CUDA) o.dtypes.moment = DTYPE_BF16;
-  if (change == NO_MASTER && o.dtype == DTYPE_BF16) o.dtypes.master = false;
-  unsigned offload = change == STATE_ON_HOST    ? OFFLOAD_OPTIMIZER
-                     : change == LAYERS_ON_HOST ? OFFLOAD_PARAMETERS
-                                                : 0;
-  if (offload && device == ON_CUDA && !(o.dtypes.offload & ~offload)) o.dtypes.offload = offload;
-  return change == ONE_SEQUENCE ? options_with_shape(options, device, 1, o.seq_len) : o;
+  bool cuda = device == ON_CUDA;
+  if (c->fused) o.mode = LCE_FUSED;
+  if (c->recompute > o.recompute) o.recompute = c->recompute;
+  if (c->bf16_moments && cuda) o.dtypes.moment = DTYPE_BF16;
+  if (c->no_master && o.dtype == DTYPE_BF16) o.dtypes.master = false;
+  if (c->offload && cuda && !(o.dtypes.offload & ~c->offload)) o.dtypes.offload = c->offload;
+  return c->one_sequence ? options_with_shape(options, device, 1, o.seq_len) : o;
 }
 
 // Appends to a list.
@@ -296,14 +292,14 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
   Options o = *options;
   char flags[256] = "";
   size_t peak = plan_run(&o, device, o.mode).peak;
-  for (int change = 0; change < CHANGES && peak > usable; change++) {
-    if (change == ELEMENTWISE || change == MLP || change == STATE_ON_HOST) continue; // later ones hold less
-    Options changed = with_change(&o, device, change);
+  for (const Change *c = changes; c < changes + CHANGES && peak > usable; c++) {
+    if (c->weaker) continue;
+    Options changed = with_change(&o, device, c);
     size_t bytes = plan_run(&changed, device, changed.mode).peak;
     if (bytes >= peak) continue;
     o = changed;
     peak = bytes;
-    append(flags, sizeof flags, " ", "%s", change_flags[change]);
+    append(flags, sizeof flags, " ", "%s", c->flag);
   }
   int64_t unit = seq_len_unit(&o);
   if (peak > usable && o.seq_len > unit) {
@@ -324,14 +320,13 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
 static void suggest(const Options *options, DeviceKind device, size_t usable, char *text, size_t size) {
   *text = 0;
   bool recompute_fits = false;
-  for (int change = 0; change < ONE_SEQUENCE; change++) {
-    bool is_recompute = change >= ELEMENTWISE && change <= LAYER;
-    if (is_recompute && recompute_fits) continue;
-    Options o = with_change(options, device, change);
+  for (const Change *c = changes; !c->one_sequence; c++) { // the last one; which batches fit is said below
+    if (c->recompute && recompute_fits) continue;
+    Options o = with_change(options, device, c);
     size_t bytes = plan_run(&o, device, o.mode).peak;
     if (bytes > usable) continue;
-    recompute_fits |= is_recompute;
-    append(text, size, ", ", "%s needs %s", change_flags[change], text_bytes(bytes).text);
+    recompute_fits |= c->recompute > RECOMPUTE_NONE;
+    append(text, size, ", ", "%s needs %s", c->flag, text_bytes(bytes).text);
   }
   int64_t batch = plan_largest_batch(options, device, options->mode, usable);
   while (batch && !divides_total(options, batch, options->seq_len)) batch--;

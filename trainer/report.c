@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -15,7 +14,6 @@
 #include "base/text.h"
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
-#include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/speed.h"
 

@@ -30,8 +30,7 @@ void resume_find(Options *o) {
   if (!o->save && (o->save_every || o->keep)) fail("--save-every and --keep need --save DIR");
   if (o->resume && o->init && strcmp(o->resume, "auto"))
     fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
-         "--resume "
-         "auto to begin with --init where --save has no checkpoint yet",
+         "--resume auto to begin with --init where --save has no checkpoint yet",
          o->init, o->resume);
   if (o->resume) o->origin = find_checkpoint(o, check);
   if (o->origin) {
@@ -140,16 +139,16 @@ static cJSON *paths(const TextList *list) {
   return array;
 }
 
-cJSON *resume_write(const Options *o, const RunState *state) {
+cJSON *resume_write(const Options *o, const RunState *state, int64_t step, const char *data) {
   cJSON *json = cJSON_CreateObject();
-  cJSON_AddNumberToObject(json, "step", (double)state->step);
+  cJSON_AddNumberToObject(json, "step", (double)step);
   cJSON_AddStringToObject(json, "device", o->on_cuda ? "cuda" : "cpu");
   cJSON_AddNumberToObject(json, "first_loss", state->first_loss); // NAN is printed as null
   cJSON_AddNumberToObject(json, "last_loss", state->last_loss);
   cJSON_AddNumberToObject(json, "val_loss", state->val_loss);
   cJSON_AddNumberToObject(json, "val_step", (double)state->val_step);
   cJSON_AddItemToObject(json, "settings", settings_of(o, SETTING | GPU_SETTING | OUTPUT_SETTING));
-  cJSON_AddStringToObject(json, "data", state->data);
+  cJSON_AddStringToObject(json, "data", data);
   cJSON_AddItemToObject(json, "data_paths", paths(&o->data));
   cJSON_AddItemToObject(json, "val_data_paths", paths(&o->val_data));
   return json;
@@ -195,10 +194,8 @@ RunState resume_read(const Options *o, const char *data) {
     warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run continues, but not as it would "
          "have",
          before, o->origin, data);
-  return (RunState){.step = o->first_step,
-                    .first_loss = loss_of(json, "first_loss"),
+  return (RunState){.first_loss = loss_of(json, "first_loss"),
                     .last_loss = loss_of(json, "last_loss"),
                     .val_loss = loss_of(json, "val_loss"),
-                    .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1,
-                    .data = data};
+                    .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1};
 }

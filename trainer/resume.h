@@ -17,13 +17,11 @@ void resume_require_same(const Options *options, Backend *backend, const char *d
 
 // The state of a run besides its tensors.
 typedef struct {
-  int64_t step;                           // steps done
   double first_loss, last_loss, val_loss; // NAN where there is none
   int64_t val_step;                       // the step that val_loss was measured after; -1 where there is none
-  const char *data;                       // what the loader says it reads
 } RunState;
 
-// trainer_state.json; the caller deletes it.
-cJSON *resume_write(const Options *options, const RunState *state);
+// trainer_state.json after `step` steps; the caller deletes it.
+cJSON *resume_write(const Options *options, const RunState *state, int64_t step, const char *data);
 // The state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
 RunState resume_read(const Options *options, const char *data);

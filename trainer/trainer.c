@@ -12,7 +12,6 @@
 #include "model/checkpoint/weights.h"
 #include "model/generate.h"
 #include "model/shards.h"
-#include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/reduction.h"
 
@@ -73,13 +72,13 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->loss = reserve_table(backend, "losses", DTYPE_F32, tokens);
   if (options->pack)
     t->documents = tensor_reshape_2d(reserve_table(backend, "documents", DTYPE_I32, 2 * tokens), 2, tokens);
-  if (options->z_loss > 0) t->outputs.z_loss = reserve_table(backend, "z-losses", DTYPE_F32, tokens);
+  if (options->z_loss > 0)
+    t->transformer.outputs.z_loss = reserve_table(backend, "z-losses", DTYPE_F32, tokens);
   if (options->metrics) {
-    t->outputs.correct = reserve_table(backend, "right predictions", DTYPE_F32, tokens);
-    t->outputs.entropy = reserve_table(backend, "entropies", DTYPE_F32, tokens);
-    t->outputs.max_logit = reserve_table(backend, "largest logits", DTYPE_F32, tokens);
+    t->transformer.outputs.correct = reserve_table(backend, "right predictions", DTYPE_F32, tokens);
+    t->transformer.outputs.entropy = reserve_table(backend, "entropies", DTYPE_F32, tokens);
+    t->transformer.outputs.max_logit = reserve_table(backend, "largest logits", DTYPE_F32, tokens);
   }
-  t->transformer.outputs = t->outputs;
   if (t->transformer.sampling.full_mass > 0) {
     t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
     fill_zero(backend, t->transformer.sampling.stats); // only the fused mode writes it
@@ -201,29 +200,24 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
                     .step = step + 1};
   t->update_deferred = t->backend->ranks == 1;
   t->update = settings;
+  t->update.async = true;
   for (Piece piece = {0}; next_piece(p, &piece);)
     if (piece.layer <= 0 || !t->update_deferred)
       update_bucket(t, piece.group, piece.bucket, settings); // what the forward pass begins with
   collectives_join(t->backend, 0);
 }
 
-static void update_layer(Trainer *t, int64_t layer, bool async) {
+// TransformerOptions.update_layer.
+static void update_layer(void *trainer, int64_t layer) {
+  Trainer *t = trainer;
   const Spread *spread = &t->late_model.parameters.spread;
   Bucket bucket = {spread->before_layers + layer * spread->layer, spread->layer};
-  AdamW settings = t->update;
-  settings.async = async;
-  update_bucket(t, GROUP_MATRICES, bucket, settings);
-}
-
-// TransformerOptions.update_layer.
-static int64_t update_layer_async(void *trainer, int64_t layer) {
-  update_layer(trainer, layer, true);
-  return 1;
+  update_bucket(t, GROUP_MATRICES, bucket, t->update);
 }
 
 Model *trainer_model(Trainer *t) {
-  for (int64_t l = 1; t->update_deferred && l < t->options->model.num_hidden_layers; l++)
-    update_layer(t, l, false);
+  t->update.async = false;
+  for (int64_t l = 1; t->update_deferred && l < t->options->model.num_hidden_layers; l++) update_layer(t, l);
   t->update_deferred = false;
   return &t->late_model;
 }
@@ -279,10 +273,10 @@ static Tensor number_of(Tensor t, int i) {
 // Sums the statistics of the micro-batch's tokens and tiles.
 static void sum_tokens(Trainer *t, int slot, bool accumulate) {
   const Tensor stats[] = {[RESULT_LOSS] = t->loss,
-                          [RESULT_Z_LOSS] = t->outputs.z_loss,
-                          [RESULT_CORRECT] = t->outputs.correct,
-                          [RESULT_ENTROPY] = t->outputs.entropy,
-                          [RESULT_MAX_LOGIT] = t->outputs.max_logit,
+                          [RESULT_Z_LOSS] = t->transformer.outputs.z_loss,
+                          [RESULT_CORRECT] = t->transformer.outputs.correct,
+                          [RESULT_ENTROPY] = t->transformer.outputs.entropy,
+                          [RESULT_MAX_LOGIT] = t->transformer.outputs.max_logit,
                           [RESULT_TILES_DROPPED] = number_of(t->transformer.sampling.stats, 0),
                           [RESULT_TILES] = number_of(t->transformer.sampling.stats, 1),
                           [RESULT_MASS_DROPPED] = number_of(t->transformer.sampling.stats, 2)};
@@ -310,16 +304,14 @@ static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
     int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
     int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
-    int64_t max = 0, here;
-    for (place.rank = 0; place.rank < b->ranks && o->masked; place.rank++) {
-      if (place.rank == b->rank) continue;
-      counted += here = loader_train_batch(loader, place, to, targets, documents);
+    int64_t max = 0;
+    for (int i = o->masked ? 1 : b->ranks; i <= b->ranks; i++) { // this rank's batch comes last, and stays
+      place.rank = (b->rank + i) % b->ranks;
+      int64_t here = loader_train_batch(loader, place, to, targets, documents);
+      counted += here * (o->masked ? 1 : b->ranks);
       max = max_i64(max, here);
     }
-    place.rank = b->rank;
-    here = loader_train_batch(loader, place, to, targets, documents);
-    counted += here * (o->masked ? 1 : b->ranks);
-    t->host_max_counted[m] = max_i64(max, here);
+    t->host_max_counted[m] = max;
   }
   return counted;
 }
@@ -345,7 +337,7 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
     Reduction reduction;
     reduction_begin(&reduction, t->backend, &t->late_model, m == 0, m == o->micro_steps - 1, &options);
     if (sums_squares(t) && (planning || m == o->micro_steps - 1)) options.squares = t->squares;
-    if (t->update_deferred) options.update_layer = update_layer_async, options.update_context = t;
+    if (t->update_deferred) options.update_layer = update_layer, options.update_context = t;
     transformer_train(t->backend, &t->late_model, &batch, &options, scale, m > 0, t->loss);
     t->update_deferred = false;
     sum_tokens(t, slot, m > 0);

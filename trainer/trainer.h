@@ -30,13 +30,12 @@ typedef struct {
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, documents, loss;
-  TokenOutputs outputs;  // statistics of each token besides its loss
   Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
   Tensor results;        // fp32, of each pending step: sums of the statistics, and the gradient norm
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
-  AdamW update;              // of the last step
+  AdamW update;              // of the last step, as the next forward pass makes it
   bool update_deferred;      // of the layers but the first, to the next forward pass or trainer_model
   StepResult pending[TRAINER_PENDING];
   int pending_count;

@@ -52,8 +52,7 @@ struct Tokenizer {
   bool whole_words; // a piece that is a token is taken whole, whatever merges made it
   bool space_first; // a space is put before a text that begins without one
   Splitter splitter;
-  bool encodes;
-  Reason cannot_encode;
+  Reason cannot_encode; // empty: it can
 };
 
 static void *allocate(int64_t count, size_t size) {
@@ -74,25 +73,21 @@ static void fill_alphabet(int16_t byte_of[ALPHABET]) {
     byte_of[stands_for_itself(byte) ? byte : BYTES + next++] = (int16_t)byte;
 }
 
-// Decodes one character; those of the alphabet have one byte or two, and longer ones come out as UINT32_MAX.
-static const char *next_character(const char *text, uint32_t *character) {
-  const unsigned char *t = (const unsigned char *)text;
-  if (t[0] < 0x80) {
-    *character = t[0];
-    return text + 1;
-  }
-  *character = t[0] >= 0xC0 && t[0] < 0xE0 && (t[1] & 0xC0) == 0x80 ? (t[0] & 0x1Fu) << 6 | (t[1] & 0x3Fu)
-                                                                    : UINT32_MAX;
-  return *character == UINT32_MAX ? text + 1 : text + 2;
+// The byte that the character at *text stands for, which is stepped over, or -1. Those of the alphabet have one byte or
+// two in UTF-8.
+static int next_byte(const Tokenizer *t, const char **text) {
+  const unsigned char *at = (const unsigned char *)*text;
+  bool two = at[0] >= 0x80;
+  uint32_t character = two ? (at[0] - 0xC0u) << 6 | (at[1] & 0x3Fu) : at[0];
+  *text += 1 + two;
+  return (!two || (at[1] & 0xC0) == 0x80) && character < ALPHABET ? t->byte_of[character] : -1;
 }
 
 // The bytes of a token of the vocabulary. One with a character that is no byte stands for its text.
 static Token read_token(const Tokenizer *t, const char *text) {
   Token token = {.bytes = allocate((int64_t)strlen(text) + 1, 1)};
   for (const char *at = text; *at;) {
-    uint32_t character;
-    at = next_character(at, &character);
-    int byte = character < ALPHABET ? t->byte_of[character] : -1;
+    int byte = next_byte(t, &at);
     if (byte < 0) {
       token.length = (int64_t)strlen(text);
       memcpy(token.bytes, text, (size_t)token.length);
@@ -178,10 +173,9 @@ static void read_added_tokens(Tokenizer *t, const cJSON *added) {
     put_token(t, id, text);
     t->tokens[id].special = json_true(item, "special", false);
     t->added[i++] = (AddedToken){text_format("%s", text), (int64_t)strlen(text), (int32_t)id};
-    if (t->encodes && (json_true(item, "lstrip", false) || json_true(item, "rstrip", false) ||
-                       json_true(item, "single_word", false)))
-      t->encodes =
-          refuse(&t->cannot_encode, "the added token \"%s\" has lstrip, rstrip or single_word", text);
+    if (!*t->cannot_encode.text && (json_true(item, "lstrip", false) || json_true(item, "rstrip", false) ||
+                                    json_true(item, "single_word", false)))
+      refuse(&t->cannot_encode, "the added token \"%s\" has lstrip, rstrip or single_word", text);
   }
 }
 
@@ -335,10 +329,9 @@ static bool read_root(Tokenizer *t, const cJSON *root, Reason *reason) {
       !is_empty_text(json_member(model, "end_of_word_suffix")) ||
       (decoder && !has_byte_level(decoder, "decoders")))
     return refuse(reason, "it is no byte-level BPE as GPT-2 and Llama 3 have it");
-  t->encodes = true;
   if (!read_vocabulary(t, vocab, added, reason) || !read_merges(t, merges, reason)) return false;
   read_added_tokens(t, added);
-  t->encodes = t->encodes && read_encoding(t, root, model);
+  if (!*t->cannot_encode.text) read_encoding(t, root, model);
   return true;
 }
 
@@ -455,7 +448,7 @@ static bool encode_text(Encoding *e, const char *text, int64_t length, Reason *r
 
 int32_t *tokenizer_try_encode(const Tokenizer *t, const char *text, int64_t length, bool special,
                               int64_t *count, Reason *reason) {
-  if (!t->encodes) {
+  if (*t->cannot_encode.text) {
     refuse(reason, "the tokenizer can decode, but not encode: %s", t->cannot_encode.text);
     return NULL;
   }

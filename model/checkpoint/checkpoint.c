@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/alloc.h"
@@ -224,10 +223,10 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   folder_add(&folder, TRAINER_STATE, state, strlen(state));
   free(config);
   free(state);
-  Reason why;
-  if (!folder_finish(&folder, &why)) {
-    if (store->last_step < 0) return refuse(reason, "%s; there is no checkpoint of this run yet", why.text);
-    return refuse(reason, "%s; the last good checkpoint is that of step %lld", why.text,
+  if (!folder_finish(&folder, reason)) {
+    if (store->last_step < 0)
+      return refuse(reason, "%s; there is no checkpoint of this run yet", reason->text);
+    return refuse(reason, "%s; the last good checkpoint is that of step %lld", reason->text,
                   (long long)store->last_step);
   }
   store->last_step = step;

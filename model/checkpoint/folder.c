@@ -118,13 +118,12 @@ static bool remove_listed(const char *path, const cJSON *listed, bool dry, Reaso
 static cJSON *read_list(const char *path, Reason *reason) {
   char *list = path_join(path, CHECKSUMS);
   size_t length;
-  Reason why;
   char *text = file_read(list, &length);
-  cJSON *listed = text ? json_parse(text, length, &why) : NULL;
+  cJSON *listed = text ? json_parse(text, length, reason) : NULL;
   if (!text)
     refuse(reason, "%s does not exist", list);
   else if (!listed)
-    refuse(reason, "%s is damaged: %s", list, why.text);
+    refuse(reason, "%s is damaged: %s", list, reason->text);
   free(text);
   free(list);
   return listed;
@@ -285,7 +284,7 @@ bool folder_finish(Folder *f, Reason *reason) {
 // --- checking ----------------------------------------------------------------------------------------------
 
 static bool file_intact(const char *path, const cJSON *entry, FolderCheck check, Reason *reason) {
-  const cJSON *bytes = cJSON_GetObjectItemCaseSensitive(entry, "bytes");
+  const cJSON *bytes = json_member(entry, "bytes");
   const char *crc = json_text(entry, "crc32");
   if (!json_is_whole(bytes) || !crc)
     return refuse(reason, "%s is listed in " CHECKSUMS " without length and checksum", path);

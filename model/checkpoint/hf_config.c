@@ -1,7 +1,6 @@
 #include "model/checkpoint/hf_config.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

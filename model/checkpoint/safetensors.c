@@ -77,10 +77,9 @@ static bool read_entry(const cJSON *item, size_t data, size_t size, SafetensorsE
   if (strlen(e->name) >= SAFETENSORS_NAME)
     return refuse(reason, "a tensor's name is too long: %.40s...", e->name);
   if (!cJSON_IsObject(item)) return refuse(reason, "%s is not described", e->name);
-  if (!read_dtype(cJSON_GetObjectItemCaseSensitive(item, "dtype"), e, &bytes, reason)) return false;
-  if (!read_shape(cJSON_GetObjectItemCaseSensitive(item, "shape"), e, reason)) return false;
-  if (!read_place(cJSON_GetObjectItemCaseSensitive(item, "data_offsets"), data, size, e, reason))
-    return false;
+  if (!read_dtype(json_member(item, "dtype"), e, &bytes, reason)) return false;
+  if (!read_shape(json_member(item, "shape"), e, reason)) return false;
+  if (!read_place(json_member(item, "data_offsets"), data, size, e, reason)) return false;
   bool fits = true;
   for (int i = 0; i < e->rank; i++)
     fits = fits && !__builtin_mul_overflow(bytes, (size_t)e->shape[i], &bytes);

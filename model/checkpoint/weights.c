@@ -6,6 +6,7 @@
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/text.h"
 #include "kernels/ranks/ranks.h"
 #include "model/shards.h"
 
@@ -45,7 +46,7 @@ static bool add_file(TensorSet *set, const char *path) {
 }
 
 static void open_index(TensorSet *set, const char *folder, const cJSON *json) {
-  const cJSON *map = cJSON_GetObjectItemCaseSensitive(json, "weight_map"), *item;
+  const cJSON *map = json_member(json, "weight_map"), *item;
   if (!cJSON_IsObject(map)) fail("%s has no weight_map", set->path);
   cJSON_ArrayForEach(item, map) {
     if (!cJSON_IsString(item) || !is_plain_name(item->valuestring))
@@ -155,8 +156,9 @@ static void fetch(const TensorToStore *t, Backend *backend, int64_t first, int64
     backend_to_host(backend, host, tensor_rows(tensor_flat(t->tensor), first, count));
 }
 
-static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw, float *values,
-                           uint16_t *rounded) {
+// By way of two host_buffers.
+static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw,
+                           void *converted) {
   Dtype dtype = t->tensor.dtype;
   // Where other ranks take part in fetching, everything is fetched even after a write has failed.
   bool together = backend->ranks > 1;
@@ -166,17 +168,15 @@ static void write_elements(Folder *folder, const TensorToStore *t, Backend *back
     fetch(t, backend, first, count, raw);
     ranks_alive();
     if (!folder->ok) continue;
-    const void *out = raw;
     if (t->dtype != dtype && t->dtype == DTYPE_F32) {
-      safetensors_widen(safetensors_dtype(dtype), raw, count, values);
-      out = values;
+      safetensors_widen(safetensors_dtype(dtype), raw, count, converted);
     } else if (t->dtype != dtype) {
       const float *wide = raw;
+      uint16_t *rounded = converted;
 #pragma omp parallel for schedule(static)
       for (int64_t i = 0; i < count; i++) rounded[i] = bf16_from_f32(wide[i]);
-      out = rounded;
     }
-    folder_write(folder, out, (size_t)count * dtype_bytes(t->dtype));
+    folder_write(folder, t->dtype == dtype ? raw : converted, (size_t)count * dtype_bytes(t->dtype));
   }
 }
 
@@ -185,13 +185,11 @@ static void write_file(Folder *folder, const char *name, const TensorToStore *te
   size_t length;
   char *header = safetensors_compose(entries, count, &length);
   folder_add(folder, name, header, length);
-  void *raw = host_buffer(sizeof(float)), *values = host_buffer(sizeof(float)),
-       *rounded = host_buffer(sizeof(uint16_t));
-  for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, values, rounded);
+  void *raw = host_buffer(sizeof(float)), *converted = host_buffer(sizeof(float));
+  for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, converted);
   free(header);
   free(raw);
-  free(values);
-  free(rounded);
+  free(converted);
 }
 
 // Where the file that begins with tensor `first` ends.
@@ -249,15 +247,10 @@ static Parameter *owner_of(Model *model, const char *name) {
   return p ? p : parameters_find(&model->parameters, prefixed);
 }
 
-static bool ends_with(const char *text, const char *end) {
-  size_t length = strlen(text), tail = strlen(end);
-  return length >= tail && !strcmp(text + length - tail, end);
-}
-
 // What old files hold besides the weights: GPT-2's causal mask, the others' rotary frequencies.
 static bool is_buffer(const Model *model, const char *name) {
-  if (model->config.family != FAMILY_GPT2) return ends_with(name, ".rotary_emb.inv_freq");
-  return ends_with(name, ".attn.bias") || ends_with(name, ".attn.masked_bias");
+  if (model->config.family != FAMILY_GPT2) return text_ends_in(name, ".rotary_emb.inv_freq");
+  return text_ends_in(name, ".attn.bias") || text_ends_in(name, ".attn.masked_bias");
 }
 
 static bool is_tied_head(const Model *model, const char *name) {
@@ -300,8 +293,8 @@ static void check_tied_head(const Model *model, const TensorSet *set, const Stor
          file->path, head_name, embedding->entry->name);
 }
 
-// stored[i] is where the model's i-th tensor is; the caller frees it.
-static Stored *match(Model *model, const TensorSet *set) {
+// Fails unless the set is that of the model's tensors.
+static void check_set(Model *model, const TensorSet *set) {
   int64_t count = model->parameters.count;
   Stored *stored = host_alloc(count, sizeof *stored, "a list of tensors");
   for (int f = 0; f < set->count; f++)
@@ -326,7 +319,7 @@ static Stored *match(Model *model, const TensorSet *set) {
     fail("%s lacks %s %s%s, which the model that config.json describes needs", set->path, first->name,
          shape_of(first).text, missing > 1 ? " and others" : "");
   check_tied_head(model, set, stored);
-  return stored;
+  free(stored);
 }
 
 void weights_load(Model *model, Backend *backend, const char *folder) {
@@ -335,7 +328,7 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
     fail("%s does not exist, nor an index of shards next to it; save the model as safetensors "
          "(save_pretrained of transformers does)",
          set.path);
-  Stored *stored = match(model, &set);
+  check_set(model, &set);
   // In the files' order: a disk reads sequentially.
   for (int f = 0; f < set.count; f++)
     for (int64_t k = 0; k < set.files[f].header.count; k++) {
@@ -344,7 +337,6 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
       const Parameters *all = &model->parameters;
       if (p) tensor_read(&set.files[f], e, backend, all, p, all->value, all->master);
     }
-  free(stored);
   tensor_set_close(&set);
 }
 

@@ -19,8 +19,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const uint8_t *mask;
   unsigned sum = 0;
   if (shard_parse(file, cut, &shard, &reason)) {
-    for (int64_t i = 0; i < shard.count * (shard.wide ? 4 : 2); i++)
-      sum += ((const uint8_t *)shard.tokens)[i];
+    for (int64_t i = 0; i < shard.count * shard.token_bytes; i++) sum += ((const uint8_t *)shard.tokens)[i];
     mask = shard_parse_bits(mask_file, rest, SHARD_MASK, shard.count, &reason);
     for (int64_t i = 0; mask && i < shard.count; i++) sum += mask[i / 8] >> (i % 8) & 1;
   }
