@@ -38,9 +38,9 @@ struct Accumulators {
 
 struct Warp {
   Block *block;
-  int index, live = 32;
-  Thread *lanes[32];
-  double pace = 1; // the probability that it runs when it is drawn
+  int index, live = 0;
+  Thread *lanes[32] = {}; // as many as there are
+  double pace = 1;        // the probability that it runs when it is drawn
   // Of what its lanes do together: how many have come, and what each brings. `values` stays until all have come to the next.
   int arrived = 0;
   const char *what = "";
@@ -597,7 +597,7 @@ static void run_warp(Warp &warp) {
     long before = progress;
     bool skipped = false;
     for (Thread *t : warp.lanes) {
-      if (t->done) continue;
+      if (!t || t->done) continue;
       if (t->lane == lagging && chance() < 0.95) {
         skipped = true;
         continue;
@@ -629,7 +629,7 @@ static bool anyone_lives() {
 static void fail_waiting() {
   for (auto &warp : warps)
     for (const Thread *t : warp->lanes)
-      if (!t->done && (t->lane == 0 || strcmp(t->waits_for, warp->lanes[t->lane - 1]->waits_for) != 0))
+      if (t && !t->done && (t->lane == 0 || strcmp(t->waits_for, warp->lanes[t->lane - 1]->waits_for) != 0))
         fprintf(stderr, "block %u, thread %d waits for %s\n", warp->block->index.x,
                 warp->index * 32 + t->lane, t->waits_for);
   EMULATOR_FAILS("the threads wait for each other for ever");
@@ -663,69 +663,82 @@ static void run_all() {
 // Stacks are kept from launch to launch.
 static char *stack_of(size_t i) {
   static std::vector<char *> stacks;
-  for (; stacks.size() <= i; stacks.push_back(nullptr)) {
-  }
-  if (!stacks[i]) {
-    void *memory =
+  while (stacks.size() <= i) {
+    void *stack =
         mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) EMULATOR_FAILS("out of memory for a thread's stack");
-    stacks[i] = (char *)memory;
+    if (stack == MAP_FAILED) EMULATOR_FAILS("out of memory for a thread's stack");
+    stacks.push_back(static_cast<char *>(stack));
   }
   return stacks[i];
 }
 
+// The blocks of a cluster, or one block, and all that they consist of.
+struct Cluster {
+  std::vector<unsigned char> memory;
+  std::vector<Block> blocks;
+  std::vector<Block *> pointers;
+  std::vector<Thread> threads;
+  std::vector<Warp *> groups; // warps, by fours
+  Barrier barrier;
+
+  Cluster(const Launch &launch, unsigned first, unsigned size) {
+    const auto count = (unsigned)launch.cluster;
+    const dim3 grid = launch.grid, block = launch.block;
+    const size_t bytes = STATIC_SHARED + launch.shared_bytes, padded = (bytes + 2047) / 1024 * 1024;
+    memory.assign(padded * count + 1024, 0xFF);
+    auto *shared = (unsigned char *)(((uintptr_t)memory.data() + 1023) / 1024 * 1024);
+    blocks.resize(count);
+    threads.resize((size_t)count * size);
+    groups.resize((size + 31) / 32 * count + 4);
+    warps.clear();
+    for (unsigned t = 0; t < count * size; t++) {
+      const unsigned rank = t / size, within = t % size, i = first + rank;
+      Block &at = blocks[rank];
+      if (within == 0) {
+        at.index = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
+        at.rank = (int)rank, at.live = (int)size, at.shared = shared + rank * padded, at.bytes = bytes;
+        at.cluster = &pointers, at.whole_cluster = &barrier;
+        pointers.push_back(&at);
+      }
+      if (within % 32 == 0) {
+        groups[warps.size()] = new Warp();
+        warps.emplace_back(groups[warps.size()]);
+        Warp &warp = *warps.back();
+        warp.block = &at, warp.index = (int)(within / 32), warp.group = &groups[(warps.size() - 1) / 4 * 4];
+      }
+      Thread &of = threads[t];
+      of.index = {within % block.x, within / block.x % block.y, within / block.x / block.y};
+      of.block = &at, of.warp = warps.back().get(), of.lane = (int)(within % 32);
+      of.warp->lanes[of.lane] = &of, of.warp->live++;
+      // Six registers, then where to begin, whose frame is aligned as if it had been called.
+      void **top = (void **)(stack_of(t) + STACK - 64);
+      *--top = nullptr, *--top = (void *)run_thread;
+      of.stack_pointer = top - 6;
+    }
+  }
+
+  void check_end() const {
+    for (auto &warp : warps)
+      if (!warp->mmas.empty()) EMULATOR_FAILS("a warp ends before its MMAs");
+    for (const Block &block : blocks)
+      for (auto &[address, m] : block.mbarriers)
+        if (m.bytes) EMULATOR_FAILS("a block ends before its loads");
+  }
+};
+
 void Launch::run(const std::function<void()> &of_thread) const {
-  const unsigned blocks = grid.x * grid.y * grid.z, size = block.x * block.y * block.z;
-  if (blocks == 0 || size == 0) return;
+  const unsigned count = grid.x * grid.y * grid.z, size = block.x * block.y * block.z;
+  if (count == 0 || size == 0) return;
   if (shared_bytes > SHARED_MAX) EMULATOR_FAILS("a launch with %zu bytes of shared memory", shared_bytes);
   const char *seed = getenv("EMULATOR_SEED");
   random.seed(seed ? (unsigned)atoi(seed) : 1);
   kernel = &of_thread;
   emulator::grid = {grid.x, grid.y, grid.z};
   threads_of_block = {block.x, block.y, block.z};
-  std::vector<unsigned char> memory;
-  for (unsigned first = 0; first < blocks; first += (unsigned)cluster) {
-    const size_t bytes = STATIC_SHARED + shared_bytes, padded = (bytes + 2047) / 1024 * 1024;
-    memory.assign(padded * (size_t)cluster + 1024, 0xFF);
-    auto *shared = (unsigned char *)(((uintptr_t)memory.data() + 1023) / 1024 * 1024);
-    std::vector<Block> of_cluster((size_t)cluster);
-    std::vector<Block *> pointers;
-    std::vector<Thread> threads((size_t)cluster * size);
-    std::vector<Warp *> groups(threads.size() / 32 + 4);
-    Barrier whole_cluster;
-    warps.clear();
-    for (unsigned b = 0; b < (unsigned)cluster; b++) {
-      Block &at = of_cluster[b];
-      unsigned i = first + b;
-      at.index = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
-      at.rank = (int)b, at.live = (int)size, at.shared = shared + b * padded, at.bytes = bytes;
-      at.cluster = &pointers, at.whole_cluster = &whole_cluster;
-      pointers.push_back(&at);
-      for (unsigned t = 0; t < size; t++) {
-        Thread &of = threads[b * size + t];
-        if (t % 32 == 0) {
-          warps.push_back(std::make_unique<Warp>());
-          warps.back()->block = &at, warps.back()->index = (int)(t / 32);
-        }
-        of.stack = stack_of(b * size + t);
-        of.index = {t % block.x, t / block.x % block.y, t / block.x / block.y};
-        of.block = &at, of.warp = warps.back().get(), of.lane = (int)(t % 32);
-        of.warp->lanes[of.lane] = &of;
-        of.warp->group = groups.data() + (b * size + t) / 128 * 4;
-        groups[(b * size + t) / 32] = of.warp;
-        // Six registers, then where to begin; that function's frame is aligned as if it had been called.
-        void **top = (void **)(of.stack + STACK - 64);
-        *--top = nullptr, *--top = (void *)run_thread;
-        of.stack_pointer = top - 6;
-      }
-    }
-    if (size % 32) EMULATOR_FAILS("a block of %u threads, which is not a number of whole warps", size);
+  for (unsigned first = 0; first < count; first += (unsigned)cluster) {
+    Cluster blocks(*this, first, size);
     run_all();
-    for (auto &warp : warps)
-      if (!warp->mmas.empty()) EMULATOR_FAILS("a warp ends before its MMAs");
-    for (Block &at : of_cluster)
-      for (auto &[address, m] : at.mbarriers)
-        if (m.bytes) EMULATOR_FAILS("a block ends before its loads");
+    blocks.check_end();
     copies.clear();
   }
 }

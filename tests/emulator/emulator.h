@@ -35,7 +35,6 @@ struct Warp;
 
 struct Thread {
   void *stack_pointer;
-  char *stack;
   bool done;
   uint3 index;
   Block *block;

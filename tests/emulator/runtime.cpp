@@ -1,10 +1,8 @@
 // The emulator's CUDA runtime and cuBLASLt (emulator.h): memory is the host's, and every call is done when it returns.
+#include "tests/emulator/emulator.h"
+
 #include <cublasLt.h>
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
-#include <cuda_runtime.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include <map>
@@ -82,14 +80,15 @@ cudaError_t cudaSetDevice(int) {
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrComputeCapabilityMajor   ? 9
            : attribute == cudaDevAttrComputeCapabilityMinor ? 0
-           : attribute == cudaDevAttrMultiProcessorCount    ? 4
+           : attribute == cudaDevAttrMultiProcessorCount    ? emulator::MULTIPROCESSORS
                                                             : 0;
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int) {
   memset(out, 0, sizeof *out);
   strcpy(out->name, "emulated GPU");
-  out->major = 9, out->multiProcessorCount = 4, out->totalGlobalMem = (size_t)16 << 30;
+  out->major = 9, out->multiProcessorCount = emulator::MULTIPROCESSORS,
+  out->totalGlobalMem = (size_t)16 << 30;
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() {
