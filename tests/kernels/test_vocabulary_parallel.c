@@ -77,6 +77,13 @@ static const Case cases[] = {
     {.name = "hopeless here", .rows = 9, .hidden = 32, .vocab = 300, .chunk = 4, .hopeless = 1},
     {.name = "hopeless elsewhere", .rows = 9, .hidden = 32, .vocab = 300, .chunk = 4, .hopeless = 2},
     {.name = "hopeless twice", .rows = 9, .hidden = 32, .vocab = 300, .chunk = 9, .hopeless = 3},
+    {.name = "hopeless terms",
+     .rows = 9,
+     .hidden = 32,
+     .vocab = 300,
+     .chunk = 4,
+     .terms = true,
+     .hopeless = 3},
 };
 
 // All ranks' tokens and the whole head, in float64.
