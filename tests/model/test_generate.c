@@ -330,6 +330,9 @@ static void test_draws_follow_their_distribution(void **state) {
   const float equal[] = {1, 2, 2, 2};
   check_draws(&(Sampling){1, 2, 1}, equal, 4, (const double[]){0, 0.5, 0.5, 0});
   check_draws(&(Sampling){0, 0, 1}, equal, 4, (const double[]){0, 1, 0, 0});
+  // However large they are.
+  const float large[] = {-1e4f, 1e4f, -INFINITY, 1e4f};
+  check_draws(&(Sampling){1, 0, 1}, large, 4, (const double[]){0, 0.5, 0, 0.5});
 }
 
 // The same choice as sorting would make, on many tokens with many ties.
