@@ -171,6 +171,11 @@ static void test_out_of_memory(void **state) {
   ASSERT_SAYS(memory_push_2d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, (int64_t)1 << 32, (int64_t)1 << 32).data,
               text);
   ASSERT_SAYS(memory_push_1d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, huge).data, text);
+  // Nor must their sum.
+  memory_push_1d(&plan, "half", MEMORY_HEAD, DTYPE_F32, INT64_C(1) << 59);
+  ASSERT_SAYS(memory_push_1d(&plan, "half", MEMORY_HEAD, DTYPE_F32, INT64_C(1) << 59).data,
+              "out of memory: half needs 2097152.00 TiB more, and 2097152.00 TiB are in use "
+              "(lm_head, loss 2097152.00 TiB)" ADVICE);
   memory_destroy(&plan);
 }
 
