@@ -106,7 +106,7 @@ void memory_destroy(Memory *memory) {
   free(memory->reserved);
   free(memory->pushed);
   free(memory->ledger.events);
-  *memory = (Memory){.planning = true};
+  *memory = (Memory){0};
 }
 
 static _Noreturn void out_of_memory(const Memory *memory, const char *name, size_t bytes) {

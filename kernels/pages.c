@@ -15,12 +15,11 @@ static void *pages_allocate(void *context, size_t bytes) {
   char *base = mmap(NULL, length + margin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) return NULL;
   if (!margin) return base;
-  // Give back what lies before the boundary; what lies behind the block stays in its last pages' mapping.
+  // Give back what lies before the boundary and behind the block's last page.
   size_t before = (HUGE_PAGE - (uintptr_t)base % HUGE_PAGE) % HUGE_PAGE;
   size_t page = (size_t)sysconf(_SC_PAGESIZE), used = (length + page - 1) / page * page;
   if (before) munmap(base, before);
-  size_t mapped = (length + margin + page - 1) / page * page;
-  if (mapped > before + used) munmap(base + before + used, mapped - before - used);
+  munmap(base + before + used, margin - before);
   madvise(base + before, length, MADV_HUGEPAGE); // a wish: the kernel may have huge pages switched off
   return base + before;
 }

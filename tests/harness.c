@@ -88,9 +88,22 @@ static int close_group(void **state) {
   return 0;
 }
 
+// Scratch lies on top of the stack. Beyond its highest end memory is zero unless an operation wrote further.
+static void check_beyond_stack(Memory *m) {
+  enum { BEYOND = 1 << 20 };
+  size_t peak = m->ledger.stack_peak;
+  char *base = m->stack_base;
+  for (size_t i = peak; i < peak + BEYOND && i < m->stack_capacity; i++)
+    if (base[i]) TEST_FAILS("byte %zu beyond a stack of %zu is written", i - peak, peak);
+  memset(base, 0, peak);
+  ledger_reset_peak(&m->ledger);
+}
+
 int harness_pop(void **state) {
   Harness *h = *state;
-  memory_pop_to(&h->backend->memory, 0);
+  Memory *m = &h->backend->memory;
+  memory_pop_to(m, 0);
+  if (h->backend->device == ON_CPU) check_beyond_stack(m);
   return 0;
 }
 

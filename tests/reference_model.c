@@ -314,8 +314,10 @@ void reference_model_logits(const ReferenceModel *m, const int32_t *tokens, int6
 
 void reference_model_losses(const ReferenceModel *m, const int32_t *tokens, const int32_t *targets,
                             int64_t batch, int64_t seq_len, double *loss) {
-  double *logits = array(batch * seq_len * m->config->vocab_size);
+  int64_t count = batch * seq_len * m->config->vocab_size;
+  double *logits = array(count), cap = m->config->final_logit_softcapping;
   reference_model_logits(m, tokens, batch, seq_len, logits);
+  for (int64_t i = 0; i < count && cap > 0; i++) logits[i] = cap * tanh(logits[i] / cap);
   reference_cross_entropy(loss, logits, targets, batch * seq_len, m->config->vocab_size);
   free(logits);
 }

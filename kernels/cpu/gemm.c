@@ -34,9 +34,8 @@ static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a
 
 void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
               float *out, int64_t out_stride) {
-  if (m == 0 || n == 0) return;
 #ifdef HAVE_CBLAS
-  if (!plain && k > 0) {
+  if (!plain) {
     if (m > INT_MAX || n > INT_MAX || k > INT_MAX || a.stride > INT_MAX || b.stride > INT_MAX ||
         out_stride > INT_MAX)
       fail("a GEMM of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m, (long long)n,

@@ -191,7 +191,6 @@ static void repair_row(bool plain, const LceLogitsExp *a, int64_t n) {
 
 void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
-  if (rows == 0) return;
   bool plain = cpu_plain_loops(backend);
   Grid g = make_grid(rows, a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
@@ -415,7 +414,6 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
               s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (row_sum[n] / all)));
     if (epsilon > 0) cpu_store(r->scale_uniform, n, -s * share);
     float *scaled = cpu_row(a->scaled_x, n);
-    if (!counts) scale = 0;
 #pragma omp simd
     for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = scale * x[i];
   }

@@ -78,8 +78,8 @@ static void add_segment(float *out, int64_t length, const uint64_t *keys, int64_
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys) {
   for (int64_t n = 0; n < count; n++) keys[n] = (uint64_t)(uint32_t)ids[n] << 32 | (uint64_t)n;
-  if (count) qsort(keys, (size_t)count, sizeof *keys, compare_keys);
-    // The thread that has the first key of a row sums the whole row.
+  qsort(keys, (size_t)count, sizeof *keys, compare_keys);
+  // The thread that has the first key of a row sums the whole row.
 #pragma omp parallel for schedule(dynamic, 16)
   for (int64_t first = 0; first < count; first++) {
     uint64_t id = keys[first] >> 32;

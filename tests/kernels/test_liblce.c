@@ -336,7 +336,7 @@ static void test_wrong_arguments(void **state) {
   REFUSED("weight is NULL", a.weight = NULL);
   REFUSED("targets is NULL", a.targets = NULL);
   REFUSED("loss is NULL", a.loss = NULL);
-  REFUSED("a chunk of -1", a.chunk = -1);
+  REFUSED("a chunk of -1 tokens; give 1 or more, or 0", a.chunk = -1);
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1));
   REFUSED("a bias has a gradient where weight has one", a.bias = a.x);
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);

@@ -375,6 +375,16 @@ static void test_refusals(void **state) {
   assert_fails(h, "4 tokens count", linear_cross_entropy(backend, b));
   b.rows = tensor_rows(targets, 0, 2), b.counted = 2;
   assert_fails(h, "rows is int32 [2] for 3 tokens", linear_cross_entropy(backend, b));
+  b = a, b.x = tensor_rows(x, 0, 0);
+  assert_fails(h, "which holds no token", linear_cross_entropy(backend, b));
+  b = a, b.targets = tensor_rows(targets, 0, 2);
+  assert_fails(h, "targets is int32 [2] for 3 tokens", linear_cross_entropy(backend, b));
+  b = a, b.loss = tensor_rows(loss, 0, 2);
+  assert_fails(h, "loss is fp32 [2] and targets is int32 [3] for 3 tokens", linear_cross_entropy(backend, b));
+  b = a, b.entropy_weights = b.outputs.correct = tensor_rows(loss, 0, 2);
+  assert_fails(h, "entropy_weights is fp32 [2] for 3 tokens", linear_cross_entropy(backend, b));
+  b.entropy_weights = (Tensor){0};
+  assert_fails(h, "an output is fp32 [2] for 3 tokens", linear_cross_entropy(backend, b));
 }
 
 int main(void) {

@@ -160,15 +160,15 @@ static void test_forward_only(void **state) {
                        (Way){.chunk = 8, .forward_only = true, .outputs = outputs});
 }
 
-// No token counts: nothing is divided by the sum of no weights.
+// No token counts, named or not: nothing is divided by the sum of no weights.
 static void test_nothing_counts(void **state) {
   Harness *h = *state;
   const int64_t rows = 4, hidden = 6, vocab = 10;
   int32_t targets[] = {IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX};
   double *weight = random_values(h, vocab * hidden, 1), *x = random_values(h, rows * hidden, 1);
   double *zeros = host_values(h, vocab * hidden);
-  for (int mode = 0; mode < 2; mode++) {
-    LinearCrossEntropy a = {.mode = mode ? LCE_MATERIALIZED : LCE_FUSED,
+  for (int way = 0; way < 4; way++) {
+    LinearCrossEntropy a = {.mode = way & 1 ? LCE_MATERIALIZED : LCE_FUSED,
                             .chunk = 3,
                             .loss = poisoned_vector(h, DTYPE_F32, rows),
                             .dx = poisoned(h, h->dtype, rows, hidden),
@@ -179,10 +179,16 @@ static void test_nothing_counts(void **state) {
                             .terms = {.label_smoothing = 0.1f, .z_loss = 0.1f},
                             .scale = 1,
                             .mean = true};
+    if (way & 2) {
+      a.rows = ids_from(h, targets, rows); // not read
+      a.bias = vector_from(h, h->dtype, random_values(h, vocab, 1), vocab);
+      a.dbias = poisoned_vector(h, DTYPE_F32, vocab);
+    }
     linear_cross_entropy(h->backend, a);
     check_values(h, "loss of nothing", a.loss, zeros, within(0, 1));
     check_values(h, "dx of nothing", a.dx, zeros, within(0, 1));
     check_values(h, "dweight of nothing", a.dweight, zeros, within(0, 1));
+    if (way & 2) check_values(h, "dbias of nothing", a.dbias, zeros, within(0, 1));
   }
 }
 

@@ -2,6 +2,7 @@
 // numbers as text, and how the program fails.
 #include "base/fail.h"
 #include "base/random.h"
+#include "base/system.h"
 #include "base/text.h"
 #include "kernels/kernels.h"
 
@@ -14,6 +15,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -171,6 +173,11 @@ static void test_out_of_memory(void **state) {
   ASSERT_SAYS(memory_push_2d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, (int64_t)1 << 32, (int64_t)1 << 32).data,
               text);
   ASSERT_SAYS(memory_push_1d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, huge).data, text);
+  // Nor must their sum.
+  memory_push_1d(&plan, "half", MEMORY_HEAD, DTYPE_F32, INT64_C(1) << 59);
+  ASSERT_SAYS(memory_push_1d(&plan, "half", MEMORY_HEAD, DTYPE_F32, INT64_C(1) << 59).data,
+              "out of memory: half needs 2097152.00 TiB more, and 2097152.00 TiB are in use "
+              "(lm_head, loss 2097152.00 TiB)" ADVICE);
   memory_destroy(&plan);
 }
 
@@ -192,6 +199,22 @@ static void test_limit(void **state) {
   memory_reserve(&m, "gradients", MEMORY_GRADIENTS, 1024);
   assert_int_equal(counter.given, 4096);
   memory_destroy(&m);
+}
+
+// Whole pages, which all go back; large blocks begin on a boundary of huge pages.
+static void test_pages(void **state) {
+  (void)state;
+  static const int64_t sizes[] = {1, 5000, 2 << 20, (5 << 20) + 1};
+  for (int i = 0; i < 4; i++) {
+    size_t before = system_bytes("/proc/self/status", "VmSize");
+    char *data = memory_pages.allocate(NULL, (size_t)sizes[i]);
+    data[0] = data[sizes[i] - 1] = 1;
+    assert_true(sizes[i] < 2 << 20 || (uintptr_t)data % (2 << 20) == 0);
+    size_t held = system_bytes("/proc/self/status", "VmSize") - before;
+    assert_int_equal(held, round_up(sizes[i], sysconf(_SC_PAGESIZE)));
+    memory_pages.release(NULL, data, (size_t)sizes[i]);
+    assert_int_equal(system_bytes("/proc/self/status", "VmSize"), before);
+  }
 }
 
 static void test_poison(void **state) {
@@ -551,6 +574,7 @@ int main(void) {
       cmocka_unit_test(test_stack),
       cmocka_unit_test(test_out_of_memory),
       cmocka_unit_test(test_limit),
+      cmocka_unit_test(test_pages),
       cmocka_unit_test(test_poison),
       cmocka_unit_test(test_peaks),
       cmocka_unit_test(test_timeline),

@@ -232,11 +232,12 @@ static void test_extremes(void **state) {
 // A row that is redone with its maximum as anchor has the mass of the new exponentials.
 static void test_redone_row(void **state) {
   Harness *h = *state;
-  LossProblem p = loss_problem(h, 130, 24, 500, 1);
-  loss_problem_lead(&p, 7, 450, 90);
+  LossProblem p = loss_problem(h, 130, 24, 500, 0x1p-7);
+  p.r.temperature = 0x1p-7;
+  loss_problem_lead(&p, 7, 450, 90 * p.r.temperature);
   reference_outputs(h, &p.r);
   reference_gradients(h, &p.r);
-  p.r.full_mass = 30, p.r.seed = 3, p.r.chunk = 130;
+  p.r.full_mass = 100, p.r.seed = 3, p.r.chunk = 130;
   reference_loss(&p.r);
   assert_true(p.r.sampled[0] > 0 && p.r.sampled[0] < p.r.sampled[1] && p.r.margin > 0.002);
   LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, 130);

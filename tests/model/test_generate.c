@@ -179,6 +179,7 @@ static void test_texts_equal_the_plain_loop(void **state) {
     Case c = case_open("cpu", presets[p]);
     sharpen(&c);
     int64_t vocab_size = c.model.config.vocab_size;
+    double cap = c.model.config.final_logit_softcapping = 2 * p; // none for the first
     float *logits = malloc((size_t)(WINDOW * vocab_size) * sizeof *logits);
     for (int k = 0; k < 5; k++) {
       enum { MAX_NEW_TOKENS = 30 };
@@ -198,8 +199,9 @@ static void test_texts_equal_the_plain_loop(void **state) {
         int64_t start = i > WINDOW ? i - WINDOW : 0;
         backend_to_host(c.h->backend, logits, logits_of(&c, text + start, i - start));
         memory_pop_to(&c.h->backend->memory, mark);
-        int32_t drawn = sampling_draw(&g.sampling, logits + (i - start - 1) * vocab_size, vocab_size,
-                                      random_uniform(11, 7, (uint64_t)i));
+        float *row = logits + (i - start - 1) * vocab_size;
+        for (int64_t v = 0; v < vocab_size && cap > 0; v++) row[v] = (float)(cap * tanh(row[v] / cap));
+        int32_t drawn = sampling_draw(&g.sampling, row, vocab_size, random_uniform(11, 7, (uint64_t)i));
         assert_int_equal(text[i], drawn);
       }
       free(text);
@@ -330,6 +332,9 @@ static void test_draws_follow_their_distribution(void **state) {
   const float equal[] = {1, 2, 2, 2};
   check_draws(&(Sampling){1, 2, 1}, equal, 4, (const double[]){0, 0.5, 0.5, 0});
   check_draws(&(Sampling){0, 0, 1}, equal, 4, (const double[]){0, 1, 0, 0});
+  // However large they are.
+  const float large[] = {-1e4f, 1e4f, -INFINITY, 1e4f};
+  check_draws(&(Sampling){1, 0, 1}, large, 4, (const double[]){0, 0.5, 0, 0.5});
 }
 
 // The same choice as sorting would make, on many tokens with many ties.

@@ -56,12 +56,13 @@ static ModelConfig tiny_llama_untied(void) {
   return c;
 }
 
-// All that the later families have, at once: biases on q, k and v, their heads normalised, positions scaled.
+// All that the later families have, at once: biases on q, k and v, their heads normalised, positions scaled, logits capped.
 static ModelConfig tiny_qwen(void) {
   ModelConfig c = tiny_llama();
   c.family = FAMILY_QWEN3;
   c.qk_norm = c.qkv_bias = true;
   c.rope_scaling = (RopeScaling){.factor = 3};
+  c.final_logit_softcapping = 2;
   return c;
 }
 
