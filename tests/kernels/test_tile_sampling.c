@@ -283,6 +283,7 @@ static void test_repeats(void **state) {
 // With n seeds the squared distance of the mean gradient from the exact one is the gradient's variance over n, for dx and
 // for dweight: here within a factor of 3, at two n.
 static void test_unbiased(void **state) {
+  if (small_shapes()) skip(); // 256 seeds
   Harness *h = *state;
   enum { SEEDS = 256 };
   const Case c = {.rows = 600, .hidden = 12, .vocab = 1500, .chunk = 300, .size = 300};
