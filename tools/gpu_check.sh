@@ -56,7 +56,8 @@ make -s all tests >"$OUT/build.log" 2>&1 ||
 if wants tests; then
   for program in build/release/tests/{kernels/test_{cuda*,fp8,kernels_*,linear_cross_entropy,loss*,tile_sampling,accuracy},trainer/test_{cuda*,fp8,offload,profile},model/test_{golden,generate},tools/test_lce_ladder}; do
     [[ $program != *.* ]] || continue # objects and their dependencies
-    check "${program##*/}" "${program##*/}" 240 tests/run "$program"
+    name=${program#build/release/tests/}
+    check "$name" "${name/\//-}" 240 tests/run "$program"
   done
   # LM head + loss as a GPU before Hopper computes it.
   for program in test_{cuda,cuda_losses,linear_cross_entropy,loss_terms,tile_sampling,loss_golden}; do
