@@ -96,10 +96,10 @@ __device__ __forceinline__ void produce(ForwardStorage<F> &shared, const HopperF
 
 // Consumers issue their GEMMs one after the other: named barriers 4 to 6, at which the one before arrives.
 template <class F> __device__ __forceinline__ void take_turn(int group) {
-  asm volatile("bar.sync %0, 256;\n" ::"r"(4 + group) : "memory");
+  named_barrier_sync<256>(4 + group);
 }
 template <class F> __device__ __forceinline__ void pass_turn(int group) {
-  asm volatile("bar.arrive %0, 256;\n" ::"r"(4 + (group + 1 == F::WARPGROUPS ? 0 : group + 1)) : "memory");
+  named_barrier_arrive<256>(4 + (group + 1 == F::WARPGROUPS ? 0 : group + 1));
 }
 
 template <class F>

@@ -145,7 +145,7 @@ template <int N> __device__ __forceinline__ void to_operands(uint32_t (&r)[N][4]
 
 // Once a warpgroup has read its rows of a resident operand: waits for its four warps; the rows then take results.
 __device__ __forceinline__ void warpgroup_sync(int group) {
-  asm volatile("bar.sync %0, 128;\n" ::"r"(group + 1) : "memory");
+  named_barrier_sync<128>(group + 1);
 }
 
 // A warp's 16 rows of results, from `row` on, to rows of a matrix; x: the warpgroup's rows of a resident operand.

@@ -164,7 +164,7 @@ static __device__ __forceinline__ void epilogue_add(Accumulators &acc, const Epi
       }
     }
     fence_proxy_async();
-    asm volatile("bar.sync %0, 64;" ::"r"(3 + 2 * consumer + pair) : "memory");
+    named_barrier_sync<64>(3 + 2 * consumer + pair);
     if (!stores) continue;
     tma_store_2d(out, shared_address(buffer), work.row + sum_column(h, pair), work.column);
     tma_store_commit();

@@ -241,10 +241,10 @@ static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipelin
 // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer 1
 // might wait for a stage two rounds ahead of the ring, and a parity does not distinguish two rounds.
 static __device__ __forceinline__ void order_wait(int consumer) {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(2 * WARPGROUP) : "memory");
+  named_barrier_sync<2 * WARPGROUP>(1 + consumer);
 }
 static __device__ __forceinline__ void order_arrive(int consumer) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(1 + consumer), "n"(2 * WARPGROUP) : "memory");
+  named_barrier_arrive<2 * WARPGROUP>(1 + consumer);
 }
 
 template <typename K>

@@ -78,6 +78,15 @@ template <class T> static __device__ __forceinline__ T uniform(T x) {
   return __shfl_sync(~0u, x, 0);
 }
 
+// --- named barriers: 1 to 15, for THREADS threads of the block in whole warps ------------------------------
+
+template <int THREADS> static __device__ __forceinline__ void named_barrier_sync(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+template <int THREADS> static __device__ __forceinline__ void named_barrier_arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
 // --- relaxed accesses to global memory that all CTAs share -------------------------------------------------
 
 static __device__ __forceinline__ void red_add_relaxed(unsigned long long *to, unsigned long long x) {

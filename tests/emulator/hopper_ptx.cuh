@@ -27,6 +27,13 @@ template <class T> static inline T uniform(T x) {
   return emulator::shuffle(x, 0);
 }
 
+template <int THREADS> static inline void named_barrier_sync(int barrier) {
+  emulator::bar_sync(barrier, THREADS);
+}
+template <int THREADS> static inline void named_barrier_arrive(int barrier) {
+  emulator::bar_arrive(barrier, THREADS);
+}
+
 static inline void red_add_relaxed(unsigned long long *to, unsigned long long x) {
   *to += x;
 }
