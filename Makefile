@@ -273,7 +273,7 @@ $(BUILD)/%.c.o: %.c $(BUILD)/flags
 	@echo "  cc    $<"
 	$(Q)$(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
 
-$(BUILD)/%.cu.o: %.cu $(BUILD)/flags
+$(BUILD)/%.cu.o: %.cu $(BUILD)/flags $(filter tests/%,$(NVCC))
 	@mkdir -p $(@D)
 	@echo "  nvcc  $<"
 	$(Q)$(NVCC) $(ALL_CPPFLAGS) $(ALL_CUFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
