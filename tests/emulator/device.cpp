@@ -44,7 +44,7 @@ struct Warp {
   // Of what its lanes do together: how many have come, and what each brings. `values` stays until all have come to the next.
   int arrived = 0;
   const char *what = "";
-  uint64_t generation = 0, brought[32], values[32];
+  uint64_t generation = 0, brought[32] = {}, values[32];
   Warp **group; // the four warps of its warpgroup
   std::deque<Mma> mmas;
   std::map<float *, Accumulators> accumulators; // by lane 0's
@@ -106,6 +106,10 @@ uint3 block_index() {
 }
 
 // --- fibers ------------------------------------------------------------------------------------------------
+
+#ifndef __x86_64__
+#error "the emulator switches between threads on x86-64 alone: emulator_switch has its instructions"
+#endif
 
 // Saves the registers that a function keeps on the stack, and goes on where the other stack was left.
 extern "C" void emulator_switch(void **from, void *to);

@@ -1,6 +1,6 @@
 // Runs the kernels of kernels/cuda/ on the CPU, so that tests of the CUDA backend need no GPU (`make VARIANT=emulated test`).
 // tests/emulator/nvcc includes this before each .cu file: what CUDA C has beyond C++, and a function for each instruction.
-// For small shapes: a thread is a fiber, and all run on one core.
+// For small shapes, on x86-64: a thread is a fiber, and all run on one core.
 //
 // Blocks run one after the other, those of a cluster together, and warps in a random order that leaves some far behind.
 // What the hardware does asynchronously happens at a random time between the instruction that starts it and the one that
