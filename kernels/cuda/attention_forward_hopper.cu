@@ -34,6 +34,10 @@ template <class F> struct ForwardStorage;
 template <int D_, bool PACKED_> struct ForwardTraits {
   static constexpr int D = D_, WARPGROUPS = D == 64 ? 3 : 2, ROWS = WARPGROUPS * TILE;
   static constexpr bool KEY_PASS = false, PACKED = PACKED_;
+  // A row's maximum is raised, and its sums are rescaled, once a score exceeds it by this much as a power of two (as in
+  // FlashAttention-4): until then its P is at most 2^8, which bf16 rounds no worse than 1. Most tiles need neither the
+  // shuffles nor the products.
+  static constexpr float MAX_RISE = 8;
   using Arguments = HopperForwardArguments;
   using SharedStorage = ForwardStorage<ForwardTraits>;
 };
@@ -130,6 +134,7 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
     const uint32_t x = uniform(shared_address(shared.queries[slot]) + group * TILE_BYTES);
     const int row = first_row + warp * 16 + g; // the thread's first; the other is 8 further
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, rescale[2];
+    bool rises;
 #pragma unroll
     for (int i = 0; i < D / 2; i++) o[i] = 0;
 
@@ -155,8 +160,8 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
       accumulate<D>(o, p, descriptor_mn_major(y, KEYS * 128));
       wgmma_commit();
     };
-    // s becomes P; max and sum follow, and `rescale` brings what was summed before to the new maximum. The first tile
-    // has a key for every row, so that no maximum stays -infinity.
+    // s becomes P, and sum follows; where a row of the warp `rises`, max follows too, and `rescale` brings what was summed
+    // before to the new maxima. The first tile has a key for every row, so that no maximum stays -infinity.
     auto softmax = [&](int tile) {
       if (F::PACKED && tile * KEYS < edge) {
 #pragma unroll
@@ -167,24 +172,36 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
             if (i / 2 * 8 + 2 * q + (i & 1) < start) s[i / 2 * 4 + half * 2 + (i & 1)] = -INFINITY;
         }
       }
+      float largest[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        float largest = max[half], total = 0;
+        largest[half] = s[half * 2];
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
-          largest = fmaxf(largest, fmaxf(s[j * 4 + half * 2], s[j * 4 + half * 2 + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        rescale[half] = exp2_approx((max[half] - largest) * a.scale_log2);
-        const float shift = largest * a.scale_log2;
+          largest[half] = fmaxf(largest[half], fmaxf(s[j * 4 + half * 2], s[j * 4 + half * 2 + 1]));
+      }
+      rises = __any_sync(~0u, (largest[0] - max[0]) * a.scale_log2 > F::MAX_RISE ||
+                                  (largest[1] - max[1]) * a.scale_log2 > F::MAX_RISE);
+      if (rises) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          float row = fmaxf(max[half], largest[half]);
+          row = fmaxf(row, __shfl_xor_sync(~0u, row, 1));
+          row = fmaxf(row, __shfl_xor_sync(~0u, row, 2));
+          rescale[half] = exp2_approx((max[half] - row) * a.scale_log2);
+          sum[half] *= rescale[half];
+          max[half] = row;
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float shift = max[half] * a.scale_log2;
 #pragma unroll
         for (int i = 0; i < KEYS / 4; i++) {
           float &e = s[i / 2 * 4 + half * 2 + (i & 1)];
           e = exp2_approx(fmaf(e, a.scale_log2, -shift));
-          total += e;
+          sum[half] += e; // of the thread's columns
         }
-        max[half] = largest;
-        sum[half] = sum[half] * rescale[half] + total; // of the thread's columns
       }
     };
 
@@ -216,8 +233,10 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
         wgmma_wait_after(sum[0] + sum[1]);
         wgmma_fence_operand(o);
         values.release(value);
+        if (rises) {
 #pragma unroll
-        for (int i = 0; i < D / 2; i++) o[i] *= rescale[i >> 1 & 1];
+          for (int i = 0; i < D / 2; i++) o[i] *= rescale[i >> 1 & 1];
+        }
         to_operands(p, s);
       }
       const int value = values.take();
