@@ -19,10 +19,10 @@ static inline int64_t cuda_column_slices(int64_t rows) {
   return max_i64(1, min_i64(256, ceil_div(rows, 64)));
 }
 
-// norm.cu's backward pass: teams of threads, each of which leaves a row of partial sums for dweight (and
-// dbias). Enough to fill a large GPU, and about 8 MiB for either vector at any hidden size.
-static inline int64_t cuda_norm_teams(int64_t rows, int64_t hidden_size) {
-  return max_i64(1, min_i64(rows, 2112 / ceil_div(hidden_size, 1024)));
+// norm.cu's backward pass: teams of threads, each of which leaves a row of partial sums for dweight (and dbias). Enough to
+// fill a large GPU with 16 warps an SM, of which each takes up to 1024 of a row's elements; about 8 MiB for either vector.
+static inline int64_t cuda_norm_teams(int64_t rows, int64_t elements) {
+  return max_i64(1, min_i64(rows, 2112 / ceil_div(elements, 1024)));
 }
 
 // segments.cu adds rows that share an index. It cuts the sorted rows into pieces, and a piece leaves at most

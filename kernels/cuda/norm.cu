@@ -1,9 +1,11 @@
 // LayerNorm and RMSNorm.
 //
-// A row lies in the registers of as few threads as hold it, GROUPS accesses of 16 bytes each. Up to 1024 bf16
-// elements that is one warp: no barrier, and a block takes four rows. In the backward pass each team of
-// threads walks over many rows, so that the sums over rows for dweight and dbias stay in registers too, since
-// a thread sees the same columns of every row; the teams' sums are added in a fixed order by columns.cu.
+// A row lies in the registers of a team of as few threads as hold it, GROUPS accesses of 16 bytes each (LayerNorm, which
+// needs more registers, two). Up to 768 or 1024 bf16 elements that is one warp: no barrier, and a block takes four rows.
+// In the backward pass each team walks over many rows, so that the sums over rows for dweight and dbias stay in registers
+// too, since a thread sees the same columns of every row; the teams' sums are added in a fixed order by columns.cu. As many
+// teams run as fit the device at once: some more would take as long again. Where registers allow, a team loads its next row
+// while it computes.
 //
 // Traffic: forward reads x and writes out; backward reads x and dout and writes (or reads and writes) dx.
 // Measured on an H200, whose copy moves 4.3 TB/s: 3.5 TB/s at H 768 (65,536 rows), 3.7 at 2048, 3.9 at 4096,
@@ -59,38 +61,47 @@ static __global__ void __launch_bounds__(THREADS)
     norm_forward_kernel(T *out, int64_t out_stride, float *mean, float *rstd, const T *x, int64_t x_stride,
                         const T *weight, const T *bias, int64_t rows, int heads, int hidden_size,
                         float epsilon) {
-  int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+  int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y, teams = (int64_t)gridDim.x * blockDim.y;
   if (row >= rows) return; // with several rows to a block, each is one warp
-  Row<T, W, N> v, w, b;
-  v.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
+  Row<T, W, N> next, w, b;
+  next.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
   w.read(weight, hidden_size);
   if (LAYER) b.read(bias, hidden_size);
-  float m = 0, sum = 0;
-  if (LAYER) {
+  for (; row < rows; row += teams) {
+    Row<T, W, N> v = next;
+    if (LAYER && row + teams < rows)
+      next.read(x + row_start(row + teams, heads, x_stride, hidden_size), hidden_size);
+    float m = 0, sum = 0;
+    if (LAYER) {
+#pragma unroll
+      for (int g = 0; g < N; g++)
+#pragma unroll
+        for (int k = 0; k < W; k++) sum += v(g, k);
+      m = block_sum(sum) / hidden_size;
+      sum = 0;
+      v.forget_widened();
+    }
 #pragma unroll
     for (int g = 0; g < N; g++)
 #pragma unroll
-      for (int k = 0; k < W; k++) sum += v(g, k);
-    m = block_sum(sum) / hidden_size;
-    sum = 0;
-  }
+      for (int k = 0; k < W; k++)
+        if ((threadIdx.x + g * blockDim.x) * W < hidden_size) sum += (v(g, k) - m) * (v(g, k) - m);
+    float r = rsqrtf(block_sum(sum) / hidden_size + epsilon);
+    if (threadIdx.x == 0) {
+      if (LAYER) mean[row] = m;
+      rstd[row] = r;
+    }
+    v.forget_widened(), w.forget_widened();
+    if (LAYER) b.forget_widened();
 #pragma unroll
-  for (int g = 0; g < N; g++)
+    for (int g = 0; g < N; g++) {
+      int at = (threadIdx.x + g * blockDim.x) * W;
+      float result[W];
 #pragma unroll
-    for (int k = 0; k < W; k++)
-      if ((threadIdx.x + g * blockDim.x) * W < hidden_size) sum += (v(g, k) - m) * (v(g, k) - m);
-  float r = rsqrtf(block_sum(sum) / hidden_size + epsilon);
-  if (threadIdx.x == 0) {
-    if (LAYER) mean[row] = m;
-    rstd[row] = r;
-  }
-#pragma unroll
-  for (int g = 0; g < N; g++) {
-    int at = (threadIdx.x + g * blockDim.x) * W;
-    float result[W];
-#pragma unroll
-    for (int k = 0; k < W; k++) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER ? b(g, k) : 0);
-    if (at < hidden_size) store(out + row_start(row, heads, out_stride, hidden_size) + at, result);
+      for (int k = 0; k < W; k++) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER ? b(g, k) : 0);
+      if (at < hidden_size) store(out + row_start(row, heads, out_stride, hidden_size) + at, result);
+    }
+    if (!LAYER) return;
   }
 }
 
@@ -105,11 +116,18 @@ static __global__ void __launch_bounds__(THREADS, THREADS == FEW && (!LAYER || N
   Row<T, W, N> w;
   float dweight[N][W] = {}, dbias[N][W] = {};
   w.read(weight, hidden_size);
+  Row<T, W, N> next_v, next_d;
+  auto fetch = [&](int64_t row) {
+    next_v.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
+    next_d.read(dout + row_start(row, heads, dout_stride, hidden_size), hidden_size);
+  };
+  constexpr bool AHEAD = LAYER && N == 2;
+  if (AHEAD) fetch(team);
   for (int64_t row = team; row < rows; row += teams) {
-    Row<T, W, N> v, d, old;
+    if (!AHEAD) fetch(row);
+    Row<T, W, N> v = next_v, d = next_d, old;
+    if (AHEAD && row + teams < rows) fetch(row + teams);
     T *dx_row = dx + row_start(row, heads, dx_stride, hidden_size);
-    v.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
-    d.read(dout + row_start(row, heads, dout_stride, hidden_size), hidden_size);
     if (accumulate) old.read(dx_row, hidden_size);
     float r = rstd[row], shift = LAYER ? -mean[row] * r : 0; // xhat = x r + shift
     float2 sums = {0, 0}; // of g, and of g * xhat; beyond the end of the row g is 0
@@ -164,6 +182,9 @@ static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidde
     fail("a norm over %lld elements is more than the CUDA backend takes (%lld)", (long long)hidden_size,
          (long long)(MANY * max * hidden_size / groups));
   int threads = row_threads(ceil_div(groups, max), MANY);
+  bool three = aligned && groups <= 3 * threads; // fewer registers: 768, 1280
+  bool two = aligned && !three && layer && groups <= 2 * FEW;
+  if (two) threads = row_threads(ceil_div(groups, 2), FEW);
   dim3 block((unsigned)threads, threads == 32 ? 4 : 1);
   with_float(dtype, [&](auto type) {
     with_bool(layer, [&](auto is_layer) {
@@ -173,8 +194,10 @@ static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidde
         constexpr bool MANY_THREADS = decltype(many)::value;
         if (!aligned)
           f(RowKernel<T, false, GROUPS<false>, MANY_THREADS, LAYER>(), block);
-        else if (groups <= 3 * threads) // fewer registers: 768, 1280
+        else if (three)
           f(RowKernel<T, true, 3, MANY_THREADS, LAYER>(), block);
+        else if (LAYER && two)
+          f(RowKernel<T, true, 2, false, true>(), block);
         else
           f(RowKernel<T, true, GROUPS<true>, MANY_THREADS, LAYER>(), block);
       });
@@ -192,18 +215,24 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
   with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
     using K = decltype(kernel);
     using T = typename K::T;
-    norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
-        <<<(unsigned)ceil_div(rows, block.y), block, 0, cuda_stream(backend)>>>(
-            data_of<T>(a->out), a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd),
-            data_of<T>(a->x), a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows,
-            (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->epsilon);
+    auto *entry = norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>;
+    int64_t blocks = ceil_div(rows, block.y);
+    if (K::LAYER) {
+      int resident = 0; // of an SM
+      cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry, (int)(block.x * block.y), 0),
+                 "counting blocks");
+      blocks = min_i64(blocks, (int64_t)resident * cuda_state(backend)->multiprocessors);
+    }
+    entry<<<(unsigned)blocks, block, 0, cuda_stream(backend)>>>(
+        data_of<T>(a->out), a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
+        a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows, (int)(a->x.shape[1] / hidden_size),
+        (int)hidden_size, a->epsilon);
   });
   cuda_check_launch("norm_forward");
 }
 
 void cuda_norm_backward(Backend *backend, const NormBackward *a) {
-  int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
-  int64_t teams = cuda_norm_teams(rows, hidden_size);
+  int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0], teams = 0;
   bool layer = a->kind == NORM_LAYER;
   float *partials = data_of<float>(a->workspace);
   int64_t stride = hidden_size * (layer ? 2 : 1), width = 16 / (int64_t)dtype_bytes(a->x.dtype);
@@ -213,6 +242,7 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
     with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
       using K = decltype(kernel);
       using T = typename K::T;
+      teams = cuda_norm_teams(rows, 32 * block.x);
       norm_backward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
           <<<(unsigned)ceil_div(teams, block.y), block, 0, cuda_stream(backend)>>>(
               data_of<T>(a->dx), a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride,
@@ -222,7 +252,5 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
     });
     cuda_check_launch("norm_backward");
   }
-  int64_t slices = rows > 0 ? teams : 0;
-  add_partials(backend, a->dweight, partials, slices, stride, 1.0f, a->accumulate);
-  if (layer) add_partials(backend, a->dbias, partials + hidden_size, slices, stride, 1.0f, a->accumulate);
+  add_partials(backend, a->dweight, a->dbias, partials, teams, stride, 1.0f, a->accumulate);
 }

@@ -121,7 +121,8 @@ static void norm_case(Pair *p, NormKind kind, int64_t rows, int64_t heads, int64
 static void test_norm(void **state) {
   Pair *p = *state;
   for (int kind = NORM_LAYER; kind <= NORM_RMS; kind++) {
-    norm_case(p, kind, 1201, 1, 768, DTYPE_F32, true); // more rows than blocks
+    norm_case(p, kind, 3001, 1, 768, DTYPE_F32, true); // more rows than teams that run at once
+    norm_case(p, kind, 1201, 1, 1600, DTYPE_F32, false);
     norm_case(p, kind, 37, 1, 2048, p->cuda->dtype, false);
     norm_case(p, kind, 5, 1, 8200, DTYPE_F32, true);   // sums of a layer norm outgrow 48 KiB
     norm_case(p, kind, 3, 1, 13001, DTYPE_F32, false); // both kinds' do, and nothing is aligned
