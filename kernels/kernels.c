@@ -196,7 +196,10 @@ void norm_backward(Backend *backend, NormBackward a) {
         FIELD(dx, "T [N, W] strided"));
   if (a.dx.data == a.dout.data && a.accumulate_dx) fail("%s: dx and dout are the same tensor", __func__);
   CHECK(SIZE(H, a.weight.shape[0]), FIELD(dweight, "fp32|bf16 [H]"),
-        FIELD(dbias, layer ? "fp32|bf16 [H]" : NO_BIAS));
+        FIELD(dbias, layer ? "fp32|bf16 [H]" : NO_BIAS),
+        FIELD(dx_sum, layer && a.accumulate_dx && a.x.shape[1] == a.weight.shape[0]
+                          ? "fp32|bf16 [H] or absent"
+                          : "absent: it is for a LayerNorm of whole rows that adds to dx"));
   CALL_WITH_SCRATCH(norm_backward, MEMORY_WORKSPACE);
 }
 
@@ -334,7 +337,8 @@ void attention_backward(Backend *backend, AttentionBackward a) {
   AttentionShape s = a.shape;
   attention_heads(__func__, s);
   CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
-        FIELD(dqkv, "T [N, P]"), FIELD(dout, "T [N, O]"), FIELD(documents, "int32 [2, N] or absent"));
+        FIELD(dqkv, "T [N, P]"), FIELD(dout, "T [N, O]"), FIELD(documents, "int32 [2, N] or absent"),
+        FIELD(dbias, "fp32|bf16 [P] or absent"));
   if (a.dqkv.data == a.qkv.data) fail("%s: dqkv and qkv are the same tensor", __func__);
   CALL_WITH_SCRATCH(attention_backward, MEMORY_WORKSPACE);
 }

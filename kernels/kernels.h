@@ -84,18 +84,20 @@ typedef struct {
 // With g = dout * weight and xhat = (x - mean) * rstd (mean 0 for NORM_RMS):
 //   dx (+)= rstd * (g - [mean(g)] - xhat * mean(g * xhat)),  mean(g) only for NORM_LAYER
 //   dweight (+)= sum_n dout[n] * xhat[n],   dbias (+)= sum_n dout[n]
+//   dx_sum (+)= sum_n dx[n] before the addition: the gradient of the bias of the linear layer that x ends with
 typedef struct {
   NormKind kind;
   Tensor dx;      // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
   Tensor dweight; // fp32 or bf16 [H]
   Tensor dbias;   // fp32 or bf16 [H]; absent for NORM_RMS
+  Tensor dx_sum;  // of dbias' dtype [H], or absent: for NORM_LAYER with accumulate_dx, M = 1
   Tensor dout;    // fp32/bf16 [N, M H]; may be dx itself without accumulate_dx. dx, dout, x may be strided
   Tensor x;       // fp32/bf16 [N, M H]
   Tensor weight;  // fp32/bf16 [H]
   Tensor mean;    // fp32 [N M]; absent for NORM_RMS
   Tensor rstd;    // fp32 [N M]
   bool accumulate_dx; // add to dx rather than write it
-  bool accumulate;    // likewise for dweight, dbias
+  bool accumulate;    // likewise for dweight, dbias, dx_sum
   Tensor workspace;   // pushed by the entry point
 } NormBackward;
 
@@ -234,15 +236,18 @@ typedef struct {
 } AttentionForward;
 
 // With P = softmax as above: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));  dq = dS k / sqrt(D);
-// dk = dS^T q / sqrt(D). P is recomputed from lse. dqkv has qkv's layout and is written whole.
+// dk = dS^T q / sqrt(D). P is recomputed from lse. dqkv has qkv's layout and is written whole. dbias (+)= sum_n dqkv[n],
+// of a bias that was added to qkv.
 typedef struct {
   Tensor dqkv;      // fp32/bf16 [N, (Q + 2K) D]; must not be qkv
+  Tensor dbias;     // fp32 or bf16 [(Q + 2K) D], or absent
   Tensor dout;      // fp32/bf16 [N, Q D]
   Tensor out;       // fp32/bf16 [N, Q D]
   Tensor lse;       // fp32 [B, Q * T]
   Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
   Tensor documents; // int32 [2, N], or absent: as in the forward pass
   AttentionShape shape;
+  bool accumulate;  // add to dbias rather than write it
   Tensor workspace; // pushed by the entry point
 } AttentionBackward;
 

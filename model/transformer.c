@@ -105,12 +105,19 @@ static void run_norm(const Pass *p, const Norm *norm, Tensor x, const Affine *w)
                                          .epsilon = (float)p->model->config.norm_epsilon});
 }
 
+// previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none. A LayerNorm, which has sums
+// of columns anyway, takes it with the rows.
 static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
-                              const Affine *w, bool accumulate_dx) {
+                              const Affine *w, bool accumulate_dx, Tensor previous_dbias) {
+  bool with_rows = p->model->config.norm == NORM_LAYER;
+  if (tensor_exists(previous_dbias) && !with_rows)
+    linear_backward_weight(
+        p->backend, (LinearBackwardWeight){.dbias = previous_dbias, .dout = dx, .accumulate = p->accumulate});
   norm_backward(p->backend, (NormBackward){.kind = p->model->config.norm,
                                            .dx = dx,
                                            .dweight = w->weight.grad,
                                            .dbias = w->bias.grad,
+                                           .dx_sum = with_rows ? previous_dbias : none,
                                            .dout = dout,
                                            .x = x,
                                            .weight = w->weight.value,
@@ -178,9 +185,8 @@ static void project(const Pass *p, Tensor out, Tensor x, Fp8 codes, const Affine
 }
 
 static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Fp8 d, Tensor x, Fp8 in,
-                                 const Affine *w, Tensor pre_activation) {
+                                 const Param *weight, Tensor dbias, Tensor pre_activation) {
   MemoryMark mark = memory_mark(&p->backend->memory);
-  const Param *weight = &w->weight;
   bool in_out_layout = p->model->config.in_out_layout;
   d = push_fp8(p, d, dout.shape[1], true, true);
   quantize(p->backend, (Quantize){.out = d, .x = dout});
@@ -193,9 +199,9 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Fp8 d, T
                                      .a = transposed(rows),
                                      .b = transposed(columns),
                                      .residual = p->accumulate ? weight->grad : none});
-  if (tensor_exists(w->bias.grad))
-    linear_backward_weight(
-        p->backend, (LinearBackwardWeight){.dbias = w->bias.grad, .dout = dout, .accumulate = p->accumulate});
+  if (tensor_exists(dbias))
+    linear_backward_weight(p->backend,
+                           (LinearBackwardWeight){.dbias = dbias, .dout = dout, .accumulate = p->accumulate});
   matmul_fp8(p->backend,
              (MatmulFp8){.out = dx, .a = d, .b = in_out_layout ? weight->fp8 : transposed(weight->fp8)});
   if (tensor_exists(pre_activation))
@@ -203,24 +209,25 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Tensor dout, Fp8 d, T
   memory_pop_to(&p->backend->memory, mark);
 }
 
-// The gradients of weight and bias, then dx: that of the input or, where it is there, of the pre_activation. dx may be x
-// itself, and with SwiGLU x is overwritten. x is not read where x_codes has its transposed codes.
+// The gradients of weight and, where nobody else sums it, bias, then dx: that of the input or, where it is there, of the
+// pre_activation. dx may be x itself, and with SwiGLU x is overwritten. x is not read where x_codes has its transposed
+// codes.
 static void project_backward(const Pass *p, Tensor dx, Tensor dout, Fp8 dout_codes, Tensor x, Fp8 x_codes,
-                             const Affine *w, Tensor pre_activation) {
+                             const Param *weight, Tensor dbias, Tensor pre_activation) {
   bool in_out_layout = p->model->config.in_out_layout, swiglu = is_swiglu(pre_activation, x.shape[1]);
   if (p->fp8) {
-    project_backward_fp8(p, dx, dout, dout_codes, x, x_codes, w, pre_activation);
+    project_backward_fp8(p, dx, dout, dout_codes, x, x_codes, weight, dbias, pre_activation);
     return;
   }
-  linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = w->weight.grad,
-                                                            .dbias = w->bias.grad,
+  linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = weight->grad,
+                                                            .dbias = dbias,
                                                             .dout = dout,
                                                             .x = x,
                                                             .in_out_layout = in_out_layout,
                                                             .accumulate = p->accumulate});
   linear_backward_input(p->backend, (LinearBackwardInput){.dx = dx,
                                                           .dout = dout,
-                                                          .weight = w->weight.value,
+                                                          .weight = weight->value,
                                                           .in_out_layout = in_out_layout,
                                                           .pre_activation = pre_activation,
                                                           .dactivation = swiglu ? x : none});
@@ -386,7 +393,7 @@ static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr
   bool separate = swiglu_is_separate(p);
   Tensor dpre = p->model->config.gated_mlp ? s->pre_activation : s->activation, dnorm2 = s->norm2.out;
   project_backward(p, separate ? s->activation : dpre, dr, no_codes, s->activation, s->activation_codes,
-                   &w->down, separate ? none : s->pre_activation);
+                   &w->down.weight, none, separate ? none : s->pre_activation);
   Fp8 dpre_codes = no_codes;
   if (separate) {
     dpre_codes = push_fp8(p, (Fp8){.amax_known = true}, dpre.shape[1], false, false);
@@ -395,8 +402,9 @@ static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dr
                                                  .gate_up = s->pre_activation,
                                                  .amax = dpre_codes.amax});
   }
-  project_backward(p, dnorm2, dpre, dpre_codes, s->norm2.out, s->norm2_codes, &w->up, none);
-  run_norm_backward(p, &s->norm2, dr, dnorm2, s->middle, &w->norm2, true);
+  project_backward(p, dnorm2, dpre, dpre_codes, s->norm2.out, s->norm2_codes, &w->up.weight, w->up.bias.grad,
+                   none);
+  run_norm_backward(p, &s->norm2, dr, dnorm2, s->middle, &w->norm2, true, w->down.bias.grad);
 }
 
 // The rows of the MLP's part of a state.
@@ -487,28 +495,32 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
   Tensor dattention = push_gradient(p, "d attention", s->attention.shape[1]);
-  project_backward(p, dattention, dr, no_codes, s->attention, no_codes, &w->out, none);
+  project_backward(p, dattention, dr, no_codes, s->attention, no_codes, &w->out.weight, none, none);
+  bool by_attention = p->model->config.learned_positions; // no rotation changes dqkv after it
   attention_backward(p->backend, (AttentionBackward){.dqkv = dqkv,
+                                                     .dbias = by_attention ? w->qkv.bias.grad : none,
                                                      .dout = dattention,
                                                      .out = s->attention,
                                                      .lse = s->lse,
                                                      .qkv = s->qkv,
                                                      .documents = p->batch->documents,
-                                                     .shape = p->heads});
+                                                     .shape = p->heads,
+                                                     .accumulate = p->accumulate});
   memory_pop_to(memory, after_dqkv);
   rotate(p, dqkv, true);
   if (p->model->config.qk_norm) {
     int64_t q = s->q_norm.out.shape[1], k = s->k_norm.out.shape[1];
     Tensor dq = tensor_columns(dqkv, 0, q), dk = tensor_columns(dqkv, q, k);
-    run_norm_backward(p, &s->q_norm, dq, dq, tensor_columns(s->qk, 0, q), &w->q_norm, false);
-    run_norm_backward(p, &s->k_norm, dk, dk, tensor_columns(s->qk, q, k), &w->k_norm, false);
+    run_norm_backward(p, &s->q_norm, dq, dq, tensor_columns(s->qk, 0, q), &w->q_norm, false, none);
+    run_norm_backward(p, &s->k_norm, dk, dk, tensor_columns(s->qk, q, k), &w->k_norm, false, none);
   }
   if (recompute_norm || keeps_codes(p))
     s->norm1.out = push_activation(p, "norm1", p->model->config.hidden_size);
   if (recompute_norm) run_norm(p, &s->norm1, s->input, &w->norm1);
   Tensor dnorm1 = s->norm1.out;
-  project_backward(p, dnorm1, dqkv, no_codes, s->norm1.out, s->norm1_codes, &w->qkv, none);
-  run_norm_backward(p, &s->norm1, dr, dnorm1, s->input, &w->norm1, true);
+  project_backward(p, dnorm1, dqkv, no_codes, s->norm1.out, s->norm1_codes, &w->qkv.weight,
+                   by_attention ? none : w->qkv.bias.grad, none);
+  run_norm_backward(p, &s->norm1, dr, dnorm1, s->input, &w->norm1, true, w->out.bias.grad);
 }
 
 // dr: in, the gradient of the layer's output; out, that of its input.
@@ -714,7 +726,7 @@ static void head_and_loss(const TrainingPass *t, Tensor stream, Tensor dr, float
   profile_phase(p->backend, PHASE_BACKWARD);
   memory_pop_to(memory, below_head);
   if (!model->config.tie_word_embeddings || t->by_hook) grads_ready(&options->hooks, GROUP_HEAD, 0);
-  run_norm_backward(p, &norm, dr, dnorm, stream, &model->final_norm, false);
+  run_norm_backward(p, &norm, dr, dnorm, stream, &model->final_norm, false, none);
   memory_pop_to(memory, top);
 }
 

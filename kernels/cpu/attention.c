@@ -193,4 +193,5 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
                           min_i64(TILE, s.seq_len - first_key));
       }
     }
+  if (tensor_exists(a->dbias)) cpu_column_sums(a->dbias.data, a->dqkv, NULL, 1.0f, a->accumulate);
 }

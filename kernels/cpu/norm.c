@@ -102,5 +102,6 @@ static void weight_gradients(const NormBackward *a) {
 void cpu_norm_backward(Backend *backend, const NormBackward *a) {
   (void)backend;
   weight_gradients(a);
+  if (tensor_exists(a->dx_sum)) cpu_column_sums(a->dx_sum.data, a->dx, NULL, 1.0f, a->accumulate);
   input_gradient(a);
 }

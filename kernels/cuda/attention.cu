@@ -77,13 +77,20 @@ void cuda_attention_forward(Backend *backend, const AttentionForward *a) {
 void cuda_attention_backward(Backend *backend, const AttentionBackward *a) {
   cudaStream_t stream = cuda_stream(backend);
   float *statistics = data_of<float>(a->workspace);
+  char *after = data_of<char>(a->workspace) + cuda_attention_statistics_bytes(a->shape);
+  float *partials = tensor_exists(a->dbias) ? reinterpret_cast<float *>(after + MEMORY_ALIGNMENT) : nullptr;
+  bool summed = false;
   if (takes(a->shape, a->qkv, a->out) && rows_align(a->dout, 8) && rows_align(a->dqkv, 8)) {
-    size_t offset = cuda_attention_statistics_bytes(a->shape);
-    int *counters = reinterpret_cast<int *>(data_of<char>(a->workspace) + offset);
+    int *counters = reinterpret_cast<int *>(after);
     attention_statistics(a, statistics, counters, stream);
-    if (!attention_hopper_backward(a, statistics, counters, stream))
-      attention_tensor_core_backward(a, statistics, stream);
+    summed = attention_hopper_backward(a, statistics, counters, partials, stream);
+    if (!summed) attention_tensor_core_backward(a, statistics, stream);
   } else {
     attention_generic_backward(a, statistics, stream);
   }
+  if (summed && partials)
+    add_partials(backend, {a->dbias}, partials, cuda_attention_slices(a->shape), a->dqkv.shape[1], 1,
+                 a->accumulate);
+  else if (partials)
+    column_sums(backend, a->dbias, a->dqkv, nullptr, 1, a->accumulate, partials);
 }

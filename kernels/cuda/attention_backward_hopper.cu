@@ -6,7 +6,8 @@
 //   key pass   k, v          q, dout       S^T, dP^T         dv += P^T dout, dk += dS^T q
 //   query pass q, dout       k, v          S, dP             dq += dS k
 // In both, S = resident0 streamed0^T and dP = resident1 streamed1^T, and P and dS, rounded to bf16 in registers, are
-// A operands of the GEMMs that follow. Only TMA writes to shared memory.
+// A operands of the GEMMs that follow. Only TMA writes to shared memory. The gradient of a bias of q, k and v, the column
+// sums of these accumulators, is begun here too, before they are rounded.
 //
 // One thread of a producer warpgroup takes work tiles from a counter, waits for empty stages and keeps up to STAGES
 // tiles in flight. Which CTA does which work tile varies from run to run; what a tile computes does not. While one
@@ -26,6 +27,7 @@ struct HopperBackwardArguments : HopperArguments {
   bf16 *dqkv;
   int64_t dqkv_stride;
   const float *statistics;
+  float *partials; // [slices, (Q + 2K) D], dqkv's sums over each 64 rows; NULL: not wanted
 };
 
 template <class F> struct BackwardStorage;
@@ -67,6 +69,7 @@ template <class F> struct BackwardStorage {
   Barriers<RESIDENT> resident_ring;
   Barriers<STAGES> streamed_ring;
   int work[RESIDENT];
+  float sums[2][F::WARPGROUPS][F::KEY_PASS ? 2 : 1][4][F::D]; // of results, by warp; two work tiles' in turn
 
   __device__ __forceinline__ void init_barriers(int warps) {
     resident_ring.init(warps), streamed_ring.init(warps);
@@ -114,6 +117,32 @@ __device__ __forceinline__ float2 load_shared(const float *from) {
                : "r"(shared_address(from))
                : "memory");
   return x;
+}
+
+// The sums of a warp's 16 rows of results, times scale, to shared memory. Each step halves the columns that a lane adds
+// up.
+template <int D>
+__device__ __forceinline__ void sum_columns(float *to, const float (&x)[D / 2], float scale) {
+  const int lane = threadIdx.x % 32;
+  float sums[D / 4];
+#pragma unroll
+  for (int i = 0; i < D / 4; i++) sums[i] = x[i / 2 * 4 + i % 2] + x[i / 2 * 4 + i % 2 + 2];
+#pragma unroll
+  for (int step = 0; step < 3; step++) {
+    const int half = D / 8 >> step, mask = 16 >> step;
+    const bool upper = lane & mask;
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) {
+      if (i >= half) break;
+      const float other = __shfl_xor_sync(~0u, upper ? sums[i] : sums[i + half], mask);
+      sums[i] = (upper ? sums[i + half] : sums[i]) + other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < D / 32; i++) {
+    const int place = lane / 4 * (D / 32) + i;
+    to[place / 2 * 8 + lane % 4 * 2 + place % 2] = sums[i] * scale;
+  }
 }
 
 template <class F>
@@ -299,7 +328,20 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Hopper
     }
     for (int i = 0; i < after; i++) pipeline.release(pipeline.take());
 
+    if (a.partials) {
+      sum_columns<D>(shared.sums[n % 2][group][0][warp], first, a.scale);
+      if constexpr (KEY_PASS) sum_columns<D>(shared.sums[n % 2][group][1][warp], second, 1);
+    }
     warpgroup_sync(group);
+    if (a.partials && first_row < a.seq_len) {
+      const int width = (a.num_heads + 2 * a.num_key_value_heads) * D;
+      float *to = a.partials + (w.batch * (int64_t)((a.seq_len + TILE - 1) / TILE) + first_tile) * width +
+                  ((KEY_PASS ? a.num_heads : 0) + w.head) * D;
+      for (int c = threadIdx.x % 128; c < (KEY_PASS ? 2 : 1) * D; c += 128) {
+        const float *sums = &shared.sums[n % 2][group][c / D][0][c % D];
+        to[c / D * (a.num_key_value_heads * D) + c % D] = sums[0] + sums[D] + sums[2 * D] + sums[3 * D];
+      }
+    }
     bf16 *rows = a.dqkv + (int64_t)w.batch * a.seq_len * a.dqkv_stride + w.head * D;
     auto store = [&](const float(&sums)[D / 2], float scale, uint32_t x, bf16 *matrix) {
       store_results<D, ROWS>([&](int n, int i) { return sums[n * 4 + i] * scale; }, x, matrix, a.dqkv_stride,
@@ -325,14 +367,15 @@ template <bool PACKED> using Query128 = PassTraits<128, false, 3, false, PACKED>
 } // namespace attention
 
 bool attention_hopper_backward(const AttentionBackward *b, const float *statistics, int *counters,
-                               cudaStream_t stream) {
+                               float *partials, cudaStream_t stream) {
   using namespace attention;
   AttentionShape s = b->shape;
   HopperBackwardArguments key = {};
   if (!hopper_sms<Key64<false>>() || !set_arguments(&key, b->qkv, b->documents, s, counters) ||
       !describe(&key.dout, b->dout, s, s.num_heads))
     return false;
-  key.dqkv = data_of<bf16>(b->dqkv), key.dqkv_stride = b->dqkv.stride, key.statistics = statistics;
+  key.dqkv = data_of<bf16>(b->dqkv), key.dqkv_stride = b->dqkv.stride, key.statistics = statistics,
+  key.partials = partials;
   HopperBackwardArguments query = key;
   query.counter++;
   with_bool(tensor_exists(b->documents), [&](auto packed) {

@@ -24,7 +24,7 @@ void attention_tensor_core_backward(const AttentionBackward *a, float *statistic
 // it, or with LCE_HOPPER=0 in the environment. The forward pass sets its counter to 0 itself.
 bool attention_hopper_forward(const AttentionForward *a, int *counter, cudaStream_t stream);
 bool attention_hopper_backward(const AttentionBackward *a, const float *statistics, int *counters,
-                               cudaStream_t stream);
+                               float *partials, cudaStream_t stream);
 
 // Writes what both tensor-core backward passes read (attention_mma.cuh), and sets the counters to 0.
 enum { ATTENTION_COUNTERS = 2 };

@@ -38,16 +38,19 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
   }
 }
 
+template <typename T> struct Outputs { T *data[3]; };
+
 // 32 columns a block; warp g sums slices g, g + 32, ... and the warps' sums are added in their order.
 template <typename T>
 static __global__ void __launch_bounds__(1024)
-    column_totals(T *out, T *next, const float *partials, int64_t slices, int64_t columns, int64_t stride,
+    column_totals(Outputs<T> outputs, const float *partials, int64_t slices, int64_t columns, int64_t stride,
                   float alpha, bool accumulate) {
   __shared__ float of_warp[32][33];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t column = (int64_t)blockIdx.x * 32 + lane;
   float sum = 0;
-  if (blockIdx.y) out = next, partials += columns;
+  T *out = outputs.data[blockIdx.y];
+  partials += blockIdx.y * columns;
   if (column < columns) {
 #pragma unroll 8
     for (int64_t slice = warp; slice < slices; slice += 32) sum += partials[slice * stride + column];
@@ -62,14 +65,18 @@ static __global__ void __launch_bounds__(1024)
   out[column] = from_float<T>(total);
 }
 
-void add_partials(Backend *backend, Tensor out, Tensor next, const float *partials, int64_t slices,
+void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const float *partials, int64_t slices,
                   int64_t stride, float alpha, bool accumulate) {
-  int64_t columns = tensor_count(out);
-  with_float(out.dtype, [&](auto type) {
+  int64_t columns = tensor_count(*outs.begin());
+  with_float(outs.begin()->dtype, [&](auto type) {
     using T = decltype(type);
-    dim3 grid((unsigned)ceil_div(columns, 32), tensor_exists(next) ? 2 : 1);
-    launch_kernel({"a column sum", cuda_stream(backend), grid, 1024}, column_totals<T>, data_of<T>(out),
-                  data_of<T>(next), partials, slices, columns, stride, alpha, accumulate);
+    Outputs<T> outputs;
+    unsigned count = 0;
+    for (Tensor out : outs)
+      if (tensor_exists(out)) outputs.data[count++] = data_of<T>(out);
+    dim3 grid((unsigned)ceil_div(columns, 32), count);
+    launch_kernel({"a column sum", cuda_stream(backend), grid, 1024}, column_totals<T>, outputs, partials,
+                  slices, columns, stride, alpha, accumulate);
   });
 }
 
@@ -82,7 +89,7 @@ void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficien
     launch_kernel({"a column sum", cuda_stream(backend), grid, 32 * ROW_WARPS}, column_partials<T, width>,
                   partials, data_of<T>(x), rows, columns, x.stride, ceil_div(rows, slices), coefficients);
   });
-  add_partials(backend, out, {}, partials, slices, columns, alpha, accumulate);
+  add_partials(backend, {out}, partials, slices, columns, alpha, accumulate);
 }
 
 void cuda_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {

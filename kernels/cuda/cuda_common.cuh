@@ -375,9 +375,9 @@ void hopper_destroy(Hopper *hopper);
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
                  bool accumulate, float *partials);
-// Its second half, for kernels that make the partial sums themselves: partials is [slices, out's length], its rows
-// `stride` apart. `next`, of out's length and dtype, may be absent; its partial sums follow out's in every row.
-void add_partials(Backend *backend, Tensor out, Tensor next, const float *partials, int64_t slices,
+// Its second half, for kernels that make the partial sums themselves: each of `slices` rows, `stride` apart, has those
+// of the outs that are not absent, up to three of one length and dtype, one after the other.
+void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const float *partials, int64_t slices,
                   int64_t stride, float alpha, bool accumulate);
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed

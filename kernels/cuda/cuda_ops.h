@@ -113,6 +113,11 @@ static inline size_t cuda_attention_statistics_bytes(AttentionShape s) {
   return memory_padded((size_t)(s.batch * s.num_heads * ceil_div(s.seq_len, 64) * 64 * 2) * sizeof(float));
 }
 
+// The rows of partial sums that it leaves for dbias, one for each 64 tokens of a sequence: at least cuda_column_slices.
+static inline int64_t cuda_attention_slices(AttentionShape s) {
+  return s.batch * ceil_div(s.seq_len, 64);
+}
+
 // optimizer.cu's reduce: one double a block.
 enum { CUDA_REDUCE_BLOCKS = 1056 };
 

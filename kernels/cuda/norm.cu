@@ -105,23 +105,31 @@ static __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// partials: row t receives team t's part of dweight, then of dbias.
+// Threads of an SM that the backward pass leaves registers for: 128 a thread, or 168, or 255.
+template <bool LAYER, int N, int THREADS>
+static constexpr int RESIDENT = THREADS == MANY  ? MANY
+                                : LAYER &&N == 3 ? 384
+                                : LAYER &&N == 4 ? FEW
+                                                 : 512;
+
+// partials: row t receives team t's part of dweight, then of dbias and dx_sum.
 template <typename T, int W, int N, int THREADS, bool LAYER>
-static __global__ void __launch_bounds__(THREADS, THREADS == FEW && (!LAYER || N * W <= 24) ? 2 : 1)
+static __global__ void __launch_bounds__(RESIDENT<LAYER, N, THREADS>, 1)
     norm_backward_kernel(T *dx, int64_t dx_stride, float *partials, const T *dout, int64_t dout_stride,
                          const T *x, int64_t x_stride, const T *weight, const float *mean, const float *rstd,
-                         int64_t rows, int heads, int hidden_size, bool accumulate, int64_t teams) {
+                         int64_t rows, int heads, int hidden_size, bool accumulate, int64_t teams,
+                         int vectors) {
   int64_t team = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
   if (team >= teams) return;
   Row<T, W, N> w;
-  float dweight[N][W] = {}, dbias[N][W] = {};
+  float dweight[N][W] = {}, dbias[N][W] = {}, dx_sum[N][W] = {};
   w.read(weight, hidden_size);
   Row<T, W, N> next_v, next_d;
   auto fetch = [&](int64_t row) {
     next_v.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
     next_d.read(dout + row_start(row, heads, dout_stride, hidden_size), hidden_size);
   };
-  constexpr bool AHEAD = LAYER && N == 2;
+  constexpr bool AHEAD = LAYER && N <= 3 && THREADS == FEW;
   if (AHEAD) fetch(team);
   for (int64_t row = team; row < rows; row += teams) {
     if (!AHEAD) fetch(row);
@@ -152,17 +160,19 @@ static __global__ void __launch_bounds__(THREADS, THREADS == FEW && (!LAYER || N
       for (int k = 0; k < W; k++) {
         result[k] = r * (d(g, k) * w(g, k) - mean_g - (v(g, k) * r + shift) * mean_gx);
         if (accumulate) result[k] += old(g, k);
+        if (LAYER && accumulate) dx_sum[g][k] += old(g, k);
       }
       if (at < hidden_size) store(dx_row + at, result);
     }
   }
-  partials += team * (LAYER ? 2 : 1) * hidden_size;
+  partials += team * vectors * hidden_size;
 #pragma unroll
   for (int g = 0; g < N; g++) {
     int at = (threadIdx.x + g * blockDim.x) * W;
     if (at >= hidden_size) continue;
     store(partials + at, dweight[g]);
     if (LAYER) store(partials + hidden_size + at, dbias[g]);
+    if (LAYER && vectors == 3) store(partials + 2 * hidden_size + at, dx_sum[g]);
   }
 }
 
@@ -205,6 +215,14 @@ static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidde
   });
 }
 
+// As many as the device holds.
+template <typename Kernel> static int64_t blocks_at_once(Backend *backend, Kernel *kernel, dim3 block) {
+  int of_an_sm = 0;
+  cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_an_sm, kernel, (int)(block.x * block.y), 0),
+             "counting blocks");
+  return (int64_t)of_an_sm * cuda_state(backend)->multiprocessors;
+}
+
 void cuda_norm_forward(Backend *backend, const NormForward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
   if (rows == 0) return;
@@ -217,12 +235,7 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
     using T = typename K::T;
     auto *entry = norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>;
     int64_t blocks = ceil_div(rows, block.y);
-    if (K::LAYER) {
-      int resident = 0; // of an SM
-      cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry, (int)(block.x * block.y), 0),
-                 "counting blocks");
-      blocks = min_i64(blocks, (int64_t)resident * cuda_state(backend)->multiprocessors);
-    }
+    if (K::LAYER) blocks = min_i64(blocks, blocks_at_once(backend, entry, block));
     entry<<<(unsigned)blocks, block, 0, cuda_stream(backend)>>>(
         data_of<T>(a->out), a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
         a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows, (int)(a->x.shape[1] / hidden_size),
@@ -235,22 +248,22 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0], teams = 0;
   bool layer = a->kind == NORM_LAYER;
   float *partials = data_of<float>(a->workspace);
-  int64_t stride = hidden_size * (layer ? 2 : 1), width = 16 / (int64_t)dtype_bytes(a->x.dtype);
+  int64_t vectors = layer ? tensor_exists(a->dx_sum) ? 3 : 2 : 1, stride = vectors * hidden_size,
+          width = 16 / (int64_t)dtype_bytes(a->x.dtype);
   if (rows > 0) {
     bool aligned = rows_align(a->x, width) && rows_align(a->dout, width) && rows_align(a->dx, width) &&
                    rows_align(a->weight, width);
     with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
       using K = decltype(kernel);
       using T = typename K::T;
-      teams = cuda_norm_teams(rows, 32 * block.x);
-      norm_backward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>
-          <<<(unsigned)ceil_div(teams, block.y), block, 0, cuda_stream(backend)>>>(
-              data_of<T>(a->dx), a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride,
-              data_of<T>(a->x), a->x.stride, data_of<T>(a->weight), data_of<float>(a->mean),
-              data_of<float>(a->rstd), rows, (int)(a->x.shape[1] / hidden_size), (int)hidden_size,
-              a->accumulate_dx, teams);
+      auto *entry = norm_backward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>;
+      teams = min_i64(cuda_norm_teams(rows, 32 * block.x), block.y * blocks_at_once(backend, entry, block));
+      entry<<<(unsigned)ceil_div(teams, block.y), block, 0, cuda_stream(backend)>>>(
+          data_of<T>(a->dx), a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride, data_of<T>(a->x),
+          a->x.stride, data_of<T>(a->weight), data_of<float>(a->mean), data_of<float>(a->rstd), rows,
+          (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->accumulate_dx, teams, (int)vectors);
     });
     cuda_check_launch("norm_backward");
   }
-  add_partials(backend, a->dweight, a->dbias, partials, teams, stride, 1.0f, a->accumulate);
+  add_partials(backend, {a->dweight, a->dbias, a->dx_sum}, partials, teams, stride, 1.0f, a->accumulate);
 }

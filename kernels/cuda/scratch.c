@@ -10,7 +10,7 @@ size_t cuda_embedding_backward_scratch(const EmbeddingBackward *a) {
 
 size_t cuda_norm_backward_scratch(const NormBackward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
-  int64_t vectors = a->kind == NORM_LAYER ? 2 : 1; // dweight, dbias
+  int64_t vectors = 1 + tensor_exists(a->dbias) + tensor_exists(a->dx_sum);
   return (size_t)(cuda_norm_teams(rows, hidden_size) * vectors * hidden_size) * sizeof(float);
 }
 
@@ -21,7 +21,10 @@ size_t cuda_attention_forward_scratch(const AttentionForward *a) {
 }
 
 size_t cuda_attention_backward_scratch(const AttentionBackward *a) {
-  return cuda_attention_statistics_bytes(a->shape) + MEMORY_ALIGNMENT;
+  size_t bytes = cuda_attention_statistics_bytes(a->shape) + MEMORY_ALIGNMENT;
+  if (tensor_exists(a->dbias))
+    bytes += (size_t)(cuda_attention_slices(a->shape) * a->dqkv.shape[1]) * sizeof(float);
+  return bytes;
 }
 
 size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {

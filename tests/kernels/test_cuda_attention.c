@@ -7,7 +7,8 @@
 //   out     P is rounded to the dtype:  (u + e) sum |P v|,          and u |out| when stored
 //   delta   out was stored:             sum |dout| (error of out)
 //   dS      rounded to the dtype:       u |dS| + P (error of delta) + e P (sum |dout v| + |delta|)
-//   dq, dk  sums of dS times k, q; dv a sum of P dout; each rounded once more.
+//   dq, dk  sums of dS times k, q; dv a sum of P dout; each rounded once more
+//   dbias   a sum of these over all tokens, in fp32.
 // Bounds, not typical errors: signs are not counted on.
 #include <float.h>
 #include <math.h>
@@ -36,6 +37,7 @@ typedef struct {
   double *qkv, *dout;
   double *out, *lse, *dqkv;
   double *out_bound, *lse_bound, *dqkv_bound;
+  double *dbias, *dbias_bound;
 } Problem;
 
 // Documents of one token, up to, at and past the edges of tiles, and of several tiles; another one first in each sequence.
@@ -68,6 +70,8 @@ static Problem problem_make(Harness *h, AttentionShape s, bool packed) {
   p.lse_bound = host_values(h, s.batch * s.num_heads * s.seq_len);
   p.dqkv = host_values(h, p.rows * p.qkv_width);
   p.dqkv_bound = host_values(h, p.rows * p.qkv_width);
+  p.dbias = host_values(h, p.qkv_width);
+  p.dbias_bound = host_values(h, p.qkv_width);
   return p;
 }
 
@@ -149,7 +153,11 @@ static void problem_solve(Problem *p, Dtype dtype) {
       for (int64_t t = 0; t < s.seq_len; t++) solve_query(p, scores, b, h, t, u);
     free(scores);
   }
-  for (int64_t i = 0; i < p->rows * p->qkv_width; i++) p->dqkv_bound[i] += u * fabs(p->dqkv[i]);
+  for (int64_t i = 0; i < p->rows * p->qkv_width; i++) {
+    p->dqkv_bound[i] += u * fabs(p->dqkv[i]);
+    p->dbias[i % p->qkv_width] += p->dqkv[i];
+    p->dbias_bound[i % p->qkv_width] += p->dqkv_bound[i] + FLT_EPSILON * (double)p->rows * fabs(p->dqkv[i]);
+  }
 }
 
 static void check_bounds(Harness *h, const char *what, AttentionShape s, Tensor t, const double *want,
@@ -168,7 +176,7 @@ static void check_bounds(Harness *h, const char *what, AttentionShape s, Tensor 
 // --- running -----------------------------------------------------------------------------------------------
 
 typedef struct {
-  Tensor qkv, dout, out, lse, dqkv, documents;
+  Tensor qkv, dout, out, lse, dqkv, dbias, documents;
 } Run;
 
 static Run run_make(Harness *h, Problem *p) {
@@ -180,7 +188,8 @@ static Run run_make(Harness *h, Problem *p) {
                .dout = tensor_from(h, h->dtype, p->dout, p->rows, p->out_width),
                .out = poisoned(h, h->dtype, p->rows, p->out_width),
                .lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len),
-               .dqkv = poisoned(h, h->dtype, p->rows, p->qkv_width)};
+               .dqkv = poisoned(h, h->dtype, p->rows, p->qkv_width),
+               .dbias = poisoned_vector(h, DTYPE_F32, p->qkv_width)};
 }
 
 static AttentionForward forward_of(AttentionShape s, Run r) {
@@ -189,6 +198,7 @@ static AttentionForward forward_of(AttentionShape s, Run r) {
 
 static AttentionBackward backward_of(AttentionShape s, Run r) {
   return (AttentionBackward){.dqkv = r.dqkv,
+                             .dbias = r.dbias,
                              .dout = r.dout,
                              .out = r.out,
                              .lse = r.lse,
@@ -235,6 +245,7 @@ static void check_shape(Harness *h, AttentionShape s, int kinds) {
       check_bounds(h, portable ? "portable out" : "out", s, r.out, p.out, p.out_bound);
       check_bounds(h, portable ? "portable lse" : "lse", s, r.lse, p.lse, p.lse_bound);
       check_bounds(h, portable ? "portable dqkv" : "dqkv", s, r.dqkv, p.dqkv, p.dqkv_bound);
+      if (!portable) check_bounds(h, "dbias", s, r.dbias, p.dbias, p.dbias_bound);
     }
     memory_pop_to(&h->backend->memory, 0);
   }
@@ -279,6 +290,7 @@ static void test_bitwise_repeatable(void **state) {
       check_bitwise_equal(h, "out", r.out, again.out);
       check_bitwise_equal(h, "lse", r.lse, again.lse);
       check_bitwise_equal(h, "dqkv", r.dqkv, again.dqkv);
+      check_bitwise_equal(h, "dbias", r.dbias, again.dbias);
       memory_pop_to(&h->backend->memory, 0);
     }
 }

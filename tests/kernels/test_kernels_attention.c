@@ -57,7 +57,7 @@ static double attention_objective(void *context) {
   return reference_dot(c->out, c->dout, s.batch * s.seq_len * s.num_heads * s.head_dim);
 }
 
-static void attention_case(Harness *h, AttentionShape s) {
+static void attention_case(Harness *h, AttentionShape s, bool accumulate) {
   int64_t rows = s.batch * s.seq_len, width = s.num_heads * s.head_dim;
   AttentionCase c = {.shape = s};
   c.qkv = random_values(h, rows * qkv_width(s), 1.5);
@@ -68,10 +68,18 @@ static void attention_case(Harness *h, AttentionShape s) {
   Tensor dout = tensor_from(h, h->dtype, c.dout, rows, width);
   Tensor out = poisoned(h, h->dtype, rows, width), dqkv = poisoned(h, h->dtype, rows, qkv_width(s));
   Tensor lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len);
+  double *sums = random_values(h, qkv_width(s), 1);
+  Tensor dbias = accumulate ? vector_from(h, DTYPE_F32, sums, qkv_width(s))
+                            : poisoned_vector(h, DTYPE_F32, qkv_width(s));
   attention_forward(h->backend, (AttentionForward){.out = out, .lse = lse, .qkv = qkv, .shape = s});
-  attention_backward(
-      h->backend,
-      (AttentionBackward){.dqkv = dqkv, .dout = dout, .out = out, .lse = lse, .qkv = qkv, .shape = s});
+  attention_backward(h->backend, (AttentionBackward){.dqkv = dqkv,
+                                                     .dbias = dbias,
+                                                     .dout = dout,
+                                                     .out = out,
+                                                     .lse = lse,
+                                                     .qkv = qkv,
+                                                     .shape = s,
+                                                     .accumulate = accumulate});
   attention_objective(&c);
   // Scores are sums of D terms, and their error multiplies the exponentials; then T of those are summed.
   double terms = (double)(s.head_dim + s.seq_len);
@@ -79,6 +87,12 @@ static void attention_case(Harness *h, AttentionShape s) {
   check_values(h, "attention lse", lse, c.lse, of_size(within(8, terms), 1));
   check_gradient(h, "dqkv", dqkv, NULL, c.qkv, attention_objective, &c,
                  of_size(within_stored(h, 16, terms), 1));
+  const double *rows_of_dqkv = values_of(h, dqkv);
+  for (int64_t i = 0; i < qkv_width(s); i++) {
+    if (!accumulate) sums[i] = 0;
+    for (int64_t n = 0; n < rows; n++) sums[i] += rows_of_dqkv[n * qkv_width(s) + i];
+  }
+  check_values(h, "dbias", dbias, sums, of_size(within_stored(h, 8, (double)rows), 1));
 }
 
 static void test_attention(void **state) {
@@ -87,7 +101,7 @@ static void test_attention(void **state) {
       {1, 65, 1, 1, 2}, {2, 67, 6, 2, 10}, {1, 131, 2, 1, 64}, {1, 70, 1, 1, 128},
   };
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-    attention_case(*state, shapes[i]);
+    attention_case(*state, shapes[i], i % 2);
     harness_pop(state);
   }
 }

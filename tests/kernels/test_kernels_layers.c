@@ -96,7 +96,8 @@ static double norm_objective(void *context) {
   return reference_dot(c->out, c->dout, c->rows * c->hidden);
 }
 
-static void norm_case(Harness *h, NormKind kind, int64_t rows, int64_t hidden, bool accumulate) {
+static void norm_case(Harness *h, NormKind kind, int64_t rows, int64_t hidden, bool accumulate_dx,
+                      bool accumulate) {
   bool layer = kind == NORM_LAYER;
   NormCase c = {.kind = kind, .rows = rows, .hidden = hidden};
   c.x = random_values(h, rows * hidden, 2);
@@ -125,34 +126,41 @@ static void norm_case(Harness *h, NormKind kind, int64_t rows, int64_t hidden, b
   if (layer) check_values(h, "mean", mean, c.mean, of_size(tolerance, 2));
 
   Tensor dout = tensor_from(h, h->dtype, c.dout, rows, hidden);
-  double *dx_before = random_values(h, rows * hidden, 1), *before = random_values(h, 2 * hidden, 1);
-  Tensor dx = poisoned(h, h->dtype, rows, hidden), dweight = poisoned_vector(h, DTYPE_F32, hidden),
-         dbias = {0};
-  if (layer) dbias = poisoned_vector(h, DTYPE_F32, hidden);
-  if (accumulate) {
-    dx = tensor_from(h, h->dtype, dx_before, rows, hidden);
-    dweight = vector_from(h, DTYPE_F32, before, hidden);
-    if (layer) dbias = vector_from(h, DTYPE_F32, before + hidden, hidden);
+  double *dx_before = random_values(h, rows * hidden, 1);
+  Tensor dx =
+      accumulate_dx ? tensor_from(h, h->dtype, dx_before, rows, hidden) : poisoned(h, h->dtype, rows, hidden);
+  enum { DWEIGHT, DBIAS, DX_SUM, VECTORS };
+  Tensor vectors[VECTORS] = {0};
+  double *before[VECTORS];
+  int count = layer ? accumulate_dx ? VECTORS : DX_SUM : DBIAS;
+  for (int i = 0; i < count; i++) {
+    before[i] = accumulate ? random_values(h, hidden, 1) : NULL;
+    vectors[i] =
+        accumulate ? vector_from(h, DTYPE_F32, before[i], hidden) : poisoned_vector(h, DTYPE_F32, hidden);
   }
   norm_backward(h->backend, (NormBackward){.kind = kind,
                                            .dx = dx,
-                                           .dweight = dweight,
-                                           .dbias = dbias,
+                                           .dweight = vectors[DWEIGHT],
+                                           .dbias = vectors[DBIAS],
+                                           .dx_sum = vectors[DX_SUM],
                                            .dout = dout,
                                            .x = x,
                                            .weight = weight,
                                            .mean = mean,
                                            .rstd = rstd,
-                                           .accumulate_dx = accumulate,
+                                           .accumulate_dx = accumulate_dx,
                                            .accumulate = accumulate});
   // The statistics saved by the forward pass are fp32, so an error of theirs passes through every term.
   Tolerance gradient = of_size(within(16, (double)hidden), 1);
   Tolerance sums = of_size(within(8, (double)(rows + hidden)), 1);
-  check_gradient(h, "norm dx", dx, accumulate ? dx_before : NULL, c.x, norm_objective, &c, gradient);
-  check_gradient(h, "norm dweight", dweight, accumulate ? before : NULL, c.weight, norm_objective, &c, sums);
-  if (layer)
-    check_gradient(h, "norm dbias", dbias, accumulate ? before + hidden : NULL, c.bias, norm_objective, &c,
-                   sums);
+  check_gradient(h, "norm dx", dx, accumulate_dx ? dx_before : NULL, c.x, norm_objective, &c, gradient);
+  check_gradient(h, "norm dweight", vectors[DWEIGHT], before[DWEIGHT], c.weight, norm_objective, &c, sums);
+  if (layer) check_gradient(h, "norm dbias", vectors[DBIAS], before[DBIAS], c.bias, norm_objective, &c, sums);
+  if (count > DX_SUM) {
+    double *want = before[DX_SUM] ? before[DX_SUM] : host_values(h, hidden);
+    for (int64_t i = 0; i < rows * hidden; i++) want[i % hidden] += dx_before[i];
+    check_values(h, "norm dx_sum", vectors[DX_SUM], want, sums);
+  }
 }
 
 // Heads within rows that lie apart are normalised as rows of their own, and their gradient may replace dout: every bit.
@@ -204,11 +212,11 @@ static void norm_heads_case(Harness *h, NormKind kind, int64_t rows, int64_t hea
 
 static void test_norm(void **state) {
   for (int kind = NORM_LAYER; kind <= NORM_RMS; kind++) {
-    norm_case(*state, kind, 7, 13, false);
-    norm_case(*state, kind, 7, 13, true);
-    norm_case(*state, kind, 1, 5, false);
-    norm_case(*state, kind, 131, 257, true);
-    norm_case(*state, kind, 3, 1031, false);
+    norm_case(*state, kind, 7, 13, false, false);
+    norm_case(*state, kind, 7, 13, true, true);
+    norm_case(*state, kind, 1, 5, false, true);
+    norm_case(*state, kind, 131, 257, true, false);
+    norm_case(*state, kind, 3, 1031, false, false);
     norm_heads_case(*state, kind, 5, 3, 11);
   }
 }
