@@ -111,6 +111,12 @@ if wants bench; then
       row "$name" "$(awk '/^  step/ {rate = $4} /plain GEMMs/ {tflops = $5; share = $7} /at the peak \(ledger\)/ {bytes = $2 " " $3}
         END {print rate " tokens/s, GEMMs " tflops " TFLOP/s = " share " of the step, " bytes}' "$OUT/$name.log")"
   }
+  # long_step NAME STEPS OPTIONS...: one of many micro-batches, of which bench_step would take minutes
+  long_step() {
+    local name="step-$1"
+    run "$name" 200 ./train --device cuda --val-fraction 0 --sample-every 0 --steps "$2" "${@:3}" &&
+      sed -n 's/^speed  *//p' "$OUT/$name.log" | rows "$name"
+  }
   layer 4096 4096 128256
   layer 16384 2048 131072 --materialized --terms
   layer 8192 2304 256000
@@ -123,8 +129,8 @@ if wants bench; then
   step llama-1b-lean --model llama-1b --batch 4 --seq-len 4096 --moment-dtype bf16 --no-master-weights --recompute elementwise --lce-chunk 1024
   step llama-1b-fp8 --model llama-1b --batch 4 --seq-len 4096 --fp8
   step llama-1b-materialized --model llama-1b --batch 4 --seq-len 4096 --materialized-logits
-  step llama-1b-b16 --model llama-1b --batch 16 --seq-len 1024 --total-batch 524288 --moment-dtype bf16
-  step llama-8b --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
+  long_step llama-1b-b16 5 --model llama-1b --batch 16 --seq-len 1024 --total-batch 524288 --moment-dtype bf16
+  long_step llama-8b 4 --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
 fi
 
 # The layer through PyTorch and through C, beside others where they are installed; `all` leaves it out without PyTorch.
