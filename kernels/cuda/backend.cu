@@ -317,7 +317,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   cuda_check(cudaStreamCreateWithPriority(&state->side, cudaStreamNonBlocking, lowest), "creating a stream");
   cuda_check(cudaStreamCreateWithPriority(&state->urgent, cudaStreamNonBlocking, highest),
              "creating a stream");
-  for (int i = 0; i < CUDA_LCE_TILES; i++) {
+  for (int i = 0; i <= CUDA_LCE_TILES; i++) {
     cuda_check(cudaEventCreateWithFlags(&state->forked[i], cudaEventDisableTiming), "creating an event");
     cuda_check(cudaEventCreateWithFlags(&state->joined[i], cudaEventDisableTiming), "creating an event");
   }
@@ -333,8 +333,8 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   backend->device_capacity = properties.totalGlobalMem;
   gemms_create(backend);
   backend->device_overhead = device_bytes_now(backend);
-  gemms_use_workspace(backend, memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE,
-                                              CUDA_GEMM_WORKSPACE_BYTES));
+  state->gemm_workspace =
+      memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE, CUDA_GEMM_WORKSPACE_BYTES);
   device_peak_reset(backend);
   return backend_finish(backend);
 }

@@ -26,12 +26,13 @@ struct CudaState {
   // Two more, which an operation may fork off the first and joins before it ends, and the events for that. `urgent`
   // has the higher priority.
   cudaStream_t side, urgent;
-  cudaEvent_t forked[CUDA_LCE_TILES], joined[CUDA_LCE_TILES];
+  cudaEvent_t forked[CUDA_LCE_TILES + 1], joined[CUDA_LCE_TILES + 1];
   cudaStream_t concurrent[STREAMS]; // by StreamKind: those that there are, for event_record
   cudaEvent_t handed;               // between the first stream and a caller's own
   int ordinal, multiprocessors;
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;
+  void *gemm_workspace; // CUDA_GEMM_WORKSPACE_BYTES
   Staging *staging;
   Hopper *hopper;               // NULL until it is first needed
   CudaCollectives *collectives; // NULL while there is one rank
@@ -365,7 +366,6 @@ static inline Gemm gemm_of(Tensor out, Tensor left, bool left_transposed, Tensor
 void cuda_gemm(Backend *backend, const Gemm *gemm);
 
 void gemms_create(Backend *backend);
-void gemms_use_workspace(Backend *backend, void *workspace);
 void gemms_destroy(Gemms *gemms);
 
 // NULL is fine.

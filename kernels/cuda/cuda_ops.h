@@ -45,15 +45,15 @@ static inline size_t cuda_segment_bytes(int64_t rows, int64_t hidden_size) {
 
 // linear_cross_entropy.cu: the logits of `rows` tokens are made this many vocabulary entries at a time, in an
 // fp32 tile that stays in the L2 cache between the GEMM that writes it and the kernel that reads it. Its
-// rows are whole cache lines.
-enum { CUDA_LCE_TILE_BYTES = 20 << 20, CUDA_LCE_TILES = 3 };
+// rows are whole cache lines. A further tile, where it fits, is cuBLASLt's workspace, which these GEMMs do not use.
+enum { CUDA_LCE_TILE_BYTES = 30 << 20, CUDA_LCE_TILES = 2 };
 
 static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   int64_t columns = CUDA_LCE_TILE_BYTES / (int64_t)sizeof(float) / max_i64(1, rows) / 256 * 256;
   return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
-// All of these tiles; on Hopper the partial sums of split-K go there.
+// The tiles of the scratch; on Hopper the partial sums of split-K go there.
 static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
   int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
   return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));

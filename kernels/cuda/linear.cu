@@ -54,7 +54,6 @@ struct GemmPlan {
 struct Gemms {
   enum { CANDIDATES = 12, ROUNDS = 3 };
   cublasLtHandle_t handle;
-  void *workspace;
   GemmPlan *plans;
   size_t count, capacity;
   bool measure;
@@ -72,10 +71,6 @@ void gemms_create(Backend *backend) {
              "allocating a checksum");
   const char *measure = getenv("LCE_MATMUL_TUNE");
   p->measure = !measure || strcmp(measure, "0") != 0;
-}
-
-void gemms_use_workspace(Backend *backend, void *workspace) {
-  cuda_state(backend)->gemms->workspace = workspace;
 }
 
 void gemms_destroy(Gemms *p) {
@@ -217,7 +212,8 @@ static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm
   float beta = p->addend ? 1.0f : 0.0f;
   return cublasLtMatmul(gemms->handle, plan->operation, &p->alpha, p->right.data, plan->a, p->left.data,
                         plan->b, &beta, p->addend ? p->addend : p->out, plan->c, p->out, plan->d, algorithm,
-                        gemms->workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES, stream_of(backend, p));
+                        cuda_state(backend)->gemm_workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES,
+                        stream_of(backend, p));
 }
 
 // --- measuring ---------------------------------------------------------------------------------------------
