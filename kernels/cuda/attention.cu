@@ -31,14 +31,7 @@ static __global__ void __launch_bounds__(256)
   }
   // Each step halves the rows that a lane adds up, until sum[0] is that of row `part`.
 #pragma unroll
-  for (int half = LANES / 2; half > 0; half /= 2)
-#pragma unroll
-    for (int i = 0; i < LANES / 2; i++) {
-      if (i >= half) break;
-      bool upper = part & half;
-      float other = __shfl_xor_sync(~0u, upper ? sum[i] : sum[i + half], half);
-      sum[i] = (upper ? sum[i + half] : sum[i]) + other;
-    }
+  for (int half = LANES / 2; half > 0; half /= 2) add_halves(sum, half, half);
   int64_t t = tile * 32 + part * AT_ONCE + first;
   float *place = statistics + (batch * num_heads + head) * tiles * 64 + statistics_place(t);
   place[0] = t < seq_len ? lse[batch * lse_stride + (int64_t)head * seq_len + t] * -LOG2_E : 0;

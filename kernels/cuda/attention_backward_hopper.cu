@@ -128,16 +128,7 @@ __device__ __forceinline__ void sum_columns(float *to, const float (&x)[D / 2], 
 #pragma unroll
   for (int i = 0; i < D / 4; i++) sums[i] = x[i / 2 * 4 + i % 2] + x[i / 2 * 4 + i % 2 + 2];
 #pragma unroll
-  for (int step = 0; step < 3; step++) {
-    const int half = D / 8 >> step, mask = 16 >> step;
-    const bool upper = lane & mask;
-#pragma unroll
-    for (int i = 0; i < D / 8; i++) {
-      if (i >= half) break;
-      const float other = __shfl_xor_sync(~0u, upper ? sums[i] : sums[i + half], mask);
-      sums[i] = (upper ? sums[i + half] : sums[i]) + other;
-    }
-  }
+  for (int step = 0; step < 3; step++) add_halves(sums, D / 8 >> step, 16 >> step);
 #pragma unroll
   for (int i = 0; i < D / 32; i++) {
     const int place = lane / 4 * (D / 32) + i;

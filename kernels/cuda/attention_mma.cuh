@@ -35,6 +35,18 @@ static __device__ __forceinline__ int64_t statistics_place(int64_t t) {
   return t / STATISTICS_TILE * (2 * STATISTICS_TILE) + t % STATISTICS_TILE;
 }
 
+// A step of a sum over a warp's lanes that leaves each lane other elements of it: of x's first 2 `half` elements a lane
+// keeps half, the upper ones where its number has the bit `mask`, and adds those of its partner, which keeps the others.
+template <int N> __device__ __forceinline__ void add_halves(float (&x)[N], int half, int mask) {
+  const bool upper = threadIdx.x & mask;
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    if (i >= half) break;
+    const float other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + half], mask);
+    x[i] = (upper ? x[i + half] : x[i]) + other;
+  }
+}
+
 // --- asynchronous copies -----------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, or zeros when `valid` is false (nothing is read then).
