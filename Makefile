@@ -237,7 +237,8 @@ SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels
 ifeq ($(VARIANT),library)
   SOURCES := $(filter base/% kernels/%,$(SOURCES))
 endif
-PROGRAMS := $(wildcard train.c tools/*.c) tools/bench_scaling.sh
+SCRIPTS  := tools/bench_scaling.sh tools/launch.py
+PROGRAMS := $(wildcard train.c tools/*.c) $(SCRIPTS)
 TESTS    := $(wildcard tests/*/test_*.c)
 HELPERS  := $(wildcard tests/*.c)
 PYTHON_TESTS := $(wildcard tests/*/test_*.py)
@@ -298,9 +299,12 @@ endef
 $(call programs,$(filter %.c,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
 	$(LINK)
 
-$(BIN)tools/bench_scaling: tools/bench_scaling.sh
-	@mkdir -p $(@D)
-	$(Q)install $< $@
+define SCRIPT
+$(BIN)$(basename $(1)): $(1)
+	@mkdir -p $$(@D)
+	$$(Q)install $$< $$@
+endef
+$(foreach s,$(SCRIPTS),$(eval $(call SCRIPT,$(s))))
 
 $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
 	$(call LINK,-lcmocka)

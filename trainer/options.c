@@ -200,9 +200,8 @@ const Option options_rows[] = {
           "less memory for; its weights' gradients are then added up chunk by chunk")},
     {TEXT("offload", "LIST", offload), .flags = TRAINING,
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
-          "moments), activations (the layers' inputs; with --recompute layer), head (its weights and gradients, but "
-          "while the loss is computed); the same bits, in less memory of the device and more time")},
-    {FLAG("plain-loops", plain_loops, true), HELP("CPU: GEMMs by plain loops, to compare with")},
+          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in less memory of the device "
+          "and more time")},
 
     {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
     {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING,
@@ -214,10 +213,6 @@ const Option options_rows[] = {
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
      HELP("End the job when no rank has made progress for so long")},
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
-    {WHOLE("hosts", "M", hosts, 2, 1 << 20), .flags = REFUSED,
-     HELP("With --plan: also the bytes that each of M hosts sends in a step, and their time at 100 and 400 Gb/s")},
-    {NUMBER("rank-tokens-per-second", "RATE", rank_tokens_per_second, 1e-3, 1e12), .flags = REFUSED,
-     HELP("With --plan and --hosts: also the efficiency, where one rank alone was measured to train so many tokens a second")},
 
     {GROUP("Output")},
     {TEXT("log", "FILE", log), HELP("Write one JSON object a line; the last is the summary")},
@@ -343,15 +338,6 @@ static void resolve_ranks(Options *o) {
          "and --fit",
          o->ranks, o->ranks);
   if (!o->ranks) o->ranks = launch->ranks;
-  if (o->hosts && !o->plan)
-    fail("--hosts %d: a launcher starts ranks on hosts (tools/many_machines.md); the option alone is for "
-         "--plan",
-         o->hosts);
-  if (o->hosts && o->ranks % o->hosts)
-    fail("--hosts %d: %d rank%s cannot be spread evenly over them; give --ranks a multiple of %d", o->hosts,
-         o->ranks, o->ranks == 1 ? "" : "s", o->hosts);
-  if (o->rank_tokens_per_second > 0 && !o->hosts)
-    fail("--rank-tokens-per-second is of use with --hosts alone: add --plan --ranks N --hosts M");
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);
 }
@@ -405,7 +391,7 @@ static void check_fp8(const Options *o) {
       fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
 }
 
-static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations", "head"};
+static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations"};
 enum { OFFLOADS = sizeof offload_names / sizeof *offload_names };
 
 static void resolve_offload(Options *o) {
@@ -417,8 +403,8 @@ static void resolve_offload(Options *o) {
            (strlen(offload_names[which]) != length || strncmp(at, offload_names[which], length)))
       which++;
     if (which == OFFLOADS)
-      fail("--offload %s: give one or more of weights, gradients, optimizer, activations and head, with "
-           "commas between them",
+      fail("--offload %s: give one or more of weights, gradients, optimizer and activations, with commas "
+           "between them",
            o->offload);
     o->dtypes.offload |= 1u << which;
     at = at[length] ? at + length + 1 : NULL;

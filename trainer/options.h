@@ -57,12 +57,9 @@ typedef struct {
   Dtype save_dtype; // of the stored weights
   // ranks
   int rank, ranks;               // 0 of 1 without a launcher; for a plan those of --ranks
-  int hosts;                     // of a plan: the ranks are spread evenly over so many; 0: one
-  double rank_tokens_per_second; // of a plan with hosts: what one rank computes; 0: unknown
   double timeout;                // seconds without progress that end a job of several ranks
   // machine
   DeviceChoice device;
-  bool plain_loops;     // CPU GEMMs by plain loops, to compare with
   Dtype dtype;          // of weights and activations
   bool dtypes_from_gpu; // all dtypes are those of a checkpoint from a GPU; none was given
   bool on_cuda;         // once the dtypes are resolved

@@ -167,25 +167,6 @@ static void count_all_gather(Backend *backend, const Collective *a) {
   bytes->out += bytes_on_host(backend, a->out);
 }
 
-// A planned step of `micro_steps` micro-batches with these operations, NULL: none. Returns the bytes that a rank sends.
-static double count_step(const Options *options, DeviceKind device, int64_t micro_steps,
-                         const BackendOps *operations, void *state) {
-  Options o = *options;
-  o.micro_steps = micro_steps;
-  Backend *backend = plan_backend_create(device, o.dtype);
-  backend->ranks = o.ranks;
-  Trainer t;
-  trainer_create(&t, &o, backend);
-  if (operations) backend->ops = operations;
-  backend->state = state;
-  trainer_step(&t, NULL, 0);
-  trainer_model(&t); // with what the step leaves of the update
-  double sent = t.wire_bytes;
-  trainer_destroy(&t);
-  backend_destroy(backend);
-  return sent;
-}
-
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   static const BackendOps counting = {.embedding_forward = count_embedding,
                                       .embedding_backward = count_embedding_backward,
@@ -196,42 +177,19 @@ HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
                                       .copy_in = count_copy_in,
                                       .copy_out = count_copy_out};
   HostTraffic traffic = {0};
-  count_step(options, device, 1, &counting, &traffic);
-  return traffic;
-}
-
-// --- what several hosts cost -------------------------------------------------------------------------------
-
-// What a split head sends is proportional to its tokens, and a plan runs the first chunk alone: it is given all of them.
-double plan_wire_bytes(const Options *options, DeviceKind device) {
   Options o = *options;
-  o.lce_chunk = o.batch * o.seq_len;
-  double one = count_step(&o, device, 1, NULL, NULL);
-  if (o.micro_steps == 1) return one;
-  return one + (double)(o.micro_steps - 1) * (count_step(&o, device, 2, NULL, NULL) - one);
-}
-
-// A ring that goes through host after host enters and leaves each once: a host sends as much as a rank.
-static void print_hosts(const Options *o, DeviceKind device) {
-  static const double gigabits[] = {100, 400};
-  double sent = plan_wire_bytes(o, device);
-  double computes = (double)(o->total_batch / o->ranks) / o->rank_tokens_per_second; // infinite where it is 0
-  printf("\n%d hosts of %d rank%s: %s leave each host in a step, and as much enters\n", o->hosts,
-         o->ranks / o->hosts, o->ranks == o->hosts ? "" : "s", text_bytes((uint64_t)sent).text);
-  for (size_t i = 0; i < sizeof gigabits / sizeof *gigabits; i++) {
-    double seconds = sent / (gigabits[i] * 1e9 / 8);
-    printf("  at %g Gb/s a host: %.3g s on the wire", gigabits[i], seconds);
-    if (o->rank_tokens_per_second > 0)
-      printf(", %.3g s of computation: efficiency %.1f%% (one after the other) to %.1f%% (at the same time)",
-             computes, 100 * computes / (computes + seconds), 100 * computes / fmax(computes, seconds));
-    putchar('\n');
-  }
-  printf(
-      "assumes one ring through all ranks, host by host, at the link's full rate in both directions at once, "
-      "without latency,\nand that links within a host take no time%s\n",
-      o->rank_tokens_per_second > 0
-          ? ""
-          : "; a plan knows no time of computation: give what one rank does by --rank-tokens-per-second");
+  o.micro_steps = 1;
+  Backend *backend = plan_backend_create(device, o.dtype);
+  backend->ranks = o.ranks;
+  Trainer t;
+  trainer_create(&t, &o, backend);
+  backend->ops = &counting;
+  backend->state = &traffic;
+  trainer_step(&t, NULL, 0);
+  trainer_model(&t); // with what the step leaves of the update
+  trainer_destroy(&t);
+  backend_destroy(backend);
+  return traffic;
 }
 
 // --- what would fit ----------------------------------------------------------------------------------------
@@ -467,7 +425,6 @@ void plan_print(Options *o) {
          dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "", (long long)options_used_chunk(o),
          options_recompute(o).text);
   plan_print_table(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
-  if (o->hosts) print_hosts(o, device);
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 

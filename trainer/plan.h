@@ -31,9 +31,6 @@ typedef struct {
 // What --offload costs each rank in a step of `options` (resolved), counted from the operations that the step calls.
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device);
 
-// The bytes that each rank sends in a step of `options` (resolved), as a ring sends them (Backend.wire_bytes).
-double plan_wire_bytes(const Options *options, DeviceKind device);
-
 // Fails when the run needs more than `usable` bytes of the device (0: unknown), with who holds what, and what would fit; or when
 // it offloads more than the host has left.
 void plan_require(const Options *options, DeviceKind device, size_t usable);

@@ -273,7 +273,7 @@ static void offloading_changes_no_bit(void **state) {
   } ways[] = {{0, "", "optimizer"},
               {2, "", "gradients,weights"},
               {2, "--zero 1", "optimizer"},
-              {2, "--zero 2", "head"},
+              {2, "--zero 2", "weights"},
               {2, "--zero 1 --vocab-parallel", "gradients,weights"}};
   for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
     char plain[32], moved[32], resumed[32], job[512], options[1024];
@@ -283,7 +283,7 @@ static void offloading_changes_no_bit(void **state) {
     snprintf(job, sizeof job, LLAMA TEXT "--num-layers 5 --recompute layer --save-every 2 %s",
              ways[i].spread);
     run_job(ways[i].ranks, plain, job);
-    snprintf(options, sizeof options, "%s --offload weights,gradients,optimizer,activations,head", job);
+    snprintf(options, sizeof options, "%s --offload weights,gradients,optimizer,activations", job);
     run_job(ways[i].ranks, moved, options);
     check_same_bits(plain, moved, 2);
     check_same_bits(plain, moved, STEPS);
@@ -510,32 +510,6 @@ static int times(const char *text, const char *part) {
   return count;
 }
 
-// What a plan says that a rank sends is what a run counts, micro-batches and chunks of the head included.
-static void plans_know_what_ranks_send(void **state) {
-  (void)state;
-  NEEDS_LAUNCHER();
-  static const char *const jobs[] = {LLAMA TEXT,
-                                     TIED TEXT "--zero 1",
-                                     TIED TEXT "--zero 2 --total-batch 64",
-                                     GPT2 TEXT "--zero 2",
-                                     TIED TEXT
-                                     "--zero 1 --vocab-parallel --lce-chunk 10 --label-smoothing 0.1",
-                                     LLAMA TEXT "--zero 2 --vocab-parallel --lce-chunk 10 --z-loss 0.1"};
-  for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
-    char name[32], line[1024];
-    double sent = 0;
-    snprintf(name, sizeof name, "sent-%zu", j);
-    run_job(2, name, jobs[j]);
-    assert_int_equal(read_log(name, "summary", "wire_bytes_per_step", &sent, 1), 1);
-    snprintf(line, sizeof line, "%s --plan --ranks 2 --hosts 2", jobs[j]);
-    bool cuda = getenv("LCE_GPU_RANKS") != NULL;
-    Options o = options_on(cuda, line);
-    double planned = plan_wire_bytes(&o, cuda ? ON_CUDA : ON_CPU);
-    options_free(&o);
-    if (!(sent > 0) || planned != sent) fail_msg("%s: %.0f bytes planned, %.0f sent", jobs[j], planned, sent);
-  }
-}
-
 static void one_rank_prints(void **state) {
   (void)state;
   NEEDS_LAUNCHER();
@@ -562,9 +536,6 @@ static void impossible_options_are_refused_once(void **state) {
       {LLAMA TEXT "--total-batch 96",
        "--total-batch 96 is not a multiple of the 64 tokens of a micro-batch (ranks x --batch"},
       {LLAMA TEXT "--ranks 3", "--ranks 3: a launcher starts ranks"},
-      {LLAMA TEXT "--hosts 2", "--hosts 2: a launcher starts ranks on hosts"},
-      {LLAMA TEXT "--plan --hosts 3", "--hosts 3: 2 ranks cannot be spread evenly"},
-      {LLAMA TEXT "--rank-tokens-per-second 9", "add --plan --ranks N --hosts M"},
       {LLAMA "--data nowhere", "nowhere"},
   };
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
@@ -824,7 +795,6 @@ int main(int argc, char **argv) {
       cmocka_unit_test(sampled_ranks_train),
       cmocka_unit_test(checkpoints_do_not_depend_on_ranks),
       cmocka_unit_test(plans_depend_on_ranks),
-      cmocka_unit_test(plans_know_what_ranks_send),
       cmocka_unit_test(one_rank_prints),
       cmocka_unit_test(impossible_options_are_refused_once),
       cmocka_unit_test(a_rank_that_is_gone_ends_the_job),
