@@ -7,6 +7,7 @@ Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR an
 own, which the terminal's Ctrl-C does not reach: signals are forwarded to all, once. When one fails, the launcher prints
 which and how, ends the others by SIGTERM and two seconds later by SIGKILL, and exits with the status of the one that failed.
 """
+import contextlib
 import ctypes
 import os
 import signal
@@ -21,10 +22,8 @@ prctl = ctypes.CDLL(None).prctl  # loaded before any fork
 
 
 def signal_group(group, number):
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         os.killpg(group, number)
-    except ProcessLookupError:
-        pass  # it has ended already
 
 
 def signal_all(number):
@@ -45,7 +44,8 @@ def free_port():
 def start(rank, ranks, port, command, ignored):
     parent, child = os.getpid(), os.fork()
     if child:
-        os.setpgid(child, child)  # here as well: a signal may come before the child has done it
+        with contextlib.suppress(PermissionError):  # here as well: a signal may come before the child has done it
+            os.setpgid(child, child)
         children[child] = rank
         return
     os.setpgid(0, 0)
