@@ -16,6 +16,7 @@
 #include "tools/measure.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
+#include "trainer/setup.h"
 
 // --- recording the GEMMs of a pass ----------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ static void parse(Options *options, int argc, char **argv) {
       "alone.\n\n"
       "  tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu\n",
       NULL};
-  options_parse(options, option_table_take(&table, NULL, argc, argv), argv);
+  setup_options(options, option_table_take(&table, NULL, argc, argv), argv);
   refuse_other_work(options);
 }
 
@@ -175,7 +176,7 @@ int main(int argc, char **argv) {
   Options options;
   parse(&options, argc, argv);
   Backend *backend = machine_open(&options);
-  options_resolve_chunk(&options, backend->device);
+  plan_resolve_chunk(&options, backend->device);
   plan_require(&options, backend->device, machine_usable_bytes(backend));
   Steps steps;
   steps_begin(&steps, &options, backend, options.mode);

@@ -23,6 +23,7 @@
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/speed.h"
+#include "trainer/setup.h"
 
 // What the command line says, and what follows from it.
 typedef struct {
@@ -105,7 +106,7 @@ static void parse(Run *r, int argc, char **argv) {
   all[0] = argv[0];
   for (int i = 0; i < extra; i++) all[count++] = (char *)arguments[i];
   for (int i = 1; i < words; i++) all[count++] = argv[i];
-  options_parse(&r->options, count, all);
+  setup_options(&r->options, count, all);
   free(all);
 }
 

@@ -4,13 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <cjson/cJSON.h>
+
 #include "base/fail.h"
 #include "base/option_rows.h"
 #include "data/source.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/hf_config.h"
-#include "trainer/plan.h"
-#include "trainer/resume.h"
 
 const char *argp_program_version = "lce.c 0.1";
 
@@ -492,8 +492,9 @@ void options_parse(Options *o, int argc, char **argv) {
   option_table_parse(&table, o, o->given, argc, argv);
   stderr = errors;
   if (o->eval_only) check_eval_only(o);
-  resume_find(o);
-  if (o->resumed_from) resume_take_settings(o);
+}
+
+void options_resolve(Options *o) {
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
@@ -534,29 +535,6 @@ Text options_recompute(const Options *o) {
     snprintf(words.text + length, sizeof words.text - (size_t)length, " in %lld layers",
              (long long)o->recompute_layers);
   return words;
-}
-
-void options_resolve_chunk(Options *o, DeviceKind device) {
-  if (o->lce_memory) {
-    size_t min;
-    o->lce_chunk = plan_chunk_within(o, device, (size_t)o->lce_memory << 20, &min);
-    if (!o->lce_chunk)
-      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
-           "that",
-           (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
-  }
-  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
-}
-
-Options options_with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
-  Options o = *given;
-  o.batch = batch;
-  o.seq_len = seq_len;
-  o.total_batch = batch * seq_len * o.ranks;
-  o.micro_steps = 1;
-  if (!options_given(&o, "lce-chunk")) o.lce_chunk = 0;
-  options_resolve_chunk(&o, device);
-  return o;
 }
 
 void options_free(Options *o) {

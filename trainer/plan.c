@@ -24,7 +24,7 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   backend->ranks = options->ranks;
   Trainer trainer;
   trainer_create(&trainer, options, backend);
-  trainer_set_mode(&trainer, mode);
+  trainer.transformer.mode = mode;
   if (!options->eval_only) {
     int64_t count;
     trainer_step(&trainer, NULL, 0);
@@ -36,6 +36,14 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   trainer_destroy(&trainer);
   backend_destroy(backend);
   return plan;
+}
+
+void plan_set_mode(Trainer *t, LceMode mode) {
+  t->transformer.mode = mode;
+  if (t->backend->memory.planning) return;
+  Ledger plan = plan_run(t->options, t->backend->device, mode);
+  backend_synchronize(t->backend);
+  memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
 typedef struct {
@@ -56,16 +64,40 @@ static bool chunk_fits(const void *budget, int64_t chunk) {
   return head_bytes(b->options, b->device, chunk) <= b->bytes;
 }
 
-int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min) {
+// 0 when even one token's does not fit; `min` receives what one token's holds.
+static int64_t chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min) {
   *min = head_bytes(options, device, 1);
   if (*min > bytes) return 0;
   Budget budget = {options, device, LCE_FUSED, bytes};
   return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
 }
 
+void plan_resolve_chunk(Options *o, DeviceKind device) {
+  if (o->lce_memory) {
+    size_t min;
+    o->lce_chunk = chunk_within(o, device, (size_t)o->lce_memory << 20, &min);
+    if (!o->lce_chunk)
+      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
+           "that",
+           (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
+  }
+  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
+}
+
+Options plan_with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
+  Options o = *given;
+  o.batch = batch;
+  o.seq_len = seq_len;
+  o.total_batch = batch * seq_len * o.ranks;
+  o.micro_steps = 1;
+  if (!options_given(&o, "lce-chunk")) o.lce_chunk = 0;
+  plan_resolve_chunk(&o, device);
+  return o;
+}
+
 static bool batch_fits(const void *budget, int64_t batch) {
   const Budget *b = budget;
-  Options o = options_with_shape(b->options, b->device, batch, b->options->seq_len);
+  Options o = plan_with_shape(b->options, b->device, batch, b->options->seq_len);
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
@@ -76,7 +108,7 @@ static int64_t seq_len_unit(const Options *o) {
 
 static bool seq_len_fits(const void *budget, int64_t units) {
   const Budget *b = budget;
-  Options o = options_with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
+  Options o = plan_with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
@@ -230,7 +262,7 @@ static Options with_change(const Options *options, DeviceKind device, const Chan
   if (c->bf16_moments && cuda) o.dtypes.moment = DTYPE_BF16;
   if (c->no_master && o.dtype == DTYPE_BF16) o.dtypes.master = false;
   if (c->offload && cuda && !(o.dtypes.offload & ~c->offload)) o.dtypes.offload = c->offload;
-  return c->one_sequence ? options_with_shape(options, device, 1, o.seq_len) : o;
+  return c->one_sequence ? plan_with_shape(options, device, 1, o.seq_len) : o;
 }
 
 // Appends to a list.
@@ -264,7 +296,7 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     int64_t seq_len = largest_seq_len(&(Budget){&o, device, o.mode, usable}, o.seq_len - 1);
     seq_len = max_i64(seq_len, unit);
     while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
-    o = options_with_shape(&o, device, o.batch, seq_len);
+    o = plan_with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
     append(flags, sizeof flags, " ", "--seq-len %lld", (long long)seq_len);
   }
@@ -405,7 +437,7 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
     options_resolve_dtypes(o, device == ON_CUDA);
   }
   if (given) *capacity = given;
-  options_resolve_chunk(o, device);
+  plan_resolve_chunk(o, device);
   return device;
 }
 
@@ -468,7 +500,7 @@ static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
   if (c->offload && c->batch[LCE_FUSED]) {
     Options with = *o;
     with.dtypes.offload = c->offload;
-    with = options_with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
+    with = plan_with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
     Ledger plan = plan_run(&with, device, LCE_FUSED);
     HostTraffic traffic = plan_host_traffic(&with, device);
     printf(" %11s", text_bytes(ledger_host_bytes(&plan)).text);
@@ -492,7 +524,7 @@ void plan_print_fit(Options *o) {
     any |= choices[i].batch[LCE_FUSED] > 0;
   }
   if (!any) {
-    Options one = options_with_shape(o, device, 1, o->seq_len);
+    Options one = plan_with_shape(o, device, 1, o->seq_len);
     char ways[512];
     one.mode = LCE_FUSED;
     suggest(&one, device, capacity, ways, sizeof ways);
@@ -521,10 +553,10 @@ void plan_print_fit(Options *o) {
 static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;
-  trainer_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
+  plan_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
   memory_set_stack(&backend->memory, 0);
   ledger_reset_peak(&backend->memory.ledger);
-  trainer_set_mode(trainer, mode);
+  plan_set_mode(trainer, mode);
   double best = INFINITY;
   for (int i = 0; i < PASSES; i++) {
     backend_synchronize(backend);

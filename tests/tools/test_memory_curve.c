@@ -7,6 +7,7 @@
 #include "tests/process.h"
 #include "tools/curves/pictures.h"
 #include "trainer/plan.h"
+#include "trainer/setup.h"
 
 #include <math.h>
 #include <signal.h>
@@ -164,7 +165,7 @@ static void curve_equals_plan(void **state) {
   Curve c = curve_in(out);
   char *arguments[] = {"train", "--model", "llama-1b", "--seq-len", "512", "--batch", "4", NULL};
   Options o;
-  options_parse(&o, 7, arguments);
+  setup_options(&o, 7, arguments);
   options_resolve_dtypes(&o, true);
   o.lce_chunk = options_default_chunk(2048, true);
   for (int m = 0; m < 2; m++) {
@@ -306,7 +307,7 @@ static void offloaded_timelines(void **state) {
                          "--lce-chunk", (char *)recipes[i].chunk,
                          NULL};
     Options options;
-    options_parse(&options, sizeof arguments / sizeof *arguments - 1, arguments);
+    setup_options(&options, sizeof arguments / sizeof *arguments - 1, arguments);
     options_resolve_dtypes(&options, true);
     size_t tokens = (size_t)(options.batch * options.seq_len);
     assert_int_equal(tokens, 8 * (size_t)options_used_chunk(&options));
@@ -354,7 +355,7 @@ static void longest_sequences(void **state) {
                        "layer",    "--moment-dtype",
                        "bf16",     "--no-master-weights",
                        NULL};
-  options_parse(&options, sizeof arguments / sizeof *arguments - 1, arguments);
+  setup_options(&options, sizeof arguments / sizeof *arguments - 1, arguments);
   options_resolve_dtypes(&options, true);
   Longest all[LONGEST_MAX];
   Experiment e = {.options = &options, .device = ON_CUDA, .plan_only = true};
@@ -370,7 +371,7 @@ static void longest_sequences(void **state) {
       at.seq_len = at.total_batch = l->seq_len + more;
       at.dtypes.offload = l->offload ? 15 : 0;
       if (!at.seq_len) continue;
-      options_resolve_chunk(&at, ON_CUDA);
+      plan_resolve_chunk(&at, ON_CUDA);
       Ledger plan = plan_run(&at, ON_CUDA, (LceMode)l->mode);
       assert_int_equal(plan.peak > memory, more);
       if (!more) assert_int_equal(plan.peak, l->planned_bytes);
@@ -839,7 +840,7 @@ static void fit(void **state) {
   // By the plan alone: the largest batch fits, and one more does not.
   char *arguments[] = {"train", "--model", "llama-tiny", "--seq-len", "64", "--lce-chunk", "64", NULL};
   Options options;
-  options_parse(&options, 7, arguments);
+  setup_options(&options, 7, arguments);
   options_resolve_dtypes(&options, false);
   for (int m = 0; m < 2; m++) {
     size_t limit = (size_t)1 << 30;

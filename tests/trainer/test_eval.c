@@ -266,8 +266,8 @@ static void test_eval_only_holds_the_weights_alone(void **state) {
   const char *shard = training_shard();
   Run *whole = run_open(LLAMA "--batch 3 --data %s --val-data %s", shard, shard);
   Run *run = run_open(LLAMA "--batch 3 --data %s --val-data %s --eval-only", shard, shard);
-  assert_true(trainer_validate(&run->trainer, &run->loader, 0) ==
-              trainer_validate(&whole->trainer, &whole->loader, 0));
+  assert_true(trainer_validate(&run->trainer, &run->data.loader, 0) ==
+              trainer_validate(&whole->trainer, &whole->data.loader, 0));
   const Ledger *ledger = &run->h->backend->memory.ledger;
   assert_int_equal(ledger->highest[MEMORY_GRADIENTS] + ledger->highest[MEMORY_MOMENTS], 0);
   Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);

@@ -42,7 +42,7 @@ static void check_plan(const char *model, const char *job, LceMode mode, Recompu
   int64_t count;
   run_step(run, 0);
   free(trainer_sample(&run->trainer, prompt, 1, 1, &count));
-  trainer_validate(&run->trainer, &run->loader, 2);
+  trainer_validate(&run->trainer, &run->data.loader, 2);
   Ledger measured = memory->ledger;
   assert_int_equal(measured.peak, plan.peak);
   assert_int_equal(measured.stack_peak, plan.stack_peak);
@@ -105,7 +105,7 @@ static void test_switching_modes(void **state) {
   Memory *memory = &run->h->backend->memory;
   for (int i = 0; i < 4; i++) {
     LceMode mode = i % 2 ? LCE_FUSED : LCE_MATERIALIZED;
-    trainer_set_mode(&run->trainer, mode);
+    plan_set_mode(&run->trainer, mode);
     ledger_reset_peak(&memory->ledger);
     trainer_gradient_pass(&run->trainer);
     Ledger plan = plan_run(&run->options, ON_CPU, mode);
@@ -122,9 +122,8 @@ static Options options_of_device(char *line, DeviceKind device) {
   int argc = 1;
   for (char *word = strtok_r(line, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) argv[argc++] = word;
   Options o;
-  options_parse(&o, argc, argv);
-  options_resolve_dtypes(&o, device == ON_CUDA);
-  options_resolve_chunk(&o, device);
+  setup_options(&o, argc, argv);
+  setup_device(&o, device);
   return o;
 }
 
@@ -232,7 +231,7 @@ static void check_budget(DeviceKind device, const char *job, bool masked, int me
   Options o = options_of_device(line, device);
   if (masked) { // as data with a mask would have it
     o.masked = true;
-    options_resolve_chunk(&o, device);
+    plan_resolve_chunk(&o, device);
   }
   size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
   if (held > budget)

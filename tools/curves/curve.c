@@ -1,3 +1,4 @@
+#include "trainer/plan.h"
 #include "tools/curves/curve.h"
 
 #include <errno.h>
@@ -116,7 +117,7 @@ static int64_t chunk_of(const Experiment *e, const Point *p) {
   at.lce_chunk = e->options->lce_chunk;
   at.lce_memory = e->options->lce_memory;
   if (!e->layer_only || !at.lce_memory) {
-    options_resolve_chunk(&at, e->device);
+    plan_resolve_chunk(&at, e->device);
     return at.lce_chunk;
   }
   // By --lce-memory, of the layer alone: without the validation that a run has.

@@ -16,7 +16,7 @@ int longest_plan(const Experiment *e, Longest all[LONGEST_MAX]) {
       Options o = *e->options;
       o.dtypes.offload = l->offload ? OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS : 0;
       l->seq_len = plan_largest_seq_len(&o, e->device, (LceMode)l->mode, bytes_from_gib(l->memory_gib));
-      o = options_with_shape(&o, e->device, o.batch, l->seq_len ? l->seq_len : 1);
+      o = plan_with_shape(&o, e->device, o.batch, l->seq_len ? l->seq_len : 1);
       Ledger plan = plan_run(&o, e->device, (LceMode)l->mode);
       l->planned_bytes = plan.peak;
       l->host_bytes = ledger_host_bytes(&plan);

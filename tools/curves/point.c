@@ -3,6 +3,8 @@
 #include "tools/curves/layer.h"
 #include "tools/measure.h"
 #include "trainer/machine.h"
+#include "trainer/plan.h"
+#include "trainer/setup.h"
 
 // Every point is planned by the very code that measures it, run on a plan backend; so what differs between the
 // planned and the measured figures is a mistake in the ledger, not in the question.
@@ -73,12 +75,12 @@ double point_flops(const Experiment *e, const Point *p) {
 void steps_begin(Steps *s, const Options *o, Backend *backend, LceMode mode) {
   *s = (Steps){0};
   if (!backend->memory.planning) {
-    s->source = trainer_open_source(o);
+    s->source = setup_data(o).source;
     s->loader = loader_create(
         (LoaderOptions){.source = s->source, .batch = o->batch, .seq_len = o->seq_len, .seed = o->seed});
   }
   trainer_create(&s->trainer, o, backend);
-  trainer_set_mode(&s->trainer, mode);
+  plan_set_mode(&s->trainer, mode);
 }
 
 void steps_run(Steps *s) {
