@@ -2,7 +2,7 @@
 //
 //   options -> plan -> backend -> data -> model -> loop -> summary
 //
-// Reading on from here: trainer/trainer.c (a step), model/transformer.c (forward and backward),
+// Reading on from here: trainer/step.c (a step), model/transformer.c (forward and backward),
 // kernels/linear_cross_entropy.c (LM head + loss), kernels/kernels.h (every operation).
 #include <math.h>
 #include <signal.h>

@@ -144,6 +144,27 @@ int option_excluded_by(const Option *rows, const void *values, const bool *given
   return -1;
 }
 
+bool option_needs_met(const Option *rows, const void *values, int row) {
+  const char *needs = rows[row].needs;
+  if (!needs) return true;
+  char name[32], now[64];
+  snprintf(name, sizeof name, "%.*s", (int)strcspn(needs, " "), needs);
+  const Option *needed = &rows[option_row(rows, name)];
+  const void *field = (const char *)values + needed->offset;
+  if (needed->type == OPTION_TEXT) return *(const char *const *)field;
+  if (needed->type == OPTION_WHOLE) return stored(needed, field);
+  option_text(needed, values, now);
+  return !strcmp(now, needs + strlen(name) + 1);
+}
+
+void option_require_needs(const Option *rows, const void *values, int row) {
+  const Option *o = &rows[row];
+  char now[64];
+  bool in_use = option_text(o, values, now) && (!o->initial || strcmp(now, o->initial));
+  if (in_use && !option_needs_met(rows, values, row))
+    fail("--%s %s: add --%s", o->name, o->because, o->needs);
+}
+
 static void check_exclusions(const Option *rows, const void *values, const bool *given) {
   for (int i = 0; rows[i].type != OPTION_END; i++) {
     int other = given[i] && in_force(&rows[i], values) ? option_excluded_by(rows, values, given, i) : -1;

@@ -10,7 +10,7 @@
 #include "base/alloc.h"
 #include "base/random.h"
 #include "kernels/kernels.h"
-#include "trainer/speed.h"
+#include "trainer/report.h"
 
 typedef struct {
   const char *name;

@@ -1,7 +1,7 @@
 // The measuring loop of the benchmarks.
 #pragma once
 
-#include "trainer/speed.h"
+#include "trainer/report.h"
 
 enum { MEASURE_MAX_ROUNDS = 99 };
 

@@ -22,7 +22,7 @@
 #include "tools/curves/pictures.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
-#include "trainer/speed.h"
+#include "trainer/report.h"
 #include "trainer/setup.h"
 
 // What the command line says, and what follows from it.

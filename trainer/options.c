@@ -124,6 +124,7 @@ const Option options_rows[] = {
      HELP("documents: fill windows with whole documents by best fit, each with attention and positions of its own; "
           "the rest of a window is padding, and only documents longer than --seq-len are cut")},
     {WHOLE("end-of-text", "ID", end_of_text, -1, MAX), DEFAULT("-1"), .flags = SETTING,
+     NEEDS("pack documents", "says where documents end, which only --pack documents asks for"),
      HELP("--pack: the token that ends a document; -1: what tools/prepare_data.py wrote next to the shards, and "
           "every text file is one")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
@@ -161,8 +162,10 @@ const Option options_rows[] = {
     {TEXT("save", "DIR", save), .flags = REFUSED,
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
     {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
+     NEEDS("save DIR", "says when to save, and not where"),
      HELP("Save every N steps and at the end; 0 only at the end")},
     {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = REFUSED,
+     NEEDS("save DIR", "says how many checkpoints to keep, and not where"),
      HELP("Keep the newest M checkpoints; 0 keeps all")},
     {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = REFUSED,
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
@@ -196,6 +199,7 @@ const Option options_rows[] = {
      HELP("Apply --recompute to the first N layers, and one level less (mlp, elementwise, none) to the others: faster, "
           "where memory is left; 0: to all layers")},
     {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+     NEEDS("recompute layer", "drops a chunk's activations before the next one"),
      HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), which long sequences need "
           "less memory for; its weights' gradients are then added up chunk by chunk")},
     {TEXT("offload", "LIST", offload), .flags = TRAINING,
@@ -207,6 +211,7 @@ const Option options_rows[] = {
     {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING,
      HELP("Spread over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
     {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING,
+     NEEDS("zero 1 or --zero 2", "leaves the head's gradients where its rows are, and so its master weights and moments"),
      EXCLUDES("materialized-logits, compare-modes, metrics", "a split head computes only sums over its rows"),
      HELP("Split the head's rows over the ranks: each computes its part of every token's loss (with --zero 1 "
           "or 2)")},
@@ -362,9 +367,6 @@ static void resolve_batch(Options *o) {
 static void check_loss(const Options *o) {
   bool sampling = o->lce_sample > 0, split = o->dtypes.vocab_parallel;
   double softcap = o->model.final_logit_softcapping;
-  if (split && !o->dtypes.zero)
-    fail("--vocab-parallel leaves the head's gradients where its rows are, and so its master weights and "
-         "moments: add --zero 1 or --zero 2");
   if (split && softcap > 0)
     fail("--vocab-parallel has no logit soft-cap, and %s has one; leave out --vocab-parallel, or give "
          "--logit-softcap 0",
@@ -431,8 +433,6 @@ static void resolve_job(Options *o) {
     fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
          (long long)(o->micro_steps * o->ranks),
          o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
-  if (o->end_of_text >= 0 && !o->pack)
-    fail("--end-of-text says where documents end, which only --pack documents asks for: add that");
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
@@ -451,8 +451,8 @@ static void resolve_job(Options *o) {
   if (o->recompute_layers > o->model.num_hidden_layers)
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
          (long long)o->recompute_layers, (long long)o->model.num_hidden_layers);
-  if (o->mlp_chunk && o->recompute != RECOMPUTE_LAYER && !o->eval_only)
-    fail("--mlp-chunk drops a chunk's activations before the next one: add --recompute layer");
+  for (int i = 0; options_rows[i].type != OPTION_END; i++)
+    if (!o->eval_only || !(options_rows[i].flags & TRAINING)) option_require_needs(options_rows, o, i);
   check_loss(o);
   check_fp8(o);
   resolve_offload(o);

@@ -5,7 +5,6 @@
 #include "tests/process.h"
 #include "tests/runs.h"
 #include "trainer/report.h"
-#include "trainer/speed.h"
 
 #include <math.h>
 #include <setjmp.h>
