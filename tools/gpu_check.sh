@@ -22,7 +22,7 @@ fi
 parts=" ${*:-all} "
 rm -f "$OUT/table.txt"
 failed=0 tiny=()
-[ "$DEVICE" = cuda ] || tiny=(--vocab 1000 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-attention-heads 2 --num-key-value-heads 2 --head-dim 16 --batch 2 --seq-len 32 --total-batch 64)
+[ "$DEVICE" = cuda ] || tiny=(--vocab 1000 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-attention-heads 2 --num-key-value-heads 2 --head-dim 16 --batch 2 --seq-len 32 --total-batch 256)
 
 wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
 row() { printf '%-44s %s\n' "$1" "$2" | tee -a "$OUT/table.txt"; }
@@ -225,12 +225,12 @@ on() {
 }
 # scaling NAME OPTIONS...: weak scaling from one GPU to all
 scaling() {
-  local name=$1 alone=1 n
+  local name=$1 alone=0 n
   shift
   for ((n = 1; n <= ranks; n = n < ranks && 2 * n > ranks ? ranks : 2 * n)); do
     on $n
-    train "scaling-$name-$n" 200 '{tokens_per_second:,.0f} tokens/s, {100 * tokens_per_second / ranks / '"$alone"':.1f}% of one GPU, {wire_bytes_per_step / 2**20:.1f} MiB sent a step by each, {peak_bytes / 2**30:.2f} GiB' "$@"
-    [ $n -gt 1 ] || alone=$(figures "$OUT/scaling-$name-1.jsonl" summary '{tokens_per_second}') || alone=1
+    train "scaling-$name-$n" 200 '{tokens_per_second:,.0f} tokens/s, {100 * tokens_per_second / ranks / ('"$alone"' or tokens_per_second):.1f}% of one GPU, {wire_bytes_per_step / 2**20:.1f} MiB sent a step by each, {peak_bytes / 2**30:.2f} GiB' "$@"
+    [ $n -gt 1 ] || alone=$(figures "$OUT/scaling-$name-1.jsonl" summary '{tokens_per_second}') || alone=0
   done
 }
 
