@@ -538,7 +538,9 @@ static double seconds_of(const Bench *b, const Work *work) {
   double start = clock_seconds(b->layer.backend);
   run_work(b, work);
   wait_for_all(b);
-  return clock_seconds(b->layer.backend) - start;
+  double seconds = clock_seconds(b->layer.backend) - start;
+  machine_broadcast(b->layer.backend, &seconds, sizeof seconds); // how often they run follows from it
+  return seconds;
 }
 
 // Medians over the rounds. The ratio is that of neighbours, work over base: a GPU at its power limit is slower
