@@ -32,7 +32,8 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
     trainer_step(&trainer, NULL, 0);
     if (options->sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
-  trainer_validate(&trainer, NULL, 1);
+  if (options->eval_only || options->val_data.count || options->val_fraction > 0)
+    trainer_validate(&trainer, NULL, 1);
   if (options->save && !options->eval_only) shards_plan_read(&trainer_model(&trainer)->parameters, backend);
   Ledger plan = backend->memory.ledger;
   trainer_destroy(&trainer);
@@ -469,6 +470,7 @@ static void log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mod
                  {"seq_len", (double)o->seq_len},
                  {"vocab_size", (double)m->vocab_size},
                  {"hidden_size", (double)m->hidden_size},
+                 {"intermediate_size", (double)m->intermediate_size},
                  {"head_dim", (double)m->head_dim},
                  {"max_seq_len", (double)model_max_seq_len(m)},
                  {"lce_chunk", mode == LCE_FUSED ? (double)options_used_chunk(o) : 0},

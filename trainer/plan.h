@@ -3,8 +3,8 @@
 
 #include "trainer/trainer.h"
 
-// The ledger of a training step, a validation batch and a sampled token of `options` (resolved) in `mode` on `device`;
-// with --eval-only of the validation batch alone.
+// The ledger of a training step, and where the options have them a validation batch and a sampled token, of `options`
+// (resolved) in `mode` on `device`; with --eval-only of the validation batch alone.
 Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 
 // The largest chunk with which LM head + loss never hold more than `bytes`, in training and in validation; 0
