@@ -501,7 +501,8 @@ static void plan_timeline(const Options *o, DeviceKind device) {
   trainer_create(&trainer, o, backend);
   trainer_set_mode(&trainer, o->mode);
   ledger->recording = true;
-  for (; ledger->step < TIMELINE_STEPS; ledger->step++) trainer_step(&trainer, NULL, ledger->step);
+  for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
+    trainer_step(&trainer, NULL, ledger->step - 1);
   plan_write_timeline(o->timeline, ledger);
   trainer_destroy(&trainer);
   backend_destroy(backend);
