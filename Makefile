@@ -237,7 +237,7 @@ SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels
 ifeq ($(VARIANT),library)
   SOURCES := $(filter base/% kernels/%,$(SOURCES))
 endif
-PROGRAMS := $(wildcard train.c tools/*.c) tools/bench_scaling.sh
+PROGRAMS := $(wildcard train.c tools/*.c)
 TESTS    := $(wildcard tests/*/test_*.c)
 HELPERS  := $(wildcard tests/*.c)
 PYTHON_TESTS := $(wildcard tests/*/test_*.py)
@@ -295,12 +295,8 @@ define LINK
 $(Q)$(CC) $(ALL_CFLAGS) $(ALL_LDFLAGS) $(filter %.o %.a,$^) $(1) $(ALL_LIBS) -o $@
 endef
 
-$(call programs,$(filter %.c,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
+$(call programs,$(PROGRAMS)): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
 	$(LINK)
-
-$(BIN)tools/bench_scaling: tools/bench_scaling.sh
-	@mkdir -p $(@D)
-	$(Q)install $< $@
 
 $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
 	$(call LINK,-lcmocka)
@@ -317,7 +313,7 @@ build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
 	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/kernels/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
 
--include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(filter-out %.sh,$(PROGRAMS)) $(TESTS) $(HELPERS) $(FUZZERS)))
+-include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
 # --- Running ------------------------------------------------------------------------------------------------
 
@@ -350,9 +346,9 @@ $(FUZZ_PROGRAMS:%=run-%): run-%: %
 	  { tail -n 60 $<.log; exit 1; }
 	@echo "  fuzz  $(<F): $$(sed -n 's/^stat::number_of_executed_units: *//p' $<.log) inputs in $(FUZZ_SECONDS) s, clean"
 
-build-and-bench: $(BIN)tools/bench_lce $(BIN)tools/bench_step
+build-and-bench: $(BIN)tools/bench_lce $(BIN)train
 	$(BIN)tools/bench_lce --materialized
-	$(BIN)tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
+	./$(BIN)train --model gpt2-124m --batch 4 --seq-len 64 --device cpu --steps 6 --sample-every 0 --val-fraction 0 --profile
 
 build-and-memory-curve: $(BIN)tools/memory_curve
 	./$<
@@ -400,7 +396,7 @@ help:
 #:                      --help); REAL_RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, and runs all tests
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
-#: make bench           installs what is missing, builds, and runs the benchmarks (tools/bench_*)
+#: make bench           installs what is missing, builds, and times LM head + loss and a training step on the CPU
 #: make memory-curve    installs what is missing, builds, and runs tools/memory_curve
 #: make info            only prints what was found
 #: make deps            only installs what is missing, including what the tests need (Debian packages; lists them)

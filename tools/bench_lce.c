@@ -579,13 +579,13 @@ static void report_json(const Bench *b, const Work *work, const Medians *m, cons
   const Backend *backend = b->layer.backend;
   cJSON *row = cJSON_CreateObject();
   cJSON_AddStringToObject(row, "event", "layer");
+  cJSON_AddStringToObject(row, "name", work->name);
   cJSON_AddStringToObject(row, "mode", work->mode);
   if (work->call.mode == LCE_FUSED) cJSON_AddNumberToObject(row, "chunk", (double)work->call.chunk);
   if (work->term) cJSON_AddStringToObject(row, "term", work->term);
   if (work->call.sampling.full_mass > 0)
     cJSON_AddNumberToObject(row, "sample", (double)work->call.sampling.full_mass);
   if (work->rung) cJSON_AddNumberToObject(row, "rung", work->rung);
-  if (work->rung) cJSON_AddStringToObject(row, "name", work->name);
   cJSON_AddNumberToObject(row, "tokens", (double)b->shape.tokens);
   cJSON_AddNumberToObject(row, "hidden_size", (double)b->shape.hidden_size);
   cJSON_AddNumberToObject(row, "vocab_size", (double)b->shape.vocab_size);
