@@ -10,7 +10,8 @@ static int64_t qkv_width(AttentionShape s) {
   return (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
 }
 
-static void rope_case(Harness *h, AttentionShape s) {
+static void rope_case(Harness *h, const void *shape) {
+  AttentionShape s = *(const AttentionShape *)shape;
   int64_t rows = s.batch * s.seq_len, count = rows * qkv_width(s), table_rows = s.seq_len + 2;
   double *qkv = random_values(h, count, 1), *table = host_values(h, table_rows * s.head_dim);
   for (int64_t t = 0; t < table_rows; t++)
@@ -31,9 +32,9 @@ static void rope_case(Harness *h, AttentionShape s) {
 }
 
 TEST(test_rope) {
-  rope_case(*state, (AttentionShape){2, 7, 4, 2, 6});
-  rope_case(*state, (AttentionShape){1, 1, 1, 1, 2});
-  rope_case(*state, (AttentionShape){1, 5, 3, 1, 64});
+  static const AttentionShape shapes[] = {
+      {2, 7, 4, 2, 6}, {1, 1, 1, 1, 2}, {1, 5, 3, 1, 64}, {2, 9, 12, 4, 64}, {3, 5, 2, 1, 10}};
+  RUN_CASES(*state, rope_case, shapes);
 }
 
 typedef struct {
