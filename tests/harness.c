@@ -146,7 +146,7 @@ static Tensor whole_block(Tensor t) {
 
 // The CPU, which mirrors a GPU in bf16, holds the rounded values in fp32.
 static Dtype stored_as(const Harness *h, Dtype dtype) {
-  return dtype == DTYPE_BF16 && h->backend->device == ON_CPU ? DTYPE_F32 : dtype;
+  return dtype == DTYPE_BF16 && h->recording && h->backend->device == ON_CPU ? DTYPE_F32 : dtype;
 }
 
 Tensor poisoned_strided(Harness *h, Dtype dtype, int64_t rows, int64_t columns, int64_t stride) {
