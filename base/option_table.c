@@ -235,33 +235,3 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
   if (error) fail("cannot read the command line: %s", strerror(error));
   check_exclusions(table->rows, values, parsing.given);
 }
-
-int option_table_take(const OptionTable *table, void *values, int argc, char **argv) {
-  bool given[OPTION_ROWS_MAX] = {false};
-  Parsing parsing = {table, values, given};
-  begin(&parsing);
-  int left = 1;
-  for (int i = 1; i < argc; i++) {
-    char name[64];
-    snprintf(name, sizeof name, "%.*s", (int)strcspn(argv[i], "="), argv[i]);
-    if (!strcmp(name, "--help") || !strcmp(name, "-?")) {
-      argp_help(make_rows(table), stdout, ARGP_HELP_STD_HELP, program_invocation_short_name);
-      exit(0);
-    }
-    int row = strncmp(name, "--", 2) ? -1 : option_row(table->rows, name + 2);
-    if (row < 0) {
-      argv[left++] = argv[i];
-      continue;
-    }
-    const Option *o = &table->rows[row];
-    const char *value = argv[i][strlen(name)] ? argv[i] + strlen(name) + 1 : NULL;
-    if (o->type == OPTION_FLAG && value) fail("%s takes no value", name);
-    if (o->type != OPTION_FLAG && !value) {
-      if (++i == argc) fail("%s needs a value; --help says which", name);
-      value = argv[i];
-    }
-    take(&parsing, row, value);
-  }
-  check_exclusions(table->rows, values, given);
-  return left;
-}

@@ -50,10 +50,6 @@ typedef struct {
 // a row `excludes`, unless a number of the two is 0. An unknown option ends it as argp does, with status 64.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
-// The same for a program that hands the rest of its command line on: takes the table's options out of argv and
-// returns how many words are left. Other words are not looked at. Names must be written in full.
-int option_table_take(const OptionTable *table, void *values, int argc, char **argv);
-
 // One value as from the command line.
 void option_set(const Option *option, void *values, const char *text);
 

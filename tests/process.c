@@ -88,7 +88,7 @@ typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, SHELL_AS_RANKS, LAUNCHED, NAMED }
 static int launcher(Way way, int ranks, char *argv[MAX_ARGUMENTS + 1]) {
   static char number[16];
   snprintf(number, sizeof number, "%d", ranks);
-  char *const tool[] = {(char *)tool_program("launch"), number, NULL};
+  char *const tool[] = {(char *)"tools/launch", number, NULL};
   char *const mpi[] = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number,
                        NULL};
   char *const *words = way == LAUNCHED || getenv("LCE_GPU_RANKS") ? tool : mpi;
