@@ -72,7 +72,7 @@ static int64_t chunk_within(const Options *options, DeviceKind device, size_t by
   *min = head_bytes(options, device, 1);
   if (*min > bytes) return 0;
   Budget budget = {options, device, LCE_FUSED, bytes};
-  return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
+  return largest_that_fits(chunk_fits, &budget, options->batch * options->seq_len);
 }
 
 void plan_resolve_chunk(Options *o, DeviceKind device) {
@@ -115,25 +115,13 @@ static bool seq_len_fits(const void *budget, int64_t units) {
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
-// The largest size up to `max` that fits; 0: none.
-static int64_t largest(bool (*fits)(const void *budget, int64_t size), const Budget *budget, int64_t max) {
-  int64_t below = 0, above = 1;
-  for (; above <= max && fits(budget, above); above *= 2) below = above;
-  return largest_that_fits(fits, budget, below, min_i64(above, max + 1));
-}
-
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  return largest(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
+  return largest_that_fits(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
 }
 
 static int64_t largest_seq_len(const Budget *budget, int64_t max) {
   int64_t unit = seq_len_unit(budget->options);
-  return unit * largest(seq_len_fits, budget, max / unit);
-}
-
-int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  int64_t max = min_i64(INT32_MAX / options->batch, model_max_seq_len(&options->model));
-  return largest_seq_len(&(Budget){options, device, mode, bytes}, max);
+  return unit * largest_that_fits(seq_len_fits, budget, max / unit);
 }
 
 // --- what offloading costs ---------------------------------------------------------------------------------

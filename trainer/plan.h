@@ -20,9 +20,6 @@ Options plan_with_shape(const Options *options, DeviceKind device, int64_t batch
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
-// The longest sequence that the model takes likewise, with the batch of the options; in FP8 a multiple of 16.
-int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
-
 // Bytes that cross the host link: read from the host's memory by the device (in), and written to it (out).
 typedef struct {
   size_t in, out;

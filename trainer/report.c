@@ -149,10 +149,12 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
          (long long)m->num_key_value_heads, (long long)m->head_dim,
          m->tie_word_embeddings ? "tied" : "untied");
+  char schedule[64];
+  option_text(&options_rows[option_row(options_rows, "schedule")], o, schedule);
   if (!o->eval_only)
     printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks), (long long)o->batch,
-           (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
+           (long long)o->seq_len, schedule, o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
            (long long)options_used_chunk(o), options_recompute(o).text);

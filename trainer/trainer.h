@@ -70,7 +70,6 @@ void trainer_destroy(Trainer *trainer);
 
 // The rate of step `step`, counted from 0. Past total_steps it stays at its end.
 double schedule_rate(const Schedule *schedule, int64_t step);
-const char *schedule_name(ScheduleKind kind);
 
 // One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping,
 // AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.

@@ -305,34 +305,6 @@ static void test_largest_batch(void **state) {
     }
 }
 
-// The sequence that is named fits, and the next length that the model takes does not.
-static void check_longest_sequence(const char *model, int64_t step) {
-  char line[512];
-  snprintf(line, sizeof line, "%s --batch 3 --seq-len 16", model);
-  Options o = options_on(false, line);
-  for (int mode = 0; mode < 2; mode++)
-    for (size_t bytes = (size_t)3 << 20; bytes < (size_t)100 << 20; bytes = bytes * 5 / 2) {
-      int64_t longest = plan_largest_seq_len(&o, ON_CPU, (LceMode)mode, bytes);
-      assert_true(longest >= step);
-      for (int more = 0; more < 2; more++) {
-        char job[512];
-        snprintf(job, sizeof job, "%s --max-position-embeddings 1000000 --batch 3 --seq-len %lld", model,
-                 (long long)(longest + more * step));
-        Options at = options_on(false, job); // which refuses a length that the model does not take
-        assert_int_equal(plan_run(&at, ON_CPU, (LceMode)mode).peak > bytes, more);
-        options_free(&at);
-      }
-    }
-  assert_int_equal(plan_largest_seq_len(&o, ON_CPU, LCE_FUSED, 1000), 0);
-  options_free(&o);
-}
-
-static void test_longest_sequence(void **state) {
-  (void)state;
-  check_longest_sequence(LLAMA, 1);
-  check_longest_sequence(LLAMA "--hidden-size 32 --intermediate-size 48 --head-dim 16 --fp8", 16);
-}
-
 // --- what offloading costs ---------------------------------------------------------------------------------
 
 // Worked out by hand: L 4, H 64, I 128, V 512, N 64 on a GPU in bf16 with fp32 master weights and moments.
@@ -539,8 +511,7 @@ int main(void) {
       cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_chunk_within),
       cmocka_unit_test(test_chunk_option),    cmocka_unit_test(test_largest_batch),
       cmocka_unit_test(test_requirement),     cmocka_unit_test(test_budget),
-      cmocka_unit_test(test_advice),          cmocka_unit_test(test_longest_sequence),
-      cmocka_unit_test(test_host_traffic),
+      cmocka_unit_test(test_host_traffic),    cmocka_unit_test(test_advice),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -11,7 +11,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TOOLS, TRAIN, assert_planned, column, difference, main, need_ranks, once,  # noqa: E402
+from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, assert_planned, column, difference, main, need_ranks, once,  # noqa: E402
                      read_log, run, start, tensors, together, train, write_shard)
 
 # 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
