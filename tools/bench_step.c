@@ -144,9 +144,9 @@ static double seconds(void *steps, int which) {
 
 // What ./train does and this program would not.
 static void refuse_other_work(const Options *o) {
-  static const char *const unsupported[] = {"plan",           "fit",     "eval-only",    "hellaswag",
-                                            "save",           "log",     "resume",       "timeline",
-                                            "vocab-parallel", "profile", "compare-modes"};
+  static const char *const unsupported[] = {"plan",    "fit",          "eval-only", "save",
+                                            "log",     "resume",       "timeline",  "vocab-parallel",
+                                            "profile", "compare-modes"};
   const char *refused = o->dtypes.zero ? "zero" : NULL;
   for (size_t i = 0; i < sizeof unsupported / sizeof *unsupported && !refused; i++)
     if (options_given(o, unsupported[i])) refused = unsupported[i];

@@ -4,7 +4,6 @@
     tools/prepare_data.py corpus/ --tokenizer gpt2/ --out shards
     tools/prepare_data.py 'web/*.parquet' --field text --train-tokenizer 32000 --out shards
     tools/prepare_data.py chats.jsonl --chat --tokenizer Llama-3.2-1B-Instruct/ --out sft
-    tools/prepare_data.py hellaswag_val.jsonl --multiple-choice --tokenizer gpt2/ --out eval
     ./train --data 'shards/train_*.bin' --val-data 'shards/val_*.bin' --tokenizer shards ...
 
 Tokens are made by Hugging Face's `tokenizers`, in as many processes as there are cores. Out come llm.c's shards
@@ -37,7 +36,6 @@ except ImportError:  # main says so; --help needs neither
 
 SHARD_FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic, version
 MASK_MAGIC, ENDS_MAGIC, BITS_VERSION = 20261120, 20261121, 1
-CHOICES_MAGIC = 20240522
 HEADER_INTS = 256
 
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -508,40 +506,6 @@ class Tokens:
                 "end_of_text": self.end_of_text, "end_of_text_id": self.end_of_text_id}
 
 
-# --- multiple choice ----------------------------------------------------------------------------------------
-
-def write_choices(files, options, tokens):
-    """llm.c's evaluation file (data/choices.h) from records with ctx, endings and label."""
-    wide = tokens.vocab_size >= 2**16
-    dtype, start = (numpy.uint32, 2**32 - 1) if wide else (numpy.uint16, 2**16 - 1)
-    examples = []
-    for item in items_of(files, options):
-        for record in records_of(item, ["ctx", "endings", "label"]):
-            try:
-                endings, label = record["endings"], int(record["label"])
-                texts = ["" + record["ctx"], *(" " + ending for ending in endings)]  # a TypeError where one is no text
-            except (KeyError, TypeError, ValueError):
-                raise ValueError(f"{item.path} has a record without ctx, endings and label")
-            if not 0 <= label < len(endings):
-                raise ValueError(f"{item.path} says that ending {label} is right of {len(endings)}")
-            lists = [encoding.ids for encoding in tokens.tokenizer.encode_batch(texts, add_special_tokens=False)]
-            if not all(lists):
-                raise ValueError(f"{item.path} has an empty context or ending")
-            values = [start, 0, len(examples) % start, label, len(endings)]
-            for ids in lists:
-                values += [len(ids)] + ids
-            values[1] = len(values) * dtype().itemsize
-            if values[1] >= start:
-                raise ValueError(f"{item.path} has an example of {values[1]} bytes, too long for the format")
-            examples.append(numpy.array(values, dtype))
-    if not examples:
-        fail("there is no record in " + ", ".join(options.inputs))
-    path = os.path.join(options.out, "choices.bin")
-    longest = max(example.nbytes for example in examples)
-    write_whole(path, header(CHOICES_MAGIC, 2 if wide else 1, len(examples), longest), *examples)
-    print(f"{path}: {len(examples):,} examples; ./train --hellaswag {path}")
-
-
 # --- the whole ----------------------------------------------------------------------------------------------
 
 def parse_options():
@@ -560,7 +524,6 @@ def parse_options():
     parser.add_argument("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
     parser.add_argument("--messages-field", default="messages", help="where the messages are (messages)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
-    parser.add_argument("--multiple-choice", action="store_true", help="make an evaluation file of ctx, endings, label")
     parser.add_argument("--val-fraction", type=float, default=0.01, metavar="SHARE", help="share of the documents held back for validation (0.01)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
@@ -620,9 +583,6 @@ def prepare(options):
     files = find_files(options.inputs, options.format)
     os.makedirs(options.out, exist_ok=True)
     tokens = Tokens(options, files)
-    if options.multiple_choice:
-        write_choices(files, options, tokens)
-        return
     shards, totals = make_shards(files, options, tokens)
     if not shards["train"].tokens:
         fail(f"there is no {'message of the assistant' if options.chat else 'text'} in " + ", ".join(options.inputs))

@@ -7,16 +7,7 @@
 #include "tests/process.h"
 
 #include <cjson/cJSON.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
-
-#include <cmocka.h>
 
 #define GOLDEN "tests/golden/tokenizers/"
 
@@ -90,8 +81,7 @@ static void check_row(const Tokenizer *t, const cJSON *row, const char *name) {
   free(text);
 }
 
-static void test_the_same_as_tokenizers(void **state) {
-  (void)state;
+TEST(test_the_same_as_tokenizers) {
   char *text = read_text(GOLDEN "texts.json");
   cJSON *rows = cJSON_Parse(text);
   assert_true(cJSON_GetArraySize(rows) > 100);
@@ -107,8 +97,7 @@ static void test_the_same_as_tokenizers(void **state) {
 }
 
 // LCE_TOKENIZER and LCE_TOKENIZER_TEXTS name another tokenizer.json and what make.py --check says about it.
-static void test_another_tokenizer(void **state) {
-  (void)state;
+TEST(test_another_tokenizer) {
   const char *path = getenv("LCE_TOKENIZER"), *texts = getenv("LCE_TOKENIZER_TEXTS");
   if (!path || !texts) skip();
   char *text = read_text(texts);
@@ -122,8 +111,7 @@ static void test_another_tokenizer(void **state) {
 
 // --- decoding ----------------------------------------------------------------------------------------------
 
-static void test_what_is_shown(void **state) {
-  (void)state;
+TEST(test_what_is_shown) {
   Tokenizer *t = tokenizer_open(GOLDEN "gpt2/tokenizer.json");
   int32_t end = (int32_t)tokenizer_size(t) - 1; // <|endoftext|>
   // The alphabet's first tokens are the bytes from '!' on, then Latin-1's printable ones, then the other
@@ -140,8 +128,7 @@ static void test_what_is_shown(void **state) {
 
 // --- encoding ----------------------------------------------------------------------------------------------
 
-static void test_text_must_be_utf8(void **state) {
-  (void)state;
+TEST(test_text_must_be_utf8) {
   if (!ENCODES) skip();
   Tokenizer *t = tokenizer_open(GOLDEN "gpt2");
   int64_t count;
@@ -155,8 +142,7 @@ static void test_text_must_be_utf8(void **state) {
 }
 
 // A piece of a million bytes takes no more than a few times as long as a million short pieces.
-static void test_long_pieces(void **state) {
-  (void)state;
+TEST(test_long_pieces) {
   if (!ENCODES) skip();
   enum { LENGTH = 1000000 };
   char *text = malloc(LENGTH);
@@ -179,8 +165,7 @@ static void test_long_pieces(void **state) {
 
 // "5 5" is a merge: it makes one token of 55 unless the digits are split one by one. A normalizer to NFC is not in the
 // way.
-static void test_digits(void **state) {
-  (void)state;
+TEST(test_digits) {
   char *text = read_text(GOLDEN "gpt2/tokenizer.json");
   for (int individual = 0; individual < 2; individual++) {
     char steps[256];
@@ -204,8 +189,7 @@ static void test_digits(void **state) {
   free(text);
 }
 
-static void test_merges(void **state) {
-  (void)state;
+TEST(test_merges) {
   BpeMerges merges = bpe_merges_create(4);
   bpe_merges_add(&merges, 1, 2, 1, 10); // ab, after
   bpe_merges_add(&merges, 2, 3, 0, 11); // bc
@@ -231,8 +215,7 @@ static void assert_refused(const char *text, const char *part) {
     fail_msg("%s: should say \"%s\" and says \"%s\"", text, part, reason.text);
 }
 
-static void test_refusals(void **state) {
-  (void)state;
+TEST(test_refusals) {
   assert_refused("", "no JSON object");
   assert_refused("[]", "no JSON object");
   assert_refused("{\"model\":{", "no JSON object");
@@ -275,8 +258,7 @@ static void assert_decodes_only(const char *text, const char *part) {
   tokenizer_close(t);
 }
 
-static void test_what_cannot_be_encoded(void **state) {
-  (void)state;
+TEST(test_what_cannot_be_encoded) {
   assert_decodes_only(BPE "}", "no ByteLevel step");
   assert_decodes_only(BPE ",\"pre_tokenizer\":{\"type\":\"ByteLevel\"}}", "no token for byte 0");
   assert_decodes_only(BPE ",\"normalizer\":{\"type\":\"NFKC\"}}", "normalizer");
@@ -284,16 +266,5 @@ static void test_what_cannot_be_encoded(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_the_same_as_tokenizers),
-      cmocka_unit_test(test_another_tokenizer),
-      cmocka_unit_test(test_what_is_shown),
-      cmocka_unit_test(test_text_must_be_utf8),
-      cmocka_unit_test(test_long_pieces),
-      cmocka_unit_test(test_digits),
-      cmocka_unit_test(test_merges),
-      cmocka_unit_test(test_refusals),
-      cmocka_unit_test(test_what_cannot_be_encoded),
-  };
-  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+  return tests_run("tokenizer", make_temp_dir, remove_temp_dir);
 }

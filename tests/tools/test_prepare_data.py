@@ -300,20 +300,6 @@ def test_masked_shards_train():
     assert len(steps) == 3 and any(line["tokens"] < 32 for line in steps), steps
 
 
-def test_multiple_choice():
-    path = temp.lines("quiz.jsonl", [{"ctx": f"Question {i}", "endings": ["one", "two words", "three"], "label": i % 3} for i in range(9)])
-    prepare(path, "--multiple-choice", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("quiz"))
-    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
-    header, values = read_ints(temp("quiz", "choices.bin"), "<u2")
-    assert header[:3] == (20240522, 1, 9)
-    context, ending = tokenizer.encode("Question 0").ids, tokenizer.encode(" one").ids
-    size = int(values[1]) // 2
-    assert values[:6].tolist() == [65535, size * 2, 0, 0, 3, len(context)]
-    assert values[6:7 + len(context) + len(ending)].tolist() == context + [len(ending)] + ending
-    assert values[size] == 65535 and header[3] >= size * 2
-    assert "of 9 right" in train("--vocab", 401, "--steps", 0, "--val-fraction", 0, "--hellaswag", temp("quiz", "choices.bin"), "--seq-len", 32)
-
-
 def test_one_sentence_when_it_goes_wrong():
     text = temp.write("text.txt", "text")
     broken = temp.write("broken.jsonl", '{"text": "good"}\n{"text"\n')
@@ -325,7 +311,6 @@ def test_one_sentence_when_it_goes_wrong():
     os.makedirs(temp("damaged"))
     shutil.copy(os.path.join(gpt2, "tokenizer.json"), temp("damaged"))
     temp.write("damaged/tokenizer_config.json", "{")
-    null = temp.lines("null.jsonl", [{"ctx": None, "endings": ["b"], "label": 0}])
     for arguments, part in [
         ([temp("nowhere.txt"), "--tokenizer", gpt2], "there is no file"),
         ([text, "--tokenizer", temp("nowhere")], "names a tokenizer.json or a directory with one"),
@@ -339,11 +324,8 @@ def test_one_sentence_when_it_goes_wrong():
         ([text, "--train-tokenizer", 5], "make 257 tokens at least"),
         ([text, "--tokenizer", gpt2, "--val-fraction", 1], "from 0 to below 1"),
         ([text, "--tokenizer", gpt2, "--shard-tokens", 0], "a shard holds from 1"),
-        ([fields, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
-        ([null, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
         ([temp.write("empty.jsonl", ""), "--tokenizer", gpt2], "there is no text in"),
         ([temp.lines("number.jsonl", [{"text": 5}]), "--tokenizer", gpt2], "a record whose text is 5, which is no text"),
-        ([temp("empty.jsonl"), "--tokenizer", gpt2, "--multiple-choice"], "there is no record in"),
         ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", strips], "'None' has no attribute 'strip'"),
         ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", temp("nowhere")], "No such file or directory"),
         ([text, "--tokenizer", temp("damaged")], "damaged/tokenizer_config.json is no JSON: "),
