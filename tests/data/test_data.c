@@ -3,7 +3,7 @@
 #include "base/random.h"
 #include "base/text.h"
 #include "data/loader.h"
-#include "data/tokenizer/tokenizer.h"
+#include "data/tokenizer.h"
 #include "tests/data_files.h"
 
 #include <sys/stat.h>
