@@ -134,7 +134,7 @@ static int32_t find(const Tokenizer *t, const char *text) {
 
 static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, Reason *reason) {
   const cJSON *item;
-  sh_new_arena(t->vocab);
+  sh_new_strdup(t->vocab);
   shdefault(t->vocab, -1);
   cJSON_ArrayForEach(item, vocab) {
     int64_t id = read_id(item);
@@ -385,8 +385,8 @@ static const Merge *find_merge(const Tokenizer *t, int32_t left, int32_t right) 
     else
       high = middle;
   }
-  const Merge *merge = &t->merges[low];
-  return low < arrlen(t->merges) && merge->left == left && merge->right == right ? merge : NULL;
+  bool found = low < arrlen(t->merges) && t->merges[low].left == left && t->merges[low].right == right;
+  return found ? &t->merges[low] : NULL;
 }
 
 // Merges the pair that was learned first wherever it stands, left to right, again and again. Returns how many ids remain.
@@ -414,7 +414,7 @@ static int64_t merge_pairs(const Tokenizer *t, int32_t *ids, int64_t count) {
   return count;
 }
 
-static bool encode_piece(Encoding *e, const char *piece, int64_t length) {
+static void encode_piece(Encoding *e, const char *piece, int64_t length) {
   const Tokenizer *t = e->tokenizer;
   if (t->whole_words) {
     char *text = characters(t, piece, length);
@@ -422,21 +422,23 @@ static bool encode_piece(Encoding *e, const char *piece, int64_t length) {
     free(text);
     if (whole >= 0) {
       arrput(e->ids, whole);
-      return true;
+      return;
     }
   }
   int64_t first = arrlen(e->ids);
   for (int64_t i = 0; i < length; i++) arrput(e->ids, t->byte_ids[(unsigned char)piece[i]]);
   int64_t kept = merge_pairs(t, e->ids + first, length);
   arrsetlen(e->ids, first + kept);
-  return true;
 }
 
 // Pieces by the expressions from `level` on: matches, and what lies between them.
 static bool encode_split(Encoding *e, int level, const char *text, int64_t length) {
   const Tokenizer *t = e->tokenizer;
   if (length == 0) return true;
-  if (level == t->split_count) return encode_piece(e, text, length);
+  if (level == t->split_count) {
+    encode_piece(e, text, length);
+    return true;
+  }
   pcre2_match_data *match = pcre2_match_data_create_from_pattern(t->splits[level], NULL);
   if (!match) fail("out of memory for a piece of text of %lld bytes", (long long)length);
   int64_t done = 0, from = 0; // pieces end at `done`; the next match is looked for at `from`
@@ -478,10 +480,12 @@ static bool encode_part(Encoding *e, const char *text, int64_t length) {
 // The longest added token at the beginning of the text, or NULL.
 static const TextId *added_at(const Tokenizer *t, const char *text, int64_t length) {
   const TextId *longest = NULL;
-  for (const TextId *a = t->added; a < t->added + arrlen(t->added); a++)
-    if (*a->key == *text && (int64_t)strlen(a->key) <= length && !memcmp(a->key, text, strlen(a->key)) &&
-        *a->key && (!longest || strlen(a->key) > strlen(longest->key)))
+  for (int64_t i = 0; i < arrlen(t->added); i++) {
+    const TextId *a = &t->added[i];
+    if (*a->key && *a->key == *text && (int64_t)strlen(a->key) <= length &&
+        !memcmp(a->key, text, strlen(a->key)) && (!longest || strlen(a->key) > strlen(longest->key)))
       longest = a;
+  }
   return longest;
 }
 

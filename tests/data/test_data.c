@@ -309,6 +309,14 @@ TEST(masks_of_other_shards_are_refused) {
   ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not the mask of", "1025 bytes", "1026 bytes");
   write_mask("wrong.mask", 9, "ab", 2);
   source_close(open_one("wrong.bin", 50));
+  // A mask that cannot be read is not "no mask", which would train on all tokens.
+  write_shard16("linked.bin", (const uint16_t[]){1, 2}, 2);
+  assert_int_equal(symlink("nowhere.mask", temp_path("linked.mask")), 0);
+  ASSERT_FAILS(open_one("linked.bin", 50), "cannot open", "linked.mask");
+  unlink(temp_path("linked.mask"));
+  assert_int_equal(symlink("linked.mask", temp_path("linked.mask")), 0);
+  ASSERT_FAILS(open_one("linked.bin", 50), "linked.mask", "symbolic links");
+  unlink(temp_path("linked.mask"));
 }
 
 // --- damage ------------------------------------------------------------------------------------------------
