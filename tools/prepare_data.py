@@ -370,7 +370,7 @@ class Shards:
 def make_shards(files, options, tokens, folder):
     shards = {split: Shards(folder, split, tokens.dtype, options) for split in ("train", "val")}
     report, batch, chars = collections.Counter(), [], 0  # batch: (segments, split, whether the document ends)
-    chat, shown, start = Chat(options, tokens) if options.chat else None, 0, time.time()
+    chat, shown, start = Chat(options, tokens) if options.chat else None, time.time(), time.time()
     done, total, terminal = 0, sum(os.path.getsize(file) for file in files), sys.stderr.isatty()
 
     def encode():
