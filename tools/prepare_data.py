@@ -590,6 +590,7 @@ def prepare(options, staging):
     if not shards["train"].tokens:
         fail(f"there is no {'message of the assistant' if options.chat else 'text'} in " + ", ".join(options.inputs))
     write_settings(os.path.join(staging, "manifest.json"), manifest_of(files, options, tokens, shards))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on it is done, or not begun
     publish(staging, options.out)
     for split, s in shards.items():
         counted = f", of which {s.counted:,} count" if options.chat else ""
