@@ -370,7 +370,8 @@ def test_a_failed_run_keeps_what_was_there():
     slow = temp.write("slow.jinja", "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3)
     chats = temp.lines("one.jsonl", [{"messages": messages(CHATS[1])}])
     running = subprocess.Popen([sys.executable, os.path.join(ROOT, "tools", "prepare_data.py"), chats, "--chat", "--tokenizer", gpt2,
-                                "--chat-template", slow, "--out", temp("again")], stderr=subprocess.PIPE, text=True)
+                                "--chat-template", slow, "--out", temp("again")], stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
     while not os.path.exists(temp("again", ".prepare_data.partial", "generation_config.json")):
         time.sleep(0.05)
     time.sleep(0.5)
