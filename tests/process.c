@@ -55,20 +55,11 @@ static void split(char *line, int argc, char *argv[MAX_ARGUMENTS + 1]) {
 }
 
 static int temporary_file(void) {
-  char name[] = "/tmp/test_cli.XXXXXX";
+  char name[] = "/tmp/test_output.XXXXXX";
   int file = mkstemp(name);
   assert_true(file >= 0);
   unlink(name);
   return file;
-}
-
-// A terminal: *inner becomes the program's end.
-static int open_terminal(int *inner) {
-  int outer = posix_openpt(O_RDWR | O_NOCTTY);
-  assert_true(outer >= 0 && grantpt(outer) == 0 && unlockpt(outer) == 0);
-  *inner = open(ptsname(outer), O_RDWR | O_NOCTTY);
-  assert_true(*inner >= 0);
-  return outer;
 }
 
 // A program of the same build as ./train.
@@ -80,9 +71,9 @@ static const char *tool_program(const char *name) {
   return path;
 }
 
-// How a program is started: alone, by mpirun (or on GPUs), the test program or a shell likewise, by
-// tools/launch; or, alone, the one that the first word names.
-typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, SHELL_AS_RANKS, LAUNCHED, NAMED } Way;
+// How a program is started: alone, by mpirun (or on GPUs), the test program likewise; or, alone, the one that the first
+// word names.
+typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, NAMED } Way;
 
 // The words that go before the program's own; returns how many there are.
 static int launcher(Way way, int ranks, char *argv[MAX_ARGUMENTS + 1]) {
@@ -91,61 +82,43 @@ static int launcher(Way way, int ranks, char *argv[MAX_ARGUMENTS + 1]) {
   char *const tool[] = {(char *)tool_program("launch"), number, NULL};
   char *const mpi[] = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number,
                        NULL};
-  char *const *words = way == LAUNCHED || getenv("LCE_GPU_RANKS") ? tool : mpi;
+  char *const *words = getenv("LCE_GPU_RANKS") ? tool : mpi;
   int count = 0;
   for (; way != ALONE && way != NAMED && words[count]; count++) argv[count] = words[count];
   return count;
 }
 
-static Process start(bool terminal, Way way, int ranks, const char *format, va_list arguments) {
+static Process start(Way way, int ranks, const char *format, va_list arguments) {
   char line[4096];
   char *argv[MAX_ARGUMENTS + 1];
   int argc = launcher(way, ranks, argv);
-  if (way != LAUNCHED && way != NAMED && way != SHELL_AS_RANKS)
-    argv[argc++] = (char *)(way == SELF_AS_RANKS ? test_program() : program());
-  int prefix = way == SHELL_AS_RANKS ? sprintf(line, "RANK=${RANK-$OMPI_COMM_WORLD_RANK}; exec ") : 0;
-  assert_in_range(vsnprintf(line + prefix, sizeof line - prefix, format, arguments), 0,
-                  sizeof line - prefix - 1);
-  if (way == SHELL_AS_RANKS)
-    memcpy(argv + argc, (char *[]){"sh", "-c", line, NULL}, 4 * sizeof *argv);
-  else
-    split(line, argc, argv);
-  int inner = -1;
-  Process p = {.err = temporary_file()};
-  p.out = terminal ? open_terminal(&inner) : temporary_file();
+  if (way != NAMED) argv[argc++] = (char *)(way == SELF_AS_RANKS ? test_program() : program());
+  assert_in_range(vsnprintf(line, sizeof line, format, arguments), 0, sizeof line - 1);
+  split(line, argc, argv);
+  Process p = {.out = temporary_file(), .err = temporary_file()};
   p.pid = fork();
   assert_true(p.pid >= 0);
   if (p.pid == 0) {
     if (!getenv("LCE_GPU_RANKS")) setenv("CUDA_VISIBLE_DEVICES", "", 1);
     if (way != ALONE) setenv("ASAN_OPTIONS", "detect_leaks=0", 1); // MPI never frees what it starts with
     setenv("OMP_WAIT_POLICY", "passive", 1); // several tests' threads may share few cores
-    dup2(terminal ? inner : p.out, STDOUT_FILENO);
+    dup2(p.out, STDOUT_FILENO);
     dup2(p.err, STDERR_FILENO);
     execvp(argv[0], argv);
     _exit(127);
-  }
-  if (terminal) {
-    close(inner);
-    fcntl(p.out, F_SETFL, O_NONBLOCK);
-    p.terminal_text = calloc(1, 1);
   }
   return p;
 }
 
 // Defines p, the program that the function's format and arguments start.
-#define START(p, terminal, way, ranks)                                                                       \
+#define START(p, way, ranks)                                                                                 \
   va_list arguments;                                                                                         \
   va_start(arguments, format);                                                                               \
-  Process p = start(terminal, way, ranks, format, arguments);                                                \
+  Process p = start(way, ranks, format, arguments);                                                          \
   va_end(arguments)
 
 Process train_start(const char *format, ...) {
-  START(p, false, ALONE, 0);
-  return p;
-}
-
-Process train_ranks_start(int ranks, const char *format, ...) {
-  START(p, false, AS_RANKS, ranks);
+  START(p, ALONE, 0);
   return p;
 }
 
@@ -160,26 +133,13 @@ static char *contents(int file) {
   return text;
 }
 
-// What has come over the terminal since the last time.
-static void read_terminal(Process *p) {
-  char buffer[4096];
-  ssize_t got;
-  while ((got = read(p->out, buffer, sizeof buffer)) > 0) {
-    size_t length = strlen(p->terminal_text);
-    p->terminal_text = realloc(p->terminal_text, length + (size_t)got + 1);
-    assert_non_null(p->terminal_text);
-    memcpy(p->terminal_text + length, buffer, (size_t)got);
-    p->terminal_text[length + (size_t)got] = 0;
-  }
-}
-
 static void pause_briefly(void) {
   nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
 }
 
 static void give_up(const Process *p, const char *waiting_for) {
   kill(p->pid, SIGKILL);
-  char *out = p->terminal_text ? p->terminal_text : contents(p->out), *err = contents(p->err);
+  char *out = contents(p->out), *err = contents(p->err);
   fail_msg("waited in vain for %s; the output is: %s%s", waiting_for, out, err);
 }
 
@@ -196,12 +156,10 @@ void process_wait_for(Process *p, const char *text) {
 Output process_finish(Process *p) {
   int status = 0;
   for (double started = now_seconds(); waitpid(p->pid, &status, WNOHANG) == 0; pause_briefly()) {
-    if (p->terminal_text) read_terminal(p);
     if (now_seconds() - started > DEADLINE_SECONDS) give_up(p, "the end");
   }
-  if (p->terminal_text) read_terminal(p);
   Output output = {.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
-                   .out = p->terminal_text ? p->terminal_text : contents(p->out),
+                   .out = contents(p->out),
                    .err = contents(p->err)};
   close(p->out);
   close(p->err);
@@ -209,22 +167,17 @@ Output process_finish(Process *p) {
 }
 
 Output train(const char *format, ...) {
-  START(p, false, ALONE, 0);
+  START(p, ALONE, 0);
   return process_finish(&p);
 }
 
 Output train_ranks(int ranks, const char *format, ...) {
-  START(p, false, AS_RANKS, ranks);
+  START(p, AS_RANKS, ranks);
   return process_finish(&p);
 }
 
 Output launch_self(int ranks, const char *format, ...) {
-  START(p, false, SELF_AS_RANKS, ranks);
-  return process_finish(&p);
-}
-
-Output shell_ranks(int ranks, const char *format, ...) {
-  START(p, false, SHELL_AS_RANKS, ranks);
+  START(p, SELF_AS_RANKS, ranks);
   return process_finish(&p);
 }
 
@@ -239,13 +192,8 @@ bool can_launch(void) {
   return false;
 }
 
-Output launch(int ranks, const char *format, ...) {
-  START(p, false, LAUNCHED, ranks);
-  return process_finish(&p);
-}
-
 static Output __attribute__((format(printf, 1, 2))) run_named(const char *format, ...) {
-  START(p, false, NAMED, 0);
+  START(p, NAMED, 0);
   return process_finish(&p);
 }
 
@@ -258,46 +206,6 @@ Output run_tool(const char *name, const char *format, ...) {
                   (int)sizeof line - length - 1);
   va_end(arguments);
   return run_named("%s", line);
-}
-
-const char *train_program(void) {
-  return program();
-}
-
-Output train_in_terminal(const char *format, ...) {
-  START(p, true, ALONE, 0);
-  return process_finish(&p);
-}
-
-// What `pid` was started with says that it is this rank.
-static bool is_rank(pid_t pid, int rank) {
-  char path[64], wanted[2][48], environment[1 << 16];
-  snprintf(path, sizeof path, "/proc/%d/environ", (int)pid);
-  snprintf(wanted[0], sizeof wanted[0], "RANK=%d", rank);
-  snprintf(wanted[1], sizeof wanted[1], "OMPI_COMM_WORLD_RANK=%d", rank);
-  FILE *file = fopen(path, "r");
-  if (!file) return false;
-  size_t length = fread(environment, 1, sizeof environment - 1, file);
-  fclose(file);
-  environment[length] = 0;
-  for (const char *at = environment; at < environment + length; at += strlen(at) + 1)
-    if (!strcmp(at, wanted[0]) || !strcmp(at, wanted[1])) return true;
-  return false;
-}
-
-pid_t process_of_rank(const Process *p, int rank) {
-  char path[64];
-  snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)p->pid, (int)p->pid);
-  char children[4096] = "", *rest = NULL;
-  FILE *file = fopen(path, "r");
-  assert_non_null(file);
-  if (!fgets(children, sizeof children, file)) children[0] = 0;
-  fclose(file);
-  pid_t found = 0;
-  for (char *word = strtok_r(children, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
-    if (is_rank(atoi(word), rank)) found = atoi(word);
-  if (!found) fail_msg("rank %d does not run", rank);
-  return found;
 }
 
 void output_free(Output *output) {

@@ -19,34 +19,22 @@ Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
 Output train_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // The same with the test program itself.
 Output launch_self(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
-// The same with a shell's command, in which $RANK is the rank.
-Output shell_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // Whether train_ranks can start anything here; prints why not.
 bool can_launch(void);
-// tools/launch with the words of any command; train_program() is one.
-Output launch(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
-const char *train_program(void);
 // A program of tools/, of the same build.
 Output run_tool(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
-// As train() with standard output a terminal.
-Output train_in_terminal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void output_free(Output *output);
 
 // A run that is observed while it continues.
 typedef struct {
   pid_t pid;
-  int out, err; // files, or the terminal's other end
-  char *terminal_text;
+  int out, err; // files
 } Process;
 
 Process train_start(const char *format, ...) __attribute__((format(printf, 1, 2)));
-Process train_ranks_start(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // Waits until standard output holds `text`.
 void process_wait_for(Process *process, const char *text);
 Output process_finish(Process *process);
-// The process of a rank that train_ranks_start started.
-pid_t process_of_rank(const Process *process, int rank);
-
 // The whole of a file, which must be there; the caller frees it.
 char *read_text(const char *path);
 // The test fails unless `text` holds `part`.

@@ -142,7 +142,7 @@ fi
 if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 check "test_ranks on $ranks GPUs" test_ranks 570 tests/run build/release/tests/trainer/test_ranks
+  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 check "test_ranks on $ranks GPUs" test_ranks 570 tests/run tests/trainer/test_ranks.py
   LCE_GPU_RANKS=$ranks check "test_vocabulary_parallel on $ranks GPUs" test_vocabulary_parallel 200 tests/run build/release/tests/kernels/test_vocabulary_parallel
   run split 150 tools/launch "$ranks" tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256 --chunk 4096,2048,1024 &&
     sed -n 's/^  \(fused\|split\)/\1/p' "$OUT/split.log" | rows "layer, N 16384 H 4096 V 128256 a GPU"
