@@ -1,8 +1,8 @@
 // Runs ./train as a user would, and keeps its output.
-#ifndef LCE_TESTS_PROCESS_H
-#define LCE_TESTS_PROCESS_H
+#pragma once
 
 #include <stdbool.h>
+#include <stdio.h>
 #include <sys/types.h>
 
 typedef struct {
@@ -10,7 +10,7 @@ typedef struct {
   char *out, *err; // all of standard output and standard error
 } Output;
 
-// `format` makes the arguments, separated by spaces; 'in quotes' is one argument. The program is $LCE_TRAIN, or
+// `format` makes the arguments, as a shell reads them. The program is $LCE_TRAIN, or
 // the one of the build's directory. No GPU is visible to it. A run that takes longer than two
 // minutes is killed, and the test fails.
 Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -28,7 +28,7 @@ void output_free(Output *output);
 // A run that is observed while it continues.
 typedef struct {
   pid_t pid;
-  int out, err; // files
+  FILE *out, *err;
 } Process;
 
 Process train_start(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -39,5 +39,3 @@ Output process_finish(Process *process);
 char *read_text(const char *path);
 // The test fails unless `text` holds `part`.
 void assert_says(const char *text, const char *part);
-
-#endif
