@@ -1,21 +1,12 @@
 #include "tests/process.h"
 
-#include <setjmp.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "base/system.h"
+#include "tests/test.h"
 
 enum { DEADLINE_SECONDS = 120, LINE = 8192 };
 

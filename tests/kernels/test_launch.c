@@ -1,9 +1,7 @@
 // What launchers say in the environment is understood.
 #include "kernels/ranks/launch.h"
 #include "tests/data_files.h"
-
-#include <stdlib.h>
-#include <string.h>
+#include "tests/test.h"
 
 // Sets pairs of names and values, and unsets all else that a launcher may set.
 static void set(const char *const *pairs) {
@@ -17,8 +15,7 @@ static void set(const char *const *pairs) {
 
 #define LAUNCHED(...) (set((const char *const[]){__VA_ARGS__, NULL}), launch_read())
 
-static void variables_of_launchers_are_read(void **state) {
-  (void)state;
+TEST(variables_of_launchers_are_read) {
   set((const char *const[]){NULL});
   Launch l = launch_read();
   assert_null(l.launcher);
@@ -52,8 +49,7 @@ static void variables_of_launchers_are_read(void **state) {
   set((const char *const[]){NULL});
 }
 
-static void the_first_host_of_a_list(void **state) {
-  (void)state;
+TEST(the_first_host_of_a_list) {
   static const char *const lists[][2] = {{"node", "node"},         {"a1,b2", "a1"},    {"gpu-[1-3]", "gpu-1"},
                                          {"n[007,9]-x,m", "n007"}, {"c[12],d", "c12"}, {"", ""}};
   for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
@@ -64,9 +60,5 @@ static void the_first_host_of_a_list(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(variables_of_launchers_are_read),
-      cmocka_unit_test(the_first_host_of_a_list),
-  };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("launch", NULL, NULL);
 }

@@ -120,7 +120,7 @@ EXCLUSIONS = [
 def test_options_exclude_each_other(folder):
     for a, b, why in EXCLUSIONS:
         for first, second in ((a, b), (b, a)):
-            output = train(f"--{first} --{second}", cwd=folder).refused(why)
+            output = train(f"--steps 0 --{first} --{second}", cwd=folder).refused(why)
             names = {a.split()[0], b.split()[0]}
             assert names == set(re.match("lce: --(.*) and --(.*) exclude each other", output.err).groups()), output
     assert not os.listdir(folder)
@@ -198,7 +198,7 @@ REFUSED = [
 def test_impossible_options(folder):
     shutil.copy(ROOT / "Makefile", folder)
     for line, part in REFUSED:
-        train(line, cwd=folder).refused(part)
+        train("--steps 0 " + line, cwd=folder).refused(part)
     assert os.listdir(folder) == ["Makefile"]
     for line, part in (("--log /nowhere/log.json", "cannot write the log /nowhere/log.json: No such file"),
                        ("--log /dev/full", "cannot write the log /dev/full: No space left on device"),
