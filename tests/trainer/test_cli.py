@@ -253,6 +253,7 @@ def test_outputs_replace_only_outputs(folder):
     mine.write_text("x" * 400)
     for _ in range(2):  # over its own outputs
         train(f"{line} --log {log} --timeline {timeline}").ok()
+    assert [event["event"] for event in read_log(log)].count("start") == 1
     for options, kept, part in ((f"--log {mine}", mine, "the log"), (f"--log {mine} --data {mine}", mine, "the log"),
                                 (f"--timeline {mine} --data {mine}", mine, "the timeline"),
                                 (f"--timeline {log}", log, "is not from this program"),
