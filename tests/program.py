@@ -46,26 +46,22 @@ class Output:
     def __str__(self):
         return f"{shlex.join(self.words)}: status {self.status}\n{self.out}\n--- stderr\n{self.err}"
 
+    def expect(self, right, text, parts):
+        assert right and all(part in text for part in parts), f"expected {parts}: {self}"
+        return self
+
     def ok(self, *parts):
         """It succeeded, and each of `parts` stands in its output."""
-        assert self.status == 0, self
-        for part in parts:
-            assert part in self.out, f"no {part!r} in {self}"
-        return self
+        return self.expect(self.status == 0, self.out, parts)
 
     def fails(self, *parts):
         """It failed, and each of `parts` stands on stderr."""
-        assert self.status != 0, self
-        for part in parts:
-            assert part in self.err, f"no {part!r} in {self}"
-        return self
+        return self.expect(self.status != 0, self.err, parts)
 
     def refused(self, *parts, status=1):
         """All that stands on stderr is one sentence with `parts`."""
-        assert self.status == status and self.err.startswith("lce: ") and self.err.find("\n") == len(self.err) - 1, self
-        for part in parts:
-            assert part in self.err, f"no {part!r} in {self}"
-        return self
+        one_line = self.err.startswith("lce: ") and self.err.find("\n") == len(self.err) - 1
+        return self.expect(self.status == status and one_line, self.err, parts)
 
 
 class Process:
