@@ -162,7 +162,10 @@ void output_free(Output *output) {
 
 char *read_text(const char *path) {
   FILE *file = fopen(path, "rb");
-  if (!file) fail_msg("there is no %s: run the tests from the repository's root", path);
+  if (!file) {
+    fail_msg("there is no %s: run the tests from the repository's root", path);
+    return NULL;
+  }
   char *text = contents(file);
   fclose(file);
   return text;

@@ -239,7 +239,7 @@ def test_a_folder_has_one_writer(folder):
     train(RUN + f"--save {folder}/one").refused(f"{folder}/one")
     os.kill(p.pid, signal.SIGINT)
     p.finish().ok()
-    train(RUN + f"--save {folder}/one").refused(f"{folder}/one")  # holds checkpoints of another run
+    train(RUN + f"--save {folder}/one").fails("which is ahead of this run; --resume auto continues from it")
 
 
 # --- --eval-only ----------------------------------------------------------------------------------------------
