@@ -84,6 +84,7 @@ def test_each_option_refuses_wrong_values(folder):
                 assert output.err == f"lce: --{name} {value}: give {sentence[1]}\n", output
         else:
             assert name not in takes, name
+    (folder / "x").unlink(missing_ok=True)  # what --plan writes with --log x
     assert not os.listdir(folder), "refused, and written all the same"
 
 
@@ -485,15 +486,16 @@ def test_shards(folder):
     assert abs(sum(floats(dumped["loss"])) / 48 / first["loss"] - 1) < 1e-5 and abs(norm / first["grad_norm"] - 1) < 1e-5
 
 
-# One line for each event: number, step, name, total, and the categories, which add up to the total.
+# One line for each event: number, step, time, name, total, and the categories, which add up to the total.
 def test_timeline(folder):
     train(TINY + f"--steps 5 --sample-every 0 --timeline {folder}/timeline.csv").ok()
     header, *lines = (folder / "timeline.csv").read_text().splitlines()
-    assert header.startswith('event,step,block,total,"weights",'), header
+    assert header.startswith('event,step,at,block,total,"weights",'), header
     events = [line.split(",") for line in lines]
-    steps = [event[1] for event in events]
+    steps, at = [event[1] for event in events], [float(event[2]) for event in events]
     assert [event[0] for event in events] == [str(i) for i in range(len(events))]
-    assert steps.count("0") == steps.count("1") == steps.count("2") > 20 and set(steps) == {"0", "1", "2"}
+    assert steps.count("1") == steps.count("2") == steps.count("3") > 20 and set(steps) == {"1", "2", "3"}
+    assert at[0] == 0 and at == sorted(at) and at[-1] > 0
     totals = [int(line.rsplit('"', 1)[1].split(",")[1]) for line in lines]
     categories = [list(map(int, line.rsplit('"', 1)[1].split(",")[2:])) for line in lines]
     assert all(len(c) == header.count(',"') and sum(c) == total for c, total in zip(categories, totals))
