@@ -18,8 +18,8 @@
 #include "tests/harness.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
-#include "trainer/trainer.h"
 #include "trainer/setup.h"
+#include "trainer/trainer.h"
 
 // --- a trainer from a command line -------------------------------------------------------------------------
 
