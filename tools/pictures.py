@@ -3,15 +3,6 @@ import os
 import statistics
 import sys
 
-try:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
-    from matplotlib.transforms import ScaledTranslation
-except ImportError:
-    matplotlib = None
-
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 # One palette. Materialized has the first colour and fused the second in every picture; they differ on grey paper, too.
@@ -27,9 +18,17 @@ DASHES = (0, (4, 2.5))  # what is planned only
 
 
 def why_not():
-    """Why no picture can be drawn, and what to do about it; None where one can."""
-    if matplotlib:
+    """Why no picture can be drawn, and what to do about it; None where one can. Only who draws waits for matplotlib."""
+    global plt, FixedLocator, FuncFormatter, MaxNLocator, NullLocator, ScaledTranslation
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+        from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+        from matplotlib.transforms import ScaledTranslation
         return None
+    except ImportError:
+        pass
     of_debian = sys.prefix == "/usr" and os.path.exists("/etc/debian_version")
     how = "apt-get install python3-matplotlib" if of_debian else f"{sys.executable} -m pip install matplotlib"
     return f"{sys.executable} has no matplotlib, which draws them; have it by: {how}"
@@ -87,7 +86,8 @@ def picture(width, height, title, subtitle, note="", margins=(0.95, 1.2, 1.95, 0
 
 
 def save(figure, path):
-    figure.savefig(path, facecolor="white")
+    with open(path, "wb") as file:
+        figure.savefig(file, format=os.path.splitext(path)[1][1:] or "png", facecolor="white")
     plt.close(figure)
 
 
