@@ -32,10 +32,17 @@ def curve(folder, *words):
     return tool("memory_curve", "--out", folder, *words)
 
 
+def number(cell):
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
 def table(path):
     with open(path, newline="") as file:
         settings = json.loads(file.readline().removeprefix("# "))
-        rows = [{name: cell if cell == "" or not cell.replace(".", "").isdigit() else float(cell) for name, cell in row.items()}
+        rows = [{name: number(cell) for name, cell in row.items()}
                 for row in csv.DictReader(file)]
     return settings, rows
 
@@ -149,7 +156,7 @@ def test_recipes(folder):
     mib = reading(recipe("batch-512")[0], "materialized", tokens=512)["planned_layer_bytes"] / 2**20
     assert 250 < mib < 253, mib
     rows = table(recipe("llama3-8b-hidden-states")[0] / "timeline.csv")[1]
-    assert 20 * GIB <= max(row["activations"] for row in rows) < 26 * GIB
+    assert 20 * GIB <= next(row["activations"] for row in rows if row["lm_head, loss"]) < 20.1 * GIB
     recipe("gemma2-2b")[1].ok("66.6", "25.5", "QuACK (CuTe)", "560.1 MiB, chunk 1,024")
 
 
