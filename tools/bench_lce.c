@@ -25,6 +25,7 @@
 //   tools/bench_lce --device cuda --tokens 81920 --hidden-size 4096 --vocab 128256 --materialized --plan --json
 //   OMP_NUM_THREADS=1 tools/bench_lce --ladder --vocab 32768 --chunk 128
 //   tools/launch 4 tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
+#include <math.h>
 #include <omp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -538,7 +539,9 @@ static double seconds_of(const Bench *b, const Work *work) {
   double start = clock_seconds(b->layer.backend);
   run_work(b, work);
   wait_for_all(b);
-  return clock_seconds(b->layer.backend) - start;
+  double seconds = clock_seconds(b->layer.backend) - start;
+  machine_broadcast(b->layer.backend, &seconds, sizeof seconds); // how often they run follows from it
+  return seconds;
 }
 
 // Medians over the rounds. The ratio is that of neighbours, work over base: a GPU at its power limit is slower
@@ -565,65 +568,76 @@ static Medians measure(const Bench *b, const Work *work) {
 
 // --- output ------------------------------------------------------------------------------------------------
 
-static void print_json(cJSON *record) {
+typedef struct {
+  const char *name;
+  double value; // NaN: it has none
+} Figure;
+
+// {"event": event, texts, figures} as a line; both lists end without a name.
+static void print_json(const char *event, const char *const (*texts)[2], const Figure *figures) {
+  cJSON *record = cJSON_CreateObject();
+  cJSON_AddStringToObject(record, "event", event);
+  for (; (*texts)[0]; texts++)
+    if ((*texts)[1]) cJSON_AddStringToObject(record, (*texts)[0], (*texts)[1]);
+  for (; figures->name; figures++)
+    if (!isnan(figures->value)) cJSON_AddNumberToObject(record, figures->name, figures->value);
   char *text = json_print(record, false);
   puts(text);
-  fflush(stdout);
   free(text);
   cJSON_Delete(record);
 }
 
-// A row of the table, or an object; m is NULL where nothing was measured.
-static void report_json(const Bench *b, const Work *work, const Medians *m, const float *dropped) {
-  const Settings *o = b->settings;
+// A row of the table, or an object. m: NULL where nothing was measured; dropped: NULL where nothing was sampled.
+static void report_json(const Bench *b, const Work *work, const Medians *m, const double *dropped) {
   const Backend *backend = b->layer.backend;
-  cJSON *row = cJSON_CreateObject();
-  cJSON_AddStringToObject(row, "event", "layer");
-  cJSON_AddStringToObject(row, "name", work->name);
-  cJSON_AddStringToObject(row, "mode", work->mode);
-  if (work->call.mode == LCE_FUSED) cJSON_AddNumberToObject(row, "chunk", (double)work->call.chunk);
-  if (work->term) cJSON_AddStringToObject(row, "term", work->term);
-  if (work->call.sampling.full_mass > 0)
-    cJSON_AddNumberToObject(row, "sample", (double)work->call.sampling.full_mass);
-  if (work->rung) cJSON_AddNumberToObject(row, "rung", work->rung);
-  cJSON_AddNumberToObject(row, "tokens", (double)b->shape.tokens);
-  cJSON_AddNumberToObject(row, "hidden_size", (double)b->shape.hidden_size);
-  cJSON_AddNumberToObject(row, "vocab_size", (double)b->shape.vocab_size);
-  cJSON_AddNumberToObject(row, "ranks", backend->ranks);
-  cJSON_AddStringToObject(row, "dtype", dtype_name(b->shape.dtype));
-  cJSON_AddStringToObject(row, "device", device_name(o->device));
-  cJSON_AddNumberToObject(row, "layer_bytes", (double)work->held);
-  if (!work->rung) cJSON_AddNumberToObject(row, "loss_alone_bytes", (double)work->loss_alone);
-  cJSON_AddNumberToObject(row, "ledger_bytes", (double)(b->layer_total + work->held));
-  if (m) {
-    cJSON_AddStringToObject(row, "gpu", backend->description);
-    cJSON_AddNumberToObject(row, "seconds", m->work);
-    cJSON_AddNumberToObject(row, work->base == GEMMS ? "floor_seconds" : "base_seconds", m->base);
-    cJSON_AddNumberToObject(row, "ratio", m->ratio);
-  }
-  if (dropped) {
-    cJSON_AddNumberToObject(row, "dropped_tiles", (double)(dropped[0] / dropped[1]));
-    cJSON_AddNumberToObject(row, "dropped_mass", (double)dropped[2] / (double)b->shape.tokens);
-  }
-  print_json(row);
+  const LceShape *s = &b->shape;
+  const char *const texts[][2] = {{"name", work->name},
+                                  {"mode", work->mode},
+                                  {"term", work->term},
+                                  {"dtype", dtype_name(s->dtype)},
+                                  {"device", device_name(backend->device)},
+                                  {"gpu", m ? backend->description : NULL},
+                                  {NULL, NULL}};
+  double sample = (double)work->call.sampling.full_mass;
+  const Figure figures[] = {{"chunk", work->call.mode == LCE_FUSED ? (double)work->call.chunk : NAN},
+                            {"sample", sample > 0 ? sample : NAN},
+                            {"rung", work->rung ? work->rung : NAN},
+                            {"tokens", (double)s->tokens},
+                            {"hidden_size", (double)s->hidden_size},
+                            {"vocab_size", (double)s->vocab_size},
+                            {"ranks", backend->ranks},
+                            {"layer_bytes", (double)work->held},
+                            {"loss_alone_bytes", work->loss_alone ? (double)work->loss_alone : NAN},
+                            {"ledger_bytes", (double)(b->layer_total + work->held)},
+                            {"seconds", m ? m->work : NAN},
+                            {work->base == GEMMS ? "floor_seconds" : "base_seconds", m ? m->base : NAN},
+                            {"ratio", m ? m->ratio : NAN},
+                            {"dropped_tiles", dropped ? dropped[0] : NAN},
+                            {"dropped_mass", dropped ? dropped[1] : NAN},
+                            {.name = NULL}};
+  print_json("layer", texts, figures);
 }
 
-static void report_text(const Bench *b, const Work *work, const Medians *m, const float *dropped) {
+static void report_text(const Bench *b, const Work *work, const Medians *m, const double *dropped) {
+  (void)b;
   printf("  %-32s", work->name);
   if (m) printf(" %9.2f ms %7.3f", 1e3 * m->work, m->ratio);
   if (work->held) printf("   %s", text_bytes(work->held).text);
-  if (dropped)
-    printf("   drops %.1f%% of the tiles, a mass of %.3g per token", 100 * (double)(dropped[0] / dropped[1]),
-           (double)dropped[2] / (double)b->shape.tokens);
+  if (dropped) printf("   drops %.1f%% of the tiles, a mass of %.3g per token", 100 * dropped[0], dropped[1]);
   putchar('\n');
-  fflush(stdout);
 }
 
 static void report(const Bench *b, const Work *work, const Medians *m) {
-  float dropped[3];
+  double dropped[2]; // the share of the tiles, the mass per token
   bool sampled = m && tensor_exists(work->call.sampling.stats);
-  if (sampled) backend_to_host(b->layer.backend, dropped, b->sampled);
+  if (sampled) {
+    float stats[3];
+    backend_to_host(b->layer.backend, stats, b->sampled);
+    dropped[0] = (double)(stats[0] / stats[1]);
+    dropped[1] = (double)stats[2] / (double)b->shape.tokens;
+  }
   (b->settings->json ? report_json : report_text)(b, work, m, sampled ? dropped : NULL);
+  fflush(stdout);
 }
 
 static void heading(const Bench *b, const char *what, const char *ratio) {
@@ -639,16 +653,12 @@ static void report_loss(const Bench *b) {
   backend_to_host(b->layer.backend, loss, b->layer.loss);
   for (int64_t n = 0; n < tokens; n++) sum += (double)loss[n];
   free(loss);
-  sum /= (double)max_i64(counted, 1);
-  if (!b->settings->json) {
-    printf("  loss %.4f over %s targets\n", sum, text_grouped(counted).text);
-    return;
-  }
-  cJSON *record = cJSON_CreateObject();
-  cJSON_AddStringToObject(record, "event", "loss");
-  cJSON_AddNumberToObject(record, "loss", sum);
-  cJSON_AddNumberToObject(record, "targets", (double)counted);
-  print_json(record);
+  double mean = sum / (double)max_i64(counted, 1);
+  if (b->settings->json)
+    print_json("loss", &(const char *const[2]){NULL, NULL},
+               (const Figure[]){{"loss", mean}, {"targets", (double)counted}, {.name = NULL}});
+  else
+    printf("  loss %.4f over %s targets\n", mean, text_grouped(counted).text);
 }
 
 static void print_plan(const Bench *b) {

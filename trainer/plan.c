@@ -523,11 +523,13 @@ void plan_print(Options *o) {
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
          dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "", (long long)options_used_chunk(o),
          options_recompute(o).text);
-  plan_print_table(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
+  bool split = o->dtypes.vocab_parallel && o->ranks > 1;
+  plan_print_table(columns, split ? 3 : 2, device);
   if (o->hosts) print_hosts(o, device);
   if (o->log) {
     FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", false);
-    for (int m = 0; m < 2; m++) log_plan(log, o, device, (LceMode)m, &columns[m].memory, capacity);
+    for (int m = 0; m < 2; m++) // fused as the run would be
+      log_plan(log, o, device, (LceMode)m, &columns[split && m == LCE_FUSED ? 2 : m].memory, capacity);
     if (fclose(log)) fail("cannot write the log %s: %s", o->log, strerror(errno));
   }
   if (o->timeline) plan_timeline(o, device);
