@@ -366,10 +366,11 @@ def trade(s, rows, path):
 
 # --- memory over time -------------------------------------------------------------------------------------------
 
-def timeline(s, modes, path):
-    """{mode: rows of `at` and bytes by category}, a panel each on the same scale."""
+def timeline(s, rows, path):
+    """Rows of a mode, `at` and bytes by category: a panel for each mode, on the same scale."""
     titles = {"fp32 logits": "logits in fp32: a baseline, planned", "materialized": "materialized logits", "fused": "fused, in chunks"}
-    modes = {mode: modes[mode] for mode in titles if mode in modes}
+    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles}
+    modes = {mode: moments for mode, moments in modes.items() if moments}
     planned = s["planned"]
     peaks = {mode: max(sum(row[name] for name in STACK) for row in rows) for mode, rows in modes.items()}
     ends = {mode: rows[-1]["at"] for mode, rows in modes.items()}

@@ -146,7 +146,7 @@ def test_recipes(folder):
     assert re.findall(r"^([a-z0-9-]+) ", listed, re.M) == list(RECIPES), listed
     for name, points in RECIPES.items():
         folder, done = recipe(name)
-        assert "\n  says: " in done.out or name == "llama3-8b-longest", done
+        done.ok("\n  says: ")
         if points:
             rows = table(folder / "curve.csv")[1]
             assert len(rows) == points and all(row["planned_bytes"] > row["planned_layer_bytes"] > 0 for row in rows), name
@@ -157,7 +157,7 @@ def test_recipes(folder):
     assert 250 < mib < 253, mib
     rows = table(recipe("llama3-8b-hidden-states")[0] / "timeline.csv")[1]
     assert 20 * GIB <= next(row["activations"] for row in rows if row["lm_head, loss"]) < 20.1 * GIB
-    recipe("gemma2-2b")[1].ok("66.6", "25.5", "QuACK (CuTe)", "560.1 MiB, chunk 1,024")
+    recipe("gemma2-2b")[1].ok("1 MB / 24 GB", "60.1 MiB", "QuACK (CuTe)", "560.1 MiB, chunk 1,024")
 
 
 def test_offloaded_timelines(folder):
@@ -251,10 +251,10 @@ def test_damaged_files(folder):
 
 
 REFUSALS = {
-    "--sweep depth": "--sweep", "--values 0": "give whole numbers from 1", "--values 12a": "'12a' is not understood", "--values=": "is not understood",
-    "--values 64,32": "32 stands after 64", "--values 32,32": "32 stands after 32", "--values 64:32:8": "ends at 32, before it begins at 64",
+    "--sweep depth": "--sweep", "--values 0": "whole numbers from 1", "--values 12a": "'12a' is not understood", "--values=": "is not understood",
+    "--values 64,32": "32 stands after 64", "--values 32,32": "32 stands after 32", "--values 64:32:8": "does not grow",
     "--values 64:128": "'64:128' is not understood", "--values 64:128:0": "does not grow", "--values 64:128:x1": "does not grow",
-    "--values 1:100000:1": "more than 256 points", "--values 99999999999": "whole numbers from 1 to 2147483647",
+    "--values 1:100000:1": "give up to 256", "--values 99999999999": "whole numbers from 1 to 2147483647",
     "--values 100": "100 tokens are not whole sequences of 16", "--values 70000x70000": "whole numbers from 1 to 2147483647",
     "--sweep vocab --values 4x4": "'4x4' is not understood", "--sweep chunk --tokens 64 --values 65": "more than the 64 tokens there are",
     "--tokens 64": "--tokens belongs to --layer-only", "--tokens 0 --layer-only": "--tokens 0: give a whole number from 1",
