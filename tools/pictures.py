@@ -293,7 +293,7 @@ def memory(s, rows, path):
     def time(row):
         return row["layer_seconds"] / row["floor_seconds"] if layer and row["layer_seconds"] else row["step_seconds"]
     timed = any(time(row) for row in rows)
-    what = f"LM head + loss over the {AXES[sweep]}" if layer else f"Training {s['model']}: memory over the {AXES[sweep]} of a step"
+    what = f"LM head + loss over the {AXES[sweep]}" if layer else f"Training {s['model']}: memory over the {AXES[sweep]}{' of a step' if sweep == 'tokens' else ''}"
     margins = (0.95, 2.6 if sweep == "chunk" else 1.2, 1.95, 0.95)
     figure, cells = picture(10.4, 5.7, s["title"] or what, setting(s, rows), foot(s, rows), margins, nrows=1 + timed, ncols=2,
                             width_ratios=(1.75, 1), wspace=0.62, hspace=0.95)
@@ -340,24 +340,31 @@ def grid(s, rows, path):
 def trade(s, rows, path):
     """LM head + loss: time over that of its three GEMMs against memory, chunk by chunk, beside other libraries."""
     rows = [row for row in rows if row["sweep"] == "chunk" and row["layer_seconds"]]
-    figure, cells = picture(10.4, 5.7, s["title"] or "LM head + loss: time against memory, chunk by chunk", setting(s, rows), foot(s, rows))
+    figure, cells = picture(10.4, 5.7, s["title"] or "LM head + loss: time against memory, chunk by chunk", setting(s, rows),
+                            foot(s, rows), (0.95, 2.2, 1.95, 0.95))
     ax = figure.add_subplot(cells[0])
-    head(ax, "Forward and backward of LM head + loss", "time over that of its three GEMMs")
-    top, held = 1.55, []
+    head(ax, "Forward and backward of LM head + loss, by tokens per chunk", "time over that of its three GEMMs")
+    ratios = [row["layer_seconds"] / row["floor_seconds"] for row in rows]
+    top, held = max([1.5, *ratios]) + 0.05, []
     for mode, (color, marker, name) in MODES.items():
         points = [(best(row, "layer_bytes"), row["layer_seconds"] / row["floor_seconds"], row["chunk"]) for row in rows if row["mode"] == mode]
         ax.plot([p[0] for p in points], [p[1] for p in points], marker + "-", color=color, lw=2.2, ms=7, mec="white", label=name)
         for x, y, chunk in points:
             default = chunk and chunk == s["default_chunk"]
-            label(ax, [(x, y, [(("default " if default else "chunk ") + count(chunk) if chunk else mode, color, bool(default))])])
-            held.append(x)
+            text = [(f"{'default ' if default else ''}{chunk:,}" if chunk else mode, color, bool(default or not chunk))]
+            label(ax, [(x, y, text)], *((-3, -13) if chunk else (9, 0)))
+        held += [x for x, *_ in points]
+    places = {}
     for peer in s["peers"]:
-        y = min(peer["ratio"], top - 0.03)
-        ax.plot(peer["bytes"], y, "D", color=MUTED, ms=6)
-        label(ax, [(peer["bytes"], y, [(peer["name"] + (f", at {peer['ratio']}" if y < peer["ratio"] else ""), MUTED, False)])])
-        held.append(peer["bytes"])
+        at = peer["bytes"], min(peer["ratio"], top - 0.03)
+        ax.plot(*at, "D", color=MUTED, ms=6)
+        places.setdefault(at, []).append((peer["name"] + (f", at {peer['ratio']}" if at[1] < peer["ratio"] else ""), MUTED, False))
+    for at, lines in places.items():
+        between = min(held) < at[0] <= max(held) and at[1] < top - 0.03
+        label(ax, [(*at, lines)], -9 if between else 9, 6.25 * (1 - len(lines)))
+    held += [x for x, _ in places]
     ax.axhline(1, color=INK, lw=1, ls=":")
-    ax.set_ylim(0.9, top)
+    ax.set_ylim(min([0.95, *ratios]) - 0.05, top)
     log_axis(ax, "x", (min(held) / 1.5, 1.5 * max(held)), tick)
     ax.set_xlabel("memory beyond inputs and gradients")
     legend(figure, ax)
@@ -383,13 +390,13 @@ def timeline(s, rows, path):
     note = ("Planned, to the byte: nothing was computed, so there are no times." if planned else
             "Bytes that the ledger counts on the device, dated after waiting for it.")
     figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), s["title"] or f"Training {s['model']}: memory over three steps", setting(s), note,
-                            (0.9, 1.75, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
+                            (0.9, 2.15, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
     for k, (mode, rows) in enumerate(modes.items()):
         ax = figure.add_subplot(cells[k])
         total = [sum(row[name] for name in STACK) for row in rows]
         top = rows[total.index(max(total))]
         text = titles[mode]
-        if mode == "fused" and top[HEAD] < 0.05 * max(total):
+        if mode == "fused" and not top[HEAD]:
             text += ": the layers, not the loss, now set the peak"
         if mode == "fused" and not planned and ends["fused"] > 1.005 * ends["materialized"]:
             text += f"; the run ends {100 * (ends['fused'] / ends['materialized'] - 1):.0f}% later"

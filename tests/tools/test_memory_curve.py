@@ -156,7 +156,7 @@ def test_recipes(folder):
     mib = reading(recipe("batch-512")[0], "materialized", tokens=512)["planned_layer_bytes"] / 2**20
     assert 250 < mib < 253, mib
     rows = table(recipe("llama3-8b-hidden-states")[0] / "timeline.csv")[1]
-    assert 20 * GIB <= next(row["activations"] for row in rows if row["lm_head, loss"]) < 20.1 * GIB
+    assert 20 * GIB <= next(row["activations"] for row in rows if row["lm_head, loss"]) < 21.3 * GIB
     recipe("gemma2-2b")[1].ok("1 MB / 24 GB", "60.1 MiB", "QuACK (CuTe)", "560.1 MiB, chunk 1,024")
 
 
@@ -203,7 +203,7 @@ def test_documents_have_the_peers(folder):
     source = (ROOT / "tools" / "memory_curve").read_text()
     peers = re.findall(r'^    "([^"]+)": \(\(([0-9., ]+)\), ', source, re.M)
     readme, benchmarks, shown = (ROOT / "README.md").read_text(), (ROOT / "tools" / "BENCHMARKS.md").read_text(), 0
-    assert len(peers) >= 7
+    assert len(peers) >= 6
     for name, figures in peers:
         f = figures.split(", ")
         cells = [f"{f[k]}, {f[k + 1]} MiB" for k in range(0, 8, 2)]
