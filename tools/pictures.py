@@ -182,7 +182,8 @@ def setting(s, rows=()):
         parts += ["recompute " + s["recompute"] if s["recompute"] != "none" else "",
                   "offloaded: " + s["offload"].replace(",", ", ") if s["offload"] else ""]
     devices = sorted({row["device"] for row in rows if row["status"] == "measured"} | {s.get("measured_on")} - {None})
-    where = "measured on " + ", ".join(devices) if devices else f"planned for a {'GPU' if s['device'] == 'cuda' else 'CPU'}"
+    where = "measured on " + ", ".join(devices) if devices else ("planned for a " if s["planned"] or rows else "on a ") + (
+        "GPU" if s["device"] == "cuda" else "CPU")
     return f"{', '.join(filter(None, parts))}; {where}"
 
 
@@ -458,6 +459,12 @@ def trend(values):
     return [a + b for a, b in zip(once, mean([v - a for v, a in zip(values, once)]))]
 
 
+def colors_of(names):
+    """The modes' own; others take what is left."""
+    left = iter(COLORS[2:] + COLORS[1::-1])
+    return [next((color for mode, (color, *_) in MODES.items() if name.startswith(mode)), None) or next(left) for name in names]
+
+
 def runs(title, subtitle, logs, path, start):
     """{name: log}: loss, gradient norm, learning rate and throughput over the steps."""
     figure, cells = picture(10.4, 7.4, title, subtitle, "", (0.75, 0.45, 1.75, 0.7), nrows=2, ncols=2, wspace=0.2, hspace=0.5)
@@ -466,7 +473,7 @@ def runs(title, subtitle, logs, path, start):
     for k, (field, name, unit) in enumerate(panels):
         ax = figure.add_subplot(cells[k])
         head(ax, name, unit)
-        for (run, log), color in zip(logs.items(), COLORS):
+        for (run, log), color in zip(logs.items(), colors_of(logs)):
             steps, values = log.series("step", field, start)
             if field != "learning_rate":
                 ax.plot(steps, values, color=color, alpha=0.3, lw=0.8)
@@ -476,7 +483,7 @@ def runs(title, subtitle, logs, path, start):
         if field != "loss":
             ax.set_ylim(bottom=0)
         if field == "tokens_per_second":
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: rate(value)))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: rate(value).replace(".00", "").replace(".0K", "K")))
         ax.set_xlabel("step" if k > 1 else "")
     legend(figure, figure.axes[0])
     save(figure, path)
@@ -491,7 +498,7 @@ def groups(title, subtitle, all_groups, path):
         ax, places = figure.add_subplot(cells[k]), []
         head(ax, name)
         ax.set_xlabel(x)
-        for group, color in zip(all_groups, COLORS):
+        for group, color in zip(all_groups, colors_of(group.name for group in all_groups)):
             offsets = [all_groups[0].means.get(step, mean) if k == 2 else 0 for step, mean in group.means.items()]
             xs = group.seconds if k == 1 else list(group.means)
             means, lows, highs = ([value - off for value, off in zip(values, offsets)] for values in (group.means.values(), group.lows, group.highs))
@@ -505,7 +512,7 @@ def groups(title, subtitle, all_groups, path):
     for k, (name, field, form) in enumerate((("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate))):
         ax = figure.add_subplot(cells[3].subgridspec(2, 1, hspace=0.75)[k])
         head(ax, name)
-        for y, (group, color) in enumerate(zip(all_groups, COLORS)):
+        for y, (group, color) in enumerate(zip(all_groups, colors_of(group.name for group in all_groups))):
             value = group.total(field)
             if value is not None:
                 ax.barh(y, value, 0.62, color=color)
