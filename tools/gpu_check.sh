@@ -113,18 +113,17 @@ check_all() {
 }
 
 if wants tests; then
-  # These compare what the whole device holds with the ledger: nothing else may run.
-  alone='kernels/test_(cuda|kernels_update)$|trainer/test_cuda_training$'
+  # These compare what the whole device holds: nothing else may run.
+  alone='kernels/test_kernels_update$|trainer/test_cuda_training$'
   mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,offload,profile} model/test_{golden,generate} tools/test_lce_ladder |
     grep -v 'kernels/test_memory\|vocabulary_parallel')
   mapfile -t single < <(printf '%s\n' "${programs[@]}" | grep -E "$alone")
   mapfile -t shared < <(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
   check_all "" "${shared[@]}"
   for program in "${single[@]}"; do check "$(basename "$program")" "$(basename "$program")" 240 tests/run "$program"; done
-  # LM head + loss as a GPU before Hopper computes it.
-  mapfile -t programs < <(test_programs kernels/test_{cuda_losses,linear_cross_entropy,loss_terms,tile_sampling,loss_golden})
+  # Attention and LM head + loss as a GPU before Hopper computes them.
+  mapfile -t programs < <(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling,loss_golden})
   LCE_HOPPER=0 check_all -portable "${programs[@]}"
-  LCE_HOPPER=0 check "test_cuda-portable" test_cuda-portable 240 tests/run build/release/tests/kernels/test_cuda
   # Builds liblce.so with CUDA before it runs.
   for program in kernels/test_liblce.py pytorch/test_{functions,training}.py; do
     [ ! -f "tests/$program" ] || check "$program" "$(basename "$program")" 570 tests/run "tests/$program"
@@ -134,12 +133,13 @@ fi
 if wants sanitizer; then
   # Small shapes, which leave the GPU room for all of them at once.
   export LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0
-  for program in $(test_programs kernels/test_{cuda,cuda_hopper,cuda_losses,cuda_attention,loss_terms,tile_sampling}); do
+  for program in $(test_programs kernels/test_{kernels_update,kernels_layers,attention,cuda_hopper,fp8,linear_cross_entropy,loss_terms,tile_sampling}); do
     timeout --kill-after=10 300 compute-sanitizer --tool memcheck --error-exitcode 9 "$program" >"$OUT/$(basename "$program")-memcheck.log" 2>&1 &
+    [[ $program != *kernels_update ]] || wait # it compares what the whole device holds
   done
   # racecheck does not support mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
   # are left out here, and to the comparisons with the CPU; cuBLASLt's (nvjet) are reported and counted apart.
-  for program in $(test_programs kernels/test_{cuda,cuda_losses}); do
+  for program in $(test_programs kernels/test_{kernels_layers,attention,loss_terms}); do
     LCE_HOPPER=0 timeout --kill-after=10 300 compute-sanitizer --tool racecheck "$program" >"$OUT/$(basename "$program")-racecheck.log" 2>&1 &
   done
   wait
@@ -153,8 +153,8 @@ if wants sanitizer; then
     passed=$(grep -c '^\[  PASSED' "$log")
     all=$(grep -c 'Race reported' "$log")
     ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
-    [ "$passed" = 2 ] && [ "$ours" = 0 ] || failed=1
-    row "$(basename "$log" -racecheck.log) under racecheck" "$passed of 2 dtypes ran; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
+    [ "$passed" = 4 ] && [ "$ours" = 0 ] || failed=1
+    row "$(basename "$log" -racecheck.log) under racecheck" "$passed of 4 backends passed; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
   done
 fi
 

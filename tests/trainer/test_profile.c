@@ -229,8 +229,10 @@ static double logged(const char *log, const char *event, const char *name) {
   snprintf(start, sizeof start, "{\"event\":\"%s\"", event);
   snprintf(member, sizeof member, "\"%s\":", name);
   char *record = strstr(text, start), *end = record ? strchr(record, '\n') : NULL;
-  if (!end) fail_msg("there is no %s in: %s", event, text);
-  *end = 0;
+  if (end)
+    *end = 0;
+  else
+    fail_msg("there is no %s in: %s", event, text);
   const char *at = strstr(record, member);
   double number = at ? strtod(at + strlen(member), NULL) : NAN;
   free(text);
