@@ -246,7 +246,6 @@ static void test_pipes_and_devices(void **state) {
   (void)state;
   static const Refusal refusals[] = {{"--data", "neither a file nor a directory"},
                                      {"--val-data", "neither a file nor a directory"},
-                                     {"--hellaswag", "is not a regular file"},
                                      {"--tokenizer", "is not a regular file"}};
   char arguments[1024], pipe[512];
   make_directory("pipes");
