@@ -175,7 +175,8 @@ def x_of(row):
 def setting(s, rows=()):
     """What stands under a title: model, the sizes that are not swept, dtype, memory options and the device."""
     step, swept = s["what"] != "layer", list(s["sweeps"])
-    sizes = {"tokens": "" if "positions" in s else f"{s['batch']:,} x {s['seq_len']:,} tokens" if step else f"N {s['batch'] * s['seq_len']:,}",
+    tokens = f"{s['batch']:,} x {s['seq_len']:,} tokens" if step else f"N {s['batch'] * s['seq_len']:,}"
+    sizes = {"tokens": "" if "positions" in s else tokens,
              "hidden": "" if step else f"H {s['hidden_size']:,}", "vocab": f"V {s['vocab_size']:,}"}
     parts = [s["model"] if step else "LM head + loss alone", *(text for name, text in sizes.items() if swept != [name]), s["dtype"]]
     if step:
@@ -294,7 +295,8 @@ def memory(s, rows, path):
     def time(row):
         return row["layer_seconds"] / row["floor_seconds"] if layer and row["layer_seconds"] else row["step_seconds"]
     timed = any(time(row) for row in rows)
-    what = f"LM head + loss over the {AXES[sweep]}" if layer else f"Training {s['model']}: memory over the {AXES[sweep]}{' of a step' if sweep == 'tokens' else ''}"
+    over = AXES[sweep] + (" of a step" if sweep == "tokens" and not layer else "")
+    what = f"LM head + loss over the {over}" if layer else f"Training {s['model']}: memory over the {over}"
     margins = (0.95, 2.6 if sweep == "chunk" else 1.2, 1.95, 0.95)
     figure, cells = picture(10.4, 5.7, s["title"] or what, setting(s, rows), foot(s, rows), margins, nrows=1 + timed, ncols=2,
                             width_ratios=(1.75, 1), wspace=0.62, hspace=0.95)
@@ -348,7 +350,8 @@ def trade(s, rows, path):
     ratios = [row["layer_seconds"] / row["floor_seconds"] for row in rows]
     top, held = max([1.5, *ratios]) + 0.05, []
     for mode, (color, marker, name) in MODES.items():
-        points = [(best(row, "layer_bytes"), row["layer_seconds"] / row["floor_seconds"], row["chunk"]) for row in rows if row["mode"] == mode]
+        points = [(best(row, "layer_bytes"), row["layer_seconds"] / row["floor_seconds"], row["chunk"])
+                  for row in rows if row["mode"] == mode]
         ax.plot([p[0] for p in points], [p[1] for p in points], marker + "-", color=color, lw=2.2, ms=7, mec="white", label=name)
         for x, y, chunk in points:
             default = chunk and chunk == s["default_chunk"]
@@ -390,8 +393,8 @@ def timeline(s, rows, path):
     base = stays if left_out else 0
     note = ("Planned, to the byte: nothing was computed, so there are no times." if planned else
             "Bytes that the ledger counts on the device, dated after waiting for it.")
-    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), s["title"] or f"Training {s['model']}: memory over three steps", setting(s), note,
-                            (0.9, 2.15, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
+    title = s["title"] or f"Training {s['model']}: memory over three steps"
+    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), title, setting(s), note, (0.9, 2.15, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
     for k, (mode, rows) in enumerate(modes.items()):
         ax = figure.add_subplot(cells[k])
         total = [sum(row[name] for name in STACK) for row in rows]
@@ -405,7 +408,8 @@ def timeline(s, rows, path):
         linear_axis(ax, 1.06 * (max(peaks.values()) - base), True, 5)
         ax.set_xlim(0, max(ends.values()))
         at = [row["at"] for row in rows]
-        ax.stackplot(at, [[row[name] for row in rows] for name in names], labels=names, colors=[STACK[name] for name in names], step="post", lw=0)
+        ax.stackplot(at, [[row[name] for row in rows] for name in names], labels=names, colors=[STACK[name] for name in names],
+                     step="post", lw=0)
         ax.axhline(max(total) - base, color=INK, lw=1, ls=DASHES)
         places, below = [(ax.get_xlim()[1], max(total) - base, [(f"peak {size(max(total))}", INK, True)])], 0
         for name in names:
@@ -416,7 +420,8 @@ def timeline(s, rows, path):
         spike = max(rows, key=lambda row: row[HEAD])
         label(ax, [(spike["at"], max(total) - base, [(f"LM head + loss {size(spike[HEAD])}", STACK[HEAD], True)])], 2, 9)
         if planned:
-            ax.set_xticks([next(row["at"] for row in rows if row["step"] == step) for step in (1, 2, 3)], ["step 1", "step 2", "step 3"], ha="left")
+            starts = [next(row["at"] for row in rows if row["step"] == step) for step in (1, 2, 3)]
+            ax.set_xticks(starts, ["step 1", "step 2", "step 3"], ha="left")
     ax.set_xlabel("bytes pushed and popped, in their order: no time" if planned else "time of three steps, s")
     legend(figure, figure.axes[0], fontsize=8.5)
     save(figure, path)
@@ -501,7 +506,8 @@ def groups(title, subtitle, all_groups, path):
         for group, color in zip(all_groups, colors_of(group.name for group in all_groups)):
             offsets = [all_groups[0].means.get(step, mean) if k == 2 else 0 for step, mean in group.means.items()]
             xs = group.seconds if k == 1 else list(group.means)
-            means, lows, highs = ([value - off for value, off in zip(values, offsets)] for values in (group.means.values(), group.lows, group.highs))
+            means, lows, highs = ([value - off for value, off in zip(values, offsets)]
+                                  for values in (group.means.values(), group.lows, group.highs))
             ax.plot(xs, means, color=color, lw=2)
             ax.fill_between(xs, lows, highs, color=color, alpha=0.15, lw=0)
             if means:
@@ -509,7 +515,8 @@ def groups(title, subtitle, all_groups, path):
         end = ax.get_xlim()[1]
         label(ax, [(end, y, lines) for _, y, lines in places])
         ax.set_xlim(right=end)
-    for k, (name, field, form) in enumerate((("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate))):
+    bars = ("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate)
+    for k, (name, field, form) in enumerate(bars):
         ax = figure.add_subplot(cells[3].subgridspec(2, 1, hspace=0.75)[k])
         head(ax, name)
         for y, (group, color) in enumerate(zip(all_groups, colors_of(group.name for group in all_groups))):
