@@ -150,11 +150,11 @@ def log_axis(ax, which, values, form, most=5):
 
 def linear_axis(ax, high, in_bytes, ticks):
     """The y axis from 0 to a round figure, its unit beside each tick."""
-    scale = unit_of(high)[0] if in_bytes else 1
+    scale, unit = unit_of(high) if in_bytes else (1, "")
     at = MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]).tick_values(0, high / scale) * scale
     ax.set_ylim(0, at[-1])
     ax.yaxis.set_major_locator(FixedLocator(at))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value) if in_bytes else f"{value:g}"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / scale:g} {unit if value else ''}".rstrip()))
 
 
 # --- memory over a size -----------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def over_size(ax, rows, title, unit, y, form=size, main=False):
     else:
         linear_axis(ax, max(ys), form is size, 5 if main else 4)
     if rows[0]["sweep"] != "chunk":
-        label_ends(ax, xs[-1], {mode: values[-1] for mode, (_, values) in both.items()}, form, main)
+        label_ends(ax, max(line[-1] for line, _ in both.values()), {mode: values[-1] for mode, (_, values) in both.items()}, form, main)
     return both
 
 
