@@ -98,7 +98,7 @@ bool choices_parse(const void *bytes, size_t size, int64_t vocab_size, Choices *
 // --- the file ----------------------------------------------------------------------------------------------
 
 Choices choices_open(const char *path, int64_t vocab_size) {
-  Mapping file = file_map(path);
+  Mapping file = file_map_or_copy(path, 0, NULL);
   if (!file.bytes) fail("cannot open %s: %s", path, strerror(ENOENT));
   Choices choices;
   Reason reason;

@@ -478,7 +478,8 @@ int main(int argc, char **argv) {
     redraw(&r);
   } else {
     choose_device(&r);
-    path_make_folders("out", r.out);
+    Reason reason;
+    if (!path_make_folders(r.out, &reason)) fail("--out %s: %s", r.out, reason.text);
     if (r.recipe.longest) longest(&r);
     if (r.recipe.sweeps[0].values) sweep(&r);
     if (r.recipe.timeline) timeline(&r);

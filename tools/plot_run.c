@@ -87,7 +87,7 @@ static void read_line(Log *log, const cJSON *line, double from) {
 
 static void read_log(Log *log, const char *path, double from) {
   size_t size;
-  int descriptor = file_open(path, NULL, &size);
+  int descriptor = file_open(path, &size);
   FILE *file = descriptor < 0 ? NULL : fdopen(descriptor, "r");
   if (!file) fail("cannot open the log %s: %s", path, strerror(errno));
   for (int t = 0; t < TOTALS; t++) log->totals[t] = NAN;

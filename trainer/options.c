@@ -167,7 +167,7 @@ const Option options_rows[] = {
     {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = REFUSED,
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
-     HELP("Resume from a checkpoint, or with auto from the newest intact one in --save, if any; training "
+     HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any; training "
           "options that are not given are the checkpoint's; the number of ranks, --zero and --vocab-parallel "
           "may differ")},
 

@@ -1,6 +1,6 @@
 #include "trainer/reduction.h"
 
-#include "model/shards.h"
+#include "model/parameters.h"
 
 // ZeRO-2 double-buffers the layers' gradients: every micro-batch's are reduced, and accumulated in the shards.
 static bool reduced_every_pass(const Parameters *p, ParameterGroup group) {

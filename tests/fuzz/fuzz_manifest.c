@@ -9,7 +9,7 @@
 
 #include "base/file.h"
 #include "base/json.h"
-#include "model/checkpoint/folder.h"
+#include "model/checkpoint/weights.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

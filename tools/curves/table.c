@@ -27,7 +27,6 @@ static void write_field(FILE *out, const Column *c, const void *field) {
 
 void table_write(const Table *t, const char *path, const char *settings, const void *records, int count) {
   char *temporary = text_format("%s.new", path);
-  file_require_output(t->what, path, mark);
   FILE *out = file_create(t->what, temporary, mark, false);
   fprintf(out, "# lce.c %s; %s\n", t->what, settings);
   for (int row = -1; row < count; row++)
@@ -80,7 +79,7 @@ static bool read_row(const Table *t, char *line, char *record) {
 void *table_read(const Table *t, const char *path, char *settings, size_t size, int *count,
                  int64_t *capacity) {
   size_t bytes;
-  int file = file_open(path, t->what, &bytes);
+  int file = file_open(path, &bytes);
   FILE *in = file < 0 ? NULL : fdopen(file, "r");
   if (!in) return NULL;
   char line[4096], mark[64], *records = host_grow(NULL, 0, capacity, t->record_size, "a table");
