@@ -155,9 +155,8 @@ const Option options_rows[] = {
 
     {GROUP("Checkpoints")},
     {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
-     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: GPT-2, Llama, Mistral, Qwen2 or "
-          "Qwen3); "
-          "instead of --model")},
+     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES
+          "); instead of --model")},
     {TEXT("save", "DIR", save), .flags = REFUSED,
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
     {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
@@ -287,7 +286,8 @@ static ModelConfig requested_model(const Options *o, ModelConfig *given) {
   if (m.num_attention_heads != preset.num_attention_heads || m.hidden_size != preset.hidden_size) {
     bool gpt2 = m.family == FAMILY_GPT2;
     if (gpt2 && !given->num_key_value_heads) m.num_key_value_heads = m.num_attention_heads;
-    if (!given->head_dim && !model_families[m.family].head_dim) { // Qwen3's does not follow from the others
+    if (!given->head_dim &&
+        !model_families[m.family].config.head_dim) { // Qwen3's does not follow from the others
       if (m.hidden_size % m.num_attention_heads)
         fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
              "--num-attention-heads, or give --head-dim",

@@ -295,22 +295,16 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // --- matching tensors --------------------------------------------------------------------------------------
 
-// "model." of model.layers.0..., "transformer." of transformer.h.0...
-static const char *base_prefix(const Model *model) {
-  return model->config.family == FAMILY_GPT2 ? "transformer." : "model.";
-}
-
 static Parameter *owner_of(Model *model, const char *name) {
   char prefixed[SAFETENSORS_NAME + 16];
-  snprintf(prefixed, sizeof prefixed, "%s%s", base_prefix(model), name);
+  snprintf(prefixed, sizeof prefixed, "%s%s", model_families[model->config.family].prefix, name);
   Parameter *p = parameters_find(&model->parameters, name);
   return p ? p : parameters_find(&model->parameters, prefixed);
 }
 
-// What old files hold besides the weights: GPT-2's causal mask, the others' rotary frequencies.
 static bool is_buffer(const Model *model, const char *name) {
-  if (model->config.family != FAMILY_GPT2) return text_ends_in(name, ".rotary_emb.inv_freq");
-  return text_ends_in(name, ".attn.bias") || text_ends_in(name, ".attn.masked_bias");
+  const char *const *ends = model_families[model->config.family].buffers;
+  return text_ends_in(name, ends[0]) || (ends[1] && text_ends_in(name, ends[1]));
 }
 
 static bool is_tied_head(const Model *model, const char *name) {

@@ -2,17 +2,7 @@
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/safetensors.h"
 #include "model/model.h"
-
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
+#include "tests/test.h"
 
 // --- safetensors -------------------------------------------------------------------------------------------
 
@@ -58,8 +48,7 @@ static void refuses(const char *header, size_t data, const char *why) {
 #define F32(name, shape, place)                                                                              \
   "\"" name "\":{\"dtype\":\"F32\",\"shape\":" shape ",\"data_offsets\":" place "}"
 
-static void valid_headers_are_read(void **state) {
-  (void)state;
+TEST(valid_headers_are_read) {
   accepts("{}", 0, 0);
   accepts("{\"__metadata__\":{\"format\":\"pt\"}}   ", 0, 0);
   accepts("{" F32("a", "[2,3]", "[0,24]") "," F32("b", "[]", "[24,28]") "}", 28, 2);
@@ -68,8 +57,7 @@ static void valid_headers_are_read(void **state) {
   accepts("{\"a\":{\"dtype\":\"F8_E4M3\",\"shape\":[3],\"data_offsets\":[0,3],\"more\":1}}", 3, 1);
 }
 
-static void entries_stand_in_the_order_of_the_file(void **state) {
-  (void)state;
+TEST(entries_stand_in_the_order_of_the_file) {
   size_t size;
   char *bytes =
       file_of("{" F32("late", "[1]", "[24,28]") "," F32("early", "[2,3]", "[0,24]") "}", -1, 28, &size);
@@ -86,8 +74,7 @@ static void entries_stand_in_the_order_of_the_file(void **state) {
   free(bytes);
 }
 
-static void malformed_headers_are_refused(void **state) {
-  (void)state;
+TEST(malformed_headers_are_refused) {
   const char *cut = "cut short";
   refuses_length("{}", 3, 0, cut);
   refuses_length("{}", 0, 0, cut);
@@ -131,8 +118,7 @@ static void malformed_headers_are_refused(void **state) {
 }
 
 // Every prefix of a valid file is refused, and none is read beyond its end.
-static void truncated_files_are_refused(void **state) {
-  (void)state;
+TEST(truncated_files_are_refused) {
   size_t size;
   char *bytes = file_of("{" F32("a", "[2,3]", "[0,24]") "," F32("b", "[1]", "[24,28]") "}", -1, 28, &size);
   for (size_t length = 0; length < size; length++) {
@@ -146,8 +132,7 @@ static void truncated_files_are_refused(void **state) {
   free(bytes);
 }
 
-static void what_is_composed_is_read_again(void **state) {
-  (void)state;
+TEST(what_is_composed_is_read_again) {
   const SafetensorsEntry entries[] = {
       {.name = "a \"quoted\" \xC3\xA4", .dtype = "BF16", .rank = 2, .shape = {3, 5}, .bytes = 30},
       {.name = "b", .dtype = "F32", .rank = 1, .shape = {2}, .bytes = 8}};
@@ -172,8 +157,7 @@ static void what_is_composed_is_read_again(void **state) {
 }
 
 // All 65,536 values of 16 bits.
-static void half_precision_widens_exactly(void **state) {
-  (void)state;
+TEST(half_precision_widens_exactly) {
   enum { COUNT = 1 << 16 };
   static char bytes[2 * COUNT + 1];
   static float f16[COUNT], bf16[COUNT], odd[COUNT];
@@ -225,8 +209,7 @@ static void refuses_config(const char *text, const char *why) {
   if (!strstr(reason.text, why)) fail_msg("%s is refused because %s, not because %s", text, reason.text, why);
 }
 
-static void llama_configs_are_read(void **state) {
-  (void)state;
+TEST(llama_configs_are_read) {
   ModelConfig c = read_config("{" LLAMA_SIZES "}"); // transformers' own defaults
   assert_int_equal(c.num_key_value_heads, 3);
   assert_int_equal(c.head_dim, 4);
@@ -254,8 +237,7 @@ static void llama_configs_are_read(void **state) {
   assert_true(c.rope_theta == 7 && c.rope_scaling.factor == 0);
 }
 
-static void gpt2_configs_are_read(void **state) {
-  (void)state;
+TEST(gpt2_configs_are_read) {
   ModelConfig c = read_config("{" GPT2_SIZES "}");
   assert_true(c.norm == NORM_LAYER && c.learned_positions && !c.gated_mlp && c.in_out_layout);
   assert_true(c.tie_word_embeddings && c.qkv_bias && c.out_bias && c.mlp_bias && c.norm_epsilon == 1e-5);
@@ -278,8 +260,7 @@ static ModelConfig read_family(const char *family, const char *members) {
   return read_config(text);
 }
 
-static void later_configs_are_read(void **state) {
-  (void)state;
+TEST(later_configs_are_read) {
   const char *kv = ",\"num_key_value_heads\":3";
   ModelConfig c = read_family("mistral", ",\"num_key_value_heads\":1");
   assert_true(c.family == FAMILY_MISTRAL && !c.qkv_bias && !c.qk_norm && c.head_dim == 4);
@@ -304,8 +285,7 @@ static void later_configs_are_read(void **state) {
 }
 
 // The published sizes of Llama 2 7B and of SmolLM2 135M.
-static void older_and_smaller_llamas_are_read(void **state) {
-  (void)state;
+TEST(older_and_smaller_llamas_are_read) {
   ModelConfig c = read_config(
       "{\"architectures\":[\"LlamaForCausalLM\"],\"model_type\":\"llama\",\"vocab_size\":32000,"
       "\"hidden_size\":4096,\"intermediate_size\":11008,\"num_hidden_layers\":32,\"num_attention_heads\":32,"
@@ -323,8 +303,7 @@ static void older_and_smaller_llamas_are_read(void **state) {
   assert_true(c.tie_word_embeddings && c.rope_theta == 100000);
 }
 
-static void other_configs_are_refused_by_name(void **state) {
-  (void)state;
+TEST(other_configs_are_refused_by_name) {
   refuses_config("", "no JSON object");
   refuses_config("[]", "no JSON object");
   refuses_config("{}", "model_type \"\"");
@@ -371,8 +350,7 @@ static void other_configs_are_refused_by_name(void **state) {
   refuses_config("{" GPT2_SIZES ",\"add_cross_attention\":true}", "add_cross_attention true");
 }
 
-static void written_configs_are_read_again(void **state) {
-  (void)state;
+TEST(written_configs_are_read_again) {
   static const char *const presets[] = {"gpt2-124m",  "llama-1b",   "llama-8b",
                                         "llama-tiny", "mistral-7b", "qwen3-4b"};
   for (int i = 0; i < 6; i++) {
@@ -411,19 +389,5 @@ static void written_configs_are_read_again(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(valid_headers_are_read),
-      cmocka_unit_test(entries_stand_in_the_order_of_the_file),
-      cmocka_unit_test(malformed_headers_are_refused),
-      cmocka_unit_test(truncated_files_are_refused),
-      cmocka_unit_test(what_is_composed_is_read_again),
-      cmocka_unit_test(half_precision_widens_exactly),
-      cmocka_unit_test(llama_configs_are_read),
-      cmocka_unit_test(gpt2_configs_are_read),
-      cmocka_unit_test(later_configs_are_read),
-      cmocka_unit_test(older_and_smaller_llamas_are_read),
-      cmocka_unit_test(other_configs_are_refused_by_name),
-      cmocka_unit_test(written_configs_are_read_again),
-  };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("safetensors", NULL, NULL);
 }
