@@ -593,14 +593,21 @@ static void what_is_left_out_is_said(void **state) {
   source_close(source);
 }
 
-// A file that takes the inode of an output which is gone is not that output.
-static void an_output_that_is_gone_is_forgotten(void **state) {
+// As long as an output is open, no other is written there.
+static void an_output_is_locked(void **state) {
   (void)state;
-  fclose(file_create("log", temp_path("gone.jsonl"), "{", false));
-  remove(temp_path("gone.jsonl"));
-  write_bytes("new.png", "", 0);
-  fclose(file_create("picture", temp_path("new.png"), "\x89", false));
-  ASSERT_FAILS(file_create("log", temp_path("new.png"), "{", false), "picture is written there");
+  write_bytes("new.jsonl", "", 0);
+  FILE *log = file_create("the log", temp_path("new.jsonl"), "{", false);
+  ASSERT_FAILS(file_create("the picture", temp_path("new.jsonl"), "{", true),
+               "another output is written there");
+  fputs("{\n{\"cut", log);
+  fclose(log);
+  fclose(file_create("the log", temp_path("new.jsonl"), "{", true)); // whose last line a full disk cut
+  size_t length;
+  char *text = file_read(temp_path("new.jsonl"), &length);
+  assert_string_equal(text, "{\n");
+  free(text);
+  ASSERT_FAILS(file_create("the picture", temp_path("new.jsonl"), "\x89", false), "is not from this program");
 }
 
 // --- all tests ----------------------------------------------------------------------------------------
@@ -622,7 +629,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(kinds_do_not_mix),
       cmocka_unit_test(a_directory_of_shards_is_read_for_them_alone),
       cmocka_unit_test(what_is_left_out_is_said),
-      cmocka_unit_test(an_output_that_is_gone_is_forgotten),
+      cmocka_unit_test(an_output_is_locked),
       cmocka_unit_test(masks_say_what_counts),
       cmocka_unit_test(documents_end_where_the_data_say),
       cmocka_unit_test(masks_of_other_shards_are_refused),

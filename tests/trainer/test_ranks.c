@@ -591,7 +591,7 @@ static Process endless(const char *name) {
 
 static void check_usable(const char *name) {
   bool any;
-  char *newest = checkpoint_newest(temp_path(name), CHECK_ALL, &any);
+  char *newest = checkpoint_newest(temp_path(name), &any);
   assert_non_null(newest);
   free(newest);
 }
