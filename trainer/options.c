@@ -199,8 +199,8 @@ const Option options_rows[] = {
           "less memory for; its weights' gradients are then added up chunk by chunk")},
     {TEXT("offload", "LIST", offload), .flags = TRAINING,
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
-          "moments), activations (the layers' inputs; with --recompute layer), head (its weights and gradients, but "
-          "while the loss is computed); the same bits, in less memory of the device and more time")},
+          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in less memory of the device "
+          "and more time")},
     {FLAG("plain-loops", plain_loops, true), HELP("CPU: GEMMs by plain loops, to compare with")},
 
     {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
@@ -405,7 +405,7 @@ static void check_fp8(const Options *o) {
       fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
 }
 
-static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations", "head"};
+static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations"};
 enum { OFFLOADS = sizeof offload_names / sizeof *offload_names };
 
 static void resolve_offload(Options *o) {
@@ -417,8 +417,8 @@ static void resolve_offload(Options *o) {
            (strlen(offload_names[which]) != length || strncmp(at, offload_names[which], length)))
       which++;
     if (which == OFFLOADS)
-      fail("--offload %s: give one or more of weights, gradients, optimizer, activations and head, with "
-           "commas between them",
+      fail("--offload %s: give one or more of weights, gradients, optimizer and activations, with commas "
+           "between them",
            o->offload);
     o->dtypes.offload |= 1u << which;
     at = at[length] ? at + length + 1 : NULL;
