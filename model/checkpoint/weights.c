@@ -16,7 +16,8 @@
 static const char head_name[] = "lm_head.weight";
 
 enum { AT_ONCE = 1 << 22 };     // elements on the way between disk and backend
-enum { READ_AHEAD = 64 << 20 }; // bytes: the disk reads them while the backend takes those before
+enum { READ_AHEAD = 64 << 20 }; // bytes that the disk reads while the backend takes those before
+enum { REQUESTS = 4 };          // at once, which keep its queue full
 
 static char *file_name(const char *stem, int number, int of) {
   return of > 1 ? text_format("%s-%05d-of-%05d.safetensors", stem, number, of)
@@ -183,7 +184,10 @@ static void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backe
     size_t offset = e->offset + (size_t)first * width;
     const char *stored = file->mapping.bytes + offset;
     bool widened = false;
-    file_will_need(&file->mapping, offset + (size_t)count * width, READ_AHEAD);
+    size_t piece = (size_t)count * width / REQUESTS + 1;
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < REQUESTS; i++)
+      file_will_need(&file->mapping, offset + READ_AHEAD + (size_t)i * piece, piece);
     for (int r = 0; r < 2 && roles[r]; r++) {
       Dtype dtype = roles[r][parameter->group].dtype;
       bool as_stored = !strcmp(e->dtype, safetensors_dtype(dtype));

@@ -92,7 +92,7 @@ static void test_wrong_words(void **state) {
       {"--moment-dtype fp8", "--moment-dtype fp8: give fp32 or bf16"},
       {"--recompute all", "--recompute all: give none, elementwise, mlp or layer"},
       {"--offload weights,moments",
-       "give one or more of weights, gradients, optimizer, activations and head"},
+       "give one or more of weights, gradients, optimizer and activations"},
       {"--offload weights,", "--offload weights,: give one or more of "},
       {"--prompt ''", "--prompt: give at least one character"},
       {"corpus.txt", "'corpus.txt' is not an option; paths are given with --data PATH"},
