@@ -106,7 +106,8 @@ typedef struct Parameters {
 void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
 
 // Adds `count` tensors (name, group, rank, shape and first value) of one group and shape[1] that lie one after the
-// other. Fails where a split head leaves some rank without rows. parameters_allocate makes `view` span them all; it must stay where it is until then.
+// other. Fails where a split head leaves some rank without rows. parameters_allocate makes `view` span them all; it must stay where
+// it is until then.
 void parameters_add(Parameters *parameters, Param *view, const Parameter *tensors, int count);
 
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Param.
