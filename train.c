@@ -16,7 +16,6 @@
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
-#include "trainer/evaluate.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/prompt.h"
@@ -31,7 +30,6 @@ typedef struct {
   Loader loader;
   char data[256]; // loader_describe's
   Prompt prompt;
-  Choices choices; // of --hellaswag
   Trainer trainer;
   Report report;
   CheckpointStore store; // of rank 0, with --save
@@ -95,12 +93,6 @@ static void validate(Run *run, int64_t step) {
          step == o->first_step && o->origin ? o->origin : "");
 }
 
-static void score_choices(Run *run) {
-  if (!run->options->hellaswag || stopping(run)) return;
-  ChoiceScore score = trainer_score_choices(&run->trainer, &run->choices, run->options->hellaswag_examples);
-  report_choices(&run->report, &score);
-}
-
 static void sample(Run *run, int64_t step) {
   const Prompt *p = &run->prompt;
   int64_t count;
@@ -144,7 +136,8 @@ static void train(Run *run) {
   int64_t collect_every = 1, done = o->first_step;
   double since = now_seconds();
   while (done < o->steps && !stopping(run)) {
-    ledger->recording = o->timeline && done < o->first_step + 3;
+    // The first step chooses algorithms.
+    ledger->recording = o->timeline && done > o->first_step && done <= o->first_step + TIMELINE_STEPS;
     ledger->step = (int)done;
     run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
@@ -175,12 +168,10 @@ static void train(Run *run) {
   bool validated = run->state.val_step == done;
   if (run->saves && run->saved_step != done) save(run, done);
   if (!validated) validate(run, done);
-  score_choices(run);
 }
 
 static void evaluate(Run *run) {
   validate(run, run->options->first_step);
-  score_choices(run);
   report_evaluation(&run->report, run->state.val_loss);
 }
 
@@ -189,9 +180,8 @@ static void evaluate(Run *run) {
 // Before anything is loaded, or a log begun.
 static void require_something_to_evaluate(const Options *o, const Loader *loader) {
   if (!o->origin) fail("--eval-only: there is no model to evaluate; name its folder with --init or --resume");
-  if (!loader->validation_batches && !o->hellaswag)
-    fail(
-        "--eval-only: there is nothing to evaluate; name --val-data or --hellaswag, or raise --val-fraction");
+  if (!loader->validation_batches)
+    fail("--eval-only: there is nothing to evaluate; name --val-data or raise --val-fraction");
 }
 
 static void open_data(Run *run) {
@@ -199,7 +189,6 @@ static void open_data(Run *run) {
   const TextList *val_data = &o->val_data;
   run->source = trainer_open_source(o);
   run->prompt = prompt_open(o, run->source);
-  if (o->hellaswag) run->choices = choices_open(o->hellaswag, o->model.vocab_size);
   if (val_data->count) run->val_source = source_open(val_data->items, val_data->count, o->model.vocab_size);
   if (o->pack) run->packing = packing_create(run->source, o->seq_len, o->end_of_text);
   if (o->pack && run->val_source)
@@ -246,16 +235,23 @@ static void create_model(Run *run) {
   run->backend->ops->device_peak_reset(run->backend);
 }
 
+static double device_seconds(void *backend) {
+  backend_synchronize(backend);
+  return now_seconds();
+}
+
 static void write_timeline(const Run *run) {
   const Options *o = run->options;
-  if (o->timeline && o->rank == 0) plan_write_timeline(o->timeline, &run->backend->memory.ledger);
+  Ledger *ledger = &run->backend->memory.ledger;
+  ledger->clock = device_seconds;
+  ledger->clock_context = run->backend;
+  if (o->timeline && o->rank == 0) plan_write_timeline(o->timeline, ledger);
 }
 
 static void close_run(Run *run) {
   report_close(&run->report);
   checkpoint_store_close(&run->store);
   trainer_destroy(&run->trainer);
-  choices_close(&run->choices);
   prompt_close(&run->prompt);
   packing_free(run->packing);
   packing_free(run->val_packing);

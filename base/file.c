@@ -153,7 +153,7 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
 
 Mapping file_map_or_copy(const char *path, size_t limit, Reason *given) {
   Mapping mapping = {0};
-  Reason why, *reason = given ? given : &why;
+  Reason why = {""}, *reason = given ? given : &why;
   int file = open_regular(path, &mapping.size, reason);
   if (file >= 0 && mapping.size > 0 && mapping.size > limit) {
     void *bytes = mmap(NULL, mapping.size, PROT_READ, MAP_SHARED, file, 0);
