@@ -10,7 +10,7 @@ MPI       ?= 1
 CUDA_HOME ?=
 # The CPU that -march names; empty: any of the architecture.
 MARCH     ?= native
-# For the tests in Python. Those of tools/torch need PyTorch in it, and are skipped without.
+# For the tests in Python, as those of ./train are. Those of tools/torch need PyTorch in it, and are skipped without.
 PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
@@ -159,6 +159,7 @@ MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_librar
 	$(if $(HAVE_STB),,libstb-dev=maps_of_a_tokenizer) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
 FOR_TESTS := $(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
+	$(if $(shell command -v $(PYTHON)),,python3=the_tests_of_the_programs) \
 	$(if $(filter 0,$(MPI)),,$(if $(HAVE_MPI),,libopenmpi-dev=ranks_on_the_CPU) \
 	$(if $(shell command -v mpirun),,openmpi-bin=mpirun))
 ifeq ($(filter deps-run,$(GOALS)),)
@@ -415,6 +416,6 @@ help:
 #: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
 #: GPUS="80 90"  MARCH=              builds for these GPUs, not those here; for any CPU (-march is native by default)
-#: PYTHON=...                         runs the tests in Python; with PyTorch in it those of tools/torch, too
+#: PYTHON=...                         runs the tests of the programs; with PyTorch in it those of tools/torch, too
 #: DEPS_ROOT=folder                   also searches unpacked packages there for headers and libraries
 #: V=1                                prints whole commands
