@@ -82,8 +82,7 @@ static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, flo
       maximum[i] = grown;
       if (first_key == start || shrink == 1.0f) continue;
       float *row = out.data + (first_query + i) * out.stride;
-#pragma omp simd
-      for (int64_t d = 0; d < head_dim; d++) row[d] *= shrink;
+      EACH_SIMD (d, head_dim) row[d] *= shrink;
     }
     tile_multiply(plain, queries, head_dim, keys, 1.0f, tile_matrix(&scores[0][0], false),
                   matrix(values, first_key, false), first_key > start, out.data + first_query * out.stride,
@@ -91,8 +90,7 @@ static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, flo
   }
   for (int64_t i = 0; i < queries; i++) {
     float *row = out.data + (first_query + i) * out.stride, factor = 1.0f / sum[i];
-#pragma omp simd
-    for (int64_t d = 0; d < head_dim; d++) row[d] *= factor;
+    EACH_SIMD (d, head_dim) row[d] *= factor;
     lse[first_query + i] = maximum[i] + logf(sum[i]);
   }
 }

@@ -31,15 +31,13 @@ static void attend(float *out, const float *q, const float *keys, const float *v
     for (int64_t d = 0; d < head_dim; d++) out[d] *= shrink;
     for (int64_t u = 0; u < width; u++) {
       const float *value = values + (first + u) * head_dim;
-#pragma omp simd
-      for (int64_t d = 0; d < head_dim; d++) out[d] += scores[u] * value[d];
+      EACH_SIMD (d, head_dim) out[d] += scores[u] * value[d];
     }
   }
   for (int64_t d = 0; d < head_dim; d++) out[d] /= sum;
 }
 
 void cpu_attention_decode(Backend *backend, const AttentionDecode *a) {
-  (void)backend;
   AttentionShape s = a->shape;
   int64_t kv_heads = s.num_key_value_heads, group = s.num_heads / kv_heads;
   size_t head_bytes = (size_t)s.head_dim * sizeof(float);

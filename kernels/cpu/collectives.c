@@ -69,8 +69,7 @@ static void require_words(const Collective *a) {
 
 // out [count] (+)= the sum over r of received[r], in that order.
 static void sum(const struct CpuCollectives *c, int count, bool accumulate, float *out) {
-#pragma omp parallel for schedule(static)
-  for (int i = 0; i < count; i++) {
+  EACH_PARALLEL (i, count) {
     double total = accumulate ? out[i] : 0.0;
     for (int r = 0; r < c->ranks; r++) total += c->received[r * count + i];
     out[i] = (float)total;
@@ -199,17 +198,11 @@ static void join_ranks(Backend *backend, const Launch *l) {
 
 #define run_or_queue(backend, a, function, name) ((void)(backend), copy_or_add(a))
 
-void cpu_collectives_join(Backend *backend, int64_t behind) {
-  (void)backend;
-  (void)behind;
-}
+void cpu_collectives_join(Backend *backend, int64_t behind) {}
 
-void cpu_collectives_end(Backend *backend) {
-  (void)backend;
-}
+void cpu_collectives_end(Backend *backend) {}
 
 static void join_ranks(Backend *backend, const Launch *l) {
-  (void)backend;
   fail("%d ranks on the CPU need MPI, and this program was built without it: `make deps` installs it, then "
        "`make` and mpirun -n %d ./train ...",
        l->ranks, l->ranks);

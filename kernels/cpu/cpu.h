@@ -3,6 +3,11 @@
 
 #include "kernels/kernels.h"
 
+// Loops over [0, count) whose iterations are independent: as vector instructions, and by all threads in equal parts.
+#define EACH_SIMD(i, count) _Pragma("omp simd") for (int64_t i = 0; i < (count); i++)
+#define EACH_PARALLEL(i, count)                                                                              \
+  _Pragma("omp parallel for schedule(static)") for (int64_t i = 0; i < (count); i++)
+
 // backend->state.
 typedef struct {
   bool plain_loops;                   // loops in place of CBLAS

@@ -10,8 +10,7 @@ static CpuMatrix matrix(Tensor t, bool transposed) {
 }
 
 static void add_row(float *restrict row, const float *restrict term, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; i++) row[i] += term[i];
+  EACH_SIMD (i, count) row[i] += term[i];
 }
 
 void cpu_linear_forward(Backend *backend, const LinearForward *a) {
@@ -30,8 +29,7 @@ void cpu_linear_forward(Backend *backend, const LinearForward *a) {
     if (adds) add_row(row, cpu_row(a->residual, n), outputs);
     if (gelu) {
       float *activated = cpu_row(a->out, n);
-#pragma omp simd
-      for (int64_t i = 0; i < outputs; i++) activated[i] = gelu_f32(row[i]);
+      EACH_SIMD (i, outputs) activated[i] = gelu_f32(row[i]);
     }
   }
   if (swiglu) cpu_swiglu_forward(backend, &(SwigluForward){.out = a->out, .gate_up = pre});
@@ -49,12 +47,10 @@ void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
     return;
   }
   if (!tensor_exists(a->pre_activation)) return;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < rows; n++) {
+  EACH_PARALLEL (n, rows) {
     float *dx = cpu_row(a->dx, n);
     const float *pre = cpu_row(a->pre_activation, n);
-#pragma omp simd
-    for (int64_t i = 0; i < inputs; i++) dx[i] *= gelu_derivative_f32(pre[i]);
+    EACH_SIMD (i, inputs) dx[i] *= gelu_derivative_f32(pre[i]);
   }
 }
 

@@ -32,12 +32,10 @@ void cpu_adamw(Backend *backend, const AdamW *a) {
 }
 
 void cpu_reduce(Backend *backend, const Reduce *a) {
-  (void)backend;
   int64_t count = tensor_count(a->x), blocks = ceil_div(count, CPU_REDUCE_BLOCK);
   const float *x = a->x.data;
   double *partial = a->workspace.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t b = 0; b < blocks; b++) {
+  EACH_PARALLEL (b, blocks) {
     int64_t last = min_i64(count, (b + 1) * CPU_REDUCE_BLOCK);
     double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -51,7 +49,6 @@ void cpu_reduce(Backend *backend, const Reduce *a) {
 }
 
 void cpu_clip_scale(Backend *backend, const ClipScale *a) {
-  (void)backend;
   float norm = sqrtf(*(const float *)a->sum_of_squares.data), scale = 1.0f;
   if (a->max_norm > 0.0f && norm > a->max_norm) scale = a->max_norm / norm;
   *(float *)a->norm.data = norm;

@@ -19,18 +19,15 @@ static void move_rows(const MoveRows *a, bool scatter) {
   const int32_t *rows = a->rows.data;
   Tensor out = as_rows(a->out), x = as_rows(a->x);
   size_t bytes = (size_t)x.shape[1] * dtype_bytes(x.dtype);
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < a->rows.shape[0]; i++)
+  EACH_PARALLEL (i, a->rows.shape[0])
     memcpy(row_address(out, scatter ? rows[i] : i), row_address(x, scatter ? i : rows[i]), bytes);
 }
 
 void cpu_gather_rows(Backend *backend, const MoveRows *a) {
-  (void)backend;
   move_rows(a, false);
 }
 
 void cpu_scatter_rows(Backend *backend, const MoveRows *a) {
-  (void)backend;
   move_rows(a, true);
 }
 
@@ -43,8 +40,7 @@ void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alph
     for (int64_t n = 0; n < x.shape[0]; n++) {
       const float *row = cpu_row(x, n) + first;
       double coefficient = coefficients ? coefficients[n] : 1.0;
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) sum[i] += coefficient * row[i];
+      EACH_SIMD (i, width) sum[i] += coefficient * row[i];
     }
     for (int64_t i = 0; i < width; i++)
       out[first + i] = (float)(alpha * sum[i] + (accumulate ? out[first + i] : 0.0f));
@@ -67,11 +63,9 @@ static void add_segment(float *out, int64_t length, const uint64_t *keys, int64_
       int64_t n = (int64_t)(keys[k] & UINT32_MAX);
       const float *term = cpu_row(x, n) + first;
       double factor = coefficients ? (double)alpha * coefficients[n] : alpha;
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) sum[i] += factor * term[i];
+      EACH_SIMD (i, width) sum[i] += factor * term[i];
     }
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) out[first + i] += (float)sum[i];
+    EACH_SIMD (i, width) out[first + i] += (float)sum[i];
   }
 }
 

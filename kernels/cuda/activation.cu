@@ -13,13 +13,11 @@ static __global__ void gelu_kernel(T *out, const T *x, const T *dout, int column
   for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
     float values[W];
     load(values, x + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) values[k] = dout ? gelu_derivative(values[k]) : gelu(values[k]);
+    EACH (k, W) values[k] = dout ? gelu_derivative(values[k]) : gelu(values[k]);
     if (dout) {
       float factors[W];
       load(factors, dout + i);
-#pragma unroll
-      for (int k = 0; k < W; k++) values[k] *= factors[k];
+      EACH (k, W) values[k] *= factors[k];
     }
     store(out + i, values);
   }
@@ -51,8 +49,7 @@ static __global__ void swiglu_forward_kernel(T *out, const T *gate_up, unsigned 
     float gate[W], up[W];
     load(gate, gate_up + i);
     load(up, gate_up + columns + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) {
+    EACH (k, W) {
       up[k] *= gate[k] * logistic(gate[k]);
       largest = max(largest, magnitude(up[k]));
     }
@@ -87,8 +84,7 @@ static __global__ void swiglu_backward_kernel(T *dgate_up, const T *dout, const 
     load(d, dout + i);
     load(gate, gate_up + i);
     load(up, gate_up + columns + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) {
+    EACH (k, W) {
       swiglu_gradient(gate[k], up[k], d[k]);
       largest = max(largest, max(magnitude(gate[k]), magnitude(up[k])));
     }

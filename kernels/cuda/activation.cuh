@@ -1,6 +1,5 @@
 // GELU in its tanh form, SwiGLU, and their derivatives, as activation.cu and the GEMMs' epilogues compute them.
-#ifndef LCE_KERNELS_CUDA_ACTIVATION_CUH
-#define LCE_KERNELS_CUDA_ACTIVATION_CUH
+#pragma once
 
 static constexpr float GELU_SCALE = 0.7978845608f; // sqrt(2 / pi)
 static constexpr float GELU_CUBIC = 0.044715f;
@@ -26,5 +25,3 @@ static __device__ __forceinline__ void swiglu_gradient(float &gate, float &up, f
   gate = dout * up * p * (1 + gate * (1 - p));
   up = dout * silu;
 }
-
-#endif

@@ -19,15 +19,13 @@ static __global__ void __launch_bounds__(256)
   int head = (int)(index % num_heads), part = threadIdx.x % LANES, first = threadIdx.x % 32 / LANES;
   int64_t tile = index / num_heads % tiles, batch = index / num_heads / tiles;
   float sum[LANES];
-#pragma unroll
-  for (int i = 0; i < LANES; i++) {
+  EACH (i, LANES) {
     int64_t n = batch * seq_len + min(tile * 32 + i * AT_ONCE + first, (int64_t)seq_len - 1);
     float x[8], y[8];
     load(x, dout + n * dout_stride + head * D + part * 8);
     load(y, out + n * out_stride + head * D + part * 8);
     sum[i] = 0;
-#pragma unroll
-    for (int k = 0; k < 8; k++) sum[i] += x[k] * y[k];
+    EACH (k, 8) sum[i] += x[k] * y[k];
   }
   // Each step halves the rows that a lane adds up, until sum[0] is that of row `part`.
 #pragma unroll

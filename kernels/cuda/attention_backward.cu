@@ -40,12 +40,9 @@ template <int M, int N, bool TRANSPOSED>
 __device__ __forceinline__ void probabilities(float (&s)[M][N / 8][4], float (&dp)[M][N / 8][4],
                                               const float *shift, float scale_log2, bool masked, int offset) {
   if (masked) mask_columns<TRANSPOSED>(s, [=](int row) { return offset + row + !TRANSPOSED; });
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int n = 0; n < N / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
+  EACH (m, M)
+    EACH (n, N / 8)
+      EACH (i, 4) {
         float add = TRANSPOSED ? shift[n * 2 + (i & 1)] : shift[m * 2 + (i >> 1)];
         s[m][n][i] = exp2_approx(fmaf(s[m][n][i], scale_log2, add));
         dp[m][n][i] *= s[m][n][i];
@@ -128,58 +125,45 @@ __global__ void __launch_bounds__(WARPS * 32, 8 / WARPS) key_kernel(BackwardArgu
       // These queries see none of the warp's keys.
       if (query + STEP <= first_key || (PACKED && query >= last_end)) continue;
       float s[M][STEP / 8][4] = {}, dp[M][STEP / 8][4], shift[STEP / 4];
-#pragma unroll
-      for (int n = 0; n < STEP / 8; n++) {
+      EACH (n, STEP / 8) {
         int column = part + n * 8 + 2 * (threadIdx.x % 4);
         float2 l = *reinterpret_cast<const float2 *>(&shared.shift[stage][column]);
         float2 d = *reinterpret_cast<const float2 *>(&shared.minus_delta[stage][column]);
         shift[2 * n] = l.x;
         shift[2 * n + 1] = l.y;
-#pragma unroll
-        for (int m = 0; m < M; m++) {
+        EACH (m, M) {
           dp[m][n][0] = dp[m][n][2] = d.x;
           dp[m][n][1] = dp[m][n][3] = d.y;
         }
       }
-#pragma unroll
-      for (int d = 0; d < D / 16; d++) {
+      EACH (d, D / 16) {
         uint32_t k_rows[M][4], v_rows[M][4], b[4];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
+        EACH (m, M) {
           lane.a(k_rows[m], k_tile, m * 16, d * 16);
           lane.a(v_rows[m], v_tile, m * 16, d * 16);
         }
-#pragma unroll
-        for (int n = 0; n < STEP / 16; n++) {
+        EACH (n, STEP / 16) {
           lane.b_rows(b, q_tile, part + n * 16, d * 16);
-#pragma unroll
-          for (int m = 0; m < M; m++) mma(s[m][2 * n], k_rows[m], b), mma(s[m][2 * n + 1], k_rows[m], b + 2);
+          EACH (m, M) mma(s[m][2 * n], k_rows[m], b), mma(s[m][2 * n + 1], k_rows[m], b + 2);
           lane.b_rows(b, dout_tile, part + n * 16, d * 16);
-#pragma unroll
-          for (int m = 0; m < M; m++)
-            mma(dp[m][2 * n], v_rows[m], b), mma(dp[m][2 * n + 1], v_rows[m], b + 2);
+          EACH (m, M) mma(dp[m][2 * n], v_rows[m], b), mma(dp[m][2 * n + 1], v_rows[m], b + 2);
         }
       }
       if (PACKED && query + STEP > first_end)
         mask_columns<false>(s, [=](int row) { return end_of(first_key + row) - query; });
       probabilities<M, STEP, true>(s, dp, shift, a.scale_log2, first_key + M * 16 > query + 1,
                                    first_key - query);
-#pragma unroll
-      for (int n = 0; n < STEP / 16; n++) {
+      EACH (n, STEP / 16) {
         uint32_t p[M][4], ds[M][4], b[4];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
+        EACH (m, M) {
           to_operand(p[m], s[m][2 * n], s[m][2 * n + 1]);
           to_operand(ds[m], dp[m][2 * n], dp[m][2 * n + 1]);
         }
-#pragma unroll
-        for (int d = 0; d < D / 16; d++) {
+        EACH (d, D / 16) {
           lane.b_columns(b, dout_tile, part + n * 16, d * 16);
-#pragma unroll
-          for (int m = 0; m < M; m++) mma(dv[m][2 * d], p[m], b), mma(dv[m][2 * d + 1], p[m], b + 2);
+          EACH (m, M) mma(dv[m][2 * d], p[m], b), mma(dv[m][2 * d + 1], p[m], b + 2);
           lane.b_columns(b, q_tile, part + n * 16, d * 16);
-#pragma unroll
-          for (int m = 0; m < M; m++) mma(dk[m][2 * d], ds[m], b), mma(dk[m][2 * d + 1], ds[m], b + 2);
+          EACH (m, M) mma(dk[m][2 * d], ds[m], b), mma(dk[m][2 * d + 1], ds[m], b + 2);
         }
       }
     }
@@ -235,8 +219,7 @@ __global__ void __launch_bounds__(128, 2) query_kernel(BackwardArguments a) {
 
   const float *statistics = statistics_of(a.statistics, batch * a.num_heads + head, T);
   float shift[M * 2], minus_delta[M * 2];
-#pragma unroll
-  for (int i = 0; i < M * 2; i++) {
+  EACH (i, M * 2) {
     int t = first_query + i * 8 + g;
     shift[i] = t < T ? statistics[statistics_place(t)] : 0;
     minus_delta[i] = t < T ? statistics[statistics_place(t) + STATISTICS_TILE] : 0;
@@ -260,45 +243,32 @@ __global__ void __launch_bounds__(128, 2) query_kernel(BackwardArguments a) {
       // None of the warp's queries sees these keys.
       if (key >= first_query + M * 16 || (PACKED && key + STEP <= first_start)) continue;
       float s[M][STEP / 8][4] = {}, dp[M][STEP / 8][4];
-#pragma unroll
-      for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < STEP / 8; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) dp[m][n][i] = minus_delta[m * 2 + (i >> 1)];
-#pragma unroll
-      for (int d = 0; d < D / 16; d++) {
+      EACH (m, M)
+        EACH (n, STEP / 8)
+          EACH (i, 4) dp[m][n][i] = minus_delta[m * 2 + (i >> 1)];
+      EACH (d, D / 16) {
         uint32_t q_rows[M][4], dout_rows[M][4], b[4];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
+        EACH (m, M) {
           lane.a(q_rows[m], q_tile, m * 16, d * 16);
           lane.a(dout_rows[m], dout_tile, m * 16, d * 16);
         }
-#pragma unroll
-        for (int n = 0; n < STEP / 16; n++) {
+        EACH (n, STEP / 16) {
           lane.b_rows(b, k_tile, part + n * 16, d * 16);
-#pragma unroll
-          for (int m = 0; m < M; m++) mma(s[m][2 * n], q_rows[m], b), mma(s[m][2 * n + 1], q_rows[m], b + 2);
+          EACH (m, M) mma(s[m][2 * n], q_rows[m], b), mma(s[m][2 * n + 1], q_rows[m], b + 2);
           lane.b_rows(b, v_tile, part + n * 16, d * 16);
-#pragma unroll
-          for (int m = 0; m < M; m++)
-            mma(dp[m][2 * n], dout_rows[m], b), mma(dp[m][2 * n + 1], dout_rows[m], b + 2);
+          EACH (m, M) mma(dp[m][2 * n], dout_rows[m], b), mma(dp[m][2 * n + 1], dout_rows[m], b + 2);
         }
       }
       if (PACKED && key < last_start)
         mask_columns<true>(s, [=](int row) { return start_of(first_query + row) - key; });
       probabilities<M, STEP, false>(s, dp, shift, a.scale_log2, key + STEP > first_query + 1,
                                     first_query - key);
-#pragma unroll
-      for (int n = 0; n < STEP / 16; n++) {
+      EACH (n, STEP / 16) {
         uint32_t ds[M][4], b[4];
-#pragma unroll
-        for (int m = 0; m < M; m++) to_operand(ds[m], dp[m][2 * n], dp[m][2 * n + 1]);
-#pragma unroll
-        for (int d = 0; d < D / 16; d++) {
+        EACH (m, M) to_operand(ds[m], dp[m][2 * n], dp[m][2 * n + 1]);
+        EACH (d, D / 16) {
           lane.b_columns(b, k_tile, part + n * 16, d * 16);
-#pragma unroll
-          for (int m = 0; m < M; m++) mma(dq[m][2 * d], ds[m], b), mma(dq[m][2 * d + 1], ds[m], b + 2);
+          EACH (m, M) mma(dq[m][2 * d], ds[m], b), mma(dq[m][2 * d + 1], ds[m], b + 2);
         }
       }
     }

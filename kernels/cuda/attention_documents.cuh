@@ -1,6 +1,5 @@
 // Which documents the tokens of packed sequences belong to (AttentionForward.documents), for the attention kernels.
-#ifndef LCE_KERNELS_CUDA_ATTENTION_DOCUMENTS_CUH
-#define LCE_KERNELS_CUDA_ATTENTION_DOCUMENTS_CUH
+#pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
 
@@ -27,5 +26,3 @@ static inline Documents documents_of(const Tensor &documents, AttentionShape s) 
 }
 
 } // namespace attention
-
-#endif

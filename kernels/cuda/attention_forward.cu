@@ -35,20 +35,15 @@ struct RowStatistics {
 template <int D>
 __device__ __forceinline__ void softmax_step(float (&s)[M][KEYS / 8][4], float (&o)[M][D / 8][4],
                                              RowStatistics &row, float scale_log2) {
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+  EACH (m, M)
+    EACH (half, 2) {
       float largest = row.max[m][half];
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
-        largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      EACH (n, KEYS / 8) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       float rescale = exp2_approx((row.max[m][half] - largest) * scale_log2);
       float shift = largest * scale_log2, total = 0;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
+      EACH (n, KEYS / 8)
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; i++) {
           s[m][n][i] = exp2_approx(fmaf(s[m][n][i], scale_log2, -shift));
@@ -56,8 +51,7 @@ __device__ __forceinline__ void softmax_step(float (&s)[M][KEYS / 8][4], float (
         }
       row.max[m][half] = largest;
       row.sum[m][half] = row.sum[m][half] * rescale + total;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
+      EACH (n, D / 8) {
         o[m][n][2 * half] *= rescale;
         o[m][n][2 * half + 1] *= rescale;
       }
@@ -103,10 +97,8 @@ __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a)
 
   float o[M][D / 8][4] = {};
   RowStatistics row;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) row.max[m][half] = -INFINITY, row.sum[m][half] = 0;
+  EACH (m, M)
+    EACH (half, 2) row.max[m][half] = -INFINITY, row.sum[m][half] = 0;
   uint32_t q_kept[KEEP_Q ? M : 1][KEEP_Q ? D / 16 : 1][4];
 
   for (int tile = tiles - 1, stage = 0; tile >= first_tile; tile--, stage ^= 1) {
@@ -118,11 +110,8 @@ __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a)
       copies_commit();
     }
     if (KEEP_Q && tile == tiles - 1) {
-#pragma unroll
-      for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int d = 0; d < D / 16; d++)
-          lane.a(q_kept[KEEP_Q ? m : 0][KEEP_Q ? d : 0], q_tile, m * 16, d * 16);
+      EACH (m, M)
+        EACH (d, D / 16) lane.a(q_kept[KEEP_Q ? m : 0][KEEP_Q ? d : 0], q_tile, m * 16, d * 16);
     }
     const int first_key = tile * KEYS;
     // No key of this tile is visible to this warp.
@@ -130,19 +119,15 @@ __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a)
 
     const uint32_t k_tile = shared_address(shared.k[stage]), v_tile = shared_address(shared.v[stage]);
     float s[M][KEYS / 8][4] = {};
-#pragma unroll
-    for (int d = 0; d < D / 16; d++) {
+    EACH (d, D / 16) {
       uint32_t q_now[M][4];
-#pragma unroll
-      for (int m = 0; m < M; m++) {
+      EACH (m, M) {
         if (!KEEP_Q) lane.a(q_now[m], q_tile, m * 16, d * 16);
       }
-#pragma unroll
-      for (int n = 0; n < KEYS / 16; n++) {
+      EACH (n, KEYS / 16) {
         uint32_t b[4];
         lane.b_rows(b, k_tile, n * 16, d * 16);
-#pragma unroll
-        for (int m = 0; m < M; m++) {
+        EACH (m, M) {
           const uint32_t *fragment = KEEP_Q ? q_kept[KEEP_Q ? m : 0][KEEP_Q ? d : 0] : q_now[m];
           mma(s[m][2 * n], fragment, b);
           mma(s[m][2 * n + 1], fragment, b + 2);
@@ -154,22 +139,18 @@ __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a)
     if (PACKED && first_key < last_start)
       mask_columns<true>(s, [=](int row) { return start_of(first_query + row) - first_key; });
     softmax_step<D>(s, o, row, a.scale_log2);
-#pragma unroll
-    for (int n = 0; n < KEYS / 16; n++) {
+    EACH (n, KEYS / 16) {
       uint32_t p[M][4];
-#pragma unroll
-      for (int m = 0; m < M; m++) {
+      EACH (m, M) {
         p[m][0] = pack_bf16(s[m][2 * n][0], s[m][2 * n][1]);
         p[m][1] = pack_bf16(s[m][2 * n][2], s[m][2 * n][3]);
         p[m][2] = pack_bf16(s[m][2 * n + 1][0], s[m][2 * n + 1][1]);
         p[m][3] = pack_bf16(s[m][2 * n + 1][2], s[m][2 * n + 1][3]);
       }
-#pragma unroll
-      for (int d = 0; d < D / 16; d++) {
+      EACH (d, D / 16) {
         uint32_t b[4];
         lane.b_columns(b, v_tile, n * 16, d * 16);
-#pragma unroll
-        for (int m = 0; m < M; m++) {
+        EACH (m, M) {
           mma(o[m][2 * d], p[m], b);
           mma(o[m][2 * d + 1], p[m], b + 2);
         }
@@ -177,10 +158,8 @@ __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a)
     }
   }
 
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+  EACH (m, M)
+    EACH (half, 2) {
       float total = row.sum[m][half];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
@@ -189,8 +168,7 @@ __global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a)
         a.lse[batch * a.lse_stride + (int64_t)head * T + t] =
             row.max[m][half] * (a.scale_log2 / LOG2_E) + logf(total);
       float inverse = 1 / total;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
+      EACH (n, D / 8) {
         o[m][n][2 * half] *= inverse;
         o[m][n][2 * half + 1] *= inverse;
       }

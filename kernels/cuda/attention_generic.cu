@@ -18,27 +18,23 @@ struct Row {
   float x[MAX_PER_LANE];
 
   template <class Element> __device__ void read(const Element *row, int D) {
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) {
+    EACH (i, MAX_PER_LANE) {
       int d = i * 32 + threadIdx.x % 32;
       x[i] = d < D ? to_float(row[d]) : 0;
     }
   }
   template <class Element> __device__ void write(Element *row, int D, float factor) const {
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) {
+    EACH (i, MAX_PER_LANE) {
       int d = i * 32 + threadIdx.x % 32;
       if (d < D) row[d] = from_float<Element>(x[i] * factor);
     }
   }
   __device__ void add(float factor, const Row &other) {
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) x[i] += factor * other.x[i];
+    EACH (i, MAX_PER_LANE) x[i] += factor * other.x[i];
   }
   __device__ float dot(const Row &other) const {
     float sum = 0;
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) sum += x[i] * other.x[i];
+    EACH (i, MAX_PER_LANE) sum += x[i] * other.x[i];
     return warp_sum(sum);
   }
 };

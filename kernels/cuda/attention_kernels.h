@@ -1,7 +1,6 @@
 // The attention kernels that attention.cu chooses from. Operands as in kernels.h; all read and write packed rows as they
 // lie. Bitwise repeatable: each output element is summed by one warp, in one order, without atomics.
-#ifndef LCE_KERNELS_CUDA_ATTENTION_KERNELS_H
-#define LCE_KERNELS_CUDA_ATTENTION_KERNELS_H
+#pragma once
 
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
@@ -32,5 +31,4 @@ void attention_statistics(const AttentionBackward *a, float *statistics, int *co
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -8,8 +8,7 @@
 // Fragments follow the PTX manual's mma.m16n8k16: with g = lane / 4 and q = lane % 4, an accumulator's four
 // elements are (row g, columns 2q, 2q + 1) and (row g + 8, the same columns). Two neighbouring accumulators,
 // rounded to bf16, are exactly one A operand of the next MMA: probabilities never leave the registers.
-#ifndef LCE_KERNELS_CUDA_ATTENTION_MMA_CUH
-#define LCE_KERNELS_CUDA_ATTENTION_MMA_CUH
+#pragma once
 
 #include <stdint.h>
 
@@ -39,8 +38,7 @@ static __device__ __forceinline__ int64_t statistics_place(int64_t t) {
 // keeps half, the upper ones where its number has the bit `mask`, and adds those of its partner, which keeps the others.
 template <int N> __device__ __forceinline__ void add_halves(float (&x)[N], int half, int mask) {
   const bool upper = threadIdx.x & mask;
-#pragma unroll
-  for (int i = 0; i < N / 2; i++) {
+  EACH (i, N / 2) {
     if (i >= half) break;
     const float other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + half], mask);
     x[i] = (upper ? x[i + half] : x[i]) + other;
@@ -69,8 +67,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *matrix, int
                                           int limit) {
   constexpr int CHUNKS = D / 8;
   static_assert(ROWS * CHUNKS % THREADS == 0, "every thread copies the same number of chunks");
-#pragma unroll
-  for (int i = 0; i < ROWS * CHUNKS / THREADS; i++) {
+  EACH (i, ROWS * CHUNKS / THREADS) {
     int index = i * THREADS + threadIdx.x, r = index / CHUNKS, c = index % CHUNKS;
     bool valid = row + r < limit;
     copy_16(tile + (r * CHUNKS + (c ^ (r & 7))) * 16, matrix + (valid ? row + r : 0) * stride + c * 8, valid);
@@ -135,15 +132,11 @@ template <int D> struct Lane {
 template <bool BEFORE, int M, int N, class Bound>
 __device__ __forceinline__ void mask_columns(float (&s)[M][N][4], Bound bound) {
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+  EACH (m, M)
+    EACH (half, 2) {
       const int at = bound(m * 16 + half * 8 + g);
-#pragma unroll
-      for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
+      EACH (n, N)
+        EACH (i, 2)
           if ((n * 8 + 2 * q + i < at) == BEFORE) s[m][n][2 * half + i] = -INFINITY;
     }
 }
@@ -156,18 +149,14 @@ __device__ __forceinline__ void store_rows(Sum sum, float scale, Place place, bf
                                            int row, int limit) {
   constexpr int CHUNKS = D / 8;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int n = 0; n < CHUNKS; n++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
+  EACH (m, M)
+    EACH (n, CHUNKS)
+      EACH (half, 2)
         asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(place(m * 16 + half * 8 + g, n) + q * 4),
                      "r"(pack_bf16(sum(m, n, 2 * half) * scale, sum(m, n, 2 * half + 1) * scale))
                      : "memory");
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 16 * M * CHUNKS / 32; i++) {
+  EACH (i, 16 * M * CHUNKS / 32) {
     int index = i * 32 + lane, r = index / CHUNKS, c = index % CHUNKS;
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
@@ -188,5 +177,3 @@ __device__ __forceinline__ void store_tile_rows(float (&sums)[M][D / 8][4], floa
 }
 
 } // namespace attention
-
-#endif

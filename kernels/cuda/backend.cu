@@ -130,7 +130,6 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 
 // What the whole device holds now, other programs included; cudaMemGetInfo does not separate owners.
 static size_t device_bytes_now(Backend *backend) {
-  (void)backend;
   size_t available = 0, total = 0;
   cuda_check(cudaMemGetInfo(&available, &total), "querying the free memory");
   return total - available;
@@ -169,7 +168,6 @@ static void *allocate(void *context, size_t bytes) {
 }
 
 static void release(void *context, void *data, size_t bytes) {
-  (void)bytes;
   synchronize(static_cast<Backend *>(context));
   cuda_check(cudaFree(data), "freeing device memory");
 }

@@ -196,17 +196,11 @@ void cuda_collectives_end(Backend *backend) {
 
 #define collective(backend, a, ...) copy_or_add(backend, a)
 
-void cuda_collectives_join(Backend *backend, int64_t behind) {
-  (void)backend;
-  (void)behind;
-}
+void cuda_collectives_join(Backend *backend, int64_t behind) {}
 
-void cuda_collectives_end(Backend *backend) {
-  (void)backend;
-}
+void cuda_collectives_end(Backend *backend) {}
 
 static void join_ranks(Backend *backend, const Launch *l) {
-  (void)backend;
   fail("%d ranks on GPUs need NCCL, and this program was built without it", l->ranks);
 }
 

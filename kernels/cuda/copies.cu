@@ -16,7 +16,6 @@ struct CudaCopies {
 };
 
 void *cuda_allocate_host(void *context, size_t bytes) {
-  (void)context;
   void *data = memory_pages.allocate(nullptr, bytes);
   if (data && bytes && cudaHostRegister(data, bytes, cudaHostRegisterDefault) != cudaSuccess) {
     cudaGetLastError(); // the system may limit pinned memory

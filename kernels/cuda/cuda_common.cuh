@@ -1,7 +1,6 @@
 // What every .cu file of the backend needs: errors as sentences, launches, 16-byte loads and stores that widen to
 // fp32, sums over warps and blocks in a fixed order, and the functions that several files call.
-#ifndef LCE_KERNELS_CUDA_CUDA_COMMON_CUH
-#define LCE_KERNELS_CUDA_CUDA_COMMON_CUH
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -12,6 +11,9 @@
 #include "kernels/cuda/cuda_ops.h"
 
 typedef __nv_bfloat16 bf16;
+
+// A loop over [0, count), unrolled.
+#define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
 // --- the backend's state -----------------------------------------------------------------------------------
 
@@ -239,14 +241,12 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 
 template <int N, typename T> static __device__ __forceinline__ void load(float (&out)[N], const T *from) {
   Group<T, N> group = *reinterpret_cast<const Group<T, N> *>(from);
-#pragma unroll
-  for (int i = 0; i < N; i++) out[i] = to_float(group.at[i]);
+  EACH (i, N) out[i] = to_float(group.at[i]);
 }
 
 template <int N, typename T> static __device__ __forceinline__ void store(T *to, const float (&values)[N]) {
   Group<T, N> group;
-#pragma unroll
-  for (int i = 0; i < N; i++) group.at[i] = from_float<T>(values[i]);
+  EACH (i, N) group.at[i] = from_float<T>(values[i]);
   *reinterpret_cast<Group<T, N> *>(to) = group;
 }
 
@@ -256,8 +256,7 @@ static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], b
   if (accumulate) {
     float old[N];
     load(old, to);
-#pragma unroll
-    for (int i = 0; i < N; i++) values[i] += old[i];
+    EACH (i, N) values[i] += old[i];
   }
   store(to, values);
 }
@@ -386,5 +385,3 @@ void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const fl
 // accumulate the caller has zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
-
-#endif

@@ -1,7 +1,6 @@
 // What the files of the CUDA backend share that needs no CUDA header: the operations' names, and the sizes on
 // which the scratch table (compiled everywhere) and the kernels (compiled by nvcc) must agree.
-#ifndef LCE_KERNELS_CUDA_CUDA_OPS_H
-#define LCE_KERNELS_CUDA_CUDA_OPS_H
+#pragma once
 
 #include "kernels/kernels.h"
 
@@ -138,5 +137,4 @@ void cuda_release_host(void *context, void *data, size_t bytes);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -429,12 +429,9 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
     load_tile(right, static_cast<const T *>(p.right.data), p.right.stride, p.right.transposed, first_column,
               p.n, term, p.k);
     __syncthreads();
-#pragma unroll
-    for (int t = 0; t < TERMS; t++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) sum[i][j] += left[t][y + 16 * i] * right[t][x + 16 * j];
+    EACH (t, TERMS)
+      EACH (i, 4)
+        EACH (j, 4) sum[i][j] += left[t][y + 16 * i] * right[t][x + 16 * j];
     __syncthreads();
   }
   for (int i = 0; i < 4; i++)
