@@ -342,16 +342,16 @@ template <bool PACKED> using Query128 = PassTraits<128, false, 3, false, PACKED>
 
 } // namespace attention
 
-bool attention_hopper_backward(const AttentionBackward *b, const float *statistics, int *counters,
-                               float *partials, cudaStream_t stream) {
+bool attention_hopper_backward(const AttentionBackward *b, int *counters, float *partials,
+                               cudaStream_t stream) {
   using namespace attention;
   AttentionShape s = b->shape;
   HopperBackwardArguments key = {};
   if (!hopper_sms<Key64<false>>() || !set_arguments(&key, b->qkv, b->documents, s, counters) ||
       !describe(&key.dout, b->dout, s, s.num_heads))
     return false;
-  key.dqkv = data_of<bf16>(b->dqkv), key.dqkv_stride = b->dqkv.stride, key.statistics = statistics,
-  key.partials = partials;
+  key.dqkv = data_of<bf16>(b->dqkv), key.dqkv_stride = b->dqkv.stride,
+  key.statistics = data_of<const float>(b->workspace), key.partials = partials;
   HopperBackwardArguments query = key;
   query.counter++;
   with_bool(tensor_exists(b->documents), [&](auto packed) {

@@ -20,9 +20,9 @@ struct Documents {
   }
 };
 
-static inline Documents documents_of(const Tensor &documents, AttentionShape s) {
+static __host__ __device__ __forceinline__ Documents documents_of(const Tensor &documents) {
   const int32_t *before = data_of<const int32_t>(documents);
-  return {before, before ? before + s.batch * s.seq_len : nullptr};
+  return {before, before ? before + documents.shape[1] : nullptr};
 }
 
 } // namespace attention

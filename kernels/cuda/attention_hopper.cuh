@@ -213,7 +213,7 @@ static bool set_arguments(HopperArguments *a, Tensor qkv, Tensor documents, Atte
   a->batch = (int)s.batch, a->seq_len = (int)s.seq_len;
   a->num_heads = (int)s.num_heads, a->num_key_value_heads = (int)s.num_key_value_heads;
   a->scale = 1 / sqrtf((float)s.head_dim), a->scale_log2 = a->scale * LOG2_E;
-  a->documents = documents_of(documents, s);
+  a->documents = documents_of(documents);
   return describe(&a->qkv, qkv, s, s.num_heads + 2 * s.num_key_value_heads);
 }
 

@@ -128,6 +128,43 @@ template <int D> struct Lane {
   }
 };
 
+// --- GEMMs of a warp ---------------------------------------------------------------------------------------
+
+// s[16 M, 8 N] += x y^T over D columns. x(a, m, d): the A operand of rows [16 m, 16 m + 16) and columns [d, d + 16); y: rows
+// of a tile from `row` on.
+template <int D, int M, int N, class X>
+__device__ __forceinline__ void scores(float (&s)[M][N][4], const Lane<D> &lane, X x, uint32_t y, int row) {
+#pragma unroll
+  for (int d = 0; d < D; d += 16) {
+    uint32_t a[M][4], b[4];
+    EACH (m, M) x(a[m], m, d);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      lane.b_rows(b, y, row + n * 8, d);
+      EACH (m, M) mma(s[m][n], a[m], b), mma(s[m][n + 1], a[m], b + 2);
+    }
+  }
+}
+
+// sums[16 M, D] += p y: p[16 M, 8 N] rounded to bf16, y rows of a tile from `row` on.
+template <int D, int M, int N>
+__device__ __forceinline__ void accumulate(float (&sums)[M][D / 8][4], const Lane<D> &lane,
+                                           const float (&p)[M][N][4], uint32_t y, int row) {
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t a[M][4], b[4];
+    EACH (m, M)
+      EACH (i, 4) a[m][i] = pack_bf16(p[m][n + i / 2][i % 2 * 2], p[m][n + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int d = 0; d < D; d += 16) {
+      lane.b_columns(b, y, row + n * 8, d);
+      EACH (m, M) mma(sums[m][d / 8], a[m], b), mma(sums[m][d / 8 + 1], a[m], b + 2);
+    }
+  }
+}
+
+// --- masks and results -------------------------------------------------------------------------------------
+
 // A warp's accumulators before column bound(row) become -infinity where BEFORE, else those from it on.
 template <bool BEFORE, int M, int N, class Bound>
 __device__ __forceinline__ void mask_columns(float (&s)[M][N][4], Bound bound) {
@@ -174,6 +211,29 @@ __device__ __forceinline__ void store_tile_rows(float (&sums)[M][D / 8][4], floa
   store_rows<M, D>([&](int m, int n, int i) { return sums[m][n][i]; }, scale,
                    [=](int r, int c) { return tile + (r * (D / 8) + (c ^ (r & 7))) * 16; }, matrix, stride,
                    row, limit);
+}
+
+// --- blocks ------------------------------------------------------------------------------------------------
+
+// A block's rows: `ROWS` of one head of one sequence.
+struct Place {
+  int first_row, head;
+  int64_t batch, first_token; // of the sequence
+};
+
+// Blocks of a head follow one another, those with the most work first: the last rows of queries, the first of keys.
+template <int ROWS> static __device__ __forceinline__ Place place(int seq_len, int heads, bool queries) {
+  const unsigned blocks = (seq_len + ROWS - 1) / ROWS, block = blockIdx.x % blocks;
+  const int64_t batch = blockIdx.x / blocks / heads;
+  return {(int)(queries ? blocks - 1 - block : block) * ROWS, (int)(blockIdx.x / blocks % heads), batch,
+          batch * seq_len};
+}
+
+template <int THREADS, int ROWS, int SHARED_BYTES, class Operation>
+static void launch(void (*kernel)(Operation), const Operation &a, int64_t heads, cudaStream_t stream) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+  kernel<<<(unsigned)(ceil_div(a.shape.seq_len, ROWS) * heads * a.shape.batch), THREADS, SHARED_BYTES,
+           stream>>>(a);
 }
 
 } // namespace attention
