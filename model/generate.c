@@ -9,6 +9,7 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/random.h"
+#include "model/decode.h"
 
 enum { PIECE = 64, SAMPLE_STREAM = 7 };
 

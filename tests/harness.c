@@ -1,23 +1,9 @@
 #include "tests/harness.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
 #include <float.h>
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
-#undef fail // cmocka's; the program's fail() takes a sentence
-#include "base/fail.h"
 #include "base/random.h"
 #include "kernels/ranks/ranks.h"
-
-#define TEST_FAILS(...) (print_error(__VA_ARGS__), print_error("\n"), _fail(__FILE__, __LINE__))
 
 enum { STACK_BYTES = 256 << 20, SEED = 20240520, SAMPLES = 48 };
 
@@ -65,17 +51,6 @@ bool small_shapes(void) {
   return getenv("LCE_SMALL_SHAPES") != NULL;
 }
 
-static void test_nothing(void **state) {
-  (void)state;
-  skip();
-}
-
-int skip_all(const char *group, const char *what, const char *why) {
-  print_message("%s is not tested: %s\n", what, why);
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_nothing)};
-  return cmocka_run_group_tests_name(group, tests, NULL, NULL);
-}
-
 static const char *group_backend;
 
 static int open_group(void **state) {
@@ -94,7 +69,7 @@ static void check_beyond_stack(Memory *m) {
   size_t peak = m->ledger.stack_peak;
   char *base = m->stack_base;
   for (size_t i = peak; i < peak + BEYOND && i < m->stack_capacity; i++)
-    if (base[i]) TEST_FAILS("byte %zu beyond a stack of %zu is written", i - peak, peak);
+    if (base[i]) fail_msg("byte %zu beyond a stack of %zu is written", i - peak, peak);
   memset(base, 0, peak);
   ledger_reset_peak(&m->ledger);
 }
@@ -111,19 +86,18 @@ const char *harness_backend(void) {
   return group_backend;
 }
 
-int run_on_backend(const char *group, const char *backend, const struct CMUnitTest *tests, size_t count) {
+int run_on_backend(const char *backend) {
   Harness *probe = harness_open(backend);
   if (!probe) return 0;
   harness_close(probe);
   group_backend = backend;
-  return _cmocka_run_group_tests(group, tests, count, open_group, close_group);
+  return tests_run_each(backend, open_group, close_group, harness_pop);
 }
 
-int run_on_backends(const struct CMUnitTest *tests, size_t count) {
+int run_on_backends(void) {
   static const char *const backends[] = {"cpu", "cpu-plain", "cuda-fp32", "cuda"};
   int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++)
-    failures += run_on_backend(backends[i], backends[i], tests, count);
+  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) failures += run_on_backend(backends[i]);
   return failures;
 }
 
@@ -290,8 +264,8 @@ static double allowed(Tolerance t, Dtype stored, double want, double rms) {
 static void check_one(const char *what, int64_t i, double got, double want, double tolerance) {
   bool same = got == want || (isnan(got) && isnan(want)) || fabs(got - want) <= tolerance;
   if (!same)
-    TEST_FAILS("%s: element %lld is %.9g, should be %.9g (off by %.3g, allowed %.3g)", what, (long long)i,
-               got, want, fabs(got - want), tolerance);
+    fail_msg("%s: element %lld is %.9g, should be %.9g (off by %.3g, allowed %.3g)", what, (long long)i, got,
+             want, fabs(got - want), tolerance);
 }
 
 void check_values(Harness *h, const char *what, Tensor got, const double *want, Tolerance tolerance) {
@@ -307,7 +281,7 @@ void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b) {
   assert_true(tensor_same_shape(a, b));
   for (int64_t i = 0; i < tensor_count(a); i++)
     if (memcmp(&left[i], &right[i], sizeof left[i]) != 0)
-      TEST_FAILS("%s: element %lld is %.9g here and %.9g there", what, (long long)i, left[i], right[i]);
+      fail_msg("%s: element %lld is %.9g here and %.9g there", what, (long long)i, left[i], right[i]);
 }
 
 Tensor in_pieces(Tensor t) {
@@ -321,8 +295,7 @@ void check_gaps(Harness *h, const char *what, Tensor t) {
   for (int64_t i = 0; i < t.shape[0]; i++)
     for (int64_t j = t.shape[1]; j < t.stride; j++)
       if (!isnan(block[i * t.stride + j]))
-        TEST_FAILS("%s: row %lld was written beyond its end, at column %lld", what, (long long)i,
-                   (long long)j);
+        fail_msg("%s: row %lld was written beyond its end, at column %lld", what, (long long)i, (long long)j);
 }
 
 void check_gradient(Harness *h, const char *what, Tensor got, const double *before, double *x,
@@ -330,7 +303,7 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
   double *values = values_of(h, got);
   int64_t count = tensor_count(got), samples = count < SAMPLES ? count : SAMPLES;
   double rms = root_mean_square(values, count);
-  if (isnan(rms)) TEST_FAILS("%s holds a NaN", what);
+  if (isnan(rms)) fail_msg("%s holds a NaN", what);
   uint64_t stream = h->draws++;
   for (int64_t s = 0; s < samples; s++) {
     int64_t i = (int64_t)random_permute(SEED, stream, (uint64_t)s, (uint64_t)count);

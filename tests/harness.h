@@ -4,15 +4,10 @@
 // Host values are float64 arrays that live until harness_close. A tensor made from them takes the values as
 // its dtype can hold them and writes the rounded values back, so that the reference computes from what the
 // device has.
-#ifndef LCE_TESTS_HARNESS_H
-#define LCE_TESTS_HARNESS_H
-
-#include <setjmp.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
+#pragma once
 
 #include "kernels/kernels.h"
+#include "tests/test.h"
 
 typedef struct {
   Backend *backend;
@@ -32,17 +27,13 @@ void harness_join_ranks(Harness *h);
 // Whether LCE_SMALL_SHAPES asks for small shapes alone: under a sanitizer, which slows kernels a
 // thousandfold.
 bool small_shapes(void);
-// A main's result where nothing can be tested: one test by the name of `group`, skipped, after a line that
-// `what` is not tested, and why.
-int skip_all(const char *group, const char *what, const char *why);
-
-struct CMUnitTest;
-// Runs a group of tests, whose state is a Harness, on a backend by name; nothing where there is none. Returns the failures.
-int run_on_backend(const char *group, const char *backend, const struct CMUnitTest *tests, size_t count);
+// Runs the program's tests, whose state is a Harness, on a backend by name; nothing where there is none. What a test has
+// pushed is popped after it. Returns the failures.
+int run_on_backend(const char *backend);
 // The same on "cpu", "cpu-plain", "cuda-fp32" and "cuda", each a group.
-int run_on_backends(const struct CMUnitTest *tests, size_t count);
+int run_on_backends(void);
 const char *harness_backend(void); // the name of the group's
-int harness_pop(void **state);     // a test's teardown: its memory is popped
+int harness_pop(void **state);     // what a test has pushed so far
 
 // --- values and tensors ------------------------------------------------------------------------------------
 
@@ -113,5 +104,3 @@ void harness_did_not_fail(const char *part, const char *file, int line);
       harness_failed(h, part, __FILE__, __LINE__);                                                           \
     }                                                                                                        \
   } while (0)
-
-#endif

@@ -1,15 +1,5 @@
 #include "tests/pair.h"
 
-// cmocka.h needs the four before it.
-// clang-format off
-#include <stdarg.h>
-#include <stddef.h>
-#include <setjmp.h>
-#include <stdint.h>
-#include <cmocka.h>
-// clang-format on
-#include <stdlib.h>
-
 static const char *backend_name;
 
 static int open_pair(void **state) {
@@ -28,7 +18,7 @@ static int close_pair(void **state) {
   return 0;
 }
 
-int pop_all(void **state) {
+static int pop_all(void **state) {
   Pair *p = *state;
   memory_pop_to(&p->cuda->backend->memory, 0);
   memory_pop_to(&p->cpu->backend->memory, 0);
@@ -88,7 +78,7 @@ const char *pair_backend(void) {
   return backend_name;
 }
 
-int pair_main(const struct CMUnitTest *tests, size_t test_count, int count, char **arguments) {
+int pair_main(int count, char **arguments) {
   if (count > 1) cmocka_set_test_filter(arguments[1]);
   const char *reason = NULL;
   Backend *probe = cuda_backend_create(0, DTYPE_BF16, &reason);
@@ -98,7 +88,7 @@ int pair_main(const struct CMUnitTest *tests, size_t test_count, int count, char
   const char *const names[] = {"cuda-fp32", "cuda"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
     backend_name = names[i];
-    failures += _cmocka_run_group_tests(names[i], tests, test_count, open_pair, close_pair);
+    failures += tests_run_each(names[i], open_pair, close_pair, pop_all);
   }
   return failures;
 }

@@ -1,11 +1,8 @@
 // One tensor on the CUDA backend and on the CPU backend, and a test program that compares the two: for the
 // CUDA backend's tests, in fp32 and in bf16. Both get the same values, rounded to the CUDA operands' dtype.
-#ifndef LCE_TESTS_PAIR_H
-#define LCE_TESTS_PAIR_H
+#pragma once
 
 #include "tests/harness.h"
-
-struct CMUnitTest;
 
 // The backend under test and the one it is compared with.
 typedef struct {
@@ -19,9 +16,7 @@ typedef struct {
 
 // A test program's main: the tests, whose state is a Pair, once with fp32 operands and once with bf16. Skips
 // them where there is no CUDA device. With an argument, a pattern: only the tests whose names match.
-int pair_main(const struct CMUnitTest *tests, size_t test_count, int count, char **arguments);
-// A test's teardown: its memory goes.
-int pop_all(void **state);
+int pair_main(int count, char **arguments);
 void pop_pair(Pair *p);
 // What harness_open calls the CUDA backend that is under test.
 const char *pair_backend(void);
@@ -45,5 +40,3 @@ typedef struct {
 
 Tensor on(Side side, Both b);
 Side side_of(Pair *p, int i); // 0: CUDA, 1: the CPU
-
-#endif

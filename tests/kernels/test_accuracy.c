@@ -3,18 +3,9 @@
 // (bf16 on CUDA) and N no power of two. The bounds are those that the anchored arithmetic was designed for: E
 // and r x are rounded to bf16, 1.0e-3 each on average, and nothing else is. A layer that stores bf16 logits
 // misses all of them by one to two orders of magnitude.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/loss_problem.h"
+#include "tests/test.h"
 
 enum { TOKENS = 125, HIDDEN = 512, CHUNK = 48 };
 static int64_t vocab; // 32768 where there is a GPU; float64 alone would take a CPU half a minute
@@ -115,8 +106,7 @@ static void check(Harness *h, const char *name, double deviation, double lead, d
   memory_pop_to(&h->backend->memory, 0);
 }
 
-static void test_weight_scales(void **state) {
-  (void)state;
+TEST(test_weight_scales) {
   static const char *const backends[] = {"cpu", "cuda-fp32", "cuda"};
   Harness *gpu = harness_open("cuda");
   vocab = gpu ? 32768 : 3001;
@@ -134,6 +124,5 @@ static void test_weight_scales(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_weight_scales)};
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("accuracy", NULL, NULL);
 }

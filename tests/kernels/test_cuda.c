@@ -6,19 +6,6 @@
 // Tolerances come from the harness's error model: a random walk of fp32 roundings over the terms of a sum,
 // plus half a unit of the stored dtype.
 
-// cmocka.h needs the four before it.
-// clang-format off
-#include <stdarg.h>
-#include <stddef.h>
-#include <setjmp.h>
-#include <stdint.h>
-#include <cmocka.h>
-// clang-format on
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "kernels/linear_cross_entropy.h"
 #include "tests/pair.h"
 
@@ -59,7 +46,7 @@ static void embedding_case(Pair *p, int64_t batch, int64_t seq_len, int64_t hidd
   pop_pair(p);
 }
 
-static void test_embedding(void **state) {
+TEST(test_embedding) {
   Pair *p = *state;
   for (int accumulate = 0; accumulate < 2; accumulate++) {
     embedding_case(p, 9, 301, 264, 997, DTYPE_F32, accumulate);
@@ -122,7 +109,7 @@ static void norm_case(Pair *p, NormKind kind, int64_t rows, int64_t heads, int64
   pop_pair(p);
 }
 
-static void test_norm(void **state) {
+TEST(test_norm) {
   Pair *p = *state;
   for (int kind = NORM_LAYER; kind <= NORM_RMS; kind++) {
     norm_case(p, kind, 3001, 1, 768, DTYPE_F32, true); // more rows than teams that run at once
@@ -222,7 +209,7 @@ static void linear_forward_case(Pair *p, Shape s, Forward variant) {
   pop_pair(p);
 }
 
-static void test_linear_forward(void **state) {
+TEST(test_linear_forward) {
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     for (int variant = 0; variant < FORWARD_VARIANTS; variant++)
       linear_forward_case(*state, shapes[i], variant);
@@ -296,7 +283,7 @@ static void linear_backward_weight_case(Pair *p, Shape s, Dtype gradient, bool a
   pop_pair(p);
 }
 
-static void test_linear_backward(void **state) {
+TEST(test_linear_backward) {
   Pair *p = *state;
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
     for (int variant = 0; variant < BACKWARD_VARIANTS; variant++)
@@ -308,7 +295,7 @@ static void test_linear_backward(void **state) {
   }
 }
 
-static void test_no_rows(void **state) {
+TEST(test_no_rows) {
   Pair *p = *state;
   Dtype dtype = p->cuda->dtype;
   double *zeros = host_values(p->cuda, 6 * 8);
@@ -368,7 +355,7 @@ static void rope_case(Pair *p, AttentionShape shape) {
   pop_pair(p);
 }
 
-static void test_elementwise(void **state) {
+TEST(test_elementwise) {
   Pair *p = *state;
   swiglu_case(p, 33, 1408);
   swiglu_case(p, 5, 333);
@@ -426,7 +413,7 @@ static void adamw_case(Pair *p, UpdateShape u) {
   pop_pair(p);
 }
 
-static void test_adamw(void **state) {
+TEST(test_adamw) {
   const int64_t counts[] = {1, 4, 1003, 100000};
   for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
     for (int variant = 0; variant < 32; variant++)
@@ -440,7 +427,7 @@ static void test_adamw(void **state) {
 
 // A step of a sixteenth of bf16's last bit: to nearest, nothing would ever move. At random, one number in 16
 // moves, and the mean is right.
-static void test_random_rounding(void **state) {
+TEST(test_random_rounding) {
   Harness *h = ((Pair *)*state)->cuda;
   enum { COUNT = 1 << 20 };
   double *values = host_values(h, COUNT), one = 1;
@@ -482,7 +469,7 @@ static void reduce_case(Pair *p, int64_t count, int64_t offset, Dtype dtype) {
   pop_pair(p);
 }
 
-static void test_reduce(void **state) {
+TEST(test_reduce) {
   const int64_t counts[] = {1, 7, 2048, 1000003, 9000001};
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     for (int64_t offset = 0; offset < 2; offset++) {
@@ -493,7 +480,7 @@ static void test_reduce(void **state) {
 
 // --- rows --------------------------------------------------------------------------------------------------
 
-static void test_rows(void **state) {
+TEST(test_rows) {
   Pair *p = *state;
   const int64_t widths[] = {1, 3, 6, 64, 2056};
   for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) {
@@ -518,7 +505,7 @@ static void test_rows(void **state) {
 
 // More bytes than the ring of pinned memory holds, and more uploads than it has places; the host's buffer is
 // overwritten as soon as each call returns.
-static void test_uploads(void **state) {
+TEST(test_uploads) {
   Harness *h = ((Pair *)*state)->cuda;
   enum { LARGE = 11 << 20, SMALL = 1003, UPLOADS = 300 };
   int32_t *host = malloc(LARGE * sizeof *host), *back = malloc(LARGE * sizeof *back);
@@ -539,7 +526,7 @@ static void test_uploads(void **state) {
   free(back);
 }
 
-static void test_device_memory(void **state) {
+TEST(test_device_memory) {
   Backend *backend = ((Pair *)*state)->cuda->backend;
   enum { BYTES = 256 << 20 };
   backend->ops->device_peak_reset(backend);
@@ -592,7 +579,7 @@ static Repeated repeat_once(Harness *h, Tensor x, Tensor weight, Tensor targets)
   return r;
 }
 
-static void test_repeatable(void **state) {
+TEST(test_repeatable) {
   Harness *h = ((Pair *)*state)->cuda;
   Tensor x = tensor_from(h, h->dtype, random_values(h, REPEAT_TOKENS * REPEAT_HIDDEN, 1), REPEAT_TOKENS,
                          REPEAT_HIDDEN);
@@ -610,7 +597,7 @@ static void test_repeatable(void **state) {
 
 // Measuring the GEMMs' algorithms must not change a bit: a backend that takes the library's first choice
 // computes the same.
-static void test_measuring_keeps_bits(void **state) {
+TEST(test_measuring_keeps_bits) {
   Harness *measured = ((Pair *)*state)->cuda;
   setenv("LCE_MATMUL_TUNE", "0", 1);
   Harness *first = harness_open(pair_backend());
@@ -629,21 +616,5 @@ static void test_measuring_keeps_bits(void **state) {
 }
 
 int main(int count, char **arguments) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_embedding, pop_all),
-      cmocka_unit_test_teardown(test_norm, pop_all),
-      cmocka_unit_test_teardown(test_linear_forward, pop_all),
-      cmocka_unit_test_teardown(test_linear_backward, pop_all),
-      cmocka_unit_test_teardown(test_no_rows, pop_all),
-      cmocka_unit_test_teardown(test_elementwise, pop_all),
-      cmocka_unit_test_teardown(test_adamw, pop_all),
-      cmocka_unit_test_teardown(test_random_rounding, pop_all),
-      cmocka_unit_test_teardown(test_reduce, pop_all),
-      cmocka_unit_test_teardown(test_rows, pop_all),
-      cmocka_unit_test_teardown(test_uploads, pop_all),
-      cmocka_unit_test_teardown(test_device_memory, pop_all),
-      cmocka_unit_test_teardown(test_repeatable, pop_all),
-      cmocka_unit_test_teardown(test_measuring_keeps_bits, pop_all),
-  };
-  return pair_main(tests, sizeof tests / sizeof *tests, count, arguments);
+  return pair_main(count, arguments);
 }

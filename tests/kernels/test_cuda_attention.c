@@ -11,16 +11,6 @@
 //   dbias   a sum of these over all tokens, in fp32.
 // Bounds, not typical errors: signs are not counted on.
 #include <float.h>
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
 
 #include "kernels/cuda/cuda_ops.h"
 #include "tests/harness.h"
@@ -251,7 +241,12 @@ static void check_shape(Harness *h, AttentionShape s, int kinds) {
   }
 }
 
-static void test_tensor_cores(void **state) {
+static bool backend_is_fp32(const Harness *h) {
+  return h->dtype == DTYPE_F32;
+}
+
+TEST(test_tensor_cores) {
+  if (backend_is_fp32(*state)) skip();
   if (small_shapes()) {
     check_shape(*state, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
     check_shape(*state, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
@@ -270,7 +265,7 @@ static void test_tensor_cores(void **state) {
 }
 
 // Heads that have no tensor-core kernel; in fp32 none has.
-static void test_other_shapes(void **state) {
+TEST(test_other_shapes) {
   static const AttentionShape shapes[] = {{2, 1, 1, 1, 1},   {1, 7, 2, 2, 2},    {2, 33, 6, 2, 10},
                                           {1, 65, 4, 1, 80}, {2, 40, 3, 3, 96},  {1, 70, 2, 1, 256},
                                           {1, 63, 4, 4, 32}, {2, 193, 8, 2, 64}, {1, 129, 3, 1, 128}};
@@ -278,7 +273,8 @@ static void test_other_shapes(void **state) {
 }
 
 // More work than SMs, so that who does what differs between the runs.
-static void test_bitwise_repeatable(void **state) {
+TEST(test_bitwise_repeatable) {
+  if (backend_is_fp32(*state)) skip();
   Harness *h = *state;
   for (int packed = 0; packed < 2; packed++)
     for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
@@ -295,32 +291,9 @@ static void test_bitwise_repeatable(void **state) {
     }
 }
 
-// --- the program -------------------------------------------------------------------------------------------
-
-static const char *backend_name;
-
-static int open_group(void **state) {
-  *state = harness_open(backend_name);
-  return *state == NULL;
-}
-
-static int close_group(void **state) {
-  harness_close(*state);
-  return 0;
-}
-
 int main(void) {
-  const struct CMUnitTest bf16_tests[] = {
-      cmocka_unit_test(test_tensor_cores),
-      cmocka_unit_test(test_other_shapes),
-      cmocka_unit_test(test_bitwise_repeatable),
-  };
-  const struct CMUnitTest fp32_tests[] = {cmocka_unit_test(test_other_shapes)};
   Harness *probe = harness_open("cuda");
   if (!probe) return skip_all("cuda attention", "attention on CUDA", "no usable GPU, or built without CUDA");
   harness_close(probe);
-  backend_name = "cuda";
-  int failures = cmocka_run_group_tests_name("cuda attention, bf16", bf16_tests, open_group, close_group);
-  backend_name = "cuda-fp32";
-  return failures + cmocka_run_group_tests_name("cuda attention, fp32", fp32_tests, open_group, close_group);
+  return run_on_backend("cuda") + run_on_backend("cuda-fp32");
 }

@@ -3,18 +3,6 @@
 // NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits on every
 // run. Skipped on other devices.
 
-// cmocka.h needs the four before it.
-// clang-format off
-#include <stdarg.h>
-#include <stddef.h>
-#include <setjmp.h>
-#include <stdint.h>
-#include <cmocka.h>
-// clang-format on
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "kernels/linear_cross_entropy.h"
 #include "tests/harness.h"
 #include "tests/reference.h"
@@ -92,7 +80,8 @@ static void logits_check(Harness *h, Logits *l, double largest_logit) {
   check_gaps(h, "E", in_pieces(l->exps));
 }
 
-static void test_logits(void **state) {
+TEST(test_logits) {
+  if (!*state) skip();
   Harness *h = *state;
   // The last: X in two rasterisation groups, of clusters that keep pace over more than a round.
   static const int64_t shapes[][3] = {{1, 8, 8},        {5, 64, 100},     {128, 72, 193},  {129, 136, 192},
@@ -109,7 +98,8 @@ static void test_logits(void **state) {
 }
 
 // Without E the sums have the same bits; with little scratch, too, since a row's sums do not meet another's.
-static void test_logits_in_groups(void **state) {
+TEST(test_logits_in_groups) {
+  if (!*state) skip();
   Harness *h = *state;
   Logits l = logits_make(h, 1000, 64, 1000, 0.2);
   logits_run(h, &l, true, SCRATCH_BYTES);
@@ -128,7 +118,8 @@ static void test_logits_in_groups(void **state) {
 
 // Anchors of 25 to 73 and sums down to 1e-29. The anchor's product with log2(e) is rounded to 2^-18 there,
 // which must not show; what log2(e) itself lacks in fp32 does, 1.4e-8 for each unit of the exponent.
-static void test_nearly_certain(void **state) {
+TEST(test_nearly_certain) {
+  if (!*state) skip();
   Harness *h = *state;
   int64_t rows = 130, hidden = 64, vocab = 500;
   Logits l = logits_make(h, rows, hidden, vocab, 0.01);
@@ -154,7 +145,8 @@ static void test_nearly_certain(void **state) {
 }
 
 // A row whose sum overflows says so, whatever the anchor's correction is; the others are as before.
-static void test_overflow(void **state) {
+TEST(test_overflow) {
+  if (!*state) skip();
   Harness *h = *state;
   Logits l = logits_make(h, 140, 64, 700, 0.2);
   double *anchor = values_of(h, l.anchor);
@@ -167,7 +159,8 @@ static void test_overflow(void **state) {
 }
 
 // A row whose target is IGNORE_INDEX is zeros, whatever its anchor holds.
-static void test_ignored_rows(void **state) {
+TEST(test_ignored_rows) {
+  if (!*state) skip();
   Harness *h = *state;
   Logits l = logits_make(h, 140, 64, 700, 0.2);
   int32_t *targets = random_ids(h, l.rows, l.vocab);
@@ -182,7 +175,8 @@ static void test_ignored_rows(void **state) {
   logits_check(h, &l, 8);
 }
 
-static void test_nan_stays_in_its_row(void **state) {
+TEST(test_nan_stays_in_its_row) {
+  if (!*state) skip();
   Harness *h = *state;
   Logits l = logits_make(h, 200, 64, 700, 0.2);
   const uint16_t nan_bits = 0x7FC0;
@@ -218,7 +212,8 @@ static void gradient_case(Harness *h, int64_t rows, int64_t hidden, int64_t voca
   memory_pop_to(&h->backend->memory, mark);
 }
 
-static void test_gradient(void **state) {
+TEST(test_gradient) {
+  if (!*state) skip();
   static const int64_t shapes[][3] = {{1, 8, 8},       {5, 64, 100},    {128, 72, 193}, {300, 200, 1000},
                                       {257, 192, 777}, {256, 384, 640}, {700, 24, 301}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
@@ -228,7 +223,8 @@ static void test_gradient(void **state) {
 }
 
 // More tiles than run at once, with a remainder: whole tiles and slices in one call.
-static void test_gradient_of_many_tiles(void **state) {
+TEST(test_gradient_of_many_tiles) {
+  if (!*state) skip();
   if (small_shapes()) {
     gradient_case(*state, 700, 600, 130, DTYPE_BF16, SCRATCH_BYTES);
     return;
@@ -285,7 +281,8 @@ static void swiglu_case(Harness *h, int64_t rows, int64_t hidden, int64_t width,
 }
 
 // The tiles fill the device; ends that are ragged, tiles of fewer columns, rounds that keep pace, K of one step.
-static void test_swiglu(void **state) {
+TEST(test_swiglu) {
+  if (!*state) skip();
   if (small_shapes()) { // enough for a device of few SMs
     swiglu_case(*state, 300, 72, 328, false);
     swiglu_case(*state, 257, 136, 200, true);
@@ -297,7 +294,8 @@ static void test_swiglu(void **state) {
   swiglu_case(*state, 5000, 64, 2048, true);
 }
 
-static void test_refuses(void **state) {
+TEST(test_refuses) {
+  if (!*state) skip();
   Harness *h = *state;
   Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
   Tensor full = poisoned(h, DTYPE_F32, 100, 32);
@@ -315,7 +313,8 @@ static void test_refuses(void **state) {
 
 // linear_cross_entropy in chunks, against float64: rows that are misaligned (the portable path) and rows that are
 // not.
-static void test_layer(void **state) {
+TEST(test_layer) {
+  if (!*state) skip();
   Harness *h = *state;
   static const int64_t shapes[][4] = {
       {300, 64, 1001, 128}, {300, 63, 1001, 128}, {129, 200, 770, 50}, {1700, 64, 1001, 1700}};
@@ -375,51 +374,14 @@ static int pop_all(void **state) {
   return 0;
 }
 
-// Each test is skipped, by name, where there is no such device.
-#define ON_HOPPER(test)                                                                                      \
-  static void test##_on_hopper(void **state) {                                                               \
-    if (!*state) skip();                                                                                     \
-    test(state);                                                                                             \
-  }
-ON_HOPPER(test_logits)
-ON_HOPPER(test_logits_in_groups)
-ON_HOPPER(test_nearly_certain)
-ON_HOPPER(test_overflow)
-ON_HOPPER(test_ignored_rows)
-ON_HOPPER(test_nan_stays_in_its_row)
-ON_HOPPER(test_gradient)
-ON_HOPPER(test_gradient_of_many_tiles)
-ON_HOPPER(test_swiglu)
-ON_HOPPER(test_refuses)
-ON_HOPPER(test_layer)
-
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_logits_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_logits_in_groups_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_nearly_certain_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_overflow_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_ignored_rows_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_nan_stays_in_its_row_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_gradient_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_gradient_of_many_tiles_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_swiglu_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_refuses_on_hopper, pop_all),
-      cmocka_unit_test_teardown(test_layer_on_hopper, pop_all),
-  };
-  return cmocka_run_group_tests_name("hopper", tests, open_harness, close_harness);
+  return tests_run_each("hopper", open_harness, close_harness, pop_all);
 }
 
 #else
 
-static void test_without_cuda(void **state) {
-  (void)state;
-  skip();
-}
-
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_without_cuda)};
-  return cmocka_run_group_tests_name("hopper", tests, NULL, NULL);
+  return skip_all("hopper", "the GEMMs for Hopper", "built without CUDA");
 }
 
 #endif

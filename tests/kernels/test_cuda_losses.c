@@ -1,17 +1,6 @@
 // The losses on the CUDA backend against the CPU backend, where test_linear_cross_entropy.c (float64, small shapes)
 // does not look: rows wider than shared memory, several tiles, misaligned rows, and rows whose exponentials overflow.
 
-// cmocka.h needs the four before it.
-// clang-format off
-#include <stdarg.h>
-#include <stddef.h>
-#include <setjmp.h>
-#include <stdint.h>
-#include <cmocka.h>
-// clang-format on
-#include <math.h>
-#include <stdlib.h>
-
 #include "kernels/linear_cross_entropy.h"
 #include "tests/pair.h"
 
@@ -39,7 +28,7 @@ static void cross_entropy_case(Pair *p, int64_t rows, int64_t vocab, int64_t str
   pop_pair(p);
 }
 
-static void test_cross_entropy(void **state) {
+TEST(test_cross_entropy) {
   Pair *p = *state;
   for (int forward_only = 0; forward_only < 2; forward_only++) {
     cross_entropy_case(p, 5, 50257, 50304, forward_only);
@@ -121,7 +110,7 @@ static void layer_case(Pair *p, LayerShape l, LceMode mode) {
   pop_pair(p);
 }
 
-static void test_layer(void **state) {
+TEST(test_layer) {
   const LayerShape cases[] = {
       {.rows = 96, .hidden = 64, .vocab = 1024, .chunk = 32, .scale = 0.1},
       {.rows = 101, .hidden = 72, .vocab = 1003, .chunk = 37, .scale = 0.1, .ignores = true},
@@ -212,17 +201,12 @@ static void hopeless_rows_case(Pair *p, int64_t rows, int64_t hidden, int64_t vo
   pop_pair(p);
 }
 
-static void test_hopeless_rows(void **state) {
+TEST(test_hopeless_rows) {
   hopeless_rows_case(*state, 5, 64, 1000);
   hopeless_rows_case(*state, 7, 33, 777);
   if (!small_shapes()) hopeless_rows_case(*state, 40, 128, 30011);
 }
 
 int main(int count, char **arguments) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_cross_entropy, pop_all),
-      cmocka_unit_test_teardown(test_layer, pop_all),
-      cmocka_unit_test_teardown(test_hopeless_rows, pop_all),
-  };
-  return pair_main(tests, sizeof tests / sizeof *tests, count, arguments);
+  return pair_main(count, arguments);
 }

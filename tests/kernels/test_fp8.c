@@ -1,15 +1,6 @@
 // FP8: codes against their definition, quantisation code by code, matmuls of codes against float64.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
 
 #include <float.h>
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/harness.h"
 
@@ -27,8 +18,7 @@ static void assert_code(double value, int want) {
   if (got != want) fail_msg("%.9g became %02x, not %02x", value, (unsigned)got, (unsigned)want);
 }
 
-static void test_codes(void **state) {
-  (void)state;
+TEST(test_codes) {
   for (int code = 0; code < 256; code++) {
     if ((code & 0x7F) == 0x7F) {
       assert_true(isnan(e4m3_to_f32((uint8_t)code)));
@@ -101,7 +91,7 @@ static void check_codes(Harness *h, int64_t rows, int64_t columns, double scale,
   memory_pop_to(&h->backend->memory, 0);
 }
 
-static void test_quantize(void **state) {
+TEST(test_quantize) {
   Harness *h = harness_of(state);
   static const int64_t shapes[][2] = {{16, 16},   {16, 128}, {128, 16},  {128, 128},
                                       {144, 112}, {48, 400}, {272, 144}, {1040, 528}};
@@ -115,7 +105,7 @@ static void test_quantize(void **state) {
 }
 
 // A lost number stays visible in whatever is computed from the codes.
-static void test_not_finite(void **state) {
+TEST(test_not_finite) {
   Harness *h = harness_of(state);
   static const double lost[] = {NAN, INFINITY, -INFINITY};
   for (int i = 0; i < 3; i++) {
@@ -177,7 +167,7 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
   memory_pop_to(&h->backend->memory, 0);
 }
 
-static void test_matmul(void **state) {
+TEST(test_matmul) {
   Harness *h = harness_of(state);
   static const int64_t shapes[][3] = {{16, 16, 16}, {16, 144, 32}, {400, 48, 272}, {272, 528, 1040}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
@@ -187,7 +177,7 @@ static void test_matmul(void **state) {
     }
 }
 
-static void test_refusals(void **state) {
+TEST(test_refusals) {
   Harness *h = *state;
   Tensor x = poisoned(h, h->dtype, 16, 24), amax = poisoned_vector(h, DTYPE_F32, 1);
   Tensor odd = poisoned(h, DTYPE_E4M3, 16, 24), codes = poisoned(h, DTYPE_E4M3, 16, 32);
@@ -205,13 +195,5 @@ static void test_refusals(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest codes[] = {cmocka_unit_test(test_codes)};
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_quantize, harness_pop),
-      cmocka_unit_test_teardown(test_not_finite, harness_pop),
-      cmocka_unit_test_teardown(test_matmul, harness_pop),
-      cmocka_unit_test_teardown(test_refusals, harness_pop),
-  };
-  return cmocka_run_group_tests_name("codes", codes, NULL, NULL) +
-         run_on_backends(tests, sizeof tests / sizeof *tests);
+  return run_on_backends();
 }

@@ -1,14 +1,5 @@
 // Rotary embedding and attention as test_kernels_layers.c has the other layers: whole sequences, decoding, packed
 // documents; and the same bits in a second run.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-#include <math.h>
-#include <string.h>
 
 #include "tests/harness.h"
 #include "tests/reference.h"
@@ -39,7 +30,7 @@ static void rope_case(Harness *h, AttentionShape s) {
   check_values(h, "rope and back", turned, original, of_size(within_stored(h, 2, 4), 1));
 }
 
-static void test_rope(void **state) {
+TEST(test_rope) {
   rope_case(*state, (AttentionShape){2, 7, 4, 2, 6});
   rope_case(*state, (AttentionShape){1, 1, 1, 1, 2});
   rope_case(*state, (AttentionShape){1, 5, 3, 1, 64});
@@ -95,7 +86,7 @@ static void attention_case(Harness *h, AttentionShape s, bool accumulate) {
   check_values(h, "dbias", dbias, sums, of_size(within_stored(h, 8, (double)rows), 1));
 }
 
-static void test_attention(void **state) {
+TEST(test_attention) {
   const AttentionShape shapes[] = {
       {1, 1, 1, 1, 1},  {2, 7, 2, 2, 6},   {1, 1, 3, 1, 64},   {3, 5, 4, 2, 2},    {1, 64, 2, 1, 10},
       {1, 65, 1, 1, 2}, {2, 67, 6, 2, 10}, {1, 131, 2, 1, 64}, {1, 70, 1, 1, 128},
@@ -138,7 +129,7 @@ static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const in
   }
 }
 
-static void test_attention_decode(void **state) {
+TEST(test_attention_decode) {
   decode_case(*state, (AttentionShape){1, 1, 1, 1, 2}, 1, (const int64_t[]){1});
   decode_case(*state, (AttentionShape){2, 9, 4, 2, 6}, 11, (const int64_t[]){5, 1, 1, 2});
   decode_case(*state, (AttentionShape){3, 131, 6, 3, 64}, 131, (const int64_t[]){67, 1, 63});
@@ -219,7 +210,7 @@ static void documents_case(Harness *h, AttentionShape s, const int64_t *lengths)
   harness_pop((void **)&h);
 }
 
-static void test_documents(void **state) {
+TEST(test_documents) {
   documents_case(*state, (AttentionShape){2, 7, 2, 1, 6}, (const int64_t[]){1, 4, 2, 0});
   documents_case(*state, (AttentionShape){1, 9, 1, 1, 2}, (const int64_t[]){9, 0});
   documents_case(*state, (AttentionShape){3, 200, 4, 2, 64}, (const int64_t[]){64, 1, 63, 1, 1, 70, 0});
@@ -228,7 +219,7 @@ static void test_documents(void **state) {
 
 // --- the same bits again -----------------------------------------------------------------------------------
 
-static void test_bitwise_repeatable(void **state) {
+TEST(test_bitwise_repeatable) {
   Harness *h = *state;
   AttentionShape s = {2, 97, 4, 2, 16};
   int64_t rows = s.batch * s.seq_len, width = s.num_heads * s.head_dim;
@@ -259,12 +250,5 @@ static void test_bitwise_repeatable(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_rope, harness_pop),
-      cmocka_unit_test_teardown(test_attention, harness_pop),
-      cmocka_unit_test_teardown(test_attention_decode, harness_pop),
-      cmocka_unit_test_teardown(test_documents, harness_pop),
-      cmocka_unit_test_teardown(test_bitwise_repeatable, harness_pop),
-  };
-  return run_on_backends(tests, sizeof tests / sizeof *tests);
+  return run_on_backends();
 }

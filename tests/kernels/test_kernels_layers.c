@@ -1,14 +1,6 @@
 // The layers' operations against float64: forward results against tests/reference.c, gradients against finite
 // differences, on shapes that nothing divides, with outputs that hold NaN beforehand; and the arguments that operations
 // refuse. Runs on every backend of this build and machine. Attention has test_kernels_attention.c.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-#include <math.h>
 
 #include "tests/harness.h"
 #include "tests/reference.h"
@@ -74,7 +66,7 @@ static void embedding_case(Harness *h, int64_t batch, int64_t seq_len, int64_t h
                    embedding_objective, &c, of_size(within(4, (double)batch), 1));
 }
 
-static void test_embedding(void **state) {
+TEST(test_embedding) {
   embedding_case(*state, 3, 7, 13, 11, true, false);
   embedding_case(*state, 3, 7, 13, 11, true, true);
   embedding_case(*state, 1, 1, 1, 1, true, false);
@@ -210,7 +202,7 @@ static void norm_heads_case(Harness *h, NormKind kind, int64_t rows, int64_t hea
   }
 }
 
-static void test_norm(void **state) {
+TEST(test_norm) {
   for (int kind = NORM_LAYER; kind <= NORM_RMS; kind++) {
     norm_case(*state, kind, 7, 13, false, false);
     norm_case(*state, kind, 7, 13, true, true);
@@ -362,11 +354,11 @@ static void linear_forward_variants(Harness *h, LinearShape s) {
   linear_forward_case(h, s);
 }
 
-static void test_linear_forward(void **state) {
+TEST(test_linear_forward) {
   each_linear_shape(*state, linear_forward_variants);
 }
 
-static void test_linear_backward(void **state) {
+TEST(test_linear_backward) {
   each_linear_shape(*state, linear_backward_case);
 }
 
@@ -383,7 +375,7 @@ static double gelu_objective(void *context) {
   return reference_dot(c->out, c->dout, c->rows * c->outputs);
 }
 
-static void test_gelu(void **state) {
+TEST(test_gelu) {
   Harness *h = *state;
   GeluCase c = {.rows = 7, .inputs = 37, .outputs = 11};
   int64_t count = c.rows * c.inputs;
@@ -463,7 +455,7 @@ static double gated_objective(void *context) {
   return reference_dot(c->out, c->dout, c->rows * c->outputs);
 }
 
-static void test_gated_layers(void **state) {
+TEST(test_gated_layers) {
   Harness *h = *state;
   GatedCase c = {.rows = 7, .inputs = 19, .width = 37, .outputs = 11};
   int64_t wide = 2 * c.width;
@@ -499,7 +491,7 @@ static void test_gated_layers(void **state) {
   }
 }
 
-static void test_swiglu(void **state) {
+TEST(test_swiglu) {
   swiglu_case(*state, 5, 37, false);
   swiglu_case(*state, 5, 37, true);
   swiglu_case(*state, 1, 1, false);
@@ -507,7 +499,7 @@ static void test_swiglu(void **state) {
 
 // --- arguments that are refused ----------------------------------------------------------------------------
 
-static void test_refusals(void **state) {
+TEST(test_refusals) {
   Harness *h = *state;
   Backend *backend = h->backend;
   Dtype dtype = h->dtype;
@@ -605,15 +597,5 @@ static void test_refusals(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_embedding, harness_pop),
-      cmocka_unit_test_teardown(test_norm, harness_pop),
-      cmocka_unit_test_teardown(test_linear_forward, harness_pop),
-      cmocka_unit_test_teardown(test_linear_backward, harness_pop),
-      cmocka_unit_test_teardown(test_gelu, harness_pop),
-      cmocka_unit_test_teardown(test_gated_layers, harness_pop),
-      cmocka_unit_test_teardown(test_swiglu, harness_pop),
-      cmocka_unit_test_teardown(test_refusals, harness_pop),
-  };
-  return run_on_backends(tests, sizeof tests / sizeof *tests);
+  return run_on_backends();
 }

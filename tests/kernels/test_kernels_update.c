@@ -1,21 +1,12 @@
 // What surrounds the layers, as in test_kernels_layers.c: rows and targets, the optimizer, copies, and the memory that the
 // system counts.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-#include <math.h>
-#include <string.h>
 
 #include "tests/harness.h"
 #include "tests/reference.h"
 
 // --- rows --------------------------------------------------------------------------------------------------
 
-static void test_rows(void **state) {
+TEST(test_rows) {
   Harness *h = *state;
   const int32_t picks[] = {10, 0, 7, 3};
   double *x = random_values(h, 11 * 5, 1), *want = host_values(h, 4 * 5),
@@ -38,7 +29,7 @@ static void test_rows(void **state) {
   for (int i = 0; i < 4; i++) assert_true(got[i] == ids[picks[i]]);
 }
 
-static void test_read_targets(void **state) {
+TEST(test_read_targets) {
   Harness *h = *state;
   enum { TOKENS = 300, VOCAB = 7 };
   // Of the wide ones two are wrong only above their lower 32 bits.
@@ -100,7 +91,7 @@ static void adamw_case(Harness *h, int64_t count, bool with_master) {
   if (with_master) check_values(h, "adamw master", a.master, weight, of_size(within(16, 3), 1));
 }
 
-static void test_adamw(void **state) {
+TEST(test_adamw) {
   adamw_case(*state, 1, false);
   adamw_case(*state, 1013, false);
   adamw_case(*state, 1013, true);
@@ -127,7 +118,7 @@ static void reduce_case(Harness *h, int64_t count, bool squares) {
   assert_true(fabs(scalar(h, added) - (want + 3.5)) <= tolerance + 1e-6);
 }
 
-static void test_reduce(void **state) {
+TEST(test_reduce) {
   const int64_t counts[] = {1, 2, 1009, 32768, 100003};
   for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
     for (int squares = 0; squares < 2; squares++) reduce_case(*state, counts[i], squares);
@@ -144,7 +135,7 @@ static void clip_case(Harness *h, double square, float max_norm, double norm, do
 }
 
 // From every dtype to every other, in place too, in pieces of 8 elements and one by one.
-static void test_scale_by(void **state) {
+TEST(test_scale_by) {
   Harness *h = *state;
   const Dtype dtypes[] = {DTYPE_F32, h->dtype};
   for (int i = 0; i < 32; i++) {
@@ -161,7 +152,7 @@ static void test_scale_by(void **state) {
   }
 }
 
-static void test_clip_scale(void **state) {
+TEST(test_clip_scale) {
   clip_case(*state, 16, 1, 4, 0.25);
   clip_case(*state, 16, 8, 4, 1);
   clip_case(*state, 16, 0, 4, 1);
@@ -172,7 +163,7 @@ static void test_clip_scale(void **state) {
 
 // --- copies, collectives of one rank, what the system says -------------------------------------------------
 
-static void test_copies(void **state) {
+TEST(test_copies) {
   Harness *h = *state;
   double *x = random_values(h, 1009, 1), *zeros = host_values(h, 1009);
   Tensor a = vector_from(h, DTYPE_F32, x, 1009), b = poisoned_vector(h, DTYPE_F32, 1009);
@@ -187,7 +178,7 @@ static void test_copies(void **state) {
   }
 }
 
-static void test_system_memory(void **state) {
+TEST(test_system_memory) {
   Harness *h = *state;
   Backend *backend = h->backend;
   if (strcmp(backend->name, "cpu")) return;
@@ -206,15 +197,5 @@ static void test_system_memory(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_rows, harness_pop),
-      cmocka_unit_test_teardown(test_read_targets, harness_pop),
-      cmocka_unit_test_teardown(test_adamw, harness_pop),
-      cmocka_unit_test_teardown(test_reduce, harness_pop),
-      cmocka_unit_test_teardown(test_scale_by, harness_pop),
-      cmocka_unit_test_teardown(test_clip_scale, harness_pop),
-      cmocka_unit_test_teardown(test_copies, harness_pop),
-      cmocka_unit_test_teardown(test_system_memory, harness_pop),
-  };
-  return run_on_backends(tests, sizeof tests / sizeof *tests);
+  return run_on_backends();
 }

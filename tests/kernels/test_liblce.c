@@ -2,28 +2,18 @@
 // sentence and write nothing, targets that are out of range, several contexts and threads at a time. All
 // tensors are allocations of exactly their size, so that AddressSanitizer detects reads or writes outside
 // them.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 
-#include <math.h>
 #include <pthread.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "base/fail.h"
 #include "base/random.h"
 #include "kernels/liblce.h"
 #include "tests/reference.h"
+#include "tests/test.h"
 
 static _Noreturn void fail_sentence(const char *sentence) {
   fail("%s", sentence);
 }
-
-#include <cmocka.h> // makes fail() a macro
 
 // --- problems ----------------------------------------------------------------------------------------------
 
@@ -173,8 +163,7 @@ static lce_context *context_on_cpu(void) {
 // --- tests -------------------------------------------------------------------------------------------------
 
 // Every way through the layer, with targets of both kinds, on one context whose stack grows on the way.
-static void test_values(void **state) {
-  (void)state;
+TEST(test_values) {
   const int64_t shapes[][4] = {{1, 1, 1, 1}, {7, 5, 3, 2}, {29, 17, 101, 8}, {33, 8, 515, 0}};
   lce_context *context = context_on_cpu();
   for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
@@ -190,8 +179,7 @@ static void test_values(void **state) {
 }
 
 // Gradients are added to what is there when that is asked for.
-static void test_accumulate(void **state) {
-  (void)state;
+TEST(test_accumulate) {
   lce_context *context = context_on_cpu();
   Problem p = make_problem(&(Case){29, 17, 101, 8, .terms = true, .logits = true});
   run(context, &p.args);
@@ -229,8 +217,7 @@ static void check_draws(const Draws *d, const float *exact, int64_t count, int s
 
 // With sampling losses stay the same to the bit, and gradients keep their expectation; each seed gives its own. With
 // every tile kept they are the exact ones.
-static void test_sampling(void **state) {
-  (void)state;
+TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, SEEDS = 256 };
   lce_context *context = context_on_cpu();
   const Case c = {N, H, V, 150, .terms = true};
@@ -272,8 +259,7 @@ static void all_unwritten(const float *data, int64_t count) {
 }
 
 // A target out of range is refused; unchecked, it makes that token's loss NaN, and all else is as if it were ignored.
-static void test_targets_out_of_range(void **state) {
-  (void)state;
+TEST(test_targets_out_of_range) {
   const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
   enum { WRONG = sizeof wrong / sizeof *wrong };
   lce_context *context = context_on_cpu();
@@ -325,8 +311,7 @@ static void refused(lce_context *context, const Problem *p, const char *part, lc
     refused(context, &p, part, a);                                                                           \
   } while (0)
 
-static void test_wrong_arguments(void **state) {
-  (void)state;
+TEST(test_wrong_arguments) {
   lce_context *context = context_on_cpu();
   Problem p = make_problem(&(Case){7, 5, 3, 2, .terms = false});
   REFUSED("must be 1 or more", a.tokens = 0);
@@ -378,8 +363,7 @@ static void *nowhere(int number) {
 }
 
 // Sizes that no tensor can have, or whose product overflows 64 bits.
-static void test_impossible_sizes(void **state) {
-  (void)state;
+TEST(test_impossible_sizes) {
   lce_context *context = context_on_cpu();
   Problem p = make_problem(&(Case){7, 5, 3, 2, .terms = false});
   const int64_t too_many[] = {INT32_MAX, INT64_C(1) << 31, INT64_C(1) << 32, (INT64_C(1) << 32) + 3,
@@ -424,8 +408,7 @@ static void *moved(const void *address, intptr_t bytes) {
   return (void *)((uintptr_t)address + (uintptr_t)bytes);
 }
 
-static void test_impossible_addresses(void **state) {
-  (void)state;
+TEST(test_impossible_addresses) {
   lce_context *context = context_on_cpu();
   Problem p = make_problem(&(Case){7, 5, 3, 2, .terms = true, .logits = true});
   REFUSED("x lies at", a.x = moved(a.x, 1));
@@ -466,8 +449,7 @@ static void test_impossible_addresses(void **state) {
 }
 
 // Gradients that a scale of 0 makes 0, or leaves alone; the losses are what they are.
-static void test_scale_of_zero(void **state) {
-  (void)state;
+TEST(test_scale_of_zero) {
   lce_context *context = context_on_cpu();
   for (int bits = 0; bits < 4; bits++) {
     Case c = {29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2};
@@ -487,8 +469,7 @@ static void test_scale_of_zero(void **state) {
   lce_destroy(context);
 }
 
-static void test_wrong_contexts(void **state) {
-  (void)state;
+TEST(test_wrong_contexts) {
   const struct {
     const char *device, *dtype, *part;
   } wrong[] = {{"abacus", "fp32", "neither"},
@@ -510,8 +491,7 @@ static void test_wrong_contexts(void **state) {
   lce_destroy(NULL);
 }
 
-static void test_scale(void **state) {
-  (void)state;
+TEST(test_scale) {
   lce_context *context = context_on_cpu();
   float x[3] = {1, -2, 4}, out[3] = {UNWRITTEN, UNWRITTEN, UNWRITTEN}, half = 0.5f;
   assert_int_equal(lce_scale(context, out, 0, x, 0, 0, &half, NULL), 0);
@@ -540,8 +520,7 @@ static void test_scale(void **state) {
 }
 
 // Calls of two contexts in turn; the first goes while the second is still in use.
-static void test_two_contexts(void **state) {
-  (void)state;
+TEST(test_two_contexts) {
   lce_context *first = context_on_cpu(), *second = context_on_cpu();
   Problem a = make_problem(&(Case){29, 17, 101, 8, .terms = true}),
           b = make_problem(&(Case){33, 8, 515, 4, .logits = true});
@@ -597,8 +576,7 @@ static void catch_sentence(const char *sentence) {
 }
 
 // Threads that each have a context and errors of their own, in a program that has its own fail handler.
-static void test_threads(void **state) {
-  (void)state;
+TEST(test_threads) {
   enum { WORKERS = 4, FAILURES = 200 };
   const char *dtypes[] = {"int1", "int2", "int3", "int4"};
   Worker workers[WORKERS];
@@ -642,8 +620,7 @@ static void *destroy(void *context) {
   return NULL;
 }
 
-static void test_context_of_another_thread(void **state) {
-  (void)state;
+TEST(test_context_of_another_thread) {
   Problem p = make_problem(&(Case){29, 17, 101, 8, .terms = true});
   void *given[] = {context_on_cpu(), &p}, *right;
   pthread_t thread;
@@ -657,20 +634,5 @@ static void test_context_of_another_thread(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_values),
-      cmocka_unit_test(test_accumulate),
-      cmocka_unit_test(test_sampling),
-      cmocka_unit_test(test_targets_out_of_range),
-      cmocka_unit_test(test_wrong_arguments),
-      cmocka_unit_test(test_impossible_sizes),
-      cmocka_unit_test(test_impossible_addresses),
-      cmocka_unit_test(test_scale_of_zero),
-      cmocka_unit_test(test_wrong_contexts),
-      cmocka_unit_test(test_scale),
-      cmocka_unit_test(test_two_contexts),
-      cmocka_unit_test(test_threads),
-      cmocka_unit_test(test_context_of_another_thread),
-  };
-  return cmocka_run_group_tests_name("the C interface", tests, NULL, NULL);
+  return tests_run("the C interface", NULL, NULL);
 }

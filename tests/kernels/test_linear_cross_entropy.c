@@ -1,17 +1,10 @@
 // linear_cross_entropy against float64: its operations, the fused mode made of them, and the materialized mode,
 // on shapes that nothing divides and on rows that ordinary softmax code gets wrong.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 
-#include <cmocka.h>
-
-#include <math.h>
 #include <omp.h>
-#include <string.h>
 
 #include "tests/loss_problem.h"
+#include "tests/test.h"
 
 static LossProblem make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
   LossProblem p = loss_problem(h, rows, hidden, vocab, deviation);
@@ -97,7 +90,7 @@ static void check_pieces(Harness *h, LossProblem *p, const Pieces *s) {
   check_gaps(h, "exponentials", s->exps);
 }
 
-static void test_pieces(void **state) {
+TEST(test_pieces) {
   Harness *h = *state;
   const int64_t shapes[][3] = {{1, 1, 1},     {7, 13, 1},     {1, 5, 17},    {5, 3, 1031},   {130, 7, 33},
                                {131, 37, 29}, {257, 8, 4100}, {3, 67, 2053}, {127, 67, 4611}};
@@ -111,7 +104,7 @@ static void test_pieces(void **state) {
 }
 
 // The float64 gradients themselves are the derivatives of the float64 loss.
-static void test_reference_gradients(void **state) {
+TEST(test_reference_gradients) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 5, 7, 11, 2);
   p.targets[2] = IGNORE_INDEX;
@@ -125,7 +118,7 @@ static void test_reference_gradients(void **state) {
 }
 
 // Without exps nothing of width V is kept, and the loss is the same.
-static void test_forward_only(void **state) {
+TEST(test_forward_only) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 131, 3, 40009, 3);
   Pieces with = run_pieces(h, &p, 0);
@@ -149,7 +142,7 @@ static void test_forward_only(void **state) {
 
 // --- rows that are hard ------------------------------------------------------------------------------------
 
-static void test_overflow_repair(void **state) {
+TEST(test_overflow_repair) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 9, 31, 1511, 1);
   for (int64_t n = 0; n < p.r.rows; n++) {
@@ -169,7 +162,7 @@ static void test_overflow_repair(void **state) {
 }
 
 // Every logit far below the target's: the loss is tiny and all its digits count.
-static void test_nearly_certain(void **state) {
+TEST(test_nearly_certain) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 5, 13, 17, 0.02);
   for (int64_t n = 0; n < p.r.rows; n++) {
@@ -191,7 +184,7 @@ static void test_nearly_certain(void **state) {
   }
 }
 
-static void test_nan_row_stays_alone(void **state) {
+TEST(test_nan_row_stays_alone) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 7, 11, 1301, 2);
   Pieces clean = run_pieces(h, &p, 0);
@@ -208,7 +201,7 @@ static void test_nan_row_stays_alone(void **state) {
 }
 
 // A row above the limit must not make its neighbours' bits depend on it.
-static void test_repair_keeps_other_rows(void **state) {
+TEST(test_repair_keeps_other_rows) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 9, 31, 1511, 1);
   p.targets[1] = 5;
@@ -276,7 +269,7 @@ static void cross_entropy_case(Harness *h, int64_t rows, int64_t vocab, int64_t 
   for (int64_t j = 0; j < vocab; j++) assert_true(gradient[vocab + j] == 0);
 }
 
-static void test_cross_entropy_in_place(void **state) {
+TEST(test_cross_entropy_in_place) {
   cross_entropy_case(*state, 1, 1, 0);
   cross_entropy_case(*state, 5, 13, 3);
   cross_entropy_case(*state, 3, 5003, 1);
@@ -310,7 +303,7 @@ static void layer_case(Harness *h, LceMode mode, int64_t rows, int64_t hidden, i
                of_size(within_stored(h, 8, (double)(hidden + rows)), p.r.scale));
 }
 
-static void test_layer(void **state) {
+TEST(test_layer) {
   const struct {
     int64_t rows, hidden, vocab, chunk, ignored;
   } cases[] = {
@@ -326,7 +319,7 @@ static void test_layer(void **state) {
     }
 }
 
-static void test_bitwise_repeatable(void **state) {
+TEST(test_bitwise_repeatable) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 67, 33, 3001, 2);
   for (int64_t n = 0; n < p.r.rows; n++) p.targets[n] %= 5; // many tokens of one row
@@ -338,7 +331,7 @@ static void test_bitwise_repeatable(void **state) {
 
 // How a chunk is cut depends on its shape alone, so the number of threads does not show in the bits: not in loss and dx,
 // and in dweight, which is one GEMM over the chunk, where the GEMM is our own.
-static void test_threads_do_not_show(void **state) {
+TEST(test_threads_do_not_show) {
   Harness *h = *state;
   if (strncmp(harness_backend(), "cpu", 3) != 0) return;
   LossProblem p = make_problem(h, 113, 33, 9001, 2);
@@ -353,7 +346,7 @@ static void test_threads_do_not_show(void **state) {
   if (!strcmp(harness_backend(), "cpu-plain")) check_bitwise_equal(h, "dweight", one.dweight, three.dweight);
 }
 
-static void test_refusals(void **state) {
+TEST(test_refusals) {
   Harness *h = *state;
   Backend *backend = h->backend;
   Tensor x = poisoned(h, h->dtype, 3, 4), weight = poisoned(h, h->dtype, 5, 4),
@@ -388,19 +381,5 @@ static void test_refusals(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_reference_gradients, harness_pop),
-      cmocka_unit_test_teardown(test_pieces, harness_pop),
-      cmocka_unit_test_teardown(test_forward_only, harness_pop),
-      cmocka_unit_test_teardown(test_overflow_repair, harness_pop),
-      cmocka_unit_test_teardown(test_nearly_certain, harness_pop),
-      cmocka_unit_test_teardown(test_nan_row_stays_alone, harness_pop),
-      cmocka_unit_test_teardown(test_repair_keeps_other_rows, harness_pop),
-      cmocka_unit_test_teardown(test_cross_entropy_in_place, harness_pop),
-      cmocka_unit_test_teardown(test_layer, harness_pop),
-      cmocka_unit_test_teardown(test_bitwise_repeatable, harness_pop),
-      cmocka_unit_test_teardown(test_threads_do_not_show, harness_pop),
-      cmocka_unit_test_teardown(test_refusals, harness_pop),
-  };
-  return run_on_backends(tests, sizeof tests / sizeof *tests);
+  return run_on_backends();
 }

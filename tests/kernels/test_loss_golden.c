@@ -1,17 +1,8 @@
 // The loss as PyTorch defines it: every option alone and combined, computed there in float64 with autograd
 // (tests/golden/make_loss_golden.py) and here by the reference, and by both modes of the layer on every
 // backend.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
 
 #include <cjson/cJSON.h>
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 
 #include "tests/loss_problem.h"
 #include "tests/process.h"
@@ -136,7 +127,7 @@ static void check_reference(Harness *h, Golden *g) {
   if (want->bias) check_double(g->name, "dbias", r.dbias, want->dbias, want->vocab);
 }
 
-static void reference_is_as_in_torch(void **state) {
+TEST(reference_is_as_in_torch) {
   for_each_case(*state, check_reference);
 }
 
@@ -197,14 +188,12 @@ static void check_ways(Harness *h, Golden *g) {
   for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) check_layer(h, g, ways[i]);
 }
 
-static void layer_is_as_in_torch(void **state) {
+TEST(layer_is_as_in_torch) {
   for_each_case(*state, check_ways);
 }
 
 // --- groups ------------------------------------------------------------------------------------------------
 
 int main(void) {
-  const struct CMUnitTest reference[] = {cmocka_unit_test(reference_is_as_in_torch)};
-  const struct CMUnitTest layer[] = {cmocka_unit_test(layer_is_as_in_torch)};
-  return run_on_backend("reference", "cpu", reference, 1) + run_on_backends(layer, 1);
+  return run_on_backends();
 }

@@ -1,17 +1,8 @@
 // Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several
 // chunks) and the materialized one, with and without ignored targets, on shapes that nothing divides.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-#include <math.h>
-#include <stdio.h>
-#include <string.h>
 
 #include "tests/loss_problem.h"
+#include "tests/test.h"
 
 // --- terms, each of which may be on ------------------------------------------------------------------------
 
@@ -43,7 +34,7 @@ static LossProblem make_problem(Harness *h, int terms, int64_t rows, int64_t hid
 // --- the reference itself ----------------------------------------------------------------------------------
 
 // The float64 gradients are the derivatives of the float64 objective, for all terms at once.
-static void test_reference(void **state) {
+TEST(test_reference) {
   Harness *h = *state;
   for (int all = 0; all < 2; all++) {
     int terms = all ? (1 << TERMS) - 1 : 0;
@@ -128,7 +119,7 @@ static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidd
 }
 
 // The named rows are the fused mode's way to ignore; without it ignored targets pass through the operations.
-static void test_alone_and_in_pairs(void **state) {
+TEST(test_alone_and_in_pairs) {
   check_both_modes(state, 0, 29, 17, 101, (Way){.chunk = 7});
   check_both_modes(state, 0, 29, 17, 101, (Way){.chunk = 7, .apart = true});
   for (int i = 0; i < TERMS; i++)
@@ -136,7 +127,7 @@ static void test_alone_and_in_pairs(void **state) {
       check_both_modes(state, 1 << i | 1 << j, 29, 17, 101, (Way){.chunk = 7, .outputs = (i + j) % 2});
 }
 
-static void test_all_at_once(void **state) {
+TEST(test_all_at_once) {
   const int64_t shapes[][4] = {
       {1, 1, 1, 1}, {7, 13, 1, 5}, {5, 3, 1031, 2}, {131, 40, 515, 37}, {67, 33, 2053, 64}};
   const int everything = (1 << TERMS) - 1;
@@ -151,7 +142,7 @@ static void test_all_at_once(void **state) {
     }
 }
 
-static void test_forward_only(void **state) {
+TEST(test_forward_only) {
   const int terms[] = {0, TERM_SMOOTHING | TERM_Z_LOSS | TERM_ROWS, TERM_SOFTCAP | TERM_IGNORED,
                        TERM_BIAS | TERM_SMOOTHING | TERM_CLASS_WEIGHTS | TERM_TEMPERATURE};
   for (size_t i = 0; i < sizeof terms / sizeof *terms; i++)
@@ -161,7 +152,7 @@ static void test_forward_only(void **state) {
 }
 
 // No token counts, named or not: nothing is divided by the sum of no weights.
-static void test_nothing_counts(void **state) {
+TEST(test_nothing_counts) {
   Harness *h = *state;
   const int64_t rows = 4, hidden = 6, vocab = 10;
   int32_t targets[] = {IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX};
@@ -192,7 +183,7 @@ static void test_nothing_counts(void **state) {
   }
 }
 
-static void test_refusals(void **state) {
+TEST(test_refusals) {
   Harness *h = *state;
   Tensor x = poisoned(h, h->dtype, 3, 4), weight = poisoned(h, h->dtype, 5, 4);
   Tensor loss = poisoned_vector(h, DTYPE_F32, 3), targets = ids_from(h, (int32_t[]){0, 1, 2}, 3);
@@ -213,13 +204,5 @@ static void test_refusals(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_reference, harness_pop),
-      cmocka_unit_test_teardown(test_alone_and_in_pairs, harness_pop),
-      cmocka_unit_test_teardown(test_all_at_once, harness_pop),
-      cmocka_unit_test_teardown(test_forward_only, harness_pop),
-      cmocka_unit_test_teardown(test_nothing_counts, harness_pop),
-      cmocka_unit_test_teardown(test_refusals, harness_pop),
-  };
-  return run_on_backends(tests, sizeof tests / sizeof *tests);
+  return run_on_backends();
 }

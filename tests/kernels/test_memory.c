@@ -5,19 +5,10 @@
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/kernels.h"
+#include "tests/test.h"
 
 #include <float.h>
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
-
-#include <cmocka.h>
 
 // --- sentences ---------------------------------------------------------------------------------------------
 
@@ -77,16 +68,14 @@ static Memory counted_memory(Counter *counter) {
 
 // --- memory ------------------------------------------------------------------------------------------------
 
-static void test_padding(void **state) {
-  (void)state;
+TEST(test_padding) {
   assert_int_equal(memory_padded(0), 0);
   assert_int_equal(memory_padded(1), 256);
   assert_int_equal(memory_padded(256), 256);
   assert_int_equal(memory_padded(257), 512);
 }
 
-static void test_reserving(void **state) {
-  (void)state;
+TEST(test_reserving) {
   Counter counter = {.limit = 4096};
   Memory m = counted_memory(&counter);
   char *a = memory_reserve(&m, "a", MEMORY_WEIGHTS, 1000), *b = memory_reserve(&m, "b", MEMORY_MOMENTS, 256);
@@ -105,8 +94,7 @@ static void test_reserving(void **state) {
 }
 
 // The stack hands out the same bytes again in the order last in, first out.
-static void test_stack(void **state) {
-  (void)state;
+TEST(test_stack) {
   Counter counter = {.limit = 1 << 20};
   Memory m = counted_memory(&counter);
   memory_set_stack(&m, 2048);
@@ -135,8 +123,7 @@ static void test_stack(void **state) {
   memory_destroy(&m);
 }
 
-static void test_out_of_memory(void **state) {
-  (void)state;
+TEST(test_out_of_memory) {
   Counter counter = {.limit = 8192};
   Memory m = counted_memory(&counter);
 #define ADVICE                                                                                               \
@@ -182,8 +169,7 @@ static void test_out_of_memory(void **state) {
 }
 
 // A limit below what the source has counts reservations and the stack, however much of that is pushed.
-static void test_limit(void **state) {
-  (void)state;
+TEST(test_limit) {
   Counter counter = {.limit = 8192};
   Memory m = counted_memory(&counter);
   m.limit = 4096;
@@ -202,8 +188,7 @@ static void test_limit(void **state) {
 }
 
 // Whole pages, which all go back; large blocks begin on a boundary of huge pages.
-static void test_pages(void **state) {
-  (void)state;
+TEST(test_pages) {
   static const int64_t sizes[] = {1, 5000, 2 << 20, (5 << 20) + 1};
   for (int i = 0; i < 4; i++) {
     size_t before = system_bytes("/proc/self/status", "VmSize");
@@ -217,8 +202,7 @@ static void test_pages(void **state) {
   }
 }
 
-static void test_poison(void **state) {
-  (void)state;
+TEST(test_poison) {
   Counter counter = {.limit = 4096};
   Memory m = counted_memory(&counter);
   memory_set_stack(&m, 1024);
@@ -233,8 +217,7 @@ static void test_poison(void **state) {
 }
 
 // At the peak: 1000 of weights, 300 of activations and 500 of the head. The head's own peak came later.
-static void test_peaks(void **state) {
-  (void)state;
+TEST(test_peaks) {
   Memory m = memory_create(NULL);
   memory_reserve(&m, "weights", MEMORY_WEIGHTS, 1024);
   memory_push_1d(&m, "kept", MEMORY_ACTIVATIONS, DTYPE_F32, 64);
@@ -269,8 +252,7 @@ static void test_peaks(void **state) {
   memory_destroy(&m);
 }
 
-static void test_timeline(void **state) {
-  (void)state;
+TEST(test_timeline) {
   Memory m = memory_create(NULL);
   memory_push_1d(&m, "unseen", MEMORY_HEAD, DTYPE_F32, 1);
   m.ledger.recording = true;
@@ -313,8 +295,7 @@ static void test_timeline(void **state) {
 }
 
 // A plan's addresses exist (a tensor is there), lie apart as allocated ones would, and point to nothing.
-static void test_planned_addresses(void **state) {
-  (void)state;
+TEST(test_planned_addresses) {
   Counter counter = {.limit = 1 << 20};
   Memory plan = memory_create(NULL), allocated = counted_memory(&counter);
   memory_set_stack(&allocated, 1 << 16);
@@ -337,8 +318,7 @@ static void test_planned_addresses(void **state) {
 }
 
 // A plan has no operations, and the memory of what it plans for.
-static void test_plan_backend(void **state) {
-  (void)state;
+TEST(test_plan_backend) {
   static const DeviceKind devices[] = {ON_CPU, ON_CUDA};
   for (int i = 0; i < 2; i++) {
     Backend *plan = plan_backend_create(devices[i], DTYPE_BF16);
@@ -357,8 +337,7 @@ static void test_plan_backend(void **state) {
   }
 }
 
-static void test_category_names(void **state) {
-  (void)state;
+TEST(test_category_names) {
   for (int a = 0; a < MEMORY_CATEGORY_COUNT; a++)
     for (int b = 0; b < a; b++)
       assert_string_not_equal(memory_category_name((MemoryCategory)a),
@@ -368,8 +347,7 @@ static void test_category_names(void **state) {
 
 // --- tensors -----------------------------------------------------------------------------------------------
 
-static void test_tensors(void **state) {
-  (void)state;
+TEST(test_tensors) {
   float elements[60];
   Tensor t = tensor_2d(elements, DTYPE_F32, 6, 10);
   assert_int_equal(tensor_count(t), 60);
@@ -404,8 +382,7 @@ static void test_tensors(void **state) {
   ASSERT_SAYS(tensor_reshape_2d(columns, 5, 3).data, "fp32 [3, 5] cannot be read as [5, 3]");
 }
 
-static void test_bf16(void **state) {
-  (void)state;
+TEST(test_bf16) {
   static const struct {
     float value;
     uint16_t bits;
@@ -446,8 +423,7 @@ static void test_bf16(void **state) {
 
 // --- random numbers ----------------------------------------------------------------------------------------
 
-static void test_random(void **state) {
-  (void)state;
+TEST(test_random) {
   enum { COUNT = 100000 };
   assert_true(random_bits(1, 2, 3) == random_bits(1, 2, 3));
   double mean = 0, square = 0, normal = 0, normal_square = 0, neighbours = 0;
@@ -472,8 +448,7 @@ static void test_random(void **state) {
   assert_true(fabs(neighbours / COUNT) < five / 12);
 }
 
-static void test_permutation(void **state) {
-  (void)state;
+TEST(test_permutation) {
   static const uint64_t counts[] = {1, 2, 3, 4, 5, 16, 17, 100, 1000, 4096, 4097};
   for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
     for (uint64_t seed = 0; seed < 3; seed++) {
@@ -505,8 +480,7 @@ static void test_permutation(void **state) {
 
 // --- text --------------------------------------------------------------------------------------------------
 
-static void test_text(void **state) {
-  (void)state;
+TEST(test_text) {
   assert_string_equal(text_bytes(0).text, "0 B");
   assert_string_equal(text_bytes(1023).text, "1023 B");
   assert_string_equal(text_bytes(1024).text, "1.0 KiB");
@@ -551,8 +525,7 @@ static void count_destroyed(Backend *backend) {
 }
 
 // A backend whose creation fails half-way is destroyed, with the memory that it has; a finished one is let be.
-static void test_abandoned_backend(void **state) {
-  (void)state;
+TEST(test_abandoned_backend) {
   static const BackendOps ops = {.destroy = count_destroyed};
   backend_abandon(); // nothing has begun
   Backend *finished = backend_finish(backend_begin(&ops, ON_CPU, DTYPE_F32, sizeof(int64_t)));
@@ -567,25 +540,5 @@ static void test_abandoned_backend(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_abandoned_backend),
-      cmocka_unit_test(test_padding),
-      cmocka_unit_test(test_reserving),
-      cmocka_unit_test(test_stack),
-      cmocka_unit_test(test_out_of_memory),
-      cmocka_unit_test(test_limit),
-      cmocka_unit_test(test_pages),
-      cmocka_unit_test(test_poison),
-      cmocka_unit_test(test_peaks),
-      cmocka_unit_test(test_timeline),
-      cmocka_unit_test(test_planned_addresses),
-      cmocka_unit_test(test_plan_backend),
-      cmocka_unit_test(test_category_names),
-      cmocka_unit_test(test_tensors),
-      cmocka_unit_test(test_bf16),
-      cmocka_unit_test(test_random),
-      cmocka_unit_test(test_permutation),
-      cmocka_unit_test(test_text),
-  };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("memory", NULL, NULL);
 }

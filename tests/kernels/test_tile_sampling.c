@@ -1,20 +1,12 @@
 // Tile sampling against float64 that draws by the same rule: tiles that are ragged in both directions, several chunks,
 // counted tokens packed or not, the terms that may be combined with it; all tiles kept, or none; the mean over many seeds;
 // stats; and the operation by itself.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 
-#include <cmocka.h>
-
-#include <math.h>
 #include <omp.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "base/random.h"
 #include "tests/loss_problem.h"
+#include "tests/test.h"
 
 // --- problems whose tiles differ in mass -------------------------------------------------------------------
 
@@ -137,7 +129,7 @@ static void check_case(Harness *h, Case c) {
   memory_pop_to(&h->backend->memory, 0);
 }
 
-static void test_cases(void **state) {
+TEST(test_cases) {
   static const Case cases[] = {
       {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 150, .size = 150},
       {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 40, .size = 38},
@@ -165,7 +157,7 @@ static void test_cases(void **state) {
 // --- the ends ----------------------------------------------------------------------------------------------
 
 // With every tile kept the sums have the same order as without sampling. A full mass of 0 is no sampling.
-static void test_all_kept(void **state) {
+TEST(test_all_kept) {
   Harness *h = *state;
   const Case c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 128, .size = 128};
   Problem p = make_problem(h, c);
@@ -189,7 +181,7 @@ static void test_all_kept(void **state) {
 }
 
 // What remains is the target's own entry.
-static void test_all_dropped(void **state) {
+TEST(test_all_dropped) {
   Harness *h = *state;
   const Case c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 200, .size = 151};
   Problem p = make_problem(h, c);
@@ -203,7 +195,7 @@ static void test_all_dropped(void **state) {
 }
 
 // A NaN keeps its tiles, and spoils no other row of dx. A target with certainty: the mass underflows, or is 0.
-static void test_extremes(void **state) {
+TEST(test_extremes) {
   Harness *h = *state;
   const Case c = {.rows = 200, .hidden = 16, .vocab = 768, .chunk = 200, .size = 200};
   Problem p = make_problem(h, c);
@@ -230,7 +222,7 @@ static void test_extremes(void **state) {
 }
 
 // A row that is redone with its maximum as anchor has the mass of the new exponentials.
-static void test_redone_row(void **state) {
+TEST(test_redone_row) {
   Harness *h = *state;
   LossProblem p = loss_problem(h, 130, 24, 500, 0x1p-7);
   p.r.temperature = 0x1p-7;
@@ -251,7 +243,7 @@ static void test_redone_row(void **state) {
 
 // The same bits again, with more threads; others with another seed; losses are those without sampling; zero stats without
 // gradients.
-static void test_repeats(void **state) {
+TEST(test_repeats) {
   Harness *h = *state;
   const Case c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
   Problem p = make_problem(h, c);
@@ -282,7 +274,7 @@ static void test_repeats(void **state) {
 
 // With n seeds the squared distance of the mean gradient from the exact one is the gradient's variance over n, for dx and
 // for dweight: here within a factor of 3, at two n.
-static void test_unbiased(void **state) {
+TEST(test_unbiased) {
   if (small_shapes()) skip(); // 256 seeds
   Harness *h = *state;
   enum { SEEDS = 256 };
@@ -411,7 +403,7 @@ static void check_operation(Harness *h, Shape s, int64_t every, Dtype dx_dtype) 
 }
 
 // All tiles are kept, some, the first alone, or none.
-static void test_operation(void **state) {
+TEST(test_operation) {
   Harness *h = *state;
   static const Shape shapes[] = {
       {1, 1, 1, 1, .alpha = 0.5f},           {5, 24, 8, 64, .accumulate = true},
@@ -429,7 +421,7 @@ static void test_operation(void **state) {
       }
 }
 
-static void test_refusals(void **state) {
+TEST(test_refusals) {
   Harness *h = *state;
   Problem p = make_problem(h, (Case){.rows = 3, .hidden = 4, .vocab = 5, .chunk = 3, .size = 3});
   LinearCrossEntropy b = p.call;
@@ -453,16 +445,5 @@ static void test_refusals(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_teardown(test_cases, harness_pop),
-      cmocka_unit_test_teardown(test_all_kept, harness_pop),
-      cmocka_unit_test_teardown(test_all_dropped, harness_pop),
-      cmocka_unit_test_teardown(test_extremes, harness_pop),
-      cmocka_unit_test_teardown(test_redone_row, harness_pop),
-      cmocka_unit_test_teardown(test_repeats, harness_pop),
-      cmocka_unit_test_teardown(test_unbiased, harness_pop),
-      cmocka_unit_test_teardown(test_operation, harness_pop),
-      cmocka_unit_test_teardown(test_refusals, harness_pop),
-  };
-  return run_on_backends(tests, sizeof tests / sizeof *tests);
+  return run_on_backends();
 }

@@ -1,17 +1,6 @@
 // linear_cross_entropy with its head split over ranks, against float64 on one: this program starts itself as 1 to 4
 // ranks under mpirun (with LCE_GPU_RANKS=N under tools/launch, as 2 and N ranks with a GPU each). Every rank draws
 // all tokens and the whole head, takes its own, and checks what it gets.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "kernels/ranks/ranks.h"
 #include "tests/loss_problem.h"
@@ -307,8 +296,7 @@ static void check_ranks(int ranks, const char *backend_name) {
   output_free(&output);
 }
 
-static void split_over_ranks_it_is_as_whole(void **state) {
-  (void)state;
+TEST(split_over_ranks_it_is_as_whole) {
   if (!can_launch()) skip();
   const char *gpus = getenv("LCE_GPU_RANKS");
   int most = gpus ? atoi(gpus) : 4;
@@ -319,8 +307,7 @@ static void split_over_ranks_it_is_as_whole(void **state) {
   }
 }
 
-static void what_cannot_be_split_is_refused(void **state) {
-  (void)state;
+TEST(what_cannot_be_split_is_refused) {
   Harness *h = harness_open("cpu");
   Tensor x = poisoned(h, DTYPE_F32, 4, 3), weight = poisoned(h, DTYPE_F32, 5, 3);
   Tensor loss = poisoned_vector(h, DTYPE_F32, 4), targets = ids_from(h, (int32_t[4]){0}, 4);
@@ -346,9 +333,5 @@ static void what_cannot_be_split_is_refused(void **state) {
 
 int main(int argc, char **argv) {
   if (argc == 3 && !strcmp(argv[1], "rank")) return be_a_rank(argv[2]);
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(split_over_ranks_it_is_as_whole),
-      cmocka_unit_test(what_cannot_be_split_is_refused),
-  };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("vocabulary parallel", NULL, NULL);
 }

@@ -2,6 +2,7 @@
 // ones at every position, texts against the plain loop that computes everything again, draws against the
 // distributions they are from, and memory that does not depend on the prompt.
 #include "base/random.h"
+#include "model/decode.h"
 #include "model/generate.h"
 #include "tests/harness.h"
 

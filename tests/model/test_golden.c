@@ -2,6 +2,7 @@
 // gradient, ten steps of AdamW, and the round trip of loading and saving.
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"
+#include "model/decode.h"
 #include "tests/runs.h"
 
 #include <math.h>

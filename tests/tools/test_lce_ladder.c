@@ -1,14 +1,6 @@
 // Every rung of the ladder against float64, on shapes that nothing divides, with ignored targets, chunks that
 // do not divide the tokens, outputs and buffers full of NaN, and rows whose target is hopeless or nearly
 // certain. On the GPU with bf16 operands, where there is one.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-#include <math.h>
 
 #include "tests/harness.h"
 #include "tests/reference.h"
@@ -76,7 +68,7 @@ static void check_rungs(Harness *h, Problem p, double size) {
   }
 }
 
-static void test_shapes(void **state) {
+TEST(test_shapes) {
   Harness *h = *state;
   const int64_t shapes[][4] = {{1, 1, 1, 1},        {7, 13, 1, 3},      {5, 3, 1031, 2},
                                {130, 7, 33, 64},    {131, 40, 29, 99},  {257, 8, 4100, 1},
@@ -85,7 +77,7 @@ static void test_shapes(void **state) {
     check_rungs(h, make_problem(h, shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], 2), 2);
 }
 
-static void test_ignored(void **state) {
+TEST(test_ignored) {
   Harness *h = *state;
   Problem p = make_problem(h, 37, 24, 301, 9, 2);
   for (int64_t n = 0; n < p.rows; n++)
@@ -95,7 +87,7 @@ static void test_ignored(void **state) {
 
 // Logits that beat the target's by 20, by 88.5 (the largest exponential fp32 has), by hundreds; and a target
 // that beats all others by 30.
-static void test_leads(void **state) {
+TEST(test_leads) {
   Harness *h = *state;
   Problem p = make_problem(h, 6, 16, 515, 4, 0.1);
   const double leads[] = {20, 88.5, 300, 1000, -30};
@@ -111,7 +103,7 @@ static void test_leads(void **state) {
   check_rungs(h, p, 1);
 }
 
-static void test_refusals(void **state) {
+TEST(test_refusals) {
   Harness *h = *state;
   if (h->dtype != DTYPE_BF16) return; // the CPU takes everything
   Problem p = make_problem(h, 3, 12, 5, 2, 1);
@@ -119,13 +111,8 @@ static void test_refusals(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test_teardown(test_shapes, harness_pop),
-                                     cmocka_unit_test_teardown(test_ignored, harness_pop),
-                                     cmocka_unit_test_teardown(test_leads, harness_pop),
-                                     cmocka_unit_test_teardown(test_refusals, harness_pop)};
   const char *const backends[] = {"cpu", "cpu-plain", "cuda"}; // the CUDA kernels take bf16 alone
   int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++)
-    failures += run_on_backend(backends[i], backends[i], tests, sizeof tests / sizeof *tests);
+  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) failures += run_on_backend(backends[i]);
   return failures;
 }

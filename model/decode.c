@@ -1,0 +1,44 @@
+#include "model/decode.h"
+
+#include "base/fail.h"
+#include "model/pass.h"
+
+KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64_t batch, int64_t capacity) {
+  int64_t rows = 2 * c->num_hidden_layers * batch * c->num_key_value_heads;
+  return (KeyValueCache){.batch = batch,
+                         .capacity = capacity,
+                         .data = memory_push_2d(&backend->memory, "key/value cache", MEMORY_ACTIVATIONS,
+                                                backend->dtype, rows, capacity * c->head_dim)};
+}
+
+static void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
+  int64_t heads = p->cache->batch * p->heads.num_key_value_heads, first = 2 * heads * l;
+  attention_decode(p->backend, (AttentionDecode){.out = s->attention,
+                                                 .keys = tensor_rows(p->cache->data, first, heads),
+                                                 .values = tensor_rows(p->cache->data, first + heads, heads),
+                                                 .qkv = s->qkv,
+                                                 .shape = p->heads,
+                                                 .past = p->past});
+}
+
+void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
+                        int64_t past, Tensor rows, Tensor logits) {
+  if (cache && (batch->batch != cache->batch || past < 0 || past + batch->seq_len > cache->capacity))
+    fail("%lld sequences of %lld tokens after %lld do not fit into a cache for %lld of %lld",
+         (long long)batch->batch, (long long)batch->seq_len, (long long)past, (long long)cache->batch,
+         (long long)cache->capacity);
+  Pass p = pass_begin(backend, model, batch);
+  if (cache) p.attend = attend_to_cache;
+  p.cache = cache;
+  p.past = past;
+  MemoryMark bottom = memory_mark(&backend->memory);
+  Tensor stream = forward_only(&p);
+  if (tensor_exists(logits)) {
+    Norm norm = final_norm(&p, stream, none);
+    Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
+                                   backend->dtype, rows.shape[0], model->config.hidden_size);
+    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out.x, .rows = rows});
+    linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = model->head.value});
+  }
+  memory_pop_to(&backend->memory, bottom);
+}

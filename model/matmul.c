@@ -1,0 +1,184 @@
+#include "model/matmul.h"
+
+static Fp8 transposed(Fp8 x) {
+  return (Fp8){.codes = x.transposed, .transposed = x.codes, .amax = x.amax};
+}
+
+// Of a matrix of [rows, columns]: pushes amax where it is absent, and codes as requested.
+static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool transposed) {
+  Memory *memory = &p->backend->memory;
+  if (!tensor_exists(fp8.amax))
+    fp8.amax = memory_push_1d(memory, "FP8 maximum", MEMORY_ACTIVATIONS, DTYPE_F32, 1);
+  if (codes)
+    fp8.codes = memory_push_2d(memory, "FP8 codes", MEMORY_ACTIVATIONS, DTYPE_E4M3, p->rows, columns);
+  if (transposed)
+    fp8.transposed =
+        memory_push_2d(memory, "FP8 codes, transposed", MEMORY_ACTIVATIONS, DTYPE_E4M3, columns, p->rows);
+  return fp8;
+}
+
+// --- what is saved -----------------------------------------------------------------------------------------
+
+void matmuls_begin(Pass *p) {
+  p->fp8 = tensor_exists(p->model->layers->qkv.weight.fp8.codes);
+}
+
+void prepare_weights(const Pass *p, int64_t l, bool backward) {
+  bool shared = p->model->parameters.fp8_by_layer; // one layer's memory serves all
+  // The forward pass's last layer is the backward pass's first.
+  bool there =
+      backward ? !shared || l == p->model->config.num_hidden_layers - 1 : !shared && p->accumulate_head;
+  if (!p->fp8 || there) return;
+  const Layer *w = &p->model->layers[l];
+  const Param *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
+  for (int i = 0; i < 4; i++)
+    quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
+}
+
+bool operands_saved(const Pass *p) {
+  return p->fp8 && p->recompute == RECOMPUTE_NONE;
+}
+
+void push_saved_operand(const Pass *p, Operand *operand, int64_t columns, bool activation) {
+  if (!operands_saved(p)) return;
+  bool known = activation && p->model->config.gated_mlp;
+  operand->fp8 = push_fp8(p, (Fp8){.amax_known = known}, columns, false, true);
+}
+
+void push_activation_operand(const Pass *p, Operand *operand) {
+  const ModelConfig *c = &p->model->config;
+  operand->x = push_activation(p, "mlp activation", c->intermediate_size);
+  if (p->fp8 && !operands_saved(p))
+    operand->fp8 = push_fp8(p, (Fp8){.amax_known = c->gated_mlp}, c->intermediate_size, false, false);
+}
+
+// --- forward -----------------------------------------------------------------------------------------------
+
+static void project_fp8(const Pass *p, Tensor out, Operand x, const Affine *w, Tensor residual) {
+  MemoryMark mark = memory_mark(&p->backend->memory);
+  Fp8 weight = w->weight.fp8, in = push_fp8(p, x.fp8, x.x.shape[1], true, false);
+  quantize(p->backend, (Quantize){.out = in, .x = x.x});
+  matmul_fp8(p->backend, (MatmulFp8){.out = out,
+                                     .a = in,
+                                     .b = p->model->config.in_out_layout ? transposed(weight) : weight,
+                                     .bias = w->bias.value,
+                                     .residual = residual});
+  memory_pop_to(&p->backend->memory, mark);
+}
+
+static LinearForward linear_of(const Pass *p, Tensor out, Tensor x, const Affine *w) {
+  return (LinearForward){.out = out,
+                         .x = x,
+                         .weight = w->weight.value,
+                         .in_out_layout = p->model->config.in_out_layout,
+                         .bias = w->bias.value};
+}
+
+void project(const Pass *p, Tensor out, Operand x, const Affine *w, Tensor residual) {
+  LinearForward linear = linear_of(p, out, x.x, w);
+  linear.residual = residual;
+  if (p->fp8)
+    project_fp8(p, out, x, w, residual);
+  else
+    linear_forward(p->backend, linear);
+}
+
+void project_outputs(const Pass *p, Tensor out, Operand x, const Affine *w, int64_t first, int64_t count) {
+  Affine part = {.weight.value = tensor_rows(w->weight.value, first, count)};
+  if (tensor_exists(w->bias.value)) part.bias.value = tensor_rows(w->bias.value, first, count);
+  const Fp8 *fp8 = &w->weight.fp8;
+  if (tensor_exists(fp8->codes))
+    part.weight.fp8 = (Fp8){.codes = tensor_rows(fp8->codes, first, count), .amax = fp8->amax};
+  project(p, out, x, &part, none);
+}
+
+void activate(const Pass *p, Operand out, Tensor pre_activation) {
+  if (p->model->config.gated_mlp)
+    swiglu_forward(p->backend,
+                   (SwigluForward){.out = out.x, .gate_up = pre_activation, .amax = out.fp8.amax});
+  else
+    gelu_forward(p->backend, (GeluForward){.out = out.x, .x = pre_activation});
+}
+
+void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand x, const Affine *w) {
+  if (p->fp8) {
+    project_fp8(p, pre_activation, x, w, none);
+    activate(p, out, pre_activation);
+    return;
+  }
+  LinearForward linear = linear_of(p, out.x, x.x, w);
+  linear.pre_activation = pre_activation;
+  linear_forward(p->backend, linear);
+}
+
+// --- backward ----------------------------------------------------------------------------------------------
+
+static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand x, const Param *weight,
+                                 Tensor dbias) {
+  MemoryMark mark = memory_mark(&p->backend->memory);
+  bool in_out_layout = p->model->config.in_out_layout;
+  Fp8 d = push_fp8(p, dout.fp8, dout.x.shape[1], true, true), in = x.fp8;
+  quantize(p->backend, (Quantize){.out = d, .x = dout.x});
+  if (!tensor_exists(in.transposed)) {
+    in = push_fp8(p, in, x.x.shape[1], false, true);
+    quantize(p->backend, (Quantize){.out = in, .x = x.x});
+  }
+  Fp8 rows = in_out_layout ? in : d, columns = in_out_layout ? d : in; // of the weight
+  matmul_fp8(p->backend, (MatmulFp8){.out = weight->grad,
+                                     .a = transposed(rows),
+                                     .b = transposed(columns),
+                                     .residual = p->accumulate ? weight->grad : none});
+  if (tensor_exists(dbias))
+    linear_backward_weight(
+        p->backend, (LinearBackwardWeight){.dbias = dbias, .dout = dout.x, .accumulate = p->accumulate});
+  matmul_fp8(p->backend,
+             (MatmulFp8){.out = dx, .a = d, .b = in_out_layout ? weight->fp8 : transposed(weight->fp8)});
+  memory_pop_to(&p->backend->memory, mark);
+}
+
+static void backward_weight(const Pass *p, Tensor dout, Tensor x, const Param *weight, Tensor dbias) {
+  linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = weight->grad,
+                                                            .dbias = dbias,
+                                                            .dout = dout,
+                                                            .x = x,
+                                                            .in_out_layout = p->model->config.in_out_layout,
+                                                            .accumulate = p->accumulate});
+}
+
+static LinearBackwardInput backward_input_of(const Pass *p, Tensor dx, Tensor dout, const Param *weight) {
+  return (LinearBackwardInput){
+      .dx = dx, .dout = dout, .weight = weight->value, .in_out_layout = p->model->config.in_out_layout};
+}
+
+void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Param *weight, Tensor dbias) {
+  if (p->fp8) {
+    project_backward_fp8(p, dx, dout, x, weight, dbias);
+    return;
+  }
+  backward_weight(p, dout.x, x.x, weight, dbias);
+  linear_backward_input(p->backend, backward_input_of(p, dx, dout.x, weight));
+}
+
+Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
+                                   const Param *weight) {
+  bool swiglu = p->model->config.gated_mlp;
+  Operand dpre = {.x = swiglu ? pre_activation : x.x};
+  if (!p->fp8) {
+    LinearBackwardInput input = backward_input_of(p, dpre.x, dout, weight);
+    input.pre_activation = pre_activation;
+    input.dactivation = swiglu ? x.x : none;
+    backward_weight(p, dout, x.x, weight, none);
+    linear_backward_input(p->backend, input);
+    return dpre;
+  }
+  project_backward_fp8(p, x.x, (Operand){.x = dout}, x, weight, none);
+  if (!swiglu) {
+    gelu_backward(p->backend, (GeluBackward){.dx = x.x, .dout = x.x, .x = pre_activation});
+    return dpre;
+  }
+  dpre.fp8 = push_fp8(p, (Fp8){.amax_known = true}, dpre.x.shape[1], false, false);
+  swiglu_backward(
+      p->backend,
+      (SwigluBackward){.dgate_up = dpre.x, .dout = x.x, .gate_up = pre_activation, .amax = dpre.fp8.amax});
+  return dpre;
+}
