@@ -587,7 +587,15 @@ COLLECTIVE(reduce_scatter, "fp32|bf16 [...]", backend->ranks, 1, 1)
 COLLECTIVE(all_gather, "any [...]", 1, backend->ranks, 1)
 COLLECTIVE(broadcast, "any [...]", 1, 1, 1)
 
+// A backend remembers the ends of the last ASYNC_EVENTS operations.
+static void check_behind(Op op, int64_t behind) {
+  if (behind < 0 || behind >= ASYNC_EVENTS)
+    fail("internal: %s leaves out the last %lld operations, and can leave out at most %d", op,
+         (long long)behind, ASYNC_EVENTS - 1);
+}
+
 void collectives_join(Backend *backend, int64_t behind) {
+  check_behind(__func__, behind);
   if (backend->ops->collectives_join) backend->ops->collectives_join(backend, behind);
 }
 
@@ -601,6 +609,7 @@ COPY(copy_in)
 COPY(copy_out)
 
 void copies_join(Backend *backend, int64_t in, int64_t out) {
+  check_behind(__func__, max_i64(in, out));
   if (backend->ops->copies_join) backend->ops->copies_join(backend, in, out);
 }
 

@@ -647,9 +647,10 @@ typedef struct {
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 
-// What follows waits for the asynchronous collectives, except the last `behind` of them (at most 63).
+// What follows waits for the asynchronous collectives, except the last `behind` of them, below ASYNC_EVENTS.
+enum { ASYNC_EVENTS = 64 };
 void collectives_join(Backend *backend, int64_t behind);
-// What follows waits for the copies, except the last `in` and `out` of them (at most 63 each).
+// What follows waits for the copies, except the last `in` and `out` of them, each below ASYNC_EVENTS.
 void copies_join(Backend *backend, int64_t in, int64_t out);
 
 // Copies of dense tensors between the host and the backend's memory. to_device may return before the device

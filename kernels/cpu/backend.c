@@ -47,7 +47,7 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 
 static void destroy(Backend *backend) {
   cpu_collectives_end(backend);
-  cpu_copies_end(backend);
+  free(((CpuState *)backend->state)->queue);
 }
 
 // --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere --------

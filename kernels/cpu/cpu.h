@@ -12,7 +12,8 @@
 typedef struct {
   bool plain_loops;                   // loops in place of CBLAS
   struct CpuCollectives *collectives; // NULL while there is one rank
-  struct CpuCopies *copies;           // NULL until the first
+  struct Deferred *queue;             // copies.c: what is to be joined, oldest first
+  int64_t queued, capacity;
 } CpuState;
 
 static inline bool cpu_plain_loops(const Backend *backend) {
@@ -64,6 +65,26 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
 
+// --- copies.c: what is asynchronous on a GPU ---------------------------------------------------------------
+
+// Here it gains nothing and runs when it is joined: a caller that uses its tensors too early gets wrong results every
+// time, and not only now and then as on a GPU.
+typedef struct Deferred {
+  const char *name; // for the watchdog
+  StreamKind stream;
+  void (*run)(Backend *backend, const struct Deferred *deferred);
+  union {
+    Collective collective;
+    Copy copy;
+    AdamW adamw;
+  };
+} Deferred;
+
+void cpu_defer(Backend *backend, Deferred deferred);
+// Runs what is queued for these two streams, in the order of the calls, up to the latest that is not among the last
+// `behind` of its stream; and with it what comes before.
+void cpu_join(Backend *backend, StreamKind stream, int64_t behind, StreamKind other, int64_t other_behind);
+
 // --- the loss's rows: vectors that may be absent -----------------------------------------------------------
 
 static inline double cpu_read(Tensor t, int64_t n, double otherwise) {
@@ -93,5 +114,3 @@ OPERATIONS(DECLARE, DECLARE)
 void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
 void cpu_copies_join(Backend *backend, int64_t in, int64_t out);
-void cpu_adamw_later(Backend *backend, AdamW a); // at copies_join, as a copy_in
-void cpu_copies_end(Backend *backend);           // copies.c: likewise

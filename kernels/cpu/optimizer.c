@@ -6,11 +6,7 @@
 
 #include "kernels/cpu/cpu.h"
 
-void cpu_adamw(Backend *backend, const AdamW *a) {
-  if (a->async) {
-    cpu_adamw_later(backend, *a);
-    return;
-  }
+static void update(const AdamW *a) {
   float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
   float *m = a->m.data, *v = a->v.data;
   const float *grad = a->grad.data;
@@ -29,6 +25,17 @@ void cpu_adamw(Backend *backend, const AdamW *a) {
     master[i] = w;
     weight[i] = w;
   }
+}
+
+static void run_update(Backend *backend, const Deferred *d) {
+  update(&d->adamw);
+}
+
+void cpu_adamw(Backend *backend, const AdamW *a) {
+  if (a->async)
+    cpu_defer(backend, (Deferred){"adamw", STREAM_COPY_IN, run_update, .adamw = *a});
+  else
+    update(a);
 }
 
 void cpu_reduce(Backend *backend, const Reduce *a) {

@@ -93,7 +93,7 @@ static __global__ void __launch_bounds__(ASYNC_THREADS)
 }
 
 void cuda_adamw(Backend *backend, const AdamW *a) {
-  cudaStream_t stream = a->async ? copy_in_begin(backend) : cuda_stream(backend);
+  cudaStream_t stream = a->async ? side_begin(backend, STREAM_COPY_IN) : cuda_stream(backend);
   int64_t count = a->weight.shape[0];
   AdamWParams params = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
                         .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
@@ -132,7 +132,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
       });
     });
   });
-  if (a->async) copy_in_end(backend);
+  if (a->async) side_end(backend, STREAM_COPY_IN);
 }
 
 // --- sums --------------------------------------------------------------------------------------------------
