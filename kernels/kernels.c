@@ -188,17 +188,12 @@ static void check_norm_backward(Op op, Backend *backend, NormBackward *a) {
 
 // --- linear layers -----------------------------------------------------------------------------------------
 
-bool is_swiglu(Tensor pre_activation, int64_t columns) {
-  return tensor_exists(pre_activation) && pre_activation.shape[1] == 2 * columns;
-}
-
 static void check_linear_forward(Op op, Backend *backend, LinearForward *a) {
-  bool activation = tensor_exists(a->pre_activation);
-  bool swiglu = is_swiglu(a->pre_activation, a->out.shape[1]);
-  CHECK(FIELD(x, "T [N, I] strided"), FIELD(out, swiglu ? "T [N, O]" : "T|fp32 [N, O] strided"),
-        SIZE(P, (swiglu ? 2 : 1) * a->out.shape[1]),
-        FIELD(weight, a->in_out_layout ? "T [I, P]" : "T [P, I]"), FIELD(bias, "T [P] or absent"),
-        FIELD(pre_activation, "T [N, P] or absent"),
+  bool activation = a->activation != ACTIVATION_NONE, gated = is_gated(a->activation);
+  CHECK(FIELD(x, "T [N, I] strided"), FIELD(out, gated ? "T [N, O]" : "T|fp32 [N, O] strided"),
+        SIZE(P, (gated ? 2 : 1) * a->out.shape[1]), FIELD(weight, a->in_out_layout ? "T [I, P]" : "T [P, I]"),
+        FIELD(bias, "T [P] or absent"),
+        FIELD(pre_activation, activation ? "T [N, P]" : "absent: it is for an activation"),
         FIELD(residual, activation ? "absent: an activation and a residual do not go together"
                         : a->out.dtype == DTYPE_F32 ? "fp32 [N, O] strided or absent"
                                                     : "T [N, O] strided or absent"));
@@ -206,13 +201,12 @@ static void check_linear_forward(Op op, Backend *backend, LinearForward *a) {
 
 static void check_linear_backward_input(Op op, Backend *backend, LinearBackwardInput *a) {
   int64_t inputs = a->weight.shape[a->in_out_layout ? 0 : 1];
-  bool swiglu = is_swiglu(a->pre_activation, inputs);
+  bool activation = a->activation != ACTIVATION_NONE, gated = is_gated(a->activation);
   CHECK(FIELD(dout, "T [N, O] strided"), FIELD(weight, a->in_out_layout ? "T [I, O]" : "T [O, I]"),
-        SIZE(P, (swiglu ? 2 : 1) * inputs), FIELD(dx, swiglu ? "T [N, P]" : "T|fp32 [N, P] strided"),
-        FIELD(pre_activation, "T [N, P] or absent"),
-        FIELD(dactivation, swiglu ? "T [N, I]" : "absent: it is for SwiGLU alone"));
-  if (tensor_exists(a->pre_activation) && a->accumulate)
-    fail("%s: an activation's gradient cannot be accumulated", op);
+        SIZE(P, (gated ? 2 : 1) * inputs), FIELD(dx, gated ? "T [N, P]" : "T|fp32 [N, P] strided"),
+        FIELD(pre_activation, activation ? "T [N, P]" : "absent: it is for an activation"),
+        FIELD(dactivation, gated ? "T [N, I]" : "absent: it is for a gated activation"));
+  if (activation && a->accumulate) fail("%s: an activation's gradient cannot be accumulated", op);
 }
 
 static void check_linear_backward_weight(Op op, Backend *backend, LinearBackwardWeight *a) {
@@ -249,27 +243,13 @@ static void check_matmul_fp8(Op op, Backend *backend, MatmulFp8 *a) {
 
 // --- activations -------------------------------------------------------------------------------------------
 
-CHECK_FIELDS(gelu_forward, GeluForward, FIELD(x, "T [N, F]"), FIELD(out, "T [N, F]"))
+#define PRE_ACTIVATION(output) SIZE(P, ((is_gated(a->activation) ? 2 : 1) * a->output.shape[1]))
 
-CHECK_FIELDS(gelu_backward, GeluBackward, FIELD(x, "T [N, F]"), FIELD(dout, "T [N, F]"),
-             FIELD(dx, "T [N, F]"))
+CHECK_FIELDS(activation_forward, ActivationForward, FIELD(out, "T [N, F]"), PRE_ACTIVATION(out),
+             FIELD(x, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"))
 
-static void splits_in_two(Op op, Tensor gate_up) {
-  if (gate_up.shape[1] % 2)
-    fail("%s: gate_up is %s, and its row does not split in two", op, tensor_text(gate_up).text);
-}
-
-static void check_swiglu_forward(Op op, Backend *backend, SwigluForward *a) {
-  splits_in_two(op, a->gate_up);
-  CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a->gate_up.shape[1] / 2), FIELD(out, "T [N, F]"),
-        FIELD(amax, "fp32 [1] or absent"));
-}
-
-static void check_swiglu_backward(Op op, Backend *backend, SwigluBackward *a) {
-  splits_in_two(op, a->gate_up);
-  CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a->gate_up.shape[1] / 2), FIELD(dout, "T [N, F]"),
-        FIELD(dgate_up, "T [N, G]"), FIELD(amax, "fp32 [1] or absent"));
-}
+CHECK_FIELDS(activation_backward, ActivationBackward, FIELD(dout, "T [N, F]"), PRE_ACTIVATION(dout),
+             FIELD(x, "T [N, P]"), FIELD(dx, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"))
 
 // --- attention ---------------------------------------------------------------------------------------------
 

@@ -101,33 +101,66 @@ typedef struct {
   Tensor workspace;   // pushed by the entry point
 } NormBackward;
 
+// --- activations -------------------------------------------------------------------------------------------
+
+// Of F columns; P = F, or 2F where it is gated: gates in columns [0, F), what they multiply in [F, 2F).
+typedef enum {
+  ACTIVATION_NONE,
+  ACTIVATION_GELU,   // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2)
+  ACTIVATION_SWIGLU, // gated: g / (1 + exp(-g)) * up                      (Shazeer 2020; Llama)
+} Activation;
+
+static inline bool is_gated(Activation activation) {
+  return activation == ACTIVATION_SWIGLU;
+}
+
+// out = activation(x). As a rule part of LinearForward, and its gradient of LinearBackwardInput; on its own where out was
+// not kept, and where amax is wanted.
+typedef struct {
+  Activation activation;
+  Tensor out;  // fp32/bf16 [N, F]
+  Tensor x;    // fp32/bf16 [N, P]
+  Tensor amax; // fp32 [1], or absent: max |out|, for quantize
+} ActivationForward;
+
+// dx = the gradient of x, given that of out.
+typedef struct {
+  Activation activation;
+  Tensor dx;   // fp32/bf16 [N, P]; may be x itself, and where P = F dout
+  Tensor dout; // fp32/bf16 [N, F]
+  Tensor x;    // fp32/bf16 [N, P]
+  Tensor amax; // fp32 [1], or absent: max |dx|
+} ActivationBackward;
+
 // --- linear layers -----------------------------------------------------------------------------------------
 // Three GEMMs. `in_out_layout` is the weight's: false is torch.nn.Linear's [out, in], true GPT-2's Conv1D [in, out].
 
-// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. The activation
-// is gelu (P = O) or swiglu (P = 2 O, of GeluForward and SwigluForward), as pre_activation's shape says; else P = O.
+// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. P as the activation
+// has it; without one it is O.
 typedef struct {
-  Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with swiglu
-  Tensor x;      // fp32/bf16 [N, I]; may be strided
+  Tensor
+      out;  // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with a gated activation
+  Tensor x; // fp32/bf16 [N, I]; may be strided
   Tensor weight; // fp32/bf16 [P, I], or [I, P] when in_out_layout
   bool in_out_layout;
-  Tensor bias;           // fp32/bf16 [P], or absent
-  Tensor pre_activation; // fp32/bf16 [N, P], or absent: no activation; receives pre, for the backward pass
+  Tensor bias; // fp32/bf16 [P], or absent
+  Activation activation;
+  Tensor pre_activation; // fp32/bf16 [N, P]; there with an activation; receives pre, for the backward pass
   Tensor residual;       // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
-// Whether a pre_activation, which may be absent, is that of SwiGLU with so many columns.
-bool is_swiglu(Tensor pre_activation, int64_t columns);
-
 // dx (+)= dout W or, where the layer's input is the activation of pre_activation, the gradient of pre_activation.
 typedef struct {
-  Tensor dx;     // fp32/bf16 [N, P]; may be strided, except with swiglu; it may then be pre_activation itself
+  Tensor
+      dx; // fp32/bf16 [N, P]; may be strided, except with a gated activation; it may then be pre_activation itself
   Tensor dout;   // fp32/bf16 [N, O]; may be strided
   Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
-  Tensor pre_activation; // fp32/bf16 [N, P], P = I with gelu and 2 I with swiglu; or absent, and P = I
-  Tensor dactivation; // fp32/bf16 [N, I] with swiglu, else absent: scratch; dout W is rounded to it, or not
-  bool accumulate;    // not together with pre_activation
+  Activation activation; // whose output the layer's input is; of I columns
+  Tensor pre_activation; // fp32/bf16 [N, P]; there with an activation
+  Tensor
+      dactivation; // fp32/bf16 [N, I] with a gated activation, else absent: scratch; dout W is rounded to it, or not
+  bool accumulate; // not together with pre_activation
 } LinearBackwardInput;
 
 // dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].
@@ -166,39 +199,6 @@ typedef struct {
   Tensor residual;  // of out's type [N, O], or absent; may be out itself
   Tensor workspace; // pushed by the entry point
 } MatmulFp8;
-
-// --- activations -------------------------------------------------------------------------------------------
-
-// GELU in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2).
-// As a rule part of LinearForward; this recomputes out = gelu(x) where it was not kept.
-typedef struct {
-  Tensor out; // fp32/bf16 [N, F]
-  Tensor x;   // fp32/bf16 [N, F]
-} GeluForward;
-
-// dx = dout gelu'(x), where the GEMM before it does not apply the derivative.
-typedef struct {
-  Tensor dx;   // fp32/bf16 [N, F]; may be dout itself
-  Tensor dout; // fp32/bf16 [N, F]
-  Tensor x;    // fp32/bf16 [N, F]
-} GeluBackward;
-
-// out = silu(gate) * up, silu(g) = g / (1 + exp(-g));  gate_up holds gate in columns [0, F), up in [F, 2F)
-// (Shazeer 2020; Llama's MLP). As a rule part of LinearForward, and its gradient of LinearBackwardInput; on its own where
-// out was not kept, and where amax is wanted.
-typedef struct {
-  Tensor out;     // fp32/bf16 [N, F]
-  Tensor gate_up; // fp32/bf16 [N, 2F]
-  Tensor amax;    // fp32 [1], or absent: max |out|, for quantize
-} SwigluForward;
-
-// d gate = dout * up * silu'(gate),  d up = dout * silu(gate).
-typedef struct {
-  Tensor dgate_up; // fp32/bf16 [N, 2F]; may be gate_up itself
-  Tensor dout;     // fp32/bf16 [N, F]
-  Tensor gate_up;  // fp32/bf16 [N, 2F]
-  Tensor amax;     // fp32 [1], or absent: max |dgate_up|
-} SwigluBackward;
 
 // --- attention ---------------------------------------------------------------------------------------------
 // qkv packs, for each row n = b*T + t, the heads [q_0 .. q_{Q-1} | k_0 .. k_{K-1} | v_0 .. v_{K-1}], each of
@@ -605,10 +605,8 @@ typedef struct {
   S(linear_backward_weight, LinearBackwardWeight, GEMMS) /* cpu_linear_backward_weight cuda_linear_backward_weight */ \
   X(quantize, Quantize, QUANTIZING)                    /* cpu_quantize cuda_quantize */ \
   S(matmul_fp8, MatmulFp8, GEMMS)                      /* cpu_matmul_fp8 cuda_matmul_fp8 */ \
-  X(gelu_forward, GeluForward, ELEMENTWISE)            /* cpu_gelu_forward cuda_gelu_forward */ \
-  X(gelu_backward, GeluBackward, ELEMENTWISE)          /* cpu_gelu_backward cuda_gelu_backward */ \
-  X(swiglu_forward, SwigluForward, ELEMENTWISE)        /* cpu_swiglu_forward cuda_swiglu_forward */ \
-  X(swiglu_backward, SwigluBackward, ELEMENTWISE)      /* cpu_swiglu_backward cuda_swiglu_backward */ \
+  X(activation_forward, ActivationForward, ELEMENTWISE)      /* cpu_activation_forward cuda_activation_forward */ \
+  X(activation_backward, ActivationBackward, ELEMENTWISE)    /* cpu_activation_backward cuda_activation_backward */ \
   X(rope, Rope, ELEMENTWISE)                           /* cpu_rope cuda_rope */ \
   S(attention_forward, AttentionForward, ATTENTION)    /* cpu_attention_forward cuda_attention_forward */ \
   S(attention_backward, AttentionBackward, ATTENTION)  /* cpu_attention_backward cuda_attention_backward */ \

@@ -43,9 +43,9 @@ static void append(Gemm gemm, Tensor rows, Tensor weight) {
 // A plain GEMM has no SwiGLU: it writes pre_activation or dactivation.
 static void record_forward(Backend *backend, const LinearForward *a) {
   LinearForward plain = *a;
-  if (is_swiglu(a->pre_activation, a->out.shape[1])) {
+  if (a->activation == ACTIVATION_SWIGLU) {
     plain.out = a->pre_activation;
-    plain.pre_activation = (Tensor){0};
+    plain.pre_activation = (Tensor){0}, plain.activation = ACTIVATION_NONE;
   }
   append((Gemm){.forward = plain}, a->x, a->weight);
   record.wrapped->linear_forward(backend, a);
@@ -55,7 +55,7 @@ static void record_backward_input(Backend *backend, const LinearBackwardInput *a
   LinearBackwardInput plain = *a;
   if (tensor_exists(a->dactivation)) {
     plain.dx = a->dactivation;
-    plain.pre_activation = plain.dactivation = (Tensor){0};
+    plain.pre_activation = plain.dactivation = (Tensor){0}, plain.activation = ACTIVATION_NONE;
   }
   append((Gemm){.input = plain}, a->dout, a->weight);
   record.wrapped->linear_backward_input(backend, a);

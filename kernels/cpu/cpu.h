@@ -54,16 +54,14 @@ void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, Cpu
 // out[i] (+)= alpha * sum_n coefficients[n] x[n, i] (coefficients NULL: all 1), in double, in the order of n.
 void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alpha, bool accumulate);
 
+// amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
+void cpu_amax(Tensor amax, Tensor x);
+
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count, where several n may
 // name the same row, and IGNORE_INDEX none: sorted by id, then each row's terms are summed in the order of n,
 // in double. `keys` is scratch for `count` keys.
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
-
-// --- fp8.c -------------------------------------------------------------------------------------------------
-
-// amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
-void cpu_amax(Tensor amax, Tensor x);
 
 // --- copies.c: what is asynchronous on a GPU ---------------------------------------------------------------
 

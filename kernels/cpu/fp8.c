@@ -1,24 +1,8 @@
 // FP8 by its definition: every element is rounded to its code, and matmuls multiply in fp32 what the codes stand for.
 #include <float.h>
 #include <math.h>
-#include <string.h>
 
 #include "kernels/cpu/cpu.h"
-
-// The bits of |x| are ordered as the values are, with NaN above infinity.
-void cpu_amax(Tensor amax, Tensor x) {
-  if (!tensor_exists(amax)) return;
-  uint32_t max = 0;
-#pragma omp parallel for schedule(static) reduction(max : max)
-  for (int64_t n = 0; n < x.shape[0]; n++)
-    for (int64_t i = 0; i < x.shape[1]; i++) {
-      uint32_t bits;
-      memcpy(&bits, cpu_row(x, n) + i, sizeof bits);
-      bits &= 0x7FFFFFFF;
-      if (bits > max) max = bits;
-    }
-  memcpy(amax.data, &max, sizeof max);
-}
 
 void cpu_quantize(Backend *backend, const Quantize *a) {
   int64_t rows = a->x.shape[0], columns = a->x.shape[1];

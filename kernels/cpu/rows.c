@@ -1,4 +1,4 @@
-// Rows: gather, scatter, sums of columns, and the scatter-add of the embedding's and the target's gradient.
+// Rows: gather, scatter, sums of columns, the largest element, and the scatter-add of the embedding's and the target's gradient.
 #include <stdlib.h>
 #include <string.h>
 
@@ -45,6 +45,21 @@ void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alph
     for (int64_t i = 0; i < width; i++)
       out[first + i] = (float)(alpha * sum[i] + (accumulate ? out[first + i] : 0.0f));
   }
+}
+
+// The bits of |x| are ordered as the values are, with NaN above infinity.
+void cpu_amax(Tensor amax, Tensor x) {
+  if (!tensor_exists(amax)) return;
+  uint32_t max = 0;
+#pragma omp parallel for schedule(static) reduction(max : max)
+  for (int64_t n = 0; n < x.shape[0]; n++)
+    for (int64_t i = 0; i < x.shape[1]; i++) {
+      uint32_t bits;
+      memcpy(&bits, cpu_row(x, n) + i, sizeof bits);
+      bits &= 0x7FFFFFFF;
+      if (bits > max) max = bits;
+    }
+  memcpy(amax.data, &max, sizeof max);
 }
 
 static int compare_keys(const void *a, const void *b) {

@@ -25,3 +25,21 @@ static __device__ __forceinline__ void swiglu_gradient(float &gate, float &up, f
   gate = dout * up * p * (1 + gate * (1 - p));
   up = dout * silu;
 }
+
+// What activation.cu applies to an element, or to a gate and what it multiplies. gradient: these become their gradients,
+// given that of the value.
+struct Gelu {
+  static constexpr bool GATED = false;
+  static __device__ __forceinline__ float value(float x, float) { return gelu(x); }
+  static __device__ __forceinline__ void gradient(float &x, float &, float dout) {
+    x = dout * gelu_derivative(x);
+  }
+};
+
+struct SwiGlu {
+  static constexpr bool GATED = true;
+  static __device__ __forceinline__ float value(float gate, float up) { return up * (gate * logistic(gate)); }
+  static __device__ __forceinline__ void gradient(float &gate, float &up, float dout) {
+    swiglu_gradient(gate, up, dout);
+  }
+};

@@ -516,40 +516,38 @@ void cuda_gemm(Backend *backend, const Gemm *p) {
 
 // --- the three GEMMs of a linear layer ---------------------------------------------------------------------
 
+// GELU is in cuBLASLt's epilogues and SwiGLU in those of our own GEMMs on Hopper; else an activation is a kernel of its own.
 void cuda_linear_forward(Backend *backend, const LinearForward *a) {
-  bool bias = tensor_exists(a->bias), swiglu = is_swiglu(a->pre_activation, a->out.shape[1]);
-  bool gelu = tensor_exists(a->pre_activation) && !swiglu;
-  if (swiglu && !bias && !a->in_out_layout &&
+  bool bias = tensor_exists(a->bias), fused = a->activation == ACTIVATION_GELU;
+  bool apart = a->activation && !fused;
+  if (a->activation == ACTIVATION_SWIGLU && !bias && !a->in_out_layout &&
       hopper_swiglu(backend, a->out, a->pre_activation, a->x, a->weight))
     return;
-  Gemm g = gemm_of(swiglu ? a->pre_activation : a->out, a->x, false, a->weight, !a->in_out_layout);
+  Gemm g = gemm_of(apart ? a->pre_activation : a->out, a->x, false, a->weight, !a->in_out_layout);
   g.addend = a->residual.data, g.addend_stride = a->residual.stride;
-  g.epilogue = gelu ? bias ? GEMM_BIAS_GELU : GEMM_GELU : bias ? GEMM_BIAS : GEMM_PLAIN;
+  g.epilogue = fused ? bias ? GEMM_BIAS_GELU : GEMM_GELU : bias ? GEMM_BIAS : GEMM_PLAIN;
   g.bias = a->bias.data;
-  if (gelu) g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
+  if (fused) g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
   cuda_gemm(backend, &g);
-  if (swiglu) {
-    SwigluForward activation = {.out = a->out, .gate_up = a->pre_activation};
-    cuda_swiglu_forward(backend, &activation);
-  }
+  ActivationForward activation = {.activation = a->activation, .out = a->out, .x = a->pre_activation};
+  if (apart) cuda_activation_forward(backend, &activation);
 }
 
 void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  bool swiglu = tensor_exists(a->dactivation), gelu = tensor_exists(a->pre_activation) && !swiglu;
-  if (swiglu && !a->in_out_layout &&
+  bool fused = a->activation == ACTIVATION_GELU;
+  if (a->activation == ACTIVATION_SWIGLU && !a->in_out_layout &&
       hopper_swiglu_gradient(backend, a->dx, a->pre_activation, a->dout, a->weight))
     return;
-  Tensor product = swiglu ? a->dactivation : a->dx;
+  Tensor product = is_gated(a->activation) ? a->dactivation : a->dx;
   Gemm g = gemm_of(product, a->dout, false, a->weight, a->in_out_layout, a->accumulate);
-  if (gelu) {
+  if (fused) {
     g.epilogue = GEMM_GELU_DERIVATIVE;
     g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
   }
   cuda_gemm(backend, &g);
-  if (swiglu) {
-    SwigluBackward activation = {.dgate_up = a->dx, .dout = product, .gate_up = a->pre_activation};
-    cuda_swiglu_backward(backend, &activation);
-  }
+  ActivationBackward activation = {
+      .activation = a->activation, .dx = a->dx, .dout = product, .x = a->pre_activation};
+  if (a->activation && !fused) cuda_activation_backward(backend, &activation);
 }
 
 void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {

@@ -194,6 +194,9 @@ static void linear_forward_case(Pair *p, Shape s, Forward variant) {
                                                  .weight = on(side, weight),
                                                  .in_out_layout = s.in_out_layout,
                                                  .bias = on(side, bias),
+                                                 .activation = !activation                ? ACTIVATION_NONE
+                                                               : made.outputs > s.outputs ? ACTIVATION_SWIGLU
+                                                                                          : ACTIVATION_GELU,
                                                  .pre_activation = on(side, pre),
                                                  .residual = on(side, residual)});
   }
@@ -241,13 +244,17 @@ static void linear_backward_input_case(Pair *p, Shape s, Backward variant) {
   if (variant == THROUGH_GELU) pre = both_random(p, dtype, s.rows, s.inputs, 2);
   for (int i = 0; i < 2; i++) {
     Side side = side_of(p, i);
-    linear_backward_input(side.backend, (LinearBackwardInput){.dx = on(side, dx),
-                                                              .dout = on(side, dout),
-                                                              .weight = on(side, weight),
-                                                              .in_out_layout = s.in_out_layout,
-                                                              .pre_activation = on(side, pre),
-                                                              .dactivation = on(side, dactivation),
-                                                              .accumulate = variant == ADD});
+    linear_backward_input(side.backend,
+                          (LinearBackwardInput){.dx = on(side, dx),
+                                                .dout = on(side, dout),
+                                                .weight = on(side, weight),
+                                                .in_out_layout = s.in_out_layout,
+                                                .activation = swiglu                    ? ACTIVATION_SWIGLU
+                                                              : variant == THROUGH_GELU ? ACTIVATION_GELU
+                                                                                        : ACTIVATION_NONE,
+                                                .pre_activation = on(side, pre),
+                                                .dactivation = on(side, dactivation),
+                                                .accumulate = variant == ADD});
   }
   Tolerance tolerance = variant == ADD ? in_place(p, dtype, (double)s.outputs) : within(4, (double)s.outputs);
   char what[128];
@@ -317,10 +324,10 @@ static void swiglu_case(Pair *p, int64_t rows, int64_t width) {
   Both out = both_poisoned(p, dtype, rows, width, width);
   for (int i = 0; i < 2; i++) {
     Side s = side_of(p, i);
-    swiglu_forward(s.backend, (SwigluForward){.out = on(s, out), .gate_up = on(s, gate_up)});
-    swiglu_backward(
-        s.backend,
-        (SwigluBackward){.dgate_up = on(s, gate_up), .dout = on(s, dout), .gate_up = on(s, gate_up)});
+    activation_forward(s.backend,
+                       (ActivationForward){ACTIVATION_SWIGLU, .out = on(s, out), .x = on(s, gate_up)});
+    activation_backward(s.backend, (ActivationBackward){ACTIVATION_SWIGLU, .dx = on(s, gate_up),
+                                                        .dout = on(s, dout), .x = on(s, gate_up)});
   }
   check_both(p, "swiglu", out, within(16, 1));
   check_both(p, "dgate_up, in place", gate_up, within(16, 1));
@@ -332,7 +339,7 @@ static void gelu_case(Pair *p, int64_t rows, int64_t width) {
   Both x = both_random(p, dtype, rows, width, 3), out = both_poisoned(p, dtype, rows, width, width);
   for (int i = 0; i < 2; i++) {
     Side s = side_of(p, i);
-    gelu_forward(s.backend, (GeluForward){.out = on(s, out), .x = on(s, x)});
+    activation_forward(s.backend, (ActivationForward){ACTIVATION_GELU, .out = on(s, out), .x = on(s, x)});
   }
   check_both(p, "gelu", out, within(16, 1));
   pop_pair(p);

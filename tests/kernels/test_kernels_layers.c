@@ -266,6 +266,7 @@ static void linear_forward_case(Harness *h, LinearShape s) {
                                              .weight = weight,
                                              .in_out_layout = s.in_out_layout,
                                              .bias = bias,
+                                             .activation = s.gelu ? ACTIVATION_GELU : ACTIVATION_NONE,
                                              .pre_activation = pre,
                                              .residual = residual});
   linear_objective(&c);
@@ -389,12 +390,15 @@ TEST(test_gelu) {
   Tensor weight = tensor_from(h, h->dtype, c.weight, c.outputs, c.inputs);
   Tensor dout = tensor_from(h, h->dtype, c.dout, c.rows, c.outputs);
   Tensor activated = poisoned(h, h->dtype, c.rows, c.inputs), dx = poisoned(h, h->dtype, c.rows, c.inputs);
-  gelu_forward(h->backend, (GeluForward){.out = activated, .x = pre});
+  activation_forward(h->backend, (ActivationForward){ACTIVATION_GELU, .out = activated, .x = pre});
   linear_backward_input(
-      h->backend, (LinearBackwardInput){.dx = dx, .dout = dout, .weight = weight, .pre_activation = pre});
+      h->backend,
+      (LinearBackwardInput){
+          .dx = dx, .dout = dout, .weight = weight, .activation = ACTIVATION_GELU, .pre_activation = pre});
   Tensor apart = poisoned(h, h->dtype, c.rows, c.inputs);
   linear_backward_input(h->backend, (LinearBackwardInput){.dx = apart, .dout = dout, .weight = weight});
-  gelu_backward(h->backend, (GeluBackward){.dx = apart, .dout = apart, .x = pre});
+  activation_backward(h->backend,
+                      (ActivationBackward){ACTIVATION_GELU, .dx = apart, .dout = apart, .x = pre});
   gelu_objective(&c);
   check_values(h, "gelu", activated, c.activated, within(4, 1));
   check_gradient(h, "gelu dx", dx, NULL, c.pre, gelu_objective, &c,
@@ -432,9 +436,10 @@ static void swiglu_case(Harness *h, int64_t rows, int64_t width, bool in_place) 
   Tensor dout = tensor_from(h, h->dtype, c.dout, rows, width), out = poisoned(h, h->dtype, rows, width);
   Tensor dgate_up = in_place ? gate_up : poisoned(h, h->dtype, rows, 2 * width);
   Tensor amax = poisoned_vector(h, DTYPE_F32, 1), damax = poisoned_vector(h, DTYPE_F32, 1);
-  swiglu_forward(h->backend, (SwigluForward){.out = out, .gate_up = gate_up, .amax = amax});
-  swiglu_backward(h->backend,
-                  (SwigluBackward){.dgate_up = dgate_up, .dout = dout, .gate_up = gate_up, .amax = damax});
+  activation_forward(h->backend,
+                     (ActivationForward){ACTIVATION_SWIGLU, .out = out, .x = gate_up, .amax = amax});
+  activation_backward(h->backend, (ActivationBackward){ACTIVATION_SWIGLU, .dx = dgate_up, .dout = dout,
+                                                       .x = gate_up, .amax = damax});
   check_amax(h, amax, out);
   check_amax(h, damax, dgate_up);
   swiglu_objective(&c);
@@ -472,6 +477,7 @@ TEST(test_gated_layers) {
                                              .x = tensor_from(h, h->dtype, c.x, c.rows, c.inputs),
                                              .weight = tensor_from(h, h->dtype, c.up, wide, c.inputs),
                                              .bias = vector_from(h, h->dtype, c.bias, wide),
+                                             .activation = ACTIVATION_SWIGLU,
                                              .pre_activation = pre});
   reference_linear(c.pre, c.x, c.up, false, c.bias, NULL, c.rows, c.inputs, wide);
   check_values(h, "gate and up", pre, c.pre, of_size(within(4, (double)c.inputs), 1));
@@ -484,6 +490,7 @@ TEST(test_gated_layers) {
         h->backend, (LinearBackwardInput){.dx = dx,
                                           .dout = tensor_from(h, h->dtype, c.dout, c.rows, c.outputs),
                                           .weight = tensor_from(h, h->dtype, c.down, c.outputs, c.width),
+                                          .activation = ACTIVATION_SWIGLU,
                                           .pre_activation = pre,
                                           .dactivation = poisoned(h, h->dtype, c.rows, c.width)});
     check_gradient(h, "dx through SwiGLU", dx, NULL, c.pre, gated_objective, &c,
@@ -516,31 +523,44 @@ TEST(test_refusals) {
                linear_forward(backend, (LinearForward){.out = m35, .x = m34, .weight = m35}));
   assert_fails(h, "int32 [3] where [5] is needed",
                linear_forward(backend, (LinearForward){.out = m35, .x = m34, .weight = m54, .bias = ids3}));
-  assert_fails(
-      h, "do not go together",
-      linear_forward(
-          backend,
-          (LinearForward){.out = m35, .x = m34, .weight = m54, .pre_activation = m35, .residual = m35}));
-  assert_fails(
-      h, "cannot be accumulated",
-      linear_backward_input(
-          backend, (LinearBackwardInput){
-                       .dx = m34, .dout = m35, .weight = m54, .pre_activation = m34, .accumulate = true}));
-  assert_fails(
-      h, "it is for SwiGLU alone",
-      linear_backward_input(
-          backend, (LinearBackwardInput){
-                       .dx = m34, .dout = m35, .weight = m54, .pre_activation = m34, .dactivation = m34}));
-  assert_fails(
-      h, "dactivation is missing",
-      linear_backward_input(
-          backend, (LinearBackwardInput){.dx = m38, .dout = m35, .weight = m54, .pre_activation = m38}));
+  assert_fails(h, "do not go together",
+               linear_forward(backend, (LinearForward){.out = m35,
+                                                       .x = m34,
+                                                       .weight = m54,
+                                                       .activation = ACTIVATION_GELU,
+                                                       .pre_activation = m35,
+                                                       .residual = m35}));
+  assert_fails(h, "cannot be accumulated",
+               linear_backward_input(backend, (LinearBackwardInput){.dx = m34,
+                                                                    .dout = m35,
+                                                                    .weight = m54,
+                                                                    .activation = ACTIVATION_GELU,
+                                                                    .pre_activation = m34,
+                                                                    .accumulate = true}));
+  assert_fails(h, "it is for a gated activation",
+               linear_backward_input(backend, (LinearBackwardInput){.dx = m34,
+                                                                    .dout = m35,
+                                                                    .weight = m54,
+                                                                    .activation = ACTIVATION_GELU,
+                                                                    .pre_activation = m34,
+                                                                    .dactivation = m34}));
+  assert_fails(h, "dactivation is missing",
+               linear_backward_input(backend, (LinearBackwardInput){.dx = m38,
+                                                                    .dout = m35,
+                                                                    .weight = m54,
+                                                                    .activation = ACTIVATION_SWIGLU,
+                                                                    .pre_activation = m38}));
   assert_fails(
       h, "dweight",
       linear_backward_weight(backend, (LinearBackwardWeight){.dweight = m34, .dout = m35, .x = m34}));
-  assert_fails(h, "gaps between its rows", gelu_forward(backend, (GeluForward){.out = m34, .x = gaps}));
-  assert_fails(h, "does not split in two",
-               swiglu_forward(backend, (SwigluForward){.out = m34, .gate_up = m35}));
+  assert_fails(h, "gaps between its rows",
+               activation_forward(backend, (ActivationForward){ACTIVATION_GELU, .out = m34, .x = gaps}));
+  assert_fails(h, "where [3, 8] is needed",
+               activation_forward(backend, (ActivationForward){ACTIVATION_SWIGLU, .out = m34, .x = m35}));
+  assert_fails(
+      h, "pre_activation is missing",
+      linear_forward(backend,
+                     (LinearForward){.out = m35, .x = m34, .weight = m54, .activation = ACTIVATION_GELU}));
   assert_fails(
       h, "not whole sequences of 2",
       embedding_forward(backend,
