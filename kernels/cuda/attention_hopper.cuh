@@ -196,13 +196,14 @@ static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The device's SMs; 0 when it is not a Hopper or the program was built without code for it. F: any pass of the file.
+// The current device's SMs; 0 when it is not a Hopper or the program was built without code for it. F: any pass of the file.
 template <class F> static int hopper_sms() {
-  static int sms = -1;
+  static thread_local int of = -1, sms = 0; // of the device that was asked about last
   int device = 0;
-  if (sms >= 0) return sms;
-  if (!hopper_has_code((const void *)hopper_kernel<F>)) return sms = 0;
   cuda_check(cudaGetDevice(&device), "querying the device");
+  if (device == of) return sms;
+  of = device, sms = 0;
+  if (!hopper_has_code((const void *)hopper_kernel<F>)) return sms;
   cuda_check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "querying its size");
   return sms;
 }
