@@ -29,10 +29,10 @@ Q := $(if $(V),,@)# `make V=1` shows whole commands
 
 GOALS := $(or $(MAKECMDGOALS),all)
 # These install what is missing, then start make over with build-and-GOAL.
-RUNS  := run real-run test bench memory-curve
+RUNS  := run real-run test bench curves
 
 .PHONY: all tests info deps deps-run deps-dev $(RUNS) $(RUNS:%=build-and-%) check format clean help
-.PHONY: liblce.so build-library fuzz build-and-fuzz
+.PHONY: liblce.so build-library fuzz build-and-fuzz matplotlib
 .SECONDARY:
 .DELETE_ON_ERROR:
 all:
@@ -90,7 +90,6 @@ HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
 HAVE_ZLIB   := $(call try,zlib.h,-lz)
 HAVE_PCRE2  := $(call try,pcre2.h,-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
-HAVE_STB    := $(call try,stdio.h stb/stb_image_write.h)
 
 # BLAS_LIBS names another CBLAS; BLAS_LIBS= does without.
 ifeq ($(origin BLAS_LIBS),undefined)
@@ -159,8 +158,6 @@ MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_librar
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
 	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
 	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
-	$(if $(HAVE_STB),,libstb-dev=plots_as_PNG) \
-	$(if $(wildcard /usr/share/fonts/truetype/dejavu/DejaVuSans.ttf),,fonts-dejavu-core=letters_in_plots) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
 FOR_TESTS := $(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
 	$(if $(filter 0,$(MPI)),,$(if $(HAVE_MPI),,libopenmpi-dev=ranks_on_the_CPU) \
@@ -175,7 +172,7 @@ MISSING := $(strip $(MISSING))
 # Under -std=c11 GCC leaves out fused multiply-adds, and errno from sqrtf keeps loops from becoming vectors.
 # What is promised is equal bits for equal builds on one machine; neither option touches that.
 FOUND        := $(if $(HAVE_CBLAS),$(BLAS_LIBS)) $(if $(HAVE_MPI),$(MPI_LIBS))
-HAVES        := $(foreach h,CBLAS CUDA NCCL MPI PCRE2 STB,$(if $(HAVE_$(h)),-DHAVE_$(h)))
+HAVES        := $(foreach h,CBLAS CUDA NCCL MPI PCRE2,$(if $(HAVE_$(h)),-DHAVE_$(h)))
 ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(CUDA_INCLUDE)) \
 	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
 ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -fno-math-errno -fopenmp \
@@ -204,7 +201,6 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
   CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
-  stb         $(call found,STB,found,no plots as PNG)
   PCRE2       $(call found,PCRE2,found,no prompts by tokenizer.json)
   cJSON       $(call found,CJSON,found,cannot build)
   zlib        $(call found,ZLIB,found,cannot build)
@@ -231,14 +227,14 @@ endif # SEARCH
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
 SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels/cpu kernels/ranks model model/checkpoint \
-	tools/curves tools/ladder tools/plot trainer)) $(if $(HAVE_CUDA),\
+	tools/ladder trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 # What liblce.so is made of; the archive leaves out what it does not need.
 ifeq ($(VARIANT),library)
   SOURCES := $(filter base/% kernels/%,$(SOURCES))
 endif
-PROGRAMS := $(wildcard train.c tools/*.c) tools/bench_scaling.sh
+PROGRAMS := $(wildcard train.c tools/*.c)
 TESTS    := $(wildcard tests/*/test_*.c)
 HELPERS  := $(wildcard tests/*.c)
 PYTHON_TESTS := $(wildcard tests/*/test_*.py)
@@ -246,7 +242,7 @@ FUZZERS  := $(wildcard tests/fuzz/*.c)
 # The tests of CUDA's kernels, without the programs; small shapes, since the emulator is slow.
 ifeq ($(VARIANT),emulated)
   SOURCES  := $(filter-out tools/%,$(SOURCES)) $(wildcard tests/emulator/*.cpp)
-  TESTS    := $(wildcard $(addprefix tests/kernels/test_,cuda*.c fp8.c linear_cross_entropy.c loss_terms.c tile_sampling.c))
+  TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c linear_cross_entropy.c loss_terms.c tile_sampling.c))
   PROGRAMS :=
   PYTHON_TESTS :=
   export LCE_SMALL_SHAPES := 1
@@ -296,12 +292,8 @@ define LINK
 $(Q)$(CC) $(ALL_CFLAGS) $(ALL_LDFLAGS) $(filter %.o %.a,$^) $(1) $(ALL_LIBS) -o $@
 endef
 
-$(call programs,$(filter %.c,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
+$(call programs,$(PROGRAMS)): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
 	$(LINK)
-
-$(BIN)tools/bench_scaling: tools/bench_scaling.sh
-	@mkdir -p $(@D)
-	$(Q)install $< $@
 
 $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
 	$(call LINK,-lcmocka)
@@ -318,7 +310,7 @@ build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
 	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/kernels/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
 
--include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(filter-out %.sh,$(PROGRAMS)) $(TESTS) $(HELPERS) $(FUZZERS)))
+-include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
 # --- Running ------------------------------------------------------------------------------------------------
 
@@ -330,10 +322,10 @@ $(RUNS):
 build-and-run: $(BIN)train
 	./$< $(RUN_ARGS)
 
-build-and-real-run: $(BIN)train $(BIN)tools/plot_run
+build-and-real-run: $(BIN)train matplotlib
 	LCE_TRAIN=$< tools/real_run.sh $(REAL_RUN_ARGS)
 
-build-and-test: all tests
+build-and-test: all tests matplotlib
 	@PYTHON='$(PYTHON)' LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v $(PYTHON)),$(PYTHON_TESTS))
 
 # Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; the corpus and
@@ -351,12 +343,19 @@ $(FUZZ_PROGRAMS:%=run-%): run-%: %
 	  { tail -n 60 $<.log; exit 1; }
 	@echo "  fuzz  $(<F): $$(sed -n 's/^stat::number_of_executed_units: *//p' $<.log) inputs in $(FUZZ_SECONDS) s, clean"
 
-build-and-bench: $(BIN)tools/bench_lce $(BIN)tools/bench_step
+build-and-bench: $(BIN)tools/bench_lce $(BIN)train
 	$(BIN)tools/bench_lce --materialized
-	$(BIN)tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
+	./$(BIN)train --model gpt2-124m --batch 4 --seq-len 64 --device cpu --steps 6 --sample-every 0 --val-fraction 0 --profile
 
-build-and-memory-curve: $(BIN)tools/memory_curve
-	./$<
+build-and-curves: $(BIN)train $(BIN)tools/bench_lce matplotlib
+	LCE_TRAIN=$< $(PYTHON) tools/memory_curve
+
+# What draws: of Debian's own python from Debian, of any other from PyPI. Without it there are tables, and no pictures.
+matplotlib:
+	@$(if $(DEPS_ROOT),,$(PYTHON) -c 'import matplotlib' 2>/dev/null || \
+	  if [ "$$($(PYTHON) -c 'import sys; print(sys.prefix)')" = /usr ]; then tools/deps.sh python3-matplotlib=pictures; else \
+	    echo "Installing matplotlib, which draws: $(PYTHON) -m pip install matplotlib"; \
+	    $(PYTHON) -m pip install --quiet --disable-pip-version-check matplotlib; fi || echo "Carrying on without it.")
 
 deps deps-run:
 	@$(if $(MISSING),tools/deps.sh $(MISSING),$(if $(filter 0,$(MAKELEVEL)),echo "Nothing is missing."))
@@ -401,8 +400,8 @@ help:
 #:                      --help); REAL_RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, and runs all tests
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
-#: make bench           installs what is missing, builds, and runs the benchmarks (tools/bench_*)
-#: make memory-curve    installs what is missing, builds, and runs tools/memory_curve
+#: make bench           installs what is missing, builds, and times LM head + loss and a training step on the CPU
+#: make curves          installs what is missing, builds, and draws a memory curve (tools/memory_curve, tools/CURVES.md)
 #: make info            only prints what was found
 #: make deps            only installs what is missing, including what the tests need (Debian packages; lists them)
 #: make deps-dev        also installs what `make check` needs

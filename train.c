@@ -144,7 +144,8 @@ static void train(Run *run) {
   int64_t collect_every = 1, done = o->first_step;
   double since = now_seconds();
   while (done < o->steps && !stopping(run)) {
-    ledger->recording = o->timeline && done < o->first_step + 3;
+    // The first step chooses algorithms.
+    ledger->recording = o->timeline && done > o->first_step && done <= o->first_step + TIMELINE_STEPS;
     ledger->step = (int)done;
     run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
@@ -246,9 +247,17 @@ static void create_model(Run *run) {
   run->backend->ops->device_peak_reset(run->backend);
 }
 
+static double device_seconds(void *backend) {
+  backend_synchronize(backend);
+  return now_seconds();
+}
+
 static void write_timeline(const Run *run) {
   const Options *o = run->options;
-  if (o->timeline && o->rank == 0) plan_write_timeline(o->timeline, &run->backend->memory.ledger);
+  Ledger *ledger = &run->backend->memory.ledger;
+  ledger->clock = device_seconds;
+  ledger->clock_context = run->backend;
+  if (o->timeline && o->rank == 0) plan_write_timeline(o->timeline, ledger);
 }
 
 static void close_run(Run *run) {

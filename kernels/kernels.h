@@ -596,47 +596,47 @@ typedef struct {
 // come from here. Beside each: the functions of the backends, which macros name.
 // clang-format off
 #define OPERATIONS(X, S) \
-  X(embedding_forward, EmbeddingForward, EMBEDDING)    /* cpu_embedding_forward cuda_embedding_forward */ \
-  S(embedding_backward, EmbeddingBackward, EMBEDDING)  /* cpu_embedding_backward cuda_embedding_backward */ \
-  X(norm_forward, NormForward, ELEMENTWISE)            /* cpu_norm_forward cuda_norm_forward */ \
-  S(norm_backward, NormBackward, ELEMENTWISE)          /* cpu_norm_backward cuda_norm_backward */ \
-  X(linear_forward, LinearForward, GEMMS)              /* cpu_linear_forward cuda_linear_forward */ \
-  X(linear_backward_input, LinearBackwardInput, GEMMS) /* cpu_linear_backward_input cuda_linear_backward_input */ \
-  S(linear_backward_weight, LinearBackwardWeight, GEMMS) /* cpu_linear_backward_weight cuda_linear_backward_weight */ \
-  X(quantize, Quantize, QUANTIZING)                    /* cpu_quantize cuda_quantize */ \
-  S(matmul_fp8, MatmulFp8, GEMMS)                      /* cpu_matmul_fp8 cuda_matmul_fp8 */ \
-  X(activation_forward, ActivationForward, ELEMENTWISE)      /* cpu_activation_forward cuda_activation_forward */ \
-  X(activation_backward, ActivationBackward, ELEMENTWISE)    /* cpu_activation_backward cuda_activation_backward */ \
-  X(rope, Rope, ELEMENTWISE)                           /* cpu_rope cuda_rope */ \
-  S(attention_forward, AttentionForward, ATTENTION)    /* cpu_attention_forward cuda_attention_forward */ \
-  S(attention_backward, AttentionBackward, ATTENTION)  /* cpu_attention_backward cuda_attention_backward */ \
-  X(attention_decode, AttentionDecode, ATTENTION)      /* cpu_attention_decode cuda_attention_decode */ \
-  X(shard_indices, ShardIndices, EMBEDDING)            /* cpu_shard_indices cuda_shard_indices */ \
-  X(lce_target_logits, LceTargetLogits, HEAD_LOSS)     /* cpu_lce_target_logits cuda_lce_target_logits */ \
-  S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)           /* cpu_lce_logits_exp cuda_lce_logits_exp */ \
-  X(lce_combine, LceCombine, HEAD_LOSS)                /* cpu_lce_combine cuda_lce_combine */ \
-  X(lce_rows, LceRows, HEAD_LOSS)                      /* cpu_lce_rows cuda_lce_rows */ \
-  S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS) /* cpu_lce_sampled_gradients cuda_lce_sampled_gradients */ \
-  X(lce_input_gradient, LceInputGradient, HEAD_LOSS)   /* cpu_lce_input_gradient cuda_lce_input_gradient */ \
-  S(lce_target_gradient, LceTargetGradient, HEAD_LOSS) /* cpu_lce_target_gradient cuda_lce_target_gradient */ \
-  X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS) /* cpu_cross_entropy_in_place cuda_cross_entropy_in_place */ \
-  X(loss_factor, LossFactor, HEAD_LOSS)                /* cpu_loss_factor cuda_loss_factor */ \
-  X(read_targets, ReadTargets, HEAD_LOSS)              /* cpu_read_targets cuda_read_targets */ \
-  S(weighted_column_sum, WeightedColumnSum, HEAD_LOSS) /* cpu_weighted_column_sum cuda_weighted_column_sum */ \
-  X(add_outer, AddOuter, HEAD_LOSS)                    /* cpu_add_outer cuda_add_outer */ \
-  X(scale_by, ScaleBy, HEAD_LOSS)                      /* cpu_scale_by cuda_scale_by */ \
-  X(gather_rows, MoveRows, HEAD_LOSS)                  /* cpu_gather_rows cuda_gather_rows */ \
-  X(scatter_rows, MoveRows, HEAD_LOSS)                 /* cpu_scatter_rows cuda_scatter_rows */ \
-  X(adamw, AdamW, OPTIMIZER)                           /* cpu_adamw cuda_adamw */ \
-  S(reduce, Reduce, OPTIMIZER)                         /* cpu_reduce cuda_reduce */ \
-  X(clip_scale, ClipScale, OPTIMIZER)                  /* cpu_clip_scale cuda_clip_scale */ \
-  X(fill_zero, Tensor, ELEMENTWISE)                    /* cpu_fill_zero cuda_fill_zero */ \
-  X(all_reduce, Collective, COMMUNICATION)             /* cpu_all_reduce cuda_all_reduce */ \
-  X(reduce_scatter, Collective, COMMUNICATION)         /* cpu_reduce_scatter cuda_reduce_scatter */ \
-  X(all_gather, Collective, COMMUNICATION)             /* cpu_all_gather cuda_all_gather */ \
-  X(broadcast, Collective, COMMUNICATION)              /* cpu_broadcast cuda_broadcast */ \
-  X(copy_in, Copy, COPIES)                             /* cpu_copy_in cuda_copy_in */ \
-  X(copy_out, Copy, COPIES)                            /* cpu_copy_out cuda_copy_out */
+  X(embedding_forward, EmbeddingForward, EMBEDDING)              /* cpu_embedding_forward cuda_embedding_forward */ \
+  S(embedding_backward, EmbeddingBackward, EMBEDDING)            /* cpu_embedding_backward cuda_embedding_backward */ \
+  X(norm_forward, NormForward, ELEMENTWISE)                      /* cpu_norm_forward cuda_norm_forward */ \
+  S(norm_backward, NormBackward, ELEMENTWISE)                    /* cpu_norm_backward cuda_norm_backward */ \
+  X(linear_forward, LinearForward, GEMMS)                        /* cpu_linear_forward cuda_linear_forward */ \
+  X(linear_backward_input, LinearBackwardInput, GEMMS)           /* cpu_linear_backward_input cuda_linear_backward_input */ \
+  S(linear_backward_weight, LinearBackwardWeight, GEMMS)         /* cpu_linear_backward_weight cuda_linear_backward_weight */ \
+  X(quantize, Quantize, QUANTIZING)                              /* cpu_quantize cuda_quantize */ \
+  S(matmul_fp8, MatmulFp8, GEMMS)                                /* cpu_matmul_fp8 cuda_matmul_fp8 */ \
+  X(activation_forward, ActivationForward, ELEMENTWISE)          /* cpu_activation_forward cuda_activation_forward */ \
+  X(activation_backward, ActivationBackward, ELEMENTWISE)        /* cpu_activation_backward cuda_activation_backward */ \
+  X(rope, Rope, ELEMENTWISE)                                     /* cpu_rope cuda_rope */ \
+  S(attention_forward, AttentionForward, ATTENTION_FORWARD)      /* cpu_attention_forward cuda_attention_forward */ \
+  S(attention_backward, AttentionBackward, ATTENTION_BACKWARD)   /* cpu_attention_backward cuda_attention_backward */ \
+  X(attention_decode, AttentionDecode, ATTENTION_FORWARD)        /* cpu_attention_decode cuda_attention_decode */ \
+  X(shard_indices, ShardIndices, EMBEDDING)                      /* cpu_shard_indices cuda_shard_indices */ \
+  X(lce_target_logits, LceTargetLogits, HEAD_LOSS)               /* cpu_lce_target_logits cuda_lce_target_logits */ \
+  S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                     /* cpu_lce_logits_exp cuda_lce_logits_exp */ \
+  X(lce_combine, LceCombine, HEAD_LOSS)                          /* cpu_lce_combine cuda_lce_combine */ \
+  X(lce_rows, LceRows, HEAD_LOSS)                                /* cpu_lce_rows cuda_lce_rows */ \
+  S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS)       /* cpu_lce_sampled_gradients cuda_lce_sampled_gradients */ \
+  X(lce_input_gradient, LceInputGradient, HEAD_LOSS)             /* cpu_lce_input_gradient cuda_lce_input_gradient */ \
+  S(lce_target_gradient, LceTargetGradient, HEAD_LOSS)           /* cpu_lce_target_gradient cuda_lce_target_gradient */ \
+  X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS)      /* cpu_cross_entropy_in_place cuda_cross_entropy_in_place */ \
+  X(loss_factor, LossFactor, HEAD_LOSS)                          /* cpu_loss_factor cuda_loss_factor */ \
+  X(read_targets, ReadTargets, HEAD_LOSS)                        /* cpu_read_targets cuda_read_targets */ \
+  S(weighted_column_sum, WeightedColumnSum, HEAD_LOSS)           /* cpu_weighted_column_sum cuda_weighted_column_sum */ \
+  X(add_outer, AddOuter, HEAD_LOSS)                              /* cpu_add_outer cuda_add_outer */ \
+  X(scale_by, ScaleBy, HEAD_LOSS)                                /* cpu_scale_by cuda_scale_by */ \
+  X(gather_rows, MoveRows, HEAD_LOSS)                            /* cpu_gather_rows cuda_gather_rows */ \
+  X(scatter_rows, MoveRows, HEAD_LOSS)                           /* cpu_scatter_rows cuda_scatter_rows */ \
+  X(adamw, AdamW, OPTIMIZER)                                     /* cpu_adamw cuda_adamw */ \
+  S(reduce, Reduce, OPTIMIZER)                                   /* cpu_reduce cuda_reduce */ \
+  X(clip_scale, ClipScale, OPTIMIZER)                            /* cpu_clip_scale cuda_clip_scale */ \
+  X(fill_zero, Tensor, ELEMENTWISE)                              /* cpu_fill_zero cuda_fill_zero */ \
+  X(all_reduce, Collective, COMMUNICATION)                       /* cpu_all_reduce cuda_all_reduce */ \
+  X(reduce_scatter, Collective, COMMUNICATION)                   /* cpu_reduce_scatter cuda_reduce_scatter */ \
+  X(all_gather, Collective, COMMUNICATION)                       /* cpu_all_gather cuda_all_gather */ \
+  X(broadcast, Collective, COMMUNICATION)                        /* cpu_broadcast cuda_broadcast */ \
+  X(copy_in, Copy, COPIES)                                       /* cpu_copy_in cuda_copy_in */ \
+  X(copy_out, Copy, COPIES)                                      /* cpu_copy_out cuda_copy_out */
 // clang-format on
 
 // Stands for S or X where a list leaves those operations out.

@@ -41,9 +41,11 @@ void harness_join_ranks(Harness *h) {
 }
 
 void harness_close(Harness *h) {
+  if (h->mirror) harness_close(h->mirror);
   backend_destroy(h->backend);
   for (size_t i = 0; i < h->block_count; i++) free(h->blocks[i]);
   free(h->blocks);
+  free(h->records);
   free(h);
 }
 
@@ -142,7 +144,13 @@ static Tensor whole_block(Tensor t) {
   return tensor_2d(t.data, t.dtype, t.shape[0], t.stride);
 }
 
+// The CPU, which mirrors a GPU in bf16, holds the rounded values in fp32.
+static Dtype stored_as(const Harness *h, Dtype dtype) {
+  return dtype == DTYPE_BF16 && h->recording && h->backend->device == ON_CPU ? DTYPE_F32 : dtype;
+}
+
 Tensor poisoned_strided(Harness *h, Dtype dtype, int64_t rows, int64_t columns, int64_t stride) {
+  dtype = stored_as(h, dtype);
   Tensor block = memory_push_2d(&h->backend->memory, "test tensor", MEMORY_ACTIVATIONS, dtype, rows, stride);
   return tensor_columns(block, 0, columns);
 }
@@ -162,7 +170,8 @@ static double rounded(Dtype dtype, double value) {
 
 Tensor strided_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns, int64_t stride) {
   Tensor t = poisoned_strided(h, dtype, rows, columns, stride);
-  size_t bytes = (size_t)(rows * stride) * dtype_bytes(dtype);
+  Dtype stored = t.dtype;
+  size_t bytes = (size_t)(rows * stride) * dtype_bytes(stored);
   char *host = checked_alloc(bytes);
   memset(host, 0xFF, bytes);
   for (int64_t i = 0; i < rows; i++)
@@ -171,8 +180,8 @@ Tensor strided_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64
       *value = rounded(dtype, *value);
       float f = (float)*value;
       uint16_t half = bf16_from_f32(f);
-      char *place = host + (size_t)(i * stride + j) * dtype_bytes(dtype);
-      memcpy(place, dtype == DTYPE_BF16 ? (void *)&half : (void *)&f, dtype_bytes(dtype));
+      char *place = host + (size_t)(i * stride + j) * dtype_bytes(stored);
+      memcpy(place, stored == DTYPE_BF16 ? (void *)&half : (void *)&f, dtype_bytes(stored));
     }
   backend_to_device(h->backend, whole_block(t), host);
   backend_synchronize(h->backend);
@@ -268,9 +277,29 @@ static void check_one(const char *what, int64_t i, double got, double want, doub
              want, fabs(got - want), tolerance);
 }
 
+// What a case checked.
+typedef struct Record {
+  char what[64];
+  double *values;
+  int64_t count;
+  Dtype dtype;
+  Tolerance tolerance;
+} Record;
+
+static bool record(Harness *h, const char *what, Tensor got, double *values, Tolerance tolerance) {
+  if (!h->recording) return false;
+  if (!(h->records = realloc(h->records, (h->record_count + 1) * sizeof *h->records)))
+    fail("out of host memory for a test");
+  Record *r = &h->records[h->record_count++];
+  *r = (Record){.values = values, .count = tensor_count(got), .dtype = got.dtype, .tolerance = tolerance};
+  snprintf(r->what, sizeof r->what, "%s", what);
+  return true;
+}
+
 void check_values(Harness *h, const char *what, Tensor got, const double *want, Tolerance tolerance) {
   double *values = values_of(h, got);
   int64_t count = tensor_count(got);
+  if (record(h, what, got, values, tolerance)) return;
   double rms = root_mean_square(want, count);
   for (int64_t i = 0; i < count; i++)
     check_one(what, i, values[i], want[i], allowed(tolerance, got.dtype, want[i], rms));
@@ -304,6 +333,7 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
   int64_t count = tensor_count(got), samples = count < SAMPLES ? count : SAMPLES;
   double rms = root_mean_square(values, count);
   if (isnan(rms)) fail_msg("%s holds a NaN", what);
+  if (record(h, what, got, values, tolerance)) return;
   uint64_t stream = h->draws++;
   for (int64_t s = 0; s < samples; s++) {
     int64_t i = (int64_t)random_permute(SEED, stream, (uint64_t)s, (uint64_t)count);
@@ -321,6 +351,69 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
     x[i] = kept;
     double want = (before ? before[i] : 0) + (4 * derivatives[0] - derivatives[1]) / 3;
     check_one(what, i, values[i], want, allowed(tolerance, got.dtype, want, rms));
+  }
+}
+
+// --- cases -------------------------------------------------------------------------------------------------
+
+static const void *shape_at(const void *shapes, size_t size, size_t i) {
+  return (const char *)shapes + size * i;
+}
+
+static void release_blocks(Harness *h, size_t kept) {
+  while (h->block_count > kept) free(h->blocks[--h->block_count]);
+}
+
+void run_cases(Harness *h, Case run, const void *shapes, size_t size, size_t count) {
+  size_t kept = h->block_count;
+  for (size_t i = 0; i < count; i++) {
+    run(h, shape_at(shapes, size, i));
+    harness_pop((void **)&h);
+    release_blocks(h, kept);
+  }
+}
+
+// Runs the case and returns how many records it added.
+static size_t record_case(Harness *h, Case run, const void *shape, uint64_t draws) {
+  size_t before = h->record_count;
+  h->draws = draws;
+  h->recording = true;
+  run(h, shape);
+  h->recording = false;
+  harness_pop((void **)&h);
+  return h->record_count - before;
+}
+
+static void compare_records(const Record *got, const Record *again, const Record *want, size_t shape) {
+  double rms = root_mean_square(want->values, want->count);
+  for (int64_t i = 0; i < want->count; i++) {
+    char what[96];
+    snprintf(what, sizeof what, "shape %zu, %s", shape, got->what);
+    check_one(what, i, got->values[i], want->values[i],
+              allowed(got->tolerance, got->dtype, want->values[i], rms));
+    if (memcmp(&got->values[i], &again->values[i], sizeof *got->values))
+      fail_msg("%s: element %lld is %.9g, and %.9g in a second run", what, (long long)i, got->values[i],
+               again->values[i]);
+  }
+}
+
+void run_mirrored(Harness *h, Case run, const void *shapes, size_t size, size_t count) {
+  if (h->backend->device != ON_CUDA) return;
+  if (!h->mirror) h->mirror = harness_open("cpu");
+  Harness *cpu = h->mirror;
+  cpu->dtype = h->dtype;
+  size_t kept = h->block_count;
+  for (size_t i = 0; i < count; i++) {
+    const void *shape = shape_at(shapes, size, i);
+    uint64_t draws = h->draws;
+    h->record_count = cpu->record_count = 0;
+    size_t results = record_case(h, run, shape, draws), again = 0;
+    if (!small_shapes()) again = record_case(h, run, shape, draws) ? results : 0;
+    assert_true(results > 0 && record_case(cpu, run, shape, draws) == results);
+    for (size_t k = 0; k < results; k++)
+      compare_records(&h->records[k], &h->records[again + k], &cpu->records[k], i);
+    release_blocks(h, kept);
+    release_blocks(cpu, 0);
   }
 }
 

@@ -9,12 +9,17 @@
 #include "kernels/kernels.h"
 #include "tests/test.h"
 
-typedef struct {
+typedef struct Harness {
   Backend *backend;
   Dtype dtype; // of operands: the backend's
   uint64_t draws;
   void **blocks; // host values
   size_t block_count, block_capacity;
+  // Of run_mirrored: the CPU beside this backend, and what a case checked, in place of checking it.
+  struct Harness *mirror;
+  bool recording;
+  struct Record *records;
+  size_t record_count;
 } Harness;
 
 // "cpu", "cpu-plain" (loops in place of CBLAS), "cuda" (bf16), "cuda-fp32". NULL when this build or machine
@@ -34,6 +39,17 @@ int run_on_backend(const char *backend);
 int run_on_backends(void);
 const char *harness_backend(void); // the name of the group's
 int harness_pop(void **state);     // what a test has pushed so far
+
+// Runs a case on every shape of a table. RUN_MIRRORED is for shapes that a GPU's kernels treat apart, and nothing on the
+// CPU: it runs the case twice on the GPU and once on the CPU with the same values, compares what the case checks there
+// instead of checking it (by check_values and check_gradient), and the two runs to the bit.
+typedef void (*Case)(Harness *h, const void *shape);
+#define RUN_CASES(h, run, shapes)                                                                            \
+  run_cases(h, run, shapes, sizeof *(shapes), sizeof(shapes) / sizeof *(shapes))
+#define RUN_MIRRORED(h, run, shapes)                                                                         \
+  run_mirrored(h, run, shapes, sizeof *(shapes), sizeof(shapes) / sizeof *(shapes))
+void run_cases(Harness *h, Case run, const void *shapes, size_t size, size_t count);
+void run_mirrored(Harness *h, Case run, const void *shapes, size_t size, size_t count);
 
 // --- values and tensors ------------------------------------------------------------------------------------
 

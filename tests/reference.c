@@ -69,30 +69,6 @@ void reference_rope(double *qkv, const double *cos_sin, AttentionShape s, bool i
       }
 }
 
-void reference_attention(double *out, double *lse, const double *qkv, AttentionShape s) {
-  int64_t width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
-  for (int64_t b = 0; b < s.batch; b++)
-    for (int64_t h = 0; h < s.num_heads; h++)
-      for (int64_t t = 0; t < s.seq_len; t++) {
-        int64_t kv = h / (s.num_heads / s.num_key_value_heads);
-        const double *rows = qkv + b * s.seq_len * width, *q = rows + t * width + h * s.head_dim;
-        const double *k = rows + (s.num_heads + kv) * s.head_dim;
-        const double *v = k + s.num_key_value_heads * s.head_dim;
-        double *result = out + ((b * s.seq_len + t) * s.num_heads + h) * s.head_dim;
-        double sum = 0;
-        for (int64_t d = 0; d < s.head_dim; d++) result[d] = 0;
-        for (int64_t u = 0; u <= t; u++) {
-          double score = 0;
-          for (int64_t d = 0; d < s.head_dim; d++) score += q[d] * k[u * width + d];
-          double e = exp(score / sqrt((double)s.head_dim));
-          sum += e;
-          for (int64_t d = 0; d < s.head_dim; d++) result[d] += e * v[u * width + d];
-        }
-        for (int64_t d = 0; d < s.head_dim; d++) result[d] /= sum;
-        if (lse) lse[(b * s.num_heads + h) * s.seq_len + t] = log(sum);
-      }
-}
-
 void reference_cross_entropy(double *loss, const double *logits, const int32_t *targets, int64_t rows,
                              int64_t vocab) {
   for (int64_t n = 0; n < rows; n++) {

@@ -25,9 +25,6 @@ void reference_swiglu(double *out, const double *gate_up, int64_t rows, int64_t 
 
 void reference_rope(double *qkv, const double *cos_sin, AttentionShape shape, bool inverse);
 
-// lse may be NULL.
-void reference_attention(double *out, double *lse, const double *qkv, AttentionShape shape);
-
 // loss[n] = logsumexp(z[n]) - z[n, target]; 0 for IGNORE_INDEX.
 void reference_cross_entropy(double *loss, const double *logits, const int32_t *targets, int64_t rows,
                              int64_t vocab);

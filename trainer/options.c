@@ -220,7 +220,7 @@ const Option options_rows[] = {
      HELP("With --plan and --hosts: also the efficiency, where one rank alone was measured to train so many tokens a second")},
 
     {GROUP("Output")},
-    {TEXT("log", "FILE", log), HELP("Write one JSON object a line; the last is the summary")},
+    {TEXT("log", "FILE", log), HELP("Write one JSON object a line; the last is the summary. With --plan: the plan in each mode")},
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
@@ -237,7 +237,8 @@ const Option options_rows[] = {
      HELP("At the end print where the time of a step goes, from the third on, by groups of operations, and log it; with "
           "NVTX ranges for Nsight Systems. The events that this takes cost a little time")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
-     HELP("Write the bytes in use over the first three steps, by category, as CSV")},
+     HELP("Write the bytes in use over three steps, from the second on or as planned, by category, as CSV. It waits for the "
+          "device at each block that comes or goes")},
     {.type = OPTION_END}};
 // clang-format on
 

@@ -5,11 +5,13 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/integers.h"
+#include "base/json.h"
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
@@ -30,7 +32,8 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
     trainer_step(&trainer, NULL, 0);
     if (options->sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
-  trainer_validate(&trainer, NULL, 1);
+  if (options->eval_only || options->val_data.count || options->val_fraction > 0)
+    trainer_validate(&trainer, NULL, 1);
   if (options->save && !options->eval_only) shards_plan_read(&trainer_model(&trainer)->parameters, backend);
   Ledger plan = backend->memory.ledger;
   trainer_destroy(&trainer);
@@ -451,6 +454,60 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
   return device;
 }
 
+// A line of the log: a plan in one mode, its bytes under the names that a run's summary has for them.
+static void log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mode, const Ledger *plan,
+                     size_t capacity) {
+  const ModelConfig *m = &o->model;
+  const struct {
+    const char *name, *text;
+  } texts[] = {
+      {"event", "plan"},  {"loss_mode", lce_mode_name(mode)}, {"device", device == ON_CUDA ? "cuda" : "cpu"},
+      {"model", m->name}, {"dtype", dtype_name(o->dtype)},    {"recompute", options_recompute(o).text}};
+  const struct {
+    const char *name;
+    double value;
+  } numbers[] = {{"batch", (double)o->batch},
+                 {"seq_len", (double)o->seq_len},
+                 {"vocab_size", (double)m->vocab_size},
+                 {"hidden_size", (double)m->hidden_size},
+                 {"intermediate_size", (double)m->intermediate_size},
+                 {"head_dim", (double)m->head_dim},
+                 {"max_seq_len", (double)model_max_seq_len(m)},
+                 {"lce_chunk", mode == LCE_FUSED ? (double)options_used_chunk(o) : 0},
+                 {"peak_bytes", (double)plan->peak},
+                 {"head_peak_bytes", (double)plan->highest[MEMORY_HEAD]},
+                 {"host_bytes", (double)ledger_host_bytes(plan)},
+                 {"usable_bytes", (double)capacity}}; // 0: unknown
+  cJSON *line = cJSON_CreateObject(), *at_peak = cJSON_CreateObject();
+  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
+    cJSON_AddStringToObject(line, texts[i].name, texts[i].text);
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+    cJSON_AddNumberToObject(line, numbers[i].name, numbers[i].value);
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
+    cJSON_AddNumberToObject(at_peak, memory_category_name((MemoryCategory)c), (double)plan->at_peak[c]);
+  cJSON_AddItemToObject(line, "at_peak", at_peak);
+  char *text = json_print(line, false);
+  fprintf(log, "%s\n", text);
+  free(text);
+  cJSON_Delete(line);
+}
+
+// Three planned steps in the mode of the options.
+static void plan_timeline(const Options *o, DeviceKind device) {
+  Backend *backend = plan_backend_create(device, o->dtype);
+  backend->ranks = o->ranks;
+  Ledger *ledger = &backend->memory.ledger;
+  Trainer trainer;
+  trainer_create(&trainer, o, backend);
+  trainer_set_mode(&trainer, o->mode);
+  ledger->recording = true;
+  for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
+    trainer_step(&trainer, NULL, ledger->step - 1);
+  plan_write_timeline(o->timeline, ledger);
+  trainer_destroy(&trainer);
+  backend_destroy(backend);
+}
+
 void plan_print(Options *o) {
   size_t capacity = 0;
   DeviceKind device = planned_device(o, &capacity);
@@ -466,8 +523,16 @@ void plan_print(Options *o) {
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
          dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "", (long long)options_used_chunk(o),
          options_recompute(o).text);
-  plan_print_table(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
+  bool split = o->dtypes.vocab_parallel && o->ranks > 1;
+  plan_print_table(columns, split ? 3 : 2, device);
   if (o->hosts) print_hosts(o, device);
+  if (o->log) {
+    FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", false);
+    for (int m = 0; m < 2; m++) // fused as the run would be
+      log_plan(log, o, device, (LceMode)m, &columns[split && m == LCE_FUSED ? 2 : m].memory, capacity);
+    if (fclose(log)) fail("cannot write the log %s: %s", o->log, strerror(errno));
+  }
+  if (o->timeline) plan_timeline(o, device);
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
@@ -606,17 +671,22 @@ void plan_compare_modes(Trainer *trainer) {
 // --- --timeline --------------------------------------------------------------------------------------------
 
 void plan_write_timeline(const char *path, const Ledger *ledger) {
-  static const char columns[] = "event,step,block,total";
+  static const char columns[] = "event,step,at,block,total";
   FILE *out = file_create("the timeline", path, columns, false);
   fputs(columns, out);
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
   fputc('\n', out);
+  size_t before = 0;
+  double moved = 0;
   for (int64_t i = 0; i < ledger->event_count; i++) {
     const LedgerEvent *e = &ledger->events[i];
     size_t total = 0;
     for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) total += e->bytes[c];
-    fprintf(out, "%lld,%d,\"%s\",%zu", (long long)i, e->step, e->name, total);
+    if (i) moved += fabs((double)total - (double)before);
+    before = total;
+    double at = ledger->clock ? e->seconds - ledger->events[0].seconds : moved;
+    fprintf(out, "%lld,%d,%.15g,\"%s\",%zu", (long long)i, e->step, at, e->name, total);
     for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) fprintf(out, ",%zu", e->bytes[c]);
     fputc('\n', out);
   }

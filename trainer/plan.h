@@ -3,8 +3,8 @@
 
 #include "trainer/trainer.h"
 
-// The ledger of a training step, a validation batch and a sampled token of `options` (resolved) in `mode` on `device`;
-// with --eval-only of the validation batch alone.
+// The ledger of a training step, and where the options have them a validation batch and a sampled token, of `options`
+// (resolved) in `mode` on `device`; with --eval-only of the validation batch alone.
 Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 
 // The largest chunk with which LM head + loss never hold more than `bytes`, in training and in validation; 0
@@ -52,7 +52,7 @@ typedef struct {
 // At most 3 columns, of the device that they are for.
 void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device);
 
-// --plan: what a run needs. --fit: the largest batch with each choice of --offload and what that costs, or a failure. In
+// --plan: what a run needs, also as a line of --log for each mode, and by --timeline. --fit: the largest batch with each choice of --offload and what that costs, or a failure. In
 // both modes; both finish the options.
 void plan_print(Options *options);
 void plan_print_fit(Options *options);
@@ -60,7 +60,9 @@ void plan_print_fit(Options *options);
 // --compare-modes: a few forward and backward passes in each mode; a mode that does not fit is planned.
 void plan_compare_modes(Trainer *trainer);
 
-// --timeline: bytes in use after every event of the ledger, one line each, by category, as CSV.
+// --timeline: bytes in use after every event of the ledger, one line each, by category, as CSV. `at` is the time since the
+// first, or of a plan, which takes none, the bytes pushed and popped since then.
+enum { TIMELINE_STEPS = 3 };
 void plan_write_timeline(const char *path, const Ledger *ledger);
 
 // "gradients, master weights and moments are spread over them": what --zero and --vocab-parallel do.

@@ -147,8 +147,8 @@ void report_break(Report *r) {
   r->drawn = false;
 }
 
-// The share of the speed of light: the time that the step's flops take at the GEMMs' rate, over its time.
-static double share_of_gemms(const Report *r, double seconds_per_step) {
+// The time that the step's flops take at the rate of one large GEMM, timed at the start, over the step's.
+static double gemm_efficiency(const Report *r, double seconds_per_step) {
   if (r->gemm_rate <= 0 || seconds_per_step <= 0) return 0;
   return r->flops_per_step / r->gemm_rate / seconds_per_step;
 }
@@ -180,11 +180,11 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   if (!isnan(s->dropped_tiles))
     snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
              100 * s->dropped_mass);
-  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %s%.0f%% of GEMMs at start  %s  %s "
+  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %sGEMM efficiency %.0f%%  %s  %s "
          "left%s",
          r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
          s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text, utilization,
-         100 * share_of_gemms(r, each), text_bytes(bytes).text,
+         100 * gemm_efficiency(r, each), text_bytes(bytes).text,
          text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
   output_taken();
   r->drawn = r->terminal;
@@ -276,24 +276,44 @@ static MemoryColumn largest_peak(Trainer *trainer) {
   return peak;
 }
 
-// A table, and for the log [calls, seconds, seconds on streams of their own] of each group; NULL without --profile.
+// What a group reaches, in TFLOP/s or GB/s; "" where neither is counted.
+static const char *rate_text(double flops, double bytes, double seconds, char text[32]) {
+  const char *unit = flops > 0 ? "TFLOP/s" : "GB/s";
+  double rate = (flops > 0 ? 1e-12 * flops : 1e-9 * bytes) / seconds;
+  *text = 0;
+  if (rate > 0 && isfinite(rate)) snprintf(text, 32, rate < 100 ? "%.3g %s" : "%.0f %s", rate, unit);
+  return text;
+}
+
+// A table, and for the log an object of each group, all of a step; NULL without --profile.
 static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
   if (o->profile && !t) printf("\nprofile  none: it begins after %d steps\n", PROFILE_WARM_UP);
   if (!t) return NULL;
   cJSON *record = cJSON_CreateObject();
-  double n = (double)t->steps;
-  char title[64];
+  double n = (double)t->steps, all_flops = 0;
+  char title[64], rate[32];
   snprintf(title, sizeof title, "a step's time%s, mean of %.0f", o->ranks > 1 ? " (rank 0)" : "", n);
-  printf("\n%-36s %10s %12s %8s %16s\n", title, "calls", "ms", "share", "own stream, ms");
+  printf("\n%-30s %8s %10s %7s %16s %15s\n", title, "calls", "ms", "share", "rate", "own stream, ms");
   for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
     const char *name = t->groups[g].name;
-    double means[] = {(double)t->groups[g].calls / n, t->groups[g].seconds / n, t->groups[g].own_seconds / n};
-    if (means[0] > 0 || g == PROFILE_IDLE)
-      printf("  %-34s %10.6g %12.2f %7.1f%% %16.2f\n", name, means[0], 1e3 * means[1],
-             100 * means[1] * n / t->step_seconds, 1e3 * means[2]);
-    cJSON_AddItemToObject(record, name, cJSON_CreateDoubleArray(means, 3));
+    double calls = (double)t->groups[g].calls / n, seconds = t->groups[g].seconds / n;
+    double own = t->groups[g].own_seconds / n, flops = t->groups[g].flops / n, bytes = t->groups[g].bytes / n;
+    rate_text(flops, bytes, fmax(seconds, own), rate);
+    all_flops += flops;
+    if (calls > 0 || g == PROFILE_IDLE)
+      printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", name, calls, 1e3 * seconds,
+             100 * seconds * n / t->step_seconds, rate, 1e3 * own);
+    cJSON *group = cJSON_AddObjectToObject(record, name);
+    const struct {
+      const char *name;
+      double value;
+    } figures[] = {
+        {"calls", calls}, {"seconds", seconds}, {"own_seconds", own}, {"flops", flops}, {"bytes", bytes}};
+    for (int i = 0; i < 5; i++) cJSON_AddNumberToObject(group, figures[i].name, figures[i].value);
   }
-  printf("  %-34s %10s %12.2f\n", "all together", "", 1e3 * t->step_seconds / n);
+  double step = t->step_seconds / n;
+  printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * step, "",
+         rate_text(all_flops, 0, step, rate));
   return record;
 }
 
@@ -303,7 +323,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   MemoryColumn peak = largest_peak(trainer);
   peak.title = lce_mode_name(trainer->transformer.mode);
   double per_step = r->steps_timed ? r->seconds_timed / (double)r->steps_timed : NAN;
-  double rate = (double)o->total_batch / per_step, share = share_of_gemms(r, per_step);
+  double rate = (double)o->total_batch / per_step, efficiency = gemm_efficiency(r, per_step);
   double dropped_tiles = r->dropped_tiles / (double)r->steps_done;
   double dropped_mass = r->dropped_mass / (double)r->steps_done;
 
@@ -313,9 +333,9 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   if (isfinite(state->val_loss)) printf("%.4f on validation data; ", state->val_loss);
   printf("%.4f is what token frequencies alone give\n", entropy);
   if (r->steps_timed)
-    printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain %s GEMMs (timed at the "
+    printf("speed    %s tokens/s, %.1f ms a step, GEMM efficiency %.0f%% (of a large %s GEMM, timed at the "
            "start)\n",
-           text_count(rate).text, 1e3 * per_step, 100 * share, dtype_name(o->dtype));
+           text_count(rate).text, 1e3 * per_step, 100 * efficiency, dtype_name(o->dtype));
   if (isfinite(mfu(r, per_step)))
     printf("MFU      %.1f%% of %.0f TFLOP/s, dense bf16 by the data sheet\n", 100 * mfu(r, per_step),
            1e-12 * r->peak);
@@ -331,7 +351,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       {"stopped", .truth = &stopped}, NUMBER("first_loss", state->first_loss),
       NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),
       NUMBER("unigram_entropy", entropy), NUMBER("tokens_per_second", rate),
-      NUMBER("seconds_per_step", per_step), NUMBER("share_of_gemms", share),
+      NUMBER("seconds_per_step", per_step), NUMBER("gemm_efficiency", efficiency),
       OPTIONAL("mfu", mfu(r, per_step)), OPTIONAL("dropped_tiles", dropped_tiles),
       OPTIONAL("dropped_mass", dropped_mass), NUMBER("gemm_flops_per_second", r->gemm_rate),
       NUMBER("ranks", o->ranks), NUMBER("wire_bytes_per_step", trainer->wire_bytes),

@@ -1,6 +1,7 @@
 // The layers' operations against float64: forward results against tests/reference.c, gradients against finite
-// differences, on shapes that nothing divides, with outputs that hold NaN beforehand; and the arguments that operations
-// refuse. Runs on every backend of this build and machine. Attention has test_kernels_attention.c.
+// differences, on shapes that nothing divides, with outputs that hold NaN beforehand; on a GPU also against the CPU on
+// shapes for which its kernels have ways of their own; and the arguments that operations refuse. Runs on every backend of
+// this build and machine. Attention has test_kernels_attention.c.
 
 #include "tests/harness.h"
 #include "tests/reference.h"
@@ -8,7 +9,7 @@
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
 typedef struct {
-  int64_t rows, hidden, vocab, seq_len, positions;
+  int64_t rows, hidden, vocab, seq_len;
   const int32_t *tokens;
   double *token_weight, *position_weight, *out, *dout;
 } EmbeddingCase;
@@ -19,91 +20,117 @@ static double embedding_objective(void *context) {
   return reference_dot(c->out, c->dout, c->rows * c->hidden);
 }
 
-static void embedding_case(Harness *h, int64_t batch, int64_t seq_len, int64_t hidden, int64_t vocab,
-                           bool with_positions, bool accumulate) {
-  EmbeddingCase c = {.rows = batch * seq_len,
-                     .hidden = hidden,
-                     .vocab = vocab,
-                     .seq_len = seq_len,
-                     .positions = seq_len + 3};
-  c.tokens = random_ids(h, c.rows, vocab);
-  c.token_weight = random_values(h, vocab * hidden, 1);
-  c.position_weight = with_positions ? random_values(h, c.positions * hidden, 1) : NULL;
-  c.out = host_values(h, c.rows * hidden);
-  c.dout = random_values(h, c.rows * hidden, 1);
-  Tensor tokens = ids_from(h, c.tokens, c.rows);
-  Tensor token_weight = tensor_from(h, h->dtype, c.token_weight, vocab, hidden), position_weight = {0};
-  if (with_positions) position_weight = tensor_from(h, h->dtype, c.position_weight, c.positions, hidden);
-  Tensor out = poisoned(h, h->dtype, c.rows, hidden);
+typedef struct {
+  int64_t batch, seq_len, hidden, vocab;
+  bool positions, accumulate, popular,
+      narrow; // popular: one token owns 60% of the rows; narrow: the gradients' dtype
+} EmbeddingShape;
+
+// What is written (NaN before) or, when accumulating, added to `before`.
+static Tensor result(Harness *h, Dtype dtype, double *before, int64_t rows, int64_t columns) {
+  return before ? tensor_from(h, dtype, before, rows, columns) : poisoned(h, dtype, rows, columns);
+}
+
+static void embedding_case(Harness *h, const void *shape) {
+  EmbeddingShape s = *(const EmbeddingShape *)shape;
+  int64_t rows = s.batch * s.seq_len, positions = s.seq_len + 3;
+  EmbeddingCase c = {.rows = rows, .hidden = s.hidden, .vocab = s.vocab, .seq_len = s.seq_len};
+  int32_t *ids = random_ids(h, rows, s.vocab);
+  for (int64_t i = 0; s.popular && i < rows; i++)
+    if (i % 5 < 3) ids[i] = (int32_t)(s.vocab / 2);
+  c.tokens = ids;
+  c.token_weight = random_values(h, s.vocab * s.hidden, 1);
+  c.position_weight = s.positions ? random_values(h, positions * s.hidden, 1) : NULL;
+  c.out = host_values(h, rows * s.hidden);
+  c.dout = random_values(h, rows * s.hidden, 1);
+  Tensor tokens = ids_from(h, c.tokens, rows), out = poisoned(h, h->dtype, rows, s.hidden);
+  Tensor token_weight = tensor_from(h, h->dtype, c.token_weight, s.vocab, s.hidden), position_weight = {0};
+  if (s.positions) position_weight = tensor_from(h, h->dtype, c.position_weight, positions, s.hidden);
   embedding_forward(h->backend, (EmbeddingForward){.out = out,
                                                    .tokens = tokens,
                                                    .token_weight = token_weight,
                                                    .position_weight = position_weight,
-                                                   .seq_len = seq_len});
+                                                   .seq_len = s.seq_len});
   embedding_objective(&c);
   check_values(h, "embedding out", out, c.out, of_size(within(1, 1), 1));
 
-  Tensor dout = tensor_from(h, h->dtype, c.dout, c.rows, hidden);
-  double *token_before = random_values(h, vocab * hidden, 1);
-  double *position_before = random_values(h, c.positions * hidden, 1);
-  Tensor dtoken = poisoned(h, DTYPE_F32, vocab, hidden), dposition = {0};
-  if (with_positions) dposition = poisoned(h, DTYPE_F32, c.positions, hidden);
-  if (accumulate) {
-    dtoken = tensor_from(h, DTYPE_F32, token_before, vocab, hidden);
-    if (with_positions) dposition = tensor_from(h, DTYPE_F32, position_before, c.positions, hidden);
-  }
+  Dtype gradient = s.narrow ? h->dtype : DTYPE_F32;
+  Tensor dout = tensor_from(h, h->dtype, c.dout, rows, s.hidden), dposition = {0};
+  double *token_before = s.accumulate ? random_values(h, s.vocab * s.hidden, 1) : NULL;
+  double *position_before = s.accumulate ? random_values(h, positions * s.hidden, 1) : NULL;
+  Tensor dtoken = result(h, gradient, token_before, s.vocab, s.hidden);
+  if (s.positions) dposition = result(h, gradient, position_before, positions, s.hidden);
   embedding_backward(h->backend, (EmbeddingBackward){.dtoken_weight = dtoken,
                                                      .dposition_weight = dposition,
                                                      .dout = dout,
                                                      .tokens = tokens,
-                                                     .seq_len = seq_len,
-                                                     .accumulate_token = accumulate,
-                                                     .accumulate_position = accumulate});
-  check_gradient(h, "dtoken_weight", dtoken, accumulate ? token_before : NULL, c.token_weight,
-                 embedding_objective, &c, of_size(within(4, (double)c.rows), 1));
-  if (with_positions)
-    check_gradient(h, "dposition_weight", dposition, accumulate ? position_before : NULL, c.position_weight,
-                   embedding_objective, &c, of_size(within(4, (double)batch), 1));
+                                                     .seq_len = s.seq_len,
+                                                     .accumulate_token = s.accumulate,
+                                                     .accumulate_position = s.accumulate});
+  check_gradient(h, "dtoken_weight", dtoken, token_before, c.token_weight, embedding_objective, &c,
+                 of_size(within(4, (double)rows), 1));
+  if (s.positions)
+    check_gradient(h, "dposition_weight", dposition, position_before, c.position_weight, embedding_objective,
+                   &c, of_size(within(4, (double)s.batch), 1));
 }
 
 TEST(test_embedding) {
-  embedding_case(*state, 3, 7, 13, 11, true, false);
-  embedding_case(*state, 3, 7, 13, 11, true, true);
-  embedding_case(*state, 1, 1, 1, 1, true, false);
-  embedding_case(*state, 5, 11, 300, 3, false, false); // many tokens of one row
-  embedding_case(*state, 2, 3, 17, 1009, false, true); // most rows named by no token
+  static const EmbeddingShape shapes[] = {
+      {3, 7, 13, 11, .positions = true},
+      {3, 7, 13, 11, .positions = true, .accumulate = true},
+      {1, 1, 1, 1, .positions = true},
+      {5, 11, 300, 3, .positions = false},   // many tokens of one row
+      {2, 3, 17, 1009, .accumulate = true}}; // most rows named by no token
+  // Segments that span many of the blocks' parts, and one that ends with the last row of one.
+  static const EmbeddingShape mirrored[] = {
+      {9, 301, 264, 997, .positions = true, .popular = true},
+      {9, 301, 264, 997, .positions = true, .popular = true, .accumulate = true},
+      {2, 64, 77, 3, .positions = true, .popular = true, .accumulate = true},
+      {1, 32, 2056, 1, .positions = true, .popular = true, .narrow = true},
+      {3, 11, 8, 70001, .positions = true, .popular = true, .narrow = true, .accumulate = true}};
+  RUN_CASES(*state, embedding_case, shapes);
+  RUN_MIRRORED(*state, embedding_case, mirrored);
 }
 
 // --- normalisation -----------------------------------------------------------------------------------------
 
 typedef struct {
   NormKind kind;
-  int64_t rows, hidden;
+  int64_t rows, heads, hidden; // several heads lie in rows that hold more, and their gradient replaces dout
+  bool accumulate_dx, accumulate, narrow;
+} NormShape;
+
+typedef struct {
+  NormShape s;
   double *x, *weight, *bias, *out, *mean, *rstd, *dout;
 } NormCase;
 
 static double norm_objective(void *context) {
   NormCase *c = context;
-  reference_norm(c->kind, c->out, c->mean, c->rstd, c->x, c->weight, c->bias, c->rows, c->hidden, 1e-5);
-  return reference_dot(c->out, c->dout, c->rows * c->hidden);
+  int64_t rows = c->s.rows * c->s.heads;
+  reference_norm(c->s.kind, c->out, c->mean, c->rstd, c->x, c->weight, c->bias, rows, c->s.hidden, 1e-5);
+  return reference_dot(c->out, c->dout, rows * c->s.hidden);
 }
 
-static void norm_case(Harness *h, NormKind kind, int64_t rows, int64_t hidden, bool accumulate_dx,
-                      bool accumulate) {
-  bool layer = kind == NORM_LAYER;
-  NormCase c = {.kind = kind, .rows = rows, .hidden = hidden};
-  c.x = random_values(h, rows * hidden, 2);
-  c.weight = random_values(h, hidden, 1);
-  c.bias = random_values(h, hidden, 1);
-  c.dout = random_values(h, rows * hidden, 1);
-  c.out = host_values(h, rows * hidden);
-  c.mean = host_values(h, rows);
-  c.rstd = host_values(h, rows);
-  Tensor x = tensor_from(h, h->dtype, c.x, rows, hidden), weight = vector_from(h, h->dtype, c.weight, hidden);
-  Tensor out = poisoned(h, h->dtype, rows, hidden), rstd = poisoned_vector(h, DTYPE_F32, rows);
-  Tensor mean = layer ? poisoned_vector(h, DTYPE_F32, rows) : (Tensor){0};
-  Tensor bias = layer ? vector_from(h, h->dtype, c.bias, hidden) : (Tensor){0};
-  norm_forward(h->backend, (NormForward){.kind = kind,
+static void norm_case(Harness *h, const void *shape) {
+  NormShape s = *(const NormShape *)shape;
+  bool layer = s.kind == NORM_LAYER, heads = s.heads > 1;
+  int64_t wide = s.heads * s.hidden, count = s.rows * s.heads, apart = heads ? wide + 6 : wide;
+  NormCase c = {.s = s};
+  c.x = random_values(h, count * s.hidden, 2);
+  c.weight = random_values(h, s.hidden, 1);
+  c.bias = random_values(h, s.hidden, 1);
+  c.dout = random_values(h, count * s.hidden, 1);
+  c.out = host_values(h, count * s.hidden);
+  c.mean = host_values(h, count);
+  c.rstd = host_values(h, count);
+  Tensor x = strided_from(h, h->dtype, c.x, s.rows, wide, apart), mean = {0}, bias = {0};
+  Tensor weight = vector_from(h, h->dtype, c.weight, s.hidden);
+  Tensor out = poisoned_strided(h, h->dtype, s.rows, wide, apart),
+         rstd = poisoned_vector(h, DTYPE_F32, count);
+  if (layer) mean = poisoned_vector(h, DTYPE_F32, count);
+  if (layer) bias = vector_from(h, h->dtype, c.bias, s.hidden);
+  norm_forward(h->backend, (NormForward){.kind = s.kind,
                                          .out = out,
                                          .mean = mean,
                                          .rstd = rstd,
@@ -112,25 +139,22 @@ static void norm_case(Harness *h, NormKind kind, int64_t rows, int64_t hidden, b
                                          .bias = bias,
                                          .epsilon = 1e-5f});
   norm_objective(&c);
-  Tolerance tolerance = within(8, (double)hidden);
+  Tolerance tolerance = within(8, (double)s.hidden);
   check_values(h, "norm out", out, c.out, tolerance);
+  check_gaps(h, "norm out", out);
   check_values(h, "rstd", rstd, c.rstd, tolerance);
   if (layer) check_values(h, "mean", mean, c.mean, of_size(tolerance, 2));
 
-  Tensor dout = tensor_from(h, h->dtype, c.dout, rows, hidden);
-  double *dx_before = random_values(h, rows * hidden, 1);
-  Tensor dx =
-      accumulate_dx ? tensor_from(h, h->dtype, dx_before, rows, hidden) : poisoned(h, h->dtype, rows, hidden);
-  enum { DWEIGHT, DBIAS, DX_SUM, VECTORS };
-  Tensor vectors[VECTORS] = {0};
-  double *before[VECTORS];
-  int count = layer ? accumulate_dx ? VECTORS : DX_SUM : DBIAS;
-  for (int i = 0; i < count; i++) {
-    before[i] = accumulate ? random_values(h, hidden, 1) : NULL;
-    vectors[i] =
-        accumulate ? vector_from(h, DTYPE_F32, before[i], hidden) : poisoned_vector(h, DTYPE_F32, hidden);
+  Tensor dout = strided_from(h, h->dtype, c.dout, s.rows, wide, apart), vectors[3] = {0};
+  double *dx_before = s.accumulate_dx ? random_values(h, count * s.hidden, 1) : NULL, *before[3];
+  Tensor dx = heads ? dout : result(h, h->dtype, dx_before, s.rows, s.hidden);
+  enum { DWEIGHT, DBIAS, DX_SUM };
+  int sums = !layer ? DBIAS : s.accumulate_dx ? DX_SUM + 1 : DX_SUM;
+  for (int i = 0; i < sums; i++) {
+    before[i] = s.accumulate ? random_values(h, s.hidden, 1) : NULL;
+    vectors[i] = tensor_flat(result(h, s.narrow ? h->dtype : DTYPE_F32, before[i], 1, s.hidden));
   }
-  norm_backward(h->backend, (NormBackward){.kind = kind,
+  norm_backward(h->backend, (NormBackward){.kind = s.kind,
                                            .dx = dx,
                                            .dweight = vectors[DWEIGHT],
                                            .dbias = vectors[DBIAS],
@@ -140,85 +164,53 @@ static void norm_case(Harness *h, NormKind kind, int64_t rows, int64_t hidden, b
                                            .weight = weight,
                                            .mean = mean,
                                            .rstd = rstd,
-                                           .accumulate_dx = accumulate_dx,
-                                           .accumulate = accumulate});
+                                           .accumulate_dx = s.accumulate_dx,
+                                           .accumulate = s.accumulate});
   // The statistics saved by the forward pass are fp32, so an error of theirs passes through every term.
-  Tolerance gradient = of_size(within(16, (double)hidden), 1);
-  Tolerance sums = of_size(within(8, (double)(rows + hidden)), 1);
-  check_gradient(h, "norm dx", dx, accumulate_dx ? dx_before : NULL, c.x, norm_objective, &c, gradient);
-  check_gradient(h, "norm dweight", vectors[DWEIGHT], before[DWEIGHT], c.weight, norm_objective, &c, sums);
-  if (layer) check_gradient(h, "norm dbias", vectors[DBIAS], before[DBIAS], c.bias, norm_objective, &c, sums);
-  if (count > DX_SUM) {
-    double *want = before[DX_SUM] ? before[DX_SUM] : host_values(h, hidden);
-    for (int64_t i = 0; i < rows * hidden; i++) want[i % hidden] += dx_before[i];
-    check_values(h, "norm dx_sum", vectors[DX_SUM], want, sums);
+  Tolerance gradient = of_size(within(16, (double)s.hidden), 1);
+  Tolerance columns = of_size(within(8, (double)(count + s.hidden)), 1);
+  check_gradient(h, "norm dx", dx, dx_before, c.x, norm_objective, &c, gradient);
+  check_gaps(h, "norm dx", dx);
+  check_gradient(h, "norm dweight", vectors[DWEIGHT], before[DWEIGHT], c.weight, norm_objective, &c, columns);
+  if (layer)
+    check_gradient(h, "norm dbias", vectors[DBIAS], before[DBIAS], c.bias, norm_objective, &c, columns);
+  if (sums > DX_SUM) {
+    double *want = before[DX_SUM] ? before[DX_SUM] : host_values(h, s.hidden);
+    for (int64_t i = 0; i < count * s.hidden; i++) want[i % s.hidden] += dx_before[i];
+    check_values(h, "norm dx_sum", vectors[DX_SUM], want, columns);
   }
 }
 
-// Heads within rows that lie apart are normalised as rows of their own, and their gradient may replace dout: every bit.
-static void norm_heads_case(Harness *h, NormKind kind, int64_t rows, int64_t heads, int64_t size) {
-  bool layer = kind == NORM_LAYER;
-  int64_t wide = heads * size, count = rows * heads, apart = wide + 6;
-  double *x_values = random_values(h, count * size, 2), *dout_values = random_values(h, count * size, 1);
-  Tensor x = strided_from(h, h->dtype, x_values, rows, wide, apart);
-  Tensor dout = strided_from(h, h->dtype, dout_values, rows, wide, apart);
-  Tensor out = poisoned_strided(h, h->dtype, rows, wide, apart);
-  Tensor weight = vector_from(h, h->dtype, random_values(h, size, 1), size);
-  Tensor bias = layer ? vector_from(h, h->dtype, random_values(h, size, 1), size) : (Tensor){0};
-  Tensor one_x = tensor_from(h, h->dtype, x_values, count, size);
-  Tensor one_dout = tensor_from(h, h->dtype, dout_values, count, size);
-  Tensor results[2][6]; // out, rstd, mean, dx, dweight, dbias; of heads, and of rows
-  for (int one = 0; one < 2; one++) {
-    Tensor *r = results[one];
-    r[0] = one ? poisoned(h, h->dtype, count, size) : out;
-    r[1] = poisoned_vector(h, DTYPE_F32, count);
-    r[2] = layer ? poisoned_vector(h, DTYPE_F32, count) : (Tensor){0};
-    r[3] = one ? poisoned(h, h->dtype, count, size) : dout;
-    r[4] = poisoned_vector(h, DTYPE_F32, size);
-    r[5] = layer ? poisoned_vector(h, DTYPE_F32, size) : (Tensor){0};
-    norm_forward(h->backend, (NormForward){.kind = kind,
-                                           .out = r[0],
-                                           .rstd = r[1],
-                                           .mean = r[2],
-                                           .x = one ? one_x : x,
-                                           .weight = weight,
-                                           .bias = bias,
-                                           .epsilon = 1e-5f});
-    norm_backward(h->backend, (NormBackward){.kind = kind,
-                                             .dx = r[3],
-                                             .dweight = r[4],
-                                             .dbias = r[5],
-                                             .dout = one ? one_dout : dout,
-                                             .x = one ? one_x : x,
-                                             .weight = weight,
-                                             .rstd = r[1],
-                                             .mean = r[2]});
-  }
-  for (int i = 0; i < 6; i++) {
-    if (!tensor_exists(results[0][i])) continue;
-    if (results[0][i].rank == 2) check_gaps(h, "heads", results[0][i]);
-    assert_memory_equal(values_of(h, results[0][i]), values_of(h, results[1][i]),
-                        (size_t)tensor_count(results[0][i]) * sizeof(double));
-  }
-}
+#define NORM(type, n, m, width, ...)                                                                         \
+  { .kind = type, .rows = n, .heads = m, .hidden = width, __VA_ARGS__ }
+#define BOTH_NORMS(...) NORM(NORM_LAYER, __VA_ARGS__), NORM(NORM_RMS, __VA_ARGS__)
+#define ADDS            .accumulate_dx = true, .accumulate = true
 
 TEST(test_norm) {
-  for (int kind = NORM_LAYER; kind <= NORM_RMS; kind++) {
-    norm_case(*state, kind, 7, 13, false, false);
-    norm_case(*state, kind, 7, 13, true, true);
-    norm_case(*state, kind, 1, 5, false, true);
-    norm_case(*state, kind, 131, 257, true, false);
-    norm_case(*state, kind, 3, 1031, false, false);
-    norm_heads_case(*state, kind, 5, 3, 11);
-  }
+  static const NormShape shapes[] = {BOTH_NORMS(7, 1, 13),
+                                     BOTH_NORMS(7, 1, 13, ADDS),
+                                     BOTH_NORMS(1, 1, 5, .accumulate = true),
+                                     BOTH_NORMS(131, 1, 257, .accumulate_dx = true),
+                                     BOTH_NORMS(3, 1, 1031),
+                                     BOTH_NORMS(5, 3, 11)};
+  static const NormShape mirrored[] = {
+      BOTH_NORMS(3001, 1, 768, ADDS), // more rows than teams that run at once
+      BOTH_NORMS(1201, 1, 1600),      BOTH_NORMS(37, 1, 2048, .narrow = true),
+      BOTH_NORMS(5, 1, 8200, ADDS), // sums of a layer norm outgrow 48 KiB
+      BOTH_NORMS(3, 1, 13001),      // both kinds' do, and nothing is aligned
+      BOTH_NORMS(301, 16, 128),       BOTH_NORMS(7, 3, 10)};
+  RUN_CASES(*state, norm_case, shapes);
+  RUN_MIRRORED(*state, norm_case, mirrored);
 }
 
 // --- GEMMs -------------------------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, inputs, outputs, pad; // pad: what strided tensors leave between rows
-  bool in_out_layout, bias, gelu, residual, in_place, accumulate;
-  double alpha;
+  bool bias, residual, in_place, in_out_layout, accumulate;
+  Activation activation; // after the forward pass, before the backward pass
+  bool wide, narrow;     // out and dx in fp32; the weights' gradients in the operands' dtype
+  double alpha;          // 0: not given
 } LinearShape;
 
 typedef struct {
@@ -226,198 +218,253 @@ typedef struct {
   double *x, *weight, *bias, *residual, *pre, *out, *dout;
 } LinearCase;
 
+// The activation of `columns` outputs.
+static void activate(Activation kind, double *out, const double *pre, int64_t rows, int64_t columns) {
+  if (kind == ACTIVATION_SWIGLU) reference_swiglu(out, pre, rows, columns);
+  for (int64_t i = 0; kind != ACTIVATION_SWIGLU && i < rows * columns; i++)
+    out[i] = kind == ACTIVATION_GELU ? reference_gelu(pre[i]) : pre[i];
+}
+
+static int64_t made(LinearShape s) { // by the GEMM
+  return s.activation == ACTIVATION_SWIGLU ? 2 * s.outputs : s.outputs;
+}
+
 static double linear_objective(void *context) {
   LinearCase *c = context;
   LinearShape s = c->s;
-  reference_linear(c->pre, c->x, c->weight, s.in_out_layout, c->bias, c->residual, s.rows, s.inputs,
-                   s.outputs);
-  for (int64_t i = 0; i < s.rows * s.outputs; i++) c->out[i] = s.gelu ? reference_gelu(c->pre[i]) : c->pre[i];
-  return s.alpha * reference_dot(c->out, c->dout, s.rows * s.outputs);
+  reference_linear(c->pre, c->x, c->weight, s.in_out_layout, c->bias, c->residual, s.rows, s.inputs, made(s));
+  activate(s.activation, c->out, c->pre, s.rows, s.outputs);
+  return (s.alpha == 0 ? 1 : s.alpha) * reference_dot(c->out, c->dout, s.rows * s.outputs);
 }
 
-static Tensor weight_from(Harness *h, Dtype dtype, double *values, LinearShape s) {
-  return s.in_out_layout ? tensor_from(h, dtype, values, s.inputs, s.outputs)
-                         : tensor_from(h, dtype, values, s.outputs, s.inputs);
+static Tensor weight_of(Harness *h, Dtype dtype, double *values, LinearShape s) {
+  return s.in_out_layout ? result(h, dtype, values, s.inputs, made(s))
+                         : result(h, dtype, values, made(s), s.inputs);
 }
 
-static LinearCase linear_values(Harness *h, LinearShape s) {
+// A bf16 sum in place: the GEMM may be rounded before it is added, and again after.
+static Tolerance in_place(const Harness *h, Dtype dtype, double terms) {
+  if (dtype == DTYPE_F32 || h->dtype == DTYPE_F32) return of_size(within(4, terms), 1);
+  return (Tolerance){.units = 1, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16), .size = 1};
+}
+
+// With bf16 operands cuBLASLt takes a fast tanh, good to about 2^-11, and the GEMM may be rounded before an activation;
+// SwiGLU multiplies two of its results.
+static Tolerance through(const Harness *h, Activation activation, double terms) {
+  double bf16 = dtype_epsilon(DTYPE_BF16);
+  if (activation == ACTIVATION_NONE) return of_size(within(4, terms), 1);
+  if (h->dtype == DTYPE_F32) return of_size(within(activation == ACTIVATION_GELU ? 4 : 16, terms), 1);
+  return (Tolerance){
+      .units = activation == ACTIVATION_GELU ? 1 : 4, .terms = 1, .operations = bf16, .size = 1};
+}
+
+static void linear_forward_case(Harness *h, const void *shape) {
+  LinearShape s = *(const LinearShape *)shape;
   LinearCase c = {.s = s};
   c.x = random_values(h, s.rows * s.inputs, 1);
-  c.weight = random_values(h, s.inputs * s.outputs, 0.5);
-  c.bias = s.bias ? random_values(h, s.outputs, 1) : NULL;
-  c.residual = s.residual ? random_values(h, s.rows * s.outputs, 1) : NULL;
-  c.dout = random_values(h, s.rows * s.outputs, 1);
-  c.pre = host_values(h, s.rows * s.outputs);
+  c.weight = random_values(h, s.inputs * made(s), 0.5);
+  c.bias = s.bias ? random_values(h, made(s), 1) : NULL;
+  c.residual = s.residual || s.in_place ? random_values(h, s.rows * s.outputs, 1) : NULL;
+  c.dout = host_values(h, s.rows * s.outputs);
+  c.pre = host_values(h, s.rows * made(s));
   c.out = host_values(h, s.rows * s.outputs);
-  return c;
-}
-
-static void linear_forward_case(Harness *h, LinearShape s) {
-  LinearCase c = linear_values(h, s);
+  int64_t apart = s.outputs + (s.activation == ACTIVATION_SWIGLU ? 0 : s.pad);
   Tensor x = strided_from(h, h->dtype, c.x, s.rows, s.inputs, s.inputs + s.pad);
-  Tensor weight = weight_from(h, h->dtype, c.weight, s), bias = {0}, residual = {0}, pre = {0};
-  if (s.bias) bias = vector_from(h, h->dtype, c.bias, s.outputs);
-  if (s.gelu) pre = poisoned(h, h->dtype, s.rows, s.outputs);
-  Tensor out = poisoned_strided(h, h->dtype, s.rows, s.outputs, s.outputs + s.pad);
-  if (s.residual) residual = strided_from(h, h->dtype, c.residual, s.rows, s.outputs, s.outputs + s.pad);
+  Tensor weight = weight_of(h, h->dtype, c.weight, s), bias = {0}, residual = {0}, pre = {0};
+  if (s.bias) bias = vector_from(h, h->dtype, c.bias, made(s));
+  if (s.activation) pre = poisoned(h, h->dtype, s.rows, made(s));
+  Tensor out = poisoned_strided(h, s.wide ? DTYPE_F32 : h->dtype, s.rows, s.outputs, apart);
+  if (c.residual) residual = strided_from(h, h->dtype, c.residual, s.rows, s.outputs, apart);
   if (s.in_place) out = residual;
   linear_forward(h->backend, (LinearForward){.out = out,
                                              .x = x,
                                              .weight = weight,
                                              .in_out_layout = s.in_out_layout,
                                              .bias = bias,
-                                             .activation = s.gelu ? ACTIVATION_GELU : ACTIVATION_NONE,
+                                             .activation = s.activation,
                                              .pre_activation = pre,
                                              .residual = residual});
   linear_objective(&c);
-  if (s.gelu) check_values(h, "linear pre_activation", pre, c.pre, of_size(within(4, (double)s.inputs), 1));
+  double terms = (double)s.inputs;
+  if (s.activation) {
+    check_values(h, "linear pre_activation", pre, c.pre, of_size(within(4, terms), 1));
+    activate(s.activation, c.out, values_of(h, pre), s.rows, s.outputs); // of what was stored
+  }
   check_values(h, "linear out", out, c.out,
-               of_size(s.gelu ? within_stored(h, 4, (double)s.inputs) : within(4, (double)s.inputs), 1));
+               s.in_place ? in_place(h, out.dtype, terms) : through(h, s.activation, terms));
   check_gaps(h, "linear out", out);
 }
 
-static void linear_backward_case(Harness *h, LinearShape s) {
-  s.gelu = s.residual = false;
-  LinearCase c = linear_values(h, s);
-  Tensor x = strided_from(h, h->dtype, c.x, s.rows, s.inputs, s.inputs + s.pad);
-  Tensor weight = weight_from(h, h->dtype, c.weight, s);
+// dx through the activation before the matmul, of which pre is [rows, inputs] or, of SwiGLU, [rows, 2 inputs].
+static double activated_objective(void *context) {
+  LinearCase *c = context;
+  LinearShape s = c->s;
+  activate(s.activation, c->x, c->pre, s.rows, s.inputs);
+  reference_linear(c->out, c->x, c->weight, s.in_out_layout, NULL, NULL, s.rows, s.inputs, s.outputs);
+  return reference_dot(c->out, c->dout, s.rows * s.outputs);
+}
+
+static void linear_backward_input_case(Harness *h, const void *shape) {
+  LinearShape s = *(const LinearShape *)shape;
+  bool swiglu = s.activation == ACTIVATION_SWIGLU;
+  int64_t columns = swiglu ? 2 * s.inputs : s.inputs, apart = columns + (s.activation ? 0 : s.pad);
+  LinearCase c = {.s = s};
+  c.weight = random_values(h, s.inputs * s.outputs, 0.5);
+  c.dout = random_values(h, s.rows * s.outputs, 1);
+  c.pre = random_values(h, s.rows * columns, 2);
+  if (s.rows * columns > 3) c.pre[0] = -30, c.pre[1] = 30, c.pre[2] = 0, c.pre[3] = -9;
+  c.x = host_values(h, s.rows * s.inputs);
+  c.out = host_values(h, s.rows * s.outputs);
+  double *before = s.accumulate ? random_values(h, s.rows * columns, 1) : NULL;
+  Tensor pre = {0}, dactivation = {0},
+         dx = poisoned_strided(h, s.wide ? DTYPE_F32 : h->dtype, s.rows, columns, apart);
   Tensor dout = strided_from(h, h->dtype, c.dout, s.rows, s.outputs, s.outputs + s.pad);
-  double *dx_before = random_values(h, s.rows * s.inputs, 1);
-  double *weight_before = random_values(h, s.inputs * s.outputs, 1);
-  double *bias_before = random_values(h, s.outputs, 1);
-  Tensor dx = poisoned_strided(h, h->dtype, s.rows, s.inputs, s.inputs + s.pad), dbias = {0};
-  Tensor dweight = s.in_out_layout ? poisoned(h, DTYPE_F32, s.inputs, s.outputs)
-                                   : poisoned(h, DTYPE_F32, s.outputs, s.inputs);
-  if (s.bias) dbias = poisoned_vector(h, DTYPE_F32, s.outputs);
-  if (s.accumulate) {
-    dx = strided_from(h, h->dtype, dx_before, s.rows, s.inputs, s.inputs + s.pad);
-    dweight = weight_from(h, DTYPE_F32, weight_before, s);
-    if (s.bias) dbias = vector_from(h, DTYPE_F32, bias_before, s.outputs);
-  }
+  if (before) dx = strided_from(h, h->dtype, before, s.rows, columns, apart);
+  if (s.activation) pre = tensor_from(h, h->dtype, c.pre, s.rows, columns);
+  if (swiglu) dactivation = poisoned(h, h->dtype, s.rows, s.inputs);
+  if (s.in_place) dx = pre;
+  c.s.activation = ACTIVATION_NONE; // the weight is [outputs, inputs]
+  Tensor weight = weight_of(h, h->dtype, c.weight, c.s);
+  c.s.activation = s.activation;
   linear_backward_input(h->backend, (LinearBackwardInput){.dx = dx,
                                                           .dout = dout,
                                                           .weight = weight,
                                                           .in_out_layout = s.in_out_layout,
+                                                          .activation = s.activation,
+                                                          .pre_activation = pre,
+                                                          .dactivation = dactivation,
                                                           .accumulate = s.accumulate});
-  linear_backward_weight(h->backend, (LinearBackwardWeight){.dweight = dweight,
-                                                            .dbias = dbias,
-                                                            .dout = dout,
-                                                            .x = x,
-                                                            .in_out_layout = s.in_out_layout,
-                                                            .alpha = (float)s.alpha,
-                                                            .accumulate = s.accumulate});
-  if (s.alpha == 0) c.s.alpha = 1;
-  Tolerance over_rows = of_size(within(4, (double)s.rows), 1);
-  check_gradient(h, "dweight", dweight, s.accumulate ? weight_before : NULL, c.weight, linear_objective, &c,
-                 over_rows);
-  if (s.bias) {
-    check_gradient(h, "dbias", dbias, s.accumulate ? bias_before : NULL, c.bias, linear_objective, &c,
-                   over_rows);
-    Tensor alone = poisoned_vector(h, DTYPE_F32, s.outputs);
-    linear_backward_weight(h->backend,
-                           (LinearBackwardWeight){.dbias = alone, .dout = dout, .alpha = (float)s.alpha});
-    check_gradient(h, "dbias alone", alone, NULL, c.bias, linear_objective, &c, over_rows);
-  }
-  c.s.alpha = 1;
-  check_gradient(h, "linear dx", dx, s.accumulate ? dx_before : NULL, c.x, linear_objective, &c,
-                 of_size(within(4, (double)s.outputs), 1));
+  double terms = (double)s.outputs;
+  check_gradient(h, "linear dx", dx, before, c.pre, activated_objective, &c,
+                 before ? in_place(h, dx.dtype, terms) : through(h, s.activation, terms));
   check_gaps(h, "linear dx", dx);
 }
 
-static const LinearShape linear_shapes[] = {
+static void linear_backward_weight_case(Harness *h, const void *shape) {
+  LinearShape s = *(const LinearShape *)shape;
+  LinearCase c = {.s = s};
+  c.x = random_values(h, s.rows * s.inputs, 1);
+  c.weight = random_values(h, s.inputs * s.outputs, 0.5);
+  c.bias = random_values(h, s.outputs, 1);
+  c.dout = random_values(h, s.rows * s.outputs, 1);
+  c.pre = host_values(h, s.rows * s.outputs);
+  c.out = host_values(h, s.rows * s.outputs);
+  double *weight_before = s.accumulate ? random_values(h, s.inputs * s.outputs, 1) : NULL;
+  double *bias_before = s.accumulate ? random_values(h, s.outputs, 1) : NULL;
+  Dtype gradient = s.narrow ? h->dtype : DTYPE_F32;
+  Tensor x = strided_from(h, h->dtype, c.x, s.rows, s.inputs, s.inputs + s.pad), dbias = {0};
+  Tensor dout = strided_from(h, h->dtype, c.dout, s.rows, s.outputs, s.outputs + s.pad);
+  Tensor dweight = weight_of(h, gradient, weight_before, s);
+  if (s.bias) dbias = tensor_flat(result(h, gradient, bias_before, 1, s.outputs));
+  LinearBackwardWeight a = {.dweight = dweight,
+                            .dbias = dbias,
+                            .dout = dout,
+                            .x = x,
+                            .in_out_layout = s.in_out_layout,
+                            .alpha = (float)s.alpha,
+                            .accumulate = s.accumulate};
+  linear_backward_weight(h->backend, a);
+  Tolerance over_rows = of_size(within(4, (double)s.rows), 1);
+  check_gradient(h, "dweight", dweight, weight_before, c.weight, linear_objective, &c,
+                 weight_before ? in_place(h, gradient, (double)s.rows) : over_rows);
+  if (!s.bias) return;
+  check_gradient(h, "dbias", dbias, bias_before, c.bias, linear_objective, &c, over_rows);
+  a = (LinearBackwardWeight){
+      .dbias = poisoned_vector(h, DTYPE_F32, s.outputs), .dout = dout, .alpha = a.alpha};
+  linear_backward_weight(h->backend, a);
+  check_gradient(h, "dbias alone", a.dbias, NULL, c.bias, linear_objective, &c, over_rows);
+}
+
+// Every size in every variant, against float64 and, for the sizes from `mirrored` on, on a GPU against the CPU.
+static const LinearShape linear_sizes[] = {
     {.rows = 1, .inputs = 1, .outputs = 1, .alpha = 1},
-    {.rows = 1, .inputs = 67, .outputs = 1, .bias = true, .alpha = 1},
-    {.rows = 7, .inputs = 1, .outputs = 13, .bias = true, .alpha = 2},
-    {.rows = 5, .inputs = 11, .outputs = 131, .pad = 3, .bias = true, .alpha = 0},
+    {.rows = 1, .inputs = 67, .outputs = 1, .alpha = 1},
+    {.rows = 7, .inputs = 1, .outputs = 13, .alpha = 2},
+    {.rows = 5, .inputs = 11, .outputs = 131, .pad = 3},
     {.rows = 67, .inputs = 31, .outputs = 29, .pad = 5, .alpha = 0.25},
     {.rows = 3, .inputs = 2, .outputs = 4099, .pad = 1, .alpha = 1}, // a vocabulary's weight
+    {.rows = 128, .inputs = 256, .outputs = 384, .alpha = 0.375},
+    {.rows = 96, .inputs = 64, .outputs = 320, .pad = 64, .alpha = 0.375},
+    {.rows = 37, .inputs = 53, .outputs = 71, .pad = 3, .alpha = 0.375},
+    {.rows = 65, .inputs = 72, .outputs = 1001, .pad = 1, .alpha = 0.375},
+    {.rows = 8, .inputs = 40, .outputs = 24, .pad = 8, .alpha = 0.375},
 };
+enum { LINEAR_SIZES = sizeof linear_sizes / sizeof *linear_sizes, FIRST_MIRRORED = 6 };
 
-static void each_linear_shape(Harness *h, void (*run)(Harness *, LinearShape)) {
-  for (size_t i = 0; i < sizeof linear_shapes / sizeof *linear_shapes; i++)
-    for (int variant = 0; variant < 4; variant++) {
-      LinearShape s = linear_shapes[i];
-      s.in_out_layout = variant & 1;
-      s.accumulate = variant & 2;
-      run(h, s);
-      harness_pop((void **)&h);
+static void each_linear(Harness *h, Case run, const LinearShape *variants, size_t count) {
+  for (size_t i = 0; i < LINEAR_SIZES; i++)
+    for (size_t k = 0; k < 2 * count; k++) {
+      LinearShape shape[] = {variants[k / 2]};
+      shape->rows = linear_sizes[i].rows, shape->inputs = linear_sizes[i].inputs;
+      shape->outputs = linear_sizes[i].outputs, shape->pad = linear_sizes[i].pad;
+      shape->alpha = linear_sizes[i].alpha, shape->in_out_layout = k % 2;
+      if (i < FIRST_MIRRORED)
+        RUN_CASES(h, run, shape);
+      else
+        RUN_MIRRORED(h, run, shape);
     }
 }
-
-static void linear_forward_variants(Harness *h, LinearShape s) {
-  linear_forward_case(h, s);
-  s.residual = true;
-  linear_forward_case(h, s);
-  s.in_place = true;
-  linear_forward_case(h, s);
-  s.residual = s.in_place = false;
-  s.gelu = true;
-  linear_forward_case(h, s);
-}
+#define EACH_LINEAR(h, run, variants) each_linear(h, run, variants, sizeof variants / sizeof *(variants))
 
 TEST(test_linear_forward) {
-  each_linear_shape(*state, linear_forward_variants);
+  static const LinearShape variants[] = {{.bias = false},
+                                         {.bias = true},
+                                         {.residual = true},
+                                         {.bias = true, .residual = true},
+                                         {.bias = true, .in_place = true},
+                                         {.activation = ACTIVATION_GELU},
+                                         {.bias = true, .activation = ACTIVATION_GELU},
+                                         {.activation = ACTIVATION_SWIGLU},
+                                         {.bias = true, .activation = ACTIVATION_SWIGLU},
+                                         {.bias = true, .wide = true}};
+  EACH_LINEAR(*state, linear_forward_case, variants);
 }
 
 TEST(test_linear_backward) {
-  each_linear_shape(*state, linear_backward_case);
+  static const LinearShape of_input[] = {{.bias = false},
+                                         {.accumulate = true},
+                                         {.activation = ACTIVATION_GELU},
+                                         {.activation = ACTIVATION_SWIGLU},
+                                         {.activation = ACTIVATION_SWIGLU, .in_place = true},
+                                         {.wide = true}};
+  static const LinearShape of_weight[] = {{.bias = false},
+                                          {.bias = true},
+                                          {.bias = true, .accumulate = true},
+                                          {.bias = true, .narrow = true},
+                                          {.bias = true, .narrow = true, .accumulate = true}};
+  EACH_LINEAR(*state, linear_backward_input_case, of_input);
+  EACH_LINEAR(*state, linear_backward_weight_case, of_weight);
 }
 
-// dx through gelu: (dout W) * gelu'(pre).
-typedef struct {
-  int64_t rows, inputs, outputs;
-  double *pre, *activated, *weight, *out, *dout;
-} GeluCase;
-
-static double gelu_objective(void *context) {
-  GeluCase *c = context;
-  for (int64_t i = 0; i < c->rows * c->inputs; i++) c->activated[i] = reference_gelu(c->pre[i]);
-  reference_linear(c->out, c->activated, c->weight, false, NULL, NULL, c->rows, c->inputs, c->outputs);
-  return reference_dot(c->out, c->dout, c->rows * c->outputs);
-}
-
-TEST(test_gelu) {
+TEST(test_no_rows) {
   Harness *h = *state;
-  GeluCase c = {.rows = 7, .inputs = 37, .outputs = 11};
-  int64_t count = c.rows * c.inputs;
-  c.pre = random_values(h, count, 3);
-  c.pre[0] = -30, c.pre[1] = 30, c.pre[2] = 0, c.pre[3] = -9;
-  c.weight = random_values(h, c.inputs * c.outputs, 0.5);
-  c.dout = random_values(h, c.rows * c.outputs, 1);
-  c.activated = host_values(h, count);
-  c.out = host_values(h, c.rows * c.outputs);
-  Tensor pre = tensor_from(h, h->dtype, c.pre, c.rows, c.inputs);
-  Tensor weight = tensor_from(h, h->dtype, c.weight, c.outputs, c.inputs);
-  Tensor dout = tensor_from(h, h->dtype, c.dout, c.rows, c.outputs);
-  Tensor activated = poisoned(h, h->dtype, c.rows, c.inputs), dx = poisoned(h, h->dtype, c.rows, c.inputs);
-  activation_forward(h->backend, (ActivationForward){ACTIVATION_GELU, .out = activated, .x = pre});
-  linear_backward_input(
-      h->backend,
-      (LinearBackwardInput){
-          .dx = dx, .dout = dout, .weight = weight, .activation = ACTIVATION_GELU, .pre_activation = pre});
-  Tensor apart = poisoned(h, h->dtype, c.rows, c.inputs);
-  linear_backward_input(h->backend, (LinearBackwardInput){.dx = apart, .dout = dout, .weight = weight});
-  activation_backward(h->backend,
-                      (ActivationBackward){ACTIVATION_GELU, .dx = apart, .dout = apart, .x = pre});
-  gelu_objective(&c);
-  check_values(h, "gelu", activated, c.activated, within(4, 1));
-  check_gradient(h, "gelu dx", dx, NULL, c.pre, gelu_objective, &c,
-                 of_size(within_stored(h, 4, (double)c.outputs), 1));
-  check_gradient(h, "gelu dx, apart", apart, NULL, c.pre, gelu_objective, &c,
-                 of_size(within_stored(h, 4, (double)c.outputs), 1));
+  double *zeros = host_values(h, 6 * 8);
+  Tensor x = poisoned(h, h->dtype, 0, 8), dout = poisoned(h, h->dtype, 0, 6);
+  Tensor dweight = poisoned(h, DTYPE_F32, 6, 8), dbias = poisoned_vector(h, DTYPE_F32, 6);
+  linear_forward(h->backend, (LinearForward){.out = dout, .x = x, .weight = poisoned(h, h->dtype, 6, 8)});
+  linear_backward_weight(h->backend,
+                         (LinearBackwardWeight){.dweight = dweight, .dbias = dbias, .dout = dout, .x = x});
+  check_values(h, "dweight of no rows", dweight, zeros, within(0, 1));
+  check_values(h, "dbias of no rows", dbias, zeros, within(0, 1));
 }
 
 // --- activations -------------------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, width;
-  double *gate_up, *out, *dout;
-} SwigluCase;
+  Activation activation;
+  bool in_place;
+} ActivationShape;
 
-static double swiglu_objective(void *context) {
-  SwigluCase *c = context;
-  reference_swiglu(c->out, c->gate_up, c->rows, c->width);
-  return reference_dot(c->out, c->dout, c->rows * c->width);
+typedef struct {
+  ActivationShape s;
+  double *x, *out, *dout;
+} ActivationCase;
+
+static double activation_objective(void *context) {
+  ActivationCase *c = context;
+  activate(c->s.activation, c->out, c->x, c->s.rows, c->s.width);
+  return reference_dot(c->out, c->dout, c->s.rows * c->s.width);
 }
 
 static void check_amax(Harness *h, Tensor amax, Tensor of) {
@@ -426,82 +473,39 @@ static void check_amax(Harness *h, Tensor amax, Tensor of) {
   assert_true(*values_of(h, amax) == want);
 }
 
-static void swiglu_case(Harness *h, int64_t rows, int64_t width, bool in_place) {
-  SwigluCase c = {.rows = rows, .width = width};
-  c.gate_up = random_values(h, rows * 2 * width, 3);
-  c.gate_up[0] = -100; // silu underflows to 0
-  c.dout = random_values(h, rows * width, 1);
-  c.out = host_values(h, rows * width);
-  Tensor gate_up = tensor_from(h, h->dtype, c.gate_up, rows, 2 * width);
-  Tensor dout = tensor_from(h, h->dtype, c.dout, rows, width), out = poisoned(h, h->dtype, rows, width);
-  Tensor dgate_up = in_place ? gate_up : poisoned(h, h->dtype, rows, 2 * width);
+static void activation_case(Harness *h, const void *shape) {
+  ActivationShape s = *(const ActivationShape *)shape;
+  ActivationCase c = {.s = s};
+  bool swiglu = s.activation == ACTIVATION_SWIGLU;
+  int64_t columns = swiglu ? 2 * s.width : s.width;
+  c.x = random_values(h, s.rows * columns, 3);
+  c.x[0] = -100; // silu and gelu underflow to 0
+  c.dout = random_values(h, s.rows * s.width, 1);
+  c.out = host_values(h, s.rows * s.width);
+  Tensor x = tensor_from(h, h->dtype, c.x, s.rows, columns), out = poisoned(h, h->dtype, s.rows, s.width);
+  Tensor dout = tensor_from(h, h->dtype, c.dout, s.rows, s.width);
+  Tensor dx = !s.in_place ? poisoned(h, h->dtype, s.rows, columns) : swiglu ? x : dout;
   Tensor amax = poisoned_vector(h, DTYPE_F32, 1), damax = poisoned_vector(h, DTYPE_F32, 1);
-  activation_forward(h->backend,
-                     (ActivationForward){ACTIVATION_SWIGLU, .out = out, .x = gate_up, .amax = amax});
-  activation_backward(h->backend, (ActivationBackward){ACTIVATION_SWIGLU, .dx = dgate_up, .dout = dout,
-                                                       .x = gate_up, .amax = damax});
+  activation_forward(h->backend, (ActivationForward){s.activation, .out = out, .x = x, .amax = amax});
+  activation_backward(h->backend,
+                      (ActivationBackward){s.activation, .dx = dx, .dout = dout, .x = x, .amax = damax});
   check_amax(h, amax, out);
-  check_amax(h, damax, dgate_up);
-  swiglu_objective(&c);
-  check_values(h, "swiglu", out, c.out, within(4, 1));
-  check_gradient(h, "dgate_up", dgate_up, NULL, c.gate_up, swiglu_objective, &c, of_size(within(8, 1), 1));
+  check_amax(h, damax, dx);
+  activation_objective(&c);
+  check_values(h, "activation", out, c.out, within(16, 1));
+  check_gradient(h, "its gradient", dx, NULL, c.x, activation_objective, &c, of_size(within(16, 1), 1));
 }
 
-// The layers before and after SwiGLU, with it as part of their matmuls.
-typedef struct {
-  int64_t rows, inputs, width, outputs;
-  double *x, *up, *bias, *pre, *activated, *down, *out, *dout;
-} GatedCase;
-
-static double gated_objective(void *context) {
-  GatedCase *c = context;
-  reference_swiglu(c->activated, c->pre, c->rows, c->width);
-  reference_linear(c->out, c->activated, c->down, false, NULL, NULL, c->rows, c->width, c->outputs);
-  return reference_dot(c->out, c->dout, c->rows * c->outputs);
-}
-
-TEST(test_gated_layers) {
-  Harness *h = *state;
-  GatedCase c = {.rows = 7, .inputs = 19, .width = 37, .outputs = 11};
-  int64_t wide = 2 * c.width;
-  c.x = random_values(h, c.rows * c.inputs, 1);
-  c.up = random_values(h, wide * c.inputs, 0.5);
-  c.bias = random_values(h, wide, 1);
-  c.down = random_values(h, c.outputs * c.width, 0.5);
-  c.dout = random_values(h, c.rows * c.outputs, 1);
-  c.pre = host_values(h, c.rows * wide);
-  c.activated = host_values(h, c.rows * c.width);
-  c.out = host_values(h, c.rows * c.outputs);
-  Tensor pre = poisoned(h, h->dtype, c.rows, wide), out = poisoned(h, h->dtype, c.rows, c.width);
-  linear_forward(h->backend, (LinearForward){.out = out,
-                                             .x = tensor_from(h, h->dtype, c.x, c.rows, c.inputs),
-                                             .weight = tensor_from(h, h->dtype, c.up, wide, c.inputs),
-                                             .bias = vector_from(h, h->dtype, c.bias, wide),
-                                             .activation = ACTIVATION_SWIGLU,
-                                             .pre_activation = pre});
-  reference_linear(c.pre, c.x, c.up, false, c.bias, NULL, c.rows, c.inputs, wide);
-  check_values(h, "gate and up", pre, c.pre, of_size(within(4, (double)c.inputs), 1));
-  c.pre = values_of(h, pre); // as stored
-  gated_objective(&c);
-  check_values(h, "activation", out, c.activated, within(4, 1));
-  for (int in_place = 0; in_place < 2; in_place++) {
-    Tensor dx = in_place ? pre : poisoned(h, h->dtype, c.rows, wide);
-    linear_backward_input(
-        h->backend, (LinearBackwardInput){.dx = dx,
-                                          .dout = tensor_from(h, h->dtype, c.dout, c.rows, c.outputs),
-                                          .weight = tensor_from(h, h->dtype, c.down, c.outputs, c.width),
-                                          .activation = ACTIVATION_SWIGLU,
-                                          .pre_activation = pre,
-                                          .dactivation = poisoned(h, h->dtype, c.rows, c.width)});
-    check_gradient(h, "dx through SwiGLU", dx, NULL, c.pre, gated_objective, &c,
-                   of_size(within_stored(h, 4, (double)c.outputs), 1));
-  }
-}
-
-TEST(test_swiglu) {
-  swiglu_case(*state, 5, 37, false);
-  swiglu_case(*state, 5, 37, true);
-  swiglu_case(*state, 1, 1, false);
+TEST(test_activations) {
+  static const ActivationShape shapes[] = {
+      {5, 37, ACTIVATION_SWIGLU, false}, {5, 37, ACTIVATION_SWIGLU, true}, {1, 1, ACTIVATION_SWIGLU, false},
+      {7, 37, ACTIVATION_GELU, false},   {7, 37, ACTIVATION_GELU, true},   {1, 1, ACTIVATION_GELU, false}};
+  static const ActivationShape mirrored[] = {{33, 1408, ACTIVATION_SWIGLU, true},
+                                             {5, 333, ACTIVATION_SWIGLU, true},
+                                             {33, 3072, ACTIVATION_GELU, true},
+                                             {5, 333, ACTIVATION_GELU, false}};
+  RUN_CASES(*state, activation_case, shapes);
+  RUN_MIRRORED(*state, activation_case, mirrored);
 }
 
 // --- arguments that are refused ----------------------------------------------------------------------------

@@ -1,32 +1,38 @@
 // What surrounds the layers, as in test_kernels_layers.c: rows and targets, the optimizer, copies, and the memory that the
-// system counts.
+// system or the GPU counts.
 
 #include "tests/harness.h"
 #include "tests/reference.h"
 
 // --- rows --------------------------------------------------------------------------------------------------
 
-TEST(test_rows) {
-  Harness *h = *state;
-  const int32_t picks[] = {10, 0, 7, 3};
-  double *x = random_values(h, 11 * 5, 1), *want = host_values(h, 4 * 5),
-         *spread = random_values(h, 11 * 5, 1);
-  for (int i = 0; i < 4; i++) memcpy(want + i * 5, x + picks[i] * 5, 5 * sizeof *want);
-  Tensor rows = ids_from(h, picks, 4), source = tensor_from(h, h->dtype, x, 11, 5);
-  Tensor out = poisoned(h, h->dtype, 4, 5), target = tensor_from(h, h->dtype, spread, 11, 5);
+static void rows_case(Harness *h, const void *shape) {
+  enum { ROWS = 101, PICKED = 67 };
+  int64_t width = *(const int64_t *)shape;
+  double *x = random_values(h, ROWS * width, 1), *spread = random_values(h, ROWS * width, 1),
+         *want = host_values(h, PICKED * width);
+  int32_t picks[PICKED], *ids = random_ids(h, ROWS, 1000);
+  for (int k = 0; k < PICKED; k++) picks[k] = (k * 29 + 5) % ROWS;
+  Tensor rows = ids_from(h, picks, PICKED), source = tensor_from(h, h->dtype, x, ROWS, width);
+  Tensor out = poisoned(h, h->dtype, PICKED, width), target = tensor_from(h, h->dtype, spread, ROWS, width);
   gather_rows(h->backend, (MoveRows){.out = out, .x = source, .rows = rows});
-  // x was rounded when it went to the device, want was copied before
-  for (int i = 0; i < 4; i++) memcpy(want + i * 5, x + picks[i] * 5, 5 * sizeof *want);
-  check_values(h, "gather", out, want, within(0, 1));
   scatter_rows(h->backend, (MoveRows){.out = target, .x = out, .rows = rows});
-  for (int i = 0; i < 4; i++) memcpy(spread + picks[i] * 5, x + picks[i] * 5, 5 * sizeof *want);
+  for (int k = 0; k < PICKED; k++) {
+    memcpy(want + k * width, x + picks[k] * width, (size_t)width * sizeof *want);
+    memcpy(spread + picks[k] * width, x + picks[k] * width, (size_t)width * sizeof *want);
+  }
+  check_values(h, "gather", out, want, within(0, 1));
   check_values(h, "scatter", target, spread, within(0, 1));
 
-  int32_t *ids = random_ids(h, 11, 1000);
-  Tensor all = ids_from(h, ids, 11), few = poisoned_vector(h, DTYPE_I32, 4);
-  gather_rows(h->backend, (MoveRows){.out = few, .x = all, .rows = rows});
+  Tensor few = poisoned_vector(h, DTYPE_I32, PICKED);
+  gather_rows(h->backend, (MoveRows){.out = few, .x = ids_from(h, ids, ROWS), .rows = rows});
   double *got = values_of(h, few);
-  for (int i = 0; i < 4; i++) assert_true(got[i] == ids[picks[i]]);
+  for (int k = 0; k < PICKED; k++) assert_true(got[k] == ids[picks[k]]);
+}
+
+TEST(test_rows) {
+  static const int64_t widths[] = {1, 3, 6, 64, 2056};
+  RUN_CASES(*state, rows_case, widths);
 }
 
 TEST(test_read_targets) {
@@ -58,20 +64,33 @@ TEST(test_read_targets) {
 
 // --- the optimizer -----------------------------------------------------------------------------------------
 
-static void adamw_case(Harness *h, int64_t count, bool with_master) {
-  double *weight = random_values(h, count, 1), *m = random_values(h, count, 0.1);
-  double *v = random_values(h, count, 0.1), *grad = random_values(h, count, 1), scale[] = {0.5};
-  for (int64_t i = 0; i < count; i++) v[i] *= v[i];
-  grad[0] = m[0] = v[0] = 0; // 0 / (sqrt(0) + epsilon)
-  Tensor master = with_master ? vector_from(h, DTYPE_F32, weight, count) : (Tensor){0};
-  // Without a master the weight is the only copy: compare in fp32, where nothing is rounded at random.
-  Dtype weight_dtype = with_master ? h->dtype : DTYPE_F32;
-  double *rounded = copied_values(h, weight, count);
-  AdamW a = {.weight = vector_from(h, weight_dtype, rounded, count),
+typedef struct {
+  int64_t count, offset; // offset: the tensors begin there, so that nothing is aligned
+  bool master;
+  int narrow; // WEIGHT, ...: in bf16
+} AdamWShape;
+
+enum { WEIGHT = 1, MOMENTS = 2, GRAD = 4 };
+
+static Tensor part_from(Harness *h, bool narrow, double *values, AdamWShape s) {
+  Tensor whole = vector_from(h, narrow ? DTYPE_BF16 : DTYPE_F32, values, s.offset + s.count);
+  return tensor_rows(whole, s.offset, s.count);
+}
+
+static void adamw_case(Harness *h, const void *shape) {
+  AdamWShape s = *(const AdamWShape *)shape;
+  int64_t whole = s.offset + s.count;
+  double *weight = random_values(h, whole, 1), *m = random_values(h, whole, 0.1);
+  double *v = random_values(h, whole, 0.1), *grad = random_values(h, whole, 1), scale[] = {0.5};
+  for (int64_t i = 0; i < whole; i++) v[i] = v[i] * v[i] + (s.narrow ? 1e-4 : 0);
+  if (!s.narrow) grad[s.offset] = m[s.offset] = v[s.offset] = 0; // 0 / (sqrt(0) + epsilon)
+  Tensor master = s.master ? part_from(h, false, weight, s) : (Tensor){0};
+  double *rounded = copied_values(h, weight, whole);
+  AdamW a = {.weight = part_from(h, s.narrow & WEIGHT, rounded, s),
              .master = master,
-             .m = vector_from(h, DTYPE_F32, m, count),
-             .v = vector_from(h, DTYPE_F32, v, count),
-             .grad = vector_from(h, DTYPE_F32, grad, count),
+             .m = part_from(h, s.narrow & MOMENTS, m, s),
+             .v = part_from(h, s.narrow & MOMENTS, v, s),
+             .grad = part_from(h, s.narrow & GRAD, grad, s),
              .grad_scale = vector_from(h, DTYPE_F32, scale, 1),
              .lr = 1e-2f,
              .beta1 = 0.9f,
@@ -79,49 +98,98 @@ static void adamw_case(Harness *h, int64_t count, bool with_master) {
              .epsilon = 1e-8f,
              .weight_decay = 0.1f,
              .seed = 1};
-  if (!with_master) weight = rounded;
-  for (int step = 1; step <= 3; step++) {
+  int steps = s.narrow ? 1 : 3;
+  for (int step = 1; step <= steps; step++) {
     a.step = step;
     adamw(h->backend, a);
-    reference_adamw(weight, m, v, grad, count, scale[0], 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, step);
+    reference_adamw(weight, m, v, grad, whole, scale[0], 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, step);
   }
-  check_values(h, "adamw m", a.m, m, of_size(within(4, 3), 1));
-  check_values(h, "adamw v", a.v, v, of_size(within(4, 3), 1));
-  check_values(h, "adamw weight", a.weight, weight, of_size(within(16, 3), 1));
-  if (with_master) check_values(h, "adamw master", a.master, weight, of_size(within(16, 3), 1));
+  // Rounded at random, a number is off by up to a whole unit, twice what rounding to nearest allows.
+  const Tolerance random = {.units = 0.51, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16)};
+  Tolerance fp32 = of_size(within(16, 3), s.narrow ? 0 : 1);
+  bool random_moments = s.narrow & MOMENTS, random_weight = s.narrow & WEIGHT && !s.master;
+  check_values(h, "adamw m", a.m, m + s.offset, random_moments ? random : fp32);
+  check_values(h, "adamw v", a.v, v + s.offset, random_moments ? random : fp32);
+  check_values(h, "adamw weight", a.weight, weight + s.offset, random_weight ? random : fp32);
+  if (s.master) check_values(h, "adamw master", a.master, weight + s.offset, fp32);
 }
 
 TEST(test_adamw) {
-  adamw_case(*state, 1, false);
-  adamw_case(*state, 1013, false);
-  adamw_case(*state, 1013, true);
+  static const AdamWShape shapes[] = {{.count = 1}, {.count = 1013}, {.count = 1013, .master = true}};
+  static const int64_t counts[] = {1, 4, 1003, 100000};
+  RUN_CASES(*state, adamw_case, shapes);
+  for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+    for (int i = 0; i < 32; i++) {
+      AdamWShape mirrored[] = {{counts[c], i & 16 ? 3 : 0, i & 8, i & 7}};
+      RUN_MIRRORED(*state, adamw_case, mirrored);
+    }
 }
 
-static double scalar(Harness *h, Tensor t) {
-  return values_of(h, t)[0];
+// A step of a sixteenth of bf16's last bit: to nearest, nothing would ever move. At random, one number in 16
+// moves, and the mean is right.
+TEST(test_random_rounding) {
+  Harness *h = *state;
+  enum { COUNT = 1 << 20 };
+  if (h->backend->device == ON_CPU) return; // which is fp32
+  double *values = host_values(h, COUNT), one = 1;
+  Tensor m = vector_from(h, DTYPE_F32, values, COUNT), v = vector_from(h, DTYPE_F32, values, COUNT);
+  for (int64_t i = 0; i < COUNT; i++) values[i] = 1.5;
+  Tensor weight = vector_from(h, DTYPE_BF16, values, COUNT), grad = vector_from(h, DTYPE_F32, values, COUNT);
+  // The first step moves every weight by the learning rate.
+  adamw(h->backend, (AdamW){.weight = weight,
+                            .m = m,
+                            .v = v,
+                            .grad = grad,
+                            .grad_scale = vector_from(h, DTYPE_F32, &one, 1),
+                            .lr = 0x1p-11f,
+                            .beta1 = 0.9f,
+                            .beta2 = 0.95f,
+                            .epsilon = 1e-12f,
+                            .step = 1,
+                            .seed = 3});
+  double *got = values_of(h, weight), sum = 0;
+  for (int64_t i = 0; i < COUNT; i++) {
+    assert_true(got[i] == 1.5 || got[i] == 1.5 - 0x1p-7);
+    sum += got[i] - 1.5;
+  }
+  double deviation = 0x1p-7 * sqrt(COUNT / 16.0 * 15 / 16); // of a binomial count
+  assert_true(fabs(sum + COUNT * 0x1p-11) < 5 * deviation);
 }
 
-static void reduce_case(Harness *h, int64_t count, bool squares) {
-  double *x = random_values(h, count, 1), start[] = {3.5}, want = 0, size = 0;
-  Tensor data = vector_from(h, h->dtype, x, count), sum = poisoned_vector(h, DTYPE_F32, 1);
-  for (int64_t i = 0; i < count; i++) {
-    double term = squares ? x[i] * x[i] : x[i];
+typedef struct {
+  int64_t count, offset;
+  bool squares, wide; // wide: x is fp32 on every backend
+} ReduceShape;
+
+static void reduce_case(Harness *h, const void *shape) {
+  ReduceShape s = *(const ReduceShape *)shape;
+  int64_t whole = s.offset + s.count;
+  double *x = random_values(h, whole, 1), start[] = {3.5}, want = 0, size = 0;
+  Tensor data = tensor_rows(vector_from(h, s.wide ? DTYPE_F32 : h->dtype, x, whole), s.offset, s.count);
+  Tensor sum = poisoned_vector(h, DTYPE_F32, 1), added = vector_from(h, DTYPE_F32, start, 1);
+  for (int64_t i = s.offset; i < whole; i++) {
+    double term = s.squares ? x[i] * x[i] : x[i];
     want += term;
     size += fabs(term);
   }
-  reduce(h->backend, (Reduce){.sum = sum, .x = data, .squares = squares});
-  double tolerance =
-      4 * dtype_epsilon(DTYPE_F32) * sqrt((double)count) / (double)count * size + 1e-7 * fabs(want);
-  assert_true(fabs(scalar(h, sum) - want) <= tolerance);
-  Tensor added = vector_from(h, DTYPE_F32, start, 1);
-  reduce(h->backend, (Reduce){.sum = added, .x = data, .squares = squares, .accumulate = true});
-  assert_true(fabs(scalar(h, added) - (want + 3.5)) <= tolerance + 1e-6);
+  reduce(h->backend, (Reduce){.sum = sum, .x = data, .squares = s.squares});
+  reduce(h->backend, (Reduce){.sum = added, .x = data, .squares = s.squares, .accumulate = true});
+  Tolerance tolerance = of_size(within(4 / sqrt((double)s.count), 1), size);
+  check_values(h, "sum", sum, &want, tolerance);
+  want += 3.5;
+  check_values(h, "added sum", added, &want, tolerance);
 }
 
 TEST(test_reduce) {
-  const int64_t counts[] = {1, 2, 1009, 32768, 100003};
-  for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
-    for (int squares = 0; squares < 2; squares++) reduce_case(*state, counts[i], squares);
+  static const ReduceShape shapes[] = {
+      {1, 0, false, false},   {2, 0, true, false},       {1009, 0, false, false}, {1009, 0, true, false},
+      {32768, 0, true, true}, {100003, 0, false, false}, {100003, 0, true, false}};
+  static const ReduceShape mirrored[] = {{1, 1, true, true},        {7, 1, true, false},
+                                         {2048, 0, true, true},     {2048, 1, true, false},
+                                         {1000003, 0, true, false}, {1000003, 1, true, true},
+                                         {9000001, 0, true, true},  {9000001, 1, true, false}};
+  RUN_CASES(*state, reduce_case, shapes);
+  RUN_MIRRORED(*state, reduce_case, mirrored);
 }
 
 static void clip_case(Harness *h, double square, float max_norm, double norm, double scale) {
@@ -178,22 +246,68 @@ TEST(test_copies) {
   }
 }
 
-TEST(test_system_memory) {
+// More bytes than a GPU's ring of pinned memory holds, and more uploads than it has places; the host's buffer is
+// overwritten as soon as each call returns.
+TEST(test_uploads) {
+  Harness *h = *state;
+  enum { LARGE = 11 << 20, SMALL = 1003, UPLOADS = 300 };
+  int32_t *host = malloc(LARGE * sizeof *host), *back = malloc(LARGE * sizeof *back);
+  Tensor large = memory_push_1d(&h->backend->memory, "large", MEMORY_TABLES, DTYPE_I32, LARGE);
+  for (int i = 0; i < LARGE; i++) host[i] = i;
+  backend_to_device(h->backend, large, host);
+  memset(host, 0, LARGE * sizeof *host);
+  backend_to_host(h->backend, back, large);
+  for (int i = 0; i < LARGE; i++)
+    if (back[i] != i) fail_msg("upload: %d is %d", i, back[i]);
+  for (int u = 0; u < UPLOADS; u++) {
+    for (int i = 0; i < SMALL; i++) host[i] = -u * SMALL - i;
+    backend_to_device(h->backend, tensor_rows(large, u * SMALL, SMALL), host);
+  }
+  memset(host, 0, LARGE * sizeof *host);
+  backend_to_host(h->backend, back, large);
+  for (int i = 0; i < UPLOADS * SMALL; i++) assert_int_equal(back[i], -i);
+  free(host);
+  free(back);
+}
+
+TEST(test_device_memory) {
   Harness *h = *state;
   Backend *backend = h->backend;
-  if (strcmp(backend->name, "cpu")) return;
+  if (!strcmp(backend->name, "cpu-plain")) return;
   enum { BYTES = 64 << 20 };
+  bool cpu = backend->device == ON_CPU;
   backend->ops->device_peak_reset(backend);
-  size_t before = backend->ops->device_bytes_now(backend);
+  size_t before = backend->ops->device_bytes_now(backend), most = cpu ? BYTES / 2 : BYTES;
   const MemorySource *source = &backend->memory.source;
   char *block = source->allocate(source->context, BYTES);
-  for (size_t i = 0; i < BYTES; i++) assert_true(block[i] == 0);
-  memset(block, 1, BYTES);
-  assert_true(backend->ops->device_bytes_now(backend) >= before + BYTES / 2);
+  uint32_t words[4] = {1, 1, 1, 1};
+  backend_to_host(backend, words, tensor_1d(block + 4000, DTYPE_I32, 4));
+  for (int i = 0; i < 4; i++) assert_int_equal(words[i], 0);
+  if (cpu) memset(block, 1, BYTES); // pages are the system's once they are written
+  assert_true(backend->ops->device_bytes_now(backend) >= before + most);
   source->release(source->context, block, BYTES);
-  assert_true(backend->ops->device_bytes_now(backend) < before + BYTES / 2);
-  assert_true(backend->ops->device_bytes_peak(backend) >= before + BYTES / 2);
+  assert_true(backend->ops->device_bytes_now(backend) < before + most);
+  assert_true(backend->ops->device_bytes_peak(backend) >= before + most);
   assert_true(backend->device_overhead > 0 && backend->device_capacity > backend->device_overhead);
+}
+
+// Measuring the GEMMs' algorithms must not change a bit: a backend that takes the library's first choice computes the same.
+TEST(test_measuring_keeps_bits) {
+  Harness *measured = *state;
+  setenv("LCE_MATMUL_TUNE", "0", 1);
+  Harness *first = harness_open(harness_backend());
+  unsetenv("LCE_MATMUL_TUNE");
+  double *x = random_values(measured, 512 * 1024, 1), *weight = random_values(measured, 768 * 1024, 1);
+  Tensor out[2];
+  for (int i = 0; i < 2; i++) {
+    Harness *h = i ? first : measured;
+    out[i] = poisoned(h, h->dtype, 512, 768);
+    linear_forward(h->backend, (LinearForward){.out = out[i],
+                                               .x = tensor_from(h, h->dtype, x, 512, 1024),
+                                               .weight = tensor_from(h, h->dtype, weight, 768, 1024)});
+  }
+  check_values(measured, "measured GEMM", out[0], values_of(first, out[1]), within(0, 1));
+  harness_close(first);
 }
 
 int main(void) {

@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.join(ROOT, "tests"))
 import tap  # noqa: E402
 from tap import Skip  # noqa: E402
 TRAIN = os.path.abspath(os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train")))
-PLOT_RUN = os.path.join(os.path.dirname(TRAIN), "tools", "plot_run")
+PLOT_RUN = os.path.join(ROOT, "tools", "plot_run")
 TINY = "--model gpt2-tiny --hidden-size 16 --num-layers 1 --num-attention-heads 2 --batch 2 --seq-len 16"
 
 

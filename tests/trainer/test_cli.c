@@ -424,65 +424,6 @@ static void test_help(void **state) {
   output_free(&o);
 }
 
-// --- the benchmarks ----------------------------------------------------------------------------------------
-
-static void assert_tool_refuses(const char *name, const char *arguments, int status, const char *part) {
-  Output o = run_tool(name, "%s", arguments);
-  if (o.status != status || !strstr(o.err, part) || *o.out)
-    fail_msg("%s %s: should exit %d and say \"%s\", not %d with: %s%s", name, arguments, status, part,
-             o.status, o.out, o.err);
-  if (status == 1) assert_int_equal(strchr(o.err, '\n') - o.err, strlen(o.err) - 1);
-  output_free(&o);
-}
-
-// They refuse a wrong option as ./train does, once, and options for work that they do not do.
-static void test_benchmarks(void **state) {
-  (void)state;
-  static const char *const names[] = {"bench_step", "bench_scaling"};
-  char picture[600];
-  for (int i = 0; i < 2; i++) {
-    char own[64];
-    Output o = run_tool(names[i], "--batch 2 --help");
-    assert_int_equal(o.status, 0);
-    assert_string_equal(o.err, "");
-    snprintf(own, sizeof own, i ? "Usage: %s [--ranks=N]" : "Usage: %s\nThe time of a training step",
-             names[i]);
-    assert_says(o.out, own);
-    assert_says(o.out, "./train --help");
-    output_free(&o);
-    assert_tool_refuses(names[i], "--device cpu --batch four", 1, "lce: --batch four: give a whole number");
-    assert_tool_refuses(names[i], "--device cpu --nothing", 64, "unrecognized option '--nothing'");
-    assert_tool_refuses(names[i], TINY "--plan", 1, "does nothing else: leave out --plan\n");
-    assert_tool_refuses(names[i], TINY "--eval-only", 1, "does nothing else: leave out --eval-only\n");
-    assert_tool_refuses(names[i], TINY "--save nowhere", 1, "does nothing else: leave out --save\n");
-  }
-  assert_tool_refuses("plot_run", "/dev/zero", 1, "it is not a regular file");
-  assert_tool_refuses("bench_step", TINY "--compare-modes", 1, "leave out --compare-modes\n");
-  write_text("log.jsonl",
-             "{\"event\":\"start\",\"model\":\"m\"}\n{\"event\":\"step\",\"step\":1,\"loss\":2}\n");
-  snprintf(picture, sizeof picture, "%s --out /dev/full", temp_path("log.jsonl"));
-  assert_tool_refuses("plot_run", picture, 1, "cannot write the picture /dev/full: No space left");
-  assert_tool_refuses("bench_step", TINY "--zero 1 --vocab-parallel", 1, "leave out --zero\n");
-  assert_tool_refuses("bench_scaling", "--ranks two", 1,
-                      "lce: --ranks two: give a whole number from 1 to 4096\n");
-  assert_tool_refuses("bench_scaling", "--ranks=2x", 1, "lce: --ranks 2x: give a whole number");
-  assert_tool_refuses("bench_scaling", "--ranks 0", 1, "lce: --ranks 0: give a whole number");
-  assert_tool_refuses("bench_scaling", "--batch 4 --ranks", 1, "lce: --ranks : give a whole number");
-  assert_tool_refuses("bench_scaling", TINY "--steps 1 --ranks 1", 1, "with 1 rank was too short");
-  Output o = run_tool("bench_step", TINY);
-  if (o.status) fail_msg("%s", o.err);
-  assert_says(o.out, "plain GEMMs");
-  output_free(&o);
-  int ranks = can_launch() ? 3 : 1, rows = 0;
-  o = run_tool("bench_scaling", TINY "--steps 20 --ranks %d", ranks);
-  if (o.status) fail_msg("%s", o.err);
-  for (const char *at = o.out; (at = strchr(at, '\n')); at++) rows++;
-  assert_int_equal(rows, 1 + ranks); // 1, 2 and 3 of them, below what they are called
-  assert_says(o.out, "ranks     tokens/s");
-  assert_says(o.out, "\n    1 ");
-  output_free(&o);
-}
-
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_zeros),
@@ -499,7 +440,6 @@ int main(void) {
       cmocka_unit_test(test_out_of_memory),
       cmocka_unit_test(test_divergence),
       cmocka_unit_test(test_help),
-      cmocka_unit_test(test_benchmarks),
   };
   return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
 }

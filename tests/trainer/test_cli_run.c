@@ -257,7 +257,7 @@ static void test_dump(void **state) {
   assert_refused(TINY "--dump /dev/null/x", "--dump /dev/null/x");
 }
 
-// One line for each event: number, step, name, total, and the categories, which add up to the total.
+// One line for each event: number, step, time, name, total, and the categories, which add up to the total.
 static void test_timeline(void **state) {
   (void)state;
   Output o = train(TINY "--steps 5 --sample-every 0 --timeline %s", temp_path("timeline.csv"));
@@ -265,16 +265,20 @@ static void test_timeline(void **state) {
   output_free(&o);
   char *text = read_text(temp_path("timeline.csv")), *rest = NULL;
   char *header = strtok_r(text, "\n", &rest);
-  assert_int_equal(strncmp(header, "event,step,block,total,\"weights\",", 32), 0);
+  assert_int_equal(strncmp(header, "event,step,at,block,total,\"weights\",", 35), 0);
   long events = 0, steps[3] = {0};
+  double before = 0;
   unsigned long long highest = 0, last = 0;
   for (char *line = strtok_r(NULL, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest), events++) {
     long event, step;
+    double at;
     int used = 0;
-    assert_int_equal(sscanf(line, "%ld,%ld,\"%*[^\"]\",%llu%n", &event, &step, &last, &used), 3);
+    assert_int_equal(sscanf(line, "%ld,%ld,%lf,\"%*[^\"]\",%llu%n", &event, &step, &at, &last, &used), 4);
     assert_int_equal(event, events);
-    assert_in_range(step, 0, 2);
-    steps[step]++;
+    assert_in_range(step, 1, 3);
+    steps[step - 1]++;
+    assert_true(events ? at >= before : at == 0);
+    before = at;
     unsigned long long sum = 0;
     int columns = 0;
     for (char *at = line + used; *at == ','; columns++) sum += strtoull(at + 1, &at, 10);

@@ -1,6 +1,6 @@
-// Attention on CUDA against float64: the kernels for this device and the portable ones, on lengths around the tiles'
-// edges, whole sequences and packed documents, grouped heads, both tensor-core head sizes and odd ones, with outputs that
-// hold NaN beforehand; and the same bits from run to run.
+// Rotary embedding and attention against float64, on every backend: lengths around the tiles' edges, whole sequences and
+// packed documents, grouped heads, decoding, the sizes of heads that have kernels of their own and odd ones, with outputs
+// that hold NaN beforehand; on a GPU also the kernels that other devices take; and the same bits from run to run.
 //
 // What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
 // dtype and e the error of a probability in fp32 (its exponent is a sum of D products):
@@ -14,10 +14,15 @@
 
 #include "kernels/cuda/cuda_ops.h"
 #include "tests/harness.h"
+#include "tests/reference.h"
 
 #ifdef HAVE_CUDA
 #include "kernels/cuda/attention_kernels.h"
 #endif
+
+static int64_t qkv_width(AttentionShape s) {
+  return (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
+}
 
 // One problem in float64, with the largest error that each number of the results may have.
 typedef struct {
@@ -28,6 +33,7 @@ typedef struct {
   double *out, *lse, *dqkv;
   double *out_bound, *lse_bound, *dqkv_bound;
   double *dbias, *dbias_bound;
+  double *before; // what dbias is added to, or NULL
 } Problem;
 
 // Documents of one token, up to, at and past the edges of tiles, and of several tiles; another one first in each sequence.
@@ -50,7 +56,8 @@ static int32_t *cut_into_documents(Harness *h, AttentionShape s) {
 static Problem problem_make(Harness *h, AttentionShape s, bool packed) {
   Problem p = {.shape = s, .rows = s.batch * s.seq_len};
   if (packed) p.documents = cut_into_documents(h, s);
-  p.qkv_width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
+  if (packed) p.before = random_values(h, qkv_width(s), 1);
+  p.qkv_width = qkv_width(s);
   p.out_width = s.num_heads * s.head_dim;
   p.qkv = random_values(h, p.rows * p.qkv_width, 1.5);
   p.dout = random_values(h, p.rows * p.out_width, 1);
@@ -143,6 +150,10 @@ static void problem_solve(Problem *p, Dtype dtype) {
       for (int64_t t = 0; t < s.seq_len; t++) solve_query(p, scores, b, h, t, u);
     free(scores);
   }
+  for (int64_t i = 0; p->before && i < p->qkv_width; i++) {
+    p->dbias[i] = p->before[i];
+    p->dbias_bound[i] = FLT_EPSILON * (double)p->rows * fabs(p->before[i]);
+  }
   for (int64_t i = 0; i < p->rows * p->qkv_width; i++) {
     p->dqkv_bound[i] += u * fabs(p->dqkv[i]);
     p->dbias[i % p->qkv_width] += p->dqkv[i];
@@ -167,6 +178,7 @@ static void check_bounds(Harness *h, const char *what, AttentionShape s, Tensor 
 
 typedef struct {
   Tensor qkv, dout, out, lse, dqkv, dbias, documents;
+  bool accumulate;
 } Run;
 
 static Run run_make(Harness *h, Problem *p) {
@@ -179,7 +191,9 @@ static Run run_make(Harness *h, Problem *p) {
                .out = poisoned(h, h->dtype, p->rows, p->out_width),
                .lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len),
                .dqkv = poisoned(h, h->dtype, p->rows, p->qkv_width),
-               .dbias = poisoned_vector(h, DTYPE_F32, p->qkv_width)};
+               .dbias = p->before ? vector_from(h, DTYPE_F32, p->before, p->qkv_width)
+                                  : poisoned_vector(h, DTYPE_F32, p->qkv_width),
+               .accumulate = p->before};
 }
 
 static AttentionForward forward_of(AttentionShape s, Run r) {
@@ -194,7 +208,8 @@ static AttentionBackward backward_of(AttentionShape s, Run r) {
                              .lse = r.lse,
                              .qkv = r.qkv,
                              .documents = r.documents,
-                             .shape = s};
+                             .shape = s,
+                             .accumulate = r.accumulate};
 }
 
 static void run_both_passes(Harness *h, AttentionShape s, Run r) {
@@ -237,16 +252,16 @@ static void check_shape(Harness *h, AttentionShape s, int kinds) {
       check_bounds(h, portable ? "portable dqkv" : "dqkv", s, r.dqkv, p.dqkv, p.dqkv_bound);
       if (!portable) check_bounds(h, "dbias", s, r.dbias, p.dbias, p.dbias_bound);
     }
-    memory_pop_to(&h->backend->memory, 0);
+    harness_pop((void **)&h);
   }
 }
 
-static bool backend_is_fp32(const Harness *h) {
-  return h->dtype == DTYPE_F32;
+static bool has_tensor_cores(const Harness *h) {
+  return h->dtype == DTYPE_BF16;
 }
 
 TEST(test_tensor_cores) {
-  if (backend_is_fp32(*state)) skip();
+  if (!has_tensor_cores(*state)) skip();
   if (small_shapes()) {
     check_shape(*state, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
     check_shape(*state, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
@@ -268,17 +283,17 @@ TEST(test_tensor_cores) {
 TEST(test_other_shapes) {
   static const AttentionShape shapes[] = {{2, 1, 1, 1, 1},   {1, 7, 2, 2, 2},    {2, 33, 6, 2, 10},
                                           {1, 65, 4, 1, 80}, {2, 40, 3, 3, 96},  {1, 70, 2, 1, 256},
-                                          {1, 63, 4, 4, 32}, {2, 193, 8, 2, 64}, {1, 129, 3, 1, 128}};
+                                          {1, 63, 4, 4, 32}, {2, 193, 8, 2, 64}, {1, 129, 3, 1, 128},
+                                          {1, 1, 3, 1, 64},  {3, 5, 4, 2, 2},    {2, 67, 6, 2, 10}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(*state, shapes[i], 1);
 }
 
 // More work than SMs, so that who does what differs between the runs.
 TEST(test_bitwise_repeatable) {
-  if (backend_is_fp32(*state)) skip();
   Harness *h = *state;
   for (int packed = 0; packed < 2; packed++)
     for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
-      AttentionShape s = {4, small_shapes() ? 100 : 1000, 12, 4, head_dim};
+      AttentionShape s = {4, small_shapes() || !has_tensor_cores(h) ? 100 : 1000, 12, 4, head_dim};
       Problem p = problem_make(h, s, packed);
       Run r = run_make(h, &p), again = run_make(h, &p);
       run_both_passes(h, s, r);
@@ -287,13 +302,154 @@ TEST(test_bitwise_repeatable) {
       check_bitwise_equal(h, "lse", r.lse, again.lse);
       check_bitwise_equal(h, "dqkv", r.dqkv, again.dqkv);
       check_bitwise_equal(h, "dbias", r.dbias, again.dbias);
-      memory_pop_to(&h->backend->memory, 0);
+      harness_pop((void **)&h);
     }
 }
 
+// The float64 gradients are the derivatives of the float64 results.
+static double attention_objective(void *context) {
+  Problem *p = context, again = *p;
+  size_t outs = (size_t)(p->rows * p->out_width), width = (size_t)(p->rows * p->qkv_width);
+  memset(p->out, 0, outs * sizeof *p->out);
+  again.dqkv = calloc(width, sizeof(double)), again.dqkv_bound = calloc(width, sizeof(double));
+  problem_solve(&again, DTYPE_F32);
+  free(again.dqkv);
+  free(again.dqkv_bound);
+  return reference_dot(p->out, p->dout, (int64_t)outs);
+}
+
+TEST(test_reference_gradients) {
+  Harness *h = *state;
+  for (int packed = 0; packed < 2; packed++) {
+    Problem p = problem_make(h, (AttentionShape){2, 67, 4, 2, 6}, packed);
+    problem_solve(&p, DTYPE_F32);
+    double *before = host_values(h, p.rows * p.qkv_width);
+    Tensor dqkv =
+        tensor_from(h, DTYPE_F32, copied_values(h, p.dqkv, p.rows * p.qkv_width), p.rows, p.qkv_width);
+    check_gradient(h, "reference dqkv", dqkv, before, p.qkv, attention_objective, &p,
+                   of_size(within(4, 1), 1));
+  }
+}
+
+static void rope_case(Harness *h, const void *shape) {
+  AttentionShape s = *(const AttentionShape *)shape;
+  int64_t rows = s.batch * s.seq_len, count = rows * qkv_width(s), table_rows = s.seq_len + 2;
+  double *qkv = random_values(h, count, 1), *table = host_values(h, table_rows * s.head_dim);
+  for (int64_t t = 0; t < table_rows; t++)
+    for (int64_t i = 0; i < s.head_dim / 2; i++) {
+      double angle = (double)t * pow(10000, -2.0 * (double)i / (double)s.head_dim);
+      table[t * s.head_dim + i] = cos(angle);
+      table[t * s.head_dim + s.head_dim / 2 + i] = sin(angle);
+    }
+  Tensor cos_sin = tensor_from(h, DTYPE_F32, table, table_rows, s.head_dim);
+  Tensor turned = tensor_from(h, h->dtype, qkv, rows, qkv_width(s));
+  double *original = copied_values(h, qkv, count);
+  rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s});
+  reference_rope(qkv, table, s, false);
+  check_values(h, "rope", turned, qkv, of_size(within(2, 2), 1));
+  // A rotation's gradient is the rotation back, so the way back is all that the backward pass has to be.
+  rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s, .inverse = true});
+  check_values(h, "rope and back", turned, original, of_size(within_stored(h, 2, 4), 1));
+}
+
+TEST(test_rope) {
+  static const AttentionShape shapes[] = {
+      {2, 7, 4, 2, 6}, {1, 1, 1, 1, 2}, {1, 5, 3, 1, 64}, {2, 9, 12, 4, 64}, {3, 5, 2, 1, 10}};
+  RUN_CASES(*state, rope_case, shapes);
+}
+
+// Decoding in pieces of any length gives the rows that attending to the whole sequence gives.
+static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const int64_t *pieces) {
+  int64_t width = s.num_heads * s.head_dim, packed = qkv_width(s);
+  Problem p = problem_make(h, s, false);
+  run_make(h, &p); // rounds the operands
+  problem_solve(&p, h->dtype);
+  Tensor keys = poisoned(h, h->dtype, s.batch * s.num_key_value_heads, capacity * s.head_dim);
+  Tensor values = poisoned(h, h->dtype, s.batch * s.num_key_value_heads, capacity * s.head_dim);
+  for (int64_t past = 0; past < s.seq_len; past += *pieces++) {
+    int64_t count = *pieces;
+    double *part = host_values(h, s.batch * count * packed),
+           *want_part = host_values(h, s.batch * count * width);
+    for (int64_t b = 0; b < s.batch; b++) {
+      int64_t first = b * s.seq_len + past;
+      memcpy(part + b * count * packed, p.qkv + first * packed, (size_t)(count * packed) * sizeof *part);
+      memcpy(want_part + b * count * width, p.out + first * width, (size_t)(count * width) * sizeof *part);
+    }
+    AttentionShape step = s;
+    step.seq_len = count;
+    Tensor out = poisoned(h, h->dtype, s.batch * count, width);
+    attention_decode(h->backend,
+                     (AttentionDecode){.out = out,
+                                       .keys = keys,
+                                       .values = values,
+                                       .qkv = tensor_from(h, h->dtype, part, s.batch * count, packed),
+                                       .shape = step,
+                                       .past = past});
+    check_values(h, "decoded attention", out, want_part,
+                 of_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
+  }
+}
+
+TEST(test_attention_decode) {
+  decode_case(*state, (AttentionShape){1, 1, 1, 1, 2}, 1, (const int64_t[]){1});
+  decode_case(*state, (AttentionShape){2, 9, 4, 2, 6}, 11, (const int64_t[]){5, 1, 1, 2});
+  decode_case(*state, (AttentionShape){3, 131, 6, 3, 64}, 131, (const int64_t[]){67, 1, 63});
+}
+
+// Tokens of packed documents count their positions from their document's first: as its documents alone would.
+static void positions_case(Harness *h, const void *shape) {
+  enum { HIDDEN = 8, VOCAB = 5 };
+  AttentionShape s = *(const AttentionShape *)shape;
+  int64_t rows = s.batch * s.seq_len, columns = qkv_width(s), length = 0;
+  int32_t *places = cut_into_documents(h, s), *ids = random_ids(h, rows, VOCAB);
+  double *qkv_values = random_values(h, rows * columns, 1.5);
+  Tensor cos_sin =
+      tensor_from(h, DTYPE_F32, random_values(h, s.seq_len * s.head_dim, 1), s.seq_len, s.head_dim);
+  Tensor tokens = ids_from(h, ids, rows), positions = ids_from(h, places, rows);
+  Tensor table = tensor_from(h, h->dtype, random_values(h, VOCAB * HIDDEN, 1), VOCAB, HIDDEN);
+  Tensor table2 = tensor_from(h, h->dtype, random_values(h, s.seq_len * HIDDEN, 1), s.seq_len, HIDDEN);
+  Tensor dstream = tensor_from(h, h->dtype, random_values(h, rows * HIDDEN, 1), rows, HIDDEN);
+  Tensor qkv[2], stream[2], dpositions[2], dtable = poisoned(h, DTYPE_F32, VOCAB, HIDDEN);
+  for (int alone = 0; alone < 2; alone++) {
+    qkv[alone] = tensor_from(h, h->dtype, qkv_values, rows, columns);
+    stream[alone] = poisoned(h, h->dtype, rows, HIDDEN);
+    dpositions[alone] = poisoned(h, DTYPE_F32, s.seq_len, HIDDEN);
+    for (int64_t at = 0; at < rows; at += length) {
+      length = alone ? places[rows + at] + 1 : rows; // of the document
+      AttentionShape part = {1, length, s.num_heads, s.num_key_value_heads, s.head_dim};
+      if (!alone) part = s;
+      Tensor named = alone ? (Tensor){0} : positions;
+      rope(h->backend, (Rope){.qkv = tensor_rows(qkv[alone], at, length),
+                              .cos_sin = cos_sin,
+                              .positions = named,
+                              .shape = part});
+      embedding_forward(h->backend, (EmbeddingForward){.out = tensor_rows(stream[alone], at, length),
+                                                       .tokens = tensor_rows(tokens, at, length),
+                                                       .token_weight = table,
+                                                       .position_weight = table2,
+                                                       .positions = named,
+                                                       .seq_len = part.seq_len});
+      embedding_backward(h->backend, (EmbeddingBackward){.dtoken_weight = dtable,
+                                                         .dposition_weight = dpositions[alone],
+                                                         .dout = tensor_rows(dstream, at, length),
+                                                         .tokens = tensor_rows(tokens, at, length),
+                                                         .positions = named,
+                                                         .seq_len = part.seq_len,
+                                                         .accumulate_position = at > 0});
+    }
+  }
+  check_bitwise_equal(h, "rope of documents", qkv[0], qkv[1]);
+  check_bitwise_equal(h, "embeddings of documents", stream[0], stream[1]);
+  check_values(h, "dposition_weight of documents", dpositions[0], values_of(h, dpositions[1]),
+               of_size(within(4, (double)rows), 1));
+}
+
+TEST(test_positions) {
+  static const AttentionShape shapes[] = {
+      {2, 7, 2, 1, 6}, {1, 9, 1, 1, 2}, {3, 200, 4, 2, 64}, {1, 333, 2, 2, 128}};
+  RUN_CASES(*state, positions_case, shapes);
+}
+
 int main(void) {
-  Harness *probe = harness_open("cuda");
-  if (!probe) return skip_all("cuda attention", "attention on CUDA", "no usable GPU, or built without CUDA");
-  harness_close(probe);
-  return run_on_backend("cuda") + run_on_backend("cuda-fp32");
+  return run_on_backends();
 }
