@@ -476,7 +476,9 @@ static __device__ void plain_epilogue(const Gemm &p, int64_t row, int64_t column
 
 template <typename T, typename TO> static __global__ void __launch_bounds__(256) plain_gemm_kernel(Gemm p) {
   __shared__ float left[TERMS][TILE + 1], right[TERMS][TILE + 1];
-  int64_t first_row = (int64_t)blockIdx.x * TILE, first_column = (int64_t)blockIdx.y * TILE;
+  const unsigned down =
+      (unsigned)((p.m + TILE - 1) / TILE); // tiles; in one axis, for the other two are short
+  int64_t first_row = (int64_t)(blockIdx.x % down) * TILE, first_column = (int64_t)(blockIdx.x / down) * TILE;
   int x = threadIdx.x % 16, y = threadIdx.x / 16;
   float sum[4][4] = {};
   for (int64_t term = 0; term < p.k; term += TERMS) {
@@ -498,7 +500,7 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
 }
 
 static void plain_gemm(Backend *backend, const Gemm *p) {
-  dim3 grid((unsigned)ceil_div(p->m, TILE), (unsigned)ceil_div(p->n, TILE));
+  unsigned grid = (unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE));
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
       plain_gemm_kernel<decltype(type), decltype(out_type)><<<grid, 256, 0, stream_of(backend, p)>>>(*p);
