@@ -243,13 +243,21 @@ static void check_matmul_fp8(Op op, Backend *backend, MatmulFp8 *a) {
 
 // --- activations -------------------------------------------------------------------------------------------
 
-#define PRE_ACTIVATION(output) SIZE(P, ((is_gated(a->activation) ? 2 : 1) * a->output.shape[1]))
+static void activation_named(Op op, Activation activation) {
+  if (activation == ACTIVATION_NONE) fail("%s: no activation is named", op);
+}
 
-CHECK_FIELDS(activation_forward, ActivationForward, FIELD(out, "T [N, F]"), PRE_ACTIVATION(out),
-             FIELD(x, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"))
+static void check_activation_forward(Op op, Backend *backend, ActivationForward *a) {
+  activation_named(op, a->activation);
+  CHECK(FIELD(out, "T [N, F]"), SIZE(P, (is_gated(a->activation) ? 2 : 1) * a->out.shape[1]),
+        FIELD(x, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"));
+}
 
-CHECK_FIELDS(activation_backward, ActivationBackward, FIELD(dout, "T [N, F]"), PRE_ACTIVATION(dout),
-             FIELD(x, "T [N, P]"), FIELD(dx, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"))
+static void check_activation_backward(Op op, Backend *backend, ActivationBackward *a) {
+  activation_named(op, a->activation);
+  CHECK(FIELD(dout, "T [N, F]"), SIZE(P, (is_gated(a->activation) ? 2 : 1) * a->dout.shape[1]),
+        FIELD(x, "T [N, P]"), FIELD(dx, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"));
+}
 
 // --- attention ---------------------------------------------------------------------------------------------
 
@@ -555,7 +563,8 @@ void collectives_join(Backend *backend, int64_t behind) {
 }
 
 void copies_join(Backend *backend, int64_t in, int64_t out) {
-  check_behind(__func__, max_i64(in, out));
+  check_behind(__func__, in);
+  check_behind(__func__, out);
   if (backend->ops->copies_join) backend->ops->copies_join(backend, in, out);
 }
 

@@ -138,9 +138,8 @@ typedef struct {
 // pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. P as the activation
 // has it; without one it is O.
 typedef struct {
-  Tensor
-      out;  // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with a gated activation
-  Tensor x; // fp32/bf16 [N, I]; may be strided
+  Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with a gated one
+  Tensor x;      // fp32/bf16 [N, I]; may be strided
   Tensor weight; // fp32/bf16 [P, I], or [I, P] when in_out_layout
   bool in_out_layout;
   Tensor bias; // fp32/bf16 [P], or absent
@@ -151,15 +150,14 @@ typedef struct {
 
 // dx (+)= dout W or, where the layer's input is the activation of pre_activation, the gradient of pre_activation.
 typedef struct {
-  Tensor
-      dx; // fp32/bf16 [N, P]; may be strided, except with a gated activation; it may then be pre_activation itself
+  Tensor dx;     // fp32/bf16 [N, P]; may be strided or, with a gated activation, pre_activation itself
   Tensor dout;   // fp32/bf16 [N, O]; may be strided
   Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
   Activation activation; // whose output the layer's input is; of I columns
   Tensor pre_activation; // fp32/bf16 [N, P]; there with an activation
   Tensor
-      dactivation; // fp32/bf16 [N, I] with a gated activation, else absent: scratch; dout W is rounded to it, or not
+      dactivation; // fp32/bf16 [N, I] with a gated one, else absent: scratch, to which dout W may be rounded
   bool accumulate; // not together with pre_activation
 } LinearBackwardInput;
 

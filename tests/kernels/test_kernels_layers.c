@@ -559,6 +559,8 @@ TEST(test_refusals) {
       linear_backward_weight(backend, (LinearBackwardWeight){.dweight = m34, .dout = m35, .x = m34}));
   assert_fails(h, "gaps between its rows",
                activation_forward(backend, (ActivationForward){ACTIVATION_GELU, .out = m34, .x = gaps}));
+  assert_fails(h, "no activation is named",
+               activation_forward(backend, (ActivationForward){.out = m34, .x = m34}));
   assert_fails(h, "where [3, 8] is needed",
                activation_forward(backend, (ActivationForward){ACTIVATION_SWIGLU, .out = m34, .x = m35}));
   assert_fails(
