@@ -156,9 +156,8 @@ typedef struct {
   bool in_out_layout;
   Activation activation; // whose output the layer's input is; of I columns
   Tensor pre_activation; // fp32/bf16 [N, P]; there with an activation
-  Tensor
-      dactivation; // fp32/bf16 [N, I] with a gated one, else absent: scratch, to which dout W may be rounded
-  bool accumulate; // not together with pre_activation
+  Tensor dactivation;    // fp32/bf16 [N, I] with a gated activation, else absent: scratch, may hold dout W
+  bool accumulate;       // not together with pre_activation
 } LinearBackwardInput;
 
 // dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].
