@@ -10,7 +10,7 @@ MPI       ?= 1
 CUDA_HOME ?=
 # The CPU that -march names; empty: any of the architecture.
 MARCH     ?= native
-# For the tests in Python. Those of tools/torch need PyTorch in it, and are skipped without.
+# For the tests in Python, as those of ./train are. Those of tools/torch need PyTorch in it, and are skipped without.
 PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
@@ -90,6 +90,7 @@ HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
 HAVE_ZLIB   := $(call try,zlib.h,-lz)
 HAVE_PCRE2  := $(call try,pcre2.h,-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
+HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
 
 # BLAS_LIBS names another CBLAS; BLAS_LIBS= does without.
 ifeq ($(origin BLAS_LIBS),undefined)
@@ -158,8 +159,10 @@ MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_librar
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
 	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
 	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
+	$(if $(HAVE_STB),,libstb-dev=maps_of_a_tokenizer) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
 FOR_TESTS := $(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
+	$(if $(shell command -v $(PYTHON)),,python3=the_tests_of_the_programs) \
 	$(if $(filter 0,$(MPI)),,$(if $(HAVE_MPI),,libopenmpi-dev=ranks_on_the_CPU) \
 	$(if $(shell command -v mpirun),,openmpi-bin=mpirun))
 ifeq ($(filter deps-run,$(GOALS)),)
@@ -172,7 +175,7 @@ MISSING := $(strip $(MISSING))
 # Under -std=c11 GCC leaves out fused multiply-adds, and errno from sqrtf keeps loops from becoming vectors.
 # What is promised is equal bits for equal builds on one machine; neither option touches that.
 FOUND        := $(if $(HAVE_CBLAS),$(BLAS_LIBS)) $(if $(HAVE_MPI),$(MPI_LIBS))
-HAVES        := $(foreach h,CBLAS CUDA NCCL MPI PCRE2,$(if $(HAVE_$(h)),-DHAVE_$(h)))
+HAVES        := $(foreach h,CBLAS CUDA NCCL MPI,$(if $(HAVE_$(h)),-DHAVE_$(h)))
 ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(CUDA_INCLUDE)) \
 	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
 ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -fno-math-errno -fopenmp \
@@ -181,7 +184,7 @@ ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
 	-Xcompiler=-g,-Wall,-Wextra,-Wno-unused-parameter,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
-ALL_LIBS     := -lcjson -lz $(if $(HAVE_PCRE2),-lpcre2-8) $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+ALL_LIBS     := -lcjson -lz -lpcre2-8 $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
 # --- What was found, printed when it changed and by `make info` --------------------------------------------
 
@@ -201,7 +204,8 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
   CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
-  PCRE2       $(call found,PCRE2,found,no prompts by tokenizer.json)
+  stb         $(call found,STB,found,cannot build)
+  PCRE2       $(call found,PCRE2,found,cannot build)
   cJSON       $(call found,CJSON,found,cannot build)
   zlib        $(call found,ZLIB,found,cannot build)
   cmocka      $(call found,CMOCKA,found,cannot test)$(if $(MISSING),$(newline)`make deps` installs: $(MISSING_NAMES))
@@ -216,8 +220,10 @@ ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  ifeq ($(and $(HAVE_CC),$(HAVE_CJSON),$(HAVE_ZLIB)),)
-    $(error $(if $(HAVE_CC),$(if $(HAVE_CJSON),zlib,cJSON),A working C compiler ($(CC))) is missing; `make deps` installs it)
+  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_ZLIB),,zlib) $(if $(HAVE_PCRE2),,PCRE2) \
+	$(if $(HAVE_STB),,stb),A working C compiler ($(CC)))
+  ifneq ($(strip $(NEEDED)),)
+    $(error $(strip $(NEEDED)): missing; `make deps` installs it)
   endif
 endif
 
@@ -414,6 +420,6 @@ help:
 #: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
 #: GPUS="80 90"  MARCH=              builds for these GPUs, not those here; for any CPU (-march is native by default)
-#: PYTHON=...                         runs the tests in Python; with PyTorch in it those of tools/torch, too
+#: PYTHON=...                         runs the tests of the programs; with PyTorch in it those of tools/torch, too
 #: DEPS_ROOT=folder                   also searches unpacked packages there for headers and libraries
 #: V=1                                prints whole commands

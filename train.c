@@ -16,7 +16,6 @@
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
-#include "trainer/evaluate.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
 #include "trainer/prompt.h"
@@ -31,7 +30,6 @@ typedef struct {
   Loader loader;
   char data[256]; // loader_describe's
   Prompt prompt;
-  Choices choices; // of --hellaswag
   Trainer trainer;
   Report report;
   CheckpointStore store; // of rank 0, with --save
@@ -93,12 +91,6 @@ static void validate(Run *run, int64_t step) {
          : o->origin          ? "there is NaN or infinity among the weights in "
                               : "the weights drawn are too large for the model",
          step == o->first_step && o->origin ? o->origin : "");
-}
-
-static void score_choices(Run *run) {
-  if (!run->options->hellaswag || stopping(run)) return;
-  ChoiceScore score = trainer_score_choices(&run->trainer, &run->choices, run->options->hellaswag_examples);
-  report_choices(&run->report, &score);
 }
 
 static void sample(Run *run, int64_t step) {
@@ -176,12 +168,10 @@ static void train(Run *run) {
   bool validated = run->state.val_step == done;
   if (run->saves && run->saved_step != done) save(run, done);
   if (!validated) validate(run, done);
-  score_choices(run);
 }
 
 static void evaluate(Run *run) {
   validate(run, run->options->first_step);
-  score_choices(run);
   report_evaluation(&run->report, run->state.val_loss);
 }
 
@@ -190,9 +180,8 @@ static void evaluate(Run *run) {
 // Before anything is loaded, or a log begun.
 static void require_something_to_evaluate(const Options *o, const Loader *loader) {
   if (!o->origin) fail("--eval-only: there is no model to evaluate; name its folder with --init or --resume");
-  if (!loader->validation_batches && !o->hellaswag)
-    fail(
-        "--eval-only: there is nothing to evaluate; name --val-data or --hellaswag, or raise --val-fraction");
+  if (!loader->validation_batches)
+    fail("--eval-only: there is nothing to evaluate; name --val-data or raise --val-fraction");
 }
 
 static void open_data(Run *run) {
@@ -200,7 +189,6 @@ static void open_data(Run *run) {
   const TextList *val_data = &o->val_data;
   run->source = trainer_open_source(o);
   run->prompt = prompt_open(o, run->source);
-  if (o->hellaswag) run->choices = choices_open(o->hellaswag, o->model.vocab_size);
   if (val_data->count) run->val_source = source_open(val_data->items, val_data->count, o->model.vocab_size);
   if (o->pack) run->packing = packing_create(run->source, o->seq_len, o->end_of_text);
   if (o->pack && run->val_source)
@@ -264,7 +252,6 @@ static void close_run(Run *run) {
   report_close(&run->report);
   checkpoint_store_close(&run->store);
   trainer_destroy(&run->trainer);
-  choices_close(&run->choices);
   prompt_close(&run->prompt);
   packing_free(run->packing);
   packing_free(run->val_packing);

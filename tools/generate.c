@@ -17,7 +17,7 @@
 #include "base/option_rows.h"
 #include "base/system.h"
 #include "base/text.h"
-#include "data/tokenizer/tokenizer.h"
+#include "data/tokenizer.h"
 #include "kernels/ranks/launch.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"

@@ -147,10 +147,6 @@ const Option options_rows[] = {
           "in --init)")},
     {FLAG("eval-only", eval_only, true),
      HELP("Only evaluate --init or --resume: the loss over all of --val-data (or the held-out part)")},
-    {TEXT("hellaswag", "FILE", hellaswag),
-     HELP("At the end evaluate multiple choice on an evaluation file of llm.c")},
-    {WHOLE("hellaswag-examples", "N", hellaswag_examples, 0, MAX), DEFAULT("0"),
-     HELP("Take its first N examples; 0 takes all")},
     {TEXT("prompt", "TEXT", prompt), .flags = TRAINING, HELP("Text that samples begin with (default a newline)")},
 
     {GROUP("Checkpoints")},

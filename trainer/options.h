@@ -45,8 +45,6 @@ typedef struct {
   int64_t top_k;
   const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
   bool eval_only;                 // no training: the validation data from end to end
-  const char *hellaswag;          // an evaluation file of llm.c, or NULL
-  int64_t hellaswag_examples;     // the first so many; 0: all
   // checkpoints
   const char *init, *resume;  // as given: a model's directory; a checkpoint, a directory of some, or "auto"
   char *origin;               // the folder whose weights the run begins with; NULL: they are random

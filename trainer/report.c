@@ -224,21 +224,6 @@ void report_validation(Report *r, int64_t step, double loss, double bits_per_byt
   LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
 }
 
-void report_choices(Report *r, const ChoiceScore *score) {
-  const Options *o = r->options;
-  double examples = (double)score->examples, correct = (double)score->correct / examples;
-  double normalized = (double)score->correct_normalized / examples;
-  report_break(r);
-  printf("%s: %s of %s right (%.2f%%), %.2f%% by the loss that is not divided by the length\n", o->hellaswag,
-         text_grouped(score->correct_normalized).text, text_grouped(score->examples).text, 100 * normalized,
-         100 * correct);
-  if (score->shortened)
-    printf("%s of its contexts lost their beginning: they are longer than --seq-len %lld\n",
-           text_grouped(score->shortened).text, (long long)o->seq_len);
-  LOG("choices", TEXT("file", o->hellaswag), NUMBER("examples", examples), NUMBER("acc_norm", normalized),
-      NUMBER("acc", correct));
-}
-
 // As text where something says what the tokens mean.
 void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count) {
   char *text = prompt_show(prompt, tokens, count);

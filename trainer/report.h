@@ -3,7 +3,6 @@
 
 #include <stdio.h>
 
-#include "trainer/evaluate.h"
 #include "trainer/prompt.h"
 #include "trainer/resume.h"
 #include "trainer/trainer.h"
@@ -39,7 +38,6 @@ void report_start(Report *report, const Backend *backend, const char *data_name)
 // `count` steps that took `seconds` together: a record each, then the progress line. Fails at one that diverged.
 void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
 void report_validation(Report *report, int64_t step, double loss, double bits_per_byte); // NaN: not known
-void report_choices(Report *report, const ChoiceScore *score);
 void report_sample(Report *report, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count);
 void report_checkpoint(Report *report, int64_t step, double seconds);
 // At the end, on all ranks: losses, speed and peak memory. `entropy` is that of the tokens' frequencies.

@@ -1,5 +1,5 @@
 // Checkpoints on disk: what is refused when weights are loaded, folders that appear whole or not at all,
-// damage that is noticed, and the directory that holds them. tests/trainer/test_resume.c has whole runs.
+// damage that is noticed, and the directory that holds them. tests/trainer/test_resume.py has whole runs.
 #include "base/file.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"

@@ -1,5 +1,5 @@
 // --fp8: training works, near what it is without; the plan holds to the byte; recomputing and offloading change no bit.
-// Ranks and checkpoints are in test_ranks.c, refusals in test_cli.c.
+// Ranks and checkpoints are in test_ranks.py, refusals in test_cli.py.
 #include "tests/runs.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
 // Offloading, and updates during the forward pass: the same bits with and without, for every list, on every backend; the
-// host's bytes in plan and ledger. Ranks and checkpoints are in test_ranks.c, refusals in test_cli.c.
+// host's bytes in plan and ledger. Ranks and checkpoints are in test_ranks.py, refusals in test_cli.py.
 #include "tests/runs.h"
 
 #include <setjmp.h>

@@ -2,7 +2,7 @@
 // similar models (Radford et al. 2019; Sennrich et al. 2016).
 //
 // Decoding needs the vocabulary alone. Encoding takes three steps: added tokens ("<|endoftext|>") are cut out
-// of the text; regular expressions split the rest into pieces (PCRE2, when the program was built with it);
+// of the text; regular expressions split the rest into pieces (PCRE2);
 // and within a piece the pair of tokens that was learned first is merged, again and again.
 #pragma once
 
