@@ -63,12 +63,7 @@ static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[
   return rank == 1 ? flat : tensor_reshape_2d(flat, shape[0], shape[1]);
 }
 
-enum {
-  HOST_NONE = 0,
-  HOST_HEAD = 1 << GROUP_HEAD,
-  HOST_MATRICES = 1 << GROUP_MATRICES,
-  HOST_ALL = (1 << GROUP_COUNT) - 1
-};
+enum { HOST_NONE = 0, HOST_MATRICES = 1 << GROUP_MATRICES, HOST_ALL = (1 << GROUP_COUNT) - 1 };
 
 // A slab on the device and, for the groups in `host`, one in the host's memory; groups[g] becomes the flat tensor of
 // group g.
@@ -141,9 +136,8 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
     if (made[GROUP_MATRICES] > two) made[GROUP_MATRICES] = two;
   }
   bool buffered = offload & OFFLOAD_GRADIENTS && p->spread.zero < 2;
-  int head = offload & OFFLOAD_HEAD ? HOST_HEAD : HOST_NONE;
-  reserve_role(memory, "gradients", MEMORY_GRADIENTS, head | (buffered ? HOST_MATRICES : HOST_NONE), made,
-               grad, p->grad);
+  reserve_role(memory, "gradients", MEMORY_GRADIENTS, buffered ? HOST_MATRICES : HOST_NONE, made, grad,
+               p->grad);
   if (buffered)
     p->layer_grads =
         reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, grad[GROUP_MATRICES]);
@@ -188,11 +182,9 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   if (parameters->spread.split_head_weights) whole_groups[GROUP_HEAD] = shard[GROUP_HEAD];
   cut_buckets(parameters, grad);
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
-  parameters->head_on_host = d.offload & OFFLOAD_HEAD;
-  int head = parameters->head_on_host ? HOST_HEAD : HOST_NONE;
   int state_on_host = d.offload & OFFLOAD_OPTIMIZER ? HOST_ALL : HOST_NONE;
-  reserve_role(memory, "weights", MEMORY_WEIGHTS, head | (weights_on_host ? HOST_MATRICES : HOST_NONE),
-               whole_groups, weight, parameters->value);
+  reserve_role(memory, "weights", MEMORY_WEIGHTS, weights_on_host ? HOST_MATRICES : HOST_NONE, whole_groups,
+               weight, parameters->value);
   if (weights_on_host)
     parameters->layer_values =
         reserve_layers(parameters, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);

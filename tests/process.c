@@ -44,7 +44,7 @@ static FILE *temporary_file(void) {
 static Process start(const char *path, int ranks, const char *format, va_list arguments) {
   char line[LINE], launcher[4200] = "";
   if (ranks && getenv("LCE_GPU_RANKS"))
-    snprintf(launcher, sizeof launcher, "%.*s/tools/launch %d", folder_length(), program(), ranks);
+    snprintf(launcher, sizeof launcher, "tools/launch %d", ranks);
   else if (ranks)
     snprintf(launcher, sizeof launcher, "mpirun --allow-run-as-root --oversubscribe --bind-to none -n %d",
              ranks);

@@ -27,6 +27,7 @@ from tap import Skip
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TRAIN = pathlib.Path(os.environ.get("LCE_TRAIN", ROOT / "train")).resolve()
 TOOLS = TRAIN.parent / "tools"
+LAUNCH = ROOT / "tools" / "launch"
 GPUS = int(os.environ.get("LCE_GPU_RANKS", 0))
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none -n".split()
 DEVICE = "--device cuda " if GPUS else "--device cpu "
@@ -68,7 +69,7 @@ class Process:
     """A program under way, with `ranks` as that many ranks of a job."""
 
     def __init__(self, *words, ranks=0, terminal=False, cwd=ROOT):
-        launcher = [] if not ranks else [TOOLS / "launch", ranks] if GPUS else [*MPIRUN, ranks]
+        launcher = [] if not ranks else [LAUNCH, ranks] if GPUS else [*MPIRUN, ranks]
         self.words = [str(word) for word in [*launcher, *words]]
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
         if not GPUS:

@@ -48,7 +48,7 @@
 #include "model/checkpoint/hf_config.h"
 #include "tools/ladder/ladder.h"
 #include "trainer/machine.h"
-#include "trainer/speed.h"
+#include "trainer/report.h"
 
 enum { MAX_ITEMS = 32, MAX_ROUNDS = 99 }; // of a list; of --repeat
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import (DEVICE, GPUS, SIZES, TEXT, TOOLS, TRAIN, assert_planned, column, difference, main, need_ranks,  # noqa: E402
+from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, assert_planned, column, difference, main, need_ranks,  # noqa: E402
                      once, read_log, run, start, tensors, together, train, write_shard)
 
 # 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
@@ -362,14 +362,14 @@ def test_impossible_options_are_refused_once(folder):
 
 # The launcher in the tree, with programs of any kind and with ranks that cannot compute.
 def test_tools_launch_starts_and_ends_ranks(folder):
-    output = run(TOOLS / "launch", 3, "sh", "-c", "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE")
+    output = run(LAUNCH, 3, "sh", "-c", "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE")
     assert output.ok("rank 2 of 3, 2 of 3").out.count("rank ") == 3, output
     before = time.monotonic()
-    output = run(TOOLS / "launch", 3, "sh", "-c", "test $RANK = 1 && exit 7; exec sleep 100").fails(
+    output = run(LAUNCH, 3, "sh", "-c", "test $RANK = 1 && exit 7; exec sleep 100").fails(
         "tools/launch: rank 1 (process ", "exited with status 7; the other ranks are ended")
     assert output.status == 7 and time.monotonic() - before < 10, output
     if not GPUS:
-        output = run(TOOLS / "launch", 3, TRAIN, *LLAMA.split()).fails("3 ranks on the CPU need MPI", "mpirun -n 3 ./train")
+        output = run(LAUNCH, 3, TRAIN, *LLAMA.split()).fails("3 ranks on the CPU need MPI", "mpirun -n 3 ./train")
         assert output.status == 1 and output.err.count("lce:") == 1, output
 
 
