@@ -10,7 +10,7 @@ MPI       ?= 1
 CUDA_HOME ?=
 # The CPU that -march names; empty: any of the architecture.
 MARCH     ?= native
-# For the tests in Python. Those of tools/torch need PyTorch in it, and are skipped without.
+# For the tests in Python, as those of ./train are. Those of tools/torch need PyTorch in it, and are skipped without.
 PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
@@ -29,10 +29,10 @@ Q := $(if $(V),,@)# `make V=1` shows whole commands
 
 GOALS := $(or $(MAKECMDGOALS),all)
 # These install what is missing, then start make over with build-and-GOAL.
-RUNS  := run real-run test bench memory-curve
+RUNS  := run real-run test bench curves
 
 .PHONY: all tests info deps deps-run deps-dev $(RUNS) $(RUNS:%=build-and-%) check format clean help
-.PHONY: liblce.so build-library fuzz build-and-fuzz
+.PHONY: liblce.so build-library fuzz build-and-fuzz matplotlib
 .SECONDARY:
 .DELETE_ON_ERROR:
 all:
@@ -89,7 +89,7 @@ HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
 HAVE_ZLIB   := $(call try,zlib.h,-lz)
 HAVE_PCRE2  := $(call try,pcre2.h,-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
-HAVE_STB    := $(call try,stdio.h stb/stb_image_write.h)
+HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
 
 # BLAS_LIBS names another CBLAS; BLAS_LIBS= does without.
 ifeq ($(origin BLAS_LIBS),undefined)
@@ -158,10 +158,10 @@ MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_librar
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
 	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
 	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
-	$(if $(HAVE_STB),,libstb-dev=plots_as_PNG) \
-	$(if $(wildcard /usr/share/fonts/truetype/dejavu/DejaVuSans.ttf),,fonts-dejavu-core=letters_in_plots) \
+	$(if $(HAVE_STB),,libstb-dev=maps_of_a_tokenizer) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
 FOR_TESTS := $(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
+	$(if $(shell command -v $(PYTHON)),,python3=the_tests_of_the_programs) \
 	$(if $(filter 0,$(MPI)),,$(if $(HAVE_MPI),,libopenmpi-dev=ranks_on_the_CPU) \
 	$(if $(shell command -v mpirun),,openmpi-bin=mpirun))
 ifeq ($(filter deps-run,$(GOALS)),)
@@ -174,7 +174,7 @@ MISSING := $(strip $(MISSING))
 # Under -std=c11 GCC leaves out fused multiply-adds, and errno from sqrtf keeps loops from becoming vectors.
 # What is promised is equal bits for equal builds on one machine; neither option touches that.
 FOUND        := $(if $(HAVE_CBLAS),$(BLAS_LIBS)) $(if $(HAVE_MPI),$(MPI_LIBS))
-HAVES        := $(foreach h,CBLAS CUDA NCCL MPI PCRE2 STB,$(if $(HAVE_$(h)),-DHAVE_$(h)))
+HAVES        := $(foreach h,CBLAS CUDA NCCL MPI,$(if $(HAVE_$(h)),-DHAVE_$(h)))
 ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(CUDA_INCLUDE)) \
 	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
 ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -fno-math-errno -fopenmp \
@@ -183,7 +183,7 @@ ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
 	-Xcompiler=-g,-Wall,-Wextra,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
-ALL_LIBS     := -lcjson -lz $(if $(HAVE_PCRE2),-lpcre2-8) $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+ALL_LIBS     := -lcjson -lz -lpcre2-8 $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
 # --- What was found, printed when it changed and by `make info` --------------------------------------------
 
@@ -203,8 +203,8 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
   CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
-  stb         $(call found,STB,found,no plots as PNG)
-  PCRE2       $(call found,PCRE2,found,no prompts by tokenizer.json)
+  stb         $(call found,STB,found,cannot build)
+  PCRE2       $(call found,PCRE2,found,cannot build)
   cJSON       $(call found,CJSON,found,cannot build)
   zlib        $(call found,ZLIB,found,cannot build)
   cmocka      $(call found,CMOCKA,found,cannot test)$(if $(MISSING),$(newline)`make deps` installs: $(MISSING_NAMES))
@@ -219,8 +219,10 @@ ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  ifeq ($(and $(HAVE_CC),$(HAVE_CJSON),$(HAVE_ZLIB)),)
-    $(error $(if $(HAVE_CC),$(if $(HAVE_CJSON),zlib,cJSON),A working C compiler ($(CC))) is missing; `make deps` installs it)
+  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_ZLIB),,zlib) $(if $(HAVE_PCRE2),,PCRE2) \
+	$(if $(HAVE_STB),,stb),A working C compiler ($(CC)))
+  ifneq ($(strip $(NEEDED)),)
+    $(error $(strip $(NEEDED)): missing; `make deps` installs it)
   endif
 endif
 
@@ -230,14 +232,14 @@ endif # SEARCH
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
 SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels/cpu kernels/ranks model model/checkpoint \
-	tools/curves tools/ladder tools/plot trainer)) $(if $(HAVE_CUDA),\
+	tools/ladder trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 # What liblce.so is made of; the archive leaves out what it does not need.
 ifeq ($(VARIANT),library)
   SOURCES := $(filter base/% kernels/%,$(SOURCES))
 endif
-PROGRAMS := $(wildcard train.c tools/*.c) tools/bench_scaling.sh
+PROGRAMS := $(wildcard train.c tools/*.c)
 TESTS    := $(wildcard tests/*/test_*.c)
 HELPERS  := $(wildcard tests/*.c)
 PYTHON_TESTS := $(wildcard tests/*/test_*.py)
@@ -295,12 +297,8 @@ define LINK
 $(Q)$(CC) $(ALL_CFLAGS) $(ALL_LDFLAGS) $(filter %.o %.a,$^) $(1) $(ALL_LIBS) -o $@
 endef
 
-$(call programs,$(filter %.c,$(PROGRAMS))): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
+$(call programs,$(PROGRAMS)): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
 	$(LINK)
-
-$(BIN)tools/bench_scaling: tools/bench_scaling.sh
-	@mkdir -p $(@D)
-	$(Q)install $< $@
 
 $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
 	$(call LINK,-lcmocka)
@@ -317,7 +315,7 @@ build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
 	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/kernels/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
 
--include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(filter-out %.sh,$(PROGRAMS)) $(TESTS) $(HELPERS) $(FUZZERS)))
+-include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
 # --- Running ------------------------------------------------------------------------------------------------
 
@@ -329,10 +327,10 @@ $(RUNS):
 build-and-run: $(BIN)train
 	./$< $(RUN_ARGS)
 
-build-and-real-run: $(BIN)train $(BIN)tools/plot_run
+build-and-real-run: $(BIN)train matplotlib
 	LCE_TRAIN=$< tools/real_run.sh $(REAL_RUN_ARGS)
 
-build-and-test: all tests
+build-and-test: all tests matplotlib
 	@PYTHON='$(PYTHON)' LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v $(PYTHON)),$(PYTHON_TESTS))
 
 # Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; the corpus and
@@ -350,12 +348,19 @@ $(FUZZ_PROGRAMS:%=run-%): run-%: %
 	  { tail -n 60 $<.log; exit 1; }
 	@echo "  fuzz  $(<F): $$(sed -n 's/^stat::number_of_executed_units: *//p' $<.log) inputs in $(FUZZ_SECONDS) s, clean"
 
-build-and-bench: $(BIN)tools/bench_lce $(BIN)tools/bench_step
+build-and-bench: $(BIN)tools/bench_lce $(BIN)train
 	$(BIN)tools/bench_lce --materialized
-	$(BIN)tools/bench_step --model gpt2-124m --batch 4 --seq-len 64 --device cpu
+	./$(BIN)train --model gpt2-124m --batch 4 --seq-len 64 --device cpu --steps 6 --sample-every 0 --val-fraction 0 --profile
 
-build-and-memory-curve: $(BIN)tools/memory_curve
-	./$<
+build-and-curves: $(BIN)train $(BIN)tools/bench_lce matplotlib
+	LCE_TRAIN=$< $(PYTHON) tools/memory_curve
+
+# What draws: of Debian's own python from Debian, of any other from PyPI. Without it there are tables, and no pictures.
+matplotlib:
+	@$(if $(DEPS_ROOT),,$(PYTHON) -c 'import matplotlib' 2>/dev/null || \
+	  if [ "$$($(PYTHON) -c 'import sys; print(sys.prefix)')" = /usr ]; then tools/deps.sh python3-matplotlib=pictures; else \
+	    echo "Installing matplotlib, which draws: $(PYTHON) -m pip install matplotlib"; \
+	    $(PYTHON) -m pip install --quiet --disable-pip-version-check matplotlib; fi || echo "Carrying on without it.")
 
 deps deps-run:
 	@$(if $(MISSING),tools/deps.sh $(MISSING),$(if $(filter 0,$(MAKELEVEL)),echo "Nothing is missing."))
@@ -400,8 +405,8 @@ help:
 #:                      --help); REAL_RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, and runs all tests
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
-#: make bench           installs what is missing, builds, and runs the benchmarks (tools/bench_*)
-#: make memory-curve    installs what is missing, builds, and runs tools/memory_curve
+#: make bench           installs what is missing, builds, and times LM head + loss and a training step on the CPU
+#: make curves          installs what is missing, builds, and draws a memory curve (tools/memory_curve, tools/CURVES.md)
 #: make info            only prints what was found
 #: make deps            only installs what is missing, including what the tests need (Debian packages; lists them)
 #: make deps-dev        also installs what `make check` needs
@@ -414,6 +419,6 @@ help:
 #: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
 #: GPUS="80 90"  MARCH=              builds for these GPUs, not those here; for any CPU (-march is native by default)
-#: PYTHON=...                         runs the tests in Python; with PyTorch in it those of tools/torch, too
+#: PYTHON=...                         runs the tests of the programs; with PyTorch in it those of tools/torch, too
 #: DEPS_ROOT=folder                   also searches unpacked packages there for headers and libraries
 #: V=1                                prints whole commands

@@ -30,6 +30,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/fail.h"
+
 enum { END_OF_TEXT = 256 };
 
 // Stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX.
@@ -90,3 +92,18 @@ enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
 // The unigram entropy in nats per token, -sum p ln p over the frequencies of the first SOURCE_ENTROPY_SAMPLE tokens:
 // the loss of the best predictor that looks at no context, so a trained model must fall below it.
 double source_entropy(const Source *source);
+
+// --- shards in memory, as the fuzzer has them -----------------------------------------------------------------
+
+typedef struct {
+  int token_bytes;    // 2 or 4
+  const void *tokens; // within the file
+  int64_t count;
+} Shard;
+
+// Checks a file against its header; false with a reason, which reads on from the file's name.
+bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason);
+// The same for a file of a bit for each token of a shard of `count`; NULL with a reason, or the bits.
+typedef enum { SHARD_MASK = 20261120, SHARD_ENDS = 20261121 } ShardBits; // its magic
+const uint8_t *shard_parse_bits(const void *bytes, size_t size, ShardBits kind, int64_t count,
+                                Reason *reason);

@@ -609,9 +609,9 @@ typedef struct {
   X(swiglu_forward, SwigluForward, ELEMENTWISE)                                                              \
   X(swiglu_backward, SwigluBackward, ELEMENTWISE)                                                            \
   X(rope, Rope, ELEMENTWISE)                                                                                 \
-  S(attention_forward, AttentionForward, ATTENTION)                                                          \
-  S(attention_backward, AttentionBackward, ATTENTION)                                                        \
-  X(attention_decode, AttentionDecode, ATTENTION)                                                            \
+  S(attention_forward, AttentionForward, ATTENTION_FORWARD)                                                  \
+  S(attention_backward, AttentionBackward, ATTENTION_BACKWARD)                                               \
+  X(attention_decode, AttentionDecode, ATTENTION_FORWARD)                                                    \
   X(shard_indices, ShardIndices, EMBEDDING)                                                                  \
   X(lce_target_logits, LceTargetLogits, HEAD_LOSS)                                                           \
   S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                                                                 \

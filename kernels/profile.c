@@ -25,12 +25,18 @@ static const struct {
 } operations[] = {ALL(ENTRY){"step", PROFILE_IDLE}};
 #undef ENTRY
 
+// What an operation computes and moves.
+typedef struct {
+  double flops, bytes;
+} Amount;
+
 enum { BEGIN, END, OWN, MARKS }; // the first two on the compute stream
 
 typedef struct {
   int op;
   ProfileGroup group;
   StreamKind stream;
+  Amount amount;
   struct {
     void *event;
     double seconds; // where there are no events
@@ -67,13 +73,68 @@ static void range(const Profile *p, const char *name) {
   if (p->wrapped->range) p->wrapped->range(name);
 }
 
+static double gemm(Tensor rows, Tensor weight) {
+  return 2.0 * (double)rows.shape[0] * (double)tensor_count(weight);
+}
+
+static double attention(AttentionShape s) { // Q K^T and P V, half of either
+  return 2.0 * (double)(s.batch * s.num_heads * s.head_dim) * (double)s.seq_len * (double)s.seq_len;
+}
+
+static double bytes_of(Tensor t) {
+  return tensor_exists(t) ? (double)tensor_bytes(t) : 0;
+}
+
+static Amount amount_of(int op, const void *arguments) {
+#define OF(name, Arguments, flops, bytes)                                                                    \
+  case OP_##name: {                                                                                          \
+    const Arguments *a = arguments;                                                                          \
+    return (Amount){flops, bytes};                                                                           \
+  }
+  switch (op) {
+    OF(linear_forward, LinearForward, gemm(a->x, a->weight), 0)
+    OF(linear_backward_input, LinearBackwardInput, gemm(a->dout, a->weight), 0)
+    OF(linear_backward_weight, LinearBackwardWeight,
+       tensor_exists(a->dweight) ? gemm(a->dout, a->dweight) : 0, 0)
+    OF(matmul_fp8, MatmulFp8, gemm(a->a.codes, a->b.codes), 0)
+    OF(lce_logits_exp, LceLogitsExp, gemm(a->x, a->weight) * (1 + tensor_exists(a->dx_raw)), 0)
+    OF(lce_sampled_gradients, LceSampledGradients, gemm(a->exps, a->weight) * (1 + tensor_exists(a->dweight)),
+       0)
+    OF(attention_forward, AttentionForward, attention(a->shape), 0)
+    OF(attention_backward, AttentionBackward, 2.5 * attention(a->shape), 0)
+    OF(norm_forward, NormForward, 0, bytes_of(a->x) + bytes_of(a->out))
+    OF(norm_backward, NormBackward, 0,
+       bytes_of(a->dx) * (1 + a->accumulate_dx) + bytes_of(a->dout) + bytes_of(a->x))
+    OF(gelu_forward, GeluForward, 0, bytes_of(a->x) + bytes_of(a->out))
+    OF(gelu_backward, GeluBackward, 0, 3 * bytes_of(a->x))
+    OF(swiglu_forward, SwigluForward, 0, bytes_of(a->gate_up) + bytes_of(a->out))
+    OF(swiglu_backward, SwigluBackward, 0, 2 * bytes_of(a->gate_up) + bytes_of(a->dout))
+    OF(rope, Rope, 0, 2 * bytes_of(a->qkv))
+    OF(quantize, Quantize, 0,
+       bytes_of(a->x) * (1 + !a->out.amax_known) + bytes_of(a->out.codes) + bytes_of(a->out.transposed))
+    OF(adamw, AdamW, 0,
+       bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)))
+    OF(reduce, Reduce, 0, bytes_of(a->x))
+    OF(fill_zero, Tensor, 0, bytes_of(*a))
+    OF(all_reduce, Collective, 0, bytes_of(a->x))
+    OF(reduce_scatter, Collective, 0, bytes_of(a->x))
+    OF(all_gather, Collective, 0, bytes_of(a->out))
+    OF(broadcast, Collective, 0, bytes_of(a->x))
+    OF(copy_in, Copy, 0, bytes_of(a->x))
+    OF(copy_out, Copy, 0, bytes_of(a->x))
+  default:
+    return (Amount){0};
+  }
+#undef OF
+}
+
 static StreamKind stream_of(int op, const void *a) {
   if (op == OP_copy_in || (op == OP_adamw && ((const AdamW *)a)->async)) return STREAM_COPY_IN;
   if (op == OP_copy_out) return STREAM_COPY_OUT;
   return operations[op].group == PROFILE_COMMUNICATION ? STREAM_COLLECTIVES : STREAM_COMPUTE;
 }
 
-static const BackendOps *enter(Backend *backend, int op) {
+static const BackendOps *enter(Backend *backend, int op, const void *arguments) {
   Profile *p = backend->profile;
   range(p, operations[op].name);
   if (op != OP_step && p->step < 0) return p->wrapped;
@@ -84,6 +145,7 @@ static const BackendOps *enter(Backend *backend, int op) {
   bool of_loss = p->phase == PHASE_LOSS && operations[op].group < PROFILE_COMMUNICATION;
   r->op = op, r->group = of_loss ? PROFILE_HEAD_LOSS : operations[op].group, r->stream = STREAM_COMPUTE;
   if (op == OP_copies_join) r->group = p->copied;
+  r->amount = amount_of(op, arguments);
   mark(backend, r, BEGIN, STREAM_COMPUTE);
   return p->wrapped;
 }
@@ -98,18 +160,18 @@ static void leave(Backend *backend, StreamKind stream) {
   mark(backend, r, END, STREAM_COMPUTE);
 }
 
-#define PROFILED(name, stream, arguments, ...)                                                               \
+#define PROFILED(name, stream, structure, arguments, ...)                                                    \
   static void profiled_##name(Backend *backend, __VA_ARGS__) {                                               \
-    enter(backend, OP_##name)->name arguments;                                                               \
+    enter(backend, OP_##name, structure)->name arguments;                                                    \
     leave(backend, stream);                                                                                  \
   }
 #define ENTRY(name, Arguments, group)                                                                        \
-  PROFILED(name, stream_of(OP_##name, a), (backend, a), const Arguments *a)
+  PROFILED(name, stream_of(OP_##name, a), a, (backend, a), const Arguments *a)
 OPERATIONS(ENTRY, ENTRY)
 #undef ENTRY
-PROFILED(to_device, STREAM_COMPUTE, (backend, to, host), Tensor to, const void *host)
-PROFILED(collectives_join, STREAM_COMPUTE, (backend, behind), int64_t behind)
-PROFILED(copies_join, STREAM_COMPUTE, (backend, in, out), int64_t in, int64_t out)
+PROFILED(to_device, STREAM_COMPUTE, NULL, (backend, to, host), Tensor to, const void *host)
+PROFILED(collectives_join, STREAM_COMPUTE, NULL, (backend, behind), int64_t behind)
+PROFILED(copies_join, STREAM_COMPUTE, NULL, (backend, in, out), int64_t in, int64_t out)
 
 // --- life --------------------------------------------------------------------------------------------------
 
@@ -149,7 +211,7 @@ void profile_phase(Backend *backend, int phase) {
   if (names[phase]) range(p, names[phase]);
   p->phase = phase;
   if (phase == PHASE_STEP) {
-    enter(backend, OP_step);
+    enter(backend, OP_step, NULL);
     p->step = p->count - 1;
   } else if (phase == PHASE_NONE && p->step >= 0) {
     range(p, NULL);
@@ -179,6 +241,8 @@ const ProfileTotals *profile_collect(Backend *backend) {
     t->groups[r->group].calls += r->op < OP_collectives_join; // to wait is no call
     t->groups[r->group].seconds += seconds;
     t->groups[r->group].own_seconds += own;
+    t->groups[r->group].flops += r->amount.flops;
+    t->groups[r->group].bytes += r->amount.bytes;
   }
   p->count = 0;
   return t;

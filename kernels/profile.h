@@ -7,7 +7,8 @@
 // too, except for communication and copies. Idle is the compute stream between operations.
 #define PROFILE_GROUPS(X)                                                                                    \
   X(GEMMS, "GEMMs")                                                                                          \
-  X(ATTENTION, "attention")                                                                                  \
+  X(ATTENTION_FORWARD, "attention forward")                                                                  \
+  X(ATTENTION_BACKWARD, "attention backward")                                                                \
   X(HEAD_LOSS, "LM head + loss")                                                                             \
   X(ELEMENTWISE, "norms, elementwise")                                                                       \
   X(EMBEDDING, "embedding")                                                                                  \
@@ -30,6 +31,10 @@ typedef struct {
     // Of the compute stream; what runs on other streams of a GPU counts while the compute stream waits for it.
     double seconds;
     double own_seconds; // on streams of their own, concurrently; the CPU has none, and copies at copies_join
+    // Of GEMMs and attention, whose forward pass counts its causal half and whose backward pass counts 2.5 times that;
+    // sampled gradients count as if no tile were dropped, packed documents as if they were one.
+    double flops;
+    double bytes; // read and written by what does few flops; collectives: of the larger tensor
   } groups[PROFILE_GROUP_COUNT];
 } ProfileTotals;
 

@@ -65,7 +65,6 @@ static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[
 
 enum {
   HOST_NONE = 0,
-  HOST_HEAD = 1 << GROUP_HEAD,
   HOST_MATRICES = 1 << GROUP_MATRICES,
   HOST_ALL = (1 << GROUP_COUNT) - 1
 };
@@ -141,8 +140,7 @@ static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GR
     if (made[GROUP_MATRICES] > two) made[GROUP_MATRICES] = two;
   }
   bool buffered = offload & OFFLOAD_GRADIENTS && p->spread.zero < 2;
-  int head = offload & OFFLOAD_HEAD ? HOST_HEAD : HOST_NONE;
-  reserve_role(memory, "gradients", MEMORY_GRADIENTS, head | (buffered ? HOST_MATRICES : HOST_NONE), made,
+  reserve_role(memory, "gradients", MEMORY_GRADIENTS, buffered ? HOST_MATRICES : HOST_NONE, made,
                grad, p->grad);
   if (buffered)
     p->layer_grads =
@@ -188,10 +186,8 @@ void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes
   if (parameters->spread.split_head_weights) whole_groups[GROUP_HEAD] = shard[GROUP_HEAD];
   cut_buckets(parameters, grad);
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
-  parameters->head_on_host = d.offload & OFFLOAD_HEAD;
-  int head = parameters->head_on_host ? HOST_HEAD : HOST_NONE;
   int state_on_host = d.offload & OFFLOAD_OPTIMIZER ? HOST_ALL : HOST_NONE;
-  reserve_role(memory, "weights", MEMORY_WEIGHTS, head | (weights_on_host ? HOST_MATRICES : HOST_NONE),
+  reserve_role(memory, "weights", MEMORY_WEIGHTS, weights_on_host ? HOST_MATRICES : HOST_NONE,
                whole_groups, weight, parameters->value);
   if (weights_on_host)
     parameters->layer_values =

@@ -43,7 +43,6 @@ enum {
   OFFLOAD_GRADIENTS = 1 << 1,
   OFFLOAD_OPTIMIZER = 1 << 2,   // master weights and moments, of all groups
   OFFLOAD_ACTIVATIONS = 1 << 3, // the layers' inputs, under RECOMPUTE_LAYER
-  OFFLOAD_HEAD = 1 << 4, // its weights and gradients, which are on the device while the loss is computed
   OFFLOAD_PARAMETERS = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER
 };
 
@@ -84,7 +83,6 @@ typedef struct Parameters {
   Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
   // The double buffers on the device, two layers of GROUP_MATRICES; absent where value or grad is not offloaded.
   Tensor layer_values, layer_grads;
-  bool head_on_host;
   bool fp8_by_layer; // whether the layers' FP8 codes share the memory of one layer's
 } Parameters;
 

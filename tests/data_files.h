@@ -1,18 +1,9 @@
 // What the tests with files share: small files in a temporary directory, sources that show where
 // their tokens come from, and sentences of fail().
-#ifndef LCE_TESTS_DATA_FILES_H
-#define LCE_TESTS_DATA_FILES_H
+#pragma once
 
-#include "base/fail.h" // before cmocka.h, which makes fail() a macro
 #include "data/source.h"
-
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
+#include "tests/test.h"
 
 // Group set-up and tear-down: the directory comes and goes.
 int make_temp_dir(void **state);
@@ -64,5 +55,3 @@ void assert_sentence(const char *const *parts, int count);
     if (!caught_sentence[0]) fail_msg("%s did not fail", #call);                                             \
     assert_sentence(parts_, (int)(sizeof parts_ / sizeof *parts_));                                          \
   } while (0)
-
-#endif

@@ -1,4 +1,5 @@
 """Runs tests as programs of the Test Anything Protocol, as tests/run reads them."""
+import concurrent.futures
 import traceback
 
 
@@ -6,18 +7,26 @@ class Skip(Exception):
     """Why a test cannot run here."""
 
 
-def run(tests):
-    """Calls each of {name: test} and prints what came of it; returns how many failed."""
+def outcome(test):
+    """Calls a test: "ok" and what follows its name, or "not ok" and the traceback."""
+    try:
+        test()
+        return "ok", None
+    except Skip as reason:
+        return "skip", reason
+    except Exception:
+        return "not ok", "".join(f"# {line}\n" for line in traceback.format_exc().splitlines())
+
+
+def run(tests, at_once=1):
+    """Calls each of {name: test}, several at once, and prints in their order what came of each; returns how many failed."""
     print(f"1..{len(tests)}", flush=True)
     failed = 0
-    for number, (name, test) in enumerate(tests.items(), 1):
-        try:
-            test()
-            print(f"ok {number} - {name}", flush=True)
-        except Skip as reason:
-            print(f"ok {number} # SKIP {name}: {reason}", flush=True)
-        except Exception:
-            failed += 1
-            print("".join("# " + line + "\n" for line in traceback.format_exc().splitlines()) +
-                  f"not ok {number} - {name}", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        for number, (name, (what, why)) in enumerate(zip(tests, pool.map(outcome, tests.values())), 1):
+            failed += what == "not ok"
+            if what == "skip":
+                print(f"ok {number} # SKIP {name}: {why}", flush=True)
+            else:
+                print(f"{why or ''}{what} {number} - {name}", flush=True)
     return failed

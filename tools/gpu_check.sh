@@ -7,10 +7,11 @@
 #   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how training scales,
 #                                     llama-8b on two
 #
-# DEPS_ROOT=folder (unpacked packages) in the environment is make's, for machines without apt.
+# DEPS_ROOT=folder (unpacked packages) in the environment is make's, for machines without apt. DEVICE=cpu tries the script
+# itself where there is no GPU: tiny shapes, and rows that fail where the CPU has not what they ask for.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-OUT=${OUT:-runs/gpu_check}
+OUT=${OUT:-runs/gpu_check} DEVICE=${DEVICE:-cuda}
 mkdir -p "$OUT"
 ranks=0
 if [ "${1:-}" = --ranks ]; then
@@ -20,25 +21,72 @@ if [ "${1:-}" = --ranks ]; then
 fi
 parts=" ${*:-all} "
 rm -f "$OUT/table.txt"
-failed=0
+failed=0 tiny=()
+[ "$DEVICE" = cuda ] || tiny=(--vocab 1000 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-attention-heads 2 --num-key-value-heads 2 --head-dim 16 --batch 2 --seq-len 32 --total-batch 256)
 
 wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
 row() { printf '%-44s %s\n' "$1" "$2" | tee -a "$OUT/table.txt"; }
-# ... | rows TITLE: a row for each line.
-rows() { while read -r text; do row "$1" "$text"; done; }
 
 # run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row of the table.
 run() {
   local name=$1 seconds=$2
   shift 2
-  timeout --kill-after=10 "$seconds" "$@" >"$OUT/$name.log" 2>&1
+  timeout --kill-after=10 "$seconds" "$@" >"$OUT/$name.log" 2>&1 && return
   local status=$?
-  if [ $status != 0 ]; then
-    failed=1
-    row "$name" "FAILED with status $status, see $OUT/$name.log"
-    tail -n 15 "$OUT/$name.log"
-  fi
+  failed=1
+  row "$name" "FAILED with status $status, see $OUT/$name.log"
+  tail -n 15 "$OUT/$name.log"
   return $status
+}
+
+# figures FILE EVENT TEMPLATE: for each JSON line of that event the template, as Python's f-strings take it, with the line's
+# fields. Fails when there is none.
+figures() {
+  python3 - "$@" <<'END'
+import json, sys
+path, event, template = sys.argv[1:]
+found = 0
+for line in open(path, errors="replace"):
+    if not line.startswith('{"event"'):
+        continue
+    r = json.loads(line)
+    if r["event"] != event:
+        continue
+    groups = r.get("profile", {})
+
+    def tflops(group):  # of a group of --profile
+        return f"{1e-12 * groups[group]['flops'] / groups[group]['seconds']:.3g} TFLOP/s"
+
+    def shares():  # of all of them in a step's time
+        whole = sum(g["seconds"] for g in groups.values())
+        return ", ".join(f"{name} {100 * g['seconds'] / whole:.1f}%" for name, g in groups.items() if g["seconds"] > 0.0005 * whole)
+    print(eval(f'f"""{template}"""', dict(r, r=r, tflops=tflops, shares=shares)))
+    found += 1
+sys.exit(not found)
+END
+}
+# show TITLE FILE EVENT TEMPLATE: a row for each.
+show() {
+  local text
+  figures "$OUT/$2" "$3" "$4" | while read -r text; do row "$1" "$text"; done
+  [ "${PIPESTATUS[0]}" = 0 ] || { failed=1 && row "$1" "FAILED: no such figures in $OUT/$2"; }
+}
+
+if [ "$DEVICE" = cuda ]; then
+  command -v nvidia-smi >/dev/null || { echo "tools/gpu_check.sh: no nvidia-smi, so there is no GPU to check" >&2; exit 1; }
+  row "GPU" "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
+fi
+make -s all tests >"$OUT/build.log" 2>&1 ||
+  { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
+
+# --- tests --------------------------------------------------------------------------------------------------
+
+# test_programs PATTERN...: the test programs whose sources' names match, as far as there are such sources.
+test_programs() {
+  local pattern source
+  for pattern in "$@"; do
+    for source in tests/$pattern.c; do [ ! -f "$source" ] || echo "build/release/${source%.c}"; done
+  done
 }
 # check TITLE NAME SECONDS COMMAND...: the last line of its output is a row, too.
 check() {
@@ -46,39 +94,53 @@ check() {
   shift
   run "$@" && row "$title" "$(tail -n 1 "$OUT/$1.log")"
 }
-
-command -v nvidia-smi >/dev/null || { echo "tools/gpu_check.sh: no nvidia-smi, so there is no GPU to check" >&2; exit 1; }
-row "GPU" "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
-
-make -s all tests >"$OUT/build.log" 2>&1 ||
-  { tail -n 30 "$OUT/build.log"; echo "tools/gpu_check.sh: the build failed" >&2; exit 1; }
+# check_all SUFFIX PROGRAM...: four at a time, each with its share of the cores.
+check_all() {
+  local suffix=$1 program name
+  shift
+  for program in "$@"; do
+    while [ "$(jobs -rp | wc -l)" -ge 4 ]; do wait -n; done
+    name=$(basename "$program")$suffix
+    rm -f "$OUT/$name.ok"
+    { OMP_NUM_THREADS=$((($(nproc) + 3) / 4)) timeout --kill-after=10 400 tests/run "$program" >"$OUT/$name.log" 2>&1 && touch "$OUT/$name.ok"; } &
+  done
+  wait
+  for program in "$@"; do
+    name=$(basename "$program")$suffix
+    row "$name" "$(tail -n 1 "$OUT/$name.log")"
+    [ -e "$OUT/$name.ok" ] || { failed=1 && row "$name" "FAILED, see $OUT/$name.log" && tail -n 15 "$OUT/$name.log"; }
+  done
+}
 
 if wants tests; then
-  for program in build/release/tests/{kernels/test_{cuda*,fp8,kernels_*,linear_cross_entropy,loss*,tile_sampling,accuracy},trainer/test_{cuda*,fp8,offload,profile},model/test_{golden,generate},tools/test_lce_ladder}; do
-    [[ $program != *.* ]] || continue # objects and their dependencies
-    name=${program#build/release/tests/}
-    check "$name" "${name/\//-}" 240 tests/run "$program"
-  done
-  # LM head + loss as a GPU before Hopper computes it.
-  for program in test_{cuda,cuda_losses,linear_cross_entropy,loss_terms,tile_sampling,loss_golden}; do
-    LCE_HOPPER=0 check "$program, portable way" "$program-portable" 240 tests/run "build/release/tests/kernels/$program"
-  done
+  # These compare what the whole device holds: nothing else may run.
+  alone='kernels/test_kernels_update$|trainer/test_cuda_training$'
+  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,offload,profile} model/test_{golden,generate} tools/test_lce_ladder |
+    grep -v 'kernels/test_memory\|vocabulary_parallel')
+  mapfile -t single < <(printf '%s\n' "${programs[@]}" | grep -E "$alone")
+  mapfile -t shared < <(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
+  check_all "" "${shared[@]}"
+  for program in "${single[@]}"; do check "$(basename "$program")" "$(basename "$program")" 240 tests/run "$program"; done
+  # Attention and LM head + loss as a GPU before Hopper computes them.
+  mapfile -t programs < <(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling,loss_golden})
+  LCE_HOPPER=0 check_all -portable "${programs[@]}"
   # Builds liblce.so with CUDA before it runs.
   for program in kernels/test_liblce.py pytorch/test_{functions,training}.py; do
-    check "$program" "${program#*/}" 570 tests/run "tests/$program"
+    [ ! -f "tests/$program" ] || check "$program" "$(basename "$program")" 570 tests/run "tests/$program"
   done
 fi
 
 if wants sanitizer; then
   # Small shapes, which leave the GPU room for all of them at once.
   export LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0
-  for program in test_cuda test_cuda_hopper test_cuda_losses test_cuda_attention test_loss_terms test_tile_sampling; do
-    timeout --kill-after=10 300 compute-sanitizer --tool memcheck --error-exitcode 9 "build/release/tests/kernels/$program" >"$OUT/$program-memcheck.log" 2>&1 &
+  for program in $(test_programs kernels/test_{kernels_update,kernels_layers,attention,cuda_hopper,fp8,linear_cross_entropy,loss_terms,tile_sampling}); do
+    timeout --kill-after=10 300 compute-sanitizer --tool memcheck --error-exitcode 9 "$program" >"$OUT/$(basename "$program")-memcheck.log" 2>&1 &
+    [[ $program != *kernels_update ]] || wait # it compares what the whole device holds
   done
   # racecheck does not support mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
   # are left out here, and to the comparisons with the CPU; cuBLASLt's (nvjet) are reported and counted apart.
-  for program in test_cuda test_cuda_losses; do
-    LCE_HOPPER=0 timeout --kill-after=10 300 compute-sanitizer --tool racecheck "build/release/tests/kernels/$program" >"$OUT/$program-racecheck.log" 2>&1 &
+  for program in $(test_programs kernels/test_{kernels_layers,attention,loss_terms}); do
+    LCE_HOPPER=0 timeout --kill-after=10 300 compute-sanitizer --tool racecheck "$program" >"$OUT/$(basename "$program")-racecheck.log" 2>&1 &
   done
   wait
   unset LCE_SMALL_SHAPES LCE_MATMUL_TUNE
@@ -91,83 +153,113 @@ if wants sanitizer; then
     passed=$(grep -c '^\[  PASSED' "$log")
     all=$(grep -c 'Race reported' "$log")
     ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
-    [ "$passed" = 2 ] && [ "$ours" = 0 ] || failed=1
-    row "$(basename "$log" -racecheck.log) under racecheck" "$passed of 2 dtypes ran; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
+    [ "$passed" = 4 ] && [ "$ours" = 0 ] || failed=1
+    row "$(basename "$log" -racecheck.log) under racecheck" "$passed of 4 backends passed; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
   done
 fi
 
+# --- benchmarks ---------------------------------------------------------------------------------------------
+
+# layer NAME N H V OPTIONS: LM head + loss against its three plain GEMMs; LAUNCHER starts ranks
+LAUNCHER=()
+layer() {
+  local name=$1 n=$2 h=$3 v=$4
+  [ "$DEVICE" = cuda ] || { n=$((n / 64)) h=$((h / 64)) v=$((v / 64)); }
+  run "$name" 150 "${LAUNCHER[@]}" tools/bench_lce --json --device "$DEVICE" --tokens "$n" --hidden-size "$h" --vocab "$v" "${@:5}" &&
+    show "$name, N $n H $h V $v" "$name.log" layer '{name}: {1e3 * seconds:.2f} ms, {ratio:.3f}, {layer_bytes / 2**20:.0f} MiB'
+}
+# train NAME SECONDS TEMPLATE OPTIONS...: a run of ./train, and figures of its summary
+train() {
+  local name=$1 seconds=$2 template=$3
+  shift 3
+  run "$name" "$seconds" "${LAUNCHER[@]}" ./train --device "$DEVICE" --val-fraction 0 --sample-every 0 --log "$OUT/$name.jsonl" "$@" "${tiny[@]}" &&
+    show "$name" "$name.jsonl" summary "$template"
+}
+step() {
+  train "step-$1" 200 '{tokens_per_second:,.0f} tokens/s, {1e3 * seconds_per_step:.1f} ms, GEMM efficiency {100 * gemm_efficiency:.0f}%, {peak_bytes / 2**30:.1f} GiB, LM head + loss {head_peak_bytes / 2**20:.0f} MiB' "${@:2}"
+}
+# What --profile says of a step; of few layers where attention alone is wanted.
+profile() { train "profile-$1" 150 '{shares()}; GEMMs {tflops("GEMMs")}, LM head + loss {tflops("LM head + loss")}' --steps 12 --profile "${@:2}"; }
+attention() {
+  train "attention-$1" 150 'forward {tflops("attention forward")}, backward {tflops("attention backward")}' --steps 12 --profile --num-layers 2 --vocab 1024 "${@:2}"
+}
+
 if wants bench; then
-  # layer N H V OPTIONS: LM head + loss against its three plain GEMMs, at three chunks
-  layer() {
-    local name="layer-$1-$2-$3"
-    run "$name" 150 tools/bench_lce --device cuda --tokens "$1" --hidden-size "$2" --vocab "$3" --chunk 4096,2048,1024 "${@:4}" &&
-      sed -n 's/^  \(fused\|+\|materialized\)/\1/p' "$OUT/$name.log" | rows "layer, N $1 H $2 V $3"
-  }
-  # step NAME OPTIONS...: a whole training step
-  step() {
-    local name="step-$1"
-    shift
-    run "$name" 150 tools/bench_step --device cuda "$@" &&
-      row "$name" "$(awk '/^  step/ {rate = $4} /plain GEMMs/ {tflops = $5; share = $7} /at the peak \(ledger\)/ {bytes = $2 " " $3}
-        END {print rate " tokens/s, GEMMs " tflops " TFLOP/s = " share " of the step, " bytes}' "$OUT/$name.log")"
-  }
-  # long_step NAME STEPS OPTIONS...: one of many micro-batches, of which bench_step would take minutes
-  long_step() {
-    local name="step-$1"
-    run "$name" 200 ./train --device cuda --val-fraction 0 --sample-every 0 --steps "$2" "${@:3}" &&
-      sed -n 's/^speed  *//p' "$OUT/$name.log" | rows "$name"
-  }
-  layer 4096 4096 128256
-  layer 16384 2048 131072 --materialized --terms
-  layer 8192 2304 256000
-  layer 32768 4096 128256
-  [ -x tools/bench_attention ] && run attention 120 tools/bench_attention && sed 's/^/  /' "$OUT/attention.log"
-  run ladder 150 tools/lce_ladder --device cuda --tokens 8192 --hidden-size 4096 --vocab 128256 --chunk 1024 && sed "s/^/  /" "$OUT/ladder.log"
-  step gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024
-  step gpt2-1558m --model gpt2-1558m --batch 16 --seq-len 1024
-  step llama-1b --model llama-1b --batch 4 --seq-len 4096
-  step llama-1b-lean --model llama-1b --batch 4 --seq-len 4096 --moment-dtype bf16 --no-master-weights --recompute elementwise --lce-chunk 1024
-  step llama-1b-fp8 --model llama-1b --batch 4 --seq-len 4096 --fp8
-  step llama-1b-materialized --model llama-1b --batch 4 --seq-len 4096 --materialized-logits
-  long_step llama-1b-b16 5 --model llama-1b --batch 16 --seq-len 1024 --total-batch 524288 --moment-dtype bf16
-  long_step llama-8b 4 --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
+  layer layer 4096 4096 128256 --chunk 4096,2048,1024
+  layer layer-terms 16384 2048 131072 --chunk 4096,2048,1024 --materialized --terms
+  layer layer-gemma 8192 2304 256000 --chunk 4096,2048,1024
+  layer layer-32k 32768 4096 128256 --chunk 4096,2048,1024
+  layer ladder 8192 4096 128256 --chunk 1024 --ladder
+  step gpt2-124m --steps 50 --model gpt2-124m --batch 64 --seq-len 1024
+  step gpt2-1558m --steps 20 --model gpt2-1558m --batch 16 --seq-len 1024
+  llama=(--steps 25 --model llama-1b --batch 4 --seq-len 4096)
+  step llama-1b "${llama[@]}"
+  step llama-1b-lean "${llama[@]}" --moment-dtype bf16 --no-master-weights --recompute elementwise --lce-chunk 1024
+  step llama-1b-fp8 "${llama[@]}" --fp8
+  step llama-1b-materialized "${llama[@]}" --materialized-logits
+  step llama-1b-b16 --steps 5 --model llama-1b --batch 16 --seq-len 1024 --total-batch 524288 --moment-dtype bf16
+  step llama-8b --steps 4 --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
+  profile gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024
+  profile llama-1b --model llama-1b --batch 4 --seq-len 4096
+  attention "B64-T1024-12x64" --model gpt2-124m --batch 64 --seq-len 1024
+  attention "B4-T4096-32x64" --model llama-1b --num-key-value-heads 32 --batch 4 --seq-len 4096
+  attention "B4-T4096-32-8x64" --model llama-1b --batch 4 --seq-len 4096
+  attention "B2-T8192-32x128" --model llama-8b --num-key-value-heads 32 --batch 2 --seq-len 8192
+  attention "B1-T32768-32-8x128" --model llama-8b --batch 1 --seq-len 32768
 fi
 
 # The layer through PyTorch and through C, beside others where they are installed; `all` leaves it out without PyTorch.
 if [[ $parts == *" peers "* ]] || { wants peers && python3 -c 'import torch.cuda' 2>/dev/null; }; then
-  run liblce 200 make -s liblce.so && run peers 400 tools/bench_peers.py --no-errors --rounds 3 &&
-    grep '^N \|QuACK\|lce\.c' "$OUT/peers.log" | rows peers
+  shapes=()
+  [ "$DEVICE" = cuda ] || shapes=(--shapes 64x64x2000)
+  run liblce 200 make -s liblce.so && run peers 400 tools/bench_peers.py --json --no-errors --rounds 3 --device "$DEVICE" "${shapes[@]}" &&
+    show peers peers.log peer 'N {tokens} H {hidden_size} V {vocab_size}, {peer}: {r.get("why") or f"{ms:.2f} ms, {ratio:.3f}, {(held_bytes or 0) / 2**20:.0f} MiB"}'
 fi
+
+# --- several GPUs -------------------------------------------------------------------------------------------
+
+# on N: what follows runs as so many ranks
+on() {
+  LAUNCHER=(tools/launch "$1")
+  [ "$DEVICE" = cuda ] || LAUNCHER=(mpirun --allow-run-as-root --oversubscribe --bind-to none -n "$1")
+}
+# scaling NAME OPTIONS...: weak scaling from one GPU to all
+scaling() {
+  local name=$1 alone=0 n
+  shift
+  for ((n = 1; n <= ranks; n = n < ranks && 2 * n > ranks ? ranks : 2 * n)); do
+    on $n
+    train "scaling-$name-$n" 200 '{tokens_per_second:,.0f} tokens/s, {100 * tokens_per_second / ranks / ('"$alone"' or tokens_per_second):.1f}% of one GPU, {wire_bytes_per_step / 2**20:.1f} MiB sent a step by each, {peak_bytes / 2**30:.2f} GiB' "$@"
+    [ $n -gt 1 ] || alone=$(figures "$OUT/scaling-$name-1.jsonl" summary '{tokens_per_second}') || alone=0
+  done
+}
 
 if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-  LCE_GPU_RANKS=$ranks TEST_TIMEOUT=560 check "test_ranks on $ranks GPUs" test_ranks 570 tests/run build/release/tests/trainer/test_ranks
-  LCE_GPU_RANKS=$ranks check "test_vocabulary_parallel on $ranks GPUs" test_vocabulary_parallel 200 tests/run build/release/tests/kernels/test_vocabulary_parallel
-  run split 150 tools/launch "$ranks" tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256 --chunk 4096,2048,1024 &&
-    sed -n 's/^  \(fused\|split\)/\1/p' "$OUT/split.log" | rows "layer, N 16384 H 4096 V 128256 a GPU"
-  # scaling NAME OPTIONS...: weak scaling from one GPU to all
-  scaling() {
-    local name="scaling-$1"
-    shift
-    run "$name" 400 tools/bench_scaling --ranks "$ranks" --device cuda "$@" &&
-      awk 'NR > 1 {print $1 " ranks: " $2 " tokens/s, " $5 ", " $6 " " $7 " sent a step by each"}' "$OUT/$name.log" | rows "$name"
-  }
-  scaling llama-1b --model llama-1b --batch 4 --seq-len 4096
+  [ "$DEVICE" != cuda ] || export LCE_GPU_RANKS=$ranks
+  for program in $(test_programs trainer/test_ranks kernels/test_vocabulary_parallel) tests/trainer/test_ranks*.py; do
+    [ ! -f "$program" ] || TEST_TIMEOUT=560 check "$(basename "$program") on $ranks GPUs" "$(basename "$program")" 570 tests/run "$program"
+  done
+  unset LCE_GPU_RANKS
+  on "$ranks"
+  layer split 16384 4096 128256 --chunk 4096,2048,1024
+  scaling llama-1b --model llama-1b --batch 4 --seq-len 4096 --steps 30
   scaling gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024 --steps 100
   # The same tokens on 1, 2, 4, ... GPUs: how far apart the losses of 20 steps in bf16 are.
   for ((n = 1; n <= ranks; n *= 2)); do
-    run "agree-$n" 120 tools/launch $n ./train --device cuda --model llama-1b --batch 1 --seq-len 2048 --total-batch 32768 --steps 20 --val-fraction 0 --sample-every 0 --log "$OUT/agree-$n.jsonl" &&
-      sed -n 's/.*"event":"step".*"loss":\([0-9.]*\).*/\1/p' "$OUT/agree-$n.jsonl" >"$OUT/agree-$n.losses"
-    [ $n = 1 ] || row "llama-1b, 20 steps, $n GPUs and 1" "$(paste "$OUT/agree-1.losses" "$OUT/agree-$n.losses" | awk '{d = $1 > $2 ? $1 - $2 : $2 - $1; if (d > most) most = d} END {print NR " losses, at most " most " apart, the last " $1 " and " $2}')"
+    on $n
+    train "agree-$n" 120 '{steps} steps, the last loss {last_loss:.5f}' --model llama-1b --batch 1 --seq-len 2048 --total-batch 32768 --steps 20
+    figures "$OUT/agree-$n.jsonl" step '{loss}' >"$OUT/agree-$n.losses"
+    [ $n = 1 ] || row "agree-$n" "$(paste "$OUT/agree-1.losses" "$OUT/agree-$n.losses" | awk '{d = $1 > $2 ? $1 - $2 : $2 - $1; if (d > most) most = d} END {print NR " losses, at most " most " from those of one GPU"}')"
   done
   # A model whose state fits no single GPU, and whether the plan knew what each of two would hold.
-  figure() { sed -n "s/.*\"event\":\"summary\".*\"$1\":\([0-9.e+]*\).*/\1/p" "$OUT/llama-8b.jsonl"; }
-  for split in "" --vocab-parallel; do
-    eight=(--device cuda --model llama-8b --zero 1 $split --batch 1 --seq-len 8192)
-    run llama-8b-plan 60 ./train "${eight[@]}" --ranks 2 --plan &&
-      run llama-8b 400 tools/launch 2 ./train "${eight[@]}" --steps 6 --val-fraction 0 --sample-every 0 --log "$OUT/llama-8b.jsonl" &&
-      row "llama-8b --zero 1 $split on 2 GPUs, T 8192" "planned $(awk '/all together/ {print (NF > 8 ? $8 " " $9 : $4 " " $5)}' "$OUT/llama-8b-plan.log"), ledger $(awk "BEGIN {printf \"%.2f\", $(figure peak_bytes) / 2^30}") GiB, device $(awk "BEGIN {printf \"%.2f\", ($(figure device_peak_bytes) - $(figure device_overhead_bytes)) / 2^30}") GiB more than before, $(figure tokens_per_second) tokens/s"
+  on 2
+  for split in "" -vocab-parallel; do
+    eight=(--model llama-8b --zero 1 ${split:+-$split} --batch 1 --seq-len 8192)
+    run "llama-8b$split-plan" 60 ./train --device "$DEVICE" "${eight[@]}" --ranks 2 --plan --log "$OUT/llama-8b$split-plan.jsonl" "${tiny[@]}" &&
+      show "llama-8b$split-plan" "llama-8b$split-plan.jsonl" plan '{loss_mode}: {peak_bytes / 2**30:.2f} GiB'
+    train "llama-8b$split" 400 '{tokens_per_second:,.0f} tokens/s, ledger {peak_bytes / 2**30:.2f} GiB, device {(device_peak_bytes - device_overhead_bytes) / 2**30:.2f} GiB more than before' "${eight[@]}" --steps 6
   done
 fi
 

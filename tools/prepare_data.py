@@ -4,28 +4,27 @@
     tools/prepare_data.py corpus/ --tokenizer gpt2/ --out shards
     tools/prepare_data.py 'web/*.parquet' --field text --train-tokenizer 32000 --out shards
     tools/prepare_data.py chats.jsonl --chat --tokenizer Llama-3.2-1B-Instruct/ --out sft
-    tools/prepare_data.py hellaswag_val.jsonl --multiple-choice --tokenizer gpt2/ --out eval
     ./train --data 'shards/train_*.bin' --val-data 'shards/val_*.bin' --tokenizer shards ...
 
-Tokens are made by Hugging Face's `tokenizers`, in as many processes as there are cores. Out come llm.c's shards
+Tokens are made by Hugging Face's `tokenizers`, on all cores. Out come llm.c's shards
 (uint16, or uint32 where ids are larger), each document whole in one of train and val and closed by the end-of-text
 token; next to each shard its documents' ends for --pack documents (x.ends for x.bin, see data/source.h); the tokenizer;
 generation_config.json with that token; and manifest.json, which says what is in them. In conversations (--chat) only what
-the assistant says is learned: a mask next to each shard (x.mask for x.bin), one bit a token, marks what counts.
+the assistant says is learned: a mask next to each shard (x.mask for x.bin), one bit a token, marks what counts. All is
+written in a hidden folder in --out and moved from it at the end, so a run that fails leaves what an earlier one made.
 
 Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
 """
 import argparse
 import collections
-import contextlib
 import glob
 import hashlib
 import json
 import mmap
-import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 
@@ -37,7 +36,6 @@ except ImportError:  # main says so; --help needs neither
 
 SHARD_FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic, version
 MASK_MAGIC, ENDS_MAGIC, BITS_VERSION = 20261120, 20261121, 1
-CHOICES_MAGIC = 20240522
 HEADER_INTS = 256
 
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -51,12 +49,19 @@ SIMPLE_TEMPLATE = (
     "{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
     "{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}")
 
-ITEM_BYTES = 4 << 20  # of a file, handed to a worker at a time
-PIECE_BYTES = 1 << 18  # of a document, tokenized at a time
+ITEM_BYTES = 4 << 20  # of a file, read at a time
+PIECE_BYTES = 1 << 18  # of a document, tokenized by a thread
+BATCH_CHARS = 1 << 24  # tokenized at a time, by all threads
+TEMPLATE_SECONDS = 10
+
+# What is written to --out; in a folder with a manifest of ours these names are ours.
+OUTPUTS = re.compile(r"(train|val)_\d{6}\.(bin|mask|ends)|tokenizer\.json|tokenizer_config\.json|generation_config\.json"
+                     r"|special_tokens_map\.json|chat_template\.jinja|manifest\.json")
+STAGING, FORMAT = ".prepare_data.partial", "lce.c shards"
 
 
 def fail(sentence):
-    sys.exit("prepare_data.py: " + sentence)
+    sys.exit("prepare_data.py: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence))
 
 
 def require(module, purpose):
@@ -66,27 +71,29 @@ def require(module, purpose):
         fail(f"{purpose} needs the Python package {module.split('.')[0]}: pip install {module.split('.')[0]}")
 
 
-def write_whole(path, *parts):
-    """A file that has its name only once it is whole."""
-    with open(path + ".partial", "wb") as file:
-        file.writelines(parts)
-    os.replace(path + ".partial", path)
-
-
 def read_text(path):
     with open(path, encoding="utf-8") as file:
         return file.read()
 
 
-def read_settings(path):
-    """The object in a JSON file; an empty one where there is no file."""
+def parse_json(text, place):
+    """The object in a text; `place` begins the sentence about anything else."""
     try:
-        settings = json.loads(read_text(path)) if os.path.exists(path) else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is no JSON object")
-    return settings
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is no JSON object")
+    return value
+
+
+def read_settings(path):
+    return parse_json(read_text(path), path) if os.path.exists(path) else {}
+
+
+def write_settings(path, settings):
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(settings, indent=1) + "\n")
 
 
 # --- files and their parts ----------------------------------------------------------------------------------
@@ -113,10 +120,8 @@ def find_files(inputs, given):
         if os.path.isdir(name):
             found = sorted(os.path.join(folder, file) for folder, _, names in os.walk(name) for file in names
                            if is_wanted(os.path.join(folder, file), given))
-        elif os.path.exists(name):
-            found = [name]
         else:
-            found = sorted(glob.glob(name, recursive=True))
+            found = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
         if not found:
             fail(f"there is no file {name}")
         files += [file for file in found if os.path.isfile(file)]
@@ -128,20 +133,16 @@ def find_files(inputs, given):
 Item = collections.namedtuple("Item", "number path kind start end size split closes")
 
 
-def find_cut(text, at, newline, anywhere):
-    """The first place after `at` where text can be cut: after a newline and, unless `anywhere`, so that the tokens stay
-    the same. No tokenizer's piece reaches from a lone newline into the line after it."""
-    while (at := text.find(newline, at) + 1) > 0:
-        if anywhere or (text[at - 2:at - 1].strip() and text[at:at + 1].strip()):
-            return at
-    return len(text)
-
-
 def pieces(text, step, newline, anywhere=False):
-    """(start, end) of pieces of at least `step` of a str, or of bytes."""
+    """(start, end) of pieces of at least `step` of a str, or of bytes, each cut after a newline and, unless `anywhere`, so
+    that the tokens stay the same: no tokenizer's piece reaches from a lone newline into the line after it."""
     start = 0
     while start < len(text):
-        end = find_cut(text, start + step, newline, anywhere)
+        end = start + step
+        while (end := text.find(newline, end) + 1) > 0:
+            if anywhere or (text[end - 2:end - 1].strip() and text[end:end + 1].strip()):
+                break
+        end = end or len(text)
         yield start, end
         start = end
 
@@ -167,6 +168,7 @@ def items_of(files, options):
         kind, size = kind_of(path, options.format), os.path.getsize(path)
         one_document = kind == "text" and options.document == "file"
         stretches = kind == "text" and options.document == "stretch"
+        spans = []
         if kind == "parquet":
             groups = parquet_file(path).num_row_groups
             spans = [(group, group + 1, size // groups) for group in range(groups)]
@@ -174,16 +176,13 @@ def items_of(files, options):
             step = max(1 << 14, min(ITEM_BYTES, size // 100)) if stretches else ITEM_BYTES
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 spans = [(start, end, end - start) for start, end in pieces(data, step, b"\n", not (one_document or stretches))]
-        else:
-            spans = []
         split = split_of(options, number) if one_document else None
         for i, span in enumerate(spans):
-            closes = not one_document or i + 1 == len(spans)
-            yield Item(number + i, path, kind, *span, split, closes)
+            yield Item(number + i, path, kind, *span, split, not one_document or i + 1 == len(spans))
         number += len(spans)
 
 
-# --- documents ----------------------------------------------------------------------------------------------
+# --- documents: segments of text, each with whether it counts ---------------------------------------------------
 
 def read_item(item):
     with open(item.path, "rb") as file:
@@ -192,50 +191,68 @@ def read_item(item):
 
 
 def records_of(item, columns):
-    """The objects of JSON lines or of a Parquet row group."""
+    """The objects of JSON lines or of a Parquet row group, each after its place."""
     if item.kind == "parquet":
         file = parquet_file(item.path)
         known = [column for column in columns if column in file.schema_arrow.names]
         if not known:
             raise ValueError(f"{item.path} has no column {columns[0]}; it has {', '.join(file.schema_arrow.names)}")
-        yield from file.read_row_group(item.start, columns=known).to_pylist()
+        for number, record in enumerate(file.read_row_group(item.start, columns=known).to_pylist()):
+            yield f"{item.path}, row {number} of row group {item.start}", record
         return
     at = item.start
     for line in read_item(item).split(b"\n"):
         if line.strip():
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{item.path}, byte {at}: this line is no JSON ({error})")
-            if not isinstance(record, dict):
-                raise ValueError(f"{item.path}, byte {at}: this line is no JSON object")
-            yield record
+            place = f"{item.path}, byte {at}"
+            yield place, parse_json(line, place + ": this line")
         at += len(line) + 1
 
 
-def field_of(record, name, item):
+def field_of(record, name, place):
     if name not in record:
-        raise ValueError(f"{item.path} has no field {name}; it has {', '.join(sorted(record))}: name one with --field")
+        raise ValueError(f"{place}: the record has no field {name}; it has {', '.join(sorted(record))}: name one with --field")
     return record[name]
 
 
-def plain_documents(item, options, report):
-    """Documents: segments of text, each with whether it counts, and whether an end-of-text token follows."""
-    def text_of(record):
-        text = field_of(record, options.field, item)
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"{item.path} has a record whose {options.field} is {text!r:.40}, which is no text: name another with --field")
-        return text
+def require_text(value, what, place):
+    if not isinstance(value, str):
+        raise ValueError(f"{place}: the {what} is {value!r:.40}, which is no text")
+    return value
 
+
+def plain_texts(item, options, report):
     if item.kind != "text":
-        texts = filter(None, map(text_of, records_of(item, [options.field])))
+        for place, record in records_of(item, [options.field]):
+            if text := field_of(record, options.field, place):
+                yield require_text(text, options.field, place)
+        return
+    data = read_item(item)
+    text = data.decode("utf-8", errors="replace")
+    report["replaced"] += text.count("\ufffd") - data.count("\ufffd".encode())
+    yield from filter(str.strip, text.split("\n")) if options.document == "line" else [text]
+
+
+def messages_of(record, options, place):
+    if options.messages_field not in record and "prompt" in record and "completion" in record:
+        messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["completion"]}]
     else:
-        data = read_item(item)
-        text = data.decode("utf-8", errors="replace")
-        report["replaced"] += text.count("\ufffd") - data.count("\ufffd".encode())
-        texts = filter(str.strip, text.split("\n")) if options.document == "line" else [text]
-    for text in texts:
-        yield [(text[start:end], True) for start, end in pieces(text, PIECE_BYTES, "\n")], item.closes
+        messages = field_of(record, options.messages_field, place)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"{place}: the conversation is no list of messages with role and content")
+    roles = {"human": "user", "gpt": "assistant"}  # as ShareGPT writes them: from and value
+    messages = [{"role": roles.get(m["from"], m["from"]), "content": m.get("value")}
+                if isinstance(m.get("from"), str) else m for m in messages]
+    for number, message in enumerate(messages):
+        for name in ("role", "content"):
+            require_text(message.get(name), f"{name} of message {number}", place)
+    return messages
+
+
+def conversations(item, options):
+    if item.kind == "text":
+        raise ValueError(f"{item.path} is plain text; conversations come as JSON lines or Parquet")
+    for place, record in records_of(item, [options.messages_field, "prompt", "completion"]):
+        yield place, messages_of(record, options, place)
 
 
 class Chat:
@@ -246,107 +263,61 @@ class Chat:
         environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                             extensions=["jinja2.ext.loopcontrols"])
 
-        def raise_exception(message):
-            raise ValueError(f"the chat template refuses a conversation: {message}")
+        def refuse(message="the conversation is refused", *_):
+            raise ValueError(message)
 
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = time.strftime
+        environment.globals.update(raise_exception=refuse, strftime_now=time.strftime)
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         # These marks delimit what the assistant said for other programs; here that follows from the messages.
         source = read_text(options.chat_template) if options.chat_template else tokens.template or SIMPLE_TEMPLATE
-        source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
         try:
-            self.template = environment.from_string(source)
+            self.template = environment.from_string(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
         except Exception as error:
             fail(f"the chat template cannot be read: {error}")
-        self.failures = TypeError, KeyError, require("jinja2", "a chat template").TemplateError  # of messages that are none
         self.special = {name: token_text(tokens.settings.get(name)) or "" for name in
                         ("bos_token", "eos_token", "pad_token", "unk_token")}
         self.special["eos_token"] = self.special["eos_token"] or tokens.end_of_text
+        signal.signal(signal.SIGALRM, lambda *_: refuse(f"it takes more than {TEMPLATE_SECONDS} seconds"))
 
-    def render(self, messages, prompt):
-        return self.template.render(messages=messages, add_generation_prompt=prompt, **self.special)
+    def render(self, messages, prompt, place):
+        signal.alarm(TEMPLATE_SECONDS)
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=prompt, **self.special)
+        except Exception as error:
+            raise ValueError(f"{place}: the chat template fails on the conversation ({type(error).__name__}: {error})") from None
+        finally:
+            signal.alarm(0)
 
-    def segments(self, messages):
+    def segments(self, messages, place):
         """What the assistant says counts: what a message of its adds to the text before it."""
         segments, done = [], ""
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:i], True)
-            after = self.render(messages[:i + 1], False)
+            before, after = self.render(messages[:i], True, place), self.render(messages[:i + 1], False, place)
             if not before.startswith(done) or not after.startswith(before):
-                raise ValueError("the chat template changes earlier messages when later ones come, so what the "
+                raise ValueError(f"{place}: the chat template changes earlier messages when later ones come, so what the "
                                  "assistant said cannot be separated from the rest; give another with --chat-template")
             segments += [(before[len(done):], False), (after[len(before):], True)]
             done = after
         return [(text, counts) for text, counts in segments if text]
 
 
-def chat_fields(options):
-    return [options.messages_field, "prompt", "completion"]
+def documents_of(item, options, chat, report):
+    if chat:
+        found = [chat.segments(messages, place) for place, messages in conversations(item, options)]
+        report["without_answer"] += found.count([])
+        yield from filter(None, found)
+        return
+    for text in plain_texts(item, options, report):
+        yield [(text[start:end], True) for start, end in pieces(text, PIECE_BYTES, "\n")]
 
 
-def messages_of(record, options, item):
-    if options.messages_field not in record and "prompt" in record and "completion" in record:
-        messages = [{"role": "user", "content": record["prompt"]},
-                    {"role": "assistant", "content": record["completion"]}]
-    else:
-        messages = field_of(record, options.messages_field, item)
-    # As ShareGPT writes them: from and value.
-    roles = {"human": "user", "gpt": "assistant"}
-    return [{"role": roles.get(m["from"], m["from"]), "content": m["value"]} if "from" in m else m for m in messages]
-
-
-def chat_documents(item, options, chat, report):
-    if item.kind == "text":
-        raise ValueError(f"{item.path} is plain text; conversations come as JSON lines or Parquet")
-    for record in records_of(item, chat_fields(options)):
-        try:
-            segments = chat.segments(messages_of(record, options, item))
-        except chat.failures as error:
-            raise ValueError(f"{item.path} has a conversation that is no list of messages with role and content "
-                             f"({type(error).__name__}: {error})")
-        if segments:
-            yield segments, True
-        else:
-            report["without_answer"] += 1
-
-
-# --- workers ------------------------------------------------------------------------------------------------
-
-WORKER = None  # in a process of the pool: the options, the Tokens, and the Chat with --chat
-
-
-def start_worker(options, tokens):
-    global WORKER
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    WORKER = options, tokens, Chat(options, tokens) if options.chat else None
-
-
-def run_worker(item):
-    """The item, (ids, whether each counts, whether it ends a document) of either split, and the counts of what was met."""
-    options, tokens, chat = WORKER
-    encode = getattr(tokens.tokenizer, "encode_batch_fast", tokens.tokenizer.encode_batch)
-    report, out = collections.Counter(), {"train": ([], [], []), "val": ([], [], [])}
-    documents = chat_documents(item, options, chat, report) if chat else plain_documents(item, options, report)
-    for number, (segments, closes) in enumerate(documents):
-        split = item.split or split_of(options, item.number, number)
-        report[split] += closes
-        ids, counts, ends = out[split]
-        start = len(ids)
-        encodings = encode([text for text, _ in segments], add_special_tokens=options.special_tokens and not chat)
-        for (_, counted), encoding in zip(segments, encodings):
-            ids += encoding.ids
-            counts += [counted] * len(encoding)
-        if closes and (len(ids) == start or ids[-1] != tokens.end_of_text_id):
-            ids.append(tokens.end_of_text_id)
-            counts.append(False)
-        ends += [False] * (len(ids) - len(ends))
-        if closes:
-            ends[-1] = True
-    return item, {split: (numpy.array(ids, numpy.uint32), numpy.array(counts if chat else [], bool), numpy.array(ends, bool))
-                  for split, (ids, counts, ends) in out.items()}, report
+def well_formed(text, report):
+    """JSON may hold halves of surrogate pairs, which no tokenizer takes."""
+    text, replaced = re.subn("[\ud800-\udfff]", "\ufffd", text)
+    report["replaced"] += replaced
+    return text
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -358,31 +329,26 @@ def header(*values):
 
 
 class Shards:
-    """Writes one split's tokens into files of at most shard_tokens. A file has its name when it is whole."""
+    """Writes one split's tokens into files of at most shard_tokens."""
 
-    def __init__(self, folder, split, dtype, shard_tokens, masked):
-        self.folder, self.split, self.dtype, self.max, self.masked = folder, split, dtype, shard_tokens, masked
-        self.file, self.count, self.mask, self.ends, self.shards = None, 0, [], [], []
-        self.tokens = self.counted = 0
+    def __init__(self, folder, split, dtype, options):
+        self.folder, self.split, self.dtype, self.options = folder, split, dtype, options
+        self.file, self.count, self.bits, self.shards = None, 0, [], []
+        self.tokens = self.counted = self.documents = 0
 
     def add(self, tokens, counts, ends):
         while len(tokens):
             if not self.file:
-                self.path = os.path.join(self.folder, f"{self.split}_{len(self.shards):06d}.bin")
-                self.file = open(self.path + ".partial", "wb")
-                self.file.write(header(*SHARD_FORMATS[self.dtype], 0))
-            room = self.max - self.count
+                self.path = os.path.join(self.folder, f"{self.split}_{len(self.shards):06d}")
+                self.file = open(self.path + ".bin", "wb")
+                self.file.write(header())
+            room = self.options.shard_tokens - self.count
             self.file.write(tokens[:room].astype(self.dtype))
-            self.mask.append(counts[:room])
-            self.ends.append(ends[:room])
+            self.bits.append((counts[:room], ends[:room]))
             self.count += len(tokens[:room])
             tokens, counts, ends = tokens[room:], counts[room:], ends[room:]
-            if self.count == self.max:
+            if self.count == self.options.shard_tokens:
                 self.close()
-
-    def write_bits(self, suffix, magic, bits):
-        write_whole(self.path[:-len(".bin")] + suffix, header(magic, BITS_VERSION, self.count),
-                    numpy.packbits(bits, bitorder="little"))
 
     def close(self):
         if not self.file:
@@ -390,26 +356,62 @@ class Shards:
         self.file.seek(0)
         self.file.write(header(*SHARD_FORMATS[self.dtype], self.count))
         self.file.close()
-        counted = self.count
-        if self.masked:
-            bits = numpy.concatenate(self.mask)
-            counted = int(bits.sum())
-            self.write_bits(".mask", MASK_MAGIC, bits)
-        self.write_bits(".ends", ENDS_MAGIC, numpy.concatenate(self.ends))
-        os.replace(self.path + ".partial", self.path)
-        self.shards.append({"file": os.path.basename(self.path), "tokens": self.count, "counted_tokens": counted})
+        counts, ends = (numpy.concatenate(bits) for bits in zip(*self.bits))
+        for suffix, magic, bits in [(".mask", MASK_MAGIC, counts)] * self.options.chat + [(".ends", ENDS_MAGIC, ends)]:
+            with open(self.path + suffix, "wb") as file:
+                file.write(header(magic, BITS_VERSION, self.count) + numpy.packbits(bits, bitorder="little").tobytes())
+        counted = int(counts.sum()) if self.options.chat else self.count
+        self.shards.append({"file": os.path.basename(self.path) + ".bin", "tokens": self.count, "counted_tokens": counted})
         self.tokens += self.count
         self.counted += counted
-        self.file, self.count, self.mask, self.ends = None, 0, [], []
+        self.file, self.count, self.bits = None, 0, []
 
 
-def show_progress(start, done, total, tokens, end=""):
-    """Bytes, tokens and speed since `start` on standard error; a terminal shows it in place of the line before."""
-    share = f"{100 * done / total:.0f}% of {total / 1e6:.1f} MB" if total else "nothing"
-    rate = done / max(time.time() - start, 1e-9) / 1e6
-    terminal = sys.stderr.isatty()
-    print(("\r\033[K" if terminal else "") + f"{share}, {tokens:,} tokens, {rate:.1f} MB/s",
-          end=end if terminal else "\n", file=sys.stderr, flush=True)
+def make_shards(files, options, tokens, folder):
+    shards = {split: Shards(folder, split, tokens.dtype, options) for split in ("train", "val")}
+    report, batch, chars = collections.Counter(), [], 0  # batch: (segments, split, whether the document ends)
+    chat, shown, start = Chat(options, tokens) if options.chat else None, time.time(), time.time()
+    done, total, terminal = 0, sum(os.path.getsize(file) for file in files), sys.stderr.isatty()
+
+    def encode():
+        texts = [text for segments, *_ in batch for text, _ in segments]
+        encodings = iter(tokens.tokenizer.encode_batch(texts, add_special_tokens=options.special_tokens and not chat))
+        for segments, split, closes in batch:
+            lists = [next(encodings).ids for _ in segments]
+            ids = [id for ids in lists for id in ids]
+            counts = numpy.repeat([counts for _, counts in segments], [len(ids) for ids in lists])
+            if closes and (not ids or ids[-1] != tokens.end_of_text_id):
+                ids, counts = ids + [tokens.end_of_text_id], numpy.append(counts, False)
+            ends = numpy.zeros(len(ids), bool)
+            ends[-1:] = closes
+            shards[split].add(numpy.array(ids, numpy.uint32), counts, ends)
+            shards[split].documents += closes
+            report["tokens"] += len(ids)
+        batch.clear()
+
+    def show(end):
+        share = f"{100 * done / total:.0f}% of {total / 1e6:.1f} MB" if total else "nothing"
+        rate = done / max(time.time() - start, 1e-9) / 1e6
+        print(("\r\033[K" if terminal else "") + f"{share}, {report['tokens']:,} tokens, {rate:.1f} MB/s",
+              end=end if terminal else "\n", file=sys.stderr, flush=True)
+
+    for item in items_of(files, options):
+        for number, segments in enumerate(documents_of(item, options, chat, report)):
+            batch.append(([(well_formed(text, report), counts) for text, counts in segments],
+                          item.split or split_of(options, item.number, number), item.closes))
+            chars += sum(len(text) for text, _ in segments)
+            if chars > BATCH_CHARS:
+                encode()
+                chars = 0
+        done += item.size
+        if time.time() - shown > (0.2 if terminal else 10):
+            shown = time.time()
+            show("")
+    encode()
+    show("\n")
+    for split in shards.values():
+        split.close()
+    return shards, report
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
@@ -422,17 +424,15 @@ def train_tokenizer(files, options, path):
         before.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def texts():
-        left = options.tokenizer_sample
+        left, report = options.tokenizer_sample, collections.Counter()
         for item in items_of(files, options):
             if options.chat:
-                some = (message["content"] for record in records_of(item, chat_fields(options))
-                        for message in messages_of(record, options, item))
+                some = (message["content"] for _, messages in conversations(item, options) for message in messages)
             else:
-                some = (text for segments, _ in plain_documents(item, options, collections.Counter())
-                        for text, _ in segments)
+                some = (text for segments in documents_of(item, options, None, report) for text, _ in segments)
             for text in some:
                 left -= len(text)
-                yield text
+                yield well_formed(text, report)
             if left < 0:
                 return
 
@@ -446,19 +446,19 @@ def train_tokenizer(files, options, path):
 
 
 def token_text(value):
-    return value["content"] if isinstance(value, dict) else value
+    return value.get("content") if isinstance(value, dict) else value
 
 
 class Tokens:
-    """The tokenizer in the output folder, and what is known about its special tokens."""
+    """The tokenizer, put into `folder`, and what is known about its special tokens."""
 
-    def __init__(self, options, files):
-        self.path = os.path.join(options.out, "tokenizer.json")
-        self.settings, self.generation, self.template = {"tokenizer_class": "PreTrainedTokenizerFast"}, {}, None
-        if options.train_tokenizer:
-            train_tokenizer(files, options, self.path)
+    def __init__(self, options, files, folder):
+        self.path, self.template = os.path.join(folder, "tokenizer.json"), None
+        self.settings, generation = {"tokenizer_class": "PreTrainedTokenizerFast"}, {}
+        if options.tokenizer:
+            generation = self.copy(options.tokenizer, folder)
         else:
-            self.copy(options.tokenizer)
+            train_tokenizer(files, options, self.path)
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(self.path)
         except Exception as error:
@@ -473,33 +473,27 @@ class Tokens:
         if not self.end_of_text:
             fail(f"the tokenizer has no token {' or '.join(filter(None, wanted))}; name what ends a text with --end-of-text")
         self.end_of_text_id = vocabulary[self.end_of_text]
-        self.write_end(options.end_of_text)
-
-    def write_end(self, given):
-        """Says what ends a text to whoever reads the folder: a checkpoint takes these files along."""
+        # Say what ends a text to whoever reads the folder: a checkpoint takes these files along.
         for name, settings, key, value in [("tokenizer_config.json", self.settings, "eos_token", self.end_of_text),
-                                           ("generation_config.json", self.generation, "eos_token_id", self.end_of_text_id)]:
-            if given or settings.get(key) is None:
+                                           ("generation_config.json", generation, "eos_token_id", self.end_of_text_id)]:
+            if options.end_of_text or settings.get(key) is None:
                 settings[key] = value
-            write_whole(os.path.join(os.path.dirname(self.path), name), (json.dumps(settings, indent=1) + "\n").encode())
+            write_settings(os.path.join(folder, name), settings)
 
-    def copy(self, source):
-        folder, file = os.path.split(source)
-        if os.path.isdir(source):
-            folder, file = source, "tokenizer.json"
-        if not os.path.isfile(os.path.join(folder, file)):
-            fail(f"there is no {os.path.join(folder, file)}; --tokenizer names a tokenizer.json or a directory with one")
-        for name in (file, "special_tokens_map.json", "chat_template.jinja"):
-            copy = os.path.join(os.path.dirname(self.path), "tokenizer.json" if name == file else name)
-            with contextlib.suppress(FileNotFoundError, shutil.SameFileError):
-                shutil.copyfile(os.path.join(folder, name), copy)
-        settings, generation, jinja = (os.path.join(folder, name) for name in
-                                       ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"))
-        self.settings, self.generation = read_settings(settings) or self.settings, read_settings(generation)
-        template = self.settings.get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        self.template = read_text(jinja) if os.path.exists(jinja) else template
+    def copy(self, source, folder):
+        source, file = (source, "tokenizer.json") if os.path.isdir(source) else os.path.split(source)
+        if not os.path.isfile(os.path.join(source, file)):
+            fail(f"there is no {os.path.join(source, file)}; --tokenizer names a tokenizer.json or a directory with one")
+        shutil.copyfile(os.path.join(source, file), self.path)
+        for name in ("special_tokens_map.json", "chat_template.jinja"):
+            if os.path.exists(os.path.join(source, name)):
+                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+        self.settings = read_settings(os.path.join(source, "tokenizer_config.json")) or self.settings
+        jinja, self.template = os.path.join(source, "chat_template.jinja"), self.settings.get("chat_template")
+        if isinstance(self.template, list):
+            self.template = {entry["name"]: entry["template"] for entry in self.template}.get("default")
+        self.template = read_text(jinja) if os.path.exists(jinja) else self.template
+        return read_settings(os.path.join(source, "generation_config.json"))
 
     def manifest(self):
         with open(self.path, "rb") as file:
@@ -508,38 +502,35 @@ class Tokens:
                 "end_of_text": self.end_of_text, "end_of_text_id": self.end_of_text_id}
 
 
-# --- multiple choice ----------------------------------------------------------------------------------------
+# --- the output folder --------------------------------------------------------------------------------------
 
-def write_choices(files, options, tokens):
-    """llm.c's evaluation file (data/choices.h) from records with ctx, endings and label."""
-    wide = tokens.vocab_size >= 2**16
-    dtype, start = (numpy.uint32, 2**32 - 1) if wide else (numpy.uint16, 2**16 - 1)
-    examples = []
-    for item in items_of(files, options):
-        for record in records_of(item, ["ctx", "endings", "label"]):
-            try:
-                endings, label = record["endings"], int(record["label"])
-                texts = ["" + record["ctx"], *(" " + ending for ending in endings)]  # a TypeError where one is no text
-            except (KeyError, TypeError, ValueError):
-                raise ValueError(f"{item.path} has a record without ctx, endings and label")
-            if not 0 <= label < len(endings):
-                raise ValueError(f"{item.path} says that ending {label} is right of {len(endings)}")
-            lists = [encoding.ids for encoding in tokens.tokenizer.encode_batch(texts, add_special_tokens=False)]
-            if not all(lists):
-                raise ValueError(f"{item.path} has an empty context or ending")
-            values = [start, 0, len(examples) % start, label, len(endings)]
-            for ids in lists:
-                values += [len(ids)] + ids
-            values[1] = len(values) * dtype().itemsize
-            if values[1] >= start:
-                raise ValueError(f"{item.path} has an example of {values[1]} bytes, too long for the format")
-            examples.append(numpy.array(values, dtype))
-    if not examples:
-        fail("there is no record in " + ", ".join(options.inputs))
-    path = os.path.join(options.out, "choices.bin")
-    longest = max(example.nbytes for example in examples)
-    write_whole(path, header(CHOICES_MAGIC, 2 if wide else 1, len(examples), longest), *examples)
-    print(f"{path}: {len(examples):,} examples; ./train --hellaswag {path}")
+def require_own(options, files):
+    """Fails unless all that may be replaced or removed in --out is an earlier run's, and no link and no input."""
+    inputs, manifest = {os.path.realpath(file) for file in files}, os.path.join(options.out, "manifest.json")
+    try:
+        own = os.path.isdir(os.path.join(options.out, STAGING)) or read_settings(manifest).get("format") == FORMAT
+    except ValueError:
+        own = False
+    for name in sorted(os.listdir(options.out)):
+        path = os.path.join(options.out, name)
+        if name == STAGING and (os.path.islink(path) or not os.path.isdir(path)):
+            fail(f"{path} is in the way; remove it or name another --out")
+        if not OUTPUTS.fullmatch(name):
+            continue
+        if os.path.realpath(path) in inputs:
+            fail(f"{path} is an input, and an output would be written there; name another --out")
+        if os.path.islink(path) or not os.path.isfile(path) or not own:
+            fail(f"{path} is not of an earlier run of this program and would be replaced; name another --out")
+
+
+def publish(staging, out):
+    """Moves what was made into place, the manifest last, and removes what only an earlier run had."""
+    made = sorted(os.listdir(staging), key=lambda name: (name == "manifest.json", name))
+    for name in made:
+        if name == "manifest.json":
+            for old in filter(OUTPUTS.fullmatch, set(os.listdir(out)) - set(made)):
+                os.remove(os.path.join(out, old))
+        os.replace(os.path.join(staging, name), os.path.join(out, name))
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
@@ -560,83 +551,57 @@ def parse_options():
     parser.add_argument("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
     parser.add_argument("--messages-field", default="messages", help="where the messages are (messages)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
-    parser.add_argument("--multiple-choice", action="store_true", help="make an evaluation file of ctx, endings, label")
     parser.add_argument("--val-fraction", type=float, default=0.01, metavar="SHARE", help="share of the documents held back for validation (0.01)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (all cores)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (all cores)")
     options = parser.parse_args()
     for good, sentence in [
+        (options.out and options.tokenizer != "", "--out and --tokenizer: a path is empty"),
         (0 <= options.val_fraction < 1, f"--val-fraction {options.val_fraction}: give a share from 0 to below 1"),
         (1 <= options.shard_tokens < 2**31, f"--shard-tokens {options.shard_tokens}: a shard holds from 1 to {2**31 - 1} tokens"),
-        (options.workers >= 1, f"--workers {options.workers}: at least one process is needed"),
-        (not options.train_tokenizer or options.train_tokenizer >= 257,
+        (options.workers >= 1, f"--workers {options.workers}: at least one thread is needed"),
+        (options.tokenizer or options.train_tokenizer >= 257,
          f"--train-tokenizer {options.train_tokenizer}: 256 bytes and the end of text make 257 tokens at least"),
     ]:
         if not good:
             fail(sentence)
+    os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="true")
     return options
 
 
-def make_shards(files, options, tokens):
-    shards = {split: Shards(options.out, split, tokens.dtype, options.shard_tokens, options.chat) for split in ("train", "val")}
-    old = [os.path.join(options.out, name) for name in os.listdir(options.out)
-           if re.fullmatch(r"(train|val)_\d{6}\.(bin|mask|ends)(\.partial)?", name)]
-    for path in {os.path.realpath(path) for path in old} & {os.path.realpath(file) for file in files}:
-        fail(f"{path} is an input, and a shard would be written there; name another --out")
-    for path in old:
-        os.remove(path)
-    totals, done, total = collections.Counter(), 0, sum(os.path.getsize(file) for file in files)
-    start, shown = time.time(), 0
-    if options.chat:
-        Chat(options, tokens)  # a template that cannot be read is said once, here
-    with multiprocessing.Pool(options.workers, start_worker, (options, tokens)) as pool:
-        for item, parts, report in pool.imap(run_worker, list(items_of(files, options))):
-            for split, arrays in parts.items():
-                shards[split].add(*arrays)
-                totals["tokens"] += len(arrays[0])
-            totals.update(report)
-            done += item.size
-            if time.time() - shown > (0.2 if sys.stderr.isatty() else 10):
-                shown = time.time()
-                show_progress(start, done, total, totals["tokens"])
-    show_progress(start, done, total, totals["tokens"], end="\n")
-    for split in shards.values():
-        split.close()
-    return shards, totals
-
-
-def write_manifest(files, options, tokens, shards, totals):
-    manifest = {
-        "format": "lce.c shards", "version": 1, "dtype": tokens.dtype, "masked": options.chat, "tokenizer": tokens.manifest(),
-        "splits": {split: {"documents": totals[split], "tokens": s.tokens, "counted_tokens": s.counted,
+def manifest_of(files, options, tokens, shards):
+    return {
+        "format": FORMAT, "version": 1, "dtype": tokens.dtype, "masked": options.chat, "tokenizer": tokens.manifest(),
+        "splits": {split: {"documents": s.documents, "tokens": s.tokens, "counted_tokens": s.counted,
                            "shards": s.shards} for split, s in shards.items() if s.shards},
         "inputs": [{"file": file, "bytes": os.path.getsize(file)} for file in files],
         "arguments": sys.argv[1:],
     }
-    write_whole(os.path.join(options.out, "manifest.json"), (json.dumps(manifest, indent=1) + "\n").encode())
 
 
-def prepare(options):
+def prepare(options, staging):
     files = find_files(options.inputs, options.format)
     os.makedirs(options.out, exist_ok=True)
-    tokens = Tokens(options, files)
-    if options.multiple_choice:
-        write_choices(files, options, tokens)
-        return
-    shards, totals = make_shards(files, options, tokens)
+    require_own(options, files)
+    shutil.rmtree(staging, ignore_errors=True)
+    os.mkdir(staging)
+    tokens = Tokens(options, files, staging)
+    shards, report = make_shards(files, options, tokens, staging)
     if not shards["train"].tokens:
         fail(f"there is no {'message of the assistant' if options.chat else 'text'} in " + ", ".join(options.inputs))
-    write_manifest(files, options, tokens, shards, totals)
+    write_settings(os.path.join(staging, "manifest.json"), manifest_of(files, options, tokens, shards))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on it is done, or not begun
+    publish(staging, options.out)
     for split, s in shards.items():
         counted = f", of which {s.counted:,} count" if options.chat else ""
-        print(f"{split}: {totals[split]:,} documents, {s.tokens:,} tokens{counted}, {len(s.shards)} shards")
+        print(f"{split}: {s.documents:,} documents, {s.tokens:,} tokens{counted}, {len(s.shards)} shards")
     if options.val_fraction > 0 and not shards["val"].tokens:
         print("no document was drawn for validation: there are few; raise --val-fraction, cut files with --document stretch or "
               "line, or prepare others for it")
-    if totals["replaced"]:
-        print(f"{totals['replaced']:,} characters were no UTF-8 and became U+FFFD")
-    if totals["without_answer"]:
-        print(f"{totals['without_answer']:,} conversations have no message of the assistant and were left out")
+    if report["replaced"]:
+        print(f"{report['replaced']:,} characters were no UTF-8 and became U+FFFD")
+    if report["without_answer"]:
+        print(f"{report['without_answer']:,} conversations have no message of the assistant and were left out")
     print(f"./train --vocab {tokens.vocab_size} --data '{options.out}/train_*.bin'"
           + (f" --val-data '{options.out}/val_*.bin'" if shards["val"].tokens else "") + f" --tokenizer {options.out}")
 
@@ -645,12 +610,17 @@ def main():
     options = parse_options()
     require("numpy", "writing shards")
     require("tokenizers", "making tokens")
+    staging = os.path.join(options.out, STAGING)
     try:
-        prepare(options)
+        prepare(options, staging)
     except OSError as error:
         fail(f"{error.filename or options.out}: {error.strerror or error}")
     except ValueError as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        fail(f"interrupted; {options.out} is as it was")
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 if __name__ == "__main__":

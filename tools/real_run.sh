@@ -32,8 +32,8 @@ fail() {
 
 root=$(dirname "$(realpath "$0")")/..
 train=$(realpath "${LCE_TRAIN:-$root/train}")
-plot_run=$(dirname "$train")/tools/plot_run
 python=${PYTHON:-python3}
+plot_run=("$python" "$root/tools/plot_run")
 out=$root/runs/real_run text='' vocab=128256 sample=1
 if nvidia-smi -L >/dev/null 2>&1; then
   device=cuda seeds=3 steps=540 text_bytes=160000000 eval_every=30
@@ -61,7 +61,7 @@ while [ $# -gt 0 ]; do
 done
 [[ $seeds =~ ^[1-9][0-9]?$ ]] || fail "--seeds $seeds: give a whole number from 1 to 99"
 [[ $steps =~ ^[1-9][0-9]{0,8}$ ]] || fail "--steps $steps: give a whole number from 1 on"
-[[ -x $train && -x $plot_run ]] || fail "there is no $train or $plot_run: run make"
+[ -x "$train" ] || fail "there is no $train: run make"
 mkdir -p "$out"
 out=$(realpath "$out")
 
@@ -148,7 +148,7 @@ done
 
 echo
 # Where no picture can be drawn plot_run says why, after the table.
-"$plot_run" --groups --from "$warmup" --out "$out/picture.png" "${logs[@]}" >"$out/table.md" || true
+"${plot_run[@]}" --groups --from "$warmup" --out "$out/picture.png" "${logs[@]}" >"$out/table.md" || true
 cat "$out/table.md"
 
 echo

@@ -5,11 +5,13 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/integers.h"
+#include "base/json.h"
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
@@ -24,18 +26,27 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   backend->ranks = options->ranks;
   Trainer trainer;
   trainer_create(&trainer, options, backend);
-  trainer_set_mode(&trainer, mode);
+  trainer.transformer.mode = mode;
   if (!options->eval_only) {
     int64_t count;
     trainer_step(&trainer, NULL, 0);
     if (options->sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
-  trainer_validate(&trainer, NULL, 1);
+  if (options->eval_only || options->val_data.count || options->val_fraction > 0)
+    trainer_validate(&trainer, NULL, 1);
   if (options->save && !options->eval_only) shards_plan_read(&trainer_model(&trainer)->parameters, backend);
   Ledger plan = backend->memory.ledger;
   trainer_destroy(&trainer);
   backend_destroy(backend);
   return plan;
+}
+
+void plan_set_mode(Trainer *t, LceMode mode) {
+  t->transformer.mode = mode;
+  if (t->backend->memory.planning) return;
+  Ledger plan = plan_run(t->options, t->backend->device, mode);
+  backend_synchronize(t->backend);
+  memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
 typedef struct {
@@ -56,16 +67,40 @@ static bool chunk_fits(const void *budget, int64_t chunk) {
   return head_bytes(b->options, b->device, chunk) <= b->bytes;
 }
 
-int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min) {
+// 0 when even one token's does not fit; `min` receives what one token's holds.
+static int64_t chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min) {
   *min = head_bytes(options, device, 1);
   if (*min > bytes) return 0;
   Budget budget = {options, device, LCE_FUSED, bytes};
-  return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
+  return largest_that_fits(chunk_fits, &budget, options->batch * options->seq_len);
+}
+
+void plan_resolve_chunk(Options *o, DeviceKind device) {
+  if (o->lce_memory) {
+    size_t min;
+    o->lce_chunk = chunk_within(o, device, (size_t)o->lce_memory << 20, &min);
+    if (!o->lce_chunk)
+      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
+           "that",
+           (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
+  }
+  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
+}
+
+Options plan_with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
+  Options o = *given;
+  o.batch = batch;
+  o.seq_len = seq_len;
+  o.total_batch = batch * seq_len * o.ranks;
+  o.micro_steps = 1;
+  if (!options_given(&o, "lce-chunk")) o.lce_chunk = 0;
+  plan_resolve_chunk(&o, device);
+  return o;
 }
 
 static bool batch_fits(const void *budget, int64_t batch) {
   const Budget *b = budget;
-  Options o = options_with_shape(b->options, b->device, batch, b->options->seq_len);
+  Options o = plan_with_shape(b->options, b->device, batch, b->options->seq_len);
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
@@ -76,29 +111,17 @@ static int64_t seq_len_unit(const Options *o) {
 
 static bool seq_len_fits(const void *budget, int64_t units) {
   const Budget *b = budget;
-  Options o = options_with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
+  Options o = plan_with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
-// The largest size up to `max` that fits; 0: none.
-static int64_t largest(bool (*fits)(const void *budget, int64_t size), const Budget *budget, int64_t max) {
-  int64_t below = 0, above = 1;
-  for (; above <= max && fits(budget, above); above *= 2) below = above;
-  return largest_that_fits(fits, budget, below, min_i64(above, max + 1));
-}
-
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  return largest(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
+  return largest_that_fits(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
 }
 
 static int64_t largest_seq_len(const Budget *budget, int64_t max) {
   int64_t unit = seq_len_unit(budget->options);
-  return unit * largest(seq_len_fits, budget, max / unit);
-}
-
-int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  int64_t max = min_i64(INT32_MAX / options->batch, model_max_seq_len(&options->model));
-  return largest_seq_len(&(Budget){options, device, mode, bytes}, max);
+  return unit * largest_that_fits(seq_len_fits, budget, max / unit);
 }
 
 // --- what offloading costs ---------------------------------------------------------------------------------
@@ -167,25 +190,6 @@ static void count_all_gather(Backend *backend, const Collective *a) {
   bytes->out += bytes_on_host(backend, a->out);
 }
 
-// A planned step of `micro_steps` micro-batches with these operations, NULL: none. Returns the bytes that a rank sends.
-static double count_step(const Options *options, DeviceKind device, int64_t micro_steps,
-                         const BackendOps *operations, void *state) {
-  Options o = *options;
-  o.micro_steps = micro_steps;
-  Backend *backend = plan_backend_create(device, o.dtype);
-  backend->ranks = o.ranks;
-  Trainer t;
-  trainer_create(&t, &o, backend);
-  if (operations) backend->ops = operations;
-  backend->state = state;
-  trainer_step(&t, NULL, 0);
-  trainer_model(&t); // with what the step leaves of the update
-  double sent = t.wire_bytes;
-  trainer_destroy(&t);
-  backend_destroy(backend);
-  return sent;
-}
-
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   static const BackendOps counting = {.embedding_forward = count_embedding,
                                       .embedding_backward = count_embedding_backward,
@@ -196,42 +200,19 @@ HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
                                       .copy_in = count_copy_in,
                                       .copy_out = count_copy_out};
   HostTraffic traffic = {0};
-  count_step(options, device, 1, &counting, &traffic);
-  return traffic;
-}
-
-// --- what several hosts cost -------------------------------------------------------------------------------
-
-// What a split head sends is proportional to its tokens, and a plan runs the first chunk alone: it is given all of them.
-double plan_wire_bytes(const Options *options, DeviceKind device) {
   Options o = *options;
-  o.lce_chunk = o.batch * o.seq_len;
-  double one = count_step(&o, device, 1, NULL, NULL);
-  if (o.micro_steps == 1) return one;
-  return one + (double)(o.micro_steps - 1) * (count_step(&o, device, 2, NULL, NULL) - one);
-}
-
-// A ring that goes through host after host enters and leaves each once: a host sends as much as a rank.
-static void print_hosts(const Options *o, DeviceKind device) {
-  static const double gigabits[] = {100, 400};
-  double sent = plan_wire_bytes(o, device);
-  double computes = (double)(o->total_batch / o->ranks) / o->rank_tokens_per_second; // infinite where it is 0
-  printf("\n%d hosts of %d rank%s: %s leave each host in a step, and as much enters\n", o->hosts,
-         o->ranks / o->hosts, o->ranks == o->hosts ? "" : "s", text_bytes((uint64_t)sent).text);
-  for (size_t i = 0; i < sizeof gigabits / sizeof *gigabits; i++) {
-    double seconds = sent / (gigabits[i] * 1e9 / 8);
-    printf("  at %g Gb/s a host: %.3g s on the wire", gigabits[i], seconds);
-    if (o->rank_tokens_per_second > 0)
-      printf(", %.3g s of computation: efficiency %.1f%% (one after the other) to %.1f%% (at the same time)",
-             computes, 100 * computes / (computes + seconds), 100 * computes / fmax(computes, seconds));
-    putchar('\n');
-  }
-  printf(
-      "assumes one ring through all ranks, host by host, at the link's full rate in both directions at once, "
-      "without latency,\nand that links within a host take no time%s\n",
-      o->rank_tokens_per_second > 0
-          ? ""
-          : "; a plan knows no time of computation: give what one rank does by --rank-tokens-per-second");
+  o.micro_steps = 1;
+  Backend *backend = plan_backend_create(device, o.dtype);
+  backend->ranks = o.ranks;
+  Trainer t;
+  trainer_create(&t, &o, backend);
+  backend->ops = &counting;
+  backend->state = &traffic;
+  trainer_step(&t, NULL, 0);
+  trainer_model(&t); // with what the step leaves of the update
+  trainer_destroy(&t);
+  backend_destroy(backend);
+  return traffic;
 }
 
 // --- what would fit ----------------------------------------------------------------------------------------
@@ -272,7 +253,7 @@ static Options with_change(const Options *options, DeviceKind device, const Chan
   if (c->bf16_moments && cuda) o.dtypes.moment = DTYPE_BF16;
   if (c->no_master && o.dtype == DTYPE_BF16) o.dtypes.master = false;
   if (c->offload && cuda && !(o.dtypes.offload & ~c->offload)) o.dtypes.offload = c->offload;
-  return c->one_sequence ? options_with_shape(options, device, 1, o.seq_len) : o;
+  return c->one_sequence ? plan_with_shape(options, device, 1, o.seq_len) : o;
 }
 
 // Appends to a list.
@@ -306,7 +287,7 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     int64_t seq_len = largest_seq_len(&(Budget){&o, device, o.mode, usable}, o.seq_len - 1);
     seq_len = max_i64(seq_len, unit);
     while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
-    o = options_with_shape(&o, device, o.batch, seq_len);
+    o = plan_with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
     append(flags, sizeof flags, " ", "--seq-len %lld", (long long)seq_len);
   }
@@ -447,8 +428,62 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
     options_resolve_dtypes(o, device == ON_CUDA);
   }
   if (given) *capacity = given;
-  options_resolve_chunk(o, device);
+  plan_resolve_chunk(o, device);
   return device;
+}
+
+// A line of the log: a plan in one mode, its bytes under the names that a run's summary has for them.
+static void log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mode, const Ledger *plan,
+                     size_t capacity) {
+  const ModelConfig *m = &o->model;
+  const struct {
+    const char *name, *text;
+  } texts[] = {
+      {"event", "plan"},  {"loss_mode", lce_mode_name(mode)}, {"device", device == ON_CUDA ? "cuda" : "cpu"},
+      {"model", m->name}, {"dtype", dtype_name(o->dtype)},    {"recompute", options_recompute(o).text}};
+  const struct {
+    const char *name;
+    double value;
+  } numbers[] = {{"batch", (double)o->batch},
+                 {"seq_len", (double)o->seq_len},
+                 {"vocab_size", (double)m->vocab_size},
+                 {"hidden_size", (double)m->hidden_size},
+                 {"intermediate_size", (double)m->intermediate_size},
+                 {"head_dim", (double)m->head_dim},
+                 {"max_seq_len", (double)model_max_seq_len(m)},
+                 {"lce_chunk", mode == LCE_FUSED ? (double)options_used_chunk(o) : 0},
+                 {"peak_bytes", (double)plan->peak},
+                 {"head_peak_bytes", (double)plan->highest[MEMORY_HEAD]},
+                 {"host_bytes", (double)ledger_host_bytes(plan)},
+                 {"usable_bytes", (double)capacity}}; // 0: unknown
+  cJSON *line = cJSON_CreateObject(), *at_peak = cJSON_CreateObject();
+  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
+    cJSON_AddStringToObject(line, texts[i].name, texts[i].text);
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+    cJSON_AddNumberToObject(line, numbers[i].name, numbers[i].value);
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
+    cJSON_AddNumberToObject(at_peak, memory_category_name((MemoryCategory)c), (double)plan->at_peak[c]);
+  cJSON_AddItemToObject(line, "at_peak", at_peak);
+  char *text = json_print(line, false);
+  fprintf(log, "%s\n", text);
+  free(text);
+  cJSON_Delete(line);
+}
+
+// Three planned steps in the mode of the options.
+static void plan_timeline(const Options *o, DeviceKind device) {
+  Backend *backend = plan_backend_create(device, o->dtype);
+  backend->ranks = o->ranks;
+  Ledger *ledger = &backend->memory.ledger;
+  Trainer trainer;
+  trainer_create(&trainer, o, backend);
+  plan_set_mode(&trainer, o->mode);
+  ledger->recording = true;
+  for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
+    trainer_step(&trainer, NULL, ledger->step - 1);
+  plan_write_timeline(o->timeline, ledger);
+  trainer_destroy(&trainer);
+  backend_destroy(backend);
 }
 
 void plan_print(Options *o) {
@@ -466,8 +501,15 @@ void plan_print(Options *o) {
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
          dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "", (long long)options_used_chunk(o),
          options_recompute(o).text);
-  plan_print_table(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
-  if (o->hosts) print_hosts(o, device);
+  bool split = o->dtypes.vocab_parallel && o->ranks > 1;
+  plan_print_table(columns, split ? 3 : 2, device);
+  if (o->log) {
+    FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", false);
+    for (int m = 0; m < 2; m++) // fused as the run would be
+      log_plan(log, o, device, (LceMode)m, &columns[split && m == LCE_FUSED ? 2 : m].memory, capacity);
+    if (fclose(log)) fail("cannot write the log %s: %s", o->log, strerror(errno));
+  }
+  if (o->timeline) plan_timeline(o, device);
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
@@ -511,7 +553,7 @@ static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
   if (c->offload && c->batch[LCE_FUSED]) {
     Options with = *o;
     with.dtypes.offload = c->offload;
-    with = options_with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
+    with = plan_with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
     Ledger plan = plan_run(&with, device, LCE_FUSED);
     HostTraffic traffic = plan_host_traffic(&with, device);
     printf(" %11s", text_bytes(ledger_host_bytes(&plan)).text);
@@ -535,7 +577,7 @@ void plan_print_fit(Options *o) {
     any |= choices[i].batch[LCE_FUSED] > 0;
   }
   if (!any) {
-    Options one = options_with_shape(o, device, 1, o->seq_len);
+    Options one = plan_with_shape(o, device, 1, o->seq_len);
     char ways[512];
     one.mode = LCE_FUSED;
     suggest(&one, device, capacity, ways, sizeof ways);
@@ -564,10 +606,10 @@ void plan_print_fit(Options *o) {
 static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;
-  trainer_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
+  plan_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
   memory_set_stack(&backend->memory, 0);
   ledger_reset_peak(&backend->memory.ledger);
-  trainer_set_mode(trainer, mode);
+  plan_set_mode(trainer, mode);
   double best = INFINITY;
   for (int i = 0; i < PASSES; i++) {
     backend_synchronize(backend);
@@ -606,17 +648,22 @@ void plan_compare_modes(Trainer *trainer) {
 // --- --timeline --------------------------------------------------------------------------------------------
 
 void plan_write_timeline(const char *path, const Ledger *ledger) {
-  static const char columns[] = "event,step,block,total";
+  static const char columns[] = "event,step,at,block,total";
   FILE *out = file_create("the timeline", path, columns, false);
   fputs(columns, out);
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
   fputc('\n', out);
+  size_t before = 0;
+  double moved = 0;
   for (int64_t i = 0; i < ledger->event_count; i++) {
     const LedgerEvent *e = &ledger->events[i];
     size_t total = 0;
     for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) total += e->bytes[c];
-    fprintf(out, "%lld,%d,\"%s\",%zu", (long long)i, e->step, e->name, total);
+    if (i) moved += fabs((double)total - (double)before);
+    before = total;
+    double at = ledger->clock ? e->seconds - ledger->events[0].seconds : moved;
+    fprintf(out, "%lld,%d,%.15g,\"%s\",%zu", (long long)i, e->step, at, e->name, total);
     for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) fprintf(out, ",%zu", e->bytes[c]);
     fputc('\n', out);
   }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "data/source.h"
-#include "data/tokenizer/tokenizer.h"
+#include "data/tokenizer.h"
 #include "trainer/options.h"
 
 typedef struct {

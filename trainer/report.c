@@ -10,12 +10,12 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/random.h"
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "trainer/plan.h"
-#include "trainer/speed.h"
 
 // --- the log -----------------------------------------------------------------------------------------------
 
@@ -67,6 +67,74 @@ static void log_write(const Report *r, const char *event, const LogField *fields
     (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(error));
 }
 
+// --- what the machine can do --------------------------------------------------------------------------------
+
+// One block of random values in [-1, 1), repeated.
+static void fill_random(Backend *backend, Tensor t) {
+  enum { BLOCK = 1 << 16 };
+  static float values[BLOCK];
+  static uint16_t rounded[BLOCK];
+  for (int i = 0; i < BLOCK; i++) {
+    values[i] = (float)(2 * random_uniform(1, 2, (uint64_t)i) - 1);
+    rounded[i] = bf16_from_f32(values[i]);
+  }
+  Tensor flat = tensor_flat(t);
+  const void *block = t.dtype == DTYPE_F32 ? (const void *)values : (const void *)rounded;
+  for (int64_t first = 0; first < flat.shape[0]; first += BLOCK)
+    backend_to_device(backend, tensor_rows(flat, first, min_i64(flat.shape[0] - first, BLOCK)), block);
+}
+
+static int by_size(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+double median(double *values, int64_t count) {
+  qsort(values, (size_t)count, sizeof *values, by_size);
+  return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
+}
+
+double gpu_peak_flops(const char *name) {
+  static const struct {
+    const char *part; // of the name; the first counts
+    double flops;
+  } peaks[] = {{"H100 PCIe", 756e12}, {"H800 PCIe", 756e12}, {"H100 NVL", 835e12}, {"H200 NVL", 835e12},
+               {"H100", 989e12},      {"H200", 989e12},      {"H800", 989e12},     {"GB200", 2500e12},
+               {"B200", 2250e12},     {"A100", 312e12},      {"A800", 312e12},     {"L40S", 362e12}};
+  for (size_t i = 0; i < sizeof peaks / sizeof *peaks && !strstr(name, "MIG"); i++)
+    if (strstr(name, peaks[i].part)) return peaks[i].flops;
+  return NAN;
+}
+
+static size_t gemm_bytes(int64_t n, Dtype dtype) {
+  return 3 * memory_padded((size_t)(n * n) * dtype_bytes(dtype));
+}
+
+double measure_gemm_rate(Backend *backend) {
+  enum { WARM_UP = 2, TIMES = 5 };
+  Memory *memory = &backend->memory;
+  int64_t n = backend->device == ON_CUDA ? 8192 : 1024; // large enough to fill the device
+  while (n > 1 && memory->limit && gemm_bytes(n, backend->dtype) > memory->limit) n /= 2;
+  memory_set_stack(memory, gemm_bytes(n, backend->dtype));
+  Tensor x = memory_push_2d(memory, "x", MEMORY_WORKSPACE, backend->dtype, n, n);
+  Tensor w = memory_push_2d(memory, "w", MEMORY_WORKSPACE, backend->dtype, n, n);
+  Tensor out = memory_push_2d(memory, "out", MEMORY_WORKSPACE, backend->dtype, n, n);
+  fill_random(backend, x);
+  fill_random(backend, w);
+  double seconds[TIMES] = {0};
+  for (int i = -WARM_UP; i < TIMES; i++) {
+    backend_synchronize(backend);
+    double start = now_seconds();
+    linear_forward(backend, (LinearForward){.out = out, .x = x, .weight = w});
+    backend_synchronize(backend);
+    if (i >= 0) seconds[i] = now_seconds() - start;
+  }
+  memory_pop_to(memory, 0);
+  memory_set_stack(memory, 0);
+  ledger_reset_peak(&memory->ledger);
+  return 2.0 * (double)n * (double)n * (double)n / median(seconds, TIMES);
+}
+
 // --- before the first step ---------------------------------------------------------------------------------
 
 void report_settings(const Options *o, const Backend *backend, const char *data, const Source *source,
@@ -81,10 +149,12 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
          (long long)m->num_key_value_heads, (long long)m->head_dim,
          m->tie_word_embeddings ? "tied" : "untied");
+  char schedule[64];
+  option_text(&options_rows[option_row(options_rows, "schedule")], o, schedule);
   if (!o->eval_only)
     printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks), (long long)o->batch,
-           (long long)o->seq_len, schedule_name(o->schedule.kind), o->schedule.peak);
+           (long long)o->seq_len, schedule, o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
            (long long)options_used_chunk(o), options_recompute(o).text);
@@ -147,8 +217,8 @@ void report_break(Report *r) {
   r->drawn = false;
 }
 
-// The share of the speed of light: the time that the step's flops take at the GEMMs' rate, over its time.
-static double share_of_gemms(const Report *r, double seconds_per_step) {
+// The time that the step's flops take at the rate of one large GEMM, timed at the start, over the step's.
+static double gemm_efficiency(const Report *r, double seconds_per_step) {
   if (r->gemm_rate <= 0 || seconds_per_step <= 0) return 0;
   return r->flops_per_step / r->gemm_rate / seconds_per_step;
 }
@@ -180,11 +250,11 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   if (!isnan(s->dropped_tiles))
     snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
              100 * s->dropped_mass);
-  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %s%.0f%% of GEMMs at start  %s  %s "
+  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %sGEMM efficiency %.0f%%  %s  %s "
          "left%s",
          r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
          s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text, utilization,
-         100 * share_of_gemms(r, each), text_bytes(bytes).text,
+         100 * gemm_efficiency(r, each), text_bytes(bytes).text,
          text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
   output_taken();
   r->drawn = r->terminal;
@@ -224,21 +294,6 @@ void report_validation(Report *r, int64_t step, double loss, double bits_per_byt
   LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
 }
 
-void report_choices(Report *r, const ChoiceScore *score) {
-  const Options *o = r->options;
-  double examples = (double)score->examples, correct = (double)score->correct / examples;
-  double normalized = (double)score->correct_normalized / examples;
-  report_break(r);
-  printf("%s: %s of %s right (%.2f%%), %.2f%% by the loss that is not divided by the length\n", o->hellaswag,
-         text_grouped(score->correct_normalized).text, text_grouped(score->examples).text, 100 * normalized,
-         100 * correct);
-  if (score->shortened)
-    printf("%s of its contexts lost their beginning: they are longer than --seq-len %lld\n",
-           text_grouped(score->shortened).text, (long long)o->seq_len);
-  LOG("choices", TEXT("file", o->hellaswag), NUMBER("examples", examples), NUMBER("acc_norm", normalized),
-      NUMBER("acc", correct));
-}
-
 // As text where something says what the tokens mean.
 void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count) {
   char *text = prompt_show(prompt, tokens, count);
@@ -276,24 +331,44 @@ static MemoryColumn largest_peak(Trainer *trainer) {
   return peak;
 }
 
-// A table, and for the log [calls, seconds, seconds on streams of their own] of each group; NULL without --profile.
+// What a group reaches, in TFLOP/s or GB/s; "" where neither is counted.
+static const char *rate_text(double flops, double bytes, double seconds, char text[32]) {
+  const char *unit = flops > 0 ? "TFLOP/s" : "GB/s";
+  double rate = (flops > 0 ? 1e-12 * flops : 1e-9 * bytes) / seconds;
+  *text = 0;
+  if (rate > 0 && isfinite(rate)) snprintf(text, 32, rate < 100 ? "%.3g %s" : "%.0f %s", rate, unit);
+  return text;
+}
+
+// A table, and for the log an object of each group, all of a step; NULL without --profile.
 static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
   if (o->profile && !t) printf("\nprofile  none: it begins after %d steps\n", PROFILE_WARM_UP);
   if (!t) return NULL;
   cJSON *record = cJSON_CreateObject();
-  double n = (double)t->steps;
-  char title[64];
+  double n = (double)t->steps, all_flops = 0;
+  char title[64], rate[32];
   snprintf(title, sizeof title, "a step's time%s, mean of %.0f", o->ranks > 1 ? " (rank 0)" : "", n);
-  printf("\n%-36s %10s %12s %8s %16s\n", title, "calls", "ms", "share", "own stream, ms");
+  printf("\n%-30s %8s %10s %7s %16s %15s\n", title, "calls", "ms", "share", "rate", "own stream, ms");
   for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
     const char *name = t->groups[g].name;
-    double means[] = {(double)t->groups[g].calls / n, t->groups[g].seconds / n, t->groups[g].own_seconds / n};
-    if (means[0] > 0 || g == PROFILE_IDLE)
-      printf("  %-34s %10.6g %12.2f %7.1f%% %16.2f\n", name, means[0], 1e3 * means[1],
-             100 * means[1] * n / t->step_seconds, 1e3 * means[2]);
-    cJSON_AddItemToObject(record, name, cJSON_CreateDoubleArray(means, 3));
+    double calls = (double)t->groups[g].calls / n, seconds = t->groups[g].seconds / n;
+    double own = t->groups[g].own_seconds / n, flops = t->groups[g].flops / n, bytes = t->groups[g].bytes / n;
+    rate_text(flops, bytes, fmax(seconds, own), rate);
+    all_flops += flops;
+    if (calls > 0 || g == PROFILE_IDLE)
+      printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", name, calls, 1e3 * seconds,
+             100 * seconds * n / t->step_seconds, rate, 1e3 * own);
+    cJSON *group = cJSON_AddObjectToObject(record, name);
+    const struct {
+      const char *name;
+      double value;
+    } figures[] = {
+        {"calls", calls}, {"seconds", seconds}, {"own_seconds", own}, {"flops", flops}, {"bytes", bytes}};
+    for (int i = 0; i < 5; i++) cJSON_AddNumberToObject(group, figures[i].name, figures[i].value);
   }
-  printf("  %-34s %10s %12.2f\n", "all together", "", 1e3 * t->step_seconds / n);
+  double step = t->step_seconds / n;
+  printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * step, "",
+         rate_text(all_flops, 0, step, rate));
   return record;
 }
 
@@ -303,7 +378,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   MemoryColumn peak = largest_peak(trainer);
   peak.title = lce_mode_name(trainer->transformer.mode);
   double per_step = r->steps_timed ? r->seconds_timed / (double)r->steps_timed : NAN;
-  double rate = (double)o->total_batch / per_step, share = share_of_gemms(r, per_step);
+  double rate = (double)o->total_batch / per_step, efficiency = gemm_efficiency(r, per_step);
   double dropped_tiles = r->dropped_tiles / (double)r->steps_done;
   double dropped_mass = r->dropped_mass / (double)r->steps_done;
 
@@ -313,9 +388,9 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   if (isfinite(state->val_loss)) printf("%.4f on validation data; ", state->val_loss);
   printf("%.4f is what token frequencies alone give\n", entropy);
   if (r->steps_timed)
-    printf("speed    %s tokens/s, %.1f ms a step, %.0f%% of the time of its plain %s GEMMs (timed at the "
+    printf("speed    %s tokens/s, %.1f ms a step, GEMM efficiency %.0f%% (of a large %s GEMM, timed at the "
            "start)\n",
-           text_count(rate).text, 1e3 * per_step, 100 * share, dtype_name(o->dtype));
+           text_count(rate).text, 1e3 * per_step, 100 * efficiency, dtype_name(o->dtype));
   if (isfinite(mfu(r, per_step)))
     printf("MFU      %.1f%% of %.0f TFLOP/s, dense bf16 by the data sheet\n", 100 * mfu(r, per_step),
            1e-12 * r->peak);
@@ -331,7 +406,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       {"stopped", .truth = &stopped}, NUMBER("first_loss", state->first_loss),
       NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),
       NUMBER("unigram_entropy", entropy), NUMBER("tokens_per_second", rate),
-      NUMBER("seconds_per_step", per_step), NUMBER("share_of_gemms", share),
+      NUMBER("seconds_per_step", per_step), NUMBER("gemm_efficiency", efficiency),
       OPTIONAL("mfu", mfu(r, per_step)), OPTIONAL("dropped_tiles", dropped_tiles),
       OPTIONAL("dropped_mass", dropped_mass), NUMBER("gemm_flops_per_second", r->gemm_rate),
       NUMBER("ranks", o->ranks), NUMBER("wire_bytes_per_step", trainer->wire_bytes),

@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-#include "trainer/evaluate.h"
+#include "base/system.h" // now_seconds
 #include "trainer/prompt.h"
 #include "trainer/resume.h"
 #include "trainer/trainer.h"
@@ -39,7 +39,6 @@ void report_start(Report *report, const Backend *backend, const char *data_name)
 // `count` steps that took `seconds` together: a record each, then the progress line. Fails at one that diverged.
 void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
 void report_validation(Report *report, int64_t step, double loss, double bits_per_byte); // NaN: not known
-void report_choices(Report *report, const ChoiceScore *score);
 void report_sample(Report *report, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count);
 void report_checkpoint(Report *report, int64_t step, double seconds);
 // At the end, on all ranks: losses, speed and peak memory. `entropy` is that of the tokens' frequencies.
@@ -48,3 +47,16 @@ void report_evaluation(Report *report, double val_loss);
 
 // Ends a progress line that rewrites itself, so that something else can be printed below it.
 void report_break(Report *report);
+
+// --- what the machine can do ---------------------------------------------------------------------------------
+
+// Flops a second that one large square GEMM of the backend's dtype (as large as fits the memory's limit) reaches on random
+// values (zeros would draw less power and run faster): the median of several, after a warm-up. The stack must be empty and
+// is freed afterwards.
+double measure_gemm_rate(Backend *backend);
+
+// Flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU with this name; NaN for others, and parts (MIG).
+double gpu_peak_flops(const char *name);
+
+// The middle one of `count` values, or the mean of the middle two. Sorts them.
+double median(double *values, int64_t count);

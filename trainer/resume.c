@@ -27,7 +27,6 @@ static char *find_checkpoint(const Options *o, FolderCheck check) {
 
 void resume_find(Options *o) {
   FolderCheck check = o->plan || o->fit ? CHECK_LENGTHS : CHECK_ALL;
-  if (!o->save && (o->save_every || o->keep)) fail("--save-every and --keep need --save DIR");
   if (o->resume && o->init && strcmp(o->resume, "auto"))
     fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
          "--resume auto to begin with --init where --save has no checkpoint yet",
@@ -81,7 +80,8 @@ void resume_take_settings(Options *o) {
       dtypes_given |= o->given[i];
       excluded |= !from_gpu;
     }
-    excluded = excluded || option_excluded_by(options_rows, o, o->given, i) >= 0;
+    excluded = excluded || option_excluded_by(options_rows, o, o->given, i) >= 0 ||
+               !option_needs_met(options_rows, o, i);
     const char *value = excluded ? NULL : json_text(settings, row->name);
     if (!value) continue;
     option_set(row, o, value);

@@ -3,20 +3,15 @@
 #include "base/random.h"
 #include "base/text.h"
 #include "data/loader.h"
-#include "data/tokenizer/tokenizer.h"
+#include "data/tokenizer.h"
 #include "tests/data_files.h"
 
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 // --- text sources ---------------------------------------------------------------------------------------
 
-static void one_text_file_is_its_bytes(void **state) {
-  (void)state;
+TEST(one_text_file_is_its_bytes) {
   write_bytes("bytes.txt", "a\xFF\x80z\n", 5);
   Source *source = open_one("bytes.txt", 50257);
   assert_stream(source, (const int32_t[]){'a', 255, 128, 'z', '\n'}, 5);
@@ -29,8 +24,7 @@ static void one_text_file_is_its_bytes(void **state) {
   source_close(NULL);
 }
 
-static void end_of_text_stands_between_documents(void **state) {
-  (void)state;
+TEST(end_of_text_stands_between_documents) {
   write_text("one.txt", "one");
   write_text("two.txt", "to");
   write_text("three.txt", "x");
@@ -44,8 +38,7 @@ static void end_of_text_stands_between_documents(void **state) {
   source_close(source);
 }
 
-static void a_directory_gives_its_text_in_order(void **state) {
-  (void)state;
+TEST(a_directory_gives_its_text_in_order) {
   make_directory("tree");
   make_directory("tree/.git");
   make_directory("tree/build");
@@ -90,8 +83,7 @@ static void a_directory_gives_its_text_in_order(void **state) {
   source_close(source);
 }
 
-static void a_glob_gives_what_it_matches(void **state) {
-  (void)state;
+TEST(a_glob_gives_what_it_matches) {
   make_directory("globbed");
   make_directory("globbed/sub.txt");
   write_text("globbed/b.txt", "b");
@@ -111,8 +103,7 @@ static void a_glob_gives_what_it_matches(void **state) {
   source_close(source);
 }
 
-static void large_files_are_mapped_and_closed(void **state) {
-  (void)state;
+TEST(large_files_are_mapped_and_closed) {
   enum { SIZE = (128 << 10) + 1 };
   char *text = malloc(SIZE);
   for (int i = 0; i < SIZE; i++) text[i] = (char)('a' + i % 26);
@@ -137,8 +128,7 @@ static void large_files_are_mapped_and_closed(void **state) {
   free(text);
 }
 
-static void text_errors_are_one_sentence(void **state) {
-  (void)state;
+TEST(text_errors_are_one_sentence) {
   write_text("good.txt", "good");
   write_text("void.txt", "");
   write_bytes("parquet.dat", "PAR\0", 4);
@@ -162,8 +152,7 @@ static void text_errors_are_one_sentence(void **state) {
   ASSERT_FAILS(source_open(&device, 1, 300), "/dev/null is neither a file nor a directory");
 }
 
-static void unreadable_paths_are_named(void **state) {
-  (void)state;
+TEST(unreadable_paths_are_named) {
   make_directory("locked");
   make_directory("locked/inner");
   write_text("locked/secret.txt", "secret");
@@ -185,8 +174,7 @@ static void unreadable_paths_are_named(void **state) {
 
 // --- shards ---------------------------------------------------------------------------------------------
 
-static void shards_of_both_widths_join(void **state) {
-  (void)state;
+TEST(shards_of_both_widths_join) {
   write_shard16("s16_a.bin", (const uint16_t[]){0, 50256, 65535}, 3);
   write_shard16("s16_b.bin", (const uint16_t[]){7}, 1);
   Source *source = open_one("s16_*.bin", 65536);
@@ -211,8 +199,7 @@ static void shards_of_both_widths_join(void **state) {
   source_close(source);
 }
 
-static void kinds_do_not_mix(void **state) {
-  (void)state;
+TEST(kinds_do_not_mix) {
   write_text("mix.txt", "text");
   write_shard16("mix16.bin", (const uint16_t[]){1}, 1);
   write_shard32("mix32.bin", (const uint32_t[]){1}, 1);
@@ -224,8 +211,7 @@ static void kinds_do_not_mix(void **state) {
 }
 
 // What lies next to shards in their directory (a manifest, a tokenizer) is not taken for data.
-static void a_directory_of_shards_is_read_for_them_alone(void **state) {
-  (void)state;
+TEST(a_directory_of_shards_is_read_for_them_alone) {
   make_directory("mixed");
   write_text("mixed/manifest.json", "{}");
   write_shard16("mixed/train.bin", (const uint16_t[]){7, 9}, 2);
@@ -255,8 +241,7 @@ static void assert_targets(const Source *source, const int32_t *expected, int64_
     }
 }
 
-static void masks_say_what_counts(void **state) {
-  (void)state;
+TEST(masks_say_what_counts) {
   enum { NO = IGNORED_TARGET };
   write_shard16("a_masked.bin", (const uint16_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, 11);
   write_mask("a_masked.mask", 11, "\xA1\xFE", 2); // bits 0, 5, 7, then 9 and 10 and some past the end
@@ -281,8 +266,7 @@ static void assert_ends(const Source *source, int64_t end_of_text, const int64_t
   free(ends);
 }
 
-static void documents_end_where_the_data_say(void **state) {
-  (void)state;
+TEST(documents_end_where_the_data_say) {
   // Shards: a token, or their .ends; the stream's last document ends with it, and one may span two shards.
   write_shard16("a_ends.bin", (const uint16_t[]){7, 1, 7, 3, 4, 5, 6, 8, 8, 1}, 10);
   write_shard16("b_ends.bin", (const uint16_t[]){2, 7, 3}, 3);
@@ -313,8 +297,7 @@ static void documents_end_where_the_data_say(void **state) {
   }
 }
 
-static void masks_of_other_shards_are_refused(void **state) {
-  (void)state;
+TEST(masks_of_other_shards_are_refused) {
   write_shard16("wrong.bin", (const uint16_t[]){1, 2, 3, 4, 5, 6, 7, 8, 9}, 9);
   write_text("wrong.mask", "not a mask");
   ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "its shard", "prepare_data.py");
@@ -326,12 +309,19 @@ static void masks_of_other_shards_are_refused(void **state) {
   ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not the mask of", "1025 bytes", "1026 bytes");
   write_mask("wrong.mask", 9, "ab", 2);
   source_close(open_one("wrong.bin", 50));
+  // A mask that cannot be read is not "no mask", which would train on all tokens.
+  write_shard16("linked.bin", (const uint16_t[]){1, 2}, 2);
+  assert_int_equal(symlink("nowhere.mask", temp_path("linked.mask")), 0);
+  ASSERT_FAILS(open_one("linked.bin", 50), "cannot open", "linked.mask");
+  unlink(temp_path("linked.mask"));
+  assert_int_equal(symlink("linked.mask", temp_path("linked.mask")), 0);
+  ASSERT_FAILS(open_one("linked.bin", 50), "linked.mask", "symbolic links");
+  unlink(temp_path("linked.mask"));
 }
 
 // --- damage ------------------------------------------------------------------------------------------------
 
-static void damaged_shards_are_refused(void **state) {
-  (void)state;
+TEST(damaged_shards_are_refused) {
   const uint16_t tokens[] = {1, 2, 3, 4};
   int32_t header[256] = {20240520, 1, 4};
   write_bytes("cut.bin", header, 1023);
@@ -373,8 +363,7 @@ static void damaged_shards_are_refused(void **state) {
   ASSERT_FAILS(open_one("hostile.bin", 300), "hostile.bin is truncated", "byte 4294968320");
 }
 
-static void ids_outside_the_vocabulary_are_found(void **state) {
-  (void)state;
+TEST(ids_outside_the_vocabulary_are_found) {
   write_shard16("ids16.bin", (const uint16_t[]){5, 299, 300, 301}, 4);
   ASSERT_FAILS(open_one("ids16.bin", 300), "ids16.bin", "token 2 (byte 1028)", "id 300", "has 300",
                "at least 302", "tokenizer");
@@ -419,8 +408,7 @@ static void assert_shown(const char *bytes, const char *expected) {
   free(text);
 }
 
-static void decoded_text_is_safe_to_print(void **state) {
-  (void)state;
+TEST(decoded_text_is_safe_to_print) {
   assert_shown("", "");
   assert_shown("plain\tand\nsimple ~", "plain\tand\nsimple ~");
   assert_shown("gr\xC3\xBC\xC3\x9F \xE2\x82\xAC \xF0\x9F\x98\x80",
@@ -460,8 +448,7 @@ static void decoded_text_is_safe_to_print(void **state) {
 
 // --- the corpus -----------------------------------------------------------------------------------------
 
-static void entropy_of_known_distributions(void **state) {
-  (void)state;
+TEST(entropy_of_known_distributions) {
   write_text("entropy.txt", "aaaaabbbccddaaab"); // 8, 4, 2, 2 of 16
   Source *source = open_one("entropy.txt", 257);
   assert_true(fabs(source_entropy(source) - 1.75 * log(2)) < 1e-12);
@@ -475,8 +462,7 @@ static void entropy_of_known_distributions(void **state) {
   source_close(source);
 }
 
-static void entropy_counts_a_bounded_sample(void **state) {
-  (void)state;
+TEST(entropy_counts_a_bounded_sample) {
   enum { COUNT = SOURCE_ENTROPY_SAMPLE + 5000 };
   write_sparse_shard16("huge.bin", COUNT); // zeros as far as the sample goes, then one other id
   put_token16("huge.bin", SOURCE_ENTROPY_SAMPLE, 9);
@@ -487,8 +473,7 @@ static void entropy_counts_a_bounded_sample(void **state) {
   unlink(temp_path("huge.bin"));
 }
 
-static void the_corpus_is_this_source_tree(void **state) {
-  (void)state;
+TEST(the_corpus_is_this_source_tree) {
   Source *source = source_open_tree(128256);
   assert_int_equal(source->kind, SOURCE_TEXT);
   assert_true(source->files > 10);
@@ -520,8 +505,7 @@ static const char *corpus_seen_from(const char *directory, const char *program) 
   return output;
 }
 
-static void the_corpus_leaves_out_what_runs_leave_behind(void **state) {
-  (void)state;
+TEST(the_corpus_leaves_out_what_runs_leave_behind) {
   make_directory("checkout");
   make_directory("checkout/data");
   make_directory("checkout/runs");
@@ -563,8 +547,7 @@ static void print_corpus(void) {
 }
 
 // One shard deep in a tree hides its text, and that is said; where nothing is left out, nothing is.
-static void what_is_left_out_is_said(void **state) {
-  (void)state;
+TEST(what_is_left_out_is_said) {
   char said[512];
   uint16_t tokens[4] = {1, 2, 3, 4};
   make_directory("hiding");
@@ -594,8 +577,7 @@ static void what_is_left_out_is_said(void **state) {
 }
 
 // A file that takes the inode of an output which is gone is not that output.
-static void an_output_that_is_gone_is_forgotten(void **state) {
-  (void)state;
+TEST(an_output_that_is_gone_is_forgotten) {
   fclose(file_create("log", temp_path("gone.jsonl"), "{", false));
   remove(temp_path("gone.jsonl"));
   write_bytes("new.png", "", 0);
@@ -610,29 +592,5 @@ int main(int argc, char **argv) {
     print_corpus();
     return 0;
   }
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(one_text_file_is_its_bytes),
-      cmocka_unit_test(end_of_text_stands_between_documents),
-      cmocka_unit_test(a_directory_gives_its_text_in_order),
-      cmocka_unit_test(a_glob_gives_what_it_matches),
-      cmocka_unit_test(large_files_are_mapped_and_closed),
-      cmocka_unit_test(text_errors_are_one_sentence),
-      cmocka_unit_test(unreadable_paths_are_named),
-      cmocka_unit_test(shards_of_both_widths_join),
-      cmocka_unit_test(kinds_do_not_mix),
-      cmocka_unit_test(a_directory_of_shards_is_read_for_them_alone),
-      cmocka_unit_test(what_is_left_out_is_said),
-      cmocka_unit_test(an_output_that_is_gone_is_forgotten),
-      cmocka_unit_test(masks_say_what_counts),
-      cmocka_unit_test(documents_end_where_the_data_say),
-      cmocka_unit_test(masks_of_other_shards_are_refused),
-      cmocka_unit_test(damaged_shards_are_refused),
-      cmocka_unit_test(ids_outside_the_vocabulary_are_found),
-      cmocka_unit_test(decoded_text_is_safe_to_print),
-      cmocka_unit_test(entropy_of_known_distributions),
-      cmocka_unit_test(entropy_counts_a_bounded_sample),
-      cmocka_unit_test(the_corpus_is_this_source_tree),
-      cmocka_unit_test(the_corpus_leaves_out_what_runs_leave_behind),
-  };
-  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+  return tests_run("data", make_temp_dir, remove_temp_dir);
 }

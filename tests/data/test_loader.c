@@ -3,10 +3,6 @@
 #include "data/loader.h"
 #include "tests/data_files.h"
 
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-
 static int64_t train_batch(const Loader *loader, int64_t step, int64_t micro_step, int64_t micro_steps,
                            int64_t rank, int64_t ranks, int32_t *tokens, int32_t *targets) {
   LoaderPlace place = {
@@ -23,8 +19,7 @@ static int64_t assert_row(const int32_t *tokens, const int32_t *targets, int64_t
   return tokens[0];
 }
 
-static void no_position_is_trained_on_twice_or_validated(void **state) {
-  (void)state;
+TEST(no_position_is_trained_on_twice_or_validated) {
   const int64_t lengths[] = {1, 3, 7, 16}, sizes[] = {34, 35, 100, 257, 1000};
   const double fractions[] = {0, 0.01, 0.05, 0.3, 0.99};
   for (int s = 0; s < 5; s++) {
@@ -82,8 +77,7 @@ static int compare_values(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-static void every_epoch_is_another_permutation(void **state) {
-  (void)state;
+TEST(every_epoch_is_another_permutation) {
   enum { EPOCHS = 4, WINDOWS = 42 }; // 50 windows of 5 tokens, 8 held back; batches of 5 straddle the epochs
   Source *source = open_counting("counting.bin", 253);
   int64_t firsts[2][EPOCHS * WINDOWS], sorted[EPOCHS][WINDOWS];
@@ -110,8 +104,7 @@ static void every_epoch_is_another_permutation(void **state) {
   source_close(source);
 }
 
-static void the_order_has_no_history_and_does_not_change(void **state) {
-  (void)state;
+TEST(the_order_has_no_history_and_does_not_change) {
   Source *source = open_counting("counting.bin", 1000);
   LoaderOptions options = {
       .source = source, .validation_fraction = 0.05, .batch = 3, .seq_len = 9, .seed = 1337};
@@ -131,8 +124,7 @@ static void the_order_has_no_history_and_does_not_change(void **state) {
   source_close(source);
 }
 
-static void ranks_and_micro_steps_share_one_order(void **state) {
-  (void)state;
+TEST(ranks_and_micro_steps_share_one_order) {
   enum { B = 2, M = 3, R = 4, T = 5, STEPS = 7, ROW = B * T };
   Source *source = open_counting("counting.bin", 611);
   LoaderOptions options = {.source = source, .validation_fraction = 0.1, .batch = B, .seq_len = T, .seed = 3};
@@ -155,8 +147,7 @@ static void ranks_and_micro_steps_share_one_order(void **state) {
   source_close(source);
 }
 
-static void held_back_batches_are_padded(void **state) {
-  (void)state;
+TEST(held_back_batches_are_padded) {
   Source *source = open_counting("counting.bin", 100);
   Loader loader = loader_create(
       (LoaderOptions){.source = source, .validation_fraction = 0.25, .batch = 4, .seq_len = 9, .seed = 3});
@@ -171,8 +162,7 @@ static void held_back_batches_are_padded(void **state) {
   source_close(source);
 }
 
-static void a_validation_source_is_predicted_once_throughout(void **state) {
-  (void)state;
+TEST(a_validation_source_is_predicted_once_throughout) {
   enum { B = 3, T = 4 };
   Source *source = open_counting("counting.bin", 50);
   for (int64_t count = 2; count <= 40; count++) {
@@ -208,8 +198,7 @@ static void a_validation_source_is_predicted_once_throughout(void **state) {
   source_close(source);
 }
 
-static void the_smallest_sources_suffice_and_smaller_ones_do_not(void **state) {
-  (void)state;
+TEST(the_smallest_sources_suffice_and_smaller_ones_do_not) {
   Source *one = open_counting("one.bin", 9), *two = open_counting("two.bin", 16);
   LoaderOptions options = {.source = one, .batch = 2, .seq_len = 8, .seed = 0};
   Loader loader = loader_create(options);
@@ -243,8 +232,7 @@ static void the_smallest_sources_suffice_and_smaller_ones_do_not(void **state) {
   source_close(one);
 }
 
-static void the_description_names_the_data(void **state) {
-  (void)state;
+TEST(the_description_names_the_data) {
   Source *source = open_counting("counting.bin", 20000);
   Loader loader =
       loader_create((LoaderOptions){.source = source, .validation_fraction = 0.05, .batch = 1, .seq_len = 9});
@@ -260,8 +248,7 @@ static void the_description_names_the_data(void **state) {
 }
 
 // One token, early, late or of the validation data, changes the checksum; of long data a sample is read.
-static void the_checksum_shows_changed_data(void **state) {
-  (void)state;
+TEST(the_checksum_shows_changed_data) {
   const int32_t many = 10 << 20;
   const long places[] = {0, many / 2, many - 1};
   write_sparse_shard16("many.bin", many);
@@ -283,8 +270,7 @@ static void the_checksum_shows_changed_data(void **state) {
 }
 
 // Rank r reads B rows of T tokens from (s R + r) B T on, in step s of R ranks; what is held back is the file's end.
-static void sequential_windows_overlap_by_a_token(void **state) {
-  (void)state;
+TEST(sequential_windows_overlap_by_a_token) {
   enum { T = 7, B = 2, RANKS = 3, STEPS = 2 };
   Source *source = open_counting("counting.bin", 141); // 20 windows and the last one's target
   Loader loader = loader_create((LoaderOptions){.source = source,
@@ -361,8 +347,7 @@ static int64_t check_packed_row(const int64_t *ends, const int32_t *tokens, cons
   return filled;
 }
 
-static void packed_windows_hold_every_pair_once(void **state) {
-  (void)state;
+TEST(packed_windows_hold_every_pair_once) {
   enum { B = 3, MAX_T = 70 };
   static const int64_t lengths[] = {1, 2, 16, 63, 64, MAX_T}, longest[] = {10, 40, 150};
   for (int k = 0; k < 3; k++) {
@@ -420,8 +405,7 @@ static void packed_windows_hold_every_pair_once(void **state) {
 }
 
 // The longest first, each where the least space is left: 6+4, 5+5 and 3+3+2+2 fill windows of 10.
-static void documents_fit_best(void **state) {
-  (void)state;
+TEST(documents_fit_best) {
   enum { T = 10, COUNT = 8 };
   static const int pairs[COUNT] = {2, 3, 5, 4, 3, 6, 5, 2};
   uint32_t tokens[COUNT * (T + 1)];
@@ -467,19 +451,5 @@ static void documents_fit_best(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(no_position_is_trained_on_twice_or_validated),
-      cmocka_unit_test(every_epoch_is_another_permutation),
-      cmocka_unit_test(sequential_windows_overlap_by_a_token),
-      cmocka_unit_test(the_order_has_no_history_and_does_not_change),
-      cmocka_unit_test(ranks_and_micro_steps_share_one_order),
-      cmocka_unit_test(held_back_batches_are_padded),
-      cmocka_unit_test(packed_windows_hold_every_pair_once),
-      cmocka_unit_test(documents_fit_best),
-      cmocka_unit_test(a_validation_source_is_predicted_once_throughout),
-      cmocka_unit_test(the_smallest_sources_suffice_and_smaller_ones_do_not),
-      cmocka_unit_test(the_description_names_the_data),
-      cmocka_unit_test(the_checksum_shows_changed_data),
-  };
-  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+  return tests_run("loader", make_temp_dir, remove_temp_dir);
 }

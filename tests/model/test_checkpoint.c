@@ -1,5 +1,5 @@
 // Checkpoints on disk: what is refused when weights are loaded, folders that appear whole or not at all,
-// damage that is noticed, and the directory that holds them. tests/trainer/test_resume.c has whole runs.
+// damage that is noticed, and the directory that holds them. tests/trainer/test_resume.py has whole runs.
 #include "base/file.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
@@ -162,7 +162,7 @@ static void options_that_contradict_the_model_are_refused(void **state) {
       {"--rope-theta 7", "--rope-theta"},
       {"--model llama-tiny", "--model and --init"},
       {"--seq-len 65", "longer than the 64 positions"},
-      {"--save-every 3", "need --save"},
+      {"--save-every 3", "add --save DIR"},
       {"--resume auto", "--save DIR"}};
   for (volatile size_t i = 0; i < sizeof refused / sizeof *refused; i++)
     ASSERT_FAILS(run_open("%s %s", origin, refused[i][0]), refused[i][1]);

@@ -147,7 +147,7 @@ static Run *open_golden(const char *backend, const char *name, const char *more)
 static void check_pass(Check *c, Run *run) {
   Trainer *t = &run->trainer;
   int32_t stream[ROWS + BATCH], tokens[ROWS], targets[ROWS], rows[ROWS];
-  source_read(run->source, 0, ROWS + BATCH, stream);
+  source_read(run->data.source, 0, ROWS + BATCH, stream);
   for (int n = 0; n < ROWS; n++) {
     tokens[n] = stream[n / SEQ * (SEQ + 1) + n % SEQ];
     targets[n] = stream[n / SEQ * (SEQ + 1) + n % SEQ + 1];

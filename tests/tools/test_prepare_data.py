@@ -7,10 +7,12 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "tests"))
@@ -300,32 +302,21 @@ def test_masked_shards_train():
     assert len(steps) == 3 and any(line["tokens"] < 32 for line in steps), steps
 
 
-def test_multiple_choice():
-    path = temp.lines("quiz.jsonl", [{"ctx": f"Question {i}", "endings": ["one", "two words", "three"], "label": i % 3} for i in range(9)])
-    prepare(path, "--multiple-choice", "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("quiz"))
-    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
-    header, values = read_ints(temp("quiz", "choices.bin"), "<u2")
-    assert header[:3] == (20240522, 1, 9)
-    context, ending = tokenizer.encode("Question 0").ids, tokenizer.encode(" one").ids
-    size = int(values[1]) // 2
-    assert values[:6].tolist() == [65535, size * 2, 0, 0, 3, len(context)]
-    assert values[6:7 + len(context) + len(ending)].tolist() == context + [len(ending)] + ending
-    assert values[size] == 65535 and header[3] >= size * 2
-    assert "of 9 right" in train("--vocab", 401, "--steps", 0, "--val-fraction", 0, "--hellaswag", temp("quiz", "choices.bin"), "--seq-len", 32)
-
-
 def test_one_sentence_when_it_goes_wrong():
     text = temp.write("text.txt", "text")
     broken = temp.write("broken.jsonl", '{"text": "good"}\n{"text"\n')
-    fields = temp.lines("fields.jsonl", [{"body": "text"}])
+    fields = temp.lines("fields.jsonl", [{"body\x1b": "text"}])
     gpt2 = os.path.join(GOLDEN, "gpt2")
     bare = temp.write("bare.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
-    chats = temp.lines("no_content.jsonl", [{"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "x"}]}])
-    strips = temp.write("strips.jinja", "{{ messages[0]['content'].strip() }}")
+    deep = temp.write("deep.jsonl", '{"text": ' + "[" * 100000 + "]" * 100000 + "}\n")
+    chats = temp.lines("chats_here.jsonl", [{"messages": messages(CHATS[1])}])
+    endless = temp.write("endless.jinja", "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}")
+    refuses = temp.write("refuses.jinja", "{{ raise_exception('no system message') }}")
+    divides = temp.write("divides.jinja", "{{ 1 / 0 }}")
+    strips = temp.write("strips.jinja", "{{ messages[0]['content'].strop() }}")
     os.makedirs(temp("damaged"))
     shutil.copy(os.path.join(gpt2, "tokenizer.json"), temp("damaged"))
     temp.write("damaged/tokenizer_config.json", "{")
-    null = temp.lines("null.jsonl", [{"ctx": None, "endings": ["b"], "label": 0}])
     for arguments, part in [
         ([temp("nowhere.txt"), "--tokenizer", gpt2], "there is no file"),
         ([text, "--tokenizer", temp("nowhere")], "names a tokenizer.json or a directory with one"),
@@ -333,23 +324,29 @@ def test_one_sentence_when_it_goes_wrong():
         ([text, "--tokenizer", bare], "name what ends a text with --end-of-text"),
         ([text, "--tokenizer", gpt2, "--end-of-text", "<|no|>"], "has no token <|no|>"),
         ([broken, "--tokenizer", gpt2], "broken.jsonl, byte 17: this line is no JSON"),
-        ([fields, "--tokenizer", gpt2], "has no field text; it has body: name one with --field"),
+        ([deep, "--tokenizer", gpt2], "deep.jsonl, byte 0: this line is no JSON"),
+        ([fields, "--tokenizer", gpt2], "fields.jsonl, byte 0: the record has no field text; it has body\\x1b: name one with --field"),
         ([fields, "--tokenizer", gpt2, "--chat"], "has no field messages"),
         ([text, "--tokenizer", gpt2, "--chat"], "is plain text; conversations come as"),
         ([text, "--train-tokenizer", 5], "make 257 tokens at least"),
+        ([text, "--train-tokenizer", 0], "make 257 tokens at least"),
         ([text, "--tokenizer", gpt2, "--val-fraction", 1], "from 0 to below 1"),
         ([text, "--tokenizer", gpt2, "--shard-tokens", 0], "a shard holds from 1"),
-        ([fields, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
-        ([null, "--tokenizer", gpt2, "--multiple-choice"], "without ctx, endings and label"),
         ([temp.write("empty.jsonl", ""), "--tokenizer", gpt2], "there is no text in"),
-        ([temp.lines("number.jsonl", [{"text": 5}]), "--tokenizer", gpt2], "a record whose text is 5, which is no text"),
-        ([temp("empty.jsonl"), "--tokenizer", gpt2, "--multiple-choice"], "there is no record in"),
-        ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", strips], "'None' has no attribute 'strip'"),
+        ([temp.lines("number.jsonl", [{"text": 5}]), "--tokenizer", gpt2], "number.jsonl, byte 0: the text is 5, which is no text"),
+        ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", strips], "chats_here.jsonl, byte 0: the chat template fails"),
+        ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", endless], "it takes more than 10 seconds"),
+        ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", refuses], "no system message"),
+        ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", divides], "division by zero"),
         ([chats, "--tokenizer", gpt2, "--chat", "--chat-template", temp("nowhere")], "No such file or directory"),
-        ([text, "--tokenizer", temp("damaged")], "damaged/tokenizer_config.json is no JSON: "),
+        ([text, "--tokenizer", temp("damaged")], "damaged/tokenizer_config.json is no JSON ("),
         ([temp.lines("asks.jsonl", [{"messages": [{"role": "user", "content": "?"}]}]), "--tokenizer", gpt2, "--chat"],
          "there is no message of the assistant in"),
         ([text, "--tokenizer", gpt2, "--out", text], "text.txt: File exists"),
+        *([[temp.lines(f"content_{i}.jsonl", [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]}]),
+            "--tokenizer", gpt2, "--chat"], f"content_{i}.jsonl, byte 0: the content of message 1 is {content}, which is no text"]
+          for i, content in enumerate([None, [1], {"a": 1}, 5])),
+        ([temp.lines("loose.jsonl", [{"messages": "hello"}]), "--tokenizer", gpt2, "--chat"], "is no list of messages"),
     ]:
         done = prepare("--out", temp("wrong"), *arguments, expect=1)
         said = [line for line in done.stderr.splitlines() if line.startswith("prepare_data.py: ")]
@@ -357,15 +354,63 @@ def test_one_sentence_when_it_goes_wrong():
         assert not os.path.exists(temp("wrong", "manifest.json"))
 
 
-def test_only_earlier_shards_are_replaced():
-    gpt2 = os.path.join(GOLDEN, "gpt2")
-    os.makedirs(temp("kept"))
-    notes, text = temp.write("kept/train_notes.txt", "mine"), temp.write("kept/train_000007.bin", "text of mine")
-    old = temp.write("kept/val_000003.bin", "an earlier shard")
-    done = prepare(text, "--tokenizer", gpt2, "--out", temp("kept"), expect=1)
-    assert "is an input" in done.stderr and os.path.exists(text), done.stderr
-    prepare(notes, "--tokenizer", gpt2, "--out", temp("kept"), "--val-fraction", 0)
-    assert os.path.exists(notes) and not os.path.exists(old) and not os.path.exists(text)
+def snapshot(folder):
+    """Each name with what it holds, or where it links to."""
+    return {name: os.readlink(path) if os.path.islink(path) else open(path, "rb").read()
+            for name in sorted(os.listdir(folder)) for path in [os.path.join(folder, name)]}
+
+
+def test_a_failed_run_keeps_what_was_there():
+    gpt2, text = os.path.join(GOLDEN, "gpt2"), temp.write("good.txt", prose(9, 3000))
+    prepare(text, "--tokenizer", gpt2, "--out", temp("again"), "--val-fraction", 0, "--shard-tokens", 1000)
+    before, notes = snapshot(temp("again")), temp.write("again/train_notes.txt", "mine")
+    before["train_notes.txt"] = b"mine"
+    records = temp.lines("late.jsonl", [{"text": "good"}] * 100 + [{"body": "bad"}])
+    prepare(records, "--tokenizer", gpt2, "--out", temp("again"), expect=1)
+    slow = temp.write("slow.jinja", "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3)
+    chats = temp.lines("one.jsonl", [{"messages": messages(CHATS[1])}])
+    running = subprocess.Popen([sys.executable, os.path.join(ROOT, "tools", "prepare_data.py"), chats, "--chat", "--tokenizer", gpt2,
+                                "--chat-template", slow, "--out", temp("again")], stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
+    while not os.path.exists(temp("again", ".prepare_data.partial", "generation_config.json")):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate()[1]
+    assert running.returncode == 1 and said.count("\n") == 1 and "interrupted" in said, said
+    assert snapshot(temp("again")) == before
+    # A run that ends well replaces all of the earlier run's and nothing else.
+    prepare(notes, "--tokenizer", gpt2, "--out", temp("again"), "--val-fraction", 0)
+    assert sorted(snapshot(temp("again"))) == ["generation_config.json", "manifest.json", "tokenizer.json", "tokenizer_config.json",
+                                               "train_000000.bin", "train_000000.ends", "train_notes.txt"]
+
+
+def test_only_its_own_is_replaced():
+    gpt2, text = os.path.join(GOLDEN, "gpt2"), temp.write("plain.txt", "some text\n")
+    for number, (name, content) in enumerate([("tokenizer.json", "{}"), ("generation_config.json", "{}"), ("train_000007.bin", "mine"),
+                                              ("manifest.json", '{"text": "an input"}\n')]):
+        folder = temp(f"foreign{number}")
+        os.makedirs(folder)
+        foreign = temp.write(f"foreign{number}/{name}", content)
+        for arguments in [text, "--train-tokenizer", 300], [text, "--tokenizer", gpt2], [foreign, "--tokenizer", gpt2]:
+            done = prepare(*arguments, "--out", folder, expect=1)
+            assert ("is an input" if arguments[0] == foreign else "is not of an earlier run") in done.stderr, done.stderr
+            assert snapshot(folder) == {name: content.encode()}
+    prepare(text, "--tokenizer", gpt2, "--out", temp("linked"), "--val-fraction", 0)
+    kept = temp.write("kept.json", "mine")
+    os.remove(temp("linked", "tokenizer.json"))
+    os.symlink(kept, temp("linked", "tokenizer.json"))
+    before = snapshot(temp("linked"))
+    prepare(text, "--tokenizer", gpt2, "--out", temp("linked"), expect=1)
+    assert snapshot(temp("linked")) == before and open(kept).read() == "mine"
+
+
+def test_surrogates_are_replaced():
+    path = temp.write("halves.jsonl", '{"text": "a\\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n')
+    done = prepare(path, "--tokenizer", os.path.join(GOLDEN, "gpt2"), "--out", temp("halves"), "--val-fraction", 0)
+    assert "1 characters were no UTF-8" in done.stdout
+    tokenizer = Tokenizer.from_file(os.path.join(GOLDEN, "gpt2", "tokenizer.json"))
+    assert read_shards(temp("halves"))[1] == expected(tokenizer, ["a\ufffd b", "\U0001f600"])
 
 
 failed = tap.run({name: test for name, test in list(globals().items()) if name.startswith("test_")})

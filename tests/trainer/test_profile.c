@@ -1,21 +1,9 @@
-// --profile and MFU: what is counted where, with and without streams, in whole runs; the flops and peaks of MFU.
-#include "base/json.h"
+// --profile and MFU: what is counted where, with and without streams; the flops and peaks of MFU. test_profile.py has whole
+// runs.
 #include "kernels/profile.h"
-#include "model/config.h"
 #include "tests/process.h"
 #include "tests/runs.h"
 #include "trainer/report.h"
-#include "trainer/speed.h"
-
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
 
 #define JOB                                                                                                  \
   "--model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 3 "                   \
@@ -58,30 +46,16 @@ static void take(StreamKind stream, double seconds) {
   now[stream] = fmax(now[stream], now[STREAM_COMPUTE]) + seconds;
 }
 
-static void fake_linear_forward(Backend *backend, const LinearForward *a) {
-  (void)backend, (void)a;
-  take(STREAM_COMPUTE, 3);
-}
-
-static void fake_all_reduce(Backend *backend, const Collective *a) {
-  (void)backend, (void)a;
-  take(STREAM_COMPUTE, 6); // of one rank, on the compute stream
-}
-
-static void fake_copy_in(Backend *backend, const Copy *a) {
-  (void)backend, (void)a;
-  take(STREAM_COPY_IN, 5);
-}
-
-static void fake_copy_out(Backend *backend, const Copy *a) {
-  (void)backend, (void)a;
-  take(STREAM_COPY_OUT, 1);
-}
-
-static void fake_adamw(Backend *backend, const AdamW *a) {
-  (void)backend;
-  take(a->async ? STREAM_COPY_IN : STREAM_COMPUTE, 4);
-}
+#define FAKE(fake, Arguments, stream, seconds)                                                               \
+  static void fake(Backend *backend, const Arguments *a) {                                                   \
+    (void)backend, (void)a;                                                                                  \
+    take(stream, seconds);                                                                                   \
+  }
+FAKE(fake_linear_forward, LinearForward, STREAM_COMPUTE, 3)
+FAKE(fake_all_reduce, Collective, STREAM_COMPUTE, 6) // of one rank, on the compute stream
+FAKE(fake_copy_in, Copy, STREAM_COPY_IN, 5)
+FAKE(fake_copy_out, Copy, STREAM_COPY_OUT, 1)
+FAKE(fake_adamw, AdamW, a->async ? STREAM_COPY_IN : STREAM_COMPUTE, 4)
 
 static void fake_copies_join(Backend *backend, int64_t in, int64_t out) {
   (void)backend, (void)in, (void)out;
@@ -116,8 +90,7 @@ static void one_fake_step(Backend *backend, Tensor m, Tensor v, Tensor one) {
   profile_phase(backend, PHASE_NONE);
 }
 
-static void test_streams(void **state) {
-  (void)state;
+TEST(test_streams) {
   Harness *h = harness_open("cpu");
   Backend *backend = h->backend;
   const BackendOps *cpu = backend->ops;
@@ -154,6 +127,9 @@ static void test_streams(void **state) {
     assert_group(t, PROFILE_COPIES, 3 * step, 7 * step, 11 * step);
     assert_group(t, PROFILE_OPTIMIZER, step, step, 4 * step);
     assert_group(t, PROFILE_IDLE, 0, 2 * step, 0);
+    assert_true(t->groups[PROFILE_GEMMS].flops == 128 * step && t->groups[PROFILE_GEMMS].bytes == 0);
+    assert_true(t->groups[PROFILE_COPIES].bytes == 3 * 16 * step);
+    assert_true(t->groups[PROFILE_OPTIMIZER].bytes == (16 + 2 * 3 * 16) * step); // no master weights
   }
   assert_int_equal(events_created, created); // they are used again
 
@@ -184,13 +160,22 @@ static void check_steps(const char *backend, const char *options, bool copies) {
     StepResult want = run_step(plain, step), got = run_step(run, step);
     assert_true(want.loss == got.loss && want.grad_norm == got.grad_norm);
   }
-  trainer_validate(&run->trainer, &run->loader, 1); // no step's
+  trainer_validate(&run->trainer, &run->data.loader, 1); // no step's
   const ProfileTotals *t = profile_collect(run->h->backend);
   assert_int_equal(t->steps, STEPS);
   // The head's GEMMs are not among them.
   assert_int_equal(t->groups[PROFILE_GEMMS].calls, STEPS * MICRO_STEPS * LAYERS * 12);
-  assert_int_equal(t->groups[PROFILE_ATTENTION].calls, STEPS * MICRO_STEPS * LAYERS * 2);
+  assert_int_equal(t->groups[PROFILE_ATTENTION_FORWARD].calls, STEPS * MICRO_STEPS * LAYERS);
+  assert_int_equal(t->groups[PROFILE_ATTENTION_BACKWARD].calls, STEPS * MICRO_STEPS * LAYERS);
   assert_int_equal(t->groups[PROFILE_EMBEDDING].calls, STEPS * MICRO_STEPS * 2);
+  // 6 flops per weight of the layers and token, again for what is recomputed; attention: 2 heads of 8, 16 tokens, 2 sequences.
+  double weights = LAYERS * (16 * 32 + 16 * 16 + 3 * 16 * 24), tokens = STEPS * 64;
+  assert_true(t->groups[PROFILE_GEMMS].flops >= 6 * weights * tokens);
+  assert_true(t->groups[PROFILE_HEAD_LOSS].flops == 6 * 300 * 16 * tokens);
+  assert_true(t->groups[PROFILE_ATTENTION_FORWARD].flops ==
+              2.0 * STEPS * MICRO_STEPS * LAYERS * 2 * 2 * 16 * 16 * 8);
+  assert_true(t->groups[PROFILE_ATTENTION_BACKWARD].flops ==
+              2.5 * t->groups[PROFILE_ATTENTION_FORWARD].flops);
   double sum = 0;
   for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
     assert_true(t->groups[g].seconds >= 0);
@@ -206,112 +191,19 @@ static void check_steps(const char *backend, const char *options, bool copies) {
   run_close(run);
 }
 
-static void test_steps(void **state) {
-  (void)state;
+TEST(test_steps) {
   static const char *const backends[] = {"cpu", "cuda"};
   for (int i = 0; i < 2; i++) {
     check_steps(backends[i], "", false);
     check_steps(backends[i], "--materialized-logits", false);
-    check_steps(backends[i], "--recompute elementwise --offload weights,gradients,optimizer,head", true);
+    check_steps(backends[i], "--recompute elementwise --offload weights,gradients,optimizer", true);
   }
-}
-
-// --- whole runs ---------------------------------------------------------------------------------------------
-
-static cJSON *record_of(const char *log, const char *event) {
-  char *text = read_text(log), *rest = NULL;
-  cJSON *found = NULL;
-  for (char *line = strtok_r(text, "\n", &rest); line && !found; line = strtok_r(NULL, "\n", &rest)) {
-    cJSON *record = cJSON_Parse(line);
-    assert_non_null(record);
-    if (json_is(record, "event", event))
-      found = record;
-    else
-      cJSON_Delete(record);
-  }
-  free(text);
-  assert_non_null(found);
-  return found;
-}
-
-static double number_of(const cJSON *record, const char *name) {
-  const cJSON *item = json_member(record, name);
-  if (!cJSON_IsNumber(item)) fail_msg("no number %s", name);
-  return item->valuedouble;
-}
-
-// The summary's groups against each other and the printed table.
-static void check_run(Output o, const char *log, const char *group) {
-  if (o.status) fail_msg("%s", o.err);
-  cJSON *summary = record_of(log, "summary");
-  const cJSON *groups = json_member(summary, "profile"), *of;
-  assert_int_equal(cJSON_GetArraySize(groups), PROFILE_GROUP_COUNT);
-  double sum = 0;
-  cJSON_ArrayForEach(of, groups) {
-    char row[64];
-    double calls = cJSON_GetArrayItem(of, 0)->valuedouble, seconds = cJSON_GetArrayItem(of, 1)->valuedouble;
-    sum += seconds;
-    assert_int_equal(cJSON_GetArraySize(of), 3);
-    snprintf(row, sizeof row, "\n  %-34s %10.6g %12.2f", of->string, calls, 1e3 * seconds);
-    if (calls > 0) assert_says(o.out, row);
-  }
-  assert_true(cJSON_GetArrayItem(json_member(groups, group), 0)->valuedouble > 0);
-  char all[64];
-  snprintf(all, sizeof all, "\n  %-34s %10s %12.2f\n", "all together", "", 1e3 * sum);
-  assert_says(o.out, all);
-  assert_says(o.out, "a step's time");
-  assert_says(o.out, ", mean of 4 ");
-  cJSON_Delete(summary);
-  output_free(&o);
-}
-
-static void test_runs(void **state) {
-  (void)state;
-  const char *log = temp_path("profile.jsonl");
-  Output o = train(JOB "--device cpu --steps 6 --sample-every 0 --profile --compare-modes --log %s", log);
-  assert_non_null(strstr(o.out, "materialized, measured"));
-  check_run(o, log, "LM head + loss");
-  check_run(train(JOB
-                  "--device cpu --steps 6 --sample-every 0 --profile --offload optimizer,weights --log %s",
-                  log),
-            log, "copies");
-  o = train(JOB "--device cpu --steps 6 --sample-every 0 --log %s", log);
-  cJSON *summary = record_of(log, "summary");
-  assert_null(strstr(o.out, "a step's time"));
-  assert_null(json_member(summary, "profile"));
-  assert_null(json_member(summary, "mfu")); // a CPU has no peak
-  cJSON_Delete(summary);
-  output_free(&o);
-}
-
-static void test_few_steps(void **state) {
-  (void)state;
-  Output o = train(JOB "--device cpu --steps 2 --sample-every 0 --profile");
-  assert_int_equal(o.status, 0);
-  assert_says(o.out, "profile  none: it begins after 2 steps\n");
-  output_free(&o);
-  o = train("--eval-only --init nowhere --profile");
-  assert_int_equal(o.status, 1);
-  assert_says(o.err, "--eval-only trains nothing: leave out --profile");
-  output_free(&o);
-}
-
-static void test_ranks(void **state) {
-  (void)state;
-  if (!can_launch()) skip();
-  const char *log = temp_path("ranks.jsonl");
-  const char *device = getenv("LCE_GPU_RANKS") ? "cuda" : "cpu";
-  for (int zero = 0; zero <= 2; zero++)
-    check_run(train_ranks(2, JOB "--device %s --steps 6 --sample-every 0 --zero %d --profile --log %s",
-                          device, zero, log),
-              log, "communication");
 }
 
 // --- MFU ----------------------------------------------------------------------------------------------------
 
 // Llama 3.2 1B by hand: H 2048, 32 heads of 64 and 8 of keys and values, F 8192, V 128256, 16 layers.
-static void test_flops(void **state) {
-  (void)state;
+TEST(test_flops) {
   ModelConfig config = model_preset("llama-1b");
   double layer = 2048.0 * (2048 + 2 * 512) + 2048.0 * 2048 + 3 * 2048.0 * 8192;
   double want = 6 * (16 * layer + 128256.0 * 2048) + 6.0 * 16 * 4096 * 2048;
@@ -319,32 +211,31 @@ static void test_flops(void **state) {
   assert_true(fabs(model_flops_per_token(&config, 4096) / want - 1) < 1e-12);
 }
 
-static void test_peaks(void **state) {
-  (void)state;
-  static const struct {
-    const char *name;
-    double peak;
-  } gpus[] = {{"NVIDIA H200, CUDA 13.0", 989e12},
-              {"NVIDIA H100 80GB HBM3", 989e12},
-              {"NVIDIA H100 PCIe", 756e12},
-              {"NVIDIA H100 NVL", 835e12},
-              {"NVIDIA H200 NVL", 835e12},
-              {"NVIDIA GH200 480GB", 989e12},
-              {"NVIDIA A100-SXM4-80GB", 312e12},
-              {"NVIDIA A100 80GB PCIe", 312e12},
-              {"NVIDIA B200", 2250e12},
-              {"NVIDIA GB200", 2500e12},
-              {"NVIDIA L40S", 362e12},
-              {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", NAN},
-              {"NVIDIA H20", NAN},
-              {"NVIDIA A10", NAN},
-              {"NVIDIA GeForce RTX 4090", NAN},
-              {"CPU, 2 threads, OpenBLAS", NAN}};
-  for (size_t i = 0; i < sizeof gpus / sizeof *gpus; i++) {
-    double got = gpu_peak_flops(gpus[i].name);
-    if (isnan(gpus[i].peak) ? !isnan(got) : got != gpus[i].peak)
-      fail_msg("%s: %g, not %g", gpus[i].name, got, gpus[i].peak);
-  }
+TEST(test_peaks) {
+  assert_true(gpu_peak_flops("NVIDIA H200, CUDA 13.0") == 989e12);
+  assert_true(gpu_peak_flops("NVIDIA H100 PCIe") == 756e12);
+  assert_true(gpu_peak_flops("NVIDIA H200 NVL") == 835e12);
+  assert_true(gpu_peak_flops("NVIDIA A100 80GB PCIe") == 312e12);
+  assert_true(gpu_peak_flops("NVIDIA GB200") == 2500e12);
+  const char *const unknown[] = {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A10",
+                                 "CPU, 2 threads, OpenBLAS"};
+  for (int i = 0; i < 4; i++) assert_true(isnan(gpu_peak_flops(unknown[i])));
+}
+
+// The number of that name in a log's record of the event; NaN where there is none.
+static double logged(const char *log, const char *event, const char *name) {
+  char *text = read_text(log), start[64], member[64];
+  snprintf(start, sizeof start, "{\"event\":\"%s\"", event);
+  snprintf(member, sizeof member, "\"%s\":", name);
+  char *record = strstr(text, start), *end = record ? strchr(record, '\n') : NULL;
+  if (end)
+    *end = 0;
+  else
+    fail_msg("there is no %s in: %s", event, text);
+  const char *at = strstr(record, member);
+  double number = at ? strtod(at + strlen(member), NULL) : NAN;
+  free(text);
+  return number;
 }
 
 // What is logged on a GPU: here the report is given an H200's name.
@@ -362,32 +253,22 @@ static void check_report(Dtype dtype, const char *device, double peak) {
   StepResult result = run_step(run, 0);
   report_steps(&r, &run->trainer, &result, 1, seconds);
   report_close(&r);
-  cJSON *start = record_of(log, "start"), *step = record_of(log, "step");
-  if (isnan(peak)) {
-    assert_null(json_member(start, "peak_flops_per_second"));
-    assert_null(json_member(step, "mfu"));
-  } else {
-    double flops = model_flops_per_token(&o.model, 16) * 32;
-    assert_true(number_of(start, "peak_flops_per_second") == RANKS * peak);
-    assert_true(fabs(number_of(step, "mfu") / (flops / (RANKS * peak) / seconds) - 1) < 1e-12);
-  }
-  cJSON_Delete(start);
-  cJSON_Delete(step);
+  double flops = model_flops_per_token(&o.model, 16) * 32, mfu = logged(log, "step", "mfu");
+  double logged_peak = logged(log, "start", "peak_flops_per_second");
+  if (isnan(peak))
+    assert_true(isnan(logged_peak) && isnan(mfu));
+  else
+    assert_true(logged_peak == RANKS * peak && fabs(mfu / (flops / (RANKS * peak) / seconds) - 1) < 1e-12);
   harness_close(h);
   run_close(run);
 }
 
-static void test_mfu(void **state) {
-  (void)state;
+TEST(test_mfu) {
   check_report(DTYPE_BF16, "NVIDIA H200, CUDA 13.0", 989e12);
   check_report(DTYPE_F32, "NVIDIA H200, CUDA 13.0", NAN); // another peak
   check_report(DTYPE_BF16, "NVIDIA Unheard Of, CUDA 13.0", NAN);
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_streams), cmocka_unit_test(test_steps),
-                                     cmocka_unit_test(test_runs),    cmocka_unit_test(test_few_steps),
-                                     cmocka_unit_test(test_ranks),   cmocka_unit_test(test_flops),
-                                     cmocka_unit_test(test_peaks),   cmocka_unit_test(test_mfu)};
-  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+  return tests_run("profile", make_temp_dir, remove_temp_dir);
 }

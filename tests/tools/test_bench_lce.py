@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""tools/bench_lce: its loss at a trained state is the one that ./train evaluates, a plan is what a run holds, tiles are dropped
+as M0 says, every rung is timed, and what cannot be read or timed is refused in one sentence."""
+import json
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from program import TOOLS, main, need_ranks, once, run, train, write_shard  # noqa: E402
+
+SMALL = "--tokens 20 --hidden-size 8 --vocab 500 --chunk 20 --repeat 1".split()
+FOLDER = pathlib.Path()
+MODEL = ("--device cpu --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 2 --num-attention-heads 2 "
+         "--max-position-embeddings 64 --seq-len 16 --batch 2 --sample-every 0 --data {} --save {} ")
+
+
+def bench(*words, **how):
+    return run(TOOLS / "bench_lce", *words, **how)
+
+
+def rows(*words, **how):
+    """The lines of --json, by name."""
+    lines = [json.loads(line) for line in bench("--json", *words, **how).ok().out.splitlines()]
+    return {line.get("name", line["event"]): line for line in lines}
+
+
+@once
+def files(folder):
+    """Two models, gpt2 and llama, and text; whichever test comes first makes them in its folder."""
+    corpus, text = folder / "corpus", folder / "sequence"
+    corpus.write_text("abc of a corpus, " * 200)
+    text.write_text("sixteen and one, ")  # 16 targets
+    for name, model in (("gpt2", "gpt2-tiny"), ("llama", "llama-tiny --untie-word-embeddings")):
+        train(MODEL.format(corpus, folder / name) + f"--steps 20 --model {model}").ok()
+    return folder
+
+
+def test_trained_states(folder):
+    at = files(FOLDER)
+    for model in "gpt2", "llama":
+        evaluated = train(f"--device cpu --eval-only --init {at / model} --seq-len 16 --data {at / 'corpus'} --val-data {at / 'sequence'}").ok()
+        want = float(evaluated.out.split("validation loss ")[1].split()[0])
+        state = ["--checkpoint", at / model, "--data", at / "sequence", "--seq-len", 16, "--tokens", 16, "--chunk", 5, "--repeat", 1]
+        found = rows(*state)
+        assert found["loss"]["targets"] == 16 and abs(found["loss"]["loss"] - want) < 2e-4, (found, want)
+        assert (found["fused, chunk 5"]["hidden_size"], found["fused, chunk 5"]["vocab_size"]) == (16, 300)
+        bench(*state).ok(": N 16, H 16, V 300\n", f"  loss {found['loss']['loss']:.4f} over 16 targets\n", "three plain GEMMs")
+    (at / "llama" / "tokenizer.json").write_text("{}")  # its tokens are not bytes
+    warned = bench("--checkpoint", at / "llama", "--data", at / "corpus", "--seq-len", 16, "--tokens", 16, "--repeat", 1).ok()
+    assert "corpus is read byte by byte, though " in warned.err, warned
+
+
+def test_sampled_tiles(folder):
+    at = files(FOLDER)
+    for state in (["--checkpoint", at / "gpt2", "--data", at / "corpus", "--seq-len", 16, "--tokens", 37],  # which no sequence divides
+                  ["--tokens", 37, "--hidden-size", 8, "--vocab", 500]):
+        found = rows(*state, "--chunk", "37,8", "--sample", "1e-30,1e6", "--terms", "--repeat", 1)
+        for name, dropped in (("M0 1e-30, chunk {}", 0), ("M0 1e+06, chunk {}", 1)):
+            for chunk in 37, 8:
+                row = found[name.format(chunk)]
+                assert row["dropped_tiles"] == dropped and (row["dropped_mass"] > 0) == dropped, row
+        assert found["+ sampling, all kept"]["dropped_tiles"] == 0 and "dropped_tiles" in found["+ sampling"]
+        assert found["+ z-loss"]["term"] == "z-loss" and "base_seconds" in found["+ z-loss"]
+
+
+def test_a_plan_is_what_a_run_holds(folder):
+    planned, run_ = rows(*SMALL, "--materialized", "--terms", "--plan"), rows(*SMALL, "--materialized", "--terms")
+    assert list(planned) == list(run_) and "materialized" in run_
+    for name, row in planned.items():
+        assert {**run_[name], **row} == run_[name], (row, run_[name])
+        assert "seconds" not in row and row["ledger_bytes"] > row["layer_bytes"] > 0 < row["loss_alone_bytes"]
+        assert run_[name]["seconds"] > 0 and run_[name]["ratio"] > 0
+    # 19.57 GiB of logits at the size of pytorch/pytorch#124480, on a GPU that need not be here.
+    size = "--plan --device cuda --tokens 81920 --hidden-size 4096 --vocab 128256 --materialized --chunk 4096".split()
+    whole = rows(*size)["materialized"]
+    assert 19.56 < whole["layer_bytes"] / 2**30 < 19.58 and whole["dtype"] == "bf16"
+    assert rows(*size, "--dtype", "fp32")["materialized"]["layer_bytes"] > 1.99 * whole["layer_bytes"]
+    bench(*size).ok("plan for cuda", "fused, chunk 4096", "GiB")
+
+
+def test_the_ladder(folder):
+    found = rows(*SMALL, "--ladder")
+    assert [row["rung"] for row in found.values()] == [1, 2, 3, 4, 5, 6]
+    assert all(row["seconds"] > 0 and row["floor_seconds"] > 0 and row["layer_bytes"] > 0 for row in found.values())
+    bench(*SMALL, "--ladder").ok("1 materialized fp32 logits", "6 linear_cross_entropy")
+
+
+def test_ranks(folder):
+    need_ranks()
+    found = rows(*SMALL, ranks=2)
+    assert found["split, chunk 20"]["ranks"] == 2 and found["split, chunk 20"]["base_seconds"] > 0
+
+
+def test_refusals(folder):
+    at = files(FOLDER)
+    model, corpus = at / "gpt2", at / "corpus"
+    train(MODEL.format(corpus, folder / "capped") + "--steps 1 --model llama-tiny --logit-softcap 30").ok()
+    write_shard(folder / "other.bin", [5000] * 40)
+    state = ["--checkpoint", model, "--data", corpus]
+    for part, *words in (
+            ("the model has its own sizes", *state, "--vocab", 300), ("the model has its own sizes", *state, "--hidden-size", 16),
+            ("name the text or shards to read with --data PATH\n", "--checkpoint", model),
+            ("--data is what a model reads: name the model with --checkpoint DIR\n", "--data", corpus),
+            ("--seq-len is what a model reads", "--seq-len", 16),
+            ("missing/config.json does not exist; name a directory", "--checkpoint", folder / "missing", "--data", corpus),
+            ("cannot read ", "--checkpoint", model, "--data", folder / "missing"),
+            ("--seq-len 65 is longer than the 64 positions of ", *state, "--seq-len", 65),
+            ("sequence has 1 sequences of 16 tokens, and 17 tokens need 2: lower --tokens or name more --data\n",
+             "--checkpoint", model, "--data", at / "sequence", "--seq-len", 16, "--tokens", 17),
+            ("capped has a logit soft-cap, which is timed only as one of --terms", "--checkpoint", folder / "capped", "--data", corpus),
+            ("has id 5000 and the vocabulary has 300", "--checkpoint", model, "--data", folder / "other.bin"),
+            ("--sample 0: give a number from 1e-30", "--sample", "1,0"), ("--sample one: give a number", "--sample", "one"),
+            ("--sample: give at most 32\n", "--sample", ",".join("1" * 33)), ("--chunk 0: give a whole number", "--chunk", "8,0"),
+            ("the CPU computes in fp32 only", "--dtype", "bf16"), ("a plan computes nothing", "--plan", "--ladder"),
+            ("the ladder has six rungs", "--ladder", "--terms"), ("--device cuda: ", "--device", "cuda"),
+            ("materialized needs ", "--json", "--tokens", 2**22, "--vocab", 2**22, "--chunk", 1, "--materialized")):
+        refused = bench(*words).refused(part)
+        assert not refused.out, refused
+
+
+if __name__ == "__main__":
+    import tempfile
+    with tempfile.TemporaryDirectory(prefix="lce-bench-") as root:
+        FOLDER = pathlib.Path(root)
+        main(globals())

@@ -1,0 +1,548 @@
+#!/usr/bin/env python3
+"""./train's command line: what it refuses, in one sentence that says what would do, what it prints, and what short runs write."""
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import signal
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, once, read_log, run, start, tensors,  # noqa: E402
+                     train, write_shard)
+
+ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
+
+# --- refusals that follow from the table of options -----------------------------------------------------------
+
+# What options take. One that is not here is tested by what it says that it takes.
+TAKES = {
+    "a whole number from 1 to 2147483647":
+        "batch seq-len vocab hidden-size intermediate-size num-attention-heads num-key-value-heads head-dim "
+        "max-position-embeddings lce-chunk",
+    "a whole number from 1 to 10000": "num-layers",
+    "a whole number from 1 to 1099511627776": "total-batch",
+    "a whole number from 1 to 1073741824": "lce-memory",
+    "a whole number from 1 to 1048576": "sample-tokens ranks",
+    "a whole number from 0 to 1099511627776": "steps warmup save-every",
+    "a whole number from 0 to 9223372036854775807": "seed",
+    "a whole number from 0 to 2147483647": "eval-every eval-batches sample-every top-k keep recompute-layers mlp-chunk",
+    "a whole number from -1 to 2147483647": "end-of-text",
+    "a whole number from 0 to 2": "zero",
+    "a number from 0 to 100": "lr weight-decay temperature",
+    "a number from 0 to 1": "min-lr decay-share label-smoothing",
+    "a number from 0 to 0.999999": "beta1 beta2",
+    "a number from 1e-30 to 1": "epsilon",
+    "a number from 0 to 1e+30": "grad-clip",
+    "a number from 0 to 0.999": "val-fraction",
+    "a number from 1e-09 to 1": "top-p",
+    "a number from 0 to 1e+06": "lce-sample z-loss",
+    "a number from 1 to 1e+06": "timeout",
+    "a number from 1e-06 to 1e+06": "device-memory",
+    "cosine, linear, constant or wsd": "schedule",
+    "auto, cpu or cuda": "device",
+    "fp32 or bf16": "dtype grad-dtype moment-dtype save-dtype",
+    "none, elementwise, mlp or layer": "recompute",
+    "shuffled or sequential": "data-order",
+    "none or documents": "pack",
+}
+
+
+@once
+def options():
+    """{name: whether it takes a value} of all options that --help lists."""
+    rows = re.findall(r"^ {6}--([a-z0-9-]+)(=)?", train("--help").ok().out, re.M)
+    assert len(rows) > 70, rows
+    return {name: bool(value) for name, value in rows}
+
+
+def wrong_values(takes):
+    """What an option refuses that takes such values."""
+    numbers = re.fullmatch("a (whole )?number from (.*) to (.*)", takes)
+    if not numbers:
+        words = re.split(", | or ", takes)
+        return [wrong for word in words for wrong in (word + "x", word[:-1], word.upper(), word + ",")]
+    whole, low, high = numbers[1], float(numbers[2]), float(numbers[3])
+    if whole:
+        return [str(int(numbers[2]) - 1), str(int(numbers[3]) + 1), "1.5", "4x", "99999999999999999999"]
+    return ["nan", "inf", "1e-3x", repr(low / 2 if low > 0 else -1e-6), repr(high * 1.01)]
+
+
+def test_each_option_refuses_wrong_values(folder):
+    takes = {name: words for words, names in TAKES.items() for name in names.split()}
+    for name, has_value in options().items():
+        if not has_value:
+            continue
+        sentence = re.fullmatch(r"lce: --\S+ x: give (a .*number from .*|[a-z0-9]+(, [a-z0-9]+)* or [a-z0-9]+)\n",
+                                train(f"--{name} x --plan", cwd=folder).err)
+        if sentence:
+            assert takes.get(name, sentence[1]) == sentence[1], f"--{name} takes {sentence[1]}"
+            for value in ["", *wrong_values(sentence[1])]:
+                output = train(f"--{name}={value} --plan", cwd=folder).refused()
+                assert output.err == f"lce: --{name} {value}: give {sentence[1]}\n", output
+        else:
+            assert name not in takes, name
+    (folder / "x").unlink(missing_ok=True)  # what --plan writes with --log x
+    assert not os.listdir(folder), "refused, and written all the same"
+
+
+# What argp itself refuses: an exit status of its own, and where to read on.
+def test_words_that_are_no_options(folder):
+    for name, has_value in options().items():
+        line, says = (f"--{name}", "requires an argument") if has_value else (f"--{name}=7", "doesn't allow an argument")
+        output = train(line, cwd=folder)
+        assert output.status == 64 and f"option '--{name}' {says}" in output.err and "--help" in output.err, output
+    for line, says in {"--vocabulary 7": "unrecognized option '--vocabulary'", "-x": "invalid option -- 'x'",
+                       "--e": "option '--e' is ambiguous"}.items():
+        output = train(line, cwd=folder)
+        assert output.status == 64 and says in output.err and "--help" in output.err, output
+
+
+EXCLUSIONS = [
+    ("fused-lce", "materialized-logits", "give one of them"),
+    ("tie-word-embeddings", "untie-word-embeddings", "give one of them"),
+    ("master-weights", "no-master-weights", "give one of them"),
+    ("fp8", "no-fp8", "give one of them"),
+    ("plan", "fit", "each prints its answer and ends"),
+    ("lce-chunk 64", "lce-memory 64", "both choose the chunk"),
+    ("materialized-logits", "lce-chunk 64", "chunks and sampling belong to --fused-lce"),
+    ("materialized-logits", "lce-memory 64", "chunks and sampling belong to --fused-lce"),
+    ("materialized-logits", "lce-sample 1", "chunks and sampling belong to --fused-lce"),
+    ("metrics", "lce-sample 1", "sampling acts on exponentials, and metrics need logits"),
+    ("vocab-parallel", "materialized-logits", "a split head computes only sums over its rows"),
+    ("vocab-parallel", "compare-modes", "a split head computes only sums over its rows"),
+    ("vocab-parallel", "metrics", "a split head computes only sums over its rows"),
+    ("val-data a", "val-fraction 0.1", "nothing is held out where there is separate validation data"),
+    ("pack documents", "dump x", "what a dump is compared with reads sequences"),
+    ("init a", "model gpt2-tiny", "both say what the model is"),
+]
+
+
+def test_options_exclude_each_other(folder):
+    for a, b, why in EXCLUSIONS:
+        for first, second in ((a, b), (b, a)):
+            output = train(f"--steps 0 --{first} --{second}", cwd=folder).refused(why)
+            names = {a.split()[0], b.split()[0]}
+            assert names == set(re.match("lce: --(.*) and --(.*) exclude each other", output.err).groups()), output
+    assert not os.listdir(folder)
+
+
+# What would exclude each other does not where one of the two is 0, "none".
+def test_possible_combinations(folder):
+    for line in ("--metrics --lce-sample 0", "--materialized-logits --lce-sample 0", "--steps 10 --warmup 10",
+                 "--tie-word-embeddings --tie-word-embeddings", "--model gpt2-tiny --num-key-value-heads 4"):
+        train(f"--device cpu --plan {line}").ok()
+
+
+# --- refusals of their own --------------------------------------------------------------------------------------
+
+REFUSED = [
+    ("--model gpt5", "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m"),
+    ("--offload weights,moments", "give one or more of weights, gradients, optimizer"),
+    ("--offload weights,", "--offload weights,: give one or more of "),
+    ("--prompt ''", "--prompt: give at least one character"),
+    ("corpus.txt", "'corpus.txt' is not an option; paths are given with --data PATH"),
+    ("--steps 5 7", "'7' is not an option"),
+    ("--recompute-layers 1", "says in how many layers to recompute, and not what: add --recompute"),
+    ("--recompute layer --recompute-layers 99", "99: the model has 4 layers; leave it out, or give 0, for all of them"),
+    ("--mlp-chunk 8 --recompute mlp", "--mlp-chunk drops a chunk's activations before the next one: add --recompute layer"),
+    ("--fp8 --seq-len 100", "--fp8 takes multiples of 16, and --seq-len is 100"),
+    ("--fp8 --mlp-chunk 30 --recompute layer", "--fp8 takes multiples of 16, and --mlp-chunk is 30"),
+    ("--fp8 --head-dim 20", "--fp8 takes multiples of 16, and key/value heads x head size is 40"),
+    ("--fp8 --device cuda --dtype fp32 --plan", "--fp8 reads and writes bf16 on cuda, and not fp32"),
+    ("--fp8 --plan --model llama-8b --total-batch 8192 --device cuda --device-memory 5", "--seq-len 16 needs "),
+    ("--offload activations", "from which all else is computed again: add --recompute layer"),
+    ("--offload optimizer --num-layers 10000 --hidden-size 65536", "of this machine's memory and "),
+    ("--pack documents --data-order sequential", "fits documents into windows: leave out one of them"),
+    ("--pack documents --end-of-text 60000 --vocab 60000", "--end-of-text 60000: the vocabulary has 60000"),
+    ("--end-of-text 5", "--end-of-text says where documents end, which only --pack documents asks for"),
+    ("--init a --resume b", "--init begins with the model in a and --resume with the checkpoint in b"),
+    ("--resume auto", "--resume auto looks for checkpoints in --save DIR; give that too"),
+    ("--keep 2", "--keep says how many checkpoints to keep, and not where: add --save DIR"),
+    ("--save-every 2", "--save-every says when to save, and not where: add --save DIR"),
+    ("--vocab-parallel", "add --zero 1 or --zero 2"),
+    ("--vocab-parallel --zero 1 --logit-softcap 30", "--vocab-parallel has no logit soft-cap"),
+    ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
+    ("--model gpt2-tiny --rope-theta 10000", "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"),
+    ("--rope-theta 0", "--rope-theta 0: give a number from 1 to "),
+    ("--logit-softcap 30 --lce-sample 1", "and a soft-cap of 30 on logits; leave out --lce-sample, or"),
+    (TINY + "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"),
+    ("--batch 3 --seq-len 64 --total-batch 500",
+     "--total-batch 500 is not a multiple of the 192 tokens of a micro-batch (--batch x --seq-len); change "),
+    ("--batch 3 --seq-len 64 --total-batch 1", "--total-batch 1 is not a multiple of the 192 tokens"),
+    ("--plan --ranks 2 --dump x", "one micro-batch on one rank, and this one has 2: start one rank alone"),
+    (TINY + "--dump x --total-batch 96", "--dump is of a step of one micro-batch on one rank, and this one has 2"),
+    ("--model gpt2-124m --seq-len 1025", "--seq-len 1025 is longer than the 1024 positions of gpt2-124m"),
+    ("--model llama-8b --batch 1000000 --seq-len 131072", "is more than 2147483647 tokens in a micro-batch"),
+    ("--hidden-size 130", "a hidden size of 130 does not divide into 4 heads"),
+    ("--num-key-value-heads 3", "4 attention heads cannot share 3 key/value heads evenly"),
+    ("--model gpt2-tiny --num-key-value-heads 2", "GPT-2 has as many key/value heads as attention heads"),
+    ("--model gpt2-tiny --head-dim 16", "GPT-2's 4 heads of 16 do not make up a hidden size of 128"),
+    ("--head-dim 31", "head_dim cannot be 31; choose an even --head-dim"),
+    ("--hidden-size 2147483644 --num-attention-heads 2 --intermediate-size 2147483647", "is beyond anything this program counts"),
+    ("--plan --batch 1000000 --seq-len 2000 --num-layers 10000 --intermediate-size 8388608", "out of memory"),
+    ("--device cpu --dtype bf16", "the CPU computes in fp32 only; leave out --dtype"),
+    ("--device cpu --grad-dtype bf16", "the CPU computes in fp32 only"),
+    ("--device cpu --plan --moment-dtype bf16", "the CPU computes in fp32 only"),
+    ("--device cuda", "; leave it out to compute on the CPU"),
+    ("--device cuda --fit", "give --device-memory GIB"),
+    ("--resume /nowhere", "/nowhere"),
+    ("--init /nowhere", "/nowhere"),
+    (TINY + "--data /nowhere/at/all.txt", "/nowhere/at/all.txt"),
+    (TINY + "--val-data /nowhere/at/all.txt", "/nowhere/at/all.txt"),
+    (TINY + "--data 'no*.md'", "no file matches "),
+    (TINY + "--lr 100 --warmup 0 --grad-clip 0 --weight-decay 100 --steps 200 --sample-every 0 --data Makefile",
+     "the training has diverged, try a lower --lr"),
+]
+
+
+def test_impossible_options(folder):
+    shutil.copy(ROOT / "Makefile", folder)
+    for line, part in REFUSED:
+        train("--steps 0 " + line, cwd=folder).refused(part)
+    assert os.listdir(folder) == ["Makefile"]
+    for line, part in (("--log /nowhere/log.json", "cannot write the log /nowhere/log.json: No such file"),
+                       ("--log /dev/full", "cannot write the log /dev/full: No space left on device"),
+                       ("--steps 1 --dump /dev/full", "--dump /dev/full: cannot make the folder /dev/full"),
+                       ("--dump /dev/null/x", "--dump /dev/null/x"),
+                       ("--steps 1 --timeline /nowhere/t.csv", "cannot write the timeline /nowhere/t.csv")):
+        train(TINY + line).refused(part)
+
+
+def test_wrong_data(folder):
+    (folder / "empty.txt").write_text("")
+    (folder / "short.txt").write_text("too little")
+    (folder / "letters.txt").write_text("a" * 100)
+    write_shard(folder / "large_id.bin", [1, 2, 299, 300, 5, 311])
+    write_shard(folder / "truncated.bin", b"ab", count=100)
+    for line, part in (("empty.txt", "is empty"), ("short.txt", "holds 10 tokens"),
+                       ("letters.txt --vocab 97", "has id 97 and the vocabulary has 97: raise --vocab to at least 98"),
+                       ("letters.txt --vocab 98 --prompt aab", "--prompt: byte 2 is 98 and the vocabulary has 98"),
+                       ("large_id.bin", "token 3 (byte 1030) has id 300 and the vocabulary has 300: raise --vocab to at least 3"),
+                       ("truncated.bin", "is truncated")):
+        train(TINY + f"--data {folder}/{line}").refused(part)
+    # A pipe or a device might never end: it is no input, under whatever option.
+    os.mkfifo(folder / "config.json")
+    for path in (folder / "config.json", "/dev/zero"):
+        train(TINY + f"--data {path}").refused("neither a file nor a directory")
+        train(TINY + f"--val-data {path}").refused("neither a file nor a directory")
+        train(TINY + f"--tokenizer {path}").refused("is not a regular file")
+    train(f"--init {folder}").refused("/config.json: it is not a regular file")
+
+
+# Training needs no tokenizer: one that comes with a model and cannot be used, or cannot encode, ends no run.
+def test_a_models_tokenizer_that_cannot_be_used(folder):
+    model = shutil.copytree(ROOT / "tests/golden/mistral", folder / "mistral")
+    line = f"--device cpu --init {model} --data tests/golden/mistral/tokens.bin --val-fraction 0 --batch 1 --seq-len 8 --steps 1"
+    tokenizer = {"model": {"vocab": {"a": 0}, "merges": []}}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "samples begin with the data's first token" in train(line).ok().err
+    train(line + " --prompt a").fails("not encode")
+    tokenizer["model"]["byte_fallback"] = True
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "is not used" in train(line).ok().err
+
+
+# What is there already stays, unless it is an earlier output of the same kind.
+def test_outputs_replace_only_outputs(folder):
+    mine, log, timeline = folder / "mine.txt", folder / "log.jsonl", folder / "steps.csv"
+    line = TINY + "--steps 1 --sample-every 0 "
+    mine.write_text("x" * 400)
+    for _ in range(2):  # over its own outputs
+        train(f"{line} --log {log} --timeline {timeline}").ok()
+    assert [event["event"] for event in read_log(log)].count("start") == 1
+    for options, kept, part in ((f"--log {mine}", mine, "the log"), (f"--log {mine} --data {mine}", mine, "the log"),
+                                (f"--timeline {mine} --data {mine}", mine, "the timeline"),
+                                (f"--timeline {log}", log, "is not from this program"),
+                                (f"--log {timeline}", timeline, "is not from this program"),
+                                (f"--log {log} --data {log}", log, "this run reads that file")):
+        before = kept.read_bytes()
+        train(line + options).refused(part)
+        assert kept.read_bytes() == before, kept
+    train(f"{line} --log {folder}/one --timeline {folder}/one").refused("the log is written there")
+
+
+# Data that shrinks or changes under a run ends it with a sentence.
+def test_data_that_changes(folder):
+    path, count = folder / "live.bin", 1 << 20
+    for shrinks in (False, True):
+        write_shard(path, bytes(2 * count), count=count)
+        p = start(ENDLESS + f"--data {path}")
+        p.wait_for("step 1/1000000")
+        if shrinks:
+            os.truncate(path, 4096)
+        else:
+            write_shard(path, b"\xff" * 2 * count, count=count)  # first empties the file
+        output = p.finish().refused()
+        assert "live.bin was shortened" in output.err or not shrinks and "has id 65535" in output.err, output
+
+
+def test_help(folder):
+    output = train("--help").ok("Model (", "Job", "Optimizer (", "LM head + loss", "Data", "Checkpoints", "Machine and memory",
+                                "Output", "--model=PRESET", "--batch=B", "on cuda 1024", "(default 4)", "Examples:")
+    assert not output.err
+    for names in TAKES.values():
+        assert set(names.split()) <= options().keys(), names
+    assert train("--version").ok().out.startswith("lce.c ")
+
+
+# --- what is said about memory ------------------------------------------------------------------------------------
+
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def row(table, name):
+    """The first two columns of a row of the memory table, in bytes."""
+    found = re.search(rf"^  {re.escape(name)} +([\d.]+) (\w+) +([\d.]+) (\w+)$", table, re.M)
+    assert found, f"no row {name} in {table}"
+    return float(found[1]) * UNITS[found[2]], float(found[3]) * UNITS[found[4]]
+
+
+def head_and_all(table):
+    head, both = row(table, "LM head + loss alone, at its peak"), row(table, "all together (ledger)")
+    assert head[0] < head[1] and both[0] < both[1] and head[0] < both[0] and head[1] < both[1], table
+    return head
+
+
+def test_plans(folder):
+    presets = train("--model x").fails("there are ").err.split("there are ")[1].rstrip(".\n").split(", ")
+    assert len(presets) >= 13, presets
+    for name in presets:
+        for device, dtype in (("cpu", "fp32"), ("cuda", "bf16")):
+            output = train(f"--model {name} --plan --batch 16 --device {device}").ok(
+                name, "fused, planned", "materialized, planned", dtype)
+            assert not output.err
+            head_and_all(output.out)
+    # 32,768 tokens of 128,256 logits in bf16 are 7.83 GiB (and a little more for aligned rows).
+    output = train("--model llama-8b --seq-len 32768 --batch 1 --plan --device cuda --recompute layer").ok(
+        "llama-8b (8.03B parameters) on cuda: batch 1 x 32768, V 128,256, bf16, chunks of 4096")
+    head = head_and_all(output.out)
+    assert abs(head[1] / (32768 * 128256 * 2) - 1) < 0.01 and head[0] < head[1] / 7, head
+
+
+# The chunk that is printed is the one that is used: no more than the tokens there are, in chunks of nearly equal size.
+def test_chunk_is_the_used_one(folder):
+    for options, chunk in {"--lce-chunk 100000": 48, "--lce-chunk 47": 24, "--lce-chunk 20": 16, "--lce-memory 64": 48}.items():
+        train(TINY + f"--steps 1 {options} --log {folder}/log").ok(f"linear_cross_entropy, {chunk} tokens at a time")
+        assert read_log(folder / "log")[0]["lce_chunk"] == chunk
+        train(TINY + f"--plan {options}").ok(f"fp32, chunks of {chunk}, ")
+
+
+def fit(table, choice):
+    """The largest batches of a row of --fit: fused and materialized."""
+    found = re.search(rf"^{choice} +(\d+|none) +(\d+|none)\b", table, re.M)
+    assert found, f"no row {choice} in {table}"
+    return [int(batch.replace("none", "0")) for batch in found.groups()]
+
+
+# Every choice of --offload, its largest batches as --plan has them, and what it costs: the bytes of llama-8b are known.
+def test_fit(folder):
+    output = train("--device cpu --model gpt2-124m --fit").ok("the largest --batch of gpt2-124m at --seq-len 1024 in ")
+    fused, materialized = fit(output.out, "nothing")
+    assert fused >= materialized and "host" not in output.out, output  # a CPU's own memory
+    choices = ["nothing", "optimizer", "weights,gradients,optimizer", "weights,gradients,optimizer,activations"]
+    job = "--device cuda --device-memory 24 --model llama-8b --seq-len 8192 --fit "
+    output = train(job + "--recompute layer")
+    batches = [fit(output.out, choice) for choice in choices]
+    assert batches[0] == batches[1] == [0, 0] and batches[3][0] > batches[2][0] > 0 and batches[3][0] > batches[3][1] > 0, output
+    # AdamW on 8,030,261,248 weights: fp32 master weights and moments are read and written, 89.75 GiB; 13.98 GiB are the
+    # bf16 gradients, all but the head's, of which the norm reads the embedding's 0.98 too; 13.98 GiB of weights are written.
+    output.ok(" 104.70 GiB / 103.72 GiB   2.25 s\n", "at 50 GB/s a direction (PCIe 5 x16)")
+    # The inputs of layers can leave under --recompute layer alone; --offload asks for one choice.
+    output = train(job.replace("--device-memory 24", "--device-memory 80")).ok("\nnothing ", "\noptimizer ")
+    assert "activations" not in output.out, output
+    output = train(job + "--recompute layer --offload optimizer,gradients,weights").ok()
+    assert fit(output.out, "optimizer,gradients,weights") == batches[2] and "nothing" not in output.out, output
+    # What is said to fit does, and no more. (Of a model that a small host can hold.)
+    job = ("--device cuda --device-memory 2 --model llama-8b --hidden-size 256 --intermediate-size 512 --num-layers 4 "
+           "--num-attention-heads 4 --num-key-value-heads 4 --head-dim 64 --vocab 8192 --seq-len 512 --recompute layer ")
+    for choice in choices[1:]:
+        fused, _ = fit(train(job + f"--fit --offload {choice}").ok().out, choice)
+        train(job + f"--plan --offload {choice} --batch {fused}").ok()
+        train(job + f"--plan --offload {choice} --batch {fused + 1}").fails("the device has 2.00 GiB to give")
+
+
+# Why there is no GPU interests only who asked for one.
+def test_no_gpu(folder):
+    assert "no GPU is used: " in train("--plan --model gpt2-tiny --device auto").ok().out
+    assert "no GPU is used: " not in train("--plan --model gpt2-tiny").ok().out
+
+
+def test_device_memory(folder):
+    # A GPU that is not there: --fit and --plan agree about what fits into its memory.
+    absent = "--device cuda --device-memory 80 --model llama-1b "
+    batch, _ = fit(train(absent + "--fit").ok(" in 80.00 GiB\n").out, "nothing")
+    train(absent + f"--plan --batch {batch}").ok(" on cuda: ")
+    train(absent + f"--plan --batch {batch + 1}").fails("and the device has 80.00 GiB to give")
+    # A run as on a smaller device: what is said to fit does, and nothing larger.
+    small = TINY + "--device-memory 0.02 --steps 1 --sample-every 0 --seq-len 64 "
+    output = train(small + "--batch 1000").refused("the device has 20.5 MiB to give")
+    batch = int(re.search(r"--batch (\d+) fits\n", output.err)[1])
+    train(small + f"--batch {batch}").ok()
+    train(small + f"--batch {batch + 1}").refused(f"--batch {batch} fits")
+    # What fits may be less than the GEMM whose rate is measured first.
+    train(TINY + "--device-memory 0.004 --steps 1 --sample-every 0").ok()
+    train(TINY + "--device-memory 0.0001").refused("has 104.9 KiB to give (weights ")
+    # More than any machine has: said before anything is allocated, with a batch that would do.
+    output = train(TINY + "--seq-len 2000 --batch 1000000 --recompute none").refused("this run needs ", "activations ")
+    assert 0 < int(re.search(r"--batch (\d+) fits\n", output.err)[1]) < 1000000, output
+
+
+# Both modes beside each other, and the same memory whichever of them the run itself had.
+def test_compare_modes(folder):
+    tables = []
+    for mode in ("--fused-lce", "--materialized-logits"):
+        output = train(TINY + f"--vocab 3000 --batch 16 --steps 2 --sample-every 0 --compare-modes {mode}").ok("(VmHWM)")
+        assert not output.err
+        _, summary, table = output.out.split("memory at the step's peak")
+        assert "fused, measured" in table and "materialized, measured" in table
+        head = head_and_all(table)
+        assert abs(float(re.search(r"LM head \+ loss hold ([\d.]+) times less", table)[1]) - head[1] / head[0]) < 0.2
+        tables.append(table[:table.index("time of one forward and")])
+    assert tables[0] == tables[1]
+    # One chunk holds more than all of the few logits.
+    train(TINY + "--steps 0 --compare-modes").ok("LM head + loss hold 1.1 times more when fused\n")
+
+
+# --- short runs -----------------------------------------------------------------------------------------------
+
+
+def test_run(folder):
+    job = TINY + "--total-batch 96 --lr 0.01 --warmup 4 --schedule linear --min-lr 0 "
+    rates = [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01 * 2 / 3, 0.01 / 3]
+    for mode, flag in (("fused", "--lce-chunk 20"), ("materialized", "--materialized-logits")):
+        output = train(job + f"{flag} --steps 7 --eval-every 3 --eval-batches 2 --sample-every 5 --prompt 'if (' "
+                       f"--sample-tokens 9 --log {folder}/log").ok(
+            "device   CPU, ", "model    llama-tiny: ", "step     96 tokens: 2 micro-batches of 3 x 16", "step 1/7  loss 5.",
+            "step 7/7  loss ", "step 3  validation loss ", "step 5  sample: if (", "is what token frequencies alone give",
+            "all together (ledger)", "(VmHWM)")
+        assert not output.err and "\r" not in output.out and "\033" not in output.out, output  # no terminal: plain lines
+        log = read_log(folder / "log")
+        start, last, losses = log[0], log[-1], column(log, "loss")
+        expected = dict(event="start", loss_mode=mode, vocab_size=300, steps=7, model="llama-tiny", batch=3, total_batch=96)
+        assert expected.items() <= start.items(), start
+        assert [line["event"] for line in log].count("sample") == 1 and column(log, "text")[0].startswith("if (")
+        assert column(log, "step", "step") == [1, 2, 3, 4, 5, 6, 7] and column(log, "step", "validation") == [3, 6, 7]
+        assert column(log, "step", "sample") == [5] and column(log, "tokens") == 7 * [96]
+        assert all(map(math.isclose, column(log, "learning_rate"), rates)), column(log, "learning_rate")
+        for field in ("grad_norm", "tokens_per_second"):
+            assert len(column(log, field)) == 7 and min(column(log, field)) > 0, field
+        # A byte is a token, and files end in one more.
+        for loss, bits in zip(column(log, "val_loss"), column(log, "bits_per_byte")):
+            assert loss * (1 - 1e-12) < bits * math.log(2) < 1.02 * loss
+        expected = dict(event="summary", loss_mode=mode, first_loss=losses[0], last_loss=losses[-1],
+                        val_loss=column(log, "val_loss")[-1], steps=7, stopped=False)
+        assert expected.items() <= last.items(), last
+        assert abs(losses[0] - math.log(300)) < 0.2 and last["tokens_per_second"] > 0 and last["unigram_entropy"] > 2
+        assert "dropped_tiles" not in last and last["device_peak_bytes"] > last["peak_bytes"]
+        assert_planned(job + flag, last["peak_bytes"])
+        planned = row(train(job + flag + " --plan").ok().out, "LM head + loss alone, at its peak")[mode == "materialized"]
+        assert abs(planned / last["head_peak_bytes"] - 1) < 2e-3, (planned, last)
+
+
+# Each step's shares of tiles and of mass dropped, and their means over the steps in the summary.
+def test_sampling(folder):
+    train(TINY + f"--steps 5 --lce-sample 100 --log {folder}/log").ok("  dropped ", "% of mass  ", "\nsampling dropped ",
+                                                                     "% of mass, mean of all steps\n")
+    log = read_log(folder / "log")
+    tiles, mass = column(log, "dropped_tiles"), column(log, "dropped_mass")
+    assert len(tiles) == len(mass) == 5 and sum(tiles) > 0 and sum(mass) > 0
+    assert all(0 <= t <= 1 and 0 <= m < 1 and (t > 0) == (m > 0) for t, m in zip(tiles, mass)), (tiles, mass)
+    assert abs(log[-1]["dropped_tiles"] - sum(tiles) / 5) < 1e-12 and abs(log[-1]["dropped_mass"] - sum(mass) / 5) < 1e-12
+
+
+# No step at all: the model as it is, validated.
+def test_no_steps(folder):
+    assert "nan" not in train(TINY + f"--steps 0 --log {folder}/log").ok().out
+    log = read_log(folder / "log")
+    assert not column(log, "loss") and abs(log[-1]["val_loss"] - math.log(300)) < 0.2
+    assert log[-1]["steps"] == 0 and log[-1]["first_loss"] is None
+
+
+def test_terminal(folder):
+    train(TINY + "--steps 3 --sample-every 0 --eval-every 0", terminal=True).ok(
+        "\r\033[Kstep 1/3", "\r\033[Kstep 3/3", "left\r\n")  # the line is left standing
+
+
+# Token shards, with validation shards of their own; nothing held back; a sample as token ids.
+def test_shards(folder):
+    tokens = [i * i % 300 for i in range(600)]
+    for name, count in (("train_1", 600), ("train_2", 500), ("val", 100)):
+        write_shard(folder / f"{name}.bin", tokens[:count])
+    train(TINY + f"--steps 2 --sample-every 2 --sample-tokens 5 --data '{folder}/train_*.bin' --val-data {folder}/val.bin "
+          f"--log {folder}/log").ok("llm.c shards, uint16, 2 files, 1,100 tokens")
+    log = read_log(folder / "log")
+    assert [len(sample) for sample in column(log, "tokens", "sample")] == [1 + 5] and log[-1]["val_loss"] > 0
+    output = train(TINY + f"--steps 1 --sample-every 0 --data {folder}/train_1.bin --val-fraction 0 --log {folder}/log").ok()
+    assert "validation loss" not in output.out and read_log(folder / "log")[-1]["val_loss"] is None
+    # What --dump writes is what the log says of the first step: the mean of the losses, the norm of all gradients.
+    train(TINY + f"--steps 2 --sample-every 0 --data {folder}/train_1.bin --val-fraction 0 --data-order sequential "
+          f"--dump {folder}/compared --log {folder}/log").ok()
+    first, dumped = read_log(folder / "log")[1], tensors(folder / "compared/first-step/first_step.safetensors")
+    norm = math.sqrt(sum(x * x for name, tensor in dumped.items() if name.startswith("grad.") for x in floats(tensor)))
+    assert dumped["tokens"].shape == [3, 16]
+    assert abs(sum(floats(dumped["loss"])) / 48 / first["loss"] - 1) < 1e-5 and abs(norm / first["grad_norm"] - 1) < 1e-5
+
+
+# One line for each event: number, step, time, name, total, and the categories, which add up to the total.
+def test_timeline(folder):
+    train(TINY + f"--steps 5 --sample-every 0 --timeline {folder}/timeline.csv").ok()
+    header, *lines = (folder / "timeline.csv").read_text().splitlines()
+    assert header.startswith('event,step,at,block,total,"weights",'), header
+    events = [line.split(",") for line in lines]
+    steps, at = [event[1] for event in events], [float(event[2]) for event in events]
+    assert [event[0] for event in events] == [str(i) for i in range(len(events))]
+    assert steps.count("1") == steps.count("2") == steps.count("3") > 20 and set(steps) == {"1", "2", "3"}
+    assert at[0] == 0 and at == sorted(at) and at[-1] > 0
+    totals = [int(line.rsplit('"', 1)[1].split(",")[1]) for line in lines]
+    categories = [list(map(int, line.rsplit('"', 1)[1].split(",")[2:])) for line in lines]
+    assert all(len(c) == header.count(',"') and sum(c) == total for c, total in zip(categories, totals))
+    assert_planned(TINY, max(totals))
+
+
+# --- ends ----------------------------------------------------------------------------------------------------
+
+
+# Ctrl-C (or a polite kill) while a long run is under way: it ends after the running step, with the summary.
+def test_signals(folder):
+    for number, times in ((signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 2)):  # a closed terminal sends several
+        p = start(ENDLESS + f"--log {folder}/log")
+        p.wait_for("step 1/1000000")
+        so_far = (folder / "log").read_text()  # a log is complete at any time
+        assert '{"event":"step","step":1,' in so_far and so_far.endswith("\n")
+        for _ in range(times):
+            os.kill(p.pid, number)
+        output = p.finish().ok("all together (ledger)")
+        last = read_log(folder / "log")[-1]
+        said = int(re.search("stopped after step (.*) on a signal", output.out)[1])
+        assert not output.err and last["event"] == "summary" and last["stopped"] and last["val_loss"] > 0
+        assert last["steps"] == said and 1 <= said < 1000000
+    # What nohup ignores stays ignored.
+    run("sh", "-c", f"trap '' HUP; {TRAIN} {ENDLESS} >{folder}/out & p=$!; until grep 'step 1/' {folder}/out; do sleep 0.02; done; "
+        "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()
+
+
+# A reader that goes away, or a full disk, ends the run like a signal: it saves, and says what it could not write.
+def test_dead_output(folder):
+    for name, output in (("pipe", "| head -n 1 >/dev/null"), ("full", ">/dev/full")):
+        done = run("bash", "-c", f"set -o pipefail; {TRAIN} {ENDLESS} --save {folder}/{name} {output}")
+        assert done.status == 1, done
+        done.fails("cannot write to standard output" + (": No space left" if name == "full" else ""))
+        assert (folder / name / "model.safetensors").exists()
+    for line in ("--help", "--plan", "--steps 0"):
+        run("sh", "-c", f"{TRAIN} {TINY} {line} >/dev/full").fails("cannot write to standard output: No space left")
+
+
+# So does a log that cannot grow, and the run that resumes continues after its last whole line.
+def test_full_log(folder):
+    output = run("bash", "-c", f"ulimit -f 200; exec {TRAIN} {ENDLESS} --warmup 0 --save {folder}/full --log {folder}/log")
+    assert output.status == 1 and output.err.endswith("/log: File too large\n") and output.err.count("\n") == 1, output
+    assert "saved in " in output.out and re.search(r"stopped after step \d+\nstep ", output.out), output
+    train(f"--device cpu --resume {folder}/full --steps 1 --log {folder}/log").ok()
+    assert len(read_log(folder / "log")) > 100
+
+
+if __name__ == "__main__":
+    main(globals())

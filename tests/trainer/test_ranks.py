@@ -1,0 +1,379 @@
+#!/usr/bin/env python3
+"""Training with several ranks: a job of ./train does what one rank does with the same tokens, always alike, and ends as one."""
+import math
+import os
+import pathlib
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, assert_planned, column, difference, main, need_ranks,  # noqa: E402
+                     once, read_log, run, start, tensors, together, train, write_shard)
+
+# 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
+STEPS = 6
+JOB = (DEVICE + "--dtype fp32 --num-layers 2 --seq-len 16 --batch 2 --total-batch 768 --steps 6 --lr 0.01 --warmup 2 "
+       f"--epsilon 1e-5 --eval-every 3 --eval-batches 5 --sample-every 4 --sample-tokens 3 --data {TEXT} ")
+LLAMA = JOB + SIZES + "--untie-word-embeddings "
+TIED = JOB + SIZES + "--tie-word-embeddings "
+GPT2 = JOB + "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 2 "
+QWEN = (JOB + "--model qwen3-0.6b --vocab 300 --hidden-size 16 --intermediate-size 24 --num-attention-heads 4 "
+        "--num-key-value-heads 2 --head-dim 6 ")
+PACKED = " --pack documents --end-of-text 10 "
+# GPUs take seconds to start: two of them, and all.
+RANKS = sorted({2, GPUS}) if GPUS else [2, 3, 4]
+ALL = RANKS[-1]
+# For values that differ by rounding alone; GPUs sum in an order of their own. Adam divides small differences by small moments.
+TOLERANCE = 2e-4 if GPUS else 2e-5
+WEIGHTS = 30 * TOLERANCE
+
+keep = tempfile.TemporaryDirectory(prefix="lce-test-")
+
+
+class Job:
+    """A run that has ended: its checkpoints and its log."""
+
+    def __init__(self, ranks, options, output, folder):
+        self.ranks, self.options, self.output, self.folder, self.log = ranks, options, output, folder, read_log(f"{folder}.jsonl")
+
+    def checkpoint(self, step):
+        return self.folder / f"step-{step:06}"
+
+    def apart(self, other, step=STEPS, stem="model"):
+        return difference(self.checkpoint(step) / f"{stem}.safetensors", other.checkpoint(step) / f"{stem}.safetensors")
+
+    def close(self, other, step=STEPS):
+        apart = self.apart(other, step)
+        assert apart <= WEIGHTS, f"weights differ by {apart}: {self.output} and {other.output}"
+
+    def same_bits(self, other, step=STEPS):
+        for stem in ("model", "training_state"):
+            assert self.apart(other, step, stem) == 0, f"{stem} differs: {self.output} and {other.output}"
+
+    def same_column(self, other, field, tolerance, event=None):
+        mine, theirs = column(self.log, field, event), column(other.log, field, event)
+        assert mine and len(mine) == len(theirs), (field, mine, theirs)
+        same = all(abs(x - y) <= tolerance * abs(x) for x, y in zip(mine, theirs))
+        assert same, f"{field}: {mine} and {theirs}: {self.output} and {other.output}"
+
+    def same_training(self, other):
+        """What a run of one rank and one of several share, and that the plan knew what the several held."""
+        self.close(other)
+        for field, tolerance in (("loss", TOLERANCE), ("grad_norm", 10 * TOLERANCE), ("val_loss", TOLERANCE)):
+            self.same_column(other, field, tolerance)
+        self.same_column(other, "tokens", 0, "step")
+        assert_planned(f"{other.options} --save x --ranks {other.ranks}", other.log[-1]["peak_bytes"])
+
+
+# A job of `ranks` ranks, 0: without a launcher. Each one runs once; turn 2 is a repetition.
+@once
+def job(ranks, options, turn=1):
+    need_ranks()
+    folder = pathlib.Path(tempfile.mkdtemp(dir=keep.name), "job")
+    output = train(f"{options} --save {folder} --log {folder}.jsonl", ranks=ranks).ok()
+    assert "\033" not in output.out, output  # standard output is no terminal
+    return Job(ranks, options, output, folder)
+
+
+def resume(ranks, checkpoint, options=""):
+    return job(ranks, f"{DEVICE} --resume {checkpoint} {options}")
+
+
+# --- ends: these wait long, and so come first ---------------------------------------------------------------------
+
+
+# An endless run, once it has saved something.
+def endless(folder):
+    p = start(LLAMA + f"--steps 100000000 --eval-every 0 --sample-every 0 --save {folder} --save-every 20 --keep 2 --timeout 3",
+              ranks=2)
+    p.wait_for("saved in")
+    return p
+
+
+# No process is left: the launcher may end just before the last of them.
+def wait_until_gone(pid):
+    end = time.monotonic() + 5
+    while os.path.lexists(f"/proc/{pid}") and b"State:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_bytes():
+        assert time.monotonic() < end, f"process {pid} is left behind"
+        time.sleep(0.02)
+
+
+# Whatever happens to a rank: all end soon, one rank prints why, and the last checkpoint is whole. A rank that is killed is named
+# by the launcher, and maybe by what NCCL reports to the others.
+def test_a_rank_that_is_gone_ends_the_job(folder):
+    need_ranks()
+
+    def end(rank, number, seconds, sentences, *says):
+        p = endless(folder / f"{rank}-{number}")
+        other, before = p.of_rank(1 - rank), time.monotonic()
+        os.kill(p.of_rank(rank), number)
+        output = p.finish().fails(*says)
+        assert output.err.count("lce:") in sentences and time.monotonic() - before < seconds, output
+        wait_until_gone(other)
+        train(f"{DEVICE} --resume {folder}/{rank}-{number} --plan").ok()
+    killed, waits = "signal 9 (Killed)", "another rank has not reached it, or has ended"
+    together(end, [(1, signal.SIGKILL, 10, (0, 1), "rank 1 ", killed), (0, signal.SIGKILL, 10, (0, 1), "rank 0 ", killed),
+                   (1, signal.SIGSTOP, 25, (1,), "lce: no progress for ", waits),
+                   (0, signal.SIGSTOP, 25, (1,), "lce: rank 1: no progress for ", waits)])
+
+
+# A rank that makes no progress between collectives, here since nobody reads its output, reports that before those that wait.
+def test_a_hanging_rank_is_reported(folder):
+    need_ranks()
+    os.mkfifo(folder / "pipe")
+    pipe = os.open(folder / "pipe", os.O_RDWR)
+    line = f"{TRAIN} {LLAMA} --steps 100000 --sample-every 1 --sample-tokens 4000 --timeout 2"
+    shell(2, f'test $RANK = 0 || exec {line}; exec {line} >{folder}/pipe').fails(
+        "lce: no progress for 2 s, between collectives: this rank holds up the others")
+    os.close(pipe)
+
+
+# A shell's command, in which $RANK is the rank.
+def shell(ranks, command):
+    return run("sh", "-c", f"RANK=${{RANK-$OMPI_COMM_WORLD_RANK}}; {command}", ranks=ranks)
+
+
+# Every rank with a value of its own for one setting, or a command line that one rank alone cannot read.
+def test_ranks_must_have_equal_options(folder):
+    need_ranks()
+    begins = "lce: rank 1: all ranks must see the same options, checkpoints and data, and this one "
+
+    def differ(options, *says):
+        output = shell(2, f"exec {TRAIN} {LLAMA} {options}").fails(*says)
+        assert output.err.count("lce:") == 1, output
+    together(differ, [("--lr 0.0$((1 + RANK))", begins, 'has "lr":"0.02" where rank 0 has "lr":"0.01"'),
+                      ("--vocab $((300 + RANK))", begins, 'has "vocab_size":301 where rank 0 has "vocab_size":300'),
+                      ("--data tests/trainer/test_r$(test $RANK = 0 && echo esume || echo anks).py", begins, 'has "data":'),
+                      ("$(test $RANK = 0 || echo --nonsense)", "lce: rank 1: exits with status 64")])
+
+
+# Any rank may get the signal; all stop after the same step and save, and continue from there.
+def test_a_signal_stops_all_ranks(folder):
+    need_ranks()
+    for rank in range(2):
+        p = endless(folder / str(rank))
+        os.kill(p.of_rank(rank), signal.SIGINT)
+        output = p.finish().ok()
+        stopped = int(re.search(r"stopped after step (\d+)", output.out)[1])
+        assert "lce:" not in output.err and (folder / f"{rank}/step-{stopped:06}").exists(), output
+        train(f"{DEVICE} --resume auto --save {folder}/{rank} --steps {stopped + 2}", ranks=2).ok()
+        assert (folder / f"{rank}/step-{stopped + 2:06}").exists()
+
+
+# --- data parallel ------------------------------------------------------------------------------------------------
+
+
+def test_any_number_of_ranks_trains_the_same(folder):
+    one = job(0, LLAMA)
+    one.same_bits(job(1, LLAMA))
+    for ranks in RANKS:
+        one.same_training(job(ranks, LLAMA))
+    for ranks, options in ((ALL, TIED), (2, GPT2 + PACKED)):
+        job(0, options).same_training(job(ranks, options))
+    options = GPT2 + "--recompute layer --metrics --z-loss 0.001"
+    one, several = job(0, options), job(ALL, options)
+    one.same_training(several)
+    for field in ("z_loss", "entropy", "max_logit"):
+        one.same_column(several, field, 10 * TOLERANCE)
+    if not GPUS:
+        one.same_column(several, "accuracy", 0)
+
+
+def test_the_same_number_of_ranks_repeats_bitwise(folder):
+    ranks = RANKS[1] if not GPUS else 2
+    job(ranks, LLAMA).same_bits(job(ranks, LLAMA, 2))
+    job(ranks, LLAMA).same_column(job(ranks, LLAMA, 2), "loss", 0)
+
+
+# Half the windows count nothing at all, so that now and then a rank's whole micro-batch does not.
+@once
+def masked():
+    draw, tokens, mask = random.Random(5), [], 0
+    for i in range(3400):
+        tokens.append(3 * i % 61 if i % 5 else draw.randrange(61))
+        mask |= (i // 17 % 4 == 3 and i % 3 > 0) << i  # windows are 17 tokens long
+    path = write_shard(pathlib.Path(keep.name, "masked.bin"), tokens)
+    write_shard(path.with_suffix(".mask"), mask.to_bytes(len(tokens) // 8, "little"), magic=20261120, count=len(tokens))
+    return LLAMA.replace(TEXT, str(path))
+
+
+def test_masked_ranks_neither_hang_nor_skew(folder):
+    for ranks in RANKS:
+        job(0, masked()).same_training(job(ranks, masked()))
+
+
+# --- what is spread over the ranks --------------------------------------------------------------------------------
+
+
+# Enough layers that they take turns in the buffer for gradients.
+def test_zero_levels_train_the_same(folder):
+    for options, counts in ((LLAMA + "--num-layers 5 ", RANKS), (TIED, [2]), (GPT2 + "--num-layers 3 ", [2]), (QWEN, [2])):
+        for ranks in counts:
+            for zero in (1, 2):
+                job(0, options).same_training(job(ranks, options + f"--zero {zero}"))
+
+
+# The same bits with what is offloaded, and from one of its checkpoints.
+def test_offloading_changes_no_bit(folder):
+    for ranks, spread, then in ((0, "", "optimizer"), (2, "", "gradients,weights"), (2, "--zero 2", "optimizer"),
+                                (2, "--zero 1 --vocab-parallel", "gradients,weights")):
+        options = LLAMA + f"--num-layers 5 --recompute layer --save-every 2 {spread} "
+        plain, moved = job(ranks, options), job(ranks, options + "--offload weights,gradients,optimizer,activations")
+        plain.same_bits(moved, 2)
+        plain.same_bits(moved)
+        plain.same_bits(resume(ranks, moved.checkpoint(2), f"{spread} --recompute layer --offload {then}"))
+
+
+# The same bits again from a checkpoint, which says that the run is in FP8.
+def test_fp8_resumes_bitwise(folder):
+    options = (LLAMA + "--hidden-size 32 --intermediate-size 48 --head-dim 16 --fp8 --save-every 2 --save-dtype fp32 "
+               f"--dtype {'bf16' if GPUS else 'fp32'} ")
+    for ranks, zero in ((0, ""), (2, "--zero 2")):
+        whole = job(ranks, options + zero)
+        whole.same_bits(resume(ranks, whole.checkpoint(2), "--save-dtype fp32 " + zero))
+
+
+# The head's rows on several ranks: its loss is that of the whole head.
+def test_a_split_head_trains_the_same(folder):
+    smoothed = TIED + "--label-smoothing 0.1 --lce-chunk 5 "
+    for options, counts in ((LLAMA + "--vocab 301 ", RANKS),  # which nothing divides
+                            (smoothed, RANKS[:2]), (GPT2 + "--num-layers 3 ", [2]), (TIED + PACKED, [ALL]),
+                            (masked() + " --z-loss 0.001 ", RANKS[-2:])):
+        for ranks in counts:
+            split = options + f"--vocab-parallel --zero {1 + ranks % 2} "
+            job(0, options).same_training(job(ranks, split))
+    split = smoothed + "--vocab-parallel --zero 1 "
+    job(2, split).same_bits(job(2, split, 2))
+
+
+# A split head resumes any run; the settings of linear_cross_entropy that it does not support are dropped, with a warning.
+def test_a_split_head_resumes_any_run(folder):
+    for was in ("--metrics", "--materialized-logits"):
+        checkpoint = job(0, LLAMA + f"--save-every 2 {was}").checkpoint(2)
+        then = resume(2, checkpoint, "--zero 1 --vocab-parallel")
+        assert f"{was} was set when " in then.output.err, then.output
+        job(0, LLAMA).close(then)
+        # Options given now are handled differently.
+        train(f"{DEVICE} --resume {checkpoint} --zero 1 --vocab-parallel {was}", ranks=2).fails(
+            " and --vocab-parallel exclude each other: ")
+
+
+# Shares of so many tiles are dropped in the steps, not the same in all; nor always an even number, as with ranks that draw alike.
+def check_dropped(run, steps, tiles_of_step):
+    tiles, mass = column(run.log, "dropped_tiles"), column(run.log, "dropped_mass")
+    assert len(tiles) == len(mass) == steps and all(0 < x < 1 for x in tiles + mass), (tiles, mass)
+    assert len(set(tiles)) > 1 and any(round(tiles_of_step * x) % 2 for x in tiles), tiles
+
+
+# With every tile kept, ranks train as one rank does without sampling. With some dropped the loss of the first step is the same
+# still, ZeRO changes nothing, and nor does a repetition.
+def test_sampled_ranks_train(folder):
+    unsampled, runs = job(0, LLAMA), []
+    for way in ("--zero 0", "--zero 1", "--zero 2", "--zero 1 --vocab-parallel", "--zero 2 --vocab-parallel --recompute layer"):
+        split = "parallel" in way
+        if way not in ("--zero 1", "--zero 2 --vocab-parallel --recompute layer"):
+            unsampled.same_training(job(2, LLAMA + f"{way} --lce-sample 1e-30"))
+        runs.append(job(2, LLAMA + f"{way} --lce-sample 50"))
+        check_dropped(runs[-1], STEPS, 24 if split else 48)
+        first, sampled = column(unsampled.log, "loss")[0], column(runs[-1].log, "loss")[0]
+        assert abs(first - sampled) <= TOLERANCE * first, (first, sampled)
+        runs[3 if split else 0].same_training(runs[-1])
+    for one in (runs[0], runs[3]):
+        one.same_bits(job(2, one.options, 2))
+    # A run of one rank goes on with a split head, and with its sampling.
+    alone = job(0, LLAMA + "--lce-sample 50 --save-every 2")
+    check_dropped(resume(2, alone.checkpoint(2), "--zero 1 --vocab-parallel"), STEPS - 2, 24)
+
+
+# Parts of a run with different numbers of ranks and ways to spread: nothing in a checkpoint depends on them.
+def test_checkpoints_do_not_depend_on_ranks(folder):
+    many = 4 if ALL >= 4 else 2
+    whole = job(0, QWEN + "--save-every 2")
+    first = job(many, QWEN + "--save-every 2 --zero 2")
+    whole.close(first, 2)
+    two = resume(2, first.checkpoint(2), "--zero 1 --save-every 4")
+    whole.close(two, 4)
+    one = resume(0, two.checkpoint(4))
+    whole.close(one)
+    assert whole.apart(one, STEPS, "training_state") < 100 * TOLERANCE
+    # With the same ranks it continues bitwise identically.
+    two.same_bits(resume(2, two.checkpoint(4), "--zero 1"))
+    # What a split head leaves is taken up by a whole one, and the other way around.
+    whole = job(0, TIED + "--save-every 2")
+    split = job(2, TIED + "--save-every 2 --zero 1 --vocab-parallel")
+    whole.close(split, 2)
+    then = resume(2, split.checkpoint(2), "--zero 2 --save-every 4")
+    whole.close(resume(many, then.checkpoint(4), "--zero 2 --vocab-parallel"))
+
+
+# The ledger of a run is the plan's to the byte, and what is spread takes less.
+def test_plans_depend_on_ranks(folder):
+    large = "--num-layers 12 --hidden-size 64 --vocab 2000 --steps 2 --total-batch 64 "
+    peaks = []
+    split = "--vocab-parallel "
+    for way in (TIED + "--zero 0 ", TIED + "--zero 1 ", TIED + "--zero 2 ", TIED + "--zero 1 " + split, LLAMA + "--zero 2 ",
+                LLAMA + "--zero 2 " + split, TIED + "--zero 1 --label-smoothing 0.1 --batch 24 --lce-memory 1 " + split,
+                TIED + "--zero 1 --lce-sample 50 " + split, LLAMA + "--zero 2 --lce-sample 50 --lce-chunk 9 "):
+        options = way + large + ("--total-batch 768 " if "--batch 24" in way else "")
+        summary = job(2, options).log[-1]
+        assert_planned(f"{options} --save x --ranks 2", summary["peak_bytes"])
+        peaks.append(summary["peak_bytes"])
+        if "--lce-memory" in way:  # as a rank has it; chunks come in steps
+            assert 1 << 19 < summary["head_peak_bytes"] <= 1 << 20, summary
+    assert peaks[2] < peaks[1] < peaks[0] and peaks[3] < peaks[1] and peaks[5] < peaks[4], peaks
+
+
+# What a rank sends in a step: in all-reduces, which are rings, 2 (ranks - 1) / ranks of the gradients' bytes and a little more.
+def test_what_ranks_send(folder):
+    def sent(ranks, options):
+        return job(ranks, options).log[-1]["wire_bytes_per_step"]
+    gradients = sum(len(tensor.bytes) for tensor in tensors(job(0, LLAMA).checkpoint(STEPS) / "model.safetensors").values())
+    assert gradients < sent(2, LLAMA) < 1.1 * gradients and sent(0, LLAMA) == 0
+    assert math.isclose(sent(ALL, LLAMA), sent(2, LLAMA) * 2 * (ALL - 1) / ALL)
+    layers = LLAMA + "--num-layers 5 "  # ZeRO 2 sends the gradients of each of 12 micro-batches, and then the weights
+    assert sent(2, LLAMA) < sent(2, layers + "--zero 1") < 0.25 * sent(2, layers + "--zero 2")
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_prints(folder):
+    several = job(2, LLAMA)
+    several.output.ok("ranks    2, started by ")
+    for part in ("step 3  validation loss", "step 4  sample:", "all together (ledger)"):
+        assert several.output.out.count(part) == 1, several.output
+    assert "lce:" not in several.output.err
+    output = train(f"{DEVICE} --eval-only --resume {several.folder} --steps 2", ranks=2).ok()
+    assert output.err.count("lce:") == 1 and output.out.count("validation loss") == 1, output
+
+
+# One sentence, once, and no rank stays behind.
+def test_impossible_options_are_refused_once(folder):
+    need_ranks()
+    for options, part in (("--total-batch 96", "is not a multiple of the 64 tokens of a micro-batch (ranks x --batch"),
+                          ("--ranks 3", "--ranks 3: a launcher starts ranks"), ("--data nowhere", "nowhere")):
+        output = train(LLAMA + options, ranks=2).fails(part)
+        assert output.status == 1 and output.err.count("lce:") == 1, output
+
+
+# The launcher in the tree, with programs of any kind and with ranks that cannot compute.
+def test_tools_launch_starts_and_ends_ranks(folder):
+    output = run(LAUNCH, 3, "sh", "-c", "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE")
+    assert output.ok("rank 2 of 3, 2 of 3").out.count("rank ") == 3, output
+    before = time.monotonic()
+    output = run(LAUNCH, 3, "sh", "-c", "test $RANK = 1 && exit 7; exec sleep 100").fails(
+        "tools/launch: rank 1 (process ", "exited with status 7; the other ranks are ended")
+    assert output.status == 7 and time.monotonic() - before < 10, output
+    if not GPUS:
+        output = run(LAUNCH, 3, TRAIN, *LLAMA.split()).fails("3 ranks on the CPU need MPI", "mpirun -n 3 ./train")
+        assert output.status == 1 and output.err.count("lce:") == 1, output
+
+
+if __name__ == "__main__":
+    # ASan takes its time, and sees nothing new in the same code again.
+    some = "test_checkpoints_do_not_depend_on_ranks"
+    main({some: globals()[some]} if "asan" in TRAIN.parts else globals())

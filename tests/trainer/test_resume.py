@@ -1,0 +1,297 @@
+#!/usr/bin/env python3
+"""Runs of ./train that stop, are stopped, killed or run out of disk, and continue: every tensor and every logged loss is bitwise
+what it would have been. And --eval-only, which evaluates what they saved."""
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from program import (ROOT, SIZES, TEXT, TINY, TOOLS, TRAIN, column, main, once, read_log, run, same_files, start,  # noqa: E402
+                     train, write_shard)
+
+# Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint shares.
+RUN = ("--device cpu --num-layers 1 " + SIZES + "--batch 2 --total-batch 64 --steps 12 --warmup 3 --grad-clip 0.5 --eval-every 5 "
+       f"--eval-batches 2 --sample-every 7 --sample-tokens 3 --data {TEXT} ")
+LAST = "step-000012"
+STATE = "trainer_state.json"
+RESUME = "--device cpu --resume "
+
+
+# Steps, validations and samples of a log, without what time it took.
+def curve(path, first=1):
+    timed = ("tokens_per_second", "mfu")
+    return [{name: value for name, value in line.items() if name not in timed} for line in read_log(path)
+            if line["event"] in ("step", "validation", "sample") and line["step"] >= first]
+
+
+keep = tempfile.TemporaryDirectory(prefix="lce-test-")
+
+
+# The run that the others are compared with.
+@once
+def straight():
+    folder = pathlib.Path(keep.name, "straight")
+    train(RUN + f"--save {folder} --save-every 6 --log {folder}.jsonl").ok()
+    return folder
+
+
+def straight_log():
+    return straight().with_suffix(".jsonl")
+
+
+# With nothing but --resume: the settings, and the data, come from the checkpoint.
+def test_a_resumed_run_equals_an_unbroken_one(folder):
+    output = train(RESUME + f"{straight()}/step-000006 --save {folder}/half --log {folder}/log --sample-tokens 3").ok(
+        "after step 6 of 12", "step 7  sample")
+    assert not output.err
+    same_files(straight() / LAST, folder / "half" / LAST)
+    assert curve(folder / "log") == curve(straight_log(), 7)
+    assert column(read_log(folder / "log"), "step", "step") == [7, 8, 9, 10, 11, 12]
+    # A checkpoint has the loss of the newest validation and the step it is of: the last one that of its own weights.
+    losses = dict(zip(column(read_log(straight_log()), "step", "validation"), column(read_log(straight_log()), "val_loss")))
+    for name, step in (("step-000006", 5), (LAST, 12)):
+        state = json.loads((straight() / name / STATE).read_text())
+        assert state["val_loss"] == losses[step] and state["val_step"] == step
+
+
+# Packed windows come from the data and the seed; weights that are rounded on disk have their master weights beside them.
+def test_any_run_resumes(folder):
+    train(RUN + f"--pack documents --end-of-text 10 --save {folder}/packed --save-every 6").ok()
+    train(RESUME + f"{folder}/packed/step-000006 --save {folder}/half --sample-tokens 3").ok()
+    same_files(folder / "packed" / LAST, folder / "half" / LAST)
+    train(RUN + f"--save {folder}/rounded --save-every 6 --save-dtype bf16").ok()
+    train(RESUME + f"{folder}/rounded/step-000006 --save {folder}/again").ok()
+    weights = "model.safetensors"
+    assert (straight() / LAST / weights).read_bytes() == (folder / "again" / LAST / weights).read_bytes()
+    assert (folder / "rounded" / weights).stat().st_size < 0.6 * (straight() / weights).stat().st_size
+    train(f"--device cpu --init {folder}/rounded --data {TEXT} --steps 0 --save {folder}/widened").ok()
+
+
+# Paths are bytes, and JSON is UTF-8: both stay what they are.
+def test_any_path_resumes(folder):
+    path = os.fsencode(folder) + b"/gr\xFC\xDF\x1B.txt"
+    shutil.copy(ROOT / TEXT, path)
+    train(RUN + f"--steps 2 --warmup 1 --save {folder}/saved --log {folder}/log", "--data", os.fsdecode(path)).ok()
+    (folder / "saved/step-000002" / STATE).read_text("utf-8")
+    (folder / "log").read_text("utf-8")
+    assert "the data were" not in train(RESUME + f"{folder}/saved --steps 3").ok().err
+    os.remove(path)
+    train(RESUME + f"{folder}/saved --steps 3").fails(r"gr\xFC\xDF\x1B.txt: No such file")
+
+
+def test_differences_are_printed(folder):
+    output = train(RESUME + f"{straight()}/step-000006 --lr 0.5 --seed 3 --data Makefile --data {TEXT}").ok()
+    for part in ("--lr was 0.002 when ", "and is 0.5 now", "--seed was 1 when", 'the data were "byte-level text, 1 file'):
+        assert part in output.err, output
+    train(RESUME + f"{straight()} --vocab 301").refused("--vocab is 301")
+    train(RESUME + "tests/golden/llama").refused("tests/golden/llama")
+    # Other data of the same size are noticed.
+    text = bytearray((ROOT / TEXT).read_bytes())
+    (folder / "data.txt").write_bytes(text)
+    train(RUN + f"--steps 3 --data {folder}/data.txt --save {folder}/learned").ok()
+    for changed in (False, True):
+        text[len(text) // 2] ^= changed
+        (folder / "data.txt").write_bytes(text)
+        assert changed == ('the data were "byte-level text' in train(RESUME + f"{folder}/learned --steps 3").ok().err)
+
+
+# A resumed run restores the sampling, and draws go on where they were; an option given now overrides it, with a warning.
+def test_sampling_is_resumed(folder):
+    train(RUN + f"--lce-sample 50 --save-every 5 --save {folder}/sampled --log {folder}/log").ok()
+    for i, (options, differs, samples) in enumerate((
+            ("", False, True), ("--lce-sample 25", True, True), ("--lce-sample 0", True, False),
+            ("--materialized-logits", True, False), ("--metrics", True, False))):
+        output = train(RESUME + f"{folder}/sampled/step-000005 {options} --sample-tokens 3 --save {folder}/{i} "
+                       f"--log {folder}/log-{i}").ok()
+        assert ("--lce-sample was 50 when " in output.err) == differs and (not output.err) == (not differs), output
+        assert ("  dropped " in output.out) == samples, output
+        assert (column(curve(folder / f"log-{i}"), "loss") == column(curve(folder / "log", 6), "loss")) == (not differs)
+    assert curve(folder / "log-0") == curve(folder / "log", 6)
+    same_files(folder / "sampled" / LAST, folder / "0" / LAST)
+
+
+# FP8 is restored, unless it is declined; an evaluation does not need its sizes.
+def test_fp8_is_resumed_or_declined(folder):
+    train(RUN + f"--num-key-value-heads 2 --intermediate-size 32 --fp8 --save-every 6 --save {folder}/fp8").ok()
+    for options, restored, declined in (("", True, False), ("--no-fp8", False, True), ("--eval-only --seq-len 24", False, False)):
+        output = train(RESUME + f"{folder}/fp8/step-000006 {options}").ok()
+        assert ("fp8      the layers' GEMMs" in output.out) == restored, output
+        assert ("--fp8 was set when " in output.err) == declined, output
+
+
+# What a full disk, or a copy that was cut short, leaves of a file; the sentence on it.
+DAMAGES = [("training_state.safetensors", lambda data: data[:-1000]),
+           ("model.safetensors", lambda data: data[:100]),
+           ("model.safetensors", lambda data: b"x"),
+           ("training_state.safetensors", lambda data: struct.pack("<Q", 1 << 40) + data[8:]),
+           (STATE, lambda data: data[:len(data) // 2]),
+           ("config.json", None)]
+
+
+def test_damaged_checkpoints_are_skipped(folder):
+    for i, (name, damage) in enumerate(DAMAGES):
+        saved = shutil.copytree(straight(), folder / str(i), symlinks=True)
+        path = saved / LAST / name
+        if damage:
+            path.write_bytes(damage(path.read_bytes()))
+        else:
+            path.unlink()
+        train(RESUME + f"{saved}/{LAST}").refused(name)
+        if i in (0, 5):
+            output = train(RUN + f"--resume auto --save {saved}").ok("after step 6 of 12")
+            assert name in output.err and f"{LAST} is passed over" in output.err, output
+            same_files(straight() / LAST, saved / LAST)
+    for path in saved.glob("step-*/model.safetensors"):
+        path.write_bytes(b"x")
+    train(RUN + f"--resume auto --save {saved}").fails("no checkpoint in")
+
+
+# A signal ends the run after its step, with a checkpoint. The wish may come at any step.
+def test_stopped_runs_save(folder):
+    p = start(RUN + f"--save {folder}/stopped --save-every 6 --log {folder}/log")
+    p.wait_for("step 1/")
+    os.kill(p.pid, signal.SIGINT)
+    p.finish().ok("saved in")
+    for line in (f"--log {folder}/log", ""):  # the second time nothing is left to do, and nothing changes
+        output = train(RUN + f"--resume auto --save {folder}/stopped {line}").ok("resumed  ")
+        same_files(straight() / LAST, folder / "stopped" / LAST)
+    assert "after step 12 of 12" in output.out, output
+    losses = {line["step"]: line["loss"] for line in read_log(folder / "log") if line["event"] == "step"}
+    assert losses == {line["step"]: line["loss"] for line in read_log(straight_log()) if line["event"] == "step"}
+
+
+# What says when to validate, sample and save is resumed as well; a change of it is no warning.
+def test_the_rhythm_is_resumed(folder):
+    train(RUN + f"--save {folder}/rhythm --save-every 4").ok()
+    line = RESUME + f"{folder}/rhythm/step-000004 "
+    assert not train(line + f"--save {folder}/same --log {folder}/log").ok("step 7  sample").err
+    assert (folder / "same/step-000008").exists() and column(read_log(folder / "log"), "step", "validation") == [5, 10, 12]
+    assert not train(line + f"--save-every 3 --eval-every 2 --save {folder}/faster").ok().err
+    assert (folder / "faster/step-000009").exists()
+
+
+# Numbers have no more digits than they need: no shorter form reads back as the same number.
+def test_numbers_are_short(folder):
+    assert '"beta1":\t"0.9"' in (straight() / LAST / STATE).read_text()
+    numbers = []
+    json.loads("[" + ",".join(straight_log().read_text().splitlines()) + "]", parse_float=numbers.append)
+    shorter = [number for number in numbers for digits in (15, 16)
+               if float(text := f"{float(number):.{digits}g}") == float(number) and len(text) < len(number)]
+    assert len(numbers) > 50 and not shorter, shorter
+
+
+# Killed at random moments and resumed, over and over, offloaded or not, until $LCE_KILLS runs (or 5) were killed before the end.
+def test_killed_runs_lose_nothing(folder):
+    kills, killed, survived, seed = int(os.environ.get("LCE_KILLS", 5)), 0, 0, int(time.time())
+    saving, directory, log = RUN + "--save-every 1 ", folder / "killed", folder / "log"  # a checkpoint says how often it is saved
+    before = time.monotonic()
+    train(saving + f"--save {folder}/unbroken").ok()
+    longest, draw = time.monotonic() - before, random.Random(seed)
+    line = saving + f"--resume auto --save {directory} --keep 2 --log {log} "
+    while killed < kills and survived < 10 * kills:
+        p = start(line + ("--offload weights,gradients,optimizer" if killed % 2 else ""))
+        time.sleep(draw.uniform(0, longest))
+        os.kill(p.pid, signal.SIGKILL)
+        output = p.finish()
+        assert output.status in (0, -signal.SIGKILL), f"seed {seed}: it ended by itself: {output}"
+        if output.status:
+            killed += 1
+            continue
+        # It was through before it was killed. Once more from the beginning.
+        survived += 1
+        same_files(folder / "unbroken" / LAST, directory / LAST)
+        shutil.rmtree(directory)
+        log.unlink()
+    print(f"# seed {seed}: killed {killed} times, {survived} runs came through")
+    assert killed == kills
+    train(line).ok()
+    same_files(folder / "unbroken" / LAST, directory / LAST)
+    losses = {step["step"]: step["loss"] for step in read_log(log) if step["event"] == "step"}
+    assert losses == {step["step"]: step["loss"] for step in read_log(straight_log()) if step["event"] == "step"}
+    assert len(list(directory.glob("step-*"))) == 2 and not list(directory.glob(".[sr]*"))
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(folder):
+    saved = shutil.copytree(straight(), folder / "full", symlinks=True)
+    shutil.rmtree(saved / LAST)
+    # 20,000 bytes a file, in the units of 512 that POSIX has
+    run("sh", "-c", f"ulimit -f 39; exec {TRAIN} {RUN} --resume auto --save {saved} --save-every 1 --keep 1").fails(
+        "no checkpoint after step 7: cannot write", "File too large; the last good checkpoint is that of step 6",
+        "no checkpoint after step 12")
+    assert sorted(path.name for path in saved.glob("*step-*")) == ["step-000006"]
+    train(RUN + f"--resume auto --save {saved} --keep 1").ok("after step 6 of 12")
+    same_files(straight() / LAST, saved / LAST)
+    assert (saved / "model.safetensors").read_bytes() == (straight() / "model.safetensors").read_bytes()  # by the links
+    assert not (saved / "step-000006").exists()
+
+
+# A second run does not write where one writes, and a foreign folder stays as it is.
+def test_a_folder_has_one_writer(folder):
+    p = start(RUN + f"--steps 1000000 --save {folder}/one --save-every 1000000")
+    p.wait_for("step 1/")
+    train(RUN + f"--save {folder}/one").refused(f"{folder}/one")
+    os.kill(p.pid, signal.SIGINT)
+    p.finish().ok()
+    train(RUN + f"--save {folder}/one").fails("which is ahead of this run; --resume auto continues from it")
+
+
+# --- --eval-only ----------------------------------------------------------------------------------------------
+
+
+# The loss over all that is held out or given, by the weights alone.
+def test_eval_only_evaluates(folder):
+    shard = write_shard(folder / "val.bin", [(3 * i + i // 9) % 61 for i in range(700)])
+    train(TINY + f"--steps 2 --data {shard} --val-data {shard} --eval-batches 0 --save {folder}/model --log {folder}/log").ok()
+    evaluate = f"--device cpu --eval-only --init {folder}/model --seq-len 16 "
+    output = train(evaluate + f"--val-data {shard} --log {folder}/evaluated").ok("validation loss ")
+    trained, log = read_log(folder / "log"), read_log(folder / "evaluated")
+    assert not output.err and "learning rate" not in output.out and not column(log, "grad_norm"), output
+    assert abs(log[-1]["val_loss"] - trained[-1]["val_loss"]) < 1e-6 and log[-1]["perplexity"] > 1, log
+    table = train(evaluate + "--plan").ok("  weights ").out
+    assert "gradients" not in table.replace("activation gradients", "") and "moments" not in table, table
+    # With a batch of another size, what the checkpoint records aside.
+    assert not train(f"--device cpu --eval-only --resume {folder}/model --batch 2 --val-data {shard}").ok().err
+
+
+# Every wrong use is one sentence, before anything is loaded or written.
+def test_eval_only_refuses_wrong_use(folder):
+    shard, log = write_shard(folder / "val.bin", list(range(61)) * 12), folder / "log.jsonl"
+    log.write_text("of another run\n")
+    train(TINY + f"--total-batch 96 --steps 1 --data {shard} --save {folder}/run").ok()
+    evaluate = f"--device cpu --eval-only --log {log} "
+    train(evaluate + f"--val-data {shard}").refused("there is no model to evaluate; name its folder with --init or --resume")
+    train(evaluate + f"--seq-len 16 --init {folder}/run --val-fraction 0 --data {shard}").refused(
+        "--eval-only: there is nothing to evaluate; name --val-data or ")
+    for options, part in (("--save nowhere", "leave out --save\n"), ("--save-every 2", "leave out --save-every\n"),
+                          ("--keep 1 --timeline nowhere --compare-modes", "leave out --keep, --compare-modes and --timeline\n"),
+                          ("--resume auto", "name the folder, --resume DIR\n"),
+                          ("--resume auto --save nowhere", "name the folder, --resume DIR\n")):
+        train(evaluate + options).refused(part)
+    assert log.read_text() == "of another run\n"
+    # Training options have no effect, with a warning.
+    train(f"--device cpu --eval-only --resume {folder}/run --lr 1 --steps 4 --eval-batches 1 --vocab-parallel").refused(
+        "--eval-only trains nothing: --steps, --lr, --eval-batches and --vocab-parallel have no effect\n", status=0)
+
+
+# A model of NaN is not evaluated with a figure and status 0: not by the loss or by a sample.
+def test_weights_that_are_nan(folder):
+    shard, model = write_shard(folder / "val.bin", list(range(61)) * 12), folder / "sick/latest"
+    train(TINY + f"--steps 1 --data {shard} --save {folder}/sick").ok()
+    with open(model / "model.safetensors", "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(struct.pack("<f", float("nan")))
+    (model / "checksums.json").unlink(missing_ok=True)  # which would say that the file was changed
+    train(f"--device cpu --eval-only --init {model} --val-data {shard}").refused("there is NaN or infinity among the weights in ")
+    run(TOOLS / "generate", "--device", "cpu", "--init", model).refused("is nan; there is NaN or infinity among the weights")
+
+
+if __name__ == "__main__":
+    straight()
+    main(globals())
