@@ -1,14 +1,14 @@
 // GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU in the
-// epilogue (hopper_epilogue.cuh).
+// epilogue (hopper_exp.cuh, hopper_store.cuh, hopper_sampled.cuh, hopper_swiglu.cuh).
 //
-// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. KernelTraits (hopper_tiles.cuh) picks the epilogue:
-//   LOGITS_EXP  A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
+// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. The epilogue is a struct that derives from Epilogue (hopper_tiles.cuh):
+//   LogitsExp   A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
 //               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
-//   STORE_*     A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
-//   ADD_F32     A = (r X)^T, B = kept tiles of E: sampled dW, whose transpose is written or added to memory.
-//   SWIGLU      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
+//   Store       A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
+//   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, whose transpose is written or added to memory.
+//   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
 //               the activation is made of them before they leave the SM.
-//   SWIGLU_GRADIENT  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
+//   SwigluGradient  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
 //               and up are loaded, and their gradients are stored.
 // dW += E^T (r X) without sampling is cuBLASLt's (linear.cu).
 //
@@ -19,7 +19,7 @@
 // other: they need the same tile of B, and each loads one half and multicasts it to both. (Sampled dX: two tiles side by side,
 // which share A, so that each 128 rows have a list of k-steps of their own.)
 //
-// Pipeline. LOGITS_EXP, SwiGLU and the sampled GEMMs are ping-pong, 5 or 4 stages of 40 KiB: each consumer owns whole
+// Pipeline. LogitsExp, SwiGLU and the sampled GEMMs are ping-pong, 5 or 4 stages of 40 KiB: each consumer owns whole
 // tiles of 128 x 192, so that one's epilogue runs under the other's MMAs:
 //   producer     A, B tiles -> stage s, once stage s is empty
 //   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
