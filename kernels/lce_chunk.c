@@ -2,9 +2,8 @@
 #include "base/integers.h"
 #include "kernels/linear_cross_entropy.h"
 
-int64_t lce_default_chunk(int64_t tokens) {
-  int64_t chunk = ceil_div(tokens, 8);
-  return chunk < 128 ? 128 : chunk > 4096 ? 4096 : chunk;
+int64_t lce_default_chunk(DeviceKind device, int64_t tokens) {
+  return min_i64(4096, max_i64(device == ON_CUDA ? 1024 : 128, ceil_div(tokens, 8)));
 }
 
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
