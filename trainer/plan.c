@@ -15,7 +15,6 @@
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
-#include "model/shards.h"
 #include "trainer/machine.h"
 
 Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
