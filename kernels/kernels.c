@@ -399,7 +399,7 @@ static void check_lce_rows(Op op, Backend *backend, LceRows *a) {
 
 static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradients *a) {
   CHECK(FIELD(exps, "T [C, V] strided"), FIELD(weight, "T [V, H]"), FIELD(scaled_x, "T [C, H]"),
-        FIELD(dx_raw, "T|fp32 [C, H]"), FIELD(dweight, "fp32 [V, H] or absent"),
+        FIELD(dx_raw, "T|fp32 [C, H]"), FIELD(dweight, "fp32 [V, H]"),
         SIZE(A, ceil_div(a->exps.shape[0], LCE_TILE_ROWS)),
         SIZE(B, ceil_div(a->exps.shape[1], LCE_TILE_COLUMNS)), FIELD(tiles, "fp32 [A, B]"),
         FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"));

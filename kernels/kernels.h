@@ -441,16 +441,13 @@ typedef struct {
 // number. So the tiles that are kept have nearly the same sum of m / q in every draw. A NaN keeps its tile, a mass of 0 drops
 // it. What E holds afterwards is unspecified.
 //
-// Where most tiles are expected to be kept, dweight is absent: then S is left in exps, zeros included, and dx_raw is made from
-// all of it, with the bits that the exact gradient has where none is dropped.
-//
 // A call takes the chunks of its tokens one after the other. A backend may keep tiles of several chunks in `kept` and add
 // them to dweight together: only after a chunk with `flush` is dweight complete.
 enum { LCE_TILE_ROWS = 128, LCE_TILE_COLUMNS = 192 };
 
 typedef struct {
   Tensor dx_raw;    // fp32 or x's dtype [C, H]
-  Tensor dweight;   // fp32 [V, H], or absent
+  Tensor dweight;   // fp32 [V, H]
   Tensor tiles;     // fp32 [A, B]: A = ceil(C / LCE_TILE_ROWS), B = ceil(V / LCE_TILE_COLUMNS)
   Tensor stats;     // fp32 [3]
   Tensor exps;      // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, with zeros that may follow
@@ -698,9 +695,9 @@ typedef struct {
 typedef struct {
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
-  // Of LceSampledGradients.kept, where chunks have at most C rows; NULL where the backend needs none.
-  size_t (*lce_kept_bytes)(Dtype dtype, int64_t rows, int64_t vocab_size, int64_t hidden_size,
-                           float full_mass);
+  // Of LceSampledGradients.kept, where chunks have at most C rows; 0: tensors like these are not sampled. NULL: all are, and
+  // need none.
+  size_t (*lce_kept_bytes)(Tensor weight, Tensor dx, Tensor dweight, int64_t rows, float full_mass);
   // Bytes the backend reserves for itself when it starts (the GEMMs' workspace), named in the ledger.
   size_t resident_bytes;
 #define MEMBER(name, Arguments, group) size_t (*name)(const Arguments *);
@@ -726,6 +723,7 @@ struct Backend {
   Memory memory;
   Dtype dtype;            // of weights and activations
   bool no_fp8;            // the GPU has no FP8
+  bool no_sampling;       // it does not run the Hopper kernels: LceSampledGradients is not for it
   int rank, ranks;        // 0 of 1 without a launcher
   double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it
   size_t device_capacity; // bytes of memory the device has; 0 when unknown

@@ -30,7 +30,8 @@ typedef struct {
   int64_t vocab_size;     // of the whole head
   Tensor class_weights;   // of this rank's rows of W
   Tensor factor;          // fp32 [1], or absent
-  bool sampled, dense;    // E's tiles are sampled for the gradients; most are expected to be kept
+  bool sampled;           // E's tiles are sampled for the gradients
+  size_t kept_bytes;      // of Chunk.kept
   Tensor smoothing_row;   // fp32 [H]: sum_j w[j] W[j] over all rows of W
   Tensor smoothing_local; // fp32 [H]: over this rank's rows
   Tensor smoothing_x;     // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks (and ranks)
@@ -101,7 +102,7 @@ void lce_split_targets(const Call *c, const Chunk *k);
 void lce_split_combine(const Call *c, const Chunk *k);
 void lce_split_losses(const Call *c, const Chunk *k);
 
-// lce_sampling.c: a random part of E's tiles makes the gradients.
+// lce_sampling.c: a random part of E's tiles makes the gradients, where that saves time.
 void lce_sampling_begin(Call *c, LinearCrossEntropy *a); // completes `a` with memory for the statistics
 void lce_sampling_buffers(const Call *c, Chunk *b, int64_t rows);
 void lce_sampling_gradients(const Call *c, const Chunk *k, int64_t chunk, bool last);

@@ -2,28 +2,30 @@
 // keep their expectation (LceSampledGradients).
 #include "kernels/lce_call.h"
 
-// A full mass below which so many tiles are kept that skipping the others costs more than it saves. Measured on an H200
-// (GPT-2 124M after 540 steps, chunk 4096), in times of the exact gradients: 1.00 at 2^-5, 1.12 at 2^-6; with all tiles 1.06.
-static const float DENSE_BELOW = 0x1p-5f;
+// Below this full mass so many tiles are kept that skipping the others costs more than it saves, and the gradients are exact.
+// Measured on an H200 (GPT-2 124M after 540 steps, chunk 4096), in times of the exact gradients: 1.00 at 2^-5, 1.12 at 2^-6.
+static const float LEAST_FULL_MASS = 0x1p-5f;
 
 void lce_sampling_begin(Call *c, LinearCrossEntropy *a) {
-  if (a->sampling.full_mass == 0) return;
-  if (!tensor_exists(a->sampling.stats)) a->sampling.stats = push_vector(c, "tiles dropped", DTYPE_F32, 3);
-  fill_zero(c->backend, a->sampling.stats);
-  c->sampled = c->backward;
-  c->dense = a->sampling.full_mass < DENSE_BELOW || !tensor_exists(a->dweight);
+  const BackendScratch *scratch = c->backend->scratch;
+  int64_t rows = lce_used_chunk(a->x.shape[0], a->chunk) * (c->split ? c->backend->ranks : 1);
+  c->sampled =
+      tensor_exists(a->dweight) && a->sampling.full_mass >= LEAST_FULL_MASS && !c->backend->no_sampling;
+  if (c->sampled && scratch->lce_kept_bytes) {
+    c->kept_bytes = scratch->lce_kept_bytes(a->weight, a->dx, a->dweight, rows, a->sampling.full_mass);
+    c->sampled = c->kept_bytes > 0;
+  }
+  if (c->sampled && !tensor_exists(a->sampling.stats))
+    a->sampling.stats = push_vector(c, "tiles dropped", DTYPE_F32, 3);
+  if (tensor_exists(a->sampling.stats)) fill_zero(c->backend, a->sampling.stats);
 }
 
 void lce_sampling_buffers(const Call *c, Chunk *b, int64_t rows) {
-  const LinearCrossEntropy *a = c->a;
-  const BackendScratch *scratch = c->backend->scratch;
-  int64_t vocab_rows = a->weight.shape[0], across = ceil_div(vocab_rows, LCE_TILE_COLUMNS);
+  int64_t across = ceil_div(c->a->weight.shape[0], LCE_TILE_COLUMNS);
   b->tile_sums = push_matrix(c, "row sums of tiles", DTYPE_F32, rows, across);
   b->tiles = push_matrix(c, "tiles", DTYPE_F32, ceil_div(rows, LCE_TILE_ROWS), across);
   b->kept_rows = rows;
-  if (c->dense || !scratch->lce_kept_bytes) return;
-  size_t bytes = scratch->lce_kept_bytes(a->x.dtype, rows, vocab_rows, a->x.shape[1], a->sampling.full_mass);
-  if (bytes) b->kept = push_vector(c, "kept tiles", DTYPE_I32, (int64_t)(bytes / 4));
+  if (c->kept_bytes) b->kept = push_vector(c, "kept tiles", DTYPE_I32, (int64_t)(c->kept_bytes / 4));
 }
 
 // dx_raw from the tiles that are drawn, and their part of dweight. Chunks and ranks draw from streams of their own.
@@ -32,7 +34,7 @@ void lce_sampling_gradients(const Call *c, const Chunk *k, int64_t chunk, bool l
   lce_sampled_gradients(
       c->backend,
       (LceSampledGradients){.dx_raw = k->global.dx,
-                            .dweight = c->dense ? (Tensor){0} : a->dweight,
+                            .dweight = a->dweight,
                             .tiles = k->tiles,
                             .stats = a->sampling.stats,
                             .exps = k->exps,

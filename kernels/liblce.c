@@ -343,6 +343,7 @@ static size_t planned_bytes(lce_context *context, const LinearCrossEntropy *call
   context->plan = plan_backend_create(backend->device, backend->dtype);
   context->plan->memory.advice = backend->memory.advice;
   context->plan->ranks = backend->ranks;
+  context->plan->no_sampling = backend->no_sampling;
   if (call->scale == 0) { // the tensors of gradients that are then dropped are checked too
     LinearCrossEntropy whole = *call;
     whole.scale = 1;

@@ -61,8 +61,9 @@ typedef struct lce_context lce_context;
 // [N, V]) is cut into tiles of 128 tokens x 192 vocabulary entries. A tile whose probabilities add up to m is
 // kept with probability min(1, m / sample), rounded to a power of two, and divided by it; the others are
 // skipped. Losses and outputs stay the same to the bit. With 1 about nine tiles of ten are skipped in a trained
-// model of 128,256 entries. It saves time on the CPU, and on Hopper in bf16. It excludes materialized, bias,
-// softcap, entropy_weights, entropy, max_logit, correct and predicted, and dweight without dx.
+// model of 128,256 entries. Gradients stay exact where it would save no time: on GPUs other than Hopper, in fp32 on a GPU,
+// in chunks below 128 tokens, without dweight, and with sample below 1/32. It excludes materialized, bias, softcap,
+// entropy_weights, entropy, max_logit, correct and predicted, and dweight without dx.
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V: 1 to 2^31 - 65536 each
   int64_t chunk;                           // tokens at a time; 0 lets the library choose

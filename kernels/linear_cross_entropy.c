@@ -28,7 +28,7 @@ static void add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor tar
 
 void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size) {
   Memory *memory = &c->backend->memory;
-  bool of_weight = tensor_exists(c->a->dweight), gemm_of_weight = of_weight && (!c->sampled || c->dense);
+  bool of_weight = tensor_exists(c->a->dweight), gemm_of_weight = of_weight && !c->sampled;
   Chunk before = {0}, chunk = start_chunk(c, buffers, 0, size), next = {0};
   for (int64_t first = 0; first < counted; first += size, before = chunk, chunk = next) {
     int64_t left = counted - first - size;

@@ -44,7 +44,8 @@ typedef struct {
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
 // expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
-// so only the fused mode has it, without what lce_needs_logits; dweight alone, without dx, it does not make.
+// so only the fused mode has it, without what lce_needs_logits; dweight alone, without dx, it does not make. Where it would
+// save no time (lce_sampling.c) the gradients are exact.
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and

@@ -403,7 +403,6 @@ static void add_terms(Bench *b) {
   call = add_term(b, "entropy");
   call->entropy_weights = reserve_ones(backend, "entropy weights", tokens);
   call->outputs.entropy = stats;
-  add_term(b, "sampling, all kept")->sampling = (TileSampling){.full_mass = 1e-30f, .stats = b->sampled};
   add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};
 }
 
@@ -697,6 +696,7 @@ int main(int argc, char **argv) {
     backend = open_backend(&o);
     machine_join_ranks(backend);
     plan->ranks = backend->ranks;
+    plan->no_sampling = backend->no_sampling;
   }
   choose_chunk(&o, plan, shape);
   if (!o.json)

@@ -99,7 +99,8 @@ const Option options_rows[] = {
      EXCLUDES("metrics", "sampling acts on exponentials, and metrics need logits"),
      HELP("Sample the softmax gradient: keep a tile (128 tokens x 192 vocabulary entries) with probability "
           "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles of "
-          "ten; 0 samples nothing. Saves time on the CPU and on Hopper in bf16; other GPUs multiply the zeros")},
+          "ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it would "
+          "save no time: gradients are exact")},
     {NUMBER("label-smoothing", "EPS", label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,

@@ -47,7 +47,8 @@ typedef struct {
   int64_t lce_chunk;  // max tokens; 0 until plan_resolve_chunk has chosen
   int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
   double label_smoothing, z_loss, lce_sample;
-  bool metrics; // accuracy, entropy and largest logit of every step
+  bool no_sampling; // the GPU does not sample the gradient's tiles (Backend)
+  bool metrics;     // accuracy, entropy and largest logit of every step
   // data
   TextList data, val_data; // paths
   DataOrder data_order;

@@ -17,12 +17,18 @@
 #include "kernels/ranks/ranks.h"
 #include "trainer/machine.h"
 
+static Backend *plan_begin(const Options *o, DeviceKind device) {
+  Backend *backend = plan_backend_create(device, o->dtype);
+  backend->ranks = o->ranks;
+  backend->no_sampling = o->no_sampling;
+  return backend;
+}
+
 Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   Options copy = *given;
   const Options *options = &copy;
   if (mode == LCE_MATERIALIZED) copy.dtypes.vocab_parallel = false; // which that mode does not have
-  Backend *backend = plan_backend_create(device, options->dtype);
-  backend->ranks = options->ranks;
+  Backend *backend = plan_begin(options, device);
   Trainer trainer;
   trainer_create(&trainer, options, backend);
   trainer.transformer.mode = mode;
@@ -201,8 +207,7 @@ HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   HostTraffic traffic = {0};
   Options o = *options;
   o.micro_steps = 1;
-  Backend *backend = plan_backend_create(device, o.dtype);
-  backend->ranks = o.ranks;
+  Backend *backend = plan_begin(&o, device);
   Trainer t;
   trainer_create(&t, &o, backend);
   backend->ops = &counting;
@@ -471,8 +476,7 @@ static void log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mod
 
 // Three planned steps in the mode of the options.
 static void plan_timeline(const Options *o, DeviceKind device) {
-  Backend *backend = plan_backend_create(device, o->dtype);
-  backend->ranks = o->ranks;
+  Backend *backend = plan_begin(o, device);
   Ledger *ledger = &backend->memory.ledger;
   Trainer trainer;
   trainer_create(&trainer, o, backend);

@@ -66,19 +66,16 @@ static double weighted_sum(const float *v, int64_t vocab, const float *w) {
 
 static void add_bias(float *z, int64_t vocab, const float *bias) {
   if (!bias) return;
-#pragma omp simd
-  for (int64_t j = 0; j < vocab; j++) z[j] += bias[j];
+  EACH_SIMD (j, vocab) z[j] += bias[j];
 }
 
 // v in place of z; dv/dz is found again from v (derivative_of).
 static void cap_and_scale(float *z, int64_t vocab, const Terms *t) {
   float cap = t->softcap;
   if (cap > 0)
-#pragma omp simd
-    for (int64_t j = 0; j < vocab; j++) z[j] = cap * tanh_f32(z[j] / cap) * t->inv_temperature;
+    EACH_SIMD (j, vocab) z[j] = cap * tanh_f32(z[j] / cap) * t->inv_temperature;
   else if (t->inv_temperature != 1)
-#pragma omp simd
-    for (int64_t j = 0; j < vocab; j++) z[j] *= t->inv_temperature;
+    EACH_SIMD (j, vocab) z[j] *= t->inv_temperature;
 }
 
 // dv/dz = (1 - (u/c)^2) / T
@@ -144,14 +141,12 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
                            of_entropy * (row.target_e / r.total) * (target_v - r.lse + entropy);
   if (t->plain) {
     float scale = (float)(r.per_e * t->inv_temperature);
-#pragma omp simd
-    for (int64_t j = 0; j < vocab; j++) v[j] *= scale;
+    EACH_SIMD (j, vocab) v[j] *= scale;
   } else {
     float per_e = (float)r.per_e, entropy_per_e = (float)(of_entropy / r.total);
     float from_anchor = (float)(anchor - r.lse + entropy), uniform = (float)r.uniform;
     const float *w = t->class_weights;
-#pragma omp simd
-    for (int64_t j = 0; j < vocab; j++) {
+    EACH_SIMD (j, vocab) {
       float distance = v[j] - anchor, e = exp_f32(distance);
       float g = e * per_e - (e == 0.0f ? 0.0f : e * entropy_per_e * (distance + from_anchor));
       v[j] = (g - uniform * (w ? w[j] : 1.0f)) * derivative_of(v[j], t);
@@ -169,11 +164,9 @@ static void ignored_row(const CrossEntropyInPlace *a, int64_t n) {
 }
 
 void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a) {
-  (void)backend;
   const int32_t *targets = a->targets.data;
   Terms terms = terms_of(a);
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->logits.shape[0]; n++)
+  EACH_PARALLEL (n, a->logits.shape[0])
     if (targets[n] == IGNORE_INDEX)
       ignored_row(a, n);
     else
@@ -181,7 +174,6 @@ void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a) 
 }
 
 void cpu_loss_factor(Backend *backend, const LossFactor *a) {
-  (void)backend;
   const int32_t *targets = a->targets.data;
   const float *class_weights = a->class_weights.data;
   double sum = 0;
@@ -191,7 +183,6 @@ void cpu_loss_factor(Backend *backend, const LossFactor *a) {
 }
 
 void cpu_read_targets(Backend *backend, const ReadTargets *a) {
-  (void)backend;
   const int32_t *narrow = a->ids.data;
   const int64_t *wide = a->ids.data;
   int32_t *targets = a->targets.data;

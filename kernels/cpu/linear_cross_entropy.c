@@ -136,8 +136,7 @@ static void add_shares(float *out, const float *wide, int64_t slices, int64_t ch
                        int64_t n) {
   for (int64_t s = 0; s < slices; s++) {
     const float *share = wide + (s * chunk + n) * hidden;
-#pragma omp simd
-    for (int64_t i = 0; i < hidden; i++) out[i] = s ? out[i] + share[i] : share[i];
+    EACH_SIMD (i, hidden) out[i] = s ? out[i] + share[i] : share[i];
   }
 }
 
@@ -150,11 +149,9 @@ static double dot(const float *x, const float *w, int64_t count) {
 }
 
 void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
-  (void)backend;
   const int32_t *targets = a->targets.data;
   float *target_z = a->target_z.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->x.shape[0]; n++)
+  EACH_PARALLEL (n, a->x.shape[0])
     target_z[n] =
         targets[n] < 0 ? 0.0f : (float)dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]);
 }
@@ -289,8 +286,7 @@ static void sampled_dx(bool plain, const LceSampledGradients *a) {
         memset(share, 0,
                (size_t)(min_i64(LCE_TILE_ROWS, chunk - b * LCE_TILE_ROWS) * hidden) * sizeof *share);
     }
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < chunk; n++) add_shares(cpu_row(a->dx_raw, n), wide, g.slices, chunk, hidden, n);
+  EACH_PARALLEL (n, chunk) add_shares(cpu_row(a->dx_raw, n), wide, g.slices, chunk, hidden, n);
 }
 
 // dW's rows under column t of the tiles, from those that are kept.
@@ -311,24 +307,10 @@ static void sampled_dweight(bool plain, const LceSampledGradients *a, int64_t t)
   if (!begun) memset(out, 0, (size_t)(tile.columns * hidden) * sizeof *out);
 }
 
-static void zero_dropped(Tensor exps, Tensor tiles) {
-  for (int64_t b = 0; b < tiles.shape[0]; b++)
-    for (int64_t t = 0; t < tiles.shape[1]; t++) {
-      if (tile_kept(tiles, b, t)) continue;
-      Tile tile = tile_of(exps.shape[0], exps.shape[1], b, t);
-      for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
-        memset(cpu_row(exps, n) + tile.column, 0, (size_t)tile.columns * sizeof(float));
-    }
-}
-
 void cpu_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
   bool plain = cpu_plain_loops(backend);
   draw_tiles(a);
   sampled_dx(plain, a);
-  if (!tensor_exists(a->dweight)) {
-    zero_dropped(a->exps, a->tiles);
-    return;
-  }
 #pragma omp parallel for schedule(dynamic)
   for (int64_t t = 0; t < a->tiles.shape[1]; t++) sampled_dweight(plain, a, t);
 }
@@ -336,7 +318,6 @@ void cpu_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
 // --- a vocabulary split over ranks -------------------------------------------------------------------------
 
 void cpu_shard_indices(Backend *backend, const ShardIndices *a) {
-  (void)backend;
   const int32_t *indices = a->indices.data;
   int32_t *out = a->out.data;
   for (int64_t n = 0; n < a->indices.shape[0]; n++) {
@@ -376,7 +357,6 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
 // --- what follows from a row's sums ------------------------------------------------------------------------
 
 void cpu_lce_rows(Backend *backend, const LceRows *a) {
-  (void)backend;
   const LossTerms *terms = &a->terms;
   const LossRows *r = &a->rows;
   const float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *target_z = r->target_z.data;
@@ -384,8 +364,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
   const int32_t *targets = a->targets.data;
   bool smoothing = terms->label_smoothing > 0;
   double inv_temperature = cpu_inv_temperature(terms->temperature), factor = cpu_read(a->factor, 0, 1);
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->targets.shape[0]; n++) {
+  EACH_PARALLEL (n, a->targets.shape[0]) {
     bool counts = targets[n] != IGNORE_INDEX;
     const float *x = cpu_row(a->x, n);
     RowLoss row = loss_of_row((RowSums){
@@ -410,38 +389,31 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
     cpu_store(r->scale_target, n, row.target);
     if (smoothing) cpu_store(r->scale_uniform, n, -row.uniform);
     float *scaled = cpu_row(a->scaled_x, n);
-#pragma omp simd
-    for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = scale * x[i];
+    EACH_SIMD (i, a->x.shape[1]) scaled[i] = scale * x[i];
   }
 }
 
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
-  (void)backend;
   const float *non_target = a->rows.scale_non_target.data, *target = a->rows.scale_target.data;
   const float *uniform = a->rows.scale_uniform.data, *smoothing_row = a->smoothing_row.data;
   const int32_t *targets = a->targets.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->dx.shape[0]; n++) {
+  EACH_PARALLEL (n, a->dx.shape[0]) {
     float *dx = cpu_row(a->dx, n);
     if (targets[n] == IGNORE_INDEX) {
       memset(dx, 0, (size_t)a->dx.shape[1] * sizeof *dx);
       continue;
     }
     float r = a->alpha * non_target[n], c = a->alpha * target[n];
-#pragma omp simd
-    for (int64_t i = 0; i < a->dx.shape[1]; i++) dx[i] *= r;
+    EACH_SIMD (i, a->dx.shape[1]) dx[i] *= r;
     const float *w = targets[n] == ELSEWHERE ? NULL : cpu_row(a->weight, targets[n]);
-#pragma omp simd
-    for (int64_t i = 0; i < (w ? a->dx.shape[1] : 0); i++) dx[i] += c * w[i];
+    EACH_SIMD (i, w ? a->dx.shape[1] : 0) dx[i] += c * w[i];
     if (!smoothing_row) continue;
     float u = a->alpha * uniform[n];
-#pragma omp simd
-    for (int64_t i = 0; i < a->dx.shape[1]; i++) dx[i] += u * smoothing_row[i];
+    EACH_SIMD (i, a->dx.shape[1]) dx[i] += u * smoothing_row[i];
   }
 }
 
 void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
-  (void)backend;
   cpu_scatter_add(a->dweight, a->targets.data, a->x.shape[0], a->x, a->scale_target.data, a->alpha,
                   a->workspace.data);
 }
@@ -449,23 +421,18 @@ void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
 // --- the rank-one terms of label smoothing -----------------------------------------------------------------
 
 void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {
-  (void)backend;
   cpu_column_sums(a->out.data, a->x, a->coefficients.data, 1.0f, a->accumulate);
 }
 
 void cpu_add_outer(Backend *backend, const AddOuter *a) {
-  (void)backend;
   const float *rows = a->rows.data, *columns = a->columns.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t v = 0; v < a->out.shape[0]; v++) {
+  EACH_PARALLEL (v, a->out.shape[0]) {
     float *out = cpu_row(a->out, v), factor = rows ? a->alpha * rows[v] : a->alpha;
-#pragma omp simd
-    for (int64_t i = 0; i < a->out.shape[1]; i++) out[i] += factor * columns[i];
+    EACH_SIMD (i, a->out.shape[1]) out[i] += factor * columns[i];
   }
 }
 
 void cpu_scale_by(Backend *backend, const ScaleBy *a) {
-  (void)backend;
   const float *x = a->x.data, factor = *(const float *)a->factor.data;
   float *out = a->out.data;
 #pragma omp parallel for simd schedule(static)

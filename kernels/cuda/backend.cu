@@ -11,6 +11,7 @@
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/hopper_gemm.h"
 
 #if __has_include(<nvtx3/nvToolsExt.h>) // headers alone: they look for a profiler, and else do nothing
 #include <nvtx3/nvToolsExt.h>
@@ -352,6 +353,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   backend->scratch = &cuda_scratch;
   backend->device_capacity = properties.totalGlobalMem;
   gemms_create(backend);
+  backend->no_sampling = !hopper_runs(backend);
   backend->device_overhead = device_bytes_now(backend);
   state->gemm_workspace =
       memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE, CUDA_GEMM_WORKSPACE_BYTES);

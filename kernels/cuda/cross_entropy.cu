@@ -78,23 +78,19 @@ template <bool PLAIN, int W>
 static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i, int target,
                                                    const Loss &loss) {
   if (!PLAIN && loss.terms.label_smoothing > 0) {
-#pragma unroll
-    for (int k = 0; k < W; k++) s.weighted += read(loss.terms.class_weights, i + k, 1) * v[k];
+    EACH (k, W) s.weighted += read(loss.terms.class_weights, i + k, 1) * v[k];
   }
   if ((unsigned)(target - i) < W) {
-#pragma unroll
-    for (int k = 0; k < W; k++)
+    EACH (k, W)
       if (i + k == target) v[k] = -INFINITY;
   }
   float max = s.max;
-#pragma unroll
-  for (int k = 0; k < W; k++) {
+  EACH (k, W) {
     if (!PLAIN && v[k] > max) s.best = i + k;
     max = fmaxf(max, v[k]);
   }
   raise<PLAIN>(s, max);
-#pragma unroll
-  for (int k = 0; k < W; k++) {
+  EACH (k, W) {
     float e = __expf(v[k] - max);
     s.e += e;
     if (!PLAIN) s.e_v += e == 0 ? 0 : e * (v[k] - max);
@@ -203,8 +199,7 @@ static __global__ void __launch_bounds__(1024, 1)
   for (int i = first; i < body; i += step) {
     float v[W];
     load(v, logits + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) v[k] = v_of<PLAIN>(v[k], i + k, bias, a);
+    EACH (k, W) v[k] = v_of<PLAIN>(v[k], i + k, bias, a);
     add_entries<PLAIN>(s, v, i, target, a);
     last = i;
   }
@@ -222,8 +217,7 @@ static __global__ void __launch_bounds__(1024, 1)
     return (d - g.uniform * read(a.terms.class_weights, j, 1)) * derivative_of<PLAIN>(v, a);
   };
   auto group = [&](float(&v)[W], int i) {
-#pragma unroll
-    for (int k = 0; k < W; k++) v[k] = gradient(v_of<PLAIN>(v[k], i + k, bias, a), i + k);
+    EACH (k, W) v[k] = gradient(v_of<PLAIN>(v[k], i + k, bias, a), i + k);
   };
   if (sizeof(T) == sizeof(TG)) {
     if (tail < vocab_size) dlogits[tail] = from_float<TG>(gradient(kept, tail));

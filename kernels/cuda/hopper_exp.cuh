@@ -17,8 +17,7 @@ static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], floa
   float shift[2], correction[2];
   int target[2];
   bool edge = first_column + TILE_N > s.n;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
+  EACH (i, 2) {
     bool inside = row + 8 * i < s.m;
     int32_t of_row = inside ? params.targets[row + 8 * i] : ELSEWHERE;
     float a = of_row == IGNORE_INDEX ? INFINITY : inside ? params.anchor[row + 8 * i] : 0.0f;
@@ -30,19 +29,16 @@ static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], floa
     row_sums[i] = 0;
   }
   if (__any_sync(~0u, edge)) {
-#pragma unroll
-    for (int j = 0; j < TILE_N / 2; j++) {
+    EACH (j, TILE_N / 2) {
       int at = j / 4 * 8 + column + j % 2;
       if (at == target[j / 2 % 2] || first_column + at >= s.n) z[j] = -INFINITY;
     }
   }
-#pragma unroll
-  for (int j = 0; j < TILE_N / 2; j++) {
+  EACH (j, TILE_N / 2) {
     z[j] = exp2_approx(fmaf(z[j], params.scale, shift[j / 2 % 2]));
     row_sums[j / 2 % 2] += z[j];
   }
-#pragma unroll
-  for (int i = 0; i < 2; i++) row_sums[i] *= correction[i];
+  EACH (i, 2) row_sums[i] *= correction[i];
 }
 
 #endif
@@ -54,15 +50,13 @@ struct LogitsExp : Epilogue {
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
-#pragma unroll
-    for (int h = 0; h < TILE_M / 64; h++) {
+    EACH (h, TILE_M / 64) {
       float row_sums[2];
       int row = work.row + me.row(h);
       epilogue_exp(acc[h], row_sums, c.s, c.params, row, work.column, me.column);
       if (c.params.store)
         epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
-#pragma unroll
-      for (int i = 0; i < 2; i++) { // four lanes share a row
+      EACH (i, 2) { // four lanes share a row
         row_sums[i] += __shfl_xor_sync(~0u, row_sums[i], 1);
         row_sums[i] += __shfl_xor_sync(~0u, row_sums[i], 2);
         if (me.lane % 4 == 0 && row + 8 * i < c.s.m)

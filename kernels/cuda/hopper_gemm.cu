@@ -31,8 +31,7 @@ static __global__ void __launch_bounds__(256)
   for (int split = 0; split < s.splits; split++) {
     float part[4];
     load(part, partials + ((int64_t)split * rest + blockIdx.y) * size + i);
-#pragma unroll
-    for (int k = 0; k < 4; k++) sum[k] += part[k];
+    EACH (k, 4) sum[k] += part[k];
   }
   store(out + row * stride + column, sum);
 }
@@ -55,10 +54,8 @@ static __global__ void __launch_bounds__(32) dx_lists_kernel(const __grid_consta
   const int32_t *slots = a.slots + (int64_t)list * a.across;
   KStep *to = a.steps + (int64_t)list * a.k_steps;
   for (int first = lane; first - lane < a.across; first += 32 * AT_ONCE) {
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) slot[i] = first + i * 32 < a.across ? slots[first + i * 32] : -1;
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
+    EACH (i, AT_ONCE) slot[i] = first + i * 32 < a.across ? slots[first + i * 32] : -1;
+    EACH (i, AT_ONCE) {
       int panel = (first + i * 32) * CUDA_TILE_PANELS; // of all of E
       unsigned marked = __ballot_sync(~0u, slot[i] >= 0);
       KStep *at = to + length + CUDA_TILE_PANELS * __popc(marked & ((1u << lane) - 1));
@@ -276,11 +273,6 @@ static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
   return (s.n > 3072 ? 1.02 : 0.98) * tiles / (time * clusters) > library;
 }
 
-static bool takes_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
-  return exps.dtype == DTYPE_BF16 && hopper_runs(backend) && tma_takes(exps) && tma_takes(weight) &&
-         tma_takes(out) && out.shape[1] % WIDTH<bf16> == 0;
-}
-
 template <bool SAMPLED>
 static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const TileScheduler &s,
                       EpilogueParams params, void *scratch) {
@@ -305,18 +297,15 @@ static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, 
 
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always) {
-  if (!takes_dx(backend, out, exps, weight)) return false;
+  if (exps.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(exps) || !tma_takes(weight) ||
+      !tma_takes(out) || out.shape[1] % WIDTH<bf16>)
+    return false;
   TileScheduler s =
       schedule<KernelTraits<Store<false>>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   split_last_wave(&s, hopper(backend).clusters, bytes);
   if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
   launch_dx<false>(backend, out, exps, weight, s, {}, scratch);
   return true;
-}
-
-bool hopper_takes_sampled(Backend *backend, Tensor dx_raw, Tensor exps, Tensor weight, Tensor dweight,
-                          Tensor scaled_x) {
-  return takes_dx(backend, dx_raw, exps, weight) && tma_takes(dweight) && tma_takes(scaled_x);
 }
 
 void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,

@@ -29,10 +29,6 @@ int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t byt
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always);
 
-// Whether the two below take these tensors of LceSampledGradients.
-bool hopper_takes_sampled(Backend *backend, Tensor dx_raw, Tensor exps, Tensor weight, Tensor dweight,
-                          Tensor scaled_x);
-
 // out [rows, H] = the chunk's kept tiles times weight. `scratch` begins with cuda_lce_dx_list_bytes bytes of lists.
 void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,
                        void *scratch, size_t bytes);

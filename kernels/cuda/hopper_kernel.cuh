@@ -194,10 +194,8 @@ static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipelin
     uint32_t stage = pipeline.stages + at.stage * K::STAGE_BYTES;
     uint64_t a = descriptor(stage + a_first, K::A_K_MAJOR), b = descriptor(stage + K::A_BYTES, K::B_K_MAJOR);
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < TILE_K / 16; i++)
-#pragma unroll
-      for (int h = 0; h < TILE_M / 64; h++)
+    EACH (i, TILE_K / 16)
+      EACH (h, TILE_M / 64)
         wgmma<COLUMNS, !K::A_K_MAJOR, !K::B_K_MAJOR>(acc[h], descriptor_advance(a, h * 8192 + i * a_step),
                                                      descriptor_advance(b, i * b_step), k > 0 || i > 0);
     wgmma_commit();

@@ -58,24 +58,19 @@ struct AddF32 : Epilogue {
     const int pair = me.warp / 2;
     const bool stores = me.warp % 2 == 0 && me.lane == 0;
     float *buffer = c.pipeline.buffers + pair * (SUM_BYTES / 4);
-#pragma unroll
-    for (int h = 0; h < TILE_M / 64; h++) {
+    EACH (h, TILE_M / 64) {
       mbarrier_wait(&c.pipeline.barriers[c.consumer * SUM_BUFFERS + pair], h);
-#pragma unroll
-      for (int below = 0; below < 2; below++) {
+      EACH (below, 2) {
         int column = me.warp % 2 * 16 + me.lane / 4 + 8 * below; // of the buffer
         float *to[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++)
+        EACH (i, 2)
           to[i] = buffer + (me.column + i) * SUM_COLUMNS + (column / 4 ^ (me.column + i)) * 4 + column % 4;
 #pragma unroll
         for (int j = 0; j < TILE_N / 8; j += GROUP / 2) {
           float sum[GROUP] = {};
-#pragma unroll
-          for (int i = 0; i < GROUP; i++)
+          EACH (i, GROUP)
             if (accumulate) sum[i] = to[i % 2][(j + i / 2) * 8 * SUM_COLUMNS];
-#pragma unroll
-          for (int i = 0; i < GROUP; i++)
+          EACH (i, GROUP)
             to[i % 2][(j + i / 2) * 8 * SUM_COLUMNS] =
                 fmaf(c.params.scale, acc[h][4 * (j + i / 2) + 2 * below + i % 2], sum[i]);
         }

@@ -9,8 +9,7 @@
 // A warp's 16 rows by TILE_N columns, through its buffer, in tiles of 64 columns.
 static __device__ __forceinline__ void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer,
                                                            const float *acc, int x, int y, int lane) {
-#pragma unroll
-  for (int part = 0; part < TILE_N / 64; part++) {
+  EACH (part, TILE_N / 64) {
     if (lane == 0) tma_store_wait_read<0>(); // the buffer's previous contents have been read
     __syncwarp();
     int row = lane % 16;
@@ -34,12 +33,10 @@ static __device__ __forceinline__ void epilogue_store_bf16(const CUtensorMap *ou
 // fp32, straight from the registers: four lanes write 32 bytes of a row.
 static __device__ __forceinline__ void epilogue_store_f32(float *out, int64_t stride, int rows, int columns,
                                                           const float *acc, const ThreadCoord &me) {
-#pragma unroll
-  for (int below = 0; below < 2; below++) {
+  EACH (below, 2) {
     if (me.lane / 4 + 8 * below >= rows) continue;
     float *to = out + (int64_t)(me.lane / 4 + 8 * below) * stride + me.column;
-#pragma unroll
-    for (int j = 0; j < TILE_N / 8; j++)
+    EACH (j, TILE_N / 8)
       if (me.column + 8 * j < columns)
         *reinterpret_cast<float2 *>(to + 8 * j) =
             make_float2(acc[4 * j + 2 * below], acc[4 * j + 2 * below + 1]);
@@ -56,8 +53,7 @@ template <bool F32, bool SAMPLED_ = false> struct Store : Epilogue {
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
-#pragma unroll
-    for (int h = 0; h < TILE_M / 64; h++) {
+    EACH (h, TILE_M / 64) {
       int row = c.row + me.first_row(h), below = c.s.m - work.row - row, right = c.s.n - work.column;
       if (work.split >= 0)
         epilogue_store_f32(c.params.partials +

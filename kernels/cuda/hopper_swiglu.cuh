@@ -21,10 +21,8 @@ struct Swiglu : Epilogue {
     constexpr int UP = TILE_N / 4, PARTS = TILE_N / 2 / 32;
     const ThreadCoord me;
     const int row = me.lane % 16;
-#pragma unroll
-    for (int h = 0; h < TILE_M / 64; h++)
-#pragma unroll
-      for (int part = 0; part < PARTS; part++) {
+    EACH (h, TILE_M / 64)
+      EACH (part, PARTS) {
         const uint32_t buffer = c.buffer + (h * PARTS + part) % 2 * SWIGLU_BYTES;
         if (me.lane == 0) tma_store_wait_read<1>(); // its previous contents have been read
         __syncwarp();
@@ -33,8 +31,7 @@ struct Swiglu : Epilogue {
           uint32_t to = buffer + row * 64 + ((j + me.lane / 16) ^ (row / 2 & 3)) * 16;
           const float *v = acc[h] + part * 16 + j * 4;
           uint32_t gate[4], up[4], activation[4];
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
+          EACH (i, 4) {
             gate[i] = pack_bf16(v[2 * i], v[2 * i + 1]);
             up[i] = pack_bf16(v[UP + 2 * i], v[UP + 2 * i + 1]);
             float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
@@ -95,10 +92,8 @@ struct SwigluGradient : Epilogue {
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &) {
     const ThreadCoord me;
     const int line = me.lane % 16;
-#pragma unroll
-    for (int h = 0; h < TILE_M / 64; h++)
-#pragma unroll
-      for (int part = 0; part < TILE_N / 64; part++) {
+    EACH (h, TILE_M / 64)
+      EACH (part, TILE_N / 64) {
         if (part >= across) continue;
         int piece = h * across + part;
         wait(c, piece);
@@ -109,8 +104,7 @@ struct SwigluGradient : Epilogue {
           uint32_t gate[4], up[4];
           ldmatrix_x4(gate, at);
           ldmatrix_x4(up, at + STORE_BYTES);
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
+          EACH (i, 4) {
             float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
             swiglu_gradient(g.x, u.x, d[2 * i]);
             swiglu_gradient(g.y, u.y, d[2 * i + 1]);

@@ -55,16 +55,13 @@ template <typename T, int W> static __device__ float warp_dot(const T *x, const 
   float sum = 0;
   for (int first = threadIdx.x % 32 * W; first < hidden_size; first += STEPS * STEP) {
     float a[STEPS][W] = {}, b[STEPS][W] = {};
-#pragma unroll
-    for (int j = 0; j < STEPS; j++) {
+    EACH (j, STEPS) {
       if (first + j * STEP >= hidden_size) break;
       load(a[j], x + first + j * STEP);
       load(b[j], w + first + j * STEP);
     }
-#pragma unroll
-    for (int j = 0; j < STEPS; j++)
-#pragma unroll
-      for (int k = 0; k < W; k++) sum += a[j][k] * b[j][k];
+    EACH (j, STEPS)
+      EACH (k, W) sum += a[j][k] * b[j][k];
   }
   return warp_sum(sum);
 }
@@ -117,8 +114,7 @@ static __global__ void __launch_bounds__(1024)
   for (int i = threadIdx.x * W; i < body; i += blockDim.x * W) {
     float z[W];
     load(z, tile + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) {
+    EACH (k, W) {
       z[k] = i + k == target ? 0.0f : __expf((z[k] - a) * inv_temperature);
       sum += z[k];
     }
@@ -472,8 +468,7 @@ static __global__ void __launch_bounds__(256)
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
     float values[W];
     load(values, x + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) values[k] *= r;
+    EACH (k, W) values[k] *= r;
     store(scaled_x + i, values);
   }
 }
@@ -507,8 +502,7 @@ static __global__ void lce_input_gradient_kernel(const __grid_constant__ LceInpu
       load(d, dx + i);
       if (here) load(w, weight + i);
       if (smoothing_row) load(shared, smoothing_row + i);
-#pragma unroll
-      for (int k = 0; k < W; k++) d[k] = r * d[k] + c * w[k] + u * shared[k];
+      EACH (k, W) d[k] = r * d[k] + c * w[k] + u * shared[k];
     }
     store(dx + i, d);
   }
@@ -537,8 +531,7 @@ static __global__ void __launch_bounds__(256)
   int64_t i = (blockIdx.x * 256ll + threadIdx.x) * W;
   if ((by == 1 && (const void *)out == x) || i >= count) return;
   load(values, x + i);
-#pragma unroll
-  for (int k = 0; k < W; k++) values[k] *= by;
+  EACH (k, W) values[k] *= by;
   store(out + i, values);
 }
 

@@ -16,7 +16,6 @@ size_t cuda_norm_backward_scratch(const NormBackward *a) {
 
 // A counter of work.
 size_t cuda_attention_forward_scratch(const AttentionForward *a) {
-  (void)a;
   return MEMORY_ALIGNMENT;
 }
 
@@ -33,7 +32,6 @@ size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
 }
 
 size_t cuda_matmul_fp8_scratch(const MatmulFp8 *a) {
-  (void)a;
   return 0;
 }
 
@@ -93,12 +91,16 @@ KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t 
   return k;
 }
 
-// For the Hopper kernels, which are for bf16; like all scratch it is counted for any GPU. Chunks of less than a tile's rows
-// go without.
-static size_t lce_kept_bytes(Dtype dtype, int64_t rows, int64_t vocab_size, int64_t hidden_size,
-                             float full_mass) {
-  if (dtype != DTYPE_BF16 || rows < LCE_TILE_ROWS) return 0;
-  return cuda_kept_tiles(NULL, rows, vocab_size, hidden_size, full_mass).bytes;
+static bool rows_start_aligned(Tensor t) {
+  return (uintptr_t)t.data % 16 == 0 && (size_t)t.stride * dtype_bytes(t.dtype) % 16 == 0;
+}
+
+// The Hopper kernels are for bf16, rows that TMA takes, and chunks of at least a tile's rows.
+static size_t lce_kept_bytes(Tensor weight, Tensor dx, Tensor dweight, int64_t rows, float full_mass) {
+  if (weight.dtype != DTYPE_BF16 || rows < LCE_TILE_ROWS || !rows_start_aligned(weight) ||
+      !rows_start_aligned(dx) || !rows_start_aligned(dweight))
+    return 0;
+  return cuda_kept_tiles(NULL, rows, weight.shape[0], weight.shape[1], full_mass).bytes;
 }
 
 size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
@@ -110,7 +112,6 @@ size_t cuda_weighted_column_sum_scratch(const WeightedColumnSum *a) {
 }
 
 size_t cuda_reduce_scratch(const Reduce *a) {
-  (void)a;
   return CUDA_REDUCE_BLOCKS * sizeof(double);
 }
 

@@ -39,8 +39,7 @@ static __global__ void __launch_bounds__(128)
     int32_t id[AT_ONCE];
     bool ends[AT_ONCE];
     float values[AT_ONCE][W], old[AT_ONCE][W] = {};
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
+    EACH (j, AT_ONCE) {
       int64_t i = first + j;
       if (i >= end) break;
       int32_t from = positions[i];
@@ -48,29 +47,24 @@ static __global__ void __launch_bounds__(128)
       id[j] = ids[i];
       ends[j] = i + 1 == count || ids[i + 1] != id[j];
       load(values[j], x + from * x_stride + column);
-#pragma unroll
-      for (int k = 0; k < W; k++) values[j][k] *= factor;
+      EACH (k, W) values[j][k] *= factor;
       if (accumulate && ends[j] && id[j] >= 0) load(old[j], out + (int64_t)id[j] * hidden_size + column);
     }
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
+    EACH (j, AT_ONCE) {
       int64_t i = first + j;
       if (i >= end) break;
-#pragma unroll
-      for (int k = 0; k < W; k++) sum[k] += values[j][k];
+      EACH (k, W) sum[k] += values[j][k];
       if (!ends[j] && i + 1 < end) continue;
       if (entered)
         store(partial_of(partials, piece, 0, hidden_size) + column, sum);
       else if (!ends[j])
         store(partial_of(partials, piece, 1, hidden_size) + column, sum);
       else if (id[j] >= 0) {
-#pragma unroll
-        for (int k = 0; k < W; k++) sum[k] += old[j][k];
+        EACH (k, W) sum[k] += old[j][k];
         store(out + (int64_t)id[j] * hidden_size + column, sum);
       }
       entered = false;
-#pragma unroll
-      for (int k = 0; k < W; k++) sum[k] = 0;
+      EACH (k, W) sum[k] = 0;
     }
   }
 }
@@ -105,8 +99,7 @@ static __global__ void __launch_bounds__(128)
   for (int64_t p = piece + 1; p <= last_piece; p++) {
     float values[W];
     load(values, partial_of(partials, p, 0, hidden_size) + column);
-#pragma unroll
-    for (int k = 0; k < W; k++) sum[k] += values[k];
+    EACH (k, W) sum[k] += values[k];
   }
   store_or_add(out + (int64_t)id * hidden_size + column, sum, accumulate);
 }

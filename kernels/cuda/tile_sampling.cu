@@ -2,20 +2,18 @@
 //
 // The logits-exp pass has left each row's sum for each tile, so a tile's mass takes 128 reads and E stays where it is.
 //
-// On Hopper the kept tiles then leave E for a buffer, scaled and one after the other, and both GEMMs read them there
+// The kept tiles then leave E for a buffer, scaled and one after the other, and both GEMMs read them there
 // (hopper_gemm.cu):
-//   E [C, V]  --pack-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW-->  dweight, when the buffer is full
+//   E [C, V]  --gather-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW-->  dweight, when the buffer is full
 //                                    \--dX-->  dx_raw, in each chunk
 // A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. A chunk of 1,024 tokens keeps a
 // tile or none of most columns, so that dW, which is read and written for each column that has any, would cost most of the
 // time if it were made for each chunk. Which tiles are kept is known on the device alone, and nothing about them is reported
 // to the host: it launches the dW of a full buffer in every chunk, and a kernel of one block says whether there is anything
 // to do. Slots go to columns of tiles in their order, which makes the order of all sums fixed.
-// Traffic for a chunk: 4 C V / 192 bytes of row sums, twice the bytes of the kept tiles to pack them, and as many to read
+// Traffic for a chunk: 4 C V / 192 bytes of row sums, twice the bytes of the kept tiles to gather them, and as many to read
 // them in dX and in dW.
-//
-// On other GPUs both GEMMs are cuBLASLt's over all of E, with zeros in dropped tiles: no time is saved. So are they on Hopper
-// where most tiles are expected to be kept, with the kernels and the bits of the exact gradient.
+// Other GPUs do not come here: their gradients are exact (lce_sampling.c).
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
@@ -120,59 +118,6 @@ static __device__ void add_stats(float *stats, const float *tiles, int64_t count
   stats[2] += sums.y;
 }
 
-static __global__ void __launch_bounds__(ONE_BLOCK)
-    stats_kernel(float *stats, const float *tiles, int64_t count) {
-  add_stats(stats, tiles, count);
-}
-
-// --- E in place --------------------------------------------------------------------------------------------
-
-// A block a tile of E: times 1 / q, or zeros where it is dropped (0 times anything is 0).
-template <typename T, int W>
-static __global__ void __launch_bounds__(THREADS)
-    scale_tiles_kernel(const __grid_constant__ Tensor exps, const float *tiles) {
-  constexpr int GROUPS = LCE_TILE_COLUMNS / W;
-  float factor = tiles[(int64_t)blockIdx.y * gridDim.x + blockIdx.x];
-  if (factor == 1) return;
-  for (int i = threadIdx.x; i < LCE_TILE_ROWS * GROUPS; i += blockDim.x) {
-    int64_t row = (int64_t)blockIdx.y * LCE_TILE_ROWS + i / GROUPS;
-    int64_t column = (int64_t)blockIdx.x * LCE_TILE_COLUMNS + i % GROUPS * W;
-    if (row >= exps.shape[0] || column >= exps.shape[1]) continue;
-    T *at = data_of<T>(exps) + row * exps.stride + column;
-    float e[W] = {};
-    if (factor > 0) load(e, at);
-#pragma unroll
-    for (int k = 0; k < W; k++) e[k] *= factor;
-    store(at, e);
-  }
-}
-
-static void dense_gradients(Backend *backend, const LceSampledGradients *a) {
-  dim3 grid((unsigned)a->tiles.shape[1], (unsigned)a->tiles.shape[0]);
-  launch_kernel({"sums over tiles", cuda_stream(backend), dim3(1), ONE_BLOCK}, stats_kernel,
-                data_of<float>(a->stats), data_of<float>(a->tiles), (int64_t)tensor_count(a->tiles));
-  with_float(a->exps.dtype, [&](auto type) {
-    using T = decltype(type);
-    with_bool(rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      launch_kernel({"scaling of tiles", cuda_stream(backend), grid, THREADS}, scale_tiles_kernel<T, W>,
-                    a->exps, data_of<float>(a->tiles));
-    });
-  });
-  size_t bytes = cuda_lce_tiles_bytes(a->exps.shape[0], a->exps.shape[1]); // as without sampling
-  if (!hopper_dx(backend, a->dx_raw, a->exps, a->weight, a->workspace.data, bytes, false)) {
-    Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
-    cuda_gemm(backend, &g);
-  }
-  if (!tensor_exists(a->dweight)) return;
-  LinearBackwardWeight dweight = {.dweight = a->dweight,
-                                  .dout = a->exps,
-                                  .x = a->scaled_x,
-                                  .alpha = a->alpha,
-                                  .accumulate = a->accumulate || !a->first};
-  cuda_linear_backward_weight(backend, &dweight);
-}
-
 // --- the kept tiles apart ----------------------------------------------------------------------------------
 
 // dW's lists for what is in the buffer, which counts as empty afterwards. Columns without a tile have none, unless dweight is
@@ -265,8 +210,7 @@ static __device__ __forceinline__ void copy_group(bf16 *to, const bf16 *from, in
     load(v, from);
   else
     for (int i = 0; i < columns; i++) v[i] = (float)from[i];
-#pragma unroll
-  for (int i = 0; i < 8; i++) v[i] *= factor;
+  EACH (i, 8) v[i] *= factor;
   store(to, v);
 }
 
@@ -275,8 +219,8 @@ static __device__ __forceinline__ void copy_group(bf16 *to, const bf16 *from, in
 enum { X_BLOCKS = 16, X_ROWS = LCE_TILE_ROWS / X_BLOCKS };
 
 static __global__ void __launch_bounds__(THREADS)
-    pack_kernel(const __grid_constant__ KeptTiles k, const __grid_constant__ Tensor exps,
-                const __grid_constant__ Tensor scaled_x, const float *tiles) {
+    gather_kernel(const __grid_constant__ KeptTiles k, const __grid_constant__ Tensor exps,
+                  const __grid_constant__ Tensor scaled_x, const float *tiles) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   constexpr int GROUPS = LCE_TILE_COLUMNS / 8, OF_PANEL = CUDA_PANEL_COLUMNS / 8;
@@ -307,42 +251,26 @@ static __global__ void __launch_bounds__(THREADS)
   }
 }
 
-static bool kept_apart(Backend *backend, const LceSampledGradients *a) {
-  return tensor_exists(a->dweight) && tensor_exists(a->kept) &&
-         hopper_takes_sampled(backend, a->dx_raw, a->exps, a->weight, a->dweight, a->scaled_x);
-}
-
-static void gradients_of_kept(Backend *backend, const LceSampledGradients *a) {
+void cuda_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
   int blocks = (int)a->tiles.shape[0], across = (int)a->tiles.shape[1];
   cudaStream_t stream = cuda_stream(backend);
-  const float *tiles = data_of<float>(a->tiles);
+  float *tiles = data_of<float>(a->tiles);
+  dim3 by_block((unsigned)blocks), by_part((unsigned)ceil_div(across, 32), (unsigned)blocks),
+      by_tile((unsigned)(X_BLOCKS + across), (unsigned)blocks);
   KeptTiles k =
       cuda_kept_tiles(a->kept.data, a->kept_rows, a->weight.shape[0], a->weight.shape[1], a->full_mass);
+  launch_kernel({"lce_sampled_gradients", stream, by_part, THREADS, true}, tile_masses_kernel, *a);
+  launch_kernel({"draws of tiles", stream, by_block, ONE_BLOCK, true}, draw_tiles_kernel, tiles, across,
+                a->full_mass, counter_key(a->seed, a->stream));
   launch_kernel({"slots of tiles", stream, dim3(1), ONE_BLOCK, true}, place_kernel, k,
                 data_of<float>(a->stats), tiles, blocks, across, a->first, a->accumulate);
   if (!a->first) hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
-  launch_kernel(
-      {"packing of tiles", stream, dim3((unsigned)(X_BLOCKS + across), (unsigned)blocks), THREADS, true},
-      pack_kernel, k, a->exps, a->scaled_x, tiles);
+  launch_kernel({"gathering of tiles", stream, by_tile, THREADS, true}, gather_kernel, k, a->exps,
+                a->scaled_x, tiles);
   if (a->flush) {
     launch_kernel({"lists of tiles", stream, dim3(1), ONE_BLOCK, true}, flush_kernel, k, across);
     hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
   }
   hopper_sampled_dx(backend, a->dx_raw, &k, a->exps.shape[0], a->weight, a->workspace.data,
                     (size_t)a->workspace.shape[0] * sizeof(int32_t));
-}
-
-void cuda_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
-  int64_t blocks = a->tiles.shape[0], across = a->tiles.shape[1];
-  dim3 grid((unsigned)ceil_div(across, 32), (unsigned)blocks);
-  launch_kernel({"lce_sampled_gradients", cuda_stream(backend), grid, THREADS, hopper_runs(backend)},
-                tile_masses_kernel, *a);
-  launch_kernel(
-      {"draws of tiles", cuda_stream(backend), dim3((unsigned)blocks), ONE_BLOCK, hopper_runs(backend)},
-      draw_tiles_kernel, data_of<float>(a->tiles), (int)across, a->full_mass,
-      counter_key(a->seed, a->stream));
-  if (kept_apart(backend, a))
-    gradients_of_kept(backend, a);
-  else
-    dense_gradients(backend, a);
 }
