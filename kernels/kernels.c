@@ -214,7 +214,8 @@ static void check_linear_backward_weight(Op op, Backend *backend, LinearBackward
   CHECK(FIELD(dout, "T [N, O] strided"),
         FIELD(x, dweight ? "T [N, I] strided" : "absent: it is for dweight alone"),
         FIELD(dweight, a->in_out_layout ? "fp32|bf16 [I, O] or absent" : "fp32|bf16 [O, I] or absent"),
-        FIELD(dbias, dweight ? "fp32|bf16 [O] or absent" : "fp32|bf16 [O]"));
+        FIELD(dbias, dweight ? "fp32|bf16 [O] or absent" : "fp32|bf16 [O]"),
+        FIELD(coefficients, dweight ? "absent: they are for dbias alone" : "fp32 [N] or absent"));
   if (a->alpha == 0) a->alpha = 1;
 }
 
@@ -438,9 +439,6 @@ CHECK_FIELDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor,
 
 CHECK_FIELDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
              FIELD(loss, "fp32 [N] or absent"))
-
-CHECK_FIELDS(weighted_column_sum, WeightedColumnSum, FIELD(x, "T [N, H] strided"), FIELD(out, "fp32 [H]"),
-             FIELD(coefficients, "fp32 [N] or absent"))
 
 static void check_scale_by(Op op, Backend *backend, ScaleBy *a) {
   const char *form = backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]";

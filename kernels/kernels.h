@@ -160,12 +160,13 @@ typedef struct {
   bool accumulate;       // not together with pre_activation
 } LinearBackwardInput;
 
-// dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].
+// dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n coefficients[n] dout[n].
 typedef struct {
-  Tensor dweight; // fp32 or bf16 [O, I], or [I, O] when in_out_layout; or absent, and x too: dbias alone
-  Tensor dbias;   // fp32 or bf16 [O], or absent
-  Tensor dout;    // fp32/bf16 [N, O]; may be strided
-  Tensor x;       // fp32/bf16 [N, I]; may be strided
+  Tensor dweight;      // fp32 or bf16 [O, I], or [I, O] when in_out_layout; or absent, and x too: dbias alone
+  Tensor dbias;        // fp32 or bf16 [O], or absent
+  Tensor dout;         // fp32/bf16 [N, O]; may be strided
+  Tensor x;            // fp32/bf16 [N, I]; may be strided
+  Tensor coefficients; // fp32 [N], or absent: all are 1; they are for dbias alone
   bool in_out_layout;
   float alpha; // 0 is read as 1
   bool accumulate;
@@ -486,15 +487,6 @@ typedef struct {
   Tensor workspace; // pushed by the entry point
 } LceTargetGradient;
 
-// out[h] (+)= sum_n coefficients[n] x[n, h]: the rank-one terms of label smoothing.
-typedef struct {
-  Tensor out;          // fp32 [H]
-  Tensor x;            // fp32/bf16 [N, H]; may be strided
-  Tensor coefficients; // fp32 [N], or absent: all 1
-  bool accumulate;
-  Tensor workspace; // pushed by the entry point
-} WeightedColumnSum;
-
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 typedef struct {
   Tensor out;    // fp32/bf16 [N]; may be x itself, and a factor of 1 then leaves it alone
@@ -616,7 +608,6 @@ typedef struct {
   X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS)      /* cpu_cross_entropy_in_place cuda_cross_entropy_in_place */ \
   X(loss_factor, LossFactor, HEAD_LOSS)                          /* cpu_loss_factor cuda_loss_factor */ \
   X(read_targets, ReadTargets, HEAD_LOSS)                        /* cpu_read_targets cuda_read_targets */ \
-  S(weighted_column_sum, WeightedColumnSum, HEAD_LOSS)           /* cpu_weighted_column_sum cuda_weighted_column_sum */ \
   X(add_outer, AddOuter, HEAD_LOSS)                              /* cpu_add_outer cuda_add_outer */ \
   X(scale_by, ScaleBy, HEAD_LOSS)                                /* cpu_scale_by cuda_scale_by */ \
   X(gather_rows, MoveRows, HEAD_LOSS)                            /* cpu_gather_rows cuda_gather_rows */ \

@@ -20,18 +20,18 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   c->smoothing_row = c->smoothing_local = push_vector(c, "weighted sum of W", DTYPE_F32, hidden_size);
   if (c->split) c->smoothing_local = push_vector(c, "weighted sum of local W", DTYPE_F32, hidden_size);
   if (tensor_exists(a->dweight)) c->smoothing_x = push_vector(c, "weighted sum of x", DTYPE_F32, hidden_size);
-  weighted_column_sum(
-      backend,
-      (WeightedColumnSum){.out = c->smoothing_local, .x = a->weight, .coefficients = c->class_weights});
+  linear_backward_weight(backend, (LinearBackwardWeight){.dbias = c->smoothing_local,
+                                                         .dout = a->weight,
+                                                         .coefficients = c->class_weights});
   if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_row, .x = c->smoothing_local});
 }
 
 void lce_terms_add(const Call *c, const Chunk *k, bool first) {
   if (tensor_exists(c->smoothing_x))
-    weighted_column_sum(c->backend, (WeightedColumnSum){.out = c->smoothing_x,
-                                                        .x = k->global.x,
-                                                        .coefficients = k->rows.scale_uniform,
-                                                        .accumulate = !first});
+    linear_backward_weight(c->backend, (LinearBackwardWeight){.dbias = c->smoothing_x,
+                                                              .dout = k->global.x,
+                                                              .coefficients = k->rows.scale_uniform,
+                                                              .accumulate = !first});
 }
 
 void lce_terms_end(const Call *c) {

@@ -631,7 +631,7 @@ static void report(const Bench *b, const Work *work, const Medians *m) {
   if (sampled) {
     float stats[3];
     backend_to_host(b->layer.backend, stats, b->sampled);
-    dropped[0] = (double)(stats[0] / stats[1]);
+    dropped[0] = stats[1] > 0 ? (double)(stats[0] / stats[1]) : 0;
     dropped[1] = (double)stats[2] / (double)b->shape.tokens;
   }
   (b->settings->json ? report_json : report_text)(b, work, m, sampled ? dropped : NULL);

@@ -44,5 +44,6 @@ void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a)
     cpu_gemm(cpu_plain_loops(backend), a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha,
              matrix(left, true), matrix(right, false), a->accumulate ? 1.0f : 0.0f, a->dweight.data,
              a->dweight.stride);
-  if (tensor_exists(a->dbias)) cpu_column_sums(a->dbias.data, a->dout, NULL, a->alpha, a->accumulate);
+  if (tensor_exists(a->dbias))
+    cpu_column_sums(a->dbias.data, a->dout, a->coefficients.data, a->alpha, a->accumulate);
 }

@@ -420,10 +420,6 @@ void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
 
 // --- the rank-one terms of label smoothing -----------------------------------------------------------------
 
-void cpu_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {
-  cpu_column_sums(a->out.data, a->x, a->coefficients.data, 1.0f, a->accumulate);
-}
-
 void cpu_add_outer(Backend *backend, const AddOuter *a) {
   const float *rows = a->rows.data, *columns = a->columns.data;
   EACH_PARALLEL (v, a->out.shape[0]) {

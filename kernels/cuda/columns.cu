@@ -89,11 +89,6 @@ void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficien
   add_partials(backend, {out}, partials, slices, columns, alpha, accumulate);
 }
 
-void cuda_weighted_column_sum(Backend *backend, const WeightedColumnSum *a) {
-  column_sums(backend, a->out, a->x, data_of<float>(a->coefficients), 1, a->accumulate,
-              data_of<float>(a->workspace));
-}
-
 // One block a row.
 template <int W>
 static __global__ void __launch_bounds__(256)

@@ -617,7 +617,8 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
   else if (!a->accumulate && tensor_exists(a->dweight))
     cuda_fill_zero(backend, &a->dweight);
   if (tensor_exists(a->dbias))
-    column_sums(backend, a->dbias, a->dout, nullptr, a->alpha, a->accumulate, data_of<float>(a->workspace));
+    column_sums(backend, a->dbias, a->dout, data_of<float>(a->coefficients), a->alpha, a->accumulate,
+                data_of<float>(a->workspace));
 }
 
 void cuda_matmul_fp8(Backend *backend, const MatmulFp8 *a) {

@@ -107,10 +107,6 @@ size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
   return cuda_segment_bytes(a->x.shape[0], a->x.shape[1]);
 }
 
-size_t cuda_weighted_column_sum_scratch(const WeightedColumnSum *a) {
-  return (size_t)(cuda_column_slices(a->x.shape[0]) * a->x.shape[1]) * sizeof(float);
-}
-
 size_t cuda_reduce_scratch(const Reduce *a) {
   return CUDA_REDUCE_BLOCKS * sizeof(double);
 }
