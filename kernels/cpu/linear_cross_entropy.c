@@ -10,14 +10,7 @@
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and order. dW is made in
 // pieces of a tile's columns, from the kept tiles in the order of their rows. A dropped tile is not touched again, nor are the
 // rows of W and dW that it meets.
-//
-// Measured as a ratio to three sgemm calls over all tokens (tools/bench_lce; H 256, V 128256, chunks of 128; one core with
-// AVX-512, OpenBLAS 0.3.21, medians in turn):
-//   0.98 to 1.03  as it stands
-//   1.05 to 1.07  when the next tile of W is not prefetched during the exponentials
-//   0.97 to 0.98  with prefetching spread over the GEMMs, and a tiled GEMM for dW: 100 lines more
-//   1.30 to 1.38  sgemm -> exp -> sgemm on [C, 4096] of the vocabulary at a time, or on all of it: sgemm packs W for every
-//                 chunk, which 128 rows do not pay back
+// kernels/LCE.md ("What was tried") has the measurements.
 #include <math.h>
 #include <string.h>
 

@@ -9,9 +9,7 @@
 // A operands of the GEMMs that follow. Only TMA writes to shared memory. The gradient of a bias of q, k and v, the column
 // sums of these accumulators, is begun here too, before they are rounded.
 //
-// One thread of a producer warpgroup takes work tiles from a counter, waits for empty stages and keeps up to STAGES
-// tiles in flight. Which CTA does which work tile varies from run to run; what a tile computes does not. While one
-// consumer exponentiates, the others' MMAs keep the tensor cores busy, and where registers allow a consumer's MMAs of
+// While one consumer exponentiates, the others' MMAs keep the tensor cores busy, and where registers allow a consumer's MMAs of
 // one step run under its exponentials of the next.
 //
 // On an H200 the tensor cores are busy 54% (key pass) and 72% (query pass) of the time for heads of 64 at T 4096, 79%

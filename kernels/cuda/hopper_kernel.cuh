@@ -10,35 +10,26 @@
 //               the activation is made of them before they leave the SM.
 //   SwigluGradient  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
 //               and up are loaded, and their gradients are stored.
-// dW += E^T (r X) without sampling is cuBLASLt's (linear.cu).
+// dW += E^T (r X) without sampling is cuBLASLt's (linear.cu). kernels/LCE.md ("On Hopper") gives the reasons for what follows, what was
+// measured and what was tried.
 //
 // Data flow. A CTA is alone on its SM: a producer warp issues TMA loads of A and B (64 wide in K) into a ring
 // of shared-memory stages with full and empty mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run
-// the epilogue, which leaves through swizzled shared memory and TMA stores. setmaxnreg gives the producer 40
-// registers and the consumers 232, 192 of them accumulators. A cluster is two CTAs on two tiles one below the
+// the epilogue, which leaves through swizzled shared memory and TMA stores. A cluster is two CTAs on two tiles one below the
 // other: they need the same tile of B, and each loads one half and multicasts it to both. (Sampled dX: two tiles side by side,
 // which share A, so that each 128 rows have a list of k-steps of their own.)
 //
-// Pipeline. LogitsExp, SwiGLU and the sampled GEMMs are ping-pong, 5 or 4 stages of 40 KiB: each consumer owns whole
-// tiles of 128 x 192, so that one's epilogue runs under the other's MMAs:
+// Pipeline. LogitsExp, SwiGLU and the sampled GEMMs are ping-pong: each consumer owns whole tiles of 128 x 192, so that one's
+// epilogue runs under the other's MMAs:
 //   producer     A, B tiles -> stage s, once stage s is empty
 //   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
 //   consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
-// dX has a short epilogue and is cooperative, 3 stages of 56 KiB: both consumers share a tile of 256 x 192, which
-// loads 30% fewer bytes for the same flops. Its last tile of columns may be narrower, by steps of 64.
+// dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be narrower, by steps of 64.
 //
-// Schedule. As many clusters as fit on the device; cluster i makes work tiles i, i + clusters, ... Tiles are
-// rasterised in groups of rows whose tiles of A stay in L2. Clusters of a wave share tiles of A and B, which are
-// read from memory once if all request them at about the same time: a cluster throttle keeps producers in step,
-// and every other wave traverses K backwards, to begin with what the wave before left in L2. The tiles of dX's last, partly
-// empty wave are split along K; a second kernel adds the partials in order. With sampling E's kept tiles lie in
-// panels (KeptTiles), and producer and consumers walk a list of them in place of all of K.
-//
-// Cost for a chunk of C rows: 2 C V H flops a GEMM. The logits read X and W and write 2 C V bytes of E and
-// 4 C V / 192 of row sums; dX reads E and W. At C = H = 4096, V = 128,256 each moves at least 2.1 GB for 4.3 Tflop
-// (measured 3.6 GB read, 1.05 written): memory is busy a sixth of the time. SwiGLU and its gradient
-// in kernels of their own move 18 N F bytes, here 10 N F: a step of llama-1b takes 0.98 of its time with those. What was
-// measured and tried is in kernels/LCE.md and tools/BENCHMARKS.md.
+// Schedule. As many clusters as fit on the device; cluster i makes work tiles i, i + clusters, ... A cluster throttle keeps
+// producers in step, and every other wave traverses K backwards. The tiles of dX's last, partly empty wave are split along K; a
+// second kernel adds the partials in order. With sampling E's kept tiles lie in panels (KeptTiles), and producer and consumers
+// walk a list of them in place of all of K.
 #pragma once
 
 #include "kernels/cuda/hopper_tiles.cuh"

@@ -6,13 +6,10 @@
 // (hopper_gemm.cu):
 //   E [C, V]  --gather-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW-->  dweight, when the buffer is full
 //                                    \--dX-->  dx_raw, in each chunk
-// A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. A chunk of 1,024 tokens keeps a
-// tile or none of most columns, so that dW, which is read and written for each column that has any, would cost most of the
-// time if it were made for each chunk. Which tiles are kept is known on the device alone, and nothing about them is reported
-// to the host: it launches the dW of a full buffer in every chunk, and a kernel of one block says whether there is anything
-// to do. Slots go to columns of tiles in their order, which makes the order of all sums fixed.
-// Traffic for a chunk: 4 C V / 192 bytes of row sums, twice the bytes of the kept tiles to gather them, and as many to read
-// them in dX and in dW.
+// A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. Which tiles are kept is known on the
+// device alone: the host launches the dW of a full buffer in every chunk, and a kernel of one block says whether there is
+// anything to do. Slots go to columns of tiles in their order, which makes the order of all sums fixed. kernels/LCE.md
+// ("Sampling the gradient's tiles") says why tiles are copied.
 // Other GPUs do not come here: their gradients are exact (lce_sampling.c).
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
