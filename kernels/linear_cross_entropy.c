@@ -16,7 +16,8 @@
 // and `c` the call.)
 //
 // Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split.c (a head
-// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and terms that need logits), lce_check.c, lce_chunk.c.
+// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and terms that need logits), lce_check.c.
+#include "base/integers.h"
 #include "kernels/lce_call.h"
 
 static Chunk start_chunk(const Call *c, const Chunk *buffers, int64_t first, int64_t count);
@@ -211,6 +212,16 @@ static void finish_chunk(const Call *c, const Chunk *k) {
 
 const char *lce_mode_name(LceMode mode) {
   return mode == LCE_FUSED ? "fused" : "materialized";
+}
+
+int64_t lce_default_chunk(DeviceKind device, int64_t tokens) {
+  return min_i64(4096, max_i64(device == ON_CUDA ? 1024 : 128, ceil_div(tokens, 8)));
+}
+
+int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
+  int64_t max = min_i64(chunk, tokens), even = ceil_div(tokens, ceil_div(tokens, max));
+  int64_t rounded = round_up(even, 128);
+  return rounded <= max ? rounded : even;
 }
 
 bool lce_needs_logits(const LinearCrossEntropy *a) {

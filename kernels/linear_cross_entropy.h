@@ -1,6 +1,5 @@
 // LM head and cross-entropy as one operation, with its gradients computed in the forward pass.
-#ifndef LCE_KERNELS_LINEAR_CROSS_ENTROPY_H
-#define LCE_KERNELS_LINEAR_CROSS_ENTROPY_H
+#pragma once
 
 #include "kernels/kernels.h"
 
@@ -85,14 +84,6 @@ bool lce_needs_logits(const LinearCrossEntropy *a);
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 
-// The shape of a call, for lce_bytes and lce_chunk_within.
-typedef struct {
-  int64_t tokens, hidden_size, vocab_size; // N, H, V
-  Dtype dtype;
-  bool logits; // lce_needs_logits
-  int ranks;   // over which the head is split; 0 or 1: it is whole
-} LceShape;
-
 // The chunk taken when the user names none: an eighth of the tokens, which keeps the layer an order of magnitude below the
 // materialized one, but at least 128, on a GPU 1024 (below, the traffic of reading W for each chunk is the bound), and at most
 // 4096 (beyond, a GEMM gains nothing more).
@@ -100,9 +91,3 @@ int64_t lce_default_chunk(DeviceKind device, int64_t tokens);
 // The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size, a multiple
 // of 128 where that is no more than `chunk`.
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk);
-// The bytes that the layer pushes at its peak, on the kind of device that `backend` is or plans for.
-size_t lce_bytes(const Backend *backend, LceMode mode, int64_t chunk, LceShape shape);
-// The largest chunk whose layer holds at most `bytes`; 0 when even one token's does not fit.
-int64_t lce_chunk_within(const Backend *backend, size_t bytes, LceShape shape);
-
-#endif

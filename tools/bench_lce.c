@@ -69,8 +69,7 @@ static const Option option_rows[] = {
     {WHOLE("tokens", "N", tokens, 1, INT32_MAX), DEFAULT("1024"), HELP("Tokens")},
     {WHOLE("hidden-size", "H", hidden_size, 1, INT32_MAX), DEFAULT("256"), HELP("Hidden size")},
     {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("128256"), HELP("Vocabulary")},
-    {TEXT("chunk", "C[,C...]", chunk_list),
-     HELP("Tokens per chunk (default: the largest that holds an eighth of what materialized logits hold)")},
+    {TEXT("chunk", "C[,C...]", chunk_list), HELP("Tokens per chunk (default as for ./train --lce-chunk)")},
     {TEXT("checkpoint", "DIR", checkpoint), EXCLUDES("hidden-size, vocab", "the model has its own sizes"),
      HELP("Take x, W, H and V from a model: a checkpoint of ./train, or config.json and safetensors of "
           "Hugging Face (default: x and W are random)")},
@@ -170,7 +169,12 @@ static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, in
   return tensor_flat(reserve(backend, name, MEMORY_TABLES, dtype, 1, count));
 }
 
-static LceTensors layer_reserve(Backend *backend, LceShape s) {
+typedef struct {
+  int64_t tokens, hidden_size, vocab_size;
+  Dtype dtype;
+} Shape;
+
+static LceTensors layer_reserve(Backend *backend, Shape s) {
   LceTensors l = {.backend = backend};
   l.x = reserve(backend, "x", MEMORY_ACTIVATIONS, s.dtype, s.tokens, s.hidden_size);
   l.weight = reserve(backend, "weight", MEMORY_WEIGHTS, s.dtype, s.vocab_size, s.hidden_size);
@@ -345,7 +349,7 @@ enum { MAX_WORKS = (2 + MAX_ITEMS) * MAX_ITEMS + 14 };
 typedef struct {
   const Settings *settings;
   const State *state; // NULL: random
-  LceShape shape;
+  Shape shape;
   LceTensors layer;
   size_t layer_total; // bytes of the layer's tensors and of what the backend keeps
   int64_t gemm_rows;  // tokens of the plain GEMMs at a time: all where memory suffices
@@ -450,7 +454,7 @@ static void add_modes(Bench *b) {
 }
 
 // Reserves all tensors and lists what is timed.
-static Bench *bench_create(const Settings *o, Backend *backend, LceShape shape) {
+static Bench *bench_create(const Settings *o, Backend *backend, Shape shape) {
   Bench *b = host_alloc(1, sizeof *b, "the benchmark");
   *b = (Bench){
       .settings = o, .shape = shape, .gemm_rows = shape.tokens, .layer = layer_reserve(backend, shape)};
@@ -588,7 +592,7 @@ static void print_json(const char *event, const char *const (*texts)[2], const F
 // A row of the table, or an object. m: NULL where nothing was measured; dropped: NULL where nothing was sampled.
 static void report_json(const Bench *b, const Work *work, const Medians *m, const double *dropped) {
   const Backend *backend = b->layer.backend;
-  const LceShape *s = &b->shape;
+  const Shape *s = &b->shape;
   const char *const texts[][2] = {{"name", work->name},
                                   {"mode", work->mode},
                                   {"term", work->term},
@@ -679,18 +683,12 @@ static void run(Bench *b) {
   }
 }
 
-static void choose_chunk(Settings *o, const Backend *backend, LceShape shape) {
-  if (o->chunk_count) return;
-  int64_t chunk = lce_chunk_within(backend, lce_bytes(backend, LCE_MATERIALIZED, 1, shape) / 8, shape);
-  o->chunks[o->chunk_count++] = max_i64(chunk, 1);
-}
-
 int main(int argc, char **argv) {
   ranks_begin();
   Settings o = parse(argc, argv);
   State state = {0};
   if (o.checkpoint) state = read_state(&o);
-  LceShape shape = {o.tokens, o.hidden_size, o.vocab_size, o.dtype, false, 0};
+  Shape shape = {o.tokens, o.hidden_size, o.vocab_size, o.dtype};
   Backend *plan = plan_backend_create(o.device, o.dtype), *backend = NULL;
   if (!o.plan) {
     backend = open_backend(&o);
@@ -698,7 +696,7 @@ int main(int argc, char **argv) {
     plan->ranks = backend->ranks;
     plan->no_sampling = backend->no_sampling;
   }
-  choose_chunk(&o, plan, shape);
+  if (!o.chunk_count) o.chunks[o.chunk_count++] = lce_default_chunk(o.device, o.tokens);
   if (!o.json)
     printf("%s: N %s, H %s, V %s\n", (backend ? backend : plan)->description, text_grouped(o.tokens).text,
            text_grouped(o.hidden_size).text, text_grouped(o.vocab_size).text);

@@ -1,7 +1,6 @@
 // The LM head's and SwiGLU's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work: false (or 0),
 // with nothing touched, means "not on this device", "not with rows like these" or, where it says so, that cuBLASLt is faster.
-#ifndef LCE_KERNELS_CUDA_HOPPER_GEMM_H
-#define LCE_KERNELS_CUDA_HOPPER_GEMM_H
+#pragma once
 
 #include "kernels/cuda/cuda_ops.h"
 
@@ -46,5 +45,4 @@ bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, T
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -160,36 +160,8 @@ static void test_large_plan(void **state) {
 
 // --- what follows from plans -------------------------------------------------------------------------------
 
-static void check_chunk_within(const Backend *backend, size_t bytes, LceShape shape) {
-  int64_t chunk = lce_chunk_within(backend, bytes, shape);
-  if (chunk > 0) assert_true(lce_bytes(backend, LCE_FUSED, chunk, shape) <= bytes);
-  if (chunk < shape.tokens) assert_true(lce_bytes(backend, LCE_FUSED, chunk + 1, shape) > bytes);
-  assert_in_range(chunk, 0, shape.tokens);
-}
-
-static void test_chunk_within(void **state) {
+static void test_default_chunk(void **state) {
   (void)state;
-  Backend *cpu = cpu_backend_create(false);
-  for (int kind = 0; kind < 3; kind++) {
-    LceShape shape = {.tokens = 333,
-                      .hidden_size = 24,
-                      .vocab_size = 1001,
-                      .logits = kind == 1,
-                      .ranks = kind == 2 ? 3 : 1};
-    size_t one = lce_bytes(cpu, LCE_FUSED, 1, shape), all = lce_bytes(cpu, LCE_FUSED, 333, shape);
-    assert_true(one >= 1001 * 4 && all >= 333 * 1001 * 4);
-    for (size_t bytes = 0; bytes < all + 100000; bytes += 12345) check_chunk_within(cpu, bytes, shape);
-    check_chunk_within(cpu, one, shape);
-    check_chunk_within(cpu, one - 1, shape);
-    assert_int_equal(lce_chunk_within(cpu, one - 1, shape), 0);
-    assert_int_equal(lce_chunk_within(cpu, all, shape), 333);
-    assert_int_equal(lce_chunk_within(cpu, SIZE_MAX, shape), 333);
-    // More tokens than the chunk holds cost nothing; a chunk beyond the tokens neither.
-    shape.tokens = 1000;
-    assert_true(lce_bytes(cpu, LCE_FUSED, 333, shape) <= all);
-    assert_int_equal(lce_bytes(cpu, LCE_FUSED, 5000, shape), lce_bytes(cpu, LCE_FUSED, 1000, shape));
-  }
-  backend_destroy(cpu);
   assert_int_equal(lce_default_chunk(ON_CPU, 1), 128);
   assert_int_equal(lce_default_chunk(ON_CPU, 1025), 129);
   assert_int_equal(lce_default_chunk(ON_CPU, 32768), 4096);
@@ -509,7 +481,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_plan_equals_run), cmocka_unit_test(test_ragged_chunks),
       cmocka_unit_test(test_sampling),        cmocka_unit_test(test_switching_modes),
-      cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_chunk_within),
+      cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_default_chunk),
       cmocka_unit_test(test_chunk_option),    cmocka_unit_test(test_largest_batch),
       cmocka_unit_test(test_requirement),     cmocka_unit_test(test_budget),
       cmocka_unit_test(test_host_traffic),    cmocka_unit_test(test_advice),
