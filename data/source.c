@@ -47,16 +47,15 @@ typedef struct SourcePiece Piece;
 
 // --- the files that paths name ------------------------------------------------------------------------------
 
-// Names in directories: what is never read, and what the corpus is made of.
-static const char *const left_out[] = {".*", NULL};
-static const char *const directories_left_out[] = {"build", NULL};
-static const char *const corpus_left_out[] = {"runs", NULL};
-static const char *const corpus[] = {"*.c",  "*.h",  "*.cu",     "*.cuh",   "*.py",
-                                     "*.sh", "*.md", "Makefile", "LICENSE", NULL};
-
-static bool matches(const char *name, const char *const *patterns) {
-  while (*patterns && fnmatch(*patterns, name, 0)) patterns++;
-  return *patterns;
+// Whether a name in a directory is left out; `tree`: what is not of the corpus, too.
+static bool is_left_out(const char *name, bool is_directory, bool tree) {
+  static const char *const corpus[] = {"*.c",  "*.h",  "*.cu",     "*.cuh",  "*.py",
+                                       "*.sh", "*.md", "Makefile", "LICENSE"};
+  if (name[0] == '.') return true;
+  if (is_directory) return !strcmp(name, "build") || (tree && !strcmp(name, "runs"));
+  bool found = !tree;
+  for (size_t i = 0; i < sizeof corpus / sizeof *corpus; i++) found |= fnmatch(corpus[i], name, 0) == 0;
+  return !found;
 }
 
 static bool is_bin(const char *path) {
@@ -83,18 +82,15 @@ static void add_directory(Source *source, const char *directory, bool tree) {
   FTSENT *entry;
   while (errno = 0, (entry = fts_read(walk))) {
     int info = entry->fts_info;
-    const char *name = entry->fts_name;
     struct stat target;
     bool is_file =
         info == FTS_F || (info == FTS_SL && !stat(entry->fts_path, &target) && S_ISREG(target.st_mode));
     if (info == FTS_DNR || info == FTS_ERR || info == FTS_NS)
       fail("cannot read %s: %s", entry->fts_path, strerror(entry->fts_errno));
     if (entry->fts_level <= 0) continue; // the directory itself
-    if (info == FTS_D && (matches(name, left_out) || matches(name, directories_left_out) ||
-                          (tree && matches(name, corpus_left_out))))
-      fts_set(walk, entry, FTS_SKIP);
-    if (is_file && !matches(name, left_out) && (!tree || matches(name, corpus)))
-      append(source, entry->fts_path, FILE_FOUND);
+    bool skip = is_left_out(entry->fts_name, info == FTS_D, tree);
+    if (info == FTS_D && skip) fts_set(walk, entry, FTS_SKIP);
+    if (is_file && !skip) append(source, entry->fts_path, FILE_FOUND);
   }
   if (errno) fail("cannot read the directory %s: %s", directory, strerror(errno));
   fts_close(walk);
@@ -225,7 +221,8 @@ static Mapping load_file(const char *path) {
 }
 
 // "shards/a.mask" for "shards/a.bin"; the caller frees it. NULL where there is no such file.
-static char *find_beside(const char *shard, const char *ending) {
+static char *find_beside(const char *shard, ShardBits kind) {
+  const char *ending = kind == SHARD_MASK ? ".mask" : ".ends";
   char *path = text_format("%.*s%s", (int)(strlen(shard) - strlen(".bin")), shard, ending);
   struct stat status;
   if (lstat(path, &status) == 0) return path; // a link that leads nowhere is not "no mask": opening it fails
@@ -235,7 +232,7 @@ static char *find_beside(const char *shard, const char *ending) {
 
 // Loads the bits of a shard, if there are any, and checks that they fit.
 static const uint8_t *open_bits(const Piece *piece, ShardBits kind, Mapping *file) {
-  char *path = find_beside(piece->path, kind == SHARD_MASK ? ".mask" : ".ends");
+  char *path = find_beside(piece->path, kind);
   if (!path) return NULL;
   *file = load_file(path);
   Reason reason;
@@ -466,43 +463,36 @@ int64_t source_read_targets(const Source *source, int64_t first, int64_t count, 
   return read_tokens(source, first, count, out, true);
 }
 
-// Ends are appended to an array.
 typedef struct {
   int64_t *items, count, capacity;
 } Ends;
 
 static void append_end(Ends *ends, int64_t end) {
+  if (ends->count && ends->items[ends->count - 1] == end) return;
   ends->items = host_grow(ends->items, ends->count, &ends->capacity, sizeof *ends->items, "documents");
   ends->items[ends->count++] = end;
-}
-
-static void find_ends(const Source *source, const Piece *piece, int64_t end_of_text, Ends *ends) {
-  Mapping file = {0};
-  const uint8_t *bits = end_of_text < 0 ? open_bits(piece, SHARD_ENDS, &file) : NULL;
-  if (end_of_text < 0 && !bits)
-    fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
-         "with tools/prepare_data.py, which writes that next to it",
-         piece->path);
-  for (int64_t first = 0; first < piece->stored; first += CHECK_BLOCK) {
-    int32_t ids[CHECK_BLOCK];
-    int64_t count = min_i64(piece->stored - first, CHECK_BLOCK);
-    if (!bits) widen(source->kind, piece, first, count, ids);
-    for (int64_t i = 0; i < count; i++)
-      if (bits ? is_set(bits, first + i) : ids[i] == end_of_text)
-        append_end(ends, piece->first + first + i + 1);
-  }
-  file_done_with(&piece->file, 0, piece->file.size); // as in check_ids
-  file_unmap(&file);
 }
 
 int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t *count) {
   Ends ends = {0};
   bool text = source->kind == SOURCE_TEXT;
   for (int64_t i = 0; i < source->files; i++) {
-    if (!text || end_of_text >= 0) find_ends(source, &source->pieces[i], end_of_text, &ends);
-    int64_t end = i + 1 < source->files ? source->pieces[i + 1].first : source->tokens;
-    bool closes = text || i + 1 == source->files, closed = ends.count && ends.items[ends.count - 1] == end;
-    if (closes && !closed) append_end(&ends, end);
+    const Piece *piece = &source->pieces[i];
+    Mapping file = {0};
+    const uint8_t *bits = text || end_of_text >= 0 ? NULL : open_bits(piece, SHARD_ENDS, &file);
+    if (!text && end_of_text < 0 && !bits)
+      fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
+           "with tools/prepare_data.py, which writes that next to it",
+           piece->path);
+    for (int64_t k = 0; k < piece->stored && (bits || end_of_text >= 0); k++) {
+      int32_t id = 0;
+      if (!bits) widen(source->kind, piece, k, 1, &id);
+      if (bits ? is_set(bits, k) : id == end_of_text) append_end(&ends, piece->first + k + 1);
+    }
+    bool last = i + 1 == source->files;
+    if (text || last) append_end(&ends, last ? source->tokens : source->pieces[i + 1].first);
+    file_done_with(&piece->file, 0, piece->file.size); // as in check_ids
+    file_unmap(&file);
   }
   *count = ends.count;
   return ends.items;
@@ -514,7 +504,7 @@ bool source_paths_masked(const char *const *paths, int64_t count) {
   for (int64_t i = 0; i < count; i++) add_path(listed, paths[i]);
   for (int64_t i = 0; i < listed->files && !masked; i++) {
     const char *path = listed->pieces[i].path;
-    char *mask = is_bin(path) ? find_beside(path, ".mask") : NULL;
+    char *mask = is_bin(path) ? find_beside(path, SHARD_MASK) : NULL;
     masked = mask;
     free(mask);
   }
