@@ -258,15 +258,15 @@ static bool read_template(Tokenizer *t, const cJSON *step) {
   return true;
 }
 
-// The i-th step of a "Sequence", or the one step there is; NULL past the last.
-static const cJSON *step_at(const cJSON *steps, const char *list, int i) {
-  if (json_is(steps, "type", "Sequence")) return cJSON_GetArrayItem(json_member(steps, list), i);
-  return i == 0 ? steps : NULL;
+// The step after this one (NULL: the first) of a "Sequence", or the one step there is; NULL past the last.
+static const cJSON *next_step(const cJSON *steps, const char *list, const cJSON *step) {
+  if (step) return step == steps ? NULL : step->next;
+  const cJSON *sequence = json_is(steps, "type", "Sequence") ? json_member(steps, list) : NULL;
+  return sequence ? sequence->child : steps;
 }
 
 static bool has_byte_level(const cJSON *steps, const char *list) {
-  const cJSON *step;
-  for (int i = 0; (step = step_at(steps, list, i)); i++)
+  for (const cJSON *step = NULL; (step = next_step(steps, list, step));)
     if (json_is(step, "type", "ByteLevel")) return true;
   return false;
 }
@@ -275,7 +275,7 @@ static bool has_byte_level(const cJSON *steps, const char *list) {
 static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
   Reason *reason = &t->cannot_encode;
   const cJSON *pre = json_member(root, "pre_tokenizer"), *post = json_member(root, "post_processor");
-  const cJSON *normalizer = json_member(root, "normalizer"), *dropout = json_member(model, "dropout"), *step;
+  const cJSON *normalizer = json_member(root, "normalizer"), *dropout = json_member(model, "dropout");
   if (normalizer && !json_is(normalizer, "type", "NFC")) // text is taken to be in NFC already
     return refuse(reason, "it has a normalizer, which this program does not apply");
   if (!has_byte_level(pre, "pretokenizers")) return refuse(reason, "its pre_tokenizer has no ByteLevel step");
@@ -283,9 +283,9 @@ static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
   for (int byte = 0; byte < BYTES; byte++)
     if (t->byte_ids[byte] < 0) return refuse(reason, "its vocabulary has no token for byte %d", byte);
   t->whole_words = json_true(model, "ignore_merges", false);
-  for (int i = 0; (step = step_at(pre, "pretokenizers", i)); i++)
+  for (const cJSON *step = NULL; (step = next_step(pre, "pretokenizers", step));)
     if (!read_split(t, step, step == pre)) return false;
-  for (int i = 0; (step = step_at(post, "processors", i)); i++) {
+  for (const cJSON *step = NULL; (step = next_step(post, "processors", step));) {
     if (json_is(step, "type", "ByteLevel")) continue; // about offsets, not ids
     if (!json_is(step, "type", "TemplateProcessing"))
       return refuse(reason, "its post_processor is of a type that this program does not support");
