@@ -215,7 +215,7 @@ const uint8_t *shard_parse_bits(const void *bytes, size_t size, ShardBits kind, 
 // --- one file ----------------------------------------------------------------------------------------------
 
 static Mapping load_file(const char *path) {
-  Mapping file = file_map_or_copy(path, COPY_LIMIT_BYTES);
+  Mapping file = file_map_or_copy(path, COPY_LIMIT_BYTES, NULL);
   if (!file.bytes) fail("cannot open %s: %s", path, strerror(ENOENT));
   return file;
 }
@@ -332,7 +332,7 @@ static Source *new_source(char *name, int64_t vocab_size) {
 
 static bool is_found_shard(const Piece *piece) {
   if (piece->origin != FILE_FOUND || !is_bin(piece->path)) return false;
-  Mapping file = file_map(piece->path);
+  Mapping file = file_map_or_copy(piece->path, 0, NULL);
   bool has = shard_format(file.bytes, file.size);
   file_unmap(&file);
   return has;
