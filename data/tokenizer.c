@@ -45,7 +45,7 @@ typedef struct {
 } TextId;
 
 typedef struct {
-  int64_t key;    // a pair of ids: left * MAX_ID + right
+  int64_t key;    // a pair of ids, see pair_of
   int32_t rank;   // when it was learned
   int32_t merged; // what it becomes
 } Merge;
@@ -172,9 +172,14 @@ static bool read_added_tokens(Tokenizer *t, const cJSON *added, Reason *reason) 
   return true;
 }
 
+// Ids are below 2^24, which keeps stb_ds.h's hash within its ints.
+static int64_t pair_of(int64_t left, int64_t right) {
+  return left << 32 | right;
+}
+
 static const Merge *find_merge(const Tokenizer *t, int64_t left, int64_t right) {
   Merge *merges = t->merges;
-  ptrdiff_t at = merges ? hmgeti(merges, left * MAX_ID + right) : -1;
+  ptrdiff_t at = merges ? hmgeti(merges, pair_of(left, right)) : -1;
   return at >= 0 ? &merges[at] : NULL;
 }
 
@@ -195,7 +200,7 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
     free(both);
     if (ids[0] < 0 || ids[1] < 0 || ids[2] < 0)
       return refuse(reason, "merge %d names a token that the vocabulary lacks", rank);
-    Merge merge = {ids[0] * MAX_ID + ids[1], rank++, (int32_t)ids[2]};
+    Merge merge = {pair_of(ids[0], ids[1]), rank++, (int32_t)ids[2]};
     if (!find_merge(t, ids[0], ids[1])) hmputs(t->merges, merge);
   }
   return true;
