@@ -546,10 +546,6 @@ char *tokenizer_show(const Tokenizer *t, const int32_t *ids, int64_t count) {
   return shown;
 }
 
-char *byte_decode(const int32_t *tokens, int64_t count) {
-  return tokenizer_show(NULL, tokens, count);
-}
-
 char *bytes_show(const char *bytes, int64_t length) {
   char *text = host_alloc(4 * length + 1, 1, "a text"), *out = text;
   for (int64_t i = 0, taken; i < length; i += taken) {

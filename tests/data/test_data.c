@@ -358,7 +358,7 @@ TEST(ids_outside_the_vocabulary_are_found) {
 #define ASSERT_SHOWN(expected, ...)                                                                          \
   do {                                                                                                       \
     const int32_t tokens_[] = {__VA_ARGS__};                                                                 \
-    char *text_ = byte_decode(tokens_, sizeof tokens_ / sizeof *tokens_);                                    \
+    char *text_ = tokenizer_show(NULL, tokens_, sizeof tokens_ / sizeof *tokens_);                           \
     assert_string_equal(text_, expected);                                                                    \
     free(text_);                                                                                             \
   } while (0)
@@ -382,7 +382,7 @@ TEST(decoded_text_is_safe_to_print) {
     int64_t count = (int64_t)strlen(shown[i][0]);
     byte_encode(shown[i][0], count, tokens);
     for (int64_t k = 0; k < count; k++) assert_int_equal(tokens[k], (unsigned char)shown[i][0][k]);
-    char *text = byte_decode(tokens, count);
+    char *text = tokenizer_show(NULL, tokens, count);
     assert_string_equal(text, shown[i][1]);
     free(text);
   }
@@ -399,7 +399,7 @@ TEST(decoded_text_is_safe_to_print) {
   for (uint64_t trial = 0; trial < 2000; trial++) {
     int32_t tokens[24];
     for (uint64_t i = 0; i < 24; i++) tokens[i] = (int32_t)(random_bits(1, trial, i) % 260);
-    char *text = byte_decode(tokens, 24);
+    char *text = tokenizer_show(NULL, tokens, 24);
     for (const char *c = text; *c; c++)
       assert_true((unsigned char)*c >= 0x20 ? *c != 0x7F : *c == '\n' || *c == '\t');
     assert_null(strstr(text, "\xC2\x9B"));
@@ -489,7 +489,7 @@ static void print_corpus(void) {
   int32_t tokens[64];
   int64_t count = source->tokens < 64 ? source->tokens : 64;
   source_read(source, 0, count, tokens);
-  char *text = byte_decode(tokens, count);
+  char *text = tokenizer_show(NULL, tokens, count);
   printf("%s: %d files: %s", source->name, (int)source->files, text);
   free(text);
   source_close(source);
