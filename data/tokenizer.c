@@ -222,9 +222,28 @@ static bool add_split(Tokenizer *t, const char *expression) {
   return true;
 }
 
+// The step after this one (NULL: the first) of a "Sequence", or the one step there is; NULL past the last.
+static const cJSON *next_step(const cJSON *steps, const char *list, const cJSON *step) {
+  if (step) return step == steps ? NULL : step->next;
+  if (!json_is(steps, "type", "Sequence")) return steps;
+  const cJSON *sequence = json_member(steps, list);
+  return sequence ? sequence->child : NULL;
+}
+
+static bool has_byte_level(const cJSON *steps, const char *list) {
+  for (const cJSON *step = NULL; (step = next_step(steps, list, step));)
+    if (json_is(step, "type", "ByteLevel")) return true;
+  return false;
+}
+
 // How text is split: a ByteLevel as GPT-2's, Splits (Llama 3) or Digits (SmolLM2). Only a lone ByteLevel may add a space.
 static bool read_split(Tokenizer *t, const cJSON *step, bool alone) {
   const char *type = json_text(step, "type"), *expression = json_text(json_member(step, "pattern"), "Regex");
+  if (json_is(step, "type", "Sequence")) {
+    for (const cJSON *item = NULL; (item = next_step(step, "pretokenizers", item));)
+      if (!read_split(t, item, false)) return false;
+    return true;
+  }
   if (json_is(step, "type", "ByteLevel")) {
     t->space_first = json_true(step, "add_prefix_space", true);
     if (t->space_first && !alone)
@@ -241,9 +260,17 @@ static bool read_split(Tokenizer *t, const cJSON *step, bool alone) {
                 type ? type : "unknown");
 }
 
-// Special tokens, the text ("A") somewhere among them.
-static bool read_template(Tokenizer *t, const cJSON *step) {
-  const cJSON *item, *id;
+// Templates: special tokens, the text ("A") somewhere among them. A ByteLevel is about offsets, not about ids.
+static bool read_post_processor(Tokenizer *t, const cJSON *step) {
+  const cJSON *item = NULL, *id;
+  if (!step || json_is(step, "type", "ByteLevel")) return true;
+  if (json_is(step, "type", "Sequence")) {
+    while ((item = next_step(step, "processors", item)))
+      if (!read_post_processor(t, item)) return false;
+    return true;
+  }
+  if (!json_is(step, "type", "TemplateProcessing"))
+    return refuse(&t->cannot_encode, "its post_processor is of a type that this program does not support");
   int32_t **list = &t->before;
   cJSON_ArrayForEach(item, json_member(step, "single")) {
     const cJSON *special = json_member(item, "SpecialToken");
@@ -263,23 +290,10 @@ static bool read_template(Tokenizer *t, const cJSON *step) {
   return true;
 }
 
-// The step after this one (NULL: the first) of a "Sequence", or the one step there is; NULL past the last.
-static const cJSON *next_step(const cJSON *steps, const char *list, const cJSON *step) {
-  if (step) return step == steps ? NULL : step->next;
-  const cJSON *sequence = json_is(steps, "type", "Sequence") ? json_member(steps, list) : NULL;
-  return sequence ? sequence->child : steps;
-}
-
-static bool has_byte_level(const cJSON *steps, const char *list) {
-  for (const cJSON *step = NULL; (step = next_step(steps, list, step));)
-    if (json_is(step, "type", "ByteLevel")) return true;
-  return false;
-}
-
 // What only encoding needs. False leaves the reason in cannot_encode.
 static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
   Reason *reason = &t->cannot_encode;
-  const cJSON *pre = json_member(root, "pre_tokenizer"), *post = json_member(root, "post_processor");
+  const cJSON *pre = json_member(root, "pre_tokenizer");
   const cJSON *normalizer = json_member(root, "normalizer"), *dropout = json_member(model, "dropout");
   if (normalizer && !json_is(normalizer, "type", "NFC")) // text is taken to be in NFC already
     return refuse(reason, "it has a normalizer, which this program does not apply");
@@ -288,15 +302,7 @@ static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
   for (int byte = 0; byte < BYTES; byte++)
     if (t->byte_ids[byte] < 0) return refuse(reason, "its vocabulary has no token for byte %d", byte);
   t->whole_words = json_true(model, "ignore_merges", false);
-  for (const cJSON *step = NULL; (step = next_step(pre, "pretokenizers", step));)
-    if (!read_split(t, step, step == pre)) return false;
-  for (const cJSON *step = NULL; (step = next_step(post, "processors", step));) {
-    if (json_is(step, "type", "ByteLevel")) continue; // about offsets, not ids
-    if (!json_is(step, "type", "TemplateProcessing"))
-      return refuse(reason, "its post_processor is of a type that this program does not support");
-    if (!read_template(t, step)) return false;
-  }
-  return true;
+  return read_split(t, pre, true) && read_post_processor(t, json_member(root, "post_processor"));
 }
 
 static bool has_text(const cJSON *object, const char *name) {
