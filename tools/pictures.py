@@ -102,6 +102,18 @@ def head(ax, title, unit=""):
     ax.text(0, 1, unit, transform=moved(ax, ax.transAxes, up=7), color=MUTED, fontsize=9)
 
 
+def bars(ax, names, places):
+    """Bars to the right (y, value, height, colour, text beside it, name in the legend), with names at the left."""
+    for y, value, height, color, text, *name in places:
+        ax.barh(y, value, height, color=color, label=name[0] if name else None)
+        ax.annotate(text, (value, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9, annotation_clip=False,
+                    bbox=dict(fc="white", ec="none", pad=1))
+    ax.set_yticks([k for k, _ in names], [name for _, name in names])
+    ax.xaxis.set_visible(False)
+    ax.grid(False)
+    ax.spines["bottom"].set_visible(False)
+
+
 def legend(figure, ax, below_top=0.92, **options):
     figure.legend(*ax.get_legend_handles_labels(), loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8,
                   bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - below_top / figure.get_figheight()), **options)
@@ -435,20 +447,13 @@ def longest(s, rows, path):
                             (1.75, 2.2, 1.6, 0.85))
     ax = figure.add_subplot(cells[0])
     head(ax, f"tokens of the longest sequence, batch {s['batch']}")
-    for row in rows:
-        y = names.index((row["memory_gib"], row["offloaded"])) + 0.39 * (row["mode"] == "fused")
-        text = f"{count(row['seq_len'])}" + (f", host {size(row['host_bytes'])}" if row["host_bytes"] else "") if row["seq_len"] else "none"
-        ax.barh(y, row["seq_len"], 0.36, color=MODES[row["mode"]][0], label=MODES[row["mode"]][2] if row in rows[:2] else None)
-        ax.annotate(text, (row["seq_len"], y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9,
-                    bbox=dict(fc="white", ec="none", pad=1))
+    bars(ax, [(k + 0.195, f"{memory:g} GiB" + (", all offloaded" if offloaded == "all" else "")) for k, (memory, offloaded) in enumerate(names)],
+         [(names.index((row["memory_gib"], row["offloaded"])) + 0.39 * (row["mode"] == "fused"), row["seq_len"], 0.36, MODES[row["mode"]][0],
+           "none" if not row["seq_len"] else count(row["seq_len"]) + (f", host {size(row['host_bytes'])}" if row["host_bytes"] else ""),
+           MODES[row["mode"]][2] if row in rows[:2] else None) for row in rows])
+    ax.set_ylim(len(names) - 0.3, -0.6)
     ax.axvline(s["positions"], color=INK, lw=1.1, ls=DASHES, zorder=0)
     label(ax, [(s["positions"], -0.4, [(f"{s['model']} is made for {count(s['positions'])} positions", INK, False)])], 5)
-    ax.set_yticks([k + 0.195 for k in range(len(names))], [f"{memory:g} GiB" + (", all offloaded" if offloaded == "all" else "")
-                                                         for memory, offloaded in names])
-    ax.set_ylim(len(names) - 0.3, -0.6)
-    ax.xaxis.set_visible(False)
-    ax.grid(False)
-    ax.spines["bottom"].set_visible(False)
     legend(figure, ax)
     save(figure, path)
 
@@ -515,18 +520,29 @@ def groups(title, subtitle, all_groups, path):
         end = ax.get_xlim()[1]
         label(ax, [(end, y, lines) for _, y, lines in places])
         ax.set_xlim(right=end)
-    bars = ("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate)
-    for k, (name, field, form) in enumerate(bars):
+    for k, (name, field, form) in enumerate((("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate))):
         ax = figure.add_subplot(cells[3].subgridspec(2, 1, hspace=0.75)[k])
         head(ax, name)
-        for y, (group, color) in enumerate(zip(all_groups, colors_of(group.name for group in all_groups))):
-            value = group.total(field)
-            if value is not None:
-                ax.barh(y, value, 0.62, color=color)
-                label(ax, [(value, y, [(form(value), INK, False)])], 5)
-        ax.set_yticks(range(len(all_groups)), [group.name for group in all_groups])
+        values = [(y, group.total(field), color) for y, (group, color) in enumerate(zip(all_groups, colors_of(g.name for g in all_groups)))]
+        bars(ax, [(y, group.name) for y, group in enumerate(all_groups)],
+             [(y, value, 0.62, color, form(value)) for y, value, color in values if value is not None])
         ax.set_ylim(len(all_groups) - 0.5, -0.5)
-        ax.xaxis.set_visible(False)
-        ax.grid(False)
-        ax.spines["bottom"].set_visible(False)
+    save(figure, path)
+
+
+# --- the ladder -------------------------------------------------------------------------------------------------
+
+def ladder(rows, path):
+    """The rungs of kernels/LCE.md, from lines of bench_lce --ladder --json: bars of time and memory, the last one dark."""
+    first = rows[0]
+    figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Six versions of LM head + loss", f"N {count(first['tokens'])}, "
+                            f"H {count(first['hidden_size'])}, V {count(first['vocab_size'])}, chunks of {count(first['chunk'])}; {first['gpu']}",
+                            margins=(2.7, 0.9, 1.4, 0.3), ncols=2, wspace=0.4)
+    for k, (title, field, form) in enumerate((("Time / three plain GEMMs", "ratio", "{:.2f}".format),
+                                              ("Memory beyond inputs and gradients", "layer_bytes", size))):
+        ax = figure.add_subplot(cells[k])
+        head(ax, title)
+        bars(ax, [(row["rung"], row["name"]) for row in rows] if k == 0 else [],
+             [(row["rung"], row[field], 0.68, COLORS[1] if row is rows[-1] else "#8fb4d6", form(row[field])) for row in rows])
+        ax.set_ylim(len(rows) + 0.5, 0.5)
     save(figure, path)
