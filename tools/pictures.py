@@ -85,7 +85,12 @@ def picture(width, height, title, subtitle, note="", margins=(0.95, 1.2, 1.95, 0
                                        bottom=bottom / height, **grid)
 
 
-def save(figure, path):
+def save(figure, path, fontsize=9.5):
+    """With a legend below the titles, of what has a name in the first panel."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    if names:
+        figure.legend(handles, names, loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8, fontsize=fontsize,
+                      bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - 0.92 / figure.get_figheight()))
     with open(path, "wb") as file:
         figure.savefig(file, format=os.path.splitext(path)[1][1:] or "png", facecolor="white")
     plt.close(figure)
@@ -112,11 +117,6 @@ def bars(ax, names, places):
     ax.xaxis.set_visible(False)
     ax.grid(False)
     ax.spines["bottom"].set_visible(False)
-
-
-def legend(figure, ax, below_top=0.92, **options):
-    figure.legend(*ax.get_legend_handles_labels(), loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8,
-                  bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - below_top / figure.get_figheight()), **options)
 
 
 def label(ax, places, right=9, up=0.0):
@@ -332,7 +332,6 @@ def memory(s, rows, path):
             axes[2], rows, "Time of a step, s", "forward, backward, AdamW", time, "{:.3g} s".format)
     for ax in (axes[0], axes[-1]):
         ax.set_xlabel(AXES[sweep])
-    legend(figure, axes[0])
     save(figure, path)
 
 
@@ -348,7 +347,6 @@ def grid(s, rows, path):
     for k, (unit, y, form) in enumerate(kinds):
         for column, sweep in enumerate(sweeps):
             over_size(figure.add_subplot(cells[k, column]), [row for row in rows if row["sweep"] == sweep], AXES[sweep], unit, y, form)
-    legend(figure, figure.axes[0])
     save(figure, path)
 
 
@@ -383,11 +381,14 @@ def trade(s, rows, path):
     ax.set_ylim(min([0.95, *ratios]) - 0.05, top)
     log_axis(ax, "x", (min(held) / 1.5, 1.5 * max(held)), tick)
     ax.set_xlabel("memory beyond inputs and gradients")
-    legend(figure, ax)
     save(figure, path)
 
 
 # --- memory over time -------------------------------------------------------------------------------------------
+
+def total(row):
+    return sum(row[name] for name in STACK)
+
 
 def timeline(s, rows, path):
     """Rows of a mode, `at` and bytes by category: a panel for each mode, on the same scale."""
@@ -395,7 +396,7 @@ def timeline(s, rows, path):
     modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles}
     modes = {mode: moments for mode, moments in modes.items() if moments}
     planned = s["planned"]
-    peaks = {mode: max(sum(row[name] for name in STACK) for row in rows) for mode, rows in modes.items()}
+    peaks = {mode: max(map(total, rows)) for mode, rows in modes.items()}
     ends = {mode: rows[-1]["at"] for mode, rows in modes.items()}
     stays = sum(modes["fused"][-1][name] for name in STAYING)
     # Where most memory stays from step to step, the picture leaves it out: the shape is what comes and goes.
@@ -409,8 +410,7 @@ def timeline(s, rows, path):
     figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), title, setting(s), note, (0.9, 2.15, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
     for k, (mode, rows) in enumerate(modes.items()):
         ax = figure.add_subplot(cells[k])
-        total = [sum(row[name] for name in STACK) for row in rows]
-        top = rows[total.index(max(total))]
+        top = max(rows, key=total)
         text = titles[mode]
         if mode == "fused" and not top[HEAD]:
             text += ": the layers, not the loss, now set the peak"
@@ -422,21 +422,20 @@ def timeline(s, rows, path):
         at = [row["at"] for row in rows]
         ax.stackplot(at, [[row[name] for row in rows] for name in names], labels=names, colors=[STACK[name] for name in names],
                      step="post", lw=0)
-        ax.axhline(max(total) - base, color=INK, lw=1, ls=DASHES)
-        places, below = [(ax.get_xlim()[1], max(total) - base, [(f"peak {size(max(total))}", INK, True)])], 0
+        ax.axhline(total(top) - base, color=INK, lw=1, ls=DASHES)
+        places, below = [(ax.get_xlim()[1], total(top) - base, [(f"peak {size(total(top))}", INK, True)])], 0
         for name in names:
             if name in STAYING and rows[-1][name] > 0.02 * max(peaks.values()):
                 places.append((ax.get_xlim()[1], below + rows[-1][name] / 2, [(f"{name} {size(rows[-1][name])}", MUTED, False)]))
             below += rows[-1][name]
         label(ax, places)
         spike = max(rows, key=lambda row: row[HEAD])
-        label(ax, [(spike["at"], max(total) - base, [(f"LM head + loss {size(spike[HEAD])}", STACK[HEAD], True)])], 2, 9)
+        label(ax, [(spike["at"], total(top) - base, [(f"LM head + loss {size(spike[HEAD])}", STACK[HEAD], True)])], 2, 9)
         if planned:
             starts = [next(row["at"] for row in rows if row["step"] == step) for step in (1, 2, 3)]
             ax.set_xticks(starts, ["step 1", "step 2", "step 3"], ha="left")
     ax.set_xlabel("bytes pushed and popped, in their order: no time" if planned else "time of three steps, s")
-    legend(figure, figure.axes[0], fontsize=8.5)
-    save(figure, path)
+    save(figure, path, fontsize=8.5)
 
 
 def longest(s, rows, path):
@@ -454,7 +453,6 @@ def longest(s, rows, path):
     ax.set_ylim(len(names) - 0.3, -0.6)
     ax.axvline(s["positions"], color=INK, lw=1.1, ls=DASHES, zorder=0)
     label(ax, [(s["positions"], -0.4, [(f"{s['model']} is made for {count(s['positions'])} positions", INK, False)])], 5)
-    legend(figure, ax)
     save(figure, path)
 
 
@@ -495,7 +493,6 @@ def runs(title, subtitle, logs, path, start):
         if field == "tokens_per_second":
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: rate(value).replace(".00", "").replace(".0K", "K")))
         ax.set_xlabel("step" if k > 1 else "")
-    legend(figure, figure.axes[0])
     save(figure, path)
 
 
@@ -537,7 +534,7 @@ def ladder(rows, path):
     first = rows[0]
     figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Six versions of LM head + loss", f"N {count(first['tokens'])}, "
                             f"H {count(first['hidden_size'])}, V {count(first['vocab_size'])}, chunks of {count(first['chunk'])}; {first['gpu']}",
-                            margins=(2.7, 0.9, 1.4, 0.3), ncols=2, wspace=0.4)
+                            margins=(2.7, 0.9, 1.3, 0.3), ncols=2, wspace=0.4)
     for k, (title, field, form) in enumerate((("Time / three plain GEMMs", "ratio", "{:.2f}".format),
                                               ("Memory beyond inputs and gradients", "layer_bytes", size))):
         ax = figure.add_subplot(cells[k])
