@@ -325,7 +325,7 @@ def memory(s, rows, path):
     usable = max(row["usable_bytes"] or 0 for row in rows)
     if not layer and usable < axes[0].get_ylim()[1] and usable:
         axes[0].axhline(usable, color=INK, lw=1, ls=(0, (7, 4)))
-        label(axes[0], [(0, usable, [(f"the device has {size(usable)}", INK, False)] * 2)][:1], 4)
+        label(axes[0], [(axes[0].get_xlim()[0], usable, [(f"the device has {size(usable)}", INK, False)])], 4, 8)
     if timed:
         axes.append(figure.add_subplot(cells[1, 1]))
         over_size(axes[2], rows, "Time", "over that of its three GEMMs", time, "{:.2f}".format) if layer else over_size(
@@ -393,9 +393,7 @@ def total(row):
 def timeline(s, rows, path):
     """Rows of a mode, `at` and bytes by category: a panel for each mode, on the same scale."""
     titles = {"fp32 logits": "logits in fp32: a baseline, planned", "materialized": "materialized logits", "fused": "fused, in chunks"}
-    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles}
-    modes = {mode: moments for mode, moments in modes.items() if moments}
-    planned = s["planned"]
+    modes, planned = {mode: [row for row in rows if row["mode"] == mode] for mode in titles if any(row["mode"] == mode for row in rows)}, s["planned"]
     peaks = {mode: max(map(total, rows)) for mode, rows in modes.items()}
     ends = {mode: rows[-1]["at"] for mode, rows in modes.items()}
     stays = sum(modes["fused"][-1][name] for name in STAYING)
