@@ -62,7 +62,8 @@ else ifeq ($(VARIANT),library)
 else
   $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, emulated, fuzz, library)
 endif
-WARNINGS := -Wall -Wextra -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-failed)
+# What a table calls has the table's parameters, whether it reads them or not.
+WARNINGS := -Wall -Wextra -Wno-unused-parameter -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-failed)
 
 # --- What is there ------------------------------------------------------------------------------------------
 
@@ -86,7 +87,6 @@ try = $(shell out=$$(mktemp); { printf '$(hash)include <%s>\n' stddef.h stdarg.h
 
 HAVE_CC     := $(call try,stdio.h)
 HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
-HAVE_ZLIB   := $(call try,zlib.h,-lz)
 HAVE_PCRE2  := $(call try,pcre2.h,-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
 HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
@@ -156,7 +156,6 @@ endif
 MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_library) \
 	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_GEMMs_on_the_CPU) \
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
-	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
 	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
 	$(if $(HAVE_STB),,libstb-dev=maps_of_a_tokenizer) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
@@ -181,9 +180,9 @@ ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -
 	$(WARNINGS) $(CFLAGS)
 ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
-	-Xcompiler=-g,-Wall,-Wextra,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
+	-Xcompiler=-g,-Wall,-Wextra,-Wno-unused-parameter,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
-ALL_LIBS     := -lcjson -lz -lpcre2-8 $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+ALL_LIBS     := -lcjson -lpcre2-8 $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
 # --- What was found, printed when it changed and by `make info` --------------------------------------------
 
@@ -206,7 +205,6 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   stb         $(call found,STB,found,cannot build)
   PCRE2       $(call found,PCRE2,found,cannot build)
   cJSON       $(call found,CJSON,found,cannot build)
-  zlib        $(call found,ZLIB,found,cannot build)
   cmocka      $(call found,CMOCKA,found,cannot test)$(if $(MISSING),$(newline)`make deps` installs: $(MISSING_NAMES))
 endef
 
@@ -219,7 +217,7 @@ ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_ZLIB),,zlib) $(if $(HAVE_PCRE2),,PCRE2) \
+  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_PCRE2),,PCRE2) \
 	$(if $(HAVE_STB),,stb),A working C compiler ($(CC)))
   ifneq ($(strip $(NEEDED)),)
     $(error $(strip $(NEEDED)): missing; `make deps` installs it)

@@ -119,7 +119,7 @@ static void save(Run *run, int64_t step) {
 
 static void dump(const Run *run) {
   Reason reason;
-  Folder folder = folder_begin(run->options->dump, "first-step");
+  Folder folder = folder_begin(run->options->dump, "first-step", NULL);
   trainer_store_step(&run->trainer, &folder);
   if (!folder_finish(&folder, &reason)) fail("--dump: %s", reason.text);
 }
@@ -261,7 +261,7 @@ int main(int argc, char **argv) {
   open_checkpoints(&run);
   run.report = report_open(&options, run.backend);
   create_model(&run);
-  if (options.dump) path_make_folders("dump", options.dump);
+  if (options.dump) folder_require_new("dump", options.dump, "first-step");
   write_timeline(&run); // so that a path that cannot be written fails before the run, not after it
   handle_signals();
   report_start(&run.report, run.backend, run.data.source->name);

@@ -276,7 +276,6 @@ static Backend *open_backend(const Settings *o) {
 
 // Runs the model on a backend of its own, which is then destroyed, and sets the sizes that the model has.
 static State read_state(Settings *o) {
-  checkpoint_require_intact(o->checkpoint, CHECK_LENGTHS, false);
   ModelConfig config = hf_config_read(o->checkpoint);
   if (config.final_logit_softcapping > 0)
     fail("%s has a logit soft-cap, which is timed only as one of --terms: name another model", o->checkpoint);

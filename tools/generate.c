@@ -181,7 +181,6 @@ static void write_samples(const Wanted *w, Backend *backend, Model *model, const
 int main(int argc, char **argv) {
   if (launch_read().rank) return 0; // several processes are no faster than one
   Wanted w = parse(argc, argv);
-  checkpoint_require_intact(w.train.init, CHECK_LENGTHS, false);
   ModelConfig config = hf_config_read(w.train.init);
   Tokenizer *tokenizer = prompt_tokenizer(w.train.tokenizer, w.train.init, true);
   char *text = strcmp(w.train.prompt, "-") == 0 ? read_all(stdin) : strdup(w.train.prompt);

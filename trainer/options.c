@@ -152,9 +152,8 @@ const Option options_rows[] = {
 
     {GROUP("Checkpoints")},
     {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
-     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: GPT-2, Llama, Mistral, Qwen2 or "
-          "Qwen3); "
-          "instead of --model")},
+     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES
+          "); instead of --model")},
     {TEXT("save", "DIR", save), .flags = REFUSED,
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
     {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
@@ -166,7 +165,7 @@ const Option options_rows[] = {
     {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = REFUSED,
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
-     HELP("Resume from a checkpoint, or with auto from the newest intact one in --save, if any; training "
+     HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any; training "
           "options that are not given are the checkpoint's; the number of ranks, --zero and --vocab-parallel "
           "may differ")},
 
@@ -284,7 +283,8 @@ static ModelConfig requested_model(const Options *o, ModelConfig *given) {
   if (m.num_attention_heads != preset.num_attention_heads || m.hidden_size != preset.hidden_size) {
     bool gpt2 = m.family == FAMILY_GPT2;
     if (gpt2 && !given->num_key_value_heads) m.num_key_value_heads = m.num_attention_heads;
-    if (!given->head_dim && !model_families[m.family].head_dim) { // Qwen3's does not follow from the others
+    if (!given->head_dim &&
+        !model_families[m.family].config.head_dim) { // Qwen3's does not follow from the others
       if (m.hidden_size % m.num_attention_heads)
         fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
              "--num-attention-heads, or give --head-dim",
@@ -513,12 +513,6 @@ void options_resolve_dtypes(Options *o, bool cuda) {
   o->dtypes.weight = o->dtype;
   if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
   if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
-}
-
-int64_t options_default_chunk(int64_t tokens, bool cuda) {
-  const int64_t min_on_cuda = 1024;
-  int64_t chunk = lce_default_chunk(tokens);
-  return cuda && chunk < min_on_cuda ? min_on_cuda : chunk;
 }
 
 int64_t options_used_chunk(const Options *o) {

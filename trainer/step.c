@@ -6,7 +6,6 @@
 #include "base/integers.h"
 #include "base/random.h"
 #include "kernels/profile.h"
-#include "model/shards.h"
 #include "trainer/trainer.h"
 
 enum { STREAM_TILES = 8 }; // of random numbers: --lce-sample's seeds
@@ -203,13 +202,13 @@ static void update_bucket(Trainer *t, ParameterGroup group, Bucket bucket, AdamW
   const Parameters *p = &t->late_model.parameters;
   a.weight = shards_weights(p, group, bucket);
   a.master = shards_slice_of_shard(p, p->master[group], bucket);
-  a.m = shards_slice_of_shard(p, p->m[group], bucket);
-  a.v = shards_slice_of_shard(p, p->v[group], bucket);
+  Tensor states[OPTIMIZER_STATES];
+  for (int s = 0; s < OPTIMIZER_STATES; s++) states[s] = shards_slice_of_shard(p, p->state[s][group], bucket);
   a.grad = shards_reduced_grads(p, group, bucket);
   a.seed = t->options->seed * GROUP_COUNT + (uint64_t)group;
   a.first = bucket.first + p->spread.part * (bucket.count / p->spread.parts);
   if (group == GROUP_VECTORS) a.weight_decay = 0;
-  adamw(t->backend, a);
+  p->optimizer->update(t->backend, a, states);
   if (p->spread.parts == 1 || !shards_weights_are_whole(p, group)) return;
   Tensor whole = tensor_rows(p->value[group], bucket.first, bucket.count);
   all_gather(t->backend, (Collective){.out = whole, .x = a.weight, .async = true});

@@ -10,7 +10,6 @@
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"
 #include "model/generate.h"
-#include "model/shards.h"
 
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
                "the loader and the loss agree on what is not counted");
@@ -160,7 +159,7 @@ void trainer_store_step(const Trainer *t, Folder *folder) {
   }
   for (int64_t i = 0; i < p->count; i++) {
     const Parameter *parameter = &p->items[i];
-    list[OF_TOKENS + i] = parameter_to_store("grad.", p, parameter, p->grad, p->grad[parameter->group].dtype);
+    list[OF_TOKENS + i] = parameter_to_store("grad", p, parameter, p->grad, p->grad[parameter->group].dtype);
   }
   tensor_set_write(folder, "first_step", list, OF_TOKENS + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "data/loader.h"
-#include "model/checkpoint/folder.h"
+#include "model/checkpoint/weights.h"
 #include "model/transformer.h"
 #include "trainer/options.h"
 

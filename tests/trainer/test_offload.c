@@ -52,8 +52,8 @@ static bool run_all(Outcome *out, const char *backend, const char *model, const 
   out->tokens = trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &out->sampled);
   keep(out, run->h->backend, p->value);
   keep(out, run->h->backend, p->master);
-  keep(out, run->h->backend, p->m);
-  keep(out, run->h->backend, p->v);
+  keep(out, run->h->backend, p->state[0]);
+  keep(out, run->h->backend, p->state[1]);
   const Ledger *ledger = &run->h->backend->memory.ledger;
   Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
   assert_memory_equal(ledger->host, plan.host, sizeof plan.host);

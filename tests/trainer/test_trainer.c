@@ -390,8 +390,8 @@ static void check_update(Run *run, bool clips) {
       reference_adamw(r->weight, r->m, r->v, values_of(h, t->grad), tensor_count(t->value), scale, rate,
                       o->beta1, o->beta2, o->epsilon, t->rank == 2 ? o->weight_decay : 0, step + 1);
       check_values(h, t->name, t->value, r->weight, within(16 * (step + 1), 1));
-      Tensor m = tensor_rows(p->m[t->group], t->offset, parameter_elements(t));
-      Tensor v = tensor_rows(p->v[t->group], t->offset, parameter_elements(t));
+      Tensor m = tensor_rows(p->state[0][t->group], t->offset, parameter_elements(t));
+      Tensor v = tensor_rows(p->state[1][t->group], t->offset, parameter_elements(t));
       check_values(h, t->name, m, r->m, within(16 * (step + 1), 1));
       check_values(h, t->name, v, r->v, within(16 * (step + 1), 1));
     }
