@@ -393,7 +393,8 @@ def total(row):
 def timeline(s, rows, path):
     """Rows of a mode, `at` and bytes by category: a panel for each mode, on the same scale."""
     titles = {"fp32 logits": "logits in fp32: a baseline, planned", "materialized": "materialized logits", "fused": "fused, in chunks"}
-    modes, planned = {mode: [row for row in rows if row["mode"] == mode] for mode in titles if any(row["mode"] == mode for row in rows)}, s["planned"]
+    there, planned = {row["mode"] for row in rows}, s["planned"]
+    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles if mode in there}
     peaks = {mode: max(map(total, rows)) for mode, rows in modes.items()}
     ends = {mode: rows[-1]["at"] for mode, rows in modes.items()}
     stays = sum(modes["fused"][-1][name] for name in STAYING)
@@ -405,7 +406,8 @@ def timeline(s, rows, path):
     note = ("Planned, to the byte: nothing was computed, so there are no times." if planned else
             "Bytes that the ledger counts on the device, dated after waiting for it.")
     title = s["title"] or f"Training {s['model']}: memory over three steps"
-    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), title, setting(s), note, (0.9, 2.15, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
+    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), title, setting(s), note, (0.9, 2.15, 1.75, 0.95),
+                            nrows=len(modes), ncols=1, hspace=0.62)
     for k, (mode, rows) in enumerate(modes.items()):
         ax = figure.add_subplot(cells[k])
         top = max(rows, key=total)
@@ -444,10 +446,13 @@ def longest(s, rows, path):
                             (1.75, 2.2, 1.6, 0.85))
     ax = figure.add_subplot(cells[0])
     head(ax, f"tokens of the longest sequence, batch {s['batch']}")
-    bars(ax, [(k + 0.195, f"{memory:g} GiB" + (", all offloaded" if offloaded == "all" else "")) for k, (memory, offloaded) in enumerate(names)],
-         [(names.index((row["memory_gib"], row["offloaded"])) + 0.39 * (row["mode"] == "fused"), row["seq_len"], 0.36, MODES[row["mode"]][0],
-           "none" if not row["seq_len"] else count(row["seq_len"]) + (f", host {size(row['host_bytes'])}" if row["host_bytes"] else ""),
-           MODES[row["mode"]][2] if row in rows[:2] else None) for row in rows])
+    places = []
+    for row in rows:
+        y, (color, _, name) = names.index((row["memory_gib"], row["offloaded"])) + 0.39 * (row["mode"] == "fused"), MODES[row["mode"]]
+        text = f"{count(row['seq_len'])}" + (f", host {size(row['host_bytes'])}" if row["host_bytes"] else "") if row["seq_len"] else "none"
+        places.append((y, row["seq_len"], 0.36, color, text, name if row in rows[:2] else None))
+    bars(ax, [(k + 0.195, f"{memory:g} GiB" + (", all offloaded" if offloaded == "all" else ""))
+              for k, (memory, offloaded) in enumerate(names)], places)
     ax.set_ylim(len(names) - 0.3, -0.6)
     ax.axvline(s["positions"], color=INK, lw=1.1, ls=DASHES, zorder=0)
     label(ax, [(s["positions"], -0.4, [(f"{s['model']} is made for {count(s['positions'])} positions", INK, False)])], 5)
@@ -515,7 +520,8 @@ def groups(title, subtitle, all_groups, path):
         end = ax.get_xlim()[1]
         label(ax, [(end, y, lines) for _, y, lines in places])
         ax.set_xlim(right=end)
-    for k, (name, field, form) in enumerate((("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate))):
+    kinds = ("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate)
+    for k, (name, field, form) in enumerate(kinds):
         ax = figure.add_subplot(cells[3].subgridspec(2, 1, hspace=0.75)[k])
         head(ax, name)
         values = [(y, group.total(field), color) for y, (group, color) in enumerate(zip(all_groups, colors_of(g.name for g in all_groups)))]
@@ -529,10 +535,9 @@ def groups(title, subtitle, all_groups, path):
 
 def ladder(rows, path):
     """The rungs of kernels/LCE.md, from lines of bench_lce --ladder --json: bars of time and memory, the last one dark."""
-    first = rows[0]
-    figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Six versions of LM head + loss", f"N {count(first['tokens'])}, "
-                            f"H {count(first['hidden_size'])}, V {count(first['vocab_size'])}, chunks of {count(first['chunk'])}; {first['gpu']}",
-                            margins=(2.7, 0.9, 1.3, 0.3), ncols=2, wspace=0.4)
+    figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Six versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
+                            "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), margins=(2.7, 0.9, 1.3, 0.3), ncols=2,
+                            wspace=0.4)
     for k, (title, field, form) in enumerate((("Time / three plain GEMMs", "ratio", "{:.2f}".format),
                                               ("Memory beyond inputs and gradients", "layer_bytes", size))):
         ax = figure.add_subplot(cells[k])

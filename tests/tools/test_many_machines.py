@@ -109,7 +109,8 @@ def test_a_step_sends_what_the_formula_says(folder):
         call(*mpirun("-n", 2), TRAIN, *JOB, "--zero", zero, "--log", log,
              "--tie-word-embeddings" if tied else "--untie-word-embeddings").ok()
         start, *_, end = read_log(log)
-        sent, ranks, hidden, batch_tokens = end["wire_bytes_per_step"], start["ranks"], start["hidden_size"], start["batch"] * start["seq_len"]
+        sent, ranks, hidden = end["wire_bytes_per_step"], start["ranks"], start["hidden_size"]
+        batch_tokens = start["batch"] * start["seq_len"]
         micro_batches = start["total_batch"] // (ranks * batch_tokens)
         bytes_all, head = 4 * start["parameters"], 4 * start["vocab_size"] * hidden  # fp32 on the CPU
         bytes_sent = {0: 2 * bytes_all, 1: 2 * bytes_all, 2: micro_batches * (bytes_all - head) + head + bytes_all}[zero]
