@@ -215,8 +215,8 @@ static void check_draws(const Draws *d, const float *exact, int64_t count, int s
     fail_msg("squared norm %g: one seed is off by %g, the mean of %d by %g", size, d->squares, seeds, off);
 }
 
-// With sampling losses stay the same to the bit, and gradients keep their expectation; each seed gives its own. With
-// every tile kept they are the exact ones.
+// With sampling losses stay the same to the bit, and gradients keep their expectation; each seed gives its own. Below
+// 1/32 they are the exact ones.
 TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, SEEDS = 256 };
   lce_context *context = context_on_cpu();

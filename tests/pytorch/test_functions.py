@@ -296,6 +296,9 @@ def sampling():
         loss = linear_cross_entropy(x, weight, target, **more)
         return loss, *torch.autograd.grad(loss, (x, weight))
     exact, turns, tiles = gradients(0), 300, dict(sampling=8.0, chunk=4)
+    if DEVICE == "cuda":  # there only chunks of 128 tokens and more are sampled
+        assert all(torch.equal(a, b) for a, b in zip(gradients(3, **tiles), gradients(3, chunk=4)))
+        return
     draws = [gradients(seed, **tiles) for seed in range(turns)]
     for a, b in zip(gradients(3, **tiles), draws[3]):
         assert torch.equal(a, b)
