@@ -6,17 +6,6 @@
 #include "tests/runs.h"
 #include "trainer/machine.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 #define LLAMA                                                                                                \
   "--model llama-tiny --vocab 61 --hidden-size 24 --intermediate-size 40 --num-layers 2 --seq-len 17 "       \
   "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --lr 0.01 --warmup 5 --epsilon 1e-5 "
@@ -70,8 +59,7 @@ static double reference_step(Run *run, int64_t step, int64_t *counted) {
   return sum / (double)*counted;
 }
 
-static void test_loss_is_the_mean_of_what_counts(void **state) {
-  (void)state;
+TEST(test_loss_is_the_mean_of_what_counts) {
   static const char *const modes[] = {"--fused-lce --lce-chunk 5", "--fused-lce", "--materialized-logits"};
   for (int m = 0; m < 3; m++) {
     Run *run = run_open(LLAMA "--batch 2 --total-batch 102 --data %s %s", masked_shard("mean"), modes[m]);
@@ -103,8 +91,7 @@ static double reference_documents(Run *run, const ReferenceModel *reference, con
 }
 
 // Documents of up to 40 tokens, some of which count, in windows of 17.
-static void test_packed_documents_alone(void **state) {
-  (void)state;
+TEST(test_packed_documents_alone) {
   const char *shard = masked_shard("packed");
   uint8_t ends[(TOKENS + 7) / 8] = {0};
   for (int i = 0; i < TOKENS; i += 1 + (int)(random_bits(6, 1, (uint64_t)i) % 40))
@@ -144,8 +131,7 @@ static void test_packed_documents_alone(void **state) {
 }
 
 // Losses and gradient norms stay together over steps of AdamW, so the gradients are the same.
-static void test_same_curve_in_all_modes(void **state) {
-  (void)state;
+TEST(test_same_curve_in_all_modes) {
   enum { STEPS = 20 };
   static const char *const variants[] = {
       "--batch 4 --materialized-logits",
@@ -170,8 +156,7 @@ static void test_same_curve_in_all_modes(void **state) {
 }
 
 // Nothing counts: no loss, no gradient, and only the decay of the weights.
-static void test_a_step_without_targets(void **state) {
-  (void)state;
+TEST(test_a_step_without_targets) {
   uint16_t tokens[400] = {1};
   uint8_t mask[50] = {0};
   write_shard16("nothing.bin", tokens, 400);
@@ -189,8 +174,7 @@ static void test_a_step_without_targets(void **state) {
 }
 
 // A whole run of such steps, or a validation of nothing, is refused; one target that counts is enough.
-static void test_data_without_targets(void **state) {
-  (void)state;
+TEST(test_data_without_targets) {
   uint16_t tokens[400] = {1};
   uint8_t mask[50] = {0};
   write_shard16("bare.bin", tokens, 400);
@@ -214,8 +198,7 @@ static void test_data_without_targets(void **state) {
   output_free(&o);
 }
 
-static void test_plan_equals_masked_run(void **state) {
-  (void)state;
+TEST(test_plan_equals_masked_run) {
   static const char *const jobs[] = {"--fused-lce --lce-chunk 7",
                                      "--fused-lce --recompute layer",
                                      "--fused-lce --lce-chunk 51",
@@ -243,8 +226,7 @@ static void test_plan_equals_masked_run(void **state) {
 }
 
 // The pass that --compare-modes measures counts every target, whatever batch was there before it.
-static void test_gradient_pass_after_a_padded_batch(void **state) {
-  (void)state;
+TEST(test_gradient_pass_after_a_padded_batch) {
   uint16_t tokens[60];
   for (int i = 0; i < 60; i++) tokens[i] = (uint16_t)(i % 61);
   write_shard16("short.bin", tokens, 60);
@@ -263,14 +245,5 @@ static void test_gradient_pass_after_a_padded_batch(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_loss_is_the_mean_of_what_counts),
-      cmocka_unit_test(test_packed_documents_alone),
-      cmocka_unit_test(test_same_curve_in_all_modes),
-      cmocka_unit_test(test_a_step_without_targets),
-      cmocka_unit_test(test_data_without_targets),
-      cmocka_unit_test(test_plan_equals_masked_run),
-      cmocka_unit_test(test_gradient_pass_after_a_padded_batch),
-  };
-  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+  return tests_run("masked", make_temp_dir, remove_temp_dir);
 }
