@@ -14,9 +14,6 @@ void plan_set_mode(Trainer *trainer, LceMode mode);
 // validation, or the default.
 void plan_resolve_chunk(Options *options, DeviceKind device);
 
-// The options of a step of one micro-batch of this shape, with its chunk unless --lce-chunk gave one.
-Options plan_with_shape(const Options *options, DeviceKind device, int64_t batch, int64_t seq_len);
-
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
