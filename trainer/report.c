@@ -315,20 +315,19 @@ static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
   printf("\n%-30s %8s %10s %7s %16s %15s\n", title, "calls", "ms", "share", "rate", "own stream, ms");
   for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
     const char *name = t->groups[g].name;
-    double calls = (double)t->groups[g].calls / n, seconds = t->groups[g].seconds / n;
-    double own = t->groups[g].own_seconds / n, flops = t->groups[g].flops / n, bytes = t->groups[g].bytes / n;
-    rate_text(flops, bytes, fmax(seconds, own), rate);
-    all_flops += flops;
+    const RecordField figures[] = {NUMBER("calls", (double)t->groups[g].calls / n),
+                                   NUMBER("seconds", t->groups[g].seconds / n),
+                                   NUMBER("own_seconds", t->groups[g].own_seconds / n),
+                                   NUMBER("flops", t->groups[g].flops / n),
+                                   NUMBER("bytes", t->groups[g].bytes / n),
+                                   {0}};
+    double calls = figures[0].number, seconds = figures[1].number, own = figures[2].number;
+    rate_text(figures[3].number, figures[4].number, fmax(seconds, own), rate);
+    all_flops += figures[3].number;
     if (calls > 0 || g == PROFILE_IDLE)
       printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", name, calls, 1e3 * seconds,
              100 * seconds * n / t->step_seconds, rate, 1e3 * own);
-    cJSON_AddItemToObject(record, name,
-                          record_object((const RecordField[]){NUMBER("calls", calls),
-                                                              NUMBER("seconds", seconds),
-                                                              NUMBER("own_seconds", own),
-                                                              NUMBER("flops", flops),
-                                                              NUMBER("bytes", bytes),
-                                                              {0}}));
+    cJSON_AddItemToObject(record, name, record_object(figures));
   }
   double step = t->step_seconds / n;
   printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * step, "",
