@@ -105,7 +105,7 @@ void plan_resolve_chunk(Options *o, DeviceKind device) {
            (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
     o->lce_chunk = largest_that_fits(within, &budget, o->batch * o->seq_len);
   }
-  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
+  if (!o->lce_chunk) o->lce_chunk = lce_default_chunk(device, o->batch * o->seq_len);
 }
 
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {

@@ -21,7 +21,7 @@ typedef struct {
   bool ignored, packed; // some targets are ignored, and the counted ones named
   bool terms;           // those that sampling may be combined with
   bool mean, accumulate;
-} Case;
+} SamplingCase;
 
 typedef struct {
   ReferenceLoss r;
@@ -38,7 +38,7 @@ static void add_terms(Harness *h, ReferenceLoss *r) {
   r->class_weights = class_weights, r->token_weights = token_weights;
 }
 
-static Problem make_problem(Harness *h, Case c) {
+static Problem make_problem(Harness *h, SamplingCase c) {
   h->draws = 700; // whatever was drawn before: with these, masses keep away from where q changes
   Problem p = {.x = random_values(h, c.rows * c.hidden, 0.05)};
   double *weight = random_values(h, c.vocab * c.hidden, 0.02);
@@ -109,7 +109,7 @@ static void check_stats(Harness *h, const Problem *p) {
              stats[2], want[0], want[1], want[2]);
 }
 
-static void check_case(Harness *h, Case c) {
+static void check_case(Harness *h, SamplingCase c) {
   Problem p = make_problem(h, c);
   int64_t dx_count = c.rows * c.hidden, dweight_count = c.vocab * c.hidden;
   ReferenceLoss whole = p.r;
@@ -130,7 +130,7 @@ static void check_case(Harness *h, Case c) {
 }
 
 TEST(test_cases) {
-  static const Case cases[] = {
+  static const SamplingCase cases[] = {
       {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 150, .size = 150},
       {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 40, .size = 38},
       {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 1000, .size = 301},
@@ -159,7 +159,7 @@ TEST(test_cases) {
 // With every tile kept the sums have the same order as without sampling. A full mass of 0 is no sampling.
 TEST(test_all_kept) {
   Harness *h = *state;
-  const Case c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 128, .size = 128};
+  const SamplingCase c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 128, .size = 128};
   Problem p = make_problem(h, c);
   LinearCrossEntropy plain = without_sampling(h, p.call), zero = with_outputs(h, p.call);
   p.r.full_mass = 0x1p-100, p.call.sampling.full_mass = 0x1p-100f;
@@ -183,7 +183,7 @@ TEST(test_all_kept) {
 // What remains is the target's own entry.
 TEST(test_all_dropped) {
   Harness *h = *state;
-  const Case c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 200, .size = 151};
+  const SamplingCase c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 200, .size = 151};
   Problem p = make_problem(h, c);
   p.r.full_mass = 1e30, p.call.sampling.full_mass = 1e30f;
   reference_loss(&p.r);
@@ -197,7 +197,7 @@ TEST(test_all_dropped) {
 // A NaN keeps its tiles, and spoils no other row of dx. A target with certainty: the mass underflows, or is 0.
 TEST(test_extremes) {
   Harness *h = *state;
-  const Case c = {.rows = 200, .hidden = 16, .vocab = 768, .chunk = 200, .size = 200};
+  const SamplingCase c = {.rows = 200, .hidden = 16, .vocab = 768, .chunk = 200, .size = 200};
   Problem p = make_problem(h, c);
   p.x[5 * 16 + 3] = NAN;
   p.call.x = tensor_from(h, h->dtype, p.x, 200, 16);
@@ -219,6 +219,23 @@ TEST(test_extremes) {
   linear_cross_entropy(h->backend, call);
   assert_true(values_of(h, call.sampling.stats)[0] == 6);
   check_values(h, "dx of certain targets", call.dx, host_values(h, 140 * 16), of_size(within(1, 1), 1e-20));
+}
+
+// A NaN keeps more tiles of the first chunk than a buffer holds: dweight is written all the same.
+TEST(test_nan_overwrites_dweight) {
+  Harness *h = *state;
+  enum { ROWS = 200, HIDDEN = 16, VOCAB = 1401 };
+  Problem p = make_problem(
+      h, (SamplingCase){.rows = ROWS, .hidden = HIDDEN, .vocab = VOCAB, .chunk = 200, .size = 200});
+  double *stale = host_values(h, VOCAB * HIDDEN);
+  for (int64_t i = 0; i < VOCAB * HIDDEN; i++) stale[i] = 1e6;
+  p.x[5 * HIDDEN + 3] = NAN;
+  p.call.x = tensor_from(h, h->dtype, p.x, ROWS, HIDDEN);
+  p.call.dweight = tensor_from(h, DTYPE_F32, stale, VOCAB, HIDDEN);
+  p.call.sampling.full_mass = 1e30f;
+  linear_cross_entropy(h->backend, p.call);
+  const double *dweight = values_of(h, p.call.dweight);
+  for (int64_t i = 0; i < VOCAB * HIDDEN; i++) assert_false(fabs(dweight[i]) > 1e3);
 }
 
 // A row that is redone with its maximum as anchor has the mass of the new exponentials.
@@ -245,7 +262,7 @@ TEST(test_redone_row) {
 // gradients.
 TEST(test_repeats) {
   Harness *h = *state;
-  const Case c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
+  const SamplingCase c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
   Problem p = make_problem(h, c);
   LinearCrossEntropy again = with_outputs(h, p.call), other = with_outputs(h, p.call);
   LinearCrossEntropy plain = without_sampling(h, p.call), forward = with_outputs(h, p.call);
@@ -278,7 +295,7 @@ TEST(test_unbiased) {
   if (small_shapes()) skip(); // 256 seeds
   Harness *h = *state;
   enum { SEEDS = 256 };
-  const Case c = {.rows = 600, .hidden = 12, .vocab = 1500, .chunk = 300, .size = 300};
+  const SamplingCase c = {.rows = 600, .hidden = 12, .vocab = 1500, .chunk = 300, .size = 300};
   Problem p = make_problem(h, c);
   LinearCrossEntropy plain = without_sampling(h, p.call);
   // In fp32: the exact gradient's own rounding to bf16 would not average out.
@@ -423,7 +440,7 @@ TEST(test_operation) {
 
 TEST(test_refusals) {
   Harness *h = *state;
-  Problem p = make_problem(h, (Case){.rows = 3, .hidden = 4, .vocab = 5, .chunk = 3, .size = 3});
+  Problem p = make_problem(h, (SamplingCase){.rows = 3, .hidden = 4, .vocab = 5, .chunk = 3, .size = 3});
   LinearCrossEntropy b = p.call;
   b.sampling.full_mass = -1;
   assert_fails(h, "sampling.full_mass is -1, which is not 0 or more and finite",

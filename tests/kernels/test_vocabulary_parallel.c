@@ -16,9 +16,9 @@ typedef struct {
   bool accumulate, forward_only, wide_dx;
   bool apart;   // each gradient in a call of its own
   int hopeless; // logits that beat the target's by hundreds: 1 in the target's part, 2 elsewhere, 3 both
-} Case;
+} SplitCase;
 
-static const Case cases[] = {
+static const SplitCase cases[] = {
     {.name = "plain", .rows = 29, .hidden = 17, .vocab = 101, .chunk = 7},
     {.name = "one chunk", .rows = 12, .hidden = 24, .vocab = 64, .chunk = 100},
     {.name = "a token and a row each", .rows = 1, .hidden = 3, .vocab = 0, .chunk = 1},
@@ -76,7 +76,7 @@ static const Case cases[] = {
 };
 
 // All ranks' tokens and the whole head, in float64.
-static LossProblem make_problem(Harness *h, const Case *c, int64_t vocab, int64_t part) {
+static LossProblem make_problem(Harness *h, const SplitCase *c, int64_t vocab, int64_t part) {
   int64_t rows = c->rows * h->backend->ranks;
   LossProblem p = loss_problem(h, rows, c->hidden, vocab, 2);
   if (c->terms)
@@ -98,7 +98,7 @@ static LossProblem make_problem(Harness *h, const Case *c, int64_t vocab, int64_
 }
 
 // This rank's part of the call: its tokens, and its rows of the head.
-static LinearCrossEntropy local_call(Harness *h, const Case *c, const LossProblem *p, int64_t part) {
+static LinearCrossEntropy local_call(Harness *h, const SplitCase *c, const LossProblem *p, int64_t part) {
   Backend *b = h->backend;
   int64_t first = b->rank * part, from = b->rank * c->rows;
   LinearCrossEntropy a = loss_call(h, &p->r, LCE_FUSED, c->chunk);
@@ -129,7 +129,7 @@ static int64_t max_counted(const LossProblem *p, int64_t rows, int ranks) {
   return max;
 }
 
-static void check_case(Harness *h, const Case *c) {
+static void check_case(Harness *h, const SplitCase *c) {
   Backend *b = h->backend;
   int64_t vocab = c->vocab ? c->vocab : b->ranks, part = ceil_div(vocab, b->ranks);
   int64_t first = b->rank * part, from = b->rank * c->rows;
@@ -169,7 +169,7 @@ static void check_case(Harness *h, const Case *c) {
 
 // A NaN in one token's x is in that token's loss and dx, and in no other's; the sums of dweight cannot help it.
 static void check_nan(Harness *h) {
-  const Case c = {.name = "NaN", .rows = 8, .hidden = 16, .vocab = 80, .chunk = 3};
+  const SplitCase c = {.name = "NaN", .rows = 8, .hidden = 16, .vocab = 80, .chunk = 3};
   Backend *b = h->backend;
   int64_t part = ceil_div(c.vocab, b->ranks);
   LossProblem p = make_problem(h, &c, c.vocab, part);
@@ -188,7 +188,7 @@ static void check_nan(Harness *h) {
 
 // Twice the same bits.
 static void check_repeats(Harness *h) {
-  const Case c = {.name = "again", .rows = 45, .hidden = 24, .vocab = 515, .chunk = 16};
+  const SplitCase c = {.name = "again", .rows = 45, .hidden = 24, .vocab = 515, .chunk = 16};
   Backend *b = h->backend;
   int64_t part = ceil_div(c.vocab, b->ranks);
   LossProblem p = make_problem(h, &c, c.vocab, part);
@@ -226,7 +226,7 @@ static void check_mean(Harness *h, const Sampled *s) {
 
 // Sampling: every rank draws for its rows. With all tiles kept the gradients are as without it.
 static void check_sampling(Harness *h) {
-  const Case c = {.name = "sampled", .rows = 45, .hidden = 24, .vocab = 515, .chunk = 16};
+  const SplitCase c = {.name = "sampled", .rows = 45, .hidden = 24, .vocab = 515, .chunk = 16};
   Backend *b = h->backend;
   int64_t part = ceil_div(c.vocab, b->ranks);
   LossProblem p = make_problem(h, &c, c.vocab, part);

@@ -164,10 +164,11 @@ TEST(test_chunk_within) {
     assert_int_equal(lce_bytes(cpu, LCE_FUSED, 5000, shape), lce_bytes(cpu, LCE_FUSED, 1000, shape));
   }
   backend_destroy(cpu);
-  assert_int_equal(lce_default_chunk(1), 128);
-  assert_int_equal(lce_default_chunk(1025), 129);
-  assert_int_equal(lce_default_chunk(32768), 4096);
-  assert_int_equal(lce_default_chunk(1 << 20), 4096);
+  assert_int_equal(lce_default_chunk(ON_CPU, 1), 128);
+  assert_int_equal(lce_default_chunk(ON_CPU, 1025), 129);
+  assert_int_equal(lce_default_chunk(ON_CPU, 32768), 4096);
+  assert_int_equal(lce_default_chunk(ON_CPU, 1 << 20), 4096);
+  assert_int_equal(lce_default_chunk(ON_CUDA, 1025), 1024);
 }
 
 // An eighth of the tokens; on a GPU never less than 1024, unless it is named.
