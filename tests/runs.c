@@ -72,3 +72,16 @@ StepResult run_step(Run *run, int64_t step) {
   assert_int_equal(results[0].step, step);
   return results[0];
 }
+
+void assert_planned(const Run *run) {
+  const Memory *memory = &run->h->backend->memory;
+  const Ledger *measured = &memory->ledger;
+  Ledger plan = plan_run(&run->options, run->h->backend->device, run->trainer.transformer.mode);
+  assert_int_equal(memory->stack_capacity, plan.stack_peak);
+  assert_int_equal(measured->peak, plan.peak);
+  assert_int_equal(measured->stack_peak, plan.stack_peak);
+  assert_int_equal(measured->highest[MEMORY_HEAD], plan.highest[MEMORY_HEAD]);
+  assert_memory_equal(measured->at_peak, plan.at_peak, sizeof plan.at_peak);
+  assert_memory_equal(measured->host, plan.host, sizeof plan.host);
+  assert_int_equal(memory->pushed_count, 0);
+}

@@ -26,3 +26,6 @@ void run_close(Run *run);
 
 // One step, and its result at once.
 StepResult run_step(Run *run, int64_t step);
+
+// What the run held at most, and who held it, is the plan's to the byte.
+void assert_planned(const Run *run);

@@ -80,11 +80,7 @@ static void run_all(const char *model, const char *options, double results[2 * S
   }
   results[2 * STEPS] = trainer_validate(&run->trainer, &run->data.loader, 2);
   free(trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &count));
-  const Ledger *ledger = &run->h->backend->memory.ledger;
-  Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
-  assert_int_equal(ledger->peak, plan.peak);
-  assert_int_equal(ledger->stack_peak, plan.stack_peak);
-  assert_memory_equal(ledger->at_peak, plan.at_peak, sizeof plan.at_peak);
+  assert_planned(run);
   run_close(run);
 }
 

@@ -77,17 +77,40 @@ TEST(test_loss_is_the_mean_of_what_counts) {
   }
 }
 
-// The same sum over a packed batch, document by document: `documents` is the loader's, of `rows` tokens.
-static double reference_documents(Run *run, const ReferenceModel *reference, const int32_t *tokens,
-                                  const int32_t *targets, const int32_t *documents, int64_t rows) {
-  double *loss = host_values(run->h, rows), sum = 0;
+// Packed batches, in float64 document by document.
+typedef struct {
+  Run *run;
+  ReferenceModel reference;
+  int32_t tokens[2 * 17], targets[2 * 17], documents[4 * 17];
+  double sum;
+  int64_t counted;
+} Packed;
+
+// Adds the batch that was loaded, of which `counted` targets count.
+static void add_documents(Packed *p, int64_t counted) {
+  const int64_t rows = 2 * 17;
+  double *loss = host_values(p->run->h, rows);
+  p->counted += counted;
   for (int64_t n = 0, length; n < rows; n += length) {
-    length = documents[rows + n] + 1;
-    assert_int_equal(documents[n], 0);
-    reference_model_losses(reference, tokens + n, targets + n, 1, length, loss);
-    for (int64_t i = 0; i < length; i++) sum += loss[i];
+    length = p->documents[rows + n] + 1;
+    assert_int_equal(p->documents[n], 0);
+    reference_model_losses(&p->reference, p->tokens + n, p->targets + n, 1, length, loss);
+    for (int64_t i = 0; i < length; i++) p->sum += loss[i];
   }
-  return sum;
+}
+
+// The mean of the step, or of the validation (-1), with the weights that the run has now.
+static double packed_mean(Run *run, int64_t step, int64_t *counted) {
+  Packed p = {run, reference_model_read(trainer_model(&run->trainer), run->h->backend), .sum = 0};
+  const Loader *loader = &run->data.loader;
+  for (int64_t b = 0; b < (step < 0 ? loader->validation_batches : 3); b++) {
+    LoaderPlace place = {.step = step, .micro_step = b, .micro_steps = 3, .ranks = 1};
+    add_documents(&p, step < 0 ? loader_validation_batch(loader, b, p.tokens, p.targets, p.documents)
+                               : loader_train_batch(loader, place, p.tokens, p.targets, p.documents));
+  }
+  reference_model_free(&p.reference);
+  *counted = p.counted;
+  return p.sum / (double)p.counted;
 }
 
 // Documents of up to 40 tokens, some of which count, in windows of 17.
@@ -100,32 +123,16 @@ TEST(test_packed_documents_alone) {
   static const char *const models[] = {LLAMA, GPT2};
   for (int m = 0; m < 2; m++) {
     Run *run = run_open("%s --batch 2 --total-batch 102 --pack documents --data %s", models[m], shard);
-    enum { ROWS = 2 * 17 };
-    int32_t tokens[ROWS], targets[ROWS], documents[2 * ROWS];
+    int64_t counted;
     for (int64_t step = 0; step < 4; step++) {
-      ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
-      double sum = 0;
-      int64_t counted = 0;
-      for (LoaderPlace at = {.step = step, .micro_steps = 3, .ranks = 1}; at.micro_step < 3;
-           at.micro_step++) {
-        counted += loader_train_batch(&run->data.loader, at, tokens, targets, documents);
-        sum += reference_documents(run, &reference, tokens, targets, documents, ROWS);
-      }
-      reference_model_free(&reference);
+      double want = packed_mean(run, step, &counted);
       StepResult got = run_step(run, step);
       assert_int_equal(got.counted, counted);
-      if (fabs(got.loss - sum / (double)counted) > 1e-5)
-        fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, sum / (double)counted);
+      if (fabs(got.loss - want) > 1e-5)
+        fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, want);
     }
-    ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
-    double sum = 0;
-    int64_t counted = 0;
-    for (int64_t b = 0; b < run->data.loader.validation_batches; b++) {
-      counted += loader_validation_batch(&run->data.loader, b, tokens, targets, documents);
-      sum += reference_documents(run, &reference, tokens, targets, documents, ROWS);
-    }
-    reference_model_free(&reference);
-    assert_true(fabs(trainer_validate(&run->trainer, &run->data.loader, 0) - sum / (double)counted) < 1e-5);
+    double want = packed_mean(run, -1, &counted);
+    assert_true(fabs(trainer_validate(&run->trainer, &run->data.loader, 0) - want) < 1e-5);
     run_close(run);
   }
 }
@@ -207,16 +214,11 @@ TEST(test_plan_equals_masked_run) {
                                      "--lce-sample 4 --lce-chunk 7"};
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     Run *run = run_open(LLAMA "--batch 3 --data %s %s", masked_shard("plan"), jobs[j]);
-    Memory *memory = &run->h->backend->memory;
     Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
-    assert_int_equal(memory->stack_capacity, plan.stack_peak);
     for (int64_t step = 0; step < 10; step++) run_step(run, step);
     trainer_validate(&run->trainer, &run->data.loader, 0);
     trainer_gradient_pass(&run->trainer); // what --compare-modes measures, after a padded batch
-    Ledger measured = memory->ledger;
-    assert_int_equal(measured.peak, plan.peak);
-    assert_int_equal(measured.stack_peak, plan.stack_peak);
-    assert_int_equal(measured.highest[MEMORY_HEAD], plan.highest[MEMORY_HEAD]);
+    assert_planned(run);
     // A run of the same shape that counts every target does not need more.
     run->options.masked = false;
     Ledger unmasked = plan_run(&run->options, run->h->backend->device, run->options.mode);

@@ -48,9 +48,7 @@ static bool run_all(Outcome *out, const char *model, const char *list) {
   keep(out, run->h->backend, p->state[0]);
   keep(out, run->h->backend, p->state[1]);
   const Ledger *ledger = &run->h->backend->memory.ledger;
-  Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
-  assert_memory_equal(ledger->host, plan.host, sizeof plan.host);
-  assert_int_equal(ledger->peak, plan.peak);
+  assert_planned(run);
   // Of one layer the input stays on the device.
   const Options *o = &run->options;
   int64_t recomputed = o->recompute_layers ? o->recompute_layers : o->model.num_hidden_layers;
