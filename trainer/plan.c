@@ -457,8 +457,7 @@ void plan_print(Options *o) {
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
-// What --fit compares: nothing offloaded, the optimizer's state, all but activations, everything.
-enum { FIT_CHOICES = 4 };
+// A row of --fit.
 typedef struct {
   const char *name;
   unsigned offload;
@@ -467,19 +466,6 @@ typedef struct {
 
 // Bytes a second in each direction, of the 63e9 that PCIe 5 x16 carries at most.
 static const double HOST_LINK_RATE = 50e9;
-
-// Those that the options allow; with --offload that one alone. Offloading from a CPU to its own memory saves nothing.
-static int fit_choices(const Options *o, DeviceKind device, FitChoice choices[FIT_CHOICES]) {
-  static const FitChoice all[FIT_CHOICES] = {
-      {"nothing", 0, {0}},
-      {"optimizer", OFFLOAD_OPTIMIZER, {0}},
-      {"weights,gradients,optimizer", OFFLOAD_PARAMETERS, {0}},
-      {"weights,gradients,optimizer,activations", OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS, {0}}};
-  memcpy(choices, all, sizeof all);
-  if (o->dtypes.offload) choices[0] = (FitChoice){o->offload, o->dtypes.offload, {0}};
-  if (o->dtypes.offload || device == ON_CPU || o->eval_only) return 1;
-  return o->recompute == RECOMPUTE_LAYER ? FIT_CHOICES : FIT_CHOICES - 1;
-}
 
 static void print_link(HostBytes b) {
   size_t more = b.in > b.out ? b.in : b.out; // both directions at once
@@ -511,8 +497,15 @@ void plan_print_fit(Options *o) {
   size_t capacity = 0;
   DeviceKind device = planned_device(o, &capacity);
   if (!capacity) fail("--fit: the memory of the device is not known; give it by --device-memory GIB");
-  FitChoice choices[FIT_CHOICES];
-  int count = fit_choices(o, device, choices);
+  FitChoice choices[] = {
+      {"nothing", 0, {0}},
+      {"optimizer", OFFLOAD_OPTIMIZER, {0}},
+      {"weights,gradients,optimizer", OFFLOAD_PARAMETERS, {0}},
+      {"weights,gradients,optimizer,activations", OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS, {0}}};
+  // With --offload that one alone. Offloading from a CPU to its own memory saves nothing.
+  int count = o->recompute == RECOMPUTE_LAYER ? 4 : 3;
+  if (o->dtypes.offload || device == ON_CPU || o->eval_only) count = 1;
+  if (o->dtypes.offload) choices[0] = (FitChoice){o->offload, o->dtypes.offload, {0}};
   bool any = false;
   for (int i = 0; i < count; i++) {
     Options with = *o;
@@ -547,7 +540,7 @@ void plan_print_fit(Options *o) {
 
 // A few forward and backward passes in `mode`, with the ledger's peaks measured again. What the system counts would
 // hold the buffers that libraries keep from the mode before.
-static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
+static MemoryColumn measure_mode(Trainer *trainer, LceMode mode) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;
   plan_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
@@ -562,22 +555,22 @@ static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *tit
     backend_synchronize(backend);
     best = fmin(best, now_seconds() - start);
   }
-  return (MemoryColumn){.title = title, .memory = backend->memory.ledger, .pass_seconds = best};
+  return (MemoryColumn){.memory = backend->memory.ledger, .pass_seconds = best};
 }
 
 void plan_compare_modes(Trainer *trainer) {
-  static const char *const measured[2] = {"fused, measured", "materialized, measured"};
-  static const char *const planned[2] = {"fused, planned", "materialized, planned"};
   const Options *o = trainer->options;
   DeviceKind device = trainer->backend->device;
   size_t usable = machine_usable_bytes(trainer->backend);
   MemoryColumn columns[2];
+  char titles[2][32];
   for (int i = 0; i < 2; i++) {
-    LceMode mode = i == 0 ? LCE_FUSED : LCE_MATERIALIZED;
+    LceMode mode = (LceMode)i;
     Ledger plan = plan_run(o, device, mode);
     bool fits = !usable || plan.peak <= usable;
-    columns[i] =
-        fits ? measure_mode(trainer, mode, measured[i]) : (MemoryColumn){.title = planned[i], .memory = plan};
+    columns[i] = fits ? measure_mode(trainer, mode) : (MemoryColumn){.memory = plan};
+    snprintf(titles[i], sizeof titles[i], "%s, %s", lce_mode_name(mode), fits ? "measured" : "planned");
+    columns[i].title = titles[i];
     if (!fits) printf("the %s mode does not fit here: it is planned, not measured\n", lce_mode_name(mode));
   }
   putchar('\n');
