@@ -140,8 +140,8 @@ COUNT(count_embedding, EmbeddingForward, micro_batch,
       tensor_bytes(a->out) * ((on_host(b, a->token_weight) > 0) + (on_host(b, a->position_weight) > 0)), 0)
 // At most: every row is written, and read where it is added to.
 COUNT(count_embedding_backward, EmbeddingBackward, micro_batch,
-      a->accumulate_token *on_host(b, a->dtoken_weight) +
-          a->accumulate_position * on_host(b, a->dposition_weight),
+      (a->accumulate_token ? on_host(b, a->dtoken_weight) : 0) +
+          (a->accumulate_position ? on_host(b, a->dposition_weight) : 0),
       on_host(b, a->dtoken_weight) + on_host(b, a->dposition_weight))
 COUNT(count_reduce, Reduce, update, on_host(b, a->x), 0)
 COUNT(count_adamw, AdamW, update,
@@ -149,8 +149,8 @@ COUNT(count_adamw, AdamW, update,
           on_host(b, a->grad),
       on_host(b, a->weight) + on_host(b, a->master) + on_host(b, a->m) + on_host(b, a->v))
 // Of gradients, during the backward pass.
-COUNT(count_reduce_scatter, Collective, micro_batch, on_host(b, a->x) + a->accumulate * on_host(b, a->out),
-      on_host(b, a->out))
+COUNT(count_reduce_scatter, Collective, micro_batch,
+      on_host(b, a->x) + (a->accumulate ? on_host(b, a->out) : 0), on_host(b, a->out))
 // Of weights, after AdamW.
 COUNT(count_all_gather, Collective, update, on_host(b, a->x), on_host(b, a->out))
 

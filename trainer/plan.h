@@ -49,8 +49,8 @@ typedef struct {
 // At most 3 columns, of the device that they are for.
 void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device);
 
-// --plan: what a run needs, also as a line of --log for each mode, and by --timeline. --fit: the largest batch with each choice of --offload and what that costs, or a failure. In
-// both modes; both finish the options.
+// --plan: what a run needs in both modes, also as a line of --log for each, and by --timeline. --fit: the largest batch with
+// each choice of --offload in both modes, and what that costs, or a failure. Both finish the options.
 void plan_print(Options *options);
 void plan_print_fit(Options *options);
 
