@@ -10,7 +10,7 @@ MPI       ?= 1
 CUDA_HOME ?=
 # The CPU that -march names; empty: any of the architecture.
 MARCH     ?= native
-# For the tests in Python. Those of tools/torch need PyTorch in it, and are skipped without.
+# For the tests in Python, as those of ./train are. Those of tools/torch need PyTorch in it, and are skipped without.
 PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
@@ -86,7 +86,6 @@ try = $(shell out=$$(mktemp); { printf '$(hash)include <%s>\n' stddef.h stdarg.h
 
 HAVE_CC     := $(call try,stdio.h)
 HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
-HAVE_ZLIB   := $(call try,zlib.h,-lz)
 HAVE_PCRE2  := $(call try,pcre2.h,-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
 HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
@@ -156,11 +155,11 @@ endif
 MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_library) \
 	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_GEMMs_on_the_CPU) \
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
-	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
 	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
 	$(if $(HAVE_STB),,libstb-dev=maps_of_a_tokenizer) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
 FOR_TESTS := $(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
+	$(if $(shell command -v $(PYTHON)),,python3=the_tests_of_the_programs) \
 	$(if $(filter 0,$(MPI)),,$(if $(HAVE_MPI),,libopenmpi-dev=ranks_on_the_CPU) \
 	$(if $(shell command -v mpirun),,openmpi-bin=mpirun))
 ifeq ($(filter deps-run,$(GOALS)),)
@@ -182,7 +181,7 @@ ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
 	-Xcompiler=-g,-Wall,-Wextra,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
-ALL_LIBS     := -lcjson -lz -lpcre2-8 $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+ALL_LIBS     := -lcjson -lpcre2-8 $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
 # --- What was found, printed when it changed and by `make info` --------------------------------------------
 
@@ -205,7 +204,6 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   stb         $(call found,STB,found,cannot build)
   PCRE2       $(call found,PCRE2,found,cannot build)
   cJSON       $(call found,CJSON,found,cannot build)
-  zlib        $(call found,ZLIB,found,cannot build)
   cmocka      $(call found,CMOCKA,found,cannot test)$(if $(MISSING),$(newline)`make deps` installs: $(MISSING_NAMES))
 endef
 
@@ -218,7 +216,7 @@ ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_ZLIB),,zlib) $(if $(HAVE_PCRE2),,PCRE2) \
+  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_PCRE2),,PCRE2) \
 	$(if $(HAVE_STB),,stb),A working C compiler ($(CC)))
   ifneq ($(strip $(NEEDED)),)
     $(error $(strip $(NEEDED)): missing; `make deps` installs it)
@@ -418,6 +416,6 @@ help:
 #: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
 #: GPUS="80 90"  MARCH=              builds for these GPUs, not those here; for any CPU (-march is native by default)
-#: PYTHON=...                         runs the tests in Python; with PyTorch in it those of tools/torch, too
+#: PYTHON=...                         runs the tests of the programs; with PyTorch in it those of tools/torch, too
 #: DEPS_ROOT=folder                   also searches unpacked packages there for headers and libraries
 #: V=1                                prints whole commands

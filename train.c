@@ -2,7 +2,7 @@
 //
 //   options -> plan -> backend -> data -> model -> loop -> summary
 //
-// Reading on from here: trainer/trainer.c (a step), model/transformer.c (forward and backward),
+// Reading on from here: trainer/step.c (a step), model/transformer.c (forward and backward),
 // kernels/linear_cross_entropy.c (LM head + loss), kernels/kernels.h (every operation).
 #include <math.h>
 #include <signal.h>
@@ -21,14 +21,12 @@
 #include "trainer/prompt.h"
 #include "trainer/report.h"
 #include "trainer/resume.h"
+#include "trainer/setup.h"
 
 typedef struct {
   const Options *options;
   Backend *backend;
-  Source *source, *val_source;
-  Packing *packing, *val_packing; // with --pack
-  Loader loader;
-  char data[256]; // loader_describe's
+  RunData data;
   Prompt prompt;
   Trainer trainer;
   Report report;
@@ -80,9 +78,9 @@ static void collect(Run *run, double since) {
 }
 
 static void validate(Run *run, int64_t step) {
-  if (!run->loader.validation_batches) return;
+  if (!run->data.loader.validation_batches) return;
   const Options *o = run->options;
-  double loss = run->state.val_loss = trainer_validate(&run->trainer, &run->loader, o->eval_batches);
+  double loss = run->state.val_loss = trainer_validate(&run->trainer, &run->data.loader, o->eval_batches);
   run->state.val_step = step;
   report_validation(&run->report, step, loss, run->trainer.bits_per_byte);
   if (!isfinite(loss))
@@ -104,7 +102,7 @@ static void sample(Run *run, int64_t step) {
 
 // The checkpoint after `step` steps. Where it cannot be written the run continues: the next one may find space.
 static void save(Run *run, int64_t step) {
-  cJSON *json = resume_write(run->options, &run->state, step, run->data);
+  cJSON *json = resume_write(run->options, &run->state, step, run->data.text);
   Reason reason;
   double start = now_seconds();
   report_break(&run->report);
@@ -121,7 +119,7 @@ static void save(Run *run, int64_t step) {
 
 static void dump(const Run *run) {
   Reason reason;
-  Folder folder = folder_begin(run->options->dump, "first-step");
+  Folder folder = folder_begin(run->options->dump, "first-step", NULL);
   trainer_store_step(&run->trainer, &folder);
   if (!folder_finish(&folder, &reason)) fail("--dump: %s", reason.text);
 }
@@ -142,7 +140,7 @@ static void train(Run *run) {
     run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
     if (o->profile && done == o->first_step + PROFILE_WARM_UP) profile_begin(run->backend);
-    trainer_step(&run->trainer, &run->loader, done++);
+    trainer_step(&run->trainer, &run->data.loader, done++);
     ledger->recording = false;
     if (o->dump && done == o->first_step + 1) dump(run);
     bool look = every(o->eval_every, done) || every(o->sample_every, done) || every(o->save_every, done) ||
@@ -186,25 +184,10 @@ static void require_something_to_evaluate(const Options *o, const Loader *loader
 
 static void open_data(Run *run) {
   const Options *o = run->options;
-  const TextList *val_data = &o->val_data;
-  run->source = trainer_open_source(o);
-  run->prompt = prompt_open(o, run->source);
-  if (val_data->count) run->val_source = source_open(val_data->items, val_data->count, o->model.vocab_size);
-  if (o->pack) run->packing = packing_create(run->source, o->seq_len, o->end_of_text);
-  if (o->pack && run->val_source)
-    run->val_packing = packing_create(run->val_source, o->seq_len, o->end_of_text);
-  run->loader = loader_create((LoaderOptions){.source = run->source,
-                                              .validation_source = run->val_source,
-                                              .packing = run->packing,
-                                              .validation_packing = run->val_packing,
-                                              .validation_fraction = o->val_fraction,
-                                              .batch = o->batch,
-                                              .seq_len = o->seq_len,
-                                              .seed = o->seed,
-                                              .order = o->data_order});
-  if (o->eval_only) require_something_to_evaluate(o, &run->loader);
-  loader_require_targets(&run->loader, o->steps > o->first_step && !o->eval_only, o->eval_batches);
-  loader_describe(&run->loader, run->data, sizeof run->data);
+  run->data = setup_data(o);
+  run->prompt = prompt_open(o, run->data.source);
+  if (o->eval_only) require_something_to_evaluate(o, &run->data.loader);
+  loader_require_targets(&run->data.loader, o->steps > o->first_step && !o->eval_only, o->eval_batches);
 }
 
 // The state of the run that is resumed, and where checkpoints go.
@@ -213,7 +196,7 @@ static void open_checkpoints(Run *run) {
   run->state = (RunState){.first_loss = NAN, .last_loss = NAN, .val_loss = NAN, .val_step = -1};
   run->saved_step = -1;
   if (o->resumed_from) {
-    run->state = resume_read(o, run->data);
+    run->state = resume_read(o, run->data.text);
     run->saved_step = o->first_step;
   }
   run->saves = o->save && !o->eval_only;
@@ -228,10 +211,10 @@ static void create_model(Run *run) {
   const Options *o = run->options;
   double start = now_seconds();
   trainer_create(&run->trainer, o, run->backend);
-  const Source *validated = run->val_source ? run->val_source : run->source;
+  const Source *validated = run->data.val_source ? run->data.val_source : run->data.source;
   run->trainer.token_bytes = prompt_token_bytes(&run->prompt, validated, o->model.vocab_size);
   if (o->origin) printf("loaded   in %.1fs\n", now_seconds() - start);
-  trainer_set_mode(&run->trainer, o->mode);
+  plan_set_mode(&run->trainer, o->mode);
   run->backend->ops->device_peak_reset(run->backend);
 }
 
@@ -253,17 +236,14 @@ static void close_run(Run *run) {
   checkpoint_store_close(&run->store);
   trainer_destroy(&run->trainer);
   prompt_close(&run->prompt);
-  packing_free(run->packing);
-  packing_free(run->val_packing);
-  source_close(run->val_source);
-  source_close(run->source);
+  setup_data_close(&run->data);
   backend_destroy(run->backend);
 }
 
 int main(int argc, char **argv) {
   Options options;
   ranks_begin();
-  options_parse(&options, argc, argv);
+  setup_options(&options, argc, argv);
   if (options.plan || options.fit) {
     (options.plan ? plan_print : plan_print_fit)(&options);
     options_free(&options);
@@ -272,24 +252,24 @@ int main(int argc, char **argv) {
 
   Run run = {.options = &options, .backend = machine_open(&options)};
   machine_join_ranks(run.backend);
-  options_resolve_chunk(&options, run.backend->device);
+  plan_resolve_chunk(&options, run.backend->device);
   open_data(&run);
-  resume_require_same(&options, run.backend, run.data);
-  report_settings(&options, run.backend, run.data, run.source, run.val_source);
+  resume_require_same(&options, run.backend, run.data.text);
+  report_settings(&options, run.backend, run.data.text, run.data.source, run.data.val_source);
   plan_require(&options, run.backend->device, machine_usable_bytes(run.backend));
 
   open_checkpoints(&run);
   run.report = report_open(&options, run.backend);
   create_model(&run);
-  if (options.dump) path_make_folders("dump", options.dump);
+  if (options.dump) folder_require_new("dump", options.dump, "first-step");
   write_timeline(&run); // so that a path that cannot be written fails before the run, not after it
   handle_signals();
-  report_start(&run.report, run.backend, run.source->name);
+  report_start(&run.report, run.backend, run.data.source->name);
   if (options.eval_only) {
     evaluate(&run);
   } else {
     train(&run);
-    report_summary(&run.report, &run.trainer, &run.state, source_entropy(run.source), stopping(&run));
+    report_summary(&run.report, &run.trainer, &run.state, source_entropy(run.data.source), stopping(&run));
   }
   write_timeline(&run);
   if (options.compare_modes && !stopping(&run)) plan_compare_modes(&run.trainer);

@@ -29,15 +29,15 @@ static inline size_t bytes_from_gib(double gib) {
 
 typedef bool (*Fits)(const void *budget, int64_t count);
 
-// The largest count in [known, above) that fits, where everything up to some count fits and nothing beyond it. `known`
-// fits and is not tested; fits() is called log2(above - known) times.
-static inline int64_t largest_that_fits(Fits fits, const void *budget, int64_t known, int64_t above) {
+// The largest count from 1 to `max` that fits, where all below one that fits do; 0: none. fits() is called about twice
+// log2 of the answer times.
+static inline int64_t largest_that_fits(Fits fits, const void *budget, int64_t max) {
+  int64_t known = 0, above = 1;
+  for (; above <= max && fits(budget, above); above *= 2) known = above;
+  above = min_i64(above, max + 1);
   while (above - known > 1) {
     int64_t middle = known + (above - known) / 2;
-    if (fits(budget, middle))
-      known = middle;
-    else
-      above = middle;
+    *(fits(budget, middle) ? &known : &above) = middle;
   }
   return known;
 }

@@ -26,14 +26,20 @@ cJSON *json_parse(const char *text, size_t length, Reason *reason) {
   return object;
 }
 
-cJSON *json_read(const char *path) {
+cJSON *json_try_read(const char *path, Reason *reason) {
   size_t length;
-  char *text = file_read(path, &length);
+  char *text = file_try_read(path, &length, reason);
   if (!text) return NULL;
-  Reason reason;
-  cJSON *object = json_parse(text, length, &reason);
-  if (!object) fail("%s cannot be read: %s", path, reason.text);
+  cJSON *object = json_parse(text, length, reason);
+  if (!object) refuse(reason, "%s cannot be read: %s", path, reason->text);
   free(text);
+  return object;
+}
+
+cJSON *json_read(const char *path) {
+  Reason reason;
+  cJSON *object = json_try_read(path, &reason);
+  if (!object && *reason.text) fail("%s", reason.text);
   return object;
 }
 

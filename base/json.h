@@ -8,8 +8,9 @@
 
 // An object from `length` bytes of text (no terminator needed), or NULL with a reason. The caller deletes it.
 cJSON *json_parse(const char *text, size_t length, Reason *reason);
-// The same from a file; fails naming it. NULL when the file does not exist.
+// The same from a file; fails naming it. NULL when the file does not exist: json_try_read then has the reason "".
 cJSON *json_read(const char *path);
+cJSON *json_try_read(const char *path, Reason *reason);
 
 const cJSON *json_member(const cJSON *object, const char *name);       // NULL when absent or null
 const char *json_text(const cJSON *object, const char *name);          // NULL when it is no text

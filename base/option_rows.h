@@ -20,3 +20,4 @@
 #define DEFAULT(text)               .initial = text
 #define HELP(text)                  .help = text
 #define EXCLUDES(names, reason)     .excludes = names, .why = reason
+#define NEEDS(option, reason)       .needs = option, .because = reason

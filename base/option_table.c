@@ -144,6 +144,27 @@ int option_excluded_by(const Option *rows, const void *values, const bool *given
   return -1;
 }
 
+bool option_needs_met(const Option *rows, const void *values, int row) {
+  const char *needs = rows[row].needs;
+  if (!needs) return true;
+  char name[32], now[64];
+  snprintf(name, sizeof name, "%.*s", (int)strcspn(needs, " "), needs);
+  const Option *needed = &rows[option_row(rows, name)];
+  const void *field = (const char *)values + needed->offset;
+  if (needed->type == OPTION_TEXT) return *(const char *const *)field;
+  if (needed->type == OPTION_WHOLE) return stored(needed, field);
+  option_text(needed, values, now);
+  return !strcmp(now, needs + strlen(name) + 1);
+}
+
+void option_require_needs(const Option *rows, const void *values, int row) {
+  const Option *o = &rows[row];
+  char now[64];
+  bool in_use = option_text(o, values, now) && (!o->initial || strcmp(now, o->initial));
+  if (in_use && !option_needs_met(rows, values, row))
+    fail("--%s %s: add --%s", o->name, o->because, o->needs);
+}
+
 static void check_exclusions(const Option *rows, const void *values, const bool *given) {
   for (int i = 0; rows[i].type != OPTION_END; i++) {
     int other = given[i] && in_force(&rows[i], values) ? option_excluded_by(rows, values, given, i) : -1;
@@ -213,34 +234,4 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
   error_t error = argp_parse(make_rows(table), argc, argv, 0, NULL, &parsing);
   if (error) fail("cannot read the command line: %s", strerror(error));
   check_exclusions(table->rows, values, parsing.given);
-}
-
-int option_table_take(const OptionTable *table, void *values, int argc, char **argv) {
-  bool given[OPTION_ROWS_MAX] = {false};
-  Parsing parsing = {table, values, given};
-  begin(&parsing);
-  int left = 1;
-  for (int i = 1; i < argc; i++) {
-    char name[64];
-    snprintf(name, sizeof name, "%.*s", (int)strcspn(argv[i], "="), argv[i]);
-    if (!strcmp(name, "--help") || !strcmp(name, "-?")) {
-      argp_help(make_rows(table), stdout, ARGP_HELP_STD_HELP, program_invocation_short_name);
-      exit(0);
-    }
-    int row = strncmp(name, "--", 2) ? -1 : option_row(table->rows, name + 2);
-    if (row < 0) {
-      argv[left++] = argv[i];
-      continue;
-    }
-    const Option *o = &table->rows[row];
-    const char *value = argv[i][strlen(name)] ? argv[i] + strlen(name) + 1 : NULL;
-    if (o->type == OPTION_FLAG && value) fail("%s takes no value", name);
-    if (o->type != OPTION_FLAG && !value) {
-      if (++i == argc) fail("%s needs a value; --help says which", name);
-      value = argv[i];
-    }
-    take(&parsing, row, value);
-  }
-  check_exclusions(table->rows, values, given);
-  return left;
 }

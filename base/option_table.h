@@ -33,6 +33,7 @@ typedef struct {
   const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
   unsigned flags;             // the program's own
   const char *excludes, *why; // "log, save": options that cannot be given together with this one, and why not
+  const char *needs, *because; // "save DIR", "zero 1", "recompute layer": what this one says nothing without
 } Option;
 
 enum { OPTION_ROWS_MAX = 128 };
@@ -49,10 +50,6 @@ typedef struct {
 // a row `excludes`, unless a number of the two is 0. An unknown option ends it as argp does, with status 64.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
-// The same for a program that hands the rest of its command line on: takes the table's options out of argv and
-// returns how many words are left. Other words are not looked at. Names must be written in full.
-int option_table_take(const OptionTable *table, void *values, int argc, char **argv);
-
 // One value as from the command line.
 void option_set(const Option *option, void *values, const char *text);
 
@@ -61,6 +58,11 @@ void option_set(const Option *option, void *values, const char *text);
 bool option_text(const Option *option, const void *values, char text[64]);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so
+
+// Whether what a row needs is there: a text, a number that is not 0, or a choice's word. The second fails unless it is, or
+// the row's option has its initial value.
+bool option_needs_met(const Option *rows, const void *values, int row);
+void option_require_needs(const Option *rows, const void *values, int row);
 
 // The first given option that excludes rows[row], or -1.
 int option_excluded_by(const Option *rows, const void *values, const bool *given, int row);

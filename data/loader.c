@@ -9,7 +9,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <zlib.h>
 
 // --- packing ---------------------------------------------------------------------------------------------------
 
@@ -248,16 +247,22 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
 
 // Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up to 4 M
 // tokens.
-static uLong add_checksum(const Source *source, uLong crc) {
+static uint32_t add_checksum(const Source *source, uint32_t crc) {
   enum { BLOCK = 4096, MAX_BLOCKS = 1024 };
   int64_t blocks = ceil_div(source->tokens, BLOCK), taken = min_i64(blocks, MAX_BLOCKS);
+  uint32_t table[256];
+  for (uint32_t byte = 0; byte < 256; byte++) {
+    table[byte] = byte;
+    for (int bit = 0; bit < 8; bit++) table[byte] = table[byte] >> 1 ^ (table[byte] & 1 ? 0xEDB88320 : 0);
+  }
   for (int64_t i = 0; i < taken; i++) {
     int32_t ids[2 * BLOCK];
     int64_t first = (taken > 1 ? i * (blocks - 1) / (taken - 1) : 0) * BLOCK;
     int64_t count = min_i64(source->tokens - first, BLOCK);
     source_read(source, first, count, ids);
     source_read_targets(source, first, count, ids + count); // with the mask
-    crc = crc32(crc, (const Bytef *)ids, (uInt)(2 * count * (int64_t)sizeof *ids));
+    for (const uint8_t *at = (void *)ids; at < (uint8_t *)(ids + 2 * count); at++)
+      crc = crc >> 8 ^ table[(crc ^ *at) & 255];
   }
   return crc;
 }
@@ -293,7 +298,7 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
 void loader_describe(const Loader *loader, char *out, size_t size) {
   const LoaderOptions *o = &loader->options;
   int64_t files = o->source->files;
-  uLong crc = add_checksum(o->source, 0);
+  uint32_t crc = add_checksum(o->source, UINT32_MAX);
   if (o->validation_source) crc = add_checksum(o->validation_source, crc);
   char packed[96] = "";
   const Packing *p = o->packing;
@@ -302,8 +307,8 @@ void loader_describe(const Loader *loader, char *out, size_t size) {
              text_grouped(p->documents).text,
              100 - 100 * (double)p->pairs / ((double)p->windows * (double)o->seq_len));
   snprintf(out, size,
-           "%s, %s file%s, %s tokens; %s training and %s validation windows of %s%s; checksum %08lx",
+           "%s, %s file%s, %s tokens; %s training and %s validation windows of %s%s; checksum %08x",
            source_kind_name(o->source), text_grouped(files).text, files == 1 ? "" : "s",
            text_grouped(o->source->tokens).text, text_grouped(loader->train_windows).text,
-           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, packed, crc);
+           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, packed, ~crc);
 }

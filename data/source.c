@@ -218,7 +218,7 @@ const uint8_t *shard_parse_bits(const void *bytes, size_t size, ShardBits kind, 
 // --- one file ----------------------------------------------------------------------------------------------
 
 static Mapping load_file(const char *path) {
-  Mapping file = file_map_or_copy(path, COPY_LIMIT_BYTES);
+  Mapping file = file_map_or_copy(path, COPY_LIMIT_BYTES, NULL);
   if (!file.bytes) fail("cannot open %s: %s", path, strerror(ENOENT));
   return file;
 }
@@ -373,7 +373,7 @@ static bool is_found_shard(const FileEntry *entry) {
   if (entry->origin != FILE_FOUND || !is_bin(entry->path)) return false;
   int32_t magic = 0;
   size_t size;
-  int file = file_open(entry->path, NULL, &size);
+  int file = file_open(entry->path, &size);
   bool has = file >= 0 && read(file, &magic, sizeof magic) == sizeof magic;
   if (file >= 0) close(file);
   return has && shard_has_magic(&magic, sizeof magic);

@@ -692,5 +692,5 @@ static bool chunk_fits(const void *budget, int64_t chunk) {
 
 int64_t lce_chunk_within(const Backend *backend, size_t bytes, LceShape shape) {
   Budget budget = {backend, bytes, shape};
-  return largest_that_fits(chunk_fits, &budget, 0, shape.tokens + 1);
+  return largest_that_fits(chunk_fits, &budget, shape.tokens);
 }

@@ -5,40 +5,50 @@
 
 #include "base/fail.h"
 
-// Llama's choices, from which the later families start.
+// Llama's names and choices, from which the later families start.
+#define LLAMA_NAMES .prefix = "model.", .layers = "model.layers.", .buffers = {".rotary_emb.inv_freq"}
 #define LLAMA                                                                                                \
   .norm = NORM_RMS, .gated_mlp = true, .norm_epsilon = 1e-6, .rope_theta = 10000, .initializer_range = 0.02
 
-const ModelConfig model_families[FAMILY_COUNT] = {
-    [FAMILY_GPT2] = {.norm = NORM_LAYER,
-                     .learned_positions = true,
-                     .qkv_bias = true,
-                     .out_bias = true,
-                     .mlp_bias = true,
-                     .in_out_layout = true,
-                     .tie_word_embeddings = true,
-                     .norm_epsilon = 1e-5,
-                     .rope_theta = 10000,
-                     .initializer_range = 0.02},
-    [FAMILY_LLAMA] = {.family = FAMILY_LLAMA, LLAMA, .max_position_embeddings = 2048},
-    [FAMILY_MISTRAL] = {.family = FAMILY_MISTRAL,
-                        LLAMA,
-                        .num_key_value_heads = 8,
-                        .max_position_embeddings = 131072,
-                        .sliding_window = 4096},
-    [FAMILY_QWEN2] = {.family = FAMILY_QWEN2,
-                      LLAMA,
-                      .num_key_value_heads = 32,
-                      .max_position_embeddings = 32768,
-                      .sliding_window = 4096,
-                      .qkv_bias = true},
-    [FAMILY_QWEN3] = {.family = FAMILY_QWEN3,
-                      LLAMA,
-                      .num_key_value_heads = 32,
-                      .head_dim = 128,
-                      .max_position_embeddings = 32768,
-                      .sliding_window = 4096,
-                      .qk_norm = true},
+const Family model_families[FAMILY_COUNT] = {
+    [FAMILY_GPT2] = {"gpt2",
+                     "GPT2LMHeadModel",
+                     "transformer.",
+                     "transformer.h.",
+                     {".attn.bias", ".attn.masked_bias"}, // the causal mask
+                     {.norm = NORM_LAYER,
+                      .learned_positions = true,
+                      .qkv_bias = true,
+                      .out_bias = true,
+                      .mlp_bias = true,
+                      .in_out_layout = true,
+                      .tie_word_embeddings = true,
+                      .norm_epsilon = 1e-5,
+                      .rope_theta = 10000,
+                      .initializer_range = 0.02}},
+    [FAMILY_LLAMA] = {"llama", "LlamaForCausalLM", LLAMA_NAMES,
+                      .config = {.family = FAMILY_LLAMA, LLAMA, .max_position_embeddings = 2048}},
+    [FAMILY_MISTRAL] = {"mistral", "MistralForCausalLM", LLAMA_NAMES,
+                        .config = {.family = FAMILY_MISTRAL,
+                                   LLAMA,
+                                   .num_key_value_heads = 8,
+                                   .max_position_embeddings = 131072,
+                                   .sliding_window = 4096}},
+    [FAMILY_QWEN2] = {"qwen2", "Qwen2ForCausalLM", LLAMA_NAMES,
+                      .config = {.family = FAMILY_QWEN2,
+                                 LLAMA,
+                                 .num_key_value_heads = 32,
+                                 .max_position_embeddings = 32768,
+                                 .sliding_window = 4096,
+                                 .qkv_bias = true}},
+    [FAMILY_QWEN3] = {"qwen3", "Qwen3ForCausalLM", LLAMA_NAMES,
+                      .config = {.family = FAMILY_QWEN3,
+                                 LLAMA,
+                                 .num_key_value_heads = 32,
+                                 .head_dim = 128,
+                                 .max_position_embeddings = 32768,
+                                 .sliding_window = 4096,
+                                 .qk_norm = true}},
 };
 
 typedef struct {
@@ -108,7 +118,7 @@ void model_check_seq_len(const ModelConfig *c, int64_t seq_len) {
 
 ModelConfig model_preset(const char *name) {
   const Preset *p = find(name);
-  ModelConfig config = model_families[p->family];
+  ModelConfig config = model_families[p->family].config;
   config.vocab_size = p->vocab;
   config.hidden_size = p->hidden;
   config.intermediate_size = p->intermediate;
@@ -142,6 +152,7 @@ bool model_config_possible(const ModelConfig *c, Reason *reason) {
                {"num_key_value_heads", (double)c->num_key_value_heads, 1, INT32_MAX},
                {"head_dim", (double)c->head_dim, 1, INT32_MAX},
                {"max_position_embeddings", (double)c->max_position_embeddings, 1, INT32_MAX},
+               {"norm_epsilon", c->norm_epsilon, MIN_EPSILON, 1},
                {"rope_theta", c->rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA},
                {"final_logit_softcapping", c->final_logit_softcapping, 0, MAX_SOFTCAP}};
   enum { WHOLE = 8 }; // the first are whole numbers

@@ -12,6 +12,7 @@ enum { MAX_LAYERS = 10000 };
 #define MIN_ROPE_THETA 1.
 #define MAX_ROPE_THETA 1e12
 #define MAX_SOFTCAP    1e6
+#define MIN_EPSILON    1e-30
 
 typedef enum {
   FAMILY_GPT2,
@@ -59,8 +60,16 @@ typedef struct {
   double initializer_range; // standard deviation of the initial weights
 } ModelConfig;
 
-// What the models of a family have in common: its choices, and transformers' defaults.
-extern const ModelConfig model_families[FAMILY_COUNT];
+// A family, as transformers knows it.
+typedef struct {
+  const char *model_type, *architecture; // in config.json
+  const char *prefix, *layers;           // of the names of all tensors but the head's, and of a layer's
+  const char *buffers[2];                // how tensors end that old files have besides the weights
+  ModelConfig config; // what its models have in common: choices, and transformers' defaults
+} Family;
+
+extern const Family model_families[FAMILY_COUNT];
+#define FAMILY_NAMES "gpt2, llama, mistral, qwen2 and qwen3" // the model_types, for help and messages
 
 // The published shapes; fails with the list of names when there is none called `name`. A preset's learning rate is its
 // paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024). The tiny ones', and those of

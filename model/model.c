@@ -36,8 +36,6 @@ static const Weight embeddings[] = {
     {offsetof(Model, token_embedding), TABLE, 'H', {{{'V', "transformer.wte"}}, {{'V', "model.embed_tokens"}}}},
     {offsetof(Model, position_embedding), TABLE, 'H', {{{'P', "transformer.wpe"}}}}};
 
-static const char *const layer_prefixes[2] = {"transformer.h.", "model.layers."};
-
 static const Weight layer_weights[] = {
     {offsetof(Layer, norm1), NORM, 0, {{{'H', "ln_1"}}, {{'H', "input_layernorm"}}}},
     {offsetof(Layer, qkv), QKV, 'H',
@@ -112,7 +110,7 @@ static void lay_out(Model *m, const ModelConfig *config, ParameterDtypes dtypes,
   p->spread.before_layers = p->group_elements[GROUP_MATRICES];
   for (int l = 0; l < config->num_hidden_layers; l++) {
     char prefix[32];
-    snprintf(prefix, sizeof prefix, "%s%d.", layer_prefixes[config->family != FAMILY_GPT2], l);
+    snprintf(prefix, sizeof prefix, "%s%d.", model_families[config->family].layers, l);
     for (int i = 0; i < COUNT(layer_weights); i++) add_weight(m, &m->layers[l], prefix, &layer_weights[i]);
   }
   p->spread.layer = (p->group_elements[GROUP_MATRICES] - p->spread.before_layers) / config->num_hidden_layers;

@@ -41,18 +41,17 @@ typedef struct {
 enum {
   OFFLOAD_WEIGHTS = 1 << 0,
   OFFLOAD_GRADIENTS = 1 << 1,
-  OFFLOAD_OPTIMIZER = 1 << 2,   // master weights and moments, of all groups
+  OFFLOAD_OPTIMIZER = 1 << 2,   // master weights and optimizer states, of all groups
   OFFLOAD_ACTIVATIONS = 1 << 3, // the layers' inputs, under RECOMPUTE_LAYER
-  OFFLOAD_HEAD = 1 << 4, // its weights and gradients, which are on the device while the loss is computed
   OFFLOAD_PARAMETERS = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER
 };
 
 typedef struct {
   Dtype weight;        // what the GEMMs read
   bool master;         // keep an fp32 copy (only where weight is bf16)
-  bool frozen;         // the weights alone, for evaluation and text: no master, gradients or moments
+  bool frozen;         // the weights alone, for evaluation and text: no master, gradients or states
   Dtype grad;          // of all gradients but the head's
-  Dtype moment;        // of AdamW's m and v
+  Dtype moment;        // of the optimizer's states
   int zero;            // what is spread where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
@@ -61,7 +60,21 @@ typedef struct {
   bool fp8;
 } ParameterDtypes;
 
-// How the parameters are spread over ranks; see shards.h. {0, 0, 1} spreads nothing.
+// What an optimizer keeps for every weight, and how it updates them.
+enum { OPTIMIZER_STATES = 2 };
+
+typedef struct {
+  const char *name;
+  struct {
+    const char *name,
+        *label; // "NAME.PARAMETER" in a checkpoint, and what a plan calls it; NULL after the last
+  } states[OPTIMIZER_STATES];
+  void (*update)(Backend *backend, AdamW settings, const Tensor states[OPTIMIZER_STATES]);
+} Optimizer;
+
+extern const Optimizer optimizers[]; // AdamW
+
+// How the parameters are spread over ranks, as below. {0, 0, 1} spreads nothing.
 typedef struct {
   int zero;                     // 0 to 2
   int part, parts;              // this rank's shard, of how many
@@ -80,11 +93,12 @@ typedef struct Parameters {
   int64_t group_elements[GROUP_COUNT]; // with padding
   int64_t bucket[GROUP_COUNT];         // elements of the ranges that collectives send gradients in
   // Whole groups, flat: what the optimizer and the norm pass over. Where they are spread, this rank's shards.
-  Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT], m[GROUP_COUNT], v[GROUP_COUNT];
+  Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT];
+  const Optimizer *optimizer;
+  Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
   Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
   // The double buffers on the device, two layers of GROUP_MATRICES; absent where value or grad is not offloaded.
   Tensor layer_values, layer_grads;
-  bool head_on_host;
   bool fp8_by_layer; // whether the layers' FP8 codes share the memory of one layer's
 } Parameters;
 
@@ -92,7 +106,8 @@ typedef struct Parameters {
 void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
 
 // Adds `count` tensors (name, group, rank, shape and first value) of one group and shape[1] that lie one after the
-// other. Fails where a split head leaves some rank without rows. parameters_allocate makes `view` span them all; it must stay where it is until then.
+// other. Fails where a split head leaves some rank without rows. parameters_allocate makes `view` span them all; it must stay where
+// it is until then.
 void parameters_add(Parameters *parameters, Param *view, const Parameter *tensors, int count);
 
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Param.
@@ -117,3 +132,59 @@ int64_t parameter_elements(const Parameter *parameter); // of the whole, however
 Parameter *parameters_find(Parameters *parameters, const char *name);
 
 void parameters_free(Parameters *parameters);
+
+// --- shards -----------------------------------------------------------------------------------------------
+
+// Shards over the ranks (ZeRO; Rajbhandari et al. 2020), and the way in and out of them.
+//
+// A group is cut into buckets from its end, where the backward pass begins, and each bucket into as many equal slices
+// as there are ranks. A rank owns its slice of every bucket: there it has the reduced gradients, master weights and
+// states, and updates weights. A rank's slices lie one after the other in its shards, bucket by bucket.
+//
+//   zero 0   nothing is sharded: every rank holds and updates everything
+//   zero 1   master weights and states are; gradients are whole, and reduced in the rank's slices of them
+//   zero 2   so are the gradients. Those of the head and the embeddings (a pass adds to all of them) and of norms and
+//            biases are whole, too. The layers' are in a double buffer of two layers: one layer's are reduce-scattered
+//            into the shards while the next layer's are computed
+//
+// Where the head is split (--vocab-parallel; kernels/linear_cross_entropy.h) its group is one bucket, whose slices are
+// whole rows, and a rank computes its rows' gradients from the tokens of all ranks: there is nothing to reduce. Its
+// weights are sharded as well, unless they are the embedding's, which every rank reads for its tokens.
+
+// A bucket's: enough for the links' full speed, and few enough that the step's last, which nothing hides, is short.
+enum { BUCKET_BYTES = 32 << 20 };
+
+typedef struct {
+  int64_t first, count; // elements of the group; a multiple of 128 x ranks
+} Bucket;
+
+// The bucket of `group` that ends before element `end` (the group's length for the first of them).
+Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t end);
+
+// Where the rank's slice of a bucket lies in a shard of a group. An absent tensor stays absent.
+Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket bucket);
+
+// Whether the group's gradients are those of two layers, a double buffer.
+bool shards_double_buffered(const Parameters *parameters, ParameterGroup group);
+// This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.
+Tensor shards_local_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+// The rank's slice of the weights, and whether the other slices are here too.
+Tensor shards_weights(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+bool shards_weights_are_whole(const Parameters *parameters, ParameterGroup group);
+// The rank's slice of the gradients' sum over all ranks.
+Tensor shards_reduced_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+
+// Writes `values` to elements [first, first + count) of a parameter in one role (parameters->master, ...),
+// whole or sharded: of a shard each rank writes what it owns. They are fp32 or of the role's `dtype`;
+// `rounded` is a buffer for as many. Does nothing where the role is absent.
+void shards_write(const Parameters *parameters, Backend *backend, const Tensor *role,
+                  const Parameter *parameter, int64_t first, int64_t count, const void *values, Dtype dtype,
+                  uint16_t *rounded);
+
+// Reads them to the host of rank 0, in the role's dtype; shards are gathered on the backend's stack, a bucket
+// at a time. Call it on all ranks; on the others `host` is not written.
+void shards_read(const Parameters *parameters, Backend *backend, const Tensor *role,
+                 const Parameter *parameter, int64_t first, int64_t count, void *host);
+
+// Pushes and pops what shards_read needs at most, for a plan.
+void shards_plan_read(const Parameters *parameters, Backend *backend);

@@ -28,7 +28,7 @@ typedef struct {
 } Batch;
 
 // Called while the backward pass still computes other gradients: data parallelism reduces those that are ready over the
-// ranks (trainer/reduction.h). All zero: nothing is called.
+// ranks (trainer/step.c). All zero: nothing is called.
 typedef struct {
   void *context;
   // The gradients of `group` from element `first` on are final: the head's first (last where it is tied to

@@ -364,7 +364,7 @@ static void release_blocks(Harness *h, size_t kept) {
   while (h->block_count > kept) free(h->blocks[--h->block_count]);
 }
 
-void run_cases(Harness *h, Case run, const void *shapes, size_t size, size_t count) {
+void run_cases(Harness *h, TestCase run, const void *shapes, size_t size, size_t count) {
   size_t kept = h->block_count;
   for (size_t i = 0; i < count; i++) {
     run(h, shape_at(shapes, size, i));
@@ -374,7 +374,7 @@ void run_cases(Harness *h, Case run, const void *shapes, size_t size, size_t cou
 }
 
 // Runs the case and returns how many records it added.
-static size_t record_case(Harness *h, Case run, const void *shape, uint64_t draws) {
+static size_t record_case(Harness *h, TestCase run, const void *shape, uint64_t draws) {
   size_t before = h->record_count;
   h->draws = draws;
   h->recording = true;
@@ -397,7 +397,7 @@ static void compare_records(const Record *got, const Record *again, const Record
   }
 }
 
-void run_mirrored(Harness *h, Case run, const void *shapes, size_t size, size_t count) {
+void run_mirrored(Harness *h, TestCase run, const void *shapes, size_t size, size_t count) {
   if (h->backend->device != ON_CUDA) return;
   if (!h->mirror) h->mirror = harness_open("cpu");
   Harness *cpu = h->mirror;

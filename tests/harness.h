@@ -43,13 +43,13 @@ int harness_pop(void **state);     // what a test has pushed so far
 // Runs a case on every shape of a table. RUN_MIRRORED is for shapes that a GPU's kernels treat apart, and nothing on the
 // CPU: it runs the case twice on the GPU and once on the CPU with the same values, compares what the case checks there
 // instead of checking it (by check_values and check_gradient), and the two runs to the bit.
-typedef void (*Case)(Harness *h, const void *shape);
+typedef void (*TestCase)(Harness *h, const void *shape);
 #define RUN_CASES(h, run, shapes)                                                                            \
   run_cases(h, run, shapes, sizeof *(shapes), sizeof(shapes) / sizeof *(shapes))
 #define RUN_MIRRORED(h, run, shapes)                                                                         \
   run_mirrored(h, run, shapes, sizeof *(shapes), sizeof(shapes) / sizeof *(shapes))
-void run_cases(Harness *h, Case run, const void *shapes, size_t size, size_t count);
-void run_mirrored(Harness *h, Case run, const void *shapes, size_t size, size_t count);
+void run_cases(Harness *h, TestCase run, const void *shapes, size_t size, size_t count);
+void run_mirrored(Harness *h, TestCase run, const void *shapes, size_t size, size_t count);
 
 // --- values and tensors ------------------------------------------------------------------------------------
 

@@ -1,24 +1,14 @@
 #include "tests/process.h"
 
-#include <fcntl.h>
-#include <setjmp.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "base/system.h"
+#include "tests/test.h"
 
-enum { MAX_ARGUMENTS = 96, DEADLINE_SECONDS = 120 };
+enum { DEADLINE_SECONDS = 120, LINE = 8192 };
 
 // Where this program lies: build/VARIANT/tests/test_x.
 static const char *test_program(void) {
@@ -39,192 +29,115 @@ static const char *program(void) {
   return access(built, X_OK) == 0 ? built : "./train"; // the release build's lies in the root
 }
 
-// Cuts `line` into words behind the `argc` that are there; 'a word in quotes' may hold spaces or nothing.
-static void split(char *line, int argc, char *argv[MAX_ARGUMENTS + 1]) {
-  for (char *at = line; *at;) {
-    at += strspn(at, " ");
-    if (!*at) break;
-    assert_true(argc < MAX_ARGUMENTS);
-    char end = *at == '\'' ? '\'' : ' ';
-    if (end == '\'') at++;
-    argv[argc++] = at;
-    at += strcspn(at, end == '\'' ? "'" : " ");
-    if (*at) *at++ = 0;
-  }
-  argv[argc] = NULL;
+// The folder of ./train, where tools/ is.
+static int folder_length(void) {
+  return (int)(strrchr(program(), '/') - program());
 }
 
-static int temporary_file(void) {
-  char name[] = "/tmp/test_cli.XXXXXX";
-  int file = mkstemp(name);
-  assert_true(file >= 0);
-  unlink(name);
+static FILE *temporary_file(void) {
+  FILE *file = tmpfile();
+  assert_non_null(file);
   return file;
 }
 
-// A terminal: *inner becomes the program's end.
-static int open_terminal(int *inner) {
-  int outer = posix_openpt(O_RDWR | O_NOCTTY);
-  assert_true(outer >= 0 && grantpt(outer) == 0 && unlockpt(outer) == 0);
-  *inner = open(ptsname(outer), O_RDWR | O_NOCTTY);
-  assert_true(*inner >= 0);
-  return outer;
-}
-
-// A program of the same build as ./train.
-static const char *tool_program(const char *name) {
-  static char path[4096];
-  const char *train = program(), *slash = strrchr(train, '/');
-  assert_in_range(snprintf(path, sizeof path, "%.*s/tools/%s", (int)(slash - train), train, name), 1,
-                  sizeof path - 1);
-  return path;
-}
-
-// How a program is started: alone, by mpirun (or on GPUs), the test program or a shell likewise, by
-// tools/launch; or, alone, the one that the first word names.
-typedef enum { ALONE, AS_RANKS, SELF_AS_RANKS, SHELL_AS_RANKS, LAUNCHED, NAMED } Way;
-
-// The words that go before the program's own; returns how many there are.
-static int launcher(Way way, int ranks, char *argv[MAX_ARGUMENTS + 1]) {
-  static char number[16];
-  snprintf(number, sizeof number, "%d", ranks);
-  char *const tool[] = {(char *)tool_program("launch"), number, NULL};
-  char *const mpi[] = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number,
-                       NULL};
-  char *const *words = way == LAUNCHED || getenv("LCE_GPU_RANKS") ? tool : mpi;
-  int count = 0;
-  for (; way != ALONE && way != NAMED && words[count]; count++) argv[count] = words[count];
-  return count;
-}
-
-static Process start(bool terminal, Way way, int ranks, const char *format, va_list arguments) {
-  char line[4096];
-  char *argv[MAX_ARGUMENTS + 1];
-  int argc = launcher(way, ranks, argv);
-  if (way != LAUNCHED && way != NAMED && way != SHELL_AS_RANKS)
-    argv[argc++] = (char *)(way == SELF_AS_RANKS ? test_program() : program());
-  int prefix = way == SHELL_AS_RANKS ? sprintf(line, "RANK=${RANK-$OMPI_COMM_WORLD_RANK}; exec ") : 0;
-  assert_in_range(vsnprintf(line + prefix, sizeof line - prefix, format, arguments), 0,
-                  sizeof line - prefix - 1);
-  if (way == SHELL_AS_RANKS)
-    memcpy(argv + argc, (char *[]){"sh", "-c", line, NULL}, 4 * sizeof *argv);
-  else
-    split(line, argc, argv);
-  int inner = -1;
-  Process p = {.err = temporary_file()};
-  p.out = terminal ? open_terminal(&inner) : temporary_file();
+// A program by its path, alone (0 ranks) or as ranks.
+static Process start(const char *path, int ranks, const char *format, va_list arguments) {
+  char line[LINE], launcher[4200] = "";
+  if (ranks && getenv("LCE_GPU_RANKS"))
+    snprintf(launcher, sizeof launcher, "tools/launch %d", ranks);
+  else if (ranks)
+    snprintf(launcher, sizeof launcher, "mpirun --allow-run-as-root --oversubscribe --bind-to none -n %d",
+             ranks);
+  int length = snprintf(line, sizeof line, "exec %s %s ", launcher, path);
+  assert_in_range(vsnprintf(line + length, sizeof line - (size_t)length, format, arguments), 0,
+                  LINE - length - 1);
+  Process p = {.out = temporary_file(), .err = temporary_file()};
   p.pid = fork();
   assert_true(p.pid >= 0);
   if (p.pid == 0) {
     if (!getenv("LCE_GPU_RANKS")) setenv("CUDA_VISIBLE_DEVICES", "", 1);
-    if (way != ALONE) setenv("ASAN_OPTIONS", "detect_leaks=0", 1); // MPI never frees what it starts with
-    setenv("OMP_WAIT_POLICY", "passive", 1); // several tests' threads may share few cores
-    dup2(terminal ? inner : p.out, STDOUT_FILENO);
-    dup2(p.err, STDERR_FILENO);
-    execvp(argv[0], argv);
+    if (ranks) setenv("ASAN_OPTIONS", "detect_leaks=0", 1); // MPI never frees what it starts with
+    setenv("OMP_WAIT_POLICY", "passive", 1);                // several tests' threads may share few cores
+    dup2(fileno(p.out), STDOUT_FILENO);
+    dup2(fileno(p.err), STDERR_FILENO);
+    execl("/bin/sh", "sh", "-c", line, NULL);
     _exit(127);
-  }
-  if (terminal) {
-    close(inner);
-    fcntl(p.out, F_SETFL, O_NONBLOCK);
-    p.terminal_text = calloc(1, 1);
   }
   return p;
 }
 
 // Defines p, the program that the function's format and arguments start.
-#define START(p, terminal, way, ranks)                                                                       \
+#define START(p, path, ranks)                                                                                \
   va_list arguments;                                                                                         \
   va_start(arguments, format);                                                                               \
-  Process p = start(terminal, way, ranks, format, arguments);                                                \
+  Process p = start(path, ranks, format, arguments);                                                         \
   va_end(arguments)
 
 Process train_start(const char *format, ...) {
-  START(p, false, ALONE, 0);
+  START(p, program(), 0);
   return p;
 }
 
-Process train_ranks_start(int ranks, const char *format, ...) {
-  START(p, false, AS_RANKS, ranks);
-  return p;
-}
-
-static char *contents(int file) {
-  off_t size = lseek(file, 0, SEEK_END);
+static char *contents(FILE *file) {
+  off_t size = lseek(fileno(file), 0, SEEK_END);
   assert_true(size >= 0);
   char *text = calloc((size_t)size + 1, 1);
   assert_non_null(text);
-  ssize_t got = pread(file, text, (size_t)size, 0);
+  ssize_t got = pread(fileno(file), text, (size_t)size, 0);
   assert_true(got >= 0);
   text[got] = 0;
   return text;
 }
 
-// What has come over the terminal since the last time.
-static void read_terminal(Process *p) {
-  char buffer[4096];
-  ssize_t got;
-  while ((got = read(p->out, buffer, sizeof buffer)) > 0) {
-    size_t length = strlen(p->terminal_text);
-    p->terminal_text = realloc(p->terminal_text, length + (size_t)got + 1);
-    assert_non_null(p->terminal_text);
-    memcpy(p->terminal_text + length, buffer, (size_t)got);
-    p->terminal_text[length + (size_t)got] = 0;
-  }
-}
-
-static void pause_briefly(void) {
+// Waits a little, and gives up when that has taken too long.
+static void pause_briefly(const Process *p, double started, const char *waiting_for) {
   nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
-}
-
-static void give_up(const Process *p, const char *waiting_for) {
+  if (now_seconds() - started <= DEADLINE_SECONDS) return;
   kill(p->pid, SIGKILL);
-  char *out = p->terminal_text ? p->terminal_text : contents(p->out), *err = contents(p->err);
-  fail_msg("waited in vain for %s; the output is: %s%s", waiting_for, out, err);
+  fail_msg("waited in vain for %s; the output is: %s%s", waiting_for, contents(p->out), contents(p->err));
 }
 
 void process_wait_for(Process *p, const char *text) {
-  for (double started = now_seconds();; pause_briefly()) {
+  for (double started = now_seconds();; pause_briefly(p, started, text)) {
     char *out = contents(p->out);
     bool found = strstr(out, text);
     free(out);
     if (found) return;
-    if (now_seconds() - started > DEADLINE_SECONDS || waitpid(p->pid, NULL, WNOHANG) != 0) give_up(p, text);
+    if (waitpid(p->pid, NULL, WNOHANG) != 0) fail_msg("ended without %s: %s", text, contents(p->err));
   }
 }
 
 Output process_finish(Process *p) {
   int status = 0;
-  for (double started = now_seconds(); waitpid(p->pid, &status, WNOHANG) == 0; pause_briefly()) {
-    if (p->terminal_text) read_terminal(p);
-    if (now_seconds() - started > DEADLINE_SECONDS) give_up(p, "the end");
-  }
-  if (p->terminal_text) read_terminal(p);
+  for (double started = now_seconds(); waitpid(p->pid, &status, WNOHANG) == 0;)
+    pause_briefly(p, started, "the end");
   Output output = {.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
-                   .out = p->terminal_text ? p->terminal_text : contents(p->out),
+                   .out = contents(p->out),
                    .err = contents(p->err)};
-  close(p->out);
-  close(p->err);
+  fclose(p->out);
+  fclose(p->err);
   return output;
 }
 
 Output train(const char *format, ...) {
-  START(p, false, ALONE, 0);
+  START(p, program(), 0);
   return process_finish(&p);
 }
 
 Output train_ranks(int ranks, const char *format, ...) {
-  START(p, false, AS_RANKS, ranks);
+  START(p, program(), ranks);
   return process_finish(&p);
 }
 
 Output launch_self(int ranks, const char *format, ...) {
-  START(p, false, SELF_AS_RANKS, ranks);
+  START(p, test_program(), ranks);
   return process_finish(&p);
 }
 
-Output shell_ranks(int ranks, const char *format, ...) {
-  START(p, false, SHELL_AS_RANKS, ranks);
+Output run_tool(const char *name, const char *format, ...) {
+  char path[4200];
+  snprintf(path, sizeof path, "%.*s/tools/%s", folder_length(), program(), name);
+  START(p, path, 0);
   return process_finish(&p);
 }
 
@@ -239,67 +152,6 @@ bool can_launch(void) {
   return false;
 }
 
-Output launch(int ranks, const char *format, ...) {
-  START(p, false, LAUNCHED, ranks);
-  return process_finish(&p);
-}
-
-static Output __attribute__((format(printf, 1, 2))) run_named(const char *format, ...) {
-  START(p, false, NAMED, 0);
-  return process_finish(&p);
-}
-
-Output run_tool(const char *name, const char *format, ...) {
-  char line[4096];
-  int length = snprintf(line, sizeof line, "%s ", tool_program(name));
-  va_list arguments;
-  va_start(arguments, format);
-  assert_in_range(vsnprintf(line + length, sizeof line - (size_t)length, format, arguments), 0,
-                  (int)sizeof line - length - 1);
-  va_end(arguments);
-  return run_named("%s", line);
-}
-
-const char *train_program(void) {
-  return program();
-}
-
-Output train_in_terminal(const char *format, ...) {
-  START(p, true, ALONE, 0);
-  return process_finish(&p);
-}
-
-// What `pid` was started with says that it is this rank.
-static bool is_rank(pid_t pid, int rank) {
-  char path[64], wanted[2][48], environment[1 << 16];
-  snprintf(path, sizeof path, "/proc/%d/environ", (int)pid);
-  snprintf(wanted[0], sizeof wanted[0], "RANK=%d", rank);
-  snprintf(wanted[1], sizeof wanted[1], "OMPI_COMM_WORLD_RANK=%d", rank);
-  FILE *file = fopen(path, "r");
-  if (!file) return false;
-  size_t length = fread(environment, 1, sizeof environment - 1, file);
-  fclose(file);
-  environment[length] = 0;
-  for (const char *at = environment; at < environment + length; at += strlen(at) + 1)
-    if (!strcmp(at, wanted[0]) || !strcmp(at, wanted[1])) return true;
-  return false;
-}
-
-pid_t process_of_rank(const Process *p, int rank) {
-  char path[64];
-  snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)p->pid, (int)p->pid);
-  char children[4096] = "", *rest = NULL;
-  FILE *file = fopen(path, "r");
-  assert_non_null(file);
-  if (!fgets(children, sizeof children, file)) children[0] = 0;
-  fclose(file);
-  pid_t found = 0;
-  for (char *word = strtok_r(children, " ", &rest); word && !found; word = strtok_r(NULL, " ", &rest))
-    if (is_rank(atoi(word), rank)) found = atoi(word);
-  if (!found) fail_msg("rank %d does not run", rank);
-  return found;
-}
-
 void output_free(Output *output) {
   free(output->out);
   free(output->err);
@@ -310,12 +162,11 @@ void output_free(Output *output) {
 
 char *read_text(const char *path) {
   FILE *file = fopen(path, "rb");
-  if (!file) fail_msg("there is no %s: run the tests from the repository's root", path);
-  fseek(file, 0, SEEK_END);
-  long size = ftell(file);
-  rewind(file);
-  char *text = calloc((size_t)size + 1, 1);
-  assert_int_equal(fread(text, 1, (size_t)size, file), size);
+  if (!file) {
+    fail_msg("there is no %s: run the tests from the repository's root", path);
+    return NULL;
+  }
+  char *text = contents(file);
   fclose(file);
   return text;
 }

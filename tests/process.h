@@ -1,8 +1,8 @@
 // Runs ./train as a user would, and keeps its output.
-#ifndef LCE_TESTS_PROCESS_H
-#define LCE_TESTS_PROCESS_H
+#pragma once
 
 #include <stdbool.h>
+#include <stdio.h>
 #include <sys/types.h>
 
 typedef struct {
@@ -10,7 +10,7 @@ typedef struct {
   char *out, *err; // all of standard output and standard error
 } Output;
 
-// `format` makes the arguments, separated by spaces; 'in quotes' is one argument. The program is $LCE_TRAIN, or
+// `format` makes the arguments, as a shell reads them. The program is $LCE_TRAIN, or
 // the one of the build's directory. No GPU is visible to it. A run that takes longer than two
 // minutes is killed, and the test fails.
 Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -19,37 +19,23 @@ Output train(const char *format, ...) __attribute__((format(printf, 1, 2)));
 Output train_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // The same with the test program itself.
 Output launch_self(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
-// The same with a shell's command, in which $RANK is the rank.
-Output shell_ranks(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // Whether train_ranks can start anything here; prints why not.
 bool can_launch(void);
-// tools/launch with the words of any command; train_program() is one.
-Output launch(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
-const char *train_program(void);
 // A program of tools/, of the same build.
 Output run_tool(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
-// As train() with standard output a terminal.
-Output train_in_terminal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void output_free(Output *output);
 
 // A run that is observed while it continues.
 typedef struct {
   pid_t pid;
-  int out, err; // files, or the terminal's other end
-  char *terminal_text;
+  FILE *out, *err;
 } Process;
 
 Process train_start(const char *format, ...) __attribute__((format(printf, 1, 2)));
-Process train_ranks_start(int ranks, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // Waits until standard output holds `text`.
 void process_wait_for(Process *process, const char *text);
 Output process_finish(Process *process);
-// The process of a rank that train_ranks_start started.
-pid_t process_of_rank(const Process *process, int rank);
-
 // The whole of a file, which must be there; the caller frees it.
 char *read_text(const char *path);
 // The test fails unless `text` holds `part`.
 void assert_says(const char *text, const char *part);
-
-#endif

@@ -1,7 +1,7 @@
 """Runs ./train and the tools beside it as a user would, alone or as the ranks of a job, and reads what they write.
 
-For tests in Python that print TAP. LCE_TRAIN names the program of another build. Jobs are started by mpirun, and no program sees a GPU; with
-LCE_GPU_RANKS=N tools/launch starts them, on N GPUs.
+For tests in Python that print TAP. LCE_TRAIN names the program of another build. Jobs are started by mpirun, and no program sees
+a GPU; with LCE_GPU_RANKS=N tools/launch starts them, on N GPUs.
 """
 import array
 import collections
@@ -27,6 +27,7 @@ from tap import Skip
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TRAIN = pathlib.Path(os.environ.get("LCE_TRAIN", ROOT / "train")).resolve()
 TOOLS = TRAIN.parent / "tools"
+LAUNCH = ROOT / "tools" / "launch"
 GPUS = int(os.environ.get("LCE_GPU_RANKS", 0))
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none -n".split()
 DEVICE = "--device cuda " if GPUS else "--device cpu "
@@ -46,41 +47,40 @@ class Output:
     def __str__(self):
         return f"{shlex.join(self.words)}: status {self.status}\n{self.out}\n--- stderr\n{self.err}"
 
+    def expect(self, right, text, parts):
+        assert right and all(part in text for part in parts), f"expected {parts}: {self}"
+        return self
+
     def ok(self, *parts):
         """It succeeded, and each of `parts` stands in its output."""
-        assert self.status == 0, self
-        for part in parts:
-            assert part in self.out, f"no {part!r} in {self}"
-        return self
+        return self.expect(self.status == 0, self.out, parts)
 
     def fails(self, *parts):
         """It failed, and each of `parts` stands on stderr."""
-        assert self.status != 0, self
-        for part in parts:
-            assert part in self.err, f"no {part!r} in {self}"
-        return self
+        return self.expect(self.status != 0, self.err, parts)
 
     def refused(self, *parts, status=1):
         """All that stands on stderr is one sentence with `parts`."""
-        assert self.status == status and self.err.startswith("lce: ") and self.err.find("\n") == len(self.err) - 1, self
-        for part in parts:
-            assert part in self.err, f"no {part!r} in {self}"
-        return self
+        one_line = self.err.startswith("lce: ") and self.err.find("\n") == len(self.err) - 1
+        return self.expect(self.status == status and one_line, self.err, parts)
 
 
 class Process:
     """A program under way, with `ranks` as that many ranks of a job."""
 
-    def __init__(self, *words, ranks=0, terminal=False, cwd=ROOT, **environment):
-        launcher = [] if not ranks else [TOOLS / "launch", ranks] if GPUS else [*MPIRUN, ranks]
+    def __init__(self, *words, ranks=0, terminal=False, cwd=ROOT):
+        launcher = [] if not ranks else [LAUNCH, ranks] if GPUS else [*MPIRUN, ranks]
         self.words = [str(word) for word in [*launcher, *words]]
-        environment = {"OMP_WAIT_POLICY": "passive", **({} if GPUS else {"CUDA_VISIBLE_DEVICES": ""}),
-                       **({"ASAN_OPTIONS": "detect_leaks=0"} if ranks else {}), **environment}  # MPI never frees what it starts with
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        if not GPUS:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        if ranks:
+            environment["ASAN_OPTIONS"] = "detect_leaks=0"  # MPI never frees what it starts with
         self.out, self.err, self.terminal = tempfile.TemporaryFile(), tempfile.TemporaryFile(), None
         inner = None
         if terminal:
             self.terminal, inner = pty.openpty()
-        self.child = subprocess.Popen(self.words, cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+        self.child = subprocess.Popen(self.words, cwd=cwd, env=environment, stdin=subprocess.DEVNULL,
                                       stdout=inner if terminal else self.out, stderr=self.err)
         self.pid = self.child.pid
         if terminal:
@@ -117,9 +117,9 @@ class Process:
 
     def of_rank(self, rank):
         """The process of a rank."""
-        names = {f"RANK={rank}".encode(), f"OMPI_COMM_WORLD_RANK={rank}".encode()}
-        children = pathlib.Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return next(int(child) for child in children if names & set(pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")))
+        names, proc = {f"RANK={rank}".encode(), f"OMPI_COMM_WORLD_RANK={rank}".encode()}, pathlib.Path("/proc")
+        children = (proc / f"{self.pid}/task/{self.pid}/children").read_text().split()
+        return next(int(child) for child in children if names & set((proc / child / "environ").read_bytes().split(b"\0")))
 
 
 def start(line, *words, **how):

@@ -12,9 +12,8 @@ Options options_on(bool cuda, char *line) {
        word = strtok_r(NULL, " ", &rest))
     argv[argc++] = word;
   Options options;
-  options_parse(&options, argc, argv);
-  options_resolve_dtypes(&options, cuda);
-  options_resolve_chunk(&options, cuda ? ON_CUDA : ON_CPU);
+  setup_options(&options, argc, argv);
+  setup_device(&options, cuda ? ON_CUDA : ON_CPU);
   return options;
 }
 
@@ -33,22 +32,9 @@ static Run *open_line(const char *backend, const char *format, va_list arguments
   assert_in_range(length, 0, sizeof run->line - 1);
   run->options = options_on(cuda, run->line);
   const Options *o = &run->options;
-  run->source = trainer_open_source(o);
-  if (o->val_data.count)
-    run->val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
-  if (o->pack) run->packing = packing_create(run->source, o->seq_len, o->end_of_text);
-  if (o->pack && run->val_source)
-    run->val_packing = packing_create(run->val_source, o->seq_len, o->end_of_text);
-  run->loader = loader_create((LoaderOptions){.source = run->source,
-                                              .validation_source = run->val_source,
-                                              .packing = run->packing,
-                                              .validation_packing = run->val_packing,
-                                              .validation_fraction = o->val_fraction,
-                                              .batch = o->batch,
-                                              .seq_len = o->seq_len,
-                                              .seed = o->seed});
+  run->data = setup_data(o);
   trainer_create(&run->trainer, o, run->h->backend);
-  trainer_set_mode(&run->trainer, o->mode);
+  plan_set_mode(&run->trainer, o->mode);
   return run;
 }
 
@@ -71,10 +57,7 @@ Run *run_open_on(const char *backend, const char *format, ...) {
 
 void run_close(Run *run) {
   trainer_destroy(&run->trainer);
-  source_close(run->source);
-  source_close(run->val_source);
-  packing_free(run->packing);
-  packing_free(run->val_packing);
+  setup_data_close(&run->data);
   harness_close(run->h);
   options_free(&run->options);
   free(run);
@@ -82,7 +65,7 @@ void run_close(Run *run) {
 
 StepResult run_step(Run *run, int64_t step) {
   StepResult results[TRAINER_PENDING];
-  trainer_step(&run->trainer, &run->loader, step);
+  trainer_step(&run->trainer, &run->data.loader, step);
   assert_int_equal(trainer_collect(&run->trainer, results), 1);
   assert_int_equal(results[0].step, step);
   return results[0];

@@ -5,6 +5,7 @@
 #include "tests/data_files.h"
 #include "tests/harness.h"
 #include "trainer/plan.h"
+#include "trainer/setup.h"
 #include "trainer/trainer.h"
 
 // The options that a line of arguments separated by spaces gives, resolved for the CPU or a GPU. They point into
@@ -15,9 +16,7 @@ typedef struct {
   char line[1024];
   Options options;
   Harness *h; // its backend; every push is filled with NaN first
-  Source *source, *val_source;
-  Packing *packing, *val_packing;
-  Loader loader;
+  RunData data;
   Trainer trainer;
 } Run;
 

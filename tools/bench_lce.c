@@ -48,7 +48,7 @@
 #include "model/checkpoint/hf_config.h"
 #include "tools/ladder/ladder.h"
 #include "trainer/machine.h"
-#include "trainer/speed.h"
+#include "trainer/report.h"
 
 enum { MAX_ITEMS = 32, MAX_ROUNDS = 99 }; // of a list; of --repeat
 
@@ -277,7 +277,6 @@ static Backend *open_backend(const Settings *o) {
 
 // Runs the model on a backend of its own, which is then destroyed, and sets the sizes that the model has.
 static State read_state(Settings *o) {
-  checkpoint_require_intact(o->checkpoint, CHECK_LENGTHS, false);
   ModelConfig config = hf_config_read(o->checkpoint);
   if (config.final_logit_softcapping > 0)
     fail("%s has a logit soft-cap, which is timed only as one of --terms: name another model", o->checkpoint);

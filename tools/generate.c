@@ -26,47 +26,34 @@
 #include "trainer/prompt.h"
 
 typedef struct {
-  const char *init, *tokenizer, *prompt;
+  Options train; // what ./train calls the same
   int64_t tokens, samples;
   bool go_on; // past the token that ends a text
-  Sampling sampling;
-  uint64_t seed;
-  Options machine; // device and dtype
 } Wanted;
 
 // --- the command line --------------------------------------------------------------------------------------
 
 #define OPTION_VALUES Wanted
-#define MANY          1000000000
-static const Option option_rows[] = {
-    {TEXT("init", "DIR", init), HELP("The model: config.json and safetensors of Hugging Face (GPT-2, Llama, "
-                                     "Mistral, Qwen2 or Qwen3), or a checkpoint")},
-    {TEXT("tokenizer", "PATH", tokenizer),
-     HELP("tokenizer.json, or a directory with one (default DIR's; without any a byte is a token)")},
-    {TEXT("prompt", "TEXT", prompt),
-     HELP("What to continue; - reads it from standard input (default a newline)")},
-    {WHOLE("tokens", "N", tokens, 1, MANY), DEFAULT("200"),
-     HELP("Tokens to add; the model may end the text earlier")},
-    {WHOLE("samples", "N", samples, 1, MANY), DEFAULT("1"), HELP("Texts to write")},
-    {FLAG("go-on", go_on, true), HELP("Do not stop at the token that ends a text")},
-    {NUMBER("temperature", "T", sampling.temperature, 0, 100), DEFAULT("0.8"),
-     HELP("0 takes the likeliest token")},
-    {WHOLE("top-k", "K", sampling.top_k, 0, MANY), DEFAULT("0"),
-     HELP("Take one of the K likeliest tokens; 0 of all")},
-    {NUMBER("top-p", "P", sampling.top_p, 1e-9, 1), DEFAULT("1"),
-     HELP("Take of the fewest tokens that have probability P together")},
-    {WHOLE("seed", "SEED", seed, 0, 0x1p53), DEFAULT("1"), HELP("The same seed gives the same text")},
-    {CHOICE("device", "DEVICE", machine.device, "auto, cpu or cuda"), DEFAULT("auto"),
-     HELP("cpu, cuda or auto: the GPU if there is one")},
-    {CHOICE("dtype", "TYPE", machine.dtype, "fp32 or bf16"),
-     HELP("fp32 or bf16 (default bf16 on cuda; the CPU is fp32)")},
-    {.type = OPTION_END}};
+enum { MANY = 1000000000 };
+static const char *const of_train[] = {"init",  "tokenizer", "prompt", "temperature", "top-k",
+                                       "top-p", "seed",      "device", "dtype"};
+static const Option own[] = {{WHOLE("tokens", "N", tokens, 1, MANY), DEFAULT("200"),
+                              HELP("Tokens to add; the model may end the text earlier")},
+                             {WHOLE("samples", "N", samples, 1, MANY), DEFAULT("1"), HELP("Texts to write")},
+                             {FLAG("go-on", go_on, true), HELP("Do not stop at the token that ends a text")},
+                             {.type = OPTION_END}};
+enum { OF_TRAIN = sizeof of_train / sizeof *of_train };
 
 static Wanted parse(int argc, char **argv) {
-  static const OptionTable table = {option_rows, "Continues a prompt.", "the model is named with --init DIR"};
-  Wanted w = {.prompt = "\n", .machine = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT}};
+  Option rows[OF_TRAIN + sizeof own / sizeof *own];
+  for (int i = 0; i < OF_TRAIN; i++) rows[i] = options_rows[option_row(options_rows, of_train[i])];
+  memcpy(rows + OF_TRAIN, own, sizeof own);
+  const OptionTable table = {rows, "Continues --prompt, or with --prompt - what standard input has.",
+                             "the model is named with --init DIR"};
+  Wanted w = {.train = {.prompt = "\n", .dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT}};
   option_table_parse(&table, &w, NULL, argc, argv);
-  if (!w.init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");
+  if (!w.train.init)
+    fail("name the model with --init DIR: a directory with config.json and model.safetensors");
   return w;
 }
 
@@ -151,10 +138,10 @@ static int64_t find_stops(const char *directory, int32_t stops[MAX_STOPS]) {
 // The stack that a text takes, found out by a plan; fails when weights and stack do not fit.
 static size_t plan_stack(const Wanted *w, const Backend *backend, const ModelConfig *config,
                          const Generation *g) {
-  Backend *plan = plan_backend_create(backend->device, w->machine.dtype);
+  Backend *plan = plan_backend_create(backend->device, w->train.dtype);
   Model model;
   int64_t count;
-  ParameterDtypes dtypes = {.weight = w->machine.dtype, .frozen = true};
+  ParameterDtypes dtypes = {.weight = w->train.dtype, .frozen = true};
   model_create(&model, config, plan, dtypes, g->window);
   generate(plan, &model, g, &count);
   size_t stack = plan->memory.ledger.stack_peak, needed = plan->memory.ledger.peak,
@@ -177,7 +164,7 @@ static void write_samples(const Wanted *w, Backend *backend, Model *model, const
     Generation g = *wanted;
     g.on_token = print_token;
     g.context = &printer;
-    g.seed = w->seed + (uint64_t)i;
+    g.seed = w->train.seed + (uint64_t)i;
     if (i > 0) fputs("\n---\n", stdout);
     for (int64_t k = 0; k < g.prompt_count; k++) print_token(&printer, g.prompt[k]);
     free(generate(backend, model, &g, &count));
@@ -194,10 +181,9 @@ static void write_samples(const Wanted *w, Backend *backend, Model *model, const
 int main(int argc, char **argv) {
   if (launch_read().rank) return 0; // several processes are no faster than one
   Wanted w = parse(argc, argv);
-  checkpoint_require_intact(w.init, CHECK_LENGTHS, false);
-  ModelConfig config = hf_config_read(w.init);
-  Tokenizer *tokenizer = prompt_tokenizer(w.tokenizer, w.init, true);
-  char *text = strcmp(w.prompt, "-") == 0 ? read_all(stdin) : strdup(w.prompt);
+  ModelConfig config = hf_config_read(w.train.init);
+  Tokenizer *tokenizer = prompt_tokenizer(w.train.tokenizer, w.train.init, true);
+  char *text = strcmp(w.train.prompt, "-") == 0 ? read_all(stdin) : strdup(w.train.prompt);
   if (!text) fail("out of host memory for the prompt");
   int64_t length = (int64_t)strlen(text), count = length;
   int32_t stops[MAX_STOPS], *prompt = tokenizer ? tokenizer_encode(tokenizer, text, length, true, &count)
@@ -209,20 +195,21 @@ int main(int argc, char **argv) {
       fail("--prompt: its token %lld is %d and the model has %lld; name the model's own --tokenizer",
            (long long)i, prompt[i], (long long)config.vocab_size);
 
-  Backend *backend = machine_open(&w.machine);
+  Backend *backend = machine_open(&w.train);
   int64_t whole = count + w.tokens, longest = model_max_seq_len(&config);
-  Generation generation = {.prompt = prompt,
-                           .prompt_count = count,
-                           .max_new_tokens = w.tokens,
-                           .window = whole < longest ? whole : longest,
-                           .sampling = w.sampling,
-                           .stop = stops,
-                           .stop_count = w.go_on ? 0 : find_stops(w.init, stops)};
+  Generation generation = {
+      .prompt = prompt,
+      .prompt_count = count,
+      .max_new_tokens = w.tokens,
+      .window = whole < longest ? whole : longest,
+      .sampling = {.temperature = w.train.temperature, .top_k = w.train.top_k, .top_p = w.train.top_p},
+      .stop = stops,
+      .stop_count = w.go_on ? 0 : find_stops(w.train.init, stops)};
   size_t stack = plan_stack(&w, backend, &config, &generation);
   Model model;
-  ParameterDtypes dtypes = {.weight = w.machine.dtype, .frozen = true};
+  ParameterDtypes dtypes = {.weight = w.train.dtype, .frozen = true};
   model_create(&model, &config, backend, dtypes, generation.window);
-  checkpoint_load(w.init, &model, backend, false);
+  checkpoint_load(w.train.init, &model, backend, false);
   memory_set_stack(&backend->memory, stack);
   write_samples(&w, backend, &model, &generation, tokenizer);
 

@@ -3,15 +3,6 @@ import os
 import statistics
 import sys
 
-try:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
-    from matplotlib.transforms import ScaledTranslation
-except ImportError:
-    matplotlib = None
-
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 # One palette. Materialized has the first colour and fused the second in every picture; they differ on grey paper, too.
@@ -27,9 +18,17 @@ DASHES = (0, (4, 2.5))  # what is planned only
 
 
 def why_not():
-    """Why no picture can be drawn, and what to do about it; None where one can."""
-    if matplotlib:
+    """Why no picture can be drawn, and what to do about it; None where one can. Only who draws waits for matplotlib."""
+    global plt, FixedLocator, FuncFormatter, MaxNLocator, NullLocator, ScaledTranslation
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+        from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+        from matplotlib.transforms import ScaledTranslation
         return None
+    except ImportError:
+        pass
     of_debian = sys.prefix == "/usr" and os.path.exists("/etc/debian_version")
     how = "apt-get install python3-matplotlib" if of_debian else f"{sys.executable} -m pip install matplotlib"
     return f"{sys.executable} has no matplotlib, which draws them; have it by: {how}"
@@ -87,7 +86,8 @@ def picture(width, height, title, subtitle, note="", margins=(0.95, 1.2, 1.95, 0
 
 
 def save(figure, path):
-    figure.savefig(path, facecolor="white")
+    with open(path, "wb") as file:
+        figure.savefig(file, format=os.path.splitext(path)[1][1:] or "png", facecolor="white")
     plt.close(figure)
 
 
@@ -150,11 +150,11 @@ def log_axis(ax, which, values, form, most=5):
 
 def linear_axis(ax, high, in_bytes, ticks):
     """The y axis from 0 to a round figure, its unit beside each tick."""
-    scale = unit_of(high)[0] if in_bytes else 1
+    scale, unit = unit_of(high) if in_bytes else (1, "")
     at = MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]).tick_values(0, high / scale) * scale
     ax.set_ylim(0, at[-1])
     ax.yaxis.set_major_locator(FixedLocator(at))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value) if in_bytes else f"{value:g}"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / scale:g} {unit if value else ''}".rstrip()))
 
 
 # --- memory over a size -----------------------------------------------------------------------------------------
@@ -175,14 +175,16 @@ def x_of(row):
 def setting(s, rows=()):
     """What stands under a title: model, the sizes that are not swept, dtype, memory options and the device."""
     step, swept = s["what"] != "layer", list(s["sweeps"])
-    sizes = {"tokens": "" if "positions" in s else f"{s['batch']:,} x {s['seq_len']:,} tokens" if step else f"N {s['batch'] * s['seq_len']:,}",
+    tokens = f"{s['batch']:,} x {s['seq_len']:,} tokens" if step else f"N {s['batch'] * s['seq_len']:,}"
+    sizes = {"tokens": "" if "positions" in s else tokens,
              "hidden": "" if step else f"H {s['hidden_size']:,}", "vocab": f"V {s['vocab_size']:,}"}
     parts = [s["model"] if step else "LM head + loss alone", *(text for name, text in sizes.items() if swept != [name]), s["dtype"]]
     if step:
         parts += ["recompute " + s["recompute"] if s["recompute"] != "none" else "",
                   "offloaded: " + s["offload"].replace(",", ", ") if s["offload"] else ""]
     devices = sorted({row["device"] for row in rows if row["status"] == "measured"} | {s.get("measured_on")} - {None})
-    where = "measured on " + ", ".join(devices) if devices else f"planned for a {'GPU' if s['device'] == 'cuda' else 'CPU'}"
+    where = "measured on " + ", ".join(devices) if devices else ("planned for a " if s["planned"] or rows else "on a ") + (
+        "GPU" if s["device"] == "cuda" else "CPU")
     return f"{', '.join(filter(None, parts))}; {where}"
 
 
@@ -236,7 +238,7 @@ def over_size(ax, rows, title, unit, y, form=size, main=False):
     else:
         linear_axis(ax, max(ys), form is size, 5 if main else 4)
     if rows[0]["sweep"] != "chunk":
-        label_ends(ax, xs[-1], {mode: values[-1] for mode, (_, values) in both.items()}, form, main)
+        label_ends(ax, max(line[-1] for line, _ in both.values()), {mode: values[-1] for mode, (_, values) in both.items()}, form, main)
     return both
 
 
@@ -293,7 +295,8 @@ def memory(s, rows, path):
     def time(row):
         return row["layer_seconds"] / row["floor_seconds"] if layer and row["layer_seconds"] else row["step_seconds"]
     timed = any(time(row) for row in rows)
-    what = f"LM head + loss over the {AXES[sweep]}" if layer else f"Training {s['model']}: memory over the {AXES[sweep]} of a step"
+    over = AXES[sweep] + (" of a step" if sweep == "tokens" and not layer else "")
+    what = f"LM head + loss over the {over}" if layer else f"Training {s['model']}: memory over the {over}"
     margins = (0.95, 2.6 if sweep == "chunk" else 1.2, 1.95, 0.95)
     figure, cells = picture(10.4, 5.7, s["title"] or what, setting(s, rows), foot(s, rows), margins, nrows=1 + timed, ncols=2,
                             width_ratios=(1.75, 1), wspace=0.62, hspace=0.95)
@@ -340,24 +343,32 @@ def grid(s, rows, path):
 def trade(s, rows, path):
     """LM head + loss: time over that of its three GEMMs against memory, chunk by chunk, beside other libraries."""
     rows = [row for row in rows if row["sweep"] == "chunk" and row["layer_seconds"]]
-    figure, cells = picture(10.4, 5.7, s["title"] or "LM head + loss: time against memory, chunk by chunk", setting(s, rows), foot(s, rows))
+    figure, cells = picture(10.4, 5.7, s["title"] or "LM head + loss: time against memory, chunk by chunk", setting(s, rows),
+                            foot(s, rows), (0.95, 2.2, 1.95, 0.95))
     ax = figure.add_subplot(cells[0])
-    head(ax, "Forward and backward of LM head + loss", "time over that of its three GEMMs")
-    top, held = 1.55, []
+    head(ax, "Forward and backward of LM head + loss, by tokens per chunk", "time over that of its three GEMMs")
+    ratios = [row["layer_seconds"] / row["floor_seconds"] for row in rows]
+    top, held = max([1.5, *ratios]) + 0.05, []
     for mode, (color, marker, name) in MODES.items():
-        points = [(best(row, "layer_bytes"), row["layer_seconds"] / row["floor_seconds"], row["chunk"]) for row in rows if row["mode"] == mode]
+        points = [(best(row, "layer_bytes"), row["layer_seconds"] / row["floor_seconds"], row["chunk"])
+                  for row in rows if row["mode"] == mode]
         ax.plot([p[0] for p in points], [p[1] for p in points], marker + "-", color=color, lw=2.2, ms=7, mec="white", label=name)
         for x, y, chunk in points:
             default = chunk and chunk == s["default_chunk"]
-            label(ax, [(x, y, [(("default " if default else "chunk ") + count(chunk) if chunk else mode, color, bool(default))])])
-            held.append(x)
+            text = [(f"{'default ' if default else ''}{chunk:,}" if chunk else mode, color, bool(default or not chunk))]
+            label(ax, [(x, y, text)], *((-3, -13) if chunk else (9, 0)))
+        held += [x for x, *_ in points]
+    places = {}
     for peer in s["peers"]:
-        y = min(peer["ratio"], top - 0.03)
-        ax.plot(peer["bytes"], y, "D", color=MUTED, ms=6)
-        label(ax, [(peer["bytes"], y, [(peer["name"] + (f", at {peer['ratio']}" if y < peer["ratio"] else ""), MUTED, False)])])
-        held.append(peer["bytes"])
+        at = peer["bytes"], min(peer["ratio"], top - 0.03)
+        ax.plot(*at, "D", color=MUTED, ms=6)
+        places.setdefault(at, []).append((peer["name"] + (f", at {peer['ratio']}" if at[1] < peer["ratio"] else ""), MUTED, False))
+    for at, lines in places.items():
+        between = min(held) < at[0] <= max(held) and at[1] < top - 0.03
+        label(ax, [(*at, lines)], -9 if between else 9, 6.25 * (1 - len(lines)))
+    held += [x for x, _ in places]
     ax.axhline(1, color=INK, lw=1, ls=":")
-    ax.set_ylim(0.9, top)
+    ax.set_ylim(min([0.95, *ratios]) - 0.05, top)
     log_axis(ax, "x", (min(held) / 1.5, 1.5 * max(held)), tick)
     ax.set_xlabel("memory beyond inputs and gradients")
     legend(figure, ax)
@@ -366,10 +377,11 @@ def trade(s, rows, path):
 
 # --- memory over time -------------------------------------------------------------------------------------------
 
-def timeline(s, modes, path):
-    """{mode: rows of `at` and bytes by category}, a panel each on the same scale."""
+def timeline(s, rows, path):
+    """Rows of a mode, `at` and bytes by category: a panel for each mode, on the same scale."""
     titles = {"fp32 logits": "logits in fp32: a baseline, planned", "materialized": "materialized logits", "fused": "fused, in chunks"}
-    modes = {mode: modes[mode] for mode in titles if mode in modes}
+    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles}
+    modes = {mode: moments for mode, moments in modes.items() if moments}
     planned = s["planned"]
     peaks = {mode: max(sum(row[name] for name in STACK) for row in rows) for mode, rows in modes.items()}
     ends = {mode: rows[-1]["at"] for mode, rows in modes.items()}
@@ -381,14 +393,14 @@ def timeline(s, modes, path):
     base = stays if left_out else 0
     note = ("Planned, to the byte: nothing was computed, so there are no times." if planned else
             "Bytes that the ledger counts on the device, dated after waiting for it.")
-    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), s["title"] or f"Training {s['model']}: memory over three steps", setting(s), note,
-                            (0.9, 1.75, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
+    title = s["title"] or f"Training {s['model']}: memory over three steps"
+    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), title, setting(s), note, (0.9, 2.15, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
     for k, (mode, rows) in enumerate(modes.items()):
         ax = figure.add_subplot(cells[k])
         total = [sum(row[name] for name in STACK) for row in rows]
         top = rows[total.index(max(total))]
         text = titles[mode]
-        if mode == "fused" and top[HEAD] < 0.05 * max(total):
+        if mode == "fused" and not top[HEAD]:
             text += ": the layers, not the loss, now set the peak"
         if mode == "fused" and not planned and ends["fused"] > 1.005 * ends["materialized"]:
             text += f"; the run ends {100 * (ends['fused'] / ends['materialized'] - 1):.0f}% later"
@@ -396,7 +408,8 @@ def timeline(s, modes, path):
         linear_axis(ax, 1.06 * (max(peaks.values()) - base), True, 5)
         ax.set_xlim(0, max(ends.values()))
         at = [row["at"] for row in rows]
-        ax.stackplot(at, [[row[name] for row in rows] for name in names], labels=names, colors=[STACK[name] for name in names], step="post", lw=0)
+        ax.stackplot(at, [[row[name] for row in rows] for name in names], labels=names, colors=[STACK[name] for name in names],
+                     step="post", lw=0)
         ax.axhline(max(total) - base, color=INK, lw=1, ls=DASHES)
         places, below = [(ax.get_xlim()[1], max(total) - base, [(f"peak {size(max(total))}", INK, True)])], 0
         for name in names:
@@ -407,7 +420,8 @@ def timeline(s, modes, path):
         spike = max(rows, key=lambda row: row[HEAD])
         label(ax, [(spike["at"], max(total) - base, [(f"LM head + loss {size(spike[HEAD])}", STACK[HEAD], True)])], 2, 9)
         if planned:
-            ax.set_xticks([next(row["at"] for row in rows if row["step"] == step) for step in (1, 2, 3)], ["step 1", "step 2", "step 3"], ha="left")
+            starts = [next(row["at"] for row in rows if row["step"] == step) for step in (1, 2, 3)]
+            ax.set_xticks(starts, ["step 1", "step 2", "step 3"], ha="left")
     ax.set_xlabel("bytes pushed and popped, in their order: no time" if planned else "time of three steps, s")
     legend(figure, figure.axes[0], fontsize=8.5)
     save(figure, path)
@@ -450,6 +464,12 @@ def trend(values):
     return [a + b for a, b in zip(once, mean([v - a for v, a in zip(values, once)]))]
 
 
+def colors_of(names):
+    """The modes' own; others take what is left."""
+    left = iter(COLORS[2:] + COLORS[1::-1])
+    return [next((color for mode, (color, *_) in MODES.items() if name.startswith(mode)), None) or next(left) for name in names]
+
+
 def runs(title, subtitle, logs, path, start):
     """{name: log}: loss, gradient norm, learning rate and throughput over the steps."""
     figure, cells = picture(10.4, 7.4, title, subtitle, "", (0.75, 0.45, 1.75, 0.7), nrows=2, ncols=2, wspace=0.2, hspace=0.5)
@@ -458,7 +478,7 @@ def runs(title, subtitle, logs, path, start):
     for k, (field, name, unit) in enumerate(panels):
         ax = figure.add_subplot(cells[k])
         head(ax, name, unit)
-        for (run, log), color in zip(logs.items(), COLORS):
+        for (run, log), color in zip(logs.items(), colors_of(logs)):
             steps, values = log.series("step", field, start)
             if field != "learning_rate":
                 ax.plot(steps, values, color=color, alpha=0.3, lw=0.8)
@@ -468,7 +488,7 @@ def runs(title, subtitle, logs, path, start):
         if field != "loss":
             ax.set_ylim(bottom=0)
         if field == "tokens_per_second":
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: rate(value)))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: rate(value).replace(".00", "").replace(".0K", "K")))
         ax.set_xlabel("step" if k > 1 else "")
     legend(figure, figure.axes[0])
     save(figure, path)
@@ -483,10 +503,11 @@ def groups(title, subtitle, all_groups, path):
         ax, places = figure.add_subplot(cells[k]), []
         head(ax, name)
         ax.set_xlabel(x)
-        for group, color in zip(all_groups, COLORS):
+        for group, color in zip(all_groups, colors_of(group.name for group in all_groups)):
             offsets = [all_groups[0].means.get(step, mean) if k == 2 else 0 for step, mean in group.means.items()]
             xs = group.seconds if k == 1 else list(group.means)
-            means, lows, highs = ([value - off for value, off in zip(values, offsets)] for values in (group.means.values(), group.lows, group.highs))
+            means, lows, highs = ([value - off for value, off in zip(values, offsets)]
+                                  for values in (group.means.values(), group.lows, group.highs))
             ax.plot(xs, means, color=color, lw=2)
             ax.fill_between(xs, lows, highs, color=color, alpha=0.15, lw=0)
             if means:
@@ -494,10 +515,11 @@ def groups(title, subtitle, all_groups, path):
         end = ax.get_xlim()[1]
         label(ax, [(end, y, lines) for _, y, lines in places])
         ax.set_xlim(right=end)
-    for k, (name, field, form) in enumerate((("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate))):
+    bars = ("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate)
+    for k, (name, field, form) in enumerate(bars):
         ax = figure.add_subplot(cells[3].subgridspec(2, 1, hspace=0.75)[k])
         head(ax, name)
-        for y, (group, color) in enumerate(zip(all_groups, COLORS)):
+        for y, (group, color) in enumerate(zip(all_groups, colors_of(group.name for group in all_groups))):
             value = group.total(field)
             if value is not None:
                 ax.barh(y, value, 0.62, color=color)

@@ -45,7 +45,7 @@ Backend *machine_open(Options *o) {
   if (backend && o->dtypes.fp8 && backend->no_fp8)
     fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
          backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
-  if (!backend) backend = cpu_backend_create(o->plain_loops);
+  if (!backend) backend = cpu_backend_create(false);
   size_t given = bytes_from_gib(o->device_memory);
   if (given && given < machine_usable_bytes(backend)) {
     backend->device_capacity = backend->device_overhead + given;

@@ -4,13 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <cjson/cJSON.h>
+
 #include "base/fail.h"
 #include "base/option_rows.h"
 #include "data/source.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/hf_config.h"
-#include "trainer/plan.h"
-#include "trainer/resume.h"
 
 const char *argp_program_version = "lce.c 0.1";
 
@@ -124,6 +124,7 @@ const Option options_rows[] = {
      HELP("documents: fill windows with whole documents by best fit, each with attention and positions of its own; "
           "the rest of a window is padding, and only documents longer than --seq-len are cut")},
     {WHOLE("end-of-text", "ID", end_of_text, -1, MAX), DEFAULT("-1"), .flags = SETTING,
+     NEEDS("pack documents", "says where documents end, which only --pack documents asks for"),
      HELP("--pack: the token that ends a document; -1: what tools/prepare_data.py wrote next to the shards, and "
           "every text file is one")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
@@ -151,19 +152,20 @@ const Option options_rows[] = {
 
     {GROUP("Checkpoints")},
     {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
-     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: GPT-2, Llama, Mistral, Qwen2 or "
-          "Qwen3); "
-          "instead of --model")},
+     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES
+          "); instead of --model")},
     {TEXT("save", "DIR", save), .flags = REFUSED,
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
     {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
+     NEEDS("save DIR", "says when to save, and not where"),
      HELP("Save every N steps and at the end; 0 only at the end")},
     {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = REFUSED,
+     NEEDS("save DIR", "says how many checkpoints to keep, and not where"),
      HELP("Keep the newest M checkpoints; 0 keeps all")},
     {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = REFUSED,
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
-     HELP("Resume from a checkpoint, or with auto from the newest intact one in --save, if any; training "
+     HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any; training "
           "options that are not given are the checkpoint's; the number of ranks, --zero and --vocab-parallel "
           "may differ")},
 
@@ -192,28 +194,25 @@ const Option options_rows[] = {
      HELP("Apply --recompute to the first N layers, and one level less (mlp, elementwise, none) to the others: faster, "
           "where memory is left; 0: to all layers")},
     {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+     NEEDS("recompute layer", "drops a chunk's activations before the next one"),
      HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), which long sequences need "
           "less memory for; its weights' gradients are then added up chunk by chunk")},
     {TEXT("offload", "LIST", offload), .flags = TRAINING,
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
-          "moments), activations (the layers' inputs; with --recompute layer), head (its weights and gradients, but "
-          "while the loss is computed); the same bits, in less memory of the device and more time")},
-    {FLAG("plain-loops", plain_loops, true), HELP("CPU: GEMMs by plain loops, to compare with")},
+          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in less memory of the device "
+          "and more time")},
 
     {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
     {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING,
      HELP("Spread over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
     {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING,
+     NEEDS("zero 1 or --zero 2", "leaves the head's gradients where its rows are, and so its master weights and moments"),
      EXCLUDES("materialized-logits, compare-modes, metrics", "a split head computes only sums over its rows"),
      HELP("Split the head's rows over the ranks: each computes its part of every token's loss (with --zero 1 "
           "or 2)")},
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
      HELP("End the job when no rank has made progress for so long")},
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
-    {WHOLE("hosts", "M", hosts, 2, 1 << 20), .flags = REFUSED,
-     HELP("With --plan: also the bytes that each of M hosts sends in a step, and their time at 100 and 400 Gb/s")},
-    {NUMBER("rank-tokens-per-second", "RATE", rank_tokens_per_second, 1e-3, 1e12), .flags = REFUSED,
-     HELP("With --plan and --hosts: also the efficiency, where one rank alone was measured to train so many tokens a second")},
 
     {GROUP("Output")},
     {TEXT("log", "FILE", log), HELP("Write one JSON object a line; the last is the summary. With --plan: the plan in each mode")},
@@ -284,7 +283,8 @@ static ModelConfig requested_model(const Options *o, ModelConfig *given) {
   if (m.num_attention_heads != preset.num_attention_heads || m.hidden_size != preset.hidden_size) {
     bool gpt2 = m.family == FAMILY_GPT2;
     if (gpt2 && !given->num_key_value_heads) m.num_key_value_heads = m.num_attention_heads;
-    if (!given->head_dim && !model_families[m.family].head_dim) { // Qwen3's does not follow from the others
+    if (!given->head_dim &&
+        !model_families[m.family].config.head_dim) { // Qwen3's does not follow from the others
       if (m.hidden_size % m.num_attention_heads)
         fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
              "--num-attention-heads, or give --head-dim",
@@ -340,15 +340,6 @@ static void resolve_ranks(Options *o) {
          "and --fit",
          o->ranks, o->ranks);
   if (!o->ranks) o->ranks = launch->ranks;
-  if (o->hosts && !o->plan)
-    fail("--hosts %d: a launcher starts ranks on hosts (tools/many_machines.md); the option alone is for "
-         "--plan",
-         o->hosts);
-  if (o->hosts && o->ranks % o->hosts)
-    fail("--hosts %d: %d rank%s cannot be spread evenly over them; give --ranks a multiple of %d", o->hosts,
-         o->ranks, o->ranks == 1 ? "" : "s", o->hosts);
-  if (o->rank_tokens_per_second > 0 && !o->hosts)
-    fail("--rank-tokens-per-second is of use with --hosts alone: add --plan --ranks N --hosts M");
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);
 }
@@ -373,9 +364,6 @@ static void resolve_batch(Options *o) {
 static void check_loss(const Options *o) {
   bool sampling = o->lce_sample > 0, split = o->dtypes.vocab_parallel;
   double softcap = o->model.final_logit_softcapping;
-  if (split && !o->dtypes.zero)
-    fail("--vocab-parallel leaves the head's gradients where its rows are, and so its master weights and "
-         "moments: add --zero 1 or --zero 2");
   if (split && softcap > 0)
     fail("--vocab-parallel has no logit soft-cap, and %s has one; leave out --vocab-parallel, or give "
          "--logit-softcap 0",
@@ -402,7 +390,7 @@ static void check_fp8(const Options *o) {
       fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
 }
 
-static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations", "head"};
+static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations"};
 enum { OFFLOADS = sizeof offload_names / sizeof *offload_names };
 
 static void resolve_offload(Options *o) {
@@ -414,8 +402,8 @@ static void resolve_offload(Options *o) {
            (strlen(offload_names[which]) != length || strncmp(at, offload_names[which], length)))
       which++;
     if (which == OFFLOADS)
-      fail("--offload %s: give one or more of weights, gradients, optimizer, activations and head, with "
-           "commas between them",
+      fail("--offload %s: give one or more of weights, gradients, optimizer and activations, with commas "
+           "between them",
            o->offload);
     o->dtypes.offload |= 1u << which;
     at = at[length] ? at + length + 1 : NULL;
@@ -442,8 +430,6 @@ static void resolve_job(Options *o) {
     fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
          (long long)(o->micro_steps * o->ranks),
          o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
-  if (o->end_of_text >= 0 && !o->pack)
-    fail("--end-of-text says where documents end, which only --pack documents asks for: add that");
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
@@ -462,8 +448,8 @@ static void resolve_job(Options *o) {
   if (o->recompute_layers > o->model.num_hidden_layers)
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
          (long long)o->recompute_layers, (long long)o->model.num_hidden_layers);
-  if (o->mlp_chunk && o->recompute != RECOMPUTE_LAYER && !o->eval_only)
-    fail("--mlp-chunk drops a chunk's activations before the next one: add --recompute layer");
+  for (int i = 0; options_rows[i].type != OPTION_END; i++)
+    if (!o->eval_only || !(options_rows[i].flags & TRAINING)) option_require_needs(options_rows, o, i);
   check_loss(o);
   check_fp8(o);
   resolve_offload(o);
@@ -503,8 +489,9 @@ void options_parse(Options *o, int argc, char **argv) {
   option_table_parse(&table, o, o->given, argc, argv);
   stderr = errors;
   if (o->eval_only) check_eval_only(o);
-  resume_find(o);
-  if (o->resumed_from) resume_take_settings(o);
+}
+
+void options_resolve(Options *o) {
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
@@ -545,29 +532,6 @@ Text options_recompute(const Options *o) {
     snprintf(words.text + length, sizeof words.text - (size_t)length, " in %lld layers",
              (long long)o->recompute_layers);
   return words;
-}
-
-void options_resolve_chunk(Options *o, DeviceKind device) {
-  if (o->lce_memory) {
-    size_t min;
-    o->lce_chunk = plan_chunk_within(o, device, (size_t)o->lce_memory << 20, &min);
-    if (!o->lce_chunk)
-      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
-           "that",
-           (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
-  }
-  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
-}
-
-Options options_with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
-  Options o = *given;
-  o.batch = batch;
-  o.seq_len = seq_len;
-  o.total_batch = batch * seq_len * o.ranks;
-  o.micro_steps = 1;
-  if (!options_given(&o, "lce-chunk")) o.lce_chunk = 0;
-  options_resolve_chunk(&o, device);
-  return o;
 }
 
 void options_free(Options *o) {

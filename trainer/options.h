@@ -5,9 +5,25 @@
 #include "base/text.h"
 #include "data/loader.h"
 #include "model/transformer.h"
-#include "trainer/schedule.h"
 
 struct cJSON;
+
+typedef enum {
+  SCHEDULE_COSINE,   // warm-up, then half a cosine down to the floor (Loshchilov, Hutter 2017)
+  SCHEDULE_LINEAR,   // warm-up, then a straight line down to the floor
+  SCHEDULE_CONSTANT, // warm-up, then no change
+  SCHEDULE_WSD,      // warm-up, stable, then a straight line down at the end (Hu et al. 2024)
+  SCHEDULE_COUNT
+} ScheduleKind;
+
+typedef struct {
+  ScheduleKind kind;
+  double peak;          // learning rate after the warm-up
+  double floor;         // share of the peak that is left at the end, 0 to 1
+  double decay_share;   // of the steps after the warm-up: wsd's line down, 0 to 1
+  int64_t warmup_steps; // steps over which the rate rises from peak / warmup_steps to the peak
+  int64_t total_steps;
+} Schedule;
 
 typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
 
@@ -28,7 +44,7 @@ typedef struct {
   double beta1, beta2, epsilon, weight_decay, max_grad_norm;
   // LM head + loss
   LceMode mode;
-  int64_t lce_chunk;  // max tokens; 0 until options_resolve_chunk has chosen
+  int64_t lce_chunk;  // max tokens; 0 until plan_resolve_chunk has chosen
   int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
   double label_smoothing, z_loss, lce_sample;
   bool metrics; // accuracy, entropy and largest logit of every step
@@ -54,13 +70,10 @@ typedef struct {
   int64_t save_every, keep;
   Dtype save_dtype; // of the stored weights
   // ranks
-  int rank, ranks;               // 0 of 1 without a launcher; for a plan those of --ranks
-  int hosts;                     // of a plan: the ranks are spread evenly over so many; 0: one
-  double rank_tokens_per_second; // of a plan with hosts: what one rank computes; 0: unknown
-  double timeout;                // seconds without progress that end a job of several ranks
+  int rank, ranks; // 0 of 1 without a launcher; for a plan those of --ranks
+  double timeout;  // seconds without progress that end a job of several ranks
   // machine
   DeviceChoice device;
-  bool plain_loops;     // CPU GEMMs by plain loops, to compare with
   Dtype dtype;          // of weights and activations
   bool dtypes_from_gpu; // all dtypes are those of a checkpoint from a GPU; none was given
   bool on_cuda;         // once the dtypes are resolved
@@ -81,18 +94,16 @@ typedef struct {
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2 };
 extern const Option options_rows[];
 
-// Reads the command line and the checkpoint that it names. Wrong values end the program with one sentence.
+// Reads the command line. Wrong values end the program with one sentence. setup_options does this and what follows.
 void options_parse(Options *options, int argc, char **argv);
+// Once origin and the checkpoint's settings are known: model, ranks, micro-batches.
+void options_resolve(Options *options);
 
 // Whether --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);
 
-// What depends on the device: dtypes left open, the chunk from --lce-memory or the default.
+// What depends on the device: dtypes left open. Then plan_resolve_chunk.
 void options_resolve_dtypes(Options *options, bool cuda);
-void options_resolve_chunk(Options *options, DeviceKind device);
-
-// The options of a step of one micro-batch of this shape, with its chunk unless --lce-chunk gave one.
-Options options_with_shape(const Options *options, DeviceKind device, int64_t batch, int64_t seq_len);
 
 // lce_default_chunk, on a GPU at least 1024: below, the traffic of reading the head's matrix per chunk is the bound.
 int64_t options_default_chunk(int64_t tokens, bool cuda);

@@ -15,7 +15,6 @@
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
-#include "model/shards.h"
 #include "trainer/machine.h"
 
 Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
@@ -26,7 +25,7 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   backend->ranks = options->ranks;
   Trainer trainer;
   trainer_create(&trainer, options, backend);
-  trainer_set_mode(&trainer, mode);
+  trainer.transformer.mode = mode;
   if (!options->eval_only) {
     int64_t count;
     trainer_step(&trainer, NULL, 0);
@@ -39,6 +38,14 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   trainer_destroy(&trainer);
   backend_destroy(backend);
   return plan;
+}
+
+void plan_set_mode(Trainer *t, LceMode mode) {
+  t->transformer.mode = mode;
+  if (t->backend->memory.planning) return;
+  Ledger plan = plan_run(t->options, t->backend->device, mode);
+  backend_synchronize(t->backend);
+  memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
 typedef struct {
@@ -59,16 +66,40 @@ static bool chunk_fits(const void *budget, int64_t chunk) {
   return head_bytes(b->options, b->device, chunk) <= b->bytes;
 }
 
-int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min) {
+// 0 when even one token's does not fit; `min` receives what one token's holds.
+static int64_t chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min) {
   *min = head_bytes(options, device, 1);
   if (*min > bytes) return 0;
   Budget budget = {options, device, LCE_FUSED, bytes};
-  return largest_that_fits(chunk_fits, &budget, 1, options->batch * options->seq_len + 1);
+  return largest_that_fits(chunk_fits, &budget, options->batch * options->seq_len);
+}
+
+void plan_resolve_chunk(Options *o, DeviceKind device) {
+  if (o->lce_memory) {
+    size_t min;
+    o->lce_chunk = chunk_within(o, device, (size_t)o->lce_memory << 20, &min);
+    if (!o->lce_chunk)
+      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
+           "that",
+           (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
+  }
+  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
+}
+
+Options plan_with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
+  Options o = *given;
+  o.batch = batch;
+  o.seq_len = seq_len;
+  o.total_batch = batch * seq_len * o.ranks;
+  o.micro_steps = 1;
+  if (!options_given(&o, "lce-chunk")) o.lce_chunk = 0;
+  plan_resolve_chunk(&o, device);
+  return o;
 }
 
 static bool batch_fits(const void *budget, int64_t batch) {
   const Budget *b = budget;
-  Options o = options_with_shape(b->options, b->device, batch, b->options->seq_len);
+  Options o = plan_with_shape(b->options, b->device, batch, b->options->seq_len);
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
@@ -79,29 +110,17 @@ static int64_t seq_len_unit(const Options *o) {
 
 static bool seq_len_fits(const void *budget, int64_t units) {
   const Budget *b = budget;
-  Options o = options_with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
+  Options o = plan_with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
   return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
-// The largest size up to `max` that fits; 0: none.
-static int64_t largest(bool (*fits)(const void *budget, int64_t size), const Budget *budget, int64_t max) {
-  int64_t below = 0, above = 1;
-  for (; above <= max && fits(budget, above); above *= 2) below = above;
-  return largest_that_fits(fits, budget, below, min_i64(above, max + 1));
-}
-
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  return largest(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
+  return largest_that_fits(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
 }
 
 static int64_t largest_seq_len(const Budget *budget, int64_t max) {
   int64_t unit = seq_len_unit(budget->options);
-  return unit * largest(seq_len_fits, budget, max / unit);
-}
-
-int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  int64_t max = min_i64(INT32_MAX / options->batch, model_max_seq_len(&options->model));
-  return largest_seq_len(&(Budget){options, device, mode, bytes}, max);
+  return unit * largest_that_fits(seq_len_fits, budget, max / unit);
 }
 
 // --- what offloading costs ---------------------------------------------------------------------------------
@@ -170,25 +189,6 @@ static void count_all_gather(Backend *backend, const Collective *a) {
   bytes->out += bytes_on_host(backend, a->out);
 }
 
-// A planned step of `micro_steps` micro-batches with these operations, NULL: none. Returns the bytes that a rank sends.
-static double count_step(const Options *options, DeviceKind device, int64_t micro_steps,
-                         const BackendOps *operations, void *state) {
-  Options o = *options;
-  o.micro_steps = micro_steps;
-  Backend *backend = plan_backend_create(device, o.dtype);
-  backend->ranks = o.ranks;
-  Trainer t;
-  trainer_create(&t, &o, backend);
-  if (operations) backend->ops = operations;
-  backend->state = state;
-  trainer_step(&t, NULL, 0);
-  trainer_model(&t); // with what the step leaves of the update
-  double sent = t.wire_bytes;
-  trainer_destroy(&t);
-  backend_destroy(backend);
-  return sent;
-}
-
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   static const BackendOps counting = {.embedding_forward = count_embedding,
                                       .embedding_backward = count_embedding_backward,
@@ -199,42 +199,19 @@ HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
                                       .copy_in = count_copy_in,
                                       .copy_out = count_copy_out};
   HostTraffic traffic = {0};
-  count_step(options, device, 1, &counting, &traffic);
-  return traffic;
-}
-
-// --- what several hosts cost -------------------------------------------------------------------------------
-
-// What a split head sends is proportional to its tokens, and a plan runs the first chunk alone: it is given all of them.
-double plan_wire_bytes(const Options *options, DeviceKind device) {
   Options o = *options;
-  o.lce_chunk = o.batch * o.seq_len;
-  double one = count_step(&o, device, 1, NULL, NULL);
-  if (o.micro_steps == 1) return one;
-  return one + (double)(o.micro_steps - 1) * (count_step(&o, device, 2, NULL, NULL) - one);
-}
-
-// A ring that goes through host after host enters and leaves each once: a host sends as much as a rank.
-static void print_hosts(const Options *o, DeviceKind device) {
-  static const double gigabits[] = {100, 400};
-  double sent = plan_wire_bytes(o, device);
-  double computes = (double)(o->total_batch / o->ranks) / o->rank_tokens_per_second; // infinite where it is 0
-  printf("\n%d hosts of %d rank%s: %s leave each host in a step, and as much enters\n", o->hosts,
-         o->ranks / o->hosts, o->ranks == o->hosts ? "" : "s", text_bytes((uint64_t)sent).text);
-  for (size_t i = 0; i < sizeof gigabits / sizeof *gigabits; i++) {
-    double seconds = sent / (gigabits[i] * 1e9 / 8);
-    printf("  at %g Gb/s a host: %.3g s on the wire", gigabits[i], seconds);
-    if (o->rank_tokens_per_second > 0)
-      printf(", %.3g s of computation: efficiency %.1f%% (one after the other) to %.1f%% (at the same time)",
-             computes, 100 * computes / (computes + seconds), 100 * computes / fmax(computes, seconds));
-    putchar('\n');
-  }
-  printf(
-      "assumes one ring through all ranks, host by host, at the link's full rate in both directions at once, "
-      "without latency,\nand that links within a host take no time%s\n",
-      o->rank_tokens_per_second > 0
-          ? ""
-          : "; a plan knows no time of computation: give what one rank does by --rank-tokens-per-second");
+  o.micro_steps = 1;
+  Backend *backend = plan_backend_create(device, o.dtype);
+  backend->ranks = o.ranks;
+  Trainer t;
+  trainer_create(&t, &o, backend);
+  backend->ops = &counting;
+  backend->state = &traffic;
+  trainer_step(&t, NULL, 0);
+  trainer_model(&t); // with what the step leaves of the update
+  trainer_destroy(&t);
+  backend_destroy(backend);
+  return traffic;
 }
 
 // --- what would fit ----------------------------------------------------------------------------------------
@@ -275,7 +252,7 @@ static Options with_change(const Options *options, DeviceKind device, const Chan
   if (c->bf16_moments && cuda) o.dtypes.moment = DTYPE_BF16;
   if (c->no_master && o.dtype == DTYPE_BF16) o.dtypes.master = false;
   if (c->offload && cuda && !(o.dtypes.offload & ~c->offload)) o.dtypes.offload = c->offload;
-  return c->one_sequence ? options_with_shape(options, device, 1, o.seq_len) : o;
+  return c->one_sequence ? plan_with_shape(options, device, 1, o.seq_len) : o;
 }
 
 // Appends to a list.
@@ -309,7 +286,7 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     int64_t seq_len = largest_seq_len(&(Budget){&o, device, o.mode, usable}, o.seq_len - 1);
     seq_len = max_i64(seq_len, unit);
     while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
-    o = options_with_shape(&o, device, o.batch, seq_len);
+    o = plan_with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
     append(flags, sizeof flags, " ", "--seq-len %lld", (long long)seq_len);
   }
@@ -450,7 +427,7 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
     options_resolve_dtypes(o, device == ON_CUDA);
   }
   if (given) *capacity = given;
-  options_resolve_chunk(o, device);
+  plan_resolve_chunk(o, device);
   return device;
 }
 
@@ -499,7 +476,7 @@ static void plan_timeline(const Options *o, DeviceKind device) {
   Ledger *ledger = &backend->memory.ledger;
   Trainer trainer;
   trainer_create(&trainer, o, backend);
-  trainer_set_mode(&trainer, o->mode);
+  plan_set_mode(&trainer, o->mode);
   ledger->recording = true;
   for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
     trainer_step(&trainer, NULL, ledger->step - 1);
@@ -525,7 +502,6 @@ void plan_print(Options *o) {
          options_recompute(o).text);
   bool split = o->dtypes.vocab_parallel && o->ranks > 1;
   plan_print_table(columns, split ? 3 : 2, device);
-  if (o->hosts) print_hosts(o, device);
   if (o->log) {
     FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", false);
     for (int m = 0; m < 2; m++) // fused as the run would be
@@ -576,7 +552,7 @@ static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
   if (c->offload && c->batch[LCE_FUSED]) {
     Options with = *o;
     with.dtypes.offload = c->offload;
-    with = options_with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
+    with = plan_with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
     Ledger plan = plan_run(&with, device, LCE_FUSED);
     HostTraffic traffic = plan_host_traffic(&with, device);
     printf(" %11s", text_bytes(ledger_host_bytes(&plan)).text);
@@ -600,7 +576,7 @@ void plan_print_fit(Options *o) {
     any |= choices[i].batch[LCE_FUSED] > 0;
   }
   if (!any) {
-    Options one = options_with_shape(o, device, 1, o->seq_len);
+    Options one = plan_with_shape(o, device, 1, o->seq_len);
     char ways[512];
     one.mode = LCE_FUSED;
     suggest(&one, device, capacity, ways, sizeof ways);
@@ -629,10 +605,10 @@ void plan_print_fit(Options *o) {
 static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;
-  trainer_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
+  plan_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
   memory_set_stack(&backend->memory, 0);
   ledger_reset_peak(&backend->memory.ledger);
-  trainer_set_mode(trainer, mode);
+  plan_set_mode(trainer, mode);
   double best = INFINITY;
   for (int i = 0; i < PASSES; i++) {
     backend_synchronize(backend);

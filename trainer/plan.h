@@ -7,15 +7,18 @@
 // (resolved) in `mode` on `device`; with --eval-only of the validation batch alone.
 Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 
-// The largest chunk with which LM head + loss never hold more than `bytes`, in training and in validation; 0
-// when even one token's does not fit. `min` receives what one token's holds.
-int64_t plan_chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min);
+// Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
+void plan_set_mode(Trainer *trainer, LceMode mode);
+
+// The chunk: --lce-chunk, or the largest with which LM head + loss never hold more than --lce-memory, in training and in
+// validation, or the default.
+void plan_resolve_chunk(Options *options, DeviceKind device);
+
+// The options of a step of one micro-batch of this shape, with its chunk unless --lce-chunk gave one.
+Options plan_with_shape(const Options *options, DeviceKind device, int64_t batch, int64_t seq_len);
 
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
-
-// The longest sequence that the model takes likewise, with the batch of the options; in FP8 a multiple of 16.
-int64_t plan_largest_seq_len(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
 // Bytes that cross the host link: read from the host's memory by the device (in), and written to it (out).
 typedef struct {
@@ -30,9 +33,6 @@ typedef struct {
 
 // What --offload costs each rank in a step of `options` (resolved), counted from the operations that the step calls.
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device);
-
-// The bytes that each rank sends in a step of `options` (resolved), as a ring sends them (Backend.wire_bytes).
-double plan_wire_bytes(const Options *options, DeviceKind device);
 
 // Fails when the run needs more than `usable` bytes of the device (0: unknown), with who holds what, and what would fit; or when
 // it offloads more than the host has left.

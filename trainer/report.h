@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 
+#include "base/system.h" // now_seconds
 #include "trainer/prompt.h"
 #include "trainer/resume.h"
 #include "trainer/trainer.h"
@@ -46,3 +47,16 @@ void report_evaluation(Report *report, double val_loss);
 
 // Ends a progress line that rewrites itself, so that something else can be printed below it.
 void report_break(Report *report);
+
+// --- what the machine can do ---------------------------------------------------------------------------------
+
+// Flops a second that one large square GEMM of the backend's dtype (as large as fits the memory's limit) reaches on random
+// values (zeros would draw less power and run faster): the median of several, after a warm-up. The stack must be empty and
+// is freed afterwards.
+double measure_gemm_rate(Backend *backend);
+
+// Flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU with this name; NaN for others, and parts (MIG).
+double gpu_peak_flops(const char *name);
+
+// The middle one of `count` values, or the mean of the middle two. Sorts them.
+double median(double *values, int64_t count);

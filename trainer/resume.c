@@ -13,33 +13,30 @@
 
 // --- finding -----------------------------------------------------------------------------------------------
 
-static char *find_checkpoint(const Options *o, FolderCheck check) {
+static char *find_checkpoint(const Options *o) {
   bool automatic = !strcmp(o->resume, "auto");
   if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
   bool any;
   const char *directory = automatic ? o->save : o->resume;
-  char *found = checkpoint_newest(directory, check, &any);
-  if (!found && any) fail("--resume: no checkpoint in %s is intact; delete them to start over", directory);
+  char *found = checkpoint_newest(directory, &any);
+  if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
   if (found || automatic) return found;
-  checkpoint_require_intact(o->resume, check, true);
+  checkpoint_require_whole(o->resume);
   return text_format("%s", o->resume);
 }
 
 void resume_find(Options *o) {
-  FolderCheck check = o->plan || o->fit ? CHECK_LENGTHS : CHECK_ALL;
-  if (!o->save && (o->save_every || o->keep)) fail("--save-every and --keep need --save DIR");
   if (o->resume && o->init && strcmp(o->resume, "auto"))
     fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
          "--resume auto to begin with --init where --save has no checkpoint yet",
          o->init, o->resume);
-  if (o->resume) o->origin = find_checkpoint(o, check);
+  if (o->resume) o->origin = find_checkpoint(o);
   if (o->origin) {
     o->resumed_from = checkpoint_trainer_state(o->origin);
     const cJSON *step = json_member(o->resumed_from, "step");
     if (!json_is_whole(step)) fail("%s/trainer_state.json has no step", o->origin);
     o->first_step = (int64_t)step->valuedouble;
   } else if (o->init) {
-    checkpoint_require_intact(o->init, check, false);
     o->origin = text_format("%s", o->init);
   }
 }
@@ -81,7 +78,8 @@ void resume_take_settings(Options *o) {
       dtypes_given |= o->given[i];
       excluded |= !from_gpu;
     }
-    excluded = excluded || option_excluded_by(options_rows, o, o->given, i) >= 0;
+    excluded = excluded || option_excluded_by(options_rows, o, o->given, i) >= 0 ||
+               !option_needs_met(options_rows, o, i);
     const char *value = excluded ? NULL : json_text(settings, row->name);
     if (!value) continue;
     option_set(row, o, value);

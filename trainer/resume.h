@@ -5,8 +5,8 @@
 
 #include "trainer/options.h"
 
-// Finds origin, resumed_from and first_step for init, resume and save, and checks that the files are intact
-// (for a plan only their lengths). Fails in one sentence when what is named is missing or damaged.
+// Finds origin, resumed_from and first_step for init, resume and save, and checks that a checkpoint is whole. Fails
+// in one sentence when what is named is missing or damaged.
 void resume_find(Options *options);
 
 // Sets the options that are not given to what resumed_from holds, where those that are given allow it.

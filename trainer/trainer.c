@@ -6,43 +6,15 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 #include "base/integers.h"
-#include "base/random.h"
 #include "kernels/profile.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"
 #include "model/generate.h"
-#include "model/shards.h"
-#include "trainer/plan.h"
-#include "trainer/reduction.h"
 
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
                "the loader and the loss agree on what is not counted");
 
-Source *trainer_open_source(const Options *o) {
-  const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
-  return paths->count ? source_open(paths->items, paths->count, o->model.vocab_size)
-                      : source_open_tree(o->model.vocab_size);
-}
-
 // --- creation ----------------------------------------------------------------------------------------------
-
-// The results of a step; all but the norm are summed over the ranks in one all-reduce.
-enum {
-  RESULT_LOSS,
-  RESULT_Z_LOSS,
-  RESULT_CORRECT,
-  RESULT_ENTROPY,
-  RESULT_MAX_LOGIT,
-  RESULT_TILES_DROPPED,
-  RESULT_TILES,
-  RESULT_MASS_DROPPED,
-  RESULT_STOP,
-  RESULT_SECONDS,
-  RESULT_NORM,
-  RESULTS
-};
-
-enum { STREAM_TILES = 8 }; // of random numbers: --lce-sample's seeds
 
 static int64_t tokens_of(const Trainer *t) {
   return t->options->batch * t->options->seq_len;
@@ -118,242 +90,7 @@ void trainer_destroy(Trainer *t) {
   *t = (Trainer){0};
 }
 
-void trainer_set_mode(Trainer *t, LceMode mode) {
-  t->transformer.mode = mode;
-  if (t->backend->memory.planning) return;
-  Ledger plan = plan_run(t->options, t->backend->device, mode);
-  backend_synchronize(t->backend);
-  memory_set_stack(&t->backend->memory, plan.stack_peak);
-}
-
-// --- the update --------------------------------------------------------------------------------------------
-
-// What is updated in one call: this rank's slice of a bucket; where nothing is spread a layer's matrices, or the rest of a
-// group.
-typedef struct {
-  int place; // of the group, in the order of the updates
-  ParameterGroup group;
-  Bucket bucket;
-  int64_t layer; // -1: none
-} Piece;
-
-// Steps to the next piece, from {0} to the first; false after the last. A group's last elements come first.
-static bool next_piece(const Parameters *p, Piece *piece) {
-  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_HEAD, GROUP_VECTORS};
-  int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[order[piece->place]];
-  while (end == 0 && ++piece->place < GROUP_COUNT) end = p->group_elements[order[piece->place]];
-  if (piece->place == GROUP_COUNT) return false;
-  piece->group = order[piece->place];
-  int64_t above = end - p->spread.before_layers;
-  bool whole = p->spread.parts == 1, of_layer = whole && piece->group == GROUP_MATRICES && above > 0;
-  piece->layer = of_layer ? above / p->spread.layer - 1 : -1;
-  int64_t count = of_layer ? p->spread.layer : end;
-  piece->bucket = whole ? (Bucket){end - count, count} : shards_bucket(p, piece->group, end);
-  return true;
-}
-
-static void update_bucket(Trainer *t, ParameterGroup group, Bucket bucket, AdamW a) {
-  const Parameters *p = &t->late_model.parameters;
-  a.weight = shards_weights(p, group, bucket);
-  a.master = shards_slice_of_shard(p, p->master[group], bucket);
-  a.m = shards_slice_of_shard(p, p->m[group], bucket);
-  a.v = shards_slice_of_shard(p, p->v[group], bucket);
-  a.grad = shards_reduced_grads(p, group, bucket);
-  a.seed = t->options->seed * GROUP_COUNT + (uint64_t)group;
-  a.first = bucket.first + p->spread.part * (bucket.count / p->spread.parts);
-  if (group == GROUP_VECTORS) a.weight_decay = 0;
-  adamw(t->backend, a);
-  if (p->spread.parts == 1 || !shards_weights_are_whole(p, group)) return;
-  Tensor whole = tensor_rows(p->value[group], bucket.first, bucket.count);
-  all_gather(t->backend, (Collective){.out = whole, .x = a.weight, .async = true});
-}
-
-// Whether the backward pass sums the squares of the layers' gradients.
-static bool sums_squares(const Trainer *t) {
-  return t->backend->ranks == 1 && tensor_exists(t->late_model.parameters.layer_grads);
-}
-
-// The norm over all gradients (fp32 [1], written), the clip factor, and AdamW. Each rank updates its part of what is
-// spread, and the new weights are gathered. step counts from 0.
-static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step) {
-  const Options *o = t->options;
-  const Parameters *p = &t->late_model.parameters;
-  bool started = false;
-  for (Piece piece = {0}; next_piece(p, &piece); started = true) {
-    if (piece.layer >= 0 && sums_squares(t)) continue; // done
-    reduce(t->backend, (Reduce){.sum = t->squares,
-                                .x = shards_reduced_grads(p, piece.group, piece.bucket),
-                                .squares = true,
-                                .accumulate = started});
-  }
-  if (p->spread.parts > 1) all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
-  clip_scale(t->backend, (ClipScale){.norm = norm,
-                                     .scale = t->scale,
-                                     .sum_of_squares = t->squares,
-                                     .max_norm = (float)o->max_grad_norm});
-  AdamW settings = {.grad_scale = t->scale,
-                    .lr = (float)learning_rate,
-                    .beta1 = (float)o->beta1,
-                    .beta2 = (float)o->beta2,
-                    .epsilon = (float)o->epsilon,
-                    .weight_decay = (float)o->weight_decay,
-                    .step = step + 1};
-  t->update_deferred = t->backend->ranks == 1;
-  t->update = settings;
-  t->update.async = true;
-  for (Piece piece = {0}; next_piece(p, &piece);)
-    if (piece.layer <= 0 || !t->update_deferred)
-      update_bucket(t, piece.group, piece.bucket, settings); // what the forward pass begins with
-  collectives_join(t->backend, 0);
-}
-
-// TransformerOptions.update_layer.
-static void update_layer(void *trainer, int64_t layer) {
-  Trainer *t = trainer;
-  const Spread *spread = &t->late_model.parameters.spread;
-  Bucket bucket = {spread->before_layers + layer * spread->layer, spread->layer};
-  update_bucket(t, GROUP_MATRICES, bucket, t->update);
-}
-
-Model *trainer_model(Trainer *t) {
-  t->update.async = false;
-  for (int64_t l = 1; t->update_deferred && l < t->options->model.num_hidden_layers; l++) update_layer(t, l);
-  t->update_deferred = false;
-  return &t->late_model;
-}
-
-// --- a step ------------------------------------------------------------------------------------------------
-
-Batch trainer_batch(Trainer *t, int64_t first, int64_t batch, int64_t seq_len, bool masked) {
-  int64_t n = batch * seq_len, counted = 0, ignored = n;
-  Batch b = {.batch = batch,
-             .seq_len = seq_len,
-             .tokens = tensor_rows(t->tokens, 0, n),
-             .targets = tensor_rows(t->targets, 0, n),
-             .counted = n};
-  if (masked) b.rows = tensor_rows(t->rows, 0, n);
-  if (t->backend->memory.planning) return b;
-  const int32_t *targets = t->host_targets + first;
-  backend_to_device(t->backend, b.tokens, t->host_tokens + first);
-  backend_to_device(t->backend, b.targets, targets);
-  if (!masked) return b;
-  for (int64_t i = 0; i < n; i++)
-    t->host_rows[targets[i] != IGNORE_INDEX ? counted++ : --ignored] = (int32_t)i;
-  backend_to_device(t->backend, b.rows, t->host_rows);
-  b.counted = counted;
-  return b;
-}
-
-// Micro-batch m of those that were loaded.
-static Batch loaded_batch(Trainer *t, int64_t m, bool masked) {
-  int64_t tokens = tokens_of(t);
-  Batch b = trainer_batch(t, m * tokens, t->options->batch, t->options->seq_len, masked);
-  b.documents = t->documents;
-  if (t->options->pack && !t->backend->memory.planning)
-    backend_to_device(t->backend, b.documents, t->host_documents + 2 * m * tokens);
-  return b;
-}
-
-void trainer_gradient_pass(Trainer *t) {
-  for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
-    if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
-  Batch batch = loaded_batch(t, 0, t->options->masked);
-  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
-                    t->loss);
-}
-
-static Tensor result_slot(const Trainer *t, int pending, int which) {
-  return tensor_rows(t->results, RESULTS * pending + which, 1);
-}
-
-static Tensor number_of(Tensor t, int i) {
-  return tensor_exists(t) ? tensor_rows(t, i, 1) : t;
-}
-
-// Sums the statistics of the micro-batch's tokens and tiles.
-static void sum_tokens(Trainer *t, int slot, bool accumulate) {
-  const Tensor stats[] = {[RESULT_LOSS] = t->loss,
-                          [RESULT_Z_LOSS] = t->transformer.outputs.z_loss,
-                          [RESULT_CORRECT] = t->transformer.outputs.correct,
-                          [RESULT_ENTROPY] = t->transformer.outputs.entropy,
-                          [RESULT_MAX_LOGIT] = t->transformer.outputs.max_logit,
-                          [RESULT_TILES_DROPPED] = number_of(t->transformer.sampling.stats, 0),
-                          [RESULT_TILES] = number_of(t->transformer.sampling.stats, 1),
-                          [RESULT_MASS_DROPPED] = number_of(t->transformer.sampling.stats, 2)};
-  for (int i = RESULT_LOSS; i <= RESULT_MASS_DROPPED; i++)
-    if (tensor_exists(stats[i]))
-      reduce(t->backend, (Reduce){.sum = result_slot(t, slot, i), .x = stats[i], .accumulate = accumulate});
-}
-
-// The sums over all ranks, with what the ranks share.
-static void sum_results(Trainer *t, int slot) {
-  Tensor shared = tensor_rows(t->results, RESULTS * slot + RESULT_STOP, 2);
-  Tensor summed = tensor_rows(t->results, RESULTS * slot, RESULT_NORM);
-  const float values[2] = {t->stop_requested, (float)t->step_seconds};
-  backend_to_device(t->backend, shared, values);
-  all_reduce(t->backend, (Collective){.out = summed, .x = summed, .async = true});
-}
-
-// The step's batches of this rank, and how many targets count in those of all ranks: the mean's normaliser.
-// Where some are masked every rank counts for all, which costs less than communication.
-static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
-  const Options *o = t->options;
-  const Backend *b = t->backend;
-  int64_t tokens = tokens_of(t), counted = 0;
-  for (int64_t m = 0; m < o->micro_steps; m++) {
-    int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
-    int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;
-    LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
-    int64_t max = 0;
-    for (int i = o->masked ? 1 : b->ranks; i <= b->ranks; i++) { // this rank's batch comes last, and stays
-      place.rank = (b->rank + i) % b->ranks;
-      int64_t here = loader_train_batch(loader, place, to, targets, documents);
-      counted += here * (o->masked ? 1 : b->ranks);
-      max = max_i64(max, here);
-    }
-    t->host_max_counted[m] = max;
-  }
-  return counted;
-}
-
-void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
-  const Options *o = t->options;
-  int64_t counted = 0;
-  if (t->pending_count == TRAINER_PENDING)
-    fail("internal: the results of %d steps were not collected", TRAINER_PENDING);
-  bool planning = t->backend->memory.planning;
-  profile_phase(t->backend, PHASE_STEP);
-  double sent = t->backend->wire_bytes;
-  // All micro-batches first: the mean's normaliser is the number of targets counted in the whole step.
-  if (!planning) counted = load_step(t, loader, step);
-  float scale = counted ? (float)(1.0 / (double)counted) : 0;
-  int slot = t->pending_count++;
-  for (int64_t m = 0; m < o->micro_steps; m++) {
-    Batch batch = loaded_batch(t, m, o->masked);
-    // Ranks that share the head's rows compute as many tokens as the rank with the most counted ones.
-    if (o->masked && t->late_model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
-    TransformerOptions options = t->transformer;
-    options.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
-    Reduction reduction;
-    reduction_begin(&reduction, t->backend, &t->late_model, m == 0, m == o->micro_steps - 1, &options);
-    if (sums_squares(t) && (planning || m == o->micro_steps - 1)) options.squares = t->squares;
-    if (t->update_deferred) options.update_layer = update_layer, options.update_context = t;
-    transformer_train(t->backend, &t->late_model, &batch, &options, scale, m > 0, t->loss);
-    t->update_deferred = false;
-    sum_tokens(t, slot, m > 0);
-    if (planning && m == 1) break; // the rest need the same memory, and send as much
-  }
-  if (t->backend->ranks > 1) {
-    sum_results(t, slot);
-    collectives_join(t->backend, 0);
-  }
-  double learning_rate = schedule_rate(&o->schedule, step);
-  profile_phase(t->backend, PHASE_UPDATE);
-  update_weights(t, result_slot(t, slot, RESULT_NORM), learning_rate, step);
-  profile_phase(t->backend, PHASE_NONE);
-  t->wire_bytes = t->backend->wire_bytes - sent;
-  t->pending[slot] = (StepResult){.step = step, .learning_rate = learning_rate, .counted = counted};
-}
+// --- after a step ------------------------------------------------------------------------------------------
 
 // The mean over the step's counted targets of what was summed for them.
 static double mean_of(const float *of_step, int which, int64_t counted, bool reported) {
@@ -388,6 +125,14 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   return count;
 }
 
+void trainer_gradient_pass(Trainer *t) {
+  for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
+    if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
+  Batch batch = trainer_loaded_batch(t, 0, t->options->masked);
+  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
+                    t->loss);
+}
+
 void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
   Backend *b = t->backend;
   int64_t words = (int64_t)(bytes / 4);
@@ -414,7 +159,7 @@ void trainer_store_step(const Trainer *t, Folder *folder) {
   }
   for (int64_t i = 0; i < p->count; i++) {
     const Parameter *parameter = &p->items[i];
-    list[OF_TOKENS + i] = parameter_to_store("grad.", p, parameter, p->grad, p->grad[parameter->group].dtype);
+    list[OF_TOKENS + i] = parameter_to_store("grad", p, parameter, p->grad, p->grad[parameter->group].dtype);
   }
   tensor_set_write(folder, "first_step", list, OF_TOKENS + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);
@@ -459,7 +204,7 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
   for (int64_t i = 0; i < end - first; i++) {
     load_validation(t, loader, first + i, counted); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
-    Batch batch = loaded_batch(t, 0, true); // the last one may be padded
+    Batch batch = trainer_loaded_batch(t, 0, true); // the last one may be padded
     transformer_evaluate(b, trainer_model(t), &batch, &t->transformer, t->loss);
     reduce(b, (Reduce){.sum = tensor_rows(local, i / b->ranks, 1), .x = t->loss});
   }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "data/loader.h"
-#include "model/checkpoint/folder.h"
+#include "model/checkpoint/weights.h"
 #include "model/transformer.h"
 #include "trainer/options.h"
 
@@ -47,16 +47,29 @@ typedef struct {
   double wire_bytes; // that this rank sent in the last step
 } Trainer;
 
-// What the options train on: --data, or the source tree; with --eval-only alone --val-data. The caller closes it.
-Source *trainer_open_source(const Options *options);
+// The results of a step; all but the norm are summed over the ranks in one all-reduce.
+enum {
+  RESULT_LOSS,
+  RESULT_Z_LOSS,
+  RESULT_CORRECT,
+  RESULT_ENTROPY,
+  RESULT_MAX_LOGIT,
+  RESULT_TILES_DROPPED,
+  RESULT_TILES,
+  RESULT_MASS_DROPPED,
+  RESULT_STOP,
+  RESULT_SECONDS,
+  RESULT_NORM,
+  RESULTS
+};
 
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights
 // from options->origin or draws them. Fails when the (resolved) options, the memory or the files do not allow it.
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
 
-// Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
-void trainer_set_mode(Trainer *trainer, LceMode mode);
+// The rate of step `step`, counted from 0. Past total_steps it stays at its end.
+double schedule_rate(const Schedule *schedule, int64_t step);
 
 // One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping,
 // AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
@@ -70,6 +83,9 @@ Model *trainer_model(Trainer *trainer);
 // Copies `batch` sequences of `seq_len` tokens, which begin at host_tokens[first], and their targets to the device; a
 // plan copies nothing. `masked` lists the counted rows, then the ignored ones: the loss is computed for the former.
 Batch trainer_batch(Trainer *trainer, int64_t first, int64_t batch, int64_t seq_len, bool masked);
+
+// Micro-batch m of those that were loaded.
+Batch trainer_loaded_batch(Trainer *trainer, int64_t m, bool masked);
 
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);

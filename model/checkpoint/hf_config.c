@@ -79,10 +79,6 @@ static const struct {
                      {GPT2, "add_cross_attention", NULL, NULL, false},
                      {LATER, "hidden_act", "silu", "swish", false}};
 
-static const char *const model_types[FAMILY_COUNT] = {"gpt2", "llama", "mistral", "qwen2", "qwen3"};
-static const char *const architectures[FAMILY_COUNT] = {
-    "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"};
-
 // --- reading -----------------------------------------------------------------------------------------------
 
 // An absent or null member leaves *value as it is.
@@ -130,18 +126,24 @@ static bool check_fixed(const cJSON *json, ModelFamily family, Reason *reason) {
 // rope_scaling (transformers 4: null, or with rope_type or type) or rope_parameters (5: with rope_theta too).
 static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
   const char *place = json_member(json, "rope_parameters") ? "rope_parameters" : "rope_scaling";
-  const cJSON *rope = json_member(json, place);
+  const cJSON *rope = json_member(json, place), *item;
   RopeScaling *s = &c->rope_scaling;
   double rotated = 1;
-  const char *type = "default";
+  const char *type = NULL;
   if (!rope) return true;
+  if (!cJSON_IsObject(rope)) return refuse(reason, "%s is no object with a rope_type", place);
   if (!read_member(rope, "type", TEXT, &type, reason) ||
       !read_member(rope, "rope_type", TEXT, &type, reason) ||
       !read_member(rope, "rope_theta", NUMBER, &c->rope_theta, reason) ||
       !read_member(rope, "partial_rotary_factor", NUMBER, &rotated, reason))
     return false;
   if (rotated != 1) return refuse(reason, "partial_rotary_factor %g cannot be computed here", rotated);
-  if (!strcmp(type, "default")) return true;
+  // Without a type, what else is there says that something is meant: a factor, or an object for each type of attention.
+  cJSON_ArrayForEach(item, rope) {
+    if (!type && json_member(rope, item->string) && strcmp(item->string, "rope_theta"))
+      return refuse(reason, "%s has %.40s and no rope_type", place, item->string);
+  }
+  if (!type || !strcmp(type, "default")) return true;
   if (!strcmp(type, "linear"))
     return read_member(rope, "factor", NUMBER, &s->factor, reason) &&
            (s->factor > 0 || refuse(reason, "%s lacks factor", place));
@@ -185,9 +187,9 @@ static bool read_window(const cJSON *json, ModelConfig *c, Reason *reason) {
 
 static bool check_architecture(const cJSON *json, const ModelConfig *c, Reason *reason) {
   const cJSON *first = cJSON_GetArrayItem(json_member(json, "architectures"), 0);
-  if (cJSON_IsString(first) && strcmp(first->valuestring, architectures[c->family]))
+  if (cJSON_IsString(first) && strcmp(first->valuestring, model_families[c->family].architecture))
     return refuse(reason, "architecture \"%.60s\" cannot be computed here, only %s", first->valuestring,
-                  architectures[c->family]);
+                  model_families[c->family].architecture);
   return !json_member(json, "quantization_config") ||
          refuse(reason, "the weights are quantized; take the model as it was before");
 }
@@ -198,13 +200,11 @@ static bool read_config(const cJSON *json, ModelConfig *c, Reason *reason) {
       !read_member(json, "_name_or_path", TEXT, &name, reason))
     return false;
   int family = 0;
-  while (family < FAMILY_COUNT && strcmp(type, model_types[family])) family++;
+  while (family < FAMILY_COUNT && strcmp(type, model_families[family].model_type)) family++;
   if (family == FAMILY_COUNT)
-    return refuse(reason,
-                  "model_type \"%.40s\" cannot be computed here, only gpt2, llama, mistral, qwen2 and qwen3",
-                  type);
+    return refuse(reason, "model_type \"%.40s\" cannot be computed here, only " FAMILY_NAMES, type);
   const char *slash = strrchr(name, '/');
-  *c = model_families[family];
+  *c = model_families[family].config;
   const char *base = slash ? slash + 1 : name;
   text_escape(c->name, sizeof c->name, base, strlen(base));
   return read_members(json, config_members, c->family, true, c, reason) && set_defaults(json, c, reason) &&
@@ -266,8 +266,8 @@ static void write_members(cJSON *json, const Member *members, ModelFamily family
 // The spelling of transformers 4, which transformers 5 reads too.
 static cJSON *describe(const ModelConfig *c) {
   cJSON *json = cJSON_CreateObject();
-  set(json, "architectures", cJSON_CreateStringArray(&architectures[c->family], 1));
-  cJSON_AddStringToObject(json, "model_type", model_types[c->family]);
+  set(json, "architectures", cJSON_CreateStringArray(&model_families[c->family].architecture, 1));
+  cJSON_AddStringToObject(json, "model_type", model_families[c->family].model_type);
   if (*c->name) cJSON_AddStringToObject(json, "_name_or_path", c->name);
   cJSON_AddNullToObject(json, "bos_token_id");
   cJSON_AddNullToObject(json, "eos_token_id");

@@ -144,6 +144,8 @@ bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *h, Rea
   if (!length || length > MAX_HEADER || length > size - LENGTH_BYTES)
     return refuse(reason, "its header would have %llu bytes: it is cut short or no safetensors file",
                   (unsigned long long)length);
+  if (memmem(bytes + LENGTH_BYTES, (size_t)length, "\\u0000", 6))
+    return refuse(reason, "its header has the character \\u0000, which no name has");
   cJSON *json = bytes[LENGTH_BYTES] == '{' ? json_parse(bytes + LENGTH_BYTES, (size_t)length, reason) : NULL;
   if (!json) return refuse(reason, "its header is no JSON object: it is damaged or no safetensors file");
   bool valid = read_entries(json, LENGTH_BYTES + (size_t)length, size, h, reason);

@@ -1,18 +1,23 @@
 #include "model/checkpoint/weights.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/alloc.h"
 #include "base/fail.h"
+#include "base/json.h"
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
-#include "model/shards.h"
 
-static const char model_stem[] = "model", state_stem[] = "training_state", head_name[] = "lm_head.weight";
+static const char head_name[] = "lm_head.weight";
 
-enum { AT_ONCE = 1 << 22 }; // elements on the way between disk and backend
+enum { AT_ONCE = 1 << 22 };     // elements on the way between disk and backend
+enum { READ_AHEAD = 64 << 20 }; // bytes that the disk reads while the backend takes those before
+enum { REQUESTS = 4 };          // at once, which keep its queue full
 
 static char *file_name(const char *stem, int number, int of) {
   return of > 1 ? text_format("%s-%05d-of-%05d.safetensors", stem, number, of)
@@ -27,66 +32,122 @@ static void *host_buffer(size_t element) {
   return host_alloc(AT_ONCE, element, "weights on their way");
 }
 
+// --- files that are written --------------------------------------------------------------------------------
+
+bool is_plain_name(const char *name) {
+  return *name && !strchr(name, '/') && strcmp(name, ".") && strcmp(name, "..") && strlen(name) < 256;
+}
+
+void folder_give_up(Folder *f, const char *path) {
+  if (f->ok) refuse(&f->reason, "cannot write %s: %s", path, strerror(errno));
+  f->ok = false;
+}
+
+void folder_end_file(Folder *f) {
+  if (!f->file) return;
+  if (f->ok && fsync(f->descriptor)) folder_give_up(f, f->file);
+  if (close(f->descriptor)) folder_give_up(f, f->file);
+  free(f->file);
+  f->file = NULL;
+}
+
+void folder_file(Folder *f, const char *name) {
+  folder_end_file(f);
+  if (!f->ok) return;
+  char *path = path_join(f->hidden, name);
+  f->descriptor = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  f->file = f->descriptor < 0 ? NULL : path;
+  if (f->file) return;
+  folder_give_up(f, path);
+  free(path);
+}
+
+void folder_write(Folder *f, const void *bytes, size_t count) {
+  for (const char *at = bytes; f->ok && count;) {
+    ssize_t written = write(f->descriptor, at, count);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) {
+      folder_give_up(f, f->file);
+      return;
+    }
+    at += written;
+    count -= (size_t)written;
+  }
+}
+
+void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
+  folder_file(f, name);
+  folder_write(f, bytes, count);
+}
+
 // --- opening -----------------------------------------------------------------------------------------------
 
-// False when there is no such file. One that is open already is not opened again.
-static bool add_file(TensorSet *set, const char *path) {
+// *there: whether there is such a file. One that is open already is not opened again.
+static bool add_file(TensorSet *set, const char *path, bool *there, Reason *reason) {
+  *there = true;
   for (int64_t i = 0; i < set->count; i++)
     if (!strcmp(set->files[i].path, path)) return true;
-  Mapping mapping = file_map(path);
-  if (!mapping.bytes) return false;
-  TensorFile file = {.path = text_format("%s", path), .mapping = mapping};
-  Reason reason;
-  if (!safetensors_parse(mapping.bytes, mapping.size, &file.header, &reason))
-    fail("%s: %s", path, reason.text);
-  file.ahead = read_ahead_create(mapping);
+  Mapping mapping = file_map_or_copy(path, 0, reason);
+  *there = mapping.bytes != NULL;
+  if (!mapping.bytes) return !*reason->text;
   set->files = host_grow(set->files, set->count, &set->capacity, sizeof *set->files, set->path);
-  set->files[set->count++] = file;
+  TensorFile *file = &set->files[set->count++];
+  *file = (TensorFile){.path = text_format("%s", path), .mapping = mapping};
+  return safetensors_parse(mapping.bytes, mapping.size, &file->header, reason) ||
+         refuse(reason, "%s: %s", path, reason->text);
+}
+
+// Opens the files that an index names (first pass), then looks for the tensors in them.
+static bool open_indexed(TensorSet *set, const char *folder, const cJSON *map, bool look, Reason *reason) {
+  const cJSON *item;
+  cJSON_ArrayForEach(item, map) {
+    if (!cJSON_IsString(item) || !is_plain_name(item->valuestring))
+      return refuse(reason, "%s names no file of its folder for %s", set->path, item->string);
+    char *path = path_join(folder, item->valuestring);
+    const TensorFile *file;
+    bool there, good = look || add_file(set, path, &there, reason);
+    if (good && !look && !there)
+      good = refuse(reason, "%s does not exist, and %s says that %s is in it", path, set->path, item->string);
+    if (good && look && (!tensor_set_find(set, item->string, &file) || strcmp(file->path, path)))
+      good = refuse(reason, "%s lacks %s, which %s says is in it", path, item->string, set->path);
+    free(path);
+    if (!good) return false;
+  }
   return true;
 }
 
-static void open_index(TensorSet *set, const char *folder, const cJSON *json) {
-  const cJSON *map = json_member(json, "weight_map"), *item;
-  if (!cJSON_IsObject(map)) fail("%s has no weight_map", set->path);
-  cJSON_ArrayForEach(item, map) {
-    if (!cJSON_IsString(item) || !is_plain_name(item->valuestring))
-      fail("%s names no file of its folder for %s", set->path, item->string);
-    char *path = path_join(folder, item->valuestring);
-    if (!add_file(set, path))
-      fail("%s does not exist, and %s says that %s is in it", path, set->path, item->string);
-    free(path);
-  }
-  cJSON_ArrayForEach(item, map) {
-    const TensorFile *file;
-    char *path = path_join(folder, item->valuestring);
-    if (!tensor_set_find(set, item->string, &file) || strcmp(file->path, path))
-      fail("%s lacks %s, which %s says is in it", path, item->string, set->path);
-    free(path);
-  }
-}
-
-TensorSet tensor_set_open(const char *folder, const char *stem) {
-  TensorSet set = {0};
+bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason) {
   char *single = file_name(stem, 1, 1), *index = index_name(stem);
-  set.path = path_join(folder, index);
-  cJSON *json = json_read(set.path);
+  *set = (TensorSet){.path = path_join(folder, index)};
+  bool there;
+  cJSON *json = json_try_read(set->path, reason);
+  bool good = json || !*reason->text;
   if (json) {
-    open_index(&set, folder, json);
-  } else {
-    free(set.path);
-    set.path = path_join(folder, single);
-    add_file(&set, set.path);
+    const cJSON *map = json_member(json, "weight_map");
+    good = cJSON_IsObject(map) || refuse(reason, "%s has no weight_map", set->path);
+    for (int look = 0; look < 2; look++) good = good && open_indexed(set, folder, map, look, reason);
+  } else if (good) {
+    free(set->path);
+    set->path = path_join(folder, single);
+    good = add_file(set, set->path, &there, reason);
   }
   cJSON_Delete(json);
   free(single);
   free(index);
+  if (!good) tensor_set_close(set);
+  return good;
+}
+
+TensorSet tensor_set_open(const char *folder, const char *stem) {
+  TensorSet set;
+  Reason reason;
+  if (!tensor_set_try_open(&set, folder, stem, &reason)) fail("%s", reason.text);
   return set;
 }
 
 void tensor_set_close(TensorSet *set) {
   for (int i = 0; i < set->count; i++) {
     safetensors_free(&set->files[i].header);
-    read_ahead_destroy(set->files[i].ahead);
     file_unmap(&set->files[i].mapping);
     free(set->files[i].path);
   }
@@ -123,7 +184,10 @@ static void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backe
     size_t offset = e->offset + (size_t)first * width;
     const char *stored = file->mapping.bytes + offset;
     bool widened = false;
-    read_ahead_reached(file->ahead, offset);
+    size_t piece = (size_t)count * width / REQUESTS + 1;
+#pragma omp parallel for schedule(static)
+    for (int i = 0; i < REQUESTS; i++)
+      file_will_need(&file->mapping, offset + READ_AHEAD + (size_t)i * piece, piece);
     for (int r = 0; r < 2 && roles[r]; r++) {
       Dtype dtype = roles[r][parameter->group].dtype;
       bool as_stored = !strcmp(e->dtype, safetensors_dtype(dtype));
@@ -235,22 +299,16 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // --- matching tensors --------------------------------------------------------------------------------------
 
-// "model." of model.layers.0..., "transformer." of transformer.h.0...
-static const char *base_prefix(const Model *model) {
-  return model->config.family == FAMILY_GPT2 ? "transformer." : "model.";
-}
-
 static Parameter *owner_of(Model *model, const char *name) {
   char prefixed[SAFETENSORS_NAME + 16];
-  snprintf(prefixed, sizeof prefixed, "%s%s", base_prefix(model), name);
+  snprintf(prefixed, sizeof prefixed, "%s%s", model_families[model->config.family].prefix, name);
   Parameter *p = parameters_find(&model->parameters, name);
   return p ? p : parameters_find(&model->parameters, prefixed);
 }
 
-// What old files hold besides the weights: GPT-2's causal mask, the others' rotary frequencies.
 static bool is_buffer(const Model *model, const char *name) {
-  if (model->config.family != FAMILY_GPT2) return text_ends_in(name, ".rotary_emb.inv_freq");
-  return text_ends_in(name, ".attn.bias") || text_ends_in(name, ".attn.masked_bias");
+  const char *const *ends = model_families[model->config.family].buffers;
+  return text_ends_in(name, ends[0]) || (ends[1] && text_ends_in(name, ends[1]));
 }
 
 static bool is_tied_head(const Model *model, const char *name) {
@@ -323,7 +381,7 @@ static void check_set(Model *model, const TensorSet *set) {
 }
 
 void weights_load(Model *model, Backend *backend, const char *folder) {
-  TensorSet set = tensor_set_open(folder, model_stem);
+  TensorSet set = tensor_set_open(folder, MODEL_STEM);
   if (!set.count)
     fail("%s does not exist, nor an index of shards next to it; save the model as safetensors "
          "(save_pretrained of transformers does)",
@@ -350,7 +408,7 @@ TensorToStore parameter_to_store(const char *prefix, const Parameters *all, cons
       .parameters = all,
       .parameter = p,
       .role = role};
-  snprintf(t.name, sizeof t.name, "%s%s", prefix, p->name);
+  snprintf(t.name, sizeof t.name, "%s%s%s", prefix ? prefix : "", prefix ? "." : "", p->name);
   return t;
 }
 
@@ -363,8 +421,9 @@ void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype d
   const Parameters *all = &model->parameters;
   const Tensor *role = dtype == DTYPE_F32 ? exact_weights(all) : all->value;
   TensorToStore *list = host_alloc(all->count, sizeof *list, "a list of tensors");
-  for (int64_t i = 0; i < all->count; i++) list[i] = parameter_to_store("", all, &all->items[i], role, dtype);
-  tensor_set_write(folder, model_stem, list, all->count, backend, shard_bytes);
+  for (int64_t i = 0; i < all->count; i++)
+    list[i] = parameter_to_store(NULL, all, &all->items[i], role, dtype);
+  tensor_set_write(folder, MODEL_STEM, list, all->count, backend, shard_bytes);
   free(list);
 }
 
@@ -374,16 +433,18 @@ void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype
                      size_t shard_bytes) {
   const Parameters *all = &model->parameters;
   const Tensor *exact = exact_weights(all);
-  TensorToStore *list = host_alloc(3 * all->count, sizeof *list, "a list of tensors");
+  TensorToStore *list = host_alloc((OPTIMIZER_STATES + 1) * all->count, sizeof *list, "a list of tensors");
   int64_t count = 0;
   for (int64_t i = 0; i < all->count; i++) {
     const Parameter *p = &all->items[i];
-    list[count++] = parameter_to_store("m.", all, p, all->m, all->m[p->group].dtype);
-    list[count++] = parameter_to_store("v.", all, p, all->v, all->v[p->group].dtype);
+    for (int s = 0; s < OPTIMIZER_STATES; s++)
+      if (tensor_exists(all->state[s][p->group]))
+        list[count++] = parameter_to_store(all->optimizer->states[s].name, all, p, all->state[s],
+                                           all->state[s][p->group].dtype);
     if (weights_dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
-      list[count++] = parameter_to_store("master.", all, p, exact, DTYPE_F32);
+      list[count++] = parameter_to_store("master", all, p, exact, DTYPE_F32);
   }
-  tensor_set_write(folder, state_stem, list, count, backend, shard_bytes);
+  tensor_set_write(folder, STATE_STEM, list, count, backend, shard_bytes);
   free(list);
 }
 
@@ -391,7 +452,7 @@ void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype
 static bool load_state(const TensorSet *set, Backend *backend, const char *prefix, const Parameters *all,
                        const Parameter *p, const Tensor *role, const Tensor *also_role) {
   char name[112];
-  snprintf(name, sizeof name, "%s%s", prefix, p->name);
+  snprintf(name, sizeof name, "%s.%s", prefix, p->name);
   const TensorFile *file;
   const SafetensorsEntry *e = tensor_set_find(set, name, &file);
   if (!e) return false;
@@ -401,19 +462,16 @@ static bool load_state(const TensorSet *set, Backend *backend, const char *prefi
 }
 
 void optimizer_load(Model *model, Backend *backend, const char *folder) {
-  TensorSet set = tensor_set_open(folder, state_stem);
+  TensorSet set = tensor_set_open(folder, STATE_STEM);
   const Parameters *all = &model->parameters;
   for (int64_t i = 0; i < all->count; i++) {
     const Parameter *p = &all->items[i];
-    if (!load_state(&set, backend, "m.", all, p, all->m, NULL) ||
-        !load_state(&set, backend, "v.", all, p, all->v, NULL))
-      fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone", set.path,
-           p->name);
-    load_state(&set, backend, "master.", all, p, all->value, all->master);
+    for (int s = 0; s < OPTIMIZER_STATES; s++)
+      if (tensor_exists(all->state[s][p->group]) &&
+          !load_state(&set, backend, all->optimizer->states[s].name, all, p, all->state[s], NULL))
+        fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone", set.path,
+             p->name);
+    load_state(&set, backend, "master", all, p, all->value, all->master);
   }
   tensor_set_close(&set);
-}
-
-bool is_optimizer_file(const char *name) {
-  return !strncmp(name, state_stem, sizeof state_stem - 1);
 }

@@ -8,9 +8,27 @@
 #pragma once
 
 #include "base/file.h"
-#include "model/checkpoint/folder.h"
 #include "model/checkpoint/safetensors.h"
 #include "model/model.h"
+
+// --- files that are written --------------------------------------------------------------------------------
+
+// A folder in the making (checkpoint.h begins and finishes it): its files are written one after the other, each synced.
+// After the first error, which folder_finish returns, calls do nothing.
+typedef struct {
+  bool ok;
+  Reason reason;
+  char *parent, *name, *hidden; // parent/name is where it will be, hidden where it is made
+  int descriptor;               // of the file being written
+  char *file;                   // its path; NULL between files
+} Folder;
+
+bool is_plain_name(const char *name);               // of a file in a folder: no path, not "." or ".."
+void folder_file(Folder *folder, const char *name); // the next file; ends the one before
+void folder_write(Folder *folder, const void *bytes, size_t count);
+void folder_add(Folder *folder, const char *name, const void *bytes, size_t count); // both: a small file
+void folder_end_file(Folder *folder);
+void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and what errno says
 
 // --- a set of tensors --------------------------------------------------------------------------------------
 
@@ -18,7 +36,6 @@ typedef struct {
   char *path;
   Mapping mapping;
   SafetensorsHeader header;
-  ReadAhead *ahead;
 } TensorFile;
 
 typedef struct {
@@ -27,8 +44,10 @@ typedef struct {
   int64_t count, capacity;
 } TensorSet;
 
-// Opens the set (count 0: neither file nor index is there). Fails naming a file that is not valid or disagrees.
+// Opens the set (count 0: neither file nor index is there). Fails naming a file that is cut short, not valid or disagrees,
+// or returns false with that as the reason.
 TensorSet tensor_set_open(const char *folder, const char *stem);
+bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason);
 void tensor_set_close(TensorSet *set);
 
 // The tensor called `name`, and its file; NULL when there is none.
@@ -44,7 +63,7 @@ typedef struct {
   const Tensor *role;
 } TensorToStore;
 
-// A parameter in one role (parameters->value, ...), called "PREFIXname".
+// A parameter in one role (parameters->value, ...), called "PREFIX.name", or "name" without a prefix.
 TensorToStore parameter_to_store(const char *prefix, const Parameters *parameters, const Parameter *parameter,
                                  const Tensor *role, Dtype dtype);
 
@@ -56,6 +75,9 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // --- a model's tensors -------------------------------------------------------------------------------------
 
+#define MODEL_STEM "model"
+#define STATE_STEM "training_state"
+
 // Reads model.safetensors or its shards into the weights and, where they are kept, the master weights. Every
 // tensor of the model must be there with its shape, and nothing else but what is known to mean nothing (buffers
 // of old files, a copy of a tied head): what is missing, left over or misshapen is named in one sentence with
@@ -64,11 +86,9 @@ void weights_load(Model *model, Backend *backend, const char *folder);
 // Writes them, as fp32 from the master weights where there are any, or as bf16.
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes);
 
-// The moments ("m.NAME", "v.NAME") in their dtype and, unless the stored weights are fp32 already, the
+// The optimizer's states ("m.NAME", ...) in their dtype and, unless the stored weights are fp32 already, the
 // master weights ("master.NAME"), in training_state.safetensors or its shards.
 void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype weights_dtype,
                      size_t shard_bytes);
 // Call after weights_load. Fails like it.
 void optimizer_load(Model *model, Backend *backend, const char *folder);
-
-bool is_optimizer_file(const char *name);

@@ -576,13 +576,20 @@ TEST(what_is_left_out_is_said) {
   source_close(source);
 }
 
-// A file that takes the inode of an output which is gone is not that output.
-TEST(an_output_that_is_gone_is_forgotten) {
-  fclose(file_create("log", temp_path("gone.jsonl"), "{", false));
-  remove(temp_path("gone.jsonl"));
-  write_bytes("new.png", "", 0);
-  fclose(file_create("picture", temp_path("new.png"), "\x89", false));
-  ASSERT_FAILS(file_create("log", temp_path("new.png"), "{", false), "picture is written there");
+// As long as an output is open, no other is written there.
+TEST(an_output_is_locked) {
+  write_bytes("new.jsonl", "", 0);
+  FILE *log = file_create("the log", temp_path("new.jsonl"), "{", false);
+  ASSERT_FAILS(file_create("the picture", temp_path("new.jsonl"), "{", true),
+               "another output is written there");
+  fputs("{\n{\"cut", log);
+  fclose(log);
+  fclose(file_create("the log", temp_path("new.jsonl"), "{", true)); // whose last line a full disk cut
+  size_t length;
+  char *text = file_read(temp_path("new.jsonl"), &length);
+  assert_string_equal(text, "{\n");
+  free(text);
+  ASSERT_FAILS(file_create("the picture", temp_path("new.jsonl"), "\x89", false), "is not from this program");
 }
 
 // --- all tests ----------------------------------------------------------------------------------------

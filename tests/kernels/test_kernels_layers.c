@@ -390,7 +390,7 @@ static const LinearShape linear_sizes[] = {
 };
 enum { LINEAR_SIZES = sizeof linear_sizes / sizeof *linear_sizes, FIRST_MIRRORED = 6 };
 
-static void each_linear(Harness *h, Case run, const LinearShape *variants, size_t count) {
+static void each_linear(Harness *h, TestCase run, const LinearShape *variants, size_t count) {
   for (size_t i = 0; i < LINEAR_SIZES; i++)
     for (size_t k = 0; k < 2 * count; k++) {
       LinearShape shape[] = {variants[k / 2]};

@@ -1,5 +1,5 @@
-// Checkpoints on disk: what is refused when weights are loaded, folders that appear whole or not at all,
-// damage that is noticed, and the directory that holds them. tests/trainer/test_resume.c has whole runs.
+// Checkpoints on disk: what is refused when weights are loaded, checkpoints that appear whole or not at all whenever the
+// program is killed, damage that is noticed, and what is never removed. tests/trainer/test_resume.py has whole runs.
 #include "base/file.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
@@ -7,12 +7,12 @@
 #include "tests/runs.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #define TINY                                                                                                 \
@@ -66,15 +66,15 @@ static void add_tensor(Tampered *t, const char *name, Tensor tensor) {
 
 // Stores what there is and loads it.
 static void load_tampered(Tampered *t, size_t shard_bytes) {
-  Folder folder = folder_begin(temp_path("."), "tampered");
+  shell("rm -rf %s", temp_path("tampered"));
+  Folder folder = folder_begin(temp_path("."), "tampered", NULL);
   tensor_set_write(&folder, "model", t->list, t->count, t->run->h->backend, shard_bytes);
   Reason reason;
   assert_true(folder_finish(&folder, &reason));
   weights_load(trainer_model(&t->run->trainer), t->run->h->backend, temp_path("tampered"));
 }
 
-static void what_is_missing_left_over_or_misshapen_is_named(void **state) {
-  (void)state;
+TEST(what_is_missing_left_over_or_misshapen_is_named) {
   Tampered t = tamper("");
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
   t.count--;
@@ -104,8 +104,7 @@ static void what_is_missing_left_over_or_misshapen_is_named(void **state) {
   run_close(t.run);
 }
 
-static void a_tied_head_must_be_the_embedding(void **state) {
-  (void)state;
+TEST(a_tied_head_must_be_the_embedding) {
   Tampered t = tamper("");
   add_tensor(&t, "lm_head.weight", t.list[0].tensor);
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
@@ -120,37 +119,32 @@ static void a_tied_head_must_be_the_embedding(void **state) {
   run_close(t.run);
 }
 
-static void shards_and_index_must_agree(void **state) {
-  (void)state;
+TEST(shards_and_index_must_agree) {
+  static const struct {
+    const char *command, *why, *more;
+  } cases[] = {
+      {"sed -i s/00003-of/00001-of/ *.json", "model-00001-of-00003.safetensors lacks", "says is in it"},
+      {"rm model-00003*", "model-00003-of-00003.safetensors does not exist", "says that"},
+      {"sed -i 's/model-00003-of/..\\/model-00003-of/' *.json", "names no file of its folder", ""},
+      {"echo '{}' >model.safetensors.index.json", "index.json has no weight_map", ""},
+      {"echo '[' >model.safetensors.index.json", "index.json cannot be read: it is no JSON object", ""},
+      {"rm *; ln -s nowhere model.safetensors.index.json", "cannot open", "index.json"},
+      {"rm *; ln -s model.safetensors model.safetensors", "cannot open", "model.safetensors"},
+      {"rm *", "model.safetensors does not exist", "save_pretrained"},
+      {"rm *; truncate -s 100 model.safetensors", "other/model.safetensors: its header", ""}};
   Tampered t = tamper("");
   load_tampered(&t, 1000);
-  const char *index = temp_path("tampered/model.safetensors.index.json");
   assert_true(path_exists(temp_path("tampered/model-00002-of-00003.safetensors")));
-  Model *model = trainer_model(&t.run->trainer);
-  Backend *backend = t.run->h->backend;
-  char folder[512];
-  snprintf(folder, sizeof folder, "%s", temp_path("tampered"));
-  shell("cd %s && cp -r tampered aside && sed -i 's/00003-of/00001-of/' tampered/*.json", temp_path("."));
-  ASSERT_FAILS(weights_load(model, backend, folder), "model-00001-of-00003.safetensors lacks",
-               "says is in it");
-  shell("cd %s && cp aside/*.json tampered && rm tampered/model-00003*", temp_path("."));
-  ASSERT_FAILS(weights_load(model, backend, folder), "model-00003-of-00003.safetensors does not exist",
-               "says that");
-  shell("cd %s && sed -i 's/model-00003-of/..\\/model-00003-of/' tampered/*.json", temp_path("."));
-  ASSERT_FAILS(weights_load(model, backend, folder), "names no file of its folder");
-  shell("echo '{}' >%s", index);
-  ASSERT_FAILS(weights_load(model, backend, folder), "index.json has no weight_map");
-  shell("echo '[' >%s", index);
-  ASSERT_FAILS(weights_load(model, backend, folder), "index.json cannot be read: it is no JSON object");
-  shell("rm -r %s/*", folder);
-  ASSERT_FAILS(weights_load(model, backend, folder), "model.safetensors does not exist", "save_pretrained");
-  shell("truncate -s 100 %s/model.safetensors", folder);
-  ASSERT_FAILS(weights_load(model, backend, folder), "tampered/model.safetensors: its header");
+  for (volatile size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    shell("cd %s && rm -rf other && cp -r tampered other && cd other && %s", temp_path("."),
+          cases[i].command);
+    ASSERT_FAILS(weights_load(trainer_model(&t.run->trainer), t.run->h->backend, temp_path("other")),
+                 cases[i].why, cases[i].more);
+  }
   run_close(t.run);
 }
 
-static void options_that_contradict_the_model_are_refused(void **state) {
-  (void)state;
+TEST(options_that_contradict_the_model_are_refused) {
   const char *origin = "--init tests/golden/llama --data tests/golden/llama/tokens.bin --batch 1 --seq-len 8";
   static const char *const refused[][2] = {
       {"--vocab 62", "--vocab is 62, and tests/golden/llama/config.json says 61"},
@@ -162,7 +156,7 @@ static void options_that_contradict_the_model_are_refused(void **state) {
       {"--rope-theta 7", "--rope-theta"},
       {"--model llama-tiny", "--model and --init"},
       {"--seq-len 65", "longer than the 64 positions"},
-      {"--save-every 3", "need --save"},
+      {"--save-every 3", "add --save DIR"},
       {"--resume auto", "--save DIR"}};
   for (volatile size_t i = 0; i < sizeof refused / sizeof *refused; i++)
     ASSERT_FAILS(run_open("%s %s", origin, refused[i][0]), refused[i][1]);
@@ -172,85 +166,179 @@ static void options_that_contradict_the_model_are_refused(void **state) {
   ASSERT_FAILS(run_open("--init %s", temp_path("nowhere")), "nowhere/config.json does not exist");
 }
 
-// --- folders -----------------------------------------------------------------------------------------------
+// --- saving, step by step ----------------------------------------------------------------------------------
 
-static bool make_folder(const char *name, const char *text, Reason *reason) {
-  Folder folder = folder_begin(temp_path("."), name);
-  folder_file(&folder, "a");
-  folder_write(&folder, text, strlen(text));
-  folder_file(&folder, "empty");
-  return folder_finish(&folder, reason);
+// The C library's calls by which a checkpoint is made, as seen by the test: each is noted, with its paths in the store, and
+// the program may be killed before any of them.
+static char events[65536];
+static int event_count, kill_before = -1;
+static bool read_only;
+static jmp_buf killed;
+
+static const char *in_store(const char *path) {
+  const char *at = strstr(path, "/store");
+  return at ? at + strlen("/store") + (at[strlen("/store")] == '/') : path;
 }
 
-static void every_damage_is_noticed(void **state) {
-  (void)state;
+static void event(const char *call, const char *path, const char *to) {
+  if (event_count++ == kill_before) longjmp(killed, 1);
+  size_t length = strlen(events);
+  snprintf(events + length, sizeof events - length, "%s %s%s%s\n", call, in_store(path), *to ? " " : "",
+           in_store(to));
+}
+
+int fsync(int file) {
+  char link[64], path[PATH_MAX] = "";
+  snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+  assert_true(readlink(link, path, sizeof path - 1) > 0);
+  event("sync", path, "");
+  return (int)syscall(SYS_fsync, file);
+}
+
+int rename(const char *from, const char *to) {
+  event("rename", from, to);
+  return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
+}
+
+int renameat2(int a, const char *from, int b, const char *to, unsigned flags) {
+  event("exchange", from, to);
+  return (int)syscall(SYS_renameat2, a, from, b, to, flags);
+}
+
+int symlink(const char *target, const char *path) {
+  event("link", path, "");
+  return (int)syscall(SYS_symlinkat, target, AT_FDCWD, path);
+}
+
+int unlink(const char *path) {
+  event("unlink", path, "");
+  return (int)syscall(SYS_unlinkat, AT_FDCWD, path, 0);
+}
+
+int unlinkat(int folder, const char *name, int flags) {
+  event("unlink", name, "");
+  return (int)syscall(SYS_unlinkat, folder, name, flags);
+}
+
+int mkdir(const char *path, mode_t mode) {
+  if (read_only && strstr(path, "/.saving-")) return errno = EROFS, -1;
+  if (strstr(path, "/.saving-")) event("mkdir", path, "");
+  return (int)syscall(SYS_mkdirat, AT_FDCWD, path, mode);
+}
+
+static bool save_step(Run *run, CheckpointStore *store, int64_t step, Reason *reason) {
+  cJSON *state = cJSON_CreateObject();
+  cJSON_AddNumberToObject(state, "step", (double)step);
+  bool saved = checkpoint_save(store, trainer_model(&run->trainer), run->h->backend, step, state, reason);
+  cJSON_Delete(state);
+  return saved;
+}
+
+static void save_steps(Run *run, CheckpointStore *store, const int64_t *steps, int count) {
   Reason reason;
-  assert_true(make_folder("whole", "some text", &reason));
-  char folder[512], path[640];
-  snprintf(folder, sizeof folder, "%s", temp_path("whole"));
-  snprintf(path, sizeof path, "%s/a", folder);
-  assert_true(folder_intact(folder, CHECK_ALL, NULL, &reason));
-  for (int bit = 0; bit < 9 * 8; bit++) {
-    char text[] = "some text";
-    text[bit / 8] ^= (char)(1 << bit % 8);
-    write_bytes("whole/a", text, 9);
-    assert_true(folder_intact(folder, CHECK_LENGTHS, NULL, &reason));
-    assert_false(folder_intact(folder, CHECK_ALL, NULL, &reason));
-    assert_non_null(strstr(reason.text, "whole/a is damaged"));
-  }
-  write_bytes("whole/a", "some tex", 8);
-  assert_false(folder_intact(folder, CHECK_LENGTHS, NULL, &reason));
-  assert_non_null(strstr(reason.text, "has 8 bytes, not the 9 that were written"));
-  write_bytes("whole/a", "some text", 9);
-  assert_true(folder_intact(folder, CHECK_ALL, NULL, &reason));
-  unlink(path);
-  assert_false(folder_intact(folder, CHECK_LENGTHS, NULL, &reason));
-  write_text("whole/checksums.json", "{\"../x\":{}}");
-  assert_false(folder_intact(folder, CHECK_ALL, NULL, &reason));
-  write_text("whole/checksums.json", "{\"a\":");
-  assert_false(folder_intact(folder, CHECK_ALL, NULL, &reason));
-  assert_false(folder_intact(temp_path("absent"), CHECK_ALL, NULL, &reason));
+  for (int i = 0; i < count; i++)
+    if (!save_step(run, store, steps[i], &reason)) fail_msg("%s", reason.text);
 }
 
-// The standard's check value, in one piece, in many, and over more than one block.
-static void checksums_are_crc32(void **state) {
-  (void)state;
-  assert_int_equal(checksum(0, "123456789", 9), 0xCBF43926);
-  assert_int_equal(checksum(checksum(0, "1234", 4), "56789", 5), 0xCBF43926);
-  size_t size = ((size_t)66 << 20) + 5;
-  char *bytes = malloc(size);
-  for (size_t i = 0; i < size; i++) bytes[i] = (char)(i * i >> 7);
-  uint32_t parts = 0;
-  for (size_t first = 0; first < size; first += 999999)
-    parts = checksum(parts, bytes + first, size - first < 999999 ? size - first : 999999);
-  assert_int_equal(checksum(0, bytes, size), parts);
-  free(bytes);
+static CheckpointStore open_store(const char *name, int64_t keep) {
+  CheckpointStore store = checkpoint_store_open(temp_path(name), NULL, NULL, -1, true);
+  store.keep = keep;
+  return store;
 }
 
-// Writes as far as a limit lets it, at every byte of the way: the folder of before stays, and nothing else.
-static void a_full_disk_leaves_what_was_there(void **state) {
-  (void)state;
-  Reason reason;
-  assert_true(make_folder("kept", "first", &reason));
-  char folder[512];
-  snprintf(folder, sizeof folder, "%s", temp_path("kept"));
+#define NEW_STEP                                                                                             \
+  "mkdir .saving-step-000002\nsync .saving-step-000002/trainer_state.json.new\n"                             \
+  "rename .saving-step-000002/trainer_state.json.new .saving-step-000002/trainer_state.json\n"               \
+  "sync .saving-step-000002\nsync .saving-step-000002/model.safetensors\n"                                   \
+  "sync .saving-step-000002/training_state.safetensors\n"                                                    \
+  "sync .saving-step-000002/generation_config.json\nsync .saving-step-000002/config.json\n"                  \
+  "sync .saving-step-000002\n"
+#define LATEST                                                                                               \
+  "link .latest\nrename .latest latest\nlink config.json\nlink generation_config.json\n"                     \
+  "link model.safetensors\nlink trainer_state.json\nlink training_state.safetensors\nsync \n"
+#define GONE                                                                                                 \
+  "unlink config.json\nunlink generation_config.json\nunlink model.safetensors\n"                            \
+  "unlink training_state.safetensors\nunlink trainer_state.json\n"
+
+// Everything is on the disk before it has its name, `latest` moves before anything goes, and a folder's mark goes last.
+TEST(a_checkpoint_is_saved_in_this_order) {
+  Run *run = open_tiny("");
+  CheckpointStore store = open_store("order/store", 1);
+  save_steps(run, &store, (const int64_t[]){1}, 1);
+  events[0] = 0;
+  save_steps(run, &store, (const int64_t[]){2}, 1);
+  assert_string_equal(events, NEW_STEP "rename .saving-step-000002 step-000002\nsync \n" LATEST
+                                       "rename step-000001 .removing-step-000001\n" GONE);
+  events[0] = 0;
+  save_steps(run, &store, (const int64_t[]){2}, 1); // which takes the old one's place
+  assert_string_equal(events,
+                      NEW_STEP "exchange .saving-step-000002 step-000002\n"
+                               "rename .saving-step-000002 .removing-step-000002\nsync \n" GONE LATEST);
+  checkpoint_store_close(&store);
+  run_close(run);
+}
+
+// Killed before each of those calls in turn: there is a whole checkpoint, `latest` leads to one, and the next run cleans up.
+TEST(a_killed_save_leaves_a_whole_checkpoint) {
+  Run *run = open_tiny("");
+  for (volatile int replace = 0; replace < 2; replace++)
+    for (volatile int at = 0, done = 0; !done; at++) {
+      shell("rm -rf %s", temp_path("killed"));
+      static CheckpointStore store;
+      store = open_store("killed/store", 1);
+      save_steps(run, &store, (const int64_t[]){1}, 1);
+      event_count = 0;
+      kill_before = at;
+      expect_failures(true); // what a killed process had allocated is no leak
+      if (!setjmp(killed)) {
+        save_steps(run, &store, (const int64_t[]){2 - replace}, 1);
+        done = 1;
+      }
+      expect_failures(false);
+      kill_before = -1;
+      assert_true(!done || at > 20);
+      checkpoint_store_close(&store); // a process that ends gives its lock back
+      checkpoint_require_whole(temp_path("killed/store/latest"));
+      store = open_store("killed/store", 1);
+      bool any;
+      char *newest = checkpoint_newest(temp_path("killed/store"), &any);
+      assert_non_null(newest);
+      free(newest);
+      shell("cd %s && ! ls -A | grep -e saving -e removing", temp_path("killed/store"));
+      save_steps(run, &store, (const int64_t[]){3}, 1);
+      shell("cd %s && test $(ls -d step-*) = step-000003 && test $(readlink latest) = step-000003",
+            temp_path("killed/store"));
+      checkpoint_store_close(&store);
+    }
+  run_close(run);
+}
+
+// Writes as far as a limit lets it, at every byte of the way: the checkpoint of before stays, and nothing else.
+TEST(a_full_disk_leaves_what_was_there) {
+  static const char *const texts[] = {"first", "second, which is longer than the first"};
+  make_directory("full");
   struct rlimit before, limit;
   getrlimit(RLIMIT_FSIZE, &before);
   signal(SIGXFSZ, SIG_IGN);
   int failures = 0;
-  for (rlim_t most = 0; most < 200; most += 3) {
+  bool made = false;
+  for (rlim_t most = 100; !made; most = most == 100 ? 0 : most + 3) {
+    const char *text = texts[most != 100];
     limit = (struct rlimit){.rlim_cur = most, .rlim_max = before.rlim_max};
     setrlimit(RLIMIT_FSIZE, &limit);
-    bool made = make_folder("kept", "second, which is longer than the first", &reason);
+    Reason reason;
+    Folder folder = folder_begin(temp_path("full"), "step-000007", "{\"step\": 7}");
+    folder_add(&folder, "model.safetensors", text, strlen(text));
+    folder_file(&folder, "config.json");
+    bool finished = folder_finish(&folder, &reason);
     setrlimit(RLIMIT_FSIZE, &before);
-    Reason why;
-    assert_true(folder_intact(folder, CHECK_ALL, NULL, &why));
+    made = finished && most != 100;
     size_t length;
-    char *text = file_read(temp_path("kept/a"), &length);
-    assert_string_equal(text, made ? "second, which is longer than the first" : "first");
-    free(text);
-    assert_false(path_exists(temp_path(".saving-kept")));
-    if (made) break;
+    char *found = file_read(temp_path("full/step-000007/model.safetensors"), &length);
+    assert_string_equal(found, texts[made]);
+    free(found);
+    shell("cd %s && test $(ls -A) = step-000007", temp_path("full"));
+    if (finished) continue;
     failures++;
     assert_non_null(strstr(reason.text, "cannot write"));
     assert_non_null(strstr(reason.text, strerror(EFBIG)));
@@ -258,115 +346,135 @@ static void a_full_disk_leaves_what_was_there(void **state) {
   assert_in_range(failures, 10, 66);
 }
 
+TEST(damage_is_noticed_and_passed_over) {
+  static const struct {
+    const char *command, *why;
+  } cases[] = {{"truncate -s -1 training_state.safetensors", "cut short"},
+               {"truncate -s 50 model.safetensors", "model.safetensors: its header would have"},
+               {"rm model.safetensors", "model.safetensors does not exist"},
+               {"rm training_state.safetensors", "training_state.safetensors does not exist"},
+               {"rm trainer_state.json", "trainer_state.json does not exist"},
+               {"rm trainer_state.json; mkdir trainer_state.json", "it is not a regular file"},
+               {"echo '{' >trainer_state.json", "trainer_state.json cannot be read"},
+               {"echo '{}' >trainer_state.json", "trainer_state.json has no step"},
+               {"rm config.json", "config.json does not exist"},
+               {"echo '{}' >config.json", "config.json: model_type"},
+               {"rm config.json; ln -s config.json config.json", "cannot open"},
+               {"ln -s nowhere model.safetensors.index.json", "cannot open"}};
+  Run *run = open_tiny("");
+  CheckpointStore store = open_store("store", 0);
+  save_steps(run, &store, (const int64_t[]){5, 1000000}, 2);
+  char at[512];
+  snprintf(at, sizeof at, "%s", temp_path("damaged/step-1000000"));
+  for (volatile size_t i = 0; i <= sizeof cases / sizeof *cases; i++) {
+    bool last = i == sizeof cases / sizeof *cases, any; // what an earlier version left is no damage
+    shell("cd %s/.. && rm -rf damaged && cp -r store damaged && cd damaged/step-1000000 && %s",
+          temp_path("store"), last ? "echo x >checksums.json" : cases[i].command);
+    if (!last) ASSERT_FAILS(checkpoint_require_whole(at), cases[i].why, "name another checkpoint");
+    char *newest = checkpoint_newest(temp_path("damaged"), &any); // warns
+    assert_string_equal(strrchr(newest, '/'), last ? "/step-1000000" : "/step-000005");
+    free(newest);
+  }
+  checkpoint_store_close(&store);
+  store = checkpoint_store_open(temp_path("damaged"), NULL, NULL, 5, true);
+  store.keep = 1;
+  save_steps(run, &store, (const int64_t[]){1000001}, 1);
+  shell("cd %s && test $(ls -d step-*) = step-1000001",
+        temp_path("damaged")); // the list of before is ours, too
+  checkpoint_store_close(&store);
+  run_close(run);
+}
+
 // --- the directory of checkpoints --------------------------------------------------------------------------
 
-static void save_steps(Run *run, CheckpointStore *store, const int64_t *steps, int count) {
-  cJSON *state = cJSON_CreateObject();
-  Reason reason;
-  for (int i = 0; i < count; i++)
-    assert_true(
-        checkpoint_save(store, trainer_model(&run->trainer), run->h->backend, steps[i], state, &reason));
-  cJSON_Delete(state);
-}
-
-static void the_newest_are_kept(void **state) {
-  (void)state;
+TEST(the_newest_are_kept) {
   Run *run = open_tiny("");
   char directory[512];
-  snprintf(directory, sizeof directory, "%s", temp_path("deep/down/store"));
-  CheckpointStore store = checkpoint_store_open(directory, NULL, NULL, -1, false);
-  store.keep = 2;
-  save_steps(run, &store, (const int64_t[]){5, 10, 999999, 1000000}, 4);
-  assert_false(path_exists(temp_path("deep/down/store/step-000005")));
-  assert_false(path_exists(temp_path("deep/down/store/step-000010")));
-  assert_true(path_exists(temp_path("deep/down/store/step-999999")));
-  char target[64] = "";
-  assert_int_equal(readlink(temp_path("deep/down/store/latest"), target, 63), 12);
-  assert_string_equal(target, "step-1000000");
-  assert_true(path_exists(temp_path("deep/down/store/model.safetensors")));
+  snprintf(directory, sizeof directory, "%s", temp_path("deep/down/here"));
+  CheckpointStore store = open_store("deep/down/here", 2);
+  store.shard_bytes = 1000;
+  save_steps(run, &store, (const int64_t[]){5, 10, 999999}, 3);
+  assert_true(path_exists(temp_path("deep/down/here/model.safetensors.index.json")));
+  store.shard_bytes = CHECKPOINT_SHARD_BYTES;
+  save_steps(run, &store, (const int64_t[]){1000000}, 1);
+  shell("cd %s && test \"$(echo step-*)\" = 'step-1000000 step-999999' && test $(readlink latest) = "
+        "step-1000000 && "
+        "test ! -L model.safetensors.index.json && test -e model.safetensors",
+        directory);
   ModelConfig config = hf_config_read(directory);
   assert_string_equal(config.name, "llama-tiny");
-  assert_int_equal(config.vocab_size, 20);
-
-  bool any;
-  char *newest = checkpoint_newest(directory, CHECK_ALL, &any);
-  assert_non_null(strstr(newest, "step-1000000"));
-  free(newest);
-  write_text("deep/down/store/step-1000000/config.json", "{}");
-  newest = checkpoint_newest(directory, CHECK_ALL, &any); // warns
-  assert_non_null(strstr(newest, "step-999999"));
-  free(newest);
   ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 999999, true), "another run is writing");
   checkpoint_store_close(&store);
-
   ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000000 is there",
                "--resume auto");
-  shell("cd %s && mkdir .saving-step-000007 .removing-step-000003 && touch .saving-step-000007/x && "
-        "echo '{\"x\": {}}' >.saving-step-000007/checksums.json",
-        directory);
-  store = checkpoint_store_open(directory, NULL, NULL, 999999, true);
-  assert_false(path_exists(temp_path("deep/down/store/.saving-step-000007")));
-  assert_false(path_exists(temp_path("deep/down/store/.removing-step-000003")));
-  save_steps(run, &store, (const int64_t[]){1000000}, 1); // in the damaged one's place
-  newest = checkpoint_newest(directory, CHECK_ALL, &any);
-  assert_non_null(strstr(newest, "step-1000000"));
-  free(newest);
-  checkpoint_store_close(&store);
   run_close(run);
 }
 
-// Nothing is removed but what a folder's list names: no link is followed, no foreign file deleted.
-static void foreign_files_are_never_removed(void **state) {
-  (void)state;
+// Nothing is removed but by our names, and marked: no link is followed, no foreign file deleted, nor one overwritten.
+TEST(foreign_files_are_never_removed) {
+  static const struct {
+    const char *command,
+        *left; // in a store with step 1, before steps 2 and 3 are saved and 1 is too old; and after
+  } cases[] = {
+      {"mv step-000001 ../moved && ln -s ../moved step-000001",
+       "-L step-000001 && test -e ../moved/config.json"},
+      {"touch step-000001/notes", "-e step-000001/notes && test -e step-000001/model.safetensors"},
+      {"mkdir step-000001/vocab.json", "-e step-000001/model.safetensors"},
+      {"ln -sf ../../keep step-000001/merges.txt", "-L step-000001/merges.txt"},
+      {"rm step-000001/trainer_state.json", "-e step-000001/model.safetensors"},
+      {"echo '{\"step\": 7}' >step-000001/trainer_state.json", "-e step-000001/model.safetensors"},
+      {"echo '{\"global_step\": 1}' >step-000001/trainer_state.json", "-e step-000001/model.safetensors"},
+      {"mv step-000001 step-1x", "-e step-1x/model.safetensors"},
+      {"mkdir -p .removing-step-000001/x",
+       "-e step-000001/model.safetensors && test -e .removing-step-000001/x"},
+      {"rm model.safetensors && echo mine >model.safetensors", "$(cat model.safetensors) = mine"},
+      {"rm latest && echo mine >latest", "$(cat latest) = mine"},
+      {"echo mine >.latest", "$(cat .latest) = mine"},
+      {"touch adapter.safetensors", "-e adapter.safetensors"},
+      {"cp -r ../store ../moved && rm -r ../store",
+       "-e step-000003/model.safetensors && test -e latest/config.json"}};
   Run *run = open_tiny("");
-  char directory[512];
-  snprintf(directory, sizeof directory, "%s", temp_path("shared"));
-  shell("mkdir -p %s/.saving-real %s/../elsewhere && cd %s && touch ../elsewhere/precious "
-        ".saving-real/precious && "
-        "ln -s ../elsewhere .removing-x && ln -s ../elsewhere .saving-x",
-        directory, directory, directory);
-  CheckpointStore store = checkpoint_store_open(directory, NULL, NULL, -1, false);
-  store.keep = 1;
-  save_steps(run, &store, (const int64_t[]){1}, 1);
-  // One step moved elsewhere and linked back, a file put into the next one, a third as it was.
-  shell("cd %s && mv step-000001 ../elsewhere/moved && ln -s ../elsewhere/moved step-000001", directory);
-  save_steps(run, &store, (const int64_t[]){2}, 1);
-  shell("cd %s && touch step-000002/notes", directory);
-  save_steps(run, &store, (const int64_t[]){3, 4}, 2);
-  shell("cd %s && test -e ../elsewhere/precious && test -e .saving-real/precious && test -L .removing-x && "
-        "test -e ../elsewhere/moved/model.safetensors && test -L step-000001 && test -e step-000002/notes && "
-        "test -e step-000002/model.safetensors && test ! -e step-000003 && test -e step-000004",
-        directory);
-  // A file that stands where a folder's replacement goes is moved aside whole.
-  save_steps(run, &store, (const int64_t[]){2}, 1);
-  shell("cd %s && test -e .removing-step-000002/notes && test ! -e step-000002/notes", directory);
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    shell("rm -rf %s", temp_path("foreign"));
+    CheckpointStore store = open_store("foreign/store", 2);
+    save_steps(run, &store, (const int64_t[]){1}, 1);
+    shell("cd %s && %s", temp_path("foreign/store"), cases[i].command);
+    save_steps(run, &store, (const int64_t[]){2, 3}, 2); // warns
+    shell("cd %s && test -e step-000003/model.safetensors && test %s", temp_path("foreign/store"),
+          cases[i].left);
+    checkpoint_store_close(&store);
+  }
+  // What stands in a checkpoint's place, or is hidden by our names, is in the way.
+  CheckpointStore store = open_store("foreign/store", 2);
+  Reason reason;
+  shell("touch %s/step-000003/notes", temp_path("foreign/store"));
+  assert_false(save_step(run, &store, 3, &reason));
+  assert_non_null(
+      strstr(reason.text, "step-000003 is left: it holds notes, which this program did not write"));
+  shell("cd %s && test -e step-000003/model.safetensors && ! ls -A | grep saving",
+        temp_path("foreign/store"));
   checkpoint_store_close(&store);
+  shell("cd %s && mkdir .saving-step-000009 .saving-mine && touch .saving-step-000009/config.json",
+        temp_path("foreign/store"));
+  ASSERT_FAILS(open_store("foreign/store", 2), ".saving-step-000009 is left: it has no trainer_state.json",
+               "move it away");
+  shell("test -e %s/.saving-step-000009/config.json", temp_path("foreign/store"));
+  make_directory("dumped");
+  Folder folder = folder_begin(temp_path("."), "dumped", NULL);
+  folder_add(&folder, "first_step.safetensors", "x", 1);
+  assert_false(folder_finish(&folder, &reason));
+  assert_non_null(strstr(reason.text, "dumped: it exists; name another directory"));
+  assert_false(path_exists(temp_path(".saving-dumped")));
+  ASSERT_FAILS(folder_require_new("dump", temp_path("."), "dumped"), "dumped exists; name another directory");
   run_close(run);
 }
 
-// What a writer that was killed left is known from its list, at any moment of the writing.
-static void left_overs_are_known_by_their_list(void **state) {
-  (void)state;
-  char parent[512];
-  snprintf(parent, sizeof parent, "%s", temp_path("."));
-  for (int files = 0; files < 3; files++) {
-    Folder folder = folder_begin(parent, "killed"); // and never finished
-    if (files > 0) folder_add(&folder, "a", "text", 4);
-    if (files > 1) folder_file(&folder, "b");
-    assert_true(folder.ok && path_exists(temp_path(".saving-killed")));
-    folder_clean(parent);
-    assert_false(path_exists(temp_path(".saving-killed")));
-    Reason reason;
-    folder_finish(&folder, &reason);
-  }
-}
-
-static void a_model_is_not_written_over(void **state) {
-  (void)state;
+TEST(where_checkpoints_cannot_go_is_said_at_once) {
   static const char *const foreign[] = {"model.safetensors",
                                         "model-00001-of-00002.safetensors",
                                         "model.safetensors.index.json",
                                         "tokenizer.json",
+                                        "config.json",
                                         "latest",
                                         ".latest"};
   for (volatile size_t i = 0; i < 2 * sizeof foreign / sizeof *foreign; i++) {
@@ -375,20 +483,19 @@ static void a_model_is_not_written_over(void **state) {
     ASSERT_FAILS(checkpoint_store_open(temp_path("mixed"), NULL, NULL, -1, false),
                  "it holds a model that is no checkpoint", foreign[i / 2]);
   }
-  make_directory("model");
-  write_text("model/config.json", "{}");
-  ASSERT_FAILS(checkpoint_store_open(temp_path("model"), NULL, NULL, -1, false),
-               "it holds a model that is no checkpoint");
   write_text("file", "");
-  ASSERT_FAILS(checkpoint_store_open(temp_path("file/store"), NULL, NULL, -1, false), "cannot make");
+  ASSERT_FAILS(open_store("file/store", 0), "cannot make");
+  ASSERT_FAILS(checkpoint_store_open("", NULL, NULL, -1, false), "the name of the folder is empty");
+  read_only = true;
+  ASSERT_FAILS(open_store("read-only", 0), "read-only: nothing can be written there", strerror(EROFS));
+  read_only = false;
   bool any;
-  assert_null(checkpoint_newest(temp_path("absent"), CHECK_ALL, &any));
+  assert_null(checkpoint_newest(temp_path("absent"), &any));
   assert_false(any);
 }
 
 // Companions come from the model's folder, unless it is gone: their bytes are kept.
-static void companions_travel_along(void **state) {
-  (void)state;
+TEST(companions_travel_along) {
   shell("cp -r tests/golden/llama %s", temp_path("origin"));
   write_text("origin/tokenizer.json", "{\"not\": \"read\"}");
   Run *run = run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", temp_path("origin"),
@@ -419,8 +526,7 @@ static void assert_travelled(const char *store, const char *name, const char *te
 
 // The tokenizer that the run was given is the model's from then on, with what lies next to it and nothing of
 // the one before; a later run that resumes needs not be given it again.
-static void a_given_tokenizer_travels_too(void **state) {
-  (void)state;
+TEST(a_given_tokenizer_travels_too) {
   static const char config[] = "{\"model_max_length\": 8}";
   shell("cp -r tests/golden/llama %s", temp_path("base"));
   write_text("base/tokenizer.json", "the model's");
@@ -457,20 +563,5 @@ static void a_given_tokenizer_travels_too(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(what_is_missing_left_over_or_misshapen_is_named),
-      cmocka_unit_test(a_tied_head_must_be_the_embedding),
-      cmocka_unit_test(shards_and_index_must_agree),
-      cmocka_unit_test(options_that_contradict_the_model_are_refused),
-      cmocka_unit_test(every_damage_is_noticed),
-      cmocka_unit_test(checksums_are_crc32),
-      cmocka_unit_test(a_full_disk_leaves_what_was_there),
-      cmocka_unit_test(the_newest_are_kept),
-      cmocka_unit_test(foreign_files_are_never_removed),
-      cmocka_unit_test(left_overs_are_known_by_their_list),
-      cmocka_unit_test(a_model_is_not_written_over),
-      cmocka_unit_test(companions_travel_along),
-      cmocka_unit_test(a_given_tokenizer_travels_too),
-  };
-  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+  return tests_run("checkpoint", make_temp_dir, remove_temp_dir);
 }

@@ -1,20 +1,10 @@
 // What a model is: names and shapes as Hugging Face has them, published sizes, where the tensors lie, the
 // rotary frequencies, first values, and configurations that are refused. tests/model/test_transformer.c has it
 // compute.
+#include "base/file.h"
 #include "model/model.h"
 #include "tests/harness.h"
 #include "tests/reference_model.h"
-
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
 
 static const ParameterDtypes all_fp32 = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};
 
@@ -38,104 +28,76 @@ static int close_cpu(void **state) {
 
 // --- names, shapes, counts ---------------------------------------------------------------------------------
 
-typedef struct {
-  const char *name;
-  int64_t d0, d1;
-} Expected;
+// The state_dicts of transformers' GPT2LMHeadModel with n_embd 128, n_layer 2, vocab_size 301, n_positions 40, where Conv1D
+// weights are [in, out]; and of LlamaForCausalLM with hidden_size 128, intermediate_size 384, 4 heads of 32 over 2 key/value
+// heads, 2 layers, vocab_size 301. Every layer has the tensors of layer 0. A tied lm_head, the last, has none of its own.
+#define LAYER(l)                                                                                             \
+  "transformer.h." l ".ln_1.weight 128 0 transformer.h." l ".ln_1.bias 128 0 "                               \
+  "transformer.h." l ".attn.c_attn.weight 128 384 transformer.h." l ".attn.c_attn.bias 384 0 "               \
+  "transformer.h." l ".attn.c_proj.weight 128 128 transformer.h." l ".attn.c_proj.bias 128 0 "               \
+  "transformer.h." l ".ln_2.weight 128 0 transformer.h." l ".ln_2.bias 128 0 "                               \
+  "transformer.h." l ".mlp.c_fc.weight 128 512 transformer.h." l ".mlp.c_fc.bias 512 0 "                     \
+  "transformer.h." l ".mlp.c_proj.weight 512 128 transformer.h." l ".mlp.c_proj.bias 128 0 "
+static const char gpt2_names[] = "transformer.wte.weight 301 128 transformer.wpe.weight 40 128 " LAYER("0")
+    LAYER("1") "transformer.ln_f.weight 128 0 transformer.ln_f.bias 128 0 lm_head.weight 301 128";
+#undef LAYER
+#define LAYER(l)                                                                                             \
+  "model.layers." l ".self_attn.q_proj.weight 128 128 model.layers." l ".self_attn.k_proj.weight 64 128 "    \
+  "model.layers." l ".self_attn.v_proj.weight 64 128 model.layers." l ".self_attn.o_proj.weight 128 128 "    \
+  "model.layers." l ".mlp.gate_proj.weight 384 128 model.layers." l ".mlp.up_proj.weight 384 128 "           \
+  "model.layers." l ".mlp.down_proj.weight 128 384 model.layers." l ".input_layernorm.weight 128 0 "         \
+  "model.layers." l ".post_attention_layernorm.weight 128 0 "
+static const char llama_names[] = "model.embed_tokens.weight 301 128 " LAYER("0")
+    LAYER("1") "model.norm.weight 128 0 lm_head.weight 301 128";
 
-static void check_table(const Model *model, const Expected *expected, int64_t count) {
-  Parameters parameters = model->parameters;
-  for (int64_t i = 0; i < count; i++) {
-    const Parameter *p = parameters_find(&parameters, expected[i].name);
-    if (!p) fail_msg("there is no %s", expected[i].name);
-    assert_int_equal(p->rank, expected[i].d1 ? 2 : 1);
-    assert_int_equal(p->shape[0], expected[i].d0);
-    assert_int_equal(p->shape[1], expected[i].d1);
-    assert_true(tensor_same_shape(p->value, p->grad));
-    assert_int_equal(tensor_count(p->value), expected[i].d0 * (expected[i].d1 ? expected[i].d1 : 1));
-  }
-  assert_int_equal(parameters.count, count);
-}
-
-// The state_dict of transformers' GPT2LMHeadModel with n_embd 128, n_layer 2, vocab_size 301, n_positions 40;
-// Conv1D weights are [in, out], and the tied lm_head has no tensor of its own.
-static void test_gpt2_names(void **state) {
-  Harness *h = *state;
-  static const Expected expected[] = {{"transformer.wte.weight", 301, 128},
-                                      {"transformer.wpe.weight", 40, 128},
-                                      {"transformer.h.0.ln_1.weight", 128, 0},
-                                      {"transformer.h.0.ln_1.bias", 128, 0},
-                                      {"transformer.h.0.attn.c_attn.weight", 128, 384},
-                                      {"transformer.h.0.attn.c_attn.bias", 384, 0},
-                                      {"transformer.h.0.attn.c_proj.weight", 128, 128},
-                                      {"transformer.h.0.attn.c_proj.bias", 128, 0},
-                                      {"transformer.h.0.ln_2.weight", 128, 0},
-                                      {"transformer.h.0.ln_2.bias", 128, 0},
-                                      {"transformer.h.0.mlp.c_fc.weight", 128, 512},
-                                      {"transformer.h.0.mlp.c_fc.bias", 512, 0},
-                                      {"transformer.h.0.mlp.c_proj.weight", 512, 128},
-                                      {"transformer.h.0.mlp.c_proj.bias", 128, 0},
-                                      {"transformer.h.1.ln_1.weight", 128, 0},
-                                      {"transformer.h.1.ln_1.bias", 128, 0},
-                                      {"transformer.h.1.attn.c_attn.weight", 128, 384},
-                                      {"transformer.h.1.attn.c_attn.bias", 384, 0},
-                                      {"transformer.h.1.attn.c_proj.weight", 128, 128},
-                                      {"transformer.h.1.attn.c_proj.bias", 128, 0},
-                                      {"transformer.h.1.ln_2.weight", 128, 0},
-                                      {"transformer.h.1.ln_2.bias", 128, 0},
-                                      {"transformer.h.1.mlp.c_fc.weight", 128, 512},
-                                      {"transformer.h.1.mlp.c_fc.bias", 512, 0},
-                                      {"transformer.h.1.mlp.c_proj.weight", 512, 128},
-                                      {"transformer.h.1.mlp.c_proj.bias", 128, 0},
-                                      {"transformer.ln_f.weight", 128, 0},
-                                      {"transformer.ln_f.bias", 128, 0}};
-  ModelConfig config = small("gpt2-tiny");
-  Model model;
-  model_create(&model, &config, h->backend, all_fp32, 40);
-  check_table(&model, expected, sizeof expected / sizeof *expected);
-  model_destroy(&model);
-}
-
-// The state_dict of transformers' LlamaForCausalLM with hidden_size 128, intermediate_size 384, 4 heads of 32
-// over 2 key/value heads, 2 layers, vocab_size 301, tie_word_embeddings false.
-static void test_llama_names(void **state) {
-  Harness *h = *state;
-  static const Expected expected[] = {{"model.embed_tokens.weight", 301, 128},
-                                      {"model.layers.0.self_attn.q_proj.weight", 128, 128},
-                                      {"model.layers.0.self_attn.k_proj.weight", 64, 128},
-                                      {"model.layers.0.self_attn.v_proj.weight", 64, 128},
-                                      {"model.layers.0.self_attn.o_proj.weight", 128, 128},
-                                      {"model.layers.0.mlp.gate_proj.weight", 384, 128},
-                                      {"model.layers.0.mlp.up_proj.weight", 384, 128},
-                                      {"model.layers.0.mlp.down_proj.weight", 128, 384},
-                                      {"model.layers.0.input_layernorm.weight", 128, 0},
-                                      {"model.layers.0.post_attention_layernorm.weight", 128, 0},
-                                      {"model.layers.1.self_attn.q_proj.weight", 128, 128},
-                                      {"model.layers.1.self_attn.k_proj.weight", 64, 128},
-                                      {"model.layers.1.self_attn.v_proj.weight", 64, 128},
-                                      {"model.layers.1.self_attn.o_proj.weight", 128, 128},
-                                      {"model.layers.1.mlp.gate_proj.weight", 384, 128},
-                                      {"model.layers.1.mlp.up_proj.weight", 384, 128},
-                                      {"model.layers.1.mlp.down_proj.weight", 128, 384},
-                                      {"model.layers.1.input_layernorm.weight", 128, 0},
-                                      {"model.layers.1.post_attention_layernorm.weight", 128, 0},
-                                      {"model.norm.weight", 128, 0},
-                                      {"lm_head.weight", 301, 128}};
-  ModelConfig config = small("llama-tiny");
-  enum { COUNT = sizeof expected / sizeof *expected };
-  for (int tied = 0; tied < 2; tied++) {
-    config.tie_word_embeddings = tied;
+TEST(test_names) {
+  static const char *const presets[] = {"gpt2-tiny", "llama-tiny"}, *const lists[] = {gpt2_names,
+                                                                                      llama_names};
+  for (int i = 0; i < 4; i++) {
+    ModelConfig config = small(presets[i / 2]);
+    bool tied = config.tie_word_embeddings = i % 2;
     Model model;
-    model_create(&model, &config, h->backend, all_fp32, 40);
-    check_table(&model, expected, tied ? COUNT - 1 : COUNT); // the head, last in the list, needs no tensor
+    model_create(&model, &config, ((Harness *)*state)->backend, all_fp32, 40);
+    int count = 0, length;
+    char name[96];
+    long long d0, d1;
+    for (const char *at = lists[i / 2]; sscanf(at, "%95s %lld %lld%n", name, &d0, &d1, &length) == 3;
+         at += length, count++) {
+      const Parameter *p = parameters_find(&model.parameters, name);
+      if (tied && !strcmp(name, "lm_head.weight")) {
+        assert_null(p);
+        break;
+      }
+      if (!p) fail_msg("there is no %s", name);
+      assert_int_equal(p->rank, d1 ? 2 : 1);
+      assert_true(p->shape[0] == d0 && p->shape[1] == d1);
+      assert_true(tensor_same_shape(p->value, p->grad));
+      assert_int_equal(tensor_count(p->value), d0 * (d1 ? d1 : 1));
+    }
+    assert_int_equal(model.parameters.count, count);
     assert_true((model.head.value.data == model.token_embedding.value.data) == tied);
     assert_true((model.head.grad.data == model.token_embedding.grad.data) == tied);
     model_destroy(&model);
   }
 }
 
-static void test_published_sizes(void **state) {
-  (void)state;
+// The families' names in help and messages, and those of the PyTorch patch, are those of the table.
+TEST(test_family_names) {
+  char names[256] = "", patch[256] = "MODELS = (";
+  for (int f = 0; f < FAMILY_COUNT; f++) {
+    const char *name = model_families[f].model_type;
+    assert_int_equal(model_families[f].config.family, f);
+    strcat(strcat(names, f + 1 == FAMILY_COUNT ? " and " : f ? ", " : ""), name);
+    strcat(strcat(strcat(patch, f ? ", \"" : "\""), name), "\"");
+  }
+  assert_string_equal(names, FAMILY_NAMES);
+  size_t length;
+  char *text = file_read("tools/torch/lce/modules.py", &length);
+  assert_non_null(strstr(text, strcat(patch, ")\n")));
+  free(text);
+}
+
+TEST(test_published_sizes) {
   static const struct {
     const char *preset;
     int64_t parameters;
@@ -161,7 +123,7 @@ static void test_published_sizes(void **state) {
 }
 
 // Every preset is complete, and its name is in the list that messages show.
-static void test_presets(void **state) {
+TEST(test_presets) {
   Harness *h = *state;
   char names[256];
   strcpy(names, model_preset_names());
@@ -178,22 +140,16 @@ static void test_presets(void **state) {
   assert_fails(h, "no model preset is called ''", model_preset_learning_rate(""));
 }
 
-// GPT-2 small by hand: 85.0M weights in GEMMs of the layers, 38.6M in the head; attention 12 * 1024 * 768.
-static void test_flops(void **state) {
-  (void)state;
-  ModelConfig config = model_preset("gpt2-124m");
+// By hand. GPT-2 small: 85.0M weights in GEMMs of the layers, 38.6M in the head; attention 12 * 1024 * 768. Qwen3 0.6B: its
+// heads together, 16 * 128, are twice as wide as the stream.
+TEST(test_flops) {
+  ModelConfig gpt2 = model_preset("gpt2-124m"), qwen = model_preset("qwen3-0.6b");
   double layer = 768.0 * 2304 + 768 * 768 + 2 * 768 * 3072;
   double want = 6 * (12 * layer + 50257.0 * 768) + 6.0 * 12 * 1024 * 768;
-  assert_true(fabs(model_flops_per_token(&config, 1024) / want - 1) < 1e-12);
-}
-
-// Qwen3 0.6B by hand: its heads together, 16 * 128, are twice as wide as the stream.
-static void test_flops_of_wide_heads(void **state) {
-  (void)state;
-  ModelConfig config = model_preset("qwen3-0.6b");
-  double layer = 1024.0 * 2048 * 2 + 1024.0 * 1024 * 2 + 3 * 1024.0 * 3072;
-  double want = 6 * (28 * layer + 151936.0 * 1024) + 6.0 * 28 * 512 * 2048;
-  assert_true(fabs(model_flops_per_token(&config, 512) / want - 1) < 1e-12);
+  assert_true(fabs(model_flops_per_token(&gpt2, 1024) / want - 1) < 1e-12);
+  layer = 1024.0 * 2048 * 2 + 1024.0 * 1024 * 2 + 3 * 1024.0 * 3072;
+  want = 6 * (28 * layer + 151936.0 * 1024) + 6.0 * 28 * 512 * 2048;
+  assert_true(fabs(model_flops_per_token(&qwen, 512) / want - 1) < 1e-12);
 }
 
 // --- where the tensors lie ---------------------------------------------------------------------------------
@@ -205,7 +161,7 @@ static float *data_of(Model *model, const char *name, bool grad) {
 }
 
 // q, k and v one after the other are the matrix of one GEMM; so are gate and up.
-static void test_packing(void **state) {
+TEST(test_packing) {
   Harness *h = *state;
   ModelConfig config = small("llama-tiny");
   config.hidden_size = 11; // the parts are not multiples of anything
@@ -235,7 +191,7 @@ static void test_packing(void **state) {
 
 // The head alone is in its group; matrices are decayed, norms and biases are not. Tensors fill their group
 // without overlapping.
-static void test_groups(void **state) {
+TEST(test_groups) {
   Harness *h = *state;
   static const char *const presets[] = {"gpt2-tiny", "llama-tiny"};
   for (int i = 0; i < 4; i++) {
@@ -264,8 +220,7 @@ static void test_groups(void **state) {
 }
 
 // The slabs' bytes stand in the ledger under their roles.
-static void test_roles(void **state) {
-  (void)state;
+TEST(test_roles) {
   ModelConfig config = small("llama-tiny");
   Backend *plan = plan_backend_create(ON_CPU, DTYPE_BF16);
   size_t before = plan->memory.ledger.total;
@@ -301,8 +256,7 @@ static void assert_close(double got, double want, double relative) {
 // with shares (turns - 1) / 3 = 0.8338029 and 0.2502347 of the plain one, the rest of an eighth; the
 // last, with less than one turn, becomes an eighth.
 //   1/2 (0.8338029 + 0.1661971 / 8) = 0.4272888      1/4 (0.2502347 + 0.7497653 / 8) = 0.0859889
-static void test_rope_scaling_by_hand(void **state) {
-  (void)state;
+TEST(test_rope_scaling_by_hand) {
   ModelConfig config = model_preset("llama-tiny");
   config.head_dim = 8;
   config.rope_theta = 16;
@@ -322,8 +276,7 @@ static void test_rope_scaling_by_hand(void **state) {
 // Llama 3.2 1B (theta 500000, D 64, factor 32): i = 16 is 500000^-0.5 = 1/707.1068, which turns
 // 8192 / (2 pi 707.1068) = 1.843848 times: kept 0.281283, so (0.281283 + 0.718717 / 32) / 707.1068. The
 // frequencies from i = 18 on, with wavelengths beyond 8192, are 32 times slower.
-static void test_rope_scaling_llama(void **state) {
-  (void)state;
+TEST(test_rope_scaling_llama) {
   ModelConfig config = model_preset("llama-1b");
   float inv_freq[32];
   double want[32];
@@ -337,7 +290,7 @@ static void test_rope_scaling_llama(void **state) {
   for (int i = 0; i < 32; i++) assert_close(inv_freq[i], want[i], 1e-6);
 }
 
-static void test_rope_table(void **state) {
+TEST(test_rope_table) {
   Harness *h = *state;
   ModelConfig config = model_preset("llama-1b");
   config.vocab_size = 5;
@@ -402,22 +355,22 @@ static void check_first_values(Harness *h, const char *preset, double residual_s
       check_normal(p->name, values, count, into_residual ? residual_stddev : 0.02);
     else
       check_constant(p->name, values, count, strstr(p->name, ".bias") ? 0 : 1);
-    check_constant(p->name, values_of(h, tensor_rows(model.parameters.m[p->group], p->offset, count)), count,
-                   0);
-    check_constant(p->name, values_of(h, tensor_rows(model.parameters.v[p->group], p->offset, count)), count,
-                   0);
+    for (int s = 0; s < OPTIMIZER_STATES; s++)
+      check_constant(p->name,
+                     values_of(h, tensor_rows(model.parameters.state[s][p->group], p->offset, count)), count,
+                     0);
   }
   assert_int_equal(residual_projections, 4);
   model_destroy(&model);
 }
 
-static void test_first_values(void **state) {
+TEST(test_first_values) {
   check_first_values(*state, "gpt2-tiny", 0.02 / sqrt(2 * 2));
   check_first_values(*state, "llama-tiny", 0.02);
 }
 
 // One seed gives one set of bits; another seed gives other bits. No tensor repeats another's draws.
-static void test_seeds(void **state) {
+TEST(test_seeds) {
   Harness *h = *state;
   static const uint64_t seeds[] = {7, 7, 8};
   ModelConfig config = small("llama-tiny");
@@ -442,7 +395,7 @@ static void test_seeds(void **state) {
 }
 
 // bf16 weights are the rounded master weights, and those are what an fp32 model begins with.
-static void test_master_weights(void **state) {
+TEST(test_master_weights) {
   Harness *h = *state;
   ModelConfig config = small("gpt2-tiny");
   Model plain, mixed;
@@ -471,7 +424,7 @@ static void check_impossible(Harness *h, const ModelConfig *config, const char *
   assert_fails(h, sentence, model_config_check(config));
 }
 
-static void test_impossible_sizes(void **state) {
+TEST(test_impossible_sizes) {
   Harness *h = *state;
   static const char *const names[] = {
       "vocab_size",          "hidden_size",         "intermediate_size", "num_hidden_layers",
@@ -491,29 +444,33 @@ static void test_impossible_sizes(void **state) {
     }
 }
 
-static void test_impossible_combinations(void **state) {
+TEST(test_impossible_combinations) {
   Harness *h = *state;
-  ModelConfig llama = model_preset("llama-tiny"), gpt2 = model_preset("gpt2-tiny"), c;
-  c = llama;
-  c.num_key_value_heads = 3;
-  check_impossible(h, &c, "4 attention heads cannot share 3 key/value heads evenly");
-  c = llama;
-  c.num_key_value_heads = 8; // more than there are query heads
-  check_impossible(h, &c, "4 attention heads cannot share 8 key/value heads evenly");
-  c = llama;
-  c.head_dim = 31;
-  check_impossible(h, &c, "head_dim cannot be 31; choose an even --head-dim");
-  c = gpt2;
-  c.num_key_value_heads = 2;
-  check_impossible(h, &c, "GPT-2 has as many key/value heads as attention heads, not 2 and 4");
-  c = gpt2;
-  c.head_dim = 31;
-  check_impossible(h, &c, "GPT-2's 4 heads of 31 do not make up a hidden size of 128");
-  c = gpt2;
-  c.head_dim = 31; // odd is fine without rotary positions
-  c.hidden_size = 124;
-  model_config_check(&c);
-
+  static const struct {
+    const char *preset;
+    int64_t key_value_heads, head_dim, hidden_size; // 0: the preset's
+    double epsilon;
+    const char *sentence; // NULL: it is possible
+  } cases[] = {
+      {"llama-tiny", 3, 0, 0, 0, "4 attention heads cannot share 3 key/value heads evenly"},
+      {"llama-tiny", 8, 0, 0, 0, "4 attention heads cannot share 8 key/value heads evenly"},
+      {"llama-tiny", 0, 31, 0, 0, "head_dim cannot be 31; choose an even --head-dim"},
+      {"llama-tiny", 0, 0, 0, 1e30, "a model cannot have norm_epsilon 1e+30; give a number from 1e-30 to 1"},
+      {"gpt2-tiny", 2, 0, 0, 0, "GPT-2 has as many key/value heads as attention heads, not 2 and 4"},
+      {"gpt2-tiny", 0, 31, 0, 0, "GPT-2's 4 heads of 31 do not make up a hidden size of 128"},
+      {"gpt2-tiny", 0, 31, 124, 0, NULL}}; // odd is fine without rotary positions
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    ModelConfig c = model_preset(cases[i].preset);
+    if (cases[i].key_value_heads) c.num_key_value_heads = cases[i].key_value_heads;
+    if (cases[i].head_dim) c.head_dim = cases[i].head_dim;
+    if (cases[i].hidden_size) c.hidden_size = cases[i].hidden_size;
+    if (cases[i].epsilon > 0) c.norm_epsilon = cases[i].epsilon;
+    if (cases[i].sentence)
+      check_impossible(h, &c, cases[i].sentence);
+    else
+      model_config_check(&c);
+  }
+  ModelConfig llama = model_preset("llama-tiny"), gpt2 = model_preset("gpt2-tiny");
   Model model;
   assert_fails(h, "--seq-len 1025 is longer than the 1024 positions of gpt2-tiny",
                model_create(&model, &gpt2, h->backend, all_fp32, 1025));
@@ -527,24 +484,5 @@ static void test_impossible_combinations(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test_setup_teardown(test_gpt2_names, open_cpu, close_cpu),
-      cmocka_unit_test_setup_teardown(test_llama_names, open_cpu, close_cpu),
-      cmocka_unit_test(test_published_sizes),
-      cmocka_unit_test_setup_teardown(test_presets, open_cpu, close_cpu),
-      cmocka_unit_test(test_flops),
-      cmocka_unit_test(test_flops_of_wide_heads),
-      cmocka_unit_test_setup_teardown(test_packing, open_cpu, close_cpu),
-      cmocka_unit_test_setup_teardown(test_groups, open_cpu, close_cpu),
-      cmocka_unit_test(test_roles),
-      cmocka_unit_test(test_rope_scaling_by_hand),
-      cmocka_unit_test(test_rope_scaling_llama),
-      cmocka_unit_test_setup_teardown(test_rope_table, open_cpu, close_cpu),
-      cmocka_unit_test_setup_teardown(test_first_values, open_cpu, close_cpu),
-      cmocka_unit_test_setup_teardown(test_seeds, open_cpu, close_cpu),
-      cmocka_unit_test_setup_teardown(test_master_weights, open_cpu, close_cpu),
-      cmocka_unit_test_setup_teardown(test_impossible_sizes, open_cpu, close_cpu),
-      cmocka_unit_test_setup_teardown(test_impossible_combinations, open_cpu, close_cpu),
-  };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("model", open_cpu, close_cpu);
 }

@@ -103,18 +103,36 @@ def test_two_hosts_train_as_one(folder):
     assert len(losses(one)) > 0 and losses(one) == losses(two), (losses(one), losses(two))
 
 
-def test_the_link_carries_what_the_plan_says(folder):
+def test_the_link_carries_what_the_run_says(folder):
+    log = os.path.join(folder, "sent.jsonl")
     for options in ([], ["--zero", 1], ["--zero", 2, "--vocab-parallel", "--lce-chunk", 48]):
-        plan = call(TRAIN, *JOB, *options, "--plan", "--ranks", 2, "--hosts", 2).stdout
-        amount, unit = re.search(r"2 hosts of 1 rank: ([0-9.]+) (KiB|MiB) leave each host", plan).groups()
-        planned = float(amount) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit]
         with Hosts(folder) as hosts:
             hosts.run(1, "true")
             start = hosts.sent()
-            hosts.run(1, TRAIN, *JOB, *options)
+            hosts.run(1, TRAIN, *JOB, *options, "--log", log)
             # The start and the end send some kilobytes, too, and TCP adds headers.
             sent = (hosts.sent() - start) / STEPS
-        assert 0.98 * planned < sent < 1.05 * planned + 50e3, (options, planned, sent)
+        with open(log) as file:
+            said = json.loads(file.readlines()[-1])["wire_bytes_per_step"]
+        os.remove(log)
+        assert 0.98 * said < sent < 1.05 * said + 50e3, (options, said, sent)
+
+
+def test_a_step_sends_what_the_formula_says(folder):
+    log = os.path.join(folder, "wire.jsonl")
+    for zero, tied in ((0, False), (1, False), (2, False), (0, True), (1, True)):
+        call(*MPIRUN, "-n", 2, TRAIN, *JOB, "--zero", zero, "--log", log, "--tie-word-embeddings" if tied else "--untie-word-embeddings")
+        with open(log) as file:
+            lines = [json.loads(line) for line in file]
+        os.remove(log)
+        start, sent = lines[0], lines[-1]["wire_bytes_per_step"]
+        ranks, hidden, micro_batches = start["ranks"], start["hidden_size"], start["total_batch"] // (
+            start["ranks"] * start["batch"] * start["seq_len"])
+        bytes_all, head = 4 * start["parameters"], 4 * start["vocab_size"] * hidden  # fp32 on the CPU
+        bytes_sent = {0: 2 * bytes_all, 1: 2 * bytes_all, 2: micro_batches * (bytes_all - head) + head + bytes_all}[zero]
+        tokens = start["batch"] * start["seq_len"] * (4 * hidden + 4) if tied else 0
+        formula = (ranks - 1) / ranks * bytes_sent + (ranks - 1) * tokens
+        assert abs(sent - formula) < 2e-3 * formula, (zero, tied, formula, sent)
 
 
 def test_a_host_that_fails_ends_the_job(folder):

@@ -49,8 +49,8 @@ def test_a_table_of_groups(folder):
     done = plot_groups(folder, *logs)
     lines = done.stdout.splitlines()
     # Losses 5, 6, 7: their standard deviation is 1, the mean's error 1/sqrt(3).
-    assert lines[2] == "| all-tiles | 3 | 6.0000 ± 0.5774 | 2.00K | 3.00 MiB | none | none |", lines
-    assert lines[3] == "| sampled | 1 | 5.5000 | 9.00K | 1.00 MiB | 87.5% | 25.0% |", lines
+    assert lines[2] == "| all-tiles | 3 | 6.0000 ± 0.5774 | 2.00K | 3.0 MiB | none | none |", lines
+    assert lines[3] == "| sampled | 1 | 5.5000 | 9.00K | 1.0 MiB | 87.5% | 25.0% |", lines
     cut = write_log(folder, "cut-1", [9])
     with open(cut, "r+") as file:
         text = file.read()

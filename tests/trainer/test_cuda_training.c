@@ -18,6 +18,7 @@
 #include "tests/harness.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"
+#include "trainer/setup.h"
 #include "trainer/trainer.h"
 
 // --- a trainer from a command line -------------------------------------------------------------------------
@@ -37,11 +38,11 @@ static void rig_open(Rig *rig, const char *device, const char *line) {
   snprintf(text, sizeof text, "%s", line);
   for (char *word = strtok(text, " "); word && argc < MAX_ARGUMENTS; word = strtok(NULL, " "))
     argv[argc++] = word;
-  options_parse(&rig->options, argc, argv);
+  setup_options(&rig->options, argc, argv);
   rig->backend = machine_open(&rig->options);
-  options_resolve_chunk(&rig->options, rig->backend->device);
+  plan_resolve_chunk(&rig->options, rig->backend->device);
   trainer_create(&rig->trainer, &rig->options, rig->backend);
-  trainer_set_mode(&rig->trainer, rig->options.mode);
+  plan_set_mode(&rig->trainer, rig->options.mode);
 }
 
 static void rig_close(Rig *rig) {

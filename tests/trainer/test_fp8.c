@@ -1,5 +1,5 @@
 // --fp8: training works, near what it is without; the plan holds to the byte; recomputing and offloading change no bit.
-// Ranks and checkpoints are in test_ranks.c, refusals in test_cli.c.
+// Ranks and checkpoints are in test_ranks.py, refusals in test_cli.py.
 #include "tests/runs.h"
 
 #include <math.h>
@@ -70,7 +70,7 @@ static void test_loss_falls(void **state) {
       Run *run = open_run(state, models[m], fp8 ? "--steps 40 --fp8" : "--steps 40");
       double first = run_step(run, 0).loss;
       for (int64_t step = 1; step < 40; step++) run_step(run, step);
-      last[fp8] = trainer_validate(&run->trainer, &run->loader, 8);
+      last[fp8] = trainer_validate(&run->trainer, &run->data.loader, 8);
       assert_true(last[fp8] < first - 1);
       run_close(run);
     }
@@ -87,7 +87,7 @@ static void run_all(void **state, const char *model, const char *options, double
     StepResult r = run_step(run, step);
     results[2 * step] = r.loss, results[2 * step + 1] = r.grad_norm;
   }
-  results[2 * STEPS] = trainer_validate(&run->trainer, &run->loader, 2);
+  results[2 * STEPS] = trainer_validate(&run->trainer, &run->data.loader, 2);
   free(trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &count));
   const Ledger *ledger = &run->h->backend->memory.ledger;
   Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);

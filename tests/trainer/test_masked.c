@@ -60,7 +60,7 @@ static double reference_step(Run *run, int64_t step, int64_t *counted) {
   ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
   for (int64_t m = 0; m < o->micro_steps; m++) {
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = 1};
-    *counted += loader_train_batch(&run->loader, place, tokens, targets, NULL);
+    *counted += loader_train_batch(&run->data.loader, place, tokens, targets, NULL);
     reference_model_losses(&reference, tokens, targets, o->batch, o->seq_len, loss);
     for (int64_t n = 0; n < rows; n++) sum += loss[n];
   }
@@ -121,7 +121,7 @@ static void test_packed_documents_alone(void **state) {
       int64_t counted = 0;
       for (LoaderPlace at = {.step = step, .micro_steps = 3, .ranks = 1}; at.micro_step < 3;
            at.micro_step++) {
-        counted += loader_train_batch(&run->loader, at, tokens, targets, documents);
+        counted += loader_train_batch(&run->data.loader, at, tokens, targets, documents);
         sum += reference_documents(run, &reference, tokens, targets, documents, ROWS);
       }
       reference_model_free(&reference);
@@ -133,12 +133,12 @@ static void test_packed_documents_alone(void **state) {
     ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
     double sum = 0;
     int64_t counted = 0;
-    for (int64_t b = 0; b < run->loader.validation_batches; b++) {
-      counted += loader_validation_batch(&run->loader, b, tokens, targets, documents);
+    for (int64_t b = 0; b < run->data.loader.validation_batches; b++) {
+      counted += loader_validation_batch(&run->data.loader, b, tokens, targets, documents);
       sum += reference_documents(run, &reference, tokens, targets, documents, ROWS);
     }
     reference_model_free(&reference);
-    assert_true(fabs(trainer_validate(&run->trainer, &run->loader, 0) - sum / (double)counted) < 1e-5);
+    assert_true(fabs(trainer_validate(&run->trainer, &run->data.loader, 0) - sum / (double)counted) < 1e-5);
     run_close(run);
   }
 }
@@ -183,7 +183,7 @@ static void test_a_step_without_targets(void **state) {
     assert_int_equal(r.counted, 0);
     assert_true(r.loss == 0 && r.grad_norm == 0);
     if (m == 2) assert_true(r.dropped_tiles == 0 && r.dropped_mass == 0);
-    assert_true(trainer_validate(&run->trainer, &run->loader, 0) == 0);
+    assert_true(trainer_validate(&run->trainer, &run->data.loader, 0) == 0);
     run_close(run);
   }
 }
@@ -228,7 +228,7 @@ static void test_plan_equals_masked_run(void **state) {
     Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
     assert_int_equal(memory->stack_capacity, plan.stack_peak);
     for (int64_t step = 0; step < 10; step++) run_step(run, step);
-    trainer_validate(&run->trainer, &run->loader, 0);
+    trainer_validate(&run->trainer, &run->data.loader, 0);
     trainer_gradient_pass(&run->trainer); // what --compare-modes measures, after a padded batch
     Ledger measured = memory->ledger;
     assert_int_equal(measured.peak, plan.peak);
@@ -252,7 +252,7 @@ static void test_gradient_pass_after_a_padded_batch(void **state) {
       run_open(LLAMA "--batch 3 --data %s --val-data %s", temp_path("short.bin"), temp_path("short.bin"));
   assert_false(run->options.masked);
   run_step(run, 0);
-  trainer_validate(&run->trainer, &run->loader, 0);
+  trainer_validate(&run->trainer, &run->data.loader, 0);
   trainer_gradient_pass(&run->trainer);
   Tensor loss = run->trainer.loss;
   float *values = malloc(tensor_bytes(loss));

@@ -1,5 +1,5 @@
 // Offloading, and updates during the forward pass: the same bits with and without, for every list, on every backend; the
-// host's bytes in plan and ledger. Ranks and checkpoints are in test_ranks.c, refusals in test_cli.c.
+// host's bytes in plan and ledger. Ranks and checkpoints are in test_ranks.py, refusals in test_cli.py.
 #include "tests/runs.h"
 
 #include <setjmp.h>
@@ -48,12 +48,12 @@ static bool run_all(Outcome *out, const char *backend, const char *model, const 
     out->steps[step] = run_step(run, step);
     if (at_once) trainer_model(&run->trainer);
   }
-  out->validation = trainer_validate(&run->trainer, &run->loader, 2);
+  out->validation = trainer_validate(&run->trainer, &run->data.loader, 2);
   out->tokens = trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &out->sampled);
   keep(out, run->h->backend, p->value);
   keep(out, run->h->backend, p->master);
-  keep(out, run->h->backend, p->m);
-  keep(out, run->h->backend, p->v);
+  keep(out, run->h->backend, p->state[0]);
+  keep(out, run->h->backend, p->state[1]);
   const Ledger *ledger = &run->h->backend->memory.ledger;
   Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
   assert_memory_equal(ledger->host, plan.host, sizeof plan.host);
@@ -77,11 +77,10 @@ static void check_model(const char *backend, const char *model, bool activations
                                       "weights",
                                       "gradients",
                                       "optimizer",
-                                      "head",
                                       "weights,gradients",
-                                      "weights,gradients,optimizer,head",
+                                      "weights,gradients,optimizer",
                                       "activations",
-                                      "activations,weights,gradients,optimizer,head"};
+                                      "activations,weights,gradients,optimizer"};
   Outcome base, got;
   if (!run_all(&base, backend, model, NULL)) return;
   for (size_t i = 0; i < sizeof lists / sizeof *lists - (activations ? 0 : 2); i++) {

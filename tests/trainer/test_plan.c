@@ -42,7 +42,7 @@ static void check_plan(const char *model, const char *job, LceMode mode, Recompu
   int64_t count;
   run_step(run, 0);
   free(trainer_sample(&run->trainer, prompt, 1, 1, &count));
-  trainer_validate(&run->trainer, &run->loader, 2);
+  trainer_validate(&run->trainer, &run->data.loader, 2);
   Ledger measured = memory->ledger;
   assert_int_equal(measured.peak, plan.peak);
   assert_int_equal(measured.stack_peak, plan.stack_peak);
@@ -105,7 +105,7 @@ static void test_switching_modes(void **state) {
   Memory *memory = &run->h->backend->memory;
   for (int i = 0; i < 4; i++) {
     LceMode mode = i % 2 ? LCE_FUSED : LCE_MATERIALIZED;
-    trainer_set_mode(&run->trainer, mode);
+    plan_set_mode(&run->trainer, mode);
     ledger_reset_peak(&memory->ledger);
     trainer_gradient_pass(&run->trainer);
     Ledger plan = plan_run(&run->options, ON_CPU, mode);
@@ -122,9 +122,8 @@ static Options options_of_device(char *line, DeviceKind device) {
   int argc = 1;
   for (char *word = strtok_r(line, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) argv[argc++] = word;
   Options o;
-  options_parse(&o, argc, argv);
-  options_resolve_dtypes(&o, device == ON_CUDA);
-  options_resolve_chunk(&o, device);
+  setup_options(&o, argc, argv);
+  setup_device(&o, device);
   return o;
 }
 
@@ -232,7 +231,7 @@ static void check_budget(DeviceKind device, const char *job, bool masked, int me
   Options o = options_of_device(line, device);
   if (masked) { // as data with a mask would have it
     o.masked = true;
-    options_resolve_chunk(&o, device);
+    plan_resolve_chunk(&o, device);
   }
   size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
   if (held > budget)
@@ -304,34 +303,6 @@ static void test_largest_batch(void **state) {
       }
       options_free(&o);
     }
-}
-
-// The sequence that is named fits, and the next length that the model takes does not.
-static void check_longest_sequence(const char *model, int64_t step) {
-  char line[512];
-  snprintf(line, sizeof line, "%s --batch 3 --seq-len 16", model);
-  Options o = options_on(false, line);
-  for (int mode = 0; mode < 2; mode++)
-    for (size_t bytes = (size_t)3 << 20; bytes < (size_t)100 << 20; bytes = bytes * 5 / 2) {
-      int64_t longest = plan_largest_seq_len(&o, ON_CPU, (LceMode)mode, bytes);
-      assert_true(longest >= step);
-      for (int more = 0; more < 2; more++) {
-        char job[512];
-        snprintf(job, sizeof job, "%s --max-position-embeddings 1000000 --batch 3 --seq-len %lld", model,
-                 (long long)(longest + more * step));
-        Options at = options_on(false, job); // which refuses a length that the model does not take
-        assert_int_equal(plan_run(&at, ON_CPU, (LceMode)mode).peak > bytes, more);
-        options_free(&at);
-      }
-    }
-  assert_int_equal(plan_largest_seq_len(&o, ON_CPU, LCE_FUSED, 1000), 0);
-  options_free(&o);
-}
-
-static void test_longest_sequence(void **state) {
-  (void)state;
-  check_longest_sequence(LLAMA, 1);
-  check_longest_sequence(LLAMA "--hidden-size 32 --intermediate-size 48 --head-dim 16 --fp8", 16);
 }
 
 // --- what offloading costs ---------------------------------------------------------------------------------
@@ -540,8 +511,7 @@ int main(void) {
       cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_chunk_within),
       cmocka_unit_test(test_chunk_option),    cmocka_unit_test(test_largest_batch),
       cmocka_unit_test(test_requirement),     cmocka_unit_test(test_budget),
-      cmocka_unit_test(test_advice),          cmocka_unit_test(test_longest_sequence),
-      cmocka_unit_test(test_host_traffic),
+      cmocka_unit_test(test_host_traffic),    cmocka_unit_test(test_advice),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,7 +4,6 @@
 #include "tests/process.h"
 #include "tests/runs.h"
 #include "trainer/report.h"
-#include "trainer/speed.h"
 
 #define JOB                                                                                                  \
   "--model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 3 "                   \
@@ -161,7 +160,7 @@ static void check_steps(const char *backend, const char *options, bool copies) {
     StepResult want = run_step(plain, step), got = run_step(run, step);
     assert_true(want.loss == got.loss && want.grad_norm == got.grad_norm);
   }
-  trainer_validate(&run->trainer, &run->loader, 1); // no step's
+  trainer_validate(&run->trainer, &run->data.loader, 1); // no step's
   const ProfileTotals *t = profile_collect(run->h->backend);
   assert_int_equal(t->steps, STEPS);
   // The head's GEMMs are not among them.

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Runs of ./train that stop, are stopped, killed or run out of disk, and continue: every tensor and every logged loss is bitwise what it would
-have been. And --eval-only, which evaluates what they saved."""
+"""Runs of ./train that stop, are stopped, killed or run out of disk, and continue: every tensor and every logged loss is bitwise
+what it would have been. And --eval-only, which evaluates what they saved."""
 import json
 import os
 import pathlib
@@ -13,13 +13,15 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, SIZES, TEXT, TINY, TOOLS, TRAIN, column, main, once, read_log, run, same_files, start, train, write_shard  # noqa: E402
+from program import (ROOT, SIZES, TEXT, TINY, TOOLS, TRAIN, column, main, once, read_log, run, same_files, start,  # noqa: E402
+                     train, write_shard)
 
 # Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint shares.
 RUN = ("--device cpu --num-layers 1 " + SIZES + "--batch 2 --total-batch 64 --steps 12 --warmup 3 --grad-clip 0.5 --eval-every 5 "
        f"--eval-batches 2 --sample-every 7 --sample-tokens 3 --data {TEXT} ")
 LAST = "step-000012"
 STATE = "trainer_state.json"
+RESUME = "--device cpu --resume "
 
 
 # Steps, validations and samples of a log, without what time it took.
@@ -46,11 +48,12 @@ def straight_log():
 
 # With nothing but --resume: the settings, and the data, come from the checkpoint.
 def test_a_resumed_run_equals_an_unbroken_one(folder):
-    output = train(f"--device cpu --resume {straight()}/step-000006 --save {folder}/half --log {folder}/log --sample-tokens 3").ok(
+    output = train(RESUME + f"{straight()}/step-000006 --save {folder}/half --log {folder}/log --sample-tokens 3").ok(
         "after step 6 of 12", "step 7  sample")
     assert not output.err
     same_files(straight() / LAST, folder / "half" / LAST)
-    assert curve(folder / "log") == curve(straight_log(), 7) and column(read_log(folder / "log"), "step", "step") == [7, 8, 9, 10, 11, 12]
+    assert curve(folder / "log") == curve(straight_log(), 7)
+    assert column(read_log(folder / "log"), "step", "step") == [7, 8, 9, 10, 11, 12]
     # A checkpoint has the loss of the newest validation and the step it is of: the last one that of its own weights.
     losses = dict(zip(column(read_log(straight_log()), "step", "validation"), column(read_log(straight_log()), "val_loss")))
     for name, step in (("step-000006", 5), (LAST, 12)):
@@ -58,13 +61,13 @@ def test_a_resumed_run_equals_an_unbroken_one(folder):
         assert state["val_loss"] == losses[step] and state["val_step"] == step
 
 
-# Of other kinds of runs: packed windows come from the data and the seed; weights rounded on disk have their master weights beside them.
+# Packed windows come from the data and the seed; weights that are rounded on disk have their master weights beside them.
 def test_any_run_resumes(folder):
     train(RUN + f"--pack documents --end-of-text 10 --save {folder}/packed --save-every 6").ok()
-    train(f"--device cpu --resume {folder}/packed/step-000006 --save {folder}/half --sample-tokens 3").ok()
+    train(RESUME + f"{folder}/packed/step-000006 --save {folder}/half --sample-tokens 3").ok()
     same_files(folder / "packed" / LAST, folder / "half" / LAST)
     train(RUN + f"--save {folder}/rounded --save-every 6 --save-dtype bf16").ok()
-    train(f"--device cpu --resume {folder}/rounded/step-000006 --save {folder}/again").ok()
+    train(RESUME + f"{folder}/rounded/step-000006 --save {folder}/again").ok()
     weights = "model.safetensors"
     assert (straight() / LAST / weights).read_bytes() == (folder / "again" / LAST / weights).read_bytes()
     assert (folder / "rounded" / weights).stat().st_size < 0.6 * (straight() / weights).stat().st_size
@@ -78,17 +81,17 @@ def test_any_path_resumes(folder):
     train(RUN + f"--steps 2 --warmup 1 --save {folder}/saved --log {folder}/log", "--data", os.fsdecode(path)).ok()
     (folder / "saved/step-000002" / STATE).read_text("utf-8")
     (folder / "log").read_text("utf-8")
-    assert "the data were" not in train(f"--device cpu --resume {folder}/saved --steps 3").ok().err
+    assert "the data were" not in train(RESUME + f"{folder}/saved --steps 3").ok().err
     os.remove(path)
-    train(f"--device cpu --resume {folder}/saved --steps 3").fails(r"gr\xFC\xDF\x1B.txt: No such file")
+    train(RESUME + f"{folder}/saved --steps 3").fails(r"gr\xFC\xDF\x1B.txt: No such file")
 
 
 def test_differences_are_printed(folder):
-    output = train(f"--device cpu --resume {straight()}/step-000006 --lr 0.5 --seed 3 --data Makefile --data {TEXT}").ok()
+    output = train(RESUME + f"{straight()}/step-000006 --lr 0.5 --seed 3 --data Makefile --data {TEXT}").ok()
     for part in ("--lr was 0.002 when ", "and is 0.5 now", "--seed was 1 when", 'the data were "byte-level text, 1 file'):
         assert part in output.err, output
-    train(f"--device cpu --resume {straight()} --vocab 301").refused("--vocab is 301")
-    train("--device cpu --resume tests/golden/llama").refused("tests/golden/llama")
+    train(RESUME + f"{straight()} --vocab 301").refused("--vocab is 301")
+    train(RESUME + "tests/golden/llama").refused("tests/golden/llama")
     # Other data of the same size are noticed.
     text = bytearray((ROOT / TEXT).read_bytes())
     (folder / "data.txt").write_bytes(text)
@@ -96,15 +99,17 @@ def test_differences_are_printed(folder):
     for changed in (False, True):
         text[len(text) // 2] ^= changed
         (folder / "data.txt").write_bytes(text)
-        assert changed == ('the data were "byte-level text' in train(f"--device cpu --resume {folder}/learned --steps 3").ok().err)
+        assert changed == ('the data were "byte-level text' in train(RESUME + f"{folder}/learned --steps 3").ok().err)
 
 
-# A resumed run restores the sampling, and draws go on where they were; an option given now overrides it, and the difference is printed.
+# A resumed run restores the sampling, and draws go on where they were; an option given now overrides it, with a warning.
 def test_sampling_is_resumed(folder):
     train(RUN + f"--lce-sample 50 --save-every 5 --save {folder}/sampled --log {folder}/log").ok()
-    for i, (options, differs, samples) in enumerate((("", False, True), ("--lce-sample 25", True, True), ("--lce-sample 0", True, False),
-                                                     ("--materialized-logits", True, False), ("--metrics", True, False))):
-        output = train(f"--device cpu --resume {folder}/sampled/step-000005 {options} --sample-tokens 3 --save {folder}/{i} --log {folder}/log-{i}").ok()
+    for i, (options, differs, samples) in enumerate((
+            ("", False, True), ("--lce-sample 25", True, True), ("--lce-sample 0", True, False),
+            ("--materialized-logits", True, False), ("--metrics", True, False))):
+        output = train(RESUME + f"{folder}/sampled/step-000005 {options} --sample-tokens 3 --save {folder}/{i} "
+                       f"--log {folder}/log-{i}").ok()
         assert ("--lce-sample was 50 when " in output.err) == differs and (not output.err) == (not differs), output
         assert ("  dropped " in output.out) == samples, output
         assert (column(curve(folder / f"log-{i}"), "loss") == column(curve(folder / "log", 6), "loss")) == (not differs)
@@ -116,8 +121,9 @@ def test_sampling_is_resumed(folder):
 def test_fp8_is_resumed_or_declined(folder):
     train(RUN + f"--num-key-value-heads 2 --intermediate-size 32 --fp8 --save-every 6 --save {folder}/fp8").ok()
     for options, restored, declined in (("", True, False), ("--no-fp8", False, True), ("--eval-only --seq-len 24", False, False)):
-        output = train(f"--device cpu --resume {folder}/fp8/step-000006 {options}").ok()
-        assert ("fp8      the layers' GEMMs" in output.out) == restored and ("--fp8 was set when " in output.err) == declined, output
+        output = train(RESUME + f"{folder}/fp8/step-000006 {options}").ok()
+        assert ("fp8      the layers' GEMMs" in output.out) == restored, output
+        assert ("--fp8 was set when " in output.err) == declined, output
 
 
 # What a full disk, or a copy that was cut short, leaves of a file; the sentence on it.
@@ -137,7 +143,7 @@ def test_damaged_checkpoints_are_skipped(folder):
             path.write_bytes(damage(path.read_bytes()))
         else:
             path.unlink()
-        train(f"--device cpu --resume {saved}/{LAST}").refused(name)
+        train(RESUME + f"{saved}/{LAST}").refused(name)
         if i in (0, 5):
             output = train(RUN + f"--resume auto --save {saved}").ok("after step 6 of 12")
             assert name in output.err and f"{LAST} is passed over" in output.err, output
@@ -164,9 +170,10 @@ def test_stopped_runs_save(folder):
 # What says when to validate, sample and save is resumed as well; a change of it is no warning.
 def test_the_rhythm_is_resumed(folder):
     train(RUN + f"--save {folder}/rhythm --save-every 4").ok()
-    assert not train(f"--device cpu --resume {folder}/rhythm/step-000004 --save {folder}/same --log {folder}/log").ok("step 7  sample").err
+    line = RESUME + f"{folder}/rhythm/step-000004 "
+    assert not train(line + f"--save {folder}/same --log {folder}/log").ok("step 7  sample").err
     assert (folder / "same/step-000008").exists() and column(read_log(folder / "log"), "step", "validation") == [5, 10, 12]
-    assert not train(f"--device cpu --resume {folder}/rhythm/step-000004 --save-every 3 --eval-every 2 --save {folder}/faster").ok().err
+    assert not train(line + f"--save-every 3 --eval-every 2 --save {folder}/faster").ok().err
     assert (folder / "faster/step-000009").exists()
 
 
@@ -180,7 +187,7 @@ def test_numbers_are_short(folder):
     assert len(numbers) > 50 and not shorter, shorter
 
 
-# Killed at random moments and resumed, over and over, offloaded or not, until $LCE_KILLS runs (or 5) were killed before their end.
+# Killed at random moments and resumed, over and over, offloaded or not, until $LCE_KILLS runs (or 5) were killed before the end.
 def test_killed_runs_lose_nothing(folder):
     kills, killed, survived, seed = int(os.environ.get("LCE_KILLS", 5)), 0, 0, int(time.time())
     saving, directory, log = RUN + "--save-every 1 ", folder / "killed", folder / "log"  # a checkpoint says how often it is saved
@@ -216,7 +223,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(folder):
     shutil.rmtree(saved / LAST)
     # 20,000 bytes a file, in the units of 512 that POSIX has
     run("sh", "-c", f"ulimit -f 39; exec {TRAIN} {RUN} --resume auto --save {saved} --save-every 1 --keep 1").fails(
-        "no checkpoint after step 7: cannot write", "File too large; the last good checkpoint is that of step 6", "no checkpoint after step 12")
+        "no checkpoint after step 7: cannot write", "File too large; the last good checkpoint is that of step 6",
+        "no checkpoint after step 12")
     assert sorted(path.name for path in saved.glob("*step-*")) == ["step-000006"]
     train(RUN + f"--resume auto --save {saved} --keep 1").ok("after step 6 of 12")
     same_files(straight() / LAST, saved / LAST)
@@ -231,7 +239,7 @@ def test_a_folder_has_one_writer(folder):
     train(RUN + f"--save {folder}/one").refused(f"{folder}/one")
     os.kill(p.pid, signal.SIGINT)
     p.finish().ok()
-    train(RUN + f"--save {folder}/one").refused(f"{folder}/one")  # holds checkpoints of another run
+    train(RUN + f"--save {folder}/one").fails("which is ahead of this run; --resume auto continues from it")
 
 
 # --- --eval-only ----------------------------------------------------------------------------------------------
@@ -241,11 +249,12 @@ def test_a_folder_has_one_writer(folder):
 def test_eval_only_evaluates(folder):
     shard = write_shard(folder / "val.bin", [(3 * i + i // 9) % 61 for i in range(700)])
     train(TINY + f"--steps 2 --data {shard} --val-data {shard} --eval-batches 0 --save {folder}/model --log {folder}/log").ok()
-    output = train(f"--device cpu --eval-only --init {folder}/model --seq-len 16 --val-data {shard} --log {folder}/evaluated").ok("validation loss ")
+    evaluate = f"--device cpu --eval-only --init {folder}/model --seq-len 16 "
+    output = train(evaluate + f"--val-data {shard} --log {folder}/evaluated").ok("validation loss ")
     trained, log = read_log(folder / "log"), read_log(folder / "evaluated")
     assert not output.err and "learning rate" not in output.out and not column(log, "grad_norm"), output
     assert abs(log[-1]["val_loss"] - trained[-1]["val_loss"]) < 1e-6 and log[-1]["perplexity"] > 1, log
-    table = train(f"--device cpu --eval-only --init {folder}/model --seq-len 16 --plan").ok("  weights ").out
+    table = train(evaluate + "--plan").ok("  weights ").out
     assert "gradients" not in table.replace("activation gradients", "") and "moments" not in table, table
     # With a batch of another size, what the checkpoint records aside.
     assert not train(f"--device cpu --eval-only --resume {folder}/model --batch 2 --val-data {shard}").ok().err
@@ -257,12 +266,13 @@ def test_eval_only_refuses_wrong_use(folder):
     log.write_text("of another run\n")
     train(TINY + f"--total-batch 96 --steps 1 --data {shard} --save {folder}/run").ok()
     evaluate = f"--device cpu --eval-only --log {log} "
-    train(evaluate + f"--val-data {shard}").refused("--eval-only: there is no model to evaluate; name its folder with --init or --resume")
+    train(evaluate + f"--val-data {shard}").refused("there is no model to evaluate; name its folder with --init or --resume")
     train(evaluate + f"--seq-len 16 --init {folder}/run --val-fraction 0 --data {shard}").refused(
         "--eval-only: there is nothing to evaluate; name --val-data or ")
     for options, part in (("--save nowhere", "leave out --save\n"), ("--save-every 2", "leave out --save-every\n"),
                           ("--keep 1 --timeline nowhere --compare-modes", "leave out --keep, --compare-modes and --timeline\n"),
-                          ("--resume auto", "name the folder, --resume DIR\n"), ("--resume auto --save nowhere", "name the folder, --resume DIR\n")):
+                          ("--resume auto", "name the folder, --resume DIR\n"),
+                          ("--resume auto --save nowhere", "name the folder, --resume DIR\n")):
         train(evaluate + options).refused(part)
     assert log.read_text() == "of another run\n"
     # Training options have no effect, with a warning.
@@ -277,7 +287,6 @@ def test_weights_that_are_nan(folder):
     with open(model / "model.safetensors", "r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(struct.pack("<f", float("nan")))
-    (model / "checksums.json").unlink(missing_ok=True)  # which would say that the file was changed
     train(f"--device cpu --eval-only --init {model} --val-data {shard}").refused("there is NaN or infinity among the weights in ")
     run(TOOLS / "generate", "--device", "cpu", "--init", model).refused("is nan; there is NaN or infinity among the weights")
 

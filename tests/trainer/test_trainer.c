@@ -6,7 +6,6 @@
 #include "tests/reference.h"
 #include "tests/reference_model.h"
 #include "tests/runs.h"
-#include "trainer/schedule.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -25,7 +24,7 @@ static void check_rates(const Schedule *schedule, const int64_t *steps, const do
   for (int i = 0; i < count; i++) {
     double got = schedule_rate(schedule, steps[i]);
     if (fabs(got - want[i]) > 1e-12)
-      fail_msg("%s: the rate of step %lld is %.15g, should be %.15g", schedule_name(schedule->kind),
+      fail_msg("kind %d: the rate of step %lld is %.15g, should be %.15g", (int)schedule->kind,
                (long long)steps[i], got, want[i]);
   }
 }
@@ -67,7 +66,12 @@ static void test_schedule_edges(void **state) {
   assert_true(schedule_rate(&s, 9) == 1);
   assert_true(schedule_rate(&s, 10) == 0);
   static const char *const names[] = {"cosine", "linear", "constant", "wsd"};
-  for (int k = 0; k < SCHEDULE_COUNT; k++) assert_string_equal(schedule_name((ScheduleKind)k), names[k]);
+  const Option *row = &options_rows[option_row(options_rows, "schedule")];
+  for (int k = 0; k < SCHEDULE_COUNT; k++) {
+    Options o;
+    option_set(row, &o, names[k]);
+    assert_int_equal(o.schedule.kind, k);
+  }
 }
 
 // --- steps -------------------------------------------------------------------------------------------------
@@ -331,7 +335,7 @@ static void test_pending(void **state) {
   run = run_open("%s", small_models[SMALL_LLAMA]);
   StepResult results[TRAINER_PENDING];
   assert_int_equal(trainer_collect(&run->trainer, results), 0);
-  for (int step = 0; step < STEPS; step++) trainer_step(&run->trainer, &run->loader, step);
+  for (int step = 0; step < STEPS; step++) trainer_step(&run->trainer, &run->data.loader, step);
   assert_int_equal(trainer_collect(&run->trainer, results), STEPS);
   assert_int_equal(trainer_collect(&run->trainer, results), 0);
   for (int step = 0; step < STEPS; step++) {
@@ -343,7 +347,7 @@ static void test_pending(void **state) {
   // One step too many.
   run->trainer.pending_count = TRAINER_PENDING;
   assert_fails(run->h, "the results of 64 steps were not collected",
-               trainer_step(&run->trainer, &run->loader, STEPS));
+               trainer_step(&run->trainer, &run->data.loader, STEPS));
   run_close(run);
 }
 
@@ -386,8 +390,8 @@ static void check_update(Run *run, bool clips) {
       reference_adamw(r->weight, r->m, r->v, values_of(h, t->grad), tensor_count(t->value), scale, rate,
                       o->beta1, o->beta2, o->epsilon, t->rank == 2 ? o->weight_decay : 0, step + 1);
       check_values(h, t->name, t->value, r->weight, within(16 * (step + 1), 1));
-      Tensor m = tensor_rows(p->m[t->group], t->offset, parameter_elements(t));
-      Tensor v = tensor_rows(p->v[t->group], t->offset, parameter_elements(t));
+      Tensor m = tensor_rows(p->state[0][t->group], t->offset, parameter_elements(t));
+      Tensor v = tensor_rows(p->state[1][t->group], t->offset, parameter_elements(t));
       check_values(h, t->name, m, r->m, within(16 * (step + 1), 1));
       check_values(h, t->name, v, r->v, within(16 * (step + 1), 1));
     }
@@ -421,13 +425,14 @@ static void test_learns(void **state) {
   Run *run = run_open("--model llama-tiny --vocab 512 --hidden-size 32 --intermediate-size 64 --num-layers 1 "
                       "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 32 --batch 16 --lr 0.02 "
                       "--steps 400 --lce-chunk 200");
-  double entropy = source_entropy(run->source), loss = trainer_validate(&run->trainer, &run->loader, BATCHES);
+  double entropy = source_entropy(run->data.source),
+         loss = trainer_validate(&run->trainer, &run->data.loader, BATCHES);
   assert_true(entropy > 2.5 && entropy < 4.5);
   assert_true(fabs(loss - log(512)) < 0.1); // untrained
   int step = 0;
   while (step < MAX_STEPS && loss > entropy - 0.1) {
     run_step(run, step++);
-    if (step % 50 == 0) loss = trainer_validate(&run->trainer, &run->loader, BATCHES);
+    if (step % 50 == 0) loss = trainer_validate(&run->trainer, &run->data.loader, BATCHES);
   }
   if (loss > entropy - 0.1)
     fail_msg("after %d steps the validation loss is %.4f, the entropy %.4f", step, loss, entropy);
@@ -444,7 +449,7 @@ static double reference_validation(Run *run, int64_t batches) {
   double *loss = host_values(run->h, rows), sum = 0;
   ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
   for (int64_t b = 0; b < batches; b++) {
-    counted += loader_validation_batch(&run->loader, b, tokens, targets, NULL);
+    counted += loader_validation_batch(&run->data.loader, b, tokens, targets, NULL);
     reference_model_losses(&reference, tokens, targets, o->batch, o->seq_len, loss);
     for (int64_t n = 0; n < rows; n++) sum += loss[n];
   }
@@ -456,19 +461,19 @@ static double reference_validation(Run *run, int64_t batches) {
 
 static void check_validation(Run *run) {
   Trainer *t = &run->trainer;
-  int64_t count, batches = run->loader.validation_batches;
+  int64_t count, batches = run->data.loader.validation_batches;
   assert_true(batches >= 3);
   run_step(run, 0); // the weights are not the first ones
   double *before = all_weights(run->h, t, &count);
-  double all = trainer_validate(t, &run->loader, 0), two = trainer_validate(t, &run->loader, 2);
-  assert_true(trainer_validate(t, &run->loader, 0) == all);
-  assert_true(trainer_validate(t, &run->loader, batches) == all);
-  assert_true(trainer_validate(t, &run->loader, batches + 5) == all);
+  double all = trainer_validate(t, &run->data.loader, 0), two = trainer_validate(t, &run->data.loader, 2);
+  assert_true(trainer_validate(t, &run->data.loader, 0) == all);
+  assert_true(trainer_validate(t, &run->data.loader, batches) == all);
+  assert_true(trainer_validate(t, &run->data.loader, batches + 5) == all);
   assert_true(isnan(t->bits_per_byte));
   int64_t vocab_size = trainer_model(t)->config.vocab_size;
   t->token_bytes = calloc((size_t)vocab_size, sizeof *t->token_bytes); // the trainer's from here on
   for (int64_t id = 0; id < vocab_size; id++) t->token_bytes[id] = 3;
-  assert_true(trainer_validate(t, &run->loader, 0) == all);
+  assert_true(trainer_validate(t, &run->data.loader, 0) == all);
   assert_true(fabs(t->bits_per_byte * 3 * log(2) / all - 1) < 1e-12);
   assert_true(fabs(all - reference_validation(run, batches)) < 1e-5);
   assert_true(fabs(two - reference_validation(run, 2)) < 1e-5);
@@ -503,12 +508,13 @@ static void test_validation_padding(void **state) {
   for (int mode = 0; mode < 2; mode++) {
     Run *run = run_open("%s --val-data %s %s", small_models[SMALL_LLAMA], temp_path("held_back.txt"),
                         mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits");
-    assert_int_equal(run->loader.validation_batches, 2);
-    assert_true(fabs(trainer_validate(&run->trainer, &run->loader, 0) - reference_validation(run, 2)) < 1e-5);
+    assert_int_equal(run->data.loader.validation_batches, 2);
+    assert_true(fabs(trainer_validate(&run->trainer, &run->data.loader, 0) - reference_validation(run, 2)) <
+                1e-5);
     run_close(run);
   }
   Run *run = run_open("%s --val-fraction 0", small_models[SMALL_LLAMA]);
-  assert_true(trainer_validate(&run->trainer, &run->loader, 0) == 0);
+  assert_true(trainer_validate(&run->trainer, &run->data.loader, 0) == 0);
   run_close(run);
 }
 

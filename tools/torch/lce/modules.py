@@ -6,7 +6,8 @@ import torch
 
 from .functional import linear_cross_entropy
 
-# model_type of the models whose logits are lm_head(base_model(...).last_hidden_state), and whose loss is their mean.
+# model_type of the models whose logits are lm_head(base_model(...).last_hidden_state), and whose loss is their mean: those
+# of model_families[] in model/config.c.
 MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 

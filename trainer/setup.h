@@ -1,0 +1,19 @@
+// The set-up that train.c, tests and tools share: from a command line to resolved options, and to data.
+#pragma once
+
+#include "trainer/options.h"
+
+// Reads the command line, finds the model or checkpoint that it names, takes what is not given from that, and resolves
+// the rest but what depends on the device: machine_open and plan_resolve_chunk, or setup_device, come next.
+void setup_options(Options *options, int argc, char **argv);
+void setup_device(Options *options, DeviceKind device);
+
+typedef struct {
+  Source *source, *val_source;    // val_source: of --val-data, or NULL
+  Packing *packing, *val_packing; // with --pack
+  Loader loader;
+  char text[256]; // loader_describe's
+} RunData;
+
+RunData setup_data(const Options *options);
+void setup_data_close(RunData *data);
