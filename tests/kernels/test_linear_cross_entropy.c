@@ -107,20 +107,6 @@ TEST(test_pieces) {
   }
 }
 
-// The float64 gradients themselves are the derivatives of the float64 loss.
-TEST(test_reference_gradients) {
-  Harness *h = *state;
-  LossProblem p = make_problem(h, 5, 7, 11, 2);
-  p.targets[2] = IGNORE_INDEX;
-  solve_reference(h, &p);
-  Tensor dx = tensor_from(h, DTYPE_F32, p.r.dx, p.r.rows, p.r.hidden);
-  Tensor dweight = tensor_from(h, DTYPE_F32, p.r.dweight, p.r.vocab, p.r.hidden);
-  check_gradient(h, "reference dx", dx, NULL, p.x, reference_objective, &p.r,
-                 of_size(within(1, 1), p.r.scale));
-  check_gradient(h, "reference dweight", dweight, NULL, p.weight, reference_objective, &p.r,
-                 of_size(within(1, 1), p.r.scale));
-}
-
 // Without exps nothing of width V is kept, and the loss is the same.
 TEST(test_forward_only) {
   Harness *h = *state;

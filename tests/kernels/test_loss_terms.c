@@ -67,47 +67,21 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   if (!way.forward_only) reference_gradients(h, r);
   LinearCrossEntropy a = loss_call(h, r, way.mode, way.chunk);
   if (terms & TERM_ROWS) a.rows = ids_from(h, counted_positions(h, p.targets, rows, &a.counted), rows);
-  if (way.outputs) loss_call_all_outputs(h, &a);
-  double *before = host_values(h, vocab * hidden), *bias_before = host_values(h, vocab);
-  if (way.accumulate && !way.forward_only) {
-    a.accumulate = true;
-    a.dweight = tensor_from(h, DTYPE_F32, before = random_values(h, vocab * hidden, 1), vocab, hidden);
-    if (p.bias) a.dbias = vector_from(h, DTYPE_F32, bias_before = random_values(h, vocab, 1), vocab);
-  }
+  if (way.outputs) loss_call_all_outputs(h, &a, r);
+  LossBefore before = {0};
+  if (way.accumulate && !way.forward_only) loss_call_adds(h, &a, &before);
   LinearCrossEntropy of_x = a, of_weight = a;
   of_x.dweight = of_x.dbias = of_weight.dx = (Tensor){0};
   linear_cross_entropy(h->backend, way.apart ? of_x : a);
   if (way.apart) linear_cross_entropy(h->backend, of_weight);
   reference_loss(r);
-
   // Where logits are stored their rounding shows; the anchored mode and fp32 have none.
-  bool exact = way.mode == LCE_FUSED;
-  double size = 8 + 64 * r->z_loss; // of the sums that make a loss
-  Tolerance tolerance =
-      of_size(exact ? within(16, (double)(hidden + vocab)) : within_stored(h, 16, (double)hidden), size);
+  Tolerance outputs =
+      way.mode == LCE_FUSED ? within(16, (double)(hidden + vocab)) : within_stored(h, 16, (double)hidden);
   char what[320];
   snprintf(what, sizeof what, "%s, %s", name_of(terms), lce_mode_name(way.mode));
-  check_outputs(h, what, &a, r, 0, tolerance);
-  if (way.outputs && (exact || h->dtype == DTYPE_F32)) {
-    double *predicted = values_of(h, a.outputs.predicted), *correct = values_of(h, a.outputs.correct);
-    for (int64_t n = 0; n < rows; n++) {
-      assert_true(predicted[n] == r->predicted[n]);
-      assert_true(correct[n] == (r->predicted[n] == p.targets[n]));
-    }
-  }
-  if (way.forward_only) return;
-  double gradient_size = r->scale * (1 + 8 * r->z_loss);
-  for (int64_t i = 0; i < vocab * hidden; i++) r->dweight[i] += before[i];
-  snprintf(what, sizeof what, "dx (%s, %s)", name_of(terms), lce_mode_name(way.mode));
-  check_values(h, what, a.dx, r->dx, of_size(within_stored(h, 8, (double)(hidden + vocab)), gradient_size));
-  snprintf(what, sizeof what, "dweight (%s, %s)", name_of(terms), lce_mode_name(way.mode));
-  check_values(h, what, a.dweight, r->dweight,
-               of_size(within_stored(h, 8, (double)(hidden + rows)), gradient_size));
-  if (!p.bias) return;
-  for (int64_t v = 0; v < vocab; v++) r->dbias[v] += bias_before[v];
-  snprintf(what, sizeof what, "dbias (%s, %s)", name_of(terms), lce_mode_name(way.mode));
-  check_values(h, what, a.dbias, r->dbias,
-               of_size(within_stored(h, 8, (double)(hidden + rows)), gradient_size));
+  check_loss(h, what, &a, r, 0, before, of_size(outputs, 8 + 64 * r->z_loss),
+             of_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
 }
 
 static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
