@@ -388,36 +388,29 @@ TEST(test_threads_do_not_show) {
 
 TEST(test_refusals) {
   Harness *h = *state;
-  Backend *backend = h->backend;
-  Tensor x = poisoned(h, h->dtype, 3, 4), weight = poisoned(h, h->dtype, 5, 4),
-         wide = poisoned(h, h->dtype, 5, 6);
-  Tensor loss = poisoned_vector(h, DTYPE_F32, 3), targets = poisoned_vector(h, DTYPE_I32, 3);
-  Tensor dweight = poisoned(h, DTYPE_F32, 5, 4), half = poisoned(h, DTYPE_BF16, 5, 4);
-  LinearCrossEntropy a = {
-      .chunk = 1, .loss = loss, .dx = x, .dweight = dweight, .x = x, .weight = weight, .targets = targets};
-  LinearCrossEntropy b = a;
-  b.weight = wide;
-  assert_fails(h, "whose hidden sizes differ", linear_cross_entropy(backend, b));
-  b = a, b.chunk = 0;
-  assert_fails(h, "a chunk of 0 tokens", linear_cross_entropy(backend, b));
-  b = a, b.dx.data = NULL, b.sampling.full_mass = 1;
-  assert_fails(h, "give dx, too", linear_cross_entropy(backend, b));
-  b = a, b.dweight = half;
-  assert_fails(h, "sums over chunks need fp32", linear_cross_entropy(backend, b));
-  b = a, b.rows = targets, b.counted = 4;
-  assert_fails(h, "4 tokens count", linear_cross_entropy(backend, b));
-  b.rows = tensor_rows(targets, 0, 2), b.counted = 2;
-  assert_fails(h, "rows is int32 [2] for 3 tokens", linear_cross_entropy(backend, b));
-  b = a, b.x = tensor_rows(x, 0, 0);
-  assert_fails(h, "which holds no token", linear_cross_entropy(backend, b));
-  b = a, b.targets = tensor_rows(targets, 0, 2);
-  assert_fails(h, "targets is int32 [2] for 3 tokens", linear_cross_entropy(backend, b));
-  b = a, b.loss = tensor_rows(loss, 0, 2);
-  assert_fails(h, "loss is fp32 [2] and targets is int32 [3] for 3 tokens", linear_cross_entropy(backend, b));
-  b = a, b.entropy_weights = b.outputs.correct = tensor_rows(loss, 0, 2);
-  assert_fails(h, "entropy_weights is fp32 [2] for 3 tokens", linear_cross_entropy(backend, b));
-  b.entropy_weights = (Tensor){0};
-  assert_fails(h, "an output is fp32 [2] for 3 tokens", linear_cross_entropy(backend, b));
+  LossProblem p = make_problem(h, 3, 4, 5, 1);
+  reference_gradients(h, &p.r);
+  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, 1);
+  call.outputs = (TokenOutputs){0};
+  Tensor two = poisoned_vector(h, DTYPE_F32, 2), wide = poisoned(h, h->dtype, 5, 6);
+  ASSERT_REFUSED(h, call, "whose hidden sizes differ", a.weight = wide);
+  ASSERT_REFUSED(h, call, "a chunk of 0 tokens", a.chunk = 0);
+  ASSERT_REFUSED(h, call, "give dx, too", (a.dx.data = NULL, a.sampling.full_mass = 1));
+  ASSERT_REFUSED(h, call, "sums over chunks need fp32", a.dweight.dtype = DTYPE_BF16);
+  ASSERT_REFUSED(h, call, "4 tokens count", (a.rows = a.targets, a.counted = 4));
+  ASSERT_REFUSED(h, call, "rows is int32 [2] for 3 tokens",
+                 (a.rows = tensor_rows(a.targets, 0, 2), a.counted = 2));
+  ASSERT_REFUSED(h, call, "which holds no token", a.x = tensor_rows(a.x, 0, 0));
+  ASSERT_REFUSED(h, call, "targets is int32 [2] for 3 tokens", a.targets = tensor_rows(a.targets, 0, 2));
+  ASSERT_REFUSED(h, call, "loss is fp32 [2] and targets is int32 [3] for 3 tokens", a.loss = two);
+  ASSERT_REFUSED(h, call, "entropy_weights is fp32 [2] for 3 tokens", a.entropy_weights = two);
+  ASSERT_REFUSED(h, call, "token_weights is fp32 [2]", a.token_weights = two);
+  ASSERT_REFUSED(h, call, "an output is fp32 [2] for 3 tokens", a.outputs.correct = two);
+  ASSERT_REFUSED(h, call, "class_weights is fp32 [2] where [5] is needed", a.terms.class_weights = two);
+  ASSERT_REFUSED(h, call, "a bias has a gradient where weight has one", a.dbias = two);
+  ASSERT_REFUSED(h, call, "label_smoothing is 1.5, which is not in [0, 1]", a.terms.label_smoothing = 1.5f);
+  ASSERT_REFUSED(h, call, "z_loss is -1", a.terms.z_loss = -1);
+  ASSERT_REFUSED(h, call, "softcap is nan", a.terms.softcap = NAN);
 }
 
 int main(void) {
