@@ -62,7 +62,8 @@ else ifeq ($(VARIANT),library)
 else
   $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, emulated, fuzz, library)
 endif
-WARNINGS := -Wall -Wextra -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-failed)
+# What a table calls has the table's parameters, whether it reads them or not.
+WARNINGS := -Wall -Wextra -Wno-unused-parameter -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-failed)
 
 # --- What is there ------------------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -
 	$(WARNINGS) $(CFLAGS)
 ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
-	-Xcompiler=-g,-Wall,-Wextra,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
+	-Xcompiler=-g,-Wall,-Wextra,-Wno-unused-parameter,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
 ALL_LIBS     := -lcjson -lpcre2-8 $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 

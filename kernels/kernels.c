@@ -31,11 +31,10 @@ typedef struct {
 
 #define NAMED(text, value, needed)                                                                           \
   { .name = text, .tensor = value, .form = needed }
-#define FIELD(field, needed) NAMED(#field, a.field, needed)
+#define FIELD(field, needed) NAMED(#field, a->field, needed)
 #define SIZE(letter, count)                                                                                  \
   { .name = #letter, .size = count }
-#define CHECK_AS(op, ...) check_fields(op, (const Field[]){__VA_ARGS__, {0}})
-#define CHECK(...)        CHECK_AS(__func__, __VA_ARGS__) // in an entry point, whose name is the operation's
+#define CHECK(...) check_fields(op, (const Field[]){__VA_ARGS__, {0}})
 
 typedef const char *Op; // the operation's name, for messages
 
@@ -115,26 +114,13 @@ static void check_fields(Op op, const Field *fields) {
   }
 }
 
-// --- how an operation is called ----------------------------------------------------------------------------
+// --- what each operation needs: check_NAME of every operation, in the order of kernels.h --------------------
 
-#define CALL(op)                                                                                             \
-  do {                                                                                                       \
-    ranks_alive();                                                                                           \
-    if (backend->ops->op) backend->ops->op(backend, &a);                                                     \
-  } while (0)
-
-#define CALL_WITH_SCRATCH(op, category)                                                                      \
-  do {                                                                                                       \
-    MemoryMark mark = memory_mark(&backend->memory);                                                         \
-    a.workspace = push_scratch(backend, #op, category, backend->scratch->op ? backend->scratch->op(&a) : 0); \
-    CALL(op);                                                                                                \
-    memory_pop_to(&backend->memory, mark);                                                                   \
-  } while (0)
-
-static Tensor push_scratch(Backend *backend, Op op, MemoryCategory category, size_t bytes) {
-  if (!bytes) return (Tensor){0};
-  return memory_push_1d(&backend->memory, op, category, DTYPE_I32, (int64_t)((bytes + 3) / 4));
-}
+// An operation of which nothing but its fields is checked.
+#define CHECK_FIELDS(operation, Arguments, ...)                                                              \
+  static void check_##operation(Op op, Backend *backend, Arguments *a) {                                     \
+    CHECK(__VA_ARGS__);                                                                                      \
+  }
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
@@ -149,22 +135,20 @@ static void enough_positions(Op op, const char *field, Tensor t, int64_t seq_len
          (long long)seq_len);
 }
 
-void embedding_forward(Backend *backend, EmbeddingForward a) {
+static void check_embedding_forward(Op op, Backend *backend, EmbeddingForward *a) {
   CHECK(FIELD(token_weight, "T [V, H]"), FIELD(tokens, "int32 [N]"), FIELD(out, "T [N, H]"),
         FIELD(position_weight, "T [P, H] or absent"), FIELD(positions, "int32 [N] or absent"));
-  whole_sequences(__func__, a.tokens.shape[0], a.seq_len);
-  enough_positions(__func__, "position_weight", a.position_weight, a.seq_len);
-  CALL(embedding_forward);
+  whole_sequences(op, a->tokens.shape[0], a->seq_len);
+  enough_positions(op, "position_weight", a->position_weight, a->seq_len);
 }
 
-void embedding_backward(Backend *backend, EmbeddingBackward a) {
+static void check_embedding_backward(Op op, Backend *backend, EmbeddingBackward *a) {
   CHECK(FIELD(dout, "T [N, H]"), FIELD(tokens, "int32 [N]"), FIELD(positions, "int32 [N] or absent"),
         FIELD(dposition_weight, "fp32|bf16 [P, H] or absent"),
         FIELD(dtoken_weight,
-              tensor_exists(a.dposition_weight) ? "fp32|bf16 [V, H] or absent" : "fp32|bf16 [V, H]"));
-  whole_sequences(__func__, a.tokens.shape[0], a.seq_len);
-  enough_positions(__func__, "dposition_weight", a.dposition_weight, a.seq_len);
-  CALL_WITH_SCRATCH(embedding_backward, MEMORY_WORKSPACE);
+              tensor_exists(a->dposition_weight) ? "fp32|bf16 [V, H] or absent" : "fp32|bf16 [V, H]"));
+  whole_sequences(op, a->tokens.shape[0], a->seq_len);
+  enough_positions(op, "dposition_weight", a->dposition_weight, a->seq_len);
 }
 
 // --- normalisation -----------------------------------------------------------------------------------------
@@ -179,68 +163,59 @@ static int64_t heads_of(Tensor x, Tensor weight) {
 }
 
 #define NORM_SIZES                                                                                           \
-  SIZE(W, (heads_of(a.x, a.weight) * a.weight.shape[0])), SIZE(R, (heads_of(a.x, a.weight) * a.x.shape[0]))
+  SIZE(W, (heads_of(a->x, a->weight) * a->weight.shape[0])),                                                 \
+      SIZE(R, (heads_of(a->x, a->weight) * a->x.shape[0]))
 
-void norm_forward(Backend *backend, NormForward a) {
-  bool layer = a.kind == NORM_LAYER;
+static void check_norm_forward(Op op, Backend *backend, NormForward *a) {
+  bool layer = a->kind == NORM_LAYER;
   CHECK(FIELD(weight, "T [H]"), NORM_SIZES, FIELD(x, "T [N, W] strided"), FIELD(rstd, "fp32 [R]"),
         FIELD(mean, layer ? "fp32 [R]" : NO_MEAN), FIELD(out, "T [N, W] strided"),
         FIELD(bias, layer ? "T [H]" : NO_BIAS));
-  CALL(norm_forward);
 }
 
-void norm_backward(Backend *backend, NormBackward a) {
-  bool layer = a.kind == NORM_LAYER;
+static void check_norm_backward(Op op, Backend *backend, NormBackward *a) {
+  bool layer = a->kind == NORM_LAYER;
   CHECK(FIELD(weight, "T [H]"), NORM_SIZES, FIELD(x, "T [N, W] strided"), FIELD(rstd, "fp32 [R]"),
         FIELD(mean, layer ? "fp32 [R]" : NO_MEAN), FIELD(dout, "T [N, W] strided"),
         FIELD(dx, "T [N, W] strided"));
-  if (a.dx.data == a.dout.data && a.accumulate_dx) fail("%s: dx and dout are the same tensor", __func__);
-  CHECK(SIZE(H, a.weight.shape[0]), FIELD(dweight, "fp32|bf16 [H]"),
+  if (a->dx.data == a->dout.data && a->accumulate_dx) fail("%s: dx and dout are the same tensor", op);
+  CHECK(SIZE(H, a->weight.shape[0]), FIELD(dweight, "fp32|bf16 [H]"),
         FIELD(dbias, layer ? "fp32|bf16 [H]" : NO_BIAS),
-        FIELD(dx_sum, layer && a.accumulate_dx && a.x.shape[1] == a.weight.shape[0]
+        FIELD(dx_sum, layer && a->accumulate_dx && a->x.shape[1] == a->weight.shape[0]
                           ? "fp32|bf16 [H] or absent"
                           : "absent: it is for a LayerNorm of whole rows that adds to dx"));
-  CALL_WITH_SCRATCH(norm_backward, MEMORY_WORKSPACE);
 }
 
 // --- linear layers -----------------------------------------------------------------------------------------
 
-bool is_swiglu(Tensor pre_activation, int64_t columns) {
-  return tensor_exists(pre_activation) && pre_activation.shape[1] == 2 * columns;
+static void check_linear_forward(Op op, Backend *backend, LinearForward *a) {
+  bool activation = a->activation != ACTIVATION_NONE, gated = is_gated(a->activation);
+  CHECK(FIELD(x, "T [N, I] strided"), FIELD(out, gated ? "T [N, O]" : "T|fp32 [N, O] strided"),
+        SIZE(P, (gated ? 2 : 1) * a->out.shape[1]), FIELD(weight, a->in_out_layout ? "T [I, P]" : "T [P, I]"),
+        FIELD(bias, "T [P] or absent"),
+        FIELD(pre_activation, activation ? "T [N, P]" : "absent: it is for an activation"),
+        FIELD(residual, activation ? "absent: an activation and a residual do not go together"
+                        : a->out.dtype == DTYPE_F32 ? "fp32 [N, O] strided or absent"
+                                                    : "T [N, O] strided or absent"));
 }
 
-void linear_forward(Backend *backend, LinearForward a) {
-  bool activation = tensor_exists(a.pre_activation);
-  bool swiglu = is_swiglu(a.pre_activation, a.out.shape[1]);
-  CHECK(FIELD(x, "T [N, I] strided"), FIELD(out, swiglu ? "T [N, O]" : "T|fp32 [N, O] strided"),
-        SIZE(P, (swiglu ? 2 : 1) * a.out.shape[1]), FIELD(weight, a.in_out_layout ? "T [I, P]" : "T [P, I]"),
-        FIELD(bias, "T [P] or absent"), FIELD(pre_activation, "T [N, P] or absent"),
-        FIELD(residual, activation                 ? "absent: an activation and a residual do not go together"
-                        : a.out.dtype == DTYPE_F32 ? "fp32 [N, O] strided or absent"
-                                                   : "T [N, O] strided or absent"));
-  CALL(linear_forward);
+static void check_linear_backward_input(Op op, Backend *backend, LinearBackwardInput *a) {
+  int64_t inputs = a->weight.shape[a->in_out_layout ? 0 : 1];
+  bool activation = a->activation != ACTIVATION_NONE, gated = is_gated(a->activation);
+  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(weight, a->in_out_layout ? "T [I, O]" : "T [O, I]"),
+        SIZE(P, (gated ? 2 : 1) * inputs), FIELD(dx, gated ? "T [N, P]" : "T|fp32 [N, P] strided"),
+        FIELD(pre_activation, activation ? "T [N, P]" : "absent: it is for an activation"),
+        FIELD(dactivation, gated ? "T [N, I]" : "absent: it is for a gated activation"));
+  if (activation && a->accumulate) fail("%s: an activation's gradient cannot be accumulated", op);
 }
 
-void linear_backward_input(Backend *backend, LinearBackwardInput a) {
-  int64_t inputs = a.weight.shape[a.in_out_layout ? 0 : 1];
-  bool swiglu = is_swiglu(a.pre_activation, inputs);
-  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(weight, a.in_out_layout ? "T [I, O]" : "T [O, I]"),
-        SIZE(P, (swiglu ? 2 : 1) * inputs), FIELD(dx, swiglu ? "T [N, P]" : "T|fp32 [N, P] strided"),
-        FIELD(pre_activation, "T [N, P] or absent"),
-        FIELD(dactivation, swiglu ? "T [N, I]" : "absent: it is for SwiGLU alone"));
-  if (tensor_exists(a.pre_activation) && a.accumulate)
-    fail("%s: an activation's gradient cannot be accumulated", __func__);
-  CALL(linear_backward_input);
-}
-
-void linear_backward_weight(Backend *backend, LinearBackwardWeight a) {
-  bool dweight = tensor_exists(a.dweight);
+static void check_linear_backward_weight(Op op, Backend *backend, LinearBackwardWeight *a) {
+  bool dweight = tensor_exists(a->dweight);
   CHECK(FIELD(dout, "T [N, O] strided"),
         FIELD(x, dweight ? "T [N, I] strided" : "absent: it is for dweight alone"),
-        FIELD(dweight, a.in_out_layout ? "fp32|bf16 [I, O] or absent" : "fp32|bf16 [O, I] or absent"),
+        FIELD(dweight, a->in_out_layout ? "fp32|bf16 [I, O] or absent" : "fp32|bf16 [O, I] or absent"),
         FIELD(dbias, dweight ? "fp32|bf16 [O] or absent" : "fp32|bf16 [O]"));
-  if (a.alpha == 0) a.alpha = 1;
-  CALL_WITH_SCRATCH(linear_backward_weight, MEMORY_WORKSPACE);
+  if (a->alpha == 0) a->alpha = 1;
 }
 
 // --- FP8 ---------------------------------------------------------------------------------------------------
@@ -251,52 +226,37 @@ static void multiples_of_16(Op op, const Backend *backend, Tensor t) {
     fail("%s: FP8 takes multiples of 16 rows and columns, and not %s", op, tensor_text(t).text);
 }
 
-void quantize(Backend *backend, Quantize a) {
+static void check_quantize(Op op, Backend *backend, Quantize *a) {
   CHECK(FIELD(x, "T [N, K]"), FIELD(out.codes, "e4m3 [N, K] or absent"),
         FIELD(out.transposed, "e4m3 [K, N] or absent"), FIELD(out.amax, "fp32 [1]"));
-  multiples_of_16(__func__, backend, a.x);
-  CALL(quantize);
+  multiples_of_16(op, backend, a->x);
 }
 
-void matmul_fp8(Backend *backend, MatmulFp8 a) {
-  bool fp32 = a.out.dtype == DTYPE_F32;
+static void check_matmul_fp8(Op op, Backend *backend, MatmulFp8 *a) {
+  bool fp32 = a->out.dtype == DTYPE_F32;
   CHECK(FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3 [O, K]"), FIELD(out, "T [N, O] strided"),
         FIELD(a.amax, "fp32 [1]"), FIELD(b.amax, "fp32 [1]"), FIELD(residual, "T [N, O] strided or absent"),
         FIELD(bias, backend->device == ON_CUDA && fp32 ? "bf16 [O] or absent" : "T [O] or absent"));
-  multiples_of_16(__func__, backend, a.a.codes);
-  multiples_of_16(__func__, backend, a.b.codes);
-  CALL_WITH_SCRATCH(matmul_fp8, MEMORY_WORKSPACE);
+  multiples_of_16(op, backend, a->a.codes);
+  multiples_of_16(op, backend, a->b.codes);
 }
 
 // --- activations -------------------------------------------------------------------------------------------
 
-void gelu_forward(Backend *backend, GeluForward a) {
-  CHECK(FIELD(x, "T [N, F]"), FIELD(out, "T [N, F]"));
-  CALL(gelu_forward);
+static void activation_named(Op op, Activation activation) {
+  if (activation == ACTIVATION_NONE) fail("%s: no activation is named", op);
 }
 
-void gelu_backward(Backend *backend, GeluBackward a) {
-  CHECK(FIELD(x, "T [N, F]"), FIELD(dout, "T [N, F]"), FIELD(dx, "T [N, F]"));
-  CALL(gelu_backward);
+static void check_activation_forward(Op op, Backend *backend, ActivationForward *a) {
+  activation_named(op, a->activation);
+  CHECK(FIELD(out, "T [N, F]"), SIZE(P, (is_gated(a->activation) ? 2 : 1) * a->out.shape[1]),
+        FIELD(x, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"));
 }
 
-static void splits_in_two(Op op, Tensor gate_up) {
-  if (gate_up.shape[1] % 2)
-    fail("%s: gate_up is %s, and its row does not split in two", op, tensor_text(gate_up).text);
-}
-
-void swiglu_forward(Backend *backend, SwigluForward a) {
-  splits_in_two(__func__, a.gate_up);
-  CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a.gate_up.shape[1] / 2), FIELD(out, "T [N, F]"),
-        FIELD(amax, "fp32 [1] or absent"));
-  CALL(swiglu_forward);
-}
-
-void swiglu_backward(Backend *backend, SwigluBackward a) {
-  splits_in_two(__func__, a.gate_up);
-  CHECK(FIELD(gate_up, "T [N, G]"), SIZE(F, a.gate_up.shape[1] / 2), FIELD(dout, "T [N, F]"),
-        FIELD(dgate_up, "T [N, G]"), FIELD(amax, "fp32 [1] or absent"));
-  CALL(swiglu_backward);
+static void check_activation_backward(Op op, Backend *backend, ActivationBackward *a) {
+  activation_named(op, a->activation);
+  CHECK(FIELD(dout, "T [N, F]"), SIZE(P, (is_gated(a->activation) ? 2 : 1) * a->dout.shape[1]),
+        FIELD(x, "T [N, P]"), FIELD(dx, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"));
 }
 
 // --- attention ---------------------------------------------------------------------------------------------
@@ -315,43 +275,39 @@ static void attention_heads(Op op, AttentionShape s) {
          (long long)s.num_key_value_heads, (long long)s.head_dim);
 }
 
-void rope(Backend *backend, Rope a) {
-  AttentionShape s = a.shape;
-  attention_heads(__func__, s);
+static void check_rope(Op op, Backend *backend, Rope *a) {
+  AttentionShape s = a->shape;
+  attention_heads(op, s);
   CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(positions, "int32 [N] or absent"));
-  if (s.head_dim % 2) fail("%s: head_dim %lld is odd", __func__, (long long)s.head_dim);
+  if (s.head_dim % 2) fail("%s: head_dim %lld is odd", op, (long long)s.head_dim);
   CHECK(SIZE(D, s.head_dim), FIELD(cos_sin, "fp32 [R, D]"));
-  enough_positions(__func__, "cos_sin", a.cos_sin, s.seq_len);
-  CALL(rope);
+  enough_positions(op, "cos_sin", a->cos_sin, s.seq_len);
 }
 
-void attention_forward(Backend *backend, AttentionForward a) {
-  AttentionShape s = a.shape;
-  attention_heads(__func__, s);
+static void check_attention_forward(Op op, Backend *backend, AttentionForward *a) {
+  AttentionShape s = a->shape;
+  attention_heads(op, s);
   CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
         FIELD(documents, "int32 [2, N] or absent"));
-  CALL_WITH_SCRATCH(attention_forward, MEMORY_WORKSPACE);
 }
 
-void attention_backward(Backend *backend, AttentionBackward a) {
-  AttentionShape s = a.shape;
-  attention_heads(__func__, s);
+static void check_attention_backward(Op op, Backend *backend, AttentionBackward *a) {
+  AttentionShape s = a->shape;
+  attention_heads(op, s);
   CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
         FIELD(dqkv, "T [N, P]"), FIELD(dout, "T [N, O]"), FIELD(documents, "int32 [2, N] or absent"),
         FIELD(dbias, "fp32|bf16 [P] or absent"));
-  if (a.dqkv.data == a.qkv.data) fail("%s: dqkv and qkv are the same tensor", __func__);
-  CALL_WITH_SCRATCH(attention_backward, MEMORY_WORKSPACE);
+  if (a->dqkv.data == a->qkv.data) fail("%s: dqkv and qkv are the same tensor", op);
 }
 
-void attention_decode(Backend *backend, AttentionDecode a) {
-  AttentionShape s = a.shape;
-  attention_heads(__func__, s);
+static void check_attention_decode(Op op, Backend *backend, AttentionDecode *a) {
+  AttentionShape s = a->shape;
+  attention_heads(op, s);
   CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"),
         SIZE(R, s.batch * s.num_key_value_heads), FIELD(keys, "T [R, C]"), FIELD(values, "T [R, C]"));
-  if (a.past < 0 || a.past > a.keys.shape[1] / s.head_dim - s.seq_len)
-    fail("%s: %lld tokens after %lld do not fit into keys, which is %s", __func__, (long long)s.seq_len,
-         (long long)a.past, tensor_text(a.keys).text);
-  CALL(attention_decode);
+  if (a->past < 0 || a->past > a->keys.shape[1] / s.head_dim - s.seq_len)
+    fail("%s: %lld tokens after %lld do not fit into keys, which is %s", op, (long long)s.seq_len,
+         (long long)a->past, tensor_text(a->keys).text);
 }
 
 // --- the LM head and its loss ------------------------------------------------------------------------------
@@ -368,251 +324,259 @@ static void loss_rows(Op op, const LossRows *rows, int64_t count, const char *ne
   static const char *const names[] = {"target_z", "anchor",           "row_sum",      "target_e",
                                       "rescale",  "scale_non_target", "scale_target", "scale_uniform"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-    CHECK_AS(op, SIZE(C, count),
-             NAMED(names[i], rows->all[i], strstr(needed, names[i]) ? "fp32 [C]" : "fp32 [C] or absent"));
+    CHECK(SIZE(C, count),
+          NAMED(names[i], rows->all[i], strstr(needed, names[i]) ? "fp32 [C]" : "fp32 [C] or absent"));
 }
 
 #define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
 
-void shard_indices(Backend *backend, ShardIndices a) {
+static void check_shard_indices(Op op, Backend *backend, ShardIndices *a) {
   CHECK(FIELD(indices, "int32 [N]"), FIELD(out, "int32 [N]"));
-  if (a.first < 0 || a.count < 0)
-    fail("%s: a part of %lld entries from %lld on", __func__, (long long)a.count, (long long)a.first);
-  CALL(shard_indices);
+  if (a->first < 0 || a->count < 0)
+    fail("%s: a part of %lld entries from %lld on", op, (long long)a->count, (long long)a->first);
 }
 
-void lce_target_logits(Backend *backend, LceTargetLogits a) {
-  CHECK(FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"), FIELD(targets, "int32 [C]"),
-        FIELD(target_z, "fp32 [C]"));
-  CALL(lce_target_logits);
-}
+CHECK_FIELDS(lce_target_logits, LceTargetLogits, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
+             FIELD(targets, "int32 [C]"), FIELD(target_z, "fp32 [C]"))
 
 #define FORWARD_ONLY "absent: exps is absent, so this is the forward pass alone"
 
-void lce_logits_exp(Backend *backend, LceLogitsExp a) {
+static void check_lce_logits_exp(Op op, Backend *backend, LceLogitsExp *a) {
   CHECK(FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"), FIELD(targets, "int32 [C]"),
         FIELD(exps, "T [C, V] strided or absent"),
-        FIELD(dx_raw, tensor_exists(a.exps) ? "T|fp32 [C, H] or absent" : FORWARD_ONLY),
-        SIZE(B, ceil_div(a.weight.shape[0], LCE_TILE_COLUMNS)),
-        FIELD(tile_sums, tensor_exists(a.exps) ? "fp32 [C, B] or absent" : FORWARD_ONLY));
-  loss_rows(__func__, &a.rows, a.x.shape[0], ROW_SUMS);
-  CALL_WITH_SCRATCH(lce_logits_exp, MEMORY_HEAD);
+        FIELD(dx_raw, tensor_exists(a->exps) ? "T|fp32 [C, H] or absent" : FORWARD_ONLY),
+        SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
+        FIELD(tile_sums, tensor_exists(a->exps) ? "fp32 [C, B] or absent" : FORWARD_ONLY));
+  loss_rows(op, &a->rows, a->x.shape[0], ROW_SUMS);
 }
 
-void lce_combine(Backend *backend, LceCombine a) {
-  CHECK(FIELD(targets, "int32 [C]"), SIZE(P, 2 * a.targets.shape[0] * backend->ranks),
+static void check_lce_combine(Op op, Backend *backend, LceCombine *a) {
+  CHECK(FIELD(targets, "int32 [C]"), SIZE(P, 2 * a->targets.shape[0] * backend->ranks),
         FIELD(parts, "fp32 [P]"));
-  loss_rows(__func__, &a.rows, a.targets.shape[0], ROW_SUMS ", rescale");
-  CALL(lce_combine);
+  loss_rows(op, &a->rows, a->targets.shape[0], ROW_SUMS ", rescale");
 }
 
 // Logits up to 1e30 times as large stay finite when they are divided by it.
 static const float MIN_TEMPERATURE = 1e-6f;
 
-static void loss_terms(Op op, LossTerms a, int64_t vocab_size) {
-  if (!(a.label_smoothing >= 0 && a.label_smoothing <= 1))
-    fail("%s: label_smoothing is %g, which is not in [0, 1]", op, (double)a.label_smoothing);
-  if (!(a.z_loss >= 0 && isfinite(a.z_loss)))
-    fail("%s: z_loss is %g, which is not 0 or more and finite", op, (double)a.z_loss);
-  if (!(a.softcap >= 0 && isfinite(a.softcap)))
-    fail("%s: softcap is %g, which is not 0 or more and finite", op, (double)a.softcap);
-  if (!(a.temperature == 0 || (a.temperature >= MIN_TEMPERATURE && isfinite(a.temperature))))
+static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
+  if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
+    fail("%s: label_smoothing is %g, which is not in [0, 1]", op, (double)a->label_smoothing);
+  if (!(a->z_loss >= 0 && isfinite(a->z_loss)))
+    fail("%s: z_loss is %g, which is not 0 or more and finite", op, (double)a->z_loss);
+  if (!(a->softcap >= 0 && isfinite(a->softcap)))
+    fail("%s: softcap is %g, which is not 0 or more and finite", op, (double)a->softcap);
+  if (!(a->temperature == 0 || (a->temperature >= MIN_TEMPERATURE && isfinite(a->temperature))))
     fail("%s: temperature is %g, which is neither 0 (none) nor a finite number from %g on", op,
-         (double)a.temperature, (double)MIN_TEMPERATURE);
-  bool weighted_sum = tensor_exists(a.class_weights) && a.label_smoothing > 0;
-  CHECK_AS(op, SIZE(V, vocab_size), FIELD(class_weights, "fp32 [V] or absent"),
-           FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));
+         (double)a->temperature, (double)MIN_TEMPERATURE);
+  bool weighted_sum = tensor_exists(a->class_weights) && a->label_smoothing > 0;
+  CHECK(SIZE(V, vocab_size), FIELD(class_weights, "fp32 [V] or absent"),
+        FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));
 }
 
 // The last four need a row's logits side by side: absent, with the reason `row_sums_only`, where only sums are known.
-static void token_outputs(Op op, TokenOutputs a, int64_t tokens, const char *row_sums_only) {
+static void token_outputs(Op op, const TokenOutputs *a, int64_t tokens, const char *row_sums_only) {
   const char *form = row_sums_only ? row_sums_only : "fp32 [N] or absent";
-  CHECK_AS(op, SIZE(N, tokens), FIELD(z_loss, "fp32 [N] or absent"), FIELD(log_prob, "fp32 [N] or absent"),
-           FIELD(logsumexp, "fp32 [N] or absent"), FIELD(entropy, form), FIELD(max_logit, form),
-           FIELD(predicted, row_sums_only ? row_sums_only : "int32 [N] or absent"), FIELD(correct, form));
+  CHECK(SIZE(N, tokens), FIELD(z_loss, "fp32 [N] or absent"), FIELD(log_prob, "fp32 [N] or absent"),
+        FIELD(logsumexp, "fp32 [N] or absent"), FIELD(entropy, form), FIELD(max_logit, form),
+        FIELD(predicted, row_sums_only ? row_sums_only : "int32 [N] or absent"), FIELD(correct, form));
 }
 
-void lce_rows(Backend *backend, LceRows a) {
-  loss_terms(__func__, a.terms, a.vocab_size);
-  if (a.terms.softcap > 0) fail("%s: a soft-cap does not act on whole rows", __func__);
-  bool smoothing = a.terms.label_smoothing > 0, backward = tensor_exists(a.scaled_x);
+static void check_lce_rows(Op op, Backend *backend, LceRows *a) {
+  loss_terms(op, &a->terms, a->vocab_size);
+  if (a->terms.softcap > 0) fail("%s: a soft-cap does not act on whole rows", op);
+  bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
   CHECK(FIELD(targets, "int32 [C]"), FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
         FIELD(loss, backward ? "fp32 [C] or absent" : "fp32 [C]"), FIELD(token_weights, "fp32 [C] or absent"),
         FIELD(factor, "fp32 [1] or absent"),
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"));
-  token_outputs(__func__, a.outputs, a.targets.shape[0], "absent: it does not follow from row sums alone");
-  loss_rows(__func__, &a.rows, a.targets.shape[0],
+  token_outputs(op, &a->outputs, a->targets.shape[0], "absent: it does not follow from row sums alone");
+  loss_rows(op, &a->rows, a->targets.shape[0],
             !backward    ? ROW_SUMS
             : !smoothing ? ROW_SUMS ", scale_non_target, scale_target"
                          : ROW_SUMS ", scale_non_target, scale_target, scale_uniform");
-  CALL(lce_rows);
 }
 
-void lce_sampled_gradients(Backend *backend, LceSampledGradients a) {
+static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradients *a) {
   CHECK(FIELD(exps, "T [C, V] strided"), FIELD(weight, "T [V, H]"), FIELD(scaled_x, "T [C, H]"),
         FIELD(dx_raw, "T|fp32 [C, H]"), FIELD(dweight, "fp32 [V, H] or absent"),
-        SIZE(A, ceil_div(a.exps.shape[0], LCE_TILE_ROWS)),
-        SIZE(B, ceil_div(a.exps.shape[1], LCE_TILE_COLUMNS)), FIELD(tiles, "fp32 [A, B]"),
+        SIZE(A, ceil_div(a->exps.shape[0], LCE_TILE_ROWS)),
+        SIZE(B, ceil_div(a->exps.shape[1], LCE_TILE_COLUMNS)), FIELD(tiles, "fp32 [A, B]"),
         FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"));
-  loss_rows(__func__, &a.rows, a.exps.shape[0], "row_sum, target_e");
-  if (!(a.full_mass > 0)) fail("%s: full_mass is %g, which is not above 0", __func__, (double)a.full_mass);
-  if (a.alpha == 0) a.alpha = 1;
-  CALL_WITH_SCRATCH(lce_sampled_gradients, MEMORY_HEAD);
+  loss_rows(op, &a->rows, a->exps.shape[0], "row_sum, target_e");
+  if (!(a->full_mass > 0)) fail("%s: full_mass is %g, which is not above 0", op, (double)a->full_mass);
+  if (a->alpha == 0) a->alpha = 1;
 }
 
-void lce_input_gradient(Backend *backend, LceInputGradient a) {
-  bool smoothing = tensor_exists(a.smoothing_row) || tensor_exists(a.rows.scale_uniform);
+static void check_lce_input_gradient(Op op, Backend *backend, LceInputGradient *a) {
+  bool smoothing = tensor_exists(a->smoothing_row) || tensor_exists(a->rows.scale_uniform);
   CHECK(FIELD(weight, "T [V, H] strided"), FIELD(dx, "fp32|bf16 [C, H]"), FIELD(targets, "int32 [C]"),
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"));
-  loss_rows(__func__, &a.rows, a.dx.shape[0],
+  loss_rows(op, &a->rows, a->dx.shape[0],
             smoothing ? "scale_non_target, scale_target, scale_uniform" : "scale_non_target, scale_target");
-  CALL(lce_input_gradient);
 }
 
-void lce_target_gradient(Backend *backend, LceTargetGradient a) {
-  CHECK(FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"), FIELD(scale_target, "fp32 [C]"),
-        FIELD(targets, "int32 [C]"));
-  CALL_WITH_SCRATCH(lce_target_gradient, MEMORY_HEAD);
-}
+CHECK_FIELDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),
+             FIELD(scale_target, "fp32 [C]"), FIELD(targets, "int32 [C]"))
 
-void cross_entropy_in_place(Backend *backend, CrossEntropyInPlace a) {
+static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {
   CHECK(FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
         FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
         FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "fp32|bf16 [V] or absent"),
         FIELD(dlogits, "fp32|bf16 [N, V] strided or absent"));
-  token_outputs(__func__, a.outputs, a.logits.shape[0], NULL);
-  loss_terms(__func__, a.terms, a.logits.shape[1]);
-  size_t from = dtype_bytes(a.logits.dtype), to = dtype_bytes(a.dlogits.dtype);
-  if (tensor_exists(a.dlogits) && (a.dlogits.data != a.logits.data || to > from ||
-                                   (size_t)a.dlogits.stride * to != (size_t)a.logits.stride * from))
-    fail("%s: dlogits is %s and does not lie in the place of logits, %s", __func__,
-         tensor_text(a.dlogits).text, tensor_text(a.logits).text);
-  CALL(cross_entropy_in_place);
+  token_outputs(op, &a->outputs, a->logits.shape[0], NULL);
+  loss_terms(op, &a->terms, a->logits.shape[1]);
+  size_t from = dtype_bytes(a->logits.dtype), to = dtype_bytes(a->dlogits.dtype);
+  if (tensor_exists(a->dlogits) && (a->dlogits.data != a->logits.data || to > from ||
+                                    (size_t)a->dlogits.stride * to != (size_t)a->logits.stride * from))
+    fail("%s: dlogits is %s and does not lie in the place of logits, %s", op, tensor_text(a->dlogits).text,
+         tensor_text(a->logits).text);
 }
 
-void loss_factor(Backend *backend, LossFactor a) {
-  CHECK(FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 [1]"), FIELD(class_weights, "fp32 [V] or absent"));
-  CALL(loss_factor);
-}
+CHECK_FIELDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 [1]"),
+             FIELD(class_weights, "fp32 [V] or absent"))
 
-void read_targets(Backend *backend, ReadTargets a) {
-  CHECK(FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
-        FIELD(loss, "fp32 [N] or absent"));
-  CALL(read_targets);
-}
+CHECK_FIELDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
+             FIELD(loss, "fp32 [N] or absent"))
 
-void weighted_column_sum(Backend *backend, WeightedColumnSum a) {
-  CHECK(FIELD(x, "T [N, H] strided"), FIELD(out, "fp32 [H]"), FIELD(coefficients, "fp32 [N] or absent"));
-  CALL_WITH_SCRATCH(weighted_column_sum, MEMORY_HEAD);
-}
+CHECK_FIELDS(weighted_column_sum, WeightedColumnSum, FIELD(x, "T [N, H] strided"), FIELD(out, "fp32 [H]"),
+             FIELD(coefficients, "fp32 [N] or absent"))
 
-void scale_by(Backend *backend, ScaleBy a) {
+static void check_scale_by(Op op, Backend *backend, ScaleBy *a) {
   const char *form = backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]";
   CHECK(FIELD(x, form), FIELD(out, form), FIELD(factor, "fp32 [1]"));
-  CALL(scale_by);
 }
 
-void add_outer(Backend *backend, AddOuter a) {
-  CHECK(FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"), FIELD(columns, "fp32 [H]"));
-  CALL(add_outer);
-}
+CHECK_FIELDS(add_outer, AddOuter, FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"),
+             FIELD(columns, "fp32 [H]"))
 
 // Row i of `few` and row rows[i] of `many` change places; vectors count as matrices of one column.
-static void moved_rows(Op op, MoveRows a, Tensor few, Tensor many) {
-  CHECK_AS(op, FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, few.shape[0]),
-           FIELD(rows, "int32 [C]"));
+static void moved_rows(Op op, const MoveRows *a, Tensor few, Tensor many) {
+  CHECK(FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, few.shape[0]), FIELD(rows, "int32 [C]"));
   if (few.dtype != many.dtype || few.rank != many.rank || few.rank > 2 ||
       (few.rank == 2 && few.shape[1] != many.shape[1]))
-    fail("%s: out is %s and x is %s; their rows differ", op, tensor_text(a.out).text, tensor_text(a.x).text);
+    fail("%s: out is %s and x is %s; their rows differ", op, tensor_text(a->out).text,
+         tensor_text(a->x).text);
 }
 
-void gather_rows(Backend *backend, MoveRows a) {
-  moved_rows(__func__, a, a.out, a.x);
-  CALL(gather_rows);
+static void check_gather_rows(Op op, Backend *backend, MoveRows *a) {
+  moved_rows(op, a, a->out, a->x);
 }
 
-void scatter_rows(Backend *backend, MoveRows a) {
-  moved_rows(__func__, a, a.x, a.out);
-  CALL(scatter_rows);
+static void check_scatter_rows(Op op, Backend *backend, MoveRows *a) {
+  moved_rows(op, a, a->x, a->out);
 }
 
 // --- the optimizer -----------------------------------------------------------------------------------------
 
-void adamw(Backend *backend, AdamW a) {
+static void check_adamw(Op op, Backend *backend, AdamW *a) {
   CHECK(FIELD(weight, "fp32|bf16 [N]"), FIELD(master, "fp32 [N] or absent"), FIELD(m, "fp32|bf16 [N]"),
         FIELD(v, "fp32|bf16 [N]"), FIELD(grad, "fp32|bf16 [N]"), FIELD(grad_scale, "fp32 [1]"));
-  if (a.step < 1) fail("%s: step %lld, but steps count from 1", __func__, (long long)a.step);
-  CALL(adamw);
+  if (a->step < 1) fail("%s: step %lld, but steps count from 1", op, (long long)a->step);
 }
 
-void reduce(Backend *backend, Reduce a) {
-  CHECK(FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"));
-  CALL_WITH_SCRATCH(reduce, MEMORY_WORKSPACE);
-}
+CHECK_FIELDS(reduce, Reduce, FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"))
 
-void clip_scale(Backend *backend, ClipScale a) {
-  CHECK(FIELD(norm, "fp32 [1]"), FIELD(scale, "fp32 [1]"), FIELD(sum_of_squares, "fp32 [1]"));
-  CALL(clip_scale);
-}
+CHECK_FIELDS(clip_scale, ClipScale, FIELD(norm, "fp32 [1]"), FIELD(scale, "fp32 [1]"),
+             FIELD(sum_of_squares, "fp32 [1]"))
 
-void fill_zero(Backend *backend, Tensor a) {
-  CHECK(NAMED("t", a, "any [...]"));
-  CALL(fill_zero);
-}
+CHECK_FIELDS(fill_zero, Tensor, NAMED("t", *a, "any [...]"))
 
 // --- collectives -------------------------------------------------------------------------------------------
 
 // `rounds` is how often a ring of the ranks passes the larger of the two tensors around.
-static void check_collective(Op op, Backend *backend, Collective a, const char *form, int64_t out_parts,
-                             int64_t x_parts, int rounds) {
-  CHECK_AS(op, FIELD(x, form), FIELD(out, form));
-  int64_t out = tensor_count(a.out), x = tensor_count(a.x);
-  if (a.out.dtype != a.x.dtype || out * out_parts != x * x_parts)
-    fail("%s over %d ranks: out is %s and x is %s", op, backend->ranks, tensor_text(a.out).text,
-         tensor_text(a.x).text);
-  double bytes = (double)max_i64(out, x) * (double)dtype_bytes(a.x.dtype);
+static void check_collective(Op op, Backend *backend, const Collective *a, const char *form,
+                             int64_t out_parts, int64_t x_parts, int rounds) {
+  CHECK(FIELD(x, form), FIELD(out, form));
+  int64_t out = tensor_count(a->out), x = tensor_count(a->x);
+  if (a->out.dtype != a->x.dtype || out * out_parts != x * x_parts)
+    fail("%s over %d ranks: out is %s and x is %s", op, backend->ranks, tensor_text(a->out).text,
+         tensor_text(a->x).text);
+  double bytes = (double)max_i64(out, x) * (double)dtype_bytes(a->x.dtype);
   backend->wire_bytes += rounds * bytes * (backend->ranks - 1) / backend->ranks;
 }
 
-// The watchdog reports where a rank waits.
-#define COLLECTIVE(op, form, out_parts, x_parts, rounds)                                                     \
-  void op(Backend *backend, Collective a) {                                                                  \
-    check_collective(#op, backend, a, form, out_parts, x_parts, rounds);                                     \
-    ranks_enter(#op);                                                                                        \
-    CALL(op);                                                                                                \
+static void check_all_reduce(Op op, Backend *backend, Collective *a) {
+  check_collective(op, backend, a, "fp32|bf16 [...]", 1, 1, 2);
+}
+
+static void check_reduce_scatter(Op op, Backend *backend, Collective *a) {
+  check_collective(op, backend, a, "fp32|bf16 [...]", backend->ranks, 1, 1);
+}
+
+static void check_all_gather(Op op, Backend *backend, Collective *a) {
+  check_collective(op, backend, a, "any [...]", 1, backend->ranks, 1);
+}
+
+static void check_broadcast(Op op, Backend *backend, Collective *a) {
+  check_collective(op, backend, a, "any [...]", 1, 1, 1);
+}
+
+static void check_copy_in(Op op, Backend *backend, Copy *a) {
+  CHECK(FIELD(out, "any [N]"), FIELD(x, "any [N]"));
+  if (a->out.dtype != a->x.dtype) fail("%s: out and x are of different types", op);
+}
+
+static void check_copy_out(Op op, Backend *backend, Copy *a) {
+  check_copy_in(op, backend, a);
+}
+
+// --- the entry points ---------------------------------------------------------------------------------------
+
+// The watchdog reports where a rank waits for others.
+#define ENTRY(name, Arguments, group)                                                                        \
+  void name(Backend *backend, Arguments a) {                                                                 \
+    check_##name(#name, backend, &a);                                                                        \
+    ranks_enter(PROFILE_##group == PROFILE_COMMUNICATION ? #name : NULL);                                    \
+    if (backend->ops->name) backend->ops->name(backend, &a);                                                 \
     ranks_leave();                                                                                           \
   }
-COLLECTIVE(all_reduce, "fp32|bf16 [...]", 1, 1, 2)
-COLLECTIVE(reduce_scatter, "fp32|bf16 [...]", backend->ranks, 1, 1)
-COLLECTIVE(all_gather, "any [...]", 1, backend->ranks, 1)
-COLLECTIVE(broadcast, "any [...]", 1, 1, 1)
+#define ENTRY_WITH_SCRATCH(name, Arguments, group)                                                           \
+  void name(Backend *backend, Arguments a) {                                                                 \
+    check_##name(#name, backend, &a);                                                                        \
+    MemoryMark mark = memory_mark(&backend->memory);                                                         \
+    size_t bytes = backend->scratch->name ? backend->scratch->name(&a) : 0;                                  \
+    a.workspace = push_scratch(backend, #name, PROFILE_##group, bytes);                                      \
+    ranks_alive();                                                                                           \
+    if (backend->ops->name) backend->ops->name(backend, &a);                                                 \
+    memory_pop_to(&backend->memory, mark);                                                                   \
+  }
+
+static Tensor push_scratch(Backend *backend, Op op, ProfileGroup group, size_t bytes) {
+  if (!bytes) return (Tensor){0};
+  MemoryCategory category = group == PROFILE_HEAD_LOSS ? MEMORY_HEAD : MEMORY_WORKSPACE;
+  return memory_push_1d(&backend->memory, op, category, DTYPE_I32, (int64_t)((bytes + 3) / 4));
+}
+
+OPERATIONS(ENTRY, ENTRY_WITH_SCRATCH)
+
+// A backend remembers the ends of the last ASYNC_EVENTS operations.
+static void check_behind(Op op, int64_t behind) {
+  if (behind < 0 || behind >= ASYNC_EVENTS)
+    fail("internal: %s leaves out the last %lld operations, and can leave out at most %d", op,
+         (long long)behind, ASYNC_EVENTS - 1);
+}
 
 void collectives_join(Backend *backend, int64_t behind) {
+  check_behind(__func__, behind);
   if (backend->ops->collectives_join) backend->ops->collectives_join(backend, behind);
 }
 
-#define COPY(name)                                                                                           \
-  void name(Backend *backend, Copy a) {                                                                      \
-    CHECK(FIELD(out, "any [N]"), FIELD(x, "any [N]"));                                                       \
-    if (a.out.dtype != a.x.dtype) fail(#name ": out and x are of different types");                          \
-    CALL(name);                                                                                              \
-  }
-COPY(copy_in)
-COPY(copy_out)
-
 void copies_join(Backend *backend, int64_t in, int64_t out) {
+  check_behind(__func__, in);
+  check_behind(__func__, out);
   if (backend->ops->copies_join) backend->ops->copies_join(backend, in, out);
 }
 
 // --- copies and life ---------------------------------------------------------------------------------------
 
 void backend_to_device(Backend *backend, Tensor destination, const void *host) {
-  CHECK(NAMED("destination", destination, "any [...]"));
+  check_fields("backend_to_device", (const Field[]){NAMED("destination", destination, "any [...]"), {0}});
   if (backend->ops->to_device) backend->ops->to_device(backend, destination, host);
 }
 
 void backend_to_host(Backend *backend, void *host, Tensor source) {
-  CHECK(NAMED("source", source, "any [...]"));
+  check_fields("backend_to_host", (const Field[]){NAMED("source", source, "any [...]"), {0}});
   ranks_enter("a device synchronization");
   if (backend->ops->to_host) backend->ops->to_host(backend, host, source);
   ranks_leave();

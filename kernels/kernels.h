@@ -101,33 +101,63 @@ typedef struct {
   Tensor workspace;   // pushed by the entry point
 } NormBackward;
 
+// --- activations -------------------------------------------------------------------------------------------
+
+// Of F columns; P = F, or 2F where it is gated: gates in columns [0, F), what they multiply in [F, 2F).
+typedef enum {
+  ACTIVATION_NONE,
+  ACTIVATION_GELU,   // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2)
+  ACTIVATION_SWIGLU, // gated: g / (1 + exp(-g)) * up                      (Shazeer 2020; Llama)
+} Activation;
+
+static inline bool is_gated(Activation activation) {
+  return activation == ACTIVATION_SWIGLU;
+}
+
+// out = activation(x). As a rule part of LinearForward, and its gradient of LinearBackwardInput; on its own where out was
+// not kept, and where amax is wanted.
+typedef struct {
+  Activation activation;
+  Tensor out;  // fp32/bf16 [N, F]
+  Tensor x;    // fp32/bf16 [N, P]
+  Tensor amax; // fp32 [1], or absent: max |out|, for quantize
+} ActivationForward;
+
+// dx = the gradient of x, given that of out.
+typedef struct {
+  Activation activation;
+  Tensor dx;   // fp32/bf16 [N, P]; may be x itself, and where P = F dout
+  Tensor dout; // fp32/bf16 [N, F]
+  Tensor x;    // fp32/bf16 [N, P]
+  Tensor amax; // fp32 [1], or absent: max |dx|
+} ActivationBackward;
+
 // --- linear layers -----------------------------------------------------------------------------------------
 // Three GEMMs. `in_out_layout` is the weight's: false is torch.nn.Linear's [out, in], true GPT-2's Conv1D [in, out].
 
-// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. The activation
-// is gelu (P = O) or swiglu (P = 2 O, of GeluForward and SwigluForward), as pre_activation's shape says; else P = O.
+// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. P as the activation
+// has it; without one it is O.
 typedef struct {
-  Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with swiglu
+  Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with a gated one
   Tensor x;      // fp32/bf16 [N, I]; may be strided
   Tensor weight; // fp32/bf16 [P, I], or [I, P] when in_out_layout
   bool in_out_layout;
-  Tensor bias;           // fp32/bf16 [P], or absent
-  Tensor pre_activation; // fp32/bf16 [N, P], or absent: no activation; receives pre, for the backward pass
+  Tensor bias; // fp32/bf16 [P], or absent
+  Activation activation;
+  Tensor pre_activation; // fp32/bf16 [N, P]; there with an activation; receives pre, for the backward pass
   Tensor residual;       // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
-// Whether a pre_activation, which may be absent, is that of SwiGLU with so many columns.
-bool is_swiglu(Tensor pre_activation, int64_t columns);
-
 // dx (+)= dout W or, where the layer's input is the activation of pre_activation, the gradient of pre_activation.
 typedef struct {
-  Tensor dx;     // fp32/bf16 [N, P]; may be strided, except with swiglu; it may then be pre_activation itself
+  Tensor dx;     // fp32/bf16 [N, P]; may be strided or, with a gated activation, pre_activation itself
   Tensor dout;   // fp32/bf16 [N, O]; may be strided
   Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
-  Tensor pre_activation; // fp32/bf16 [N, P], P = I with gelu and 2 I with swiglu; or absent, and P = I
-  Tensor dactivation; // fp32/bf16 [N, I] with swiglu, else absent: scratch; dout W is rounded to it, or not
-  bool accumulate;    // not together with pre_activation
+  Activation activation; // whose output the layer's input is; of I columns
+  Tensor pre_activation; // fp32/bf16 [N, P]; there with an activation
+  Tensor dactivation;    // fp32/bf16 [N, I] with a gated activation, else absent: scratch, may hold dout W
+  bool accumulate;       // not together with pre_activation
 } LinearBackwardInput;
 
 // dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].
@@ -166,39 +196,6 @@ typedef struct {
   Tensor residual;  // of out's type [N, O], or absent; may be out itself
   Tensor workspace; // pushed by the entry point
 } MatmulFp8;
-
-// --- activations -------------------------------------------------------------------------------------------
-
-// GELU in its tanh form: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2).
-// As a rule part of LinearForward; this recomputes out = gelu(x) where it was not kept.
-typedef struct {
-  Tensor out; // fp32/bf16 [N, F]
-  Tensor x;   // fp32/bf16 [N, F]
-} GeluForward;
-
-// dx = dout gelu'(x), where the GEMM before it does not apply the derivative.
-typedef struct {
-  Tensor dx;   // fp32/bf16 [N, F]; may be dout itself
-  Tensor dout; // fp32/bf16 [N, F]
-  Tensor x;    // fp32/bf16 [N, F]
-} GeluBackward;
-
-// out = silu(gate) * up, silu(g) = g / (1 + exp(-g));  gate_up holds gate in columns [0, F), up in [F, 2F)
-// (Shazeer 2020; Llama's MLP). As a rule part of LinearForward, and its gradient of LinearBackwardInput; on its own where
-// out was not kept, and where amax is wanted.
-typedef struct {
-  Tensor out;     // fp32/bf16 [N, F]
-  Tensor gate_up; // fp32/bf16 [N, 2F]
-  Tensor amax;    // fp32 [1], or absent: max |out|, for quantize
-} SwigluForward;
-
-// d gate = dout * up * silu'(gate),  d up = dout * silu(gate).
-typedef struct {
-  Tensor dgate_up; // fp32/bf16 [N, 2F]; may be gate_up itself
-  Tensor dout;     // fp32/bf16 [N, F]
-  Tensor gate_up;  // fp32/bf16 [N, 2F]
-  Tensor amax;     // fp32 [1], or absent: max |dgate_up|
-} SwigluBackward;
 
 // --- attention ---------------------------------------------------------------------------------------------
 // qkv packs, for each row n = b*T + t, the heads [q_0 .. q_{Q-1} | k_0 .. k_{K-1} | v_0 .. v_{K-1}], each of
@@ -593,51 +590,51 @@ typedef struct {
 
 // Every operation once: X(name, its struct, its group in a profile), or S(...) where a backend may need scratch. The entry
 // points below, the members of BackendOps and BackendScratch, both backends' declarations and tables, and the profile's
-// come from here.
-#define OPERATIONS(X, S)                                                                                     \
-  X(embedding_forward, EmbeddingForward, EMBEDDING)                                                          \
-  S(embedding_backward, EmbeddingBackward, EMBEDDING)                                                        \
-  X(norm_forward, NormForward, ELEMENTWISE)                                                                  \
-  S(norm_backward, NormBackward, ELEMENTWISE)                                                                \
-  X(linear_forward, LinearForward, GEMMS)                                                                    \
-  X(linear_backward_input, LinearBackwardInput, GEMMS)                                                       \
-  S(linear_backward_weight, LinearBackwardWeight, GEMMS)                                                     \
-  X(quantize, Quantize, QUANTIZING)                                                                          \
-  S(matmul_fp8, MatmulFp8, GEMMS)                                                                            \
-  X(gelu_forward, GeluForward, ELEMENTWISE)                                                                  \
-  X(gelu_backward, GeluBackward, ELEMENTWISE)                                                                \
-  X(swiglu_forward, SwigluForward, ELEMENTWISE)                                                              \
-  X(swiglu_backward, SwigluBackward, ELEMENTWISE)                                                            \
-  X(rope, Rope, ELEMENTWISE)                                                                                 \
-  S(attention_forward, AttentionForward, ATTENTION_FORWARD)                                                  \
-  S(attention_backward, AttentionBackward, ATTENTION_BACKWARD)                                               \
-  X(attention_decode, AttentionDecode, ATTENTION_FORWARD)                                                    \
-  X(shard_indices, ShardIndices, EMBEDDING)                                                                  \
-  X(lce_target_logits, LceTargetLogits, HEAD_LOSS)                                                           \
-  S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                                                                 \
-  X(lce_combine, LceCombine, HEAD_LOSS)                                                                      \
-  X(lce_rows, LceRows, HEAD_LOSS)                                                                            \
-  S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS)                                                   \
-  X(lce_input_gradient, LceInputGradient, HEAD_LOSS)                                                         \
-  S(lce_target_gradient, LceTargetGradient, HEAD_LOSS)                                                       \
-  X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS)                                                  \
-  X(loss_factor, LossFactor, HEAD_LOSS)                                                                      \
-  X(read_targets, ReadTargets, HEAD_LOSS)                                                                    \
-  S(weighted_column_sum, WeightedColumnSum, HEAD_LOSS)                                                       \
-  X(add_outer, AddOuter, HEAD_LOSS)                                                                          \
-  X(scale_by, ScaleBy, HEAD_LOSS)                                                                            \
-  X(gather_rows, MoveRows, HEAD_LOSS)                                                                        \
-  X(scatter_rows, MoveRows, HEAD_LOSS)                                                                       \
-  X(adamw, AdamW, OPTIMIZER)                                                                                 \
-  S(reduce, Reduce, OPTIMIZER)                                                                               \
-  X(clip_scale, ClipScale, OPTIMIZER)                                                                        \
-  X(fill_zero, Tensor, ELEMENTWISE)                                                                          \
-  X(all_reduce, Collective, COMMUNICATION)                                                                   \
-  X(reduce_scatter, Collective, COMMUNICATION)                                                               \
-  X(all_gather, Collective, COMMUNICATION)                                                                   \
-  X(broadcast, Collective, COMMUNICATION)                                                                    \
-  X(copy_in, Copy, COPIES)                                                                                   \
-  X(copy_out, Copy, COPIES)
+// come from here. Beside each: the functions of the backends, which macros name.
+// clang-format off
+#define OPERATIONS(X, S) \
+  X(embedding_forward, EmbeddingForward, EMBEDDING)              /* cpu_embedding_forward cuda_embedding_forward */ \
+  S(embedding_backward, EmbeddingBackward, EMBEDDING)            /* cpu_embedding_backward cuda_embedding_backward */ \
+  X(norm_forward, NormForward, ELEMENTWISE)                      /* cpu_norm_forward cuda_norm_forward */ \
+  S(norm_backward, NormBackward, ELEMENTWISE)                    /* cpu_norm_backward cuda_norm_backward */ \
+  X(linear_forward, LinearForward, GEMMS)                        /* cpu_linear_forward cuda_linear_forward */ \
+  X(linear_backward_input, LinearBackwardInput, GEMMS)           /* cpu_linear_backward_input cuda_linear_backward_input */ \
+  S(linear_backward_weight, LinearBackwardWeight, GEMMS)         /* cpu_linear_backward_weight cuda_linear_backward_weight */ \
+  X(quantize, Quantize, QUANTIZING)                              /* cpu_quantize cuda_quantize */ \
+  S(matmul_fp8, MatmulFp8, GEMMS)                                /* cpu_matmul_fp8 cuda_matmul_fp8 */ \
+  X(activation_forward, ActivationForward, ELEMENTWISE)          /* cpu_activation_forward cuda_activation_forward */ \
+  X(activation_backward, ActivationBackward, ELEMENTWISE)        /* cpu_activation_backward cuda_activation_backward */ \
+  X(rope, Rope, ELEMENTWISE)                                     /* cpu_rope cuda_rope */ \
+  S(attention_forward, AttentionForward, ATTENTION_FORWARD)      /* cpu_attention_forward cuda_attention_forward */ \
+  S(attention_backward, AttentionBackward, ATTENTION_BACKWARD)   /* cpu_attention_backward cuda_attention_backward */ \
+  X(attention_decode, AttentionDecode, ATTENTION_FORWARD)        /* cpu_attention_decode cuda_attention_decode */ \
+  X(shard_indices, ShardIndices, EMBEDDING)                      /* cpu_shard_indices cuda_shard_indices */ \
+  X(lce_target_logits, LceTargetLogits, HEAD_LOSS)               /* cpu_lce_target_logits cuda_lce_target_logits */ \
+  S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                     /* cpu_lce_logits_exp cuda_lce_logits_exp */ \
+  X(lce_combine, LceCombine, HEAD_LOSS)                          /* cpu_lce_combine cuda_lce_combine */ \
+  X(lce_rows, LceRows, HEAD_LOSS)                                /* cpu_lce_rows cuda_lce_rows */ \
+  S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS)       /* cpu_lce_sampled_gradients cuda_lce_sampled_gradients */ \
+  X(lce_input_gradient, LceInputGradient, HEAD_LOSS)             /* cpu_lce_input_gradient cuda_lce_input_gradient */ \
+  S(lce_target_gradient, LceTargetGradient, HEAD_LOSS)           /* cpu_lce_target_gradient cuda_lce_target_gradient */ \
+  X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS)      /* cpu_cross_entropy_in_place cuda_cross_entropy_in_place */ \
+  X(loss_factor, LossFactor, HEAD_LOSS)                          /* cpu_loss_factor cuda_loss_factor */ \
+  X(read_targets, ReadTargets, HEAD_LOSS)                        /* cpu_read_targets cuda_read_targets */ \
+  S(weighted_column_sum, WeightedColumnSum, HEAD_LOSS)           /* cpu_weighted_column_sum cuda_weighted_column_sum */ \
+  X(add_outer, AddOuter, HEAD_LOSS)                              /* cpu_add_outer cuda_add_outer */ \
+  X(scale_by, ScaleBy, HEAD_LOSS)                                /* cpu_scale_by cuda_scale_by */ \
+  X(gather_rows, MoveRows, HEAD_LOSS)                            /* cpu_gather_rows cuda_gather_rows */ \
+  X(scatter_rows, MoveRows, HEAD_LOSS)                           /* cpu_scatter_rows cuda_scatter_rows */ \
+  X(adamw, AdamW, OPTIMIZER)                                     /* cpu_adamw cuda_adamw */ \
+  S(reduce, Reduce, OPTIMIZER)                                   /* cpu_reduce cuda_reduce */ \
+  X(clip_scale, ClipScale, OPTIMIZER)                            /* cpu_clip_scale cuda_clip_scale */ \
+  X(fill_zero, Tensor, ELEMENTWISE)                              /* cpu_fill_zero cuda_fill_zero */ \
+  X(all_reduce, Collective, COMMUNICATION)                       /* cpu_all_reduce cuda_all_reduce */ \
+  X(reduce_scatter, Collective, COMMUNICATION)                   /* cpu_reduce_scatter cuda_reduce_scatter */ \
+  X(all_gather, Collective, COMMUNICATION)                       /* cpu_all_gather cuda_all_gather */ \
+  X(broadcast, Collective, COMMUNICATION)                        /* cpu_broadcast cuda_broadcast */ \
+  X(copy_in, Copy, COPIES)                                       /* cpu_copy_in cuda_copy_in */ \
+  X(copy_out, Copy, COPIES)                                      /* cpu_copy_out cuda_copy_out */
+// clang-format on
 
 // Stands for S or X where a list leaves those operations out.
 #define NO_OPERATION(name, Arguments, group)
@@ -647,9 +644,10 @@ typedef struct {
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 
-// What follows waits for the asynchronous collectives, except the last `behind` of them (at most 63).
+// What follows waits for the asynchronous collectives, except the last `behind` of them, below ASYNC_EVENTS.
+enum { ASYNC_EVENTS = 64 };
 void collectives_join(Backend *backend, int64_t behind);
-// What follows waits for the copies, except the last `in` and `out` of them (at most 63 each).
+// What follows waits for the copies, except the last `in` and `out` of them, each below ASYNC_EVENTS.
 void copies_join(Backend *backend, int64_t in, int64_t out);
 
 // Copies of dense tensors between the host and the backend's memory. to_device may return before the device

@@ -10,7 +10,6 @@
 static const size_t HUGE_PAGE = (size_t)2 << 20;
 
 static void *pages_allocate(void *context, size_t bytes) {
-  (void)context;
   size_t margin = bytes >= HUGE_PAGE ? HUGE_PAGE : 0, length = bytes ? bytes : 1;
   char *base = mmap(NULL, length + margin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) return NULL;
@@ -25,12 +24,10 @@ static void *pages_allocate(void *context, size_t bytes) {
 }
 
 static void pages_release(void *context, void *data, size_t bytes) {
-  (void)context;
   munmap(data, bytes ? bytes : 1);
 }
 
 static void pages_poison(void *context, void *data, size_t bytes) {
-  (void)context;
   memset(data, 0xFF, bytes);
 }
 

@@ -105,10 +105,8 @@ static Amount amount_of(int op, const void *arguments) {
     OF(norm_forward, NormForward, 0, bytes_of(a->x) + bytes_of(a->out))
     OF(norm_backward, NormBackward, 0,
        bytes_of(a->dx) * (1 + a->accumulate_dx) + bytes_of(a->dout) + bytes_of(a->x))
-    OF(gelu_forward, GeluForward, 0, bytes_of(a->x) + bytes_of(a->out))
-    OF(gelu_backward, GeluBackward, 0, 3 * bytes_of(a->x))
-    OF(swiglu_forward, SwigluForward, 0, bytes_of(a->gate_up) + bytes_of(a->out))
-    OF(swiglu_backward, SwigluBackward, 0, 2 * bytes_of(a->gate_up) + bytes_of(a->dout))
+    OF(activation_forward, ActivationForward, 0, bytes_of(a->x) + bytes_of(a->out))
+    OF(activation_backward, ActivationBackward, 0, bytes_of(a->x) + bytes_of(a->dx) + bytes_of(a->dout))
     OF(rope, Rope, 0, 2 * bytes_of(a->qkv))
     OF(quantize, Quantize, 0,
        bytes_of(a->x) * (1 + !a->out.amax_known) + bytes_of(a->out.codes) + bytes_of(a->out.transposed))

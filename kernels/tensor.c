@@ -40,7 +40,7 @@ size_t tensor_bytes(Tensor t) {
 }
 
 bool tensor_is_dense(Tensor t) {
-  return t.stride == t.shape[t.rank - 1];
+  return t.rank == 0 || t.stride == t.shape[t.rank - 1];
 }
 
 bool tensor_same_shape(Tensor a, Tensor b) {

@@ -41,15 +41,14 @@ bool operands_saved(const Pass *p) {
 
 void push_saved_operand(const Pass *p, Operand *operand, int64_t columns, bool activation) {
   if (!operands_saved(p)) return;
-  bool known = activation && p->model->config.gated_mlp;
-  operand->fp8 = push_fp8(p, (Fp8){.amax_known = known}, columns, false, true);
+  operand->fp8 = push_fp8(p, (Fp8){.amax_known = activation}, columns, false, true);
 }
 
 void push_activation_operand(const Pass *p, Operand *operand) {
   const ModelConfig *c = &p->model->config;
   operand->x = push_activation(p, "mlp activation", c->intermediate_size);
   if (p->fp8 && !operands_saved(p))
-    operand->fp8 = push_fp8(p, (Fp8){.amax_known = c->gated_mlp}, c->intermediate_size, false, false);
+    operand->fp8 = push_fp8(p, (Fp8){.amax_known = true}, c->intermediate_size, false, false);
 }
 
 // --- forward -----------------------------------------------------------------------------------------------
@@ -92,12 +91,15 @@ void project_outputs(const Pass *p, Tensor out, Operand x, const Affine *w, int6
   project(p, out, x, &part, none);
 }
 
+static Activation activation_of(const Pass *p) {
+  return p->model->config.gated_mlp ? ACTIVATION_SWIGLU : ACTIVATION_GELU;
+}
+
 void activate(const Pass *p, Operand out, Tensor pre_activation) {
-  if (p->model->config.gated_mlp)
-    swiglu_forward(p->backend,
-                   (SwigluForward){.out = out.x, .gate_up = pre_activation, .amax = out.fp8.amax});
-  else
-    gelu_forward(p->backend, (GeluForward){.out = out.x, .x = pre_activation});
+  activation_forward(p->backend, (ActivationForward){.activation = activation_of(p),
+                                                     .out = out.x,
+                                                     .x = pre_activation,
+                                                     .amax = out.fp8.amax});
 }
 
 void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand x, const Affine *w) {
@@ -107,6 +109,7 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
     return;
   }
   LinearForward linear = linear_of(p, out.x, x.x, w);
+  linear.activation = activation_of(p);
   linear.pre_activation = pre_activation;
   linear_forward(p->backend, linear);
 }
@@ -161,24 +164,23 @@ void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const P
 
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
                                    const Param *weight) {
-  bool swiglu = p->model->config.gated_mlp;
-  Operand dpre = {.x = swiglu ? pre_activation : x.x};
+  bool gated = p->model->config.gated_mlp;
+  Operand dpre = {.x = gated ? pre_activation : x.x};
   if (!p->fp8) {
     LinearBackwardInput input = backward_input_of(p, dpre.x, dout, weight);
+    input.activation = activation_of(p);
     input.pre_activation = pre_activation;
-    input.dactivation = swiglu ? x.x : none;
+    input.dactivation = gated ? x.x : none;
     backward_weight(p, dout, x.x, weight, none);
     linear_backward_input(p->backend, input);
     return dpre;
   }
   project_backward_fp8(p, x.x, (Operand){.x = dout}, x, weight, none);
-  if (!swiglu) {
-    gelu_backward(p->backend, (GeluBackward){.dx = x.x, .dout = x.x, .x = pre_activation});
-    return dpre;
-  }
   dpre.fp8 = push_fp8(p, (Fp8){.amax_known = true}, dpre.x.shape[1], false, false);
-  swiglu_backward(
-      p->backend,
-      (SwigluBackward){.dgate_up = dpre.x, .dout = x.x, .gate_up = pre_activation, .amax = dpre.fp8.amax});
+  activation_backward(p->backend, (ActivationBackward){.activation = activation_of(p),
+                                                       .dx = dpre.x,
+                                                       .dout = x.x,
+                                                       .x = pre_activation,
+                                                       .amax = dpre.fp8.amax});
   return dpre;
 }

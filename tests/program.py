@@ -68,10 +68,10 @@ class Output:
 class Process:
     """A program under way, with `ranks` as that many ranks of a job."""
 
-    def __init__(self, *words, ranks=0, terminal=False, cwd=ROOT):
+    def __init__(self, *words, ranks=0, terminal=False, cwd=ROOT, **environment):
         launcher = [] if not ranks else [LAUNCH, ranks] if GPUS else [*MPIRUN, ranks]
         self.words = [str(word) for word in [*launcher, *words]]
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", **environment}
         if not GPUS:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if ranks:

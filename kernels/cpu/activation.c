@@ -1,56 +1,35 @@
-// GELU and SwiGLU, elementwise. Limited by memory: three elements move for each one computed.
+// The activations, elementwise. Limited by memory: three elements move for each one computed.
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 
-void cpu_gelu_forward(Backend *backend, const GeluForward *a) {
-  (void)backend;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    const float *x = cpu_row(a->x, n);
-    float *out = cpu_row(a->out, n);
-#pragma omp simd
-    for (int64_t i = 0; i < a->x.shape[1]; i++) out[i] = gelu_f32(x[i]);
-  }
-}
-
-void cpu_gelu_backward(Backend *backend, const GeluBackward *a) {
-  (void)backend;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    const float *x = cpu_row(a->x, n), *dout = cpu_row(a->dout, n);
-    float *dx = cpu_row(a->dx, n);
-#pragma omp simd
-    for (int64_t i = 0; i < a->x.shape[1]; i++) dx[i] = dout[i] * gelu_derivative_f32(x[i]);
-  }
-}
-
-void cpu_swiglu_forward(Backend *backend, const SwigluForward *a) {
-  (void)backend;
+void cpu_activation_forward(Backend *backend, const ActivationForward *a) {
   int64_t width = a->out.shape[1];
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->out.shape[0]; n++) {
-    const float *gate = cpu_row(a->gate_up, n), *up = gate + width;
+  EACH_PARALLEL (n, a->out.shape[0]) {
+    const float *x = cpu_row(a->x, n), *up = x + width;
     float *out = cpu_row(a->out, n);
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) out[i] = gate[i] * sigmoid_f32(gate[i]) * up[i];
+    if (a->activation == ACTIVATION_GELU)
+      EACH_SIMD (i, width) out[i] = gelu_f32(x[i]);
+    else
+      EACH_SIMD (i, width) out[i] = x[i] * sigmoid_f32(x[i]) * up[i];
   }
   cpu_amax(a->amax, a->out);
 }
 
-// dgate_up may be gate_up itself: each element is read before it is written.
-void cpu_swiglu_backward(Backend *backend, const SwigluBackward *a) {
-  (void)backend;
+// dx may be x or dout itself: each element is read before it is written.
+void cpu_activation_backward(Backend *backend, const ActivationBackward *a) {
   int64_t width = a->dout.shape[1];
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->dout.shape[0]; n++) {
-    const float *gate = cpu_row(a->gate_up, n), *up = gate + width, *dout = cpu_row(a->dout, n);
-    float *dgate = cpu_row(a->dgate_up, n), *dup = dgate + width;
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) {
-      float g = gate[i], u = up[i], s = sigmoid_f32(g);
-      dgate[i] = dout[i] * u * s * (1.0f + g * (1.0f - s));
-      dup[i] = dout[i] * g * s;
+  EACH_PARALLEL (n, a->dout.shape[0]) {
+    const float *x = cpu_row(a->x, n), *up = x + width, *dout = cpu_row(a->dout, n);
+    float *dx = cpu_row(a->dx, n), *dup = dx + width;
+    if (a->activation == ACTIVATION_GELU) {
+      EACH_SIMD (i, width) dx[i] = dout[i] * gelu_derivative_f32(x[i]);
+    } else {
+      EACH_SIMD (i, width) {
+        float g = x[i], u = up[i], s = sigmoid_f32(g);
+        dx[i] = dout[i] * u * s * (1.0f + g * (1.0f - s));
+        dup[i] = dout[i] * g * s;
+      }
     }
   }
-  cpu_amax(a->amax, a->dgate_up);
+  cpu_amax(a->amax, a->dx);
 }

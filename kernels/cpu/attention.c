@@ -51,7 +51,7 @@ typedef struct {
 } Visible;
 
 static Visible visible_keys(const int32_t *before, int64_t t, int64_t first_key, int64_t keys) {
-  int64_t end = min_i64(keys, t - first_key + 1);
+  int64_t end = max_i64(0, min_i64(keys, t - first_key + 1));
   return (Visible){min_i64(end, max_i64(0, first_visible(before, t) - first_key)), end};
 }
 
@@ -60,7 +60,13 @@ static void zero_masked(float *row, Visible v, int64_t keys) {
   for (int64_t j = v.end; j < keys; j++) row[j] = 0.0f;
 }
 
-// One block of queries of one head.
+static Rows rows_from(Rows rows, int64_t first) {
+  rows.data += first * rows.stride;
+  return rows;
+}
+
+// One block of queries of one head: q, out and lse (or NULL) begin with it, and its first query sees the keys up to
+// number `first_query`.
 static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, float *lse,
                           const int32_t *before, int64_t first_query, int64_t queries, int64_t head_dim) {
   float scores[TILE][TILE], maximum[TILE], sum[TILE];
@@ -69,8 +75,8 @@ static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, flo
   int64_t start = first_visible(before, first_query) / TILE * TILE;
   for (int64_t first_key = start; first_key < first_query + queries; first_key += TILE) {
     int64_t keys = min_i64(TILE, first_query + queries - first_key);
-    tile_multiply(plain, queries, keys, head_dim, scale, matrix(q, first_query, false),
-                  matrix(k, first_key, true), false, &scores[0][0], TILE);
+    tile_multiply(plain, queries, keys, head_dim, scale, matrix(q, 0, false), matrix(k, first_key, true),
+                  false, &scores[0][0], TILE);
     for (int64_t i = 0; i < queries; i++) {
       Visible v = visible_keys(before, first_query + i, first_key, keys);
       zero_masked(scores[i], v, keys);
@@ -81,19 +87,16 @@ static void forward_block(bool plain, Rows q, Rows k, Rows values, Rows out, flo
       sum[i] = sum[i] * shrink + (float)exp_and_sum(seen, grown, 1.0f, v.end - v.first, seen);
       maximum[i] = grown;
       if (first_key == start || shrink == 1.0f) continue;
-      float *row = out.data + (first_query + i) * out.stride;
-#pragma omp simd
-      for (int64_t d = 0; d < head_dim; d++) row[d] *= shrink;
+      float *row = out.data + i * out.stride;
+      EACH_SIMD (d, head_dim) row[d] *= shrink;
     }
     tile_multiply(plain, queries, head_dim, keys, 1.0f, tile_matrix(&scores[0][0], false),
-                  matrix(values, first_key, false), first_key > start, out.data + first_query * out.stride,
-                  out.stride);
+                  matrix(values, first_key, false), first_key > start, out.data, out.stride);
   }
   for (int64_t i = 0; i < queries; i++) {
-    float *row = out.data + (first_query + i) * out.stride, factor = 1.0f / sum[i];
-#pragma omp simd
-    for (int64_t d = 0; d < head_dim; d++) row[d] *= factor;
-    lse[first_query + i] = maximum[i] + logf(sum[i]);
+    float *row = out.data + i * out.stride, factor = 1.0f / sum[i];
+    EACH_SIMD (d, head_dim) row[d] *= factor;
+    if (lse) lse[i] = maximum[i] + logf(sum[i]);
   }
 }
 
@@ -107,12 +110,39 @@ void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
       for (int64_t block = 0; block < blocks; block++) {
         int64_t first = (blocks - 1 - block) * TILE; // the longest first
         int64_t key_head = s.num_heads + h / group, value_head = key_head + s.num_key_value_heads;
-        forward_block(plain, head_rows(a->qkv, b, s.seq_len, h, s.head_dim),
+        forward_block(plain, rows_from(head_rows(a->qkv, b, s.seq_len, h, s.head_dim), first),
                       head_rows(a->qkv, b, s.seq_len, key_head, s.head_dim),
                       head_rows(a->qkv, b, s.seq_len, value_head, s.head_dim),
-                      head_rows(a->out, b, s.seq_len, h, s.head_dim), cpu_row(a->lse, b) + h * s.seq_len,
-                      preceding(a->documents, b, s.seq_len), first, min_i64(TILE, s.seq_len - first),
-                      s.head_dim);
+                      rows_from(head_rows(a->out, b, s.seq_len, h, s.head_dim), first),
+                      cpu_row(a->lse, b) + h * s.seq_len + first, preceding(a->documents, b, s.seq_len),
+                      first, min_i64(TILE, s.seq_len - first), s.head_dim);
+      }
+}
+
+// The new keys and values go into the cache, then every block of new queries walks the keys up to its positions.
+void cpu_attention_decode(Backend *backend, const AttentionDecode *a) {
+  bool plain = cpu_plain_loops(backend);
+  AttentionShape s = a->shape;
+  int64_t kv_heads = s.num_key_value_heads, group = s.num_heads / kv_heads;
+  size_t head_bytes = (size_t)s.head_dim * sizeof(float);
+  EACH_PARALLEL (n, s.batch * s.seq_len) {
+    const float *key = cpu_row(a->qkv, n) + s.num_heads * s.head_dim;
+    int64_t at = (a->past + n % s.seq_len) * s.head_dim;
+    for (int64_t kv = 0; kv < kv_heads; kv++, key += s.head_dim) {
+      int64_t row = n / s.seq_len * kv_heads + kv;
+      memcpy(cpu_row(a->keys, row) + at, key, head_bytes);
+      memcpy(cpu_row(a->values, row) + at, key + kv_heads * s.head_dim, head_bytes);
+    }
+  }
+#pragma omp parallel for collapse(3) schedule(dynamic)
+  for (int64_t b = 0; b < s.batch; b++)
+    for (int64_t h = 0; h < s.num_heads; h++)
+      for (int64_t first = 0; first < s.seq_len; first += TILE) {
+        int64_t row = b * kv_heads + h / group;
+        forward_block(plain, rows_from(head_rows(a->qkv, b, s.seq_len, h, s.head_dim), first),
+                      (Rows){cpu_row(a->keys, row), s.head_dim}, (Rows){cpu_row(a->values, row), s.head_dim},
+                      rows_from(head_rows(a->out, b, s.seq_len, h, s.head_dim), first), NULL, NULL,
+                      a->past + first, min_i64(TILE, s.seq_len - first), s.head_dim);
       }
 }
 

@@ -14,18 +14,15 @@
 #endif
 
 static size_t bytes_now(Backend *backend) {
-  (void)backend;
   return system_bytes("/proc/self/status", "VmRSS");
 }
 
 static size_t bytes_peak(Backend *backend) {
-  (void)backend;
   return system_bytes("/proc/self/status", "VmHWM");
 }
 
 // Where the kernel does not let a process reset its mark, the mark stays the whole run's.
 static void peak_reset(Backend *backend) {
-  (void)backend;
   FILE *file = fopen("/proc/self/clear_refs", "w");
   if (!file) return;
   fputs("5", file);
@@ -33,7 +30,6 @@ static void peak_reset(Backend *backend) {
 }
 
 void cpu_fill_zero(Backend *backend, const Tensor *t) {
-  (void)backend;
   enum { BLOCK = 1 << 20 };
   size_t bytes = tensor_bytes(*t);
 #pragma omp parallel for schedule(static)
@@ -42,18 +38,16 @@ void cpu_fill_zero(Backend *backend, const Tensor *t) {
 }
 
 static void to_device(Backend *backend, Tensor destination, const void *host) {
-  (void)backend;
   copy_bytes(destination.data, host, tensor_bytes(destination));
 }
 
 static void to_host(Backend *backend, void *host, Tensor source) {
-  (void)backend;
   copy_bytes(host, source.data, tensor_bytes(source));
 }
 
 static void destroy(Backend *backend) {
   cpu_collectives_end(backend);
-  cpu_copies_end(backend);
+  free(((CpuState *)backend->state)->queue);
 }
 
 // --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere --------

@@ -4,9 +4,6 @@
 // an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of the ranks, in
 // double, and rounds once; an all-gather returns the result. Each element is summed at one place, so all ranks
 // always get the same bits; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
-//
-// Asynchronous collectives gain nothing here and run when they are joined: a caller that uses their tensors too
-// early gets wrong results every time, and not only now and then as on a GPU.
 #include <stdlib.h>
 #include <string.h>
 
@@ -32,18 +29,8 @@ static void copy_or_add(const Collective *a) {
 
 enum { SLICE = 1 << 16 }; // elements that a rank sums at a time: what it receives stays in the cache
 
-typedef void (*Function)(struct CpuCollectives *, const Collective *);
-
-typedef struct {
-  Function function;
-  const char *name;
-  Collective operands;
-} Queued;
-
 struct CpuCollectives {
   int rank, ranks;
-  Queued *queue; // to be joined, oldest first
-  int64_t count, capacity;
   int *counts, *offsets, *received_counts, *received_offsets; // [ranks] each, of MPI_Alltoallv
   float *received;                                            // [ranks * SLICE]
 };
@@ -69,8 +56,7 @@ static void require_words(const Collective *a) {
 
 // out [count] (+)= the sum over r of received[r], in that order.
 static void sum(const struct CpuCollectives *c, int count, bool accumulate, float *out) {
-#pragma omp parallel for schedule(static)
-  for (int i = 0; i < count; i++) {
+  EACH_PARALLEL (i, count) {
     double total = accumulate ? out[i] : 0.0;
     for (int r = 0; r < c->ranks; r++) total += c->received[r * count + i];
     out[i] = (float)total;
@@ -91,7 +77,9 @@ static void exchange_and_sum(struct CpuCollectives *c, const Collective *a, cons
   ranks_alive();
 }
 
-static void mpi_all_reduce(struct CpuCollectives *c, const Collective *a) {
+static void all_reduce_ranks(Backend *backend, const Deferred *d) {
+  struct CpuCollectives *c = collectives_of(backend);
+  const Collective *a = &d->collective;
   int64_t total = tensor_count(a->x), block = (int64_t)c->ranks * SLICE;
   for (int64_t first = 0; first < total; first += block) {
     int count = (int)min_i64(block, total - first), slice = (int)ceil_div(count, c->ranks);
@@ -107,7 +95,9 @@ static void mpi_all_reduce(struct CpuCollectives *c, const Collective *a) {
   }
 }
 
-static void mpi_reduce_scatter(struct CpuCollectives *c, const Collective *a) {
+static void reduce_scatter_ranks(Backend *backend, const Deferred *d) {
+  struct CpuCollectives *c = collectives_of(backend);
+  const Collective *a = &d->collective;
   int64_t shard = tensor_count(a->out);
   for (int64_t first = 0; first < shard; first += SLICE) {
     for (int r = 0; r < c->ranks; r++) {
@@ -118,7 +108,9 @@ static void mpi_reduce_scatter(struct CpuCollectives *c, const Collective *a) {
   }
 }
 
-static void mpi_all_gather(struct CpuCollectives *c, const Collective *a) {
+static void all_gather_ranks(Backend *backend, const Deferred *d) {
+  struct CpuCollectives *c = collectives_of(backend);
+  const Collective *a = &d->collective;
   int count = (int)tensor_count(a->x);
   float *local = (float *)a->out.data + (int64_t)c->rank * count;
   if (local != a->x.data) memcpy(local, a->x.data, tensor_bytes(a->x));
@@ -126,43 +118,22 @@ static void mpi_all_gather(struct CpuCollectives *c, const Collective *a) {
         "MPI_Allgather");
 }
 
-static void mpi_broadcast(struct CpuCollectives *c, const Collective *a) {
+static void broadcast_ranks(Backend *backend, const Deferred *d) {
+  struct CpuCollectives *c = collectives_of(backend);
+  const Collective *a = &d->collective;
   if (c->rank == 0) copy_or_add(a);
   check(MPI_Bcast(a->out.data, (int)tensor_count(a->x), MPI_FLOAT, 0, MPI_COMM_WORLD), "MPI_Bcast");
 }
 
-// Runs all that are queued but the last `behind`.
-static void run_queue(struct CpuCollectives *c, int64_t behind) {
-  int64_t ready = c->count - behind;
-  if (ready <= 0) return;
-  for (int64_t i = 0; i < ready; i++) {
-    ranks_enter(c->queue[i].name);
-    c->queue[i].function(c, &c->queue[i].operands);
-    ranks_leave();
-  }
-  c->count = behind;
-  memmove(c->queue, c->queue + ready, (size_t)behind * sizeof *c->queue);
-}
-
-static void run_or_queue(Backend *backend, const Collective *a, Function function, const char *name) {
-  struct CpuCollectives *c = collectives_of(backend);
-  if (!c) {
+static void run_or_defer(Backend *backend, const Collective *a, void (*run)(Backend *, const Deferred *),
+                         const char *name) {
+  if (!collectives_of(backend)) {
     copy_or_add(a);
     return;
   }
   require_words(a);
-  if (!a->async) {
-    run_queue(c, 0);
-    ranks_enter(name);
-    function(c, a);
-    return;
-  }
-  c->queue = host_grow(c->queue, c->count, &c->capacity, sizeof *c->queue, "collectives");
-  c->queue[c->count++] = (Queued){function, name, *a};
-}
-
-void cpu_collectives_join(Backend *backend, int64_t behind) {
-  if (collectives_of(backend)) run_queue(collectives_of(backend), behind);
+  cpu_defer(backend, (Deferred){name, STREAM_COLLECTIVES, run, .collective = *a});
+  if (!a->async) cpu_collectives_join(backend, 0);
 }
 
 void cpu_collectives_end(Backend *backend) {
@@ -173,7 +144,6 @@ void cpu_collectives_end(Backend *backend) {
   ranks_leave();
   free(c->counts);
   free(c->received);
-  free(c->queue);
   free(c);
 }
 
@@ -197,19 +167,11 @@ static void join_ranks(Backend *backend, const Launch *l) {
 
 #else // there is one rank; what the operations below would call is not compiled
 
-#define run_or_queue(backend, a, function, name) ((void)(backend), copy_or_add(a))
+#define run_or_defer(backend, a, run, name) copy_or_add(a)
 
-void cpu_collectives_join(Backend *backend, int64_t behind) {
-  (void)backend;
-  (void)behind;
-}
-
-void cpu_collectives_end(Backend *backend) {
-  (void)backend;
-}
+void cpu_collectives_end(Backend *backend) {}
 
 static void join_ranks(Backend *backend, const Launch *l) {
-  (void)backend;
   fail("%d ranks on the CPU need MPI, and this program was built without it: `make deps` installs it, then "
        "`make` and mpirun -n %d ./train ...",
        l->ranks, l->ranks);
@@ -217,14 +179,25 @@ static void join_ranks(Backend *backend, const Launch *l) {
 
 #endif
 
-#define COLLECTIVE(name)                                                                                     \
-  void cpu_##name(Backend *backend, const Collective *a) {                                                   \
-    run_or_queue(backend, a, mpi_##name, #name);                                                             \
-  }
-COLLECTIVE(all_reduce)
-COLLECTIVE(reduce_scatter)
-COLLECTIVE(all_gather)
-COLLECTIVE(broadcast)
+void cpu_all_reduce(Backend *backend, const Collective *a) {
+  run_or_defer(backend, a, all_reduce_ranks, "all_reduce");
+}
+
+void cpu_reduce_scatter(Backend *backend, const Collective *a) {
+  run_or_defer(backend, a, reduce_scatter_ranks, "reduce_scatter");
+}
+
+void cpu_all_gather(Backend *backend, const Collective *a) {
+  run_or_defer(backend, a, all_gather_ranks, "all_gather");
+}
+
+void cpu_broadcast(Backend *backend, const Collective *a) {
+  run_or_defer(backend, a, broadcast_ranks, "broadcast");
+}
+
+void cpu_collectives_join(Backend *backend, int64_t behind) {
+  cpu_join(backend, STREAM_COLLECTIVES, behind, STREAM_COLLECTIVES, behind);
+}
 
 void cpu_backend_join_ranks(Backend *backend) {
   const Launch *l = ranks_self();

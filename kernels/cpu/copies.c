@@ -1,65 +1,50 @@
-// Copies between the device and the host's memory, which are one on the CPU: nothing is saved, and everything can be tested.
-//
-// As asynchronous collectives do, copies run when they are joined: a caller that reads what is still to be copied, or
-// overwrites what is copied from, gets wrong results every time.
-#include <stdlib.h>
-
+// Copies between the device and the host's memory, which are one on the CPU: nothing is saved, and everything can be
+// tested. And the queue of all that is asynchronous on a GPU.
 #include "base/alloc.h"
 #include "base/system.h"
 #include "kernels/cpu/cpu.h"
+#include "kernels/ranks/ranks.h"
 
-typedef struct {
-  bool out, is_update;
-  Copy copy;
-  AdamW update;
-} QueuedCopy;
-
-// In the order of the calls.
-struct CpuCopies {
-  QueuedCopy *queue;
-  int64_t count, capacity;
-};
-
-static void enqueue(Backend *backend, QueuedCopy queued) {
+void cpu_defer(Backend *backend, Deferred deferred) {
   CpuState *state = backend->state;
-  if (!state->copies) state->copies = host_alloc(1, sizeof *state->copies, "copies");
-  struct CpuCopies *c = state->copies;
-  c->queue = host_grow(c->queue, c->count, &c->capacity, sizeof *c->queue, "copies");
-  c->queue[c->count++] = queued;
+  state->queue =
+      host_grow(state->queue, state->queued, &state->capacity, sizeof *state->queue, "what is to be joined");
+  state->queue[state->queued++] = deferred;
 }
 
-static void run(Backend *backend, const QueuedCopy *q) {
-  if (q->is_update)
-    cpu_adamw(backend, &q->update);
-  else
-    copy_bytes(q->copy.out.data, q->copy.x.data, tensor_bytes(q->copy.x));
+void cpu_join(Backend *backend, StreamKind stream, int64_t behind, StreamKind other, int64_t other_behind) {
+  CpuState *state = backend->state;
+  int64_t left[STREAMS] = {0}, end = state->queued, kept = 0;
+  left[other] = other_behind, left[stream] = behind;
+  for (; end > 0; end--) {
+    StreamKind of = state->queue[end - 1].stream;
+    if ((of == stream || of == other) && left[of]-- <= 0) break;
+  }
+  for (int64_t i = 0; i < state->queued; i++) {
+    Deferred *d = &state->queue[i];
+    if (i < end && (d->stream == stream || d->stream == other)) {
+      ranks_enter(d->name);
+      d->run(backend, d);
+      ranks_leave();
+    } else {
+      state->queue[kept++] = *d;
+    }
+  }
+  state->queued = kept;
+}
+
+static void run_copy(Backend *backend, const Deferred *d) {
+  copy_bytes(d->copy.out.data, d->copy.x.data, tensor_bytes(d->copy.x));
 }
 
 void cpu_copy_in(Backend *backend, const Copy *a) {
-  enqueue(backend, (QueuedCopy){.copy = *a});
-}
-
-void cpu_adamw_later(Backend *backend, AdamW a) {
-  a.async = false;
-  enqueue(backend, (QueuedCopy){.is_update = true, .update = a});
+  cpu_defer(backend, (Deferred){"copy_in", STREAM_COPY_IN, run_copy, .copy = *a});
 }
 
 void cpu_copy_out(Backend *backend, const Copy *a) {
-  enqueue(backend, (QueuedCopy){.out = true, .copy = *a});
+  cpu_defer(backend, (Deferred){"copy_out", STREAM_COPY_OUT, run_copy, .copy = *a});
 }
 
 void cpu_copies_join(Backend *backend, int64_t in, int64_t out) {
-  struct CpuCopies *c = ((CpuState *)backend->state)->copies;
-  if (!c) return;
-  int64_t done = c->count; // those before it run, and with them what they wait for
-  while (done && (c->queue[done - 1].out ? out-- : in--) > 0) done--;
-  for (int64_t i = 0; i < done; i++) run(backend, &c->queue[i]);
-  for (int64_t i = done; i < c->count; i++) c->queue[i - done] = c->queue[i];
-  c->count -= done;
-}
-
-void cpu_copies_end(Backend *backend) {
-  struct CpuCopies *c = ((CpuState *)backend->state)->copies;
-  if (c) free(c->queue);
-  free(c);
+  cpu_join(backend, STREAM_COPY_IN, in, STREAM_COPY_OUT, out);
 }

@@ -3,11 +3,17 @@
 
 #include "kernels/kernels.h"
 
+// Loops over [0, count) whose iterations are independent: as vector instructions, and by all threads in equal parts.
+#define EACH_SIMD(i, count) _Pragma("omp simd") for (int64_t i = 0; i < (count); i++)
+#define EACH_PARALLEL(i, count)                                                                              \
+  _Pragma("omp parallel for schedule(static)") for (int64_t i = 0; i < (count); i++)
+
 // backend->state.
 typedef struct {
   bool plain_loops;                   // loops in place of CBLAS
   struct CpuCollectives *collectives; // NULL while there is one rank
-  struct CpuCopies *copies;           // NULL until the first
+  struct Deferred *queue;             // copies.c: what is to be joined, oldest first
+  int64_t queued, capacity;
 } CpuState;
 
 static inline bool cpu_plain_loops(const Backend *backend) {
@@ -48,16 +54,34 @@ void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, Cpu
 // out[i] (+)= alpha * sum_n coefficients[n] x[n, i] (coefficients NULL: all 1), in double, in the order of n.
 void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alpha, bool accumulate);
 
+// amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
+void cpu_amax(Tensor amax, Tensor x);
+
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count, where several n may
 // name the same row, and IGNORE_INDEX none: sorted by id, then each row's terms are summed in the order of n,
 // in double. `keys` is scratch for `count` keys.
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 
-// --- fp8.c -------------------------------------------------------------------------------------------------
+// --- copies.c: what is asynchronous on a GPU ---------------------------------------------------------------
 
-// amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
-void cpu_amax(Tensor amax, Tensor x);
+// Here it gains nothing and runs when it is joined: a caller that uses its tensors too early gets wrong results every
+// time, and not only now and then as on a GPU.
+typedef struct Deferred {
+  const char *name; // for the watchdog
+  StreamKind stream;
+  void (*run)(Backend *backend, const struct Deferred *deferred);
+  union {
+    Collective collective;
+    Copy copy;
+    AdamW adamw;
+  };
+} Deferred;
+
+void cpu_defer(Backend *backend, Deferred deferred);
+// Runs what is queued for these two streams, in the order of the calls, up to the latest that is not among the last
+// `behind` of its stream; and with it what comes before.
+void cpu_join(Backend *backend, StreamKind stream, int64_t behind, StreamKind other, int64_t other_behind);
 
 // --- the loss's rows: vectors that may be absent -----------------------------------------------------------
 
@@ -88,5 +112,3 @@ OPERATIONS(DECLARE, DECLARE)
 void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
 void cpu_copies_join(Backend *backend, int64_t in, int64_t out);
-void cpu_adamw_later(Backend *backend, AdamW a); // at copies_join, as a copy_in
-void cpu_copies_end(Backend *backend);           // copies.c: likewise

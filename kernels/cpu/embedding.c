@@ -5,17 +5,14 @@
 #include "kernels/cpu/cpu.h"
 
 void cpu_embedding_forward(Backend *backend, const EmbeddingForward *a) {
-  (void)backend;
   int64_t hidden = a->out.shape[1];
   const int32_t *tokens = a->tokens.data, *positions = a->positions.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->out.shape[0]; n++) {
+  EACH_PARALLEL (n, a->out.shape[0]) {
     float *out = cpu_row(a->out, n);
     memcpy(out, cpu_row(a->token_weight, tokens[n]), (size_t)hidden * sizeof *out);
     if (!tensor_exists(a->position_weight)) continue;
     const float *position = cpu_row(a->position_weight, positions ? positions[n] : n % a->seq_len);
-#pragma omp simd
-    for (int64_t i = 0; i < hidden; i++) out[i] += position[i];
+    EACH_SIMD (i, hidden) out[i] += position[i];
   }
 }
 
@@ -28,13 +25,11 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
                     a->workspace.data);
     return;
   }
-#pragma omp parallel for schedule(static)
-  for (int64_t t = 0; t < a->seq_len; t++) {
+  EACH_PARALLEL (t, a->seq_len) {
     float *out = cpu_row(a->dposition_weight, t);
     for (int64_t b = 0; b < batch; b++) {
       const float *dout = cpu_row(a->dout, b * a->seq_len + t);
-#pragma omp simd
-      for (int64_t i = 0; i < hidden; i++) out[i] += dout[i];
+      EACH_SIMD (i, hidden) out[i] += dout[i];
     }
   }
 }

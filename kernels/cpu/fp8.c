@@ -1,33 +1,15 @@
 // FP8 by its definition: every element is rounded to its code, and matmuls multiply in fp32 what the codes stand for.
 #include <float.h>
 #include <math.h>
-#include <string.h>
 
 #include "kernels/cpu/cpu.h"
 
-// The bits of |x| are ordered as the values are, with NaN above infinity.
-void cpu_amax(Tensor amax, Tensor x) {
-  if (!tensor_exists(amax)) return;
-  uint32_t max = 0;
-#pragma omp parallel for schedule(static) reduction(max : max)
-  for (int64_t n = 0; n < x.shape[0]; n++)
-    for (int64_t i = 0; i < x.shape[1]; i++) {
-      uint32_t bits;
-      memcpy(&bits, cpu_row(x, n) + i, sizeof bits);
-      bits &= 0x7FFFFFFF;
-      if (bits > max) max = bits;
-    }
-  memcpy(amax.data, &max, sizeof max);
-}
-
 void cpu_quantize(Backend *backend, const Quantize *a) {
-  (void)backend;
   int64_t rows = a->x.shape[0], columns = a->x.shape[1];
   if (!a->out.amax_known) cpu_amax(a->out.amax, a->x);
   float factor = fminf(E4M3_MAX / *(float *)a->out.amax.data, FLT_MAX);
   uint8_t *codes = a->out.codes.data, *transposed = a->out.transposed.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < rows; n++)
+  EACH_PARALLEL (n, rows)
     for (int64_t i = 0; i < columns; i++) {
       uint8_t code = e4m3_from_f32(cpu_row(a->x, n)[i] * factor);
       if (codes) codes[n * columns + i] = code;
@@ -43,8 +25,7 @@ static Tensor decode(Fp8 x, float *to) {
   float values[256], scale = *(const float *)x.amax.data / E4M3_MAX;
   for (int i = 0; i < 256; i++) values[i] = e4m3_to_f32((uint8_t)i) * scale;
   const uint8_t *from = x.codes.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < tensor_count(x.codes); i++) to[i] = values[from[i]];
+  EACH_PARALLEL (i, tensor_count(x.codes)) to[i] = values[from[i]];
   return tensor_2d(to, DTYPE_F32, x.codes.shape[0], x.codes.shape[1]);
 }
 

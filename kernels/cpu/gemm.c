@@ -11,8 +11,7 @@
 
 static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
                        float *out, int64_t out_stride) {
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < m; i++) {
+  EACH_PARALLEL (i, m) {
     float *row = out + i * out_stride;
     for (int64_t j = 0; j < n && beta != 1.0f; j++) row[j] = beta == 0.0f ? 0.0f : beta * row[j];
     if (b.transposed) { // rows of both operands are contiguous: dot products
@@ -25,8 +24,7 @@ static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a
     } else { // rows of b are contiguous: a sum of rows
       for (int64_t p = 0; p < k; p++) {
         float factor = alpha * (a.transposed ? a.data[p * a.stride + i] : a.data[i * a.stride + p]);
-#pragma omp simd
-        for (int64_t j = 0; j < n; j++) row[j] += factor * b.data[p * b.stride + j];
+        EACH_SIMD (j, n) row[j] += factor * b.data[p * b.stride + j];
       }
     }
   }
@@ -46,6 +44,5 @@ void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatri
     return;
   }
 #endif
-  (void)plain;
   plain_gemm(m, n, k, alpha, a, b, beta, out, out_stride);
 }

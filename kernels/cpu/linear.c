@@ -1,61 +1,41 @@
 // A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them.
 //
-// Bias, activation and residual are one more pass over the rows that the GEMM has just written. A residual that
-// is added in place costs nothing: the GEMM starts from it (beta = 1).
+// Bias and residual are one more pass over the rows that the GEMM has just written, and an activation another. A residual
+// that is added in place costs nothing: the GEMM starts from it (beta = 1).
 #include "kernels/cpu/cpu.h"
-#include "kernels/cpu/vector_math.h"
 
 static CpuMatrix matrix(Tensor t, bool transposed) {
   return (CpuMatrix){.data = t.data, .stride = t.stride, .transposed = transposed};
 }
 
 static void add_row(float *restrict row, const float *restrict term, int64_t count) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; i++) row[i] += term[i];
+  EACH_SIMD (i, count) row[i] += term[i];
 }
 
 void cpu_linear_forward(Backend *backend, const LinearForward *a) {
-  bool swiglu = is_swiglu(a->pre_activation, a->out.shape[1]);
-  bool gelu = tensor_exists(a->pre_activation) && !swiglu, bias = tensor_exists(a->bias);
-  bool residual = tensor_exists(a->residual), in_place = residual && a->residual.data == a->out.data;
-  bool adds = residual && !in_place;
-  Tensor pre = tensor_exists(a->pre_activation) ? a->pre_activation : a->out;
+  bool bias = tensor_exists(a->bias), residual = tensor_exists(a->residual);
+  bool in_place = residual && a->residual.data == a->out.data, adds = residual && !in_place;
+  Tensor pre = a->activation ? a->pre_activation : a->out;
   int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = pre.shape[1];
   cpu_gemm(cpu_plain_loops(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
            matrix(a->weight, !a->in_out_layout), in_place ? 1.0f : 0.0f, pre.data, pre.stride);
-#pragma omp parallel for schedule(static) if (gelu || bias || adds)
-  for (int64_t n = 0; n < rows; n++) {
-    float *row = cpu_row(pre, n);
-    if (bias) add_row(row, a->bias.data, outputs);
-    if (adds) add_row(row, cpu_row(a->residual, n), outputs);
-    if (gelu) {
-      float *activated = cpu_row(a->out, n);
-#pragma omp simd
-      for (int64_t i = 0; i < outputs; i++) activated[i] = gelu_f32(row[i]);
+  if (bias || adds)
+    EACH_PARALLEL (n, rows) {
+      if (bias) add_row(cpu_row(pre, n), a->bias.data, outputs);
+      if (adds) add_row(cpu_row(pre, n), cpu_row(a->residual, n), outputs);
     }
-  }
-  if (swiglu) cpu_swiglu_forward(backend, &(SwigluForward){.out = a->out, .gate_up = pre});
+  if (a->activation)
+    cpu_activation_forward(backend, &(ActivationForward){a->activation, .out = a->out, .x = pre});
 }
 
 void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  bool swiglu = tensor_exists(a->dactivation);
-  Tensor product = swiglu ? a->dactivation : a->dx;
+  Tensor product = is_gated(a->activation) ? a->dactivation : a->dx;
   int64_t rows = product.shape[0], inputs = product.shape[1], outputs = a->dout.shape[1];
   cpu_gemm(cpu_plain_loops(backend), rows, inputs, outputs, 1.0f, matrix(a->dout, false),
            matrix(a->weight, a->in_out_layout), a->accumulate ? 1.0f : 0.0f, product.data, product.stride);
-  if (swiglu) {
-    cpu_swiglu_backward(backend,
-                        &(SwigluBackward){.dgate_up = a->dx, .dout = product, .gate_up = a->pre_activation});
-    return;
-  }
-  if (!tensor_exists(a->pre_activation)) return;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < rows; n++) {
-    float *dx = cpu_row(a->dx, n);
-    const float *pre = cpu_row(a->pre_activation, n);
-#pragma omp simd
-    for (int64_t i = 0; i < inputs; i++) dx[i] *= gelu_derivative_f32(pre[i]);
-  }
+  if (a->activation)
+    cpu_activation_backward(
+        backend, &(ActivationBackward){a->activation, .dx = a->dx, .dout = product, .x = a->pre_activation});
 }
 
 void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {

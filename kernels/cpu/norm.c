@@ -27,11 +27,9 @@ static float row_mean_square(const float *x, float mean, int64_t count) {
 }
 
 void cpu_norm_forward(Backend *backend, const NormForward *a) {
-  (void)backend;
   int64_t hidden = a->weight.shape[0];
   const float *weight = a->weight.data, *bias = a->bias.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->rstd.shape[0]; n++) {
+  EACH_PARALLEL (n, a->rstd.shape[0]) {
     const float *x = head_row(a->x, n, hidden);
     float *out = head_row(a->out, n, hidden);
     float mean = a->kind == NORM_LAYER ? row_mean(x, hidden) : 0.0f;
@@ -39,11 +37,9 @@ void cpu_norm_forward(Backend *backend, const NormForward *a) {
     ((float *)a->rstd.data)[n] = rstd;
     if (a->kind == NORM_LAYER) {
       ((float *)a->mean.data)[n] = mean;
-#pragma omp simd
-      for (int64_t i = 0; i < hidden; i++) out[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
+      EACH_SIMD (i, hidden) out[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
     } else {
-#pragma omp simd
-      for (int64_t i = 0; i < hidden; i++) out[i] = x[i] * rstd * weight[i];
+      EACH_SIMD (i, hidden) out[i] = x[i] * rstd * weight[i];
     }
   }
 }
@@ -51,8 +47,7 @@ void cpu_norm_forward(Backend *backend, const NormForward *a) {
 static void input_gradient(const NormBackward *a) {
   int64_t hidden = a->weight.shape[0];
   const float *weight = a->weight.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->rstd.shape[0]; n++) {
+  EACH_PARALLEL (n, a->rstd.shape[0]) {
     const float *x = head_row(a->x, n, hidden), *dout = head_row(a->dout, n, hidden);
     float *dx = head_row(a->dx, n, hidden);
     float mean = a->kind == NORM_LAYER ? ((const float *)a->mean.data)[n] : 0.0f;
@@ -66,8 +61,7 @@ static void input_gradient(const NormBackward *a) {
     }
     float mean_g = a->kind == NORM_LAYER ? sum_g / (float)hidden : 0.0f;
     float mean_g_xhat = sum_g_xhat / (float)hidden;
-#pragma omp simd
-    for (int64_t i = 0; i < hidden; i++) {
+    EACH_SIMD (i, hidden) {
       float before = a->accumulate_dx ? dx[i] : 0.0f;
       dx[i] = before + rstd * (dout[i] * weight[i] - mean_g - (x[i] - mean) * rstd * mean_g_xhat);
     }
@@ -86,8 +80,7 @@ static void weight_gradients(const NormBackward *a) {
     for (int64_t n = 0; n < a->rstd.shape[0]; n++) {
       const float *x = head_row(a->x, n, hidden) + first, *dout = head_row(a->dout, n, hidden) + first;
       float mean = a->kind == NORM_LAYER ? means[n] : 0.0f, rstd = rstds[n];
-#pragma omp simd
-      for (int64_t i = 0; i < count; i++) {
+      EACH_SIMD (i, count) {
         weight_sum[i] += dout[i] * ((x[i] - mean) * rstd);
         bias_sum[i] += dout[i];
       }
@@ -100,7 +93,6 @@ static void weight_gradients(const NormBackward *a) {
 }
 
 void cpu_norm_backward(Backend *backend, const NormBackward *a) {
-  (void)backend;
   weight_gradients(a);
   if (tensor_exists(a->dx_sum)) cpu_column_sums(a->dx_sum.data, a->dx, NULL, 1.0f, a->accumulate);
   input_gradient(a);

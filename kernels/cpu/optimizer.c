@@ -6,11 +6,7 @@
 
 #include "kernels/cpu/cpu.h"
 
-void cpu_adamw(Backend *backend, const AdamW *a) {
-  if (a->async) {
-    cpu_adamw_later(backend, *a);
-    return;
-  }
+static void update(const AdamW *a) {
   float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
   float *m = a->m.data, *v = a->v.data;
   const float *grad = a->grad.data;
@@ -31,13 +27,22 @@ void cpu_adamw(Backend *backend, const AdamW *a) {
   }
 }
 
+static void run_update(Backend *backend, const Deferred *d) {
+  update(&d->adamw);
+}
+
+void cpu_adamw(Backend *backend, const AdamW *a) {
+  if (a->async)
+    cpu_defer(backend, (Deferred){"adamw", STREAM_COPY_IN, run_update, .adamw = *a});
+  else
+    update(a);
+}
+
 void cpu_reduce(Backend *backend, const Reduce *a) {
-  (void)backend;
   int64_t count = tensor_count(a->x), blocks = ceil_div(count, CPU_REDUCE_BLOCK);
   const float *x = a->x.data;
   double *partial = a->workspace.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t b = 0; b < blocks; b++) {
+  EACH_PARALLEL (b, blocks) {
     int64_t last = min_i64(count, (b + 1) * CPU_REDUCE_BLOCK);
     double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -51,7 +56,6 @@ void cpu_reduce(Backend *backend, const Reduce *a) {
 }
 
 void cpu_clip_scale(Backend *backend, const ClipScale *a) {
-  (void)backend;
   float norm = sqrtf(*(const float *)a->sum_of_squares.data), scale = 1.0f;
   if (a->max_norm > 0.0f && norm > a->max_norm) scale = a->max_norm / norm;
   *(float *)a->norm.data = norm;

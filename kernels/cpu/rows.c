@@ -1,4 +1,4 @@
-// Rows: gather, scatter, sums of columns, and the scatter-add of the embedding's and the target's gradient.
+// Rows: gather, scatter, sums of columns, the largest element, and the scatter-add of the embedding's and the target's gradient.
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,18 +19,15 @@ static void move_rows(const MoveRows *a, bool scatter) {
   const int32_t *rows = a->rows.data;
   Tensor out = as_rows(a->out), x = as_rows(a->x);
   size_t bytes = (size_t)x.shape[1] * dtype_bytes(x.dtype);
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < a->rows.shape[0]; i++)
+  EACH_PARALLEL (i, a->rows.shape[0])
     memcpy(row_address(out, scatter ? rows[i] : i), row_address(x, scatter ? i : rows[i]), bytes);
 }
 
 void cpu_gather_rows(Backend *backend, const MoveRows *a) {
-  (void)backend;
   move_rows(a, false);
 }
 
 void cpu_scatter_rows(Backend *backend, const MoveRows *a) {
-  (void)backend;
   move_rows(a, true);
 }
 
@@ -43,12 +40,26 @@ void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alph
     for (int64_t n = 0; n < x.shape[0]; n++) {
       const float *row = cpu_row(x, n) + first;
       double coefficient = coefficients ? coefficients[n] : 1.0;
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) sum[i] += coefficient * row[i];
+      EACH_SIMD (i, width) sum[i] += coefficient * row[i];
     }
     for (int64_t i = 0; i < width; i++)
       out[first + i] = (float)(alpha * sum[i] + (accumulate ? out[first + i] : 0.0f));
   }
+}
+
+// The bits of |x| are ordered as the values are, with NaN above infinity.
+void cpu_amax(Tensor amax, Tensor x) {
+  if (!tensor_exists(amax)) return;
+  uint32_t max = 0;
+#pragma omp parallel for schedule(static) reduction(max : max)
+  for (int64_t n = 0; n < x.shape[0]; n++)
+    for (int64_t i = 0; i < x.shape[1]; i++) {
+      uint32_t bits;
+      memcpy(&bits, cpu_row(x, n) + i, sizeof bits);
+      bits &= 0x7FFFFFFF;
+      if (bits > max) max = bits;
+    }
+  memcpy(amax.data, &max, sizeof max);
 }
 
 static int compare_keys(const void *a, const void *b) {
@@ -67,11 +78,9 @@ static void add_segment(float *out, int64_t length, const uint64_t *keys, int64_
       int64_t n = (int64_t)(keys[k] & UINT32_MAX);
       const float *term = cpu_row(x, n) + first;
       double factor = coefficients ? (double)alpha * coefficients[n] : alpha;
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) sum[i] += factor * term[i];
+      EACH_SIMD (i, width) sum[i] += factor * term[i];
     }
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) out[first + i] += (float)sum[i];
+    EACH_SIMD (i, width) out[first + i] += (float)sum[i];
   }
 }
 

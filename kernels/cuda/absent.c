@@ -2,12 +2,8 @@
 #include "kernels/kernels.h"
 
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason) {
-  (void)ordinal;
-  (void)dtype;
   *reason = "the program was built without CUDA (make finds nvcc on the PATH or in /usr/local/cuda/bin)";
   return NULL;
 }
 
-void cuda_backend_join_ranks(Backend *backend) {
-  (void)backend;
-}
+void cuda_backend_join_ranks(Backend *backend) {}

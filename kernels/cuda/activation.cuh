@@ -1,6 +1,5 @@
 // GELU in its tanh form, SwiGLU, and their derivatives, as activation.cu and the GEMMs' epilogues compute them.
-#ifndef LCE_KERNELS_CUDA_ACTIVATION_CUH
-#define LCE_KERNELS_CUDA_ACTIVATION_CUH
+#pragma once
 
 static constexpr float GELU_SCALE = 0.7978845608f; // sqrt(2 / pi)
 static constexpr float GELU_CUBIC = 0.044715f;
@@ -27,4 +26,20 @@ static __device__ __forceinline__ void swiglu_gradient(float &gate, float &up, f
   up = dout * silu;
 }
 
-#endif
+// What activation.cu applies to an element, or to a gate and what it multiplies. gradient: these become their gradients,
+// given that of the value.
+struct Gelu {
+  static constexpr bool GATED = false;
+  static __device__ __forceinline__ float value(float x, float) { return gelu(x); }
+  static __device__ __forceinline__ void gradient(float &x, float &, float dout) {
+    x = dout * gelu_derivative(x);
+  }
+};
+
+struct SwiGlu {
+  static constexpr bool GATED = true;
+  static __device__ __forceinline__ float value(float gate, float up) { return up * (gate * logistic(gate)); }
+  static __device__ __forceinline__ void gradient(float &gate, float &up, float dout) {
+    swiglu_gradient(gate, up, dout);
+  }
+};

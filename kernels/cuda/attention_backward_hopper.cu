@@ -125,12 +125,9 @@ template <int D>
 __device__ __forceinline__ void sum_columns(float *to, const float (&x)[D / 2], float scale) {
   const int lane = threadIdx.x % 32;
   float sums[D / 4];
-#pragma unroll
-  for (int i = 0; i < D / 4; i++) sums[i] = x[i / 2 * 4 + i % 2] + x[i / 2 * 4 + i % 2 + 2];
-#pragma unroll
-  for (int step = 0; step < 3; step++) add_halves(sums, D / 8 >> step, 16 >> step);
-#pragma unroll
-  for (int i = 0; i < D / 32; i++) {
+  EACH (i, D / 4) sums[i] = x[i / 2 * 4 + i % 2] + x[i / 2 * 4 + i % 2 + 2];
+  EACH (step, 3) add_halves(sums, D / 8 >> step, 16 >> step);
+  EACH (i, D / 32) {
     const int place = lane / 4 * (D / 32) + i;
     to[place / 2 * 8 + lane % 4 * 2 + place % 2] = sums[i] * scale;
   }
@@ -170,18 +167,15 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Hopper
     float row_shift[2] = {}, row_minus_delta[2] = {};
     if constexpr (!KEY_PASS) {
       const float *statistics = statistics_of(a.statistics, w.batch * a.num_heads + w.head, a.seq_len);
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
+      EACH (half, 2) {
         int t = first_row + warp * 16 + half * 8 + g;
         row_shift[half] = t < a.seq_len ? statistics[statistics_place(t)] : 0;
         row_minus_delta[half] = t < a.seq_len ? statistics[statistics_place(t) + TILE] : 0;
       }
     }
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) first[i] = 0;
+    EACH (i, D / 2) first[i] = 0;
     if constexpr (KEY_PASS) {
-#pragma unroll
-      for (int i = 0; i < D / 2; i++) second[i] = 0;
+      EACH (i, D / 2) second[i] = 0;
     }
 
     auto streamed = [&](int stage) {
@@ -199,8 +193,7 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Hopper
         for (int i = 0; i < before; i++) pipeline.release(pipeline.take());
       pipeline.wait();
       const int stage = uniform(pipeline.advance());
-#pragma unroll
-      for (int j = 0; j < TILE / 8; j++) {
+      EACH (j, TILE / 8) {
         float2 start = make_float2(row_minus_delta[0], row_minus_delta[1]);
         if constexpr (KEY_PASS) start = load_shared(&shared.statistics[stage][1][j * 8 + 2 * q]);
         dp[j * 4] = start.x;
@@ -217,9 +210,7 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Hopper
                             true);
       wgmma_commit();
       if constexpr (KEY_PASS) { // under the MMAs
-#pragma unroll
-        for (int j = 0; j < TILE / 8; j++)
-          shift[j] = load_shared(&shared.statistics[stage][0][j * 8 + 2 * q]);
+        EACH (j, TILE / 8) shift[j] = load_shared(&shared.statistics[stage][0][j * 8 + 2 * q]);
       }
       return stage;
     };
@@ -227,27 +218,22 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Hopper
     auto exponentiate = [&]() {
       wgmma_fence_operand(s);
       if (F::PACKED && (KEY_PASS ? (tile + 1) * TILE > edge : tile * TILE < edge)) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        EACH (half, 2) {
           const int bound = bound_of<F>(a, w, first_row + warp * 16 + half * 8 + g) - tile * TILE;
-#pragma unroll
-          for (int i = 0; i < TILE / 4; i++) {
+          EACH (i, TILE / 4) {
             const int c = i / 2 * 8 + 2 * q + (i & 1);
             if (KEY_PASS ? c >= bound : c < bound) s[i / 2 * 4 + half * 2 + (i & 1)] = -INFINITY;
           }
         }
       }
       if (tile == first_tile) { // the diagonal
-#pragma unroll
-        for (int i = 0; i < TILE / 2; i++) {
+        EACH (i, TILE / 2) {
           int r = warp * 16 + (i >> 1 & 1) * 8 + g, c = i / 4 * 8 + 2 * q + (i & 1);
           if (KEY_PASS ? r > c : c > r) s[i] = -INFINITY;
         }
       }
-#pragma unroll
-      for (int j = 0; j < TILE / 8; j++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
+      EACH (j, TILE / 8) {
+        EACH (i, 4)
           s[j * 4 + i] = exp2_approx(fmaf(s[j * 4 + i], a.scale_log2,
                                           KEY_PASS ? (i & 1 ? shift[j].y : shift[j].x) : row_shift[i >> 1]));
       }
@@ -257,8 +243,7 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Hopper
     };
     auto round_ds = [&]() {
       wgmma_fence_operand(dp);
-#pragma unroll
-      for (int i = 0; i < TILE / 2; i++) dp[i] *= s[i];
+      EACH (i, TILE / 2) dp[i] *= s[i];
       to_operands(ds, dp);
     };
     auto add_dv = [&](int stage) {
@@ -357,16 +342,16 @@ template <bool PACKED> using Query128 = PassTraits<128, false, 3, false, PACKED>
 
 } // namespace attention
 
-bool attention_hopper_backward(const AttentionBackward *b, const float *statistics, int *counters,
-                               float *partials, cudaStream_t stream) {
+bool attention_hopper_backward(const AttentionBackward *b, int *counters, float *partials,
+                               cudaStream_t stream) {
   using namespace attention;
   AttentionShape s = b->shape;
   HopperBackwardArguments key = {};
   if (!hopper_sms<Key64<false>>() || !set_arguments(&key, b->qkv, b->documents, s, counters) ||
       !describe(&key.dout, b->dout, s, s.num_heads))
     return false;
-  key.dqkv = data_of<bf16>(b->dqkv), key.dqkv_stride = b->dqkv.stride, key.statistics = statistics,
-  key.partials = partials;
+  key.dqkv = data_of<bf16>(b->dqkv), key.dqkv_stride = b->dqkv.stride,
+  key.statistics = data_of<const float>(b->workspace), key.partials = partials;
   HopperBackwardArguments query = key;
   query.counter++;
   with_bool(tensor_exists(b->documents), [&](auto packed) {

@@ -1,6 +1,5 @@
 // Which documents the tokens of packed sequences belong to (AttentionForward.documents), for the attention kernels.
-#ifndef LCE_KERNELS_CUDA_ATTENTION_DOCUMENTS_CUH
-#define LCE_KERNELS_CUDA_ATTENTION_DOCUMENTS_CUH
+#pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
 
@@ -21,11 +20,9 @@ struct Documents {
   }
 };
 
-static inline Documents documents_of(const Tensor &documents, AttentionShape s) {
+static __host__ __device__ __forceinline__ Documents documents_of(const Tensor &documents) {
   const int32_t *before = data_of<const int32_t>(documents);
-  return {before, before ? before + s.batch * s.seq_len : nullptr};
+  return {before, before ? before + documents.shape[1] : nullptr};
 }
 
 } // namespace attention
-
-#endif

@@ -14,16 +14,6 @@
 
 namespace attention {
 
-struct ForwardArguments {
-  const bf16 *qkv;
-  bf16 *out;
-  float *lse;
-  int64_t qkv_stride, out_stride, lse_stride; // elements per row
-  int seq_len, num_heads, num_key_value_heads;
-  float scale_log2; // log2(e) / sqrt(D): exponentials are powers of two
-  Documents documents;
-};
-
 constexpr int WARPS = 4, THREADS = 32 * WARPS, M = 2, ROWS = WARPS * M * 16, KEYS = 64;
 
 // The running softmax of one warp's rows: this lane's rows are 16 m + 8 half + lane / 4.
@@ -35,20 +25,15 @@ struct RowStatistics {
 template <int D>
 __device__ __forceinline__ void softmax_step(float (&s)[M][KEYS / 8][4], float (&o)[M][D / 8][4],
                                              RowStatistics &row, float scale_log2) {
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+  EACH (m, M)
+    EACH (half, 2) {
       float largest = row.max[m][half];
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
-        largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      EACH (n, KEYS / 8) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       float rescale = exp2_approx((row.max[m][half] - largest) * scale_log2);
       float shift = largest * scale_log2, total = 0;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
+      EACH (n, KEYS / 8)
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; i++) {
           s[m][n][i] = exp2_approx(fmaf(s[m][n][i], scale_log2, -shift));
@@ -56,8 +41,7 @@ __device__ __forceinline__ void softmax_step(float (&s)[M][KEYS / 8][4], float (
         }
       row.max[m][half] = largest;
       row.sum[m][half] = row.sum[m][half] * rescale + total;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
+      EACH (n, D / 8) {
         o[m][n][2 * half] *= rescale;
         o[m][n][2 * half + 1] *= rescale;
       }
@@ -70,165 +54,106 @@ template <int D> struct ForwardShared {
 };
 
 template <int D, bool PACKED>
-__global__ void __launch_bounds__(THREADS, 2) forward_kernel(ForwardArguments a) {
+__global__ void __launch_bounds__(THREADS, 2) forward_kernel(const __grid_constant__ AttentionForward a) {
   // For heads of 64 a warp keeps its queries in registers; for 128 they do not fit, and are read again.
   constexpr bool KEEP_Q = D <= 64;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   ForwardShared<D> &shared = *reinterpret_cast<ForwardShared<D> *>(shared_bytes);
 
+  const int T = (int)a.shape.seq_len, num_heads = (int)a.shape.num_heads;
+  const int key_value_heads = (int)a.shape.num_key_value_heads;
+  const float scale_log2 = LOG2_E / sqrtf((float)D); // exponentials are powers of two
   const int warp = threadIdx.x / 32, lane_index = threadIdx.x % 32;
-  const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS; // the longest blocks start first
-  const int head = blockIdx.y, batch = blockIdx.z;
-  const int key_value_head = head / (a.num_heads / a.num_key_value_heads);
-  const int T = a.seq_len;
-  const bf16 *rows = a.qkv + batch * (int64_t)T * a.qkv_stride;
-  const bf16 *q = rows + head * D;
-  const bf16 *k = rows + (a.num_heads + key_value_head) * D;
-  const bf16 *v = k + a.num_key_value_heads * D;
+  const Place at = place<ROWS>(T, num_heads, true);
+  const int first_row = at.first_row, head = at.head;
+  const int64_t stride = a.qkv.stride;
+  const bf16 *q = data_of<const bf16>(a.qkv) + at.first_token * stride + head * D;
+  const bf16 *k = q + (num_heads + head / (num_heads / key_value_heads) - head) * D;
+  const bf16 *v = k + key_value_heads * D;
 
   const Lane<D> lane;
   const uint32_t q_tile = shared_address(shared.q) + warp * (M * 16) * D * 2;
   const int first_query = first_row + warp * M * 16;
   const int tiles = (min(first_row + ROWS, T) + KEYS - 1) / KEYS;
-  auto start_of = [&](int t) { return a.documents.start(batch * (int64_t)T, min(t, T - 1)); };
+  const Documents documents = documents_of(a.documents);
+  auto start_of = [&](int t) { return documents.start(at.first_token, min(t, T - 1)); };
   // Of the block, and of the warp's first and last row.
   const int first_tile = PACKED ? start_of(first_row) / KEYS : 0;
   const int first_start = PACKED ? start_of(first_query) : 0;
   const int last_start = PACKED ? start_of(first_query + M * 16 - 1) : 0;
 
-  load_tile<ROWS, D, THREADS>(shared_address(shared.q), q, a.qkv_stride, first_row, T);
-  load_tile<KEYS, D, THREADS>(shared_address(shared.k[0]), k, a.qkv_stride, (tiles - 1) * KEYS, T);
-  load_tile<KEYS, D, THREADS>(shared_address(shared.v[0]), v, a.qkv_stride, (tiles - 1) * KEYS, T);
-  copies_commit();
+  auto load_keys = [&](int tile, int stage) {
+    load_tile<KEYS, D, THREADS>(shared_address(shared.k[stage]), k, stride, tile * KEYS, T);
+    load_tile<KEYS, D, THREADS>(shared_address(shared.v[stage]), v, stride, tile * KEYS, T);
+    copies_commit();
+  };
+  load_tile<ROWS, D, THREADS>(shared_address(shared.q), q, stride, first_row, T);
+  load_keys(tiles - 1, 0);
 
   float o[M][D / 8][4] = {};
   RowStatistics row;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) row.max[m][half] = -INFINITY, row.sum[m][half] = 0;
+  EACH (m, M)
+    EACH (half, 2) row.max[m][half] = -INFINITY, row.sum[m][half] = 0;
   uint32_t q_kept[KEEP_Q ? M : 1][KEEP_Q ? D / 16 : 1][4];
+  auto query = [&](uint32_t(&r)[4], int m, int d) {
+    if constexpr (KEEP_Q)
+      EACH (i, 4) r[i] = q_kept[m][d / 16][i];
+    else
+      lane.a(r, q_tile, m * 16, d);
+  };
 
   for (int tile = tiles - 1, stage = 0; tile >= first_tile; tile--, stage ^= 1) {
     copies_wait<0>();
     __syncthreads();
-    if (tile > first_tile) {
-      load_tile<KEYS, D, THREADS>(shared_address(shared.k[stage ^ 1]), k, a.qkv_stride, (tile - 1) * KEYS, T);
-      load_tile<KEYS, D, THREADS>(shared_address(shared.v[stage ^ 1]), v, a.qkv_stride, (tile - 1) * KEYS, T);
-      copies_commit();
-    }
-    if (KEEP_Q && tile == tiles - 1) {
-#pragma unroll
-      for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int d = 0; d < D / 16; d++)
-          lane.a(q_kept[KEEP_Q ? m : 0][KEEP_Q ? d : 0], q_tile, m * 16, d * 16);
-    }
+    if (tile > first_tile) load_keys(tile - 1, stage ^ 1);
+    if constexpr (KEEP_Q)
+      if (tile == tiles - 1)
+        EACH (m, M)
+          EACH (d, D / 16) lane.a(q_kept[m][d], q_tile, m * 16, d * 16);
     const int first_key = tile * KEYS;
     // No key of this tile is visible to this warp.
     if (first_key >= first_query + M * 16 || (PACKED && first_key + KEYS <= first_start)) continue;
 
-    const uint32_t k_tile = shared_address(shared.k[stage]), v_tile = shared_address(shared.v[stage]);
     float s[M][KEYS / 8][4] = {};
-#pragma unroll
-    for (int d = 0; d < D / 16; d++) {
-      uint32_t q_now[M][4];
-#pragma unroll
-      for (int m = 0; m < M; m++) {
-        if (!KEEP_Q) lane.a(q_now[m], q_tile, m * 16, d * 16);
-      }
-#pragma unroll
-      for (int n = 0; n < KEYS / 16; n++) {
-        uint32_t b[4];
-        lane.b_rows(b, k_tile, n * 16, d * 16);
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-          const uint32_t *fragment = KEEP_Q ? q_kept[KEEP_Q ? m : 0][KEEP_Q ? d : 0] : q_now[m];
-          mma(s[m][2 * n], fragment, b);
-          mma(s[m][2 * n + 1], fragment, b + 2);
-        }
-      }
-    }
+    scores<D>(s, lane, query, shared_address(shared.k[stage]), 0);
     const int offset = first_query - first_key;
     if (offset < KEYS - 1) mask_columns<false>(s, [=](int row) { return offset + row + 1; });
     if (PACKED && first_key < last_start)
       mask_columns<true>(s, [=](int row) { return start_of(first_query + row) - first_key; });
-    softmax_step<D>(s, o, row, a.scale_log2);
-#pragma unroll
-    for (int n = 0; n < KEYS / 16; n++) {
-      uint32_t p[M][4];
-#pragma unroll
-      for (int m = 0; m < M; m++) {
-        p[m][0] = pack_bf16(s[m][2 * n][0], s[m][2 * n][1]);
-        p[m][1] = pack_bf16(s[m][2 * n][2], s[m][2 * n][3]);
-        p[m][2] = pack_bf16(s[m][2 * n + 1][0], s[m][2 * n + 1][1]);
-        p[m][3] = pack_bf16(s[m][2 * n + 1][2], s[m][2 * n + 1][3]);
-      }
-#pragma unroll
-      for (int d = 0; d < D / 16; d++) {
-        uint32_t b[4];
-        lane.b_columns(b, v_tile, n * 16, d * 16);
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-          mma(o[m][2 * d], p[m], b);
-          mma(o[m][2 * d + 1], p[m], b + 2);
-        }
-      }
-    }
+    softmax_step<D>(s, o, row, scale_log2);
+    accumulate<D>(o, lane, s, shared_address(shared.v[stage]), 0);
   }
 
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+  float *lse = data_of<float>(a.lse) + at.batch * a.lse.stride + (int64_t)head * T;
+  EACH (m, M)
+    EACH (half, 2) {
       float total = row.sum[m][half];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       int t = first_query + m * 16 + half * 8 + lane_index / 4;
-      if (lane_index % 4 == 0 && t < T)
-        a.lse[batch * a.lse_stride + (int64_t)head * T + t] =
-            row.max[m][half] * (a.scale_log2 / LOG2_E) + logf(total);
+      if (lane_index % 4 == 0 && t < T) lse[t] = row.max[m][half] * (scale_log2 / LOG2_E) + logf(total);
       float inverse = 1 / total;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
+      EACH (n, D / 8) {
         o[m][n][2 * half] *= inverse;
         o[m][n][2 * half + 1] *= inverse;
       }
     }
   // The warp's part of q's tile is free: it alone reads it.
   __syncwarp();
-  store_tile_rows<M, D>(o, 1.0f, q_tile, a.out + batch * (int64_t)T * a.out_stride + head * D, a.out_stride,
-                        first_query, T);
-}
-
-template <int D, bool PACKED> static void forward(const AttentionForward *f, cudaStream_t stream) {
-  AttentionShape s = f->shape;
-  ForwardArguments a = {.qkv = data_of<const bf16>(f->qkv),
-                        .out = data_of<bf16>(f->out),
-                        .lse = data_of<float>(f->lse),
-                        .qkv_stride = f->qkv.stride,
-                        .out_stride = f->out.stride,
-                        .lse_stride = f->lse.stride,
-                        .seq_len = (int)s.seq_len,
-                        .num_heads = (int)s.num_heads,
-                        .num_key_value_heads = (int)s.num_key_value_heads,
-                        .scale_log2 = LOG2_E / sqrtf((float)D),
-                        .documents = documents_of(f->documents, s)};
-  constexpr int bytes = sizeof(ForwardShared<D>);
-  auto kernel = forward_kernel<D, PACKED>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  dim3 grid((unsigned)((s.seq_len + ROWS - 1) / ROWS), (unsigned)s.num_heads, (unsigned)s.batch);
-  kernel<<<grid, THREADS, bytes, stream>>>(a);
+  store_tile_rows<M, D>(o, 1.0f, q_tile, data_of<bf16>(a.out) + at.first_token * a.out.stride + head * D,
+                        a.out.stride, first_query, T);
 }
 
 } // namespace attention
 
 void attention_tensor_core_forward(const AttentionForward *a, cudaStream_t stream) {
+  using namespace attention;
   with_bool(tensor_exists(a->documents), [=](auto packed) {
-    if (a->shape.head_dim == 64)
-      attention::forward<64, packed>(a, stream);
-    else
-      attention::forward<128, packed>(a, stream);
+    with_bool(a->shape.head_dim == 128, [=](auto wide) {
+      constexpr int D = decltype(wide)::value ? 128 : 64;
+      launch<THREADS, ROWS, sizeof(ForwardShared<D>)>(forward_kernel<D, decltype(packed)::value>, *a,
+                                                      a->shape.num_heads, stream);
+    });
   });
   cuda_check_launch("attention_forward");
 }

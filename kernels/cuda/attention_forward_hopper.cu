@@ -135,8 +135,7 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
     const int row = first_row + warp * 16 + g; // the thread's first; the other is 8 further
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, rescale[2];
     bool rises;
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] = 0;
+    EACH (i, D / 2) o[i] = 0;
 
     auto skip = [&](int count) {
       for (int i = 0; i < count; i++) {
@@ -164,27 +163,22 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
     // before to the new maxima. The first tile has a key for every row, so that no maximum stays -infinity.
     auto softmax = [&](int tile) {
       if (F::PACKED && tile * KEYS < edge) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        EACH (half, 2) {
           const int start = bound_of<F>(a, w, row + half * 8) - tile * KEYS;
-#pragma unroll
-          for (int i = 0; i < KEYS / 4; i++)
+          EACH (i, KEYS / 4)
             if (i / 2 * 8 + 2 * q + (i & 1) < start) s[i / 2 * 4 + half * 2 + (i & 1)] = -INFINITY;
         }
       }
       float largest[2];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
+      EACH (half, 2) {
         largest[half] = s[half * 2];
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; j++)
+        EACH (j, KEYS / 8)
           largest[half] = fmaxf(largest[half], fmaxf(s[j * 4 + half * 2], s[j * 4 + half * 2 + 1]));
       }
       rises = __any_sync(~0u, (largest[0] - max[0]) * a.scale_log2 > F::MAX_RISE ||
                                   (largest[1] - max[1]) * a.scale_log2 > F::MAX_RISE);
       if (rises) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        EACH (half, 2) {
           float row = fmaxf(max[half], largest[half]);
           row = fmaxf(row, __shfl_xor_sync(~0u, row, 1));
           row = fmaxf(row, __shfl_xor_sync(~0u, row, 2));
@@ -193,11 +187,9 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
           max[half] = row;
         }
       }
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
+      EACH (half, 2) {
         const float shift = max[half] * a.scale_log2;
-#pragma unroll
-        for (int i = 0; i < KEYS / 4; i++) {
+        EACH (i, KEYS / 4) {
           float &e = s[i / 2 * 4 + half * 2 + (i & 1)];
           e = exp2_approx(fmaf(e, a.scale_log2, -shift));
           sum[half] += e; // of the thread's columns
@@ -214,8 +206,7 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       keys.release(key);
-#pragma unroll
-      for (int i = 0; i < KEYS / 2; i++) // the diagonal
+      EACH (i, KEYS / 2) // the diagonal
         if (last * KEYS + i / 4 * 8 + 2 * q + (i & 1) > row + (i >> 1 & 1) * 8) s[i] = -INFINITY;
       softmax(last);
       to_operands(p, s);
@@ -234,8 +225,7 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
         wgmma_fence_operand(o);
         values.release(value);
         if (rises) {
-#pragma unroll
-          for (int i = 0; i < D / 2; i++) o[i] *= rescale[i >> 1 & 1];
+          EACH (i, D / 2) o[i] *= rescale[i >> 1 & 1];
         }
         to_operands(p, s);
       }
@@ -247,8 +237,7 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
       skip(first - tiles.first);
     }
 
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+    EACH (half, 2) {
       float total = sum[half];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);

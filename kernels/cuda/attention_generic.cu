@@ -1,8 +1,9 @@
-// Attention for every head size up to 256, in fp32 or bf16: one warp per row, the formulas as they stand.
+// Attention for every head size up to 256, in fp32 or bf16, the formulas as they stand; and of new tokens over a cache.
 //
-// The warp's lanes share the head's D elements; a score is a dot product and a warp-wide sum. The forward
-// pass keeps a running maximum and sum as the tensor-core kernel does, the backward pass has one warp per
-// query for dq and one warp per key for dk and dv, which walks over the queries of every head of its group.
+// In the forward pass and in decoding a block has one query of one head: its warps share the keys, each with a running
+// maximum, sum and weighted values of its own, and at the end the warps' results are joined with their common maximum,
+// in a fixed order. Decoding is bound by reading the cache: 2 P D elements for each query head. In the backward pass one
+// warp has one query, for dq, or one key, for dk and dv, and walks over the queries of every head of its group.
 // Made for correctness (--dtype fp32, unusual heads), not for speed: each key is read again for every query.
 #include "kernels/cuda/attention_documents.cuh"
 #include "kernels/cuda/attention_kernels.h"
@@ -11,194 +12,235 @@ using attention::Documents, attention::documents_of;
 
 namespace {
 
-constexpr int WARPS = 4, MAX_PER_LANE = 256 / 32; // elements of a head that one lane holds
+constexpr int WARPS = 4, DECODE_WARPS = 16, MAX_PER_LANE = 256 / 32; // elements of a head that one lane holds
+
+// Head `h` of the packed row n.
+template <class Element> __device__ Element *head_of(const Tensor &t, int64_t n, int64_t h, int64_t D) {
+  return data_of<Element>(t) + n * t.stride + h * D;
+}
+
+// --- one query over many keys ------------------------------------------------------------------------------
+
+// Keys and values u of [first, end) lie at u * stride.
+template <class Element> struct Query {
+  Element *out;
+  const Element *query, *keys, *values;
+  int64_t stride, first, end;
+  int D;
+  float *lse; // or NULL
+};
+
+// Shared: the query [D], each warp's weighted values [warps, D].
+template <class Element> __device__ void attend(const Query<Element> &a) {
+  extern __shared__ float shared[];
+  __shared__ float maxima[DECODE_WARPS], sums[DECODE_WARPS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, D = a.D;
+  const float scale = 1 / sqrtf((float)D);
+  float *query = shared, *weighted = shared + (1 + warp) * D;
+  for (int d = threadIdx.x; d < D; d += blockDim.x) query[d] = scale * to_float(a.query[d]);
+  for (int d = lane; d < D; d += 32) weighted[d] = 0;
+  __syncthreads();
+
+  float largest = -INFINITY, total = 0;
+  for (int64_t u = a.first + warp; u < a.end; u += warps) {
+    const Element *key = a.keys + u * a.stride, *value = a.values + u * a.stride;
+    float score = 0;
+    for (int d = lane; d < D; d += 32) score += query[d] * to_float(key[d]);
+    score = warp_sum(score);
+    float next = fmaxf(largest, score), rescale = expf(largest - next), p = expf(score - next);
+    for (int d = lane; d < D; d += 32) weighted[d] = weighted[d] * rescale + p * to_float(value[d]);
+    total = total * rescale + p;
+    largest = next;
+  }
+  if (lane == 0) maxima[warp] = largest, sums[warp] = total;
+  __syncthreads();
+
+  float common = -INFINITY, sum = 0;
+  for (int w = 0; w < warps; w++) common = fmaxf(common, maxima[w]);
+  for (int w = 0; w < warps; w++) sum += sums[w] * expf(maxima[w] - common); // a warp without keys adds 0
+  for (int d = threadIdx.x; d < D; d += blockDim.x) {
+    float out = 0;
+    for (int w = 0; w < warps; w++) out += shared[(1 + w) * D + d] * expf(maxima[w] - common);
+    a.out[d] = from_float<Element>(out / sum);
+  }
+  if (a.lse && threadIdx.x == 0) *a.lse = common + logf(sum);
+}
+
+// Block: x a token, y a query head.
+template <class Element> __global__ void forward_kernel(const __grid_constant__ AttentionForward a) {
+  const AttentionShape &s = a.shape;
+  int64_t n = blockIdx.x, h = blockIdx.y, T = s.seq_len, t = n % T, first = n - t;
+  int64_t key = s.num_heads + h / (s.num_heads / s.num_key_value_heads);
+  attend<Element>({.out = head_of<Element>(a.out, n, h, s.head_dim),
+                   .query = head_of<Element>(a.qkv, n, h, s.head_dim),
+                   .keys = head_of<Element>(a.qkv, first, key, s.head_dim),
+                   .values = head_of<Element>(a.qkv, first, key + s.num_key_value_heads, s.head_dim),
+                   .stride = a.qkv.stride,
+                   .first = documents_of(a.documents).start(first, t),
+                   .end = t + 1,
+                   .D = (int)s.head_dim,
+                   .lse = data_of<float>(a.lse) + n / T * a.lse.stride + h * T + t});
+}
+
+template <class Element> __global__ void decode_kernel(const __grid_constant__ AttentionDecode a) {
+  const AttentionShape &s = a.shape;
+  int64_t n = blockIdx.x, h = blockIdx.y;
+  int64_t row = n / s.seq_len * s.num_key_value_heads + h / (s.num_heads / s.num_key_value_heads);
+  attend<Element>({.out = head_of<Element>(a.out, n, h, s.head_dim),
+                   .query = head_of<Element>(a.qkv, n, h, s.head_dim),
+                   .keys = head_of<Element>(a.keys, row, 0, s.head_dim),
+                   .values = head_of<Element>(a.values, row, 0, s.head_dim),
+                   .stride = s.head_dim,
+                   .end = a.past + n % s.seq_len + 1,
+                   .D = (int)s.head_dim});
+}
+
+// Block: a new token. Thread: an element of its key and value heads, which go into the cache.
+template <class Element> __global__ void store_kernel(const __grid_constant__ AttentionDecode a) {
+  const AttentionShape &s = a.shape;
+  int64_t n = blockIdx.x, K = s.num_key_value_heads, D = s.head_dim;
+  const Element *key = head_of<Element>(a.qkv, n, s.num_heads, D);
+  for (int64_t i = threadIdx.x; i < K * D; i += blockDim.x) {
+    int64_t row = n / s.seq_len * K + i / D, position = a.past + n % s.seq_len;
+    head_of<Element>(a.keys, row, position, D)[i % D] = key[i];
+    head_of<Element>(a.values, row, position, D)[i % D] = key[K * D + i];
+  }
+}
+
+// --- the backward pass -------------------------------------------------------------------------------------
 
 // One head of one token, over the warp's lanes: lane l holds elements l, l + 32, ...
 struct Row {
   float x[MAX_PER_LANE];
 
-  template <class Element> __device__ void read(const Element *row, int D) {
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) {
+  template <class Element> __device__ void read(const Element *row, int64_t D) {
+    EACH (i, MAX_PER_LANE) {
       int d = i * 32 + threadIdx.x % 32;
       x[i] = d < D ? to_float(row[d]) : 0;
     }
   }
-  template <class Element> __device__ void write(Element *row, int D, float factor) const {
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) {
+  template <class Element> __device__ void write(Element *row, int64_t D, float factor) const {
+    EACH (i, MAX_PER_LANE) {
       int d = i * 32 + threadIdx.x % 32;
       if (d < D) row[d] = from_float<Element>(x[i] * factor);
     }
   }
   __device__ void add(float factor, const Row &other) {
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) x[i] += factor * other.x[i];
+    EACH (i, MAX_PER_LANE) x[i] += factor * other.x[i];
   }
   __device__ float dot(const Row &other) const {
     float sum = 0;
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) sum += x[i] * other.x[i];
+    EACH (i, MAX_PER_LANE) sum += x[i] * other.x[i];
     return warp_sum(sum);
   }
 };
 
-// Where things lie. A member that an operation has no use for is NULL.
-template <class Element> struct Arguments {
-  const Element *qkv, *dout, *out;
-  Element *result, *dqkv; // out of the forward pass; dqkv of the backward pass
-  float *lse, *delta;
-  Documents documents;
-  int64_t qkv_stride, out_stride, dout_stride, dqkv_stride, lse_stride;
-  int64_t T;
-  int Q, K, D, batch;
-  float scale;
-
-  __device__ const Element *query(int64_t n, int h) const { return qkv + n * qkv_stride + h * D; }
-  __device__ const Element *key(int64_t n, int kv) const { return qkv + n * qkv_stride + (Q + kv) * D; }
-  __device__ const Element *value(int64_t n, int kv) const { return qkv + n * qkv_stride + (Q + K + kv) * D; }
-};
-
 // The warp's place among heads * B * T of them: a head and a token. False beyond the end.
-template <class Element>
-__device__ bool place(const Arguments<Element> &a, int heads, int &head, int64_t &batch, int64_t &t) {
+__device__ bool place(AttentionShape s, int64_t heads, int64_t &head, int64_t &batch, int64_t &t) {
   int64_t index = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32;
-  t = index % a.T;
-  head = (int)(index / a.T % heads);
-  batch = index / a.T / heads;
-  return batch < a.batch;
+  t = index % s.seq_len;
+  head = index / s.seq_len % heads;
+  batch = index / s.seq_len / heads;
+  return batch < s.batch;
 }
 
-template <class Element> __global__ void forward_kernel(Arguments<Element> a) {
-  int h;
-  int64_t b, t;
-  if (!place(a, a.Q, h, b, t)) return;
-  int kv = h / (a.Q / a.K);
-  Row q, k, v, sums = {};
-  q.read(a.query(b * a.T + t, h), a.D);
-  float largest = -INFINITY, total = 0;
-  for (int64_t u = a.documents.start(b * a.T, t); u <= t; u++) {
-    k.read(a.key(b * a.T + u, kv), a.D);
-    v.read(a.value(b * a.T + u, kv), a.D);
-    float score = a.scale * q.dot(k), next = fmaxf(largest, score);
-    float rescale = expf(largest - next), p = expf(score - next);
-    for (float &x : sums.x) x *= rescale;
-    sums.add(p, v);
-    total = total * rescale + p;
-    largest = next;
-  }
-  sums.write(a.result + (b * a.T + t) * a.out_stride + h * a.D, a.D, 1 / total);
-  if (threadIdx.x % 32 == 0) a.lse[b * a.lse_stride + h * a.T + t] = largest + logf(total);
-}
-
-template <class Element> __global__ void delta_kernel(Arguments<Element> a) {
-  int h;
-  int64_t b, t;
-  if (!place(a, a.Q, h, b, t)) return;
+// delta, [B, Q, T] in the workspace.
+template <class Element> __global__ void delta_kernel(const __grid_constant__ AttentionBackward a) {
+  const AttentionShape &s = a.shape;
+  int64_t h, b, t;
+  if (!place(s, s.num_heads, h, b, t)) return;
   Row out, dout;
-  out.read(a.out + (b * a.T + t) * a.out_stride + h * a.D, a.D);
-  dout.read(a.dout + (b * a.T + t) * a.dout_stride + h * a.D, a.D);
+  out.read(head_of<Element>(a.out, b * s.seq_len + t, h, s.head_dim), s.head_dim);
+  dout.read(head_of<Element>(a.dout, b * s.seq_len + t, h, s.head_dim), s.head_dim);
   float sum = out.dot(dout);
-  if (threadIdx.x % 32 == 0) a.delta[(b * a.Q + h) * a.T + t] = sum;
+  if (threadIdx.x % 32 == 0) data_of<float>(a.workspace)[(b * s.num_heads + h) * s.seq_len + t] = sum;
 }
 
-template <class Element> __global__ void query_kernel(Arguments<Element> a) {
-  int h;
-  int64_t b, t;
-  if (!place(a, a.Q, h, b, t)) return;
-  int kv = h / (a.Q / a.K);
-  Row q, k, v, dout, dq = {};
-  q.read(a.query(b * a.T + t, h), a.D);
-  dout.read(a.dout + (b * a.T + t) * a.dout_stride + h * a.D, a.D);
-  float lse = a.lse[b * a.lse_stride + h * a.T + t], delta = a.delta[(b * a.Q + h) * a.T + t];
-  for (int64_t u = a.documents.start(b * a.T, t); u <= t; u++) {
-    k.read(a.key(b * a.T + u, kv), a.D);
-    v.read(a.value(b * a.T + u, kv), a.D);
-    float p = expf(a.scale * q.dot(k) - lse);
-    dq.add(p * (dout.dot(v) - delta), k);
+// The sums over one query's keys (KEYS false), or over one key's queries of every head of its group.
+template <class Element, bool KEYS>
+__global__ void gradient_kernel(const __grid_constant__ AttentionBackward a) {
+  const AttentionShape &s = a.shape;
+  const int64_t T = s.seq_len, Q = s.num_heads, K = s.num_key_value_heads, D = s.head_dim, group = Q / K;
+  const float scale = 1 / sqrtf((float)D);
+  int64_t head, b, own;
+  if (!place(s, KEYS ? K : Q, head, b, own)) return;
+  const Documents documents = documents_of(a.documents);
+  const int64_t key_head = Q + (KEYS ? head : head / group), first = b * T;
+  Row q, k, v, dout, dq_or_dk = {}, dv = {};
+  auto read_query = [&](int64_t t, int64_t h) {
+    q.read(head_of<Element>(a.qkv, first + t, h, D), D);
+    dout.read(head_of<Element>(a.dout, first + t, h, D), D);
+  };
+  auto read_key = [&](int64_t u) {
+    k.read(head_of<Element>(a.qkv, first + u, key_head, D), D);
+    v.read(head_of<Element>(a.qkv, first + u, key_head + K, D), D);
+  };
+  auto add = [&](int64_t t, int64_t h) {
+    float p = expf(scale * q.dot(k) - data_of<float>(a.lse)[b * a.lse.stride + h * T + t]);
+    float ds = p * (dout.dot(v) - data_of<float>(a.workspace)[(b * Q + h) * T + t]);
+    dq_or_dk.add(ds, KEYS ? q : k);
+    if (KEYS) dv.add(p, dout);
+  };
+  if (KEYS) {
+    read_key(own);
+    for (int64_t h = head * group; h < (head + 1) * group; h++)
+      for (int64_t t = own, end = documents.end(first, own, T); t < end; t++) read_query(t, h), add(t, h);
+    dv.write(head_of<Element>(a.dqkv, first + own, key_head + K, D), D, 1);
+  } else {
+    read_query(own, head);
+    for (int64_t u = documents.start(first, own); u <= own; u++) read_key(u), add(own, head);
   }
-  dq.write(a.dqkv + (b * a.T + t) * a.dqkv_stride + h * a.D, a.D, a.scale);
+  dq_or_dk.write(head_of<Element>(a.dqkv, first + own, KEYS ? key_head : head, D), D, scale);
 }
 
-template <class Element> __global__ void key_kernel(Arguments<Element> a) {
-  int kv;
-  int64_t b, u;
-  if (!place(a, a.K, kv, b, u)) return;
-  int group = a.Q / a.K;
-  int64_t end = a.documents.end(b * a.T, u, a.T);
-  Row q, k, v, dout, dk = {}, dv = {};
-  k.read(a.key(b * a.T + u, kv), a.D);
-  v.read(a.value(b * a.T + u, kv), a.D);
-  for (int h = kv * group; h < (kv + 1) * group; h++)
-    for (int64_t t = u; t < end; t++) {
-      q.read(a.query(b * a.T + t, h), a.D);
-      dout.read(a.dout + (b * a.T + t) * a.dout_stride + h * a.D, a.D);
-      float p = expf(a.scale * q.dot(k) - a.lse[b * a.lse_stride + h * a.T + t]);
-      dv.add(p, dout);
-      dk.add(p * (dout.dot(v) - a.delta[(b * a.Q + h) * a.T + t]), q);
-    }
-  Element *row = a.dqkv + (b * a.T + u) * a.dqkv_stride + (a.Q + kv) * a.D;
-  dk.write(row, a.D, a.scale);
-  dv.write(row + a.K * a.D, a.D, 1);
+unsigned blocks(AttentionShape s, int64_t heads) {
+  return (unsigned)ceil_div(s.batch * heads * s.seq_len, WARPS);
 }
 
-template <class Element>
-Arguments<Element> arguments(AttentionShape s, Tensor qkv, Tensor lse, Tensor documents) {
-  Arguments<Element> a = {};
-  a.qkv = data_of<const Element>(qkv);
-  a.qkv_stride = qkv.stride;
-  a.lse = data_of<float>(lse);
-  a.lse_stride = lse.stride;
-  a.documents = documents_of(documents, s);
-  a.T = s.seq_len;
-  a.Q = (int)s.num_heads;
-  a.K = (int)s.num_key_value_heads;
-  a.D = (int)s.head_dim;
-  a.batch = (int)s.batch;
-  a.scale = 1 / sqrtf((float)s.head_dim);
-  return a;
+void check_head(const char *op, AttentionShape s, int64_t largest) {
+  if (s.head_dim > largest)
+    fail("%s: head_dim %lld is beyond what the CUDA backend takes, %lld", op, (long long)s.head_dim,
+         (long long)largest);
 }
 
-template <class Element> unsigned blocks(const Arguments<Element> &a, int heads) {
-  return (unsigned)((a.batch * heads * a.T + WARPS - 1) / WARPS);
-}
-
-template <class Element> void forward(const AttentionForward *f, cudaStream_t stream) {
-  Arguments<Element> a = arguments<Element>(f->shape, f->qkv, f->lse, f->documents);
-  a.result = data_of<Element>(f->out);
-  a.out_stride = f->out.stride;
-  forward_kernel<<<blocks(a, a.Q), WARPS * 32, 0, stream>>>(a);
-}
-
-template <class Element> void backward(const AttentionBackward *g, float *delta, cudaStream_t stream) {
-  Arguments<Element> a = arguments<Element>(g->shape, g->qkv, g->lse, g->documents);
-  a.out = data_of<const Element>(g->out);
-  a.out_stride = g->out.stride;
-  a.dout = data_of<const Element>(g->dout);
-  a.dout_stride = g->dout.stride;
-  a.dqkv = data_of<Element>(g->dqkv);
-  a.dqkv_stride = g->dqkv.stride;
-  a.delta = delta;
-  delta_kernel<<<blocks(a, a.Q), WARPS * 32, 0, stream>>>(a);
-  key_kernel<<<blocks(a, a.K), WARPS * 32, 0, stream>>>(a);
-  query_kernel<<<blocks(a, a.Q), WARPS * 32, 0, stream>>>(a);
-}
-
-void check_head(const char *op, AttentionShape s) {
-  if (s.head_dim > MAX_PER_LANE * 32)
-    fail("%s: head_dim %lld is beyond what the CUDA backend takes, 256", op, (long long)s.head_dim);
+// One block for each query of each head.
+template <class Operation>
+void launch_queries(void (*kernel)(Operation), const Operation *a, int warps, cudaStream_t stream) {
+  dim3 grid((unsigned)(a->shape.batch * a->shape.seq_len), (unsigned)a->shape.num_heads);
+  kernel<<<grid, warps * 32, (1 + warps) * a->shape.head_dim * sizeof(float), stream>>>(*a);
 }
 
 } // namespace
 
 void attention_generic_forward(const AttentionForward *a, cudaStream_t stream) {
-  check_head("attention_forward", a->shape);
-  with_float(a->qkv.dtype, [=](auto type) { forward<decltype(type)>(a, stream); });
+  check_head("attention_forward", a->shape, 256);
+  with_float(a->qkv.dtype,
+             [=](auto type) { launch_queries(forward_kernel<decltype(type)>, a, WARPS, stream); });
   cuda_check_launch("attention_forward");
 }
 
-void attention_generic_backward(const AttentionBackward *a, float *delta, cudaStream_t stream) {
-  check_head("attention_backward", a->shape);
-  with_float(a->qkv.dtype, [=](auto type) { backward<decltype(type)>(a, delta, stream); });
+void attention_generic_backward(const AttentionBackward *a, cudaStream_t stream) {
+  check_head("attention_backward", a->shape, MAX_PER_LANE * 32);
+  with_float(a->qkv.dtype, [=](auto type) {
+    using Element = decltype(type);
+    const unsigned queries = blocks(a->shape, a->shape.num_heads);
+    delta_kernel<Element><<<queries, WARPS * 32, 0, stream>>>(*a);
+    gradient_kernel<Element, true>
+        <<<blocks(a->shape, a->shape.num_key_value_heads), WARPS * 32, 0, stream>>>(*a);
+    gradient_kernel<Element, false><<<queries, WARPS * 32, 0, stream>>>(*a);
+  });
   cuda_check_launch("attention_backward");
+}
+
+void cuda_attention_decode(Backend *backend, const AttentionDecode *a) {
+  check_head("attention_decode", a->shape, 512);
+  cudaStream_t stream = cuda_stream(backend);
+  with_float(a->qkv.dtype, [=](auto type) {
+    using Element = decltype(type);
+    const unsigned tokens = (unsigned)(a->shape.batch * a->shape.seq_len);
+    store_kernel<Element>
+        <<<tokens, row_threads(a->shape.num_key_value_heads * a->shape.head_dim, 256), 0, stream>>>(*a);
+    launch_queries(decode_kernel<Element>, a, DECODE_WARPS, stream);
+  });
+  cuda_check_launch("attention_decode");
 }

@@ -8,8 +8,7 @@
 // A pass is a class F with D, WARPGROUPS (of consumers), ROWS, KEY_PASS (rows are keys, not queries), PACKED (sequences of
 // several documents), Arguments and SharedStorage, with functions produce(shared, a), which one thread runs, and
 // consume(shared, a).
-#ifndef LCE_KERNELS_CUDA_ATTENTION_HOPPER_CUH
-#define LCE_KERNELS_CUDA_ATTENTION_HOPPER_CUH
+#pragma once
 
 #include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
@@ -122,8 +121,7 @@ __device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, 
 // d (+)= x y^T over D columns, x the warpgroup's 64 of ROWS rows of a resident operand, y a tile of COLUMNS rows.
 template <int D, int ROWS, int COLUMNS>
 __device__ __forceinline__ void scores(float (&d)[COLUMNS / 2], uint32_t x, uint32_t y, bool add) {
-#pragma unroll
-  for (int i = 0; i < D / 16; i++)
+  EACH (i, D / 16)
     wgmma<COLUMNS>(d, x + i / 4 * (ROWS * 128 / 16) + i % 4 * 2, y + i / 4 * (COLUMNS * 128 / 16) + i % 4 * 2,
                    add || i > 0);
 }
@@ -131,15 +129,12 @@ __device__ __forceinline__ void scores(float (&d)[COLUMNS / 2], uint32_t x, uint
 // d += p y, p [64, 16 N] in registers, y a tile of 16 N rows.
 template <int D, int N>
 __device__ __forceinline__ void accumulate(float (&d)[D / 2], const uint32_t (&p)[N][4], uint32_t y) {
-#pragma unroll
-  for (int i = 0; i < N; i++) wgmma<D>(d, p[i], y + i * (16 * 128 / 16), true);
+  EACH (i, N) wgmma<D>(d, p[i], y + i * (16 * 128 / 16), true);
 }
 
 template <int N> __device__ __forceinline__ void to_operands(uint32_t (&r)[N][4], const float (&x)[N * 8]) {
-#pragma unroll
-  for (int i = 0; i < N; i++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) r[i][j] = pack_bf16(x[i * 8 + 2 * j], x[i * 8 + 2 * j + 1]);
+  EACH (i, N)
+    EACH (j, 4) r[i][j] = pack_bf16(x[i * 8 + 2 * j], x[i * 8 + 2 * j + 1]);
   wgmma_fence_operand(r);
 }
 
@@ -201,13 +196,14 @@ static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The device's SMs; 0 when it is not a Hopper or the program was built without code for it. F: any pass of the file.
+// The current device's SMs; 0 when it is not a Hopper or the program was built without code for it. F: any pass of the file.
 template <class F> static int hopper_sms() {
-  static int sms = -1;
+  static thread_local int of = -1, sms = 0; // of the device that was asked about last
   int device = 0;
-  if (sms >= 0) return sms;
-  if (!hopper_has_code((const void *)hopper_kernel<F>)) return sms = 0;
   cuda_check(cudaGetDevice(&device), "querying the device");
+  if (device == of) return sms;
+  of = device, sms = 0;
+  if (!hopper_has_code((const void *)hopper_kernel<F>)) return sms;
   cuda_check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "querying its size");
   return sms;
 }
@@ -218,7 +214,7 @@ static bool set_arguments(HopperArguments *a, Tensor qkv, Tensor documents, Atte
   a->batch = (int)s.batch, a->seq_len = (int)s.seq_len;
   a->num_heads = (int)s.num_heads, a->num_key_value_heads = (int)s.num_key_value_heads;
   a->scale = 1 / sqrtf((float)s.head_dim), a->scale_log2 = a->scale * LOG2_E;
-  a->documents = documents_of(documents, s);
+  a->documents = documents_of(documents);
   return describe(&a->qkv, qkv, s, s.num_heads + 2 * s.num_key_value_heads);
 }
 
@@ -236,5 +232,3 @@ template <class F> static void launch(typename F::Arguments a, cudaStream_t stre
 }
 
 } // namespace attention
-
-#endif

@@ -1,7 +1,6 @@
 // The attention kernels that attention.cu chooses from. Operands as in kernels.h; all read and write packed rows as they
 // lie. Bitwise repeatable: each output element is summed by one warp, in one order, without atomics.
-#ifndef LCE_KERNELS_CUDA_ATTENTION_KERNELS_H
-#define LCE_KERNELS_CUDA_ATTENTION_KERNELS_H
+#pragma once
 
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
@@ -12,25 +11,25 @@
 extern "C" {
 #endif
 
-// Any head_dim up to 256, fp32 or bf16; fails with a sentence beyond that. delta: fp32 [B, Q, T], scratch.
+// Any head_dim up to 256, fp32 or bf16; fails with a sentence beyond that.
 void attention_generic_forward(const AttentionForward *a, cudaStream_t stream);
-void attention_generic_backward(const AttentionBackward *a, float *delta, cudaStream_t stream);
+void attention_generic_backward(const AttentionBackward *a, cudaStream_t stream);
 
-// bf16, head_dim 64 or 128, rows that start on multiples of 16 bytes; sm_80 and later.
+// bf16, head_dim 64 or 128, rows that start on multiples of 16 bytes; sm_80 and later. The backward pass reads the
+// statistics, with which the workspace begins.
 void attention_tensor_core_forward(const AttentionForward *a, cudaStream_t stream);
-void attention_tensor_core_backward(const AttentionBackward *a, float *statistics, cudaStream_t stream);
+void attention_tensor_core_backward(const AttentionBackward *a, cudaStream_t stream);
 
 // The same on Hopper (sm_90a), faster. False, with nothing done, on other devices, where the program holds no code for
 // it, or with LCE_HOPPER=0 in the environment. The forward pass sets its counter to 0 itself.
 bool attention_hopper_forward(const AttentionForward *a, int *counter, cudaStream_t stream);
-bool attention_hopper_backward(const AttentionBackward *a, const float *statistics, int *counters,
-                               float *partials, cudaStream_t stream);
+bool attention_hopper_backward(const AttentionBackward *a, int *counters, float *partials,
+                               cudaStream_t stream);
 
 // Writes what both tensor-core backward passes read (attention_mma.cuh), and sets the counters to 0.
 enum { ATTENTION_COUNTERS = 2 };
-void attention_statistics(const AttentionBackward *a, float *statistics, int *counters, cudaStream_t stream);
+void attention_statistics(const AttentionBackward *a, int *counters, cudaStream_t stream);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

@@ -8,8 +8,7 @@
 // Fragments follow the PTX manual's mma.m16n8k16: with g = lane / 4 and q = lane % 4, an accumulator's four
 // elements are (row g, columns 2q, 2q + 1) and (row g + 8, the same columns). Two neighbouring accumulators,
 // rounded to bf16, are exactly one A operand of the next MMA: probabilities never leave the registers.
-#ifndef LCE_KERNELS_CUDA_ATTENTION_MMA_CUH
-#define LCE_KERNELS_CUDA_ATTENTION_MMA_CUH
+#pragma once
 
 #include <stdint.h>
 
@@ -39,8 +38,7 @@ static __device__ __forceinline__ int64_t statistics_place(int64_t t) {
 // keeps half, the upper ones where its number has the bit `mask`, and adds those of its partner, which keeps the others.
 template <int N> __device__ __forceinline__ void add_halves(float (&x)[N], int half, int mask) {
   const bool upper = threadIdx.x & mask;
-#pragma unroll
-  for (int i = 0; i < N / 2; i++) {
+  EACH (i, N / 2) {
     if (i >= half) break;
     const float other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + half], mask);
     x[i] = (upper ? x[i + half] : x[i]) + other;
@@ -69,8 +67,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *matrix, int
                                           int limit) {
   constexpr int CHUNKS = D / 8;
   static_assert(ROWS * CHUNKS % THREADS == 0, "every thread copies the same number of chunks");
-#pragma unroll
-  for (int i = 0; i < ROWS * CHUNKS / THREADS; i++) {
+  EACH (i, ROWS * CHUNKS / THREADS) {
     int index = i * THREADS + threadIdx.x, r = index / CHUNKS, c = index % CHUNKS;
     bool valid = row + r < limit;
     copy_16(tile + (r * CHUNKS + (c ^ (r & 7))) * 16, matrix + (valid ? row + r : 0) * stride + c * 8, valid);
@@ -131,19 +128,52 @@ template <int D> struct Lane {
   }
 };
 
+// --- GEMMs of a warp ---------------------------------------------------------------------------------------
+
+// s[16 M, 8 N] += x y^T over D columns. x(a, m, d): the A operand of rows [16 m, 16 m + 16) and columns [d, d + 16); y: rows
+// of a tile from `row` on.
+template <int D, int M, int N, class X>
+__device__ __forceinline__ void scores(float (&s)[M][N][4], const Lane<D> &lane, X x, uint32_t y, int row) {
+#pragma unroll
+  for (int d = 0; d < D; d += 16) {
+    uint32_t a[M][4], b[4];
+    EACH (m, M) x(a[m], m, d);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      lane.b_rows(b, y, row + n * 8, d);
+      EACH (m, M) mma(s[m][n], a[m], b), mma(s[m][n + 1], a[m], b + 2);
+    }
+  }
+}
+
+// sums[16 M, D] += p y: p[16 M, 8 N] rounded to bf16, y rows of a tile from `row` on.
+template <int D, int M, int N>
+__device__ __forceinline__ void accumulate(float (&sums)[M][D / 8][4], const Lane<D> &lane,
+                                           const float (&p)[M][N][4], uint32_t y, int row) {
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    uint32_t a[M][4], b[4];
+    EACH (m, M)
+      EACH (i, 4) a[m][i] = pack_bf16(p[m][n + i / 2][i % 2 * 2], p[m][n + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int d = 0; d < D; d += 16) {
+      lane.b_columns(b, y, row + n * 8, d);
+      EACH (m, M) mma(sums[m][d / 8], a[m], b), mma(sums[m][d / 8 + 1], a[m], b + 2);
+    }
+  }
+}
+
+// --- masks and results -------------------------------------------------------------------------------------
+
 // A warp's accumulators before column bound(row) become -infinity where BEFORE, else those from it on.
 template <bool BEFORE, int M, int N, class Bound>
 __device__ __forceinline__ void mask_columns(float (&s)[M][N][4], Bound bound) {
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+  EACH (m, M)
+    EACH (half, 2) {
       const int at = bound(m * 16 + half * 8 + g);
-#pragma unroll
-      for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
+      EACH (n, N)
+        EACH (i, 2)
           if ((n * 8 + 2 * q + i < at) == BEFORE) s[m][n][2 * half + i] = -INFINITY;
     }
 }
@@ -156,18 +186,14 @@ __device__ __forceinline__ void store_rows(Sum sum, float scale, Place place, bf
                                            int row, int limit) {
   constexpr int CHUNKS = D / 8;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int n = 0; n < CHUNKS; n++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
+  EACH (m, M)
+    EACH (n, CHUNKS)
+      EACH (half, 2)
         asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(place(m * 16 + half * 8 + g, n) + q * 4),
                      "r"(pack_bf16(sum(m, n, 2 * half) * scale, sum(m, n, 2 * half + 1) * scale))
                      : "memory");
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 16 * M * CHUNKS / 32; i++) {
+  EACH (i, 16 * M * CHUNKS / 32) {
     int index = i * 32 + lane, r = index / CHUNKS, c = index % CHUNKS;
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
@@ -187,6 +213,27 @@ __device__ __forceinline__ void store_tile_rows(float (&sums)[M][D / 8][4], floa
                    row, limit);
 }
 
-} // namespace attention
+// --- blocks ------------------------------------------------------------------------------------------------
 
-#endif
+// A block's rows: `ROWS` of one head of one sequence.
+struct Place {
+  int first_row, head;
+  int64_t batch, first_token; // of the sequence
+};
+
+// Blocks of a head follow one another, those with the most work first: the last rows of queries, the first of keys.
+template <int ROWS> static __device__ __forceinline__ Place place(int seq_len, int heads, bool queries) {
+  const unsigned blocks = (seq_len + ROWS - 1) / ROWS, block = blockIdx.x % blocks;
+  const int64_t batch = blockIdx.x / blocks / heads;
+  return {(int)(queries ? blocks - 1 - block : block) * ROWS, (int)(blockIdx.x / blocks % heads), batch,
+          batch * seq_len};
+}
+
+template <int THREADS, int ROWS, int SHARED_BYTES, class Operation>
+static void launch(void (*kernel)(Operation), const Operation &a, int64_t heads, cudaStream_t stream) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+  kernel<<<(unsigned)(ceil_div(a.shape.seq_len, ROWS) * heads * a.shape.batch), THREADS, SHARED_BYTES,
+           stream>>>(a);
+}
+
+} // namespace attention

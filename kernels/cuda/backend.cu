@@ -1,10 +1,9 @@
 // The CUDA backend: finds the device, gives memory, moves bytes between host and device.
 //
 // Operations run in the order of one stream, so memory that is popped off the step's stack can be pushed
-// again at once. The host never waits, except for what it reads: uploads go through a ring of pinned
-// memory, from which the copy engine reads whenever the stream gets there, so that the caller's buffer is
-// free again when the call returns. The ring is cut into pieces of any size in the order of the uploads; the
-// host waits for the oldest piece only when the ring is full.
+// again at once. The host never waits, except for what it reads: uploads go through slots of pinned memory, from which the
+// copy engine reads whenever the stream gets there, so that the caller's buffer is free again when the call returns. The
+// host waits for the oldest upload only when all slots are taken.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,87 +19,119 @@
 #define nvtxRangePop()       ((void)0)
 #endif
 
-// --- uploads -----------------------------------------------------------------------------------------------
+// --- events and streams ------------------------------------------------------------------------------------
 
-struct Staging {
-  enum { CAPACITY = 16 << 20, PIECE = 4 << 20, PENDING = 64 };
-  struct Piece {
-    size_t begin, end;
-    cudaEvent_t copied;
-  };
-  char *base;
-  size_t next;           // where the next piece begins
-  Piece pieces[PENDING]; // a queue: `count` pieces from `first` on may still be read by the device
-  int first, count;
-};
-
-static void staging_create(CudaState *state) {
-  Staging *s = state->staging = static_cast<Staging *>(calloc(1, sizeof(Staging)));
-  if (!s) fail("out of host memory for the CUDA backend");
-  cuda_check(cudaMallocHost(reinterpret_cast<void **>(&s->base), Staging::CAPACITY),
-             "allocating 16 MiB of pinned host memory");
-  for (Staging::Piece &piece : s->pieces)
-    cuda_check(cudaEventCreateWithFlags(&piece.copied, cudaEventDisableTiming), "creating an event");
+static cudaEvent_t new_event() {
+  cudaEvent_t event = nullptr;
+  cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
+  return event;
 }
 
-static void staging_destroy(Staging *s) {
-  if (!s) return;
-  for (Staging::Piece &piece : s->pieces) cudaEventDestroy(piece.copied);
-  cudaFreeHost(s->base);
-  free(s);
-}
-
-static void wait_for_oldest(Staging *s) {
-  cuda_check(cudaEventSynchronize(s->pieces[s->first].copied), "waiting for an upload");
-  s->first = (s->first + 1) % Staging::PENDING;
-  s->count--;
-}
-
-static bool overlaps_pending(const Staging *s, size_t begin, size_t end) {
-  for (int i = 0; i < s->count; i++) {
-    const Staging::Piece &piece = s->pieces[(s->first + i) % Staging::PENDING];
-    if (piece.begin < end && begin < piece.end) return true;
-  }
-  return false;
-}
-
-// A part of the ring that the device no longer reads, entered at the end of the queue.
-static Staging::Piece *take_piece(Staging *s, size_t bytes) {
-  size_t padded = memory_padded(bytes), begin = s->next + padded <= Staging::CAPACITY ? s->next : 0;
-  while (s->count == Staging::PENDING || overlaps_pending(s, begin, begin + padded)) wait_for_oldest(s);
-  Staging::Piece *piece = &s->pieces[(s->first + s->count++) % Staging::PENDING];
-  piece->begin = begin;
-  piece->end = s->next = begin + padded;
-  return piece;
-}
-
-static void to_device(Backend *backend, Tensor destination, const void *host) {
-  CudaState *state = cuda_state(backend);
-  size_t bytes = tensor_bytes(destination);
-  for (size_t done = 0; done < bytes;) {
-    size_t part = bytes - done < Staging::PIECE ? bytes - done : (size_t)Staging::PIECE;
-    Staging::Piece *piece = take_piece(state->staging, part);
-    copy_bytes(state->staging->base + piece->begin, static_cast<const char *>(host) + done, part);
-    cuda_check(cudaMemcpyAsync(data_of<char>(destination) + done, state->staging->base + piece->begin, part,
-                               cudaMemcpyDefault, state->stream), // to offloaded tensors too
-               "uploading");
-    cuda_check(cudaEventRecord(piece->copied, state->stream), "recording an event");
-    done += part;
-  }
-}
-
-static void synchronize(Backend *backend) {
-  CudaState *state = cuda_state(backend);
-  cuda_copies_join(backend, 0, 0);
-  // The first has joined the others, unless an operation failed between.
-  for (cudaStream_t stream : {state->side, state->urgent, state->stream})
-    cuda_check(cudaStreamSynchronize(stream), "running the kernels queued so far");
+static cudaStream_t new_stream(bool urgent) {
+  cudaStream_t stream = nullptr;
+  int lowest = 0, highest = 0;
+  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "querying the priorities of streams");
+  cuda_check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, urgent ? highest : lowest),
+             "creating a stream");
+  return stream;
 }
 
 static void let_wait(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
   cuda_check(cudaEventRecord(event, earlier),
              "recording an event on a stream, which must be of the context's device");
   cuda_check(cudaStreamWaitEvent(later, event, 0), "letting a stream wait");
+}
+
+// --- side streams ------------------------------------------------------------------------------------------
+
+cudaStream_t side_begin(Backend *backend, StreamKind kind) {
+  SideStream *side = &cuda_state(backend)->concurrent[kind];
+  if (!side->stream) {
+    side->stream = new_stream(kind == STREAM_COLLECTIVES);
+    side->before = new_event();
+    for (cudaEvent_t &event : side->done) event = new_event();
+  }
+  let_wait(side->stream, cuda_stream(backend), side->before);
+  return side->stream;
+}
+
+void side_end(Backend *backend, StreamKind kind) {
+  SideStream *side = &cuda_state(backend)->concurrent[kind];
+  cuda_check(cudaEventRecord(side->done[side->count % ASYNC_EVENTS], side->stream), "recording an event");
+  side->count++;
+}
+
+void side_join(Backend *backend, StreamKind kind, cudaStream_t later, int64_t behind) {
+  const SideStream *side = &cuda_state(backend)->concurrent[kind];
+  if (side->count <= behind) return;
+  cudaEvent_t done = side->done[(side->count - 1 - behind) % ASYNC_EVENTS];
+  cuda_check(cudaStreamWaitEvent(later, done, 0), "letting a stream wait");
+}
+
+static void join_collectives(Backend *backend, int64_t behind) {
+  side_join(backend, STREAM_COLLECTIVES, cuda_stream(backend), behind);
+}
+
+static void join_copies(Backend *backend, int64_t in, int64_t out) {
+  side_join(backend, STREAM_COPY_IN, cuda_stream(backend), in);
+  side_join(backend, STREAM_COPY_OUT, cuda_stream(backend), out);
+}
+
+static void side_destroy(SideStream *side) {
+  if (!side->stream) return;
+  for (cudaEvent_t event : side->done) cudaEventDestroy(event);
+  cudaEventDestroy(side->before);
+  cudaStreamDestroy(side->stream);
+}
+
+// --- between host and device -------------------------------------------------------------------------------
+
+// Pinned memory from which the copy engine reads uploads.
+struct Staging {
+  enum { SLOTS = 16, SLOT_BYTES = 1 << 20 };
+  char *base;
+  cudaEvent_t copied[SLOTS]; // the device has read the slot
+  int64_t count;             // of uploads, each from the slot after that of the one before
+};
+
+static void staging_create(CudaState *state) {
+  Staging *s = state->staging = static_cast<Staging *>(calloc(1, sizeof(Staging)));
+  if (!s) fail("out of host memory for the CUDA backend");
+  cuda_check(cudaMallocHost(reinterpret_cast<void **>(&s->base), Staging::SLOTS * Staging::SLOT_BYTES),
+             "allocating 16 MiB of pinned host memory");
+  for (cudaEvent_t &event : s->copied) event = new_event();
+}
+
+static void staging_destroy(Staging *s) {
+  if (!s) return;
+  for (cudaEvent_t event : s->copied) cudaEventDestroy(event);
+  cudaFreeHost(s->base);
+  free(s);
+}
+
+static void to_device(Backend *backend, Tensor destination, const void *host) {
+  cudaStream_t stream = cuda_stream(backend);
+  Staging *s = cuda_state(backend)->staging;
+  int64_t bytes = (int64_t)tensor_bytes(destination), part;
+  for (int64_t done = 0; done < bytes; done += part) {
+    part = min_i64(bytes - done, Staging::SLOT_BYTES);
+    int64_t slot = s->count++ % Staging::SLOTS;
+    char *from = s->base + slot * Staging::SLOT_BYTES;
+    cuda_check(cudaEventSynchronize(s->copied[slot]), "waiting for an upload");
+    copy_bytes(from, static_cast<const char *>(host) + done, (size_t)part);
+    cuda_check(cudaMemcpyAsync(data_of<char>(destination) + done, from, (size_t)part, cudaMemcpyDefault,
+                               stream), // to offloaded tensors too
+               "uploading");
+    cuda_check(cudaEventRecord(s->copied[slot], stream), "recording an event");
+  }
+}
+
+static void synchronize(Backend *backend) {
+  CudaState *state = cuda_state(backend);
+  join_copies(backend, 0, 0);
+  // The first has joined the others, unless an operation failed between.
+  for (cudaStream_t stream : {state->side, state->urgent, state->stream})
+    cuda_check(cudaStreamSynchronize(stream), "running the kernels queued so far");
 }
 
 static void follow(Backend *backend, void *stream) {
@@ -130,7 +161,6 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 
 // What the whole device holds now, other programs included; cudaMemGetInfo does not separate owners.
 static size_t device_bytes_now(Backend *backend) {
-  (void)backend;
   size_t available = 0, total = 0;
   cuda_check(cudaMemGetInfo(&available, &total), "querying the free memory");
   return total - available;
@@ -169,7 +199,6 @@ static void *allocate(void *context, size_t bytes) {
 }
 
 static void release(void *context, void *data, size_t bytes) {
-  (void)bytes;
   synchronize(static_cast<Backend *>(context));
   cuda_check(cudaFree(data), "freeing device memory");
 }
@@ -186,7 +215,7 @@ void cuda_fill_zero(Backend *backend, const Tensor *t) {
 
 static bool event_record(Backend *backend, void **event, StreamKind stream) {
   CudaState *state = cuda_state(backend);
-  cudaStream_t on = stream == STREAM_COMPUTE ? state->stream : state->concurrent[stream];
+  cudaStream_t on = stream == STREAM_COMPUTE ? state->stream : state->concurrent[stream].stream;
   if (!on) return false;
   if (!*event) cuda_check(cudaEventCreate(reinterpret_cast<cudaEvent_t *>(event)), "creating an event");
   cuda_check(cudaEventRecord(static_cast<cudaEvent_t>(*event), on), "recording an event");
@@ -217,7 +246,7 @@ static void range(const char *name) {
 static void destroy(Backend *backend) {
   CudaState *state = cuda_state(backend);
   cuda_collectives_end(backend);
-  cuda_copies_end(backend);
+  for (SideStream &side : state->concurrent) side_destroy(&side);
   gemms_destroy(state->gemms);
   staging_destroy(state->staging);
   for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
@@ -230,8 +259,8 @@ static void destroy(Backend *backend) {
   cudaGetLastError(); // of what an unfinished backend does not have
 }
 
-static const BackendOps operations = {.collectives_join = cuda_collectives_join,
-                                      .copies_join = cuda_copies_join,
+static const BackendOps operations = {.collectives_join = join_collectives,
+                                      .copies_join = join_copies,
                                       .to_device = to_device,
                                       .to_host = to_host,
                                       .synchronize = synchronize,
@@ -310,18 +339,9 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   state->ordinal = ordinal;
   state->multiprocessors = properties.multiProcessorCount;
   backend->no_fp8 = 10 * properties.major + properties.minor < 89;
-  int lowest = 0, highest = 0;
-  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "querying the priorities of streams");
-  cuda_check(cudaStreamCreateWithPriority(&state->stream, cudaStreamNonBlocking, lowest),
-             "creating a stream");
-  cuda_check(cudaStreamCreateWithPriority(&state->side, cudaStreamNonBlocking, lowest), "creating a stream");
-  cuda_check(cudaStreamCreateWithPriority(&state->urgent, cudaStreamNonBlocking, highest),
-             "creating a stream");
-  for (int i = 0; i <= CUDA_LCE_TILES; i++) {
-    cuda_check(cudaEventCreateWithFlags(&state->forked[i], cudaEventDisableTiming), "creating an event");
-    cuda_check(cudaEventCreateWithFlags(&state->joined[i], cudaEventDisableTiming), "creating an event");
-  }
-  cuda_check(cudaEventCreateWithFlags(&state->handed, cudaEventDisableTiming), "creating an event");
+  state->stream = new_stream(false), state->side = new_stream(false), state->urgent = new_stream(true);
+  for (int i = 0; i <= CUDA_LCE_TILES; i++) state->forked[i] = new_event(), state->joined[i] = new_event();
+  state->handed = new_event();
   staging_create(state);
 
   int runtime = 0;

@@ -7,7 +7,6 @@
 //
 // NCCL adds in an order that follows from the number of ranks, the size and the machine's links, so runs
 // repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
-#include <atomic>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,13 +45,10 @@ static void copy_or_add(Backend *backend, const Collective *a) {
 #include <nccl.h>
 
 struct CudaCollectives {
-  enum { EVENTS = 64, BLOCKS = 16 };
+  enum { BLOCKS = 16 };
   int rank, ordinal;
   ncclComm_t comm;
-  cudaStream_t stream;
-  cudaEvent_t before;       // what was queued before the latest collective
-  cudaEvent_t done[EVENTS]; // done[i % EVENTS]: collective i
-  std::atomic<int64_t> count;
+  const SideStream *side;
 };
 
 static void nccl_check(ncclResult_t result, ncclComm_t comm, const char *doing) {
@@ -72,27 +68,14 @@ static char *slice(Tensor t, int64_t index, int64_t count) {
 // Queues what `start` starts on the collectives' stream.
 template <typename F>
 static void collective(Backend *backend, const Collective *a, const char *name, F start) {
-  CudaState *state = cuda_state(backend);
-  CudaCollectives *c = state->collectives;
+  CudaCollectives *c = cuda_state(backend)->collectives;
   if (!c) {
     copy_or_add(backend, a);
     return;
   }
-  cuda_check(cudaEventRecord(c->before, state->stream), "recording an event");
-  cuda_check(cudaStreamWaitEvent(c->stream, c->before, 0), "queueing a wait");
-  nccl_check(start(c), c->comm, name);
-  cudaEvent_t done = c->done[c->count % CudaCollectives::EVENTS];
-  cuda_check(cudaEventRecord(done, c->stream), "recording an event");
-  c->count++;
-  if (!a->async) cuda_check(cudaStreamWaitEvent(state->stream, done, 0), "queueing a wait");
-}
-
-void cuda_collectives_join(Backend *backend, int64_t behind) {
-  CudaState *state = cuda_state(backend);
-  CudaCollectives *c = state->collectives;
-  if (!c || c->count <= behind) return;
-  cudaEvent_t done = c->done[(c->count - 1 - behind) % CudaCollectives::EVENTS];
-  cuda_check(cudaStreamWaitEvent(state->stream, done, 0), "queueing a wait");
+  nccl_check(start(c, side_begin(backend, STREAM_COLLECTIVES)), c->comm, name);
+  side_end(backend, STREAM_COLLECTIVES);
+  if (!a->async) side_join(backend, STREAM_COLLECTIVES, cuda_stream(backend), 0);
 }
 
 // For the watchdog, from its own thread: NCCL's errors, and how many collectives the GPU has done.
@@ -106,8 +89,8 @@ static bool poll_nccl(void *context, char *text, size_t size) {
     return true;
   }
   cudaSetDevice(c->ordinal); // of this thread, which else would begin with GPU 0
-  int64_t count = c->count, i = count > CudaCollectives::EVENTS ? count - CudaCollectives::EVENTS : 0;
-  while (i < count && cudaEventQuery(c->done[i % CudaCollectives::EVENTS]) != cudaErrorNotReady) i++;
+  int64_t count = c->side->count, i = max_i64(0, count - ASYNC_EVENTS);
+  while (i < count && cudaEventQuery(c->side->done[i % ASYNC_EVENTS]) != cudaErrorNotReady) i++;
   if (i < count)
     snprintf(text, size, "its GPU has done %lld of %lld collectives", (long long)i, (long long)count);
   return false;
@@ -164,14 +147,8 @@ static void join_ranks(Backend *backend, const Launch *l) {
   ranks_enter("ncclCommInitRank");
   nccl_check(ncclCommInitRankConfig(&c->comm, l->ranks, id, l->rank, &config), nullptr, "ncclCommInitRank");
   ranks_leave();
-  int lowest = 0, highest = 0;
-  cuda_check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "querying the priorities of streams");
-  cuda_check(cudaStreamCreateWithPriority(&c->stream, cudaStreamNonBlocking, highest), "creating a stream");
-  cuda_check(cudaEventCreateWithFlags(&c->before, cudaEventDisableTiming), "creating an event");
-  for (cudaEvent_t &event : c->done)
-    cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
+  c->side = &state->concurrent[STREAM_COLLECTIVES];
   state->collectives = c;
-  state->concurrent[STREAM_COLLECTIVES] = c->stream;
   backend->rank = l->rank;
   backend->ranks = l->ranks;
   ranks_watch_device(poll_nccl, c);
@@ -186,9 +163,6 @@ void cuda_collectives_end(Backend *backend) {
   if (!c) return;
   ranks_watch_device(nullptr, nullptr);
   ncclCommDestroy(c->comm);
-  for (cudaEvent_t event : c->done) cudaEventDestroy(event);
-  cudaEventDestroy(c->before);
-  cudaStreamDestroy(c->stream);
   delete c;
 }
 
@@ -196,52 +170,44 @@ void cuda_collectives_end(Backend *backend) {
 
 #define collective(backend, a, ...) copy_or_add(backend, a)
 
-void cuda_collectives_join(Backend *backend, int64_t behind) {
-  (void)backend;
-  (void)behind;
-}
-
-void cuda_collectives_end(Backend *backend) {
-  (void)backend;
-}
+void cuda_collectives_end(Backend *backend) {}
 
 static void join_ranks(Backend *backend, const Launch *l) {
-  (void)backend;
   fail("%d ranks on GPUs need NCCL, and this program was built without it", l->ranks);
 }
 
 #endif
 
 void cuda_all_reduce(Backend *backend, const Collective *a) {
-  collective(backend, a, "all_reduce", [&](CudaCollectives *c) {
+  collective(backend, a, "all_reduce", [&](CudaCollectives *c, cudaStream_t stream) {
     return ncclAllReduce(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), ncclSum,
-                         c->comm, c->stream);
+                         c->comm, stream);
   });
 }
 
 void cuda_reduce_scatter(Backend *backend, const Collective *a) {
-  collective(backend, a, "reduce_scatter", [&](CudaCollectives *c) {
+  collective(backend, a, "reduce_scatter", [&](CudaCollectives *c, cudaStream_t stream) {
     int64_t count = tensor_count(a->out);
     // What is to be added to `out` is summed where it lies in x.
     void *out = a->accumulate ? slice(a->x, c->rank, count) : a->out.data;
     ncclResult_t result =
-        ncclReduceScatter(a->x.data, out, (size_t)count, type_of(a->x.dtype), ncclSum, c->comm, c->stream);
-    if (a->accumulate) add(c->stream, a->out, out);
+        ncclReduceScatter(a->x.data, out, (size_t)count, type_of(a->x.dtype), ncclSum, c->comm, stream);
+    if (a->accumulate) add(stream, a->out, out);
     return result;
   });
 }
 
 void cuda_all_gather(Backend *backend, const Collective *a) {
-  collective(backend, a, "all_gather", [&](CudaCollectives *c) {
+  collective(backend, a, "all_gather", [&](CudaCollectives *c, cudaStream_t stream) {
     return ncclAllGather(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), c->comm,
-                         c->stream);
+                         stream);
   });
 }
 
 void cuda_broadcast(Backend *backend, const Collective *a) {
-  collective(backend, a, "broadcast", [&](CudaCollectives *c) {
+  collective(backend, a, "broadcast", [&](CudaCollectives *c, cudaStream_t stream) {
     return ncclBroadcast(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), 0, c->comm,
-                         c->stream);
+                         stream);
   });
 }
 

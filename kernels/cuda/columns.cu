@@ -22,17 +22,14 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
       float values[W];
       load(values, x + row * stride + column);
       float factor = coefficients ? coefficients[row] : 1;
-#pragma unroll
-      for (int i = 0; i < W; i++) sum[i] += factor * values[i];
+      EACH (i, W) sum[i] += factor * values[i];
     }
   }
-#pragma unroll
-  for (int i = 0; i < W; i++) of_warp[warp][i][lane] = sum[i];
+  EACH (i, W) of_warp[warp][i][lane] = sum[i];
   __syncthreads();
   for (int i = threadIdx.x; i < 32 * W; i += blockDim.x) {
     float total = 0;
-#pragma unroll
-    for (int w = 0; w < ROW_WARPS; w++) total += of_warp[w][i % W][i / W];
+    EACH (w, ROW_WARPS) total += of_warp[w][i % W][i / W];
     int64_t to = (int64_t)blockIdx.x * 32 * W + i;
     if (to < columns) partials[blockIdx.y * columns + to] = total;
   }
@@ -108,8 +105,7 @@ static __global__ void __launch_bounds__(256)
     float values[W], add[W];
     load(values, out + i);
     load(add, columns + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) values[k] += factor * add[k];
+    EACH (k, W) values[k] += factor * add[k];
     store(out + i, values);
   }
 }

@@ -1,8 +1,8 @@
 // What every .cu file of the backend needs: errors as sentences, launches, 16-byte loads and stores that widen to
 // fp32, sums over warps and blocks in a fixed order, and the functions that several files call.
-#ifndef LCE_KERNELS_CUDA_CUDA_COMMON_CUH
-#define LCE_KERNELS_CUDA_CUDA_COMMON_CUH
+#pragma once
 
+#include <atomic>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <initializer_list>
@@ -13,13 +13,23 @@
 
 typedef __nv_bfloat16 bf16;
 
+// A loop over [0, count), unrolled.
+#define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
+
 // --- the backend's state -----------------------------------------------------------------------------------
 
 struct Gemms;           // linear.cu: cuBLASLt's handle and the GEMMs it has met
 struct Staging;         // backend.cu: pinned memory between the host and the device
 struct Hopper;          // hopper_gemm.cu: what it found on this device
 struct CudaCollectives; // collectives.cu: what connects this GPU to those of the other ranks
-struct CudaCopies;      // copies.cu: the streams between host and device
+
+// Where asynchronous operations run, in an order of their own, concurrently with those of the backend's stream.
+struct SideStream {
+  cudaStream_t stream;            // NULL until the first
+  cudaEvent_t before;             // what the backend's stream held before the latest operation here
+  cudaEvent_t done[ASYNC_EVENTS]; // done[i % ASYNC_EVENTS]: operation i
+  std::atomic<int64_t> count;     // of operations; the watchdog's thread reads it too
+};
 
 struct CudaState {
   cudaStream_t stream; // every operation runs in its order
@@ -27,8 +37,8 @@ struct CudaState {
   // has the higher priority.
   cudaStream_t side, urgent;
   cudaEvent_t forked[CUDA_LCE_TILES + 1], joined[CUDA_LCE_TILES + 1];
-  cudaStream_t concurrent[STREAMS]; // by StreamKind: those that there are, for event_record
-  cudaEvent_t handed;               // between the first stream and a caller's own
+  SideStream concurrent[STREAMS]; // by StreamKind
+  cudaEvent_t handed;             // between the first stream and a caller's own
   int ordinal, multiprocessors;
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;
@@ -36,12 +46,7 @@ struct CudaState {
   Staging *staging;
   Hopper *hopper;               // NULL until it is first needed
   CudaCollectives *collectives; // NULL while there is one rank
-  CudaCopies *copies;           // NULL until the first
 };
-
-// copies.cu: the stream of copies to the device, on which an operation may be queued in their order, between the two calls.
-cudaStream_t copy_in_begin(Backend *backend);
-void copy_in_end(Backend *backend);
 
 static inline CudaState *cuda_state(Backend *backend) {
   return static_cast<CudaState *>(backend->state);
@@ -67,6 +72,13 @@ static inline void cuda_check_launch(const char *op) {
 template <typename T> static __host__ __device__ __forceinline__ T *data_of(const Tensor &t) {
   return static_cast<T *>(t.data);
 }
+
+// backend.cu. What is queued on the stream that side_begin returns waits for the operations before it; and until side_end
+// it is one operation there.
+cudaStream_t side_begin(Backend *backend, StreamKind kind);
+void side_end(Backend *backend, StreamKind kind);
+// `later` waits for all operations of a side stream but the last `behind`.
+void side_join(Backend *backend, StreamKind kind, cudaStream_t later, int64_t behind);
 
 // --- launches ----------------------------------------------------------------------------------------------
 
@@ -239,14 +251,12 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 
 template <int N, typename T> static __device__ __forceinline__ void load(float (&out)[N], const T *from) {
   Group<T, N> group = *reinterpret_cast<const Group<T, N> *>(from);
-#pragma unroll
-  for (int i = 0; i < N; i++) out[i] = to_float(group.at[i]);
+  EACH (i, N) out[i] = to_float(group.at[i]);
 }
 
 template <int N, typename T> static __device__ __forceinline__ void store(T *to, const float (&values)[N]) {
   Group<T, N> group;
-#pragma unroll
-  for (int i = 0; i < N; i++) group.at[i] = from_float<T>(values[i]);
+  EACH (i, N) group.at[i] = from_float<T>(values[i]);
   *reinterpret_cast<Group<T, N> *>(to) = group;
 }
 
@@ -256,8 +266,7 @@ static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], b
   if (accumulate) {
     float old[N];
     load(old, to);
-#pragma unroll
-    for (int i = 0; i < N; i++) values[i] += old[i];
+    EACH (i, N) values[i] += old[i];
   }
   store(to, values);
 }
@@ -386,5 +395,3 @@ void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const fl
 // accumulate the caller has zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
-
-#endif

@@ -1,7 +1,6 @@
 // What the files of the CUDA backend share that needs no CUDA header: the operations' names, and the sizes on
 // which the scratch table (compiled everywhere) and the kernels (compiled by nvcc) must agree.
-#ifndef LCE_KERNELS_CUDA_CUDA_OPS_H
-#define LCE_KERNELS_CUDA_CUDA_OPS_H
+#pragma once
 
 #include "kernels/kernels.h"
 
@@ -129,14 +128,10 @@ OPERATIONS(DECLARE, DECLARE)
 #define DECLARE(name, Arguments, group) size_t cuda_##name##_scratch(const Arguments *a);
 OPERATIONS(NO_OPERATION, DECLARE) // scratch.c
 #undef DECLARE
-void cuda_collectives_join(Backend *backend, int64_t behind);
-void cuda_collectives_end(Backend *backend); // collectives.cu: when the backend goes
-void cuda_copies_join(Backend *backend, int64_t in, int64_t out);
-void cuda_copies_end(Backend *backend); // copies.cu: likewise
-void *cuda_allocate_host(void *context, size_t bytes);
+void cuda_collectives_end(Backend *backend);           // collectives.cu: when the backend goes
+void *cuda_allocate_host(void *context, size_t bytes); // copies.cu
 void cuda_release_host(void *context, void *data, size_t bytes);
 
 #if defined(__cplusplus)
 }
-#endif
 #endif

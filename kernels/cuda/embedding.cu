@@ -18,8 +18,7 @@ static __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, c
     if (position_weight) {
       float position[W];
       load(position, position_weight + (positions ? positions[row] : row % seq_len) * hidden_size + i);
-#pragma unroll
-      for (int k = 0; k < W; k++) sum[k] += position[k];
+      EACH (k, W) sum[k] += position[k];
     }
     store(out + row * hidden_size + i, sum);
   }
@@ -47,8 +46,7 @@ static __global__ void position_gradient_kernel(TD *dposition, const T *dout, in
     for (int b = 0; b < batch; b++) {
       float values[W];
       load(values, dout + (b * seq_len + t) * hidden_size + i);
-#pragma unroll
-      for (int k = 0; k < W; k++) sum[k] += values[k];
+      EACH (k, W) sum[k] += values[k];
     }
     store_or_add(dposition + t * hidden_size + i, sum, accumulate);
   }

@@ -22,8 +22,7 @@ static __global__ void __launch_bounds__(256) amax_kernel(unsigned *amax, const 
   for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < groups; i += gridDim.x * 256ll) {
     float values[W];
     load(values, x + (groups - 1 - i) * W);
-#pragma unroll
-    for (int k = 0; k < W; k++) largest = max(largest, magnitude(values[k]));
+    EACH (k, W) largest = max(largest, magnitude(values[k]));
   }
   reduce_amax<T>(amax, largest);
 }
@@ -55,29 +54,23 @@ static __global__ void __launch_bounds__(256)
   int64_t first_row = blockIdx.y * (int64_t)TILE, first_column = blockIdx.x * (int64_t)TILE;
   float factor = fminf(E4M3_MAX / *amax, FLT_MAX);
   int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 0; step < 2; step++) { // a warp takes 16 rows of 64 columns
+  EACH (step, 2) { // a warp takes 16 rows of 64 columns
     int place = threadIdx.x / 32 + 8 * step, piece = place / 2, group = place % 2 * 8 + lane % 8;
     int row_group = 4 * piece + lane / 8; // of 4 rows
     int64_t row = first_row + 4 * row_group, column = first_column + GROUP * group;
     if (row >= rows || column >= columns) continue;
     Group<T, GROUP> values[4];
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-      values[r] = *reinterpret_cast<const Group<T, GROUP> *>(x + (row + r) * columns + column);
+    EACH (r, 4) values[r] = *reinterpret_cast<const Group<T, GROUP> *>(x + (row + r) * columns + column);
     unsigned half[2][4]; // 4 columns of each row
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
+    EACH (r, 4) {
       half[0][r] = codes_of(values[r].at, factor), half[1][r] = codes_of(values[r].at + 4, factor);
       if (codes)
         *reinterpret_cast<uint2 *>(codes + (row + r) * columns + column) = make_uint2(half[0][r], half[1][r]);
     }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
+    EACH (h, 2) {
       unsigned words[4];
       transpose_bytes(words, half[h]);
-#pragma unroll
-      for (int c = 0; c < 4; c++)
+      EACH (c, 4)
         reinterpret_cast<unsigned *>(&of_column[GROUP * group + 4 * h + c][piece ^ (group % 8)])[lane / 8] =
             words[c];
     }

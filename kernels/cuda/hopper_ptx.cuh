@@ -4,8 +4,7 @@
 // A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16), swizzled by
 // TMA (SWIZZLE_128B): 16-byte chunk c of row r lies at chunk c ^ (r & 7). What SwiGLU stores has rows of 64 bytes
 // (SWIZZLE_64B): chunk c of row r lies at c ^ (r / 2 & 3).
-#ifndef LCE_KERNELS_CUDA_HOPPER_PTX_CUH
-#define LCE_KERNELS_CUDA_HOPPER_PTX_CUH
+#pragma once
 
 #include <cudaTypedefs.h>
 #include <stdlib.h>
@@ -352,13 +351,10 @@ static __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], const uint
 
 // The compiler does not know that wgmma writes its accumulators later: this keeps it from touching them early.
 template <int N> static __device__ __forceinline__ void wgmma_fence_operand(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+  EACH (i, N) asm volatile("" : "+f"(d[i])::"memory");
 }
 template <int N> static __device__ __forceinline__ void wgmma_fence_operand(uint32_t (&a)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < N; i++)
-    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+  EACH (i, N) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
 }
 
 // Four 8x8 blocks of bf16 from the registers of a warp, laid out as wgmma leaves its accumulators, into rows
@@ -377,5 +373,3 @@ static __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t ro
                : "r"(row)
                : "memory");
 }
-
-#endif

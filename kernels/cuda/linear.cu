@@ -5,7 +5,7 @@
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
 // right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
 //
-// The fastest algorithm is measured once for each distinct GEMM, on the caller's own operands. Two algorithms may
+// The fastest algorithm is measured once for each distinct GEMM, on random operands. Two algorithms may
 // round differently, and a choice by time would then change the loss from run to run. So only those compete whose
 // result has the same bits as that of the library's first choice, which depends on shapes, GPU and library version
 // alone: most differ from it in the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the
@@ -270,6 +270,66 @@ static float stopwatch(Backend *backend, const GemmPlan *plan, const Gemm *p,
   return milliseconds;
 }
 
+static bool aligned(const void *data, int64_t stride, Dtype dtype) {
+  return !data || ((uintptr_t)data | (uintptr_t)stride * dtype_bytes(dtype)) % 16 == 0;
+}
+
+static bool all_aligned(const Gemm *p) {
+  return aligned(p->left.data, p->left.stride, p->operand_dtype) &&
+         aligned(p->right.data, p->right.stride, p->operand_dtype) &&
+         aligned(p->pre, p->pre_stride, p->operand_dtype) && aligned(p->out, p->out_stride, p->out_dtype) &&
+         aligned(p->addend, p->addend_stride, p->out_dtype);
+}
+
+// What a GEMM reads, made of our own: the caller's data when it is first met (zeros, a single row that is not) may make all
+// orders of summation equal. Freed with the object.
+struct RandomOperands {
+  void *data[6] = {};
+  int count = 0;
+
+  ~RandomOperands() {
+    for (void *d : data) cudaFree(d);
+  }
+  // In place of all that p reads; false where there is not the memory.
+  bool take(cudaStream_t stream, Gemm *p) {
+    Dtype type = p->operand_dtype, of_bias = type == DTYPE_E4M3 ? DTYPE_BF16 : type;
+    return fill(stream, DTYPE_F32, 1, &p->left_scale) && fill(stream, DTYPE_F32, 1, &p->right_scale) &&
+           fill(stream, type, p->left.stride * (p->left.transposed ? p->k : p->m), &p->left.data) &&
+           fill(stream, type, p->right.stride * (p->right.transposed ? p->n : p->k), &p->right.data) &&
+           fill(stream, p->out_dtype, p->m * p->addend_stride, &p->addend) &&
+           (p->epilogue == GEMM_GELU_DERIVATIVE ? fill(stream, type, p->m * p->pre_stride, &p->pre)
+                                                : fill(stream, of_bias, p->n, &p->bias));
+  }
+
+private:
+  template <typename P> bool fill(cudaStream_t stream, Dtype dtype, int64_t elements, P *pointer);
+};
+
+static __global__ void random_kernel(uint32_t *words, int64_t count, uint64_t key, uint32_t keep,
+                                     uint32_t set) {
+  int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+  if (i < count) words[i] = ((uint32_t)counter_bits(key, (uint64_t)i) & keep) | set;
+}
+
+// Of either sign, with magnitudes from 0.5 to 2, in e4m3 up to 2.
+template <typename P>
+bool RandomOperands::fill(cudaStream_t stream, Dtype dtype, int64_t elements, P *pointer) {
+  uint32_t keep = 0xBFBFBFBF, set = 0; // e4m3
+  if (dtype == DTYPE_BF16) keep = 0x80FF80FF, set = 0x3F003F00;
+  if (dtype == DTYPE_F32) keep = 0x80FFFFFF, set = 0x3F000000;
+  int64_t words = ceil_div(elements * (int64_t)dtype_bytes(dtype), 4);
+  if (!*pointer) return true; // absent
+  if (cudaMalloc(&data[count], (size_t)words * 4) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  random_kernel<<<(unsigned)ceil_div(words, 256), 256, 0, stream>>>(
+      static_cast<uint32_t *>(data[count]), words, counter_key((uint64_t)count, 0), keep, set);
+  cuda_check_launch("random operands");
+  *pointer = data[count++];
+  return true;
+}
+
 // An algorithm among those measured, and its time: the minimum of its runs, or the sum.
 struct Candidate {
   cublasLtMatmulAlgo_t algorithm;
@@ -283,35 +343,42 @@ static const Candidate *fastest(const Candidate *candidates, int count) {
   return best;
 }
 
-// The fastest of the suggestions that give the first one's bits.
-static void measure(Backend *backend, GemmPlan *plan, const Gemm *p) {
+// The fastest of the suggestions that give the first one's bits, written and, where a call may ask for that, added.
+static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
   Gemms *gemms = cuda_state(backend)->gemms;
   cublasLtMatmulHeuristicResult_t results[Gemms::CANDIDATES];
   Candidate candidates[Gemms::CANDIDATES];
   int found = suggestions(gemms, plan, results, Gemms::CANDIDATES), count = 0;
   unsigned long long wanted = 0;
+  RandomOperands operands;
+  plan->measured = true;
+  const bool adds = !p.addend && p.epilogue == GEMM_PLAIN &&
+                    (p.out_dtype == DTYPE_F32 || all_aligned(&p));     // as cublaslt_gemm
+  if (found < 2 || !operands.take(stream_of(backend, &p), &p)) return; // the first choice serves
+  point_epilogue(plan, &p);
+  // Gradients of weights are written once and added to ever after, so the addition is timed; the run that was asked
+  // for overwrites what it leaves. In fp32 alone: the library may refuse to add to bf16 (cublaslt_gemm).
+  Gemm added = p;
+  if (adds) added.addend = p.out, added.addend_stride = p.out_stride;
+  const Gemm timed = p.left.transposed && p.out_dtype == DTYPE_F32 ? added : p;
   for (int i = 0; i < found; i++) {
-    if (execute(backend, plan, p, &results[i].algo) != CUBLAS_STATUS_SUCCESS) continue;
-    unsigned long long bits = checksum(backend, p);
+    if (execute(backend, plan, &p, &results[i].algo) != CUBLAS_STATUS_SUCCESS) continue;
+    unsigned long long bits = checksum(backend, &p);
+    if (adds && execute(backend, plan, &added, &results[i].algo) != CUBLAS_STATUS_SUCCESS) continue;
+    if (adds) bits = 31 * bits + checksum(backend, &added);
     if (count == 0) wanted = bits;
     if (bits == wanted) candidates[count++].algorithm = results[i].algo;
   }
-  plan->measured = true;
-  if (count == 0) return;
-  // Gradients of weights are written once and added to ever after, so the addition is timed; the run that was asked
-  // for overwrites what it leaves. In fp32 alone: the library may refuse to add to bf16 (cublaslt_gemm).
-  Gemm timed = *p;
-  if (p->left.transposed && p->epilogue == GEMM_PLAIN && p->out_dtype == DTYPE_F32)
-    timed.addend = p->out, timed.addend_stride = p->out_stride;
+  if (count < 2) return;
   // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step they run
   // there among others, so runs of the candidates alternate, at a clock that all of them determine. One
   // algorithm on its own runs at a clock of its own, which favours another than the fastest in a step: on an H200, for
   // the LM head's dW, by 5 to 10% of its time. Rounds before number 0 do not count: the first may load code.
-  bool large = 2.0 * (double)p->m * (double)p->n * (double)p->k >= SUSTAINED_FLOPS;
+  bool large = 2.0 * (double)p.m * (double)p.n * (double)p.k >= SUSTAINED_FLOPS;
   int warm_up = 0, rounds = Gemms::ROUNDS;
   if (large) {
     constexpr float WARM_UP = 150, SUSTAINED = 300; // milliseconds
-    float round_time = (float)count * stopwatch(backend, plan, p, &candidates[0].algorithm);
+    float round_time = (float)count * stopwatch(backend, plan, &p, &candidates[0].algorithm);
     warm_up = (int)ceilf(WARM_UP / round_time);
     rounds = (int)fmaxf(Gemms::ROUNDS, ceilf(SUSTAINED / round_time));
   }
@@ -360,26 +427,15 @@ static GemmPlan *plan_of(Backend *backend, const Gemm *p) {
   return plan;
 }
 
-static bool aligned(const void *data, int64_t stride, Dtype dtype) {
-  return !data || ((uintptr_t)data | (uintptr_t)stride * dtype_bytes(dtype)) % 16 == 0;
-}
-
-static bool all_aligned(const Gemm *p) {
-  return aligned(p->left.data, p->left.stride, p->operand_dtype) &&
-         aligned(p->right.data, p->right.stride, p->operand_dtype) &&
-         aligned(p->pre, p->pre_stride, p->operand_dtype) && aligned(p->out, p->out_stride, p->out_dtype) &&
-         aligned(p->addend, p->addend_stride, p->out_dtype);
-}
-
 // False when the library cannot do this GEMM, or not accurately.
 static bool cublaslt_gemm(Backend *backend, const Gemm *p) {
   if (p->operand_dtype == DTYPE_F32 && has_pre(p->epilogue)) return false;
   if ((p->addend || p->epilogue != GEMM_PLAIN) && p->out_dtype == DTYPE_BF16 && !all_aligned(p)) return false;
   GemmPlan *plan = plan_of(backend, p);
   if (!plan->possible) return false;
-  point_epilogue(plan, p);
   bool measuring = cuda_state(backend)->gemms->measure && conclusive(p) && repeatable(backend, p);
-  if (!plan->measured && measuring) measure(backend, plan, p);
+  if (!plan->measured && measuring) measure(backend, plan, *p);
+  point_epilogue(plan, p);
   lt_check(execute(backend, plan, p, &plan->algorithm), "multiplying");
   return true;
 }
@@ -420,7 +476,9 @@ static __device__ void plain_epilogue(const Gemm &p, int64_t row, int64_t column
 
 template <typename T, typename TO> static __global__ void __launch_bounds__(256) plain_gemm_kernel(Gemm p) {
   __shared__ float left[TERMS][TILE + 1], right[TERMS][TILE + 1];
-  int64_t first_row = (int64_t)blockIdx.x * TILE, first_column = (int64_t)blockIdx.y * TILE;
+  const unsigned down =
+      (unsigned)((p.m + TILE - 1) / TILE); // tiles; in one axis, for the other two are short
+  int64_t first_row = (int64_t)(blockIdx.x % down) * TILE, first_column = (int64_t)(blockIdx.x / down) * TILE;
   int x = threadIdx.x % 16, y = threadIdx.x / 16;
   float sum[4][4] = {};
   for (int64_t term = 0; term < p.k; term += TERMS) {
@@ -429,12 +487,9 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
     load_tile(right, static_cast<const T *>(p.right.data), p.right.stride, p.right.transposed, first_column,
               p.n, term, p.k);
     __syncthreads();
-#pragma unroll
-    for (int t = 0; t < TERMS; t++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) sum[i][j] += left[t][y + 16 * i] * right[t][x + 16 * j];
+    EACH (t, TERMS)
+      EACH (i, 4)
+        EACH (j, 4) sum[i][j] += left[t][y + 16 * i] * right[t][x + 16 * j];
     __syncthreads();
   }
   for (int i = 0; i < 4; i++)
@@ -445,7 +500,7 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
 }
 
 static void plain_gemm(Backend *backend, const Gemm *p) {
-  dim3 grid((unsigned)ceil_div(p->m, TILE), (unsigned)ceil_div(p->n, TILE));
+  unsigned grid = (unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE));
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
       plain_gemm_kernel<decltype(type), decltype(out_type)><<<grid, 256, 0, stream_of(backend, p)>>>(*p);
@@ -519,40 +574,38 @@ void cuda_gemm(Backend *backend, const Gemm *p) {
 
 // --- the three GEMMs of a linear layer ---------------------------------------------------------------------
 
+// GELU is in cuBLASLt's epilogues and SwiGLU in those of our own GEMMs on Hopper; else an activation is a kernel of its own.
 void cuda_linear_forward(Backend *backend, const LinearForward *a) {
-  bool bias = tensor_exists(a->bias), swiglu = is_swiglu(a->pre_activation, a->out.shape[1]);
-  bool gelu = tensor_exists(a->pre_activation) && !swiglu;
-  if (swiglu && !bias && !a->in_out_layout &&
+  bool bias = tensor_exists(a->bias), fused = a->activation == ACTIVATION_GELU;
+  bool apart = a->activation && !fused;
+  if (a->activation == ACTIVATION_SWIGLU && !bias && !a->in_out_layout &&
       hopper_swiglu(backend, a->out, a->pre_activation, a->x, a->weight))
     return;
-  Gemm g = gemm_of(swiglu ? a->pre_activation : a->out, a->x, false, a->weight, !a->in_out_layout);
+  Gemm g = gemm_of(apart ? a->pre_activation : a->out, a->x, false, a->weight, !a->in_out_layout);
   g.addend = a->residual.data, g.addend_stride = a->residual.stride;
-  g.epilogue = gelu ? bias ? GEMM_BIAS_GELU : GEMM_GELU : bias ? GEMM_BIAS : GEMM_PLAIN;
+  g.epilogue = fused ? bias ? GEMM_BIAS_GELU : GEMM_GELU : bias ? GEMM_BIAS : GEMM_PLAIN;
   g.bias = a->bias.data;
-  if (gelu) g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
+  if (fused) g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
   cuda_gemm(backend, &g);
-  if (swiglu) {
-    SwigluForward activation = {.out = a->out, .gate_up = a->pre_activation};
-    cuda_swiglu_forward(backend, &activation);
-  }
+  ActivationForward activation = {.activation = a->activation, .out = a->out, .x = a->pre_activation};
+  if (apart) cuda_activation_forward(backend, &activation);
 }
 
 void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  bool swiglu = tensor_exists(a->dactivation), gelu = tensor_exists(a->pre_activation) && !swiglu;
-  if (swiglu && !a->in_out_layout &&
+  bool fused = a->activation == ACTIVATION_GELU;
+  if (a->activation == ACTIVATION_SWIGLU && !a->in_out_layout &&
       hopper_swiglu_gradient(backend, a->dx, a->pre_activation, a->dout, a->weight))
     return;
-  Tensor product = swiglu ? a->dactivation : a->dx;
+  Tensor product = is_gated(a->activation) ? a->dactivation : a->dx;
   Gemm g = gemm_of(product, a->dout, false, a->weight, a->in_out_layout, a->accumulate);
-  if (gelu) {
+  if (fused) {
     g.epilogue = GEMM_GELU_DERIVATIVE;
     g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
   }
   cuda_gemm(backend, &g);
-  if (swiglu) {
-    SwigluBackward activation = {.dgate_up = a->dx, .dout = product, .gate_up = a->pre_activation};
-    cuda_swiglu_backward(backend, &activation);
-  }
+  ActivationBackward activation = {
+      .activation = a->activation, .dx = a->dx, .dout = product, .x = a->pre_activation};
+  if (a->activation && !fused) cuda_activation_backward(backend, &activation);
 }
 
 void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {

@@ -26,8 +26,7 @@ template <typename T, int W, int N> struct Row {
   uint32_t word[N][WORDS];
 
   __device__ __forceinline__ void read(const T *from, int length) {
-#pragma unroll
-    for (int g = 0; g < N; g++) {
+    EACH (g, N) {
       int at = (threadIdx.x + g * blockDim.x) * W;
       bool inside = at < length;
       if constexpr (WORDS == 4) {
@@ -46,8 +45,7 @@ template <typename T, int W, int N> struct Row {
   }
   // Makes the compiler widen the row again from here on, where it would otherwise keep both forms in registers.
   __device__ __forceinline__ void forget_widened() {
-#pragma unroll
-    for (int i = 0; i < N * WORDS; i++) asm volatile("" : "+r"(word[i / WORDS][i % WORDS]));
+    EACH (i, N * WORDS) asm volatile("" : "+r"(word[i / WORDS][i % WORDS]));
   }
 };
 
@@ -73,18 +71,14 @@ static __global__ void __launch_bounds__(THREADS)
       next.read(x + row_start(row + teams, heads, x_stride, hidden_size), hidden_size);
     float m = 0, sum = 0;
     if (LAYER) {
-#pragma unroll
-      for (int g = 0; g < N; g++)
-#pragma unroll
-        for (int k = 0; k < W; k++) sum += v(g, k);
+      EACH (g, N)
+        EACH (k, W) sum += v(g, k);
       m = block_sum(sum) / hidden_size;
       sum = 0;
       v.forget_widened();
     }
-#pragma unroll
-    for (int g = 0; g < N; g++)
-#pragma unroll
-      for (int k = 0; k < W; k++)
+    EACH (g, N)
+      EACH (k, W)
         if ((threadIdx.x + g * blockDim.x) * W < hidden_size) sum += (v(g, k) - m) * (v(g, k) - m);
     float r = rsqrtf(block_sum(sum) / hidden_size + epsilon);
     if (threadIdx.x == 0) {
@@ -93,12 +87,10 @@ static __global__ void __launch_bounds__(THREADS)
     }
     v.forget_widened(), w.forget_widened();
     if (LAYER) b.forget_widened();
-#pragma unroll
-    for (int g = 0; g < N; g++) {
+    EACH (g, N) {
       int at = (threadIdx.x + g * blockDim.x) * W;
       float result[W];
-#pragma unroll
-      for (int k = 0; k < W; k++) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER ? b(g, k) : 0);
+      EACH (k, W) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER ? b(g, k) : 0);
       if (at < hidden_size) store(out + row_start(row, heads, out_stride, hidden_size) + at, result);
     }
     if (!LAYER) return;
@@ -139,10 +131,8 @@ static __global__ void __launch_bounds__(RESIDENT<LAYER, N, THREADS>, 1)
     if (accumulate) old.read(dx_row, hidden_size);
     float r = rstd[row], shift = LAYER ? -mean[row] * r : 0; // xhat = x r + shift
     float2 sums = {0, 0}; // of g, and of g * xhat; beyond the end of the row g is 0
-#pragma unroll
-    for (int g = 0; g < N; g++)
-#pragma unroll
-      for (int k = 0; k < W; k++) {
+    EACH (g, N)
+      EACH (k, W) {
         float grad = d(g, k) * w(g, k), xhat = v(g, k) * r + shift;
         if (LAYER) sums.x += grad;
         sums.y += grad * xhat;
@@ -152,12 +142,10 @@ static __global__ void __launch_bounds__(RESIDENT<LAYER, N, THREADS>, 1)
     sums = block_sum(sums);
     v.forget_widened(), d.forget_widened(), w.forget_widened();
     float mean_g = sums.x / hidden_size, mean_gx = sums.y / hidden_size;
-#pragma unroll
-    for (int g = 0; g < N; g++) {
+    EACH (g, N) {
       int at = (threadIdx.x + g * blockDim.x) * W;
       float result[W];
-#pragma unroll
-      for (int k = 0; k < W; k++) {
+      EACH (k, W) {
         result[k] = r * (d(g, k) * w(g, k) - mean_g - (v(g, k) * r + shift) * mean_gx);
         if (accumulate) result[k] += old(g, k);
         if (LAYER && accumulate) dx_sum[g][k] += old(g, k);
@@ -166,8 +154,7 @@ static __global__ void __launch_bounds__(RESIDENT<LAYER, N, THREADS>, 1)
     }
   }
   partials += team * vectors * hidden_size;
-#pragma unroll
-  for (int g = 0; g < N; g++) {
+  EACH (g, N) {
     int at = (threadIdx.x + g * blockDim.x) * W;
     if (at >= hidden_size) continue;
     store(partials + at, dweight[g]);

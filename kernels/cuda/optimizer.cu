@@ -17,7 +17,6 @@ static __device__ __forceinline__ uint32_t element_bits(uint64_t key, uint64_t i
 // Up with the probability that makes the mean right: 16 random bits below the bits that are kept. Infinity
 // and NaN stay what they are. An fp32 element is stored as it is.
 static __device__ __forceinline__ void store_stochastic(float *to, float x, uint32_t bits) {
-  (void)bits;
   *to = x;
 }
 static __device__ __forceinline__ void store_stochastic(bf16 *to, float x, uint32_t bits) {
@@ -45,8 +44,7 @@ template <int W, typename T>
 static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W], const uint32_t (&random)[W],
                                                      int shift) {
   Group<T, W> group;
-#pragma unroll
-  for (int k = 0; k < W; k++) store_stochastic(&group.at[k], x[k], random[k] >> shift);
+  EACH (k, W) store_stochastic(&group.at[k], x[k], random[k] >> shift);
   *reinterpret_cast<Group<T, W> *>(to) = group;
 }
 
@@ -76,8 +74,7 @@ static __global__ void __launch_bounds__(ASYNC_THREADS)
       load(w, master + i);
     else
       load(w, weight + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) {
+    EACH (k, W) {
       float gradient = g[k] * scale;
       mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
       vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
@@ -96,7 +93,7 @@ static __global__ void __launch_bounds__(ASYNC_THREADS)
 }
 
 void cuda_adamw(Backend *backend, const AdamW *a) {
-  cudaStream_t stream = a->async ? copy_in_begin(backend) : cuda_stream(backend);
+  cudaStream_t stream = a->async ? side_begin(backend, STREAM_COPY_IN) : cuda_stream(backend);
   int64_t count = a->weight.shape[0];
   AdamWParams params = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
                         .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
@@ -135,7 +132,7 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
       });
     });
   });
-  if (a->async) copy_in_end(backend);
+  if (a->async) side_end(backend, STREAM_COPY_IN);
 }
 
 // --- sums --------------------------------------------------------------------------------------------------
@@ -159,8 +156,7 @@ static __global__ void __launch_bounds__(256) reduce_blocks(double *partial, con
   for (int64_t i = thread * W; i < body; i += (int64_t)gridDim.x * 256 * W) {
     float values[W], sum = 0;
     load(values, x + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) sum += SQUARES ? values[k] * values[k] : values[k];
+    EACH (k, W) sum += SQUARES ? values[k] * values[k] : values[k];
     total += sum;
   }
   if (body + thread < count) {

@@ -16,8 +16,7 @@ static __global__ void rope_kernel(T *qkv, int64_t stride, const float *cos_sin,
     load(upper, head + half + at);
     load(cosine, angles + at);
     load(sine, angles + half + at);
-#pragma unroll
-    for (int k = 0; k < W; k++) {
+    EACH (k, W) {
       float s = sign * sine[k], x = lower[k];
       lower[k] = x * cosine[k] - upper[k] * s;
       upper[k] = upper[k] * cosine[k] + x * s;

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/fail.h"
+#include "base/random.h"
 
 // An environment variable as a number; `otherwise` where it is not set.
 static int number(const char *name, int otherwise) {
@@ -46,11 +47,12 @@ void launch_first_host(const char *list, char *host, int size) {
   snprintf(host, (size_t)size, "%.*s%.*s", stem, list, (int)strcspn(numbers, "-,]"), numbers);
 }
 
-// From a job step's id, so that steps on one machine differ.
+// From a job step's id, so that steps on one machine differ: hashed, since ids that follow a pattern (every 200th job)
+// would meet.
 static int slurm_port(void) {
   const char *job = getenv("SLURM_JOB_ID"), *step = getenv("SLURM_STEP_ID");
-  unsigned long id = 100 * strtoul(job ? job : "0", NULL, 10) + strtoul(step ? step : "0", NULL, 10);
-  return 20000 + (int)(id % 20000);
+  uint64_t id = strtoull(job ? job : "0", NULL, 10) << 32 ^ strtoull(step ? step : "0", NULL, 10);
+  return 20000 + (int)(random_bits(id, 0, 0) % 20000);
 }
 
 static void find_address(Launch *l) {

@@ -77,9 +77,7 @@ void ranks_broadcast(void *bytes, int count) {
 #define mpi_end()         ((void)0)
 #define mpi_abort(status) ((void)(status))
 
-void ranks_broadcast(void *bytes, int count) {
-  (void)bytes, (void)count;
-}
+void ranks_broadcast(void *bytes, int count) {}
 #endif
 
 // --- failing -----------------------------------------------------------------------------------------------
@@ -192,7 +190,6 @@ static void share_cores(void) {
 
 // At exit. A rank that exits with an error, and not by fail(), ends the job too.
 static void end(int status, void *unused) {
-  (void)unused;
   char sentence[96];
   snprintf(sentence, sizeof sentence, "exits with status %d; its command run alone may say why", status);
   if (status) end_job(self.rank ? sentence : NULL, status);

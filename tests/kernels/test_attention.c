@@ -223,12 +223,12 @@ static void run_portable(Harness *h, AttentionShape s, Run r) {
   AttentionForward forward = forward_of(s, r);
   AttentionBackward backward = backward_of(s, r);
   int64_t count = (int64_t)(cuda_attention_statistics_bytes(s) / sizeof(float));
-  Tensor statistics = poisoned_vector(h, DTYPE_F32, count);
+  backward.workspace = poisoned_vector(h, DTYPE_F32, count); // the statistics
   Tensor counters = poisoned_vector(h, DTYPE_I32, ATTENTION_COUNTERS);
   backend_synchronize(h->backend);
   attention_tensor_core_forward(&forward, cudaStreamPerThread);
-  attention_statistics(&backward, statistics.data, counters.data, cudaStreamPerThread);
-  attention_tensor_core_backward(&backward, statistics.data, cudaStreamPerThread);
+  attention_statistics(&backward, counters.data, cudaStreamPerThread);
+  attention_tensor_core_backward(&backward, cudaStreamPerThread);
   assert_int_equal(cudaStreamSynchronize(cudaStreamPerThread), cudaSuccess);
 #else
   (void)h, (void)s, (void)r;

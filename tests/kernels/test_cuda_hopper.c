@@ -255,6 +255,7 @@ static void swiglu_case(Harness *h, int64_t rows, int64_t hidden, int64_t width,
   linear_forward(h->backend, (LinearForward){.out = same,
                                              .x = xs,
                                              .weight = up,
+                                             .activation = ACTIVATION_SWIGLU,
                                              .pre_activation = poisoned(h, DTYPE_BF16, rows, 2 * width)});
   check_bitwise_equal(h, "the layer's activation", same, out);
 
@@ -272,10 +273,12 @@ static void swiglu_case(Harness *h, int64_t rows, int64_t hidden, int64_t width,
   }
   assert_true(hopper_swiglu_gradient(h->backend, first, gate_up, douts, down));
   check_values(h, "gradients of gate and up", first, dpre, of_size(within(8, (double)hidden), 4));
-  linear_backward_input(
-      h->backend,
-      (LinearBackwardInput){
-          .dx = again, .dout = douts, .weight = down, .pre_activation = gate_up, .dactivation = same});
+  linear_backward_input(h->backend, (LinearBackwardInput){.dx = again,
+                                                          .dout = douts,
+                                                          .weight = down,
+                                                          .activation = ACTIVATION_SWIGLU,
+                                                          .pre_activation = gate_up,
+                                                          .dactivation = same});
   check_bitwise_equal(h, "the layer's gradients", again, first);
   memory_pop_to(&h->backend->memory, mark);
 }

@@ -205,8 +205,6 @@ TEST(test_norm) {
 
 // --- GEMMs -------------------------------------------------------------------------------------------------
 
-typedef enum { PLAIN, GELU, SWIGLU } Activation;
-
 typedef struct {
   int64_t rows, inputs, outputs, pad; // pad: what strided tensors leave between rows
   bool bias, residual, in_place, in_out_layout, accumulate;
@@ -222,13 +220,13 @@ typedef struct {
 
 // The activation of `columns` outputs.
 static void activate(Activation kind, double *out, const double *pre, int64_t rows, int64_t columns) {
-  if (kind == SWIGLU) reference_swiglu(out, pre, rows, columns);
-  for (int64_t i = 0; kind != SWIGLU && i < rows * columns; i++)
-    out[i] = kind == GELU ? reference_gelu(pre[i]) : pre[i];
+  if (kind == ACTIVATION_SWIGLU) reference_swiglu(out, pre, rows, columns);
+  for (int64_t i = 0; kind != ACTIVATION_SWIGLU && i < rows * columns; i++)
+    out[i] = kind == ACTIVATION_GELU ? reference_gelu(pre[i]) : pre[i];
 }
 
 static int64_t made(LinearShape s) { // by the GEMM
-  return s.activation == SWIGLU ? 2 * s.outputs : s.outputs;
+  return s.activation == ACTIVATION_SWIGLU ? 2 * s.outputs : s.outputs;
 }
 
 static double linear_objective(void *context) {
@@ -254,9 +252,10 @@ static Tolerance in_place(const Harness *h, Dtype dtype, double terms) {
 // SwiGLU multiplies two of its results.
 static Tolerance through(const Harness *h, Activation activation, double terms) {
   double bf16 = dtype_epsilon(DTYPE_BF16);
-  if (activation == PLAIN) return of_size(within(4, terms), 1);
-  if (h->dtype == DTYPE_F32) return of_size(within(activation == GELU ? 4 : 16, terms), 1);
-  return (Tolerance){.units = activation == GELU ? 1 : 4, .terms = 1, .operations = bf16, .size = 1};
+  if (activation == ACTIVATION_NONE) return of_size(within(4, terms), 1);
+  if (h->dtype == DTYPE_F32) return of_size(within(activation == ACTIVATION_GELU ? 4 : 16, terms), 1);
+  return (Tolerance){
+      .units = activation == ACTIVATION_GELU ? 1 : 4, .terms = 1, .operations = bf16, .size = 1};
 }
 
 static void linear_forward_case(Harness *h, const void *shape) {
@@ -269,7 +268,7 @@ static void linear_forward_case(Harness *h, const void *shape) {
   c.dout = host_values(h, s.rows * s.outputs);
   c.pre = host_values(h, s.rows * made(s));
   c.out = host_values(h, s.rows * s.outputs);
-  int64_t apart = s.outputs + (s.activation == SWIGLU ? 0 : s.pad);
+  int64_t apart = s.outputs + (s.activation == ACTIVATION_SWIGLU ? 0 : s.pad);
   Tensor x = strided_from(h, h->dtype, c.x, s.rows, s.inputs, s.inputs + s.pad);
   Tensor weight = weight_of(h, h->dtype, c.weight, s), bias = {0}, residual = {0}, pre = {0};
   if (s.bias) bias = vector_from(h, h->dtype, c.bias, made(s));
@@ -282,6 +281,7 @@ static void linear_forward_case(Harness *h, const void *shape) {
                                              .weight = weight,
                                              .in_out_layout = s.in_out_layout,
                                              .bias = bias,
+                                             .activation = s.activation,
                                              .pre_activation = pre,
                                              .residual = residual});
   linear_objective(&c);
@@ -306,7 +306,7 @@ static double activated_objective(void *context) {
 
 static void linear_backward_input_case(Harness *h, const void *shape) {
   LinearShape s = *(const LinearShape *)shape;
-  bool swiglu = s.activation == SWIGLU;
+  bool swiglu = s.activation == ACTIVATION_SWIGLU;
   int64_t columns = swiglu ? 2 * s.inputs : s.inputs, apart = columns + (s.activation ? 0 : s.pad);
   LinearCase c = {.s = s};
   c.weight = random_values(h, s.inputs * s.outputs, 0.5);
@@ -323,13 +323,14 @@ static void linear_backward_input_case(Harness *h, const void *shape) {
   if (s.activation) pre = tensor_from(h, h->dtype, c.pre, s.rows, columns);
   if (swiglu) dactivation = poisoned(h, h->dtype, s.rows, s.inputs);
   if (s.in_place) dx = pre;
-  c.s.activation = PLAIN; // the weight is [outputs, inputs]
+  c.s.activation = ACTIVATION_NONE; // the weight is [outputs, inputs]
   Tensor weight = weight_of(h, h->dtype, c.weight, c.s);
   c.s.activation = s.activation;
   linear_backward_input(h->backend, (LinearBackwardInput){.dx = dx,
                                                           .dout = dout,
                                                           .weight = weight,
                                                           .in_out_layout = s.in_out_layout,
+                                                          .activation = s.activation,
                                                           .pre_activation = pre,
                                                           .dactivation = dactivation,
                                                           .accumulate = s.accumulate});
@@ -411,10 +412,10 @@ TEST(test_linear_forward) {
                                          {.residual = true},
                                          {.bias = true, .residual = true},
                                          {.bias = true, .in_place = true},
-                                         {.activation = GELU},
-                                         {.bias = true, .activation = GELU},
-                                         {.activation = SWIGLU},
-                                         {.bias = true, .activation = SWIGLU},
+                                         {.activation = ACTIVATION_GELU},
+                                         {.bias = true, .activation = ACTIVATION_GELU},
+                                         {.activation = ACTIVATION_SWIGLU},
+                                         {.bias = true, .activation = ACTIVATION_SWIGLU},
                                          {.bias = true, .wide = true}};
   EACH_LINEAR(*state, linear_forward_case, variants);
 }
@@ -422,9 +423,9 @@ TEST(test_linear_forward) {
 TEST(test_linear_backward) {
   static const LinearShape of_input[] = {{.bias = false},
                                          {.accumulate = true},
-                                         {.activation = GELU},
-                                         {.activation = SWIGLU},
-                                         {.activation = SWIGLU, .in_place = true},
+                                         {.activation = ACTIVATION_GELU},
+                                         {.activation = ACTIVATION_SWIGLU},
+                                         {.activation = ACTIVATION_SWIGLU, .in_place = true},
                                          {.wide = true}};
   static const LinearShape of_weight[] = {{.bias = false},
                                           {.bias = true},
@@ -475,7 +476,7 @@ static void check_amax(Harness *h, Tensor amax, Tensor of) {
 static void activation_case(Harness *h, const void *shape) {
   ActivationShape s = *(const ActivationShape *)shape;
   ActivationCase c = {.s = s};
-  bool swiglu = s.activation == SWIGLU;
+  bool swiglu = s.activation == ACTIVATION_SWIGLU;
   int64_t columns = swiglu ? 2 * s.width : s.width;
   c.x = random_values(h, s.rows * columns, 3);
   c.x[0] = -100; // silu and gelu underflow to 0
@@ -484,27 +485,25 @@ static void activation_case(Harness *h, const void *shape) {
   Tensor x = tensor_from(h, h->dtype, c.x, s.rows, columns), out = poisoned(h, h->dtype, s.rows, s.width);
   Tensor dout = tensor_from(h, h->dtype, c.dout, s.rows, s.width);
   Tensor dx = !s.in_place ? poisoned(h, h->dtype, s.rows, columns) : swiglu ? x : dout;
-  if (swiglu) {
-    Tensor amax = poisoned_vector(h, DTYPE_F32, 1), damax = poisoned_vector(h, DTYPE_F32, 1);
-    swiglu_forward(h->backend, (SwigluForward){.out = out, .gate_up = x, .amax = amax});
-    swiglu_backward(h->backend, (SwigluBackward){.dgate_up = dx, .dout = dout, .gate_up = x, .amax = damax});
-    check_amax(h, amax, out);
-    check_amax(h, damax, dx);
-  } else {
-    gelu_forward(h->backend, (GeluForward){.out = out, .x = x});
-    gelu_backward(h->backend, (GeluBackward){.dx = dx, .dout = dout, .x = x});
-  }
+  Tensor amax = poisoned_vector(h, DTYPE_F32, 1), damax = poisoned_vector(h, DTYPE_F32, 1);
+  activation_forward(h->backend, (ActivationForward){s.activation, .out = out, .x = x, .amax = amax});
+  activation_backward(h->backend,
+                      (ActivationBackward){s.activation, .dx = dx, .dout = dout, .x = x, .amax = damax});
+  check_amax(h, amax, out);
+  check_amax(h, damax, dx);
   activation_objective(&c);
   check_values(h, "activation", out, c.out, within(16, 1));
   check_gradient(h, "its gradient", dx, NULL, c.x, activation_objective, &c, of_size(within(16, 1), 1));
 }
 
 TEST(test_activations) {
-  static const ActivationShape shapes[] = {{5, 37, SWIGLU, false}, {5, 37, SWIGLU, true},
-                                           {1, 1, SWIGLU, false},  {7, 37, GELU, false},
-                                           {7, 37, GELU, true},    {1, 1, GELU, false}};
-  static const ActivationShape mirrored[] = {
-      {33, 1408, SWIGLU, true}, {5, 333, SWIGLU, true}, {33, 3072, GELU, true}, {5, 333, GELU, false}};
+  static const ActivationShape shapes[] = {
+      {5, 37, ACTIVATION_SWIGLU, false}, {5, 37, ACTIVATION_SWIGLU, true}, {1, 1, ACTIVATION_SWIGLU, false},
+      {7, 37, ACTIVATION_GELU, false},   {7, 37, ACTIVATION_GELU, true},   {1, 1, ACTIVATION_GELU, false}};
+  static const ActivationShape mirrored[] = {{33, 1408, ACTIVATION_SWIGLU, true},
+                                             {5, 333, ACTIVATION_SWIGLU, true},
+                                             {33, 3072, ACTIVATION_GELU, true},
+                                             {5, 333, ACTIVATION_GELU, false}};
   RUN_CASES(*state, activation_case, shapes);
   RUN_MIRRORED(*state, activation_case, mirrored);
 }
@@ -528,31 +527,46 @@ TEST(test_refusals) {
                linear_forward(backend, (LinearForward){.out = m35, .x = m34, .weight = m35}));
   assert_fails(h, "int32 [3] where [5] is needed",
                linear_forward(backend, (LinearForward){.out = m35, .x = m34, .weight = m54, .bias = ids3}));
-  assert_fails(
-      h, "do not go together",
-      linear_forward(
-          backend,
-          (LinearForward){.out = m35, .x = m34, .weight = m54, .pre_activation = m35, .residual = m35}));
-  assert_fails(
-      h, "cannot be accumulated",
-      linear_backward_input(
-          backend, (LinearBackwardInput){
-                       .dx = m34, .dout = m35, .weight = m54, .pre_activation = m34, .accumulate = true}));
-  assert_fails(
-      h, "it is for SwiGLU alone",
-      linear_backward_input(
-          backend, (LinearBackwardInput){
-                       .dx = m34, .dout = m35, .weight = m54, .pre_activation = m34, .dactivation = m34}));
-  assert_fails(
-      h, "dactivation is missing",
-      linear_backward_input(
-          backend, (LinearBackwardInput){.dx = m38, .dout = m35, .weight = m54, .pre_activation = m38}));
+  assert_fails(h, "do not go together",
+               linear_forward(backend, (LinearForward){.out = m35,
+                                                       .x = m34,
+                                                       .weight = m54,
+                                                       .activation = ACTIVATION_GELU,
+                                                       .pre_activation = m35,
+                                                       .residual = m35}));
+  assert_fails(h, "cannot be accumulated",
+               linear_backward_input(backend, (LinearBackwardInput){.dx = m34,
+                                                                    .dout = m35,
+                                                                    .weight = m54,
+                                                                    .activation = ACTIVATION_GELU,
+                                                                    .pre_activation = m34,
+                                                                    .accumulate = true}));
+  assert_fails(h, "it is for a gated activation",
+               linear_backward_input(backend, (LinearBackwardInput){.dx = m34,
+                                                                    .dout = m35,
+                                                                    .weight = m54,
+                                                                    .activation = ACTIVATION_GELU,
+                                                                    .pre_activation = m34,
+                                                                    .dactivation = m34}));
+  assert_fails(h, "dactivation is missing",
+               linear_backward_input(backend, (LinearBackwardInput){.dx = m38,
+                                                                    .dout = m35,
+                                                                    .weight = m54,
+                                                                    .activation = ACTIVATION_SWIGLU,
+                                                                    .pre_activation = m38}));
   assert_fails(
       h, "dweight",
       linear_backward_weight(backend, (LinearBackwardWeight){.dweight = m34, .dout = m35, .x = m34}));
-  assert_fails(h, "gaps between its rows", gelu_forward(backend, (GeluForward){.out = m34, .x = gaps}));
-  assert_fails(h, "does not split in two",
-               swiglu_forward(backend, (SwigluForward){.out = m34, .gate_up = m35}));
+  assert_fails(h, "gaps between its rows",
+               activation_forward(backend, (ActivationForward){ACTIVATION_GELU, .out = m34, .x = gaps}));
+  assert_fails(h, "no activation is named",
+               activation_forward(backend, (ActivationForward){.out = m34, .x = m34}));
+  assert_fails(h, "where [3, 8] is needed",
+               activation_forward(backend, (ActivationForward){ACTIVATION_SWIGLU, .out = m34, .x = m35}));
+  assert_fails(
+      h, "pre_activation is missing",
+      linear_forward(backend,
+                     (LinearForward){.out = m35, .x = m34, .weight = m54, .activation = ACTIVATION_GELU}));
   assert_fails(
       h, "not whole sequences of 2",
       embedding_forward(backend,

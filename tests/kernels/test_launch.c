@@ -38,6 +38,10 @@ TEST(variables_of_launchers_are_read) {
   assert_string_equal(l.launcher, "srun");
   assert_true(l.rank == 5 && l.ranks == 16 && l.local_rank == 1 && l.port >= 20000 && !l.mpi);
   assert_string_equal(l.address, "gpu03");
+  int port = l.port; // of job 77; that of job 277 is another
+  l = LAUNCHED("SLURM_STEP_ID", "0", "SLURM_JOB_ID", "277", "SLURM_PROCID", "5", "SLURM_NTASKS", "16",
+               "SLURM_STEP_NODELIST", "gpu03");
+  assert_int_not_equal(l.port, port);
   // A batch script of Slurm is no step; a job of one process needs no others.
   l = LAUNCHED("SLURM_PROCID", "0", "SLURM_NTASKS", "16");
   assert_int_equal(l.ranks, 1);

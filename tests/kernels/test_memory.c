@@ -357,6 +357,7 @@ TEST(test_tensors) {
   assert_ptr_equal(columns.data, elements + 24);
   assert_int_equal(columns.stride, 10);
   assert_false(tensor_is_dense(columns));
+  assert_true(tensor_is_dense((Tensor){0}));
   assert_int_equal(tensor_bytes(columns), 60); // 15 elements, without the gaps
   assert_ptr_equal(tensor_rows(columns, 1, 1).data, elements + 34);
   assert_ptr_equal(tensor_rows(tensor_flat(t), 17, 2).data, elements + 17);
