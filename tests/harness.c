@@ -56,13 +56,14 @@ bool small_shapes(void) {
 static const char *group_backend;
 
 static int open_group(void **state) {
-  *state = harness_open(group_backend);
-  return *state == NULL;
+  Harness *h = *state = harness_open(group_backend);
+  if (h && !strcmp(group_backend, "cpu")) refusals_watch(h->backend);
+  return h == NULL;
 }
 
 static int close_group(void **state) {
   harness_close(*state);
-  return 0;
+  return refusals_missed();
 }
 
 // Scratch lies on top of the stack. Beyond its highest end memory is zero unless an operation wrote further.
