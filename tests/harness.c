@@ -63,7 +63,7 @@ static int open_group(void **state) {
 
 static int close_group(void **state) {
   harness_close(*state);
-  return refusals_missed();
+  return 0;
 }
 
 // Scratch lies on top of the stack. Beyond its highest end memory is zero unless an operation wrote further.
@@ -94,7 +94,8 @@ int run_on_backend(const char *backend) {
   if (!probe) return 0;
   harness_close(probe);
   group_backend = backend;
-  return tests_run_each(backend, open_group, close_group, harness_pop);
+  int failures = tests_run_each(backend, open_group, close_group, harness_pop);
+  return failures + (strcmp(backend, "cpu") ? 0 : refusals_missed());
 }
 
 int run_on_backends(void) {
