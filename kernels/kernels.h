@@ -373,8 +373,8 @@ typedef struct {
 } LceTargetLogits;
 
 // z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in
-// fp32 before E is rounded;  dx_raw = E W. Where R grows out of range (beyond about 2^96, so that 1/(1+R) stays a
-// normal number) the row is repaired: computed again with anchor = max_j z[j].
+// fp32 before E is rounded;  dx_raw = E W. Where R exceeds LCE_LARGEST_SUM
+// (loss_row.h) the row is repaired: computed again with anchor = max_j z[j].
 // target_e = exp((z[target] - anchor) / T): 1 unless the row was repaired. A row whose target is IGNORE_INDEX has E and
 // R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
 typedef struct {

@@ -238,7 +238,7 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
     fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
          (long long)a->chunk);
   LinearCrossEntropy c = {.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
-                          .chunk = a->chunk ? a->chunk : lce_default_chunk(a->tokens),
+                          .chunk = a->chunk ? a->chunk : lce_default_chunk(backend->device, a->tokens),
                           .terms = {.label_smoothing = a->label_smoothing,
                                     .z_loss = a->z_loss,
                                     .softcap = a->softcap,

@@ -92,10 +92,10 @@ typedef struct {
   int ranks;   // over which the head is split; 0 or 1: it is whole
 } LceShape;
 
-// The chunk taken when the user names none: an eighth of the tokens, but at least 128 and at most 4096. An
-// eighth keeps the layer an order of magnitude below the materialized one; beyond 4096 a GEMM gains
-// nothing more.
-int64_t lce_default_chunk(int64_t tokens);
+// The chunk taken when the user names none: an eighth of the tokens, which keeps the layer an order of magnitude below the
+// materialized one, but at least 128, on a GPU 1024 (below, the traffic of reading W for each chunk is the bound), and at most
+// 4096 (beyond, a GEMM gains nothing more).
+int64_t lce_default_chunk(DeviceKind device, int64_t tokens);
 // The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size, a multiple
 // of 128 where that is no more than `chunk`.
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk);

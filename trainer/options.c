@@ -515,12 +515,6 @@ void options_resolve_dtypes(Options *o, bool cuda) {
   if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
 }
 
-int64_t options_default_chunk(int64_t tokens, bool cuda) {
-  const int64_t min_on_cuda = 1024;
-  int64_t chunk = lce_default_chunk(tokens);
-  return cuda && chunk < min_on_cuda ? min_on_cuda : chunk;
-}
-
 int64_t options_used_chunk(const Options *o) {
   return lce_used_chunk(o->batch * o->seq_len, o->lce_chunk);
 }

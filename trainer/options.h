@@ -105,9 +105,6 @@ bool options_given(const Options *options, const char *name);
 // What depends on the device: dtypes left open. Then plan_resolve_chunk.
 void options_resolve_dtypes(Options *options, bool cuda);
 
-// lce_default_chunk, on a GPU at least 1024: below, the traffic of reading the head's matrix per chunk is the bound.
-int64_t options_default_chunk(int64_t tokens, bool cuda);
-
 // The tokens of a chunk that the steps use; lce_chunk is the maximum.
 int64_t options_used_chunk(const Options *options);
 Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...

@@ -83,7 +83,7 @@ void plan_resolve_chunk(Options *o, DeviceKind device) {
            "that",
            (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
   }
-  if (!o->lce_chunk) o->lce_chunk = options_default_chunk(o->batch * o->seq_len, device == ON_CUDA);
+  if (!o->lce_chunk) o->lce_chunk = lce_default_chunk(device, o->batch * o->seq_len);
 }
 
 Options plan_with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {

@@ -9,12 +9,13 @@
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
+#include "kernels/loss_row.h"
 
 // The terms, as one row needs them.
 typedef struct {
-  float epsilon, lambda, softcap, inv_temperature; // inv_temperature = 1 / T
-  float share;                                     // eps / V
-  const float *class_weights;                      // or NULL
+  float softcap, inv_temperature; // inv_temperature = 1 / T
+  bool smoothing;
+  const float *class_weights; // or NULL
   double class_weight_sum;
   bool plain; // nothing but inv_temperature, z-loss and weights of whole rows
 } Terms;
@@ -22,11 +23,9 @@ typedef struct {
 static Terms terms_of(const CrossEntropyInPlace *a) {
   const LossTerms *t = &a->terms;
   int64_t vocab = a->logits.shape[1];
-  return (Terms){.epsilon = t->label_smoothing,
-                 .lambda = t->z_loss,
-                 .softcap = t->softcap,
+  return (Terms){.softcap = t->softcap,
                  .inv_temperature = cpu_inv_temperature(t->temperature),
-                 .share = t->label_smoothing / (float)vocab,
+                 .smoothing = t->label_smoothing > 0,
                  .class_weights = t->class_weights.data,
                  .class_weight_sum = cpu_read(t->class_weight_sum, 0, (double)vocab),
                  .plain = t->softcap == 0 && t->label_smoothing == 0 && !tensor_exists(a->entropy_weights) &&
@@ -109,7 +108,7 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
     if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)predicted;
     cpu_store(a->outputs.correct, n, predicted == target);
   }
-  double weighted = t->epsilon > 0 ? weighted_sum(v, vocab, t->class_weights) : 0;
+  double weighted = t->smoothing ? weighted_sum(v, vocab, t->class_weights) : 0;
   v[target] = -INFINITY; // hidden from the sums: its exponential is 0
   float non_target_max = maximum_of(v, vocab), anchor = target_v > non_target_max ? target_v : non_target_max;
   cpu_store(a->outputs.max_logit, n, anchor);
@@ -118,35 +117,38 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
     sums.e = exp_and_sum(v, anchor, 1.0f, vocab, backward ? v : NULL);
   else
     sums = sums_of(v, vocab, anchor);
-  double target_e = exp((double)target_v - anchor), all = sums.e + target_e,
-         offset = anchor - (double)target_v;
-  double nll = target_e == 1.0 ? log1p(sums.e) : offset + log(all), lse = target_v + nll;
+  double alpha = a->alpha * cpu_read(a->factor, 0, 1);
   double class_weight = t->class_weights ? t->class_weights[target] : 1.0;
-  double entropy = log(all) - (sums.e_v - target_e * offset) / all;
-  double loss = (1 - (double)t->epsilon) * class_weight * nll;
-  if (t->epsilon > 0) loss += t->share * (t->class_weight_sum * lse - weighted);
-  cpu_store(a->loss, n, loss);
-  cpu_store(a->outputs.z_loss, n, t->lambda * lse * lse);
-  cpu_store(a->outputs.log_prob, n, -nll);
-  cpu_store(a->outputs.logsumexp, n, lse);
+  RowSums row = {.row_sum = sums.e,
+                 .target_e = exp((double)target_v - anchor),
+                 .offset = anchor - (double)target_v,
+                 .target_v = target_v,
+                 .weighted = weighted,
+                 .class_weight = class_weight,
+                 .class_weight_sum = t->class_weight_sum,
+                 .vocab_size = (double)vocab,
+                 .label_smoothing = a->terms.label_smoothing,
+                 .z_loss = a->terms.z_loss,
+                 .scale = alpha * cpu_read(a->token_weights, n, 1)};
+  RowLoss r = loss_of_row(row);
+  double entropy = entropy_of_row(row, r, sums.e_v);
+  cpu_store(a->loss, n, r.loss);
+  cpu_store(a->outputs.z_loss, n, r.z_loss);
+  cpu_store(a->outputs.log_prob, n, -r.nll);
+  cpu_store(a->outputs.logsumexp, n, r.lse);
   cpu_store(a->outputs.entropy, n, entropy);
   if (!backward) return;
 
-  double alpha = a->alpha * cpu_read(a->factor, 0, 1);
-  double s = alpha * cpu_read(a->token_weights, n, 1),
-         of_entropy = alpha * cpu_read(a->entropy_weights, n, 0);
-  double nll_weight = s * (1 - (double)t->epsilon) * class_weight;
-  double spread = s * (t->share * t->class_weight_sum + 2 * (double)t->lambda * lse);
-  double target_p = target_e / all;
-  double target_gradient = spread * target_p - nll_weight * (sums.e / all) - s * t->share * class_weight -
-                           of_entropy * target_p * (target_v - lse + entropy);
+  double of_entropy = alpha * cpu_read(a->entropy_weights, n, 0);
+  double target_gradient = r.target - r.uniform * class_weight -
+                           of_entropy * (row.target_e / r.total) * (target_v - r.lse + entropy);
   if (t->plain) {
-    float scale = (float)((nll_weight + spread) / all * t->inv_temperature);
+    float scale = (float)(r.per_e * t->inv_temperature);
 #pragma omp simd
     for (int64_t j = 0; j < vocab; j++) v[j] *= scale;
   } else {
-    float per_e = (float)((nll_weight + spread) / all), entropy_per_e = (float)(of_entropy / all);
-    float from_anchor = (float)(anchor - lse + entropy), uniform = (float)(s * t->share);
+    float per_e = (float)r.per_e, entropy_per_e = (float)(of_entropy / r.total);
+    float from_anchor = (float)(anchor - r.lse + entropy), uniform = (float)r.uniform;
     const float *w = t->class_weights;
 #pragma omp simd
     for (int64_t j = 0; j < vocab; j++) {

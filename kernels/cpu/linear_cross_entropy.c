@@ -24,12 +24,9 @@
 #include "base/random.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
+#include "kernels/loss_row.h"
 
 enum { UNITS = 16 }; // pieces of work to cut a chunk into, if it is large enough
-
-// A row with a sum above this, where a logit exceeds the target's by more than 66, is repaired: computed again with its
-// maximum as anchor. Far below infinity, so that no term of E W overflows and r = 1 / (1 + R) stays a normal number.
-static const float ROW_SUM_LIMIT = 0x1p96f;
 
 // How the chunk is cut, from its shape alone.
 typedef struct {
@@ -211,7 +208,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     row_sum[n] = (float)sum;
     if (tensor_exists(a->dx_raw))
       add_shares(cpu_row(a->dx_raw, n), scratch.wide, g.slices, rows, a->x.shape[1], n);
-    if (row_sum[n] > ROW_SUM_LIMIT) repair_row(plain, a, n);
+    if (row_sum[n] > LCE_LARGEST_SUM) repair_row(plain, a, n);
   }
 }
 
@@ -385,34 +382,33 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
   const float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *target_z = r->target_z.data;
   const float *anchor = r->anchor.data;
   const int32_t *targets = a->targets.data;
-  double inv_temperature = cpu_inv_temperature(terms->temperature), epsilon = terms->label_smoothing,
-         lambda = terms->z_loss, factor = cpu_read(a->factor, 0, 1);
-  double weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size);
-  double share = epsilon / (double)a->vocab_size; // of each class in a smoothed target
+  bool smoothing = terms->label_smoothing > 0;
+  double inv_temperature = cpu_inv_temperature(terms->temperature), factor = cpu_read(a->factor, 0, 1);
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < a->targets.shape[0]; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
-    double all = row_sum[n] + target_e[n];
-    double nll = target_e[n] == 1.0f ? log1p((double)row_sum[n])
-                                     : ((double)anchor[n] - target_z[n]) * inv_temperature + log(all);
-    double target_v = target_z[n] * inv_temperature, lse = target_v + nll;
-    double class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1;
     const float *x = cpu_row(a->x, n);
-    double loss = (1 - epsilon) * class_weight * nll;
-    if (epsilon > 0 && counts)
-      loss += share * (weight_sum * lse - inv_temperature * dot(x, a->smoothing_row.data, a->x.shape[1]));
-    cpu_store(a->loss, n, counts ? loss : 0);
-    cpu_store(a->outputs.z_loss, n, counts ? lambda * lse * lse : 0);
-    cpu_store(a->outputs.log_prob, n, counts ? -nll : 0);
-    cpu_store(a->outputs.logsumexp, n, counts ? lse : 0);
+    RowLoss row = loss_of_row((RowSums){
+        .row_sum = row_sum[n],
+        .target_e = target_e[n],
+        .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
+        .target_v = target_z[n] * inv_temperature,
+        .weighted = smoothing && counts ? inv_temperature * dot(x, a->smoothing_row.data, a->x.shape[1]) : 0,
+        .class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1,
+        .class_weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size),
+        .vocab_size = (double)a->vocab_size,
+        .label_smoothing = terms->label_smoothing,
+        .z_loss = terms->z_loss,
+        .scale = counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0});
+    cpu_store(a->loss, n, counts ? row.loss : 0);
+    cpu_store(a->outputs.z_loss, n, counts ? row.z_loss : 0);
+    cpu_store(a->outputs.log_prob, n, counts ? -row.nll : 0);
+    cpu_store(a->outputs.logsumexp, n, counts ? row.lse : 0);
     if (!tensor_exists(a->scaled_x)) continue;
-    double s = counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0;
-    double spread = share * weight_sum + 2 * lambda * lse; // what multiplies p, besides the target's weight
-    float scale = (float)(s * ((1 - epsilon) * class_weight + spread) / all * cpu_read(r->rescale, n, 1));
+    float scale = (float)(row.per_e * cpu_read(r->rescale, n, 1));
     cpu_store(r->scale_non_target, n, scale);
-    cpu_store(r->scale_target, n,
-              s * (spread * (target_e[n] / all) - (1 - epsilon) * class_weight * (row_sum[n] / all)));
-    if (epsilon > 0) cpu_store(r->scale_uniform, n, -s * share);
+    cpu_store(r->scale_target, n, row.target);
+    if (smoothing) cpu_store(r->scale_uniform, n, -row.uniform);
     float *scaled = cpu_row(a->scaled_x, n);
 #pragma omp simd
     for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = scale * x[i];

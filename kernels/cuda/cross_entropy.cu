@@ -11,6 +11,7 @@
 #include <float.h>
 
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/loss_row.h"
 
 // The operation as the kernel gets it.
 struct Loss : CrossEntropyInPlace {
@@ -137,39 +138,39 @@ static __device__ __forceinline__ RowGradient finalize_row(Sums s, float target_
   bool ahead = target_v > s.max || (target_v == s.max && target < s.best);
   float anchor = fmaxf(target_v, s.max), shift = s.max - anchor, shrink = __expf(shift);
   if (isnan(target_v)) anchor = target_v;
-  float row_sum = s.e * shrink, e_v = (s.e_v + s.e * shift) * shrink;
-  float target_e = expf(target_v - anchor), offset = anchor - target_v, total = row_sum + target_e;
-  float nll = target_e == 1 ? log1pf(row_sum) : offset + logf(total), lse = target_v + nll;
-  float vocab_size = (float)(int)a.logits.shape[1], epsilon = a.terms.label_smoothing,
-        lambda = a.terms.z_loss;
-  float w = read(a.terms.class_weights, target, 1),
-        weight_sum = read(a.terms.class_weight_sum, 0, vocab_size);
-  float share = epsilon / vocab_size;
-  float entropy = logf(total) - (e_v - target_e * offset) / total;
+  float alpha = a.alpha * read(a.factor, 0, 1), of_entropy = alpha * read(a.entropy_weights, row, 0);
+  float vocab_size = (float)(int)a.logits.shape[1];
+  RowSums sums = {.row_sum = s.e * shrink,
+                  .target_e = expf(target_v - anchor),
+                  .offset = anchor - target_v,
+                  .target_v = target_v,
+                  .weighted = s.weighted,
+                  .class_weight = read(a.terms.class_weights, target, 1),
+                  .class_weight_sum = read(a.terms.class_weight_sum, 0, vocab_size),
+                  .vocab_size = vocab_size,
+                  .label_smoothing = a.terms.label_smoothing,
+                  .z_loss = a.terms.z_loss,
+                  .scale = alpha * read(a.token_weights, row, 1)};
+  RowLoss l = loss_of_row(sums);
+  float entropy = entropy_of_row(sums, l, (s.e_v + s.e * shift) * shrink);
   if (threadIdx.x == 0) {
-    float smooth = epsilon > 0 ? share * (weight_sum * lse - s.weighted) : 0;
-    write(a.loss, row, (1 - epsilon) * w * nll + smooth);
-    write(a.outputs.z_loss, row, lambda * lse * lse);
-    write(a.outputs.log_prob, row, -nll);
-    write(a.outputs.logsumexp, row, lse);
+    write(a.loss, row, l.loss);
+    write(a.outputs.z_loss, row, l.z_loss);
+    write(a.outputs.log_prob, row, -l.nll);
+    write(a.outputs.logsumexp, row, l.lse);
     write(a.outputs.entropy, row, entropy);
     write(a.outputs.max_logit, row, anchor);
     int predicted = ahead || s.best == INT_MAX ? target : s.best;
     if (a.outputs.predicted.data) data_of<int32_t>(a.outputs.predicted)[row] = predicted;
     write(a.outputs.correct, row, predicted == target);
   }
-  float alpha = a.alpha * read(a.factor, 0, 1), of_entropy = alpha * read(a.entropy_weights, row, 0);
-  float weight = alpha * read(a.token_weights, row, 1), of_target = weight * (1 - epsilon) * w;
-  float of_all = weight * (share * weight_sum + 2 * lambda * lse), p = target_e / total;
-  RowGradient g;
-  g.anchor = anchor;
-  g.per_e = (of_target + of_all) / total;
-  g.entropy_per_e = of_entropy / total;
-  g.from_anchor = anchor - lse + entropy;
-  g.uniform = weight * share;
-  g.target = of_all * p - of_target * (row_sum / total) - g.uniform * w -
-             of_entropy * p * (target_v - lse + entropy);
-  return g;
+  return {.anchor = anchor,
+          .per_e = l.per_e,
+          .entropy_per_e = of_entropy / l.total,
+          .from_anchor = anchor - l.lse + entropy,
+          .uniform = l.uniform,
+          .target = l.target - l.uniform * sums.class_weight -
+                    of_entropy * (sums.target_e / l.total) * (target_v - l.lse + entropy)};
 }
 
 // dlogits is absent, or logits in TG.

@@ -3,8 +3,12 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "kernels/cuda/hopper_exp.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_kernel.cuh"
+#include "kernels/cuda/hopper_sampled.cuh"
+#include "kernels/cuda/hopper_store.cuh"
+#include "kernels/cuda/hopper_swiglu.cuh"
 
 // --- kernels before and after the GEMM ---------------------------------------------------------------------
 
@@ -95,27 +99,30 @@ struct Hopper {
 };
 
 // False on other devices, or when it was built without sm_90a.
-template <typename K> static bool prepare() {
-  const void *kernel = (const void *)gemm_kernel<K>;
-  if (!hopper_has_code(kernel)) return false;
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, K::SHARED_BYTES),
-             "requesting shared memory");
-  return true;
+template <typename... Epilogues> static bool prepare() {
+  bool built = true;
+  auto prepare_one = [&](const void *kernel, int bytes) {
+    built = built && hopper_has_code(kernel);
+    if (built)
+      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                 "requesting shared memory");
+  };
+  (prepare_one((const void *)gemm_kernel<KernelTraits<Epilogues>>, KernelTraits<Epilogues>::SHARED_BYTES),
+   ...);
+  return built;
 }
 
 static Hopper find_hopper(Backend *backend) {
   CudaState *state = cuda_state(backend);
   Hopper found = {};
-  bool built = prepare<KernelTraits<LOGITS_EXP>>() && prepare<KernelTraits<STORE_BF16>>() &&
-               prepare<KernelTraits<STORE_F32>>() && prepare<KernelTraits<STORE_BF16, true>>() &&
-               prepare<KernelTraits<STORE_F32, true>>() && prepare<KernelTraits<ADD_F32, true>>() &&
-               prepare<KernelTraits<SWIGLU>>() && prepare<KernelTraits<SWIGLU_GRADIENT>>();
+  bool built = prepare<LogitsExp, Store<false>, Store<true>, Store<false, true>, Store<true, true>, AddF32,
+                       Swiglu, SwigluGradient>();
   found.encode = built ? tma_encoder() : nullptr;
   if (!found.encode) return found;
   cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.throttle), sizeof *found.throttle),
              "allocating a counter");
   cuda_check(cudaMemsetAsync(found.throttle, 0, sizeof *found.throttle, state->stream), "clearing a counter");
-  using Any = KernelTraits<LOGITS_EXP>; // the others run as many clusters: a CTA takes an SM
+  using Any = KernelTraits<LogitsExp>; // the others run as many clusters: a CTA takes an SM
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config =
       launch_config<Any>(attributes, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
@@ -207,7 +214,7 @@ int64_t hopper_sum_parts(int64_t vocab_size) {
 
 int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t bytes, const float *anchor,
                           float inv_temperature, Tensor x, Tensor weight, const int32_t *targets) {
-  using K = KernelTraits<LOGITS_EXP>;
+  using K = KernelTraits<LogitsExp>;
   if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
   bool store = tensor_exists(exps);
   if (!tma_takes(x) || !tma_takes(weight) || (store && !tma_takes(exps))) return 0;
@@ -277,7 +284,7 @@ static bool takes_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
 template <bool SAMPLED>
 static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const TileScheduler &s,
                       EpilogueParams params, void *scratch) {
-  using K = KernelTraits<STORE_BF16, SAMPLED>;
+  using K = KernelTraits<Store<false, SAMPLED>>;
   CUtensorMap exps_map = tma_map(backend, exps, K::SHARE_A ? K::ROWS / CLUSTER : K::ROWS),
               weight_map = tma_map(backend, weight, K::SHARE_A ? TILE_K : TILE_K / CLUSTER);
   params.out = data_of<float>(out);
@@ -286,7 +293,7 @@ static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, 
   if (out.dtype == DTYPE_BF16)
     launch<K>(backend, exps_map, weight_map, tma_map(backend, out, STORE_ROWS), s, params);
   else
-    launch<KernelTraits<STORE_F32, SAMPLED>>(backend, exps_map, weight_map, exps_map, s, params);
+    launch<KernelTraits<Store<true, SAMPLED>>>(backend, exps_map, weight_map, exps_map, s, params);
   if (s.splits == 1) return;
   dim3 grid(s.rows * s.columns / 4 / 256, (unsigned)(s.m_tiles * s.n_tiles - s.whole));
   with_float(out.dtype, [&](auto type) {
@@ -300,7 +307,7 @@ bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *s
                bool always) {
   if (!takes_dx(backend, out, exps, weight)) return false;
   TileScheduler s =
-      schedule<KernelTraits<STORE_BF16>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
+      schedule<KernelTraits<Store<false>>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   split_last_wave(&s, hopper(backend).clusters, bytes);
   if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
   launch_dx<false>(backend, out, exps, weight, s, {}, scratch);
@@ -314,7 +321,7 @@ bool hopper_takes_sampled(Backend *backend, Tensor dx_raw, Tensor exps, Tensor w
 
 void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,
                        void *scratch, size_t bytes) {
-  using K = KernelTraits<STORE_BF16, true>;
+  using K = KernelTraits<Store<false, true>>;
   static_assert((int)K::CLUSTER_ROWS == (int)LCE_TILE_ROWS && (int)TILE_K == (int)CUDA_PANEL_COLUMNS,
                 "a list for a tile's rows, and a step for a panel");
   int64_t vocab_size = weight.shape[0];
@@ -337,7 +344,7 @@ void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int6
 }
 
 void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *kept, float alpha) {
-  using K = KernelTraits<ADD_F32, true>;
+  using K = KernelTraits<AddF32>;
   static_assert((int)TILE_N == (int)LCE_TILE_COLUMNS && (int)LCE_TILE_ROWS % TILE_K == 0,
                 "a list for a column of tiles");
   TileScheduler s = schedule<K>(backend, dweight.shape[1], dweight.shape[0], 0); // K is the lists'
@@ -363,7 +370,7 @@ static bool takes_swiglu(Backend *backend, const TileScheduler &s, Tensor a, Ten
 }
 
 bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tensor weight) {
-  using K = KernelTraits<SWIGLU>;
+  using K = KernelTraits<Swiglu>;
   if (!hopper_runs(backend)) return false;
   TileScheduler s = schedule<K>(backend, x.shape[0], out.shape[1], x.shape[1]);
   if (!takes_swiglu(backend, s, x, weight, gate_up, out)) return false;
@@ -374,7 +381,7 @@ bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tenso
 }
 
 bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, Tensor dout, Tensor weight) {
-  using K = KernelTraits<SWIGLU_GRADIENT>;
+  using K = KernelTraits<SwigluGradient>;
   if (!hopper_runs(backend)) return false;
   TileScheduler s = schedule<K>(backend, dout.shape[0], weight.shape[1], dout.shape[1]);
   if (!takes_swiglu(backend, s, dout, weight, gate_up, dgate_up)) return false;

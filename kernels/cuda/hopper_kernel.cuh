@@ -1,14 +1,14 @@
 // GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU in the
-// epilogue (hopper_epilogue.cuh).
+// epilogue (hopper_exp.cuh, hopper_store.cuh, hopper_sampled.cuh, hopper_swiglu.cuh).
 //
-// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. KernelTraits (hopper_tiles.cuh) picks the epilogue:
-//   LOGITS_EXP  A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
+// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. The epilogue is a struct that derives from Epilogue (hopper_tiles.cuh):
+//   LogitsExp   A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
 //               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
-//   STORE_*     A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
-//   ADD_F32     A = (r X)^T, B = kept tiles of E: sampled dW, whose transpose is written or added to memory.
-//   SWIGLU      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
+//   Store       A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
+//   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, whose transpose is written or added to memory.
+//   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
 //               the activation is made of them before they leave the SM.
-//   SWIGLU_GRADIENT  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
+//   SwigluGradient  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
 //               and up are loaded, and their gradients are stored.
 // dW += E^T (r X) without sampling is cuBLASLt's (linear.cu).
 //
@@ -19,7 +19,7 @@
 // other: they need the same tile of B, and each loads one half and multicasts it to both. (Sampled dX: two tiles side by side,
 // which share A, so that each 128 rows have a list of k-steps of their own.)
 //
-// Pipeline. LOGITS_EXP, SwiGLU and the sampled GEMMs are ping-pong, 5 or 4 stages of 40 KiB: each consumer owns whole
+// Pipeline. LogitsExp, SwiGLU and the sampled GEMMs are ping-pong, 5 or 4 stages of 40 KiB: each consumer owns whole
 // tiles of 128 x 192, so that one's epilogue runs under the other's MMAs:
 //   producer     A, B tiles -> stage s, once stage s is empty
 //   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
@@ -39,10 +39,9 @@
 // (measured 3.6 GB read, 1.05 written): memory is busy a sixth of the time. SwiGLU and its gradient
 // in kernels of their own move 18 N F bytes, here 10 N F: a step of llama-1b takes 0.98 of its time with those. What was
 // measured and tried is in kernels/LCE.md and tools/BENCHMARKS.md.
-#ifndef LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
-#define LCE_KERNELS_CUDA_HOPPER_KERNEL_CUH
+#pragma once
 
-#include "kernels/cuda/hopper_epilogue.cuh"
+#include "kernels/cuda/hopper_tiles.cuh"
 
 #if defined(HOPPER_CODE)
 
@@ -122,11 +121,11 @@ static __device__ __forceinline__ void load_b(uint32_t to, const CUtensorMap *b,
     for (int i = 0; i < columns / 64; i++) tma_load_2d(to + i * 8192, b, full, column + i * 64, k);
   } else if (K::B_K_MAJOR) { // half of the columns; SwiGLU: the gates or the ups
     constexpr int share = TILE_N / CLUSTER;
-    int next = K::EPILOGUE == SWIGLU ? n : share;
+    int next = K::GATE_UP ? n : share;
     tma_load_2d_multicast(to + rank * share * 128, b, full, k, column + rank * next, ALL_CTAS);
   } else { // half of the k, of each 64 columns; dW: of each panel
     constexpr int share = TILE_K / CLUSTER;
-    constexpr bool panels = K::EPILOGUE == ADD_F32;
+    constexpr bool panels = K::COLUMN_LISTS;
     for (int i = 0; i < columns / 64; i++)
       tma_load_2d_multicast(to + i * 8192 + rank * share * 128, b, full, panels ? 0 : column + i * 64,
                             k + (panels ? i * LCE_TILE_ROWS : 0) + rank * share, ALL_CTAS);
@@ -149,7 +148,7 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
   PipelineState<K> at;
   at.parity = 1; // a fresh barrier counts as past its odd phase: all stages are empty
   int count = work_count<K>(s, params);
-  if (K::EPILOGUE == ADD_F32 && first_work() >= count) return;
+  if (K::COLUMN_LISTS && first_work() >= count) return;
   WorkTile work = work_tile<K>(s, params, first_work(), rank), next = work;
   for (int w = first_work(); w < count; w += work_stride(), work = next) {
     int columns = tile_columns<K>(s, work), bytes = K::A_BYTES + columns * TILE_K * 2;
@@ -170,32 +169,6 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
     }
   }
   throttle.finish(elected);
-}
-
-// dW: brings what is added to into the buffers, half a tile at a time, and the next tile into L2; run by a warp of its own.
-// Without `accumulate` it only says when a buffer may be written. The consumers have full barriers of their own: one may reach
-// its next tile before the other one's half has arrived, and a parity does not distinguish two rounds.
-template <typename K>
-static __device__ __forceinline__ void load_sums(const TileScheduler &s, const EpilogueParams &params,
-                                                 const Pipeline &pipeline, const CUtensorMap *out, int rank) {
-  const bool elected = elect_one(), accumulate = *params.accumulate;
-  int count = work_count<K>(s, params), turn = 0;
-  if (first_work() >= count) return;
-  WorkTile work = work_tile<K>(s, params, first_work(), rank), next = work;
-  for (int w = first_work(); w < count; w += work_stride(), turn ^= 1, work = next) {
-    if (w + work_stride() < count) next = work_tile<K>(s, params, w + work_stride(), rank);
-    for (int i = 0; i < 2 * SUM_BUFFERS; i++) {
-      int h = i / SUM_BUFFERS, buffer = i % SUM_BUFFERS, column = sum_column(h, buffer);
-      uint64_t *full = &pipeline.sum_full[turn * SUM_BUFFERS + buffer];
-      mbarrier_wait(&pipeline.sum_empty[buffer], h ^ 1);
-      if (!elected) continue;
-      mbarrier_arrive_expect_tx(full, accumulate ? SUM_BYTES : 0);
-      if (!accumulate) continue;
-      tma_load_2d(shared_address(pipeline.sums + buffer * (SUM_BYTES / 4)), out, full, work.row + column,
-                  work.column);
-      if (w + work_stride() < count) tma_prefetch_2d(out, next.row + column, next.column);
-    }
-  }
 }
 
 // --- the consumers -----------------------------------------------------------------------------------------
@@ -251,10 +224,13 @@ template <typename K>
 static __device__ __forceinline__ void
 consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
         const CUtensorMap *out, const CUtensorMap *gate_up, uint32_t buffers, int consumer, int rank) {
-  int warp = consumer * 4 + threadIdx.x % WARPGROUP / 32;
-  uint32_t buffer = buffers + warp * K::WARP_BYTES;
-  GateUpQueue queue = {gate_up, buffer, pipeline.gate_up_full + warp * GATE_UP_BUFFERS};
-  int consumer_row = K::COOPERATIVE ? consumer * TILE_M : 0, turn = 0;
+  int warp = consumer * 4 + threadIdx.x % WARPGROUP / 32, turn = 0;
+  const Consumer me = {s,        params,
+                       pipeline, out,
+                       gate_up,  buffers + warp * K::WARP_BYTES,
+                       consumer, warp,
+                       rank,     K::COOPERATIVE ? consumer * TILE_M : 0};
+  K epilogue;
   Accumulators acc;
   PipelineState<K> at;
   int count = work_count<K>(s, params);
@@ -264,8 +240,8 @@ consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pi
       at.advance(work.steps());
       continue;
     }
-    int columns = tile_columns<K>(s, work), a_first = consumer_row * 128;
-    if (K::EPILOGUE == SWIGLU_GRADIENT) queue.begin(work, columns);
+    int columns = tile_columns<K>(s, work), a_first = me.row * 128;
+    epilogue.begin(me, work, columns);
     if (!K::COOPERATIVE && w >= work_stride()) order_wait(consumer);
     bool more = !K::COOPERATIVE && w + work_stride() < count;
     auto last_stage_is_full = [&] {
@@ -277,16 +253,7 @@ consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pi
       mainloop<K, 128>(acc, pipeline, at, work.steps(), a_first, last_stage_is_full);
     else
       mainloop<K, 64>(acc, pipeline, at, work.steps(), a_first, last_stage_is_full);
-    if (K::EPILOGUE == LOGITS_EXP)
-      epilogue_logits(acc, s, params, work, out, buffer);
-    else if (K::EPILOGUE == SWIGLU)
-      epilogue_swiglu(acc, work, out, gate_up, buffer);
-    else if (K::EPILOGUE == SWIGLU_GRADIENT)
-      epilogue_swiglu_gradient(acc, out, queue);
-    else if (K::EPILOGUE == ADD_F32)
-      epilogue_add(acc, params, work, pipeline, out, consumer);
-    else
-      epilogue_gradient<K>(acc, s, params, work, out, buffer, rank, consumer_row);
+    epilogue.template run<K>(acc, me, work);
   }
   if (threadIdx.x % 32 == 0) tma_store_wait_all();
 }
@@ -302,12 +269,12 @@ static __global__ void __launch_bounds__(THREADS, 1)
 #if defined(HOPPER_CODE)
   extern __shared__ uint8_t shared[];
   __shared__ __align__(8) uint64_t full[K::STAGES], empty[K::STAGES];
-  __shared__ __align__(8) uint64_t sum_full[CONSUMERS * SUM_BUFFERS], sum_empty[SUM_BUFFERS];
-  __shared__ __align__(8) uint64_t gate_up_full[4 * CONSUMERS * GATE_UP_BUFFERS];
+  constexpr int BARRIERS = 4 * CONSUMERS * K::WARP_BARRIERS + K::CTA_BARRIERS;
+  __shared__ __align__(8) uint64_t barriers[BARRIERS + 1]; // the epilogue's
   Pipeline pipeline = {(shared_address(shared) + 1023) / 1024 * 1024, full, empty};
   uint32_t buffers = pipeline.stages + K::STAGES * K::STAGE_BYTES;
-  pipeline.sums = reinterpret_cast<float *>(shared + (buffers - shared_address(shared)));
-  pipeline.sum_full = sum_full, pipeline.sum_empty = sum_empty, pipeline.gate_up_full = gate_up_full;
+  pipeline.buffers = reinterpret_cast<float *>(shared + (buffers - shared_address(shared)));
+  pipeline.barriers = barriers;
   // Uniform, so that the compiler knows: a warp has one role.
   int rank = (int)cluster_rank(), warp = uniform((int)threadIdx.x / 32),
       consumer = warp / (WARPGROUP / 32) - 1;
@@ -316,12 +283,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
       mbarrier_init(&full[s], 1); // the producer, and the bytes it expects
       mbarrier_init(&empty[s], CLUSTER * (K::COOPERATIVE ? CONSUMERS : 1)); // the consumers of each CTA
     }
-    for (int i = 0; K::EPILOGUE == ADD_F32 && i < CONSUMERS * SUM_BUFFERS; i++) {
-      mbarrier_init(&sum_full[i], 1);
-      if (i < SUM_BUFFERS) mbarrier_init(&sum_empty[i], 1);
-    }
-    for (int i = 0; K::EPILOGUE == SWIGLU_GRADIENT && i < 4 * CONSUMERS * GATE_UP_BUFFERS; i++)
-      mbarrier_init(&gate_up_full[i], 1); // a lane, and the bytes it expects
+    for (int i = 0; i < BARRIERS; i++) mbarrier_init(&barriers[i], 1); // a thread, and the bytes it expects
     mbarrier_init_fence();
   }
   cluster_sync();
@@ -330,7 +292,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
   if (consumer < 0) {
     setmaxnreg_dec<40>();
     if (warp == 0) produce<K>(scheduler, params, pipeline, &a, &b, rank);
-    if (K::EPILOGUE == ADD_F32 && warp == 1) load_sums<K>(scheduler, params, pipeline, &out, rank);
+    if (K::LOADS && warp == 1) K::template load_addend<K>(scheduler, params, pipeline, &out, rank);
   } else {
     setmaxnreg_inc<232>();
     consume<K>(scheduler, params, pipeline, &out, &gate_up, buffers, consumer, rank);
@@ -340,5 +302,3 @@ static __global__ void __launch_bounds__(THREADS, 1)
   __trap(); // never launched there: see prepare() in hopper_gemm.cu
 #endif
 }
-
-#endif

@@ -1,7 +1,6 @@
 // The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how the tiles of a
 // result are ordered and shared out, and where in a tile a thread's accumulators lie.
-#ifndef LCE_KERNELS_CUDA_HOPPER_TILES_CUH
-#define LCE_KERNELS_CUDA_HOPPER_TILES_CUH
+#pragma once
 
 #include "kernels/cuda/hopper_ptx.cuh"
 
@@ -10,41 +9,47 @@ enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
 // A warp stores 16 rows of 128 bytes at a time, through a buffer of its own.
 enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
 enum { MAX_SPLITS = 16 };
-// Sums of dW: for each pair of a consumer's warps a buffer of TILE_N rows by 128 bytes.
-enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
+struct TileScheduler;
+struct EpilogueParams;
+struct Pipeline;
+struct Consumer;
+struct WorkTile;
 
-// SwiGLU: gate, up and activation leave 16 rows by 32 columns at a time, and gate and up arrive for their gradient 16
-// rows by 64 columns at a time.
-enum { SWIGLU_PART = STORE_BYTES / 2, SWIGLU_BYTES = 3 * SWIGLU_PART };
-enum { GATE_UP_BYTES = 2 * STORE_BYTES, GATE_UP_BUFFERS = 2 };
-static_assert((int)GATE_UP_BUFFERS <= TILE_M / 64, "each tile has at least so many pieces");
-
-enum Epilogue { LOGITS_EXP, STORE_BF16, STORE_F32, ADD_F32, SWIGLU, SWIGLU_GRADIENT };
-
-template <Epilogue EPILOGUE_, bool SAMPLED_ = false> struct KernelTraits {
-  static constexpr Epilogue EPILOGUE = EPILOGUE_;
-  static constexpr bool SAMPLED = SAMPLED_;
+// What the kernel needs to know of an epilogue, where it is not said otherwise; an epilogue derives from this (hopper_exp.cuh,
+// hopper_sampled.cuh, hopper_store.cuh, hopper_swiglu.cuh).
+struct Epilogue {
   // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
-  // Sampled dX is ping-pong, since a tile of fewer rows has more steps to skip; sampled dW and SwiGLU for their
-  // long epilogues.
-  static constexpr bool COOPERATIVE = (EPILOGUE == STORE_BF16 || EPILOGUE == STORE_F32) && !SAMPLED;
-  static constexpr bool A_K_MAJOR = EPILOGUE != ADD_F32,
-                        B_K_MAJOR = EPILOGUE == LOGITS_EXP || EPILOGUE == SWIGLU;
+  static constexpr bool COOPERATIVE = false;
+  static constexpr bool A_K_MAJOR = true, B_K_MAJOR = false;
   // Whether K is short: tiles are then rasterised so that their rows of A stay in L2 while B streams by.
-  static constexpr bool KEEPS_A = EPILOGUE == LOGITS_EXP || EPILOGUE == SWIGLU || EPILOGUE == SWIGLU_GRADIENT;
+  static constexpr bool KEEPS_A = false;
+  // Whether K is a list of k-steps for each row of tiles; for each column of tiles, B then being panels.
+  static constexpr bool SAMPLED = false, COLUMN_LISTS = false;
   // Whether a cluster's tiles lie side by side and share A, or one below the other and share B.
-  static constexpr bool SHARE_A = SAMPLED && EPILOGUE != ADD_F32;
-  enum { ROWS = COOPERATIVE ? CONSUMERS * TILE_M : TILE_M, CLUSTER_ROWS = SHARE_A ? ROWS : CLUSTER * ROWS };
-  enum { CLUSTER_COLUMNS = TILE_N * (SHARE_A ? CLUSTER : 1) / (EPILOGUE == SWIGLU ? 2 : 1) };
+  static constexpr bool SHARE_A = false;
+  // Whether B's tile is half gates and half ups, the ups N columns of W further on.
+  static constexpr bool GATE_UP = false;
+  // Bytes of buffers for each warp, and for all besides; barriers for each of the consumers' warps, and for all besides.
+  enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
+  // Whether a warp of its own runs load_addend().
+  static constexpr bool LOADS = false;
+#if defined(HOPPER_CODE)
+  template <typename K>
+  static __device__ void load_addend(const TileScheduler &, const EpilogueParams &, const Pipeline &,
+                                     const CUtensorMap *, int) {}
+  // Before a tile's main loop; after it comes run(), with the tile's accumulators.
+  __device__ void begin(const Consumer &, const WorkTile &, int) {}
+#endif
+};
+
+// An epilogue and what follows from it.
+template <typename Epilogue> struct KernelTraits : Epilogue {
+  enum { ROWS = Epilogue::COOPERATIVE ? CONSUMERS * TILE_M : TILE_M };
+  enum { CLUSTER_ROWS = Epilogue::SHARE_A ? ROWS : CLUSTER * ROWS };
+  enum { CLUSTER_COLUMNS = TILE_N * (Epilogue::SHARE_A ? CLUSTER : 1) / (Epilogue::GATE_UP ? 2 : 1) };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
-  enum { STAGES = COOPERATIVE ? 3 : EPILOGUE == LOGITS_EXP || SHARE_A ? 5 : 4 };
-  enum {
-    WARP_BYTES = EPILOGUE == SWIGLU            ? 2 * SWIGLU_BYTES
-                 : EPILOGUE == SWIGLU_GRADIENT ? GATE_UP_BUFFERS * GATE_UP_BYTES
-                                               : STORE_BYTES
-  };
-  enum { EPILOGUE_BYTES = EPILOGUE == ADD_F32 ? SUM_BUFFERS * SUM_BYTES : 4 * CONSUMERS * WARP_BYTES };
-  enum { SHARED_BYTES = STAGES * STAGE_BYTES + EPILOGUE_BYTES + 1024 };
+  enum { EPILOGUE_BYTES = 4 * CONSUMERS * Epilogue::WARP_BYTES + Epilogue::CTA_BYTES };
+  enum { SHARED_BYTES = Epilogue::STAGES * STAGE_BYTES + EPILOGUE_BYTES + 1024 };
 };
 
 // Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after column
@@ -95,7 +100,7 @@ static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, i
 
 template <typename K>
 static __device__ __forceinline__ int work_count(const TileScheduler &s, const EpilogueParams &params) {
-  return K::EPILOGUE == ADD_F32 ? params.columns[0] * s.m_tiles : s.work_tiles;
+  return K::COLUMN_LISTS ? params.columns[0] * s.m_tiles : s.work_tiles;
 }
 
 static __device__ __forceinline__ int first_work() {
@@ -118,7 +123,7 @@ static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, con
   }
   TileCoord at;
   KList list = {0, s.k_steps};
-  if (K::EPILOGUE == ADD_F32) {
+  if (K::COLUMN_LISTS) {
     at = {w % s.m_tiles * s.rows, params.columns[1 + w / s.m_tiles] * TILE_N};
     list = params.lists[w / s.m_tiles];
   } else {
@@ -145,15 +150,9 @@ static __device__ __forceinline__ int tile_columns(const TileScheduler &s, const
 struct Pipeline {
   uint32_t stages; // in shared memory
   uint64_t *full, *empty;
-  float *sums;                    // dW: the buffers
-  uint64_t *sum_full, *sum_empty; // [CONSUMERS, SUM_BUFFERS], [SUM_BUFFERS]
-  uint64_t *gate_up_full;         // SwiGLU's gradient: [4 * CONSUMERS, GATE_UP_BUFFERS]
+  float *buffers;     // the epilogue's
+  uint64_t *barriers; // likewise
 };
-
-// Which column of a tile's part of dW buffer `pair` starts with, for half h of the warps' rows.
-static __device__ __forceinline__ int sum_column(int h, int pair) {
-  return h * 64 + pair * SUM_COLUMNS;
-}
 
 // A thread's accumulators: of rows [64 h, 64 h + 64) of the tile in acc[h], as wgmma leaves them.
 typedef float Accumulators[TILE_M / 64][TILE_N / 2];
@@ -168,6 +167,14 @@ struct ThreadCoord {
   __device__ __forceinline__ int row(int h) const { return first_row(h) + lane / 4; }
 };
 
-#endif
+// A consumer warp, as an epilogue sees it.
+struct Consumer {
+  const TileScheduler &s;
+  const EpilogueParams &params;
+  const Pipeline &pipeline;
+  const CUtensorMap *out, *gate_up;
+  uint32_t buffer;               // the warp's
+  int consumer, warp, rank, row; // warp: of all consumers'; row: the consumer's first of a tile
+};
 
 #endif

@@ -8,8 +8,7 @@
 // between two streams, so that one starts on the SMs that the one before leaves, and the second kernel runs on a third
 // stream of higher priority.
 //
-// Rows whose sum exceeds 2^100 are repaired with their maximum as anchor: short of the overflow at 2^128, because
-// r = 1/(1+R) and r x must stay normal numbers. Whether there are any is not known on the host: the kernel that finalizes
+// Rows whose sum exceeds LCE_LARGEST_SUM are repaired. Whether there are any is not known on the host: the kernel that finalizes
 // the sums looks at them and, as a rule, returns. On sm_90 kernels are launched with PDL, which hides launches in small
 // chunks.
 //
@@ -20,8 +19,8 @@
 
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
+#include "kernels/loss_row.h"
 
-static constexpr float LARGEST_SUM = 0x1p100f;
 static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a tile
 
 // The portable path's scratch, in this order (scratch.c adds up the same sizes).
@@ -170,8 +169,9 @@ template <typename T> static __device__ float tile_sum(const T *exps, int64_t ti
 // All tiles of all rows of E; one warp a tile.
 template <typename T>
 static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_constant__ LceLogitsExp a) {
-  int64_t tile = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, row = blockIdx.y;
-  if (tile >= a.tile_sums.shape[1]) return;
+  int64_t tiles = a.tile_sums.shape[1], warp = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
+  int64_t row = warp / tiles, tile = warp % tiles;
+  if (row >= a.exps.shape[0]) return;
   float sum = tile_sum(data_of<T>(a.exps) + row * a.exps.stride, tile, a.exps.shape[1]);
   if (threadIdx.x % 32 == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + tile] = sum;
 }
@@ -200,7 +200,7 @@ static __global__ void __launch_bounds__(1024)
     anchor[row] = anchor_of(target_z[row], a.targets[row]);
   }
   grid.sync();
-  auto repaired = [&](int64_t row) { return row_sum[row] > LARGEST_SUM; };
+  auto repaired = [&](int64_t row) { return row_sum[row] > LCE_LARGEST_SUM; };
   bool any = false;
   for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= repaired(row);
   if (!__syncthreads_or(any)) return;
@@ -365,7 +365,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                     rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>));
       if (!on_hopper && keep)
         launch_kernel({"the row sums of tiles", cuda_stream(backend),
-                       dim3((unsigned)ceil_div(a->tile_sums.shape[1], 8), (unsigned)rows), 256},
+                       dim3((unsigned)ceil_div(tensor_count(a->tile_sums), 8)), 256},
                       tile_sums_kernel<T>, *a);
     }
   });
@@ -437,33 +437,34 @@ static __global__ void __launch_bounds__(256)
   int hidden_size = (int)a.x.shape[1], target = data_of<int32_t>(a.targets)[row];
   bool counts = target != IGNORE_INDEX, backward = a.scaled_x.data;
   const T *x = data_of<T>(a.x) + row * hidden_size;
-  float row_sum = data_of<float>(a.rows.row_sum)[row], target_e = data_of<float>(a.rows.target_e)[row];
-  float target_z = data_of<float>(a.rows.target_z)[row], anchor = data_of<float>(a.rows.anchor)[row];
-  float total = row_sum + target_e;
-  float nll = target_e == 1 ? log1pf(row_sum) : (anchor - target_z) * inv_temperature + logf(total);
-  float lse = target_z * inv_temperature + nll, w = counts ? read(terms.class_weights, target, 1) : 1;
-  float weight_sum = read(terms.class_weight_sum, 0, (float)a.vocab_size);
-  float epsilon = terms.label_smoothing, share = epsilon / (float)a.vocab_size;
-  float loss = (1 - epsilon) * w * nll;
-  if (epsilon > 0) { // the same for the whole block
-    float dot = 0;
+  float target_z = data_of<float>(a.rows.target_z)[row], weighted = 0;
+  if (terms.label_smoothing > 0) { // the same for the whole block
     const float *smoothing_row = data_of<float>(a.smoothing_row);
-    for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) dot += to_float(x[i]) * smoothing_row[i];
-    loss += share * (weight_sum * lse - inv_temperature * block_sum(dot));
+    for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) weighted += to_float(x[i]) * smoothing_row[i];
+    weighted = inv_temperature * block_sum(weighted);
   }
-  float s = counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0;
-  float of_target = (1 - epsilon) * w, of_all = share * weight_sum + 2 * terms.z_loss * lse;
-  float r = counts ? s * (of_target + of_all) / total * read(a.rows.rescale, row, 1) : 0;
+  RowLoss l = loss_of_row(
+      {.row_sum = data_of<float>(a.rows.row_sum)[row],
+       .target_e = data_of<float>(a.rows.target_e)[row],
+       .offset = (data_of<float>(a.rows.anchor)[row] - target_z) * inv_temperature,
+       .target_v = target_z * inv_temperature,
+       .weighted = weighted,
+       .class_weight = counts ? read(terms.class_weights, target, 1) : 1,
+       .class_weight_sum = read(terms.class_weight_sum, 0, (float)a.vocab_size),
+       .vocab_size = (float)a.vocab_size,
+       .label_smoothing = terms.label_smoothing,
+       .z_loss = terms.z_loss,
+       .scale = counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0});
+  float r = counts ? l.per_e * read(a.rows.rescale, row, 1) : 0;
   if (threadIdx.x == 0) {
-    write(a.loss, row, counts ? loss : 0);
-    write(a.outputs.z_loss, row, counts ? terms.z_loss * lse * lse : 0);
-    write(a.outputs.log_prob, row, counts ? -nll : 0);
-    write(a.outputs.logsumexp, row, counts ? lse : 0);
+    write(a.loss, row, counts ? l.loss : 0);
+    write(a.outputs.z_loss, row, counts ? l.z_loss : 0);
+    write(a.outputs.log_prob, row, counts ? -l.nll : 0);
+    write(a.outputs.logsumexp, row, counts ? l.lse : 0);
     if (backward) {
       write(a.rows.scale_non_target, row, r);
-      write(a.rows.scale_target, row,
-            counts ? s * (of_all * (target_e / total) - of_target * (row_sum / total)) : 0);
-      write(a.rows.scale_uniform, row, -s * share);
+      write(a.rows.scale_target, row, counts ? l.target : 0);
+      write(a.rows.scale_uniform, row, -l.uniform);
     }
   }
   if (!backward) return;

@@ -235,7 +235,8 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
 #pragma unroll 8
     for (int b = 0; b < blocks; b++) count.x += tiles[(int64_t)b * across + t] > 0;
   int slot = (int)sum_before(count, &all).x, of_chunk = (int)all.x;
-  if (state.kept + of_chunk > k.capacity || state.chunks == CUDA_KEPT_CHUNKS) {
+  // An empty buffer is not flushed: NaNs may keep more of one chunk than it holds, and dweight is not made before the second.
+  if (state.chunks && (state.kept + of_chunk > k.capacity || state.chunks == CUDA_KEPT_CHUNKS)) {
     make_dweight_lists(k, state, across);
     state = {.kept = 0, .chunks = 0, .begun = 1};
     __syncthreads();

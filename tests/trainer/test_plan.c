@@ -190,10 +190,11 @@ static void test_chunk_within(void **state) {
     assert_int_equal(lce_bytes(cpu, LCE_FUSED, 5000, shape), lce_bytes(cpu, LCE_FUSED, 1000, shape));
   }
   backend_destroy(cpu);
-  assert_int_equal(lce_default_chunk(1), 128);
-  assert_int_equal(lce_default_chunk(1025), 129);
-  assert_int_equal(lce_default_chunk(32768), 4096);
-  assert_int_equal(lce_default_chunk(1 << 20), 4096);
+  assert_int_equal(lce_default_chunk(ON_CPU, 1), 128);
+  assert_int_equal(lce_default_chunk(ON_CPU, 1025), 129);
+  assert_int_equal(lce_default_chunk(ON_CPU, 32768), 4096);
+  assert_int_equal(lce_default_chunk(ON_CPU, 1 << 20), 4096);
+  assert_int_equal(lce_default_chunk(ON_CUDA, 1025), 1024);
 }
 
 static void test_chunk_option(void **state) {

@@ -1,0 +1,74 @@
+// The epilogue of the GEMMs on Hopper (hopper_kernel.cuh) that turns logits into the loss's exponentials and sums their rows.
+#pragma once
+
+#include <math.h>
+
+#include "kernels/cuda/hopper_store.cuh"
+
+#if defined(HOPPER_CODE)
+
+// Logits into E, in place: 2^(z scale - a scale), one FMA and one ex2. row_sums: E over the thread's entries of
+// its two rows, in fp32. The product anchor * scale is rounded once per row, which shifts all of the row's E by one
+// factor; the sum is corrected by the rounding error. Only tiles with a target or with columns beyond V mask entries.
+static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2],
+                                                    const TileScheduler &s, const EpilogueParams &params,
+                                                    int row, int first_column, int column) {
+  constexpr float LN_2 = 0.6931471805599453f;
+  float shift[2], correction[2];
+  int target[2];
+  bool edge = first_column + TILE_N > s.n;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    bool inside = row + 8 * i < s.m;
+    int32_t of_row = inside ? params.targets[row + 8 * i] : ELSEWHERE;
+    float a = of_row == IGNORE_INDEX ? INFINITY : inside ? params.anchor[row + 8 * i] : 0.0f;
+    target[i] = of_row - first_column;
+    edge |= (unsigned)target[i] < TILE_N;
+    shift[i] = -a * params.scale;
+    // -a scale = shift + error; 2^error = 1 + error ln 2. An infinite anchor has no error.
+    correction[i] = isfinite(shift[i]) ? fmaf(fmaf(-a, params.scale, -shift[i]), LN_2, 1.0f) : 1.0f;
+    row_sums[i] = 0;
+  }
+  if (__any_sync(~0u, edge)) {
+#pragma unroll
+    for (int j = 0; j < TILE_N / 2; j++) {
+      int at = j / 4 * 8 + column + j % 2;
+      if (at == target[j / 2 % 2] || first_column + at >= s.n) z[j] = -INFINITY;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < TILE_N / 2; j++) {
+    z[j] = exp2_approx(fmaf(z[j], params.scale, shift[j / 2 % 2]));
+    row_sums[j / 2 % 2] += z[j];
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) row_sums[i] *= correction[i];
+}
+
+#endif
+
+struct LogitsExp : Epilogue {
+  static constexpr bool B_K_MAJOR = true, KEEPS_A = true;
+  enum { STAGES = 5 };
+#if defined(HOPPER_CODE)
+  template <typename K>
+  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+    const ThreadCoord me;
+#pragma unroll
+    for (int h = 0; h < TILE_M / 64; h++) {
+      float row_sums[2];
+      int row = work.row + me.row(h);
+      epilogue_exp(acc[h], row_sums, c.s, c.params, row, work.column, me.column);
+      if (c.params.store)
+        epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
+#pragma unroll
+      for (int i = 0; i < 2; i++) { // four lanes share a row
+        row_sums[i] += __shfl_xor_sync(~0u, row_sums[i], 1);
+        row_sums[i] += __shfl_xor_sync(~0u, row_sums[i], 2);
+        if (me.lane % 4 == 0 && row + 8 * i < c.s.m)
+          c.params.tile_sums[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = row_sums[i];
+      }
+    }
+  }
+#endif
+};

@@ -1,0 +1,74 @@
+// Epilogues of the GEMMs on Hopper (hopper_kernel.cuh) that store a tile as it is: dX, in bf16, in fp32, or as fp32 partials of
+// split-K.
+#pragma once
+
+#include "kernels/cuda/hopper_tiles.cuh"
+
+#if defined(HOPPER_CODE)
+
+// A warp's 16 rows by TILE_N columns, through its buffer, in tiles of 64 columns.
+static __device__ __forceinline__ void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer,
+                                                           const float *acc, int x, int y, int lane) {
+#pragma unroll
+  for (int part = 0; part < TILE_N / 64; part++) {
+    if (lane == 0) tma_store_wait_read<0>(); // the buffer's previous contents have been read
+    __syncwarp();
+    int row = lane % 16;
+#pragma unroll
+    for (int j = 0; j < 8;
+         j += 2) { // lanes 0 to 15 address rows of columns [8 j, 8 j + 8), others the next 8
+      int chunk = (j + lane / 16) ^ (row & 7);
+      const float *v = acc + part * 32 + j * 4;
+      stmatrix_x4(buffer + row * 128 + chunk * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
+                  pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      tma_store_2d(out, buffer, x + part * 64, y);
+      tma_store_commit();
+    }
+  }
+}
+
+// fp32, straight from the registers: four lanes write 32 bytes of a row.
+static __device__ __forceinline__ void epilogue_store_f32(float *out, int64_t stride, int rows, int columns,
+                                                          const float *acc, const ThreadCoord &me) {
+#pragma unroll
+  for (int below = 0; below < 2; below++) {
+    if (me.lane / 4 + 8 * below >= rows) continue;
+    float *to = out + (int64_t)(me.lane / 4 + 8 * below) * stride + me.column;
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; j++)
+      if (me.column + 8 * j < columns)
+        *reinterpret_cast<float2 *>(to + 8 * j) =
+            make_float2(acc[4 * j + 2 * below], acc[4 * j + 2 * below + 1]);
+  }
+}
+
+#endif
+
+// Sampled dX is ping-pong, since a tile of fewer rows has more steps to skip.
+template <bool F32, bool SAMPLED_ = false> struct Store : Epilogue {
+  static constexpr bool SAMPLED = SAMPLED_, COOPERATIVE = !SAMPLED, SHARE_A = SAMPLED;
+  enum { STAGES = COOPERATIVE ? 3 : 5 };
+#if defined(HOPPER_CODE)
+  template <typename K>
+  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+    const ThreadCoord me;
+#pragma unroll
+    for (int h = 0; h < TILE_M / 64; h++) {
+      int row = c.row + me.first_row(h), below = c.s.m - work.row - row, right = c.s.n - work.column;
+      if (work.split >= 0)
+        epilogue_store_f32(c.params.partials +
+                               (((int64_t)work.split * CLUSTER + c.rank) * K::ROWS + row) * TILE_N,
+                           TILE_N, 16, TILE_N, acc[h], me);
+      else if (F32)
+        epilogue_store_f32(c.params.out + (work.row + row) * c.params.out_stride + work.column,
+                           c.params.out_stride, below, right, acc[h], me);
+      else
+        epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + row, me.lane);
+    }
+  }
+#endif
+};

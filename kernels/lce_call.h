@@ -1,0 +1,107 @@
+// Inside linear_cross_entropy: what its files know of a call and of a chunk of it.
+#pragma once
+
+#include "kernels/linear_cross_entropy.h"
+
+// Some of a call's tokens: views of the caller's tensors, or copies of the counted ones.
+#define TOKEN_FIELDS                                                                                         \
+  Tensor x, targets, token_weights, entropy_weights; /* read */                                              \
+  Tensor loss, dx;                                   /* written */                                           \
+  TokenOutputs outputs;
+typedef union {
+  struct {
+    TOKEN_FIELDS
+  };
+  Tensor all[sizeof(struct {TOKEN_FIELDS}) / sizeof(Tensor)];
+} Tokens;
+
+enum { TOKENS_READ = 4, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
+
+// What a call holds besides its chunks.
+typedef struct {
+  Backend *backend;
+  const LinearCrossEntropy *a;
+  Tokens tokens;          // all of the call's
+  bool backward;          // dx, dweight or both
+  bool logits;            // chunks hold logits, not exponentials
+  bool counted;           // the counted tokens of a chunk are copied to its buffers
+  bool split;             // the head's rows are split over ranks
+  bool at_once;           // target logits and target gradients are those of all tokens, not of a chunk
+  int64_t vocab_size;     // of the whole head
+  Tensor class_weights;   // of this rank's rows of W
+  Tensor factor;          // fp32 [1], or absent
+  bool sampled, dense;    // E's tiles are sampled for the gradients; most are expected to be kept
+  Tensor smoothing_row;   // fp32 [H]: sum_j w[j] W[j] over all rows of W
+  Tensor smoothing_local; // fp32 [H]: over this rank's rows
+  Tensor smoothing_x;     // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks (and ranks)
+} Call;
+
+// A chunk of C tokens, or the buffers of the largest one. With a split head each of the G ranks gives C tokens, and all
+// that follows `positions` is about G C.
+typedef struct {
+  Tokens local;     // this rank's; in the buffers all of the call's, unless `counted`
+  Tensor positions; // int32 [C]: where they are in the call, with `counted`
+  // With a split head those of all ranks, rank by rank, and dx is what this rank's rows of W add to it; else `local`.
+  Tokens global;
+  Tensor local_targets;        // int32 [G C]: targets as rows of this rank's W, else ELSEWHERE
+  LossRows rows;               // fp32 [G C] each, of the whole vocabulary
+  LossRows local_rows;         // of this rank's rows of W; else `rows`
+  Tensor local_sums, all_sums; // split: fp32 [2 G C] anchors, row sums of this rank's W; fp32 [G * 2 G C]
+  Tensor exps, logits;         // [G C, V / G]; one of them
+  Tensor tile_sums, tiles;     // sampled: fp32 [G C, B], [A, B], as LceSampledGradients has them
+  Tensor kept;                 // likewise, for all chunks
+  int64_t kept_rows;
+  Tensor scaled_x; // [G C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
+} Chunk;
+
+static inline Tensor push_vector(const Call *c, const char *name, Dtype dtype, int64_t count) {
+  return memory_push_1d(&c->backend->memory, name, MEMORY_HEAD, dtype, count);
+}
+
+static inline Tensor push_matrix(const Call *c, const char *name, Dtype dtype, int64_t rows,
+                                 int64_t columns) {
+  return memory_push_2d(&c->backend->memory, name, MEMORY_HEAD, dtype, rows, columns);
+}
+
+// Rows of a tensor that may be absent.
+static inline Tensor first_rows(Tensor t, int64_t first, int64_t count) {
+  return tensor_exists(t) ? tensor_rows(t, first, count) : t;
+}
+
+static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count) {
+  Tokens range;
+  for (int i = 0; i < TOKENS_ALL; i++) range.all[i] = first_rows(t->all[i], first, count);
+  return range;
+}
+
+// The chunk loop, from buffers for `size` tokens a chunk.
+void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size);
+// Losses, outputs, scales and scaled x of the tokens, those that are there.
+void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x);
+
+// lce_check.c: fails with a sentence where the call cannot be.
+void lce_check(const Backend *backend, const LinearCrossEntropy *a);
+
+// lce_terms.c: terms of the loss that need more than a row's sums.
+void lce_terms_begin(Call *c, LinearCrossEntropy *a); // completes `a` with the sum of the class weights
+void lce_terms_add(const Call *c, const Chunk *k, bool first);
+void lce_terms_end(const Call *c);
+void lce_logits_and_gradient(const Call *c, const Chunk *k, bool accumulate); // instead of exponentials
+
+// lce_counted.c: only the counted tokens are computed.
+Tokens lce_counted_buffers(const Call *c, int64_t count);
+void lce_counted_begin(const Call *c, const Chunk *buffers, int64_t size);
+void lce_counted_gather(const Call *c, Chunk *k, int64_t first, int64_t count);
+void lce_counted_scatter(const Call *c, const Chunk *k);
+
+// lce_split.c: the head's rows are split over ranks.
+void lce_split_buffers(const Call *c, Chunk *b, int64_t rows);
+void lce_split_gather(const Call *c, Chunk *k, const Chunk *buffers, int64_t rows);
+void lce_split_targets(const Call *c, const Chunk *k);
+void lce_split_combine(const Call *c, const Chunk *k);
+void lce_split_losses(const Call *c, const Chunk *k);
+
+// lce_sampling.c: a random part of E's tiles makes the gradients.
+void lce_sampling_begin(Call *c, LinearCrossEntropy *a); // completes `a` with memory for the statistics
+void lce_sampling_buffers(const Call *c, Chunk *b, int64_t rows);
+void lce_sampling_gradients(const Call *c, const Chunk *k, int64_t chunk, bool last);

@@ -1,0 +1,71 @@
+// What linear_cross_entropy refuses; kernels.c checks what it gives to the operations.
+#include <math.h>
+
+#include "base/fail.h"
+#include "kernels/lce_call.h"
+
+// The operations get only a chunk's part, so what belongs to all tokens is measured here.
+static void per_token(const char *field, Tensor t, int64_t tokens) {
+  if (tensor_exists(t) && (t.rank != 1 || t.shape[0] != tokens))
+    fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);
+}
+
+static void check_sampling(const LinearCrossEntropy *a) {
+  double mass = (double)a->sampling.full_mass;
+  Tensor stats = a->sampling.stats;
+  if (!(mass >= 0 && isfinite(mass)))
+    fail("linear_cross_entropy: sampling.full_mass is %g, which is not 0 or more and finite", mass);
+  if (tensor_exists(stats) && (stats.rank != 1 || stats.shape[0] != 3 || mass == 0))
+    fail("linear_cross_entropy: sampling.stats is %s with a full_mass of %g; give fp32 [3] with sampling, "
+         "and nothing without",
+         tensor_text(stats).text, mass);
+  if (mass > 0 && tensor_exists(a->dweight) && !tensor_exists(a->dx))
+    fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
+  if (mass > 0 && (a->mode == LCE_MATERIALIZED || lce_needs_logits(a)))
+    fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, "
+         "a bias, soft-cap, entropy, largest logits and predictions, which need logits");
+}
+
+static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
+  const VocabShard *s = &a->shard;
+  int64_t rows = a->weight.shape[0];
+  if (!s->vocab_size) return;
+  if (s->first < 0 || s->first > s->vocab_size - rows)
+    fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
+         (long long)s->first, (long long)s->vocab_size);
+  if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a) || a->mean)
+    fail("linear_cross_entropy: a head split over %d ranks supports the fused mode, and sums over row "
+         "statistics alone: no bias, soft-cap, entropy, largest logits, predictions or mean",
+         backend->ranks);
+}
+
+void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
+  const char *op = "linear_cross_entropy";
+  if (a->x.rank != 2 || a->weight.rank != 2 || a->x.shape[1] != a->weight.shape[1])
+    fail("%s: x is %s and weight is %s, whose hidden sizes differ", op, tensor_text(a->x).text,
+         tensor_text(a->weight).text);
+  int64_t tokens = a->x.shape[0];
+  if (tokens < 1) fail("%s: x is %s, which holds no token", op, tensor_text(a->x).text);
+  if (a->mode == LCE_FUSED && a->chunk < 1) fail("%s: a chunk of %lld tokens", op, (long long)a->chunk);
+  if (!isfinite(a->scale)) fail("%s: scale is %g, which is not finite", op, (double)a->scale);
+  if (tensor_exists(a->dx) && !tensor_same_shape(a->dx, a->x))
+    fail("%s: dx is %s and x is %s", op, tensor_text(a->dx).text, tensor_text(a->x).text);
+  if (tensor_exists(a->dbias) != (tensor_exists(a->bias) && tensor_exists(a->dweight)))
+    fail("%s: bias is %s and dbias is %s; a bias has a gradient where weight has one", op,
+         tensor_text(a->bias).text, tensor_text(a->dbias).text);
+  if (tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32)
+    fail("%s: dweight is %s, but sums over chunks need fp32", op, tensor_text(a->dweight).text);
+  if (a->loss.rank != 1 || a->loss.shape[0] != tokens || a->targets.rank != 1 ||
+      a->targets.shape[0] != tokens)
+    fail("%s: loss is %s and targets is %s for %lld tokens", op, tensor_text(a->loss).text,
+         tensor_text(a->targets).text, (long long)tokens);
+  per_token("token_weights", a->token_weights, tokens);
+  per_token("entropy_weights", a->entropy_weights, tokens);
+  per_token("rows", a->rows, tokens);
+  for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
+    per_token("an output", a->outputs.all[i], tokens);
+  check_sampling(a);
+  check_shard(backend, a);
+  if (tensor_exists(a->rows) && (a->counted < 0 || a->counted > tokens))
+    fail("%s: %lld tokens count, but rows is %s", op, (long long)a->counted, tensor_text(a->rows).text);
+}

@@ -1,0 +1,81 @@
+// The terms of linear_cross_entropy's loss that need more than a row's sums: label smoothing, whose gradient is two rank-one
+// updates, the mean's factor, and what needs the row's logits side by side.
+#include "kernels/lce_call.h"
+
+void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
+  Backend *backend = c->backend;
+  bool smoothing = a->terms.label_smoothing > 0;
+  if (smoothing && tensor_exists(a->terms.class_weights)) {
+    a->terms.class_weight_sum = push_vector(c, "sum of class weights", DTYPE_F32, 1);
+    reduce(backend, (Reduce){.sum = a->terms.class_weight_sum, .x = a->terms.class_weights});
+  }
+  if (a->mean) {
+    c->factor = push_vector(c, "the mean's factor", DTYPE_F32, 1);
+    loss_factor(
+        backend,
+        (LossFactor){.factor = c->factor, .targets = a->targets, .class_weights = a->terms.class_weights});
+  }
+  if (!smoothing || c->logits) return;
+  int64_t hidden_size = a->x.shape[1];
+  c->smoothing_row = c->smoothing_local = push_vector(c, "weighted sum of W", DTYPE_F32, hidden_size);
+  if (c->split) c->smoothing_local = push_vector(c, "weighted sum of local W", DTYPE_F32, hidden_size);
+  if (tensor_exists(a->dweight)) c->smoothing_x = push_vector(c, "weighted sum of x", DTYPE_F32, hidden_size);
+  weighted_column_sum(
+      backend,
+      (WeightedColumnSum){.out = c->smoothing_local, .x = a->weight, .coefficients = c->class_weights});
+  if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_row, .x = c->smoothing_local});
+}
+
+void lce_terms_add(const Call *c, const Chunk *k, bool first) {
+  if (tensor_exists(c->smoothing_x))
+    weighted_column_sum(c->backend, (WeightedColumnSum){.out = c->smoothing_x,
+                                                        .x = k->global.x,
+                                                        .coefficients = k->rows.scale_uniform,
+                                                        .accumulate = !first});
+}
+
+void lce_terms_end(const Call *c) {
+  if (tensor_exists(c->smoothing_x))
+    add_outer(c->backend, (AddOuter){.out = c->a->dweight,
+                                     .rows = c->class_weights,
+                                     .columns = c->smoothing_x,
+                                     .alpha = c->a->scale});
+}
+
+// --- logits, and their gradient in place -------------------------------------------------------------------
+// With all tokens in one chunk this is the materialized mode, the baseline.
+
+// The same memory, row for row, as elements of `dtype`.
+static Tensor in_place_as(Tensor t, Dtype dtype) {
+  t.stride = t.stride * (int64_t)dtype_bytes(t.dtype) / (int64_t)dtype_bytes(dtype);
+  t.dtype = dtype;
+  return t;
+}
+
+void lce_logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) {
+  const LinearCrossEntropy *a = c->a;
+  const Tokens *t = &k->local;
+  Tensor dlogits = c->backward ? in_place_as(k->logits, a->x.dtype) : (Tensor){0};
+  linear_forward(c->backend, (LinearForward){.out = k->logits, .x = t->x, .weight = a->weight});
+  cross_entropy_in_place(c->backend, (CrossEntropyInPlace){.loss = t->loss,
+                                                           .outputs = t->outputs,
+                                                           .logits = k->logits,
+                                                           .bias = a->bias,
+                                                           .dlogits = dlogits,
+                                                           .targets = t->targets,
+                                                           .token_weights = t->token_weights,
+                                                           .entropy_weights = t->entropy_weights,
+                                                           .factor = c->factor,
+                                                           .terms = a->terms,
+                                                           .alpha = a->scale});
+  if (tensor_exists(t->dx))
+    linear_backward_input(c->backend,
+                          (LinearBackwardInput){.dx = t->dx, .dout = dlogits, .weight = a->weight});
+  if (tensor_exists(a->dweight))
+    linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = a->dweight,
+                                                              .dbias = a->dbias,
+                                                              .dout = dlogits,
+                                                              .x = t->x,
+                                                              .alpha = 1,
+                                                              .accumulate = accumulate});
+}
