@@ -194,6 +194,22 @@ TEST(test_extremes) {
   check_values(h, "dx of certain targets", call.dx, host_values(h, 140 * 16), of_size(within(1, 1), 1e-20));
 }
 
+// A NaN keeps more tiles of the first chunk than a buffer holds: dweight is written all the same.
+TEST(test_nan_overwrites_dweight) {
+  Harness *h = *state;
+  enum { ROWS = 200, HIDDEN = 16, VOCAB = 1401 };
+  Problem p = make_problem(h, (Case){ROWS, HIDDEN, VOCAB, 200, 200, .terms = false});
+  double *stale = host_values(h, VOCAB * HIDDEN);
+  for (int64_t i = 0; i < VOCAB * HIDDEN; i++) stale[i] = 1e6;
+  p.x[5 * HIDDEN + 3] = NAN;
+  p.call.x = tensor_from(h, h->dtype, p.x, ROWS, HIDDEN);
+  p.call.dweight = tensor_from(h, DTYPE_F32, stale, VOCAB, HIDDEN);
+  p.call.sampling.full_mass = 1e30f;
+  linear_cross_entropy(h->backend, p.call);
+  const double *dweight = values_of(h, p.call.dweight);
+  for (int64_t i = 0; i < VOCAB * HIDDEN; i++) assert_false(fabs(dweight[i]) > 1e3);
+}
+
 // A row that is redone with its maximum as anchor has the mass of the new exponentials.
 TEST(test_redone_row) {
   Harness *h = *state;
