@@ -1,7 +1,7 @@
 // The layers' operations against float64: forward results against tests/reference.c, gradients against finite
 // differences, on shapes that nothing divides, with outputs that hold NaN beforehand; on a GPU also against the CPU on
 // shapes for which its kernels have ways of their own; and the arguments that operations refuse. Runs on every backend of
-// this build and machine. Attention has test_kernels_attention.c.
+// this build and machine. Attention has test_attention.c.
 
 #include "tests/harness.h"
 #include "tests/reference.h"

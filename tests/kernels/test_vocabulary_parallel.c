@@ -221,18 +221,12 @@ TEST(split_over_ranks_it_is_as_whole) {
 TEST(what_cannot_be_split_is_refused) {
   Harness *h = harness_open("cpu");
   LossProblem p = loss_problem(h, 4, 3, 5, 1);
-  LinearCrossEntropy a = loss_call(h, &p.r, LCE_FUSED, 2);
-  a.shard.vocab_size = 9;
-  LinearCrossEntropy beyond = a, whole = a, capped = a, mean = a;
-  beyond.shard.first = 6;
-  whole.mode = LCE_MATERIALIZED;
-  capped.terms.softcap = 30;
-  mean.mean = true;
-  assert_fails(h, "5 rows from 6 on are no part of a vocabulary of 9",
-               linear_cross_entropy(h->backend, beyond));
-  assert_fails(h, "supports the fused mode", linear_cross_entropy(h->backend, whole));
-  assert_fails(h, "no bias, soft-cap", linear_cross_entropy(h->backend, capped));
-  assert_fails(h, "predictions or mean", linear_cross_entropy(h->backend, mean));
+  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, 2);
+  call.shard.vocab_size = 9;
+  ASSERT_REFUSED(h, call, "5 rows from 6 on are no part of a vocabulary of 9", a.shard.first = 6);
+  ASSERT_REFUSED(h, call, "supports the fused mode", a.mode = LCE_MATERIALIZED);
+  ASSERT_REFUSED(h, call, "no bias, soft-cap", a.terms.softcap = 30);
+  ASSERT_REFUSED(h, call, "predictions or mean", a.mean = true);
   harness_close(h);
 }
 
