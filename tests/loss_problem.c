@@ -179,7 +179,8 @@ void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, cons
     // The error of the logits, of H terms, multiplies exponentials, of which V or N are summed.
     gradients.terms = (double)(r->hidden + (f->size[0] == 'N' ? r->vocab : r->rows));
     Tolerance t = f->kind == LOSS_GRADIENT ? gradients : outputs;
-    check_values(h, what, got, all, predicted ? (Tolerance){0} : t);
+    if (predicted) t = (Tolerance){0};
+    check_values(h, what, got, all, t);
   }
   if (!tensor_exists(a->outputs.correct) || !exact) return;
   const double *correct = values_of(h, a->outputs.correct);

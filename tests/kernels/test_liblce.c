@@ -59,6 +59,11 @@ static int64_t count_of(const lce_args *a, const Field *f) {
   return f->size[1] ? first * a->hidden_size : first;
 }
 
+// Elements of 4 bytes, zeros.
+static void *elements(Harness *h, int64_t count) {
+  return random_ids(h, count, 1);
+}
+
 static bool is(const Field *f, const char *name) {
   return !strcmp(f->name, name);
 }
@@ -106,15 +111,15 @@ static Problem make_problem(Harness *h, Shape s) {
     bool of_logits = f->at > offsetof(lce_args, logsumexp);
     if (!same || (of_logits && !s.logits) || is(f, "targets")) continue;
     int64_t count = count_of(&p.args, f);
-    int32_t *data = random_ids(h, count, 1);
+    float *data = elements(h, count);
     for (int64_t i = 0; i < count; i++) {
       float value = (float)same[i];
       if (f->use != WRITTEN) same[i] = value;
       memcpy(&data[i], f->use == WRITTEN ? (void *)&UNWRITTEN : &value, sizeof *data);
     }
-    *in_call(&p.args, f) = (float *)data;
+    *in_call(&p.args, f) = data;
   }
-  int64_t *wide = (int64_t *)host_values(h, s.tokens);
+  int64_t *wide = elements(h, 2 * s.tokens);
   for (int64_t i = 0; i < s.tokens; i++) wide[i] = l.targets[i];
   p.args.targets = s.wide ? (void *)wide : l.targets;
   reference_loss(&p.want);
@@ -138,7 +143,7 @@ static void check_results(Problem *p) {
     int64_t count = count_of(a, f);
     for (int64_t i = 0; i < count && !is(f, "correct"); i++) largest = fmax(largest, fabs(want[i]));
     for (int64_t i = 0; i < count; i++) {
-      double one = is(f, "predicted") ? ((const int32_t *)got)[i] : (double)got[i];
+      double one = is(f, "predicted") ? a->predicted[i] : (double)got[i];
       double right = is(f, "correct") ? p->want.predicted[i] == p->want.targets[i] : want[i];
       double allowed = is(f, "predicted") ? 0 : 1e-5 * largest + 1e-7;
       if (!(fabs(one - right) <= allowed))
@@ -219,9 +224,9 @@ TEST(test_sampling) {
   run(context, &exact.args);
   for (int i = 0; i < SAMPLED; i++) {
     p[i] = exact;
-    p[i].args.loss = (float *)random_ids(*state, N, 1);
-    p[i].args.dx = random_ids(*state, N * H, 1);
-    p[i].args.dweight = (float *)random_ids(*state, V * H, 1);
+    p[i].args.loss = elements(*state, N);
+    p[i].args.dx = elements(*state, N * H);
+    p[i].args.dweight = elements(*state, V * H);
     p[i].args.sample = i == 3 ? 1e-30f : 60;
     p[i].args.sample_seed = i == 2 ? UINT64_C(3) << 40 : 0;
     run(context, &p[i].args);
@@ -343,7 +348,7 @@ TEST(test_wrong_arguments) {
     char part[64];
     for (int k = 0; k < 4; k++) {
       snprintf(part, sizeof part, "%s is %g", numbers[i].name, (double)wrong[k]);
-      REFUSED(part, *(float *)((char *)&a + numbers[i].at) = wrong[k]);
+      REFUSED(part, memcpy((char *)&a + numbers[i].at, &wrong[k], sizeof *wrong));
     }
   }
   REFUSED("a chunk of -1 tokens; give 1 or more, or 0", a.chunk = -1);
@@ -433,7 +438,7 @@ TEST(test_impossible_addresses) {
   }
   REFUSED("targets lies at", (a.targets = moved(nowhere(1), 4), a.targets_int64 = true));
   // Neighbours share nothing, and what is only read may be read twice.
-  p.args.log_prob = (float *)random_ids(*state, 14, 1), p.args.logsumexp = p.args.log_prob + 7;
+  p.args.log_prob = elements(*state, 14), p.args.logsumexp = p.args.log_prob + 7;
   p.args.entropy_weights = p.args.token_weights;
   p.want.entropy_weights = p.want.token_weights;
   reference_loss(&p.want);

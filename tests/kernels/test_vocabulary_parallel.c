@@ -178,7 +178,7 @@ static void check_sampling(Harness *h) {
 
 static void run_all(const char *backend_name) {
   Harness *h = harness_open(backend_name);
-  if (!h) fail_msg("there is no %s here", backend_name);
+  if (!h) fail("there is no %s here", backend_name);
   harness_join_ranks(h);
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     check_case(h, &cases[i]);
