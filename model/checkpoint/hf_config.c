@@ -223,24 +223,30 @@ bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reaso
   return good;
 }
 
-ModelConfig hf_config_read(const char *directory) {
-  char *path = path_join(directory, "config.json");
+bool hf_config_try_read(const char *directory, ModelConfig *config, Reason *reason) {
+  Path path = path_in(directory, "config.json");
   size_t length;
-  char *text = file_read(path, &length);
-  if (!text) fail("%s does not exist; name a directory that holds a model in Hugging Face's layout", path);
+  char *text = file_try_read(path.text, &length, reason);
+  if (!text) return false;
+  bool good =
+      hf_config_parse(text, length, config, reason) || refuse(reason, "%s: %s", path.text, reason->text);
+  free(text);
+  if (!good || *config->name) return good;
+  size_t end = strlen(directory);
+  while (end > 1 && directory[end - 1] == '/') end--;
+  size_t begin = end;
+  while (begin > 0 && directory[begin - 1] != '/') begin--;
+  text_escape(config->name, sizeof config->name, directory + begin, end - begin);
+  return true;
+}
+
+ModelConfig hf_config_read(const char *directory) {
   ModelConfig config;
   Reason reason;
-  if (!hf_config_parse(text, length, &config, &reason)) fail("%s: %s", path, reason.text);
-  free(text);
-  free(path);
-  if (!*config.name) {
-    size_t end = strlen(directory);
-    while (end > 1 && directory[end - 1] == '/') end--;
-    size_t begin = end;
-    while (begin > 0 && directory[begin - 1] != '/') begin--;
-    text_escape(config.name, sizeof config.name, directory + begin, end - begin);
-  }
-  return config;
+  if (hf_config_try_read(directory, &config, &reason)) return config;
+  if (*reason.text) fail("%s", reason.text);
+  fail("%s/config.json does not exist; name a directory that holds a model in Hugging Face's layout",
+       directory);
 }
 
 // --- writing -----------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@
 typedef struct {
   bool ok;
   Reason reason;
-  char *parent, *name, *hidden; // parent/name is where it will be, hidden where it is made
-  int descriptor;               // of the file being written
-  char *file;                   // its path; NULL between files
+  Path parent, hidden; // parent/name is where it will be, hidden where it is made
+  char name[256];
+  FILE *out; // the file being written, at the path `file`; NULL between files
+  Path file;
 } Folder;
 
 bool is_plain_name(const char *name);               // of a file in a folder: no path, not "." or ".."
@@ -39,7 +40,7 @@ typedef struct {
 } TensorFile;
 
 typedef struct {
-  char *path; // of the one file or of the index, for messages
+  Path path; // of the one file or of the index, for messages
   TensorFile *files;
   int64_t count, capacity;
 } TensorSet;
