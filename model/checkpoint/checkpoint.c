@@ -431,7 +431,6 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   Folder folder = begin_step(store, step, trainer_state);
   size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
-  optimizer_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
   bool generation = false;
   for (int i = 0; i < store->companion_count; i++) {

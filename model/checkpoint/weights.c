@@ -396,34 +396,27 @@ static const Tensor *exact_weights(const Parameters *all) {
 
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes) {
   const Parameters *all = &model->parameters;
-  const Tensor *role = dtype == DTYPE_F32 ? exact_weights(all) : all->value;
-  TensorToStore *list = host_alloc(all->count, sizeof *list, "a list of tensors");
-  for (int64_t i = 0; i < all->count; i++)
-    list[i] = parameter_to_store(NULL, all, &all->items[i], role, dtype);
-  tensor_set_write(folder, MODEL_STEM, list, all->count, backend, shard_bytes);
-  free(list);
-}
-
-// --- the optimizer's state ---------------------------------------------------------------------------------
-
-void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype weights_dtype,
-                     size_t shard_bytes) {
-  const Parameters *all = &model->parameters;
-  const Tensor *exact = exact_weights(all);
-  TensorToStore *list = host_alloc((OPTIMIZER_STATES + 1) * all->count, sizeof *list, "a list of tensors");
+  const Tensor *exact = exact_weights(all), *role = dtype == DTYPE_F32 ? exact : all->value;
+  TensorToStore *weights = host_alloc(all->count, sizeof *weights, "a list of tensors");
+  TensorToStore *rest = host_alloc((OPTIMIZER_STATES + 1) * all->count, sizeof *rest, "a list of tensors");
   int64_t count = 0;
   for (int64_t i = 0; i < all->count; i++) {
     const Parameter *p = &all->items[i];
+    weights[i] = parameter_to_store(NULL, all, p, role, dtype);
     for (int s = 0; s < OPTIMIZER_STATES; s++)
       if (tensor_exists(all->state[s][p->group]))
-        list[count++] = parameter_to_store(all->optimizer->states[s].name, all, p, all->state[s],
+        rest[count++] = parameter_to_store(all->optimizer->states[s].name, all, p, all->state[s],
                                            all->state[s][p->group].dtype);
-    if (weights_dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
-      list[count++] = parameter_to_store("master", all, p, exact, DTYPE_F32);
+    if (dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
+      rest[count++] = parameter_to_store("master", all, p, exact, DTYPE_F32);
   }
-  tensor_set_write(folder, STATE_STEM, list, count, backend, shard_bytes);
-  free(list);
+  tensor_set_write(folder, MODEL_STEM, weights, all->count, backend, shard_bytes);
+  tensor_set_write(folder, STATE_STEM, rest, count, backend, shard_bytes);
+  free(weights);
+  free(rest);
 }
+
+// --- the optimizer's state ---------------------------------------------------------------------------------
 
 // False when there is none of that name.
 static bool load_state(const TensorSet *set, Backend *backend, const char *prefix, const Parameters *all,
