@@ -53,20 +53,11 @@ static int64_t best_fit(FreeSpace *s, int64_t length) {
   return window;
 }
 
-// By a key each, then in the order of the stream.
-static int compare(int64_t key, int64_t other_key, const PackedPiece *x, const PackedPiece *y) {
-  return key != other_key ? (key > other_key) - (key < other_key)
-                          : (x->first > y->first) - (x->first < y->first);
-}
-
-static int longest_first(const void *a, const void *b) {
-  const PackedPiece *x = a, *y = b;
-  return compare(y->length, x->length, x, y);
-}
-
+// By window, then in the order of the stream.
 static int by_window(const void *a, const void *b) {
   const PackedPiece *x = a, *y = b;
-  return compare(x->window, y->window, x, y);
+  if (x->window != y->window) return x->window < y->window ? -1 : 1;
+  return (x->first > y->first) - (x->first < y->first);
 }
 
 Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_text) {
@@ -77,7 +68,7 @@ Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_te
     for (int64_t length; first < ends[i] - 1; first += length) {
       length = min_i64(seq_len, ends[i] - 1 - first);
       p->pieces = host_grow(p->pieces, count, &capacity, sizeof *p->pieces, what);
-      p->pieces[count++] = (PackedPiece){.first = first, .length = length};
+      p->pieces[count++] = (PackedPiece){first, length, .window = -length}; // the longest first
       p->pairs += length;
     }
   free(ends);
@@ -85,7 +76,7 @@ Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_te
                      .top = host_alloc(seq_len + 1, sizeof *space.top, what),
                      .some = host_alloc(seq_len / 64 + 1, sizeof *space.some, what)};
   for (int64_t i = 0; i <= seq_len; i++) space.top[i] = -1;
-  if (count) qsort(p->pieces, (size_t)count, sizeof *p->pieces, longest_first);
+  if (count) qsort(p->pieces, (size_t)count, sizeof *p->pieces, by_window);
   for (int64_t i = 0; i < count; i++) p->pieces[i].window = best_fit(&space, p->pieces[i].length);
   if (count) qsort(p->pieces, (size_t)count, sizeof *p->pieces, by_window);
   p->windows = space.windows;
@@ -171,38 +162,37 @@ static int64_t split_window(const Loader *loader, int64_t place) {
   return window;
 }
 
-// Where the rows of a batch come from and go to.
+// Where a batch goes; `documents` may be NULL.
 typedef struct {
-  const Source *source;
-  const Packing *packing;
-  int64_t stride; // without a packing
-  int64_t tokens_of_batch;
   int32_t *tokens, *targets, *documents;
-} Rows;
+  int64_t count; // B * T
+} Batch;
 
 // To place `at` of the batch, as a document. Returns the counted targets.
-static int64_t fill_document(const Rows *r, int64_t at, const PackedPiece *piece) {
-  source_read(r->source, piece->first, piece->length, r->tokens + at);
-  for (int64_t i = 0; i < piece->length && r->documents; i++) {
-    r->documents[at + i] = (int32_t)i;
-    r->documents[r->tokens_of_batch + at + i] = (int32_t)(piece->length - 1 - i);
+static int64_t fill_document(const Batch *b, int64_t at, const Source *source, const PackedPiece *piece) {
+  source_read(source, piece->first, piece->length, b->tokens + at);
+  for (int64_t i = 0; i < piece->length && b->documents; i++) {
+    b->documents[at + i] = (int32_t)i;
+    b->documents[b->count + at + i] = (int32_t)(piece->length - 1 - i);
   }
-  return source_read_targets(r->source, piece->first + 1, piece->length, r->targets + at);
+  return source_read_targets(source, piece->first + 1, piece->length, b->targets + at);
 }
 
-// A row of a window, or -1 of none; what is left of it, past the source's end too, is padded. Returns the counted targets.
-static int64_t fill_row(const Rows *r, int64_t row, int64_t seq_len, int64_t window) {
-  int64_t at = row * seq_len, end = at + seq_len, counted = 0, first = window * r->stride;
-  PackedPiece whole = {.first = first, .length = min_i64(seq_len, r->source->tokens - 1 - first)};
+// A row of a window, or -1 of none, of the source or of the separate validation source; what is left of it, past the
+// source's end too, is padded. Returns the counted targets.
+static int64_t fill_row(const LoaderOptions *o, bool separate, int64_t row, int64_t window, const Batch *b) {
+  const Source *source = separate ? o->validation_source : o->source;
+  const Packing *packing = separate ? o->validation_packing : o->packing;
+  int64_t at = row * o->seq_len, end = at + o->seq_len, counted = 0;
+  int64_t first = window * (separate ? o->seq_len : stride(o));
+  PackedPiece whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
   const PackedPiece *piece = &whole, *last = piece + (window >= 0);
-  if (r->packing && window >= 0) {
-    piece = r->packing->pieces + r->packing->starts[window];
-    last = r->packing->pieces + r->packing->starts[window + 1];
-  }
-  for (; piece < last; at += piece++->length) counted += fill_document(r, at, piece);
+  if (packing && window >= 0)
+    piece = packing->pieces + packing->starts[window], last = packing->pieces + packing->starts[window + 1];
+  for (; piece < last; at += piece++->length) counted += fill_document(b, at, source, piece);
   for (; at < end; at++) {
-    r->tokens[at] = 0, r->targets[at] = IGNORED_TARGET;
-    if (r->documents) r->documents[at] = r->documents[r->tokens_of_batch + at] = 0;
+    b->tokens[at] = 0, b->targets[at] = IGNORED_TARGET;
+    if (b->documents) b->documents[at] = b->documents[b->count + at] = 0;
   }
   return counted;
 }
@@ -212,16 +202,15 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens
   assert(at.step >= 0 && at.micro_step >= 0 && at.micro_step < at.micro_steps);
   assert(at.rank >= 0 && at.rank < at.ranks);
   const LoaderOptions *o = &loader->options;
-  Rows rows = {o->source, o->packing, stride(o), o->batch * o->seq_len, tokens, targets, documents};
-  int64_t counted = 0;
+  Batch batch = {tokens, targets, documents, o->batch * o->seq_len};
+  int64_t counted = 0, held_back = source_windows(o) - loader->train_windows;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t number = ((at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank) * o->batch + row;
     uint64_t epoch = (uint64_t)(number / loader->train_windows);
     uint64_t visit = (uint64_t)(number % loader->train_windows), place = visit;
     if (o->order == ORDER_SHUFFLED)
       place = random_permute(o->seed, order_stream + epoch, visit, (uint64_t)loader->train_windows);
-    int64_t held_back = source_windows(o) - loader->train_windows;
-    counted += fill_row(&rows, row, o->seq_len, split_window(loader, held_back + (int64_t)place));
+    counted += fill_row(o, false, row, split_window(loader, held_back + (int64_t)place), &batch);
   }
   return counted;
 }
@@ -230,17 +219,17 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
                                 int32_t *documents) {
   assert(index >= 0);
   const LoaderOptions *o = &loader->options;
-  Rows rows = {o->source, o->packing, stride(o), o->batch * o->seq_len, tokens, targets, documents};
-  if (o->validation_source)
-    rows.source = o->validation_source, rows.packing = o->validation_packing, rows.stride = o->seq_len;
+  Batch batch = {tokens, targets, documents, o->batch * o->seq_len};
+  bool separate = o->validation_source;
   int64_t counted = 0;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t window = index * o->batch + row;
-    if (window >= loader->validation_windows)
-      window = -1;
-    else if (!o->validation_source)
-      window = split_window(loader, window);
-    counted += fill_row(&rows, row, o->seq_len, window);
+    bool none = window >= loader->validation_windows;
+    counted += fill_row(o, separate, row,
+                        none       ? -1
+                        : separate ? window
+                                   : split_window(loader, window),
+                        &batch);
   }
   return counted;
 }
@@ -269,28 +258,24 @@ static uint32_t add_checksum(const Source *source, uint32_t crc) {
 
 void loader_require_targets(const Loader *loader, bool training, int64_t validation_batches) {
   const LoaderOptions *o = &loader->options;
-  const Source *validated = o->validation_source ? o->validation_source : o->source;
+  const Source *sources[] = {o->source, o->validation_source ? o->validation_source : o->source};
   if (!validation_batches || validation_batches > loader->validation_batches)
     validation_batches = loader->validation_batches;
-  int64_t rows = min_i64(validation_batches * o->batch, loader->validation_windows);
+  int64_t rows[] = {training ? loader->train_windows : 0,
+                    min_i64(validation_batches * o->batch, loader->validation_windows)};
   Loader by_row = *loader; // a batch may exceed the memory
   by_row.options.batch = 1;
   int32_t *tokens = host_alloc(2 * o->seq_len, sizeof *tokens, "a sequence"), *targets = tokens + o->seq_len;
-  int64_t counted = !training;
-  for (LoaderPlace at = {.micro_steps = 1, .ranks = 1}; !counted; at.step++) {
-    if (at.step == loader->train_windows)
-      fail("%s: no target of the training windows counts, for the masks leave all out: name other data, or "
-           "make shards and masks again with tools/prepare_data.py",
-           o->source->name);
-    counted = loader_train_batch(&by_row, at, tokens, targets, NULL);
-  }
-  counted = rows == 0;
-  for (int64_t row = 0; !counted; row++) {
-    if (row == rows)
-      fail("%s: no target of the validation batches counts, for the masks leave all out: name other "
-           "--val-data, or raise --eval-batches",
-           validated->name);
-    counted = loader_validation_batch(&by_row, row, tokens, targets, NULL);
+  for (int validation = 0; validation < 2; validation++) {
+    int64_t counted = rows[validation] == 0;
+    for (LoaderPlace at = {.micro_steps = 1, .ranks = 1}; !counted && at.step < rows[validation]; at.step++)
+      counted = validation ? loader_validation_batch(&by_row, at.step, tokens, targets, NULL)
+                           : loader_train_batch(&by_row, at, tokens, targets, NULL);
+    if (!counted)
+      fail("%s: no target of the %s counts, for the masks leave all out: name other %s",
+           sources[validation]->name, validation ? "validation batches" : "training windows",
+           validation ? "--val-data, or raise --eval-batches"
+                      : "data, or make shards and masks again with tools/prepare_data.py");
   }
   free(tokens);
 }

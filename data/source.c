@@ -2,6 +2,7 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <fnmatch.h>
 #include <fts.h>
 #include <glob.h>
 #include <limits.h>
@@ -25,9 +26,17 @@ enum {
   CHECK_STRETCH = 8 << 20 // tokens after which the pages read are given back
 };
 
+// How a file came into the list decides how strictly it is read.
+typedef enum {
+  FILE_NAMED,   // the user wrote this very path
+  FILE_MATCHED, // a glob matched it
+  FILE_FOUND    // it lay in a directory
+} FileOrigin;
+
 // One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator.
 struct SourcePiece {
   char *path;
+  FileOrigin origin;
   Mapping file, mask_file;
   const void *tokens;  // in the file
   const uint8_t *mask; // in the mask file, or NULL: every token counts
@@ -36,104 +45,98 @@ struct SourcePiece {
 
 typedef struct SourcePiece Piece;
 
-// How a file came into the list decides how strictly it is read.
-typedef enum {
-  FILE_NAMED,   // the user wrote this very path
-  FILE_MATCHED, // a glob matched it
-  FILE_FOUND    // it lay in a directory
-} FileOrigin;
-
-typedef struct {
-  char *path;
-  FileOrigin origin;
-} FileEntry;
-
-typedef struct {
-  FileEntry *entries;
-  int64_t count, capacity;
-} FileList;
-
-// Whether a directory's entry is wanted. `name` is the last part of its path.
-typedef bool (*FileFilter)(const char *name, bool is_directory);
-
 // --- the files that paths name ------------------------------------------------------------------------------
 
-static void append(FileList *list, const char *path, FileOrigin origin) {
-  list->entries =
-      host_grow(list->entries, list->count, &list->capacity, sizeof *list->entries, "a list of data files");
-  list->entries[list->count++] = (FileEntry){text_format("%s", path), origin};
+// Whether a name in a directory is left out; `tree`: what is not of the corpus, too.
+static bool is_left_out(const char *name, bool is_directory, bool tree) {
+  static const char *const corpus[] = {"*.c",  "*.h",  "*.cu",     "*.cuh",  "*.py",
+                                       "*.sh", "*.md", "Makefile", "LICENSE"};
+  if (name[0] == '.') return true;
+  if (is_directory) return !strcmp(name, "build") || (tree && !strcmp(name, "runs"));
+  bool found = !tree;
+  for (size_t i = 0; i < sizeof corpus / sizeof *corpus; i++) found |= fnmatch(corpus[i], name, 0) == 0;
+  return !found;
+}
+
+static bool is_bin(const char *path) {
+  return text_ends_in(path, ".bin");
+}
+
+static void append(Source *source, const char *path, FileOrigin origin) {
+  source->pieces = host_grow(source->pieces, source->files, &source->capacity, sizeof *source->pieces,
+                             "a list of data files");
+  source->pieces[source->files++] = (Piece){.path = text_format("%s", path), .origin = origin};
 }
 
 // strcmp, not the locale's order: the stream of tokens must not depend on LANG.
 static int compare_paths(const void *a, const void *b) {
-  return strcmp(((const FileEntry *)a)->path, ((const FileEntry *)b)->path);
+  return strcmp(((const Piece *)a)->path, ((const Piece *)b)->path);
 }
 
-// Adds the regular files under `directory`, all levels down, that `accept` (NULL: any) takes, without hidden names
-// and directories named "build". Symbolic links to files are followed, links to directories are not.
-static void add_directory(FileList *list, const char *directory, FileFilter accept) {
+// Adds the regular files under `directory`, all levels down; `tree`: those of the corpus. Symbolic links to files are
+// followed, links to directories are not.
+static void add_directory(Source *source, const char *directory, bool tree) {
   char *roots[] = {(char *)directory, NULL};
   FTS *walk = fts_open(roots, FTS_PHYSICAL | FTS_COMFOLLOW | FTS_NOCHDIR, NULL);
   if (!walk) fail("cannot read the directory %s: %s", directory, strerror(errno));
   FTSENT *entry;
   while (errno = 0, (entry = fts_read(walk))) {
-    bool is_directory = entry->fts_info == FTS_D, is_file = entry->fts_info == FTS_F;
+    int info = entry->fts_info;
     struct stat target;
-    if (entry->fts_info == FTS_SL) is_file = stat(entry->fts_path, &target) == 0 && S_ISREG(target.st_mode);
-    if (entry->fts_info == FTS_DNR || entry->fts_info == FTS_ERR || entry->fts_info == FTS_NS)
+    bool is_file =
+        info == FTS_F || (info == FTS_SL && !stat(entry->fts_path, &target) && S_ISREG(target.st_mode));
+    if (info == FTS_DNR || info == FTS_ERR || info == FTS_NS)
       fail("cannot read %s: %s", entry->fts_path, strerror(entry->fts_errno));
     if (entry->fts_level <= 0) continue; // the directory itself
-    bool skip = entry->fts_name[0] == '.' || (is_directory && strcmp(entry->fts_name, "build") == 0) ||
-                (accept && !accept(entry->fts_name, is_directory));
-    if (is_directory && skip) fts_set(walk, entry, FTS_SKIP);
-    if (is_file && !skip) append(list, entry->fts_path, FILE_FOUND);
+    bool skip = is_left_out(entry->fts_name, info == FTS_D, tree);
+    if (info == FTS_D && skip) fts_set(walk, entry, FTS_SKIP);
+    if (is_file && !skip) append(source, entry->fts_path, FILE_FOUND);
   }
   if (errno) fail("cannot read the directory %s: %s", directory, strerror(errno));
   fts_close(walk);
 }
 
-static void add_existing(FileList *list, const char *path, FileOrigin origin) {
+static void add_existing(Source *source, const char *path, FileOrigin origin) {
   struct stat status;
   if (stat(path, &status) != 0) fail("cannot read %s: %s", path, strerror(errno));
   if (S_ISDIR(status.st_mode))
-    add_directory(list, path, NULL);
+    add_directory(source, path, false);
   else if (S_ISREG(status.st_mode))
-    append(list, path, origin);
+    append(source, path, origin);
   else
     fail("%s is neither a file nor a directory: name a file, a directory or a glob", path);
 }
 
 // Adds what `path` names: a file, a directory's files or, when nothing has that very name, what glob(7) matches.
-static void add_path(FileList *list, const char *path) {
+static void add_path(Source *source, const char *path) {
   if (path_exists(path) || !strpbrk(path, "*?[")) {
-    add_existing(list, path, FILE_NAMED);
+    add_existing(source, path, FILE_NAMED);
     return;
   }
-  glob_t matches;
-  int result = glob(path, GLOB_ERR | GLOB_NOSORT, NULL, &matches);
+  glob_t found;
+  int result = glob(path, GLOB_ERR | GLOB_NOSORT, NULL, &found);
   if (result == GLOB_NOMATCH) fail("no file matches %s", path);
   if (result != 0) fail("cannot read the directories that %s names: %s", path, strerror(errno));
-  for (size_t i = 0; i < matches.gl_pathc; i++) add_existing(list, matches.gl_pathv[i], FILE_MATCHED);
-  globfree(&matches);
+  for (size_t i = 0; i < found.gl_pathc; i++) add_existing(source, found.gl_pathv[i], FILE_MATCHED);
+  globfree(&found);
 }
 
-static void free_list(FileList *list) {
-  for (int64_t i = 0; i < list->count; i++) free(list->entries[i].path);
-  free(list->entries);
-  *list = (FileList){0};
+static void close_piece(Piece *piece) {
+  free(piece->path);
+  file_unmap(&piece->file);
+  file_unmap(&piece->mask_file);
 }
 
 // --- shards in memory ----------------------------------------------------------------------------------------
 
-enum {
-  HEADER_INTS = 256,
-  HEADER_BYTES = 4 * HEADER_INTS,
-  MAGIC_UINT16 = 20240520,
-  VERSION_UINT16 = 1,
-  MAGIC_UINT32 = 20240801,
-  VERSION_UINT32 = 7,
-  BITS_VERSION = 1
-};
+enum { HEADER_BYTES = 4 * 256, BITS_VERSION = 1 };
+
+typedef struct {
+  int32_t magic, version;
+  int token_bytes;
+} Format;
+
+static const Format formats[] = {{20240520, 1, 2}, {20240801, 7, 4}};
 
 // out[i] = from[i], of unsigned integers of 1, 2 or 4 bytes; one above INT32_MAX comes out negative.
 static void ids_widen(const void *from, int bytes_each, int64_t count, int32_t *out) {
@@ -151,44 +154,38 @@ static int32_t header_value(const void *bytes, int index) {
   return value;
 }
 
-static bool shard_has_magic(const void *bytes, size_t size) {
-  if (size < 4) return false;
-  int32_t magic = header_value(bytes, 0);
-  return magic == MAGIC_UINT16 || magic == MAGIC_UINT32;
+// NULL where the bytes do not begin with a shard's magic.
+static const Format *shard_format(const void *bytes, size_t size) {
+  for (int i = 0; size >= 4 && i < 2; i++)
+    if (header_value(bytes, 0) == formats[i].magic) return &formats[i];
+  return NULL;
 }
 
 bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason) {
+  const Format *format = shard_format(bytes, size);
   if (size < HEADER_BYTES)
     return refuse(
         reason, "is truncated: a token shard begins with a header of %d bytes and this file ends at byte %zu",
         HEADER_BYTES, size);
-  int32_t magic = header_value(bytes, 0), version = header_value(bytes, 1);
-  if (!shard_has_magic(bytes, size))
+  if (!format)
     return refuse(reason,
-                  "is no llm.c token shard: the magic at byte 0 is %d, not %d (uint16) or %d (uint32)", magic,
-                  MAGIC_UINT16, MAGIC_UINT32);
-  bool wide = magic == MAGIC_UINT32;
-  int32_t known = wide ? VERSION_UINT32 : VERSION_UINT16;
-  if (version != known)
+                  "is no llm.c token shard: the magic at byte 0 is %d, not %d (uint16) or %d (uint32)",
+                  header_value(bytes, 0), formats[0].magic, formats[1].magic);
+  if (header_value(bytes, 1) != format->version)
     return refuse(reason,
                   "has shard version %d at byte 4 where magic %d goes with version %d: make it again with "
                   "the current llm.c format",
-                  version, magic, known);
-  int token_bytes = wide ? 4 : 2;
-  int64_t count = header_value(bytes, 2), expected = HEADER_BYTES + count * token_bytes;
+                  header_value(bytes, 1), format->magic, format->version);
+  int64_t count = header_value(bytes, 2), expected = HEADER_BYTES + count * format->token_bytes;
   if (count <= 0)
     return refuse(reason, "holds no tokens: the count at byte 8 of its header is %lld", (long long)count);
-  if (expected > (int64_t)size)
+  if (expected != (int64_t)size)
     return refuse(reason,
-                  "is truncated: the header at byte 8 promises %lld tokens, which end at byte %lld, and the "
-                  "file ends at byte %zu",
-                  (long long)count, (long long)expected, size);
-  if (expected < (int64_t)size)
-    return refuse(reason,
-                  "disagrees with its header: the %lld tokens promised at byte 8 end at byte %lld, and the "
-                  "file ends at byte %zu",
-                  (long long)count, (long long)expected, size);
-  *shard = (Shard){token_bytes, (const char *)bytes + HEADER_BYTES, count};
+                  "%s: the header at byte 8 promises %lld tokens, which end at byte %lld, and the file ends "
+                  "at byte %zu",
+                  expected > (int64_t)size ? "is truncated" : "disagrees with its header", (long long)count,
+                  (long long)expected, size);
+  *shard = (Shard){format->token_bytes, (const char *)bytes + HEADER_BYTES, count};
   return true;
 }
 
@@ -223,19 +220,9 @@ static Mapping load_file(const char *path) {
   return file;
 }
 
-// Checks the shard and points the piece at its tokens.
-static SourceKind open_shard(Piece *piece) {
-  Shard shard;
-  Reason reason;
-  if (!shard_parse(piece->file.bytes, piece->file.size, &shard, &reason))
-    fail("%s %s", piece->path, reason.text);
-  piece->tokens = shard.tokens;
-  piece->stored = shard.count;
-  return (SourceKind)shard.token_bytes;
-}
-
 // "shards/a.mask" for "shards/a.bin"; the caller frees it. NULL where there is no such file.
-static char *find_beside(const char *shard, const char *ending) {
+static char *find_beside(const char *shard, ShardBits kind) {
+  const char *ending = kind == SHARD_MASK ? ".mask" : ".ends";
   char *path = text_format("%.*s%s", (int)(strlen(shard) - strlen(".bin")), shard, ending);
   struct stat status;
   if (lstat(path, &status) == 0) return path; // a link that leads nowhere is not "no mask": opening it fails
@@ -245,7 +232,7 @@ static char *find_beside(const char *shard, const char *ending) {
 
 // Loads the bits of a shard, if there are any, and checks that they fit.
 static const uint8_t *open_bits(const Piece *piece, ShardBits kind, Mapping *file) {
-  char *path = find_beside(piece->path, kind == SHARD_MASK ? ".mask" : ".ends");
+  char *path = find_beside(piece->path, kind);
   if (!path) return NULL;
   *file = load_file(path);
   Reason reason;
@@ -259,46 +246,28 @@ static const char *const kind_names[] = {[SOURCE_TEXT] = "byte-level text",
                                          [SOURCE_SHARDS_UINT16] = "llm.c shards, uint16",
                                          [SOURCE_SHARDS_UINT32] = "llm.c shards, uint32"};
 
-static bool is_bin(const char *path) {
-  return text_ends_in(path, ".bin");
-}
-
-static void leave_out(Source *source, const char *path) {
-  if (text_ends_in(path, ".mask") || text_ends_in(path, ".ends")) return;
-  if (!source->left++) source->first_left = text_format("%s", path);
-}
-
-// Appends the file unless its origin lets it be skipped.
-static void add_file(Source *source, const FileEntry *entry) {
-  Piece piece = {.path = entry->path, .file = load_file(entry->path)};
-  const Mapping *file = &piece.file;
-  SourceKind kind = SOURCE_TEXT;
-  if (is_bin(entry->path) && (entry->origin != FILE_FOUND || shard_has_magic(file->bytes, file->size))) {
-    kind = open_shard(&piece);
-    piece.mask = open_bits(&piece, SHARD_MASK, &piece.mask_file);
-    source->masked |= piece.mask != NULL;
-  } else {
-    const char *nul = memchr(file->bytes, 0, (size_t)min_i64((int64_t)file->size, BINARY_PROBE_BYTES));
-    if (entry->origin == FILE_NAMED && file->size == 0)
-      fail("%s is empty: name a file with at least one byte of text", entry->path);
-    if (entry->origin == FILE_NAMED && nul)
-      fail("%s is not text (NUL at byte %lld): name text files, or llm.c token shards ending in .bin",
-           entry->path, (long long)(nul - file->bytes));
-    if (file->size == 0 || nul) {
-      leave_out(source, entry->path);
-      file_unmap(&piece.file);
-      return;
-    }
-    piece.tokens = file->bytes;
-    piece.stored = (int64_t)file->size;
+// Reads the file into the piece and returns its kind; 0: its origin lets it be left out.
+static SourceKind open_piece(Piece *piece) {
+  piece->file = load_file(piece->path);
+  const Mapping *file = &piece->file;
+  if (is_bin(piece->path) && (piece->origin != FILE_FOUND || shard_format(file->bytes, file->size))) {
+    Shard shard;
+    Reason reason;
+    if (!shard_parse(file->bytes, file->size, &shard, &reason)) fail("%s %s", piece->path, reason.text);
+    piece->tokens = shard.tokens;
+    piece->stored = shard.count;
+    piece->mask = open_bits(piece, SHARD_MASK, &piece->mask_file);
+    return (SourceKind)shard.token_bytes;
   }
-  if (source->files > 0 && source->kind != kind)
-    fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", source->pieces[0].path,
-         kind_names[source->kind], entry->path, kind_names[kind]);
-  source->kind = kind;
-  piece.path = text_format("%s", entry->path);
-  source->pieces = host_grow(source->pieces, source->files, &source->capacity, sizeof piece, "data files");
-  source->pieces[source->files++] = piece;
+  const char *nul = memchr(file->bytes, 0, (size_t)min_i64((int64_t)file->size, BINARY_PROBE_BYTES));
+  if (piece->origin == FILE_NAMED && file->size == 0)
+    fail("%s is empty: name a file with at least one byte of text", piece->path);
+  if (piece->origin == FILE_NAMED && nul)
+    fail("%s is not text (NUL at byte %lld): name text files, or llm.c token shards ending in .bin",
+         piece->path, (long long)(nul - file->bytes));
+  piece->tokens = file->bytes;
+  piece->stored = (int64_t)file->size;
+  return nul || !file->size ? 0 : SOURCE_TEXT;
 }
 
 // --- token ids ---------------------------------------------------------------------------------------------
@@ -315,20 +284,6 @@ static int64_t first_outside(const Source *source, const int32_t *ids, int64_t c
   for (int64_t i = 0; i < count && largest >= source->vocab_size; i++)
     if ((uint32_t)ids[i] >= source->vocab_size) return i;
   return count;
-}
-
-// The first index in [first, end) whose id is no id of the vocabulary, or `end`.
-static int64_t find_outside(const Source *source, const Piece *piece, int64_t first, int64_t end) {
-  int64_t found = end;
-#pragma omp parallel for reduction(min : found)
-  for (int64_t start = first; start < end; start += CHECK_BLOCK) {
-    int32_t ids[CHECK_BLOCK];
-    int64_t count = min_i64(end - start, CHECK_BLOCK);
-    widen(source->kind, piece, start, count, ids);
-    int64_t outside = first_outside(source, ids, count);
-    if (outside < count) found = min_i64(found, start + outside);
-  }
-  return found;
 }
 
 static void fail_outside(const Source *source, const Piece *piece, int64_t index) {
@@ -348,12 +303,18 @@ static void fail_outside(const Source *source, const Piece *piece, int64_t index
 }
 
 static void check_ids(const Source *source, const Piece *piece) {
-  int64_t possible = (int64_t)1 << (8 * source->kind);
-  if (source->vocab_size >= possible) return;
+  if (source->vocab_size >= (int64_t)1 << (8 * source->kind)) return;
   for (int64_t first = 0; first < piece->stored; first += CHECK_STRETCH) {
-    int64_t end = min_i64(piece->stored, first + CHECK_STRETCH);
-    int64_t outside = find_outside(source, piece, first, end);
-    if (outside < end) fail_outside(source, piece, outside);
+    int64_t end = min_i64(piece->stored, first + CHECK_STRETCH), found = end;
+#pragma omp parallel for reduction(min : found)
+    for (int64_t start = first; start < end; start += CHECK_BLOCK) {
+      int32_t ids[CHECK_BLOCK];
+      int64_t count = min_i64(end - start, CHECK_BLOCK);
+      widen(source->kind, piece, start, count, ids);
+      int64_t outside = first_outside(source, ids, count);
+      if (outside < count) found = min_i64(found, start + outside);
+    }
+    if (found < end) fail_outside(source, piece, found);
     // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
     file_done_with(&piece->file, 0, piece->file.size);
   }
@@ -369,30 +330,41 @@ static Source *new_source(char *name, int64_t vocab_size) {
   return source;
 }
 
-static bool is_found_shard(const FileEntry *entry) {
-  if (entry->origin != FILE_FOUND || !is_bin(entry->path)) return false;
-  int32_t magic = 0;
-  size_t size;
-  int file = file_open(entry->path, &size);
-  bool has = file >= 0 && read(file, &magic, sizeof magic) == sizeof magic;
-  if (file >= 0) close(file);
-  return has && shard_has_magic(&magic, sizeof magic);
+static bool is_found_shard(const Piece *piece) {
+  if (piece->origin != FILE_FOUND || !is_bin(piece->path)) return false;
+  Mapping file = file_map_or_copy(piece->path, 0, NULL);
+  bool has = shard_format(file.bytes, file.size);
+  file_unmap(&file);
+  return has;
 }
 
-static void add_files(Source *source, FileList *files, const char *name) {
-  int64_t before = source->files;
-  if (files->count) qsort(files->entries, (size_t)files->count, sizeof *files->entries, compare_paths);
+// Reads the pieces from `before` on, which `name` names, and drops those that are left out.
+static void open_pieces(Source *source, int64_t before, const char *name) {
+  int64_t end = source->files;
+  Piece *pieces = source->pieces;
+  if (end > before) qsort(pieces + before, (size_t)(end - before), sizeof *pieces, compare_paths);
   bool shards_found = false;
-  for (int64_t i = 0; i < files->count; i++) shards_found |= is_found_shard(&files->entries[i]);
-  for (int64_t i = 0; i < files->count; i++) {
-    const FileEntry *entry = &files->entries[i];
-    if (!shards_found || entry->origin != FILE_FOUND || is_found_shard(entry))
-      add_file(source, entry);
-    else
-      leave_out(source, entry->path);
+  for (int64_t i = before; i < end; i++) shards_found |= is_found_shard(&pieces[i]);
+  source->files = before;
+  for (int64_t i = before; i < end; i++) {
+    Piece piece = pieces[i];
+    bool beside_shards = shards_found && piece.origin == FILE_FOUND && !is_found_shard(&piece);
+    SourceKind kind = beside_shards ? 0 : open_piece(&piece);
+    if (!kind) {
+      bool of_a_shard = text_ends_in(piece.path, ".mask") || text_ends_in(piece.path, ".ends");
+      if (!of_a_shard && !source->left++) source->first_left = text_format("%s", piece.path);
+      close_piece(&piece);
+      continue;
+    }
+    if (source->files > 0 && source->kind != kind)
+      fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", pieces[0].path,
+           kind_names[source->kind], piece.path, kind_names[kind]);
+    source->kind = kind;
+    source->masked |= piece.mask != NULL;
+    pieces[source->files++] = piece;
   }
   if (source->files == before) fail("%s holds no text and no token shards", name);
-  for (int64_t i = before; i < source->files; i++) check_ids(source, &source->pieces[i]);
+  for (int64_t i = before; i < source->files; i++) check_ids(source, &pieces[i]);
 }
 
 static bool has_separators(const Source *source) {
@@ -413,21 +385,16 @@ Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size)
   char *name = text_format(count > 1 ? "%s and %lld more" : "%s", paths[0], (long long)count - 1);
   Source *source = new_source(name, vocab_size);
   for (int64_t i = 0; i < count; i++) {
-    FileList files = {0};
-    add_path(&files, paths[i]);
-    add_files(source, &files, paths[i]);
-    free_list(&files);
+    int64_t before = source->files;
+    add_path(source, paths[i]);
+    open_pieces(source, before, paths[i]);
   }
   return join(source);
 }
 
 void source_close(Source *source) {
   if (!source) return;
-  for (int64_t i = 0; i < source->files; i++) {
-    free(source->pieces[i].path);
-    file_unmap(&source->pieces[i].file);
-    file_unmap(&source->pieces[i].mask_file);
-  }
+  for (int64_t i = 0; i < source->files; i++) close_piece(&source->pieces[i]);
   free(source->pieces);
   free(source->first_left);
   free(source->name);
@@ -466,73 +433,66 @@ static const Piece *piece_at(const Source *source, int64_t position) {
   return &source->pieces[low];
 }
 
-void source_read(const Source *source, int64_t first, int64_t count, int32_t *out) {
+static bool is_set(const uint8_t *bits, int64_t index) {
+  return bits[index / 8] >> (index % 8) & 1;
+}
+
+// As source_read_targets, or, where they are no targets, without masks.
+static int64_t read_tokens(const Source *source, int64_t first, int64_t count, int32_t *out, bool targets) {
   assert(first >= 0 && count >= 0 && first <= source->tokens - count);
-  if (count == 0) return;
-  for (const Piece *piece = piece_at(source, first); count > 0; piece++) {
+  int64_t counted = count;
+  for (const Piece *piece = count ? piece_at(source, first) : NULL; count > 0; piece++) {
     int64_t start = first - piece->first;
     int64_t taken = min_i64(piece->stored - start, count); // 0 when `first` is the separator itself
     widen(source->kind, piece, start, taken, out);
     int64_t outside = first_outside(source, out, taken); // the file may have changed since it was opened
     if (outside < taken) fail_outside(source, piece, start + outside);
+    for (int64_t i = 0; targets && piece->mask && i < taken; i++)
+      if (!is_set(piece->mask, start + i)) out[i] = IGNORED_TARGET, counted--;
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
-  }
-}
-
-int64_t source_read_targets(const Source *source, int64_t first, int64_t count, int32_t *out) {
-  source_read(source, first, count, out);
-  if (!source->masked || count == 0) return count;
-  int64_t counted = 0, end = first + count;
-  for (const Piece *piece = piece_at(source, first); first < end; piece++) {
-    int64_t piece_end = piece->first + piece->stored; // shards have no separators
-    for (; first < end && first < piece_end; first++, out++) {
-      int64_t bit = first - piece->first;
-      bool counts = !piece->mask || (piece->mask[bit / 8] >> (bit % 8) & 1);
-      if (!counts) *out = IGNORED_TARGET;
-      counted += counts;
-    }
   }
   return counted;
 }
 
-// Ends are appended to an array.
+void source_read(const Source *source, int64_t first, int64_t count, int32_t *out) {
+  read_tokens(source, first, count, out, false);
+}
+
+int64_t source_read_targets(const Source *source, int64_t first, int64_t count, int32_t *out) {
+  return read_tokens(source, first, count, out, true);
+}
+
 typedef struct {
   int64_t *items, count, capacity;
 } Ends;
 
 static void append_end(Ends *ends, int64_t end) {
+  if (ends->count && ends->items[ends->count - 1] == end) return;
   ends->items = host_grow(ends->items, ends->count, &ends->capacity, sizeof *ends->items, "documents");
   ends->items[ends->count++] = end;
-}
-
-static void find_ends(const Source *source, const Piece *piece, int64_t end_of_text, Ends *ends) {
-  Mapping file = {0};
-  const uint8_t *bits = end_of_text < 0 ? open_bits(piece, SHARD_ENDS, &file) : NULL;
-  if (end_of_text < 0 && !bits)
-    fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
-         "with tools/prepare_data.py, which writes that next to it",
-         piece->path);
-  for (int64_t first = 0; first < piece->stored; first += CHECK_BLOCK) {
-    int32_t ids[CHECK_BLOCK];
-    int64_t count = min_i64(piece->stored - first, CHECK_BLOCK);
-    if (!bits) widen(source->kind, piece, first, count, ids);
-    for (int64_t i = 0; i < count; i++)
-      if (bits ? bits[(first + i) / 8] >> ((first + i) % 8) & 1 : ids[i] == end_of_text)
-        append_end(ends, piece->first + first + i + 1);
-  }
-  file_done_with(&piece->file, 0, piece->file.size); // as in check_ids
-  file_unmap(&file);
 }
 
 int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t *count) {
   Ends ends = {0};
   bool text = source->kind == SOURCE_TEXT;
   for (int64_t i = 0; i < source->files; i++) {
-    if (!text || end_of_text >= 0) find_ends(source, &source->pieces[i], end_of_text, &ends);
-    int64_t end = i + 1 < source->files ? source->pieces[i + 1].first : source->tokens;
-    bool closes = text || i + 1 == source->files, closed = ends.count && ends.items[ends.count - 1] == end;
-    if (closes && !closed) append_end(&ends, end);
+    const Piece *piece = &source->pieces[i];
+    Mapping file = {0};
+    const uint8_t *bits = text || end_of_text >= 0 ? NULL : open_bits(piece, SHARD_ENDS, &file);
+    if (!text && end_of_text < 0 && !bits)
+      fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
+           "with tools/prepare_data.py, which writes that next to it",
+           piece->path);
+    for (int64_t k = 0; k < piece->stored && (bits || end_of_text >= 0); k++) {
+      int32_t id = 0;
+      if (!bits) widen(source->kind, piece, k, 1, &id);
+      if (bits ? is_set(bits, k) : id == end_of_text) append_end(&ends, piece->first + k + 1);
+    }
+    bool last = i + 1 == source->files;
+    if (text || last) append_end(&ends, last ? source->tokens : source->pieces[i + 1].first);
+    file_done_with(&piece->file, 0, piece->file.size); // as in check_ids
+    file_unmap(&file);
   }
   *count = ends.count;
   return ends.items;
@@ -540,16 +500,15 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t
 
 bool source_paths_masked(const char *const *paths, int64_t count) {
   bool masked = false;
-  for (int64_t i = 0; i < count; i++) {
-    FileList files = {0};
-    add_path(&files, paths[i]);
-    for (int64_t k = 0; k < files.count && !masked; k++) {
-      char *mask = is_bin(files.entries[k].path) ? find_beside(files.entries[k].path, ".mask") : NULL;
-      masked = mask != NULL;
-      free(mask);
-    }
-    free_list(&files);
+  Source *listed = new_source(NULL, 1);
+  for (int64_t i = 0; i < count; i++) add_path(listed, paths[i]);
+  for (int64_t i = 0; i < listed->files && !masked; i++) {
+    const char *path = listed->pieces[i].path;
+    char *mask = is_bin(path) ? find_beside(path, SHARD_MASK) : NULL;
+    masked = mask;
+    free(mask);
   }
+  source_close(listed);
   return masked;
 }
 
@@ -574,23 +533,12 @@ static void find_root(char root[PATH_MAX]) {
          "one: name text with --data");
 }
 
-static bool is_corpus_file(const char *name, bool is_directory) {
-  static const char *const endings[] = {".c", ".h", ".cu", ".cuh", ".py", ".sh", ".md"};
-  if (is_directory) return strcmp(name, "runs") != 0;
-  if (strcmp(name, "Makefile") == 0 || strcmp(name, "LICENSE") == 0) return true;
-  for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
-    if (text_ends_in(name, endings[i])) return true;
-  return false;
-}
-
 Source *source_open_tree(int64_t vocab_size) {
   char root[PATH_MAX];
   find_root(root);
-  FileList files = {0};
-  add_directory(&files, root, is_corpus_file);
   Source *source = new_source(text_format("the source tree %s", root), vocab_size);
-  add_files(source, &files, source->name);
-  free_list(&files);
+  add_directory(source, root, true);
+  open_pieces(source, 0, source->name);
   return join(source);
 }
 

@@ -24,14 +24,13 @@ static void *grow(void *memory, size_t size) {
 #define STBDS_REALLOC(context, memory, size) grow(memory, size)
 #define STBDS_FREE(context, memory)          free(memory)
 #define STB_DS_IMPLEMENTATION
+#define typeof __typeof__ // stb_ds.h needs it, and C11 has none
 #include <stb/stb_ds.h>
 
 enum {
   MAX_ID = 1 << 22, // of a valid tokenizer; what a damaged file claims stays within memory
   BYTES = 256,
-  ALPHABET = 324, // characters that stand for bytes: below this
-  MAX_SPLITS = 8,
-  MAX_TEXT = 1 << 30 // bytes encoded at a time
+  MAX_SPLITS = 8
 };
 
 typedef struct {
@@ -46,23 +45,21 @@ typedef struct {
 } TextId;
 
 typedef struct {
-  int32_t left, right; // a pair of ids
-  int32_t rank;        // when it was learned
-  int32_t merged;      // what it becomes
+  int64_t key;    // a pair of ids, see pair_of
+  int32_t rank;   // when it was learned
+  int32_t merged; // what it becomes
 } Merge;
 
 // Arrays and maps are stb_ds's.
 struct Tokenizer {
-  uint16_t character_of[BYTES]; // the alphabet, and back (-1: none)
-  int16_t byte_of[ALPHABET];
   Token *tokens;           // by id
   TextId *vocab;           // map from a token as the file writes it
-  Merge *merges;           // sorted
-  TextId *added;           // looked for in the text itself, before anything else
+  TextId *added;           // map from what is looked for in the text itself, before anything else
+  Merge *merges;           // map from a pair
   int32_t *before, *after; // special tokens around every text
   int32_t byte_ids[BYTES]; // the token of a single byte, or -1
-  pcre2_code
-      *splits[MAX_SPLITS]; // each splits the pieces of the one before: its matches, and what lies between
+  // Each splits the pieces of the one before: its matches, and what lies between.
+  pcre2_code *splits[MAX_SPLITS];
   int split_count;
   bool whole_words;     // a piece that is a token is taken whole, whatever merges made it
   bool space_first;     // a space is put before a text that begins without one
@@ -72,64 +69,74 @@ struct Tokenizer {
 static const char split_gpt2[] =
     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
+static Reason pcre2_text(int error) {
+  Reason message = {""};
+  pcre2_get_error_message(error, (PCRE2_UCHAR *)message.text, sizeof message.text);
+  return message;
+}
+
 // --- bytes as characters -----------------------------------------------------------------------------------
 
 // The vocabulary is JSON text, so each byte has a printable character: printable Latin-1 stands for itself,
 // the other 68 bytes take U+0100 and up in their order. (The map is GPT-2's bytes_to_unicode.)
-static void fill_alphabet(Tokenizer *t) {
-  memset(t->byte_of, -1, sizeof t->byte_of);
-  for (int byte = 0, next = BYTES; byte < BYTES; byte++) {
-    bool itself = (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte != 0xAD);
-    t->character_of[byte] = (uint16_t)(itself ? byte : next++);
-    t->byte_of[t->character_of[byte]] = (int16_t)byte;
-  }
+static int character_of(int byte) {
+  if (byte < 0x21) return 0x100 + byte;
+  if (byte >= 0x7F && byte < 0xA1) return 0x121 + byte - 0x7F;
+  return byte == 0xAD ? 0x143 : byte;
 }
 
-// Bytes as the vocabulary writes them; the caller frees it.
-static char *characters(const Tokenizer *t, const char *bytes, int64_t length) {
+// -1: the character stands for no byte.
+static int byte_of(int character) {
+  for (int byte = character < 0x100 ? character : 0; byte < BYTES; byte++)
+    if (character_of(byte) == character) return byte;
+  return -1;
+}
+
+// The id of a token as the file writes it, or -1.
+static int32_t find(const Tokenizer *t, const char *text) {
+  TextId *vocab = t->vocab; // a look-up may write the pointer
+  return shget(vocab, text);
+}
+
+// The id of the token of these very bytes, or -1.
+static int32_t find_bytes(const Tokenizer *t, const char *bytes, int64_t length) {
   char *text = host_alloc(2 * length + 1, 1, "a piece of text"), *out = text;
   for (int64_t i = 0; i < length; i++) {
-    int character = t->character_of[(unsigned char)bytes[i]];
+    int character = character_of((unsigned char)bytes[i]);
     if (character >= 0x80) *out++ = (char)(0xC0 | character >> 6);
     *out++ = (char)(character < 0x80 ? character : 0x80 | (character & 0x3F));
   }
-  return text;
-}
-
-// The bytes of a token of the vocabulary. One with a character that is no byte stands for its text.
-static Token read_token(const Tokenizer *t, const char *text) {
-  int64_t length = (int64_t)strlen(text);
-  Token token = {.bytes = host_alloc(length + 1, 1, "a tokenizer")};
-  for (const unsigned char *at = (const unsigned char *)text; *at; at++) {
-    unsigned character = *at; // the alphabet's have one byte or two in UTF-8
-    if (character >= 0x80) at++, character = (character - 0xC0u) << 6 | (*at & 0x3Fu);
-    if (character >= ALPHABET || t->byte_of[character] < 0 || (character >= 0x80 && (*at & 0xC0) != 0x80)) {
-      memcpy(token.bytes, text, (size_t)length);
-      token.length = length;
-      break;
-    }
-    token.bytes[token.length++] = (char)t->byte_of[character];
-  }
-  return token;
+  int32_t id = find(t, text);
+  free(text);
+  return id;
 }
 
 // --- reading the file --------------------------------------------------------------------------------------
 
 static int64_t read_id(const cJSON *item) {
-  return json_is_whole(item) && item->valuedouble <= MAX_ID ? (int64_t)item->valuedouble : -1;
+  return json_is_whole(item) && item->valuedouble < MAX_ID ? (int64_t)item->valuedouble : -1;
 }
 
-static void put_token(Tokenizer *t, int64_t id, const char *text, bool special) {
-  int64_t size = arrlen(t->tokens), more = id + 1 - size;
-  if (more > 0) memset(arraddnptr(t->tokens, more), 0, (size_t)more * sizeof *t->tokens);
+// The token stands for the bytes of its characters; one with a character that is no byte, for its text.
+static bool put_token(Tokenizer *t, const cJSON *item, const char *text, bool special, Reason *reason) {
+  int64_t id = read_id(item), length = (int64_t)strlen(text);
+  if (id < 0) return refuse(reason, "the id of \"%s\" is not a whole number below %d", text, MAX_ID);
+  while (arrlen(t->tokens) <= id) arrput(t->tokens, (Token){0});
+  Token token = {.bytes = host_alloc(length + 1, 1, "a tokenizer"), .special = special};
+  for (int64_t at = 0, taken; at < length; at += taken) {
+    taken = utf8_length(text + at, (size_t)(length - at));
+    int byte = taken == 1 ? byte_of(text[at]) : -1;
+    if (taken == 2) byte = byte_of((text[at] & 0x1F) << 6 | (text[at + 1] & 0x3F));
+    if (byte < 0) {
+      memcpy(token.bytes, text, (size_t)length);
+      token.length = length;
+      break;
+    }
+    token.bytes[token.length++] = (char)byte;
+  }
   free(t->tokens[id].bytes);
-  t->tokens[id] = read_token(t, text);
-  t->tokens[id].special = special;
-}
-
-static int32_t find(const Tokenizer *t, const char *text) {
-  TextId *vocab = t->vocab; // a look-up may write the pointer
-  return shget(vocab, text);
+  t->tokens[id] = token;
+  return true;
 }
 
 static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, Reason *reason) {
@@ -138,72 +145,68 @@ static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, Reason *reason) {
   shdefault(t->vocab, -1);
   cJSON_ArrayForEach(item, vocab) {
     int64_t id = read_id(item);
-    if (id < 0) return refuse(reason, "the id of a token is not a whole number up to %d", MAX_ID);
-    if (id < arrlen(t->tokens) && t->tokens[id].bytes)
+    if (id >= 0 && id < arrlen(t->tokens) && t->tokens[id].bytes)
       return refuse(reason, "the id %lld belongs to two tokens", (long long)id);
-    put_token(t, id, item->string, false);
-    if (find(t, item->string) < 0) shput(t->vocab, item->string, (int32_t)id);
+    if (!put_token(t, item, item->string, false, reason)) return false;
+    shput(t->vocab, item->string, (int32_t)id);
   }
-  for (int byte = 0; byte < BYTES; byte++) {
-    char *text = characters(t, (const char[]){(char)byte}, 1);
-    t->byte_ids[byte] = find(t, text);
-    free(text);
-  }
+  for (int byte = 0; byte < BYTES; byte++) t->byte_ids[byte] = find_bytes(t, &(char){(char)byte}, 1);
   return arrlen(t->tokens) > 0 || refuse(reason, "its vocabulary is empty");
 }
 
 // lstrip, rstrip and single_word look at the text around an added token; language models do not use them.
 static bool read_added_tokens(Tokenizer *t, const cJSON *added, Reason *reason) {
+  static const char *const settings[] = {"lstrip", "rstrip", "single_word"};
   const cJSON *item;
+  sh_new_strdup(t->added);
   cJSON_ArrayForEach(item, added) {
-    int64_t id = read_id(json_member(item, "id"));
+    const cJSON *id = json_member(item, "id");
     const char *text = json_text(item, "content");
-    if (id < 0 || !text) return refuse(reason, "an added token has no id or no content");
-    put_token(t, id, text, json_true(item, "special", false));
-    arrput(t->added, ((TextId){text_format("%s", text), (int32_t)id}));
-    if (!*t->cannot_encode.text && (json_true(item, "lstrip", false) || json_true(item, "rstrip", false) ||
-                                    json_true(item, "single_word", false)))
-      refuse(&t->cannot_encode, "the added token \"%s\" has lstrip, rstrip or single_word", text);
+    if (!text) return refuse(reason, "an added token has no content");
+    if (!put_token(t, id, text, json_true(item, "special", false), reason)) return false;
+    shput(t->added, text, id->valueint);
+    for (int i = 0; i < 3; i++)
+      if (json_true(item, settings[i], false))
+        refuse(&t->cannot_encode, "the added token \"%s\" has %s", text, settings[i]);
   }
   return true;
 }
 
-static int compare_merges(const void *a, const void *b) {
-  const Merge *x = a, *y = b;
-  if (x->left != y->left) return x->left < y->left ? -1 : 1;
-  if (x->right != y->right) return x->right < y->right ? -1 : 1;
-  return x->rank < y->rank ? -1 : x->rank > y->rank;
+// Ids are below 2^24, which keeps stb_ds.h's hash within its ints.
+static int64_t pair_of(int64_t left, int64_t right) {
+  return left << 32 | right;
 }
 
-// "a b" or, in newer files, ["a", "b"].
+static const Merge *find_merge(const Tokenizer *t, int64_t left, int64_t right) {
+  Merge *merges = t->merges;
+  ptrdiff_t at = merges ? hmgeti(merges, pair_of(left, right)) : -1;
+  return at >= 0 ? &merges[at] : NULL;
+}
+
+// "a b" or, in newer files, ["a", "b"]. Of equal pairs the first learned counts.
 static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
   const cJSON *item;
+  int32_t rank = 0;
   cJSON_ArrayForEach(item, merges) {
     const char *pair = cJSON_GetStringValue(item), *space = pair ? strchr(pair, ' ') : NULL;
     const char *left = space ? pair : cJSON_GetStringValue(cJSON_GetArrayItem(item, 0));
     const char *right = space ? space + 1 : cJSON_GetStringValue(cJSON_GetArrayItem(item, 1));
-    Merge merge = {.rank = (int32_t)arrlen(t->merges)};
     if (!left || !right || (!space && cJSON_GetArraySize(item) != 2))
-      return refuse(reason, "merge %d is no pair of tokens", merge.rank);
+      return refuse(reason, "merge %d is no pair of tokens", rank);
     int length = (int)(space ? space - pair : (ptrdiff_t)strlen(left));
     char *first = text_format("%.*s", length, left), *both = text_format("%s%s", first, right);
-    merge.left = find(t, first), merge.right = find(t, right), merge.merged = find(t, both);
+    int64_t ids[] = {find(t, first), find(t, right), find(t, both)};
     free(first);
     free(both);
-    if (merge.left < 0 || merge.right < 0 || merge.merged < 0)
-      return refuse(reason, "merge %d names a token that the vocabulary lacks", merge.rank);
-    arrput(t->merges, merge);
+    if (ids[0] < 0 || ids[1] < 0 || ids[2] < 0)
+      return refuse(reason, "merge %d names a token that the vocabulary lacks", rank);
+    Merge merge = {pair_of(ids[0], ids[1]), rank++, (int32_t)ids[2]};
+    if (!find_merge(t, ids[0], ids[1])) hmputs(t->merges, merge);
   }
-  if (t->merges) qsort(t->merges, (size_t)arrlen(t->merges), sizeof *t->merges, compare_merges);
   return true;
 }
 
-static Reason pcre2_text(int error) {
-  Reason message = {""};
-  pcre2_get_error_message(error, (PCRE2_UCHAR *)message.text, sizeof message.text);
-  return message;
-}
-
+// Splits pieces of text by one expression more.
 static bool add_split(Tokenizer *t, const char *expression) {
   int error;
   PCRE2_SIZE at;
@@ -219,13 +222,26 @@ static bool add_split(Tokenizer *t, const char *expression) {
   return true;
 }
 
-// How text is split: GPT-2's ByteLevel, or a sequence that ends in a ByteLevel, of Splits (Llama 3) or Digits (SmolLM2).
-static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
-  const cJSON *item;
+// The step after this one (NULL: the first) of a "Sequence", or the one step there is; NULL past the last.
+static const cJSON *next_step(const cJSON *steps, const char *list, const cJSON *step) {
+  if (step) return step == steps ? NULL : step->next;
+  if (!json_is(steps, "type", "Sequence")) return steps;
+  const cJSON *sequence = json_member(steps, list);
+  return sequence ? sequence->child : NULL;
+}
+
+static bool has_byte_level(const cJSON *steps, const char *list) {
+  for (const cJSON *step = NULL; (step = next_step(steps, list, step));)
+    if (json_is(step, "type", "ByteLevel")) return true;
+  return false;
+}
+
+// How text is split: a ByteLevel as GPT-2's, Splits (Llama 3) or Digits (SmolLM2). Only a lone ByteLevel may add a space.
+static bool read_split(Tokenizer *t, const cJSON *step, bool alone) {
+  const char *type = json_text(step, "type"), *expression = json_text(json_member(step, "pattern"), "Regex");
   if (json_is(step, "type", "Sequence")) {
-    cJSON_ArrayForEach(item, json_member(step, "pretokenizers")) {
-      if (!read_pre_tokenizer(t, item, false)) return false;
-    }
+    for (const cJSON *item = NULL; (item = next_step(step, "pretokenizers", item));)
+      if (!read_split(t, item, false)) return false;
     return true;
   }
   if (json_is(step, "type", "ByteLevel")) {
@@ -236,7 +252,6 @@ static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
   }
   if (json_is(step, "type", "Digits"))
     return add_split(t, json_true(step, "individual_digits", false) ? "\\p{N}" : "\\p{N}+");
-  const char *type = json_text(step, "type"), *expression = json_text(json_member(step, "pattern"), "Regex");
   if (json_is(step, "type", "Split") && expression && json_is(step, "behavior", "Isolated") &&
       !json_true(step, "invert", false))
     return add_split(t, expression);
@@ -245,37 +260,31 @@ static bool read_pre_tokenizer(Tokenizer *t, const cJSON *step, bool alone) {
                 type ? type : "unknown");
 }
 
-static bool has_byte_level(const cJSON *step, const char *list) {
-  const cJSON *item;
-  if (json_is(step, "type", "ByteLevel")) return true;
-  cJSON_ArrayForEach(item, json_member(step, list)) {
-    if (json_is(item, "type", "ByteLevel")) return true;
-  }
-  return false;
-}
-
 // Templates: special tokens, the text ("A") somewhere among them. A ByteLevel is about offsets, not about ids.
 static bool read_post_processor(Tokenizer *t, const cJSON *step) {
-  const cJSON *item, *id;
+  const cJSON *item = NULL, *id;
   if (!step || json_is(step, "type", "ByteLevel")) return true;
-  if (!json_is(step, "type", "TemplateProcessing") && !json_is(step, "type", "Sequence"))
-    return refuse(&t->cannot_encode, "its post_processor is of a type that this program does not support");
-  cJSON_ArrayForEach(item, json_member(step, "processors")) {
-    if (!read_post_processor(t, item)) return false;
+  if (json_is(step, "type", "Sequence")) {
+    while ((item = next_step(step, "processors", item)))
+      if (!read_post_processor(t, item)) return false;
+    return true;
   }
-  bool text_passed = false;
+  if (!json_is(step, "type", "TemplateProcessing"))
+    return refuse(&t->cannot_encode, "its post_processor is of a type that this program does not support");
+  int32_t **list = &t->before;
   cJSON_ArrayForEach(item, json_member(step, "single")) {
     const cJSON *special = json_member(item, "SpecialToken");
-    text_passed |= !special;
-    if (!special) continue;
+    if (!special) {
+      list = &t->after;
+      continue;
+    }
     const char *name = json_text(special, "id");
-    const cJSON *known = name ? json_member(json_member(step, "special_tokens"), name) : NULL;
-    if (!known)
-      return refuse(&t->cannot_encode, "its template names a special token that it does not explain");
-    cJSON_ArrayForEach(id, json_member(known, "ids")) {
+    const cJSON *ids = json_member(json_member(json_member(step, "special_tokens"), name ? name : ""), "ids");
+    if (!ids) return refuse(&t->cannot_encode, "its template names a special token that it does not explain");
+    cJSON_ArrayForEach(id, ids) {
       if (read_id(id) < 0 || read_id(id) >= arrlen(t->tokens))
         return refuse(&t->cannot_encode, "a special token of its template has no id");
-      arrput(*(text_passed ? &t->after : &t->before), (int32_t)read_id(id));
+      arrput(*list, id->valueint);
     }
   }
   return true;
@@ -284,8 +293,8 @@ static bool read_post_processor(Tokenizer *t, const cJSON *step) {
 // What only encoding needs. False leaves the reason in cannot_encode.
 static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
   Reason *reason = &t->cannot_encode;
-  const cJSON *pre = json_member(root, "pre_tokenizer"), *dropout = json_member(model, "dropout");
-  const cJSON *normalizer = json_member(root, "normalizer");
+  const cJSON *pre = json_member(root, "pre_tokenizer");
+  const cJSON *normalizer = json_member(root, "normalizer"), *dropout = json_member(model, "dropout");
   if (normalizer && !json_is(normalizer, "type", "NFC")) // text is taken to be in NFC already
     return refuse(reason, "it has a normalizer, which this program does not apply");
   if (!has_byte_level(pre, "pretokenizers")) return refuse(reason, "its pre_tokenizer has no ByteLevel step");
@@ -293,24 +302,24 @@ static bool read_encoding(Tokenizer *t, const cJSON *root, const cJSON *model) {
   for (int byte = 0; byte < BYTES; byte++)
     if (t->byte_ids[byte] < 0) return refuse(reason, "its vocabulary has no token for byte %d", byte);
   t->whole_words = json_true(model, "ignore_merges", false);
-  return read_pre_tokenizer(t, pre, true) && read_post_processor(t, json_member(root, "post_processor"));
+  return read_split(t, pre, true) && read_post_processor(t, json_member(root, "post_processor"));
 }
 
-static bool is_text(const cJSON *item) {
-  return cJSON_IsString(item) && *item->valuestring;
+static bool has_text(const cJSON *object, const char *name) {
+  const char *text = json_text(object, name);
+  return text && *text;
 }
 
 static bool read_root(Tokenizer *t, const cJSON *root, Reason *reason) {
-  const cJSON *model = json_member(root, "model"), *type = json_member(model, "type");
+  const cJSON *model = json_member(root, "model"), *decoder = json_member(root, "decoder");
   const cJSON *vocab = json_member(model, "vocab"), *merges = json_member(model, "merges");
-  const cJSON *decoder = json_member(root, "decoder");
-  if (type && !json_is(model, "type", "BPE"))
-    return refuse(reason, "its model is %s and not BPE",
-                  cJSON_IsString(type) ? type->valuestring : "unknown");
+  const char *type = json_text(model, "type");
+  if (json_member(model, "type") && !json_is(model, "type", "BPE"))
+    return refuse(reason, "its model is %s and not BPE", type ? type : "unknown");
   if (!cJSON_IsObject(vocab) || !cJSON_IsArray(merges))
     return refuse(reason, "its model has no vocab or no merges");
-  if (json_true(model, "byte_fallback", false) || is_text(json_member(model, "continuing_subword_prefix")) ||
-      is_text(json_member(model, "end_of_word_suffix")) || (decoder && !has_byte_level(decoder, "decoders")))
+  if (json_true(model, "byte_fallback", false) || has_text(model, "continuing_subword_prefix") ||
+      has_text(model, "end_of_word_suffix") || (decoder && !has_byte_level(decoder, "decoders")))
     return refuse(reason, "it is no byte-level BPE as GPT-2 and Llama 3 have it");
   if (!read_vocabulary(t, vocab, reason) || !read_merges(t, merges, reason) ||
       !read_added_tokens(t, json_member(root, "added_tokens"), reason))
@@ -323,7 +332,6 @@ Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason) {
   cJSON *root = json_parse(text, length, reason);
   if (!root) return NULL;
   Tokenizer *t = host_alloc(1, sizeof *t, "a tokenizer");
-  fill_alphabet(t);
   bool good = read_root(t, root, reason);
   cJSON_Delete(root);
   if (good) return t;
@@ -347,14 +355,13 @@ Tokenizer *tokenizer_open(const char *path) {
 void tokenizer_close(Tokenizer *t) {
   if (!t) return;
   for (int64_t i = 0; i < arrlen(t->tokens); i++) free(t->tokens[i].bytes);
-  for (int64_t i = 0; i < arrlen(t->added); i++) free(t->added[i].key);
   for (int i = 0; i < t->split_count; i++) pcre2_code_free(t->splits[i]);
   arrfree(t->tokens);
-  arrfree(t->merges);
-  arrfree(t->added);
   arrfree(t->before);
   arrfree(t->after);
+  hmfree(t->merges);
   shfree(t->vocab);
+  shfree(t->added);
   free(t);
 }
 
@@ -374,21 +381,6 @@ typedef struct {
   Reason *reason;
 } Encoding;
 
-// The merge of a pair; NULL where there is none. Of equal pairs the first learned counts.
-static const Merge *find_merge(const Tokenizer *t, int32_t left, int32_t right) {
-  int64_t low = 0, high = arrlen(t->merges);
-  const Merge wanted = {.left = left, .right = right, .rank = -1};
-  while (low < high) {
-    int64_t middle = low + (high - low) / 2;
-    if (compare_merges(&t->merges[middle], &wanted) < 0)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  bool found = low < arrlen(t->merges) && t->merges[low].left == left && t->merges[low].right == right;
-  return found ? &t->merges[low] : NULL;
-}
-
 // Merges the pair that was learned first wherever it stands, left to right, again and again. Returns how many ids remain.
 static int64_t merge_pairs(const Tokenizer *t, int32_t *ids, int64_t count) {
   const Merge **merges = host_alloc(count, sizeof *merges, "a piece of text"); // of each id with the next
@@ -400,7 +392,7 @@ static int64_t merge_pairs(const Tokenizer *t, int32_t *ids, int64_t count) {
     if (!first) break;
     int64_t kept = 0, merged_at = -2; // the last merge's place
     for (int64_t i = 0; i < count; kept++) {
-      bool merge = i + 1 < count && ids[i] == first->left && ids[i + 1] == first->right;
+      bool merge = i + 1 < count && merges[i] == first;
       merges[kept] = merges[i];
       ids[kept] = merge ? first->merged : ids[i];
       i += 1 + merge;
@@ -416,14 +408,10 @@ static int64_t merge_pairs(const Tokenizer *t, int32_t *ids, int64_t count) {
 
 static void encode_piece(Encoding *e, const char *piece, int64_t length) {
   const Tokenizer *t = e->tokenizer;
-  if (t->whole_words) {
-    char *text = characters(t, piece, length);
-    int32_t whole = find(t, text);
-    free(text);
-    if (whole >= 0) {
-      arrput(e->ids, whole);
-      return;
-    }
+  int32_t whole = t->whole_words ? find_bytes(t, piece, length) : -1;
+  if (whole >= 0) {
+    arrput(e->ids, whole);
+    return;
   }
   int64_t first = arrlen(e->ids);
   for (int64_t i = 0; i < length; i++) arrput(e->ids, t->byte_ids[(unsigned char)piece[i]]);
@@ -480,13 +468,13 @@ static bool encode_part(Encoding *e, const char *text, int64_t length) {
 // The longest added token at the beginning of the text, or NULL.
 static const TextId *added_at(const Tokenizer *t, const char *text, int64_t length) {
   const TextId *longest = NULL;
-  for (int64_t i = 0; i < arrlen(t->added); i++) {
-    const TextId *a = &t->added[i];
-    if (*a->key && *a->key == *text && (int64_t)strlen(a->key) <= length &&
-        !memcmp(a->key, text, strlen(a->key)) && (!longest || strlen(a->key) > strlen(longest->key)))
+  for (const TextId *a = t->added, *end = a + shlen(t->added); a < end; a++) {
+    if (*a->key != *text) continue; // the fast way out
+    size_t size = strlen(a->key);
+    if ((int64_t)size <= length && !memcmp(a->key, text, size) && (!longest || size > strlen(longest->key)))
       longest = a;
   }
-  return longest;
+  return longest && *longest->key ? longest : NULL;
 }
 
 static bool encode_text(Encoding *e, const char *text, int64_t length) {
@@ -507,13 +495,12 @@ static bool encode_text(Encoding *e, const char *text, int64_t length) {
 int32_t *tokenizer_try_encode(const Tokenizer *t, const char *text, int64_t length, bool special,
                               int64_t *count, Reason *reason) {
   Encoding e = {.tokenizer = t, .reason = reason};
-  bool good = true;
-  if (*t->cannot_encode.text)
-    good = refuse(reason, "the tokenizer can decode, but not encode: %s", t->cannot_encode.text);
-  else if (length > MAX_TEXT)
-    good = refuse(reason, "a text of %lld bytes is too long to be encoded at once", (long long)length);
+  if (*t->cannot_encode.text) {
+    refuse(reason, "the tokenizer can decode, but not encode: %s", t->cannot_encode.text);
+    return NULL;
+  }
   for (int64_t i = 0; special && i < arrlen(t->before); i++) arrput(e.ids, t->before[i]);
-  good = good && encode_text(&e, text, length);
+  bool good = encode_text(&e, text, length);
   for (int64_t i = 0; special && i < arrlen(t->after); i++) arrput(e.ids, t->after[i]);
   *count = arrlen(e.ids);
   int32_t *ids = good ? host_alloc(*count, sizeof *ids, "tokens") : NULL;
@@ -536,58 +523,33 @@ void byte_encode(const char *text, int64_t length, int32_t *tokens) {
 
 // --- decoding ----------------------------------------------------------------------------------------------
 
-// Appends to an stb array of bytes.
-static void append(char **text, const char *bytes, int64_t length) {
-  if (length) memcpy(arraddnptr(*text, length), bytes, (size_t)length);
-}
-
-// The array as memory of the caller's, with a terminator.
-static char *take(char *array, int64_t *length) {
-  *length = arrlen(array);
-  char *text = host_alloc(*length + 1, 1, "a text");
-  if (array) memcpy(text, array, (size_t)*length);
-  arrfree(array);
-  return text;
+// What an id stands for; without a tokenizer in `byte`.
+static Token token_of(const Tokenizer *t, int32_t id, char *byte) {
+  *byte = (char)id;
+  if (t && id >= 0 && id < arrlen(t->tokens) && t->tokens[id].bytes) return t->tokens[id];
+  if (!t && id >= 0 && id < BYTES) return (Token){.bytes = byte, .length = 1};
+  if (!t && id == END_OF_TEXT) return (Token){.bytes = "\n<|endoftext|>\n", .length = 15};
+  return (Token){.bytes = "\xEF\xBF\xBD", .length = 3};
 }
 
 char *tokenizer_decode(const Tokenizer *t, const int32_t *ids, int64_t count, int64_t *length) {
-  char *text = NULL;
+  char byte;
+  *length = 0;
+  for (int64_t i = 0; i < count; i++) *length += token_of(t, ids[i], &byte).length;
+  char *text = host_alloc(*length + 1, 1, "a text"), *out = text;
   for (int64_t i = 0; i < count; i++) {
-    bool known = ids[i] >= 0 && ids[i] < arrlen(t->tokens) && t->tokens[ids[i]].bytes;
-    if (known)
-      append(&text, t->tokens[ids[i]].bytes, t->tokens[ids[i]].length);
-    else
-      append(&text, "\xEF\xBF\xBD", 3);
+    Token token = token_of(t, ids[i], &byte);
+    memcpy(out, token.bytes, (size_t)token.length);
+    out += token.length;
   }
-  return take(text, length);
-}
-
-static char *show(char *bytes, int64_t length) {
-  char *shown = bytes_show(bytes, length);
-  free(bytes);
-  return shown;
+  return text;
 }
 
 char *tokenizer_show(const Tokenizer *t, const int32_t *ids, int64_t count) {
   int64_t length;
-  char *bytes = tokenizer_decode(t, ids, count, &length);
-  return show(bytes, length);
-}
-
-char *byte_decode(const int32_t *tokens, int64_t count) {
-  static const char end_of_text[] = "\n<|endoftext|>\n";
-  int64_t length;
-  char *text = NULL;
-  for (int64_t i = 0; i < count; i++) {
-    if (tokens[i] == END_OF_TEXT)
-      append(&text, end_of_text, sizeof end_of_text - 1);
-    else if (tokens[i] < 0 || tokens[i] > 255)
-      append(&text, "\xEF\xBF\xBD", 3);
-    else
-      append(&text, &(char){(char)tokens[i]}, 1);
-  }
-  char *bytes = take(text, &length);
-  return show(bytes, length);
+  char *bytes = tokenizer_decode(t, ids, count, &length), *shown = bytes_show(bytes, length);
+  free(bytes);
+  return shown;
 }
 
 char *bytes_show(const char *bytes, int64_t length) {

@@ -38,7 +38,8 @@ int32_t *tokenizer_try_encode(const Tokenizer *tokenizer, const char *text, int6
                               int64_t *count, Reason *reason);
 
 // The bytes of the tokens one after the other, a character perhaps cut in two at either end; an id that is
-// none shows as U+FFFD. The caller frees them; a terminator follows that *length does not count.
+// none shows as U+FFFD. Without a tokenizer (NULL) a byte is a token, and END_OF_TEXT shows as "<|endoftext|>" on a line
+// of its own. The caller frees them; a terminator follows that *length does not count.
 char *tokenizer_decode(const Tokenizer *tokenizer, const int32_t *ids, int64_t count, int64_t *length);
 
 // The same as text that is safe to print on a terminal (see bytes_show).
@@ -48,10 +49,6 @@ char *tokenizer_show(const Tokenizer *tokenizer, const int32_t *ids, int64_t cou
 
 // tokens[i] = text[i] as 0..255, for i in [0, length).
 void byte_encode(const char *text, int64_t length, int32_t *tokens);
-
-// The text of tokens[0..count), as bytes_show makes it safe. END_OF_TEXT shows as "<|endoftext|>" on a line of its own, any
-// other id above 255 as U+FFFD. The caller frees it.
-char *byte_decode(const int32_t *tokens, int64_t count);
 
 // Bytes as text that is safe to print on a terminal: well-formed UTF-8, newline and tab stay as they are; other control
 // characters and bytes that are no UTF-8 show as \xNN. The caller frees it.

@@ -13,8 +13,16 @@ int remove_temp_dir(void **state);
 const char *temp_path(const char *name);
 
 void make_directory(const char *name);
+// Folders above a file are made, too.
 void write_bytes(const char *name, const void *bytes, size_t size);
 void write_text(const char *name, const char *text);
+void write_texts(const char *const (*texts)[2], size_t count);
+// WRITE_TEXTS({name, text}, ...)
+#define WRITE_TEXTS(...)                                                                                     \
+  do {                                                                                                       \
+    static const char *const texts_[][2] = {__VA_ARGS__};                                                    \
+    write_texts(texts_, sizeof texts_ / sizeof *texts_);                                                     \
+  } while (0)
 
 // A shard whose header says `magic`, `version` and `claimed` tokens, whatever follows it.
 void write_shard(const char *name, int32_t magic, int32_t version, int32_t claimed, const void *tokens,

@@ -35,7 +35,7 @@ except ImportError:  # main says so; --help needs neither
     pass
 
 SHARD_FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic, version
-MASK_MAGIC, ENDS_MAGIC, BITS_VERSION = 20261120, 20261121, 1
+MASK_MAGIC, ENDS_MAGIC = (20261120, 1), (20261121, 1)
 HEADER_INTS = 256
 
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -98,11 +98,11 @@ def write_settings(path, settings):
 
 # --- files and their parts ----------------------------------------------------------------------------------
 
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+
+
 def kind_of(path, given):
-    if given != "auto":
-        return given
-    suffix = os.path.splitext(path)[1].lower()
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
+    return KINDS.get(os.path.splitext(path)[1].lower(), "text") if given == "auto" else given
 
 
 def is_wanted(path, given):
@@ -117,20 +117,14 @@ def is_wanted(path, given):
 def find_files(inputs, given):
     files = []
     for name in inputs:
+        found = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
         if os.path.isdir(name):
             found = sorted(os.path.join(folder, file) for folder, _, names in os.walk(name) for file in names
                            if is_wanted(os.path.join(folder, file), given))
-        else:
-            found = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
         if not found:
             fail(f"there is no file {name}")
-        files += [file for file in found if os.path.isfile(file)]
+        files += filter(os.path.isfile, found)
     return files
-
-
-# A part of a file: bytes, or row groups of Parquet; `size` in bytes. A document may continue in the next item, and has
-# ended when `closes`. `split` is set where the item has one split for all it holds.
-Item = collections.namedtuple("Item", "number path kind start end size split closes")
 
 
 def pieces(text, step, newline, anywhere=False):
@@ -147,63 +141,53 @@ def pieces(text, step, newline, anywhere=False):
         start = end
 
 
+# A part of a file: bytes from `start` on, or the records of a row group of Parquet; `size` in bytes.
+Part = collections.namedtuple("Part", "path kind start data size")
+
+
+def parts_of(path, options):
+    kind, size = kind_of(path, options.format), os.path.getsize(path)
+    if kind == "parquet":
+        parquet, columns = require("pyarrow.parquet", "reading Parquet"), columns_of(options)
+        try:
+            file = parquet.ParquetFile(path)
+        except Exception as error:
+            raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
+        known = [column for column in columns if column in file.schema_arrow.names]
+        if not known:
+            raise ValueError(f"{path} has no column {columns[0]}; it has {', '.join(file.schema_arrow.names)}")
+        for group in range(file.num_row_groups):
+            yield Part(path, kind, group, file.read_row_group(group, columns=known).to_pylist(), size // file.num_row_groups)
+    elif size:
+        step = max(1 << 14, min(ITEM_BYTES, size // 100)) if options.document == "stretch" and kind == "text" else ITEM_BYTES
+        anywhere = kind == "jsonl" or options.document == "line"
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for start, end in pieces(data, step, b"\n", anywhere):
+                yield Part(path, kind, start, data[start:end], end - start)
+
+
 def split_of(options, *place):
     """The split of a document: a function of its place alone."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "little") < options.val_fraction * 2**64 else "train"
 
 
-def parquet_file(path):
-    parquet = require("pyarrow.parquet", "reading Parquet")
-    try:
-        return parquet.ParquetFile(path)
-    except Exception as error:
-        raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
-
-
-def items_of(files, options):
-    """The parts of all files, in order."""
-    number = 0
-    for path in files:
-        kind, size = kind_of(path, options.format), os.path.getsize(path)
-        one_document = kind == "text" and options.document == "file"
-        stretches = kind == "text" and options.document == "stretch"
-        spans = []
-        if kind == "parquet":
-            groups = parquet_file(path).num_row_groups
-            spans = [(group, group + 1, size // groups) for group in range(groups)]
-        elif size:
-            step = max(1 << 14, min(ITEM_BYTES, size // 100)) if stretches else ITEM_BYTES
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                spans = [(start, end, end - start) for start, end in pieces(data, step, b"\n", not (one_document or stretches))]
-        split = split_of(options, number) if one_document else None
-        for i, span in enumerate(spans):
-            yield Item(number + i, path, kind, *span, split, not one_document or i + 1 == len(spans))
-        number += len(spans)
-
-
 # --- documents: segments of text, each with whether it counts ---------------------------------------------------
 
-def read_item(item):
-    with open(item.path, "rb") as file:
-        file.seek(item.start)
-        return file.read(item.end - item.start)
+def columns_of(options):
+    return [options.messages_field, "prompt", "completion"] if options.chat else [options.field]
 
 
-def records_of(item, columns):
+def records_of(part):
     """The objects of JSON lines or of a Parquet row group, each after its place."""
-    if item.kind == "parquet":
-        file = parquet_file(item.path)
-        known = [column for column in columns if column in file.schema_arrow.names]
-        if not known:
-            raise ValueError(f"{item.path} has no column {columns[0]}; it has {', '.join(file.schema_arrow.names)}")
-        for number, record in enumerate(file.read_row_group(item.start, columns=known).to_pylist()):
-            yield f"{item.path}, row {number} of row group {item.start}", record
+    if part.kind == "parquet":
+        for number, record in enumerate(part.data):
+            yield f"{part.path}, row {number} of row group {part.start}", record
         return
-    at = item.start
-    for line in read_item(item).split(b"\n"):
+    at = part.start
+    for line in part.data.split(b"\n"):
         if line.strip():
-            place = f"{item.path}, byte {at}"
+            place = f"{part.path}, byte {at}"
             yield place, parse_json(line, place + ": this line")
         at += len(line) + 1
 
@@ -220,15 +204,14 @@ def require_text(value, what, place):
     return value
 
 
-def plain_texts(item, options, report):
-    if item.kind != "text":
-        for place, record in records_of(item, [options.field]):
+def plain_texts(part, options, report):
+    if part.kind != "text":
+        for place, record in records_of(part):
             if text := field_of(record, options.field, place):
                 yield require_text(text, options.field, place)
         return
-    data = read_item(item)
-    text = data.decode("utf-8", errors="replace")
-    report["replaced"] += text.count("\ufffd") - data.count("\ufffd".encode())
+    text = part.data.decode("utf-8", errors="replace")
+    report["replaced"] += text.count("\ufffd") - part.data.count("\ufffd".encode())
     yield from filter(str.strip, text.split("\n")) if options.document == "line" else [text]
 
 
@@ -248,10 +231,10 @@ def messages_of(record, options, place):
     return messages
 
 
-def conversations(item, options):
-    if item.kind == "text":
-        raise ValueError(f"{item.path} is plain text; conversations come as JSON lines or Parquet")
-    for place, record in records_of(item, [options.messages_field, "prompt", "completion"]):
+def conversations(part, options):
+    if part.kind == "text":
+        raise ValueError(f"{part.path} is plain text; conversations come as JSON lines or Parquet")
+    for place, record in records_of(part):
         yield place, messages_of(record, options, place)
 
 
@@ -303,18 +286,20 @@ class Chat:
         return [(text, counts) for text, counts in segments if text]
 
 
-def documents_of(item, options, chat, report):
+def documents_of(part, options, chat, report):
+    """Each a list of segments. JSON may hold halves of surrogate pairs, which no tokenizer takes: they are replaced."""
     if chat:
-        found = [chat.segments(messages, place) for place, messages in conversations(item, options)]
-        report["without_answer"] += found.count([])
-        yield from filter(None, found)
-        return
-    for text in plain_texts(item, options, report):
-        yield [(text[start:end], True) for start, end in pieces(text, PIECE_BYTES, "\n")]
+        documents = (chat.segments(messages, place) for place, messages in conversations(part, options))
+    else:
+        documents = ([(text[start:end], True) for start, end in pieces(text, PIECE_BYTES, "\n")]
+                     for text in plain_texts(part, options, report))
+    for document in documents:
+        report["without_answer"] += not document
+        if document:
+            yield [(well_formed(text, report), counts) for text, counts in document]
 
 
 def well_formed(text, report):
-    """JSON may hold halves of surrogate pairs, which no tokenizer takes."""
     text, replaced = re.subn("[\ud800-\udfff]", "\ufffd", text)
     report["replaced"] += replaced
     return text
@@ -322,95 +307,88 @@ def well_formed(text, report):
 
 # --- shards -------------------------------------------------------------------------------------------------
 
-def header(*values):
-    ints = numpy.zeros(HEADER_INTS, "<i4")
-    ints[:len(values)] = values
-    return ints.tobytes()
+def write_ints(path, magic, values):
+    """256 integers of a header, with how many values follow, then the values."""
+    with open(path, "wb") as file:
+        numpy.array([*magic, len(values)] + [0] * (HEADER_INTS - 3), "<i4").tofile(file)
+        (numpy.packbits(values, bitorder="little") if values.dtype == bool else values).tofile(file)
 
 
 class Shards:
-    """Writes one split's tokens into files of at most shard_tokens."""
+    """One split's tokens, with which of them count and which end a document, in files of at most shard_tokens."""
 
-    def __init__(self, folder, split, dtype, options):
-        self.folder, self.split, self.dtype, self.options = folder, split, dtype, options
-        self.file, self.count, self.bits, self.shards = None, 0, [], []
+    def __init__(self, folder, split, tokens, options):
+        self.folder, self.split, self.tokenizer, self.options = folder, split, tokens, options
+        self.type = numpy.dtype([("id", {"uint16": "<u2", "uint32": "<u4"}[tokens.dtype]), ("counts", bool), ("ends", bool)])
+        self.waiting, self.parts, self.shards = 0, [], []
         self.tokens = self.counted = self.documents = 0
 
-    def add(self, tokens, counts, ends):
-        while len(tokens):
-            if not self.file:
-                self.path = os.path.join(self.folder, f"{self.split}_{len(self.shards):06d}")
-                self.file = open(self.path + ".bin", "wb")
-                self.file.write(header())
-            room = self.options.shard_tokens - self.count
-            self.file.write(tokens[:room].astype(self.dtype))
-            self.bits.append((counts[:room], ends[:room]))
-            self.count += len(tokens[:room])
-            tokens, counts, ends = tokens[room:], counts[room:], ends[room:]
-            if self.count == self.options.shard_tokens:
-                self.close()
+    def add(self, lists, counts, closes):
+        """Tokens of segments, and whether each segment counts. The end of a text that a document lacks does not."""
+        end, ids = self.tokenizer.end_of_text_id, [id for ids in lists for id in ids]
+        added = closes and (not ids or ids[-1] != end)
+        part = numpy.zeros(len(ids) + added, self.type)
+        part["id"] = ids + [end] * added
+        part["counts"] = numpy.repeat([*counts, False], [*map(len, lists), added])
+        part["ends"][-1:] = closes
+        self.parts.append(part)
+        self.waiting += len(part)
+        self.tokens += len(part)
+        self.documents += closes
+        if self.waiting >= self.options.shard_tokens:
+            self.write(self.options.shard_tokens)
 
-    def close(self):
-        if not self.file:
-            return
-        self.file.seek(0)
-        self.file.write(header(*SHARD_FORMATS[self.dtype], self.count))
-        self.file.close()
-        counts, ends = (numpy.concatenate(bits) for bits in zip(*self.bits))
-        for suffix, magic, bits in [(".mask", MASK_MAGIC, counts)] * self.options.chat + [(".ends", ENDS_MAGIC, ends)]:
-            with open(self.path + suffix, "wb") as file:
-                file.write(header(magic, BITS_VERSION, self.count) + numpy.packbits(bits, bitorder="little").tobytes())
-        counted = int(counts.sum()) if self.options.chat else self.count
-        self.shards.append({"file": os.path.basename(self.path) + ".bin", "tokens": self.count, "counted_tokens": counted})
-        self.tokens += self.count
-        self.counted += counted
-        self.file, self.count, self.bits = None, 0, []
+    def write(self, least=1):
+        """The full shards of what waits; with `least` 1 all of it."""
+        every, size, chat = numpy.concatenate(self.parts or [numpy.zeros(0, self.type)]), self.options.shard_tokens, self.options.chat
+        while len(every) >= least:
+            shard, every = every[:size], every[size:]
+            name = f"{self.split}_{len(self.shards):06d}"
+            for suffix, field, magic in [(".bin", "id", SHARD_FORMATS[self.tokenizer.dtype]), (".ends", "ends", ENDS_MAGIC),
+                                         *[(".mask", "counts", MASK_MAGIC)] * chat]:
+                write_ints(os.path.join(self.folder, name + suffix), magic, shard[field])
+            counted = int(shard["counts"].sum()) if chat else len(shard)
+            self.shards.append({"file": name + ".bin", "tokens": len(shard), "counted_tokens": counted})
+            self.counted += counted
+        self.parts, self.waiting = [every], len(every)
 
 
 def make_shards(files, options, tokens, folder):
-    shards = {split: Shards(folder, split, tokens.dtype, options) for split in ("train", "val")}
-    report, batch, chars = collections.Counter(), [], 0  # batch: (segments, split, whether the document ends)
-    chat, shown, start = Chat(options, tokens) if options.chat else None, time.time(), time.time()
-    done, total, terminal = 0, sum(os.path.getsize(file) for file in files), sys.stderr.isatty()
+    shards = {split: Shards(folder, split, tokens, options) for split in ("train", "val")}
+    report, batch, chars, number = collections.Counter(), [], 0, 0  # batch: (segments, split, whether the document ends)
+    chat, done, total = Chat(options, tokens) if options.chat else None, 0, sum(map(os.path.getsize, files))
+    start = shown = time.time()
 
     def encode():
         texts = [text for segments, *_ in batch for text, _ in segments]
         encodings = iter(tokens.tokenizer.encode_batch(texts, add_special_tokens=options.special_tokens and not chat))
         for segments, split, closes in batch:
-            lists = [next(encodings).ids for _ in segments]
-            ids = [id for ids in lists for id in ids]
-            counts = numpy.repeat([counts for _, counts in segments], [len(ids) for ids in lists])
-            if closes and (not ids or ids[-1] != tokens.end_of_text_id):
-                ids, counts = ids + [tokens.end_of_text_id], numpy.append(counts, False)
-            ends = numpy.zeros(len(ids), bool)
-            ends[-1:] = closes
-            shards[split].add(numpy.array(ids, numpy.uint32), counts, ends)
-            shards[split].documents += closes
-            report["tokens"] += len(ids)
+            shards[split].add([next(encodings).ids for _ in segments], [counts for _, counts in segments], closes)
         batch.clear()
 
-    def show(end):
+    def show(now):
         share = f"{100 * done / total:.0f}% of {total / 1e6:.1f} MB" if total else "nothing"
-        rate = done / max(time.time() - start, 1e-9) / 1e6
-        print(("\r\033[K" if terminal else "") + f"{share}, {report['tokens']:,} tokens, {rate:.1f} MB/s",
-              end=end if terminal else "\n", file=sys.stderr, flush=True)
+        made = sum(split.tokens for split in shards.values())
+        print(f"{share}, {made:,} tokens, {done / max(now - start, 1e-9) / 1e6:.1f} MB/s", file=sys.stderr, flush=True)
 
-    for item in items_of(files, options):
-        for number, segments in enumerate(documents_of(item, options, chat, report)):
-            batch.append(([(well_formed(text, report), counts) for text, counts in segments],
-                          item.split or split_of(options, item.number, number), item.closes))
-            chars += sum(len(text) for text, _ in segments)
-            if chars > BATCH_CHARS:
-                encode()
-                chars = 0
-        done += item.size
-        if time.time() - shown > (0.2 if terminal else 10):
-            shown = time.time()
-            show("")
+    for path in files:
+        first, whole = number, kind_of(path, options.format) == "text" and options.document == "file"
+        for number, part in enumerate(parts_of(path, options), first + 1):
+            closes = not whole or part.start + part.size == os.path.getsize(path)
+            for n, segments in enumerate(documents_of(part, options, chat, report)):
+                batch.append((segments, split_of(options, first) if whole else split_of(options, number - 1, n), closes))
+                chars += sum(len(text) for text, _ in segments)
+                if chars > BATCH_CHARS:
+                    encode()
+                    chars = 0
+            done += part.size
+            if time.time() - shown > 10:
+                shown = time.time()
+                show(shown)
     encode()
-    show("\n")
     for split in shards.values():
-        split.close()
+        split.write()
+    show(time.time())
     return shards, report
 
 
@@ -425,11 +403,11 @@ def train_tokenizer(files, options, path):
 
     def texts():
         left, report = options.tokenizer_sample, collections.Counter()
-        for item in items_of(files, options):
+        for part in (part for path in files for part in parts_of(path, options)):
             if options.chat:
-                some = (message["content"] for _, messages in conversations(item, options) for message in messages)
+                some = (message["content"] for _, messages in conversations(part, options) for message in messages)
             else:
-                some = (text for segments in documents_of(item, options, None, report) for text, _ in segments)
+                some = (text for segments in documents_of(part, options, None, report) for text, _ in segments)
             for text in some:
                 left -= len(text)
                 yield well_formed(text, report)

@@ -82,6 +82,5 @@ int32_t *prompt_token_bytes(const Prompt *p, const Source *source, int64_t vocab
 }
 
 char *prompt_show(const Prompt *p, const int32_t *tokens, int64_t count) {
-  if (p->tokenizer) return tokenizer_show(p->tokenizer, tokens, count);
-  return p->bytes ? byte_decode(tokens, count) : NULL;
+  return p->tokenizer || p->bytes ? tokenizer_show(p->tokenizer, tokens, count) : NULL;
 }

@@ -10,8 +10,6 @@
 
 #define GOLDEN "tests/golden/tokenizers/"
 
-static const char *const names[] = {"gpt2", "llama3"};
-
 // --- against tokenizers ------------------------------------------------------------------------------------
 
 // Texts are in hexadecimal: they may hold what JSON or C would change.
@@ -72,32 +70,29 @@ static void check_row(const Tokenizer *t, const cJSON *row, const char *name) {
   free(text);
 }
 
-TEST(test_the_same_as_tokenizers) {
-  char *text = read_text(GOLDEN "texts.json");
+// Every row of a file of texts, by the name its answers have there; returns how many there are.
+static int check_rows(const char *path, const char *texts, const char *name) {
+  char *text = read_text(texts);
   cJSON *rows = cJSON_Parse(text);
-  assert_true(cJSON_GetArraySize(rows) > 100);
-  for (int i = 0; i < 2; i++) {
-    char path[128];
-    snprintf(path, sizeof path, GOLDEN "%s", names[i]);
-    Tokenizer *t = tokenizer_open(path);
-    for (const cJSON *row = rows->child; row; row = row->next) check_row(t, row, names[i]);
-    tokenizer_close(t);
-  }
+  Tokenizer *t = tokenizer_open(path);
+  for (const cJSON *row = rows->child; row; row = row->next) check_row(t, row, name);
+  int count = cJSON_GetArraySize(rows);
+  tokenizer_close(t);
   cJSON_Delete(rows);
   free(text);
+  return count;
+}
+
+TEST(test_the_same_as_tokenizers) {
+  assert_true(check_rows(GOLDEN "gpt2", GOLDEN "texts.json", "gpt2") > 100);
+  assert_true(check_rows(GOLDEN "llama3", GOLDEN "texts.json", "llama3") > 100);
 }
 
 // LCE_TOKENIZER and LCE_TOKENIZER_TEXTS name another tokenizer.json and what make.py --check says about it.
 TEST(test_another_tokenizer) {
   const char *path = getenv("LCE_TOKENIZER"), *texts = getenv("LCE_TOKENIZER_TEXTS");
   if (!path || !texts) skip();
-  char *text = read_text(texts);
-  cJSON *rows = cJSON_Parse(text);
-  Tokenizer *t = tokenizer_open(path);
-  for (const cJSON *row = rows->child; row; row = row->next) check_row(t, row, "other");
-  tokenizer_close(t);
-  cJSON_Delete(rows);
-  free(text);
+  check_rows(path, texts, "other");
 }
 
 // --- decoding ----------------------------------------------------------------------------------------------
@@ -152,49 +147,50 @@ TEST(test_long_pieces) {
   free(text);
 }
 
-// "5 5" is a merge: it makes one token of 55 unless the digits are split one by one. A normalizer to NFC is not in the
-// way.
-TEST(test_digits) {
-  char *text = read_text(GOLDEN "gpt2/tokenizer.json");
-  for (int individual = 0; individual < 2; individual++) {
-    char steps[256];
-    snprintf(steps, sizeof steps,
-             "{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Digits\",\"individual_digits\":%s},"
-             "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}]}",
-             individual ? "true" : "false");
-    cJSON *root = cJSON_Parse(text);
-    cJSON_ReplaceItemInObject(root, "pre_tokenizer", cJSON_Parse(steps));
-    cJSON_ReplaceItemInObject(root, "normalizer", cJSON_Parse("{\"type\":\"NFC\"}"));
-    char *changed = cJSON_PrintUnformatted(root);
-    Reason reason = {""};
-    Tokenizer *t = tokenizer_parse(changed, strlen(changed), &reason);
-    int64_t count;
-    free(tokenizer_encode(t, "55!", 3, true, &count));
-    assert_int_equal(count, 2 + individual);
-    tokenizer_close(t);
-    free(changed);
-    cJSON_Delete(root);
-  }
-  free(text);
-}
-
-// The pair learned first is merged first, of equal ones the leftmost; a pair's second merge is none. "ab", "bc", "aa" and
-// "aaaa" are tokens beside the bytes.
-TEST(test_merges) {
+// GPT-2's tokenizer with some members of the file, or of its model, replaced: {name, JSON}.
+static Tokenizer *open_changed(bool of_model, const char *const (*members)[2], int count) {
   char *text = read_text(GOLDEN "gpt2/tokenizer.json");
   cJSON *root = cJSON_Parse(text), *model = cJSON_GetObjectItem(root, "model");
+  for (int i = 0; i < count; i++)
+    cJSON_ReplaceItemInObject(of_model ? model : root, members[i][0], cJSON_Parse(members[i][1]));
   cJSON *vocab = cJSON_GetObjectItem(model, "vocab");
-  static const char *const made[] = {"ab", "bc", "aa", "aaaa"};
-  for (int i = 0; i < 4; i++) {
+  static const char *const made[] = {"ab", "bc", "aa", "aaaa"}; // as 1000 and up
+  for (int i = 0; of_model && i < 4; i++) {
     cJSON_DeleteItemFromObject(vocab, made[i]);
     cJSON_AddNumberToObject(vocab, made[i], 1000 + i);
   }
-  static const char *const merges[] = {"b c", "a b", "a a", "aa aa", "b c"};
-  cJSON_ReplaceItemInObject(model, "merges", cJSON_CreateStringArray(merges, 5));
   char *changed = cJSON_PrintUnformatted(root);
   Reason reason = {""};
   Tokenizer *t = tokenizer_parse(changed, strlen(changed), &reason);
   if (!t) fail_msg("%s", reason.text);
+  cJSON_free(changed);
+  cJSON_Delete(root);
+  free(text);
+  return t;
+}
+
+// "5 5" is a merge: it makes one token of 55 unless the digits are split one by one. A normalizer to NFC is not in the
+// way.
+TEST(test_digits) {
+#define DIGITS(individual)                                                                                   \
+  "{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Digits\",\"individual_digits\":" individual "},"    \
+  "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":true}]}"
+  static const char *const members[2][2][2] = {
+      {{"normalizer", "{\"type\":\"NFC\"}"}, {"pre_tokenizer", DIGITS("false")}},
+      {{"normalizer", "{\"type\":\"NFC\"}"}, {"pre_tokenizer", DIGITS("true")}}};
+  for (int individual = 0; individual < 2; individual++) {
+    Tokenizer *t = open_changed(false, members[individual], 2);
+    int64_t count;
+    free(tokenizer_encode(t, "55!", 3, true, &count));
+    assert_int_equal(count, 2 + individual);
+    tokenizer_close(t);
+  }
+}
+
+// The pair learned first is merged first, of equal ones the leftmost; a pair's second merge is none.
+TEST(test_merges) {
+  static const char *const merges[][2] = {{"merges", "[\"b c\",\"a b\",\"a a\",\"aa aa\",\"b c\"]"}};
+  Tokenizer *t = open_changed(true, merges, 1);
   int64_t count, b;
   int32_t *single = tokenizer_encode(t, "a", 1, false, &b);
   int32_t *ids = tokenizer_encode(t, "abcabaaaaa", 10, false, &count);
@@ -206,45 +202,45 @@ TEST(test_merges) {
   free(tokenizer_encode(t, "", 0, false, &count));
   assert_int_equal(count, 0);
   tokenizer_close(t);
-  cJSON_free(changed);
-  cJSON_Delete(root);
-  free(text);
 }
 
 // --- files that will not do --------------------------------------------------------------------------------
 
 #define BPE "{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\":1,\"ab\":2},\"merges\":[\"a b\"]}"
 
-static void assert_refused(const char *text, const char *part) {
-  Reason reason = {""};
-  Tokenizer *t = tokenizer_parse(text, strlen(text), &reason);
-  if (t || !strstr(reason.text, part))
-    fail_msg("%s: should say \"%s\" and says \"%s\"", text, part, reason.text);
-}
+// A file with this model, of which one member is given; and the rest of the file.
+#define MODEL(members, rest) "{\"model\":{" members "}" rest "}"
+#define A                    "\"vocab\":{\"a\":0}"
+#define NONE                 "\"merges\":[]"
 
 TEST(test_refusals) {
-  assert_refused("", "no JSON object");
-  assert_refused("[]", "no JSON object");
-  assert_refused("{\"model\":{", "no JSON object");
-  assert_refused("{}", "no vocab");
-  assert_refused("{\"model\":{\"type\":\"Unigram\",\"vocab\":[]}}", "Unigram and not BPE");
-  assert_refused("{\"model\":{\"vocab\":{},\"merges\":[]}}", "vocabulary is empty");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":{}}}", "no merges");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":-1},\"merges\":[]}}", "not a whole number");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":1e18},\"merges\":[]}}", "not a whole number");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":0.5},\"merges\":[]}}", "not a whole number");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":\"0\"},\"merges\":[]}}", "not a whole number");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":0,\"b\":0},\"merges\":[]}}", "belongs to two tokens");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":[\"a\"]}}", "merge 0 is no pair");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":[[\"a\",1]]}}", "merge 0 is no pair");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":[\"a a\"]}}",
-                 "names a token that the vocabulary lacks");
-  assert_refused("{\"model\":{\"vocab\":{\"a\":0},\"merges\":[],\"byte_fallback\":true}}",
-                 "no byte-level BPE");
-  assert_refused("{\"decoder\":{\"type\":\"WordPiece\"},\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}",
-                 "no byte-level BPE");
-  assert_refused("{\"added_tokens\":[{\"id\":3}],\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}",
-                 "no content");
+  static const char *const cases[][2] = {
+      {"", "no JSON object"},
+      {"[]", "no JSON object"},
+      {"{\"model\":{", "no JSON object"},
+      {"{}", "no vocab"},
+      {MODEL("\"type\":\"Unigram\",\"vocab\":[]", ""), "Unigram and not BPE"},
+      {MODEL("\"vocab\":{}," NONE, ""), "vocabulary is empty"},
+      {MODEL(A ",\"merges\":{}", ""), "no merges"},
+      {MODEL("\"vocab\":{\"a\":-1}," NONE, ""), "not a whole number"},
+      {MODEL("\"vocab\":{\"a\":1e18}," NONE, ""), "not a whole number"},
+      {MODEL("\"vocab\":{\"a\":0.5}," NONE, ""), "not a whole number"},
+      {MODEL("\"vocab\":{\"a\":\"0\"}," NONE, ""), "not a whole number"},
+      {MODEL("\"vocab\":{\"a\":0,\"b\":0}," NONE, ""), "belongs to two tokens"},
+      {MODEL(A ",\"merges\":[\"a\"]", ""), "merge 0 is no pair"},
+      {MODEL(A ",\"merges\":[[\"a\",1]]", ""), "merge 0 is no pair"},
+      {MODEL(A ",\"merges\":[\"a a\"]", ""), "names a token that the vocabulary lacks"},
+      {MODEL(A "," NONE ",\"byte_fallback\":true", ""), "no byte-level BPE"},
+      {MODEL(A "," NONE, ",\"decoder\":{\"type\":\"WordPiece\"}"), "no byte-level BPE"},
+      {MODEL(A "," NONE, ",\"added_tokens\":[{\"id\":3}]"), "no content"},
+      {MODEL(A "," NONE, ",\"added_tokens\":[{\"content\":\"b\"}]"), "the id of \"b\" is not a whole number"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    Reason reason = {""};
+    Tokenizer *t = tokenizer_parse(cases[i][0], strlen(cases[i][0]), &reason);
+    if (t || !strstr(reason.text, cases[i][1]))
+      fail_msg("%s: should say \"%s\" and says \"%s\"", cases[i][0], cases[i][1], reason.text);
+  }
   write_text("broken.json", "{");
   ASSERT_FAILS(tokenizer_open(temp_path("broken.json")), "broken.json is no tokenizer", "no JSON object");
   ASSERT_FAILS(tokenizer_open(temp_path("nowhere.json")), "cannot open", "nowhere.json");
