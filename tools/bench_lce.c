@@ -37,7 +37,6 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/integers.h"
-#include "base/json.h"
 #include "base/option_rows.h"
 #include "base/random.h"
 #include "base/system.h"
@@ -150,16 +149,6 @@ static void fill_normal(Backend *backend, Tensor t, double scale, uint64_t strea
   free(rounded);
 }
 
-static void fill_targets(Backend *backend, Tensor targets, int64_t vocab_size) {
-  int64_t tokens = targets.shape[0];
-  int32_t *ids = host_alloc(tokens, sizeof *ids, "the targets");
-  for (int64_t n = 0; n < tokens; n++)
-    ids[n] = (int32_t)(random_bits(SEED, STREAM_TARGETS, (uint64_t)n) % (uint64_t)vocab_size);
-  backend_to_device(backend, targets, ids);
-  backend_synchronize(backend);
-  free(ids);
-}
-
 static Tensor reserve(Backend *backend, const char *name, MemoryCategory category, Dtype dtype, int64_t rows,
                       int64_t columns) {
   size_t bytes = (size_t)rows * (size_t)columns * dtype_bytes(dtype);
@@ -170,21 +159,31 @@ static Tensor reserve_vector(Backend *backend, const char *name, Dtype dtype, in
   return tensor_flat(reserve(backend, name, MEMORY_TABLES, dtype, 1, count));
 }
 
-static LceTensors layer_reserve(Backend *backend, LceShape s) {
-  LceTensors l = {.backend = backend};
-  l.x = reserve(backend, "x", MEMORY_ACTIVATIONS, s.dtype, s.tokens, s.hidden_size);
-  l.weight = reserve(backend, "weight", MEMORY_WEIGHTS, s.dtype, s.vocab_size, s.hidden_size);
-  l.dx = reserve(backend, "dx", MEMORY_ACTIVATION_GRADIENTS, s.dtype, s.tokens, s.hidden_size);
-  l.dweight = reserve(backend, "dweight", MEMORY_GRADIENTS, DTYPE_F32, s.vocab_size, s.hidden_size);
-  l.loss = reserve_vector(backend, "losses", DTYPE_F32, s.tokens);
-  l.targets = reserve_vector(backend, "targets", DTYPE_I32, s.tokens);
-  return l;
+static void upload(Backend *backend, Tensor t, const void *values) {
+  backend_to_device(backend, t, values);
+  backend_synchronize(backend);
+}
+
+static LceTensors layer_reserve(Backend *b, LceShape s) {
+  int64_t n = s.tokens, h = s.hidden_size, v = s.vocab_size;
+  return (LceTensors){.backend = b,
+                      .x = reserve(b, "x", MEMORY_ACTIVATIONS, s.dtype, n, h),
+                      .weight = reserve(b, "weight", MEMORY_WEIGHTS, s.dtype, v, h),
+                      .dx = reserve(b, "dx", MEMORY_ACTIVATION_GRADIENTS, s.dtype, n, h),
+                      .dweight = reserve(b, "dweight", MEMORY_GRADIENTS, DTYPE_F32, v, h),
+                      .loss = reserve_vector(b, "losses", DTYPE_F32, n),
+                      .targets = reserve_vector(b, "targets", DTYPE_I32, n)};
 }
 
 static void layer_fill(const LceTensors *l) {
+  int64_t tokens = l->x.shape[0], vocab_size = l->weight.shape[0];
   fill_normal(l->backend, l->x, 1, STREAM_X);
   fill_normal(l->backend, l->weight, 0.02, STREAM_WEIGHT);
-  fill_targets(l->backend, l->targets, l->weight.shape[0]);
+  int32_t *ids = host_alloc(tokens, sizeof *ids, "the targets");
+  for (int64_t n = 0; n < tokens; n++)
+    ids[n] = (int32_t)(random_bits(SEED, STREAM_TARGETS, (uint64_t)n) % (uint64_t)vocab_size);
+  upload(l->backend, l->targets, ids);
+  free(ids);
 }
 
 static LinearCrossEntropy layer_call(const LceTensors *l, LceMode mode, int64_t chunk) {
@@ -321,13 +320,6 @@ static State read_state(Settings *o) {
   return state;
 }
 
-static void upload_state(const LceTensors *layer, const State *state) {
-  backend_to_device(layer->backend, layer->x, state->x);
-  backend_to_device(layer->backend, layer->weight, state->weight);
-  backend_to_device(layer->backend, layer->targets, state->targets);
-  backend_synchronize(layer->backend);
-}
-
 // --- what is timed -----------------------------------------------------------------------------------------
 
 typedef struct {
@@ -378,8 +370,7 @@ static Tensor reserve_ones(Backend *backend, const char *name, int64_t count) {
   if (backend->memory.planning) return t;
   float *values = host_alloc(count, sizeof *values, name);
   for (int64_t i = 0; i < count; i++) values[i] = 1;
-  backend_to_device(backend, t, values);
-  backend_synchronize(backend);
+  upload(backend, t, values);
   free(values);
   return t;
 }
@@ -567,75 +558,42 @@ static Medians measure(const Bench *b, const Work *work) {
 
 // --- output ------------------------------------------------------------------------------------------------
 
-typedef struct {
-  const char *name;
-  double value; // NaN: it has none
-} Figure;
-
-// {"event": event, texts, figures} as a line; both lists end without a name.
-static void print_json(const char *event, const char *const (*texts)[2], const Figure *figures) {
-  cJSON *record = cJSON_CreateObject();
-  cJSON_AddStringToObject(record, "event", event);
-  for (; (*texts)[0]; texts++)
-    if ((*texts)[1]) cJSON_AddStringToObject(record, (*texts)[0], (*texts)[1]);
-  for (; figures->name; figures++)
-    if (!isnan(figures->value)) cJSON_AddNumberToObject(record, figures->name, figures->value);
-  char *text = json_print(record, false);
-  puts(text);
-  free(text);
-  cJSON_Delete(record);
-}
-
-// A row of the table, or an object. m: NULL where nothing was measured; dropped: NULL where nothing was sampled.
-static void report_json(const Bench *b, const Work *work, const Medians *m, const double *dropped) {
+static void report_json(const Bench *b, const Work *work, const Medians *m) {
   const Backend *backend = b->layer.backend;
   const LceShape *s = &b->shape;
-  const char *const texts[][2] = {{"name", work->name},
-                                  {"mode", work->mode},
-                                  {"term", work->term},
-                                  {"dtype", dtype_name(s->dtype)},
-                                  {"device", device_name(backend->device)},
-                                  {"gpu", m ? backend->description : NULL},
-                                  {NULL, NULL}};
-  double sample = (double)work->call.sampling.full_mass;
-  const Figure figures[] = {{"chunk", work->call.mode == LCE_FUSED ? (double)work->call.chunk : NAN},
-                            {"sample", sample > 0 ? sample : NAN},
-                            {"rung", work->rung ? work->rung : NAN},
-                            {"tokens", (double)s->tokens},
-                            {"hidden_size", (double)s->hidden_size},
-                            {"vocab_size", (double)s->vocab_size},
-                            {"ranks", backend->ranks},
-                            {"layer_bytes", (double)work->held},
-                            {"loss_alone_bytes", work->loss_alone ? (double)work->loss_alone : NAN},
-                            {"ledger_bytes", (double)(b->layer_total + work->held)},
-                            {"seconds", m ? m->work : NAN},
-                            {work->base == GEMMS ? "floor_seconds" : "base_seconds", m ? m->base : NAN},
-                            {"ratio", m ? m->ratio : NAN},
-                            {"dropped_tiles", dropped ? dropped[0] : NAN},
-                            {"dropped_mass", dropped ? dropped[1] : NAN},
-                            {.name = NULL}};
-  print_json("layer", texts, figures);
+  printf("{\"event\":\"layer\",\"name\":\"%s\",\"mode\":\"%s\",\"dtype\":\"%s\",\"device\":\"%s\"",
+         work->name, work->mode, dtype_name(s->dtype), device_name(backend->device));
+  printf(",\"tokens\":%lld,\"hidden_size\":%lld,\"vocab_size\":%lld,\"ranks\":%d", (long long)s->tokens,
+         (long long)s->hidden_size, (long long)s->vocab_size, backend->ranks);
+  printf(",\"layer_bytes\":%zu,\"ledger_bytes\":%zu", work->held, b->layer_total + work->held);
+  if (work->loss_alone) printf(",\"loss_alone_bytes\":%zu", work->loss_alone);
+  if (work->term) printf(",\"term\":\"%s\"", work->term);
+  if (work->rung) printf(",\"rung\":%d", work->rung);
+  if (work->call.mode == LCE_FUSED) printf(",\"chunk\":%lld", (long long)work->call.chunk);
+  if (work->call.sampling.full_mass > 0) printf(",\"sample\":%g", (double)work->call.sampling.full_mass);
+  if (m)
+    printf(",\"gpu\":\"%s\",\"seconds\":%.9g,\"%s\":%.9g,\"ratio\":%.9g", backend->description, m->work,
+           work->base == GEMMS ? "floor_seconds" : "base_seconds", m->base, m->ratio);
 }
 
-static void report_text(const Bench *b, const Work *work, const Medians *m, const double *dropped) {
-  (void)b;
+static void report_text(const Work *work, const Medians *m) {
   printf("  %-32s", work->name);
   if (m) printf(" %9.2f ms %7.3f", 1e3 * m->work, m->ratio);
   if (work->held) printf("   %s", text_bytes(work->held).text);
-  if (dropped) printf("   drops %.1f%% of the tiles, a mass of %.3g per token", 100 * dropped[0], dropped[1]);
-  putchar('\n');
 }
 
+// A row of the table, or an object. m: NULL where nothing was measured.
 static void report(const Bench *b, const Work *work, const Medians *m) {
-  double dropped[2]; // the share of the tiles, the mass per token
-  bool sampled = m && tensor_exists(work->call.sampling.stats);
-  if (sampled) {
+  bool json = b->settings->json;
+  json ? report_json(b, work, m) : report_text(work, m);
+  if (m && tensor_exists(work->call.sampling.stats)) {
     float stats[3];
     backend_to_host(b->layer.backend, stats, b->sampled);
-    dropped[0] = (double)(stats[0] / stats[1]);
-    dropped[1] = (double)stats[2] / (double)b->shape.tokens;
+    printf(json ? ",\"dropped_tiles\":%.9g,\"dropped_mass\":%.9g"
+                : "   drops %.1f%% of the tiles, a mass of %.3g per token",
+           (json ? 1 : 100) * (double)(stats[0] / stats[1]), (double)stats[2] / (double)b->shape.tokens);
   }
-  (b->settings->json ? report_json : report_text)(b, work, m, sampled ? dropped : NULL);
+  puts(json ? "}" : "");
   fflush(stdout);
 }
 
@@ -647,15 +605,13 @@ static void heading(const Bench *b, const char *what, const char *ratio) {
 static void report_loss(const Bench *b) {
   int64_t tokens = b->shape.tokens, counted = b->state->counted;
   float *loss = host_alloc(tokens, sizeof *loss, "the losses");
-  double sum = 0;
+  double mean = 0;
   run_work(b, &b->works[FUSED]);
   backend_to_host(b->layer.backend, loss, b->layer.loss);
-  for (int64_t n = 0; n < tokens; n++) sum += (double)loss[n];
+  for (int64_t n = 0; n < tokens; n++) mean += (double)loss[n] / (double)max_i64(counted, 1);
   free(loss);
-  double mean = sum / (double)max_i64(counted, 1);
   if (b->settings->json)
-    print_json("loss", &(const char *const[2]){NULL, NULL},
-               (const Figure[]){{"loss", mean}, {"targets", (double)counted}, {.name = NULL}});
+    printf("{\"event\":\"loss\",\"loss\":%.9g,\"targets\":%lld}\n", mean, (long long)counted);
   else
     printf("  loss %.4f over %s targets\n", mean, text_grouped(counted).text);
 }
@@ -711,7 +667,13 @@ int main(int argc, char **argv) {
     b->gemm_rows = planned->gemm_rows;
     for (int i = 1; i < b->count; i++) b->works[i].loss_alone = planned->works[i].loss_alone;
     b->state = o.checkpoint ? &state : NULL;
-    b->state ? upload_state(&b->layer, &state) : layer_fill(&b->layer);
+    if (b->state) {
+      upload(backend, b->layer.x, state.x);
+      upload(backend, b->layer.weight, state.weight);
+      upload(backend, b->layer.targets, state.targets);
+    } else {
+      layer_fill(&b->layer);
+    }
     memory_set_stack(&backend->memory, stack);
     run(b);
     free(b);

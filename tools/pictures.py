@@ -85,7 +85,12 @@ def picture(width, height, title, subtitle, note="", margins=(0.95, 1.2, 1.95, 0
                                        bottom=bottom / height, **grid)
 
 
-def save(figure, path):
+def save(figure, path, fontsize=9.5):
+    """With a legend below the titles, of what has a name in the first panel."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    if names:
+        figure.legend(handles, names, loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8, fontsize=fontsize,
+                      bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - 0.92 / figure.get_figheight()))
     with open(path, "wb") as file:
         figure.savefig(file, format=os.path.splitext(path)[1][1:] or "png", facecolor="white")
     plt.close(figure)
@@ -102,9 +107,16 @@ def head(ax, title, unit=""):
     ax.text(0, 1, unit, transform=moved(ax, ax.transAxes, up=7), color=MUTED, fontsize=9)
 
 
-def legend(figure, ax, below_top=0.92, **options):
-    figure.legend(*ax.get_legend_handles_labels(), loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8,
-                  bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - below_top / figure.get_figheight()), **options)
+def bars(ax, names, places):
+    """Bars to the right (y, value, height, colour, text beside it, name in the legend), with names at the left."""
+    for y, value, height, color, text, *name in places:
+        ax.barh(y, value, height, color=color, label=name[0] if name else None)
+        ax.annotate(text, (value, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9, annotation_clip=False,
+                    bbox=dict(fc="white", ec="none", pad=1))
+    ax.set_yticks([k for k, _ in names], [name for _, name in names])
+    ax.xaxis.set_visible(False)
+    ax.grid(False)
+    ax.spines["bottom"].set_visible(False)
 
 
 def label(ax, places, right=9, up=0.0):
@@ -313,14 +325,13 @@ def memory(s, rows, path):
     usable = max(row["usable_bytes"] or 0 for row in rows)
     if not layer and usable < axes[0].get_ylim()[1] and usable:
         axes[0].axhline(usable, color=INK, lw=1, ls=(0, (7, 4)))
-        label(axes[0], [(0, usable, [(f"the device has {size(usable)}", INK, False)] * 2)][:1], 4)
+        label(axes[0], [(axes[0].get_xlim()[0], usable, [(f"the device has {size(usable)}", INK, False)])], 4, 8)
     if timed:
         axes.append(figure.add_subplot(cells[1, 1]))
         over_size(axes[2], rows, "Time", "over that of its three GEMMs", time, "{:.2f}".format) if layer else over_size(
             axes[2], rows, "Time of a step, s", "forward, backward, AdamW", time, "{:.3g} s".format)
     for ax in (axes[0], axes[-1]):
         ax.set_xlabel(AXES[sweep])
-    legend(figure, axes[0])
     save(figure, path)
 
 
@@ -336,7 +347,6 @@ def grid(s, rows, path):
     for k, (unit, y, form) in enumerate(kinds):
         for column, sweep in enumerate(sweeps):
             over_size(figure.add_subplot(cells[k, column]), [row for row in rows if row["sweep"] == sweep], AXES[sweep], unit, y, form)
-    legend(figure, figure.axes[0])
     save(figure, path)
 
 
@@ -371,19 +381,21 @@ def trade(s, rows, path):
     ax.set_ylim(min([0.95, *ratios]) - 0.05, top)
     log_axis(ax, "x", (min(held) / 1.5, 1.5 * max(held)), tick)
     ax.set_xlabel("memory beyond inputs and gradients")
-    legend(figure, ax)
     save(figure, path)
 
 
 # --- memory over time -------------------------------------------------------------------------------------------
 
+def total(row):
+    return sum(row[name] for name in STACK)
+
+
 def timeline(s, rows, path):
     """Rows of a mode, `at` and bytes by category: a panel for each mode, on the same scale."""
     titles = {"fp32 logits": "logits in fp32: a baseline, planned", "materialized": "materialized logits", "fused": "fused, in chunks"}
-    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles}
-    modes = {mode: moments for mode, moments in modes.items() if moments}
-    planned = s["planned"]
-    peaks = {mode: max(sum(row[name] for name in STACK) for row in rows) for mode, rows in modes.items()}
+    there, planned = {row["mode"] for row in rows}, s["planned"]
+    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles if mode in there}
+    peaks = {mode: max(map(total, rows)) for mode, rows in modes.items()}
     ends = {mode: rows[-1]["at"] for mode, rows in modes.items()}
     stays = sum(modes["fused"][-1][name] for name in STAYING)
     # Where most memory stays from step to step, the picture leaves it out: the shape is what comes and goes.
@@ -394,11 +406,11 @@ def timeline(s, rows, path):
     note = ("Planned, to the byte: nothing was computed, so there are no times." if planned else
             "Bytes that the ledger counts on the device, dated after waiting for it.")
     title = s["title"] or f"Training {s['model']}: memory over three steps"
-    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), title, setting(s), note, (0.9, 2.15, 1.75, 0.95), nrows=len(modes), ncols=1, hspace=0.62)
+    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), title, setting(s), note, (0.9, 2.15, 1.75, 0.95),
+                            nrows=len(modes), ncols=1, hspace=0.62)
     for k, (mode, rows) in enumerate(modes.items()):
         ax = figure.add_subplot(cells[k])
-        total = [sum(row[name] for name in STACK) for row in rows]
-        top = rows[total.index(max(total))]
+        top = max(rows, key=total)
         text = titles[mode]
         if mode == "fused" and not top[HEAD]:
             text += ": the layers, not the loss, now set the peak"
@@ -410,21 +422,20 @@ def timeline(s, rows, path):
         at = [row["at"] for row in rows]
         ax.stackplot(at, [[row[name] for row in rows] for name in names], labels=names, colors=[STACK[name] for name in names],
                      step="post", lw=0)
-        ax.axhline(max(total) - base, color=INK, lw=1, ls=DASHES)
-        places, below = [(ax.get_xlim()[1], max(total) - base, [(f"peak {size(max(total))}", INK, True)])], 0
+        ax.axhline(total(top) - base, color=INK, lw=1, ls=DASHES)
+        places, below = [(ax.get_xlim()[1], total(top) - base, [(f"peak {size(total(top))}", INK, True)])], 0
         for name in names:
             if name in STAYING and rows[-1][name] > 0.02 * max(peaks.values()):
                 places.append((ax.get_xlim()[1], below + rows[-1][name] / 2, [(f"{name} {size(rows[-1][name])}", MUTED, False)]))
             below += rows[-1][name]
         label(ax, places)
         spike = max(rows, key=lambda row: row[HEAD])
-        label(ax, [(spike["at"], max(total) - base, [(f"LM head + loss {size(spike[HEAD])}", STACK[HEAD], True)])], 2, 9)
+        label(ax, [(spike["at"], total(top) - base, [(f"LM head + loss {size(spike[HEAD])}", STACK[HEAD], True)])], 2, 9)
         if planned:
             starts = [next(row["at"] for row in rows if row["step"] == step) for step in (1, 2, 3)]
             ax.set_xticks(starts, ["step 1", "step 2", "step 3"], ha="left")
     ax.set_xlabel("bytes pushed and popped, in their order: no time" if planned else "time of three steps, s")
-    legend(figure, figure.axes[0], fontsize=8.5)
-    save(figure, path)
+    save(figure, path, fontsize=8.5)
 
 
 def longest(s, rows, path):
@@ -435,21 +446,16 @@ def longest(s, rows, path):
                             (1.75, 2.2, 1.6, 0.85))
     ax = figure.add_subplot(cells[0])
     head(ax, f"tokens of the longest sequence, batch {s['batch']}")
+    places = []
     for row in rows:
-        y = names.index((row["memory_gib"], row["offloaded"])) + 0.39 * (row["mode"] == "fused")
+        y, (color, _, name) = names.index((row["memory_gib"], row["offloaded"])) + 0.39 * (row["mode"] == "fused"), MODES[row["mode"]]
         text = f"{count(row['seq_len'])}" + (f", host {size(row['host_bytes'])}" if row["host_bytes"] else "") if row["seq_len"] else "none"
-        ax.barh(y, row["seq_len"], 0.36, color=MODES[row["mode"]][0], label=MODES[row["mode"]][2] if row in rows[:2] else None)
-        ax.annotate(text, (row["seq_len"], y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9,
-                    bbox=dict(fc="white", ec="none", pad=1))
+        places.append((y, row["seq_len"], 0.36, color, text, name if row in rows[:2] else None))
+    bars(ax, [(k + 0.195, f"{memory:g} GiB" + (", all offloaded" if offloaded == "all" else ""))
+              for k, (memory, offloaded) in enumerate(names)], places)
+    ax.set_ylim(len(names) - 0.3, -0.6)
     ax.axvline(s["positions"], color=INK, lw=1.1, ls=DASHES, zorder=0)
     label(ax, [(s["positions"], -0.4, [(f"{s['model']} is made for {count(s['positions'])} positions", INK, False)])], 5)
-    ax.set_yticks([k + 0.195 for k in range(len(names))], [f"{memory:g} GiB" + (", all offloaded" if offloaded == "all" else "")
-                                                         for memory, offloaded in names])
-    ax.set_ylim(len(names) - 0.3, -0.6)
-    ax.xaxis.set_visible(False)
-    ax.grid(False)
-    ax.spines["bottom"].set_visible(False)
-    legend(figure, ax)
     save(figure, path)
 
 
@@ -490,7 +496,6 @@ def runs(title, subtitle, logs, path, start):
         if field == "tokens_per_second":
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: rate(value).replace(".00", "").replace(".0K", "K")))
         ax.set_xlabel("step" if k > 1 else "")
-    legend(figure, figure.axes[0])
     save(figure, path)
 
 
@@ -515,18 +520,29 @@ def groups(title, subtitle, all_groups, path):
         end = ax.get_xlim()[1]
         label(ax, [(end, y, lines) for _, y, lines in places])
         ax.set_xlim(right=end)
-    bars = ("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate)
-    for k, (name, field, form) in enumerate(bars):
+    kinds = ("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate)
+    for k, (name, field, form) in enumerate(kinds):
         ax = figure.add_subplot(cells[3].subgridspec(2, 1, hspace=0.75)[k])
         head(ax, name)
-        for y, (group, color) in enumerate(zip(all_groups, colors_of(group.name for group in all_groups))):
-            value = group.total(field)
-            if value is not None:
-                ax.barh(y, value, 0.62, color=color)
-                label(ax, [(value, y, [(form(value), INK, False)])], 5)
-        ax.set_yticks(range(len(all_groups)), [group.name for group in all_groups])
+        values = [(y, group.total(field), color) for y, (group, color) in enumerate(zip(all_groups, colors_of(g.name for g in all_groups)))]
+        bars(ax, [(y, group.name) for y, group in enumerate(all_groups)],
+             [(y, value, 0.62, color, form(value)) for y, value, color in values if value is not None])
         ax.set_ylim(len(all_groups) - 0.5, -0.5)
-        ax.xaxis.set_visible(False)
-        ax.grid(False)
-        ax.spines["bottom"].set_visible(False)
+    save(figure, path)
+
+
+# --- the ladder -------------------------------------------------------------------------------------------------
+
+def ladder(rows, path):
+    """The rungs of kernels/LCE.md, from lines of bench_lce --ladder --json: bars of time and memory, the last one dark."""
+    figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Six versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
+                            "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), margins=(2.7, 0.9, 1.3, 0.3), ncols=2,
+                            wspace=0.4)
+    for k, (title, field, form) in enumerate((("Time / three plain GEMMs", "ratio", "{:.2f}".format),
+                                              ("Memory beyond inputs and gradients", "layer_bytes", size))):
+        ax = figure.add_subplot(cells[k])
+        head(ax, title)
+        bars(ax, [(row["rung"], row["name"]) for row in rows] if k == 0 else [],
+             [(row["rung"], row[field], 0.68, COLORS[1] if row is rows[-1] else "#8fb4d6", form(row[field])) for row in rows])
+        ax.set_ylim(len(rows) + 0.5, 0.5)
     save(figure, path)

@@ -162,12 +162,9 @@ def test_recipes(folder):
 
 def test_offloaded_timelines(folder):
     """The published setting: offloaded, 8 chunks, and a baseline whose logits are fp32. The peaks are ./train's plans of the same options."""
-    settings = dict(re.findall(r'"(llama3-8b-(?:32k|4x20480))".*?options=f"([^"]*)"', (ROOT / "tools" / "memory_curve").read_text(), re.S))
     for name, logits in (("llama3-8b-32k", 32768), ("llama3-8b-4x20480", 81920)):
-        rows = table(recipe(name)[0] / "timeline.csv")[1]
-        options = settings[name].format(ADAMW_IN_BF16="--recompute layer --moment-dtype bf16 --no-master-weights",
-                                        ALL="weights,gradients,optimizer,activations")
-        train("--device cuda --plan " + options + " --log", folder / "plan").ok()
+        settings, rows = table(recipe(name)[0] / "timeline.csv")
+        train("--plan " + settings["options"] + " --log", folder / "plan").ok()
         plans = {p["loss_mode"]: p for p in read_log(folder / "plan")}
         for mode, like, more in (("fused", "fused", 0), ("materialized", "materialized", 0), ("fp32 logits", "materialized", logits * 128256 * 2)):
             part = [row for row in rows if row["mode"] == mode]
@@ -342,6 +339,12 @@ def test_plot_run(folder):
     assert_says(folder / "run.svg", "Training llama-1b", "V 128,256, 4 x 2,048 tokens, bf16, on a machine", "Gradient norm", "Tokens a second")
     tool("plot_run", log, log, "--out", folder / "run.png", "--from", "100").ok()
     assert (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
+    rungs = folder / "ladder.jsonl"
+    rungs.write_text("".join(json.dumps({"event": "layer", "name": f"{k} a version", "rung": k, "tokens": 1024, "hidden_size": 256, "chunk": 128,
+                                         "vocab_size": 32768, "gpu": "a machine", "ratio": 1 + k / 100, "layer_bytes": k << 20}) + "\n"
+                             for k in range(1, 7)))
+    tool("plot_run", rungs, "--out", folder / "ladder.svg").ok()
+    assert_says(folder / "ladder.svg", "N 1,024, H 256, V 32,768, chunks of 128; a machine", "3 a version", "1.03", "3.0 MiB", "1.06", "6.0 MiB")
     tool("plot_run", log, "--out", "/dev/full").fails("cannot write the picture /dev/full")
     tool("plot_run", "/dev/zero").fails("it is not a regular file")
     tool("plot_run", folder / "none").fails("cannot open the log")
